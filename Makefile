@@ -1,0 +1,71 @@
+# make            build libpydet_cpu.so, install into .venv, run the demo
+# make test       the test suite
+# make cpu        only build/ and pydet/libpydet_cpu.so
+# make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/results/
+# make clean      remove everything that was built
+# Settings: PYTHON (3.10 or later), CXX, BUILD (where objects go), SANITIZE (address,undefined)
+
+PYTHON ?= python3
+CXX ?= g++
+BUILD ?= build
+SANITIZE ?=
+VENV := .venv
+LIBRARY ?= pydet
+
+comma := ,
+WARN := -Wall -Wextra -Werror
+# The contract: no contraction, no fast-math, no -march=native; instruction sets are chosen at run time.
+NUMERIC := -ffp-contract=off -fno-fast-math
+CXXFLAGS := -std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fopenmp $(NUMERIC) $(WARN) -Inative -Inative/include
+LDFLAGS := -shared -fopenmp $(if $(SANITIZE),,-Wl$(comma)-z$(comma)defs) -Wl,--version-script=native/exports.map
+ifneq ($(SANITIZE),)
+CXXFLAGS += -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
+LDFLAGS += -fsanitize=$(SANITIZE)
+endif
+
+AVX2 := -mavx2 -mfma -mf16c
+AVX512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mprefer-vector-width=512 \
+  -Wno-maybe-uninitialized # GCC 12 warns of the undefined operand in its own intrinsics
+
+MACHINE := $(shell $(CXX) -dumpmachine)
+ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
+KERNELS := gemm_ieee gemm_tensorcore rmsnorm
+# Objects that every library holds; then what makes each library its own.
+SHARED := $(BUILD)/api.o $(patsubst native/%.cpp,$(BUILD)/%.o,$(wildcard native/exchange.cpp)) $(BUILD)/cpu/backend.o $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
+OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
+
+.DEFAULT_GOAL := all
+.PHONY: all cpu test bench clean help
+.DELETE_ON_ERROR:
+
+all: cpu
+
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
+
+cpu: $(LIBRARY)/libpydet_cpu.so
+
+$(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
+	@mkdir -p $(@D)
+	$(CXX) $(OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F) -o $@
+
+$(BUILD)/%.o: native/%.cpp
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
+
+$(BUILD)/cpu/%.scalar.o: native/cpu/%.cpp
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
+
+$(BUILD)/cpu/%.avx2.o: native/cpu/%.cpp
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) $(AVX2) -MMD -MP -c $< -o $@
+
+$(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) $(AVX512) -MMD -MP -c $< -o $@
+
+-include $(OBJECTS:.o=.d)
+
+clean:
+	rm -rf build .venv pydet/*.so

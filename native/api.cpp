@@ -1,0 +1,481 @@
+// The C ABI: each call is check -> choose -> launch.
+
+#include "check.h"
+
+namespace pydet {
+namespace {
+
+thread_local const char *last_kernel = "";
+
+constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
+
+// ---- Choose ------------------------------------------------------------------------------------------------------
+
+const char *operation_of(const Gemm &) { return "gemm"; }
+const char *operation_of(const RmsNorm &) { return "rmsnorm"; }
+const char *operation_of(const RmsNormBackward &) { return "rmsnorm_backward"; }
+
+const Table<Gemm> &table_of(const Backend &backend, const Gemm &) { return backend.gemm; }
+const Table<RmsNorm> &table_of(const Backend &backend, const RmsNorm &) { return backend.rmsnorm; }
+const Table<RmsNormBackward> &table_of(const Backend &backend, const RmsNormBackward &) { return backend.rmsnorm_backward; }
+
+Type input_type(const Gemm &problem) { return problem.a.type; }
+Type input_type(const RmsNorm &problem) { return problem.x.type; }
+Type input_type(const RmsNormBackward &problem) { return problem.x.type; }
+
+Arithmetic arithmetic_of(const Gemm &problem) { return problem.arithmetic; }
+Arithmetic arithmetic_of(const RmsNorm &) { return Arithmetic::ieee; }
+Arithmetic arithmetic_of(const RmsNormBackward &) { return Arithmetic::ieee; }
+
+bool equal(const char *x, const char *y) { return strcmp(x, y) == 0; }
+
+// Calls f(backend, table, row) for every row of every table, in the order of pydet_kernel_name.
+template <class F> void each_kernel(F f) {
+  const Backend *backends[] = {&cpu_backend(), gpu_backend()};
+  for (const Backend *backend : backends) {
+    if (!backend) continue;
+    for (int i = 0; i < backend->gemm.count; ++i) f(*backend, "gemm", backend->gemm.rows[i]);
+    for (int i = 0; i < backend->rmsnorm.count; ++i) f(*backend, "rmsnorm", backend->rmsnorm.rows[i]);
+    for (int i = 0; i < backend->rmsnorm_backward.count; ++i)
+      f(*backend, "rmsnorm_backward", backend->rmsnorm_backward.rows[i]);
+  }
+}
+
+bool kernel_exists(const char *name) {
+  bool found = false;
+  each_kernel([&](const Backend &, const char *, const auto &row) { found |= equal(row.name, name); });
+  return found;
+}
+
+// Why no row of the table takes the problem, and what this build has instead.
+template <class Problem> pydet_status refuse(const char *op, const Problem &problem, const Table<Problem> &table) {
+  Text have = {""};
+  size_t used = 0;
+  for (int i = 0; i < table.count; ++i) {
+    const Kernel<Problem> &row = table.rows[i];
+    if (!(row.types & bit(input_type(problem))) || !row.runs_on(problem.device)) continue;
+    const char *name = kArithmeticNames[int(row.arithmetic)];
+    if (strstr(have.text, name)) continue;
+    used += size_t(snprintf(have.text + used, sizeof have.text - used, "%s%s", used ? ", " : "", name));
+    if (used >= sizeof have.text) break;
+  }
+  return fail(PYDET_UNSUPPORTED, "%s: no kernel for arithmetic %s on %s inputs on %s; it has %s", op,
+              kArithmeticNames[int(arithmetic_of(problem))], type_name(input_type(problem)),
+              device_text(problem.device.type, problem.device.id).text, used ? have.text : "none for these inputs");
+}
+
+template <class Problem> pydet_status launch(const char *op, const Problem &problem, const char *forced) {
+  const Backend &backend = *backend_for(problem.device.type);
+  const Table<Problem> &table = table_of(backend, problem);
+  for (int i = 0; i < table.count; ++i) {
+    const Kernel<Problem> &row = table.rows[i];
+    if (forced && !equal(row.name, forced)) continue;
+    bool fits = (row.types & bit(input_type(problem))) && row.arithmetic == arithmetic_of(problem) &&
+                row.runs_on(problem.device) && (!row.takes || row.takes(problem));
+    if (forced && !fits)
+      return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem (%s on %s needs %s, has arithmetic %s)", op,
+                  forced, operation_of(problem), type_name(input_type(problem)), row.requires_,
+                  kArithmeticNames[int(row.arithmetic)]);
+    if (!fits || (!forced && row.prefers && !row.prefers(problem))) continue;
+    PYDET_TRY(row.launch(problem));
+    last_kernel = row.name;
+    return PYDET_OK;
+  }
+  if (!forced) return refuse(op, problem, table);
+  if (kernel_exists(forced))
+    return fail(PYDET_UNSUPPORTED, "%s: kernel %s is not a %s kernel for %s", op, forced, operation_of(problem),
+                device_text(problem.device.type, problem.device.id).text);
+  return fail(PYDET_INVALID_VALUE, "%s: no kernel is named %s (pydet_kernel_name lists them)", op, forced);
+}
+
+pydet_status nothing_to_write() {
+  last_kernel = "";
+  return PYDET_OK;
+}
+
+// ---- GEMM --------------------------------------------------------------------------------------------------------
+
+constexpr GemmWords kGemm = {"gemm", "a", "b", "out", "M", "N", "K", false, false};
+constexpr GemmWords kGemmDa = {"gemm_da", "dc", "b", "da", "M", "K", "N", false, true};
+constexpr GemmWords kGemmDb = {"gemm_db", "a", "dc", "db", "K", "N", "M", true, false};
+constexpr GemmWords kSkinnyGemm = {"skinny_gemm", "x", "w", "y", "M", "N", "K", false, true};
+
+pydet_status finish_gemm(const GemmWords &words, const Gemm &gemm, const char *kernel, const View *const *views, int count) {
+  for (int i = 0; i < count; ++i) PYDET_TRY(workspace_apart(*views[i], gemm.workspace, gemm.workspace_size));
+  if (gemm.m == 0 || gemm.n == 0 || gemm.batch.count == 0) return nothing_to_write();
+  return launch(words.op, gemm, kernel);
+}
+
+pydet_status run_gemm(const GemmWords &words, void *stream, const pydet_tensor *a_tensor, const pydet_tensor *b_tensor,
+                      const pydet_tensor *bias_tensor, const pydet_tensor *out_tensor, const pydet_gemm_options *given) {
+  pydet_gemm_options options = {};
+  options.struct_size = sizeof options;
+  PYDET_TRY(read_options(words.op, given, &options));
+  View a, b, bias, out;
+  PYDET_TRY(read(words.op, words.a, a_tensor, 2, &a));
+  PYDET_TRY(read(words.op, words.b, b_tensor, 2, &b));
+  PYDET_TRY(read_optional(words.op, "bias", bias_tensor, 1, &bias));
+  PYDET_TRY(read(words.op, words.out, out_tensor, 2, &out));
+  Gemm gemm = {};
+  gemm.stream = stream;
+  PYDET_TRY(gemm_of(words, words.a_transposed ? transposed(a) : a, words.b_transposed ? transposed(b) : b, bias, out, &gemm));
+  PYDET_TRY(apply_gemm_options(words, options, out, &gemm));
+  const View *views[] = {&a, &b, &bias, &out};
+  return finish_gemm(words, gemm, options.kernel, views, 4);
+}
+
+// x [..., K] as a matrix [..., M, K]: M is the last leading dimension after merging, so that a call on [tokens, K], or on
+// [batch, tokens, K] without gaps, is one matrix. The merge must hold for y and for a bias shaped like it.
+void merge_rows(View *const *views, int count) {
+  for (int t = 0; t < count; ++t)
+    if (views[t]->ndim == 1) {  // one row
+      views[t]->ndim = 2;
+      views[t]->shape[1] = views[t]->shape[0];
+      views[t]->stride[1] = views[t]->stride[0];
+      views[t]->shape[0] = 1;
+      views[t]->stride[0] = 0;
+    }
+  while (views[0]->ndim > 2) {
+    int r = views[0]->ndim - 2;  // merge dimension r into r - 1
+    for (int t = 0; t < count; ++t) {
+      const View &v = *views[t];
+      bool merges = v.shape[r] == 1 || v.shape[r - 1] == 1 || v.stride[r - 1] == v.stride[r] * v.shape[r];
+      if (!merges) return;
+    }
+    for (int t = 0; t < count; ++t) {
+      View &v = *views[t];
+      v.stride[r - 1] = v.shape[r] == 1 ? v.stride[r - 1] : v.stride[r];
+      v.shape[r - 1] *= v.shape[r];
+      v.shape[r] = v.shape[r + 1];
+      v.stride[r] = v.stride[r + 1];
+      --v.ndim;
+    }
+  }
+}
+
+pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *w_tensor,
+                             const pydet_tensor *bias_tensor, const pydet_tensor *y_tensor,
+                             const pydet_skinny_gemm_options *given) {
+  const GemmWords &words = kSkinnyGemm;
+  pydet_skinny_gemm_options options = {};
+  options.struct_size = sizeof options;
+  PYDET_TRY(read_options(words.op, given, &options));
+  View x, w, bias, y;
+  PYDET_TRY(read(words.op, "x", x_tensor, 1, &x));
+  PYDET_TRY(read(words.op, "w", w_tensor, 2, &w));
+  PYDET_TRY(read_optional(words.op, "bias", bias_tensor, 1, &bias));
+  PYDET_TRY(read(words.op, "y", y_tensor, 1, &y));
+  if (w.ndim != 2) return fail(PYDET_INVALID_SHAPE, "%s: w is %s, want NxK", words.op, shape_text(w).text);
+  int64_t wanted[kMaxDims];
+  for (int i = 0; i + 1 < x.ndim; ++i) wanted[i] = x.shape[i];
+  wanted[x.ndim - 1] = w.rows();
+  PYDET_TRY(want_shape(y, wanted, x.ndim));
+  bool full_bias = bias.present() && bias.ndim > 1;
+  if (full_bias) PYDET_TRY(want_shape(bias, wanted, x.ndim));
+  if (bias.present() && !full_bias) PYDET_TRY(want_shape(bias, wanted + x.ndim - 1, 1));
+  View *rows[] = {&x, &y, &bias};
+  merge_rows(rows, full_bias ? 3 : 2);
+
+  Gemm gemm = {};
+  gemm.stream = stream;
+  PYDET_TRY(gemm_of(words, x, transposed(w), bias, y, &gemm));
+  PYDET_TRY(apply_gemm_options(words, options, y, &gemm));
+  if (options.mode != PYDET_DETERMINISTIC && options.mode != PYDET_FAST)
+    return fail(PYDET_INVALID_VALUE, "%s: options.mode is %d, want 0 (deterministic) or 1 (fast)", words.op, int(options.mode));
+  PYDET_TRY(check_flag(words.op, "weights_constant", options.weights_constant));
+  gemm.skinny = true;
+  gemm.fast = options.mode == PYDET_FAST;
+  gemm.weights_constant = options.weights_constant != 0;
+  const View *views[] = {&x, &w, &bias, &y};
+  return finish_gemm(words, gemm, options.kernel, views, 4);
+}
+
+pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk, bool skinny,
+                            bool fast, uint64_t *bytes) {
+  if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
+  if (batch < 0 || m < 0 || n < 0 || k < 0)
+    return fail(PYDET_INVALID_SHAPE, "%s: an extent is negative (batch %" PRId64 ", M %" PRId64 ", N %" PRId64 ", K %" PRId64 ")",
+                op, batch, m, n, k);
+  if (k_chunk < 0 || k_chunk % kChunkMultiple)
+    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want 0 or a positive multiple of %d", op, k_chunk,
+                kChunkMultiple);
+  const Backend *gpu = gpu_backend();
+  *bytes = gpu ? gpu->gemm_workspace(batch, m, n, k, k_chunk, skinny, fast) : 0;  // the CPU kernels need none
+  return PYDET_OK;
+}
+
+// ---- RMSNorm -----------------------------------------------------------------------------------------------------
+
+Rows rows_of(const View &view, const RowWalk &walk, int tensor) {
+  return view.present() ? Rows{view.data, view.type, walk.outer_stride[tensor], walk.inner_stride[tensor]} : Rows{};
+}
+
+Vector vector_of(const View &view) { return view.present() ? Vector{view.data, view.type} : Vector{}; }
+
+pydet_status backward_workspace(const char *op, int64_t rows, int64_t n, uint64_t *bytes) {
+  int64_t chains = rows / kDweightChainRows + (rows % kDweightChainRows != 0), size = 0;
+  if (__builtin_mul_overflow(chains, n, &size) || __builtin_mul_overflow(size, int64_t(sizeof(float)), &size))
+    return fail(PYDET_OVERFLOW, "%s: workspace for %" PRId64 " rows of %" PRId64 " passes 2^63 - 1 bytes", op, rows, n);
+  *bytes = uint64_t(size);
+  return PYDET_OK;
+}
+
+}  // namespace
+}  // namespace pydet
+
+using namespace pydet;
+
+const char *pydet_version(void) {
+  static_assert(PYDET_VERSION_MAJOR == 0 && PYDET_VERSION_MINOR == 1 && PYDET_VERSION_PATCH == 0, "the text below");
+  return "0.1.0";
+}
+int32_t pydet_abi(void) { return PYDET_ABI; }
+int32_t pydet_numerics(void) { return PYDET_NUMERICS; }
+const char *pydet_last_error(void) { return last_error; }
+const char *pydet_last_kernel(void) { return last_kernel; }
+
+const char *pydet_status_name(pydet_status status) {
+  static const char *const names[] = {
+      "PYDET_OK",           "PYDET_INVALID_VALUE", "PYDET_INVALID_SHAPE", "PYDET_INVALID_DTYPE",       "PYDET_INVALID_STRIDE",
+      "PYDET_INVALID_DEVICE", "PYDET_NULL_POINTER", "PYDET_OVERLAP",      "PYDET_OVERFLOW",            "PYDET_MISALIGNED",
+      "PYDET_WORKSPACE_TOO_SMALL", "PYDET_UNSUPPORTED", "PYDET_NO_DEVICE", "PYDET_DEVICE_ERROR"};
+  constexpr int count = int(sizeof names / sizeof *names);
+  static_assert(count == PYDET_DEVICE_ERROR + 1, "one name a status");
+  return status >= 0 && status < count ? names[status] : "unknown status";
+}
+
+const char *pydet_arithmetic_name(int32_t arithmetic) {
+  return arithmetic >= 0 && arithmetic < kArithmeticCount ? kArithmeticNames[arithmetic] : nullptr;
+}
+
+pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, int32_t arithmetic, int32_t *resolved) {
+  const char *op = "resolve_arithmetic";
+  if (!resolved) return fail(PYDET_NULL_POINTER, "%s: resolved is NULL", op);
+  Type type;
+  if (!type_of(dtype, &type))
+    return fail(PYDET_INVALID_DTYPE, "%s: dtype is (code %d, bits %d, lanes %d), want float32, bfloat16 or float16", op,
+                int(dtype.code), int(dtype.bits), int(dtype.lanes));
+  Device normal = normalized(device);
+  int32_t count = 0;
+  PYDET_TRY(pydet_device_count(normal.type, &count));
+  if (normal.id < 0 || normal.id >= count)
+    return fail(PYDET_NO_DEVICE, "%s: device is %s, and there are %d of them", op, device_text(normal.type, normal.id).text, int(count));
+  Arithmetic result;
+  PYDET_TRY(resolve(op, normal, type, arithmetic, &result));
+  *resolved = int32_t(result);
+  return PYDET_OK;
+}
+
+pydet_status pydet_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b, const pydet_tensor *bias,
+                        const pydet_tensor *out, const pydet_gemm_options *options) {
+  return run_gemm(kGemm, stream, a, b, bias, out, options);
+}
+
+pydet_status pydet_gemm_da(void *stream, const pydet_tensor *dc, const pydet_tensor *b, const pydet_tensor *da,
+                           const pydet_gemm_options *options) {
+  return run_gemm(kGemmDa, stream, dc, b, nullptr, da, options);
+}
+
+pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const pydet_tensor *dc, const pydet_tensor *db,
+                           const pydet_gemm_options *options) {
+  return run_gemm(kGemmDb, stream, a, dc, nullptr, db, options);
+}
+
+pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k, const pydet_gemm_options *given,
+                                  uint64_t *bytes) {
+  pydet_gemm_options options = {};
+  PYDET_TRY(read_options("gemm_workspace", given, &options));
+  return gemm_workspace("gemm_workspace", batch, m, n, k, options.k_chunk, false, false, bytes);
+}
+
+pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_tensor *w, const pydet_tensor *bias,
+                               const pydet_tensor *y, const pydet_skinny_gemm_options *options) {
+  return run_skinny_gemm(stream, x, w, bias, y, options);
+}
+
+pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k, const pydet_skinny_gemm_options *given,
+                                         uint64_t *bytes) {
+  pydet_skinny_gemm_options options = {};
+  PYDET_TRY(read_options("skinny_gemm_workspace", given, &options));
+  return gemm_workspace("skinny_gemm_workspace", 1, m, n, k, options.k_chunk, true, options.mode == PYDET_FAST, bytes);
+}
+
+pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *residual_tensor,
+                           const pydet_tensor *weight_tensor, const pydet_tensor *y_tensor, const pydet_tensor *rstd_tensor,
+                           const pydet_tensor *sum_tensor, const pydet_rmsnorm_options *given) {
+  const char *op = "rmsnorm";
+  pydet_rmsnorm_options options = {};
+  options.eps = 1e-6f;
+  PYDET_TRY(read_options(op, given, &options));
+  View x, residual, weight, y, rstd, sum;
+  PYDET_TRY(read(op, "x", x_tensor, 1, &x));
+  PYDET_TRY(read_optional(op, "residual", residual_tensor, 1, &residual));
+  PYDET_TRY(read_optional(op, "weight", weight_tensor, 1, &weight));
+  PYDET_TRY(read(op, "y", y_tensor, 1, &y));
+  PYDET_TRY(read_optional(op, "rstd", rstd_tensor, 0, &rstd));
+  PYDET_TRY(read_optional(op, "sum", sum_tensor, 1, &sum));
+  if (residual.present() != sum.present())
+    return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
+                residual.present() ? "residual" : "sum", residual.present() ? "sum" : "residual");
+  PYDET_TRY(unit_last_stride(x));
+  const View *like[] = {&residual, &y, &sum};
+  PYDET_TRY(check_norm(x, like, 3, weight, rstd));
+  if (!(options.eps >= 0) || options.eps - options.eps != 0)
+    return fail(PYDET_INVALID_VALUE, "%s: eps is %g, want a finite number, 0 or more", op, double(options.eps));
+  PYDET_TRY(check_weight_offset(op, options.weight_offset));
+  const View *inputs[] = {&x, &residual, &weight}, *outputs[] = {&y, &sum, &rstd};
+  for (int i = 0; i < 3; ++i) {
+    PYDET_TRY(no_self_overlap(*outputs[i]));
+    for (const View *input : inputs) PYDET_TRY(disjoint(*outputs[i], *input));
+    for (int j = 0; j < i; ++j) PYDET_TRY(disjoint(*outputs[i], *outputs[j]));
+  }
+  RowWalk walk;
+  const View *walked[] = {&x, &residual, &y, &sum};
+  PYDET_TRY(walk_rows(walked, 4, &walk));
+  if (walk.rows == 0) return nothing_to_write();
+  RmsNorm norm = {};
+  norm.device = x.device;
+  norm.stream = stream;
+  norm.rows = walk.rows;
+  norm.inner = walk.inner;
+  norm.n = x.cols();
+  norm.x = rows_of(x, walk, 0);
+  norm.residual = rows_of(residual, walk, 1);
+  norm.y = rows_of(y, walk, 2);
+  norm.sum = rows_of(sum, walk, 3);
+  norm.weight = vector_of(weight);
+  norm.rstd = vector_of(rstd);
+  norm.eps = options.eps;
+  norm.weight_offset = options.weight_offset;
+  return launch(op, norm, options.kernel);
+}
+
+pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor, const pydet_tensor *x_tensor,
+                                    const pydet_tensor *weight_tensor, const pydet_tensor *rstd_tensor,
+                                    const pydet_tensor *dresidual_tensor, const pydet_tensor *dx_tensor,
+                                    const pydet_tensor *dweight_tensor, const pydet_rmsnorm_backward_options *given) {
+  const char *op = "rmsnorm_backward";
+  pydet_rmsnorm_backward_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  View dy, x, weight, rstd, dresidual, dx, dweight;
+  PYDET_TRY(read(op, "x", x_tensor, 1, &x));
+  PYDET_TRY(read(op, "dy", dy_tensor, 1, &dy));
+  PYDET_TRY(read_optional(op, "weight", weight_tensor, 1, &weight));
+  PYDET_TRY(read(op, "rstd", rstd_tensor, 0, &rstd));
+  PYDET_TRY(read_optional(op, "dresidual", dresidual_tensor, 1, &dresidual));
+  PYDET_TRY(read_optional(op, "dx", dx_tensor, 1, &dx));
+  PYDET_TRY(read_optional(op, "dweight", dweight_tensor, 1, &dweight));
+  if (!dx.present() && !dweight.present())
+    return fail(PYDET_NULL_POINTER, "%s: dx and dweight are both NULL, want one of them", op);
+  PYDET_TRY(unit_last_stride(x));
+  const View *like[] = {&dy, &dresidual, &dx};
+  PYDET_TRY(check_norm(x, like, 3, weight, rstd));
+  PYDET_TRY(check_norm(x, like, 0, dweight, View{}));
+  PYDET_TRY(check_weight_offset(op, options.weight_offset));
+  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
+  if (options.accumulate && !dweight.present())
+    return fail(PYDET_NULL_POINTER, "%s: dweight is NULL, want a tensor under accumulate", op);
+  if (options.accumulate && dweight.type != Type::f32)
+    return fail(PYDET_INVALID_DTYPE, "%s: dweight is %s, want float32 under accumulate", op, type_name(dweight.type));
+  const View *inputs[] = {&dy, &x, &weight, &rstd, &dresidual}, *outputs[] = {&dx, &dweight};
+  for (const View *output : outputs) {
+    PYDET_TRY(no_self_overlap(*output));
+    for (const View *input : inputs) PYDET_TRY(disjoint(*output, *input));
+  }
+  PYDET_TRY(disjoint(dx, dweight));
+  RowWalk walk;
+  const View *walked[] = {&x, &dy, &dresidual, &dx};
+  PYDET_TRY(walk_rows(walked, 4, &walk));
+
+  PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
+  uint64_t needed = 0;
+  if (dweight.present()) PYDET_TRY(backward_workspace(op, walk.rows, x.cols(), &needed));
+  if (options.workspace_size < needed)
+    return fail(PYDET_WORKSPACE_TOO_SMALL, "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_rmsnorm_backward_workspace)",
+                op, options.workspace_size, needed);
+  for (const View *input : inputs) PYDET_TRY(workspace_apart(*input, options.workspace, options.workspace_size));
+  for (const View *output : outputs) PYDET_TRY(workspace_apart(*output, options.workspace, options.workspace_size));
+  if (walk.rows == 0 && !dweight.present()) return nothing_to_write();
+
+  RmsNormBackward norm = {};
+  norm.device = x.device;
+  norm.stream = stream;
+  norm.rows = walk.rows;
+  norm.inner = walk.inner;
+  norm.n = x.cols();
+  norm.x = rows_of(x, walk, 0);
+  norm.dy = rows_of(dy, walk, 1);
+  norm.dresidual = rows_of(dresidual, walk, 2);
+  norm.dx = rows_of(dx, walk, 3);
+  norm.weight = vector_of(weight);
+  norm.rstd = vector_of(rstd);
+  norm.dweight = vector_of(dweight);
+  norm.weight_offset = options.weight_offset;
+  norm.accumulate = options.accumulate != 0;
+  norm.workspace = options.workspace;
+  norm.workspace_size = options.workspace_size;
+  return launch(op, norm, options.kernel);
+}
+
+pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n, uint64_t *bytes) {
+  const char *op = "rmsnorm_backward_workspace";
+  if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
+  if (rows < 0 || n < 1)
+    return fail(PYDET_INVALID_SHAPE, "%s: rows is %" PRId64 " and n %" PRId64 ", want 0 or more and 1 or more", op, rows, n);
+  return backward_workspace(op, rows, n, bytes);
+}
+
+pydet_status pydet_device_count(int32_t device_type, int32_t *count) {
+  if (!count) return fail(PYDET_NULL_POINTER, "device_count: count is NULL");
+  if (device_type != PYDET_CPU && device_type != PYDET_CUDA && device_type != PYDET_ROCM)
+    return fail(PYDET_INVALID_VALUE, "device_count: device_type is %d, want PYDET_CPU, PYDET_CUDA or PYDET_ROCM", int(device_type));
+  *count = 0;
+  const Backend *backend = backend_for(device_type);
+  return backend ? backend->device_count(count) : PYDET_OK;
+}
+
+pydet_status pydet_query_device(pydet_device device, pydet_device_info *info) {
+  const char *op = "query_device";
+  if (!info) return fail(PYDET_NULL_POINTER, "%s: info is NULL", op);
+  if (info->struct_size != sizeof *info)
+    return fail(PYDET_INVALID_VALUE, "%s: info.struct_size is %u, want %zu", op, unsigned(info->struct_size), sizeof *info);
+  int32_t count = 0;
+  PYDET_TRY(pydet_device_count(device.device_type, &count));
+  if (device.device_id < 0 || device.device_id >= count)
+    return fail(PYDET_NO_DEVICE, "%s: device is %s, and there are %d of them", op,
+                device_text(device.device_type, device.device_id).text, int(count));
+  pydet_device_info filled = {};
+  filled.struct_size = sizeof filled;
+  PYDET_TRY(backend_for(device.device_type)->query_device(device.device_id, &filled));
+  *info = filled;
+  return PYDET_OK;
+}
+
+const char *pydet_kernel_name(int32_t index) {
+  const char *name = nullptr;
+  int32_t i = 0;
+  each_kernel([&](const Backend &, const char *, const auto &row) {
+    if (i++ == index) name = row.name;
+  });
+  return name;
+}
+
+pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info) {
+  const char *op = "query_kernel";
+  if (!info) return fail(PYDET_NULL_POINTER, "%s: info is NULL", op);
+  if (info->struct_size != sizeof *info)
+    return fail(PYDET_INVALID_VALUE, "%s: info.struct_size is %u, want %zu", op, unsigned(info->struct_size), sizeof *info);
+  if (!pydet_kernel_name(index))
+    return fail(PYDET_INVALID_VALUE, "%s: index is %d, past the last kernel", op, int(index));
+  static const char *const type_lists[] = {"", "fp32", "bf16", "fp32 bf16", "fp16", "fp32 fp16", "bf16 fp16", "fp32 bf16 fp16"};
+  int32_t i = 0;
+  each_kernel([&](const Backend &backend, const char *operation, const auto &row) {
+    if (i++ != index) return;
+    int32_t devices = 0, available = 0;
+    if (backend.device_count(&devices) == PYDET_OK)
+      for (int32_t id = 0; id < devices; ++id) available |= row.runs_on({backend.device_type, id});
+    *info = {sizeof *info, backend.device_type, available, int32_t(row.arithmetic), row.name, operation,
+             type_lists[row.types], row.requires_};
+  });
+  return PYDET_OK;
+}

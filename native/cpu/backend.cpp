@@ -1,0 +1,96 @@
+// The CPU's table of kernels: every kernel once per instruction set, the widest first, chosen by what this machine has.
+
+#include <cstdio>
+#include <thread>
+
+#include "kernels.h"
+
+namespace pydet {
+namespace {
+
+// Each instruction set includes the ones below it.
+bool has_scalar(const Device &) { return true; }
+#if defined(__x86_64__)
+bool has_avx2(const Device &) {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512(const Device &device) {
+  return has_avx2(device) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+// Columns: name, input types, arithmetic, requires, runs_on, takes (all), prefers (all), launch.
+constexpr Kernel<Gemm> kGemm[] = {
+#if defined(__x86_64__)
+    {"cpu_gemm_ieee_avx512", kAllTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, gemm_ieee<Avx512>},
+    {"cpu_gemm_ieee_avx2", kAllTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, gemm_ieee<Avx2>},
+    {"cpu_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, "avx512", has_avx512, nullptr, nullptr, gemm_sm90<Avx512>},
+    {"cpu_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, "avx2", has_avx2, nullptr, nullptr, gemm_sm90<Avx2>},
+    {"cpu_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, "avx512", has_avx512, nullptr, nullptr, gemm_sm80<Avx512>},
+    {"cpu_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, "avx2", has_avx2, nullptr, nullptr, gemm_sm80<Avx2>},
+    {"cpu_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, "avx512", has_avx512, nullptr, nullptr, gemm_cdna3<Avx512>},
+    {"cpu_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, "avx2", has_avx2, nullptr, nullptr, gemm_cdna3<Avx2>},
+    {"cpu_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, "avx512", has_avx512, nullptr, nullptr, gemm_cdna2<Avx512>},
+    {"cpu_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, "avx2", has_avx2, nullptr, nullptr, gemm_cdna2<Avx2>},
+#endif
+    {"cpu_gemm_ieee_scalar", kAllTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, gemm_ieee<Scalar>},
+    {"cpu_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, "any CPU", has_scalar, nullptr, nullptr, gemm_sm90<Scalar>},
+    {"cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, "any CPU", has_scalar, nullptr, nullptr, gemm_sm80<Scalar>},
+    {"cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna3<Scalar>},
+    {"cpu_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna2<Scalar>},
+};
+
+constexpr Kernel<RmsNorm> kRmsNorm[] = {
+#if defined(__x86_64__)
+    {"cpu_rmsnorm_avx512", kAllTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, rmsnorm<Avx512>},
+    {"cpu_rmsnorm_avx2", kAllTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, rmsnorm<Avx2>},
+#endif
+    {"cpu_rmsnorm_scalar", kAllTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm<Scalar>},
+};
+
+constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
+#if defined(__x86_64__)
+    {"cpu_rmsnorm_backward_avx512", kAllTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, rmsnorm_backward<Avx512>},
+    {"cpu_rmsnorm_backward_avx2", kAllTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, rmsnorm_backward<Avx2>},
+#endif
+    {"cpu_rmsnorm_backward_scalar", kAllTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm_backward<Scalar>},
+};
+
+template <class Problem, int count> constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count]) {
+  return {rows, count};
+}
+
+pydet_status device_count(int32_t *count) {
+  *count = 1;
+  return PYDET_OK;
+}
+
+pydet_status query_device(int32_t, pydet_device_info *info) {
+  info->multiprocessors = int32_t(std::thread::hardware_concurrency());
+#if defined(__x86_64__)
+  Device here = {PYDET_CPU, 0};
+  const char *isa = has_avx512(here) ? "x86-64 avx512" : has_avx2(here) ? "x86-64 avx2" : "x86-64";
+#elif defined(__aarch64__)
+  const char *isa = "aarch64";
+#else
+  const char *isa = "generic";
+#endif
+  snprintf(info->name, sizeof info->name, "CPU");
+  snprintf(info->arch, sizeof info->arch, "%s", isa);
+  return PYDET_OK;
+}
+
+Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
+
+uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
+
+}  // namespace
+
+const Backend &cpu_backend() {
+  static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores, gemm_workspace,
+                                      table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+  return backend;
+}
+
+}  // namespace pydet

@@ -1,0 +1,21 @@
+// The CPU kernels. Each source file is compiled once per instruction set and specialises these for its own `Isa`
+// (simd.h), with everything else in an unnamed namespace; backend.cpp makes the table.
+#pragma once
+
+#include "../kernel.h"
+
+namespace pydet {
+
+struct Scalar {};  // whatever the compiler's baseline is
+struct Avx2 {};    // AVX2, FMA, F16C
+struct Avx512 {};  // AVX-512 F, BW, DQ, VL
+
+template <class Isa> pydet_status gemm_ieee(const Gemm &);
+template <class Isa> pydet_status gemm_sm90(const Gemm &);
+template <class Isa> pydet_status gemm_sm80(const Gemm &);
+template <class Isa> pydet_status gemm_cdna3(const Gemm &);
+template <class Isa> pydet_status gemm_cdna2(const Gemm &);
+template <class Isa> pydet_status rmsnorm(const RmsNorm &);
+template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
+
+}  // namespace pydet

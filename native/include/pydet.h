@@ -1,0 +1,277 @@
+/* pydet: deterministic, batch-invariant GEMM, skinny GEMM and RMSNorm for CPU, CUDA and HIP.
+ *
+ * The promise. An output element is a pure function of its own row of A, its own column of B, the arithmetic and
+ * k_chunk. Nothing else reaches its bits: not M or N, the place in the batch, padding, leading dimensions,
+ * alignment, the kernel or tile that was chosen, the number of SMs or threads, the stream, graph replay, the
+ * contents of a workspace, earlier calls, or the release of pydet (a release that must change bits raises
+ * PYDET_NUMERICS). NUMERICS.md writes every sum as a formula.
+ *
+ * The library. Three builds share this header and these symbols: libpydet_cpu.so, libpydet_cuda.so and
+ * libpydet_hip.so; each holds the CPU kernels too, and picks the backend by the tensors' device. It allocates
+ * nothing, keeps no state but two thread-local texts (pydet_last_error, pydet_last_kernel), never synchronises,
+ * prints or exits, works under CUDA-graph capture, and may be called from any thread.
+ *
+ * The call. Every operation takes a stream, its tensors and its options, checks everything before it launches
+ * anything, and returns a status. On any status but PYDET_OK nothing was enqueued and no output was touched, and
+ * pydet_last_error() says what was wrong in one sentence. PYDET_DEVICE_ERROR alone may come after part of the
+ * work was enqueued; then the device itself is in trouble.
+ */
+#ifndef PYDET_H
+#define PYDET_H
+
+#ifndef PYDET_CDEF /* the Python binding is generated from this header, preprocessed with PYDET_CDEF */
+#include <stdint.h>
+#endif
+
+#if defined(PYDET_CDEF)
+#define PYDET_API
+#elif defined(__GNUC__)
+#define PYDET_API __attribute__((visibility("default")))
+#else
+#define PYDET_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Versions -------------------------------------------------------------------------------------------------
+ * PYDET_ABI rises when a caller must be recompiled, PYDET_NUMERICS when any output bit may differ. */
+enum {
+  PYDET_VERSION_MAJOR = 0,
+  PYDET_VERSION_MINOR = 1,
+  PYDET_VERSION_PATCH = 0,
+  PYDET_ABI = 1,
+  PYDET_NUMERICS = 1
+};
+
+/* The same three, of the library that was loaded. */
+PYDET_API const char *pydet_version(void); /* "0.1.0" */
+PYDET_API int32_t pydet_abi(void);
+PYDET_API int32_t pydet_numerics(void);
+
+/* ---- Status ---------------------------------------------------------------------------------------------------
+ * The numbers are pinned. */
+typedef int32_t pydet_status;
+enum {
+  PYDET_OK = 0,
+  PYDET_INVALID_VALUE = 1,       /* an option, enumerator, index or struct_size that means nothing */
+  PYDET_INVALID_SHAPE = 2,       /* rank or extents that do not fit each other */
+  PYDET_INVALID_DTYPE = 3,       /* an element type this operand or arithmetic does not take */
+  PYDET_INVALID_STRIDE = 4,      /* no unit stride, a negative stride, an output that overlaps itself */
+  PYDET_INVALID_DEVICE = 5,      /* tensors on different devices, or a device this build does not serve */
+  PYDET_NULL_POINTER = 6,        /* a required tensor or its data is NULL */
+  PYDET_OVERLAP = 7,             /* an output shares memory with an input or another output */
+  PYDET_OVERFLOW = 8,            /* an extent or address past 2^63 - 1 bytes */
+  PYDET_MISALIGNED = 9,          /* data not aligned to its own element size */
+  PYDET_WORKSPACE_TOO_SMALL = 10,
+  PYDET_UNSUPPORTED = 11,        /* meaningful, but this build or machine has no kernel for it */
+  PYDET_NO_DEVICE = 12,          /* no such GPU here, or its driver is missing or too old */
+  PYDET_DEVICE_ERROR = 13        /* the runtime refused a launch */
+};
+
+/* "PYDET_OVERLAP" for 7, "unknown status" for a number not above. */
+PYDET_API const char *pydet_status_name(pydet_status status);
+
+/* What the last failed call of this thread was refused for: operation, argument, got, want. Valid until the thread's
+ * next call; "" before the first failure. */
+PYDET_API const char *pydet_last_error(void);
+
+/* The kernel that the last successful operation of this thread launched; "" if it had nothing to write. */
+PYDET_API const char *pydet_last_kernel(void);
+
+/* ---- Tensors --------------------------------------------------------------------------------------------------
+ * Laid out as DLPack's DLTensor: a pointer to one may be passed as it is. The library reads the descriptors only
+ * during the call. */
+enum { PYDET_CPU = 1, PYDET_CUDA = 2, PYDET_CUDA_HOST = 3, PYDET_ROCM = 10, PYDET_ROCM_HOST = 11, PYDET_CUDA_MANAGED = 13 };
+enum { PYDET_FLOAT = 2, PYDET_BFLOAT = 4 }; /* dtype codes: FLOAT with 32 or 16 bits, BFLOAT with 16 */
+
+typedef struct pydet_device {
+  int32_t device_type; /* PYDET_CPU, ... */
+  int32_t device_id;
+} pydet_device;
+
+typedef struct pydet_dtype {
+  uint8_t code;   /* PYDET_FLOAT or PYDET_BFLOAT */
+  uint8_t bits;   /* 32 or 16 */
+  uint16_t lanes; /* 1 */
+} pydet_dtype;
+
+typedef struct pydet_tensor {
+  void *data;
+  pydet_device device;
+  int32_t ndim;
+  pydet_dtype dtype;
+  int64_t *shape;   /* ndim extents */
+  int64_t *strides; /* ndim strides in elements, or NULL for C order */
+  uint64_t byte_offset;
+} pydet_tensor;
+
+/* ---- Arithmetic -----------------------------------------------------------------------------------------------
+ * How one fp32 accumulator walks along k (NUMERICS.md, "GEMM"). The CPU computes every one of them bit for bit;
+ * a GPU runs those of its own tensor cores. AUTO means IEEE for fp32 inputs and on the CPU, and the device's tensor
+ * cores for bf16 and fp16 on a GPU; pydet_resolve_arithmetic says which. */
+enum {
+  PYDET_AUTO = 0,
+  PYDET_IEEE = 1,  /* one fmaf per k, round to nearest even; fp32, bf16, fp16; the same bits on every backend */
+  PYDET_SM90 = 2,  /* Hopper tensor cores: truncating steps of 16; bf16, fp16 */
+  PYDET_SM80 = 3,  /* Ampere and Ada tensor cores: truncating steps of 8; bf16, fp16; from a published model */
+  PYDET_CDNA3 = 4, /* AMD gfx942 matrix cores; bf16, fp16; from a published model */
+  PYDET_CDNA2 = 5  /* AMD gfx90a matrix cores; bf16, fp16; from a published model */
+};
+
+/* What `arithmetic` means for inputs of this dtype on this device. */
+PYDET_API pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, int32_t arithmetic,
+                                                int32_t *resolved);
+
+/* "sm90" for PYDET_SM90, NULL past the last: for (int32_t i = 0; pydet_arithmetic_name(i); ++i) lists them. */
+PYDET_API const char *pydet_arithmetic_name(int32_t arithmetic);
+
+/* ---- GEMM -----------------------------------------------------------------------------------------------------
+ *   out[m, n] = round( chain_k(a[m, k], b[k, n]) + bias[n] )
+ *
+ * Operands   a [..., M, K] and b [..., K, N], both fp32, bf16 or fp16, the same type. out [..., M, N], fp32, bf16 or
+ *            fp16. bias NULL, [N], or [..., M, N] (a residual), fp32, bf16 or fp16. One of the last two strides of a,
+ *            b and out is 1, the other any non-negative number (a transposed view is a layout, not a copy).
+ * Batch      Leading dimensions (at most 6) broadcast as in matmul of the array API standard; out has the broadcast
+ *            shape. One launch.
+ * Empty      K = 0 gives zeros (or out itself under accumulate) plus bias. M, N or batch = 0 writes nothing.
+ * NaN        Any NaN result is stored as 0x7FFFFFFF (fp32) or 0x7FFF (bf16, fp16).
+ * Stream     The GPU stream to run on, NULL for the default one; ignored on the CPU. */
+typedef struct pydet_gemm_options {
+  uint32_t struct_size;    /* sizeof(pydet_gemm_options) */
+  int32_t arithmetic;      /* PYDET_AUTO, ... */
+  int64_t k_chunk;         /* 0: one chain. c, a multiple of 16: chains of c, their sums added in ascending order */
+  int32_t accumulate;      /* 1: the chain starts from out, which is fp32, instead of +0 */
+  int32_t reserved;        /* 0 */
+  const char *kernel;      /* NULL: the library chooses. A name of pydet_kernel: that kernel or PYDET_UNSUPPORTED */
+  void *workspace;         /* on the tensors' device, 16-byte aligned, or NULL; it may let a faster kernel run, */
+  uint64_t workspace_size; /* and never changes a bit. Its contents do not matter and are lost */
+} pydet_gemm_options;
+
+PYDET_API pydet_status pydet_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b,
+                                  const pydet_tensor *bias, const pydet_tensor *out,
+                                  const pydet_gemm_options *options);
+
+/* Gradients of out = a b: the same operation on transposed views, under the same rules.
+ *   da[m, k] = sum_n dc[m, n] b[k, n]       dc [..., M, N], b [..., K, N], da [..., M, K]
+ *   db[k, n] = sum_m a[m, k] dc[m, n]       a [..., M, K], dc [..., M, N], db [..., K, N]
+ * accumulate lets db be summed over micro-batches: cut at any multiple of the arithmetic's step (NUMERICS.md), or of
+ * k_chunk, it has the bits of one large batch. k_chunk counts along the dimension summed over. */
+PYDET_API pydet_status pydet_gemm_da(void *stream, const pydet_tensor *dc, const pydet_tensor *b,
+                                     const pydet_tensor *da, const pydet_gemm_options *options);
+PYDET_API pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const pydet_tensor *dc,
+                                     const pydet_tensor *db, const pydet_gemm_options *options);
+
+/* Bytes of workspace with which every gemm kernel of this build can run on these extents; depends on nothing else. */
+PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                            const pydet_gemm_options *options, uint64_t *bytes);
+
+/* ---- Skinny GEMM ----------------------------------------------------------------------------------------------
+ *   y[..., n] = round( chain_k(x[..., k], w[n, k]) + bias[n] )
+ *
+ * The decode step: few rows of x, a large w. The same function and the same bits as pydet_gemm on (x, w transposed),
+ * on kernels shaped for memory bandwidth. x [..., K] of any rank from 1, w [N, K], y [..., N], bias NULL, [N] or
+ * shaped like y. PYDET_FAST splits K and adds the parts with atomics: its bits are NOT reproducible from run to run. */
+enum { PYDET_DETERMINISTIC = 0, PYDET_FAST = 1 };
+
+typedef struct pydet_skinny_gemm_options {
+  uint32_t struct_size;
+  int32_t arithmetic;
+  int64_t k_chunk;
+  int32_t accumulate;
+  int32_t mode;             /* PYDET_DETERMINISTIC or PYDET_FAST */
+  const char *kernel;
+  void *workspace;
+  uint64_t workspace_size;
+  int32_t weights_constant; /* 1: the caller promises that no work still running in the stream writes w, so its loads
+                               may start before the kernel ahead has ended (programmatic dependent launch) */
+  int32_t reserved;         /* 0 */
+} pydet_skinny_gemm_options;
+
+PYDET_API pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_tensor *w,
+                                         const pydet_tensor *bias, const pydet_tensor *y,
+                                         const pydet_skinny_gemm_options *options);
+
+PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,
+                                                   const pydet_skinny_gemm_options *options, uint64_t *bytes);
+
+/* ---- RMSNorm --------------------------------------------------------------------------------------------------
+ *   y = x rstd (w + weight_offset),   rstd = 1 / sqrt(mean(x^2) + eps),   over the last dimension
+ *
+ * All in fp32 with the same bits on every backend. x [..., N], bf16, fp16 or fp32, rows of any stride, elements of a
+ * row adjacent. weight NULL (ones) or [N] of any of the three types. y like x. rstd NULL or [...] fp32, contiguous.
+ * residual NULL or like x: then sum, which must be given and is like x, receives x + residual rounded to its type, and
+ * is what is normalised. */
+typedef struct pydet_rmsnorm_options {
+  uint32_t struct_size;
+  float eps;           /* not negative; 1e-6 if options is NULL */
+  float weight_offset; /* 1 for models that store w - 1 */
+  int32_t reserved;    /* 0 */
+  const char *kernel;
+} pydet_rmsnorm_options;
+
+PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const pydet_tensor *residual,
+                                     const pydet_tensor *weight, const pydet_tensor *y, const pydet_tensor *rstd,
+                                     const pydet_tensor *sum, const pydet_rmsnorm_options *options);
+
+/* Gradients, from the x (or sum) and rstd of the forward call:
+ *   xhat = x rstd,  g = dy (w + weight_offset),  dx = rstd (g - xhat mean(g xhat)) + dresidual
+ *   dweight[n] = sum over rows of dy xhat
+ * dx like x, or NULL; dweight [N] fp32, bf16 or fp16, or NULL; dresidual like x, or NULL. The sum over rows walks
+ * fixed blocks, never the SM count's, so dweight needs a workspace of pydet_rmsnorm_backward_workspace bytes. Under
+ * accumulate it continues from dweight, then fp32: rows cut at a multiple of PYDET_DWEIGHT_ROWS give the bits of one
+ * call. */
+enum { PYDET_DWEIGHT_ROWS = 256 };
+
+typedef struct pydet_rmsnorm_backward_options {
+  uint32_t struct_size;
+  float weight_offset;
+  int32_t accumulate;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+  void *workspace;
+  uint64_t workspace_size;
+} pydet_rmsnorm_backward_options;
+
+PYDET_API pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *x,
+                                              const pydet_tensor *weight, const pydet_tensor *rstd,
+                                              const pydet_tensor *dresidual, const pydet_tensor *dx,
+                                              const pydet_tensor *dweight,
+                                              const pydet_rmsnorm_backward_options *options);
+
+/* Bytes of workspace for dweight over `rows` rows of n elements: a function of the two alone. */
+PYDET_API pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n, uint64_t *bytes);
+
+/* ---- What is here ---------------------------------------------------------------------------------------------*/
+typedef struct pydet_device_info {
+  uint32_t struct_size;   /* in: sizeof(pydet_device_info); only that many bytes are written */
+  int32_t multiprocessors; /* SMs, CUs, or logical CPUs */
+  char name[64];          /* "NVIDIA H100 80GB HBM3" */
+  char arch[32];          /* "sm_90", "gfx942", "x86-64 avx512" */
+} pydet_device_info;
+
+/* Devices of a type (PYDET_CPU, PYDET_CUDA, PYDET_ROCM) that this build can use: 0, with PYDET_OK, where there is none. */
+PYDET_API pydet_status pydet_device_count(int32_t device_type, int32_t *count);
+PYDET_API pydet_status pydet_query_device(pydet_device device, pydet_device_info *info);
+
+typedef struct pydet_kernel_info {
+  uint32_t struct_size;
+  int32_t device_type;   /* where it runs */
+  int32_t available;     /* 1: some device of this machine can run it */
+  int32_t arithmetic;    /* PYDET_IEEE, ... */
+  const char *name;      /* for options.kernel */
+  const char *operation; /* "gemm", "rmsnorm", "rmsnorm_backward" */
+  const char *dtypes;    /* of the inputs: "bf16 fp16" */
+  const char *requires_; /* "avx512", "sm_90a", ... */
+} pydet_kernel_info;
+
+/* The name of kernel i, NULL past the last: for (int32_t i = 0; pydet_kernel_name(i); ++i) lists the table. */
+PYDET_API const char *pydet_kernel_name(int32_t index);
+PYDET_API pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* PYDET_H */
