@@ -7,7 +7,8 @@ namespace {
 
 thread_local const char *last_kernel = "";
 
-constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
+constexpr const char *kTypeLists[] = {  // by a row's `types`
+    "", "fp32", "bf16", "fp32 bf16", "fp16", "fp32 fp16", "bf16 fp16", "fp32 bf16 fp16"};
 
 // ---- Choose ------------------------------------------------------------------------------------------------------
 
@@ -260,7 +261,7 @@ pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, in
   PYDET_TRY(pydet_device_count(normal.type, &count));
   if (normal.id < 0 || normal.id >= count)
     return fail(PYDET_NO_DEVICE, "%s: device is %s, and there are %d of them", op, device_text(normal.type, normal.id).text, int(count));
-  Arithmetic result;
+  Arithmetic result = Arithmetic::automatic;
   PYDET_TRY(resolve(op, normal, type, arithmetic, &result));
   *resolved = int32_t(result);
   return PYDET_OK;
@@ -467,7 +468,6 @@ pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info) {
     return fail(PYDET_INVALID_VALUE, "%s: info.struct_size is %u, want %zu", op, unsigned(info->struct_size), sizeof *info);
   if (!pydet_kernel_name(index))
     return fail(PYDET_INVALID_VALUE, "%s: index is %d, past the last kernel", op, int(index));
-  static const char *const type_lists[] = {"", "fp32", "bf16", "fp32 bf16", "fp16", "fp32 fp16", "bf16 fp16", "fp32 bf16 fp16"};
   int32_t i = 0;
   each_kernel([&](const Backend &backend, const char *operation, const auto &row) {
     if (i++ != index) return;
@@ -475,7 +475,7 @@ pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info) {
     if (backend.device_count(&devices) == PYDET_OK)
       for (int32_t id = 0; id < devices; ++id) available |= row.runs_on({backend.device_type, id});
     *info = {sizeof *info, backend.device_type, available, int32_t(row.arithmetic), row.name, operation,
-             type_lists[row.types], row.requires_};
+             kTypeLists[row.types], row.requires_};
   });
   return PYDET_OK;
 }
