@@ -1,0 +1,234 @@
+// RMSNorm and its gradients, in fp32 (NUMERICS.md, "RMSNorm"). The bits are those of every other backend.
+//
+//   forward    x    = round(x + residual), stored in sum          only with a residual
+//              rstd = 1 / sqrt(rowsum(x, x) / n + eps)
+//              y    = round((x rstd) (w + weight_offset))
+//   backward   xhat = x rstd,   g = dy (w + weight_offset),   c = rowsum(g, xhat) / n
+//              t    = fmaf(-xhat, c, g)
+//              dx   = round(rstd t), or round(fmaf(rstd, t, dresidual))
+//              dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 16 chains added from +0 are a block;
+//                       the blocks added, from +0 or from dweight, and rounded once
+//   rowsum     element j of (u, v) goes to lane j mod 2048, lane = fmaf(u, v, lane) from +0; then lane 8 g + e is
+//              joined over e with partners 4, 2, 1 apart, then over g with partners 128, 64, ..., 1 apart
+//
+// A thread takes a few rows, and passes over each twice: the first pass reads it from memory into the lanes, the second
+// from the cache. The chains of dweight lie in the workspace until threads over columns join them.
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace pydet {
+namespace {
+
+// ---- Vectors and single elements, alike --------------------------------------------------------------------------
+
+// Calls body(j, v) along j < n: v is a Floats while kWidth elements are left, then a float, one element at a time.
+template <class Body> inline void along(int64_t n, const Body &body) {
+  int64_t j = 0;
+  for (; j + kWidth <= n; j += kWidth) body(j, Floats{});
+  for (; j < n; ++j) body(j, float{});
+}
+
+inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+inline float fnma(float a, float b, float c) { return fmaf(-a, b, c); }
+inline Floats all(float x, Floats) { return broadcast(x); }
+inline float all(float x, float) { return x; }
+
+// What the third argument says, from memory of number type T; and back, rounded, NaN canonical.
+template <class T> inline Floats get(const typename T::Stored *p, Floats) { return T::load(p); }
+template <class T> inline float get(const typename T::Stored *p, float) { return T::get(p); }
+template <class T> inline void set(typename T::Stored *p, Floats a) { T::store(p, a); }
+template <class T> inline void set(typename T::Stored *p, float a) { T::set(p, a); }
+
+struct Partial {  // an unfinished sum: fp32, NaN as it comes
+  using Stored = float;
+  static Floats load(const float *p) { return pydet::load(p); }
+  static void store(float *p, Floats a) { pydet::store(p, a); }
+  static float get(const float *p) { return *p; }
+  static void set(float *p, float x) { *p = x; }
+};
+
+// ---- Operands ----------------------------------------------------------------------------------------------------
+
+// Row r of an operand whose elements are of number type T; NULL if the operand is absent.
+template <class T> inline typename T::Stored *row(const Rows &rows, int64_t inner, int64_t r) {
+  if (!rows.data) return nullptr;
+  return (typename T::Stored *)rows.data + r / inner * rows.outer_stride + r % inner * rows.inner_stride;
+}
+
+template <class T> struct Weights {  // w + weight_offset
+  const typename T::Stored *data;
+  float offset;
+  template <class V> V at(int64_t j, V v) const { return get<T>(data + j, v) + all(offset, v); }
+};
+struct Ones {  // no weight; a product with 1 is exact
+  template <class V> V at(int64_t, V v) const { return all(1.0f, v); }
+};
+
+template <class F> void with_weights(const Vector &weight, float offset, F f) {
+  if (!weight.data) return f(Ones{});
+  dispatch(weight.type, [&](auto number) {
+    using T = decltype(number);
+    f(Weights<T>{(const typename T::Stored *)weight.data, offset});
+  });
+}
+
+// ---- The sum along a row -----------------------------------------------------------------------------------------
+
+struct alignas(64) RowSum {
+  float lane[kRowLanes];
+
+  void clear(int64_t n) {
+    int64_t used = n < kRowLanes ? n + kRowLaneElements : kRowLanes;  // whole groups
+    memset(lane, 0, size_t(used < kRowLanes ? used : kRowLanes) * sizeof(float));
+  }
+
+  template <class V> void add(int64_t j, V a, V b) {
+    float *s = lane + j % kRowLanes;  // kWidth divides kRowLanes: a vector does not wrap around
+    set<Partial>(s, fma(a, b, get<Partial>(s, V{})));
+  }
+
+  float joined(int64_t n) const {
+    constexpr int kGroups = kRowLaneGroups;
+    int groups = n < kRowLanes ? int((n + kRowLaneElements - 1) / kRowLaneElements) : kGroups;
+    alignas(64) float by4[4 * kGroups], by2[2 * kGroups], sum[kGroups];
+    for (int g = 0; g < groups; ++g)
+      for (int e = 0; e < 4; ++e) by4[4 * g + e] = lane[8 * g + e] + lane[8 * g + 4 + e];
+    for (int g = 0; g < groups; ++g)
+      for (int e = 0; e < 2; ++e) by2[2 * g + e] = by4[4 * g + e] + by4[4 * g + 2 + e];
+    for (int g = 0; g < groups; ++g) sum[g] = by2[2 * g] + by2[2 * g + 1];
+    for (int g = groups; g < kGroups; ++g) sum[g] = 0.0f;  // of empty lanes
+    for (int h = kGroups / 2; h > 0; h /= 2)
+      for (int g = 0; g < h; ++g) sum[g] = sum[g] + sum[g + h];
+    return sum[0];
+  }
+};
+static_assert(kRowLaneElements == 8 && kRowLanes % kWidth == 0, "joined() and add() are written for these lanes");
+
+// ---- Forward -----------------------------------------------------------------------------------------------------
+
+template <class T, class W> void normalize_row(const RmsNorm &problem, const W &weights, int64_t r, RowSum &lanes) {
+  const int64_t n = problem.n, inner = problem.inner;
+  const auto *x = row<T>(problem.x, inner, r);
+  const auto *residual = row<T>(problem.residual, inner, r);
+  auto *sum = row<T>(problem.sum, inner, r);
+  auto *y = row<T>(problem.y, inner, r);
+
+  lanes.clear(n);
+  if (residual) {
+    along(n, [&](int64_t j, auto v) {
+      set<T>(sum + j, get<T>(x + j, v) + get<T>(residual + j, v));
+      auto a = get<T>(sum + j, v);
+      lanes.add(j, a, a);
+    });
+    x = sum;
+  } else {
+    along(n, [&](int64_t j, auto v) {
+      auto a = get<T>(x + j, v);
+      lanes.add(j, a, a);
+    });
+  }
+
+  const float mean = lanes.joined(n) / float(n);
+  const float rstd = 1.0f / sqrtf(mean + problem.eps);
+  if (problem.rstd.data) ((float *)problem.rstd.data)[r] = pydet::canonical(rstd);
+  along(n, [&](int64_t j, auto v) { set<T>(y + j, get<T>(x + j, v) * all(rstd, v) * weights.at(j, v)); });
+}
+
+// ---- Backward ----------------------------------------------------------------------------------------------------
+
+// One row: its dx, and its step in each column's chain (n of them, or NULL).
+template <class T, class W>
+void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, float *chain, RowSum &lanes) {
+  const int64_t n = problem.n, inner = problem.inner;
+  const auto *dy = row<T>(problem.dy, inner, r);
+  const auto *x = row<T>(problem.x, inner, r);
+  const auto *dresidual = row<T>(problem.dresidual, inner, r);
+  auto *dx = row<T>(problem.dx, inner, r);
+  const float rstd = ((const float *)problem.rstd.data)[r];
+
+  if (dx) lanes.clear(n);
+  along(n, [&](int64_t j, auto v) {
+    auto d = get<T>(dy + j, v), xhat = get<T>(x + j, v) * all(rstd, v);
+    if (chain) set<Partial>(chain + j, fma(d, xhat, get<Partial>(chain + j, v)));
+    if (dx) lanes.add(j, d * weights.at(j, v), xhat);
+  });
+  if (!dx) return;
+
+  const float c = lanes.joined(n) / float(n);
+  along(n, [&](int64_t j, auto v) {
+    auto g = get<T>(dy + j, v) * weights.at(j, v), xhat = get<T>(x + j, v) * all(rstd, v);
+    auto t = fnma(xhat, all(c, v), g);
+    set<T>(dx + j, dresidual ? fma(all(rstd, v), t, get<T>(dresidual + j, v)) : all(rstd, v) * t);
+  });
+}
+
+// dweight of some columns, of which the chains are in the workspace: chains x n.
+constexpr int64_t kJoinColumns = 512;
+
+template <class T> void join_columns(const RmsNormBackward &problem, int64_t chains, int64_t first) {
+  constexpr int64_t kBlockChains = kDweightBlockRows / kDweightChainRows;
+  const int64_t n = problem.n, columns = n - first < kJoinColumns ? n - first : kJoinColumns;
+  auto *dweight = (typename T::Stored *)problem.dweight.data + first;
+  alignas(64) float total[kJoinColumns] = {}, block[kJoinColumns];
+
+  if (problem.accumulate) along(columns, [&](int64_t j, auto v) { set<Partial>(total + j, get<T>(dweight + j, v)); });
+  for (int64_t c = 0; c < chains; c += kBlockChains) {
+    memset(block, 0, sizeof block);
+    for (int64_t i = c; i < chains && i < c + kBlockChains; ++i) {
+      const float *chain = (const float *)problem.workspace + i * n + first;
+      along(columns, [&](int64_t j, auto v) {
+        set<Partial>(block + j, get<Partial>(block + j, v) + get<Partial>(chain + j, v));
+      });
+    }
+    along(columns, [&](int64_t j, auto v) {
+      set<Partial>(total + j, get<Partial>(total + j, v) + get<Partial>(block + j, v));
+    });
+  }
+  along(columns, [&](int64_t j, auto v) { set<T>(dweight + j, get<Partial>(total + j, v)); });
+}
+
+}  // namespace
+
+// ---- Launchers ---------------------------------------------------------------------------------------------------
+
+template <> pydet_status rmsnorm<Isa>(const RmsNorm &problem) {
+  const int64_t rows = problem.rows, at_once = 1 + 8192 / problem.n;
+  dispatch(problem.x.type, [&](auto number) {
+    with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
+      parallel((rows + at_once - 1) / at_once, rows * problem.n, [&](int64_t i) {
+        RowSum lanes;
+        for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
+          normalize_row<decltype(number)>(problem, weights, r, lanes);
+      });
+    });
+  });
+  return PYDET_OK;
+}
+
+template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
+  const int64_t rows = problem.rows, n = problem.n;
+  const bool dweight = problem.dweight.data;
+  const int64_t at_once = dweight ? kDweightChainRows : 1 + 8192 / n, blocks = (rows + at_once - 1) / at_once;
+  dispatch(problem.x.type, [&](auto number) {
+    with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
+      parallel(blocks, rows * n * 2, [&](int64_t i) {
+        RowSum lanes;
+        float *chain = dweight ? (float *)problem.workspace + i * n : nullptr;
+        if (chain) memset(chain, 0, size_t(n) * sizeof(float));
+        for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
+          backward_row<decltype(number)>(problem, weights, r, chain, lanes);
+      });
+    });
+  });
+  if (dweight) {
+    dispatch(problem.dweight.type, [&](auto number) {
+      parallel((n + kJoinColumns - 1) / kJoinColumns, blocks * n, [&](int64_t i) {
+        join_columns<decltype(number)>(problem, blocks, i * kJoinColumns);
+      });
+    });
+  }
+  return PYDET_OK;
+}
+
+}  // namespace pydet
