@@ -1,15 +1,17 @@
 # make            build libpydet_cpu.so, install into .venv, run the demo
 # make test       the test suite
-# make cpu        only build/ and pydet/libpydet_cpu.so
+# make cpu        only pydet/libpydet_cpu.so
 # make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/results/
 # make clean      remove everything that was built
-# Settings: PYTHON (3.10 or later), CXX, BUILD (where objects go), SANITIZE (address,undefined)
+# Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), BUILD (where objects go), LIBRARY (where the
+# libraries go), SANITIZE (address,undefined)
 
 PYTHON ?= python3
 CXX ?= g++
 BUILD ?= build
 SANITIZE ?=
 VENV := .venv
+TESTS ?= tests
 LIBRARY ?= pydet
 
 comma := ,
@@ -38,12 +40,26 @@ OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 .PHONY: all cpu test bench clean help
 .DELETE_ON_ERROR:
 
-all: cpu
+all: $(VENV)/installed
+	$(VENV)/bin/python -m pydet demo
 
 help:
-	@sed -n '/^# make/s/^# //p' Makefile
+	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
 
 cpu: $(LIBRARY)/libpydet_cpu.so
+
+# The package, editable, with what its tests need. The libraries are built here and found in pydet/.
+$(VENV)/installed: setup.py pyproject.toml native/include/pydet.h | cpu
+	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) -m venv failed (on Debian: apt install python3-venv)" >&2; exit 1; }
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	touch $@
+
+test: $(VENV)/installed cpu
+	$(VENV)/bin/python -m pytest -q $(TESTS)
+
+bench: $(VENV)/installed cpu
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[bench]'
+	$(VENV)/bin/python -m bench
 
 $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 	@mkdir -p $(@D)
