@@ -1,0 +1,97 @@
+"""The demo keeps its promises, learns, and its counts do find a backend that breaks them."""
+
+import json
+
+import numpy as np
+import pytest
+
+import pydet
+from pydet import demo
+
+SECONDS, STEPS = 1.0, 6
+
+
+@pytest.fixture(scope="module")
+def result():
+    return demo.run(SECONDS, seed=0)
+
+
+def counts(run):
+    return [*run["log_probabilities"].values(), *run["gradients"].values()]
+
+
+def test_pydet_counts_are_zero(result):
+    numpy_run, pydet_run = result["runs"]
+    assert counts(pydet_run) == [0] * 10
+    assert len(counts(numpy_run)) == 10
+    assert pydet_run["log_probability_elements"] == demo.BATCH * demo.BYTES
+    assert result["kept"]
+
+
+def test_training_reduces_the_loss(result):
+    for run in result["runs"]:
+        assert run["steps"] >= 1
+        assert abs(run["first_loss"] - np.log(256)) < 0.2
+    _, run = demo.measure(demo.Pydet(), demo.source_text(), seed=0, steps=30)
+    assert run["loss"] < run["first_loss"] - 1.5
+
+
+def test_same_seed_same_model(result):
+    text = demo.source_text()
+    first, *_ = demo.train(demo.Pydet(), text, seed=3, steps=STEPS)
+    again, *_ = demo.train(demo.Pydet(), text, seed=3, steps=STEPS)
+    other, *_ = demo.train(demo.Pydet(), text, seed=4, steps=STEPS)
+    assert all(demo.differing(first[name], again[name]) == 0 for name in first)
+    assert demo.differing(first["w_up"], other["w_up"]) > 0
+
+
+def test_sm90_replay(result):
+    replay = result["sm90"]
+    assert replay["row alone"] == 0
+    assert replay["audit"] == 0
+    assert replay["audit after one flipped bit"] == 1
+    assert replay["against ieee"] > 0  # else the replay would show nothing
+
+
+class OrderByRows(demo.Pydet):
+    """Broken on purpose: large batches sum k in another order."""
+
+    def gemm(self, a, b, bias=None):
+        return pydet.gemm(a, b, bias=bias, k_chunk=64 if len(a) > 64 else None)
+
+
+class AddsMicroBatches(demo.Pydet):
+    """Broken on purpose: gradients of micro-batches are added instead of continued."""
+
+    def gemm_db(self, a, dc, total):
+        total += pydet.gemm_db(a, dc)
+
+    def rmsnorm_backward(self, dy, x, weight, rstd, dresidual, dweight_total):
+        dx, dweight = pydet.rmsnorm_backward(dy, x, weight, rstd, dresidual=dresidual)
+        dweight_total += dweight
+        return dx
+
+
+def test_counts_find_an_order_that_depends_on_the_batch():
+    _, run = demo.measure(OrderByRows(), demo.source_text(), seed=0, steps=STEPS)
+    assert all(count > 0 for count in run["log_probabilities"].values())
+
+
+def test_counts_find_gradients_that_depend_on_micro_batches():
+    _, run = demo.measure(AddsMicroBatches(), demo.source_text(), seed=0, steps=STEPS)
+    assert set(run["log_probabilities"].values()) == {0}  # the forward pass was left alone
+    assert all(count > 0 for name, count in run["gradients"].items() if name.startswith("w_"))
+
+
+def test_broken_promise_is_the_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "Pydet", OrderByRows)
+    assert demo.main(["--seconds", "0.1"]) == 1
+    assert "BROKEN" in capsys.readouterr().out
+
+
+def test_table_and_json(capsys):
+    assert demo.main(["--seconds", "0.1", "--seed", "7"]) == 0
+    table = capsys.readouterr().out
+    assert "one token at a time" in table and "Every count that pydet promises is 0." in table
+    assert demo.main(["--seconds", "0.1", "--seed", "7", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kept"] is True
