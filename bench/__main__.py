@@ -1,0 +1,62 @@
+"""python -m bench: pydet beside its peers on this machine, at its thread count and at one thread.
+
+A thread count must be set before OpenMP and BLAS are loaded, so each has its own process; within it everything runs side
+by side.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+from bench import harness
+
+OPERATIONS = ("gemm", "skinny_gemm", "rmsnorm", "overhead")
+
+
+def measure(operations, threads, path):
+    rows = [row for name in operations for row in import_module(f"bench.{name}").rows(threads)]
+    path.write_text(json.dumps(harness.run(rows, harness.Cpu(), threads)))
+
+
+def measure_in_own_process(operations, threads, path):
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    command = [sys.executable, "-m", "bench", *operations, "--threads", str(threads), "--entries", str(path)]
+    print(f"\n{threads} thread{'s' * (threads > 1)}\n", flush=True)
+    if subprocess.run(command, env=os.environ | {name: str(threads) for name in names}).returncode:
+        sys.exit(f"bench: the run with {threads} threads failed")
+    return json.loads(path.read_text())
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0].split(": ")[1])
+    parser.add_argument("operations", nargs="*", metavar="operation", help=f"of {', '.join(OPERATIONS)}; default all")
+    parser.add_argument("--threads", type=int, action="append", help="default: as many as cores, and 1")
+    parser.add_argument("--name", default="cpu", help="results are written to bench/results/NAME.json and NAME.png")
+    parser.add_argument("--entries", type=Path, help=argparse.SUPPRESS)  # of the process that measures
+    options = parser.parse_args()
+    if unknown := set(options.operations) - set(OPERATIONS):
+        parser.error(f"no such operation: {', '.join(sorted(unknown))}; there are {', '.join(OPERATIONS)}")
+    operations = options.operations or list(OPERATIONS)
+    if options.entries:
+        return measure(operations, options.threads[0], options.entries)
+
+    load_average = [round(load, 2) for load in os.getloadavg()]
+    entries = []
+    with tempfile.TemporaryDirectory() as folder:
+        for threads in options.threads or dict.fromkeys((len(os.sched_getaffinity(0)), 1)):
+            entries += measure_in_own_process(operations, threads, Path(folder) / "entries.json")
+    command = " ".join(["python -m bench", *sys.argv[1:]])
+    harness.write_json(harness.RESULTS / f"{options.name}.json", command, load_average, entries)
+    harness.write_plot(harness.RESULTS / f"{options.name}.png", entries)
+    print(f"\nLoad average at the start: {load_average[0]}. Written: {options.name}.json and .png in bench/results/.")
+    wrong = [e for e in entries if e["bits_ok"] is False]
+    return f"bench: {len(wrong)} variants changed bits" if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

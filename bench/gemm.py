@@ -1,0 +1,89 @@
+"""GEMM. fp32 beside NumPy's BLAS, and the tensor-core models, kernel beside kernel, on one core."""
+
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+
+import pydet
+from bench.harness import Row, Variant, buffer_sets
+
+TYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
+
+
+def normal(seed, shape, dtype="fp32"):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(TYPES[dtype])
+
+
+def copies(arrays):
+    """Sets of buffers with the same contents: the arrays themselves, and copies."""
+    sets = buffer_sets(sum(array.nbytes for array in arrays))
+    return [arrays] + [tuple(array.copy() for array in arrays) for _ in range(sets - 1)]
+
+
+def kernels_of(operation, arithmetic, dtype):
+    """Names of the kernels that this CPU can run."""
+    return [
+        k.name
+        for k in pydet.kernels()
+        if k.available and (k.operation, k.arithmetic) == (operation, arithmetic) and dtype in k.dtypes
+    ]
+
+
+def same_bits_by_every_kernel(a, b, out, arithmetic, dtype):
+    """An element depends on its row of a and column of b alone, so that a few of each, in a product of their own, tell
+    what every kernel makes of the large one."""
+    random = np.random.default_rng(0)
+    rows = np.sort(random.permutation(out.shape[0])[:16])
+    cols = np.sort(random.permutation(out.shape[1])[:48])
+    a, b, want = a[rows], b[:, cols], out[np.ix_(rows, cols)].tobytes()
+    names = kernels_of("gemm", arithmetic, dtype)
+    parts = [pydet.gemm(a, b, arithmetic=arithmetic, out_dtype=out.dtype, kernel=name) for name in names]
+    return len(names) > 0 and all(part.tobytes() == want for part in parts)
+
+
+def square(m, n, k):
+    """C = A B, row-major, in fp32."""
+    a, b = normal(1, (m, k)), normal(2, (k, n))
+    ours = copies((a, b, np.empty((m, n), np.float32)))
+    theirs = [(a, b, np.empty_like(out)) for a, b, out in ours]
+    return Row(
+        op="gemm",
+        shape=f"{m} x {n} x {k}",
+        dtype="fp32",
+        work=2 * m * n * k,
+        unit="GFLOP/s",
+        variants=[
+            Variant("pydet", [partial(pydet.gemm, a, b, out=out) for a, b, out in ours], [ours[0][2]]),
+            Variant("numpy", [partial(np.matmul, a, b, out=out) for a, b, out in theirs]),
+        ],
+        peer="numpy",
+        agrees=partial(same_bits_by_every_kernel, a, b, ours[0][2], "ieee", "fp32"),
+    )
+
+
+def model(arithmetic, dtype, m=64, n=256, k=2048):
+    """A tensor core's arithmetic on the CPU, by each kernel that computes it."""
+    a, b = normal(1, (m, k), dtype), normal(2, (k, n), dtype)
+    names = kernels_of("gemm", arithmetic, dtype)
+    outs = [np.empty((m, n), np.float32) for _ in names]
+    call = partial(pydet.gemm, a, b, arithmetic=arithmetic)
+    return Row(
+        op=f"gemm {arithmetic}",
+        shape=f"{m} x {n} x {k}",
+        dtype=dtype,
+        work=m * n * k,
+        unit="GMAC/s",
+        variants=[Variant(name, [partial(call, out=out, kernel=name)], [out]) for name, out in zip(names, outs)],
+        peer=f"cpu_gemm_{arithmetic}_scalar",
+    )
+
+
+def rows(threads):
+    for m, n, k in ((512, 4096, 4096), (1024, 1024, 1024), (2048, 2048, 2048)):
+        yield partial(square, m, n, k)
+    if threads == 1:
+        yield partial(model, "sm90", "bf16")
+        yield partial(model, "sm90", "fp16")
+        for arithmetic in ("sm80", "cdna3", "cdna2"):
+            yield partial(model, arithmetic, "bf16")

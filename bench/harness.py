@@ -1,0 +1,269 @@
+"""Times variants of one problem side by side, checks the bits of what was timed, and writes a table, JSON and a plot.
+
+A row is one problem; its variants are ways to compute it: pydet, kernels of pydet forced by name, and peers. They take
+turns, sample by sample, so that a machine that slows down slows them all. Each call of a sample takes the next of
+several sets of buffers, as many as make the last-level cache forget the first. A figure is the median of its samples.
+
+A device is a class with three methods, to time calls, and to clear and read an output: Cpu is the one here.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+from tqdm import tqdm
+
+RESULTS = Path(__file__).parent / "results"
+SAMPLES = 15  # of each variant of a row
+FEWEST_SAMPLES = 5  # where SAMPLES of them would take more than
+ROW_SECONDS = 30
+SAMPLE_SECONDS = 0.03  # a sample makes as many calls as fill this, and at least one
+
+
+@dataclass
+class Variant:
+    """A way to compute a row: one call for each set of buffers. outputs: set 0's, of variants whose bits are promised."""
+
+    name: str
+    calls: list[Callable[[], object]]
+    outputs: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """A problem. work: operations or bytes of one call, None where only time counts; unit: what 1e9 of it a second is
+    called. peer: the variant that the others are compared with. agrees: set 0's outputs have the bits of every other
+    kernel. note: what the reader of the table must know."""
+
+    op: str
+    shape: str
+    dtype: str
+    variants: list[Variant]
+    peer: str
+    work: float | None = None
+    unit: str = ""
+    agrees: Callable[[], bool] | None = None
+    note: str = ""
+
+
+class Cpu:
+    """The wall clock. A sample starts with calls that are not timed, for as long as the threads of the variant before
+    may spin (OpenBLAS: 2^26 cycles)."""
+
+    SETTLE_SECONDS = 0.04
+
+    def sample(self, calls, count):
+        """Seconds a call."""
+        endless = itertools.cycle(calls)
+        settled = time.perf_counter() + self.SETTLE_SECONDS
+        while time.perf_counter() < settled:
+            next(endless)()
+        start = time.perf_counter()
+        for call in itertools.islice(endless, count):
+            call()
+        return (time.perf_counter() - start) / count
+
+    def clear(self, array):
+        array.fill(0)
+
+    def read(self, array):
+        return array.tobytes()
+
+
+def cache_bytes():
+    """Of the last-level cache; 32 MiB where the system does not say."""
+    names = ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
+    return next((size for n in names if n in os.sysconf_names and (size := os.sysconf(n)) > 0), 32 << 20)
+
+
+def buffer_sets(bytes_per_set):
+    """How many sets of buffers one walk must pass to have left the last-level cache behind: twice its size."""
+    return max(1, min(64, -(-2 * cache_bytes() // bytes_per_set)))
+
+
+# ---- Measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(row, device, threads):
+    """Times the row's variants in turn and returns the table's entry of each."""
+
+    def digest(variant):
+        return hashlib.sha256(b"".join(device.read(array) for array in variant.outputs)).hexdigest()
+
+    promised = [v for v in row.variants if v.outputs]
+    digests = {}
+    for v in promised:
+        for call in v.calls:
+            call()
+        digests[v.name] = digest(v)
+        for array in v.outputs:
+            device.clear(array)
+
+    counts = {}
+    for v in row.variants:
+        seconds = device.sample(v.calls, 1)
+        counts[v.name] = 1
+        if seconds < SAMPLE_SECONDS:  # so short that one call says little
+            seconds = device.sample(v.calls, max(len(v.calls), round(0.1 * SAMPLE_SECONDS / seconds)))
+            counts[v.name] = max(len(v.calls), round(SAMPLE_SECONDS / seconds))
+
+    samples = {v.name: [] for v in row.variants}
+    start = time.perf_counter()
+    for taken in range(SAMPLES):
+        if taken >= FEWEST_SAMPLES and time.perf_counter() - start > ROW_SECONDS:
+            break
+        for v in row.variants:
+            samples[v.name].append(device.sample(v.calls, counts[v.name]))
+
+    # What the timed calls left, computed anew since the outputs were cleared.
+    bits_ok = all(digest(v) == digests[v.name] for v in promised)
+    bits_ok = bits_ok and len(set(digests.values())) <= 1 and (row.agrees is None or row.agrees())
+
+    entries = []
+    peer = statistics.median(samples[row.peer]) if row.peer in samples else None
+    for v in row.variants:
+        low, median, high = statistics.quantiles(samples[v.name], n=4, method="inclusive")
+        entries.append(
+            {
+                "op": row.op,
+                "shape": row.shape,
+                "dtype": row.dtype,
+                "threads": threads,
+                "variant": v.name,
+                "us": median * 1e6,
+                "us_quartiles": [low * 1e6, high * 1e6],
+                "rate": row.work / median / 1e9 if row.work else None,
+                "unit": row.unit,
+                "peer": row.peer if peer and v.name != row.peer else None,
+                "times_peer": peer / median if peer and v.name != row.peer else None,
+                "bits_ok": bits_ok if v.outputs else None,
+                "sha256": digests.get(v.name),
+                "samples": len(samples[v.name]),
+                "calls_per_sample": counts[v.name],
+                "buffer_sets": len(v.calls),
+                "note": row.note,
+            }
+        )
+    return entries
+
+
+def run(rows, device, threads):
+    """Measures rows, given as functions that build one each, so that only one row's buffers exist; prints the table."""
+    entries, notes = [], {}
+    print(table_head(), flush=True)
+    for build in tqdm(rows, unit="row", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False):
+        for entry in measure(build(), device, threads):
+            entries.append(entry)
+            tqdm.write(table_line(entry), file=sys.stdout)
+            sys.stdout.flush()
+            if entry["note"]:
+                notes[entry["note"]] = None
+    for note in notes:
+        print(f"Note: {note}.")
+    return entries
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+# Title, width, and the cell of an entry; a number is set to the right.
+COLUMNS = (
+    ("op", 16, lambda e: e["op"]),
+    ("shape", 26, lambda e: e["shape"]),
+    ("dtype", 5, lambda e: e["dtype"]),
+    ("threads", 7, lambda e: str(e["threads"])),
+    ("variant", 26, lambda e: e["variant"]),
+    ("us", -10, lambda e: f"{e['us']:.2f}" if e["us"] < 100 else f"{e['us']:.0f}"),
+    ("rate", -14, lambda e: f"{e['rate']:.2f} {e['unit']}" if e["rate"] else ""),
+    ("x peer", -6, lambda e: f"{e['times_peer']:.2f}" if e["times_peer"] else ""),
+    ("bits ok", -7, lambda e: {True: "yes", False: "NO", None: ""}[e["bits_ok"]]),
+)
+
+
+def table_head():
+    titles = "".join(f"| {title:{width}} " if width > 0 else f"| {title:>{-width}} " for title, width, _ in COLUMNS)
+    rules = "".join("|" + "-" * (abs(width) + 1) + ("-" if width > 0 else ":") for _, width, _ in COLUMNS)
+    return f"{titles}|\n{rules}|"
+
+
+def table_line(entry):
+    return "".join(f"| {cell(entry):{'<' if width > 0 else '>'}{abs(width)}} " for _, width, cell in COLUMNS) + "|"
+
+
+def machine():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor() or platform.machine()
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "last_level_cache_bytes": cache_bytes(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions():
+    import numpy as np
+
+    import pydet
+
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    found = {
+        "pydet": pydet.__version__,
+        "numerics": pydet.NUMERICS,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas": f"{blas['name']} {blas['version']}",
+    }
+    try:
+        import torch
+
+        found["torch"] = torch.__version__
+    except ImportError:
+        found["torch"] = None
+    return found
+
+
+def write_json(path, command, load_average, entries):
+    data = {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "machine": machine() | {"load_average_at_start": load_average},
+        "versions": versions(),
+        "rows": entries,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def write_plot(path, entries):
+    """A bar for each variant that has a peer: how many times as fast it is."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = [e for e in entries if e["times_peer"]]
+    labels = [f"{e['op']} {e['shape']} {e['dtype']}, {e['threads']} thr.: {e['variant']} / {e['peer']}" for e in bars]
+    ratios = [e["times_peer"] for e in bars]
+    figure, axes = plt.subplots(figsize=(10, 1.5 + 0.24 * len(bars)), layout="constrained")
+    axes.barh(range(len(bars)), ratios, color=["#2a7f62" if ratio >= 1 else "#b5533c" for ratio in ratios])
+    axes.set_yticks(range(len(bars)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.axvline(1, color="black", linewidth=0.8)
+    for i, ratio in enumerate(ratios):
+        axes.annotate(f" {ratio:.2f}", (ratio, i), va="center", fontsize=7)
+    axes.set_xlabel("times as fast as the peer")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,92 @@
+"""RMSNorm, forward and backward, beside PyTorch's on the CPU. The rate counts each large tensor once."""
+
+from functools import partial
+
+import numpy as np
+
+import pydet
+from bench.gemm import copies, kernels_of, normal
+from bench.harness import Row, Variant
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+EPS = 1e-6
+NO_TORCH = "PyTorch is not installed, so its rows are missing"
+
+
+def as_torch(array):
+    """The same memory as a torch tensor."""
+    if array.dtype == np.float32:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def forward(m, n, dtype):
+    x, weight = normal(1, (m, n), dtype), normal(2, n, dtype)
+    sets = copies((x, weight, np.empty_like(x)))
+    variants = [Variant("pydet", [partial(pydet.rmsnorm, x, w, eps=EPS, out=y) for x, w, y in sets], [sets[0][2]])]
+    if torch:
+        norm = torch.nn.functional.rms_norm
+        variants.append(Variant("torch", [partial(norm, as_torch(x), (n,), as_torch(w), EPS) for x, w, _ in sets]))
+
+    def agrees():
+        y, names = sets[0][2], kernels_of("rmsnorm", "ieee", dtype)
+        parts = [pydet.rmsnorm(x[7:9], weight, eps=EPS, kernel=name)[0] for name in names]
+        return len(names) > 0 and all(part.tobytes() == y[7:9].tobytes() for part in parts)
+
+    return Row(
+        op="rmsnorm",
+        shape=f"{m} x {n}",
+        dtype=dtype,
+        work=2 * x.nbytes,
+        unit="GB/s",
+        variants=variants,
+        peer="torch",
+        agrees=agrees,
+        note="" if torch else NO_TORCH,
+    )
+
+
+def backward(m, n, dtype):
+    """dx and dweight. PyTorch's are what autograd computes for torch.nn.functional.rms_norm."""
+    dy, x, weight = normal(1, (m, n), dtype), normal(2, (m, n), dtype), normal(3, n, dtype)
+    _, rstd = pydet.rmsnorm(x, weight, eps=EPS)
+    sets = copies((dy, x, weight, rstd, np.empty_like(x), np.empty_like(weight)))
+    call = pydet.rmsnorm_backward
+    calls = [partial(call, dy, x, w, r, out=dx, dweight=dw) for dy, x, w, r, dx, dw in sets]
+    variants = [Variant("pydet", calls, [sets[0][4], sets[0][5]])]
+    if torch:
+
+        def gradient(dy, x, w):
+            x, w = as_torch(x).requires_grad_(), as_torch(w).requires_grad_()
+            y = torch.nn.functional.rms_norm(x, (n,), w, EPS)
+            return partial(torch.autograd.grad, y, (x, w), as_torch(dy), retain_graph=True)
+
+        variants.append(Variant("torch", [gradient(dy, x, w) for dy, x, w, *_ in sets]))
+
+    def agrees():
+        names = kernels_of("rmsnorm_backward", "ieee", dtype)
+        parts = [call(dy, x, weight, rstd, kernel=name) for name in names]
+        want = [output.tobytes() for output in sets[0][4:]]
+        return len(names) > 0 and all([dx.tobytes(), dw.tobytes()] == want for dx, dw in parts)
+
+    return Row(
+        op="rmsnorm_backward",
+        shape=f"{m} x {n}",
+        dtype=dtype,
+        work=3 * x.nbytes,
+        unit="GB/s",
+        variants=variants,
+        peer="torch",
+        agrees=agrees,
+        note="" if torch else NO_TORCH,
+    )
+
+
+def rows(threads):
+    for direction in (forward, backward):
+        for dtype in ("fp32", "bf16"):
+            yield partial(direction, 4096, 4096, dtype)
