@@ -78,32 +78,38 @@ template <class F> void with_weights(const Vector &weight, float offset, F f) {
 struct alignas(64) RowSum {
   float lane[kRowLanes];
 
-  void clear(int64_t n) {
-    int64_t used = n < kRowLanes ? n + kRowLaneElements : kRowLanes;  // whole groups
-    memset(lane, 0, size_t(used < kRowLanes ? used : kRowLanes) * sizeof(float));
+  // Groups that hold elements of a row; what only meets +0 in empty ones is left out below.
+  static int groups(int64_t n) {
+    return n < kRowLanes ? int((n + kRowLaneElements - 1) / kRowLaneElements) : kRowLaneGroups;
   }
 
+  void clear(int64_t n) { memset(lane, 0, size_t(groups(n)) * kRowLaneElements * sizeof(float)); }
+
   template <class V> void add(int64_t j, V a, V b) {
-    float *s = lane + j % kRowLanes;  // kWidth divides kRowLanes: a vector does not wrap around
+    float *s = lane + (j & (kRowLanes - 1));  // kWidth divides kRowLanes: a vector does not wrap around
     set<Partial>(s, fma(a, b, get<Partial>(s, V{})));
   }
 
   float joined(int64_t n) const {
-    constexpr int kGroups = kRowLaneGroups;
-    int groups = n < kRowLanes ? int((n + kRowLaneElements - 1) / kRowLaneElements) : kGroups;
-    alignas(64) float by4[4 * kGroups], by2[2 * kGroups], sum[kGroups];
-    for (int g = 0; g < groups; ++g)
+    const int used = groups(n);
+    int width = 1;  // groups to join: a power of two
+    while (width < used) width *= 2;
+    alignas(64) float by4[4 * kRowLaneGroups], by2[2 * kRowLaneGroups], sum[kRowLaneGroups];
+    for (int g = 0; g < used; ++g)
       for (int e = 0; e < 4; ++e) by4[4 * g + e] = lane[8 * g + e] + lane[8 * g + 4 + e];
-    for (int g = 0; g < groups; ++g)
+    for (int g = 0; g < used; ++g)
       for (int e = 0; e < 2; ++e) by2[2 * g + e] = by4[4 * g + e] + by4[4 * g + 2 + e];
-    for (int g = 0; g < groups; ++g) sum[g] = by2[2 * g] + by2[2 * g + 1];
-    for (int g = groups; g < kGroups; ++g) sum[g] = 0.0f;  // of empty lanes
-    for (int h = kGroups / 2; h > 0; h /= 2)
+    for (int g = 0; g < used; ++g) sum[g] = by2[2 * g] + by2[2 * g + 1];
+    for (int g = used; g < width; ++g) sum[g] = 0.0f;
+    if (width < kRowLaneGroups) {
+      for (int g = 0; g < used; ++g) sum[g] = sum[g] + 0.0f;  // the partners 128 ... width apart: -0 becomes +0
+    }
+    for (int h = width / 2; h > 0; h /= 2)
       for (int g = 0; g < h; ++g) sum[g] = sum[g] + sum[g + h];
     return sum[0];
   }
 };
-static_assert(kRowLaneElements == 8 && kRowLanes % kWidth == 0, "joined() and add() are written for these lanes");
+static_assert(kRowLaneElements == 8 && (kRowLanes & (kRowLanes - 1)) == 0, "joined() and add() are written for these lanes");
 
 // ---- Forward -----------------------------------------------------------------------------------------------------
 
