@@ -1,7 +1,7 @@
 """python -m bench: pydet beside its peers on this machine, at its thread count and at one thread.
 
-A thread count must be set before OpenMP and BLAS are loaded, so each has its own process; within it everything runs side
-by side.
+A thread count must be set before OpenMP and BLAS are loaded, so each has its own process; within it everything runs
+side by side.
 """
 
 import argparse
@@ -27,7 +27,8 @@ def measure_in_own_process(operations, threads, path):
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     command = [sys.executable, "-m", "bench", *operations, "--threads", str(threads), "--entries", str(path)]
     print(f"\n{threads} thread{'s' * (threads > 1)}\n", flush=True)
-    if subprocess.run(command, env=os.environ | {name: str(threads) for name in names}).returncode:
+    environment = os.environ | {name: str(threads) for name in names}
+    if subprocess.run(command, env=environment, check=False).returncode:
         sys.exit(f"bench: the run with {threads} threads failed")
     return json.loads(path.read_text())
 
@@ -36,7 +37,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0].split(": ")[1])
     parser.add_argument("operations", nargs="*", metavar="operation", help=f"of {', '.join(OPERATIONS)}; default all")
     parser.add_argument("--threads", type=int, action="append", help="default: as many as cores, and 1")
-    parser.add_argument("--name", default="cpu", help="results are written to bench/results/NAME.json and NAME.png")
+    parser.add_argument("--name", default="cpu", help="of the files in bench/results/: NAME.json, NAME.md and NAME.png")
     parser.add_argument("--entries", type=Path, help=argparse.SUPPRESS)  # of the process that measures
     options = parser.parse_args()
     if unknown := set(options.operations) - set(OPERATIONS):
@@ -51,9 +52,11 @@ def main():
         for threads in options.threads or dict.fromkeys((len(os.sched_getaffinity(0)), 1)):
             entries += measure_in_own_process(operations, threads, Path(folder) / "entries.json")
     command = " ".join(["python -m bench", *sys.argv[1:]])
+    harness.RESULTS.mkdir(exist_ok=True)
     harness.write_json(harness.RESULTS / f"{options.name}.json", command, load_average, entries)
+    harness.write_table(harness.RESULTS / f"{options.name}.md", entries)
     harness.write_plot(harness.RESULTS / f"{options.name}.png", entries)
-    print(f"\nLoad average at the start: {load_average[0]}. Written: {options.name}.json and .png in bench/results/.")
+    print(f"\nLoad average at the start: {load_average[0]}. Written: bench/results/{options.name}.json, .md and .png.")
     wrong = [e for e in entries if e["bits_ok"] is False]
     return f"bench: {len(wrong)} variants changed bits" if wrong else 0
 

@@ -15,9 +15,10 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from tqdm import tqdm
 
@@ -30,7 +31,7 @@ SAMPLE_SECONDS = 0.03  # a sample makes as many calls as fill this, and at least
 
 @dataclass
 class Variant:
-    """A way to compute a row: one call for each set of buffers. outputs: set 0's, of variants whose bits are promised."""
+    """A way to compute a row: one call for each set of buffers. outputs: set 0's, where their bits are promised."""
 
     name: str
     calls: list[Callable[[], object]]
@@ -241,8 +242,11 @@ def write_json(path, command, load_average, entries):
         "versions": versions(),
         "rows": entries,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def write_table(path, entries):
+    path.write_text("\n".join([table_head(), *map(table_line, entries)]) + "\n")
 
 
 def write_plot(path, entries):
@@ -264,6 +268,5 @@ def write_plot(path, entries):
     for i, ratio in enumerate(ratios):
         axes.annotate(f" {ratio:.2f}", (ratio, i), va="center", fontsize=7)
     axes.set_xlabel("times as fast as the peer")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

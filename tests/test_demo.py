@@ -46,11 +46,12 @@ def test_same_seed_same_model(result):
 
 
 def test_sm90_replay(result):
-    replay = result["sm90"]
-    assert replay["row alone"] == 0
-    assert replay["audit"] == 0
-    assert replay["audit after one flipped bit"] == 1
-    assert replay["against ieee"] > 0  # else the replay would show nothing
+    differing = result["sm90"]["differing"]
+    assert differing["each row alone"] == 0
+    assert differing["audit"] == 0
+    assert differing["audit after one bit was flipped"] == 1
+    assert differing["arithmetic ieee"] > 0  # else the replay would show nothing
+    assert result["sm90"]["kept"]
 
 
 class OrderByRows(demo.Pydet):
