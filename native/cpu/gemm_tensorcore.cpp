@@ -1,0 +1,447 @@
+// out = round(chain_k(a, b) + bias) in the arithmetic of tensor cores: bit models of NVIDIA's and AMD's matrix units.
+//
+// k is cut into steps of n, ascending, the last one padded with +0; D of a step is c of the next. p_i = a_i b_i exactly;
+// its exponent e_i = max(floor(log2|a_i|), emin) + max(floor(log2|b_i|), emin), emin = -126 (bf16) or -14 (fp16), is
+// that of the operands: |p_i| < 4 * 2^e_i. e_c = max(floor(log2|c|), -126). Zeros have no exponent and take no part in
+// a maximum; a zero result is +0. NaN, Inf * 0 and opposing Infs give NaN, other Infs give Inf.
+//
+//   sm90   n = 16, F = 25, floor = -133. Confirmed: recorded H100 results are reproduced without a difference.
+//   sm80   n = 8, F = 24, floor = -132. A published model, not confirmed on a chip by us.
+//     E = max(floor, e_c, e_i),  q = 2^(E - F),  S = trunc(c / q) + sum_i trunc(p_i / q)
+//     D = S q truncated toward zero to fp32; |S q| >= 2^128 is Inf
+//   cdna3  n = 8. A published model, not confirmed.
+//     E = max(e_i),  T = sum_i trunc(p_i / 2^(E - 24)),  F = max(E, e_c);  |p_i| >= 2^128 counts as Inf
+//     D = floor(T 2^(E - 24) / 2^(F - 31)) 2^(F - 31) + floor(c / 2^(F - 24)) 2^(F - 24), rounded to nearest even
+//   cdna2  n = 4. A published model, not confirmed. flush(x): subnormals of x's format become +0
+//     p_i = flush(flush(a_i) flush(b_i)),  D = flush(flush(c) + flush(flush(p_0 + p_1) + flush(p_2 + p_3))), all in fp32
+//
+// Tile: 2 vectors of columns by kGroup rows, accumulators in registers over kDepth of k; operands are packed on the stack
+// as fp32 values and 16-bit exponents. Inside the range named at `Fused`, products are exact in fp32 and truncation is the
+// conversion to int32; lanes outside it are done again by the exact step in fp64.
+#include "simd.h"
+#include "parallel.h"
+
+namespace pydet {
+namespace {
+
+// ---- Vectors: floats, their bits, and twice as many 16-bit exponents --------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kGroup = 4;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kGroup = 2;
+#else
+constexpr int kLanes = 4, kGroup = 2;
+#endif
+constexpr int kTile = 2 * kLanes;
+
+using F32s = float __attribute__((vector_size(4 * kLanes)));
+using I32s = int32_t __attribute__((vector_size(4 * kLanes)));
+using U32s = uint32_t __attribute__((vector_size(4 * kLanes)));
+using I16s = int16_t __attribute__((vector_size(4 * kLanes)));
+using HalfI16s = int16_t __attribute__((vector_size(2 * kLanes)));
+
+template <class V> inline V load_vector(const void *p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
+inline F32s pow2(I32s e) { return (F32s)((U32s)(e + 127) << 23); }
+inline I32s truncate(F32s x) { return __builtin_convertvector(x, I32s); }
+inline I32s exponent_of(F32s x) { return (I32s)((U32s)x << 1 >> 24) - 127; }  // zero and subnormals: -127
+
+inline I32s widen(I16s e, int half) {
+  HalfI16s part;
+  memcpy(&part, (const char *)&e + half * sizeof part, sizeof part);
+  return __builtin_convertvector(part, I32s);
+}
+
+inline bool any(I32s mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  uint64_t halves[2];
+  memcpy(halves, &mask, sizeof halves);
+  return (halves[0] | halves[1]) != 0;
+#endif
+}
+
+// To fp32, toward zero. Without an instruction for it: to nearest, then one ulp back where that grew.
+inline F32s to_float_toward_zero(I32s x) {
+#if defined(__AVX512F__)
+  return (F32s)_mm512_cvt_roundepi32_ps((__m512i)x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+#else
+  F32s nearest = __builtin_convertvector(x, F32s);
+  I32s back = truncate(nearest);  // 2^31 becomes -2^31, whose magnitude is right modulo 2^32
+  U32s excess = (U32s)(x < 0 ? -(U32s)x : (U32s)x) - (U32s)(back < 0 ? -(U32s)back : (U32s)back);
+  return (F32s)((I32s)nearest + ((I32s)excess >> 31));
+#endif
+}
+
+// ---- Packed operands ------------------------------------------------------------------------------------------------
+
+constexpr int kRows = 128, kCols = 128, kDepth = 128;  // of one block; 390 KiB of stack
+constexpr int16_t kNone = -4000, kSpecial = 12000;     // exponents of zeros, and of NaN and Inf; sums tell which
+constexpr int kLowest = -1000, kHighest = 1000;        // sums beyond these have such an operand
+
+struct Panels {
+  alignas(64) float a[kRows][kDepth];
+  alignas(64) int32_t a_exponent[kRows][kDepth];  // the 16 bits twice, to be broadcast
+  alignas(64) float b[kCols / kTile][kDepth][kTile];
+  alignas(64) int16_t b_exponent[kCols / kTile][kDepth][kTile];
+};
+
+// ---- The steps ------------------------------------------------------------------------------------------------------
+
+// One row of A and one column of B at the first k of a step.
+struct Terms {
+  const float *a;
+  const int32_t *a_exponent;
+  const float *b;  // kTile apart
+  const int16_t *b_exponent;
+
+  double product(int k) const { return double(a[k]) * double(b[k * kTile]); }
+  int exponent(int k) const { return int16_t(a_exponent[k]) + b_exponent[k * kTile]; }
+};
+
+inline double pow2(int e) {
+  uint64_t u = uint64_t(e + 1023) << 52;
+  double x;
+  memcpy(&x, &u, 8);
+  return x;
+}
+inline int larger(int a, int b) { return a > b ? a : b; }
+inline bool is_finite(float x) { return (bits_of(x) & 0x7F800000u) != 0x7F800000u; }
+inline int exponent_of(float c) {  // of a finite c; far below all others for 0
+  return c == 0 ? 2 * kNone : larger(int(bits_of(c) >> 23 & 255), 1) - 127;
+}
+
+// The IEEE sum of what is NaN or Inf among the products and c, 0 if nothing is.
+template <int kStep> float special(const Terms &x, float c) {
+  float sum = is_finite(c) ? 0.0f : c;
+  for (int k = 0; k < kStep; ++k)
+    if (x.exponent(k) > kHighest) sum += x.a[k] * x.b[k * kTile];
+  return sum;
+}
+
+// sm90 and sm80, exactly.
+template <int kStep, int kFraction, int kFloor> float truncating_step(const Terms &x, float c) {
+  float infinite = special<kStep>(x, c);
+  if (!(infinite == 0)) return infinite;
+  int top = larger(kFloor, exponent_of(c));
+  for (int k = 0; k < kStep; ++k) top = larger(top, x.exponent(k));
+  double per_q = pow2(kFraction - top);
+  int64_t sum = int64_t(double(c) * per_q);
+  for (int k = 0; k < kStep; ++k) sum += int64_t(x.product(k) * per_q);
+
+  double exact = double(sum) * pow2(top - kFraction);
+  float nearest = float(exact);
+  if (__builtin_fabs(exact) >= 0x1p128) return nearest;
+  if (__builtin_fabs(double(nearest)) > __builtin_fabs(exact)) nearest = float_of(bits_of(nearest) - 1);
+  return nearest + 0.0f;  // -0 becomes +0
+}
+
+inline double floor_below_2_51(double x) {
+  double nearest = (x + 0x1.8p52) - 0x1.8p52;
+  return nearest - (nearest > x ? 1.0 : 0.0);
+}
+
+// The second half of cdna3: T in units of 2^(top - 24), and a finite c. |T| < 2^29.
+inline float cdna3_join(int32_t sum, int top, float c) {
+  int joint = larger(larger(top, exponent_of(c)), -300);
+  double products = floor_below_2_51(sum * pow2(larger(top - joint + 7, -60)));
+  double addend = floor_below_2_51(double(c) * pow2(24 - joint));
+  return float(products * pow2(joint - 31) + addend * pow2(joint - 24)) + 0.0f;
+}
+
+template <int kStep> float cdna3_step(const Terms &x, float c) {
+  float infinite = special<kStep>(x, c);
+  if (!(infinite == 0)) return infinite;
+  int top = 2 * kNone;
+  for (int k = 0; k < kStep; ++k) {
+    top = larger(top, x.exponent(k));
+    if (__builtin_fabs(x.product(k)) >= 0x1p128) infinite += x.a[k] * x.b[k * kTile];
+  }
+  if (!(infinite == 0)) return infinite;
+  int64_t sum = 0;
+  if (top > kLowest)
+    for (int k = 0; k < kStep; ++k) sum += int64_t(x.product(k) * pow2(24 - top));
+  return cdna3_join(int32_t(sum), top, c);
+}
+
+// The models, in vectors. `Fused::advance` gives D for one vector of columns of one row from the truncated sum of its
+// products, and marks in `odd` the lanes where that is not proven to be `exact`: there `top`, the larger of the products'
+// exponents and, for sm90 and sm80, c's, lies outside [kTopMin, kTopMax] (so also where all is zero, or anything
+// special), or the int32 sum overflowed.
+//   top >= -100: a product that is not exact in fp32 lies below 2^-126 < q.   top <= 121: |S q| < 2^31 2^(121 - 24)
+constexpr int kTopMin = -100, kTopMax = 121;
+
+template <int kStep_, int kFraction_, int kFloor> struct Truncating {
+  static constexpr int kStep = kStep_, kFraction = kFraction_;
+  static constexpr bool kFlushes = false;
+  static float exact(const Terms &x, float c) { return truncating_step<kStep, kFraction, kFloor>(x, c); }
+  static I32s top(I32s products, F32s c) { return larger(products, exponent_of(c)); }
+  static F32s advance(U32s products, I32s top, I32s, F32s scale, F32s c, I32s &odd) {
+    U32s addend = (U32s)truncate(c * scale);
+    U32s sum = products + addend;
+    odd |= (I32s)((sum ^ products) & (sum ^ addend)) >> 31;
+    return to_float_toward_zero((I32s)sum) * pow2(top - kFraction);
+  }
+};
+using Sm90 = Truncating<16, 25, -133>;
+using Sm80 = Truncating<8, 24, -132>;
+
+struct Cdna3 {
+  static constexpr int kStep = 8, kFraction = 24;
+  static constexpr bool kFlushes = false;
+  static float exact(const Terms &x, float c) { return cdna3_step<kStep>(x, c); }
+  static I32s top(I32s products, F32s) { return products; }
+  static F32s advance(U32s products, I32s, I32s top, F32s, F32s c, I32s &odd) {
+    odd |= exponent_of(c) == 128;
+    F32s d;
+    for (int i = 0; i < kLanes; ++i) d[i] = cdna3_join(int32_t(products[i]), top[i], c[i]);
+    return d;
+  }
+};
+
+struct Cdna2 {
+  static constexpr int kStep = 4;
+  static constexpr bool kFlushes = true;
+};
+
+// The marked lanes again, exactly. Lanes where all products are zero, c is 0 were right.
+template <class Model>
+__attribute__((noinline, cold)) void repair(Terms x, I16s products, int half, I32s odd, F32s c, F32s *d) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (!odd[i] || (products[half * kLanes + i] < kLowest && c[i] == 0)) continue;
+    int column = half * kLanes + i;
+    (*d)[i] = Model::exact({x.a, x.a_exponent, x.b + column, x.b_exponent + column}, c[i]);
+  }
+}
+
+// Chains of kHeight rows by kTile columns, `depth` further along k. c: [row][kCols].
+template <class Model, int kHeight> void walk(const Panels &panels, int row, int strip, int depth, float *chain) {
+  F32s c[kHeight][2];
+  for (int r = 0; r < kHeight; ++r)
+    for (int v = 0; v < 2; ++v) c[r][v] = load_vector<F32s>(chain + r * kCols + v * kLanes);
+
+  for (int k0 = 0; k0 < depth; k0 += Model::kStep) {
+    I16s products[kHeight];
+    for (int r = 0; r < kHeight; ++r) products[r] = I16s{} + int16_t(2 * kNone);
+#pragma GCC unroll 16
+    for (int k = k0; k < k0 + Model::kStep; ++k) {
+      I16s b = load_vector<I16s>(panels.b_exponent[strip][k]);
+      for (int r = 0; r < kHeight; ++r)
+        products[r] = larger(products[r], (I16s)(b + (I16s)(I32s{} + panels.a_exponent[row + r][k])));
+    }
+
+    I32s top[kHeight][2], odd[kHeight][2], odd_at_all{};
+    F32s scale[kHeight][2];
+    U32s sum[kHeight][2];
+    for (int r = 0; r < kHeight; ++r)
+      for (int v = 0; v < 2; ++v) {
+        I32s exact_top = Model::top(widen(products[r], v), c[r][v]);
+        odd[r][v] = (U32s)(exact_top - kTopMin) > uint32_t(kTopMax - kTopMin);
+        top[r][v] = larger(exact_top, I32s{} + kTopMin);
+        scale[r][v] = pow2(Model::kFraction - top[r][v]);
+        sum[r][v] = U32s{};
+      }
+#pragma GCC unroll 16
+    for (int k = k0; k < k0 + Model::kStep; ++k)
+      for (int v = 0; v < 2; ++v) {
+        F32s b = load_vector<F32s>(panels.b[strip][k] + v * kLanes);
+        for (int r = 0; r < kHeight; ++r) sum[r][v] += (U32s)truncate((panels.a[row + r][k] * b) * scale[r][v]);
+      }
+
+    F32s d[kHeight][2];
+    for (int r = 0; r < kHeight; ++r)
+      for (int v = 0; v < 2; ++v) {
+        d[r][v] = Model::advance(sum[r][v], top[r][v], widen(products[r], v), scale[r][v], c[r][v], odd[r][v]);
+        odd_at_all |= odd[r][v];
+      }
+    if (__builtin_expect(any(odd_at_all), 0))
+      for (int r = 0; r < kHeight; ++r)
+        for (int v = 0; v < 2; ++v) {
+          F32s repaired = d[r][v];
+          Terms x{panels.a[row + r] + k0, panels.a_exponent[row + r] + k0, panels.b[strip][k0],
+                  panels.b_exponent[strip][k0]};
+          repair<Model>(x, products[r], v, odd[r][v], c[r][v], &repaired);
+          d[r][v] = repaired;
+        }
+    for (int r = 0; r < kHeight; ++r)
+      for (int v = 0; v < 2; ++v) c[r][v] = d[r][v];
+  }
+
+  for (int r = 0; r < kHeight; ++r)
+    for (int v = 0; v < 2; ++v) memcpy(chain + r * kCols + v * kLanes, &c[r][v], sizeof(F32s));
+}
+
+inline F32s flush(F32s x) { return (F32s)((I32s)x & (((I32s)x & 0x7F800000) != 0)); }
+
+// cdna2 needs no exponents: the formula as it stands. Operands were flushed when packed.
+template <int kHeight> void walk_cdna2(const Panels &panels, int row, int strip, int depth, float *chain) {
+  for (int r = 0; r < kHeight; ++r)
+    for (int v = 0; v < 2; ++v) {
+      F32s c = flush(load_vector<F32s>(chain + r * kCols + v * kLanes));
+      for (int k0 = 0; k0 < depth; k0 += Cdna2::kStep) {
+        F32s p[4];
+        for (int k = 0; k < 4; ++k)
+          p[k] = flush(panels.a[row + r][k0 + k] * load_vector<F32s>(panels.b[strip][k0 + k] + v * kLanes));
+        c = flush(c + flush(flush(p[0] + p[1]) + flush(p[2] + p[3])));
+      }
+      memcpy(chain + r * kCols + v * kLanes, &c, sizeof c);
+    }
+}
+template <> void walk<Cdna2, kGroup>(const Panels &panels, int row, int strip, int depth, float *chain) {
+  walk_cdna2<kGroup>(panels, row, strip, depth, chain);
+}
+template <> void walk<Cdna2, 1>(const Panels &panels, int row, int strip, int depth, float *chain) {
+  walk_cdna2<1>(panels, row, strip, depth, chain);
+}
+
+// ---- Packing --------------------------------------------------------------------------------------------------------
+
+// words[i][j] = source[i outer_stride + j inner_stride], zeros outside rows x cols. One of the strides is 1.
+inline void gather(const uint16_t *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols,
+                   uint16_t *words, int padded_rows, int padded_cols) {
+  if (rows < padded_rows || cols < padded_cols) memset(words, 0, size_t(padded_rows) * padded_cols * 2);
+  if (inner_stride == 1) {
+    for (int i = 0; i < rows; ++i) memcpy(words + i * padded_cols, source + i * outer_stride, size_t(cols) * 2);
+  } else {
+    for (int j = 0; j < cols; ++j)
+      for (int i = 0; i < rows; ++i) words[i * padded_cols + j] = source[i * outer_stride + j * inner_stride];
+  }
+}
+
+// count: a multiple of 16.
+template <class T, bool kFlushes>
+void unpack(uint16_t *words, int count, float *values, int16_t *exponents) {
+  constexpr bool kBf16 = __is_same(T, Number<Type::bf16>);
+  constexpr int kMantissaBits = kBf16 ? 7 : 10, kFieldMax = kBf16 ? 255 : 31, kBias = kBf16 ? 127 : 15;
+  if (kFlushes)
+    for (int i = 0; i < count; ++i) words[i] = words[i] & kFieldMax << kMantissaBits ? words[i] : 0;
+  for (int i = 0; i < count; i += kWidth) store(values + i, T::load(words + i));
+  for (int i = 0; i < count; ++i) {
+    int16_t field = words[i] >> kMantissaBits & kFieldMax;
+    int16_t finite = int16_t((field > 1 ? field : 1) - kBias);
+    int16_t nonzero = field == kFieldMax ? kSpecial : finite;
+    exponents[i] = words[i] & 0x7FFF ? nonzero : kNone;
+  }
+}
+
+// ---- One block ------------------------------------------------------------------------------------------------------
+
+struct Block {
+  int64_t a, b, bias, out;  // elements from data to the block's batch
+  int64_t m, n;             // its first row and column
+  int rows, cols;
+};
+
+template <class T, class Model> void pack(const Gemm &g, const Block &block, int64_t k, int depth, Panels &panels) {
+  int padded = (depth + Model::kStep - 1) / Model::kStep * Model::kStep, filled = (padded + 15) / 16 * 16;
+  alignas(64) uint16_t words[kDepth * kTile];
+  alignas(64) int16_t exponents[kDepth];
+  const uint16_t *a = (const uint16_t *)g.a.data + block.a + block.m * g.a.row_stride + k * g.a.col_stride;
+  for (int r = 0; r < block.rows; ++r) {
+    gather(a + r * g.a.row_stride, g.a.row_stride, g.a.col_stride, 1, depth, words, 1, filled);
+    unpack<T, Model::kFlushes>(words, filled, panels.a[r], exponents);
+    for (int i = 0; i < filled; ++i) panels.a_exponent[r][i] = int32_t(uint16_t(exponents[i]) * 0x10001u);
+  }
+  const uint16_t *b = (const uint16_t *)g.b.data + block.b + k * g.b.row_stride + block.n * g.b.col_stride;
+  for (int first = 0, strip = 0; first < block.cols; first += kTile, ++strip) {
+    int cols = block.cols - first < kTile ? block.cols - first : kTile;
+    gather(b + first * g.b.col_stride, g.b.row_stride, g.b.col_stride, depth, cols, words, filled, kTile);
+    unpack<T, Model::kFlushes>(words, filled * kTile, panels.b[strip][0], panels.b_exponent[strip][0]);
+  }
+}
+
+// out = round(sum + bias) for one row of the block.
+inline void finish_row(const Gemm &g, const Block &block, int row, float *sum) {
+  int64_t m = block.m + row;
+  if (g.bias.data)
+    dispatch(g.bias.type, [&](auto number) {
+      using T = decltype(number);
+      auto *bias = (const typename T::Stored *)g.bias.data + block.bias + m * g.bias.row_stride;
+      for (int j = 0; j < block.cols; ++j) sum[j] += T::get(bias + (block.n + j) * g.bias.col_stride);
+    });
+  dispatch(g.out.type, [&](auto number) {
+    using T = decltype(number);
+    auto *out = (typename T::Stored *)g.out.data + block.out + m * g.out.row_stride + block.n;
+    int j = 0;
+    for (; j + kWidth <= block.cols; j += kWidth) T::store(out + j, load(sum + j));
+    for (; j < block.cols; ++j) T::set(out + j, sum[j]);
+  });
+}
+
+template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, const Block &block) {
+  Panels panels;
+  alignas(64) float chain[kRows][kCols], total[kRows][kCols];
+  auto &start = g.k_chunk ? total : chain;  // what accumulate continues
+  for (int r = 0; r < block.rows; ++r) {
+    memset(start[r], 0, sizeof start[r]);
+    if (g.accumulate) {
+      const float *out = (const float *)g.out.data + block.out + (block.m + r) * g.out.row_stride + block.n;
+      memcpy(start[r], out, size_t(block.cols) * 4);
+    }
+  }
+
+  int64_t chunk = g.k_chunk ? g.k_chunk : g.k;
+  for (int64_t chunk_start = 0; chunk_start < g.k; chunk_start += chunk) {
+    int64_t chunk_end = g.k - chunk_start < chunk ? g.k : chunk_start + chunk;
+    if (g.k_chunk) memset(chain, 0, sizeof(chain[0]) * block.rows);
+    for (int64_t k = chunk_start; k < chunk_end; k += kDepth) {
+      int depth = chunk_end - k < kDepth ? int(chunk_end - k) : kDepth;
+      if (g.a.type == Type::bf16) pack<Number<Type::bf16>, Model>(g, block, k, depth, panels);
+      else pack<Number<Type::f16>, Model>(g, block, k, depth, panels);
+      for (int first = 0; first < block.cols; first += kTile) {
+        int row = 0;
+        for (; row + kGroup <= block.rows; row += kGroup)
+          walk<Model, kGroup>(panels, row, first / kTile, depth, chain[row] + first);
+        for (; row < block.rows; ++row) walk<Model, 1>(panels, row, first / kTile, depth, chain[row] + first);
+      }
+    }
+    if (g.k_chunk)
+      for (int r = 0; r < block.rows; ++r)
+        for (int j = 0; j < kCols; ++j) total[r][j] += chain[r][j];
+  }
+  for (int r = 0; r < block.rows; ++r) finish_row(g, block, r, start[r]);
+}
+
+// Blocks are kRows x kCols, with fewer rows where that leaves too few of them to share.
+template <class Model> pydet_status run(const Gemm &g) {
+  int64_t col_blocks = (g.n + kCols - 1) / kCols, rows = kRows;
+  while (rows > 32 && g.batch.count * col_blocks * ((g.m + rows - 1) / rows) < 32) rows /= 2;
+  int64_t row_blocks = (g.m + rows - 1) / rows;
+  double operations = double(g.batch.count) * double(g.m) * double(g.n) * double(g.k + 1);
+  parallel(g.batch.count * row_blocks * col_blocks, operations < 1e15 ? int64_t(operations) : int64_t(1e15),
+           [&](int64_t i) {
+             Block block{};
+             block.n = i % col_blocks * kCols;
+             block.m = i / col_blocks % row_blocks * rows;
+             block.rows = int(g.m - block.m < rows ? g.m - block.m : rows);
+             block.cols = int(g.n - block.n < kCols ? g.n - block.n : kCols);
+             int64_t index = i / col_blocks / row_blocks;
+             for (int d = g.batch.dims - 1; d >= 0; --d) {
+               int64_t at = index % g.batch.shape[d];
+               index /= g.batch.shape[d];
+               block.a += at * g.batch.a[d];
+               block.b += at * g.batch.b[d];
+               block.bias += at * g.batch.bias[d];
+               block.out += at * g.batch.out[d];
+             }
+             run_block<Model>(g, block);
+           });
+  return PYDET_OK;
+}
+
+}  // namespace
+
+template <> pydet_status gemm_sm90<Isa>(const Gemm &g) { return run<Sm90>(g); }
+template <> pydet_status gemm_sm80<Isa>(const Gemm &g) { return run<Sm80>(g); }
+template <> pydet_status gemm_cdna3<Isa>(const Gemm &g) { return run<Cdna3>(g); }
+template <> pydet_status gemm_cdna2<Isa>(const Gemm &g) { return run<Cdna2>(g); }
+
+}  // namespace pydet
