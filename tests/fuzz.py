@@ -1,0 +1,623 @@
+"""Random descriptors, options and DLPack capsules: every call is refused with a sentence, or correct.
+
+    python tests/fuzz.py [--seconds 60] [--seed 0] [--case N]
+
+A case is made from its seed and number alone: a call that is right, then none to three mutations of it. Each tensor lies
+against a page that cannot be read or written. After the call:
+- refused: status and sentence fit, and no byte anywhere has changed;
+- accepted: descriptors and options did make sense (judged here, in Python's integers), inputs, paddings and all else
+  around the outputs are unchanged, and every output element has the bits of the plain NumPy model (reference.py).
+A call without a mutation must be accepted. The cases run in a process of their own, so that a crash names its case.
+"""
+
+import argparse
+import collections
+import ctypes
+import faulthandler
+import mmap
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+
+import ml_dtypes
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import reference
+from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, options, pointer, status_name
+
+PAGE = mmap.PAGESIZE
+REGION = 16 * PAGE
+INT64_MAX = 2**63 - 1
+DTYPES = {FLOAT32: np.dtype(np.float32), FLOAT16: np.dtype(np.float16), BFLOAT16: np.dtype(ml_dtypes.bfloat16)}
+ARITHMETICS = ["auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"]
+
+
+class Failure(Exception):
+    pass
+
+
+def expect(condition, *what):
+    if not condition:
+        raise Failure(" ".join(str(w) for w in what))
+
+
+# ---- Memory --------------------------------------------------------------------------------------------------------
+
+
+class Region:
+    """REGION bytes with a forbidden page on either side."""
+
+    def __init__(self):
+        self.map = mmap.mmap(-1, REGION + 2 * PAGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.begin, self.end = base + PAGE, base + PAGE + REGION
+        self.bytes = np.frombuffer(self.map, np.uint8, REGION, PAGE)
+        mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+        mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for page in (base, self.end):
+            if mprotect(page, PAGE, 0) != 0:
+                raise OSError(ctypes.get_errno(), "mprotect")
+
+    def view(self, address, shape, strides, dtype):
+        """The elements that a descriptor names, strides in elements."""
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        size = dtype.itemsize
+        first = self.bytes[address - self.begin:]
+        first = first[:len(first) // size * size].view(dtype)
+        return np.lib.stride_tricks.as_strided(first, shape, [s * size for s in strides])
+
+
+REGIONS = [Region() for _ in range(8)]
+
+
+def values(rng, count, dtype):
+    """Elements of one kind: any bits, normal numbers, small integers, or the special ones."""
+    kind = rng.choice(["bits", "normal", "normal", "integers", "special"])
+    numbers = np.random.default_rng(rng.getrandbits(64))
+    if kind == "bits":
+        return numbers.integers(0, 1 << (8 * dtype.itemsize), count, f"u{dtype.itemsize}").view(dtype)
+    if kind == "normal":
+        return numbers.standard_normal(count, np.float32).astype(dtype)
+    if kind == "integers":
+        return numbers.integers(-8, 9, count).astype(np.float32).astype(dtype)
+    special = np.array([0, -0.0, 1, -1, 1.5, 1e-40, -1e-40, 6e-8, 3e38, -3e38, 65504, np.inf, -np.inf, np.nan], np.float32)
+    with np.errstate(over="ignore"):
+        return numbers.choice(special, count).astype(dtype)
+
+
+def place(rng, region, shape, dtype, *, order=None, broadcast=False):
+    """A tensor in `region`, against one of its ends, with a random layout. `order`: the dimensions that may be innermost."""
+    region.bytes[:] = 0xFF
+    rank = len(shape)
+    inner = rng.choice(order if order is not None else [rank - 1]) if rank else None
+    rest = [d for d in range(rank) if d != inner]
+    if rank > 2 and rng.random() < 0.3:
+        rng.shuffle(rest)
+        rest.sort(key=lambda d: d >= rank - 2)  # the matrix dimensions stay inside the batch
+    strides, reach = [0] * rank, 1
+    for d in ([inner] if rank else []) + rest[::-1]:
+        strides[d] = reach if d == inner else reach + rng.choice([0, 0, 0, 1, 3])
+        reach = strides[d] * max(shape[d], 1)
+    if broadcast:
+        for d in range(rank - 2):
+            if rng.random() < 0.3:
+                strides[d] = 0
+    span = 1 + sum((e - 1) * s for e, s in zip(shape, strides) if e > 1)
+    slack = REGION // dtype.itemsize - span
+    expect(slack >= 0, "case too large:", shape, strides)
+    address = region.begin + rng.choice([0, slack, slack, rng.randrange(slack + 1)]) * dtype.itemsize
+    view = region.view(address, shape, strides, dtype)
+    if view.size:
+        view[...] = values(rng, view.size, dtype).reshape(shape)
+    code = {v: k for k, v in DTYPES.items()}[dtype]
+    byte_offset = 0
+    if rng.random() < 0.1:
+        byte_offset = dtype.itemsize * rng.randrange(5)
+    tensor = Tensor(shape=shape, strides=strides, dtype=code, data=address - byte_offset, byte_offset=byte_offset)
+    if strides == c_strides(shape) and rng.random() < 0.3:
+        tensor.c.strides = ffi.NULL
+    tensor.region = region
+    return tensor
+
+
+def c_strides(shape):
+    strides = [1] * len(shape)
+    for d in reversed(range(len(shape) - 1)):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return strides
+
+
+# ---- Judging a descriptor ------------------------------------------------------------------------------------------
+
+
+class Described:
+    """What a descriptor says, read back from the struct; `sense` is
+    inside    it names elements of its region
+    nonsense  must be refused
+    outside   a call would believe it: it names memory that is not there, or one element a million times
+    vast      empty, with extents that NumPy cannot have"""
+
+    def __init__(self, tensor):
+        c = tensor.c
+        self.region = tensor.region
+        self.dtype = DTYPES.get((c.dtype.code, c.dtype.bits, c.dtype.lanes))
+        self.sense = "nonsense"
+        if not 0 <= c.ndim <= 8 or (c.ndim > 0 and c.shape == ffi.NULL) or self.dtype is None:
+            return
+        self.shape = [c.shape[d] for d in range(c.ndim)]
+        strides = c_strides(self.shape) if c.strides == ffi.NULL else [c.strides[d] for d in range(c.ndim)]
+        self.strides = [s if e > 1 else 0 for e, s in zip(self.shape, strides)]
+        if c.device.device_type not in (1, 3, 11) or min(self.shape, default=0) < 0:
+            return
+        if min(self.strides, default=0) < 0:
+            return
+        data = int(ffi.cast("uintptr_t", c.data))
+        self.address = data + c.byte_offset
+        if 0 in self.shape:
+            vast = int(np.prod([e for e in self.shape if e], dtype=object)) > 2**40
+            self.sense = "vast" if vast else "inside"
+            return
+        last = sum((e - 1) * s for e, s in zip(self.shape, self.strides))
+        end = self.address + (last + 1) * self.dtype.itemsize
+        elements = int(np.prod([int(e) for e in self.shape], dtype=object)) if self.shape else 1
+        if not data or self.address % self.dtype.itemsize or end > INT64_MAX or elements > INT64_MAX:
+            return
+        inside = self.region.begin <= self.address and end <= self.region.end and elements <= REGION
+        self.sense = "inside" if inside else "outside"
+
+    def view(self):
+        return self.region.view(self.address, self.shape, self.strides, self.dtype)
+
+    def offsets(self):
+        """The address of every byte, with repetitions."""
+        at = np.full([1] * len(self.shape), self.address, np.int64)
+        for d, (extent, stride) in enumerate(zip(self.shape, self.strides)):
+            along = np.arange(extent, dtype=np.int64) * (stride * self.dtype.itemsize)
+            at = at + along.reshape([-1 if i == d else 1 for i in range(len(self.shape))])
+        return (at.reshape(-1, 1) + np.arange(self.dtype.itemsize)).ravel()
+
+
+# ---- Calls ---------------------------------------------------------------------------------------------------------
+
+Call = collections.namedtuple("Call", "op inputs outputs options")  # inputs and outputs: name -> Tensor or None
+
+ORDER = {  # how each operation takes its tensors
+    "gemm": ["a", "b", "bias", "out"],
+    "gemm_da": ["dc", "b", "da"],
+    "gemm_db": ["a", "dc", "db"],
+    "skinny_gemm": ["x", "w", "bias", "y"],
+    "rmsnorm": ["x", "residual", "weight", "y", "rstd", "sum"],
+    "rmsnorm_backward": ["dy", "x", "weight", "rstd", "dresidual", "dx", "dweight"],
+}
+
+
+def invoke(call):
+    tensors = {**call.inputs, **call.outputs}
+    function = getattr(lib, f"pydet_{call.op}")
+    given = ffi.NULL if call.options is None else call.options
+    return function(ffi.NULL, *[pointer(tensors[name]) for name in ORDER[call.op]], given)
+
+
+def make_gemm(rng):
+    op = rng.choice(["gemm", "gemm", "gemm_da", "gemm_db", "skinny_gemm"])
+    batch = [rng.choice([1, 2, 3]) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+    size = lambda: rng.choice([0, 1, 1, 2, 3, 5, 8, 17])
+    m, n = size(), size()
+    k = rng.choice([0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 70])
+    kind = rng.choice(list(DTYPES.values()))
+    out_kind = rng.choice(list(DTYPES.values()))
+    accumulate = rng.random() < 0.25
+    if accumulate:
+        out_kind = np.dtype(np.float32)
+    half = kind.itemsize == 2
+    arithmetic = rng.choice(ARITHMETICS if half else ARITHMETICS[:2])
+    regions = iter(rng.sample(REGIONS, 5))
+
+    def batched(full):  # leading dimensions that broadcast to `batch`
+        if not full and rng.random() < 0.2:
+            return []
+        return [e if full or rng.random() < 0.8 else 1 for e in batch]
+
+    def matrix(shape, kind, full=False):
+        shape = batched(full) + shape
+        return place(rng, next(regions), shape, kind, order=[len(shape) - 1, len(shape) - 2], broadcast=not full)
+
+    bias = None
+    if op == "skinny_gemm":
+        lead = batch + ([m] if rng.random() < 0.8 else [])
+        shapes = {"x": lead + [k], "w": [n, k], "y": lead + [n]}
+        made = {name: place(rng, next(regions), s, out_kind if name == "y" else kind) for name, s in shapes.items()}
+        if rng.random() < 0.4:
+            bias = place(rng, next(regions), rng.choice([[n], lead + [n]]), rng.choice(list(DTYPES.values())))
+        inputs, outputs = {"x": made["x"], "w": made["w"], "bias": bias}, {"y": made["y"]}
+    else:
+        names = ORDER[op]
+        first, second, out = {"gemm": ([m, k], [k, n], [m, n]), "gemm_da": ([m, k], [n, k], [m, n]),
+                              "gemm_db": ([k, m], [k, n], [m, n])}[op]
+        a, b = matrix(first, kind, full=True), matrix(second, kind)
+        inputs, outputs = {names[0]: a, names[1]: b}, {names[-1]: matrix(out, out_kind, full=True)}
+        if op == "gemm":
+            if rng.random() < 0.4:
+                shape = rng.choice([[n], batch + [m, n]])
+                bias = place(rng, next(regions), shape, rng.choice(list(DTYPES.values())))
+            inputs["bias"] = bias
+    struct = "pydet_skinny_gemm_options" if op == "skinny_gemm" else "pydet_gemm_options"
+    given = options(struct, arithmetic=ARITHMETICS.index(arithmetic), accumulate=int(accumulate),
+                    k_chunk=rng.choice([0, 0, 16, 32, 64]))
+    if op == "skinny_gemm":
+        given.weights_constant = rng.randrange(2)
+    if given.arithmetic == 0 and not accumulate and not given.k_chunk and rng.random() < 0.3:
+        given = None
+    return Call(op, inputs, outputs, given)
+
+
+def make_norm(rng):
+    kinds = list(DTYPES.values())
+    kind = rng.choice(kinds)
+    n = rng.choice([1, 2, 3, 7, 8, 9, 16, 31, 64, 130, 2047, 2049])
+    rows = rng.choice([[0], [1], [2], [5], [2, 3], [17], []]) if n > 8 else rng.choice([[0], [1], [5], [3, 4], [255], [300]])
+    if n > 1000:
+        rows = rng.choice([[1], [2], []])
+    regions = iter(rng.sample(REGIONS, 7))
+    like = lambda: place(rng, next(regions), rows + [n], kind)
+    vector = lambda kind: place(rng, next(regions), [n], kind)
+    maybe = lambda make, chance: make() if rng.random() < chance else None
+    weight = maybe(lambda: vector(rng.choice(kinds)), 0.7)
+    rstd = lambda: contiguous(rng, next(regions), rows, np.dtype(np.float32))
+    if rng.random() < 0.5:
+        residual = maybe(like, 0.3)
+        inputs = {"x": like(), "residual": residual, "weight": weight}
+        outputs = {"y": like(), "rstd": maybe(rstd, 0.7), "sum": like() if residual else None}
+        given = options("pydet_rmsnorm_options", eps=rng.choice([0.0, 1e-6, 1e-5]), weight_offset=rng.choice([0.0, 1.0]))
+        return Call("rmsnorm", inputs, outputs, given)
+    accumulate = rng.random() < 0.3
+    inputs = {"dy": like(), "x": like(), "weight": weight, "rstd": rstd(), "dresidual": maybe(like, 0.3)}
+    outputs = {"dx": maybe(like, 0.8), "dweight": None}
+    if outputs["dx"] is None or rng.random() < 0.8:
+        outputs["dweight"] = vector(np.dtype(np.float32) if accumulate else rng.choice(kinds))
+    if outputs["dx"] is None:
+        inputs["dresidual"] = None
+    accumulate = accumulate and outputs["dweight"] is not None
+    given = options("pydet_rmsnorm_backward_options", weight_offset=rng.choice([0.0, 1.0]), accumulate=int(accumulate))
+    need = ffi.new("uint64_t *")
+    count = int(np.prod(rows, dtype=np.int64))
+    expect(lib.pydet_rmsnorm_backward_workspace(count, n, need) == 0, last_error())
+    workspace = Workspace(need[0])
+    given.workspace, given.workspace_size = workspace.pointer, need[0]
+    call = Call("rmsnorm_backward", inputs, outputs, given)
+    WORKSPACES[id(given)] = workspace
+    return call
+
+
+def contiguous(rng, region, shape, dtype):
+    """Like place, in C order without padding, and with values of a plausible size: rstd is positive."""
+    region.bytes[:] = 0xFF
+    strides = c_strides(shape)
+    count = int(np.prod(shape, dtype=np.int64))
+    address = region.end - max(count, 1) * dtype.itemsize
+    view = region.view(address, shape, strides, dtype)
+    view[...] = np.random.default_rng(rng.getrandbits(64)).uniform(0.25, 4, shape)
+    tensor = Tensor(shape=shape, strides=strides, dtype=FLOAT32, data=address)
+    tensor.region = region
+    return tensor
+
+
+class Workspace:
+    """A workspace with guard bytes on both sides and rubbish inside."""
+
+    def __init__(self, size):
+        self.size = size
+        self.bytes = np.full(size + 1024, 0xA5, np.uint8)
+        self.at = -self.bytes.ctypes.data % 256 + 256
+        self.pointer = ffi.cast("void *", self.bytes.ctypes.data + self.at)
+
+    def intact(self):
+        outside = np.r_[self.bytes[:self.at], self.bytes[self.at + self.size:]]
+        return bool((outside == 0xA5).all())
+
+
+WORKSPACES: dict[int, Workspace] = {}
+
+# ---- Mutations -----------------------------------------------------------------------------------------------------
+
+ODD = [-(2**63), -(2**62), -1, 0, 1, 2, 3, 15, 16, 17, 2**31 - 1, 2**31, 2**32, 2**61, 2**62, 2**63 - 1]
+
+
+def mutate_tensor(rng, call):
+    """Changes one field of one descriptor. Returns what undoes it."""
+    tensors = [t for t in (*call.inputs.values(), *call.outputs.values()) if t is not None]
+    tensor = rng.choice(tensors)
+    c = tensor.c
+    kind = rng.choice(["shape", "shape", "stride", "stride", "ndim", "code", "bits", "lanes", "type", "data", "null",
+                       "offset", "noshape", "alias", "alias", "device"])
+    before = ffi.new("pydet_tensor *", c[0])
+    shape, strides, region = list(tensor.shape), list(tensor.strides), tensor.region
+
+    def undo():
+        c[0] = before[0]
+        tensor.region = region
+        for d, (e, s) in enumerate(zip(shape, strides)):
+            tensor.shape[d], tensor.strides[d] = e, s
+
+    if kind == "shape" and shape:
+        d = rng.randrange(len(shape))
+        tensor.shape[d] = rng.choice([shape[d] + 1, max(shape[d] - 1, 0), rng.choice(ODD)])
+    elif kind == "stride" and shape:
+        d = rng.randrange(len(shape))
+        c.strides = tensor.strides
+        tensor.strides[d] = rng.choice([strides[d] + 1, strides[d] - 1, 0, rng.choice(ODD)])
+    elif kind == "ndim":
+        c.ndim = rng.choice([-1, 0, len(shape) - 1, 9, 2**31 - 1, -(2**31)])
+    elif kind == "code":
+        c.dtype.code = rng.choice([0, 1, 2, 3, 4, 5, 6, 255])
+    elif kind == "bits":
+        c.dtype.bits = rng.choice([0, 8, 16, 32, 64, 128])
+    elif kind == "lanes":
+        c.dtype.lanes = rng.choice([0, 2, 4, 65535])
+    elif kind == "type":
+        c.dtype.code, c.dtype.bits, c.dtype.lanes = rng.choice(list(DTYPES))
+    elif kind == "data":
+        c.data = ffi.cast("void *", int(ffi.cast("uintptr_t", c.data)) + rng.choice([-4, -2, -1, 1, 2, 3, 4]))
+    elif kind == "null":
+        c.data = ffi.NULL
+    elif kind == "offset":
+        c.byte_offset = rng.choice([1, 2, 4, 2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 4, 2**64 - 1])
+    elif kind == "noshape":
+        c.shape = ffi.NULL
+    elif kind == "device":
+        c.device.device_type, c.device.device_id = rng.choice([(2, 0), (10, 0), (13, 1), (3, 0), (11, 5), (0, 0), (99, 0), (1, 7)])
+    elif kind == "alias":
+        out = rng.choice([t for t in call.outputs.values() if t is not None] or tensors)
+        other = rng.choice([t for t in tensors if t is not out] or [out])
+        before = ffi.new("pydet_tensor *", out.c[0])
+        c, tensor, region = out.c, out, out.region
+        shape, strides = list(out.shape), list(out.strides)
+        at = int(ffi.cast("uintptr_t", other.c.data)) + other.c.byte_offset + 4 * rng.choice([0, 0, 1, 2, 5, 16, -1, -8, 64])
+        out.c.data, out.c.byte_offset = ffi.cast("void *", at), 0
+        out.region = other.region
+    return undo
+
+
+def mutate_options(rng, call):
+    given = call.options
+    if given is None:
+        return
+    fields = dict(ffi.typeof(given).item.fields)
+    name = rng.choice(list(fields))
+    if name == "kernel":
+        listed = [ffi.string(lib.pydet_kernel_name(i)).decode() for i in range(64) if lib.pydet_kernel_name(i) != ffi.NULL]
+        text = ffi.new("char[]", rng.choice([*listed, "", "scalar", "cpu_gemm_ieee_", "%s%n%d" * 20, "k" * 5000]).encode())
+        KERNEL_NAMES[id(given)] = text
+        given.kernel = text
+    elif name == "workspace":
+        shift = rng.choice([1, 2, 4, 8, 16])
+        if rng.random() < 0.5:
+            given.workspace = ffi.NULL
+        elif given.workspace_size >= shift:
+            given.workspace, given.workspace_size = given.workspace + shift, given.workspace_size - shift
+    elif name == "workspace_size":
+        given.workspace_size = rng.choice([0, 1, given.workspace_size // 2])
+    elif name in ("eps", "weight_offset"):
+        setattr(given, name, rng.choice([-1.0, -0.0, 0.0, float("nan"), float("inf"), -float("inf"), 1e30, 2.5]))
+    elif name == "k_chunk":
+        given.k_chunk = rng.choice([*ODD, 8, 24, 33, 1024])
+    elif name == "struct_size":
+        given.struct_size = rng.choice([0, 1, 4, given.struct_size - 8, given.struct_size + 8, 2**32 - 1])
+    else:
+        setattr(given, name, rng.choice([-1, 0, 1, 2, 3, 5, 6, 99, 2**31 - 1, -(2**31)]))
+
+
+KERNEL_NAMES: dict = {}
+
+
+def mutate_pointer(rng, call):
+    side = rng.choice([call.inputs, call.outputs])
+    side[rng.choice(list(side))] = None
+
+
+# ---- Judging a result ----------------------------------------------------------------------------------------------
+
+
+def chosen(call, name, default=0):
+    return getattr(call.options, name) if call.options is not None else default
+
+
+def meaningless_options(call):
+    """The name of an option that must have been refused, or None."""
+    given = call.options
+    if given is None:
+        return None
+    fields = dict(ffi.typeof(given).item.fields)
+    rules = {
+        "struct_size": lambda v: v == ffi.sizeof(ffi.typeof(given).item),
+        "reserved": lambda v: v == 0,
+        "arithmetic": lambda v: 0 <= v < len(ARITHMETICS),
+        "k_chunk": lambda v: v >= 0 and v % 16 == 0,
+        "accumulate": lambda v: v in (0, 1),
+        "mode": lambda v: v in (0, 1),
+        "weights_constant": lambda v: v in (0, 1),
+        "eps": lambda v: 0 <= v < float("inf"),
+        "weight_offset": lambda v: abs(v) < float("inf"),
+    }
+    return next((name for name, fine in rules.items() if name in fields and not fine(getattr(given, name))), None)
+
+
+def expected_gemm(call, before):
+    """The outputs by the model, from what the descriptors said before the call."""
+    out_name = ORDER[call.op][-1]
+    first, second = before[ORDER[call.op][0]], before[ORDER[call.op][1]]
+    bias, old = before.get("bias"), before[out_name]
+    arithmetic = ARITHMETICS[chosen(call, "arithmetic") or 1]
+    accumulate = bool(chosen(call, "accumulate"))
+    expect(first.dtype == second.dtype, "accepted mixed inputs")
+    expect(not accumulate or old.dtype.itemsize == 4, "accumulated into", old.dtype)
+    expect(arithmetic == "ieee" or first.dtype.itemsize == 2, "took fp32 in", arithmetic)
+    if call.op == "gemm_da":
+        second = second.swapaxes(-1, -2)
+    elif call.op == "gemm_db":
+        first = first.swapaxes(-1, -2)
+    elif call.op == "skinny_gemm":
+        second = second.T
+    expect(first.shape[-1] == second.shape[-2], "accepted inner dimensions that differ")
+    shape = (*np.broadcast_shapes(first.shape[:-2], second.shape[:-2]), *first.shape[-2:-1], second.shape[-1])
+    if call.op == "skinny_gemm":
+        shape = (*first.shape[:-1], second.shape[-1])
+    expect(old.shape == shape, "accepted an output of", old.shape, "for", shape)
+    if 0 in shape:
+        return {out_name: old}
+    if call.op == "skinny_gemm":  # as one matrix
+        rows = int(np.prod(shape[:-1], dtype=np.int64))
+        first, old = first.reshape(rows, first.shape[-1]), old.reshape(rows, shape[-1])
+        bias = bias if bias is None or bias.ndim == 1 else bias.reshape(rows, shape[-1])
+    result = reference.gemm(first, second, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic,
+                            k_chunk=chosen(call, "k_chunk") or None)
+    return {out_name: result.reshape(shape)}
+
+
+def expected_rmsnorm(call, before):
+    x, y = before["x"], before["y"]
+    expect(y.shape == x.shape and y.dtype == x.dtype, "accepted y unlike x")
+    results = reference.rmsnorm(x, before.get("weight"), eps=call.options.eps, residual=before.get("residual"),
+                                weight_offset=call.options.weight_offset)
+    return {name: result for name, result in zip(("y", "rstd", "sum"), results) if name in before}
+
+
+def expected_rmsnorm_backward(call, before):
+    x, dweight = before["x"], before.get("dweight")
+    n = x.shape[-1]
+    weight = before["weight"] if "weight" in before else np.ones(n, np.float32)
+    dx, dweight = reference.rmsnorm_backward(
+        before["dy"], x, weight, before["rstd"], weight_offset=call.options.weight_offset,
+        dresidual=before.get("dresidual"), dweight=None if dweight is None else dweight.copy(),
+        accumulate=bool(call.options.accumulate))
+    return {name: result for name, result in (("dx", dx), ("dweight", dweight)) if name in before}
+
+
+EXPECTED = {"rmsnorm": expected_rmsnorm, "rmsnorm_backward": expected_rmsnorm_backward}
+
+# ---- A case --------------------------------------------------------------------------------------------------------
+
+
+def given_tensors(call):
+    return {name: t for name, t in {**call.inputs, **call.outputs}.items() if t is not None}
+
+
+def judge_overlap(call):
+    """True where an output shares a byte with another tensor or with itself: such a call must be refused."""
+    described = {name: Described(t) for name, t in given_tensors(call).items()}
+    reach = {name: d.offsets() for name, d in described.items() if d.sense == "inside" and 0 not in d.shape}
+    for name in call.outputs:
+        if name not in reach:
+            continue
+        if len(np.unique(reach[name])) != len(reach[name]):
+            return True
+        for other in reach:
+            if other != name and np.intersect1d(reach[name], reach[other]).size:
+                return True
+    return False
+
+
+def run_case(seed, number):
+    """Runs one case and returns what came of it: "accepted" or the name of the status."""
+    rng = random.Random(f"{seed}/{number}")
+    WORKSPACES.clear()
+    KERNEL_NAMES.clear()
+    call = make_gemm(rng) if rng.random() < 0.6 else make_norm(rng)
+    mutations = rng.choice([0, 1, 1, 1, 2, 3])
+    for _ in range(mutations):
+        change = rng.choice([mutate_tensor, mutate_tensor, mutate_options, mutate_pointer if rng.random() < 0.3 else mutate_tensor])
+        undo = change(rng, call)
+        if undo is not None and any(Described(t).sense == "outside" for t in given_tensors(call).values()):
+            undo()  # it would rightly be believed, and there is nothing there
+    tensors = given_tensors(call)
+    used = {id(t.region): t.region for t in tensors.values()}.values()
+    saved = [region.bytes.copy() for region in used]
+    sense = {name: Described(t) for name, t in tensors.items()}
+    nonsense = [name for name, d in sense.items() if d.sense == "nonsense"]
+    before = {name: sense[name].view().copy() for name in tensors if sense[name].sense == "inside"}
+
+    status = invoke(call)
+    workspace = WORKSPACES.get(id(call.options))
+    expect(workspace is None or workspace.intact(), "wrote outside its workspace")
+    if status != lib.PYDET_OK:
+        sentence = last_error()
+        expect(mutations > 0, "refused a call that is right:", sentence)
+        expect(status_name(status).startswith("PYDET_") and status != lib.PYDET_DEVICE_ERROR, "status", status)
+        expect(sentence.startswith(call.op + ":") and "\n" not in sentence and len(sentence) > 15, "sentence:", sentence)
+        for region, old in zip(used, saved):
+            expect((region.bytes == old).all(), "refused, yet memory changed:", sentence)
+        return status_name(status)
+    expect(not nonsense, "accepted nonsense in", nonsense)
+    expect(not judge_overlap(call), "accepted an output that overlaps")
+    expect(meaningless_options(call) is None, "accepted", meaningless_options(call))
+    forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
+    expect(forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
+    vast = any(d.sense == "vast" for d in sense.values())
+    expected = {} if vast else EXPECTED.get(call.op, expected_gemm)(call, before)
+    for name, want in expected.items():
+        got = sense[name].view()
+        expect(got.shape == want.shape and got.dtype == want.dtype, name, "accepted as", got.dtype, got.shape)
+        wrong = np.argwhere(reference.bits(got) != reference.bits(want))
+        expect(not len(wrong), call.op, name, "has", len(wrong), "wrong elements, the first at", wrong[:1].tolist())
+    for name in call.outputs:
+        if name in before and before[name].size:
+            sense[name].view()[...] = before[name]
+    for region, old in zip(used, saved):
+        expect((region.bytes == old).all(), "changed something beside its outputs")
+    return "accepted"
+
+
+# ---- Running -------------------------------------------------------------------------------------------------------
+
+
+def work(seconds, seed, only, progress):
+    faulthandler.enable()
+    started = time.monotonic()
+    outcomes = collections.Counter()
+    with open(progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as current:
+        number = 0 if only is None else only
+        while True:
+            current[:] = number.to_bytes(8, "little")
+            try:
+                outcomes[run_case(seed, number)] += 1
+            except Exception as error:
+                print(f"fuzz: seed {seed}, case {number}: {type(error).__name__}: {error}", file=sys.stderr)
+                if not isinstance(error, Failure):
+                    raise
+                return 1
+            number += 1
+            if only is not None or time.monotonic() - started > seconds:
+                break
+    total = sum(outcomes.values())
+    print(f"fuzz: seed {seed}, {total} cases in {time.monotonic() - started:.1f} s, none wrong: "
+          + ", ".join(f"{count} {name}" for name, count in outcomes.most_common()))
+    return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="run this one case only")
+    parser.add_argument("--progress", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.progress:
+        return work(arguments.seconds, arguments.seed, arguments.case, arguments.progress)
+    with tempfile.NamedTemporaryFile() as progress:
+        progress.write(bytes(8))
+        progress.flush()
+        code = subprocess.call([sys.executable, __file__, *sys.argv[1:], "--progress", progress.name])
+        if code not in (0, 1):
+            number = int.from_bytes(pathlib.Path(progress.name).read_bytes(), "little")
+            print(f"fuzz: seed {arguments.seed}, case {number}: the process died with status {code}", file=sys.stderr)
+    return 1 if code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
