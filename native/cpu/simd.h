@@ -9,7 +9,12 @@
 #include "kernels.h"
 
 #if defined(__AVX2__)
+#pragma GCC diagnostic push
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 11 and 12 warn of their own _mm512_undefined_ps
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace pydet {
@@ -117,7 +122,8 @@ inline void store_f16(uint16_t *p, Floats a) {
   store_16(p, _mm256_cvtepu16_epi32(_mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)), a);
 }
 inline __m256i first_lanes(int64_t count) {
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count < kWidth ? count : kWidth)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count < kWidth ? count : kWidth)), lane);
 }
 inline Floats load(const float *p, int64_t count) { return {_mm256_maskload_ps(p, first_lanes(count))}; }
 inline void store(float *p, Floats a, int64_t count) { _mm256_maskstore_ps(p, first_lanes(count), a.v); }
@@ -166,7 +172,7 @@ inline void store_bf16(uint16_t *p, Floats a) { *p = bf16_from_f32(a.v); }
 inline void store_f16(uint16_t *p, Floats a) { *p = f16_from_f32(a.v); }
 inline Floats load(const float *p, int64_t count) { return {count > 0 ? *p : 0.0f}; }
 inline void store(float *p, Floats a, int64_t count) { if (count > 0) *p = a.v; }
-inline void load_words(uint16_t (&to)[1], const uint16_t *from, int64_t count) { to[0] = count > 0 ? *from : uint16_t(0); }
+inline void load_words(uint16_t (&to)[1], const uint16_t *p, int64_t count) { to[0] = count > 0 ? *p : uint16_t(0); }
 inline void store_words(uint16_t *to, const uint16_t (&from)[1], int64_t count) { if (count > 0) *to = from[0]; }
 inline void transpose(Floats (&)[kWidth]) {}
 

@@ -1,0 +1,356 @@
+// GEMM in arithmetic `ieee` (NUMERICS.md, "GEMM"): one fmaf per k, k ascending, for every output element.
+//
+//   s = +0, or out under accumulate;  s = fmaf(a[m, k], b[k, n], s) for k = 0, 1, ...;  out = round(s + bias[m, n])
+//   with k_chunk: s starts from +0 at every multiple of it, and D = D + s over the chunks, from D = +0 or out
+//
+// A task owns a block of out and walks all of k, so neither blocks nor threads show in a bit. It packs `slab` steps of k
+// of its rows of a into strips (L2), then, panel by panel, kDepth steps of its columns of b (L1), and keeps a tile of
+// strip by panel in registers: 14 by 32 with AVX-512, 6 by 16 with AVX2. A chain that a slab, panel or chunk interrupts
+// waits as the fp32 it is, in out itself where out is fp32, else on the stack. Few rows take wider tiles (for 3 rows, 8
+// vectors), which alone hide the latency of an fmaf; and a row-major b is then streamed, some rows of k at a time, along
+// all columns, unpacked if it is fp32. Few columns are the few rows of the transposed problem.
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace pydet {
+namespace {
+
+// ---- The tile in registers ---------------------------------------------------------------------------------------
+
+// Rows and columns of fp32, `stride` floats from row to row; p is NULL for all +0.
+struct Tile {
+  float *p;
+  int64_t stride;
+};
+
+// Some steps of k of one tile's chains: s = start, then fmaf over `depth` steps, then base + s if `fold`, into `to`.
+struct Steps {
+  int64_t depth;
+  const float *a;  // a strip: its rows of one k are adjacent
+  const float *b;  // a panel: k by columns, b_stride from k to k
+  int64_t b_stride;
+  Tile start, base, to;
+  bool fold;
+};
+
+template <int kRows, int kVectors> void chain(const Steps &steps) {
+  Floats s[kRows][kVectors];
+  const Tile start = steps.start, base = steps.base, to = steps.to;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) s[r][v] = start.p ? load(start.p + r * start.stride + v * kWidth) : zero();
+  }
+  const float *a = steps.a, *b = steps.b;
+  for (int64_t k = 0; k < steps.depth; ++k) {
+    Floats b_k[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) b_k[v] = load(b + v * kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      Floats a_k = broadcast(a[r]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) s[r][v] = fma(a_k, b_k[v], s[r][v]);
+    }
+    a += kRows;
+    b += steps.b_stride;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      if (steps.fold) s[r][v] = (base.p ? load(base.p + r * base.stride + v * kWidth) : zero()) + s[r][v];
+      store(to.p + r * to.stride + v * kWidth, canonical(s[r][v]));  // a NaN stays one, so it may be canonical early
+    }
+  }
+}
+
+// The tile of up to kRows rows by kColumns columns, and the code for each number of rows.
+template <int rows, int vectors> struct Shape {
+  static constexpr int kRows = rows, kVectors = vectors, kColumns = vectors * kWidth;
+  using Chain = void (*)(const Steps &);
+  template <int row> static Chain find(int64_t count) {
+    if constexpr (row > 1) {
+      if (count < row) return find<row - 1>(count);
+    }
+    return chain<row, vectors>;
+  }
+  static Chain of(int64_t count) { return find<rows>(count); }
+};
+
+using Tall = Shape<kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2>;
+using Wide = Shape<3, kWidth == 16 ? 8 : 4>;
+
+// ---- Blocks ------------------------------------------------------------------------------------------------------
+
+// Floats on the stack of a thread: 464 KiB.
+constexpr int64_t kStripFloats = 64 * 1024;  // a, half of a 1 MiB L2
+constexpr int64_t kPanelFloats = 8 * 1024;   // b, most of an L1
+constexpr int64_t kSumFloats = 44 * 1024;    // chains that cannot wait in out
+constexpr int64_t kBlockRows = 256, kBlockColumns = 1024;
+constexpr int64_t kStreamDepth = 16;         // rows of a row-major b that are read side by side
+
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class S> constexpr int64_t kDepth = least(kPanelFloats / S::kColumns, kStripFloats / kBlockRows);
+
+// How out is cut into tasks, and k into slabs and panels.
+struct Plan {
+  int64_t rows, columns;          // of a task
+  int64_t row_tasks, column_tasks;
+  int64_t slab, depth;            // steps of k that a task packs of a, and of b, at a time
+  bool in_place;                  // chains wait in out
+  bool unpacked;                  // b is read where it is
+};
+
+// Lanes by steps of k, as fp32: to[k * ld + lane], lanes past the last +0. Either stride is 1. ld is a multiple of
+// kWidth, or less than that: then each step writes up to kWidth floats, the surplus overwritten by the next step's.
+template <class T>
+void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride, int64_t lanes, int64_t depth, float *to,
+          int64_t ld) {
+  if (k_stride != 1) {
+    for (int64_t k = 0; k < depth; ++k) {
+      for (int64_t v = 0; v < ld; v += kWidth) store(to + k * ld + v, T::load(from + k * k_stride + v, most(lanes - v, 0)));
+    }
+    return;
+  }
+  if (ld == 1) return pack<T>(from, 1, 0, depth, 1, to, depth);
+  for (int64_t k = 0; k < depth; k += kWidth) {
+    for (int64_t v = 0; v < ld; v += kWidth) {
+      Floats t[kWidth];
+      for (int i = 0; i < kWidth; ++i) {
+        t[i] = v + i < lanes ? T::load(from + (v + i) * lane_stride + k, depth - k) : zero();
+      }
+      transpose(t);
+      for (int i = 0; i < kWidth && k + i < depth; ++i) store(to + (k + i) * ld + v, t[i]);
+    }
+  }
+}
+
+// One element's address; NULL where there is no matrix.
+char *at(const Matrix &matrix, int64_t row, int64_t column) {
+  if (!matrix.data) return nullptr;
+  return matrix.data + (row * matrix.row_stride + column * matrix.col_stride) * size_of(matrix.type);
+}
+
+// tile = from, an fp32 matrix.
+void fetch(const Matrix &from, Tile tile) {
+  for (int64_t r = 0; r < from.rows; ++r) {
+    const float *row = (const float *)at(from, r, 0);
+    for (int64_t c = 0; c < from.cols; ++c) tile.p[r * tile.stride + c] = row[c * from.col_stride];
+  }
+}
+
+// tile += bias, a matrix of T.
+template <class T> void add(const Matrix &bias, Tile tile) {
+  using Stored = typename T::Stored;
+  for (int64_t r = 0; r < bias.rows; ++r) {
+    const Stored *row = (const Stored *)at(bias, r, 0);
+    float *sum = tile.p + r * tile.stride;
+    for (int64_t c = 0; c < bias.cols; c += kWidth) {
+      int64_t count = least(bias.cols - c, kWidth);
+      float terms[kWidth];
+      Floats term;
+      if (bias.col_stride == 1) {
+        term = T::load(row + c, count);
+      } else {
+        for (int i = 0; i < kWidth; ++i) terms[i] = i < count ? T::get(row + (c + i) * bias.col_stride) : 0.0f;
+        term = load(terms);
+      }
+      Number<Type::f32>::store(sum + c, load(sum + c, count) + term, count);
+    }
+  }
+}
+
+// to = round(tile), a matrix of T.
+template <class T> void round(Tile tile, const Matrix &to) {
+  using Stored = typename T::Stored;
+  for (int64_t r = 0; r < to.rows; ++r) {
+    Stored *row = (Stored *)at(to, r, 0);
+    const float *sum = tile.p + r * tile.stride;
+    if (to.col_stride == 1) {
+      for (int64_t c = 0; c < to.cols; c += kWidth) {
+        int64_t count = least(to.cols - c, kWidth);
+        T::store(row + c, load(sum + c, count), count);
+      }
+    } else {
+      for (int64_t c = 0; c < to.cols; ++c) T::set(row + c * to.col_stride, sum[c]);
+    }
+  }
+}
+
+Matrix part(const Matrix &matrix, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  return {at(matrix, row, column), matrix.type, rows, columns, matrix.row_stride, matrix.col_stride};
+}
+
+// out = round(a b + bias) for one task; a, b, bias and out are its own rows and columns.
+template <class S, class T>
+__attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const Matrix &a, const Matrix &b, const Matrix &bias, const Matrix &out) {
+  using Stored = typename T::Stored;
+  alignas(64) float strips[kStripFloats + kWidth];
+  alignas(64) float panel[kPanelFloats];
+  alignas(64) float sums[kSumFloats];
+  const int64_t k = gemm.k, chunk = k ? gemm.k_chunk : 0;
+  const int64_t strip_count = ceil_div(out.rows, S::kRows);
+  const int64_t short_rows = out.rows / strip_count, taller = out.rows % strip_count;  // the first `taller` have one more
+
+  int64_t k_slab = 0;
+  do {
+    const int64_t slab = least(plan.slab, k - k_slab);
+    for (int64_t i = 0, row = 0; i < strip_count; ++i) {
+      int64_t rows = short_rows + (i < taller);
+      pack<T>((const Stored *)at(a, row, k_slab), a.row_stride, a.col_stride, rows, slab, strips + row * slab, rows);
+      row += rows;
+    }
+    for (int64_t column = 0; column < out.cols; column += S::kColumns) {
+      const int64_t columns = least(S::kColumns, out.cols - column);
+      const Matrix out_panel = part(out, 0, out.rows, column, columns);
+      const bool in_place = plan.in_place && columns == S::kColumns;
+      Tile total = {(float *)out_panel.data, out.row_stride};
+      if (!in_place) total = {sums + (plan.in_place ? 0 : column * out.rows), S::kColumns};
+      // The chain of an unfinished chunk, where total holds the chunks before it.
+      const Tile open_chunk = {sums + (plan.in_place ? S::kColumns : plan.columns) * out.rows + column * out.rows,
+                               S::kColumns};
+      if (k_slab == 0 && gemm.accumulate && !in_place) fetch(out_panel, total);
+
+      int64_t k_panel = k_slab;
+      do {
+        const int64_t depth = least(plan.depth, k_slab + slab - k_panel);
+        const Stored *b_at = (const Stored *)at(b, k_panel, column);
+        const bool unpacked = plan.unpacked && columns == S::kColumns;
+        if (!unpacked) pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, S::kColumns);
+        for (int64_t i = 0, row = 0; i < strip_count; ++i) {
+          const int64_t rows = short_rows + (i < taller);
+          const typename S::Chain run = S::of(rows);
+          auto of_strip = [&](Tile tile) { return Tile{tile.p + row * tile.stride, tile.stride}; };
+          int64_t at_k = k_panel;
+          do {
+            const int64_t begin = at_k, offset = begin - k_panel;
+            Steps steps;
+            at_k = k_panel + depth;
+            if (chunk) at_k = least(at_k, (begin / chunk + 1) * chunk);
+            const bool closes = chunk && (at_k % chunk == 0 || at_k == k);
+            steps.depth = at_k - begin;
+            steps.a = strips + row * slab + (begin - k_slab) * rows;
+            steps.b = unpacked ? (const float *)b_at + offset * b.row_stride : panel + offset * S::kColumns;
+            steps.b_stride = unpacked ? b.row_stride : S::kColumns;
+            steps.start = steps.base = {nullptr, 0};
+            if (chunk ? begin % chunk != 0 : begin || gemm.accumulate) steps.start = of_strip(chunk ? open_chunk : total);
+            if (begin >= chunk || gemm.accumulate) steps.base = of_strip(total);
+            steps.to = of_strip(chunk && !closes ? open_chunk : total);
+            steps.fold = closes;
+            run(steps);
+          } while (at_k < k_panel + depth);
+          row += rows;
+        }
+        k_panel += depth;
+      } while (k_panel < k_slab + slab);
+
+      if (k_slab + slab == k) {
+        if (bias.data) {
+          dispatch(bias.type, [&](auto number) {
+            add<decltype(number)>(part(bias, 0, out.rows, column, columns), total);
+          });
+        }
+        if (!in_place) {
+          dispatch(out.type, [&](auto number) { round<decltype(number)>(total, out_panel); });
+        }
+      }
+    }
+    k_slab += slab;
+  } while (k_slab < k);
+}
+
+// ---- The whole of out --------------------------------------------------------------------------------------------
+
+template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
+  Plan plan;
+  const bool row_major_b = gemm.b.col_stride == 1;
+  const bool streams = gemm.m <= S::kRows && row_major_b;
+  plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
+  plan.unpacked = streams && gemm.b.type == Type::f32;
+  plan.depth = streams ? kStreamDepth : kDepth<S>;
+  const bool chunks_fit = gemm.k_chunk <= plan.depth;
+  if (gemm.k_chunk && chunks_fit) plan.depth -= plan.depth % gemm.k_chunk;
+  const int64_t sums = (plan.in_place ? 0 : 1) + (chunks_fit ? 0 : 1);  // that a column needs on the stack
+
+  // Blocks as large as the caches and the stack allow, then smaller until every thread has some.
+  const int64_t max_rows = sums ? 168 : kBlockRows;
+  plan.row_tasks = ceil_div(gemm.m, max_rows);
+  plan.rows = ceil_div(gemm.m, plan.row_tasks);
+  int64_t max_columns = kBlockColumns;
+  if (sums) max_columns = least(max_columns, (kSumFloats / plan.rows - (plan.in_place ? S::kColumns : 0)) / sums);
+  const int64_t wanted = threads == 1 ? 1 : 4 * threads;
+  const int64_t wanted_columns = ceil_div(gemm.n * plan.row_tasks * gemm.batch.count, wanted);
+  plan.columns = least(wanted_columns, max_columns);
+  plan.columns = most(ceil_div(plan.columns, S::kColumns) * S::kColumns, S::kColumns);
+  if (plan.columns > max_columns) plan.columns -= S::kColumns;
+  plan.column_tasks = ceil_div(gemm.n, plan.columns);
+
+  plan.slab = streams ? plan.depth : kStripFloats / plan.rows / plan.depth * plan.depth;
+  return plan;
+}
+
+template <class S> void compute(const Gemm &gemm, int64_t threads) {
+  const Plan plan = cut<S>(gemm, threads);
+  const Batch &batch = gemm.batch;
+  const int64_t tasks_each = plan.row_tasks * plan.column_tasks;
+  parallel(tasks_each * batch.count, threads > 1 ? INT64_MAX : 0, [&](int64_t task) {
+    int64_t a = 0, b = 0, bias = 0, out = 0, index = task / tasks_each;
+    for (int d = batch.dims - 1; d >= 0; --d) {
+      int64_t i = index % batch.shape[d];
+      index /= batch.shape[d];
+      a += i * batch.a[d], b += i * batch.b[d], bias += i * batch.bias[d], out += i * batch.out[d];
+    }
+    const int64_t row = task % tasks_each % plan.row_tasks * plan.rows, rows = least(plan.rows, gemm.m - row);
+    const int64_t column = task % tasks_each / plan.row_tasks * plan.columns;
+    const int64_t columns = least(plan.columns, gemm.n - column);
+    auto of_task = [](Matrix matrix, int64_t offset, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+      if (matrix.data) matrix.data += offset * size_of(matrix.type);
+      return part(matrix, row, rows, column, columns);
+    };
+    const Matrix a_block = of_task(gemm.a, a, row, rows, 0, gemm.k);
+    const Matrix b_block = of_task(gemm.b, b, 0, gemm.k, column, columns);
+    const Matrix bias_block = of_task(gemm.bias, bias, row, rows, column, columns);
+    const Matrix out_block = of_task(gemm.out, out, row, rows, column, columns);
+    dispatch(gemm.a.type, [&](auto number) {
+      block<S, decltype(number)>(gemm, plan, a_block, b_block, bias_block, out_block);
+    });
+  });
+}
+
+Matrix transposed(const Matrix &matrix) {
+  return {matrix.data, matrix.type, matrix.cols, matrix.rows, matrix.col_stride, matrix.row_stride};
+}
+
+// out^T = b^T a^T: a product does not mind the order of its factors, so neither do the bits.
+Gemm transposed(const Gemm &gemm) {
+  Gemm result = gemm;
+  result.m = gemm.n, result.n = gemm.m;
+  result.a = transposed(gemm.b), result.b = transposed(gemm.a);
+  result.bias = transposed(gemm.bias), result.out = transposed(gemm.out);
+  for (int d = 0; d < gemm.batch.dims; ++d) result.batch.a[d] = gemm.batch.b[d], result.batch.b[d] = gemm.batch.a[d];
+  return result;
+}
+
+}  // namespace
+
+template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
+  constexpr int64_t kWorthThreads = 1 << 20;  // some 10 us, several times what waking threads takes
+  const bool few_columns = problem.n <= kWidth && problem.m > 2 * kWidth;
+  const Gemm &gemm = few_columns ? transposed(problem) : problem;
+  const double m = double(gemm.m), n = double(gemm.n), k = double(gemm.k);
+  const double work = (m * n * k + 8 * (m + n) * k) * double(gemm.batch.count);  // an element read costs as 8 fmaf
+  const int64_t threads = work < kWorthThreads ? 1 : omp_get_max_threads();
+  if (gemm.m <= Wide::kRows && gemm.n > Tall::kColumns) {
+    compute<Wide>(gemm, threads);
+  } else {
+    compute<Tall>(gemm, threads);
+  }
+  return PYDET_OK;
+}
+
+}  // namespace pydet
