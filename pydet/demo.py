@@ -323,7 +323,7 @@ def report(result):
     for label in results[0]["log_probabilities"]:
         line(f"  {label}", [f"{r['log_probabilities'][label]:,}" for r in results])
     elements = f"{results[0]['gradient_elements']:,}"
-    print(f"\ngradient elements, of {elements}, whose bits differ between a batch of {BATCH} and parts of {MICRO_BATCH}")
+    print(f"\ngradient elements, of {elements}, whose bits differ between batches of {BATCH} and {MICRO_BATCH}")
     for label in results[0]["gradients"]:
         line(f"  {label}", [f"{r['gradients'][label]:,}" for r in results])
     print(
