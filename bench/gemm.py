@@ -66,7 +66,7 @@ def model(arithmetic, dtype, m=64, n=256, k=2048):
     """A tensor core's arithmetic on the CPU, by each kernel that computes it."""
     a, b = normal(1, (m, k), dtype), normal(2, (k, n), dtype)
     names = kernels_of("gemm", arithmetic, dtype)
-    outs = [np.empty((m, n), np.float32) for _ in names]
+    outs = {name: np.empty((m, n), np.float32) for name in names}
     call = partial(pydet.gemm, a, b, arithmetic=arithmetic)
     return Row(
         op=f"gemm {arithmetic}",
@@ -74,7 +74,7 @@ def model(arithmetic, dtype, m=64, n=256, k=2048):
         dtype=dtype,
         work=m * n * k,
         unit="GMAC/s",
-        variants=[Variant(name, [partial(call, out=out, kernel=name)], [out]) for name, out in zip(names, outs)],
+        variants=[Variant(name, [partial(call, out=out, kernel=name)], [out]) for name, out in outs.items()],
         peer=f"cpu_gemm_{arithmetic}_scalar",
     )
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 15  # of each variant of a row
 FEWEST_SAMPLES = 5  # where SAMPLES of them would take more than
@@ -158,6 +156,8 @@ def measure(row, device, threads):
 
 def run(rows, device, threads):
     """Measures rows, given as functions that build one each, so that only one row's buffers exist; prints the table."""
+    from tqdm import tqdm
+
     entries, notes = [], {}
     print(table_head(), flush=True)
     for build in tqdm(rows, unit="row", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False):

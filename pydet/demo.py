@@ -264,20 +264,20 @@ def count_gradients(ops, p, context, target):
 
 
 def replay_sm90(p, context):
-    """The layer w_up as an H100's tensor cores compute it, in bf16, on this machine's CPU."""
+    """The layer w_up as an H100's tensor cores compute it from bf16, on this machine's CPU."""
     _, saved = forward(Pydet(), p, context)
     x, w = saved["y_mlp"].astype(ml_dtypes.bfloat16), p["w_up"].astype(ml_dtypes.bfloat16)
     start = time.perf_counter()
-    batch = pydet.gemm(x, w, arithmetic="sm90")
+    batch = pydet.gemm(x, w, out_dtype=np.float32, arithmetic="sm90")
     seconds = time.perf_counter() - start
-    alone = np.concatenate([pydet.skinny_gemm(row[None], w.T, arithmetic="sm90") for row in x])
+    rows = [pydet.skinny_gemm(row[None], w.T, out_dtype=np.float32, arithmetic="sm90") for row in x]
     damaged = batch.copy()
-    damaged.view(np.uint16)[3, 5] ^= 1
+    damaged.view(np.uint32)[3, 5] ^= 1
     counts = {
-        "each row alone": differing(alone, batch),
+        "each row alone": differing(np.concatenate(rows), batch),
         "audit": pydet.audit(x, w, batch, arithmetic="sm90").differing,
         "audit after one bit was flipped": pydet.audit(x, w, damaged, arithmetic="sm90").differing,
-        "arithmetic ieee": differing(pydet.gemm(x, w, arithmetic="ieee"), batch),
+        "arithmetic ieee": differing(pydet.gemm(x, w, out_dtype=np.float32, arithmetic="ieee"), batch),
     }
     kept = [*counts.values()][:3] == [0, 0, 1]
     return {"elements": batch.size, "seconds": seconds, "differing": counts, "kept": kept}
@@ -327,7 +327,7 @@ def report(result):
     for label in results[0]["gradients"]:
         line(f"  {label}", [f"{r['gradients'][label]:,}" for r in results])
     print(
-        f"\none layer in bf16 as an H100's tensor cores compute it (arithmetic sm90): {replay['elements']:,} outputs,\n"
+        f"\none layer from bf16 as an H100's tensor cores compute it (arithmetic sm90): {replay['elements']:,} outputs,\n"
         f"{replay['seconds']:.2f} s on this CPU; how many differ"
     )
     for label, count in replay["differing"].items():
