@@ -275,8 +275,8 @@ def replay_sm90(p, context):
     damaged.view(np.uint32)[3, 5] ^= 1
     counts = {
         "each row alone": differing(np.concatenate(rows), batch),
-        "audit": pydet.audit(x, w, batch, arithmetic="sm90").differing,
-        "audit after one bit was flipped": pydet.audit(x, w, damaged, arithmetic="sm90").differing,
+        "their audit": pydet.audit(x, w, batch, arithmetic="sm90").differing,
+        "their audit, one bit flipped": pydet.audit(x, w, damaged, arithmetic="sm90").differing,
         "arithmetic ieee": differing(pydet.gemm(x, w, out_dtype=np.float32, arithmetic="ieee"), batch),
     }
     kept = [*counts.values()][:3] == [0, 0, 1]
@@ -327,8 +327,8 @@ def report(result):
     for label in results[0]["gradients"]:
         line(f"  {label}", [f"{r['gradients'][label]:,}" for r in results])
     print(
-        f"\none layer from bf16 as an H100's tensor cores compute it (arithmetic sm90): {replay['elements']:,} outputs,\n"
-        f"{replay['seconds']:.2f} s on this CPU; how many differ"
+        f"\none layer from bf16 as an H100's tensor cores compute it (arithmetic sm90): {replay['elements']:,} outputs "
+        f"in\n{replay['seconds']:.2f} s on this CPU, of which differ from"
     )
     for label, count in replay["differing"].items():
         line(f"  {label}", ["", f"{count:,}"])

@@ -48,8 +48,8 @@ def test_same_seed_same_model(result):
 def test_sm90_replay(result):
     differing = result["sm90"]["differing"]
     assert differing["each row alone"] == 0
-    assert differing["audit"] == 0
-    assert differing["audit after one bit was flipped"] == 1
+    assert differing["their audit"] == 0
+    assert differing["their audit, one bit flipped"] == 1
     assert differing["arithmetic ieee"] > 0  # else the replay would show nothing
     assert result["sm90"]["kept"]
 
