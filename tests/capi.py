@@ -64,6 +64,7 @@ class Tensor:
         self.c.shape = self.shape
         self.c.strides = self.strides
         self.c.byte_offset = byte_offset
+        _alive[self.c] = self.array, self.shape, self.strides
 
 
 def options(struct: str, **fields):
@@ -71,12 +72,12 @@ def options(struct: str, **fields):
     made = ffi.new(f"{struct} *", {"struct_size": ffi.sizeof(struct)})
     for name, value in fields.items():
         if name == "kernel" and isinstance(value, str):
-            _names[made] = value = ffi.new("char[]", value.encode())
+            _alive[made] = value = ffi.new("char[]", value.encode())
         setattr(made, name, value)
     return made
 
 
-_names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # a kernel's name lives as long as its options
+_alive: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # struct -> what it points to
 
 
 def pointer(tensor):

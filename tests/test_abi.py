@@ -181,14 +181,15 @@ def test_kernel_table_ends_and_describes_itself():
     assert lib.pydet_query_kernel(-1, info) == lib.PYDET_INVALID_VALUE
 
 
-def test_device_info_writes_no_more_than_its_struct_size():
+def test_device_info_of_another_size_is_refused():
     device = ffi.new("pydet_device *", {"device_type": lib.PYDET_CPU, "device_id": 0})[0]
-    whole = ffi.new("pydet_device_info *", {"struct_size": ffi.sizeof("pydet_device_info")})
-    assert lib.pydet_query_device(device, whole) == lib.PYDET_OK
-    assert whole.multiprocessors >= 1 and c_string(whole.arch)
-    short = ffi.new("char[]", b"\xaa" * ffi.sizeof("pydet_device_info"))
-    info = ffi.cast("pydet_device_info *", short)
-    info.struct_size = 8
+    size = ffi.sizeof("pydet_device_info")
+    info = ffi.new("pydet_device_info *", {"struct_size": size})
     assert lib.pydet_query_device(device, info) == lib.PYDET_OK
-    assert info.multiprocessors == whole.multiprocessors and info.struct_size == 8
-    assert set(ffi.buffer(short)[8:ffi.sizeof("pydet_device_info")]) == {0xAA}
+    assert info.multiprocessors >= 1 and c_string(info.name) and c_string(info.arch) and info.struct_size == size
+    for wrong in (0, 8, size - 1, size + 8):
+        memory = ffi.new("char[]", b"\xaa" * size)
+        other = ffi.cast("pydet_device_info *", memory)
+        other.struct_size = wrong
+        assert lib.pydet_query_device(device, other) == lib.PYDET_INVALID_VALUE
+        assert set(ffi.buffer(memory)[4:size]) == {0xAA} and other.struct_size == wrong
