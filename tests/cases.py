@@ -1,0 +1,225 @@
+"""Data, layouts and problems: what the tests of every operation and every backend are run on.
+
+An implementation is a callable on NumPy arrays with the signature of pydet's function: pydet's own with a kernel forced by
+name, the reference, or a broken one that the checks must refuse. A check is a function that takes an implementation first
+and raises AssertionError.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+import reference
+from reference import BFLOAT16, FLOAT16, FLOAT32, bits
+
+DTYPES = {"fp32": FLOAT32, "bf16": BFLOAT16, "fp16": FLOAT16}
+ARITHMETICS = {"fp32": ["ieee"], "bf16": list(reference.STEP), "fp16": list(reference.STEP)}
+
+
+# ---- Comparison ----------------------------------------------------------------------------------------------------
+
+
+def assert_same_bits(actual, expected, what=""):
+    """Bytes, not values: -0 is not +0, and one NaN is not another."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
+        f"{what}: {actual.dtype} {actual.shape}, want {expected.dtype} {expected.shape}")
+    got, want = bits(actual), bits(expected)
+    wrong = np.argwhere(got != want)
+    if len(wrong):
+        at = tuple(int(i) for i in wrong[0])
+        raise AssertionError(f"{what}: {len(wrong)} of {got.size} elements differ, the first at {at}: "
+                             f"{got[at]:#x} ({float(actual[at])}), want {want[at]:#x} ({float(expected[at])})")
+
+
+# ---- Numbers -------------------------------------------------------------------------------------------------------
+# From a counter through an integer hash (splitmix64), so that the bits are the same with every NumPy, on every machine.
+
+
+def random_words(shape, seed):
+    with np.errstate(over="ignore"):
+        z = np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15)
+        z *= np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (z ^ (z >> np.uint64(31))).reshape(shape)
+
+
+def field(words, low, count):
+    """`count` bits of each word, from bit `low`."""
+    return ((words >> np.uint64(low)) & np.uint64((1 << count) - 1)).astype(np.int64)
+
+
+def from_fields(sign, exponent, mantissa, dtype):
+    """Numbers of the given sign, unbiased exponent (clipped to the finite range; at the least: subnormal) and mantissa."""
+    fraction = reference.FRACTION_BITS[dtype]
+    bias = {FLOAT32: 127, BFLOAT16: 127, FLOAT16: 15}[dtype]
+    biased = np.clip(exponent + bias, 0, 2 * bias)
+    word = (sign << (dtype.itemsize * 8 - 1)) | (biased << fraction) | (mantissa >> (23 - fraction))
+    return word.astype({2: np.uint16, 4: np.uint32}[dtype.itemsize]).view(dtype)
+
+
+SPECIALS = {
+    BFLOAT16: [0x0000, 0x8000, 0x0001, 0x807F, 0x0080, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x3F80],
+    FLOAT16: [0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFC01, 0x3C00],
+    FLOAT32: [0, 0x80000000, 1, 0x807FFFFF, 0x800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
+              0xFF800001, 0x3F800000],
+}
+
+KINDS = ["integers", "normal", "wide", "extremes", "specials"]
+
+
+def data(kind, shape, dtype, seed=0):
+    """Rows to be multiplied along the last dimension.
+
+    integers  -4 to 4: every partial sum is exact, in any order
+    normal    a bell of standard deviation 1.15
+    wide      exponents spread over 48 binades (fp16: 16), half of them within 8: alignments, cancellations, lost addends
+    extremes  a row is tiny, plain or huge, so that products of two rows are subnormal, plain or infinite
+    specials  wide, one element in 64 a zero, subnormal, largest, infinity or NaN
+    """
+    words = random_words(shape, seed)
+    sign, mantissa = field(words, 63, 1), field(words, 0, 23)
+    if kind == "integers":
+        return reference.round_to((words % np.uint64(9)).astype(np.float32) - np.float32(4), dtype)
+    if kind == "normal":
+        total = sum(field(words, low, 16) for low in (0, 16, 32, 48)) - 2 * 65535
+        return reference.round_to(total.astype(np.float32) * np.float32(2.0**-15), dtype)
+    if kind == "extremes":
+        reach = 12 if dtype == FLOAT16 else 66
+        row = field(random_words(shape[:-1] + (1,), seed + 1000), 0, 8) % 3 - 1
+        return from_fields(sign, row * reach + field(words, 24, 3) - 4, mantissa, dtype)
+    reach = 8 if dtype == FLOAT16 else 24
+    near, far = field(words, 24, 3) - 4, field(words, 32, 16) % (2 * reach) - reach
+    wide = from_fields(sign, np.where(field(words, 48, 1), near, far), mantissa, dtype)
+    if kind == "wide":
+        return wide
+    chosen = np.array(SPECIALS[dtype], bits(wide).dtype).view(dtype)[field(words, 24, 6) % 12]
+    return np.where(field(words, 56, 6) == 0, chosen, wide)
+
+
+# ---- Layouts -------------------------------------------------------------------------------------------------------
+
+LAYOUTS = ["row", "col", "row_padded", "col_padded", "row_shared", "col_shared", "overlapped"]
+
+
+def strides_of(layout, rows, cols):
+    """Of the last two dimensions, in elements; one of them is 1."""
+    return {
+        "row": (cols, 1), "col": (1, rows), "row_padded": (cols + 5, 1), "col_padded": (1, rows + 3),
+        "row_shared": (0, 1), "col_shared": (1, 0), "overlapped": (1, 2),
+    }[layout]
+
+
+def place(shape, dtype, layout, margin=64):
+    """A view of this shape and layout inside fresh memory, and that memory: (memory, view).
+
+    The memory is full of 0xFF, a NaN in every type, and the view starts one element past a 64-byte boundary in the padded
+    layouts, on one in the others. Leading dimensions lie one matrix after the other, three elements apart.
+    """
+    rows, cols = shape[-2:]
+    row, col = strides_of(layout, rows, cols)
+    extent = max(rows - 1, 0) * row + max(cols - 1, 0) * col + 1
+    strides = [row, col]
+    for count in reversed(shape[:-2]):
+        strides.insert(0, extent + 3)
+        extent += max(count - 1, 0) * strides[0]
+    first = margin + ("padded" in layout)
+    memory = np.full((first + extent + margin) * dtype.itemsize + 64, 0xFF, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :]
+    memory = memory[: memory.size // dtype.itemsize * dtype.itemsize]
+    view = np.lib.stride_tricks.as_strided(memory.view(dtype)[first:], shape, [s * dtype.itemsize for s in strides])
+    return memory, view
+
+
+def lay(array, layout):
+    """The array's numbers in this layout; in a shared or overlapped one, as many of them as it holds."""
+    view = place(array.shape, array.dtype, layout)[1]
+    view[...] = array
+    return view
+
+
+# ---- GEMM problems -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call of gemm, as values: what a test names and a reference result is kept under."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "fp32"
+    arithmetic: str = "ieee"
+    out_dtype: str = "fp32"
+    kind: str = "normal"
+    a_layout: str = "row"
+    b_layout: str = "row"
+    out_layout: str = "row"
+    bias: str = ""  # "", or a shape and a type: "n bf16", "mn fp32"
+    accumulate: bool = False
+    k_chunk: int | None = None
+    batch: tuple = ()
+    seed: int = 0
+
+    def operands(self):
+        """a [..., M, K], b [..., K, N] and the options, in the problem's layouts."""
+        dtype = DTYPES[self.dtype]
+        a = data(self.kind, self.batch + (self.m, self.k), dtype, self.seed)
+        b = data(self.kind, self.batch + (self.n, self.k), dtype, self.seed + 100).swapaxes(-1, -2)
+        options = {"arithmetic": self.arithmetic, "k_chunk": self.k_chunk}
+        if self.bias:
+            extents, bias_dtype = self.bias.split()
+            shape = {"n": (self.n,), "mn": self.batch + (self.m, self.n)}[extents]
+            options["bias"] = data(self.kind, shape, DTYPES[bias_dtype], self.seed + 200)
+        return lay(a, self.a_layout), lay(b, self.b_layout), options
+
+    def start(self):
+        """What `out` holds before the call, under accumulate."""
+        return data(self.kind, self.batch + (self.m, self.n), FLOAT32, self.seed + 300)
+
+    @property
+    def shape(self):
+        return self.batch + (self.m, self.n)
+
+    def values_depend_on(self, layout):
+        return layout in ("row_shared", "col_shared", "overlapped")
+
+    def expected(self):
+        """The reference's result; layouts that do not change the values share one."""
+        plain = {name: "row" for name in ("a_layout", "b_layout") if not self.values_depend_on(getattr(self, name))}
+        return reference_result(dataclasses.replace(self, out_layout="row", **plain))
+
+
+@functools.lru_cache(maxsize=20000)
+def reference_result(problem):
+    a, b, options = problem.operands()
+    if problem.accumulate:
+        result = reference.gemm(a, b, out=problem.start(), accumulate=True, **options)
+    else:
+        result = reference.gemm(a, b, out_dtype=DTYPES[problem.out_dtype], **options)
+    result.flags.writeable = False
+    return result
+
+
+def run(gemm, problem):
+    """The implementation's result, after checking that it wrote its elements and nothing beside them."""
+    a, b, options = problem.operands()
+    memory, out = place(problem.shape, DTYPES[problem.out_dtype], problem.out_layout)
+    if problem.accumulate:
+        out[...] = problem.start()
+        options["accumulate"] = True
+    before = memory.copy()
+    inputs = [a.tobytes(), b.tobytes()]
+    gemm(a, b, out=out, **options)
+    result = np.array(out, order="C")
+    first = out.ctypes.data - memory.ctypes.data
+    np.lib.stride_tricks.as_strided(before[first:].view(out.dtype), out.shape, out.strides)[...] = out
+    assert np.array_equal(before, memory), f"{problem}: bytes around out changed"
+    assert inputs == [a.tobytes(), b.tobytes()], f"{problem}: an input changed"
+    return result
+
+
+def check_equals_reference(gemm, problems):
+    for problem in problems:
+        assert_same_bits(run(gemm, problem), problem.expected(), str(problem))

@@ -1,0 +1,96 @@
+"""Which kernels the tests walk, and the settings of the calling thread that they vary.
+
+A test that takes `gemm_kernel`, `rmsnorm_kernel` or `rmsnorm_backward_kernel` runs once for every kernel of that operation
+that this machine can run, and once for each element type that the kernel takes; the kernel is forced by name.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import pathlib
+import platform
+import sys
+
+import pytest
+
+import pydet
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+
+class ForcedKernel:
+    """One kernel at one element type. Its operations take NumPy arrays and have pydet's signatures."""
+
+    def __init__(self, info, dtype):
+        self.name, self.arithmetic, self.dtype = info.name, info.arithmetic, dtype
+
+    def __getattr__(self, operation):
+        return functools.partial(getattr(pydet, operation), kernel=self.name)
+
+
+def forced_kernels(operation):
+    return [ForcedKernel(info, dtype) for info in pydet.kernels() if info.operation == operation and info.available
+            for dtype in info.dtypes.split()]
+
+
+def pytest_generate_tests(metafunc):
+    for operation in ("gemm", "rmsnorm", "rmsnorm_backward"):
+        if f"{operation}_kernel" in metafunc.fixturenames:
+            kernels = forced_kernels(operation)
+            assert kernels, f"no kernel of {operation} can run here"
+            metafunc.parametrize(f"{operation}_kernel", kernels, ids=[f"{k.name}-{k.dtype}" for k in kernels])
+
+
+@pytest.fixture
+def need():
+    """need(condition, extra, reason): the test cannot run without an optional package. It is skipped with the reason, or
+    fails if PYDET_TEST_EXTRAS says that the package is meant to be here."""
+
+    def check(condition, extra, reason):
+        if not condition:
+            (pytest.fail if extra in os.environ.get("PYDET_TEST_EXTRAS", "").split() else pytest.skip)(reason)
+
+    return check
+
+
+@contextlib.contextmanager
+def threads(count):
+    """OpenMP's thread count for calls from this thread."""
+    openmp = ctypes.CDLL("libgomp.so.1")  # already in the process: the library is linked to it
+    before = openmp.omp_get_max_threads()
+    openmp.omp_set_num_threads(count)
+    try:
+        assert openmp.omp_get_max_threads() == count
+        yield
+    finally:
+        openmp.omp_set_num_threads(before)
+
+
+@contextlib.contextmanager
+def unusual_float_environment():
+    """Flush-to-zero, subnormals read as zero and rounding toward +infinity on this thread; yields a function that says
+    whether they are still set."""
+    libm = ctypes.CDLL("libm.so.6")
+    saved, changed, after = (ctypes.create_string_buffer(64) for _ in range(3))
+    libm.fegetenv(saved)
+    changed[:] = saved[:]
+    if platform.machine() == "x86_64":
+        offset, bits = 28, 0x8000 | 0x0040 | 0x4000  # glibc's fenv_t holds MXCSR there: FTZ, DAZ, round up
+    elif platform.machine() == "aarch64":
+        offset, bits = 0, 1 << 24 | 1 << 22  # FPCR: FZ, round up
+    else:
+        pytest.skip(f"the layout of fenv_t on {platform.machine()} is not known here")
+    word = ctypes.c_uint32.from_buffer(changed, offset)
+    word.value |= bits
+    libm.fesetenv(changed)
+
+    def still_set():
+        libm.fegetenv(after)
+        return ctypes.c_uint32.from_buffer(after, offset).value & bits == bits
+
+    try:
+        assert still_set()
+        yield still_set
+    finally:
+        libm.fesetenv(saved)

@@ -1,0 +1,317 @@
+"""The contract of native/NUMERICS.md as plain NumPy: slow, and written to be read beside the formulas.
+
+Nothing here shares code with the library. `gemm`, `skinny_gemm`, `rmsnorm` and `rmsnorm_backward` have the signatures of
+pydet's own functions, so that a check written for the one runs on the other.
+
+Arrays are float32, float16 or ml_dtypes.bfloat16. Whatever is computed is computed in float32 with one rounding an
+operation (NumPy's +, *, / and sqrt on float32 are the IEEE operations), in `fma`, or in exact integers.
+"""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+
+STEP = {"ieee": 1, "sm90": 16, "sm80": 8, "cdna3": 8, "cdna2": 4}  # products that one step of the chain takes
+
+ROW_LANES, LANE_ELEMENTS = 2048, 8
+DWEIGHT_CHAIN_ROWS, DWEIGHT_BLOCK_ROWS = 16, 256
+
+
+def quiet(function):
+    """Overflow and invalid operations are results here, not events."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+# ---- Number types --------------------------------------------------------------------------------------------------
+
+
+def bits(array):
+    """The bit patterns as unsigned integers of the element's size."""
+    return np.ascontiguousarray(array).view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+
+
+def widen(array):
+    """To float32, exactly."""
+    if array.dtype == BFLOAT16:
+        return (bits(array).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+@quiet
+def round_to(x, dtype):
+    """float32 to dtype, to nearest even; every NaN becomes the canonical one."""
+    dtype = np.dtype(dtype)
+    nan = np.isnan(x)
+    if dtype == FLOAT32:
+        return np.where(nan, np.uint32(0x7FFFFFFF), bits(x)).view(np.float32)
+    if dtype == BFLOAT16:
+        u = bits(x).astype(np.uint64)
+        rounded = ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+    else:
+        rounded = bits(x.astype(np.float16))
+    return np.where(nan, np.uint16(0x7FFF), rounded).view(dtype)
+
+
+@quiet
+def fma(a, b, c):
+    """a b + c on float32 with one rounding, to nearest even.
+
+    In float64 the product is exact (48 bits, exponents above -300), and TwoSum gives the sum and its exact error. From
+    the two follows the sum rounded to odd: where it is inexact and its last bit is 0, the neighbour on the error's side.
+    A value rounded to odd at 53 bits rounds to 24 bits as the exact value does (Boldo and Melquiond: 53 >= 24 + 2).
+    """
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    last_bit = np.ascontiguousarray(total).view(np.int64) & 1
+    adjust = np.isfinite(total) & (error != 0) & (last_bit == 0)
+    return np.where(adjust, np.nextafter(total, np.copysign(np.inf, error)), total).astype(np.float32)
+
+
+# ---- Tensor-core steps ---------------------------------------------------------------------------------------------
+
+FRACTION_BITS = {BFLOAT16: 7, FLOAT16: 10, FLOAT32: 23}
+MIN_EXPONENT = {BFLOAT16: -126, FLOAT16: -14, FLOAT32: -126}
+NONE = -(1 << 20)  # the exponent of what does not take part
+
+
+def decode(array):
+    """Integers m and e with array = m 2^(e - fraction bits): subnormals keep the least exponent. Finite values only."""
+    fraction_bits, least = FRACTION_BITS[array.dtype], MIN_EXPONENT[array.dtype]
+    u = bits(array).astype(np.int64)
+    exponent_bits = array.dtype.itemsize * 8 - 1 - fraction_bits
+    field = (u >> fraction_bits) & ((1 << exponent_bits) - 1)
+    magnitude = (u & ((1 << fraction_bits) - 1)) | np.where(field > 0, 1 << fraction_bits, 0)
+    return np.where(u >> (fraction_bits + exponent_bits), -magnitude, magnitude), np.maximum(field, 1) - 1 + least
+
+
+def floor_scaled(m, shift):
+    """floor(m 2^shift) for integers."""
+    return np.where(shift >= 0, m << np.clip(shift, 0, 40), m >> np.clip(-shift, 0, 62))
+
+
+def trunc_scaled(m, shift):
+    """m 2^shift toward zero."""
+    return np.sign(m) * floor_scaled(np.abs(m), shift)
+
+
+class Products:
+    """The products of one step: exact values, and integers with value = m 2^(e - fraction_bits), e as the factors add up."""
+
+    def __init__(self, a, b):
+        (ma, ea), (mb, eb) = decode(a), decode(b)
+        self.value = widen(a).astype(np.float64) * widen(b).astype(np.float64)
+        self.m, self.e = ma * mb, ea + eb
+        self.fraction_bits = 2 * FRACTION_BITS[a.dtype]
+
+
+def with_specials(finite, values, c):
+    """`finite`, unless a product or c is Inf or NaN: then their IEEE sum."""
+    special = np.where(np.isfinite(values), 0.0, values).sum(-1) + np.where(np.isfinite(c), 0.0, c)
+    return np.where(special == 0.0, finite, special.astype(np.float32))
+
+
+def truncate_to_float32(x):
+    """float64 toward zero to float32, subnormals kept, infinite from 2^128 on. Zero is always +0: so the recorded H100."""
+    nearest = x.astype(np.float32)
+    over = np.abs(nearest.astype(np.float64)) > np.abs(x)
+    truncated = np.where(over, np.nextafter(nearest, np.float32(0)), nearest)
+    return np.where(np.abs(x) >= 2.0**128, np.copysign(np.float32(np.inf), nearest), truncated) + np.float32(0)
+
+
+def truncating_step(p, c, fraction, least):
+    """NVIDIA: the addends, cut toward zero at 2^(E - fraction), summed exactly, the sum cut toward zero."""
+    mc, ec = decode(c)
+    largest = np.maximum(np.where(p.m != 0, p.e, NONE).max(-1), np.where(mc != 0, ec, NONE))
+    q = np.maximum(largest, least) - fraction
+    total = trunc_scaled(p.m, p.e - p.fraction_bits - q[..., None]).sum(-1) + trunc_scaled(mc, ec - 23 - q)
+    return with_specials(truncate_to_float32(np.ldexp(total.astype(np.float64), q)), p.value, c)
+
+
+def cdna3_step(p, c):
+    """AMD gfx942, by its published model: the products cut toward zero at 24 fractional bits of the largest of them, their
+    sum floored at 31 and c at 24 fractional bits of the larger exponent, one rounding to nearest even. Products of 2^128
+    and more are infinite, once no operand is."""
+    mc, ec = decode(c)
+    largest = np.where(p.m != 0, p.e, NONE).max(-1)
+    both = np.maximum(largest, np.where(mc != 0, ec, NONE))
+    products = trunc_scaled(p.m, p.e - p.fraction_bits - (largest[..., None] - 24)).sum(-1)
+    total = floor_scaled(products, largest - 24 - (both - 31)) + (floor_scaled(mc, ec - 23 - (both - 24)) << 7)
+    finite = np.ldexp(total.astype(np.float64), both - 31).astype(np.float32) + np.float32(0)
+    overflow = np.where(np.abs(p.value) >= 2.0**128, np.copysign(np.inf, p.value), 0.0).sum(-1)
+    return with_specials(np.where(overflow == 0.0, finite, overflow.astype(np.float32)), p.value, c)
+
+
+def flush(x, least=-126):
+    """Zeros and subnormals to +0."""
+    return np.where(np.abs(x) < np.float32(2.0**least), np.float32(0), x)
+
+
+def cdna2_step(a, b, c):
+    """AMD gfx90a, by its published model: float32 operations to nearest even that flush subnormals. Every zero is +0."""
+    least = MIN_EXPONENT[a.dtype]
+    p = flush(flush(widen(a), least) * flush(widen(b), least))
+    pair = [flush(p[..., i] + p[..., i + 1]) for i in (0, 2)]
+    return flush(flush(c) + flush(pair[0] + pair[1]))
+
+
+def step(arithmetic, a, b, c):
+    """One step of the chain for all elements: a [..., M, 1, step], b [..., 1, N, step], c [..., M, N]."""
+    if arithmetic == "cdna2":
+        return cdna2_step(a, b, c)
+    products = Products(a, b)
+    if arithmetic == "sm90":
+        return truncating_step(products, c, fraction=25, least=-133)
+    if arithmetic == "sm80":
+        return truncating_step(products, c, fraction=24, least=-132)
+    return cdna3_step(products, c)
+
+
+# ---- GEMM ----------------------------------------------------------------------------------------------------------
+
+
+def chain(a, b, start, arithmetic):
+    """The accumulator after all of k, from `start`. a [..., M, K], b [..., K, N]; K is zero-padded to whole steps."""
+    if arithmetic == "ieee":
+        a, b = widen(a), widen(b)
+        for k in range(a.shape[-1]):
+            start = fma(a[..., :, k, None], b[..., None, k, :], start)
+        return start
+    width = STEP[arithmetic]
+    pad = -a.shape[-1] % width
+    a = np.concatenate([a, np.zeros(a.shape[:-1] + (pad,), a.dtype)], -1)[..., :, None, :]
+    b = np.concatenate([b, np.zeros(b.shape[:-2] + (pad, b.shape[-1]), b.dtype)], -2).swapaxes(-1, -2)[..., None, :, :]
+    for k in range(0, a.shape[-1], width):
+        start = step(arithmetic, a[..., k : k + width], b[..., k : k + width], start)
+    return start
+
+
+@quiet
+def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
+    shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) + (a.shape[-2], b.shape[-1])
+    zeros = np.zeros(shape, np.float32)
+    total = out.copy() if accumulate else zeros
+    if k_chunk is None:
+        total = chain(a, b, total, arithmetic)
+    else:
+        for k in range(0, a.shape[-1], k_chunk):
+            total = total + chain(a[..., k : k + k_chunk], b[..., k : k + k_chunk, :], zeros, arithmetic)
+    if bias is not None:
+        total = total + widen(bias)
+    result = round_to(total, out.dtype if out is not None else out_dtype or a.dtype)
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def gemm_da(dc, b, **options):
+    return gemm(dc, b.swapaxes(-1, -2), **options)
+
+
+def gemm_db(a, dc, **options):
+    return gemm(a.swapaxes(-1, -2), dc, **options)
+
+
+def skinny_gemm(x, w, *, bias=None, out=None, mode="deterministic", **options):
+    result = gemm(x[..., None, :], w.T, bias=bias if bias is None or bias.ndim == 1 else bias[..., None, :],
+                  out=None if out is None else out[..., None, :], **options)
+    return out if out is not None else result[..., 0, :]
+
+
+# ---- RMSNorm -------------------------------------------------------------------------------------------------------
+
+
+def row_sum(a, b):
+    """sum_j a[:, j] b[:, j]: 2048 lanes, element j in lane j mod 2048, lane = 8 g + e; each an ascending chain from +0.
+    Then the lanes are joined by halves: over e, partners 4, 2, 1 apart; over g, partners 128, 64, ..., 1 apart."""
+    lanes = np.zeros((a.shape[0], ROW_LANES), np.float32)
+    for start in range(0, a.shape[1], ROW_LANES):
+        part = slice(start, min(start + ROW_LANES, a.shape[1]))
+        width = part.stop - part.start
+        lanes[:, :width] = fma(a[:, part], b[:, part], lanes[:, :width])
+    lanes = lanes.reshape(-1, ROW_LANES // LANE_ELEMENTS, LANE_ELEMENTS)
+    while lanes.shape[2] > 1:
+        half = lanes.shape[2] // 2
+        lanes = lanes[:, :, :half] + lanes[:, :, half:]
+    lanes = lanes[:, :, 0]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def scale_of(weight, weight_offset, n):
+    ones = np.ones(n, np.float32)
+    return (ones if weight is None else widen(weight)) + np.float32(weight_offset)
+
+
+@quiet
+def rmsnorm(x, weight=None, *, eps, weight_offset=0.0, residual=None, out=None):
+    n = x.shape[-1]
+    rows = x.reshape(-1, n)
+    if residual is not None:
+        rows = round_to(widen(rows) + widen(residual.reshape(-1, n)), x.dtype)
+    values = widen(rows)
+    mean = row_sum(values, values) / np.float32(n)
+    rstd = np.float32(1) / np.sqrt(mean + np.float32(eps))
+    y = round_to((values * rstd[:, None]) * scale_of(weight, weight_offset, n), x.dtype).reshape(x.shape)
+    rstd = round_to(rstd, np.float32).reshape(x.shape[:-1])
+    if out is not None:
+        out[...] = y
+        y = out
+    return (y, rstd) if residual is None else (y, rstd, rows.reshape(x.shape))
+
+
+def sum_over_rows(a, b, start):
+    """sum_m a[m] b[m]: chains of 16 rows from +0; 16 chains added from +0 to a block; blocks added to `start`; all
+    ascending."""
+    rows, n = a.shape
+    for first in range(0, rows, DWEIGHT_BLOCK_ROWS):
+        block = np.zeros(n, np.float32)
+        for head in range(first, min(first + DWEIGHT_BLOCK_ROWS, rows), DWEIGHT_CHAIN_ROWS):
+            p = np.zeros(n, np.float32)
+            for row in range(head, min(head + DWEIGHT_CHAIN_ROWS, rows)):
+                p = fma(a[row], b[row], p)
+            block = block + p
+        start = start + block
+    return start
+
+
+@quiet
+def rmsnorm_backward(dy, x, weight, rstd, *, weight_offset=0.0, dresidual=None, out=None, dweight=None,
+                     dweight_dtype=None, accumulate=False):
+    n = x.shape[-1]
+    values, dvalues, r = widen(x.reshape(-1, n)), widen(dy.reshape(-1, n)), rstd.reshape(-1, 1)
+    xhat = values * r
+    g = dvalues * scale_of(weight, weight_offset, n)
+    mean = (row_sum(g, xhat) / np.float32(n))[:, None]
+    t = fma(-xhat, np.broadcast_to(mean, g.shape), g)
+    if dresidual is None:
+        dx = r * t
+    else:
+        dx = fma(np.broadcast_to(r, t.shape), t, widen(dresidual.reshape(-1, n)))
+    dx = round_to(dx, x.dtype).reshape(x.shape)
+    if out is not None:
+        out[...] = dx
+        dx = out
+    if weight is None:
+        return dx, None
+    total = sum_over_rows(dvalues, xhat, dweight.copy() if accumulate else np.zeros(n, np.float32))
+    result = round_to(total, dweight.dtype if dweight is not None else dweight_dtype or weight.dtype)
+    if dweight is not None:
+        dweight[...] = result
+        result = dweight
+    return dx, result
