@@ -1,6 +1,7 @@
 # make            build libpydet_cpu.so, install into .venv, run the demo
 # make test       the test suite
 # make cpu        only pydet/libpydet_cpu.so
+# make cuda       pydet/libpydet_cuda.so (needs nvcc 13)
 # make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/results/
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), BUILD (where objects go), LIBRARY (where the
@@ -26,8 +27,7 @@ LDFLAGS += -fsanitize=$(SANITIZE)
 endif
 
 AVX2 := -mavx2 -mfma -mf16c
-AVX512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mprefer-vector-width=512 \
-  -Wno-maybe-uninitialized # GCC 12 warns of the undefined operand in its own intrinsics
+AVX512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mprefer-vector-width=512
 
 MACHINE := $(shell $(CXX) -dumpmachine)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
@@ -81,7 +81,34 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(AVX512) -MMD -MP -c $< -o $@
 
--include $(OBJECTS:.o=.d)
+# ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
+NVCC ?= nvcc
+# One word a file of native/gpu; SASS for the listed architectures, and PTX of the last for what comes after.
+CUDA_KERNELS := gemm_sm90
+CUDA_ARCHS ?= 80 86 89 90a 100 120
+CUDA_OBJECTS := $(SHARED) $(BUILD)/gpu/backend.o $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
+NVCCFLAGS := -std=c++17 -O3 --fmad=false -lineinfo -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
+  -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -Wall -Wextra -Werror"
+gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
+$(BUILD)/gpu/gemm_sm90.o: GENCODE := $(call gencode,90a)
+GENCODE = $(call gencode,$(CUDA_ARCHS)) -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
+
+.PHONY: cuda
+cuda: $(LIBRARY)/libpydet_cuda.so
+
+$(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F),-Xcompiler '"$(flag)"') -o $@
+
+$(BUILD)/gpu/backend.o: native/gpu/backend.cpp
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) $(foreach flag,$(CXXFLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+
+$(BUILD)/gpu/%.o: native/gpu/%.cu
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
+
+-include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d)
 
 clean:
 	rm -rf build .venv pydet/*.so

@@ -1,0 +1,74 @@
+// The CUDA table of kernels, the fastest first, and what is asked of the runtime about devices.
+
+#include <cstdio>
+
+#include "gpu.h"
+#include "kernels.h"
+
+namespace pydet {
+namespace {
+
+bool is_sm90(const Device &device) { return compute_capability(device.id) == 90; }
+
+template <int tile> constexpr Kernel<Gemm> sm90_row() {
+  return {kSm90Tiles[tile].name,  kHalfTypes,           Arithmetic::sm90, "sm_90a", is_sm90, gemm_sm90_takes<tile>,
+          gemm_sm90_prefers<tile>, gemm_sm90<tile>};
+}
+
+// Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
+constexpr Kernel<Gemm> kGemm[] = {
+    sm90_row<0>(), sm90_row<1>(), sm90_row<2>(),
+};
+
+// 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
+pydet_status device_count(int32_t *count) {
+  *count = 0;
+  int devices = 0;
+  cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error == cudaSuccess) {
+    *count = devices;
+    return PYDET_OK;
+  }
+  if (error == cudaErrorNoDevice || error == cudaErrorStubLibrary) return PYDET_OK;
+  if (error == cudaErrorInsufficientDriver) {
+    int driver = 0, runtime = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return PYDET_OK;
+    cudaRuntimeGetVersion(&runtime);
+    return fail(PYDET_NO_DEVICE, "the NVIDIA driver supports CUDA %d.%d, this build of pydet needs %d.%d or later",
+                driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+  }
+  return fail(PYDET_NO_DEVICE, "the CUDA runtime cannot use this machine's GPUs: %s (%d)", gpu_error_text(error), int(error));
+}
+
+pydet_status query_device(int32_t id, pydet_device_info *info) {
+  cudaDeviceProp properties;
+  cudaError_t error = cudaGetDeviceProperties(&properties, id);
+  if (error != cudaSuccess)
+    return fail(PYDET_NO_DEVICE, "query_device: CUDA device %d: %s (%d)", int(id), gpu_error_text(error), int(error));
+  info->multiprocessors = properties.multiProcessorCount;
+  snprintf(info->name, sizeof info->name, "%.*s", int(sizeof info->name) - 1, properties.name);
+  snprintf(info->arch, sizeof info->arch, "sm_%d%d", properties.major, properties.minor);
+  return PYDET_OK;
+}
+
+// From sm_90 on all generations compute Hopper's step of 16 (Blackwell by a published model).
+Arithmetic tensor_cores(int32_t id) {
+  int capability = compute_capability(id);
+  return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
+}
+
+uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
+
+template <class Problem, int count> constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count]) {
+  return {rows, count};
+}
+
+}  // namespace
+
+const Backend *gpu_backend() {
+  static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores, gemm_workspace,
+                                      table(kGemm), {nullptr, 0}, {nullptr, 0}};
+  return &backend;
+}
+
+}  // namespace pydet

@@ -1,0 +1,132 @@
+// The GPU runtime under one set of names: this file alone knows which vendor it is compiled for.
+//
+// Every launch goes through launch(), whose return code is the only error that is looked at: an earlier error of
+// somebody else's is neither cleared nor reported as ours. (An error that broke the device itself is returned by every
+// later launch; the sentence says that it may be older.)
+#pragma once
+
+#include <type_traits>
+
+#include "../kernel.h"
+
+#if defined(__HIP_PLATFORM_AMD__)
+#include <hip/hip_runtime.h>
+#else
+#include <cuda_runtime.h>
+#endif
+
+namespace pydet {
+
+#if defined(__HIP_PLATFORM_AMD__)
+
+using gpu_error = hipError_t;
+using gpu_stream = hipStream_t;
+constexpr gpu_error kGpuSuccess = hipSuccess;
+constexpr int32_t kGpuDeviceType = PYDET_ROCM;
+inline const char *gpu_error_text(gpu_error error) { return hipGetErrorString(error); }
+inline gpu_error gpu_get_device(int *id) { return hipGetDevice(id); }
+inline gpu_error gpu_set_device(int id) { return hipSetDevice(id); }
+inline int gpu_multiprocessors(int id) {
+  int count = 0;
+  return hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, id) == hipSuccess ? count : 0;
+}
+
+#else
+
+using gpu_error = cudaError_t;
+using gpu_stream = cudaStream_t;
+constexpr gpu_error kGpuSuccess = cudaSuccess;
+constexpr int32_t kGpuDeviceType = PYDET_CUDA;
+inline const char *gpu_error_text(gpu_error error) { return cudaGetErrorString(error); }
+inline gpu_error gpu_get_device(int *id) { return cudaGetDevice(id); }
+inline gpu_error gpu_set_device(int id) { return cudaSetDevice(id); }
+
+inline int gpu_attribute(cudaDeviceAttr attribute, int id) {
+  int value = 0;
+  return cudaDeviceGetAttribute(&value, attribute, id) == cudaSuccess ? value : 0;
+}
+inline int gpu_multiprocessors(int id) { return gpu_attribute(cudaDevAttrMultiProcessorCount, id); }
+
+// 90 for sm_90; 0 where it cannot be read.
+inline int compute_capability(int id) {
+  return 10 * gpu_attribute(cudaDevAttrComputeCapabilityMajor, id) + gpu_attribute(cudaDevAttrComputeCapabilityMinor, id);
+}
+
+#endif
+
+inline pydet_status device_error(const char *kernel, gpu_error error) {
+  return fail(PYDET_DEVICE_ERROR, "%s: the launch failed: %s (%d); the cause may be older work on this device", kernel,
+              gpu_error_text(error), int(error));
+}
+
+// Makes `id` the thread's current device while in scope, then puts the caller's back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int id) {
+    error_ = gpu_get_device(&saved_);
+    if (error_ != kGpuSuccess || saved_ == id) return;
+    error_ = gpu_set_device(id);
+    changed_ = error_ == kGpuSuccess;
+  }
+  ~DeviceGuard() {
+    if (changed_) gpu_set_device(saved_);
+  }
+  DeviceGuard(const DeviceGuard &) = delete;
+  DeviceGuard &operator=(const DeviceGuard &) = delete;
+  gpu_error error() const { return error_; }
+
+ private:
+  gpu_error error_;
+  int saved_ = 0;
+  bool changed_ = false;
+};
+
+// Where and how wide a kernel runs. The device must be current (DeviceGuard).
+struct Launch {
+  const char *kernel;  // its name in the table, for error text
+  gpu_stream stream;
+  dim3 grid, block;
+  int shared_bytes = 0;            // dynamic
+  int cluster = 1;                 // blocks in a cluster, along x
+  bool overlaps_previous = false;  // programmatic dependent launch: the kernel itself waits for the one ahead
+};
+
+template <class... Parameters, class... Arguments>
+pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Arguments &...arguments) {
+  static_assert(sizeof...(Parameters) == sizeof...(Arguments), "one argument a parameter");
+#if defined(__HIP_PLATFORM_AMD__)
+  void *pointers[] = {const_cast<void *>(static_cast<const void *>(&arguments))...};
+  gpu_error error = hipLaunchKernel(reinterpret_cast<const void *>(kernel), shape.grid, shape.block, pointers,
+                                    size_t(shape.shared_bytes), shape.stream);
+#else
+  const void *function = reinterpret_cast<const void *>(kernel);
+  constexpr int kSharedWithoutAsking = 48 << 10;
+  if (shape.shared_bytes > kSharedWithoutAsking) {
+    gpu_error error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+    if (error != kGpuSuccess) return device_error(shape.kernel, error);
+  }
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = size_t(shape.shared_bytes);
+  config.stream = shape.stream;
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute &attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(shape.cluster), 1, 1};
+  }
+  if (shape.overlaps_previous) {
+    cudaLaunchAttribute &attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  static_assert((std::is_same_v<Parameters, Arguments> && ...), "arguments are passed as they are, unconverted");
+  void *pointers[] = {const_cast<void *>(static_cast<const void *>(&arguments))...};
+  gpu_error error = cudaLaunchKernelExC(&config, function, pointers);
+#endif
+  return error == kGpuSuccess ? PYDET_OK : device_error(shape.kernel, error);
+}
+
+}  // namespace pydet

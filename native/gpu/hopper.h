@@ -1,0 +1,267 @@
+// Hopper's own instructions under plain names: mbarriers, the bulk tensor copy engine (TMA), wgmma, stmatrix.
+//
+// Shared addresses are 32-bit. Tiles of operands lie in shared memory as TMA's 128-byte swizzle writes them: rows of 64
+// 16-bit elements along whichever of k or m (n) is adjacent in memory, 8 rows to a 1024-byte atom.
+#pragma once
+
+#include <cuda.h>
+
+#include "gpu.h"
+
+namespace pydet {
+
+// ---- Barriers ----------------------------------------------------------------------------------------------------
+// The plain forms below carry release and acquire at the scope they need. An explicit .release.cluster on the arrive
+// becomes MEMBAR.ALL.GPU and halves a GEMM (315 against 628 TFLOP/s).
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Makes initialised barriers visible to the cluster and to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nTRY:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra TRY;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Arrives at the barrier at the same offset in block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(
+          barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// A barrier among `threads` threads, whole warps; id 0 is __syncthreads.
+__device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Registers a thread of this warpgroup may use from here on.
+template <int count> __device__ __forceinline__ void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
+template <int count> __device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
+
+// Programmatic dependent launch: nothing of the kernel ahead may be touched before the first; from the second on, the
+// next kernel's blocks may take the places that this one's leave.
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- The copy engine ---------------------------------------------------------------------------------------------
+
+// A place in a tensor map: x along the adjacent dimension, y along the other, then up to three batch dimensions.
+struct Place {
+  int x, y;
+  int batch[3];
+};
+
+__device__ __forceinline__ void prefetch(const CUtensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Loads a box into shared memory and counts its bytes on `barrier`; what lies outside of the tensor reads as zero. With
+// a mask of more than this block, the same box and count arrive in every block of the mask.
+template <int rank, bool multicast>
+__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, const Place &at, uint16_t mask) {
+  if constexpr (rank == 2 && !multicast)
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(at.x), "r"(at.y)
+                 : "memory");
+  else if constexpr (rank == 2)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "h"(mask)
+        : "memory");
+  else if constexpr (!multicast)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(at.batch[1]), "r"(at.batch[2])
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(at.batch[1]), "r"(at.batch[2]), "h"(mask)
+        : "memory");
+}
+
+// Stores a box from shared memory, clipped to the tensor; commit_stores() ends a group of them.
+__device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, const Place &at) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
+               "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(at.batch[1]), "r"(at.batch[2])
+               : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most `groups` groups of stores still have to read their shared memory.
+template <int groups> __device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory");
+}
+__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Makes this thread's stores to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_shared_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four 8x8 matrices of 16-bit elements from a warp's fragments to shared memory; lane l gives the address of row l % 8
+// of matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&fragments)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(fragments[0]), "r"(fragments[1]),
+               "r"(fragments[2]), "r"(fragments[3])
+               : "memory");
+}
+
+// ---- wgmma -------------------------------------------------------------------------------------------------------
+
+// How wgmma finds a tile in shared memory. Rows along k (k is adjacent): 8-row atoms follow each other at 1024 bytes.
+// Rows along m or n: blocks of 64 by 64 at kBlockBytes, 8 k to an atom.
+constexpr int kBlockBytes = 64 * 64 * 2;
+template <bool k_adjacent> __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kAtomStride = uint64_t(1024 >> 4) << 32;
+  constexpr uint64_t kBlockStride = uint64_t(k_adjacent ? 1 : kBlockBytes >> 4) << 16;
+  return kSwizzle128 | kAtomStride | kBlockStride | (address >> 4);
+}
+// Added to a descriptor to move on by 16 k.
+template <bool k_adjacent> constexpr uint64_t kDescriptorStep = (k_adjacent ? 16 * 2 : 16 * 128) >> 4;
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int groups> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
+}
+
+// The accumulators of m64nNk16 as text and as operands, 16 a line, then one instruction; undefined again below.
+#define D0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define D1 D0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define D2 D1 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define D3 D2 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D4 D3 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define D5 D4 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define D6 D5 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define D7 D6 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
+#define WGMMA(n, type, text, a, b, add, ta, tb, ...)                                                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+               " {" text "}, " a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                                      \
+               : __VA_ARGS__                                                                                                \
+               : "l"(a_descriptor), "l"(b_descriptor), "r"(add_to_d), "n"(int(!a_k_adjacent)), "n"(int(!b_k_adjacent)))
+
+// d = a b, or d + a b, for a warpgroup: 64 rows, n columns, 16 k. Thread t of the warpgroup holds in d[4 i + 2 h + e]
+// row 16 (t / 32) + t % 32 / 4 + 8 h, column 8 i + 2 (t % 4) + e.
+template <Type type, bool a_k_adjacent, bool b_k_adjacent, int registers>
+__device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor, int add_to_d) {
+  constexpr int n = 2 * registers;
+  static_assert(n == 32 || n == 64 || n == 96 || n == 128 || n == 160 || n == 192 || n == 224 || n == 256, "no instruction here");
+  if constexpr (type == Type::bf16) {
+    if constexpr (n == 32) WGMMA("32", "bf16", D0, "%16", "%17", "%18", "%19", "%20", R16(0));
+    if constexpr (n == 64) WGMMA("64", "bf16", D1, "%32", "%33", "%34", "%35", "%36", R16(0), R16(16));
+    if constexpr (n == 96) WGMMA("96", "bf16", D2, "%48", "%49", "%50", "%51", "%52", R16(0), R16(16), R16(32));
+    if constexpr (n == 128) WGMMA("128", "bf16", D3, "%64", "%65", "%66", "%67", "%68", R16(0), R16(16), R16(32), R16(48));
+    if constexpr (n == 160)
+      WGMMA("160", "bf16", D4, "%80", "%81", "%82", "%83", "%84", R16(0), R16(16), R16(32), R16(48), R16(64));
+    if constexpr (n == 192)
+      WGMMA("192", "bf16", D5, "%96", "%97", "%98", "%99", "%100", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80));
+    if constexpr (n == 224)
+      WGMMA("224", "bf16", D6, "%112", "%113", "%114", "%115", "%116", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96));
+    if constexpr (n == 256)
+      WGMMA("256", "bf16", D7, "%128", "%129", "%130", "%131", "%132", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96),
+            R16(112));
+  } else {
+    if constexpr (n == 32) WGMMA("32", "f16", D0, "%16", "%17", "%18", "%19", "%20", R16(0));
+    if constexpr (n == 64) WGMMA("64", "f16", D1, "%32", "%33", "%34", "%35", "%36", R16(0), R16(16));
+    if constexpr (n == 96) WGMMA("96", "f16", D2, "%48", "%49", "%50", "%51", "%52", R16(0), R16(16), R16(32));
+    if constexpr (n == 128) WGMMA("128", "f16", D3, "%64", "%65", "%66", "%67", "%68", R16(0), R16(16), R16(32), R16(48));
+    if constexpr (n == 160)
+      WGMMA("160", "f16", D4, "%80", "%81", "%82", "%83", "%84", R16(0), R16(16), R16(32), R16(48), R16(64));
+    if constexpr (n == 192)
+      WGMMA("192", "f16", D5, "%96", "%97", "%98", "%99", "%100", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80));
+    if constexpr (n == 224)
+      WGMMA("224", "f16", D6, "%112", "%113", "%114", "%115", "%116", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96));
+    if constexpr (n == 256)
+      WGMMA("256", "f16", D7, "%128", "%129", "%130", "%131", "%132", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96),
+            R16(112));
+  }
+}
+
+#undef WGMMA
+#undef R16
+#undef R4
+#undef D7
+#undef D6
+#undef D5
+#undef D4
+#undef D3
+#undef D2
+#undef D1
+#undef D0
+
+// ---- Tensor maps -------------------------------------------------------------------------------------------------
+
+// A matrix in memory as the copy engine sees it: `extent` elements adjacent, `rows` of them `row_stride` elements apart,
+// up to three batch dimensions; boxes of box_extent by box_rows, in the 128-byte swizzle. `rank` 2 leaves the batch out.
+struct MapShape {
+  char *data;
+  Type type;
+  int64_t extent, rows, row_stride;
+  int box_extent, box_rows;
+  int rank;
+  int64_t batch_shape[3], batch_stride[3];
+};
+
+// The driver's encoder, found through the runtime so that no driver is linked.
+using EncodeTensorMap = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                                     const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+inline pydet_status find_encoder(const char *kernel, EncodeTensorMap *encode) {
+  void *entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
+    return fail(PYDET_DEVICE_ERROR, "%s: this driver has no cuTensorMapEncodeTiled: %s (%d)", kernel, gpu_error_text(error), int(error));
+  *encode = reinterpret_cast<EncodeTensorMap>(entry);
+  return PYDET_OK;
+}
+
+inline pydet_status make_map(const char *kernel, EncodeTensorMap encode, const MapShape &shape, CUtensorMap *map) {
+  constexpr CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                                           CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
+  int64_t size = size_of(shape.type);
+  cuuint64_t extents[5] = {cuuint64_t(shape.extent), cuuint64_t(shape.rows)}, strides[4] = {cuuint64_t(shape.row_stride * size)};
+  cuuint32_t box[5] = {cuuint32_t(shape.box_extent), cuuint32_t(shape.box_rows), 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < 3; ++i) {
+    extents[2 + i] = cuuint64_t(shape.batch_shape[i]);
+    strides[1 + i] = cuuint64_t(shape.batch_stride[i] * size);
+  }
+  CUresult result = encode(map, types[int(shape.type)], cuuint32_t(shape.rank), shape.data, extents, strides, box, steps,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return PYDET_OK;
+  return fail(PYDET_DEVICE_ERROR, "%s: cuTensorMapEncodeTiled refused a %lldx%lld matrix (CUresult %d)", kernel,
+              static_cast<long long>(shape.rows), static_cast<long long>(shape.extent), int(result));
+}
+
+}  // namespace pydet
