@@ -1,0 +1,58 @@
+"""Deterministic, batch-invariant GEMM, skinny GEMM and RMSNorm for CPU, CUDA and HIP.
+
+An output element is a pure function of its own row of A, its own column of B, the arithmetic and ``k_chunk``. So a row
+has the same bits alone, in any batch and at any place in it, on any kernel, with any number of threads, and in the next
+release (one that must change bits raises ``NUMERICS``).
+
+    >>> import numpy, pydet
+    >>> a = numpy.random.default_rng(0).standard_normal((64, 512), numpy.float32)
+    >>> b = numpy.random.default_rng(1).standard_normal((512, 256), numpy.float32)
+    >>> (pydet.gemm(a, b)[7] == pydet.gemm(a[7:8], b)[0]).all()
+    True
+"""
+
+from pydet._native import Error, InvalidType, InvalidValue
+from pydet.audit import Audit, Difference, audit
+from pydet.ops import (
+    ABI,
+    DWEIGHT_ROWS,
+    NUMERICS,
+    Device,
+    Kernel,
+    __version__,
+    devices,
+    gemm,
+    gemm_da,
+    gemm_db,
+    kernels,
+    last_kernel,
+    resolve_arithmetic,
+    rmsnorm,
+    rmsnorm_backward,
+    skinny_gemm,
+)
+
+__all__ = [
+    "ABI",
+    "DWEIGHT_ROWS",
+    "NUMERICS",
+    "Audit",
+    "Device",
+    "Difference",
+    "Error",
+    "InvalidType",
+    "InvalidValue",
+    "Kernel",
+    "__version__",
+    "audit",
+    "devices",
+    "gemm",
+    "gemm_da",
+    "gemm_db",
+    "kernels",
+    "last_kernel",
+    "resolve_arithmetic",
+    "rmsnorm",
+    "rmsnorm_backward",
+    "skinny_gemm",
+]

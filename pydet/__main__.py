@@ -1,0 +1,113 @@
+"""``python -m pydet``: what is here. ``python -m pydet demo`` and ``python -m pydet audit`` do something with it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import pydet
+from pydet import _native
+from pydet.buffer import TYPES
+
+
+def report() -> dict[str, Any]:
+    """Everything that `python -m pydet` prints. It raises nothing: a problem is a sentence in it."""
+    found: dict[str, Any] = {
+        "version": pydet.__version__,
+        "abi": pydet.ABI,
+        "numerics": pydet.NUMERICS,
+        "libraries": {},
+        "devices": [],
+        "arithmetic": {},
+        "kernels": [],
+        "problems": [],
+    }
+    for name, path in _files().items():
+        try:
+            library = _native.load_file(path)
+            found["libraries"][name] = {"path": str(path), "version": _native.text(library.lib.pydet_version())}
+        except _native.Error as problem:
+            found["libraries"][name] = {"problem": str(problem)}
+    try:
+        found["devices"] = [dataclasses.asdict(device) for device in pydet.devices()]
+        found["kernels"] = [dataclasses.asdict(kernel) for kernel in pydet.kernels()]
+    except _native.Error as problem:
+        found["problems"].append(str(problem))
+    for device in found["devices"]:
+        key = f"{device['kind']}:{device['index']}"
+        found["arithmetic"][key] = {}
+        for dtype in TYPES:
+            try:
+                resolved = pydet.resolve_arithmetic(dtype, (device["kind"], device["index"]))
+            except _native.Error as problem:
+                resolved = str(problem)
+            found["arithmetic"][key][dtype] = resolved
+    if not any("path" in library for library in found["libraries"].values()):
+        found["problems"].append("No library loads, so nothing can be computed. Build one with: make cpu")
+    return found
+
+
+def _files() -> dict[str, Any]:
+    """The library files that are looked for, by name."""
+    return {path.name: path for index in range(len(_native.BUILDS)) for path in _native.candidates(index)}
+
+
+def print_report(found: dict[str, Any]) -> None:
+    """The report as text."""
+    print(f"pydet {found['version']} (ABI {found['abi']}, numerics {found['numerics']})")
+    print("\nLibraries")
+    for name, library in found["libraries"].items():
+        print(f"  {name:18}  {library.get('path') or library['problem']}")
+    print("\nDevices")
+    for device in found["devices"]:
+        key = f"{device['kind']}:{device['index']}"
+        print(f"  {key:8}  {device['name']}, {device['arch']}, {device['multiprocessors']} multiprocessors")
+        resolved = (f"{name} for {dtype}" for dtype, name in found["arithmetic"][key].items())
+        print(f"  {'':8}  auto is {', '.join(resolved)}")
+    if not found["devices"]:
+        print("  none")
+    print("\nKernels (in the order in which they are tried)")
+    for kernel in found["kernels"]:
+        mark = "" if kernel["available"] else "  (not on this machine)"
+        arithmetic = kernel["arithmetic"] if kernel["operation"] == "gemm" else ""
+        print(f"  {kernel['name']:32}  {arithmetic:6}  {kernel['dtypes']:14}  {kernel['requires']}{mark}")
+    if not found["kernels"]:
+        print("  none")
+    for problem in found["problems"]:
+        print(f"\n{problem}")
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    if arguments[:1] == ["demo"]:
+        from pydet import demo
+
+        return int(demo.main(arguments[1:]) or 0)
+    if arguments[:1] == ["audit"]:
+        from pydet.audit import main as audit
+
+        return audit(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m pydet",
+        description="Show the libraries, devices, arithmetics and kernels that pydet finds here.",
+        epilog="Commands (each has its own --help):\n"
+        "  python -m pydet demo     train a small language model and count the bits that batching changes\n"
+        "  python -m pydet audit    recompute a saved product on the CPU and say which elements differ",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"pydet {pydet.__version__}")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    given = parser.parse_args(arguments)
+    found = report()
+    if given.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print_report(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

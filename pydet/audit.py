@@ -1,0 +1,294 @@
+"""Recomputing a saved result on the CPU, bit for bit.
+
+    python -m pydet audit A.npy B.npy C.npy --arithmetic sm90
+
+An output element is a function of its own row of A and its own column of B. So a sample of rows and columns is computed
+by itself, at the cost of that sample, and gives the very bits of the whole product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydet import _native, ops
+from pydet._native import INVALID_DTYPE, constants, fail
+from pydet.buffer import TYPES, Memory, framework_of, type_index, unknown
+
+MAX_LISTED = 10  # differences that an Audit lists with both bit patterns
+MAX_DIMS = 8  # that gemm takes: six of a batch and two
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One element that differs."""
+
+    index: tuple[int, ...]  #: in C
+    got: str  #: its bits in C, in hexadecimal
+    want: str  #: its bits recomputed
+    got_value: float
+    want_value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What an audit found."""
+
+    elements: int  #: in C
+    checked: int  #: of those, recomputed and compared
+    differing: int  #: of those that were checked
+    first: tuple[Difference, ...]  #: the first that differ
+    arithmetic: str  #: resolved
+    k_chunk: int | None
+    dtype: str  #: of C
+
+    @property
+    def all_equal(self) -> bool:
+        """No element that was checked differs."""
+        return self.differing == 0
+
+    @property
+    def complete(self) -> bool:
+        """Every element was checked."""
+        return self.checked == self.elements
+
+
+def audit(
+    a: Any,
+    b: Any,
+    c: Any,
+    *,
+    bias: Any = None,
+    arithmetic: str = "sm90",
+    k_chunk: int | None = None,
+    sample: int | None = None,
+    seed: int = 0,
+) -> Audit:
+    """Recomputes ``c = gemm(a, b, bias=bias)`` on the CPU and compares bits, in the type of ``c``.
+
+    Needs NumPy. The operands may be of different frameworks and on any device; they are copied to the host.
+
+    Args:
+        a: ``[..., M, K]``, a NumPy array (bfloat16 by ml_dtypes) or a PyTorch, JAX or CuPy tensor.
+        b: ``[..., K, N]``, of the type of ``a``.
+        c: ``[..., M, N]``, the result to check: float32, bfloat16 or float16.
+        bias: ``[N]`` or ``[..., M, N]``, as it went into the product.
+        arithmetic, k_chunk: those of the product; see :func:`pydet.gemm`. ``"auto"`` means what it means on the CPU.
+        sample: check so many rows by so many columns, of so many matrices of the batch, picked at random; None for all.
+        seed: of the random choice; the same seed picks the same elements.
+
+    Returns:
+        The counts, and the first differences.
+
+    Raises:
+        Error: as :func:`pydet.gemm`, of which ``c`` is the output.
+    """
+    import numpy
+
+    host = {"a": _host("a", a), "b": _host("b", b), "c": _host("c", c)}
+    if bias is not None:
+        host["bias"] = _host("bias", bias)
+    shape, c_type = host["c"].bits.shape, host["c"].index
+    number = unknown(arithmetic, "audit", "arithmetic")
+    if sample is not None:
+        if sample < 1:
+            fail(_native.INVALID_VALUE, f"audit: sample is {sample}, want 1 or more")
+        _check_shapes({name: operand.bits.shape for name, operand in host.items()})
+        batch, rows, columns = picks = _picks(shape, sample, seed)
+        host = {name: _pick(name, operand, shape, picks) for name, operand in host.items()}
+    got = host["c"].bits
+    want = numpy.empty_like(got)
+    ops.gemm(
+        host["a"], host["b"], bias=host.get("bias"), out=Memory(want, c_type), arithmetic=arithmetic, k_chunk=k_chunk
+    )
+
+    differences, first = numpy.argwhere(got != want), []
+    for spot in map(tuple, differences[:MAX_LISTED].tolist()):
+        index = spot
+        if sample is not None:
+            outer = numpy.unravel_index(batch[spot[0]], shape[:-2]) if len(shape) > 2 else ()
+            index = (*map(int, outer), int(rows[spot[1]]), int(columns[spot[2]]))
+        (got_bits, got_value), (want_bits, want_value) = (_shown(x[spot], c_type) for x in (got, want))
+        first.append(Difference(index, got_bits, want_bits, got_value, want_value))
+    device = (constants.PYDET_CPU, 0)
+    return Audit(
+        elements=int(numpy.prod(shape, dtype=object)),
+        checked=int(got.size),
+        differing=len(differences),
+        first=tuple(first),
+        arithmetic=ops.resolved_name(device, host["a"].index, number),
+        k_chunk=k_chunk,
+        dtype=TYPES[c_type],
+    )
+
+
+def _host(name: str, x: Any) -> Memory:
+    """A tensor of any framework, as its bits in host memory."""
+    import numpy
+
+    if isinstance(x, Memory):
+        return x
+    framework = framework_of(x, "audit", name).name
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        dtypes = [getattr(torch, dtype) for dtype in TYPES]
+        if x.dtype in dtypes:
+            copied = x.detach().resolve_neg().cpu().contiguous()
+            bits = copied.view(torch.int32 if copied.element_size() == 4 else torch.int16).numpy()
+            return Memory(bits.view(f"u{bits.itemsize}"), dtypes.index(x.dtype))
+        dtype = x.dtype
+    else:
+        array = x.get() if framework == "cupy" else numpy.asarray(x)
+        if array.dtype.isnative and array.dtype.name in TYPES:
+            array = array if array.flags.c_contiguous else array.copy("C")
+            return Memory(array.view(f"u{array.itemsize}"), type_index(array.dtype))
+        dtype = array.dtype
+    fail(INVALID_DTYPE, f"audit: {name} is {dtype}, want one of {', '.join(TYPES)}")
+
+
+def _check_shapes(shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuses shapes from which no sample can be picked; a sample of these would hide that they do not fit."""
+    a, b, c = shapes["a"], shapes["b"], shapes["c"]
+    wrong = ""
+    if not all(2 <= len(shape) <= MAX_DIMS for shape in (a, b, c)):
+        wrong = f"want 2 to {MAX_DIMS} dimensions each"
+    elif a[-1] != b[-2]:
+        wrong = f"want b {a[-1]}xN"
+    elif c[-2:] != (a[-2], b[-1]):
+        wrong = f"want c {a[-2]}x{b[-1]} in its last two dimensions"
+    elif shapes.get("bias", c)[-1:] != c[-1:]:
+        wrong = f"want bias {c[-1]}, or shaped like c"
+    else:
+        for name, shape in shapes.items():
+            batch = shape if name == "bias" else (*shape[:-2], *c[-2:])
+            if len(batch) > len(c) or any(x not in (1, y) for x, y in zip(batch[::-1], c[::-1], strict=False)):
+                wrong = f"want {name} to broadcast to c"
+    if wrong:
+        words = ", ".join(f"{name} is {'x'.join(map(str, shape)) or '()'}" for name, shape in shapes.items())
+        fail(constants.PYDET_INVALID_SHAPE, f"audit: {words}; {wrong}")
+
+
+def _picks(shape: tuple[int, ...], sample: int, seed: int) -> list[Any]:
+    """Which matrices of the flattened batch, which rows and which columns: `sample` of each, ascending."""
+    import numpy
+
+    random = numpy.random.default_rng(seed)
+    extents = (int(numpy.prod(shape[:-2], dtype=object)), *shape[-2:])
+    return [numpy.sort(random.choice(extent, min(sample, extent), replace=False)) for extent in extents]
+
+
+def _pick(name: str, operand: Memory, shape: tuple[int, ...], picks: list[Any]) -> Memory:
+    """The picked part of an operand, as [matrices, rows, columns]; K is kept whole."""
+    import numpy
+
+    batch, rows, columns = picks
+    bits = operand.bits
+    if name == "bias" and bits.ndim == 1:
+        bits = bits[None]
+    spread = numpy.broadcast_to(bits, (*shape[:-2], *bits.shape[-2:]))
+    outer = numpy.unravel_index(batch, shape[:-2]) if len(shape) > 2 else ()
+    part = spread[outer] if outer else spread[None][: len(batch)]
+    if name != "b" and bits.shape[-2] == shape[-2]:  # not a bias that is the same in every row
+        part = part[:, rows]
+    if name != "a":
+        part = part[:, :, columns]
+    return Memory(numpy.ascontiguousarray(part), operand.index)
+
+
+def _shown(bits: Any, index: int) -> tuple[str, float]:
+    """Bits in hexadecimal, and the number that they mean as elements of a type."""
+    import numpy
+
+    if TYPES[index] == "bfloat16":
+        value = (numpy.uint32(bits) << numpy.uint32(16)).view(numpy.float32)
+    else:
+        value = bits.view(TYPES[index])
+    return f"0x{int(bits):0{2 * bits.itemsize}X}", float(value)
+
+
+# ---- python -m pydet audit -------------------------------------------------------------------------------------------
+
+
+def _load(path: str, dtype: str | None, notes: list[str]) -> Memory:
+    """A .npy file. NumPy saves bfloat16 as two bytes of nothing ("|V2"), so those are read as bfloat16."""
+    import numpy
+
+    array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, numpy.ndarray):
+        raise ValueError(f"{path} holds {type(array).__name__}, want one array")
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind == "V" and size == 2:
+        if dtype is None:
+            notes.append(f"{path} has 2-byte elements of no stated type; read as bfloat16 (--dtype says otherwise)")
+        index = 1 if dtype is None else type_index(dtype)
+    elif kind in "uiV" and size in (2, 4) and dtype is not None:
+        index = type_index(dtype)
+    elif array.dtype.name in TYPES and array.dtype.isnative:
+        index = type_index(array.dtype)
+    else:
+        raise ValueError(f"{path} holds {array.dtype}, want {', '.join(TYPES)}, or their bits with --dtype")
+    if size != (4 if index == 0 else 2):
+        raise ValueError(f"{path} has elements of {size} bytes, which are no {TYPES[index]}")
+    return Memory(array.view(f"u{size}"), index)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pydet audit",
+        description="Recompute C = A B on the CPU, in the arithmetic that made it, and compare every bit.",
+        epilog="Exit status: 0 if no element differs, 1 if any does, 2 for input that cannot be audited.",
+    )
+    parser.add_argument("a", metavar="A.npy", help="[..., M, K]; float32, bfloat16 or float16")
+    parser.add_argument("b", metavar="B.npy", help="[..., K, N], of the same type ([..., N, K] with --transpose-b)")
+    parser.add_argument("c", metavar="C.npy", help="[..., M, N], the result to check")
+    parser.add_argument("--arithmetic", required=True, help="ieee, sm90, sm80, cdna3 or cdna2: how C was computed")
+    parser.add_argument("--k-chunk", type=int, metavar="N", help="the k_chunk that C was computed with")
+    parser.add_argument("--bias", metavar="F.npy", help="[N] or [..., M, N], added before the rounding")
+    parser.add_argument("--transpose-b", action="store_true", help="B holds [..., N, K], as a linear layer does")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="check N rows by N columns (of N matrices of a batch) instead of all"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of the sample (default: 0)")
+    parser.add_argument("--dtype", help="the type of files that do not state it: bf16 (the default), fp16, fp32")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; returns its exit status."""
+    given = _parser().parse_args(arguments)
+    notes: list[str] = []
+    try:
+        a, b, c = (_load(path, given.dtype, notes) for path in (given.a, given.b, given.c))
+        bias = _load(given.bias, given.dtype, notes) if given.bias else None
+        if given.transpose_b:
+            if b.bits.ndim < 2:
+                raise ValueError(f"{given.b} has {b.bits.ndim} dimensions, want 2 or more")
+            b = Memory(b.bits.swapaxes(-1, -2), b.index)
+        result = audit(
+            a, b, c, bias=bias, arithmetic=given.arithmetic, k_chunk=given.k_chunk, sample=given.sample, seed=given.seed
+        )
+    except (OSError, EOFError, ValueError, _native.Error, ImportError) as problem:
+        print(f"pydet audit: {problem}", file=sys.stderr)
+        return 2
+    if given.json:
+        print(json.dumps(dataclasses.asdict(result) | {"all_equal": result.all_equal, "notes": notes}, indent=2))
+        return int(not result.all_equal)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    chunk = f", k_chunk {result.k_chunk}" if result.k_chunk else ""
+    print(f"{Path(given.c).name}: {result.dtype}, recomputed in {result.arithmetic}{chunk}")
+    print(f"{result.checked} of {result.elements} elements checked, {result.differing} differ")
+    for difference in result.first:
+        where = ", ".join(map(str, difference.index))
+        print(
+            f"  [{where}]  got {difference.got} ({difference.got_value:.9g})"
+            f"  want {difference.want} ({difference.want_value:.9g})"
+        )
+    if result.differing > len(result.first):
+        print(f"  and {result.differing - len(result.first)} more")
+    return int(not result.all_equal)

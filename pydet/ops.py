@@ -1,0 +1,431 @@
+"""The operations. Each is one call of the C function of its name (``native/include/pydet.h``); NUMERICS.md has its sum.
+
+Common to all:
+
+*Tensors* are NumPy arrays (with ml_dtypes' bfloat16), PyTorch, JAX or CuPy tensors, or any object with ``__dlpack__``,
+``__cuda_array_interface__`` or ``__array_interface__``; float32, bfloat16 or float16; all operands of one framework and
+on one device. They are read in place, views included: a transposed matrix is a layout, not a copy. Results are new
+tensors of the first operand's framework on its device, unless an output is given. An output must not share memory with
+an input.
+
+*Bits.* An output element is a function of its own row of the left operand, its own column of the right one, the
+arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kernel, threads, stream or earlier calls.
+
+*Streams.* On a GPU the work goes to the framework's current stream, or to ``stream`` (an address, or an object with
+``__cuda_stream__``), and nothing waits for it. On the CPU the call returns when the work is done.
+
+*Errors.* :class:`pydet.Error`, also a :class:`TypeError` for element types and things that are no tensors, also a
+:class:`ValueError` for any other wrong argument. Then no output was touched.
+
+*Autograd.* These functions record no gradient, and refuse PyTorch tensors that ask for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pydet import _native
+from pydet._native import DEVICE_NAMES, DEVICE_TYPES, INVALID_DEVICE, constants, fail, ffi
+from pydet.buffer import methods, on_stream, type_index, unknown
+
+Tensor: TypeAlias = Any  # whatever the caller's framework has
+Stream: TypeAlias = Any
+
+ABI: int = constants.PYDET_ABI
+NUMERICS: int = constants.PYDET_NUMERICS
+DWEIGHT_ROWS: int = constants.PYDET_DWEIGHT_ROWS
+__version__ = ".".join(str(getattr(constants, f"PYDET_VERSION_{part}")) for part in ("MAJOR", "MINOR", "PATCH"))
+
+_gemm, _gemm_da, _gemm_db, _skinny_gemm, _rmsnorm, _rmsnorm_backward = methods(
+    ("gemm", "gemm_da", "gemm_db", "skinny_gemm", "rmsnorm", "rmsnorm_backward")
+)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: Any = None,
+    accumulate: bool = False,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> Tensor:
+    """The matrix product: ``out[m, n] = round(chain_k(a[m, k], b[k, n]) + bias[n])``.
+
+    The chain is one fp32 accumulator that walks k upwards in the steps of the arithmetic (NUMERICS.md, "GEMM").
+
+    Args:
+        a: ``[..., M, K]``, float32, bfloat16 or float16. One of its last two strides is 1.
+        b: ``[..., K, N]``, of the type of ``a``. Leading dimensions (at most 6) broadcast against those of ``a``.
+        bias: ``[N]`` or ``[..., M, N]``, of any of the three types, added in fp32 before the one rounding.
+        out: ``[..., M, N]``, of any of the three types; made if None.
+        out_dtype: the type of the result if it is made: a name (``"bfloat16"``) or the framework's own dtype. That of
+            ``a`` by default.
+        accumulate: start the chain from ``out``, then given and float32, instead of +0. A sum cut at a multiple of the
+            arithmetic's step (or of ``k_chunk``) has the bits of the uncut one.
+        arithmetic: ``"ieee"``, ``"sm90"``, ``"sm80"``, ``"cdna3"``, ``"cdna2"``, or ``"auto"``: the tensor cores of the
+            device for bfloat16 and float16 on a GPU, else ``"ieee"``. It decides bits.
+        k_chunk: None for one chain, or a multiple of 16: chains of that length, their sums added in ascending order.
+            It decides bits.
+        kernel: the name of a kernel of :func:`kernels` to run, for tests and benchmarks. It decides no bits.
+        stream: the stream to run on.
+
+    Returns:
+        ``out``, or the new tensor ``[..., M, N]``.
+
+    Raises:
+        Error: shapes, types, strides, devices or memory that do not fit, ``a`` and ``b`` of different frameworks, an
+            arithmetic that does not take the input type, or no kernel for it here.
+    """
+    method = _gemm if stream is None else on_stream(_gemm, a, stream)
+    return method(
+        a,
+        b,
+        bias,
+        out,
+        None if out_dtype is None else type_index(out_dtype),
+        accumulate,
+        arithmetic,
+        k_chunk,
+        "deterministic",
+        False,
+        kernel,
+        None,
+    )
+
+
+def gemm_da(
+    dc: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: Any = None,
+    accumulate: bool = False,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> Tensor:
+    """The gradient of :func:`gemm` by its left operand: ``da[m, k] = sum_n dc[m, n] b[k, n]``.
+
+    :func:`gemm` on ``b`` transposed, under the same rules and with the same bits. ``k_chunk`` counts along n.
+
+    Args:
+        dc: ``[..., M, N]``, float32, bfloat16 or float16.
+        b: ``[..., K, N]``, as it went into :func:`gemm`; of the type of ``dc``.
+        out: ``[..., M, K]``; made if None.
+        out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.
+
+    Returns:
+        ``out``, or the new tensor ``[..., M, K]``.
+
+    Raises:
+        Error: as :func:`gemm`.
+    """
+    method = _gemm_da if stream is None else on_stream(_gemm_da, dc, stream)
+    return method(
+        dc,
+        b,
+        None,
+        out,
+        None if out_dtype is None else type_index(out_dtype),
+        accumulate,
+        arithmetic,
+        k_chunk,
+        "deterministic",
+        False,
+        kernel,
+        None,
+    )
+
+
+def gemm_db(
+    a: Tensor,
+    dc: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: Any = None,
+    accumulate: bool = False,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> Tensor:
+    """The gradient of :func:`gemm` by its right operand: ``db[k, n] = sum_m a[m, k] dc[m, n]``.
+
+    :func:`gemm` on ``a`` transposed, under the same rules and with the same bits. ``k_chunk`` counts along m. With
+    ``accumulate``, micro-batches cut at multiples of the arithmetic's step (or of ``k_chunk``) give the bits of one
+    large batch.
+
+    Args:
+        a: ``[..., M, K]``, float32, bfloat16 or float16.
+        dc: ``[..., M, N]``, of the type of ``a``.
+        out: ``[..., K, N]``; made if None.
+        out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.
+
+    Returns:
+        ``out``, or the new tensor ``[..., K, N]``.
+
+    Raises:
+        Error: as :func:`gemm`.
+    """
+    method = _gemm_db if stream is None else on_stream(_gemm_db, a, stream)
+    return method(
+        a,
+        dc,
+        None,
+        out,
+        None if out_dtype is None else type_index(out_dtype),
+        accumulate,
+        arithmetic,
+        k_chunk,
+        "deterministic",
+        False,
+        kernel,
+        None,
+    )
+
+
+def skinny_gemm(
+    x: Tensor,
+    w: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: Any = None,
+    accumulate: bool = False,
+    mode: str = "deterministic",
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+    weights_constant: bool = False,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> Tensor:
+    """A linear layer on few rows: ``y[..., n] = round(chain_k(x[..., k], w[n, k]) + bias[n])``.
+
+    The same function and the same bits as :func:`gemm` on ``w`` transposed, on kernels shaped for memory bandwidth: the
+    decode step of a language model.
+
+    Args:
+        x: ``[..., K]`` of any rank from 1, float32, bfloat16 or float16.
+        w: ``[N, K]``, of the type of ``x``.
+        bias: ``[N]``, or shaped like the result.
+        out: ``[..., N]``; made if None.
+        mode: ``"deterministic"``, or ``"fast"``: K is split and the parts are added by atomics in whatever order they
+            arrive. The bits of ``"fast"`` are NOT reproducible from run to run.
+        weights_constant: a promise that no work still running in the stream writes ``w``, so that its loads may start
+            before the kernel ahead has ended.
+        out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.
+
+    Returns:
+        ``out``, or the new tensor ``[..., N]``.
+
+    Raises:
+        Error: as :func:`gemm`.
+    """
+    method = _skinny_gemm if stream is None else on_stream(_skinny_gemm, x, stream)
+    return method(
+        x,
+        w,
+        bias,
+        out,
+        None if out_dtype is None else type_index(out_dtype),
+        accumulate,
+        arithmetic,
+        k_chunk,
+        mode,
+        weights_constant,
+        kernel,
+        None,
+    )
+
+
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    out: Any = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> tuple[Tensor, ...]:
+    """Root-mean-square norm over the last dimension: ``y = x rstd (weight + weight_offset)``.
+
+    ``rstd = 1 / sqrt(mean(x^2) + eps)``. All in fp32, with the same bits on every backend; the sum over a row is a tree
+    whose shape depends on N alone (NUMERICS.md, "RMSNorm").
+
+    Args:
+        x: ``[..., N]``, float32, bfloat16 or float16; elements of a row adjacent.
+        weight: ``[N]`` of any of the three types; None for ones.
+        eps: added to the mean of squares; not negative.
+        weight_offset: 1.0 for models that store the weight less 1.
+        residual: like ``x``; then ``sum = x + residual``, rounded to the type of ``x``, is what is normalised.
+        out: the tensor for ``y``, like ``x``; or a tuple ``(y, rstd)`` or ``(y, rstd, sum)`` whose members may be None.
+        kernel, stream: as in :func:`gemm`.
+
+    Returns:
+        ``(y, rstd)``, or ``(y, rstd, sum)`` with a residual. ``rstd`` is ``[...]`` in float32, and what
+        :func:`rmsnorm_backward` takes.
+
+    Raises:
+        Error: shapes, types, strides, devices or memory that do not fit, or a negative ``eps``.
+    """
+    y, rstd, total = (*out, None, None, None)[:3] if isinstance(out, tuple) else (out, None, None)
+    method = _rmsnorm if stream is None else on_stream(_rmsnorm, x, stream)
+    return method(x, residual, weight, y, rstd, total, eps, weight_offset, kernel, None)  # type: ignore[no-any-return]
+
+
+def rmsnorm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    weight_offset: float = 0.0,
+    dresidual: Tensor | None = None,
+    out: Tensor | None = None,
+    dweight: Tensor | None = None,
+    dweight_dtype: Any = None,
+    accumulate: bool = False,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`rmsnorm`.
+
+    With ``xhat = x rstd`` and ``g = dy (weight + weight_offset)``::
+
+        dx         = rstd (g - xhat mean(g xhat)) + dresidual
+        dweight[n] = sum over rows of dy xhat
+
+    The sum over rows walks fixed blocks of ``DWEIGHT_ROWS`` rows, whatever the device (NUMERICS.md, "RMSNorm").
+
+    Args:
+        dy: ``[..., N]``, like ``x``.
+        x: what was normalised: ``x``, or ``sum`` where there was a residual.
+        weight: ``[N]``, or None for ones; then ``dweight`` is None unless given.
+        rstd: ``[...]``, float32, of the forward call.
+        weight_offset: as in the forward call.
+        dresidual: like ``x``; a gradient that is added to ``dx`` in fp32 before it is rounded.
+        out: the tensor for ``dx``, like ``x``; made if None.
+        dweight: ``[N]`` of any of the three types; made if None.
+        dweight_dtype: the type of ``dweight`` if it is made. That of ``weight`` by default.
+        accumulate: continue from ``dweight``, which is then given and float32. Rows cut at a multiple of
+            ``DWEIGHT_ROWS`` give the bits of one call.
+        kernel, stream: as in :func:`gemm`.
+
+    Returns:
+        ``(dx, dweight)``.
+
+    Raises:
+        Error: shapes, types, strides, devices or memory that do not fit.
+    """
+    method = _rmsnorm_backward if stream is None else on_stream(_rmsnorm_backward, dy, stream)
+    index = None if dweight_dtype is None else type_index(dweight_dtype)
+    return method(  # type: ignore[no-any-return]
+        dy, x, weight, rstd, dresidual, out, dweight, index, weight_offset, accumulate, kernel, None
+    )
+
+
+# ---- What is here ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that a library here can use."""
+
+    kind: str  #: "cpu", "cuda" or "rocm"
+    index: int
+    name: str
+    arch: str  #: "x86-64 avx512", "sm_90"
+    multiprocessors: int  #: SMs, CUs, or logical CPUs
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of a library's kernel table."""
+
+    name: str  #: for ``kernel=``
+    operation: str
+    dtypes: str  #: of the inputs
+    arithmetic: str
+    device: str  #: "cpu", "cuda" or "rocm"
+    requires: str
+    available: bool  #: some device of this machine can run it
+
+
+def _libraries() -> list[tuple[int, _native.Library]]:
+    """The libraries that load, each with the device index that it is asked about."""
+    tried = ((index, _native.try_load(index)[0]) for index in range(len(DEVICE_NAMES)))
+    return [(index, library) for index, library in tried if library]
+
+
+def devices() -> list[Device]:
+    """The devices that the libraries here can use, the CPU first."""
+    found = []
+    for index, library in _libraries():
+        lib, count = library.lib, ffi.new("int32_t *")
+        if lib.pydet_device_count(DEVICE_TYPES[index], count) != constants.PYDET_OK:
+            continue  # a library named by PYDET_LIBRARY that does not serve this kind
+        for number in range(count[0]):
+            info = ffi.new("pydet_device_info *", {"struct_size": ffi.sizeof("pydet_device_info")})
+            library.check(lib.pydet_query_device((DEVICE_TYPES[index], number), info))
+            kind = DEVICE_NAMES[index].lower()
+            found.append(Device(kind, number, _native.text(info.name), _native.text(info.arch), info.multiprocessors))
+    return found
+
+
+def kernels() -> list[Kernel]:
+    """Every kernel of the libraries here, in the order in which they are tried."""
+    found: dict[str, Kernel] = {}
+    for _, library in _libraries():
+        lib, number = library.lib, 0
+        while lib.pydet_kernel_name(number) != ffi.NULL:
+            info = ffi.new("pydet_kernel_info *", {"struct_size": ffi.sizeof("pydet_kernel_info")})
+            library.check(lib.pydet_query_kernel(number, info))
+            name, operation, dtypes, requires = map(
+                _native.text, (info.name, info.operation, info.dtypes, info.requires_)
+            )
+            arithmetic = _native.text(lib.pydet_arithmetic_name(info.arithmetic))
+            device = DEVICE_NAMES[DEVICE_TYPES.index(info.device_type)].lower()
+            found.setdefault(name, Kernel(name, operation, dtypes, arithmetic, device, requires, bool(info.available)))
+            number += 1
+    return list(found.values())
+
+
+def last_kernel() -> str:
+    """The kernel that this thread's last operation launched; "" if it had nothing to write, or there was none yet."""
+    index = _native.load(constants.PYDET_EXCHANGE_CPU).lib.pydet_exchange_last_library()
+    return "" if index < 0 else _native.text(_native.load(index).lib.pydet_last_kernel())
+
+
+def resolve_arithmetic(dtype: Any, device: tuple[str, int] = ("cpu", 0), arithmetic: str = "auto") -> str:
+    """The arithmetic that ``arithmetic`` means for inputs of this type on this device.
+
+    Args:
+        dtype: a name, or a framework's dtype: float32, bfloat16 or float16.
+        device: a kind (``"cpu"``, ``"cuda"``, ``"rocm"``) and an index.
+        arithmetic: a name as in :func:`gemm`.
+
+    Raises:
+        Error: an unknown name, an arithmetic that does not take the type, or no such device.
+    """
+    kinds = [name.lower() for name in DEVICE_NAMES]
+    if device[0] not in kinds:
+        fail(INVALID_DEVICE, f"device is {device[0]!r}, want one of {', '.join(kinds)}")
+    number = unknown(arithmetic, "resolve_arithmetic", "arithmetic")
+    return resolved_name((DEVICE_TYPES[kinds.index(device[0])], device[1]), type_index(dtype), number)
+
+
+def resolved_name(device: tuple[int, int], index: int, arithmetic: int) -> str:
+    """`resolve_arithmetic` by numbers: DLPack's device, the type index and the arithmetic."""
+    library, resolved = _native.load(DEVICE_TYPES.index(device[0])), ffi.new("int32_t *")
+    code, bits = ((constants.PYDET_FLOAT, 32), (constants.PYDET_BFLOAT, 16), (constants.PYDET_FLOAT, 16))[index]
+    library.check(library.lib.pydet_resolve_arithmetic(device, (code, bits, 1), arithmetic, resolved))
+    return _native.text(library.lib.pydet_arithmetic_name(resolved[0]))
