@@ -1,8 +1,10 @@
 """Tensors that are no NumPy arrays: the frameworks, where they are installed, and hand-made DLPack producers."""
 
 import ctypes
+import gc
 import importlib
 import importlib.util
+import sys
 
 import pytest
 
@@ -37,56 +39,47 @@ class Versioned(ctypes.Structure):  # DLManagedTensorVersioned
 
 _new = ctypes.pythonapi.PyCapsule_New
 _new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_is_valid = ctypes.PyDLL(None).PyCapsule_IsValid
-_is_valid.restype, _is_valid.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]
-_pointer = ctypes.PyDLL(None).PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
-_names = {False: b"dltensor", True: b"dltensor_versioned"}
+_name_of = ctypes.pythonapi.PyCapsule_GetName
+_name_of.restype, _name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
+_made, _freed = [], []  # producers, which outlive whoever looks at their capsules; addresses whose deleter was called
 
 
-@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-def _drop(capsule):  # a capsule that nobody took over frees what it holds, as the protocol asks
-    for versioned, name in _names.items():
-        if _is_valid(capsule, name):
-            managed = (Versioned if versioned else Unversioned).from_address(_pointer(capsule, name))
-            managed.deleter(ctypes.addressof(managed))
+@DELETER
+def _delete(address):
+    _freed.append(address)
 
 
 class Producer:
-    """Offers a capi.Tensor by DLPack. `live` counts the capsules whose tensor has not been freed; freeing twice fails."""
+    """Offers a capi.Tensor by DLPack. It keeps its capsules, and `asked`, the keywords of each request. With `old`, it is
+    from before max_version, and that keyword is a TypeError."""
 
-    def __init__(self, tensor, *, versioned=False, major=1, flags=0, old_signature=False):
-        self.tensor, self.versioned, self.major, self.flags = tensor, versioned, major, flags
-        self.live, self.made, self.freed_twice = {}, 0, 0
-        self.asked = []
-        if old_signature:  # from before max_version: the keyword is a TypeError
-            self.__class__ = OldProducer
+    def __init__(self, tensor, *, versioned=False, major=1, flags=0, old=False):
+        self.tensor, self.versioned, self.major, self.flags, self.old = tensor, versioned, major, flags, old
+        self.asked, self.kept = [], []
+        self.name = b"dltensor_versioned" if versioned else b"dltensor"
 
     def __dlpack_device__(self):
         return self.tensor.c.device.device_type, self.tensor.c.device.device_id
 
-    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        self.asked.append({"stream": stream, "max_version": max_version})
+    def __dlpack__(self, **keywords):
+        if self.old and set(keywords) - {"stream"}:
+            raise TypeError("__dlpack__() got an unexpected keyword argument")
+        self.asked.append(keywords)
         return self.capsule()
 
     def capsule(self):
         managed = Versioned() if self.versioned else Unversioned()
         if self.versioned:
-            managed.major, managed.minor, managed.flags = self.major, 0, self.flags
+            managed.major, managed.flags = self.major, self.flags
         ctypes.memmove(managed.tensor, int(ffi.cast("uintptr_t", self.tensor.c)), 48)
-        address = ctypes.addressof(managed)
+        managed.deleter = _delete
+        capsule = _new(ctypes.addressof(managed), self.name, None)
+        self.kept.append((capsule, managed))
+        _made.append(self)
+        return capsule
 
-        def delete(given):
-            if self.live.pop(given, None) is None:
-                self.freed_twice += 1
-
-        managed.deleter = DELETER(delete)
-        self.live[address] = (managed, self.tensor)
-        self.made += 1
-        return _new(address, _names[self.versioned], ctypes.cast(_drop, ctypes.c_void_p))
-
-
-class OldProducer(Producer):
-    def __dlpack__(self, stream=None):
-        self.asked.append({"stream": stream})
-        return self.capsule()
+    def all_given_back(self):
+        """Each capsule was looked at and let go of: it has its name, nobody else holds it, nobody called its deleter."""
+        gc.collect()
+        return all(sys.getrefcount(capsule) <= 3 and _name_of(capsule) == self.name
+                   and ctypes.addressof(managed) not in _freed for capsule, managed in self.kept)
