@@ -5,6 +5,7 @@
 #include "exchange.h"
 
 #include <cstdio>
+#include <cstring>
 
 #include "numerics.h"
 
@@ -89,6 +90,9 @@ class Owned {
 Object *text(const char *sentence) { return python().PyUnicode_FromString(sentence); }
 Object *integer(int64_t value) { return python().PyLong_FromLongLong(value); }
 
+constexpr int kDims = 8;               // what the library takes; more go to it as they are, to be refused
+constexpr int64_t kGilWork = 1 << 16;  // multiply-adds or elements under which the GIL is kept: some 10 us
+
 constexpr pydet_dtype kDtypes[] = {{PYDET_FLOAT, 32, 1}, {PYDET_BFLOAT, 16, 1}, {PYDET_FLOAT, 16, 1}};  // by Type
 constexpr const char *kTypeNames[] = {"float32", "bfloat16", "float16"};
 
@@ -98,13 +102,18 @@ int type_index(pydet_dtype dtype) {  // -1: none of ours
   return -1;
 }
 
+// Has a shape and a type that results can be made after; the operation says what is wrong with any other.
+bool sound(const pydet_tensor &tensor, int min_ndim) {
+  if (tensor.ndim < min_ndim || tensor.ndim > kDims || type_index(tensor.dtype) < 0) return false;
+  for (int i = 0; i < tensor.ndim; ++i)
+    if (tensor.shape[i] < 0) return false;
+  return true;
+}
+
 int library_index(int32_t device_type) {
   if (device_type == PYDET_CUDA || device_type == PYDET_CUDA_MANAGED) return PYDET_EXCHANGE_CUDA;
   return device_type == PYDET_ROCM ? PYDET_EXCHANGE_ROCM : PYDET_EXCHANGE_CPU;
 }
-
-constexpr int kDims = 8;            // what the library takes; more dimensions go to it as they are, to be refused
-constexpr int64_t kGilWork = 1 << 16;  // multiply-adds or elements under which the GIL is kept: some 10 us
 
 struct Operand {
   pydet_tensor tensor;
@@ -405,7 +414,8 @@ class Call {
     } context = {op_, sentence, sizeof sentence};
     auto set_error = [](void *to, const char *, const char *message) {
       auto *context = static_cast<Context *>(to);
-      snprintf(context->sentence, context->size, "%s: no memory for the result: %s", context->op, message);
+      const int line = int(strcspn(message, "\n"));
+      snprintf(context->sentence, context->size, "%s: no memory for the result: %.*s", context->op, line, message);
     };
     if (api->allocate(&prototype, &managed, &context, set_error) != 0) {
       python().PyErr_Clear();
@@ -446,20 +456,20 @@ bool count_is(intptr_t count, intptr_t want, const char *op) {
 
 enum class Product { gemm, gemm_da, gemm_db, skinny_gemm };
 
-// The shape of the result, as far as the operands have one: where their batches do not fit, an empty tensor of the right
-// rows and columns, which no operation accepts. False where an operand is no matrix at all.
-bool product_shape(Product product, const pydet_tensor &x, const pydet_tensor &y, int *ndim, int64_t *shape) {
+// The shape of the result, as far as the operands have one: where they do not fit, an empty tensor of the right rows and
+// columns, which no operation accepts and which costs nothing.
+void product_shape(Product product, const pydet_tensor &x, const pydet_tensor &y, int *ndim, int64_t *shape) {
   const bool skinny = product == Product::skinny_gemm;
-  if (x.ndim < (skinny ? 1 : 2) || y.ndim < 2 || x.ndim > kDims || y.ndim > kDims) return false;
   const int64_t *x_end = x.shape + x.ndim, *y_end = y.shape + y.ndim;
   if (skinny) {
     *ndim = x.ndim;
     for (int i = 0; i + 1 < x.ndim; ++i) shape[i] = x.shape[i];
     shape[x.ndim - 1] = y_end[-2];
-    return true;
+    return;
   }
   *ndim = x.ndim > y.ndim ? x.ndim : y.ndim;
-  bool fits = true;
+  const int64_t depth = product == Product::gemm_db ? x_end[-2] : x_end[-1];
+  bool fits = depth == (product == Product::gemm_da ? y_end[-1] : y_end[-2]);
   for (int i = 0; i < *ndim - 2; ++i) {
     int ix = i - (*ndim - x.ndim), iy = i - (*ndim - y.ndim);
     int64_t ex = ix < 0 ? 1 : x.shape[ix], ey = iy < 0 ? 1 : y.shape[iy];
@@ -472,13 +482,12 @@ bool product_shape(Product product, const pydet_tensor &x, const pydet_tensor &y
   }
   shape[*ndim - 2] = product == Product::gemm_db ? x_end[-1] : x_end[-2];
   shape[*ndim - 1] = product == Product::gemm_da ? y_end[-2] : y_end[-1];
-  return true;
 }
 
 int64_t elements(const pydet_tensor &tensor) {
   int64_t count = 1;
   for (int i = 0; i < tensor.ndim; ++i)
-    if (__builtin_mul_overflow(count, tensor.shape[i], &count)) return kGilWork;
+    if (tensor.ndim > kDims || __builtin_mul_overflow(count, tensor.shape[i], &count)) return kGilWork;
   return count;
 }
 
@@ -531,14 +540,15 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
       snprintf(sentence, sizeof sentence, "%s: accumulate needs out, the float32 tensor to continue from", words.op);
       return call.fail(PYDET_INVALID_VALUE, sentence), nullptr;
     }
-    int ndim;
-    int64_t shape[kDims];
-    const int like = type_index(x->tensor.dtype);
-    if (like >= 0 && product_shape(product, x->tensor, y->tensor, &ndim, shape) &&
-        !(out = call.make(ndim, shape, type < 0 ? like : int(type))))
-      return nullptr;
+    if (sound(x->tensor, product == Product::skinny_gemm ? 1 : 2) && sound(y->tensor, 2)) {
+      int ndim;
+      int64_t shape[kDims];
+      product_shape(product, x->tensor, y->tensor, &ndim, shape);
+      if (!(out = call.make(ndim, shape, type < 0 ? type_index(x->tensor.dtype) : int(type)))) return nullptr;
+    }
   }
-  const int64_t depth = x->tensor.ndim < 2 ? 1 : x->tensor.shape[x->tensor.ndim - (product == Product::gemm_db ? 2 : 1)];
+  const int inner = product == Product::gemm_db ? 2 : 1;  // which dimension of x, from the end, is summed over
+  const int64_t depth = sound(x->tensor, inner) ? x->tensor.shape[x->tensor.ndim - inner] : 0;
   const int64_t work = out->present ? product_work(out->tensor, depth) : 0;
 
   const Library &library = call.library();
@@ -578,7 +588,7 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
 
 // Makes what the caller did not give; an x that has no rows or is of another type is the operation's to refuse.
 bool make_like(Call &call, const pydet_tensor &x, int ndim, int type, Operand **operand) {
-  if ((*operand)->present || x.ndim < 1 || x.ndim > kDims || type_index(x.dtype) < 0) return true;
+  if ((*operand)->present || !sound(x, 1)) return true;
   *operand = call.make(ndim, x.shape, type);
   return *operand != nullptr;
 }
@@ -652,12 +662,12 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count) {
                      "rmsnorm_backward: accumulate needs dweight, the float32 tensor to continue from"),
            nullptr;
   if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
-  if (!dweight->present && weight->present && weight->tensor.ndim == 1 && type_index(weight->tensor.dtype) >= 0) {
+  if (!dweight->present && weight->present && sound(weight->tensor, 1) && weight->tensor.ndim == 1) {
     if (type < 0) type = type_index(weight->tensor.dtype);
     if (!(dweight = call.make(1, weight->tensor.shape, int(type)))) return nullptr;
   }
-  const int64_t total = elements(x->tensor), n = x->tensor.ndim < 1 ? 0 : x->tensor.shape[x->tensor.ndim - 1];
-  if (dweight->present && n > 0 && x->tensor.ndim <= kDims) {
+  const int64_t total = elements(x->tensor), n = sound(x->tensor, 1) ? x->tensor.shape[x->tensor.ndim - 1] : 0;
+  if (dweight->present && n > 0) {
     uint64_t bytes = 0;
     if (call.library().rmsnorm_backward_workspace(total / n, n, &bytes) != PYDET_OK) bytes = 0;
     if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;

@@ -75,7 +75,7 @@ def _describe(
 
 def _interface_dtype(where: str, x: Any, typestr: str) -> tuple[int, int]:
     """The (code, bits) of an array-interface typestr. bfloat16 shows as 2 bytes of nothing, so the dtype is asked."""
-    order, kind, size = typestr[0], typestr[1], int(typestr[2:])
+    order, kind, size = typestr[0], typestr[1], int(typestr[2:] or 0)
     name = getattr(getattr(x, "dtype", None), "name", None)
     if order == _OTHER_BYTE_ORDER and size > 1:
         fail(INVALID_DTYPE, f"{where} is {name or typestr} in the byte order of another machine")
@@ -90,17 +90,19 @@ def _by_interface(
     where: str, x: Any, interface: dict[str, Any], written: bool, device: tuple[int, int]
 ) -> tuple[int, Any]:
     """Reads an __array_interface__ or a __cuda_array_interface__."""
-    if interface.get("mask") is not None:
-        fail(INVALID_VALUE, f"{where} has a mask, which is not supported")
-    data = interface.get("data")
-    if not isinstance(data, tuple):
-        fail(INVALID_VALUE, f"{where} has an array interface without a pointer")
-    address, read_only = data
-    if written and read_only:
-        fail(INVALID_VALUE, f"{where} is read-only")
-    dtype = _interface_dtype(where, x, interface["typestr"])
-    shape, strides = tuple(interface["shape"]), interface.get("strides")
-    return _describe(where, address or 0, device, dtype, shape, strides, (x, interface))
+    try:
+        if interface.get("mask") is not None:
+            fail(INVALID_VALUE, f"{where} has a mask, which is not supported")
+        address, read_only = interface["data"]
+        if written and read_only:
+            fail(INVALID_VALUE, f"{where} is read-only")
+        dtype = _interface_dtype(where, x, interface["typestr"])
+        shape, strides = tuple(interface["shape"]), interface.get("strides")
+        return _describe(where, address or 0, device, dtype, shape, strides, (x, interface))
+    except _native.Error:
+        raise
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as problem:
+        fail(INVALID_VALUE, f"{where} has an array interface that makes no sense: {problem!r}")
 
 
 def _capsule(name: bytes) -> Callable[[Any], int | None]:
