@@ -772,7 +772,7 @@ def test_array_interface_that_is_not_what_it_says():
     assert out.tobytes() == pydet.gemm(A, B).tobytes()
     raises(r"does not know how to make a result like .*Interface; give every output", ValueError, pydet.gemm, Interface(), B)
     raises(r"a has a mask", ValueError, pydet.gemm, Interface(mask=A), B, out=out)
-    raises(r"array interface without a pointer", ValueError, pydet.gemm, Interface(data=None), B, out=out)
+    raises(r"a has an array interface (without a pointer|that makes no sense)", ValueError, pydet.gemm, Interface(data=None), B, out=out)
     raises(r"out is read-only", ValueError, pydet.gemm, A, B, out=Interface(shape=(3, 5), data=(out.ctypes.data, True)), untouched=[out])
     raises(r"in the byte order of another machine", TypeError, pydet.gemm, Interface(typestr=">f4"), B, out=out)
     raises(r"want float32, bfloat16 or float16", TypeError, pydet.gemm, Interface(typestr="<V2"), B, out=out)
