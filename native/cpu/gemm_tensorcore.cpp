@@ -52,9 +52,7 @@ inline I32s truncate(F32s x) { return __builtin_convertvector(x, I32s); }
 inline I32s exponent_of(F32s x) { return (I32s)((U32s)x << 1 >> 24) - 127; }  // zero and subnormals: -127
 
 inline I32s widen(I16s e, int half) {
-  HalfI16s part;
-  memcpy(&part, (const char *)&e + half * sizeof part, sizeof part);
-  return __builtin_convertvector(part, I32s);
+  return __builtin_convertvector(load_vector<HalfI16s>((const char *)&e + half * sizeof(HalfI16s)), I32s);
 }
 
 inline bool any(I32s mask) {
@@ -116,7 +114,7 @@ inline double pow2(int e) {
 inline int larger(int a, int b) { return a > b ? a : b; }
 inline bool is_finite(float x) { return (bits_of(x) & 0x7F800000u) != 0x7F800000u; }
 inline int exponent_of(float c) {  // of a finite c; far below all others for 0
-  return c == 0 ? 2 * kNone : larger(int(bits_of(c) >> 23 & 255), 1) - 127;
+  return bits_of(c) << 1 == 0 ? 2 * kNone : larger(int(bits_of(c) >> 23 & 255), 1) - 127;
 }
 
 // The IEEE sum of what is NaN or Inf among the products and c, 0 if nothing is.
@@ -144,19 +142,7 @@ template <int kStep, int kFraction, int kFloor> float truncating_step(const Term
   return nearest + 0.0f;  // -0 becomes +0
 }
 
-inline double floor_below_2_51(double x) {
-  double nearest = (x + 0x1.8p52) - 0x1.8p52;
-  return nearest - (nearest > x ? 1.0 : 0.0);
-}
-
-// The second half of cdna3: T in units of 2^(top - 24), and a finite c. |T| < 2^29.
-inline float cdna3_join(int32_t sum, int top, float c) {
-  int joint = larger(larger(top, exponent_of(c)), -300);
-  double products = floor_below_2_51(sum * pow2(larger(top - joint + 7, -60)));
-  double addend = floor_below_2_51(double(c) * pow2(24 - joint));
-  return float(products * pow2(joint - 31) + addend * pow2(joint - 24)) + 0.0f;
-}
-
+// cdna3, exactly.
 template <int kStep> float cdna3_step(const Terms &x, float c) {
   float infinite = special<kStep>(x, c);
   if (!(infinite == 0)) return infinite;
@@ -166,25 +152,30 @@ template <int kStep> float cdna3_step(const Terms &x, float c) {
     if (__builtin_fabs(x.product(k)) >= 0x1p128) infinite += x.a[k] * x.b[k * kTile];
   }
   if (!(infinite == 0)) return infinite;
+  if (top < kLowest) return c + 0.0f;
   int64_t sum = 0;
-  if (top > kLowest)
-    for (int k = 0; k < kStep; ++k) sum += int64_t(x.product(k) * pow2(24 - top));
-  return cdna3_join(int32_t(sum), top, c);
+  for (int k = 0; k < kStep; ++k) sum += int64_t(x.product(k) * pow2(24 - top));
+  int joint = larger(top, exponent_of(c)), down = joint - top - 7;
+  int64_t products = down < 0 ? sum * (1 << -down) : sum >> (down < 63 ? down : 63);
+  double addend = double(c) * pow2(24 - joint);
+  int64_t floored = int64_t(addend) - (double(int64_t(addend)) > addend);
+  return float(double(products + floored * 128) * pow2(joint - 31)) + 0.0f;
 }
 
 // The models, in vectors. `Fused::advance` gives D for one vector of columns of one row from the truncated sum of its
 // products, and marks in `odd` the lanes where that is not proven to be `exact`: there `top`, the larger of the products'
 // exponents and, for sm90 and sm80, c's, lies outside [kTopMin, kTopMax] (so also where all is zero, or anything
 // special), or the int32 sum overflowed.
-//   top >= -100: a product that is not exact in fp32 lies below 2^-126 < q.   top <= 121: |S q| < 2^31 2^(121 - 24)
-constexpr int kTopMin = -100, kTopMax = 121;
+//   top >= -100: a product that is not exact in fp32 lies below 2^-126 < q, and q and its inverse are normal.
+//   top <= 125: no product overflows, and S q becomes Inf just where it should.
+constexpr int kTopMin = -100, kTopMax = 125;
 
 template <int kStep_, int kFraction_, int kFloor> struct Truncating {
   static constexpr int kStep = kStep_, kFraction = kFraction_;
   static constexpr bool kFlushes = false;
   static float exact(const Terms &x, float c) { return truncating_step<kStep, kFraction, kFloor>(x, c); }
   static I32s top(I32s products, F32s c) { return larger(products, exponent_of(c)); }
-  static F32s advance(U32s products, I32s top, I32s, F32s scale, F32s c, I32s &odd) {
+  static F32s advance(U32s products, I32s top, F32s scale, F32s c, I32s &odd) {
     U32s addend = (U32s)truncate(c * scale);
     U32s sum = products + addend;
     odd |= (I32s)((sum ^ products) & (sum ^ addend)) >> 31;
@@ -194,16 +185,31 @@ template <int kStep_, int kFraction_, int kFloor> struct Truncating {
 using Sm90 = Truncating<16, 25, -133>;
 using Sm80 = Truncating<8, 24, -132>;
 
+// Where e_c - E < 7, D is a sum of integers in units of 2^(E - 24). Elsewhere |c| is at least four times |sum|, so D has an
+// ulp of 2^7 or more in units of 2^(e_c - 31), and the floored sum may be cut at 2^5 if its lowest bit then says "and more":
+// it fits fp32, and one addition rounds right.
 struct Cdna3 {
   static constexpr int kStep = 8, kFraction = 24;
   static constexpr bool kFlushes = false;
   static float exact(const Terms &x, float c) { return cdna3_step<kStep>(x, c); }
   static I32s top(I32s products, F32s) { return products; }
-  static F32s advance(U32s products, I32s, I32s top, F32s, F32s c, I32s &odd) {
-    odd |= exponent_of(c) == 128;
-    F32s d;
-    for (int i = 0; i < kLanes; ++i) d[i] = cdna3_join(int32_t(products[i]), top[i], c[i]);
-    return d;
+  static F32s advance(U32s products, I32s top, F32s scale, F32s c, I32s &odd) {
+    I32s c_exponent = exponent_of(c), lead = c_exponent - top;
+    F32s quantum = pow2(top - kFraction);
+    I32s toward_zero = truncate(c * scale);
+    U32s addend = (U32s)toward_zero + (U32s)(__builtin_convertvector(toward_zero, F32s) * quantum > c);  // floor
+    U32s sum = products + addend;
+    F32s close = __builtin_convertvector((I32s)sum, F32s) * quantum;
+
+    I32s down = lead - 7;
+    down = down < 0 ? I32s{} : down > 31 ? I32s{} + 31 : down;
+    I32s floored = (I32s)products >> down;
+    I32s cut = floored >> 5 | (((floored & 31) != 0) & 1);
+    F32s far = c + __builtin_convertvector(cut, F32s) * pow2(c_exponent - 26);
+
+    I32s overflow = (I32s)((sum ^ products) & (sum ^ addend)) >> 31;
+    odd |= (c_exponent == 128) | (overflow & (lead < 7));
+    return lead < 7 ? close : far;
   }
 };
 
@@ -212,12 +218,13 @@ struct Cdna2 {
   static constexpr bool kFlushes = true;
 };
 
-// The marked lanes again, exactly. Lanes where all products are zero, c is 0 were right.
+// The marked lanes again, exactly; but with nothing to add to an ordinary c (or 0) they were right.
 template <class Model>
 __attribute__((noinline, cold)) void repair(Terms x, I16s products, int half, I32s odd, F32s c, F32s *d) {
   for (int i = 0; i < kLanes; ++i) {
-    if (!odd[i] || (products[half * kLanes + i] < kLowest && c[i] == 0)) continue;
-    int column = half * kLanes + i;
+    int column = half * kLanes + i, c_exponent = exponent_of(c[i]);
+    bool ordinary = c[i] == 0 || (c_exponent >= kTopMin && c_exponent <= kTopMax);
+    if (!odd[i] || (products[column] < kLowest && ordinary)) continue;
     (*d)[i] = Model::exact({x.a, x.a_exponent, x.b + column, x.b_exponent + column}, c[i]);
   }
 }
@@ -259,7 +266,7 @@ template <class Model, int kHeight> void walk(const Panels &panels, int row, int
     F32s d[kHeight][2];
     for (int r = 0; r < kHeight; ++r)
       for (int v = 0; v < 2; ++v) {
-        d[r][v] = Model::advance(sum[r][v], top[r][v], widen(products[r], v), scale[r][v], c[r][v], odd[r][v]);
+        d[r][v] = Model::advance(sum[r][v], top[r][v], scale[r][v], c[r][v], odd[r][v]);
         odd_at_all |= odd[r][v];
       }
     if (__builtin_expect(any(odd_at_all), 0))
@@ -304,16 +311,19 @@ template <> void walk<Cdna2, 1>(const Panels &panels, int row, int strip, int de
 
 // ---- Packing --------------------------------------------------------------------------------------------------------
 
-// words[i][j] = source[i outer_stride + j inner_stride], zeros outside rows x cols. One of the strides is 1.
-inline void gather(const uint16_t *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols,
-                   uint16_t *words, int padded_rows, int padded_cols) {
-  if (rows < padded_rows || cols < padded_cols) memset(words, 0, size_t(padded_rows) * padded_cols * 2);
-  if (inner_stride == 1) {
-    for (int i = 0; i < rows; ++i) memcpy(words + i * padded_cols, source + i * outer_stride, size_t(cols) * 2);
-  } else {
-    for (int j = 0; j < cols; ++j)
-      for (int i = 0; i < rows; ++i) words[i * padded_cols + j] = source[i * outer_stride + j * inner_stride];
-  }
+// words[j / kPart][i][j mod kPart] = source[i outer_stride + j inner_stride], one of the strides being 1; zeros where
+// there are fewer than padded_rows, or the last part is not full.
+template <int kPart>
+inline void gather(const uint16_t *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols, int padded_rows,
+                   uint16_t *words) {
+  int parts = (cols + kPart - 1) / kPart, full = inner_stride == 1 ? cols / kPart * kPart : 0;
+  if (rows < padded_rows || cols < parts * kPart) memset(words, 0, size_t(parts) * padded_rows * kPart * 2);
+  for (int i = 0; i < rows; ++i)
+    for (int j = 0; j < full; j += kPart)
+      memcpy(words + (j / kPart * padded_rows + i) * kPart, source + i * outer_stride + j, kPart * 2);
+  for (int j = full; j < cols; ++j)
+    for (int i = 0; i < rows; ++i)
+      words[(j / kPart * padded_rows + i) * kPart + j % kPart] = source[i * outer_stride + j * inner_stride];
 }
 
 // count: a multiple of 16.
@@ -341,21 +351,20 @@ struct Block {
 };
 
 template <class T, class Model> void pack(const Gemm &g, const Block &block, int64_t k, int depth, Panels &panels) {
-  int padded = (depth + Model::kStep - 1) / Model::kStep * Model::kStep, filled = (padded + 15) / 16 * 16;
-  alignas(64) uint16_t words[kDepth * kTile];
+  int padded = (depth + 15) / 16 * 16;  // of which walk takes the steps that it needs
+  alignas(64) uint16_t words[kDepth * (kRows > kCols ? kRows : kCols)];
   alignas(64) int16_t exponents[kDepth];
   const uint16_t *a = (const uint16_t *)g.a.data + block.a + block.m * g.a.row_stride + k * g.a.col_stride;
+  gather<kDepth>(a, g.a.row_stride, g.a.col_stride, block.rows, depth, block.rows, words);
   for (int r = 0; r < block.rows; ++r) {
-    gather(a + r * g.a.row_stride, g.a.row_stride, g.a.col_stride, 1, depth, words, 1, filled);
-    unpack<T, Model::kFlushes>(words, filled, panels.a[r], exponents);
-    for (int i = 0; i < filled; ++i) panels.a_exponent[r][i] = int32_t(uint16_t(exponents[i]) * 0x10001u);
+    unpack<T, Model::kFlushes>(words + r * kDepth, padded, panels.a[r], exponents);
+    for (int i = 0; i < padded; ++i) panels.a_exponent[r][i] = int32_t(uint16_t(exponents[i]) * 0x10001u);
   }
   const uint16_t *b = (const uint16_t *)g.b.data + block.b + k * g.b.row_stride + block.n * g.b.col_stride;
-  for (int first = 0, strip = 0; first < block.cols; first += kTile, ++strip) {
-    int cols = block.cols - first < kTile ? block.cols - first : kTile;
-    gather(b + first * g.b.col_stride, g.b.row_stride, g.b.col_stride, depth, cols, words, filled, kTile);
-    unpack<T, Model::kFlushes>(words, filled * kTile, panels.b[strip][0], panels.b_exponent[strip][0]);
-  }
+  gather<kTile>(b, g.b.row_stride, g.b.col_stride, depth, block.cols, padded, words);
+  for (int strip = 0; strip * kTile < block.cols; ++strip)
+    unpack<T, Model::kFlushes>(words + strip * padded * kTile, padded * kTile, panels.b[strip][0],
+                               panels.b_exponent[strip][0]);
 }
 
 // out = round(sum + bias) for one row of the block.
