@@ -125,9 +125,10 @@ def place(shape, dtype, layout, margin=64):
         strides.insert(0, extent + 3)
         extent += max(count - 1, 0) * strides[0]
     first = margin + ("padded" in layout)
-    memory = np.full((first + extent + margin) * dtype.itemsize + 64, 0xFF, np.uint8)
-    memory = memory[-memory.ctypes.data % 64 :]
-    memory = memory[: memory.size // dtype.itemsize * dtype.itemsize]
+    size = (first + extent + margin) * dtype.itemsize
+    memory = np.full(size + 64, 0xFF, np.uint8)
+    aligned = -memory.ctypes.data % 64
+    memory = memory[aligned : aligned + size]
     view = np.lib.stride_tricks.as_strided(memory.view(dtype)[first:], shape, [s * dtype.itemsize for s in strides])
     return memory, view
 
