@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 try:
@@ -66,16 +66,23 @@ class build_native_then_py(build_py):
         super().run()
 
 
+class BinaryDistribution(Distribution):
+    """A package that holds machine code, though no extension module."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 class wheel_for_any_python(bdist_wheel):
     """One wheel for every Python 3 on this platform: nothing in it is compiled against Python."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
 if __name__ == "__main__":
-    setup(version=version(), cmdclass={"build_py": build_native_then_py, "bdist_wheel": wheel_for_any_python})
+    setup(
+        version=version(),
+        distclass=BinaryDistribution,
+        cmdclass={"build_py": build_native_then_py, "bdist_wheel": wheel_for_any_python},
+    )

@@ -370,21 +370,37 @@ class Call {
   }
 
   bool fill_by_api(const char *name, Operand *operand, const Framework *framework) {
-    if (framework->torch && !operand->made) {
-      Owned tracked(python().PyObject_GetAttr(operand->object, exchange->requires_grad));
-      Owned negative(call_python(exchange->is_neg, operand->object));
-      if (!tracked || !negative) return false;
-      if (python().PyObject_IsTrue(tracked) || python().PyObject_IsTrue(negative)) {
-        Owned checked(ask(exchange->check, operand->object, name));
-        if (!checked) return false;
-      }
-    }
     if (static_cast<const ExchangeApi *>(framework->api)->tensor_from_object(operand->object, &operand->tensor) != 0) {
       python().PyErr_Clear();
       Owned(ask(exchange->unreadable, operand->object, name));
       return false;
     }
     own_extents(operand);
+    return !framework->torch || operand->made || means_its_memory(name, operand);
+  }
+
+  // The exchange API hands out tensors that want a gradient, and the memory of tensors that are its negative.
+  bool means_its_memory(const char *name, const Operand *operand) {
+    Owned tracked(python().PyObject_GetAttr(operand->object, exchange->requires_grad));
+    Owned base(python().PyObject_GetAttr(operand->object, exchange->base));
+    if (!tracked || !base) return false;
+    bool suspect = python().PyObject_IsTrue(tracked);
+    if (!suspect && (base != exchange->none || looks_negated(operand->tensor))) {
+      Owned negated(call_python(exchange->is_neg, operand->object));
+      if (!negated) return false;
+      suspect = python().PyObject_IsTrue(negated);
+    }
+    if (!suspect) return true;
+    Owned checked(ask(exchange->check, operand->object, name));
+    return checked;
+  }
+
+  // Negated memory is the imaginary part of a conjugated tensor: a view, or if that was detached, every other element.
+  // is_neg() takes as long as all else about a tensor together (70 ns), so only such tensors are asked.
+  static bool looks_negated(const pydet_tensor &tensor) {
+    if (!tensor.strides) return false;
+    for (int i = 0; i < tensor.ndim; ++i)
+      if (tensor.shape[i] > 1 && tensor.strides[i] % 2 != 0) return false;
     return true;
   }
 
@@ -503,8 +519,8 @@ struct ProductWords {
 constexpr ProductWords kProductWords[] = {
     {"gemm", "a", "b"}, {"gemm_da", "dc", "b"}, {"gemm_db", "a", "dc"}, {"skinny_gemm", "x", "w"}};
 
-// (x, y, bias, out, out type index or None, accumulate, arithmetic, k_chunk or None, mode, weights_constant, kernel or
-// None, stream or None)
+// (x, y, bias, out, out type index or None, accumulate, arithmetic, k_chunk or None, mode or None, weights_constant,
+// kernel or None, stream or None)
 template <Product product> Object *call_product(Object *, Object *const *args, intptr_t count) {
   constexpr ProductWords words = kProductWords[int(product)];
   if (!count_is(count, 12, words.op)) return nullptr;
@@ -521,7 +537,7 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
   if (!call.flag_of("accumulate", args[5], &options.accumulate)) return nullptr;
   if (!call.number_of("arithmetic", exchange->arithmetics, args[6], &options.arithmetic)) return nullptr;
   if (args[7] != exchange->none && !call.integer_of("k_chunk", args[7], &options.k_chunk)) return nullptr;
-  if (!call.number_of("mode", exchange->modes, args[8], &options.mode)) return nullptr;
+  if (args[8] != exchange->none && !call.number_of("mode", exchange->modes, args[8], &options.mode)) return nullptr;
   if (!call.flag_of("weights_constant", args[9], &options.weights_constant)) return nullptr;
   if (!call.text_of("kernel", args[10], &options.kernel)) return nullptr;
 

@@ -89,8 +89,9 @@ typedef struct pydet_exchange {
   uint32_t struct_size; /* sizeof(pydet_exchange): a library of another release is refused */
   pydet_exchange_python python;
   pydet_object *none;
-  pydet_object *requires_grad; /* the string */
-  pydet_object *dtype;         /* the string */
+  pydet_object *requires_grad; /* the strings "requires_grad", "_base" and "dtype" */
+  pydet_object *base;
+  pydet_object *dtype;
   pydet_object *is_neg;        /* torch.Tensor.is_neg, NULL until torch is seen */
   pydet_object *numpy_empty;   /* numpy.empty and three dtypes (float32, bfloat16, float16), NULL until seen */
   pydet_object *numpy_dtypes[3];

@@ -104,7 +104,7 @@ class Library:
             raise Error(f"{path} is there but does not load: {reason}", UNSUPPORTED) from None
         try:
             abi, numerics = self.lib.pydet_abi(), self.lib.pydet_numerics()
-        except AttributeError:
+        except (AttributeError, ffi.error):  # which of the two depends on cffi's release
             raise Error(f"{path} is no pydet library: it has no pydet_abi()", UNSUPPORTED) from None
         for word, got, want in (
             ("ABI", abi, constants.PYDET_ABI),

@@ -588,7 +588,7 @@ def _fill_exchange() -> None:
         address = ctypes.cast(ctypes.pythonapi[name], ctypes.c_void_p).value
         setattr(exchange.python, name, ffi.cast(member.type, address))
     exchange.none = _handle(None)
-    exchange.requires_grad, exchange.dtype = _handle("requires_grad"), _handle("dtype")
+    exchange.requires_grad, exchange.base, exchange.dtype = map(_handle, ("requires_grad", "_base", "dtype"))
     exchange.frameworks, exchange.arithmetics, exchange.modes = map(_handle, (_addresses, _arithmetics, MODES))
     hooks: dict[str, Callable[..., Any]] = {
         "classify": classify,
@@ -617,7 +617,7 @@ def _methods() -> tuple[dict[str, Callable[..., Any]], str]:
         return {}, problem
     try:
         table = library.lib.pydet_exchange_methods(exchange)
-    except AttributeError:
+    except (AttributeError, ffi.error):
         table = ffi.NULL
     if table == ffi.NULL:
         return {}, f"{library.path} was built for another release of this Python package; build both anew"
