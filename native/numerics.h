@@ -21,9 +21,10 @@ constexpr int kRowLaneElements = 8;
 constexpr int kRowLaneGroups = 256;
 constexpr int kRowLanes = kRowLaneElements * kRowLaneGroups;
 
-// dweight: rows in chains of 16 from +0; 16 chains added ascending from +0 make a block of 256 rows; blocks are added
-// ascending, from +0 or from dweight.
+// dweight: rows in chains of 16 from +0; 4 chains added ascending from +0 make a group of 64 rows, 4 groups added ascending
+// from +0 a block of 256; blocks are added ascending, from +0 or from dweight.
 constexpr int kDweightChainRows = 16;
+constexpr int kDweightGroupRows = 64;
 constexpr int kDweightBlockRows = 256;
 
 // ---- GEMM --------------------------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ constexpr int kChunkMultiple = 16;  // k_chunk is a multiple of every arithmetic
 
 enum class Type : int32_t { f32, bf16, f16 };
 
-constexpr int size_of(Type type) { return type == Type::f32 ? 4 : 2; }
+PYDET_HD constexpr int size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 constexpr uint32_t kNanF32 = 0x7FFFFFFFu;  // the one NaN that is ever stored; NVIDIA's own canonical NaN
 constexpr uint16_t kNan16 = 0x7FFFu;       // the same for bf16 and fp16
