@@ -19,7 +19,7 @@ FLOAT32 = np.dtype(np.float32)
 STEP = {"ieee": 1, "sm90": 16, "sm80": 8, "cdna3": 8, "cdna2": 4}  # products that one step of the chain takes
 
 ROW_LANES, LANE_ELEMENTS = 2048, 8
-DWEIGHT_CHAIN_ROWS, DWEIGHT_BLOCK_ROWS = 16, 256
+DWEIGHT_CHAIN_ROWS, DWEIGHT_GROUP_ROWS, DWEIGHT_BLOCK_ROWS = 16, 64, 256
 
 
 def quiet(function):
@@ -276,16 +276,19 @@ def rmsnorm(x, weight=None, *, eps, weight_offset=0.0, residual=None, out=None):
 
 
 def sum_over_rows(a, b, start):
-    """sum_m a[m] b[m]: chains of 16 rows from +0; 16 chains added from +0 to a block; blocks added to `start`; all
-    ascending."""
+    """sum_m a[m] b[m]: chains of 16 rows from +0; 4 chains added from +0 to a group, 4 groups to a block; blocks added
+    to `start`; all ascending."""
     rows, n = a.shape
     for first in range(0, rows, DWEIGHT_BLOCK_ROWS):
         block = np.zeros(n, np.float32)
-        for head in range(first, min(first + DWEIGHT_BLOCK_ROWS, rows), DWEIGHT_CHAIN_ROWS):
-            p = np.zeros(n, np.float32)
-            for row in range(head, min(head + DWEIGHT_CHAIN_ROWS, rows)):
-                p = fma(a[row], b[row], p)
-            block = block + p
+        for middle in range(first, min(first + DWEIGHT_BLOCK_ROWS, rows), DWEIGHT_GROUP_ROWS):
+            group = np.zeros(n, np.float32)
+            for head in range(middle, min(middle + DWEIGHT_GROUP_ROWS, rows), DWEIGHT_CHAIN_ROWS):
+                p = np.zeros(n, np.float32)
+                for row in range(head, min(head + DWEIGHT_CHAIN_ROWS, rows)):
+                    p = fma(a[row], b[row], p)
+                group = group + p
+            block = block + group
         start = start + block
     return start
 

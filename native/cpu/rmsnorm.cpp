@@ -6,8 +6,8 @@
 //   backward   xhat = x rstd,   g = dy (w + weight_offset),   c = rowsum(g, xhat) / n
 //              t    = fmaf(-xhat, c, g)
 //              dx   = round(rstd t), or round(fmaf(rstd, t, dresidual))
-//              dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 16 chains added from +0 are a block;
-//                       the blocks added, from +0 or from dweight, and rounded once
+//              dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 4 chains added from +0 are a group, 4
+//                       groups a block of 256 rows; the blocks added, from +0 or from dweight, and rounded once
 //   rowsum     element j of (u, v) goes to lane j mod 2048, lane = fmaf(u, v, lane) from +0; then lane 8 g + e is
 //              joined over e with partners 4, 2, 1 apart, then over g with partners 128, 64, ..., 1 apart
 //
@@ -187,23 +187,26 @@ void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, f
 constexpr int64_t kJoinColumns = 512;
 
 template <class T> void join_columns(const RmsNormBackward &problem, int64_t chains, int64_t first) {
-  constexpr int64_t kBlockChains = kDweightBlockRows / kDweightChainRows;
+  constexpr int64_t kGroupChains = kDweightGroupRows / kDweightChainRows, kBlockChains = kDweightBlockRows / kDweightChainRows;
   const int64_t n = problem.n, columns = n - first < kJoinColumns ? n - first : kJoinColumns;
   auto *dweight = (typename T::Stored *)problem.dweight.data + first;
-  alignas(64) float total[kJoinColumns] = {}, block[kJoinColumns];
+  alignas(64) float total[kJoinColumns] = {}, block[kJoinColumns] = {}, group[kJoinColumns] = {};
+  auto add_and_clear = [columns](float *sum, float *part) {
+    along(columns, [&](int64_t j, auto v) {
+      set<Partial>(sum + j, get<Partial>(sum + j, v) + get<Partial>(part + j, v));
+      set<Partial>(part + j, all(0.0f, v));
+    });
+  };
 
   if (problem.accumulate) along(columns, [&](int64_t j, auto v) { set<Partial>(total + j, get<T>(dweight + j, v)); });
-  for (int64_t c = 0; c < chains; c += kBlockChains) {
-    memset(block, 0, sizeof block);
-    for (int64_t i = c; i < chains && i < c + kBlockChains; ++i) {
-      const float *chain = (const float *)problem.workspace + i * n + first;
-      along(columns, [&](int64_t j, auto v) {
-        set<Partial>(block + j, get<Partial>(block + j, v) + get<Partial>(chain + j, v));
-      });
-    }
+  for (int64_t i = 0; i < chains; ++i) {
+    const float *chain = (const float *)problem.workspace + i * n + first;
     along(columns, [&](int64_t j, auto v) {
-      set<Partial>(total + j, get<Partial>(total + j, v) + get<Partial>(block + j, v));
+      set<Partial>(group + j, get<Partial>(group + j, v) + get<Partial>(chain + j, v));
     });
+    const bool last = i + 1 == chains;
+    if (last || (i + 1) % kGroupChains == 0) add_and_clear(block, group);
+    if (last || (i + 1) % kBlockChains == 0) add_and_clear(total, block);
   }
   along(columns, [&](int64_t j, auto v) { set<T>(dweight + j, get<Partial>(total + j, v)); });
 }
