@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cases
+import pydet
 import reference
 from cases import DTYPES, KINDS, LAYOUTS, Problem, assert_same_bits, check_equals_reference, data, lay
 from conftest import threads, unusual_float_environment
@@ -245,8 +246,6 @@ def test_batch_invariance(gemm_kernel, k_chunk):
 
 
 def test_batch_invariance_of_the_library_s_own_choice():
-    import pydet
-
     for dtype, arithmetics in cases.ARITHMETICS.items():
         for arithmetic in arithmetics:
             check_batch_invariance(pydet.gemm, arithmetic, dtype)
@@ -333,40 +332,79 @@ LARGE = [Problem(64, 96, 100), Problem(150, 130, 70, out_layout="col"), Problem(
          Problem(1, 900, 200, k_chunk=64), Problem(300, 3, 200, kind="wide"), Problem(30, 40, 80, batch=(5,), bias="mn fp32")]
 
 
-def large_problems(kernel):
-    return [dataclasses.replace(problem, dtype=kernel.dtype, arithmetic=kernel.arithmetic) for problem in LARGE]
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_threads(gemm_kernel, count):
+def check_threads(gemm, arithmetic, dtype, count):
+    """Problems large enough to be shared out have the reference's bits on any number of threads."""
     with threads(count):
-        check_equals_reference(gemm_kernel.gemm, large_problems(gemm_kernel))
+        check_equals_reference(gemm, [dataclasses.replace(p, dtype=dtype, arithmetic=arithmetic) for p in LARGE])
 
 
-def test_repeated_calls(gemm_kernel):
-    problem = start_from(gemm_kernel, m=64, n=96, k=100)
-    first = cases.run(gemm_kernel.gemm, problem)
+def check_repeated_calls(gemm, arithmetic, dtype):
+    problem = Problem(64, 96, 100, dtype, arithmetic)
+    first = cases.run(gemm, problem)
     for _ in range(20):
-        assert_same_bits(cases.run(gemm_kernel.gemm, problem), first, "again")
+        assert_same_bits(cases.run(gemm, problem), first, "again")
 
 
-def test_caller_s_float_environment(gemm_kernel):
-    problems = [start_from(gemm_kernel, m=30, n=45, k=k, kind="extremes") for k in (1, 16, 50)]
-    problems += [start_from(gemm_kernel, m=64, n=96, k=100, out_dtype=out_dtype) for out_dtype in DTYPES]
+def check_float_environment(gemm, arithmetic, dtype):
+    """Neither flush-to-zero nor the rounding mode of the calling thread reaches a bit, and both are still set afterwards."""
+    problems = [Problem(30, 45, k, dtype, arithmetic, kind="extremes") for k in (1, 16, 50)]
+    problems += [Problem(64, 96, 100, dtype, arithmetic, out_dtype) for out_dtype in DTYPES]
     for problem in problems:
         a, b, options = problem.operands()
         out = np.empty(problem.shape, DTYPES[problem.out_dtype])
         with threads(2), unusual_float_environment() as still_set:
-            gemm_kernel.gemm(a, b, out=out, **options)
+            gemm(a, b, out=out, **options)
             kept = still_set()
         assert_same_bits(out, problem.expected(), str(problem))
         assert kept, "the caller's settings were changed"
 
 
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_threads(gemm_kernel, count):
+    check_threads(gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype, count)
+
+
+def test_repeated_calls(gemm_kernel):
+    check_repeated_calls(gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
+
+
+def test_float_environment(gemm_kernel):
+    check_float_environment(gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
+
+
+def check_workspace(call, size):
+    """call(workspace) returns a result as bytes: the same whatever the workspace held, and nothing past it is written."""
+    results = []
+    for fill in (0x00, 0xFF, 0x41):
+        workspace = np.full(size + 4096, fill, np.uint8)
+        aligned = workspace[-workspace.ctypes.data % 256 :]
+        results.append(call(aligned[:size]))
+        assert np.all(aligned[size:] == fill), "bytes past the workspace changed"
+    assert results[0] == results[1] == results[2], "the workspace's contents reached the result"
+
+
+def test_workspace(gemm_kernel):
+    from capi import Tensor, ffi, lib, options
+
+    problem = start_from(gemm_kernel, m=3, n=200, k=300, k_chunk=64)
+    a, b, _ = problem.operands()
+    fields = {"kernel": gemm_kernel.name, "k_chunk": 64}
+    size = ffi.new("uint64_t *")
+    assert lib.pydet_gemm_workspace(1, 3, 200, 300, options("pydet_gemm_options", **fields), size) == lib.PYDET_OK
+
+    def call(workspace):
+        out = np.empty(problem.shape, np.float32)
+        made = options("pydet_gemm_options", arithmetic=getattr(lib, f"PYDET_{problem.arithmetic.upper()}"),
+                       workspace=ffi.from_buffer(workspace), workspace_size=len(workspace), **fields)
+        assert lib.pydet_gemm(ffi.NULL, Tensor(a).c, Tensor(b).c, ffi.NULL, Tensor(out).c, made) == lib.PYDET_OK
+        assert_same_bits(out, problem.expected(), str(problem))
+        return out.tobytes()
+
+    check_workspace(call, max(size[0], 256))
+
+
 def test_kernels_of_one_arithmetic_agree(gemm_kernel):
     """Larger than the reference can follow: against the library's own choice."""
-    import pydet
-
     for out_dtype, a_layout, b_layout in [("fp32", "row", "row"), ("bf16", "row", "col"), ("fp16", "col", "row_padded")]:
         problem = start_from(gemm_kernel, m=131, n=270, k=421, out_dtype=out_dtype, a_layout=a_layout, b_layout=b_layout)
         assert_same_bits(cases.run(gemm_kernel.gemm, problem), cases.run(pydet.gemm, problem), str(problem))

@@ -7,12 +7,15 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+import pydet
 import reference
 from cases import DTYPES, assert_same_bits, data, place
 from conftest import threads, unusual_float_environment
+from test_gemm import check_workspace
 
 ROWS = [0, 1, 2, 15, 16, 17, 255, 256, 257, 600]
 WIDTHS = [1, 7, 8, 64, 255, 256, 1024, 2047, 2048, 2049, 4100]
+SHARED_OUT = [(70, 2049), (600, 256), (1100, 37)]  # large enough to be given to several threads
 LONGEST = 300_000  # elements of the largest case that the reference follows for every kernel
 SHAPES = [(m, n) for m in ROWS for n in WIDTHS if m * n <= LONGEST] + [(257, 2049)]
 EPS = 1e-6
@@ -114,8 +117,6 @@ def test_backward_of_extreme_numbers(rmsnorm_backward_kernel):
                   kind=st.sampled_from(["normal", "wide", "extremes", "specials"]))
 def test_any_shape_and_option(m, n, dtype, index, kind):
     """The library's own choice of kernel."""
-    import pydet
-
     x, weight, options = forward_case(m, n, dtype, index, kind)
     assert_all_same_bits(pydet.rmsnorm(x, weight, **options), reference.rmsnorm(x, weight, **options), "forward")
     args, options = backward_case(m, n, dtype, index, kind)
@@ -218,8 +219,6 @@ def check_dweight_continues(rmsnorm_backward, dtype):
 
 
 def test_rows_alone(rmsnorm_kernel):
-    import pydet
-
     backward = rmsnorm_kernel.name.replace("rmsnorm", "rmsnorm_backward")
     assert backward in [kernel.name for kernel in pydet.kernels()]
     check_rows_alone(rmsnorm_kernel.rmsnorm, lambda *a, **o: pydet.rmsnorm_backward(*a, kernel=backward, **o), rmsnorm_kernel.dtype)
@@ -293,33 +292,64 @@ def test_layout_changes_no_bit(rmsnorm_kernel):
     assert_all_same_bits(many, (np.broadcast_to(y, (7, 100)), np.broadcast_to(rstd, 7)), "stride 0")
 
 
+def check_forward_float_environment(rmsnorm, dtype):
+    for index, kind, shape in itertools.product(range(4), ["normal", "extremes"], [(40, 9), (300, 500)]):
+        x, weight, options = forward_case(*shape, dtype, index, kind)
+        with threads(2), unusual_float_environment() as still_set:
+            results = rmsnorm(x, weight, **options)
+            still = still_set()
+        expected = reference_once(("environment", shape, dtype, index, kind), reference.rmsnorm, x, weight, **options)
+        assert_all_same_bits(results, expected, f"{shape} {kind}")
+        assert still, "the caller's settings were changed"
+
+
+def check_backward_float_environment(rmsnorm_backward, dtype):
+    for index, kind, shape in itertools.product(range(4), ["normal", "extremes"], [(40, 9), (300, 500)]):
+        args, options = backward_case(*shape, dtype, index, kind)
+        with threads(2), unusual_float_environment() as still_set:
+            results = rmsnorm_backward(*args, **options)
+            still = still_set()
+        key = ("backward environment", shape, dtype, index, kind)
+        expected = reference_once(key, reference.rmsnorm_backward, *args, **options)
+        assert_all_same_bits(results, expected, f"{shape} {kind}")
+        assert still, "the caller's settings were changed"
+
+
+def test_float_environment(rmsnorm_kernel):
+    check_forward_float_environment(rmsnorm_kernel.rmsnorm, rmsnorm_kernel.dtype)
+
+
+def test_backward_float_environment(rmsnorm_backward_kernel):
+    check_backward_float_environment(rmsnorm_backward_kernel.rmsnorm_backward, rmsnorm_backward_kernel.dtype)
+
+
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_threads(rmsnorm_kernel, count):
     with threads(count):
-        check_forward(rmsnorm_kernel.rmsnorm, rmsnorm_kernel.dtype, [(70, 2049), (600, 256)])
+        check_forward(rmsnorm_kernel.rmsnorm, rmsnorm_kernel.dtype, SHARED_OUT)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_backward_threads(rmsnorm_backward_kernel, count):
     with threads(count):
-        check_backward(rmsnorm_backward_kernel.rmsnorm_backward, rmsnorm_backward_kernel.dtype, [(70, 2049), (600, 256), (1100, 37)])
+        check_backward(rmsnorm_backward_kernel.rmsnorm_backward, rmsnorm_backward_kernel.dtype, SHARED_OUT)
 
 
-def test_caller_s_float_environment(rmsnorm_kernel, count=2):
-    for index, kind, shape in itertools.product(range(4), ["normal", "extremes"], [(40, 9), (300, 500)]):
-        x, weight, options = forward_case(*shape, rmsnorm_kernel.dtype, index, kind)
-        with threads(count), unusual_float_environment() as still_set:
-            results = rmsnorm_kernel.rmsnorm(x, weight, **options)
-            kept_settings = still_set()
-        assert_all_same_bits(results, reference.rmsnorm(x, weight, **options), f"{shape} {kind}")
-        assert kept_settings, "the caller's settings were changed"
+def test_workspace(rmsnorm_backward_kernel):
+    from capi import Tensor, ffi, lib, options
 
+    (dy, x, weight, rstd), _ = backward_case(300, 70, rmsnorm_backward_kernel.dtype, 1)
+    expected = reference.rmsnorm_backward(dy, x, weight, rstd, dweight_dtype=np.float32)
+    size = ffi.new("uint64_t *")
+    assert lib.pydet_rmsnorm_backward_workspace(300, 70, size) == lib.PYDET_OK
 
-def test_backward_in_the_caller_s_float_environment(rmsnorm_backward_kernel, count=2):
-    for index, kind, shape in itertools.product(range(4), ["normal", "extremes"], [(40, 9), (300, 500)]):
-        args, options = backward_case(*shape, rmsnorm_backward_kernel.dtype, index, kind)
-        with threads(count), unusual_float_environment() as still_set:
-            results = rmsnorm_backward_kernel.rmsnorm_backward(*args, **options)
-            kept_settings = still_set()
-        assert_all_same_bits(results, reference.rmsnorm_backward(*args, **options), f"{shape} {kind}")
-        assert kept_settings, "the caller's settings were changed"
+    def call(workspace):
+        dx, dweight = np.empty_like(x), np.empty(70, np.float32)
+        made = options("pydet_rmsnorm_backward_options", kernel=rmsnorm_backward_kernel.name,
+                       workspace=ffi.from_buffer(workspace), workspace_size=len(workspace))
+        tensors = [Tensor(t).c for t in (dy, x, weight, rstd)] + [ffi.NULL, Tensor(dx).c, Tensor(dweight).c]
+        assert lib.pydet_rmsnorm_backward(ffi.NULL, *tensors, made) == lib.PYDET_OK
+        assert_all_same_bits((dx, dweight), expected, "with a workspace of its own")
+        return dx.tobytes() + dweight.tobytes()
+
+    check_workspace(call, size[0])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import cases
+import pydet
 import reference
 from cases import DTYPES, KINDS, assert_same_bits, data, lay
 from conftest import threads
@@ -22,13 +23,14 @@ def operands(kind, shape, n, k, dtype, layout="row"):
 def check_skinny_equals_gemm(skinny_gemm, gemm, arithmetic, dtype):
     """x of any rank, w in any layout, every bias, output type and option."""
     layouts = itertools.cycle(["row", "row_padded", "col", "col_padded"])
+    chunks = itertools.cycle([16, 64, 128])
     biases = itertools.cycle(["", "n fp32", "full bf16", "n fp16", "full fp32"])
     for (n, k), shape in itertools.product(WIDTHS, [(), (1,), (2,), (7,), (64,), (2, 3), (2, 1, 3)]):
         layout, bias_form = next(layouts), next(biases)
         kind, out_dtype = KINDS[(n + k) % 5], list(DTYPES.values())[(n + k) % 3]
         x, w = operands(kind, shape, n, k, dtype, layout)
         rows = x.reshape(int(np.prod(shape)), k)
-        for k_chunk in (None, 16, 64):
+        for k_chunk in (None, next(chunks)):
             options = {"arithmetic": arithmetic, "k_chunk": k_chunk, "out_dtype": out_dtype}
             bias, rows_bias = None, None
             if bias_form:
@@ -121,8 +123,6 @@ def test_promise_about_weights_changes_no_bit(gemm_kernel):
 
 def test_fast_mode_is_a_sum_too():
     """It promises no bits, so it is held to the error bound of any order."""
-    import pydet
-
     for dtype, shape in itertools.product(DTYPES, [(), (1,), (8,)]):
         x, w = operands("normal", shape, 300, 1000, dtype)
         y = pydet.skinny_gemm(x, w, mode="fast", out_dtype=np.float32).astype(np.float64)

@@ -1,0 +1,135 @@
+"""Golden hashes: the bits of this PYDET_NUMERICS, pinned for good.
+
+tests/golden/<operation>.json holds the SHA-256 of each case's output bytes. They were computed by the reference, and every
+kernel must reproduce them; a faster kernel changes none. `python -m tests.record_golden` writes them anew.
+"""
+
+import hashlib
+import itertools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+import cases
+import pydet
+import reference
+from cases import ARITHMETICS, DTYPES, Problem, data
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def digest(*arrays):
+    return hashlib.sha256(b"".join(reference.bits(array).tobytes() for array in arrays if array is not None)).hexdigest()
+
+
+def gemm_digests(gemm, arithmetic, dtype):
+    """Case name -> hash."""
+    digests = {}
+    for kind, out_dtype, k_chunk, bias in itertools.product(
+            ["normal", "extremes", "specials"], DTYPES, [None, 64], ["", "n fp32"]):
+        problem = Problem(29, 50, 300, dtype, arithmetic, out_dtype, kind, bias=bias, k_chunk=k_chunk)
+        name = f"{arithmetic} {dtype} {kind} k_chunk={k_chunk} bias={bias or None} -> {out_dtype}"
+        digests[name] = digest(cases.run(gemm, problem))
+    accumulated = Problem(29, 50, 300, dtype, arithmetic, accumulate=True)
+    digests[f"{arithmetic} {dtype} accumulate -> fp32"] = digest(cases.run(gemm, accumulated))
+    return digests
+
+
+def skinny_gemm_digests(skinny_gemm, arithmetic, dtype):
+    digests = {}
+    for tokens, k_chunk, out_dtype in itertools.product([1, 8, 33], [None, 128], ["fp32", dtype]):
+        x, w = data("normal", (tokens, 500), DTYPES[dtype]), data("normal", (90, 500), DTYPES[dtype], 1)
+        y = skinny_gemm(x, w, arithmetic=arithmetic, k_chunk=k_chunk, out_dtype=DTYPES[out_dtype])
+        digests[f"{arithmetic} {dtype} tokens={tokens} k_chunk={k_chunk} -> {out_dtype}"] = digest(y)
+    return digests
+
+
+NORMS = [(kind, m, n) for kind in ("normal", "wide", "specials") for m, n in [(3, 5000), (20, 257), (600, 33)]]
+
+
+def rmsnorm_digests(rmsnorm, arithmetic, dtype):
+    digests = {}
+    for (kind, m, n), options in itertools.product(NORMS, [{}, {"weight_offset": 1.0}, {"residual": True}]):
+        x, weight = data(kind, (m, n), DTYPES[dtype]), data("normal", (n,), DTYPES[dtype], 1)
+        given = {**options, **({"residual": data(kind, (m, n), DTYPES[dtype], 2)} if "residual" in options else {})}
+        digests[f"{arithmetic} {dtype} {kind} {m}x{n} {', '.join(options) or 'plain'}"] = digest(*rmsnorm(x, weight, eps=1e-6, **given))
+    return digests
+
+
+def rmsnorm_backward_digests(rmsnorm_backward, arithmetic, dtype):
+    digests = {}
+    for (kind, m, n), residual, dweight_dtype in itertools.product(NORMS, [False, True], ["fp32", dtype]):
+        x, dy = data(kind, (m, n), DTYPES[dtype]), data("normal", (m, n), DTYPES[dtype], 1)
+        weight, rstd = data("normal", (n,), DTYPES[dtype], 2), np.abs(data("normal", (m,), reference.FLOAT32, 3))
+        options = {"dresidual": data(kind, (m, n), DTYPES[dtype], 4)} if residual else {}
+        results = rmsnorm_backward(dy, x, weight, rstd, dweight_dtype=DTYPES[dweight_dtype], **options)
+        digests[f"{arithmetic} {dtype} {kind} {m}x{n} dresidual={residual} -> {dweight_dtype}"] = digest(*results)
+    return digests
+
+
+DIGESTS = {"gemm": gemm_digests, "skinny_gemm": skinny_gemm_digests, "rmsnorm": rmsnorm_digests,
+           "rmsnorm_backward": rmsnorm_backward_digests}
+
+
+def all_digests(operation, function):
+    """Every case of an operation, by one implementation of all its arithmetics."""
+    arithmetics = ARITHMETICS if "gemm" in operation else {dtype: ["ieee"] for dtype in DTYPES}
+    return {name: value for dtype in DTYPES for arithmetic in arithmetics[dtype]
+            for name, value in DIGESTS[operation](function, arithmetic, dtype).items()}
+
+
+def recorded(operation):
+    return json.loads((GOLDEN / f"{operation}.json").read_text())
+
+
+def check_golden(operation, function, arithmetic, dtype):
+    golden = recorded(operation)["sha256"]
+    digests = DIGESTS[operation](function, arithmetic, dtype)
+    assert digests.keys() <= golden.keys(), f"not recorded: {digests.keys() - golden.keys()}"
+    wrong = [name for name, value in digests.items() if value != golden[name]]
+    assert not wrong, f"{operation}: {len(wrong)} of {len(digests)} cases have other bits: {wrong[:5]}"
+
+
+def test_gemm(gemm_kernel):
+    check_golden("gemm", gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
+
+
+def test_skinny_gemm(gemm_kernel):
+    check_golden("skinny_gemm", gemm_kernel.skinny_gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
+
+
+def test_rmsnorm(rmsnorm_kernel):
+    check_golden("rmsnorm", rmsnorm_kernel.rmsnorm, "ieee", rmsnorm_kernel.dtype)
+
+
+def test_rmsnorm_backward(rmsnorm_backward_kernel):
+    check_golden("rmsnorm_backward", rmsnorm_backward_kernel.rmsnorm_backward, "ieee", rmsnorm_backward_kernel.dtype)
+
+
+@pytest.mark.parametrize("operation", DIGESTS)
+def test_reference(operation):
+    """The reference is pinned too, and every recorded case is one that is still computed."""
+    assert all_digests(operation, getattr(reference, operation)) == recorded(operation)["sha256"]
+
+
+@pytest.mark.parametrize("operation", DIGESTS)
+def test_recorded_for_these_numerics(operation):
+    assert recorded(operation)["numerics"] == pydet.NUMERICS
+
+
+def test_recording_refuses_changed_bits(tmp_path):
+    """New cases may be added; a changed or a lost hash needs a higher PYDET_NUMERICS."""
+    from record_golden import Refused, record
+
+    record(tmp_path, "gemm", {"a": "1"}, numerics=1)
+    record(tmp_path, "gemm", {"a": "1", "b": "2"}, numerics=1)
+    for changed in ({"a": "1", "b": "3"}, {"a": "1"}):
+        with pytest.raises(Refused, match="'b'"):
+            record(tmp_path, "gemm", changed, numerics=1)
+    with pytest.raises(Refused):
+        record(tmp_path, "gemm", {"a": "1", "b": "3"}, numerics=0)
+    assert json.loads((tmp_path / "gemm.json").read_text()) == {"numerics": 1, "sha256": {"a": "1", "b": "2"}}
+    record(tmp_path, "gemm", {"a": "1", "b": "3"}, numerics=2)
+    assert json.loads((tmp_path / "gemm.json").read_text()) == {"numerics": 2, "sha256": {"a": "1", "b": "3"}}
