@@ -1,39 +1,33 @@
-// out = round(chain_k(a, b) + bias) in the arithmetic of tensor cores: bit models of NVIDIA's and AMD's matrix units.
+// GEMM in the arithmetic of tensor cores (NUMERICS.md, "GEMM"): bit models of NVIDIA's and AMD's matrix units.
 //
-// k is cut into steps of n, ascending, the last one padded with +0; D of a step is c of the next. p_i = a_i b_i exactly;
-// its exponent e_i = max(floor(log2|a_i|), emin) + max(floor(log2|b_i|), emin), emin = -126 (bf16) or -14 (fp16), is
-// that of the operands: |p_i| < 4 * 2^e_i. e_c = max(floor(log2|c|), -126). Zeros have no exponent and take no part in
-// a maximum; a zero result is +0. NaN, Inf * 0 and opposing Infs give NaN, other Infs give Inf.
+//   D = step(a[0..n), b[0..n), c) for n consecutive k, ascending, the last step padded with +0; D is the next step's c.
+//   p_i = a_i b_i, exact;  e_i = max(floor(log2|a_i|), emin) + max(floor(log2|b_i|), emin);  emin = -126 for bf16 and
+//   -14 for fp16;  e_c = max(floor(log2|c|), -126).  Zeros have no exponent and join no maximum; a zero D is +0.
+//   NaN, Inf * 0 and opposing Infs give NaN, other Infs give Inf.
 //
 //   sm90   n = 16, F = 25, floor = -133. Confirmed: recorded H100 results are reproduced without a difference.
-//   sm80   n = 8, F = 24, floor = -132. A published model, not confirmed on a chip by us.
+//   sm80   n = 8, F = 24, floor = -132. A published model; we have not confirmed it on a chip.
 //     E = max(floor, e_c, e_i),  q = 2^(E - F),  S = trunc(c / q) + sum_i trunc(p_i / q)
 //     D = S q truncated toward zero to fp32; |S q| >= 2^128 is Inf
 //   cdna3  n = 8. A published model, not confirmed.
 //     E = max(e_i),  T = sum_i trunc(p_i / 2^(E - 24)),  F = max(E, e_c);  |p_i| >= 2^128 counts as Inf
 //     D = floor(T 2^(E - 24) / 2^(F - 31)) 2^(F - 31) + floor(c / 2^(F - 24)) 2^(F - 24), rounded to nearest even
-//   cdna2  n = 4. A published model, not confirmed. flush(x): subnormals of x's format become +0
-//     p_i = flush(flush(a_i) flush(b_i)),  D = flush(flush(c) + flush(flush(p_0 + p_1) + flush(p_2 + p_3))), all in fp32
+//   cdna2  n = 4. A published model, not confirmed. In fp32, flush(x) being +0 for a subnormal x:
+//     p_i = flush(flush(a_i) flush(b_i)),  D = flush(flush(c) + flush(flush(p_0 + p_1) + flush(p_2 + p_3)))
 //
-// Tile: 2 vectors of columns by kGroup rows, accumulators in registers over kDepth of k; operands are packed on the stack
-// as fp32 values and 16-bit exponents. Inside the range named at `Fused`, products are exact in fp32 and truncation is the
-// conversion to int32; lanes outside it are done again by the exact step in fp64.
-#include "simd.h"
+// Tile: kHeight rows by two vectors of columns, accumulators in registers over kDepth of k; the operands of a block are
+// packed on the stack, as fp32 and as 16-bit exponents. Where exponents allow it, a product is exact in fp32 and its
+// truncation is the conversion to int32; the lanes where they do not are done again, by the exact step in fp64.
 #include "parallel.h"
+#include "simd.h"
 
 namespace pydet {
 namespace {
 
-// ---- Vectors: floats, their bits, and twice as many 16-bit exponents --------------------------------------------------
+// ---- Vectors ------------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kGroup = 4;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8, kGroup = 2;
-#else
-constexpr int kLanes = 4, kGroup = 2;
-#endif
-constexpr int kTile = 2 * kLanes;
+constexpr int kLanes = kWidth > 1 ? kWidth : 4;
+constexpr int kTile = 2 * kLanes, kGroup = 2;  // columns and rows in registers
 
 using F32s = float __attribute__((vector_size(4 * kLanes)));
 using I32s = int32_t __attribute__((vector_size(4 * kLanes)));
@@ -79,11 +73,11 @@ inline F32s to_float_toward_zero(I32s x) {
 #endif
 }
 
-// ---- Packed operands ------------------------------------------------------------------------------------------------
+// ---- Packed operands ----------------------------------------------------------------------------------------------
 
 constexpr int kRows = 128, kCols = 128, kDepth = 128;  // of one block; 390 KiB of stack
-constexpr int16_t kNone = -4000, kSpecial = 12000;     // exponents of zeros, and of NaN and Inf; sums tell which
-constexpr int kLowest = -1000, kHighest = 1000;        // sums beyond these have such an operand
+constexpr int kNone = -4000, kSpecial = 12000;         // for exponents of zeros, and of NaN and Inf
+constexpr int kLowest = -1000, kHighest = 1000;        // a sum of two exponents beyond these has one of those
 
 struct Panels {
   alignas(64) float a[kRows][kDepth];
@@ -92,7 +86,7 @@ struct Panels {
   alignas(64) int16_t b_exponent[kCols / kTile][kDepth][kTile];
 };
 
-// ---- The steps ------------------------------------------------------------------------------------------------------
+// ---- The steps, exactly -------------------------------------------------------------------------------------------
 
 // One row of A and one column of B at the first k of a step.
 struct Terms {
@@ -112,20 +106,18 @@ inline double pow2(int e) {
   return x;
 }
 inline int larger(int a, int b) { return a > b ? a : b; }
-inline bool is_finite(float x) { return (bits_of(x) & 0x7F800000u) != 0x7F800000u; }
 inline int exponent_of(float c) {  // of a finite c; far below all others for 0
   return bits_of(c) << 1 == 0 ? 2 * kNone : larger(int(bits_of(c) >> 23 & 255), 1) - 127;
 }
 
-// The IEEE sum of what is NaN or Inf among the products and c, 0 if nothing is.
+// The IEEE sum of what is NaN or Inf among the products and c; 0 if nothing is.
 template <int kStep> float special(const Terms &x, float c) {
-  float sum = is_finite(c) ? 0.0f : c;
+  float sum = c - c == 0 ? 0.0f : c;
   for (int k = 0; k < kStep; ++k)
     if (x.exponent(k) > kHighest) sum += x.a[k] * x.b[k * kTile];
   return sum;
 }
 
-// sm90 and sm80, exactly.
 template <int kStep, int kFraction, int kFloor> float truncating_step(const Terms &x, float c) {
   float infinite = special<kStep>(x, c);
   if (!(infinite == 0)) return infinite;
@@ -142,7 +134,6 @@ template <int kStep, int kFraction, int kFloor> float truncating_step(const Term
   return nearest + 0.0f;  // -0 becomes +0
 }
 
-// cdna3, exactly.
 template <int kStep> float cdna3_step(const Terms &x, float c) {
   float infinite = special<kStep>(x, c);
   if (!(infinite == 0)) return infinite;
@@ -162,17 +153,16 @@ template <int kStep> float cdna3_step(const Terms &x, float c) {
   return float(double(products + floored * 128) * pow2(joint - 31)) + 0.0f;
 }
 
-// The models, in vectors. `Fused::advance` gives D for one vector of columns of one row from the truncated sum of its
-// products, and marks in `odd` the lanes where that is not proven to be `exact`: there `top`, the larger of the products'
-// exponents and, for sm90 and sm80, c's, lies outside [kTopMin, kTopMax] (so also where all is zero, or anything
-// special), or the int32 sum overflowed.
+// ---- The steps, in vectors ----------------------------------------------------------------------------------------
+
+// `advance` gives D for one row and one vector of columns from the truncated sum of products. A lane is right where
+// `top`, the largest exponent, lies in [kTopMin, kTopMax] (so all is finite, something not zero) and it is not `odd`.
 //   top >= -100: a product that is not exact in fp32 lies below 2^-126 < q, and q and its inverse are normal.
 //   top <= 125: no product overflows, and S q becomes Inf just where it should.
 constexpr int kTopMin = -100, kTopMax = 125;
 
 template <int kStep_, int kFraction_, int kFloor> struct Truncating {
   static constexpr int kStep = kStep_, kFraction = kFraction_;
-  static constexpr bool kFlushes = false;
   static float exact(const Terms &x, float c) { return truncating_step<kStep, kFraction, kFloor>(x, c); }
   static I32s top(I32s products, F32s c) { return larger(products, exponent_of(c)); }
   static F32s advance(U32s products, I32s top, F32s scale, F32s c, I32s &odd) {
@@ -185,12 +175,11 @@ template <int kStep_, int kFraction_, int kFloor> struct Truncating {
 using Sm90 = Truncating<16, 25, -133>;
 using Sm80 = Truncating<8, 24, -132>;
 
-// Where e_c - E < 7, D is a sum of integers in units of 2^(E - 24). Elsewhere |c| is at least four times |sum|, so D has an
-// ulp of 2^7 or more in units of 2^(e_c - 31), and the floored sum may be cut at 2^5 if its lowest bit then says "and more":
-// it fits fp32, and one addition rounds right.
+// Where e_c - E < 7, D is a sum of integers in units of 2^(E - 24). Elsewhere, in units of 2^(e_c - 31), |c| >= 2^31
+// and the floored sum is below 2^29, so D has an ulp of 2^7 at least: the sum may be cut at 2^5 if its lowest bit then
+// tells that more was there. That fits fp32, and one addition rounds right.
 struct Cdna3 {
   static constexpr int kStep = 8, kFraction = 24;
-  static constexpr bool kFlushes = false;
   static float exact(const Terms &x, float c) { return cdna3_step<kStep>(x, c); }
   static I32s top(I32s products, F32s) { return products; }
   static F32s advance(U32s products, I32s top, F32s scale, F32s c, I32s &odd) {
@@ -215,107 +204,97 @@ struct Cdna3 {
 
 struct Cdna2 {
   static constexpr int kStep = 4;
-  static constexpr bool kFlushes = true;
 };
 
-// The marked lanes again, exactly; but with nothing to add to an ordinary c (or 0) they were right.
+// The odd lanes again, exactly; but with nothing to add to an ordinary c (or 0) they were right.
 template <class Model>
-__attribute__((noinline, cold)) void repair(Terms x, I16s products, int half, I32s odd, F32s c, F32s *d) {
+__attribute__((noinline, cold)) void repair(Terms x, I16s products, int half, I32s odd, F32s c, F32s &d) {
   for (int i = 0; i < kLanes; ++i) {
     int column = half * kLanes + i, c_exponent = exponent_of(c[i]);
     bool ordinary = c[i] == 0 || (c_exponent >= kTopMin && c_exponent <= kTopMax);
     if (!odd[i] || (products[column] < kLowest && ordinary)) continue;
-    (*d)[i] = Model::exact({x.a, x.a_exponent, x.b + column, x.b_exponent + column}, c[i]);
+    d[i] = Model::exact({x.a, x.a_exponent, x.b + column, x.b_exponent + column}, c[i]);
   }
 }
 
-// Chains of kHeight rows by kTile columns, `depth` further along k. c: [row][kCols].
-template <class Model, int kHeight> void walk(const Panels &panels, int row, int strip, int depth, float *chain) {
-  F32s c[kHeight][2];
-  for (int r = 0; r < kHeight; ++r)
-    for (int v = 0; v < 2; ++v) c[r][v] = load_vector<F32s>(chain + r * kCols + v * kLanes);
-
-  for (int k0 = 0; k0 < depth; k0 += Model::kStep) {
-    I16s products[kHeight];
-    for (int r = 0; r < kHeight; ++r) products[r] = I16s{} + int16_t(2 * kNone);
+template <class Model, int kHeight>
+inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHeight][2]) {
+  I16s products[kHeight];  // the largest of their exponents
+  for (int r = 0; r < kHeight; ++r) products[r] = I16s{} + int16_t(2 * kNone);
 #pragma GCC unroll 16
-    for (int k = k0; k < k0 + Model::kStep; ++k) {
-      I16s b = load_vector<I16s>(panels.b_exponent[strip][k]);
-      for (int r = 0; r < kHeight; ++r)
-        products[r] = larger(products[r], (I16s)(b + (I16s)(I32s{} + panels.a_exponent[row + r][k])));
-    }
-
-    I32s top[kHeight][2], odd[kHeight][2], odd_at_all{};
-    F32s scale[kHeight][2];
-    U32s sum[kHeight][2];
+  for (int k = k0; k < k0 + Model::kStep; ++k) {
+    I16s b = load_vector<I16s>(panels.b_exponent[strip][k]);
     for (int r = 0; r < kHeight; ++r)
-      for (int v = 0; v < 2; ++v) {
-        I32s exact_top = Model::top(widen(products[r], v), c[r][v]);
-        odd[r][v] = (U32s)(exact_top - kTopMin) > uint32_t(kTopMax - kTopMin);
-        top[r][v] = larger(exact_top, I32s{} + kTopMin);
-        scale[r][v] = pow2(Model::kFraction - top[r][v]);
-        sum[r][v] = U32s{};
-      }
-#pragma GCC unroll 16
-    for (int k = k0; k < k0 + Model::kStep; ++k)
-      for (int v = 0; v < 2; ++v) {
-        F32s b = load_vector<F32s>(panels.b[strip][k] + v * kLanes);
-        for (int r = 0; r < kHeight; ++r) sum[r][v] += (U32s)truncate((panels.a[row + r][k] * b) * scale[r][v]);
-      }
-
-    F32s d[kHeight][2];
-    for (int r = 0; r < kHeight; ++r)
-      for (int v = 0; v < 2; ++v) {
-        d[r][v] = Model::advance(sum[r][v], top[r][v], scale[r][v], c[r][v], odd[r][v]);
-        odd_at_all |= odd[r][v];
-      }
-    if (__builtin_expect(any(odd_at_all), 0))
-      for (int r = 0; r < kHeight; ++r)
-        for (int v = 0; v < 2; ++v) {
-          F32s repaired = d[r][v];
-          Terms x{panels.a[row + r] + k0, panels.a_exponent[row + r] + k0, panels.b[strip][k0],
-                  panels.b_exponent[strip][k0]};
-          repair<Model>(x, products[r], v, odd[r][v], c[r][v], &repaired);
-          d[r][v] = repaired;
-        }
-    for (int r = 0; r < kHeight; ++r)
-      for (int v = 0; v < 2; ++v) c[r][v] = d[r][v];
+      products[r] = larger(products[r], (I16s)(b + (I16s)(I32s{} + panels.a_exponent[row + r][k])));
   }
 
+  I32s top[kHeight][2], odd[kHeight][2], odd_anywhere{};
+  F32s scale[kHeight][2], d[kHeight][2];
+  U32s sum[kHeight][2];
   for (int r = 0; r < kHeight; ++r)
-    for (int v = 0; v < 2; ++v) memcpy(chain + r * kCols + v * kLanes, &c[r][v], sizeof(F32s));
+    for (int v = 0; v < 2; ++v) {
+      top[r][v] = Model::top(widen(products[r], v), c[r][v]);
+      odd[r][v] = (U32s)(top[r][v] - kTopMin) > uint32_t(kTopMax - kTopMin);
+      top[r][v] = larger(top[r][v], I32s{} + kTopMin);
+      scale[r][v] = pow2(Model::kFraction - top[r][v]);
+      sum[r][v] = U32s{};
+    }
+#pragma GCC unroll 16
+  for (int k = k0; k < k0 + Model::kStep; ++k)
+    for (int v = 0; v < 2; ++v) {
+      F32s b = load_vector<F32s>(panels.b[strip][k] + v * kLanes);
+      for (int r = 0; r < kHeight; ++r) sum[r][v] += (U32s)truncate((panels.a[row + r][k] * b) * scale[r][v]);
+    }
+
+  for (int r = 0; r < kHeight; ++r)
+    for (int v = 0; v < 2; ++v) {
+      d[r][v] = Model::advance(sum[r][v], top[r][v], scale[r][v], c[r][v], odd[r][v]);
+      odd_anywhere |= odd[r][v];
+    }
+  if (__builtin_expect(any(odd_anywhere), 0))
+    for (int r = 0; r < kHeight; ++r)
+      for (int v = 0; v < 2; ++v) {
+        F32s repaired = d[r][v];  // a copy, so that d stays in registers
+        repair<Model>({panels.a[row + r] + k0, panels.a_exponent[row + r] + k0, panels.b[strip][k0],
+                       panels.b_exponent[strip][k0]}, products[r], v, odd[r][v], c[r][v], repaired);
+        d[r][v] = repaired;
+      }
+  for (int r = 0; r < kHeight; ++r)
+    for (int v = 0; v < 2; ++v) c[r][v] = d[r][v];
 }
 
 inline F32s flush(F32s x) { return (F32s)((I32s)x & (((I32s)x & 0x7F800000) != 0)); }
 
-// cdna2 needs no exponents: the formula as it stands. Operands were flushed when packed.
-template <int kHeight> void walk_cdna2(const Panels &panels, int row, int strip, int depth, float *chain) {
-  for (int r = 0; r < kHeight; ++r)
-    for (int v = 0; v < 2; ++v) {
-      F32s c = flush(load_vector<F32s>(chain + r * kCols + v * kLanes));
-      for (int k0 = 0; k0 < depth; k0 += Cdna2::kStep) {
-        F32s p[4];
-        for (int k = 0; k < 4; ++k)
-          p[k] = flush(panels.a[row + r][k0 + k] * load_vector<F32s>(panels.b[strip][k0 + k] + v * kLanes));
-        c = flush(c + flush(flush(p[0] + p[1]) + flush(p[2] + p[3])));
-      }
-      memcpy(chain + r * kCols + v * kLanes, &c, sizeof c);
+template <int kHeight> inline void step_cdna2(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHeight][2]) {
+  for (int v = 0; v < 2; ++v)
+    for (int r = 0; r < kHeight; ++r) {
+      F32s p[4];
+      for (int k = 0; k < 4; ++k)  // a and b were flushed when packed
+        p[k] = flush(panels.a[row + r][k0 + k] * load_vector<F32s>(panels.b[strip][k0 + k] + v * kLanes));
+      c[r][v] = flush(flush(c[r][v]) + flush(flush(p[0] + p[1]) + flush(p[2] + p[3])));
     }
 }
-template <> void walk<Cdna2, kGroup>(const Panels &panels, int row, int strip, int depth, float *chain) {
-  walk_cdna2<kGroup>(panels, row, strip, depth, chain);
-}
-template <> void walk<Cdna2, 1>(const Panels &panels, int row, int strip, int depth, float *chain) {
-  walk_cdna2<1>(panels, row, strip, depth, chain);
+
+// The chains of kHeight rows by kTile columns, `depth` further along k. chain: [row][kCols].
+template <class Model, int kHeight> void walk(const Panels &panels, int row, int strip, int depth, float *chain) {
+  F32s c[kHeight][2];
+  for (int r = 0; r < kHeight; ++r)
+    for (int v = 0; v < 2; ++v) c[r][v] = load_vector<F32s>(chain + r * kCols + v * kLanes);
+  for (int k = 0; k < depth; k += Model::kStep) {
+    if constexpr (__is_same(Model, Cdna2)) step_cdna2(panels, row, strip, k, c);
+    else step<Model>(panels, row, strip, k, c);
+  }
+  for (int r = 0; r < kHeight; ++r)
+    for (int v = 0; v < 2; ++v) memcpy(chain + r * kCols + v * kLanes, &c[r][v], sizeof(F32s));
 }
 
-// ---- Packing --------------------------------------------------------------------------------------------------------
+// ---- Packing ------------------------------------------------------------------------------------------------------
 
 // words[j / kPart][i][j mod kPart] = source[i outer_stride + j inner_stride], one of the strides being 1; zeros where
 // there are fewer than padded_rows, or the last part is not full.
 template <int kPart>
-inline void gather(const uint16_t *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols, int padded_rows,
-                   uint16_t *words) {
+inline void gather(const uint16_t *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols,
+                   int padded_rows, uint16_t *words) {
   int parts = (cols + kPart - 1) / kPart, full = inner_stride == 1 ? cols / kPart * kPart : 0;
   if (rows < padded_rows || cols < parts * kPart) memset(words, 0, size_t(parts) * padded_rows * kPart * 2);
   for (int i = 0; i < rows; ++i)
@@ -327,22 +306,20 @@ inline void gather(const uint16_t *source, int64_t outer_stride, int64_t inner_s
 }
 
 // count: a multiple of 16.
-template <class T, bool kFlushes>
-void unpack(uint16_t *words, int count, float *values, int16_t *exponents) {
+template <class T, class Model> void unpack(uint16_t *words, int count, float *values, int16_t *exponents) {
   constexpr bool kBf16 = __is_same(T, Number<Type::bf16>);
   constexpr int kMantissaBits = kBf16 ? 7 : 10, kFieldMax = kBf16 ? 255 : 31, kBias = kBf16 ? 127 : 15;
-  if (kFlushes)
+  if (__is_same(Model, Cdna2))
     for (int i = 0; i < count; ++i) words[i] = words[i] & kFieldMax << kMantissaBits ? words[i] : 0;
   for (int i = 0; i < count; i += kWidth) store(values + i, T::load(words + i));
   for (int i = 0; i < count; ++i) {
     int16_t field = words[i] >> kMantissaBits & kFieldMax;
-    int16_t finite = int16_t((field > 1 ? field : 1) - kBias);
-    int16_t nonzero = field == kFieldMax ? kSpecial : finite;
+    int16_t finite = int16_t((field > 1 ? field : 1) - kBias), nonzero = field == kFieldMax ? kSpecial : finite;
     exponents[i] = words[i] & 0x7FFF ? nonzero : kNone;
   }
 }
 
-// ---- One block ------------------------------------------------------------------------------------------------------
+// ---- One block ----------------------------------------------------------------------------------------------------
 
 struct Block {
   int64_t a, b, bias, out;  // elements from data to the block's batch
@@ -357,14 +334,13 @@ template <class T, class Model> void pack(const Gemm &g, const Block &block, int
   const uint16_t *a = (const uint16_t *)g.a.data + block.a + block.m * g.a.row_stride + k * g.a.col_stride;
   gather<kDepth>(a, g.a.row_stride, g.a.col_stride, block.rows, depth, block.rows, words);
   for (int r = 0; r < block.rows; ++r) {
-    unpack<T, Model::kFlushes>(words + r * kDepth, padded, panels.a[r], exponents);
+    unpack<T, Model>(words + r * kDepth, padded, panels.a[r], exponents);
     for (int i = 0; i < padded; ++i) panels.a_exponent[r][i] = int32_t(uint16_t(exponents[i]) * 0x10001u);
   }
   const uint16_t *b = (const uint16_t *)g.b.data + block.b + k * g.b.row_stride + block.n * g.b.col_stride;
   gather<kTile>(b, g.b.row_stride, g.b.col_stride, depth, block.cols, padded, words);
   for (int strip = 0; strip * kTile < block.cols; ++strip)
-    unpack<T, Model::kFlushes>(words + strip * padded * kTile, padded * kTile, panels.b[strip][0],
-                               panels.b_exponent[strip][0]);
+    unpack<T, Model>(words + strip * padded * kTile, padded * kTile, panels.b[strip][0], panels.b_exponent[strip][0]);
 }
 
 // out = round(sum + bias) for one row of the block.
@@ -424,25 +400,24 @@ template <class Model> pydet_status run(const Gemm &g) {
   int64_t col_blocks = (g.n + kCols - 1) / kCols, rows = kRows;
   while (rows > 32 && g.batch.count * col_blocks * ((g.m + rows - 1) / rows) < 32) rows /= 2;
   int64_t row_blocks = (g.m + rows - 1) / rows;
-  double operations = double(g.batch.count) * double(g.m) * double(g.n) * double(g.k + 1);
-  parallel(g.batch.count * row_blocks * col_blocks, operations < 1e15 ? int64_t(operations) : int64_t(1e15),
-           [&](int64_t i) {
-             Block block{};
-             block.n = i % col_blocks * kCols;
-             block.m = i / col_blocks % row_blocks * rows;
-             block.rows = int(g.m - block.m < rows ? g.m - block.m : rows);
-             block.cols = int(g.n - block.n < kCols ? g.n - block.n : kCols);
-             int64_t index = i / col_blocks / row_blocks;
-             for (int d = g.batch.dims - 1; d >= 0; --d) {
-               int64_t at = index % g.batch.shape[d];
-               index /= g.batch.shape[d];
-               block.a += at * g.batch.a[d];
-               block.b += at * g.batch.b[d];
-               block.bias += at * g.batch.bias[d];
-               block.out += at * g.batch.out[d];
-             }
-             run_block<Model>(g, block);
-           });
+  auto task = [&](int64_t i) {
+    Block block{};
+    block.n = i % col_blocks * kCols;
+    block.m = i / col_blocks % row_blocks * rows;
+    block.rows = int(g.m - block.m < rows ? g.m - block.m : rows);
+    block.cols = int(g.n - block.n < kCols ? g.n - block.n : kCols);
+    const Batch &batch = g.batch;
+    int64_t index = i / col_blocks / row_blocks;
+    for (int d = batch.dims - 1; d >= 0; --d) {
+      int64_t at = index % batch.shape[d];
+      index /= batch.shape[d];
+      block.a += at * batch.a[d], block.b += at * batch.b[d];
+      block.bias += at * batch.bias[d], block.out += at * batch.out[d];
+    }
+    run_block<Model>(g, block);
+  };
+  double work = double(g.batch.count) * double(g.m) * double(g.n) * double(g.k + 1);
+  parallel(g.batch.count * row_blocks * col_blocks, work < 1e15 ? int64_t(work) : int64_t(1e15), task);
   return PYDET_OK;
 }
 
