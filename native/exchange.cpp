@@ -1,5 +1,5 @@
-// The Python entry (exchange.h): reads Python objects as descriptors, makes the results in the caller's framework, calls
-// the operation, and hands the results back. Every check of shapes, types and devices stays the operation's own.
+// The Python entry (exchange.h): reads Python objects as descriptors, makes the results in the caller's framework,
+// calls the operation, and hands the results back. Every check of shapes, types and devices stays the operation's own.
 //
 // Called with the GIL held, as any Python method; it is released around work that is large or goes to a GPU.
 #include "exchange.h"
@@ -87,7 +87,9 @@ class Owned {
   Object *object_;
 };
 
-Object *text(const char *sentence) { return python().PyUnicode_FromString(sentence); }
+Object *text(const char *sentence) {  // a sentence may have been cut inside a character
+  return python().PyUnicode_DecodeUTF8(sentence, intptr_t(strlen(sentence)), "replace");
+}
 Object *integer(int64_t value) { return python().PyLong_FromLongLong(value); }
 
 constexpr int kDims = 8;               // what the library takes; more go to it as they are, to be refused
@@ -119,8 +121,8 @@ struct Operand {
   pydet_tensor tensor;
   int64_t shape[kDims], strides[kDims];
   Buffer buffer;
-  Object *object;      // borrowed of the caller, unless made
-  Object *keep;        // released after the call
+  Object *object;  // borrowed of the caller, unless made
+  Object *keep;    // released after the call
   bool present, buffered, made;
 };
 
@@ -169,7 +171,8 @@ class Call {
       python().PyTuple_SetItem(extents, i, extent);
     }
     if (first_->reader == PYDET_EXCHANGE_ARRAY && exchange->numpy_dtypes[type]) {
-      operand->object = call_python(exchange->numpy_empty, static_cast<Object *>(extents), exchange->numpy_dtypes[type]);
+      Object *dtype = exchange->numpy_dtypes[type];
+      operand->object = call_python(exchange->numpy_empty, static_cast<Object *>(extents), dtype);
     } else {
       Owned index(integer(type)), op(text(op_));
       operand->object = call_python(exchange->allocate, like.object, static_cast<Object *>(extents),
@@ -184,16 +187,27 @@ class Call {
   // Scratch memory on the operands' device, aligned to 256 bytes.
   bool make_workspace(uint64_t bytes, void **workspace, uint64_t *size) {
     if (bytes == 0) return true;
-    int64_t floats = int64_t(bytes / 4 + 65);
-    Operand *operand = make(1, &floats, int(Type::f32));
-    if (!operand) return false;
-    uintptr_t begin = reinterpret_cast<uintptr_t>(operand->tensor.data) + operand->tensor.byte_offset;
+    const int64_t floats = int64_t(bytes / 4 + 65);
+    uintptr_t begin;
+    if (can_allocate()) {
+      Operand *operand = make(1, &floats, int(Type::f32));
+      if (!operand) return false;
+      begin = reinterpret_cast<uintptr_t>(operand->tensor.data) + operand->tensor.byte_offset;
+    } else {
+      Operand *operand = add(nullptr);
+      Owned count(integer(4 * floats)), type(integer(operands_[0].tensor.device.device_type)), op(text(op_));
+      operand->keep = call_python(exchange->scratch, operands_[0].object, static_cast<Object *>(type),
+                                  static_cast<Object *>(count), static_cast<Object *>(op));
+      if (!operand->keep) return false;
+      begin = reinterpret_cast<uintptr_t>(python().PyLong_AsVoidPtr(python().PyTuple_GetItem(operand->keep, 0)));
+    }
     *workspace = reinterpret_cast<void *>((begin + 255) / 256 * 256);
     *size = bytes;
     return true;
   }
 
-  // Finds the library that serves the first operand's device, and the stream: the one given, or the framework's current.
+  // Finds the library that serves the first operand's device, and the stream: the one given, or the framework's
+  // current one.
   bool choose_library(Object *stream) {
     const pydet_device device = operands_[0].tensor.device;
     int index = library_index(device.device_type);
@@ -231,8 +245,9 @@ class Call {
     } else {
       status = operation(stream_);
     }
+    if (status != PYDET_OK) return fail(status, library_->last_error());
     last_library = library_number_;
-    return status == PYDET_OK || fail(status, library_->last_error());
+    return true;
   }
 
   // What the caller gets of an output: a new reference, NULL on failure.
@@ -472,8 +487,8 @@ bool count_is(intptr_t count, intptr_t want, const char *op) {
 
 enum class Product { gemm, gemm_da, gemm_db, skinny_gemm };
 
-// The shape of the result, as far as the operands have one: where they do not fit, an empty tensor of the right rows and
-// columns, which no operation accepts and which costs nothing.
+// The shape of the result, as far as the operands have one: where they do not fit, an empty tensor of the right rows
+// and columns, which no operation accepts and which costs nothing.
 void product_shape(Product product, const pydet_tensor &x, const pydet_tensor &y, int *ndim, int64_t *shape) {
   const bool skinny = product == Product::skinny_gemm;
   const int64_t *x_end = x.shape + x.ndim, *y_end = y.shape + y.ndim;
@@ -568,26 +583,28 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
   const int64_t work = out->present ? product_work(out->tensor, depth) : 0;
 
   const Library &library = call.library();
-  if (call.on_gpu() && out->present && out->tensor.ndim >= (product == Product::skinny_gemm ? 1 : 2) && call.can_allocate()) {
+  const bool skinny = product == Product::skinny_gemm;
+  options.struct_size = sizeof options;
+  pydet_gemm_options plain = {};
+  plain.struct_size = sizeof plain;
+  plain.arithmetic = options.arithmetic;
+  plain.k_chunk = options.k_chunk;
+  plain.accumulate = options.accumulate;
+  plain.kernel = options.kernel;
+  if (call.on_gpu() && call.can_allocate() && out->present && sound(out->tensor, skinny ? 1 : 2)) {
     const pydet_tensor &result = out->tensor;
     const int64_t n = result.shape[result.ndim - 1], m = result.ndim < 2 ? 1 : result.shape[result.ndim - 2];
-    const int64_t batch = m > 0 && n > 0 ? elements(result) / (m * n) : 0;
+    const int64_t batch = m > 0 && n > 0 ? elements(result) / m / n : 0;
     uint64_t bytes = 0;
-    if (product == Product::skinny_gemm) {
-      options.struct_size = sizeof options;
-      if (library.skinny_gemm_workspace(batch * m, n, depth, &options, &bytes) != PYDET_OK) bytes = 0;
-    } else {
-      pydet_gemm_options asked = {sizeof asked, options.arithmetic, options.k_chunk, options.accumulate, 0, options.kernel,
-                                  nullptr, 0};
-      if (library.gemm_workspace(batch, m, n, depth, &asked, &bytes) != PYDET_OK) bytes = 0;
-    }
+    pydet_status status = skinny ? library.skinny_gemm_workspace(batch * m, n, depth, &options, &bytes)
+                                 : library.gemm_workspace(batch, m, n, depth, &plain, &bytes);
+    if (status != PYDET_OK) bytes = 0;  // the operation will say it better
     if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;
+    plain.workspace = options.workspace;
+    plain.workspace_size = options.workspace_size;
   }
 
   const pydet_tensor *px = tensor_of(x), *py = tensor_of(y), *pbias = tensor_of(bias), *pout = tensor_of(out);
-  pydet_gemm_options plain = {sizeof plain,       options.arithmetic, options.k_chunk,       options.accumulate, 0,
-                              options.kernel,     options.workspace,  options.workspace_size};
-  options.struct_size = sizeof options;
   bool done = call.run(work, [&](void *stream) {
     switch (product) {
       case Product::gemm: return library.gemm(stream, px, py, pbias, pout, &plain);
@@ -609,7 +626,8 @@ bool make_like(Call &call, const pydet_tensor &x, int ndim, int type, Operand **
   return *operand != nullptr;
 }
 
-// (x, residual, weight, y, rstd, sum, eps, weight_offset, kernel or None, stream or None) -> (y, rstd) or (y, rstd, sum)
+// (x, residual, weight, y, rstd, sum, eps, weight_offset, kernel or None, stream or None) -> (y, rstd), and sum where
+// there is a residual
 Object *call_rmsnorm(Object *, Object *const *args, intptr_t count) {
   if (!count_is(count, 10, "rmsnorm")) return nullptr;
   Call call("rmsnorm");

@@ -36,7 +36,7 @@ typedef struct pydet_exchange_python {
   void *(*PyLong_AsVoidPtr)(pydet_object *);
   pydet_object *(*PyLong_FromVoidPtr)(void *);
   double (*PyFloat_AsDouble)(pydet_object *);
-  pydet_object *(*PyUnicode_FromString)(const char *);
+  pydet_object *(*PyUnicode_DecodeUTF8)(const char *, intptr_t, const char *);
   const char *(*PyUnicode_AsUTF8AndSize)(pydet_object *, intptr_t *);
   pydet_object *(*PyErr_Occurred)(void);
   void (*PyErr_Clear)(void);
@@ -71,8 +71,9 @@ typedef struct pydet_exchange_library {
   pydet_status (*skinny_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                               const pydet_tensor *, const pydet_skinny_gemm_options *);
   pydet_status (*skinny_gemm_workspace)(int64_t, int64_t, int64_t, const pydet_skinny_gemm_options *, uint64_t *);
-  pydet_status (*rmsnorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                          const pydet_tensor *, const pydet_tensor *, const pydet_rmsnorm_options *);
+  pydet_status (*rmsnorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                          const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                          const pydet_rmsnorm_options *);
   pydet_status (*rmsnorm_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                    const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                    const pydet_tensor *, const pydet_rmsnorm_backward_options *);
@@ -105,6 +106,7 @@ typedef struct pydet_exchange {
   pydet_object *unreadable; /* (object, op, name): raises; the exchange API refused the object */
   pydet_object *mixed;      /* (op, first name, first object, name, object): raises */
   pydet_object *allocate;   /* (like, shape, type index, op) -> a new tensor of like's framework and device */
+  pydet_object *scratch;    /* (like, device type, bytes, op) -> (address, what keeps it alive), for bare carriers */
   pydet_object *adopt;      /* (like, result) -> what the caller gets */
   pydet_object *stream;     /* (like, device type, device id) -> address of the framework's current stream */
   pydet_object *load;       /* (device type, op): fills in the library that serves it */

@@ -83,7 +83,7 @@ def fail(status: int, sentence: str) -> NoReturn:
 
 def text(pointer: Any) -> str:
     """A C string."""
-    return str(ffi.string(pointer).decode())
+    return str(ffi.string(pointer).decode(errors="replace"))
 
 
 def keep_for_ever(x: Any) -> None:

@@ -536,6 +536,14 @@ def allocate(like: Any, shape: tuple[int, ...], index: int, op: str) -> Any:
     return framework_of(like, op, "the first operand").allocate(like, shape, index, op)
 
 
+def scratch(like: Any, device_type: int, size: int, op: str) -> tuple[int, Any]:
+    """`scratch` of exchange.h: memory of the CPU; on a GPU only a framework has an allocator that knows the stream."""
+    if device_type in _GPU:
+        fail(INVALID_VALUE, f"{op}: pydet does not know how to make a workspace for {type_name(like)} on a GPU")
+    memory = ffi.new("char[]", size)
+    return int(ffi.cast("uintptr_t", memory)), memory
+
+
 def adopt(like: Any, result: Any) -> Any:
     """`adopt` of exchange.h."""
     return framework_of(like, "pydet", "the first operand").adopt(like, result)
@@ -598,6 +606,7 @@ def _fill_exchange() -> None:
         "unreadable": unreadable_torch,
         "mixed": mixed,
         "allocate": allocate,
+        "scratch": scratch,
         "adopt": adopt,
         "stream": stream,
         "load": load,
