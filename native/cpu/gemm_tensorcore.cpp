@@ -67,8 +67,8 @@ inline F32s to_float_toward_zero(I32s x) {
   return (F32s)_mm512_cvt_roundepi32_ps((__m512i)x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
 #else
   F32s nearest = __builtin_convertvector(x, F32s);
-  I32s back = truncate(nearest);  // 2^31 becomes -2^31, whose magnitude is right modulo 2^32
-  U32s excess = (U32s)(x < 0 ? -(U32s)x : (U32s)x) - (U32s)(back < 0 ? -(U32s)back : (U32s)back);
+  I32s half = truncate(nearest * 0.5f);
+  U32s excess = ((U32s)(x < 0 ? -(U32s)x : (U32s)x) >> 1) - (U32s)(half < 0 ? -half : half);
   return (F32s)((I32s)nearest + ((I32s)excess >> 31));
 #endif
 }
