@@ -126,7 +126,7 @@ _loaded: dict[Path, Library] = {}
 def candidates(index: int) -> list[Path]:
     """The files that may serve a device (an index into DEVICE_NAMES), the first choice first."""
     named = os.environ.get("PYDET_LIBRARY")
-    return [Path(named)] if named else [FOLDER / build for build in BUILDS[index]]
+    return [Path(named).absolute()] if named else [FOLDER / build for build in BUILDS[index]]
 
 
 def load_file(path: Path) -> Library:
