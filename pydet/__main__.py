@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from typing import Any
 
@@ -102,10 +103,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     given = parser.parse_args(arguments)
     found = report()
-    if given.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print_report(found)
+    try:
+        if given.json:
+            print(json.dumps(found, indent=2))
+        else:
+            print_report(found)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough; what is left in the buffer has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
