@@ -2,8 +2,9 @@
 
     python tests/fuzz.py [--seconds 60] [--seed 0] [--case N]
 
-A case is made from its seed and number alone: a call that is right, then none to three mutations of it. Each tensor lies
-against a page that cannot be read or written. After the call:
+A case is made from its seed and number alone: a call that is right, then none to three mutations of it. It goes to the C
+function, or to the Python function with the tensors offered as DLPack capsules. Each tensor lies against a page that
+cannot be read or written. After the call:
 - refused: status and sentence fit, and no byte anywhere has changed;
 - accepted: descriptors and options did make sense (judged here, in Python's integers), inputs, paddings and all else
   around the outputs are unchanged, and every output element has the bits of the plain NumPy model (reference.py).
@@ -15,6 +16,7 @@ import collections
 import ctypes
 import faulthandler
 import mmap
+import os
 import pathlib
 import random
 import subprocess
@@ -27,8 +29,12 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
+import interop
 import reference
-from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, options, pointer, status_name
+from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
+
+os.environ["PYDET_LIBRARY"] = str(library_path())  # one library for all devices that a descriptor may name
+import pydet  # noqa: E402
 
 PAGE = mmap.PAGESIZE
 REGION = 16 * PAGE
@@ -202,6 +208,49 @@ def invoke(call):
     function = getattr(lib, f"pydet_{call.op}")
     given = ffi.NULL if call.options is None else call.options
     return function(ffi.NULL, *[pointer(tensors[name]) for name in ORDER[call.op]], given)
+
+
+def invoke_python(rng, call):
+    """The same by the Python function, from DLPack producers: (status, sentence, whether a flag alone forbids it)."""
+    producers, forbidden = {}, False
+    for name, tensor in {**call.inputs, **call.outputs}.items():
+        kind = {"versioned": rng.random() < 0.5, "old": rng.random() < 0.2}
+        if kind["versioned"] and rng.random() < 0.05:
+            kind["flags"] = rng.choice([1, 2])
+            forbidden |= name in call.outputs and tensor is not None
+        producers[name] = None if tensor is None else interop.Producer(tensor, **kind)
+    given = call.options
+    names = {"arithmetic": lambda v: ARITHMETICS[v], "k_chunk": lambda v: v or None, "accumulate": bool, "eps": float,
+             "weight_offset": float, "weights_constant": bool}
+    keywords = {} if given is None else {
+        name: names[name](getattr(given, name)) for name, _ in ffi.typeof(given).item.fields if name in names}
+    if call.op == "rmsnorm":
+        keywords["out"] = tuple(producers.pop(name) for name in ("y", "rstd", "sum"))
+    elif call.op == "rmsnorm_backward":
+        keywords["out"], keywords["dweight"] = producers.pop("dx"), producers.pop("dweight")
+    else:
+        keywords["out"] = producers.pop(ORDER[call.op][-1])
+    for name in ("bias", "residual", "dresidual"):
+        if name in producers:
+            keywords[name] = producers.pop(name)
+    positional = [producers.pop(name) for name in ORDER[call.op] if name in producers]
+    try:
+        getattr(pydet, call.op)(*positional, **keywords)
+        return 0, "", forbidden
+    except pydet.Error as error:
+        return error.status, str(error), forbidden
+    finally:
+        expect(all(producer.all_given_back() for producer in interop.made), "kept a capsule, or freed what it holds")
+        interop.made.clear()
+
+
+def python_can(call):
+    """The Python function has nothing to make here, for which it would need the caller's framework."""
+    required = {"rmsnorm": ["y", "rstd"], "rmsnorm_backward": ["dx"]}.get(call.op, ORDER[call.op][-1:])
+    tensors = {**call.inputs, **call.outputs}
+    whole = all(tensors[name] is not None for name in required)
+    pairs = [("residual", "sum"), ("weight", "dweight")]
+    return whole and all(tensors.get(i) is None or tensors.get(o) is not None for i, o in pairs if i in tensors)
 
 
 def make_gemm(rng):
@@ -408,7 +457,7 @@ def mutate_options(rng, call):
     elif name == "k_chunk":
         given.k_chunk = rng.choice([*ODD, 8, 24, 33, 1024])
     elif name == "struct_size":
-        given.struct_size = rng.choice([0, 1, 4, given.struct_size - 8, given.struct_size + 8, 2**32 - 1])
+        given.struct_size = rng.choice([0, 1, 4, 8, 24, 40, 48, 56, 104, 2**32 - 1])
     else:
         setattr(given, name, rng.choice([-1, 0, 1, 2, 3, 5, 6, 99, 2**31 - 1, -(2**31)]))
 
@@ -489,13 +538,15 @@ def expected_rmsnorm(call, before):
 
 
 def expected_rmsnorm_backward(call, before):
-    x, dweight = before["x"], before.get("dweight")
-    n = x.shape[-1]
-    weight = before["weight"] if "weight" in before else np.ones(n, np.float32)
-    dx, dweight = reference.rmsnorm_backward(
-        before["dy"], x, weight, before["rstd"], weight_offset=call.options.weight_offset,
-        dresidual=before.get("dresidual"), dweight=None if dweight is None else dweight.copy(),
-        accumulate=bool(call.options.accumulate))
+    def gradients(weight):
+        return reference.rmsnorm_backward(
+            before["dy"], before["x"], weight, before["rstd"], weight_offset=call.options.weight_offset,
+            dresidual=before.get("dresidual"), accumulate=bool(call.options.accumulate),
+            dweight=before["dweight"].copy() if "dweight" in before else None)
+
+    dx, dweight = gradients(before.get("weight"))
+    if dweight is None:  # no weight, and yet its gradient may be asked for: it does not depend on the weight
+        dweight = gradients(np.ones(before["x"].shape[-1], np.float32))[1]
     return {name: result for name, result in (("dx", dx), ("dweight", dweight)) if name in before}
 
 
@@ -524,17 +575,21 @@ def judge_overlap(call):
 
 
 def run_case(seed, number):
-    """Runs one case and returns what came of it: "accepted" or the name of the status."""
+    """Runs one case and returns what came of it: "accepted" or the name of the status, and the way it went."""
     rng = random.Random(f"{seed}/{number}")
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
     call = make_gemm(rng) if rng.random() < 0.6 else make_norm(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
+    by_python = rng.random() < 0.4
     for _ in range(mutations):
-        change = rng.choice([mutate_tensor, mutate_tensor, mutate_options, mutate_pointer if rng.random() < 0.3 else mutate_tensor])
+        change = mutate_tensor
+        if not by_python:
+            change = rng.choice([mutate_tensor, mutate_tensor, mutate_tensor, mutate_options, mutate_options, mutate_pointer])
         undo = change(rng, call)
         if undo is not None and any(Described(t).sense == "outside" for t in given_tensors(call).values()):
             undo()  # it would rightly be believed, and there is nothing there
+    by_python = by_python and python_can(call)
     tensors = given_tensors(call)
     used = {id(t.region): t.region for t in tensors.values()}.values()
     saved = [region.bytes.copy() for region in used]
@@ -542,22 +597,27 @@ def run_case(seed, number):
     nonsense = [name for name, d in sense.items() if d.sense == "nonsense"]
     before = {name: sense[name].view().copy() for name in tensors if sense[name].sense == "inside"}
 
-    status = invoke(call)
+    forbidden = False
+    if by_python:
+        status, sentence, forbidden = invoke_python(rng, call)
+    else:
+        status = invoke(call)
+        sentence = last_error() if status else ""
     workspace = WORKSPACES.get(id(call.options))
     expect(workspace is None or workspace.intact(), "wrote outside its workspace")
     if status != lib.PYDET_OK:
-        sentence = last_error()
-        expect(mutations > 0, "refused a call that is right:", sentence)
+        expect(mutations > 0 or forbidden, "refused a call that is right:", sentence)
         expect(status_name(status).startswith("PYDET_") and status != lib.PYDET_DEVICE_ERROR, "status", status)
         expect(sentence.startswith(call.op + ":") and "\n" not in sentence and len(sentence) > 15, "sentence:", sentence)
         for region, old in zip(used, saved):
             expect((region.bytes == old).all(), "refused, yet memory changed:", sentence)
-        return status_name(status)
+        return status_name(status) + (" (Python)" if by_python else "")
+    expect(not forbidden, "wrote what the producer said is read-only or a copy")
     expect(not nonsense, "accepted nonsense in", nonsense)
     expect(not judge_overlap(call), "accepted an output that overlaps")
     expect(meaningless_options(call) is None, "accepted", meaningless_options(call))
     forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
-    expect(forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
+    expect(by_python or forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
     vast = any(d.sense == "vast" for d in sense.values())
     expected = {} if vast else EXPECTED.get(call.op, expected_gemm)(call, before)
     for name, want in expected.items():
@@ -570,7 +630,7 @@ def run_case(seed, number):
             sense[name].view()[...] = before[name]
     for region, old in zip(used, saved):
         expect((region.bytes == old).all(), "changed something beside its outputs")
-    return "accepted"
+    return "accepted" + (" (Python)" if by_python else "")
 
 
 # ---- Running -------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ _new = ctypes.pythonapi.PyCapsule_New
 _new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _name_of = ctypes.pythonapi.PyCapsule_GetName
 _name_of.restype, _name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
-_made, _freed = [], []  # producers, which outlive whoever looks at their capsules; addresses whose deleter was called
+made, _freed = [], []  # producers, which outlive whoever looks at their capsules; addresses whose deleter was called
 
 
 @DELETER
@@ -75,7 +75,7 @@ class Producer:
         managed.deleter = _delete
         capsule = _new(ctypes.addressof(managed), self.name, None)
         self.kept.append((capsule, managed))
-        _made.append(self)
+        made.append(self)
         return capsule
 
     def all_given_back(self):

@@ -1,0 +1,17 @@
+"""A short run of the fuzzer, in a process of its own; .ci/run has the long one."""
+
+import pathlib
+import subprocess
+import sys
+
+FUZZ = pathlib.Path(__file__).parent / "fuzz.py"
+
+
+def fuzz(*arguments):
+    return subprocess.run([sys.executable, FUZZ, *arguments], capture_output=True, text=True)
+
+
+def test_fuzz():
+    done = fuzz("--seconds", "5", "--seed", "1")
+    assert done.returncode == 0, done.stderr
+    assert "none wrong" in done.stdout
