@@ -1,15 +1,14 @@
 """Data, layouts and problems: what the tests of every operation and every backend are run on.
 
-An implementation is a callable on NumPy arrays with the signature of pydet's function: pydet's own with a kernel forced by
-name, the reference, or a broken one that the checks must refuse. A check is a function that takes an implementation first
-and raises AssertionError.
+An implementation is a callable on NumPy arrays with the signature of pydet's function: pydet's own with a kernel forced
+by name, the reference, or a broken one that the checks must refuse. A check is a function that takes an implementation
+first and raises AssertionError.
 """
 
 import dataclasses
 import functools
 
 import numpy as np
-
 import reference
 from reference import BFLOAT16, FLOAT16, FLOAT32, bits
 
@@ -23,13 +22,16 @@ ARITHMETICS = {"fp32": ["ieee"], "bf16": list(reference.STEP), "fp16": list(refe
 def assert_same_bits(actual, expected, what=""):
     """Bytes, not values: -0 is not +0, and one NaN is not another."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
-        f"{what}: {actual.dtype} {actual.shape}, want {expected.dtype} {expected.shape}")
+        f"{what}: {actual.dtype} {actual.shape}, want {expected.dtype} {expected.shape}"
+    )
     got, want = bits(actual), bits(expected)
     wrong = np.argwhere(got != want)
     if len(wrong):
         at = tuple(int(i) for i in wrong[0])
-        raise AssertionError(f"{what}: {len(wrong)} of {got.size} elements differ, the first at {at}: "
-                             f"{got[at]:#x} ({float(actual[at])}), want {want[at]:#x} ({float(expected[at])})")
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {got.size} elements differ, the first at {at}: "
+            f"{got[at]:#x} ({float(actual[at])}), want {want[at]:#x} ({float(expected[at])})"
+        )
 
 
 # ---- Numbers -------------------------------------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def field(words, low, count):
 
 
 def from_fields(sign, exponent, mantissa, dtype):
-    """Numbers of the given sign, unbiased exponent (clipped to the finite range; at the least: subnormal) and mantissa."""
+    """Numbers of this sign, unbiased exponent (clipped to the finite range, the least subnormal) and mantissa."""
     fraction = reference.FRACTION_BITS[dtype]
     bias = {FLOAT32: 127, BFLOAT16: 127, FLOAT16: 15}[dtype]
     biased = np.clip(exponent + bias, 0, 2 * bias)
@@ -62,8 +64,20 @@ def from_fields(sign, exponent, mantissa, dtype):
 SPECIALS = {
     BFLOAT16: [0x0000, 0x8000, 0x0001, 0x807F, 0x0080, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x3F80],
     FLOAT16: [0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFC01, 0x3C00],
-    FLOAT32: [0, 0x80000000, 1, 0x807FFFFF, 0x800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
-              0xFF800001, 0x3F800000],
+    FLOAT32: [
+        0,
+        0x80000000,
+        1,
+        0x807FFFFF,
+        0x800000,
+        0x7F7FFFFF,
+        0xFF7FFFFF,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0xFF800001,
+        0x3F800000,
+    ],
 }
 
 KINDS = ["integers", "normal", "wide", "extremes", "specials"]
@@ -74,7 +88,7 @@ def data(kind, shape, dtype, seed=0):
 
     integers  -4 to 4: every partial sum is exact, in any order
     normal    a bell of standard deviation 1.15
-    wide      exponents spread over 48 binades (fp16: 16), half of them within 8: alignments, cancellations, lost addends
+    wide      exponents over 48 binades (fp16: 16), half of them within 8: alignments, cancellations, lost addends
     extremes  a row is tiny, plain or huge, so that products of two rows are subnormal, plain or infinite
     specials  wide, one element in 64 a zero, subnormal, largest, infinity or NaN
     """
@@ -87,7 +101,7 @@ def data(kind, shape, dtype, seed=0):
         return reference.round_to(total.astype(np.float32) * np.float32(2.0**-15), dtype)
     if kind == "extremes":
         reach = 12 if dtype == FLOAT16 else 66
-        row = field(random_words(shape[:-1] + (1,), seed + 1000), 0, 8) % 3 - 1
+        row = field(random_words((*shape[:-1], 1), seed + 1000), 0, 8) % 3 - 1
         return from_fields(sign, row * reach + field(words, 24, 3) - 4, mantissa, dtype)
     reach = 8 if dtype == FLOAT16 else 24
     near, far = field(words, 24, 3) - 4, field(words, 32, 16) % (2 * reach) - reach
@@ -106,16 +120,21 @@ LAYOUTS = ["row", "col", "row_padded", "col_padded", "row_shared", "col_shared",
 def strides_of(layout, rows, cols):
     """Of the last two dimensions, in elements; one of them is 1."""
     return {
-        "row": (cols, 1), "col": (1, rows), "row_padded": (cols + 5, 1), "col_padded": (1, rows + 3),
-        "row_shared": (0, 1), "col_shared": (1, 0), "overlapped": (1, 2),
+        "row": (cols, 1),
+        "col": (1, rows),
+        "row_padded": (cols + 5, 1),
+        "col_padded": (1, rows + 3),
+        "row_shared": (0, 1),
+        "col_shared": (1, 0),
+        "overlapped": (1, 2),
     }[layout]
 
 
 def place(shape, dtype, layout, margin=64):
     """A view of this shape and layout inside fresh memory, and that memory: (memory, view).
 
-    The memory is full of 0xFF, a NaN in every type, and the view starts one element past a 64-byte boundary in the padded
-    layouts, on one in the others. Leading dimensions lie one matrix after the other, three elements apart.
+    The memory is full of 0xFF, a NaN in every type. In the padded layouts the view starts one element past a 64-byte
+    boundary, in the others on one. Leading dimensions lie one matrix after the other, three elements apart.
     """
     rows, cols = shape[-2:]
     row, col = strides_of(layout, rows, cols)
@@ -166,22 +185,22 @@ class Problem:
     def operands(self):
         """a [..., M, K], b [..., K, N] and the options, in the problem's layouts."""
         dtype = DTYPES[self.dtype]
-        a = data(self.kind, self.batch + (self.m, self.k), dtype, self.seed)
-        b = data(self.kind, self.batch + (self.n, self.k), dtype, self.seed + 100).swapaxes(-1, -2)
+        a = data(self.kind, (*self.batch, self.m, self.k), dtype, self.seed)
+        b = data(self.kind, (*self.batch, self.n, self.k), dtype, self.seed + 100).swapaxes(-1, -2)
         options = {"arithmetic": self.arithmetic, "k_chunk": self.k_chunk}
         if self.bias:
             extents, bias_dtype = self.bias.split()
-            shape = {"n": (self.n,), "mn": self.batch + (self.m, self.n)}[extents]
+            shape = {"n": (self.n,), "mn": (*self.batch, self.m, self.n)}[extents]
             options["bias"] = data(self.kind, shape, DTYPES[bias_dtype], self.seed + 200)
         return lay(a, self.a_layout), lay(b, self.b_layout), options
 
     def start(self):
         """What `out` holds before the call, under accumulate."""
-        return data(self.kind, self.batch + (self.m, self.n), FLOAT32, self.seed + 300)
+        return data(self.kind, (*self.batch, self.m, self.n), FLOAT32, self.seed + 300)
 
     @property
     def shape(self):
-        return self.batch + (self.m, self.n)
+        return (*self.batch, self.m, self.n)
 
     def values_depend_on(self, layout):
         return layout in ("row_shared", "col_shared", "overlapped")

@@ -1,7 +1,7 @@
 """Which kernels the tests walk, and the settings of the calling thread that they vary.
 
-A test that takes `gemm_kernel`, `rmsnorm_kernel` or `rmsnorm_backward_kernel` runs once for every kernel of that operation
-that this machine can run, and once for each element type that the kernel takes; the kernel is forced by name.
+A test that takes `gemm_kernel`, `rmsnorm_kernel` or `rmsnorm_backward_kernel` runs once for every CPU kernel of that
+operation that this machine can run, and once for each element type that the kernel takes; the kernel is forced by name.
 """
 
 import contextlib
@@ -30,8 +30,12 @@ class ForcedKernel:
 
 
 def forced_kernels(operation):
-    return [ForcedKernel(info, dtype) for info in pydet.kernels() if info.operation == operation and info.available
-            for dtype in info.dtypes.split()]
+    return [
+        ForcedKernel(info, dtype)
+        for info in pydet.kernels()
+        if info.device == "cpu" and info.operation == operation and info.available
+        for dtype in info.dtypes.split()
+    ]
 
 
 def pytest_generate_tests(metafunc):
@@ -44,8 +48,8 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def need():
-    """need(condition, extra, reason): the test cannot run without an optional package. It is skipped with the reason, or
-    fails if PYDET_TEST_EXTRAS says that the package is meant to be here."""
+    """need(condition, extra, reason): the test cannot run without an optional package. It is skipped with the reason,
+    or fails if PYDET_TEST_EXTRAS says that the package is meant to be here."""
 
     def check(condition, extra, reason):
         if not condition:

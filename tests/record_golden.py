@@ -1,7 +1,7 @@
 """Writes tests/golden/*.json from the reference: python -m tests.record_golden
 
-Hashes that are already recorded stay: if one would change, or vanish, and PYDET_NUMERICS has not risen since, nothing is
-written and the exit status is 1.
+Hashes that are already recorded stay: if one would change, or vanish, and PYDET_NUMERICS has not risen since, nothing
+is written and the exit status is 1.
 """
 
 import json
@@ -21,15 +21,18 @@ def record(folder, operation, digests, numerics):
         old = json.loads(path.read_text())
         lost = [name for name, value in old["sha256"].items() if digests.get(name) != value]
         if numerics < old["numerics"] or (lost and numerics == old["numerics"]):
-            raise Refused(f"{operation}: recorded for PYDET_NUMERICS {old['numerics']}, now {numerics}; other bits in "
-                          f"{len(lost)} of {len(old['sha256'])} cases: {lost[:5]}")
+            raise Refused(
+                f"{operation}: recorded for PYDET_NUMERICS {old['numerics']}, now {numerics}; other bits in "
+                f"{len(lost)} of {len(old['sha256'])} cases: {lost[:5]}"
+            )
     path.write_text(json.dumps({"numerics": numerics, "sha256": digests}, indent=1) + "\n")
 
 
 def main():
-    import pydet
     import reference
     from test_golden import DIGESTS, GOLDEN, all_digests
+
+    import pydet
 
     try:
         for operation in DIGESTS:

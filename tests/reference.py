@@ -1,7 +1,7 @@
 """The contract of native/NUMERICS.md as plain NumPy: slow, and written to be read beside the formulas.
 
-Nothing here shares code with the library. `gemm`, `skinny_gemm`, `rmsnorm` and `rmsnorm_backward` have the signatures of
-pydet's own functions, so that a check written for the one runs on the other.
+Nothing here shares code with the library. `gemm`, `skinny_gemm`, `rmsnorm` and `rmsnorm_backward` have the signatures
+of pydet's own functions, so that a check written for the one runs on the other.
 
 Arrays are float32, float16 or ml_dtypes.bfloat16. Whatever is computed is computed in float32 with one rounding an
 operation (NumPy's +, *, / and sqrt on float32 are the IEEE operations), in `fma`, or in exact integers.
@@ -68,7 +68,7 @@ def fma(a, b, c):
     """a b + c on float32 with one rounding, to nearest even.
 
     In float64 the product is exact (48 bits, exponents above -300), and TwoSum gives the sum and its exact error. From
-    the two follows the sum rounded to odd: where it is inexact and its last bit is 0, the neighbour on the error's side.
+    the two follows the sum rounded to odd: where it is inexact and its last bit is 0, the neighbour toward the error.
     A value rounded to odd at 53 bits rounds to 24 bits as the exact value does (Boldo and Melquiond: 53 >= 24 + 2).
     """
     product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
@@ -108,7 +108,7 @@ def trunc_scaled(m, shift):
 
 
 class Products:
-    """The products of one step: exact values, and integers with value = m 2^(e - fraction_bits), e as the factors add up."""
+    """The products of one step: value, exact, and integers with value = m 2^(e - fraction_bits)."""
 
     def __init__(self, a, b):
         (ma, ea), (mb, eb) = decode(a), decode(b)
@@ -124,7 +124,7 @@ def with_specials(finite, values, c):
 
 
 def truncate_to_float32(x):
-    """float64 toward zero to float32, subnormals kept, infinite from 2^128 on. Zero is always +0: so the recorded H100."""
+    """float64 toward zero to float32, subnormals kept, infinite from 2^128 on. Zero is +0, as on the H100."""
     nearest = x.astype(np.float32)
     over = np.abs(nearest.astype(np.float64)) > np.abs(x)
     truncated = np.where(over, np.nextafter(nearest, np.float32(0)), nearest)
@@ -141,9 +141,9 @@ def truncating_step(p, c, fraction, least):
 
 
 def cdna3_step(p, c):
-    """AMD gfx942, by its published model: the products cut toward zero at 24 fractional bits of the largest of them, their
-    sum floored at 31 and c at 24 fractional bits of the larger exponent, one rounding to nearest even. Products of 2^128
-    and more are infinite, once no operand is."""
+    """AMD gfx942, by its published model: products cut toward zero at 24 fractional bits of the largest of them, their
+    sum floored at 31 and c at 24 fractional bits of the larger exponent, one rounding to nearest even. Products of
+    2^128 and more are infinite, once no operand is."""
     mc, ec = decode(c)
     largest = np.where(p.m != 0, p.e, NONE).max(-1)
     both = np.maximum(largest, np.where(mc != 0, ec, NONE))
@@ -160,7 +160,7 @@ def flush(x, least=-126):
 
 
 def cdna2_step(a, b, c):
-    """AMD gfx90a, by its published model: float32 operations to nearest even that flush subnormals. Every zero is +0."""
+    """AMD gfx90a, by its published model: float32 operations to nearest even that flush subnormals. Zeros are +0."""
     least = MIN_EXPONENT[a.dtype]
     p = flush(flush(widen(a), least) * flush(widen(b), least))
     pair = [flush(p[..., i] + p[..., i + 1]) for i in (0, 2)]
@@ -191,8 +191,8 @@ def chain(a, b, start, arithmetic):
         return start
     width = STEP[arithmetic]
     pad = -a.shape[-1] % width
-    a = np.concatenate([a, np.zeros(a.shape[:-1] + (pad,), a.dtype)], -1)[..., :, None, :]
-    b = np.concatenate([b, np.zeros(b.shape[:-2] + (pad, b.shape[-1]), b.dtype)], -2).swapaxes(-1, -2)[..., None, :, :]
+    a = np.concatenate([a, np.zeros((*a.shape[:-1], pad), a.dtype)], -1)[..., :, None, :]
+    b = np.concatenate([b, np.zeros((*b.shape[:-2], pad, b.shape[-1]), b.dtype)], -2).swapaxes(-1, -2)[..., None, :, :]
     for k in range(0, a.shape[-1], width):
         start = step(arithmetic, a[..., k : k + width], b[..., k : k + width], start)
     return start
@@ -200,7 +200,7 @@ def chain(a, b, start, arithmetic):
 
 @quiet
 def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
-    shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) + (a.shape[-2], b.shape[-1])
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     zeros = np.zeros(shape, np.float32)
     total = out.copy() if accumulate else zeros
     if k_chunk is None:
@@ -226,8 +226,13 @@ def gemm_db(a, dc, **options):
 
 
 def skinny_gemm(x, w, *, bias=None, out=None, mode="deterministic", **options):
-    result = gemm(x[..., None, :], w.T, bias=bias if bias is None or bias.ndim == 1 else bias[..., None, :],
-                  out=None if out is None else out[..., None, :], **options)
+    result = gemm(
+        x[..., None, :],
+        w.T,
+        bias=bias if bias is None or bias.ndim == 1 else bias[..., None, :],
+        out=None if out is None else out[..., None, :],
+        **options,
+    )
     return out if out is not None else result[..., 0, :]
 
 
@@ -294,18 +299,27 @@ def sum_over_rows(a, b, start):
 
 
 @quiet
-def rmsnorm_backward(dy, x, weight, rstd, *, weight_offset=0.0, dresidual=None, out=None, dweight=None,
-                     dweight_dtype=None, accumulate=False):
+def rmsnorm_backward(
+    dy,
+    x,
+    weight,
+    rstd,
+    *,
+    weight_offset=0.0,
+    dresidual=None,
+    out=None,
+    dweight=None,
+    dweight_dtype=None,
+    accumulate=False,
+):
     n = x.shape[-1]
     values, dvalues, r = widen(x.reshape(-1, n)), widen(dy.reshape(-1, n)), rstd.reshape(-1, 1)
     xhat = values * r
     g = dvalues * scale_of(weight, weight_offset, n)
     mean = (row_sum(g, xhat) / np.float32(n))[:, None]
     t = fma(-xhat, np.broadcast_to(mean, g.shape), g)
-    if dresidual is None:
-        dx = r * t
-    else:
-        dx = fma(np.broadcast_to(r, t.shape), t, widen(dresidual.reshape(-1, n)))
+    r = np.broadcast_to(r, t.shape)
+    dx = r * t if dresidual is None else fma(r, t, widen(dresidual.reshape(-1, n)))
     dx = round_to(dx, x.dtype).reshape(x.shape)
     if out is not None:
         out[...] = dx

@@ -1,21 +1,22 @@
 """gemm, gemm_da, gemm_db: every kernel, forced by name, against the reference and against itself."""
 
+import ctypes
 import dataclasses
 import functools
 import itertools
 import pathlib
 
+import cases
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-
-import cases
-import pydet
 import reference
 from cases import DTYPES, KINDS, LAYOUTS, Problem, assert_same_bits, check_equals_reference, data, lay
 from conftest import threads, unusual_float_environment
 from reference import STEP
+
+import pydet
 
 VECTORS = pathlib.Path(__file__).parent / "data" / "h100_mma_vectors.npz"
 
@@ -31,13 +32,15 @@ def check_small_integers(gemm, arithmetic, dtype):
     """Every partial sum is exact, so any order gives the product: what is wrong here is an index."""
     layouts = itertools.cycle(itertools.product(LAYOUTS[:4], LAYOUTS[:4], ["row", "col", "row_padded", "col_padded"]))
     for (m, n, k), out_dtype in itertools.product(
-            [(1, 1, 1), (1, 40, 33), (40, 1, 17), (3, 130, 64), (15, 33, 100), (64, 64, 64), (130, 70, 96)], DTYPES):
+        [(1, 1, 1), (1, 40, 33), (40, 1, 17), (3, 130, 64), (15, 33, 100), (64, 64, 64), (130, 70, 96)], DTYPES
+    ):
         a_layout, b_layout, out_layout = next(layouts)
         problem = Problem(m, n, k, dtype, arithmetic, out_dtype, "integers", a_layout, b_layout, out_layout)
         a, b, _ = problem.operands()
         exact = reference.widen(a).astype(np.int64) @ reference.widen(b).astype(np.int64)
-        assert_same_bits(cases.run(gemm, problem), reference.round_to(exact.astype(np.float32), DTYPES[out_dtype]),
-                         str(problem))
+        assert_same_bits(
+            cases.run(gemm, problem), reference.round_to(exact.astype(np.float32), DTYPES[out_dtype]), str(problem)
+        )
 
 
 # Roundings that one step adds to the error, in units of 2^-24 sum |a b|: the addends that are cut, and the sum.
@@ -46,7 +49,7 @@ STEP_ERROR = {"ieee": 1, "sm90": 11, "sm80": 11, "cdna3": 11, "cdna2": 4}
 
 def check_error_bound(gemm, arithmetic, dtype):
     for kind, k_chunk in itertools.product(["normal", "wide"], [None, 64]):
-        problem = Problem(33, 65, 1000, dtype, arithmetic, kind=kind, k_chunk=k_chunk)
+        problem = Problem(33, 65, 1003, dtype, arithmetic, kind=kind, k_chunk=k_chunk)
         a, b, _ = problem.operands()
         a, b = reference.widen(a).astype(np.float64), reference.widen(b).astype(np.float64)
         steps = -(-problem.k // STEP[arithmetic])
@@ -60,7 +63,13 @@ def check_recorded_vectors(gemm, dtype):
     vectors = np.load(VECTORS)
     a, b, c = (vectors[f"step_{dtype}_{name}"] for name in "abc")
     out = c.view(np.float32).reshape(-1, 1, 1).copy()
-    gemm(a.view(DTYPES[dtype])[:, None, :], b.view(DTYPES[dtype])[:, :, None], out=out, accumulate=True, arithmetic="sm90")
+    gemm(
+        a.view(DTYPES[dtype])[:, None, :],
+        b.view(DTYPES[dtype])[:, :, None],
+        out=out,
+        accumulate=True,
+        arithmetic="sm90",
+    )
     assert_same_bits(out.reshape(-1), vectors[f"step_{dtype}_d"].view(np.float32), f"single steps, {dtype}")
     chains = [name[:-2] for name in vectors if name.startswith(f"chain_{dtype}_") and name.endswith("_d")]
     assert len(chains) == 8
@@ -83,6 +92,18 @@ def test_recorded_vectors(gemm_kernel):
         check_recorded_vectors(gemm_kernel.gemm, gemm_kernel.dtype)
 
 
+def test_reference_fma_is_that_of_the_c_library():
+    fmaf = ctypes.CDLL("libm.so.6").fmaf
+    fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    words = cases.random_words((3, 30000), 0)
+    sign, mantissa = cases.field(words, 63, 1), cases.field(words, 0, 23)
+    close = cases.field(words[:, :15000], 24, 4) - 8  # hard to round
+    low = np.array([[-75], [-60], [-140]]) + cases.field(words[:, 15000:], 24, 4)  # subnormal results
+    a, b, c = cases.from_fields(sign, np.concatenate([close, low], 1), mantissa, reference.FLOAT32)
+    expected = np.array([fmaf(*map(float, abc)) for abc in zip(a, b, c, strict=False)], np.float32)
+    assert_same_bits(reference.fma(a, b, c), expected)
+
+
 def test_reference_reproduces_the_recorded_vectors():
     for dtype in ("bf16", "fp16"):
         check_recorded_vectors(reference.gemm, dtype)
@@ -95,11 +116,24 @@ def test_every_k_to_130(gemm_kernel):
     layouts = itertools.cycle(itertools.product(LAYOUTS, LAYOUTS))
     for k in range(131):
         a_layout, b_layout = next(layouts)
-        check_equals_reference(gemm_kernel.gemm, [
-            start_from(gemm_kernel, m=3, k=k, a_layout=a_layout, b_layout=b_layout),
-            start_from(gemm_kernel, m=6, k=k, kind=KINDS[1 + k % 4], a_layout=a_layout, b_layout=b_layout,
-                       out_dtype=list(DTYPES)[k % 3], bias=["", "n bf16", "mn fp32"][k % 3], accumulate=k % 6 == 0,
-                       k_chunk=[None, 16, 48, 64][k % 4])])
+        check_equals_reference(
+            gemm_kernel.gemm,
+            [
+                start_from(gemm_kernel, m=3, k=k, a_layout=a_layout, b_layout=b_layout),
+                start_from(
+                    gemm_kernel,
+                    m=6,
+                    k=k,
+                    kind=KINDS[1 + k % 4],
+                    a_layout=a_layout,
+                    b_layout=b_layout,
+                    out_dtype=list(DTYPES)[k % 3],
+                    bias=["", "n bf16", "mn fp32"][k % 3],
+                    accumulate=k % 6 == 0,
+                    k_chunk=[None, 16, 48, 64][k % 4],
+                ),
+            ],
+        )
 
 
 EDGES = sorted({edge + around for edge in (64, 128, 192, 256, 384, 512) for around in (-1, 0, 1)})
@@ -108,13 +142,23 @@ EDGES = sorted({edge + around for edge in (64, 128, 192, 256, 384, 512) for arou
 @pytest.mark.parametrize("out_dtype", ["fp32", "bf16"])
 def test_around_block_sizes(gemm_kernel, out_dtype):
     make = functools.partial(start_from, gemm_kernel, out_dtype=out_dtype)
-    problems = [make(m=4, n=35, k=k, kind="wide", a_layout=a, b_layout=b)
-                for k, (a, b) in zip(EDGES + [1023, 1025, 2047, 2049], itertools.cycle(itertools.product(LAYOUTS[:2], LAYOUTS[:2])))]
+    problems = [
+        make(m=4, n=35, k=k, kind="wide", a_layout=a, b_layout=b)
+        for k, (a, b) in zip(
+            [*EDGES, 1023, 1025, 2047, 2049], itertools.cycle(itertools.product(LAYOUTS[:2], LAYOUTS[:2]))
+        )
+    ]
     problems += [make(m=m, n=5, k=33, a_layout=LAYOUTS[m % 4], b_layout=LAYOUTS[m // 2 % 4]) for m in EDGES]
-    problems += [make(m=3, n=n, k=33, a_layout=LAYOUTS[n % 4], b_layout=LAYOUTS[n // 2 % 4])
-                 for n in EDGES + [1023, 1024, 1025, 2049]]
-    problems += [make(m=20, n=1030, k=70, b_layout=layout, k_chunk=chunk) for layout in ("row", "col") for chunk in (None, 32)]
-    problems += [make(m=260, n=40, k=300, b_layout=layout, k_chunk=chunk) for layout in ("row", "col") for chunk in (None, 128)]
+    problems += [
+        make(m=3, n=n, k=33, a_layout=LAYOUTS[n % 4], b_layout=LAYOUTS[n // 2 % 4])
+        for n in [*EDGES, 1023, 1024, 1025, 2049]
+    ]
+    problems += [
+        make(m=20, n=1030, k=70, b_layout=layout, k_chunk=chunk) for layout in ("row", "col") for chunk in (None, 32)
+    ]
+    problems += [
+        make(m=260, n=40, k=300, b_layout=layout, k_chunk=chunk) for layout in ("row", "col") for chunk in (None, 128)
+    ]
     check_equals_reference(gemm_kernel.gemm, problems)
 
 
@@ -123,7 +167,7 @@ def test_every_small_m_and_n(gemm_kernel):
     a, b, _ = whole.operands()
     for b_layout in ("row", "col"):
         b_laid = lay(b, b_layout)
-        for m, n in itertools.product(list(range(1, 20)) + [28, 29, 34], list(range(1, 36)) + [48, 49, 63, 64, 65, 70]):
+        for m, n in itertools.product([*list(range(1, 20)), 28, 29, 34], [*list(range(1, 36)), 48, 49, 63, 64, 65, 70]):
             result = gemm_kernel.gemm(a[:m], b_laid[:, :n], out_dtype=np.float32, arithmetic=gemm_kernel.arithmetic)
             assert_same_bits(result, whole.expected()[:m, :n], f"{m}x{n}, b {b_layout}")
 
@@ -131,73 +175,154 @@ def test_every_small_m_and_n(gemm_kernel):
 def test_every_type_and_option(gemm_kernel):
     biases = ["", *(f"{extents} {dtype}" for extents in ("n", "mn") for dtype in DTYPES)]
     layouts = itertools.cycle(["row", "col", "row_padded", "col_padded"])
-    check_equals_reference(gemm_kernel.gemm, [
-        start_from(gemm_kernel, m=7, n=37, k=50, kind=kind, out_dtype=out_dtype, bias=bias, accumulate=accumulate,
-                   k_chunk=k_chunk, out_layout=next(layouts), seed=seed)
-        for seed, kind in enumerate(KINDS) for out_dtype in DTYPES for bias in biases for accumulate in (False, True)
-        for k_chunk in (None, 16, 32, 64) if out_dtype == "fp32" or not accumulate])
+    check_equals_reference(
+        gemm_kernel.gemm,
+        [
+            start_from(
+                gemm_kernel,
+                m=7,
+                n=37,
+                k=50,
+                kind=kind,
+                out_dtype=out_dtype,
+                bias=bias,
+                accumulate=accumulate,
+                k_chunk=k_chunk,
+                out_layout=next(layouts),
+                seed=seed,
+            )
+            for seed, kind in enumerate(KINDS)
+            for out_dtype in DTYPES
+            for bias in biases
+            for accumulate in (False, True)
+            for k_chunk in (None, 16, 32, 64)
+            if out_dtype == "fp32" or not accumulate
+        ],
+    )
 
 
 def test_every_layout(gemm_kernel):
-    check_equals_reference(gemm_kernel.gemm, [
-        start_from(gemm_kernel, m=m, n=n, k=37, a_layout=a_layout, b_layout=b_layout, out_layout=out_layout, out_dtype=out_dtype)
-        for (m, n), a_layout, b_layout, out_layout, out_dtype in itertools.product(
-            [(1, 20), (9, 21), (20, 1), (21, 2)], LAYOUTS, LAYOUTS, ["row", "col", "row_padded", "col_padded"], DTYPES)])
+    check_equals_reference(
+        gemm_kernel.gemm,
+        [
+            start_from(
+                gemm_kernel,
+                m=m,
+                n=n,
+                k=37,
+                a_layout=a_layout,
+                b_layout=b_layout,
+                out_layout=out_layout,
+                out_dtype=out_dtype,
+            )
+            for (m, n), a_layout, b_layout, out_layout, out_dtype in itertools.product(
+                [(1, 20), (9, 21), (20, 1), (21, 2)],
+                LAYOUTS,
+                LAYOUTS,
+                ["row", "col", "row_padded", "col_padded"],
+                DTYPES,
+            )
+        ],
+    )
 
 
 def test_extreme_numbers(gemm_kernel):
-    problems = [start_from(gemm_kernel, m=30, n=45, k=k, kind=kind, out_dtype=out_dtype, seed=seed)
-                for kind, k, out_dtype, seed in itertools.product(["extremes", "specials"], [1, 2, 5, 16, 50], DTYPES, [0, 1])]
+    problems = [
+        start_from(gemm_kernel, m=30, n=45, k=k, kind=kind, out_dtype=out_dtype, seed=seed)
+        for kind, k, out_dtype, seed in itertools.product(["extremes", "specials"], [1, 2, 5, 16, 50], DTYPES, [0, 1])
+    ]
     seen = np.concatenate([reference.widen(p.expected()).ravel() for p in problems])
     assert np.isnan(seen).any() and np.isposinf(seen).any() and np.isneginf(seen).any()
-    assert np.any((np.abs(seen) < 2.0**-126) & (seen != 0)) or gemm_kernel.dtype == "fp16" or gemm_kernel.arithmetic == "cdna2"
+    assert (
+        np.any((np.abs(seen) < 2.0**-126) & (seen != 0))
+        or gemm_kernel.dtype == "fp16"
+        or gemm_kernel.arithmetic == "cdna2"
+    )
     check_equals_reference(gemm_kernel.gemm, problems)
 
 
 def test_empty_extents(gemm_kernel):
     for accumulate, k_chunk, bias in itertools.product([False, True], [None, 16], ["", "n fp32", "mn bf16"]):
-        check_equals_reference(gemm_kernel.gemm, [
-            start_from(gemm_kernel, k=0, kind="specials", accumulate=accumulate, k_chunk=k_chunk, bias=bias)])
+        check_equals_reference(
+            gemm_kernel.gemm,
+            [start_from(gemm_kernel, k=0, kind="specials", accumulate=accumulate, k_chunk=k_chunk, bias=bias)],
+        )
     for fields in ({"m": 0}, {"n": 0}, {"m": 0, "n": 0, "k": 0}, {"batch": (0,)}, {"batch": (2, 0)}):
         check_equals_reference(gemm_kernel.gemm, [start_from(gemm_kernel, **fields)])
 
 
 def test_batches(gemm_kernel):
     for batch in [(3,), (2, 3), (1, 1), (2, 1, 3, 1, 2, 1)]:
-        for a_layout, b_layout, out_layout in [("row", "row", "row"), ("col", "row_padded", "col_padded"), ("row_padded", "col", "row")]:
-            check_equals_reference(gemm_kernel.gemm, [
-                start_from(gemm_kernel, batch=batch, a_layout=a_layout, b_layout=b_layout, out_layout=out_layout, bias=bias,
-                           k_chunk=k_chunk) for bias in ("", "n bf16", "mn fp16") for k_chunk in (None, 32)])
+        for a_layout, b_layout, out_layout in [
+            ("row", "row", "row"),
+            ("col", "row_padded", "col_padded"),
+            ("row_padded", "col", "row"),
+        ]:
+            check_equals_reference(
+                gemm_kernel.gemm,
+                [
+                    start_from(
+                        gemm_kernel,
+                        batch=batch,
+                        a_layout=a_layout,
+                        b_layout=b_layout,
+                        out_layout=out_layout,
+                        bias=bias,
+                        k_chunk=k_chunk,
+                    )
+                    for bias in ("", "n bf16", "mn fp16")
+                    for k_chunk in (None, 32)
+                ],
+            )
 
 
 def test_batches_broadcast(gemm_kernel):
     dtype = DTYPES[gemm_kernel.dtype]
-    for a_batch, b_batch, bias_batch in [((), (3,), ()), ((4, 1), (3,), (4, 3)), ((1, 3), (4, 1), (1, 3)), ((3,), (), (3,)),
-                                         ((2, 1, 2), (3, 1), (2, 3, 2))]:
-        a, b = data("normal", a_batch + (5, 40), dtype), data("normal", b_batch + (40, 19), dtype, 1)
-        bias = data("normal", bias_batch + (5, 19), dtype, 2)
+    for a_batch, b_batch, bias_batch in [
+        ((), (3,), ()),
+        ((4, 1), (3,), (4, 3)),
+        ((1, 3), (4, 1), (1, 3)),
+        ((3,), (), (3,)),
+        ((2, 1, 2), (3, 1), (2, 3, 2)),
+    ]:
+        a, b = data("normal", (*a_batch, 5, 40), dtype), data("normal", (*b_batch, 40, 19), dtype, 1)
+        bias = data("normal", (*bias_batch, 5, 19), dtype, 2)
         batch = np.broadcast_shapes(a_batch, b_batch)
         expected = reference.gemm(a, b, bias=bias, out_dtype=np.float32, arithmetic=gemm_kernel.arithmetic)
         options = {"out_dtype": np.float32, "arithmetic": gemm_kernel.arithmetic}
-        assert_same_bits(gemm_kernel.gemm(a, b, bias=np.broadcast_to(bias, batch + (5, 19)), **options), expected, "shapes")
+        assert_same_bits(
+            gemm_kernel.gemm(a, b, bias=np.broadcast_to(bias, (*batch, 5, 19)), **options), expected, "shapes"
+        )
         stride_0 = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, bias)]
         assert_same_bits(gemm_kernel.gemm(stride_0[0], stride_0[1], bias=stride_0[2], **options), expected, "stride 0")
 
 
 problems = st.builds(
-    Problem, m=st.integers(0, 70), n=st.integers(0, 70), k=st.integers(0, 200), out_dtype=st.sampled_from(list(DTYPES)),
-    kind=st.sampled_from(KINDS), a_layout=st.sampled_from(LAYOUTS), b_layout=st.sampled_from(LAYOUTS),
+    Problem,
+    m=st.integers(0, 70),
+    n=st.integers(0, 70),
+    k=st.integers(0, 200),
+    out_dtype=st.sampled_from(list(DTYPES)),
+    kind=st.sampled_from(KINDS),
+    a_layout=st.sampled_from(LAYOUTS),
+    b_layout=st.sampled_from(LAYOUTS),
     out_layout=st.sampled_from(["row", "col", "row_padded", "col_padded"]),
-    bias=st.sampled_from(["", "n fp32", "mn bf16", "mn fp16"]), k_chunk=st.sampled_from([None, 16, 48, 112]),
-    seed=st.integers(0, 9))
+    bias=st.sampled_from(["", "n fp32", "mn bf16", "mn fp16"]),
+    k_chunk=st.sampled_from([None, 16, 48, 112]),
+    seed=st.integers(0, 9),
+)
 
 
 def test_any_problem(gemm_kernel):
     @hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
     @hypothesis.given(problems, st.booleans())
     def any_problem(problem, accumulate):
-        problem = dataclasses.replace(problem, dtype=gemm_kernel.dtype, arithmetic=gemm_kernel.arithmetic,
-                                      accumulate=accumulate and problem.out_dtype == "fp32")
+        problem = dataclasses.replace(
+            problem,
+            dtype=gemm_kernel.dtype,
+            arithmetic=gemm_kernel.arithmetic,
+            accumulate=accumulate and problem.out_dtype == "fp32",
+        )
         check_equals_reference(gemm_kernel.gemm, [problem])
 
     any_problem()
@@ -224,7 +349,9 @@ def check_batch_invariance(gemm, arithmetic, dtype, k_chunk=None):
     assert_same_bits(call(lay(a, "row_padded"), b), whole, "padded rows")
     assert_same_bits(call(lay(a, "col"), lay(b, "col")), whole, "transposed operands")
     assert_same_bits(call(np.concatenate([a, a[order], a, a, a]), b)[70:140], whole[order], "inside a larger batch")
-    assert_same_bits(call(np.broadcast_to(a[9:10], (50, 200)), b), np.broadcast_to(whole[9:10], (50, 45)), "one row, 50 times")
+    assert_same_bits(
+        call(np.broadcast_to(a[9:10], (50, 200)), b), np.broadcast_to(whole[9:10], (50, 45)), "one row, 50 times"
+    )
     among_nan = np.full_like(a, np.nan)
     among_nan[[3, 40, 69]] = a[[3, 40, 69]]
     assert_same_bits(call(among_nan, b)[[3, 40, 69]], whole[[3, 40, 69]], "among NaN rows")
@@ -316,20 +443,28 @@ def check_gradients(gemm, gemm_da, gemm_db, arithmetic, dtype):
 
 
 def test_gradients(gemm_kernel):
-    check_gradients(gemm_kernel.gemm, gemm_kernel.gemm_da, gemm_kernel.gemm_db, gemm_kernel.arithmetic, gemm_kernel.dtype)
+    check_gradients(
+        gemm_kernel.gemm, gemm_kernel.gemm_da, gemm_kernel.gemm_db, gemm_kernel.arithmetic, gemm_kernel.dtype
+    )
 
 
 def test_gradients_in_batches(gemm_kernel):
     dtype, options = DTYPES[gemm_kernel.dtype], {"out_dtype": np.float32, "arithmetic": gemm_kernel.arithmetic}
-    a, b, dc = (data("normal", (3,) + shape, dtype) for shape in [(20, 34), (34, 21), (20, 21)])
+    a, b, dc = (data("normal", (3, *shape), dtype) for shape in [(20, 34), (34, 21), (20, 21)])
     assert_same_bits(gemm_kernel.gemm_da(dc, b[0], **options), reference.gemm_da(dc, b[0], **options), "da")
     assert_same_bits(gemm_kernel.gemm_db(a, dc, **options), reference.gemm_db(a, dc, **options), "db")
 
 
 # ---- Surroundings --------------------------------------------------------------------------------------------------
 
-LARGE = [Problem(64, 96, 100), Problem(150, 130, 70, out_layout="col"), Problem(2, 700, 300, b_layout="col"),
-         Problem(1, 900, 200, k_chunk=64), Problem(300, 3, 200, kind="wide"), Problem(30, 40, 80, batch=(5,), bias="mn fp32")]
+LARGE = [
+    Problem(64, 96, 100),
+    Problem(150, 130, 70, out_layout="col"),
+    Problem(2, 700, 300, b_layout="col"),
+    Problem(1, 900, 200, k_chunk=64),
+    Problem(300, 3, 200, kind="wide"),
+    Problem(30, 40, 80, batch=(5,), bias="mn fp32"),
+]
 
 
 def check_threads(gemm, arithmetic, dtype, count):
@@ -346,7 +481,7 @@ def check_repeated_calls(gemm, arithmetic, dtype):
 
 
 def check_float_environment(gemm, arithmetic, dtype):
-    """Neither flush-to-zero nor the rounding mode of the calling thread reaches a bit, and both are still set afterwards."""
+    """Neither flush-to-zero nor the rounding mode of the calling thread reaches a bit, and both are kept."""
     problems = [Problem(30, 45, k, dtype, arithmetic, kind="extremes") for k in (1, 16, 50)]
     problems += [Problem(64, 96, 100, dtype, arithmetic, out_dtype) for out_dtype in DTYPES]
     for problem in problems:
@@ -373,7 +508,7 @@ def test_float_environment(gemm_kernel):
 
 
 def check_workspace(call, size):
-    """call(workspace) returns a result as bytes: the same whatever the workspace held, and nothing past it is written."""
+    """call(workspace) returns a result's bytes: the same whatever the workspace held; nothing past it is written."""
     results = []
     for fill in (0x00, 0xFF, 0x41):
         workspace = np.full(size + 4096, fill, np.uint8)
@@ -394,8 +529,13 @@ def test_workspace(gemm_kernel):
 
     def call(workspace):
         out = np.empty(problem.shape, np.float32)
-        made = options("pydet_gemm_options", arithmetic=getattr(lib, f"PYDET_{problem.arithmetic.upper()}"),
-                       workspace=ffi.from_buffer(workspace), workspace_size=len(workspace), **fields)
+        made = options(
+            "pydet_gemm_options",
+            arithmetic=getattr(lib, f"PYDET_{problem.arithmetic.upper()}"),
+            workspace=ffi.from_buffer(workspace),
+            workspace_size=len(workspace),
+            **fields,
+        )
         assert lib.pydet_gemm(ffi.NULL, Tensor(a).c, Tensor(b).c, ffi.NULL, Tensor(out).c, made) == lib.PYDET_OK
         assert_same_bits(out, problem.expected(), str(problem))
         return out.tobytes()
@@ -405,6 +545,12 @@ def test_workspace(gemm_kernel):
 
 def test_kernels_of_one_arithmetic_agree(gemm_kernel):
     """Larger than the reference can follow: against the library's own choice."""
-    for out_dtype, a_layout, b_layout in [("fp32", "row", "row"), ("bf16", "row", "col"), ("fp16", "col", "row_padded")]:
-        problem = start_from(gemm_kernel, m=131, n=270, k=421, out_dtype=out_dtype, a_layout=a_layout, b_layout=b_layout)
+    for out_dtype, a_layout, b_layout in [
+        ("fp32", "row", "row"),
+        ("bf16", "row", "col"),
+        ("fp16", "col", "row_padded"),
+    ]:
+        problem = start_from(
+            gemm_kernel, m=131, n=270, k=421, out_dtype=out_dtype, a_layout=a_layout, b_layout=b_layout
+        )
         assert_same_bits(cases.run(gemm_kernel.gemm, problem), cases.run(pydet.gemm, problem), str(problem))

@@ -1,7 +1,7 @@
 """Golden hashes: the bits of this PYDET_NUMERICS, pinned for good.
 
-tests/golden/<operation>.json holds the SHA-256 of each case's output bytes. They were computed by the reference, and every
-kernel must reproduce them; a faster kernel changes none. `python -m tests.record_golden` writes them anew.
+tests/golden/<operation>.json holds the SHA-256 of each case's output bytes. They were computed by the reference, and
+every kernel must reproduce them; a faster kernel changes none. `python -m tests.record_golden` writes them anew.
 """
 
 import hashlib
@@ -9,26 +9,29 @@ import itertools
 import json
 import pathlib
 
+import cases
 import numpy as np
 import pytest
-
-import cases
-import pydet
 import reference
 from cases import ARITHMETICS, DTYPES, Problem, data
+
+import pydet
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 def digest(*arrays):
-    return hashlib.sha256(b"".join(reference.bits(array).tobytes() for array in arrays if array is not None)).hexdigest()
+    return hashlib.sha256(
+        b"".join(reference.bits(array).tobytes() for array in arrays if array is not None)
+    ).hexdigest()
 
 
 def gemm_digests(gemm, arithmetic, dtype):
     """Case name -> hash."""
     digests = {}
     for kind, out_dtype, k_chunk, bias in itertools.product(
-            ["normal", "extremes", "specials"], DTYPES, [None, 64], ["", "n fp32"]):
+        ["normal", "extremes", "specials"], DTYPES, [None, 64], ["", "n fp32"]
+    ):
         problem = Problem(29, 50, 300, dtype, arithmetic, out_dtype, kind, bias=bias, k_chunk=k_chunk)
         name = f"{arithmetic} {dtype} {kind} k_chunk={k_chunk} bias={bias or None} -> {out_dtype}"
         digests[name] = digest(cases.run(gemm, problem))
@@ -54,7 +57,9 @@ def rmsnorm_digests(rmsnorm, arithmetic, dtype):
     for (kind, m, n), options in itertools.product(NORMS, [{}, {"weight_offset": 1.0}, {"residual": True}]):
         x, weight = data(kind, (m, n), DTYPES[dtype]), data("normal", (n,), DTYPES[dtype], 1)
         given = {**options, **({"residual": data(kind, (m, n), DTYPES[dtype], 2)} if "residual" in options else {})}
-        digests[f"{arithmetic} {dtype} {kind} {m}x{n} {', '.join(options) or 'plain'}"] = digest(*rmsnorm(x, weight, eps=1e-6, **given))
+        digests[f"{arithmetic} {dtype} {kind} {m}x{n} {', '.join(options) or 'plain'}"] = digest(
+            *rmsnorm(x, weight, eps=1e-6, **given)
+        )
     return digests
 
 
@@ -69,15 +74,23 @@ def rmsnorm_backward_digests(rmsnorm_backward, arithmetic, dtype):
     return digests
 
 
-DIGESTS = {"gemm": gemm_digests, "skinny_gemm": skinny_gemm_digests, "rmsnorm": rmsnorm_digests,
-           "rmsnorm_backward": rmsnorm_backward_digests}
+DIGESTS = {
+    "gemm": gemm_digests,
+    "skinny_gemm": skinny_gemm_digests,
+    "rmsnorm": rmsnorm_digests,
+    "rmsnorm_backward": rmsnorm_backward_digests,
+}
 
 
 def all_digests(operation, function):
     """Every case of an operation, by one implementation of all its arithmetics."""
     arithmetics = ARITHMETICS if "gemm" in operation else {dtype: ["ieee"] for dtype in DTYPES}
-    return {name: value for dtype in DTYPES for arithmetic in arithmetics[dtype]
-            for name, value in DIGESTS[operation](function, arithmetic, dtype).items()}
+    return {
+        name: value
+        for dtype in DTYPES
+        for arithmetic in arithmetics[dtype]
+        for name, value in DIGESTS[operation](function, arithmetic, dtype).items()
+    }
 
 
 def recorded(operation):

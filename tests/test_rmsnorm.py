@@ -6,18 +6,19 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-
-import pydet
 import reference
 from cases import DTYPES, assert_same_bits, data, place
 from conftest import threads, unusual_float_environment
 from test_gemm import check_workspace
+
+import pydet
 
 ROWS = [0, 1, 2, 15, 16, 17, 255, 256, 257, 600]
 WIDTHS = [1, 7, 8, 64, 255, 256, 1024, 2047, 2048, 2049, 4100]
 SHARED_OUT = [(70, 2049), (600, 256), (1100, 37)]  # large enough to be given to several threads
 LONGEST = 300_000  # elements of the largest case that the reference follows for every kernel
 SHAPES = [(m, n) for m in ROWS for n in WIDTHS if m * n <= LONGEST] + [(257, 2049)]
+SHAPES += [(m, 33) for m in (63, 64, 65, 127, 129, 192, 320, 512, 1025)]  # around the groups of the sum over rows
 EPS = 1e-6
 
 kept = {}
@@ -32,7 +33,7 @@ def reference_once(key, function, *args, **options):
 
 def assert_all_same_bits(actual, expected, what):
     assert len(actual) == len(expected)
-    for name, one, other in zip(("first", "second", "third"), actual, expected):
+    for name, one, other in zip(("first", "second", "third"), actual, expected, strict=False):
         if other is None:
             assert one is None
         else:
@@ -109,18 +110,27 @@ def test_forward_of_extreme_numbers(rmsnorm_kernel):
 
 
 def test_backward_of_extreme_numbers(rmsnorm_backward_kernel):
-    check_backward(rmsnorm_backward_kernel.rmsnorm_backward, rmsnorm_backward_kernel.dtype, EXTREME * 6, ["extremes", "specials"])
+    check_backward(
+        rmsnorm_backward_kernel.rmsnorm_backward, rmsnorm_backward_kernel.dtype, EXTREME * 6, ["extremes", "specials"]
+    )
 
 
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@hypothesis.given(m=st.integers(0, 40), n=st.integers(1, 5000), dtype=st.sampled_from(list(DTYPES)), index=st.integers(0, 119),
-                  kind=st.sampled_from(["normal", "wide", "extremes", "specials"]))
+@hypothesis.given(
+    m=st.integers(0, 40),
+    n=st.integers(1, 5000),
+    dtype=st.sampled_from(list(DTYPES)),
+    index=st.integers(0, 119),
+    kind=st.sampled_from(["normal", "wide", "extremes", "specials"]),
+)
 def test_any_shape_and_option(m, n, dtype, index, kind):
     """The library's own choice of kernel."""
     x, weight, options = forward_case(m, n, dtype, index, kind)
     assert_all_same_bits(pydet.rmsnorm(x, weight, **options), reference.rmsnorm(x, weight, **options), "forward")
     args, options = backward_case(m, n, dtype, index, kind)
-    assert_all_same_bits(pydet.rmsnorm_backward(*args, **options), reference.rmsnorm_backward(*args, **options), "backward")
+    assert_all_same_bits(
+        pydet.rmsnorm_backward(*args, **options), reference.rmsnorm_backward(*args, **options), "backward"
+    )
 
 
 # ---- Values --------------------------------------------------------------------------------------------------------
@@ -173,32 +183,29 @@ def check_rows_alone(rmsnorm, rmsnorm_backward, dtype):
     for n in (33, 2500):
         x, dy = data("normal", (70, n), DTYPES[dtype]), data("normal", (70, n), DTYPES[dtype], 1)
         weight = data("normal", (n,), DTYPES[dtype], 2)
-        y, rstd = rmsnorm(x, weight, eps=EPS)
-        dx, dweight = rmsnorm_backward(dy, x, weight, rstd, dweight_dtype=np.float32)
 
-        def rows(index, what):
-            some_y, some_rstd = rmsnorm(x[index], weight, eps=EPS)
-            some_dx = rmsnorm_backward(dy[index], x[index], weight, np.ascontiguousarray(rstd[index]))[0]
-            assert_same_bits(some_y, y[index], f"y of {what}")
-            assert_same_bits(some_rstd, rstd[index], f"rstd of {what}")
-            assert_same_bits(some_dx, dx[index], f"dx of {what}")
+        def outputs_of(x, dy, weight=weight):
+            y, rstd = rmsnorm(x, weight, eps=EPS)
+            return y, rstd, *rmsnorm_backward(dy, x, weight, rstd, dweight_dtype=np.float32)
 
-        for row in (0, 1, 33, 69):
-            rows(slice(row, row + 1), f"row {row} alone")
-        for size in (2, 7, 64):
-            rows(slice(0, size), f"the first {size} rows")
-        rows(slice(1, None, 2), "odd rows, as a strided view")
-        rows(np.argsort(dy[:, 0], kind="stable"), "shuffled rows")
+        whole = outputs_of(x, dy)[:3]
+        selections = {f"row {row} alone": slice(row, row + 1) for row in range(70)}
+        selections |= {f"the first {size} rows": slice(0, size) for size in (2, 7, 64)}
+        selections |= {
+            "odd rows, as a strided view": slice(1, None, 2),
+            "shuffled": np.argsort(dy[:, 0], kind="stable"),
+        }
+        for what, index in selections.items():
+            some = outputs_of(x[index], dy[index])[:3]
+            assert_all_same_bits(some, [output[index] for output in whole], f"{n} wide, {what}")
 
         with_nan, with_nan_dy = x.copy(), dy.copy()
         with_nan[5, n // 2], with_nan_dy[5, 0] = np.nan, np.nan
-        other = np.arange(70) != 5
-        nan_y, nan_rstd = rmsnorm(with_nan, weight, eps=EPS)
-        nan_dx, nan_dweight = rmsnorm_backward(with_nan_dy, with_nan, weight, nan_rstd, dweight_dtype=np.float32)
-        for name, all_rows, without in [("y", nan_y, y), ("rstd", nan_rstd, rstd), ("dx", nan_dx, dx)]:
-            assert_same_bits(all_rows[other], without[other], f"{name} beside a NaN row")
-            assert np.all(reference.bits(all_rows[5]) == (0x7FFF if all_rows.dtype.itemsize == 2 else 0x7FFFFFFF))
-        assert np.all(reference.bits(nan_dweight) == 0x7FFFFFFF), "a NaN row reaches every dweight"
+        *outputs, dweight = outputs_of(with_nan, with_nan_dy)
+        others = np.arange(70) != 5
+        assert_all_same_bits([o[others] for o in outputs], [o[others] for o in whole], "beside a NaN row")
+        for output in (*(o[5] for o in outputs), dweight):
+            assert np.all(reference.bits(output) == (0x7FFF if output.dtype.itemsize == 2 else 0x7FFFFFFF))
 
 
 def check_dweight_continues(rmsnorm_backward, dtype):
@@ -208,7 +215,9 @@ def check_dweight_continues(rmsnorm_backward, dtype):
     weight = data("normal", (n,), DTYPES[dtype], 2)
     rstd = reference.rmsnorm(x, weight, eps=EPS)[1]
     whole = rmsnorm_backward(dy, x, weight, rstd, dweight_dtype=np.float32)[1]
-    expected = reference_once(("continues", dtype), reference.rmsnorm_backward, dy, x, weight, rstd, dweight_dtype=np.float32)[1]
+    expected = reference_once(
+        ("continues", dtype), reference.rmsnorm_backward, dy, x, weight, rstd, dweight_dtype=np.float32
+    )[1]
     assert_same_bits(whole, expected, "dweight of 1100 rows")
     for cuts in [[256], [512], [768], [1024], [256, 512, 768, 1024], [512, 512, 1024], [256, 1024]]:
         dweight = np.zeros(n, np.float32)
@@ -221,7 +230,9 @@ def check_dweight_continues(rmsnorm_backward, dtype):
 def test_rows_alone(rmsnorm_kernel):
     backward = rmsnorm_kernel.name.replace("rmsnorm", "rmsnorm_backward")
     assert backward in [kernel.name for kernel in pydet.kernels()]
-    check_rows_alone(rmsnorm_kernel.rmsnorm, lambda *a, **o: pydet.rmsnorm_backward(*a, kernel=backward, **o), rmsnorm_kernel.dtype)
+    check_rows_alone(
+        rmsnorm_kernel.rmsnorm, lambda *a, **o: pydet.rmsnorm_backward(*a, kernel=backward, **o), rmsnorm_kernel.dtype
+    )
 
 
 def test_dweight_continues(rmsnorm_backward_kernel):
@@ -237,7 +248,9 @@ def two_level(shape, dtype, inner_pad, outer_pad):
     inner_stride = n + inner_pad
     outer_stride = inner * inner_stride + outer_pad
     memory = np.full((64 + outer * outer_stride) * dtype.itemsize, 0xFF, np.uint8)
-    view = np.lib.stride_tricks.as_strided(memory.view(dtype)[32 + 1 :], shape, [s * dtype.itemsize for s in (outer_stride, inner_stride, 1)])
+    view = np.lib.stride_tricks.as_strided(
+        memory.view(dtype)[32 + 1 :], shape, [s * dtype.itemsize for s in (outer_stride, inner_stride, 1)]
+    )
     return memory, view
 
 
@@ -277,7 +290,9 @@ def test_strided_rows_and_guarded_gradients(rmsnorm_backward_kernel):
             weights_memory, (dweight,) = place((1, shape[-1]), reference.FLOAT32, "row_padded")
             expected_weights_memory, expected_dweight = place((1, shape[-1]), reference.FLOAT32, "row_padded")
             expected_dweight[0] = expected[1]
-            rmsnorm_backward_kernel.rmsnorm_backward(filled(dy, 0, 1), filled(x, 7, 0), weight, rstd, out=out, dweight=dweight, **strided)
+            rmsnorm_backward_kernel.rmsnorm_backward(
+                filled(dy, 0, 1), filled(x, 7, 0), weight, rstd, out=out, dweight=dweight, **strided
+            )
             assert np.array_equal(memory, expected_memory), f"{shape}: dx or the bytes around it"
             assert np.array_equal(weights_memory, expected_weights_memory), f"{shape}: dweight or the bytes around it"
 
@@ -345,8 +360,12 @@ def test_workspace(rmsnorm_backward_kernel):
 
     def call(workspace):
         dx, dweight = np.empty_like(x), np.empty(70, np.float32)
-        made = options("pydet_rmsnorm_backward_options", kernel=rmsnorm_backward_kernel.name,
-                       workspace=ffi.from_buffer(workspace), workspace_size=len(workspace))
+        made = options(
+            "pydet_rmsnorm_backward_options",
+            kernel=rmsnorm_backward_kernel.name,
+            workspace=ffi.from_buffer(workspace),
+            workspace_size=len(workspace),
+        )
         tensors = [Tensor(t).c for t in (dy, x, weight, rstd)] + [ffi.NULL, Tensor(dx).c, Tensor(dweight).c]
         assert lib.pydet_rmsnorm_backward(ffi.NULL, *tensors, made) == lib.PYDET_OK
         assert_all_same_bits((dx, dweight), expected, "with a workspace of its own")

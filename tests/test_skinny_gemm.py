@@ -3,20 +3,20 @@
 import functools
 import itertools
 
+import cases
 import numpy as np
 import pytest
-
-import cases
-import pydet
 import reference
 from cases import DTYPES, KINDS, assert_same_bits, data, lay
 from conftest import threads
+
+import pydet
 
 WIDTHS = [(n, k) for n in (1, 15, 33, 130) for k in (0, 1, 15, 16, 17, 63, 130, 257)]
 
 
 def operands(kind, shape, n, k, dtype, layout="row"):
-    x = data(kind, shape + (k,), DTYPES[dtype])
+    x = data(kind, (*shape, k), DTYPES[dtype])
     return x, lay(data(kind, (n, k), DTYPES[dtype], 1), layout)
 
 
@@ -35,7 +35,7 @@ def check_skinny_equals_gemm(skinny_gemm, gemm, arithmetic, dtype):
             bias, rows_bias = None, None
             if bias_form:
                 extents, bias_dtype = bias_form.split()
-                bias = data("normal", (n,) if extents == "n" else shape + (n,), DTYPES[bias_dtype], 2)
+                bias = data("normal", (n,) if extents == "n" else (*shape, n), DTYPES[bias_dtype], 2)
                 rows_bias = bias if extents == "n" else bias.reshape(-1, n)
             what = f"x {x.shape}, w {w.shape} {layout}, bias {bias_form}, k_chunk {k_chunk}, {kind}, out {out_dtype}"
             y = skinny_gemm(x, w, bias=bias, **options)
@@ -73,8 +73,15 @@ kept = {}
 
 def reference_once(a, b, bias=None, **options):
     """The reference, with its results kept for the next kernel of the arithmetic."""
-    key = (a.tobytes(), b.tobytes(), a.shape, b.shape, a.dtype, None if bias is None else (bias.tobytes(), bias.dtype, bias.shape),
-           tuple(sorted(options.items(), key=lambda item: item[0])))
+    key = (
+        a.tobytes(),
+        b.tobytes(),
+        a.shape,
+        b.shape,
+        a.dtype,
+        None if bias is None else (bias.tobytes(), bias.dtype, bias.shape),
+        tuple(sorted(options.items(), key=lambda item: item[0])),
+    )
     if key not in kept:
         kept[key] = reference.gemm(a, b, bias=bias, **options)
     return kept[key]
@@ -100,7 +107,9 @@ def test_skinny_threads(gemm_kernel, count):
     x, w = operands("normal", (3,), 700, 200, gemm_kernel.dtype, "row_padded")
     options = {"arithmetic": gemm_kernel.arithmetic, "out_dtype": np.float32}
     with threads(count):
-        assert_same_bits(gemm_kernel.skinny_gemm(x, w, **options), reference_once(x, w.T, **options), f"{count} threads")
+        assert_same_bits(
+            gemm_kernel.skinny_gemm(x, w, **options), reference_once(x, w.T, **options), f"{count} threads"
+        )
 
 
 def test_skinny_writes_its_elements_alone(gemm_kernel):
@@ -117,8 +126,11 @@ def test_skinny_writes_its_elements_alone(gemm_kernel):
 def test_promise_about_weights_changes_no_bit(gemm_kernel):
     x, w = operands("normal", (5,), 130, 257, gemm_kernel.dtype)
     options = {"arithmetic": gemm_kernel.arithmetic, "out_dtype": np.float32}
-    assert_same_bits(gemm_kernel.skinny_gemm(x, w, weights_constant=True, **options),
-                     gemm_kernel.skinny_gemm(x, w, **options), "weights_constant")
+    assert_same_bits(
+        gemm_kernel.skinny_gemm(x, w, weights_constant=True, **options),
+        gemm_kernel.skinny_gemm(x, w, **options),
+        "weights_constant",
+    )
 
 
 def test_fast_mode_is_a_sum_too():
