@@ -29,6 +29,7 @@ inline pydet_status fail(pydet_status status, const char *format, ...) {
   } while (0)
 
 constexpr int kMaxDims = kMaxBatchDims + 2;
+constexpr uint64_t kMaxAddress = uint64_t(std::numeric_limits<int64_t>::max());
 
 // One operand: its names for sentences, then what its descriptor says, checked on its own.
 struct View {
@@ -134,24 +135,22 @@ inline pydet_status read(const char *op, const char *name, const pydet_tensor *t
                   stride, i);
     view->shape[i] = extent;
     view->stride[i] = extent > 1 ? stride : 0;
-    int64_t span = 0;
+    int64_t reach = 0;
     overflow |= __builtin_mul_overflow(dense, extent > 0 ? extent : 1, &dense);
-    overflow |= __builtin_mul_overflow(view->stride[i], extent > 0 ? extent - 1 : 0, &span);
-    overflow |= __builtin_add_overflow(last, span, &last);
+    overflow |= __builtin_mul_overflow(view->stride[i], extent > 0 ? extent - 1 : 0, &reach);
+    overflow |= __builtin_add_overflow(last, reach, &last);
   }
-  int64_t bytes = 0, end = 0;
-  overflow |= __builtin_add_overflow(last, 1, &last) || __builtin_mul_overflow(last, int64_t(size_of(view->type)), &bytes);
-  overflow |= tensor->byte_offset > uint64_t(std::numeric_limits<int64_t>::max());
-  view->data = tensor->data ? static_cast<char *>(tensor->data) + tensor->byte_offset : nullptr;
-  overflow |= __builtin_add_overflow(bytes, int64_t(reinterpret_cast<uintptr_t>(view->data)), &end);
-  overflow |= __builtin_mul_overflow(dense, int64_t(size_of(view->type)), &bytes);
-  if (view->empty()) {
-    view->data = nullptr;
-    return PYDET_OK;
-  }
+  view->data = nullptr;
+  if (view->empty()) return PYDET_OK;
+  uint64_t begin = 0, span = 0, end = 0, count = 0, size = uint64_t(size_of(view->type));
+  overflow |= __builtin_add_overflow(uint64_t(last), 1, &span) || __builtin_mul_overflow(span, size, &span);
+  overflow |= __builtin_add_overflow(reinterpret_cast<uintptr_t>(tensor->data), tensor->byte_offset, &begin);
+  overflow |= __builtin_add_overflow(begin, span, &end) || end > kMaxAddress;
+  overflow |= __builtin_mul_overflow(uint64_t(dense), size, &count) || count > kMaxAddress;
   if (overflow)
     return fail(PYDET_OVERFLOW, "%s: %s is %s, which reaches past 2^63 - 1 bytes", op, name, shape_text(*view).text);
   if (!tensor->data) return fail(PYDET_NULL_POINTER, "%s: %s has NULL data", op, name);
+  view->data = reinterpret_cast<char *>(begin);
   if (reinterpret_cast<uintptr_t>(view->data) % unsigned(size_of(view->type)) != 0)
     return fail(PYDET_MISALIGNED, "%s: %s has data at %p, want a multiple of %d bytes", op, name,
                 static_cast<void *>(view->data), size_of(view->type));
@@ -226,7 +225,7 @@ inline Footprint footprint(const View &view) {
   for (int i = 0; i < view.ndim; ++i) {
     last += (view.shape[i] - 1) * view.stride[i] * size;
     if (view.shape[i] == 1) continue;
-    if (view.stride[i] == 1) run = view.shape[i] * size;
+    if (view.stride[i] == 1) run += (view.shape[i] - 1) * size;
     else strides = gcd(strides, view.stride[i] * size);
   }
   uintptr_t begin = reinterpret_cast<uintptr_t>(view.data);
@@ -253,6 +252,9 @@ inline pydet_status check_workspace(const char *op, const void *workspace, uint6
   if (!workspace && size) return fail(PYDET_NULL_POINTER, "%s: workspace is NULL, workspace_size %" PRIu64, op, size);
   if (reinterpret_cast<uintptr_t>(workspace) % 16)
     return fail(PYDET_MISALIGNED, "%s: workspace is at %p, want a multiple of 16 bytes", op, workspace);
+  uint64_t end = 0;
+  if (__builtin_add_overflow(reinterpret_cast<uintptr_t>(workspace), size, &end) || end > kMaxAddress)
+    return fail(PYDET_OVERFLOW, "%s: workspace at %p is %" PRIu64 " bytes, which reaches past 2^63 - 1", op, workspace, size);
   return PYDET_OK;
 }
 
