@@ -34,6 +34,8 @@ struct Steps {
   bool fold;
 };
 
+constexpr int kStreamDepth = 16;  // steps of k at a time, where a row-major b is streamed along all its columns
+
 template <int kRows, int kVectors> void chain(const Steps &steps) {
   Floats s[kRows][kVectors];
   const Tile start = steps.start, base = steps.base, to = steps.to;
@@ -66,21 +68,47 @@ template <int kRows, int kVectors> void chain(const Steps &steps) {
   }
 }
 
+// The same, one vector of columns after the other, all its steps of k at once: each load then walks along one row of b,
+// as the hardware's prefetcher expects, and the vectors' chains overlap.
+template <int kRows, int kVectors> void chain_across(const Steps &steps) {
+  const Tile start = steps.start, base = steps.base, to = steps.to;
+  for (int c = 0; c < kVectors * kWidth; c += kWidth) {
+    Floats s[kRows];
+    for (int r = 0; r < kRows; ++r) s[r] = start.p ? load(start.p + r * start.stride + c) : zero();
+    auto step = [&](int64_t k) {
+      Floats b_k = load(steps.b + k * steps.b_stride + c);
+      for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(steps.a[k * kRows + r]), b_k, s[r]);
+    };
+    if (steps.depth == kStreamDepth) {
+#pragma GCC unroll 16
+      for (int k = 0; k < kStreamDepth; ++k) step(k);
+    } else {
+      for (int64_t k = 0; k < steps.depth; ++k) step(k);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      if (steps.fold) s[r] = (base.p ? load(base.p + r * base.stride + c) : zero()) + s[r];
+      store(to.p + r * to.stride + c, canonical(s[r]));
+    }
+  }
+}
+
 // The tile of up to kRows rows by kColumns columns, and the code for each number of rows.
-template <int rows, int vectors> struct Shape {
-  static constexpr int kRows = rows, kVectors = vectors, kColumns = vectors * kWidth;
+template <int rows, int vectors, bool across> struct Shape {
+  static constexpr int kRows = rows, kColumns = vectors * kWidth;
+  static constexpr bool kAcross = across;
   using Chain = void (*)(const Steps &);
   template <int row> static Chain find(int64_t count) {
     if constexpr (row > 1) {
       if (count < row) return find<row - 1>(count);
     }
+    if constexpr (across) return chain_across<row, vectors>;
     return chain<row, vectors>;
   }
   static Chain of(int64_t count) { return find<rows>(count); }
 };
 
-using Tall = Shape<kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2>;
-using Wide = Shape<3, kWidth == 16 ? 8 : 4>;
+using Tall = Shape<kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2, false>;
+using Wide = Shape<3, kWidth == 16 ? 8 : 16, true>;
 
 // ---- Blocks ------------------------------------------------------------------------------------------------------
 
@@ -89,7 +117,7 @@ constexpr int64_t kStripFloats = 64 * 1024;  // a, half of a 1 MiB L2
 constexpr int64_t kPanelFloats = 8 * 1024;   // b, most of an L1
 constexpr int64_t kSumFloats = 44 * 1024;    // chains that cannot wait in out
 constexpr int64_t kBlockRows = 256, kBlockColumns = 1024;
-constexpr int64_t kStreamDepth = 16;         // rows of a row-major b that are read side by side
+constexpr int64_t kAheadBytes = 512;         // how far ahead of its use a line of a or b is asked for
 
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -97,14 +125,66 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class S> constexpr int64_t kDepth = least(kPanelFloats / S::kColumns, kStripFloats / kBlockRows);
 
+// Asks for the line kAheadBytes past p, whatever is there.
+inline void prefetch(const void *p) { __builtin_prefetch((const char *)p + kAheadBytes); }
+
 // How out is cut into tasks, and k into slabs and panels.
 struct Plan {
   int64_t rows, columns;          // of a task
   int64_t row_tasks, column_tasks;
   int64_t slab, depth;            // steps of k that a task packs of a, and of b, at a time
+  int64_t skew;                   // by which the first panel is shorter, so that the others start on a line
   bool in_place;                  // chains wait in out
   bool unpacked;                  // b is read where it is
 };
+
+// kWidth lanes, each lane's steps of k adjacent, to[k * ld + lane]. Lanes from the first `lanes` on count as +0. First a
+// few lines of each lane in turn go to a buffer: lanes a power of two apart would evict each other from the L1 while
+// 16 of them are walked side by side.
+template <class T>
+void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_t lanes, int64_t depth, float *to,
+                     int64_t ld) {
+  using Stored = typename T::Stored;
+  constexpr int64_t kRun = 64, kStride = kRun + kWidth;
+  alignas(64) float buffer[kWidth * kStride];
+  for (int64_t begin = 0; begin < depth; begin += kRun) {
+    const Stored *run_from = from + begin;
+    const int64_t run = least(depth - begin, kRun);
+    const bool full = lanes >= kWidth && run == kRun;
+    const float *tiles = buffer;
+    int64_t stride = kStride;
+    if (full && sizeof(Stored) == 4 && (uintptr_t(run_from) | uintptr_t(lane_stride * 4)) % 64 == 0) {
+      tiles = (const float *)run_from, stride = lane_stride;
+    } else {
+      for (int64_t i = 0; i < kWidth; ++i) {
+        const Stored *lane = run_from + i * lane_stride;
+        float *to_lane = buffer + i * kStride;
+        if (full) {
+#pragma GCC unroll 8
+          for (int64_t k = 0; k < kRun; k += kWidth) store(to_lane + k, T::load(lane + k));
+        } else {
+          for (int64_t k = 0; k < run; k += kWidth) store(to_lane + k, i < lanes ? T::load(lane + k, run - k) : zero());
+        }
+      }
+    }
+    for (int64_t k = 0; k < run; k += kWidth) {
+      Floats t[kWidth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) {
+        prefetch(run_from + i * lane_stride + k);
+        t[i] = load(tiles + i * stride + k);
+      }
+      transpose(t);
+      float *tile = to + (begin + k) * ld;
+      if (run - k >= kWidth) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kWidth; ++i) store(tile + i * ld, t[i]);
+      } else {
+        for (int i = 0; i < run - k; ++i) store(tile + i * ld, t[i]);
+      }
+    }
+  }
+}
 
 // Lanes by steps of k, as fp32: to[k * ld + lane], lanes past the last +0. Either stride is 1. ld is a multiple of
 // kWidth, or less than that: then each step writes up to kWidth floats, the surplus overwritten by the next step's.
@@ -113,19 +193,16 @@ void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride,
           int64_t ld) {
   if (k_stride != 1) {
     for (int64_t k = 0; k < depth; ++k) {
-      for (int64_t v = 0; v < ld; v += kWidth) store(to + k * ld + v, T::load(from + k * k_stride + v, most(lanes - v, 0)));
-    }
-    return;
-  }
-  if (ld == 1) return pack<T>(from, 1, 0, depth, 1, to, depth);
-  for (int64_t k = 0; k < depth; k += kWidth) {
-    for (int64_t v = 0; v < ld; v += kWidth) {
-      Floats t[kWidth];
-      for (int i = 0; i < kWidth; ++i) {
-        t[i] = v + i < lanes ? T::load(from + (v + i) * lane_stride + k, depth - k) : zero();
+      for (int64_t v = 0; v < ld; v += kWidth) {
+        prefetch(from + k * k_stride + v);
+        store(to + k * ld + v, T::load(from + k * k_stride + v, most(lanes - v, 0)));
       }
-      transpose(t);
-      for (int i = 0; i < kWidth && k + i < depth; ++i) store(to + (k + i) * ld + v, t[i]);
+    }
+  } else if (ld == 1) {
+    pack<T>(from, 1, 0, depth, 1, to, depth);
+  } else {
+    for (int64_t v = 0; v < ld; v += kWidth) {
+      pack_transposed<T>(from + v * lane_stride, lane_stride, lanes - v, depth, to + v, ld);
     }
   }
 }
@@ -218,10 +295,16 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
 
       int64_t k_panel = k_slab;
       do {
-        const int64_t depth = least(plan.depth, k_slab + slab - k_panel);
+        const int64_t depth = least(plan.depth - (k_panel ? 0 : plan.skew), k_slab + slab - k_panel);
         const Stored *b_at = (const Stored *)at(b, k_panel, column);
         const bool unpacked = plan.unpacked && columns == S::kColumns;
-        if (!unpacked) pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, S::kColumns);
+        if (!unpacked) {
+          pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, S::kColumns);
+        } else if (!S::kAcross) {  // else the hardware sees it by itself
+          for (int64_t i = 0; i < depth; ++i) {
+            for (int64_t v = 0; v < S::kColumns; v += kWidth) prefetch(b_at + i * b.row_stride + v);
+          }
+        }
         for (int64_t i = 0, row = 0; i < strip_count; ++i) {
           const int64_t rows = short_rows + (i < taller);
           const typename S::Chain run = S::of(rows);
@@ -269,7 +352,7 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
 template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   Plan plan;
   const bool row_major_b = gemm.b.col_stride == 1;
-  const bool streams = gemm.m <= S::kRows && row_major_b;
+  const bool few = gemm.m <= S::kRows, streams = few && row_major_b;
   plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
   plan.unpacked = streams && gemm.b.type == Type::f32;
   plan.depth = streams ? kStreamDepth : kDepth<S>;
@@ -281,7 +364,7 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   const int64_t max_rows = sums ? 168 : kBlockRows;
   plan.row_tasks = ceil_div(gemm.m, max_rows);
   plan.rows = ceil_div(gemm.m, plan.row_tasks);
-  int64_t max_columns = kBlockColumns;
+  int64_t max_columns = streams ? kPanelFloats / plan.rows : kBlockColumns;
   if (sums) max_columns = least(max_columns, (kSumFloats / plan.rows - (plan.in_place ? S::kColumns : 0)) / sums);
   const int64_t wanted = threads == 1 ? 1 : 4 * threads;
   const int64_t wanted_columns = ceil_div(gemm.n * plan.row_tasks * gemm.batch.count, wanted);
@@ -290,6 +373,7 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   if (plan.columns > max_columns) plan.columns -= S::kColumns;
   plan.column_tasks = ceil_div(gemm.n, plan.columns);
 
+  plan.skew = gemm.k_chunk || row_major_b || gemm.b.type != Type::f32 ? 0 : int64_t(uintptr_t(gemm.b.data) % 64 / 4);
   plan.slab = streams ? plan.depth : kStripFloats / plan.rows / plan.depth * plan.depth;
   return plan;
 }
@@ -345,7 +429,7 @@ template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
   const double m = double(gemm.m), n = double(gemm.n), k = double(gemm.k);
   const double work = (m * n * k + 8 * (m + n) * k) * double(gemm.batch.count);  // an element read costs as 8 fmaf
   const int64_t threads = work < kWorthThreads ? 1 : omp_get_max_threads();
-  if (gemm.m <= Wide::kRows && gemm.n > Tall::kColumns) {
+  if (gemm.m <= Wide::kRows && gemm.n > Tall::kColumns && gemm.b.col_stride == 1) {
     compute<Wide>(gemm, threads);
   } else {
     compute<Tall>(gemm, threads);
