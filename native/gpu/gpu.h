@@ -30,6 +30,7 @@ inline int gpu_multiprocessors(int id) {
   int count = 0;
   return hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, id) == hipSuccess ? count : 0;
 }
+inline bool gpu_overlaps_kernels(int) { return false; }
 
 #else
 
@@ -51,6 +52,9 @@ inline int gpu_multiprocessors(int id) { return gpu_attribute(cudaDevAttrMultiPr
 inline int compute_capability(int id) {
   return 10 * gpu_attribute(cudaDevAttrComputeCapabilityMajor, id) + gpu_attribute(cudaDevAttrComputeCapabilityMinor, id);
 }
+
+// Whether Launch::overlaps_previous is understood.
+inline bool gpu_overlaps_kernels(int id) { return compute_capability(id) >= 90; }
 
 #endif
 
@@ -128,5 +132,55 @@ pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Ar
 #endif
   return error == kGpuSuccess ? PYDET_OK : device_error(shape.kernel, error);
 }
+
+// ---- On the device -----------------------------------------------------------------------------------------------
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+
+// The value of lane `lane ^ mask` among each `width` neighbouring lanes, all of which call it. width <= 32.
+__device__ __forceinline__ float gpu_shfl_xor(float value, int mask, int width) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return __shfl_xor(value, mask, width);
+#else
+  return __shfl_xor_sync(0xFFFFFFFFu, value, mask, width);
+#endif
+}
+
+// Copies 16 bytes into shared memory without a register: the first `valid` are read, the rest become zero. A thread
+// waits for its own copies with wait_copies<n>, which leaves its n latest commits in flight; others need a barrier too.
+__device__ __forceinline__ void copy_async_16(void *shared, const void *global, int valid) {
+#if defined(__HIP_PLATFORM_AMD__)
+  if (valid == 16) {
+    *static_cast<uint4 *>(shared) = *static_cast<const uint4 *>(global);
+  } else {
+    for (int i = 0; i < 16; ++i) static_cast<char *>(shared)[i] = i < valid ? static_cast<const char *>(global)[i] : 0;
+  }
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global),
+               "r"(valid)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void commit_copies() {
+#if !defined(__HIP_PLATFORM_AMD__)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int in_flight> __device__ __forceinline__ void wait_copies() {
+#if !defined(__HIP_PLATFORM_AMD__)
+  asm volatile("cp.async.wait_group %0;" ::"n"(in_flight) : "memory");
+#endif
+}
+
+// In a kernel launched with overlaps_previous: returns when the kernel ahead has ended and its writes are seen.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if !defined(__HIP_PLATFORM_AMD__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#endif
 
 }  // namespace pydet

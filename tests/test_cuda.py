@@ -1,0 +1,393 @@
+"""Every CUDA kernel, forced by name, against the CPU's kernels, and against itself in other surroundings.
+
+Operands go to the device as whole allocations, so that strides, alignment and guard bytes are those of tests/cases.py; the
+checks of the CPU's tests then run on the device's kernels. A forced kernel may refuse a problem (PYDET_UNSUPPORTED); then
+the kernel that the library chooses is checked on it, and the test counts what the forced one took.
+"""
+
+import functools
+import itertools
+import sys
+
+import numpy as np
+import pytest
+
+import cases
+import pydet
+import reference
+import test_gemm
+import test_golden
+import test_rmsnorm
+from cases import DTYPES, LAYOUTS, Problem, assert_same_bits, data
+
+UNSUPPORTED = 11  # pydet.h
+
+
+def cuda_kernels(operation):
+    """The CUDA library's rows of this operation. Names are listed without a GPU too, so that the tests that need one are
+    collected and say why they do not run."""
+    return [kernel for kernel in pydet.kernels() if kernel.device == "cuda" and kernel.operation == operation]
+
+
+@pytest.fixture(scope="module")
+def torch():
+    torch = pytest.importorskip("torch", reason="device memory comes from PyTorch")
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU here")
+    if not any(device.kind == "cuda" for device in pydet.devices()):
+        pytest.skip("libpydet_cuda.so is not built (make cuda)")
+    return torch
+
+
+class OnDevice:
+    """pydet's operations on NumPy arrays, computed on the device by one kernel, or by the library's choice."""
+
+    def __init__(self, torch, kernel=None, arithmetic=None):
+        self.torch, self.kernel, self.arithmetic = torch, kernel, arithmetic
+        self.taken = self.refused = 0
+
+    def to_device(self, array):
+        """A tensor on a copy of the array's whole memory, and what writes that memory back."""
+        if array.size == 0:
+            return self.torch.empty(array.shape, dtype=self.torch_dtype(array.dtype), device="cuda"), lambda: None
+        torch, memory, owner = self.torch, array, array.base
+        while owner is not None:  # as_strided puts objects that are no arrays in between
+            memory = owner if isinstance(owner, np.ndarray) else memory
+            owner = getattr(owner, "base", None)
+        assert memory.flags.c_contiguous or memory.flags.f_contiguous
+        whole = memory.ravel(order="K").view(np.uint8)
+        copy = torch.from_numpy(whole.copy()).cuda()
+        offset = array.ctypes.data - memory.ctypes.data
+        dtype = {4: torch.float32, 2: torch.bfloat16 if array.dtype.name == "bfloat16" else torch.float16}[array.itemsize]
+        start = offset // array.itemsize
+        if offset % array.itemsize:  # a byte view cannot be retyped there
+            raise ValueError("an array at an odd offset")
+        usable = copy[: copy.numel() // array.itemsize * array.itemsize].view(dtype)
+        tensor = torch.as_strided(usable, array.shape, [s // array.itemsize for s in array.strides], start)
+
+        def write_back():
+            if array.flags.writeable:
+                memory.reshape(-1, order="A").view(np.uint8)[...] = copy.cpu().numpy()
+
+        return tensor, write_back
+
+    def to_host(self, tensor):
+        torch = self.torch
+        words = tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16).cpu().numpy()
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[tensor.dtype]
+        return words.view(DTYPES[dtype])
+
+    def torch_dtype(self, dtype):
+        return getattr(self.torch, np.dtype(dtype).name)
+
+    def call(self, operation, *operands, **options):
+        moved = {}
+
+        def move(value):
+            if not isinstance(value, np.ndarray):
+                return value
+            tensor, moved[id(value)] = self.to_device(value)
+            return tensor
+
+        options = {name: self.torch_dtype(value) if name.endswith("dtype") else move(value) for name, value in options.items()}
+        arguments = [move(operand) for operand in operands]
+        function = getattr(pydet, operation)
+        try:
+            results = function(*arguments, kernel=self.kernel, **options)
+            self.taken += 1
+        except pydet.Error as error:
+            if self.kernel is None or error.status != UNSUPPORTED:
+                raise
+            self.refused += 1
+            results = function(*arguments, **options)
+        self.torch.cuda.synchronize()
+        for write_back in moved.values():
+            write_back()
+        if isinstance(results, tuple):
+            return tuple(None if result is None else self.to_host(result) for result in results)
+        return self.to_host(results)
+
+    def __getattr__(self, operation):
+        if operation.startswith("_"):
+            raise AttributeError(operation)
+        return functools.partial(self.call, operation)
+
+
+def each(operation):
+    """Parametrizes by kernel and by the element types it takes."""
+    pairs = [(kernel, dtype) for kernel in cuda_kernels(operation) for dtype in kernel.dtypes.split()]
+    if not pairs:
+        return pytest.mark.parametrize("kernel,dtype", [pytest.param(None, None, marks=pytest.mark.skip("libpydet_cuda.so is not built"))])
+    return pytest.mark.parametrize("kernel,dtype", pairs, ids=[f"{kernel.name}-{dtype}" for kernel, dtype in pairs])
+
+
+@pytest.fixture
+def device(torch, kernel):
+    if not kernel.available:
+        pytest.skip(f"{kernel.name} needs {kernel.requires}")
+    return OnDevice(torch, kernel.name, kernel.arithmetic)
+
+
+# ---- GEMM ----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=None)
+def on_cpu(problem):
+    """The CPU library's result: it has been held to the reference, and is fast enough for larger shapes."""
+    return cases.run(pydet.gemm, problem)
+
+
+def check_equals_cpu(device, problems):
+    for problem in problems:
+        assert_same_bits(cases.run(device.gemm, problem), on_cpu(problem), str(problem))
+
+
+SHAPES = [(1, 1, 1), (5, 19, 40), (64, 64, 64), (130, 70, 96), (129, 257, 130), (200, 520, 1000), (300, 640, 72), (257, 1000, 520)]
+
+
+def problems_for(arithmetic, dtype):
+    base = functools.partial(Problem, dtype=dtype, arithmetic=arithmetic)
+    outs = itertools.cycle(DTYPES)
+    for (m, n, k), a, b in itertools.product(SHAPES, LAYOUTS[:2], LAYOUTS[:2]):
+        yield base(m, n, k, out_dtype=next(outs), a_layout=a, b_layout=b)
+    for kind in cases.KINDS:
+        yield base(136, 264, 200, kind=kind)
+        yield base(136, 264, 200, kind=kind, out_dtype=dtype, bias="n bf16")
+    for a, b, out in itertools.product(LAYOUTS, LAYOUTS, ["row"]):
+        yield base(37, 45, 50, a_layout=a, b_layout=b, out_layout=out)
+    for out in ("col", "row_padded", "col_padded"):
+        yield base(136, 264, 72, out_dtype=dtype, out_layout=out)
+    for bias in ("n fp32", "n fp16", "mn fp32", "mn bf16"):
+        yield base(136, 264, 72, bias=bias, out_dtype=next(outs))
+    for k_chunk in (None, 16, 64, 512, 1024, 1792):
+        yield base(136, 264, 2000, k_chunk=k_chunk, out_dtype=dtype)
+        yield base(136, 264, 2000, k_chunk=k_chunk, accumulate=True)
+        yield base(3, 264, 2000, k_chunk=k_chunk, accumulate=True, kind="wide")
+    for batch in ((3,), (2, 3)):
+        yield base(70, 136, 72, batch=batch, bias="n fp32", out_dtype=dtype)
+        yield base(70, 136, 72, batch=batch, bias="mn fp32", a_layout="col", b_layout="col")
+    for k in (0, 1, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129):
+        yield base(66, 72, k, accumulate=k % 2 == 0)
+    yield base(8, 40, 0, bias="n fp32")
+
+
+@each("gemm")
+def test_gemm_equals_cpu(device, kernel, dtype):
+    check_equals_cpu(device, problems_for(kernel.arithmetic, dtype))
+    assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
+
+
+@each("gemm")
+def test_small_integers(device, kernel, dtype):
+    test_gemm.check_small_integers(device.gemm, kernel.arithmetic, dtype)
+
+
+@each("gemm")
+def test_recorded_vectors(device, kernel, dtype):
+    if kernel.arithmetic != "sm90":
+        pytest.skip("recorded for sm90")
+    test_gemm.check_recorded_vectors(device.gemm, dtype)
+
+
+@each("gemm")
+def test_gemm_golden(device, kernel, dtype):
+    test_golden.check_golden("gemm", device.gemm, kernel.arithmetic, dtype)
+
+
+@each("gemm")
+def test_skinny_gemm_golden(device, kernel, dtype):
+    test_golden.check_golden("skinny_gemm", device.skinny_gemm, kernel.arithmetic, dtype)
+
+
+def operands(torch, m, n, k, dtype, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    a = torch.randn(m, k, device="cuda", generator=generator).to(dtype)
+    return a, torch.randn(n, k, device="cuda", generator=generator).to(dtype)
+
+
+def words(tensor):
+    """The tensor's bits."""
+    return tensor.view(getattr(sys.modules["torch"], {4: "int32", 2: "int16"}[tensor.element_size()]))
+
+
+@pytest.mark.parametrize("n,k", [(1024, 4096), (4096, 1024), (776, 2056)])
+@pytest.mark.parametrize("k_chunk", [None, 512])
+def test_row_bits_against_batch(torch, n, k, k_chunk):
+    """A row of a large product is that row alone, and that row in every batch size, whatever kernel each of them got."""
+    a, w = operands(torch, 8192, n, k, torch.bfloat16)
+    whole, kernels = words(pydet.gemm(a, w.T, k_chunk=k_chunk)), set()
+    for m in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 300, 512, 1000, 1024, 2048, 4096, 8191):
+        first = (8192 - m) // 2
+        part = pydet.gemm(a[first : first + m], w.T, k_chunk=k_chunk)
+        kernels.add(pydet.last_kernel())
+        assert torch.equal(words(part), whole[first : first + m]), f"M = {m}"
+        if m <= 256:
+            skinny = pydet.skinny_gemm(a[first : first + m], w, k_chunk=k_chunk)
+            kernels.add(pydet.last_kernel())
+            assert torch.equal(words(skinny), whole[first : first + m]), f"skinny, M = {m}"
+    assert len(kernels) > 2, kernels
+    shuffled = torch.randperm(8192, device="cuda")[:1000]
+    assert torch.equal(words(pydet.gemm(a[shuffled], w.T, k_chunk=k_chunk)), whole[shuffled])
+    assert torch.equal(words(pydet.gemm(a[::3], w.T, k_chunk=k_chunk)), whole[::3])
+
+
+def test_row_bits_among_nan_rows(torch):
+    a, w = operands(torch, 512, 1024, 2048, torch.bfloat16)
+    whole = pydet.gemm(a, w.T)
+    a[1::2] = float("nan")
+    assert torch.equal(words(pydet.gemm(a, w.T)[::2]), words(whole[::2]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradient_accumulation(torch, dtype):
+    """db of one batch of 4096 rows, and of micro-batches added into it, cut at multiples of the step."""
+    a, dc = (torch.randn(4096, n, device="cuda").to(getattr(torch, dtype)) for n in (768, 1280))
+    whole = pydet.gemm_db(a, dc, out_dtype=torch.float32)
+    for cuts in ([1024, 2048, 3072], [16, 4080], [160, 176, 2000]):
+        out = torch.zeros_like(whole)
+        for first, last in zip([0, *cuts], [*cuts, 4096]):
+            pydet.gemm_db(a[first:last], dc[first:last], out=out, accumulate=True)
+        assert torch.equal(words(out), words(whole)), cuts
+
+
+def test_gradients_are_gemm_on_views(torch):
+    a, w = operands(torch, 300, 520, 776, torch.bfloat16)
+    dc = operands(torch, 300, 520, 520, torch.bfloat16, 1)[0]
+    assert torch.equal(words(pydet.gemm_da(dc, w.T)), words(pydet.gemm(dc, w)))
+    assert torch.equal(words(pydet.gemm_db(a, dc)), words(pydet.gemm(a.T, dc)))
+
+
+def test_graph_replay_beside_other_work(torch):
+    """1000 replays, and 1000 calls on another stream, while a third stream keeps the device busy."""
+    a, w = operands(torch, 300, 1024, 2048, torch.bfloat16)
+    expected = words(pydet.gemm(a, w.T)).clone()
+    out, graph = torch.empty_like(expected.view(torch.bfloat16)), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pydet.gemm(a, w.T, out=out)
+        allocated = pydet.gemm(a, w.T)
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    noise = torch.randn(2048, 2048, device="cuda")
+    wrong, wrong_beside = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+    torch.cuda.synchronize()
+    for _ in range(1000):
+        with torch.cuda.stream(busy):
+            noise = (noise @ noise).clamp_(-1, 1)
+        with torch.cuda.stream(other):
+            wrong_beside += (words(pydet.gemm(a, w.T)) != expected).sum()
+        out.fill_(float("nan"))
+        graph.replay()
+        wrong += (words(out) != expected).sum() + (words(allocated) != expected).sum()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0 and int(wrong_beside) == 0
+
+
+def test_stream_argument(torch):
+    a, w = operands(torch, 64, 64, 64, torch.bfloat16)
+    expected, stream = words(pydet.gemm(a, w.T)), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    out = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
+    pydet.gemm(a, w.T, out=out, stream=stream)
+    stream.synchronize()
+    assert torch.equal(words(out), expected)
+
+
+def test_past_two_to_the_31_elements(torch):
+    a, w = operands(torch, 70000, 32768, 64, torch.bfloat16)  # 2.3 billion outputs
+    out = pydet.gemm(a, w.T)
+    for row in (0, 65535, 69999):
+        assert torch.equal(words(out[row]), words(pydet.gemm(a[row : row + 1], w.T)[0]))
+
+
+def test_misaligned_and_odd_strides(torch):
+    """Correct, not refused, with the bits of aligned operands."""
+    a, w = operands(torch, 100, 200, 512, torch.bfloat16)
+    expected = words(pydet.gemm(a, w.T))
+    wide = torch.zeros(100, 517, dtype=torch.bfloat16, device="cuda")
+    wide[:, 3:515] = a
+    shifted = torch.zeros(200 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(200, 512)
+    shifted.copy_(w)
+    assert torch.equal(words(pydet.gemm(wide[:, 3:515], w.T)), expected)
+    assert torch.equal(words(pydet.gemm(a, shifted.T)), expected)
+    out = torch.zeros(100, 201, dtype=torch.bfloat16, device="cuda")
+    pydet.gemm(a, w.T, out=out[:, 1:])
+    assert torch.equal(words(out[:, 1:].contiguous()), expected)
+    assert int(words(out)[:, 0].abs().sum()) == 0
+
+
+def test_empty(torch):
+    for m, n, k in [(0, 5, 6), (5, 0, 6), (5, 6, 0), (0, 0, 0)]:
+        a, w = operands(torch, m, n, k, torch.bfloat16)
+        out = pydet.gemm(a, w.T)
+        assert out.shape == (m, n) and not out.any()
+
+
+def test_refusals(torch):
+    a, w = operands(torch, 32, 32, 32, torch.bfloat16)
+    with pytest.raises(ValueError, match="gemm: b is on the CPU, want CUDA device 0 as a is"):
+        pydet.gemm(a, w.T.cpu(), out=torch.empty(32, 32, dtype=torch.bfloat16, device="cuda"))
+    with pytest.raises(pydet.Error, match="no kernel for arithmetic cdna3"):
+        pydet.gemm(a, w.T, arithmetic="cdna3")
+    out = torch.full((32, 32), 7.0, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="shares memory"):
+        pydet.gemm(out, w.T, out=out)
+    with pytest.raises(pydet.Error, match="cpu_gemm_sm90_scalar"):
+        pydet.gemm(a, w.T, out=out, kernel="cpu_gemm_sm90_scalar")
+    assert bool((out == 7).all())
+
+
+# ---- RMSNorm -------------------------------------------------------------------------------------------------------
+
+NORM_ROWS = [0, 1, 2, 63, 64, 65, 199, 600]
+NORM_WIDTHS = [1, 7, 64, 192, 255, 256, 264, 520, 1024, 2048, 2056, 4096, 8192, 8193, 16384, 16392, 131072]
+LARGEST = 3_000_000  # elements
+NORM_SHAPES = [(m, n) for m in NORM_ROWS for n in NORM_WIDTHS if m * n <= LARGEST] + [(4096, 256), (4096, 1024), (1000, 8192)]
+
+
+@each("rmsnorm")
+def test_rmsnorm_equals_cpu(device, kernel, dtype):
+    for index, (m, n) in enumerate(NORM_SHAPES):
+        x, weight, options = test_rmsnorm.forward_case(m, n, dtype, index, ["normal", "wide", "specials"][index % 3])
+        test_rmsnorm.assert_all_same_bits(device.rmsnorm(x, weight, **options), pydet.rmsnorm(x, weight, **options), f"{m}x{n} case {index}")
+    assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
+
+
+@each("rmsnorm_backward")
+def test_rmsnorm_backward_equals_cpu(device, kernel, dtype):
+    for index, (m, n) in enumerate(NORM_SHAPES):
+        kind = ["normal", "wide", "specials"][index % 3]
+        x, weight, options = test_rmsnorm.forward_case(m, n, dtype, index, kind)
+        rstd = np.abs(data("normal", (m,), reference.FLOAT32, index + 7))
+        dy = data(kind, (m, n), DTYPES[dtype], index + 3)
+        given = {name: value for name, value in options.items() if name == "weight_offset"}
+        if "residual" in options:
+            given["dresidual"] = options["residual"]
+        if weight is not None:
+            given["dweight_dtype"] = DTYPES[["fp32", "bf16", "fp16"][index % 3]]
+        actual = device.rmsnorm_backward(dy, x, weight, rstd, **given)
+        test_rmsnorm.assert_all_same_bits(actual, pydet.rmsnorm_backward(dy, x, weight, rstd, **given), f"{m}x{n} case {index}")
+    assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
+
+
+@each("rmsnorm")
+def test_rmsnorm_golden(device, kernel, dtype):
+    test_golden.check_golden("rmsnorm", device.rmsnorm, "ieee", dtype)
+
+
+@each("rmsnorm_backward")
+def test_rmsnorm_backward_golden(device, kernel, dtype):
+    test_golden.check_golden("rmsnorm_backward", device.rmsnorm_backward, "ieee", dtype)
+
+
+@pytest.mark.parametrize("n", [256, 1024, 8192, 16384])
+def test_dweight_of_micro_batches(torch, n):
+    x, dy = (torch.randn(2048, n, device="cuda").to(torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, device="cuda")
+    rstd = pydet.rmsnorm(x, weight, eps=1e-6)[1]
+    dx, dweight = pydet.rmsnorm_backward(dy, x, weight, rstd)
+    for cuts in ([256, 1024], [512], [1792]):
+        total = torch.zeros_like(dweight)
+        for first, last in zip([0, *cuts], [*cuts, 2048]):
+            part = slice(first, last)
+            dx_part, _ = pydet.rmsnorm_backward(dy[part], x[part], weight, rstd[part], dweight=total, accumulate=True)
+            assert torch.equal(words(dx_part), words(dx[part]))
+        assert torch.equal(words(total), words(dweight)), cuts
