@@ -83,15 +83,17 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
-# One word a file of native/gpu; SASS for the listed architectures, and PTX of the last for what comes after.
-CUDA_KERNELS := gemm_sm90
+# One word a file of native/gpu; SASS for the listed architectures.
+CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee rmsnorm rmsnorm_backward
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_OBJECTS := $(SHARED) $(BUILD)/gpu/backend.o $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
+CUDA_HOST := backend sm90_plan
+CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 NVCCFLAGS := -std=c++17 -O3 --fmad=false -lineinfo -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
 $(BUILD)/gpu/gemm_sm90.o: GENCODE := $(call gencode,90a)
-GENCODE = $(call gencode,$(CUDA_ARCHS)) -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
+# PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.
+GENCODE = $(call gencode,$(CUDA_ARCHS)) -gencode arch=compute_90,code=compute_90
 
 .PHONY: cuda
 cuda: $(LIBRARY)/libpydet_cuda.so
@@ -100,7 +102,7 @@ $(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F),-Xcompiler '"$(flag)"') -o $@
 
-$(BUILD)/gpu/backend.o: native/gpu/backend.cpp
+$(CUDA_HOST:%=$(BUILD)/gpu/%.o): $(BUILD)/gpu/%.o: native/gpu/%.cpp
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(foreach flag,$(CXXFLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 

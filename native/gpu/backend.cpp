@@ -9,15 +9,44 @@ namespace pydet {
 namespace {
 
 bool is_sm90(const Device &device) { return compute_capability(device.id) == 90; }
+bool from_sm90(const Device &device) { return compute_capability(device.id) >= 90; }
+bool from_sm80(const Device &device) { return compute_capability(device.id) >= 80; }
+bool is_sm80_to_89(const Device &device) { return from_sm80(device) && !from_sm90(device); }
+
+// Enough tiles to give every multiprocessor one: else smaller tiles are faster.
+template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
+  int64_t tiles = ((problem.m + tile_m - 1) / tile_m) * ((problem.n + tile_n - 1) / tile_n) * problem.batch.count;
+  return tiles >= gpu_multiprocessors(problem.device.id);
+}
+
+template <int tile> bool takes_sm90(const Gemm &problem) { return sm90_takes(problem, tile); }
+template <int tile> bool prefers_sm90(const Gemm &problem) { return sm90_choose(problem) == tile; }
 
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
-  return {kSm90Tiles[tile].name,  kHalfTypes,           Arithmetic::sm90, "sm_90a", is_sm90, gemm_sm90_takes<tile>,
-          gemm_sm90_prefers<tile>, gemm_sm90<tile>};
+  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, gemm_sm90<tile>};
 }
 
 // Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
-    sm90_row<0>(), sm90_row<1>(), sm90_row<2>(),
+    sm90_row<0>(), sm90_row<1>(), sm90_row<2>(), sm90_row<3>(), sm90_row<4>(),
+    sm90_row<5>(), sm90_row<6>(), sm90_row<7>(), sm90_row<8>(), sm90_row<9>(),
+    {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
+    {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, nullptr, nullptr, gemm_mma_64},
+    {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
+    {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, nullptr, nullptr, gemm_mma_64},
+    {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, "sm_80 or later", from_sm80, gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
+    {"cuda_gemm_ieee_64x64", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
+};
+
+constexpr Kernel<RmsNorm> kRmsNorm[] = {
+    {"cuda_rmsnorm_held", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
+    {"cuda_rmsnorm_long", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_long},
+};
+
+constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
+    {"cuda_rmsnorm_backward_chain", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"cuda_rmsnorm_backward_group", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_long", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
 };
 
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
@@ -67,7 +96,7 @@ template <class Problem, int count> constexpr Table<Problem> table(const Kernel<
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores, gemm_workspace,
-                                      table(kGemm), {nullptr, 0}, {nullptr, 0}};
+                                      table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return &backend;
 }
 

@@ -10,38 +10,19 @@
 
 #include <algorithm>
 
+#include "gemm_sm90.h"
 #include "hopper.h"
-#include "kernels.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kBlockK = 64;
 constexpr int kStep = 16;
-constexpr int kWarpRows = 16;
 constexpr int kWarpgroup = 128;
-constexpr int kRowBytes = 128;                          // a row of every box
 constexpr int kPieceBytes = kWarpRows * kRowBytes;      // what a warp stores at once
 constexpr int kSharedBytes = 227 << 10;                 // the most a block may have
-constexpr int kMaxBatch = 3;                            // dimensions, beside the two of a matrix
 
-// The part of a problem that the device sees. Strides are in elements.
-struct Problem {
-  CUtensorMap a, b, out_map;
-  int m, n, k, chunk;  // chunk = k where there is none
-  int cluster_rows, cluster_columns, tiles;  // tiles of a whole cluster in one matrix, and in all
-  int band;                                  // cluster rows that are walked together, for the L2
-  bool batched, accumulate, out_by_tma;
-  Type out_type, bias_type;
-  char *out;
-  const char *bias;
-  int64_t out_stride, bias_row_stride, bias_column_stride;
-  int batch_shape[kMaxBatch];
-  bool a_moves[kMaxBatch], b_moves[kMaxBatch];  // false: broadcast
-  int64_t out_batch_stride[kMaxBatch], bias_batch_stride[kMaxBatch];
-};
-
-template <int tile, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {
+template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {
+  static constexpr int tile = index;
   static constexpr Type type = input;
   static constexpr bool a_k_adjacent = a_adjacent, b_k_adjacent = b_adjacent, chunked = chunks;
   static constexpr int m = kSm90Tiles[tile].m, n = kSm90Tiles[tile].n;
@@ -55,6 +36,7 @@ template <int tile, Type input, bool a_adjacent, bool b_adjacent, bool chunks> s
   static constexpr int stages = std::min(12, (kSharedBytes - staging_bytes - bias_bytes - 256) / (a_bytes + b_bytes));
   static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
   static constexpr int barriers_at = bias_at + bias_bytes, shared_bytes = barriers_at + stages * 16;
+  static_assert(consumers <= 2, "registers are shared out between a producer and two");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 32 == 0 && n >= 64, "whole warpgroups, whole pieces");
 };
@@ -62,11 +44,11 @@ template <int tile, Type input, bool a_adjacent, bool b_adjacent, bool chunks> s
 // Where a tile lies, and its batch.
 struct Tile {
   int row, column;
-  int batch[kMaxBatch];
+  int batch[kSm90MaxBatch];
   int64_t out_offset, bias_offset;
 };
 
-template <class S> __device__ __forceinline__ Tile tile_of(const Problem &p, int index, int rank) {
+template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p, int index, int rank) {
   Tile tile = {};
   int matrix = p.cluster_rows * p.cluster_columns, batch = p.batched ? index / matrix : 0;
   int i = index - batch * matrix, band_tiles = p.band * p.cluster_columns, band = i / band_tiles;
@@ -74,7 +56,7 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Problem &p, int
   tile.row = ((band * p.band + within % rows) * S::cluster_m + rank % S::cluster_m) * S::m;
   tile.column = (within / rows * S::cluster_n + rank / S::cluster_m) * S::n;
   if (p.batched)
-    for (int d = kMaxBatch - 1; d >= 0; --d) {
+    for (int d = kSm90MaxBatch - 1; d >= 0; --d) {
       tile.batch[d] = batch % p.batch_shape[d];
       batch /= p.batch_shape[d];
       tile.out_offset += tile.batch[d] * p.out_batch_stride[d];
@@ -86,7 +68,7 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Problem &p, int
 // This block's share of an operand tile for the blocks of `mask`: `extent` along m or n, 64 along k.
 template <bool k_adjacent, int extent, int shares>
 __device__ __forceinline__ void load_operand(const CUtensorMap *map, uint32_t barrier, uint32_t to, int k, int start, int share,
-                                             uint16_t mask, bool batched, const int (&batch)[kMaxBatch]) {
+                                             uint16_t mask, bool batched, const int (&batch)[kSm90MaxBatch]) {
   constexpr bool multicast = shares > 1;
   auto load = [&](uint32_t address, int x, int y) {
     Place place = {x, y, {batch[0], batch[1], batch[2]}};
@@ -105,7 +87,7 @@ __device__ __forceinline__ void load_operand(const CUtensorMap *map, uint32_t ba
   }
 }
 
-template <class S> __device__ __forceinline__ void produce(const Problem &p, uint32_t shared, int rank) {
+template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int rank) {
   const int row_rank = rank % S::cluster_m, column_rank = rank / S::cluster_m;
   uint16_t a_mask = 0, b_mask = 0;
   for (int i = 0; i < S::cluster_n; ++i) a_mask |= uint16_t(1 << (row_rank + i * S::cluster_m));
@@ -113,8 +95,8 @@ template <class S> __device__ __forceinline__ void produce(const Problem &p, uin
   int stage = 0, parity = 0;
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     Tile tile = tile_of<S>(p, index, rank);
-    int a_batch[kMaxBatch], b_batch[kMaxBatch];
-    for (int d = 0; d < kMaxBatch; ++d) {
+    int a_batch[kSm90MaxBatch], b_batch[kSm90MaxBatch];
+    for (int d = 0; d < kSm90MaxBatch; ++d) {
       a_batch[d] = p.a_moves[d] ? tile.batch[d] : 0;
       b_batch[d] = p.b_moves[d] ? tile.batch[d] : 0;
     }
@@ -146,26 +128,26 @@ template <class S> struct Ring {
     if (thread < S::cluster && writes_here) barrier_arrive(shared + S::barriers_at + (S::stages + reading) * 8, thread);
   }
 
-  // Starts `steps` steps of 16 on the next stage, the first from +0 if `fresh`, and frees the stage before it.
-  __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
+  // Starts `steps` steps of 16 on the next stage, the first from +0 if `fresh`, and frees the stage before it. Whole
+  // stages are unrolled.
+  template <bool whole> __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
     barrier_wait(shared + S::barriers_at + stage * 8, parity);
     uint32_t at = shared + stage * (S::a_bytes + S::b_bytes);
     uint64_t a = wgmma_descriptor<S::a_k_adjacent>(at + warpgroup * 64 * kRowBytes);
     uint64_t b = wgmma_descriptor<S::b_k_adjacent>(at + S::a_bytes);
     wgmma_fence();
-    if (!S::chunked || steps == kBlockK / kStep) {
+    auto step = [&](int i) {
+      wgmma<S::type, S::a_k_adjacent, S::b_k_adjacent>(d, a + i * kDescriptorStep<S::a_k_adjacent>,
+                                                       b + i * kDescriptorStep<S::b_k_adjacent>, i || !fresh);
+    };
+    if constexpr (whole) {
 #pragma unroll
-      for (int i = 0; i < kBlockK / kStep; ++i)
-        wgmma<S::type, S::a_k_adjacent, S::b_k_adjacent>(d, a + i * kDescriptorStep<S::a_k_adjacent>,
-                                                         b + i * kDescriptorStep<S::b_k_adjacent>, i || !fresh);
-      wgmma_commit();
+      for (int i = 0; i < kBlockK / kStep; ++i) step(i);
     } else {
 #pragma unroll 1
-      for (int i = 0; i < steps; ++i)
-        wgmma<S::type, S::a_k_adjacent, S::b_k_adjacent>(d, a + i * kDescriptorStep<S::a_k_adjacent>,
-                                                         b + i * kDescriptorStep<S::b_k_adjacent>, i || !fresh);
-      wgmma_commit();
+      for (int i = 0; i < steps; ++i) step(i);
     }
+    wgmma_commit();
     wgmma_wait<1>();
     release();
     reading = stage;
@@ -177,16 +159,17 @@ template <class S> struct Ring {
     if constexpr (S::chunked) {
       float sum[S::registers];
       for (int chunk = 0; chunk < k_end; chunk += chunk_size) {
-        int end = min(k_end - chunk, chunk_size) + chunk;
+        const int k_here = min(k_end - chunk, chunk_size), whole = k_here / kBlockK, steps = (k_here % kBlockK + kStep - 1) / kStep;
 #pragma unroll 1
-        for (int k = chunk; k < end; k += kBlockK) advance(sum, min(kBlockK / kStep, (end - k + kStep - 1) / kStep), k == chunk);
+        for (int i = 0; i < whole; ++i) advance<true>(sum, 0, i == 0);
+        if (steps) advance<false>(sum, steps, whole == 0);
         finish();
 #pragma unroll
         for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
       }
     } else {
 #pragma unroll 1
-      for (int k = 0; k < k_end; k += kBlockK) advance(d, kBlockK / kStep, false);
+      for (int k = 0; k < k_end; k += kBlockK) advance<true>(d, 0, false);
       finish();
     }
   }
@@ -223,7 +206,7 @@ template <bool bf16> __device__ __forceinline__ uint32_t round_pair(float x, flo
 // What one warp does with its 16 rows of a tile outside of the main loop. A piece is 16 rows of 128 bytes in shared
 // memory, swizzled as TMA does it: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
 template <class S> struct WarpRows {
-  const Problem &p;
+  const Sm90Problem &p;
   const Tile tile;
   uint32_t pieces;  // two of this warp's own
   int row, lane;    // first row, in the matrix
@@ -262,14 +245,15 @@ template <class S> struct WarpRows {
     }
   }
 
-  // Rounds and stores the accumulators, piece by piece. `columns` of an element of `size` bytes fill a piece.
-  template <int size, bool bf16> __device__ __forceinline__ void store(const float (&d)[S::registers]) const {
+  // Rounds and stores the accumulators, piece by piece, the two pieces taking turns. `columns` of `size` bytes fill one.
+  template <int size, bool bf16> __device__ __forceinline__ void store(const float (&d)[S::registers], int &turn) const {
     constexpr int columns = kRowBytes / size;
 #pragma unroll
     for (int i = 0; i < (S::n + columns - 1) / columns; ++i) {
       constexpr int last = S::n - columns;
       const int start = i * columns < last ? i * columns : last;  // the last may overlap the one before: the same bits
-      uint32_t piece = pieces + (i & 1) * kPieceBytes;
+      uint32_t piece = pieces + turn * kPieceBytes;
+      turn ^= 1;
       if (lane == 0) wait_stores_read<1>();
       __syncwarp();
       if constexpr (size == 4) {
@@ -288,7 +272,7 @@ template <class S> struct WarpRows {
           store_matrices(piece + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
         }
       }
-      if (p.out_by_tma) {
+      if (p.out_by_tma && (!p.ragged_rows || tile.column + start + columns <= p.n)) {
         fence_shared_for_copies();
         __syncwarp();
         if (lane == 0) {
@@ -324,12 +308,13 @@ template <class S> struct WarpRows {
   }
 };
 
-template <class S> __device__ __forceinline__ void consume(const Problem &p, uint32_t shared, int rank, int warpgroup) {
+template <class S> __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, int rank, int warpgroup) {
   const int thread = int(threadIdx.x) % kWarpgroup, lane = thread % 32;
   Ring<S> ring = {shared, warpgroup, rank, thread};
   const uint32_t pieces = shared + S::staging_at + (warpgroup * 4 + thread / 32) * 2 * kPieceBytes;
   const uint32_t bias_row = shared + S::bias_at + warpgroup * S::n * 4;
   const bool one_bias_row = p.bias && p.bias_row_stride == 0;
+  int turn = 0;
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
     auto rows_of = [&](int i) {
@@ -354,9 +339,8 @@ template <class S> __device__ __forceinline__ void consume(const Problem &p, uin
     if (p.accumulate) {
       if (lane == 0) wait_stores_read<0>();
       __syncwarp();
-      // out + -0 is out, and makes a NaN canonical, which matters where no step follows
       const WarpRows<S> rows = rows_of(index);
-      rows.each_element(p.out, Type::f32, rows.tile.out_offset, p.out_stride, 1, [&](int i, float x) { d[i] = x + -0.0f; });
+      rows.each_element(p.out, Type::f32, rows.tile.out_offset, p.out_stride, 1, [&](int i, float x) { d[i] = canonical(x); });
       ring.chain(d, p.k, p.chunk);
     } else {
 #pragma unroll
@@ -387,15 +371,15 @@ template <class S> __device__ __forceinline__ void consume(const Problem &p, uin
       rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
                         [&](int i, float x) { d[i] = d[i] + x; });
     }
-    if (p.out_type == Type::bf16) rows.template store<2, true>(d);
-    else if (p.out_type == Type::f16) rows.template store<2, false>(d);
-    else rows.template store<4, false>(d);
+    if (p.out_type == Type::bf16) rows.template store<2, true>(d, turn);
+    else if (p.out_type == Type::f16) rows.template store<2, false>(d, turn);
+    else rows.template store<4, false>(d, turn);
   }
   if (lane == 0) wait_stores();
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_constant__ Sm90Problem p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = shared_address(memory);
   const int rank = S::cluster > 1 ? cluster_rank() : 0;
@@ -415,10 +399,10 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
 
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
-    if constexpr (S::consumers == 2) registers_down<40>();
+    registers_down<40>();
     if (threadIdx.x == 0) produce<S>(p, shared, rank);
   } else {
-    if constexpr (S::consumers == 2) registers_up<232>();
+    registers_up<232>();
     consume<S>(p, shared, rank, warpgroup - 1);
   }
   if (S::cluster > 1) cluster_sync();  // the others may still write here and arrive here
@@ -426,122 +410,17 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-
-// An operand as the copy engine can take it: `adjacent` along k or along m (n), the other dimension in 16-byte strides.
-struct Operand {
-  bool k_adjacent;
-  int64_t extent, rows, row_stride;
-};
-
-bool aligned_stride(int64_t stride, int64_t extent) { return extent == 1 || (stride % 8 == 0 && stride > 0 && stride < int64_t(1) << 38); }
-
-// k_stride and stride are those along k and along the other dimension.
-bool operand_of(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride, Operand *operand) {
-  if (k == 0) return *operand = {true, 0, 0, 0}, true;
-  if (reinterpret_cast<uintptr_t>(matrix.data) % 16) return false;
-  if ((k == 1 || k_stride == 1) && aligned_stride(stride, extent)) return *operand = {true, k, extent, stride}, true;
-  if ((extent == 1 || stride == 1) && aligned_stride(k_stride, k)) return *operand = {false, extent, k, k_stride}, true;
-  return false;
-}
-
-bool aligned_batch(const Batch &batch, const int64_t (&strides)[kMaxBatchDims]) {
-  for (int i = 0; i < batch.dims; ++i)
-    if (strides[i] && !aligned_stride(strides[i], batch.shape[i])) return false;
-  return true;
-}
-
-bool takes(const Gemm &g, Operand *a, Operand *b) {
-  constexpr int64_t kMost = int64_t(1) << 30;
-  if (g.m > kMost || g.n > kMost || g.k > kMost || g.batch.dims > kMaxBatch) return false;
-  if (cut(g.m, 64) * cut(g.n, 64) > kMost / g.batch.count) return false;
-  return operand_of(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, a) && operand_of(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, b) &&
-         aligned_batch(g.batch, g.batch.a) && aligned_batch(g.batch, g.batch.b);
-}
-
-// What a tile costs, in tensor-core cycles of one SM: whole waves of clusters, each a pipeline fill, its steps at the
-// rate this tile's shape reaches, and an epilogue.
-double cost_of(const Gemm &g, const Sm90Tile &tile, int multiprocessors) {
-  int cluster = tile.cluster_m * tile.cluster_n;
-  int64_t tiles = cut(g.m, tile.m * tile.cluster_m) * cut(g.n, tile.n * tile.cluster_n) * g.batch.count;
-  int64_t waves = cut(tiles, multiprocessors / cluster);
-  double step = tile.m / 64 * tile.n / 2, stage = std::max(4 * step, (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * 128 / 40.0);
-  return double(waves) * (double(cut(g.k, kBlockK)) * stage + 600 + tile.n * 4);
-}
-
-int choose(const Gemm &g) {
-  int multiprocessors = gpu_multiprocessors(g.device.id), best = -1;
-  double least = 0;
-  for (int i = 0; i < kSm90TileCount; ++i) {
-    if (g.k_chunk && !kSm90Tiles[i].chunked) continue;
-    double cost = cost_of(g, kSm90Tiles[i], multiprocessors);
-    if (best < 0 || cost < least) best = i, least = cost;
-  }
-  return best;
-}
-
-MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand, const int64_t (&batch_strides)[kMaxBatchDims], int extent,
-                int shares) {
-  constexpr int64_t kAnyStride = 8;  // where there is only one of something
-  MapShape map = {matrix.data, matrix.type, operand.extent, operand.rows, operand.rows == 1 ? kAnyStride : operand.row_stride,
-                  64, operand.k_adjacent ? extent / shares : kBlockK / shares, g.batch.count > 1 ? 5 : 2, {1, 1, 1},
-                  {kAnyStride, kAnyStride, kAnyStride}};
-  for (int i = 0; i < g.batch.dims; ++i)
-    if (batch_strides[i]) map.batch_shape[i] = g.batch.shape[i], map.batch_stride[i] = batch_strides[i];
-  return map;
-}
-
-template <class S> pydet_status launch_shape(const Gemm &g, const Sm90Tile &tile, const Operand &a, const Operand &b) {
+template <class S> pydet_status launch_shape(const Gemm &g, const char *name) {
   DeviceGuard guard(g.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(tile.name, guard.error());
-  EncodeTensorMap encode = nullptr;
-  if (pydet_status status = find_encoder(tile.name, &encode)) return status;
-  Problem p = {};
-  if (g.k > 0) {
-    if (pydet_status status = make_map(tile.name, encode, map_of(g, g.a, a, g.batch.a, S::m, S::cluster_n), &p.a)) return status;
-    if (pydet_status status = make_map(tile.name, encode, map_of(g, g.b, b, g.batch.b, S::n, S::cluster_m), &p.b)) return status;
-  }
-  const int64_t size = size_of(g.out.type), unit = 16 / size;
-  p.out_by_tma = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && (g.m == 1 || g.out.row_stride % unit == 0);
-  for (int i = 0; i < g.batch.dims; ++i) p.out_by_tma &= g.batch.out[i] % unit == 0;
-  if (p.out_by_tma) {
-    MapShape map = {g.out.data, g.out.type, g.n, g.m, g.m == 1 ? unit : g.out.row_stride, int(kRowBytes / size), kWarpRows, 5, {1, 1, 1},
-                    {unit, unit, unit}};
-    for (int i = 0; i < g.batch.dims; ++i)
-      if (g.batch.shape[i] > 1) map.batch_shape[i] = g.batch.shape[i], map.batch_stride[i] = g.batch.out[i];
-    if (pydet_status status = make_map(tile.name, encode, map, &p.out_map)) return status;
-  }
-  p.m = int(g.m);
-  p.n = int(g.n);
-  p.k = int(g.k);
-  p.chunk = S::chunked ? int(std::min(g.k_chunk, std::max(g.k, int64_t(1)))) : std::max(p.k, 1);
-  p.cluster_rows = int(cut(g.m, S::m * S::cluster_m));
-  p.cluster_columns = int(cut(g.n, S::n * S::cluster_n));
-  p.tiles = int(p.cluster_rows * p.cluster_columns * g.batch.count);
-  p.band = std::max(1, 2048 / (S::m * S::cluster_m));
-  p.batched = g.batch.count > 1;
-  p.accumulate = g.accumulate;
-  p.out_type = g.out.type;
-  p.out = g.out.data;
-  p.out_stride = g.out.row_stride;
-  p.bias = g.bias.data;
-  p.bias_type = g.bias.type;
-  p.bias_row_stride = g.m == 1 ? 0 : g.bias.row_stride;
-  p.bias_column_stride = g.bias.col_stride;
-  for (int i = 0; i < kMaxBatch; ++i) {
-    bool here = i < g.batch.dims;
-    p.batch_shape[i] = here ? int(g.batch.shape[i]) : 1;
-    p.a_moves[i] = here && g.batch.a[i];
-    p.b_moves[i] = here && g.batch.b[i];
-    p.out_batch_stride[i] = here ? g.batch.out[i] : 0;
-    p.bias_batch_stride[i] = here ? g.batch.bias[i] : 0;
-  }
-  int clusters = std::min(gpu_multiprocessors(g.device.id) / S::cluster, p.tiles);
-  Launch shape = {tile.name, gpu_stream(g.stream), dim3(unsigned(clusters * S::cluster)), dim3(S::threads)};
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  Sm90Problem problem = {};
+  if (pydet_status status = sm90_plan(g, S::tile, &problem)) return status;
+  int clusters = std::min(gpu_multiprocessors(g.device.id) / S::cluster, problem.tiles);
+  Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * S::cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
   shape.cluster = S::cluster;
   shape.overlaps_previous = true;
-  return launch(shape, gemm_kernel<S>, p);
+  return launch(shape, gemm_kernel<S>, problem);
 }
 
 // Calls f with true_type or false_type for a run-time bool.
@@ -549,36 +428,31 @@ template <class F> pydet_status either(bool value, F f) { return value ? f(std::
 
 }  // namespace
 
-template <int tile> bool gemm_sm90_takes(const Gemm &g) {
-  Operand a, b;
-  return (!g.k_chunk || kSm90Tiles[tile].chunked) && takes(g, &a, &b);
-}
-
-template <int tile> bool gemm_sm90_prefers(const Gemm &g) { return choose(g) == tile; }
-
 template <int tile> pydet_status gemm_sm90(const Gemm &g) {
-  Operand a, b;
-  takes(g, &a, &b);
+  const char *name = kSm90Tiles[tile].name;
+  const Sm90Layout layout = sm90_layout(g);
   return either(g.a.type == Type::bf16, [&](auto is_bf16) {
-    return either(a.k_adjacent, [&](auto a_adjacent) {
-      return either(b.k_adjacent, [&](auto b_adjacent) {
+    return either(layout.a_k_adjacent, [&](auto a_adjacent) {
+      return either(layout.b_k_adjacent, [&](auto b_adjacent) {
         constexpr Type type = is_bf16 ? Type::bf16 : Type::f16;
         if constexpr (kSm90Tiles[tile].chunked)
-          if (g.k_chunk) return launch_shape<Shape<tile, type, a_adjacent, b_adjacent, true>>(g, kSm90Tiles[tile], a, b);
-        return launch_shape<Shape<tile, type, a_adjacent, b_adjacent, false>>(g, kSm90Tiles[tile], a, b);
+          if (g.k_chunk) return launch_shape<Shape<tile, type, a_adjacent, b_adjacent, true>>(g, name);
+        return launch_shape<Shape<tile, type, a_adjacent, b_adjacent, false>>(g, name);
       });
     });
   });
 }
 
-template bool gemm_sm90_takes<0>(const Gemm &);
-template bool gemm_sm90_takes<1>(const Gemm &);
-template bool gemm_sm90_takes<2>(const Gemm &);
-template bool gemm_sm90_prefers<0>(const Gemm &);
-template bool gemm_sm90_prefers<1>(const Gemm &);
-template bool gemm_sm90_prefers<2>(const Gemm &);
 template pydet_status gemm_sm90<0>(const Gemm &);
 template pydet_status gemm_sm90<1>(const Gemm &);
 template pydet_status gemm_sm90<2>(const Gemm &);
+template pydet_status gemm_sm90<3>(const Gemm &);
+template pydet_status gemm_sm90<4>(const Gemm &);
+template pydet_status gemm_sm90<5>(const Gemm &);
+template pydet_status gemm_sm90<6>(const Gemm &);
+template pydet_status gemm_sm90<7>(const Gemm &);
+template pydet_status gemm_sm90<8>(const Gemm &);
+template pydet_status gemm_sm90<9>(const Gemm &);
+static_assert(kSm90TileCount == 10, "one line a tile");
 
 }  // namespace pydet

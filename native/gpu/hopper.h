@@ -4,9 +4,7 @@
 // 16-bit elements along whichever of k or m (n) is adjacent in memory, 8 rows to a 1024-byte atom.
 #pragma once
 
-#include <cuda.h>
-
-#include "gpu.h"
+#include "tensor_map.h"
 
 namespace pydet {
 
@@ -63,9 +61,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 template <int count> __device__ __forceinline__ void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count> __device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 
-// Programmatic dependent launch: nothing of the kernel ahead may be touched before the first; from the second on, the
-// next kernel's blocks may take the places that this one's leave.
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// From here on the next kernel's blocks may take the places that this one's leave (programmatic dependent launch).
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- The copy engine ---------------------------------------------------------------------------------------------
@@ -141,7 +137,7 @@ constexpr int kBlockBytes = 64 * 64 * 2;
 template <bool k_adjacent> __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kAtomStride = uint64_t(1024 >> 4) << 32;
   constexpr uint64_t kBlockStride = uint64_t(k_adjacent ? 1 : kBlockBytes >> 4) << 16;
-  return kSwizzle128 | kAtomStride | kBlockStride | (address >> 4);
+  return kSwizzle128 | kAtomStride | kBlockStride | (address & 0x3FFFF) >> 4;  // above: the block's rank in its cluster
 }
 // Added to a descriptor to move on by 16 k.
 template <bool k_adjacent> constexpr uint64_t kDescriptorStep = (k_adjacent ? 16 * 2 : 16 * 128) >> 4;
@@ -153,6 +149,9 @@ template <int groups> __device__ __forceinline__ void wgmma_wait() {
 }
 
 // The accumulators of m64nNk16 as text and as operands, 16 a line, then one instruction; undefined again below.
+#define D_8 "%0, %1, %2, %3"
+#define D_16 D_8 ", %4, %5, %6, %7"
+#define D_48 D0 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define D0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define D1 D0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define D2 D1 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -174,9 +173,12 @@ template <int groups> __device__ __forceinline__ void wgmma_wait() {
 template <Type type, bool a_k_adjacent, bool b_k_adjacent, int registers>
 __device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor, int add_to_d) {
   constexpr int n = 2 * registers;
-  static_assert(n == 32 || n == 64 || n == 96 || n == 128 || n == 160 || n == 192 || n == 224 || n == 256, "no instruction here");
+  static_assert(n == 8 || n == 16 || n == 48 || (n % 32 == 0 && n <= 256), "no instruction here");
   if constexpr (type == Type::bf16) {
+    if constexpr (n == 8) WGMMA("8", "bf16", D_8, "%4", "%5", "%6", "%7", "%8", R4(0));
+    if constexpr (n == 16) WGMMA("16", "bf16", D_16, "%8", "%9", "%10", "%11", "%12", R4(0), R4(4));
     if constexpr (n == 32) WGMMA("32", "bf16", D0, "%16", "%17", "%18", "%19", "%20", R16(0));
+    if constexpr (n == 48) WGMMA("48", "bf16", D_48, "%24", "%25", "%26", "%27", "%28", R16(0), R4(16), R4(20));
     if constexpr (n == 64) WGMMA("64", "bf16", D1, "%32", "%33", "%34", "%35", "%36", R16(0), R16(16));
     if constexpr (n == 96) WGMMA("96", "bf16", D2, "%48", "%49", "%50", "%51", "%52", R16(0), R16(16), R16(32));
     if constexpr (n == 128) WGMMA("128", "bf16", D3, "%64", "%65", "%66", "%67", "%68", R16(0), R16(16), R16(32), R16(48));
@@ -190,7 +192,10 @@ __device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descript
       WGMMA("256", "bf16", D7, "%128", "%129", "%130", "%131", "%132", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96),
             R16(112));
   } else {
+    if constexpr (n == 8) WGMMA("8", "f16", D_8, "%4", "%5", "%6", "%7", "%8", R4(0));
+    if constexpr (n == 16) WGMMA("16", "f16", D_16, "%8", "%9", "%10", "%11", "%12", R4(0), R4(4));
     if constexpr (n == 32) WGMMA("32", "f16", D0, "%16", "%17", "%18", "%19", "%20", R16(0));
+    if constexpr (n == 48) WGMMA("48", "f16", D_48, "%24", "%25", "%26", "%27", "%28", R16(0), R4(16), R4(20));
     if constexpr (n == 64) WGMMA("64", "f16", D1, "%32", "%33", "%34", "%35", "%36", R16(0), R16(16));
     if constexpr (n == 96) WGMMA("96", "f16", D2, "%48", "%49", "%50", "%51", "%52", R16(0), R16(16), R16(32));
     if constexpr (n == 128) WGMMA("128", "f16", D3, "%64", "%65", "%66", "%67", "%68", R16(0), R16(16), R16(32), R16(48));
@@ -217,51 +222,8 @@ __device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descript
 #undef D2
 #undef D1
 #undef D0
-
-// ---- Tensor maps -------------------------------------------------------------------------------------------------
-
-// A matrix in memory as the copy engine sees it: `extent` elements adjacent, `rows` of them `row_stride` elements apart,
-// up to three batch dimensions; boxes of box_extent by box_rows, in the 128-byte swizzle. `rank` 2 leaves the batch out.
-struct MapShape {
-  char *data;
-  Type type;
-  int64_t extent, rows, row_stride;
-  int box_extent, box_rows;
-  int rank;
-  int64_t batch_shape[3], batch_stride[3];
-};
-
-// The driver's encoder, found through the runtime so that no driver is linked.
-using EncodeTensorMap = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                                     const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-inline pydet_status find_encoder(const char *kernel, EncodeTensorMap *encode) {
-  void *entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
-    return fail(PYDET_DEVICE_ERROR, "%s: this driver has no cuTensorMapEncodeTiled: %s (%d)", kernel, gpu_error_text(error), int(error));
-  *encode = reinterpret_cast<EncodeTensorMap>(entry);
-  return PYDET_OK;
-}
-
-inline pydet_status make_map(const char *kernel, EncodeTensorMap encode, const MapShape &shape, CUtensorMap *map) {
-  constexpr CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                                           CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
-  int64_t size = size_of(shape.type);
-  cuuint64_t extents[5] = {cuuint64_t(shape.extent), cuuint64_t(shape.rows)}, strides[4] = {cuuint64_t(shape.row_stride * size)};
-  cuuint32_t box[5] = {cuuint32_t(shape.box_extent), cuuint32_t(shape.box_rows), 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < 3; ++i) {
-    extents[2 + i] = cuuint64_t(shape.batch_shape[i]);
-    strides[1 + i] = cuuint64_t(shape.batch_stride[i] * size);
-  }
-  CUresult result = encode(map, types[int(shape.type)], cuuint32_t(shape.rank), shape.data, extents, strides, box, steps,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return PYDET_OK;
-  return fail(PYDET_DEVICE_ERROR, "%s: cuTensorMapEncodeTiled refused a %lldx%lld matrix (CUresult %d)", kernel,
-              static_cast<long long>(shape.rows), static_cast<long long>(shape.extent), int(result));
-}
+#undef D_48
+#undef D_16
+#undef D_8
 
 }  // namespace pydet

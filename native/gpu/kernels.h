@@ -5,22 +5,54 @@
 
 namespace pydet {
 
-// gemm_sm90.cu. Rows by columns of out that one cluster-wide step of the pipeline works on, for each block. `cluster_m`
-// blocks under each other share a load of b, `cluster_n` side by side share a load of a.
+// gemm_sm90.cu. Rows by columns of out that a block works on at a time. `cluster_m` blocks under each other share their
+// loads of b, `cluster_n` side by side those of a.
 struct Sm90Tile {
   const char *name;
   int m, n, cluster_m, cluster_n;
   bool chunked;  // also takes k_chunk, which needs twice the accumulators
 };
 constexpr Sm90Tile kSm90Tiles[] = {
-    {"cuda_gemm_sm90_128x256", 128, 256, 2, 1, false},
-    {"cuda_gemm_sm90_128x192", 128, 192, 2, 1, true},
-    {"cuda_gemm_sm90_128x128", 128, 128, 2, 1, true},
+    {"cuda_gemm_sm90_128x256", 128, 256, 2, 1, false},    {"cuda_gemm_sm90_128x224", 128, 224, 2, 1, false},
+    {"cuda_gemm_sm90_128x192", 128, 192, 2, 1, true},     {"cuda_gemm_sm90_128x160", 128, 160, 2, 1, true},
+    {"cuda_gemm_sm90_128x128", 128, 128, 2, 1, true},     {"cuda_gemm_sm90_128x128_wide", 128, 128, 1, 2, true},
+    {"cuda_gemm_sm90_128x64", 128, 64, 2, 1, true},       {"cuda_gemm_sm90_64x160_wide", 64, 160, 1, 2, true},
+    {"cuda_gemm_sm90_64x128_wide", 64, 128, 1, 2, true},  {"cuda_gemm_sm90_64x64_wide", 64, 64, 1, 2, true},
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 
-template <int tile> bool gemm_sm90_takes(const Gemm &);
-template <int tile> bool gemm_sm90_prefers(const Gemm &);
+bool sm90_takes(const Gemm &, int tile);
+int sm90_choose(const Gemm &);
 template <int tile> pydet_status gemm_sm90(const Gemm &);
+
+// skinny_sm90.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a.
+constexpr int kSkinnyRows[] = {8, 16, 32, 48, 64, 128};
+template <int rows> struct SkinnySm90 {
+  static bool takes(const Gemm &);
+  static bool prefers(const Gemm &);
+  static pydet_status launch(const Gemm &);
+};
+
+// gemm_mma.cu
+pydet_status gemm_mma_64(const Gemm &);
+bool gemm_mma_128_takes(const Gemm &);
+pydet_status gemm_mma_128(const Gemm &);
+
+// gemm_ieee.cu
+pydet_status gemm_ieee_64x64(const Gemm &);
+bool gemm_ieee_128x256_takes(const Gemm &);
+pydet_status gemm_ieee_128x256(const Gemm &);
+
+// rmsnorm.cu
+bool rmsnorm_held_takes(const RmsNorm &);
+pydet_status rmsnorm_held(const RmsNorm &);
+pydet_status rmsnorm_long(const RmsNorm &);
+
+// rmsnorm_backward.cu
+bool rmsnorm_backward_held_takes(const RmsNormBackward &);
+bool rmsnorm_backward_chain_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_chain(const RmsNormBackward &);
+pydet_status rmsnorm_backward_group(const RmsNormBackward &);
+pydet_status rmsnorm_backward_long(const RmsNormBackward &);
 
 }  // namespace pydet

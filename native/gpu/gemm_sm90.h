@@ -1,0 +1,41 @@
+// What gemm_sm90.cu's kernel is told of a problem, and who works it out (sm90_plan.cpp, on the host).
+#pragma once
+
+#include <cuda.h>
+
+#include "kernels.h"
+
+namespace pydet {
+
+constexpr int kBlockK = 64;       // of k in a stage
+constexpr int kRowBytes = 128;    // a row of every box that TMA moves
+constexpr int kWarpRows = 16;     // of out that a warp stores at once
+constexpr int kSm90MaxBatch = 3;  // dimensions, beside the two of a matrix
+
+// The part of a problem that the device sees. Strides are in elements.
+struct Sm90Problem {
+  CUtensorMap a, b, out_map;
+  int m, n, k, chunk;  // chunk = k where there is none
+  int cluster_rows, cluster_columns, tiles;  // tiles of a whole cluster in one matrix, and in all
+  int band;                                  // cluster rows that are walked together, for the L2
+  bool batched, accumulate, out_by_tma;
+  bool ragged_rows;  // a row of out ends inside of 16 bytes, which a TMA store would write past
+  Type out_type, bias_type;
+  char *out;
+  const char *bias;
+  int64_t out_stride, bias_row_stride, bias_column_stride;
+  int batch_shape[kSm90MaxBatch];
+  bool a_moves[kSm90MaxBatch], b_moves[kSm90MaxBatch];  // false: broadcast
+  int64_t out_batch_stride[kSm90MaxBatch], bias_batch_stride[kSm90MaxBatch];
+};
+
+// Which dimension is adjacent in memory, of operands that sm90_takes.
+struct Sm90Layout {
+  bool a_k_adjacent, b_k_adjacent;
+};
+Sm90Layout sm90_layout(const Gemm &);
+
+// Fills the problem, tensor maps included. The device must be current.
+pydet_status sm90_plan(const Gemm &, int tile, Sm90Problem *);
+
+}  // namespace pydet

@@ -1,0 +1,143 @@
+// How a GEMM is laid out for gemm_sm90.cu: which operands its copy engine can read, which tile is the fastest, and the
+// tensor maps. Any choice gives the same bits.
+
+#include <algorithm>
+#include <utility>
+
+#include "gemm_sm90.h"
+#include "tensor_map.h"
+
+namespace pydet {
+namespace {
+
+int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
+
+// An operand as the copy engine can take it: `adjacent` along k or along m (n), the other dimension in 16-byte strides.
+struct Operand {
+  bool k_adjacent;
+  int64_t extent, rows, row_stride;
+};
+
+bool aligned_stride(int64_t stride, int64_t extent) { return extent == 1 || (stride % 8 == 0 && stride > 0 && stride < int64_t(1) << 38); }
+
+// k_stride and stride are those along k and along the other dimension.
+bool operand_of(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride, Operand *operand) {
+  if (k == 0) return *operand = {true, 0, 0, 0}, true;
+  if (reinterpret_cast<uintptr_t>(matrix.data) % 16) return false;
+  if ((k == 1 || k_stride == 1) && aligned_stride(stride, extent)) return *operand = {true, k, extent, stride}, true;
+  if ((extent == 1 || stride == 1) && aligned_stride(k_stride, k)) return *operand = {false, extent, k, k_stride}, true;
+  return false;
+}
+
+bool aligned_batch(const Batch &batch, const int64_t (&strides)[kMaxBatchDims]) {
+  for (int i = 0; i < batch.dims; ++i)
+    if (strides[i] && !aligned_stride(strides[i], batch.shape[i])) return false;
+  return true;
+}
+
+bool takes(const Gemm &g, Operand *a, Operand *b) {
+  constexpr int64_t kMost = int64_t(1) << 30;
+  if (g.m > kMost || g.n > kMost || g.k > kMost || g.batch.dims > kSm90MaxBatch) return false;
+  if (cut(g.m, 64) * cut(g.n, 64) > kMost / g.batch.count) return false;
+  return operand_of(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, a) && operand_of(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, b) &&
+         aligned_batch(g.batch, g.batch.a) && aligned_batch(g.batch, g.batch.b);
+}
+
+// What a tile costs, in tensor-core cycles of one SM: whole waves of clusters, each a pipeline fill, its steps at the
+// rate this tile's shape reaches, and an epilogue.
+template <int tile> double cost_of(const Gemm &g, int multiprocessors) {
+  constexpr Sm90Tile t = kSm90Tiles[tile];
+  constexpr int cluster = t.cluster_m * t.cluster_n;
+  constexpr double step = t.m / 64 * t.n / 2, stage = std::max(4 * step, (t.m / t.cluster_n + t.n / t.cluster_m) * 128 / 40.0);
+  int64_t tiles = cut(g.m, t.m * t.cluster_m) * cut(g.n, t.n * t.cluster_n) * g.batch.count;
+  return double(cut(tiles, multiprocessors / cluster)) * (double(cut(g.k, kBlockK)) * stage + 600 + t.n * 4);
+}
+
+template <int... tiles> int choose(const Gemm &g, std::integer_sequence<int, tiles...>) {
+  int multiprocessors = gpu_multiprocessors(g.device.id), best = -1;
+  double least = 0;
+  auto consider = [&](int tile, double cost) {
+    if ((g.k_chunk && !kSm90Tiles[tile].chunked) || (best >= 0 && cost >= least)) return;
+    best = tile;
+    least = cost;
+  };
+  (consider(tiles, cost_of<tiles>(g, multiprocessors)), ...);
+  return best;
+}
+MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand, const int64_t (&batch_strides)[kMaxBatchDims], int extent,
+                int shares) {
+  constexpr int64_t kAnyStride = 8;  // where there is only one of something
+  MapShape map = {matrix.data, matrix.type, operand.extent, operand.rows, operand.rows == 1 ? kAnyStride : operand.row_stride,
+                  64, operand.k_adjacent ? extent / shares : kBlockK / shares, g.batch.count > 1 ? 5 : 2, {1, 1, 1},
+                  {kAnyStride, kAnyStride, kAnyStride}};
+  for (int i = 0; i < g.batch.dims; ++i)
+    if (batch_strides[i]) map.batch_shape[i] = g.batch.shape[i], map.batch_stride[i] = batch_strides[i];
+  return map;
+}
+
+}  // namespace
+
+Sm90Layout sm90_layout(const Gemm &g) {
+  Operand a, b;
+  takes(g, &a, &b);
+  return {a.k_adjacent, b.k_adjacent};
+}
+
+bool sm90_takes(const Gemm &g, int tile) {
+  Operand a, b;
+  return (!g.k_chunk || kSm90Tiles[tile].chunked) && takes(g, &a, &b);
+}
+
+int sm90_choose(const Gemm &g) { return choose(g, std::make_integer_sequence<int, kSm90TileCount>()); }
+
+pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
+  const Sm90Tile &tile = kSm90Tiles[tile_index];
+  Sm90Problem &p = *problem;
+  Operand a, b;
+  takes(g, &a, &b);
+  EncodeTensorMap encode = nullptr;
+  if (pydet_status status = find_encoder(tile.name, &encode)) return status;
+  if (g.k > 0) {
+    if (pydet_status status = make_map(tile.name, encode, map_of(g, g.a, a, g.batch.a, tile.m, tile.cluster_n), &p.a)) return status;
+    if (pydet_status status = make_map(tile.name, encode, map_of(g, g.b, b, g.batch.b, tile.n, tile.cluster_m), &p.b)) return status;
+  }
+  const int64_t size = size_of(g.out.type), unit = 16 / size;
+  p.out_by_tma = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && (g.m == 1 || g.out.row_stride % unit == 0);
+  for (int i = 0; i < g.batch.dims; ++i) p.out_by_tma &= g.batch.out[i] % unit == 0;
+  if (p.out_by_tma) {
+    MapShape map = {g.out.data, g.out.type, g.n, g.m, g.m == 1 ? unit : g.out.row_stride, int(kRowBytes / size), kWarpRows, 5, {1, 1, 1},
+                    {unit, unit, unit}};
+    for (int i = 0; i < g.batch.dims; ++i)
+      if (g.batch.shape[i] > 1) map.batch_shape[i] = g.batch.shape[i], map.batch_stride[i] = g.batch.out[i];
+    if (pydet_status status = make_map(tile.name, encode, map, &p.out_map)) return status;
+  }
+  p.ragged_rows = g.n % unit != 0;
+  p.m = int(g.m);
+  p.n = int(g.n);
+  p.k = int(g.k);
+  p.chunk = int(std::max<int64_t>(1, g.k_chunk ? std::min(g.k_chunk, g.k) : g.k));
+  p.cluster_rows = int(cut(g.m, tile.m * tile.cluster_m));
+  p.cluster_columns = int(cut(g.n, tile.n * tile.cluster_n));
+  p.tiles = int(p.cluster_rows * p.cluster_columns * g.batch.count);
+  p.band = std::max(1, 2048 / (tile.m * tile.cluster_m));
+  p.batched = g.batch.count > 1;
+  p.accumulate = g.accumulate;
+  p.out_type = g.out.type;
+  p.out = g.out.data;
+  p.out_stride = g.out.row_stride;
+  p.bias = g.bias.data;
+  p.bias_type = g.bias.type;
+  p.bias_row_stride = g.m == 1 ? 0 : g.bias.row_stride;
+  p.bias_column_stride = g.bias.col_stride;
+  for (int i = 0; i < kSm90MaxBatch; ++i) {
+    bool here = i < g.batch.dims;
+    p.batch_shape[i] = here ? int(g.batch.shape[i]) : 1;
+    p.a_moves[i] = here && g.batch.a[i];
+    p.b_moves[i] = here && g.batch.b[i];
+    p.out_batch_stride[i] = here ? g.batch.out[i] : 0;
+    p.bias_batch_stride[i] = here ? g.batch.bias[i] : 0;
+  }
+  return PYDET_OK;
+}
+
+}  // namespace pydet
