@@ -12,11 +12,13 @@ failed=0
 complain() { echo "$library: $*" >&2; failed=1; }
 
 exported=$(nm -D --defined-only "$library" | awk '$2 != "A" { print $3 }' | sort)
-declared=$(sed 's,/[*].*[*]/,,' "$native/include/pydet.h" "$native/exchange.h" | grep -o '^PYDET_API [^(]*(' | sed 's/.*[ *]\(pydet_[a-z_]*\)($/\1/' | sort)
+declared=$(sed 's,/[*].*[*]/,,' "$native/include/pydet.h" "$native/exchange.h" | grep -o '^PYDET_API [^(]*(' |
+  sed 's/.*[ *]\(pydet_[a-z_]*\)($/\1/' | sort)
 [ "$(wc -w <<<"$declared")" -ge 20 ] || complain "found only these declarations: $declared"
 foreign=$(grep -v '^pydet_' <<<"$exported" || true)
 [ -z "$foreign" ] || complain "exports" $foreign
-[ "$exported" = "$declared" ] || complain "exported and declared differ:" $(comm -3 <(echo "$exported") <(echo "$declared"))
+[ "$exported" = "$declared" ] ||
+  complain "exported and declared differ:" $(comm -3 <(echo "$exported") <(echo "$declared"))
 
 allowed='^(libc|libm|libstdc\+\+|libgcc_s|libgomp|ld-linux-[a-z0-9-]+)\.so\.[0-9]+$'
 case $library in
@@ -26,7 +28,8 @@ esac
 needed=$(readelf -d "$library" | sed -n 's/.*(NEEDED).*\[\(.*\)\].*/\1/p')
 other=$(grep -Ev "$allowed" <<<"$needed" || true)
 [ -z "$other" ] || complain "needs" $other
-[ -z "$(readelf -d "$library" | grep -E 'R(UN)?PATH|TEXTREL' || true)" ] || complain "has a run path or text relocations"
+[ -z "$(readelf -d "$library" | grep -E 'R(UN)?PATH|TEXTREL' || true)" ] ||
+  complain "has a run path or text relocations"
 readelf -lW "$library" | grep -q 'GNU_STACK.* RW ' || complain "asks for an executable stack"
 
 count() { grep -c "$@" || true; }

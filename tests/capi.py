@@ -43,7 +43,9 @@ def dtype_of(array) -> tuple[int, int, int]:
 class Tensor:
     """A pydet_tensor and what it points to. From an array, or field by field; any field may be overridden."""
 
-    def __init__(self, array=None, *, shape=None, strides="c", dtype=None, data=None, device=CPU, byte_offset=0, ndim=None):
+    def __init__(
+        self, array=None, *, shape=None, strides="c", dtype=None, data=None, device=CPU, byte_offset=0, ndim=None
+    ):
         self.array = array
         if array is not None:
             shape = array.shape if shape is None else shape

@@ -2,8 +2,8 @@
 
     python tests/fuzz.py [--seconds 60] [--seed 0] [--case N]
 
-A case is made from its seed and number alone: a call that is right, then none to three mutations of it. It goes to the C
-function, or to the Python function with the tensors offered as DLPack capsules. Each tensor lies against a page that
+A case is made from its seed and number alone: a call that is right, then none to three mutations of it. It goes to the
+C function, or to the Python function with the tensors offered as DLPack capsules. Each tensor lies against a page that
 cannot be read or written. After the call:
 - refused: status and sentence fit, and no byte anywhere has changed;
 - accepted: descriptors and options did make sense (judged here, in Python's integers), inputs, paddings and all else
@@ -74,8 +74,8 @@ class Region:
         if 0 in shape:
             return np.empty(shape, dtype)
         size = dtype.itemsize
-        first = self.bytes[address - self.begin:]
-        first = first[:len(first) // size * size].view(dtype)
+        first = self.bytes[address - self.begin :]
+        first = first[: len(first) // size * size].view(dtype)
         return np.lib.stride_tricks.as_strided(first, shape, [s * size for s in strides])
 
 
@@ -92,13 +92,15 @@ def values(rng, count, dtype):
         return numbers.standard_normal(count, np.float32).astype(dtype)
     if kind == "integers":
         return numbers.integers(-8, 9, count).astype(np.float32).astype(dtype)
-    special = np.array([0, -0.0, 1, -1, 1.5, 1e-40, -1e-40, 6e-8, 3e38, -3e38, 65504, np.inf, -np.inf, np.nan], np.float32)
+    special = np.array(
+        [0, -0.0, 1, -1, 1.5, 1e-40, -1e-40, 6e-8, 3e38, -3e38, 65504, np.inf, -np.inf, np.nan], np.float32
+    )
     with np.errstate(over="ignore"):
         return numbers.choice(special, count).astype(dtype)
 
 
 def place(rng, region, shape, dtype, *, order=None, broadcast=False):
-    """A tensor in `region`, against one of its ends, with a random layout. `order`: the dimensions that may be innermost."""
+    """A tensor in `region`, against one of its ends, with a random layout. `order`: what may be innermost."""
     region.bytes[:] = 0xFF
     rank = len(shape)
     inner = rng.choice(order if order is not None else [rank - 1]) if rank else None
@@ -220,10 +222,19 @@ def invoke_python(rng, call):
             forbidden |= name in call.outputs and tensor is not None
         producers[name] = None if tensor is None else interop.Producer(tensor, **kind)
     given = call.options
-    names = {"arithmetic": lambda v: ARITHMETICS[v], "k_chunk": lambda v: v or None, "accumulate": bool, "eps": float,
-             "weight_offset": float, "weights_constant": bool}
-    keywords = {} if given is None else {
-        name: names[name](getattr(given, name)) for name, _ in ffi.typeof(given).item.fields if name in names}
+    names = {
+        "arithmetic": lambda v: ARITHMETICS[v],
+        "k_chunk": lambda v: v or None,
+        "accumulate": bool,
+        "eps": float,
+        "weight_offset": float,
+        "weights_constant": bool,
+    }
+    keywords = (
+        {}
+        if given is None
+        else {name: names[name](getattr(given, name)) for name, _ in ffi.typeof(given).item.fields if name in names}
+    )
     if call.op == "rmsnorm":
         keywords["out"] = tuple(producers.pop(name) for name in ("y", "rstd", "sum"))
     elif call.op == "rmsnorm_backward":
@@ -287,8 +298,11 @@ def make_gemm(rng):
         inputs, outputs = {"x": made["x"], "w": made["w"], "bias": bias}, {"y": made["y"]}
     else:
         names = ORDER[op]
-        first, second, out = {"gemm": ([m, k], [k, n], [m, n]), "gemm_da": ([m, k], [n, k], [m, n]),
-                              "gemm_db": ([k, m], [k, n], [m, n])}[op]
+        first, second, out = {
+            "gemm": ([m, k], [k, n], [m, n]),
+            "gemm_da": ([m, k], [n, k], [m, n]),
+            "gemm_db": ([k, m], [k, n], [m, n]),
+        }[op]
         a, b = matrix(first, kind, full=True), matrix(second, kind)
         inputs, outputs = {names[0]: a, names[1]: b}, {names[-1]: matrix(out, out_kind, full=True)}
         if op == "gemm":
@@ -297,8 +311,12 @@ def make_gemm(rng):
                 bias = place(rng, next(regions), shape, rng.choice(list(DTYPES.values())))
             inputs["bias"] = bias
     struct = "pydet_skinny_gemm_options" if op == "skinny_gemm" else "pydet_gemm_options"
-    given = options(struct, arithmetic=ARITHMETICS.index(arithmetic), accumulate=int(accumulate),
-                    k_chunk=rng.choice([0, 0, 16, 32, 64]))
+    given = options(
+        struct,
+        arithmetic=ARITHMETICS.index(arithmetic),
+        accumulate=int(accumulate),
+        k_chunk=rng.choice([0, 0, 16, 32, 64]),
+    )
     if op == "skinny_gemm":
         given.weights_constant = rng.randrange(2)
     if given.arithmetic == 0 and not accumulate and not given.k_chunk and rng.random() < 0.3:
@@ -310,7 +328,11 @@ def make_norm(rng):
     kinds = list(DTYPES.values())
     kind = rng.choice(kinds)
     n = rng.choice([1, 2, 3, 7, 8, 9, 16, 31, 64, 130, 2047, 2049])
-    rows = rng.choice([[0], [1], [2], [5], [2, 3], [17], []]) if n > 8 else rng.choice([[0], [1], [5], [3, 4], [255], [300]])
+    rows = (
+        rng.choice([[0], [1], [2], [5], [2, 3], [17], []])
+        if n > 8
+        else rng.choice([[0], [1], [5], [3, 4], [255], [300]])
+    )
     if n > 1000:
         rows = rng.choice([[1], [2], []])
     regions = iter(rng.sample(REGIONS, 7))
@@ -323,7 +345,9 @@ def make_norm(rng):
         residual = maybe(like, 0.3)
         inputs = {"x": like(), "residual": residual, "weight": weight}
         outputs = {"y": like(), "rstd": maybe(rstd, 0.7), "sum": like() if residual else None}
-        given = options("pydet_rmsnorm_options", eps=rng.choice([0.0, 1e-6, 1e-5]), weight_offset=rng.choice([0.0, 1.0]))
+        given = options(
+            "pydet_rmsnorm_options", eps=rng.choice([0.0, 1e-6, 1e-5]), weight_offset=rng.choice([0.0, 1.0])
+        )
         return Call("rmsnorm", inputs, outputs, given)
     accumulate = rng.random() < 0.3
     inputs = {"dy": like(), "x": like(), "weight": weight, "rstd": rstd(), "dresidual": maybe(like, 0.3)}
@@ -367,7 +391,7 @@ class Workspace:
         self.pointer = ffi.cast("void *", self.bytes.ctypes.data + self.at)
 
     def intact(self):
-        outside = np.r_[self.bytes[:self.at], self.bytes[self.at + self.size:]]
+        outside = np.r_[self.bytes[: self.at], self.bytes[self.at + self.size :]]
         return bool((outside == 0xA5).all())
 
 
@@ -383,8 +407,26 @@ def mutate_tensor(rng, call):
     tensors = [t for t in (*call.inputs.values(), *call.outputs.values()) if t is not None]
     tensor = rng.choice(tensors)
     c = tensor.c
-    kind = rng.choice(["shape", "shape", "stride", "stride", "ndim", "code", "bits", "lanes", "type", "data", "null",
-                       "offset", "noshape", "alias", "alias", "device"])
+    kind = rng.choice(
+        [
+            "shape",
+            "shape",
+            "stride",
+            "stride",
+            "ndim",
+            "code",
+            "bits",
+            "lanes",
+            "type",
+            "data",
+            "null",
+            "offset",
+            "noshape",
+            "alias",
+            "alias",
+            "device",
+        ]
+    )
     before = ffi.new("pydet_tensor *", c[0])
     shape, strides, region = list(tensor.shape), list(tensor.strides), tensor.region
 
@@ -420,14 +462,20 @@ def mutate_tensor(rng, call):
     elif kind == "noshape":
         c.shape = ffi.NULL
     elif kind == "device":
-        c.device.device_type, c.device.device_id = rng.choice([(2, 0), (10, 0), (13, 1), (3, 0), (11, 5), (0, 0), (99, 0), (1, 7)])
+        c.device.device_type, c.device.device_id = rng.choice(
+            [(2, 0), (10, 0), (13, 1), (3, 0), (11, 5), (0, 0), (99, 0), (1, 7)]
+        )
     elif kind == "alias":
         out = rng.choice([t for t in call.outputs.values() if t is not None] or tensors)
         other = rng.choice([t for t in tensors if t is not out] or [out])
         before = ffi.new("pydet_tensor *", out.c[0])
         c, tensor, region = out.c, out, out.region
         shape, strides = list(out.shape), list(out.strides)
-        at = int(ffi.cast("uintptr_t", other.c.data)) + other.c.byte_offset + 4 * rng.choice([0, 0, 1, 2, 5, 16, -1, -8, 64])
+        at = (
+            int(ffi.cast("uintptr_t", other.c.data))
+            + other.c.byte_offset
+            + 4 * rng.choice([0, 0, 1, 2, 5, 16, -1, -8, 64])
+        )
         out.c.data, out.c.byte_offset = ffi.cast("void *", at), 0
         out.region = other.region
     return undo
@@ -440,8 +488,12 @@ def mutate_options(rng, call):
     fields = dict(ffi.typeof(given).item.fields)
     name = rng.choice(list(fields))
     if name == "kernel":
-        listed = [ffi.string(lib.pydet_kernel_name(i)).decode() for i in range(64) if lib.pydet_kernel_name(i) != ffi.NULL]
-        text = ffi.new("char[]", rng.choice([*listed, "", "scalar", "cpu_gemm_ieee_", "%s%n%d" * 20, "k" * 5000]).encode())
+        listed = [
+            ffi.string(lib.pydet_kernel_name(i)).decode() for i in range(64) if lib.pydet_kernel_name(i) != ffi.NULL
+        ]
+        text = ffi.new(
+            "char[]", rng.choice([*listed, "", "scalar", "cpu_gemm_ieee_", "%s%n%d" * 20, "k" * 5000]).encode()
+        )
         KERNEL_NAMES[id(given)] = text
         given.kernel = text
     elif name == "workspace":
@@ -524,25 +576,43 @@ def expected_gemm(call, before):
         rows = int(np.prod(shape[:-1], dtype=np.int64))
         first, old = first.reshape(rows, first.shape[-1]), old.reshape(rows, shape[-1])
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(rows, shape[-1])
-    result = reference.gemm(first, second, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic,
-                            k_chunk=chosen(call, "k_chunk") or None)
+    result = reference.gemm(
+        first,
+        second,
+        bias=bias,
+        out=old.copy(),
+        accumulate=accumulate,
+        arithmetic=arithmetic,
+        k_chunk=chosen(call, "k_chunk") or None,
+    )
     return {out_name: result.reshape(shape)}
 
 
 def expected_rmsnorm(call, before):
     x, y = before["x"], before["y"]
     expect(y.shape == x.shape and y.dtype == x.dtype, "accepted y unlike x")
-    results = reference.rmsnorm(x, before.get("weight"), eps=call.options.eps, residual=before.get("residual"),
-                                weight_offset=call.options.weight_offset)
+    results = reference.rmsnorm(
+        x,
+        before.get("weight"),
+        eps=call.options.eps,
+        residual=before.get("residual"),
+        weight_offset=call.options.weight_offset,
+    )
     return {name: result for name, result in zip(("y", "rstd", "sum"), results) if name in before}
 
 
 def expected_rmsnorm_backward(call, before):
     def gradients(weight):
         return reference.rmsnorm_backward(
-            before["dy"], before["x"], weight, before["rstd"], weight_offset=call.options.weight_offset,
-            dresidual=before.get("dresidual"), accumulate=bool(call.options.accumulate),
-            dweight=before["dweight"].copy() if "dweight" in before else None)
+            before["dy"],
+            before["x"],
+            weight,
+            before["rstd"],
+            weight_offset=call.options.weight_offset,
+            dresidual=before.get("dresidual"),
+            accumulate=bool(call.options.accumulate),
+            dweight=before["dweight"].copy() if "dweight" in before else None,
+        )
 
     dx, dweight = gradients(before.get("weight"))
     if dweight is None:  # no weight, and yet its gradient may be asked for: it does not depend on the weight
@@ -585,7 +655,9 @@ def run_case(seed, number):
     for _ in range(mutations):
         change = mutate_tensor
         if not by_python:
-            change = rng.choice([mutate_tensor, mutate_tensor, mutate_tensor, mutate_options, mutate_options, mutate_pointer])
+            change = rng.choice(
+                [mutate_tensor, mutate_tensor, mutate_tensor, mutate_options, mutate_options, mutate_pointer]
+            )
         undo = change(rng, call)
         if undo is not None and any(Described(t).sense == "outside" for t in given_tensors(call).values()):
             undo()  # it would rightly be believed, and there is nothing there
@@ -608,7 +680,9 @@ def run_case(seed, number):
     if status != lib.PYDET_OK:
         expect(mutations > 0 or forbidden, "refused a call that is right:", sentence)
         expect(status_name(status).startswith("PYDET_") and status != lib.PYDET_DEVICE_ERROR, "status", status)
-        expect(sentence.startswith(call.op + ":") and "\n" not in sentence and len(sentence) > 15, "sentence:", sentence)
+        expect(
+            sentence.startswith(call.op + ":") and "\n" not in sentence and len(sentence) > 15, "sentence:", sentence
+        )
         for region, old in zip(used, saved):
             expect((region.bytes == old).all(), "refused, yet memory changed:", sentence)
         return status_name(status) + (" (Python)" if by_python else "")
@@ -655,8 +729,10 @@ def work(seconds, seed, only, progress):
             if only is not None or time.monotonic() - started > seconds:
                 break
     total = sum(outcomes.values())
-    print(f"fuzz: seed {seed}, {total} cases in {time.monotonic() - started:.1f} s, none wrong: "
-          + ", ".join(f"{count} {name}" for name, count in outcomes.most_common()))
+    print(
+        f"fuzz: seed {seed}, {total} cases in {time.monotonic() - started:.1f} s, none wrong: "
+        + ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
+    )
     return 0
 
 

@@ -33,8 +33,14 @@ class Unversioned(ctypes.Structure):  # DLManagedTensor
 
 
 class Versioned(ctypes.Structure):  # DLManagedTensorVersioned
-    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
-                ("deleter", DELETER), ("flags", ctypes.c_uint64), ("tensor", ctypes.c_byte * 48)]
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", DELETER),
+        ("flags", ctypes.c_uint64),
+        ("tensor", ctypes.c_byte * 48),
+    ]
 
 
 _new = ctypes.pythonapi.PyCapsule_New
@@ -50,8 +56,8 @@ def _delete(address):
 
 
 class Producer:
-    """Offers a capi.Tensor by DLPack. It keeps its capsules, and `asked`, the keywords of each request. With `old`, it is
-    from before max_version, and that keyword is a TypeError."""
+    """Offers a capi.Tensor by DLPack. It keeps its capsules, and `asked`, the keywords of each request. With `old`,
+    it is from before max_version, and that keyword is a TypeError."""
 
     def __init__(self, tensor, *, versioned=False, major=1, flags=0, old=False):
         self.tensor, self.versioned, self.major, self.flags, self.old = tensor, versioned, major, flags, old
@@ -79,9 +85,10 @@ class Producer:
         return capsule
 
     def all_given_back(self):
-        """Each capsule was looked at and let go of: it has its name, nobody else holds it, nobody called its deleter."""
+        """Each capsule was looked at and let go of: it has its name, nobody holds it or called its deleter."""
         let_go = lambda: all(sys.getrefcount(capsule) <= 3 for capsule, _ in self.kept)
         if not let_go():
             gc.collect()  # an exception may hold one in a cycle
-        return let_go() and all(_name_of(capsule) == self.name and ctypes.addressof(managed) not in _freed
-                                for capsule, managed in self.kept)
+        return let_go() and all(
+            _name_of(capsule) == self.name and ctypes.addressof(managed) not in _freed for capsule, managed in self.kept
+        )

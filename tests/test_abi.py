@@ -19,8 +19,15 @@ def c_string(pointer) -> str:
 # ---- Layout --------------------------------------------------------------------------------------------------------
 
 # DLTensor of the DLPack specification where pointers have 64 bits: name, offset, size.
-DLTENSOR = [("data", 0, 8), ("device", 8, 8), ("ndim", 16, 4), ("dtype", 20, 4), ("shape", 24, 8), ("strides", 32, 8),
-            ("byte_offset", 40, 8)]
+DLTENSOR = [
+    ("data", 0, 8),
+    ("device", 8, 8),
+    ("ndim", 16, 4),
+    ("dtype", 20, 4),
+    ("shape", 24, 8),
+    ("strides", 32, 8),
+    ("byte_offset", 40, 8),
+]
 
 
 def test_tensor_layout_is_that_of_the_specification():
@@ -44,18 +51,29 @@ def test_tensor_layout_is_that_of_the_real_header(tmp_path, need):
     need(path is not None, "torch", "no dlpack.h here (torch or libdlpack-dev brings one)")
     source = tmp_path / "layout.c"
     pairs = [(f"pydet_tensor, {name}", f"DLTensor, {name}") for name, _, _ in DLTENSOR]
-    pairs += [("pydet_device, device_type", "DLDevice, device_type"), ("pydet_device, device_id", "DLDevice, device_id")]
+    pairs += [
+        ("pydet_device, device_type", "DLDevice, device_type"),
+        ("pydet_device, device_id", "DLDevice, device_id"),
+    ]
     pairs += [(f"pydet_dtype, {name}", f"DLDataType, {name}") for name in ("code", "bits", "lanes")]
     checks = [f"offsetof({ours}) == offsetof({theirs})" for ours, theirs in pairs]
     checks += [f"sizeof(((pydet_tensor *)0)->{name}) == sizeof(((DLTensor *)0)->{name})" for name, _, _ in DLTENSOR]
     checks += ["sizeof(pydet_tensor) == sizeof(DLTensor)", "_Alignof(pydet_tensor) == _Alignof(DLTensor)"]
-    for ours, theirs in [("PYDET_CPU", "kDLCPU"), ("PYDET_CUDA", "kDLCUDA"), ("PYDET_CUDA_HOST", "kDLCUDAHost"),
-                         ("PYDET_ROCM", "kDLROCM"), ("PYDET_ROCM_HOST", "kDLROCMHost"),
-                         ("PYDET_CUDA_MANAGED", "kDLCUDAManaged"), ("PYDET_FLOAT", "kDLFloat"),
-                         ("PYDET_BFLOAT", "kDLBfloat")]:
+    for ours, theirs in [
+        ("PYDET_CPU", "kDLCPU"),
+        ("PYDET_CUDA", "kDLCUDA"),
+        ("PYDET_CUDA_HOST", "kDLCUDAHost"),
+        ("PYDET_ROCM", "kDLROCM"),
+        ("PYDET_ROCM_HOST", "kDLROCMHost"),
+        ("PYDET_CUDA_MANAGED", "kDLCUDAManaged"),
+        ("PYDET_FLOAT", "kDLFloat"),
+        ("PYDET_BFLOAT", "kDLBfloat"),
+    ]:
         checks.append(f"(int){ours} == (int){theirs}")
-    source.write_text(f'#include <stddef.h>\n#include "{path}"\n#include "{HEADER}"\n' + "".join(
-        f'_Static_assert({check}, "{check}");\n' for check in checks))
+    source.write_text(
+        f'#include <stddef.h>\n#include "{path}"\n#include "{HEADER}"\n'
+        + "".join(f'_Static_assert({check}, "{check}");\n' for check in checks)
+    )
     compiled = subprocess.run(["cc", "-std=c11", "-fsyntax-only", str(source)], capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
 
@@ -73,8 +91,14 @@ def test_a_live_dltensor_reads_as_pydet_tensor():
     assert [tensor.strides[i] for i in range(tensor.ndim)] == [20, 5, 2]
 
 
-SIZES = {"pydet_gemm_options": 48, "pydet_skinny_gemm_options": 56, "pydet_rmsnorm_options": 24,
-         "pydet_rmsnorm_backward_options": 40, "pydet_device_info": 104, "pydet_kernel_info": 48}
+SIZES = {
+    "pydet_gemm_options": 48,
+    "pydet_skinny_gemm_options": 56,
+    "pydet_rmsnorm_options": 24,
+    "pydet_rmsnorm_backward_options": 40,
+    "pydet_device_info": 104,
+    "pydet_kernel_info": 48,
+}
 
 
 @pytest.mark.parametrize("struct, size", SIZES.items())
@@ -85,8 +109,22 @@ def test_struct_sizes_are_pinned(struct, size):
 
 # ---- Numbers -------------------------------------------------------------------------------------------------------
 
-STATUSES = ["OK", "INVALID_VALUE", "INVALID_SHAPE", "INVALID_DTYPE", "INVALID_STRIDE", "INVALID_DEVICE", "NULL_POINTER",
-            "OVERLAP", "OVERFLOW", "MISALIGNED", "WORKSPACE_TOO_SMALL", "UNSUPPORTED", "NO_DEVICE", "DEVICE_ERROR"]
+STATUSES = [
+    "OK",
+    "INVALID_VALUE",
+    "INVALID_SHAPE",
+    "INVALID_DTYPE",
+    "INVALID_STRIDE",
+    "INVALID_DEVICE",
+    "NULL_POINTER",
+    "OVERLAP",
+    "OVERFLOW",
+    "MISALIGNED",
+    "WORKSPACE_TOO_SMALL",
+    "UNSUPPORTED",
+    "NO_DEVICE",
+    "DEVICE_ERROR",
+]
 
 
 def test_statuses_are_pinned():
@@ -98,9 +136,25 @@ def test_statuses_are_pinned():
 
 
 def test_enumerators_are_pinned():
-    pinned = {"AUTO": 0, "IEEE": 1, "SM90": 2, "SM80": 3, "CDNA3": 4, "CDNA2": 5, "DETERMINISTIC": 0, "FAST": 1,
-              "CPU": 1, "CUDA": 2, "CUDA_HOST": 3, "ROCM": 10, "ROCM_HOST": 11, "CUDA_MANAGED": 13, "FLOAT": 2,
-              "BFLOAT": 4, "DWEIGHT_ROWS": 256}
+    pinned = {
+        "AUTO": 0,
+        "IEEE": 1,
+        "SM90": 2,
+        "SM80": 3,
+        "CDNA3": 4,
+        "CDNA2": 5,
+        "DETERMINISTIC": 0,
+        "FAST": 1,
+        "CPU": 1,
+        "CUDA": 2,
+        "CUDA_HOST": 3,
+        "ROCM": 10,
+        "ROCM_HOST": 11,
+        "CUDA_MANAGED": 13,
+        "FLOAT": 2,
+        "BFLOAT": 4,
+        "DWEIGHT_ROWS": 256,
+    }
     assert {name: getattr(lib, f"PYDET_{name}") for name in pinned} == pinned
     assert pydet.DWEIGHT_ROWS == lib.PYDET_DWEIGHT_ROWS
 
@@ -149,7 +203,7 @@ def test_no_wide_code_can_reach_a_narrow_cpu(plain_library):
 
 def test_the_check_itself_can_fail(tmp_path):
     source = tmp_path / "stray.cpp"
-    source.write_text("#include <vector>\nextern \"C\" int stray(int n) { return int(std::vector<int>(n).size()); }\n")
+    source.write_text('#include <vector>\nextern "C" int stray(int n) { return int(std::vector<int>(n).size()); }\n')
     library = tmp_path / "libstray.so"
     subprocess.run(["c++", "-shared", "-fPIC", "-O0", source, "-o", library], check=True)
     done = subprocess.run([CHECK, library], capture_output=True, text=True)

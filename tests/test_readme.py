@@ -37,8 +37,21 @@ def test_c_example_is_the_smoke_test():
 def test_c_example_compiles_and_runs(tmp_path, compiler):
     (code,) = blocks("c")
     (tmp_path / "example.c").write_text(code)
-    command = [*compiler, "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{HEADER.parent}", tmp_path / "example.c", "-x", "none",
-               library_path(), f"-Wl,-rpath,{library_path().resolve().parent}", "-o", tmp_path / "example"]
+    command = [
+        *compiler,
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        f"-I{HEADER.parent}",
+        tmp_path / "example.c",
+        "-x",
+        "none",
+        library_path(),
+        f"-Wl,-rpath,{library_path().resolve().parent}",
+        "-o",
+        tmp_path / "example",
+    ]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     done = subprocess.run([tmp_path / "example"], capture_output=True, text=True)
@@ -50,13 +63,25 @@ def test_everything_named_is_there():
     for target in set(re.findall(r"^\s*make (\w+)|`make (\w+)`", TEXT, flags=re.M)):
         name = "".join(target)
         assert re.search(rf"^{name}:", makefile, flags=re.M), f"make {name}"
-    paths = re.findall(r"\]\(([^)]+)\)", TEXT) + re.findall(r"`([\w./]+/[\w./]*)`", TEXT) + ["bench/README.md", ".ci/run"]
+    paths = (
+        re.findall(r"\]\(([^)]+)\)", TEXT) + re.findall(r"`([\w./]+/[\w./]*)`", TEXT) + ["bench/README.md", ".ci/run"]
+    )
     generated = {"pydet/libpydet_cuda.so"}
     for path in set(paths) - generated:
         assert (ROOT / path).exists(), path
     for name in re.findall(r"^\| `(\w+)\(", TEXT, flags=re.M):
         assert callable(getattr(pydet, name)), name
-    for name in ("gemm", "gemm_da", "gemm_db", "skinny_gemm", "rmsnorm", "rmsnorm_backward", "audit", "kernels", "devices"):
+    for name in (
+        "gemm",
+        "gemm_da",
+        "gemm_db",
+        "skinny_gemm",
+        "rmsnorm",
+        "rmsnorm_backward",
+        "audit",
+        "kernels",
+        "devices",
+    ):
         assert f"`{name}(" in TEXT, name
     for name in set(re.findall(r"`(pydet_\w+)[`(]", TEXT)):
         assert name in declarations(), name
@@ -67,4 +92,3 @@ def test_the_sentence_that_is_quoted():
     with pytest.raises(pydet.Error) as caught:
         pydet.gemm(np.zeros((1, 1024), "f"), np.zeros((512, 4096), "f"))
     assert str(caught.value) == sentence
-

@@ -1,0 +1,89 @@
+"""check_cuda.py LIBRARY TOOLS: what nvcc made of the kernels, read from the library with cuobjdump (in the folder TOOLS).
+
+- No kernel spills: none uses local memory or stack.
+- The Hopper GEMM runs on the tensor cores and is fed by TMA: it has HGMMA and UTMALDG.
+- No loop around an HGMMA or a UTMALDG holds MEMBAR.ALL.GPU, which once halved the speed of that loop.
+"""
+
+import collections
+import pathlib
+import re
+import subprocess
+import sys
+
+FED = ("HGMMA", "UTMALDG")
+
+
+def run(tools, *arguments):
+    return subprocess.run([tools / "cuobjdump", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def spills(text):
+    """Kernels that use local memory or stack, from --dump-resource-usage."""
+    arch = ""
+    for line in text.splitlines():
+        if found := re.match(r"arch = (\S+)", line):
+            arch = found[1]
+        if found := re.match(r"\s*Function (\S+):", line):
+            name = found[1]
+        if found := re.search(r"STACK:(\d+).* LOCAL:(\d+)", line):
+            if found[1] != "0" or found[2] != "0":
+                yield f"{arch} {name}: {found[1]} bytes of stack, {found[2]} of local memory"
+
+
+def functions(text):
+    """(name, [(address, instruction)]) of a SASS listing."""
+    name, body = None, []
+    for line in text.splitlines():
+        if found := re.match(r"\s*Function : (\S+)", line):
+            if name:
+                yield name, body
+            name, body = found[1], []
+        elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line):
+            body.append((int(found[1], 16), found[2]))
+    if name:
+        yield name, body
+
+
+def smallest_loops(body):
+    """For each fed instruction, the smallest loop around it, as a range of addresses; a loop is a branch backwards."""
+    loops = []
+    for address, instruction in body:
+        found = re.search(r"\bBRA(?:\.\S+)?\s.*?(0x[0-9a-f]+)", instruction)
+        if found and int(found[1], 16) <= address:
+            loops.append((int(found[1], 16), address))
+    loops.sort(key=lambda loop: loop[1] - loop[0])
+    found = set()
+    for address, instruction in body:
+        if any(word in instruction for word in FED):
+            found.update([next((loop for loop in loops if loop[0] <= address <= loop[1]), None)])
+    return found - {None}
+
+
+def main(library, tools):
+    usage = run(tools, "--dump-resource-usage", library)
+    problems = list(spills(usage))
+    kernels = len(re.findall(r"^\s*Function \S+:", usage, flags=re.M))
+    counts, hopper = collections.Counter(), 0
+    for name, body in functions(run(tools, "-sass", "-arch", "sm_90a", library)):
+        words = collections.Counter(word for _, text in body for word in FED if word in text)
+        counts.update(words)
+        if not words:
+            continue
+        hopper += 1
+        for begin, end in smallest_loops(body):
+            if any(begin <= at <= end and "MEMBAR" in text and ".GPU" in text for at, text in body):
+                problems.append(f"sm_90a {name}: MEMBAR.GPU in the loop from {begin:#x} to {end:#x}")
+    for word in FED:
+        if not counts[word]:
+            problems.append(f"sm_90a: no {word} anywhere")
+    if not kernels:
+        problems.append("no kernels found")
+    for problem in problems:
+        print(f"{library}: {problem}", file=sys.stderr)
+    print(f"{library}: {kernels} kernels without spills, {hopper} of them on Hopper's tensor cores or TMA ({dict(counts)})")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], pathlib.Path(sys.argv[2])))
