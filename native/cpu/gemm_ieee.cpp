@@ -26,7 +26,7 @@ struct Tile {
 
 // Some steps of k of one tile's chains: s = start, then fmaf over `depth` steps, then base + s if `fold`, into `to`.
 struct Steps {
-  int64_t depth;
+  int64_t depth, columns;
   const float *a;  // a strip: its rows of one k are adjacent
   const float *b;  // a panel: k by columns, b_stride from k to k
   int64_t b_stride;
@@ -34,7 +34,7 @@ struct Steps {
   bool fold;
 };
 
-constexpr int kStreamDepth = 16;  // steps of k at a time, where a row-major b is streamed along all its columns
+constexpr int kStreamDepth = 8;  // steps of k at a time, where a row-major b is streamed along all its columns
 
 template <int kRows, int kVectors> void chain(const Steps &steps) {
   Floats s[kRows][kVectors];
@@ -70,9 +70,9 @@ template <int kRows, int kVectors> void chain(const Steps &steps) {
 
 // The same, one vector of columns after the other, all its steps of k at once: each load then walks along one row of b,
 // as the hardware's prefetcher expects, and the vectors' chains overlap.
-template <int kRows, int kVectors> void chain_across(const Steps &steps) {
+template <int kRows> void chain_across(const Steps &steps) {
   const Tile start = steps.start, base = steps.base, to = steps.to;
-  for (int c = 0; c < kVectors * kWidth; c += kWidth) {
+  for (int64_t c = 0; c < steps.columns; c += kWidth) {
     Floats s[kRows];
     for (int r = 0; r < kRows; ++r) s[r] = start.p ? load(start.p + r * start.stride + c) : zero();
     auto step = [&](int64_t k) {
@@ -101,14 +101,14 @@ template <int rows, int vectors, bool across> struct Shape {
     if constexpr (row > 1) {
       if (count < row) return find<row - 1>(count);
     }
-    if constexpr (across) return chain_across<row, vectors>;
+    if constexpr (across) return chain_across<row>;
     return chain<row, vectors>;
   }
   static Chain of(int64_t count) { return find<rows>(count); }
 };
 
 using Tall = Shape<kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2, false>;
-using Wide = Shape<3, kWidth == 16 ? 8 : 16, true>;
+using Wide = Shape<3, 32, true>;
 
 // ---- Blocks ------------------------------------------------------------------------------------------------------
 
@@ -285,21 +285,22 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
     for (int64_t column = 0; column < out.cols; column += S::kColumns) {
       const int64_t columns = least(S::kColumns, out.cols - column);
       const Matrix out_panel = part(out, 0, out.rows, column, columns);
-      const bool in_place = plan.in_place && columns == S::kColumns;
+      const int64_t padded = S::kAcross ? ceil_div(columns, kWidth) * kWidth : S::kColumns;
+      const bool in_place = plan.in_place && columns == padded;
       Tile total = {(float *)out_panel.data, out.row_stride};
-      if (!in_place) total = {sums + (plan.in_place ? 0 : column * out.rows), S::kColumns};
+      if (!in_place) total = {sums + (plan.in_place ? 0 : column * out.rows), padded};
       // The chain of an unfinished chunk, where total holds the chunks before it.
-      const Tile open_chunk = {sums + (plan.in_place ? S::kColumns : plan.columns) * out.rows + column * out.rows,
-                               S::kColumns};
+      const int64_t totals = (plan.in_place ? S::kColumns : plan.columns) * out.rows;
+      const Tile open_chunk = {sums + totals + column * out.rows, padded};
       if (k_slab == 0 && gemm.accumulate && !in_place) fetch(out_panel, total);
 
       int64_t k_panel = k_slab;
       do {
         const int64_t depth = least(plan.depth - (k_panel ? 0 : plan.skew), k_slab + slab - k_panel);
         const Stored *b_at = (const Stored *)at(b, k_panel, column);
-        const bool unpacked = plan.unpacked && columns == S::kColumns;
+        const bool unpacked = plan.unpacked && columns == padded;
         if (!unpacked) {
-          pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, S::kColumns);
+          pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, padded);
         } else if (!S::kAcross) {  // else the hardware sees it by itself
           for (int64_t i = 0; i < depth; ++i) {
             for (int64_t v = 0; v < S::kColumns; v += kWidth) prefetch(b_at + i * b.row_stride + v);
@@ -317,9 +318,10 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
             if (chunk) at_k = least(at_k, (begin / chunk + 1) * chunk);
             const bool closes = chunk && (at_k % chunk == 0 || at_k == k);
             steps.depth = at_k - begin;
+            steps.columns = columns;
             steps.a = strips + row * slab + (begin - k_slab) * rows;
-            steps.b = unpacked ? (const float *)b_at + offset * b.row_stride : panel + offset * S::kColumns;
-            steps.b_stride = unpacked ? b.row_stride : S::kColumns;
+            steps.b = unpacked ? (const float *)b_at + offset * b.row_stride : panel + offset * padded;
+            steps.b_stride = unpacked ? b.row_stride : padded;
             steps.start = steps.base = {nullptr, 0};
             if (chunk ? begin % chunk != 0 : begin || gemm.accumulate) steps.start = of_strip(chunk ? open_chunk : total);
             if (begin >= chunk || gemm.accumulate) steps.base = of_strip(total);
@@ -366,11 +368,10 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   plan.rows = ceil_div(gemm.m, plan.row_tasks);
   int64_t max_columns = streams ? kPanelFloats / plan.rows : kBlockColumns;
   if (sums) max_columns = least(max_columns, (kSumFloats / plan.rows - (plan.in_place ? S::kColumns : 0)) / sums);
-  const int64_t wanted = threads == 1 ? 1 : 4 * threads;
+  const int64_t wanted = threads == 1 ? 1 : streams ? 2 * threads : 4 * threads;  // the hardware likes long rows of b
+  const int64_t step = S::kAcross ? 4 * kWidth : S::kColumns;
   const int64_t wanted_columns = ceil_div(gemm.n * plan.row_tasks * gemm.batch.count, wanted);
-  plan.columns = least(wanted_columns, max_columns);
-  plan.columns = most(ceil_div(plan.columns, S::kColumns) * S::kColumns, S::kColumns);
-  if (plan.columns > max_columns) plan.columns -= S::kColumns;
+  plan.columns = most(least(ceil_div(wanted_columns, step), max_columns / step), 1) * step;
   plan.column_tasks = ceil_div(gemm.n, plan.columns);
 
   plan.skew = gemm.k_chunk || row_major_b || gemm.b.type != Type::f32 ? 0 : int64_t(uintptr_t(gemm.b.data) % 64 / 4);
