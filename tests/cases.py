@@ -80,7 +80,7 @@ SPECIALS = {
     ],
 }
 
-KINDS = ["integers", "normal", "wide", "extremes", "specials"]
+KINDS = ["integers", "normal", "wide", "extremes", "specials", "tiny"]
 
 
 def data(kind, shape, dtype, seed=0):
@@ -91,6 +91,7 @@ def data(kind, shape, dtype, seed=0):
     wide      exponents over 48 binades (fp16: 16), half of them within 8: alignments, cancellations, lost addends
     extremes  a row is tiny, plain or huge, so that products of two rows are subnormal, plain or infinite
     specials  wide, one element in 64 a zero, subnormal, largest, infinity or NaN
+    tiny      products around and below the least normal fp32 (fp16: factors around the least normal)
     """
     words = random_words(shape, seed)
     sign, mantissa = field(words, 63, 1), field(words, 0, 23)
@@ -103,6 +104,8 @@ def data(kind, shape, dtype, seed=0):
         reach = 12 if dtype == FLOAT16 else 66
         row = field(random_words((*shape[:-1], 1), seed + 1000), 0, 8) % 3 - 1
         return from_fields(sign, row * reach + field(words, 24, 3) - 4, mantissa, dtype)
+    if kind == "tiny":
+        return from_fields(sign, (-18 if dtype == FLOAT16 else -70) + field(words, 24, 4) - 8, mantissa, dtype)
     reach = 8 if dtype == FLOAT16 else 24
     near, far = field(words, 24, 3) - 4, field(words, 32, 16) % (2 * reach) - reach
     wide = from_fields(sign, np.where(field(words, 48, 1), near, far), mantissa, dtype)
@@ -191,12 +194,16 @@ class Problem:
         if self.bias:
             extents, bias_dtype = self.bias.split()
             shape = {"n": (self.n,), "mn": (*self.batch, self.m, self.n)}[extents]
-            options["bias"] = data(self.kind, shape, DTYPES[bias_dtype], self.seed + 200)
+            bias = data(self.kind, shape, DTYPES[bias_dtype], self.seed + 200)
+            options["bias"] = (
+                bias if extents == "n" or self.values_depend_on(self.a_layout) else lay(bias, self.a_layout)
+            )
         return lay(a, self.a_layout), lay(b, self.b_layout), options
 
     def start(self):
-        """What `out` holds before the call, under accumulate."""
-        return data(self.kind, (*self.batch, self.m, self.n), FLOAT32, self.seed + 300)
+        """What `out` holds before the call, under accumulate; subnormal where the products are."""
+        start = data(self.kind, (*self.batch, self.m, self.n), FLOAT32, self.seed + 300)
+        return start * np.float32(2.0**-60) if self.kind == "tiny" else start
 
     @property
     def shape(self):

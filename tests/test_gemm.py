@@ -109,6 +109,14 @@ def test_reference_reproduces_the_recorded_vectors():
         check_recorded_vectors(reference.gemm, dtype)
 
 
+def test_the_forced_kernel_is_the_one_that_runs(gemm_kernel):
+    a, b, options = start_from(gemm_kernel, m=19, n=19, k=19).operands()
+    for operation in (gemm_kernel.gemm, gemm_kernel.gemm_da, gemm_kernel.gemm_db, gemm_kernel.skinny_gemm):
+        pydet.rmsnorm(np.ones(3, np.float32), eps=0.0)
+        operation(a, b, out_dtype=np.float32, **options)
+        assert pydet.last_kernel() == gemm_kernel.name
+
+
 # ---- Bits against the reference ------------------------------------------------------------------------------------
 
 
@@ -124,7 +132,7 @@ def test_every_k_to_130(gemm_kernel):
                     gemm_kernel,
                     m=6,
                     k=k,
-                    kind=KINDS[1 + k % 4],
+                    kind=KINDS[1 + k % 5],
                     a_layout=a_layout,
                     b_layout=b_layout,
                     out_dtype=list(DTYPES)[k % 3],
@@ -227,17 +235,16 @@ def test_every_layout(gemm_kernel):
 
 
 def test_extreme_numbers(gemm_kernel):
+    kinds = ["extremes", "specials", "tiny"]
     problems = [
-        start_from(gemm_kernel, m=30, n=45, k=k, kind=kind, out_dtype=out_dtype, seed=seed)
-        for kind, k, out_dtype, seed in itertools.product(["extremes", "specials"], [1, 2, 5, 16, 50], DTYPES, [0, 1])
+        start_from(gemm_kernel, m=30, n=45, k=k, kind=kind, out_dtype=out_dtype, accumulate=accumulate)
+        for kind, k, out_dtype in itertools.product(kinds, [1, 2, 5, 8, 16, 50], DTYPES)
+        for accumulate in ([False, True] if out_dtype == "fp32" else [False])
     ]
-    seen = np.concatenate([reference.widen(p.expected()).ravel() for p in problems])
+    seen = np.concatenate([reference.widen(p.expected()).ravel() for p in problems if p.out_dtype == "fp32"])
     assert np.isnan(seen).any() and np.isposinf(seen).any() and np.isneginf(seen).any()
-    assert (
-        np.any((np.abs(seen) < 2.0**-126) & (seen != 0))
-        or gemm_kernel.dtype == "fp16"
-        or gemm_kernel.arithmetic == "cdna2"
-    )
+    subnormal = np.any((np.abs(seen) < 2.0**-126) & (seen != 0))
+    assert subnormal == (gemm_kernel.dtype != "fp16" and gemm_kernel.arithmetic != "cdna2")
     check_equals_reference(gemm_kernel.gemm, problems)
 
 

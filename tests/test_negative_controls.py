@@ -494,6 +494,12 @@ def cut_by(parts):
     return sums
 
 
+def padded_with_zeros(a, b):
+    """Rows filled up to whole vectors with (+0, +0), which turns -0 into +0."""
+    fill = np.zeros((len(a), -a.shape[1] % 16), np.float32)
+    return row_sum(np.concatenate([a, fill], 1), np.concatenate([b, fill], 1))
+
+
 def started_late(a, b, start):
     return start + sum_over_rows(a, b, np.zeros_like(start))
 
@@ -525,6 +531,12 @@ def test_rmsnorm_backward():
         {"fma": lambda a, b, c: a * b + c},
     ):
         refuses(test_rmsnorm.check_backward, with_pieces(reference.rmsnorm_backward, **pieces), "fp32", BACKWARD)
+
+
+def test_negative_zero_sums():
+    test_rmsnorm.check_negative_zero_sums(reference.rmsnorm_backward, "fp32")
+    broken = with_pieces(reference.rmsnorm_backward, row_sum=padded_with_zeros)
+    refuses(test_rmsnorm.check_negative_zero_sums, lambda *a: broken(*a), "fp32")
 
 
 def test_rmsnorm_errors():

@@ -115,6 +115,19 @@ def test_backward_of_extreme_numbers(rmsnorm_backward_kernel):
     )
 
 
+def check_negative_zero_sums(rmsnorm_backward, dtype):
+    """Lanes of the sum along a row that have underflowed to -0 stay so: it decides the sign of a zero in dx."""
+    for n in (2048, 2049, 2050, 2056, 2063, 4095, 4096):
+        x, dy = np.full((2, n), 2.0**-14), np.full((2, n), -(2.0**-20))
+        x[:, -1], dy[:, -1] = 1.0, -0.0
+        args = dy.astype(DTYPES[dtype]), x.astype(DTYPES[dtype]), None, np.full(2, 2.0**-120, np.float32)
+        assert_all_same_bits(rmsnorm_backward(*args), reference.rmsnorm_backward(*args), f"{n} wide")
+
+
+def test_negative_zero_sums(rmsnorm_backward_kernel):
+    check_negative_zero_sums(rmsnorm_backward_kernel.rmsnorm_backward, rmsnorm_backward_kernel.dtype)
+
+
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @hypothesis.given(
     m=st.integers(0, 40),
@@ -131,6 +144,16 @@ def test_any_shape_and_option(m, n, dtype, index, kind):
     assert_all_same_bits(
         pydet.rmsnorm_backward(*args, **options), reference.rmsnorm_backward(*args, **options), "backward"
     )
+
+
+def test_the_forced_kernel_is_the_one_that_runs(rmsnorm_kernel):
+    x = np.ones((2, 5), DTYPES[rmsnorm_kernel.dtype])
+    pydet.gemm(x, x.T)
+    rstd = rmsnorm_kernel.rmsnorm(x, eps=EPS)[1]
+    assert pydet.last_kernel() == rmsnorm_kernel.name
+    backward = rmsnorm_kernel.name.replace("rmsnorm", "rmsnorm_backward")
+    pydet.rmsnorm_backward(x, x, x[0], rstd, kernel=backward)
+    assert pydet.last_kernel() == backward
 
 
 # ---- Values --------------------------------------------------------------------------------------------------------
