@@ -24,11 +24,11 @@ def measure(operations, threads, path):
 
 
 def measure_in_own_process(operations, threads, path):
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    settings = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    settings |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc: freed memory stays mapped
     command = [sys.executable, "-m", "bench", *operations, "--threads", str(threads), "--entries", str(path)]
     print(f"\n{threads} thread{'s' * (threads > 1)}\n", flush=True)
-    environment = os.environ | {name: str(threads) for name in names}
-    if subprocess.run(command, env=environment, check=False).returncode:
+    if subprocess.run(command, env=os.environ | settings, check=False).returncode:
         sys.exit(f"bench: the run with {threads} threads failed")
     return json.loads(path.read_text())
 
