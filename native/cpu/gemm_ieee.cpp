@@ -16,7 +16,14 @@
 namespace pydet {
 namespace {
 
-// ---- The tile in registers ---------------------------------------------------------------------------------------
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Asks for the line that will be read 512 bytes on, whatever is there.
+inline void prefetch(const void *p) { __builtin_prefetch((const char *)p + 512); }
+
+// ---- Chains ---------------------------------------------------------------------------------------
 
 // Rows and columns of fp32, `stride` floats from row to row; p is NULL for all +0.
 struct Tile {
@@ -27,25 +34,32 @@ struct Tile {
 // Some steps of k of one tile's chains: s = start, then fmaf over `depth` steps, then base + s if `fold`, into `to`.
 struct Steps {
   int64_t depth, columns;
-  const float *a;  // a strip: its rows of one k are adjacent
-  const float *b;  // a panel: k by columns, b_stride from k to k
+  const float *a;    // a strip: its rows of one k are adjacent
+  const void *b;     // a panel: k by columns, fp32, b_stride from k to k; for Way::transposed, see there
   int64_t b_stride;
   Tile start, base, to;
   bool fold;
 };
 
-constexpr int kStreamDepth = 8;  // steps of k at a time, where a row-major b is streamed along all its columns
+inline Floats started(const Tile &tile, int64_t row, int64_t column) {
+  return tile.p ? load(tile.p + row * tile.stride + column) : zero();
+}
 
-template <int kRows, int kVectors> void chain(const Steps &steps) {
+inline void finish(const Steps &steps, int64_t row, int64_t column, Floats s) {
+  if (steps.fold) s = started(steps.base, row, column) + s;
+  store(steps.to.p + row * steps.to.stride + column, canonical(s));  // a NaN stays one, so it may be canonical early
+}
+
+// Way::tiles: all chains of a tile of kRows by kVectors side by side in registers.
+template <int kRows, int kVectors> void chain_tile(const Steps &steps) {
   Floats s[kRows][kVectors];
-  const Tile start = steps.start, base = steps.base, to = steps.to;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) s[r][v] = start.p ? load(start.p + r * start.stride + v * kWidth) : zero();
+    for (int v = 0; v < kVectors; ++v) s[r][v] = started(steps.start, r, v * kWidth);
   }
-  const float *a = steps.a, *b = steps.b;
-  for (int64_t k = 0; k < steps.depth; ++k) {
+  const float *a = steps.a, *b = (const float *)steps.b;
+  for (int64_t k = 0; k < steps.depth; ++k, a += kRows, b += steps.b_stride) {
     Floats b_k[kVectors];
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) b_k[v] = load(b + v * kWidth);
@@ -55,28 +69,25 @@ template <int kRows, int kVectors> void chain(const Steps &steps) {
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) s[r][v] = fma(a_k, b_k[v], s[r][v]);
     }
-    a += kRows;
-    b += steps.b_stride;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
-      if (steps.fold) s[r][v] = (base.p ? load(base.p + r * base.stride + v * kWidth) : zero()) + s[r][v];
-      store(to.p + r * to.stride + v * kWidth, canonical(s[r][v]));  // a NaN stays one, so it may be canonical early
-    }
+    for (int v = 0; v < kVectors; ++v) finish(steps, r, v * kWidth, s[r][v]);
   }
 }
 
-// The same, one vector of columns after the other, all its steps of k at once: each load then walks along one row of b,
-// as the hardware's prefetcher expects, and the vectors' chains overlap.
+// Way::across: one vector of columns after the other, all its steps of k at once. Each load then walks along one row of
+// b, as the hardware's prefetcher expects, and the vectors' chains overlap.
+constexpr int kStreamDepth = 8;  // rows of b that are walked at a time
+
 template <int kRows> void chain_across(const Steps &steps) {
-  const Tile start = steps.start, base = steps.base, to = steps.to;
+  const float *b = (const float *)steps.b;
   for (int64_t c = 0; c < steps.columns; c += kWidth) {
     Floats s[kRows];
-    for (int r = 0; r < kRows; ++r) s[r] = start.p ? load(start.p + r * start.stride + c) : zero();
+    for (int r = 0; r < kRows; ++r) s[r] = started(steps.start, r, c);
     auto step = [&](int64_t k) {
-      Floats b_k = load(steps.b + k * steps.b_stride + c);
+      Floats b_k = load(b + k * steps.b_stride + c);
       for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(steps.a[k * kRows + r]), b_k, s[r]);
     };
     if (steps.depth == kStreamDepth) {
@@ -85,30 +96,73 @@ template <int kRows> void chain_across(const Steps &steps) {
     } else {
       for (int64_t k = 0; k < steps.depth; ++k) step(k);
     }
-    for (int r = 0; r < kRows; ++r) {
-      if (steps.fold) s[r] = (base.p ? load(base.p + r * base.stride + c) : zero()) + s[r];
-      store(to.p + r * to.stride + c, canonical(s[r]));
-    }
+    for (int r = 0; r < kRows; ++r) finish(steps, r, c, s[r]);
   }
 }
 
-// The tile of up to kRows rows by kColumns columns, and the code for each number of rows.
-template <int rows, int vectors, bool across> struct Shape {
-  static constexpr int kRows = rows, kColumns = vectors * kWidth;
-  static constexpr bool kAcross = across;
-  using Chain = void (*)(const Steps &);
-  template <int row> static Chain find(int64_t count) {
-    if constexpr (row > 1) {
-      if (count < row) return find<row - 1>(count);
-    }
-    if constexpr (across) return chain_across<row>;
-    return chain<row, vectors>;
+// Way::transposed: b is read where it is, elements of T adjacent along k, b_stride from column to column. kWidth columns
+// by kWidth steps are transposed in registers and used there.
+template <class T, int kRows, bool kFull>
+inline __attribute__((always_inline)) void transposed_steps(const typename T::Stored *b, int64_t b_stride,
+                                                            int64_t columns, const float *a, int64_t depth,
+                                                            Floats (&s)[kRows]) {
+  Floats t[kWidth];
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) {
+    if (kFull) prefetch(b + i * b_stride);
+    t[i] = kFull ? T::load(b + i * b_stride) : i < columns ? T::load(b + i * b_stride, depth) : zero();
   }
-  static Chain of(int64_t count) { return find<rows>(count); }
+  transpose(t);
+#pragma GCC unroll 16
+  for (int k = 0; k < (kFull ? kWidth : depth); ++k) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(a[k * kRows + r]), t[k], s[r]);
+  }
+}
+
+template <class T, int kRows> void chain_transposed(const Steps &steps) {
+  using Stored = typename T::Stored;
+  for (int64_t c = 0; c < steps.columns; c += kWidth) {
+    const Stored *b = (const Stored *)steps.b + c * steps.b_stride;
+    const int64_t columns = steps.columns - c;
+    Floats s[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) s[r] = started(steps.start, r, c);
+    // The first steps reach up to a multiple of the vector: later loads then do not straddle lines.
+    int64_t count = kWidth - int64_t(uintptr_t(b) / sizeof(Stored) % kWidth);
+    for (int64_t k = 0; k < steps.depth; k += count, count = kWidth) {
+      const float *a = steps.a + k * kRows;
+      if (count == kWidth && columns >= kWidth && steps.depth - k >= kWidth) {
+        transposed_steps<T, kRows, true>(b + k, steps.b_stride, columns, a, kWidth, s);
+      } else {
+        count = least(count, steps.depth - k);
+        transposed_steps<T, kRows, false>(b + k, steps.b_stride, columns, a, count, s);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) finish(steps, r, c, s[r]);
+  }
+}
+
+// A way, its strip's height and its panel's width, and the code for each number of rows up to that.
+enum class Way { tiles, across, transposed };
+
+template <Way way, int rows, int vectors> struct Shape {
+  static constexpr Way kWay = way;
+  static constexpr int kRows = rows, kColumns = vectors * kWidth;
+  template <class T, int row = rows> static auto chain(int64_t count) -> void (*)(const Steps &) {
+    if constexpr (row > 1) {
+      if (count < row) return chain<T, row - 1>(count);
+    }
+    if constexpr (way == Way::across) return chain_across<row>;
+    if constexpr (way == Way::transposed) return chain_transposed<T, row>;
+    return chain_tile<row, vectors>;
+  }
 };
 
-using Tall = Shape<kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2, false>;
-using Wide = Shape<3, 32, true>;
+using Tiles = Shape<Way::tiles, kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2>;
+using Across = Shape<Way::across, 3, 32>;
+using Transposed = Shape<Way::transposed, kWidth == 16 ? 8 : 4, 16>;
 
 // ---- Blocks ------------------------------------------------------------------------------------------------------
 
@@ -117,23 +171,14 @@ constexpr int64_t kStripFloats = 64 * 1024;  // a, half of a 1 MiB L2
 constexpr int64_t kPanelFloats = 8 * 1024;   // b, most of an L1
 constexpr int64_t kSumFloats = 44 * 1024;    // chains that cannot wait in out
 constexpr int64_t kBlockRows = 256, kBlockColumns = 1024;
-constexpr int64_t kAheadBytes = 512;         // how far ahead of its use a line of a or b is asked for
-
-constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class S> constexpr int64_t kDepth = least(kPanelFloats / S::kColumns, kStripFloats / kBlockRows);
-
-// Asks for the line kAheadBytes past p, whatever is there.
-inline void prefetch(const void *p) { __builtin_prefetch((const char *)p + kAheadBytes); }
 
 // How out is cut into tasks, and k into slabs and panels.
 struct Plan {
   int64_t rows, columns;          // of a task
   int64_t row_tasks, column_tasks;
   int64_t slab, depth;            // steps of k that a task packs of a, and of b, at a time
-  int64_t skew;                   // by which the first panel is shorter, so that the others start on a line
   bool in_place;                  // chains wait in out
   bool unpacked;                  // b is read where it is
 };
@@ -148,31 +193,23 @@ void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_
   constexpr int64_t kRun = 64, kStride = kRun + kWidth;
   alignas(64) float buffer[kWidth * kStride];
   for (int64_t begin = 0; begin < depth; begin += kRun) {
-    const Stored *run_from = from + begin;
     const int64_t run = least(depth - begin, kRun);
-    const bool full = lanes >= kWidth && run == kRun;
-    const float *tiles = buffer;
-    int64_t stride = kStride;
-    if (full && sizeof(Stored) == 4 && (uintptr_t(run_from) | uintptr_t(lane_stride * 4)) % 64 == 0) {
-      tiles = (const float *)run_from, stride = lane_stride;
-    } else {
-      for (int64_t i = 0; i < kWidth; ++i) {
-        const Stored *lane = run_from + i * lane_stride;
-        float *to_lane = buffer + i * kStride;
-        if (full) {
+    for (int64_t i = 0; i < kWidth; ++i) {
+      const Stored *lane = from + i * lane_stride + begin;
+      float *to_lane = buffer + i * kStride;
+      if (i < lanes && run == kRun) {
 #pragma GCC unroll 8
-          for (int64_t k = 0; k < kRun; k += kWidth) store(to_lane + k, T::load(lane + k));
-        } else {
-          for (int64_t k = 0; k < run; k += kWidth) store(to_lane + k, i < lanes ? T::load(lane + k, run - k) : zero());
-        }
+        for (int64_t k = 0; k < kRun; k += kWidth) store(to_lane + k, T::load(lane + k));
+      } else {
+        for (int64_t k = 0; k < run; k += kWidth) store(to_lane + k, i < lanes ? T::load(lane + k, run - k) : zero());
       }
     }
     for (int64_t k = 0; k < run; k += kWidth) {
       Floats t[kWidth];
 #pragma GCC unroll 16
       for (int i = 0; i < kWidth; ++i) {
-        prefetch(run_from + i * lane_stride + k);
-        t[i] = load(tiles + i * stride + k);
+        prefetch(from + i * lane_stride + begin + k);
+        t[i] = load(buffer + i * kStride + k);
       }
       transpose(t);
       float *tile = to + (begin + k) * ld;
@@ -271,6 +308,7 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
   alignas(64) float panel[kPanelFloats];
   alignas(64) float sums[kSumFloats];
   const int64_t k = gemm.k, chunk = k ? gemm.k_chunk : 0;
+  const int64_t b_stride = S::kWay == Way::transposed ? b.col_stride : b.row_stride;  // where it is read unpacked
   const int64_t strip_count = ceil_div(out.rows, S::kRows);
   const int64_t short_rows = out.rows / strip_count, taller = out.rows % strip_count;  // the first `taller` have one more
 
@@ -285,7 +323,7 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
     for (int64_t column = 0; column < out.cols; column += S::kColumns) {
       const int64_t columns = least(S::kColumns, out.cols - column);
       const Matrix out_panel = part(out, 0, out.rows, column, columns);
-      const int64_t padded = S::kAcross ? ceil_div(columns, kWidth) * kWidth : S::kColumns;
+      const int64_t padded = S::kWay == Way::tiles ? S::kColumns : ceil_div(columns, kWidth) * kWidth;
       const bool in_place = plan.in_place && columns == padded;
       Tile total = {(float *)out_panel.data, out.row_stride};
       if (!in_place) total = {sums + (plan.in_place ? 0 : column * out.rows), padded};
@@ -296,19 +334,19 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
 
       int64_t k_panel = k_slab;
       do {
-        const int64_t depth = least(plan.depth - (k_panel ? 0 : plan.skew), k_slab + slab - k_panel);
+        const int64_t depth = least(plan.depth, k_slab + slab - k_panel);
         const Stored *b_at = (const Stored *)at(b, k_panel, column);
-        const bool unpacked = plan.unpacked && columns == padded;
+        const bool unpacked = plan.unpacked && (S::kWay == Way::transposed || columns == padded);
         if (!unpacked) {
           pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, padded);
-        } else if (!S::kAcross) {  // else the hardware sees it by itself
+        } else if (S::kWay == Way::tiles) {
           for (int64_t i = 0; i < depth; ++i) {
             for (int64_t v = 0; v < S::kColumns; v += kWidth) prefetch(b_at + i * b.row_stride + v);
           }
         }
         for (int64_t i = 0, row = 0; i < strip_count; ++i) {
           const int64_t rows = short_rows + (i < taller);
-          const typename S::Chain run = S::of(rows);
+          const auto run = S::template chain<T>(rows);
           auto of_strip = [&](Tile tile) { return Tile{tile.p + row * tile.stride, tile.stride}; };
           int64_t at_k = k_panel;
           do {
@@ -320,8 +358,8 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
             steps.depth = at_k - begin;
             steps.columns = columns;
             steps.a = strips + row * slab + (begin - k_slab) * rows;
-            steps.b = unpacked ? (const float *)b_at + offset * b.row_stride : panel + offset * padded;
-            steps.b_stride = unpacked ? b.row_stride : padded;
+            steps.b = panel + offset * padded, steps.b_stride = padded;
+            if (unpacked) steps.b = b_at + offset * b.row_stride, steps.b_stride = b_stride;
             steps.start = steps.base = {nullptr, 0};
             if (chunk ? begin % chunk != 0 : begin || gemm.accumulate) steps.start = of_strip(chunk ? open_chunk : total);
             if (begin >= chunk || gemm.accumulate) steps.base = of_strip(total);
@@ -353,11 +391,10 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
 
 template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   Plan plan;
-  const bool row_major_b = gemm.b.col_stride == 1;
-  const bool few = gemm.m <= S::kRows, streams = few && row_major_b;
+  const bool streams = gemm.m <= S::kRows && gemm.b.col_stride == 1 && S::kWay != Way::transposed;
   plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
-  plan.unpacked = streams && gemm.b.type == Type::f32;
-  plan.depth = streams ? kStreamDepth : kDepth<S>;
+  plan.unpacked = S::kWay == Way::transposed || (streams && gemm.b.type == Type::f32);
+  plan.depth = S::kWay == Way::transposed ? kStripFloats / S::kRows : streams ? kStreamDepth : kDepth<S>;
   const bool chunks_fit = gemm.k_chunk <= plan.depth;
   if (gemm.k_chunk && chunks_fit) plan.depth -= plan.depth % gemm.k_chunk;
   const int64_t sums = (plan.in_place ? 0 : 1) + (chunks_fit ? 0 : 1);  // that a column needs on the stack
@@ -369,12 +406,11 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   int64_t max_columns = streams ? kPanelFloats / plan.rows : kBlockColumns;
   if (sums) max_columns = least(max_columns, (kSumFloats / plan.rows - (plan.in_place ? S::kColumns : 0)) / sums);
   const int64_t wanted = threads == 1 ? 1 : streams ? 2 * threads : 4 * threads;  // the hardware likes long rows of b
-  const int64_t step = S::kAcross ? 4 * kWidth : S::kColumns;
+  const int64_t step = S::kWay == Way::tiles ? S::kColumns : 4 * kWidth;
   const int64_t wanted_columns = ceil_div(gemm.n * plan.row_tasks * gemm.batch.count, wanted);
   plan.columns = most(least(ceil_div(wanted_columns, step), max_columns / step), 1) * step;
   plan.column_tasks = ceil_div(gemm.n, plan.columns);
 
-  plan.skew = gemm.k_chunk || row_major_b || gemm.b.type != Type::f32 ? 0 : int64_t(uintptr_t(gemm.b.data) % 64 / 4);
   plan.slab = streams ? plan.depth : kStripFloats / plan.rows / plan.depth * plan.depth;
   return plan;
 }
@@ -430,10 +466,13 @@ template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
   const double m = double(gemm.m), n = double(gemm.n), k = double(gemm.k);
   const double work = (m * n * k + 8 * (m + n) * k) * double(gemm.batch.count);  // an element read costs as 8 fmaf
   const int64_t threads = work < kWorthThreads ? 1 : omp_get_max_threads();
-  if (gemm.m <= Wide::kRows && gemm.n > Tall::kColumns && gemm.b.col_stride == 1) {
-    compute<Wide>(gemm, threads);
+  const bool row_major_b = gemm.b.col_stride == 1;
+  if (row_major_b && gemm.m <= Across::kRows && gemm.n > Tiles::kColumns) {
+    compute<Across>(gemm, threads);
+  } else if (!row_major_b && gemm.m <= Transposed::kRows) {
+    compute<Transposed>(gemm, threads);
   } else {
-    compute<Tall>(gemm, threads);
+    compute<Tiles>(gemm, threads);
   }
   return PYDET_OK;
 }
