@@ -1,8 +1,10 @@
 # make            build libpydet_cpu.so, install into .venv, run the demo
 # make test       the test suite
 # make cpu        only pydet/libpydet_cpu.so
-# make cuda       pydet/libpydet_cuda.so (needs nvcc 13)
 # make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/results/
+# make cuda       pydet/libpydet_cuda.so (nvcc 13; no GPU needed)
+# make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
+#                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), BUILD (where objects go), LIBRARY (where the
 # libraries go), SANITIZE (address,undefined)
@@ -111,6 +113,27 @@ $(BUILD)/gpu/%.o: native/gpu/%.cu
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
 
 -include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d)
+
+# ---- On a machine with a GPU ----
+PARTS ?= build tests sanitizer bench
+SANITIZED := tests/test_cuda.py::test_misaligned_and_odd_strides tests/test_cuda.py::test_empty tests/test_cuda.py::test_gradients_are_gemm_on_views
+
+.PHONY: gpu-check $(PARTS:%=gpu-%)
+gpu-check: $(PARTS:%=gpu-%)
+
+gpu-build: cpu cuda
+	$(PYTHON) -c "import setup; setup.write_declarations()"
+
+gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
+	$(PYTHON) -m pytest -q tests/test_cuda.py
+
+gpu-sanitizer: $(filter gpu-build,$(PARTS:%=gpu-%))
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q $(SANITIZED)
+	compute-sanitizer --tool synccheck --error-exitcode 1 $(PYTHON) -m pytest -q $(SANITIZED)
+
+# After the tests, so that nothing else runs on the device.
+gpu-bench: $(filter-out gpu-bench,$(PARTS:%=gpu-%))
+	$(PYTHON) -m bench.cuda
 
 clean:
 	rm -rf build .venv pydet/*.so

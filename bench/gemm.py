@@ -26,7 +26,10 @@ def kernels_of(operation, arithmetic, dtype):
     return [
         k.name
         for k in pydet.kernels()
-        if k.available and (k.operation, k.arithmetic) == (operation, arithmetic) and dtype in k.dtypes
+        if k.available
+        and k.device == "cpu"
+        and (k.operation, k.arithmetic) == (operation, arithmetic)
+        and dtype in k.dtypes
     ]
 
 

@@ -4,7 +4,8 @@ A row is one problem; its variants are ways to compute it: pydet, kernels of pyd
 turns, sample by sample, so that a machine that slows down slows them all. Each call of a sample takes the next of
 several sets of buffers, as many as make the last-level cache forget the first. A figure is the median of its samples.
 
-A device is a class with three methods, to time calls, and to clear and read an output: Cpu is the one here.
+A device is a class that times calls, clears and reads outputs, and says how many samples to take: Cpu is the one here,
+bench/cuda.py has the other.
 """
 
 import hashlib
@@ -21,10 +22,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-SAMPLES = 15  # of each variant of a row
-FEWEST_SAMPLES = 5  # where SAMPLES of them would take more than
-ROW_SECONDS = 30
-SAMPLE_SECONDS = 0.03  # a sample makes as many calls as fill this, and at least one
 
 
 @dataclass
@@ -40,7 +37,7 @@ class Variant:
 class Row:
     """A problem. work: operations or bytes of one call, None where only time counts; unit: what 1e9 of it a second is
     called. peer: the variant that the others are compared with. agrees: set 0's outputs have the bits of every other
-    kernel. note: what the reader of the table must know."""
+    kernel. one_result: all outputs have the same bits. note: what the reader of the table must know."""
 
     op: str
     shape: str
@@ -51,6 +48,7 @@ class Row:
     unit: str = ""
     agrees: Callable[[], bool] | None = None
     note: str = ""
+    one_result: bool = True
 
 
 class Cpu:
@@ -58,6 +56,13 @@ class Cpu:
     may spin (OpenBLAS: 2^26 cycles)."""
 
     SETTLE_SECONDS = 0.04
+    SAMPLES = 15  # of each variant of a row
+    FEWEST_SAMPLES = 5  # where SAMPLES of them would take more than
+    ROW_SECONDS = 30
+    SAMPLE_SECONDS = 0.03  # a sample makes as many calls as fill this, and at least one
+
+    def start_row(self):
+        pass
 
     def sample(self, calls, count):
         """Seconds a call."""
@@ -110,21 +115,23 @@ def measure(row, device, threads):
     for v in row.variants:
         seconds = device.sample(v.calls, 1)
         counts[v.name] = 1
-        if seconds < SAMPLE_SECONDS:  # so short that one call says little
-            seconds = device.sample(v.calls, max(len(v.calls), round(0.1 * SAMPLE_SECONDS / seconds)))
-            counts[v.name] = max(len(v.calls), round(SAMPLE_SECONDS / seconds))
+        if seconds < device.SAMPLE_SECONDS:  # so short that one call says little
+            seconds = device.sample(v.calls, max(len(v.calls), round(0.1 * device.SAMPLE_SECONDS / seconds)))
+            counts[v.name] = max(len(v.calls), round(device.SAMPLE_SECONDS / seconds))
 
     samples = {v.name: [] for v in row.variants}
     start = time.perf_counter()
-    for taken in range(SAMPLES):
-        if taken >= FEWEST_SAMPLES and time.perf_counter() - start > ROW_SECONDS:
+    for taken in range(device.SAMPLES):
+        if taken >= device.FEWEST_SAMPLES and time.perf_counter() - start > device.ROW_SECONDS:
             break
         for v in row.variants:
             samples[v.name].append(device.sample(v.calls, counts[v.name]))
 
     # What the timed calls left, computed anew since the outputs were cleared.
     bits_ok = all(digest(v) == digests[v.name] for v in promised)
-    bits_ok = bits_ok and len(set(digests.values())) <= 1 and (row.agrees is None or row.agrees())
+    bits_ok = (
+        bits_ok and (not row.one_result or len(set(digests.values())) <= 1) and (row.agrees is None or row.agrees())
+    )
 
     entries = []
     peer = statistics.median(samples[row.peer]) if row.peer in samples else None
@@ -161,6 +168,7 @@ def run(rows, device, threads):
     entries, notes = [], {}
     print(table_head(), flush=True)
     for build in tqdm(rows, unit="row", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False):
+        device.start_row()
         for entry in measure(build(), device, threads):
             entries.append(entry)
             tqdm.write(table_line(entry), file=sys.stdout)
@@ -229,6 +237,8 @@ def versions():
         import torch
 
         found["torch"] = torch.__version__
+        if torch.cuda.is_available():
+            found["gpu"], found["cuda"] = torch.cuda.get_device_name(), torch.version.cuda
     except ImportError:
         found["torch"] = None
     return found

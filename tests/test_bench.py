@@ -10,8 +10,8 @@ from bench import harness
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(harness, "SAMPLES", 2)
-    monkeypatch.setattr(harness, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(harness.Cpu, "SAMPLES", 2)
+    monkeypatch.setattr(harness.Cpu, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(harness.Cpu, "SETTLE_SECONDS", 1e-4)
 
 

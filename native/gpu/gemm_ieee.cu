@@ -167,22 +167,32 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
     for (int64_t stage = 0; stage < stage_count; ++stage) {
       if (stage + 1 < stage_count) fetch_stage();
       const float *a_stage = a_stages + stage % 2 * kStageA, *b_stage = b_stages + stage % 2 * kStageB;
+      float a_values[2][thread_m], b_values[2][thread_n];  // of this k, and of the next, on its way
+      auto load = [&](int k) {
+        load_quads(a_values[k % 2], a_stage + k * (T::m + kPadding), thread_row, T::threads_m);
+        load_quads(b_values[k % 2], b_stage + k * (T::n + kPadding), thread_column, T::threads_n);
+      };
       auto step = [&](int k) {
-        float a_values[thread_m], b_values[thread_n];
-        load_quads(a_values, a_stage + k * (T::m + kPadding), thread_row, T::threads_m);
-        load_quads(b_values, b_stage + k * (T::n + kPadding), thread_column, T::threads_n);
 #pragma unroll
         for (int i = 0; i < thread_m; ++i)
 #pragma unroll
-          for (int j = 0; j < thread_n; ++j) chain[i][j] = fmaf(a_values[i], b_values[j], chain[i][j]);
+          for (int j = 0; j < thread_n; ++j) chain[i][j] = fmaf(a_values[k % 2][i], b_values[k % 2][j], chain[i][j]);
       };
       int64_t left = problem.k - stage * kStageK;
+      load(0);
       if (left >= kStageK) {
-#pragma unroll 2  // more, and the loads that ptxas moves ahead spill
-        for (int k = 0; k < kStageK; ++k) step(k);
+#pragma unroll
+        for (int k = 0; k < kStageK; ++k) {
+          if (k + 1 < kStageK) load(k + 1);
+          step(k);
+        }
       } else {
-#pragma unroll 1
-        for (int k = 0; k < int(left); ++k) step(k);
+#pragma unroll
+        for (int k = 0; k < kStageK; ++k) {
+          if (k >= int(left)) break;
+          if (k + 1 < kStageK) load(k + 1);
+          step(k);
+        }
       }
       if constexpr (chunked) {
         chunk_left -= kStageK;

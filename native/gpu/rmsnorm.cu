@@ -16,13 +16,13 @@ namespace {
 __device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
 
 template <Type type, int T, int V>
-__global__ void __launch_bounds__(kBlock<T>) rmsnorm_kernel(const __grid_constant__ RmsNorm p) {
+__global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_kernel(const __grid_constant__ RmsNorm p) {
   using R = Ring<type, T, V, 2>;
   extern __shared__ __align__(16) char shared[];
   int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T;
   R ring = {shared + team * R::kTeamBytes};
   int64_t first = int64_t(blockIdx.x) * kTeams<T> + team, step = int64_t(gridDim.x) * kTeams<T>;
-  auto fetch = [&](int64_t i) {
+  auto fetch = [&](int i) {
     int64_t r = first + i * step;
     if (r < p.rows) {
       ring.fetch(i, 0, row_at(p.x, size_of(type), p.inner, r), p.n);
@@ -31,8 +31,10 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_kernel(const __grid_constan
     commit_copies();
   };
   for (int i = 0; i < R::kDepth; ++i) fetch(i);
-  for (int64_t i = 0, r = first; r < p.rows; ++i, r += step) {
+  int i = 0;
+  for (int64_t r = first; r < p.rows; ++i, r += step) {
     wait_copies<R::kDepth - 1>();
+    char *y_row = row_at(p.y, size_of(type), p.inner, r), *sum_row = row_at(p.sum, size_of(type), p.inner, r);
     Lanes<T, V> lanes;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_kernel(const __grid_constan
         Packed<type> sum = pack<type>(x);
         ring.write(i, 0, v, sum);
         unpack(sum, x);
-        store_vector<type>(row_at(p.sum, size_of(type), p.inner, r), kVector * (t + T * v), p.n, true, x);
+        store_vector<type>(sum_row, kVector * (t + T * v), p.n, true, x);
       }
       lanes.add(v, p.n - kVector * (t + T * v), x, x);
     }
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_kernel(const __grid_constan
       load_scale(p.weight, p.weight_offset, j, p.n, true, scale);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) x[e] = p.weight.data ? x[e] * rstd * scale[e] : x[e] * rstd;
-      store_vector<type>(row_at(p.y, size_of(type), p.inner, r), j, p.n, true, x);
+      store_vector<type>(y_row, j, p.n, true, x);
     }
     fetch(i + R::kDepth);
   }
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_kernel(const __grid_constan
 template <Type type> __global__ void __launch_bounds__(kMaxTeam, 2) rmsnorm_long_kernel(const __grid_constant__ RmsNorm p) {
   constexpr int T = kMaxTeam;
   __shared__ float exchange[2 * T];
-  int64_t i = 0;
+  int i = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++i) {
     char *x_row = row_at(p.residual.data ? p.sum : p.x, size_of(type), p.inner, r), *y_row = row_at(p.y, size_of(type), p.inner, r);
     Lanes<T, 1> lanes;

@@ -19,23 +19,28 @@ namespace {
 constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
 constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
 
+// A row of dresidual; NULL without one.
+__device__ __forceinline__ const char *dresidual_at(const RmsNormBackward &p, int element_bytes, int64_t r) {
+  return p.dresidual.data ? row_at(p.dresidual, element_bytes, p.inner, r) : nullptr;
+}
+
 // One row's gradient to x, for eight elements whose xhat and g are known.
 template <Type type>
-__device__ __forceinline__ void store_dx(const RmsNormBackward &p, int64_t r, int64_t j, bool aligned, float rstd, float c,
-                                         const float (&xhat)[kVector], const float (&g)[kVector]) {
+__device__ __forceinline__ void store_dx(char *dx_row, const char *dresidual_row, int64_t j, int64_t n, bool aligned, float rstd,
+                                         float c, const float (&xhat)[kVector], const float (&g)[kVector]) {
   float dx[kVector];
 #pragma unroll
   for (int e = 0; e < kVector; ++e) dx[e] = fmaf(-xhat[e], c, g[e]);
-  if (p.dresidual.data) {
+  if (dresidual_row) {
     float dresidual[kVector];
-    load_vector<type>(row_at(p.dresidual, size_of(type), p.inner, r), j, p.n, aligned, dresidual);
+    load_vector<type>(dresidual_row, j, n, aligned, dresidual);
 #pragma unroll
     for (int e = 0; e < kVector; ++e) dx[e] = fmaf(rstd, dx[e], dresidual[e]);
   } else {
 #pragma unroll
     for (int e = 0; e < kVector; ++e) dx[e] *= rstd;
   }
-  store_vector<type>(row_at(p.dx, size_of(type), p.inner, r), j, p.n, aligned, dx);
+  store_vector<type>(dx_row, j, n, aligned, dx);
 }
 
 __device__ __forceinline__ void store_partial(float *partials, int64_t n, int64_t j, const float (&sum)[kVector]) {
@@ -49,7 +54,7 @@ __device__ __forceinline__ void store_partial(float *partials, int64_t n, int64_
 // Chains per block: 1 or kGroupChains. Teams of a warp take a chain each, side by side; a larger team takes its block's
 // chains one after the other.
 template <Type type, int T, int V>
-__global__ void __launch_bounds__(kBlock<T>) rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
+__global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
   using R = Ring<type, T, V, 2>;
   extern __shared__ __align__(16) char shared[];
   int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T;
@@ -60,14 +65,14 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_backward_kernel(const __gri
   int64_t first = chain0 * kDweightChainRows, last = first + (beside ? 1 : chains) * kDweightChainRows;
   if (last > p.rows) last = p.rows;
 
-  auto fetch = [&](int64_t r) {
-    if (r < last) {
-      ring.fetch(r - first, 0, row_at(p.x, size_of(type), p.inner, r), p.n);
-      ring.fetch(r - first, 1, row_at(p.dy, size_of(type), p.inner, r), p.n);
+  auto fetch = [&](int i) {
+    if (first + i < last) {
+      ring.fetch(i, 0, row_at(p.x, size_of(type), p.inner, first + i), p.n);
+      ring.fetch(i, 1, row_at(p.dy, size_of(type), p.inner, first + i), p.n);
     }
     commit_copies();
   };
-  for (int i = 0; i < R::kDepth; ++i) fetch(first + i);
+  for (int i = 0; i < R::kDepth; ++i) fetch(i);
 
   constexpr bool kKeepsScale = V <= 2;  // in registers, else read again from the cache
   float kept[kKeepsScale ? V : 1][kVector];
@@ -80,14 +85,15 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_backward_kernel(const __gri
 
   float chain[V][kVector] = {}, group[V][kVector] = {};
   float rstd = first < last ? rstds[first] : 0.0f;
-  for (int64_t r = first; r < last; ++r) {
+  int i = 0;
+  for (int64_t r = first; r < last; ++r, ++i) {
     wait_copies<R::kDepth - 1>();
     float next_rstd = r + 1 < last ? rstds[r + 1] : 0.0f;
     Lanes<T, V> lanes;
     auto xhat_and_g = [&](int v, float(&xhat)[kVector], float(&g)[kVector], auto with_dy) {
       float dy[kVector], scale[kVector];
-      ring.read(r - first, 0, v, xhat);
-      ring.read(r - first, 1, v, dy);
+      ring.read(i, 0, v, xhat);
+      ring.read(i, 1, v, dy);
       if constexpr (!kKeepsScale) scale_of(v, scale);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
@@ -106,15 +112,17 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_backward_kernel(const __gri
       lanes.add(v, p.n - kVector * (t + T * v), g, xhat);
     }
     if (p.dx.data) {
-      float c = lanes.join(ring.exchange(), r - first) / float(p.n);
+      float c = lanes.join(ring.exchange(), i) / float(p.n);
+      char *dx_row = row_at(p.dx, size_of(type), p.inner, r);
+      const char *dresidual_row = dresidual_at(p, size_of(type), r);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         float xhat[kVector], g[kVector];
         xhat_and_g(v, xhat, g, [](const float(&)[kVector]) {});
-        store_dx<type>(p, r, kVector * (t + T * v), true, rstd, c, xhat, g);
+        store_dx<type>(dx_row, dresidual_row, kVector * (t + T * v), p.n, true, rstd, c, xhat, g);
       }
     }
-    fetch(r + R::kDepth);
+    fetch(i + R::kDepth);
     rstd = next_rstd;
     if (!beside && ((r + 1) % kDweightChainRows == 0 || r + 1 == last))
 #pragma unroll
@@ -172,7 +180,7 @@ __device__ __forceinline__ void load_xhat_and_g(const RmsNormBackward &p, int64_
 
 template <Type type> __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dx_long_kernel(const __grid_constant__ RmsNormBackward p) {
   __shared__ float exchange[2 * kMaxTeam];
-  int64_t i = 0;
+  int i = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++i) {
     float rstd = reinterpret_cast<const float *>(p.rstd.data)[r], xhat[kVector], g[kVector];
     Lanes<kMaxTeam, 1> lanes;
@@ -181,9 +189,11 @@ template <Type type> __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dx_long
       lanes.add(0, p.n - j, g, xhat);
     }
     float c = lanes.join(exchange, i) / float(p.n);
+    char *dx_row = row_at(p.dx, size_of(type), p.inner, r);
+    const char *dresidual_row = dresidual_at(p, size_of(type), r);
     for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
       load_xhat_and_g<type>(p, r, j, rstd, xhat, g);
-      store_dx<type>(p, r, j, false, rstd, c, xhat, g);
+      store_dx<type>(dx_row, dresidual_row, j, p.n, false, rstd, c, xhat, g);
     }
   }
 }

@@ -96,8 +96,9 @@ __device__ __forceinline__ void load_scale(const Vector &weight, float offset, i
   for (int e = 0; e < kVector; ++e) scale[e] += offset;
 }
 
+// A division of 64 bits takes as long as a load: only rows of two levels meet it.
 __device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, int64_t inner, int64_t r) {
-  int64_t outer = inner == 1 ? r : r / inner;
+  int64_t outer = r < inner ? 0 : r / inner;
   return rows.data + (outer * rows.outer_stride + (r - outer * inner) * rows.inner_stride) * element_bytes;
 }
 
@@ -121,7 +122,7 @@ template <int T, int V> struct Lanes {
 
   // Joins all lanes of the team; every thread gets the sum. `exchange` is 2 T floats of the team's shared memory, used by
   // halves: one barrier a row is enough, since nobody can be two rows ahead of it.
-  __device__ __forceinline__ float join(float *exchange, int64_t row_index) {
+  __device__ __forceinline__ float join(float *exchange, int row_index) {
     float group[kGroups];
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
@@ -176,29 +177,30 @@ template <Type type, int T, int V, int tensors> struct Ring {
   static constexpr int kTeamBytes = kDepth * kRowBytes + 2 * T * int(sizeof(float));
   char *base;
 
-  __device__ __forceinline__ uint4 *slot(int64_t row_index, int tensor, int v, int piece) const {
-    int64_t place = ((row_index % kDepth * tensors + tensor) * V + v) * kPieces<type> + piece;
+  // `row_index` counts the team's rows from 0.
+  __device__ __forceinline__ uint4 *slot(int row_index, int tensor, int v, int piece) const {
+    int place = ((row_index % kDepth * tensors + tensor) * V + v) * kPieces<type> + piece;
     return reinterpret_cast<uint4 *>(base) + place * T + threadIdx.x % T;
   }
   __device__ __forceinline__ float *exchange() const { return reinterpret_cast<float *>(base + kDepth * kRowBytes); }
 
-  __device__ __forceinline__ void fetch(int64_t row_index, int tensor, const char *row, int64_t n) const {
+  __device__ __forceinline__ void fetch(int row_index, int tensor, const char *row, int64_t n) const {
 #pragma unroll
     for (int v = 0; v < V; ++v)
 #pragma unroll
       for (int i = 0; i < kPieces<type>; ++i) {
-        int64_t byte = int64_t(threadIdx.x % T + T * v) * kVectorBytes<type> + 16 * i, left = n * size_of(type) - byte;
-        int valid = left >= 16 ? 16 : left > 0 ? int(left) : 0;
+        int byte = int(threadIdx.x % T + T * v) * kVectorBytes<type> + 16 * i, left = int(n) * size_of(type) - byte;
+        int valid = left >= 16 ? 16 : left > 0 ? left : 0;
         copy_async_16(slot(row_index, tensor, v, i), row + (valid ? byte : 0), valid);
       }
   }
-  __device__ __forceinline__ void read(int64_t row_index, int tensor, int v, float (&x)[kVector]) const {
+  __device__ __forceinline__ void read(int row_index, int tensor, int v, float (&x)[kVector]) const {
     Packed<type> packed;
 #pragma unroll
     for (int i = 0; i < kPieces<type>; ++i) packed.piece[i] = *slot(row_index, tensor, v, i);
     unpack(packed, x);
   }
-  __device__ __forceinline__ void write(int64_t row_index, int tensor, int v, const Packed<type> &packed) const {
+  __device__ __forceinline__ void write(int row_index, int tensor, int v, const Packed<type> &packed) const {
 #pragma unroll
     for (int i = 0; i < kPieces<type>; ++i) *slot(row_index, tensor, v, i) = packed.piece[i];
   }

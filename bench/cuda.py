@@ -1,0 +1,374 @@
+"""python -m bench.cuda: pydet beside its peers on an NVIDIA GPU, in CUDA graphs.
+
+The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), Liger and quack where they are installed, and a
+device-to-device copy as the ceiling of what only moves memory. Every product is of normal random numbers; buffers rotate
+past the L2. `--quick` takes a few shapes of each operation.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import pydet
+from bench import harness
+from bench.harness import Row, Variant
+
+L2_BYTES = 50 << 20
+NK = [
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (8192, 8192),
+    (5120, 5120),
+    (7168, 2048),
+    (2048, 7168),
+    (12288, 4096),
+    (14336, 4096),
+    (32000, 4096),
+]
+M_LARGE = [512, 1024, 2048, 4096, 8192, 16384]
+M_MEDIUM = [64, 128, 256, 300]
+SKINNY_NK = [
+    (4096, 4096),
+    (6144, 4096),
+    (1024, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (768, 4096),
+    (7168, 2048),
+    (8192, 1024),
+    (2048, 7168),
+    (128256, 4096),
+]
+SKINNY_M = [1, 2, 4, 8, 16, 32, 64, 128]
+NORM_M = [4096, 16384, 65536]
+NORM_N = [256, 512, 1024, 2048, 4096, 8192, 16384]
+EPS = 1e-6
+
+
+class Cuda:
+    """Device time: the calls of a sample are one graph, replayed between two events."""
+
+    SAMPLES, FEWEST_SAMPLES, ROW_SECONDS, SAMPLE_SECONDS = 9, 5, 5, 0.003
+
+    def __init__(self):
+        self.graphs = {}
+
+    def start_row(self):
+        self.graphs.clear()
+        torch.cuda.empty_cache()
+
+    def graph(self, calls, count):
+        key = id(calls), count
+        if key not in self.graphs:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for call in calls:  # what allocates or compiles on its first call does so here
+                    call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for i in range(count):
+                    calls[i % len(calls)]()
+            self.graphs[key] = graph
+        return self.graphs[key]
+
+    def sample(self, calls, count):
+        """Seconds a call."""
+        graph = self.graph(calls, count)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / count
+
+    def clear(self, tensor):
+        tensor.fill_(float("nan"))
+
+    def read(self, tensor):
+        """A hash of all its words and their places, made on the device."""
+        words = tensor.contiguous().view({4: torch.int32, 2: torch.int16}[tensor.element_size()]).reshape(-1)
+        total = 0
+        for first in range(0, words.numel(), 1 << 26):
+            part = words[first : first + (1 << 26)].long()
+            place = torch.arange(first, first + part.numel(), device=part.device)
+            total += int(((part + 0x9E3779B9) * (2 * place + 1) ^ (part << 17)).sum())
+        return (total % 2**64).to_bytes(8, "little")
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def sets_of(bytes_each, most=48):
+    """How many sets of buffers pass the L2 twice over."""
+    return max(2, min(most, math.ceil(2 * L2_BYTES / bytes_each)))
+
+
+# ---- Products ------------------------------------------------------------------------------------------------------
+
+
+def product(op, m, n, k, operands, like, variants, note=""):
+    """operands() makes one set: a, b with out = a b; `like` the peer's out."""
+    sets = [operands() for _ in range(sets_of(2 * (m * k + n * k)))]
+    outs = [torch.empty(m, n, dtype=like, device="cuda") for _ in sets]
+    rows = [Variant("cublas", [partial(torch.mm, a, b, out=out) for (a, b), out in zip(sets, outs)])]
+    for name, options in variants.items():
+        kind = options.pop("dtype", like)
+        own = [torch.empty(m, n, dtype=kind, device="cuda") for _ in sets]
+        calls = [partial(pydet.gemm, a, b, out=out, **options) for (a, b), out in zip(sets, own)]
+        rows.append(Variant(name, calls, [own[0]]))
+    first = rows[1]
+
+    def agrees():
+        """Rows of their own, as one call of few rows, have the bits they had among all."""
+        a, b = sets[0]
+        options = first.calls[0].keywords
+        extra = {key: options[key] for key in ("k_chunk", "arithmetic") if key in options}
+        for row in (0, m // 2, m - 1):
+            alone = pydet.gemm(a[row : row + 1], b, out_dtype=first.outputs[0].dtype, **extra)
+            if not torch.equal(alone.view(torch.int16), first.outputs[0][row : row + 1].view(torch.int16)):
+                return False
+        return True
+
+    return Row(
+        op,
+        f"{m} x {n} x {k}",
+        "fp32" if like == torch.float32 else "bf16",
+        rows,
+        "cublas",
+        2 * m * n * k,
+        "GFLOP/s",
+        agrees,
+        note,
+        len(variants) == 1,
+    )
+
+
+def forward(m, n, k, variants=None):
+    variants = {name: dict(options) for name, options in (variants or {"pydet": {}}).items()}
+    return product("gemm forward", m, n, k, lambda: (normal(m, k), normal(n, k).T), torch.bfloat16, variants)
+
+
+def gradient_a(m, n, k):
+    return product("gemm dA", m, k, n, lambda: (normal(m, n), normal(n, k)), torch.bfloat16, {"pydet": {}})
+
+
+def gradient_b(m, n, k):
+    return product("gemm dB", n, k, m, lambda: (normal(m, n).T, normal(m, k)), torch.bfloat16, {"pydet": {}})
+
+
+def ieee(size):
+    make = partial(normal, size, size, dtype=torch.float32)
+    return product("gemm ieee", size, size, size, lambda: (make(), make().T), torch.float32, {"pydet": {}})
+
+
+def gemm_rows(quick):
+    shapes = [(m, n, k) for n, k in (NK[:3] if quick else NK) for m in ([512, 4096] if quick else M_LARGE)]
+    chunked = {"pydet": {}, "pydet, k_chunk 1024": {"k_chunk": 1024}}
+    for m, n, k in shapes:
+        yield partial(forward, m, n, k, chunked if k > 1024 else None)
+    for direction in (gradient_a, gradient_b):
+        for m, n, k in shapes:
+            yield partial(direction, m, n, k)
+    for m in M_MEDIUM:
+        for n, k in NK[:2] if quick else NK:
+            yield partial(forward, m, n, k)
+    for m, n, k in [(4096, 4096, 4096), (8192, 6144, 4096), (2048, 28672, 4096)]:
+        bias = normal(n)
+        yield partial(
+            forward, m, n, k, {"pydet": {}, "pydet, fp32 out": {"dtype": torch.float32}, "pydet, bias": {"bias": bias}}
+        )
+    for size in (4096,) if quick else (4096, 8192):
+        yield partial(ieee, size)
+
+
+def skinny(m, n, k):
+    x = normal(m, k)
+    weights = [normal(n, k) for _ in range(sets_of(2 * n * k, 400))]
+    ys = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+    variants = [Variant("cublas", [partial(torch.mm, x, w.T, out=ys[2]) for w in weights])]
+    for i, (name, options) in enumerate({"pydet": {}, "pydet, weights_constant": {"weights_constant": True}}.items()):
+        variants.append(Variant(name, [partial(pydet.skinny_gemm, x, w, out=ys[i], **options) for w in weights]))
+    check = torch.empty_like(ys[0])
+    variants[1].calls.append(partial(pydet.skinny_gemm, x, weights[0], out=check))
+    variants[1].outputs.append(check)
+
+    def agrees():
+        alone = torch.cat([pydet.gemm(x[i : i + 1], weights[0].T) for i in range(m)])
+        return torch.equal(alone.view(torch.int16), check.view(torch.int16))
+
+    return Row("skinny_gemm", f"{m} x {n} x {k}", "bf16", variants, "cublas", 2 * n * k, "GB/s", agrees)
+
+
+def skinny_rows(quick):
+    for n, k in SKINNY_NK[:3] if quick else SKINNY_NK:
+        for m in (1, 16, 64) if quick else SKINNY_M:
+            yield partial(skinny, m, n, k)
+
+
+# ---- RMSNorm -------------------------------------------------------------------------------------------------------
+
+
+def copying(tensors):
+    """What moves as many bytes as these tensors have, reads and writes together."""
+    count = sum(t.numel() * t.element_size() for t in tensors) // 8
+    source, target = (torch.empty(count, dtype=torch.float32, device="cuda") for _ in range(2))
+    return partial(target.copy_, source)
+
+
+def norm_forward(m, n):
+    sets = [(normal(m, n), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")) for _ in range(sets_of(4 * m * n))]
+    weight = normal(n)
+    rstds = torch.empty(m, device="cuda")
+    variants = [
+        Variant("pydet", [partial(pydet.rmsnorm, x, weight, eps=EPS, out=(y, rstds)) for x, y in sets], [sets[0][1]]),
+        Variant("torch", [partial(torch.nn.functional.rms_norm, x, (n,), weight, EPS) for x, _ in sets]),
+        Variant("copy", [copying(pair) for pair in sets]),
+    ]
+    return Row("rmsnorm", f"{m} x {n}", "bf16", variants, "copy", 4 * m * n, "GB/s")
+
+
+def norm_backward(m, n):
+    weight = normal(n)
+    sets = []
+    for _ in range(sets_of(6 * m * n)):
+        dy, x = normal(m, n), normal(m, n)
+        rstd = pydet.rmsnorm(x, weight, eps=EPS)[1]
+        sets.append((dy, x, rstd, torch.empty_like(x), torch.empty_like(weight)))
+    call = pydet.rmsnorm_backward
+    variants = [
+        Variant(
+            "pydet",
+            [partial(call, dy, x, weight, rstd, out=dx, dweight=dw) for dy, x, rstd, dx, dw in sets],
+            [sets[0][3], sets[0][4]],
+        ),
+        Variant("copy", [copying((dy, x, dx)) for dy, x, _, dx, _ in sets]),
+        Variant(
+            "torch",
+            [
+                partial(torch.ops.aten._fused_rms_norm_backward, dy, x, [n], rstd.view(m, 1), weight, [True, True])
+                for dy, x, rstd, *_ in sets
+            ],
+        ),
+    ]
+    try:
+        from liger_kernel.ops.rms_norm import calculate_settings, rms_norm_backward
+    except ImportError:
+        pass
+    else:
+        block, warps = calculate_settings(n)
+        liger = [
+            partial(rms_norm_backward, dy, x, weight, rstd, 0.0, 0, block, warps, False, None)
+            for dy, x, rstd, *_ in sets
+        ]
+        variants.append(Variant("liger", liger))
+    return Row("rmsnorm_backward", f"{m} x {n}", "bf16", variants, "copy", 6 * m * n, "GB/s")
+
+
+def norm_rows(quick):
+    for make in (norm_forward, norm_backward):
+        for m in NORM_M[:2] if quick else NORM_M:
+            for n in NORM_N[::3] if quick else NORM_N:
+                yield partial(make, m, n)
+
+
+# ---- Host time -----------------------------------------------------------------------------------------------------
+
+
+def host_microseconds(call, count=2000):
+    """Of one call that only enqueues, the median of batches."""
+    times = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count // 10):
+            call()
+        times.append((time.perf_counter() - start) / (count // 10) * 1e6)
+    return statistics.median(times)
+
+
+def overhead():
+    a, b = normal(1, 64), normal(64, 64)
+    out = torch.empty(1, 64, dtype=torch.bfloat16, device="cuda")
+    calls = {
+        "torch.mm, out=": partial(torch.mm, a, b, out=out),
+        "pydet.gemm, out=": partial(pydet.gemm, a, b, out=out),
+        "torch.mm": partial(torch.mm, a, b),
+        "pydet.gemm": partial(pydet.gemm, a, b),
+    }
+    return {name: host_microseconds(call) for name, call in calls.items()}
+
+
+# ---- Running -------------------------------------------------------------------------------------------------------
+
+ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "rmsnorm": norm_rows}
+
+
+def summary(entries):
+    """Geometric mean and worst of each variant over each operation's shapes."""
+    groups = {}
+    for entry in entries:
+        if entry["times_peer"]:
+            groups.setdefault((entry["op"], entry["variant"], entry["peer"]), []).append(
+                (entry["times_peer"], entry["shape"])
+            )
+    lines = []
+    for (op, variant, peer), ratios in groups.items():
+        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
+        worst = min(ratios)
+        lines.append(
+            f"{op:18} {variant:26} / {peer}: geometric mean {mean:.3f}, worst {worst[0]:.3f} ({worst[1]}), {len(ratios)} shapes"
+        )
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m bench.cuda", description=__doc__.splitlines()[0].split(": ")[1])
+    parser.add_argument(
+        "operations", nargs="*", metavar="operation", help=f"of {', '.join([*ROWS, 'overhead'])}; default all"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few shapes of each")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    operations = options.operations or [*ROWS, "overhead"]
+    if unknown := set(operations) - {*ROWS, "overhead"}:
+        parser.error(f"no such operation: {', '.join(sorted(unknown))}")
+    device, wrong = Cuda(), []
+    name = torch.cuda.get_device_name().split()[1].lower()
+    options.out.mkdir(exist_ok=True, parents=True)
+    command = " ".join(["python -m bench.cuda", *sys.argv[1:]])
+    for operation in operations:
+        if operation == "overhead":
+            times = overhead()
+            print("\n".join(f"host time of {call:18} {us:.2f} us" for call, us in times.items()))
+            harness.write_json(
+                options.out / f"{name}_overhead.json", command, None, [{"call": c, "us": us} for c, us in times.items()]
+            )
+            continue
+        entries = harness.run(ROWS[operation](options.quick), device, 0)
+        lines = summary(entries)
+        print("\n".join(lines), flush=True)
+        path = options.out / f"{name}_{operation}"
+        harness.write_json(path.with_suffix(".json"), command, None, entries)
+        harness.write_table(path.with_suffix(".md"), entries)
+        with path.with_suffix(".md").open("a") as table:
+            table.write("\n" + "".join(f"- {line}\n" for line in lines))
+        harness.write_plot(path.with_suffix(".png"), entries)
+        wrong += [entry for entry in entries if entry["bits_ok"] is False]
+    for entry in wrong:
+        print(f"wrong bits: {entry['op']} {entry['shape']} {entry['variant']}")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
