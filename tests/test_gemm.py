@@ -161,6 +161,12 @@ def test_around_block_sizes(gemm_kernel, out_dtype):
         make(m=3, n=n, k=33, a_layout=LAYOUTS[n % 4], b_layout=LAYOUTS[n // 2 % 4])
         for n in [*EDGES, 1023, 1024, 1025, 2049]
     ]
+    few = zip(EDGES, itertools.cycle(["row", "col", "col_padded"]), itertools.cycle([None, None, 48, 128]))
+    problems += [
+        make(m=m, n=n, k=k, kind="wide", a_layout=layout, b_layout=layout, k_chunk=k_chunk)
+        for k, layout, k_chunk in few
+        for m, n in [(1 + k % 3, 131), (131, 1 + k % 3)]
+    ]
     problems += [
         make(m=20, n=1030, k=70, b_layout=layout, k_chunk=chunk) for layout in ("row", "col") for chunk in (None, 32)
     ]
@@ -464,13 +470,13 @@ def test_gradients_in_batches(gemm_kernel):
 
 # ---- Surroundings --------------------------------------------------------------------------------------------------
 
-LARGE = [
-    Problem(64, 96, 100),
+LARGE = [  # more than 2^20 products, for which kernels wake threads
+    Problem(64, 96, 200),
     Problem(150, 130, 70, out_layout="col"),
-    Problem(2, 700, 300, b_layout="col"),
-    Problem(1, 900, 200, k_chunk=64),
-    Problem(300, 3, 200, kind="wide"),
-    Problem(30, 40, 80, batch=(5,), bias="mn fp32"),
+    Problem(2, 1500, 450, b_layout="col"),
+    Problem(1, 2100, 600, k_chunk=64),
+    Problem(500, 3, 800, kind="wide"),
+    Problem(30, 60, 150, batch=(5,), bias="mn fp32"),
 ]
 
 
@@ -481,7 +487,7 @@ def check_threads(gemm, arithmetic, dtype, count):
 
 
 def check_repeated_calls(gemm, arithmetic, dtype):
-    problem = Problem(64, 96, 100, dtype, arithmetic)
+    problem = Problem(64, 96, 200, dtype, arithmetic)
     first = cases.run(gemm, problem)
     for _ in range(20):
         assert_same_bits(cases.run(gemm, problem), first, "again")
@@ -490,7 +496,7 @@ def check_repeated_calls(gemm, arithmetic, dtype):
 def check_float_environment(gemm, arithmetic, dtype):
     """Neither flush-to-zero nor the rounding mode of the calling thread reaches a bit, and both are kept."""
     problems = [Problem(30, 45, k, dtype, arithmetic, kind="extremes") for k in (1, 16, 50)]
-    problems += [Problem(64, 96, 100, dtype, arithmetic, out_dtype) for out_dtype in DTYPES]
+    problems += [Problem(64, 96, 200, dtype, arithmetic, out_dtype) for out_dtype in DTYPES]
     for problem in problems:
         a, b, options = problem.operands()
         out = np.empty(problem.shape, DTYPES[problem.out_dtype])

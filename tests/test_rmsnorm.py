@@ -15,7 +15,7 @@ import pydet
 
 ROWS = [0, 1, 2, 15, 16, 17, 255, 256, 257, 600]
 WIDTHS = [1, 7, 8, 64, 255, 256, 1024, 2047, 2048, 2049, 4100]
-SHARED_OUT = [(70, 2049), (600, 256), (1100, 37)]  # large enough to be given to several threads
+SHARED_OUT = [(70, 2049), (600, 256), (1100, 140)]  # large enough to be given to several threads
 LONGEST = 300_000  # elements of the largest case that the reference follows for every kernel
 SHAPES = [(m, n) for m in ROWS for n in WIDTHS if m * n <= LONGEST] + [(257, 2049)]
 SHAPES += [(m, 33) for m in (63, 64, 65, 127, 129, 192, 320, 512, 1025)]  # around the groups of the sum over rows

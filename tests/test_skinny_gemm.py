@@ -104,7 +104,7 @@ def test_skinny_accumulate(gemm_kernel):
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_skinny_threads(gemm_kernel, count):
-    x, w = operands("normal", (3,), 700, 200, gemm_kernel.dtype, "row_padded")
+    x, w = operands("normal", (3,), 1500, 300, gemm_kernel.dtype, "row_padded")
     options = {"arithmetic": gemm_kernel.arithmetic, "out_dtype": np.float32}
     with threads(count):
         assert_same_bits(
