@@ -89,8 +89,8 @@ def cache_bytes():
 
 
 def buffer_sets(bytes_per_set):
-    """How many sets of buffers one walk must pass to have left the last-level cache behind: twice its size."""
-    return max(1, min(64, -(-2 * cache_bytes() // bytes_per_set)))
+    """How many sets of buffers to walk, so that those between two uses of one fill the last-level cache; at most 64."""
+    return min(64, 1 + -(-cache_bytes() // bytes_per_set))
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ def test_times_peer_and_rate():
 
 def test_buffers_pass_the_cache():
     size = harness.cache_bytes()
-    assert harness.buffer_sets(4 * size) == 1
-    assert harness.buffer_sets(size // 2) * (size // 2) >= 2 * size
+    for bytes_per_set in (size // 3, size // 2, size, 4 * size):
+        assert (harness.buffer_sets(bytes_per_set) - 1) * bytes_per_set >= size
+    assert harness.buffer_sets(4 * size) == 2
     assert harness.buffer_sets(16) == 64
