@@ -364,6 +364,7 @@ inline pydet_status batch_of(const View &a, const View &b, const View &bias, con
                 shape_text(bias).text, shape_text(out).text);
 
   *batch = Batch{};
+  if (out.empty()) return PYDET_OK;  // count 0, however vast the other extents
   batch->count = 1;
   for (int i = 0; i < dims; ++i) {
     batch->count *= shape[i];
@@ -464,6 +465,10 @@ struct RowWalk {
 
 inline pydet_status walk_rows(const View *const *views, int count, RowWalk *walk) {
   const View &first = *views[0];
+  if (first.empty()) {  // no rows, however vast the other extents
+    walk->rows = 0;
+    return PYDET_OK;
+  }
   int groups = 0;
   int64_t extent[kMaxDims] = {}, stride[RowWalk::kMaxTensors][kMaxDims] = {};
   for (int i = 0; i < first.ndim - 1; ++i) {
@@ -476,7 +481,6 @@ inline pydet_status walk_rows(const View *const *views, int count, RowWalk *walk
     extent[groups - 1] = merges ? extent[groups - 1] * first.shape[i] : first.shape[i];
     for (int t = 0; t < count; ++t) stride[t][groups - 1] = views[t]->present() ? views[t]->stride[i] : 0;
   }
-  if (walk->rows == 0) return PYDET_OK;
   if (groups > 2)
     return fail(PYDET_INVALID_STRIDE, "%s: the rows of %s need %d strides to walk, want at most 2 after merging dimensions",
                 first.op, first.name, groups);

@@ -647,7 +647,7 @@ Object *call_rmsnorm(Object *, Object *const *args, intptr_t count) {
 
   const int type = type_index(x->tensor.dtype);
   if (!make_like(call, x->tensor, x->tensor.ndim, type, &y)) return nullptr;
-  if (!make_like(call, x->tensor, x->tensor.ndim - 1, int(Type::f32), &rstd)) return nullptr;
+  if (!make_like(call, x->tensor, x->tensor.ndim < 1 ? 0 : x->tensor.ndim - 1, int(Type::f32), &rstd)) return nullptr;
   if (residual->present && !make_like(call, x->tensor, x->tensor.ndim, type, &sum)) return nullptr;
 
   bool done = call.run(elements(x->tensor), [&](void *stream) {

@@ -67,12 +67,13 @@ template <class T> struct Weights {  // w + weight_offset
   float offset;
   template <class V> V at(int64_t j, V v) const { return get<T>(data + j, v) + all(offset, v); }
 };
-struct Ones {  // no weight; a product with 1 is exact
-  template <class V> V at(int64_t, V v) const { return all(1.0f, v); }
+struct Ones {  // no weight: 1 + weight_offset
+  float scale;
+  template <class V> V at(int64_t, V v) const { return all(scale, v); }
 };
 
 template <class F> void with_weights(const Vector &weight, float offset, F f) {
-  if (!weight.data) return f(Ones{});
+  if (!weight.data) return f(Ones{1.0f + offset});
   dispatch(weight.type, [&](auto number) {
     using T = decltype(number);
     f(Weights<T>{(const typename T::Stored *)weight.data, offset});

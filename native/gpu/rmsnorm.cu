@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_kernel(const __grid_cons
       ring.read(i, 0, v, x);
       load_scale(p.weight, p.weight_offset, j, p.n, true, scale);
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) x[e] = p.weight.data ? x[e] * rstd * scale[e] : x[e] * rstd;
+      for (int e = 0; e < kVector; ++e) x[e] = x[e] * rstd * scale[e];
       store_vector<type>(y_row, j, p.n, true, x);
     }
     fetch(i + R::kDepth);
@@ -95,7 +95,7 @@ template <Type type> __global__ void __launch_bounds__(kMaxTeam, 2) rmsnorm_long
       load_vector<type>(x_row, j, p.n, false, x);
       load_scale(p.weight, p.weight_offset, j, p.n, false, scale);
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) x[e] = p.weight.data ? x[e] * rstd * scale[e] : x[e] * rstd;
+      for (int e = 0; e < kVector; ++e) x[e] = x[e] * rstd * scale[e];
       store_vector<type>(y_row, j, p.n, false, x);
     }
   }

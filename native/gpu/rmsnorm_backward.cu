@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_backward_kernel(const __
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
         xhat[e] *= rstd;
-        g[e] = p.weight.data ? dy[e] * (kKeepsScale ? kept[kKeepsScale ? v : 0][e] : scale[e]) : dy[e];
+        g[e] = dy[e] * (kKeepsScale ? kept[kKeepsScale ? v : 0][e] : scale[e]);
       }
       with_dy(dy);
     };
@@ -172,7 +172,6 @@ template <Type type>
 __device__ __forceinline__ void load_xhat_and_g(const RmsNormBackward &p, int64_t r, int64_t j, float rstd, float (&xhat)[kVector], float (&g)[kVector]) {
   float scale[kVector];
   load_xhat<type>(p, r, j, rstd, xhat, g);
-  if (!p.weight.data) return;
   load_scale(p.weight, p.weight_offset, j, p.n, false, scale);
 #pragma unroll
   for (int e = 0; e < kVector; ++e) g[e] *= scale[e];

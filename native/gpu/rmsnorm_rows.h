@@ -80,18 +80,15 @@ template <Type type> __device__ __forceinline__ void store_vector(char *row, int
     if (j + e < n) store_rounded(row, type, j + e, x[e]);
 }
 
-// w + weight_offset, or ones.
+// w + weight_offset; w is 1 where there is none.
 __device__ __forceinline__ void load_scale(const Vector &weight, float offset, int64_t j, int64_t n, bool aligned, float (&scale)[kVector]) {
-  if (!weight.data) {
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) scale[e] = 1.0f;
-    return;
-  }
-  switch (weight.type) {
-    case Type::bf16: load_vector<Type::bf16>(weight.data, j, n, aligned, scale); break;
-    case Type::f16: load_vector<Type::f16>(weight.data, j, n, aligned, scale); break;
-    default: load_vector<Type::f32>(weight.data, j, n, aligned, scale); break;
-  }
+  for (int e = 0; e < kVector; ++e) scale[e] = 1.0f;
+  if (weight.data) switch (weight.type) {
+      case Type::bf16: load_vector<Type::bf16>(weight.data, j, n, aligned, scale); break;
+      case Type::f16: load_vector<Type::f16>(weight.data, j, n, aligned, scale); break;
+      default: load_vector<Type::f32>(weight.data, j, n, aligned, scale); break;
+    }
 #pragma unroll
   for (int e = 0; e < kVector; ++e) scale[e] += offset;
 }

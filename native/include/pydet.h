@@ -200,7 +200,7 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *   y = x rstd (w + weight_offset),   rstd = 1 / sqrt(mean(x^2) + eps),   over the last dimension
  *
  * All in fp32 with the same bits on every backend. x [..., N], bf16, fp16 or fp32, rows of any stride, elements of a
- * row adjacent. weight NULL (ones) or [N] of any of the three types. y like x. rstd NULL or [...] fp32, contiguous.
+ * row adjacent. weight NULL (all 1) or [N] of any of the three types. y like x. rstd NULL or [...] fp32, contiguous.
  * residual NULL or like x: then sum, which must be given and is like x, receives x + residual rounded to its type, and
  * is what is normalised. */
 typedef struct pydet_rmsnorm_options {
