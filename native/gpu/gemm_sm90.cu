@@ -5,21 +5,19 @@
 //
 // One persistent block an SM: a producer thread brings tiles of m by 64 and 64 by n into a ring of stages by TMA, shared
 // with the other blocks of the cluster by multicast; one warpgroup for every 64 rows runs wgmma m64nNk16 on them, k
-// ascending, and sends its accumulators through shared memory to TMA stores. Either operand may have k adjacent or not:
-// wgmma reads both. A tile past an edge computes on zeros, and its part outside is not stored.
+// ascending, and stores its accumulators (sm90_rows.h). Either operand may have k adjacent or not: wgmma reads both. A tile
+// past an edge computes on zeros, and its part outside is not stored.
 
 #include <algorithm>
 
-#include "gemm_sm90.h"
-#include "hopper.h"
+#include "sm90_rows.h"
 
 namespace pydet {
 namespace {
 
 constexpr int kStep = 16;
 constexpr int kWarpgroup = 128;
-constexpr int kPieceBytes = kWarpRows * kRowBytes;      // what a warp stores at once
-constexpr int kSharedBytes = 227 << 10;                 // the most a block may have
+constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
 template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {
   static constexpr int tile = index;
@@ -32,7 +30,7 @@ template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> 
   static constexpr int registers = n / 2;  // accumulators a thread
   static constexpr int a_bytes = m * kRowBytes;
   static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes;
-  static constexpr int staging_bytes = consumers * 4 * 2 * kPieceBytes, bias_bytes = consumers * n * 4;
+  static constexpr int staging_bytes = consumers * 4 * kPieceBytes, bias_bytes = consumers * n * 4;
   static constexpr int stages = std::min(12, (kSharedBytes - staging_bytes - bias_bytes - 256) / (a_bytes + b_bytes));
   static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
   static constexpr int barriers_at = bias_at + bias_bytes, shared_bytes = barriers_at + stages * 16;
@@ -40,30 +38,6 @@ template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> 
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 32 == 0 && n >= 64, "whole warpgroups, whole pieces");
 };
-
-// Where a tile lies, and its batch.
-struct Tile {
-  int row, column;
-  int batch[kSm90MaxBatch];
-  int64_t out_offset, bias_offset;
-};
-
-template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p, int index, int rank) {
-  Tile tile = {};
-  int matrix = p.cluster_rows * p.cluster_columns, batch = p.batched ? index / matrix : 0;
-  int i = index - batch * matrix, band_tiles = p.band * p.cluster_columns, band = i / band_tiles;
-  int rows = min(p.band, p.cluster_rows - band * p.band), within = i - band * band_tiles;
-  tile.row = ((band * p.band + within % rows) * S::cluster_m + rank % S::cluster_m) * S::m;
-  tile.column = (within / rows * S::cluster_n + rank / S::cluster_m) * S::n;
-  if (p.batched)
-    for (int d = kSm90MaxBatch - 1; d >= 0; --d) {
-      tile.batch[d] = batch % p.batch_shape[d];
-      batch /= p.batch_shape[d];
-      tile.out_offset += tile.batch[d] * p.out_batch_stride[d];
-      tile.bias_offset += tile.batch[d] * p.bias_batch_stride[d];
-    }
-  return tile;
-}
 
 // This block's share of an operand tile for the blocks of `mask`: `extent` along m or n, 64 along k.
 template <bool k_adjacent, int extent, int shares>
@@ -93,6 +67,7 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
   for (int i = 0; i < S::cluster_n; ++i) a_mask |= uint16_t(1 << (row_rank + i * S::cluster_m));
   for (int i = 0; i < S::cluster_m; ++i) b_mask |= uint16_t(1 << (column_rank * S::cluster_m + i));
   int stage = 0, parity = 0;
+  wait_for_previous_kernel();
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     Tile tile = tile_of<S>(p, index, rank);
     int a_batch[kSm90MaxBatch], b_batch[kSm90MaxBatch];
@@ -112,6 +87,11 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
         if (++stage == S::stages) stage = 0, parity ^= 1;
       }
     }
+  }
+  // The block may end when every arrival that the others owe it has come.
+  for (int i = 0; i < S::stages; ++i) {
+    barrier_wait(shared + S::barriers_at + (S::stages + stage) * 8, parity ^ 1);
+    if (++stage == S::stages) stage = 0, parity ^= 1;
   }
 }
 
@@ -182,146 +162,20 @@ template <class S> struct Ring {
   }
 };
 
-__device__ __forceinline__ uint32_t load_raw(const char *data, int64_t index, Type type) {
-  return type == Type::f32 ? reinterpret_cast<const uint32_t *>(data)[index] : reinterpret_cast<const uint16_t *>(data)[index];
-}
-__device__ __forceinline__ float f32_from_raw(uint32_t raw, Type type) {
-  return type == Type::f32 ? float_of(raw) : type == Type::bf16 ? f32_from_bf16(uint16_t(raw)) : f32_from_f16(uint16_t(raw));
-}
-__device__ __forceinline__ void store_pair(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-__device__ __forceinline__ float2 load_pair(uint32_t address) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
-  return pair;
-}
-template <bool bf16> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
-  uint32_t pair;
-  if (bf16) asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
-  else asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
-  return pair;
-}
-
-// What one warp does with its 16 rows of a tile outside of the main loop. A piece is 16 rows of 128 bytes in shared
-// memory, swizzled as TMA does it: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
-template <class S> struct WarpRows {
-  const Sm90Problem &p;
-  const Tile tile;
-  uint32_t pieces;  // two of this warp's own
-  int row, lane;    // first row, in the matrix
-
-  // The address of this thread's pair of fp32 in 8-column group i of a piece: row lane / 4 + 8 h.
-  __device__ __forceinline__ uint32_t pair_address(uint32_t piece, int i, int h) const {
-    int r = lane / 4 + 8 * h, chunk = 2 * i + lane % 4 / 2;
-    return piece + r * kRowBytes + ((chunk ^ (r & 7)) << 4) + (lane & 1) * 8;
-  }
-
-  // f(i, x) for every accumulator d[i] and the element x of a matrix that belongs to it; 0 past the edges.
-  template <class F>
-  __device__ __forceinline__ void each_element(const char *data, Type type, int64_t offset, int64_t row_stride,
-                                               int64_t column_stride, F f) const {
-    constexpr int columns = 32;
-#pragma unroll
-    for (int piece = 0; piece < S::n / columns; ++piece) {
-      int column = tile.column + piece * columns + lane;
-#pragma unroll 8
-      for (int r = 0; r < kWarpRows; ++r) {
-        bool inside = row + r < p.m && column < p.n;
-        uint32_t raw = inside ? load_raw(data, offset + (row + r) * row_stride + column * column_stride, type) : 0;
-        uint32_t address = pieces + r * kRowBytes + (((lane / 4) ^ (r & 7)) << 4) + lane % 4 * 4;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(f32_from_raw(raw, type)) : "memory");
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float2 pair = load_pair(pair_address(pieces, i, h));
-          f(piece * 16 + i * 4 + h * 2, pair.x);
-          f(piece * 16 + i * 4 + h * 2 + 1, pair.y);
-        }
-      __syncwarp();
-    }
-  }
-
-  // Rounds and stores the accumulators, piece by piece, the two pieces taking turns. `columns` of `size` bytes fill one.
-  template <int size, bool bf16> __device__ __forceinline__ void store(const float (&d)[S::registers], int &turn) const {
-    constexpr int columns = kRowBytes / size;
-#pragma unroll
-    for (int i = 0; i < (S::n + columns - 1) / columns; ++i) {
-      constexpr int last = S::n - columns;
-      const int start = i * columns < last ? i * columns : last;  // the last may overlap the one before: the same bits
-      uint32_t piece = pieces + turn * kPieceBytes;
-      turn ^= 1;
-      if (lane == 0) wait_stores_read<1>();
-      __syncwarp();
-      if constexpr (size == 4) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-            store_pair(pair_address(piece, j, h), d[start / 2 + 4 * j + 2 * h], d[start / 2 + 4 * j + 2 * h + 1]);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float *e = d + start / 2 + 8 * j;
-          uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]), round_pair<bf16>(e[4], e[5]),
-                                   round_pair<bf16>(e[6], e[7])};
-          int r = lane % 16, chunk = 2 * j + lane / 16;
-          store_matrices(piece + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
-        }
-      }
-      if (p.out_by_tma && (!p.ragged_rows || tile.column + start + columns <= p.n)) {
-        fence_shared_for_copies();
-        __syncwarp();
-        if (lane == 0) {
-          store_box(&p.out_map, piece, Place{tile.column + start, row, {tile.batch[0], tile.batch[1], tile.batch[2]}});
-          commit_stores();
-        }
-      } else {
-        __syncwarp();
-        copy_out<size>(piece, tile.column + start);
-        __syncwarp();
-      }
-    }
-  }
-
-  // A piece to an output that TMA cannot address.
-  template <int size> __device__ __forceinline__ void copy_out(uint32_t piece, int column) const {
-#pragma unroll 1
-    for (int r = 0; r < kWarpRows && row + r < p.m; ++r)
-#pragma unroll 1
-      for (int c = lane; c < kRowBytes / size && column + c < p.n; c += 32) {
-        uint32_t address = piece + r * kRowBytes + ((((c * size) >> 4) ^ (r & 7)) << 4) + c * size % 16;
-        int64_t index = tile.out_offset + (row + r) * p.out_stride + column + c;
-        if constexpr (size == 4) {
-          uint32_t word;
-          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-          reinterpret_cast<uint32_t *>(p.out)[index] = word;
-        } else {
-          uint16_t word;
-          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(address) : "memory");
-          reinterpret_cast<uint16_t *>(p.out)[index] = word;
-        }
-      }
-  }
-};
-
 template <class S> __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, int rank, int warpgroup) {
-  const int thread = int(threadIdx.x) % kWarpgroup, lane = thread % 32;
+  const int thread = int(threadIdx.x) % kWarpgroup;
   Ring<S> ring = {shared, warpgroup, rank, thread};
-  const uint32_t pieces = shared + S::staging_at + (warpgroup * 4 + thread / 32) * 2 * kPieceBytes;
+  const uint32_t piece = shared + S::staging_at + (warpgroup * 4 + thread / 32) * kPieceBytes;
   const uint32_t bias_row = shared + S::bias_at + warpgroup * S::n * 4;
   const bool one_bias_row = p.bias && p.bias_row_stride == 0;
-  int turn = 0;
+  wait_for_previous_kernel();
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
     auto rows_of = [&](int i) {
       int t = thread;
       asm volatile("" : "+r"(i), "+r"(t));
       Tile tile = tile_of<S>(p, i, rank);
-      return WarpRows<S>{p, tile, pieces, tile.row + warpgroup * 64 + t / 32 * kWarpRows, t % 32};
+      return WarpRows<S>{p, tile, piece, tile.row + warpgroup * 64 + t / 32 * kWarpRows, t % 32};
     };
     float d[S::registers];
 
@@ -337,8 +191,6 @@ template <class S> __device__ __forceinline__ void consume(const Sm90Problem &p,
     }
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (p.accumulate) {
-      if (lane == 0) wait_stores_read<0>();
-      __syncwarp();
       const WarpRows<S> rows = rows_of(index);
       rows.each_element(p.out, Type::f32, rows.tile.out_offset, p.out_stride, 1, [&](int i, float x) { d[i] = canonical(x); });
       ring.chain(d, p.k, p.chunk);
@@ -359,23 +211,20 @@ template <class S> __device__ __forceinline__ void consume(const Sm90Problem &p,
       named_sync(1 + warpgroup, kWarpgroup);
 #pragma unroll
       for (int i = 0; i < S::n / 8; ++i) {
-        float2 pair = load_pair(bias_row + (8 * i + lane % 4 * 2) * 4);
+        float2 pair = load_pair(bias_row + (8 * i + rows.lane % 4 * 2) * 4);
         d[4 * i] = d[4 * i] + pair.x;
         d[4 * i + 1] = d[4 * i + 1] + pair.y;
         d[4 * i + 2] = d[4 * i + 2] + pair.x;
         d[4 * i + 3] = d[4 * i + 3] + pair.y;
       }
     } else if (p.bias) {
-      if (lane == 0) wait_stores_read<0>();
-      __syncwarp();
       rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
                         [&](int i, float x) { d[i] = d[i] + x; });
     }
-    if (p.out_type == Type::bf16) rows.template store<2, true>(d, turn);
-    else if (p.out_type == Type::f16) rows.template store<2, false>(d, turn);
-    else rows.template store<4, false>(d, turn);
+    if (p.out_type == Type::bf16) rows.template store<2, true>(d);
+    else if (p.out_type == Type::f16) rows.template store<2, false>(d);
+    else rows.template store<4, false>(d);
   }
-  if (lane == 0) wait_stores();
 }
 
 template <class S>
@@ -390,11 +239,9 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
     }
     fence_barrier_init();
     if (p.k > 0) prefetch(&p.a), prefetch(&p.b);
-    if (p.out_by_tma) prefetch(&p.out_map);
   }
-  if (S::cluster > 1) cluster_sync();
+  if (S::cluster > 1) cluster_sync_relaxed();
   else __syncthreads();
-  wait_for_previous_kernel();
   let_next_kernel_start();
 
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
@@ -405,7 +252,6 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
     registers_up<232>();
     consume<S>(p, shared, rank, warpgroup - 1);
   }
-  if (S::cluster > 1) cluster_sync();  // the others may still write here and arrive here
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ constexpr int kSm90MaxBatch = 3;  // dimensions, beside the two of a matrix
 
 // The part of a problem that the device sees. Strides are in elements.
 struct Sm90Problem {
-  CUtensorMap a, b, out_map;
+  CUtensorMap a, b;
   int m, n, k, chunk;  // chunk = k where there is none
   int cluster_rows, cluster_columns, tiles;  // tiles of a whole cluster in one matrix, and in all
   int band;                                  // cluster rows that are walked together, for the L2
-  bool batched, accumulate, out_by_tma;
-  bool ragged_rows;  // a row of out ends inside of 16 bytes, which a TMA store would write past
+  bool batched, accumulate;
+  bool out_aligned;  // its rows begin at multiples of 16 bytes
   Type out_type, bias_type;
   char *out;
   const char *bias;
