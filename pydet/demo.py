@@ -14,12 +14,15 @@ batch and from micro-batches. Between two ways of computing the same number, eve
 With pydet each count is 0, and the exit status is 1 if one is not.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 try:
     import ml_dtypes
@@ -28,6 +31,9 @@ except ImportError as missing:
     raise SystemExit(f"pydet demo: needs numpy and ml_dtypes ({missing}): pip install 'pydet[test]'") from None
 
 import pydet
+
+Array = Any  # numpy.ndarray
+Parameters = dict[str, Array]
 
 CONTEXT, WIDTH, HIDDEN, MLP, BYTES = 16, 24, 256, 512, 256
 BATCH = 1024  # rows of a training step
@@ -41,24 +47,26 @@ class NumPy:
 
     name = "NumPy"
 
-    def gemm(self, a, b, bias=None):
+    def gemm(self, a: Array, b: Array, bias: Array = None) -> Array:
         c = a @ b
         return c if bias is None else c + bias
 
-    def skinny_gemm(self, x, w, bias=None):
+    def skinny_gemm(self, x: Array, w: Array, bias: Array = None) -> Array:
         return self.gemm(x, w.T, bias)
 
-    def gemm_da(self, dc, b):
+    def gemm_da(self, dc: Array, b: Array) -> Array:
         return dc @ b.T
 
-    def gemm_db(self, a, dc, total):
+    def gemm_db(self, a: Array, dc: Array, total: Array) -> None:
         total += a.T @ dc
 
-    def rmsnorm(self, x, weight):
+    def rmsnorm(self, x: Array, weight: Array) -> tuple[Array, Array]:
         rstd = 1 / np.sqrt(np.mean(x * x, axis=1) + np.float32(EPS))
         return x * rstd[:, None] * weight, rstd
 
-    def rmsnorm_backward(self, dy, x, weight, rstd, dresidual, dweight_total):
+    def rmsnorm_backward(
+        self, dy: Array, x: Array, weight: Array, rstd: Array, dresidual: Array, dweight_total: Array
+    ) -> Array:
         xhat = x * rstd[:, None]
         g = dy * weight
         dweight_total += np.sum(dy * xhat, axis=0)
@@ -71,33 +79,37 @@ class Pydet:
 
     name = "pydet"
 
-    def gemm(self, a, b, bias=None):
+    def gemm(self, a: Array, b: Array, bias: Array = None) -> Array:
         return pydet.gemm(a, b, bias=bias)
 
-    def skinny_gemm(self, x, w, bias=None):
+    def skinny_gemm(self, x: Array, w: Array, bias: Array = None) -> Array:
         return pydet.skinny_gemm(x, w, bias=bias)
 
-    def gemm_da(self, dc, b):
+    def gemm_da(self, dc: Array, b: Array) -> Array:
         return pydet.gemm_da(dc, b)
 
-    def gemm_db(self, a, dc, total):
+    def gemm_db(self, a: Array, dc: Array, total: Array) -> None:
         pydet.gemm_db(a, dc, out=total, accumulate=True)
 
-    def rmsnorm(self, x, weight):
+    def rmsnorm(self, x: Array, weight: Array) -> tuple[Array, Array]:
         return pydet.rmsnorm(x, weight, eps=EPS)
 
-    def rmsnorm_backward(self, dy, x, weight, rstd, dresidual, dweight_total):
+    def rmsnorm_backward(
+        self, dy: Array, x: Array, weight: Array, rstd: Array, dresidual: Array, dweight_total: Array
+    ) -> Array:
         dx, _ = pydet.rmsnorm_backward(dy, x, weight, rstd, dresidual=dresidual, dweight=dweight_total, accumulate=True)
         return dx
 
 
+Operations = NumPy | Pydet
+
 # ---- The model -------------------------------------------------------------------------------------------------------
 
 
-def initial_parameters(seed):
+def initial_parameters(seed: int) -> Parameters:
     random = np.random.default_rng(seed)
 
-    def normal(rows, cols, scale):
+    def normal(rows: int, cols: int, scale: float) -> Array:
         return (random.standard_normal((rows, cols)) * scale).astype(np.float32)
 
     return {
@@ -111,10 +123,10 @@ def initial_parameters(seed):
     }
 
 
-def forward(ops, p, context):
+def forward(ops: Operations, p: Parameters, context: Array) -> tuple[Array, dict[str, Array]]:
     """Log-probabilities [rows, 256] of the byte after each context [rows, 16], and what backward needs."""
 
-    def linear(x, w, bias=None):
+    def linear(x: Array, w: Array, bias: Array = None) -> Array:
         return ops.skinny_gemm(x, w.T, bias) if len(x) <= DECODE_ROWS else ops.gemm(x, w, bias)
 
     s = {"context": context, "e": p["embedding"][context].reshape(len(context), -1)}
@@ -128,7 +140,7 @@ def forward(ops, p, context):
     return log_p, s
 
 
-def log_softmax(logits):
+def log_softmax(logits: Array) -> tuple[Array, Array]:
     """Log-probabilities and probabilities.
 
     NumPy's exp and sum choose their vector loop by length, stride and alignment, so the bits of a row could depend on
@@ -145,7 +157,9 @@ def log_softmax(logits):
     return log_p, p
 
 
-def backward(ops, p, s, target, grads, batch):
+def backward(
+    ops: Operations, p: Parameters, s: dict[str, Array], target: Array, grads: Parameters, batch: int
+) -> None:
     """Adds to `grads` the gradient of the loss, a mean over `batch` rows of which these are some."""
     rows = np.arange(len(target))
     dlogits = s["p"]
@@ -166,7 +180,7 @@ def backward(ops, p, s, target, grads, batch):
     ops.gemm_db(one_hot, de, grads["embedding"])
 
 
-def gradients(ops, p, context, target, micro_batch):
+def gradients(ops: Operations, p: Parameters, context: Array, target: Array, micro_batch: int) -> Parameters:
     grads = {name: np.zeros_like(value) for name, value in p.items()}
     for i in range(0, len(context), micro_batch):
         _, saved = forward(ops, p, context[i : i + micro_batch])
@@ -174,14 +188,14 @@ def gradients(ops, p, context, target, micro_batch):
     return grads
 
 
-def loss_of(log_p, target):
+def loss_of(log_p: Array, target: Array) -> float:
     return float(-np.mean(log_p[np.arange(len(target)), target], dtype=np.float64))
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-def source_text():
+def source_text() -> Array:
     """The standard library's own source, file after file, as bytes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if not files:
@@ -189,7 +203,7 @@ def source_text():
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
 
-def rows_at(text, random, count):
+def rows_at(text: Array, random: np.random.Generator, count: int) -> tuple[Array, Array]:
     start = random.integers(0, len(text) - CONTEXT, count)
     return text[start[:, None] + np.arange(CONTEXT)], text[start + CONTEXT]
 
@@ -197,27 +211,30 @@ def rows_at(text, random, count):
 class Progress:
     """A bar on standard error, where that is a terminal."""
 
-    def __init__(self, title):
+    def __init__(self, title: str) -> None:
         self.title, self.shown = title, sys.stderr.isatty()
 
-    def show(self, done, note):
+    def show(self, done: float, note: str) -> None:
         if self.shown:
             filled = int(30 * min(done, 1.0))
             print(f"\r{self.title:22} [{'#' * filled:30}] {note} ", end="", file=sys.stderr, flush=True)
 
-    def close(self):
+    def close(self) -> None:
         if self.shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def train(ops, text, seed, seconds=None, steps=None):
-    """Adam for `steps`, or as many as fit into `seconds`. Returns parameters, steps, seconds and the first loss."""
+def train(
+    ops: Operations, text: Array, seed: int, seconds: float = 0.0, steps: int = 0
+) -> tuple[Parameters, int, float, float]:
+    """Adam for `steps`, or, where that is 0, as many as fit into `seconds`. Returns parameters, steps, seconds and the
+    first loss."""
     random = np.random.default_rng(seed + 1)
     p = initial_parameters(seed)
     mean = {name: np.zeros_like(value) for name, value in p.items()}
     square = {name: np.zeros_like(value) for name, value in p.items()}
     progress = Progress(f"training with {ops.name}")
-    start, step, done, first_loss = time.perf_counter(), 0, 0.0, None
+    start, step, done, first_loss = time.perf_counter(), 0, 0.0, 0.0
     while done < 1:
         step += 1
         context, target = rows_at(text, random, BATCH)
@@ -240,13 +257,13 @@ def train(ops, text, seed, seconds=None, steps=None):
 # ---- Counting --------------------------------------------------------------------------------------------------------
 
 
-def differing(x, y):
+def differing(x: Array, y: Array) -> int:
     """Elements whose bits differ."""
     unsigned = f"u{x.dtype.itemsize}"
     return int(np.count_nonzero(x.view(unsigned) != y.view(unsigned)))
 
 
-def count_log_probabilities(ops, p, context):
+def count_log_probabilities(ops: Operations, p: Parameters, context: Array) -> tuple[dict[str, int], int]:
     """Differing log-probabilities between the training step's forward pass and smaller batches of the same rows."""
     step, _ = forward(ops, p, context)
     counts = {}
@@ -256,14 +273,14 @@ def count_log_probabilities(ops, p, context):
     return counts, step.size
 
 
-def count_gradients(ops, p, context, target):
+def count_gradients(ops: Operations, p: Parameters, context: Array, target: Array) -> tuple[dict[str, int], int]:
     """Differing elements, for each parameter, between the gradient of one batch and that of micro-batches."""
     whole = gradients(ops, p, context, target, len(context))
     parts = gradients(ops, p, context, target, MICRO_BATCH)
     return {name: differing(whole[name], parts[name]) for name in p}, sum(g.size for g in whole.values())
 
 
-def replay_sm90(p, context):
+def replay_sm90(p: Parameters, context: Array) -> dict[str, Any]:
     """The layer w_up as an H100's tensor cores compute it from bf16, on this machine's CPU."""
     _, saved = forward(Pydet(), p, context)
     x, w = saved["y_mlp"].astype(ml_dtypes.bfloat16), p["w_up"].astype(ml_dtypes.bfloat16)
@@ -286,7 +303,9 @@ def replay_sm90(p, context):
 # ---- The report ------------------------------------------------------------------------------------------------------
 
 
-def measure(ops, text, seed, seconds=None, steps=None):
+def measure(
+    ops: Operations, text: Array, seed: int, seconds: float = 0.0, steps: int = 0
+) -> tuple[Parameters, dict[str, Any]]:
     """Trains with `ops` and counts. The last tenth of the text is for counting only."""
     cut = len(text) * 9 // 10
     p, steps, seconds, first_loss = train(ops, text[:cut], seed, seconds, steps)
@@ -306,12 +325,12 @@ def measure(ops, text, seed, seconds=None, steps=None):
     }
 
 
-def report(result):
+def report(result: dict[str, Any]) -> None:
     results, replay = result["runs"], result["sm90"]
     columns = "".join(f"{r['name']:>14}" for r in results)
     print(f"\n{'':44}{columns}")
 
-    def line(title, values):
+    def line(title: str, values: list[Any]) -> None:
         print(f"{title:44}" + "".join(f"{v:>14}" for v in values))
 
     line("training steps", [r["steps"] for r in results])
@@ -335,7 +354,7 @@ def report(result):
     print("\nEvery count that pydet promises is 0." if result["kept"] else "\nA promise of pydet is BROKEN.")
 
 
-def run(seconds, seed):
+def run(seconds: float, seed: int) -> dict[str, Any]:
     text = source_text()
     _, numpy_run = measure(NumPy(), text, seed, seconds=seconds)
     p, pydet_run = measure(Pydet(), text, seed, steps=numpy_run["steps"])
@@ -353,7 +372,7 @@ def run(seconds, seed):
     }
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pydet demo", description=__doc__.splitlines()[0].split(": ")[1])
     parser.add_argument("--seconds", type=float, default=5, help="of training with NumPy; pydet takes as many steps")
     parser.add_argument("--seed", type=int, default=0)
