@@ -1,8 +1,8 @@
 """python -m bench.cuda: pydet beside its peers on an NVIDIA GPU, in CUDA graphs.
 
-The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), Liger and quack where they are installed, and a
-device-to-device copy as the ceiling of what only moves memory. Every product is of normal random numbers; buffers rotate
-past the L2. `--quick` takes a few shapes of each operation.
+The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), Liger where it is installed, and a
+device-to-device copy as the ceiling of what only moves memory. Every product is of normal random numbers; buffers
+rotate past the L2. `--quick` takes a few shapes of each operation.
 """
 
 import argparse
@@ -121,11 +121,11 @@ def product(op, m, n, k, operands, like, variants, note=""):
     """operands() makes one set: a, b with out = a b; `like` the peer's out."""
     sets = [operands() for _ in range(sets_of(2 * (m * k + n * k)))]
     outs = [torch.empty(m, n, dtype=like, device="cuda") for _ in sets]
-    rows = [Variant("cublas", [partial(torch.mm, a, b, out=out) for (a, b), out in zip(sets, outs)])]
+    rows = [Variant("cublas", [partial(torch.mm, a, b, out=out) for (a, b), out in zip(sets, outs, strict=True)])]
     for name, options in variants.items():
         kind = options.pop("dtype", like)
         own = [torch.empty(m, n, dtype=kind, device="cuda") for _ in sets]
-        calls = [partial(pydet.gemm, a, b, out=out, **options) for (a, b), out in zip(sets, own)]
+        calls = [partial(pydet.gemm, a, b, out=out, **options) for (a, b), out in zip(sets, own, strict=True)]
         rows.append(Variant(name, calls, [own[0]]))
     first = rows[1]
 
@@ -327,7 +327,8 @@ def summary(entries):
         mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
         worst = min(ratios)
         lines.append(
-            f"{op:18} {variant:26} / {peer}: geometric mean {mean:.3f}, worst {worst[0]:.3f} ({worst[1]}), {len(ratios)} shapes"
+            f"{op:18} {variant:26} / {peer}: geometric mean {mean:.3f}, "
+            f"worst {worst[0]:.3f} ({worst[1]}), {len(ratios)} shapes"
         )
     return lines
 

@@ -1,8 +1,9 @@
 """Every CUDA kernel, forced by name, against the CPU's kernels, and against itself in other surroundings.
 
-Operands go to the device as whole allocations, so that strides, alignment and guard bytes are those of tests/cases.py; the
-checks of the CPU's tests then run on the device's kernels. A forced kernel may refuse a problem (PYDET_UNSUPPORTED); then
-the kernel that the library chooses is checked on it, and the test counts what the forced one took.
+Operands go to the device as whole allocations, so that strides, alignment and guard bytes are those of tests/cases.py;
+the checks of the CPU's tests then run on the device's kernels. A forced kernel may refuse a problem
+(PYDET_UNSUPPORTED); then the kernel that the library chooses is checked on it, and the test counts what the forced one
+took.
 """
 
 import functools
@@ -58,7 +59,9 @@ class OnDevice:
         whole = memory.ravel(order="K").view(np.uint8)
         copy = torch.from_numpy(whole.copy()).cuda()
         offset = array.ctypes.data - memory.ctypes.data
-        dtype = {4: torch.float32, 2: torch.bfloat16 if array.dtype.name == "bfloat16" else torch.float16}[array.itemsize]
+        dtype = {4: torch.float32, 2: torch.bfloat16 if array.dtype.name == "bfloat16" else torch.float16}[
+            array.itemsize
+        ]
         start = offset // array.itemsize
         if offset % array.itemsize:  # a byte view cannot be retyped there
             raise ValueError("an array at an odd offset")
@@ -89,7 +92,9 @@ class OnDevice:
             tensor, moved[id(value)] = self.to_device(value)
             return tensor
 
-        options = {name: self.torch_dtype(value) if name.endswith("dtype") else move(value) for name, value in options.items()}
+        options = {
+            name: self.torch_dtype(value) if name.endswith("dtype") else move(value) for name, value in options.items()
+        }
         arguments = [move(operand) for operand in operands]
         function = getattr(pydet, operation)
         try:
@@ -117,7 +122,9 @@ def each(operation):
     """Parametrizes by kernel and by the element types it takes."""
     pairs = [(kernel, dtype) for kernel in cuda_kernels(operation) for dtype in kernel.dtypes.split()]
     if not pairs:
-        return pytest.mark.parametrize("kernel,dtype", [pytest.param(None, None, marks=pytest.mark.skip("libpydet_cuda.so is not built"))])
+        return pytest.mark.parametrize(
+            "kernel,dtype", [pytest.param(None, None, marks=pytest.mark.skip("libpydet_cuda.so is not built"))]
+        )
     return pytest.mark.parametrize("kernel,dtype", pairs, ids=[f"{kernel.name}-{dtype}" for kernel, dtype in pairs])
 
 
@@ -142,7 +149,16 @@ def check_equals_cpu(device, problems):
         assert_same_bits(cases.run(device.gemm, problem), on_cpu(problem), str(problem))
 
 
-SHAPES = [(1, 1, 1), (5, 19, 40), (64, 64, 64), (130, 70, 96), (129, 257, 130), (200, 520, 1000), (300, 640, 72), (257, 1000, 520)]
+SHAPES = [
+    (1, 1, 1),
+    (5, 19, 40),
+    (64, 64, 64),
+    (130, 70, 96),
+    (129, 257, 130),
+    (200, 520, 1000),
+    (300, 640, 72),
+    (257, 1000, 520),
+]
 
 
 def problems_for(arithmetic, dtype):
@@ -216,7 +232,36 @@ def test_row_bits_against_batch(torch, n, k, k_chunk):
     """A row of a large product is that row alone, and that row in every batch size, whatever kernel each of them got."""
     a, w = operands(torch, 8192, n, k, torch.bfloat16)
     whole, kernels = words(pydet.gemm(a, w.T, k_chunk=k_chunk)), set()
-    for m in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 300, 512, 1000, 1024, 2048, 4096, 8191):
+    for m in (
+        1,
+        2,
+        3,
+        7,
+        8,
+        15,
+        16,
+        17,
+        31,
+        32,
+        33,
+        63,
+        64,
+        65,
+        100,
+        127,
+        128,
+        129,
+        200,
+        255,
+        256,
+        300,
+        512,
+        1000,
+        1024,
+        2048,
+        4096,
+        8191,
+    ):
         first = (8192 - m) // 2
         part = pydet.gemm(a[first : first + m], w.T, k_chunk=k_chunk)
         kernels.add(pydet.last_kernel())
@@ -340,14 +385,20 @@ def test_refusals(torch):
 NORM_ROWS = [0, 1, 2, 63, 64, 65, 199, 600]
 NORM_WIDTHS = [1, 7, 64, 192, 255, 256, 264, 520, 1024, 2048, 2056, 4096, 8192, 8193, 16384, 16392, 131072]
 LARGEST = 3_000_000  # elements
-NORM_SHAPES = [(m, n) for m in NORM_ROWS for n in NORM_WIDTHS if m * n <= LARGEST] + [(4096, 256), (4096, 1024), (1000, 8192)]
+NORM_SHAPES = [(m, n) for m in NORM_ROWS for n in NORM_WIDTHS if m * n <= LARGEST] + [
+    (4096, 256),
+    (4096, 1024),
+    (1000, 8192),
+]
 
 
 @each("rmsnorm")
 def test_rmsnorm_equals_cpu(device, kernel, dtype):
     for index, (m, n) in enumerate(NORM_SHAPES):
         x, weight, options = test_rmsnorm.forward_case(m, n, dtype, index, ["normal", "wide", "specials"][index % 3])
-        test_rmsnorm.assert_all_same_bits(device.rmsnorm(x, weight, **options), pydet.rmsnorm(x, weight, **options), f"{m}x{n} case {index}")
+        test_rmsnorm.assert_all_same_bits(
+            device.rmsnorm(x, weight, **options), pydet.rmsnorm(x, weight, **options), f"{m}x{n} case {index}"
+        )
     assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
 
 
@@ -364,7 +415,9 @@ def test_rmsnorm_backward_equals_cpu(device, kernel, dtype):
         if weight is not None:
             given["dweight_dtype"] = DTYPES[["fp32", "bf16", "fp16"][index % 3]]
         actual = device.rmsnorm_backward(dy, x, weight, rstd, **given)
-        test_rmsnorm.assert_all_same_bits(actual, pydet.rmsnorm_backward(dy, x, weight, rstd, **given), f"{m}x{n} case {index}")
+        test_rmsnorm.assert_all_same_bits(
+            actual, pydet.rmsnorm_backward(dy, x, weight, rstd, **given), f"{m}x{n} case {index}"
+        )
     assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
 
 
