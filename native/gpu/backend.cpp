@@ -20,7 +20,7 @@ template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
 }
 
 template <int tile> bool takes_sm90(const Gemm &problem) { return sm90_takes(problem, tile); }
-template <int tile> bool prefers_sm90(const Gemm &problem) { return sm90_choose(problem) == tile; }
+template <int tile> bool prefers_sm90(const Gemm &problem) { return sm90_prefers(problem, tile); }
 
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
   return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, gemm_sm90<tile>};
@@ -29,7 +29,7 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
 // Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
     sm90_row<0>(), sm90_row<1>(), sm90_row<2>(), sm90_row<3>(), sm90_row<4>(),
-    sm90_row<5>(), sm90_row<6>(), sm90_row<7>(), sm90_row<8>(), sm90_row<9>(),
+    sm90_row<5>(), sm90_row<6>(), sm90_row<7>(), sm90_row<8>(), sm90_row<9>(), sm90_row<10>(), sm90_row<11>(),
     {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
     {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, nullptr, nullptr, gemm_mma_64},
     {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},

@@ -36,7 +36,7 @@ template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> 
   static constexpr int barriers_at = bias_at + bias_bytes, shared_bytes = barriers_at + stages * 16;
   static_assert(consumers <= 2, "registers are shared out between a producer and two");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
-  static_assert(m % 64 == 0 && n % 32 == 0 && n >= 64, "whole warpgroups, whole pieces");
+  static_assert(m % 64 == 0 && n % 16 == 0 && n >= 64, "whole warpgroups, whole pieces");
 };
 
 // This block's share of an operand tile for the blocks of `mask`: `extent` along m or n, 64 along k.
@@ -299,6 +299,8 @@ template pydet_status gemm_sm90<6>(const Gemm &);
 template pydet_status gemm_sm90<7>(const Gemm &);
 template pydet_status gemm_sm90<8>(const Gemm &);
 template pydet_status gemm_sm90<9>(const Gemm &);
-static_assert(kSm90TileCount == 10, "one line a tile");
+template pydet_status gemm_sm90<10>(const Gemm &);
+template pydet_status gemm_sm90<11>(const Gemm &);
+static_assert(kSm90TileCount == 12, "one line a tile");
 
 }  // namespace pydet

@@ -154,20 +154,41 @@ template <int groups> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
-// The accumulators of m64nNk16 as text and as operands, 16 a line, then one instruction; undefined again below.
-#define D_8 "%0, %1, %2, %3"
-#define D_16 D_8 ", %4, %5, %6, %7"
-#define D_48 D0 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define D0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define D1 D0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define D2 D1 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define D3 D2 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define D4 D3 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define D5 D4 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define D6 D5 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define D7 D6 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
+// The accumulators of m64nNk16 as text and as operands, 8 more a line, then one instruction; undefined again below.
+#define D_4 "%0, %1, %2, %3"
+#define D0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define D1 D0 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define D2 D1 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define D3 D2 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define D4 D3 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define D5 D4 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define D6 D5 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define D7 D6 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define D8 D7 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define D9 D8 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define D10 D9 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define D11 D10 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define D12 D11 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define D13 D12 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define D14 D13 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define D15 D14 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define R_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R0 R_4(0), R_4(4)
+#define R1 R0, R_4(8), R_4(12)
+#define R2 R1, R_4(16), R_4(20)
+#define R3 R2, R_4(24), R_4(28)
+#define R4 R3, R_4(32), R_4(36)
+#define R5 R4, R_4(40), R_4(44)
+#define R6 R5, R_4(48), R_4(52)
+#define R7 R6, R_4(56), R_4(60)
+#define R8 R7, R_4(64), R_4(68)
+#define R9 R8, R_4(72), R_4(76)
+#define R10 R9, R_4(80), R_4(84)
+#define R11 R10, R_4(88), R_4(92)
+#define R12 R11, R_4(96), R_4(100)
+#define R13 R12, R_4(104), R_4(108)
+#define R14 R13, R_4(112), R_4(116)
+#define R15 R14, R_4(120), R_4(124)
 #define WGMMA(n, type, text, a, b, add, ta, tb, ...)                                                                        \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
                " {" text "}, " a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                                      \
@@ -179,57 +200,72 @@ template <int groups> __device__ __forceinline__ void wgmma_wait() {
 template <Type type, bool a_k_adjacent, bool b_k_adjacent, int registers>
 __device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor, int add_to_d) {
   constexpr int n = 2 * registers;
-  static_assert(n == 8 || n == 16 || n == 48 || (n % 32 == 0 && n <= 256), "no instruction here");
+  static_assert(n == 8 || n == 176 || (n % 16 == 0 && n <= 128 && n != 80) || (n % 32 == 0 && n <= 256), "no instruction here");
   if constexpr (type == Type::bf16) {
-    if constexpr (n == 8) WGMMA("8", "bf16", D_8, "%4", "%5", "%6", "%7", "%8", R4(0));
-    if constexpr (n == 16) WGMMA("16", "bf16", D_16, "%8", "%9", "%10", "%11", "%12", R4(0), R4(4));
-    if constexpr (n == 32) WGMMA("32", "bf16", D0, "%16", "%17", "%18", "%19", "%20", R16(0));
-    if constexpr (n == 48) WGMMA("48", "bf16", D_48, "%24", "%25", "%26", "%27", "%28", R16(0), R4(16), R4(20));
-    if constexpr (n == 64) WGMMA("64", "bf16", D1, "%32", "%33", "%34", "%35", "%36", R16(0), R16(16));
-    if constexpr (n == 96) WGMMA("96", "bf16", D2, "%48", "%49", "%50", "%51", "%52", R16(0), R16(16), R16(32));
-    if constexpr (n == 128) WGMMA("128", "bf16", D3, "%64", "%65", "%66", "%67", "%68", R16(0), R16(16), R16(32), R16(48));
-    if constexpr (n == 160)
-      WGMMA("160", "bf16", D4, "%80", "%81", "%82", "%83", "%84", R16(0), R16(16), R16(32), R16(48), R16(64));
-    if constexpr (n == 192)
-      WGMMA("192", "bf16", D5, "%96", "%97", "%98", "%99", "%100", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80));
-    if constexpr (n == 224)
-      WGMMA("224", "bf16", D6, "%112", "%113", "%114", "%115", "%116", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96));
-    if constexpr (n == 256)
-      WGMMA("256", "bf16", D7, "%128", "%129", "%130", "%131", "%132", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96),
-            R16(112));
+    if constexpr (n == 8) WGMMA("8", "bf16", D_4, "%4", "%5", "%6", "%7", "%8", R_4(0));
+    if constexpr (n == 16) WGMMA("16", "bf16", D0, "%8", "%9", "%10", "%11", "%12", R0);
+    if constexpr (n == 32) WGMMA("32", "bf16", D1, "%16", "%17", "%18", "%19", "%20", R1);
+    if constexpr (n == 48) WGMMA("48", "bf16", D2, "%24", "%25", "%26", "%27", "%28", R2);
+    if constexpr (n == 64) WGMMA("64", "bf16", D3, "%32", "%33", "%34", "%35", "%36", R3);
+    if constexpr (n == 96) WGMMA("96", "bf16", D5, "%48", "%49", "%50", "%51", "%52", R5);
+    if constexpr (n == 112) WGMMA("112", "bf16", D6, "%56", "%57", "%58", "%59", "%60", R6);
+    if constexpr (n == 128) WGMMA("128", "bf16", D7, "%64", "%65", "%66", "%67", "%68", R7);
+    if constexpr (n == 160) WGMMA("160", "bf16", D9, "%80", "%81", "%82", "%83", "%84", R9);
+    if constexpr (n == 176) WGMMA("176", "bf16", D10, "%88", "%89", "%90", "%91", "%92", R10);
+    if constexpr (n == 192) WGMMA("192", "bf16", D11, "%96", "%97", "%98", "%99", "%100", R11);
+    if constexpr (n == 224) WGMMA("224", "bf16", D13, "%112", "%113", "%114", "%115", "%116", R13);
+    if constexpr (n == 256) WGMMA("256", "bf16", D15, "%128", "%129", "%130", "%131", "%132", R15);
   } else {
-    if constexpr (n == 8) WGMMA("8", "f16", D_8, "%4", "%5", "%6", "%7", "%8", R4(0));
-    if constexpr (n == 16) WGMMA("16", "f16", D_16, "%8", "%9", "%10", "%11", "%12", R4(0), R4(4));
-    if constexpr (n == 32) WGMMA("32", "f16", D0, "%16", "%17", "%18", "%19", "%20", R16(0));
-    if constexpr (n == 48) WGMMA("48", "f16", D_48, "%24", "%25", "%26", "%27", "%28", R16(0), R4(16), R4(20));
-    if constexpr (n == 64) WGMMA("64", "f16", D1, "%32", "%33", "%34", "%35", "%36", R16(0), R16(16));
-    if constexpr (n == 96) WGMMA("96", "f16", D2, "%48", "%49", "%50", "%51", "%52", R16(0), R16(16), R16(32));
-    if constexpr (n == 128) WGMMA("128", "f16", D3, "%64", "%65", "%66", "%67", "%68", R16(0), R16(16), R16(32), R16(48));
-    if constexpr (n == 160)
-      WGMMA("160", "f16", D4, "%80", "%81", "%82", "%83", "%84", R16(0), R16(16), R16(32), R16(48), R16(64));
-    if constexpr (n == 192)
-      WGMMA("192", "f16", D5, "%96", "%97", "%98", "%99", "%100", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80));
-    if constexpr (n == 224)
-      WGMMA("224", "f16", D6, "%112", "%113", "%114", "%115", "%116", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96));
-    if constexpr (n == 256)
-      WGMMA("256", "f16", D7, "%128", "%129", "%130", "%131", "%132", R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96),
-            R16(112));
+    if constexpr (n == 8) WGMMA("8", "f16", D_4, "%4", "%5", "%6", "%7", "%8", R_4(0));
+    if constexpr (n == 16) WGMMA("16", "f16", D0, "%8", "%9", "%10", "%11", "%12", R0);
+    if constexpr (n == 32) WGMMA("32", "f16", D1, "%16", "%17", "%18", "%19", "%20", R1);
+    if constexpr (n == 48) WGMMA("48", "f16", D2, "%24", "%25", "%26", "%27", "%28", R2);
+    if constexpr (n == 64) WGMMA("64", "f16", D3, "%32", "%33", "%34", "%35", "%36", R3);
+    if constexpr (n == 96) WGMMA("96", "f16", D5, "%48", "%49", "%50", "%51", "%52", R5);
+    if constexpr (n == 112) WGMMA("112", "f16", D6, "%56", "%57", "%58", "%59", "%60", R6);
+    if constexpr (n == 128) WGMMA("128", "f16", D7, "%64", "%65", "%66", "%67", "%68", R7);
+    if constexpr (n == 160) WGMMA("160", "f16", D9, "%80", "%81", "%82", "%83", "%84", R9);
+    if constexpr (n == 176) WGMMA("176", "f16", D10, "%88", "%89", "%90", "%91", "%92", R10);
+    if constexpr (n == 192) WGMMA("192", "f16", D11, "%96", "%97", "%98", "%99", "%100", R11);
+    if constexpr (n == 224) WGMMA("224", "f16", D13, "%112", "%113", "%114", "%115", "%116", R13);
+    if constexpr (n == 256) WGMMA("256", "f16", D15, "%128", "%129", "%130", "%131", "%132", R15);
   }
 }
 
 #undef WGMMA
-#undef R16
-#undef R4
+#undef R15
+#undef D15
+#undef R14
+#undef D14
+#undef R13
+#undef D13
+#undef R12
+#undef D12
+#undef R11
+#undef D11
+#undef R10
+#undef D10
+#undef R9
+#undef D9
+#undef R8
+#undef D8
+#undef R7
 #undef D7
+#undef R6
 #undef D6
+#undef R5
 #undef D5
+#undef R4
 #undef D4
+#undef R3
 #undef D3
+#undef R2
 #undef D2
+#undef R1
 #undef D1
+#undef R0
 #undef D0
-#undef D_48
-#undef D_16
-#undef D_8
+#undef R_4
+#undef D_4
 
 }  // namespace pydet

@@ -18,11 +18,12 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_128x128", 128, 128, 2, 1, true},     {"cuda_gemm_sm90_128x128_wide", 128, 128, 1, 2, true},
     {"cuda_gemm_sm90_128x64", 128, 64, 2, 1, true},       {"cuda_gemm_sm90_64x160_wide", 64, 160, 1, 2, true},
     {"cuda_gemm_sm90_64x128_wide", 64, 128, 1, 2, true},  {"cuda_gemm_sm90_64x64_wide", 64, 64, 1, 2, true},
+    {"cuda_gemm_sm90_128x176", 128, 176, 2, 1, true},     {"cuda_gemm_sm90_128x112", 128, 112, 2, 1, true},
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 
 bool sm90_takes(const Gemm &, int tile);
-int sm90_choose(const Gemm &);
+bool sm90_prefers(const Gemm &, int tile);
 template <int tile> pydet_status gemm_sm90(const Gemm &);
 
 // skinny_sm90.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a.

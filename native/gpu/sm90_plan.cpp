@@ -2,6 +2,7 @@
 // tensor maps. Any choice gives the same bits.
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "gemm_sm90.h"
@@ -43,14 +44,16 @@ bool takes(const Gemm &g, Operand *a, Operand *b) {
          aligned_batch(g.batch, g.batch.a) && aligned_batch(g.batch, g.batch.b);
 }
 
-// What a tile costs, in cycles of an SM: for each stage of 64 k in a problem of several waves, or of a single one, whose
-// weights are cold; and beside them. Fitted to times of all tiles on an H100, 66 shapes in three layouts and medium m.
+// What a tile costs, in cycles of an SM: for each stage of 64 k, in a problem of several waves or of a single one, whose
+// operands are cold; beside them; and the stages' factor where k is not adjacent in b. Fitted to the times of all tiles on
+// an H100, over 66 shapes in three layouts, with and without k_chunk, and m from 64 to 400.
 struct Rate {
-  double stage, stage_alone, beside;
+  double stage, stage_alone, beside, b_factor;
 };
 constexpr Rate kRates[] = {
-    {1054, 1057, 716}, {922, 994, 1343}, {789, 979, 1078}, {679, 634, 2200}, {1448, 570, 357},
-    {556, 589, 529},   {544, 446, 1402}, {1195, 524, 2033}, {421, 539, 300}, {250, 231, 2200},
+    {990, 987, 1771, 0.99}, {866, 859, 2743, 1.03}, {748, 719, 1329, 1.00}, {691, 677, 1243, 0.97},
+    {791, 555, 2722, 0.98}, {521, 826, 701, 1.03},  {455, 377, 1059, 1.13}, {403, 539, 397, 1.30},
+    {358, 453, 478, 0.97},  {285, 252, 483, 1.14},  {700, 1068, 780, 1.14}, {473, 561, 464, 1.24},
 };
 static_assert(sizeof kRates / sizeof *kRates == kSm90TileCount, "one a tile");
 
@@ -60,20 +63,15 @@ template <int tile> double cost_of(const Gemm &g, int multiprocessors) {
   constexpr Rate rate = kRates[tile];
   int64_t tiles = cut(g.m, t.m * t.cluster_m) * cut(g.n, t.n * t.cluster_n) * g.batch.count;
   int64_t waves = cut(tiles, multiprocessors / (t.cluster_m * t.cluster_n));
-  return double(waves) * (double(cut(g.k, kBlockK)) * (waves > 1 ? rate.stage : rate.stage_alone) + rate.beside);
+  double stage = (waves > 1 ? rate.stage : rate.stage_alone) * (g.b.row_stride == 1 ? 1 : rate.b_factor);
+  return double(waves) * (double(cut(g.k, kBlockK)) * stage + rate.beside);
 }
 
-template <int... tiles> int choose(const Gemm &g, std::integer_sequence<int, tiles...>) {
-  int multiprocessors = gpu_multiprocessors(g.device.id), best = -1;
-  double least = 0;
-  auto consider = [&](int tile, double cost) {
-    if ((g.k_chunk && !kSm90Tiles[tile].chunked) || (best >= 0 && cost >= least)) return;
-    best = tile;
-    least = cost;
-  };
-  (consider(tiles, cost_of<tiles>(g, multiprocessors)), ...);
-  return best;
+using Cost = double (*)(const Gemm &, int multiprocessors);
+template <int... tiles> constexpr std::array<Cost, kSm90TileCount> costs_of(std::integer_sequence<int, tiles...>) {
+  return {cost_of<tiles>...};
 }
+constexpr std::array<Cost, kSm90TileCount> kCosts = costs_of(std::make_integer_sequence<int, kSm90TileCount>());
 
 MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand, const int64_t (&batch_strides)[kMaxBatchDims], int extent,
                 int shares) {
@@ -99,7 +97,16 @@ bool sm90_takes(const Gemm &g, int tile) {
   return (!g.k_chunk || kSm90Tiles[tile].chunked) && takes(g, &a, &b);
 }
 
-int sm90_choose(const Gemm &g) { return choose(g, std::make_integer_sequence<int, kSm90TileCount>()); }
+bool sm90_prefers(const Gemm &g, int tile) {
+  const int multiprocessors = gpu_multiprocessors(g.device.id);
+  const double cost = kCosts[tile](g, multiprocessors);
+  for (int other = 0; other < kSm90TileCount; ++other) {
+    if (other == tile || (g.k_chunk && !kSm90Tiles[other].chunked)) continue;
+    double its_cost = kCosts[other](g, multiprocessors);
+    if (its_cost < cost || (its_cost == cost && other < tile)) return false;
+  }
+  return true;
+}
 
 pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
   const Sm90Tile &tile = kSm90Tiles[tile_index];

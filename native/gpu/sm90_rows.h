@@ -79,8 +79,9 @@ template <class S> struct WarpRows {
                                                int64_t column_stride, F f) const {
     constexpr int columns = 32;
 #pragma unroll
-    for (int group = 0; group < S::n / columns; ++group) {
-      int column = tile.column + group * columns + lane;
+    for (int group = 0; group < (S::n + columns - 1) / columns; ++group) {
+      const int start = group * columns < S::n - columns ? group * columns : S::n - columns;
+      int column = tile.column + start + lane;
 #pragma unroll 8
       for (int r = 0; r < kWarpRows; ++r) {
         bool inside = row + r < p.m && column < p.n;
@@ -90,12 +91,12 @@ template <class S> struct WarpRows {
       }
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int i = (group * columns - start) / 8; i < 4; ++i)  // each element once
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float2 pair = load_pair(pair_address(i, h));
-          f(group * 16 + i * 4 + h * 2, pair.x);
-          f(group * 16 + i * 4 + h * 2 + 1, pair.y);
+          f(start / 2 + i * 4 + h * 2, pair.x);
+          f(start / 2 + i * 4 + h * 2 + 1, pair.y);
         }
       __syncwarp();
     }
