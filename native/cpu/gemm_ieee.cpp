@@ -3,168 +3,16 @@
 //   s = +0, or out under accumulate;  s = fmaf(a[m, k], b[k, n], s) for k = 0, 1, ...;  out = round(s + bias[m, n])
 //   with k_chunk: s starts from +0 at every multiple of it, and D = D + s over the chunks, from D = +0 or out
 //
-// A task owns a block of out and walks all of k, so neither blocks nor threads show in a bit. It packs `slab` steps of k
-// of its rows of a into strips (L2), then, panel by panel, kDepth steps of its columns of b (L1), and keeps a tile of
-// strip by panel in registers: 14 by 32 with AVX-512, 6 by 16 with AVX2. A chain that a slab, panel or chunk interrupts
-// waits as the fp32 it is, in out itself where out is fp32, else on the stack. Few rows take wider tiles (for 3 rows, 8
-// vectors), which alone hide the latency of an fmaf; and a row-major b is then streamed, some rows of k at a time, along
-// all columns, unpacked if it is fp32. Few columns are the few rows of the transposed problem.
+// A task owns a block of out and walks all of k, so neither blocks nor threads show in a bit. It packs a slab of k of
+// its rows of a into strips (L2), then, panel by panel, some steps of its columns of b (L1), and keeps a tile of strip
+// by panel in registers (gemm_ieee_chains.h). A chain that a slab, panel or chunk interrupts waits as the fp32 it is, in
+// out itself where out is fp32, else on the stack. Few columns are the few rows of the transposed problem.
 
+#include "gemm_ieee_chains.h"
 #include "parallel.h"
-#include "simd.h"
 
 namespace pydet {
 namespace {
-
-constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Asks for the line `bytes` on, whatever is there, before it is read.
-inline void prefetch(const void *p, int64_t bytes = 512) { __builtin_prefetch((const char *)p + bytes); }
-inline void prefetch_once(const void *p, int64_t bytes = 512) { __builtin_prefetch((const char *)p + bytes, 0, 0); }
-
-// ---- Chains ---------------------------------------------------------------------------------------
-
-// Rows and columns of fp32, `stride` floats from row to row; p is NULL for all +0.
-struct Tile {
-  float *p;
-  int64_t stride;
-};
-
-// Some steps of k of one tile's chains: s = start, then fmaf over `depth` steps, then base + s if `fold`, into `to`.
-struct Steps {
-  int64_t depth, columns;
-  const float *a;    // a strip: its rows of one k are adjacent
-  const void *b;     // a panel: k by columns, fp32, b_stride from k to k; for Way::transposed, see there
-  int64_t b_stride;
-  Tile start, base, to;
-  bool fold;
-};
-
-inline Floats started(const Tile &tile, int64_t row, int64_t column) {
-  return tile.p ? load(tile.p + row * tile.stride + column) : zero();
-}
-
-inline void finish(const Steps &steps, int64_t row, int64_t column, Floats s) {
-  if (steps.fold) s = started(steps.base, row, column) + s;
-  store(steps.to.p + row * steps.to.stride + column, canonical(s));  // a NaN stays one, so it may be canonical early
-}
-
-// Way::tiles: all chains of a tile of kRows by kVectors side by side in registers.
-template <int kRows, int kVectors> void chain_tile(const Steps &steps) {
-  Floats s[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) s[r][v] = started(steps.start, r, v * kWidth);
-  }
-  const float *a = steps.a, *b = (const float *)steps.b;
-  for (int64_t k = 0; k < steps.depth; ++k, a += kRows, b += steps.b_stride) {
-    Floats b_k[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) b_k[v] = load(b + v * kWidth);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      Floats a_k = broadcast(a[r]);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) s[r][v] = fma(a_k, b_k[v], s[r][v]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) finish(steps, r, v * kWidth, s[r][v]);
-  }
-}
-
-// Way::across: one vector of columns after the other, all its steps of k at once. Each load then walks along one row of
-// b, as the hardware's prefetcher expects, and the vectors' chains overlap.
-constexpr int kStreamDepth = 8;  // rows of b that are walked at a time
-
-template <int kRows> void chain_across(const Steps &steps) {
-  const float *b = (const float *)steps.b;
-  for (int64_t c = 0; c < steps.columns; c += kWidth) {
-    Floats s[kRows];
-    for (int r = 0; r < kRows; ++r) s[r] = started(steps.start, r, c);
-    auto step = [&](int64_t k) {
-      prefetch_once(b + k * steps.b_stride + c, 1024);
-      Floats b_k = load(b + k * steps.b_stride + c);
-      for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(steps.a[k * kRows + r]), b_k, s[r]);
-    };
-    if (steps.depth == kStreamDepth) {
-#pragma GCC unroll 16
-      for (int k = 0; k < kStreamDepth; ++k) step(k);
-    } else {
-      for (int64_t k = 0; k < steps.depth; ++k) step(k);
-    }
-    for (int r = 0; r < kRows; ++r) finish(steps, r, c, s[r]);
-  }
-}
-
-// Way::transposed: b is read where it is, elements of T adjacent along k, b_stride from column to column. kWidth columns
-// by kWidth steps are transposed in registers and used there.
-template <class T, int kRows, bool kFull>
-inline __attribute__((always_inline)) void transposed_steps(const typename T::Stored *b, int64_t b_stride,
-                                                            int64_t columns, const float *a, int64_t depth,
-                                                            Floats (&s)[kRows]) {
-  Floats t[kWidth];
-#pragma GCC unroll 16
-  for (int i = 0; i < kWidth; ++i) {
-    if (kFull) prefetch_once(b + i * b_stride);
-    t[i] = kFull ? T::load(b + i * b_stride) : i < columns ? T::load(b + i * b_stride, depth) : zero();
-  }
-  transpose(t);
-#pragma GCC unroll 16
-  for (int k = 0; k < (kFull ? kWidth : depth); ++k) {
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(a[k * kRows + r]), t[k], s[r]);
-  }
-}
-
-template <class T, int kRows> void chain_transposed(const Steps &steps) {
-  using Stored = typename T::Stored;
-  for (int64_t c = 0; c < steps.columns; c += kWidth) {
-    const Stored *b = (const Stored *)steps.b + c * steps.b_stride;
-    const int64_t columns = steps.columns - c;
-    Floats s[kRows];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) s[r] = started(steps.start, r, c);
-    // The first steps reach up to a multiple of the vector: later loads then do not straddle lines.
-    int64_t count = kWidth - int64_t(uintptr_t(b) / sizeof(Stored) % kWidth);
-    for (int64_t k = 0; k < steps.depth; k += count, count = kWidth) {
-      const float *a = steps.a + k * kRows;
-      if (count == kWidth && columns >= kWidth && steps.depth - k >= kWidth) {
-        transposed_steps<T, kRows, true>(b + k, steps.b_stride, columns, a, kWidth, s);
-      } else {
-        count = least(count, steps.depth - k);
-        transposed_steps<T, kRows, false>(b + k, steps.b_stride, columns, a, count, s);
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) finish(steps, r, c, s[r]);
-  }
-}
-
-// A way, its strip's height and its panel's width, and the code for each number of rows up to that.
-enum class Way { tiles, across, transposed };
-
-template <Way way, int rows, int vectors> struct Shape {
-  static constexpr Way kWay = way;
-  static constexpr int kRows = rows, kColumns = vectors * kWidth;
-  template <class T, int row = rows> static auto chain(int64_t count) -> void (*)(const Steps &) {
-    if constexpr (row > 1) {
-      if (count < row) return chain<T, row - 1>(count);
-    }
-    if constexpr (way == Way::across) return chain_across<row>;
-    if constexpr (way == Way::transposed) return chain_transposed<T, row>;
-    return chain_tile<row, vectors>;
-  }
-};
-
-using Tiles = Shape<Way::tiles, kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2>;
-using Across = Shape<Way::across, 3, 32>;
-using Transposed = Shape<Way::transposed, kWidth == 16 ? 8 : 4, 16>;
 
 // ---- Blocks ------------------------------------------------------------------------------------------------------
 
@@ -185,9 +33,8 @@ struct Plan {
   bool unpacked;                  // b is read where it is
 };
 
-// kWidth lanes, each lane's steps of k adjacent, to[k * ld + lane]. Lanes from the first `lanes` on count as +0. First a
-// few lines of each lane in turn go to a buffer: lanes a power of two apart would evict each other from the L1 while
-// 16 of them are walked side by side.
+// kWidth lanes, each lane's steps of k adjacent, to[k * ld + lane], lanes past the last +0. First a few lines of each
+// lane in turn go to a buffer: lanes a power of two apart, walked side by side, would evict each other from the L1.
 template <class T>
 void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_t lanes, int64_t depth, float *to,
                      int64_t ld) {
@@ -228,8 +75,8 @@ void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_
 // Lanes by steps of k, as fp32: to[k * ld + lane], lanes past the last +0. Either stride is 1. ld is a multiple of
 // kWidth, or less than that: then each step writes up to kWidth floats, the surplus overwritten by the next step's.
 template <class T>
-void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride, int64_t lanes, int64_t depth, float *to,
-          int64_t ld) {
+void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride, int64_t lanes, int64_t depth,
+          float *to, int64_t ld) {
   if (k_stride != 1) {
     for (int64_t k = 0; k < depth; ++k) {
       for (int64_t v = 0; v < ld; v += kWidth) {
@@ -237,7 +84,7 @@ void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride,
         store(to + k * ld + v, T::load(from + k * k_stride + v, most(lanes - v, 0)));
       }
     }
-  } else if (ld == 1) {
+  } else if (ld == 1) {  // one lane is a row of lanes
     pack<T>(from, 1, 0, depth, 1, to, depth);
   } else {
     for (int64_t v = 0; v < ld; v += kWidth) {
@@ -302,25 +149,49 @@ Matrix part(const Matrix &matrix, int64_t row, int64_t rows, int64_t column, int
   return {at(matrix, row, column), matrix.type, rows, columns, matrix.row_stride, matrix.col_stride};
 }
 
+// Where the unfinished chains of a tile wait: its total, and its open chunk if it has one.
+struct Sums {
+  Tile total, open_chunk;
+};
+
+// Takes a tile from step `begin` of k to `end`, in calls that end where chunks do. `steps` holds the columns and where
+// a and b are at `begin`; a_step and b_step are bytes from k to k.
+void advance(void (*chain)(const Steps &), Steps steps, int64_t a_step, int64_t b_step, const Gemm &gemm,
+             const Sums &sums, int64_t begin, int64_t end) {
+  const int64_t chunk = gemm.k ? gemm.k_chunk : 0;
+  do {
+    const bool opens = chunk && begin % chunk == 0;
+    const int64_t until = chunk ? least(end, (begin / chunk + 1) * chunk) : end;
+    const bool closes = chunk && (until % chunk == 0 || until == gemm.k);
+    const bool has_total = begin >= most(chunk, 1) || gemm.accumulate;
+    const Tile none = {nullptr, 0};
+    steps.depth = until - begin;
+    steps.start = opens ? none : chunk ? sums.open_chunk : has_total ? sums.total : none;
+    steps.base = has_total ? sums.total : none;
+    steps.to = chunk && !closes ? sums.open_chunk : sums.total;
+    steps.fold = closes;
+    chain(steps);
+    steps.a = (const float *)((const char *)steps.a + steps.depth * a_step);
+    steps.b = (const char *)steps.b + steps.depth * b_step;
+    begin = until;
+  } while (begin < end);
+}
+
 // out = round(a b + bias) for one task; a, b, bias and out are its own rows and columns.
 template <class S, class T>
-__attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const Matrix &a, const Matrix &b, const Matrix &bias, const Matrix &out) {
+__attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const Matrix &a, const Matrix &b,
+                                     const Matrix &bias, const Matrix &out) {
   using Stored = typename T::Stored;
   alignas(64) float strips[kStripFloats + kWidth];
   alignas(64) float panel[kPanelFloats];
   alignas(64) float sums[kSumFloats];
-  const int64_t k = gemm.k, chunk = k ? gemm.k_chunk : 0;
-  const int64_t b_stride = S::kWay == Way::transposed ? b.col_stride : b.row_stride;  // where it is read unpacked
-  const int64_t strip_count = ceil_div(out.rows, S::kRows);
-  const int64_t short_rows = out.rows / strip_count, taller = out.rows % strip_count;  // the first `taller` have one more
-
+  const int64_t k = gemm.k;
   int64_t k_slab = 0;
   do {
     const int64_t slab = least(plan.slab, k - k_slab);
-    for (int64_t i = 0, row = 0; i < strip_count; ++i) {
-      int64_t rows = short_rows + (i < taller);
+    for (int64_t row = 0; row < out.rows; row += S::kRows) {
+      const int64_t rows = least(S::kRows, out.rows - row);
       pack<T>((const Stored *)at(a, row, k_slab), a.row_stride, a.col_stride, rows, slab, strips + row * slab, rows);
-      row += rows;
     }
     for (int64_t column = 0; column < out.cols; column += S::kColumns) {
       const int64_t columns = least(S::kColumns, out.cols - column);
@@ -346,30 +217,17 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
             for (int64_t v = 0; v < S::kColumns; v += kWidth) prefetch(b_at + i * b.row_stride + v);
           }
         }
-        for (int64_t i = 0, row = 0; i < strip_count; ++i) {
-          const int64_t rows = short_rows + (i < taller);
-          const auto run = S::template chain<T>(rows);
+        for (int64_t row = 0; row < out.rows; row += S::kRows) {
+          const int64_t rows = least(S::kRows, out.rows - row);
           auto of_strip = [&](Tile tile) { return Tile{tile.p + row * tile.stride, tile.stride}; };
-          int64_t at_k = k_panel;
-          do {
-            const int64_t begin = at_k, offset = begin - k_panel;
-            Steps steps;
-            at_k = k_panel + depth;
-            if (chunk) at_k = least(at_k, (begin / chunk + 1) * chunk);
-            const bool closes = chunk && (at_k % chunk == 0 || at_k == k);
-            steps.depth = at_k - begin;
-            steps.columns = columns;
-            steps.a = strips + row * slab + (begin - k_slab) * rows;
-            steps.b = panel + offset * padded, steps.b_stride = padded;
-            if (unpacked) steps.b = b_at + offset * b.row_stride, steps.b_stride = b_stride;
-            steps.start = steps.base = {nullptr, 0};
-            if (chunk ? begin % chunk != 0 : begin || gemm.accumulate) steps.start = of_strip(chunk ? open_chunk : total);
-            if (begin >= chunk || gemm.accumulate) steps.base = of_strip(total);
-            steps.to = of_strip(chunk && !closes ? open_chunk : total);
-            steps.fold = closes;
-            run(steps);
-          } while (at_k < k_panel + depth);
-          row += rows;
+          Steps steps = {};
+          steps.columns = columns;
+          steps.a = strips + row * slab + (k_panel - k_slab) * rows;
+          steps.b = unpacked ? (const void *)b_at : panel;
+          steps.b_stride = !unpacked ? padded : S::kWay == Way::transposed ? b.col_stride : b.row_stride;
+          const int64_t b_step = unpacked ? b.row_stride * size_of(b.type) : padded * size_of(Type::f32);
+          advance(S::template chain<T>(rows), steps, rows * size_of(Type::f32), b_step, gemm,
+                  {of_strip(total), of_strip(open_chunk)}, k_panel, k_panel + depth);
         }
         k_panel += depth;
       } while (k_panel < k_slab + slab);
@@ -401,14 +259,15 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   if (gemm.k_chunk && chunks_fit) plan.depth -= plan.depth % gemm.k_chunk;
   const int64_t sums = (plan.in_place ? 0 : 1) + (chunks_fit ? 0 : 1);  // that a column needs on the stack
 
-  // Blocks as large as the caches and the stack allow, then smaller until every thread has some.
-  const int64_t max_rows = sums ? 168 : kBlockRows;
-  plan.row_tasks = ceil_div(gemm.m, max_rows);
+  // Blocks as large as the caches and the stack allow, but some for every thread.
+  const int64_t step = S::kWay == Way::tiles ? S::kColumns : 4 * kWidth, most_tasks = ceil_div(gemm.n, step);
+  const int64_t short_of_threads = ceil_div(threads, most_tasks * gemm.batch.count);
+  plan.row_tasks = most(ceil_div(gemm.m, sums ? 168 : kBlockRows), least(short_of_threads, ceil_div(gemm.m, S::kRows)));
   plan.rows = ceil_div(gemm.m, plan.row_tasks);
+  plan.row_tasks = ceil_div(gemm.m, plan.rows);
   int64_t max_columns = streams ? kPanelFloats / plan.rows : kBlockColumns;
   if (sums) max_columns = least(max_columns, (kSumFloats / plan.rows - (plan.in_place ? S::kColumns : 0)) / sums);
   const int64_t wanted = threads == 1 ? 1 : streams ? 2 * threads : 4 * threads;  // the hardware likes long rows of b
-  const int64_t step = S::kWay == Way::tiles ? S::kColumns : 4 * kWidth;
   const int64_t wanted_columns = ceil_div(gemm.n * plan.row_tasks * gemm.batch.count, wanted);
   plan.columns = most(least(ceil_div(wanted_columns, step), max_columns / step), 1) * step;
   plan.column_tasks = ceil_div(gemm.n, plan.columns);

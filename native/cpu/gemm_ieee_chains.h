@@ -1,0 +1,162 @@
+// The inner loops of gemm_ieee.cpp: the fmaf chains of a tile, in three ways, all with the same bits.
+//
+// Many rows take a tile of registers, 14 by 32 with AVX-512, 6 by 16 with AVX2, which reuses what it loads. Few rows
+// are bound by the memory b lies in, and read it once and in the order that memory likes: along its rows if it is
+// row-major, else in squares that are transposed in registers.
+#pragma once
+
+#include "simd.h"
+
+namespace pydet {
+namespace {
+
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Asks for the line `bytes` on, whatever is there, before it is read.
+inline void prefetch(const void *p, int64_t bytes = 512) { __builtin_prefetch((const char *)p + bytes); }
+inline void prefetch_once(const void *p, int64_t bytes = 512) { __builtin_prefetch((const char *)p + bytes, 0, 0); }
+
+// Rows and columns of fp32, `stride` floats from row to row; p is NULL for all +0.
+struct Tile {
+  float *p;
+  int64_t stride;
+};
+
+// Some steps of k of one tile's chains: s = start, then fmaf over `depth` steps, then base + s if `fold`, into `to`.
+struct Steps {
+  int64_t depth, columns;
+  const float *a;  // a strip: its rows of one k are adjacent
+  const void *b;   // a panel: fp32, b_stride from k to k, columns adjacent; but see Way::transposed
+  int64_t b_stride;
+  Tile start, base, to;
+  bool fold;
+};
+
+inline Floats started(const Tile &tile, int64_t row, int64_t column) {
+  return tile.p ? load(tile.p + row * tile.stride + column) : zero();
+}
+
+inline void finish(const Steps &steps, int64_t row, int64_t column, Floats s) {
+  if (steps.fold) s = started(steps.base, row, column) + s;
+  store(steps.to.p + row * steps.to.stride + column, canonical(s));  // a NaN stays one, so it may be canonical early
+}
+
+// Way::tiles: all chains of a tile of kRows by kVectors side by side in registers.
+template <int kRows, int kVectors> void chain_tile(const Steps &steps) {
+  Floats s[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) s[r][v] = started(steps.start, r, v * kWidth);
+  }
+  const float *a = steps.a, *b = (const float *)steps.b;
+  for (int64_t k = 0; k < steps.depth; ++k, a += kRows, b += steps.b_stride) {
+    Floats b_k[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) b_k[v] = load(b + v * kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      Floats a_k = broadcast(a[r]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) s[r][v] = fma(a_k, b_k[v], s[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) finish(steps, r, v * kWidth, s[r][v]);
+  }
+}
+
+// Way::across: one vector of columns after the other, all its steps of k at once. Each load then walks along one row of
+// b, as the hardware's prefetcher expects, and the vectors' chains overlap.
+constexpr int kStreamDepth = 8;  // rows of b that are walked at a time
+
+template <int kRows> void chain_across(const Steps &steps) {
+  const float *b = (const float *)steps.b;
+  for (int64_t c = 0; c < steps.columns; c += kWidth) {
+    Floats s[kRows];
+    for (int r = 0; r < kRows; ++r) s[r] = started(steps.start, r, c);
+    auto step = [&](int64_t k) {
+      prefetch_once(b + k * steps.b_stride + c, 1024);
+      Floats b_k = load(b + k * steps.b_stride + c);
+      for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(steps.a[k * kRows + r]), b_k, s[r]);
+    };
+    if (steps.depth == kStreamDepth) {
+#pragma GCC unroll 16
+      for (int k = 0; k < kStreamDepth; ++k) step(k);
+    } else {
+      for (int64_t k = 0; k < steps.depth; ++k) step(k);
+    }
+    for (int r = 0; r < kRows; ++r) finish(steps, r, c, s[r]);
+  }
+}
+
+// Way::transposed: b is read where it is, elements of T adjacent along k, b_stride from column to column. A square of
+// kWidth columns by kWidth steps is transposed in registers and used there.
+template <class T, int kRows, bool kFull>
+inline __attribute__((always_inline)) void transposed_steps(const typename T::Stored *b, int64_t b_stride,
+                                                            int64_t columns, const float *a, int64_t depth,
+                                                            Floats (&s)[kRows]) {
+  Floats t[kWidth];
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) {
+    if (kFull) prefetch_once(b + i * b_stride);
+    t[i] = kFull ? T::load(b + i * b_stride) : i < columns ? T::load(b + i * b_stride, depth) : zero();
+  }
+  transpose(t);
+#pragma GCC unroll 16
+  for (int k = 0; k < (kFull ? kWidth : depth); ++k) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(a[k * kRows + r]), t[k], s[r]);
+  }
+}
+
+template <class T, int kRows> void chain_transposed(const Steps &steps) {
+  using Stored = typename T::Stored;
+  for (int64_t c = 0; c < steps.columns; c += kWidth) {
+    const Stored *b = (const Stored *)steps.b + c * steps.b_stride;
+    const int64_t columns = steps.columns - c;
+    Floats s[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) s[r] = started(steps.start, r, c);
+    // The first steps reach up to a multiple of the vector: later loads then do not straddle lines.
+    int64_t count = kWidth - int64_t(uintptr_t(b) / sizeof(Stored) % kWidth);
+    for (int64_t k = 0; k < steps.depth; k += count, count = kWidth) {
+      const float *a = steps.a + k * kRows;
+      if (count == kWidth && columns >= kWidth && steps.depth - k >= kWidth) {
+        transposed_steps<T, kRows, true>(b + k, steps.b_stride, columns, a, kWidth, s);
+      } else {
+        count = least(count, steps.depth - k);
+        transposed_steps<T, kRows, false>(b + k, steps.b_stride, columns, a, count, s);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) finish(steps, r, c, s[r]);
+  }
+}
+
+// How a tile is walked, its strip's height, its panel's width, and the code for each number of rows up to that height.
+enum class Way { tiles, across, transposed };
+
+template <Way way, int rows, int vectors> struct Shape {
+  static constexpr Way kWay = way;
+  static constexpr int kRows = rows, kColumns = vectors * kWidth;
+  template <class T, int row = rows> static auto chain(int64_t count) -> void (*)(const Steps &) {
+    if constexpr (row > 1) {
+      if (count < row) return chain<T, row - 1>(count);
+    }
+    if constexpr (way == Way::across) return chain_across<row>;
+    if constexpr (way == Way::transposed) return chain_transposed<T, row>;
+    return chain_tile<row, vectors>;
+  }
+};
+
+using Tiles = Shape<Way::tiles, kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2>;
+using Across = Shape<Way::across, 3, 32>;
+using Transposed = Shape<Way::transposed, kWidth == 16 ? 8 : 4, 16>;
+
+}  // namespace
+}  // namespace pydet
