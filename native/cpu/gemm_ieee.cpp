@@ -5,8 +5,8 @@
 //
 // A task owns a block of out and walks all of k, so neither blocks nor threads show in a bit. It packs a slab of k of
 // its rows of a into strips (L2), then, panel by panel, some steps of its columns of b (L1), and keeps a tile of strip
-// by panel in registers (gemm_ieee_chains.h). A chain that a slab, panel or chunk interrupts waits as the fp32 it is, in
-// out itself where out is fp32, else on the stack. Few columns are the few rows of the transposed problem.
+// by panel in registers (gemm_ieee_chains.h). A chain that a slab, panel or chunk interrupts waits as the fp32 it is,
+// in out itself where out is fp32, else on the stack. Few columns are the few rows of the transposed problem.
 
 #include "gemm_ieee_chains.h"
 #include "parallel.h"
