@@ -8,6 +8,7 @@ A device is a class that times calls, clears and reads outputs, and says how man
 bench/cuda.py has the other.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -53,27 +54,46 @@ class Row:
 
 class Cpu:
     """The wall clock. A sample starts with calls that are not timed, for as long as the threads of the variant before
-    may spin (OpenBLAS: 2^26 cycles)."""
+    may spin (OpenBLAS: 2^26 cycles). One in which this process's threads waited for a core is taken again; the last of
+    RETRIES counts as it is, and as disturbed."""
 
     SETTLE_SECONDS = 0.04
+    WAITED = 0.01  # of the sample's time
+    RETRIES = 6
     SAMPLES = 15  # of each variant of a row
     FEWEST_SAMPLES = 5  # where SAMPLES of them would take more than
     ROW_SECONDS = 30
     SAMPLE_SECONDS = 0.03  # a sample makes as many calls as fill this, and at least one
 
+    disturbed = 0  # samples of this row
+
     def start_row(self):
-        pass
+        self.disturbed = 0
 
     def sample(self, calls, count):
         """Seconds a call."""
         endless = itertools.cycle(calls)
-        settled = time.perf_counter() + self.SETTLE_SECONDS
-        while time.perf_counter() < settled:
-            next(endless)()
-        start = time.perf_counter()
-        for call in itertools.islice(endless, count):
-            call()
-        return (time.perf_counter() - start) / count
+        for _ in range(self.RETRIES):
+            settled = time.perf_counter() + self.SETTLE_SECONDS
+            while time.perf_counter() < settled:
+                next(endless)()
+            waited = self.waited()
+            start = time.perf_counter()
+            for call in itertools.islice(endless, count):
+                call()
+            seconds = time.perf_counter() - start
+            if self.waited() - waited <= self.WAITED * seconds:
+                return seconds / count
+        self.disturbed += 1
+        return seconds / count
+
+    def waited(self):
+        """Seconds for which threads of this process were ready to run but had no core; 0 where Linux does not say."""
+        nanoseconds = 0
+        for path in Path("/proc/self/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has just ended
+                nanoseconds += int(path.read_text().split()[1])
+        return nanoseconds / 1e9
 
     def clear(self, array):
         array.fill(0)
@@ -153,6 +173,7 @@ def measure(row, device, threads):
                 "bits_ok": bits_ok if v.outputs else None,
                 "sha256": digests.get(v.name),
                 "samples": len(samples[v.name]),
+                "disturbed_in_row": device.disturbed,
                 "calls_per_sample": counts[v.name],
                 "buffer_sets": len(v.calls),
                 "note": row.note,
