@@ -59,9 +59,6 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
 
 // A barrier among `threads` threads, whole warps; id 0 is __syncthreads.
 __device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // Registers a thread of this warpgroup may use from here on.
 template <int count> __device__ __forceinline__ void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
@@ -109,23 +106,6 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
         "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(at.batch[1]), "r"(at.batch[2]), "h"(mask)
         : "memory");
 }
-
-// Stores a box from shared memory, clipped to the tensor; commit_stores() ends a group of them.
-__device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, const Place &at) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
-               "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(at.batch[1]), "r"(at.batch[2])
-               : "memory");
-}
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Until at most `groups` groups of stores still have to read their shared memory.
-template <int groups> __device__ __forceinline__ void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory");
-}
-__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// Makes this thread's stores to shared memory visible to the copy engine.
-__device__ __forceinline__ void fence_shared_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Four 8x8 matrices of 16-bit elements from a warp's fragments to shared memory; lane l gives the address of row l % 8
 // of matrix l / 8.
