@@ -3,10 +3,10 @@
 //   D = +0 or out;  D = step(D, a[m, 16i .. 16i+15], b[16i .. 16i+15, n]) for i ascending            without k_chunk
 //   D = +0 or out;  D = D + s_c for chunks c ascending, s_c = such a chain from +0 over its own k    with k_chunk
 //
-// One persistent block an SM: a producer thread brings tiles of m by 64 and 64 by n into a ring of stages by TMA, shared
-// with the other blocks of the cluster by multicast; one warpgroup for every 64 rows runs wgmma m64nNk16 on them, k
-// ascending, and stores its accumulators (sm90_rows.h). Either operand may have k adjacent or not: wgmma reads both. A tile
-// past an edge computes on zeros, and its part outside is not stored.
+// One persistent block an SM: a producer thread brings tiles of m by 64 and 64 by n into a ring of stages by TMA,
+// shared with the other blocks of the cluster by multicast; one warpgroup for every 64 rows runs wgmma m64nNk16 on
+// them, k ascending, and stores its accumulators (sm90_rows.h). Either operand may have k adjacent or not: wgmma reads
+// both. A tile past an edge computes on zeros, and its part outside is not stored.
 
 #include <algorithm>
 
@@ -41,8 +41,9 @@ template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> 
 
 // This block's share of an operand tile for the blocks of `mask`: `extent` along m or n, 64 along k.
 template <bool k_adjacent, int extent, int shares>
-__device__ __forceinline__ void load_operand(const CUtensorMap *map, uint32_t barrier, uint32_t to, int k, int start, int share,
-                                             uint16_t mask, bool batched, const int (&batch)[kSm90MaxBatch]) {
+__device__ __forceinline__ void load_operand(const CUtensorMap *map, uint32_t barrier, uint32_t to, int k, int start,
+                                             int share, uint16_t mask, bool batched,
+                                             const int (&batch)[kSm90MaxBatch]) {
   constexpr bool multicast = shares > 1;
   auto load = [&](uint32_t address, int x, int y) {
     Place place = {x, y, {batch[0], batch[1], batch[2]}};
@@ -82,8 +83,10 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
         uint32_t a = shared + stage * (S::a_bytes + S::b_bytes), b = a + S::a_bytes;
         barrier_wait(empty, parity ^ 1);
         barrier_expect(full, S::a_bytes + S::b_bytes);
-        load_operand<S::a_k_adjacent, S::m, S::cluster_n>(&p.a, full, a, k, tile.row, column_rank, a_mask, p.batched, a_batch);
-        load_operand<S::b_k_adjacent, S::n, S::cluster_m>(&p.b, full, b, k, tile.column, row_rank, b_mask, p.batched, b_batch);
+        load_operand<S::a_k_adjacent, S::m, S::cluster_n>(&p.a, full, a, k, tile.row, column_rank, a_mask, p.batched,
+                                                          a_batch);
+        load_operand<S::b_k_adjacent, S::n, S::cluster_m>(&p.b, full, b, k, tile.column, row_rank, b_mask, p.batched,
+                                                          b_batch);
         if (++stage == S::stages) stage = 0, parity ^= 1;
       }
     }
@@ -139,7 +142,8 @@ template <class S> struct Ring {
     if constexpr (S::chunked) {
       float sum[S::registers];
       for (int chunk = 0; chunk < k_end; chunk += chunk_size) {
-        const int k_here = min(k_end - chunk, chunk_size), whole = k_here / kBlockK, steps = (k_here % kBlockK + kStep - 1) / kStep;
+        const int k_here = min(k_end - chunk, chunk_size), whole = k_here / kBlockK,
+                  steps = (k_here % kBlockK + kStep - 1) / kStep;
 #pragma unroll 1
         for (int i = 0; i < whole; ++i) advance<true>(sum, 0, i == 0);
         if (steps) advance<false>(sum, steps, whole == 0);
@@ -162,7 +166,8 @@ template <class S> struct Ring {
   }
 };
 
-template <class S> __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, int rank, int warpgroup) {
+template <class S>
+__device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, int rank, int warpgroup) {
   const int thread = int(threadIdx.x) % kWarpgroup;
   Ring<S> ring = {shared, warpgroup, rank, thread};
   const uint32_t piece = shared + S::staging_at + (warpgroup * 4 + thread / 32) * kPieceBytes;
@@ -192,7 +197,8 @@ template <class S> __device__ __forceinline__ void consume(const Sm90Problem &p,
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (p.accumulate) {
       const WarpRows<S> rows = rows_of(index);
-      rows.each_element(p.out, Type::f32, rows.tile.out_offset, p.out_stride, 1, [&](int i, float x) { d[i] = canonical(x); });
+      rows.each_element(p.out, Type::f32, rows.tile.out_offset, p.out_stride, 1,
+                        [&](int i, float x) { d[i] = canonical(x); });
       ring.chain(d, p.k, p.chunk);
     } else {
 #pragma unroll
@@ -206,7 +212,8 @@ template <class S> __device__ __forceinline__ void consume(const Sm90Problem &p,
 #pragma unroll
       for (int i = 0; i < kBiasLoads; ++i)
         if (thread + i * kWarpgroup < S::n)
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(bias_row + (thread + i * kWarpgroup) * 4), "f"(f32_from_raw(bias[i], p.bias_type))
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(bias_row + (thread + i * kWarpgroup) * 4),
+                       "f"(f32_from_raw(bias[i], p.bias_type))
                        : "memory");
       named_sync(1 + warpgroup, kWarpgroup);
 #pragma unroll

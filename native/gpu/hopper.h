@@ -19,7 +19,9 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
 }
 
 // Makes initialised barriers visible to the cluster and to the copy engine.
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -27,7 +29,8 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
-      "{\n.reg .pred done;\nTRY:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra TRY;\n}" ::"r"(barrier),
+      "{\n.reg .pred done;\nTRY:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra TRY;\n}" ::"r"(
+          barrier),
       "r"(parity)
       : "memory");
 }
@@ -39,8 +42,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 // Arrives at the barrier at the same offset in block `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
   asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(
-          barrier),
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, "
+      "[remote];\n}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -58,14 +61,22 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
 }
 
 // A barrier among `threads` threads, whole warps; id 0 is __syncthreads.
-__device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // Registers a thread of this warpgroup may use from here on.
-template <int count> __device__ __forceinline__ void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
-template <int count> __device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
+template <int count> __device__ __forceinline__ void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count> __device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
 
 // From here on the next kernel's blocks may take the places that this one's leave (programmatic dependent launch).
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 // ---- The copy engine ---------------------------------------------------------------------------------------------
 
@@ -81,12 +92,15 @@ __device__ __forceinline__ void prefetch(const CUtensorMap *map) {
 
 // Loads a box into shared memory and counts its bytes on `barrier`; what lies outside of the tensor reads as zero. With
 // a mask of more than this block, the same box and count arrive in every block of the mask.
-template <int rank, bool multicast>
-__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, const Place &at, uint16_t mask) {
+template <int rank, bool multicast> __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map,
+                                                                             uint32_t barrier, const Place &at,
+                                                                             uint16_t mask) {
   if constexpr (rank == 2 && !multicast)
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-                 "l"(map), "r"(barrier), "r"(at.x), "r"(at.y)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            to),
+        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y)
+        : "memory");
   else if constexpr (rank == 2)
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -110,8 +124,8 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
 // Four 8x8 matrices of 16-bit elements from a warp's fragments to shared memory; lane l gives the address of row l % 8
 // of matrix l / 8.
 __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&fragments)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(fragments[0]), "r"(fragments[1]),
-               "r"(fragments[2]), "r"(fragments[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(fragments[0]),
+               "r"(fragments[1]), "r"(fragments[2]), "r"(fragments[3])
                : "memory");
 }
 
@@ -169,18 +183,21 @@ template <int groups> __device__ __forceinline__ void wgmma_wait() {
 #define R13 R12, R_4(104), R_4(108)
 #define R14 R13, R_4(112), R_4(116)
 #define R15 R14, R_4(120), R_4(124)
-#define WGMMA(n, type, text, a, b, add, ta, tb, ...)                                                                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
-               " {" text "}, " a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                                      \
-               : __VA_ARGS__                                                                                                \
-               : "l"(a_descriptor), "l"(b_descriptor), "r"(add_to_d), "n"(int(!a_k_adjacent)), "n"(int(!b_k_adjacent)))
+#define WGMMA(n, type, text, a, b, add, ta, tb, ...)                                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
+               "." type " {" text "}, " a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                   \
+               : __VA_ARGS__                                                                                       \
+               : "l"(a_descriptor), "l"(b_descriptor), "r"(add_to_d), "n"(int(!a_k_adjacent)),                     \
+                 "n"(int(!b_k_adjacent)))
 
 // d = a b, or d + a b, for a warpgroup: 64 rows, n columns, 16 k. Thread t of the warpgroup holds in d[4 i + 2 h + e]
 // row 16 (t / 32) + t % 32 / 4 + 8 h, column 8 i + 2 (t % 4) + e.
 template <Type type, bool a_k_adjacent, bool b_k_adjacent, int registers>
-__device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor, int add_to_d) {
+__device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor,
+                                      int add_to_d) {
   constexpr int n = 2 * registers;
-  static_assert(n == 8 || n == 176 || (n % 16 == 0 && n <= 128 && n != 80) || (n % 32 == 0 && n <= 256), "no instruction here");
+  static_assert(n == 8 || n == 176 || (n % 16 == 0 && n <= 128 && n != 80) || (n % 32 == 0 && n <= 256),
+                "no instruction here");
   if constexpr (type == Type::bf16) {
     if constexpr (n == 8) WGMMA("8", "bf16", D_4, "%4", "%5", "%6", "%7", "%8", R_4(0));
     if constexpr (n == 16) WGMMA("16", "bf16", D0, "%8", "%9", "%10", "%11", "%12", R0);

@@ -19,7 +19,9 @@ struct Operand {
   int64_t extent, rows, row_stride;
 };
 
-bool aligned_stride(int64_t stride, int64_t extent) { return extent == 1 || (stride % 8 == 0 && stride > 0 && stride < int64_t(1) << 38); }
+bool aligned_stride(int64_t stride, int64_t extent) {
+  return extent == 1 || (stride % 8 == 0 && stride > 0 && stride < int64_t(1) << 38);
+}
 
 // k_stride and stride are those along k and along the other dimension.
 bool operand_of(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride, Operand *operand) {
@@ -40,13 +42,14 @@ bool takes(const Gemm &g, Operand *a, Operand *b) {
   constexpr int64_t kMost = int64_t(1) << 30;
   if (g.m > kMost || g.n > kMost || g.k > kMost || g.batch.dims > kSm90MaxBatch) return false;
   if (cut(g.m, 64) * cut(g.n, 64) > kMost / g.batch.count) return false;
-  return operand_of(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, a) && operand_of(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, b) &&
-         aligned_batch(g.batch, g.batch.a) && aligned_batch(g.batch, g.batch.b);
+  return operand_of(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, a) &&
+         operand_of(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, b) && aligned_batch(g.batch, g.batch.a) &&
+         aligned_batch(g.batch, g.batch.b);
 }
 
-// What a tile costs, in cycles of an SM: for each stage of 64 k, in a problem of several waves or of a single one, whose
-// operands are cold; beside them; and the stages' factor where k is not adjacent in b. Fitted to the times of all tiles on
-// an H100, over 66 shapes in three layouts, with and without k_chunk, and m from 64 to 400.
+// What a tile costs, in cycles of an SM: for each stage of 64 k, in a problem of several waves or of a single one,
+// whose operands are cold; beside them; and the stages' factor where k is not adjacent in b. Fitted to the times of all
+// tiles on an H100, over 66 shapes in three layouts, with and without k_chunk, and m from 64 to 400.
 struct Rate {
   double stage, stage_alone, beside, b_factor;
 };
@@ -73,11 +76,18 @@ template <int... tiles> constexpr std::array<Cost, kSm90TileCount> costs_of(std:
 }
 constexpr std::array<Cost, kSm90TileCount> kCosts = costs_of(std::make_integer_sequence<int, kSm90TileCount>());
 
-MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand, const int64_t (&batch_strides)[kMaxBatchDims], int extent,
-                int shares) {
+MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand,
+                const int64_t (&batch_strides)[kMaxBatchDims], int extent, int shares) {
   constexpr int64_t kAnyStride = 8;  // where there is only one of something
-  MapShape map = {matrix.data, matrix.type, operand.extent, operand.rows, operand.rows == 1 ? kAnyStride : operand.row_stride,
-                  64, operand.k_adjacent ? extent / shares : kBlockK / shares, g.batch.count > 1 ? 5 : 2, {1, 1, 1},
+  MapShape map = {matrix.data,
+                  matrix.type,
+                  operand.extent,
+                  operand.rows,
+                  operand.rows == 1 ? kAnyStride : operand.row_stride,
+                  64,
+                  operand.k_adjacent ? extent / shares : kBlockK / shares,
+                  g.batch.count > 1 ? 5 : 2,
+                  {1, 1, 1},
                   {kAnyStride, kAnyStride, kAnyStride}};
   for (int i = 0; i < g.batch.dims; ++i)
     if (batch_strides[i]) map.batch_shape[i] = g.batch.shape[i], map.batch_stride[i] = batch_strides[i];
@@ -116,8 +126,10 @@ pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(tile.name, &encode)) return status;
   if (g.k > 0) {
-    if (pydet_status status = make_map(tile.name, encode, map_of(g, g.a, a, g.batch.a, tile.m, tile.cluster_n), &p.a)) return status;
-    if (pydet_status status = make_map(tile.name, encode, map_of(g, g.b, b, g.batch.b, tile.n, tile.cluster_m), &p.b)) return status;
+    if (pydet_status status = make_map(tile.name, encode, map_of(g, g.a, a, g.batch.a, tile.m, tile.cluster_n), &p.a))
+      return status;
+    if (pydet_status status = make_map(tile.name, encode, map_of(g, g.b, b, g.batch.b, tile.n, tile.cluster_m), &p.b))
+      return status;
   }
   const int64_t unit = 16 / size_of(g.out.type);
   p.out_aligned = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && (g.m == 1 || g.out.row_stride % unit == 0);

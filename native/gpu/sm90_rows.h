@@ -34,10 +34,13 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p,
 }
 
 __device__ __forceinline__ uint32_t load_raw(const char *data, int64_t index, Type type) {
-  return type == Type::f32 ? reinterpret_cast<const uint32_t *>(data)[index] : reinterpret_cast<const uint16_t *>(data)[index];
+  return type == Type::f32 ? reinterpret_cast<const uint32_t *>(data)[index]
+                           : reinterpret_cast<const uint16_t *>(data)[index];
 }
 __device__ __forceinline__ float f32_from_raw(uint32_t raw, Type type) {
-  return type == Type::f32 ? float_of(raw) : type == Type::bf16 ? f32_from_bf16(uint16_t(raw)) : f32_from_f16(uint16_t(raw));
+  return type == Type::f32    ? float_of(raw)
+         : type == Type::bf16 ? f32_from_bf16(uint16_t(raw))
+                              : f32_from_f16(uint16_t(raw));
 }
 __device__ __forceinline__ void store_pair(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
@@ -49,7 +52,10 @@ __device__ __forceinline__ float2 load_pair(uint32_t address) {
 }
 __device__ __forceinline__ uint4 load_16_bytes(uint32_t address) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
 template <bool bf16> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
@@ -118,8 +124,8 @@ template <class S> struct WarpRows {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float *e = d + start / 2 + 8 * j;
-          uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]), round_pair<bf16>(e[4], e[5]),
-                                   round_pair<bf16>(e[6], e[7])};
+          uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
+                                   round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
           int r = lane % 16, chunk = 2 * j + lane / 16;
           store_matrices(piece + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
         }
@@ -139,7 +145,8 @@ template <class S> struct WarpRows {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int r = 4 * i + lane / 8;
-        *reinterpret_cast<uint4 *>(to + r * stride + lane % 8 * 16) = load_16_bytes(piece + r * kRowBytes + ((lane % 8 ^ (r & 7)) << 4));
+        *reinterpret_cast<uint4 *>(to + r * stride + lane % 8 * 16) =
+            load_16_bytes(piece + r * kRowBytes + ((lane % 8 ^ (r & 7)) << 4));
       }
       return;
     }
