@@ -8,6 +8,7 @@ rotate past the L2. `--quick` takes a few shapes of each operation.
 import argparse
 import math
 import statistics
+import subprocess
 import sys
 import time
 from functools import partial
@@ -310,6 +311,30 @@ def overhead():
     return {name: host_microseconds(call) for name, call in calls.items()}
 
 
+# ---- The card ------------------------------------------------------------------------------------------------------
+
+
+def card():
+    """How fast the card is now: one large cuBLAS product and one copy, and what nvidia-smi says of it right after. A card
+    that gets hot or is short of power slows down by much, and its ratios are then not those of a healthy one."""
+    a, b = normal(8192, 8192), normal(8192, 8192)
+    out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    device, move = Cuda(), copying((a, b, out))
+    seconds = [
+        statistics.median(device.sample([call], 4) for _ in range(3))
+        for call in (partial(torch.mm, a, b, out=out), move)
+    ]
+    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+    smi = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    return {
+        "cublas_8192_tflops": round(2 * 8192**3 / seconds[0] / 1e12, 1),
+        "copy_gb_per_s": round(3 * 2 * 8192**2 / seconds[1] / 1e9),
+        fields: smi.stdout.strip(),
+    }
+
+
 # ---- Running -------------------------------------------------------------------------------------------------------
 
 ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "rmsnorm": norm_rows}
@@ -353,15 +378,17 @@ def main():
         if operation == "overhead":
             times = overhead()
             print("\n".join(f"host time of {call:18} {us:.2f} us" for call, us in times.items()))
-            harness.write_json(
-                options.out / f"{name}_overhead.json", command, None, [{"call": c, "us": us} for c, us in times.items()]
-            )
+            calls = [{"call": call, "us": us} for call, us in times.items()]
+            harness.write_json(options.out / f"{name}_overhead.json", command, calls, {})
             continue
+        before = card()
         entries = harness.run(ROWS[operation](options.quick), device, 0)
+        after = card()
+        print(f"card before: {before}\ncard after:  {after}")
         lines = summary(entries)
         print("\n".join(lines), flush=True)
         path = options.out / f"{name}_{operation}"
-        harness.write_json(path.with_suffix(".json"), command, None, entries)
+        harness.write_json(path.with_suffix(".json"), command, entries, {"card_before": before, "card_after": after})
         harness.write_table(path.with_suffix(".md"), entries)
         with path.with_suffix(".md").open("a") as table:
             table.write("\n" + "".join(f"- {line}\n" for line in lines))

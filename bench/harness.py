@@ -265,11 +265,12 @@ def versions():
     return found
 
 
-def write_json(path, command, load_average, entries):
+def write_json(path, command, entries, state):
+    """state: of the machine while it measured."""
     data = {
         "command": command,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "machine": machine() | {"load_average_at_start": load_average},
+        "machine": machine() | state,
         "versions": versions(),
         "rows": entries,
     }

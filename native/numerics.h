@@ -56,13 +56,26 @@ PYDET_HD float canonical(float x) { return x == x ? x : float_of(kNanF32); }
 
 PYDET_HD float f32_from_bf16(uint16_t h) { return float_of(uint32_t(h) << 16); }
 
+// CUDA has the conversions as instructions, the same to the bit.
+
 PYDET_HD uint16_t bf16_from_f32(float x) {  // to nearest even, NaN canonical
+#if defined(__CUDA_ARCH__)
+  uint16_t h;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
   if (x != x) return kNan16;
   uint32_t u = bits_of(x);
   return uint16_t((u + 0x7FFFu + ((u >> 16) & 1)) >> 16);
+#endif
 }
 
 PYDET_HD float f32_from_f16(uint16_t h) {
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+#else
   uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3FF;
   if (exponent == 31) return float_of(sign | 0x7F800000u | (mantissa << 13));
   if (exponent == 0) {  // mantissa * 2^-24, exact
@@ -70,9 +83,15 @@ PYDET_HD float f32_from_f16(uint16_t h) {
     return float_of(sign | bits_of(magnitude));
   }
   return float_of(sign | ((exponent + 112) << 23) | (mantissa << 13));
+#endif
 }
 
 PYDET_HD uint16_t f16_from_f32(float x) {  // to nearest even, NaN canonical
+#if defined(__CUDA_ARCH__)
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
   uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return kNan16;
   if (magnitude >= 0x477FF000u) return uint16_t(sign | 0x7C00u);  // 65520 and above round to infinity
@@ -82,6 +101,7 @@ PYDET_HD uint16_t f16_from_f32(float x) {  // to nearest even, NaN canonical
   }
   uint32_t even = (magnitude >> 13) & 1;
   return uint16_t(sign | ((magnitude - 0x38000000u + 0xFFFu + even) >> 13));
+#endif
 }
 
 }  // namespace pydet

@@ -1,4 +1,5 @@
-// Threads for the CPU kernels. Work is cut by shape, never by thread count, so the count never shows in bits.
+// Threads for the CPU kernels. However work is cut into tasks, one task owns the whole chain of an element, so the number of
+// threads never shows in bits.
 #pragma once
 
 #include <cstdint>

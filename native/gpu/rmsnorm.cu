@@ -15,9 +15,9 @@ namespace {
 
 __device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
 
-template <Type type, int T, int V>
+template <Type type, int T, int V, bool residual>
 __global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_kernel(const __grid_constant__ RmsNorm p) {
-  using R = Ring<type, T, V, 2>;
+  using R = Ring<type, T, V, residual ? 2 : 1>;
   extern __shared__ __align__(16) char shared[];
   int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T;
   R ring = {shared + team * R::kTeamBytes};
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_kernel(const __grid_cons
     int64_t r = first + i * step;
     if (r < p.rows) {
       ring.fetch(i, 0, row_at(p.x, size_of(type), p.inner, r), p.n);
-      if (p.residual.data) ring.fetch(i, 1, row_at(p.residual, size_of(type), p.inner, r), p.n);
+      if constexpr (residual) ring.fetch(i, 1, row_at(p.residual, size_of(type), p.inner, r), p.n);
     }
     commit_copies();
   };
@@ -40,11 +40,11 @@ __global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_kernel(const __grid_cons
     for (int v = 0; v < V; ++v) {
       float x[kVector];
       ring.read(i, 0, v, x);
-      if (p.residual.data) {
-        float residual[kVector];
-        ring.read(i, 1, v, residual);
+      if constexpr (residual) {
+        float added[kVector];
+        ring.read(i, 1, v, added);
 #pragma unroll
-        for (int e = 0; e < kVector; ++e) x[e] += residual[e];
+        for (int e = 0; e < kVector; ++e) x[e] += added[e];
         Packed<type> sum = pack<type>(x);
         ring.write(i, 0, v, sum);
         unpack(sum, x);
@@ -119,12 +119,12 @@ pydet_status rmsnorm_held(const RmsNorm &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_held", guard.error());
   return with_type(p.x.type, [&](auto type) {
-    return with_row_shape(p.n, [&](auto shape) {
+    return with_small_team(p.n, [&](auto shape) {
       constexpr int T = shape.T, V = shape.V;
-      using R = Ring<type, T, V, 2>;
+      bool residual = p.residual.data;
       Launch where = {"rmsnorm_held", static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks_for(p, kTeams<T>))), dim3(kBlock<T>),
-                      kTeams<T> * R::kTeamBytes};
-      return launch(where, rmsnorm_kernel<type, T, V>, p);
+                      kTeams<T> * (residual ? Ring<type, T, V, 2>::kTeamBytes : Ring<type, T, V, 1>::kTeamBytes)};
+      return launch(where, residual ? rmsnorm_kernel<type, T, V, true> : rmsnorm_kernel<type, T, V, false>, p);
     });
   });
 }

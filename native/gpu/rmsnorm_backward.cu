@@ -137,19 +137,25 @@ __global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_backward_kernel(const __
 
   float *partials = static_cast<float *>(p.workspace);
   if (!beside) {
+#pragma unroll
     for (int v = 0; v < V; ++v) store_partial(partials + blockIdx.x * p.n, p.n, kVector * (t + T * v), group[v]);
   } else if (chains == 1) {
-    if (first < last) store_partial(partials + chain0 * p.n, p.n, kVector * t, chain[0]);
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+      if (first < last) store_partial(partials + chain0 * p.n, p.n, kVector * (t + T * v), chain[v]);
   } else {  // the teams' chains, added in order, through the shared memory that the rings no longer need
+    constexpr int kRow = T * V * kVector;
+    static_assert(kTeams<T> * kRow * int(sizeof(float)) <= kTeams<T> * R::kTeamBytes || kTeams<T> == 1, "the chains fit");
     float *exchange = reinterpret_cast<float *>(shared);
-    constexpr int kRow = T * kVector;
     wait_copies<0>();
     __syncthreads();
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) exchange[team * kRow + e * T + t] = chain[0][e];
+    for (int v = 0; v < V; ++v)
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) exchange[team * kRow + (v * kVector + e) * T + t] = chain[v][e];
     __syncthreads();
-    for (int i = int(threadIdx.x); i < T * kVector; i += kBlock<T>) {
-      int64_t column = i % T * kVector + i / T;
+    for (int i = int(threadIdx.x); i < kRow; i += kBlock<T>) {
+      int64_t column = (i / (T * kVector) * T + i % T) * kVector + i / T % kVector;
       float sum = 0.0f;
 #pragma unroll
       for (int k = 0; k < kTeams<T>; ++k) sum += exchange[k * kRow + i];
@@ -281,7 +287,7 @@ pydet_status backward_held(const RmsNormBackward &p, int chains) {
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_held", guard.error());
   if (p.rows > 0) {
     pydet_status status = with_type(p.x.type, [&](auto type) {
-      return with_row_shape(p.n, [&](auto shape) {
+      return with_large_team(p.n, [&](auto shape) {
         constexpr int T = shape.T, V = shape.V;
         using R = Ring<type, T, V, 2>;
         int64_t block_rows = (kTeams<T> > 1 ? kTeams<T> : chains) * kDweightChainRows;

@@ -110,10 +110,13 @@ template <int T, int V> struct Lanes {
   // Adds x y, vector v of the thread, of which `left` elements are in the row: those past it must not reach a lane, for
   // fmaf(+0, +0, -0) is +0.
   __device__ __forceinline__ void add(int v, int64_t left, const float (&x)[kVector], const float (&y)[kVector]) {
+    float(&s)[kVector] = lane[v % kSlots];
+    if (left >= kVector) {
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      float &s = lane[v % kSlots][e];
-      if (e < left) s = fmaf(x[e], y[e], s);
+      for (int e = 0; e < kVector; ++e) s[e] = fmaf(x[e], y[e], s[e]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) s[e] = e < left ? fmaf(x[e], y[e], s[e]) : s[e];
     }
   }
 
@@ -168,9 +171,10 @@ template <int T> constexpr int kBlock = T * kTeams<T>;
 // A ring of rows of `tensors` operands. Slots are laid out by thread, and only their own thread reads them.
 template <Type type, int T, int V, int tensors> struct Ring {
   static constexpr int kRowBytes = tensors * V * T * kVectorBytes<type>;
-  static constexpr int kBudget = kRowBytes * kTeams<T> <= (32 << 10) ? 104 << 10 : 208 << 10;
-  static constexpr int kFit = kBudget / (kRowBytes * kTeams<T>);
-  static constexpr int kDepth = kFit < 1 ? 1 : kFit > 8 ? 8 : kFit;
+  // About 48 KB a block, 3 rows where that is less, as many as fit where those are too many.
+  static constexpr int kBlockRow = kRowBytes * kTeams<T>, kFit = (208 << 10) / kBlockRow, kWanted = (48 << 10) / kBlockRow;
+  static constexpr int kAtLeast3 = kWanted < 3 ? 3 : kWanted > 8 ? 8 : kWanted;
+  static constexpr int kDepth = kFit < 1 ? 1 : kFit < kAtLeast3 ? kFit : kAtLeast3;
   static constexpr int kTeamBytes = kDepth * kRowBytes + 2 * T * int(sizeof(float));
   char *base;
 
@@ -212,8 +216,20 @@ template <int team, int vectors> struct RowShape {
 // Rows up to this are held whole by their team; longer ones are passed over again.
 constexpr int64_t kLongestHeldRow = 8 * kRowLanes;
 
-// Calls f with the smallest team and the fewest vectors that hold a row of n.
-template <class F> pydet_status with_row_shape(int64_t n, const F &f) {
+// Calls f with a team and vectors that hold a row of n. Few threads with much to do each: a row costs every thread some 200
+// instructions beside those of its elements.
+template <class F> pydet_status with_small_team(int64_t n, const F &f) {
+  if (n <= 32 * kVector) return f(RowShape<32, 1>{});
+  if (n <= 32 * 2 * kVector) return f(RowShape<32, 2>{});
+  if (n <= 32 * 4 * kVector) return f(RowShape<32, 4>{});
+  if (n <= 64 * 4 * kVector) return f(RowShape<64, 4>{});
+  if (n <= 128 * 4 * kVector) return f(RowShape<128, 4>{});
+  if (n <= 256 * 4 * kVector) return f(RowShape<256, 4>{});
+  return f(RowShape<256, 8>{});
+}
+
+// Many threads with little to do each, for where few rows are taken at once.
+template <class F> pydet_status with_large_team(int64_t n, const F &f) {
   if (n <= 32 * kVector) return f(RowShape<32, 1>{});
   if (n <= 64 * kVector) return f(RowShape<64, 1>{});
   if (n <= 128 * kVector) return f(RowShape<128, 1>{});
