@@ -53,7 +53,8 @@ def main():
             entries += measure_in_own_process(operations, threads, Path(folder) / "entries.json")
     command = " ".join(["python -m bench", *sys.argv[1:]])
     harness.RESULTS.mkdir(exist_ok=True)
-    harness.write_json(harness.RESULTS / f"{options.name}.json", command, entries, {"load_average_at_start": load_average})
+    state = {"load_average_at_start": load_average}
+    harness.write_json(harness.RESULTS / f"{options.name}.json", command, entries, state)
     harness.write_table(harness.RESULTS / f"{options.name}.md", entries)
     harness.write_plot(harness.RESULTS / f"{options.name}.png", entries)
     print(f"\nLoad average at the start: {load_average[0]}. Written: bench/results/{options.name}.json, .md and .png.")

@@ -315,8 +315,10 @@ def overhead():
 
 
 def card():
-    """How fast the card is now: one large cuBLAS product and one copy, and what nvidia-smi says of it right after. A card
-    that gets hot or is short of power slows down by much, and its ratios are then not those of a healthy one."""
+    """How fast the card is now: one large cuBLAS product and one copy, and what nvidia-smi says of it right after.
+
+    A card that gets hot or is short of power slows down by much, and its ratios are then not those of a healthy one.
+    """
     a, b = normal(8192, 8192), normal(8192, 8192)
     out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
     device, move = Cuda(), copying((a, b, out))
