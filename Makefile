@@ -86,14 +86,14 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word a file of native/gpu; SASS for the listed architectures.
-CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee rmsnorm rmsnorm_backward
+CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee skinny_sm90 skinny_ieee rmsnorm rmsnorm_backward
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := backend sm90_plan
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 NVCCFLAGS := -std=c++17 -O3 --fmad=false -lineinfo -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
-$(BUILD)/gpu/gemm_sm90.o: GENCODE := $(call gencode,90a)
+$(BUILD)/gpu/gemm_sm90.o $(BUILD)/gpu/skinny_sm90.o: GENCODE := $(call gencode,90a)
 # PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.
 GENCODE = $(call gencode,$(CUDA_ARCHS)) -gencode arch=compute_90,code=compute_90
 

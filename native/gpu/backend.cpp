@@ -26,14 +26,21 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
   return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, gemm_sm90<tile>};
 }
 
+template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
+  return {name, kHalfTypes, Arithmetic::sm90, "sm_90a", is_sm90, SkinnySm90<rows>::takes, SkinnySm90<rows>::prefers, SkinnySm90<rows>::launch};
+}
+
 // Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
+    skinny_row<8>("cuda_skinny_gemm_sm90_8"), skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"),
+    skinny_row<48>("cuda_skinny_gemm_sm90_48"), skinny_row<64>("cuda_skinny_gemm_sm90_64"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
     sm90_row<0>(), sm90_row<1>(), sm90_row<2>(), sm90_row<3>(), sm90_row<4>(),
     sm90_row<5>(), sm90_row<6>(), sm90_row<7>(), sm90_row<8>(), sm90_row<9>(), sm90_row<10>(), sm90_row<11>(),
     {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
     {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, nullptr, nullptr, gemm_mma_64},
     {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
     {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, nullptr, nullptr, gemm_mma_64},
+    {"cuda_skinny_gemm_ieee", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, skinny_ieee_takes, nullptr, skinny_ieee},
     {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, "sm_80 or later", from_sm80, gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
     {"cuda_gemm_ieee_64x64", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
 };

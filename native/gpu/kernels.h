@@ -34,6 +34,10 @@ template <int rows> struct SkinnySm90 {
   static pydet_status launch(const Gemm &);
 };
 
+// skinny_ieee.cu
+bool skinny_ieee_takes(const Gemm &);
+pydet_status skinny_ieee(const Gemm &);
+
 // gemm_mma.cu
 pydet_status gemm_mma_64(const Gemm &);
 bool gemm_mma_128_takes(const Gemm &);

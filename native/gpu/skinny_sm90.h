@@ -1,0 +1,243 @@
+// How skinny_sm90.cu moves its operands and is launched: two rings of stages in shared memory, and who fills them.
+//
+// A block makes `rows` rows of w (columns of y) for all rows of x. One thread fills a ring with w by TMA, evicted first
+// from the L2, another one a ring with x. The next kernel may start while this one ends (programmatic dependent
+// launch), on SMs that this one leaves free, or beside its blocks where they take half of the shared memory: under
+// weights_constant it then fills its ring with w meanwhile, and the memory hardly rests between two kernels.
+#pragma once
+
+#include <algorithm>
+
+#include "epilogue.h"
+#include "hopper.h"
+#include "kernels.h"
+#include "tensor_map.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kStep = 16;                     // of one tensor-core instruction along k
+constexpr int kBlockK = 64;                   // of one box: a row of 128 bytes
+constexpr int kRowBytes = kBlockK * 2;
+constexpr int kBlockSteps = kBlockK / kStep;
+constexpr int kAtomRows = 8;                  // of the 128-byte swizzle
+constexpr int kMostStages = 64;               // of a ring
+constexpr int kMostSharedBytes = 227 << 10;   // of a block
+constexpr int kHalfSharedBytes = 113 << 10;   // of a block that leaves room for another
+constexpr int kBarrierBytes = 4 * kMostStages * 8;
+constexpr int kReservedBytes = kBarrierBytes + 1024;  // beside the rings; 1024 are the system's own
+constexpr int kTileRows = 64;                 // of x that the tensor cores may read, however few there are
+
+// The part of a problem that the device sees. Strides are in elements.
+struct Problem {
+  CUtensorMap x, w;
+  int m, n, steps, chunk_steps;  // steps of 16 k; chunk_steps = steps where there is no k_chunk
+  int tiles;
+  int x_rows;                    // that a stage of x has room for: m in whole swizzle atoms
+  int w_stages, x_stages;
+  bool early;                    // the next kernel may start as soon as all before this one have ended
+  bool weights_constant, accumulate, pairs;  // pairs: two neighbours of y can be stored at once
+  Type out_type, bias_type;
+  char *out;
+  const char *bias;
+  int64_t out_stride, bias_row_stride, bias_column_stride;
+};
+
+// A place in a ring of `stages`.
+struct Cursor {
+  int stages, stage = 0, parity = 0;
+  __device__ __forceinline__ explicit Cursor(int count) : stages(count) {}
+  __device__ __forceinline__ void next() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// Addresses in shared memory: x's ring, then w's, then the barriers. What the tensor cores read of x's rows past x's
+// ring lies in w's, which is at least that long.
+template <class S> struct Layout {
+  uint32_t x, w, barriers;
+  int x_block_bytes;
+  __device__ __forceinline__ Layout(const Problem &p, uint32_t start)
+      : x(start), w(start + p.x_stages * S::stage_blocks * p.x_rows * kRowBytes), barriers(w + p.w_stages * S::w_bytes),
+        x_block_bytes(p.x_rows * kRowBytes) {}
+  __device__ __forceinline__ uint32_t x_stage(int i) const { return x + i * S::stage_blocks * x_block_bytes; }
+  __device__ __forceinline__ uint32_t w_stage(int i) const { return w + i * S::w_bytes; }
+  __device__ __forceinline__ uint32_t x_full(int i) const { return barriers + i * 8; }
+  __device__ __forceinline__ uint32_t x_empty(int i) const { return barriers + (kMostStages + i) * 8; }
+  __device__ __forceinline__ uint32_t w_full(int i) const { return barriers + (2 * kMostStages + i) * 8; }
+  __device__ __forceinline__ uint32_t w_empty(int i) const { return barriers + (3 * kMostStages + i) * 8; }
+};
+
+__device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y,
+                                              uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
+      : "memory");
+}
+
+// f(k, boxes) for every stage of a tile, past K on zeros; one begins with every chunk if S::restarts.
+template <class S, class F> __device__ __forceinline__ void each_stage(const Problem &p, F f) {
+  const int length = S::restarts ? p.chunk_steps : p.steps;
+  for (int chunk = 0; chunk < p.steps; chunk += length) {
+    const int end = min(p.steps - chunk, length) + chunk;
+    for (int step = chunk; step < end; step += S::stage_steps)
+      f(step * kStep,
+        S::restarts ? min(S::stage_blocks, (end - step + kBlockSteps - 1) / kBlockSteps) : S::stage_blocks);
+  }
+}
+
+template <class S> __device__ __forceinline__ void load_weights(const Problem &p, const Layout<S> &at) {
+  prefetch(&p.w);
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  if (!p.weights_constant) wait_for_previous_kernel();
+  Cursor ring(p.w_stages);
+  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x))
+    each_stage<S>(p, [&](int k, int boxes) {
+      uint32_t full = at.w_full(ring.stage), to = at.w_stage(ring.stage);
+      barrier_wait(at.w_empty(ring.stage), ring.parity ^ 1);
+      barrier_expect(full, boxes * S::w_block_bytes);
+#pragma unroll
+      for (int b = 0; b < S::stage_blocks; ++b)
+        if (b < boxes)
+          load_evicting(to + b * S::w_block_bytes, &p.w, full, k + b * kBlockK, tile * S::rows, policy);
+      ring.next();
+    });
+  // The next kernel's first loads of w then take their turn in the memory behind the last of ours. Here and in load_x
+  // it can overtake nothing but this kernel, since all before it have ended.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+}
+
+template <class S> __device__ __forceinline__ void load_x(const Problem &p, const Layout<S> &at) {
+  prefetch(&p.x);
+  wait_for_previous_kernel();
+  if (p.early) let_next_kernel_start();
+  Cursor ring(p.x_stages);
+  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x))
+    each_stage<S>(p, [&](int k, int boxes) {
+      uint32_t full = at.x_full(ring.stage), to = at.x_stage(ring.stage);
+      barrier_wait(at.x_empty(ring.stage), ring.parity ^ 1);
+      barrier_expect(full, boxes * p.m * kRowBytes);
+#pragma unroll
+      for (int b = 0; b < S::stage_blocks; ++b)
+        if (b < boxes)
+          load_box<2, false>(to + b * at.x_block_bytes, &p.x, full, Place{k + b * kBlockK, 0, {}}, 0);
+      ring.next();
+    });
+}
+
+// Sets up the barriers, then gives every warp its part: the consumers call `consume`, the last two warps load.
+template <class S, class F> __device__ __forceinline__ void share_out(const Problem &p, F consume) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Layout<S> at(p, shared_address(memory));
+  // The shuffle tells ptxas that the whole warp has one value: descriptors then stay in uniform registers.
+  const int warp = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / 32, 0);
+  if (threadIdx.x == S::consumer_warps * 32) {
+    for (int i = 0; i < p.x_stages; ++i) barrier_init(at.x_full(i), 1), barrier_init(at.x_empty(i), S::arrivals);
+    for (int i = 0; i < p.w_stages; ++i) barrier_init(at.w_full(i), 1), barrier_init(at.w_empty(i), S::arrivals);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (warp < S::consumer_warps) {
+    wait_for_previous_kernel();  // y may be read or written by it, bias written
+    consume(at, warp);
+  } else if (threadIdx.x % 32 == 0) {
+    if (warp == S::consumer_warps) load_weights<S>(p, at);
+    else load_x<S>(p, at);
+  }
+}
+
+__device__ __forceinline__ int64_t bias_at(const Problem &p, int row, int column) {
+  return row * p.bias_row_stride + column * p.bias_column_stride;
+}
+
+// Calls f with the type as a constant.
+template <class F> __device__ __forceinline__ void with_type(Type type, F f) {
+  if (type == Type::f32) f(std::integral_constant<Type, Type::f32>());
+  else if (type == Type::bf16) f(std::integral_constant<Type, Type::bf16>());
+  else f(std::integral_constant<Type, Type::f16>());
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
+
+// How a problem is cut: rows of w a tile, shared memory for the rings, and when the next kernel may start.
+struct Plan {
+  int rows, ring_bytes;
+  bool early;
+};
+
+bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_stride, int64_t k) {
+  bool strides = count == 1 || (stride % 8 == 0 && stride > 0 && stride < int64_t(1) << 38);
+  return strides && (k_stride == 1 || k == 1) && reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0;
+}
+
+// What TMA can describe: rows along k, 16-byte aligned.
+bool takes(const Gemm &g, int most_m) {
+  constexpr int64_t kMost = int64_t(1) << 30;
+  return g.m <= most_m && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 &&
+         has_rows(g.a, g.m, g.a.row_stride, g.a.col_stride, g.k) &&
+         has_rows(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k);
+}
+
+MapShape map_of(const Gemm &g, const Matrix &matrix, int64_t count, int64_t stride, int box_rows) {
+  constexpr int64_t kAnyStride = 8;  // where there is only one row
+  return {matrix.data, matrix.type, g.k, count, count == 1 ? kAnyStride : stride, kBlockK, box_rows, 2, {}, {}};
+}
+
+// The rest of a launch once the shape S is known, of `kernel`, skinny_kernel<S>.
+template <class S>
+pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, void (*kernel)(Problem)) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  EncodeTensorMap encode = nullptr;
+  if (pydet_status status = find_encoder(name, &encode)) return status;
+  Problem p = {};
+  p.m = int(g.m);
+  p.n = int(g.n);
+  p.steps = int(cut(g.k, kStep));
+  p.chunk_steps = g.k_chunk ? int(std::min<int64_t>(g.k_chunk / kStep, p.steps)) : p.steps;
+  p.x_rows = int(cut(g.m, kAtomRows)) * kAtomRows;
+  if (pydet_status status = make_map(name, encode, map_of(g, g.a, g.m, g.a.row_stride, p.m), &p.x)) return status;
+  if (pydet_status status = make_map(name, encode, map_of(g, g.b, g.n, g.b.col_stride, S::rows), &p.w)) return status;
+  p.tiles = int(cut(g.n, S::rows));
+
+  const int blocks_an_sm = plan.ring_bytes > kHalfSharedBytes ? 1 : 2;
+  const int blocks = std::min(gpu_multiprocessors(g.device.id) * blocks_an_sm, p.tiles);
+  const int64_t stages = cut(p.steps, p.chunk_steps) * cut(p.chunk_steps, S::stage_steps) * cut(p.tiles, blocks);
+  // The rings share the memory; x needs the more, the more rows it has.
+  const int x_stage_bytes = S::stage_blocks * p.x_rows * kRowBytes;
+  const int part = g.m <= 8 ? 8 : g.m <= 16 ? 4 : g.m <= 32 ? 3 : 2;
+  const int x_room = std::max(2, plan.ring_bytes / part / x_stage_bytes);
+  p.x_stages = int(std::min<int64_t>({kMostStages, stages, x_room}));
+  const int64_t w_room = (plan.ring_bytes - p.x_stages * x_stage_bytes) / S::w_bytes;
+  const int64_t fewest = std::max<int64_t>(2, cut(kTileRows * kRowBytes, S::w_bytes));
+  p.w_stages = int(std::max(fewest, std::min<int64_t>({kMostStages, stages, w_room})));
+
+  p.weights_constant = g.weights_constant;
+  p.early = plan.early;
+  p.accumulate = g.accumulate;
+  p.out_type = g.out.type;
+  p.out = g.out.data;
+  p.out_stride = g.out.row_stride;
+  p.pairs = reinterpret_cast<uintptr_t>(g.out.data) % (2 * size_of(g.out.type)) == 0 &&
+            (g.m == 1 || g.out.row_stride % 2 == 0);
+  p.bias = g.bias.data;
+  p.bias_type = g.bias.type;
+  p.bias_row_stride = g.bias.row_stride;
+  p.bias_column_stride = g.bias.col_stride;
+  Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(blocks)), dim3(S::threads)};
+  shape.shared_bytes = p.x_stages * x_stage_bytes + p.w_stages * S::w_bytes + kBarrierBytes;
+  shape.overlaps_previous = true;
+  return launch(shape, kernel, p);
+}
+
+// Calls f with true_type or false_type for a run-time bool.
+template <class F> pydet_status either(bool value, F f) { return value ? f(std::true_type()) : f(std::false_type()); }
+
+}  // namespace
+}  // namespace pydet
