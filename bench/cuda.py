@@ -58,7 +58,7 @@ class Cuda:
     """Device time: the calls of a sample are one graph, replayed between two events."""
 
     SAMPLES, FEWEST_SAMPLES, ROW_SECONDS, SAMPLE_SECONDS = 9, 5, 5, 0.003
-    disturbed = None  # nobody else runs on it
+    disturbed = 0  # nobody else runs on it
 
     def __init__(self):
         self.graphs = {}

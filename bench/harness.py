@@ -65,10 +65,10 @@ class Cpu:
     ROW_SECONDS = 30
     SAMPLE_SECONDS = 0.03  # a sample makes as many calls as fill this, and at least one
 
-    disturbed = 0  # samples of this row
+    disturbed = 0  # samples until now
 
     def start_row(self):
-        self.disturbed = 0
+        pass
 
     def sample(self, calls, count):
         """Seconds a call."""
@@ -140,12 +140,15 @@ def measure(row, device, threads):
             counts[v.name] = max(len(v.calls), round(device.SAMPLE_SECONDS / seconds))
 
     samples = {v.name: [] for v in row.variants}
+    disturbed = dict.fromkeys(samples, 0)
     start = time.perf_counter()
     for taken in range(device.SAMPLES):
         if taken >= device.FEWEST_SAMPLES and time.perf_counter() - start > device.ROW_SECONDS:
             break
         for v in row.variants:
+            before = device.disturbed
             samples[v.name].append(device.sample(v.calls, counts[v.name]))
+            disturbed[v.name] += device.disturbed - before
 
     # What the timed calls left, computed anew since the outputs were cleared.
     bits_ok = all(digest(v) == digests[v.name] for v in promised)
@@ -173,7 +176,7 @@ def measure(row, device, threads):
                 "bits_ok": bits_ok if v.outputs else None,
                 "sha256": digests.get(v.name),
                 "samples": len(samples[v.name]),
-                "disturbed_in_row": device.disturbed,
+                "disturbed": disturbed[v.name],
                 "calls_per_sample": counts[v.name],
                 "buffer_sets": len(v.calls),
                 "note": row.note,
@@ -210,7 +213,7 @@ COLUMNS = (
     ("dtype", 5, lambda e: e["dtype"]),
     ("threads", 7, lambda e: str(e["threads"])),
     ("variant", 26, lambda e: e["variant"]),
-    ("us", -10, lambda e: f"{e['us']:.2f}" if e["us"] < 100 else f"{e['us']:.0f}"),
+    ("us", -10, lambda e: f"{'~' * (e['disturbed'] > e['samples'] // 2)}{e['us']:.{2 if e['us'] < 100 else 0}f}"),
     ("rate", -14, lambda e: f"{e['rate']:.2f} {e['unit']}" if e["rate"] else ""),
     ("x peer", -6, lambda e: f"{e['times_peer']:.2f}" if e["times_peer"] else ""),
     ("bits ok", -7, lambda e: {True: "yes", False: "NO", None: ""}[e["bits_ok"]]),

@@ -66,6 +66,19 @@ def test_times_peer_and_rate():
     assert len(line) == len(harness.table_head().splitlines()[0])
 
 
+def test_a_disturbed_sample_is_taken_again(monkeypatch):
+    def sample(waited):
+        cpu, calls, left = harness.Cpu(), [], list(waited)
+        monkeypatch.setattr(harness.Cpu, "SETTLE_SECONDS", 0)
+        monkeypatch.setattr(cpu, "waited", lambda: left.pop(0) if left else 0)
+        assert cpu.sample([lambda: calls.append(time.perf_counter())], 1) > 0
+        return len(calls), cpu.disturbed
+
+    assert sample([0, 0]) == (1, 0)
+    assert sample([0, 9, 9, 9]) == (2, 0)  # nine seconds without a core, then none
+    assert sample(range(100)) == (harness.Cpu.RETRIES, 1)
+
+
 def test_buffers_pass_the_cache():
     size = harness.cache_bytes()
     for bytes_per_set in (size // 3, size // 2, size, 4 * size):
