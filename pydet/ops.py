@@ -216,8 +216,8 @@ def skinny_gemm(
         w: ``[N, K]``, of the type of ``x``.
         bias: ``[N]``, or shaped like the result.
         out: ``[..., N]``; made if None.
-        mode: ``"deterministic"``, or ``"fast"``: K is split and the parts are added by atomics in whatever order they
-            arrive. The bits of ``"fast"`` are NOT reproducible from run to run.
+        mode: ``"deterministic"``, or ``"fast"``: K may be split and the parts added in any order, so that the bits of
+            ``"fast"`` are NOT promised from run to run. In this release it runs the deterministic kernels.
         weights_constant: a promise that no work still running in the stream writes ``w``, so that its loads may start
             before the kernel ahead has ended.
         out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.

@@ -172,7 +172,8 @@ PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n,
  *
  * The decode step: few rows of x, a large w. The same function and the same bits as pydet_gemm on (x, w transposed),
  * on kernels shaped for memory bandwidth. x [..., K] of any rank from 1, w [N, K], y [..., N], bias NULL, [N] or
- * shaped like y. PYDET_FAST splits K and adds the parts with atomics: its bits are NOT reproducible from run to run. */
+ * shaped like y. PYDET_FAST lets a kernel split K and add the parts in any order: its bits are NOT promised from run to
+ * run. (In this release no kernel makes use of that: it runs the deterministic ones.) */
 enum { PYDET_DETERMINISTIC = 0, PYDET_FAST = 1 };
 
 typedef struct pydet_skinny_gemm_options {
