@@ -90,7 +90,7 @@ CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee skinny_sm90 skinny_ieee rmsnorm rms
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := backend sm90_plan
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
-NVCCFLAGS := -std=c++17 -O3 --fmad=false -lineinfo -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
+NVCCFLAGS := -std=c++17 -O3 --fmad=false -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
 $(BUILD)/gpu/gemm_sm90.o $(BUILD)/gpu/skinny_sm90.o: GENCODE := $(call gencode,90a)

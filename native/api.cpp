@@ -49,7 +49,13 @@ bool kernel_exists(const char *name) {
 }
 
 // Why no row of the table takes the problem, and what this build has instead.
-template <class Problem> pydet_status refuse(const char *op, const Problem &problem, const Table<Problem> &table) {
+template <class Problem>
+pydet_status refuse(const char *op, const Problem &problem, const Backend &backend, const Table<Problem> &table) {
+  int32_t devices = 0;
+  PYDET_TRY(backend.device_count(&devices));
+  if (problem.device.id < 0 || problem.device.id >= devices)
+    return fail(PYDET_NO_DEVICE, "%s: the tensors are on %s, and there are %d of them", op,
+                device_text(problem.device.type, problem.device.id).text, int(devices));
   Text have = {""};
   size_t used = 0;
   for (int i = 0; i < table.count; ++i) {
@@ -82,7 +88,7 @@ template <class Problem> pydet_status launch(const char *op, const Problem &prob
     last_kernel = row.name;
     return PYDET_OK;
   }
-  if (!forced) return refuse(op, problem, table);
+  if (!forced) return refuse(op, problem, backend, table);
   if (kernel_exists(forced))
     return fail(PYDET_UNSUPPORTED, "%s: kernel %s is not a %s kernel for %s", op, forced, operation_of(problem),
                 device_text(problem.device.type, problem.device.id).text);

@@ -8,11 +8,14 @@ took.
 
 import functools
 import itertools
+import os
+import pathlib
 import sys
 
 import numpy as np
 import pytest
 
+import capi
 import cases
 import pydet
 import reference
@@ -133,6 +136,27 @@ def device(torch, kernel):
     if not kernel.available:
         pytest.skip(f"{kernel.name} needs {kernel.requires}")
     return OnDevice(torch, kernel.name, kernel.arithmetic)
+
+
+def test_without_a_gpu():
+    """The CUDA library loads without a driver, serves the CPU, and says what is missing to tensors on a device."""
+    library = os.environ.get("PYDET_LIBRARY", str(pathlib.Path(pydet.__file__).parent / "libpydet_cuda.so"))
+    if not library.endswith("libpydet_cuda.so") or not pathlib.Path(library).is_file():
+        pytest.skip("libpydet_cuda.so is not built (make cuda)")
+    lib, count = capi.ffi.dlopen(library), capi.ffi.new("int32_t *")
+    assert lib.pydet_device_count(lib.PYDET_CUDA, count) == lib.PYDET_OK
+    if count[0]:
+        pytest.skip("there is a GPU here")
+    tensors = [capi.Tensor(shape=(16, 16), dtype=capi.BFLOAT16, data=4096 * (1 + i), device=(2, 0)).c for i in range(3)]
+    a, b, out = tensors
+    assert lib.pydet_gemm(capi.ffi.NULL, a, b, capi.ffi.NULL, out, capi.ffi.NULL) == lib.PYDET_NO_DEVICE
+    sentence = capi.ffi.string(lib.pydet_last_error()).decode()
+    assert sentence == "gemm: the tensors are on CUDA device 0, and there are 0 of them"
+    x, w, y = capi.random((4, 8)), capi.random((8, 5)), np.zeros((4, 5), np.float32)
+    x_tensor, w_tensor, y_tensor = map(capi.Tensor, (x, w, y))
+    null = capi.ffi.NULL
+    assert lib.pydet_gemm(null, x_tensor.c, w_tensor.c, null, y_tensor.c, null) == lib.PYDET_OK
+    assert_same_bits(y, pydet.gemm(x, w))
 
 
 # ---- GEMM ----------------------------------------------------------------------------------------------------------
