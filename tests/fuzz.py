@@ -399,6 +399,7 @@ WORKSPACES: dict[int, Workspace] = {}
 
 # ---- Mutations -----------------------------------------------------------------------------------------------------
 
+MOST = 2**63 - 1
 ODD = [-(2**63), -(2**62), -1, 0, 1, 2, 3, 15, 16, 17, 2**31 - 1, 2**31, 2**32, 2**61, 2**62, 2**63 - 1]
 
 
@@ -438,11 +439,13 @@ def mutate_tensor(rng, call):
 
     if kind == "shape" and shape:
         d = rng.randrange(len(shape))
-        tensor.shape[d] = rng.choice([shape[d] + 1, max(shape[d] - 1, 0), rng.choice(ODD)])
+        tensor.shape[d] = rng.choice([min(shape[d], MOST - 1) + 1, max(shape[d] - 1, 0), rng.choice(ODD)])
     elif kind == "stride" and shape:
         d = rng.randrange(len(shape))
         c.strides = tensor.strides
-        tensor.strides[d] = rng.choice([strides[d] + 1, strides[d] - 1, 0, rng.choice(ODD)])
+        tensor.strides[d] = rng.choice(
+            [min(strides[d], MOST - 1) + 1, max(strides[d], -MOST) - 1, 0, rng.choice(ODD)]
+        )
     elif kind == "ndim":
         c.ndim = rng.choice([-1, 0, len(shape) - 1, 9, 2**31 - 1, -(2**31)])
     elif kind == "code":
