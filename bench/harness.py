@@ -295,13 +295,15 @@ def write_plot(path, entries):
     labels = [f"{e['op']} {e['shape']} {e['dtype']}, {e['threads']} thr.: {e['variant']} / {e['peer']}" for e in bars]
     ratios = [e["times_peer"] for e in bars]
     figure, axes = plt.subplots(figsize=(10, 1.5 + 0.24 * len(bars)), layout="constrained")
-    axes.barh(range(len(bars)), ratios, color=["#2a7f62" if ratio >= 1 else "#b5533c" for ratio in ratios])
+    colors = ["#2a7f62" if ratio >= 1 else "#b5533c" for ratio in ratios]
+    axes.barh(range(len(bars)), [ratio - 1 for ratio in ratios], left=1, color=colors)
+    axes.margins(x=0.1, y=0.01)
     axes.set_yticks(range(len(bars)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
     for i, ratio in enumerate(ratios):
-        axes.annotate(f" {ratio:.2f}", (ratio, i), va="center", fontsize=7)
+        axes.annotate(f" {ratio:.2f}", (max(ratio, 1), i), va="center", fontsize=7)
     axes.set_xlabel("times as fast as the peer")
     figure.savefig(path, dpi=120)
     plt.close(figure)
