@@ -60,7 +60,7 @@ def test_c_example_compiles_and_runs(tmp_path, compiler):
 
 def test_everything_named_is_there():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"^\s*make ([\w-]+)|`make ([\w-]+)", TEXT, flags=re.M)):
+    for target in set(re.findall(r"^\s*make ([\w-]+)|`make ([\w-]+)`", TEXT, flags=re.M)):
         name = "".join(target)
         assert re.search(rf"^{name}:", makefile, flags=re.M), f"make {name}"
     paths = (
