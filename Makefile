@@ -51,7 +51,7 @@ help:
 cpu: $(LIBRARY)/libpydet_cpu.so
 
 # The package, editable, with what its tests need. The libraries are built here and found in pydet/.
-$(VENV)/installed: setup.py pyproject.toml native/include/pydet.h | cpu
+$(VENV)/installed: setup.py pyproject.toml native/include/pydet.h native/exchange.h | cpu
 	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) -m venv failed (on Debian: apt install python3-venv)" >&2; exit 1; }
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	touch $@
