@@ -4,9 +4,9 @@
 //   D = +0 or out;  D = D + s_c for chunks c ascending, s_c = such a chain from +0 over its own k    with k_chunk
 //
 // One persistent block an SM: a producer thread brings tiles of m by 64 and 64 by n into a ring of stages by TMA,
-// shared with the other blocks of the cluster by multicast; one warpgroup for every 64 rows runs wgmma m64nNk16 on
-// them, k ascending, and stores its accumulators (sm90_rows.h). Either operand may have k adjacent or not: wgmma reads
-// both. A tile past an edge computes on zeros, and its part outside is not stored.
+// shared with the other blocks of the cluster by multicast; one or two warpgroups run wgmma m64nNk16 on their rows of
+// them, k ascending, and store their accumulators (sm90_rows.h). Either operand may have k adjacent or not: wgmma reads
+// both. Few rows of out fit the columns of a tile better than its rows: then the tile is one of out^T = b^T a^T.
 
 #include <algorithm>
 
@@ -19,6 +19,12 @@ constexpr int kStep = 16;
 constexpr int kWarpgroup = 128;
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
+constexpr bool has_swapped(int tile) {
+  for (const Sm90Tile &other : kSm90Tiles)
+    if (other.kernels_of == tile) return true;
+  return false;
+}
+
 template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {
   static constexpr int tile = index;
   static constexpr Type type = input;
@@ -26,15 +32,17 @@ template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> 
   static constexpr int m = kSm90Tiles[tile].m, n = kSm90Tiles[tile].n;
   static constexpr int cluster_m = kSm90Tiles[tile].cluster_m, cluster_n = kSm90Tiles[tile].cluster_n;
   static constexpr int cluster = cluster_m * cluster_n;
-  static constexpr int consumers = m / 64, threads = kWarpgroup * (1 + consumers);
-  static constexpr int registers = n / 2;  // accumulators a thread
+  static constexpr int consumers = m / 64 < 2 ? 1 : 2, threads = kWarpgroup * (1 + consumers);
+  static constexpr int blocks = m / 64 / consumers, block_registers = n / 2;  // blocks of 64 rows a warpgroup
+  static constexpr int registers = blocks * block_registers;                  // accumulators a thread
+  static constexpr bool may_transpose = has_swapped(tile);
   static constexpr int a_bytes = m * kRowBytes;
   static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes;
   static constexpr int staging_bytes = consumers * 4 * kPieceBytes, bias_bytes = consumers * n * 4;
   static constexpr int stages = std::min(12, (kSharedBytes - staging_bytes - bias_bytes - 256) / (a_bytes + b_bytes));
   static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
   static constexpr int barriers_at = bias_at + bias_bytes, shared_bytes = barriers_at + stages * 16;
-  static_assert(consumers <= 2, "registers are shared out between a producer and two");
+  static_assert(m == 64 * consumers * blocks, "registers are shared out between a producer and one or two consumers");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 16 == 0 && n >= 64, "whole warpgroups, whole pieces");
 };
@@ -98,6 +106,12 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
   }
 }
 
+// The accumulators of one block of 64 rows.
+template <class S>
+__device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) -> float (&)[S::block_registers] {
+  return *reinterpret_cast<float(*)[S::block_registers]>(d + block * S::block_registers);
+}
+
 // Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads.
 template <class S> struct Ring {
   uint32_t shared;
@@ -116,12 +130,15 @@ template <class S> struct Ring {
   template <bool whole> __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
     barrier_wait(shared + S::barriers_at + stage * 8, parity);
     uint32_t at = shared + stage * (S::a_bytes + S::b_bytes);
-    uint64_t a = wgmma_descriptor<S::a_k_adjacent>(at + warpgroup * 64 * kRowBytes);
+    uint64_t a = wgmma_descriptor<S::a_k_adjacent>(at + warpgroup * S::blocks * kBlockBytes);
     uint64_t b = wgmma_descriptor<S::b_k_adjacent>(at + S::a_bytes);
     wgmma_fence();
     auto step = [&](int i) {
-      wgmma<S::type, S::a_k_adjacent, S::b_k_adjacent>(d, a + i * kDescriptorStep<S::a_k_adjacent>,
-                                                       b + i * kDescriptorStep<S::b_k_adjacent>, i || !fresh);
+#pragma unroll
+      for (int block = 0; block < S::blocks; ++block)
+        wgmma<S::type, S::a_k_adjacent, S::b_k_adjacent>(
+            block_of<S>(d, block), a + i * kDescriptorStep<S::a_k_adjacent> + (block * kBlockBytes >> 4),
+            b + i * kDescriptorStep<S::b_k_adjacent>, i || !fresh);
     };
     if constexpr (whole) {
 #pragma unroll
@@ -176,11 +193,11 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
   wait_for_previous_kernel();
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
-    auto rows_of = [&](int i) {
+    auto rows_of = [&](int i, int block = 0) {
       int t = thread;
       asm volatile("" : "+r"(i), "+r"(t));
       Tile tile = tile_of<S>(p, i, rank);
-      return WarpRows<S>{p, tile, piece, tile.row + warpgroup * 64 + t / 32 * kWarpRows, t % 32};
+      return WarpRows<S>{p, tile, piece, tile.row + (warpgroup * S::blocks + block) * 64 + t / 32 * kWarpRows, t % 32};
     };
     float d[S::registers];
 
@@ -196,9 +213,13 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
     }
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (p.accumulate) {
-      const WarpRows<S> rows = rows_of(index);
-      rows.each_element(p.out, Type::f32, rows.tile.out_offset, p.out_stride, 1,
-                        [&](int i, float x) { d[i] = canonical(x); });
+#pragma unroll
+      for (int block = 0; block < S::blocks; ++block) {
+        const WarpRows<S> rows = rows_of(index, block);
+        rows.each_element(p.out, Type::f32, rows.tile.out_offset, p.transposed ? 1 : p.out_stride,
+                          p.transposed ? p.out_stride : 1,
+                          [&](int i, float x) { block_of<S>(d, block)[i] = canonical(x); });
+      }
       ring.chain(d, p.k, p.chunk);
     } else {
 #pragma unroll
@@ -206,7 +227,6 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
       ring.chain(d, p.k, p.chunk);
     }
 
-    const WarpRows<S> rows = rows_of(index);
     if (one_bias_row) {
       named_sync(1 + warpgroup, kWarpgroup);
 #pragma unroll
@@ -216,21 +236,32 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
                        "f"(f32_from_raw(bias[i], p.bias_type))
                        : "memory");
       named_sync(1 + warpgroup, kWarpgroup);
-#pragma unroll
-      for (int i = 0; i < S::n / 8; ++i) {
-        float2 pair = load_pair(bias_row + (8 * i + rows.lane % 4 * 2) * 4);
-        d[4 * i] = d[4 * i] + pair.x;
-        d[4 * i + 1] = d[4 * i + 1] + pair.y;
-        d[4 * i + 2] = d[4 * i + 2] + pair.x;
-        d[4 * i + 3] = d[4 * i + 3] + pair.y;
-      }
-    } else if (p.bias) {
-      rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
-                        [&](int i, float x) { d[i] = d[i] + x; });
     }
-    if (p.out_type == Type::bf16) rows.template store<2, true>(d);
-    else if (p.out_type == Type::f16) rows.template store<2, false>(d);
-    else rows.template store<4, false>(d);
+#pragma unroll
+    for (int block = 0; block < S::blocks; ++block) {
+      float(&x)[S::block_registers] = block_of<S>(d, block);
+      const WarpRows<S> rows = rows_of(index, block);
+      if (one_bias_row) {
+#pragma unroll
+        for (int i = 0; i < S::n / 8; ++i) {
+          float2 pair = load_pair(bias_row + (8 * i + rows.lane % 4 * 2) * 4);
+          x[4 * i] = x[4 * i] + pair.x;
+          x[4 * i + 1] = x[4 * i + 1] + pair.y;
+          x[4 * i + 2] = x[4 * i + 2] + pair.x;
+          x[4 * i + 3] = x[4 * i + 3] + pair.y;
+        }
+      } else if (p.bias) {
+        rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
+                          [&](int i, float bias) { x[i] = x[i] + bias; });
+      }
+      if (S::may_transpose && p.transposed) {
+        if (p.out_type == Type::bf16) rows.template store_transposed<2, true>(x);
+        else if (p.out_type == Type::f16) rows.template store_transposed<2, false>(x);
+        else rows.template store_transposed<4, false>(x);
+      } else if (p.out_type == Type::bf16) rows.template store<2, true>(x);
+      else if (p.out_type == Type::f16) rows.template store<2, false>(x);
+      else rows.template store<4, false>(x);
+    }
   }
 }
 
@@ -263,11 +294,12 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-template <class S> pydet_status launch_shape(const Gemm &g, const char *name) {
+template <class S> pydet_status launch_shape(const Gemm &g, int tile) {
+  const char *name = kSm90Tiles[tile].name;
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   Sm90Problem problem = {};
-  if (pydet_status status = sm90_plan(g, S::tile, &problem)) return status;
+  if (pydet_status status = sm90_plan(g, tile, &problem)) return status;
   int clusters = std::min(gpu_multiprocessors(g.device.id) / S::cluster, problem.tiles);
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * S::cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
@@ -279,21 +311,26 @@ template <class S> pydet_status launch_shape(const Gemm &g, const char *name) {
 // Calls f with true_type or false_type for a run-time bool.
 template <class F> pydet_status either(bool value, F f) { return value ? f(std::true_type()) : f(std::false_type()); }
 
-}  // namespace
-
-template <int tile> pydet_status gemm_sm90(const Gemm &g) {
-  const char *name = kSm90Tiles[tile].name;
+// The kernels of `shape` on what `tile`, which may be a swapped one, makes of the problem.
+template <int shape> pydet_status launch_tile(const Gemm &g, int tile) {
   const Sm90Layout layout = sm90_layout(g);
   return either(g.a.type == Type::bf16, [&](auto is_bf16) {
     return either(layout.a_k_adjacent, [&](auto a_adjacent) {
       return either(layout.b_k_adjacent, [&](auto b_adjacent) {
         constexpr Type type = is_bf16 ? Type::bf16 : Type::f16;
-        if constexpr (kSm90Tiles[tile].chunked)
-          if (g.k_chunk) return launch_shape<Shape<tile, type, a_adjacent, b_adjacent, true>>(g, name);
-        return launch_shape<Shape<tile, type, a_adjacent, b_adjacent, false>>(g, name);
+        if constexpr (kSm90Tiles[shape].chunked)
+          if (g.k_chunk) return launch_shape<Shape<shape, type, a_adjacent, b_adjacent, true>>(g, tile);
+        return launch_shape<Shape<shape, type, a_adjacent, b_adjacent, false>>(g, tile);
       });
     });
   });
+}
+
+}  // namespace
+
+template <int tile> pydet_status gemm_sm90(const Gemm &problem) {
+  if constexpr (!kSm90Tiles[tile].swapped()) return launch_tile<tile>(problem, tile);
+  else return launch_tile<kSm90Tiles[tile].kernels_of>(sm90_problem(problem, tile), tile);
 }
 
 template pydet_status gemm_sm90<0>(const Gemm &);
@@ -308,6 +345,16 @@ template pydet_status gemm_sm90<8>(const Gemm &);
 template pydet_status gemm_sm90<9>(const Gemm &);
 template pydet_status gemm_sm90<10>(const Gemm &);
 template pydet_status gemm_sm90<11>(const Gemm &);
-static_assert(kSm90TileCount == 12, "one line a tile");
+template pydet_status gemm_sm90<12>(const Gemm &);
+template pydet_status gemm_sm90<13>(const Gemm &);
+template pydet_status gemm_sm90<14>(const Gemm &);
+template pydet_status gemm_sm90<15>(const Gemm &);
+template pydet_status gemm_sm90<16>(const Gemm &);
+template pydet_status gemm_sm90<17>(const Gemm &);
+template pydet_status gemm_sm90<18>(const Gemm &);
+template pydet_status gemm_sm90<19>(const Gemm &);
+template pydet_status gemm_sm90<20>(const Gemm &);
+template pydet_status gemm_sm90<21>(const Gemm &);
+static_assert(kSm90TileCount == 22, "one line a tile");
 
 }  // namespace pydet

@@ -20,6 +20,8 @@ struct Sm90Problem {
   int band;                                  // cluster rows that are walked together, for the L2
   bool batched, accumulate;
   bool out_aligned;  // its rows begin at multiples of 16 bytes
+  bool rows_move, columns_move;  // a tile that passes the last row or column may be moved back to end there
+  bool transposed;   // out holds the transpose of what a and b make; out_stride is between its own rows
   Type out_type, bias_type;
   char *out;
   const char *bias;
@@ -35,7 +37,10 @@ struct Sm90Layout {
 };
 Sm90Layout sm90_layout(const Gemm &);
 
-// Fills the problem, tensor maps included. The device must be current.
+// The problem that a tile computes: g, or for a swapped tile out^T = b^T a^T.
+Gemm sm90_problem(const Gemm &g, int tile);
+
+// Fills the problem, tensor maps included, for what sm90_problem gave. The device must be current.
 pydet_status sm90_plan(const Gemm &, int tile, Sm90Problem *);
 
 }  // namespace pydet

@@ -123,10 +123,17 @@ template <int rank, bool multicast> __device__ __forceinline__ void load_box(uin
 
 // Four 8x8 matrices of 16-bit elements from a warp's fragments to shared memory; lane l gives the address of row l % 8
 // of matrix l / 8.
+// `transposed`: of its column l % 8.
+template <bool transposed = false>
 __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&fragments)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(fragments[0]),
-               "r"(fragments[1]), "r"(fragments[2]), "r"(fragments[3])
-               : "memory");
+  if constexpr (transposed)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(fragments[0]),
+                 "r"(fragments[1]), "r"(fragments[2]), "r"(fragments[3])
+                 : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(fragments[0]),
+                 "r"(fragments[1]), "r"(fragments[2]), "r"(fragments[3])
+                 : "memory");
 }
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@
 namespace pydet {
 namespace {
 
+constexpr int kUnit = 8;  // 16 bytes of an operand
+
 int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
 
 // An operand as the copy engine can take it: `adjacent` along k or along m (n), the other dimension in 16-byte strides.
@@ -48,15 +50,18 @@ bool takes(const Gemm &g, Operand *a, Operand *b) {
 }
 
 // What a tile costs, in cycles of an SM: for each stage of 64 k, in a problem of several waves or of a single one,
-// whose operands are cold; beside them; and the stages' factor where k is not adjacent in b. Fitted to the times of all
-// tiles on an H100, over 66 shapes in three layouts, with and without k_chunk, and m from 64 to 400.
+// whose operands are cold; beside them; and the stages' factor where k is not adjacent in b (swapped: in a). Fitted to the
+// times of all tiles on an H100, over 316 problems: forward from 64 rows, both gradients, and k_chunk.
 struct Rate {
   double stage, stage_alone, beside, b_factor;
 };
 constexpr Rate kRates[] = {
-    {990, 987, 1771, 0.99}, {866, 859, 2743, 1.03}, {748, 719, 1329, 1.00}, {691, 677, 1243, 0.97},
-    {791, 555, 2722, 0.98}, {521, 826, 701, 1.03},  {455, 377, 1059, 1.13}, {403, 539, 397, 1.30},
-    {358, 453, 478, 0.97},  {285, 252, 483, 1.14},  {700, 1068, 780, 1.14}, {473, 561, 464, 1.24},
+    {1005, 922, 2089, 0.99}, {908, 913, 1949, 0.97}, {761, 696, 1322, 1.00}, {666, 576, 2775, 1.15},
+    {780, 510, 2445, 1.10}, {508, 573, 2240, 0.99}, {405, 393, 300, 0.95}, {626, 739, 2252, 1.03},
+    {346, 653, 408, 1.08}, {239, 270, 757, 0.95}, {714, 686, 707, 1.25}, {480, 471, 841, 1.14},
+    {1904, 1400, 466, 1.01}, {1146, 1690, 726, 1.16}, {766, 697, 384, 1.23}, {779, 874, 1720, 1.07},
+    {1280, 624, 3623, 1.28}, {1523, 1496, 1773, 0.95}, {960, 550, 4000, 1.05}, {409, 492, 2599, 0.95},
+    {642, 346, 4000, 1.13}, {238, 232, 300, 1.28},
 };
 static_assert(sizeof kRates / sizeof *kRates == kSm90TileCount, "one a tile");
 
@@ -64,9 +69,11 @@ static_assert(sizeof kRates / sizeof *kRates == kSm90TileCount, "one a tile");
 template <int tile> double cost_of(const Gemm &g, int multiprocessors) {
   constexpr Sm90Tile t = kSm90Tiles[tile];
   constexpr Rate rate = kRates[tile];
-  int64_t tiles = cut(g.m, t.m * t.cluster_m) * cut(g.n, t.n * t.cluster_n) * g.batch.count;
+  const int64_t m = t.swapped() ? g.n : g.m, n = t.swapped() ? g.m : g.n;
+  const bool k_adjacent = t.swapped() ? g.a.col_stride == 1 : g.b.row_stride == 1;
+  int64_t tiles = cut(m, t.m * t.cluster_m) * cut(n, t.n * t.cluster_n) * g.batch.count;
   int64_t waves = cut(tiles, multiprocessors / (t.cluster_m * t.cluster_n));
-  double stage = (waves > 1 ? rate.stage : rate.stage_alone) * (g.b.row_stride == 1 ? 1 : rate.b_factor);
+  double stage = (waves > 1 ? rate.stage : rate.stage_alone) * (k_adjacent ? 1 : rate.b_factor);
   return double(waves) * (double(cut(g.k, kBlockK)) * stage + rate.beside);
 }
 
@@ -102,6 +109,16 @@ Sm90Layout sm90_layout(const Gemm &g) {
   return {a.k_adjacent, b.k_adjacent};
 }
 
+Gemm sm90_problem(const Gemm &g, int tile) {
+  if (!kSm90Tiles[tile].swapped()) return g;
+  auto transpose = [](const Matrix &x) { return Matrix{x.data, x.type, x.cols, x.rows, x.col_stride, x.row_stride}; };
+  Gemm s = g;
+  s.a = transpose(g.b), s.b = transpose(g.a), s.out = transpose(g.out), s.bias = transpose(g.bias);
+  std::swap(s.m, s.n);
+  std::swap(s.batch.a, s.batch.b);
+  return s;
+}
+
 bool sm90_takes(const Gemm &g, int tile) {
   Operand a, b;
   return (!g.k_chunk || kSm90Tiles[tile].chunked) && takes(g, &a, &b);
@@ -132,8 +149,15 @@ pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
       return status;
   }
   const int64_t unit = 16 / size_of(g.out.type);
-  p.out_aligned = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && (g.m == 1 || g.out.row_stride % unit == 0);
+  p.transposed = tile.swapped();
+  p.out_stride = p.transposed ? g.out.col_stride : g.out.row_stride;
+  const int64_t out_rows = p.transposed ? g.n : g.m;
+  p.out_aligned = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && (out_rows == 1 || p.out_stride % unit == 0);
   for (int i = 0; i < g.batch.dims; ++i) p.out_aligned &= g.batch.out[i] % unit == 0;
+  // Where an operand has its rows or columns adjacent, the copy engine faults on a box that begins between two units; and
+  // a tile's part of a row of out is stored from one on.
+  p.rows_move = g.m % kUnit == 0 || (a.k_adjacent && !p.transposed);
+  p.columns_move = g.n % kUnit == 0 || (b.k_adjacent && p.transposed);
   p.m = int(g.m);
   p.n = int(g.n);
   p.k = int(g.k);
@@ -146,7 +170,6 @@ pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
   p.accumulate = g.accumulate;
   p.out_type = g.out.type;
   p.out = g.out.data;
-  p.out_stride = g.out.row_stride;
   p.bias = g.bias.data;
   p.bias_type = g.bias.type;
   p.bias_row_stride = g.m == 1 ? 0 : g.bias.row_stride;

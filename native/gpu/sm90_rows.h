@@ -9,9 +9,12 @@ namespace {
 
 constexpr int kPieceBytes = kWarpRows * kRowBytes;
 
-// Where a tile lies, and its batch.
+// Where a tile lies, and its batch. A tile that would pass an edge is moved back to end there, since boxes that TMA has to
+// fill with zeros cost more than whole ones; it then makes again, to the same bits, what its neighbour makes. Only what
+// is at first_row, first_column and after them is stored: all of it, or under accumulate, where nothing may be added
+// twice, the tile's own part.
 struct Tile {
-  int row, column;
+  int row, column, first_row, first_column;
   int batch[kSm90MaxBatch];
   int64_t out_offset, bias_offset;
 };
@@ -23,6 +26,10 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p,
   int rows = min(p.band, p.cluster_rows - band * p.band), within = i - band * band_tiles;
   tile.row = ((band * p.band + within % rows) * S::cluster_m + rank % S::cluster_m) * S::m;
   tile.column = (within / rows * S::cluster_n + rank / S::cluster_m) * S::n;
+  tile.first_row = tile.row, tile.first_column = tile.column;
+  if (p.rows_move) tile.row = max(0, min(tile.row, p.m - S::m));
+  if (p.columns_move) tile.column = max(0, min(tile.column, p.n - S::n));
+  if (!p.accumulate) tile.first_row = tile.row, tile.first_column = tile.column;
   if (p.batched)
     for (int d = kSm90MaxBatch - 1; d >= 0; --d) {
       tile.batch[d] = batch % p.batch_shape[d];
@@ -109,7 +116,7 @@ template <class S> struct WarpRows {
   }
 
   // Rounds and stores the accumulators, piece by piece. `columns` of `size` bytes fill one.
-  template <int size, bool bf16> __device__ __forceinline__ void store(const float (&d)[S::registers]) const {
+  template <int size, bool bf16> __device__ __forceinline__ void store(const float (&d)[S::n / 2]) const {
     constexpr int columns = kRowBytes / size, last = S::n - columns;
 #pragma unroll
     for (int i = 0; i < (S::n + columns - 1) / columns; ++i) {
@@ -136,12 +143,62 @@ template <class S> struct WarpRows {
     }
   }
 
+  // Rounds and stores the accumulators as columns of out, 16 of them in a row: what a swapped tile does. A piece is then
+  // 64 rows of 32 bytes; the 16-byte half h of row r lies at half h ^ (r / 4 % 2).
+  template <int size, bool bf16> __device__ __forceinline__ void store_transposed(const float (&d)[S::n / 2]) const {
+    auto here = [&](int r, int c) {
+      return r >= tile.first_row && r < p.m && c >= tile.first_column && c < p.n;
+    };
+    if constexpr (size == 4) {
+#pragma unroll
+      for (int i = 0; i < S::n / 2; ++i) {
+        const int r = row + lane / 4 + i / 2 % 2 * 8, c = tile.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (here(r, c)) reinterpret_cast<float *>(p.out)[tile.out_offset + c * p.out_stride + r] = d[i];
+      }
+    } else {
+      constexpr int columns = 64, last = S::n - columns, row_bytes = kWarpRows * size;
+      auto half_address = [&](int r, int h) { return piece + r * row_bytes + ((h ^ (r / 4 & 1)) << 4); };
+      uint16_t *out = reinterpret_cast<uint16_t *>(p.out) + tile.out_offset + row;
+#pragma unroll
+      for (int i = 0; i < (S::n + columns - 1) / columns; ++i) {
+        const int start = i * columns < last ? i * columns : last;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float *e = d + start / 2 + 8 * j;
+          uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
+                                   round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
+          store_matrices<true>(half_address(16 * j + lane / 16 * 8 + lane % 8, lane / 8 & 1), fragments);
+        }
+        __syncwarp();
+        const int column = tile.column + start;
+        if (p.out_aligned && row >= tile.first_row && row + kWarpRows <= p.m) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int c = 16 * j + lane / 2, h = lane % 2;
+            if (here(row, column + c))
+              *reinterpret_cast<uint4 *>(out + (column + c) * p.out_stride + h * 8) = load_16_bytes(half_address(c, h));
+          }
+        } else {
+#pragma unroll 1
+          for (int j = lane; j < columns * kWarpRows; j += 32) {
+            const int c = j / kWarpRows, r = j % kWarpRows;
+            uint16_t word;
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(half_address(c, r / 8) + r % 8 * 2) : "memory");
+            if (here(row + r, column + c)) out[(column + c) * p.out_stride + r] = word;
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+
   // The piece to its place in out: 16 bytes a lane where it lies whole and aligned inside, else by elements.
   template <int size> __device__ __forceinline__ void copy_out(int column) const {
     constexpr int columns = kRowBytes / size;
     char *to = p.out + (tile.out_offset + row * p.out_stride + column) * size;
     const int64_t stride = p.out_stride * size;
-    if (p.out_aligned && row + kWarpRows <= p.m && column + columns <= p.n) {
+    const bool whole_rows = row >= tile.first_row && row + kWarpRows <= p.m;
+    if (p.out_aligned && whole_rows && column >= tile.first_column && column + columns <= p.n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int r = 4 * i + lane / 8;
@@ -151,9 +208,10 @@ template <class S> struct WarpRows {
       return;
     }
 #pragma unroll 1
-    for (int r = 0; r < kWarpRows && row + r < p.m; ++r)
+    for (int r = max(0, tile.first_row - row); r < kWarpRows && row + r < p.m; ++r)
 #pragma unroll 1
       for (int c = lane; c < columns && column + c < p.n; c += 32) {
+        if (column + c < tile.first_column) continue;
         uint32_t address = piece + r * kRowBytes + (((c * size >> 4) ^ (r & 7)) << 4) + c * size % 16;
         if constexpr (size == 4) {
           uint32_t word;
