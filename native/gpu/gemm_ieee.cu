@@ -3,10 +3,10 @@
 //   out[m, n] = round(chain_k(a[m, k] b[k, n]) + bias[m, n]),   fp32, bf16 and fp16 in
 //   chain: c = fmaf(a[m, k], b[k, n], c), k ascending, from +0 or out; or chains of k_chunk, their sums added ascending
 //
-// A block of 256 threads makes a tile of out: 128x256 (8x16 a thread) for fp32, or 64x64 (4x4 a thread) for every type,
-// for small problems and for k_chunk, whose second accumulators do not fit the first. Stages of 8 k are converted to fp32 on their way to
-// shared memory, k-major whatever the operand's layout; the next stage's loads are in flight during this one's products.
-// Zero padding would turn a chain of -0 into +0, so the last stage is walked to K and no further.
+// A block of 256 threads makes a tile of 64x64, 4x4 a thread: for every type, stride and alignment, for small problems and
+// for k_chunk; gemm_ieee_fp32.cu makes large fp32 ones. Stages of 8 k are converted to fp32 on their way to shared memory,
+// k-major whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero padding
+// would turn a chain of -0 into +0, so the last stage is walked to K and no further.
 
 #include "epilogue.h"
 #include "kernels.h"
@@ -21,15 +21,26 @@ constexpr int kQuad = 4;     // floats in one shared-memory load
 
 static_assert(kChunkMultiple % kStageK == 0, "a chunk ends where a stage ends");
 
-template <int thread_m, int thread_n> struct Tile {
-  static constexpr int threads_n = 16, threads_m = kThreads / threads_n;
-  static constexpr int m = threads_m * thread_m, n = threads_n * thread_n;
-  static constexpr int shared_bytes = 2 * kStageK * (m + n + 2 * kPadding) * int(sizeof(float));
+constexpr int kThreadM = 4, kThreadN = 4;                            // elements of out a thread
+constexpr int kThreadsN = 16, kThreadsM = kThreads / kThreadsN;  // threads of a block along n and m
+constexpr int kTileM = kThreadsM * kThreadM, kTileN = kThreadsN * kThreadN;
+constexpr int kSharedBytes = 2 * kStageK * (kTileM + kTileN + 2 * kPadding) * int(sizeof(float));
+
+// A pointer to elements that read as fp32, of a type known only at run time.
+struct AnyType {
+  const char *p;
+  Type type;
+  __device__ AnyType(const Matrix &matrix, int64_t offset) : p(matrix.data + offset * size_of(matrix.type)), type(matrix.type) {}
+  __device__ AnyType operator+(int64_t n) const { return AnyType(p + n * size_of(type), type); }
+  __device__ float value() const { return load_f32(p, type, 0); }
+
+ private:
+  __device__ AnyType(const char *moved, Type t) : p(moved), type(t) {}
 };
 
 // This thread's share of every stage of one operand: `kCount` elements, neighbours in memory on neighbouring threads.
 // `outer` is m or n, `tile` its extent in the tile.
-template <class Element, bool k_contiguous, int tile> struct Reader {
+template <bool k_contiguous, int tile> struct Reader {
   static constexpr int kCount = tile * kStageK / kThreads;
   static_assert(kThreads % kStageK == 0 && (kThreads % tile == 0), "a thread's elements are evenly spaced");
   // From one of the thread's elements to its next: along outer where k is contiguous, else along k.
@@ -37,10 +48,10 @@ template <class Element, bool k_contiguous, int tile> struct Reader {
 
   int o, k;  // of the first element, in the tile and the stage
   int64_t outer_left, k_left;
-  Element at;
+  AnyType at;
   int64_t spacing, stage;  // steps in elements
 
-  __device__ Reader(Element start, int64_t outer_stride, int64_t k_stride, int64_t outer_extent, int64_t k_extent)
+  __device__ Reader(AnyType start, int64_t outer_stride, int64_t k_stride, int64_t outer_extent, int64_t k_extent)
       : o(k_contiguous ? int(threadIdx.x) / kStageK : int(threadIdx.x) % tile),
         k(k_contiguous ? int(threadIdx.x) % kStageK : int(threadIdx.x) / tile),
         outer_left(outer_extent - o), k_left(k_extent - k), at(start + (o * outer_stride + k * k_stride)),
@@ -48,7 +59,7 @@ template <class Element, bool k_contiguous, int tile> struct Reader {
 
   // The next stage's elements, +0 past the extents.
   __device__ void fetch(float (&values)[kCount]) {
-    Element from = at;
+    AnyType from = at;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       bool inside = k_contiguous ? k_left > 0 && outer_left > i * kSpacing : outer_left > 0 && k_left > i * kSpacing;
@@ -68,27 +79,6 @@ template <class Element, bool k_contiguous, int tile> struct Reader {
   }
 };
 
-// Pointers to elements that read as fp32: of a type known here, or only at run time.
-struct Float32 {
-  const float *p;
-  __device__ Float32(const Matrix &matrix, int64_t offset) : p(reinterpret_cast<const float *>(matrix.data) + offset) {}
-  __device__ Float32 operator+(int64_t n) const { return Float32(p + n); }
-  __device__ float value() const { return *p; }
-
- private:
-  __device__ explicit Float32(const float *moved) : p(moved) {}
-};
-struct AnyType {
-  const char *p;
-  Type type;
-  __device__ AnyType(const Matrix &matrix, int64_t offset) : p(matrix.data + offset * size_of(matrix.type)), type(matrix.type) {}
-  __device__ AnyType operator+(int64_t n) const { return AnyType(p + n * size_of(type), type); }
-  __device__ float value() const { return load_f32(p, type, 0); }
-
- private:
-  __device__ AnyType(const char *moved, Type t) : p(moved), type(t) {}
-};
-
 // A thread's outers are quads, `threads` quads apart.
 __device__ __forceinline__ int outer_of(int thread, int i, int threads) { return (i / kQuad * threads + thread) * kQuad + i % kQuad; }
 
@@ -103,50 +93,44 @@ template <int count> __device__ __forceinline__ void load_quads(float (&values)[
   }
 }
 
-// `chunked` kernels take k_chunk too, for twice the accumulators.
-template <class Element, int thread_m, int thread_n, bool a_k_contiguous, bool b_k_contiguous, bool chunked>
+template <bool a_k_contiguous, bool b_k_contiguous>
 __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_constant__ Gemm problem) {
-  using T = Tile<thread_m, thread_n>;
   extern __shared__ __align__(16) float shared[];
-  constexpr int kStageA = kStageK * (T::m + kPadding), kStageB = kStageK * (T::n + kPadding);
+  constexpr int kStageA = kStageK * (kTileM + kPadding), kStageB = kStageK * (kTileN + kPadding);
   float *a_stages = shared, *b_stages = shared + 2 * kStageA;
-  int thread_row = int(threadIdx.x) / T::threads_n, thread_column = int(threadIdx.x) % T::threads_n;
-  int64_t tiles_m = (problem.m + T::m - 1) / T::m, tiles_n = (problem.n + T::n - 1) / T::n;
+  int thread_row = int(threadIdx.x) / kThreadsN, thread_column = int(threadIdx.x) % kThreadsN;
+  int64_t tiles_m = (problem.m + kTileM - 1) / kTileM, tiles_n = (problem.n + kTileN - 1) / kTileN;
   int64_t stage_count = (problem.k + kStageK - 1) / kStageK;
-  const bool folds = chunked && problem.k_chunk > 0;
+  const bool folds = problem.k_chunk > 0;
 
   for (int64_t job = blockIdx.x; job < tiles_m * tiles_n * problem.batch.count; job += gridDim.x) {
-    int64_t m0 = job % tiles_m * T::m, n0 = job / tiles_m % tiles_n * T::n;
+    int64_t m0 = job % tiles_m * kTileM, n0 = job / tiles_m % tiles_n * kTileN;
     BatchOffsets at = batch_offsets(problem.batch, job / (tiles_m * tiles_n));
-    using ReaderA = Reader<Element, a_k_contiguous, T::m>;
-    using ReaderB = Reader<Element, b_k_contiguous, T::n>;
-    ReaderA a(Element(problem.a, at.a + m0 * problem.a.row_stride), problem.a.row_stride, problem.a.col_stride,
+    using ReaderA = Reader<a_k_contiguous, kTileM>;
+    using ReaderB = Reader<b_k_contiguous, kTileN>;
+    ReaderA a(AnyType(problem.a, at.a + m0 * problem.a.row_stride), problem.a.row_stride, problem.a.col_stride,
               problem.m - m0, problem.k);
-    ReaderB b(Element(problem.b, at.b + n0 * problem.b.col_stride), problem.b.col_stride, problem.b.row_stride,
+    ReaderB b(AnyType(problem.b, at.b + n0 * problem.b.col_stride), problem.b.col_stride, problem.b.row_stride,
               problem.n - n0, problem.k);
 
     // Calls f(value's indices, row, column) for every element of out that this thread holds.
     auto each = [&](auto f) {
 #pragma unroll
-      for (int i = 0; i < thread_m; ++i)
+      for (int i = 0; i < kThreadM; ++i)
 #pragma unroll
-        for (int j = 0; j < thread_n; ++j) {
-          int64_t row = m0 + outer_of(thread_row, i, T::threads_m), column = n0 + outer_of(thread_column, j, T::threads_n);
+        for (int j = 0; j < kThreadN; ++j) {
+          int64_t row = m0 + outer_of(thread_row, i, kThreadsM), column = n0 + outer_of(thread_column, j, kThreadsN);
           if (row < problem.m && column < problem.n) f(i, j, row, column);
         }
     };
 
-    float chain[thread_m][thread_n] = {};
-    float sum[chunked ? thread_m : 1][chunked ? thread_n : 1] = {};
+    float chain[kThreadM][kThreadN] = {};
+    float sum[kThreadM][kThreadN] = {};
     if (problem.accumulate)
       each([&](int i, int j, int64_t row, int64_t column) {
         float start = load_f32(problem.out.data, problem.out.type, at.out + row * problem.out.row_stride + column);
-        if constexpr (chunked) {
-          if (folds) sum[i][j] = start;
-          else chain[i][j] = start;
-        } else {
-          chain[i][j] = start;
-        }
+        if (folds) sum[i][j] = start;
+        else chain[i][j] = start;
       });
 
     float a_next[ReaderA::kCount], b_next[ReaderB::kCount];
@@ -167,16 +151,16 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
     for (int64_t stage = 0; stage < stage_count; ++stage) {
       if (stage + 1 < stage_count) fetch_stage();
       const float *a_stage = a_stages + stage % 2 * kStageA, *b_stage = b_stages + stage % 2 * kStageB;
-      float a_values[2][thread_m], b_values[2][thread_n];  // of this k, and of the next, on its way
+      float a_values[2][kThreadM], b_values[2][kThreadN];  // of this k, and of the next, on its way
       auto load = [&](int k) {
-        load_quads(a_values[k % 2], a_stage + k * (T::m + kPadding), thread_row, T::threads_m);
-        load_quads(b_values[k % 2], b_stage + k * (T::n + kPadding), thread_column, T::threads_n);
+        load_quads(a_values[k % 2], a_stage + k * (kTileM + kPadding), thread_row, kThreadsM);
+        load_quads(b_values[k % 2], b_stage + k * (kTileN + kPadding), thread_column, kThreadsN);
       };
       auto step = [&](int k) {
 #pragma unroll
-        for (int i = 0; i < thread_m; ++i)
+        for (int i = 0; i < kThreadM; ++i)
 #pragma unroll
-          for (int j = 0; j < thread_n; ++j) chain[i][j] = fmaf(a_values[k % 2][i], b_values[k % 2][j], chain[i][j]);
+          for (int j = 0; j < kThreadN; ++j) chain[i][j] = fmaf(a_values[k % 2][i], b_values[k % 2][j], chain[i][j]);
       };
       int64_t left = problem.k - stage * kStageK;
       load(0);
@@ -194,18 +178,16 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
           step(k);
         }
       }
-      if constexpr (chunked) {
-        chunk_left -= kStageK;
-        if (folds && (chunk_left == 0 || stage + 1 == stage_count)) {
-          chunk_left = problem.k_chunk;
+      chunk_left -= kStageK;
+      if (folds && (chunk_left == 0 || stage + 1 == stage_count)) {
+        chunk_left = problem.k_chunk;
 #pragma unroll
-          for (int i = 0; i < thread_m; ++i)
+        for (int i = 0; i < kThreadM; ++i)
 #pragma unroll
-            for (int j = 0; j < thread_n; ++j) {
-              sum[i][j] += chain[i][j];
-              chain[i][j] = 0.0f;
-            }
-        }
+          for (int j = 0; j < kThreadN; ++j) {
+            sum[i][j] += chain[i][j];
+            chain[i][j] = 0.0f;
+          }
       }
       // Two stages: the one filled now was last read before the barrier that ended the fill before.
       if (stage + 1 < stage_count) deposit_stage(stage + 1);
@@ -213,7 +195,7 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
     __syncthreads();  // the next tile's first stage overwrites one that may still be read
 
     each([&](int i, int j, int64_t row, int64_t column) {
-      float x = folds ? sum[chunked ? i : 0][chunked ? j : 0] : chain[i][j];
+      float x = folds ? sum[i][j] : chain[i][j];
       if (problem.bias.data)
         x += load_f32(problem.bias.data, problem.bias.type,
                       at.bias + row * problem.bias.row_stride + column * problem.bias.col_stride);
@@ -222,31 +204,20 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
   }
 }
 
-template <class Element, int thread_m, int thread_n, bool chunked>
-pydet_status launch_tile(const char *name, const Gemm &problem) {
-  using T = Tile<thread_m, thread_n>;
-  constexpr int kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
-  bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
-  auto kernel = a ? (b ? gemm_ieee_kernel<Element, thread_m, thread_n, true, true, chunked>
-                       : gemm_ieee_kernel<Element, thread_m, thread_n, true, false, chunked>)
-                  : (b ? gemm_ieee_kernel<Element, thread_m, thread_n, false, true, chunked>
-                       : gemm_ieee_kernel<Element, thread_m, thread_n, false, false, chunked>);
-  int64_t tiles = (problem.m + T::m - 1) / T::m * ((problem.n + T::n - 1) / T::n) * problem.batch.count;
-  Launch shape = {name, static_cast<gpu_stream>(problem.stream), dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)),
-                  dim3(kThreads), T::shared_bytes};
-  DeviceGuard guard(problem.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return launch(shape, kernel, problem);
-}
-
 }  // namespace
 
-pydet_status gemm_ieee_64x64(const Gemm &problem) { return launch_tile<AnyType, 4, 4, true>("gemm_ieee_64x64", problem); }
-
-bool gemm_ieee_128x256_takes(const Gemm &problem) { return problem.k_chunk == 0 && problem.a.type == Type::f32; }
-
-pydet_status gemm_ieee_128x256(const Gemm &problem) {
-  return launch_tile<Float32, 8, 16, false>("gemm_ieee_128x256", problem);
+pydet_status gemm_ieee_64x64(const Gemm &problem) {
+  constexpr int kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
+  constexpr const char *kName = "gemm_ieee_64x64";
+  bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
+  auto kernel = a ? (b ? gemm_ieee_kernel<true, true> : gemm_ieee_kernel<true, false>)
+                  : (b ? gemm_ieee_kernel<false, true> : gemm_ieee_kernel<false, false>);
+  int64_t tiles = (problem.m + kTileM - 1) / kTileM * ((problem.n + kTileN - 1) / kTileN) * problem.batch.count;
+  Launch shape = {kName, static_cast<gpu_stream>(problem.stream), dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)),
+                  dim3(kThreads), kSharedBytes};
+  DeviceGuard guard(problem.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
+  return launch(shape, kernel, problem);
 }
 
 }  // namespace pydet

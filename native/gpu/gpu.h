@@ -58,6 +58,13 @@ inline bool gpu_overlaps_kernels(int id) { return compute_capability(id) >= 90; 
 
 #endif
 
+// Shared memory that a block may have on every architecture that kernels are built for.
+#if defined(__HIP_PLATFORM_AMD__)
+constexpr int kBlockSharedBytes = 64 << 10;
+#else
+constexpr int kBlockSharedBytes = 99 << 10;
+#endif
+
 inline pydet_status device_error(const char *kernel, gpu_error error) {
   return fail(PYDET_DEVICE_ERROR, "%s: the launch failed: %s (%d); the cause may be older work on this device", kernel,
               gpu_error_text(error), int(error));
@@ -158,6 +165,23 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 #else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global),
                "r"(valid)
+               : "memory");
+#endif
+}
+
+// The compiler forgets what it knows of the pointer.
+__device__ __forceinline__ void make_opaque(const float *&pointer) {
+#if !defined(__HIP_PLATFORM_AMD__)
+  asm volatile("" : "+l"(pointer));
+#endif
+}
+
+// The same of one fp32 element, all of it.
+__device__ __forceinline__ void copy_async_4(float *shared, const float *global) {
+#if defined(__HIP_PLATFORM_AMD__)
+  *shared = *global;
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global)
                : "memory");
 #endif
 }

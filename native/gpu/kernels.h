@@ -64,6 +64,8 @@ pydet_status gemm_mma_128(const Gemm &);
 
 // gemm_ieee.cu
 pydet_status gemm_ieee_64x64(const Gemm &);
+
+// gemm_ieee_fp32.cu
 bool gemm_ieee_128x256_takes(const Gemm &);
 pydet_status gemm_ieee_128x256(const Gemm &);
 
