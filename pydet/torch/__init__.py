@@ -1,0 +1,28 @@
+"""pydet in PyTorch: operators, functions with gradients, modules, and what swaps them into a model.
+
+    import pydet.torch
+
+    pydet.torch.linear(x, w, bias)              # forward and backward with pydet's bits
+    report = pydet.torch.convert(model)         # nn.Linear, nn.RMSNorm and their like become pydet's, in place
+    with pydet.torch.override_aten() as caught: # torch.mm and its like, wherever they are called from
+        loss = model(tokens).sum(); loss.backward()
+
+``torch.ops.pydet.*`` (:mod:`pydet.torch.ops`) are the operators below these. All run on the CPU and on CUDA, in eager
+mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with the same bits.
+"""
+
+from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
+from pydet.torch.modules import Conversion, Linear, RMSNorm, convert
+from pydet.torch.override import override_aten
+
+__all__ = [
+    "Conversion",
+    "Linear",
+    "RMSNorm",
+    "convert",
+    "gemm",
+    "linear",
+    "override_aten",
+    "rms_norm",
+    "skinny_linear",
+]

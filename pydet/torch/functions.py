@@ -1,0 +1,95 @@
+"""Functions with gradients, which are :func:`pydet.gemm_da`, :func:`pydet.gemm_db` and :func:`pydet.rmsnorm_backward`.
+
+Operands are float32, bfloat16 or float16 tensors of one type on one device; errors are :class:`pydet.Error`, a sentence
+each. ``arithmetic`` and ``k_chunk`` decide bits, and hold for backward too: there ``k_chunk`` counts along the
+dimension that is summed (the rows of a batch, for a weight's gradient). Batched matrices keep their batch in backward;
+where a batch multiplies one matrix, that matrix's gradient is one sum over all rows in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
+
+
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+) -> torch.Tensor:
+    """``out[..., m, n] = round(sum_k a[..., m, k] b[..., k, n] + bias)``: :func:`pydet.gemm` with a gradient.
+
+    Args:
+        a: ``[..., M, K]``.
+        b: ``[..., K, N]`` with the same leading dimensions, or a matrix ``[K, N]``; other broadcasting has no gradient.
+        bias: ``[N]`` or like the result. Its gradient sums rows as a chain of products with 1.
+        out_dtype: that of the result; ``a``'s by default.
+    """
+    return torch.ops.pydet.gemm(a, b, bias, out_dtype, arithmetic, k_chunk)
+
+
+def linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+) -> torch.Tensor:
+    """``y[..., n] = round(sum_k x[..., k] w[n, k] + bias[n])``, as ``torch.nn.functional.linear``.
+
+    Args:
+        x: ``[..., K]`` of any rank from 1.
+        w: ``[N, K]``.
+        bias: ``[N]``.
+    """
+    return torch.ops.pydet.skinny_gemm(x, w, bias, None, arithmetic, k_chunk)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+    weights_constant: bool = False,
+) -> torch.Tensor:
+    """:func:`linear`, with the decode step's promise to give.
+
+    Args:
+        x, w, bias, arithmetic, k_chunk: as in :func:`linear`; bias may also be like the result (a residual).
+        weights_constant: no work still running in the stream writes ``w``; its loads may start early.
+    """
+    return torch.ops.pydet.skinny_gemm(x, w, bias, None, arithmetic, k_chunk, weights_constant)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``y = x rstd (weight + weight_offset)`` over the last dimension: :func:`pydet.rmsnorm` with a gradient.
+
+    Args:
+        x: ``[..., N]``.
+        weight: ``[N]``, or None for ones.
+        eps: added to the mean of squares.
+        weight_offset: 1.0 for models that store the weight less 1.
+        residual: like ``x``; then their sum is normalised.
+
+    Returns:
+        ``y``; with a residual ``(y, x + residual)``.
+    """
+    if residual is None:
+        return torch.ops.pydet.rmsnorm(x, weight, eps, weight_offset)[0]
+    y, _, total = torch.ops.pydet.rmsnorm_residual(x, residual, weight, eps, weight_offset)
+    return y, total

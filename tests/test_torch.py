@@ -1,0 +1,437 @@
+"""pydet.torch: the bits of the C calls through operators, autograd, compile, modules and the aten override."""
+
+import os
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
+
+import pydet  # noqa: E402
+import pydet.torch as pt  # noqa: E402
+from pydet.torch import ops  # noqa: E402, F401
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+OPS = torch.ops.pydet
+
+
+def normal(*shape, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def same(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
+    words = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    a, b = a.detach().contiguous().view(words), b.detach().contiguous().view(words)
+    assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"
+
+
+def differ(a, b):
+    with pytest.raises(AssertionError, match="elements differ"):
+        same(a, b)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+# ---- Operators ---------------------------------------------------------------------------------------------------
+
+
+def test_operators_have_the_bits_of_the_functions(device, dtype):
+    a, b = normal(3, 5, 40, dtype=dtype, device=device), normal(3, 40, 9, dtype=dtype, device=device)
+    x, w, bias = (
+        normal(2, 7, 40, dtype=dtype, device=device),
+        normal(9, 40, dtype=dtype, device=device),
+        normal(9, device=device),
+    )
+    options = (torch.float32, "sm90" if dtype != torch.float32 else "ieee", 16)
+    keywords = {"out_dtype": options[0], "arithmetic": options[1], "k_chunk": options[2]}
+    same(OPS.gemm(a, b), pydet.gemm(a, b))
+    same(OPS.gemm(a, b, bias, *options), pydet.gemm(a, b, bias=bias, **keywords))
+    same(OPS.gemm_da(a, b.mT, *options), pydet.gemm_da(a, b.mT, **keywords))
+    same(OPS.gemm_db(a.mT, b, *options), pydet.gemm_db(a.mT, b, **keywords))
+    same(OPS.skinny_gemm(x, w, bias, *options, True), pydet.skinny_gemm(x, w, bias=bias, **keywords))
+    weight, residual = normal(40, dtype=dtype, device=device), normal(2, 7, 40, dtype=dtype, device=device, seed=1)
+    for got, want in zip(
+        OPS.rmsnorm(x, weight, 1e-5, 1.0), pydet.rmsnorm(x, weight, eps=1e-5, weight_offset=1.0), strict=True
+    ):
+        same(got, want)
+    got = OPS.rmsnorm_residual(x, residual, weight, 1e-5)
+    for ours, theirs in zip(got, pydet.rmsnorm(x, weight, eps=1e-5, residual=residual), strict=True):
+        same(ours, theirs)
+    for dweight_of in (weight, None):
+        dx, dweight = OPS.rmsnorm_backward(residual, x, dweight_of, got[1], 0.0, x)
+        want = pydet.rmsnorm_backward(residual, x, dweight_of, got[1], dresidual=x)
+        same(dx, want[0])
+        assert dweight.numel() == 0 if dweight_of is None else same(dweight, want[1]) is None
+
+
+def test_opcheck():
+    a, b, bias = (normal(*shape).requires_grad_() for shape in [(4, 8), (8, 3), (3,)])
+    x, weight = normal(2, 3, 8).requires_grad_(), normal(8).requires_grad_()
+    rstd = pydet.rmsnorm(x.detach(), eps=1e-5)[1]
+    plain = [t.detach() for t in (a, b, x, weight)]
+    samples = [
+        (OPS.gemm, (a, b, bias, None, "ieee", 16)),
+        (OPS.gemm, (a, b)),
+        (OPS.skinny_gemm, (x, b.detach().mT.contiguous().requires_grad_(), bias)),
+        (OPS.rmsnorm, (x, weight, 1e-5)),
+        (OPS.rmsnorm_residual, (x, normal(2, 3, 8, seed=2).requires_grad_(), weight, 1e-5)),
+        (OPS.gemm_da, (plain[0], plain[0])),
+        (OPS.gemm_db, (plain[0], plain[0])),
+        (OPS.rmsnorm_backward, (plain[2], plain[2], plain[3], rstd)),
+        (OPS.rmsnorm_backward, (plain[2], plain[2], None, rstd)),
+    ]
+    for op, arguments in samples:
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_fake_tensors_have_the_real_ones_shapes():
+    cases = [
+        (OPS.gemm, ((2, 3, 8), (8, 5)), {"out_dtype": torch.float32}),
+        (OPS.gemm_da, ((2, 3, 8), (2, 5, 8)), {}),
+        (OPS.gemm_db, ((2, 8, 3), (2, 8, 5)), {}),
+        (OPS.skinny_gemm, ((2, 3, 8), (5, 8)), {}),
+    ]
+    for op, shapes, options in cases:
+        real = op(*(normal(*shape, dtype=torch.bfloat16) for shape in shapes), **options)
+        meta = op(*(torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes), **options)
+        assert (real.shape, real.dtype) == (meta.shape, meta.dtype) and meta.device.type == "meta"
+
+
+# ---- Autograd ----------------------------------------------------------------------------------------------------
+
+
+def test_linear_gradients_are_the_c_calls(device, dtype):
+    x, w = (
+        normal(4, 6, 48, dtype=dtype, device=device).requires_grad_(),
+        normal(24, 48, dtype=dtype, device=device).requires_grad_(),
+    )
+    bias, dy = (
+        normal(24, dtype=dtype, device=device).requires_grad_(),
+        normal(4, 6, 24, dtype=dtype, device=device, seed=5),
+    )
+    for function in (pt.linear, pt.skinny_linear):
+        x.grad = w.grad = bias.grad = None
+        y = function(x, w, bias)
+        y.backward(dy)
+        rows, drows = x.detach().reshape(-1, 48), dy.reshape(-1, 24)
+        same(y, pydet.gemm(x.detach(), w.detach().T, bias=bias.detach()))
+        same(x.grad.reshape(-1, 48), pydet.gemm_da(drows, w.detach().T))
+        same(w.grad, pydet.gemm_db(rows, drows).T)
+        same(bias.grad, pydet.gemm_db(torch.ones_like(drows[:, :1]), drows)[0])
+
+
+@pytest.mark.parametrize("k_chunk", [None, 16])
+def test_gemm_gradients_are_the_c_calls(device, dtype, k_chunk):
+    dc = normal(3, 5, 9, dtype=dtype, device=device, seed=7)
+    for b_shape in ((3, 40, 9), (40, 9)):
+        a, b = (
+            normal(3, 5, 40, dtype=dtype, device=device).requires_grad_(),
+            normal(*b_shape, dtype=dtype, device=device).requires_grad_(),
+        )
+        pt.gemm(a, b, k_chunk=k_chunk).backward(dc)
+        same(a.grad, pydet.gemm_da(dc, b.detach(), k_chunk=k_chunk))
+        rows = (a.detach(), dc) if len(b_shape) == 3 else (a.detach().reshape(15, 40), dc.reshape(15, 9))
+        same(b.grad, pydet.gemm_db(*rows, k_chunk=k_chunk))
+
+
+def test_rms_norm_gradients_are_the_c_calls(device, dtype):
+    x, residual = (normal(6, 40, dtype=dtype, device=device, seed=s).requires_grad_() for s in (0, 1))
+    weight, dy, dsum = (
+        normal(40, dtype=dtype, device=device).requires_grad_(),
+        *(normal(6, 40, dtype=dtype, device=device, seed=s) for s in (2, 3)),
+    )
+    y = pt.rms_norm(x, weight, eps=1e-5, weight_offset=1.0)
+    y.backward(dy)
+    want_y, rstd = pydet.rmsnorm(x.detach(), weight.detach(), eps=1e-5, weight_offset=1.0)
+    dx, dweight = pydet.rmsnorm_backward(dy, x.detach(), weight.detach(), rstd, weight_offset=1.0)
+    same(y, want_y), same(x.grad, dx), same(weight.grad, dweight)
+    x.grad = weight.grad = None
+    y, total = pt.rms_norm(x, weight, eps=1e-5, residual=residual)
+    torch.autograd.backward([y, total], [dy, dsum])
+    want_y, rstd, want_sum = pydet.rmsnorm(x.detach(), weight.detach(), eps=1e-5, residual=residual.detach())
+    dx, dweight = pydet.rmsnorm_backward(dy, want_sum, weight.detach(), rstd, dresidual=dsum)
+    same(y, want_y), same(total, want_sum), same(x.grad, dx), same(residual.grad, dx), same(weight.grad, dweight)
+
+
+def test_gradients_are_right():
+    """Against finite differences in the large, since the bits are compared above: fp32 beside fp64."""
+    a, b, bias = normal(4, 8).requires_grad_(), normal(8, 3).requires_grad_(), normal(3).requires_grad_()
+    weight = normal(3, seed=3).requires_grad_()
+    pt.rms_norm(torch.tanh(pt.gemm(a, b, bias)), weight, eps=1e-5).sin().sum().backward()
+    doubles = [t.detach().double().requires_grad_() for t in (a, b, bias, weight)]
+    h = torch.tanh(doubles[0] @ doubles[1] + doubles[2])
+    (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5) * doubles[3]).sin().sum().backward()
+    for ours, theirs in zip((a, b, bias, weight), doubles, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_batch_rows_do_not_depend_on_the_batch(dtype):
+    x, w, dy = normal(33, 64, dtype=dtype), normal(16, 64, dtype=dtype), normal(33, 16, dtype=dtype, seed=2)
+    whole = x.clone().requires_grad_()
+    pt.linear(whole, w).backward(dy)
+    alone = x[7:8].clone().requires_grad_()
+    pt.linear(alone, w).backward(dy[7:8])
+    same(whole.grad[7:8], alone.grad)
+
+
+# ---- Compile, graphs, vmap ---------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.up, self.down = pt.RMSNorm(32), pt.Linear(32, 48), pt.Linear(48, 32, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+
+
+def test_compiled_whole_graph_has_the_eager_bits():
+    block, x = Block(), normal(5, 32)
+    eager = block(x)
+    eager.sum().backward()
+    gradients = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    counted = []
+
+    def backend(graph, inputs):
+        counted.append(sum("pydet" in str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph.forward
+
+    with torch.no_grad():
+        torch._dynamo.reset()
+        same(torch.compile(block, fullgraph=True, backend=backend)(x), eager)
+    assert counted == [3], "one call for each use"
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+    compiled.sum().backward()
+    same(compiled, eager)
+    for parameter, gradient in zip(block.parameters(), gradients, strict=True):
+        same(parameter.grad, gradient)
+
+
+def test_vmap_has_the_eager_bits():
+    a, b = normal(4, 3, 5, 16), normal(4, 16, 6)
+    same(torch.vmap(pt.gemm, in_dims=(0, None))(a, b[0]), pydet.gemm(a, b[0]))
+    same(torch.vmap(pt.gemm)(a[:, 0], b), pydet.gemm(a[:, 0], b))
+    same(torch.vmap(pt.gemm, in_dims=(None, 0))(a[0, 0], b), pydet.gemm(a[0, 0], b))
+    x, w, weight = normal(4, 5, 16), normal(6, 16), normal(16)
+    same(torch.vmap(pt.linear, in_dims=(1, None), out_dims=1)(x, w), pydet.skinny_gemm(x, w))
+    same(torch.vmap(lambda x: pt.rms_norm(x, weight, eps=1e-5))(x), pydet.rmsnorm(x, weight, eps=1e-5)[0])
+    with pytest.raises(pydet.Error, match="vmap over the weights is not defined"):
+        torch.vmap(lambda weight: pt.rms_norm(x, weight, eps=1e-5))(normal(3, 16))
+    with pytest.raises(pydet.Error, match="vmap over the weights is not defined"):
+        torch.vmap(pt.linear, in_dims=(None, 0))(x, normal(3, 6, 16))
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="no NVIDIA GPU here")
+def test_cuda_graph_has_the_eager_bits():
+    block, x = Block().to("cuda", torch.bfloat16), normal(5, 32, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        eager = block(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = block(x)
+        y.zero_()
+        graph.replay()
+    same(y, eager)
+
+
+# ---- Modules -----------------------------------------------------------------------------------------------------
+
+
+class LlamaRMSNorm(torch.nn.Module):
+    def __init__(self, size, offset=0.0):
+        super().__init__()
+        self.weight, self.variance_epsilon, self.offset = torch.nn.Parameter(torch.rand(size)), 1e-5, offset
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (h * (self.offset + self.weight.float())).to(x.dtype)
+
+
+class OddRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x) ** 2
+
+
+def model():
+    torch.manual_seed(0)
+    m = torch.nn.Module()
+    m.embedding = torch.nn.Embedding(11, 32)
+    m.first, m.tied = torch.nn.Linear(32, 32), torch.nn.Linear(32, 11, bias=False)
+    m.tied.weight = m.embedding.weight
+    m.again = m.first
+    m.norms = torch.nn.ModuleList(
+        [torch.nn.RMSNorm(32, eps=1e-6), LlamaRMSNorm(32), LlamaRMSNorm(32, 1.0), OddRMSNorm(32)]
+    )
+    m.layer_norm, m.attention, m.double = (
+        torch.nn.LayerNorm(32),
+        torch.nn.MultiheadAttention(32, 4),
+        torch.nn.Linear(2, 2).double(),
+    )
+    return m.eval()
+
+
+def test_convert():
+    m, x = model(), normal(4, 32)
+    state, parameters = m.state_dict(), dict(m.named_parameters())
+    before = [m.first(x), *(norm(x) for norm in m.norms[:3])]
+    report = pt.convert(m)
+    assert report.swapped == {
+        **dict.fromkeys(("first", "tied", "again"), "Linear"),
+        "norms.0": "RMSNorm",
+        **dict.fromkeys(("norms.1", "norms.2"), "LlamaRMSNorm"),
+    }
+    assert set(report.left) == {"norms.3", "layer_norm", "attention", "attention.out_proj", "double"}, report
+    assert "formula" in report.left["norms.3"] and "float64" in report.left["double"]
+    assert "swapped 6, left 5" in str(report) and "layer_norm: left" in str(report)
+    assert type(m.first) is pt.Linear and m.again is m.first and m.tied.weight is m.embedding.weight
+    assert not m.first.training and m.norms[2].weight_offset == 1.0
+    assert list(m.state_dict()) == list(state)
+    assert all(parameter is parameters[name] for name, parameter in m.named_parameters())
+    for after, want in zip([m.first(x), *(norm(x) for norm in m.norms[:3])], before, strict=True):
+        torch.testing.assert_close(after, want, rtol=1e-5, atol=1e-5)
+    same(m.first(x), pydet.gemm(x, m.first.weight.detach().T, bias=m.first.bias.detach()))
+    assert not pt.convert(m).swapped, "a second time there is nothing to do"
+
+
+def test_modules_take_their_options():
+    x = normal(4, 64, dtype=torch.bfloat16)
+    layer = pt.Linear(64, 8, dtype=torch.bfloat16, arithmetic="sm90", k_chunk=16)
+    same(layer(x), pydet.gemm(x, layer.weight.detach().T, bias=layer.bias.detach(), arithmetic="sm90", k_chunk=16))
+    assert "k_chunk=16" in repr(layer)
+    holder = torch.nn.Sequential(torch.nn.Linear(64, 8, dtype=torch.bfloat16))
+    pt.convert(holder, arithmetic="sm80")
+    same(holder(x), pydet.gemm(x, holder[0].weight.detach().T, bias=holder[0].bias.detach(), arithmetic="sm80"))
+    norm = pt.RMSNorm(64, weight_offset=1.0)
+    same(norm(x.float()), pt.RMSNorm(64, elementwise_affine=False)(x.float()))
+
+
+# ---- The override ------------------------------------------------------------------------------------------------
+
+
+def test_override_catches_forward_and_backward():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.ReLU(), torch.nn.Linear(24, 4, bias=False))
+    x = normal(6, 16)
+    plain = torch.mm(x, x.T)
+    with pt.override_aten() as caught:
+        y = net(x)
+        y.sum().backward()
+        same(torch.mm(x, x.T), pydet.gemm(x, x.T))
+        same(torch.bmm(x[None], x.T[None]), pydet.gemm(x[None], x.T[None]))
+        same(torch.matmul(x[None].expand(2, 6, 16), x.T), pydet.gemm(x[None].expand(2, 6, 16), x.T))
+        out = torch.empty(6, 6)
+        torch.mm(x, x.T, out=out)
+        same(out, pydet.gemm(x, x.T))
+        same(torch.addmm(out, x, x.T, beta=0.5, alpha=2.0), pydet.gemm(x, x.T) * 2.0 + out * 0.5)
+        assert torch.mm(x.double(), x.double().T).dtype == torch.float64
+    h = torch.relu(pydet.gemm(x, net[0].weight.detach().T, bias=net[0].bias.detach()))
+    same(y, pydet.gemm(h, net[2].weight.detach().T))
+    same(net[2].weight.grad, pydet.gemm_db(h, torch.ones(6, 4)).T)
+    counts = dict(caught)
+    assert counts["aten::addmm"] >= 2 and counts["aten::mm"] >= 5 and counts["aten::bmm"] >= 1
+    assert counts["aten::mm.out"] == 1 and counts["aten::mm (left to PyTorch)"] == 1
+    same(torch.mm(x, x.T), plain)
+    assert dict(caught) == counts, "nothing is caught afterwards"
+
+
+def test_override_catches_compiled_code():
+    weight, x = normal(16, 16), normal(3, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.relu(x @ weight), backend="aot_eager")
+    compiled(x)
+    with pt.override_aten() as caught:
+        same(compiled(x), torch.relu(pydet.gemm(x, weight)))
+    assert caught["aten::mm"] == 1
+
+
+def test_override_nests_not():
+    with pt.override_aten(), pytest.raises(pydet.Error, match="one is active already"), pt.override_aten():
+        pass
+    with pt.override_aten():
+        pass
+
+
+# ---- Bad input ---------------------------------------------------------------------------------------------------
+
+
+def refuses(pattern, call, *arguments, **options):
+    with pytest.raises((pydet.Error, RuntimeError, NotImplementedError), match=pattern) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+def test_bad_input():
+    a, b = normal(3, 4), normal(4, 5)
+    refuses(r"gemm: b is 3x5", pt.gemm, a, normal(3, 5))
+    refuses(r"b is bfloat16", pt.gemm, a, b.bfloat16())
+    refuses(r"a is float64|dtype", pt.gemm, a.double(), b.double())
+    refuses(r"a has DLPack dtype \(code 5", pt.gemm, a.to(torch.complex64), b.to(torch.complex64))
+    refuses(r"arithmetic is 'sm91'", pt.gemm, a, b, arithmetic="sm91")
+    refuses(r"k_chunk", pt.gemm, a, b, k_chunk=-1)
+    refuses(r"eps", pt.rms_norm, a, eps=-1.0)
+    refuses(r"[Ss]parse", pt.gemm, a.to_sparse(), b)
+    refuses(r"gemm_da: an operand requires grad", OPS.gemm_da, a.clone().requires_grad_(), a)
+    refuses(r"gemm_db: an operand requires grad", OPS.gemm_db, a.clone().requires_grad_(), a)
+    refuses(
+        r"rmsnorm_backward: an operand requires grad",
+        OPS.rmsnorm_backward,
+        a,
+        a.clone().requires_grad_(),
+        None,
+        a[:, 0],
+    )
+    batched, other = normal(2, 3, 4).requires_grad_(), normal(1, 4, 5)
+    refuses(r"no gradient where batch dimensions broadcast", pt.gemm, batched, other)
+    with torch.no_grad():
+        same(pt.gemm(batched, other), pydet.gemm(batched.detach(), other))
+
+
+def test_mixed_devices():
+    a, b = normal(3, 4), torch.empty(4, 5, device="meta")
+    refuses(r"meta|device", pt.gemm, a, b)
+
+
+def test_lazy_views_are_read_right():
+    a, b = normal(3, 4), normal(4, 5)
+    same(pt.gemm(torch._neg_view(a), b), pydet.gemm(-a, b))
+    conjugated = torch.complex(a, a).conj()
+    same(pt.gemm(conjugated.imag, b), pydet.gemm(-a, b))
+
+
+def test_convert_refusals():
+    refuses(r"want a torch.nn.Module", pt.convert, 3)
+    refuses(r"itself a Linear", pt.convert, torch.nn.Linear(2, 2))
+    refuses(r"arithmetic is 'x'", pt.convert, torch.nn.Sequential(), arithmetic="x")
+
+
+def test_importing_pydet_does_not_import_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, pydet; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_differing_bits_are_seen():
+    """The comparison itself."""
+    x = normal(4, 4)
+    y = x.clone()
+    same(x, y)
+    y[1, 2] = float(np.nextafter(np.float32(y[1, 2]), np.float32(9)))
+    differ(x, y)
