@@ -1,5 +1,6 @@
 """pydet.torch: the bits of the C calls through operators, autograd, compile, modules and the aten override."""
 
+import itertools
 import os
 
 import numpy as np
@@ -435,3 +436,35 @@ def test_differing_bits_are_seen():
     same(x, y)
     y[1, 2] = float(np.nextafter(np.float32(y[1, 2]), np.float32(9)))
     differ(x, y)
+
+
+# ---- Accumulation ------------------------------------------------------------------------------------------------
+
+
+def test_accumulated_micro_batches_are_one_batch():
+    unit = pydet.DWEIGHT_ROWS
+    x, dy = normal(3 * unit, 32, dtype=torch.bfloat16), normal(3 * unit, 16, dtype=torch.bfloat16, seed=1)
+
+    def gradients(cuts):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            pt.RMSNorm(32, dtype=torch.bfloat16), pt.Linear(32, 16, dtype=torch.bfloat16, arithmetic="sm90")
+        )
+        parameters = pt.accumulate_gradients(net)
+        assert parameters == list(net.parameters())
+        for first, last in itertools.pairwise(cuts):
+            net(x[first:last]).backward(dy[first:last])
+        assert all(p.grad is None for p in parameters)
+        return [p.main_grad for p in parameters]
+
+    whole = gradients([0, 3 * unit])
+    for ours, theirs in zip(gradients([0, unit, 3 * unit]), whole, strict=True):
+        same(ours, theirs)
+    with pytest.raises(AssertionError, match="elements differ"):  # not at a multiple of 16 rows
+        for ours, theirs in zip(gradients([0, unit + 5, 3 * unit]), whole, strict=True):
+            same(ours, theirs)
+    h = pydet.rmsnorm(x, torch.ones(32, dtype=torch.bfloat16), eps=1e-6)[0]
+    same(whole[1], pydet.gemm_db(dy, h, out_dtype="float32", arithmetic="sm90"))
+    same(whole[2], pydet.gemm_db(torch.ones_like(dy[:, :1]), dy, out_dtype="float32", arithmetic="sm90")[0])
+    refuses(r"convert\(\) it first", pt.accumulate_gradients, torch.nn.Linear(2, 2))
+    refuses(r"want a torch.nn.Module", pt.accumulate_gradients, 3)

@@ -36,7 +36,14 @@ class Linear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.arithmetic, self.k_chunk = arithmetic, k_chunk
 
+    accumulates = False  # see accumulate_gradients()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.accumulates and torch.is_grad_enabled():
+            from pydet.torch.accumulate import AccumulatingLinear
+
+            arguments = (x, self.weight, self.bias, self.arithmetic, self.k_chunk)
+            return AccumulatingLinear.apply(*arguments)
         return functions.linear(x, self.weight, self.bias, arithmetic=self.arithmetic, k_chunk=self.k_chunk)
 
     def extra_repr(self) -> str:
@@ -56,6 +63,7 @@ class RMSNorm(torch.nn.Module):
     """
 
     weight: torch.nn.Parameter | None
+    accumulates = False  # see accumulate_gradients()
 
     def __init__(
         self,
@@ -75,6 +83,10 @@ class RMSNorm(torch.nn.Module):
             self.register_parameter("weight", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.accumulates and self.weight is not None and torch.is_grad_enabled():
+            from pydet.torch.accumulate import AccumulatingRmsNorm
+
+            return AccumulatingRmsNorm.apply(x, self.weight, self.eps, self.weight_offset)
         return torch.ops.pydet.rmsnorm(x, self.weight, self.eps, self.weight_offset)[0]
 
     def extra_repr(self) -> str:

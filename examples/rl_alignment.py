@@ -1,0 +1,386 @@
+"""Rollout and trainer of one model, compared bit by bit: with PyTorch alone, and with pydet.
+
+    python examples/rl_alignment.py                    # about 0.7 B parameters on a GPU
+    python examples/rl_alignment.py --small            # a minute model on the CPU
+
+A model of Llama's architecture with random weights (bf16, grouped-query attention, static cache) decodes some sequences
+in batches of 1, 3 and all, one token at a time, in CUDA graphs on a GPU. Then the trainer computes the
+log-probabilities of the same tokens in one packed forward, and gradients of a policy-gradient step: in one backward,
+and in four micro-batches that are accumulated. Printed and written to --out: how many log-probabilities and gradient
+elements differ in bits, tokens a second, and the time of a training step.
+
+What is between the products and norms works row by row: rotary embedding, SiLU, and softmax over the whole cache, whose
+length is the same everywhere. Micro-batches are padded to a multiple of pydet.DWEIGHT_ROWS rows, and the embedding's
+gradient is a product with one-hot rows; so all gradients are sums that go on from one micro-batch to the next.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pydet
+import pydet.torch
+
+
+@dataclass
+class Config:
+    """As in transformers' LlamaConfig."""
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    max_length: int = 256  # of the cache
+
+    @property
+    def head_dim(self):
+        return self.hidden_size // self.num_attention_heads
+
+
+PARTS = 4  # micro-batches of a training step
+SMALL = Config(256, 64, 128, 2, 4, 2, max_length=64)
+
+
+class Attention(nn.Module):
+    """Queries of one key-value head lie under each other: [batch, kv heads, group x tokens, head_dim]."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        hidden, head = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * head, bias=False)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head, bias=False)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * head, hidden, bias=False)
+
+    def forward(self, x, layout):
+        kv, head = self.config.num_key_value_heads, self.config.head_dim
+        q = rotate(self.q_proj(x).unflatten(-1, (-1, head)), layout.rotation)
+        k = rotate(self.k_proj(x).unflatten(-1, (-1, head)), layout.rotation)
+        v = self.v_proj(x).unflatten(-1, (-1, head))
+        q, (k, v) = layout.spread(q), layout.keys_and_values(self, k, v)  # [batch, tokens, heads, head]
+        batch, tokens = q.shape[:2]
+        q = q.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).reshape(batch, kv, -1, head)
+        scores = layout.product(q, k.transpose(1, 2).mT) * head**-0.5
+        scores = scores.unflatten(2, (-1, tokens)).float().masked_fill(layout.hidden, float("-inf"))
+        weights = scores.softmax(-1).to(x.dtype).flatten(2, 3)
+        out = layout.product(weights, v.transpose(1, 2)).unflatten(2, (-1, tokens))
+        return self.o_proj(layout.gather(out.permute(0, 3, 1, 2, 4).flatten(2)))
+
+
+def rotate(x, rotation):
+    cos, sin = rotation
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.input_layernorm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.gate_proj, self.up_proj = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x, layout):
+        x = x + self.self_attn(self.input_layernorm(x), layout)
+        h = self.post_attention_layernorm(x)
+        return x + self.down_proj(functional.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Llama(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens, layout):
+        """Log-probabilities [rows, vocabulary] after each of the tokens [rows]."""
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, layout)
+        return self.lm_head(self.norm(x)).float().log_softmax(-1)
+
+
+def angles(config, positions):
+    """cos and sin [rows, 1, head_dim / 2] of positions [rows]."""
+    step = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, device=positions.device) / config.head_dim)
+    angle = positions.float()[:, None, None] * step
+    return angle.cos(), angle.sin()
+
+
+class Decoding:
+    """One token of each sequence; the cache is static, and so are all shapes."""
+
+    def __init__(self, model, batch, product):
+        config, self.product = model.config, product
+        weight = model.lm_head.weight
+        shape = (batch, config.max_length, config.num_key_value_heads, config.head_dim)
+        self.cache = {
+            layer.self_attn: [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2)]
+            for layer in model.layers
+        }
+        self.positions = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        self.rows, self.config = torch.arange(batch, device=weight.device), config
+
+    def start_step(self):
+        self.rotation = angles(self.config, self.positions)
+        slots = torch.arange(self.config.max_length, device=self.positions.device)
+        self.hidden = (slots > self.positions[:, None])[:, None, None, None, :]
+
+    def spread(self, q):
+        return q[:, None]
+
+    def gather(self, out):
+        return out[:, 0]
+
+    def keys_and_values(self, attention, k, v):
+        for cached, new in zip(self.cache[attention], (k, v), strict=True):
+            cached[self.rows, self.positions] = new
+        return self.cache[attention]
+
+
+class Packed:
+    """Sequences behind each other without padding between them; attention spreads them over the cache's length.
+
+    `groups` are lists of lengths. After each group come rows of padding, up to a multiple of pydet.DWEIGHT_ROWS; their
+    gradients are zero. A batch of several groups thus has the rows of those groups one by one.
+    """
+
+    def __init__(self, config, groups, device, product):
+        self.product, longest, unit = product, config.max_length, pydet.DWEIGHT_ROWS
+        rows, positions, start = [], [], 0
+        for lengths in groups:
+            rows += range(start, start + sum(lengths))
+            positions += [t for n in lengths for t in range(n)]
+            start += -(-sum(lengths) // unit) * unit
+        self.rows, self.total = torch.tensor(rows, device=device), start
+        lengths = torch.tensor([n for lengths in groups for n in lengths], device=device)
+        sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+        positions = torch.tensor(positions, device=device)
+        self.place, self.shape = sequence * longest + positions, (len(lengths), longest)
+        self.rotation = angles(config, self.pad(positions))
+        slots = torch.arange(longest, device=device)
+        self.hidden = slots > slots[:, None]
+
+    def pad(self, x):
+        """The rows of the sequences at their places between the padding."""
+        return x.new_zeros(self.total, *x.shape[1:]).index_copy(0, self.rows, x)
+
+    def spread(self, x):
+        spread = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+        return spread.index_copy(0, self.place, x[self.rows]).unflatten(0, self.shape)
+
+    def gather(self, out):
+        return self.pad(out.flatten(0, 1)[self.place])
+
+    def keys_and_values(self, attention, k, v):
+        return self.spread(k), self.spread(v)
+
+
+class OneHotEmbedding(torch.autograd.Function):
+    """An embedding whose gradient continues in main_grad as a product with one-hot rows."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.tokens, ctx.weight = tokens, weight
+        return weight[tokens]
+
+    @staticmethod
+    def backward(ctx, dy):
+        chosen = functional.one_hot(ctx.tokens, len(ctx.weight)).to(dy.dtype)
+        pydet.gemm_db(chosen, dy, out=ctx.weight.main_grad, accumulate=True)
+        return None, None
+
+
+class Embedding(nn.Embedding):
+    def forward(self, tokens):
+        return OneHotEmbedding.apply(tokens, self.weight) if torch.is_grad_enabled() else self.weight[tokens]
+
+
+def differing(a, b):
+    """Elements whose bits are not the same."""
+    words = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return int((a.contiguous().view(words) != b.contiguous().view(words)).sum())
+
+
+def seconds(call, device, count=3):
+    times = []
+    for _ in range(count + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+@torch.no_grad()
+def decode(model, tokens, lengths, product):
+    """Log-probabilities of each next token as the rollout sees them, [batch, longest - 1], and tokens a second."""
+    batch, longest = tokens.shape
+    layout, device = Decoding(model, batch, product), tokens.device
+    given, wanted = (
+        torch.zeros(batch, dtype=torch.long, device=device),
+        torch.zeros(batch, dtype=torch.long, device=device),
+    )
+
+    def step():
+        layout.start_step()
+        return model(given, layout)[layout.rows, wanted]
+
+    run = step
+    if device.type == "cuda":
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = step()
+
+        def run():
+            graph.replay()
+            return result
+
+    found = torch.empty(batch, longest - 1, device=device)
+
+    def sequence():
+        for t in range(longest - 1):
+            given.copy_(tokens[:, t])
+            wanted.copy_(tokens[:, t + 1])
+            layout.positions.fill_(t)
+            found[:, t] = run()
+
+    took = seconds(sequence, device.type, 1)
+    return found, batch * (longest - 1) / took
+
+
+def trainer_loss(model, tokens, lengths, weights, groups, product):
+    """(the log-probabilities of the packed next tokens, the loss), of sequences of these lengths, in so many groups."""
+    inputs, wanted, scales = (
+        torch.cat([row[first : n - 1 + first] for row, n in zip(rows, lengths, strict=True)])
+        for rows, first in ((tokens, 0), (tokens, 1), (weights, 0))
+    )
+    size = len(tokens) // groups
+    layout = Packed(
+        model.config,
+        [[n - 1 for n in lengths[i : i + size]] for i in range(0, len(tokens), size)],
+        tokens.device,
+        product,
+    )
+    chosen = model(layout.pad(inputs), layout)[layout.rows, wanted]
+    return chosen, -(chosen * scales).sum()
+
+
+def gradients(model, tokens, lengths, weights, parts, product):
+    """The gradients of a step whose batch comes in this many parts, by parameter, and the step's time."""
+    parameters = dict(model.named_parameters())
+    size = len(tokens) // parts
+
+    def step():
+        for parameter in parameters.values():
+            parameter.grad = None
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+        for i in range(0, len(tokens), size):
+            here = slice(i, i + size)
+            trainer_loss(model, tokens[here], lengths[here], weights[here], PARTS // parts, product)[1].backward()
+
+    took = seconds(step, tokens.device.type, 1 if tokens.device.type == "cpu" else 3)
+    found = {name: getattr(p, "main_grad", p.grad).clone() for name, p in parameters.items()}
+    return found, took
+
+
+def compare(model, tokens, lengths, weights, product, batches):
+    """All the counts of one way to compute."""
+    result, logs = {}, {}
+    with torch.no_grad():
+        chosen, _ = trainer_loss(model, tokens, lengths, weights, PARTS, product)
+    for batch in batches:
+        found, rate = decode(model, tokens[:batch], lengths, product)
+        rollout = torch.cat([found[i, : n - 1] for i, n in enumerate(lengths[:batch])])
+        logs[batch] = rollout
+        result[f"decode in batches of {batch}"] = {
+            "log-probabilities": rollout.numel(),
+            "differ from the trainer's": differing(rollout, chosen[: len(rollout)]),
+            "largest difference": float((rollout - chosen[: len(rollout)]).abs().max()),
+            "tokens a second": round(rate, 1),
+        }
+    whole, took = gradients(model, tokens, lengths, weights, 1, product)
+    parts, took_parts = gradients(model, tokens, lengths, weights, PARTS, product)
+    result["gradients, one batch and four micro-batches"] = {
+        "elements": sum(g.numel() for g in whole.values()),
+        "differ": sum(differing(whole[name], parts[name]) for name in whole),
+        "ms a step": round(1e3 * took, 2),
+        "ms a step in four": round(1e3 * took_parts, 2),
+    }
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a minute model on the CPU")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    options = parser.parse_args()
+    device = "cpu" if options.small or not torch.cuda.is_available() else "cuda"
+    config = SMALL if device == "cpu" else Config()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Llama(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:  # as Llama begins, so that activations keep their size
+            nn.init.normal_(parameter, std=0.02 if "embed" in name else parameter.shape[1] ** -0.5)
+    sequences = 64 if device == "cuda" else 8
+    longest = config.max_length if device == "cpu" else 128
+    tokens = torch.randint(config.vocab_size, (sequences, longest), device=device)
+    lengths = torch.randint(longest // 2, longest + 1, (sequences,)).tolist()
+    weights = torch.randn(sequences, longest, device=device)  # the advantages
+    batches = (1, 3, sequences)
+    report = {
+        "command": "python examples/rl_alignment.py" + " --small" * options.small,
+        "machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "versions": {"torch": torch.__version__, "pydet": pydet.__version__, "NUMERICS": pydet.NUMERICS},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "model": asdict(config),
+        "sequences": sequences,
+    }
+    report["torch"] = compare(model, tokens, lengths, weights, torch.matmul, batches)
+    conversion = pydet.torch.convert(model)
+    embedding = Embedding(config.vocab_size, config.hidden_size, _weight=model.embed_tokens.weight)
+    model.embed_tokens = embedding
+    pydet.torch.accumulate_gradients(model)
+    embedding.weight.main_grad = torch.zeros_like(embedding.weight, dtype=torch.float32)
+    report["swapped for pydet"], report["left"] = len(conversion.swapped), conversion.left
+    report["pydet"] = compare(model, tokens, lengths, weights, pydet.torch.gemm, batches)
+    print(json.dumps(report, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    ours = report["pydet"]
+    wrong = sum(entry.get("differ", 0) + entry.get("differ from the trainer's", 0) for entry in ours.values())
+    print(f"with pydet {wrong} elements differ")
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Gradients of micro-batches that add up to the bits of one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import pydet
+from pydet._native import INVALID_VALUE, fail
+from pydet.torch.modules import Linear, RMSNorm
+
+
+def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """From now on pydet's modules in ``model`` sum their parameters' gradients in fp32, in ``parameter.main_grad``.
+
+    ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
+    give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
+    where there is one), and at multiples of ``pydet.DWEIGHT_ROWS`` for :class:`RMSNorm`. Pad with rows whose gradient
+    is zero to get there. Zero ``main_grad`` between steps. Eager mode only: a compiled graph does not see the sums.
+
+    A parameter of several modules (tied weights) sums them in the order in which backward reaches them, which is then
+    part of the bits.
+
+    Args:
+        model: a module; its :class:`Linear` and :class:`RMSNorm` take part.
+
+    Returns:
+        The parameters that have a ``main_grad`` now; those of other modules keep their ``grad``.
+
+    Raises:
+        Error: ``model`` is no module, or there is no module of pydet's in it.
+    """
+    if not isinstance(model, torch.nn.Module):
+        fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
+    parameters: list[torch.nn.Parameter] = []
+    for module in model.modules():
+        if isinstance(module, Linear | RMSNorm):
+            module.accumulates = True
+            for parameter in module.parameters(recurse=False):
+                if not hasattr(parameter, "main_grad"):
+                    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+                    parameters.append(parameter)
+    if not parameters:
+        fail(INVALID_VALUE, "accumulate_gradients: no Linear or RMSNorm of pydet's in the model; convert() it first")
+    return parameters
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 or x.stride(0) == 1 else x.contiguous()
+
+
+class AccumulatingLinear(torch.autograd.Function):
+    """:func:`pydet.torch.linear` whose backward continues the sums in its parameters' ``main_grad``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, arithmetic: str, k_chunk: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.w, ctx.bias, ctx.options = w, bias, {"arithmetic": arithmetic, "k_chunk": k_chunk}
+        return pydet.skinny_gemm(x, w, bias=bias, **ctx.options)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        (x,), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
+        rows, dx = _rows(dy.to(x.dtype)), None
+        if ctx.needs_input_grad[0]:
+            dx = pydet.gemm(rows, w.detach(), **ctx.options).view(x.shape)
+        if w.requires_grad:
+            pydet.gemm_db(rows, _rows(x), out=w.main_grad, accumulate=True, **ctx.options)
+        if bias is not None and bias.requires_grad:
+            ones = torch.ones_like(rows[:, :1])
+            pydet.gemm_db(ones, rows, out=bias.main_grad[None], accumulate=True, **ctx.options)
+        return dx, None, None, None, None
+
+
+class AccumulatingRmsNorm(torch.autograd.Function):
+    """:func:`pydet.torch.rms_norm` whose backward continues the sum in its weight's ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
+        y, rstd = pydet.rmsnorm(x, weight, eps=eps, weight_offset=weight_offset)
+        ctx.save_for_backward(x, rstd)
+        ctx.weight, ctx.weight_offset = weight, weight_offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        (x, rstd), weight = ctx.saved_tensors, ctx.weight
+        into = {"dweight": weight.main_grad, "accumulate": True} if weight.requires_grad else {}
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dx, _ = pydet.rmsnorm_backward(dy, x, weight.detach(), rstd, weight_offset=ctx.weight_offset, **into)
+        return dx, None, None, None
