@@ -6,11 +6,13 @@ the checks of the CPU's tests then run on the device's kernels. A forced kernel 
 took.
 """
 
+import ctypes
 import functools
 import itertools
 import os
 import pathlib
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -408,12 +410,8 @@ def test_refusals(torch):
 
 NORM_ROWS = [0, 1, 2, 63, 64, 65, 199, 600]
 NORM_WIDTHS = [1, 7, 64, 192, 255, 256, 264, 520, 1024, 2048, 2056, 4096, 8192, 8193, 16384, 16392, 131072]
-LARGEST = 3_000_000  # elements
-NORM_SHAPES = [(m, n) for m in NORM_ROWS for n in NORM_WIDTHS if m * n <= LARGEST] + [
-    (4096, 256),
-    (4096, 1024),
-    (1000, 8192),
-]
+LARGEST = 270_000  # elements; the larger ones are made on the device, below
+NORM_SHAPES = [(m, n) for m in NORM_ROWS for n in NORM_WIDTHS if m * n <= LARGEST] + [(4096, 256), (199, 4096)]
 
 
 @each("rmsnorm")
@@ -455,8 +453,9 @@ def test_rmsnorm_backward_golden(device, kernel, dtype):
     test_golden.check_golden("rmsnorm_backward", device.rmsnorm_backward, "ieee", dtype)
 
 
-@pytest.mark.parametrize("n", [256, 1024, 8192, 16384])
-def test_dweight_of_micro_batches(torch, n):
+@pytest.mark.parametrize("n", [256, 512, 1024, 8192, 16384])
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in cuda_kernels("rmsnorm_backward")] or [None])
+def test_dweight_of_micro_batches(torch, n, kernel):
     x, dy = (torch.randn(2048, n, device="cuda").to(torch.bfloat16) for _ in range(2))
     weight = torch.randn(n, device="cuda")
     rstd = pydet.rmsnorm(x, weight, eps=1e-6)[1]
@@ -465,6 +464,242 @@ def test_dweight_of_micro_batches(torch, n):
         total = torch.zeros_like(dweight)
         for first, last in zip([0, *cuts], [*cuts, 2048]):
             part = slice(first, last)
-            dx_part, _ = pydet.rmsnorm_backward(dy[part], x[part], weight, rstd[part], dweight=total, accumulate=True)
+            dx_part, _ = pydet.rmsnorm_backward(
+                dy[part], x[part], weight, rstd[part], dweight=total, accumulate=True, kernel=kernel
+            )
             assert torch.equal(words(dx_part), words(dx[part]))
         assert torch.equal(words(total), words(dweight)), cuts
+
+
+# M x N of the two kernels' whole range; those that are large take turns with the types.
+NORM_SIZES = [1, 7, 64, 192, 255, 256, 1024, 2048, 4096, 8192, 8193, 16384]
+LARGE_NORMS = [(m, n) for m in (4096, 16384) for n in NORM_SIZES if m * n <= 1 << 26] + [(199, 131072), (65, 131072)]
+
+
+def norm_on_both(torch, m, n, dtype, weight_dtype, residual, kernel=None, seed=0):
+    """y, rstd (and sum), dx, dweight of one random problem, from the device and from the CPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x, dy, extra = (torch.randn(m, n, device="cuda", generator=generator).to(dtype) for _ in range(3))
+    weight = torch.randn(n, device="cuda", generator=generator).to(weight_dtype)
+    results = []
+    for move in (lambda tensor: tensor, lambda tensor: tensor.cpu()):
+        x_, dy_, extra_, weight_ = map(move, (x, dy, extra, weight))
+        forward = {"residual": extra_} if residual else {}
+        backward = {"dresidual": extra_} if residual else {}
+        if kernel and x_.is_cuda:
+            backward["kernel"] = kernel
+        outputs = pydet.rmsnorm(x_, weight_, eps=1e-6, weight_offset=1.0, **forward)
+        rstd = move(outputs[1]) if x_.is_cuda else results[0][1].cpu()
+        try:
+            gradients = pydet.rmsnorm_backward(dy_, x_, weight_, rstd, weight_offset=1.0, **backward)
+        except pydet.Error as error:
+            if error.status != UNSUPPORTED:
+                raise
+            backward["kernel"] = None
+            gradients = pydet.rmsnorm_backward(dy_, x_, weight_, rstd, weight_offset=1.0, **backward)
+        results.append([*outputs, *gradients])
+    return results
+
+
+def assert_both_same(results, what):
+    for i, (one, other) in enumerate(zip(*results, strict=True)):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert bool((words(one.cpu()) == words(other)).all()), f"{what}, result {i}"
+
+
+def test_norms_of_large_shapes(torch):
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    for index, (m, n) in enumerate(LARGE_NORMS):
+        dtype, weight_dtype = dtypes[index % 3], dtypes[(index + index // 3) % 3]
+        results = norm_on_both(torch, m, n, dtype, weight_dtype, index % 2 == 1, seed=index)
+        assert_both_same(results, f"{m} x {n}, {dtype}, weight {weight_dtype}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_norms_of_every_team(torch, dtype):
+    """Widths at both ends of each team's range, with and without the residual; both ways of taking the rows."""
+    for kernel in [kernel.name for kernel in cuda_kernels("rmsnorm_backward")]:
+        for n in (8, 248, 256, 264, 512, 520, 1024, 1032, 2048, 2056, 4096, 4104, 8192, 8200, 16384):
+            for m, residual in ((199, False), (70, True)):
+                results = norm_on_both(torch, m, n, getattr(torch, dtype), torch.float32, residual, kernel, seed=n)
+                assert_both_same(results, f"{kernel}, {m} x {n}")
+
+
+@pytest.mark.parametrize("n", [128, 1024, 5120])
+def test_norms_of_strided_rows(torch, n):
+    """Heads cut out of a wider tensor: rows of two strides, whose inner extent the chains of 16 rows do not know."""
+    for heads in (1, 3, 8, 40):
+        tokens, wide = 61, torch.randn(61, heads + 2, n, device="cuda").to(torch.bfloat16)
+        x, dy = wide[:, 1 : heads + 1], torch.randn(tokens, heads, n, device="cuda").to(torch.bfloat16)
+        weight = torch.randn(n, device="cuda")
+        y, rstd = pydet.rmsnorm(x, weight, eps=1e-6)
+        dx, dweight = pydet.rmsnorm_backward(dy, x, weight, rstd)
+        flat = x.reshape(-1, n)
+        y_flat, rstd_flat = pydet.rmsnorm(flat, weight, eps=1e-6)
+        dx_flat, dweight_flat = pydet.rmsnorm_backward(dy.reshape(-1, n), flat, weight, rstd_flat)
+        for one, other in ((y, y_flat), (rstd, rstd_flat), (dx, dx_flat), (dweight, dweight_flat)):
+            assert torch.equal(words(one.contiguous()).view(-1), words(other).view(-1)), f"{heads} heads"
+
+
+@pytest.mark.parametrize("n", [256, 1024, 4096, 16384])
+def test_norm_rows_among_nan_rows(torch, n):
+    """A NaN in a row of x reaches its y, rstd and dx, and through rstd all of dweight; one in dy, its row's dx and one
+    column of dweight."""
+    x, dy = (torch.randn(300, n, device="cuda").to(torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, device="cuda")
+    y, rstd = pydet.rmsnorm(x, weight, eps=1e-6)
+    dx, dweight = pydet.rmsnorm_backward(dy, x, weight, rstd)
+    bad_x, bad_dy, row, column = x.clone(), dy.clone(), 131, n - 3
+    bad_x[row, column] = bad_dy[row, column] = float("nan")
+    others = [i for i in range(300) if i != row]
+    bad_y, bad_rstd = pydet.rmsnorm(bad_x, weight, eps=1e-6)
+    assert bool(bad_y[row].isnan().all()) and bool(bad_rstd[row].isnan())
+    assert torch.equal(words(bad_y[others]), words(y[others])) and torch.equal(bad_rstd[others], rstd[others])
+    bad_dx, bad_dweight = pydet.rmsnorm_backward(dy, bad_x, weight, bad_rstd)
+    assert bool(bad_dx[row].isnan().all()) and bool(bad_dweight.isnan().all())
+    assert torch.equal(words(bad_dx[others]), words(dx[others]))
+    bad_dx, bad_dweight = pydet.rmsnorm_backward(bad_dy, x, weight, rstd)
+    assert bool(bad_dx[row].isnan().all()) and bool(bad_dweight[column].isnan())
+    assert torch.equal(words(bad_dx[others]), words(dx[others]))
+    assert torch.equal(bad_dweight[:column], dweight[:column]) and torch.equal(
+        bad_dweight[column + 1 :], dweight[column + 1 :]
+    )
+
+
+@pytest.mark.parametrize("m,n", [(4096, 1024), (16384, 512), (300, 8192)])
+def test_norm_rows_alone(torch, m, n):
+    """y, rstd and dx of a row are the same in every batch."""
+    x, dy = (torch.randn(m, n, device="cuda").to(torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, device="cuda")
+    y, rstd = pydet.rmsnorm(x, weight, eps=1e-6)
+    dx, _ = pydet.rmsnorm_backward(dy, x, weight, rstd)
+    for first, last in ((0, 1), (m - 1, m), (17, 50), (100, 299), (5, m)):
+        part = slice(first, last)
+        y_part, rstd_part = pydet.rmsnorm(x[part], weight, eps=1e-6)
+        dx_part, _ = pydet.rmsnorm_backward(dy[part], x[part], weight, rstd[part])
+        for one, other in ((y_part, y), (rstd_part, rstd), (dx_part, dx)):
+            assert torch.equal(words(one), words(other[part])), (first, last)
+
+
+def test_norm_graph_replay_beside_other_work(torch):
+    """Forward and backward as a graph, 300 times, each call right behind the one before, while another stream works."""
+    m, n = 4096, 1024
+    x, dy = (torch.randn(m, n, device="cuda").to(torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, device="cuda")
+    expected = [*pydet.rmsnorm(x, weight, eps=1e-6)]
+    expected += pydet.rmsnorm_backward(dy, x, weight, expected[1])
+    actual, graph = [torch.empty_like(tensor) for tensor in expected], torch.cuda.CUDAGraph()
+    y, rstd, dx, dweight = actual
+    with torch.cuda.graph(graph):
+        pydet.rmsnorm(x, weight, eps=1e-6, out=(y, rstd))
+        pydet.rmsnorm_backward(dy, x, weight, rstd, out=dx, dweight=dweight)
+    busy, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(300):
+        with torch.cuda.stream(busy):
+            noise = (noise @ noise).clamp_(-1, 1)
+        for tensor in actual:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        for one, other in zip(actual, expected, strict=True):
+            wrong += (words(one) != words(other)).sum()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+
+
+OCCUPY = b""".version 7.0
+.target sm_80
+.address_size 64
+.visible .entry occupy(.param .u64 arrived, .param .u64 release)
+{
+  .reg .pred %p;
+  .reg .b32 %r<3>;
+  .reg .b64 %d<7>;
+  ld.param.u64 %d0, [arrived];
+  ld.param.u64 %d1, [release];
+  mov.u32 %r0, %ctaid.x;
+  mul.wide.u32 %d2, %r0, 4;
+  add.u64 %d3, %d0, %d2;
+  mov.u32 %r1, 1;
+  st.volatile.global.u32 [%d3], %r1;
+  mov.u64 %d4, %globaltimer;
+wait:
+  ld.volatile.global.u32 %r2, [%d1];
+  setp.ne.u32 %p, %r2, 0;
+  @%p bra done;
+  mov.u64 %d5, %globaltimer;
+  sub.u64 %d6, %d5, %d4;
+  setp.lt.u64 %p, %d6, 10000000000;
+  @%p bra wait;
+done:
+  ret;
+}
+"""
+
+
+class Occupied:
+    """While in scope, blocks that take all the shared memory of a multiprocessor hold all but `free` of them."""
+
+    def __init__(self, torch, free):
+        self.torch, properties = torch, torch.cuda.get_device_properties(0)
+        self.count = properties.multi_processor_count - free
+        self.shared_bytes = properties.shared_memory_per_block_optin
+        self.driver = ctypes.CDLL("libcuda.so.1")
+
+    def check(self, error):
+        assert error == 0, f"CUDA driver error {error}"
+
+    def __enter__(self):
+        torch, driver = self.torch, self.driver
+        self.stream = torch.cuda.Stream()
+        self.arrived = torch.zeros(max(self.count, 1), dtype=torch.int32).pin_memory()
+        self.release = torch.zeros(1, dtype=torch.int32).pin_memory()
+        torch.cuda.synchronize()
+        self.module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.check(driver.cuModuleLoadData(ctypes.byref(self.module), OCCUPY))
+        self.check(driver.cuModuleGetFunction(ctypes.byref(function), self.module, b"occupy"))
+        self.check(driver.cuFuncSetAttribute(function, 8, self.shared_bytes))  # the most dynamic shared memory
+        pointers = [ctypes.c_uint64(tensor.data_ptr()) for tensor in (self.arrived, self.release)]
+        arguments = (ctypes.c_void_p * 2)(*(ctypes.addressof(pointer) for pointer in pointers))
+        if self.count:
+            stream = ctypes.c_void_p(self.stream.cuda_stream)
+            self.check(
+                driver.cuLaunchKernel(function, self.count, 1, 1, 32, 1, 1, self.shared_bytes, stream, arguments, None)
+            )
+        deadline = time.monotonic() + 5
+        while int(self.arrived.sum()) < self.count:
+            assert time.monotonic() < deadline, f"{int(self.arrived.sum())} of {self.count} blocks run"
+        return self
+
+    def holds(self):
+        return self.count == 0 or not self.stream.query()
+
+    def __exit__(self, *_):
+        self.release[0] = 1
+        self.torch.cuda.synchronize()
+        self.check(self.driver.cuModuleUnload(self.module))
+
+
+@pytest.mark.parametrize("free", [1, 66, None])
+def test_norms_on_few_multiprocessors(torch, free):
+    """The bits of a call that has 1, 66 or all of the device's multiprocessors to run on."""
+    free = free or torch.cuda.get_device_properties(0).multi_processor_count
+    for m, n in [(4096, 256), (4096, 1024), (8192, 512), (1100, 4096), (600, 8192), (300, 16384), (64, 16392)]:
+        x, dy = (torch.randn(m, n, device="cuda").to(torch.bfloat16) for _ in range(2))
+        weight = torch.randn(n, device="cuda")
+        expected = [*pydet.rmsnorm(x, weight, eps=1e-6)]
+        expected += pydet.rmsnorm_backward(dy, x, weight, expected[1])
+        actual = [torch.full_like(tensor, float("nan")) for tensor in expected]
+        y, rstd, dx, dweight = actual
+        stream, done = torch.cuda.Stream(), torch.cuda.Event()
+        torch.cuda.synchronize()
+        with Occupied(torch, free) as others:
+            with torch.cuda.stream(stream):
+                pydet.rmsnorm(x, weight, eps=1e-6, out=(y, rstd))
+                pydet.rmsnorm_backward(dy, x, weight, rstd, out=dx, dweight=dweight)
+                done.record()
+            done.synchronize()
+            assert others.holds()
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.equal(words(one), words(other)), f"{m} x {n}"

@@ -30,6 +30,11 @@ inline int gpu_multiprocessors(int id) {
   int count = 0;
   return hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, id) == hipSuccess ? count : 0;
 }
+// Shared memory that a block may ask for.
+inline int gpu_shared_bytes(int id) {
+  int bytes = 0;
+  return hipDeviceGetAttribute(&bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, id) == hipSuccess ? bytes : 0;
+}
 inline bool gpu_overlaps_kernels(int) { return false; }
 
 #else
@@ -47,6 +52,9 @@ inline int gpu_attribute(cudaDeviceAttr attribute, int id) {
   return cudaDeviceGetAttribute(&value, attribute, id) == cudaSuccess ? value : 0;
 }
 inline int gpu_multiprocessors(int id) { return gpu_attribute(cudaDevAttrMultiProcessorCount, id); }
+
+// Shared memory that a block may ask for.
+inline int gpu_shared_bytes(int id) { return gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id); }
 
 // 90 for sm_90; 0 where it cannot be read.
 inline int compute_capability(int id) {
@@ -153,6 +161,29 @@ __device__ __forceinline__ float gpu_shfl_xor(float value, int mask, int width) 
 #endif
 }
 
+// The value of lane `lane` of each `width` neighbouring lanes, all of which call it. width <= 32.
+__device__ __forceinline__ float gpu_shfl(float value, int lane, int width) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return __shfl(value, lane, width);
+#else
+  return __shfl_sync(0xFFFFFFFFu, value, lane, width);
+#endif
+}
+
+// Two elements of 16 bits as they lie in memory, rounded by one instruction where there is one.
+template <Type type> __device__ __forceinline__ uint32_t rounded_pair(float first, float second) {
+  static_assert(type != Type::f32);
+#if defined(__HIP_PLATFORM_AMD__)
+  return type == Type::bf16 ? bf16_from_f32(first) | uint32_t(bf16_from_f32(second)) << 16
+                            : f16_from_f32(first) | uint32_t(f16_from_f32(second)) << 16;
+#else
+  uint32_t pair;
+  if constexpr (type == Type::bf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+#endif
+}
+
 // Copies 16 bytes into shared memory without a register: the first `valid` are read, the rest become zero. A thread
 // waits for its own copies with wait_copies<n>, which leaves its n latest commits in flight; others need a barrier too.
 __device__ __forceinline__ void copy_async_16(void *shared, const void *global, int valid) {
@@ -186,6 +217,23 @@ __device__ __forceinline__ void copy_async_4(float *shared, const float *global)
 #endif
 }
 
+// The same for a piece of 16 or 8 bytes that is read whole or not at all.
+template <int bytes> __device__ __forceinline__ void copy_async_piece(void *shared, const void *global, bool there) {
+  static_assert(bytes == 16 || bytes == 8);
+#if defined(__HIP_PLATFORM_AMD__)
+  using Piece = std::conditional_t<bytes == 16, uint4, uint2>;
+  *static_cast<Piece *>(shared) = there ? *static_cast<const Piece *>(global) : Piece{};
+#else
+  if constexpr (bytes == 16) {
+    copy_async_16(shared, global, there ? 16 : 0);
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global),
+                 "r"(there ? 8 : 0)
+                 : "memory");
+  }
+#endif
+}
+
 __device__ __forceinline__ void commit_copies() {
 #if !defined(__HIP_PLATFORM_AMD__)
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -195,6 +243,13 @@ __device__ __forceinline__ void commit_copies() {
 template <int in_flight> __device__ __forceinline__ void wait_copies() {
 #if !defined(__HIP_PLATFORM_AMD__)
   asm volatile("cp.async.wait_group %0;" ::"n"(in_flight) : "memory");
+#endif
+}
+
+// From here on a kernel launched with overlaps_previous may take the places that this one's blocks leave.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if !defined(__HIP_PLATFORM_AMD__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

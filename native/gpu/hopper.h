@@ -73,11 +73,6 @@ template <int count> __device__ __forceinline__ void registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// From here on the next kernel's blocks may take the places that this one's leave (programmatic dependent launch).
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // ---- The copy engine ---------------------------------------------------------------------------------------------
 
 // A place in a tensor map: x along the adjacent dimension, y along the other, then up to three batch dimensions.

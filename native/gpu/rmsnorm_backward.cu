@@ -5,10 +5,12 @@
 //   dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 4 chains added from +0 are a group, 4 groups a block
 //            of 256 rows; the blocks added in order, from +0 or from dweight, and rounded once
 //
-// One pass over x and dy. A block takes one chain or one group of rows, its dweight in registers, and leaves that as one
-// row of partials in the workspace; a second, dependent kernel joins the partials in the order above. Which of the two a
-// block takes is the balance between partials to move and blocks to fill the device with, and no bit depends on it. Rows
-// longer than 16384, or misaligned, are passed twice for dx and once more for dweight.
+// One pass over x and dy. A thread block takes a group of rows where there are enough of them to fill the device, else a
+// chain, and leaves that sum as one row of partials in the workspace; a second, dependent kernel joins the partials in
+// the order above. No bit depends on the choice. A team of one warp takes one chain, and has teams beside it for the
+// others of the group; a larger team is its block, takes the chains one after the other, and keeps their sum in shared
+// memory. cp.async keeps the next rows in flight, in slots that only their own thread reads, so that no barrier stands
+// between copy and use. Rows longer than 16384, or misaligned, are passed twice for dx and once more for dweight.
 
 #include "kernels.h"
 #include "rmsnorm_rows.h"
@@ -19,147 +21,230 @@ namespace {
 constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
 constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
 
-// A row of dresidual; NULL without one.
-__device__ __forceinline__ const char *dresidual_at(const RmsNormBackward &p, int element_bytes, int64_t r) {
-  return p.dresidual.data ? row_at(p.dresidual, element_bytes, p.inner, r) : nullptr;
-}
-
-// One row's gradient to x, for eight elements whose xhat and g are known.
-template <Type type>
-__device__ __forceinline__ void store_dx(char *dx_row, const char *dresidual_row, int64_t j, int64_t n, bool aligned, float rstd,
-                                         float c, const float (&xhat)[kVector], const float (&g)[kVector]) {
-  float dx[kVector];
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) dx[e] = fmaf(-xhat[e], c, g[e]);
-  if (dresidual_row) {
-    float dresidual[kVector];
-    load_vector<type>(dresidual_row, j, n, aligned, dresidual);
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) dx[e] = fmaf(rstd, dx[e], dresidual[e]);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) dx[e] *= rstd;
-  }
-  store_vector<type>(dx_row, j, n, aligned, dx);
-}
-
-__device__ __forceinline__ void store_partial(float *partials, int64_t n, int64_t j, const float (&sum)[kVector]) {
-#pragma unroll
-  for (int e = 0; e < kVector; ++e)
-    if (j + e < n) partials[j + e] = sum[e];
-}
-
 // ---- Rows that a team holds --------------------------------------------------------------------------------------
 
-// Chains per block: 1 or kGroupChains. Teams of a warp take a chain each, side by side; a larger team takes its block's
-// chains one after the other.
-template <Type type, int T, int V>
-__global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
-  using R = Ring<type, T, V, 2>;
-  extern __shared__ __align__(16) char shared[];
-  int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T;
-  R ring = {shared + team * R::kTeamBytes};
-  const float *rstds = reinterpret_cast<const float *>(p.rstd.data);
-  const bool beside = kTeams<T> > 1;  // teams side by side
-  int64_t chain0 = beside ? int64_t(blockIdx.x) * kTeams<T> + team : int64_t(blockIdx.x) * chains;
-  int64_t first = chain0 * kDweightChainRows, last = first + (beside ? 1 : chains) * kDweightChainRows;
-  if (last > p.rows) last = p.rows;
+// A team's shared memory: a ring of stages of R rows each of x, dy and, where it fits, dresidual.
+template <Type type, int T, int W, int V, int R, bool residual> struct Stages {
+  using Vector = Packed<type, W>;
+  static constexpr int kPieces = Vector::kBytes / Vector::kPieceBytes;
+  static constexpr int kSumBytes = V * T * W * int(sizeof(float));
+  // 12 KB a warp and 48 KB a larger team keep the memory busy; more made it slower.
+  static constexpr int kMost = (224 << 10) - kSumBytes, kBudget = T == kLogicalWarp ? 12 << 10 : 48 << 10;
+  static constexpr int kTensorBytes = R * V * T * Vector::kBytes;
+  static constexpr bool kHoldsResidual = residual && 3 * kTensorBytes <= kMost;
+  static constexpr int kTensors = kHoldsResidual ? 3 : 2, kBytes = kTensors * kTensorBytes, kFit = kMost / kBytes;
+  static constexpr int kWanted = kBudget / kBytes < 2 ? 2 : kBudget / kBytes;
+  static constexpr int kDepth = kWanted < kFit ? kWanted : kFit;
+  static_assert(kFit >= 1);
 
-  auto fetch = [&](int i) {
-    if (first + i < last) {
-      ring.fetch(i, 0, row_at(p.x, size_of(type), p.inner, first + i), p.n);
-      ring.fetch(i, 1, row_at(p.dy, size_of(type), p.inner, first + i), p.n);
+  // Of the thread: where its pieces of a row's vector are; `slot` is that of the stage.
+  __device__ __forceinline__ static char *piece(char *slot, int k, int tensor, int v, int piece) {
+    return slot + (((k * kTensors + tensor) * V + v) * kPieces + piece) * T * Vector::kPieceBytes;
+  }
+  __device__ __forceinline__ static void fetch(char *slot, int k, int tensor, int v, const char *from, bool inside) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+      copy_async_piece<Vector::kPieceBytes>(piece(slot, k, tensor, v, i), from + i * Vector::kPieceBytes, inside);
+  }
+  __device__ __forceinline__ static Vector read(char *slot, int k, int tensor, int v) {
+    struct alignas(Vector::kPieceBytes) Piece {
+      uint32_t word[Vector::kPieceBytes / 4];
+    };
+    Vector packed;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      Piece part = *reinterpret_cast<const Piece *>(piece(slot, k, tensor, v, i));
+#pragma unroll
+      for (int j = 0; j < Vector::kPieceBytes / 4; ++j) packed.word[i * (Vector::kPieceBytes / 4) + j] = part.word[j];
     }
+    return packed;
+  }
+};
+
+template <int W> struct alignas(16) Floats {
+  float of[W];
+};
+
+// Sums down the rows that wait in shared memory, laid out by thread.
+template <int T, int W, int V> __device__ __forceinline__ Floats<W> *sums_at(char *base, int v) {
+  return reinterpret_cast<Floats<W> *>(base) + v * T + threadIdx.x % T;
+}
+
+template <int T> constexpr int kMostThreads = T == kLogicalWarp ? T * kGroupChains : T;
+
+// `chains` per block: 1 or kGroupChains.
+template <Type type, int T, int W, int V, int R, bool residual>
+__global__ void __launch_bounds__(kMostThreads<T>, T == 256 ? 2 : 1)
+rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
+  using S = Stages<type, T, W, V, R, residual>;
+  constexpr int kBytes = size_of(type);
+  constexpr bool kBeside = T == kLogicalWarp;  // teams side by side
+  extern __shared__ __align__(16) char shared[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int team = kBeside ? int(threadIdx.x) / T : 0, t = int(threadIdx.x) - team * T, n = int(p.n);
+  char *const ring = shared + team * S::kDepth * S::kBytes + t * S::Vector::kPieceBytes;
+  float *exchange = reinterpret_cast<float *>(shared + S::kDepth * S::kBytes);
+  char *group = reinterpret_cast<char *>(exchange + 2 * kExchange<T, R>);
+  const float *rstds = reinterpret_cast<const float *>(p.rstd.data);
+  const int64_t chain0 = kBeside ? int64_t(blockIdx.x) * chains + team : int64_t(blockIdx.x) * chains;
+  const int64_t first = chain0 * kDweightChainRows, end = first + (kBeside ? 1 : chains) * kDweightChainRows;
+  const int count = int((end < p.rows ? end : p.rows) - first), stages = (count + R - 1) / R;  // not positive: no rows
+
+  bool inside[V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) inside[v] = W * (t + T * v) < n;
+
+  const int my_bytes = t * W * kBytes;  // into a row
+  constexpr int kVectorStep = T * W * kBytes;
+  auto row = [&](const Rows &rows) { return stages > 0 && rows.data ? row_at(rows, kBytes, p.inner, first) : nullptr; };
+  char *x_at = row(p.x), *dy_at = row(p.dy), *dresidual_at = row(p.dresidual), *dx_at = row(p.dx);
+  RowWalk in(p.inner, p.rows, first), out = in;
+  int rows_to_fetch = count;
+  auto fetch = [&](char *slot) {
+    if (rows_to_fetch > 0)
+#pragma unroll
+      for (int k = 0; k < R; ++k) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          bool there = inside[v] && k < rows_to_fetch;  // else nothing is read
+          S::fetch(slot, k, 0, v, x_at + my_bytes + v * kVectorStep, there);
+          S::fetch(slot, k, 1, v, dy_at + my_bytes + v * kVectorStep, there);
+          if constexpr (S::kHoldsResidual) S::fetch(slot, k, 2, v, dresidual_at + my_bytes + v * kVectorStep, there);
+        }
+        if constexpr (S::kHoldsResidual) in.next(RowPlace{x_at, p.x, kBytes}, RowPlace{dy_at, p.dy, kBytes}, RowPlace{dresidual_at, p.dresidual, kBytes});
+        else in.next(RowPlace{x_at, p.x, kBytes}, RowPlace{dy_at, p.dy, kBytes});
+      }
+    rows_to_fetch -= R;
     commit_copies();
   };
-  for (int i = 0; i < R::kDepth; ++i) fetch(i);
+  // A row past the last has x = dy = +0; with -0 for its rstd it adds (+0)(-0) to a chain, which changes nothing.
+  auto rstd_at = [&](int row) { return row < count ? rstds[first + row] : -0.0f; };
+#pragma unroll
+  for (int s = 0; s < S::kDepth; ++s) fetch(ring + s * S::kBytes);
 
-  constexpr bool kKeepsScale = V <= 2;  // in registers, else read again from the cache
-  float kept[kKeepsScale ? V : 1][kVector];
-  auto scale_of = [&](int v, float(&scale)[kVector]) {
-    load_scale(p.weight, p.weight_offset, kVector * (t + T * v), p.n, true, scale);
-  };
-  if constexpr (kKeepsScale)
+  float scale[V][W], chain[V][W] = {}, rstd[R];
 #pragma unroll
-    for (int v = 0; v < V; ++v) scale_of(v, kept[v]);
-
-  float chain[V][kVector] = {}, group[V][kVector] = {};
-  float rstd = first < last ? rstds[first] : 0.0f;
-  int i = 0;
-  for (int64_t r = first; r < last; ++r, ++i) {
-    wait_copies<R::kDepth - 1>();
-    float next_rstd = r + 1 < last ? rstds[r + 1] : 0.0f;
-    Lanes<T, V> lanes;
-    auto xhat_and_g = [&](int v, float(&xhat)[kVector], float(&g)[kVector], auto with_dy) {
-      float dy[kVector], scale[kVector];
-      ring.read(i, 0, v, xhat);
-      ring.read(i, 1, v, dy);
-      if constexpr (!kKeepsScale) scale_of(v, scale);
+  for (int v = 0; v < V; ++v) {
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        xhat[e] *= rstd;
-        g[e] = dy[e] * (kKeepsScale ? kept[kKeepsScale ? v : 0][e] : scale[e]);
-      }
-      with_dy(dy);
-    };
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      float xhat[kVector], g[kVector];
-      xhat_and_g(v, xhat, g, [&](const float(&dy)[kVector]) {
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) chain[v][e] = fmaf(dy[e], xhat[e], chain[v][e]);
-      });
-      lanes.add(v, p.n - kVector * (t + T * v), g, xhat);
+    for (int e = 0; e < W; ++e) scale[v][e] = 0.0f;
+    if (inside[v]) {
+      Scale<W> weight;
+      weight.load(p.weight, W * (t + T * v));
+      weight.unpack(p.weight, p.weight_offset, scale[v]);
     }
-    if (p.dx.data) {
-      float c = lanes.join(ring.exchange(), i) / float(p.n);
-      char *dx_row = row_at(p.dx, size_of(type), p.inner, r);
-      const char *dresidual_row = dresidual_at(p, size_of(type), r);
+  }
+#pragma unroll
+  for (int k = 0; k < R; ++k) rstd[k] = rstd_at(k);
+  if (!kBeside && chains > 1)
+#pragma unroll
+    for (int v = 0; v < V; ++v) *sums_at<T, W, V>(group, v) = Floats<W>{};
+
+  char *slot = ring;
+  for (int s = 0; s < stages; ++s) {
+    float next_rstd[R];
+#pragma unroll
+    for (int k = 0; k < R; ++k) next_rstd[k] = rstd_at((s + 1) * R + k);
+    wait_copies<S::kDepth - 1>();
+    Lanes<T, W, V> lanes[R];
+#pragma unroll
+    for (int k = 0; k < R; ++k)
 #pragma unroll
       for (int v = 0; v < V; ++v) {
-        float xhat[kVector], g[kVector];
-        xhat_and_g(v, xhat, g, [](const float(&)[kVector]) {});
-        store_dx<type>(dx_row, dresidual_row, kVector * (t + T * v), p.n, true, rstd, c, xhat, g);
+        float xhat[W], dy[W], g[W];
+        unpack(S::read(slot, k, 0, v), xhat);
+        unpack(S::read(slot, k, 1, v), dy);
+#pragma unroll
+        for (int e = 0; e < W; ++e) {
+          xhat[e] *= rstd[k];
+          g[e] = dy[e] * scale[v][e];
+          chain[v][e] = fmaf(dy[e], xhat[e], chain[v][e]);
+        }
+        lanes[k].add(v, inside[v], g, xhat);
       }
+    if (p.dx.data) {
+      char *dx_rows[R], *dresidual_rows[R];
+#pragma unroll
+      for (int k = 0; k < R; ++k) {
+        dx_rows[k] = dx_at;
+        dresidual_rows[k] = dresidual_at;
+        if constexpr (residual && !S::kHoldsResidual) out.next(RowPlace{dx_at, p.dx, kBytes}, RowPlace{dresidual_at, p.dresidual, kBytes});
+        else out.next(RowPlace{dx_at, p.dx, kBytes});
+      }
+      float c[R];
+      join(lanes, exchange + s % 2 * kExchange<T, R>, [&](float sum) { return sum / float(n); }, c);
+#pragma unroll
+      for (int k = 0; k < R; ++k)
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          float xhat[W], dy[W], dx[W];
+          unpack(S::read(slot, k, 0, v), xhat);
+          unpack(S::read(slot, k, 1, v), dy);
+#pragma unroll
+          for (int e = 0; e < W; ++e) {
+            xhat[e] *= rstd[k];
+            dx[e] = fmaf(-xhat[e], c[k], dy[e] * scale[v][e]);
+          }
+          if constexpr (residual) {
+            Packed<type, W> packed = {};
+            if constexpr (S::kHoldsResidual) packed = S::read(slot, k, 2, v);
+            else if (inside[v] && s * R + k < count) packed = load_packed<type, W>(dresidual_rows[k] + my_bytes + v * kVectorStep);
+            float dresidual[W];
+            unpack(packed, dresidual);
+#pragma unroll
+            for (int e = 0; e < W; ++e) dx[e] = fmaf(rstd[k], dx[e], dresidual[e]);
+          } else {
+#pragma unroll
+            for (int e = 0; e < W; ++e) dx[e] *= rstd[k];
+          }
+          if (inside[v] && s * R + k < count) store_packed<type>(dx_rows[k] + my_bytes + v * kVectorStep, dx);
+        }
     }
-    fetch(i + R::kDepth);
-    rstd = next_rstd;
-    if (!beside && ((r + 1) % kDweightChainRows == 0 || r + 1 == last))
+    fetch(slot);
+    slot = slot == ring + (S::kDepth - 1) * S::kBytes ? ring : slot + S::kBytes;
 #pragma unroll
-      for (int v = 0; v < V; ++v)
+    for (int k = 0; k < R; ++k) rstd[k] = next_rstd[k];
+    if (!kBeside && chains > 1 && ((s + 1) % (kDweightChainRows / R) == 0 || s + 1 == stages))  // a chain ends
 #pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          group[v][e] += chain[v][e];
+      for (int v = 0; v < V; ++v) {
+        Floats<W> *at = sums_at<T, W, V>(group, v), sum = *at;
+#pragma unroll
+        for (int e = 0; e < W; ++e) {
+          sum.of[e] += chain[v][e];
           chain[v][e] = 0.0f;
         }
+        *at = sum;
+      }
   }
   if (!p.dweight.data) return;
 
-  float *partials = static_cast<float *>(p.workspace);
-  if (!beside) {
+  float *partials = static_cast<float *>(p.workspace) + blockIdx.x * p.n;
+  if (!kBeside || chains == 1) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) store_partial(partials + blockIdx.x * p.n, p.n, kVector * (t + T * v), group[v]);
-  } else if (chains == 1) {
+    for (int v = 0; v < V; ++v) {
+      Floats<W> sum;
 #pragma unroll
-    for (int v = 0; v < V; ++v)
-      if (first < last) store_partial(partials + chain0 * p.n, p.n, kVector * (t + T * v), chain[v]);
+      for (int e = 0; e < W; ++e) sum.of[e] = chain[v][e];
+      if (!kBeside && chains > 1) sum = *sums_at<T, W, V>(group, v);
+      if (inside[v]) *reinterpret_cast<Floats<W> *>(partials + W * (t + T * v)) = sum;
+    }
   } else {  // the teams' chains, added in order, through the shared memory that the rings no longer need
-    constexpr int kRow = T * V * kVector;
-    static_assert(kTeams<T> * kRow * int(sizeof(float)) <= kTeams<T> * R::kTeamBytes || kTeams<T> == 1, "the chains fit");
-    float *exchange = reinterpret_cast<float *>(shared);
+    constexpr int kRow = T * V * W;
+    static_assert(kRow * int(sizeof(float)) <= S::kDepth * S::kBytes || !kBeside, "the chains fit");
+    float *columns = reinterpret_cast<float *>(shared);
     wait_copies<0>();
     __syncthreads();
 #pragma unroll
     for (int v = 0; v < V; ++v)
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) exchange[team * kRow + (v * kVector + e) * T + t] = chain[v][e];
+      for (int e = 0; e < W; ++e) columns[team * kRow + (v * W + e) * T + t] = chain[v][e];
     __syncthreads();
-    for (int i = int(threadIdx.x); i < kRow; i += kBlock<T>) {
-      int64_t column = (i / (T * kVector) * T + i % T) * kVector + i / T % kVector;
+    for (int i = int(threadIdx.x); i < kRow; i += int(blockDim.x)) {
+      int column = (i / (T * W) * T + i % T) * W + i / T % W;
       float sum = 0.0f;
 #pragma unroll
-      for (int k = 0; k < kTeams<T>; ++k) sum += exchange[k * kRow + i];
-      if (column < p.n) partials[blockIdx.x * p.n + column] = sum;
+      for (int k = 0; k < kGroupChains; ++k) sum += columns[k * kRow + i];
+      if (column < n) partials[column] = sum;
     }
   }
 }
@@ -168,8 +253,8 @@ __global__ void __launch_bounds__(kBlock<T>, 1) rmsnorm_backward_kernel(const __
 
 template <Type type>
 __device__ __forceinline__ void load_xhat(const RmsNormBackward &p, int64_t r, int64_t j, float rstd, float (&xhat)[kVector], float (&dy)[kVector]) {
-  load_vector<type>(row_at(p.x, size_of(type), p.inner, r), j, p.n, false, xhat);
-  load_vector<type>(row_at(p.dy, size_of(type), p.inner, r), j, p.n, false, dy);
+  load_elements<type>(row_at(p.x, size_of(type), p.inner, r), j, p.n, xhat);
+  load_elements<type>(row_at(p.dy, size_of(type), p.inner, r), j, p.n, dy);
 #pragma unroll
   for (int e = 0; e < kVector; ++e) xhat[e] *= rstd;
 }
@@ -178,7 +263,7 @@ template <Type type>
 __device__ __forceinline__ void load_xhat_and_g(const RmsNormBackward &p, int64_t r, int64_t j, float rstd, float (&xhat)[kVector], float (&g)[kVector]) {
   float scale[kVector];
   load_xhat<type>(p, r, j, rstd, xhat, g);
-  load_scale(p.weight, p.weight_offset, j, p.n, false, scale);
+  load_scale(p.weight, p.weight_offset, j, p.n, scale);
 #pragma unroll
   for (int e = 0; e < kVector; ++e) g[e] *= scale[e];
 }
@@ -187,18 +272,25 @@ template <Type type> __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dx_long
   __shared__ float exchange[2 * kMaxTeam];
   int i = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++i) {
-    float rstd = reinterpret_cast<const float *>(p.rstd.data)[r], xhat[kVector], g[kVector];
-    Lanes<kMaxTeam, 1> lanes;
+    float rstd = reinterpret_cast<const float *>(p.rstd.data)[r], xhat[kVector], g[kVector], c[1];
+    Lanes<kMaxTeam, kVector, 1> lanes[1];
     for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
       load_xhat_and_g<type>(p, r, j, rstd, xhat, g);
-      lanes.add(0, p.n - j, g, xhat);
+      lanes[0].add_left(p.n - j, g, xhat);
     }
-    float c = lanes.join(exchange, i) / float(p.n);
+    join(lanes, exchange + i % 2 * kMaxTeam, [&](float sum) { return sum / float(p.n); }, c);
     char *dx_row = row_at(p.dx, size_of(type), p.inner, r);
-    const char *dresidual_row = dresidual_at(p, size_of(type), r);
+    const char *dresidual_row = p.dresidual.data ? row_at(p.dresidual, size_of(type), p.inner, r) : nullptr;
     for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
       load_xhat_and_g<type>(p, r, j, rstd, xhat, g);
-      store_dx<type>(dx_row, dresidual_row, j, p.n, false, rstd, c, xhat, g);
+      float dx[kVector], dresidual[kVector] = {};
+      if (dresidual_row) load_elements<type>(dresidual_row, j, p.n, dresidual);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        float t = fmaf(-xhat[e], c[0], g[e]);
+        dx[e] = dresidual_row ? fmaf(rstd, t, dresidual[e]) : rstd * t;
+      }
+      store_elements<type>(dx_row, j, p.n, dx);
     }
   }
 }
@@ -208,7 +300,7 @@ template <Type type> __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dweight
   int64_t slices = (p.n + kRowLanes - 1) / kRowLanes, groups = (p.rows + kDweightGroupRows - 1) / kDweightGroupRows;
   for (int64_t job = blockIdx.x; job < slices * groups; job += gridDim.x) {
     int64_t j = job % slices * kRowLanes + kVector * threadIdx.x, first = job / slices * kDweightGroupRows;
-    float chain[kVector] = {}, group[kVector] = {};
+    float chain[kVector] = {}, group[kVector] = {}, *partials = static_cast<float *>(p.workspace) + job / slices * p.n;
     for (int64_t r = first; r < p.rows && r < first + kDweightGroupRows; ++r) {
       float xhat[kVector], dy[kVector];
       load_xhat<type>(p, r, j, reinterpret_cast<const float *>(p.rstd.data)[r], xhat, dy);
@@ -221,81 +313,122 @@ template <Type type> __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dweight
           chain[e] = 0.0f;
         }
     }
-    store_partial(static_cast<float *>(p.workspace) + job / slices * p.n, p.n, j, group);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e)
+      if (j + e < p.n) partials[j + e] = group[e];
   }
 }
 
 // ---- The partials, joined ----------------------------------------------------------------------------------------
 
-constexpr int kJoinColumns = 32, kJoinWarps = 16, kJoinBlocks = 256;  // blocks of rows joined at a time
+constexpr int kJoinThreads = 256, kJoinBlocks = 256;  // blocks of rows joined at a time
 
-// Warps take blocks of rows, lanes columns; then one warp adds the blocks in order.
-__global__ void __launch_bounds__(kJoinColumns * kJoinWarps) rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
-  __shared__ float blocks[kJoinBlocks][kJoinColumns];
-  wait_for_previous_kernel();
-  int lane = int(threadIdx.x) % kJoinColumns, warp = int(threadIdx.x) / kJoinColumns;
-  int64_t column = int64_t(blockIdx.x) * kJoinColumns + lane;
-  int64_t group_count = (p.rows + kDweightGroupRows - 1) / kDweightGroupRows, block_count = (group_count + kBlockGroups - 1) / kBlockGroups;
+// `columns` neighbouring threads take a block of rows; then the first of them add the blocks in order.
+template <int columns>
+__global__ void __launch_bounds__(kJoinThreads) rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
+  constexpr int kWorkers = kJoinThreads / columns, kBlockChains = kGroupChains * kBlockGroups;
+  __shared__ float blocks[kJoinBlocks][columns];
+  int lane = int(threadIdx.x) % columns, worker = int(threadIdx.x) / columns;
+  int64_t column = int64_t(blockIdx.x) * columns + lane;
+  int64_t block_count = (p.rows + kDweightBlockRows - 1) / kDweightBlockRows;
   int64_t partial_count = (p.rows + chains * kDweightChainRows - 1) / (chains * kDweightChainRows);
-  const float *partials = static_cast<const float *>(p.workspace);
+  const float *partials = static_cast<const float *>(p.workspace) + column;
   bool inside = column < p.n;
-  auto group_sum = [&](int64_t group) {
-    if (chains == kGroupChains) return group < partial_count ? partials[group * p.n + column] : 0.0f;
-    float part[kGroupChains], sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kGroupChains; ++k) {
-      int64_t i = group * kGroupChains + k;
-      part[k] = i < partial_count ? partials[i * p.n + column] : 0.0f;
-    }
-#pragma unroll
-    for (int k = 0; k < kGroupChains; ++k) sum += part[k];
-    return sum;
-  };
-  float total = inside && p.accumulate && warp == 0 ? reinterpret_cast<const float *>(p.dweight.data)[column] : 0.0f;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  auto partial = [&](int64_t i) { return i < partial_count ? partials[i * p.n] : 0.0f; };
+  float total = inside && p.accumulate && worker == 0 ? reinterpret_cast<const float *>(p.dweight.data)[column] : 0.0f;
   for (int64_t b0 = 0; b0 < block_count; b0 += kJoinBlocks) {
     int count = block_count - b0 < kJoinBlocks ? int(block_count - b0) : kJoinBlocks;
-    for (int b = warp; inside && b < count; b += kJoinWarps) {
-      float part[kBlockGroups], sum = 0.0f;
+#pragma unroll 2
+    for (int b = worker; inside && b < count; b += kWorkers) {
+      float sum = 0.0f;
+      if (chains == kGroupChains) {
+        float part[kBlockGroups];
 #pragma unroll
-      for (int k = 0; k < kBlockGroups; ++k) part[k] = group_sum((b0 + b) * kBlockGroups + k);
+        for (int k = 0; k < kBlockGroups; ++k) part[k] = partial((b0 + b) * kBlockGroups + k);
 #pragma unroll
-      for (int k = 0; k < kBlockGroups; ++k) sum += part[k];
+        for (int k = 0; k < kBlockGroups; ++k) sum += part[k];
+      } else {
+        float part[kBlockChains];
+#pragma unroll
+        for (int k = 0; k < kBlockChains; ++k) part[k] = partial((b0 + b) * kBlockChains + k);
+#pragma unroll
+        for (int k = 0; k < kBlockChains; k += kGroupChains) {
+          float group = 0.0f;
+#pragma unroll
+          for (int j = 0; j < kGroupChains; ++j) group += part[k + j];
+          sum += group;
+        }
+      }
       blocks[b][lane] = sum;
     }
     __syncthreads();
-    if (warp == 0) {
+    if (worker == 0) {
 #pragma unroll 8
       for (int b = 0; b < count; ++b) total += blocks[b][lane];
     }
     __syncthreads();
   }
-  if (inside && warp == 0) store_rounded(p.dweight.data, p.dweight.type, column, total);
+  if (inside && worker == 0) store_rounded(p.dweight.data, p.dweight.type, column, total);
 }
 
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
 pydet_status join_partials(const RmsNormBackward &p, int chains) {
   if (!p.dweight.data) return PYDET_OK;
-  Launch where = {"rmsnorm_dweight", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.n + kJoinColumns - 1) / kJoinColumns)),
-                  dim3(kJoinColumns * kJoinWarps)};
-  where.overlaps_previous = p.rows > 0 && gpu_overlaps_kernels(p.device.id);
-  return launch(where, rmsnorm_dweight_kernel, p, chains);
+  auto join = [&](auto kernel, int columns) {
+    Launch where = {"rmsnorm_dweight", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.n + columns - 1) / columns)), dim3(kJoinThreads)};
+    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+    return launch(where, kernel, p, chains);
+  };
+  constexpr int kNarrow = 8, kWide = 16, kFewColumns = 4096;  // few columns: narrow slices, so that more of the device reads
+  return p.n <= kFewColumns ? join(rmsnorm_dweight_kernel<kNarrow>, kNarrow) : join(rmsnorm_dweight_kernel<kWide>, kWide);
+}
+
+// Calls f with a team that holds a row of n: which is fastest for chains and for groups was measured on an H100.
+template <class F> auto with_shape(int64_t n, int chains, const F &f) {
+  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 4>{});
+  if (n <= 64 * 8) return chains == 1 ? f(RowShape<64, 8, 1, 4>{}) : f(RowShape<32, 8, 2, 2>{});
+  if (n <= 256 * 4) return f(RowShape<256, 4, 1, 4>{});
+  if (n <= 256 * 8) return chains == 1 ? f(RowShape<256, 8, 1, 4>{}) : f(RowShape<512, 4, 1, 4>{});
+  if (n <= 256 * 16) return chains == 1 ? f(RowShape<256, 8, 2, 2>{}) : f(RowShape<512, 4, 2, 2>{});
+  if (n <= 512 * 16) return f(RowShape<512, 4, 4, 1>{});
+  return f(RowShape<512, 4, 8, 1>{});
+}
+
+// The kernel that holds rows of p.n, and how it is launched.
+struct Held {
+  void (*kernel)(RmsNormBackward, int);
+  Launch where;
+};
+
+template <Type type, int T, int W, int V, int R, bool residual> Held held(const RmsNormBackward &p, int chains) {
+  using S = Stages<type, T, W, V, R, residual>;
+  constexpr bool kBeside = T == kLogicalWarp;
+  int teams = kBeside ? chains : 1, sum_bytes = kBeside || chains == 1 ? 0 : S::kSumBytes;
+  int64_t rows = int64_t(chains) * kDweightChainRows;
+  return {rmsnorm_backward_kernel<type, T, W, V, R, residual>,
+          {"rmsnorm_backward_held", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + rows - 1) / rows)), dim3(unsigned(T * teams)),
+           teams * S::kDepth * S::kBytes + 2 * kExchange<T, R> * int(sizeof(float)) + sum_bytes}};
+}
+
+Held held(const RmsNormBackward &p, int chains) {
+  return with_type(p.x.type, [&](auto type) {
+    return with_shape(p.n, chains, [&](auto shape) {
+      constexpr int T = shape.T, W = shape.W, V = shape.V, R = shape.R;
+      return p.dresidual.data ? held<type, T, W, V, R, true>(p, chains) : held<type, T, W, V, R, false>(p, chains);
+    });
+  });
 }
 
 pydet_status backward_held(const RmsNormBackward &p, int chains) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_held", guard.error());
   if (p.rows > 0) {
-    pydet_status status = with_type(p.x.type, [&](auto type) {
-      return with_large_team(p.n, [&](auto shape) {
-        constexpr int T = shape.T, V = shape.V;
-        using R = Ring<type, T, V, 2>;
-        int64_t block_rows = (kTeams<T> > 1 ? kTeams<T> : chains) * kDweightChainRows;
-        Launch where = {"rmsnorm_backward_held", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + block_rows - 1) / block_rows)),
-                        dim3(kBlock<T>), kTeams<T> * R::kTeamBytes};
-        return launch(where, rmsnorm_backward_kernel<type, T, V>, p, chains);
-      });
-    });
+    Held one = held(p, chains);
+    one.where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+    pydet_status status = launch(one.where, one.kernel, p, chains);
     if (status != PYDET_OK) return status;
   }
   return join_partials(p, chains);
@@ -309,14 +442,13 @@ int64_t limited(int64_t blocks) {
 }  // namespace
 
 bool rmsnorm_backward_held_takes(const RmsNormBackward &p) {
-  return p.n <= kLongestHeldRow && rows_aligned(p.x) && rows_aligned(p.dy) && rows_aligned(p.dx) && rows_aligned(p.dresidual) &&
-         vector_aligned(p.weight);
+  return p.n % kVector == 0 && p.n <= kLongestHeldRow && rows_aligned(p.x) && rows_aligned(p.dy) && rows_aligned(p.dx) &&
+         rows_aligned(p.dresidual) && vector_aligned(p.weight) && held(p, kGroupChains).where.shared_bytes <= gpu_shared_bytes(p.device.id);
 }
 
-// A chain a block fills the device better; its partials cost nothing while they stay in the L2.
+// Chains fill the device better where there are not enough groups; else their partials are a burden.
 bool rmsnorm_backward_chain_prefers(const RmsNormBackward &p) {
-  constexpr int64_t kCachedBytes = 16 << 20;
-  return p.rows / kDweightChainRows * p.n * int64_t(sizeof(float)) <= kCachedBytes;
+  return p.rows / kDweightGroupRows * 4 < int64_t(gpu_multiprocessors(p.device.id)) * 3;
 }
 
 pydet_status rmsnorm_backward_chain(const RmsNormBackward &p) { return backward_held(p, 1); }

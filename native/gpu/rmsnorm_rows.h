@@ -1,12 +1,12 @@
-// A row of RMSNorm on the GPU: vectors of eight elements, the sum along a row, and a ring of rows in flight. Shared by
-// rmsnorm.cu and rmsnorm_backward.cu.
+// A row of RMSNorm on the GPU: vectors of adjacent elements and the sum along a row. Shared by rmsnorm.cu and
+// rmsnorm_backward.cu.
 //
 //   rowsum   lane (g, e) walks elements j with j mod 8 = e, j div 8 mod 256 = g, lane = fmaf(u, v, lane) from +0;
 //            then e is joined 4, 2, 1 apart, then g 128, 64, ..., 1 apart
 //
-// A team of T threads owns a row at a time: vector v of thread t is elements 8 (t + T v) .. + 7, so a thread holds whole
-// lanes, whatever T is, and T and V may be chosen by speed. cp.async keeps several rows of a team in flight, in slots
-// that only their own thread reads, so that no barrier stands between copy and use.
+// A team of T threads owns a row at a time: vector v of thread t is the W elements from W (t + T v) on. W is 8, or 4 for
+// teams of 512, where two neighbours share the lanes of a group; so a lane is one thread's, whatever T is, and T, W and V
+// may be chosen by speed. Several rows are joined at once, so that they share the barrier and the latencies of the tree.
 #pragma once
 
 #include "epilogue.h"
@@ -14,115 +14,142 @@
 namespace pydet {
 namespace {
 
-constexpr int kVector = kRowLaneElements;
 constexpr int kLogicalWarp = 32;  // also on a wave of 64
 constexpr int kMaxTeam = kRowLaneGroups;
 
-// ---- Eight elements ----------------------------------------------------------------------------------------------
+// ---- A vector of elements ----------------------------------------------------------------------------------------
 
-template <Type type> constexpr int kVectorBytes = kVector * (type == Type::f32 ? 4 : 2);
-template <Type type> constexpr int kPieces = kVectorBytes<type> / 16;
-
-template <Type type> struct alignas(16) Packed {
-  uint4 piece[kPieces<type>];
+template <Type type, int W> struct alignas(W * size_of(type) < 16 ? 8 : 16) Packed {
+  static constexpr int kBytes = W * size_of(type), kPieceBytes = kBytes < 16 ? 8 : 16;
+  uint32_t word[kBytes / 4];
 };
 
-template <Type type> __device__ __forceinline__ void unpack(const Packed<type> &packed, float (&x)[kVector]) {
+template <Type type, int W> __device__ __forceinline__ void unpack(const Packed<type, W> &packed, float (&x)[W]) {
 #pragma unroll
-  for (int i = 0; i < kPieces<type>; ++i) {
-    const uint32_t words[4] = {packed.piece[i].x, packed.piece[i].y, packed.piece[i].z, packed.piece[i].w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (type == Type::f32) {
-        x[4 * i + j] = float_of(words[j]);
-      } else {
-        uint16_t low = uint16_t(words[j]), high = uint16_t(words[j] >> 16);
-        x[2 * j] = type == Type::bf16 ? f32_from_bf16(low) : f32_from_f16(low);
-        x[2 * j + 1] = type == Type::bf16 ? f32_from_bf16(high) : f32_from_f16(high);
-      }
+  for (int i = 0; i < W; ++i) {
+    if constexpr (type == Type::f32) {
+      x[i] = float_of(packed.word[i]);
+    } else {
+      uint16_t half = uint16_t(i % 2 ? packed.word[i / 2] >> 16 : packed.word[i / 2]);
+      x[i] = type == Type::bf16 ? f32_from_bf16(half) : f32_from_f16(half);
     }
   }
 }
 
-template <Type type> __device__ __forceinline__ uint32_t rounded_word(const float *x) {
-  if (type == Type::f32) return bits_of(canonical(x[0]));
-  uint32_t low = type == Type::bf16 ? bf16_from_f32(x[0]) : f16_from_f32(x[0]);
-  uint32_t high = type == Type::bf16 ? bf16_from_f32(x[1]) : f16_from_f32(x[1]);
-  return low | high << 16;
-}
-
-template <Type type> __device__ __forceinline__ Packed<type> pack(const float (&x)[kVector]) {
-  constexpr int kWordElements = type == Type::f32 ? 1 : 2;
-  Packed<type> packed;
+template <Type type, int W> __device__ __forceinline__ Packed<type, W> pack(const float (&x)[W]) {
+  Packed<type, W> packed;
 #pragma unroll
-  for (int i = 0; i < kPieces<type>; ++i) {
-    const float *from = x + 4 * kWordElements * i;
-    packed.piece[i] = make_uint4(rounded_word<type>(from), rounded_word<type>(from + kWordElements),
-                                 rounded_word<type>(from + 2 * kWordElements), rounded_word<type>(from + 3 * kWordElements));
+  for (int i = 0; i < W * size_of(type) / 4; ++i) {
+    if constexpr (type == Type::f32) packed.word[i] = bits_of(canonical(x[i]));
+    else packed.word[i] = rounded_pair<type>(x[2 * i], x[2 * i + 1]);
   }
   return packed;
 }
 
-// Elements j .. j + 7 of a row of n; those past n read as +0 and are not written. `aligned`: the row is, to 16 bytes.
-template <Type type> __device__ __forceinline__ void load_vector(const char *row, int64_t j, int64_t n, bool aligned, float (&x)[kVector]) {
-  if (aligned && j + kVector <= n) return unpack(*reinterpret_cast<const Packed<type> *>(row + j * size_of(type)), x);
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) x[e] = j + e < n ? load_f32(row, type, j + e) : 0.0f;
+template <Type type, int W> __device__ __forceinline__ Packed<type, W> load_packed(const char *from) {
+  return *reinterpret_cast<const Packed<type, W> *>(from);
+}
+template <Type type, int W> __device__ __forceinline__ void store_packed(char *to, const float (&x)[W]) {
+  *reinterpret_cast<Packed<type, W> *>(to) = pack<type>(x);
 }
 
-template <Type type> __device__ __forceinline__ void store_vector(char *row, int64_t j, int64_t n, bool aligned, const float (&x)[kVector]) {
-  if (aligned && j + kVector <= n) {
-    *reinterpret_cast<Packed<type> *>(row + j * size_of(type)) = pack<type>(x);
-    return;
+// W elements of w + weight_offset; w is 1 where there is none. Loaded as they lie in memory, and made numbers later.
+template <int W> struct Scale {
+  using Half = Packed<Type::f16, W>;
+  Half low = {}, high = {};  // high: the second half of fp32 weights
+
+  __device__ __forceinline__ void load(const Vector &weight, int j) {
+    if (!weight.data) return;
+    const char *at = weight.data + j * size_of(weight.type);
+    low = *reinterpret_cast<const Half *>(at);
+    if (weight.type == Type::f32) high = *reinterpret_cast<const Half *>(at + Half::kBytes);
   }
+  __device__ __forceinline__ void unpack(const Vector &weight, float offset, float (&scale)[W]) const {
+    if (!weight.data) {
 #pragma unroll
-  for (int e = 0; e < kVector; ++e)
-    if (j + e < n) store_rounded(row, type, j + e, x[e]);
-}
-
-// w + weight_offset; w is 1 where there is none.
-__device__ __forceinline__ void load_scale(const Vector &weight, float offset, int64_t j, int64_t n, bool aligned, float (&scale)[kVector]) {
+      for (int e = 0; e < W; ++e) scale[e] = 1.0f;
+    } else if (weight.type == Type::bf16) {
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) scale[e] = 1.0f;
-  if (weight.data) switch (weight.type) {
-      case Type::bf16: load_vector<Type::bf16>(weight.data, j, n, aligned, scale); break;
-      case Type::f16: load_vector<Type::f16>(weight.data, j, n, aligned, scale); break;
-      default: load_vector<Type::f32>(weight.data, j, n, aligned, scale); break;
+      for (int e = 0; e < W; ++e) scale[e] = f32_from_bf16(uint16_t(low.word[e / 2] >> e % 2 * 16));
+    } else if (weight.type == Type::f16) {
+      pydet::unpack(low, scale);
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) scale[e] = float_of(e < W / 2 ? low.word[e % (W / 2)] : high.word[e % (W / 2)]);
     }
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) scale[e] += offset;
+    for (int e = 0; e < W; ++e) scale[e] += offset;
+  }
+};
+
+// ---- Where a row begins ------------------------------------------------------------------------------------------
+
+// Row r of the problem. A division of 64 bits takes as long as a load: only rows of two levels meet it.
+struct RowIndex {
+  int64_t outer, within;
+};
+__device__ __forceinline__ RowIndex row_index(int64_t inner, int64_t r) {
+  int64_t outer = r < inner ? 0 : r / inner;
+  return {outer, r - outer * inner};
+}
+__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, const RowIndex &row) {
+  return rows.data + (row.outer * rows.outer_stride + row.within * rows.inner_stride) * element_bytes;
+}
+__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, int64_t inner, int64_t r) {
+  return row_at(rows, element_bytes, row_index(inner, r));
 }
 
-// A division of 64 bits takes as long as a load: only rows of two levels meet it.
-__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, int64_t inner, int64_t r) {
-  int64_t outer = r < inner ? 0 : r / inner;
-  return rows.data + (outer * rows.outer_stride + (r - outer * inner) * rows.inner_stride) * element_bytes;
-}
+// Walks rows one by one from `first` on, without a division for each.
+class RowWalk {
+ public:
+  __device__ __forceinline__ RowWalk(int64_t inner, int64_t rows, int64_t first)
+      : inner_(clamp(inner)), left_(rows <= inner ? kNever : clamp(inner - first % inner)) {}
+
+  // Advances the places of the current row in any number of tensors to the next row.
+  template <class... Place> __device__ __forceinline__ void next(const Place &...place) {
+    (..., (place.at += place.rows.inner_stride * place.element_bytes));
+    if (--left_ == 0) {
+      left_ = inner_;
+      (..., (place.at += (place.rows.outer_stride - inner_ * place.rows.inner_stride) * place.element_bytes));
+    }
+  }
+
+ private:
+  static constexpr int kNever = 0x7FFFFFFF;  // more rows than anyone walks
+  __device__ __forceinline__ static int clamp(int64_t rows) { return rows < kNever ? int(rows) : kNever; }
+  int inner_, left_;
+};
+
+struct RowPlace {
+  char *&at;
+  const Rows &rows;
+  int element_bytes;
+};
 
 // ---- The sum along a row -----------------------------------------------------------------------------------------
 
-// The lanes of one thread: `kSlots` of its groups, the rest of them empty.
-template <int T, int V> struct Lanes {
-  static constexpr int kGroups = kRowLaneGroups / T;             // of a thread
-  static constexpr int kSlots = V < kGroups ? V : kGroups;       // that V vectors reach
-  float lane[kSlots][kVector] = {};
+// The lanes of one thread: of `kSlots` of its groups, the rest of them empty.
+template <int T, int W, int V> struct Lanes {
+  static constexpr int kTeamGroups = T * W / kRowLaneElements;      // that one vector of every thread covers
+  static constexpr int kGroups = kRowLaneGroups / kTeamGroups;      // of a thread
+  static constexpr int kSlots = V < kGroups ? V : kGroups;          // that V vectors reach
+  float lane[kSlots][W] = {};
 
-  // Adds x y, vector v of the thread, of which `left` elements are in the row: those past it must not reach a lane, for
-  // fmaf(+0, +0, -0) is +0.
-  __device__ __forceinline__ void add(int v, int64_t left, const float (&x)[kVector], const float (&y)[kVector]) {
-    float(&s)[kVector] = lane[v % kSlots];
-    if (left >= kVector) {
+  // Adds x y, vector v of the thread. A vector past the row's end must not reach its lanes: fmaf(+0, +0, -0) is +0.
+  __device__ __forceinline__ void add(int v, bool inside, const float (&x)[W], const float (&y)[W]) {
+    float(&s)[W] = lane[v % kSlots];
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) s[e] = fmaf(x[e], y[e], s[e]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) s[e] = e < left ? fmaf(x[e], y[e], s[e]) : s[e];
-    }
+    for (int e = 0; e < W; ++e) s[e] = inside ? fmaf(x[e], y[e], s[e]) : s[e];
   }
 
-  // Joins all lanes of the team; every thread gets the sum. `exchange` is 2 T floats of the team's shared memory, used by
-  // halves: one barrier a row is enough, since nobody can be two rows ahead of it.
-  __device__ __forceinline__ float join(float *exchange, int row_index) {
+  // The same for vector 0 of a row that ends anywhere: `left` elements of it are the row's.
+  __device__ __forceinline__ void add_left(int64_t left, const float (&x)[W], const float (&y)[W]) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) lane[0][e] = e < left ? fmaf(x[e], y[e], lane[0][e]) : lane[0][e];
+  }
+
+  // The sum of the thread's groups; two neighbours get the same one where they share a group.
+  __device__ __forceinline__ float own_sum() {
     float group[kGroups];
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
@@ -130,116 +157,97 @@ template <int T, int V> struct Lanes {
         group[i] = 0.0f;
         continue;
       }
-      float(&s)[kVector] = lane[i < kSlots ? i : 0];
+      float(&s)[W] = lane[i < kSlots ? i : 0];
+      if constexpr (W == kRowLaneElements) {
 #pragma unroll
-      for (int apart = kVector / 2; apart > 0; apart /= 2)
+        for (int apart = W / 2; apart > 0; apart /= 2)
 #pragma unroll
-        for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
-      group[i] = s[0];
+          for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
+        group[i] = s[0];
+      } else {  // the even thread has elements 0 .. 3, and takes the sums 0 and 2 of the step 4 apart; the odd one 1 and 3
+        static_assert(W == kRowLaneElements / 2);
+        bool odd = threadIdx.x % 2;
+        float first = (odd ? s[1] : s[0]) + gpu_shfl_xor(odd ? s[0] : s[1], 1, kLogicalWarp);
+        float second = (odd ? s[3] : s[2]) + gpu_shfl_xor(odd ? s[2] : s[3], 1, kLogicalWarp);
+        first += second;
+        group[i] = first + gpu_shfl_xor(first, 1, kLogicalWarp);
+      }
     }
 #pragma unroll
     for (int apart = kGroups / 2; apart > 0; apart /= 2)
 #pragma unroll
       for (int i = 0; i < apart; ++i) group[i] += group[i + apart];
-    float sum = group[0];
-    if constexpr (T > kLogicalWarp) {
-      constexpr int kWarps = T / kLogicalWarp;
-      float *mine = exchange + row_index % 2 * T;
-      mine[threadIdx.x % T] = sum;
-      __syncthreads();
-      float part[kWarps];
+    return group[0];
+  }
+};
+
+// Floats of shared memory that a join of R rows needs.
+template <int T, int R> constexpr int kExchange = T > kLogicalWarp ? R * (T < kMaxTeam ? T : kMaxTeam) : 0;
+
+// Joins the lanes of R rows over the team: every thread gets finish(sum) of each. All threads of the block call it.
+template <int T, int W, int V, int R, class F>
+__device__ __forceinline__ void join(Lanes<T, W, V> (&lanes)[R], float *exchange, const F &finish, float (&result)[R]) {
+  float sum[R];
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) part[w] = mine[w * kLogicalWarp + threadIdx.x % kLogicalWarp];
+  for (int k = 0; k < R; ++k) sum[k] = lanes[k].own_sum();
+  int t = int(threadIdx.x) % T, lane = int(threadIdx.x) % kLogicalWarp;
+  if constexpr (T > kLogicalWarp) {
+    constexpr int kGroups = Lanes<T, W, V>::kTeamGroups, kParts = kGroups / kLogicalWarp;
+    struct alignas(4 * R) Sums {
+      float of[R];
+    };
+    Sums *sums = reinterpret_cast<Sums *>(exchange);
+    if (W == kRowLaneElements || t % 2 == 0) {
+      Sums mine;
 #pragma unroll
-      for (int apart = kWarps / 2; apart > 0; apart /= 2)
-#pragma unroll
-        for (int w = 0; w < apart; ++w) part[w] += part[w + apart];
-      sum = part[0];
+      for (int k = 0; k < R; ++k) mine.of[k] = sum[k];
+      sums[t * W / kRowLaneElements] = mine;
     }
+    __syncthreads();
+    Sums part[kParts];
 #pragma unroll
-    for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) sum += gpu_shfl_xor(sum, apart, kLogicalWarp);
-    return sum;
+    for (int i = 0; i < kParts; ++i) part[i] = sums[i * kLogicalWarp + lane];
+#pragma unroll
+    for (int apart = kParts / 2; apart > 0; apart /= 2)
+#pragma unroll
+      for (int i = 0; i < apart; ++i)
+#pragma unroll
+        for (int k = 0; k < R; ++k) part[i].of[k] += part[i + apart].of[k];
+#pragma unroll
+    for (int k = 0; k < R; ++k) sum[k] = part[0].of[k];
   }
-};
-
-// ---- Rows in flight ----------------------------------------------------------------------------------------------
-
-// Teams of one warp share a block of four; a larger team is a block, so that its barrier is the block's.
-template <int T> constexpr int kTeams = T == kLogicalWarp ? kDweightGroupRows / kDweightChainRows : 1;
-template <int T> constexpr int kBlock = T * kTeams<T>;
-
-// A ring of rows of `tensors` operands. Slots are laid out by thread, and only their own thread reads them.
-template <Type type, int T, int V, int tensors> struct Ring {
-  static constexpr int kRowBytes = tensors * V * T * kVectorBytes<type>;
-  // About 48 KB a block, 3 rows where that is less, as many as fit where those are too many.
-  static constexpr int kBlockRow = kRowBytes * kTeams<T>, kFit = (208 << 10) / kBlockRow, kWanted = (48 << 10) / kBlockRow;
-  static constexpr int kAtLeast3 = kWanted < 3 ? 3 : kWanted > 8 ? 8 : kWanted;
-  static constexpr int kDepth = kFit < 1 ? 1 : kFit < kAtLeast3 ? kFit : kAtLeast3;
-  static constexpr int kTeamBytes = kDepth * kRowBytes + 2 * T * int(sizeof(float));
-  char *base;
-
-  // `row_index` counts the team's rows from 0.
-  __device__ __forceinline__ uint4 *slot(int row_index, int tensor, int v, int piece) const {
-    int place = ((row_index % kDepth * tensors + tensor) * V + v) * kPieces<type> + piece;
-    return reinterpret_cast<uint4 *>(base) + place * T + threadIdx.x % T;
-  }
-  __device__ __forceinline__ float *exchange() const { return reinterpret_cast<float *>(base + kDepth * kRowBytes); }
-
-  __device__ __forceinline__ void fetch(int row_index, int tensor, const char *row, int64_t n) const {
+  // Half of the lanes go on with half of the rows, until each lane has one: R - 1 exchanges instead of R log R.
+  int rows = R;
 #pragma unroll
-    for (int v = 0; v < V; ++v)
+  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) {
+    if (rows > 1) {
+      rows /= 2;
+      bool upper = lane & apart;
 #pragma unroll
-      for (int i = 0; i < kPieces<type>; ++i) {
-        int byte = int(threadIdx.x % T + T * v) * kVectorBytes<type> + 16 * i, left = int(n) * size_of(type) - byte;
-        int valid = left >= 16 ? 16 : left > 0 ? left : 0;
-        copy_async_16(slot(row_index, tensor, v, i), row + (valid ? byte : 0), valid);
+      for (int k = 0; k < rows; ++k) {
+        float keep = upper ? sum[k + rows] : sum[k], give = upper ? sum[k] : sum[k + rows];
+        sum[k] = keep + gpu_shfl_xor(give, apart, kLogicalWarp);
       }
+    } else {
+      sum[0] += gpu_shfl_xor(sum[0], apart, kLogicalWarp);
+    }
   }
-  __device__ __forceinline__ void read(int row_index, int tensor, int v, float (&x)[kVector]) const {
-    Packed<type> packed;
+  float finished = finish(sum[0]);
 #pragma unroll
-    for (int i = 0; i < kPieces<type>; ++i) packed.piece[i] = *slot(row_index, tensor, v, i);
-    unpack(packed, x);
-  }
-  __device__ __forceinline__ void write(int row_index, int tensor, int v, const Packed<type> &packed) const {
-#pragma unroll
-    for (int i = 0; i < kPieces<type>; ++i) *slot(row_index, tensor, v, i) = packed.piece[i];
-  }
-};
+  for (int k = 0; k < R; ++k) result[k] = R == 1 ? finished : gpu_shfl(finished, k * (kLogicalWarp / R), kLogicalWarp);
+}
 
 // ---- Choosing ----------------------------------------------------------------------------------------------------
 
-template <int team, int vectors> struct RowShape {
-  static constexpr int T = team, V = vectors;
+// A team of T threads with V vectors of W elements each, R rows at a time.
+template <int team, int elements, int vectors, int rows> struct RowShape {
+  static constexpr int T = team, W = elements, V = vectors, R = rows;
 };
 
 // Rows up to this are held whole by their team; longer ones are passed over again.
 constexpr int64_t kLongestHeldRow = 8 * kRowLanes;
 
-// Calls f with a team and vectors that hold a row of n. Few threads with much to do each: a row costs every thread some 200
-// instructions beside those of its elements.
-template <class F> pydet_status with_small_team(int64_t n, const F &f) {
-  if (n <= 32 * kVector) return f(RowShape<32, 1>{});
-  if (n <= 32 * 2 * kVector) return f(RowShape<32, 2>{});
-  if (n <= 32 * 4 * kVector) return f(RowShape<32, 4>{});
-  if (n <= 64 * 4 * kVector) return f(RowShape<64, 4>{});
-  if (n <= 128 * 4 * kVector) return f(RowShape<128, 4>{});
-  if (n <= 256 * 4 * kVector) return f(RowShape<256, 4>{});
-  return f(RowShape<256, 8>{});
-}
-
-// Many threads with little to do each, for where few rows are taken at once.
-template <class F> pydet_status with_large_team(int64_t n, const F &f) {
-  if (n <= 32 * kVector) return f(RowShape<32, 1>{});
-  if (n <= 64 * kVector) return f(RowShape<64, 1>{});
-  if (n <= 128 * kVector) return f(RowShape<128, 1>{});
-  if (n <= kRowLanes) return f(RowShape<256, 1>{});
-  if (n <= 2 * kRowLanes) return f(RowShape<256, 2>{});
-  if (n <= 4 * kRowLanes) return f(RowShape<256, 4>{});
-  return f(RowShape<256, 8>{});
-}
-
-// Whether 16-byte pieces of every row are aligned (an absent operand has no say).
+// Whether every row is whole 16-byte pieces, in place too (an absent operand has no say).
 inline bool rows_aligned(const Rows &rows) {
   if (!rows.data) return true;
   int64_t bytes = size_of(rows.type);
@@ -248,12 +256,33 @@ inline bool rows_aligned(const Rows &rows) {
 inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
 
 // Calls f with the type as a compile-time constant.
-template <class F> pydet_status with_type(Type type, const F &f) {
+template <class F> auto with_type(Type type, const F &f) {
   switch (type) {
     case Type::bf16: return f(std::integral_constant<Type, Type::bf16>{});
     case Type::f16: return f(std::integral_constant<Type, Type::f16>{});
     default: return f(std::integral_constant<Type, Type::f32>{});
   }
+}
+
+// ---- Long or misaligned rows -------------------------------------------------------------------------------------
+
+constexpr int kVector = kRowLaneElements;
+
+// Elements j .. j + 7 of a row of n, one by one; those past n read as +0 and are not written.
+template <Type type> __device__ __forceinline__ void load_elements(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) x[e] = j + e < n ? load_f32(row, type, j + e) : 0.0f;
+}
+
+template <Type type> __device__ __forceinline__ void store_elements(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e)
+    if (j + e < n) store_rounded(row, type, j + e, x[e]);
+}
+
+__device__ __forceinline__ void load_scale(const Vector &weight, float offset, int64_t j, int64_t n, float (&scale)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) scale[e] = (weight.data && j + e < n ? load_f32(weight.data, weight.type, j + e) : 1.0f) + offset;
 }
 
 }  // namespace
