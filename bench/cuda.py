@@ -1,8 +1,9 @@
 """python -m bench.cuda: pydet beside its peers on an NVIDIA GPU, in CUDA graphs.
 
-The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), Liger where it is installed, and a
-device-to-device copy as the ceiling of what only moves memory. Every product is of normal random numbers; buffers
-rotate past the L2. `--quick` takes a few shapes of each operation.
+The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), a plain Triton product and Liger where they
+are installed, and a device-to-device copy as the ceiling of what only moves memory. Every product is of normal random
+numbers; buffers rotate past the L2. `equality` counts the elements in which cuBLAS has other bits than the natural
+chain. `--quick` takes a few shapes of each operation.
 """
 
 import argparse
@@ -61,15 +62,17 @@ class Cuda:
     disturbed = 0  # nobody else runs on it
 
     def __init__(self):
-        self.graphs = {}
+        self.graphs, self.kept = {}, []
 
     def start_row(self):
         self.graphs.clear()
+        self.kept.clear()
         torch.cuda.empty_cache()
 
     def graph(self, calls, count):
         key = id(calls), count
         if key not in self.graphs:
+            self.kept.append(calls)  # another list must not get its id
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for call in calls:  # what allocates or compiles on its first call does so here
@@ -116,6 +119,49 @@ def sets_of(bytes_each, most=48):
     return max(2, min(most, math.ceil(2 * L2_BYTES / bytes_each)))
 
 
+# ---- A plain product in Triton -------------------------------------------------------------------------------------
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton_product = None
+else:
+
+    @triton.autotune(
+        configs=[
+            triton.Config({"BM": bm, "BN": bn, "BK": 64}, num_stages=stages, num_warps=warps)
+            for bm, bn, stages, warps in [(128, 256, 3, 8), (128, 128, 4, 8), (128, 64, 4, 4), (64, 128, 4, 4)]
+        ],
+        key=["M", "N", "K"],
+    )
+    @triton.jit
+    def _triton_product(
+        a, b, c, M, N, K, am, ak, bk, bn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    ):  # fmt: skip
+        """c [M, N] = a b, fp32 sums over k ascending, tiles walked in bands of 8 rows of tiles."""
+        tile, rows, columns = tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN)
+        band = tile // (8 * columns)
+        height = min(rows - band * 8, 8)
+        m = (band * 8 + tile % (8 * columns) % height) * BM + tl.arange(0, BM)
+        n = tile % (8 * columns) // height * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        total = tl.zeros((BM, BN), tl.float32)
+        for start in range(0, K, BK):
+            left = tl.load(a + (m % M)[:, None] * am + (start + k)[None, :] * ak, (start + k)[None, :] < K, 0.0)
+            right = tl.load(b + (start + k)[:, None] * bk + (n % N)[None, :] * bn, (start + k)[:, None] < K, 0.0)
+            total = tl.dot(left, right, total)
+        tl.store(
+            c + m[:, None].to(tl.int64) * N + n[None, :], total.to(tl.bfloat16), (m[:, None] < M) & (n[None, :] < N)
+        )
+
+    def triton_product(a, b, out):
+        (m, k), n = a.shape, b.shape[1]
+        _triton_product[lambda meta: (triton.cdiv(m, meta["BM"]) * triton.cdiv(n, meta["BN"]),)](
+            a, b, out, m, n, k, *a.stride(), *b.stride()
+        )
+
+
 # ---- Products ------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +176,10 @@ def product(op, m, n, k, operands, like, variants, note=""):
         calls = [partial(pydet.gemm, a, b, out=out, **options) for (a, b), out in zip(sets, own, strict=True)]
         rows.append(Variant(name, calls, [own[0]]))
     first = rows[1]
+    if triton_product and like == torch.bfloat16:
+        ours = [torch.empty(m, n, dtype=like, device="cuda") for _ in sets]
+        calls = [partial(triton_product, a, b, out) for (a, b), out in zip(sets, ours, strict=True)]
+        rows.append(Variant("triton", calls))
 
     def agrees():
         """Rows of their own, as one call of few rows, have the bits they had among all."""
@@ -154,6 +204,24 @@ def product(op, m, n, k, operands, like, variants, note=""):
         note,
         len(variants) == 1,
     )
+
+
+# Where cuBLAS has the natural chain's bits, and where it splits K and has others.
+EQUALITY = [
+    *[(8192, 8192, 8192), (4096, 4096, 4096), (2048, 6144, 4096), (2048, 4096, 14336), (512, 4096, 4096)],
+    *[(512, 4096, 14336), (256, 4096, 4096), (256, 4096, 14336), (64, 4096, 4096), (32, 4096, 4096)],
+    *[(128, 1024, 4096), (64, 4096, 14336), (16, 4096, 14336), (8, 4096, 4096), (1, 4096, 4096), (16, 1024, 4096)],
+]
+
+
+def equality():
+    """In how many elements cuBLAS (torch.mm, bf16) differs from pydet without k_chunk."""
+    found = []
+    for m, n, k in EQUALITY:
+        a, b = normal(m, k), normal(n, k).T
+        differing = int((torch.mm(a, b).view(torch.int16) != pydet.gemm(a, b).view(torch.int16)).sum())
+        found.append({"shape": f"{m} x {n} x {k}", "elements": m * n, "differ": differing})
+    return found
 
 
 def forward(m, n, k, variants=None):
@@ -308,7 +376,7 @@ def overhead():
         "torch.mm": partial(torch.mm, a, b),
         "pydet.gemm": partial(pydet.gemm, a, b),
     }
-    return {name: host_microseconds(call) for name, call in calls.items()}
+    return [{"call": name, "us": round(host_microseconds(call), 2)} for name, call in calls.items()]
 
 
 # ---- The card ------------------------------------------------------------------------------------------------------
@@ -339,6 +407,7 @@ def card():
 
 # ---- Running -------------------------------------------------------------------------------------------------------
 
+LISTS = {"overhead": overhead, "equality": equality}
 ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "rmsnorm": norm_rows}
 
 
@@ -364,24 +433,24 @@ def summary(entries):
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.cuda", description=__doc__.splitlines()[0].split(": ")[1])
     parser.add_argument(
-        "operations", nargs="*", metavar="operation", help=f"of {', '.join([*ROWS, 'overhead'])}; default all"
+        "operations", nargs="*", metavar="operation", help=f"of {', '.join([*ROWS, *LISTS])}; default all"
     )
     parser.add_argument("--quick", action="store_true", help="a few shapes of each")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     options = parser.parse_args()
-    operations = options.operations or [*ROWS, "overhead"]
-    if unknown := set(operations) - {*ROWS, "overhead"}:
+    operations = options.operations or [*ROWS, *LISTS]
+    if unknown := set(operations) - {*ROWS, *LISTS}:
         parser.error(f"no such operation: {', '.join(sorted(unknown))}")
     device, wrong = Cuda(), []
     name = torch.cuda.get_device_name().split()[1].lower()
     options.out.mkdir(exist_ok=True, parents=True)
     command = " ".join(["python -m bench.cuda", *sys.argv[1:]])
     for operation in operations:
-        if operation == "overhead":
-            times = overhead()
-            print("\n".join(f"host time of {call:18} {us:.2f} us" for call, us in times.items()))
-            calls = [{"call": call, "us": us} for call, us in times.items()]
-            harness.write_json(options.out / f"{name}_overhead.json", command, calls, {})
+        if operation in LISTS:
+            found = LISTS[operation]()
+            for entry in found:
+                print(f"{operation}: " + ", ".join(f"{key} {value}" for key, value in entry.items()))
+            harness.write_json(options.out / f"{name}_{operation}.json", command, found, {})
             continue
         before = card()
         entries = harness.run(ROWS[operation](options.quick), device, 0)
