@@ -3,6 +3,7 @@
 # make cpu        only pydet/libpydet_cpu.so
 # make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/results/
 # make cuda       pydet/libpydet_cuda.so (nvcc 13; no GPU needed)
+# make hip        pydet/libpydet_hip.so (ROCm 5.2 to 7, or its headers and clang; no GPU needed); ROCM, HIPCC, HIP_ARCHS
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
 #                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS
 # make clean      remove everything that was built
@@ -113,6 +114,60 @@ $(BUILD)/gpu/%.o: native/gpu/%.cu
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
 
 -include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d)
+
+# ---- HIP: libpydet_hip.so, likewise; a clang object holds the code of all architectures in one bundle ----
+ROCM ?= $(firstword $(wildcard /opt/rocm) /usr)
+# Never hipcc by its own lights: without HIP_PLATFORM it calls nvcc where it sees no AMD GPU.
+HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/clang++) \
+  $(shell for name in clang++-21 clang++-20 clang++-19 hipcc; do command -v $$name && break; done))
+# Of these, what the compiler knows.
+HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100
+HIP_KERNELS := gemm_ieee skinny_ieee rmsnorm rmsnorm_backward
+HIP_OBJECTS := $(SHARED) $(BUILD)/hip/backend_hip.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
+# As nvcc does with its own header, the runtime's comes first. A loop that is not unrolled is as right as one that is.
+HIPFLAGS = -x hip $(addprefix --offload-arch=,$(shell cat $(BUILD)/hip/archs)) --rocm-path=$(ROCM) \
+  --rocm-device-lib-path=$(BUILD)/hip/bitcode -D__HIP_PLATFORM_AMD__ -include hip/hip_runtime.h -std=c++17 -O3 -fPIC \
+  -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -fhip-fp32-correctly-rounded-divide-sqrt \
+  -fno-gpu-flush-denormals-to-zero $(WARN) -Wno-pass-failed -Inative -Inative/include
+HIP_BITCODE = $(firstword $(wildcard $(ROCM)/amdgcn/bitcode $(ROCM)/lib/llvm/lib/clang/*/lib/amdgcn/bitcode \
+  $(ROCM)/lib/*/amdgcn/bitcode))
+
+.PHONY: hip
+hip: export HIP_PLATFORM := amd
+hip: $(LIBRARY)/libpydet_hip.so
+
+$(LIBRARY)/libpydet_hip.so: $(HIP_OBJECTS) native/exports.map
+	@mkdir -p $(@D)
+	$(CXX) $(HIP_OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -L$(ROCM)/lib -lamdhip64 -o $@
+	@echo "$@: $$(cat $(BUILD)/hip/archs), by $(HIPCC)"
+
+# The architectures that are built, and their device libraries: those of a runtime older than the compiler lack some
+# instruction sets, whose file differs from that of another one in its number alone.
+$(BUILD)/hip/archs: Makefile
+	@mkdir -p $(@D)/bitcode
+	@[ -n "$(HIPCC)" ] && [ -n "$(HIP_BITCODE)" ] || \
+	  { echo "make: no HIP compiler or device libraries (on Debian: apt install hipcc clang-19 lld-19 llvm-19)" >&2; exit 1; }
+	@ln -sf $(abspath $(HIP_BITCODE))/*.bc $(@D)/bitcode
+	@for arch in $(HIP_ARCHS); do \
+	  $(HIPCC) -x hip --offload-arch=$$arch --cuda-device-only -nogpuinc -nogpulib -c /dev/null -o /dev/null 2>/dev/null || continue; \
+	  digits=$${arch#gfx}; major=$${digits%??}; rest=$${digits#$$major}; \
+	  if [ ! -e $(@D)/bitcode/oclc_isa_version_$$digits.bc ]; then \
+	    $(subst clang++,llvm-dis,$(HIPCC)) <$(HIP_BITCODE)/oclc_isa_version_940.bc | \
+	      sed "s/i32 9400/i32 $$((major * 1000 + $${rest%?} * 100 + $${rest#?}))/" | \
+	      $(subst clang++,llvm-as,$(HIPCC)) -o $(@D)/bitcode/oclc_isa_version_$$digits.bc || exit 1; \
+	  fi; \
+	  echo $$arch; \
+	done | paste -s -d ' ' >$@
+	@[ -s $@ ] || { echo "make: $(HIPCC) knows none of $(HIP_ARCHS)" >&2; exit 1; }
+
+$(BUILD)/hip/backend_hip.o: native/gpu/backend_hip.cpp $(BUILD)/hip/archs
+	$(CXX) $(CXXFLAGS) -D__HIP_PLATFORM_AMD__ $(if $(filter /usr,$(ROCM)),,-isystem $(ROCM)/include) \
+	  -DPYDET_HIP_ARCHS='"$(shell cat $(BUILD)/hip/archs)"' -MMD -MP -c $< -o $@
+
+$(BUILD)/hip/%.o: native/gpu/%.cu $(BUILD)/hip/archs
+	$(HIPCC) $(HIPFLAGS) -MMD -MP -c $< -o $@
+
+-include $(HIP_OBJECTS:.o=.d)
 
 # ---- On a machine with a GPU ----
 PARTS ?= build tests sanitizer bench

@@ -56,7 +56,7 @@ PYDET_HD float canonical(float x) { return x == x ? x : float_of(kNanF32); }
 
 PYDET_HD float f32_from_bf16(uint16_t h) { return float_of(uint32_t(h) << 16); }
 
-// CUDA has the conversions as instructions, the same to the bit.
+// CUDA has the conversions as instructions, the same to the bit; HIP those of fp16.
 
 PYDET_HD uint16_t bf16_from_f32(float x) {  // to nearest even, NaN canonical
 #if defined(__CUDA_ARCH__)
@@ -75,6 +75,10 @@ PYDET_HD float f32_from_f16(uint16_t h) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
   return x;
+#elif defined(__HIP_DEVICE_COMPILE__)
+  _Float16 x;
+  memcpy(&x, &h, 2);
+  return x;
 #else
   uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3FF;
   if (exponent == 31) return float_of(sign | 0x7F800000u | (mantissa << 13));
@@ -91,6 +95,11 @@ PYDET_HD uint16_t f16_from_f32(float x) {  // to nearest even, NaN canonical
   uint16_t h;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
   return h;
+#elif defined(__HIP_DEVICE_COMPILE__)
+  _Float16 rounded = _Float16(x);
+  uint16_t h;
+  memcpy(&h, &rounded, 2);
+  return x == x ? h : kNan16;
 #else
   uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return kNan16;

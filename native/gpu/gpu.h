@@ -5,12 +5,16 @@
 // later launch; the sentence says that it may be older.)
 #pragma once
 
+#include <cstdio>
 #include <type_traits>
 
 #include "../kernel.h"
 
 #if defined(__HIP_PLATFORM_AMD__)
 #include <hip/hip_runtime.h>
+#if !defined(__grid_constant__)
+#define __grid_constant__  // a kernel argument is read only where it is passed
+#endif
 #else
 #include <cuda_runtime.h>
 #endif
@@ -36,6 +40,27 @@ inline int gpu_shared_bytes(int id) {
   return hipDeviceGetAttribute(&bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, id) == hipSuccess ? bytes : 0;
 }
 inline bool gpu_overlaps_kernels(int) { return false; }
+
+// 0 and OK where this machine has no AMD GPU, or no driver for one.
+inline pydet_status gpu_device_count(int32_t *count) {
+  *count = 0;
+  int devices = 0;
+  gpu_error error = hipGetDeviceCount(&devices);
+  if (error == hipSuccess) *count = devices;
+  if (error == hipSuccess || error == hipErrorNoDevice) return PYDET_OK;
+  return fail(PYDET_NO_DEVICE, "the HIP runtime cannot use this machine's GPUs: %s (%d)", gpu_error_text(error), int(error));
+}
+
+// `arch` is the plain name of the instruction set: "gfx90a" of "gfx90a:sramecc+:xnack-".
+inline gpu_error gpu_describe(int id, pydet_device_info *info) {
+  hipDeviceProp_t properties;
+  gpu_error error = hipGetDeviceProperties(&properties, id);
+  if (error != hipSuccess) return error;
+  info->multiprocessors = properties.multiProcessorCount;
+  snprintf(info->name, sizeof info->name, "%.*s", int(sizeof info->name) - 1, properties.name);
+  snprintf(info->arch, sizeof info->arch, "%.*s", int(strcspn(properties.gcnArchName, ":")), properties.gcnArchName);
+  return hipSuccess;
+}
 
 #else
 
@@ -66,11 +91,16 @@ inline bool gpu_overlaps_kernels(int id) { return compute_capability(id) >= 90; 
 
 #endif
 
-// Shared memory that a block may have on every architecture that kernels are built for.
+// Shared memory that a block may have on every architecture that kernels are built for; and the stages of a ring, of
+// those wanted, that fit it on every architecture that the ring's kernel is launched on.
 #if defined(__HIP_PLATFORM_AMD__)
 constexpr int kBlockSharedBytes = 64 << 10;
+constexpr int gpu_stages(int wanted, int stage_bytes) {
+  return wanted * stage_bytes <= kBlockSharedBytes ? wanted : kBlockSharedBytes / stage_bytes;
+}
 #else
 constexpr int kBlockSharedBytes = 99 << 10;
+constexpr int gpu_stages(int wanted, int) { return wanted; }
 #endif
 
 inline pydet_status device_error(const char *kernel, gpu_error error) {
@@ -88,7 +118,7 @@ class DeviceGuard {
     changed_ = error_ == kGpuSuccess;
   }
   ~DeviceGuard() {
-    if (changed_) gpu_set_device(saved_);
+    if (changed_) (void)gpu_set_device(saved_);
   }
   DeviceGuard(const DeviceGuard &) = delete;
   DeviceGuard &operator=(const DeviceGuard &) = delete;
@@ -113,6 +143,7 @@ struct Launch {
 template <class... Parameters, class... Arguments>
 pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Arguments &...arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "one argument a parameter");
+  static_assert((std::is_same_v<Parameters, Arguments> && ...), "arguments are passed as they are, unconverted");
 #if defined(__HIP_PLATFORM_AMD__)
   void *pointers[] = {const_cast<void *>(static_cast<const void *>(&arguments))...};
   gpu_error error = hipLaunchKernel(reinterpret_cast<const void *>(kernel), shape.grid, shape.block, pointers,
@@ -141,7 +172,6 @@ pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Ar
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  static_assert((std::is_same_v<Parameters, Arguments> && ...), "arguments are passed as they are, unconverted");
   void *pointers[] = {const_cast<void *>(static_cast<const void *>(&arguments))...};
   gpu_error error = cudaLaunchKernelExC(&config, function, pointers);
 #endif
@@ -202,7 +232,9 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 
 // The compiler forgets what it knows of the pointer.
 __device__ __forceinline__ void make_opaque(const float *&pointer) {
-#if !defined(__HIP_PLATFORM_AMD__)
+#if defined(__HIP_PLATFORM_AMD__)
+  asm volatile("" : "+v"(pointer));
+#else
   asm volatile("" : "+l"(pointer));
 #endif
 }

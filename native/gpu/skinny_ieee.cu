@@ -17,7 +17,6 @@ namespace pydet {
 namespace {
 
 constexpr int kWarps = 4, kLanes = 32, kThreads = kWarps * kLanes;
-constexpr int kStages = 5;
 constexpr int kRowBytes = 512;                 // of an operand's row in a stage
 constexpr int kPieces = kRowBytes / 16;
 constexpr int kRowPitch = kRowBytes + 16;      // eight lanes' 16 bytes then fill the banks once
@@ -25,7 +24,8 @@ constexpr int kMostPerWarp = 4, kMostM = kWarps * kMostPerWarp;
 
 // A stage: rows of w, then rows of x.
 template <int per_warp> constexpr int kStageRows = kLanes + kWarps * per_warp;
-template <int per_warp> constexpr int kSharedBytes = kStages * kStageRows<per_warp> * kRowPitch;
+template <int per_warp> constexpr int kStages = gpu_stages(5, kStageRows<per_warp> * kRowPitch);
+template <int per_warp> constexpr int kSharedBytes = kStages<per_warp> * kStageRows<per_warp> * kRowPitch;
 static_assert(kThreads % kPieces == 0, "a row's pieces are copied by neighbouring threads");
 
 // The elements in 16 bytes as fp32.
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
 
     auto fill = [&](int64_t s) {
       if (s < stage_count) {
-        char *to = shared + s % kStages * kStageBytes + int(threadIdx.x) % kPieces * 16;
+        char *to = shared + s % kStages<per_warp> * kStageBytes + int(threadIdx.x) % kPieces * 16;
         const int64_t k = s * kDepth + int(threadIdx.x) % kPieces * kPiece, left = k_end - k;
         const int valid = left <= 0 ? 0 : left < kPiece ? int(left) : kPiece;
 #pragma unroll
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
       }
       commit_copies();  // an empty group past the end, so that the count of groups in flight stays the same
     };
-    for (int s = 0; s < kStages - 1; ++s) fill(s);
+    for (int s = 0; s < kStages<per_warp> - 1; ++s) fill(s);
 
     float chain[per_warp] = {}, sum[per_warp] = {};
     if (problem.accumulate && n < problem.n)
@@ -84,12 +84,12 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
         }
     int64_t chunk_left = problem.k_chunk;
     for (int64_t s = 0; s < stage_count; ++s) {
-      wait_copies<kStages - 2>();
+      wait_copies<kStages<per_warp> - 2>();
       __syncthreads();  // stage s has landed, and everyone has left the one that is filled next
-      fill(s + kStages - 1);
+      fill(s + kStages<per_warp> - 1);
       if (warp >= problem.m) continue;
 
-      const char *stage = shared + s % kStages * kStageBytes;
+      const char *stage = shared + s % kStages<per_warp> * kStageBytes;
       const uint4 *w_row = reinterpret_cast<const uint4 *>(stage + lane * kRowPitch);
       const uint4 *x_row = reinterpret_cast<const uint4 *>(stage + (kLanes + warp) * kRowPitch);
       constexpr int kNextX = kWarps * kRowPitch / 16;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
 
 template <Type type, int per_warp> pydet_status launch_warps(const Gemm &g) {
   constexpr int64_t kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
-  Launch shape = {"cuda_skinny_gemm_ieee", static_cast<gpu_stream>(g.stream),
+  Launch shape = {"skinny_gemm_ieee", static_cast<gpu_stream>(g.stream),
                   dim3(unsigned(std::min((g.n + kLanes - 1) / kLanes, kMaxBlocks))), dim3(kThreads),
                   kSharedBytes<per_warp>};
   DeviceGuard guard(g.device.id);
