@@ -6,6 +6,8 @@
 # make hip        pydet/libpydet_hip.so (ROCm 5.2 to 7, or its headers and clang; no GPU needed); ROCM, HIPCC, HIP_ARCHS
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
 #                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS
+# make install    headers, the libraries that are built, pkg-config and CMake packages under PREFIX (/usr/local), its
+#                 libraries in LIBDIR (lib); DESTDIR goes before both
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), BUILD (where objects go), LIBRARY (where the
 # libraries go), SANITIZE (address,undefined)
@@ -66,7 +68,7 @@ bench: $(VENV)/installed cpu
 
 $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 	@mkdir -p $(@D)
-	$(CXX) $(OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F) -o $@
+	$(CXX) $(OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -o $@
 
 $(BUILD)/%.o: native/%.cpp
 	@mkdir -p $(@D)
@@ -103,7 +105,7 @@ cuda: $(LIBRARY)/libpydet_cuda.so
 
 $(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F),-Xcompiler '"$(flag)"') -o $@
+	$(NVCC) -ccbin $(CXX) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F)$(SONAME),-Xcompiler '"$(flag)"') -o $@
 
 $(CUDA_HOST:%=$(BUILD)/gpu/%.o): $(BUILD)/gpu/%.o: native/gpu/%.cpp
 	@mkdir -p $(@D)
@@ -168,6 +170,39 @@ $(BUILD)/hip/%.o: native/gpu/%.cu $(BUILD)/hip/archs
 	$(HIPCC) $(HIPFLAGS) -MMD -MP -c $< -o $@
 
 -include $(HIP_OBJECTS:.o=.d)
+
+# ---- Installation: no installed file holds PREFIX, so the tree may be moved as a whole ----
+PREFIX ?= /usr/local
+LIBDIR ?= lib
+TO = $(DESTDIR)$(PREFIX)
+# An installed library is linked anew: its soname ends with the ABI, which those beside the Python package do without.
+SONAME ?=
+BUILT = $(sort cpu $(filter cpu cuda hip,$(patsubst $(LIBRARY)/libpydet_%.so,%,$(wildcard $(LIBRARY)/libpydet_*.so))))
+
+.PHONY: install
+install:
+	@case "$(PREFIX)" in /*) ;; *) echo "make: PREFIX is '$(PREFIX)', want an absolute path" >&2; exit 2 ;; esac
+	@case "/$(LIBDIR)/" in *//* | *..*) echo "make: LIBDIR is '$(LIBDIR)', want a folder under PREFIX, such as lib64" >&2; exit 2 ;; esac
+	@set -e; \
+	number() { sed -n "s/.*PYDET_$$1 = \([0-9]*\).*/\1/p" native/include/pydet.h; }; \
+	abi=$$(number ABI) version=$$(number VERSION_MAJOR).$$(number VERSION_MINOR).$$(number VERSION_PATCH); \
+	up=$$(echo "$(LIBDIR)" | sed 's,[^/][^/]*,..,g'); \
+	$(MAKE) --no-print-directory $(BUILT) LIBRARY="$(BUILD)/install" SONAME=.$$abi; \
+	install -d "$(TO)/include" "$(TO)/$(LIBDIR)/pkgconfig" "$(TO)/$(LIBDIR)/cmake/pydet"; \
+	install -m 644 native/include/pydet.h native/include/pydet.hpp "$(TO)/include"; \
+	for build in $(BUILT); do \
+	  name=libpydet_$$build.so; \
+	  install -m 755 "$(BUILD)/install/$$name" "$(TO)/$(LIBDIR)/$$name.$$version"; \
+	  ln -sf $$name.$$version "$(TO)/$(LIBDIR)/$$name.$$abi"; \
+	  ln -sf $$name.$$abi "$(TO)/$(LIBDIR)/$$name"; \
+	  sed "s,@up@,$$up/..,; s,@libdir@,$(LIBDIR),; s,@build@,$$build,g; s,@version@,$$version," packaging/pydet.pc.in \
+	    >"$(TO)/$(LIBDIR)/pkgconfig/pydet-$$build.pc"; \
+	done; \
+	for file in pydetConfig.cmake pydetConfigVersion.cmake; do \
+	  sed "s,@include@,../../$$up/include,; s,@libdir@,../..,; s,@version@,$$version,g" packaging/$$file.in \
+	    >"$(TO)/$(LIBDIR)/cmake/pydet/$$file"; \
+	done; \
+	echo "installed pydet $$version ($(BUILT)) under $(TO)"
 
 # ---- On a machine with a GPU ----
 PARTS ?= build tests sanitizer bench

@@ -1,0 +1,194 @@
+// pydet in C++17: pydet.h with views for descriptors and exceptions for statuses. Header only; it owns nothing and
+// allocates nothing but the text of an exception. What an operation computes, and what it takes, stands in pydet.h.
+//
+//   pydet::tensor a(a_data, {64, 4096}), b(b_data, {4096, 1024}), c(c_data, {64, 1024});  // fp32, on the CPU
+//   pydet::gemm(nullptr, a, b, {}, c);                                                    // {}: no bias
+//
+//   pydet::tensor x(x_data, {64, 4096}, pydet::cuda()), ...                               // on GPU 0
+//   auto options = pydet::options<pydet_skinny_gemm_options>();
+//   options.weights_constant = 1;
+//   pydet::skinny_gemm(stream, x, w, {}, y, &options);
+#ifndef PYDET_HPP
+#define PYDET_HPP
+
+#include <algorithm>
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "pydet.h"
+
+namespace pydet {
+
+// What the library refused: what() is its sentence.
+class error : public std::runtime_error {
+ public:
+  error(pydet_status status, const std::string &sentence) : std::runtime_error(sentence), status_(status) {}
+  pydet_status status() const noexcept { return status_; }
+  const char *status_name() const noexcept { return pydet_status_name(status_); }
+
+ private:
+  pydet_status status_;
+};
+
+template <class... Parts> [[noreturn]] void refuse(pydet_status status, const Parts &...parts) {
+  std::ostringstream sentence;
+  (sentence << ... << parts);
+  throw error(status, sentence.str());
+}
+
+// 16-bit elements, as their bits. dtype_of is specialised for other types of the same layout:
+//   template <> struct pydet::dtype_of<__nv_bfloat16> : pydet::dtype_of<pydet::bfloat16> {};
+enum class bfloat16 : uint16_t {};
+enum class float16 : uint16_t {};
+template <class T> struct dtype_of;
+template <> struct dtype_of<float> { static constexpr pydet_dtype value{PYDET_FLOAT, 32, 1}; };
+template <> struct dtype_of<float16> { static constexpr pydet_dtype value{PYDET_FLOAT, 16, 1}; };
+template <> struct dtype_of<bfloat16> { static constexpr pydet_dtype value{PYDET_BFLOAT, 16, 1}; };
+
+constexpr pydet_device cpu() { return {PYDET_CPU, 0}; }
+constexpr pydet_device cuda(int32_t id = 0) { return {PYDET_CUDA, id}; }
+constexpr pydet_device rocm(int32_t id = 0) { return {PYDET_ROCM, id}; }
+
+// The C descriptor of a tensor; of an absent one, NULL.
+struct descriptor {
+  pydet_tensor c;
+  bool given;
+  operator const pydet_tensor *() const { return given ? &c : nullptr; }
+};
+
+// A view of memory that stays the caller's; `tensor()` is an operand that is absent. Strides are in elements.
+class tensor {
+ public:
+  static constexpr size_t kMaxRank = 8; // a matrix and the six batch dimensions that pydet.h allows
+
+  tensor() = default;
+
+  template <class T> tensor(T *data, size_t rank, const int64_t *shape, const int64_t *strides,
+                            pydet_device device = cpu())
+      : data_(const_cast<std::remove_const_t<T> *>(data)), device_(device),
+        dtype_(dtype_of<std::remove_const_t<T>>::value), rank_(rank), given_(true) {
+    if (rank > kMaxRank) refuse(PYDET_INVALID_SHAPE, "pydet::tensor: rank ", rank, ", want 0 to 8");
+    std::copy(shape, shape + rank, shape_);
+    std::copy(strides, strides + rank, strides_);
+  }
+
+  template <class T> tensor(T *data, std::initializer_list<int64_t> shape, std::initializer_list<int64_t> strides,
+                            pydet_device device = cpu())
+      : tensor(data, shape.size(), shape.begin(), strides.begin(), device) {
+    if (shape.size() != strides.size())
+      refuse(PYDET_INVALID_STRIDE, "pydet::tensor: ", strides.size(), " strides, want ", shape.size());
+  }
+
+  // In C order.
+  template <class T> tensor(T *data, std::initializer_list<int64_t> shape, pydet_device device = cpu())
+      : tensor(data, shape.size(), shape.begin(), shape.begin(), device) {
+    int64_t stride = 1;
+    for (size_t i = rank_; i-- > 0; stride *= shape_[i]) strides_[i] = stride;
+  }
+
+  // The same memory with its last two dimensions exchanged.
+  tensor transposed() const {
+    if (rank_ < 2) refuse(PYDET_INVALID_SHAPE, "pydet::tensor::transposed: rank ", rank_, ", want 2 to 8");
+    tensor result = *this;
+    std::swap(result.shape_[rank_ - 2], result.shape_[rank_ - 1]);
+    std::swap(result.strides_[rank_ - 2], result.strides_[rank_ - 1]);
+    return result;
+  }
+
+  // It points into this object.
+  descriptor describe() const {
+    return {{data_, device_, static_cast<int32_t>(rank_), dtype_, const_cast<int64_t *>(shape_),
+             const_cast<int64_t *>(strides_), 0}, given_};
+  }
+
+ private:
+  void *data_ = nullptr;
+  pydet_device device_{};
+  pydet_dtype dtype_{};
+  size_t rank_ = 0;
+  bool given_ = false;
+  int64_t shape_[kMaxRank] = {}, strides_[kMaxRank] = {};
+};
+
+// Options at their defaults.
+template <class Options> Options options() {
+  Options result{};
+  result.struct_size = sizeof(Options);
+  if constexpr (std::is_same_v<Options, pydet_rmsnorm_options>) result.eps = 1e-6f;
+  return result;
+}
+
+// Whether the library that was loaded is one that this program was compiled for. Every call below asks first.
+inline void check_library() {
+  if (pydet_abi() != PYDET_ABI || pydet_numerics() != PYDET_NUMERICS)
+    refuse(PYDET_UNSUPPORTED, "the pydet library, release ", pydet_version(), ", has ABI ", pydet_abi(),
+           " and NUMERICS ", pydet_numerics(), "; this program was compiled for ", int(PYDET_ABI), " and ", int(PYDET_NUMERICS),
+           ": load that library, or compile anew");
+}
+
+template <class... Parameters, class... Arguments>
+void call(pydet_status (*function)(Parameters...), const Arguments &...arguments) {
+  check_library();
+  if (pydet_status status = function(arguments...)) throw error(status, pydet_last_error());
+}
+
+inline void gemm(void *stream, const tensor &a, const tensor &b, const tensor &bias, const tensor &out,
+                 const pydet_gemm_options *options = nullptr) {
+  call(pydet_gemm, stream, a.describe(), b.describe(), bias.describe(), out.describe(), options);
+}
+inline void gemm_da(void *stream, const tensor &dc, const tensor &b, const tensor &da,
+                    const pydet_gemm_options *options = nullptr) {
+  call(pydet_gemm_da, stream, dc.describe(), b.describe(), da.describe(), options);
+}
+inline void gemm_db(void *stream, const tensor &a, const tensor &dc, const tensor &db,
+                    const pydet_gemm_options *options = nullptr) {
+  call(pydet_gemm_db, stream, a.describe(), dc.describe(), db.describe(), options);
+}
+inline void skinny_gemm(void *stream, const tensor &x, const tensor &w, const tensor &bias, const tensor &y,
+                        const pydet_skinny_gemm_options *options = nullptr) {
+  call(pydet_skinny_gemm, stream, x.describe(), w.describe(), bias.describe(), y.describe(), options);
+}
+inline void rmsnorm(void *stream, const tensor &x, const tensor &residual, const tensor &weight, const tensor &y,
+                    const tensor &rstd, const tensor &sum, const pydet_rmsnorm_options *options = nullptr) {
+  call(pydet_rmsnorm, stream, x.describe(), residual.describe(), weight.describe(), y.describe(), rstd.describe(),
+       sum.describe(), options);
+}
+inline void rmsnorm_backward(void *stream, const tensor &dy, const tensor &x, const tensor &weight, const tensor &rstd,
+                             const tensor &dresidual, const tensor &dx, const tensor &dweight,
+                             const pydet_rmsnorm_backward_options *options = nullptr) {
+  call(pydet_rmsnorm_backward, stream, dy.describe(), x.describe(), weight.describe(), rstd.describe(),
+       dresidual.describe(), dx.describe(), dweight.describe(), options);
+}
+
+// Bytes of workspace, as pydet.h says.
+inline uint64_t gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                               const pydet_gemm_options *options = nullptr) {
+  uint64_t bytes = 0;
+  call(pydet_gemm_workspace, batch, m, n, k, options, &bytes);
+  return bytes;
+}
+inline uint64_t skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,
+                                      const pydet_skinny_gemm_options *options = nullptr) {
+  uint64_t bytes = 0;
+  call(pydet_skinny_gemm_workspace, m, n, k, options, &bytes);
+  return bytes;
+}
+inline uint64_t rmsnorm_backward_workspace(int64_t rows, int64_t n) {
+  uint64_t bytes = 0;
+  call(pydet_rmsnorm_backward_workspace, rows, n, &bytes);
+  return bytes;
+}
+
+// GPUs (or 1, the CPU) that the library can use.
+inline int32_t device_count(int32_t device_type) {
+  int32_t count = 0;
+  call(pydet_device_count, device_type, &count);
+  return count;
+}
+
+} // namespace pydet
+
+#endif // PYDET_HPP

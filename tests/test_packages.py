@@ -1,0 +1,257 @@
+"""What a C or C++ program gets: make install, pkg-config, CMake, pydet.hpp."""
+
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+import pydet
+from capi import HEADER, ROOT
+
+STRICT = ["-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+
+
+def run(*command, fails=False, **more):
+    """Its output; the program must succeed, or must not."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PKG_CONFIG"))}
+    clean.update(more.pop("env", {}))
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=clean, **more)
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def install(*settings, **more):
+    return run("make", "-s", "-C", ROOT, "install", "SANITIZE=", *settings, **more)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """Where pydet is: installed through a DESTDIR, then moved, to a folder with a space in its name."""
+    staged = tmp_path_factory.mktemp("staged")
+    said = install("PREFIX=/opt/pydet", f"DESTDIR={staged}")
+    assert f"installed pydet {pydet.__version__}" in said
+    moved = tmp_path_factory.mktemp("moved") / "to here"
+    shutil.move(staged / "opt" / "pydet", moved)
+    return moved
+
+
+@pytest.fixture
+def tool(need):
+    """tool("cmake"): a program that not every machine has."""
+
+    def check(name):
+        need(shutil.which(name), "packages", f"{name} is not installed")
+        return name
+
+    return check
+
+
+# ---- make install --------------------------------------------------------------------------------------------------
+
+
+def test_installed_files(prefix):
+    for name in ("pydet.h", "pydet.hpp"):
+        assert (prefix / "include" / name).read_bytes() == (HEADER.parent / name).read_bytes()
+    library = prefix / "lib" / "libpydet_cpu.so"
+    versioned = f"{library.name}.{pydet.__version__}"
+    assert os.readlink(library) == f"{library.name}.{pydet.ABI}"
+    assert os.readlink(f"{library}.{pydet.ABI}") == versioned
+    assert f"soname: [{library.name}.{pydet.ABI}]" in run("readelf", "-dW", library, env={"LC_ALL": "C"})
+    builds = {path.name.split(".")[0] for path in library.parent.glob("libpydet_*")}
+    described = {path.stem.replace("pydet-", "libpydet_") for path in (library.parent / "pkgconfig").iterdir()}
+    assert builds == described and "libpydet_cpu" in builds
+    texts = [*library.parent.glob("pkgconfig/*"), *library.parent.glob("cmake/pydet/*")]
+    assert len(texts) == len(builds) + 2
+    for path in texts:
+        assert "/opt/pydet" not in path.read_text() and not re.search(r"@\w+@", path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("PREFIX=here", "PREFIX is 'here', want an absolute path"),
+        ("PREFIX=", "PREFIX is '', want an absolute path"),
+        ("LIBDIR=/usr/lib", "LIBDIR is '/usr/lib', want a folder under PREFIX, such as lib64"),
+        ("LIBDIR=../lib", "LIBDIR is '../lib', want a folder under PREFIX, such as lib64"),
+        ("LIBDIR=", "LIBDIR is '', want a folder under PREFIX, such as lib64"),
+    ],
+)
+def test_wrong_places_are_refused(tmp_path, setting, sentence):
+    said = install(f"PREFIX={tmp_path}/p", f"DESTDIR={tmp_path}/", setting, fails=True)
+    assert f"make: {sentence}" in said
+    assert not any(tmp_path.iterdir())
+
+
+# ---- Building a program ---------------------------------------------------------------------------------------------
+
+EXAMPLE = ROOT / "examples"
+SAID = ["pydet", "token 7 alone has the bits it has in the batch", "PYDET_INVALID_SHAPE: skinny_gemm: w is 768x1024"]
+
+
+def check_example(program, **environment):
+    said = run(program, env=environment)
+    assert all(words in said for words in SAID), said
+
+
+def pkg_config(prefix, libdir, *arguments):
+    path = {"PKG_CONFIG_PATH": str(prefix / libdir / "pkgconfig")}
+    return shlex.split(run("pkg-config", *arguments, env=path))
+
+
+def test_pkg_config(prefix, tool, tmp_path):
+    tool("pkg-config")
+    assert pkg_config(prefix, "lib", "--modversion", "pydet-cpu") == [pydet.__version__]
+    flags = pkg_config(prefix, "lib", "--cflags", "--libs", "pydet-cpu")
+    program = tmp_path / "stream"
+    run("c++", *STRICT, EXAMPLE / "stream.cpp", *flags, "-o", program)
+    check_example(program, LD_LIBRARY_PATH=str(prefix / "lib"))
+    said = run(program, fails=True)
+    assert f"libpydet_cpu.so.{pydet.ABI}: cannot open shared object file" in said
+
+
+def test_cmake(prefix, tool, tmp_path):
+    """The example as its users build it, out of the tree; no run path has to be set."""
+    run(tool("cmake"), "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}")
+    run("cmake", "--build", tmp_path)
+    check_example(tmp_path / "stream")
+
+
+def test_another_libdir(tool, tmp_path):
+    install(f"PREFIX={tmp_path}/p", "LIBDIR=lib/x86_64-linux-gnu")
+    tool("pkg-config")
+    flags = pkg_config(tmp_path / "p", "lib/x86_64-linux-gnu", "--cflags", "--libs", "pydet-cpu")
+    include, libdir = (pathlib.Path(flag[2:]) for flag in flags[:2])
+    assert (include / "pydet.h").exists() and (libdir / "libpydet_cpu.so").exists()
+    assert cmake_says(tool, tmp_path, tmp_path / "p", "REQUIRED COMPONENTS cpu") == ""
+
+
+def cmake_says(tool, folder, prefix, request, fails=False):
+    """What find_package(pydet `request`) says, its lines joined."""
+    source = folder / "source"
+    source.mkdir()
+    (source / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.18)\nproject(x LANGUAGES CXX)\n"
+        f"find_package(pydet {request})\n"
+        "if(pydet_FOUND AND NOT TARGET pydet::cpu)\n  message(FATAL_ERROR no_target)\nendif()\n"
+    )
+    said = run(tool("cmake"), "-S", source, "-B", folder / "b", f"-DCMAKE_PREFIX_PATH={prefix}", fails=fails)
+    return " ".join(" ".join(line for line in said.splitlines() if not line.startswith("--")).split())
+
+
+@pytest.mark.parametrize("request_", ["REQUIRED", "0.1 REQUIRED", "0 REQUIRED OPTIONAL_COMPONENTS hip cuda"])
+def test_cmake_finds(prefix, tool, tmp_path, request_):
+    assert cmake_says(tool, tmp_path, prefix, request_) == ""
+
+
+@pytest.mark.parametrize("version", ["0.2", "0.0", "1", "0.1.99", "10"])
+def test_cmake_refuses_other_versions(prefix, tool, tmp_path, version):
+    said = cmake_says(tool, tmp_path, prefix, f"{version} REQUIRED", fails=True)
+    assert f'compatible with requested version "{version}"' in said and f"version: {pydet.__version__}" in said
+
+
+def test_cmake_names_what_is_missing(prefix, tool, tmp_path):
+    only_cpu = tmp_path / "only cpu"
+    shutil.copytree(prefix, only_cpu, symlinks=True)
+    for path in [*only_cpu.glob("lib/libpydet_cuda*"), *only_cpu.glob("lib/libpydet_hip*")]:
+        path.unlink()
+    for number, (request, sentence) in enumerate(
+        [
+            (
+                "REQUIRED COMPONENTS cpu cuda",
+                f"pydet has no component cuda in {only_cpu}/lib, which has: cpu. "
+                "Build it with 'make cuda' in pydet's sources and install again.",
+            ),
+            ("REQUIRED COMPONENTS metal", "pydet has no component 'metal'; its components are cpu, cuda and hip."),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert sentence in cmake_says(tool, folder, only_cpu, request, fails=True)
+    for path in only_cpu.glob("lib/libpydet_*"):
+        path.unlink()
+    said = cmake_says(tool, tmp_path, only_cpu, "REQUIRED", fails=True)
+    assert f"There is no library of pydet in {only_cpu}/lib." in said
+
+
+# ---- pydet.hpp ------------------------------------------------------------------------------------------------------
+
+REFUSALS = r"""
+#include <pydet.hpp>
+#include <cstdio>
+template <class Action> void expect(pydet_status status, Action action) {
+  try {
+    action();
+    std::puts("nothing was refused");
+  } catch (const pydet::error &problem) {
+    if (problem.status() != status) std::printf("another status: ");
+    std::printf("%s: %s\n", problem.status_name(), problem.what());
+  }
+}
+int main() {
+  static float a[6] = {1, 2, 3, 4, 5, 6}, b[6] = {1, 0, 0, 1, 1, 1}, c[4];
+  const float *constant = a;
+  int64_t extents[] = {2, 3};
+  pydet::tensor A(constant, 2, extents, std::begin({int64_t(3), int64_t(1)})), B(b, {3, 2}), C(c, {2, 2});
+  pydet::gemm(nullptr, A, B, {}, C);
+  std::printf("%g %g %g %g\n", c[0], c[1], c[2], c[3]);
+  pydet::tensor Bt(b, {2, 3}, {1, 2}); // b transposed, as strides
+  auto options = pydet::options<pydet_gemm_options>();
+  options.accumulate = 1;
+  pydet::gemm(nullptr, A, Bt.transposed(), {}, C, &options);
+  std::printf("%g %g %g %g\n", c[0], c[1], c[2], c[3]);
+  expect(PYDET_INVALID_SHAPE, [&] { pydet::gemm(nullptr, A, A, {}, C); });
+  expect(PYDET_NULL_POINTER, [&] { pydet::gemm(nullptr, A, B, {}, {}); });
+  expect(PYDET_INVALID_DEVICE, [&] { pydet::gemm(nullptr, A, pydet::tensor(b, {3, 2}, pydet::rocm(1)), {}, C); });
+  expect(PYDET_INVALID_SHAPE, [&] { pydet::tensor(b, {3}).transposed(); });
+  expect(PYDET_INVALID_SHAPE, [&] { pydet::tensor(b, {1, 1, 1, 1, 1, 1, 1, 1, 1}); });
+  expect(PYDET_INVALID_STRIDE, [&] { pydet::tensor(b, {3, 2}, {2}); });
+  std::printf("%d\n", int(pydet::rmsnorm_backward_workspace(512, 64)));
+  std::printf("%d\n", pydet::device_count(PYDET_CPU));
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(prefix):
+    source, program = prefix.parent / "refusals.cpp", prefix.parent / "refusals"
+    source.write_text(REFUSALS)
+    run("c++", *STRICT, "-I", prefix / "include", source, prefix / "lib" / "libpydet_cpu.so", "-o", program)
+    return program
+
+
+def test_the_wrapper_computes_and_refuses(prefix, refusals):
+    lines = run(refusals, env={"LD_LIBRARY_PATH": str(prefix / "lib")}).splitlines()
+    assert lines[:2] == ["4 5 10 11", "8 10 20 22"]
+    assert lines[2] == "PYDET_INVALID_SHAPE: gemm: b is 2x3, want 3xN"
+    assert lines[3].startswith("PYDET_NULL_POINTER: gemm: out is ")
+    assert lines[4].startswith("PYDET_INVALID_DEVICE: gemm: b is on ")
+    assert lines[5] == "PYDET_INVALID_SHAPE: pydet::tensor::transposed: rank 1, want 2 to 8"
+    assert lines[6] == "PYDET_INVALID_SHAPE: pydet::tensor: rank 9, want 0 to 8"
+    assert lines[7] == "PYDET_INVALID_STRIDE: pydet::tensor: 1 strides, want 2"
+    assert int(lines[8]) > 0 and lines[9:] == ["1"]
+
+
+def test_the_wrapper_refuses_another_library(prefix, refusals, tmp_path):
+    """Every call asks first, so no structure goes to a library that lays it out otherwise."""
+    source, other = tmp_path / "other.cpp", tmp_path / "other.so"
+    source.write_text(
+        '#include <pydet.h>\nint32_t pydet_abi(void) { return 77; }\n'
+        'const char *pydet_version(void) { return "9.8.7"; }\n'
+    )
+    run("c++", "-shared", "-fPIC", "-I", prefix / "include", source, "-o", other)
+    program = tmp_path / "program.cpp"
+    program.write_text(
+        "#include <pydet.hpp>\n#include <cstdio>\nint main() {\n"
+        "  try { pydet::gemm(nullptr, {}, {}, {}, {}); } catch (const pydet::error &e) { std::puts(e.what()); }\n}\n"
+    )
+    library = prefix / "lib" / "libpydet_cpu.so"
+    run("c++", *STRICT, "-I", prefix / "include", program, library, "-o", tmp_path / "program")
+    said = run(tmp_path / "program", env={"LD_LIBRARY_PATH": str(prefix / "lib"), "LD_PRELOAD": str(other)})
+    assert said.strip() == (
+        f"the pydet library, release 9.8.7, has ABI 77 and NUMERICS {pydet.NUMERICS}; this program was compiled for "
+        f"{pydet.ABI} and {pydet.NUMERICS}: load that library, or compile anew"
+    )
