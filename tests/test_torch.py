@@ -186,6 +186,16 @@ def test_gradients_of_batch_rows_do_not_depend_on_the_batch(dtype):
     same(whole.grad[7:8], alone.grad)
 
 
+def test_gradients_of_empty_products():
+    for rows, k, n in ((0, 4, 3), (2, 0, 3), (2, 4, 0)):
+        x, w, bias = (torch.zeros(2, rows, k), torch.zeros(n, k), torch.zeros(n))
+        for t in (x, w, bias):
+            t.requires_grad_()
+        pt.linear(x, w, bias).sum().backward()
+        assert all(t.grad.shape == t.shape for t in (x, w, bias))
+        assert bool((w.grad == 0).all()) and bool((bias.grad == 2 * rows).all())
+
+
 # ---- Compile, graphs, vmap ---------------------------------------------------------------------------------------
 
 
@@ -228,13 +238,36 @@ def test_vmap_has_the_eager_bits():
     same(torch.vmap(pt.gemm, in_dims=(0, None))(a, b[0]), pydet.gemm(a, b[0]))
     same(torch.vmap(pt.gemm)(a[:, 0], b), pydet.gemm(a[:, 0], b))
     same(torch.vmap(pt.gemm, in_dims=(None, 0))(a[0, 0], b), pydet.gemm(a[0, 0], b))
+    bias = normal(4, 6)
+    for left, right in ((a[:, 0], b), (a[0, 0], b), (a[:, 0], b[0]), (a[0, 0], b[0]), (a, b[0])):
+        dims = (0 if left.dim() > 2 else None, 0 if right.dim() > 2 else None, 0)
+        for i, one in enumerate(torch.vmap(pt.gemm, in_dims=dims)(left, right, bias)):
+            operands = (left[i] if left.dim() > 2 else left, right[i] if right.dim() > 2 else right)
+            same(one, pydet.gemm(*operands, bias=bias[i]))
     x, w, weight = normal(4, 5, 16), normal(6, 16), normal(16)
+    tracked = w.clone().requires_grad_()
+    torch.vmap(pt.linear, in_dims=(0, None))(x, tracked).backward(torch.ones(4, 5, 6))
+    same(tracked.grad, pydet.gemm_db(torch.ones(20, 6), x.reshape(20, 16)))
     same(torch.vmap(pt.linear, in_dims=(1, None), out_dims=1)(x, w), pydet.skinny_gemm(x, w))
     same(torch.vmap(lambda x: pt.rms_norm(x, weight, eps=1e-5))(x), pydet.rmsnorm(x, weight, eps=1e-5)[0])
     with pytest.raises(pydet.Error, match="vmap over the weights is not defined"):
         torch.vmap(lambda weight: pt.rms_norm(x, weight, eps=1e-5))(normal(3, 16))
     with pytest.raises(pydet.Error, match="vmap over the weights is not defined"):
         torch.vmap(pt.linear, in_dims=(None, 0))(x, normal(3, 6, 16))
+
+
+def test_autocast_takes_its_type():
+    x, w, bias = normal(3, 16), normal(8, 16).requires_grad_(), normal(8)
+    dy = normal(3, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = pt.linear(x, w, bias)
+        compiled = torch.compile(pt.linear, fullgraph=True, backend="aot_eager")(x, w, bias)
+        product = pt.gemm(x, w.detach().T)
+    same(y, pydet.gemm(x.bfloat16(), w.detach().bfloat16().T, bias=bias))
+    same(compiled, y)
+    same(product, pydet.gemm(x.bfloat16(), w.detach().bfloat16().T))
+    y.backward(dy)
+    same(w.grad, pydet.gemm_db(dy, x.bfloat16()).float())
 
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="no NVIDIA GPU here")
@@ -403,16 +436,84 @@ def test_bad_input():
         same(pt.gemm(batched, other), pydet.gemm(batched.detach(), other))
 
 
+def test_bad_input_is_seen_while_tracing():
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    refuses(r"gemm: a \(3, 4\) and b \(3, 5\) do not fit", pt.gemm, meta(3, 4), meta(3, 5))
+    refuses(r"a is torch.int32, want float32, bfloat16 or float16", pt.gemm, *(meta(4, 4, dtype=torch.int32),) * 2)
+    refuses(r"b is torch.float16, want torch.float32 as a is", pt.gemm, meta(4, 4), meta(4, 4, dtype=torch.float16))
+    refuses(r"w is torch.float16, want torch.float32", pt.linear, meta(4, 4), meta(4, 4, dtype=torch.float16))
+    refuses(r"arithmetic is 'sm91'", pt.gemm, meta(4, 4), meta(4, 4), arithmetic="sm91")
+    refuses(r"bias is \(7,\), want one that broadcasts to \(3, 5\)", pt.gemm, meta(3, 4), meta(4, 5), meta(7))
+    refuses(r"bias is \(7,\), want one that broadcasts to \(3, 5\)", pt.linear, meta(3, 4), meta(5, 4), meta(7))
+    refuses(r"weight is \(7,\), want \(4,\)", pt.rms_norm, meta(3, 4), meta(7), eps=1e-5)
+    refuses(r"residual is \(3, 5\), want \(3, 4\)", pt.rms_norm, meta(3, 4), eps=1e-5, residual=meta(3, 5))
+    refuses(r"dy is \(3, 5\), want \(3, 4\)", OPS.rmsnorm_backward, meta(3, 5), meta(3, 4), None, meta(3))
+    refuses(r"want matrices", pt.gemm, meta(4), meta(4, 4))
+    refuses(r"want a matrix w", pt.linear, meta(4), meta(4))
+
+
 def test_mixed_devices():
-    a, b = normal(3, 4), torch.empty(4, 5, device="meta")
-    refuses(r"meta|device", pt.gemm, a, b)
+    a, b, bias = normal(3, 4), normal(4, 5), normal(5)
+    refuses(r"b is on meta, a is on cpu", pt.gemm, a, b.to("meta"))
+    refuses(r"b is on cpu, a is on meta", pt.gemm, a.to("meta"), b)
+    refuses(r"bias is on meta, a is on cpu", pt.gemm, a, b, bias.to("meta"))
+    refuses(r"weight is on meta, x is on cpu", pt.rms_norm, a, a[0].to("meta"), eps=1e-5)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake, elsewhere = mode.from_tensor(a), torch.empty(4, 5, device="meta")
+        assert pt.gemm(fake, b).shape == (3, 5)
+        refuses(r"b is on meta, a is on cpu", pt.gemm, fake, elsewhere)
+    with pytest.raises(AssertionError, match="convert all Tensors to FakeTensors first"):  # PyTorch's own sentence
+        pt.gemm(a, FakeTensorMode().from_tensor(b))
+    if "cuda" in DEVICES:
+        refuses(r"device", pt.gemm, a.cuda(), b)
+        refuses(r"device", pt.gemm, a, b.cuda())
+        refuses(r"device", pt.gemm, a.cuda(), b.cuda(), bias)
+        with mode:
+            refuses(r"b is on cpu, a is on cuda:0", pt.gemm, torch.empty(3, 4, device="cuda"), torch.empty(4, 5))
 
 
 def test_lazy_views_are_read_right():
-    a, b = normal(3, 4), normal(4, 5)
-    same(pt.gemm(torch._neg_view(a), b), pydet.gemm(-a, b))
+    a, b, bias, weight = normal(3, 4), normal(4, 5), normal(5), normal(4)
+    neg = torch._neg_view
+    same(pt.gemm(neg(a), b), pydet.gemm(-a, b))
+    same(pt.gemm(a, neg(b), neg(bias)), pydet.gemm(a, -b, bias=-bias))
+    same(pt.linear(a, b.T, neg(bias)), pydet.gemm(a, b, bias=-bias))
+    same(pt.rms_norm(neg(a), neg(weight), eps=1e-5), pydet.rmsnorm(-a, -weight, eps=1e-5)[0])
+    rstd = pydet.rmsnorm(a, eps=1e-5)[1]
+    want = pydet.rmsnorm_backward(a, a, weight, rstd, dresidual=-a)
+    for got, expected in zip(OPS.rmsnorm_backward(a, a, weight, rstd, 0.0, neg(a)), want, strict=True):
+        same(got, expected)
+    tracked = a.clone().requires_grad_()
+    pt.gemm(tracked, b).backward(neg(torch.ones(3, 5)))
+    same(tracked.grad, pydet.gemm_da(-torch.ones(3, 5), b))
     conjugated = torch.complex(a, a).conj()
     same(pt.gemm(conjugated.imag, b), pydet.gemm(-a, b))
+    refuses(r"code 5", pt.gemm, conjugated, b + 0j)
+
+
+def test_transforms_without_a_rule():
+    """What would lose a gradient in silence, or end in words about PyTorch's inside."""
+    from torch.autograd import forward_ad
+
+    a, b = normal(3, 4), normal(4, 5)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(a, torch.ones_like(a))
+        refuses(r"gemm: no forward-mode gradient", pt.gemm, dual, b)
+        refuses(r"rmsnorm: no forward-mode gradient", pt.rms_norm, dual, eps=1e-5)
+        refuses(r"torch.func \(grad, vjp, jvp, jacrev\)", pt.gemm, dual, b.clone().requires_grad_())
+        same(pt.gemm(a, b), pydet.gemm(a, b))
+    refuses(r"no forward-mode gradient", torch.func.jvp, lambda x: pt.gemm(x, b), (a,), (a,))
+    for call in (lambda x: pt.gemm(x, b).sum(), lambda x: pt.rms_norm(x, eps=1e-5).sum()):
+        refuses(r"gradients of torch.func", torch.func.grad(call), a)
+        refuses(r"gradients of torch.func", torch.vmap(torch.func.grad(call)), normal(2, 3, 4))
+    same(torch.func.grad(lambda x: (x * pt.gemm(x.detach(), b).sum()).sum())(a), pydet.gemm(a, b).sum().expand(3, 4))
+    x = a.clone().requires_grad_()
+    y = pt.gemm(x, b.clone().requires_grad_()).sum()
+    refuses(r"gemm_da: an operand requires grad", torch.autograd.grad, y, x, create_graph=True)
 
 
 def test_convert_refusals():

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
-from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
-from pydet.buffer import type_index
+from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
+from pydet.buffer import TYPES, type_index, unknown
 from pydet.ops import _gemm, _gemm_da, _gemm_db, _rmsnorm, _rmsnorm_backward, _skinny_gemm
 
 Tensor: TypeAlias = torch.Tensor
@@ -109,37 +110,77 @@ def _run_rmsnorm_backward(
 
 # ---- Shapes, for tracing ---------------------------------------------------------------------------------------------
 
+_TYPES = tuple(getattr(torch, name) for name in TYPES)
+
+
+def _check_traced(op: str, **operands: Tensor | None) -> None:
+    """Refuses while tracing the element types and devices that the kernel would refuse when the graph runs."""
+    first_name, first = next((name, x) for name, x in operands.items() if x is not None)
+    for name, x in operands.items():
+        if x is not None and x.dtype not in _TYPES:
+            fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want float32, bfloat16 or float16")
+        if x is not None and x.device != first.device:
+            fail(INVALID_DEVICE, f"{op}: {name} is on {x.device}, {first_name} is on {first.device}")
+
+
+def _check_like(op: str, **operands: Tensor | None) -> None:
+    """Refuses an operand whose type or shape is not the first one's."""
+    (first_name, first), *others = ((name, x) for name, x in operands.items() if x is not None)
+    for name, x in others:
+        if x.dtype != first.dtype:
+            fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want {first.dtype} as {first_name} is")
+        torch._check(
+            x.shape == first.shape, lambda: f"{op}: {name} is {tuple(x.shape)}, want {tuple(first.shape)}"  # noqa: B023
+        )
+
 
 def _product(
-    op: str, a: Tensor, b: Tensor, rows: int, columns: int, inner: tuple[int, int], out_dtype: Dtype
+    op: str, operands: dict[str, Tensor], transposed: tuple[bool, bool], bias: Tensor | None, options: tuple[Dtype, str]
 ) -> Tensor:
-    """The empty result of a product whose rows and columns are these dimensions of a and b."""
+    """The empty result of a product of two operands, either of which may be transposed."""
+    (a_name, a), (b_name, b) = operands.items()
+    _check_traced(op, **operands, bias=bias)
+    unknown(options[1], op, "arithmetic")
     if a.dim() < 2 or b.dim() < 2:
         fail(constants.PYDET_INVALID_SHAPE, f"{op}: want matrices, got {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.dtype != b.dtype:
+        fail(INVALID_DTYPE, f"{op}: {b_name} is {b.dtype}, want {a.dtype} as {a_name} is")
+    left, right = (x.mT if flip else x for x, flip in zip((a, b), transposed, strict=True))
     torch._check(
-        a.shape[inner[0]] == b.shape[inner[1]], lambda: f"{op}: {tuple(a.shape)} and {tuple(b.shape)} do not fit"
+        left.shape[-1] == right.shape[-2],
+        lambda: f"{op}: {a_name} {tuple(a.shape)} and {b_name} {tuple(b.shape)} do not fit",
     )
-    torch._check(a.dtype == b.dtype, lambda: f"{op}: a is {a.dtype}, b is {b.dtype}, want one type")
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return a.new_empty((*batch, a.shape[rows], b.shape[columns]), dtype=out_dtype or a.dtype)
+    shape = (*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
+    _check_bias(op, bias, shape)
+    return a.new_empty(shape, dtype=a.dtype if options[0] is None else options[0])
+
+
+def _check_bias(op: str, bias: Tensor | None, shape: tuple[int, ...]) -> None:
+    if bias is None:
+        return
+    fits = bias.dim() <= len(shape)
+    for got, want in zip(reversed(bias.shape), reversed(shape), strict=False):
+        fits = fits and (got == want or got == 1)
+    if not fits:
+        fail(constants.PYDET_INVALID_SHAPE, f"{op}: bias is {tuple(bias.shape)}, want one that broadcasts to {shape}")
 
 
 def _fake_gemm(
     a: Tensor, b: Tensor, bias: Any = None, out_dtype: Dtype = None, arithmetic: str = "auto", k_chunk: Any = None
 ) -> Tensor:
-    return _product("gemm", a, b, -2, -1, (-1, -2), out_dtype)
+    return _product("gemm", {"a": a, "b": b}, (False, False), bias, (out_dtype, arithmetic))
 
 
 def _fake_gemm_da(
     dc: Tensor, b: Tensor, out_dtype: Dtype = None, arithmetic: str = "auto", k_chunk: Any = None
 ) -> Tensor:
-    return _product("gemm_da", dc, b, -2, -2, (-1, -1), out_dtype)
+    return _product("gemm_da", {"dc": dc, "b": b}, (False, True), None, (out_dtype, arithmetic))
 
 
 def _fake_gemm_db(
     a: Tensor, dc: Tensor, out_dtype: Dtype = None, arithmetic: str = "auto", k_chunk: Any = None
 ) -> Tensor:
-    return _product("gemm_db", a, dc, -1, -1, (-2, -2), out_dtype)
+    return _product("gemm_db", {"a": a, "dc": dc}, (True, False), None, (out_dtype, arithmetic))
 
 
 def _fake_skinny_gemm(
@@ -151,29 +192,53 @@ def _fake_skinny_gemm(
     k_chunk: Any = None,
     weights_constant: bool = False,
 ) -> Tensor:
+    if x.dim() == 0 or w.dim() != 2:
+        fail(constants.PYDET_INVALID_SHAPE, f"skinny_gemm: x is {tuple(x.shape)}, w {tuple(w.shape)}, want a matrix w")
+    rows = x[None] if x.dim() == 1 else x
+    result = _product("skinny_gemm", {"x": rows, "w": w}, (False, True), None, (out_dtype, arithmetic))
+    result = result[0] if x.dim() == 1 else result
+    if bias is not None:
+        _check_traced("skinny_gemm", x=x, bias=bias)
+        _check_bias("skinny_gemm", bias, tuple(result.shape))
+    return result
+
+
+def _fake_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    _check_traced("rmsnorm", x=x, weight=weight)
     torch._check(
-        w.dim() == 2 and x.shape[-1] == w.shape[1], lambda: f"skinny_gemm: x is {tuple(x.shape)}, w {tuple(w.shape)}"
+        weight is None or weight.shape == x.shape[-1:],
+        lambda: f"rmsnorm: weight is {weight is not None and tuple(weight.shape)}, want {tuple(x.shape[-1:])}",
     )
-    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype or x.dtype)
-
-
-def _fake_rmsnorm(x: Tensor, weight: Any, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _fake_rmsnorm_residual(
-    x: Tensor, residual: Tensor, weight: Any, eps: float, weight_offset: float = 0.0
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_traced("rmsnorm", x=x, residual=residual)
+    _check_like("rmsnorm", x=x, residual=residual)
     return *_fake_rmsnorm(x, weight, eps, weight_offset), x.new_empty(x.shape)
 
 
 def _fake_rmsnorm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float = 0.0, dresidual: Any = None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    weight_offset: float = 0.0,
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    _check_traced("rmsnorm_backward", x=x, dy=dy, weight=weight, rstd=rstd, dresidual=dresidual)
+    _check_like("rmsnorm_backward", x=x, dy=dy, dresidual=dresidual)
     return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
 
 # ---- Autograd --------------------------------------------------------------------------------------------------------
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """The rows of all leading dimensions under each other."""
+    return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
 
 def _sum_rows(dc: Tensor, dtype: torch.dtype, arithmetic: str, k_chunk: int | None) -> Tensor:
@@ -184,7 +249,7 @@ def _sum_rows(dc: Tensor, dtype: torch.dtype, arithmetic: str, k_chunk: int | No
 
 def _gradient_of_bias(dc: Tensor, bias: Tensor, arithmetic: str, k_chunk: int | None) -> Tensor:
     if bias.dim() == 1:
-        return _sum_rows(dc.reshape(-1, dc.shape[-1]), bias.dtype, arithmetic, k_chunk)
+        return _sum_rows(_matrix(dc), bias.dtype, arithmetic, k_chunk)
     if bias.shape != dc.shape:
         fail(UNSUPPORTED, f"gemm: no gradient for a bias of shape {tuple(bias.shape)}; want [N], or the result's shape")
     return dc.to(bias.dtype)
@@ -222,7 +287,7 @@ class _Gemm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             da = torch.ops.pydet.gemm_da(dy, b, None, arithmetic, k_chunk)
         if ctx.needs_input_grad[1]:
-            rows = (a, dy) if b.dim() == a.dim() else (a.reshape(-1, a.shape[-1]), dy.reshape(-1, dy.shape[-1]))
+            rows = (a, dy) if b.dim() == a.dim() else (_matrix(a), _matrix(dy))
             db = torch.ops.pydet.gemm_db(*rows, None, arithmetic, k_chunk)
         if bias is not None and ctx.needs_input_grad[2]:
             dbias = _gradient_of_bias(dy, bias, arithmetic, k_chunk)
@@ -244,11 +309,11 @@ class _SkinnyGemm(torch.autograd.Function):
     def backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
         (x, w, bias), arithmetic, k_chunk = ctx.saved_tensors, ctx.arithmetic, ctx.k_chunk
         dx = dw = dbias = None
-        dy = _for_gradient(dc.reshape(-1, dc.shape[-1]), x)
+        dy = _for_gradient(_matrix(dc), x)
         if ctx.needs_input_grad[0]:
             dx = torch.ops.pydet.gemm(dy, w, None, None, arithmetic, k_chunk).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dw = torch.ops.pydet.gemm_db(dy, x.reshape(-1, x.shape[-1]), None, arithmetic, k_chunk)
+            dw = torch.ops.pydet.gemm_db(dy, _matrix(x), None, arithmetic, k_chunk)
         if bias is not None and ctx.needs_input_grad[2]:
             dbias = _gradient_of_bias(dy if bias.dim() == 1 else dy.view(dc.shape), bias, arithmetic, k_chunk)
         return dx, dw, dbias, None, None, None, None
@@ -311,18 +376,42 @@ def _wants_gradient(first: Tensor, second: Tensor | None, third: Tensor | None =
     ) and torch.is_grad_enabled()
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _listeners = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
 
 
-def _call(run: Callable[..., Any], overload: Any, first: Tensor, *arguments: Any) -> Any:
-    """The kernel at once where nothing is in between (half of a small call's time), else by the dispatcher."""
-    if type(first) in _PLAIN and not (
-        first.is_meta or _listeners() or first.is_neg() or (arguments[0] is not None and arguments[0].is_neg())
-    ):
-        return run(first, *arguments)
+def _call(run: Callable[..., Any], overload: Any, *arguments: Any) -> Any:
+    """The kernel at once (through the dispatcher a small call takes half as long again), unless a mode listens.
+
+    What the kernel refuses for what it is (lazily negated, meta, fake, a wrapper of torch.func, a subclass) goes by the
+    dispatcher, which resolves it or words the refusal.
+    """
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(overload, arguments)
+    if not _listeners():
+        try:
+            return run(*arguments)
+        except Error as problem:
+            if problem.status != INVALID_VALUE:
+                raise
     with torch._C._AutoDispatchBelowAutograd():
-        return overload(first, *arguments)
+        return overload(*arguments)
+
+
+def _refuse_tangents(overload: Any, arguments: tuple[Any, ...]) -> None:
+    tensors = (x for x in arguments if isinstance(x, Tensor))
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        fail(UNSUPPORTED, f"{overload.__name__.partition('.')[0]}: no forward-mode gradient (jvp) is defined")
+
+
+def _differentiate(function: type[torch.autograd.Function], op: str, *arguments: Any) -> Any:
+    if forward_ad._current_level >= 0 or _transforms():
+        fail(
+            UNSUPPORTED,
+            f"{op}: the gradients of torch.func (grad, vjp, jvp, jacrev) are not defined; backward() and "
+            "torch.autograd.grad() are",
+        )
+    return function.apply(*arguments)
 
 
 def _differentiable_gemm(
@@ -334,7 +423,7 @@ def _differentiable_gemm(
     k_chunk: int | None = None,
 ) -> Tensor:
     if _wants_gradient(a, b, bias):
-        return _Gemm.apply(a, b, bias, out_dtype, arithmetic, k_chunk)
+        return _differentiate(_Gemm, "gemm", a, b, bias, out_dtype, arithmetic, k_chunk)
     return _call(_run_gemm, _gemm_op, a, b, bias, out_dtype, arithmetic, k_chunk)
 
 
@@ -349,7 +438,7 @@ def _differentiable_skinny_gemm(
 ) -> Tensor:
     options = (out_dtype, arithmetic, k_chunk, weights_constant)
     if _wants_gradient(x, w, bias):
-        return _SkinnyGemm.apply(x, w, bias, *options)
+        return _differentiate(_SkinnyGemm, "skinny_gemm", x, w, bias, *options)
     return _call(_run_skinny_gemm, _skinny_gemm_op, x, w, bias, *options)
 
 
@@ -357,7 +446,7 @@ def _differentiable_rmsnorm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     if _wants_gradient(x, weight):
-        return _RmsNorm.apply(x, weight, eps, weight_offset)
+        return _differentiate(_RmsNorm, "rmsnorm", x, weight, eps, weight_offset)
     return _call(_run_rmsnorm, _rmsnorm_op, x, weight, eps, weight_offset)
 
 
@@ -365,7 +454,7 @@ def _differentiable_rmsnorm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _wants_gradient(x, residual, weight):
-        return _RmsNormResidual.apply(x, residual, weight, eps, weight_offset)
+        return _differentiate(_RmsNormResidual, "rmsnorm", x, residual, weight, eps, weight_offset)
     return _call(_run_rmsnorm_residual, _rmsnorm_residual_op, x, residual, weight, eps, weight_offset)
 
 
@@ -402,20 +491,14 @@ def _front(x: Tensor, dim: int | None, dims: int) -> Tensor:
 
 def _vmap_product(name: str) -> Callable[..., Any]:
     def rule(info: Any, dims: tuple[Any, ...], a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        bias = rest[0] if name == "gemm" and rest else None
         batched = [(a, dims[0]), (b, dims[1])]
-        if bias is not None:
-            if dims[2] is not None and bias.dim() == 2:  # [batch, N] of a matrix each
-                bias = bias.movedim(dims[2], 0)[:, None, :]
-            elif dims[2] is not None:
-                bias = bias.movedim(dims[2], 0)
-            rest = (bias, *rest[1:])
+        if dims[0] is None and dims[1] is None:  # only the bias is batched
+            batched[0] = (a.expand(info.batch_size, *a.shape), 0)
         most = max(x.dim() + (dim is None) for x, dim in batched)
         a, b = (_front(x, dim, most) for x, dim in batched)
-        result = getattr(torch.ops.pydet, name)(a, b, *rest)
-        if result.dim() < most:  # only the bias is batched
-            result = result.expand(info.batch_size, *result.shape)
-        return result, 0
+        if name == "gemm" and rest and rest[0] is not None:
+            rest = (_front(rest[0], dims[2], most), *rest[1:])
+        return getattr(torch.ops.pydet, name)(a, b, *rest), 0
 
     return rule
 
@@ -433,6 +516,23 @@ def _vmap_rows(name: str, shared: tuple[int, ...], results: int) -> Callable[...
         return result, 0 if results == 1 else (0,) * results
 
     return rule
+
+
+# ---- Autocast --------------------------------------------------------------------------------------------------------
+
+
+def _under_autocast(name: str, device: str) -> Callable[..., Any]:
+    """Operands in the type that torch.autocast names, as for torch.mm; a bias keeps its own, and is added in fp32."""
+    overload = getattr(torch.ops.pydet, name).default
+    off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+
+    def kernel(first: Tensor, second: Tensor, *rest: Any, **options: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        first, second = (x.to(dtype) if x.dtype in _TYPES and not x.is_meta else x for x in (first, second))
+        with torch._C._ExcludeDispatchKeyGuard(off):
+            return overload(first, second, *rest, **options)
+
+    return kernel
 
 
 # ---- Registration ----------------------------------------------------------------------------------------------------
@@ -462,3 +562,6 @@ for _name, _shared, _results in (
     ("rmsnorm_residual", (2,), 3),
 ):
     torch.library.register_vmap(f"pydet::{_name}", _vmap_rows(_name, _shared, _results), lib=_library)
+for _name in ("gemm", "gemm_da", "gemm_db", "skinny_gemm"):
+    for _device in ("cpu", "cuda"):
+        _library.impl(_name, _under_autocast(_name, _device), f"Autocast{_device.upper()}")
