@@ -38,7 +38,7 @@ MACHINE := $(shell $(CXX) -dumpmachine)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore rmsnorm
 # Objects that every library holds; then what makes each library its own.
-SHARED := $(BUILD)/api.o $(BUILD)/exchange.o $(BUILD)/cpu/backend.o $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
+SHARED := $(BUILD)/api.o $(BUILD)/exchange.o $(BUILD)/xla_ffi.o $(BUILD)/cpu/backend.o $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
