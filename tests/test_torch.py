@@ -374,12 +374,20 @@ def test_override_catches_forward_and_backward():
         same(out, pydet.gemm(x, x.T))
         same(torch.addmm(out, x, x.T, beta=0.5, alpha=2.0), pydet.gemm(x, x.T) * 2.0 + out * 0.5)
         assert torch.mm(x.double(), x.double().T).dtype == torch.float64
+        same(out.clone().addmm_(x, x.T), pydet.gemm(x, x.T, bias=out))
+        same(out[None].clone().baddbmm_(x[None], x.T[None], alpha=3.0), (pydet.gemm(x, x.T) * 3.0 + out)[None])
+        same(torch.mm(out, out, out=out.clone()), pydet.gemm(out, out))
+        inside = out.clone()
+        same(torch.mm(inside, x[:, :6], out=inside), pydet.gemm(out, x[:, :6]))
+        refuses(r"out is \(6,\), want 6x6; it is written in place", out[0].clone().addmm_, x, x.T)
+        refuses(r"b is 5x16, want 16xN", torch.mm, x, x[:5])
     h = torch.relu(pydet.gemm(x, net[0].weight.detach().T, bias=net[0].bias.detach()))
     same(y, pydet.gemm(h, net[2].weight.detach().T))
     same(net[2].weight.grad, pydet.gemm_db(h, torch.ones(6, 4)).T)
     counts = dict(caught)
     assert counts["aten::addmm"] >= 2 and counts["aten::mm"] >= 5 and counts["aten::bmm"] >= 1
-    assert counts["aten::mm.out"] == 1 and counts["aten::mm (left to PyTorch)"] == 1
+    assert counts["aten::mm.out"] == 3 and counts["aten::mm (left to PyTorch)"] == 1
+    assert counts["aten::addmm_"] == 2 and counts["aten::baddbmm_"] == 1
     same(torch.mm(x, x.T), plain)
     assert dict(caught) == counts, "nothing is caught afterwards"
 

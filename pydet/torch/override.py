@@ -12,12 +12,16 @@ from typing import Any
 import torch
 
 import pydet
-from pydet._native import UNSUPPORTED, fail
+from pydet._native import UNSUPPORTED, constants, fail
 from pydet.buffer import TYPES
 
 _TYPES = tuple(getattr(torch, name) for name in TYPES)
 _active = threading.Lock()
 _KEYS = ("CPU", "CUDA")
+_TAKEN = (
+    *(f"{name}{overload}" for name in ("mm", "bmm", "addmm", "baddbmm") for overload in ("", ".out")),
+    *("addmm_", "baddbmm_"),
+)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -27,15 +31,18 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def override_aten(*, arithmetic: str = "auto", k_chunk: int | None = None) -> Iterator[Counter[str]]:
-    """While active, ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm`` and their ``out`` forms run on pydet, CPU and CUDA.
+    """While active, ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, their ``out`` and in-place forms run on pydet.
 
-    These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``, ``linear`` and ``nn.Linear`` come down to, in forward
-    and in backward, in eager mode and in graphs that ``torch.compile`` made (it calls them by their out forms), on
-    every thread of the process. A product with beta or alpha not 1 is scaled after it was rounded, as PyTorch words it:
-    ``beta input + alpha (a b)``, in separate operations.
+    These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``, ``linear`` and ``nn.Linear`` come down to, on the CPU
+    and on CUDA, in forward and in backward, in eager mode and in graphs that ``torch.compile`` made (it calls them by
+    their out forms), on every thread of the process. A product with beta or alpha not 1 is scaled after it was rounded,
+    as PyTorch words it: ``beta input + alpha (a b)``, in separate operations. PyTorch itself decides whether a
+    ``linear`` is an ``addmm``, whose bias is added before the one rounding, or a product and an addition: that of a
+    contiguous input is one ``addmm``, on as many rows as there are.
 
-    Not caught: products by a vector (``mv``, ``dot``), fused attention (``scaled_dot_product_attention`` but in its
-    math backend), convolutions, and what a compiler makes kernels of itself (``max_autotune``'s Triton templates).
+    Not caught: products by a vector (``mv``, ``addmv``, ``dot``), the forms with ``out_dtype``, fused attention
+    (``scaled_dot_product_attention`` but in its math backend), ``_addmm_activation`` (fast path of PyTorch's encoder
+    layers), recurrent layers, convolutions, and what a compiler makes kernels of itself (``max_autotune``'s templates).
     Types other than float32, bfloat16 and float16, and sparse tensors, stay with PyTorch.
 
     Args:
@@ -57,9 +64,8 @@ def override_aten(*, arithmetic: str = "auto", k_chunk: int | None = None) -> It
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*(?i:overrid)")
             for key in _KEYS:
-                for name in ("mm", "bmm", "addmm", "baddbmm"):
-                    for overload in ("", ".out"):
-                        _take_over(library, key, name, overload, options, caught)
+                for name in _TAKEN:
+                    _take_over(library, key, name, options, caught)
         yield caught
     finally:
         library._destroy()
@@ -67,10 +73,10 @@ def override_aten(*, arithmetic: str = "auto", k_chunk: int | None = None) -> It
 
 
 def _take_over(
-    library: torch.library.Library, key: str, name: str, overload: str, options: dict[str, Any], caught: Counter[str]
+    library: torch.library.Library, key: str, name: str, options: dict[str, Any], caught: Counter[str]
 ) -> None:
-    full = f"aten::{name}{overload}"
-    operator = getattr(getattr(torch.ops.aten, name), overload[1:] or "default")
+    full, (packet, _, overload) = f"aten::{name}", name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     try:
         original = torch.library.get_kernel(operator, key)
     except RuntimeError:  # a build without this backend
@@ -79,16 +85,17 @@ def _take_over(
 
     def kernel(keyset: Any, *operands: torch.Tensor, beta: Any = 1, alpha: Any = 1, out: Any = None) -> torch.Tensor:
         scaled = {} if compute is _product else {"beta": beta, "alpha": alpha}
+        written = operands[0] if name.endswith("_") else out
         if any(x.dtype not in _TYPES or x.dtype != operands[-1].dtype for x in operands) or (
-            out is not None and out.dtype != operands[-1].dtype
+            written is not None and written.dtype != operands[-1].dtype
         ):
             caught[f"{full} (left to PyTorch)"] += 1
             outs = {} if out is None else {"out": out}
             return original.call_boxed(keyset, *operands, **scaled, **outs)
         caught[full] += 1
-        return compute(operands, out, options, **scaled)
+        return compute(operands, written, options, **scaled)
 
-    library.impl(name + overload, kernel, key, with_keyset=True)
+    library.impl(name, kernel, key, with_keyset=True)
 
 
 def _into(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -122,6 +129,9 @@ def _add_product(
 ) -> torch.Tensor:
     added, a, b = operands
     shape = (*a.shape[:-1], b.shape[-1])
+    if out is added and out.shape != shape:
+        words = "x".join(map(str, shape))
+        fail(constants.PYDET_INVALID_SHAPE, f"gemm: out is {tuple(out.shape)}, want {words}; it is written in place")
     with torch.no_grad():
         if beta == 1 and alpha == 1:
             bias = added if added.dim() == 1 and added.shape[0] == shape[-1] else added.expand(shape)
