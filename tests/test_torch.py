@@ -186,6 +186,28 @@ def test_gradients_of_batch_rows_do_not_depend_on_the_batch(dtype):
     same(whole.grad[7:8], alone.grad)
 
 
+def test_operands_of_any_strides():
+    x, residual, weight = normal(2, 5, 3, 16), normal(2, 5, 3, 16, seed=1), normal(16)
+    heads, other = (t.detach().transpose(1, 2)[..., ::2].requires_grad_() for t in (x, residual))
+    dy = normal(2, 8, 3, 5, seed=3).permute(0, 2, 3, 1)
+    y, total = pt.rms_norm(heads, weight[::2], eps=1e-5, residual=other)
+    torch.autograd.backward([y, total], [dy, dy])
+    plain, packed, same_dy = heads.detach().contiguous(), other.detach().contiguous(), dy.contiguous()
+    want, rstd, want_sum = pydet.rmsnorm(plain, weight[::2].contiguous(), eps=1e-5, residual=packed)
+    same(y, want), same(total, want_sum)
+    want = pydet.rmsnorm_backward(same_dy, want_sum, weight[::2].contiguous(), rstd, dresidual=same_dy)
+    same(heads.grad, want[0])
+    a, b, dc = normal(3, 8, 8)[:, ::2, ::2], normal(16, 12)[::4, ::2], normal(4, 3, 6).transpose(0, 1)
+    a.requires_grad_(), b.requires_grad_()
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode():
+            c = pt.gemm(a, b)
+            same(c, pydet.gemm(a.detach().contiguous(), b.detach().contiguous()))
+            same(pt.linear(a, b.T), c)
+    pt.gemm(a, b).backward(dc)
+    same(b.grad, pydet.gemm_db(a.detach().contiguous().view(12, 4), dc.reshape(12, 6)))
+
+
 def test_gradients_of_empty_products():
     for rows, k, n in ((0, 4, 3), (2, 0, 3), (2, 4, 0)):
         x, w, bias = (torch.zeros(2, rows, k), torch.zeros(n, k), torch.zeros(n))
@@ -297,6 +319,21 @@ class LlamaRMSNorm(torch.nn.Module):
         return (h * (self.offset + self.weight.float())).to(x.dtype)
 
 
+class T5LayerNorm(LlamaRMSNorm):
+    pass
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrices = torch.nn.Parameter(torch.zeros(2, 3, 4))
+
+
 class OddRMSNorm(LlamaRMSNorm):
     def forward(self, x):
         return super().forward(x) ** 2
@@ -312,6 +349,7 @@ def model():
     m.norms = torch.nn.ModuleList(
         [torch.nn.RMSNorm(32, eps=1e-6), LlamaRMSNorm(32), LlamaRMSNorm(32, 1.0), OddRMSNorm(32)]
     )
+    m.t5, m.gated, m.experts, m.gru = T5LayerNorm(32), GatedRMSNorm(32), Experts(), torch.nn.GRU(2, 2)
     m.layer_norm, m.attention, m.double = (
         torch.nn.LayerNorm(32),
         torch.nn.MultiheadAttention(32, 4),
@@ -329,10 +367,13 @@ def test_convert():
         **dict.fromkeys(("first", "tied", "again"), "Linear"),
         "norms.0": "RMSNorm",
         **dict.fromkeys(("norms.1", "norms.2"), "LlamaRMSNorm"),
+        "t5": "T5LayerNorm",
     }
-    assert set(report.left) == {"norms.3", "layer_norm", "attention", "attention.out_proj", "double"}, report
+    left = {"norms.3", "layer_norm", "attention", "attention.out_proj", "double", "gated", "experts", "gru"}
+    assert set(report.left) == left, report
     assert "formula" in report.left["norms.3"] and "float64" in report.left["double"]
-    assert "swapped 6, left 5" in str(report) and "layer_norm: left" in str(report)
+    assert report.left["experts"] == "Experts has matrices, and no counterpart here"
+    assert "swapped 7, left 8" in str(report) and "layer_norm: left" in str(report)
     assert type(m.first) is pt.Linear and m.again is m.first and m.tied.weight is m.embedding.weight
     assert not m.first.training and m.norms[2].weight_offset == 1.0
     assert list(m.state_dict()) == list(state)
@@ -550,6 +591,20 @@ def test_differing_bits_are_seen():
 # ---- Accumulation ------------------------------------------------------------------------------------------------
 
 
+def test_accumulation_under_autocast():
+    x, dy = normal(32, 16), normal(32, 8, dtype=torch.bfloat16)
+    net = torch.nn.Sequential(pt.Linear(16, 8))
+    weight, bias = pt.accumulate_gradients(net)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net(x)
+    y.backward(dy)
+    rounded = weight.detach().bfloat16()
+    same(y, pydet.gemm(x.detach().bfloat16(), rounded.T, bias=bias.detach()))
+    same(weight.main_grad, pydet.gemm_db(dy, x.detach().bfloat16(), out_dtype="float32"))
+    same(x.grad, pydet.gemm(dy, rounded).float())
+
+
 def test_accumulated_micro_batches_are_one_batch():
     unit = pydet.DWEIGHT_ROWS
     x, dy = normal(3 * unit, 32, dtype=torch.bfloat16), normal(3 * unit, 16, dtype=torch.bfloat16, seed=1)
@@ -572,6 +627,11 @@ def test_accumulated_micro_batches_are_one_batch():
     with pytest.raises(AssertionError, match="elements differ"):  # not at a multiple of 16 rows
         for ours, theirs in zip(gradients([0, unit + 5, 3 * unit]), whole, strict=True):
             same(ours, theirs)
+    flat = x
+    x, dy = (t.view(6, unit // 4, 2, -1).permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3) for t in (x, dy))
+    for ours, theirs in zip(gradients([0, 6]), whole, strict=True):  # rows of three strides
+        same(ours, theirs)
+    x, dy = flat, dy.reshape(-1, 16)
     h = pydet.rmsnorm(x, torch.ones(32, dtype=torch.bfloat16), eps=1e-6)[0]
     same(whole[1], pydet.gemm_db(dy, h, out_dtype="float32", arithmetic="sm90"))
     same(whole[2], pydet.gemm_db(torch.ones_like(dy[:, :1]), dy, out_dtype="float32", arithmetic="sm90")[0])

@@ -47,8 +47,9 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 or x.stride(0) == 1 else x.contiguous()
+    """The rows of all leading dimensions under each other, their elements adjacent."""
+    x = x[None] if x.dim() == 1 else x.flatten(0, -2)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class AccumulatingLinear(torch.autograd.Function):
@@ -58,16 +59,18 @@ class AccumulatingLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, arithmetic: str, k_chunk: int | None
     ) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x)
         ctx.w, ctx.bias, ctx.options = w, bias, {"arithmetic": arithmetic, "k_chunk": k_chunk}
-        return pydet.skinny_gemm(x, w, bias=bias, **ctx.options)
+        return torch.ops.pydet.skinny_gemm(x, w, bias, None, arithmetic, k_chunk)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x,), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
         rows, dx = _rows(dy.to(x.dtype)), None
         if ctx.needs_input_grad[0]:
-            dx = pydet.gemm(rows, w.detach(), **ctx.options).view(x.shape)
+            dx = pydet.gemm(rows, w.detach().to(x.dtype), **ctx.options).view(x.shape)
         if w.requires_grad:
             pydet.gemm_db(rows, _rows(x), out=w.main_grad, accumulate=True, **ctx.options)
         if bias is not None and bias.requires_grad:
@@ -81,7 +84,7 @@ class AccumulatingRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
-        y, rstd = pydet.rmsnorm(x, weight, eps=eps, weight_offset=weight_offset)
+        y, rstd = torch.ops.pydet.rmsnorm(x, weight, eps, weight_offset)
         ctx.save_for_backward(x, rstd)
         ctx.weight, ctx.weight_offset = weight, weight_offset
         return y
@@ -90,6 +93,6 @@ class AccumulatingRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, rstd), weight = ctx.saved_tensors, ctx.weight
         into = {"dweight": weight.main_grad, "accumulate": True} if weight.requires_grad else {}
-        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        dx, _ = pydet.rmsnorm_backward(dy, x, weight.detach(), rstd, weight_offset=ctx.weight_offset, **into)
-        return dx, None, None, None
+        operands = (_rows(dy), _rows(x), weight.detach(), rstd.view(-1))
+        dx, _ = pydet.rmsnorm_backward(*operands, weight_offset=ctx.weight_offset, **into)
+        return dx.view(x.shape), None, None, None

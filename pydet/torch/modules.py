@@ -116,8 +116,8 @@ class Conversion:
 def _norm_settings(module: torch.nn.Module) -> tuple[float, float] | None:
     """(eps, weight_offset) of an RMSNorm by any name; None for what is no such norm.
 
-    A norm that is not PyTorch's is known by its class name and its one parameter; whether it stores its weight less 1,
-    by what it computes: from a row of ones the weight comes out, or the weight plus 1.
+    A norm that is not PyTorch's is known by its class name and its one parameter, and by what it computes of a row:
+    that also says whether it stores its weight less 1.
     """
     if isinstance(module, torch.nn.RMSNorm):
         eps = module.eps
@@ -126,35 +126,43 @@ def _norm_settings(module: torch.nn.Module) -> tuple[float, float] | None:
         return eps, 0.0
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
-    if (
-        not type(module).__name__.endswith("RMSNorm")
-        or not isinstance(eps, float)
-        or not isinstance(weight, torch.Tensor)
-    ):
+    if not _is_norm(module) or not isinstance(eps, float) or not isinstance(weight, torch.Tensor):
         return None
     if weight.dim() != 1 or len(list(module.parameters())) != 1 or weight.device.type == "meta":
         return None
     with torch.no_grad():
-        got = module(torch.ones(1, weight.numel(), device=weight.device, dtype=weight.dtype)).float()[0]
-    scale = (1.0 + eps) ** -0.5
-    for offset in (0.0, 1.0):
-        if torch.allclose(got, (weight.float() + offset) * scale, rtol=2e-2, atol=1e-6):
-            return eps, offset
+        x = torch.linspace(-1, 2, weight.numel(), device=weight.device).to(weight.dtype)
+        try:
+            got = module.forward(x[None])[0].float()
+        except Exception:  # whatever it is, it is not a function of one row
+            return None
+        x = x.float()
+        for offset in (0.0, 1.0):
+            want = x * torch.rsqrt(x.square().mean() + eps) * (weight.float() + offset)
+            if torch.allclose(got, want, rtol=2e-2, atol=1e-6):
+                return eps, offset
     return None
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 def _reason_to_leave(module: torch.nn.Module) -> str | None:
     """Why a module that multiplies or normalises stays as it is; None for a module that does neither."""
+    kind = type(module).__qualname__
     if isinstance(module, torch.nn.Linear):
-        return f"{type(module).__qualname__} is a subclass with a forward of its own"
+        return f"{kind} is a subclass with a forward of its own"
     if isinstance(module, torch.nn.MultiheadAttention):
         return "its products are inside torch's attention; override_aten() catches those in mm, addmm and bmm"
-    if isinstance(module, torch.nn.Bilinear | torch.nn.modules.conv._ConvNd | torch.nn.RNNBase | torch.nn.RNNCellBase):
-        return f"{type(module).__qualname__} has no counterpart here"
     if isinstance(module, torch.nn.LayerNorm | torch.nn.GroupNorm | torch.nn.modules.batchnorm._NormBase):
-        return f"{type(module).__qualname__} has no counterpart here"
-    if type(module).__name__.endswith("RMSNorm"):
-        return "an RMSNorm whose eps, weight or formula is not recognised"
+        return f"{kind} has no counterpart here"
+    if _is_norm(module):
+        return "a norm whose eps, weight or formula is not that of an RMSNorm"
+    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return None
+    if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+        return f"{kind} has matrices, and no counterpart here"
     return None
 
 

@@ -45,6 +45,20 @@ for _name, _schema in _SCHEMAS.items():
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
+def _of_any_strides(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that copies operands whose rows the library cannot walk (a norm over transposed heads, for one)."""
+
+    def kernel(*arguments: Any) -> Any:
+        try:
+            return run(*arguments)
+        except Error as problem:
+            if problem.status != constants.PYDET_INVALID_STRIDE:
+                raise
+        return run(*(x.contiguous() if isinstance(x, Tensor) else x for x in arguments))
+
+    return kernel
+
+
 def _index(dtype: Dtype) -> int | None:
     return None if dtype is None else type_index(dtype)
 
@@ -255,12 +269,6 @@ def _gradient_of_bias(dc: Tensor, bias: Tensor, arithmetic: str, k_chunk: int | 
     return dc.to(bias.dtype)
 
 
-def _for_gradient(dc: Tensor, like: Tensor) -> Tensor:
-    """The gradient of the result, in the operands' type and with rows that the kernels read."""
-    dc = dc.to(like.dtype)
-    return dc if dc.stride(-1) == 1 or dc.stride(-2) == 1 else dc.contiguous()
-
-
 class _Gemm(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor, b: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -283,7 +291,7 @@ class _Gemm(torch.autograd.Function):
     def backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
         (a, b, bias), arithmetic, k_chunk = ctx.saved_tensors, ctx.arithmetic, ctx.k_chunk
         da = db = dbias = None
-        dy = _for_gradient(dc, a)
+        dy = dc.to(a.dtype)  # the gradient of the result, in the operands' type
         if ctx.needs_input_grad[0]:
             da = torch.ops.pydet.gemm_da(dy, b, None, arithmetic, k_chunk)
         if ctx.needs_input_grad[1]:
@@ -309,7 +317,7 @@ class _SkinnyGemm(torch.autograd.Function):
     def backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
         (x, w, bias), arithmetic, k_chunk = ctx.saved_tensors, ctx.arithmetic, ctx.k_chunk
         dx = dw = dbias = None
-        dy = _for_gradient(_matrix(dc), x)
+        dy = _matrix(dc).to(x.dtype)
         if ctx.needs_input_grad[0]:
             dx = torch.ops.pydet.gemm(dy, w, None, None, arithmetic, k_chunk).view(x.shape)
         if ctx.needs_input_grad[1]:
@@ -334,7 +342,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Any, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = torch.ops.pydet.rmsnorm_backward(_rows_of(dy), x, weight, rstd, ctx.weight_offset)
+        dx, dweight = torch.ops.pydet.rmsnorm_backward(dy, x, weight, rstd, ctx.weight_offset)
         return dx, None if weight is None else dweight, None, None
 
 
@@ -356,13 +364,9 @@ class _RmsNormResidual(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: Tensor, dsum: Tensor) -> tuple[Any, ...]:
         total, weight, rstd = ctx.saved_tensors
         dx, dweight = torch.ops.pydet.rmsnorm_backward(
-            _rows_of(dy), total, weight, rstd, ctx.weight_offset, _rows_of(dsum)
+            dy, total, weight, rstd, ctx.weight_offset, dsum
         )
         return dx, dx, None if weight is None else dweight, None, None
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 # ---- Above the backends ----------------------------------------------------------------------------------------------
@@ -383,8 +387,8 @@ _transforms = torch._C._are_functorch_transforms_active
 def _call(run: Callable[..., Any], overload: Any, *arguments: Any) -> Any:
     """The kernel at once (through the dispatcher a small call takes half as long again), unless a mode listens.
 
-    What the kernel refuses for what it is (lazily negated, meta, fake, a wrapper of torch.func, a subclass) goes by the
-    dispatcher, which resolves it or words the refusal.
+    What the kernel refuses for what it is (lazily negated, meta, fake, a wrapper of torch.func, a subclass, strides
+    that want a copy) goes by the dispatcher, which resolves it or words the refusal.
     """
     if forward_ad._current_level >= 0:
         _refuse_tangents(overload, arguments)
@@ -392,7 +396,7 @@ def _call(run: Callable[..., Any], overload: Any, *arguments: Any) -> Any:
         try:
             return run(*arguments)
         except Error as problem:
-            if problem.status != INVALID_VALUE:
+            if problem.status not in (INVALID_VALUE, constants.PYDET_INVALID_STRIDE):
                 raise
     with torch._C._AutoDispatchBelowAutograd():
         return overload(*arguments)
@@ -551,7 +555,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., 
     ),
 }
 for _name, (_run, _fake, _above) in _KERNELS.items():
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _of_any_strides(_run), "CompositeExplicitAutograd")
     _library.impl(_name, _above, "Autograd")
     torch.library.register_fake(f"pydet::{_name}", _fake, lib=_library)
 for _name in ("gemm", "gemm_da", "gemm_db"):
