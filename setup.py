@@ -1,8 +1,13 @@
-"""Builds the package: the CPU library by the Makefile, and the declarations of its functions out of its header."""
+"""Builds the package: the CPU library by the Makefile, and the declarations of its functions out of its header.
+
+A wheel holds that library and any other that lies in pydet/, or those that PYDET_LIBRARIES names (paths; `make wheel`,
+which has built them, does so); and for C and C++ the headers and a CMake package.
+"""
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +52,16 @@ def write_declarations() -> Path:
     return target
 
 
+def libraries() -> list[Path]:
+    """The libraries to pack; builds pydet/libpydet_cpu.so unless others are named."""
+    if named := os.environ.get("PYDET_LIBRARIES", "").split():
+        if missing := [name for name in named if not Path(name).is_file()]:
+            sys.exit(f"pydet: {', '.join(missing)} not there, which PYDET_LIBRARIES names")
+        return [Path(name) for name in named]
+    build_library()
+    return sorted((ROOT / "pydet").glob("libpydet_*.so"))
+
+
 def build_library() -> None:
     """Builds pydet/libpydet_cpu.so."""
     try:
@@ -58,12 +73,31 @@ def build_library() -> None:
 
 
 class build_native_then_py(build_py):
-    """Makes the two files that are not sources, then packs the package as ever."""
+    """Makes the files that are not sources, then packs the package as ever."""
 
     def run(self) -> None:
-        build_library()
+        built = libraries()
         write_declarations()
+        if not self.editable_mode:  # a wheel is all that lies in this folder: nothing of an earlier build may
+            shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
+        if not self.editable_mode:
+            package = Path(self.build_lib) / "pydet"
+            for path in built:
+                shutil.copy(path, package)
+            self.pack_for_cpp(package)
+
+    def pack_for_cpp(self, package: Path) -> None:
+        """The headers, and the CMake package of packaging/ with the places that it has here."""
+        for folder in ("include", "cmake"):
+            (package / folder).mkdir()
+        for path in (ROOT / "native/include").iterdir():
+            shutil.copy(path, package / "include")
+        for path in (ROOT / "packaging").glob("*.cmake.in"):
+            text = path.read_text()
+            for name, value in (("include", "../include"), ("libdir", ".."), ("version", version())):
+                text = text.replace(f"@{name}@", value)
+            (package / "cmake" / path.stem).write_text(text)
 
 
 class BinaryDistribution(Distribution):

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from typing import Any
 
@@ -81,6 +82,25 @@ def print_report(found: dict[str, Any]) -> None:
         print(f"\n{problem}")
 
 
+def compiler_flags(given: argparse.Namespace) -> str:
+    """What --cflags, --libs and --cmakedir ask for, on one line; ValueError says what is not here."""
+    folder = _native.FOLDER
+    include, cmake = folder / "include", folder / "cmake"
+    if not include.is_dir():  # this is pydet's source tree
+        include = folder.parent / "native" / "include"
+    flags = [f"-I{include}"] if given.cflags else []
+    if given.libs:
+        name, here = f"libpydet_{given.libs}.so", sorted(path.name for path in folder.glob("libpydet_*.so"))
+        if name not in here:
+            raise ValueError(f"there is no {name} in {folder}, which has: {', '.join(here) or 'none'}")
+        flags += [f"-L{folder}", f"-lpydet_{given.libs}", f"-Wl,-rpath,{folder}"]
+    if given.cmakedir:
+        if not cmake.is_dir():
+            raise ValueError(f"{folder} is in pydet's source tree, which is no CMake package; 'make install' makes one")
+        flags += [str(cmake)]
+    return " ".join(shlex.quote(flag) for flag in flags)
+
+
 def main(arguments: list[str]) -> int:
     """Runs the command line; returns the exit status."""
     if arguments[:1] == ["demo"]:
@@ -101,7 +121,21 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pydet {pydet.__version__}")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    building = parser.add_argument_group("for C and C++ programs: c++ x.cpp $(python -m pydet --cflags --libs)")
+    building.add_argument("--cflags", action="store_true", help="print the compiler's flags")
+    builds = [name.removeprefix("libpydet_").removesuffix(".so") for name in _native.BUILDS[0]]
+    building.add_argument(
+        "--libs", nargs="?", const="cpu", choices=builds, help="print the linker's flags for a library (default: cpu)"
+    )
+    building.add_argument("--cmakedir", action="store_true", help="print the folder to give CMake as pydet_DIR")
     given = parser.parse_args(arguments)
+    if given.cflags or given.libs or given.cmakedir:
+        try:
+            print(compiler_flags(given))
+        except ValueError as problem:
+            print(f"python -m pydet: {problem}", file=sys.stderr)
+            return 1
+        return 0
     found = report()
     try:
         if given.json:

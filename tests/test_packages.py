@@ -1,4 +1,4 @@
-"""What a C or C++ program gets: make install, pkg-config, CMake, pydet.hpp."""
+"""What a C or C++ program gets: make install, pkg-config, CMake, pydet.hpp, python -m pydet --cflags --libs."""
 
 import os
 import pathlib
@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -113,11 +114,28 @@ def test_pkg_config(prefix, tool, tmp_path):
     assert f"libpydet_cpu.so.{pydet.ABI}: cannot open shared object file" in said
 
 
+def cmake_example(prefix, folder, *settings):
+    """The example as its users build it, out of the tree; no run path has to be set. Returns what it is linked to."""
+    run("cmake", "-S", EXAMPLE, "-B", folder, f"-DCMAKE_PREFIX_PATH={prefix}", *settings)
+    run("cmake", "--build", folder)
+    check_example(folder / "stream")
+    return run("readelf", "-dW", folder / "stream")
+
+
 def test_cmake(prefix, tool, tmp_path):
-    """The example as its users build it, out of the tree; no run path has to be set."""
-    run(tool("cmake"), "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}")
-    run("cmake", "--build", tmp_path)
-    check_example(tmp_path / "stream")
+    tool("cmake")
+    linked = cmake_example(prefix, tmp_path, "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON")
+    assert f"[libpydet_cpu.so.{pydet.ABI}]" in linked
+
+
+def test_cmake_on_the_cuda_library(prefix, tool, need, tmp_path):
+    """Its CUDA stream; where there is no GPU it says that it runs on the CPU."""
+    tool("cmake")
+    need((prefix / "lib" / "libpydet_cuda.so").exists(), "cuda", "libpydet_cuda.so is not built")
+    linked = cmake_example(prefix, tmp_path)
+    if "cuda" not in os.environ.get("PYDET_TEST_EXTRAS", "").split() and "libpydet_cpu" in linked:
+        pytest.skip("CMake finds no CUDA toolkit")
+    assert f"[libpydet_cuda.so.{pydet.ABI}]" in linked
 
 
 def test_another_libdir(tool, tmp_path):
@@ -255,3 +273,32 @@ def test_the_wrapper_refuses_another_library(prefix, refusals, tmp_path):
         f"the pydet library, release 9.8.7, has ABI 77 and NUMERICS {pydet.NUMERICS}; this program was compiled for "
         f"{pydet.ABI} and {pydet.NUMERICS}: load that library, or compile anew"
     )
+
+
+# ---- python -m pydet -------------------------------------------------------------------------------------------------
+
+
+def flags(*arguments, fails=False):
+    return run(sys.executable, "-m", "pydet", *arguments, fails=fails, cwd=ROOT).strip()
+
+
+def test_flags_of_the_source_tree(tmp_path):
+    """Those of a wheel are tested where one is installed, by .ci/check_package.py."""
+    assert flags("--cflags") == f"-I{HEADER.parent}"
+    said = flags("--cmakedir", fails=True)
+    assert said.endswith("is in pydet's source tree, which is no CMake package; 'make install' makes one")
+    folder = ROOT / "pydet"
+    for build in ("cpu", "cuda", "hip"):
+        if (folder / f"libpydet_{build}.so").exists():
+            assert flags("--libs", build) == f"-L{folder} -lpydet_{build} -Wl,-rpath,{folder}"
+        else:
+            said = flags("--libs", build, fails=True)
+            assert said.startswith(f"python -m pydet: there is no libpydet_{build}.so in {folder}, which has: ")
+    assert "invalid choice: 'metal'" in flags("--libs", "metal", fails=True)
+
+
+def test_flags_build_a_program(tmp_path, need):
+    need((ROOT / "pydet" / "libpydet_cpu.so").exists(), "packages", "pydet/libpydet_cpu.so is not built")
+    program = tmp_path / "stream"
+    run("c++", *STRICT, EXAMPLE / "stream.cpp", *shlex.split(flags("--cflags", "--libs")), "-o", program)
+    check_example(program)

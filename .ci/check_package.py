@@ -1,0 +1,60 @@
+"""check_package.py BUILD...: that the installed package works by itself and has these libraries. Run by the Python of an
+environment that holds it and NumPy alone, with nothing else in PATH: no compiler, no make.
+"""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+
+import pydet
+
+
+def said(*arguments, status=0):
+    """What `python -m pydet` prints."""
+    done = subprocess.run([sys.executable, "-m", "pydet", *arguments], capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return (done.stderr if status else done.stdout).strip()
+
+
+def main(builds):
+    tools = [name for name in ("cc", "gcc", "g++", "clang", "make", "nvcc", "ld") if shutil.which(name)]
+    assert not tools, f"PATH has {tools}"
+    folder = pathlib.Path(pydet.__file__).resolve().parent
+    assert folder.parent.name == "site-packages", folder
+    assert {path.name for path in folder.glob("*.so")} == {f"libpydet_{build}.so" for build in builds}
+
+    a = np.random.default_rng(0).standard_normal((64, 512), np.float32)
+    b = np.random.default_rng(1).standard_normal((512, 256), np.float32)
+    batch = pydet.gemm(a, b)
+    assert np.allclose(batch, a.astype(np.float64) @ b, atol=1e-3)
+    assert pydet.gemm(a[7:8], b).tobytes() == batch[7:8].tobytes()
+    y, rstd = pydet.rmsnorm(a, eps=1e-6)
+    assert np.isfinite(y).all() and rstd.shape == (64,)
+
+    openmp = {line.split()[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    assert len(openmp) == 1, openmp
+    if (bundled := folder.parent / "pydet.libs").is_dir():  # a wheel brings its own
+        assert openmp.pop().startswith(f"{bundled}/libgomp")
+
+    # Every library of it loads here, without a GPU or its driver.
+    report = said()
+    for build in builds:
+        assert f"{folder}/libpydet_{build}.so" in report and "does not load" not in report, report
+    kernels = [kernel.name for kernel in pydet.kernels()]
+    for build in builds:
+        assert any(name.startswith(f"{build}_gemm") for name in kernels), kernels
+
+    assert said("--cflags") == f"-I{folder}/include" and (folder / "include" / "pydet.hpp").is_file()
+    assert said("--libs") == f"-L{folder} -lpydet_cpu -Wl,-rpath,{folder}"
+    assert said("--cmakedir") == f"{folder}/cmake" and (folder / "cmake" / "pydetConfig.cmake").is_file()
+    if missing := {"cpu", "cuda", "hip"} - set(builds):
+        name = sorted(missing)[0]
+        assert f"there is no libpydet_{name}.so in {folder}, which has: " in said("--libs", name, status=1)
+    print(f"works without compilers: {', '.join(builds)}; {len(kernels)} kernels")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
