@@ -1,13 +1,19 @@
 """Rollout and trainer of one model, compared bit by bit: with PyTorch alone, and with pydet.
 
-    python examples/rl_alignment.py                    # about 0.7 B parameters on a GPU
-    python examples/rl_alignment.py --small            # a minute model on the CPU
+    python examples/rl_alignment.py                        # about 0.7 B parameters on a GPU
+    python examples/rl_alignment.py --config config.json   # the shape of a Llama of Hugging Face's
+    python examples/rl_alignment.py --small                # a minute model on the CPU
 
-A model of Llama's architecture with random weights (bf16, grouped-query attention, static cache) decodes some sequences
-in batches of 1, 3 and all, one token at a time, in CUDA graphs on a GPU. Then the trainer computes the
-log-probabilities of the same tokens in one packed forward, and gradients of a policy-gradient step: in one backward,
-and in four micro-batches that are accumulated. Printed and written to --out: how many log-probabilities and gradient
-elements differ in bits, tokens a second, and the time of a training step.
+A model of Llama's architecture with random weights (bf16, grouped-query attention, static cache) samples sequences in
+batches of 1, 3 and all, one token at a time, in CUDA graphs on a GPU; a sequence has the same noise in every batch.
+Then the trainer computes the log-probabilities of the sampled tokens in one packed forward, and gradients of a
+policy-gradient step: in one backward, and in four micro-batches that are accumulated. Printed and written to --out: how
+many log-probabilities and gradient elements differ in bits, how many sequences came out otherwise than in the largest
+batch, tokens a second, and the time of a training step.
+
+This three times: with PyTorch alone, whose gradients add up in the parameters' type; with PyTorch's modules under
+pydet.torch.override_aten(), which takes over the products and leaves the adding up to PyTorch; and converted, with
+gradients that add up in fp32.
 
 What is between the products and norms works row by row: rotary embedding, SiLU, and softmax over the whole cache, whose
 length is the same everywhere. Micro-batches are padded to a multiple of pydet.DWEIGHT_ROWS rows, and the embedding's
@@ -15,16 +21,20 @@ gradient is a product with one-hot rows; so all gradients are sums that go on fr
 """
 
 import argparse
+import datetime
 import json
 import platform
 import statistics
+import subprocess
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pydet
 import pydet.torch
@@ -47,6 +57,18 @@ class Config:
     @property
     def head_dim(self):
         return self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def read(cls, path):
+        """From a config.json as transformers writes it, of what this model has."""
+        given = json.loads(path.read_text())
+        config = cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+        here = {"model_type": "llama", "hidden_act": "silu", "head_dim": config.head_dim}
+        here |= dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False) | {"rope_scaling": None}
+        for name, value in here.items():
+            if given.get(name, value) not in (value, None):
+                raise SystemExit(f"{path}: {name} is {given[name]}, this model has {value}")
+        return config
 
 
 PARTS = 4  # micro-batches of a training step
@@ -235,18 +257,21 @@ def seconds(call, device, count=3):
 
 
 @torch.no_grad()
-def decode(model, tokens, lengths, product):
-    """Log-probabilities of each next token as the rollout sees them, [batch, longest - 1], and tokens a second."""
-    batch, longest = tokens.shape
-    layout, device = Decoding(model, batch, product), tokens.device
-    given, wanted = (
-        torch.zeros(batch, dtype=torch.long, device=device),
-        torch.zeros(batch, dtype=torch.long, device=device),
-    )
+def decode(model, first, steps, noise, product):
+    """Samples a sequence from each first token: (tokens [batch, steps + 1], their log-probabilities [batch, steps],
+    tokens a second). Step t of sequence i takes its Gumbel noise from a place in `noise` that only i and t decide."""
+    batch, device = len(first), first.device
+    layout, given = Decoding(model, batch, product), first.clone()
+    slots = torch.arange(model.config.vocab_size, device=device)
 
     def step():
         layout.start_step()
-        return model(given, layout)[layout.rows, wanted]
+        log_p = model(given, layout)
+        start = layout.rows * 40503 + layout.positions * 69069
+        chosen = (log_p + noise[(start[:, None] + slots) % len(noise)]).argmax(-1)
+        given.copy_(chosen)
+        layout.positions.add_(1)
+        return chosen, log_p[layout.rows, chosen]
 
     run = step
     if device.type == "cuda":
@@ -263,17 +288,16 @@ def decode(model, tokens, lengths, product):
             graph.replay()
             return result
 
-    found = torch.empty(batch, longest - 1, device=device)
+    tokens, found = first[:, None].repeat(1, steps + 1), torch.empty(batch, steps, device=device)
 
     def sequence():
-        for t in range(longest - 1):
-            given.copy_(tokens[:, t])
-            wanted.copy_(tokens[:, t + 1])
-            layout.positions.fill_(t)
-            found[:, t] = run()
+        given.copy_(first)
+        layout.positions.zero_()
+        for t in range(steps):
+            tokens[:, t + 1], found[:, t] = run()
 
     took = seconds(sequence, device.type, 1)
-    return found, batch * (longest - 1) / took
+    return tokens, found, batch * steps / took
 
 
 def trainer_loss(model, tokens, lengths, weights, groups, product):
@@ -312,19 +336,53 @@ def gradients(model, tokens, lengths, weights, parts, product):
     return found, took
 
 
-def compare(model, tokens, lengths, weights, product, batches):
-    """All the counts of one way to compute."""
-    result, logs = {}, {}
-    with torch.no_grad():
-        chosen, _ = trainer_loss(model, tokens, lengths, weights, PARTS, product)
-    for batch in batches:
-        found, rate = decode(model, tokens[:batch], lengths, product)
+class Products(TorchDispatchMode):
+    """Counts the operators that multiply matrices and vectors, as PyTorch calls them."""
+
+    names = ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_", "mv", "addmv", "dot", "vdot", "linear", "matmul")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name, overload = operator._schema.name, operator._schema.overload_name
+        if name.removeprefix("aten::") in self.names or "scaled_dot_product" in name:
+            self.seen[f"{name}.{overload}" if overload else name] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def caught_in_step(model, tokens, lengths, weights):
+    """Which products of a forward and a backward override_aten() took over, and which it did not."""
+    with pydet.torch.override_aten() as caught, Products() as products:
+        trainer_loss(model, tokens, lengths, weights, PARTS, torch.matmul)[1].backward()
+    return {"caught in a training step": dict(caught), "not caught": dict(products.seen - caught)}
+
+
+def card():
+    """What nvidia-smi says of the card now."""
+    names = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+    command = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(zip(names.split(","), done.stdout.splitlines()[0].split(", "), strict=True))
+
+
+def compare(model, tokens, lengths, weights, noise, product, batches):
+    """All the counts of one way to compute. Of `tokens` only the first of each sequence is used."""
+    rollouts = {batch: decode(model, tokens[:batch, 0], tokens.shape[1] - 1, noise, product) for batch in batches}
+    tokens, result = rollouts[batches[-1]][0], {}
+    for batch, (sampled, found, rate) in rollouts.items():
+        sequences = torch.cat((sampled, tokens[batch:]))
+        with torch.no_grad():
+            chosen, _ = trainer_loss(model, sequences, lengths, weights, PARTS, product)
         rollout = torch.cat([found[i, : n - 1] for i, n in enumerate(lengths[:batch])])
-        logs[batch] = rollout
+        others = sum(not torch.equal(sampled[i, :n], tokens[i, :n]) for i, n in enumerate(lengths[:batch]))
         result[f"decode in batches of {batch}"] = {
             "log-probabilities": rollout.numel(),
             "differ from the trainer's": differing(rollout, chosen[: len(rollout)]),
             "largest difference": float((rollout - chosen[: len(rollout)]).abs().max()),
+            "sequences": batch,
+            "not those of the largest batch": others,
             "tokens a second": round(rate, 1),
         }
     whole, took = gradients(model, tokens, lengths, weights, 1, product)
@@ -342,9 +400,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a minute model on the CPU")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--config", type=Path, help="a config.json of a Llama, for the model's shape")
     options = parser.parse_args()
     device = "cpu" if options.small or not torch.cuda.is_available() else "cuda"
     config = SMALL if device == "cpu" else Config()
+    if options.config:
+        config = Config.read(options.config)
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(config).to(torch.bfloat16)
@@ -356,30 +417,42 @@ def main():
     tokens = torch.randint(config.vocab_size, (sequences, longest), device=device)
     lengths = torch.randint(longest // 2, longest + 1, (sequences,)).tolist()
     weights = torch.randn(sequences, longest, device=device)  # the advantages
+    noise = -torch.empty(1 << 20, device=device).exponential_().log()
     batches = (1, 3, sequences)
     report = {
-        "command": "python examples/rl_alignment.py" + " --small" * options.small,
+        "command": "python examples/rl_alignment.py"
+        + " --small" * options.small
+        + (f" --config {options.config.name}" if options.config else ""),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "versions": {"torch": torch.__version__, "pydet": pydet.__version__, "NUMERICS": pydet.NUMERICS},
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": asdict(config),
         "sequences": sequences,
     }
-    report["torch"] = compare(model, tokens, lengths, weights, torch.matmul, batches)
+    if device == "cuda":
+        report["card before"] = card()
+    report["torch"] = compare(model, tokens, lengths, weights, noise, torch.matmul, batches)
+    report["override_aten"] = caught_in_step(model, tokens, lengths, weights)
+    with pydet.torch.override_aten():
+        report["override_aten"] |= compare(model, tokens, lengths, weights, noise, torch.matmul, batches)
     conversion = pydet.torch.convert(model)
     embedding = Embedding(config.vocab_size, config.hidden_size, _weight=model.embed_tokens.weight)
     model.embed_tokens = embedding
     pydet.torch.accumulate_gradients(model)
     embedding.weight.main_grad = torch.zeros_like(embedding.weight, dtype=torch.float32)
     report["swapped for pydet"], report["left"] = len(conversion.swapped), conversion.left
-    report["pydet"] = compare(model, tokens, lengths, weights, pydet.torch.gemm, batches)
+    report["pydet"] = compare(model, tokens, lengths, weights, noise, pydet.torch.gemm, batches)
+    if device == "cuda":
+        report["card after"] = card()
     print(json.dumps(report, indent=2))
     if options.out:
         options.out.write_text(json.dumps(report, indent=2) + "\n")
-    ours = report["pydet"]
-    wrong = sum(entry.get("differ", 0) + entry.get("differ from the trainer's", 0) for entry in ours.values())
-    print(f"with pydet {wrong} elements differ")
-    raise SystemExit(1 if wrong else 0)
+    ours, missed = report["pydet"], report["override_aten"]["not caught"]
+    counts = ("differ", "differ from the trainer's", "not those of the largest batch")
+    wrong = sum(entry.get(name, 0) for entry in ours.values() for name in counts)
+    print(f"with pydet {wrong} things differ; override_aten missed {sum(missed.values())} products")
+    raise SystemExit(1 if wrong or missed else 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """pydet.torch: the bits of the C calls through operators, autograd, compile, modules and the aten override."""
 
+import importlib.util
 import itertools
 import os
+import pathlib
 
 import numpy as np
 import pytest
@@ -441,6 +443,44 @@ def test_override_catches_compiled_code():
     with pt.override_aten() as caught:
         same(compiled(x), torch.relu(pydet.gemm(x, weight)))
     assert caught["aten::mm"] == 1
+
+
+@pytest.fixture(scope="module")
+def llama():
+    path = pathlib.Path(__file__).parent.parent / "examples" / "rl_alignment.py"
+    spec = importlib.util.spec_from_file_location("rl_alignment", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_override_catches_every_product_of_a_model(llama):
+    torch.manual_seed(0)
+    model, lengths = llama.Llama(llama.SMALL).bfloat16(), [9, 12, 7, 16]
+    tokens, weights = torch.randint(256, (4, 16)), torch.randn(4, 16)
+    report = llama.caught_in_step(model, tokens, lengths, weights)
+    products = 7 * 2 + 1
+    # Forward, and the two gradients of each; attention's are two products a layer.
+    assert report["caught in a training step"] == {"aten::mm": 3 * products, "aten::bmm": 3 * 2 * 2}
+    assert report["not caught"] == {}
+    layout = llama.Packed(llama.SMALL, [lengths], "cpu", torch.matmul)
+    rows = layout.pad(tokens.flatten()[: sum(lengths)])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pt.override_aten() as caught:
+        ours = compiled(rows, layout)
+        ours.sum().backward()
+    assert dict(caught) == report["caught in a training step"]
+    with pt.override_aten():
+        same(model(rows, layout), ours)
+
+
+def test_sees_what_the_override_misses(llama):
+    with llama.Products() as products, pt.override_aten() as caught:
+        x = normal(4, 4)
+        x @ x[0]
+        x @ x
+    assert dict(products.seen - caught) == {"aten::mv": 1}
 
 
 def test_override_nests_not():
