@@ -222,7 +222,7 @@ $(PACKAGER)/installed:
 wheel: $(PACKAGER)/installed $(WHEEL_BUILDS)
 	rm -rf $(BUILD)/wheel
 	PYDET_LIBRARIES="$(foreach build,$(WHEEL_BUILDS),$(abspath $(LIBRARY))/libpydet_$(build).so)" \
-	  $(PACKAGER)/bin/python -m build --wheel -o $(BUILD)/wheel .
+	  $(PACKAGER)/bin/python -m build -q --wheel -o $(BUILD)/wheel .
 	PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel repair --strip --exclude 'libamdhip64.so*' -w $(BUILD)/wheel $(BUILD)/wheel/*-linux_*.whl
 	PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel show $(BUILD)/wheel/*-manylinux*.whl | \
 	  tr -s '\n' ' ' | grep -o 'is consistent with the following platform tag: "manylinux_[0-9_a-z]*"'
@@ -231,7 +231,7 @@ wheel: $(PACKAGER)/installed $(WHEEL_BUILDS)
 	@ls -s --block-size=K $$(ls -t dist/*.whl | head -n 1)
 
 sdist: $(PACKAGER)/installed
-	$(PACKAGER)/bin/python -m build --sdist -o dist .
+	$(PACKAGER)/bin/python -m build -q --sdist -o dist .
 
 # ---- On a machine with a GPU ----
 PARTS ?= build tests sanitizer bench

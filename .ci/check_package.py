@@ -14,7 +14,8 @@ import pydet
 
 def said(*arguments, status=0):
     """What `python -m pydet` prints."""
-    done = subprocess.run([sys.executable, "-m", "pydet", *arguments], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pydet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")  # not in the source tree
     assert done.returncode == status, done.stdout + done.stderr
     return (done.stderr if status else done.stdout).strip()
 
