@@ -126,7 +126,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
   $(shell for name in clang++-21 clang++-20 clang++-19 hipcc; do command -v $$name && break; done))
 # Of these, what the compiler knows.
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100
-HIP_KERNELS := gemm_ieee skinny_ieee rmsnorm rmsnorm_backward
+HIP_KERNELS := gemm_mfma gemm_ieee skinny_ieee rmsnorm rmsnorm_backward
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/backend_hip.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. A loop that is not unrolled is as right as one that is.
 HIPFLAGS = -x hip $(addprefix --offload-arch=,$(shell cat $(BUILD)/hip/archs)) --rocm-path=$(ROCM) \

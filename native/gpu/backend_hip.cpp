@@ -25,8 +25,18 @@ bool is_built(const Device &device) {
   return found && (after == ' ' || after == '\0');
 }
 
+// Enough tiles to give every compute unit one: else smaller tiles are faster.
+template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
+  int64_t tiles = ((problem.m + tile_m - 1) / tile_m) * ((problem.n + tile_n - 1) / tile_n) * problem.batch.count;
+  return tiles >= gpu_multiprocessors(problem.device.id);
+}
+
 // Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
+    {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, gemm_mfma_128_takes, fills_device<128, 128>, gemm_mfma_128},
+    {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, nullptr, nullptr, gemm_mfma_64},
+    {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, gemm_mfma_128_takes, fills_device<128, 128>, gemm_mfma_128},
+    {"hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, nullptr, nullptr, gemm_mfma_64},
     {"hip_skinny_gemm_ieee", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, skinny_ieee_takes, nullptr, skinny_ieee},
     {"hip_gemm_ieee_64x64", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, gemm_ieee_64x64},
 };

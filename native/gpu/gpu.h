@@ -214,6 +214,47 @@ template <Type type> __device__ __forceinline__ uint32_t rounded_pair(float firs
 #endif
 }
 
+#if defined(__HIP_PLATFORM_AMD__)
+
+// ---- AMD's matrix cores: a wave of 64 multiplies rows x k by k x rows ----
+
+// A lane holds four consecutive k, as they lie in memory, of row lane % rows of a, or column lane % rows of b, from
+// k = 4 (lane / rows) on. Element i of its accumulators is column lane % rows of row mfma_row(lane, i).
+constexpr int kWave = 64;
+#if defined(__gfx90a__) || defined(__gfx942__)
+constexpr bool kHasMfma = true;
+#else
+constexpr bool kHasMfma = false;  // kernels for them are then empty, and never launched
+#endif
+
+template <int rows> struct Mfma {
+  static_assert(rows == 16 || rows == 32);
+  static constexpr int kStep = 256 / rows;  // k of one instruction: 16 or 8
+  static constexpr int kCount = rows * rows / kWave;
+  using Accumulators = float __attribute__((ext_vector_type(kCount)));
+};
+
+template <int rows> __device__ __forceinline__ int mfma_row(int lane, int i) {
+  return i % 4 + i / 4 * Mfma<rows>::kStep + lane / rows * 4;
+}
+
+template <int rows, Type type>
+__device__ __forceinline__ void mfma([[maybe_unused]] typename Mfma<rows>::Accumulators &c, [[maybe_unused]] uint2 a,
+                                     [[maybe_unused]] uint2 b) {
+#if defined(__gfx90a__) || defined(__gfx942__)
+  using Bits = std::conditional_t<type == Type::bf16, short, _Float16> __attribute__((ext_vector_type(4)));
+  Bits a_bits, b_bits;
+  memcpy(&a_bits, &a, sizeof a_bits);
+  memcpy(&b_bits, &b, sizeof b_bits);
+  if constexpr (rows == 16 && type == Type::bf16) c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a_bits, b_bits, c, 0, 0, 0);
+  else if constexpr (rows == 16) c = __builtin_amdgcn_mfma_f32_16x16x16f16(a_bits, b_bits, c, 0, 0, 0);
+  else if constexpr (type == Type::bf16) c = __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(a_bits, b_bits, c, 0, 0, 0);
+  else c = __builtin_amdgcn_mfma_f32_32x32x8f16(a_bits, b_bits, c, 0, 0, 0);
+#endif
+}
+
+#endif
+
 // Copies 16 bytes into shared memory without a register: the first `valid` are read, the rest become zero. A thread
 // waits for its own copies with wait_copies<n>, which leaves its n latest commits in flight; others need a barrier too.
 __device__ __forceinline__ void copy_async_16(void *shared, const void *global, int valid) {
@@ -230,7 +271,10 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 #endif
 }
 
-// The compiler forgets what it knows of the pointer.
+// The compiler forgets what it knows of the value.
+#if defined(__HIP_PLATFORM_AMD__)
+__device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+v"(value)); }
+#endif
 __device__ __forceinline__ void make_opaque(const float *&pointer) {
 #if defined(__HIP_PLATFORM_AMD__)
   asm volatile("" : "+v"(pointer));

@@ -62,6 +62,11 @@ pydet_status gemm_mma_64(const Gemm &);
 bool gemm_mma_128_takes(const Gemm &);
 pydet_status gemm_mma_128(const Gemm &);
 
+// gemm_mfma.cu
+pydet_status gemm_mfma_64(const Gemm &);
+bool gemm_mfma_128_takes(const Gemm &);
+pydet_status gemm_mfma_128(const Gemm &);
+
 // gemm_ieee.cu
 pydet_status gemm_ieee_64x64(const Gemm &);
 
