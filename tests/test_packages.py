@@ -302,3 +302,23 @@ def test_flags_build_a_program(tmp_path, need):
     program = tmp_path / "stream"
     run("c++", *STRICT, EXAMPLE / "stream.cpp", *shlex.split(flags("--cflags", "--libs")), "-o", program)
     check_example(program)
+
+
+# ---- The Python examples ---------------------------------------------------------------------------------------------
+
+
+def test_numpy_example():
+    said = run(sys.executable, EXAMPLE / "numpy_example.py", env={"PYTHONPATH": str(ROOT)})
+    assert len(said.splitlines()) == 4 and "(in NumPy alone 0 of" not in said, said
+
+
+@pytest.mark.parametrize("name", ["cupy_example", "cuda_core", "hip_python"])
+def test_gpu_examples(name):
+    """They run, or say in one line what is not here."""
+    command, env = [sys.executable, EXAMPLE / f"{name}.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode == 0:
+        assert "token 7 alone" in done.stdout and "the CPU computes the same bits" in done.stdout
+    else:
+        sentences = rf"{name}: .* is not installed \(pip install .*\)\n", rf"{name}: pydet sees no .* GPU here\n"
+        assert any(re.fullmatch(sentence, done.stderr) for sentence in sentences), done.stderr
