@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import textwrap
 
 import numpy as np
 import pytest
@@ -609,6 +610,17 @@ def test_convert_refusals():
     refuses(r"want a torch.nn.Module", pt.convert, 3)
     refuses(r"itself a Linear", pt.convert, torch.nn.Linear(2, 2))
     refuses(r"arithmetic is 'x'", pt.convert, torch.nn.Sequential(), arithmetic="x")
+
+
+def test_what_the_readme_shows_runs():
+    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    code = text.split("## In PyTorch\n\n")[1].split("\n\n")[0]
+    net, x = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 4)), normal(3, 8)
+    names = {"model": net, "x": x, "batch": x, "w": normal(4, 8), "bias": normal(4), "loss": torch.sum}
+    exec(textwrap.dedent(code), names)
+    assert len(names["report"].swapped) == 2 and type(net[1]) is pt.Linear and net[1].accumulates
+    same(names["y"], pydet.skinny_gemm(x, names["w"], bias=names["bias"]))
+    assert net[1].weight.grad is not None and isinstance(names["caught"], dict)
 
 
 def test_importing_pydet_does_not_import_torch():
