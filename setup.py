@@ -54,9 +54,10 @@ def write_declarations() -> Path:
 
 def libraries() -> list[Path]:
     """The libraries to pack; builds pydet/libpydet_cpu.so unless others are named."""
-    if named := os.environ.get("PYDET_LIBRARIES", "").split():
-        if missing := [name for name in named if not Path(name).is_file()]:
-            sys.exit(f"pydet: {', '.join(missing)} not there, which PYDET_LIBRARIES names")
+    if named := shlex.split(os.environ.get("PYDET_LIBRARIES", "")):
+        for name in named:
+            if not Path(name).is_file():
+                sys.exit(f"pydet: PYDET_LIBRARIES names {name}, which is not there")
         return [Path(name) for name in named]
     build_library()
     return sorted((ROOT / "pydet").glob("libpydet_*.so"))

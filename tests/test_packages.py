@@ -1,5 +1,6 @@
 """What a C or C++ program gets: make install, pkg-config, CMake, pydet.hpp, python -m pydet --cflags --libs."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -11,7 +12,7 @@ import sys
 import pytest
 
 import pydet
-from capi import HEADER, ROOT
+from capi import HEADER, ROOT, library_path
 
 STRICT = ["-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
@@ -302,6 +303,45 @@ def test_flags_build_a_program(tmp_path, need):
     program = tmp_path / "stream"
     run("c++", *STRICT, EXAMPLE / "stream.cpp", *shlex.split(flags("--cflags", "--libs")), "-o", program)
     check_example(program)
+
+
+# ---- What a wheel holds ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(need):
+    """build(folder, libraries): what setup.py packs."""
+    need(importlib.util.find_spec("setuptools"), "packages", "setuptools is not installed")
+
+    def build_py(folder, libraries, fails=False):
+        command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", folder]
+        return run(*command, env={"PYDET_LIBRARIES": libraries}, cwd=ROOT, fails=fails)
+
+    return build_py
+
+
+def test_a_wheel_holds_what_was_named(build, tool, tmp_path):
+    named = tmp_path / "a folder" / "libpydet_cpu.so"
+    named.parent.mkdir()
+    shutil.copy(library_path(), named)
+    package = tmp_path / "lib" / "pydet"
+    package.mkdir(parents=True)
+    (package / "libpydet_hip.so").write_text("from an earlier build")
+    build(package.parent, shlex.quote(str(named)))
+    assert [path.name for path in package.glob("*.so")] == ["libpydet_cpu.so"]
+    assert {path.name for path in (package / "include").iterdir()} == {"pydet.h", "pydet.hpp"}
+
+    said = run(sys.executable, "-m", "pydet", "--cflags", "--cmakedir", cwd=package.parent)
+    assert said.split() == [f"-I{package}/include", f"{package}/cmake"]
+    tool("cmake")
+    settings = [f"-Dpydet_DIR={package}/cmake", "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON"]
+    assert f"[{package}]" in cmake_example("", tmp_path / "example", *settings)  # where the program looks for it
+
+
+def test_a_wheel_of_a_library_that_is_not_there(build, tmp_path):
+    said = build(tmp_path / "package", f"{tmp_path}/libpydet_cuda.so", fails=True)
+    assert said.strip() == f"pydet: PYDET_LIBRARIES names {tmp_path}/libpydet_cuda.so, which is not there"
+    assert not (tmp_path / "package").exists()
 
 
 # ---- The Python examples ---------------------------------------------------------------------------------------------
