@@ -322,6 +322,9 @@ def norm_backward(m, n):
             [partial(call, dy, x, weight, rstd, out=dx, dweight=dw) for dy, x, rstd, dx, dw in sets],
             [sets[0][3], sets[0][4]],
         ),
+        Variant(
+            "pydet, dx alone", [partial(call, dy, x, None, rstd, out=torch.empty_like(x)) for dy, x, rstd, *_ in sets]
+        ),
         Variant("copy", [copying((dy, x, dx)) for dy, x, _, dx, _ in sets]),
         Variant(
             "torch",
@@ -343,6 +346,41 @@ def norm_backward(m, n):
         ]
         variants.append(Variant("liger", liger))
     return Row("rmsnorm_backward", f"{m} x {n}", "bf16", variants, "copy", 6 * m * n, "GB/s")
+
+
+def norm_accuracy():
+    """Root mean square of the error over that of the exact y, dx and dweight, taken from float64."""
+    try:
+        from liger_kernel.ops import rms_norm as liger
+    except ImportError:
+        liger = None
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for m, n in [(4096, 256), (4096, 4096), (16384, 1024), (65536, 256), (65536, 1024)]:
+            x, dy, weight = normal(m, n, dtype=dtype), normal(m, n, dtype=dtype), normal(n, dtype=dtype)
+            y, rstd = pydet.rmsnorm(x, weight, eps=EPS)
+            results = {"pydet": (y, *pydet.rmsnorm_backward(dy, x, weight, rstd))}
+            backward = torch.ops.aten._fused_rms_norm_backward
+            results["torch"] = (
+                torch.nn.functional.rms_norm(x, (n,), weight, EPS),
+                *backward(dy, x, [n], rstd.view(m, 1), weight, [True, True]),
+            )
+            if liger:
+                y, _, rstd, block, warps, mode = liger.rms_norm_forward(x, weight, EPS, 0.0, "llama", None)
+                results["liger"] = (
+                    y,
+                    *liger.rms_norm_backward(dy, x, weight, rstd, 0.0, mode, block, warps, False, None),
+                )
+            x, dy, weight = x.double(), dy.double(), weight.double()
+            rstd = (x.square().mean(1, keepdim=True) + EPS).rsqrt()
+            xhat, g = x * rstd, dy * weight
+            exact = xhat * weight, rstd * (g - xhat * (g * xhat).mean(1, keepdim=True)), (dy * xhat).sum(0)
+            for name, tensors in results.items():
+                entry = {"shape": f"{m} x {n}", "dtype": str(dtype).split(".")[1], "variant": name}
+                for part, one, want in zip(("y", "dx", "dweight"), tensors, exact, strict=True):
+                    entry[part] = float(f"{float((one.double() - want).norm() / want.norm()):.3g}")
+                found.append(entry)
+    return found
 
 
 def norm_rows(quick):
@@ -407,7 +445,7 @@ def card():
 
 # ---- Running -------------------------------------------------------------------------------------------------------
 
-LISTS = {"overhead": overhead, "equality": equality}
+LISTS = {"overhead": overhead, "equality": equality, "rmsnorm_accuracy": norm_accuracy}
 ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "rmsnorm": norm_rows}
 
 

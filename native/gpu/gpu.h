@@ -322,6 +322,20 @@ template <int in_flight> __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
+// Stores four floats, 16-byte aligned, that the next kernel will read: the L2 is asked to keep them until then.
+__device__ __forceinline__ void store_kept(float *to, float4 x) {
+#if defined(__HIP_PLATFORM_AMD__)
+  *reinterpret_cast<float4 *>(to) = x;
+#else
+  asm volatile(
+      "{\n.reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+      "st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, policy;\n}" ::"l"(to),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
+#endif
+}
+
 // From here on a kernel launched with overlaps_previous may take the places that this one's blocks leave.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if !defined(__HIP_PLATFORM_AMD__) && __CUDA_ARCH__ >= 900

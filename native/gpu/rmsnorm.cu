@@ -4,9 +4,9 @@
 //   rstd = 1 / sqrt(rowsum(x, x) / n + eps)
 //   y    = round((x rstd) (w + weight_offset))
 //
-// Rows up to 16384 are held in registers by their team (rmsnorm_rows.h): a team takes one row, or as many at once as give
-// each thread up to 32 elements, and its block ends with them; blocks enough on each multiprocessor keep the memory busy.
-// Longer or misaligned rows are read twice, one by one element.
+// Rows up to 16384 are held in registers by their team (rmsnorm_rows.h), one or two at a time; a block ends with them,
+// and enough blocks share a multiprocessor to keep the memory busy. Longer or misaligned rows are read twice, by single
+// elements.
 
 #include "kernels.h"
 #include "rmsnorm_rows.h"
@@ -106,12 +106,14 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_kernel(const __grid_constan
   }
 }
 
-template <Type type> __global__ void __launch_bounds__(kMaxTeam, 2) rmsnorm_long_kernel(const __grid_constant__ RmsNorm p) {
+template <Type type>
+__global__ void __launch_bounds__(kMaxTeam, 2) rmsnorm_long_kernel(const __grid_constant__ RmsNorm p) {
   constexpr int T = kMaxTeam;
   __shared__ float exchange[2 * T];
   int i = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++i) {
-    char *x_row = row_at(p.residual.data ? p.sum : p.x, size_of(type), p.inner, r), *y_row = row_at(p.y, size_of(type), p.inner, r);
+    char *x_row = row_at(p.residual.data ? p.sum : p.x, size_of(type), p.inner, r);
+    char *y_row = row_at(p.y, size_of(type), p.inner, r);
     Lanes<T, kVector, 1> lanes[1];
     for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
       float x[kVector];
@@ -154,8 +156,8 @@ template <class F> pydet_status with_shape(int64_t n, const F &f) {
 }  // namespace
 
 bool rmsnorm_held_takes(const RmsNorm &p) {
-  return p.n % kVector == 0 && p.n <= kLongestHeldRow && rows_aligned(p.x) && rows_aligned(p.residual) && rows_aligned(p.y) &&
-         rows_aligned(p.sum) && vector_aligned(p.weight);
+  return p.n % kVector == 0 && p.n <= kLongestHeldRow && rows_aligned(p.x) && rows_aligned(p.residual) &&
+         rows_aligned(p.y) && rows_aligned(p.sum) && vector_aligned(p.weight);
 }
 
 pydet_status rmsnorm_held(const RmsNorm &p) {
@@ -164,9 +166,11 @@ pydet_status rmsnorm_held(const RmsNorm &p) {
   return with_type(p.x.type, [&](auto type) {
     return with_shape(p.n, [&](auto shape) {
       constexpr int T = shape.T, W = shape.W, V = shape.V, R = shape.R, kRows = kBlock<T> / T * R;
-      Launch where = {"rmsnorm_held", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + kRows - 1) / kRows)), dim3(kBlock<T>)};
+      auto kernel = p.residual.data ? rmsnorm_kernel<type, T, W, V, R, true> : rmsnorm_kernel<type, T, W, V, R, false>;
+      Launch where = {"rmsnorm_held", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + kRows - 1) / kRows)),
+                      dim3(kBlock<T>)};
       where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-      return launch(where, p.residual.data ? rmsnorm_kernel<type, T, W, V, R, true> : rmsnorm_kernel<type, T, W, V, R, false>, p);
+      return launch(where, kernel, p);
     });
   });
 }
@@ -176,7 +180,8 @@ pydet_status rmsnorm_long(const RmsNorm &p) {
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_long", guard.error());
   constexpr int64_t kMostBlocks = 1 << 20;  // more rows are walked in turns
   return with_type(p.x.type, [&](auto type) {
-    Launch where = {"rmsnorm_long", static_cast<gpu_stream>(p.stream), dim3(unsigned(p.rows < kMostBlocks ? p.rows : kMostBlocks)), dim3(kMaxTeam)};
+    Launch where = {"rmsnorm_long", static_cast<gpu_stream>(p.stream),
+                    dim3(unsigned(p.rows < kMostBlocks ? p.rows : kMostBlocks)), dim3(kMaxTeam)};
     return launch(where, rmsnorm_long_kernel<type>, p);
   });
 }

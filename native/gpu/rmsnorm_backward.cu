@@ -2,12 +2,12 @@
 //
 //   xhat = x rstd,   g = dy (w + weight_offset),   c = rowsum(g, xhat) / n
 //   dx   = round(rstd fmaf(-xhat, c, g)), or round(fmaf(rstd, fmaf(-xhat, c, g), dresidual))
-//   dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 4 chains added from +0 are a group, 4 groups a block
-//            of 256 rows; the blocks added in order, from +0 or from dweight, and rounded once
+//   dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 4 chains added from +0 are a group, 4 groups a
+//            block of 256 rows; the blocks added in order, from +0 or from dweight, and rounded once
 //
-// One pass over x and dy. A thread block takes a group of rows where there are enough of them to fill the device, else a
-// chain, and leaves that sum as one row of partials in the workspace; a second, dependent kernel joins the partials in
-// the order above. No bit depends on the choice. A team of one warp takes one chain, and has teams beside it for the
+// One pass over x and dy. A thread block takes a group of rows where there are enough of them to fill the device, else
+// a chain, and leaves their sum as one row of partials in the workspace; a second, dependent kernel joins the partials
+// in the order above. No bit depends on the choice. A team of one warp takes one chain, and has teams beside it for the
 // others of the group; a larger team is its block, takes the chains one after the other, and keeps their sum in shared
 // memory. cp.async keeps the next rows in flight, in slots that only their own thread reads, so that no barrier stands
 // between copy and use. Rows longer than 16384, or misaligned, are passed twice for dx and once more for dweight.
@@ -20,6 +20,8 @@ namespace {
 
 constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
 constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---- Rows that a team holds --------------------------------------------------------------------------------------
 
@@ -86,8 +88,7 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
   char *const ring = shared + team * S::kDepth * S::kBytes + t * S::Vector::kPieceBytes;
   float *exchange = reinterpret_cast<float *>(shared + S::kDepth * S::kBytes);
   char *group = reinterpret_cast<char *>(exchange + 2 * kExchange<T, R>);
-  const float *rstds = reinterpret_cast<const float *>(p.rstd.data);
-  const int64_t chain0 = kBeside ? int64_t(blockIdx.x) * chains + team : int64_t(blockIdx.x) * chains;
+  const int64_t chain0 = int64_t(blockIdx.x) * chains + team;
   const int64_t first = chain0 * kDweightChainRows, end = first + (kBeside ? 1 : chains) * kDweightChainRows;
   const int count = int((end < p.rows ? end : p.rows) - first), stages = (count + R - 1) / R;  // not positive: no rows
 
@@ -112,14 +113,16 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
           S::fetch(slot, k, 1, v, dy_at + my_bytes + v * kVectorStep, there);
           if constexpr (S::kHoldsResidual) S::fetch(slot, k, 2, v, dresidual_at + my_bytes + v * kVectorStep, there);
         }
-        if constexpr (S::kHoldsResidual) in.next(RowPlace{x_at, p.x, kBytes}, RowPlace{dy_at, p.dy, kBytes}, RowPlace{dresidual_at, p.dresidual, kBytes});
-        else in.next(RowPlace{x_at, p.x, kBytes}, RowPlace{dy_at, p.dy, kBytes});
+        RowPlace x{x_at, p.x, kBytes}, dy{dy_at, p.dy, kBytes}, dresidual{dresidual_at, p.dresidual, kBytes};
+        if constexpr (S::kHoldsResidual) in.next(x, dy, dresidual);
+        else in.next(x, dy);
       }
     rows_to_fetch -= R;
     commit_copies();
   };
   // A row past the last has x = dy = +0; with -0 for its rstd it adds (+0)(-0) to a chain, which changes nothing.
-  auto rstd_at = [&](int row) { return row < count ? rstds[first + row] : -0.0f; };
+  const float *rstds = reinterpret_cast<const float *>(p.rstd.data) + first;
+  auto rstd_at = [&](int row) { return row < count ? rstds[row] : -0.0f; };
 #pragma unroll
   for (int s = 0; s < S::kDepth; ++s) fetch(ring + s * S::kBytes);
 
@@ -168,8 +171,9 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
       for (int k = 0; k < R; ++k) {
         dx_rows[k] = dx_at;
         dresidual_rows[k] = dresidual_at;
-        if constexpr (residual && !S::kHoldsResidual) out.next(RowPlace{dx_at, p.dx, kBytes}, RowPlace{dresidual_at, p.dresidual, kBytes});
-        else out.next(RowPlace{dx_at, p.dx, kBytes});
+        RowPlace dx{dx_at, p.dx, kBytes}, dresidual{dresidual_at, p.dresidual, kBytes};
+        if constexpr (residual && !S::kHoldsResidual) out.next(dx, dresidual);
+        else out.next(dx);
       }
       float c[R];
       join(lanes, exchange + s % 2 * kExchange<T, R>, [&](float sum) { return sum / float(n); }, c);
@@ -188,7 +192,8 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
           if constexpr (residual) {
             Packed<type, W> packed = {};
             if constexpr (S::kHoldsResidual) packed = S::read(slot, k, 2, v);
-            else if (inside[v] && s * R + k < count) packed = load_packed<type, W>(dresidual_rows[k] + my_bytes + v * kVectorStep);
+            else if (inside[v] && s * R + k < count)
+              packed = load_packed<type, W>(dresidual_rows[k] + my_bytes + v * kVectorStep);
             float dresidual[W];
             unpack(packed, dresidual);
 #pragma unroll
@@ -226,7 +231,14 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
 #pragma unroll
       for (int e = 0; e < W; ++e) sum.of[e] = chain[v][e];
       if (!kBeside && chains > 1) sum = *sums_at<T, W, V>(group, v);
-      if (inside[v]) *reinterpret_cast<Floats<W> *>(partials + W * (t + T * v)) = sum;
+      if (inside[v])
+#pragma unroll
+        for (int e = 0; e < W; e += 4) {
+          float *to = partials + W * (t + T * v) + e;
+          float4 part = make_float4(sum.of[e], sum.of[e + 1], sum.of[e + 2], sum.of[e + 3]);
+          if constexpr (V <= 4) store_kept(to, part);
+          else *reinterpret_cast<float4 *>(to) = part;  // these rows leave no register for more
+        }
     }
   } else {  // the teams' chains, added in order, through the shared memory that the rings no longer need
     constexpr int kRow = T * V * W;
@@ -252,7 +264,8 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
 // ---- Rows too long to hold, or misaligned ------------------------------------------------------------------------
 
 template <Type type>
-__device__ __forceinline__ void load_xhat(const RmsNormBackward &p, int64_t r, int64_t j, float rstd, float (&xhat)[kVector], float (&dy)[kVector]) {
+__device__ __forceinline__ void load_xhat(const RmsNormBackward &p, int64_t r, int64_t j, float rstd,
+                                          float (&xhat)[kVector], float (&dy)[kVector]) {
   load_elements<type>(row_at(p.x, size_of(type), p.inner, r), j, p.n, xhat);
   load_elements<type>(row_at(p.dy, size_of(type), p.inner, r), j, p.n, dy);
 #pragma unroll
@@ -260,7 +273,8 @@ __device__ __forceinline__ void load_xhat(const RmsNormBackward &p, int64_t r, i
 }
 
 template <Type type>
-__device__ __forceinline__ void load_xhat_and_g(const RmsNormBackward &p, int64_t r, int64_t j, float rstd, float (&xhat)[kVector], float (&g)[kVector]) {
+__device__ __forceinline__ void load_xhat_and_g(const RmsNormBackward &p, int64_t r, int64_t j, float rstd,
+                                                float (&xhat)[kVector], float (&g)[kVector]) {
   float scale[kVector];
   load_xhat<type>(p, r, j, rstd, xhat, g);
   load_scale(p.weight, p.weight_offset, j, p.n, scale);
@@ -268,7 +282,8 @@ __device__ __forceinline__ void load_xhat_and_g(const RmsNormBackward &p, int64_
   for (int e = 0; e < kVector; ++e) g[e] *= scale[e];
 }
 
-template <Type type> __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dx_long_kernel(const __grid_constant__ RmsNormBackward p) {
+template <Type type>
+__global__ void __launch_bounds__(kMaxTeam) rmsnorm_dx_long_kernel(const __grid_constant__ RmsNormBackward p) {
   __shared__ float exchange[2 * kMaxTeam];
   int i = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++i) {
@@ -296,7 +311,8 @@ template <Type type> __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dx_long
 }
 
 // One group of rows by 2048 columns a block.
-template <Type type> __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dweight_long_kernel(const __grid_constant__ RmsNormBackward p) {
+template <Type type>
+__global__ void __launch_bounds__(kMaxTeam) rmsnorm_dweight_long_kernel(const __grid_constant__ RmsNormBackward p) {
   int64_t slices = (p.n + kRowLanes - 1) / kRowLanes, groups = (p.rows + kDweightGroupRows - 1) / kDweightGroupRows;
   for (int64_t job = blockIdx.x; job < slices * groups; job += gridDim.x) {
     int64_t j = job % slices * kRowLanes + kVector * threadIdx.x, first = job / slices * kDweightGroupRows;
@@ -325,7 +341,8 @@ constexpr int kJoinThreads = 256, kJoinBlocks = 256;  // blocks of rows joined a
 
 // `columns` neighbouring threads take a block of rows; then the first of them add the blocks in order.
 template <int columns>
-__global__ void __launch_bounds__(kJoinThreads) rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
+__global__ void __launch_bounds__(kJoinThreads)
+rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
   constexpr int kWorkers = kJoinThreads / columns, kBlockChains = kGroupChains * kBlockGroups;
   __shared__ float blocks[kJoinBlocks][columns];
   int lane = int(threadIdx.x) % columns, worker = int(threadIdx.x) / columns;
@@ -378,12 +395,13 @@ __global__ void __launch_bounds__(kJoinThreads) rmsnorm_dweight_kernel(const __g
 pydet_status join_partials(const RmsNormBackward &p, int chains) {
   if (!p.dweight.data) return PYDET_OK;
   auto join = [&](auto kernel, int columns) {
-    Launch where = {"rmsnorm_dweight", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.n + columns - 1) / columns)), dim3(kJoinThreads)};
+    Launch where = {"rmsnorm_dweight", static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.n, columns))),
+                    dim3(kJoinThreads)};
     where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
     return launch(where, kernel, p, chains);
   };
-  constexpr int kNarrow = 8, kWide = 16, kFewColumns = 4096;  // few columns: narrow slices, so that more of the device reads
-  return p.n <= kFewColumns ? join(rmsnorm_dweight_kernel<kNarrow>, kNarrow) : join(rmsnorm_dweight_kernel<kWide>, kWide);
+  constexpr int kNarrow = 8, kWide = 16, kFew = 4096;  // few columns: narrow slices, so that more of the device reads
+  return p.n <= kFew ? join(rmsnorm_dweight_kernel<kNarrow>, kNarrow) : join(rmsnorm_dweight_kernel<kWide>, kWide);
 }
 
 // Calls f with a team that holds a row of n: which is fastest for chains and for groups was measured on an H100.
@@ -407,9 +425,9 @@ template <Type type, int T, int W, int V, int R, bool residual> Held held(const 
   using S = Stages<type, T, W, V, R, residual>;
   constexpr bool kBeside = T == kLogicalWarp;
   int teams = kBeside ? chains : 1, sum_bytes = kBeside || chains == 1 ? 0 : S::kSumBytes;
-  int64_t rows = int64_t(chains) * kDweightChainRows;
   return {rmsnorm_backward_kernel<type, T, W, V, R, residual>,
-          {"rmsnorm_backward_held", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + rows - 1) / rows)), dim3(unsigned(T * teams)),
+          {"rmsnorm_backward_held", static_cast<gpu_stream>(p.stream),
+           dim3(unsigned(divide_up(p.rows, chains * kDweightChainRows))), dim3(unsigned(T * teams)),
            teams * S::kDepth * S::kBytes + 2 * kExchange<T, R> * int(sizeof(float)) + sum_bytes}};
 }
 
@@ -417,7 +435,8 @@ Held held(const RmsNormBackward &p, int chains) {
   return with_type(p.x.type, [&](auto type) {
     return with_shape(p.n, chains, [&](auto shape) {
       constexpr int T = shape.T, W = shape.W, V = shape.V, R = shape.R;
-      return p.dresidual.data ? held<type, T, W, V, R, true>(p, chains) : held<type, T, W, V, R, false>(p, chains);
+      if (p.dresidual.data) return held<type, T, W, V, R, true>(p, chains);
+      return held<type, T, W, V, R, false>(p, chains);
     });
   });
 }
@@ -442,8 +461,9 @@ int64_t limited(int64_t blocks) {
 }  // namespace
 
 bool rmsnorm_backward_held_takes(const RmsNormBackward &p) {
-  return p.n % kVector == 0 && p.n <= kLongestHeldRow && rows_aligned(p.x) && rows_aligned(p.dy) && rows_aligned(p.dx) &&
-         rows_aligned(p.dresidual) && vector_aligned(p.weight) && held(p, kGroupChains).where.shared_bytes <= gpu_shared_bytes(p.device.id);
+  return p.n % kVector == 0 && p.n <= kLongestHeldRow && rows_aligned(p.x) && rows_aligned(p.dy) &&
+         rows_aligned(p.dx) && rows_aligned(p.dresidual) && vector_aligned(p.weight) &&
+         held(p, kGroupChains).where.shared_bytes <= gpu_shared_bytes(p.device.id);
 }
 
 // Chains fill the device better where there are not enough groups; else their partials are a burden.

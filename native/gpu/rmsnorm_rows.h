@@ -4,9 +4,9 @@
 //   rowsum   lane (g, e) walks elements j with j mod 8 = e, j div 8 mod 256 = g, lane = fmaf(u, v, lane) from +0;
 //            then e is joined 4, 2, 1 apart, then g 128, 64, ..., 1 apart
 //
-// A team of T threads owns a row at a time: vector v of thread t is the W elements from W (t + T v) on. W is 8, or 4 for
-// teams of 512, where two neighbours share the lanes of a group; so a lane is one thread's, whatever T is, and T, W and V
-// may be chosen by speed. Several rows are joined at once, so that they share the barrier and the latencies of the tree.
+// A team of T threads owns a row at a time: vector v of thread t is the W elements from W (t + T v) on. W is 8, or 4,
+// where two neighbours share the lanes of a group; so a lane is one thread's, whatever T is, and T, W and V may be
+// chosen by speed. Several rows are joined at once, so that they share the barrier and the latencies of the tree.
 #pragma once
 
 #include "epilogue.h"
@@ -164,7 +164,7 @@ template <int T, int W, int V> struct Lanes {
 #pragma unroll
           for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
         group[i] = s[0];
-      } else {  // the even thread has elements 0 .. 3, and takes the sums 0 and 2 of the step 4 apart; the odd one 1 and 3
+      } else {  // the even thread has elements 0 .. 3, and takes sums 0 and 2 of the step 4 apart; the odd one 1 and 3
         static_assert(W == kRowLaneElements / 2);
         bool odd = threadIdx.x % 2;
         float first = (odd ? s[1] : s[0]) + gpu_shfl_xor(odd ? s[0] : s[1], 1, kLogicalWarp);
@@ -251,7 +251,8 @@ constexpr int64_t kLongestHeldRow = 8 * kRowLanes;
 inline bool rows_aligned(const Rows &rows) {
   if (!rows.data) return true;
   int64_t bytes = size_of(rows.type);
-  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.outer_stride * bytes % 16 == 0 && rows.inner_stride * bytes % 16 == 0;
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.outer_stride * bytes % 16 == 0 &&
+         rows.inner_stride * bytes % 16 == 0;
 }
 inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
 
@@ -269,20 +270,24 @@ template <class F> auto with_type(Type type, const F &f) {
 constexpr int kVector = kRowLaneElements;
 
 // Elements j .. j + 7 of a row of n, one by one; those past n read as +0 and are not written.
-template <Type type> __device__ __forceinline__ void load_elements(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
+template <Type type>
+__device__ __forceinline__ void load_elements(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
 #pragma unroll
   for (int e = 0; e < kVector; ++e) x[e] = j + e < n ? load_f32(row, type, j + e) : 0.0f;
 }
 
-template <Type type> __device__ __forceinline__ void store_elements(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
+template <Type type>
+__device__ __forceinline__ void store_elements(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
 #pragma unroll
   for (int e = 0; e < kVector; ++e)
     if (j + e < n) store_rounded(row, type, j + e, x[e]);
 }
 
-__device__ __forceinline__ void load_scale(const Vector &weight, float offset, int64_t j, int64_t n, float (&scale)[kVector]) {
+__device__ __forceinline__ void load_scale(const Vector &weight, float offset, int64_t j, int64_t n,
+                                           float (&scale)[kVector]) {
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) scale[e] = (weight.data && j + e < n ? load_f32(weight.data, weight.type, j + e) : 1.0f) + offset;
+  for (int e = 0; e < kVector; ++e)
+    scale[e] = (weight.data && j + e < n ? load_f32(weight.data, weight.type, j + e) : 1.0f) + offset;
 }
 
 }  // namespace
