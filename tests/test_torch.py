@@ -1,5 +1,6 @@
 """pydet.torch: the bits of the C calls through operators, autograd, compile, modules and the aten override."""
 
+import copy
 import importlib.util
 import itertools
 import os
@@ -641,6 +642,40 @@ def test_differing_bits_are_seen():
 
 
 # ---- Accumulation ------------------------------------------------------------------------------------------------
+
+
+def test_accumulation_in_copies_checkpoints_and_compiled_code():
+    net, x = torch.nn.Sequential(pt.RMSNorm(32), pt.Linear(32, 8)), normal(16, 32)
+    parameters = pt.accumulate_gradients(net)
+    net(x).sum().backward()
+    want = [p.main_grad.clone() for p in parameters]
+    twin = copy.deepcopy(net)
+    twin(x).sum().backward()
+    for call in (
+        lambda x: torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False),
+        torch.compile(net, backend="aot_eager"),
+    ):
+        for p in parameters:
+            p.main_grad.zero_()
+        call(x).sum().backward()
+        for p, q, sum_ in zip(parameters, twin.parameters(), want, strict=True):
+            same(p.main_grad, sum_), same(q.main_grad, sum_)
+            assert p.grad is None and p.main_grad is not q.main_grad
+
+
+def test_compiled_with_any_number_of_rows():
+    net, graphs = torch.nn.Sequential(pt.RMSNorm(32), pt.Linear(32, 8)), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(net, dynamic=True, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for rows in (5, 7, 33):
+            same(compiled(normal(rows, 32)), net(normal(rows, 32)))
+    assert len(graphs) == 1
 
 
 def test_accumulation_under_autocast():

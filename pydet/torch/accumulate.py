@@ -17,7 +17,8 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
     give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
     where there is one), and at multiples of ``pydet.DWEIGHT_ROWS`` for :class:`RMSNorm`. Pad with rows whose gradient
-    is zero to get there. Zero ``main_grad`` between steps. Eager mode only: a compiled graph does not see the sums.
+    is zero to get there. Zero ``main_grad`` between steps.
+    ``torch.compile`` leaves these modules to eager mode, and refuses them under ``fullgraph=True``.
 
     A parameter of several modules (tied weights) sums them in the order in which backward reaches them, which is then
     part of the bits.
@@ -39,11 +40,18 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
             module.accumulates = True
             for parameter in module.parameters(recurse=False):
                 if not hasattr(parameter, "main_grad"):
-                    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+                    _main_grad(parameter)
                     parameters.append(parameter)
     if not parameters:
         fail(INVALID_VALUE, "accumulate_gradients: no Linear or RMSNorm of pydet's in the model; convert() it first")
     return parameters
+
+
+def _main_grad(parameter: Any) -> Any:
+    """The sum of a parameter, from zeros where it has none: the copy of a model has new parameters."""
+    if not hasattr(parameter, "main_grad"):
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    return parameter.main_grad
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -72,10 +80,10 @@ class AccumulatingLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = pydet.gemm(rows, w.detach().to(x.dtype), **ctx.options).view(x.shape)
         if w.requires_grad:
-            pydet.gemm_db(rows, _rows(x), out=w.main_grad, accumulate=True, **ctx.options)
+            pydet.gemm_db(rows, _rows(x), out=_main_grad(w), accumulate=True, **ctx.options)
         if bias is not None and bias.requires_grad:
             ones = torch.ones_like(rows[:, :1])
-            pydet.gemm_db(ones, rows, out=bias.main_grad[None], accumulate=True, **ctx.options)
+            pydet.gemm_db(ones, rows, out=_main_grad(bias)[None], accumulate=True, **ctx.options)
         return dx, None, None, None, None
 
 
@@ -92,7 +100,7 @@ class AccumulatingRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, rstd), weight = ctx.saved_tensors, ctx.weight
-        into = {"dweight": weight.main_grad, "accumulate": True} if weight.requires_grad else {}
+        into = {"dweight": _main_grad(weight), "accumulate": True} if weight.requires_grad else {}
         operands = (_rows(dy), _rows(x), weight.detach(), rstd.view(-1))
         dx, _ = pydet.rmsnorm_backward(*operands, weight_offset=ctx.weight_offset, **into)
         return dx.view(x.shape), None, None, None
