@@ -1,0 +1,74 @@
+"""check_hip.py LIBRARY: what the code objects of libpydet_hip.so may use, and what they must hold.
+
+For every architecture and kernel, from the metadata and the disassembly: no scratch, no spilled vector registers, and
+at most the vector registers and static LDS of the table in bench/README.md; matrix instructions in the kernels whose
+name says so. An architecture without a matrix instruction of its own makes such a kernel an error, since a body that the
+preprocessor left out compiles to nothing.
+"""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import gcn  # noqa: E402
+
+MATRIX_KERNELS = r"mfma"
+ARCHS = ("gfx90a", "gfx942")
+
+
+def family(name):
+    """gemm_ieee_kernel of _ZN5pydet12_GLOBAL__N_116gemm_ieee_kernelILb1ELb1EEEvNS_4GemmE."""
+    if found := re.search(r"GLOBAL__N_1(\d+)([a-z]\w+)", name):
+        return found[2][: int(found[1])]
+    return name
+
+
+def budget():
+    """{family: (vector registers, bytes of static LDS)} of the table."""
+    text = (ROOT / "bench/README.md").read_text()
+    rows = re.findall(r"^\| `(\w+_kernel)` \| (\d+) \| (\d+) \|", text, re.M)
+    return {name: (int(registers), int(lds)) for name, registers, lds in rows}
+
+
+def main():
+    library, problems, seen, matrix = Path(sys.argv[1]), [], {}, 0
+    allowed = budget()
+    with tempfile.TemporaryDirectory() as folder:
+        for arch in ARCHS:
+            objects = gcn.code_objects(library, arch)
+            if not objects:
+                problems.append(f"no code for {arch}")
+            for elf in objects:
+                for name, kernel in gcn.kernels(elf, Path(folder) / "kernels.co").items():
+                    of, where = family(name), f"{arch} {name}"
+                    registers, spills = (int(kernel.metadata[key]) for key in ("vgpr_count", "vgpr_spill_count"))
+                    old = seen.get(of, (0, 0))
+                    seen[of] = max(old[0], registers), max(old[1], kernel.lds)
+                    if kernel.scratch or spills:
+                        problems.append(f"{where}: {kernel.scratch} bytes of scratch, {spills} spilled registers")
+                    if of not in allowed:
+                        problems.append(f"{where}: no row for {of} in bench/README.md")
+                    elif registers > allowed[of][0] or kernel.lds > allowed[of][1]:
+                        problems.append(
+                            f"{where}: {registers} registers and {kernel.lds} bytes of LDS, want {allowed[of]}"
+                        )
+                    count = sum(text.startswith("v_mfma") for text in kernel.code.values())
+                    matrix += count
+                    if bool(count) != bool(re.search(MATRIX_KERNELS, name)):
+                        problems.append(f"{where}: {count} matrix instructions")
+                    if not any(text == "s_endpgm" for text in kernel.code.values()) or len(kernel.code) < 20:
+                        problems.append(f"{where}: no code")
+    problems += [f"bench/README.md has a row for {of}, which is not there" for of in sorted(set(allowed) - set(seen))]
+    for of, (registers, lds) in sorted(seen.items()):
+        print(f"{of}: at most {registers} vector registers, {lds} bytes of static LDS")
+    print(f"{library}: {len(seen)} kernels and their instances on {', '.join(ARCHS)}, {matrix} matrix instructions")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,494 @@
+"""libpydet_hip.so without an AMD GPU: its host code on a stand-in runtime, its shipped machine code in an interpreter.
+
+fakehip.c is the runtime: it records what the library calls, refuses what a GPU would refuse, and fails where it is told
+to. gcn.py executes the code objects of the library itself, rather than the sources compiled for something else, so that
+the compiler's registers, lane masks and waits are what is checked; its bits are then held to the CPU's kernels. Neither
+has seen AMD hardware.
+
+The library is PYDET_HIP_LIBRARY, or the one beside the package. With "hip" in PYDET_TEST_EXTRAS its absence is an
+error.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import capi
+import gcn
+from cases import assert_same_bits
+
+ROOT = capi.ROOT
+LIBRARY = pathlib.Path(os.environ.get("PYDET_HIP_LIBRARY", ROOT / "pydet" / "libpydet_hip.so"))
+ARCHS = {"gfx90a": "cdna2", "gfx942": "cdna3"}
+DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
+ROCM, CPU = 10, 1
+NO_DEVICE, DEVICE_ERROR, UNSUPPORTED = 12, 13, 11
+ffi = capi.ffi
+
+CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+
+
+class Hip:
+    """The library on the stand-in runtime."""
+
+    def __init__(self, folder):
+        needed = subprocess.run(["readelf", "-d", LIBRARY], capture_output=True, text=True, check=True).stdout
+        soname = next(line.split("[")[1].rstrip("]") for line in needed.splitlines() if "[libamdhip64" in line)
+        rocm = pathlib.Path(os.environ.get("ROCM", "/opt/rocm" if pathlib.Path("/opt/rocm").exists() else "/usr"))
+        runtime = folder / soname
+        command = ["cc", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-D__HIP_PLATFORM_AMD__", "-isystem"]
+        command += [rocm / "include", ROOT / "tests" / "fakehip.c", "-o", runtime, f"-Wl,-soname,{soname}"]
+        subprocess.run(command, check=True)
+        self.fake = ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+        self.fake.fakehip_log.restype = self.fake.fakehip_kernel.restype = ctypes.c_char_p
+        self.lib = ffi.dlopen(str(LIBRARY))
+        self.kernels, path = {}, folder / "kernels.co"
+        for arch, arithmetic in ARCHS.items():
+            self.kernels[arch] = {}
+            for elf in gcn.code_objects(LIBRARY, arch):
+                self.kernels[arch] |= gcn.kernels(elf, path)
+            for kernel in self.kernels[arch].values():
+                kernel.arithmetic = arithmetic
+        self.callback = CALLBACK(self.on_launch)
+        self.fake.fakehip_on_launch(self.callback)
+        self.start("gfx90a")
+
+    def start(self, arch, devices=1, fail_at=-1):
+        self.arch, self.launches, self.memory, self.problem = arch, [], {}, None
+        self.executes, self.order = True, None
+        self.fake.fakehip_reset(devices, f"{arch}:sramecc+:xnack-".encode(), fail_at)
+
+    def on_launch(self, name, shape, shared, arguments, stream):
+        """A launch: checked against the kernel's own metadata, then executed on the arrays of the call."""
+        try:
+            kernel, shape = self.kernels[self.arch][name.decode()], list(shape[:6])
+            threads = shape[3] * shape[4] * shape[5]
+            assert threads <= int(kernel.metadata["max_flat_workgroup_size"])
+            assert kernel.lds + shared <= 65536
+            explicit = [(offset, size) for offset, size, kind in kernel.arguments if not kind.startswith("hidden_")]
+            segment = bytearray(max(offset + size for offset, size in explicit))
+            for i, (offset, size) in enumerate(explicit):
+                segment[offset : offset + size] = ctypes.string_at(arguments[i], size)
+            device = self.fake.fakehip_device()
+            self.launches.append((name.decode(), shape, shared, stream or 0, device))
+            if self.executes:
+                gcn.launch(kernel, shape[:3], shape[3:], shared, bytes(segment), self.memory, self.order)
+            return 0
+        except Exception as problem:
+            self.problem = self.problem or problem
+            return 1
+
+    def call(self, function, options, *arrays, device=0, kind=ROCM, stream=0):
+        """The status of a C call on these arrays (None for NULL)."""
+        tensors = [None if x is None else capi.Tensor(x, device=(kind, device)) for x in arrays]
+        self.memory = {}
+        for x in arrays:
+            if x is not None and x.size:
+                owner = x
+                while isinstance(owner.base, np.ndarray):
+                    owner = owner.base
+                flat = owner.ravel("K").view(np.uint8)
+                assert np.shares_memory(flat, owner)
+                self.memory[owner.ctypes.data] = flat
+        if kind == ROCM and getattr(options, "workspace_size", 0):
+            view = np.frombuffer(ffi.buffer(options.workspace, options.workspace_size), np.uint8)
+            self.memory[view.ctypes.data] = view
+        status = getattr(self.lib, function)(ffi.cast("void *", stream), *(capi.pointer(t) for t in tensors), options)
+        if self.problem:
+            raise self.problem
+        return status
+
+    def check(self, *arguments, **options):
+        status = self.call(*arguments, **options)
+        assert status == 0, self.sentence()
+
+    def sentence(self):
+        return ffi.string(self.lib.pydet_last_error()).decode()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    wanted = "hip" in os.environ.get("PYDET_TEST_EXTRAS", "")
+    missing = [] if LIBRARY.exists() else [f"{LIBRARY.name} is not built (make hip)"]
+    missing += [f"no {name}" for name in ("llvm-objdump", "llvm-readelf") if not gcn.tool(name)]
+    if missing and not wanted:
+        pytest.skip("; ".join(missing))
+    assert not missing, missing
+    return Hip(tmp_path_factory.mktemp("hip"))
+
+
+@pytest.fixture(params=ARCHS)
+def hip(library, request):
+    library.start(request.param)
+    return library
+
+
+def normal(*shape, dtype="fp32", seed=0):
+    return np.random.default_rng(seed + sum(shape)).standard_normal(shape, np.float32).astype(DTYPES[dtype])
+
+
+ARITHMETIC = {"ieee": 1, "cdna3": 4, "cdna2": 5}
+
+
+def gemm(hip, a, b, *, bias=None, out_dtype="fp32", out=None, kernel=None, function="pydet_gemm", where=ROCM, **fields):
+    if out is None:
+        m, n = (a.shape[-2], b.shape[-1]) if function == "pydet_gemm" else (a.shape[-2], b.shape[0])
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if function == "pydet_gemm" else ()
+        out = np.full((*batch, m, n), 7, DTYPES[out_dtype])
+    else:
+        out = out.copy()
+    struct = "pydet_gemm_options" if function == "pydet_gemm" else "pydet_skinny_gemm_options"
+    extra = {"kernel": kernel} if kernel and where == ROCM else {}
+    hip.check(function, capi.options(struct, **extra, **fields), a, b, bias, out, kind=where)
+    return out
+
+
+def last_kernel(hip):
+    return ffi.string(hip.lib.pydet_last_kernel()).decode()
+
+
+@contextlib.contextmanager
+def unless_refused():
+    """A kernel forced by name may not take a problem; each test says which kernels must have taken some."""
+    try:
+        yield
+    except AssertionError as problem:
+        if "does not take this problem" not in str(problem):
+            raise
+
+
+def both(hip, *arguments, **options):
+    """The device's result, held to the CPU's."""
+    got = gemm(hip, *arguments, **options)
+    took = last_kernel(hip)
+    assert_same_bits(got, gemm(hip, *arguments, where=CPU, **options), f"{took} on {hip.arch}")
+    return took
+
+
+def table(hip, operation):
+    names = []
+    for i in itertools.count():
+        if (name := hip.lib.pydet_kernel_name(i)) == ffi.NULL:
+            return names
+        info = ffi.new("pydet_kernel_info *", {"struct_size": ffi.sizeof("pydet_kernel_info")})
+        assert hip.lib.pydet_query_kernel(i, info) == 0
+        if info.device_type == ROCM and ffi.string(info.operation).decode() == operation:
+            dtypes, arithmetic = ffi.string(info.dtypes).decode(), info.arithmetic
+            names.append((ffi.string(name).decode(), dtypes.split(), arithmetic, bool(info.available)))
+
+
+def gemm_kernels(hip):
+    return [
+        (name, dtype, arithmetic)
+        for name, dtypes, arithmetic, available in table(hip, "gemm")
+        for dtype in dtypes
+        if available
+    ]
+
+
+def transposed(x):
+    return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
+# ---- Execution -------------------------------------------------------------------------------------------------------
+
+
+def test_gemm_equals_cpu(hip):
+    """Every kernel by name, every type; layouts, ragged extents, bias, accumulate, k_chunk, types of output, batch."""
+    taken = set()
+    for name, dtype, arithmetic in gemm_kernels(hip):
+        extents = (5, 70, 19) if dtype == "fp32" else (17, 33, 40)
+        options = {"kernel": name, "arithmetic": arithmetic}
+        for m, n, k in (extents, (1, 16, 35), (70, 3, 16)):
+            a, b = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype, seed=1)
+            variants = [(a, b, {})]
+            if (m, n, k) == extents:
+                variants += [(transposed(a), b, {"bias": normal(n), "out_dtype": "bf16"})]
+                variants += [(a, transposed(b), {"out": normal(m, n, seed=3), "accumulate": 1})]
+                variants += [(transposed(a), transposed(b), {"k_chunk": 16, "bias": normal(m, n, dtype=dtype)})]
+                variants += [(np.stack([a, a[::-1]]), b, {"out_dtype": "fp16"})]
+            for left, right, more in variants:
+                with unless_refused():
+                    both(hip, left, right, **options, **more)
+                    taken.add(name)
+    # pydet_gemm leaves skinny kernels to the other entry point
+    assert taken == {name for name, _, _ in gemm_kernels(hip) if "skinny" not in name}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values(hip, dtype):
+    """NaN, infinities, zeros of both signs and subnormals, through the kernels that the library chooses."""
+    specials = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-40, -3e-42, 1.0, -2.5, 6e-8], np.float32)
+    rng = np.random.default_rng(5)
+    a, b = (rng.choice(specials, shape).astype(DTYPES[dtype]) for shape in ((6, 8), (8, 9)))
+    both(hip, a, b, arithmetic=ARITHMETIC["ieee"])
+    if dtype != "fp32" and any(arithmetic != 1 for _, _, arithmetic in gemm_kernels(hip)):
+        both(hip, a, b, arithmetic=ARITHMETIC[ARCHS[hip.arch]])
+
+
+def test_skinny_gemm_equals_cpu(hip):
+    for m, dtype in itertools.product((1, 3, 9), DTYPES):
+        x, w = normal(m, 72, dtype=dtype), normal(20, 72, dtype=dtype, seed=1)
+        kinds = ["ieee"] + ([ARCHS[hip.arch]] if dtype != "fp32" and len({k[2] for k in gemm_kernels(hip)}) > 1 else [])
+        for arithmetic in kinds:
+            options = {"function": "pydet_skinny_gemm", "arithmetic": ARITHMETIC[arithmetic]}
+            both(hip, x, w, **options)
+            both(hip, x, w, bias=normal(20), out_dtype="fp16", **options)
+
+
+def rmsnorm(hip, x, weight, residual, where, kernel=None, **fields):
+    y, rstd = np.full(x.shape, 7, x.dtype), np.full(x.shape[:-1], 7, np.float32)
+    total = None if residual is None else np.full(x.shape, 7, x.dtype)
+    extra = {"kernel": kernel} if kernel and where == ROCM else {}
+    options = capi.options("pydet_rmsnorm_options", eps=1e-5, **extra, **fields)
+    hip.check("pydet_rmsnorm", options, x, residual, weight, y, rstd, total, kind=where)
+    return [y, rstd] + ([] if residual is None else [total])
+
+
+def rmsnorm_backward(hip, dy, x, weight, rstd, dresidual, where, kernel=None, **fields):
+    dx, dweight = np.full(x.shape, 7, x.dtype), np.full(x.shape[-1:], 7, np.float32)
+    size = ffi.new("uint64_t *")
+    assert hip.lib.pydet_rmsnorm_backward_workspace(x.shape[0], x.shape[1], size) == 0
+    memory = np.full(size[0] + 16, 0xA5, np.uint8)
+    start = ffi.cast("void *", memory.ctypes.data + -memory.ctypes.data % 16)
+    extra = {"kernel": kernel} if kernel and where == ROCM else {}
+    options = capi.options("pydet_rmsnorm_backward_options", workspace=start, workspace_size=size[0], **extra, **fields)
+    hip.check("pydet_rmsnorm_backward", options, dy, x, weight, rstd, dresidual, dx, dweight, kind=where)
+    return [dx, dweight]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rmsnorm_equals_cpu(hip, dtype):
+    taken = set()
+    for name, _, _, available in table(hip, "rmsnorm"):
+        assert available
+        for rows, n in ((3, 40), (2, 512), (2, 300), (1, 1)):
+            x, residual, weight = normal(rows, n, dtype=dtype), normal(rows, n, dtype=dtype, seed=1), normal(n)
+            for arguments in ((x, weight, None), (x, None, residual)):
+                got = []
+                with unless_refused():
+                    got = rmsnorm(hip, *arguments, ROCM, name, weight_offset=1.0)
+                    taken.add(last_kernel(hip))
+                for ours, theirs in zip(got, rmsnorm(hip, *arguments, CPU, weight_offset=1.0), strict=bool(got)):
+                    assert_same_bits(ours, theirs, f"{name} {rows}x{n} on {hip.arch}")
+    assert taken == {name for name, *_ in table(hip, "rmsnorm")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rmsnorm_backward_equals_cpu(hip, dtype):
+    taken = set()
+    for name, _, _, available in table(hip, "rmsnorm_backward"):
+        assert available
+        for rows, n in ((19, 40), (3, 256)):
+            dy, x, weight = normal(rows, n, dtype=dtype, seed=1), normal(rows, n, dtype=dtype), normal(n)
+            rstd = rmsnorm(hip, x, weight, None, CPU)[1]
+            for dresidual in (None, normal(rows, n, dtype=dtype, seed=2)):
+                got = []
+                with unless_refused():
+                    got = rmsnorm_backward(hip, dy, x, weight, rstd, dresidual, ROCM, name)
+                    taken.add(last_kernel(hip))
+                want = rmsnorm_backward(hip, dy, x, weight, rstd, dresidual, CPU)
+                for ours, theirs in zip(got, want, strict=bool(got)):
+                    assert_same_bits(ours, theirs, f"{name} {rows}x{n} on {hip.arch}")
+    assert taken == {name for name, *_ in table(hip, "rmsnorm_backward")}
+
+
+def test_order_of_waves_does_not_matter(hip):
+    """The waves of a workgroup in three orders between barriers, and the memory of LDS dirty as ever."""
+    rng = np.random.default_rng(0)
+    for order in (lambda n: range(n)[::-1], lambda n: rng.permutation(n), lambda n: [*range(1, n), 0]):
+        hip.order = order
+        both(hip, normal(66, 40), normal(40, 70), kernel="hip_gemm_ieee_64x64", arithmetic=1)
+        x, weight = normal(4, 3000), normal(3000)
+        for ours, theirs in zip(rmsnorm(hip, x, weight, None, ROCM), rmsnorm(hip, x, weight, None, CPU), strict=True):
+            assert_same_bits(ours, theirs)
+
+
+# ---- Mutations: the tests above can fail -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mutated(hip, part_of_name, change):
+    """While active, kernels whose name has this part run other code: change(address, text) -> text."""
+    chosen = [kernel for name, kernel in hip.kernels[hip.arch].items() if part_of_name in name]
+    assert chosen
+    saved = [(kernel, kernel.code) for kernel in chosen]
+    changed = 0
+    for kernel in chosen:
+        kernel.code = {at: change(at, text) for at, text in kernel.code.items()}
+        kernel.decoded = {}
+        changed += sum(kernel.code[at] != text for at, text in saved[chosen.index(kernel)][1].items())
+    try:
+        assert changed, "nothing to change"
+        yield
+    finally:
+        for kernel, code in saved:
+            kernel.code, kernel.decoded = code, {}
+
+
+def fails(call):
+    """Whether it raises, from other bits or from an access outside."""
+    try:
+        call()
+    except (AssertionError, IndexError, NotImplementedError):
+        return True
+    return False
+
+
+def test_a_removed_barrier_is_seen(hip):
+    hip.order = lambda n: range(n)[::-1]
+    product = lambda: both(hip, normal(66, 80), normal(80, 70), kernel="hip_gemm_ieee_64x64", arithmetic=1)  # noqa: E731
+    product()
+    with mutated(hip, "gemm_ieee_kernel", lambda at, text: "s_nop 0" if text == "s_barrier" else text):
+        assert fails(product)
+    hip.problem = None
+    product()
+
+
+def test_a_wrong_lane_is_seen(hip):
+    """One instruction that turns a thread's number into a place, off by one bit."""
+
+    def product():
+        hip.problem = None
+        both(hip, normal(66, 24), normal(24, 70), kernel="hip_gemm_ieee_64x64", arithmetic=1)
+
+    product()
+    (kernel,) = (k for name, k in hip.kernels[hip.arch].items() if "gemm_ieee_kernel" in name and k.decoded)
+    reached = [kernel.code[at] for at in kernel.decoded]
+    targets = [text for text in reached if re.fullmatch(r"v_(lshlrev|lshrrev|and)_b32_e32 v\d+, \d+, v0", text)]
+    assert len(targets) >= 2, "instructions on the thread's number were sought"
+    for target in targets:
+        operation, destination, count, source = target.replace(",", "").split()
+        changed = int(count) ^ (1 << int(count).bit_length() - 1 if "and" in operation else 1)
+        wrong = f"{operation} {destination}, {changed}, {source}"
+        with mutated(hip, "gemm_ieee_kernel", lambda at, text: wrong if text == target else text):  # noqa: B023
+            assert fails(product), f"{wrong} for {target} was not seen"
+    product()
+
+
+# ---- The host's side -------------------------------------------------------------------------------------------------
+
+
+def operations(hip, device=0, stream=0):
+    """{name: a call of each entry point, and what it writes}."""
+    a, b, x, weight = normal(5, 16), normal(16, 7), normal(4, 40), normal(40)
+    out, y, rstd, dx, dweight = (np.full(s, 7, np.float32) for s in ((5, 7), (4, 40), (4,), (4, 40), (40,)))
+    db, skinny = np.full((16, 7), 7, np.float32), np.full((5, 7), 7, np.float32)
+    dc, given_rstd = normal(5, 7, seed=1), np.ones(4, np.float32)
+    size = ffi.new("uint64_t *")
+    assert hip.lib.pydet_rmsnorm_backward_workspace(4, 40, size) == 0
+    workspace = np.zeros(size[0] // 4 + 8, np.float32)
+    start = ffi.cast("void *", workspace.ctypes.data + -workspace.ctypes.data % 16)
+    backward = capi.options("pydet_rmsnorm_backward_options", workspace=start, workspace_size=size[0])
+    where = {"device": device, "stream": stream}
+    gemm_options = lambda: capi.options("pydet_gemm_options")  # noqa: E731
+    return {
+        "gemm": (lambda: hip.call("pydet_gemm", gemm_options(), a, b, None, out, **where), [out]),
+        "gemm_db": (lambda: hip.call("pydet_gemm_db", gemm_options(), a, dc, db, **where), [db]),
+        "skinny_gemm": (
+            lambda: hip.call(
+                "pydet_skinny_gemm",
+                capi.options("pydet_skinny_gemm_options"),
+                a,
+                np.ascontiguousarray(b.T),
+                None,
+                skinny,
+                **where,
+            ),
+            [skinny],
+        ),
+        "rmsnorm": (
+            lambda: hip.call(
+                "pydet_rmsnorm", capi.options("pydet_rmsnorm_options"), x, None, weight, y, rstd, None, **where
+            ),
+            [y, rstd],
+        ),
+        "rmsnorm_backward": (
+            lambda: (
+                workspace,
+                hip.call("pydet_rmsnorm_backward", backward, x, x, weight, given_rstd, None, dx, dweight, **where),
+            )[1],
+            [dx, dweight],
+        ),
+    }
+
+
+def test_no_device(hip):
+    hip.start(hip.arch, devices=0)
+    count = ffi.new("int32_t *", 9)
+    assert hip.lib.pydet_device_count(ROCM, count) == 0 and count[0] == 0
+    for name, (call, outputs) in operations(hip).items():
+        assert call() == NO_DEVICE, name
+        assert all((x == 7).all() for x in outputs) and not hip.launches
+        assert "ROCm device 0" in hip.sentence(), hip.sentence()
+
+
+def test_an_architecture_without_kernels(hip):
+    hip.start("gfx803")
+    call, (out,) = operations(hip)["gemm"]
+    assert call() == UNSUPPORTED and (out == 7).all() and not hip.launches
+    assert "no kernel" in hip.sentence() and "ROCm device 0" in hip.sentence()
+
+
+def test_launches_go_to_the_stream_and_device_they_were_given(hip):
+    hip.start(hip.arch, devices=3)
+    for name, (call, outputs) in operations(hip, device=2, stream=0x1230).items():
+        hip.fake.fakehip_set_device(1)
+        hip.launches.clear()
+        assert call() == 0, (name, hip.sentence())
+        assert hip.launches and all(not (x == 7).all() for x in outputs), name
+        for _, _, _, stream, device in hip.launches:
+            assert (stream, device) == (0x1230, 2), name
+        assert hip.fake.fakehip_device() == 1, f"{name} leaves another device current"
+
+
+def test_every_call_of_the_runtime_may_fail(hip):
+    for name in operations(hip):
+        hip.start(hip.arch, devices=2)
+        call, outputs = operations(hip, device=1)[name]
+        assert call() == 0
+        calls = hip.fake.fakehip_calls()
+        log = hip.fake.fakehip_log().decode().split()
+        assert "hipLaunchKernel" in log and len(log) == calls
+        wanted = [x.copy() for x in outputs]
+        for i in range(calls):
+            hip.start(hip.arch, devices=2, fail_at=i)
+            call, outputs = operations(hip, device=1)[name]
+            status = call()
+            launched = bool(hip.launches)
+            what = f"{name}, call {i} ({log[i]}): status {status}, {hip.sentence()!r}"
+            if status == 0:  # a value that only tunes, or the way back to the caller's device after the launch
+                assert log[i] in ("hipDeviceGetAttribute", "hipSetDevice", "hipGetDeviceProperties"), what
+                assert launched, what
+                for ours, want in zip(outputs, wanted, strict=True):
+                    assert_same_bits(ours, want, what)
+            else:
+                assert status in (NO_DEVICE, DEVICE_ERROR, UNSUPPORTED), what
+                if not launched:
+                    assert all((x == 7).all() for x in outputs), what
+                assert "made to fail" in hip.sentence() or status == UNSUPPORTED, what
+            hip.fake.fakehip_reset(2, f"{hip.arch}:sramecc+".encode(), -1)
+            call, outputs = operations(hip, device=1)[name]
+            assert call() == 0, f"after {what}: {hip.sentence()}"
+            for ours, want in zip(outputs, wanted, strict=True):
+                assert_same_bits(ours, want, what)
+
+
+def test_every_registered_kernel_has_code(hip):
+    registered = {hip.fake.fakehip_kernel(i).decode() for i in range(hip.fake.fakehip_kernels())}
+    assert registered and registered <= set(hip.kernels[hip.arch])
