@@ -34,6 +34,8 @@ inline int gpu_multiprocessors(int id) {
   int count = 0;
   return hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, id) == hipSuccess ? count : 0;
 }
+constexpr int kMostSharedBytes = 64 << 10;  // that kernels count on; a device may have more
+
 // Shared memory that a block may ask for.
 inline int gpu_shared_bytes(int id) {
   int bytes = 0;
@@ -77,6 +79,8 @@ inline int gpu_attribute(cudaDeviceAttr attribute, int id) {
   return cudaDeviceGetAttribute(&value, attribute, id) == cudaSuccess ? value : 0;
 }
 inline int gpu_multiprocessors(int id) { return gpu_attribute(cudaDevAttrMultiProcessorCount, id); }
+
+constexpr int kMostSharedBytes = 227 << 10;  // that kernels count on; a device may have less
 
 // Shared memory that a block may ask for.
 inline int gpu_shared_bytes(int id) { return gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id); }

@@ -31,13 +31,13 @@ template <Type type, int T, int W, int V, int R, bool residual> struct Stages {
   static constexpr int kPieces = Vector::kBytes / Vector::kPieceBytes;
   static constexpr int kSumBytes = V * T * W * int(sizeof(float));
   // 12 KB a warp and 48 KB a larger team keep the memory busy; more made it slower.
-  static constexpr int kMost = (224 << 10) - kSumBytes, kBudget = T == kLogicalWarp ? 12 << 10 : 48 << 10;
+  static constexpr int kMost = kMostSharedBytes - kSumBytes - 2 * kExchange<T, R> * int(sizeof(float));
+  static constexpr int kBudget = T == kLogicalWarp ? 12 << 10 : 48 << 10;
   static constexpr int kTensorBytes = R * V * T * Vector::kBytes;
   static constexpr bool kHoldsResidual = residual && 3 * kTensorBytes <= kMost;
   static constexpr int kTensors = kHoldsResidual ? 3 : 2, kBytes = kTensors * kTensorBytes, kFit = kMost / kBytes;
   static constexpr int kWanted = kBudget / kBytes < 2 ? 2 : kBudget / kBytes;
-  static constexpr int kDepth = kWanted < kFit ? kWanted : kFit;
-  static_assert(kFit >= 1);
+  static constexpr int kDepth = kFit < 1 ? 1 : kWanted < kFit ? kWanted : kFit;
 
   // Of the thread: where its pieces of a row's vector are; `slot` is that of the stage.
   __device__ __forceinline__ static char *piece(char *slot, int k, int tensor, int v, int piece) {
@@ -441,6 +441,10 @@ Held held(const RmsNormBackward &p, int chains) {
   });
 }
 
+bool fits(const RmsNormBackward &p, int chains) {
+  return held(p, chains).where.shared_bytes <= gpu_shared_bytes(p.device.id);
+}
+
 pydet_status backward_held(const RmsNormBackward &p, int chains) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_held", guard.error());
@@ -462,8 +466,7 @@ int64_t limited(int64_t blocks) {
 
 bool rmsnorm_backward_held_takes(const RmsNormBackward &p) {
   return p.n % kVector == 0 && p.n <= kLongestHeldRow && rows_aligned(p.x) && rows_aligned(p.dy) &&
-         rows_aligned(p.dx) && rows_aligned(p.dresidual) && vector_aligned(p.weight) &&
-         held(p, kGroupChains).where.shared_bytes <= gpu_shared_bytes(p.device.id);
+         rows_aligned(p.dx) && rows_aligned(p.dresidual) && vector_aligned(p.weight) && fits(p, 1);
 }
 
 // Chains fill the device better where there are not enough groups; else their partials are a burden.
@@ -472,7 +475,9 @@ bool rmsnorm_backward_chain_prefers(const RmsNormBackward &p) {
 }
 
 pydet_status rmsnorm_backward_chain(const RmsNormBackward &p) { return backward_held(p, 1); }
-pydet_status rmsnorm_backward_group(const RmsNormBackward &p) { return backward_held(p, kGroupChains); }
+pydet_status rmsnorm_backward_group(const RmsNormBackward &p) {
+  return backward_held(p, fits(p, kGroupChains) ? kGroupChains : 1);  // the sums of a group may be what does not fit
+}
 
 pydet_status rmsnorm_backward_long(const RmsNormBackward &p) {
   DeviceGuard guard(p.device.id);
