@@ -80,6 +80,25 @@ def test_operators_have_the_bits_of_the_functions(device, dtype):
         assert dweight.numel() == 0 if dweight_of is None else same(dweight, want[1]) is None
 
 
+def test_dispatch_modes_see_the_operators():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            names.append(operator._schema.name)
+            return operator(*args, **(kwargs or {}))
+
+    names, x, w = [], normal(3, 8), normal(8, 8)
+    with Seen():
+        y = OPS.gemm(x, w)
+        OPS.skinny_gemm(x, w)
+        rstd = OPS.rmsnorm(x, None, 1e-5)[1]
+        OPS.rmsnorm_backward(x, x, None, rstd)
+    same(y, pydet.gemm(x, w))
+    expected = ["pydet::gemm", "pydet::skinny_gemm", "pydet::rmsnorm", "pydet::rmsnorm_backward"]
+    assert [name for name in names if name.startswith("pydet")] == expected
+
+
 def test_opcheck():
     a, b, bias = (normal(*shape).requires_grad_() for shape in [(4, 8), (8, 3), (3,)])
     x, weight = normal(2, 3, 8).requires_grad_(), normal(8).requires_grad_()
@@ -116,38 +135,37 @@ def test_fake_tensors_have_the_real_ones_shapes():
 # ---- Autograd ----------------------------------------------------------------------------------------------------
 
 
-def test_linear_gradients_are_the_c_calls(device, dtype):
-    x, w = (
-        normal(4, 6, 48, dtype=dtype, device=device).requires_grad_(),
-        normal(24, 48, dtype=dtype, device=device).requires_grad_(),
-    )
-    bias, dy = (
-        normal(24, dtype=dtype, device=device).requires_grad_(),
-        normal(4, 6, 24, dtype=dtype, device=device, seed=5),
-    )
+@pytest.mark.parametrize("k_chunk", [None, 16])
+def test_linear_gradients_are_the_c_calls(device, dtype, k_chunk):
+    x, w, bias = (normal(*shape, dtype=dtype, device=device) for shape in ((4, 37, 160), (75, 160), (75,)))
+    dy = normal(4, 37, 75, dtype=dtype, device=device, seed=5)
+    rows, drows, ones = x.reshape(-1, 160), dy.reshape(-1, 75), torch.ones(4 * 37, 1, dtype=dtype, device=device)
+    tracked = [t.clone().requires_grad_() for t in (x, w, bias)]
     for function in (pt.linear, pt.skinny_linear):
-        x.grad = w.grad = bias.grad = None
-        y = function(x, w, bias)
+        y = function(*tracked, k_chunk=k_chunk)
         y.backward(dy)
-        rows, drows = x.detach().reshape(-1, 48), dy.reshape(-1, 24)
-        same(y, pydet.gemm(x.detach(), w.detach().T, bias=bias.detach()))
-        same(x.grad.reshape(-1, 48), pydet.gemm_da(drows, w.detach().T))
-        same(w.grad, pydet.gemm_db(rows, drows).T)
-        same(bias.grad, pydet.gemm_db(torch.ones_like(drows[:, :1]), drows)[0])
+        same(y, pydet.gemm(x, w.T, bias=bias, k_chunk=k_chunk))
+        same(tracked[0].grad.reshape(-1, 160), pydet.gemm_da(drows, w.T, k_chunk=k_chunk))
+        same(tracked[1].grad, pydet.gemm_db(rows, drows, k_chunk=k_chunk).T)
+        same(tracked[2].grad, pydet.gemm_db(ones, drows, k_chunk=k_chunk)[0])
+        for t in tracked:
+            t.grad = None
 
 
 @pytest.mark.parametrize("k_chunk", [None, 16])
 def test_gemm_gradients_are_the_c_calls(device, dtype, k_chunk):
-    dc = normal(3, 5, 9, dtype=dtype, device=device, seed=7)
-    for b_shape in ((3, 40, 9), (40, 9)):
-        a, b = (
-            normal(3, 5, 40, dtype=dtype, device=device).requires_grad_(),
-            normal(*b_shape, dtype=dtype, device=device).requires_grad_(),
-        )
-        pt.gemm(a, b, k_chunk=k_chunk).backward(dc)
-        same(a.grad, pydet.gemm_da(dc, b.detach(), k_chunk=k_chunk))
-        rows = (a.detach(), dc) if len(b_shape) == 3 else (a.detach().reshape(15, 40), dc.reshape(15, 9))
-        same(b.grad, pydet.gemm_db(*rows, k_chunk=k_chunk))
+    dc = normal(3, 35, 49, dtype=dtype, device=device, seed=7)
+    for b_shape in ((3, 40, 49), (40, 49)):
+        a, b = (normal(*shape, dtype=dtype, device=device) for shape in ((3, 35, 40), b_shape))
+        tracked = [t.clone().requires_grad_() for t in (a, b)]
+        pt.gemm(*tracked, k_chunk=k_chunk).backward(dc)
+        rows = (a, dc) if len(b_shape) == 3 else (a.reshape(-1, 40), dc.reshape(-1, 49))
+        for gradient, call, operands in zip(
+            [t.grad for t in tracked], (pydet.gemm_da, pydet.gemm_db), ((dc, b), rows), strict=True
+        ):
+            same(gradient, call(*operands, k_chunk=k_chunk))
+            if dtype == torch.float32:  # k_chunk shows in the bits
+                differ(gradient, call(*operands, k_chunk=32))
 
 
 def test_rms_norm_gradients_are_the_c_calls(device, dtype):
