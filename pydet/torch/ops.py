@@ -7,7 +7,11 @@ mode, in a compiled graph, in a CUDA graph. Backward runs :func:`pydet.gemm_da`,
 ``gemm(a, b, bias, out_dtype, arithmetic, k_chunk)``, ``skinny_gemm(x, w, bias, out_dtype, arithmetic, k_chunk,
 weights_constant)``, ``rmsnorm(x, weight, eps, weight_offset) -> (y, rstd)``, ``rmsnorm_residual(x, residual, weight,
 eps, weight_offset) -> (y, rstd, sum)`` are differentiable. ``gemm_da``, ``gemm_db`` and ``rmsnorm_backward`` are what
-their backward calls, and are not. ``rmsnorm_backward`` returns a ``dweight`` of no elements where weight is None.
+their backward calls, and are not: a second derivative (``create_graph=True``), forward mode (jvp) and torch.func.grad
+are refused with a sentence. ``torch.vmap`` is defined over batches of products and over rows, and not over the weights
+of ``skinny_gemm`` and ``rmsnorm``. Under ``torch.autocast`` the operands of products take its type. Operands may have
+any strides; those that the library does not walk are copied. ``rmsnorm_backward`` returns a ``dweight`` of no elements
+where weight is None.
 """
 
 from __future__ import annotations
