@@ -33,6 +33,8 @@ template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
 
 // Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
+    {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, skinny_mfma_takes, nullptr, skinny_mfma},
+    {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, skinny_mfma_takes, nullptr, skinny_mfma},
     {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, gemm_mfma_128_takes, fills_device<128, 128>, gemm_mfma_128},
     {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, nullptr, nullptr, gemm_mfma_64},
     {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, gemm_mfma_128_takes, fills_device<128, 128>, gemm_mfma_128},

@@ -9,18 +9,16 @@
 // A block of 4 waves makes a tile of 128x128, a wave 64x64 of it by MFMAs of 32x32x8, or 64x64, a wave 32x32 by MFMAs
 // of 16x16x16. Stages of 32 or 64 k lie k-contiguous in two halves of 32 KiB of shared memory: one is read while the
 // next stage is in registers on its way from memory to the other. An operand that is not k-contiguous is turned in
-// registers, in blocks of 4x4. Four k of a row are a unit of 8 bytes; units are swizzled so that 16 rows of a unit share
-// no bank.
+// registers, in blocks of 4x4. Units of four k are swizzled so that 16 rows of a unit share no bank.
 
-#include "epilogue.h"
 #include "kernels.h"
+#include "mfma.h"
 
 namespace pydet {
 namespace {
 
 constexpr int kThreads = 256, kWavesM = 2, kWavesN = 2;
-constexpr int kUnit = 4;               // k in 8 bytes
-constexpr int kStageElements = 4096;   // of one operand
+constexpr int kStageElements = 4096;                                    // of one operand
 constexpr int kShare = kStageElements / kThreads, kWords = kShare / 2;  // of one thread
 
 template <int tile> constexpr int kStageK = kStageElements / tile;
@@ -31,26 +29,6 @@ static_assert(kStageK<64> % kChunkMultiple == 0 && kStageK<128> % kChunkMultiple
 template <int tile> __device__ __forceinline__ int place(int row, int unit) {
   constexpr int kRowUnits = kStageK<tile> / kUnit;  // 8, so that two rows fill the banks, or 16
   return row * kRowUnits + (unit ^ (((kRowUnits == 8 ? row >> 1 : row) ^ row >> 4) & (kRowUnits - 1)));
-}
-
-// `count` elements from `from`, of which `valid` are there; the rest is 0.
-template <int count>
-__device__ __forceinline__ void read(uint32_t *words, const uint16_t *from, int valid, bool aligned) {
-  if (aligned && valid == count) {
-    using Vector = std::conditional_t<count == 8, uint4, uint2>;
-    Vector all = *reinterpret_cast<const Vector *>(from);
-    memcpy(words, &all, sizeof all);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < count; i += 2) {
-    uint32_t low = i < valid ? from[i] : 0, high = i + 1 < valid ? from[i + 1] : 0;
-    words[i / 2] = low | high << 16;
-  }
-}
-
-[[maybe_unused]] __device__ __forceinline__ int clamped(int64_t left, int most) {
-  return left <= 0 ? 0 : left < most ? int(left) : most;
 }
 
 // A thread's share of every stage of one operand; `outer` is m or n. Where k is contiguous: two pieces of 8 k, of rows
@@ -111,13 +89,6 @@ template <bool k_contiguous, int tile> struct Reader {
   }
 };
 
-// Calls f with the type as a compile-time constant.
-template <class F> __device__ __forceinline__ void with_type(Type type, const F &f) {
-  if (type == Type::f32) f(std::integral_constant<Type, Type::f32>{});
-  else if (type == Type::bf16) f(std::integral_constant<Type, Type::bf16>{});
-  else f(std::integral_constant<Type, Type::f16>{});
-}
-
 // The smaller tile takes k_chunk too, for twice the accumulators.
 template <int tile> constexpr bool kTakesChunks = tile == 64;
 
@@ -148,8 +119,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int rows = clamped(problem.m - m0, tile), columns = clamped(problem.n - n0, tile);
       const int64_t out = at.out + m0 * problem.out.row_stride + n0;
       const int64_t bias = at.bias + m0 * problem.bias.row_stride + n0 * problem.bias.col_stride;
-      // Calls f(value's indices, inside, row, column) for every element of the tile that this lane holds. A row's place is computed when
-      // its turn comes: kept from row to row and since the last call, they would cost more registers than there are.
+      // Calls f(value's indices, inside, row, column) for every element of the tile that this lane holds. A row's place
+      // is computed when its turn comes: kept since the last call, they would cost more registers than there are.
       auto each = [&](const auto &f) {
         int thread = int(threadIdx.x);
 #pragma unroll

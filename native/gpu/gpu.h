@@ -278,6 +278,8 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 // The compiler forgets what it knows of the value.
 #if defined(__HIP_PLATFORM_AMD__)
 __device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+v"(value)); }
+// And again in each turn of a loop, so that what follows from it is not computed before and kept in registers.
+__device__ __forceinline__ void make_opaque(int &value, int64_t turn) { asm("" : "+v"(value) : "s"(int(turn))); }
 #endif
 __device__ __forceinline__ void make_opaque(const float *&pointer) {
 #if defined(__HIP_PLATFORM_AMD__)

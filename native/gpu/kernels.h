@@ -67,6 +67,10 @@ pydet_status gemm_mfma_64(const Gemm &);
 bool gemm_mfma_128_takes(const Gemm &);
 pydet_status gemm_mfma_128(const Gemm &);
 
+// skinny_mfma.cu
+bool skinny_mfma_takes(const Gemm &);
+pydet_status skinny_mfma(const Gemm &);
+
 // gemm_ieee.cu
 pydet_status gemm_ieee_64x64(const Gemm &);
 
