@@ -339,46 +339,40 @@ __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dweight_long_kernel(const __
 
 constexpr int kJoinThreads = 256, kJoinBlocks = 256;  // blocks of rows joined at a time
 
-// `columns` neighbouring threads take a block of rows; then the first of them add the blocks in order.
+// `columns` neighbouring threads take 16 partials, the chains of one block of rows or the groups of four; then the first
+// of them add the blocks in order.
 template <int columns>
 __global__ void __launch_bounds__(kJoinThreads)
 rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
-  constexpr int kWorkers = kJoinThreads / columns, kBlockChains = kGroupChains * kBlockGroups;
+  constexpr int kWorkers = kJoinThreads / columns, kAtOnce = kGroupChains * kBlockGroups;
+  static_assert(kGroupChains == 4 && kBlockGroups == 4 && kJoinBlocks % 4 == 0);
   __shared__ float blocks[kJoinBlocks][columns];
   int lane = int(threadIdx.x) % columns, worker = int(threadIdx.x) / columns;
   int64_t column = int64_t(blockIdx.x) * columns + lane;
   int64_t block_count = (p.rows + kDweightBlockRows - 1) / kDweightBlockRows;
   int64_t partial_count = (p.rows + chains * kDweightChainRows - 1) / (chains * kDweightChainRows);
   const float *partials = static_cast<const float *>(p.workspace) + column;
-  bool inside = column < p.n;
+  bool inside = column < p.n, are_groups = chains == kGroupChains;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  auto partial = [&](int64_t i) { return i < partial_count ? partials[i * p.n] : 0.0f; };
   float total = inside && p.accumulate && worker == 0 ? reinterpret_cast<const float *>(p.dweight.data)[column] : 0.0f;
   for (int64_t b0 = 0; b0 < block_count; b0 += kJoinBlocks) {
     int count = block_count - b0 < kJoinBlocks ? int(block_count - b0) : kJoinBlocks;
-#pragma unroll 2
-    for (int b = worker; inside && b < count; b += kWorkers) {
-      float sum = 0.0f;
-      if (chains == kGroupChains) {
-        float part[kBlockGroups];
+    int step = are_groups ? kAtOnce / kBlockGroups : 1;  // blocks
+    for (int b = worker * step; inside && b < count; b += kWorkers * step) {
+      int64_t first = (b0 + b) / step * kAtOnce;
+      float part[kAtOnce], sum = 0.0f;
 #pragma unroll
-        for (int k = 0; k < kBlockGroups; ++k) part[k] = partial((b0 + b) * kBlockGroups + k);
+      for (int k = 0; k < kAtOnce; ++k) part[k] = first + k < partial_count ? partials[(first + k) * p.n] : 0.0f;
 #pragma unroll
-        for (int k = 0; k < kBlockGroups; ++k) sum += part[k];
-      } else {
-        float part[kBlockChains];
+      for (int k = 0; k < kAtOnce; k += 4) {
+        float four = 0.0f;  // a group of chains, or a block of groups
 #pragma unroll
-        for (int k = 0; k < kBlockChains; ++k) part[k] = partial((b0 + b) * kBlockChains + k);
-#pragma unroll
-        for (int k = 0; k < kBlockChains; k += kGroupChains) {
-          float group = 0.0f;
-#pragma unroll
-          for (int j = 0; j < kGroupChains; ++j) group += part[k + j];
-          sum += group;
-        }
+        for (int j = 0; j < 4; ++j) four += part[k + j];
+        if (are_groups) blocks[b + k / 4][lane] = four;
+        sum += four;
       }
-      blocks[b][lane] = sum;
+      if (!are_groups) blocks[b][lane] = sum;
     }
     __syncthreads();
     if (worker == 0) {
