@@ -339,8 +339,8 @@ __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dweight_long_kernel(const __
 
 constexpr int kJoinThreads = 256, kJoinBlocks = 256;  // blocks of rows joined at a time
 
-// `columns` neighbouring threads take 16 partials, the chains of one block of rows or the groups of four; then the first
-// of them add the blocks in order.
+// `columns` neighbouring threads take 16 partials, the chains of one block of rows or the groups of four; then the
+// first of them add the blocks in order.
 template <int columns>
 __global__ void __launch_bounds__(kJoinThreads)
 rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
