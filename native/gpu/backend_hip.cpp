@@ -60,6 +60,7 @@ pydet_status query_device(int32_t id, pydet_device_info *info) {
   return fail(PYDET_NO_DEVICE, "query_device: ROCm device %d: %s (%d)", int(id), gpu_error_text(error), int(error));
 }
 
+// Of the matrix cores of other units (gfx950, RDNA) no arithmetic is known: there AUTO is ieee.
 Arithmetic tensor_cores(int32_t id) {
   return is_gfx942({PYDET_ROCM, id}) ? Arithmetic::cdna3 : is_gfx90a({PYDET_ROCM, id}) ? Arithmetic::cdna2 : Arithmetic::ieee;
 }
