@@ -1,6 +1,6 @@
 """check_hip.py LIBRARY: what the code objects of libpydet_hip.so may use, and what they must hold.
 
-For every architecture and kernel, from the metadata and the disassembly: no scratch, no spilled vector registers, and
+For every architecture and kernel, from metadata and disassembly: no scratch, no spilled vector registers, and
 at most the vector registers and static LDS of the table in bench/README.md; matrix instructions in the kernels whose
 name says so. An architecture without a matrix instruction of its own makes such a kernel an error, since a body that the
 preprocessor left out compiles to nothing.
