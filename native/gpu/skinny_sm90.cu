@@ -17,22 +17,18 @@ namespace {
 constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
-constexpr int kMostRowsInParallel = 32;  // of w, for chunks side by side: wider tiles keep the memory busy as they are
 
-// `warpgroups` for 64 rows of x each, or, if `at_once` is not 1, that many for as many chunks at a time.
-template <Type input, int tile_rows, int warpgroups, bool chunks, int at_once> struct Shape {
+template <Type input, int tile_rows, int warpgroups, bool chunks> struct Shape {
   static constexpr Type type = input;
   static constexpr int rows = tile_rows;
   static constexpr bool chunked = chunks, restarts = chunks;
-  static constexpr int parallel = at_once, consumer_warps = warpgroups * parallel * 4, arrivals = warpgroups;
+  static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
   static constexpr int registers = rows / 2;                // accumulators a thread
-  static constexpr int join_bytes = (parallel - 1) * registers * kWarpgroup * 4;
   static constexpr int stage_blocks = rows <= 48 ? 2 : 1;   // boxes along k in a stage: about 8 KiB of w
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64;  // and a warp to load w, one to load x
   static_assert(w_block_bytes % (kAtomRows * kRowBytes) == 0, "tiles are whole swizzle atoms");
-  static_assert(parallel == 1 || (chunked && warpgroups == 1), "chunks side by side");
 };
 
 // A descriptor moved on in shared memory: one addition, since making it anew cost the chain 10 cycles a step.
@@ -40,42 +36,32 @@ __device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
   return (descriptor & ~uint64_t(0xFFFFFFFFu)) | (uint32_t(descriptor) + uint32_t(bytes >> 4));
 }
 
-// Where in the rings a warpgroup reads, and the barriers of the stage that its wgmma group in flight may still read. Of
-// S::parallel warpgroups, each takes every S::parallel-th stage.
+// Where in the rings a warpgroup reads, and behind that the stage that its wgmma group in flight may still read.
 template <class S> struct Reader {
   const Layout<S> &at;
   const int warpgroup, thread;
-  Cursor x, w;
-  uint32_t x_reading = 0, w_reading = 0;
+  Cursor x, w, x_done, w_done;
+  bool in_flight = false;
 
   __device__ __forceinline__ Reader(const Problem &p, const Layout<S> &layout, int group)
-      : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), x(p.x_stages), w(p.w_stages) {
-    if (S::parallel > 1)
-      for (int i = 0; i < warpgroup; ++i) x.next(), w.next();
-  }
+      : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), x(p.x_stages), w(p.w_stages),
+        x_done(p.x_stages), w_done(p.w_stages) {}
 
   // The stage before has been read.
   __device__ __forceinline__ void release() {
-    if (w_reading && thread == 0) {
-      barrier_arrive(x_reading);
-      barrier_arrive(w_reading);
+    if (thread == 0) {
+      barrier_arrive(at.x_empty(x_done.stage));
+      barrier_arrive(at.w_empty(w_done.stage));
     }
-    w_reading = 0;
-  }
-
-  // On to this warpgroup's next stage; the one left is released after the next.
-  __device__ __forceinline__ void next() {
-    x_reading = at.x_empty(x.stage);
-    w_reading = at.w_empty(w.stage);
-    for (int i = 0; i < S::parallel; ++i) x.next(), w.next();
+    x_done.next();
+    w_done.next();
   }
 
   // Starts `steps` steps on the next stage, the first from +0 if `fresh`, and frees the one before.
   __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
     barrier_wait(at.w_full(w.stage), w.parity);
     barrier_wait(at.x_full(x.stage), x.parity);
-    const int rows_offset = S::parallel > 1 ? 0 : warpgroup * kWarpgroupRows * kRowBytes;
-    const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + rows_offset);
+    const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + warpgroup * kWarpgroupRows * kRowBytes);
     const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w.stage));
     wgmma_fence();
     if (!S::chunked || steps == S::stage_steps) {
@@ -86,9 +72,11 @@ template <class S> struct Reader {
       for (int i = 0; i < steps; ++i) step(d, x_tile, w_tile, i, i || !fresh);
     }
     wgmma_commit();
+    x.next();
+    w.next();
     wgmma_wait<1>();
-    release();
-    next();
+    if (in_flight) release();
+    in_flight = true;
   }
 
   __device__ __forceinline__ void step(float (&d)[S::registers], uint64_t x_tile, uint64_t w_tile, int i, int add) {
@@ -100,61 +88,14 @@ template <class S> struct Reader {
   // The accumulators may be read.
   __device__ __forceinline__ void finish() {
     wgmma_wait<0>();
-    release();
-  }
-
-  // Passes a stage in which this warpgroup has no chunk.
-  __device__ __forceinline__ void skip() {
-    finish();
-    barrier_wait(at.w_full(w.stage), w.parity);
-    barrier_wait(at.x_full(x.stage), x.parity);
-    next();
-  }
-
-  // d = d + the sums of `count` warpgroups in ascending order, in the first warpgroup; the others hand theirs over in
-  // shared memory, where every thread has the same elements.
-  __device__ __forceinline__ void join(float (&d)[S::registers], const float (&sum)[S::registers], int count) {
-    constexpr int kThreads = S::parallel * kWarpgroup, kElementBytes = kWarpgroup * 4;
-    auto address = [&](int group, int i) {
-      return at.joins + thread * 4 + ((group - 1) * S::registers + i) * kElementBytes;
-    };
-    if (warpgroup > 0)
-#pragma unroll
-      for (int i = 0; i < S::registers; ++i)
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address(warpgroup, i)), "f"(sum[i]) : "memory");
-    named_sync(1, kThreads);
-    if (warpgroup == 0) {
-#pragma unroll
-      for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
-#pragma unroll 1
-      for (int group = 1; group < count; ++group)
-#pragma unroll
-        for (int i = 0; i < S::registers; ++i) {
-          float x;
-          asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address(group, i)) : "memory");
-          d[i] = d[i] + x;
-        }
-    }
-    named_sync(1, kThreads);
+    if (in_flight) release();
+    in_flight = false;
   }
 
   // d = the chain of one tile, or the sum of its chunks, from d. The last stage's steps past K read zeros, which change
   // nothing in a chain that has taken a step.
   __device__ __forceinline__ void chain(float (&d)[S::registers], int steps, int chunk_steps) {
-    if constexpr (S::parallel > 1) {
-      const int stages = (chunk_steps + S::stage_steps - 1) / S::stage_steps;
-      float sum[S::registers];
-      for (int first = 0; first < steps; first += S::parallel * chunk_steps) {
-        const int chunk = first + warpgroup * chunk_steps, end = min(steps - chunk, chunk_steps) + chunk;
-#pragma unroll 1
-        for (int i = 0, start = chunk; i < stages; ++i, start += S::stage_steps) {
-          if (start < end) advance(sum, min(S::stage_steps, end - start), i == 0);
-          else skip();
-        }
-        finish();
-        join(d, sum, min((steps - first + chunk_steps - 1) / chunk_steps, S::parallel));
-      }
-    } else if constexpr (S::chunked) {
+    if constexpr (S::chunked) {
       float sum[S::registers];
       for (int chunk = 0; chunk < steps; chunk += chunk_steps) {
         const int end = min(steps - chunk, chunk_steps) + chunk;
@@ -200,11 +141,10 @@ __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, fl
 }
 
 template <class S> __device__ __forceinline__ void multiply(const Problem &p, const Layout<S> &at, int warpgroup) {
-  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+  const int lane = int(threadIdx.x) % 32, first_row = int(threadIdx.x) / 32 * 16 + lane / 4;
   Reader<S> reader(p, at, warpgroup);
   for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
-    const int column_0 = tile / p.row_tiles * S::rows + lane % 4 * 2;
-    const int first_row = tile % p.row_tiles * kTileRows + (S::parallel > 1 ? warp % 4 : warp) * 16 + lane / 4;
+    const int column_0 = tile * S::rows + lane % 4 * 2;
     // f(i, row, column) for the accumulators d[i] and d[i + 1] of neighbours in a row of y.
     auto each_pair = [&](auto f) {
 #pragma unroll
@@ -220,7 +160,7 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
 
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     float d[S::registers];
-    if (p.accumulate && (S::parallel == 1 || warpgroup == 0)) {
+    if (p.accumulate) {
       const float *y = reinterpret_cast<const float *>(p.out);
 #pragma unroll
       for (int i = 0; i < S::registers; ++i) {
@@ -234,7 +174,6 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
       reader.chain(d, p.steps, p.chunk_steps);
     }
 
-    if (S::parallel > 1 && warpgroup > 0) continue;
     // The code below runs once: where it was long, fetching its instructions took 4 us.
     if (p.bias)
       with_type(p.bias_type, [&](auto type) {
@@ -263,17 +202,12 @@ constexpr bool has_registers(bool chunked, bool two_warpgroups, int rows) {
 }
 bool has_registers(const Gemm &g, int rows) { return has_registers(g.k_chunk != 0, g.m > kWarpgroupRows, rows); }
 
-// With more than 64 rows of x and few of w, two tiles beside each other share these: the more SMs read x, all of which one
-// tile must, the sooner they have it. Both read the same rows of w, but the second time from the L2.
-bool splits_x(const Gemm &g) { return g.m > kWarpgroupRows && g.n <= 32 * int64_t(gpu_multiprocessors(g.device.id)); }
-
 // The fastest in a sweep on an H100: M from 1 to 128, (N, K) from (768, 4096) to (128256, 4096), kernels back to back.
 // Tiles so wide that there is one for every SM, but no wider than it takes to keep many rows of w open at a time; for
 // more than 64 rows of x wide ones, since every tile reads all of x.
 int choose(const Gemm &g) {
   const int64_t blocks = gpu_multiprocessors(g.device.id);
-  if (splits_x(g)) return g.n <= 8 * blocks ? 16 : g.n <= 16 * blocks ? 32 : g.n <= 24 * blocks ? 48 : 64;
-  if (g.m > kWarpgroupRows) return 64;
+  if (g.m > kWarpgroupRows) return g.n < 16 * blocks ? 16 : g.n < 24 * blocks ? 32 : 64;
   if (g.n <= 8 * blocks) return g.m <= 16 ? 8 : 16;
   if (g.n <= 24 * blocks) return 32;
   if (g.n <= 32 * blocks) return g.m <= 8 && g.k <= 8192 ? 48 : 32;
@@ -283,25 +217,18 @@ int choose(const Gemm &g) {
 }
 
 Plan plan_of(const Gemm &g, int rows) {
-  const int row_tiles = splits_x(g) ? 2 : 1;
-  const int64_t blocks = gpu_multiprocessors(g.device.id), tiles = cut(g.n, rows) * row_tiles;
+  const int64_t blocks = gpu_multiprocessors(g.device.id), tiles = cut(g.n, rows);
   const bool few = g.m <= 16, short_k = g.k <= 2048;
   const int bytes = (few && short_k) || (g.m <= kWarpgroupRows && g.k <= 1024) ? kHalfSharedBytes : kMostSharedBytes;
-  return {rows, row_tiles, bytes - kReservedBytes, tiles > blocks || (few && g.k <= 1024)};
+  return {rows, bytes - kReservedBytes, tiles > blocks || (few && g.k <= 1024)};
 }
 
 template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const Plan &plan) {
   return either(g.a.type == Type::bf16, [&](auto is_bf16) {
-    return either(g.m > kWarpgroupRows && plan.row_tiles == 1, [&](auto two) {
+    return either(g.m > kWarpgroupRows, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
-        constexpr Type type = is_bf16 ? Type::bf16 : Type::f16;
-        auto go = [&](auto parallel) {
-          using S = Shape<type, rows, two ? 2 : 1, chunked, decltype(parallel)::value>;
-          return launch_shape<S>(name, g, plan, skinny_kernel<S>);
-        };
-        if constexpr (rows <= kMostRowsInParallel && !two && chunked)
-          if (g.k > g.k_chunk) return go(std::integral_constant<int, 4>());
-        if constexpr (has_registers(chunked, two, rows)) return go(std::integral_constant<int, 1>());
+        using S = Shape<is_bf16 ? Type::bf16 : Type::f16, rows, two ? 2 : 1, chunked>;
+        if constexpr (has_registers(chunked, two, rows)) return launch_shape<S>(name, g, plan, skinny_kernel<S>);
         else return pydet_status(PYDET_UNSUPPORTED);  // takes() has refused it
       });
     });
@@ -317,7 +244,8 @@ template <int rows> bool SkinnySm90<rows>::takes(const Gemm &g) {
 // device idle: half of it in a single wave, a tenth in several (measured at m = 96 and 128 over 12 shapes).
 template <int rows> bool SkinnySm90<rows>::prefers(const Gemm &g) {
   if (choose(g) != rows) return false;
-  if (g.m <= kWarpgroupRows || splits_x(g)) return true;
+  if (g.m <= kWarpgroupRows) return true;
+  if (g.n < 4096) return false;
   const int64_t multiprocessors = gpu_multiprocessors(g.device.id), tiles = (g.n + rows - 1) / rows;
   const int64_t waves = (tiles + multiprocessors - 1) / multiprocessors;
   return 100 * tiles >= (waves == 1 ? 55 : 90) * waves * multiprocessors;
