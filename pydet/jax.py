@@ -7,7 +7,7 @@
 
 They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/xla_ffi.cpp``); on the
 CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or for
-RMSNorm with a weight each one call for each. Operands are float32, bfloat16 or float16 arrays of one type.
+RMSNorm with a weight one call for each. Operands are float32, bfloat16 or float16 arrays of one type.
 
 ``arithmetic`` and ``k_chunk`` are as in :func:`pydet.gemm`, decide bits, and hold for backward too. Like every option
 here they are static: Python values, not traced ones. Errors are :class:`pydet.Error` while a function is traced, and
@@ -20,8 +20,11 @@ import ctypes
 import functools
 from typing import Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    raise ImportError("pydet.jax wants JAX, which is not installed: pip install jax") from error
 import numpy as np
 
 from pydet import _native
@@ -62,9 +65,10 @@ def _array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
     """x as an array of one of the types, of that of `like` where there is one."""
     if not isinstance(x, jax.Array | jax.core.Tracer) and not hasattr(x, "__array__"):
         fail(INVALID_DTYPE, f"{op}: {name} is {type(x).__qualname__}, want an array")
-    x = jnp.asarray(x)
-    if x.dtype.name not in TYPES:
-        fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {', '.join(TYPES)}")
+    given = x.dtype.name if hasattr(getattr(x, "dtype", None), "name") else np.asarray(x).dtype.name
+    if given not in TYPES:
+        fail(INVALID_DTYPE, f"{op}: {name} is {given}, want {', '.join(TYPES)}")
+    x = jnp.asarray(x)  # not before: it narrows float64 without a word
     if like is not None and x.dtype != like.dtype:
         fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {like.dtype.name} as the first operand")
     return x
@@ -90,9 +94,11 @@ def _options(op: str, arithmetic: str, k_chunk: int | None) -> _Options:
 
 
 def _call(name: str, results: Any, operands: tuple[Array, ...], **attributes: int | float) -> Any:
-    """The handler's results. Unbatched operands of a vmap come with a dimension of 1, which it broadcasts."""
+    """The handler's results. Under vmap gemm broadcasts what is unbatched; a norm takes a weight a group of rows,
+    which nested batches keep in order only where all operands have every batch dimension."""
+    method = "expand_dims" if name == "gemm" else "broadcast_all"
     typed = {key: np.float64(x) if isinstance(x, float) else np.int64(x) for key, x in attributes.items()}
-    return jax.ffi.ffi_call(f"pydet_{name}", results, vmap_method="expand_dims")(*operands, **typed)
+    return jax.ffi.ffi_call(f"pydet_{name}", results, vmap_method=method)(*operands, **typed)
 
 
 def _product(

@@ -128,6 +128,12 @@ def test_vmap(device, dtype):
         np.stack([pydet.rmsnorm(x[0], w, eps=1e-5)[0] for w in weights]),
     )
     same(jax.vmap(norm, in_axes=(0, None))(x, weights[0]), pydet.rmsnorm(x, weights[0], eps=1e-5)[0])
+    # The weight's batch inside that of the rows.
+    each = np.stack([np.stack([pydet.rmsnorm(r, w, eps=1e-5)[0] for w in weights]) for r in x])
+    same(jax.vmap(jax.vmap(norm, in_axes=(None, 0)), in_axes=(0, None))(x, weights), each)
+    rows = np.stack([x, x[::-1]])
+    each = np.stack([[pydet.rmsnorm(y[i], weights[i], eps=1e-5)[0] for i in range(4)] for y in rows])
+    same(jax.vmap(jax.vmap(norm), in_axes=(0, None))(rows, weights), each)
 
 
 def test_vmap_of_gradients(device):
@@ -167,6 +173,7 @@ def test_bad_input():
     refuses(r"batches do not broadcast", pj.gemm, normal(2, 3, 4), normal(3, 4, 5))
     refuses(r"b is bfloat16, want float32", pj.gemm, a, b.astype(jnp.bfloat16))
     refuses(r"a is int32", pj.gemm, a.astype(np.int32), b.astype(np.int32))
+    refuses(r"a is float64, want float32", pj.gemm, a.astype(np.float64), b)
     refuses(r"a is list, want an array", pj.gemm, [[1.0]], b)
     refuses(r"bias is \(4,\), want \(5,\)", pj.gemm, a, b, normal(4))
     refuses(r"arithmetic is 'sm91'", pj.gemm, a, b, arithmetic="sm91")
@@ -269,3 +276,11 @@ def test_importing_pydet_does_not_import_jax():
     import sys
 
     subprocess.run([sys.executable, "-c", "import sys, pydet; assert 'jax' not in sys.modules"], check=True)
+
+
+def test_without_jax():
+    import sys
+
+    source = "import sys; sys.modules['jax'] = None; import pydet.jax"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.returncode != 0 and "pydet.jax wants JAX, which is not installed: pip install jax" in done.stderr
