@@ -280,6 +280,43 @@ def skinny(m, n, k):
     return Row("skinny_gemm", f"{m} x {n} x {k}", "bf16", variants, "cublas", 2 * n * k, "GB/s", agrees)
 
 
+DECODE_LAYER = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # qkv, o, gate_up, down of Llama 3 8B
+
+
+def decode_layer(m):
+    """The four products of a layer, each on the result (its first columns) of the one before; weights of two layers."""
+    layers = [[normal(n, k) * k**-0.5 for n, k in DECODE_LAYER] for _ in range(2)]
+    x = normal(m, 4096)
+
+    def calls(product):
+        outs = [[torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for n, _ in DECODE_LAYER] for _ in layers]
+
+        def layer(weights, its_outs):
+            given = x
+            for w, out in zip(weights, its_outs, strict=True):
+                product(given[:, : w.shape[1]], w, out)
+                given = out
+
+        return [partial(layer, *pair) for pair in zip(layers, outs, strict=True)], [outs[0][-1]]
+
+    ways = {
+        "cublas": lambda x, w, out: torch.mm(x, w.T, out=out),
+        "pydet": lambda x, w, out: pydet.skinny_gemm(x, w, out=out),
+        "pydet, weights_constant": lambda x, w, out: pydet.skinny_gemm(x, w, out=out, weights_constant=True),
+    }
+    variants = []
+    for name, product in ways.items():
+        made, outputs = calls(product)
+        variants.append(Variant(name, made, outputs if name != "cublas" else []))
+    work = sum(2 * n * k for n, k in DECODE_LAYER)
+    return Row("decode layer", f"{m} rows", "bf16", variants, "cublas", work, "GB/s")
+
+
+def decode_rows(quick):
+    for m in (1, 64) if quick else SKINNY_M:
+        yield partial(decode_layer, m)
+
+
 def skinny_rows(quick):
     for n, k in SKINNY_NK[:3] if quick else SKINNY_NK:
         for m in (1, 16, 64) if quick else SKINNY_M:
@@ -446,7 +483,7 @@ def card():
 # ---- Running -------------------------------------------------------------------------------------------------------
 
 LISTS = {"overhead": overhead, "equality": equality, "rmsnorm_accuracy": norm_accuracy}
-ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "rmsnorm": norm_rows}
+ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "decode": decode_rows, "rmsnorm": norm_rows}
 
 
 def summary(entries):

@@ -50,6 +50,8 @@ def _register() -> None:
         if library is None:
             continue
         functions = ctypes.CDLL(str(library.path))
+        if not hasattr(functions, "pydet_xla_cpu_gemm"):
+            fail(UNSUPPORTED, f"{library.path} is of an older build, which has no handlers for XLA; build it anew")
         for name in _TARGETS:
             handler = jax.ffi.pycapsule(getattr(functions, f"pydet_xla_{kind}_{name}"))
             jax.ffi.register_ffi_target(f"pydet_{name}", handler, platform=platform)
