@@ -3,13 +3,14 @@
 //   out[m, n] = round(chain_k(a[m, k] b[k, n]) + bias[m, n]),   fp32, bf16 and fp16 in
 //   chain: c = fmaf(a[m, k], b[k, n], c), k ascending, from +0 or out; or chains of k_chunk, their sums added ascending
 //
-// A block of 256 threads makes a tile of 64x64, 4x4 a thread: for every type, stride and alignment, for small problems and
-// for k_chunk; gemm_ieee_fp32.cu makes large fp32 ones. Stages of 8 k are converted to fp32 on their way to shared memory,
-// k-major whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero padding
-// would turn a chain of -0 into +0, so the last stage is walked to K and no further.
+// A block of 256 threads makes a tile of 64x64, 4x4 a thread: for every type, stride and alignment, for small problems
+// and for k_chunk; gemm_ieee_fp32.cu makes large fp32 ones. Stages of 8 k are converted to fp32 on their way to shared
+// memory, k-major whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero
+// padding would turn a chain of -0 into +0, so the last stage is walked to K and no further.
 
 #include "epilogue.h"
 #include "kernels.h"
+#include "quads.h"
 
 namespace pydet {
 namespace {
@@ -17,7 +18,6 @@ namespace {
 constexpr int kStageK = 8;
 constexpr int kThreads = 256;
 constexpr int kPadding = 4;  // floats a row: keeps 16-byte alignment, spreads the transposing stores over the banks
-constexpr int kQuad = 4;     // floats in one shared-memory load
 
 static_assert(kChunkMultiple % kStageK == 0, "a chunk ends where a stage ends");
 
@@ -30,7 +30,8 @@ constexpr int kSharedBytes = 2 * kStageK * (kTileM + kTileN + 2 * kPadding) * in
 struct AnyType {
   const char *p;
   Type type;
-  __device__ AnyType(const Matrix &matrix, int64_t offset) : p(matrix.data + offset * size_of(matrix.type)), type(matrix.type) {}
+  __device__ AnyType(const Matrix &matrix, int64_t offset)
+      : p(matrix.data + offset * size_of(matrix.type)), type(matrix.type) {}
   __device__ AnyType operator+(int64_t n) const { return AnyType(p + n * size_of(type), type); }
   __device__ float value() const { return load_f32(p, type, 0); }
 
@@ -78,20 +79,6 @@ template <bool k_contiguous, int tile> struct Reader {
     }
   }
 };
-
-// A thread's outers are quads, `threads` quads apart.
-__device__ __forceinline__ int outer_of(int thread, int i, int threads) { return (i / kQuad * threads + thread) * kQuad + i % kQuad; }
-
-template <int count> __device__ __forceinline__ void load_quads(float (&values)[count], const float *row, int thread, int threads) {
-#pragma unroll
-  for (int i = 0; i < count; i += kQuad) {
-    float4 quad = *reinterpret_cast<const float4 *>(row + outer_of(thread, i, threads));
-    values[i] = quad.x;
-    values[i + 1] = quad.y;
-    values[i + 2] = quad.z;
-    values[i + 3] = quad.w;
-  }
-}
 
 template <bool a_k_contiguous, bool b_k_contiguous>
 __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_constant__ Gemm problem) {
@@ -213,8 +200,8 @@ pydet_status gemm_ieee_64x64(const Gemm &problem) {
   auto kernel = a ? (b ? gemm_ieee_kernel<true, true> : gemm_ieee_kernel<true, false>)
                   : (b ? gemm_ieee_kernel<false, true> : gemm_ieee_kernel<false, false>);
   int64_t tiles = (problem.m + kTileM - 1) / kTileM * ((problem.n + kTileN - 1) / kTileN) * problem.batch.count;
-  Launch shape = {kName, static_cast<gpu_stream>(problem.stream), dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)),
-                  dim3(kThreads), kSharedBytes};
+  Launch shape = {kName, static_cast<gpu_stream>(problem.stream),
+                  dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)), dim3(kThreads), kSharedBytes};
   DeviceGuard guard(problem.device.id);
   if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
   return launch(shape, kernel, problem);

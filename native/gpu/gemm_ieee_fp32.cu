@@ -13,6 +13,7 @@
 
 #include "epilogue.h"
 #include "kernels.h"
+#include "quads.h"
 
 namespace pydet {
 namespace {
@@ -23,7 +24,6 @@ constexpr int kThreadsM = 16, kThreadsN = 16;                // threads of a blo
 constexpr int kLanesN = 8, kWarpsM = 4;                      // of which a warp is 4 by 8
 constexpr int kTileM = kThreadM * kThreadsM, kTileN = kThreadN * kThreadsN;
 constexpr int kStageK = 16;
-constexpr int kQuad = 4;
 constexpr int kPadding = 4;  // floats a row: keeps 16-byte alignment, spreads the transposing copies over the banks
 constexpr int kBand = 16;    // tiles under each other that are walked together, for the L2
 constexpr int kStageBytes = kStageK * (kTileM + kTileN + 2 * kPadding) * int(sizeof(float));
@@ -78,17 +78,6 @@ template <bool k_adjacent, int tile> struct Copier {
   }
 };
 
-// Element i of a thread's along m or n: quads lie `threads` quads apart.
-__device__ __forceinline__ int outer_of(int thread, int i, int threads) { return (i / kQuad * threads + thread) * kQuad + i % kQuad; }
-
-template <int count> __device__ __forceinline__ void load_quads(float (&values)[count], const float *row, int thread, int threads) {
-#pragma unroll
-  for (int i = 0; i < count; i += kQuad) {
-    const float4 quad = *reinterpret_cast<const float4 *>(row + outer_of(thread, i, threads));
-    values[i] = quad.x, values[i + 1] = quad.y, values[i + 2] = quad.z, values[i + 3] = quad.w;
-  }
-}
-
 template <bool a_k_adjacent, bool b_k_adjacent>
 __global__ void __launch_bounds__(kThreads, 1) gemm_ieee_fp32_kernel(const __grid_constant__ Gemm problem) {
   using CopierA = Copier<a_k_adjacent, kTileM>;
@@ -117,7 +106,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_ieee_fp32_kernel(const __gri
     for (int i = 0; i < kThreadM; ++i)
 #pragma unroll
       for (int j = 0; j < kThreadN; ++j) {
-        const int64_t row = m0 + outer_of(thread_row, i, kThreadsM), column = n0 + outer_of(thread_column, j, kThreadsN);
+        const int64_t row = m0 + outer_of(thread_row, i, kThreadsM);
+        const int64_t column = n0 + outer_of(thread_column, j, kThreadsN);
         if (row < problem.m && column < problem.n) f(i, j, row, column);
       }
   };
@@ -243,7 +233,9 @@ bool reaches(const Matrix &matrix, int64_t k_stride, int64_t outer_stride, int64
   return aligned;
 }
 
-int64_t tile_count(const Gemm &g) { return (g.m + kTileM - 1) / kTileM * ((g.n + kTileN - 1) / kTileN) * g.batch.count; }
+int64_t tile_count(const Gemm &g) {
+  return (g.m + kTileM - 1) / kTileM * ((g.n + kTileN - 1) / kTileN) * g.batch.count;
+}
 
 }  // namespace
 
