@@ -88,7 +88,7 @@ def text(pointer: Any) -> str:
 
 def keep_for_ever(x: Any) -> None:
     """Keeps an object alive to the end of the process, past the interpreter's own clearing up."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
+    ctypes.pythonapi["Py_IncRef"](ctypes.py_object(x))
 
 
 class Library:

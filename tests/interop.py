@@ -43,7 +43,7 @@ class Versioned(ctypes.Structure):  # DLManagedTensorVersioned
     ]
 
 
-_new = ctypes.pythonapi.PyCapsule_New
+_new = ctypes.pythonapi["PyCapsule_New"]
 _new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _name_of = ctypes.pythonapi.PyCapsule_GetName
 _name_of.restype, _name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
