@@ -1,5 +1,7 @@
 // The C ABI: each call is check -> choose -> launch.
 
+#include <initializer_list>
+
 #include "check.h"
 
 namespace pydet {
@@ -71,6 +73,27 @@ pydet_status refuse(const char *op, const Problem &problem, const Backend &backe
               device_text(problem.device.type, problem.device.id).text, used ? have.text : "none for these inputs");
 }
 
+// Refuses memory that the device cannot reach, which would break it for the whole process.
+template <class... Data>
+pydet_status check_reach(const char *op, const Backend &backend, const Device &device, const Data *...data) {
+  if (!backend.reaches) return PYDET_OK;
+  for (const void *at : {static_cast<const void *>(data)...})
+    if (at && !backend.reaches(device.id, at))
+      return fail(PYDET_INVALID_DEVICE, "%s: the data at %p lie on the host, and the tensors are said to be on %s", op, at,
+                  device_text(device.type, device.id).text);
+  return PYDET_OK;
+}
+pydet_status check_reach(const char *op, const Backend &backend, const Gemm &g) {
+  return check_reach(op, backend, g.device, g.a.data, g.b.data, g.bias.data, g.out.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const RmsNorm &n) {
+  return check_reach(op, backend, n.device, n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data, n.rstd.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const RmsNormBackward &n) {
+  return check_reach(op, backend, n.device, n.dy.data, n.x.data, n.dresidual.data, n.dx.data, n.weight.data, n.rstd.data,
+                     n.dweight.data);
+}
+
 template <class Problem> pydet_status launch(const char *op, const Problem &problem, const char *forced) {
   const Backend &backend = *backend_for(problem.device.type);
   const Table<Problem> &table = table_of(backend, problem);
@@ -84,6 +107,7 @@ template <class Problem> pydet_status launch(const char *op, const Problem &prob
                   forced, operation_of(problem), type_name(input_type(problem)), row.requires_,
                   kArithmeticNames[int(row.arithmetic)]);
     if (!fits || (!forced && row.prefers && !row.prefers(problem))) continue;
+    PYDET_TRY(check_reach(op, backend, problem));
     PYDET_TRY(row.launch(problem));
     last_kernel = row.name;
     return PYDET_OK;

@@ -369,6 +369,24 @@ def test_past_two_to_the_31_elements(torch):
         assert torch.equal(words(out[row]), words(pydet.gemm(a[row : row + 1], w.T)[0]))
 
 
+def test_host_memory_is_refused(torch):
+    """Said to be on the device: a sentence where the device cannot read it, the right bits where it can."""
+    a, b, out = (capi.random(shape) for shape in ((5, 16), (16, 7), (5, 7)))
+    want = pydet.gemm(a, b)
+    tensors = [capi.Tensor(x, device=(2, 0)) for x in (a, b, out)]
+    lib = capi.ffi.dlopen(str(pydet._native.load(1).path))
+    options = capi.options("pydet_gemm_options")
+    status = lib.pydet_gemm(capi.ffi.NULL, tensors[0].c, tensors[1].c, capi.ffi.NULL, tensors[2].c, options)
+    torch.cuda.synchronize()
+    if status:
+        assert status == 5 and "on the host" in capi.ffi.string(lib.pydet_last_error()).decode()
+    else:
+        assert_same_bits(out, want, "host memory that the device shares")
+    x = torch.ones(4, 4, device="cuda")
+    assert torch.equal(pydet.gemm(x, x), x * 4), "the device works on"
+
+
+
 def test_misaligned_and_odd_strides(torch):
     """Correct, not refused, with the bits of aligned operands."""
     a, w = operands(torch, 100, 200, 512, torch.bfloat16)

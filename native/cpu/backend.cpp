@@ -89,7 +89,7 @@ uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool)
 
 const Backend &cpu_backend() {
   static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores, gemm_workspace,
-                                      table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return backend;
 }
 

@@ -95,6 +95,13 @@ Arithmetic tensor_cores(int32_t id) {
 
 uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
 
+// Memory that the runtime does not know is the host's own, which a device reaches only where it shares its page tables.
+bool reaches(int32_t id, const void *data) {
+  cudaPointerAttributes found;
+  if (cudaPointerGetAttributes(&found, data) != cudaSuccess) return true;  // the launch will say what is wrong
+  return found.type != cudaMemoryTypeUnregistered || gpu_attribute(cudaDevAttrPageableMemoryAccess, id);
+}
+
 template <class Problem, int count> constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count]) {
   return {rows, count};
 }
@@ -103,7 +110,7 @@ template <class Problem, int count> constexpr Table<Problem> table(const Kernel<
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores, gemm_workspace,
-                                      table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      reaches, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return &backend;
 }
 

@@ -75,7 +75,7 @@ template <class Problem, int count> constexpr Table<Problem> table(const Kernel<
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores, gemm_workspace,
-                                      table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return &backend;
 }
 
