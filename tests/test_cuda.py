@@ -424,6 +424,184 @@ def test_refusals(torch):
     assert bool((out == 7).all())
 
 
+# ---- Skinny GEMM ---------------------------------------------------------------------------------------------------
+
+SKINNY_KERNELS = [None, *(kernel.name for kernel in cuda_kernels("gemm") if "skinny" in kernel.name)]
+
+
+def skinny_or_none(x, w, kernel, **options):
+    """None where a forced kernel refuses the problem."""
+    try:
+        return pydet.skinny_gemm(x, w, kernel=kernel, **options)
+    except pydet.Error as error:
+        if kernel is None or error.status != UNSUPPORTED:
+            raise
+        return None
+
+
+def check_skinny(torch, x, w, ms, what, **options):
+    """The first m rows against the CPU's bits, by the kernels that the library chooses and by every other; of many ms,
+    these get a part. Returns the kernels that took part."""
+    arithmetic = "ieee" if x.dtype == torch.float32 else "sm90"
+    expected = words(pydet.skinny_gemm(x, w, arithmetic=arithmetic, **options)).cuda()
+    x, w = x.cuda(), w.cuda()
+    if (bias := options.pop("bias", None)) is not None:
+        bias = bias.cuda()
+    took, ms = set(), list(ms)
+    for kernel in SKINNY_KERNELS:
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for m in ms if kernel is None or len(ms) < 20 else {*ms[::9], 64, 65, 128}:
+            given = {} if bias is None else {"bias": bias[:m] if bias.dim() == 2 else bias}
+            y = skinny_or_none(x[:m], w, kernel, arithmetic=arithmetic, weights_constant=m % 2 == 0, **given, **options)
+            if y is not None:
+                took.add(pydet.last_kernel())
+                wrong += (words(y) != expected[:m]).sum()
+        assert int(wrong) == 0, f"{what}, {options}, kernel {kernel}: {int(wrong)} words differ from the CPU's"
+    return took
+
+
+@pytest.mark.parametrize("k_chunk", [None, 256, 512, 1024])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_skinny_rows_equal_cpu(torch, dtype, k_chunk):
+    """Every number of rows up to 130; ragged N and K; the last chunks short, or missing."""
+    dtype, took = getattr(torch, dtype), set()
+    for n, k in [(331, 8), (72, 1000), (200, 2880), (136, 4104), (40, 14336)]:
+        x, w = (torch.randn(rows, k).to(dtype) for rows in (130, n))
+        took |= check_skinny(torch, x, w, range(1, 131), f"{n} x {k}", k_chunk=k_chunk, out_dtype=torch.float32)
+    assert len(took) >= (2 if dtype == torch.float32 else 6), took  # of 6 for sm90, beside the GEMM tiles
+
+
+@pytest.mark.parametrize("k_chunk", [None, 16, 48, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_skinny_many_tiles_equal_cpu(torch, dtype, k_chunk):
+    """Several tiles a block, so that the rings go round more than once."""
+    dtype = getattr(torch, dtype)
+    for n, k in [(8650, 264), (4300, 1032), (1100, 2056)]:
+        x, w = (torch.randn(rows, k).to(dtype) for rows in (128, n))
+        check_skinny(torch, x, w, [1, 8, 9, 16, 33, 64, 65, 128], f"{n} x {k}", k_chunk=k_chunk)
+
+
+@pytest.mark.parametrize("k_chunk", [None, 512])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_skinny_bias_and_strides_equal_cpu(torch, dtype, k_chunk):
+    """A bias for each column and a full one, of every type; results of every type; padded rows; adding to y."""
+    dtype, n, k, ms = getattr(torch, dtype), 333, 1416, [1, 5, 16, 40, 64, 100, 128]
+    types = [torch.float32, torch.bfloat16, torch.float16]
+    x, w = torch.randn(128, k + 24).to(dtype)[:, 8 : k + 8], torch.randn(n, k + 16).to(dtype)[:, :k]
+    for i, bias_type in enumerate(types):
+        for shape in [(n,), (128, n)]:
+            bias = torch.randn(shape).to(bias_type)
+            for out_dtype in (types[i], types[i - 1]):
+                check_skinny(torch, x, w, ms, f"bias {shape}", bias=bias, out_dtype=out_dtype, k_chunk=k_chunk)
+    arithmetic = "ieee" if dtype == torch.float32 else "sm90"
+    before = torch.randn(128, n + 3)
+    expected = before.clone()
+    pydet.skinny_gemm(x, w, out=expected[:, :n], accumulate=True, arithmetic=arithmetic, k_chunk=k_chunk)
+    # whole allocations travel, so that rows stay padded
+    x, w = x._base.cuda()[:, 8 : k + 8], w._base.cuda()[:, :k]
+    for kernel, m in itertools.product(SKINNY_KERNELS, ms):
+        out, rest = before.cuda(), before.clone()
+        options = {"accumulate": True, "arithmetic": arithmetic, "k_chunk": k_chunk}
+        if skinny_or_none(x[:m], w, kernel, out=out[:m, :n], **options) is not None:
+            rest[:m, :n] = expected[:m, :n]
+            assert torch.equal(words(out.cpu()), words(rest)), f"{kernel}, M = {m}"
+
+
+@pytest.mark.parametrize("k_chunk", [None, 256, 1024])
+@pytest.mark.parametrize("n,k", [(1024, 4096), (6144, 4096), (8192, 1024)])
+def test_skinny_row_in_other_company(torch, n, k, k_chunk):
+    """Alone, permuted, repeated, and among NaN rows."""
+    x, w = operands(torch, 128, n, k, torch.bfloat16)
+    call = functools.partial(pydet.skinny_gemm, k_chunk=k_chunk)
+    whole = words(call(x, w))
+    assert torch.equal(whole, words(pydet.gemm(x, w.T, k_chunk=k_chunk)))
+    for row in range(128):
+        assert torch.equal(words(call(x[row], w)), whole[row]), f"row {row} alone"
+    order = torch.randperm(128, device="cuda")
+    for m in (128, 127, 65, 64, 33, 16, 3):
+        assert torch.equal(words(call(x[order[:m]], w)), whole[order[:m]]), f"{m} rows, permuted"
+        assert torch.equal(words(call(x[5:6].expand(m, k), w)), whole[5].expand(m, n)), f"one row, {m} times"
+    among = torch.full_like(x, float("nan"))
+    among[::7] = x[::7]
+    assert torch.equal(words(call(among, w))[::7], whole[::7])
+
+
+@pytest.mark.parametrize("weights_constant", [False, True])
+def test_skinny_products_in_sequence(torch, weights_constant):
+    """A decode layer, each product of the result before it, called, on two streams at once, and as a graph's replays:
+    a kernel that starts beside the one before it must not read what that has yet to write."""
+    shapes = [(1536, 1024), (1024, 1024), (7168, 1024), (1024, 3584)] * 2
+    weights = [(torch.randn(n, k, device="cuda") * k**-0.5).to(torch.bfloat16) for n, k in shapes]
+
+    def layers(x, outs):
+        for w, out in zip(weights, outs, strict=True):
+            pydet.skinny_gemm(x[:, : w.shape[1]], w, out=out, weights_constant=weights_constant)
+            x = out
+        return x
+
+    def outs(m):
+        return [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for n, _ in shapes]
+
+    for m in (1, 16, 64, 128):
+        x = expected = torch.randn(m, 1024, device="cuda").to(torch.bfloat16)
+        for w in weights:
+            expected = pydet.gemm(expected[:, : w.shape[1]], w.T, kernel="cuda_gemm_sm90_mma_64x64")
+            torch.cuda.synchronize()
+        expected = words(expected)
+        streams, results = [torch.cuda.Stream() for _ in range(2)], [outs(m) for _ in range(2)]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(3)]
+        torch.cuda.synchronize()
+        for _ in range(50):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    for out in results[i]:
+                        out.fill_(float("nan"))
+                    wrong[i] += (words(layers(x, results[i])) != expected).sum()
+        torch.cuda.synchronize()
+        graph, captured = torch.cuda.CUDAGraph(), outs(m)
+        with torch.cuda.graph(graph):
+            y = layers(x, captured)
+        for _ in range(50):
+            for out in captured:
+                out.fill_(float("nan"))
+            graph.replay()
+            wrong[2] += (words(y) != expected).sum()
+        assert [int(count) for count in wrong] == [0, 0, 0], f"M = {m}"
+
+
+def test_skinny_entry_takes_many_rows(torch):
+    x, w = operands(torch, 1000, 776, 520, torch.bfloat16)
+    for m in (129, 300, 1000):
+        assert torch.equal(words(pydet.skinny_gemm(x[:m], w)), words(pydet.gemm(x[:m], w.T)))
+    for kernel in SKINNY_KERNELS[1:]:
+        if "sm90" in kernel:
+            with pytest.raises(pydet.Error, match=f"kernel {kernel} does not take this problem"):
+                pydet.skinny_gemm(x[:129], w, kernel=kernel)
+
+
+def test_skinny_workspace(torch):
+    """None is needed, whatever the extents, and one that is given changes nothing and is not outgrown."""
+    lib, null = capi.ffi.dlopen(str(pathlib.Path(pydet.__file__).parent / "libpydet_cuda.so")), capi.ffi.NULL
+    size = capi.ffi.new("uint64_t *", 7)
+    for m, n, k in [(1, 1, 1), (128, 128256, 16384), (130, 2**31, 2**20), (2**20, 2**20, 2**20)]:
+        for mode in (lib.PYDET_DETERMINISTIC, lib.PYDET_FAST):
+            options = capi.options("pydet_skinny_gemm_options", mode=mode, k_chunk=256)
+            assert lib.pydet_skinny_gemm_workspace(m, n, k, options, size) == lib.PYDET_OK and size[0] == 0
+    x, w = operands(torch, 16, 520, 1024, torch.bfloat16)
+    expected, y = words(pydet.skinny_gemm(x, w)), torch.empty(16, 520, dtype=torch.bfloat16, device="cuda")
+    scratch = torch.full((48,), 77, dtype=torch.uint8, device="cuda")
+    tensors = [capi.Tensor(shape=t.shape, dtype=capi.BFLOAT16, data=t.data_ptr(), device=(2, 0)).c for t in (x, w, y)]
+    given = capi.options(
+        "pydet_skinny_gemm_options", workspace=capi.ffi.cast("void *", scratch.data_ptr() + 16), workspace_size=16
+    )
+    stream = capi.ffi.cast("void *", torch.cuda.current_stream().cuda_stream)
+    assert lib.pydet_skinny_gemm(stream, tensors[0], tensors[1], null, tensors[2], given) == lib.PYDET_OK
+    assert torch.equal(words(y), expected)
+    assert bool((scratch[:16] == 77).all()) and bool((scratch[32:] == 77).all())
+
+
 # ---- RMSNorm -------------------------------------------------------------------------------------------------------
 
 NORM_ROWS = [0, 1, 2, 63, 64, 65, 199, 600]

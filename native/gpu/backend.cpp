@@ -32,8 +32,8 @@ template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
 
 // Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
-    skinny_row<8>("cuda_skinny_gemm_sm90_8"), skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"),
-    skinny_row<48>("cuda_skinny_gemm_sm90_48"), skinny_row<64>("cuda_skinny_gemm_sm90_64"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
+    skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"), skinny_row<48>("cuda_skinny_gemm_sm90_48"),
+    skinny_row<64>("cuda_skinny_gemm_sm90_64"), skinny_row<96>("cuda_skinny_gemm_sm90_96"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
     sm90_row<0>(), sm90_row<1>(), sm90_row<2>(), sm90_row<3>(), sm90_row<4>(), sm90_row<5>(), sm90_row<6>(), sm90_row<7>(), sm90_row<8>(), sm90_row<9>(), sm90_row<10>(),
     sm90_row<11>(), sm90_row<12>(), sm90_row<13>(), sm90_row<14>(), sm90_row<15>(), sm90_row<16>(), sm90_row<17>(), sm90_row<18>(), sm90_row<19>(), sm90_row<20>(), sm90_row<21>(),
     {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},

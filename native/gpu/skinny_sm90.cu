@@ -4,7 +4,7 @@
 //   D = +0 or y;  D = step(D, x[m, 16i .. 16i+15], w[n, 16i .. 16i+15]) for i ascending            without k_chunk
 //   D = +0 or y;  D = D + s_c for chunks c ascending, s_c = such a chain from +0 over its own k    with k_chunk
 //
-// x is the 64-row operand of wgmma, one warpgroup for each 64, and w its n = 8 to 128, so that tiles can be so narrow
+// x is the 64-row operand of wgmma, one warpgroup for each 64, and w its n = 16 to 128, so that tiles can be so narrow
 // that every SM has one. (The rows of that operand that x does not have are whatever lies behind it in shared memory;
 // nothing of theirs is stored.) skinny_sm90.h has the rings that the operands come through. What is left of the time
 // where N is small is the chain: 35 cycles a step, 5 us for K = 4096; by mma.sync it was 40.
@@ -17,18 +17,22 @@ namespace {
 constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
+constexpr int kMostRowsInParallel = 32;  // of w, for chunks side by side: wider tiles keep the memory busy as they are
 
-template <Type input, int tile_rows, int warpgroups, bool chunks> struct Shape {
+// `warpgroups` for 64 rows of x each, or, if `at_once` is not 1, that many for as many chunks at a time.
+template <Type input, int tile_rows, int warpgroups, bool chunks, int at_once> struct Shape {
   static constexpr Type type = input;
   static constexpr int rows = tile_rows;
   static constexpr bool chunked = chunks, restarts = chunks;
-  static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
+  static constexpr int parallel = at_once, consumer_warps = warpgroups * parallel * 4, arrivals = warpgroups;
   static constexpr int registers = rows / 2;                // accumulators a thread
+  static constexpr int join_bytes = (parallel - 1) * registers * kWarpgroup * 4;
   static constexpr int stage_blocks = rows <= 48 ? 2 : 1;   // boxes along k in a stage: about 8 KiB of w
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64;  // and a warp to load w, one to load x
   static_assert(w_block_bytes % (kAtomRows * kRowBytes) == 0, "tiles are whole swizzle atoms");
+  static_assert(parallel == 1 || (chunked && warpgroups == 1), "chunks side by side");
 };
 
 // A descriptor moved on in shared memory: one addition, since making it anew cost the chain 10 cycles a step.
@@ -36,32 +40,42 @@ __device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
   return (descriptor & ~uint64_t(0xFFFFFFFFu)) | (uint32_t(descriptor) + uint32_t(bytes >> 4));
 }
 
-// Where in the rings a warpgroup reads, and behind that the stage that its wgmma group in flight may still read.
+// Where in the rings a warpgroup reads, and the barriers of the stage that its wgmma group in flight may still read. Of
+// S::parallel warpgroups, each takes every S::parallel-th stage.
 template <class S> struct Reader {
   const Layout<S> &at;
   const int warpgroup, thread;
-  Cursor x, w, x_done, w_done;
-  bool in_flight = false;
+  Cursor x, w;
+  uint32_t x_reading = 0, w_reading = 0;
 
   __device__ __forceinline__ Reader(const Problem &p, const Layout<S> &layout, int group)
-      : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), x(p.x_stages), w(p.w_stages),
-        x_done(p.x_stages), w_done(p.w_stages) {}
+      : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), x(p.x_stages), w(p.w_stages) {
+    if (S::parallel > 1)
+      for (int i = 0; i < warpgroup; ++i) x.next(), w.next();
+  }
 
   // The stage before has been read.
   __device__ __forceinline__ void release() {
-    if (thread == 0) {
-      barrier_arrive(at.x_empty(x_done.stage));
-      barrier_arrive(at.w_empty(w_done.stage));
+    if (w_reading && thread == 0) {
+      barrier_arrive(x_reading);
+      barrier_arrive(w_reading);
     }
-    x_done.next();
-    w_done.next();
+    w_reading = 0;
+  }
+
+  // On to this warpgroup's next stage; the one left is released after the next.
+  __device__ __forceinline__ void next() {
+    x_reading = at.x_empty(x.stage);
+    w_reading = at.w_empty(w.stage);
+    for (int i = 0; i < S::parallel; ++i) x.next(), w.next();
   }
 
   // Starts `steps` steps on the next stage, the first from +0 if `fresh`, and frees the one before.
   __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
     barrier_wait(at.w_full(w.stage), w.parity);
     barrier_wait(at.x_full(x.stage), x.parity);
-    const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + warpgroup * kWarpgroupRows * kRowBytes);
+    const int rows_offset = S::parallel > 1 ? 0 : warpgroup * kWarpgroupRows * kRowBytes;
+    const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + rows_offset);
     const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w.stage));
     wgmma_fence();
     if (!S::chunked || steps == S::stage_steps) {
@@ -72,11 +86,9 @@ template <class S> struct Reader {
       for (int i = 0; i < steps; ++i) step(d, x_tile, w_tile, i, i || !fresh);
     }
     wgmma_commit();
-    x.next();
-    w.next();
     wgmma_wait<1>();
-    if (in_flight) release();
-    in_flight = true;
+    release();
+    next();
   }
 
   __device__ __forceinline__ void step(float (&d)[S::registers], uint64_t x_tile, uint64_t w_tile, int i, int add) {
@@ -88,14 +100,61 @@ template <class S> struct Reader {
   // The accumulators may be read.
   __device__ __forceinline__ void finish() {
     wgmma_wait<0>();
-    if (in_flight) release();
-    in_flight = false;
+    release();
+  }
+
+  // Passes a stage in which this warpgroup has no chunk.
+  __device__ __forceinline__ void skip() {
+    finish();
+    barrier_wait(at.w_full(w.stage), w.parity);
+    barrier_wait(at.x_full(x.stage), x.parity);
+    next();
+  }
+
+  // d = d + the sums of `count` warpgroups in ascending order, in the first warpgroup; the others hand theirs over in
+  // shared memory, where every thread has the same elements.
+  __device__ __forceinline__ void join(float (&d)[S::registers], const float (&sum)[S::registers], int count) {
+    constexpr int kThreads = S::parallel * kWarpgroup, kElementBytes = kWarpgroup * 4;
+    auto address = [&](int group, int i) {
+      return at.joins + thread * 4 + ((group - 1) * S::registers + i) * kElementBytes;
+    };
+    if (warpgroup > 0)
+#pragma unroll
+      for (int i = 0; i < S::registers; ++i)
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address(warpgroup, i)), "f"(sum[i]) : "memory");
+    named_sync(1, kThreads);
+    if (warpgroup == 0) {
+#pragma unroll
+      for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
+#pragma unroll 1
+      for (int group = 1; group < count; ++group)
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) {
+          float x;
+          asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address(group, i)) : "memory");
+          d[i] = d[i] + x;
+        }
+    }
+    named_sync(1, kThreads);
   }
 
   // d = the chain of one tile, or the sum of its chunks, from d. The last stage's steps past K read zeros, which change
   // nothing in a chain that has taken a step.
   __device__ __forceinline__ void chain(float (&d)[S::registers], int steps, int chunk_steps) {
-    if constexpr (S::chunked) {
+    if constexpr (S::parallel > 1) {
+      const int stages = (chunk_steps + S::stage_steps - 1) / S::stage_steps;
+      float sum[S::registers];
+      for (int first = 0; first < steps; first += S::parallel * chunk_steps) {
+        const int chunk = first + warpgroup * chunk_steps, end = min(steps - chunk, chunk_steps) + chunk;
+#pragma unroll 1
+        for (int i = 0, start = chunk; i < stages; ++i, start += S::stage_steps) {
+          if (start < end) advance(sum, min(S::stage_steps, end - start), i == 0);
+          else skip();
+        }
+        finish();
+        join(d, sum, min((steps - first + chunk_steps - 1) / chunk_steps, S::parallel));
+      }
+    } else if constexpr (S::chunked) {
       float sum[S::registers];
       for (int chunk = 0; chunk < steps; chunk += chunk_steps) {
         const int end = min(steps - chunk, chunk_steps) + chunk;
@@ -141,16 +200,21 @@ __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, fl
 }
 
 template <class S> __device__ __forceinline__ void multiply(const Problem &p, const Layout<S> &at, int warpgroup) {
-  const int lane = int(threadIdx.x) % 32, first_row = int(threadIdx.x) / 32 * 16 + lane / 4;
+  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   Reader<S> reader(p, at, warpgroup);
   for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
-    const int column_0 = tile * S::rows + lane % 4 * 2;
+    const int first_row = first_of_x(p, tile) + (S::parallel > 1 ? warp % 4 : warp) * 16 + lane / 4;
+    const int column_0 = first_of_w<S>(p, tile) + lane % 4 * 2;
+    const int least_row = (tile & p.x_split) * kTileRows, least_column = (tile >> p.x_split) * S::rows;
+    auto is_ours = [&](int row, int column) {
+      return row >= least_row && row < p.m && column >= least_column && column < p.n;
+    };
     // f(i, row, column) for the accumulators d[i] and d[i + 1] of neighbours in a row of y.
     auto each_pair = [&](auto f) {
 #pragma unroll
       for (int i = 0; i < S::registers; i += 2) {
         int row = first_row + i % 4 / 2 * 8, column = column_0 + i / 4 * 8;
-        if (row < p.m && column < p.n) f(i, row, column);
+        if (is_ours(row, column)) f(i, row, column);
       }
     };
     if (p.bias)
@@ -160,12 +224,12 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
 
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     float d[S::registers];
-    if (p.accumulate) {
+    if (p.accumulate && (S::parallel == 1 || warpgroup == 0)) {
       const float *y = reinterpret_cast<const float *>(p.out);
 #pragma unroll
       for (int i = 0; i < S::registers; ++i) {
         int row = first_row + i % 4 / 2 * 8, column = column_0 + i / 4 * 8 + i % 2;
-        d[i] = row < p.m && column < p.n ? y[row * p.out_stride + column] : 0.0f;
+        d[i] = is_ours(row, column) ? y[row * p.out_stride + column] : 0.0f;
       }
       reader.chain(d, p.steps, p.chunk_steps);
     } else {
@@ -174,6 +238,7 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
       reader.chain(d, p.steps, p.chunk_steps);
     }
 
+    if (S::parallel > 1 && warpgroup > 0) continue;
     // The code below runs once: where it was long, fetching its instructions took 4 us.
     if (p.bias)
       with_type(p.bias_type, [&](auto type) {
@@ -202,33 +267,62 @@ constexpr bool has_registers(bool chunked, bool two_warpgroups, int rows) {
 }
 bool has_registers(const Gemm &g, int rows) { return has_registers(g.k_chunk != 0, g.m > kWarpgroupRows, rows); }
 
-// The fastest in a sweep on an H100: M from 1 to 128, (N, K) from (768, 4096) to (128256, 4096), kernels back to back.
-// Tiles so wide that there is one for every SM, but no wider than it takes to keep many rows of w open at a time; for
-// more than 64 rows of x wide ones, since every tile reads all of x.
-int choose(const Gemm &g) {
-  const int64_t blocks = gpu_multiprocessors(g.device.id);
-  if (g.m > kWarpgroupRows) return g.n < 16 * blocks ? 16 : g.n < 24 * blocks ? 32 : 64;
-  if (g.n <= 8 * blocks) return g.m <= 16 ? 8 : 16;
-  if (g.n <= 24 * blocks) return 32;
-  if (g.n <= 32 * blocks) return g.m <= 8 && g.k <= 8192 ? 48 : 32;
-  if (g.n <= 48 * blocks) return 48;
-  if (g.n <= 64 * blocks) return g.k <= 1024 ? 64 : 32;
-  return g.n <= 512 * blocks ? 32 : 64;
+// The fastest of sweeps on an H100, M from 1 to 128, (N, K) from (768, 4096) to (128256, 4096), kernels back to back in
+// a graph; no rows where a tile of gemm_sm90.cu was faster. `width` is the rows of w for every SM.
+//
+// Tiles so wide that there is one for every SM, but no wider than it takes to keep many rows of w open at a time. With
+// more than 64 rows of x and few of w, two blocks share these: the more SMs read x, the sooner they have it. Half of
+// the shared memory, so that the next kernel's blocks settle beside these, wins where kernels are short; elsewhere only
+// if the next is the same: behind another one, two blocks of a kernel can come to lie on one SM, none on its neighbour.
+Plan choose(const Gemm &g) {
+  constexpr int kMost = kMostSharedBytes, kHalf = kHalfSharedBytes;
+  constexpr bool kSplit = true, kEarly = true;
+  constexpr Plan kNone = {0, false, kMost, false};
+  const int64_t width = cut(g.n, gpu_multiprocessors(g.device.id));
+  const bool constant = g.weights_constant;
+  if (g.m > kWarpgroupRows) {
+    if (width <= 16) return {g.k_chunk ? (width <= 8 ? 16 : 48) : 32, kSplit, kMost, false};
+    if (width <= 24) return {48, kSplit, kMost, false};
+    if (width <= 32 && g.k > 8192) return g.m <= 96 ? Plan{32, false, kMost, false} : kNone;
+    if (width <= 32) return constant ? Plan{64, false, kMost, false} : kNone;
+    if (width <= 48) return g.m <= 96 ? Plan{48, false, kMost, kEarly} : Plan{96, kSplit, kMost, false};
+    if (width <= 64 && g.k <= 1024) return g.m <= 96 ? Plan{64, false, kHalf, false} : kNone;
+    if (width <= 64) return constant || g.m <= 80 ? Plan{64, false, kMost, false} : kNone;
+    if (width <= 128) return {width <= 96 ? 96 : 64, false, kMost, kEarly};
+    if (width <= 512) return g.m <= 96 ? Plan{32, false, kMost, kEarly} : Plan{96, kSplit, kMost, false};
+    return g.m <= 80 ? Plan{64, false, kMost, kEarly} : kNone;
+  }
+  if (width <= 8) return {g.k_chunk ? 16 : 32, false, kMost, kEarly};
+  if (width <= 16) return {g.k_chunk && g.m > 32 ? 16 : 32, false, kMost, false};
+  if (width <= 24) return {g.k_chunk ? 32 : 48, false, kMost, false};
+  if (width <= 32) return {constant && g.m <= 8 && g.k <= 8192 ? 48 : 32, false, kMost, false};
+  if (width <= 48) return {48, false, kMost, constant};
+  if (width <= 64 && g.k <= 1024) return {64, false, constant && g.m > 32 ? kMost : kHalf, kEarly};
+  if (width <= 64 && g.k <= 2048 && g.m <= 32 && !(constant && g.m <= 16)) return {64, false, kMost, kEarly};
+  if (width <= 64) return {32, false, g.m <= 16 && g.k <= 2048 ? kHalf : kMost, kEarly};
+  if (width <= 96) return {g.m <= 16 ? 32 : 48, false, kMost, kEarly};
+  return {width <= 512 ? 32 : 64, false, kMost, kEarly};
 }
 
+// For tiles of so many rows: the choice, or where it fell on others, what suits most problems.
 Plan plan_of(const Gemm &g, int rows) {
-  const int64_t blocks = gpu_multiprocessors(g.device.id), tiles = cut(g.n, rows);
-  const bool few = g.m <= 16, short_k = g.k <= 2048;
-  const int bytes = (few && short_k) || (g.m <= kWarpgroupRows && g.k <= 1024) ? kHalfSharedBytes : kMostSharedBytes;
-  return {rows, bytes - kReservedBytes, tiles > blocks || (few && g.k <= 1024)};
+  const Plan plan = choose(g);
+  return plan.rows == rows ? plan : Plan{rows, false, kMostSharedBytes, true};
 }
 
 template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const Plan &plan) {
   return either(g.a.type == Type::bf16, [&](auto is_bf16) {
-    return either(g.m > kWarpgroupRows, [&](auto two) {
+    return either(g.m > kWarpgroupRows && !plan.x_split, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
-        using S = Shape<is_bf16 ? Type::bf16 : Type::f16, rows, two ? 2 : 1, chunked>;
-        if constexpr (has_registers(chunked, two, rows)) return launch_shape<S>(name, g, plan, skinny_kernel<S>);
+        constexpr Type type = is_bf16 ? Type::bf16 : Type::f16;
+        auto go = [&](auto parallel) {
+          using S = Shape<type, rows, two ? 2 : 1, chunked, decltype(parallel)::value>;
+          return launch_shape<S>(name, g, plan, skinny_kernel<S>);
+        };
+        // Not for adding to y: the first warpgroup would meet the others at barriers in another copy of the loop.
+        if constexpr (rows <= kMostRowsInParallel && !two && chunked)
+          if (g.k > g.k_chunk && !g.accumulate) return go(std::integral_constant<int, 4>());
+        if constexpr (has_registers(chunked, two, rows)) return go(std::integral_constant<int, 1>());
         else return pydet_status(PYDET_UNSUPPORTED);  // takes() has refused it
       });
     });
@@ -240,25 +334,16 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
 template <int rows> bool SkinnySm90<rows>::takes(const Gemm &g) {
   return pydet::takes(g, kMostM) && has_registers(g, rows);
 }
-// With more rows than one warpgroup's, gemm_sm90.cu's larger tiles win where w has few, and where these leave much of the
-// device idle: half of it in a single wave, a tenth in several (measured at m = 96 and 128 over 12 shapes).
-template <int rows> bool SkinnySm90<rows>::prefers(const Gemm &g) {
-  if (choose(g) != rows) return false;
-  if (g.m <= kWarpgroupRows) return true;
-  if (g.n < 4096) return false;
-  const int64_t multiprocessors = gpu_multiprocessors(g.device.id), tiles = (g.n + rows - 1) / rows;
-  const int64_t waves = (tiles + multiprocessors - 1) / multiprocessors;
-  return 100 * tiles >= (waves == 1 ? 55 : 90) * waves * multiprocessors;
-}
+template <int rows> bool SkinnySm90<rows>::prefers(const Gemm &g) { return choose(g).rows == rows; }
 template <int rows> pydet_status SkinnySm90<rows>::launch(const Gemm &g) {
   return launch_plan<rows>("cuda_skinny_gemm_sm90", g, plan_of(g, rows));
 }
 
-template struct SkinnySm90<8>;
 template struct SkinnySm90<16>;
 template struct SkinnySm90<32>;
 template struct SkinnySm90<48>;
 template struct SkinnySm90<64>;
+template struct SkinnySm90<96>;
 template struct SkinnySm90<128>;
 
 }  // namespace pydet

@@ -1,9 +1,10 @@
 // How skinny_sm90.cu moves its operands and is launched: two rings of stages in shared memory, and who fills them.
 //
-// A block makes `rows` rows of w (columns of y) for all rows of x. One thread fills a ring with w by TMA, evicted first
-// from the L2, another one a ring with x. The next kernel may start while this one ends (programmatic dependent
-// launch), on SMs that this one leaves free, or beside its blocks where they take half of the shared memory: under
-// weights_constant it then fills its ring with w meanwhile, and the memory hardly rests between two kernels.
+// A block makes `rows` rows of w (columns of y) for all rows of x, or, where x is split, for 64 of them. One thread
+// fills a ring with w by TMA, evicted first from the L2, another one a ring with x. The next kernel may start while
+// this one ends (programmatic dependent launch), on SMs that this one leaves free, or beside its blocks where they take
+// half of the shared memory: under weights_constant it then fills its ring with w meanwhile, and the memory hardly
+// rests between two kernels.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +33,10 @@ constexpr int kTileRows = 64;                 // of x that the tensor cores may 
 struct Problem {
   CUtensorMap x, w;
   int m, n, steps, chunk_steps;  // steps of 16 k; chunk_steps = steps where there is no k_chunk
-  int tiles;
-  int x_rows;                    // that a stage of x has room for: m in whole swizzle atoms
+  int tiles;                     // of y, in all
+  int x_split;                   // 1: every two of them read the same rows of w, and the first or the last 64 rows of x
+  int box_rows;                  // of x that a block reads
+  int x_rows;                    // that a stage of x has room for: box_rows in whole swizzle atoms
   int w_stages, x_stages;
   bool early;                    // the next kernel may start as soon as all before this one have ended
   bool weights_constant, accumulate, pairs;  // pairs: two neighbours of y can be stored at once
@@ -52,14 +55,14 @@ struct Cursor {
   }
 };
 
-// Addresses in shared memory: x's ring, then w's, then the barriers. What the tensor cores read of x's rows past x's
-// ring lies in w's, which is at least that long.
+// Addresses in shared memory: x's ring, then w's, then the barriers, then room for joining sums. What the tensor cores
+// read of x's rows past x's ring lies in w's, which is at least that long.
 template <class S> struct Layout {
-  uint32_t x, w, barriers;
+  uint32_t x, w, barriers, joins;
   int x_block_bytes;
   __device__ __forceinline__ Layout(const Problem &p, uint32_t start)
       : x(start), w(start + p.x_stages * S::stage_blocks * p.x_rows * kRowBytes), barriers(w + p.w_stages * S::w_bytes),
-        x_block_bytes(p.x_rows * kRowBytes) {}
+        joins(barriers + kBarrierBytes), x_block_bytes(p.x_rows * kRowBytes) {}
   __device__ __forceinline__ uint32_t x_stage(int i) const { return x + i * S::stage_blocks * x_block_bytes; }
   __device__ __forceinline__ uint32_t w_stage(int i) const { return w + i * S::w_bytes; }
   __device__ __forceinline__ uint32_t x_full(int i) const { return barriers + i * 8; }
@@ -77,14 +80,25 @@ __device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *ma
       : "memory");
 }
 
-// f(k, boxes) for every stage of a tile, past K on zeros; one begins with every chunk if S::restarts.
+// The first row of w and of x that a tile multiplies. A box that reaches past the last row takes twice as long, so
+// tiles at an edge begin earlier, and leave what they have in common with the one before to that.
+template <class S> __device__ __forceinline__ int first_of_w(const Problem &p, int tile) {
+  return min((tile >> p.x_split) * S::rows, max((p.n - S::rows + 1) & ~1, 0));  // even, for pairs of y
+}
+__device__ __forceinline__ int first_of_x(const Problem &p, int tile) { return (tile & p.x_split) * (p.m - kTileRows); }
+
+// f(k, boxes) for every stage of a tile, past K on zeros. If S::restarts, one begins with every chunk, and S::parallel
+// chunks take turns, a stage each, without boxes where one has ended or is not there.
 template <class S, class F> __device__ __forceinline__ void each_stage(const Problem &p, F f) {
   const int length = S::restarts ? p.chunk_steps : p.steps;
-  for (int chunk = 0; chunk < p.steps; chunk += length) {
-    const int end = min(p.steps - chunk, length) + chunk;
-    for (int step = chunk; step < end; step += S::stage_steps)
-      f(step * kStep,
-        S::restarts ? min(S::stage_blocks, (end - step + kBlockSteps - 1) / kBlockSteps) : S::stage_blocks);
+  for (int first = 0; first < p.steps; first += S::parallel * length) {
+    const int most = S::parallel > 1 ? length : min(length, p.steps - first);
+    for (int i = 0; i < most; i += S::stage_steps)
+      for (int c = 0; c < S::parallel; ++c) {
+        const int start = first + c * length + i, left = min(p.steps - start, length - i);
+        const int boxes = left > 0 ? (left + kBlockSteps - 1) / kBlockSteps : 0;
+        f(start * kStep, S::restarts ? min(S::stage_blocks, boxes) : S::stage_blocks);
+      }
   }
 }
 
@@ -94,7 +108,8 @@ template <class S> __device__ __forceinline__ void load_weights(const Problem &p
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   if (!p.weights_constant) wait_for_previous_kernel();
   Cursor ring(p.w_stages);
-  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x))
+  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
+    const int row = first_of_w<S>(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {
       uint32_t full = at.w_full(ring.stage), to = at.w_stage(ring.stage);
       barrier_wait(at.w_empty(ring.stage), ring.parity ^ 1);
@@ -102,9 +117,10 @@ template <class S> __device__ __forceinline__ void load_weights(const Problem &p
 #pragma unroll
       for (int b = 0; b < S::stage_blocks; ++b)
         if (b < boxes)
-          load_evicting(to + b * S::w_block_bytes, &p.w, full, k + b * kBlockK, tile * S::rows, policy);
+          load_evicting(to + b * S::w_block_bytes, &p.w, full, k + b * kBlockK, row, policy);
       ring.next();
     });
+  }
   // The next kernel's first loads of w then take their turn in the memory behind the last of ours. Here and in load_x
   // it can overtake nothing but this kernel, since all before it have ended.
   wait_for_previous_kernel();
@@ -116,17 +132,19 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
   wait_for_previous_kernel();
   if (p.early) let_next_kernel_start();
   Cursor ring(p.x_stages);
-  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x))
+  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
+    const int row = first_of_x(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {
       uint32_t full = at.x_full(ring.stage), to = at.x_stage(ring.stage);
       barrier_wait(at.x_empty(ring.stage), ring.parity ^ 1);
-      barrier_expect(full, boxes * p.m * kRowBytes);
+      barrier_expect(full, boxes * p.box_rows * kRowBytes);
 #pragma unroll
       for (int b = 0; b < S::stage_blocks; ++b)
         if (b < boxes)
-          load_box<2, false>(to + b * at.x_block_bytes, &p.x, full, Place{k + b * kBlockK, 0, {}}, 0);
+          load_box<2, false>(to + b * at.x_block_bytes, &p.x, full, Place{k + b * kBlockK, row, {}}, 0);
       ring.next();
     });
+  }
 }
 
 // Sets up the barriers, then gives every warp its part: the consumers call `consume`, the last two warps load.
@@ -165,9 +183,12 @@ template <class F> __device__ __forceinline__ void with_type(Type type, F f) {
 
 int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
 
-// How a problem is cut: rows of w a tile, shared memory for the rings, and when the next kernel may start.
+// How a problem is cut: rows of w a tile, whether x is split, shared memory for the rings, and when the next kernel may
+// start.
 struct Plan {
-  int rows, ring_bytes;
+  int rows;
+  bool x_split;
+  int shared_bytes;
   bool early;
 };
 
@@ -201,22 +222,30 @@ pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, voi
   p.n = int(g.n);
   p.steps = int(cut(g.k, kStep));
   p.chunk_steps = g.k_chunk ? int(std::min<int64_t>(g.k_chunk / kStep, p.steps)) : p.steps;
-  p.x_rows = int(cut(g.m, kAtomRows)) * kAtomRows;
-  if (pydet_status status = make_map(name, encode, map_of(g, g.a, g.m, g.a.row_stride, p.m), &p.x)) return status;
+  p.x_split = plan.x_split;
+  p.box_rows = plan.x_split ? kTileRows : p.m;
+  p.x_rows = int(cut(p.box_rows, kAtomRows)) * kAtomRows;
+  const MapShape x_shape = map_of(g, g.a, g.m, g.a.row_stride, p.box_rows);
+  if (pydet_status status = make_map(name, encode, x_shape, &p.x)) return status;
   if (pydet_status status = make_map(name, encode, map_of(g, g.b, g.n, g.b.col_stride, S::rows), &p.w)) return status;
-  p.tiles = int(cut(g.n, S::rows));
+  p.tiles = int(cut(g.n, S::rows)) << p.x_split;
 
-  const int blocks_an_sm = plan.ring_bytes > kHalfSharedBytes ? 1 : 2;
+  const int blocks_an_sm = plan.shared_bytes > kHalfSharedBytes ? 1 : 2;
   const int blocks = std::min(gpu_multiprocessors(g.device.id) * blocks_an_sm, p.tiles);
-  const int64_t stages = cut(p.steps, p.chunk_steps) * cut(p.chunk_steps, S::stage_steps) * cut(p.tiles, blocks);
+  const int64_t rounds = cut(p.steps, p.chunk_steps * int64_t(S::parallel)) * S::parallel;
+  const int64_t stages = rounds * cut(p.chunk_steps, S::stage_steps) * cut(p.tiles, blocks);
+  // Whole turns of S::parallel: each place of a ring then belongs to one warpgroup. To one that comes to a place where
+  // another's phase has not ended, the barrier's parity would lie.
+  auto turns = [](int64_t places) { return places / S::parallel * S::parallel; };
   // The rings share the memory; x needs the more, the more rows it has.
+  const int ring_bytes = plan.shared_bytes - kReservedBytes - S::join_bytes;
   const int x_stage_bytes = S::stage_blocks * p.x_rows * kRowBytes;
-  const int part = g.m <= 8 ? 8 : g.m <= 16 ? 4 : g.m <= 32 ? 3 : 2;
-  const int x_room = std::max(2, plan.ring_bytes / part / x_stage_bytes);
+  const int part = p.box_rows <= 8 ? 8 : p.box_rows <= 16 ? 4 : p.box_rows <= 32 ? 3 : 2;
+  const int64_t x_room = turns(std::max(2 * S::parallel, ring_bytes / part / x_stage_bytes));
   p.x_stages = int(std::min<int64_t>({kMostStages, stages, x_room}));
-  const int64_t w_room = (plan.ring_bytes - p.x_stages * x_stage_bytes) / S::w_bytes;
-  const int64_t fewest = std::max<int64_t>(2, cut(kTileRows * kRowBytes, S::w_bytes));
-  p.w_stages = int(std::max(fewest, std::min<int64_t>({kMostStages, stages, w_room})));
+  const int64_t w_room = (ring_bytes - p.x_stages * x_stage_bytes) / S::w_bytes;
+  const int64_t fewest = std::max<int64_t>(2 * S::parallel, cut(kTileRows * kRowBytes, S::w_bytes));
+  p.w_stages = int(std::max(turns(fewest + S::parallel - 1), turns(std::min<int64_t>({kMostStages, stages, w_room}))));
 
   p.weights_constant = g.weights_constant;
   p.early = plan.early;
@@ -231,7 +260,7 @@ pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, voi
   p.bias_row_stride = g.bias.row_stride;
   p.bias_column_stride = g.bias.col_stride;
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(blocks)), dim3(S::threads)};
-  shape.shared_bytes = p.x_stages * x_stage_bytes + p.w_stages * S::w_bytes + kBarrierBytes;
+  shape.shared_bytes = p.x_stages * x_stage_bytes + p.w_stages * S::w_bytes + kBarrierBytes + S::join_bytes;
   shape.overlaps_previous = true;
   return launch(shape, kernel, p);
 }
