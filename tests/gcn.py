@@ -4,9 +4,11 @@ What runs is the code in the library: its bundles are taken apart, LLVM's disass
 and each becomes a Python function on 64 lanes of NumPy (AMD's "Instinct MI200 / MI300 Instruction Set Architecture").
 The waves of a workgroup run one by one, each from barrier to barrier, in an order that the caller may choose: without
 the barriers they need, they see each other's work too early or too late. Memory is that of this process; what a kernel
-reads or writes outside of the ranges it was given is an error.
+reads or writes outside of the ranges it was given is an error. Registers hold NaN, and LDS anything, until they are
+written.
 
-Simplified, since the kernels do not depend on it: the reciprocal and the square root are correctly rounded where the
+Simplified, since the kernels do not depend on it: a load has its data at once, so that s_waitcnt is the compiler's word
+and not checked; the reciprocal and the square root are correctly rounded where the
 hardware's are within 1 ulp, and a division's scale, refinement and fix-up give its correctly rounded quotient at once.
 Matrix instructions take their arithmetic from reference.py and their lane maps from here.
 """
@@ -24,6 +26,7 @@ LANES = 64
 SHARED_BASE = 1 << 48  # flat addresses from here on are the workgroup's LDS
 U32, U64, I32, I64, F32 = np.uint32, np.uint64, np.int32, np.int64, np.float32
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+UNWRITTEN = 0x7FA5A5A5  # a register that nothing was written to: NaN, and an address outside of everything
 LANE_BITS = U64(1) << np.arange(LANES, dtype=U64)
 BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 
@@ -65,10 +68,9 @@ class Kernel:
         )
         self.metadata = metadata
         self.entry = min(code)
-        properties, self.rsrc2 = (
-            struct.unpack_from("<H", descriptor, 56)[0],
-            struct.unpack_from("<I", descriptor, 52)[0],
-        )
+        rsrc1, self.rsrc2, properties = struct.unpack_from("<IIH", descriptor, 48)
+        # What the interpreter does, and the contract asks for: rounding to nearest even, subnormals kept.
+        assert rsrc1 >> 12 & 0xFF == 0xF0, f"{name} runs in floating-point mode {rsrc1 >> 12 & 0xFF:#x}, want 0xf0"
         self.user = [size * (properties >> bit & 1) for bit, size in enumerate((4, 2, 2, 2, 2, 2, 1))]
 
 
@@ -167,8 +169,8 @@ def value_of(mask):
 class Wave:
     def __init__(self, kernel, memory, lds):
         self.kernel, self.memory, self.lds = kernel, memory, lds
-        self.v = np.zeros((512, LANES), U32)  # the accumulation registers after the vector registers
-        self.s = [0] * 128
+        self.v = np.full((512, LANES), UNWRITTEN, U32)  # the accumulation registers after the vector registers
+        self.s = [UNWRITTEN] * 128
         self.vcc, self.scc, self.pc = 0, 0, kernel.entry
         self.set_exec(M64)
         self.executed = 0
@@ -235,7 +237,8 @@ def launch(kernel, grid, block, dynamic_lds, kernarg, memory, order=None):
                 while running:
                     if order is not None:
                         running = [running[i] for i in order(len(running))]
-                    running = [(wave, steps) for wave, steps in running if next(steps, "ended") != "ended"]
+                    with np.errstate(all="ignore"):
+                        running = [(wave, steps) for wave, steps in running if next(steps, "ended") != "ended"]
                 executed += sum(wave.executed for wave in waves)
     return executed
 
@@ -836,7 +839,7 @@ def lds_memory(name, operands, modifiers, following):
     assert not found[6], name
 
     def where(w, offset):
-        return np.broadcast_to(address(w), (LANES,))[w.mask].astype(U64) + U64(offset)
+        return (np.broadcast_to(address(w), (LANES,))[w.mask] + U32(offset)).astype(U64)  # which wraps at 32 bits
 
     if is_store:
         sources = [register(x)[1] for x in operands[1 : 1 + len(offsets)]]

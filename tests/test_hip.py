@@ -57,20 +57,23 @@ class Hip:
         self.fake = ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
         self.fake.fakehip_log.restype = self.fake.fakehip_kernel.restype = ctypes.c_char_p
         self.lib = ffi.dlopen(str(LIBRARY))
-        self.kernels, path = {}, folder / "kernels.co"
-        for arch, arithmetic in ARCHS.items():
-            self.kernels[arch] = {}
-            for elf in gcn.code_objects(LIBRARY, arch):
-                self.kernels[arch] |= gcn.kernels(elf, path)
-            for kernel in self.kernels[arch].values():
-                kernel.arithmetic = arithmetic
+        self.kernels, self.folder = {}, folder
         self.callback = CALLBACK(self.on_launch)
         self.fake.fakehip_on_launch(self.callback)
-        self.start("gfx90a")
+
+    def load(self, arch):
+        """The kernels of an architecture, taken apart at its first use."""
+        self.kernels[arch] = {}
+        for elf in gcn.code_objects(LIBRARY, arch):
+            self.kernels[arch] |= gcn.kernels(elf, self.folder / "kernels.co")
+        for kernel in self.kernels[arch].values():
+            kernel.arithmetic = ARCHS[arch]
 
     def start(self, arch, devices=1, fail_at=-1):
+        if arch in ARCHS and arch not in self.kernels:
+            self.load(arch)
         self.arch, self.launches, self.memory, self.problem = arch, [], {}, None
-        self.executes, self.order = True, None
+        self.executes, self.order, self.ran = True, None, set()
         self.fake.fakehip_reset(devices, f"{arch}:sramecc+:xnack-".encode(), fail_at)
 
     def on_launch(self, name, shape, shared, arguments, stream):
@@ -88,6 +91,7 @@ class Hip:
             self.launches.append((name.decode(), shape, shared, stream or 0, device))
             if self.executes:
                 gcn.launch(kernel, shape[:3], shape[3:], shared, bytes(segment), self.memory, self.order)
+                self.ran.add(name.decode())
             return 0
         except Exception as problem:
             self.problem = self.problem or problem
@@ -201,6 +205,18 @@ def gemm_kernels(hip):
     ]
 
 
+def instances(hip, *families):
+    """Every instance of these kernels that the library holds."""
+    found = {name for name in hip.kernels[hip.arch] if any(f"{len(of)}{of}" in name for of in families)}
+    assert len(found) >= len(families)
+    return found
+
+
+def in_reverse(n):
+    """Waves in the order that no hardware would choose."""
+    return range(n)[::-1]
+
+
 def transposed(x):
     return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
@@ -220,12 +236,14 @@ def test_gemm_equals_cpu(hip):
             if (m, n, k) == extents:
                 variants += [(transposed(a), b, {"bias": normal(n), "out_dtype": "bf16"})]
                 variants += [(a, transposed(b), {"out": normal(m, n, seed=3), "accumulate": 1})]
-                variants += [(transposed(a), transposed(b), {"k_chunk": 16, "bias": normal(m, n, dtype=dtype)})]
+                chunks = {} if "128x128" in name else {"k_chunk": 16}  # which has no registers for their sums
+                variants += [(transposed(a), transposed(b), {"bias": normal(m, n, dtype=dtype), **chunks})]
                 variants += [(np.stack([a, a[::-1]]), b, {"out_dtype": "fp16"})]
             for left, right, more in variants:
                 with unless_refused():
                     both(hip, left, right, **options, **more)
                     taken.add(name)
+    assert hip.ran >= instances(hip, "gemm_ieee_kernel", "gemm_mfma_kernel")
     # A skinny kernel takes what fits it, from either entry point.
     assert taken >= {name for name, _, _ in gemm_kernels(hip) if "skinny" not in name}
 
@@ -242,21 +260,31 @@ def test_special_values(hip, dtype):
 
 
 def test_skinny_gemm_equals_cpu(hip):
-    for m, dtype in itertools.product((1, 3, 9), DTYPES):
+    for m, dtype in itertools.product((1, 5, 9), DTYPES):
         x, w = normal(m, 72, dtype=dtype), normal(20, 72, dtype=dtype, seed=1)
         kinds = ["ieee"] + ([ARCHS[hip.arch]] if dtype != "fp32" and len({k[2] for k in gemm_kernels(hip)}) > 1 else [])
         for arithmetic in kinds:
             options = {"function": "pydet_skinny_gemm", "arithmetic": ARITHMETIC[arithmetic]}
             both(hip, x, w, **options)
             both(hip, x, w, bias=normal(20), out_dtype="fp16", **options)
+    # Rows of many stages, and so short a chunk that one stage holds several.
+    x, w = normal(3, 600), normal(20, 600, seed=1)
+    both(hip, x, w, function="pydet_skinny_gemm", arithmetic=1, kernel="hip_skinny_gemm_ieee", k_chunk=16)
+    assert hip.ran >= instances(hip, "skinny_ieee_kernel")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_skinny_gemm_on_matrix_cores(hip, dtype):
+def test_skinny_gemm_on_matrix_cores(hip):
     """Every number of tiles of x, one wave and four, several stages with a ragged last one, rows apart, chunks."""
+    for dtype in ("bf16", "fp16"):
+        skinny_gemm_on_matrix_cores(hip, dtype)
+    assert hip.ran >= instances(hip, "skinny_mfma_kernel")
+
+
+def skinny_gemm_on_matrix_cores(hip, dtype):
     kernel = f"hip_skinny_gemm_{ARCHS[hip.arch]}_mfma"
     options = {"function": "pydet_skinny_gemm", "arithmetic": ARITHMETIC[ARCHS[hip.arch]], "kernel": kernel}
-    for m, n, k in ((3, 20, 536), (20, 17, 264), (40, 16, 152), (70, 18, 88), (2, 600, 32)):
+    one_wave = (3, 20, 536), (20, 17, 264), (40, 16, 152), (70, 18, 88)
+    for m, n, k in (*one_wave, (2, 600, 32), (20, 256, 136), (40, 256, 24), (70, 256, 24)):
         x, w = normal(m, k + 8, dtype=dtype)[:, :k], normal(n, k, dtype=dtype, seed=1)
         both(hip, x, w, bias=normal(m, n, seed=2), out=normal(m, n, seed=3), accumulate=1, **options)
     both(hip, normal(3, 96, dtype=dtype), normal(20, 96, dtype=dtype, seed=1), k_chunk=48, out_dtype="bf16", **options)
@@ -271,8 +299,8 @@ def rmsnorm(hip, x, weight, residual, where, kernel=None, **fields):
     return [y, rstd] + ([] if residual is None else [total])
 
 
-def rmsnorm_backward(hip, dy, x, weight, rstd, dresidual, where, kernel=None, **fields):
-    dx, dweight = np.full(x.shape, 7, x.dtype), np.full(x.shape[-1:], 7, np.float32)
+def rmsnorm_backward(hip, dy, x, weight, rstd, dresidual, where, kernel=None, joined=True, **fields):
+    dx, dweight = np.full(x.shape, 7, x.dtype), np.full(x.shape[-1:], 7, np.float32) if joined else None
     size = ffi.new("uint64_t *")
     assert hip.lib.pydet_rmsnorm_backward_workspace(x.shape[0], x.shape[1], size) == 0
     memory = np.full(size[0] + 16, 0xA5, np.uint8)
@@ -280,7 +308,7 @@ def rmsnorm_backward(hip, dy, x, weight, rstd, dresidual, where, kernel=None, **
     extra = {"kernel": kernel} if kernel and where == ROCM else {}
     options = capi.options("pydet_rmsnorm_backward_options", workspace=start, workspace_size=size[0], **extra, **fields)
     hip.check("pydet_rmsnorm_backward", options, dy, x, weight, rstd, dresidual, dx, dweight, kind=where)
-    return [dx, dweight]
+    return [dx, dweight] if joined else [dx]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -319,6 +347,47 @@ def test_rmsnorm_backward_equals_cpu(hip, dtype):
     assert taken == {name for name, *_ in table(hip, "rmsnorm_backward")}
 
 
+WIDTHS = (256, 512, 1000, 2048, 4096, 8192, 16384)  # the longest row of each team that holds one
+
+
+def test_rmsnorm_of_every_width_equals_cpu(hip):
+    hip.order = in_reverse
+    for dtype, n, residual in itertools.product(DTYPES, WIDTHS, (False, True)):
+        x, weight = normal(3, n, dtype=dtype), normal(n)
+        arguments = x, weight, normal(3, n, dtype=dtype, seed=1) if residual else None
+        got = rmsnorm(hip, *arguments, ROCM, "hip_rmsnorm_held")
+        for ours, theirs in zip(got, rmsnorm(hip, *arguments, CPU), strict=True):
+            assert_same_bits(ours, theirs, f"{dtype}, {n} columns on {hip.arch}")
+    assert hip.ran >= instances(hip, "rmsnorm_kernel")
+
+
+def test_rmsnorm_backward_of_every_width_equals_cpu(hip):
+    """The sums of dweight take longest here: each team has them once, in one of its types."""
+    hip.order = in_reverse
+    for dtype, n, residual in itertools.product(DTYPES, WIDTHS, (False, True)):
+        dy, x, weight = normal(3, n, dtype=dtype, seed=1), normal(3, n, dtype=dtype), normal(n)
+        rstd = rmsnorm(hip, x, weight, None, CPU)[1]
+        arguments = dy, x, weight, rstd, normal(3, n, dtype=dtype, seed=2) if residual else None
+        for kernel in ("chain", "group")[: 2 if n <= 4096 else 1]:  # the sums of a wider group do not fit
+            its_turn = kernel == ("chain" if n in (512, 4096, 8192) else "group")
+            joined = n == 256 or (its_turn and dtype == "bf16" and not residual)
+            got = []
+            with unless_refused():
+                got = rmsnorm_backward(hip, *arguments, ROCM, f"hip_rmsnorm_backward_{kernel}", joined=joined)
+            want = rmsnorm_backward(hip, *arguments, CPU, joined=joined)
+            for ours, theirs in zip(got, want, strict=bool(got)):
+                assert_same_bits(ours, theirs, f"{kernel}, {dtype}, {n} columns on {hip.arch}")
+    # All whose rings fit 64 KiB of LDS; wider rows are the long kernel's.
+    fits = instances(hip, "rmsnorm_dweight_kernel")
+    for name in instances(hip, "rmsnorm_backward_kernel"):
+        shape = re.search(r"TypeE(\d)" + 3 * r"ELi(\d+)" + r"ELi\d+ELb(\d)", name)
+        kind, threads, elements, vectors, residual = map(int, shape.groups())
+        pairs_with_residual = kind == 0 and (threads, vectors) == (32, 2) and residual
+        if threads * elements * vectors <= (8192 if kind else 1024) and not pairs_with_residual:
+            fits.add(name)
+    assert hip.ran >= fits
+
+
 def test_order_of_waves_does_not_matter(hip):
     """The waves of a workgroup in three orders between barriers, and the memory of LDS dirty as ever."""
     rng = np.random.default_rng(0)
@@ -333,23 +402,76 @@ def test_order_of_waves_does_not_matter(hip):
 # ---- Mutations: the tests above can fail -----------------------------------------------------------------------------
 
 
+def problem_for(hip, kernel):
+    """A call that runs this kernel with several waves and stages, and holds what it gives to the CPU."""
+    kind, columns = ARCHS[hip.arch], {"rmsnorm_kernel": 2048}.get(kernel, 2904)
+    ieee, matrix = {"arithmetic": 1}, {"arithmetic": ARITHMETIC[kind]}
+    bf16, skinny = {"dtype": "bf16"}, {"function": "pydet_skinny_gemm"}
+
+    def norm():
+        for weight in (normal(columns), normal(columns, **bf16)):
+            arguments = hip, normal(4, columns), weight, normal(4, columns, seed=1)
+            name = "hip_rmsnorm_held" if kernel == "rmsnorm_kernel" else "hip_rmsnorm_long"
+            for ours, theirs in zip(rmsnorm(*arguments, ROCM, name), rmsnorm(*arguments, CPU), strict=True):
+                assert_same_bits(ours, theirs)
+
+    def backward():
+        # For the join, rows enough for three blocks of them.
+        rows, n = (3, 1000) if kernel == "rmsnorm_backward_kernel" else (520, 8)
+        dy, x, weight, rstd = normal(rows, n, seed=1), normal(rows, n), normal(n), np.ones(rows, np.float32)
+        arguments, name = (hip, dy, x, weight, rstd, None), "hip_rmsnorm_backward_group"
+        for ours, theirs in zip(
+            rmsnorm_backward(*arguments, ROCM, name), rmsnorm_backward(*arguments, CPU), strict=True
+        ):
+            assert_same_bits(ours, theirs)
+
+    def product(a, b, name, **options):
+        return lambda: both(hip, a, b, kernel=name, **options)
+
+    call = {
+        "gemm_ieee_kernel": product(normal(66, 80), normal(80, 70), "hip_gemm_ieee_64x64", **ieee),
+        "gemm_mfma_kernel": product(
+            normal(66, 80, **bf16), normal(80, 70, **bf16), f"hip_gemm_{kind}_mfma_64x64", **matrix
+        ),
+        "skinny_ieee_kernel": product(normal(3, 600), normal(20, 600), "hip_skinny_gemm_ieee", **ieee, **skinny),
+        "skinny_mfma_kernel": product(
+            normal(20, 264, **bf16), normal(256, 264, **bf16), f"hip_skinny_gemm_{kind}_mfma", **matrix, **skinny
+        ),
+        "rmsnorm_kernel": norm,
+        "rmsnorm_long_kernel": norm,
+        "rmsnorm_backward_kernel": backward,
+        "rmsnorm_dweight_kernel": backward,
+    }[kernel]
+
+    def run():
+        hip.problem = None
+        call()
+
+    hip.ran = set()
+    for each in instances(hip, kernel):
+        hip.kernels[hip.arch][each].decoded = {}
+    run()  # as it is
+    (name,) = hip.ran & instances(hip, kernel)
+    return run, name
+
+
+MUTATED = (
+    *("gemm_ieee_kernel", "gemm_mfma_kernel", "skinny_ieee_kernel", "skinny_mfma_kernel", "rmsnorm_kernel"),
+    *("rmsnorm_long_kernel", "rmsnorm_backward_kernel", "rmsnorm_dweight_kernel"),
+)
+
+
 @contextlib.contextmanager
-def mutated(hip, part_of_name, change):
-    """While active, kernels whose name has this part run other code: change(address, text) -> text."""
-    chosen = [kernel for name, kernel in hip.kernels[hip.arch].items() if part_of_name in name]
-    assert chosen
-    saved = [(kernel, kernel.code) for kernel in chosen]
-    changed = 0
-    for kernel in chosen:
-        kernel.code = {at: change(at, text) for at, text in kernel.code.items()}
-        kernel.decoded = {}
-        changed += sum(kernel.code[at] != text for at, text in saved[chosen.index(kernel)][1].items())
+def mutated(hip, name, change):
+    """While active, the kernel of this name runs other code: change(text) -> text."""
+    kernel = hip.kernels[hip.arch][name]
+    saved = kernel.code, kernel.decoded
+    kernel.code, kernel.decoded = {at: change(text) for at, text in kernel.code.items()}, {}
     try:
-        assert changed, "nothing to change"
+        assert kernel.code != saved[0], "nothing to change"
         yield
     finally:
-        for kernel, code in saved:
-            kernel.code, kernel.decoded = code, {}
+        kernel.code, kernel.decoded = saved
 
 
 def fails(call):
@@ -361,35 +483,32 @@ def fails(call):
     return False
 
 
-def test_a_removed_barrier_is_seen(hip):
-    hip.order = lambda n: range(n)[::-1]
-    product = lambda: both(hip, normal(66, 80), normal(80, 70), kernel="hip_gemm_ieee_64x64", arithmetic=1)  # noqa: E731
-    product()
-    with mutated(hip, "gemm_ieee_kernel", lambda at, text: "s_nop 0" if text == "s_barrier" else text):
-        assert fails(product)
-    hip.problem = None
-    product()
+@pytest.mark.parametrize("kernel", MUTATED[:-1])  # the last one's waves meet from 2048 rows on, which take long here
+def test_a_removed_barrier_is_seen(hip, kernel):
+    run, name = problem_for(hip, kernel)
+    for hip.order in (None, in_reverse):
+        if hip.order:
+            run()
+        with mutated(hip, name, lambda text: "s_nop 0" if text == "s_barrier" else text):
+            if fails(run):
+                return
+    raise AssertionError("without its barriers it gives the same")
 
 
-def test_a_wrong_lane_is_seen(hip):
+@pytest.mark.parametrize("kernel", MUTATED)
+def test_a_wrong_lane_is_seen(hip, kernel):
     """One instruction that turns a thread's number into a place, off by one bit."""
-
-    def product():
-        hip.problem = None
-        both(hip, normal(66, 24), normal(24, 70), kernel="hip_gemm_ieee_64x64", arithmetic=1)
-
-    product()
-    (kernel,) = (k for name, k in hip.kernels[hip.arch].items() if "gemm_ieee_kernel" in name and k.decoded)
-    reached = [kernel.code[at] for at in kernel.decoded]
-    targets = [text for text in reached if re.fullmatch(r"v_(lshlrev|lshrrev|and)_b32_e32 v\d+, \d+, v0", text)]
+    run, name = problem_for(hip, kernel)
+    reached = {hip.kernels[hip.arch][name].code[at] for at in hip.kernels[hip.arch][name].decoded}
+    targets = [text for text in sorted(reached) if re.fullmatch(r"v_(lshlrev|lshrrev|and)_b32_e32 v\d+, \d+, v0", text)]
     assert len(targets) >= 2, "instructions on the thread's number were sought"
     for target in targets:
         operation, destination, count, source = target.replace(",", "").split()
         changed = int(count) ^ (1 << int(count).bit_length() - 1 if "and" in operation else 1)
         wrong = f"{operation} {destination}, {changed}, {source}"
-        with mutated(hip, "gemm_ieee_kernel", lambda at, text: wrong if text == target else text):  # noqa: B023
-            assert fails(product), f"{wrong} for {target} was not seen"
-    product()
+        with mutated(hip, name, lambda text: wrong if text == target else text):  # noqa: B023
+            assert fails(run), f"{wrong} for {target} was not seen"
+    run()
 
 
 # ---- The host's side -------------------------------------------------------------------------------------------------
