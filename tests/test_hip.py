@@ -23,7 +23,10 @@ import pytest
 
 import capi
 import gcn
+import interop
+import pydet
 from cases import assert_same_bits
+from pydet import buffer
 
 ROOT = capi.ROOT
 LIBRARY = pathlib.Path(os.environ.get("PYDET_HIP_LIBRARY", ROOT / "pydet" / "libpydet_hip.so"))
@@ -518,17 +521,24 @@ def operations(hip, device=0, stream=0):
     """{name: a call of each entry point, and what it writes}."""
     a, b, x, weight = normal(5, 16), normal(16, 7), normal(4, 40), normal(40)
     out, y, rstd, dx, dweight = (np.full(s, 7, np.float32) for s in ((5, 7), (4, 40), (4,), (4, 40), (40,)))
-    db, skinny = np.full((16, 7), 7, np.float32), np.full((5, 7), 7, np.float32)
+    da, db, skinny, half = (np.full(shape, 7, np.float32) for shape in ((5, 16), (16, 7), (5, 7), (5, 7)))
     dc, given_rstd = normal(5, 7, seed=1), np.ones(4, np.float32)
+    in_bf16 = [x.astype(DTYPES["bf16"]) for x in (a, b)]
     size = ffi.new("uint64_t *")
     assert hip.lib.pydet_rmsnorm_backward_workspace(4, 40, size) == 0
     workspace = np.zeros(size[0] // 4 + 8, np.float32)
     start = ffi.cast("void *", workspace.ctypes.data + -workspace.ctypes.data % 16)
     backward = capi.options("pydet_rmsnorm_backward_options", workspace=start, workspace_size=size[0])
     where = {"device": device, "stream": stream}
-    gemm_options = lambda: capi.options("pydet_gemm_options")  # noqa: E731
+    gemm_options = lambda **fields: capi.options("pydet_gemm_options", **fields)  # noqa: E731
+    matrix_cores = ARITHMETIC[ARCHS.get(hip.arch, "cdna3")]
     return {
         "gemm": (lambda: hip.call("pydet_gemm", gemm_options(), a, b, None, out, **where), [out]),
+        "gemm in bf16": (
+            lambda: hip.call("pydet_gemm", gemm_options(arithmetic=matrix_cores), *in_bf16, None, half, **where),
+            [half],
+        ),
+        "gemm_da": (lambda: hip.call("pydet_gemm_da", gemm_options(), dc, b, da, **where), [da]),
         "gemm_db": (lambda: hip.call("pydet_gemm_db", gemm_options(), a, dc, db, **where), [db]),
         "skinny_gemm": (
             lambda: hip.call(
@@ -622,3 +632,72 @@ def test_every_call_of_the_runtime_may_fail(hip):
 def test_every_registered_kernel_has_code(hip):
     registered = {hip.fake.fakehip_kernel(i).decode() for i in range(hip.fake.fakehip_kernels())}
     assert registered and registered <= set(hip.kernels[hip.arch])
+
+
+# ---- From Python -----------------------------------------------------------------------------------------------------
+
+
+class OnRocm(interop.Producer):
+    """An array that says by DLPack that it is on ROCm device 1."""
+
+    def __init__(self, hip, array):
+        super().__init__(capi.Tensor(array, device=(ROCM, 1)))
+        self.hip, self.array = hip, array
+        hip.memory[array.ctypes.data] = array.reshape(-1).view(np.uint8)
+
+
+class Rocm(buffer.Framework):
+    """The framework of these arrays, as the package knows those of others."""
+
+    name, number = "arrays on ROCm", 9
+
+    def stream(self, like, device_type, device_id):
+        return 0x1230
+
+    def allocate(self, like, shape, index, op):
+        return OnRocm(like.hip, np.full(shape, 7, buffer.numpy_dtype(index)))
+
+
+@pytest.fixture
+def rocm(hip, monkeypatch):
+    """Makes an array on ROCm; the package finds this library and this framework."""
+    monkeypatch.setenv("PYDET_LIBRARY", str(LIBRARY))
+    monkeypatch.setitem(buffer._FRAMEWORKS, (__name__, "OnRocm"), Rocm)
+    hip.start(hip.arch, devices=2)
+    yield lambda array: OnRocm(hip, array)
+    table = buffer.exchange.libraries[buffer.constants.PYDET_EXCHANGE_ROCM]
+    for member, _ in buffer.ffi.typeof("pydet_exchange_library").fields:
+        setattr(table, member, buffer.ffi.NULL)
+
+
+def test_from_python(hip, rocm):
+    """Each operation by its Python function, on the framework's stream, with memory that the framework allocates."""
+    half, kind = {"dtype": "bf16"}, ARCHS[hip.arch]
+    a, b, dc = normal(5, 16, **half), normal(16, 24, **half), normal(5, 24, **half)
+    x, residual, weight = normal(4, 40, **half), normal(4, 40, seed=1, **half), normal(40)
+    rstd = pydet.rmsnorm(x, weight, eps=1e-5)[1]
+    calls = {
+        "gemm": (pydet.gemm, (a, b), {"out_dtype": "float32"}),
+        "gemm_da": (pydet.gemm_da, (dc, b), {}),
+        "gemm_db": (pydet.gemm_db, (a, dc), {"out_dtype": "float32", "k_chunk": 16}),
+        "skinny_gemm": (pydet.skinny_gemm, (a, np.ascontiguousarray(b.T)), {}),
+        "skinny_gemm, fast": (pydet.skinny_gemm, (a, np.ascontiguousarray(b.T)), {"mode": "fast"}),
+        "rmsnorm": (pydet.rmsnorm, (x, weight), {"eps": 1e-5, "residual": residual}),
+        "rmsnorm_backward": (pydet.rmsnorm_backward, (x, residual, weight, rstd), {}),
+    }
+    for name, (function, arguments, options) in calls.items():
+        on_cpu = options if "rmsnorm" in name else {**options, "arithmetic": kind}
+        want = function(*arguments, **on_cpu)
+        hip.launches.clear()
+        hip.fake.fakehip_set_device(0)
+        there = {key: rocm(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}
+        got = function(*map(rocm, arguments), **there)
+        assert not hip.problem, (name, hip.problem)
+        results = [x if isinstance(x, tuple) else (x,) for x in (got, want)]
+        for ours, theirs in zip(*results, strict=True):
+            assert isinstance(ours, OnRocm)
+            assert_same_bits(ours.array, theirs, f"{name} on {hip.arch}")
+        assert hip.launches and {(stream, device) for *_, stream, device in hip.launches} == {(0x1230, 1)}, name
+        assert hip.fake.fakehip_device() == 0
+    with pytest.raises(pydet.Error, match="does not take this problem"):
+        pydet.gemm(rocm(a), rocm(b), kernel=f"hip_gemm_{kind}_mfma_64x64", arithmetic="ieee")
