@@ -1,9 +1,9 @@
 """check_hip.py LIBRARY: what the code objects of libpydet_hip.so may use, and what they must hold.
 
-For every architecture and kernel, from metadata and disassembly: no scratch, no spilled vector registers, and
-at most the vector registers and static LDS of the table in bench/README.md; matrix instructions in the kernels whose
-name says so. An architecture without a matrix instruction of its own makes such a kernel an error, since a body that the
-preprocessor left out compiles to nothing.
+For every architecture and kernel, from metadata and disassembly: no scratch, no spilled vector registers, and at most
+the vector registers, spilled scalars and static LDS of the table in bench/README.md; matrix instructions in the
+kernels whose name says so. An architecture without a matrix instruction of its own makes such a kernel an error, since
+a body that the preprocessor left out compiles to nothing.
 """
 
 import re
@@ -28,10 +28,14 @@ def family(name):
 
 
 def budget():
-    """{family: (vector registers, bytes of static LDS)} of the table."""
+    """{(family, architecture): (vector registers, spilled scalars, bytes of static LDS)} of the table."""
     text = (ROOT / "bench/README.md").read_text()
-    rows = re.findall(r"^\| `(\w+_kernel)` \| (\d+) \| (\d+) \|", text, re.M)
-    return {name: (int(registers), int(lds)) for name, registers, lds in rows}
+    rows = re.findall(r"^\| `(\w+_kernel)`" + r" \| (\d+)" * (len(ARCHS) + 2) + r" \|", text, re.M)
+    return {
+        (name, arch): (int(numbers[i]), int(numbers[-2]), int(numbers[-1]))
+        for name, *numbers in rows
+        for i, arch in enumerate(ARCHS)
+    }
 
 
 def main():
@@ -44,17 +48,20 @@ def main():
                 problems.append(f"no code for {arch}")
             for elf in objects:
                 for name, kernel in gcn.kernels(elf, Path(folder) / "kernels.co").items():
-                    of, where = family(name), f"{arch} {name}"
-                    registers, spills = (int(kernel.metadata[key]) for key in ("vgpr_count", "vgpr_spill_count"))
-                    old = seen.get(of, (0, 0))
-                    seen[of] = max(old[0], registers), max(old[1], kernel.lds)
+                    of, where = (family(name), arch), f"{arch} {name}"
+                    registers, spills, scalars = (
+                        int(kernel.metadata[key]) for key in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+                    )
+                    uses = registers, scalars, kernel.lds
+                    seen[of] = tuple(map(max, seen.get(of, uses), uses))
                     if kernel.scratch or spills:
                         problems.append(f"{where}: {kernel.scratch} bytes of scratch, {spills} spilled registers")
                     if of not in allowed:
-                        problems.append(f"{where}: no row for {of} in bench/README.md")
-                    elif registers > allowed[of][0] or kernel.lds > allowed[of][1]:
+                        problems.append(f"{where}: no row for {of[0]} in bench/README.md")
+                    elif any(used > most for used, most in zip(uses, allowed[of], strict=True)):
                         problems.append(
-                            f"{where}: {registers} registers and {kernel.lds} bytes of LDS, want {allowed[of]}"
+                            f"{where}: {registers} vector registers, {scalars} spilled scalars, {kernel.lds} bytes of "
+                            f"LDS; want at most {allowed[of]}"
                         )
                     count = sum(text.startswith("v_mfma") for text in kernel.code.values())
                     matrix += count
@@ -62,10 +69,14 @@ def main():
                         problems.append(f"{where}: {count} matrix instructions")
                     if not any(text == "s_endpgm" for text in kernel.code.values()) or len(kernel.code) < 20:
                         problems.append(f"{where}: no code")
-    problems += [f"bench/README.md has a row for {of}, which is not there" for of in sorted(set(allowed) - set(seen))]
-    for of, (registers, lds) in sorted(seen.items()):
-        print(f"{of}: at most {registers} vector registers, {lds} bytes of static LDS")
-    print(f"{library}: {len(seen)} kernels and their instances on {', '.join(ARCHS)}, {matrix} matrix instructions")
+    for name, arch in sorted(set(allowed) - set(seen)):
+        problems.append(f"bench/README.md has a row for {name}, which is not there on {arch}")
+    for (name, arch), (registers, scalars, lds) in sorted(seen.items()):
+        print(f"{name}, {arch}: at most {registers} vector registers, {scalars} spilled scalars, {lds} bytes of LDS")
+    print(
+        f"{library}: {len({name for name, _ in seen})} kernels and their instances on {', '.join(ARCHS)}, "
+        f"{matrix} matrix instructions"
+    )
     if problems:
         sys.exit("\n".join(problems))
 
