@@ -49,11 +49,15 @@ static int fails(const char *name) {
 
 /* ---- What a compiled library calls when it is loaded ------------------------------------------------------------- */
 
-EXPORT void **__hipRegisterFatBinary(const void *wrapper) { return calloc(1, sizeof(void *)) + 0 * (wrapper == NULL); }
+EXPORT void **__hipRegisterFatBinary(const void *wrapper) {
+  (void)wrapper;
+  return calloc(1, sizeof(void *));
+}
 EXPORT void __hipUnregisterFatBinary(void **modules) { free(modules); }
 EXPORT void __hipRegisterFunction(void **modules, const void *host, char *device_name, const char *name, int threads,
                                   void *thread, void *block, void *block_size, void *grid_size, int *warp) {
   (void)modules, (void)device_name, (void)threads, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp;
+  if (function_count == sizeof functions / sizeof *functions) abort();
   functions[function_count].host = host;
   functions[function_count++].name = name;
 }

@@ -2,8 +2,8 @@
 
 fakehip.c is the runtime: it records what the library calls, refuses what a GPU would refuse, and fails where it is told
 to. gcn.py executes the code objects of the library itself, rather than the sources compiled for something else, so that
-the compiler's registers, lane masks and waits are what is checked; its bits are then held to the CPU's kernels. Neither
-has seen AMD hardware.
+the compiler's registers, lane masks and barriers are what is checked, though not its waits for memory; its bits are then
+held to the CPU's kernels. Neither has seen AMD hardware.
 
 The library is PYDET_HIP_LIBRARY, or the one beside the package. With "hip" in PYDET_TEST_EXTRAS its absence is an
 error.
