@@ -58,6 +58,9 @@ pydet_status refuse(const char *op, const Problem &problem, const Backend &backe
   if (problem.device.id < 0 || problem.device.id >= devices)
     return fail(PYDET_NO_DEVICE, "%s: the tensors are on %s, and there are %d of them", op,
                 device_text(problem.device.type, problem.device.id).text, int(devices));
+  if (arithmetic_of(problem) == Arithmetic::automatic)
+    return fail(PYDET_DEVICE_ERROR, "%s: %s does not say what it is, so arithmetic auto cannot be resolved", op,
+                device_text(problem.device.type, problem.device.id).text);
   Text have = {""};
   size_t used = 0;
   for (int i = 0; i < table.count; ++i) {
@@ -293,6 +296,8 @@ pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, in
     return fail(PYDET_NO_DEVICE, "%s: device is %s, and there are %d of them", op, device_text(normal.type, normal.id).text, int(count));
   Arithmetic result = Arithmetic::automatic;
   PYDET_TRY(resolve(op, normal, type, arithmetic, &result));
+  if (result == Arithmetic::automatic)
+    return fail(PYDET_DEVICE_ERROR, "%s: %s does not say what it is", op, device_text(normal.type, normal.id).text);
   *resolved = int32_t(result);
   return PYDET_OK;
 }

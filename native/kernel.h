@@ -120,7 +120,8 @@ struct Backend {
   const char *name;  // "CPU", "CUDA", "HIP"
   pydet_status (*device_count)(int32_t *);
   pydet_status (*query_device)(int32_t id, pydet_device_info *);  // id is in range
-  Arithmetic (*tensor_cores)(int32_t id);                         // what AUTO means for bf16 and fp16
+  Arithmetic (*tensor_cores)(int32_t id);                         // what AUTO means for bf16 and fp16; `automatic` where
+                                                                  // the device does not answer: no kernel has that
   uint64_t (*gemm_workspace)(int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk, bool skinny, bool fast);
   bool (*reaches)(int32_t id, const void *);  // whether kernels there can use this memory; NULL: not to be known
   Table<Gemm> gemm;

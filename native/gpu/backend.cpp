@@ -90,6 +90,7 @@ pydet_status query_device(int32_t id, pydet_device_info *info) {
 // From sm_90 on all generations compute Hopper's step of 16 (Blackwell by a published model).
 Arithmetic tensor_cores(int32_t id) {
   int capability = compute_capability(id);
+  if (capability == 0) return Arithmetic::automatic;
   return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
 }
 

@@ -62,7 +62,11 @@ pydet_status query_device(int32_t id, pydet_device_info *info) {
 
 // Of the matrix cores of other units (gfx950, RDNA) no arithmetic is known: there AUTO is ieee.
 Arithmetic tensor_cores(int32_t id) {
-  return is_gfx942({PYDET_ROCM, id}) ? Arithmetic::cdna3 : is_gfx90a({PYDET_ROCM, id}) ? Arithmetic::cdna2 : Arithmetic::ieee;
+  pydet_device_info info = {};
+  if (gpu_describe(id, &info) != kGpuSuccess) return Arithmetic::automatic;
+  return strcmp(info.arch, "gfx942") == 0   ? Arithmetic::cdna3
+         : strcmp(info.arch, "gfx90a") == 0 ? Arithmetic::cdna2
+                                            : Arithmetic::ieee;
 }
 
 uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
