@@ -62,17 +62,15 @@ class Cuda:
     disturbed = 0  # nobody else runs on it
 
     def __init__(self):
-        self.graphs, self.kept = {}, []
+        self.graphs = {}  # (id of a list of calls, count): (the list, so that no other gets its id, and the graph)
 
     def start_row(self):
         self.graphs.clear()
-        self.kept.clear()
         torch.cuda.empty_cache()
 
     def graph(self, calls, count):
         key = id(calls), count
         if key not in self.graphs:
-            self.kept.append(calls)  # another list must not get its id
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for call in calls:  # what allocates or compiles on its first call does so here
@@ -82,8 +80,8 @@ class Cuda:
             with torch.cuda.graph(graph, stream=stream):
                 for i in range(count):
                     calls[i % len(calls)]()
-            self.graphs[key] = graph
-        return self.graphs[key]
+            self.graphs[key] = calls, graph
+        return self.graphs[key][1]
 
     def sample(self, calls, count):
         """Seconds a call."""
