@@ -22,7 +22,7 @@ struct Operand {
 };
 
 bool aligned_stride(int64_t stride, int64_t extent) {
-  return extent == 1 || (stride % 8 == 0 && stride > 0 && stride < int64_t(1) << 38);
+  return extent == 1 || (stride % kUnit == 0 && stride > 0 && stride < int64_t(1) << 38);
 }
 
 // k_stride and stride are those along k and along the other dimension.
@@ -97,7 +97,7 @@ static_assert(sizeof kOftenBestFirst / sizeof *kOftenBestFirst == kSm90TileCount
 
 MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand,
                 const int64_t (&batch_strides)[kMaxBatchDims], int extent, int shares) {
-  constexpr int64_t kAnyStride = 8;  // where there is only one of something
+  constexpr int64_t kAnyStride = kUnit;  // where there is only one of something
   MapShape map = {matrix.data,
                   matrix.type,
                   operand.extent,
