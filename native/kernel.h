@@ -114,6 +114,9 @@ struct Table {
   const Kernel<Problem> *rows;
   int count;
 };
+template <class Problem, int count> constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count]) {
+  return {rows, count};
+}
 
 struct Backend {
   int32_t device_type;

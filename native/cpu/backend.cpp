@@ -57,10 +57,6 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     {"cpu_rmsnorm_backward_scalar", kAllTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm_backward<Scalar>},
 };
 
-template <class Problem, int count> constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count]) {
-  return {rows, count};
-}
-
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;

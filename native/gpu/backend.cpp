@@ -13,12 +13,6 @@ bool from_sm90(const Device &device) { return compute_capability(device.id) >= 9
 bool from_sm80(const Device &device) { return compute_capability(device.id) >= 80; }
 bool is_sm80_to_89(const Device &device) { return from_sm80(device) && !from_sm90(device); }
 
-// Enough tiles to give every multiprocessor one: else smaller tiles are faster.
-template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
-  int64_t tiles = ((problem.m + tile_m - 1) / tile_m) * ((problem.n + tile_n - 1) / tile_n) * problem.batch.count;
-  return tiles >= gpu_multiprocessors(problem.device.id);
-}
-
 template <int tile> bool takes_sm90(const Gemm &problem) { return sm90_takes(problem, tile); }
 template <int tile> bool prefers_sm90(const Gemm &problem) { return sm90_prefers(problem, tile); }
 
@@ -101,10 +95,6 @@ bool reaches(int32_t id, const void *data) {
   cudaPointerAttributes found;
   if (cudaPointerGetAttributes(&found, data) != cudaSuccess) return true;  // the launch will say what is wrong
   return found.type != cudaMemoryTypeUnregistered || gpu_attribute(cudaDevAttrPageableMemoryAccess, id);
-}
-
-template <class Problem, int count> constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count]) {
-  return {rows, count};
 }
 
 }  // namespace

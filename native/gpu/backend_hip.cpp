@@ -25,12 +25,6 @@ bool is_built(const Device &device) {
   return found && (after == ' ' || after == '\0');
 }
 
-// Enough tiles to give every compute unit one: else smaller tiles are faster.
-template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
-  int64_t tiles = ((problem.m + tile_m - 1) / tile_m) * ((problem.n + tile_n - 1) / tile_n) * problem.batch.count;
-  return tiles >= gpu_multiprocessors(problem.device.id);
-}
-
 // Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
     {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, skinny_mfma_takes, nullptr, skinny_mfma},
@@ -70,10 +64,6 @@ Arithmetic tensor_cores(int32_t id) {
 }
 
 uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
-
-template <class Problem, int count> constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count]) {
-  return {rows, count};
-}
 
 }  // namespace
 

@@ -107,6 +107,12 @@ constexpr int kBlockSharedBytes = 99 << 10;
 constexpr int gpu_stages(int wanted, int) { return wanted; }
 #endif
 
+// Enough tiles to give every multiprocessor (compute unit) one: else smaller tiles are faster.
+template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
+  int64_t tiles = ((problem.m + tile_m - 1) / tile_m) * ((problem.n + tile_n - 1) / tile_n) * problem.batch.count;
+  return tiles >= gpu_multiprocessors(problem.device.id);
+}
+
 inline pydet_status device_error(const char *kernel, gpu_error error) {
   return fail(PYDET_DEVICE_ERROR, "%s: the launch failed: %s (%d); the cause may be older work on this device", kernel,
               gpu_error_text(error), int(error));
