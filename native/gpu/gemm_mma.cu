@@ -36,8 +36,6 @@ template <int tile> constexpr int kSharedBytes = kStages * 2 * kStageElements<ti
 
 // ---- PTX ---------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
 template <bool transpose> __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void *row) {
   if (transpose)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -34,7 +34,8 @@ inline int gpu_multiprocessors(int id) {
   int count = 0;
   return hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, id) == hipSuccess ? count : 0;
 }
-constexpr int kMostSharedBytes = 64 << 10;  // that kernels count on; a device may have more
+constexpr int kMostSharedBytes = 64 << 10;   // that kernels count on; a device may have more
+constexpr int kBlockSharedBytes = 64 << 10;  // that every architecture has that kernels are built for
 
 // Shared memory that a block may ask for.
 inline int gpu_shared_bytes(int id) {
@@ -81,6 +82,7 @@ inline int gpu_attribute(cudaDeviceAttr attribute, int id) {
 inline int gpu_multiprocessors(int id) { return gpu_attribute(cudaDevAttrMultiProcessorCount, id); }
 
 constexpr int kMostSharedBytes = 227 << 10;  // that kernels count on; a device may have less
+constexpr int kBlockSharedBytes = 99 << 10;  // that every architecture has that kernels are built for
 
 // Shared memory that a block may ask for.
 inline int gpu_shared_bytes(int id) { return gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id); }
@@ -95,15 +97,12 @@ inline bool gpu_overlaps_kernels(int id) { return compute_capability(id) >= 90; 
 
 #endif
 
-// Shared memory that a block may have on every architecture that kernels are built for; and the stages of a ring, of
-// those wanted, that fit it on every architecture that the ring's kernel is launched on.
+// The stages of a ring, of those wanted, that fit on every architecture that the ring's kernel is launched on.
 #if defined(__HIP_PLATFORM_AMD__)
-constexpr int kBlockSharedBytes = 64 << 10;
 constexpr int gpu_stages(int wanted, int stage_bytes) {
   return wanted * stage_bytes <= kBlockSharedBytes ? wanted : kBlockSharedBytes / stage_bytes;
 }
 #else
-constexpr int kBlockSharedBytes = 99 << 10;
 constexpr int gpu_stages(int wanted, int) { return wanted; }
 #endif
 
@@ -192,6 +191,11 @@ pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Ar
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 
+#if !defined(__HIP_PLATFORM_AMD__)
+// As PTX takes it.
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+#endif
+
 // The value of lane `lane ^ mask` among each `width` neighbouring lanes, all of which call it. width <= 32.
 __device__ __forceinline__ float gpu_shfl_xor(float value, int mask, int width) {
 #if defined(__HIP_PLATFORM_AMD__)
@@ -275,7 +279,7 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
     for (int i = 0; i < 16; ++i) static_cast<char *>(shared)[i] = i < valid ? static_cast<const char *>(global)[i] : 0;
   }
 #else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(valid)
                : "memory");
 #endif
@@ -300,7 +304,7 @@ __device__ __forceinline__ void copy_async_4(float *shared, const float *global)
 #if defined(__HIP_PLATFORM_AMD__)
   *shared = *global;
 #else
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
                : "memory");
 #endif
 }
@@ -315,7 +319,7 @@ template <int bytes> __device__ __forceinline__ void copy_async_piece(void *shar
   if constexpr (bytes == 16) {
     copy_async_16(shared, global, there ? 16 : 0);
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global),
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global),
                  "r"(there ? 8 : 0)
                  : "memory");
   }

@@ -12,8 +12,6 @@ namespace pydet {
 // The plain forms below carry release and acquire at the scope they need. An explicit .release.cluster on the arrive
 // becomes MEMBAR.ALL.GPU and halves a GEMM (315 against 628 TFLOP/s).
 
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }

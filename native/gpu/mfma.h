@@ -1,4 +1,4 @@
-// What the kernels for AMD's matrix cores share: loads past the edges of a matrix, and types known at run time.
+// What the kernels for AMD's matrix cores share: loads past the edges of a matrix.
 #pragma once
 
 #include "epilogue.h"
@@ -26,13 +26,6 @@ __device__ __forceinline__ void read(uint32_t *words, const uint16_t *from, int 
 
 [[maybe_unused]] __device__ __forceinline__ int clamped(int64_t left, int most) {
   return left <= 0 ? 0 : left < most ? int(left) : most;
-}
-
-// Calls f with the type as a compile-time constant.
-template <class F> __device__ __forceinline__ void with_type(Type type, const F &f) {
-  if (type == Type::f32) f(std::integral_constant<Type, Type::f32>{});
-  else if (type == Type::bf16) f(std::integral_constant<Type, Type::bf16>{});
-  else f(std::integral_constant<Type, Type::f16>{});
 }
 
 }  // namespace

@@ -256,15 +256,6 @@ inline bool rows_aligned(const Rows &rows) {
 }
 inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
 
-// Calls f with the type as a compile-time constant.
-template <class F> auto with_type(Type type, const F &f) {
-  switch (type) {
-    case Type::bf16: return f(std::integral_constant<Type, Type::bf16>{});
-    case Type::f16: return f(std::integral_constant<Type, Type::f16>{});
-    default: return f(std::integral_constant<Type, Type::f32>{});
-  }
-}
-
 // ---- Long or misaligned rows -------------------------------------------------------------------------------------
 
 constexpr int kVector = kRowLaneElements;

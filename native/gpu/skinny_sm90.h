@@ -23,7 +23,6 @@ constexpr int kRowBytes = kBlockK * 2;
 constexpr int kBlockSteps = kBlockK / kStep;
 constexpr int kAtomRows = 8;                  // of the 128-byte swizzle
 constexpr int kMostStages = 64;               // of a ring
-constexpr int kMostSharedBytes = 227 << 10;   // of a block
 constexpr int kHalfSharedBytes = 113 << 10;   // of a block that leaves room for another
 constexpr int kBarrierBytes = 4 * kMostStages * 8;
 constexpr int kReservedBytes = kBarrierBytes + 1024;  // beside the rings; 1024 are the system's own
@@ -170,13 +169,6 @@ template <class S, class F> __device__ __forceinline__ void share_out(const Prob
 
 __device__ __forceinline__ int64_t bias_at(const Problem &p, int row, int column) {
   return row * p.bias_row_stride + column * p.bias_column_stride;
-}
-
-// Calls f with the type as a constant.
-template <class F> __device__ __forceinline__ void with_type(Type type, F f) {
-  if (type == Type::f32) f(std::integral_constant<Type, Type::f32>());
-  else if (type == Type::bf16) f(std::integral_constant<Type, Type::bf16>());
-  else f(std::integral_constant<Type, Type::f16>());
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
