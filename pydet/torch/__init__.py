@@ -11,9 +11,8 @@
 mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with the same bits.
 """
 
-from pydet.torch.accumulate import accumulate_gradients
 from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
-from pydet.torch.modules import Conversion, Linear, RMSNorm, convert
+from pydet.torch.modules import Conversion, Linear, RMSNorm, accumulate_gradients, convert
 from pydet.torch.override import override_aten
 
 __all__ = [

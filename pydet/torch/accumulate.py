@@ -1,4 +1,4 @@
-"""Gradients of micro-batches that add up to the bits of one batch."""
+"""Functions whose backward adds to sums in fp32, by which micro-batches come to the bits of one batch."""
 
 from __future__ import annotations
 
@@ -7,47 +7,10 @@ from typing import Any
 import torch
 
 import pydet
-from pydet._native import INVALID_VALUE, fail
-from pydet.torch.modules import Linear, RMSNorm
+from pydet.torch.ops import matrix
 
 
-def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """From now on pydet's modules in ``model`` sum their parameters' gradients in fp32, in ``parameter.main_grad``.
-
-    ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
-    give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
-    where there is one), and at multiples of ``pydet.DWEIGHT_ROWS`` for :class:`RMSNorm`. Pad with rows whose gradient
-    is zero to get there. Zero ``main_grad`` between steps.
-    ``torch.compile`` leaves these modules to eager mode, and refuses them under ``fullgraph=True``.
-
-    A parameter of several modules (tied weights) sums them in the order in which backward reaches them, which is then
-    part of the bits.
-
-    Args:
-        model: a module; its :class:`Linear` and :class:`RMSNorm` take part.
-
-    Returns:
-        The parameters that have a ``main_grad`` now; those of other modules keep their ``grad``.
-
-    Raises:
-        Error: ``model`` is no module, or there is no module of pydet's in it.
-    """
-    if not isinstance(model, torch.nn.Module):
-        fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
-    parameters: list[torch.nn.Parameter] = []
-    for module in model.modules():
-        if isinstance(module, Linear | RMSNorm):
-            module.accumulates = True
-            for parameter in module.parameters(recurse=False):
-                if not hasattr(parameter, "main_grad"):
-                    _main_grad(parameter)
-                    parameters.append(parameter)
-    if not parameters:
-        fail(INVALID_VALUE, "accumulate_gradients: no Linear or RMSNorm of pydet's in the model; convert() it first")
-    return parameters
-
-
-def _main_grad(parameter: Any) -> Any:
+def main_grad(parameter: Any) -> Any:
     """The sum of a parameter, from zeros where it has none: the copy of a model has new parameters."""
     if not hasattr(parameter, "main_grad"):
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -55,8 +18,8 @@ def _main_grad(parameter: Any) -> Any:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """The rows of all leading dimensions under each other, their elements adjacent."""
-    x = x[None] if x.dim() == 1 else x.flatten(0, -2)
+    """`matrix`, the elements of a row adjacent."""
+    x = matrix(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -80,10 +43,10 @@ class AccumulatingLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = pydet.gemm(rows, w.detach().to(x.dtype), **ctx.options).view(x.shape)
         if w.requires_grad:
-            pydet.gemm_db(rows, _rows(x), out=_main_grad(w), accumulate=True, **ctx.options)
+            pydet.gemm_db(rows, _rows(x), out=main_grad(w), accumulate=True, **ctx.options)
         if bias is not None and bias.requires_grad:
             ones = torch.ones_like(rows[:, :1])
-            pydet.gemm_db(ones, rows, out=_main_grad(bias)[None], accumulate=True, **ctx.options)
+            pydet.gemm_db(ones, rows, out=main_grad(bias)[None], accumulate=True, **ctx.options)
         return dx, None, None, None, None
 
 
@@ -100,7 +63,7 @@ class AccumulatingRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, rstd), weight = ctx.saved_tensors, ctx.weight
-        into = {"dweight": _main_grad(weight), "accumulate": True} if weight.requires_grad else {}
+        into = {"dweight": main_grad(weight), "accumulate": True} if weight.requires_grad else {}
         operands = (_rows(dy), _rows(x), weight.detach(), rstd.view(-1))
         dx, _ = pydet.rmsnorm_backward(*operands, weight_offset=ctx.weight_offset, **into)
         return dx.view(x.shape), None, None, None

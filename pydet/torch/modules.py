@@ -1,4 +1,5 @@
-"""Modules that compute with pydet, and :func:`convert`, which swaps them into a model."""
+"""Modules that compute with pydet; :func:`convert` swaps them into a model, :func:`accumulate_gradients` has them
+continue the sums of their gradients."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import Any
 import torch
 
 from pydet._native import INVALID_VALUE, fail
-from pydet.buffer import TYPES, unknown
+from pydet.buffer import unknown
 from pydet.torch import functions
-
-_TYPES = tuple(getattr(torch, name) for name in TYPES)
+from pydet.torch.accumulate import AccumulatingLinear, AccumulatingRmsNorm, main_grad
+from pydet.torch.ops import DTYPES
 
 
 class Linear(torch.nn.Linear):
@@ -40,8 +41,6 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.accumulates and torch.is_grad_enabled():
-            from pydet.torch.accumulate import AccumulatingLinear
-
             arguments = (x, self.weight, self.bias, self.arithmetic, self.k_chunk)
             return AccumulatingLinear.apply(*arguments)
         return functions.linear(x, self.weight, self.bias, arithmetic=self.arithmetic, k_chunk=self.k_chunk)
@@ -84,8 +83,6 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.accumulates and self.weight is not None and torch.is_grad_enabled():
-            from pydet.torch.accumulate import AccumulatingRmsNorm
-
             return AccumulatingRmsNorm.apply(x, self.weight, self.eps, self.weight_offset)
         return torch.ops.pydet.rmsnorm(x, self.weight, self.eps, self.weight_offset)[0]
 
@@ -196,7 +193,7 @@ def _swap(module: torch.nn.Module, arithmetic: str, k_chunk: int | None) -> torc
         return _reason_to_leave(module)
     for name in parameters:
         parameter = getattr(module, name)
-        if parameter is not None and parameter.dtype not in _TYPES:
+        if parameter is not None and parameter.dtype not in DTYPES:
             return f"its {name} is {parameter.dtype}"
         new.register_parameter(name, parameter)
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
@@ -246,3 +243,39 @@ def convert(model: torch.nn.Module, *, arithmetic: str = "auto", k_chunk: int | 
             elif result is not None:
                 report.left[full] = result
     return report
+
+
+def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """From now on pydet's modules in ``model`` sum their parameters' gradients in fp32, in ``parameter.main_grad``.
+
+    ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
+    give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
+    where there is one), and at multiples of ``pydet.DWEIGHT_ROWS`` for :class:`RMSNorm`. Pad with rows whose gradient
+    is zero to get there. Zero ``main_grad`` between steps.
+    ``torch.compile`` leaves these modules to eager mode, and refuses them under ``fullgraph=True``.
+
+    A parameter of several modules (tied weights) sums them in the order in which backward reaches them, which is then
+    part of the bits.
+
+    Args:
+        model: a module; its :class:`Linear` and :class:`RMSNorm` take part.
+
+    Returns:
+        The parameters that have a ``main_grad`` now; those of other modules keep their ``grad``.
+
+    Raises:
+        Error: ``model`` is no module, or there is no module of pydet's in it.
+    """
+    if not isinstance(model, torch.nn.Module):
+        fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
+    parameters: list[torch.nn.Parameter] = []
+    for module in model.modules():
+        if isinstance(module, Linear | RMSNorm):
+            module.accumulates = True
+            for parameter in module.parameters(recurse=False):
+                if not hasattr(parameter, "main_grad"):
+                    main_grad(parameter)
+                    parameters.append(parameter)
+    if not parameters:
+        fail(INVALID_VALUE, "accumulate_gradients: no Linear or RMSNorm of pydet's in the model; convert() it first")
+    return parameters

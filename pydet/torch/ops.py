@@ -29,6 +29,8 @@ from pydet.ops import _gemm, _gemm_da, _gemm_db, _rmsnorm, _rmsnorm_backward, _s
 Tensor: TypeAlias = torch.Tensor
 Dtype: TypeAlias = torch.dtype | None
 
+DTYPES = tuple(getattr(torch, name) for name in TYPES)
+
 _library = torch.library.Library("pydet", "DEF")
 _GEMM_OPTIONS = 'ScalarType? out_dtype=None, str arithmetic="auto", int? k_chunk=None'
 _SCHEMAS = {
@@ -128,14 +130,12 @@ def _run_rmsnorm_backward(
 
 # ---- Shapes, for tracing ---------------------------------------------------------------------------------------------
 
-_TYPES = tuple(getattr(torch, name) for name in TYPES)
-
 
 def _check_traced(op: str, **operands: Tensor | None) -> None:
     """Refuses while tracing the element types and devices that the kernel would refuse when the graph runs."""
     first_name, first = next((name, x) for name, x in operands.items() if x is not None)
     for name, x in operands.items():
-        if x is not None and x.dtype not in _TYPES:
+        if x is not None and x.dtype not in DTYPES:
             fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want float32, bfloat16 or float16")
         if x is not None and x.device != first.device:
             fail(INVALID_DEVICE, f"{op}: {name} is on {x.device}, {first_name} is on {first.device}")
@@ -148,7 +148,8 @@ def _check_like(op: str, **operands: Tensor | None) -> None:
         if x.dtype != first.dtype:
             fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want {first.dtype} as {first_name} is")
         torch._check(
-            x.shape == first.shape, lambda: f"{op}: {name} is {tuple(x.shape)}, want {tuple(first.shape)}"  # noqa: B023
+            x.shape == first.shape,
+            lambda: f"{op}: {name} is {tuple(x.shape)}, want {tuple(first.shape)}",  # noqa: B023
         )
 
 
@@ -254,7 +255,7 @@ def _fake_rmsnorm_backward(
 # ---- Autograd --------------------------------------------------------------------------------------------------------
 
 
-def _matrix(x: Tensor) -> Tensor:
+def matrix(x: Tensor) -> Tensor:
     """The rows of all leading dimensions under each other."""
     return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
@@ -267,7 +268,7 @@ def _sum_rows(dc: Tensor, dtype: torch.dtype, arithmetic: str, k_chunk: int | No
 
 def _gradient_of_bias(dc: Tensor, bias: Tensor, arithmetic: str, k_chunk: int | None) -> Tensor:
     if bias.dim() == 1:
-        return _sum_rows(_matrix(dc), bias.dtype, arithmetic, k_chunk)
+        return _sum_rows(matrix(dc), bias.dtype, arithmetic, k_chunk)
     if bias.shape != dc.shape:
         fail(UNSUPPORTED, f"gemm: no gradient for a bias of shape {tuple(bias.shape)}; want [N], or the result's shape")
     return dc.to(bias.dtype)
@@ -299,7 +300,7 @@ class _Gemm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             da = torch.ops.pydet.gemm_da(dy, b, None, arithmetic, k_chunk)
         if ctx.needs_input_grad[1]:
-            rows = (a, dy) if b.dim() == a.dim() else (_matrix(a), _matrix(dy))
+            rows = (a, dy) if b.dim() == a.dim() else (matrix(a), matrix(dy))
             db = torch.ops.pydet.gemm_db(*rows, None, arithmetic, k_chunk)
         if bias is not None and ctx.needs_input_grad[2]:
             dbias = _gradient_of_bias(dy, bias, arithmetic, k_chunk)
@@ -321,11 +322,11 @@ class _SkinnyGemm(torch.autograd.Function):
     def backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
         (x, w, bias), arithmetic, k_chunk = ctx.saved_tensors, ctx.arithmetic, ctx.k_chunk
         dx = dw = dbias = None
-        dy = _matrix(dc).to(x.dtype)
+        dy = matrix(dc).to(x.dtype)
         if ctx.needs_input_grad[0]:
             dx = torch.ops.pydet.gemm(dy, w, None, None, arithmetic, k_chunk).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dw = torch.ops.pydet.gemm_db(dy, _matrix(x), None, arithmetic, k_chunk)
+            dw = torch.ops.pydet.gemm_db(dy, matrix(x), None, arithmetic, k_chunk)
         if bias is not None and ctx.needs_input_grad[2]:
             dbias = _gradient_of_bias(dy if bias.dim() == 1 else dy.view(dc.shape), bias, arithmetic, k_chunk)
         return dx, dw, dbias, None, None, None, None
@@ -367,9 +368,7 @@ class _RmsNormResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor, dsum: Tensor) -> tuple[Any, ...]:
         total, weight, rstd = ctx.saved_tensors
-        dx, dweight = torch.ops.pydet.rmsnorm_backward(
-            dy, total, weight, rstd, ctx.weight_offset, dsum
-        )
+        dx, dweight = torch.ops.pydet.rmsnorm_backward(dy, total, weight, rstd, ctx.weight_offset, dsum)
         return dx, dx, None if weight is None else dweight, None, None
 
 
@@ -536,7 +535,7 @@ def _under_autocast(name: str, device: str) -> Callable[..., Any]:
 
     def kernel(first: Tensor, second: Tensor, *rest: Any, **options: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
-        first, second = (x.to(dtype) if x.dtype in _TYPES and not x.is_meta else x for x in (first, second))
+        first, second = (x.to(dtype) if x.dtype in DTYPES and not x.is_meta else x for x in (first, second))
         with torch._C._ExcludeDispatchKeyGuard(off):
             return overload(first, second, *rest, **options)
 

@@ -13,9 +13,8 @@ import torch
 
 import pydet
 from pydet._native import UNSUPPORTED, constants, fail
-from pydet.buffer import TYPES
+from pydet.torch.ops import DTYPES
 
-_TYPES = tuple(getattr(torch, name) for name in TYPES)
 _active = threading.Lock()
 _KEYS = ("CPU", "CUDA")
 _TAKEN = (
@@ -86,7 +85,7 @@ def _take_over(
     def kernel(keyset: Any, *operands: torch.Tensor, beta: Any = 1, alpha: Any = 1, out: Any = None) -> torch.Tensor:
         scaled = {} if compute is _product else {"beta": beta, "alpha": alpha}
         written = operands[0] if name.endswith("_") else out
-        if any(x.dtype not in _TYPES or x.dtype != operands[-1].dtype for x in operands) or (
+        if any(x.dtype not in DTYPES or x.dtype != operands[-1].dtype for x in operands) or (
             written is not None and written.dtype != operands[-1].dtype
         ):
             caught[f"{full} (left to PyTorch)"] += 1
