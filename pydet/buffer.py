@@ -200,8 +200,11 @@ class Framework:
 
     def producer_stream(self, x: Any) -> int:
         """The stream for __dlpack__ to make ready: the one that the operation will run on."""
-        stream: int = getattr(_override, "stream", None) or self.stream(x, int(x.__dlpack_device__()[0]), 0)
-        legacy_default = 0 if int(x.__dlpack_device__()[0]) == constants.PYDET_ROCM else 1
+        kind, number = map(int, x.__dlpack_device__())
+        stream: int | None = getattr(_override, "stream", None)
+        if stream is None:
+            stream = self.stream(x, kind, number)
+        legacy_default = 0 if kind == constants.PYDET_ROCM else 1
         return stream or legacy_default
 
     def stream(self, like: Any, device_type: int, device_id: int) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import pydet
+from pydet import buffer
 from capi import Tensor, random
 from interop import Producer, jax, torch  # noqa: F401 (fixtures)
 from reference import bits
@@ -314,6 +315,24 @@ def test_streams_are_taken_and_mean_nothing_on_the_cpu(stream):
     y, rstd = pydet.rmsnorm(x, weight, eps=0, stream=stream)
     same(y, pydet.rmsnorm(x, weight, eps=0)[0])
     same(pydet.rmsnorm_backward(y, x, weight, rstd, stream=stream)[1], pydet.rmsnorm_backward(y, x, weight, rstd)[1])
+
+
+def test_producers_make_ready_the_stream_of_their_own_device(monkeypatch):
+    """__dlpack__ is asked for the current stream of the tensor's device, or for the one that the caller named."""
+
+    class There(ByDlpack):
+        def __dlpack_device__(self):
+            return self.tensor
+
+    monkeypatch.setattr(buffer.Framework, "stream", lambda self, like, kind, number: 1000 * kind + number)
+    for kind, default in ((2, 1), (10, 0)):
+        there = There((kind, 3))
+        framework = buffer.framework_of(there, "gemm", "a")
+        assert framework.producer_stream(there) == 1000 * kind + 3
+        for named, wanted in ((7, 7), (0, default)):  # 0 is the default stream, which has another name in CUDA's DLPack
+            with buffer._stream_override(named):
+                assert framework.producer_stream(there) == wanted
+        assert framework.producer_stream(there) == 1000 * kind + 3
 
 
 # ---- Signatures, documentation, exceptions -------------------------------------------------------------------------
