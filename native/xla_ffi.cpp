@@ -1,5 +1,5 @@
-// Handlers for XLA's foreign function interface: each reads its buffers and attributes, calls the C function of its name,
-// and turns its status and sentence into XLA's error. They keep nothing and allocate nothing.
+// Handlers for XLA's foreign function interface: each reads its buffers and attributes, calls the C function of its
+// name, and turns its status and sentence into XLA's error. They keep nothing and allocate nothing.
 
 #include "xla_ffi.h"
 
@@ -20,7 +20,15 @@ struct Shape {
 // A call that fails remembers why, and everything after that does nothing.
 class Call {
  public:
-  Call(pydet_xla_call *call, bool gpu) : call_(call), gpu_(gpu) {}
+  Call(pydet_xla_call *call, bool gpu) : call_(call), gpu_(gpu), device_{PYDET_CPU, 0} {
+    if (!gpu) return;
+    int32_t count = 0;
+    const bool rocm = pydet_device_count(PYDET_ROCM, &count) == PYDET_OK && count > 0;
+    pydet_xla_ordinal_arguments arguments = {sizeof arguments, nullptr, call->context, 0};
+    const size_t needed = offsetof(pydet_xla_api, get_ordinal) + sizeof call->api->get_ordinal;
+    if (call->api->struct_size >= needed && call->api->get_ordinal(&arguments)) fail("XLA names no device");
+    device_ = {rocm ? PYDET_ROCM : PYDET_CUDA, arguments.ordinal};
+  }
 
   pydet_xla_error *finish() {
     if (!*problem_) return nullptr;
@@ -37,8 +45,17 @@ class Call {
   }
   bool failed() const { return *problem_; }
 
-  int64_t integer(const char *name) { return read<int64_t>(name, PYDET_XLA_S64); }
-  double real(const char *name) { return read<double>(name, PYDET_XLA_F64); }
+  int64_t integer(const char *name) { return scalar<int64_t>(name, PYDET_XLA_S64); }
+  double real(const char *name) { return scalar<double>(name, PYDET_XLA_F64); }
+
+  // options.kernel, which lives as long as the call; NULL for "".
+  const char *kernel() {
+    const auto *name = static_cast<const pydet_xla_name *>(attribute("kernel", PYDET_XLA_STRING));
+    if (!name || !name->length) return nullptr;
+    if (name->length >= sizeof kernel_) fail("kernel is longer than any name of a kernel");
+    std::snprintf(kernel_, sizeof kernel_, "%.*s", int(name->length), name->text);
+    return kernel_;
+  }
 
   // Argument or result i; an empty one where there is none, which fails the call.
   const pydet_xla_buffer &argument(int64_t i) { return item(call_->arguments, i); }
@@ -59,7 +76,7 @@ class Call {
               : buffer.dtype == PYDET_XLA_BF16 ? pydet_dtype{PYDET_BFLOAT, 16, 1}
                                                : pydet_dtype{0, 8, 1};
     t.data = static_cast<char *>(buffer.data) + offset * (t.dtype.bits / 8);
-    t.device = device();
+    t.device = device_;
     t.ndim = rank;
     t.shape = shape->dims;
     t.strides = shape->strides;
@@ -67,18 +84,25 @@ class Call {
   }
 
  private:
-  template <class T> T read(const char *name, int32_t type) {
+  // The attribute of this name and type, where that is a scalar's of this element type; NULL where there is none, which
+  // fails the call.
+  const void *attribute(const char *name, int32_t type, int32_t dtype = 0) {
     const pydet_xla_attributes &all = call_->attributes;
     for (int64_t i = 0; i < all.size; ++i) {
-      if (all.names[i]->length != std::strlen(name) || std::memcmp(all.names[i]->text, name, all.names[i]->length)) continue;
-      const auto *scalar = static_cast<const pydet_xla_scalar *>(all.items[i]);
-      if (all.types[i] != PYDET_XLA_SCALAR || scalar->dtype != type) break;
-      return *static_cast<const T *>(scalar->value);
+      const pydet_xla_name &own = *all.names[i];
+      if (own.length != std::strlen(name) || std::memcmp(own.text, name, own.length)) continue;
+      if (all.types[i] != type) break;
+      const auto *value = static_cast<const pydet_xla_scalar *>(all.items[i]);
+      if (type != PYDET_XLA_SCALAR || value->dtype == dtype) return value;
     }
     char sentence[96];
     std::snprintf(sentence, sizeof sentence, "attribute %s is missing or of another type", name);
     fail(sentence);
-    return 0;
+    return nullptr;
+  }
+  template <class T> T scalar(const char *name, int32_t dtype) {
+    const auto *found = static_cast<const pydet_xla_scalar *>(attribute(name, PYDET_XLA_SCALAR, dtype));
+    return found ? *static_cast<const T *>(found->value) : 0;
   }
 
   const pydet_xla_buffer &item(const pydet_xla_list &list, int64_t i) {
@@ -88,28 +112,22 @@ class Call {
     return none;
   }
 
-  pydet_device device() {
-    if (!gpu_) return {PYDET_CPU, 0};
-    pydet_xla_ordinal_arguments arguments = {sizeof arguments, nullptr, call_->context, 0};
-    const size_t needed = offsetof(pydet_xla_api, get_ordinal) + sizeof call_->api->get_ordinal;
-    if (call_->api->struct_size >= needed && call_->api->get_ordinal(&arguments)) fail("XLA names no device");
-    return {gpu_type(), arguments.ordinal};
-  }
-
-  static int32_t gpu_type() {
-    int32_t count = 0;
-    return pydet_device_count(PYDET_ROCM, &count) == PYDET_OK && count > 0 ? PYDET_ROCM : PYDET_CUDA;
-  }
-
   pydet_xla_call *call_;
   bool gpu_, ours_ = false;
-  char problem_[512] = "";
+  pydet_device device_;
+  char problem_[512] = "", kernel_[64];
 };
 
 int64_t elements(const pydet_xla_buffer &buffer) {
   int64_t count = 1;
   for (int64_t i = 0; i < buffer.rank; ++i) count *= buffer.dims[i];
   return count;
+}
+
+// What is continued from is the result's own buffer.
+void expect_in_place(Call &call, const pydet_xla_buffer &argument, const pydet_xla_buffer &result) {
+  if (argument.data != result.data && elements(result))
+    call.fail("XLA gave what is continued from and the result different memory");
 }
 
 // C order.
@@ -161,21 +179,52 @@ pydet_tensor bias_of(Call &call, const pydet_xla_buffer &bias, const pydet_xla_b
   return call.tensor(bias, shape, 1);
 }
 
+// The weights of a skinny product as its function takes them: a matrix. False for a batch of them.
+bool as_one_matrix(pydet_tensor *w) {
+  for (int i = 0; i + 2 < w->ndim; ++i)
+    if (w->shape[i] != 1) return false;
+  w->shape += w->ndim - 2;
+  w->strides += w->ndim - 2;
+  w->ndim = 2;
+  return true;
+}
+
 void gemm(Call &call) {
-  const bool has_bias = call.integer("has_bias");
-  Shape shapes[4];
+  const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
   const bool transpose_a = call.integer("transpose_a"), transpose_b = call.integer("transpose_b");
+  const bool skinny = call.integer("skinny");
+  Shape shapes[4];
+  const pydet_xla_buffer &result = call.result(0);
   const pydet_tensor a = matrix(call, call.argument(0), transpose_a, &shapes[0]);
   const pydet_tensor b = matrix(call, call.argument(1), transpose_b, &shapes[1]);
-  const pydet_tensor out = matrix(call, call.result(0), false, &shapes[2]);
+  const pydet_tensor out = matrix(call, result, false, &shapes[2]);
   pydet_tensor bias = {};
-  if (has_bias && !call.failed()) bias = bias_of(call, call.argument(2), call.result(0), &shapes[3]);
-  pydet_gemm_options options = {};
+  if (has_bias && !call.failed()) bias = bias_of(call, call.argument(2), result, &shapes[3]);
+  if (accumulate) expect_in_place(call, call.argument(2 + has_bias), result);
+  pydet_skinny_gemm_options options = {};
   options.struct_size = sizeof options;
   options.arithmetic = int32_t(call.integer("arithmetic"));
   options.k_chunk = call.integer("k_chunk");
+  options.accumulate = accumulate;
+  options.mode = int32_t(call.integer("mode"));
+  options.weights_constant = int32_t(call.integer("weights_constant"));
+  options.kernel = call.kernel();
+  if (skinny && (transpose_a || !transpose_b)) call.fail("skinny_gemm: want a and b^T as they lie");
   void *stream = call.stream();
-  if (!call.failed()) call.check(pydet_gemm(stream, &a, &b, has_bias ? &bias : nullptr, &out, &options));
+  if (call.failed()) return;
+  const pydet_tensor *given_bias = has_bias ? &bias : nullptr;
+  if (skinny) {
+    Shape shape;
+    pydet_tensor w = matrix(call, call.argument(1), false, &shape);
+    if (as_one_matrix(&w)) return call.check(pydet_skinny_gemm(stream, &a, &w, given_bias, &out, &options));
+  }
+  pydet_gemm_options plain = {};
+  plain.struct_size = sizeof plain;
+  plain.arithmetic = options.arithmetic;
+  plain.k_chunk = options.k_chunk;
+  plain.accumulate = options.accumulate;
+  plain.kernel = options.kernel;
+  call.check(pydet_gemm(stream, &a, &b, given_bias, &out, &plain));
 }
 
 // Rows of N elements that come in groups, each with a weight of its own, or all with one.
@@ -219,6 +268,7 @@ void rmsnorm(Call &call) {
   options.struct_size = sizeof options;
   options.eps = float(call.real("eps"));
   options.weight_offset = float(call.real("weight_offset"));
+  options.kernel = call.kernel();
   const pydet_xla_buffer *rows[] = {&call.argument(0), has_residual ? &call.argument(1) : &call.argument(0)};
   const pydet_xla_buffer *weight = has_weight ? &call.argument(1 + has_residual) : nullptr;
   const pydet_xla_buffer &y = call.result(0), &rstd = call.result(1);
@@ -227,7 +277,8 @@ void rmsnorm(Call &call) {
   const Groups all = groups_of(call, y, rows, 2, weight ? elements(*weight) : 0);
   for (int64_t g = 0; g < all.groups && !call.failed(); ++g) {
     Shape s[6];
-    const pydet_tensor x_part = all.rows_of(call, *rows[0], g, false, &s[0]), y_part = all.rows_of(call, y, g, false, &s[1]),
+    const pydet_tensor x_part = all.rows_of(call, *rows[0], g, false, &s[0]),
+                       y_part = all.rows_of(call, y, g, false, &s[1]),
                        rstd_part = all.rows_of(call, rstd, g, true, &s[2]);
     pydet_tensor residual = {}, sum = {}, w = {};
     if (has_residual) {
@@ -243,9 +294,12 @@ void rmsnorm(Call &call) {
 
 void rmsnorm_backward(Call &call) {
   const bool has_weight = call.integer("has_weight"), has_dresidual = call.integer("has_dresidual");
+  const bool accumulate = call.integer("accumulate");
   pydet_rmsnorm_backward_options options = {};
   options.struct_size = sizeof options;
   options.weight_offset = float(call.real("weight_offset"));
+  options.accumulate = accumulate;
+  options.kernel = call.kernel();
   const pydet_xla_buffer *rows[] = {&call.argument(0), &call.argument(1),
                                     has_dresidual ? &call.argument(3 + has_weight) : &call.argument(0)};
   const pydet_xla_buffer &rstd = call.argument(2), &dx = call.result(0);
@@ -255,6 +309,7 @@ void rmsnorm_backward(Call &call) {
     options.workspace = call.result(2).data;
     options.workspace_size = uint64_t(elements(call.result(2)));
   }
+  if (accumulate) expect_in_place(call, call.argument(3 + has_weight + has_dresidual), call.result(1));
   void *stream = call.stream();
   if (call.failed()) return;
   const Groups all = groups_of(call, dx, rows, 3, dweight ? elements(*dweight) : 0);
@@ -262,7 +317,8 @@ void rmsnorm_backward(Call &call) {
     Shape s[7];
     const pydet_tensor dy_part = all.rows_of(call, *rows[0], g, false, &s[0]),
                        x_part = all.rows_of(call, *rows[1], g, false, &s[1]),
-                       rstd_part = all.rows_of(call, rstd, g, true, &s[2]), dx_part = all.rows_of(call, dx, g, false, &s[3]);
+                       rstd_part = all.rows_of(call, rstd, g, true, &s[2]),
+                       dx_part = all.rows_of(call, dx, g, false, &s[3]);
     pydet_tensor dresidual = {}, w = {}, dw = {};
     if (has_dresidual) dresidual = all.rows_of(call, *rows[2], g, false, &s[4]);
     if (has_weight) {
@@ -271,7 +327,8 @@ void rmsnorm_backward(Call &call) {
     }
     if (call.failed()) return;
     call.check(pydet_rmsnorm_backward(stream, &dy_part, &x_part, has_weight ? &w : nullptr, &rstd_part,
-                                      has_dresidual ? &dresidual : nullptr, &dx_part, has_weight ? &dw : nullptr, &options));
+                                      has_dresidual ? &dresidual : nullptr, &dx_part, has_weight ? &dw : nullptr,
+                                      &options));
   }
 }
 

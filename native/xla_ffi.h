@@ -31,7 +31,6 @@ typedef struct pydet_xla_metadata {
   size_t struct_size;
   pydet_xla_version version;
   uint32_t traits; /* 1: may be captured into a graph of commands */
-  int64_t state_type;
 } pydet_xla_metadata;
 
 typedef struct pydet_xla_metadata_extension {
@@ -39,7 +38,15 @@ typedef struct pydet_xla_metadata_extension {
   pydet_xla_metadata *metadata;
 } pydet_xla_metadata_extension;
 
-enum { PYDET_XLA_F16 = 10, PYDET_XLA_F32 = 11, PYDET_XLA_BF16 = 16, PYDET_XLA_S64 = 5, PYDET_XLA_F64 = 12, PYDET_XLA_U8 = 6 };
+/* Of elements. */
+enum {
+  PYDET_XLA_S64 = 5,
+  PYDET_XLA_U8 = 6,
+  PYDET_XLA_F16 = 10,
+  PYDET_XLA_F32 = 11,
+  PYDET_XLA_F64 = 12,
+  PYDET_XLA_BF16 = 16
+};
 
 typedef struct pydet_xla_buffer {
   size_t struct_size;
@@ -69,7 +76,7 @@ typedef struct pydet_xla_scalar {
   void *value;
 } pydet_xla_scalar;
 
-enum { PYDET_XLA_SCALAR = 3 }; /* of the types of attributes */
+enum { PYDET_XLA_SCALAR = 3, PYDET_XLA_STRING = 4 }; /* of the types of attributes; a string is a pydet_xla_name */
 
 typedef struct pydet_xla_attributes {
   size_t struct_size;
@@ -132,13 +139,16 @@ enum { PYDET_XLA_EXECUTE = 3 };
 
 /* The handlers, on the CPU and on a GPU. Operands are in C order; integers are attributes of 64 bits, floats of 64.
  *
- * gemm: a, b, and a bias if has_bias; one result. transpose_a, transpose_b: the matrices as they lie are a^T, b^T.
- *   arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all rows.
+ * gemm: a, b, then a bias if has_bias, what to continue from if accumulate; one result. transpose_a, transpose_b: the
+ *   matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
+ *   rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
+ *   not take, goes to pydet_gemm. No workspace: no kernel of this release wants one (pydet_gemm_workspace).
  * rmsnorm: x, then a residual if has_residual, a weight if has_weight; y, rstd, and the sum if has_residual. eps,
  *   weight_offset.
- * rmsnorm_backward: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual; dx, then if has_weight
- *   dweight and a workspace of bytes. weight_offset.
- * A weight [groups, n] means that many problems, each with rows / groups rows of the others. */
+ * rmsnorm_backward: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual, a dweight to continue from if
+ *   accumulate; dx, then if has_weight dweight and a workspace of bytes. weight_offset.
+ * A weight [groups, n] means that many problems, each with rows / groups rows of the others. All take kernel, a string
+ * as in the options, "" for none. What is continued from must lie where its result does: XLA's aliasing sees to it. */
 #ifndef PYDET_API
 #define PYDET_API __attribute__((visibility("default")))
 #endif

@@ -9,16 +9,23 @@ They go through XLA's foreign function interface to handlers in pydet's own libr
 CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or for
 RMSNorm with a weight one call for each. Operands are float32, bfloat16 or float16 arrays of one type.
 
-``arithmetic`` and ``k_chunk`` are as in :func:`pydet.gemm`, decide bits, and hold for backward too. Like every option
-here they are static: Python values, not traced ones. Errors are :class:`pydet.Error` while a function is traced, and
-XLA's own error with pydet's sentence in it afterwards.
+Common to the products: ``arithmetic`` and ``k_chunk`` are as in :func:`pydet.gemm`, decide bits, and hold for backward
+too. ``accumulate`` is an array to continue from, like the result and float32; the result takes its memory where nothing
+else needs it, as in the carry of a scan or for a donated argument. ``kernel`` forces a kernel by name, for tests and
+benchmarks, and not in backward.
+
+Every option is static: a Python value, not a traced one. Errors are :class:`pydet.Error` while a function is traced,
+and XLA's own error with pydet's sentence in it afterwards.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, TypeAlias
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 try:
     import jax
@@ -29,10 +36,9 @@ import numpy as np
 
 from pydet import _native
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
-from pydet.buffer import TYPES, type_index, unknown
+from pydet.buffer import TYPES, type_index, type_name, unknown
 
 Array: TypeAlias = Any
-_Options: TypeAlias = tuple[int, int]  # the number of the arithmetic, k_chunk or 0
 
 _TARGETS = ("gemm", "rmsnorm", "rmsnorm_backward")
 _PLATFORMS = (
@@ -41,6 +47,7 @@ _PLATFORMS = (
     (constants.PYDET_EXCHANGE_ROCM, "gpu", "ROCM"),
 )
 _INVALID_SHAPE: int = constants.PYDET_INVALID_SHAPE
+_served: set[str] = set()  # the platforms of devices that have handlers
 
 
 def _register() -> None:
@@ -50,6 +57,7 @@ def _register() -> None:
         if library is None:
             continue
         functions = ctypes.CDLL(str(library.path))
+        _served.add(kind)
         if not hasattr(functions, "pydet_xla_cpu_gemm"):
             fail(UNSUPPORTED, f"{library.path} is of an older build, which has no handlers for XLA; build it anew")
         for name in _TARGETS:
@@ -65,145 +73,195 @@ _register()
 
 def _array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
     """x as an array of one of the types, of that of `like` where there is one."""
-    if not isinstance(x, jax.Array | jax.core.Tracer) and not hasattr(x, "__array__"):
-        fail(INVALID_DTYPE, f"{op}: {name} is {type(x).__qualname__}, want an array")
-    given = x.dtype.name if hasattr(getattr(x, "dtype", None), "name") else np.asarray(x).dtype.name
-    if given not in TYPES:
-        fail(INVALID_DTYPE, f"{op}: {name} is {given}, want {', '.join(TYPES)}")
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        fail(INVALID_DTYPE, f"{op}: {name} is {type_name(x)}, want an array of JAX or NumPy")
+    if isinstance(x, np.ma.MaskedArray):
+        fail(INVALID_VALUE, f"{op}: {name} is a masked array, which is not supported; use .filled() or .data")
+    if x.dtype.name not in TYPES:
+        fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {', '.join(TYPES)}")
     x = jnp.asarray(x)  # not before: it narrows float64 without a word
     if like is not None and x.dtype != like.dtype:
         fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {like.dtype.name} as the first operand")
+    if not isinstance(x, jax.core.Tracer):
+        device = next(iter(x.devices()))
+        if device.platform not in _served:
+            reason = _native.try_load(constants.PYDET_EXCHANGE_CUDA)[1] if device.platform == "gpu" else ""
+            fail(UNSUPPORTED, f"{op}: {name} is on {device}, which pydet.jax does not serve here. {reason}".rstrip())
     return x
 
 
-def _static(op: str, name: str, x: Any, kind: Any) -> Any:
+def _static(op: str, name: str, x: Any, convert: Callable[[Any], Any], want: str) -> Any:
     if isinstance(x, jax.core.Tracer):
-        fail(INVALID_VALUE, f"{op}: {name} is traced, want a Python value: bits depend on it, so it must be static")
-    if not isinstance(x, kind) or isinstance(x, bool):
-        fail(INVALID_VALUE, f"{op}: {name} is {x!r}, want {getattr(kind, '__name__', 'a number')}")
-    return x
+        fail(INVALID_VALUE, f"{op}: {name} is traced, want a Python value: it must be static")
+    try:
+        if isinstance(x, bool) == (convert is bool) and isinstance(x, str) == (convert is str):
+            return convert(x)
+    except (TypeError, ValueError):
+        pass
+    fail(INVALID_VALUE, f"{op}: {name} is {x!r}, want {want}")
 
 
-def _options(op: str, arithmetic: str, k_chunk: int | None) -> _Options:
-    number = unknown(_static(op, "arithmetic", arithmetic, str), op, "arithmetic")
-    chunk = 0 if k_chunk is None else _static(op, "k_chunk", k_chunk, int)
-    if k_chunk is not None and (chunk <= 0 or chunk % 16):
+def _kernel(op: str, kernel: str | None) -> str:
+    return "" if kernel is None else str(_static(op, "kernel", kernel, str, "None or the name of a kernel"))
+
+
+class _Options(NamedTuple):
+    """What is static of a product, beside its type."""
+
+    arithmetic: int
+    k_chunk: int = 0
+    kernel: str = ""
+    skinny: bool = False
+    mode: int = 0
+    weights_constant: bool = False
+
+    def of_backward(self) -> _Options:
+        return _Options(self.arithmetic, self.k_chunk)
+
+
+def _options(op: str, arithmetic: str, k_chunk: int | None, kernel: str | None = None) -> _Options:
+    number = unknown(_static(op, "arithmetic", arithmetic, str, "a name"), op, "arithmetic")
+    chunk = 0 if k_chunk is None else _static(op, "k_chunk", k_chunk, operator.index, "None or an integer")
+    if k_chunk is not None and (chunk <= 0 or chunk % 16 or chunk >= 2**63):
         fail(INVALID_VALUE, f"{op}: k_chunk is {chunk}, want None or a positive multiple of 16")
-    return number, chunk
+    return _Options(number, chunk, _kernel(op, kernel))
+
+
+def _continued(op: str, accumulate: Any, shape: tuple[int, ...], dtype: Any, default: str) -> tuple[Array | None, str]:
+    """(what to continue from or None, the type of the result)."""
+    wanted = None if dtype is None else TYPES[type_index(dtype)]
+    if accumulate is None:
+        return None, wanted or default
+    if isinstance(accumulate, bool):
+        fail(INVALID_VALUE, f"{op}: accumulate is {accumulate}, want None or the float32 array to continue from")
+    accumulate = _array(op, "accumulate", accumulate)
+    if accumulate.dtype != jnp.float32 or wanted not in (None, "float32"):
+        got = f"{accumulate.dtype.name}, and the result {wanted or accumulate.dtype.name}"
+        fail(INVALID_DTYPE, f"{op}: accumulate is {got}, want float32")
+    if accumulate.shape != shape:
+        fail(_INVALID_SHAPE, f"{op}: accumulate is {accumulate.shape}, want {shape}")
+    return accumulate, "float32"
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 # ---- Calls -----------------------------------------------------------------------------------------------------------
 
 
-def _call(name: str, results: Any, operands: tuple[Array, ...], **attributes: int | float) -> Any:
-    """The handler's results. Under vmap gemm broadcasts what is unbatched; a norm takes a weight a group of rows,
-    which nested batches keep in order only where all operands have every batch dimension."""
-    method = "expand_dims" if name == "gemm" else "broadcast_all"
-    typed = {key: np.float64(x) if isinstance(x, float) else np.int64(x) for key, x in attributes.items()}
-    return jax.ffi.ffi_call(f"pydet_{name}", results, vmap_method=method)(*operands, **typed)
+_NO_DERIVATIVE = {
+    "gemm": "gemm: no forward-mode derivative (jax.jvp), only gradients (jax.grad, jax.vjp)",
+    "rmsnorm": "rmsnorm: no derivative; rms_norm has first gradients (jax.grad, jax.vjp)",
+    "rmsnorm_backward": "rmsnorm_backward: no derivative of this gradient",
+}
 
 
-def _product(
-    a: Array,
-    b: Array,
-    bias: Array | None,
-    dtype: Any,
-    options: _Options,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-) -> Array:
-    m = a.shape[-1 if transpose_a else -2]
-    n = b.shape[-2 if transpose_b else -1]
-    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    # All of one rank, so that what vmap puts in front of them meets.
-    operands = [x.reshape((1,) * (2 + len(batch) - x.ndim) + x.shape) for x in (a, b, bias) if x is not None]
-    return _call(
-        "gemm",
-        jax.ShapeDtypeStruct((*batch, m, n), dtype),
-        tuple(operands),
-        has_bias=bias is not None,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        arithmetic=options[0],
-        k_chunk=options[1],
-    )
-
-
-def _rows(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _gradient_of_bias(dc: Array, bias: Array, options: _Options) -> Array:
-    """Rows summed as one chain of products with 1, where the bias has one row; else dc itself."""
-    if bias.ndim > 1:
-        return dc.astype(bias.dtype)
-    ones = jnp.ones((_rows(dc).shape[0], 1), dc.dtype)
-    return _product(ones, _rows(dc), None, bias.dtype, options, transpose_a=True)[0]
+def _call(target: str, results: Any, operands: list[Array], aliases: dict[int, int], attributes: dict[str, Any]) -> Any:
+    """The handler's results. Under vmap gemm broadcasts what is unbatched. A norm takes a weight a group of rows, which
+    nested batches keep in order only where all operands have every batch dimension; and what lies in a result's memory
+    must have its shape."""
+    typed = {
+        key: x if isinstance(x, str) else np.float64(x) if isinstance(x, float) else np.int64(x)
+        for key, x in attributes.items()
+    }
+    method = "expand_dims" if target == "gemm" and not aliases else "broadcast_all"
+    call = jax.ffi.ffi_call(f"pydet_{target}", results, vmap_method=method, input_output_aliases=aliases)
+    guarded = jax.custom_jvp(lambda *given: call(*given, **typed))
+    guarded.defjvp(lambda primals, tangents: fail(UNSUPPORTED, _NO_DERIVATIVE[target]))
+    return guarded(*operands)
 
 
 # ---- Products --------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gemm(a: Array, b: Array, bias: Array | None, dtype: str, options: _Options) -> Array:
-    return _product(a, b, bias, dtype, options)
+class _Layout(NamedTuple):
+    """How the matrices of a product lie: as a and b, or as their transposes."""
+
+    transpose_a: bool = False
+    transpose_b: bool = False
 
 
-def _gemm_forward(a: Array, b: Array, bias: Array | None, dtype: str, options: _Options) -> tuple[Array, Any]:
-    if a.shape[:-2] != b.shape[:-2] and b.ndim > 2:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _product(
+    a: Array, b: Array, bias: Array | None, start: Array | None, dtype: str, layout: _Layout, options: _Options
+) -> Array:
+    m, n = a.shape[-1 if layout.transpose_a else -2], b.shape[-2 if layout.transpose_b else -1]
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    # All of one rank, so that what vmap puts in front of them meets.
+    operands = [x.reshape((1,) * (2 + len(batch) - x.ndim) + x.shape) for x in (a, b, bias, start) if x is not None]
+    attributes = {"has_bias": bias is not None, "accumulate": start is not None}
+    return _call(
+        "gemm",
+        jax.ShapeDtypeStruct((*batch, m, n), dtype),
+        operands,
+        {} if start is None else {len(operands) - 1: 0},
+        {**attributes, **layout._asdict(), **options._asdict()},
+    )
+
+
+def _product_forward(
+    a: Array, b: Array, bias: Array | None, start: Array | None, dtype: str, layout: _Layout, options: _Options
+) -> tuple[Array, Any]:
+    if a.shape[:-2] != b.shape[:-2] and (b.ndim > 2 or layout.transpose_a):
         fail(
             UNSUPPORTED,
             f"gemm: no gradient where batch dimensions broadcast ({a.shape}, {b.shape}) unless b is a matrix; "
             "broadcast them with jnp.broadcast_to",
         )
-    return _product(a, b, bias, dtype, options), (a, b, bias)
+    return _product(a, b, bias, start, dtype, layout, options), (a, b, bias)
 
 
-def _gemm_backward(dtype: str, options: _Options, saved: Any, dc: Array) -> tuple[Array, Array, Array | None]:
+def _product_backward(dtype: str, layout: _Layout, options: _Options, saved: Any, dc: Array) -> tuple[Any, ...]:
     a, b, bias = saved
-    dc = dc.astype(a.dtype)
-    da = _product(dc, b, None, a.dtype, options, transpose_b=True)
-    rows = (a, dc) if a.ndim == b.ndim else (_rows(a), _rows(dc))
-    db = _product(*rows, None, b.dtype, options, transpose_a=True)
-    return da, db, None if bias is None else _gradient_of_bias(dc, bias, options)
+    given, dc, options = dc, dc.astype(a.dtype), options.of_backward()
+
+    def product(left: Array, right: Array, transpose_left: bool, transpose_right: bool) -> Array:
+        return _product(left, right, None, None, a.dtype.name, _Layout(transpose_left, transpose_right), options)
+
+    if layout.transpose_a:
+        da = product(b, dc, layout.transpose_b, True)
+    else:
+        da = product(dc, b, False, not layout.transpose_b)
+    rows, drows = (a, dc) if a.ndim == b.ndim else (_rows(a), _rows(dc))
+    if layout.transpose_b:
+        db = product(drows, rows, True, layout.transpose_a)
+    else:
+        db = product(rows, drows, not layout.transpose_a, False)
+    dbias = None
+    if bias is not None and bias.ndim > 1:
+        dbias = given.astype(bias.dtype)
+    elif bias is not None:  # rows are summed as one chain of products with 1
+        ones = jnp.ones((_rows(dc).shape[0], 1), dc.dtype)
+        dbias = _product(ones, _rows(dc), None, None, bias.dtype.name, _Layout(True), options)[0]
+    return da, db, dbias, given
 
 
-_gemm.defvjp(_gemm_forward, _gemm_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x: Array, w: Array, bias: Array | None, options: _Options) -> Array:
-    return _product(x, w, bias, x.dtype, options, transpose_b=True)
-
-
-def _linear_forward(x: Array, w: Array, bias: Array | None, options: _Options) -> tuple[Array, Any]:
-    return _linear(x, w, bias, options), (x, w, bias)
-
-
-def _linear_backward(options: _Options, saved: Any, dy: Array) -> tuple[Array, Array, Array | None]:
-    x, w, bias = saved
-    dx = _product(dy, w, None, x.dtype, options)
-    dw = _product(dy, x, None, w.dtype, options, transpose_a=True)
-    return dx, dw, None if bias is None else _gradient_of_bias(dy, bias, options)
-
-
-_linear.defvjp(_linear_forward, _linear_backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
 def _matrices(op: str, first: tuple[str, Any], second: tuple[str, Any], inner: tuple[int, int]) -> tuple[Array, Array]:
     a = _array(op, *first)
     b = _array(op, *second, like=a)
+    found = f"{op}: {first[0]} is {a.shape}, {second[0]} is {b.shape}"
     if a.ndim < 2 or b.ndim < 2:
-        fail(
-            _INVALID_SHAPE, f"{op}: {first[0]} is {a.shape}, {second[0]} is {b.shape}, want matrices or batches of them"
-        )
+        fail(_INVALID_SHAPE, f"{found}, want matrices or batches of them")
     if a.shape[inner[0]] != b.shape[inner[1]]:
-        fail(_INVALID_SHAPE, f"{op}: {first[0]} is {a.shape}, {second[0]} is {b.shape}: what is summed over differs")
+        fail(_INVALID_SHAPE, f"{found}: what is summed over differs")
     try:
         jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
-        fail(_INVALID_SHAPE, f"{op}: {first[0]} is {a.shape}, {second[0]} is {b.shape}: their batches do not broadcast")
+        fail(_INVALID_SHAPE, f"{found}: their batches do not broadcast")
     return a, b
+
+
+def _bias(op: str, bias: Any, shape: tuple[int, ...]) -> Array | None:
+    if bias is None:
+        return None
+    bias = _array(op, "bias", bias)
+    if bias.shape not in (shape, shape[-1:]):
+        fail(_INVALID_SHAPE, f"{op}: bias is {bias.shape}, want {shape[-1:]} or {shape}")
+    return bias
 
 
 def gemm(
@@ -212,8 +270,10 @@ def gemm(
     bias: Array | None = None,
     *,
     out_dtype: Any = None,
+    accumulate: Array | None = None,
     arithmetic: str = "auto",
     k_chunk: int | None = None,
+    kernel: str | None = None,
 ) -> Array:
     """``out[..., m, n] = round(sum_k a[..., m, k] b[..., k, n] + bias)``: :func:`pydet.gemm`.
 
@@ -221,134 +281,263 @@ def gemm(
         a: ``[..., M, K]``.
         b: ``[..., K, N]``, of the type of ``a``. For a gradient its leading dimensions are those of ``a``, or none.
         bias: ``[N]`` or ``[..., M, N]``.
-        out_dtype: ``a``'s by default.
+        out_dtype: ``a``'s by default; float32 under ``accumulate``.
+        accumulate, arithmetic, k_chunk, kernel: see above.
     """
     a, b = _matrices("gemm", ("a", a), ("b", b), (-1, -2))
-    dtype = a.dtype.name if out_dtype is None else TYPES[type_index(out_dtype)]
-    if bias is not None:
-        bias = _array("gemm", "bias", bias)
-        shape = (*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-        if bias.shape not in (shape, shape[-1:]):
-            fail(_INVALID_SHAPE, f"gemm: bias is {bias.shape}, want {shape[-1:]} or {shape}")
-    return _gemm(a, b, bias, dtype, _options("gemm", arithmetic, k_chunk))
+    shape = (*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    start, dtype = _continued("gemm", accumulate, shape, out_dtype, a.dtype.name)
+    options = _options("gemm", arithmetic, k_chunk, kernel)
+    return _product(a, b, _bias("gemm", bias, shape), start, dtype, _Layout(), options)
 
 
-def gemm_da(dc: Array, b: Array, *, arithmetic: str = "auto", k_chunk: int | None = None) -> Array:
-    """``da[..., m, k] = sum_n dc[..., m, n] b[..., k, n]``: :func:`pydet.gemm_da`. It has no gradient of its own."""
+def gemm_da(
+    dc: Array,
+    b: Array,
+    *,
+    out_dtype: Any = None,
+    accumulate: Array | None = None,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+    kernel: str | None = None,
+) -> Array:
+    """``da[..., m, k] = sum_n dc[..., m, n] b[..., k, n]``: :func:`pydet.gemm_da`.
+
+    Args:
+        dc: ``[..., M, N]``.
+        b: ``[..., K, N]``, as it went into :func:`gemm`; of the type of ``dc``.
+        out_dtype, accumulate, arithmetic, k_chunk, kernel: as in :func:`gemm`.
+    """
     dc, b = _matrices("gemm_da", ("dc", dc), ("b", b), (-1, -1))
-    return _product(dc, b, None, dc.dtype, _options("gemm_da", arithmetic, k_chunk), transpose_b=True)
+    shape = (*jnp.broadcast_shapes(dc.shape[:-2], b.shape[:-2]), dc.shape[-2], b.shape[-2])
+    start, dtype = _continued("gemm_da", accumulate, shape, out_dtype, dc.dtype.name)
+    options = _options("gemm_da", arithmetic, k_chunk, kernel)
+    return _product(dc, b, None, start, dtype, _Layout(transpose_b=True), options)
 
 
-def gemm_db(a: Array, dc: Array, *, arithmetic: str = "auto", k_chunk: int | None = None) -> Array:
-    """``db[..., k, n] = sum_m a[..., m, k] dc[..., m, n]``: :func:`pydet.gemm_db`. It has no gradient of its own."""
+def gemm_db(
+    a: Array,
+    dc: Array,
+    *,
+    out_dtype: Any = None,
+    accumulate: Array | None = None,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+    kernel: str | None = None,
+) -> Array:
+    """``db[..., k, n] = sum_m a[..., m, k] dc[..., m, n]``: :func:`pydet.gemm_db`.
+
+    With ``accumulate``, micro-batches cut at multiples of the arithmetic's step (or of ``k_chunk``) give the bits of
+    one large batch.
+
+    Args:
+        a: ``[..., M, K]``.
+        dc: ``[..., M, N]``, of the type of ``a``.
+        out_dtype, accumulate, arithmetic, k_chunk, kernel: as in :func:`gemm`.
+    """
     a, dc = _matrices("gemm_db", ("a", a), ("dc", dc), (-2, -2))
-    return _product(a, dc, None, a.dtype, _options("gemm_db", arithmetic, k_chunk), transpose_a=True)
+    shape = (*jnp.broadcast_shapes(a.shape[:-2], dc.shape[:-2]), a.shape[-1], dc.shape[-1])
+    start, dtype = _continued("gemm_db", accumulate, shape, out_dtype, a.dtype.name)
+    options = _options("gemm_db", arithmetic, k_chunk, kernel)
+    return _product(a, dc, None, start, dtype, _Layout(transpose_a=True), options)
 
 
-def linear(
-    x: Array, w: Array, bias: Array | None = None, *, arithmetic: str = "auto", k_chunk: int | None = None
+def skinny_gemm(
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    *,
+    out_dtype: Any = None,
+    accumulate: Array | None = None,
+    mode: str = "deterministic",
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+    weights_constant: bool = False,
+    kernel: str | None = None,
 ) -> Array:
     """``y[..., n] = round(sum_k x[..., k] w[n, k] + bias[n])``: :func:`pydet.skinny_gemm`, for any number of rows.
 
     Args:
         x: ``[..., K]`` of any rank from 1.
-        w: ``[N, K]``, of the type of ``x``.
-        bias: ``[N]``.
+        w: ``[N, K]``, of the type of ``x``. Under a vmap over ``w`` this is :func:`gemm` of the batch.
+        bias: ``[N]``, or like the result.
+        mode, weights_constant: as in :func:`pydet.skinny_gemm`. The stream is XLA's: the promise that nothing in it
+            still writes ``w`` is about the program itself and the programs that were started before it.
+        out_dtype, accumulate, arithmetic, k_chunk, kernel: as in :func:`gemm`.
     """
-    x = _array("linear", "x", x)
-    w = _array("linear", "w", w, like=x)
+    return _skinny(
+        "skinny_gemm", x, w, bias, out_dtype, accumulate, mode, arithmetic, k_chunk, weights_constant, kernel
+    )
+
+
+def linear(
+    x: Array, w: Array, bias: Array | None = None, *, arithmetic: str = "auto", k_chunk: int | None = None
+) -> Array:
+    """``y[..., n] = round(sum_k x[..., k] w[n, k] + bias[n])``: :func:`skinny_gemm` as a layer has it.
+
+    Args:
+        x: ``[..., K]`` of any rank from 1.
+        w: ``[N, K]``, of the type of ``x``.
+        bias: ``[N]``, or like the result.
+        arithmetic, k_chunk: as in :func:`gemm`.
+    """
+    return _skinny("linear", x, w, bias, None, None, "deterministic", arithmetic, k_chunk, False, None)
+
+
+def _skinny(
+    op: str,
+    x: Any,
+    w: Any,
+    bias: Any,
+    out_dtype: Any,
+    accumulate: Any,
+    mode: str,
+    arithmetic: str,
+    k_chunk: int | None,
+    weights_constant: bool,
+    kernel: str | None,
+) -> Array:
+    x = _array(op, "x", x)
+    w = _array(op, "w", w, like=x)
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
-        fail(_INVALID_SHAPE, f"linear: x is {x.shape}, w is {w.shape}, want [..., K] and [N, K]")
-    if bias is not None:
-        bias = _array("linear", "bias", bias)
-        if bias.shape != w.shape[:1]:
-            fail(_INVALID_SHAPE, f"linear: bias is {bias.shape}, want {w.shape[:1]}")
-    y = _linear(_rows(x), w, bias, _options("linear", arithmetic, k_chunk))
-    return y.reshape(*x.shape[:-1], w.shape[0])
+        fail(_INVALID_SHAPE, f"{op}: x is {x.shape}, w is {w.shape}, want [..., K] and [N, K]")
+    shape = (*x.shape[:-1], w.shape[0])
+    bias = _bias(op, bias, shape)
+    start, dtype = _continued(op, accumulate, shape, out_dtype, x.dtype.name)
+    options = _options(op, arithmetic, k_chunk, kernel)._replace(
+        skinny=True,
+        mode=unknown(_static(op, "mode", mode, str, "a name"), op, "mode"),
+        weights_constant=_static(op, "weights_constant", weights_constant, bool, "True or False"),
+    )
+    bias = bias if bias is None or bias.ndim == 1 else _rows(bias)
+    start = None if start is None else _rows(start)
+    return _product(_rows(x), w, bias, start, dtype, _Layout(transpose_b=True), options).reshape(shape)
 
 
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------
 
 
 def _norm(
-    x: Array, residual: Array | None, weight: Array | None, eps: float, weight_offset: float
+    x: Array, residual: Array | None, weight: Array | None, eps: float, weight_offset: float, kernel: str
 ) -> tuple[Array, ...]:
     like, rstd = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
-    given = (x, residual, weight)
+    has = {"has_residual": residual is not None, "has_weight": weight is not None}
     return _call(
         "rmsnorm",
         (like, rstd) if residual is None else (like, rstd, like),
-        tuple(operand for operand in given if operand is not None),
-        has_residual=residual is not None,
-        has_weight=weight is not None,
-        eps=eps,
-        weight_offset=weight_offset,
+        [operand for operand in (x, residual, weight) if operand is not None],
+        {},
+        {**has, "eps": eps, "weight_offset": weight_offset, "kernel": kernel},
     )
 
 
-def _norm_gradients(
-    dy: Array, x: Array, weight: Array | None, rstd: Array, dresidual: Array | None, weight_offset: float
+def _norm_backward(
+    dy: Array,
+    x: Array,
+    rstd: Array,
+    weight: Array | None,
+    dresidual: Array | None,
+    weight_offset: float,
+    start: Array | None = None,
+    dtype: str | None = None,
+    kernel: str = "",
 ) -> tuple[Array, Array | None]:
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     if weight is not None:
         n, size = x.shape[-1], ffi.new("uint64_t *")
         library = _native.load(constants.PYDET_EXCHANGE_CPU)
-        library.check(library.lib.pydet_rmsnorm_backward_workspace(x.size // n if n else 0, n, size))
-        results += [jax.ShapeDtypeStruct(weight.shape, weight.dtype), jax.ShapeDtypeStruct((size[0],), jnp.uint8)]
-    given = (dy, x, rstd, weight, dresidual)
+        library.check(library.lib.pydet_rmsnorm_backward_workspace(math.prod(x.shape[:-1]), n, size))
+        results += [
+            jax.ShapeDtypeStruct(weight.shape, dtype or weight.dtype),
+            jax.ShapeDtypeStruct((size[0],), jnp.uint8),
+        ]
+    operands = [operand for operand in (dy, x, rstd, weight, dresidual, start) if operand is not None]
+    has = {"has_weight": weight is not None, "has_dresidual": dresidual is not None, "accumulate": start is not None}
     found = _call(
         "rmsnorm_backward",
         tuple(results),
-        tuple(operand for operand in given if operand is not None),
-        has_weight=weight is not None,
-        has_dresidual=dresidual is not None,
-        weight_offset=weight_offset,
+        operands,
+        {} if start is None else {len(operands) - 1: 1},
+        {**has, "weight_offset": weight_offset, "kernel": kernel},
     )
     return found[0], found[1] if weight is not None else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x: Array, weight: Array | None, eps: float, weight_offset: float) -> Array:
-    return _norm(x, None, weight, eps, weight_offset)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _rms_norm(x: Array, weight: Array | None, eps: float, weight_offset: float, kernel: str) -> Array:
+    return _norm(x, None, weight, eps, weight_offset, kernel)[0]
 
 
-def _rms_norm_forward(x: Array, weight: Array | None, eps: float, weight_offset: float) -> tuple[Array, Any]:
-    y, rstd = _norm(x, None, weight, eps, weight_offset)
+def _rms_norm_forward(
+    x: Array, weight: Array | None, eps: float, weight_offset: float, kernel: str
+) -> tuple[Array, Any]:
+    y, rstd = _norm(x, None, weight, eps, weight_offset, kernel)
     return y, (x, weight, rstd)
 
 
-def _rms_norm_backward(eps: float, weight_offset: float, saved: Any, dy: Array) -> tuple[Array, Array | None]:
+def _rms_norm_backward(
+    eps: float, weight_offset: float, kernel: str, saved: Any, dy: Array
+) -> tuple[Array, Array | None]:
     x, weight, rstd = saved
-    return _norm_gradients(dy, x, weight, rstd, None, weight_offset)
+    return _norm_backward(dy, x, rstd, weight, None, weight_offset)
 
 
 _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _rms_norm_sum(
-    x: Array, residual: Array, weight: Array | None, eps: float, weight_offset: float
+    x: Array, residual: Array, weight: Array | None, eps: float, weight_offset: float, kernel: str
 ) -> tuple[Array, Array]:
-    y, _, total = _norm(x, residual, weight, eps, weight_offset)
+    y, _, total = _norm(x, residual, weight, eps, weight_offset, kernel)
     return y, total
 
 
 def _rms_norm_sum_forward(
-    x: Array, residual: Array, weight: Array | None, eps: float, weight_offset: float
+    x: Array, residual: Array, weight: Array | None, eps: float, weight_offset: float, kernel: str
 ) -> tuple[tuple[Array, Array], Any]:
-    y, rstd, total = _norm(x, residual, weight, eps, weight_offset)
+    y, rstd, total = _norm(x, residual, weight, eps, weight_offset, kernel)
     return (y, total), (total, weight, rstd)
 
 
 def _rms_norm_sum_backward(
-    eps: float, weight_offset: float, saved: Any, gradients: tuple[Array, Array]
+    eps: float, weight_offset: float, kernel: str, saved: Any, gradients: tuple[Array, Array]
 ) -> tuple[Array, Array, Array | None]:
     total, weight, rstd = saved
-    dx, dweight = _norm_gradients(gradients[0], total, weight, rstd, gradients[1], weight_offset)
+    dx, dweight = _norm_backward(gradients[0], total, rstd, weight, gradients[1], weight_offset)
     return dx, dx, dweight
 
 
 _rms_norm_sum.defvjp(_rms_norm_sum_forward, _rms_norm_sum_backward)
+
+
+def _norm_operands(op: str, x: Any, weight: Any, residual: Any = None) -> tuple[Array, Array | None, Array | None]:
+    x = _array(op, "x", x)
+    if x.ndim < 1:
+        fail(_INVALID_SHAPE, f"{op}: x is a scalar, want [..., N]")
+    if weight is not None:
+        weight = _array(op, "weight", weight)
+        if weight.shape != x.shape[-1:]:
+            fail(_INVALID_SHAPE, f"{op}: weight is {weight.shape}, want {x.shape[-1:]}")
+    if residual is not None:
+        residual = _like(op, "residual", residual, x)
+    return x, weight, residual
+
+
+def _like(op: str, name: str, y: Any, x: Array) -> Array:
+    y = _array(op, name, y, like=x)
+    if y.shape != x.shape:
+        fail(_INVALID_SHAPE, f"{op}: {name} is {y.shape}, want {x.shape}")
+    return y
+
+
+def _norm_options(op: str, eps: Any, weight_offset: Any) -> tuple[float, float]:
+    eps, weight_offset = (
+        _static(op, name, value, float, "a number") for name, value in (("eps", eps), ("weight_offset", weight_offset))
+    )
+    if not eps >= 0:
+        fail(INVALID_VALUE, f"{op}: eps is {eps}, want a number that is not negative")
+    return eps, weight_offset
 
 
 def rms_norm(
@@ -358,8 +547,9 @@ def rms_norm(
     eps: float,
     weight_offset: float = 0.0,
     residual: Array | None = None,
+    kernel: str | None = None,
 ) -> Array | tuple[Array, Array]:
-    """``y = x rstd (weight + weight_offset)`` over the last dimension: :func:`pydet.rmsnorm`.
+    """``y = x rstd (weight + weight_offset)`` over the last dimension: :func:`pydet.rmsnorm` with a gradient.
 
     Args:
         x: ``[..., N]``.
@@ -367,26 +557,74 @@ def rms_norm(
         eps: added to the mean of squares; not negative.
         weight_offset: 1.0 for models that store the weight less 1.
         residual: like ``x``; then their sum is normalised.
+        kernel: as in :func:`gemm`.
 
     Returns:
         ``y``; with a residual ``(y, x + residual)``.
     """
-    x = _array("rms_norm", "x", x)
-    if x.ndim < 1:
-        fail(_INVALID_SHAPE, "rms_norm: x is a scalar, want [..., N]")
-    if weight is not None:
-        weight = _array("rms_norm", "weight", weight)
-        if weight.shape != x.shape[-1:]:
-            fail(_INVALID_SHAPE, f"rms_norm: weight is {weight.shape}, want {x.shape[-1:]}")
-    eps, weight_offset = (
-        float(_static("rms_norm", name, value, (int, float)))
-        for name, value in (("eps", eps), ("weight_offset", weight_offset))
-    )
-    if not eps >= 0:
-        fail(INVALID_VALUE, f"rms_norm: eps is {eps}, want a number that is not negative")
-    if residual is None:
-        return _rms_norm(x, weight, eps, weight_offset)
-    residual = _array("rms_norm", "residual", residual, like=x)
-    if residual.shape != x.shape:
-        fail(_INVALID_SHAPE, f"rms_norm: residual is {residual.shape}, want {x.shape}")
-    return _rms_norm_sum(x, residual, weight, eps, weight_offset)
+    x, weight, residual = _norm_operands("rms_norm", x, weight, residual)
+    options = (*_norm_options("rms_norm", eps, weight_offset), _kernel("rms_norm", kernel))
+    return _rms_norm(x, weight, *options) if residual is None else _rms_norm_sum(x, residual, weight, *options)
+
+
+def rmsnorm(
+    x: Array,
+    weight: Array | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: Array | None = None,
+    kernel: str | None = None,
+) -> tuple[Array, ...]:
+    """:func:`pydet.rmsnorm`: what :func:`rmsnorm_backward` takes, for who writes the backward pass out.
+
+    Args:
+        x, weight, eps, weight_offset, residual, kernel: as in :func:`rms_norm`, which alone has a gradient.
+
+    Returns:
+        ``(y, rstd)``, or ``(y, rstd, x + residual)`` with a residual; ``rstd`` is ``[...]`` in float32.
+    """
+    x, weight, residual = _norm_operands("rmsnorm", x, weight, residual)
+    return _norm(x, residual, weight, *_norm_options("rmsnorm", eps, weight_offset), _kernel("rmsnorm", kernel))
+
+
+def rmsnorm_backward(
+    dy: Array,
+    x: Array,
+    weight: Array | None,
+    rstd: Array,
+    *,
+    weight_offset: float = 0.0,
+    dresidual: Array | None = None,
+    dweight_dtype: Any = None,
+    accumulate: Array | None = None,
+    kernel: str | None = None,
+) -> tuple[Array, Array | None]:
+    """:func:`pydet.rmsnorm_backward`: the gradients of :func:`rmsnorm`; it has none of its own.
+
+    Args:
+        dy: like ``x``.
+        x: ``[..., N]``; what was normalised: ``x``, or the sum where there was a residual.
+        weight: ``[N]`` of any of the three types, or None for ones; then ``dweight`` is None.
+        rstd: ``[...]``, float32, of the forward call.
+        weight_offset: as in the forward call.
+        dresidual: like ``x``; a gradient that is added to ``dx`` before it is rounded.
+        dweight_dtype: the type of ``dweight``; that of ``weight`` by default, float32 under ``accumulate``.
+        accumulate: ``[N]``, float32: the ``dweight`` to continue from. Rows cut at a multiple of ``DWEIGHT_ROWS`` give
+            the bits of one call.
+        kernel: as in :func:`gemm`.
+
+    Returns:
+        ``(dx, dweight)``.
+    """
+    op = "rmsnorm_backward"
+    x, weight, dresidual = _norm_operands(op, x, weight, dresidual)
+    dy = _like(op, "dy", dy, x)
+    rstd = _array(op, "rstd", rstd)
+    if rstd.shape != x.shape[:-1] or rstd.dtype != jnp.float32:
+        fail(_INVALID_SHAPE, f"{op}: rstd is {rstd.dtype.name} {rstd.shape}, want float32 {x.shape[:-1]}")
+    if weight is None and (accumulate is not None or dweight_dtype is not None):
+        fail(INVALID_VALUE, f"{op}: weight is None, so there is no dweight")
+    start, dtype = _continued(op, accumulate, x.shape[-1:], dweight_dtype, "" if weight is None else weight.dtype.name)
+    offset = _static(op, "weight_offset", weight_offset, float, "a number")
+    return _norm_backward(dy, x, rstd, weight, dresidual, offset, start, dtype, _kernel(op, kernel))
