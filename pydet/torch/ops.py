@@ -253,6 +253,8 @@ def _fake_rmsnorm_backward(
 
 
 # ---- Autograd --------------------------------------------------------------------------------------------------------
+# Each forward takes ctx itself: before a setup_context PyTorch inspects forward's signature in every call, which takes
+# ten times as long as a small product.
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -276,13 +278,9 @@ def _gradient_of_bias(dc: Tensor, bias: Tensor, arithmetic: str, k_chunk: int | 
 
 class _Gemm(torch.autograd.Function):
     @staticmethod
-    def forward(a: Tensor, b: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.pydet.gemm(a, b, bias, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, bias, _, ctx.arithmetic, ctx.k_chunk = inputs
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: Dtype, arithmetic: str, k_chunk: int | None
+    ) -> Tensor:
         batches = [x.shape[:-2] for x in (a, b)]
         if batches[0] != batches[1] and b.dim() > 2:
             fail(
@@ -291,6 +289,8 @@ class _Gemm(torch.autograd.Function):
                 "a matrix; expand them",
             )
         ctx.save_for_backward(a, b, bias)
+        ctx.arithmetic, ctx.k_chunk = arithmetic, k_chunk
+        return _call(_run_gemm, _gemm_op, a, b, bias, out_dtype, arithmetic, k_chunk)
 
     @staticmethod
     def backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
@@ -309,14 +309,10 @@ class _Gemm(torch.autograd.Function):
 
 class _SkinnyGemm(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.pydet.skinny_gemm(x, w, bias, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, bias, _, ctx.arithmetic, ctx.k_chunk, _ = inputs
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         ctx.save_for_backward(x, w, bias)
+        _, ctx.arithmetic, ctx.k_chunk, _ = options
+        return _call(_run_skinny_gemm, _skinny_gemm_op, x, w, bias, *options)
 
     @staticmethod
     def backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
@@ -334,15 +330,12 @@ class _SkinnyGemm(torch.autograd.Function):
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.pydet.rmsnorm(x, weight, eps, weight_offset)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, _, ctx.weight_offset = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(x, weight, output[1])
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
+        y, rstd = _call(_run_rmsnorm, _rmsnorm_op, x, weight, eps, weight_offset)
+        ctx.mark_non_differentiable(rstd)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.weight_offset = weight_offset
+        return y, rstd
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Any, ...]:
@@ -354,16 +347,13 @@ class _RmsNorm(torch.autograd.Function):
 class _RmsNormResidual(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.pydet.rmsnorm_residual(x, residual, weight, eps, weight_offset)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.weight_offset = inputs[4]
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[2], inputs[2], output[1])
+        y, rstd, total = _call(_run_rmsnorm_residual, _rmsnorm_residual_op, x, residual, weight, eps, weight_offset)
+        ctx.mark_non_differentiable(rstd)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.weight_offset = weight_offset
+        return y, rstd, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor, dsum: Tensor) -> tuple[Any, ...]:
