@@ -2,7 +2,7 @@
 
 For every architecture and kernel, from metadata and disassembly: no scratch, no spilled vector registers, and at most
 the vector registers, spilled scalars and static LDS of the table in bench/README.md; matrix instructions in the
-kernels whose name says so. An architecture without a matrix instruction of its own makes such a kernel an error, since
+kernels whose name says so; no product that is fused with a sum of +0, which loses the sign of -0. An architecture without a matrix instruction of its own makes such a kernel an error, since
 a body that the preprocessor left out compiles to nothing.
 """
 
@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import gcn  # noqa: E402
 
 MATRIX_KERNELS = r"mfma"
+# What the compiler makes of a product beside a conversion of fp16; a square is never -0.
+ADDS_ZERO = r"v_(fma|mad)_mix\w* \w+, (?!(\w+), \2, 0($| op_sel(:\[0,0|:\[1,1|_hi)))[^,]+, [^,]+, 0( |$)"
 ARCHS = ("gfx90a", "gfx942")
 
 
@@ -67,6 +69,8 @@ def main():
                     matrix += count
                     if bool(count) != bool(re.search(MATRIX_KERNELS, name)):
                         problems.append(f"{where}: {count} matrix instructions")
+                    if fused := [text for text in kernel.code.values() if re.match(ADDS_ZERO, text)]:
+                        problems.append(f"{where}: {fused[0]} makes a product of -0 into +0")
                     if not any(text == "s_endpgm" for text in kernel.code.values()) or len(kernel.code) < 20:
                         problems.append(f"{where}: no code")
     for name, arch in sorted(set(allowed) - set(seen)):

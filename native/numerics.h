@@ -56,7 +56,8 @@ PYDET_HD float canonical(float x) { return x == x ? x : float_of(kNanF32); }
 
 PYDET_HD float f32_from_bf16(uint16_t h) { return float_of(uint32_t(h) << 16); }
 
-// CUDA has the conversions as instructions, the same to the bit; HIP those of fp16.
+// CUDA has the conversions as instructions, the same to the bit; HIP those of fp16. There the compiler must not know that
+// what it converts to fp16 is a product: it would fuse the two by an instruction that adds +0, which turns -0 into +0.
 
 PYDET_HD uint16_t bf16_from_f32(float x) {  // to nearest even, NaN canonical
 #if defined(__CUDA_ARCH__)
@@ -96,6 +97,7 @@ PYDET_HD uint16_t f16_from_f32(float x) {  // to nearest even, NaN canonical
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
   return h;
 #elif defined(__HIP_DEVICE_COMPILE__)
+  asm("" : "+v"(x));
   _Float16 rounded = _Float16(x);
   uint16_t h;
   memcpy(&h, &rounded, 2);
