@@ -7,10 +7,13 @@ the barriers they need, they see each other's work too early or too late. Memory
 reads or writes outside of the ranges it was given is an error. Registers hold NaN, and LDS anything, until they are
 written.
 
-Simplified, since the kernels do not depend on it: a load has its data at once, so that s_waitcnt is the compiler's word
-and not checked; the reciprocal and the square root are correctly rounded where the
+Loads and stores happen as late as s_waitcnt lets them: when the count that it waits for says that they are done in every
+order that the hardware may choose. An instruction that names a register which a load has yet to write is an error.
+
+Simplified, since the kernels do not depend on it: the reciprocal and the square root are correctly rounded where the
 hardware's are within 1 ulp, and a division's scale, refinement and fix-up give its correctly rounded quotient at once.
-Matrix instructions take their arithmetic from reference.py and their lane maps from here.
+Matrix instructions take their arithmetic from reference.py and their lane maps from here. Not modelled: the cycles that
+must lie between some instructions (s_nop).
 """
 
 import re
@@ -166,6 +169,17 @@ def value_of(mask):
     return int(LANE_BITS[mask].sum(dtype=U64))
 
 
+# The counters of an access, and the one by which accesses of its kind are done in the order in which they were issued.
+COUNTERS = {"global": {"vmcnt"}, "lds": {"lgkmcnt"}, "scalar": {"lgkmcnt"}, "flat": {"vmcnt", "lgkmcnt"}}
+IN_ORDER = {"global": "vmcnt", "lds": "lgkmcnt"}
+
+
+class Access:
+    def __init__(self, kind, registers, effect):
+        self.kind, self.registers, self.effect = kind, registers, effect
+        self.left = set(COUNTERS[kind])  # the counters that have not been waited for
+
+
 class Wave:
     def __init__(self, kernel, memory, lds):
         self.kernel, self.memory, self.lds = kernel, memory, lds
@@ -174,6 +188,8 @@ class Wave:
         self.vcc, self.scc, self.pc = 0, 0, kernel.entry
         self.set_exec(M64)
         self.executed = 0
+        self.on_the_way = {"vmcnt": [], "lgkmcnt": []}  # accesses, oldest first
+        self.awaited = {}  # register -> the access that will write it
 
     def set_exec(self, value):
         self.exec, self.mask = value, mask_of(value)
@@ -191,15 +207,50 @@ class Wave:
         self.put(register, (x & U64(M32)).astype(U32))
         self.put(register + 1, (x >> U64(32)).astype(U32))
 
+    def issue(self, kind, registers, effect):
+        """An access starts: `effect` is what it does, to these registers among other things, once it is done."""
+        access = Access(kind, registers, effect)
+        for register in registers:
+            before = self.awaited.get(register)
+            if before and (kind != before.kind or kind not in IN_ORDER):
+                raise AssertionError(f"{self.kernel.code[self.at]} before an earlier load of {register} is waited for")
+            self.awaited[register] = access
+        for counter in access.left:
+            self.on_the_way[counter].append(access)
+
+    def wait(self, counter, count):
+        """Returns when at most `count` are on the way. Of those that are done, the ones that keep no order may be first."""
+        queue = self.on_the_way[counter]
+        done = len(queue) - count
+        if done <= 0:
+            return
+        if count == 0:
+            first, queue[:] = queue[:], []
+        else:
+            ordered = [access for access in queue if IN_ORDER.get(access.kind) == counter]
+            first = ordered[: max(0, done - (len(queue) - len(ordered)))]
+            queue[:] = [access for access in queue if access not in first]
+        for access in first:
+            access.left.discard(counter)
+            if not access.left:
+                access.effect()
+                for register in access.registers:
+                    if self.awaited.get(register) is access:
+                        del self.awaited[register]
+
     def run(self):
         """Executes; yields at each barrier."""
-        decoded, kernel = self.kernel.decoded, self.kernel
+        decoded, kernel, awaited = self.kernel.decoded, self.kernel, self.awaited
         while True:
-            step = decoded.get(self.pc)
+            self.at = self.pc
+            step = decoded.get(self.at)
             if step is None:
-                step = decoded[self.pc] = decode(kernel, self.pc)
-            action, self.pc = step
+                step = decoded[self.at] = decode(kernel, self.at)
+            action, self.pc, registers = step
             self.executed += 1
+            if awaited and not registers.isdisjoint(awaited):
+                missing = ", ".join(registers & awaited.keys())
+                raise AssertionError(f"{kernel.code[self.at]} at {self.at:#x} does not wait for {missing} ({kernel.name})")
             if action is None:
                 continue
             stopped = action(self)
@@ -592,7 +643,6 @@ SAVE_EXEC = {
 }
 NOTHING = (
     "s_nop",
-    "s_waitcnt",
     "s_sleep",
     "s_setprio",
     "s_inst_prefetch",
@@ -603,22 +653,51 @@ NOTHING = (
 
 
 def decode(kernel, pc):
-    """(what the instruction at pc does to a wave, or None; the address of the next)."""
+    """(what the instruction at pc does to a wave, or None; the address of the next; the registers that it names, a load
+    those of its address alone)."""
     text = kernel.code[pc]
     name, _, rest = text.partition(" ")
     following = sorted_after(kernel, pc)
     if name in NOTHING:
-        return None, following
+        return None, following, frozenset()
+    if name == "s_waitcnt":
+        counts = [(counter, int(count)) for counter, count in re.findall(r"(\w+)\((\d+)\)", rest)]
+        assert counts and all(counter in ("vmcnt", "lgkmcnt") for counter, _ in counts), text
+
+        def wait(w):
+            for counter, count in counts:
+                w.wait(counter, count)
+
+        return wait, following, frozenset()
     operands, modifiers = split(rest)
     if name == "s_endpgm":
-        return lambda w: "end", following
+
+        def end(w):
+            for counter in w.on_the_way:
+                w.wait(counter, 0)
+            return "end"
+
+        return end, following, frozenset()
     if name == "s_barrier":
-        return lambda w: "barrier", following
+        return lambda w: "barrier", following, frozenset()
     action = None
     for family in (branch, scalar_alu, scalar_load, vector_memory, lds_memory, matrix, lane, vector_alu):
         if (action := family(name, operands, modifiers, following)) is not None:
-            return action, following
+            is_load = "_load" in name or name.startswith(("ds_read", "ds_bpermute"))
+            return action, following, frozenset(named(operands[1:] if is_load else operands, name))
     raise NotImplementedError(f"{text} in {kernel.name}")
+
+
+def named(operands, name=""):
+    """The registers of these operands, and those that the instruction has without naming them: "v1", "s2", "vcc"."""
+    found = {"vcc"} if "vcc" in name else set()
+    for text in operands:
+        if "vcc" in text:
+            found.add("vcc")
+        for kind, one, several, first, last in re.findall(r"\b([vsa])(\d+)\b|\b([vsa])\[(\d+):(\d+)\]", text):
+            numbers = [int(one)] if kind else range(int(first), int(last) + 1)
+            found.update(f"{kind or several}{number}" for number in numbers)
+    return found
 
 
 def sorted_after(kernel, pc):
@@ -745,15 +824,19 @@ def scalar_load(name, operands, modifiers, following):
         return None
     count, (_, first) = int(found[1] or 1), (None, {"vcc": 106}.get(operands[0]) or register(operands[0])[1])
     base, offset = scalar(operands[1], True), scalar(operands[2]) if operands[2:] else (lambda w: 0)
-    extra = int(modifiers.get("offset", "0"), 0)
+    extra, written = int(modifiers.get("offset", "0"), 0), named(operands[:1])
 
     def load(w):
         address = base(w) + signed(offset(w), 32) + extra
-        words = w.memory.load(np.array([address], U64), 4 * count).view(U32)[0]
-        if operands[0] == "vcc":
-            w.vcc = int(words[0]) | int(words[1]) << 32
-        else:
-            w.s[first : first + count] = [int(word) for word in words]
+
+        def done():
+            words = w.memory.load(np.array([address], U64), 4 * count).view(U32)[0]
+            if operands[0] == "vcc":
+                w.vcc = int(words[0]) | int(words[1]) << 32
+            else:
+                w.s[first : first + count] = [int(word) for word in words]
+
+        w.issue("scalar", written, done)
 
     return load
 
@@ -788,28 +871,34 @@ def vector_memory(name, operands, modifiers, following):
             Memory({SHARED_BASE: w.lds}) if len(where) and where[0] >> U64(32) == U64(SHARED_BASE >> 32) else w.memory
         )
 
+    space, written = found[1], set() if is_store else named(operands[:1])
+
     def store(w):
         where = addresses(w)
         words = np.stack([w.v[first + i][w.mask] for i in range(-(-size // 4))], 1)
         if high:
             words = words >> U32(16)
-        shared(w, where).store(where, words.view(np.uint8)[:, :size])
+        w.issue(space, written, lambda: shared(w, where).store(where, words.view(np.uint8)[:, :size]))
 
     def load(w):
-        where = addresses(w)
-        found = shared(w, where).load(where, size)
-        if size < 4:
-            kinds = {1: np.int8 if sign else np.uint8, 2: np.int16 if sign else np.uint16}
-            words = found.view(kinds[size]).astype(I32).view(U32)
-        else:
-            words = found.view(U32)
-        for i in range(words.shape[1]):
-            if keeps_half:
-                old = w.v[first][w.mask]
-                new = words[:, 0] & U32(0xFFFF)
-                w.v[first][w.mask] = old & U32(0xFFFF) | new << U32(16) if high else old & U32(0xFFFF0000) | new
+        where, mask = addresses(w), w.mask
+
+        def done():
+            data = shared(w, where).load(where, size)
+            if size < 4:
+                kinds = {1: np.int8 if sign else np.uint8, 2: np.int16 if sign else np.uint16}
+                words = data.view(kinds[size]).astype(I32).view(U32)
             else:
-                w.v[first + i][w.mask] = words[:, i]
+                words = data.view(U32)
+            for i in range(words.shape[1]):
+                if keeps_half:
+                    old = w.v[first][mask]
+                    new = words[:, 0] & U32(0xFFFF)
+                    w.v[first][mask] = old & U32(0xFFFF) | new << U32(16) if high else old & U32(0xFFFF0000) | new
+                else:
+                    w.v[first + i][mask] = words[:, i]
+
+        w.issue(space, written, done)
 
     return store if is_store else load
 
@@ -817,12 +906,14 @@ def vector_memory(name, operands, modifiers, following):
 def lds_memory(name, operands, modifiers, following):
     if name in ("ds_bpermute_b32", "ds_permute_b32"):
         first, address, data = register(operands[0])[1], vector(operands[1]), vector(operands[2])
-        offset = int(modifiers.get("offset", "0"))
+        offset, written = int(modifiers.get("offset", "0")), named(operands[:1])
 
         def permute(w):
             assert name == "ds_bpermute_b32"
             chosen = (np.broadcast_to(address(w), (LANES,)).astype(np.int64) + offset) // 4 % LANES
-            w.put(first, np.where(w.mask, np.broadcast_to(data(w), (LANES,)), U32(0))[chosen])
+            values = np.where(w.mask, np.broadcast_to(data(w), (LANES,)), U32(0))[chosen]
+            mask = w.mask
+            w.issue("lds", written, lambda: np.copyto(w.v[first], values, where=mask))
 
         return permute
     found = re.fullmatch(r"ds_(read|write)(2)?(st64)?_(b|u|i)(8|16|32|64|96|128)(_d16(?:_hi)?)?", name)
@@ -845,24 +936,34 @@ def lds_memory(name, operands, modifiers, following):
         sources = [register(x)[1] for x in operands[1 : 1 + len(offsets)]]
 
         def store(w):
-            memory = Memory({0: w.lds})
-            for source, offset in zip(sources, offsets, strict=True):
-                data = np.stack([w.v[source + i][w.mask] for i in range(words)], 1)
-                memory.store(where(w, offset), data.view(np.uint8)[:, :size])
+            parts = [
+                (where(w, offset), np.stack([w.v[source + i][w.mask] for i in range(words)], 1).view(np.uint8)[:, :size])
+                for source, offset in zip(sources, offsets, strict=True)
+            ]
+
+            def done():
+                for at, data in parts:
+                    Memory({0: w.lds}).store(at, data)
+
+            w.issue("lds", (), done)
 
         return store
-    first = register(operands[0])[1]
+    first, written = register(operands[0])[1], named(operands[:1])
 
     def load(w):
-        memory = Memory({0: w.lds})
-        parts = [memory.load(where(w, offset), size) for offset in offsets]
-        for i, part in enumerate(parts):
-            if size < 4:
-                kinds = {1: np.int8 if found[4] == "i" else np.uint8, 2: np.int16 if found[4] == "i" else np.uint16}
-                part = part.view(kinds[size]).astype(I32)
-            part = part.view(U32)
-            for j in range(words):
-                w.v[first + i * words + j][w.mask] = part[:, j]
+        places, mask = [where(w, offset) for offset in offsets], w.mask
+
+        def done():
+            for i, at in enumerate(places):
+                part = Memory({0: w.lds}).load(at, size)
+                if size < 4:
+                    kinds = {1: np.int8 if found[4] == "i" else np.uint8, 2: np.int16 if found[4] == "i" else np.uint16}
+                    part = part.view(kinds[size]).astype(I32)
+                part = part.view(U32)
+                for j in range(words):
+                    w.v[first + i * words + j][mask] = part[:, j]
+
+        w.issue("lds", written, done)
 
     return load
 
