@@ -1,6 +1,7 @@
-/* A HIP runtime without a GPU, for the tests of libpydet_hip.so: the library's host code runs on it unmodified. Device
- * memory is the process's own. A launch is checked against the limits of a workgroup and handed to a callback, which may
- * execute it. Any call can be made to fail. */
+/* A HIP runtime without a GPU, for the tests of libpydet_hip.so: the library's host code, and hip-python, run on it
+ * unmodified. Device memory is the process's own: what hipMalloc gave, and what a test says. A launch is checked against
+ * the limits of a workgroup and handed to a callback, which may execute it, or keep it for a graph's launches. Streams do
+ * their work at once. Any call of the library's can be made to fail. */
 #include <hip/hip_runtime_api.h>
 
 #include <stdio.h>
@@ -9,8 +10,9 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
+/* `graph` is the one that the launch is captured for, or NULL; without a kernel, the one that is launched. */
 typedef int (*launch_callback)(const char *kernel, const unsigned *grid_and_block, size_t shared, void **arguments,
-                               void *stream);
+                               void *stream, void *graph);
 
 static struct {
   launch_callback launch;
@@ -23,6 +25,19 @@ static struct {
   const char *name;
 } functions[4096];
 static int function_count;
+
+static struct {
+  char *base;
+  size_t size;
+  int allocated;
+} ranges[4096]; /* of device memory */
+static int range_count;
+
+struct ihipStream_t {
+  int there;
+  struct ihipGraph *graph; /* while it captures */
+};
+static struct ihipStream_t streams[64];
 
 /* For the tests: how many devices of which architecture; the call that fails (counted from the last fakehip_reset, -1 for
  * none); what was called since. */
@@ -38,6 +53,29 @@ EXPORT const char *fakehip_log(void) { return fake.log; }
 EXPORT int fakehip_kernels(void) { return function_count; }
 EXPORT const char *fakehip_kernel(int i) { return functions[i].name; }
 
+/* Range i of device memory; 0 where there are no more. Memory that is the device's from here on; and none but what
+ * hipMalloc gave. */
+EXPORT size_t fakehip_memory(int i, void **base) {
+  if (i >= range_count) return 0;
+  *base = ranges[i].base;
+  return ranges[i].size;
+}
+EXPORT void fakehip_own(void *base, size_t size) {
+  if (range_count == sizeof ranges / sizeof *ranges) abort();
+  ranges[range_count].base = base, ranges[range_count].size = size, ranges[range_count++].allocated = 0;
+}
+EXPORT void fakehip_disown(void) {
+  int kept = 0;
+  for (int i = 0; i < range_count; ++i)
+    if (ranges[i].allocated) ranges[kept++] = ranges[i];
+  range_count = kept;
+}
+static int owned(const void *at, size_t size) {
+  for (int i = 0; i < range_count; ++i)
+    if ((const char *)at >= ranges[i].base && (const char *)at + size <= ranges[i].base + ranges[i].size) return 1;
+  return 0;
+}
+
 /* Counts a call; whether it is the one that fails. */
 static int fails(const char *name) {
   size_t used = strlen(fake.log);
@@ -46,6 +84,13 @@ static int fails(const char *name) {
 }
 #define CALL(name) \
   if (fails(name)) return hipErrorUnknown
+
+/* What a stream captures for. A test may name a stream that is none. */
+static struct ihipGraph *captured_for(hipStream_t stream) {
+  for (size_t i = 0; i < sizeof streams / sizeof *streams; ++i)
+    if (stream == streams + i) return stream->graph;
+  return NULL;
+}
 
 /* ---- What a compiled library calls when it is loaded ------------------------------------------------------------- */
 
@@ -82,7 +127,9 @@ EXPORT hipError_t hipLaunchKernel(const void *host, dim3 grid, dim3 block, void 
       if (shape[d] == 0) return hipErrorInvalidConfiguration;
     if ((unsigned long long)block.x * block.y * block.z > 1024 || shared > 65536) return hipErrorInvalidConfiguration;
     if ((unsigned long long)grid.x * block.x > 0xFFFFFFFFull) return hipErrorInvalidConfiguration;
-    return fake.launch && fake.launch(functions[i].name, shape, shared, arguments, stream) ? hipErrorLaunchFailure : hipSuccess;
+    void *graph = captured_for(stream);
+    int failed = fake.launch && fake.launch(functions[i].name, shape, shared, arguments, stream, graph);
+    return failed ? hipErrorLaunchFailure : hipSuccess;
   }
   return hipErrorInvalidDeviceFunction;
 }
@@ -120,4 +167,87 @@ EXPORT hipError_t hipGetDeviceProperties(hipDeviceProp_t *properties, int id) {
   properties->multiProcessorCount = 4;
   return hipSuccess;
 }
+/* Memory that it does not know was an error before release 6. */
+EXPORT hipError_t hipPointerGetAttributes(hipPointerAttribute_t *attributes, const void *at) {
+  CALL("hipPointerGetAttributes");
+  memset(attributes, 0, sizeof *attributes);
+#if HIP_VERSION_MAJOR >= 6
+  attributes->type = owned(at, 1) ? hipMemoryTypeDevice : hipMemoryTypeUnregistered;
+  return hipSuccess;
+#else
+  return owned(at, 1) ? hipSuccess : hipErrorInvalidValue;
+#endif
+}
 EXPORT const char *hipGetErrorString(hipError_t error) { return error ? "made to fail" : "no error"; }
+
+/* ---- What the tests call by hip-python ------------------------------------------------------------------------------ */
+
+static int captures; /* streams that capture: what would wait for the device, or give it memory, is refused meanwhile */
+
+EXPORT hipError_t hipMalloc(void **at, size_t size) {
+  if (captures) return hipErrorStreamCaptureUnsupported;
+  *at = aligned_alloc(256, (size + 255) / 256 * 256);
+  if (!*at) return hipErrorOutOfMemory;
+  fakehip_own(*at, size);
+  ranges[range_count - 1].allocated = 1;
+  return hipSuccess;
+}
+EXPORT hipError_t hipFree(void *at) {
+  for (int i = 0; i < range_count; ++i) {
+    if (ranges[i].base != at || !ranges[i].allocated) continue;
+    ranges[i] = ranges[--range_count];
+    free(at);
+    return hipSuccess;
+  }
+  return at ? hipErrorInvalidValue : hipSuccess;
+}
+EXPORT hipError_t hipMemcpy(void *to, const void *from, size_t size, hipMemcpyKind kind) {
+  if (captures) return hipErrorStreamCaptureUnsupported;
+  if (kind != hipMemcpyHostToDevice && kind != hipMemcpyDeviceToHost) return hipErrorInvalidValue;
+  if (!owned(kind == hipMemcpyHostToDevice ? to : from, size)) return hipErrorInvalidValue;
+  memcpy(to, from, size);
+  return hipSuccess;
+}
+EXPORT hipError_t hipMemsetAsync(void *at, int value, size_t size, hipStream_t stream) {
+  if (captured_for(stream)) return hipErrorStreamCaptureUnsupported;
+  if (!owned(at, size)) return hipErrorInvalidValue;
+  memset(at, value, size);
+  return hipSuccess;
+}
+EXPORT hipError_t hipDeviceSynchronize(void) { return captures ? hipErrorStreamCaptureUnsupported : hipSuccess; }
+
+EXPORT hipError_t hipStreamCreate(hipStream_t *stream) {
+  for (size_t i = 0; i < sizeof streams / sizeof *streams; ++i) {
+    if (streams[i].there) continue;
+    streams[i].there = 1;
+    *stream = streams + i;
+    return hipSuccess;
+  }
+  return hipErrorOutOfMemory;
+}
+EXPORT hipError_t hipStreamDestroy(hipStream_t stream) {
+  stream->there = 0;
+  return hipSuccess;
+}
+EXPORT hipError_t hipStreamBeginCapture(hipStream_t stream, hipStreamCaptureMode mode) {
+  if (!stream || !stream->there || stream->graph || mode != hipStreamCaptureModeGlobal) return hipErrorInvalidValue;
+  stream->graph = calloc(1, 1);
+  ++captures;
+  return hipSuccess;
+}
+EXPORT hipError_t hipStreamEndCapture(hipStream_t stream, hipGraph_t *graph) {
+  if (!stream || !stream->graph) return hipErrorInvalidValue;
+  *graph = stream->graph, stream->graph = NULL;
+  --captures;
+  return hipSuccess;
+}
+EXPORT hipError_t hipGraphInstantiateWithFlags(hipGraphExec_t *ready, hipGraph_t graph, unsigned long long flags) {
+  if (flags) return hipErrorInvalidValue;
+  *ready = (hipGraphExec_t)graph; /* which lives as long as the process: the launches are kept under its address */
+  return hipSuccess;
+}
+EXPORT hipError_t hipGraphLaunch(hipGraphExec_t ready, hipStream_t stream) {
+  return fake.launch && fake.launch(NULL, NULL, 0, NULL, stream, ready) ? hipErrorLaunchFailure : hipSuccess;
+}
+EXPORT hipError_t hipGraphDestroy(hipGraph_t graph) { return graph ? hipSuccess : hipErrorInvalidValue; }
+EXPORT hipError_t hipGraphExecDestroy(hipGraphExec_t ready) { return ready ? hipSuccess : hipErrorInvalidValue; }

@@ -2,8 +2,8 @@
 
 fakehip.c is the runtime: it records what the library calls, refuses what a GPU would refuse, and fails where it is told
 to. gcn.py executes the code objects of the library itself, rather than the sources compiled for something else, so that
-the compiler's registers, lane masks and barriers are what is checked, though not its waits for memory; its bits are then
-held to the CPU's kernels. Neither has seen AMD hardware.
+the compiler's registers, lane masks, barriers and waits for memory are what is checked; its bits are then held to the
+CPU's kernels. Neither has seen AMD hardware.
 
 The library is PYDET_HIP_LIBRARY, or the one beside the package. With "hip" in PYDET_TEST_EXTRAS its absence is an
 error.
@@ -22,88 +22,37 @@ import numpy as np
 import pytest
 
 import capi
-import gcn
+import fakehip
 import interop
 import pydet
 from cases import assert_same_bits
+from fakehip import ARCHS
 from pydet import buffer
 
 ROOT = capi.ROOT
 LIBRARY = pathlib.Path(os.environ.get("PYDET_HIP_LIBRARY", ROOT / "pydet" / "libpydet_hip.so"))
-ARCHS = {"gfx90a": "cdna2", "gfx942": "cdna3"}
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
 ROCM, CPU = 10, 1
-NO_DEVICE, DEVICE_ERROR, UNSUPPORTED = 12, 13, 11
+NO_DEVICE, DEVICE_ERROR, UNSUPPORTED, INVALID_DEVICE = 12, 13, 11, 5
 ffi = capi.ffi
 
-CALLBACK = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.POINTER(ctypes.c_uint),
-    ctypes.c_size_t,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_void_p,
-)
 
-
-class Hip:
+class Hip(fakehip.StandIn):
     """The library on the stand-in runtime."""
 
     def __init__(self, folder):
-        needed = subprocess.run(["readelf", "-d", LIBRARY], capture_output=True, text=True, check=True).stdout
-        soname = next(line.split("[")[1].rstrip("]") for line in needed.splitlines() if "[libamdhip64" in line)
-        rocm = pathlib.Path(os.environ.get("ROCM", "/opt/rocm" if pathlib.Path("/opt/rocm").exists() else "/usr"))
-        runtime = folder / soname
-        command = ["cc", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-D__HIP_PLATFORM_AMD__", "-isystem"]
-        command += [rocm / "include", ROOT / "tests" / "fakehip.c", "-o", runtime, f"-Wl,-soname,{soname}"]
-        subprocess.run(command, check=True)
-        self.fake = ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-        self.fake.fakehip_log.restype = self.fake.fakehip_kernel.restype = ctypes.c_char_p
+        super().__init__(fakehip.build(LIBRARY, folder), LIBRARY, folder)
         self.lib = ffi.dlopen(str(LIBRARY))
-        self.kernels, self.folder = {}, folder
-        self.callback = CALLBACK(self.on_launch)
-        self.fake.fakehip_on_launch(self.callback)
-
-    def load(self, arch):
-        """The kernels of an architecture, taken apart at its first use."""
-        self.kernels[arch] = {}
-        for elf in gcn.code_objects(LIBRARY, arch):
-            self.kernels[arch] |= gcn.kernels(elf, self.folder / "kernels.co")
-        for kernel in self.kernels[arch].values():
-            kernel.arithmetic = ARCHS[arch]
 
     def start(self, arch, devices=1, fail_at=-1):
-        if arch in ARCHS and arch not in self.kernels:
-            self.load(arch)
-        self.arch, self.launches, self.memory, self.problem = arch, [], {}, None
-        self.executes, self.order, self.ran = True, None, set()
-        self.fake.fakehip_reset(devices, f"{arch}:sramecc+:xnack-".encode(), fail_at)
-
-    def on_launch(self, name, shape, shared, arguments, stream):
-        """A launch: checked against the kernel's own metadata, then executed on the arrays of the call."""
-        try:
-            kernel, shape = self.kernels[self.arch][name.decode()], list(shape[:6])
-            threads = shape[3] * shape[4] * shape[5]
-            assert threads <= int(kernel.metadata["max_flat_workgroup_size"])
-            assert kernel.lds + shared <= 65536
-            explicit = [(offset, size) for offset, size, kind in kernel.arguments if not kind.startswith("hidden_")]
-            segment = bytearray(max(offset + size for offset, size in explicit))
-            for i, (offset, size) in enumerate(explicit):
-                segment[offset : offset + size] = ctypes.string_at(arguments[i], size)
-            device = self.fake.fakehip_device()
-            self.launches.append((name.decode(), shape, shared, stream or 0, device))
-            if self.executes:
-                gcn.launch(kernel, shape[:3], shape[3:], shared, bytes(segment), self.memory, self.order)
-                self.ran.add(name.decode())
-            return 0
-        except Exception as problem:
-            self.problem = self.problem or problem
-            return 1
+        super().start(arch, devices, fail_at)
+        self.host = None  # the address of a tensor that is no device memory
 
     def call(self, function, options, *arrays, device=0, kind=ROCM, stream=0):
         """The status of a C call on these arrays (None for NULL)."""
         tensors = [None if x is None else capi.Tensor(x, device=(kind, device)) for x in arrays]
-        self.memory = {}
+        self.fake.fakehip_disown()
+        self.tensors = [x.ctypes.data for x in arrays if x is not None]
         for x in arrays:
             if x is not None and x.size:
                 owner = x
@@ -111,10 +60,11 @@ class Hip:
                     owner = owner.base
                 flat = owner.ravel("K").view(np.uint8)
                 assert np.shares_memory(flat, owner)
-                self.memory[owner.ctypes.data] = flat
+                if x.ctypes.data != self.host:
+                    self.own(flat)
         if kind == ROCM and getattr(options, "workspace_size", 0):
             view = np.frombuffer(ffi.buffer(options.workspace, options.workspace_size), np.uint8)
-            self.memory[view.ctypes.data] = view
+            self.own(view)
         status = getattr(self.lib, function)(ffi.cast("void *", stream), *(capi.pointer(t) for t in tensors), options)
         if self.problem:
             raise self.problem
@@ -131,8 +81,7 @@ class Hip:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     wanted = "hip" in os.environ.get("PYDET_TEST_EXTRAS", "")
-    missing = [] if LIBRARY.exists() else [f"{LIBRARY.name} is not built (make hip)"]
-    missing += [f"no {name}" for name in ("llvm-objdump", "llvm-readelf") if not gcn.tool(name)]
+    missing = fakehip.missing(LIBRARY)
     if missing and not wanted:
         pytest.skip("; ".join(missing))
     assert not missing, missing
@@ -466,10 +415,10 @@ MUTATED = (
 
 @contextlib.contextmanager
 def mutated(hip, name, change):
-    """While active, the kernel of this name runs other code: change(text) -> text."""
+    """While active, the kernel of this name runs other code: change(text, address) -> text."""
     kernel = hip.kernels[hip.arch][name]
     saved = kernel.code, kernel.decoded
-    kernel.code, kernel.decoded = {at: change(text) for at, text in kernel.code.items()}, {}
+    kernel.code, kernel.decoded = {at: change(text, at) for at, text in kernel.code.items()}, {}
     try:
         assert kernel.code != saved[0], "nothing to change"
         yield
@@ -492,10 +441,39 @@ def test_a_removed_barrier_is_seen(hip, kernel):
     for hip.order in (None, in_reverse):
         if hip.order:
             run()
-        with mutated(hip, name, lambda text: "s_nop 0" if text == "s_barrier" else text):
+        with mutated(hip, name, lambda text, _: "s_nop 0" if text == "s_barrier" else text):
             if fails(run):
                 return
     raise AssertionError("without its barriers it gives the same")
+
+
+@pytest.mark.parametrize("kernel", MUTATED)
+def test_a_removed_wait_is_seen(hip, kernel):
+    """Without its waits for memory, or for LDS and scalars; with each of them for one access fewer than it should; and
+    without those alone that let a barrier order what waves write to LDS."""
+    run, name = problem_for(hip, kernel)
+    code, weaker = hip.kernels[hip.arch][name].code, {}
+    for counter in ("vmcnt", "lgkmcnt"):
+        weaker[f"no {counter}"] = {at: re.sub(rf"{counter}\(\d+\)", f"{counter}(99)", code[at]) for at in code}
+        weaker[f"one {counter} fewer"] = {
+            at: re.sub(rf"{counter}\((\d+)\)", lambda found: f"{counter}({int(found[1]) + 1})", code[at])  # noqa: B023
+            for at in code
+        }
+    order = sorted(code)
+    before = {order[i - 1] for i in range(1, len(order)) if code[order[i]] == "s_barrier"}
+    # In two kernels what one wave writes there another reads a stage later, when it has waited for other reasons.
+    if kernel not in ("skinny_ieee_kernel", "rmsnorm_dweight_kernel"):
+        assert any("lgkmcnt" in code[at] for at in before)
+        weaker["no lgkmcnt before a barrier"] = {
+            at: re.sub(r"lgkmcnt\(\d+\)", "lgkmcnt(99)", code[at]) if at in before else code[at] for at in code
+        }
+    for what, changed in weaker.items():
+        seen = False
+        for hip.order in (None, in_reverse):
+            with mutated(hip, name, lambda text, at: changed[at]):  # noqa: B023
+                seen = seen or fails(run)
+        assert seen, f"{kernel} with {what} gives the same"
+    run()
 
 
 @pytest.mark.parametrize("kernel", MUTATED)
@@ -509,7 +487,7 @@ def test_a_wrong_lane_is_seen(hip, kernel):
         operation, destination, count, source = target.replace(",", "").split()
         changed = int(count) ^ (1 << int(count).bit_length() - 1 if "and" in operation else 1)
         wrong = f"{operation} {destination}, {changed}, {source}"
-        with mutated(hip, name, lambda text: wrong if text == target else text):  # noqa: B023
+        with mutated(hip, name, lambda text, _: wrong if text == target else text):  # noqa: B023
             assert fails(run), f"{wrong} for {target} was not seen"
     run()
 
@@ -584,6 +562,21 @@ def test_an_architecture_without_kernels(hip):
     assert "no kernel" in hip.sentence() and "ROCm device 0" in hip.sentence()
 
 
+def test_host_memory_is_refused(hip):
+    """Said to be on the device: by the sentence, for every tensor of every operation."""
+    for name, (call, outputs) in operations(hip).items():
+        hip.executes = False
+        assert call() == 0
+        tensors = set(hip.tensors)
+        assert len(tensors) >= 3
+        for hip.host in tensors:
+            hip.launches.clear()
+            assert call() == INVALID_DEVICE, name
+            assert f"{name.split(' ')[0]}: the data at {hip.host:#x} lie on the host" in hip.sentence()
+            assert all((x == 7).all() for x in outputs) and not hip.launches, name
+        hip.start(hip.arch)
+
+
 def test_launches_go_to_the_stream_and_device_they_were_given(hip):
     hip.start(hip.arch, devices=3)
     for name, (call, outputs) in operations(hip, device=2, stream=0x1230).items():
@@ -611,8 +604,9 @@ def test_every_call_of_the_runtime_may_fail(hip):
             status = call()
             launched = bool(hip.launches)
             what = f"{name}, call {i} ({log[i]}): status {status}, {hip.sentence()!r}"
-            if status == 0:  # a value that only tunes, or the way back to the caller's device after the launch
-                assert log[i] in ("hipDeviceGetAttribute", "hipSetDevice", "hipGetDeviceProperties"), what
+            if status == 0:  # a value that only tunes, a check that others make up for, or the way back to the caller's device after the launch
+                tunes = "hipDeviceGetAttribute", "hipGetDeviceProperties", "hipPointerGetAttributes"
+                assert log[i] in (*tunes, "hipSetDevice"), what
                 assert launched, what
                 for ours, want in zip(outputs, wanted, strict=True):
                     assert_same_bits(ours, want, what)
@@ -643,7 +637,7 @@ class OnRocm(interop.Producer):
     def __init__(self, hip, array):
         super().__init__(capi.Tensor(array, device=(ROCM, 1)))
         self.hip, self.array = hip, array
-        hip.memory[array.ctypes.data] = array.reshape(-1).view(np.uint8)
+        hip.own(array)
 
 
 class Rocm(buffer.Framework):

@@ -69,7 +69,7 @@ uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool)
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores, gemm_workspace,
-                                      nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      gpu_reaches, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return &backend;
 }
 

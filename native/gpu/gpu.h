@@ -44,6 +44,19 @@ inline int gpu_shared_bytes(int id) {
 }
 inline bool gpu_overlaps_kernels(int) { return false; }
 
+// Whether kernels there can use this memory. What the runtime does not know is the host's own, which a device reaches only
+// where it shares its page tables; elsewhere the access ends the process.
+inline bool gpu_reaches(int id, const void *data) {
+  hipPointerAttribute_t found = {};
+  gpu_error error = hipPointerGetAttributes(&found, data);
+#if HIP_VERSION_MAJOR >= 6  // before it, unknown memory is an error alone
+  if (error == hipSuccess && found.type == hipMemoryTypeUnregistered) error = hipErrorInvalidValue;
+#endif
+  if (error != hipErrorInvalidValue) return true;  // of another error the launch will say what is wrong
+  int shares = 0;
+  return hipDeviceGetAttribute(&shares, hipDeviceAttributePageableMemoryAccess, id) == hipSuccess && shares;
+}
+
 // 0 and OK where this machine has no AMD GPU, or no driver for one.
 inline pydet_status gpu_device_count(int32_t *count) {
   *count = 0;
