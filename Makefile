@@ -91,7 +91,7 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word a file of native/gpu; SASS for the listed architectures.
-CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee gemm_ieee_fp32 skinny_sm90 skinny_ieee rmsnorm rmsnorm_backward
+CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee gemm_ieee_fp32 skinny_sm90 skinny_mma skinny_ieee rmsnorm rmsnorm_backward
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := backend sm90_plan
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)

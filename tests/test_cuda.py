@@ -602,6 +602,147 @@ def test_skinny_workspace(torch):
     assert bool((scratch[:16] == 77).all()) and bool((scratch[32:] == 77).all())
 
 
+# ---- Skinny GEMM on mma.sync: by name where the library prefers wgmma ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def skinny_mma(torch):
+    """The kernel of this device's tensor cores as a function; its attribute `reference` is the same product by the tiles
+    of gemm_mma.cu, which take anything."""
+    arithmetic = pydet.resolve_arithmetic("bfloat16", ("cuda", 0))
+
+    def product(x, w, **options):
+        return pydet.skinny_gemm(x, w, kernel=f"cuda_skinny_gemm_{arithmetic}_mma", **options)
+
+    def reference(x, w, **options):
+        return pydet.skinny_gemm(x, w, kernel=f"cuda_gemm_{arithmetic}_mma_64x64", **options)
+
+    product.reference, product.arithmetic = reference, arithmetic
+    return product
+
+
+SKINNY_M = [1, 2, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 96, 100, 128]
+
+
+@pytest.mark.parametrize("k_chunk", [None, 256, 512, 1024])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_skinny_mma_equals_cpu(torch, skinny_mma, dtype, k_chunk):
+    """Ragged N and K, and the last chunks short or missing, against the CPU and the GEMM tiles."""
+    options = {"k_chunk": k_chunk, "out_dtype": torch.float32}
+    for n, k in [(331, 8), (72, 1000), (200, 2880), (136, 4104), (40, 14336)]:
+        x, w = (torch.randn(rows, k).to(getattr(torch, dtype)) for rows in (128, n))
+        expected = words(pydet.skinny_gemm(x, w, arithmetic=skinny_mma.arithmetic, **options)).cuda()
+        x, w = x.cuda(), w.cuda()
+        assert torch.equal(words(skinny_mma.reference(x, w, **options)), expected), f"{n} x {k}, the reference"
+        for m in SKINNY_M:
+            y = words(skinny_mma(x[:m], w, weights_constant=m % 2 == 0, **options))
+            assert torch.equal(y, expected[:m]), f"{m} x {n} x {k}: {int((y != expected[:m]).sum())} words differ"
+
+
+@pytest.mark.parametrize("k_chunk", [None, 16, 48, 256, 1024])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_skinny_mma_in_every_cut(torch, skinny_mma, dtype, k_chunk):
+    """From a few tiles, which share rows of w, to several a block, so that the rings go round over the ends of tiles."""
+    few, many = [(520, 4096), (1024, 2000), (2048, 2056)], [(4096, 1024), (6144, 520), (12288, 520), (43001, 72)]
+    for n, k in [*few, *many]:
+        x, w = operands(torch, 128, n, k, getattr(torch, dtype))
+        expected = words(skinny_mma.reference(x, w, k_chunk=k_chunk))
+        for m in SKINNY_M:
+            y = words(skinny_mma(x[:m], w, k_chunk=k_chunk))
+            assert torch.equal(y, expected[:m]), f"{m} x {n} x {k}: {int((y != expected[:m]).sum())} words differ"
+
+
+@pytest.mark.parametrize("k_chunk", [None, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_skinny_mma_bias_and_strides(torch, skinny_mma, dtype, k_chunk):
+    """A bias for each column and a full one, of every type; results of every type; padded and shared rows; K that is no
+    multiple of a piece; adding to y; and nothing written beside it."""
+    dtype, n, k = getattr(torch, dtype), 333, 1411
+    types = [torch.float32, torch.bfloat16, torch.float16]
+    x, w = operands(torch, 128, n + 3, 1440, dtype)
+    x, w = x[:, 8 : k + 8], w[:n, 16 : k + 16]
+    for m in SKINNY_M:
+        for i, shape in itertools.product(range(3), [(n,), (m, n)]):
+            options = {"bias": torch.randn(shape, device="cuda").to(types[i]), "k_chunk": k_chunk}
+            for out_dtype in (types[i], types[i - 1]):
+                y, expected = (f(x[:m], w, out_dtype=out_dtype, **options) for f in (skinny_mma, skinny_mma.reference))
+                assert torch.equal(words(y), words(expected)), f"M = {m}, bias {shape} {types[i]}, {out_dtype}"
+        before = torch.randn(m + 2, n + 3, device="cuda")
+        outs = [before.clone(), before.clone()]
+        for f, out in zip((skinny_mma, skinny_mma.reference), outs, strict=True):
+            f(x[:m], w, out=out[1 : m + 1, 2 : n + 2], accumulate=True, k_chunk=k_chunk)
+        assert torch.equal(*map(words, outs)), f"M = {m}, accumulate"
+        outside = torch.ones_like(before, dtype=torch.bool)
+        outside[1 : m + 1, 2 : n + 2] = False
+        assert torch.equal(words(outs[0])[outside], words(before)[outside]), f"M = {m}: wrote outside of y"
+        same = x[:1].expand(m, k)
+        y, expected = (f(same, w, k_chunk=k_chunk) for f in (skinny_mma, skinny_mma.reference))
+        assert torch.equal(words(y), words(expected)), f"one row, {m} times"
+
+
+def test_skinny_mma_special_numbers(torch, skinny_mma):
+    """Infinities, NaNs, zeros of both signs and subnormals; rows among NaN rows."""
+    for kind, dtype in itertools.product(cases.KINDS, ("bf16", "fp16")):
+        x, w = (data(kind, (rows, 1000), DTYPES[dtype], rows) for rows in (100, 264))
+        x, w = (torch.from_numpy(a.view(np.int16)).cuda().view(getattr(torch, a.dtype.name)) for a in (x, w))
+        for m, k_chunk in itertools.product((1, 16, 40, 100), (None, 256)):
+            y, expected = (f(x[:m], w, k_chunk=k_chunk) for f in (skinny_mma, skinny_mma.reference))
+            assert torch.equal(words(y), words(expected)), f"{kind}, {dtype}, M = {m}, k_chunk {k_chunk}"
+    x, w = operands(torch, 100, 1000, 2048, torch.bfloat16)
+    whole, among = words(skinny_mma(x, w)), torch.full_like(x, float("nan"))
+    among[::7] = x[::7]
+    assert torch.equal(words(skinny_mma(among, w))[::7], whole[::7])
+
+
+@pytest.mark.parametrize("weights_constant", [False, True])
+def test_skinny_mma_in_sequence(torch, skinny_mma, weights_constant):
+    """Products of the results before them, called and as a graph's replays, beside a busy stream."""
+    shapes = [(1536, 1024), (1024, 1024), (7168, 1024), (1024, 3584)] * 2
+    weights = [(torch.randn(n, k, device="cuda") * k**-0.5).to(torch.bfloat16) for n, k in shapes]
+    busy, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
+
+    def layers(x, outs):
+        for w, out in zip(weights, outs, strict=True):
+            skinny_mma(x[:, : w.shape[1]], w, out=out, weights_constant=weights_constant)
+            x = out
+        return x
+
+    for m in (1, 16, 64, 128):
+        x = expected = torch.randn(m, 1024, device="cuda").to(torch.bfloat16)
+        for w in weights:
+            expected = skinny_mma.reference(expected[:, : w.shape[1]], w)
+            torch.cuda.synchronize()
+        expected = words(expected)
+        outs = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for n, _ in shapes]
+        layers(x, outs)
+        torch.cuda.synchronize()
+        graph, wrong = torch.cuda.CUDAGraph(), torch.zeros((), dtype=torch.int64, device="cuda")
+        with torch.cuda.graph(graph):
+            y = layers(x, outs)
+        for replays in (False, True):
+            for _ in range(100):
+                with torch.cuda.stream(busy):
+                    noise = (noise @ noise).clamp_(-1, 1)
+                for out in outs:
+                    out.fill_(float("nan"))
+                graph.replay() if replays else layers(x, outs)
+                wrong += (words(y) != expected).sum()
+        assert int(wrong) == 0, f"M = {m}"
+
+
+def test_skinny_mma_refuses(torch, skinny_mma):
+    """What it does not take, by name; the library's choice has the bits."""
+    x, w = operands(torch, 130, 200, 520, torch.bfloat16)
+    shifted = torch.zeros(200 * 520 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(200, 520).copy_(w)
+    odd = torch.zeros(130, 521, dtype=torch.bfloat16, device="cuda")
+    odd[:, :520] = x
+    columns = w.T.contiguous().T
+    for a, b in [(x[:129], w), (x[:5], shifted), (odd[:5, :520], w), (x[:5, :0], w[:, :0]), (x[:5], columns)]:
+        with pytest.raises(pydet.Error, match="skinny_gemm_sm.0_mma does not take this problem"):
+            skinny_mma(a, b)
+        assert torch.equal(words(pydet.skinny_gemm(a, b)), words(skinny_mma.reference(a, b)))
+
+
 # ---- RMSNorm -------------------------------------------------------------------------------------------------------
 
 NORM_ROWS = [0, 1, 2, 63, 64, 65, 199, 600]

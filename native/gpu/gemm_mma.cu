@@ -13,6 +13,7 @@
 
 #include "epilogue.h"
 #include "kernels.h"
+#include "mma.h"
 
 namespace pydet {
 namespace {
@@ -33,29 +34,6 @@ template <> struct Shape<128> {
 template <int tile> constexpr int kThreads = Shape<tile>::warps_m * Shape<tile>::warps_n * kWarp;
 template <int tile> constexpr int kStageElements = tile * kStageK;  // of one operand
 template <int tile> constexpr int kSharedBytes = kStages * 2 * kStageElements<tile> * 2;
-
-// ---- PTX ---------------------------------------------------------------------------------------------------------
-
-template <bool transpose> __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void *row) {
-  if (transpose)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
-}
-
-template <Type type>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if (type == Type::bf16)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // ---- Stages ------------------------------------------------------------------------------------------------------
 
@@ -113,7 +91,7 @@ __device__ __forceinline__ void load_fragment(uint32_t (&r)[4], const uint16_t *
   int o_block = outer_first ? matrix % 2 : matrix / 2, k_block = outer_first ? matrix / 2 : matrix % 2;
   o += o_block * 8 + (k_contiguous ? row : 0);
   k += k_block * 8 + (k_contiguous ? 0 : row);
-  load_matrices<!k_contiguous>(r, stage + place<k_contiguous, tile>(o, k));
+  load_matrices<!k_contiguous>(r, shared_address(stage + place<k_contiguous, tile>(o, k)));
 }
 
 // ---- Kernel ------------------------------------------------------------------------------------------------------
@@ -195,7 +173,7 @@ __global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_c
         for (int i = 0; i < kTilesM; ++i)
 #pragma unroll
           for (int j = 0; j < kTilesN; ++j)
-            multiply<type>(chain[i][j], a_fragment[i], b_fragment[j / 2][j % 2 * 2], b_fragment[j / 2][j % 2 * 2 + 1]);
+            mma<type>(chain[i][j], a_fragment[i], b_fragment[j / 2][j % 2 * 2], b_fragment[j / 2][j % 2 * 2 + 1]);
         if constexpr (chunked) {
           if (!folds || (--chunk_left > 0 && step + 1 < steps)) continue;
           chunk_left = chunk_steps;

@@ -57,6 +57,11 @@ template <int rows> struct SkinnySm90 {
 bool skinny_ieee_takes(const Gemm &);
 pydet_status skinny_ieee(const Gemm &);
 
+// skinny_mma.cu
+bool skinny_mma_takes(const Gemm &);
+bool skinny_mma_prefers(const Gemm &);
+pydet_status skinny_mma(const Gemm &);
+
 // gemm_mma.cu
 pydet_status gemm_mma_64(const Gemm &);
 bool gemm_mma_128_takes(const Gemm &);
