@@ -442,7 +442,7 @@ def test_override_catches_forward_and_backward():
         same(torch.mm(out, out, out=out.clone()), pydet.gemm(out, out))
         inside = out.clone()
         same(torch.mm(inside, x[:, :6], out=inside), pydet.gemm(out, x[:, :6]))
-        refuses(r"out is \(6,\), want 6x6; it is written in place", out[0].clone().addmm_, x, x.T)
+        refuses(r"Bad in-place call", out[0].clone().addmm_, x, x.T)
         refuses(r"b is 5x16, want 16xN", torch.mm, x, x[:5])
     h = torch.relu(pydet.gemm(x, net[0].weight.detach().T, bias=net[0].bias.detach()))
     same(y, pydet.gemm(h, net[2].weight.detach().T))
@@ -450,7 +450,8 @@ def test_override_catches_forward_and_backward():
     counts = dict(caught)
     assert counts["aten::addmm"] >= 2 and counts["aten::mm"] >= 5 and counts["aten::bmm"] >= 1
     assert counts["aten::mm.out"] == 3 and counts["aten::mm (left to PyTorch)"] == 1
-    assert counts["aten::addmm_"] == 2 and counts["aten::baddbmm_"] == 1
+    assert counts["aten::addmm_"] == 1 and counts["aten::addmm_ (left to PyTorch)"] == 1
+    assert counts["aten::baddbmm_"] == 1
     same(torch.mm(x, x.T), plain)
     assert dict(caught) == counts, "nothing is caught afterwards"
 
@@ -463,6 +464,103 @@ def test_override_catches_compiled_code():
     with pt.override_aten() as caught:
         same(compiled(x), torch.relu(pydet.gemm(x, weight)))
     assert caught["aten::mm"] == 1
+
+
+def test_override_catches_products_by_vectors(dtype):
+    a, x, y = normal(7, 40, dtype=dtype), normal(80, dtype=dtype)[::2], normal(7, dtype=dtype)
+    product = pydet.gemm(a, x[:, None])[:, 0]
+    tracked = [t.clone().requires_grad_() for t in (a, x)]
+    with pt.override_aten() as caught:
+        same(torch.mv(a, x), product)
+        same(a @ x, product)
+        same(x @ a.T, product)
+        assert not torch.mv(a, x)._is_view()
+        for out in (torch.empty(7, dtype=dtype), torch.empty(14, dtype=dtype)[::2], torch.empty(0, dtype=dtype)):
+            torch.mv(a, x, out=out)
+            same(out, product)
+        added = pydet.gemm(a, x[:, None], bias=y[:, None])[:, 0]
+        same(torch.addmv(y, a, x), added)
+        same(torch.addmv(y[:1], a, x), pydet.gemm(a, x[:, None], bias=y[:1])[:, 0])
+        same(torch.addmv(y, a, x, beta=0.5, alpha=2.0), product * 2.0 + y * 0.5)
+        same(y.clone().addmv_(a, x), added)
+        same(torch.addmv(y, a, x, out=torch.empty_like(y)), added)
+        same(torch.dot(a[0], x), product[0])
+        same(torch.vdot(a[1], x), product[1])
+        torch.mv(*tracked).backward(y)
+        same(torch.mv(a[:0], x), product[:0])
+        same(torch.mv(a[:, :0], x[:0]), torch.zeros(7, dtype=dtype))
+        counts = dict(caught)
+        assert torch.mv(a.double(), x.double()).dtype == torch.float64
+        refuses(r"vector \+ matrix @ vector expected|expects", torch.mv, a, a)
+        refuses(r"b is 39x1, want 40xN", torch.mv, a, x[1:])
+        refuses(r"expected 1D|1D tensors expected", torch.dot, a, a)
+        refuses(r"[Bb]ad in-place call|doesn't match the broadcast shape", y[:1].clone().addmv_, a, x)
+    same(tracked[1].grad, pydet.gemm(a.T, y[:, None])[:, 0])
+    forms = {"aten::mv.out": 3, "aten::addmv": 3, "aten::addmv_": 1, "aten::addmv.out": 1, "aten::dot": 2}
+    assert counts == forms | {"aten::mv": 7, "aten::mm": 1}, "a vector by a matrix is one row by a matrix"
+    assert caught["aten::mv (left to PyTorch)"] == 2
+
+
+def test_override_leaves_to_pytorch_what_pytorch_refuses():
+    x = normal(2, 4, 4)
+    with pt.override_aten() as caught:
+        refuses(r"must be a matrix", torch.mm, x, x[0])
+        refuses(r"must be a 3D tensor", torch.bmm, x[0], x[0])
+        refuses(r"[Ee]xpected size for first two dimensions of batch2", torch.bmm, x, x[:1])
+    assert not any(name in caught for name in ("aten::mm", "aten::bmm"))
+
+
+@pytest.fixture
+def products_with_out_dtype(device):
+    """The forms with out_dtype: PyTorch has them for CUDA alone, so that on the CPU stand-ins are registered."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        if device == "cpu":
+            for name in ("mm", "bmm"):
+                library.impl(f"{name}.dtype", lambda a, b, out_dtype: torch.full((), 7.0, dtype=out_dtype), "CPU")
+            for name in ("addmm", "baddbmm"):
+                library.impl(f"{name}.dtype", lambda c, a, b, out_dtype, **scaled: torch.full((), 7.0), "CPU")
+            library.impl("mm.dtype_out", lambda a, b, out_dtype, out: out.fill_(7.0), "CPU")
+        yield
+
+
+def test_override_catches_forms_with_out_dtype(products_with_out_dtype, device):
+    a, b, c = (normal(6, 6, dtype=torch.bfloat16, device=device, seed=seed) for seed in range(3))
+    single = torch.float32
+    product = pydet.gemm(a, b, out_dtype=single)
+    with pt.override_aten() as caught:
+        same(torch.mm(a, b, out_dtype=single), product)
+        same(torch.mm(a, b, out_dtype=single, out=torch.empty_like(product)), product)
+        same(torch.bmm(a[None], b[None], out_dtype=single), product[None])
+        for added in (c, c.float()):
+            same(torch.addmm(added, a, b, out_dtype=single), pydet.gemm(a, b, bias=added, out_dtype=single))
+        same(torch.addmm(c, a, b, out_dtype=single, beta=0.5, alpha=2.0), product * 2.0 + c * 0.5)
+        batch = pydet.gemm(a[None], b[None], bias=c[None], out_dtype=single)
+        same(torch.baddbmm(c[None], a[None], b[None], out_dtype=single), batch)
+    counts = {"aten::mm.dtype": 1, "aten::mm.dtype_out": 1, "aten::bmm.dtype": 1}
+    assert dict(caught) == counts | {"aten::addmm.dtype": 3, "aten::baddbmm.dtype": 1}
+    if device == "cpu":
+        assert torch.mm(a, b, out_dtype=single) == 7.0, "the form that was there is there again"
+
+
+def test_override_counts_what_it_leaves_to_pytorch():
+    def results():
+        torch.manual_seed(0)
+        x = normal(1, 3, 8, 16).requires_grad_()
+        y = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        z = torch.nn.Conv2d(3, 4, 3)(x)
+        (y.sum() + z.sum()).backward()
+        with torch.no_grad():
+            rows = torch._addmm_activation(x[0, 0, 0, :8], x[0, 0], x[0, 0, :, :].T)
+            return y, z, x.grad, rows, torch.nn.LSTM(16, 4)(x[0])[0]
+
+    want = results()
+    with pt.override_aten() as caught:
+        for ours, theirs in zip(results(), want, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    left = {name.removeprefix("aten::").partition(" (left to PyTorch)")[0] for name in caught if "left" in name}
+    attention, convolution = "_scaled_dot_product_flash_attention_for_cpu", "convolution"
+    assert left >= {attention, f"{attention}_backward", convolution, f"{convolution}_backward", "_addmm_activation"}
+    assert "mkldnn_rnn_layer" in left or any(name in caught for name in ("aten::addmm", "aten::mm"))
 
 
 @pytest.fixture(scope="module")
@@ -497,10 +595,12 @@ def test_override_catches_every_product_of_a_model(llama):
 
 def test_sees_what_the_override_misses(llama):
     with llama.Products() as products, pt.override_aten() as caught:
-        x = normal(4, 4)
-        x @ x[0]
-        x @ x
-    assert dict(products.seen - caught) == {"aten::mv": 1}
+        x = normal(1, 2, 8, 16)
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        x[0, 0] @ x[0, 1].T
+    missed = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert dict(products.seen - caught) == {missed: 1}
+    assert dict(caught) == {"aten::mm": 1, f"{missed} (left to PyTorch)": 1}
 
 
 def test_override_nests_not():

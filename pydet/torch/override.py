@@ -12,14 +12,28 @@ from typing import Any
 import torch
 
 import pydet
-from pydet._native import UNSUPPORTED, constants, fail
+from pydet._native import UNSUPPORTED, fail
 from pydet.torch.ops import DTYPES
 
 _active = threading.Lock()
 _KEYS = ("CPU", "CUDA")
-_TAKEN = (
-    *(f"{name}{overload}" for name in ("mm", "bmm", "addmm", "baddbmm") for overload in ("", ".out")),
-    *("addmm_", "baddbmm_"),
+_DIMS = {  # of the two that are multiplied
+    **dict.fromkeys(("mm", "addmm", "addmm_"), (2, 2)),
+    **dict.fromkeys(("bmm", "baddbmm", "baddbmm_"), (3, 3)),
+    **dict.fromkeys(("mv", "addmv", "addmv_"), (2, 1)),
+    "dot": (1, 1),
+}
+_FORMS = {
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), ("default", "out", "dtype", "dtype_out")),
+    **dict.fromkeys(("mv", "addmv"), ("default", "out")),
+    **dict.fromkeys(("addmm_", "baddbmm_", "addmv_", "dot"), ("default",)),
+}
+_LEFT = (  # multiply matrices inside a kernel of PyTorch's own
+    *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    *(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    *("convolution", "convolution_backward", "_addmm_activation", "_grouped_mm", "_scaled_mm"),
+    *("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 )
 
 
@@ -30,19 +44,21 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def override_aten(*, arithmetic: str = "auto", k_chunk: int | None = None) -> Iterator[Counter[str]]:
-    """While active, ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, their ``out`` and in-place forms run on pydet.
+    """While active, ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, ``mv``, ``addmv`` and ``dot`` run on pydet.
 
-    These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``, ``linear`` and ``nn.Linear`` come down to, on the CPU
-    and on CUDA, in forward and in backward, in eager mode and in graphs that ``torch.compile`` made (it calls them by
-    their out forms), on every thread of the process. A product with beta or alpha not 1 is scaled after it was rounded,
-    as PyTorch words it: ``beta input + alpha (a b)``, in separate operations. PyTorch itself decides whether a
-    ``linear`` is an ``addmm``, whose bias is added before the one rounding, or a product and an addition: that of a
-    contiguous input is one ``addmm``, on as many rows as there are.
+    Their ``out``, ``out_dtype`` and in-place forms do too. These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``,
+    ``linear`` and ``nn.Linear`` come down to, on the CPU and on CUDA, in forward and in backward, in eager mode and in
+    graphs that ``torch.compile`` made (it calls them by their out forms), on every thread of the process. A product
+    with beta or alpha not 1 is scaled after it was rounded, as PyTorch words it: ``beta input + alpha (a b)``, in
+    separate operations. PyTorch itself decides whether a ``linear`` is an ``addmm``, whose bias is added before the one
+    rounding, or a product and an addition: that of a contiguous input is one ``addmm``, on as many rows as there are.
 
-    Not caught: products by a vector (``mv``, ``addmv``, ``dot``), the forms with ``out_dtype``, fused attention
-    (``scaled_dot_product_attention`` but in its math backend), ``_addmm_activation`` (fast path of PyTorch's encoder
-    layers), recurrent layers, convolutions, and what a compiler makes kernels of itself (``max_autotune``'s templates).
-    Types other than float32, bfloat16 and float16, and sparse tensors, stay with PyTorch.
+    Left to PyTorch, and counted as that: types other than float32, bfloat16 and float16; fused attention
+    (``scaled_dot_product_attention`` but in its math backend, whose products are caught), convolutions, recurrent
+    layers in one kernel, ``_addmm_activation`` (fast path of PyTorch's encoder layers), ``_grouped_mm`` (also where it
+    comes down to products that are caught) and ``_scaled_mm``. Neither caught nor counted: sparse and quantized
+    products, and what never comes to these operators: kernels that a compiler makes itself (``max_autotune``'s
+    templates, ``flex_attention``), and those of other packages.
 
     Args:
         arithmetic, k_chunk: as in :func:`pydet.gemm`.
@@ -63,38 +79,84 @@ def override_aten(*, arithmetic: str = "auto", k_chunk: int | None = None) -> It
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*(?i:overrid)")
             for key in _KEYS:
-                for name in _TAKEN:
-                    _take_over(library, key, name, options, caught)
+                for name, forms in _FORMS.items():
+                    for form in forms:
+                        _take_over(library, key, name, form, options, caught)
+                for name in _LEFT:
+                    _count(library, key, name, caught)
         yield caught
     finally:
         library._destroy()
         _active.release()
 
 
-def _take_over(
-    library: torch.library.Library, key: str, name: str, options: dict[str, Any], caught: Counter[str]
-) -> None:
-    full, (packet, _, overload) = f"aten::{name}", name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+def _original(name: str, form: str, key: str) -> Any:
+    """PyTorch's kernel of an operator on a backend; None in a release or a build that has none."""
+    get_kernel = torch.library.get_kernel
     try:
-        original = torch.library.get_kernel(operator, key)
-    except RuntimeError:  # a build without this backend
-        return
-    compute: Callable[..., Any] = _add_product if name.startswith(("addmm", "baddbmm")) else _product
+        return get_kernel(getattr(getattr(torch.ops.aten, name), form), key)
+    except (AttributeError, RuntimeError):
+        return None
 
-    def kernel(keyset: Any, *operands: torch.Tensor, beta: Any = 1, alpha: Any = 1, out: Any = None) -> torch.Tensor:
-        scaled = {} if compute is _product else {"beta": beta, "alpha": alpha}
-        written = operands[0] if name.endswith("_") else out
-        if any(x.dtype not in DTYPES or x.dtype != operands[-1].dtype for x in operands) or (
-            written is not None and written.dtype != operands[-1].dtype
-        ):
-            caught[f"{full} (left to PyTorch)"] += 1
-            outs = {} if out is None else {"out": out}
-            return original.call_boxed(keyset, *operands, **scaled, **outs)
-        caught[full] += 1
-        return compute(operands, written, options, **scaled)
+
+def _count(library: torch.library.Library, key: str, name: str, caught: Counter[str]) -> None:
+    original = _original(name, "default", key)
+    if original is None:
+        return
+
+    def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        caught[f"aten::{name} (left to PyTorch)"] += 1
+        return original.call_boxed(keyset, *arguments, **keywords)
 
     library.impl(name, kernel, key, with_keyset=True)
+
+
+def _take_over(
+    library: torch.library.Library, key: str, name: str, form: str, options: dict[str, Any], caught: Counter[str]
+) -> None:
+    full = f"aten::{name}" if form == "default" else f"aten::{name}.{form}"
+    original = _original(name, form, key)
+    if original is None:
+        return
+    adds, in_place, dims = "add" in name, name.endswith("_"), _DIMS[name]
+    compute: Callable[..., Any] = _add_product if adds else _product
+    if dims[1] == 1:
+        compute = _by_vector(compute)
+
+    def kernel(keyset: Any, *arguments: Any, beta: Any = 1, alpha: Any = 1, out: Any = None) -> torch.Tensor:
+        scaled = {"beta": beta, "alpha": alpha} if adds else {}
+        operands, out_dtype = (arguments[:-1], arguments[-1]) if form.startswith("dtype") else (arguments, None)
+        written = operands[0] if in_place else out
+        if not _takes(operands, written, in_place, out_dtype, dims):
+            caught[f"{full} (left to PyTorch)"] += 1
+            return original.call_boxed(keyset, *arguments, **scaled, **({} if out is None else {"out": out}))
+        caught[full] += 1
+        with torch.no_grad():
+            return compute(operands, written, {**options, "out_dtype": out_dtype}, **scaled)
+
+    library.impl(full, kernel, key, with_keyset=True)
+
+
+def _takes(
+    operands: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None,
+    in_place: bool,
+    out_dtype: torch.dtype | None,
+    dims: tuple[int, int],
+) -> bool:
+    """Whether pydet computes this: its types, and the shapes that PyTorch allows. What it does not, PyTorch refuses."""
+    *added, a, b = operands
+    result = out_dtype or b.dtype
+    return (
+        (a.dim(), b.dim()) == dims
+        and a.shape[:-2] == b.shape[:-2]
+        and a.dtype == b.dtype
+        and b.dtype in DTYPES
+        and result in (b.dtype, torch.float32)
+        and all(x.dtype in (b.dtype, result) for x in added)
+        and (out is None or out.dtype == result)
+        and (out is None or not in_place or out.shape == (*a.shape[:-1], *b.shape[a.dim() - 1 :]))
+    )
 
 
 def _into(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -117,10 +179,9 @@ def _fits(out: torch.Tensor | None, shape: tuple[int, ...], operands: tuple[torc
 
 def _product(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
     a, b = (_rows(x) for x in operands)
-    with torch.no_grad():
-        if _fits(out, (*a.shape[:-1], b.shape[-1]), operands):
-            return pydet.gemm(a, b, out=out, **options)
-        return _into(pydet.gemm(a, b, **options), out)
+    if _fits(out, (*a.shape[:-1], b.shape[-1]), operands):
+        return pydet.gemm(a, b, out=out, **options)
+    return _into(pydet.gemm(a, b, **options), out)
 
 
 def _add_product(
@@ -128,20 +189,31 @@ def _add_product(
 ) -> torch.Tensor:
     added, a, b = operands
     shape = (*a.shape[:-1], b.shape[-1])
-    if out is added and out.shape != shape:
-        words = "x".join(map(str, shape))
-        fail(constants.PYDET_INVALID_SHAPE, f"gemm: out is {tuple(out.shape)}, want {words}; it is written in place")
-    with torch.no_grad():
-        if beta == 1 and alpha == 1:
-            bias = added if added.dim() == 1 and added.shape[0] == shape[-1] else added.expand(shape)
-            if bias.dim() > 1 and bias.stride(-1) != 1:
-                bias = bias.contiguous()
-            direct = _fits(out, shape, operands)
-            result = pydet.gemm(_rows(a), _rows(b), bias=bias, out=out if direct else None, **options)
-            return result if direct else _into(result, out)
-        result = pydet.gemm(_rows(a), _rows(b), **options)
-        if alpha != 1:
-            result = result * alpha
-        if beta != 0:
-            result = result + (added if beta == 1 else added * beta)
-        return _into(result, out)
+    if beta == 1 and alpha == 1:
+        bias = added if added.dim() == 1 and added.shape[0] == shape[-1] else added.expand(shape)
+        if bias.dim() > 1 and bias.stride(-1) != 1:
+            bias = bias.contiguous()
+        direct = _fits(out, shape, operands)
+        result = pydet.gemm(_rows(a), _rows(b), bias=bias, out=out if direct else None, **options)
+        return result if direct else _into(result, out)
+    result = pydet.gemm(_rows(a), _rows(b), **options)
+    if alpha != 1:
+        result = result * alpha
+    if beta != 0:
+        result = result + (added if beta == 1 else added * beta)
+    return _into(result, out)
+
+
+def _by_vector(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute` where the last operand is a vector: it goes in as a column, and the result comes out as a vector."""
+
+    def call(
+        operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: dict[str, Any], **scaled: Any
+    ) -> torch.Tensor:
+        *added, a, x = operands
+        rows = a if a.dim() == 2 else a[None]
+        column = tuple(y.expand(rows.shape[0])[:, None] for y in added)
+        result = compute((*column, rows, x[:, None]), None, options, **scaled)
+        return _into(result.view(a.shape[:-1]), out)
+
+    return call
