@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import pydet
+import pydet.torch
 from bench import harness
 from bench.harness import Row, Variant
 
@@ -448,6 +449,7 @@ def overhead():
         "pydet.gemm, out=": partial(pydet.gemm, a, b, out=out),
         "torch.mm": partial(torch.mm, a, b),
         "pydet.gemm": partial(pydet.gemm, a, b),
+        "torch.ops.pydet.gemm": partial(torch.ops.pydet.gemm, a, b),
     }
     return [{"call": name, "us": round(host_microseconds(call), 2)} for name, call in calls.items()]
 

@@ -10,6 +10,8 @@ from bench.harness import Row, Variant
 
 try:
     import torch
+
+    import pydet.torch
 except ImportError:
     torch = None
 
@@ -34,7 +36,11 @@ def torch_tensors(with_out):
             Variant("torch.mm", [lambda: torch.mm(a, b, out=theirs)]),
         ]
     else:
-        variants = [Variant("pydet", [lambda: pydet.gemm(a, b)]), Variant("torch.mm", [lambda: torch.mm(a, b)])]
+        variants = [
+            Variant("pydet", [lambda: pydet.gemm(a, b)]),
+            Variant("torch.ops.pydet", [lambda: torch.ops.pydet.gemm(a, b)]),
+            Variant("torch.mm", [lambda: torch.mm(a, b)]),
+        ]
     return Row("call", f"torch tensors{', out=' * with_out}", "fp32", variants, peer="torch.mm")
 
 
