@@ -14,6 +14,9 @@ too. ``accumulate`` is an array to continue from, like the result and float32; t
 else needs it, as in the carry of a scan or for a donated argument. ``kernel`` forces a kernel by name, for tests and
 benchmarks, and not in backward.
 
+Sharded arrays are gathered by XLA, which knows no way to cut these calls; ``jax.shard_map(..., check_vma=False)`` runs
+them on each device's part.
+
 Every option is static: a Python value, not a traced one. Errors are :class:`pydet.Error` while a function is traced,
 and XLA's own error with pydet's sentence in it afterwards.
 """

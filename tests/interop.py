@@ -4,6 +4,7 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import os
 import sys
 
 import pytest
@@ -20,7 +21,10 @@ def torch(need):
 @pytest.fixture
 def jax(need):
     need(importlib.util.find_spec("jax"), "jax", "JAX is not installed")
-    return importlib.import_module("jax")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves a GPU's memory to the other tests
+    module = importlib.import_module("jax")
+    with module.default_device(module.devices("cpu")[0]):  # also where there is a GPU
+        yield module
 
 
 # ---- DLPack producers ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import textwrap
 import numpy as np
 import pytest
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves a GPU's memory to the other tests
 jax = pytest.importorskip("jax") if "jax" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("jax")
 
 import jax.numpy as jnp  # noqa: E402
@@ -274,6 +275,19 @@ def test_jit_vmap_scan_and_loops(eager, dtype, arithmetic, name):
 
     filled = jax.jit(lambda: jax.lax.fori_loop(0, 3, step, [jnp.zeros(x.shape, x.dtype) for x in results]))()
     all_same(filled, results)
+
+
+def test_rows_in_any_batch(device, dtype, arithmetic):
+    """A program compiled for few rows, with whatever kernel that is, has the bits of one for many."""
+    x, w, weight = normal(200, 256, dtype=dtype), normal(136, 256, dtype=dtype), normal(256)
+    layer = jax.jit(lambda x: pj.linear(pj.rms_norm(x, weight, eps=1e-5), w, arithmetic=arithmetic))
+    product = jax.jit(lambda x: pj.gemm(x, w.T, arithmetic=arithmetic))
+    whole, plain = np.asarray(layer(x)), np.asarray(product(x))
+    same(whole, pydet.skinny_gemm(pydet.rmsnorm(x, weight, eps=1e-5)[0], w, arithmetic=arithmetic))
+    same(plain, pydet.gemm(x, w.T, arithmetic=arithmetic))
+    for rows in (1, 3, 64):
+        same(layer(x[7 : 7 + rows]), whole[7 : 7 + rows])
+        same(product(x[7 : 7 + rows]), plain[7 : 7 + rows])
 
 
 def test_gradients_under_transformations(eager, dtype, arithmetic):
@@ -576,15 +590,14 @@ def test_more_batches_than_there_are():
 
 
 def in_another_process(source, **environment):
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment}
     command = [sys.executable, "-c", textwrap.dedent(source)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_devices_that_differ():
-    """Arrays on two devices are refused in JAX's words, and sharded rows have the bits of the whole."""
+    """Arrays on two devices are refused in JAX's words; sharded rows have the bits of the whole, in shard_map too."""
     source = """
         import jax, numpy as np, pydet, pydet.jax as pj
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -602,8 +615,29 @@ def test_devices_that_differ():
         rows = NamedSharding(Mesh(np.array([first, second]), "rows"), P("rows"))
         c = jax.jit(pj.gemm)(jax.device_put(a, rows), b)
         assert np.asarray(c).tobytes() == pydet.gemm(a, b).tobytes()
+        mesh, specs = rows.mesh, {"in_specs": (P("rows"), P()), "out_specs": P("rows")}
+        each = jax.shard_map(pj.gemm, mesh=mesh, check_vma=False, **specs)
+        c, pull = jax.vjp(jax.jit(each), a, b)
+        assert np.asarray(c).tobytes() == pydet.gemm(a, b).tobytes()
+        da, db = pull(c)
+        assert np.asarray(da).tobytes() == pydet.gemm_da(np.asarray(c), b).tobytes()
+        halves = [pydet.gemm_db(a[i : i + 3], np.asarray(c)[i : i + 3]) for i in (0, 3)]
+        assert np.asarray(db).tobytes() == (halves[0] + halves[1]).tobytes()
     """
     in_another_process(source, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")
+
+
+def test_arrays_on_a_gpu():
+    """pydet's own functions cannot order their work behind JAX's there, and say who can."""
+    found = [device for device in jax.devices() if device.platform == "gpu"]
+    if not found:
+        pytest.skip("JAX has no GPU here")
+    here = jax.devices("cpu")[0]
+    a, b = jax.device_put(normal(3, 4), found[0]), jax.device_put(normal(4, 5), found[0])
+    refuses(r"gemm: a is a jax array on a GPU, whose stream jax does not tell; use pydet.jax", pydet.gemm, a, b)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        pj.gemm(jax.device_put(a, here), b)
+    same(pj.gemm(a, b), pj.gemm(*(jax.device_put(x, here) for x in (a, b))))
 
 
 def test_a_platform_without_handlers(monkeypatch):
@@ -627,7 +661,23 @@ COUNTED = """
         raise SystemExit(f"no {platform}")
     index = {"cpu": _native.constants.PYDET_EXCHANGE_CPU, "gpu": _native.constants.PYDET_EXCHANGE_CUDA}[platform]
     library = ctypes.CDLL(str(_native.load(index).path))
-    executed, kept = {}, []
+    executed, captured, kept = {}, {}, []
+
+    class StreamArguments(ctypes.Structure):
+        names = ("struct_size", "extensions", "context", "stream")
+        _fields_ = [(name, ctypes.c_void_p) for name in names]
+
+    def is_capturing(call):  # whether the stream of a call is being captured, as the driver says
+        if platform == "cpu":
+            return False
+        api, context = (ctypes.c_void_p.from_address(call + offset).value for offset in (16, 24))
+        arguments = StreamArguments(ctypes.sizeof(StreamArguments), None, context, None)
+        get_stream = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(ctypes.c_void_p.from_address(api + 80).value)
+        assert not get_stream(ctypes.addressof(arguments))
+        status = ctypes.c_int(-1)
+        driver = ctypes.CDLL("libcuda.so.1")
+        assert driver.cuStreamIsCapturing(ctypes.c_void_p(arguments.stream), ctypes.byref(status)) == 0
+        return status.value == 1
 
     def count(target):
         handler = getattr(library, f"pydet_xla_{platform}_{target}")
@@ -636,7 +686,9 @@ COUNTED = """
         @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
         def counted(call):
             extensions, stage = ctypes.c_void_p.from_address(call + 8), ctypes.c_int32.from_address(call + 32)
-            executed[target] = executed.get(target, 0) + (not extensions.value and stage.value == 3)
+            if not extensions.value and stage.value == 3:  # to execute, not to be asked what it is
+                executed[target] = executed.get(target, 0) + 1
+                captured[target] = captured.get(target, 0) + is_capturing(call)
             return handler(call)
 
         kept.append(counted)
@@ -671,41 +723,46 @@ COUNTED = """
         total = pydet.gemm_db(x, y, out=start.copy(), accumulate=True, **chosen)
         return y, pydet.gemm_db(z, y, **chosen), dw, dweight, total
 
-    RUNS = 6
+    RUNS = 8
     for i in range(RUNS):
-        x = random.standard_normal((16, 64), np.float32).astype(half)
-        start = random.standard_normal((64, 64), np.float32)
-        y, dw, dweight, total = step(x, w, weight, start)
+        if i % 4 == 0:  # the same memory holds other numbers
+            x = random.standard_normal((16, 64), np.float32).astype(half)
+            start = random.standard_normal((64, 64), np.float32)
+            there = jax.device_put((x, w, weight, start))
+        y, dw, dweight, total = step(*there)
         want = by_hand(x, start)
         both = (want[1].astype(np.float32) + want[2].astype(np.float32)).astype(half)  # two uses of w, added by JAX
         for got, expected in zip((y, dw, dweight, total), (want[0], both, *want[3:]), strict=True):
             assert np.asarray(got).tobytes() == expected.tobytes(), i
-    print(RUNS, *(executed[target] for target in pj._TARGETS))
+        del got, y, dw, dweight, total
+    print(RUNS, *([calls[target] for target in pj._TARGETS] for calls in (executed, captured)))
 """
 
 
 def executions(platform, **environment):
-    """(runs of a program, how often each of its handlers was called)."""
-    runs, *counts = map(int, in_another_process(COUNTED, PLATFORM=platform, **environment).split())
-    return runs, dict(zip(pj._TARGETS, counts, strict=True))
+    """(runs of a program, how often each of its handlers was called, how often while a stream was being captured)."""
+    words = in_another_process(COUNTED, PLATFORM=platform, **environment).split(maxsplit=1)
+    executed, captured = (map(int, calls.split(", ")) for calls in re.findall(r"\[(.*?)\]", words[1]))
+    return int(words[0]), dict(zip(pj._TARGETS, executed, strict=True)), dict(zip(pj._TARGETS, captured, strict=True))
 
 
 def test_handlers_are_called_once_a_run():
-    runs, counts = executions("cpu", JAX_PLATFORMS="cpu")
-    assert counts == {"gemm": 7 * runs, "rmsnorm": runs, "rmsnorm_backward": runs}
+    runs, executed, captured = executions("cpu", JAX_PLATFORMS="cpu")
+    assert executed == {"gemm": 7 * runs, "rmsnorm": runs, "rmsnorm_backward": runs}
+    assert not any(captured.values())
 
 
 def test_cuda_graphs():
     """XLA captures the calls into CUDA graphs, and replays have the bits of the plain calls."""
     if not any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("JAX has no GPU here")
-    plain, captured = (
-        executions("gpu", XLA_FLAGS=f"--xla_gpu_enable_command_buffer={kinds} --xla_gpu_graph_min_graph_size=1")
-        for kinds in ("", "FUSION,CUSTOM_CALL")
-    )
-    runs, counts = plain
-    assert counts == {"gemm": 7 * runs, "rmsnorm": runs, "rmsnorm_backward": runs}
-    assert all(captured[1][target] < counts[target] for target in counts), captured
+    runs, executed, captured = executions("gpu", XLA_FLAGS="--xla_gpu_enable_command_buffer=")
+    assert executed == {"gemm": 7 * runs, "rmsnorm": runs, "rmsnorm_backward": runs}
+    assert not any(captured.values())
+    graphs = "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
+    _, fewer, captured = executions("gpu", XLA_FLAGS=graphs)
+    assert all(captured.values()), "captured"
+    assert all(fewer[target] < executed[target] for target in executed), "and replayed"
 
 
 # ---- The interface ---------------------------------------------------------------------------------------------------
