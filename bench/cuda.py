@@ -1,7 +1,7 @@
 """python -m bench.cuda: pydet beside its peers on an NVIDIA GPU, in CUDA graphs.
 
-The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), a plain Triton product and Liger where they
-are installed, and a device-to-device copy as the ceiling of what only moves memory. Every product is of normal random
+The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), a plain Triton product, quack and Liger where
+they are installed, and a device-to-device copy as the ceiling of what only moves memory. Every product is of normal random
 numbers; buffers rotate past the L2. `equality` counts the elements in which cuBLAS has other bits than the natural
 chain. `--quick` takes a few shapes of each operation.
 """
@@ -324,6 +324,16 @@ def skinny_rows(quick):
 
 # ---- RMSNorm -------------------------------------------------------------------------------------------------------
 
+try:
+    from quack.rmsnorm import rmsnorm_bwd as quack_backward
+    from quack.rmsnorm import rmsnorm_fwd as quack_forward
+except ImportError:
+    quack_forward = quack_backward = None
+try:
+    from liger_kernel.ops import rms_norm as liger
+except ImportError:
+    liger = None
+
 
 def copying(tensors):
     """What moves as many bytes as these tensors have, reads and writes together."""
@@ -341,6 +351,9 @@ def norm_forward(m, n):
         Variant("torch", [partial(torch.nn.functional.rms_norm, x, (n,), weight, EPS) for x, _ in sets]),
         Variant("copy", [copying(pair) for pair in sets]),
     ]
+    if quack_forward:
+        calls = [partial(quack_forward, x, weight, eps=EPS, store_rstd=True) for x, _ in sets]
+        variants.append(Variant("quack", calls))
     return Row("rmsnorm", f"{m} x {n}", "bf16", variants, "copy", 4 * m * n, "GB/s")
 
 
@@ -370,26 +383,21 @@ def norm_backward(m, n):
             ],
         ),
     ]
-    try:
-        from liger_kernel.ops.rms_norm import calculate_settings, rms_norm_backward
-    except ImportError:
-        pass
-    else:
-        block, warps = calculate_settings(n)
-        liger = [
-            partial(rms_norm_backward, dy, x, weight, rstd, 0.0, 0, block, warps, False, None)
+    if quack_backward:
+        variants.append(Variant("quack", [partial(quack_backward, x, weight, dy, rstd) for dy, x, rstd, *_ in sets]))
+    if liger:
+        block, warps = liger.calculate_settings(n)
+        calls = [
+            partial(liger.rms_norm_backward, dy, x, weight, rstd, 0.0, 0, block, warps, False, None)
             for dy, x, rstd, *_ in sets
         ]
-        variants.append(Variant("liger", liger))
+        variants.append(Variant("liger", calls))
     return Row("rmsnorm_backward", f"{m} x {n}", "bf16", variants, "copy", 6 * m * n, "GB/s")
 
 
 def norm_accuracy():
     """Root mean square of the error over that of the exact y, dx and dweight, taken from float64."""
-    try:
-        from liger_kernel.ops import rms_norm as liger
-    except ImportError:
-        liger = None
+    say_missing_norms()
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         for m, n in [(4096, 256), (4096, 4096), (16384, 1024), (65536, 256), (65536, 1024)]:
@@ -401,6 +409,9 @@ def norm_accuracy():
                 torch.nn.functional.rms_norm(x, (n,), weight, EPS),
                 *backward(dy, x, [n], rstd.view(m, 1), weight, [True, True]),
             )
+            if quack_forward:
+                y, _, rstd = quack_forward(x, weight, eps=EPS, store_rstd=True)
+                results["quack"] = (y, *quack_backward(x, weight, dy, rstd)[:2])
             if liger:
                 y, _, rstd, block, warps, mode = liger.rms_norm_forward(x, weight, EPS, 0.0, "llama", None)
                 results["liger"] = (
@@ -419,7 +430,14 @@ def norm_accuracy():
     return found
 
 
+def say_missing_norms():
+    for name, found in {"quack": quack_forward, "liger": liger}.items():
+        if not found:
+            print(f"{name} is not installed: its rows are left out")
+
+
 def norm_rows(quick):
+    say_missing_norms()
     for make in (norm_forward, norm_backward):
         for m in NORM_M[:2] if quick else NORM_M:
             for n in NORM_N[::3] if quick else NORM_N:
