@@ -181,7 +181,26 @@ inline void transpose(Floats (&)[kWidth]) {}
 
 // A number type at compile time: how its elements lie in memory, and how kWidth of them become Floats and back. With a
 // count, 0 or more, only the first `count` of them are touched; the other lanes load as +0.
-template <Type> struct Number;
+template <Type type> struct Number {  // of 16 bits
+  static constexpr bool kIsBf16 = type == Type::bf16;
+  using Stored = uint16_t;
+  static Floats load(const uint16_t *p) { return kIsBf16 ? load_bf16(p) : load_f16(p); }
+  static void store(uint16_t *p, Floats a) { kIsBf16 ? store_bf16(p, a) : store_f16(p, a); }
+  static Floats load(const uint16_t *p, int64_t count) {
+    if (count >= kWidth) return load(p);
+    uint16_t words[kWidth];
+    load_words(words, p, count);
+    return load(words);
+  }
+  static void store(uint16_t *p, Floats a, int64_t count) {
+    if (count >= kWidth) return store(p, a);
+    uint16_t words[kWidth];
+    store(words, a);
+    store_words(p, words, count);
+  }
+  static float get(const uint16_t *p) { return kIsBf16 ? f32_from_bf16(*p) : f32_from_f16(*p); }
+  static void set(uint16_t *p, float x) { *p = kIsBf16 ? bf16_from_f32(x) : f16_from_f32(x); }
+};
 template <> struct Number<Type::f32> {
   using Stored = float;
   static Floats load(const float *p) { return pydet::load(p); }
@@ -190,44 +209,6 @@ template <> struct Number<Type::f32> {
   static void store(float *p, Floats a, int64_t count) { pydet::store(p, canonical(a), count); }
   static float get(const float *p) { return *p; }
   static void set(float *p, float x) { *p = pydet::canonical(x); }
-};
-template <> struct Number<Type::bf16> {
-  using Stored = uint16_t;
-  static Floats load(const uint16_t *p) { return load_bf16(p); }
-  static void store(uint16_t *p, Floats a) { store_bf16(p, a); }
-  static Floats load(const uint16_t *p, int64_t count) {
-    if (count >= kWidth) return load(p);
-    uint16_t words[kWidth];
-    load_words(words, p, count);
-    return load(words);
-  }
-  static void store(uint16_t *p, Floats a, int64_t count) {
-    if (count >= kWidth) return store(p, a);
-    uint16_t words[kWidth];
-    store(words, a);
-    store_words(p, words, count);
-  }
-  static float get(const uint16_t *p) { return f32_from_bf16(*p); }
-  static void set(uint16_t *p, float x) { *p = bf16_from_f32(x); }
-};
-template <> struct Number<Type::f16> {
-  using Stored = uint16_t;
-  static Floats load(const uint16_t *p) { return load_f16(p); }
-  static void store(uint16_t *p, Floats a) { store_f16(p, a); }
-  static Floats load(const uint16_t *p, int64_t count) {
-    if (count >= kWidth) return load(p);
-    uint16_t words[kWidth];
-    load_words(words, p, count);
-    return load(words);
-  }
-  static void store(uint16_t *p, Floats a, int64_t count) {
-    if (count >= kWidth) return store(p, a);
-    uint16_t words[kWidth];
-    store(words, a);
-    store_words(p, words, count);
-  }
-  static float get(const uint16_t *p) { return f32_from_f16(*p); }
-  static void set(uint16_t *p, float x) { *p = f16_from_f32(x); }
 };
 
 // Calls f with the Number of a run-time type: dispatch(type, [&](auto number) { using T = decltype(number); ... }).
