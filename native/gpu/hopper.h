@@ -4,17 +4,14 @@
 // 16-bit elements along whichever of k or m (n) is adjacent in memory, 8 rows to a 1024-byte atom.
 #pragma once
 
+#include "mma.h"
 #include "tensor_map.h"
 
 namespace pydet {
 
 // ---- Barriers ----------------------------------------------------------------------------------------------------
-// The plain forms below carry release and acquire at the scope they need. An explicit .release.cluster on the arrive
-// becomes MEMBAR.ALL.GPU and halves a GEMM (315 against 628 TFLOP/s).
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
+// Beside those of mma.h. The plain forms carry release and acquire at the scope they need. An explicit .release.cluster
+// on the arrive becomes MEMBAR.ALL.GPU and halves a GEMM (315 against 628 TFLOP/s).
 
 // Makes initialised barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() {
@@ -23,18 +20,6 @@ __device__ __forceinline__ void fence_barrier_init() {
 
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nTRY:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra TRY;\n}" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives at the barrier at the same offset in block `rank` of the cluster.
@@ -56,11 +41,6 @@ __device__ __forceinline__ int cluster_rank() {
 // that releases costs a MEMBAR.ALL.GPU, about 1000 cycles.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// A barrier among `threads` threads, whole warps; id 0 is __syncthreads.
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Registers a thread of this warpgroup may use from here on.
