@@ -246,6 +246,21 @@ Rows rows_of(const View &view, const RowWalk &walk, int tensor) {
 
 Vector vector_of(const View &view) { return view.present() ? Vector{view.data, view.type} : Vector{}; }
 
+// What forward and backward share: where they run, the rows of x, and what goes with them.
+template <class Norm>
+Norm norm_of(void *stream, const View &x, const RowWalk &walk, const View &weight, const View &rstd) {
+  Norm norm = {};
+  norm.device = x.device;
+  norm.stream = stream;
+  norm.rows = walk.rows;
+  norm.inner = walk.inner;
+  norm.n = x.cols();
+  norm.x = rows_of(x, walk, 0);
+  norm.weight = vector_of(weight);
+  norm.rstd = vector_of(rstd);
+  return norm;
+}
+
 pydet_status backward_workspace(const char *op, int64_t rows, int64_t n, uint64_t *bytes) {
   int64_t chains = rows / kDweightChainRows + (rows % kDweightChainRows != 0), size = 0;
   if (__builtin_mul_overflow(chains, n, &size) || __builtin_mul_overflow(size, int64_t(sizeof(float)), &size))
@@ -369,18 +384,10 @@ pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pyd
   const View *walked[] = {&x, &residual, &y, &sum};
   PYDET_TRY(walk_rows(walked, 4, &walk));
   if (walk.rows == 0) return nothing_to_write();
-  RmsNorm norm = {};
-  norm.device = x.device;
-  norm.stream = stream;
-  norm.rows = walk.rows;
-  norm.inner = walk.inner;
-  norm.n = x.cols();
-  norm.x = rows_of(x, walk, 0);
+  auto norm = norm_of<RmsNorm>(stream, x, walk, weight, rstd);
   norm.residual = rows_of(residual, walk, 1);
   norm.y = rows_of(y, walk, 2);
   norm.sum = rows_of(sum, walk, 3);
-  norm.weight = vector_of(weight);
-  norm.rstd = vector_of(rstd);
   norm.eps = options.eps;
   norm.weight_offset = options.weight_offset;
   return launch(op, norm, options.kernel);
@@ -433,18 +440,10 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   for (const View *output : outputs) PYDET_TRY(workspace_apart(*output, options.workspace, options.workspace_size));
   if (walk.rows == 0 && !dweight.present()) return nothing_to_write();
 
-  RmsNormBackward norm = {};
-  norm.device = x.device;
-  norm.stream = stream;
-  norm.rows = walk.rows;
-  norm.inner = walk.inner;
-  norm.n = x.cols();
-  norm.x = rows_of(x, walk, 0);
+  auto norm = norm_of<RmsNormBackward>(stream, x, walk, weight, rstd);
   norm.dy = rows_of(dy, walk, 1);
   norm.dresidual = rows_of(dresidual, walk, 2);
   norm.dx = rows_of(dx, walk, 3);
-  norm.weight = vector_of(weight);
-  norm.rstd = vector_of(rstd);
   norm.dweight = vector_of(dweight);
   norm.weight_offset = options.weight_offset;
   norm.accumulate = options.accumulate != 0;
