@@ -22,6 +22,17 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Whether a wait would return at once.
+__device__ __forceinline__ bool barrier_ready(uint32_t barrier, int parity) {
+  uint32_t ready;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(ready)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return ready;
+}
+
 // Arrives at the barrier at the same offset in block `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
   asm volatile(

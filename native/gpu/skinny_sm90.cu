@@ -7,7 +7,8 @@
 // x is the 64-row operand of wgmma, one warpgroup for each 64, and w its n = 16 to 128, so that tiles can be so narrow
 // that every SM has one. (The rows of that operand that x does not have are whatever lies behind it in shared memory;
 // nothing of theirs is stored.) skinny_sm90.h has the rings that the operands come through. What is left of the time
-// where N is small is the chain: 35 cycles a step, 5 us for K = 4096; by mma.sync it was 40.
+// where N is small is the chain: 25 cycles a step, 3.6 us for K = 4096. wgmma alone takes 20, which is the time to read
+// 64 rows of x from shared memory; bench/README.md says what the other 5 are.
 
 #include "skinny_sm90.h"
 
@@ -17,28 +18,26 @@ namespace {
 constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
-constexpr int kMostRowsInParallel = 32;  // of w, for chunks side by side: wider tiles keep the memory busy as they are
+constexpr int kNarrowRows = 32;  // of w: in wider tiles the memory is slower than the chain
+constexpr int kFewM = 32;        // of which long stages have room in shared memory
 
-// `warpgroups` for 64 rows of x each, or, if `at_once` is not 1, that many for as many chunks at a time.
-template <Type input, int tile_rows, int warpgroups, bool chunks, int at_once> struct Shape {
+// `warpgroups` for 64 rows of x each, or, if `at_once` is not 1, that many for as many chunks at a time. `few`: at most
+// kFewM rows of x.
+template <Type input, int tile_rows, int warpgroups, bool chunks, int at_once, bool few> struct Shape {
   static constexpr Type type = input;
   static constexpr int rows = tile_rows;
   static constexpr bool chunked = chunks, restarts = chunks;
   static constexpr int parallel = at_once, consumer_warps = warpgroups * parallel * 4, arrivals = warpgroups;
   static constexpr int registers = rows / 2;                // accumulators a thread
   static constexpr int join_bytes = (parallel - 1) * registers * kWarpgroup * 4;
-  static constexpr int stage_blocks = rows <= 48 ? 2 : 1;   // boxes along k in a stage: about 8 KiB of w
+  // Boxes along k in a stage: about 8 KiB of w, and more where the chain decides, since each stage costs it 100 cycles
+  static constexpr int stage_blocks = few && rows <= kNarrowRows && parallel == 1 ? 4 : rows <= 48 ? 2 : 1;
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64;  // and a warp to load w, one to load x
   static_assert(w_block_bytes % (kAtomRows * kRowBytes) == 0, "tiles are whole swizzle atoms");
   static_assert(parallel == 1 || (chunked && warpgroups == 1), "chunks side by side");
 };
-
-// A descriptor moved on in shared memory: one addition, since making it anew cost the chain 10 cycles a step.
-__device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
-  return (descriptor & ~uint64_t(0xFFFFFFFFu)) | (uint32_t(descriptor) + uint32_t(bytes >> 4));
-}
 
 // Where in the rings a warpgroup reads, and the barriers of the stage that its wgmma group in flight may still read. Of
 // S::parallel warpgroups, each takes every S::parallel-th stage.
@@ -47,6 +46,7 @@ template <class S> struct Reader {
   const int warpgroup, thread;
   Cursor x, w;
   uint32_t x_reading = 0, w_reading = 0;
+  bool x_ready = false, w_ready = false;  // the next stage, as far as is known
 
   __device__ __forceinline__ Reader(const Problem &p, const Layout<S> &layout, int group)
       : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), x(p.x_stages), w(p.w_stages) {
@@ -63,17 +63,28 @@ template <class S> struct Reader {
     w_reading = 0;
   }
 
-  // On to this warpgroup's next stage; the one left is released after the next.
+  // Until this warpgroup's next stage has arrived.
+  __device__ __forceinline__ void wait() {
+    if (!w_ready) barrier_wait(at.w_full(w.stage), w.parity);
+    if (!x_ready) barrier_wait(at.x_full(x.stage), x.parity);
+  }
+
+  // On to the stage after it; the one left is released after that. Asking for it already, while the tensor cores are
+  // busy, takes the barriers' latency out of the chain.
   __device__ __forceinline__ void next() {
-    x_reading = at.x_empty(x.stage);
-    w_reading = at.w_empty(w.stage);
+    const uint32_t x_left = at.x_empty(x.stage), w_left = at.w_empty(w.stage);
     for (int i = 0; i < S::parallel; ++i) x.next(), w.next();
+    w_ready = barrier_ready(at.w_full(w.stage), w.parity);
+    x_ready = barrier_ready(at.x_full(x.stage), x.parity);
+    wgmma_wait<1>();
+    release();
+    x_reading = x_left;
+    w_reading = w_left;
   }
 
   // Starts `steps` steps on the next stage, the first from +0 if `fresh`, and frees the one before.
   __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
-    barrier_wait(at.w_full(w.stage), w.parity);
-    barrier_wait(at.x_full(x.stage), x.parity);
+    wait();
     const int rows_offset = S::parallel > 1 ? 0 : warpgroup * kWarpgroupRows * kRowBytes;
     const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + rows_offset);
     const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w.stage));
@@ -86,15 +97,15 @@ template <class S> struct Reader {
       for (int i = 0; i < steps; ++i) step(d, x_tile, w_tile, i, i || !fresh);
     }
     wgmma_commit();
-    wgmma_wait<1>();
-    release();
     next();
   }
 
   __device__ __forceinline__ void step(float (&d)[S::registers], uint64_t x_tile, uint64_t w_tile, int i, int add) {
+    // 64-bit additions, which ptxas does ahead for all steps: changing the low half alone left it one set of uniform
+    // registers for all of them, and each step waited until the one before had read it, 15 cycles
     const int block = i / kBlockSteps, along = i % kBlockSteps * kStep * 2;
-    wgmma<S::type, true, true>(d, further(x_tile, block * at.x_block_bytes + along),
-                               further(w_tile, block * S::w_block_bytes + along), add);
+    wgmma<S::type, true, true>(d, x_tile + block * (at.x_block_bytes >> 4) + (along >> 4),
+                               w_tile + ((block * S::w_block_bytes + along) >> 4), add);
   }
 
   // The accumulators may be read.
@@ -106,8 +117,7 @@ template <class S> struct Reader {
   // Passes a stage in which this warpgroup has no chunk.
   __device__ __forceinline__ void skip() {
     finish();
-    barrier_wait(at.w_full(w.stage), w.parity);
-    barrier_wait(at.x_full(x.stage), x.parity);
+    wait();
     next();
   }
 
@@ -222,19 +232,29 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.bias + bias_at(p, row, column) * size_of(p.bias_type)));
       });
 
-    // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     float d[S::registers];
-    if (p.accumulate && (S::parallel == 1 || warpgroup == 0)) {
+    auto begin_at_y = [&] {
       const float *y = reinterpret_cast<const float *>(p.out);
 #pragma unroll
       for (int i = 0; i < S::registers; ++i) {
         int row = first_row + i % 4 / 2 * 8, column = column_0 + i / 4 * 8 + i % 2;
         d[i] = is_ours(row, column) ? y[row * p.out_stride + column] : 0.0f;
       }
-      reader.chain(d, p.steps, p.chunk_steps);
-    } else {
+    };
+    auto begin_at_zero = [&] {
 #pragma unroll
       for (int i = 0; i < S::registers; ++i) d[i] = 0;
+    };
+    if constexpr (S::chunked) {
+      if (p.accumulate) begin_at_y();
+      else begin_at_zero();
+      reader.chain(d, p.steps, p.chunk_steps);
+    } else if (p.accumulate) {
+      // ptxas keeps wgmma asynchronous only where each way of setting its accumulators has its own main loop
+      begin_at_y();
+      reader.chain(d, p.steps, p.chunk_steps);
+    } else {
+      begin_at_zero();
       reader.chain(d, p.steps, p.chunk_steps);
     }
 
@@ -292,7 +312,7 @@ Plan choose(const Gemm &g) {
     if (width <= 512) return g.m <= 96 ? Plan{32, false, kMost, kEarly} : Plan{96, kSplit, kMost, false};
     return g.m <= 80 ? Plan{64, false, kMost, kEarly} : kNone;
   }
-  if (width <= 8) return {g.k_chunk ? 16 : 32, false, kMost, kEarly};
+  if (width <= 8) return {16, false, kMost, kEarly};
   if (width <= 16) return {g.k_chunk && g.m > 32 ? 16 : 32, false, kMost, false};
   if (width <= 24) return {g.k_chunk ? 32 : 48, false, kMost, false};
   if (width <= 32) return {constant && g.m <= 8 && g.k <= 8192 ? 48 : 32, false, kMost, false};
@@ -315,14 +335,17 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
     return either(g.m > kWarpgroupRows && !plan.x_split, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
         constexpr Type type = is_bf16 ? Type::bf16 : Type::f16;
-        auto go = [&](auto parallel) {
-          using S = Shape<type, rows, two ? 2 : 1, chunked, decltype(parallel)::value>;
+        auto go = [&](auto parallel, auto few) {
+          using S = Shape<type, rows, two ? 2 : 1, chunked, parallel, few>;
           return launch_shape<S>(name, g, plan, skinny_kernel<S>);
         };
-        // Not for adding to y: the first warpgroup would meet the others at barriers in another copy of the loop.
-        if constexpr (rows <= kMostRowsInParallel && !two && chunked)
-          if (g.k > g.k_chunk && !g.accumulate) return go(std::integral_constant<int, 4>());
-        if constexpr (has_registers(chunked, two, rows)) return go(std::integral_constant<int, 1>());
+        constexpr std::integral_constant<int, 1> one;
+        if constexpr (rows <= kNarrowRows && !two) {
+          if constexpr (chunked)
+            if (g.k > g.k_chunk) return go(std::integral_constant<int, 4>(), std::false_type());
+          return either(g.m <= kFewM, [&](auto few) { return go(one, few); });
+        }
+        if constexpr (has_registers(chunked, two, rows)) return go(one, std::false_type());
         else return pydet_status(PYDET_UNSUPPORTED);  // takes() has refused it
       });
     });
