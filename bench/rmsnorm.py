@@ -27,6 +27,11 @@ def as_torch(array):
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
+def row(op, x, dtype, work, variants, agrees):
+    shape, note = f"{x.shape[0]} x {x.shape[1]}", "" if torch else NO_TORCH
+    return Row(op, shape, dtype, variants, "torch", work, "GB/s", agrees, note)
+
+
 def forward(m, n, dtype):
     x, weight = normal(1, (m, n), dtype), normal(2, n, dtype)
     sets = copies((x, weight, np.empty_like(x)))
@@ -44,17 +49,7 @@ def forward(m, n, dtype):
         parts = [call(x[7:9], weight, kernel=name)[0] for name in names]
         return len(names) > 0 and all(part.tobytes() == y[7:9].tobytes() for part in parts)
 
-    return Row(
-        op="rmsnorm",
-        shape=f"{m} x {n}",
-        dtype=dtype,
-        work=2 * x.nbytes,
-        unit="GB/s",
-        variants=variants,
-        peer="torch",
-        agrees=agrees,
-        note="" if torch else NO_TORCH,
-    )
+    return row("rmsnorm", x, dtype, 2 * x.nbytes, variants, agrees)
 
 
 def backward(m, n, dtype):
@@ -83,17 +78,7 @@ def backward(m, n, dtype):
         want = [output.tobytes() for output in sets[0][4:]]
         return len(names) > 0 and all([dx.tobytes(), dw.tobytes()] == want for dx, dw in parts)
 
-    return Row(
-        op="rmsnorm_backward",
-        shape=f"{m} x {n}",
-        dtype=dtype,
-        work=3 * x.nbytes,
-        unit="GB/s",
-        variants=variants,
-        peer="torch",
-        agrees=agrees,
-        note="" if torch else NO_TORCH,
-    )
+    return row("rmsnorm_backward", x, dtype, 3 * x.nbytes, variants, agrees)
 
 
 def rows(threads):
