@@ -198,6 +198,17 @@ def chain(a, b, start, arithmetic):
     return start
 
 
+def finish(total, a, bias, out, out_dtype):
+    """The epilogue of a sum in fp32: the bias, the one rounding, and where the result goes."""
+    if bias is not None:
+        total = total + widen(bias)
+    result = round_to(total, out.dtype if out is not None else out_dtype or a.dtype)
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
 @quiet
 def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
@@ -208,13 +219,7 @@ def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithme
     else:
         for k in range(0, a.shape[-1], k_chunk):
             total = total + chain(a[..., k : k + k_chunk], b[..., k : k + k_chunk, :], zeros, arithmetic)
-    if bias is not None:
-        total = total + widen(bias)
-    result = round_to(total, out.dtype if out is not None else out_dtype or a.dtype)
-    if out is None:
-        return result
-    out[...] = result
-    return out
+    return finish(total, a, bias, out, out_dtype)
 
 
 def gemm_da(dc, b, **options):

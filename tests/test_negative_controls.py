@@ -39,14 +39,7 @@ def gemm_like(result):
     def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
         shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
         start = out.copy() if accumulate else np.zeros(shape, np.float32)
-        total = result(a, b, start, arithmetic, k_chunk)
-        if bias is not None:
-            total = total + widen(bias)
-        rounded = round_to(total, out.dtype if out is not None else out_dtype or a.dtype)
-        if out is None:
-            return rounded
-        out[...] = rounded
-        return out
+        return reference.finish(result(a, b, start, arithmetic, k_chunk), a, bias, out, out_dtype)
 
     return gemm
 
