@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 
 import pytest
@@ -56,6 +57,15 @@ def need():
             (pytest.fail if extra in os.environ.get("PYDET_TEST_EXTRAS", "").split() else pytest.skip)(reason)
 
     return check
+
+
+def run_python(*arguments, library=None):
+    """A Python of its own, outside the tree, with the packages of this one; `library`: its PYDET_LIBRARY."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    if library is not None:
+        environment["PYDET_LIBRARY"] = str(library)
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,13 @@ That the numbers are right is tested elsewhere; here one way of calling must giv
 """
 
 import concurrent.futures
+import functools
 import gc
 import inspect
 import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 import weakref
 
@@ -21,6 +21,7 @@ import pytest
 import pydet
 from pydet import buffer
 from capi import Tensor, random
+from conftest import run_python
 from interop import Producer, jax, torch  # noqa: F401 (fixtures)
 from reference import bits
 
@@ -485,17 +486,13 @@ def test_many_threads():
         assert all(pool.map(work, range(1, 7)))
 
 
-def run(*arguments, code=None, library=None):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    if library is not None:
-        environment["PYDET_LIBRARY"] = str(library)
-    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "pydet", *map(str, arguments)]
-    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
+run = functools.partial(run_python, "-m", "pydet")
 
 
 def test_import_brings_no_framework():
-    done = run(
-        code="import sys, pydet; print([m for m in ('numpy', 'torch', 'jax', 'cupy', 'ml_dtypes') if m in sys.modules])"
+    done = run_python(
+        "-c",
+        "import sys, pydet; print([m for m in ('numpy', 'torch', 'jax', 'cupy', 'ml_dtypes') if m in sys.modules])",
     )
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -509,7 +506,7 @@ import ml_dtypes
 b = a.astype(ml_dtypes.bfloat16)
 print(pydet.gemm(b, b).dtype, pydet.gemm(a, a, out_dtype="bfloat16").dtype)
 """
-    assert run(code=code).stdout.split() == ["bfloat16", "bfloat16"]
+    assert run_python("-c", code).stdout.split() == ["bfloat16", "bfloat16"]
 
 
 # ---- The command line ----------------------------------------------------------------------------------------------

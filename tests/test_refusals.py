@@ -5,7 +5,6 @@ import mmap
 import os
 import re
 import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +25,7 @@ from capi import (
     random,
     status_name,
 )
+from conftest import run_python
 from interop import Producer, jax, torch  # noqa: F401 (fixtures)
 
 # ---- The C interface -----------------------------------------------------------------------------------------------
@@ -1187,11 +1187,6 @@ def test_array_interface_that_is_not_what_it_says():
 # ---- Libraries that are missing or do not fit ----------------------------------------------------------------------
 
 
-def in_a_process(code, library):
-    environment = {**os.environ, "PYDET_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True)
-
-
 GEMM = """
 import numpy, pydet
 a = numpy.ones((2, 2), numpy.float32)
@@ -1202,16 +1197,16 @@ except pydet.Error as error:
 """
 
 
-def library_with(tmp_path, abi, numerics):
-    """A shared library with the versions alone."""
-    source, library = tmp_path / "stub.c", tmp_path / f"libstub_{abi}_{numerics}.so"
-    source.write_text(f"int pydet_abi(void) {{ return {abi}; }}\nint pydet_numerics(void) {{ return {numerics}; }}\n")
+def library_of(tmp_path, **functions):
+    """A shared library of functions that return these numbers."""
+    source, library = tmp_path / "stub.c", tmp_path / "libstub.so"
+    source.write_text("".join(f"int {name}(void) {{ return {number}; }}\n" for name, number in functions.items()))
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
     return library
 
 
 def test_missing_library(tmp_path):
-    done = in_a_process(GEMM, tmp_path / "libpydet_cpu.so")
+    done = run_python("-c", GEMM, library=tmp_path / "libpydet_cpu.so")
     assert re.search(
         rf"^PYDET_\w+ gemm: .*no library serves CPU tensors: {tmp_path}/libpydet_cpu.so is not there, "
         "which PYDET_LIBRARY names$",
@@ -1222,17 +1217,15 @@ def test_missing_library(tmp_path):
 def test_library_that_does_not_load(tmp_path):
     text = tmp_path / "libtext.so"
     text.write_text("this is no library\n")
-    done = in_a_process(GEMM, text)
+    done = run_python("-c", GEMM, library=text)
     assert re.search(rf"{text} is there but does not load: .*(invalid ELF header|file too short)", done.stdout), (
         done.stderr
     )
 
 
 def test_library_of_something_else(tmp_path):
-    library = tmp_path / "libother.so"
-    (tmp_path / "other.c").write_text("int other(void) { return 1; }\n")
-    subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "other.c", "-o", library], check=True)
-    done = in_a_process(GEMM, library)
+    library = library_of(tmp_path, other=1)
+    done = run_python("-c", GEMM, library=library)
     assert f"{library} is no pydet library: it has no pydet_abi()" in done.stdout, done.stderr
 
 
@@ -1240,13 +1233,7 @@ def test_library_of_something_else(tmp_path):
     "abi, numerics, words", [(pydet.ABI + 1, pydet.NUMERICS, "ABI"), (pydet.ABI, pydet.NUMERICS + 1, "NUMERICS")]
 )
 def test_library_of_another_release(tmp_path, abi, numerics, words):
-    library = library_with(tmp_path, abi, numerics)
-    done = in_a_process(GEMM, library)
+    library = library_of(tmp_path, pydet_abi=abi, pydet_numerics=numerics)
+    done = run_python("-c", GEMM, library=library)
     got, want = (abi, pydet.ABI) if words == "ABI" else (numerics, pydet.NUMERICS)
     assert f"{library} has {words} {got}, this Python package wants {want}" in done.stdout, (done.stdout, done.stderr)
-
-
-def test_module_reports_a_missing_library_and_does_not_fail(tmp_path):
-    done = in_a_process("import runpy; runpy.run_module('pydet', run_name='__main__')", tmp_path / "libpydet_cpu.so")
-    assert done.returncode == 0, done.stderr
-    assert "is not there" in done.stdout
