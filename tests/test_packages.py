@@ -258,7 +258,7 @@ def test_the_wrapper_refuses_another_library(prefix, refusals, tmp_path):
     """Every call asks first, so no structure goes to a library that lays it out otherwise."""
     source, other = tmp_path / "other.cpp", tmp_path / "other.so"
     source.write_text(
-        '#include <pydet.h>\nint32_t pydet_abi(void) { return 77; }\n'
+        "#include <pydet.h>\nint32_t pydet_abi(void) { return 77; }\n"
         'const char *pydet_version(void) { return "9.8.7"; }\n'
     )
     run("c++", "-shared", "-fPIC", "-I", prefix / "include", source, "-o", other)
