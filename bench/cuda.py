@@ -1,9 +1,9 @@
 """python -m bench.cuda: pydet beside its peers on an NVIDIA GPU, in CUDA graphs.
 
 The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), a plain Triton product, quack and Liger where
-they are installed, and a device-to-device copy as the ceiling of what only moves memory. Every product is of normal random
-numbers; buffers rotate past the L2. `equality` counts the elements in which cuBLAS has other bits than the natural
-chain. `--quick` takes a few shapes of each operation.
+they are installed, and a device-to-device copy as the ceiling of what only moves memory. Every product is of normal
+random numbers; buffers rotate past the L2. `equality` counts the elements in which cuBLAS has other bits than the
+natural chain. `--quick` takes a few shapes of each operation.
 """
 
 import argparse
