@@ -386,7 +386,6 @@ def test_host_memory_is_refused(torch):
     assert torch.equal(pydet.gemm(x, x), x * 4), "the device works on"
 
 
-
 def test_misaligned_and_odd_strides(torch):
     """Correct, not refused, with the bits of aligned operands."""
     a, w = operands(torch, 100, 200, 512, torch.bfloat16)
@@ -569,6 +568,32 @@ def test_skinny_products_in_sequence(torch, weights_constant):
             graph.replay()
             wrong[2] += (words(y) != expected).sum()
         assert [int(count) for count in wrong] == [0, 0, 0], f"M = {m}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_skinny_fast(torch, dtype):
+    """Fast mode cuts K as it likes, here in chunks with the bits of a k_chunk, and nowhere else than there; it stays
+    within the bound of the deterministic sum and, though nothing promises it, gives the same bits in every call."""
+    cut = 0
+    for n, k in [(1024, 4096), (768, 4096), (2048, 7168), (40, 14336), (333, 520), (8192, 1024)]:
+        x, w = operands(torch, 64, n, k, getattr(torch, dtype))
+        bound = 2.0**-15 * (x.double().abs() @ w.double().abs().T)
+        for m in (1, 16, 17, 64):
+            exact, chain = x[:m].double() @ w.double().T, pydet.skinny_gemm(x[:m], w, out_dtype=torch.float32)
+            for kernel in SKINNY_KERNELS:
+                what = f"{m}x{n}x{k}, {kernel}"
+                call = functools.partial(skinny_or_none, x[:m], w, kernel, out_dtype=torch.float32, arithmetic="sm90")
+                if (y := call(mode="fast")) is None:
+                    continue
+                assert bool(((y.double() - exact).abs() <= bound[:m]).all()), what
+                assert all(torch.equal(words(call(mode="fast")), words(y)) for _ in range(20)), what
+                if not torch.equal(words(y), words(chain)):
+                    cut += 1
+                    chunks = (call(k_chunk=size) for size in range(256, k, 256))
+                    assert any(torch.equal(words(y), words(c)) for c in chunks), f"{what}: bits of no k_chunk"
+                    given = call(mode="fast", k_chunk=512)
+                    assert torch.equal(words(given), words(call(k_chunk=512))), f"{what}: another k_chunk"
+    assert cut >= 8, f"only {cut} problems were cut"
 
 
 def test_skinny_entry_takes_many_rows(torch):
@@ -797,6 +822,11 @@ def test_dweight_of_micro_batches(torch, n, kernel):
     weight = torch.randn(n, device="cuda")
     rstd = pydet.rmsnorm(x, weight, eps=1e-6)[1]
     dx, dweight = pydet.rmsnorm_backward(dy, x, weight, rstd)
+    try:
+        pydet.rmsnorm_backward(dy, x, weight, rstd, kernel=kernel)
+    except pydet.Error as error:
+        assert "does not take this problem" in str(error) and n > 512
+        pytest.skip(str(error))
     for cuts in ([256, 1024], [512], [1792]):
         total = torch.zeros_like(dweight)
         for first, last in zip([0, *cuts], [*cuts, 2048]):
@@ -1022,7 +1052,10 @@ class Occupied:
 def test_norms_on_few_multiprocessors(torch, free):
     """The bits of a call that has 1, 66 or all of the device's multiprocessors to run on."""
     free = free or torch.cuda.get_device_properties(0).multi_processor_count
-    for m, n in [(4096, 256), (4096, 1024), (8192, 512), (1100, 4096), (600, 8192), (300, 16384), (64, 16392)]:
+    sizes = [(4096, 256), (4096, 1024), (8192, 512), (1100, 4096), (600, 8192), (300, 16384), (64, 16392)]
+    if free > 1:  # blocks in clusters, of which one multiprocessor does not hold four
+        sizes += [(33000, 256), (9000, 2048)]
+    for m, n in sizes:
         x, dy = (torch.randn(m, n, device="cuda").to(torch.bfloat16) for _ in range(2))
         weight = torch.randn(n, device="cuda")
         expected = [*pydet.rmsnorm(x, weight, eps=1e-6)]

@@ -21,26 +21,24 @@ constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kNarrowRows = 32;  // of w: in wider tiles the memory is slower than the chain
 constexpr int kFewM = 32;        // of which long stages have room in shared memory
 
-// `warpgroups` for 64 rows of x each, or, if `at_once` is not 1, that many for as many chunks at a time. `few`: at most
-// kFewM rows of x.
-template <Type input, int tile_rows, int warpgroups, bool chunks, int at_once, bool few> struct Shape {
+// `warpgroups` for 64 rows of x each; `chunks`: there is k_chunk; `parts`: the blocks of a cluster share the chunks of a
+// tile; `few`: at most kFewM rows of x.
+template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bool few> struct Shape {
   static constexpr Type type = input;
   static constexpr int rows = tile_rows;
-  static constexpr bool chunked = chunks, restarts = chunks;
-  static constexpr int parallel = at_once, consumer_warps = warpgroups * parallel * 4, arrivals = warpgroups;
+  static constexpr bool chunked = chunks, split = parts;
+  static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
   static constexpr int registers = rows / 2;                // accumulators a thread
-  static constexpr int join_bytes = (parallel - 1) * registers * kWarpgroup * 4;
   // Boxes along k in a stage: about 8 KiB of w, and more where the chain decides, since each stage costs it 100 cycles
-  static constexpr int stage_blocks = few && rows <= kNarrowRows && parallel == 1 ? 4 : rows <= 48 ? 2 : 1;
+  static constexpr int stage_blocks = few && rows <= kNarrowRows ? 4 : rows <= 48 ? 2 : 1;
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64;  // and a warp to load w, one to load x
   static_assert(w_block_bytes % (kAtomRows * kRowBytes) == 0, "tiles are whole swizzle atoms");
-  static_assert(parallel == 1 || (chunked && warpgroups == 1), "chunks side by side");
+  static_assert(!split || (chunked && warpgroups == 1), "chunks side by side");
 };
 
-// Where in the rings a warpgroup reads, and the barriers of the stage that its wgmma group in flight may still read. Of
-// S::parallel warpgroups, each takes every S::parallel-th stage.
+// Where in the rings a warpgroup reads, and the barriers of the stage that its wgmma group in flight may still read.
 template <class S> struct Reader {
   const Layout<S> &at;
   const int warpgroup, thread;
@@ -49,10 +47,7 @@ template <class S> struct Reader {
   bool x_ready = false, w_ready = false;  // the next stage, as far as is known
 
   __device__ __forceinline__ Reader(const Problem &p, const Layout<S> &layout, int group)
-      : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), x(p.x_stages), w(p.w_stages) {
-    if (S::parallel > 1)
-      for (int i = 0; i < warpgroup; ++i) x.next(), w.next();
-  }
+      : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), x(p.x_stages), w(p.w_stages) {}
 
   // The stage before has been read.
   __device__ __forceinline__ void release() {
@@ -63,17 +58,11 @@ template <class S> struct Reader {
     w_reading = 0;
   }
 
-  // Until this warpgroup's next stage has arrived.
-  __device__ __forceinline__ void wait() {
-    if (!w_ready) barrier_wait(at.w_full(w.stage), w.parity);
-    if (!x_ready) barrier_wait(at.x_full(x.stage), x.parity);
-  }
-
-  // On to the stage after it; the one left is released after that. Asking for it already, while the tensor cores are
+  // On to the next stage; the one left is released after that. Asking for it already, while the tensor cores are
   // busy, takes the barriers' latency out of the chain.
   __device__ __forceinline__ void next() {
     const uint32_t x_left = at.x_empty(x.stage), w_left = at.w_empty(w.stage);
-    for (int i = 0; i < S::parallel; ++i) x.next(), w.next();
+    x.next(), w.next();
     w_ready = barrier_ready(at.w_full(w.stage), w.parity);
     x_ready = barrier_ready(at.x_full(x.stage), x.parity);
     wgmma_wait<1>();
@@ -84,9 +73,9 @@ template <class S> struct Reader {
 
   // Starts `steps` steps on the next stage, the first from +0 if `fresh`, and frees the one before.
   __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
-    wait();
-    const int rows_offset = S::parallel > 1 ? 0 : warpgroup * kWarpgroupRows * kRowBytes;
-    const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + rows_offset);
+    if (!w_ready) barrier_wait(at.w_full(w.stage), w.parity);
+    if (!x_ready) barrier_wait(at.x_full(x.stage), x.parity);
+    const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + warpgroup * kWarpgroupRows * kRowBytes);
     const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w.stage));
     wgmma_fence();
     if (!S::chunked || steps == S::stage_steps) {
@@ -114,71 +103,57 @@ template <class S> struct Reader {
     release();
   }
 
-  // Passes a stage in which this warpgroup has no chunk.
-  __device__ __forceinline__ void skip() {
+  // The steps from `first` to before `end`; if `restarts`, from +0. The last stage's steps past K read zeros, which
+  // change nothing in a chain that has taken a step.
+  __device__ __forceinline__ void run(float (&d)[S::registers], int first, int end, bool restarts) {
+#pragma unroll 1
+    for (int start = first; start < end; start += S::stage_steps)
+      advance(d, S::chunked ? min(S::stage_steps, end - start) : S::stage_steps, restarts && start == first);
     finish();
-    wait();
-    next();
   }
 
-  // d = d + the sums of `count` warpgroups in ascending order, in the first warpgroup; the others hand theirs over in
-  // shared memory, where every thread has the same elements.
-  __device__ __forceinline__ void join(float (&d)[S::registers], const float (&sum)[S::registers], int count) {
-    constexpr int kThreads = S::parallel * kWarpgroup, kElementBytes = kWarpgroup * 4;
-    auto address = [&](int group, int i) {
-      return at.joins + thread * 4 + ((group - 1) * S::registers + i) * kElementBytes;
-    };
-    if (warpgroup > 0)
-#pragma unroll
-      for (int i = 0; i < S::registers; ++i)
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address(warpgroup, i)), "f"(sum[i]) : "memory");
-    named_sync(1, kThreads);
-    if (warpgroup == 0) {
-#pragma unroll
-      for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
-#pragma unroll 1
-      for (int group = 1; group < count; ++group)
-#pragma unroll
-        for (int i = 0; i < S::registers; ++i) {
-          float x;
-          asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address(group, i)) : "memory");
-          d[i] = d[i] + x;
-        }
-    }
-    named_sync(1, kThreads);
+  // Where the first block of the cluster has this thread's elements 4i to 4i + 3 of another's sum.
+  __device__ __forceinline__ uint32_t sum_place(const Problem &p, int sum, int i) {
+    return at.sums + sum * sum_bytes<S>(p.m) + (i * (sum_bytes<S>(p.m) / S::registers / 4) + thread) * 16;
   }
+  __device__ __forceinline__ bool has_rows(const Problem &p) { return thread / 32 * kWarpRows < p.m; }
 
-  // d = the chain of one tile, or the sum of its chunks, from d. The last stage's steps past K read zeros, which change
-  // nothing in a chain that has taken a step.
-  __device__ __forceinline__ void chain(float (&d)[S::registers], int steps, int chunk_steps) {
-    if constexpr (S::parallel > 1) {
-      const int stages = (chunk_steps + S::stage_steps - 1) / S::stage_steps;
-      float sum[S::registers];
-      for (int first = 0; first < steps; first += S::parallel * chunk_steps) {
-        const int chunk = first + warpgroup * chunk_steps, end = min(steps - chunk, chunk_steps) + chunk;
-#pragma unroll 1
-        for (int i = 0, start = chunk; i < stages; ++i, start += S::stage_steps) {
-          if (start < end) advance(sum, min(S::stage_steps, end - start), i == 0);
-          else skip();
-        }
-        finish();
-        join(d, sum, min((steps - first + chunk_steps - 1) / chunk_steps, S::parallel));
-      }
-    } else if constexpr (S::chunked) {
-      float sum[S::registers];
-      for (int chunk = 0; chunk < steps; chunk += chunk_steps) {
-        const int end = min(steps - chunk, chunk_steps) + chunk;
-#pragma unroll 1
-        for (int start = chunk; start < end; start += S::stage_steps)
-          advance(sum, min(S::stage_steps, end - start), start == chunk);
-        finish();
-#pragma unroll
-        for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
-      }
+  // d = the chain of one tile, or the sum of its chunks, from d. Of a tile that is split, the first block adds up all
+  // chunks: its own, which are the first, then the others', which these store in its shared memory.
+  __device__ __forceinline__ void chain(float (&d)[S::registers], const Problem &p) {
+    const Part part(p, S::split);
+    if constexpr (!S::chunked) {
+      run(d, 0, p.steps, false);
     } else {
+      float sum[S::registers];
+      for (int chunk = part.first; chunk < part.end; chunk += p.chunk_steps) {
+        run(sum, chunk, chunk + min(p.chunk_steps, part.end - chunk), true);
+        if (part.first == 0) {
+#pragma unroll
+          for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
+        } else if (has_rows(p)) {
+#pragma unroll
+          for (int i = 0; i < S::registers / 4; ++i)
+            store_to_first_block(sum_place(p, (chunk - p.part_steps) / p.chunk_steps, i), at.sums_full(), &sum[4 * i]);
+        }
+      }
+      if (S::split && part.first == 0) {
+        barrier_wait(at.sums_full(), 0);
+        if (!has_rows(p)) return;
+        const int sums = sums_bytes<S>(p) / sum_bytes<S>(p.m);
 #pragma unroll 1
-      for (int start = 0; start < steps; start += S::stage_steps) advance(d, S::stage_steps, false);
-      finish();
+        for (int j = 0; j < sums; ++j)
+#pragma unroll
+          for (int i = 0; i < S::registers / 4; ++i) {
+            float x[4];
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                         : "r"(sum_place(p, j, i))
+                         : "memory");
+#pragma unroll
+            for (int e = 0; e < 4; ++e) d[4 * i + e] = d[4 * i + e] + x[e];
+          }
+      }
     }
   }
 };
@@ -212,8 +187,8 @@ __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, fl
 template <class S> __device__ __forceinline__ void multiply(const Problem &p, const Layout<S> &at, int warpgroup) {
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   Reader<S> reader(p, at, warpgroup);
-  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
-    const int first_row = first_of_x(p, tile) + (S::parallel > 1 ? warp % 4 : warp) * 16 + lane / 4;
+  for (int tile = int(blockIdx.x) / p.parts; tile < p.tiles; tile += int(gridDim.x)) {
+    const int first_row = first_of_x(p, tile) + warp * kWarpRows + lane / 4;
     const int column_0 = first_of_w<S>(p, tile) + lane % 4 * 2;
     const int least_row = (tile & p.x_split) * kTileRows, least_column = (tile >> p.x_split) * S::rows;
     auto is_ours = [&](int row, int column) {
@@ -248,17 +223,17 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
     if constexpr (S::chunked) {
       if (p.accumulate) begin_at_y();
       else begin_at_zero();
-      reader.chain(d, p.steps, p.chunk_steps);
+      reader.chain(d, p);
     } else if (p.accumulate) {
       // ptxas keeps wgmma asynchronous only where each way of setting its accumulators has its own main loop
       begin_at_y();
-      reader.chain(d, p.steps, p.chunk_steps);
+      reader.chain(d, p);
     } else {
       begin_at_zero();
-      reader.chain(d, p.steps, p.chunk_steps);
+      reader.chain(d, p);
     }
 
-    if (S::parallel > 1 && warpgroup > 0) continue;
+    if (S::split && cluster_rank() > 0) continue;  // the sums are the first block's
     // The code below runs once: where it was long, fetching its instructions took 4 us.
     if (p.bias)
       with_type(p.bias_type, [&](auto type) {
@@ -278,7 +253,7 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
 }
 
 template <class S> __global__ void __launch_bounds__(S::threads, 1) skinny_kernel(const __grid_constant__ Problem p) {
-  share_out<S>(p, [&](const Layout<S> &at, int warp) { multiply<S>(p, at, S::consumer_warps == 4 ? 0 : warp / 4); });
+  share_out<S>(p, [&](const Layout<S> &at, int warp) { multiply<S>(p, at, warp / 4); });
 }
 
 // Two warpgroups leave 168 registers a thread: too few for a chunk's accumulators beside the sum's of the widest tile.
@@ -324,10 +299,32 @@ Plan choose(const Gemm &g) {
   return {width <= 512 ? 32 : 64, false, kMost, kEarly};
 }
 
-// For tiles of so many rows: the choice, or where it fell on others, what suits most problems.
-Plan plan_of(const Gemm &g, int rows) {
-  const Plan plan = choose(g);
-  return plan.rows == rows ? plan : Plan{rows, false, kMostSharedBytes, true};
+// For how many blocks a tile's chunks are cut, so that no SM has two of them: clusters lie within a GPC, hence not all
+// SMs have one of a large cluster.
+int parts_of(const Gemm &g, const Plan &plan, int64_t chunks) {
+  if (plan.rows > kNarrowRows || g.m > kWarpgroupRows) return 1;
+  const int64_t tiles = cut(g.n, plan.rows), sms = gpu_multiprocessors(g.device.id);
+  for (int most : {8, 4, 2})
+    if (tiles * most <= (most == 2 ? sms : sms * 10 / 11)) {
+      const int64_t part = cut(chunks, std::min<int64_t>(most, chunks)), parts = cut(chunks, part);
+      // The sums that the first block receives: at most 32 KiB
+      if ((chunks - part) * cut(g.m, kWarpRows) * 32 * plan.rows / 2 * 4 <= 32 << 10) return int(parts);
+    }
+  return 1;
+}
+
+// For tiles of so many rows: the choice, or where it fell on others, what suits most problems. In fast mode K is cut in
+// as many chunks as that gives blocks.
+Plan plan_of(Gemm &g, int rows) {
+  Plan plan = choose(g);
+  if (plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};
+  constexpr int64_t kChunkUnit = 256;  // whole stages
+  if (g.fast && !g.k_chunk) {
+    const int parts = parts_of(g, plan, cut(g.k, kChunkUnit));
+    if (parts > 1) g.k_chunk = cut(cut(g.k, kChunkUnit), parts) * kChunkUnit;
+  }
+  if (g.k_chunk) plan.parts = parts_of(g, plan, cut(g.k, g.k_chunk));
+  return plan;
 }
 
 template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const Plan &plan) {
@@ -335,17 +332,17 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
     return either(g.m > kWarpgroupRows && !plan.x_split, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
         constexpr Type type = is_bf16 ? Type::bf16 : Type::f16;
-        auto go = [&](auto parallel, auto few) {
-          using S = Shape<type, rows, two ? 2 : 1, chunked, parallel, few>;
+        auto go = [&](auto split, auto few) {
+          using S = Shape<type, rows, two ? 2 : 1, chunked, split, few>;
           return launch_shape<S>(name, g, plan, skinny_kernel<S>);
         };
-        constexpr std::integral_constant<int, 1> one;
-        if constexpr (rows <= kNarrowRows && !two) {
-          if constexpr (chunked)
-            if (g.k > g.k_chunk) return go(std::integral_constant<int, 4>(), std::false_type());
-          return either(g.m <= kFewM, [&](auto few) { return go(one, few); });
-        }
-        if constexpr (has_registers(chunked, two, rows)) return go(one, std::false_type());
+        if constexpr (rows <= kNarrowRows && !two)
+          return either(g.m <= kFewM, [&](auto few) {
+            if constexpr (chunked)
+              if (plan.parts > 1) return go(std::true_type(), few);
+            return go(std::false_type(), few);
+          });
+        else if constexpr (has_registers(chunked, two, rows)) return go(std::false_type(), std::false_type());
         else return pydet_status(PYDET_UNSUPPORTED);  // takes() has refused it
       });
     });
@@ -359,7 +356,9 @@ template <int rows> bool SkinnySm90<rows>::takes(const Gemm &g) {
 }
 template <int rows> bool SkinnySm90<rows>::prefers(const Gemm &g) { return choose(g).rows == rows; }
 template <int rows> pydet_status SkinnySm90<rows>::launch(const Gemm &g) {
-  return launch_plan<rows>("cuda_skinny_gemm_sm90", g, plan_of(g, rows));
+  Gemm cut_up = g;
+  const Plan plan = plan_of(cut_up, rows);
+  return launch_plan<rows>("cuda_skinny_gemm_sm90", cut_up, plan);
 }
 
 template struct SkinnySm90<16>;

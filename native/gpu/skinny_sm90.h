@@ -24,7 +24,7 @@ constexpr int kBlockSteps = kBlockK / kStep;
 constexpr int kAtomRows = 8;                  // of the 128-byte swizzle
 constexpr int kMostStages = 64;               // of a ring
 constexpr int kHalfSharedBytes = 113 << 10;   // of a block that leaves room for another
-constexpr int kBarrierBytes = 4 * kMostStages * 8;
+constexpr int kBarrierBytes = 4 * kMostStages * 8 + 16;
 constexpr int kReservedBytes = kBarrierBytes + 1024;  // beside the rings; 1024 are the system's own
 constexpr int kTileRows = 64;                 // of x that the tensor cores may read, however few there are
 
@@ -33,6 +33,8 @@ struct Problem {
   CUtensorMap x, w;
   int m, n, steps, chunk_steps;  // steps of 16 k; chunk_steps = steps where there is no k_chunk
   int tiles;                     // of y, in all
+  int parts;                     // blocks of a cluster, each of which makes some of the chunks of one tile
+  int part_steps;                // of each but the last; = steps where parts = 1
   int x_split;                   // 1: every two of them read the same rows of w, and the first or the last 64 rows of x
   int box_rows;                  // of x that a block reads
   int x_rows;                    // that a stage of x has room for: box_rows in whole swizzle atoms
@@ -54,20 +56,22 @@ struct Cursor {
   }
 };
 
-// Addresses in shared memory: x's ring, then w's, then the barriers, then room for joining sums. What the tensor cores
+// Addresses in shared memory: x's ring, then w's, then the barriers, then, in a cluster's first block, the sums of other
+// blocks. What the tensor cores
 // read of x's rows past x's ring lies in w's, which is at least that long.
 template <class S> struct Layout {
-  uint32_t x, w, barriers, joins;
+  uint32_t x, w, barriers, sums;
   int x_block_bytes;
   __device__ __forceinline__ Layout(const Problem &p, uint32_t start)
       : x(start), w(start + p.x_stages * S::stage_blocks * p.x_rows * kRowBytes), barriers(w + p.w_stages * S::w_bytes),
-        joins(barriers + kBarrierBytes), x_block_bytes(p.x_rows * kRowBytes) {}
+        sums(barriers + kBarrierBytes), x_block_bytes(p.x_rows * kRowBytes) {}
   __device__ __forceinline__ uint32_t x_stage(int i) const { return x + i * S::stage_blocks * x_block_bytes; }
   __device__ __forceinline__ uint32_t w_stage(int i) const { return w + i * S::w_bytes; }
   __device__ __forceinline__ uint32_t x_full(int i) const { return barriers + i * 8; }
   __device__ __forceinline__ uint32_t x_empty(int i) const { return barriers + (kMostStages + i) * 8; }
   __device__ __forceinline__ uint32_t w_full(int i) const { return barriers + (2 * kMostStages + i) * 8; }
   __device__ __forceinline__ uint32_t w_empty(int i) const { return barriers + (3 * kMostStages + i) * 8; }
+  __device__ __forceinline__ uint32_t sums_full() const { return barriers + 4 * kMostStages * 8; }
 };
 
 __device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y,
@@ -86,18 +90,21 @@ template <class S> __device__ __forceinline__ int first_of_w(const Problem &p, i
 }
 __device__ __forceinline__ int first_of_x(const Problem &p, int tile) { return (tile & p.x_split) * (p.m - kTileRows); }
 
-// f(k, boxes) for every stage of a tile, past K on zeros. If S::restarts, one begins with every chunk, and S::parallel
-// chunks take turns, a stage each, without boxes where one has ended or is not there.
+// The steps along k that this block makes of its tiles.
+struct Part {
+  int first, end;
+  __device__ __forceinline__ explicit Part(const Problem &p, bool split)
+      : first(split ? cluster_rank() * p.part_steps : 0), end(split ? min(first + p.part_steps, p.steps) : p.steps) {}
+};
+
+// f(k, boxes) for every stage of a tile, past K on zeros. If S::chunked, one begins with every chunk.
 template <class S, class F> __device__ __forceinline__ void each_stage(const Problem &p, F f) {
-  const int length = S::restarts ? p.chunk_steps : p.steps;
-  for (int first = 0; first < p.steps; first += S::parallel * length) {
-    const int most = S::parallel > 1 ? length : min(length, p.steps - first);
-    for (int i = 0; i < most; i += S::stage_steps)
-      for (int c = 0; c < S::parallel; ++c) {
-        const int start = first + c * length + i, left = min(p.steps - start, length - i);
-        const int boxes = left > 0 ? (left + kBlockSteps - 1) / kBlockSteps : 0;
-        f(start * kStep, S::restarts ? min(S::stage_blocks, boxes) : S::stage_blocks);
-      }
+  const Part part(p, S::split);
+  const int length = S::chunked ? p.chunk_steps : p.steps;
+  for (int chunk = part.first; chunk < part.end; chunk += length) {
+    const int end = chunk + min(length, part.end - chunk);
+    for (int start = chunk; start < end; start += S::stage_steps)
+      f(start * kStep, S::chunked ? min(S::stage_blocks, (end - start + kBlockSteps - 1) / kBlockSteps) : S::stage_blocks);
   }
 }
 
@@ -107,7 +114,7 @@ template <class S> __device__ __forceinline__ void load_weights(const Problem &p
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   if (!p.weights_constant) wait_for_previous_kernel();
   Cursor ring(p.w_stages);
-  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
+  for (int tile = int(blockIdx.x) / p.parts; tile < p.tiles; tile += int(gridDim.x)) {
     const int row = first_of_w<S>(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {
       uint32_t full = at.w_full(ring.stage), to = at.w_stage(ring.stage);
@@ -131,7 +138,7 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
   wait_for_previous_kernel();
   if (p.early) let_next_kernel_start();
   Cursor ring(p.x_stages);
-  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
+  for (int tile = int(blockIdx.x) / p.parts; tile < p.tiles; tile += int(gridDim.x)) {
     const int row = first_of_x(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {
       uint32_t full = at.x_full(ring.stage), to = at.x_stage(ring.stage);
@@ -146,6 +153,16 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
   }
 }
 
+// Of the chunks' sums that the first block of a cluster receives: those of the others' chunks, from the warps that have
+// rows of x.
+constexpr int kWarpRows = 16;
+template <class S> __host__ __device__ constexpr int sum_bytes(int m) {
+  return (m + kWarpRows - 1) / kWarpRows * 32 * S::registers * 4;
+}
+template <class S> __host__ __device__ constexpr int sums_bytes(const Problem &p) {
+  return p.parts == 1 ? 0 : (p.steps - p.part_steps + p.chunk_steps - 1) / p.chunk_steps * sum_bytes<S>(p.m);
+}
+
 // Sets up the barriers, then gives every warp its part: the consumers call `consume`, the last two warps load.
 template <class S, class F> __device__ __forceinline__ void share_out(const Problem &p, F consume) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -155,9 +172,14 @@ template <class S, class F> __device__ __forceinline__ void share_out(const Prob
   if (threadIdx.x == S::consumer_warps * 32) {
     for (int i = 0; i < p.x_stages; ++i) barrier_init(at.x_full(i), 1), barrier_init(at.x_empty(i), S::arrivals);
     for (int i = 0; i < p.w_stages; ++i) barrier_init(at.w_full(i), 1), barrier_init(at.w_empty(i), S::arrivals);
+    if (S::split) {
+      barrier_init(at.sums_full(), 1);
+      if (cluster_rank() == 0) barrier_expect(at.sums_full(), sums_bytes<S>(p));
+    }
     fence_barrier_init();
   }
   __syncthreads();
+  if (S::split) cluster_sync_relaxed();  // the first block's barrier is ready for the others' sums
   if (warp < S::consumer_warps) {
     wait_for_previous_kernel();  // y may be read or written by it, bias written
     consume(at, warp);
@@ -182,6 +204,7 @@ struct Plan {
   bool x_split;
   int shared_bytes;
   bool early;
+  int parts = 1;  // of K, each in a block of its own
 };
 
 bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_stride, int64_t k) {
@@ -221,23 +244,21 @@ pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, voi
   if (pydet_status status = make_map(name, encode, x_shape, &p.x)) return status;
   if (pydet_status status = make_map(name, encode, map_of(g, g.b, g.n, g.b.col_stride, S::rows), &p.w)) return status;
   p.tiles = int(cut(g.n, S::rows)) << p.x_split;
+  p.parts = S::split ? plan.parts : 1;
+  p.part_steps = S::split ? int(cut(cut(p.steps, p.chunk_steps), p.parts)) * p.chunk_steps : p.steps;
 
   const int blocks_an_sm = plan.shared_bytes > kHalfSharedBytes ? 1 : 2;
-  const int blocks = std::min(gpu_multiprocessors(g.device.id) * blocks_an_sm, p.tiles);
-  const int64_t rounds = cut(p.steps, p.chunk_steps * int64_t(S::parallel)) * S::parallel;
-  const int64_t stages = rounds * cut(p.chunk_steps, S::stage_steps) * cut(p.tiles, blocks);
-  // Whole turns of S::parallel: each place of a ring then belongs to one warpgroup. To one that comes to a place where
-  // another's phase has not ended, the barrier's parity would lie.
-  auto turns = [](int64_t places) { return places / S::parallel * S::parallel; };
+  const int blocks = S::split ? p.tiles : std::min(gpu_multiprocessors(g.device.id) * blocks_an_sm, p.tiles);
+  const int64_t stages = cut(p.part_steps, p.chunk_steps) * cut(p.chunk_steps, S::stage_steps) * cut(p.tiles, blocks);
   // The rings share the memory; x needs the more, the more rows it has.
-  const int ring_bytes = plan.shared_bytes - kReservedBytes - S::join_bytes;
+  const int sums = sums_bytes<S>(p), ring_bytes = plan.shared_bytes - kReservedBytes - sums;
   const int x_stage_bytes = S::stage_blocks * p.x_rows * kRowBytes;
   const int part = p.box_rows <= 8 ? 8 : p.box_rows <= 16 ? 4 : p.box_rows <= 32 ? 3 : 2;
-  const int64_t x_room = turns(std::max(2 * S::parallel, ring_bytes / part / x_stage_bytes));
+  const int64_t x_room = std::max(2, ring_bytes / part / x_stage_bytes);
   p.x_stages = int(std::min<int64_t>({kMostStages, stages, x_room}));
   const int64_t w_room = (ring_bytes - p.x_stages * x_stage_bytes) / S::w_bytes;
-  const int64_t fewest = std::max<int64_t>(2 * S::parallel, cut(kTileRows * kRowBytes, S::w_bytes));
-  p.w_stages = int(std::max(turns(fewest + S::parallel - 1), turns(std::min<int64_t>({kMostStages, stages, w_room}))));
+  const int64_t fewest = std::max<int64_t>(2, cut(kTileRows * kRowBytes, S::w_bytes));
+  p.w_stages = int(std::max(fewest, std::min<int64_t>({kMostStages, stages, w_room})));
 
   p.weights_constant = g.weights_constant;
   p.early = plan.early;
@@ -251,8 +272,9 @@ pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, voi
   p.bias_type = g.bias.type;
   p.bias_row_stride = g.bias.row_stride;
   p.bias_column_stride = g.bias.col_stride;
-  Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(blocks)), dim3(S::threads)};
-  shape.shared_bytes = p.x_stages * x_stage_bytes + p.w_stages * S::w_bytes + kBarrierBytes + S::join_bytes;
+  Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(blocks * p.parts)), dim3(S::threads)};
+  shape.cluster = p.parts;
+  shape.shared_bytes = p.x_stages * x_stage_bytes + p.w_stages * S::w_bytes + kBarrierBytes + sums;
   shape.overlaps_previous = true;
   return launch(shape, kernel, p);
 }
