@@ -133,6 +133,15 @@ EXPORT hipError_t hipLaunchKernel(const void *host, dim3 grid, dim3 block, void 
   }
   return hipErrorInvalidDeviceFunction;
 }
+EXPORT hipError_t hipFuncGetAttributes(struct hipFuncAttributes *attributes, const void *host) {
+  CALL("hipFuncGetAttributes");
+  for (int i = 0; i < function_count; ++i) {
+    if (functions[i].host != host) continue;
+    memset(attributes, 0, sizeof *attributes);
+    return hipSuccess;
+  }
+  return hipErrorInvalidDeviceFunction;
+}
 EXPORT hipError_t hipGetDeviceCount(int *count) {
   CALL("hipGetDeviceCount");
   *count = fake.devices;

@@ -47,7 +47,10 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
+    {"cuda_rmsnorm_backward_short_chain", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
+    {"cuda_rmsnorm_backward_short_cluster", kAllTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
     {"cuda_rmsnorm_backward_chain", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"cuda_rmsnorm_backward_cluster", kAllTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
     {"cuda_rmsnorm_backward_group", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
     {"cuda_rmsnorm_backward_long", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
 };

@@ -200,6 +200,20 @@ pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Ar
   return error == kGpuSuccess ? PYDET_OK : device_error(shape.kernel, error);
 }
 
+// Brings a kernel's code to the device, which its first launch would do otherwise: what is launched in more than one
+// part asks for all of it first, so that a part that cannot be loaded is known before another has written anything.
+template <class... Parameters> pydet_status load(const char *name, void (*kernel)(Parameters...)) {
+  const void *function = reinterpret_cast<const void *>(kernel);
+#if defined(__HIP_PLATFORM_AMD__)
+  hipFuncAttributes attributes;
+  gpu_error error = hipFuncGetAttributes(&attributes, function);
+#else
+  cudaFuncAttributes attributes;
+  gpu_error error = cudaFuncGetAttributes(&attributes, function);
+#endif
+  return error == kGpuSuccess ? PYDET_OK : device_error(name, error);
+}
+
 // ---- On the device -----------------------------------------------------------------------------------------------
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
@@ -299,7 +313,9 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 }
 
 // The compiler forgets what it knows of the value.
-#if defined(__HIP_PLATFORM_AMD__)
+#if !defined(__HIP_PLATFORM_AMD__)
+__device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+r"(value)); }
+#else
 __device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+v"(value)); }
 // And again in each turn of a loop, so that what follows from it is not computed before and kept in registers.
 __device__ __forceinline__ void make_opaque(int &value, int64_t turn) { asm("" : "+v"(value) : "s"(int(turn))); }
@@ -361,6 +377,20 @@ __device__ __forceinline__ void store_kept(float *to, float4 x) {
       "createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
       "st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, policy;\n}" ::"l"(to),
       "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
+#endif
+}
+
+// The same of two, 8-byte aligned.
+__device__ __forceinline__ void store_kept(float *to, float2 x) {
+#if defined(__HIP_PLATFORM_AMD__)
+  *reinterpret_cast<float2 *>(to) = x;
+#else
+  asm volatile(
+      "{\n.reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+      "st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, policy;\n}" ::"l"(to),
+      "f"(x.x), "f"(x.y)
       : "memory");
 #endif
 }

@@ -92,7 +92,16 @@ pydet_status rmsnorm_long(const RmsNorm &);
 bool rmsnorm_backward_held_takes(const RmsNormBackward &);
 bool rmsnorm_backward_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_chain(const RmsNormBackward &);
+bool rmsnorm_backward_cluster_takes(const RmsNormBackward &);
+bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_cluster(const RmsNormBackward &);
 pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 pydet_status rmsnorm_backward_long(const RmsNormBackward &);
+
+// rmsnorm_backward_short.cu
+bool rmsnorm_backward_short_takes(const RmsNormBackward &);
+bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
+pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
 }  // namespace pydet

@@ -6,22 +6,20 @@
 //            block of 256 rows; the blocks added in order, from +0 or from dweight, and rounded once
 //
 // One pass over x and dy. A thread block takes a group of rows where there are enough of them to fill the device, else
-// a chain, and leaves their sum as one row of partials in the workspace; a second, dependent kernel joins the partials
-// in the order above. No bit depends on the choice. A team of one warp takes one chain, and has teams beside it for the
-// others of the group; a larger team is its block, takes the chains one after the other, and keeps their sum in shared
-// memory. cp.async keeps the next rows in flight, in slots that only their own thread reads, so that no barrier stands
-// between copy and use. Rows longer than 16384, or misaligned, are passed twice for dx and once more for dweight.
+// a chain, and leaves their sum as one row of partials in the workspace; or it takes a chain, and four such blocks, a
+// cluster, leave one row. A second, dependent kernel (rmsnorm_dweight.cu) joins the partials in the order above. No bit
+// depends on the choice. A team of one warp takes one chain, and has teams beside it for the others of the group; a
+// larger team is its block, takes the chains one after the other, and keeps their sum in shared memory. cp.async keeps
+// the next rows in flight, in slots that only their own thread reads, so that no barrier stands between copy and use.
+// Rows longer than 16384, or misaligned, are passed twice for dx and once more for dweight.
 
+#include "cluster.h"
 #include "kernels.h"
+#include "rmsnorm_partials.h"
 #include "rmsnorm_rows.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
-constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---- Rows that a team holds --------------------------------------------------------------------------------------
 
@@ -72,6 +70,10 @@ template <int T, int W, int V> __device__ __forceinline__ Floats<W> *sums_at(cha
   return reinterpret_cast<Floats<W> *>(base) + v * T + threadIdx.x % T;
 }
 
+// Blocks with a chain each may be a cluster: longer rows leave too few of them on a multiprocessor.
+constexpr int kLongestClusterRow = 4096;
+template <int T, int W, int V> constexpr bool kClusters = T * W * V <= kLongestClusterRow;
+
 template <int T> constexpr int kMostThreads = T == kLogicalWarp ? T * kGroupChains : T;
 
 // `chains` per block: 1 or kGroupChains.
@@ -88,6 +90,7 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
   char *const ring = shared + team * S::kDepth * S::kBytes + t * S::Vector::kPieceBytes;
   float *exchange = reinterpret_cast<float *>(shared + S::kDepth * S::kBytes);
   char *group = reinterpret_cast<char *>(exchange + 2 * kExchange<T, R>);
+  if (kClusters<T, W, V> && in_cluster()) expect_from_cluster(reinterpret_cast<uint64_t *>(group + S::kSumBytes), S::kSumBytes);
   const int64_t chain0 = int64_t(blockIdx.x) * chains + team;
   const int64_t first = chain0 * kDweightChainRows, end = first + (kBeside ? 1 : chains) * kDweightChainRows;
   const int count = int((end < p.rows ? end : p.rows) - first), stages = (count + R - 1) / R;  // not positive: no rows
@@ -223,6 +226,35 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
   }
   if (!p.dweight.data) return;
 
+  if (kClusters<T, W, V> && in_cluster()) {  // block q adds the chains of the columns of the threads in quarter q
+    constexpr int kQuarter = T / kClusterBlocks, kPieces = V * W / 4 * kQuarter;
+    const int rank = int(blockIdx.x) % kClusterBlocks;
+    uint64_t *arrived = reinterpret_cast<uint64_t *>(group + S::kSumBytes);
+    float4 *parts = reinterpret_cast<float4 *>(group);
+    meet_cluster();
+#pragma unroll
+    for (int i = 0; i < V * W / 4; ++i) {
+      float(&of)[W] = chain[i / (W / 4)];
+      const int e = i % (W / 4) * 4;
+      send(parts + (rank * V * W / 4 + i) * kQuarter + t % kQuarter, make_float4(of[e], of[e + 1], of[e + 2], of[e + 3]),
+           arrived, t / kQuarter);
+    }
+    float *partials = static_cast<float *>(p.workspace) + int64_t(blockIdx.x / kClusterBlocks) * p.n;
+    wait_for_cluster(arrived);
+    for (int i = t; i < kPieces; i += T) {
+      int vector = rank * kQuarter + i % kQuarter + i / kQuarter / (W / 4) * T;
+      int column = W * vector + i / kQuarter % (W / 4) * 4;
+      float4 sum = {};
+#pragma unroll
+      for (int k = 0; k < kClusterBlocks; ++k) {
+        float4 part = parts[k * kPieces + i];
+        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+      }
+      if (column < n) store_kept(partials + column, sum);
+    }
+    return;
+  }
+
   float *partials = static_cast<float *>(p.workspace) + blockIdx.x * p.n;
   if (!kBeside || chains == 1) {
 #pragma unroll
@@ -335,73 +367,13 @@ __global__ void __launch_bounds__(kMaxTeam) rmsnorm_dweight_long_kernel(const __
   }
 }
 
-// ---- The partials, joined ----------------------------------------------------------------------------------------
-
-constexpr int kJoinThreads = 256, kJoinBlocks = 256;  // blocks of rows joined at a time
-
-// `columns` neighbouring threads take 16 partials, the chains of one block of rows or the groups of four; then the
-// first of them add the blocks in order.
-template <int columns>
-__global__ void __launch_bounds__(kJoinThreads)
-rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
-  constexpr int kWorkers = kJoinThreads / columns, kAtOnce = kGroupChains * kBlockGroups;
-  static_assert(kGroupChains == 4 && kBlockGroups == 4 && kJoinBlocks % 4 == 0);
-  __shared__ float blocks[kJoinBlocks][columns];
-  int lane = int(threadIdx.x) % columns, worker = int(threadIdx.x) / columns;
-  int64_t column = int64_t(blockIdx.x) * columns + lane;
-  int64_t block_count = (p.rows + kDweightBlockRows - 1) / kDweightBlockRows;
-  int64_t partial_count = (p.rows + chains * kDweightChainRows - 1) / (chains * kDweightChainRows);
-  const float *partials = static_cast<const float *>(p.workspace) + column;
-  bool inside = column < p.n, are_groups = chains == kGroupChains;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  float total = inside && p.accumulate && worker == 0 ? reinterpret_cast<const float *>(p.dweight.data)[column] : 0.0f;
-  for (int64_t b0 = 0; b0 < block_count; b0 += kJoinBlocks) {
-    int count = block_count - b0 < kJoinBlocks ? int(block_count - b0) : kJoinBlocks;
-    int step = are_groups ? kAtOnce / kBlockGroups : 1;  // blocks
-    for (int b = worker * step; inside && b < count; b += kWorkers * step) {
-      int64_t first = (b0 + b) / step * kAtOnce;
-      float part[kAtOnce], sum = 0.0f;
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) part[k] = first + k < partial_count ? partials[(first + k) * p.n] : 0.0f;
-#pragma unroll
-      for (int k = 0; k < kAtOnce; k += 4) {
-        float four = 0.0f;  // a group of chains, or a block of groups
-#pragma unroll
-        for (int j = 0; j < 4; ++j) four += part[k + j];
-        if (are_groups) blocks[b + k / 4][lane] = four;
-        sum += four;
-      }
-      if (!are_groups) blocks[b][lane] = sum;
-    }
-    __syncthreads();
-    if (worker == 0) {
-#pragma unroll 8
-      for (int b = 0; b < count; ++b) total += blocks[b][lane];
-    }
-    __syncthreads();
-  }
-  if (inside && worker == 0) store_rounded(p.dweight.data, p.dweight.type, column, total);
-}
-
 // ---- Launch ------------------------------------------------------------------------------------------------------
-
-pydet_status join_partials(const RmsNormBackward &p, int chains) {
-  if (!p.dweight.data) return PYDET_OK;
-  auto join = [&](auto kernel, int columns) {
-    Launch where = {"rmsnorm_dweight", static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.n, columns))),
-                    dim3(kJoinThreads)};
-    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where, kernel, p, chains);
-  };
-  constexpr int kNarrow = 8, kWide = 16, kFew = 4096;  // few columns: narrow slices, so that more of the device reads
-  return p.n <= kFew ? join(rmsnorm_dweight_kernel<kNarrow>, kNarrow) : join(rmsnorm_dweight_kernel<kWide>, kWide);
-}
 
 // Calls f with a team that holds a row of n: which is fastest for chains and for groups was measured on an H100.
 template <class F> auto with_shape(int64_t n, int chains, const F &f) {
   if (n <= 32 * 8) return f(RowShape<32, 8, 1, 4>{});
   if (n <= 64 * 8) return chains == 1 ? f(RowShape<64, 8, 1, 4>{}) : f(RowShape<32, 8, 2, 2>{});
+  if (n <= 128 * 8 && chains == 1) return f(RowShape<128, 8, 1, 4>{});
   if (n <= 256 * 4) return f(RowShape<256, 4, 1, 4>{});
   if (n <= 256 * 8) return chains == 1 ? f(RowShape<256, 8, 1, 4>{}) : f(RowShape<512, 4, 1, 4>{});
   if (n <= 256 * 16) return chains == 1 ? f(RowShape<256, 8, 2, 2>{}) : f(RowShape<512, 4, 2, 2>{});
@@ -413,6 +385,7 @@ template <class F> auto with_shape(int64_t n, int chains, const F &f) {
 struct Held {
   void (*kernel)(RmsNormBackward, int);
   Launch where;
+  int cluster_bytes;  // of shared memory, more where four chains are a cluster
 };
 
 template <Type type, int T, int W, int V, int R, bool residual> Held held(const RmsNormBackward &p, int chains) {
@@ -422,7 +395,8 @@ template <Type type, int T, int W, int V, int R, bool residual> Held held(const 
   return {rmsnorm_backward_kernel<type, T, W, V, R, residual>,
           {"rmsnorm_backward_held", static_cast<gpu_stream>(p.stream),
            dim3(unsigned(divide_up(p.rows, chains * kDweightChainRows))), dim3(unsigned(T * teams)),
-           teams * S::kDepth * S::kBytes + 2 * kExchange<T, R> * int(sizeof(float)) + sum_bytes}};
+           teams * S::kDepth * S::kBytes + 2 * kExchange<T, R> * int(sizeof(float)) + sum_bytes},
+          S::kSumBytes + int(sizeof(uint64_t))};
 }
 
 Held held(const RmsNormBackward &p, int chains) {
@@ -439,16 +413,24 @@ bool fits(const RmsNormBackward &p, int chains) {
   return held(p, chains).where.shared_bytes <= gpu_shared_bytes(p.device.id);
 }
 
-pydet_status backward_held(const RmsNormBackward &p, int chains) {
+// `chains` a block, and a partial; or one a block and the partial of four such blocks, a cluster.
+pydet_status backward_held(const RmsNormBackward &p, int chains, bool clustered = false) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_held", guard.error());
+  pydet_status status = ready_to_join(p);
+  if (status != PYDET_OK) return status;
   if (p.rows > 0) {
     Held one = held(p, chains);
     one.where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    pydet_status status = launch(one.where, one.kernel, p, chains);
+    if (clustered && p.dweight.data) {
+      one.where.cluster = kClusterBlocks;
+      one.where.grid.x = unsigned(divide_up(p.rows, kDweightGroupRows) * kClusterBlocks);
+      one.where.shared_bytes += one.cluster_bytes;
+    }
+    status = launch(one.where, one.kernel, p, chains);
     if (status != PYDET_OK) return status;
   }
-  return join_partials(p, chains);
+  return join_partials(p, clustered ? kGroupChains : chains);
 }
 
 int64_t limited(int64_t blocks) {
@@ -463,12 +445,22 @@ bool rmsnorm_backward_held_takes(const RmsNormBackward &p) {
          rows_aligned(p.dx) && rows_aligned(p.dresidual) && vector_aligned(p.weight) && fits(p, 1);
 }
 
-// Chains fill the device better where there are not enough groups; else their partials are a burden.
-bool rmsnorm_backward_chain_prefers(const RmsNormBackward &p) {
-  return p.rows / kDweightGroupRows * 4 < int64_t(gpu_multiprocessors(p.device.id)) * 3;
+bool rmsnorm_backward_cluster_takes(const RmsNormBackward &p) {
+  return p.n <= kLongestClusterRow && rmsnorm_backward_held_takes(p) &&
+         held(p, 1).where.shared_bytes + held(p, 1).cluster_bytes <= gpu_shared_bytes(p.device.id);
 }
 
+// Chains fill the device better where there are not enough groups, and groups that all start at once move in step; else
+// the chains' partials are a burden.
+bool rmsnorm_backward_chain_prefers(const RmsNormBackward &p) {
+  return !p.dweight.data || p.rows / kDweightGroupRows * 4 < int64_t(gpu_multiprocessors(p.device.id)) * 3;
+}
+
+// Chains without the burden. A multiprocessor has to hold two blocks: of clusters of four with one each, 30 fit an H100.
+bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &p) { return p.n > 1024; }
+
 pydet_status rmsnorm_backward_chain(const RmsNormBackward &p) { return backward_held(p, 1); }
+pydet_status rmsnorm_backward_cluster(const RmsNormBackward &p) { return backward_held(p, 1, true); }
 pydet_status rmsnorm_backward_group(const RmsNormBackward &p) {
   return backward_held(p, fits(p, kGroupChains) ? kGroupChains : 1);  // the sums of a group may be what does not fit
 }
@@ -476,9 +468,11 @@ pydet_status rmsnorm_backward_group(const RmsNormBackward &p) {
 pydet_status rmsnorm_backward_long(const RmsNormBackward &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_long", guard.error());
+  pydet_status status = ready_to_join(p);
+  if (status != PYDET_OK) return status;
   gpu_stream stream = static_cast<gpu_stream>(p.stream);
   int64_t slices = (p.n + kRowLanes - 1) / kRowLanes, groups = (p.rows + kDweightGroupRows - 1) / kDweightGroupRows;
-  pydet_status status = with_type(p.x.type, [&](auto type) {
+  status = with_type(p.x.type, [&](auto type) {
     if (p.dx.data && p.rows > 0) {
       Launch where = {"rmsnorm_dx_long", stream, dim3(unsigned(limited(p.rows))), dim3(kMaxTeam)};
       pydet_status launched = launch(where, rmsnorm_dx_long_kernel<type>, p);
