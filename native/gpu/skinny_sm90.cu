@@ -287,8 +287,8 @@ Plan choose(const Gemm &g) {
     if (width <= 512) return g.m <= 96 ? Plan{32, false, kMost, kEarly} : Plan{96, kSplit, kMost, false};
     return g.m <= 80 ? Plan{64, false, kMost, kEarly} : kNone;
   }
-  if (width <= 8) return {16, false, kMost, kEarly};
-  if (width <= 16) return {g.k_chunk && g.m > 32 ? 16 : 32, false, kMost, false};
+  if (width <= 8) return {g.k_chunk || g.fast ? 32 : 16, false, kMost, kEarly};
+  if (width <= 16) return {32, false, kMost, false};
   if (width <= 24) return {g.k_chunk ? 32 : 48, false, kMost, false};
   if (width <= 32) return {constant && g.m <= 8 && g.k <= 8192 ? 48 : 32, false, kMost, false};
   if (width <= 48) return {48, false, kMost, constant};
@@ -299,31 +299,29 @@ Plan choose(const Gemm &g) {
   return {width <= 512 ? 32 : 64, false, kMost, kEarly};
 }
 
-// For how many blocks a tile's chunks are cut, so that no SM has two of them: clusters lie within a GPC, hence not all
-// SMs have one of a large cluster.
-int parts_of(const Gemm &g, const Plan &plan, int64_t chunks) {
-  if (plan.rows > kNarrowRows || g.m > kWarpgroupRows) return 1;
-  const int64_t tiles = cut(g.n, plan.rows), sms = gpu_multiprocessors(g.device.id);
-  for (int most : {8, 4, 2})
-    if (tiles * most <= (most == 2 ? sms : sms * 10 / 11)) {
-      const int64_t part = cut(chunks, std::min<int64_t>(most, chunks)), parts = cut(chunks, part);
-      // The sums that the first block receives: at most 32 KiB
-      if ((chunks - part) * cut(g.m, kWarpRows) * 32 * plan.rows / 2 * 4 <= 32 << 10) return int(parts);
-    }
-  return 1;
+// Blocks that share the chunks of a tile: as many as wins, which 8 and 4 do if every cluster finds SMs at once (it must
+// lie in one GPC, so about 120 SMs have room), 2 only if half of the SMs are left for the next kernel.
+int parts_of(const Gemm &g, int rows, int64_t chunks) {
+  if (rows > kNarrowRows || g.m > kWarpgroupRows) return 1;
+  constexpr int64_t kMostSumBytes = 32 << 10;  // that the first block receives
+  const int64_t tiles = cut(g.n, rows), sms = gpu_multiprocessors(g.device.id);
+  const int64_t most = tiles * 8 <= sms * 10 / 11 ? 8 : tiles * 4 <= sms * 10 / 11 ? 4 : tiles * 2 <= sms / 2 ? 2 : 1;
+  const int64_t part = cut(chunks, std::min(most, chunks));
+  const bool fits = (chunks - part) * cut(g.m, kWarpRows) * kWarpRows * rows * 4 <= kMostSumBytes;
+  return fits ? int(cut(chunks, part)) : 1;
 }
 
-// For tiles of so many rows: the choice, or where it fell on others, what suits most problems. In fast mode K is cut in
-// as many chunks as that gives blocks.
+// For tiles of so many rows: the choice, or where it fell on others, what suits most problems. In fast mode, where a
+// tile could be shared, K is cut in as many chunks as share it.
 Plan plan_of(Gemm &g, int rows) {
   Plan plan = choose(g);
   if (plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};
-  constexpr int64_t kChunkUnit = 256;  // whole stages
+  constexpr int64_t kUnit = 256;  // whole stages
   if (g.fast && !g.k_chunk) {
-    const int parts = parts_of(g, plan, cut(g.k, kChunkUnit));
-    if (parts > 1) g.k_chunk = cut(cut(g.k, kChunkUnit), parts) * kChunkUnit;
+    const int64_t units = cut(g.k, kUnit), parts = parts_of(g, rows, units);
+    if (parts > 1) g.k_chunk = cut(units, parts) * kUnit;
   }
-  if (g.k_chunk) plan.parts = parts_of(g, plan, cut(g.k, g.k_chunk));
+  if (g.k_chunk) plan.parts = parts_of(g, rows, cut(g.k, g.k_chunk));
   return plan;
 }
 

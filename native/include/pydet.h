@@ -172,8 +172,9 @@ PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n,
  *
  * The decode step: few rows of x, a large w. The same function and the same bits as pydet_gemm on (x, w transposed),
  * on kernels shaped for memory bandwidth. x [..., K] of any rank from 1, w [N, K], y [..., N], bias NULL, [N] or
- * shaped like y. PYDET_FAST lets a kernel split K and add the parts in any order: its bits are NOT promised from run to
- * run. (In this release no kernel makes use of that: it runs the deterministic ones.) */
+ * shaped like y. PYDET_FAST lets a kernel cut K and add the parts as suits shape and device: its bits are NOT promised,
+ * not even from run to run. (In this release the sm90 kernel for N to about 1000 cuts K, as if in chunks that it chose;
+ * every other kernel does the same as without.) */
 enum { PYDET_DETERMINISTIC = 0, PYDET_FAST = 1 };
 
 typedef struct pydet_skinny_gemm_options {
