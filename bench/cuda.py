@@ -79,8 +79,9 @@ class Cuda:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
+                results = [None] * len(calls)  # kept so long, what a call allocates rotates as its buffers do
                 for i in range(count):
-                    calls[i % len(calls)]()
+                    results[i % len(calls)] = calls[i % len(calls)]()
             self.graphs[key] = calls, graph
         return self.graphs[key][1]
 
@@ -264,10 +265,16 @@ def gemm_rows(quick):
 def skinny(m, n, k):
     x = normal(m, k)
     weights = [normal(n, k) for _ in range(sets_of(2 * n * k, 400))]
-    ys = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
-    variants = [Variant("cublas", [partial(torch.mm, x, w.T, out=ys[2]) for w in weights])]
-    for i, (name, options) in enumerate({"pydet": {}, "pydet, weights_constant": {"weights_constant": True}}.items()):
-        variants.append(Variant(name, [partial(pydet.skinny_gemm, x, w, out=ys[i], **options) for w in weights]))
+    ways = {
+        "pydet": {},
+        "pydet, weights_constant": {"weights_constant": True},
+        "pydet, fast": {"weights_constant": True, "mode": "fast"},
+        "pydet, k_chunk 1024": {"weights_constant": True, "k_chunk": 1024},
+    }
+    ys = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(len(ways) + 1)]
+    variants = [Variant("cublas", [partial(torch.mm, x, w.T, out=ys[-1]) for w in weights])]
+    for y, (name, options) in zip(ys, ways.items(), strict=False):
+        variants.append(Variant(name, [partial(pydet.skinny_gemm, x, w, out=y, **options) for w in weights]))
     check = torch.empty_like(ys[0])
     variants[1].calls.append(partial(pydet.skinny_gemm, x, weights[0], out=check))
     variants[1].outputs.append(check)
