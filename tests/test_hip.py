@@ -183,7 +183,8 @@ def test_gemm_equals_cpu(hip):
     for name, dtype, arithmetic in gemm_kernels(hip):
         extents = (5, 70, 19) if dtype == "fp32" else (17, 33, 40)
         options = {"kernel": name, "arithmetic": arithmetic}
-        for m, n, k in (extents, (1, 16, 35), (70, 3, 16)):
+        large = name == "hip_gemm_ieee_128x128"  # which takes longest here: in fp32 alone, and one problem of each other type
+        for m, n, k in (extents,) if large else (extents, (1, 16, 35), (70, 3, 16)):
             a, b = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype, seed=1)
             variants = [(a, b, {})]
             if (m, n, k) == extents:
@@ -192,6 +193,8 @@ def test_gemm_equals_cpu(hip):
                 chunks = {} if "128x128" in name else {"k_chunk": 16}  # which has no registers for their sums
                 variants += [(transposed(a), transposed(b), {"bias": normal(m, n, dtype=dtype), **chunks})]
                 variants += [(np.stack([a, a[::-1]]), b, {"out_dtype": "fp16"})]
+            if large and dtype != "fp32":
+                variants = variants[:1]
             for left, right, more in variants:
                 with unless_refused():
                     both(hip, left, right, **options, **more)

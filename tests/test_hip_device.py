@@ -285,7 +285,7 @@ def test_skinny_rows_equal_cpu(device, dtype, k_chunk):
         x, w, bias = normal(130, k, dtype=dtype), normal(n, k, dtype=dtype, seed=1), normal(130, n, seed=2)
         options = {"arithmetic": arithmetic, "k_chunk": k_chunk, "out_dtype": DTYPES["fp32"]}
         on_device = device.to_device(w)
-        for m in scaled(range(1, 131), [1, 9, 17]):
+        for m in scaled(range(1, 131), [1, 17]):
             want = pydet.skinny_gemm(x[:m], w, bias=bias[:m], **options)
             for name in [None, *names]:
                 given = {"bias": bias[:m], **options}
@@ -413,7 +413,7 @@ def test_dweight_of_micro_batches(device, n):
 
 def calls(device):
     """[(a call of an operation on operands that stay on the device, the results' tensors, what they must hold)]."""
-    m, n, k = scaled((300, 1024, 2048), (3, 19, 40))
+    m, n, k = scaled((300, 1024, 2048), (3, 19, 24))
     a, b, w = normal(m, k), normal(k, n, seed=1), normal(n, k, seed=2)
     x, dy, weight, residual = normal(m, k, seed=3), normal(m, k, seed=4), normal(k, dtype="fp32"), normal(m, k, seed=5)
     rstd = pydet.rmsnorm(x, weight, eps=1e-6)[1]

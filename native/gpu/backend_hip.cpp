@@ -34,6 +34,7 @@ constexpr Kernel<Gemm> kGemm[] = {
     {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, gemm_mfma_128_takes, fills_device<128, 128>, gemm_mfma_128},
     {"hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, nullptr, nullptr, gemm_mfma_64},
     {"hip_skinny_gemm_ieee", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, skinny_ieee_takes, nullptr, skinny_ieee},
+    {"hip_gemm_ieee_128x128", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, gemm_ieee_128x128_takes, fills_device<128, 128>, gemm_ieee_128x128},
     {"hip_gemm_ieee_64x64", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, gemm_ieee_64x64},
 };
 

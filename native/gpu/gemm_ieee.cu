@@ -4,9 +4,10 @@
 //   chain: c = fmaf(a[m, k], b[k, n], c), k ascending, from +0 or out; or chains of k_chunk, their sums added ascending
 //
 // A block of 256 threads makes a tile of 64x64, 4x4 a thread: for every type, stride and alignment, for small problems
-// and for k_chunk; gemm_ieee_fp32.cu makes large fp32 ones. Stages of 8 k are converted to fp32 on their way to shared
-// memory, k-major whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero
-// padding would turn a chain of -0 into +0, so the last stage is walked to K and no further.
+// and for k_chunk; gemm_ieee_fp32.cu makes large fp32 ones. It lives on asynchronous copies, which AMD has not: there a
+// tile of 128x128, 8x8 a thread, makes the large ones. Stages of 8 k are converted to fp32 on their way to shared memory,
+// k-major whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero padding
+// would turn a chain of -0 into +0, so the last stage is walked to K and no further.
 
 #include "epilogue.h"
 #include "kernels.h"
@@ -16,15 +17,13 @@ namespace pydet {
 namespace {
 
 constexpr int kStageK = 8;
+constexpr int kUnroll = gpu_unroll(kStageK / 2);  // of a loop over a stage, two k a turn
 constexpr int kThreads = 256;
 constexpr int kPadding = 4;  // floats a row: keeps 16-byte alignment, spreads the transposing stores over the banks
 
 static_assert(kChunkMultiple % kStageK == 0, "a chunk ends where a stage ends");
 
-constexpr int kThreadM = 4, kThreadN = 4;                            // elements of out a thread
 constexpr int kThreadsN = 16, kThreadsM = kThreads / kThreadsN;  // threads of a block along n and m
-constexpr int kTileM = kThreadsM * kThreadM, kTileN = kThreadsN * kThreadN;
-constexpr int kSharedBytes = 2 * kStageK * (kTileM + kTileN + 2 * kPadding) * int(sizeof(float));
 
 // A pointer to elements that read as fp32, of a type known only at run time.
 struct AnyType {
@@ -80,15 +79,19 @@ template <bool k_contiguous, int tile> struct Reader {
   }
 };
 
-template <bool a_k_contiguous, bool b_k_contiguous>
+// A thread makes `side` by `side` elements of out.
+template <int side, bool a_k_contiguous, bool b_k_contiguous>
 __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_constant__ Gemm problem) {
+  constexpr int kThreadM = side, kThreadN = side;
+  constexpr bool kFolds = side == 4;  // the large tile has no registers for the sums of chunks
+  constexpr int kTileM = kThreadsM * kThreadM, kTileN = kThreadsN * kThreadN;
   extern __shared__ __align__(16) float shared[];
   constexpr int kStageA = kStageK * (kTileM + kPadding), kStageB = kStageK * (kTileN + kPadding);
   float *a_stages = shared, *b_stages = shared + 2 * kStageA;
   int thread_row = int(threadIdx.x) / kThreadsN, thread_column = int(threadIdx.x) % kThreadsN;
   int64_t tiles_m = (problem.m + kTileM - 1) / kTileM, tiles_n = (problem.n + kTileN - 1) / kTileN;
   int64_t stage_count = (problem.k + kStageK - 1) / kStageK;
-  const bool folds = problem.k_chunk > 0;
+  const bool folds = kFolds && problem.k_chunk > 0;
 
   for (int64_t job = blockIdx.x; job < tiles_m * tiles_n * problem.batch.count; job += gridDim.x) {
     int64_t m0 = job % tiles_m * kTileM, n0 = job / tiles_m % tiles_n * kTileN;
@@ -102,21 +105,27 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
 
     // Calls f(value's indices, row, column) for every element of out that this thread holds.
     auto each = [&](auto f) {
+      int row_thread = thread_row, column_thread = thread_column;
 #pragma unroll
-      for (int i = 0; i < kThreadM; ++i)
+      for (int i = 0; i < kThreadM; ++i) {
 #pragma unroll
         for (int j = 0; j < kThreadN; ++j) {
-          int64_t row = m0 + outer_of(thread_row, i, kThreadsM), column = n0 + outer_of(thread_column, j, kThreadsN);
+          if (j % kQuad == 0) {
+            recompute_on_amd(row_thread);
+            recompute_on_amd(column_thread);
+          }
+          int64_t row = m0 + outer_of(row_thread, i, kThreadsM), column = n0 + outer_of(column_thread, j, kThreadsN);
           if (row < problem.m && column < problem.n) f(i, j, row, column);
         }
+      }
     };
 
     float chain[kThreadM][kThreadN] = {};
-    float sum[kThreadM][kThreadN] = {};
+    float sum[kFolds ? kThreadM : 1][kThreadN] = {};
     if (problem.accumulate)
       each([&](int i, int j, int64_t row, int64_t column) {
         float start = load_f32(problem.out.data, problem.out.type, at.out + row * problem.out.row_stride + column);
-        if (folds) sum[i][j] = start;
+        if (folds) sum[kFolds ? i : 0][j] = start;
         else chain[i][j] = start;
       });
 
@@ -139,30 +148,32 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
       if (stage + 1 < stage_count) fetch_stage();
       const float *a_stage = a_stages + stage % 2 * kStageA, *b_stage = b_stages + stage % 2 * kStageB;
       float a_values[2][kThreadM], b_values[2][kThreadN];  // of this k, and of the next, on its way
-      auto load = [&](int k) {
-        load_quads(a_values[k % 2], a_stage + k * (kTileM + kPadding), thread_row, kThreadsM);
-        load_quads(b_values[k % 2], b_stage + k * (kTileN + kPadding), thread_column, kThreadsN);
+      auto load = [&](int which, int k) {
+        load_quads(a_values[which], a_stage + k * (kTileM + kPadding), thread_row, kThreadsM);
+        load_quads(b_values[which], b_stage + k * (kTileN + kPadding), thread_column, kThreadsN);
       };
-      auto step = [&](int k) {
+      auto step = [&](int which) {
 #pragma unroll
         for (int i = 0; i < kThreadM; ++i)
 #pragma unroll
-          for (int j = 0; j < kThreadN; ++j) chain[i][j] = fmaf(a_values[k % 2][i], b_values[k % 2][j], chain[i][j]);
+          for (int j = 0; j < kThreadN; ++j) chain[i][j] = fmaf(a_values[which][i], b_values[which][j], chain[i][j]);
       };
       int64_t left = problem.k - stage * kStageK;
-      load(0);
+      load(0, 0);
       if (left >= kStageK) {
-#pragma unroll
-        for (int k = 0; k < kStageK; ++k) {
-          if (k + 1 < kStageK) load(k + 1);
-          step(k);
+#pragma unroll kUnroll
+        for (int k = 0; k < kStageK; k += 2) {
+          load(1, k + 1);
+          step(0);
+          if (k + 2 < kStageK) load(0, k + 2);
+          step(1);
         }
       } else {
 #pragma unroll
         for (int k = 0; k < kStageK; ++k) {
           if (k >= int(left)) break;
-          if (k + 1 < kStageK) load(k + 1);
-          step(k);
+          if (k + 1 < kStageK) load((k + 1) % 2, k + 1);
+          step(k % 2);
         }
       }
       chunk_left -= kStageK;
@@ -172,7 +183,7 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
         for (int i = 0; i < kThreadM; ++i)
 #pragma unroll
           for (int j = 0; j < kThreadN; ++j) {
-            sum[i][j] += chain[i][j];
+            sum[kFolds ? i : 0][j] += chain[i][j];
             chain[i][j] = 0.0f;
           }
       }
@@ -182,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
     __syncthreads();  // the next tile's first stage overwrites one that may still be read
 
     each([&](int i, int j, int64_t row, int64_t column) {
-      float x = folds ? sum[i][j] : chain[i][j];
+      float x = folds ? sum[kFolds ? i : 0][j] : chain[i][j];
       if (problem.bias.data)
         x += load_f32(problem.bias.data, problem.bias.type,
                       at.bias + row * problem.bias.row_stride + column * problem.bias.col_stride);
@@ -191,20 +202,29 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
   }
 }
 
-}  // namespace
-
-pydet_status gemm_ieee_64x64(const Gemm &problem) {
+template <int side> pydet_status gemm_ieee(const char *name, const Gemm &problem) {
   constexpr int kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
-  constexpr const char *kName = "gemm_ieee_64x64";
+  constexpr int kTileM = kThreadsM * side, kTileN = kThreadsN * side;
   bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
-  auto kernel = a ? (b ? gemm_ieee_kernel<true, true> : gemm_ieee_kernel<true, false>)
-                  : (b ? gemm_ieee_kernel<false, true> : gemm_ieee_kernel<false, false>);
+  auto kernel = a ? (b ? gemm_ieee_kernel<side, true, true> : gemm_ieee_kernel<side, true, false>)
+                  : (b ? gemm_ieee_kernel<side, false, true> : gemm_ieee_kernel<side, false, false>);
   int64_t tiles = (problem.m + kTileM - 1) / kTileM * ((problem.n + kTileN - 1) / kTileN) * problem.batch.count;
-  Launch shape = {kName, static_cast<gpu_stream>(problem.stream),
-                  dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)), dim3(kThreads), kSharedBytes};
+  Launch shape = {name, static_cast<gpu_stream>(problem.stream),
+                  dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)), dim3(kThreads)};
+  shape.shared_bytes = 2 * kStageK * (kTileM + kTileN + 2 * kPadding) * int(sizeof(float));
   DeviceGuard guard(problem.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   return launch(shape, kernel, problem);
 }
+
+}  // namespace
+
+pydet_status gemm_ieee_64x64(const Gemm &problem) { return gemm_ieee<4>("gemm_ieee_64x64", problem); }
+
+#if !defined(__CUDACC__)  // there gemm_ieee_fp32.cu has its place
+bool gemm_ieee_128x128_takes(const Gemm &problem) { return problem.k_chunk == 0; }
+
+pydet_status gemm_ieee_128x128(const Gemm &problem) { return gemm_ieee<8>("gemm_ieee_128x128", problem); }
+#endif
 
 }  // namespace pydet

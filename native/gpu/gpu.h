@@ -115,8 +115,10 @@ inline bool gpu_overlaps_kernels(int id) { return compute_capability(id) >= 90; 
 constexpr int gpu_stages(int wanted, int stage_bytes) {
   return wanted * stage_bytes <= kBlockSharedBytes ? wanted : kBlockSharedBytes / stage_bytes;
 }
+constexpr int gpu_unroll(int) { return 1; }  // all loads of what is unrolled would come first, and take the registers
 #else
 constexpr int gpu_stages(int wanted, int) { return wanted; }
+constexpr int gpu_unroll(int turns) { return turns; }
 #endif
 
 // Enough tiles to give every multiprocessor (compute unit) one: else smaller tiles are faster.
@@ -320,6 +322,12 @@ __device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+v"
 // And again in each turn of a loop, so that what follows from it is not computed before and kept in registers.
 __device__ __forceinline__ void make_opaque(int &value, int64_t turn) { asm("" : "+v"(value) : "s"(int(turn))); }
 #endif
+// For code that is unrolled widely: AMD's compiler keeps what it computed for all elements, for which it has no registers.
+__device__ __forceinline__ void recompute_on_amd([[maybe_unused]] int &value) {
+#if defined(__HIP_PLATFORM_AMD__)
+  make_opaque(value);
+#endif
+}
 __device__ __forceinline__ void make_opaque(const float *&pointer) {
 #if defined(__HIP_PLATFORM_AMD__)
   asm volatile("" : "+v"(pointer));

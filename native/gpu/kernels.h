@@ -78,6 +78,8 @@ pydet_status skinny_mfma(const Gemm &);
 
 // gemm_ieee.cu
 pydet_status gemm_ieee_64x64(const Gemm &);
+bool gemm_ieee_128x128_takes(const Gemm &);  // HIP, as its launch
+pydet_status gemm_ieee_128x128(const Gemm &);
 
 // gemm_ieee_fp32.cu
 bool gemm_ieee_128x256_takes(const Gemm &);
