@@ -91,7 +91,8 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word a file of native/gpu; SASS for the listed architectures.
-CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee gemm_ieee_fp32 skinny_sm90 skinny_mma skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_dweight
+CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee gemm_ieee_fp32 skinny_sm90 skinny_mma skinny_ieee rmsnorm \
+  rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := backend sm90_plan
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
@@ -126,7 +127,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
   $(shell for name in clang++-21 clang++-20 clang++-19 hipcc; do command -v $$name && break; done))
 # Of these, what the compiler knows.
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100
-HIP_KERNELS := gemm_mfma skinny_mfma gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_dweight
+HIP_KERNELS := gemm_mfma skinny_mfma gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/backend_hip.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled
 # is as right as one that is, and the host's half of a file does not use the device's constants.

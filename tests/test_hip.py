@@ -602,6 +602,9 @@ def test_every_call_of_the_runtime_may_fail(hip):
         calls = hip.fake.fakehip_calls()
         log = hip.fake.fakehip_log().decode().split()
         assert "hipLaunchKernel" in log and len(log) == calls
+        launches = log.count("hipLaunchKernel")
+        asked = log[: log.index("hipLaunchKernel")].count("hipFuncGetAttributes")
+        assert asked >= launches - 1, f"{name}: {launches} launches, of which {asked} were asked for before the first"
         wanted = [x.copy() for x in outputs]
         for i in range(calls):
             hip.start(hip.arch, devices=2, fail_at=i)

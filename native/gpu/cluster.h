@@ -1,6 +1,6 @@
 // What four neighbouring blocks, a cluster, send each other (Hopper and later). A block waits for bytes that the others
-// write straight into its shared memory, where an mbarrier counts them: nobody waits for writes to memory, as a barrier of
-// the cluster with release would. Elsewhere there are no clusters, and none of this is reached.
+// write straight into its shared memory, where an mbarrier counts them: nobody waits for writes to memory, as a barrier
+// of the cluster with release would. Elsewhere there are no clusters, and none of this is reached.
 #pragma once
 
 #include "gpu.h"
@@ -36,7 +36,8 @@ __device__ __forceinline__ void meet_cluster() { asm volatile("barrier.cluster.w
 // Writes a piece to the place `to` of block `rank`'s shared memory.
 __device__ __forceinline__ void send(void *to, float2 piece, uint64_t *arrived, int rank) {
   asm volatile(
-      "{\n.reg .b32 there, counter;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counter, %1, %2;\n"
+      "{\n.reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counter, %1, %2;\n"
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [counter];\n}" ::"r"(
           shared_address(to)),
       "r"(shared_address(arrived)), "r"(rank), "f"(piece.x), "f"(piece.y)
@@ -44,7 +45,8 @@ __device__ __forceinline__ void send(void *to, float2 piece, uint64_t *arrived, 
 }
 __device__ __forceinline__ void send(void *to, float4 piece, uint64_t *arrived, int rank) {
   asm volatile(
-      "{\n.reg .b32 there, counter;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counter, %1, %2;\n"
+      "{\n.reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counter, %1, %2;\n"
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counter];\n}" ::"r"(
           shared_address(to)),
       "r"(shared_address(arrived)), "r"(rank), "f"(piece.x), "f"(piece.y), "f"(piece.z), "f"(piece.w)
@@ -54,8 +56,8 @@ __device__ __forceinline__ void send(void *to, float4 piece, uint64_t *arrived, 
 // Returns when all that this block expects has been written. The block must not end before.
 __device__ __forceinline__ void wait_for_cluster(uint64_t *arrived) {
   asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra AGAIN;\n}" ::"r"(
-          shared_address(arrived))
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra AGAIN;\n}" ::"r"(shared_address(arrived))
       : "memory");
 }
 

@@ -98,6 +98,8 @@ bool rmsnorm_backward_cluster_takes(const RmsNormBackward &);
 bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_cluster(const RmsNormBackward &);
 pydet_status rmsnorm_backward_group(const RmsNormBackward &);
+
+// rmsnorm_backward_long.cu
 pydet_status rmsnorm_backward_long(const RmsNormBackward &);
 
 // rmsnorm_backward_short.cu

@@ -11,7 +11,6 @@
 // depends on the choice. A team of one warp takes one chain, and has teams beside it for the others of the group; a
 // larger team is its block, takes the chains one after the other, and keeps their sum in shared memory. cp.async keeps
 // the next rows in flight, in slots that only their own thread reads, so that no barrier stands between copy and use.
-// Rows longer than 16384, or misaligned, are passed twice for dx and once more for dweight.
 
 #include "cluster.h"
 #include "kernels.h"
@@ -90,7 +89,8 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
   char *const ring = shared + team * S::kDepth * S::kBytes + t * S::Vector::kPieceBytes;
   float *exchange = reinterpret_cast<float *>(shared + S::kDepth * S::kBytes);
   char *group = reinterpret_cast<char *>(exchange + 2 * kExchange<T, R>);
-  if (kClusters<T, W, V> && in_cluster()) expect_from_cluster(reinterpret_cast<uint64_t *>(group + S::kSumBytes), S::kSumBytes);
+  if (kClusters<T, W, V> && in_cluster())
+    expect_from_cluster(reinterpret_cast<uint64_t *>(group + S::kSumBytes), S::kSumBytes);
   const int64_t chain0 = int64_t(blockIdx.x) * chains + team;
   const int64_t first = chain0 * kDweightChainRows, end = first + (kBeside ? 1 : chains) * kDweightChainRows;
   const int count = int((end < p.rows ? end : p.rows) - first), stages = (count + R - 1) / R;  // not positive: no rows
@@ -236,8 +236,8 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
     for (int i = 0; i < V * W / 4; ++i) {
       float(&of)[W] = chain[i / (W / 4)];
       const int e = i % (W / 4) * 4;
-      send(parts + (rank * V * W / 4 + i) * kQuarter + t % kQuarter, make_float4(of[e], of[e + 1], of[e + 2], of[e + 3]),
-           arrived, t / kQuarter);
+      send(parts + (rank * V * W / 4 + i) * kQuarter + t % kQuarter,
+           make_float4(of[e], of[e + 1], of[e + 2], of[e + 3]), arrived, t / kQuarter);
     }
     float *partials = static_cast<float *>(p.workspace) + int64_t(blockIdx.x / kClusterBlocks) * p.n;
     wait_for_cluster(arrived);
@@ -290,80 +290,6 @@ rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
       for (int k = 0; k < kGroupChains; ++k) sum += columns[k * kRow + i];
       if (column < n) partials[column] = sum;
     }
-  }
-}
-
-// ---- Rows too long to hold, or misaligned ------------------------------------------------------------------------
-
-template <Type type>
-__device__ __forceinline__ void load_xhat(const RmsNormBackward &p, int64_t r, int64_t j, float rstd,
-                                          float (&xhat)[kVector], float (&dy)[kVector]) {
-  load_elements<type>(row_at(p.x, size_of(type), p.inner, r), j, p.n, xhat);
-  load_elements<type>(row_at(p.dy, size_of(type), p.inner, r), j, p.n, dy);
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) xhat[e] *= rstd;
-}
-
-template <Type type>
-__device__ __forceinline__ void load_xhat_and_g(const RmsNormBackward &p, int64_t r, int64_t j, float rstd,
-                                                float (&xhat)[kVector], float (&g)[kVector]) {
-  float scale[kVector];
-  load_xhat<type>(p, r, j, rstd, xhat, g);
-  load_scale(p.weight, p.weight_offset, j, p.n, scale);
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) g[e] *= scale[e];
-}
-
-template <Type type>
-__global__ void __launch_bounds__(kMaxTeam) rmsnorm_dx_long_kernel(const __grid_constant__ RmsNormBackward p) {
-  __shared__ float exchange[2 * kMaxTeam];
-  int i = 0;
-  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++i) {
-    float rstd = reinterpret_cast<const float *>(p.rstd.data)[r], xhat[kVector], g[kVector], c[1];
-    Lanes<kMaxTeam, kVector, 1> lanes[1];
-    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
-      load_xhat_and_g<type>(p, r, j, rstd, xhat, g);
-      lanes[0].add_left(p.n - j, g, xhat);
-    }
-    join(lanes, exchange + i % 2 * kMaxTeam, [&](float sum) { return sum / float(p.n); }, c);
-    char *dx_row = row_at(p.dx, size_of(type), p.inner, r);
-    const char *dresidual_row = p.dresidual.data ? row_at(p.dresidual, size_of(type), p.inner, r) : nullptr;
-    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
-      load_xhat_and_g<type>(p, r, j, rstd, xhat, g);
-      float dx[kVector], dresidual[kVector] = {};
-      if (dresidual_row) load_elements<type>(dresidual_row, j, p.n, dresidual);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        float t = fmaf(-xhat[e], c[0], g[e]);
-        dx[e] = dresidual_row ? fmaf(rstd, t, dresidual[e]) : rstd * t;
-      }
-      store_elements<type>(dx_row, j, p.n, dx);
-    }
-  }
-}
-
-// One group of rows by 2048 columns a block.
-template <Type type>
-__global__ void __launch_bounds__(kMaxTeam) rmsnorm_dweight_long_kernel(const __grid_constant__ RmsNormBackward p) {
-  int64_t slices = (p.n + kRowLanes - 1) / kRowLanes, groups = (p.rows + kDweightGroupRows - 1) / kDweightGroupRows;
-  for (int64_t job = blockIdx.x; job < slices * groups; job += gridDim.x) {
-    int64_t j = job % slices * kRowLanes + kVector * threadIdx.x, first = job / slices * kDweightGroupRows;
-    float chain[kVector] = {}, group[kVector] = {}, *partials = static_cast<float *>(p.workspace) + job / slices * p.n;
-    for (int64_t r = first; r < p.rows && r < first + kDweightGroupRows; ++r) {
-      float xhat[kVector], dy[kVector];
-      load_xhat<type>(p, r, j, reinterpret_cast<const float *>(p.rstd.data)[r], xhat, dy);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) chain[e] = fmaf(dy[e], xhat[e], chain[e]);
-      if ((r + 1) % kDweightChainRows == 0 || r + 1 == p.rows)
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          group[e] += chain[e];
-          chain[e] = 0.0f;
-        }
-    }
-#pragma unroll
-    for (int e = 0; e < kVector; ++e)
-      if (j + e < p.n) partials[j + e] = group[e];
   }
 }
 
@@ -433,11 +359,6 @@ pydet_status backward_held(const RmsNormBackward &p, int chains, bool clustered 
   return join_partials(p, clustered ? kGroupChains : chains);
 }
 
-int64_t limited(int64_t blocks) {
-  constexpr int64_t kMost = 1 << 20;  // more are walked in turns
-  return blocks < kMost ? blocks : kMost;
-}
-
 }  // namespace
 
 bool rmsnorm_backward_held_takes(const RmsNormBackward &p) {
@@ -456,33 +377,13 @@ bool rmsnorm_backward_chain_prefers(const RmsNormBackward &p) {
   return !p.dweight.data || p.rows / kDweightGroupRows * 4 < int64_t(gpu_multiprocessors(p.device.id)) * 3;
 }
 
-// Chains without the burden. A multiprocessor has to hold two blocks: of clusters of four with one each, 30 fit an H100.
+// Chains without the burden. A multiprocessor has to hold two blocks: with one each, 30 clusters of four fit an H100.
 bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &p) { return p.n > 1024; }
 
 pydet_status rmsnorm_backward_chain(const RmsNormBackward &p) { return backward_held(p, 1); }
 pydet_status rmsnorm_backward_cluster(const RmsNormBackward &p) { return backward_held(p, 1, true); }
 pydet_status rmsnorm_backward_group(const RmsNormBackward &p) {
   return backward_held(p, fits(p, kGroupChains) ? kGroupChains : 1);  // the sums of a group may be what does not fit
-}
-
-pydet_status rmsnorm_backward_long(const RmsNormBackward &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_long", guard.error());
-  pydet_status status = ready_to_join(p);
-  if (status != PYDET_OK) return status;
-  gpu_stream stream = static_cast<gpu_stream>(p.stream);
-  int64_t slices = (p.n + kRowLanes - 1) / kRowLanes, groups = (p.rows + kDweightGroupRows - 1) / kDweightGroupRows;
-  status = with_type(p.x.type, [&](auto type) {
-    if (p.dx.data && p.rows > 0) {
-      Launch where = {"rmsnorm_dx_long", stream, dim3(unsigned(limited(p.rows))), dim3(kMaxTeam)};
-      pydet_status launched = launch(where, rmsnorm_dx_long_kernel<type>, p);
-      if (launched != PYDET_OK) return launched;
-    }
-    if (!p.dweight.data || p.rows == 0) return pydet_status(PYDET_OK);
-    Launch where = {"rmsnorm_dweight_long", stream, dim3(unsigned(limited(slices * groups))), dim3(kMaxTeam)};
-    return launch(where, rmsnorm_dweight_long_kernel<type>, p);
-  });
-  return status == PYDET_OK ? join_partials(p, kGroupChains) : status;
 }
 
 }  // namespace pydet

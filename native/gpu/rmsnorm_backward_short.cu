@@ -1,11 +1,11 @@
-// Gradients of RMSNorm for rows of up to 512, in fp32 (NUMERICS.md, "RMSNorm"): the CPU's bits. The formulas are those of
-// rmsnorm_backward.cu.
+// Gradients of RMSNorm for rows of up to 512, in fp32 (NUMERICS.md, "RMSNorm"): the CPU's bits. The formulas are those
+// of rmsnorm_backward.cu.
 //
 // A block takes a chain of 16 rows, all of them at once in shared memory. First its threads are columns: each goes down
 // two of them, which is the chain of dweight. Then its four teams are rows, four each, joined together: dx. So no row
-// waits for another, where a ring of rows would take four turns of 0.7 us (4096 x 256: 8.5 us, here 6.6). Four blocks may
-// be a cluster and leave the sum of their group instead of their chains: the columns of a quarter of the threads are sent
-// to one of them each, while the rows are made.
+// waits for another, where a ring of rows would take four turns of 0.7 us (4096 x 256: 8.5 us, here 6.4). Four blocks
+// may be a cluster and leave the sum of their group instead of their chains: the columns of a quarter of the threads
+// are sent to one of them each, while the rows are made.
 
 #include "cluster.h"
 #include "kernels.h"
@@ -22,7 +22,7 @@ template <Type type, int team, bool residual> struct Chain {
   static constexpr int kVectorBytes = W * size_of(type), kRowBytes = T * kVectorBytes;
   static constexpr int kTensorBytes = kDweightChainRows * kRowBytes, kTensors = residual ? 3 : 2;
   static_assert(kThreads * 2 == T * W, "two columns a thread");
-  // Shared memory: the tensors; sums that a cluster sends, two columns a thread; rstd; the exchange of the teams' joins.
+  // Shared memory: the tensors; what a cluster sends, two columns a thread; rstd; the exchange of the teams' joins.
   static constexpr int kSumsAt = kTensors * kTensorBytes, kRstdAt = kSumsAt + kThreads * int(sizeof(float2));
   static constexpr int kArrivedAt = kRstdAt + kDweightChainRows * int(sizeof(float)), kExchangeAt = kArrivedAt + 16;
   static constexpr int kSharedBytes = kExchangeAt + kTeams * kExchange<T, R> * int(sizeof(float));
@@ -56,7 +56,8 @@ rmsnorm_backward_short_kernel(const __grid_constant__ RmsNormBackward p) {
   const int thread = int(threadIdx.x), t = thread % T, row0 = thread / T * R, n = int(p.n);
   const int rank = int(blockIdx.x) % kClusterBlocks;
   const int64_t first = int64_t(blockIdx.x) * kDweightChainRows;
-  const int count = int(p.rows - first < kDweightChainRows ? p.rows - first : kDweightChainRows);  // not positive: no rows
+  const int64_t left = p.rows - first;
+  const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;  // not positive: no rows
   const bool inside = W * t < n;
   char *const mine = shared + t * C::kVectorBytes + row0 * C::kRowBytes;
 
@@ -89,7 +90,8 @@ rmsnorm_backward_short_kernel(const __grid_constant__ RmsNormBackward p) {
   __syncthreads();
 
   // ---- Columns 2 thread and 2 thread + 1 ----
-  float *partials = static_cast<float *>(p.workspace) + int64_t(clustered ? blockIdx.x / kClusterBlocks : blockIdx.x) * p.n;
+  const int64_t partial = clustered ? blockIdx.x / kClusterBlocks : blockIdx.x;
+  float *partials = static_cast<float *>(p.workspace) + partial * p.n;
   if (p.dweight.data) {
     const char *pair = shared + thread * 2 * kBytes;
     float2 chain = {};
@@ -203,7 +205,8 @@ pydet_status backward_short(const RmsNormBackward &p, bool clustered) {
     const int most_blocks = clustered ? 8 : 7, shared_of_block = kMostSharedBytes / most_blocks / 1024 * 1024 - 1024;
     Short one = short_of(p);
     int shared_bytes = one.shared_bytes < shared_of_block ? shared_of_block : one.shared_bytes;
-    int64_t blocks = clustered ? divide_up(p.rows, kDweightGroupRows) * kClusterBlocks : divide_up(p.rows, kDweightChainRows);
+    int64_t blocks =
+        clustered ? divide_up(p.rows, kDweightGroupRows) * kClusterBlocks : divide_up(p.rows, kDweightChainRows);
     Launch where = {"rmsnorm_backward_short", static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)),
                     dim3(unsigned(one.threads)), shared_bytes};
     where.cluster = clustered ? kClusterBlocks : 1;

@@ -11,7 +11,7 @@ constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// rmsnorm_dweight.cu. Before anything else is launched: whether the kernel can be. PYDET_OK where dweight is not wanted.
+// rmsnorm_dweight.cu. Before anything else is launched: whether the kernel can be. OK where dweight is not wanted.
 pydet_status ready_to_join(const RmsNormBackward &);
 
 // Partials of `chains` chains each, 1 or kGroupChains, become dweight.
