@@ -2,8 +2,9 @@
 
 For every architecture and kernel, from metadata and disassembly: no scratch, no spilled vector registers, and at most
 the vector registers, spilled scalars and static LDS of the table in bench/README.md; matrix instructions in the
-kernels whose name says so; no product that is fused with a sum of +0, which loses the sign of -0. An architecture without a matrix instruction of its own makes such a kernel an error, since
-a body that the preprocessor left out compiles to nothing.
+kernels whose name says so; no product that is fused with a sum of +0, which loses the sign of -0. An architecture
+without a matrix instruction of its own makes such a kernel an error, since a body that the preprocessor left out
+compiles to nothing.
 """
 
 import re

@@ -45,8 +45,8 @@ def build(library, folder):
 
 
 class StandIn:
-    """The runtime of this process. `launches` are the kernels launched since `start`, `ran` the names of those that were
-    executed, `problem` what went wrong in one; `order` and `executes` say how to go on."""
+    """The runtime of this process. `launches` are the kernels launched since `start`, `ran` the names of those that
+    were executed, `problem` what went wrong in one; `order` and `executes` say how to go on."""
 
     def __init__(self, runtime, library, folder):
         self.fake, self.library, self.folder = ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL), library, folder

@@ -7,8 +7,9 @@ the barriers they need, they see each other's work too early or too late. Memory
 reads or writes outside of the ranges it was given is an error. Registers hold NaN, and LDS anything, until they are
 written.
 
-Loads and stores happen as late as s_waitcnt lets them: when the count that it waits for says that they are done in every
-order that the hardware may choose. An instruction that names a register which a load has yet to write is an error.
+Loads and stores happen as late as s_waitcnt lets them: when the count that it waits for says that they are done in
+every order that the hardware may choose. An instruction that names a register which a load has yet to write is an
+error.
 
 Simplified, since the kernels do not depend on it: the reciprocal and the square root are correctly rounded where the
 hardware's are within 1 ulp, and a division's scale, refinement and fix-up give its correctly rounded quotient at once.
@@ -219,7 +220,7 @@ class Wave:
             self.on_the_way[counter].append(access)
 
     def wait(self, counter, count):
-        """Returns when at most `count` are on the way. Of those that are done, the ones that keep no order may be first."""
+        """Returns when at most `count` are on the way. Those that keep no order may be the first that are done."""
         queue = self.on_the_way[counter]
         done = len(queue) - count
         if done <= 0:
@@ -249,8 +250,8 @@ class Wave:
             action, self.pc, registers = step
             self.executed += 1
             if awaited and not registers.isdisjoint(awaited):
-                missing = ", ".join(registers & awaited.keys())
-                raise AssertionError(f"{kernel.code[self.at]} at {self.at:#x} does not wait for {missing} ({kernel.name})")
+                missing, where = ", ".join(registers & awaited.keys()), f"{self.at:#x} of {kernel.name}"
+                raise AssertionError(f"{kernel.code[self.at]} at {where} does not wait for {missing}")
             if action is None:
                 continue
             stopped = action(self)
@@ -936,10 +937,10 @@ def lds_memory(name, operands, modifiers, following):
         sources = [register(x)[1] for x in operands[1 : 1 + len(offsets)]]
 
         def store(w):
-            parts = [
-                (where(w, offset), np.stack([w.v[source + i][w.mask] for i in range(words)], 1).view(np.uint8)[:, :size])
-                for source, offset in zip(sources, offsets, strict=True)
-            ]
+            parts = []
+            for source, offset in zip(sources, offsets, strict=True):
+                data = np.stack([w.v[source + i][w.mask] for i in range(words)], 1)
+                parts.append((where(w, offset), data.view(np.uint8)[:, :size]))
 
             def done():
                 for at, data in parts:

@@ -183,7 +183,7 @@ def test_gemm_equals_cpu(hip):
     for name, dtype, arithmetic in gemm_kernels(hip):
         extents = (5, 70, 19) if dtype == "fp32" else (17, 33, 40)
         options = {"kernel": name, "arithmetic": arithmetic}
-        large = name == "hip_gemm_ieee_128x128"  # which takes longest here: in fp32 alone, and one problem of each other type
+        large = name == "hip_gemm_ieee_128x128"  # which takes longest here: all problems in fp32 alone
         for m, n, k in (extents,) if large else (extents, (1, 16, 35), (70, 3, 16)):
             a, b = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype, seed=1)
             variants = [(a, b, {})]
@@ -612,7 +612,7 @@ def test_every_call_of_the_runtime_may_fail(hip):
             status = call()
             launched = bool(hip.launches)
             what = f"{name}, call {i} ({log[i]}): status {status}, {hip.sentence()!r}"
-            if status == 0:  # a value that only tunes, a check that others make up for, or the way back to the caller's device after the launch
+            if status == 0:  # what only tunes or checks, or the way back to the caller's device after the launch
                 tunes = "hipDeviceGetAttribute", "hipGetDeviceProperties", "hipPointerGetAttributes"
                 assert log[i] in (*tunes, "hipSetDevice"), what
                 assert launched, what

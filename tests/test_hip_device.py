@@ -33,7 +33,8 @@ ROCM = 10  # DLPack's kDLROCM
 UNSUPPORTED, INVALID_DEVICE = 11, 5
 ARCH = os.environ.get("PYDET_HIP_STAND_IN", "")
 if ARCH:  # before the library is loaded, whose devices are those of the runtime
-    RUNTIME = fakehip.StandIn("libamdhip64.so", pathlib.Path(os.environ["PYDET_LIBRARY"]), pathlib.Path(tempfile.mkdtemp()))
+    LIBRARY, FOLDER = pathlib.Path(os.environ["PYDET_LIBRARY"]), tempfile.TemporaryDirectory()
+    RUNTIME = fakehip.StandIn("libamdhip64.so", LIBRARY, pathlib.Path(FOLDER.name))
     RUNTIME.start(ARCH, devices=2)
 DEVICES = [device for device in pydet.devices() if device.kind == "rocm"]
 GUARD = 256  # bytes before and after all memory, which nobody may write
@@ -97,7 +98,8 @@ class OnRocm(interop.Producer):
         self.strides, self.start = [int(stride) for stride in strides or []], start
         kind = capi.dtype_of(np.empty(0, dtype))
         address = memory.address + start * self.dtype.itemsize
-        super().__init__(capi.Tensor(shape=shape, strides=self.strides, dtype=kind, data=address, device=(ROCM, device)))
+        where = {"data": address, "device": (ROCM, device)}
+        super().__init__(capi.Tensor(shape=shape, strides=self.strides, dtype=kind, **where))
 
     def numpy(self):
         words = self.memory.read()[: self.memory.size // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
@@ -115,10 +117,10 @@ class Rocm(buffer.Framework):
 
     def allocate(self, like, shape, index, op):
         dtype = buffer.numpy_dtype(index)
-        size = int(np.prod(shape)) * dtype.itemsize
-        memory = self.device.reserve.pop() if self.device.reserve else Buffer(self.device.runtime, size, self.device.byte)
+        size, on = int(np.prod(shape)) * dtype.itemsize, self.device
+        memory = on.reserve.pop() if on.reserve else Buffer(on.runtime, size, on.byte)
         assert memory.size >= size
-        self.device.allocated.append(memory)
+        on.allocated.append(memory)
         return OnRocm(memory, dtype, shape, device=like.tensor.c.device.device_id)
 
 
@@ -224,9 +226,8 @@ def each(operation):
     """Parametrizes by kernel and by the element types it takes."""
     pairs = [(kernel, dtype) for kernel in hip_kernels(operation) for dtype in kernel.dtypes.split()]
     if not pairs:
-        return pytest.mark.parametrize(
-            "kernel,dtype", [pytest.param(None, None, marks=pytest.mark.skip("libpydet_hip.so is not built (make hip)"))]
-        )
+        missing = pytest.mark.skip("libpydet_hip.so is not built (make hip)")
+        return pytest.mark.parametrize("kernel,dtype", [pytest.param(None, None, marks=missing)])
     return pytest.mark.parametrize("kernel,dtype", pairs, ids=[f"{kernel.name}-{dtype}" for kernel, dtype in pairs])
 
 
@@ -280,7 +281,8 @@ def test_golden_of_gemm(device, kernel, dtype):
 def test_skinny_rows_equal_cpu(device, dtype, k_chunk):
     """Numbers of rows up to 130, by the kernel that the library chooses and by each other; ragged N and K."""
     arithmetic = arithmetic_of(dtype)
-    names = [kernel.name for kernel in hip_kernels("gemm") if kernel.arithmetic == arithmetic and dtype in kernel.dtypes]
+    rows = [kernel for kernel in hip_kernels("gemm") if dtype in kernel.dtypes]
+    names = [kernel.name for kernel in rows if kernel.arithmetic == arithmetic]
     for n, k in scaled([(331, 8), (72, 1000), (200, 2880), (40, 14336)], [(19, 40)]):
         x, w, bias = normal(130, k, dtype=dtype), normal(n, k, dtype=dtype, seed=1), normal(130, n, seed=2)
         options = {"arithmetic": arithmetic, "k_chunk": k_chunk, "out_dtype": DTYPES["fp32"]}
@@ -295,7 +297,7 @@ def test_skinny_rows_equal_cpu(device, dtype, k_chunk):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_bits_against_batch(device, dtype):
-    """A row of a large product is that row alone, and that row in every batch size, whatever kernel each of them got."""
+    """A row of a large product is that row alone, and in every batch size, whatever kernel each of them got."""
     rows, n, k = scaled((4096, 776, 1032), (70, 20, 24))
     a, w, kernels = normal(rows, k, dtype=dtype), device.to_device(normal(n, k, dtype=dtype, seed=1)), set()
     whole = device.skinny_gemm(a, w)
@@ -433,7 +435,8 @@ def calls(device):
         tensors = [device.empty(result.shape, result.dtype) for result in expected]
         given = dict(zip(outputs, tensors, strict=False)) if operation != "rmsnorm" else {"out": tuple(tensors)}
         there = {name: device.to_device(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-        made.append((functools.partial(function, *map(device.to_device, operands), **there, **given), tensors, expected))
+        call = functools.partial(function, *map(device.to_device, operands), **there, **given)
+        made.append((call, tensors, expected))
     return made
 
 
@@ -457,7 +460,7 @@ def test_graph_replay(device):
         call(stream=int(stream))
     graph = runtime.hipStreamEndCapture(stream)
     ready = runtime.hipGraphInstantiateWithFlags(graph, 0)
-    for _, tensors, expected in everything:
+    for _, tensors, _ in everything:
         assert all(np.isnan(tensor.numpy().astype(np.float32)).all() for tensor in tensors), "captured, not run"
     for i in range(scaled(200, 2)):
         for _, tensors, _ in everything:

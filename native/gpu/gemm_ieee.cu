@@ -5,9 +5,9 @@
 //
 // A block of 256 threads makes a tile of 64x64, 4x4 a thread: for every type, stride and alignment, for small problems
 // and for k_chunk; gemm_ieee_fp32.cu makes large fp32 ones. It lives on asynchronous copies, which AMD has not: there a
-// tile of 128x128, 8x8 a thread, makes the large ones. Stages of 8 k are converted to fp32 on their way to shared memory,
-// k-major whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero padding
-// would turn a chain of -0 into +0, so the last stage is walked to K and no further.
+// tile of 128x128, 8x8 a thread, makes large products. Stages of 8 k are converted to fp32 on their way to shared
+// memory, k-major whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero
+// padding would turn a chain of -0 into +0, so the last stage is walked to K and no further.
 
 #include "epilogue.h"
 #include "kernels.h"

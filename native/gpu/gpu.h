@@ -44,8 +44,8 @@ inline int gpu_shared_bytes(int id) {
 }
 inline bool gpu_overlaps_kernels(int) { return false; }
 
-// Whether kernels there can use this memory. What the runtime does not know is the host's own, which a device reaches only
-// where it shares its page tables; elsewhere the access ends the process.
+// Whether kernels there can use this memory. What the runtime does not know is the host's own, which a device reaches
+// only where it shares its page tables; elsewhere the access ends the process.
 inline bool gpu_reaches(int id, const void *data) {
   hipPointerAttribute_t found = {};
   gpu_error error = hipPointerGetAttributes(&found, data);
@@ -322,7 +322,7 @@ __device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+v"
 // And again in each turn of a loop, so that what follows from it is not computed before and kept in registers.
 __device__ __forceinline__ void make_opaque(int &value, int64_t turn) { asm("" : "+v"(value) : "s"(int(turn))); }
 #endif
-// For code that is unrolled widely: AMD's compiler keeps what it computed for all elements, for which it has no registers.
+// For code that is unrolled widely: AMD's compiler keeps what it computed for all elements, without registers for it.
 __device__ __forceinline__ void recompute_on_amd([[maybe_unused]] int &value) {
 #if defined(__HIP_PLATFORM_AMD__)
   make_opaque(value);
