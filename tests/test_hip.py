@@ -719,4 +719,4 @@ def test_the_tests_for_a_device_work(library, need, tmp_path, arch):
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
     skipped = {line.split(": ", 1)[1] for line in done.stdout.splitlines() if line.startswith("SKIPPED")}
-    assert passed >= 40 and skipped <= {"the interpreter would take minutes"}, done.stdout
+    assert passed >= 25 and skipped <= {"the interpreter would take minutes"}, done.stdout
