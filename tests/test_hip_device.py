@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import capi
-import cases
 import fakehip
 import interop
 import pydet
