@@ -108,7 +108,7 @@ def _count(library: torch.library.Library, key: str, name: str, caught: Counter[
         caught[f"aten::{name} (left to PyTorch)"] += 1
         return original.call_boxed(keyset, *arguments, **keywords)
 
-    library.impl(name, kernel, key, with_keyset=True)
+    library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
 def _take_over(
@@ -134,7 +134,7 @@ def _take_over(
         with torch.no_grad():
             return compute(operands, written, {**options, "out_dtype": out_dtype}, **scaled)
 
-    library.impl(full, kernel, key, with_keyset=True)
+    library.impl(full, kernel, key, with_keyset=True, allow_override=True)  # also over another Python override
 
 
 def _takes(
