@@ -216,9 +216,9 @@ def skinny_gemm(
         w: ``[N, K]``, of the type of ``x``.
         bias: ``[N]``, or shaped like the result.
         out: ``[..., N]``; made if None.
-        mode: ``"deterministic"``, or ``"fast"``: K may be cut and the parts added as suits shape and device, so that the
-            bits of ``"fast"`` are NOT promised, not even from run to run. In this release that happens on Hopper for N
-            up to about 1000, as if in chunks of the library's choice; elsewhere it is the deterministic sum.
+        mode: ``"deterministic"``, or ``"fast"``: K may be cut and the parts added as suits shape and device, so that
+            the bits of ``"fast"`` are NOT promised, not even from run to run. In this release that happens on Hopper
+            for N up to about 1000, as if in chunks of the library's choice; elsewhere it is the deterministic sum.
         weights_constant: a promise that no work still running in the stream writes ``w``, so that its loads may start
             before the kernel ahead has ended.
         out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.
