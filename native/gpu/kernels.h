@@ -46,7 +46,6 @@ bool sm90_prefers(const Gemm &, int tile);
 template <int tile> pydet_status gemm_sm90(const Gemm &);
 
 // skinny_sm90.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a.
-constexpr int kSkinnyRows[] = {16, 32, 48, 64, 96, 128};
 template <int rows> struct SkinnySm90 {
   static bool takes(const Gemm &);
   static bool prefers(const Gemm &);
