@@ -136,7 +136,7 @@ HIPFLAGS = -x hip $(addprefix --offload-arch=,$(shell cat $(BUILD)/hip/archs)) -
   -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -fhip-fp32-correctly-rounded-divide-sqrt \
   -fno-gpu-flush-denormals-to-zero $(WARN) -Wno-pass-failed -Wno-unused-const-variable -Inative -Inative/include
 HIP_BITCODE = $(firstword $(wildcard $(ROCM)/amdgcn/bitcode $(ROCM)/lib/llvm/lib/clang/*/lib/amdgcn/bitcode \
-  $(ROCM)/lib/*/amdgcn/bitcode))
+  $(ROCM)/lib/*/amdgcn/bitcode $(ROCM)/lib/llvm-*/lib/clang/*/amdgcn/bitcode))
 
 .PHONY: hip
 hip: export HIP_PLATFORM := amd
