@@ -1,4 +1,4 @@
-// What four neighbouring blocks, a cluster, send each other (Hopper and later). A block waits for bytes that the others
+// What neighbouring blocks, a cluster, send each other (Hopper and later). A block waits for bytes that the others
 // write straight into its shared memory, where an mbarrier counts them: nobody waits for writes to memory, as a barrier
 // of the cluster with release would. Elsewhere there are no clusters, and none of this is reached.
 #pragma once
@@ -8,7 +8,7 @@
 namespace pydet {
 namespace {
 
-constexpr int kClusterBlocks = 4;
+constexpr int kClusterBlocks = 4;  // of the norms
 
 #if __CUDA_ARCH__ >= 900
 
@@ -43,14 +43,16 @@ __device__ __forceinline__ void send(void *to, float2 piece, uint64_t *arrived, 
       "r"(shared_address(arrived)), "r"(rank), "f"(piece.x), "f"(piece.y)
       : "memory");
 }
-__device__ __forceinline__ void send(void *to, float4 piece, uint64_t *arrived, int rank) {
+__device__ __forceinline__ void send(uint32_t to, float4 piece, uint32_t arrived, int rank) {
   asm volatile(
       "{\n.reg .b32 there, counter;\n"
       "mapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counter, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counter];\n}" ::"r"(
-          shared_address(to)),
-      "r"(shared_address(arrived)), "r"(rank), "f"(piece.x), "f"(piece.y), "f"(piece.z), "f"(piece.w)
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counter];\n}" ::"r"(to),
+      "r"(arrived), "r"(rank), "f"(piece.x), "f"(piece.y), "f"(piece.z), "f"(piece.w)
       : "memory");
+}
+__device__ __forceinline__ void send(void *to, float4 piece, uint64_t *arrived, int rank) {
+  send(shared_address(to), piece, shared_address(arrived), rank);
 }
 
 // Returns when all that this block expects has been written. The block must not end before.

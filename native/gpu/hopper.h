@@ -42,15 +42,6 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
       : "memory");
 }
 
-// Stores 16 bytes at the same offset in block 0 of the cluster and counts them on its barrier at that of `barrier`.
-__device__ __forceinline__ void store_to_first_block(uint32_t to, uint32_t barrier, const float *x) {
-  asm volatile(
-      "{\n.reg .b32 remote, full;\nmapa.shared::cluster.u32 remote, %0, 0;\nmapa.shared::cluster.u32 full, %1, 0;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%2, %3, %4, %5}, [full];\n}" ::"r"(to),
-      "r"(barrier), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
-      : "memory");
-}
-
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -10,6 +10,7 @@
 // where N is small is the chain: 25 cycles a step, 3.6 us for K = 4096. wgmma alone takes 20, which is the time to read
 // 64 rows of x from shared memory; bench/README.md says what the other 5 are.
 
+#include "cluster.h"
 #include "skinny_sm90.h"
 
 namespace pydet {
@@ -134,7 +135,8 @@ template <class S> struct Reader {
         } else if (has_rows(p)) {
 #pragma unroll
           for (int i = 0; i < S::registers / 4; ++i)
-            store_to_first_block(sum_place(p, (chunk - p.part_steps) / p.chunk_steps, i), at.sums_full(), &sum[4 * i]);
+            send(sum_place(p, (chunk - p.part_steps) / p.chunk_steps, i),
+                 make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]), at.sums_full(), 0);
         }
       }
       if (S::split && part.first == 0) {

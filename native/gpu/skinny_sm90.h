@@ -56,9 +56,8 @@ struct Cursor {
   }
 };
 
-// Addresses in shared memory: x's ring, then w's, then the barriers, then, in a cluster's first block, the sums of other
-// blocks. What the tensor cores
-// read of x's rows past x's ring lies in w's, which is at least that long.
+// Addresses in shared memory: x's ring, then w's, then the barriers, then, in a cluster's first block, the sums of the
+// other blocks. What the tensor cores read of x's rows past x's ring lies in w's, which is at least that long.
 template <class S> struct Layout {
   uint32_t x, w, barriers, sums;
   int x_block_bytes;
