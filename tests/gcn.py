@@ -608,6 +608,8 @@ SCALARS = {
     "s_xor_b64": lambda a, b: (a ^ b, a ^ b != 0),
     "s_andn2_b32": lambda a, b: (a & ~b, a & ~b != 0),
     "s_andn2_b64": lambda a, b: (a & ~b, a & ~b != 0),
+    "s_nor_b64": lambda a, b: (~(a | b) & M64, ~(a | b) & M64 != 0),
+    "s_nand_b64": lambda a, b: (~(a & b) & M64, ~(a & b) & M64 != 0),
     "s_orn2_b64": lambda a, b: (a | ~b & M64, (a | ~b & M64) != 0),
     "s_lshl_b32": lambda a, b: (a << (b & 31) & M32, a << (b & 31) & M32 != 0),
     "s_lshl_b64": lambda a, b: (a << (b & 63) & M64, a << (b & 63) & M64 != 0),
@@ -1088,10 +1090,15 @@ def vector_alu(name, operands, modifiers, following):
         put, a, b = put_scalar(operands[0], True), vector(operands[1]), vector(operands[2])
         return lambda w: put(w, value_of(np.broadcast_to(classes(a(w)) & b(w) != 0, (LANES,)) & w.mask))
     if plain == "v_cndmask_b32":
-        number, a, b = register(operands[0])[1], vector(operands[1]), vector(operands[2])
+        number = register(operands[0])[1]
+        a, b = (selected(x, False, modifiers.get(f"src{i}_sel")) for i, x in enumerate(operands[1:3]))
+        if modifiers.get("dst_sel", "DWORD") != "DWORD":
+            raise NotImplementedError(f"{name} with {modifiers}")
         chooser = scalar(operands[3] if operands[3:] else "vcc", True)
         return lambda w: w.put(number, np.where(mask_of(chooser(w)), b(w), a(w)))
     if plain in CARRY:
+        if name.endswith("_sdwa"):
+            raise NotImplementedError(f"{name} with {modifiers}")
         number, put = register(operands[0])[1], put_scalar(operands[1], True)
         a, b = vector(operands[2]), vector(operands[3])
         carry = scalar(operands[4], True) if operands[4:] else (lambda w: 0)
@@ -1117,6 +1124,8 @@ def vector_alu(name, operands, modifiers, following):
 
         return scale
     if plain in ("v_fmac_f32", "v_mac_f32"):
+        if name.endswith("_sdwa"):
+            raise NotImplementedError(f"{name} with {modifiers}")
         number, a, b = register(operands[0])[1], vector(operands[1]), vector(operands[2])
         operation = fma if plain == "v_fmac_f32" else add_scaled
         return lambda w: w.put(number, operation(a(w), b(w), w.v[number]))
@@ -1153,6 +1162,12 @@ def vector_alu(name, operands, modifiers, following):
     if plain not in VALUES:
         return None
     number, operation = register(operands[0])[1], VALUES[plain]
+    if plain == "v_cvt_f32_f16" and operands[1].startswith(("-", "|")):
+        # The sign is the half's: its bit 15, or that of the result, which has the same value
+        read = selected(operands[1].strip("-|"), False, modifiers.get("src0_sel"))
+        minus, magnitude = operands[1][0] == "-", "|" in operands[1]
+        keep, flip = U32(M32 >> 1 if magnitude else M32), U32(int(minus) << 31)
+        return lambda w: w.put(number, operation(read(w)) & keep ^ flip)
     reads = [selected(x, False, modifiers.get(f"src{i}_sel")) for i, x in enumerate(operands[1:])]
     part = modifiers.get("dst_sel", "DWORD")
     if part == "DWORD":
