@@ -786,21 +786,28 @@ def test_rmsnorm_equals_cpu(device, kernel, dtype):
     assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
 
 
+def backward_case(m, n, dtype, index):
+    """dy, x, weight and rstd of case `index`, and its options; rstd is any number, so that no model has to compute it."""
+    kind = ["normal", "wide", "specials"][index % 3]
+    x, weight, options = test_rmsnorm.forward_case(m, n, dtype, index, kind)
+    rstd = np.abs(data("normal", (m,), reference.FLOAT32, index + 7))
+    dy = data(kind, (m, n), DTYPES[dtype], index + 3)
+    given = {name: value for name, value in options.items() if name == "weight_offset"}
+    if "residual" in options:
+        given["dresidual"] = options["residual"]
+    if weight is not None:
+        given["dweight_dtype"] = DTYPES[["fp32", "bf16", "fp16"][index % 3]]
+    return (dy, x, weight, rstd), given
+
+
 @each("rmsnorm_backward")
 def test_rmsnorm_backward_equals_cpu(device, kernel, dtype):
     for index, (m, n) in enumerate(NORM_SHAPES):
-        kind = ["normal", "wide", "specials"][index % 3]
-        x, weight, options = test_rmsnorm.forward_case(m, n, dtype, index, kind)
-        rstd = np.abs(data("normal", (m,), reference.FLOAT32, index + 7))
-        dy = data(kind, (m, n), DTYPES[dtype], index + 3)
-        given = {name: value for name, value in options.items() if name == "weight_offset"}
-        if "residual" in options:
-            given["dresidual"] = options["residual"]
-        if weight is not None:
-            given["dweight_dtype"] = DTYPES[["fp32", "bf16", "fp16"][index % 3]]
-        actual = device.rmsnorm_backward(dy, x, weight, rstd, **given)
+        operands, given = backward_case(m, n, dtype, index)
         test_rmsnorm.assert_all_same_bits(
-            actual, pydet.rmsnorm_backward(dy, x, weight, rstd, **given), f"{m}x{n} case {index}"
+            device.rmsnorm_backward(*operands, **given),
+            pydet.rmsnorm_backward(*operands, **given),
+            f"{m}x{n} case {index}",
         )
     assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
 

@@ -20,7 +20,6 @@ import capi
 import fakehip
 import interop
 import pydet
-import reference
 import test_cuda
 import test_gemm
 import test_golden
@@ -354,18 +353,11 @@ def test_rmsnorm_equals_cpu(device, kernel, dtype):
 def test_rmsnorm_backward_equals_cpu(device, kernel, dtype):
     device.forced(kernel.name)
     for index, (m, n) in enumerate(NORM_SHAPES):
-        kind = ["normal", "wide", "specials"][index % 3]
-        x, weight, options = test_rmsnorm.forward_case(m, n, dtype, index, kind)
-        rstd = np.abs(data("normal", (m,), reference.FLOAT32, index + 7))
-        dy = data(kind, (m, n), DTYPES[dtype], index + 3)
-        given = {name: value for name, value in options.items() if name == "weight_offset"}
-        if "residual" in options:
-            given["dresidual"] = options["residual"]
-        if weight is not None:
-            given["dweight_dtype"] = DTYPES[["fp32", "bf16", "fp16"][index % 3]]
-        actual = device.rmsnorm_backward(dy, x, weight, rstd, **given)
+        operands, given = test_cuda.backward_case(m, n, dtype, index)
         test_rmsnorm.assert_all_same_bits(
-            actual, pydet.rmsnorm_backward(dy, x, weight, rstd, **given), f"{m}x{n} case {index}"
+            device.rmsnorm_backward(*operands, **given),
+            pydet.rmsnorm_backward(*operands, **given),
+            f"{m}x{n} case {index}",
         )
     assert device.taken >= scaled(5, 2), f"{kernel.name} took {device.taken} problems"
 
