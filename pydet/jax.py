@@ -267,6 +267,26 @@ def _bias(op: str, bias: Any, shape: tuple[int, ...]) -> Array | None:
     return bias
 
 
+def _matrix_product(
+    op: str,
+    first: tuple[str, Any],
+    second: tuple[str, Any],
+    bias: Any,
+    out_dtype: Any,
+    accumulate: Any,
+    how: tuple[Any, Any, Any],
+    layout: _Layout,
+) -> Array:
+    """The product of two named matrices or batches, which lie as `layout` says; `how`: arithmetic, k_chunk, kernel."""
+    inner = -2 if layout.transpose_a else -1, -1 if layout.transpose_b else -2
+    a, b = _matrices(op, first, second, inner)
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shape = (*batch, a.shape[-3 - inner[0]], b.shape[-3 - inner[1]])
+    start, dtype = _continued(op, accumulate, shape, out_dtype, a.dtype.name)
+    options = _options(op, *how)
+    return _product(a, b, _bias(op, bias, shape), start, dtype, layout, options)
+
+
 def gemm(
     a: Array,
     b: Array,
@@ -287,11 +307,8 @@ def gemm(
         out_dtype: ``a``'s by default; float32 under ``accumulate``.
         accumulate, arithmetic, k_chunk, kernel: see above.
     """
-    a, b = _matrices("gemm", ("a", a), ("b", b), (-1, -2))
-    shape = (*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    start, dtype = _continued("gemm", accumulate, shape, out_dtype, a.dtype.name)
-    options = _options("gemm", arithmetic, k_chunk, kernel)
-    return _product(a, b, _bias("gemm", bias, shape), start, dtype, _Layout(), options)
+    how = arithmetic, k_chunk, kernel
+    return _matrix_product("gemm", ("a", a), ("b", b), bias, out_dtype, accumulate, how, _Layout())
 
 
 def gemm_da(
@@ -311,11 +328,8 @@ def gemm_da(
         b: ``[..., K, N]``, as it went into :func:`gemm`; of the type of ``dc``.
         out_dtype, accumulate, arithmetic, k_chunk, kernel: as in :func:`gemm`.
     """
-    dc, b = _matrices("gemm_da", ("dc", dc), ("b", b), (-1, -1))
-    shape = (*jnp.broadcast_shapes(dc.shape[:-2], b.shape[:-2]), dc.shape[-2], b.shape[-2])
-    start, dtype = _continued("gemm_da", accumulate, shape, out_dtype, dc.dtype.name)
-    options = _options("gemm_da", arithmetic, k_chunk, kernel)
-    return _product(dc, b, None, start, dtype, _Layout(transpose_b=True), options)
+    how, layout = (arithmetic, k_chunk, kernel), _Layout(transpose_b=True)
+    return _matrix_product("gemm_da", ("dc", dc), ("b", b), None, out_dtype, accumulate, how, layout)
 
 
 def gemm_db(
@@ -338,11 +352,8 @@ def gemm_db(
         dc: ``[..., M, N]``, of the type of ``a``.
         out_dtype, accumulate, arithmetic, k_chunk, kernel: as in :func:`gemm`.
     """
-    a, dc = _matrices("gemm_db", ("a", a), ("dc", dc), (-2, -2))
-    shape = (*jnp.broadcast_shapes(a.shape[:-2], dc.shape[:-2]), a.shape[-1], dc.shape[-1])
-    start, dtype = _continued("gemm_db", accumulate, shape, out_dtype, a.dtype.name)
-    options = _options("gemm_db", arithmetic, k_chunk, kernel)
-    return _product(a, dc, None, start, dtype, _Layout(transpose_a=True), options)
+    how, layout = (arithmetic, k_chunk, kernel), _Layout(transpose_a=True)
+    return _matrix_product("gemm_db", ("a", a), ("dc", dc), None, out_dtype, accumulate, how, layout)
 
 
 def skinny_gemm(

@@ -4,6 +4,9 @@
 #pragma once
 
 #include "gpu.h"
+#if defined(__CUDACC__)
+#include "mma.h"
+#endif
 
 namespace pydet {
 namespace {
@@ -20,12 +23,14 @@ __device__ __forceinline__ bool in_cluster() {
 
 // `bytes` will be sent to this block. All threads, before anything is sent.
 __device__ __forceinline__ void expect_from_cluster(uint64_t *arrived, int bytes) {
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(arrived), 1);
     asm volatile(
-        "mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\n"
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived)),
+        "fence.mbarrier_init.release.cluster;\nmbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+            shared_address(arrived)),
         "r"(bytes)
         : "memory");
+  }
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -56,12 +61,7 @@ __device__ __forceinline__ void send(void *to, float4 piece, uint64_t *arrived, 
 }
 
 // Returns when all that this block expects has been written. The block must not end before.
-__device__ __forceinline__ void wait_for_cluster(uint64_t *arrived) {
-  asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
-      "@!done bra AGAIN;\n}" ::"r"(shared_address(arrived))
-      : "memory");
-}
+__device__ __forceinline__ void wait_for_cluster(uint64_t *arrived) { barrier_wait(shared_address(arrived), 0); }
 
 #else
 
