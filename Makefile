@@ -40,7 +40,7 @@ MACHINE := $(shell $(CXX) -dumpmachine)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore rmsnorm
 # Objects that every library holds; then what makes each library its own.
-SHARED := $(BUILD)/api.o $(BUILD)/exchange.o $(BUILD)/xla_ffi.o $(BUILD)/cpu/backend.o $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
+SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
@@ -56,7 +56,7 @@ help:
 cpu: $(LIBRARY)/libpydet_cpu.so
 
 # The package, editable, with what its tests need. The libraries are built here and found in pydet/.
-$(VENV)/installed: setup.py pyproject.toml native/include/pydet.h native/exchange.h | cpu
+$(VENV)/installed: setup.py pyproject.toml native/include/pydet.h native/entry/python.h | cpu
 	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) -m venv failed (on Debian: apt install python3-venv)" >&2; exit 1; }
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	touch $@
@@ -91,15 +91,15 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word a file of native/gpu; SASS for the listed architectures.
-CUDA_KERNELS := gemm_sm90 gemm_mma gemm_ieee gemm_ieee_fp32 skinny_sm90 skinny_mma skinny_ieee rmsnorm \
-  rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight
+CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight) \
+  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma sm90/gemm sm90/skinny)
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_HOST := backend sm90_plan
+CUDA_HOST := nvidia/backend nvidia/sm90/plan
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 NVCCFLAGS := -std=c++17 -O3 --fmad=false -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
-$(BUILD)/gpu/gemm_sm90.o $(BUILD)/gpu/skinny_sm90.o: GENCODE := $(call gencode,90a)
+$(BUILD)/gpu/nvidia/sm90/%.o: GENCODE := $(call gencode,90a)
 # PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.
 GENCODE = $(call gencode,$(CUDA_ARCHS)) -gencode arch=compute_90,code=compute_90
 
@@ -127,8 +127,9 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
   $(shell for name in clang++-21 clang++-20 clang++-19 hipcc; do command -v $$name && break; done))
 # Of these, what the compiler knows.
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100
-HIP_KERNELS := gemm_mfma skinny_mfma gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight
-HIP_OBJECTS := $(SHARED) $(BUILD)/hip/backend_hip.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
+HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
+  $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight)
+HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled
 # is as right as one that is, and the host's half of a file does not use the device's constants.
 HIPFLAGS = -x hip $(addprefix --offload-arch=,$(shell cat $(BUILD)/hip/archs)) --rocm-path=$(ROCM) \
@@ -166,11 +167,13 @@ $(BUILD)/hip/archs: Makefile
 	done | paste -s -d ' ' >$@
 	@[ -s $@ ] || { echo "make: $(HIPCC) knows none of $(HIP_ARCHS)" >&2; exit 1; }
 
-$(BUILD)/hip/backend_hip.o: native/gpu/backend_hip.cpp $(BUILD)/hip/archs
+$(BUILD)/hip/amd/backend.o: native/gpu/amd/backend.cpp $(BUILD)/hip/archs
+	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -D__HIP_PLATFORM_AMD__ $(if $(filter /usr,$(ROCM)),,-isystem $(ROCM)/include) \
 	  -DPYDET_HIP_ARCHS='"$(shell cat $(BUILD)/hip/archs)"' -MMD -MP -c $< -o $@
 
 $(BUILD)/hip/%.o: native/gpu/%.cu $(BUILD)/hip/archs
+	@mkdir -p $(@D)
 	$(HIPCC) $(HIPFLAGS) -MMD -MP -c $< -o $@
 
 -include $(HIP_OBJECTS:.o=.d)

@@ -21,7 +21,7 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
-HEADERS = [ROOT / "native/exchange.h", ROOT / "native/include/pydet.h"]
+HEADERS = [ROOT / "native/entry/python.h", ROOT / "native/include/pydet.h"]
 
 
 def version() -> str:
@@ -36,7 +36,7 @@ def write_declarations() -> Path:
 
     target = ROOT / "pydet/_cdef.py"
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, "-E", "-P", "-DPYDET_CDEF", str(HEADERS[0])]
+    command = [*compiler, "-E", "-P", "-DPYDET_CDEF", f"-I{HEADERS[1].parent}", str(HEADERS[0])]
     try:
         declarations = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # check_library.sh LIBRARY [OBJECTS]: what the built library shows to the linker is only what it promises.
-# - it exports pydet_* and nothing else, and every function that pydet.h, exchange.h and xla_ffi.h declare;
+# - it exports pydet_* and nothing else, and every function that pydet.h, entry/python.h and entry/xla_ffi.h declare;
 # - it needs only libc, libm, libstdc++, libgcc_s, libgomp and the loader (of CUDA and HIP, what their builds name);
 # - OBJECTS (the build folder): code for a wider instruction set defines no weak symbol, which the linker could pick
 #   for an older CPU (DW.ref.*, the compiler's pointers to its exception routine, are data), and no other code uses its
@@ -12,7 +12,7 @@ failed=0
 complain() { echo "$library: $*" >&2; failed=1; }
 
 exported=$(nm -D --defined-only "$library" | awk '$2 != "A" { print $3 }' | sort)
-declared=$(sed 's,/[*].*[*]/,,' "$native/include/pydet.h" "$native/exchange.h" "$native/xla_ffi.h" | grep -o '^PYDET_API [^(]*(' |
+declared=$(sed 's,/[*].*[*]/,,' "$native/include/pydet.h" "$native/entry/python.h" "$native/entry/xla_ffi.h" | grep -o '^PYDET_API [^(]*(' |
   sed 's/.*[ *]\(pydet_[a-z_]*\)($/\1/' | sort)
 [ "$(wc -w <<<"$declared")" -ge 20 ] || complain "found only these declarations: $declared"
 foreign=$(grep -v '^pydet_' <<<"$exported" || true)

@@ -2,7 +2,7 @@
 
 #include <initializer_list>
 
-#include "check.h"
+#include "check/check.h"
 
 namespace pydet {
 namespace {

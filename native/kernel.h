@@ -1,7 +1,7 @@
 // What a backend provides: tables of kernels for checked problems. api.cpp checks, chooses a row and launches it.
 #pragma once
 
-#include "include/pydet.h"
+#include "pydet.h"
 #include "numerics.h"
 
 namespace pydet {
@@ -135,7 +135,7 @@ struct Backend {
 const Backend &cpu_backend();
 const Backend *gpu_backend();  // NULL in libpydet_cpu.so
 
-// Writes the thread's error text, printf style, and returns the status. The one writer of error text (check.h).
+// Writes the thread's error text, printf style, and returns the status. The one writer of error text (check/check.h).
 __attribute__((format(printf, 2, 3))) pydet_status fail(pydet_status status, const char *format, ...);
 
 }  // namespace pydet

@@ -1,7 +1,7 @@
 """Tensors of any framework: how each is read in place, and how results are made in the caller's own framework.
 
 NumPy arrays, and tensors of frameworks with the DLPack C exchange API, are read by the library itself
-(``native/exchange.cpp``); this module tells it how, and reads everything else. Nothing is copied, and no framework is
+(``native/entry/python.cpp``); this module tells it how, and reads everything else. Nothing is copied, and no framework is
 imported that the caller has not imported.
 """
 
@@ -476,21 +476,21 @@ def _stream_override(address: int) -> Iterator[None]:
         _override.stream = None
 
 
-# ---- Hooks of the library (exchange.h) -------------------------------------------------------------------------------
+# ---- Hooks of the library (entry/python.h) -------------------------------------------------------------------------------
 
 
 def classify(x: Any, op: str, name: str) -> int:
-    """`classify` of exchange.h."""
+    """`classify` of entry/python.h."""
     return framework_of(x, op, name).address
 
 
 def borrow(x: Any, op: str, name: str, written: int) -> tuple[int, Any]:
-    """`borrow` of exchange.h."""
+    """`borrow` of entry/python.h."""
     return framework_of(x, op, name).borrow(x, f"{op}: {name}", bool(written))
 
 
 def check_torch(x: Any, op: str, name: str) -> None:
-    """`check` of exchange.h: what a torch tensor means beyond its memory."""
+    """`check` of entry/python.h: what a torch tensor means beyond its memory."""
     torch = sys.modules["torch"]
     if x.requires_grad and torch.is_grad_enabled():
         fail(
@@ -503,7 +503,7 @@ def check_torch(x: Any, op: str, name: str) -> None:
 
 
 def unreadable_torch(x: Any, op: str, name: str) -> NoReturn:
-    """`unreadable` of exchange.h: why the memory of a torch tensor cannot be had."""
+    """`unreadable` of entry/python.h: why the memory of a torch tensor cannot be had."""
     torch = sys.modules["torch"]
     if type(x).__name__ == "FakeTensor" or getattr(x, "is_meta", False):
         reason = f"a {'FakeTensor' if type(x).__name__ == 'FakeTensor' else 'meta tensor'}, which has no memory"
@@ -521,7 +521,7 @@ def unreadable_torch(x: Any, op: str, name: str) -> NoReturn:
 
 
 def unknown(given: Any, op: str, name: str) -> int:
-    """`unknown` of exchange.h: looks a name up, and refuses one that there is not with those that there are."""
+    """`unknown` of entry/python.h: looks a name up, and refuses one that there is not with those that there are."""
     known = MODES if name == "mode" else arithmetics()
     if not isinstance(given, str) or given not in known:
         fail(INVALID_VALUE, f"{op}: {name} is {given!r}, want one of {', '.join(known)}")
@@ -529,18 +529,18 @@ def unknown(given: Any, op: str, name: str) -> int:
 
 
 def mixed(op: str, known_name: str, known: Any, name: str, x: Any) -> NoReturn:
-    """`mixed` of exchange.h."""
+    """`mixed` of entry/python.h."""
     words = f"{name} is {type_name(x)} and {known_name} is {type_name(known)}"
     raise _native.InvalidType(f"{op}: {words}, want all of one framework", INVALID_VALUE)
 
 
 def allocate(like: Any, shape: tuple[int, ...], index: int, op: str) -> Any:
-    """`allocate` of exchange.h."""
+    """`allocate` of entry/python.h."""
     return framework_of(like, op, "the first operand").allocate(like, shape, index, op)
 
 
 def scratch(like: Any, device_type: int, size: int, op: str) -> tuple[int, Any]:
-    """`scratch` of exchange.h: memory of the CPU; on a GPU only a framework has an allocator that knows the stream."""
+    """`scratch` of entry/python.h: memory of the CPU; on a GPU only a framework has an allocator that knows the stream."""
     if device_type in _GPU:
         fail(INVALID_VALUE, f"{op}: pydet does not know how to make a workspace for {type_name(like)} on a GPU")
     memory = ffi.new("char[]", size)
@@ -548,17 +548,17 @@ def scratch(like: Any, device_type: int, size: int, op: str) -> tuple[int, Any]:
 
 
 def adopt(like: Any, result: Any) -> Any:
-    """`adopt` of exchange.h."""
+    """`adopt` of entry/python.h."""
     return framework_of(like, "pydet", "the first operand").adopt(like, result)
 
 
 def stream(like: Any, device_type: int, device_id: int) -> int:
-    """`stream` of exchange.h."""
+    """`stream` of entry/python.h."""
     return framework_of(like, "pydet", "the first operand").stream(like, device_type, device_id)
 
 
 def load(device_type: int, op: str) -> None:
-    """`load` of exchange.h."""
+    """`load` of entry/python.h."""
     index = (constants.PYDET_EXCHANGE_CPU, constants.PYDET_EXCHANGE_ROCM, constants.PYDET_EXCHANGE_CUDA)[
         0 if device_type not in _GPU else 1 if device_type == constants.PYDET_ROCM else 2
     ]

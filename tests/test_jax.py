@@ -811,7 +811,7 @@ NUMBERS = {
 
 def interface_checks():
     """C++ that compiles only if our structures lie as those of JAX's header."""
-    lines = ["#include <cstddef>", '#include "xla/ffi/api/c_api.h"', '#include "xla_ffi.h"']
+    lines = ["#include <cstddef>", '#include "xla/ffi/api/c_api.h"', '#include "entry/xla_ffi.h"']
     lines += ["#if XLA_FFI_API_MINOR >= 4", "using XLA_FFI_Extension_Base = XLA_FFI_InternalExtension;", "#endif"]
     for ours, (theirs, members) in STRUCTURES.items():
         for mine, other in members.items():
@@ -832,7 +832,7 @@ def compiles(source, tmp_path):
 def test_layout_of_the_interface(tmp_path):
     done = compiles(interface_checks(), tmp_path)
     assert done.returncode == 0, done.stderr
-    text = (ROOT / "native/xla_ffi.h").read_text()
+    text = (ROOT / "native/entry/xla_ffi.h").read_text()
     declared = set(re.findall(r"^typedef struct pydet_xla_(\w+) {", text, re.M))
     assert declared == set(STRUCTURES)
 

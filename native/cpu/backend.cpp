@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <thread>
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 namespace pydet {
 namespace {

@@ -8,8 +8,8 @@
 // by panel in registers (gemm_ieee_chains.h). A chain that a slab, panel or chunk interrupts waits as the fp32 it is,
 // in out itself where out is fp32, else on the stack. Few columns are the few rows of the transposed problem.
 
-#include "gemm_ieee_chains.h"
-#include "parallel.h"
+#include "cpu/gemm_ieee_chains.h"
+#include "cpu/parallel.h"
 
 namespace pydet {
 namespace {

@@ -5,7 +5,7 @@
 // row-major, else in squares that are transposed in registers.
 #pragma once
 
-#include "simd.h"
+#include "cpu/simd.h"
 
 namespace pydet {
 namespace {

@@ -18,8 +18,8 @@
 // Tile: kHeight rows by two vectors of columns, accumulators in registers over kDepth of k; the operands of a block are
 // packed on the stack, as fp32 and as 16-bit exponents. Where exponents allow it, a product is exact in fp32 and its
 // truncation is the conversion to int32; the lanes where they do not are done again, by the exact step in fp64.
-#include "parallel.h"
-#include "simd.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
 
 namespace pydet {
 namespace {

@@ -15,8 +15,8 @@
 // from the cache, and asks for the next row meanwhile, since the processor foresees no jump back (10 to 30 % of the time
 // of 4096 rows of 4096). The chains of dweight lie in the workspace until threads over columns join them.
 
-#include "parallel.h"
-#include "simd.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
 
 namespace pydet {
 namespace {

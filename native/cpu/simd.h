@@ -5,8 +5,8 @@
 
 #include <math.h>
 
-#include "../numerics.h"
-#include "kernels.h"
+#include "numerics.h"
+#include "cpu/kernels.h"
 
 #if defined(__AVX2__)
 #pragma GCC diagnostic push

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <type_traits>
 
-#include "../kernel.h"
+#include "kernel.h"
 
 #if defined(__HIP_PLATFORM_AMD__)
 #include <hip/hip_runtime.h>

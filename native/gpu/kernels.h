@@ -1,11 +1,11 @@
 // The GPU kernels as backend.cpp's table sees them: host functions, one .cu file below each comment.
 #pragma once
 
-#include "../kernel.h"
+#include "kernel.h"
 
 namespace pydet {
 
-// gemm_sm90.cu. Rows by columns of out that a block works on at a time. `cluster_m` blocks under each other share their
+// nvidia/sm90/gemm.cu. Rows by columns of out that a block works on at a time. `cluster_m` blocks under each other share their
 // loads of b, `cluster_n` side by side those of a. A `swapped` tile is one of out^T = b^T a^T, where few rows of out fit
 // its columns better: the kernels of the tile `kernels_of`, which store what they make transposed.
 struct Sm90Tile {
@@ -45,51 +45,51 @@ bool sm90_takes(const Gemm &, int tile);
 bool sm90_prefers(const Gemm &, int tile);
 template <int tile> pydet_status gemm_sm90(const Gemm &);
 
-// skinny_sm90.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a.
+// nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a.
 template <int rows> struct SkinnySm90 {
   static bool takes(const Gemm &);
   static bool prefers(const Gemm &);
   static pydet_status launch(const Gemm &);
 };
 
-// skinny_ieee.cu
+// any/skinny_ieee.cu
 bool skinny_ieee_takes(const Gemm &);
 pydet_status skinny_ieee(const Gemm &);
 
-// skinny_mma.cu
+// nvidia/skinny_mma.cu
 bool skinny_mma_takes(const Gemm &);
 bool skinny_mma_prefers(const Gemm &);
 pydet_status skinny_mma(const Gemm &);
 
-// gemm_mma.cu
+// nvidia/gemm_mma.cu
 pydet_status gemm_mma_64(const Gemm &);
 bool gemm_mma_128_takes(const Gemm &);
 pydet_status gemm_mma_128(const Gemm &);
 
-// gemm_mfma.cu
+// amd/gemm_mfma.cu
 pydet_status gemm_mfma_64(const Gemm &);
 bool gemm_mfma_128_takes(const Gemm &);
 pydet_status gemm_mfma_128(const Gemm &);
 
-// skinny_mfma.cu
+// amd/skinny_mfma.cu
 bool skinny_mfma_takes(const Gemm &);
 pydet_status skinny_mfma(const Gemm &);
 
-// gemm_ieee.cu
+// any/gemm_ieee.cu
 pydet_status gemm_ieee_64x64(const Gemm &);
 bool gemm_ieee_128x128_takes(const Gemm &);  // HIP, as its launch
 pydet_status gemm_ieee_128x128(const Gemm &);
 
-// gemm_ieee_fp32.cu
+// nvidia/gemm_ieee_fp32.cu
 bool gemm_ieee_128x256_takes(const Gemm &);
 pydet_status gemm_ieee_128x256(const Gemm &);
 
-// rmsnorm.cu
+// any/rmsnorm.cu
 bool rmsnorm_held_takes(const RmsNorm &);
 pydet_status rmsnorm_held(const RmsNorm &);
 pydet_status rmsnorm_long(const RmsNorm &);
 
-// rmsnorm_backward.cu
+// any/rmsnorm_backward.cu
 bool rmsnorm_backward_held_takes(const RmsNormBackward &);
 bool rmsnorm_backward_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_chain(const RmsNormBackward &);
@@ -98,10 +98,10 @@ bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_cluster(const RmsNormBackward &);
 pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 
-// rmsnorm_backward_long.cu
+// any/rmsnorm_backward_long.cu
 pydet_status rmsnorm_backward_long(const RmsNormBackward &);
 
-// rmsnorm_backward_short.cu
+// any/rmsnorm_backward_short.cu
 bool rmsnorm_backward_short_takes(const RmsNormBackward &);
 bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);

@@ -1,0 +1,128 @@
+/* The Python entry: operations called with Python objects instead of descriptors. Not for C callers, and no part of
+ * pydet.h: pydet/_native.py of the same release fills the table below once and gets its functions.
+ *
+ * CPython is reached through pointers that the binding hands in, by the names and types of its stable ABI, so that the
+ * library needs no Python to build or to load. */
+#ifndef PYDET_EXCHANGE_H
+#define PYDET_EXCHANGE_H
+
+#ifndef PYDET_CDEF
+#include <stdint.h>
+#endif
+#include "pydet.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef void pydet_object; /* a PyObject */
+
+/* Each member is named as the function it points to. */
+typedef struct pydet_exchange_python {
+  void (*Py_IncRef)(pydet_object *);
+  void (*Py_DecRef)(pydet_object *);
+  pydet_object *(*PyObject_Type)(pydet_object *);
+  pydet_object *(*PyDict_GetItem)(pydet_object *, pydet_object *);
+  pydet_object *(*PyObject_GetAttr)(pydet_object *, pydet_object *);
+  int (*PyObject_IsTrue)(pydet_object *);
+  pydet_object *(*PyObject_CallFunctionObjArgs)(pydet_object *, ...);
+  int (*PyObject_GetBuffer)(pydet_object *, void *, int);
+  void (*PyBuffer_Release)(void *);
+  pydet_object *(*PyTuple_New)(intptr_t);
+  int (*PyTuple_SetItem)(pydet_object *, intptr_t, pydet_object *);
+  pydet_object *(*PyTuple_GetItem)(pydet_object *, intptr_t);
+  pydet_object *(*PyLong_FromLongLong)(long long);
+  long long (*PyLong_AsLongLong)(pydet_object *);
+  void *(*PyLong_AsVoidPtr)(pydet_object *);
+  pydet_object *(*PyLong_FromVoidPtr)(void *);
+  double (*PyFloat_AsDouble)(pydet_object *);
+  pydet_object *(*PyUnicode_DecodeUTF8)(const char *, intptr_t, const char *);
+  const char *(*PyUnicode_AsUTF8AndSize)(pydet_object *, intptr_t *);
+  pydet_object *(*PyErr_Occurred)(void);
+  void (*PyErr_Clear)(void);
+  void *(*PyEval_SaveThread)(void);
+  void (*PyEval_RestoreThread)(void *);
+} pydet_exchange_python;
+
+/* How tensors of one Python type are read and made. */
+enum {
+  PYDET_EXCHANGE_ARRAY = 0, /* numpy.ndarray: the buffer protocol, and numpy.empty */
+  PYDET_EXCHANGE_API = 1,   /* the DLPack C exchange API */
+  PYDET_EXCHANGE_HOOK = 2   /* anything else: the `borrow` and `allocate` hooks */
+};
+
+typedef struct pydet_exchange_framework {
+  int32_t id;     /* two operands with different ids are refused; 0: a bare carrier of memory, which goes with any */
+  int32_t reader; /* PYDET_EXCHANGE_ARRAY, ... */
+  int32_t torch;  /* 1: it has requires_grad and is_neg(), which the exchange API does not tell */
+  int32_t adopts; /* 1: results are passed through the `adopt` hook */
+  const void *api; /* a DLPackExchangeAPI, for PYDET_EXCHANGE_API */
+} pydet_exchange_framework;
+
+/* The operations of one loaded library. */
+typedef struct pydet_exchange_library {
+  pydet_status (*gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                       const pydet_gemm_options *);
+  pydet_status (*gemm_da)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                          const pydet_gemm_options *);
+  pydet_status (*gemm_db)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                          const pydet_gemm_options *);
+  pydet_status (*gemm_workspace)(int64_t, int64_t, int64_t, int64_t, const pydet_gemm_options *, uint64_t *);
+  pydet_status (*skinny_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                              const pydet_tensor *, const pydet_skinny_gemm_options *);
+  pydet_status (*skinny_gemm_workspace)(int64_t, int64_t, int64_t, const pydet_skinny_gemm_options *, uint64_t *);
+  pydet_status (*rmsnorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                          const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                          const pydet_rmsnorm_options *);
+  pydet_status (*rmsnorm_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                   const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                   const pydet_tensor *, const pydet_rmsnorm_backward_options *);
+  pydet_status (*rmsnorm_backward_workspace)(int64_t, int64_t, uint64_t *);
+  const char *(*last_error)(void);
+  const char *(*last_kernel)(void);
+} pydet_exchange_library;
+
+enum { PYDET_EXCHANGE_CPU = 0, PYDET_EXCHANGE_CUDA = 1, PYDET_EXCHANGE_ROCM = 2, PYDET_EXCHANGE_LIBRARIES = 3 };
+
+/* Everything an operation needs of Python. A hook is a callable; each returns what is said here or raises. `op` and
+ * `name` are the operation's and the argument's, for sentences. */
+typedef struct pydet_exchange {
+  uint32_t struct_size; /* sizeof(pydet_exchange): a library of another release is refused */
+  pydet_exchange_python python;
+  pydet_object *none;
+  pydet_object *requires_grad; /* the strings "requires_grad", "_base" and "dtype" */
+  pydet_object *base;
+  pydet_object *dtype;
+  pydet_object *is_neg;        /* torch.Tensor.is_neg, NULL until torch is seen */
+  pydet_object *numpy_empty;   /* numpy.empty and three dtypes (float32, bfloat16, float16), NULL until seen */
+  pydet_object *numpy_dtypes[3];
+  pydet_object *frameworks;  /* dict: type -> address of its pydet_exchange_framework */
+  pydet_object *arithmetics; /* dict: name -> number */
+  pydet_object *modes;       /* dict: name -> number */
+  pydet_object *classify;   /* (object, op, name) -> that address, kept in `frameworks` */
+  pydet_object *borrow;     /* (object, op, name, written) -> (address of a pydet_tensor, what keeps it alive) */
+  pydet_object *unknown;    /* (object, op, name) -> the number of a name that the dict does not have */
+  pydet_object *check;      /* (object, op, name): raises if the torch tensor is not to be read as plain memory */
+  pydet_object *unreadable; /* (object, op, name): raises; the exchange API refused the object */
+  pydet_object *mixed;      /* (op, first name, first object, name, object): raises */
+  pydet_object *allocate;   /* (like, shape, type index, op) -> a new tensor of like's framework and device */
+  pydet_object *scratch;    /* (like, device type, bytes, op) -> (address, what keeps it alive), for bare carriers */
+  pydet_object *adopt;      /* (like, result) -> what the caller gets */
+  pydet_object *stream;     /* (like, device type, device id) -> address of the framework's current stream */
+  pydet_object *load;       /* (device type, op): fills in the library that serves it */
+  pydet_object *fail;       /* (status, sentence): raises */
+  pydet_exchange_library libraries[PYDET_EXCHANGE_LIBRARIES];
+} pydet_exchange;
+
+/* The methods, as a PyMethodDef array that ends with a NULL name; NULL if struct_size is not this library's. The table
+ * must outlive every call. */
+PYDET_API const void *pydet_exchange_methods(const pydet_exchange *exchange);
+
+/* The library index that this thread's last successful method call went to, -1 before the first. */
+PYDET_API int32_t pydet_exchange_last_library(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* PYDET_EXCHANGE_H */

@@ -1,0 +1,77 @@
+// The HIP table of kernels, the fastest first. What it asks of the runtime goes through gpu.h.
+
+#include <cstring>
+
+#include "gpu/gpu.h"
+#include "gpu/kernels.h"
+
+namespace pydet {
+namespace {
+
+bool is_arch(int32_t id, const char *name) {
+  pydet_device_info info = {};
+  return gpu_describe(id, &info) == kGpuSuccess && strcmp(info.arch, name) == 0;
+}
+bool is_gfx942(const Device &device) { return is_arch(device.id, "gfx942"); }
+bool is_gfx90a(const Device &device) { return is_arch(device.id, "gfx90a"); }
+
+// PYDET_HIP_ARCHS: the architectures that this library holds code for, as the Makefile names them.
+constexpr const char *kBuiltFor = PYDET_HIP_ARCHS;
+bool is_built(const Device &device) {
+  pydet_device_info info = {};
+  if (gpu_describe(device.id, &info) != kGpuSuccess) return false;
+  const char *found = strstr(kBuiltFor, info.arch);
+  const char after = found ? found[strlen(info.arch)] : 'x';
+  return found && (after == ' ' || after == '\0');
+}
+
+// Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
+constexpr Kernel<Gemm> kGemm[] = {
+    {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, skinny_mfma_takes, nullptr, skinny_mfma},
+    {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, skinny_mfma_takes, nullptr, skinny_mfma},
+    {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, gemm_mfma_128_takes, fills_device<128, 128>, gemm_mfma_128},
+    {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, nullptr, nullptr, gemm_mfma_64},
+    {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, gemm_mfma_128_takes, fills_device<128, 128>, gemm_mfma_128},
+    {"hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, nullptr, nullptr, gemm_mfma_64},
+    {"hip_skinny_gemm_ieee", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, skinny_ieee_takes, nullptr, skinny_ieee},
+    {"hip_gemm_ieee_128x128", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, gemm_ieee_128x128_takes, fills_device<128, 128>, gemm_ieee_128x128},
+    {"hip_gemm_ieee_64x64", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, gemm_ieee_64x64},
+};
+
+constexpr Kernel<RmsNorm> kRmsNorm[] = {
+    {"hip_rmsnorm_held", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_held_takes, nullptr, rmsnorm_held},
+    {"hip_rmsnorm_long", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, rmsnorm_long},
+};
+
+constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
+    {"hip_rmsnorm_backward_chain", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"hip_rmsnorm_backward_group", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"hip_rmsnorm_backward_long", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, rmsnorm_backward_long},
+};
+
+pydet_status query_device(int32_t id, pydet_device_info *info) {
+  gpu_error error = gpu_describe(id, info);
+  if (error == kGpuSuccess) return PYDET_OK;
+  return fail(PYDET_NO_DEVICE, "query_device: ROCm device %d: %s (%d)", int(id), gpu_error_text(error), int(error));
+}
+
+// Of the matrix cores of other units (gfx950, RDNA) no arithmetic is known: there AUTO is ieee.
+Arithmetic tensor_cores(int32_t id) {
+  pydet_device_info info = {};
+  if (gpu_describe(id, &info) != kGpuSuccess) return Arithmetic::automatic;
+  return strcmp(info.arch, "gfx942") == 0   ? Arithmetic::cdna3
+         : strcmp(info.arch, "gfx90a") == 0 ? Arithmetic::cdna2
+                                            : Arithmetic::ieee;
+}
+
+uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
+
+}  // namespace
+
+const Backend *gpu_backend() {
+  static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores, gemm_workspace,
+                                      gpu_reaches, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+  return &backend;
+}
+
+}  // namespace pydet

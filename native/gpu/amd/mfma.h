@@ -1,0 +1,32 @@
+// What the kernels for AMD's matrix cores share: loads past the edges of a matrix.
+#pragma once
+
+#include "gpu/any/epilogue.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kUnit = 4;  // k in the 8 bytes that a lane holds
+
+// `count` elements from `from`, of which `valid` are there; the rest is 0.
+template <int count>
+__device__ __forceinline__ void read(uint32_t *words, const uint16_t *from, int valid, bool aligned) {
+  if (aligned && valid == count) {
+    using Vector = std::conditional_t<count == 8, uint4, uint2>;
+    Vector all = *reinterpret_cast<const Vector *>(from);
+    memcpy(words, &all, sizeof all);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < count; i += 2) {
+    uint32_t low = i < valid ? from[i] : 0, high = i + 1 < valid ? from[i + 1] : 0;
+    words[i / 2] = low | high << 16;
+  }
+}
+
+[[maybe_unused]] __device__ __forceinline__ int clamped(int64_t left, int most) {
+  return left <= 0 ? 0 : left < most ? int(left) : most;
+}
+
+}  // namespace
+}  // namespace pydet

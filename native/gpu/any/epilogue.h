@@ -1,0 +1,47 @@
+// From an fp32 accumulator to an element of out: the type is known at run time, the rounding is numerics.h's.
+#pragma once
+
+#include "gpu/gpu.h"
+
+namespace pydet {
+
+// Calls f with the type as a compile-time constant, on the host or on the device.
+#if !defined(__HIP_PLATFORM_AMD__)
+#pragma nv_exec_check_disable  // a host's f makes it a host function
+#endif
+template <class F> __host__ __device__ __forceinline__ auto with_type(Type type, F f) {
+  if (type == Type::f32) return f(std::integral_constant<Type, Type::f32>{});
+  if (type == Type::bf16) return f(std::integral_constant<Type, Type::bf16>{});
+  return f(std::integral_constant<Type, Type::f16>{});
+}
+
+__device__ __forceinline__ float load_f32(const void *data, Type type, int64_t index) {
+  if (type == Type::f32) return static_cast<const float *>(data)[index];
+  uint16_t half = static_cast<const uint16_t *>(data)[index];
+  return type == Type::bf16 ? f32_from_bf16(half) : f32_from_f16(half);
+}
+
+__device__ __forceinline__ void store_rounded(void *data, Type type, int64_t index, float x) {
+  if (type == Type::f32) static_cast<float *>(data)[index] = canonical(x);
+  else static_cast<uint16_t *>(data)[index] = type == Type::bf16 ? bf16_from_f32(x) : f16_from_f32(x);
+}
+
+// Where one matrix of the batch begins, in elements.
+struct BatchOffsets {
+  int64_t a, b, bias, out;
+};
+
+__device__ __forceinline__ BatchOffsets batch_offsets(const Batch &batch, int64_t index) {
+  BatchOffsets at = {};
+  for (int i = batch.dims - 1; i >= 0; --i) {
+    int64_t along = index % batch.shape[i];
+    index /= batch.shape[i];
+    at.a += along * batch.a[i];
+    at.b += along * batch.b[i];
+    at.bias += along * batch.bias[i];
+    at.out += along * batch.out[i];
+  }
+  return at;
+}
+
+}  // namespace pydet

@@ -1,0 +1,389 @@
+// Gradients of RMSNorm, in fp32 (NUMERICS.md, "RMSNorm"): the CPU's bits.
+//
+//   xhat = x rstd,   g = dy (w + weight_offset),   c = rowsum(g, xhat) / n
+//   dx   = round(rstd fmaf(-xhat, c, g)), or round(fmaf(rstd, fmaf(-xhat, c, g), dresidual))
+//   dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 4 chains added from +0 are a group, 4 groups a
+//            block of 256 rows; the blocks added in order, from +0 or from dweight, and rounded once
+//
+// One pass over x and dy. A thread block takes a group of rows where there are enough of them to fill the device, else
+// a chain, and leaves their sum as one row of partials in the workspace; or it takes a chain, and four such blocks, a
+// cluster, leave one row. A second, dependent kernel (rmsnorm_dweight.cu) joins the partials in the order above. No bit
+// depends on the choice. A team of one warp takes one chain, and has teams beside it for the others of the group; a
+// larger team is its block, takes the chains one after the other, and keeps their sum in shared memory. cp.async keeps
+// the next rows in flight, in slots that only their own thread reads, so that no barrier stands between copy and use.
+
+#include "gpu/nvidia/cluster.h"
+#include "gpu/kernels.h"
+#include "gpu/any/rmsnorm_partials.h"
+#include "gpu/any/rmsnorm_rows.h"
+
+namespace pydet {
+namespace {
+
+// ---- Rows that a team holds --------------------------------------------------------------------------------------
+
+// A team's shared memory: a ring of stages of R rows each of x, dy and, where it fits, dresidual.
+template <Type type, int T, int W, int V, int R, bool residual> struct Stages {
+  using Vector = Packed<type, W>;
+  static constexpr int kPieces = Vector::kBytes / Vector::kPieceBytes;
+  static constexpr int kSumBytes = V * T * W * int(sizeof(float));
+  // 12 KB a warp and 48 KB a larger team keep the memory busy; more made it slower.
+  static constexpr int kMost = kMostSharedBytes - kSumBytes - 2 * kExchange<T, R> * int(sizeof(float));
+  static constexpr int kBudget = T == kLogicalWarp ? 12 << 10 : 48 << 10;
+  static constexpr int kTensorBytes = R * V * T * Vector::kBytes;
+  static constexpr bool kHoldsResidual = residual && 3 * kTensorBytes <= kMost;
+  static constexpr int kTensors = kHoldsResidual ? 3 : 2, kBytes = kTensors * kTensorBytes, kFit = kMost / kBytes;
+  static constexpr int kWanted = kBudget / kBytes < 2 ? 2 : kBudget / kBytes;
+  static constexpr int kDepth = kFit < 1 ? 1 : kWanted < kFit ? kWanted : kFit;
+
+  // Of the thread: where its pieces of a row's vector are; `slot` is that of the stage.
+  __device__ __forceinline__ static char *piece(char *slot, int k, int tensor, int v, int piece) {
+    return slot + (((k * kTensors + tensor) * V + v) * kPieces + piece) * T * Vector::kPieceBytes;
+  }
+  __device__ __forceinline__ static void fetch(char *slot, int k, int tensor, int v, const char *from, bool inside) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+      copy_async_piece<Vector::kPieceBytes>(piece(slot, k, tensor, v, i), from + i * Vector::kPieceBytes, inside);
+  }
+  __device__ __forceinline__ static Vector read(char *slot, int k, int tensor, int v) {
+    struct alignas(Vector::kPieceBytes) Piece {
+      uint32_t word[Vector::kPieceBytes / 4];
+    };
+    Vector packed;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      Piece part = *reinterpret_cast<const Piece *>(piece(slot, k, tensor, v, i));
+#pragma unroll
+      for (int j = 0; j < Vector::kPieceBytes / 4; ++j) packed.word[i * (Vector::kPieceBytes / 4) + j] = part.word[j];
+    }
+    return packed;
+  }
+};
+
+template <int W> struct alignas(16) Floats {
+  float of[W];
+};
+
+// Sums down the rows that wait in shared memory, laid out by thread.
+template <int T, int W, int V> __device__ __forceinline__ Floats<W> *sums_at(char *base, int v) {
+  return reinterpret_cast<Floats<W> *>(base) + v * T + threadIdx.x % T;
+}
+
+// Blocks with a chain each may be a cluster: longer rows leave too few of them on a multiprocessor.
+constexpr int kLongestClusterRow = 4096;
+template <int T, int W, int V> constexpr bool kClusters = T * W * V <= kLongestClusterRow;
+
+template <int T> constexpr int kMostThreads = T == kLogicalWarp ? T * kGroupChains : T;
+
+// `chains` per block: 1 or kGroupChains.
+template <Type type, int T, int W, int V, int R, bool residual>
+__global__ void __launch_bounds__(kMostThreads<T>, T == 256 ? 2 : 1)
+rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
+  using S = Stages<type, T, W, V, R, residual>;
+  constexpr int kBytes = size_of(type);
+  constexpr bool kBeside = T == kLogicalWarp;  // teams side by side
+  extern __shared__ __align__(16) char shared[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int team = kBeside ? int(threadIdx.x) / T : 0, t = int(threadIdx.x) - team * T, n = int(p.n);
+  char *const ring = shared + team * S::kDepth * S::kBytes + t * S::Vector::kPieceBytes;
+  float *exchange = reinterpret_cast<float *>(shared + S::kDepth * S::kBytes);
+  char *group = reinterpret_cast<char *>(exchange + 2 * kExchange<T, R>);
+  if (kClusters<T, W, V> && in_cluster())
+    expect_from_cluster(reinterpret_cast<uint64_t *>(group + S::kSumBytes), S::kSumBytes);
+  const int64_t chain0 = int64_t(blockIdx.x) * chains + team;
+  const int64_t first = chain0 * kDweightChainRows, end = first + (kBeside ? 1 : chains) * kDweightChainRows;
+  const int count = int((end < p.rows ? end : p.rows) - first), stages = (count + R - 1) / R;  // not positive: no rows
+
+  bool inside[V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) inside[v] = W * (t + T * v) < n;
+
+  const int my_bytes = t * W * kBytes;  // into a row
+  constexpr int kVectorStep = T * W * kBytes;
+  auto row = [&](const Rows &rows) { return stages > 0 && rows.data ? row_at(rows, kBytes, p.inner, first) : nullptr; };
+  char *x_at = row(p.x), *dy_at = row(p.dy), *dresidual_at = row(p.dresidual), *dx_at = row(p.dx);
+  RowWalk in(p.inner, p.rows, first), out = in;
+  int rows_to_fetch = count;
+  auto fetch = [&](char *slot) {
+    if (rows_to_fetch > 0)
+#pragma unroll
+      for (int k = 0; k < R; ++k) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          bool there = inside[v] && k < rows_to_fetch;  // else nothing is read
+          S::fetch(slot, k, 0, v, x_at + my_bytes + v * kVectorStep, there);
+          S::fetch(slot, k, 1, v, dy_at + my_bytes + v * kVectorStep, there);
+          if constexpr (S::kHoldsResidual) S::fetch(slot, k, 2, v, dresidual_at + my_bytes + v * kVectorStep, there);
+        }
+        RowPlace x{x_at, p.x, kBytes}, dy{dy_at, p.dy, kBytes}, dresidual{dresidual_at, p.dresidual, kBytes};
+        if constexpr (S::kHoldsResidual) in.next(x, dy, dresidual);
+        else in.next(x, dy);
+      }
+    rows_to_fetch -= R;
+    commit_copies();
+  };
+  // A row past the last has x = dy = +0; with -0 for its rstd it adds (+0)(-0) to a chain, which changes nothing.
+  const float *rstds = reinterpret_cast<const float *>(p.rstd.data) + first;
+  auto rstd_at = [&](int row) { return row < count ? rstds[row] : -0.0f; };
+#pragma unroll
+  for (int s = 0; s < S::kDepth; ++s) fetch(ring + s * S::kBytes);
+
+  float scale[V][W], chain[V][W] = {}, rstd[R];
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) scale[v][e] = 0.0f;
+    if (inside[v]) {
+      Scale<W> weight;
+      weight.load(p.weight, W * (t + T * v));
+      weight.unpack(p.weight, p.weight_offset, scale[v]);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < R; ++k) rstd[k] = rstd_at(k);
+  if (!kBeside && chains > 1)
+#pragma unroll
+    for (int v = 0; v < V; ++v) *sums_at<T, W, V>(group, v) = Floats<W>{};
+
+  char *slot = ring;
+  for (int s = 0; s < stages; ++s) {
+    float next_rstd[R];
+#pragma unroll
+    for (int k = 0; k < R; ++k) next_rstd[k] = rstd_at((s + 1) * R + k);
+    wait_copies<S::kDepth - 1>();
+    Lanes<T, W, V> lanes[R];
+#pragma unroll
+    for (int k = 0; k < R; ++k)
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        float xhat[W], dy[W], g[W];
+        unpack(S::read(slot, k, 0, v), xhat);
+        unpack(S::read(slot, k, 1, v), dy);
+#pragma unroll
+        for (int e = 0; e < W; ++e) {
+          xhat[e] *= rstd[k];
+          g[e] = dy[e] * scale[v][e];
+          chain[v][e] = fmaf(dy[e], xhat[e], chain[v][e]);
+        }
+        lanes[k].add(v, inside[v], g, xhat);
+      }
+    if (p.dx.data) {
+      char *dx_rows[R], *dresidual_rows[R];
+#pragma unroll
+      for (int k = 0; k < R; ++k) {
+        dx_rows[k] = dx_at;
+        dresidual_rows[k] = dresidual_at;
+        RowPlace dx{dx_at, p.dx, kBytes}, dresidual{dresidual_at, p.dresidual, kBytes};
+        if constexpr (residual && !S::kHoldsResidual) out.next(dx, dresidual);
+        else out.next(dx);
+      }
+      float c[R];
+      join(lanes, exchange + s % 2 * kExchange<T, R>, [&](float sum) { return sum / float(n); }, c);
+#pragma unroll
+      for (int k = 0; k < R; ++k)
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          float xhat[W], dy[W], dx[W];
+          unpack(S::read(slot, k, 0, v), xhat);
+          unpack(S::read(slot, k, 1, v), dy);
+#pragma unroll
+          for (int e = 0; e < W; ++e) {
+            xhat[e] *= rstd[k];
+            dx[e] = fmaf(-xhat[e], c[k], dy[e] * scale[v][e]);
+          }
+          if constexpr (residual) {
+            Packed<type, W> packed = {};
+            if constexpr (S::kHoldsResidual) packed = S::read(slot, k, 2, v);
+            else if (inside[v] && s * R + k < count)
+              packed = load_packed<type, W>(dresidual_rows[k] + my_bytes + v * kVectorStep);
+            float dresidual[W];
+            unpack(packed, dresidual);
+#pragma unroll
+            for (int e = 0; e < W; ++e) dx[e] = fmaf(rstd[k], dx[e], dresidual[e]);
+          } else {
+#pragma unroll
+            for (int e = 0; e < W; ++e) dx[e] *= rstd[k];
+          }
+          if (inside[v] && s * R + k < count) store_packed<type>(dx_rows[k] + my_bytes + v * kVectorStep, dx);
+        }
+    }
+    fetch(slot);
+    slot = slot == ring + (S::kDepth - 1) * S::kBytes ? ring : slot + S::kBytes;
+#pragma unroll
+    for (int k = 0; k < R; ++k) rstd[k] = next_rstd[k];
+    if (!kBeside && chains > 1 && ((s + 1) % (kDweightChainRows / R) == 0 || s + 1 == stages))  // a chain ends
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        Floats<W> *at = sums_at<T, W, V>(group, v), sum = *at;
+#pragma unroll
+        for (int e = 0; e < W; ++e) {
+          sum.of[e] += chain[v][e];
+          chain[v][e] = 0.0f;
+        }
+        *at = sum;
+      }
+  }
+  if (!p.dweight.data) return;
+
+  if (kClusters<T, W, V> && in_cluster()) {  // block q adds the chains of the columns of the threads in quarter q
+    constexpr int kQuarter = T / kClusterBlocks, kPieces = V * W / 4 * kQuarter;
+    const int rank = int(blockIdx.x) % kClusterBlocks;
+    uint64_t *arrived = reinterpret_cast<uint64_t *>(group + S::kSumBytes);
+    float4 *parts = reinterpret_cast<float4 *>(group);
+    meet_cluster();
+#pragma unroll
+    for (int i = 0; i < V * W / 4; ++i) {
+      float(&of)[W] = chain[i / (W / 4)];
+      const int e = i % (W / 4) * 4;
+      send(parts + (rank * V * W / 4 + i) * kQuarter + t % kQuarter,
+           make_float4(of[e], of[e + 1], of[e + 2], of[e + 3]), arrived, t / kQuarter);
+    }
+    float *partials = static_cast<float *>(p.workspace) + int64_t(blockIdx.x / kClusterBlocks) * p.n;
+    wait_for_cluster(arrived);
+    for (int i = t; i < kPieces; i += T) {
+      int vector = rank * kQuarter + i % kQuarter + i / kQuarter / (W / 4) * T;
+      int column = W * vector + i / kQuarter % (W / 4) * 4;
+      float4 sum = {};
+#pragma unroll
+      for (int k = 0; k < kClusterBlocks; ++k) {
+        float4 part = parts[k * kPieces + i];
+        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+      }
+      if (column < n) store_kept(partials + column, sum);
+    }
+    return;
+  }
+
+  float *partials = static_cast<float *>(p.workspace) + blockIdx.x * p.n;
+  if (!kBeside || chains == 1) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      Floats<W> sum;
+#pragma unroll
+      for (int e = 0; e < W; ++e) sum.of[e] = chain[v][e];
+      if (!kBeside && chains > 1) sum = *sums_at<T, W, V>(group, v);
+      if (inside[v])
+#pragma unroll
+        for (int e = 0; e < W; e += 4) {
+          float *to = partials + W * (t + T * v) + e;
+          float4 part = make_float4(sum.of[e], sum.of[e + 1], sum.of[e + 2], sum.of[e + 3]);
+          if constexpr (V <= 4) store_kept(to, part);
+          else *reinterpret_cast<float4 *>(to) = part;  // these rows leave no register for more
+        }
+    }
+  } else {  // the teams' chains, added in order, through the shared memory that the rings no longer need
+    constexpr int kRow = T * V * W;
+    static_assert(kRow * int(sizeof(float)) <= S::kDepth * S::kBytes || !kBeside, "the chains fit");
+    float *columns = reinterpret_cast<float *>(shared);
+    wait_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+#pragma unroll
+      for (int e = 0; e < W; ++e) columns[team * kRow + (v * W + e) * T + t] = chain[v][e];
+    __syncthreads();
+    for (int i = int(threadIdx.x); i < kRow; i += int(blockDim.x)) {
+      int column = (i / (T * W) * T + i % T) * W + i / T % W;
+      float sum = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kGroupChains; ++k) sum += columns[k * kRow + i];
+      if (column < n) partials[column] = sum;
+    }
+  }
+}
+
+// ---- Launch ------------------------------------------------------------------------------------------------------
+
+// Calls f with a team that holds a row of n: which is fastest for chains and for groups was measured on an H100.
+template <class F> auto with_shape(int64_t n, int chains, const F &f) {
+  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 4>{});
+  if (n <= 64 * 8) return chains == 1 ? f(RowShape<64, 8, 1, 4>{}) : f(RowShape<32, 8, 2, 2>{});
+  if (n <= 128 * 8 && chains == 1) return f(RowShape<128, 8, 1, 4>{});
+  if (n <= 256 * 4) return f(RowShape<256, 4, 1, 4>{});
+  if (n <= 256 * 8) return chains == 1 ? f(RowShape<256, 8, 1, 4>{}) : f(RowShape<512, 4, 1, 4>{});
+  if (n <= 256 * 16) return chains == 1 ? f(RowShape<256, 8, 2, 2>{}) : f(RowShape<512, 4, 2, 2>{});
+  if (n <= 512 * 16) return f(RowShape<512, 4, 4, 1>{});
+  return f(RowShape<512, 4, 8, 1>{});
+}
+
+// The kernel that holds rows of p.n, and how it is launched.
+struct Held {
+  void (*kernel)(RmsNormBackward, int);
+  Launch where;
+  int cluster_bytes;  // of shared memory, more where four chains are a cluster
+};
+
+template <Type type, int T, int W, int V, int R, bool residual> Held held(const RmsNormBackward &p, int chains) {
+  using S = Stages<type, T, W, V, R, residual>;
+  constexpr bool kBeside = T == kLogicalWarp;
+  int teams = kBeside ? chains : 1, sum_bytes = kBeside || chains == 1 ? 0 : S::kSumBytes;
+  return {rmsnorm_backward_kernel<type, T, W, V, R, residual>,
+          {"rmsnorm_backward_held", static_cast<gpu_stream>(p.stream),
+           dim3(unsigned(divide_up(p.rows, chains * kDweightChainRows))), dim3(unsigned(T * teams)),
+           teams * S::kDepth * S::kBytes + 2 * kExchange<T, R> * int(sizeof(float)) + sum_bytes},
+          S::kSumBytes + int(sizeof(uint64_t))};
+}
+
+Held held(const RmsNormBackward &p, int chains) {
+  return with_type(p.x.type, [&](auto type) {
+    return with_shape(p.n, chains, [&](auto shape) {
+      constexpr int T = shape.T, W = shape.W, V = shape.V, R = shape.R;
+      if (p.dresidual.data) return held<type, T, W, V, R, true>(p, chains);
+      return held<type, T, W, V, R, false>(p, chains);
+    });
+  });
+}
+
+bool fits(const RmsNormBackward &p, int chains) {
+  return held(p, chains).where.shared_bytes <= gpu_shared_bytes(p.device.id);
+}
+
+// `chains` a block, and a partial; or one a block and the partial of four such blocks, a cluster.
+pydet_status backward_held(const RmsNormBackward &p, int chains, bool clustered = false) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_held", guard.error());
+  pydet_status status = ready_to_join(p);
+  if (status != PYDET_OK) return status;
+  if (p.rows > 0) {
+    Held one = held(p, chains);
+    one.where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+    if (clustered && p.dweight.data) {
+      one.where.cluster = kClusterBlocks;
+      one.where.grid.x = unsigned(divide_up(p.rows, kDweightGroupRows) * kClusterBlocks);
+      one.where.shared_bytes += one.cluster_bytes;
+    }
+    status = launch(one.where, one.kernel, p, chains);
+    if (status != PYDET_OK) return status;
+  }
+  return join_partials(p, clustered ? kGroupChains : chains);
+}
+
+}  // namespace
+
+bool rmsnorm_backward_held_takes(const RmsNormBackward &p) {
+  return p.n % kVector == 0 && p.n <= kLongestHeldRow && rows_aligned(p.x) && rows_aligned(p.dy) &&
+         rows_aligned(p.dx) && rows_aligned(p.dresidual) && vector_aligned(p.weight) && fits(p, 1);
+}
+
+bool rmsnorm_backward_cluster_takes(const RmsNormBackward &p) {
+  return p.n <= kLongestClusterRow && rmsnorm_backward_held_takes(p) &&
+         held(p, 1).where.shared_bytes + held(p, 1).cluster_bytes <= gpu_shared_bytes(p.device.id);
+}
+
+// Chains fill the device better where there are not enough groups, and groups that all start at once move in step; else
+// the chains' partials are a burden.
+bool rmsnorm_backward_chain_prefers(const RmsNormBackward &p) {
+  return !p.dweight.data || p.rows / kDweightGroupRows * 4 < int64_t(gpu_multiprocessors(p.device.id)) * 3;
+}
+
+// Chains without the burden. A multiprocessor has to hold two blocks: with one each, 30 clusters of four fit an H100.
+bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &p) { return p.n > 1024; }
+
+pydet_status rmsnorm_backward_chain(const RmsNormBackward &p) { return backward_held(p, 1); }
+pydet_status rmsnorm_backward_cluster(const RmsNormBackward &p) { return backward_held(p, 1, true); }
+pydet_status rmsnorm_backward_group(const RmsNormBackward &p) {
+  return backward_held(p, fits(p, kGroupChains) ? kGroupChains : 1);  // the sums of a group may be what does not fit
+}
+
+}  // namespace pydet

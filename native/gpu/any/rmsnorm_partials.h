@@ -1,0 +1,20 @@
+// The sums of dweight that the kernels of RMSNorm's backward leave in the workspace: rows of n fp32, one for each chain
+// of 16 rows or one for each group of 64, and the kernel that joins them. No bit depends on which.
+#pragma once
+
+#include "gpu/gpu.h"
+
+namespace pydet {
+
+constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
+constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// rmsnorm_dweight.cu. Before anything else is launched: whether the kernel can be. OK where dweight is not wanted.
+pydet_status ready_to_join(const RmsNormBackward &);
+
+// Partials of `chains` chains each, 1 or kGroupChains, become dweight.
+pydet_status join_partials(const RmsNormBackward &, int chains);
+
+}  // namespace pydet

@@ -1,0 +1,285 @@
+// A row of RMSNorm on the GPU: vectors of adjacent elements and the sum along a row. Shared by rmsnorm.cu and
+// rmsnorm_backward.cu.
+//
+//   rowsum   lane (g, e) walks elements j with j mod 8 = e, j div 8 mod 256 = g, lane = fmaf(u, v, lane) from +0;
+//            then e is joined 4, 2, 1 apart, then g 128, 64, ..., 1 apart
+//
+// A team of T threads owns a row at a time: vector v of thread t is the W elements from W (t + T v) on. W is 8, or 4,
+// where two neighbours share the lanes of a group; so a lane is one thread's, whatever T is, and T, W and V may be
+// chosen by speed. Several rows are joined at once, so that they share the barrier and the latencies of the tree.
+#pragma once
+
+#include "gpu/any/epilogue.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kLogicalWarp = 32;  // also on a wave of 64
+constexpr int kMaxTeam = kRowLaneGroups;
+
+// ---- A vector of elements ----------------------------------------------------------------------------------------
+
+template <Type type, int W> struct alignas(W * size_of(type) < 16 ? 8 : 16) Packed {
+  static constexpr int kBytes = W * size_of(type), kPieceBytes = kBytes < 16 ? 8 : 16;
+  uint32_t word[kBytes / 4];
+};
+
+template <Type type, int W> __device__ __forceinline__ void unpack(const Packed<type, W> &packed, float (&x)[W]) {
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    if constexpr (type == Type::f32) {
+      x[i] = float_of(packed.word[i]);
+    } else {
+      uint16_t half = uint16_t(i % 2 ? packed.word[i / 2] >> 16 : packed.word[i / 2]);
+      x[i] = type == Type::bf16 ? f32_from_bf16(half) : f32_from_f16(half);
+    }
+  }
+}
+
+template <Type type, int W> __device__ __forceinline__ Packed<type, W> pack(const float (&x)[W]) {
+  Packed<type, W> packed;
+#pragma unroll
+  for (int i = 0; i < W * size_of(type) / 4; ++i) {
+    if constexpr (type == Type::f32) packed.word[i] = bits_of(canonical(x[i]));
+    else packed.word[i] = rounded_pair<type>(x[2 * i], x[2 * i + 1]);
+  }
+  return packed;
+}
+
+template <Type type, int W> __device__ __forceinline__ Packed<type, W> load_packed(const char *from) {
+  return *reinterpret_cast<const Packed<type, W> *>(from);
+}
+template <Type type, int W> __device__ __forceinline__ void store_packed(char *to, const float (&x)[W]) {
+  *reinterpret_cast<Packed<type, W> *>(to) = pack<type>(x);
+}
+
+// W elements of w + weight_offset; w is 1 where there is none. Loaded as they lie in memory, and made numbers later.
+template <int W> struct Scale {
+  using Half = Packed<Type::f16, W>;
+  Half low = {}, high = {};  // high: the second half of fp32 weights
+
+  __device__ __forceinline__ void load(const Vector &weight, int j) {
+    if (!weight.data) return;
+    const char *at = weight.data + j * size_of(weight.type);
+    low = *reinterpret_cast<const Half *>(at);
+    if (weight.type == Type::f32) high = *reinterpret_cast<const Half *>(at + Half::kBytes);
+  }
+  __device__ __forceinline__ void unpack(const Vector &weight, float offset, float (&scale)[W]) const {
+    if (!weight.data) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) scale[e] = 1.0f;
+    } else if (weight.type == Type::bf16) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) scale[e] = f32_from_bf16(uint16_t(low.word[e / 2] >> e % 2 * 16));
+    } else if (weight.type == Type::f16) {
+      pydet::unpack(low, scale);
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) scale[e] = float_of(e < W / 2 ? low.word[e % (W / 2)] : high.word[e % (W / 2)]);
+    }
+#pragma unroll
+    for (int e = 0; e < W; ++e) scale[e] += offset;
+  }
+};
+
+// ---- Where a row begins ------------------------------------------------------------------------------------------
+
+// Row r of the problem. A division of 64 bits takes as long as a load: only rows of two levels meet it.
+struct RowIndex {
+  int64_t outer, within;
+};
+__device__ __forceinline__ RowIndex row_index(int64_t inner, int64_t r) {
+  int64_t outer = r < inner ? 0 : r / inner;
+  return {outer, r - outer * inner};
+}
+__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, const RowIndex &row) {
+  return rows.data + (row.outer * rows.outer_stride + row.within * rows.inner_stride) * element_bytes;
+}
+__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, int64_t inner, int64_t r) {
+  return row_at(rows, element_bytes, row_index(inner, r));
+}
+
+// Walks rows one by one from `first` on, without a division for each.
+class RowWalk {
+ public:
+  __device__ __forceinline__ RowWalk(int64_t inner, int64_t rows, int64_t first)
+      : inner_(clamp(inner)), left_(rows <= inner ? kNever : clamp(inner - first % inner)) {}
+
+  // Advances the places of the current row in any number of tensors to the next row.
+  template <class... Place> __device__ __forceinline__ void next(const Place &...place) {
+    (..., (place.at += place.rows.inner_stride * place.element_bytes));
+    if (--left_ == 0) {
+      left_ = inner_;
+      (..., (place.at += (place.rows.outer_stride - inner_ * place.rows.inner_stride) * place.element_bytes));
+    }
+  }
+
+ private:
+  static constexpr int kNever = 0x7FFFFFFF;  // more rows than anyone walks
+  __device__ __forceinline__ static int clamp(int64_t rows) { return rows < kNever ? int(rows) : kNever; }
+  int inner_, left_;
+};
+
+struct RowPlace {
+  char *&at;
+  const Rows &rows;
+  int element_bytes;
+};
+
+// ---- The sum along a row -----------------------------------------------------------------------------------------
+
+// The lanes of one thread: of `kSlots` of its groups, the rest of them empty.
+template <int T, int W, int V> struct Lanes {
+  static constexpr int kTeamGroups = T * W / kRowLaneElements;      // that one vector of every thread covers
+  static constexpr int kGroups = kRowLaneGroups / kTeamGroups;      // of a thread
+  static constexpr int kSlots = V < kGroups ? V : kGroups;          // that V vectors reach
+  float lane[kSlots][W] = {};
+
+  // Adds x y, vector v of the thread. A vector past the row's end must not reach its lanes: fmaf(+0, +0, -0) is +0.
+  __device__ __forceinline__ void add(int v, bool inside, const float (&x)[W], const float (&y)[W]) {
+    float(&s)[W] = lane[v % kSlots];
+#pragma unroll
+    for (int e = 0; e < W; ++e) s[e] = inside ? fmaf(x[e], y[e], s[e]) : s[e];
+  }
+
+  // The same for vector 0 of a row that ends anywhere: `left` elements of it are the row's.
+  __device__ __forceinline__ void add_left(int64_t left, const float (&x)[W], const float (&y)[W]) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) lane[0][e] = e < left ? fmaf(x[e], y[e], lane[0][e]) : lane[0][e];
+  }
+
+  // The sum of the thread's groups; two neighbours get the same one where they share a group.
+  __device__ __forceinline__ float own_sum() {
+    float group[kGroups];
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      if (i >= kSlots) {
+        group[i] = 0.0f;
+        continue;
+      }
+      float(&s)[W] = lane[i < kSlots ? i : 0];
+      if constexpr (W == kRowLaneElements) {
+#pragma unroll
+        for (int apart = W / 2; apart > 0; apart /= 2)
+#pragma unroll
+          for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
+        group[i] = s[0];
+      } else {  // the even thread has elements 0 .. 3, and takes sums 0 and 2 of the step 4 apart; the odd one 1 and 3
+        static_assert(W == kRowLaneElements / 2);
+        bool odd = threadIdx.x % 2;
+        float first = (odd ? s[1] : s[0]) + gpu_shfl_xor(odd ? s[0] : s[1], 1, kLogicalWarp);
+        float second = (odd ? s[3] : s[2]) + gpu_shfl_xor(odd ? s[2] : s[3], 1, kLogicalWarp);
+        first += second;
+        group[i] = first + gpu_shfl_xor(first, 1, kLogicalWarp);
+      }
+    }
+#pragma unroll
+    for (int apart = kGroups / 2; apart > 0; apart /= 2)
+#pragma unroll
+      for (int i = 0; i < apart; ++i) group[i] += group[i + apart];
+    return group[0];
+  }
+};
+
+// Floats of shared memory that a join of R rows needs.
+template <int T, int R> constexpr int kExchange = T > kLogicalWarp ? R * (T < kMaxTeam ? T : kMaxTeam) : 0;
+
+// Joins the lanes of R rows over the team: every thread gets finish(sum) of each. All threads of the block call it.
+template <int T, int W, int V, int R, class F>
+__device__ __forceinline__ void join(Lanes<T, W, V> (&lanes)[R], float *exchange, const F &finish, float (&result)[R]) {
+  float sum[R];
+#pragma unroll
+  for (int k = 0; k < R; ++k) sum[k] = lanes[k].own_sum();
+  int t = int(threadIdx.x) % T, lane = int(threadIdx.x) % kLogicalWarp;
+  if constexpr (T > kLogicalWarp) {
+    constexpr int kGroups = Lanes<T, W, V>::kTeamGroups, kParts = kGroups / kLogicalWarp;
+    struct alignas(4 * R) Sums {
+      float of[R];
+    };
+    Sums *sums = reinterpret_cast<Sums *>(exchange);
+    if (W == kRowLaneElements || t % 2 == 0) {
+      Sums mine;
+#pragma unroll
+      for (int k = 0; k < R; ++k) mine.of[k] = sum[k];
+      sums[t * W / kRowLaneElements] = mine;
+    }
+    __syncthreads();
+    Sums part[kParts];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) part[i] = sums[i * kLogicalWarp + lane];
+#pragma unroll
+    for (int apart = kParts / 2; apart > 0; apart /= 2)
+#pragma unroll
+      for (int i = 0; i < apart; ++i)
+#pragma unroll
+        for (int k = 0; k < R; ++k) part[i].of[k] += part[i + apart].of[k];
+#pragma unroll
+    for (int k = 0; k < R; ++k) sum[k] = part[0].of[k];
+  }
+  // Half of the lanes go on with half of the rows, until each lane has one: R - 1 exchanges instead of R log R.
+  int rows = R;
+#pragma unroll
+  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) {
+    if (rows > 1) {
+      rows /= 2;
+      bool upper = lane & apart;
+#pragma unroll
+      for (int k = 0; k < rows; ++k) {
+        float keep = upper ? sum[k + rows] : sum[k], give = upper ? sum[k] : sum[k + rows];
+        sum[k] = keep + gpu_shfl_xor(give, apart, kLogicalWarp);
+      }
+    } else {
+      sum[0] += gpu_shfl_xor(sum[0], apart, kLogicalWarp);
+    }
+  }
+  float finished = finish(sum[0]);
+#pragma unroll
+  for (int k = 0; k < R; ++k) result[k] = R == 1 ? finished : gpu_shfl(finished, k * (kLogicalWarp / R), kLogicalWarp);
+}
+
+// ---- Choosing ----------------------------------------------------------------------------------------------------
+
+// A team of T threads with V vectors of W elements each, R rows at a time.
+template <int team, int elements, int vectors, int rows> struct RowShape {
+  static constexpr int T = team, W = elements, V = vectors, R = rows;
+};
+
+// Rows up to this are held whole by their team; longer ones are passed over again.
+constexpr int64_t kLongestHeldRow = 8 * kRowLanes;
+
+// Whether every row is whole 16-byte pieces, in place too (an absent operand has no say).
+inline bool rows_aligned(const Rows &rows) {
+  if (!rows.data) return true;
+  int64_t bytes = size_of(rows.type);
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.outer_stride * bytes % 16 == 0 &&
+         rows.inner_stride * bytes % 16 == 0;
+}
+inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
+
+// ---- Long or misaligned rows -------------------------------------------------------------------------------------
+
+constexpr int kVector = kRowLaneElements;
+
+// Elements j .. j + 7 of a row of n, one by one; those past n read as +0 and are not written.
+template <Type type>
+__device__ __forceinline__ void load_elements(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) x[e] = j + e < n ? load_f32(row, type, j + e) : 0.0f;
+}
+
+template <Type type>
+__device__ __forceinline__ void store_elements(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e)
+    if (j + e < n) store_rounded(row, type, j + e, x[e]);
+}
+
+__device__ __forceinline__ void load_scale(const Vector &weight, float offset, int64_t j, int64_t n,
+                                           float (&scale)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e)
+    scale[e] = (weight.data && j + e < n ? load_f32(weight.data, weight.type, j + e) : 1.0f) + offset;
+}
+
+}  // namespace
+}  // namespace pydet

@@ -1,0 +1,113 @@
+// The CUDA table of kernels, the fastest first, and what is asked of the runtime about devices.
+
+#include <cstdio>
+
+#include "gpu/gpu.h"
+#include "gpu/kernels.h"
+
+namespace pydet {
+namespace {
+
+bool is_sm90(const Device &device) { return compute_capability(device.id) == 90; }
+bool from_sm90(const Device &device) { return compute_capability(device.id) >= 90; }
+bool from_sm80(const Device &device) { return compute_capability(device.id) >= 80; }
+bool is_sm80_to_89(const Device &device) { return from_sm80(device) && !from_sm90(device); }
+
+template <int tile> bool takes_sm90(const Gemm &problem) { return sm90_takes(problem, tile); }
+template <int tile> bool prefers_sm90(const Gemm &problem) { return sm90_prefers(problem, tile); }
+
+template <int tile> constexpr Kernel<Gemm> sm90_row() {
+  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, gemm_sm90<tile>};
+}
+
+template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
+  return {name, kHalfTypes, Arithmetic::sm90, "sm_90a", is_sm90, SkinnySm90<rows>::takes, SkinnySm90<rows>::prefers, SkinnySm90<rows>::launch};
+}
+
+// Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
+constexpr Kernel<Gemm> kGemm[] = {
+    skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"), skinny_row<48>("cuda_skinny_gemm_sm90_48"),
+    skinny_row<64>("cuda_skinny_gemm_sm90_64"), skinny_row<96>("cuda_skinny_gemm_sm90_96"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
+    sm90_row<0>(), sm90_row<1>(), sm90_row<2>(), sm90_row<3>(), sm90_row<4>(), sm90_row<5>(), sm90_row<6>(), sm90_row<7>(), sm90_row<8>(), sm90_row<9>(), sm90_row<10>(),
+    sm90_row<11>(), sm90_row<12>(), sm90_row<13>(), sm90_row<14>(), sm90_row<15>(), sm90_row<16>(), sm90_row<17>(), sm90_row<18>(), sm90_row<19>(), sm90_row<20>(), sm90_row<21>(),
+    {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
+    {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
+    {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, nullptr, nullptr, gemm_mma_64},
+    {"cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
+    {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
+    {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, nullptr, nullptr, gemm_mma_64},
+    {"cuda_skinny_gemm_ieee", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, skinny_ieee_takes, nullptr, skinny_ieee},
+    {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, "sm_80 or later", from_sm80, gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
+    {"cuda_gemm_ieee_64x64", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
+};
+
+constexpr Kernel<RmsNorm> kRmsNorm[] = {
+    {"cuda_rmsnorm_held", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
+    {"cuda_rmsnorm_long", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_long},
+};
+
+constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
+    {"cuda_rmsnorm_backward_short_chain", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
+    {"cuda_rmsnorm_backward_short_cluster", kAllTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
+    {"cuda_rmsnorm_backward_chain", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"cuda_rmsnorm_backward_cluster", kAllTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
+    {"cuda_rmsnorm_backward_group", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_long", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
+};
+
+// 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
+pydet_status device_count(int32_t *count) {
+  *count = 0;
+  int devices = 0;
+  cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error == cudaSuccess) {
+    *count = devices;
+    return PYDET_OK;
+  }
+  if (error == cudaErrorNoDevice || error == cudaErrorStubLibrary) return PYDET_OK;
+  if (error == cudaErrorInsufficientDriver) {
+    int driver = 0, runtime = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return PYDET_OK;
+    cudaRuntimeGetVersion(&runtime);
+    return fail(PYDET_NO_DEVICE, "the NVIDIA driver supports CUDA %d.%d, this build of pydet needs %d.%d or later",
+                driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+  }
+  return fail(PYDET_NO_DEVICE, "the CUDA runtime cannot use this machine's GPUs: %s (%d)", gpu_error_text(error), int(error));
+}
+
+pydet_status query_device(int32_t id, pydet_device_info *info) {
+  cudaDeviceProp properties;
+  cudaError_t error = cudaGetDeviceProperties(&properties, id);
+  if (error != cudaSuccess)
+    return fail(PYDET_NO_DEVICE, "query_device: CUDA device %d: %s (%d)", int(id), gpu_error_text(error), int(error));
+  info->multiprocessors = properties.multiProcessorCount;
+  snprintf(info->name, sizeof info->name, "%.*s", int(sizeof info->name) - 1, properties.name);
+  snprintf(info->arch, sizeof info->arch, "sm_%d%d", properties.major, properties.minor);
+  return PYDET_OK;
+}
+
+// From sm_90 on all generations compute Hopper's step of 16 (Blackwell by a published model).
+Arithmetic tensor_cores(int32_t id) {
+  int capability = compute_capability(id);
+  if (capability == 0) return Arithmetic::automatic;
+  return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
+}
+
+uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
+
+// Memory that the runtime does not know is the host's own, which a device reaches only where it shares its page tables.
+bool reaches(int32_t id, const void *data) {
+  cudaPointerAttributes found;
+  if (cudaPointerGetAttributes(&found, data) != cudaSuccess) return true;  // the launch will say what is wrong
+  return found.type != cudaMemoryTypeUnregistered || gpu_attribute(cudaDevAttrPageableMemoryAccess, id);
+}
+
+}  // namespace
+
+const Backend *gpu_backend() {
+  static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores, gemm_workspace,
+                                      reaches, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+  return &backend;
+}
+
+}  // namespace pydet

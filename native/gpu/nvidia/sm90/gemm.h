@@ -1,0 +1,46 @@
+// What gemm.cu's kernel is told of a problem, and who works it out (plan.cpp, on the host).
+#pragma once
+
+#include <cuda.h>
+
+#include "gpu/kernels.h"
+
+namespace pydet {
+
+constexpr int kBlockK = 64;       // of k in a stage
+constexpr int kRowBytes = 128;    // a row of every box that TMA moves
+constexpr int kWarpRows = 16;     // of out that a warp stores at once
+constexpr int kSm90MaxBatch = 3;  // dimensions, beside the two of a matrix
+
+// The part of a problem that the device sees. Strides are in elements.
+struct Sm90Problem {
+  CUtensorMap a, b;
+  int m, n, k, chunk;  // chunk = k where there is none
+  int cluster_rows, cluster_columns, tiles;  // tiles of a whole cluster in one matrix, and in all
+  int band;                                  // cluster rows that are walked together, for the L2
+  bool batched, accumulate;
+  bool out_aligned;  // its rows begin at multiples of 16 bytes
+  bool rows_move, columns_move;  // a tile that passes the last row or column may be moved back to end there
+  bool transposed;   // out holds the transpose of what a and b make; out_stride is between its own rows
+  Type out_type, bias_type;
+  char *out;
+  const char *bias;
+  int64_t out_stride, bias_row_stride, bias_column_stride;
+  int batch_shape[kSm90MaxBatch];
+  bool a_moves[kSm90MaxBatch], b_moves[kSm90MaxBatch];  // false: broadcast
+  int64_t out_batch_stride[kSm90MaxBatch], bias_batch_stride[kSm90MaxBatch];
+};
+
+// Which dimension is adjacent in memory, of operands that sm90_takes.
+struct Sm90Layout {
+  bool a_k_adjacent, b_k_adjacent;
+};
+Sm90Layout sm90_layout(const Gemm &);
+
+// The problem that a tile computes: g, or for a swapped tile out^T = b^T a^T.
+Gemm sm90_problem(const Gemm &g, int tile);
+
+// Fills the problem, tensor maps included, for what sm90_problem gave. The device must be current.
+pydet_status sm90_plan(const Gemm &, int tile, Sm90Problem *);
+
+}  // namespace pydet

@@ -1,0 +1,230 @@
+// Where gemm.cu's tiles lie, and what one warp does with its 16 rows of a tile before and after the main loop.
+#pragma once
+
+#include "gpu/nvidia/sm90/gemm.h"
+#include "gpu/nvidia/sm90/hopper.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kPieceBytes = kWarpRows * kRowBytes;
+
+// Where a tile lies, and its batch. A tile that would pass an edge is moved back to end there, since boxes that TMA has to
+// fill with zeros cost more than whole ones; it then makes again, to the same bits, what its neighbour makes. Only what
+// is at first_row, first_column and after them is stored: all of it, or under accumulate, where nothing may be added
+// twice, the tile's own part.
+struct Tile {
+  int row, column, first_row, first_column;
+  int batch[kSm90MaxBatch];
+  int64_t out_offset, bias_offset;
+};
+
+template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p, int index, int rank) {
+  Tile tile = {};
+  int matrix = p.cluster_rows * p.cluster_columns, batch = p.batched ? index / matrix : 0;
+  int i = index - batch * matrix, band_tiles = p.band * p.cluster_columns, band = i / band_tiles;
+  int rows = min(p.band, p.cluster_rows - band * p.band), within = i - band * band_tiles;
+  tile.row = ((band * p.band + within % rows) * S::cluster_m + rank % S::cluster_m) * S::m;
+  tile.column = (within / rows * S::cluster_n + rank / S::cluster_m) * S::n;
+  tile.first_row = tile.row, tile.first_column = tile.column;
+  if (p.rows_move) tile.row = max(0, min(tile.row, p.m - S::m));
+  if (p.columns_move) tile.column = max(0, min(tile.column, p.n - S::n));
+  if (!p.accumulate) tile.first_row = tile.row, tile.first_column = tile.column;
+  if (p.batched)
+    for (int d = kSm90MaxBatch - 1; d >= 0; --d) {
+      tile.batch[d] = batch % p.batch_shape[d];
+      batch /= p.batch_shape[d];
+      tile.out_offset += tile.batch[d] * p.out_batch_stride[d];
+      tile.bias_offset += tile.batch[d] * p.bias_batch_stride[d];
+    }
+  return tile;
+}
+
+__device__ __forceinline__ uint32_t load_raw(const char *data, int64_t index, Type type) {
+  return type == Type::f32 ? reinterpret_cast<const uint32_t *>(data)[index]
+                           : reinterpret_cast<const uint16_t *>(data)[index];
+}
+__device__ __forceinline__ float f32_from_raw(uint32_t raw, Type type) {
+  return type == Type::f32    ? float_of(raw)
+         : type == Type::bf16 ? f32_from_bf16(uint16_t(raw))
+                              : f32_from_f16(uint16_t(raw));
+}
+__device__ __forceinline__ void store_pair(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ float2 load_pair(uint32_t address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
+  return pair;
+}
+__device__ __forceinline__ uint4 load_16_bytes(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+template <bool bf16> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
+  uint32_t pair;
+  if (bf16) asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
+  else asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
+  return pair;
+}
+
+// What one warp does with its 16 rows of a tile outside of the main loop. A piece is 16 rows of 128 bytes in shared
+// memory, swizzled as TMA does it: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+template <class S> struct WarpRows {
+  const Sm90Problem &p;
+  const Tile tile;
+  uint32_t piece;  // this warp's own
+  int row, lane;   // first row, in the matrix
+
+  // The address of this thread's pair of fp32 in 8-column group i of a piece: row lane / 4 + 8 h.
+  __device__ __forceinline__ uint32_t pair_address(int i, int h) const {
+    int r = lane / 4 + 8 * h, chunk = 2 * i + lane % 4 / 2;
+    return piece + r * kRowBytes + ((chunk ^ (r & 7)) << 4) + (lane & 1) * 8;
+  }
+
+  // f(i, x) for every accumulator d[i] and the element x of a matrix that belongs to it; 0 past the edges.
+  template <class F>
+  __device__ __forceinline__ void each_element(const char *data, Type type, int64_t offset, int64_t row_stride,
+                                               int64_t column_stride, F f) const {
+    constexpr int columns = 32;
+#pragma unroll
+    for (int group = 0; group < (S::n + columns - 1) / columns; ++group) {
+      const int start = group * columns < S::n - columns ? group * columns : S::n - columns;
+      int column = tile.column + start + lane;
+#pragma unroll 8
+      for (int r = 0; r < kWarpRows; ++r) {
+        bool inside = row + r < p.m && column < p.n;
+        uint32_t raw = inside ? load_raw(data, offset + (row + r) * row_stride + column * column_stride, type) : 0;
+        uint32_t address = piece + r * kRowBytes + (((lane / 4) ^ (r & 7)) << 4) + lane % 4 * 4;
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(f32_from_raw(raw, type)) : "memory");
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = (group * columns - start) / 8; i < 4; ++i)  // each element once
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float2 pair = load_pair(pair_address(i, h));
+          f(start / 2 + i * 4 + h * 2, pair.x);
+          f(start / 2 + i * 4 + h * 2 + 1, pair.y);
+        }
+      __syncwarp();
+    }
+  }
+
+  // Rounds and stores the accumulators, piece by piece. `columns` of `size` bytes fill one.
+  template <int size, bool bf16> __device__ __forceinline__ void store(const float (&d)[S::n / 2]) const {
+    constexpr int columns = kRowBytes / size, last = S::n - columns;
+#pragma unroll
+    for (int i = 0; i < (S::n + columns - 1) / columns; ++i) {
+      const int start = i * columns < last ? i * columns : last;  // the last may overlap the one before: the same bits
+      if constexpr (size == 4) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            store_pair(pair_address(j, h), d[start / 2 + 4 * j + 2 * h], d[start / 2 + 4 * j + 2 * h + 1]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float *e = d + start / 2 + 8 * j;
+          uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
+                                   round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
+          int r = lane % 16, chunk = 2 * j + lane / 16;
+          store_matrices(piece + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
+        }
+      }
+      __syncwarp();
+      copy_out<size>(tile.column + start);
+      __syncwarp();
+    }
+  }
+
+  // Rounds and stores the accumulators as columns of out, 16 of them in a row: what a swapped tile does. A piece is then
+  // 64 rows of 32 bytes; the 16-byte half h of row r lies at half h ^ (r / 4 % 2).
+  template <int size, bool bf16> __device__ __forceinline__ void store_transposed(const float (&d)[S::n / 2]) const {
+    auto here = [&](int r, int c) {
+      return r >= tile.first_row && r < p.m && c >= tile.first_column && c < p.n;
+    };
+    if constexpr (size == 4) {
+#pragma unroll
+      for (int i = 0; i < S::n / 2; ++i) {
+        const int r = row + lane / 4 + i / 2 % 2 * 8, c = tile.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (here(r, c)) reinterpret_cast<float *>(p.out)[tile.out_offset + c * p.out_stride + r] = d[i];
+      }
+    } else {
+      constexpr int columns = 64, last = S::n - columns, row_bytes = kWarpRows * size;
+      auto half_address = [&](int r, int h) { return piece + r * row_bytes + ((h ^ (r / 4 & 1)) << 4); };
+      uint16_t *out = reinterpret_cast<uint16_t *>(p.out) + tile.out_offset + row;
+#pragma unroll
+      for (int i = 0; i < (S::n + columns - 1) / columns; ++i) {
+        const int start = i * columns < last ? i * columns : last;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float *e = d + start / 2 + 8 * j;
+          uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
+                                   round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
+          store_matrices<true>(half_address(16 * j + lane / 16 * 8 + lane % 8, lane / 8 & 1), fragments);
+        }
+        __syncwarp();
+        const int column = tile.column + start;
+        if (p.out_aligned && row >= tile.first_row && row + kWarpRows <= p.m) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int c = 16 * j + lane / 2, h = lane % 2;
+            if (here(row, column + c))
+              *reinterpret_cast<uint4 *>(out + (column + c) * p.out_stride + h * 8) = load_16_bytes(half_address(c, h));
+          }
+        } else {
+#pragma unroll 1
+          for (int j = lane; j < columns * kWarpRows; j += 32) {
+            const int c = j / kWarpRows, r = j % kWarpRows;
+            uint16_t word;
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(half_address(c, r / 8) + r % 8 * 2) : "memory");
+            if (here(row + r, column + c)) out[(column + c) * p.out_stride + r] = word;
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  // The piece to its place in out: 16 bytes a lane where it lies whole and aligned inside, else by elements.
+  template <int size> __device__ __forceinline__ void copy_out(int column) const {
+    constexpr int columns = kRowBytes / size;
+    char *to = p.out + (tile.out_offset + row * p.out_stride + column) * size;
+    const int64_t stride = p.out_stride * size;
+    const bool whole_rows = row >= tile.first_row && row + kWarpRows <= p.m;
+    if (p.out_aligned && whole_rows && column >= tile.first_column && column + columns <= p.n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int r = 4 * i + lane / 8;
+        *reinterpret_cast<uint4 *>(to + r * stride + lane % 8 * 16) =
+            load_16_bytes(piece + r * kRowBytes + ((lane % 8 ^ (r & 7)) << 4));
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int r = max(0, tile.first_row - row); r < kWarpRows && row + r < p.m; ++r)
+#pragma unroll 1
+      for (int c = lane; c < columns && column + c < p.n; c += 32) {
+        if (column + c < tile.first_column) continue;
+        uint32_t address = piece + r * kRowBytes + (((c * size >> 4) ^ (r & 7)) << 4) + c * size % 16;
+        if constexpr (size == 4) {
+          uint32_t word;
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+          reinterpret_cast<uint32_t *>(to + r * stride)[c] = word;
+        } else {
+          uint16_t word;
+          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(address) : "memory");
+          reinterpret_cast<uint16_t *>(to + r * stride)[c] = word;
+        }
+      }
+  }
+};
+
+}  // namespace
+}  // namespace pydet

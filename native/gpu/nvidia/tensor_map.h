@@ -1,0 +1,58 @@
+// How the copy engine is told of a matrix in memory: tensor maps, made by the driver's encoder, which is found through
+// the runtime so that no driver is linked.
+#pragma once
+
+#include <cuda.h>
+
+#include "gpu/gpu.h"
+
+namespace pydet {
+
+// A matrix in memory as the copy engine sees it: `extent` elements adjacent, `rows` of them `row_stride` elements
+// apart, up to three batch dimensions; boxes of box_extent by box_rows, in the 128-byte swizzle. `rank` 2 leaves the
+// batch out.
+struct MapShape {
+  char *data;
+  Type type;
+  int64_t extent, rows, row_stride;
+  int box_extent, box_rows;
+  int rank;
+  int64_t batch_shape[3], batch_stride[3];
+};
+
+using EncodeTensorMap = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                     const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+inline pydet_status find_encoder(const char *kernel, EncodeTensorMap *encode) {
+  void *entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
+    return fail(PYDET_DEVICE_ERROR, "%s: this driver has no cuTensorMapEncodeTiled: %s (%d)", kernel,
+                gpu_error_text(error), int(error));
+  *encode = reinterpret_cast<EncodeTensorMap>(entry);
+  return PYDET_OK;
+}
+
+inline pydet_status make_map(const char *kernel, EncodeTensorMap encode, const MapShape &shape, CUtensorMap *map) {
+  constexpr CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                                           CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
+  int64_t size = size_of(shape.type);
+  cuuint64_t extents[5] = {cuuint64_t(shape.extent), cuuint64_t(shape.rows)},
+             strides[4] = {cuuint64_t(shape.row_stride * size)};
+  cuuint32_t box[5] = {cuuint32_t(shape.box_extent), cuuint32_t(shape.box_rows), 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < 3; ++i) {
+    extents[2 + i] = cuuint64_t(shape.batch_shape[i]);
+    strides[1 + i] = cuuint64_t(shape.batch_stride[i] * size);
+  }
+  CUresult result = encode(map, types[int(shape.type)], cuuint32_t(shape.rank), shape.data, extents, strides, box,
+                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return PYDET_OK;
+  return fail(PYDET_DEVICE_ERROR, "%s: cuTensorMapEncodeTiled refused a %lldx%lld matrix (CUresult %d)", kernel,
+              static_cast<long long>(shape.rows), static_cast<long long>(shape.extent), int(result));
+}
+
+}  // namespace pydet
