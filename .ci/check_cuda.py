@@ -1,4 +1,4 @@
-"""check_cuda.py LIBRARY TOOLS: what nvcc made of the kernels, read from the library with cuobjdump (in the folder TOOLS).
+"""check_cuda.py LIBRARY TOOLS: what nvcc made of the kernels, read from the library by cuobjdump, in the folder TOOLS.
 
 - No kernel spills: none uses local memory or stack.
 - The Hopper GEMM runs on the tensor cores and is fed by TMA: it has HGMMA and UTMALDG.
@@ -26,9 +26,9 @@ def spills(text):
             arch = found[1]
         if found := re.match(r"\s*Function (\S+):", line):
             name = found[1]
-        if found := re.search(r"STACK:(\d+).* LOCAL:(\d+)", line):
-            if found[1] != "0" or found[2] != "0":
-                yield f"{arch} {name}: {found[1]} bytes of stack, {found[2]} of local memory"
+        found = re.search(r"STACK:(\d+).* LOCAL:(\d+)", line)
+        if found and found.groups() != ("0", "0"):
+            yield f"{arch} {name}: {found[1]} bytes of stack, {found[2]} of local memory"
 
 
 def functions(text):
@@ -81,7 +81,7 @@ def main(library, tools):
         problems.append("no kernels found")
     for problem in problems:
         print(f"{library}: {problem}", file=sys.stderr)
-    print(f"{library}: {kernels} kernels without spills, {hopper} of them on Hopper's tensor cores or TMA ({dict(counts)})")
+    print(f"{library}: {kernels} kernels without spills, {hopper} on Hopper's tensor cores or TMA: {dict(counts)}")
     return 1 if problems else 0
 
 

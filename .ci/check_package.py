@@ -1,5 +1,5 @@
-"""check_package.py BUILD...: that the installed package works by itself and has these libraries. Run by the Python of an
-environment that holds it and NumPy alone, with nothing else in PATH: no compiler, no make.
+"""check_package.py BUILD...: that the installed package works by itself and has these libraries. Run by the Python of
+an environment that holds it and NumPy alone, with nothing else in PATH: no compiler, no make.
 """
 
 import pathlib
@@ -35,7 +35,8 @@ def main(builds):
     y, rstd = pydet.rmsnorm(a, eps=1e-6)
     assert np.isfinite(y).all() and rstd.shape == (64,)
 
-    openmp = {line.split()[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    openmp = {line.split()[-1] for line in maps if "libgomp" in line}
     bundled = folder / "libgomp.so.1"  # a wheel's; a package built here takes the system's
     assert len(openmp) == 1 and (openmp == {str(bundled)}) == bundled.is_file(), openmp
 

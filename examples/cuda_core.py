@@ -1,6 +1,6 @@
 """cuda.core: pydet on its buffers and streams, with no framework. Needs an NVIDIA GPU.
 
-    python examples/cuda_core.py
+python examples/cuda_core.py
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """CuPy: pydet's operations on CuPy arrays and CuPy's current stream, and inside a CUDA graph. Needs an NVIDIA GPU.
 
-    python examples/cupy_example.py
+python examples/cupy_example.py
 """
 
 import sys

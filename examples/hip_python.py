@@ -1,6 +1,6 @@
 """hip-python: pydet on its buffers and streams, with no framework. Needs an AMD GPU.
 
-    python examples/hip_python.py
+python examples/hip_python.py
 """
 
 import ctypes

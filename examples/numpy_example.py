@@ -1,6 +1,6 @@
 """NumPy: the same bits in any batch, gradients over micro-batches, and what a Hopper GPU would answer.
 
-    python examples/numpy_example.py
+python examples/numpy_example.py
 """
 
 import ml_dtypes

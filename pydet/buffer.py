@@ -1,8 +1,8 @@
 """Tensors of any framework: how each is read in place, and how results are made in the caller's own framework.
 
 NumPy arrays, and tensors of frameworks with the DLPack C exchange API, are read by the library itself
-(``native/entry/python.cpp``); this module tells it how, and reads everything else. Nothing is copied, and no framework is
-imported that the caller has not imported.
+(``native/entry/python.cpp``); this module tells it how, and reads everything else. Nothing is copied, and no framework
+is imported that the caller has not imported.
 """
 
 from __future__ import annotations
@@ -476,7 +476,7 @@ def _stream_override(address: int) -> Iterator[None]:
         _override.stream = None
 
 
-# ---- Hooks of the library (entry/python.h) -------------------------------------------------------------------------------
+# ---- Hooks of the library (entry/python.h) ---------------------------------------------------------------------------
 
 
 def classify(x: Any, op: str, name: str) -> int:
@@ -540,7 +540,7 @@ def allocate(like: Any, shape: tuple[int, ...], index: int, op: str) -> Any:
 
 
 def scratch(like: Any, device_type: int, size: int, op: str) -> tuple[int, Any]:
-    """`scratch` of entry/python.h: memory of the CPU; on a GPU only a framework has an allocator that knows the stream."""
+    """`scratch` of entry/python.h: memory of the CPU; on a GPU only a framework's allocator knows the stream."""
     if device_type in _GPU:
         fail(INVALID_VALUE, f"{op}: pydet does not know how to make a workspace for {type_name(like)} on a GPU")
     memory = ffi.new("char[]", size)

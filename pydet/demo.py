@@ -157,9 +157,7 @@ def log_softmax(logits: Array) -> tuple[Array, Array]:
     return log_p, p
 
 
-def backward(
-    ops: Operations, p: Parameters, s: dict[str, Array], target: Array, grads: Parameters, batch: int
-) -> None:
+def backward(ops: Operations, p: Parameters, s: dict[str, Array], target: Array, grads: Parameters, batch: int) -> None:
     """Adds to `grads` the gradient of the loss, a mean over `batch` rows of which these are some."""
     rows = np.arange(len(target))
     dlogits = s["p"]

@@ -5,9 +5,9 @@
     loss = lambda x, w: pydet.jax.linear(pydet.jax.rms_norm(x, eps=1e-6), w).sum()
     jax.jit(jax.grad(loss))(x, w)
 
-They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/entry/xla_ffi.cpp``); on the
-CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or for
-RMSNorm with a weight one call for each. Operands are float32, bfloat16 or float16 arrays of one type.
+They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/entry/xla_ffi.cpp``); on
+the CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or
+for RMSNorm with a weight one call for each. Operands are float32, bfloat16 or float16 arrays of one type.
 
 Common to the products: ``arithmetic`` and ``k_chunk`` are as in :func:`pydet.gemm`, decide bits, and hold for backward
 too. ``accumulate`` is an array to continue from, like the result and float32; the result takes its memory where nothing

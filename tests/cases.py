@@ -9,6 +9,7 @@ import dataclasses
 import functools
 
 import numpy as np
+
 import reference
 from reference import BFLOAT16, FLOAT16, FLOAT32, bits
 

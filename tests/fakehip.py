@@ -9,8 +9,9 @@ import os
 import pathlib
 import subprocess
 
-import gcn
 import numpy as np
+
+import gcn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHS = {"gfx90a": "cdna2", "gfx942": "cdna3"}

@@ -34,7 +34,7 @@ import reference
 from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
 
 os.environ["PYDET_LIBRARY"] = str(library_path())  # one library for all devices that a descriptor may name
-import pydet  # noqa: E402
+import pydet
 
 PAGE = mmap.PAGESIZE
 REGION = 16 * PAGE
@@ -443,9 +443,7 @@ def mutate_tensor(rng, call):
     elif kind == "stride" and shape:
         d = rng.randrange(len(shape))
         c.strides = tensor.strides
-        tensor.strides[d] = rng.choice(
-            [min(strides[d], MOST - 1) + 1, max(strides[d], -MOST) - 1, 0, rng.choice(ODD)]
-        )
+        tensor.strides[d] = rng.choice([min(strides[d], MOST - 1) + 1, max(strides[d], -MOST) - 1, 0, rng.choice(ODD)])
     elif kind == "ndim":
         c.ndim = rng.choice([-1, 0, len(shape) - 1, 9, 2**31 - 1, -(2**31)])
     elif kind == "code":

@@ -398,12 +398,12 @@ def vector(text, wide=False, modifiers=True):
     if found and found[0] == "v":
         number = found[1]
         if wide:
-            read = lambda w: w.v[number].astype(U64) | w.v[number + 1].astype(U64) << U64(32)  # noqa: E731
+            read = lambda w: w.v[number].astype(U64) | w.v[number + 1].astype(U64) << U64(32)
         else:
-            read = lambda w: w.v[number]  # noqa: E731
+            read = lambda w: w.v[number]
     else:
         from_scalar, kind = scalar(text, wide), U64 if wide else U32
-        read = lambda w: kind(from_scalar(w))  # noqa: E731
+        read = lambda w: kind(from_scalar(w))
     if not negative and not absolute:
         return read
     sign, rest = U32(1 << 31), U32(M32 >> 1)

@@ -29,10 +29,9 @@ def record(folder, operation, digests, numerics):
 
 
 def main():
+    import pydet
     import reference
     from test_golden import DIGESTS, GOLDEN, all_digests
-
-    import pydet
 
     try:
         for operation in DIGESTS:

@@ -30,8 +30,8 @@ UNSUPPORTED = 11  # pydet.h
 
 
 def cuda_kernels(operation):
-    """The CUDA library's rows of this operation. Names are listed without a GPU too, so that the tests that need one are
-    collected and say why they do not run."""
+    """The CUDA library's rows of this operation. Names are listed without a GPU too, so that the tests that need one
+    are collected and say why they do not run."""
     return [kernel for kernel in pydet.kernels() if kernel.device == "cuda" and kernel.operation == operation]
 
 
@@ -164,7 +164,7 @@ def test_without_a_gpu():
 # ---- GEMM ----------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def on_cpu(problem):
     """The CPU library's result: it has been held to the reference, and is fast enough for larger shapes."""
     return cases.run(pydet.gemm, problem)
@@ -255,7 +255,7 @@ def words(tensor):
 @pytest.mark.parametrize("n,k", [(1024, 4096), (4096, 1024), (776, 2056)])
 @pytest.mark.parametrize("k_chunk", [None, 512])
 def test_row_bits_against_batch(torch, n, k, k_chunk):
-    """A row of a large product is that row alone, and that row in every batch size, whatever kernel each of them got."""
+    """A row of a large product is that row alone, and that row in every batch size, whatever kernel each got."""
     a, w = operands(torch, 8192, n, k, torch.bfloat16)
     whole, kernels = words(pydet.gemm(a, w.T, k_chunk=k_chunk)), set()
     for m in (
@@ -632,8 +632,8 @@ def test_skinny_workspace(torch):
 
 @pytest.fixture(scope="module")
 def skinny_mma(torch):
-    """The kernel of this device's tensor cores as a function; its attribute `reference` is the same product by the tiles
-    of gemm_mma.cu, which take anything."""
+    """The kernel of this device's tensor cores as a function; its attribute `reference` is the same product by the
+    tiles of gemm_mma.cu, which take anything."""
     arithmetic = pydet.resolve_arithmetic("bfloat16", ("cuda", 0))
 
     def product(x, w, **options):
@@ -667,7 +667,7 @@ def test_skinny_mma_equals_cpu(torch, skinny_mma, dtype, k_chunk):
 @pytest.mark.parametrize("k_chunk", [None, 16, 48, 256, 1024])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_skinny_mma_in_every_cut(torch, skinny_mma, dtype, k_chunk):
-    """From a few tiles, which share rows of w, to several a block, so that the rings go round over the ends of tiles."""
+    """From a few tiles, which share rows of w, to several a block, so that the rings go round over tiles' ends."""
     few, many = [(520, 4096), (1024, 2000), (2048, 2056)], [(4096, 1024), (6144, 520), (12288, 520), (43001, 72)]
     for n, k in [*few, *many]:
         x, w = operands(torch, 128, n, k, getattr(torch, dtype))
@@ -763,7 +763,7 @@ def test_skinny_mma_refuses(torch, skinny_mma):
     odd[:, :520] = x
     columns = w.T.contiguous().T
     for a, b in [(x[:129], w), (x[:5], shifted), (odd[:5, :520], w), (x[:5, :0], w[:, :0]), (x[:5], columns)]:
-        with pytest.raises(pydet.Error, match="skinny_gemm_sm.0_mma does not take this problem"):
+        with pytest.raises(pydet.Error, match=r"skinny_gemm_sm.0_mma does not take this problem"):
             skinny_mma(a, b)
         assert torch.equal(words(pydet.skinny_gemm(a, b)), words(skinny_mma.reference(a, b)))
 
@@ -787,7 +787,7 @@ def test_rmsnorm_equals_cpu(device, kernel, dtype):
 
 
 def backward_case(m, n, dtype, index):
-    """dy, x, weight and rstd of case `index`, and its options; rstd is any number, so that no model has to compute it."""
+    """dy, x, weight and rstd of case `index`, and its options; rstd is any number: no model has to compute it."""
     kind = ["normal", "wide", "specials"][index % 3]
     x, weight, options = test_rmsnorm.forward_case(m, n, dtype, index, kind)
     rstd = np.abs(data("normal", (m,), reference.FLOAT32, index + 7))

@@ -6,17 +6,17 @@ import functools
 import itertools
 import pathlib
 
-import cases
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+
+import cases
+import pydet
 import reference
 from cases import DTYPES, KINDS, LAYOUTS, Problem, assert_same_bits, check_equals_reference, data, lay
 from conftest import threads, unusual_float_environment
 from reference import STEP
-
-import pydet
 
 VECTORS = pathlib.Path(__file__).parent / "data" / "h100_mma_vectors.npz"
 

@@ -9,13 +9,13 @@ import itertools
 import json
 import pathlib
 
-import cases
 import numpy as np
 import pytest
+
+import cases
+import pydet
 import reference
 from cases import ARITHMETICS, DTYPES, Problem, data
-
-import pydet
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -513,7 +513,7 @@ def operations(hip, device=0, stream=0):
     start = ffi.cast("void *", workspace.ctypes.data + -workspace.ctypes.data % 16)
     backward = capi.options("pydet_rmsnorm_backward_options", workspace=start, workspace_size=size[0])
     where = {"device": device, "stream": stream}
-    gemm_options = lambda: capi.options("pydet_gemm_options")  # noqa: E731
+    gemm_options = lambda: capi.options("pydet_gemm_options")
     return {
         "gemm": (lambda: hip.call("pydet_gemm", gemm_options(), a, b, None, out, **where), [out]),
         "gemm in bf16": (  # whose arithmetic, AUTO, is the device's

@@ -176,7 +176,7 @@ class OnDevice:
                 while memory.base is not None:
                     memory = memory.base if isinstance(memory.base, np.ndarray) else memory.base.base
                 memory.reshape(-1, order="A").view(np.uint8)[...] = tensor.memory.read()[: memory.nbytes]
-        numpy = lambda result: None if result is None else result.numpy()  # noqa: E731
+        numpy = lambda result: None if result is None else result.numpy()
         return tuple(map(numpy, results)) if isinstance(results, tuple) else numpy(results)
 
     def __getattr__(self, operation):

@@ -18,11 +18,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves a GPU'
 jax = pytest.importorskip("jax") if "jax" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from capi import ROOT  # noqa: E402
 from jax.experimental import sparse  # noqa: E402
 
 import pydet  # noqa: E402
 import pydet.jax as pj  # noqa: E402
+from capi import ROOT  # noqa: E402
 from pydet import _native  # noqa: E402
 
 DTYPES = [np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16)]
@@ -188,7 +188,7 @@ def test_vmap(eager, dtype, arithmetic):
     same(jax.vmap(linear, in_axes=(0, None, 0))(a[:, 0], w[0], bias), np.stack(each))
     same(jax.vmap(linear)(a[:, 0], np.repeat(w[:1], 4, 0)), eager.skinny_gemm(a[:, 0], w[0], **chosen))
     x, weights = a[:, 0], normal(4, 16)
-    norm = lambda x, w: pj.rms_norm(x, w, eps=1e-5)  # noqa: E731
+    norm = lambda x, w: pj.rms_norm(x, w, eps=1e-5)
     each = [eager.rmsnorm(x[i], weights[i], eps=1e-5)[0] for i in range(4)]
     same(jax.vmap(norm)(x, weights), np.stack(each))
     same(
@@ -363,8 +363,8 @@ def test_accumulate(eager, dtype, arithmetic):
         # Under vmap, with an unbatched operand, and with an unbatched start.
         starts, many = np.stack([start, 2 * start]), np.stack([a, np.roll(a, 1, 0)])
         theirs = getattr(eager, name)
-        one = lambda a, s, f=theirs, b=b: f(a, b, out=s.copy(), accumulate=True, **chosen)  # noqa: E731
-        mapped = lambda a, s, f=function, b=b: f(a, b, accumulate=s)  # noqa: E731
+        one = lambda a, s, f=theirs, b=b: f(a, b, out=s.copy(), accumulate=True, **chosen)
+        mapped = lambda a, s, f=function, b=b: f(a, b, accumulate=s)
         same(jax.vmap(mapped)(many, starts), np.stack([one(many[0], starts[0]), one(many[1], starts[1])]))
         same(jax.vmap(mapped, (0, None))(many, start), np.stack([one(many[0], start), one(many[1], start)]))
         same(jax.vmap(mapped, (None, 0))(a, starts), np.stack([one(a, starts[0]), one(a, starts[1])]))
@@ -411,7 +411,7 @@ def test_norm_continues_under_vmap(eager, dtype):
     dy, x = normal(2, 6, 32, dtype=dtype), normal(2, 6, 32, dtype=dtype, seed=1)
     weight, start = normal(32, dtype=dtype), normal(32, seed=2)
     rstd = np.stack([eager.rmsnorm(y, weight, eps=1e-5)[1] for y in x])
-    function = lambda dy, x, rstd: pj.rmsnorm_backward(dy, x, weight, rstd, accumulate=start)  # noqa: E731
+    function = lambda dy, x, rstd: pj.rmsnorm_backward(dy, x, weight, rstd, accumulate=start)
     each = [
         eager.rmsnorm_backward(dy[i], x[i], weight, rstd[i], dweight=start.copy(), accumulate=True) for i in range(2)
     ]
@@ -561,7 +561,7 @@ def test_bad_input():
     refuses(r"residual is \(4, 5\)", pj.rms_norm, a, eps=1e-5, residual=b)
     refuses(r"linear: x is \(3, 4\), w is \(4, 5\)", pj.linear, a, b)
     refuses(r"bias is \(4,\), want \(4, 5\)|bias is \(5,\), want \(4,\)", pj.linear, a, normal(4, 4), normal(5))
-    batched = lambda a, b: pj.gemm(a, b).sum()  # noqa: E731
+    batched = lambda a, b: pj.gemm(a, b).sum()
     refuses(r"no gradient where batch dimensions broadcast", jax.grad(batched), normal(2, 3, 4), normal(1, 4, 5))
     same(pj.gemm(normal(2, 3, 4), normal(1, 4, 5)), pydet.gemm(normal(2, 3, 4), normal(1, 4, 5)))
 
@@ -569,7 +569,7 @@ def test_bad_input():
 def test_what_has_no_gradient_says_so():
     x, weight, rstd = normal(3, 4), normal(4), normal(3)
     refuses(r"rmsnorm: no derivative; rms_norm has", jax.grad(lambda x: pj.rmsnorm(x, eps=1e-5)[0].sum()), x)
-    backward = lambda x: pj.rmsnorm_backward(x, x, weight, rstd)[0].sum()  # noqa: E731
+    backward = lambda x: pj.rmsnorm_backward(x, x, weight, rstd)[0].sum()
     refuses(r"rmsnorm_backward: no derivative of this gradient", jax.grad(backward), x)
     gradient = jax.grad(lambda x: pj.rms_norm(x, weight, eps=1e-5).sum())
     refuses(r"rmsnorm: no derivative; rms_norm has first grad", jax.grad(lambda x: gradient(x).sum()), x)
@@ -580,7 +580,7 @@ def test_what_has_no_gradient_says_so():
 
 def test_more_batches_than_there_are():
     """Nested vmap makes more leading dimensions than the library takes."""
-    function = lambda a: pj.gemm(a, normal(4, 5))  # noqa: E731
+    function = lambda a: pj.gemm(a, normal(4, 5))
     for _ in range(6):
         function = jax.vmap(function)
     a = normal(1, 1, 2, 1, 1, 2, 3, 4)

@@ -8,9 +8,10 @@ import ctypes
 import functools
 import itertools
 
-import cases
 import numpy as np
 import pytest
+
+import cases
 import reference
 import test_gemm
 import test_golden

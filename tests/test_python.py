@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import pydet
-from pydet import buffer
 from capi import Tensor, random
 from conftest import run_python
 from interop import Producer, jax, torch  # noqa: F401 (fixtures)
+from pydet import buffer
 from reference import bits
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -104,7 +104,7 @@ def test_numpy_results(dtype):
 )
 def test_out_dtype(dtype, given):
     a, b, *_ = operands(dtype)
-    kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(str(given), None)
+    kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(str(given))
     kind = kind or getattr(given, "name", None) or getattr(given, "__name__", given)
     result = pydet.gemm(a, b, out_dtype=given)
     assert result.dtype.name == kind
@@ -520,7 +520,7 @@ def test_report():
         assert kernel.name in done.stdout
     found = json.loads(run("--json").stdout)
     assert found["version"] == pydet.__version__ and found["numerics"] == pydet.NUMERICS and found["abi"] == pydet.ABI
-    assert found["arithmetic"]["cpu:0"] == {dtype: "ieee" for dtype in DTYPES}
+    assert found["arithmetic"]["cpu:0"] == dict.fromkeys(DTYPES, "ieee")
     assert [kernel["name"] for kernel in found["kernels"]] == [kernel.name for kernel in pydet.kernels()]
     assert pydet.__version__ in run("--version").stdout
     for command in ((), ("demo",), ("audit",)):

@@ -6,12 +6,12 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+
+import pydet
 import reference
 from cases import DTYPES, assert_same_bits, data, place
 from conftest import threads, unusual_float_environment
 from test_gemm import check_workspace
-
-import pydet
 
 ROWS = [0, 1, 2, 15, 16, 17, 255, 256, 257, 600]
 WIDTHS = [1, 7, 8, 64, 255, 256, 1024, 2047, 2048, 2049, 4100]

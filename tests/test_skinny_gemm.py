@@ -3,14 +3,14 @@
 import functools
 import itertools
 
-import cases
 import numpy as np
 import pytest
+
+import cases
+import pydet
 import reference
 from cases import DTYPES, KINDS, assert_same_bits, data, lay
 from conftest import threads
-
-import pydet
 
 WIDTHS = [(n, k) for n in (1, 15, 33, 130) for k in (0, 1, 15, 16, 17, 63, 130, 257)]
 
