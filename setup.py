@@ -30,6 +30,20 @@ def version() -> str:
     return ".".join(re.search(rf"PYDET_VERSION_{part} = (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
+def description() -> str:
+    """README.md for a package index, which has none of the files beside it: a link to one of them is its name, and a
+    picture its caption."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"!\[([^\]]*)\]\((?!https?://)[^)]*\)", r"*\1*", text)
+    return re.sub(r"\[([^\]]*)\]\((?!https?://|#)([^)]*)\)", _name_of_link, text)
+
+
+def _name_of_link(link: re.Match[str]) -> str:
+    """`[text](path)` without the link: the text, and the path where the text does not already end with it."""
+    text, path = link.groups()
+    return text if text.strip("`").endswith(path.rsplit("/")[-1]) else f"{text} (`{path}` in the sources)"
+
+
 def write_declarations() -> Path:
     """Writes pydet/_cdef.py, which cffi reads, from the headers."""
     import cffi
@@ -86,6 +100,7 @@ class build_native_then_py(build_py):
             package = Path(self.build_lib) / "pydet"
             for path in built:
                 shutil.copy(path, package)
+            shutil.copy(ROOT / "native/NUMERICS.md", package)
             self.pack_for_cpp(package)
 
     def pack_for_cpp(self, package: Path) -> None:
@@ -118,6 +133,8 @@ class wheel_for_any_python(bdist_wheel):
 if __name__ == "__main__":
     setup(
         version=version(),
+        long_description=description(),
+        long_description_content_type="text/markdown",
         distclass=BinaryDistribution,
         cmdclass={"build_py": build_native_then_py, "bdist_wheel": wheel_for_any_python},
     )

@@ -2,6 +2,7 @@
 an environment that holds it and NumPy alone, with nothing else in PATH: no compiler, no make.
 """
 
+import importlib.metadata
 import pathlib
 import shutil
 import subprocess
@@ -54,6 +55,12 @@ def main(builds):
     if missing := {"cpu", "cuda", "hip"} - set(builds):
         name = sorted(missing)[0]
         assert f"there is no libpydet_{name}.so in {folder}, which has: " in said("--libs", name, status=1)
+    about = importlib.metadata.metadata("pydet")
+    assert about["License-Expression"] == "Apache-2.0" and about["Version"] == pydet.__version__, about
+    assert "](bench/" not in about["Description"] and "batch" in about["Description"]
+    licence = [path for path in importlib.metadata.files("pydet") if path.name == "LICENSE"]
+    assert len(licence) == 1 and "Apache License" in licence[0].read_text()
+    assert "## RMSNorm" in (folder / "NUMERICS.md").read_text()
     print(f"works without compilers: {', '.join(builds)}; {len(kernels)} kernels")
 
 

@@ -275,8 +275,8 @@ pydet_status backward_workspace(const char *op, int64_t rows, int64_t n, uint64_
 using namespace pydet;
 
 const char *pydet_version(void) {
-  static_assert(PYDET_VERSION_MAJOR == 0 && PYDET_VERSION_MINOR == 1 && PYDET_VERSION_PATCH == 0, "the text below");
-  return "0.1.0";
+  static_assert(PYDET_VERSION_MAJOR == 0 && PYDET_VERSION_MINOR == 2 && PYDET_VERSION_PATCH == 0, "the text below");
+  return "0.2.0";
 }
 int32_t pydet_abi(void) { return PYDET_ABI; }
 int32_t pydet_numerics(void) { return PYDET_NUMERICS; }

@@ -161,12 +161,12 @@ def cmake_says(tool, folder, prefix, request, fails=False):
     return " ".join(" ".join(line for line in said.splitlines() if not line.startswith("--")).split())
 
 
-@pytest.mark.parametrize("request_", ["REQUIRED", "0.1 REQUIRED", "0 REQUIRED OPTIONAL_COMPONENTS hip cuda"])
+@pytest.mark.parametrize("request_", ["REQUIRED", "0.2 REQUIRED", "0 REQUIRED OPTIONAL_COMPONENTS hip cuda"])
 def test_cmake_finds(prefix, tool, tmp_path, request_):
     assert cmake_says(tool, tmp_path, prefix, request_) == ""
 
 
-@pytest.mark.parametrize("version", ["0.2", "0.0", "1", "0.1.99", "10"])
+@pytest.mark.parametrize("version", ["0.1", "0.3", "0.0", "1", "0.2.99", "10"])
 def test_cmake_refuses_other_versions(prefix, tool, tmp_path, version):
     said = cmake_says(tool, tmp_path, prefix, f"{version} REQUIRED", fails=True)
     assert f'compatible with requested version "{version}"' in said and f"version: {pydet.__version__}" in said

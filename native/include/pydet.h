@@ -39,14 +39,14 @@ extern "C" {
  * PYDET_ABI rises when a caller must be recompiled, PYDET_NUMERICS when any output bit may differ. */
 enum {
   PYDET_VERSION_MAJOR = 0,
-  PYDET_VERSION_MINOR = 1,
+  PYDET_VERSION_MINOR = 2,
   PYDET_VERSION_PATCH = 0,
   PYDET_ABI = 1,
   PYDET_NUMERICS = 1
 };
 
 /* The same three, of the library that was loaded. */
-PYDET_API const char *pydet_version(void); /* "0.1.0" */
+PYDET_API const char *pydet_version(void); /* "0.2.0" */
 PYDET_API int32_t pydet_abi(void);
 PYDET_API int32_t pydet_numerics(void);
 

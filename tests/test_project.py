@@ -1,0 +1,66 @@
+"""The files about the project say what its code says: licence, changelog, package description."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import setup
+from capi import HEADER, ROOT
+
+
+def number(name):
+    return int(re.search(rf"PYDET_{name} = (\d+)", HEADER.read_text())[1])
+
+
+def test_the_changelog_begins_with_this_release():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    release, abi, numerics = re.search(r"^\| (\d+\.\d+\.\d+)[^|]* \| (\d+) \| (\d+) \|$", text, flags=re.M).groups()
+    assert (release, int(abi), int(numerics)) == (setup.version(), number("ABI"), number("NUMERICS"))
+    table = re.findall(r"^\| (\d+\.\d+\.\d+)", text, flags=re.M)
+    assert table == re.findall(r"^## (\d+\.\d+\.\d+)", text, flags=re.M)
+
+
+def test_the_licence_is_the_standard_text():
+    text = (ROOT / "LICENSE").read_text()
+    words = [
+        "Apache License",
+        "Version 2.0, January 2004",
+        "END OF TERMS AND CONDITIONS",
+        "Copyright the pydet authors",
+    ]
+    assert all(part in text for part in words) and len(text.splitlines()) > 200
+    assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_description_has_no_link_that_an_index_cannot_follow(tmp_path, monkeypatch):
+    targets = re.findall(r"\]\(([^)]*)\)", setup.description())
+    assert all(target.startswith(("https://", "#")) for target in targets), targets
+    (tmp_path / "README.md").write_text(
+        "[pydet.h](native/include/pydet.h), [results](bench/results/x.json), [there](https://x.org/a.md), [b](#here)\n"
+        "![Speed by M](docs/a.svg) ![p](https://x.org/p.png)\n"
+    )
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    assert setup.description() == (
+        "pydet.h, results (`bench/results/x.json` in the sources), [there](https://x.org/a.md), [b](#here)\n"
+        "*Speed by M* ![p](https://x.org/p.png)\n"
+    )
+
+
+@pytest.mark.parametrize("extra", ["numpy", "torch", "jax", "test", "bench", "cuda", "hip", "docs"])
+def test_extras(extra):
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.search(rf'^{extra} = \["', text, flags=re.M), extra
+
+
+def test_metadata():
+    """What setuptools makes of pyproject.toml."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "--author", "--classifiers"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the pydet authors" in done.stdout and "Typing :: Typed" in done.stdout
