@@ -13,7 +13,7 @@ import torch
 
 import pydet
 from pydet._native import UNSUPPORTED, fail
-from pydet.torch.ops import DTYPES
+from pydet.torch.ops import DTYPES, matrix
 
 _active = threading.Lock()
 _KEYS = ("CPU", "CUDA")
@@ -50,8 +50,13 @@ def override_aten(*, arithmetic: str = "auto", k_chunk: int | None = None) -> It
     ``linear`` and ``nn.Linear`` come down to, on the CPU and on CUDA, in forward and in backward, in eager mode and in
     graphs that ``torch.compile`` made (it calls them by their out forms), on every thread of the process. A product
     with beta or alpha not 1 is scaled after it was rounded, as PyTorch words it: ``beta input + alpha (a b)``, in
-    separate operations. PyTorch itself decides whether a ``linear`` is an ``addmm``, whose bias is added before the one
-    rounding, or a product and an addition: that of a contiguous input is one ``addmm``, on as many rows as there are.
+    separate operations.
+
+    A ``linear`` with a bias is one ``addmm`` on the rows of its input, whatever the input's shape and strides: the bias
+    is added in fp32, before the one rounding. (PyTorch alone makes it that, or a product and an addition that rounds
+    again, as the input's strides are, and with them its extents.) A graph of ``torch.compile`` is as it was traced:
+    one traced before keeps PyTorch's choice until ``torch._dynamo.reset()``. ``vmap`` of a gradient of ``torch.func``
+    makes it a product and an addition.
 
     Left to PyTorch, and counted as that: types other than float32, bfloat16 and float16; fused attention
     (``scaled_dot_product_attention`` but in its math backend, whose products are caught), convolutions, recurrent
@@ -84,6 +89,9 @@ def override_aten(*, arithmetic: str = "auto", k_chunk: int | None = None) -> It
                         _take_over(library, key, name, form, options, caught)
                 for name in _LEFT:
                     _count(library, key, name, caught)
+                _take_over_linear_out(library, key)
+            for key in _LINEAR_KEYS:
+                _take_over_linear(library, key, options, caught)
         yield caught
     finally:
         library._destroy()
@@ -137,6 +145,75 @@ def _take_over(
     library.impl(full, kernel, key, with_keyset=True, allow_override=True)  # also over another Python override
 
 
+# ---- linear ----------------------------------------------------------------------------------------------------------
+
+_LINEAR_KEYS = ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode")  # above autograd; inside torch.func
+
+
+def _has_bias(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether it is a linear whose bias is to be added before the rounding: of our types, and of shapes that fit."""
+    return (
+        bias is not None
+        and x.dtype == w.dtype == bias.dtype
+        and x.dtype in DTYPES
+        and x.layout == w.layout == torch.strided
+        and not x.is_nested
+        and x.dim() > 0
+        and w.dim() == 2
+        and x.shape[-1] == w.shape[-1]
+    )
+
+
+def _added_by_row(x: torch.Tensor, bias: torch.Tensor, width: int) -> torch.Tensor:
+    """The bias as addmm takes it beside the rows of x."""
+    return bias if bias.dim() < 2 else matrix(bias.expand(*x.shape[:-1], width))
+
+
+def _take_over_linear(library: torch.library.Library, key: str, options: dict[str, Any], caught: Counter[str]) -> None:
+    """A linear with a bias becomes one addmm: above autograd, whose backward is addmm's."""
+    original = _original("linear", "default", "CPU" if key == _LINEAR_KEYS[0] else key)
+    if original is None:
+        return
+
+    def kernel(keyset: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if bias is None or not _has_bias(x, w, bias):
+            return original.call_boxed(keyset, x, w, bias)
+        added, rows = _added_by_row(x, bias, w.shape[0]), matrix(x)
+        if key == _LINEAR_KEYS[1] and _only_vmap():  # which would make addmm two operations
+            caught["aten::linear"] += 1
+            y = torch.ops.pydet.gemm(rows, w.t(), added, None, options["arithmetic"], options["k_chunk"])
+        else:
+            y = torch.addmm(added, rows, w.t())
+        return y.view(*x.shape[:-1], w.shape[0])
+
+    library.impl("linear", kernel, key, with_keyset=True, allow_override=True)
+
+
+def _only_vmap() -> bool:
+    """Whether the transforms of torch.func that are at work are vmap's alone."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return all(interpreter.key() == torch._C._functorch.TransformType.Vmap for interpreter in stack or ())
+
+
+def _take_over_linear_out(library: torch.library.Library, key: str) -> None:
+    original = _original("linear", "out", key)
+    if original is None:
+        return
+
+    def kernel(
+        keyset: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor
+    ) -> torch.Tensor:
+        if bias is None or not _has_bias(x, w, bias) or out.dtype != x.dtype:
+            return original.call_boxed(keyset, x, w, bias, out=out)
+        rows = torch.addmm(_added_by_row(x, bias, w.shape[0]), matrix(x), w.t())
+        return _into(rows.view(*x.shape[:-1], w.shape[0]), out)
+
+    library.impl("linear.out", kernel, key, with_keyset=True, allow_override=True)
+
+
+# ---- Products --------------------------------------------------------------------------------------------------------
+
+
 def _takes(
     operands: tuple[torch.Tensor, ...],
     out: torch.Tensor | None,
@@ -150,6 +227,7 @@ def _takes(
     return (
         (a.dim(), b.dim()) == dims
         and a.shape[:-2] == b.shape[:-2]
+        and a.shape[-1] == b.shape[-2 if dims[1] > 1 else 0]
         and a.dtype == b.dtype
         and b.dtype in DTYPES
         and result in (b.dtype, torch.float32)
