@@ -9,8 +9,23 @@ namespace {
 
 thread_local const char *last_kernel = "";
 
-constexpr const char *kTypeLists[] = {  // by a row's `types`
-    "", "fp32", "bf16", "fp32 bf16", "fp16", "fp32 fp16", "bf16 fp16", "fp32 bf16 fp16"};
+// "fp32 bf16 fp16" for each set of types.
+struct TypeLists {
+  char text[1 << kTypeCount][8 * kTypeCount];
+};
+constexpr TypeLists type_lists() {
+  TypeLists lists = {};
+  for (uint32_t types = 0; types < 1u << kTypeCount; ++types) {
+    int used = 0;
+    for (const TypeRow &row : kTypes) {
+      if (!(types & bit(row.type))) continue;
+      if (used) lists.text[types][used++] = ' ';
+      for (const char *c = row.brief; *c; ++c) lists.text[types][used++] = *c;
+    }
+  }
+  return lists;
+}
+constexpr TypeLists kTypeLists = type_lists();
 
 // ---- Choose ------------------------------------------------------------------------------------------------------
 
@@ -66,13 +81,13 @@ pydet_status refuse(const char *op, const Problem &problem, const Backend &backe
   for (int i = 0; i < table.count; ++i) {
     const Kernel<Problem> &row = table.rows[i];
     if (!(row.types & bit(input_type(problem))) || !row.runs_on(problem.device)) continue;
-    const char *name = kArithmeticNames[int(row.arithmetic)];
+    const char *name = arithmetic_name(row.arithmetic);
     if (strstr(have.text, name)) continue;
     used += size_t(snprintf(have.text + used, sizeof have.text - used, "%s%s", used ? ", " : "", name));
     if (used >= sizeof have.text) break;
   }
   return fail(PYDET_UNSUPPORTED, "%s: no kernel for arithmetic %s on %s inputs on %s; it has %s", op,
-              kArithmeticNames[int(arithmetic_of(problem))], type_name(input_type(problem)),
+              arithmetic_name(arithmetic_of(problem)), type_name(input_type(problem)),
               device_text(problem.device.type, problem.device.id).text, used ? have.text : "none for these inputs");
 }
 
@@ -108,7 +123,7 @@ template <class Problem> pydet_status launch(const char *op, const Problem &prob
     if (forced && !fits)
       return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem (%s on %s needs %s, has arithmetic %s)", op,
                   forced, operation_of(problem), type_name(input_type(problem)), row.requires_,
-                  kArithmeticNames[int(row.arithmetic)]);
+                  arithmetic_name(row.arithmetic));
     if (!fits || (!forced && row.prefers && !row.prefers(problem))) continue;
     PYDET_TRY(check_reach(op, backend, problem));
     PYDET_TRY(row.launch(problem));
@@ -146,10 +161,10 @@ pydet_status run_gemm(const GemmWords &words, void *stream, const pydet_tensor *
   options.struct_size = sizeof options;
   PYDET_TRY(read_options(words.op, given, &options));
   View a, b, bias, out;
-  PYDET_TRY(read(words.op, words.a, a_tensor, 2, &a));
-  PYDET_TRY(read(words.op, words.b, b_tensor, 2, &b));
-  PYDET_TRY(read_optional(words.op, "bias", bias_tensor, 1, &bias));
-  PYDET_TRY(read(words.op, words.out, out_tensor, 2, &out));
+  PYDET_TRY(read(words.op, words.a, kFactor, a_tensor, 2, &a));
+  PYDET_TRY(read(words.op, words.b, kFactor, b_tensor, 2, &b));
+  PYDET_TRY(read_optional(words.op, "bias", kAddend, bias_tensor, 1, &bias));
+  PYDET_TRY(read(words.op, words.out, kResult, out_tensor, 2, &out));
   Gemm gemm = {};
   gemm.stream = stream;
   PYDET_TRY(gemm_of(words, words.a_transposed ? transposed(a) : a, words.b_transposed ? transposed(b) : b, bias, out, &gemm));
@@ -195,10 +210,10 @@ pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const p
   options.struct_size = sizeof options;
   PYDET_TRY(read_options(words.op, given, &options));
   View x, w, bias, y;
-  PYDET_TRY(read(words.op, "x", x_tensor, 1, &x));
-  PYDET_TRY(read(words.op, "w", w_tensor, 2, &w));
-  PYDET_TRY(read_optional(words.op, "bias", bias_tensor, 1, &bias));
-  PYDET_TRY(read(words.op, "y", y_tensor, 1, &y));
+  PYDET_TRY(read(words.op, "x", kFactor, x_tensor, 1, &x));
+  PYDET_TRY(read(words.op, "w", kFactor, w_tensor, 2, &w));
+  PYDET_TRY(read_optional(words.op, "bias", kAddend, bias_tensor, 1, &bias));
+  PYDET_TRY(read(words.op, "y", kResult, y_tensor, 1, &y));
   if (w.ndim != 2) return fail(PYDET_INVALID_SHAPE, "%s: w is %s, want NxK", words.op, shape_text(w).text);
   int64_t wanted[kMaxDims];
   for (int i = 0; i + 1 < x.ndim; ++i) wanted[i] = x.shape[i];
@@ -294,7 +309,7 @@ const char *pydet_status_name(pydet_status status) {
 }
 
 const char *pydet_arithmetic_name(int32_t arithmetic) {
-  return arithmetic >= 0 && arithmetic < kArithmeticCount ? kArithmeticNames[arithmetic] : nullptr;
+  return arithmetic >= 0 && arithmetic < kArithmeticCount ? kArithmetics[arithmetic].name : nullptr;
 }
 
 pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, int32_t arithmetic, int32_t *resolved) {
@@ -302,8 +317,8 @@ pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, in
   if (!resolved) return fail(PYDET_NULL_POINTER, "%s: resolved is NULL", op);
   Type type;
   if (!type_of(dtype, &type))
-    return fail(PYDET_INVALID_DTYPE, "%s: dtype is (code %d, bits %d, lanes %d), want float32, bfloat16 or float16", op,
-                int(dtype.code), int(dtype.bits), int(dtype.lanes));
+    return fail(PYDET_INVALID_DTYPE, "%s: dtype is (code %d, bits %d, lanes %d), want %s", op, int(dtype.code),
+                int(dtype.bits), int(dtype.lanes), type_list(types_for(kFactor)).text);
   Device normal = normalized(device);
   int32_t count = 0;
   PYDET_TRY(pydet_device_count(normal.type, &count));
@@ -359,12 +374,12 @@ pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pyd
   options.eps = 1e-6f;
   PYDET_TRY(read_options(op, given, &options));
   View x, residual, weight, y, rstd, sum;
-  PYDET_TRY(read(op, "x", x_tensor, 1, &x));
-  PYDET_TRY(read_optional(op, "residual", residual_tensor, 1, &residual));
-  PYDET_TRY(read_optional(op, "weight", weight_tensor, 1, &weight));
-  PYDET_TRY(read(op, "y", y_tensor, 1, &y));
-  PYDET_TRY(read_optional(op, "rstd", rstd_tensor, 0, &rstd));
-  PYDET_TRY(read_optional(op, "sum", sum_tensor, 1, &sum));
+  PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
+  PYDET_TRY(read_optional(op, "residual", kNormRow, residual_tensor, 1, &residual));
+  PYDET_TRY(read_optional(op, "weight", kNormVector, weight_tensor, 1, &weight));
+  PYDET_TRY(read(op, "y", kNormRow, y_tensor, 1, &y));
+  PYDET_TRY(read_optional(op, "rstd", kNormVector, rstd_tensor, 0, &rstd));
+  PYDET_TRY(read_optional(op, "sum", kNormRow, sum_tensor, 1, &sum));
   if (residual.present() != sum.present())
     return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
                 residual.present() ? "residual" : "sum", residual.present() ? "sum" : "residual");
@@ -401,13 +416,13 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   pydet_rmsnorm_backward_options options = {};
   PYDET_TRY(read_options(op, given, &options));
   View dy, x, weight, rstd, dresidual, dx, dweight;
-  PYDET_TRY(read(op, "x", x_tensor, 1, &x));
-  PYDET_TRY(read(op, "dy", dy_tensor, 1, &dy));
-  PYDET_TRY(read_optional(op, "weight", weight_tensor, 1, &weight));
-  PYDET_TRY(read(op, "rstd", rstd_tensor, 0, &rstd));
-  PYDET_TRY(read_optional(op, "dresidual", dresidual_tensor, 1, &dresidual));
-  PYDET_TRY(read_optional(op, "dx", dx_tensor, 1, &dx));
-  PYDET_TRY(read_optional(op, "dweight", dweight_tensor, 1, &dweight));
+  PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
+  PYDET_TRY(read(op, "dy", kNormRow, dy_tensor, 1, &dy));
+  PYDET_TRY(read_optional(op, "weight", kNormVector, weight_tensor, 1, &weight));
+  PYDET_TRY(read(op, "rstd", kNormVector, rstd_tensor, 0, &rstd));
+  PYDET_TRY(read_optional(op, "dresidual", kNormRow, dresidual_tensor, 1, &dresidual));
+  PYDET_TRY(read_optional(op, "dx", kNormRow, dx_tensor, 1, &dx));
+  PYDET_TRY(read_optional(op, "dweight", kNormVector, dweight_tensor, 1, &dweight));
   if (!dx.present() && !dweight.present())
     return fail(PYDET_NULL_POINTER, "%s: dx and dweight are both NULL, want one of them", op);
   PYDET_TRY(unit_last_stride(x));
@@ -509,7 +524,7 @@ pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info) {
     if (backend.device_count(&devices) == PYDET_OK)
       for (int32_t id = 0; id < devices; ++id) available |= row.runs_on({backend.device_type, id});
     *info = {sizeof *info, backend.device_type, available, int32_t(row.arithmetic), row.name, operation,
-             kTypeLists[row.types], row.requires_};
+             kTypeLists.text[row.types], row.requires_};
   });
   return PYDET_OK;
 }

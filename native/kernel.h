@@ -92,9 +92,6 @@ struct RmsNormBackward {
   uint64_t workspace_size;
 };
 
-constexpr uint32_t bit(Type type) { return 1u << int(type); }
-constexpr uint32_t kAllTypes = 7u, kHalfTypes = 6u;
-
 // One row: what the kernel computes, where it runs, which problems it takes, and how to launch it. Any row that takes a
 // problem gives the same bits, so `takes` may ask anything, and rows are tried from the top: the fastest first.
 template <class Problem>

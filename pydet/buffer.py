@@ -17,8 +17,11 @@ from typing import Any, NoReturn
 from pydet import _native
 from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
 
-TYPES = ("float32", "bfloat16", "float16")  # in the library's order: an index into this is a type index
-_TYPE_OF = {"float32": 0, "fp32": 0, "bfloat16": 1, "bf16": 1, "float16": 2, "fp16": 2}
+# Element types as native/types.h has them, in its order: an index into these is a type index. A test compares the two.
+TYPES = ("float32", "bfloat16", "float16")
+DTYPES = ((constants.PYDET_FLOAT, 32), (constants.PYDET_BFLOAT, 16), (constants.PYDET_FLOAT, 16))  # DLPack's code, bits
+_BRIEF = ("fp32", "bf16", "fp16")  # other names that a dtype may be given by
+_TYPE_OF = {name: index for names in (TYPES, _BRIEF) for index, name in enumerate(names)}
 _CODES = {"f": constants.PYDET_FLOAT, "i": 0, "u": 1, "c": 5, "b": 6}  # a typestr's kind -> DLPack's dtype code
 _GPU = (constants.PYDET_CUDA, constants.PYDET_CUDA_MANAGED, constants.PYDET_ROCM)
 _OTHER_BYTE_ORDER = ">" if sys.byteorder == "little" else "<"
@@ -185,8 +188,7 @@ class Framework:
     def borrow(self, x: Any, where: str, written: bool) -> tuple[int, Any]:
         """(the address of a pydet_tensor, what keeps it alive)."""
         if isinstance(x, Memory):
-            code = constants.PYDET_BFLOAT if TYPES[x.index] == "bfloat16" else constants.PYDET_FLOAT
-            address, dtype = x.bits.__array_interface__["data"][0], (code, 8 * x.bits.itemsize)
+            address, dtype = x.bits.__array_interface__["data"][0], DTYPES[x.index]
             return _describe(where, address, (constants.PYDET_CPU, 0), dtype, x.bits.shape, x.bits.strides, x.bits)
         if hasattr(x, "__dlpack__"):
             on_gpu = hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) in _GPU

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from pydet import _native
 from pydet._native import DEVICE_NAMES, DEVICE_TYPES, INVALID_DEVICE, constants, fail, ffi
-from pydet.buffer import methods, on_stream, type_index, unknown
+from pydet.buffer import DTYPES, methods, on_stream, type_index, unknown
 
 Tensor: TypeAlias = Any  # whatever the caller's framework has
 Stream: TypeAlias = Any
@@ -427,6 +427,5 @@ def resolve_arithmetic(dtype: Any, device: tuple[str, int] = ("cpu", 0), arithme
 def resolved_name(device: tuple[int, int], index: int, arithmetic: int) -> str:
     """`resolve_arithmetic` by numbers: DLPack's device, the type index and the arithmetic."""
     library, resolved = _native.load(DEVICE_TYPES.index(device[0])), ffi.new("int32_t *")
-    code, bits = ((constants.PYDET_FLOAT, 32), (constants.PYDET_BFLOAT, 16), (constants.PYDET_FLOAT, 16))[index]
-    library.check(library.lib.pydet_resolve_arithmetic(device, (code, bits, 1), arithmetic, resolved))
+    library.check(library.lib.pydet_resolve_arithmetic(device, (*DTYPES[index], 1), arithmetic, resolved))
     return _native.text(library.lib.pydet_arithmetic_name(resolved[0]))

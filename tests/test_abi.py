@@ -10,6 +10,7 @@ import pytest
 
 import pydet
 from capi import HEADER, ROOT, ffi, lib, library_path, status_name
+from pydet import _native, buffer
 
 
 def c_string(pointer) -> str:
@@ -247,3 +248,17 @@ def test_device_info_of_another_size_is_refused():
         other.struct_size = wrong
         assert lib.pydet_query_device(device, other) == lib.PYDET_INVALID_VALUE
         assert set(ffi.buffer(memory)[4:size]) == {0xAA} and other.struct_size == wrong
+
+
+# ---- Element types -------------------------------------------------------------------------------------------------
+
+
+def test_python_lists_the_element_types_of_the_library():
+    entry = _native.load(_native.constants.PYDET_EXCHANGE_CPU).lib
+    dtype, found = _native.ffi.new("pydet_dtype *"), []
+    while (name := entry.pydet_exchange_type(len(found), dtype)) != _native.ffi.NULL:
+        assert dtype.lanes == 1
+        found.append((_native.text(name), (dtype.code, dtype.bits)))
+    assert found == list(zip(buffer.TYPES, buffer.DTYPES, strict=True))
+    assert len(found) == len(buffer.exchange.numpy_dtypes) == len(buffer._BRIEF)
+    assert entry.pydet_exchange_type(-1, dtype) == _native.ffi.NULL

@@ -51,13 +51,24 @@ struct View {
 
 // ---- Words -------------------------------------------------------------------------------------------------------
 
-inline const char *type_name(Type type) {
-  return type == Type::f32 ? "float32" : type == Type::bf16 ? "bfloat16" : "float16";
-}
+constexpr const char *type_name(Type type) { return kTypes[int(type)].name; }
 
 struct Text {
   char text[200];
 };
+
+// "float32, bfloat16 or float16".
+inline Text type_list(uint32_t types) {
+  Text out = {""};
+  size_t used = 0;
+  for (const TypeRow &row : kTypes) {
+    if (!(types & bit(row.type))) continue;
+    const char *join = used == 0 ? "" : types >> (int(row.type) + 1) ? ", " : " or ";
+    used += size_t(snprintf(out.text + used, sizeof out.text - used, "%s%s", join, row.name));
+    if (used >= sizeof out.text) break;
+  }
+  return out;
+}
 
 // "4096x512"; a scalar's shape is "()".
 inline Text shape_text(const int64_t *shape, int ndim) {
@@ -95,17 +106,8 @@ inline const Backend *backend_for(int32_t device_type) {
   return gpu && gpu->device_type == device_type ? gpu : nullptr;
 }
 
-inline bool type_of(pydet_dtype dtype, Type *type) {
-  if (dtype.lanes != 1) return false;
-  if (dtype.code == PYDET_FLOAT && dtype.bits == 32) *type = Type::f32;
-  else if (dtype.code == PYDET_BFLOAT && dtype.bits == 16) *type = Type::bf16;
-  else if (dtype.code == PYDET_FLOAT && dtype.bits == 16) *type = Type::f16;
-  else return false;
-  return true;
-}
-
 // Reads a descriptor of `min_ndim` dimensions or more into *view, and checks all that can be checked alone.
-inline pydet_status read(const char *op, const char *name, const pydet_tensor *tensor, int min_ndim, View *view) {
+inline pydet_status read(const char *op, const char *name, Use use, const pydet_tensor *tensor, int min_ndim, View *view) {
   if (!tensor) return fail(PYDET_NULL_POINTER, "%s: %s is NULL, want a tensor", op, name);
   int ndim = tensor->ndim;
   if (ndim < min_ndim || ndim > kMaxDims)
@@ -115,8 +117,11 @@ inline pydet_status read(const char *op, const char *name, const pydet_tensor *t
   view->name = name;
   view->ndim = ndim;
   if (!type_of(tensor->dtype, &view->type))
-    return fail(PYDET_INVALID_DTYPE, "%s: %s has DLPack dtype (code %d, bits %d, lanes %d), want float32, bfloat16 or float16",
-                op, name, int(tensor->dtype.code), int(tensor->dtype.bits), int(tensor->dtype.lanes));
+    return fail(PYDET_INVALID_DTYPE, "%s: %s has DLPack dtype (code %d, bits %d, lanes %d), want %s", op, name,
+                int(tensor->dtype.code), int(tensor->dtype.bits), int(tensor->dtype.lanes), type_list(types_for(use)).text);
+  if (!(types_for(use) & bit(view->type)))
+    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want %s", op, name, type_name(view->type),
+                type_list(types_for(use)).text);
   view->device = normalized(tensor->device);
   if (!backend_for(view->device.type))
     return fail(PYDET_INVALID_DEVICE, "%s: %s is on %s, this build serves the CPU%s%s", op, name,
@@ -157,8 +162,9 @@ inline pydet_status read(const char *op, const char *name, const pydet_tensor *t
   return PYDET_OK;
 }
 
-inline pydet_status read_optional(const char *op, const char *name, const pydet_tensor *tensor, int min_ndim, View *view) {
-  if (tensor) return read(op, name, tensor, min_ndim, view);
+inline pydet_status read_optional(const char *op, const char *name, Use use, const pydet_tensor *tensor, int min_ndim,
+                                  View *view) {
+  if (tensor) return read(op, name, use, tensor, min_ndim, view);
   *view = View{};
   return PYDET_OK;
 }
@@ -284,17 +290,36 @@ template <class Options> pydet_status read_options(const char *op, const Options
 
 // ---- GEMM --------------------------------------------------------------------------------------------------------
 
-constexpr const char *kArithmeticNames[] = {"auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"};
-constexpr int kArithmeticCount = 6;
+// One row an arithmetic, at its number: its name, and the factors that it takes.
+struct ArithmeticRow {
+  Arithmetic arithmetic;
+  const char *name;
+  uint32_t factors;
+};
+constexpr ArithmeticRow kArithmetics[] = {
+    {Arithmetic::automatic, "auto", kUnscaledTypes}, {Arithmetic::ieee, "ieee", kUnscaledTypes},
+    {Arithmetic::sm90, "sm90", kHalfTypes},          {Arithmetic::sm80, "sm80", kHalfTypes},
+    {Arithmetic::cdna3, "cdna3", kHalfTypes},        {Arithmetic::cdna2, "cdna2", kHalfTypes},
+};
+constexpr int kArithmeticCount = int(sizeof kArithmetics / sizeof *kArithmetics);
+constexpr bool arithmetics_are_in_order() {
+  for (int i = 0; i < kArithmeticCount; ++i)
+    if (int(kArithmetics[i].arithmetic) != i) return false;
+  return true;
+}
+static_assert(arithmetics_are_in_order(), "row i of kArithmetics is that of arithmetic i");
+
+constexpr const char *arithmetic_name(Arithmetic arithmetic) { return kArithmetics[int(arithmetic)].name; }
 
 inline pydet_status resolve(const char *op, Device device, Type type, int32_t asked, Arithmetic *resolved) {
   if (asked < 0 || asked >= kArithmeticCount)
     return fail(PYDET_INVALID_VALUE, "%s: arithmetic is %d, want 0 (auto) to %d (%s)", op, int(asked),
-                kArithmeticCount - 1, kArithmeticNames[kArithmeticCount - 1]);
+                kArithmeticCount - 1, kArithmetics[kArithmeticCount - 1].name);
   *resolved = Arithmetic(asked);
-  if (type == Type::f32 && asked > PYDET_IEEE)
-    return fail(PYDET_INVALID_DTYPE, "%s: arithmetic %s takes bfloat16 or float16 inputs, got float32", op,
-                kArithmeticNames[asked]);
+  const ArithmeticRow &row = kArithmetics[asked];
+  if (!(row.factors & bit(type)))
+    return fail(PYDET_INVALID_DTYPE, "%s: arithmetic %s takes %s inputs, got %s", op, row.name,
+                type_list(row.factors).text, type_name(type));
   if (asked != PYDET_AUTO) return PYDET_OK;
   *resolved = type == Type::f32 || device.type == PYDET_CPU ? Arithmetic::ieee
                                                             : backend_for(device.type)->tensor_cores(device.id);

@@ -23,8 +23,8 @@ bool has_avx512(const Device &device) {
 // Columns: name, input types, arithmetic, requires, runs_on, takes (all), prefers (all), launch.
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
-    {"cpu_gemm_ieee_avx512", kAllTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, gemm_ieee<Avx512>},
-    {"cpu_gemm_ieee_avx2", kAllTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, gemm_ieee<Avx2>},
+    {"cpu_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, gemm_ieee<Avx512>},
+    {"cpu_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, gemm_ieee<Avx2>},
     {"cpu_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, "avx512", has_avx512, nullptr, nullptr, gemm_sm90<Avx512>},
     {"cpu_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, "avx2", has_avx2, nullptr, nullptr, gemm_sm90<Avx2>},
     {"cpu_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, "avx512", has_avx512, nullptr, nullptr, gemm_sm80<Avx512>},
@@ -34,7 +34,7 @@ constexpr Kernel<Gemm> kGemm[] = {
     {"cpu_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, "avx512", has_avx512, nullptr, nullptr, gemm_cdna2<Avx512>},
     {"cpu_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, "avx2", has_avx2, nullptr, nullptr, gemm_cdna2<Avx2>},
 #endif
-    {"cpu_gemm_ieee_scalar", kAllTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, gemm_ieee<Scalar>},
+    {"cpu_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, gemm_ieee<Scalar>},
     {"cpu_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, "any CPU", has_scalar, nullptr, nullptr, gemm_sm90<Scalar>},
     {"cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, "any CPU", has_scalar, nullptr, nullptr, gemm_sm80<Scalar>},
     {"cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna3<Scalar>},
@@ -43,18 +43,18 @@ constexpr Kernel<Gemm> kGemm[] = {
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
 #if defined(__x86_64__)
-    {"cpu_rmsnorm_avx512", kAllTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, rmsnorm<Avx512>},
-    {"cpu_rmsnorm_avx2", kAllTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, rmsnorm<Avx2>},
+    {"cpu_rmsnorm_avx512", kUnscaledTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, rmsnorm<Avx512>},
+    {"cpu_rmsnorm_avx2", kUnscaledTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, rmsnorm<Avx2>},
 #endif
-    {"cpu_rmsnorm_scalar", kAllTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm<Scalar>},
+    {"cpu_rmsnorm_scalar", kUnscaledTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm<Scalar>},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 #if defined(__x86_64__)
-    {"cpu_rmsnorm_backward_avx512", kAllTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, rmsnorm_backward<Avx512>},
-    {"cpu_rmsnorm_backward_avx2", kAllTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, rmsnorm_backward<Avx2>},
+    {"cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, rmsnorm_backward<Avx512>},
+    {"cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, rmsnorm_backward<Avx2>},
 #endif
-    {"cpu_rmsnorm_backward_scalar", kAllTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm_backward<Scalar>},
+    {"cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm_backward<Scalar>},
 };
 
 pydet_status device_count(int32_t *count) {

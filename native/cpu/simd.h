@@ -182,6 +182,7 @@ inline void transpose(Floats (&)[kWidth]) {}
 // A number type at compile time: how its elements lie in memory, and how kWidth of them become Floats and back. With a
 // count, 0 or more, only the first `count` of them are touched; the other lanes load as +0.
 template <Type type> struct Number {  // of 16 bits
+  static_assert(bit(type) & kHalfTypes);
   static constexpr bool kIsBf16 = type == Type::bf16;
   using Stored = uint16_t;
   static Floats load(const uint16_t *p) { return kIsBf16 ? load_bf16(p) : load_f16(p); }
@@ -213,11 +214,7 @@ template <> struct Number<Type::f32> {
 
 // Calls f with the Number of a run-time type: dispatch(type, [&](auto number) { using T = decltype(number); ... }).
 template <class F> auto dispatch(Type type, F f) {
-  switch (type) {
-    case Type::bf16: return f(Number<Type::bf16>{});
-    case Type::f16: return f(Number<Type::f16>{});
-    default: return f(Number<Type::f32>{});
-  }
+  return with_type<kUnscaledTypes>(type, [&](auto constant) { return f(Number<constant>{}); });
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "numerics.h"
+#include "types.h"
 
 namespace pydet {
 namespace {
@@ -95,13 +95,13 @@ Object *integer(int64_t value) { return python().PyLong_FromLongLong(value); }
 constexpr int kDims = 8;               // what the library takes; more go to it as they are, to be refused
 constexpr int64_t kGilWork = 1 << 16;  // multiply-adds or elements under which the GIL is kept: some 10 us
 
-constexpr pydet_dtype kDtypes[] = {{PYDET_FLOAT, 32, 1}, {PYDET_BFLOAT, 16, 1}, {PYDET_FLOAT, 16, 1}};  // by Type
-constexpr const char *kTypeNames[] = {"float32", "bfloat16", "float16"};
+static_assert(kTypeCount == PYDET_EXCHANGE_TYPES, "as python.h says");
+
+pydet_dtype dtype_of(int type) { return {kTypes[type].code, kTypes[type].bits, 1}; }
 
 int type_index(pydet_dtype dtype) {  // -1: none of ours
-  for (int i = 0; i < 3; ++i)
-    if (kDtypes[i].code == dtype.code && kDtypes[i].bits == dtype.bits && dtype.lanes == 1) return i;
-  return -1;
+  Type type;
+  return type_of(dtype, &type) ? int(type) : -1;
 }
 
 // Has a shape and a type that results can be made after; the operation says what is wrong with any other.
@@ -365,14 +365,14 @@ class Call {
   bool fill_by_buffer(Operand *operand) {
     Owned dtype(python().PyObject_GetAttr(operand->object, exchange->dtype));
     int type = 0;
-    while (type < 3 && (!dtype || exchange->numpy_dtypes[type] != dtype)) ++type;
+    while (type < kTypeCount && (!dtype || exchange->numpy_dtypes[type] != dtype)) ++type;
     Buffer &buffer = operand->buffer;
-    if (type == 3 || python().PyObject_GetBuffer(operand->object, &buffer, kStrided) != 0) {
+    if (type == kTypeCount || python().PyObject_GetBuffer(operand->object, &buffer, kStrided) != 0) {
       python().PyErr_Clear();
       return false;
     }
     operand->buffered = true;
-    const intptr_t size = kDtypes[type].bits / 8;
+    const intptr_t size = kTypes[type].bits / 8;
     bool whole = buffer.ndim <= kDims;
     for (int i = 0; whole && i < buffer.ndim; ++i) {
       whole = buffer.strides[i] % size == 0;
@@ -380,7 +380,7 @@ class Call {
       operand->strides[i] = buffer.strides[i] / size;
     }
     if (whole)
-      operand->tensor = {buffer.data, {PYDET_CPU, 0}, buffer.ndim, kDtypes[type], operand->shape, operand->strides, 0};
+      operand->tensor = {buffer.data, {PYDET_CPU, 0}, buffer.ndim, dtype_of(type), operand->shape, operand->strides, 0};
     return whole;
   }
 
@@ -435,7 +435,7 @@ class Call {
     const ExchangeApi *api = static_cast<const ExchangeApi *>(first_->api);
     int64_t extents[kDims];
     for (int i = 0; i < ndim; ++i) extents[i] = shape[i];
-    pydet_tensor prototype = {nullptr, operands_[0].tensor.device, ndim, kDtypes[type], extents, nullptr, 0};
+    pydet_tensor prototype = {nullptr, operands_[0].tensor.device, ndim, dtype_of(type), extents, nullptr, 0};
     ManagedTensor *managed = nullptr;
     char sentence[256] = "";
     struct Context {
@@ -562,7 +562,7 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
     char sentence[160];
     int have = type_index(out->tensor.dtype);
     snprintf(sentence, sizeof sentence, "%s: out is %s, and out_dtype asks for %s", words.op,
-             have < 0 ? "of another type" : kTypeNames[have], kTypeNames[type]);
+             have < 0 ? "of another type" : kTypes[have].name, kTypes[type].name);
     return call.fail(PYDET_INVALID_DTYPE, sentence), nullptr;
   }
   if (!given) {
@@ -743,6 +743,12 @@ const void *pydet_exchange_methods(const pydet_exchange *exchange) {
   if (exchange->struct_size != sizeof(pydet_exchange)) return nullptr;
   pydet::exchange = exchange;
   return pydet::kMethods;
+}
+
+const char *pydet_exchange_type(int32_t index, pydet_dtype *dtype) {
+  if (index < 0 || index >= pydet::kTypeCount) return nullptr;
+  *dtype = pydet::dtype_of(index);
+  return pydet::kTypes[index].name;
 }
 
 int32_t pydet_exchange_last_library(void) { return pydet::last_library; }

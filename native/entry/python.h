@@ -84,6 +84,8 @@ typedef struct pydet_exchange_library {
 
 enum { PYDET_EXCHANGE_CPU = 0, PYDET_EXCHANGE_CUDA = 1, PYDET_EXCHANGE_ROCM = 2, PYDET_EXCHANGE_LIBRARIES = 3 };
 
+enum { PYDET_EXCHANGE_TYPES = 3 }; /* element types; a type index counts them in this order: float32, bfloat16, float16 */
+
 /* Everything an operation needs of Python. A hook is a callable; each returns what is said here or raises. `op` and
  * `name` are the operation's and the argument's, for sentences. */
 typedef struct pydet_exchange {
@@ -94,8 +96,8 @@ typedef struct pydet_exchange {
   pydet_object *base;
   pydet_object *dtype;
   pydet_object *is_neg;        /* torch.Tensor.is_neg, NULL until torch is seen */
-  pydet_object *numpy_empty;   /* numpy.empty and three dtypes (float32, bfloat16, float16), NULL until seen */
-  pydet_object *numpy_dtypes[3];
+  pydet_object *numpy_empty;   /* numpy.empty and the dtype of each type index, NULL until seen */
+  pydet_object *numpy_dtypes[PYDET_EXCHANGE_TYPES];
   pydet_object *frameworks;  /* dict: type -> address of its pydet_exchange_framework */
   pydet_object *arithmetics; /* dict: name -> number */
   pydet_object *modes;       /* dict: name -> number */
@@ -120,6 +122,9 @@ PYDET_API const void *pydet_exchange_methods(const pydet_exchange *exchange);
 
 /* The library index that this thread's last successful method call went to, -1 before the first. */
 PYDET_API int32_t pydet_exchange_last_library(void);
+
+/* The name of a type index and its dtype; NULL past the last. */
+PYDET_API const char *pydet_exchange_type(int32_t index, pydet_dtype *dtype);
 
 #ifdef __cplusplus
 }

@@ -7,9 +7,20 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "pydet.h"
+#include "types.h"
 
 namespace {
+
+using namespace pydet;
+
+constexpr int32_t xla_of(Type type) {
+  switch (type) {
+    case Type::f32: return PYDET_XLA_F32;
+    case Type::bf16: return PYDET_XLA_BF16;
+    case Type::f16: return PYDET_XLA_F16;
+  }
+  return 0;
+}
 
 constexpr int kMaxRank = 8;  // of a batch (6) and a matrix
 
@@ -71,10 +82,9 @@ class Call {
   // The tensor of a buffer from element `offset` on, with these dimensions.
   pydet_tensor tensor(const pydet_xla_buffer &buffer, Shape *shape, int rank, int64_t offset = 0) {
     pydet_tensor t = {};
-    t.dtype = buffer.dtype == PYDET_XLA_F32    ? pydet_dtype{PYDET_FLOAT, 32, 1}
-              : buffer.dtype == PYDET_XLA_F16  ? pydet_dtype{PYDET_FLOAT, 16, 1}
-              : buffer.dtype == PYDET_XLA_BF16 ? pydet_dtype{PYDET_BFLOAT, 16, 1}
-                                               : pydet_dtype{0, 8, 1};
+    t.dtype = {0, 8, 1};  // none of ours
+    for (const TypeRow &row : kTypes)
+      if (xla_of(row.type) == buffer.dtype) t.dtype = {row.code, row.bits, 1};
     t.data = static_cast<char *>(buffer.data) + offset * (t.dtype.bits / 8);
     t.device = device_;
     t.ndim = rank;

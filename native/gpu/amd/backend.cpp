@@ -33,20 +33,20 @@ constexpr Kernel<Gemm> kGemm[] = {
     {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, "gfx942", is_gfx942, nullptr, nullptr, gemm_mfma_64},
     {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, gemm_mfma_128_takes, fills_device<128, 128>, gemm_mfma_128},
     {"hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, "gfx90a", is_gfx90a, nullptr, nullptr, gemm_mfma_64},
-    {"hip_skinny_gemm_ieee", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, skinny_ieee_takes, nullptr, skinny_ieee},
-    {"hip_gemm_ieee_128x128", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, gemm_ieee_128x128_takes, fills_device<128, 128>, gemm_ieee_128x128},
-    {"hip_gemm_ieee_64x64", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, gemm_ieee_64x64},
+    {"hip_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kBuiltFor, is_built, skinny_ieee_takes, nullptr, skinny_ieee},
+    {"hip_gemm_ieee_128x128", kUnscaledTypes, Arithmetic::ieee, kBuiltFor, is_built, gemm_ieee_128x128_takes, fills_device<128, 128>, gemm_ieee_128x128},
+    {"hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, gemm_ieee_64x64},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    {"hip_rmsnorm_held", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_held_takes, nullptr, rmsnorm_held},
-    {"hip_rmsnorm_long", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, rmsnorm_long},
+    {"hip_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_held_takes, nullptr, rmsnorm_held},
+    {"hip_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, rmsnorm_long},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    {"hip_rmsnorm_backward_chain", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"hip_rmsnorm_backward_group", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"hip_rmsnorm_backward_long", kAllTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, rmsnorm_backward_long},
+    {"hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kBuiltFor, is_built, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuiltFor, is_built, nullptr, nullptr, rmsnorm_backward_long},
 };
 
 pydet_status query_device(int32_t id, pydet_device_info *info) {

@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             if (folds) chain[i][j] = sum[i][j];
         }
       if (problem.bias.data)
-        with_type(problem.bias.type, [&](auto bias_type) {
+        with_type<kUnscaledTypes>(problem.bias.type, [&](auto bias_type) {
           each([&](int i, int j, int q, bool inside, int row, int column) {
             float added = 0.0f;
             if (inside)
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             chain[i][j][q] += added;
           });
         });
-      with_type(problem.out.type, [&](auto out_type) {
+      with_type<kUnscaledTypes>(problem.out.type, [&](auto out_type) {
         each([&](int i, int j, int q, bool inside, int row, int column) {
           if (inside)
             store_rounded(problem.out.data, out_type, out + row * problem.out.row_stride + column, chain[i][j][q]);

@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kWave *waves, 2) skinny_mfma_kernel(const __gr
         if (folds) chain[i] = sum[i];
       }
       if (problem.bias.data)
-        with_type(problem.bias.type, [&](auto bias_type) {
+        with_type<kUnscaledTypes>(problem.bias.type, [&](auto bias_type) {
           each([&](int i, int q, bool inside, int row) {
             float added = 0.0f;
             if (inside)
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kWave *waves, 2) skinny_mfma_kernel(const __gr
             chain[i][q] += added;
           });
         });
-      with_type(problem.out.type, [&](auto out_type) {
+      with_type<kUnscaledTypes>(problem.out.type, [&](auto out_type) {
         each([&](int i, int q, bool inside, int row) {
           if (inside) store_rounded(problem.out.data, out_type, row * problem.out.row_stride + n, chain[i][q]);
         });

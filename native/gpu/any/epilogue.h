@@ -1,19 +1,9 @@
-// From an fp32 accumulator to an element of out: the type is known at run time, the rounding is numerics.h's.
+// From an fp32 accumulator to an element of out: the type is known at run time, the rounding is that of types.h.
 #pragma once
 
 #include "gpu/gpu.h"
 
 namespace pydet {
-
-// Calls f with the type as a compile-time constant, on the host or on the device.
-#if !defined(__HIP_PLATFORM_AMD__)
-#pragma nv_exec_check_disable  // a host's f makes it a host function
-#endif
-template <class F> __host__ __device__ __forceinline__ auto with_type(Type type, F f) {
-  if (type == Type::f32) return f(std::integral_constant<Type, Type::f32>{});
-  if (type == Type::bf16) return f(std::integral_constant<Type, Type::bf16>{});
-  return f(std::integral_constant<Type, Type::f16>{});
-}
 
 __device__ __forceinline__ float load_f32(const void *data, Type type, int64_t index) {
   if (type == Type::f32) return static_cast<const float *>(data)[index];

@@ -163,7 +163,7 @@ bool rmsnorm_held_takes(const RmsNorm &p) {
 pydet_status rmsnorm_held(const RmsNorm &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_held", guard.error());
-  return with_type(p.x.type, [&](auto type) {
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     return with_shape(p.n, [&](auto shape) {
       constexpr int T = shape.T, W = shape.W, V = shape.V, R = shape.R, kRows = kBlock<T> / T * R;
       auto kernel = p.residual.data ? rmsnorm_kernel<type, T, W, V, R, true> : rmsnorm_kernel<type, T, W, V, R, false>;
@@ -179,7 +179,7 @@ pydet_status rmsnorm_long(const RmsNorm &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_long", guard.error());
   constexpr int64_t kMostBlocks = 1 << 20;  // more rows are walked in turns
-  return with_type(p.x.type, [&](auto type) {
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     Launch where = {"rmsnorm_long", static_cast<gpu_stream>(p.stream),
                     dim3(unsigned(p.rows < kMostBlocks ? p.rows : kMostBlocks)), dim3(kMaxTeam)};
     return launch(where, rmsnorm_long_kernel<type>, p);

@@ -326,7 +326,7 @@ template <Type type, int T, int W, int V, int R, bool residual> Held held(const 
 }
 
 Held held(const RmsNormBackward &p, int chains) {
-  return with_type(p.x.type, [&](auto type) {
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     return with_shape(p.n, chains, [&](auto shape) {
       constexpr int T = shape.T, W = shape.W, V = shape.V, R = shape.R;
       if (p.dresidual.data) return held<type, T, W, V, R, true>(p, chains);

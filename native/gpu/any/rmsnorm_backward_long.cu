@@ -95,7 +95,7 @@ pydet_status rmsnorm_backward_long(const RmsNormBackward &p) {
   if (status != PYDET_OK) return status;
   gpu_stream stream = static_cast<gpu_stream>(p.stream);
   int64_t slices = (p.n + kRowLanes - 1) / kRowLanes, groups = (p.rows + kDweightGroupRows - 1) / kDweightGroupRows;
-  status = with_type(p.x.type, [&](auto type) {
+  status = with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     pydet_status ready = load("rmsnorm_dweight_long", rmsnorm_dweight_long_kernel<type>);
     if (ready != PYDET_OK) return ready;
     if (p.dx.data && p.rows > 0) {

@@ -183,7 +183,7 @@ struct Short {
 };
 
 Short short_of(const RmsNormBackward &p) {
-  return with_type(p.x.type, [&](auto type) {
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     return with_team(p.n, [&](auto T) {
       using C = Chain<type, T, false>;
       using WithResidual = Chain<type, T, true>;

@@ -36,23 +36,23 @@ constexpr Kernel<Gemm> kGemm[] = {
     {"cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
     {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
     {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, nullptr, nullptr, gemm_mma_64},
-    {"cuda_skinny_gemm_ieee", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, skinny_ieee_takes, nullptr, skinny_ieee},
+    {"cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, skinny_ieee_takes, nullptr, skinny_ieee},
     {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, "sm_80 or later", from_sm80, gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
-    {"cuda_gemm_ieee_64x64", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
+    {"cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    {"cuda_rmsnorm_held", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
-    {"cuda_rmsnorm_long", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_long},
+    {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
+    {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_long},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    {"cuda_rmsnorm_backward_short_chain", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
-    {"cuda_rmsnorm_backward_short_cluster", kAllTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
-    {"cuda_rmsnorm_backward_chain", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"cuda_rmsnorm_backward_cluster", kAllTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
-    {"cuda_rmsnorm_backward_group", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"cuda_rmsnorm_backward_long", kAllTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
+    {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
+    {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
+    {"cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
+    {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
 };
 
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.

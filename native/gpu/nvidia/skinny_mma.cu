@@ -220,12 +220,12 @@ __device__ __forceinline__ void multiply(const Gemm &g, const Plan &p, const Lay
 
     // Types outside of the loops: where they are inside, fetching the instructions takes longer than they do.
     if (g.bias.data)
-      with_type(g.bias.type, [&](auto type) {
+      with_type<kUnscaledTypes>(g.bias.type, [&](auto type) {
         each([&](int r, int c, int q, int m, int n) {
           d[r][c][q] = d[r][c][q] + load_f32(g.bias.data, decltype(type)::value, bias_at(m, n));
         });
       });
-    with_type(g.out.type, [&](auto type) {
+    with_type<kUnscaledTypes>(g.out.type, [&](auto type) {
       each([&](int r, int c, int q, int m, int n) {
         store_rounded(g.out.data, decltype(type)::value, m * g.out.row_stride + n, d[r][c][q]);
       });
