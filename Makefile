@@ -172,7 +172,7 @@ $(LIBRARY)/libpydet_hip.so: $(HIP_OBJECTS) native/exports.map
 $(BUILD)/hip/archs: Makefile native/gpu/amd/device_libraries.sh
 	@mkdir -p $(@D)
 	@[ -n "$(HIPCC)" ] && [ -n "$(HIP_BITCODE)" ] || \
-	  { echo "make: no HIP compiler or device libraries (on Debian: apt install hipcc clang-19 lld-19 llvm-19)" >&2; exit 1; }
+	  { echo "make: no HIP compiler or device libraries (on Debian: apt install hipcc clang-19 clang-tools-19 lld-19 llvm-19)" >&2; exit 1; }
 	@native/gpu/amd/device_libraries.sh $(@D)/bitcode $(HIPCC) $(HIP_BITCODE) $(HIP_ARCHS) >$@
 
 $(BUILD)/hip/amd/backend.o: native/gpu/amd/backend.cpp $(BUILD)/hip/archs

@@ -248,6 +248,83 @@ def run(gemm, problem):
     return result
 
 
+# k that a kernel of some backend takes from memory, keeps or multiplies at a time.
+STAGES = (16, 32, 64, 128, 256, 512)
+
+
+def chunk_cases(stages=STAGES):
+    """[(K, k_chunk)]: chunks a step of 16 shorter than a stage, as long, a step longer, one and a half stages and two and
+    a step; K a chunk, a little less and a little more than two, and three with a rest."""
+    found = {}
+    for stage in stages:
+        for i, chunk in enumerate((stage - 16, stage, stage + 16, stage * 3 // 32 * 16, 2 * stage + 16)):
+            ends = (2 * chunk + 24, 2 * chunk - 8, 2 * chunk + 8, 2 * chunk, chunk, 3 * chunk + 19)
+            if chunk:
+                found.setdefault(chunk, (ends[(i + stage.bit_length()) % len(ends)], chunk))
+    return list(found.values())
+
+
+# Rows that need one, two, ... tiles of every height that there is, and one row more than that.
+ROWS = (1, 8, 9, 17, 33, 65, 129)
+
+
+def check_chunks(gemm, arithmetic, dtype, problems=None, rows=ROWS, n=19):
+    """Chunks that end inside, at and between the stages of a kernel, for the same first rows of more and more: each is a
+    chain of its own, and their sums are added in ascending order. The chains are those of the library's CPU kernels."""
+    for k, chunk in chunk_cases() if problems is None else problems:
+        a, b, want = chunked_sums(k, chunk, arithmetic, dtype, max(rows), n)
+        for m in rows:
+            got = gemm(a[:m], b, arithmetic=arithmetic, k_chunk=chunk, out_dtype=FLOAT32)
+            assert_same_bits(got, want[:m], f"{m} x {n} x {k}, k_chunk {chunk}, {dtype}, {arithmetic}")
+
+
+@functools.lru_cache(maxsize=1000)
+def chunked_sums(k, chunk, arithmetic, dtype, m, n):
+    """a, b whose columns are contiguous, and their product in fp32."""
+    import pydet
+
+    a, b = data("wide", (m, k), DTYPES[dtype]), data("normal", (n, k), DTYPES[dtype], 1).T
+    total = np.zeros((m, n), np.float32)
+    for first in range(0, k, chunk):
+        part = slice(first, first + chunk)
+        total = total + pydet.gemm(a[:, part], b[part], arithmetic=arithmetic, out_dtype=FLOAT32)
+    return a, b, total
+
+
+def random_problem(rng, dtype, arithmetic, most_m=300, most_n=700, most_k=5000, most_work=1 << 24):
+    """A problem of any extents up to these, as often small as large and often beside a power of two, of at most so many
+    products; half of them in chunks of any length up to K."""
+
+    def extent(most):
+        size = int(2 ** rng.uniform(0, np.log2(most)))
+        if rng.random() < 0.5:
+            size = 2 ** round(np.log2(size)) + rng.choice([-1, 0, 1, 8])
+        return min(max(size, 1), most)
+
+    m, k = extent(most_m), extent(most_k)
+    n = extent(max(1, min(most_n, most_work // (m * k))))
+    if rng.random() < 0.75:
+        k = -(-k // 8) * 8  # what most kernels for few rows take
+    out_dtype = rng.choice(list(DTYPES))
+    kernel_of_few_rows = rng.random() < 0.6
+    return Problem(
+        m,
+        n,
+        k,
+        dtype,
+        arithmetic,
+        out_dtype,
+        kind=rng.choice(["normal", "wide", "specials"]),
+        a_layout="row" if kernel_of_few_rows else rng.choice(LAYOUTS),
+        b_layout="col" if kernel_of_few_rows else rng.choice(LAYOUTS),
+        out_layout=rng.choice(["row", "col", "row_padded", "col_padded"]),
+        bias=rng.choice(["", "n fp32", "mn bf16", "mn fp16"]),
+        accumulate=out_dtype == "fp32" and rng.random() < 0.5,
+        k_chunk=rng.choice([None, 16 * rng.randint(1, -(-k // 16))]),
+        seed=rng.randrange(10),
+    )
+
+
 def check_equals_reference(gemm, problems):
     for problem in problems:
         assert_same_bits(run(gemm, problem), problem.expected(), str(problem))

@@ -270,6 +270,8 @@ def make_gemm(rng):
     size = lambda: rng.choice([0, 1, 1, 2, 3, 5, 8, 17])
     m, n = size(), size()
     k = rng.choice([0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 70])
+    if not batch and rng.random() < 0.2:
+        k = rng.randrange(71, 600)  # what fills a region
     kind = rng.choice(list(DTYPES.values()))
     out_kind = rng.choice(list(DTYPES.values()))
     accumulate = rng.random() < 0.25
@@ -315,7 +317,7 @@ def make_gemm(rng):
         struct,
         arithmetic=ARITHMETICS.index(arithmetic),
         accumulate=int(accumulate),
-        k_chunk=rng.choice([0, 0, 16, 32, 64]),
+        k_chunk=rng.choice([0, 0, 16, 32, 64, 16 * rng.randint(1, k // 16 + 1)]),
     )
     if op == "skinny_gemm":
         given.weights_constant = rng.randrange(2)

@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import pathlib
+import random
 import sys
 import time
 
@@ -217,6 +218,25 @@ def problems_for(arithmetic, dtype):
 def test_gemm_equals_cpu(device, kernel, dtype):
     check_equals_cpu(device, problems_for(kernel.arithmetic, dtype))
     assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
+
+
+@each("gemm")
+def test_chunks_across_stages(device, kernel, dtype):
+    """Chunks of all lengths beside those of a kernel's stages, for the same rows in its every tile."""
+    cases.check_chunks(device.gemm, kernel.arithmetic, dtype)
+
+
+@each("gemm")
+def test_random_problems(device, kernel, dtype):
+    """Problems of any shape, layout, type and k_chunk. FUZZ_SEED and FUZZ_CASES ask for others and more; a failure names
+    its seed and case."""
+    seed, count = int(os.environ.get("FUZZ_SEED", "1")), int(os.environ.get("FUZZ_CASES", "40"))
+    for number in range(count):
+        # Of kernels with one arithmetic the same problems, so that the CPU computes each once
+        rng = random.Random(f"{seed}/{number}")
+        problem = cases.random_problem(rng, dtype, kernel.arithmetic)
+        what = f"FUZZ_SEED={seed}, case {number}: {problem}"
+        assert_same_bits(cases.run(device.gemm, problem), on_cpu(problem), what)
 
 
 @each("gemm")

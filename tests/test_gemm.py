@@ -433,6 +433,10 @@ def test_k_chunk(gemm_kernel):
     check_k_chunk(gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
 
 
+def test_chunks_across_stages(gemm_kernel):
+    cases.check_chunks(gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype, rows=(1, 33), n=35)
+
+
 # ---- Gradients -----------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 
 import capi
+import cases
 import fakehip
 import interop
 import pydet
@@ -56,11 +58,12 @@ class Hip(fakehip.StandIn):
         self.tensors = [x.ctypes.data for x in arrays if x is not None]
         for x in arrays:
             if x is not None and x.size:
-                owner = x
-                while isinstance(owner.base, np.ndarray):
-                    owner = owner.base
-                flat = owner.ravel("K").view(np.uint8)
-                assert np.shares_memory(flat, owner)
+                memory, owner = x, x.base
+                while owner is not None:  # as_strided puts objects that are no arrays in between
+                    memory = owner if isinstance(owner, np.ndarray) else memory
+                    owner = getattr(owner, "base", None)
+                flat = memory.ravel("K").view(np.uint8)
+                assert np.shares_memory(flat, memory)
                 if x.ctypes.data != self.host:
                     self.own(flat)
         if kind == ROCM and getattr(options, "workspace_size", 0):
@@ -244,6 +247,65 @@ def skinny_gemm_on_matrix_cores(hip, dtype):
         x, w = normal(m, k + 8, dtype=dtype)[:, :k], normal(n, k, dtype=dtype, seed=1)
         both(hip, x, w, bias=normal(m, n, seed=2), out=normal(m, n, seed=3), accumulate=1, **options)
     both(hip, normal(3, 96, dtype=dtype), normal(20, 96, dtype=dtype, seed=1), k_chunk=48, out_dtype="bf16", **options)
+
+
+# By a kernel's name, numbers of rows for its tiles and the k of their stages, for the chunks that cross a stage's ends.
+STAGES = {
+    "skinny_gemm_ieee": {(1,): 128, (7,): 128},
+    "skinny_gemm_cdna": {(1,): 256, (17,): 256, (33,): 128, (65,): 64},
+    "64x64": {(3, 65): 64},
+}
+
+
+def gemm_by(hip, kernel, taken):
+    """An implementation of gemm that is this kernel where it takes the problem, else none."""
+
+    def run(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
+        fields = {"arithmetic": ARITHMETIC[arithmetic], "k_chunk": k_chunk or 0, "accumulate": int(accumulate)}
+        forced = {"kernel": kernel} if kernel else {}
+        made = np.full((*a.shape[:-1], b.shape[-1]), 7, out_dtype) if out is None else out
+        hip.check("pydet_gemm", capi.options("pydet_gemm_options", **forced, **fields), a, b, bias, made)
+        taken.append(kernel)
+        return made
+
+    return run
+
+
+def kinds_of(hip):
+    """(kernel, type, arithmetic's name) of each kernel that multiplies here."""
+    names = {number: name for name, number in ARITHMETIC.items()}
+    return [(kernel, dtype, names[arithmetic]) for kernel, dtype, arithmetic in gemm_kernels(hip)]
+
+
+def test_chunks_across_stages(hip):
+    """Every kernel that takes k_chunk: chunks of all lengths beside its stages', for one row and for its every tile."""
+    for kernel, dtype, arithmetic in kinds_of(hip):
+        if "128x128" in kernel or dtype != ("bf16" if "mfma" in kernel else "fp32"):  # types share the code of chunks
+            continue
+        tiles = next(tiles for part, tiles in STAGES.items() if part in kernel)
+        for rows, stage in tiles.items():
+            problems = [(k // 8 * 8, chunk) for k, chunk in cases.chunk_cases((stage,)) if stage != chunk < 2 * stage]
+            taken = []
+            cases.check_chunks(gemm_by(hip, kernel, taken), arithmetic, dtype, problems, rows, 16)
+            assert len(problems) >= 3 and len(taken) == len(problems) * len(rows)
+
+
+def test_random_problems(hip):
+    """Problems of any shape, layout, type and k_chunk, a few here. FUZZ_SEED and FUZZ_CASES ask for others and more; a
+    failure names its seed and case."""
+    seed, count = int(os.environ.get("FUZZ_SEED", "1")), int(os.environ.get("FUZZ_CASES", "12"))
+    for number in range(count):
+        rng = random.Random(f"{seed}/{number}")
+        kernel, dtype, arithmetic = rng.choice(kinds_of(hip))
+        most_work = 1 << (14 if "128x128" in kernel else 16)
+        problem = cases.random_problem(rng, dtype, arithmetic, 130, 260, 1300, most_work)
+        hip.order, taken = rng.choice([None, in_reverse]), []
+        on_cpu = cases.run(pydet.gemm, problem)
+        with unless_refused():
+            got = cases.run(gemm_by(hip, kernel, taken), problem)
+        if not taken:
+            got = cases.run(gemm_by(hip, None, taken), problem)
+        assert_same_bits(got, on_cpu, f"FUZZ_SEED={seed}, case {number}: {kernel} on {hip.arch}, {problem}")
 
 
 def rmsnorm(hip, x, weight, residual, where, kernel=None, **fields):

@@ -11,12 +11,14 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import random
 import tempfile
 
 import numpy as np
 import pytest
 
 import capi
+import cases
 import fakehip
 import interop
 import pydet
@@ -259,6 +261,24 @@ def test_gemm_equals_cpu(device, kernel, dtype):
     device.forced(kernel.name)
     test_cuda.check_equals_cpu(device, problems_for(kernel.arithmetic, dtype))
     assert device.taken >= scaled(5, 1), f"{kernel.name} took {device.taken} problems"
+
+
+@each("gemm")
+def test_chunks_across_stages(device, kernel, dtype):
+    """On the stand-in by one chunk alone: test_hip.py has the others."""
+    problems, rows = scaled((None, cases.ROWS), ([(40, 32)], (1, 17)))
+    cases.check_chunks(device.forced(kernel.name).gemm, kernel.arithmetic, dtype, problems, rows)
+
+
+@each("gemm")
+def test_random_problems(device, kernel, dtype):
+    """As in test_cuda.py; on the stand-in small ones."""
+    seed, count = int(os.environ.get("FUZZ_SEED", "1")), int(os.environ.get("FUZZ_CASES", scaled("40", "1")))
+    for number in range(count):
+        rng = random.Random(f"{seed}/{number}")
+        problem = cases.random_problem(rng, dtype, kernel.arithmetic, *scaled((), (20, 40, 100)))
+        got = cases.run(device.forced(kernel.name).gemm, problem)
+        assert_same_bits(got, test_cuda.on_cpu(problem), f"FUZZ_SEED={seed}, case {number}: {problem}")
 
 
 @each("gemm")

@@ -115,6 +115,15 @@ def k_chunk_ignored(a, b, start, arithmetic, k_chunk):
     return true_sum(a, b, start, arithmetic, None)
 
 
+def chunk_folded_at_stage_ends(a, b, start, arithmetic, k_chunk):
+    """As a kernel of stages of 256 k does whose count of what is left of a chunk starts anew with each."""
+    stages = range(0, a.shape[-1], 256)
+    parts = [slice(k, k + 256) for k in stages] if k_chunk else [slice(None)]
+    for part in parts:
+        start = true_sum(a[..., part], b[..., part, :], start, arithmetic, k_chunk)
+    return start
+
+
 def added_at_the_end(a, b, start, arithmetic, k_chunk):
     """accumulate as out + (a b), not as a chain that goes on."""
     return start + true_sum(a, b, np.zeros_like(start), arithmetic, k_chunk)
@@ -143,6 +152,7 @@ GEMM_CHECKS = {
     "error bound": test_gemm.check_error_bound,
     "batch invariance": test_gemm.check_batch_invariance,
     "k_chunk": test_gemm.check_k_chunk,
+    "chunks": functools.partial(cases.check_chunks, problems=cases.chunk_cases((16, 64)), rows=(1, 5), n=3),
     "accumulate": test_gemm.check_accumulate,
     "repeated calls": test_gemm.check_repeated_calls,
 }
@@ -194,6 +204,11 @@ def test_equality_with_the_reference(broken):
 @pytest.mark.parametrize("broken", [pairwise_fold, k_chunk_ignored, wide_sum])
 def test_k_chunk(broken):
     refuses(test_gemm.check_k_chunk, gemm_like(broken), "ieee", "fp32")
+
+
+def test_chunks_across_stages():
+    refuses(cases.check_chunks, gemm_like(chunk_folded_at_stage_ends), "ieee", "fp32", [(560, 272)], (1, 5), 3)
+    refuses(cases.check_chunks, gemm_like(k_chunk_ignored), "ieee", "fp32", [(24, 16)], (1, 5), 3)
 
 
 @pytest.mark.parametrize("broken", [added_at_the_end, numpy_matmul, k_descending])

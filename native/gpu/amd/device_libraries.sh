@@ -27,5 +27,5 @@ for arch in "$@"; do
   fi
   known="$known${known:+ }$arch"
 done
-[ -n "$known" ] || { echo "make: $compiler knows none of $*" >&2; exit 1; }
+[ -n "$known" ] || { echo "make: $compiler compiles for none of $* (it needs clang-offload-bundler)" >&2; exit 1; }
 echo "$known"

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kWave *waves, 2) skinny_mfma_kernel(const __gr
             fetch_w(s, next, inner ? kStageK : next_left);
             if (inner || !folds) continue;
             chunk_left -= M::kStep;
-            if (chunk_left > 0 && left > (s + 1) * M::kStep) continue;
+            if (chunk_left > 0 && problem.k - stage * kStageK > (s + 1) * M::kStep) continue;
             chunk_left = problem.k_chunk;
 #pragma unroll
             for (int i = 0; i < tiles; ++i) {
