@@ -10,6 +10,7 @@
 #                 libraries in LIBDIR (lib); DESTDIR goes before both
 # make wheel      dist/pydet-*-manylinux_*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
 # make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++
+# make docs       the documentation as a site, build/site/index.html
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), BUILD (where objects go), LIBRARY (where the
 # libraries go; with both elsewhere, make cpu, cuda, hip and install write nothing here), SANITIZE (address,undefined)
@@ -53,9 +54,9 @@ $(call folder,LIBRARY,$(LIBRARY))
 endif
 $(call needed,all test bench,[ -w . ],cannot write to $(CURDIR)$(comma) where '.venv' goes. Copy the tree$(comma) or \
   build the library alone: make cpu BUILD=/tmp/pydet LIBRARY=/tmp/pydet)
-$(call needed,all test bench wheel sdist,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
+$(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
   no Python 3.10 or later at '$(PYTHON)'. Name one: make PYTHON=python3.12)
-$(call needed,all test bench wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
+$(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore rmsnorm
@@ -249,6 +250,19 @@ wheel: $(PACKAGER)/installed $(WHEEL_BUILDS)
 
 sdist: $(PACKAGER)/installed
 	$(PACKAGER)/bin/python -m build -q --sdist -o dist .
+
+# ---- Documentation: docs/, the docstrings, pydet.h and NUMERICS.md as a site; a warning is an error ----
+DOCS := $(BUILD)/docs-venv
+
+$(DOCS)/installed:
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check 'mkdocs==1.6.*' 'mkdocstrings==1.0.*' 'mkdocstrings-python==2.0.*'
+	touch $@
+
+.PHONY: docs
+docs: $(DOCS)/installed
+	$(DOCS)/bin/mkdocs build -q --strict -d $(abspath $(BUILD))/site
+	@echo $(BUILD)/site/index.html
 
 # ---- On a machine with a GPU ----
 PARTS ?= build tests sanitizer bench

@@ -48,7 +48,7 @@ def test_the_description_has_no_link_that_an_index_cannot_follow(tmp_path, monke
     )
 
 
-@pytest.mark.parametrize("extra", ["numpy", "torch", "jax", "test", "bench", "cuda", "hip", "docs"])
+@pytest.mark.parametrize("extra", ["numpy", "torch", "jax", "test", "bench", "cuda", "hip"])
 def test_extras(extra):
     text = (ROOT / "pyproject.toml").read_text()
     assert re.search(rf'^{extra} = \["', text, flags=re.M), extra

@@ -1,0 +1,75 @@
+"""The examples of docs/ run: Python blocks of a page in their order, in a folder of its own; C++ blocks as programs;
+commands with the output that a mark above them promises.
+
+A mark before a block says more: `<!-- needs torch -->` for a page's blocks from there on, `<!-- not run: vllm -->` for
+the next one, `<!-- output: words -->` for what a command must print.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from capi import HEADER, ROOT, library_path
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"((?:^<!-- [^\n]* -->\n)*)^```(\w+)\n(.*?)^```$", flags=re.S | re.M)
+
+
+def cpp(code, folder):
+    source, program = folder / "example.cpp", folder / "example"
+    source.write_text(code)
+    library = library_path().resolve()
+    command = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parent}", source, library]
+    built = subprocess.run([*command, f"-Wl,-rpath,{library.parent}", "-o", program], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return subprocess.run([program], check=True, capture_output=True, text=True).stdout
+
+
+def shell(code, folder):
+    clean = code.replace("python -m", f"{shlex.quote(sys.executable)} -m")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(["sh", "-ec", clean], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_examples(page, need, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, missing = {"__name__": page.stem}, []
+    for marks, language, code in BLOCK.findall(page.read_text()):
+        if package := re.search(r"needs (\w+)", marks):
+            there = package[1] in ("numpy", "cpp") or importlib.util.find_spec(package[1])
+            missing += [] if there else [package[1]]
+            if not there:
+                continue
+        if "<!-- not run: " in marks:
+            compile(code, str(page), "exec")
+        elif language == "python":
+            exec(compile(code, str(page), "exec"), names)
+        else:
+            said = {"cpp": cpp, "sh": shell}[language](code, tmp_path)
+            promised = re.search(r"output: ([^\n]*) -->", marks)
+            assert promised is None or promised[1] in said, said
+    for package in missing:
+        need(False, package, f"{page.name} has examples that need {package}; the others passed")
+
+
+def test_cpp_says_what_the_page_shows(tmp_path):
+    (code,) = [code for _, language, code in BLOCK.findall((ROOT / "docs/cpp.md").read_text()) if language == "cpp"]
+    lines = cpp(code, tmp_path).splitlines()
+    assert lines[0].startswith("8 by cpu_")
+    assert lines[1] == "PYDET_INVALID_SHAPE: skinny_gemm: w is 16x32, want Nx64"
+
+
+def test_every_page_is_in_the_site():
+    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
+    files = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert files <= set(listed) and len(listed) == len(set(listed))
+    for made in set(listed) - files:
+        assert f'"{made}"' in (ROOT / "docs" / "generate.py").read_text(), made
