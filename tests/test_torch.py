@@ -6,6 +6,7 @@ import itertools
 import os
 import pathlib
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
@@ -330,82 +331,6 @@ def test_cuda_graph_has_the_eager_bits():
 # ---- Modules -----------------------------------------------------------------------------------------------------
 
 
-class LlamaRMSNorm(torch.nn.Module):
-    def __init__(self, size, offset=0.0):
-        super().__init__()
-        self.weight, self.variance_epsilon, self.offset = torch.nn.Parameter(torch.rand(size)), 1e-5, offset
-
-    def forward(self, x):
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (h * (self.offset + self.weight.float())).to(x.dtype)
-
-
-class T5LayerNorm(LlamaRMSNorm):
-    pass
-
-
-class GatedRMSNorm(LlamaRMSNorm):
-    def forward(self, x, gate):
-        return super().forward(x) * gate
-
-
-class Experts(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.matrices = torch.nn.Parameter(torch.zeros(2, 3, 4))
-
-
-class OddRMSNorm(LlamaRMSNorm):
-    def forward(self, x):
-        return super().forward(x) ** 2
-
-
-def model():
-    torch.manual_seed(0)
-    m = torch.nn.Module()
-    m.embedding = torch.nn.Embedding(11, 32)
-    m.first, m.tied = torch.nn.Linear(32, 32), torch.nn.Linear(32, 11, bias=False)
-    m.tied.weight = m.embedding.weight
-    m.again = m.first
-    m.norms = torch.nn.ModuleList(
-        [torch.nn.RMSNorm(32, eps=1e-6), LlamaRMSNorm(32), LlamaRMSNorm(32, 1.0), OddRMSNorm(32)]
-    )
-    m.t5, m.gated, m.experts, m.gru = T5LayerNorm(32), GatedRMSNorm(32), Experts(), torch.nn.GRU(2, 2)
-    m.layer_norm, m.attention, m.double = (
-        torch.nn.LayerNorm(32),
-        torch.nn.MultiheadAttention(32, 4),
-        torch.nn.Linear(2, 2).double(),
-    )
-    return m.eval()
-
-
-def test_convert():
-    m, x = model(), normal(4, 32)
-    state, parameters = m.state_dict(), dict(m.named_parameters())
-    before = [m.first(x), *(norm(x) for norm in m.norms[:3])]
-    report = pt.convert(m)
-    assert report.swapped == {
-        **dict.fromkeys(("first", "tied", "again"), "Linear"),
-        "norms.0": "RMSNorm",
-        **dict.fromkeys(("norms.1", "norms.2"), "LlamaRMSNorm"),
-        "t5": "T5LayerNorm",
-    }
-    left = {"norms.3", "layer_norm", "attention", "attention.out_proj", "double", "gated", "experts", "gru"}
-    assert set(report.left) == left, report
-    assert "formula" in report.left["norms.3"] and "float64" in report.left["double"]
-    assert report.left["experts"] == "Experts has matrices, and no counterpart here"
-    assert "swapped 7, left 8" in str(report) and "layer_norm: left" in str(report)
-    assert type(m.first) is pt.Linear and m.again is m.first and m.tied.weight is m.embedding.weight
-    assert not m.first.training and m.norms[2].weight_offset == 1.0
-    assert list(m.state_dict()) == list(state)
-    assert all(parameter is parameters[name] for name, parameter in m.named_parameters())
-    for after, want in zip([m.first(x), *(norm(x) for norm in m.norms[:3])], before, strict=True):
-        torch.testing.assert_close(after, want, rtol=1e-5, atol=1e-5)
-    same(m.first(x), pydet.gemm(x, m.first.weight.detach().T, bias=m.first.bias.detach()))
-    assert not pt.convert(m).swapped, "a second time there is nothing to do"
-
-
 def test_modules_take_their_options():
     x = normal(4, 64, dtype=torch.bfloat16)
     layer = pt.Linear(64, 8, dtype=torch.bfloat16, arithmetic="sm90", k_chunk=16)
@@ -416,6 +341,17 @@ def test_modules_take_their_options():
     same(holder(x), pydet.gemm(x, holder[0].weight.detach().T, bias=holder[0].bias.detach(), arithmetic="sm80"))
     norm = pt.RMSNorm(64, weight_offset=1.0)
     same(norm(x.float()), pt.RMSNorm(64, elementwise_affine=False)(x.float()))
+
+
+def test_modules_in_torchscript():
+    net, x = torch.nn.Sequential(pt.Linear(16, 8, k_chunk=16), pt.RMSNorm(8), pt.Linear(8, 3)), normal(4, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for frozen in (torch.jit.script(net), torch.jit.trace(net, x)):
+            same(frozen(x), net(x))
+            frozen(x).sum().backward()
+            assert net[0].weight.grad is not None
+            net.zero_grad()
 
 
 # ---- The override ------------------------------------------------------------------------------------------------
@@ -623,6 +559,10 @@ def refuses(pattern, call, *arguments, **options):
 def test_bad_input():
     a, b = normal(3, 4), normal(4, 5)
     refuses(r"gemm: b is 3x5", pt.gemm, a, normal(3, 5))
+    wide = r"^linear: the input is 3x4 and the weight 7x5, want an input whose last dimension is 5$"
+    for call in (pt.linear, pt.skinny_linear, lambda x, w: pt.Linear(5, 7)(x)):
+        refuses(wide, call, a, normal(7, 5))
+        refuses(wide[1:-1], torch.compile(call, backend="aot_eager"), a, normal(7, 5))
     refuses(r"b is bfloat16", pt.gemm, a, b.bfloat16())
     refuses(r"a is float64|dtype", pt.gemm, a.double(), b.double())
     refuses(r"a has DLPack dtype \(code 5", pt.gemm, a.to(torch.complex64), b.to(torch.complex64))
@@ -723,13 +663,10 @@ def test_transforms_without_a_rule():
     same(torch.func.grad(lambda x: (x * pt.gemm(x.detach(), b).sum()).sum())(a), pydet.gemm(a, b).sum().expand(3, 4))
     x = a.clone().requires_grad_()
     y = pt.gemm(x, b.clone().requires_grad_()).sum()
-    refuses(r"gemm_da: an operand requires grad", torch.autograd.grad, y, x, create_graph=True)
-
-
-def test_convert_refusals():
-    refuses(r"want a torch.nn.Module", pt.convert, 3)
-    refuses(r"itself a Linear", pt.convert, torch.nn.Linear(2, 2))
-    refuses(r"arithmetic is 'x'", pt.convert, torch.nn.Sequential(), arithmetic="x")
+    refuses(r"gemm_da: an operand requires grad.*create_graph=True", torch.autograd.grad, y, x, create_graph=True)
+    for net in (pt.Linear(4, 5), pt.RMSNorm(4)):
+        sentence = r"a second derivative \(create_graph=True\) is not defined"
+        refuses(sentence, torch.autograd.grad, net(x).sum(), net.weight, create_graph=True)
 
 
 def test_what_the_readme_shows_runs():

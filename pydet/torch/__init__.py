@@ -11,11 +11,13 @@
 mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with the same bits.
 """
 
+from pydet.torch.conversion import Conversion, convert
 from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
-from pydet.torch.modules import Conversion, Linear, RMSNorm, accumulate_gradients, convert
+from pydet.torch.modules import Conv1D, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 
 __all__ = [
+    "Conv1D",
     "Conversion",
     "Linear",
     "RMSNorm",

@@ -101,9 +101,23 @@ def _run_skinny_gemm(
     k_chunk: int | None = None,
     weights_constant: bool = False,
 ) -> Tensor:
-    return _skinny_gemm(
-        x, w, bias, None, _index(out_dtype), False, arithmetic, k_chunk, "deterministic", weights_constant, None, None
-    )
+    options = (_index(out_dtype), False, arithmetic, k_chunk, "deterministic", weights_constant, None, None)
+    try:
+        return _skinny_gemm(x, w, bias, None, *options)
+    except Error as problem:
+        if problem.status == constants.PYDET_INVALID_SHAPE and w.dim() == 2 and x.dim() > 0:
+            _refuse_width(x, w)
+        raise
+
+
+def _refuse_width(x: Tensor, w: Tensor) -> None:
+    """In the words of who called a linear layer, and may not know of skinny_gemm."""
+    if x.shape[-1] != w.shape[1]:
+        got, weight = ("x".join(map(str, t.shape)) for t in (x, w))
+        fail(
+            constants.PYDET_INVALID_SHAPE,
+            f"linear: the input is {got} and the weight {weight}, want an input whose last dimension is {w.shape[1]}",
+        )
 
 
 def _run_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -214,6 +228,8 @@ def _fake_skinny_gemm(
     if x.dim() == 0 or w.dim() != 2:
         fail(constants.PYDET_INVALID_SHAPE, f"skinny_gemm: x is {tuple(x.shape)}, w {tuple(w.shape)}, want a matrix w")
     rows = x[None] if x.dim() == 1 else x
+    if isinstance(x.shape[-1], int):  # not a symbol, which the product below compares
+        _refuse_width(x, w)
     result = _product("skinny_gemm", {"x": rows, "w": w}, (False, True), None, (out_dtype, arithmetic))
     result = result[0] if x.dim() == 1 else result
     if bias is not None:
@@ -463,7 +479,8 @@ def _refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         if any(_wants_gradient(x, None) for x in arguments if isinstance(x, Tensor)):
             fail(
                 INVALID_VALUE,
-                f"{name}: an operand requires grad, and this has no gradient; use torch.no_grad() or .detach()",
+                f"{name}: an operand requires grad, and this has no gradient; use torch.no_grad() or .detach(). If "
+                "backward called it: a second derivative (create_graph=True) is not defined",
             )
         return _call(run, overload, *arguments)
 

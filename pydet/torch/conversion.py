@@ -1,0 +1,289 @@
+"""Makes the linear layers and RMSNorms of a model pydet's, and says what of the model is not."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
+from pydet.buffer import unknown
+from pydet.torch.modules import Conv1D, Linear, RMSNorm
+from pydet.torch.ops import DTYPES
+
+_ATTENTION = "pydet"  # the name under which register_attention() tells Transformers of pydet's
+
+
+@dataclass
+class Conversion:
+    """What :func:`convert` did. ``str()`` of it is a readable report, which ends with a verdict.
+
+    Attributes:
+        swapped: the names of the modules that are pydet's now, each with the class it had.
+        left: the names of modules that multiply or normalise and are as they were, each with the reason.
+        attention: the names of attention modules whose products and softmax are not pydet's, each with what they are.
+    """
+
+    swapped: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    attention: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"swapped {len(self.swapped)}, left {len(self.left)}"]
+        lines += [f"  {line} -> pydet" for line in _grouped(self.swapped)]
+        lines += [f"  left: {line}" for line in _grouped(self.left)]
+        lines += [f"  attention: {line}" for line in _grouped(self.attention)]
+        return "\n".join([*lines, self.verdict()])
+
+    def verdict(self) -> str:
+        """What of the model now has bits that do not depend on the batch, in a sentence or two."""
+        sentences = []
+        if self.left:
+            sentences.append(
+                f"{len(self.left)} modules are left as they were; override_aten() takes over those whose products are "
+                "PyTorch's own operators."
+            )
+        if self.attention:
+            sentences.append(
+                f"Attention is NOT batch-invariant: {len(self.attention)} modules compute it with PyTorch, and its "
+                "bits may change with the batch, with padding, and between prefill and decoding. In Transformers: "
+                "pydet.torch.register_attention(), then model.set_attn_implementation('pydet'). Elsewhere: plain "
+                "products and a softmax, under override_aten()."
+            )
+        if not sentences:
+            return "Every matrix, norm and attention that was found is pydet's: a row has the same bits in any batch."
+        return "The swapped modules are batch-invariant. " + " ".join(sentences)
+
+
+def _grouped(names: dict[str, str]) -> Iterator[str]:
+    """A line for all modules of one class or reason: how many, what, and the first of their names."""
+    groups: dict[str, list[str]] = {}
+    for name, what in names.items():
+        groups.setdefault(what, []).append(name or "(the model)")
+    for what, members in groups.items():
+        more = f" and {len(members) - 3} more" if len(members) > 3 else ""
+        yield f"{len(members)} x {what}: {', '.join(members[:3])}{more}"
+
+
+# ---- What a module becomes -------------------------------------------------------------------------------------------
+
+
+def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its own, with those that weight_norm and spectral_norm compute before each call."""
+    own: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
+    weight = module.__dict__.get("weight")
+    return own if not isinstance(weight, torch.Tensor) else {**own, "weight": weight}
+
+
+def _obstacle(module: torch.nn.Module) -> str | None:
+    """Why a module that pydet could compute must stay as it is."""
+    if "forward" in module.__dict__:
+        return "its forward is one set on the instance (accelerate's hooks and patches do that); convert before"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "its parameters are parametrized"
+    for name, parameter in _parameters(module).items():
+        if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+            before = "; convert before fully_shard or parallelize_module" if "DTensor" in repr(type(parameter)) else ""
+            return f"its {name} is a {type(parameter).__qualname__}{before}"
+        if parameter.dtype not in DTYPES:
+            return f"its {name} is {parameter.dtype}"
+    return None
+
+
+def _becomes(module: torch.nn.Module, arithmetic: str, k_chunk: int | None) -> tuple[type, dict[str, Any]] | str | None:
+    """The class and the attributes of what it becomes; or why it stays; or None where neither is to be said."""
+    kind = type(module)
+    if isinstance(module, Linear | Conv1D | RMSNorm):
+        return None
+    products: dict[type, type] = {torch.nn.Linear: Linear}
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        products[kind] = Conv1D
+    if kind in products:
+        return _obstacle(module) or (products[kind], {"arithmetic": arithmetic, "k_chunk": k_chunk})
+    if _is_norm(module):
+        return _obstacle(module) or _norm(module)
+    return _reason_to_leave(module)
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    """A norm over rows by its name, and not one that PyTorch has and pydet has not."""
+    others = torch.nn.LayerNorm | torch.nn.GroupNorm | torch.nn.LocalResponseNorm | torch.nn.modules.batchnorm._NormBase
+    named = "norm" in type(module).__name__.lower() and not isinstance(module, others)
+    return named and not any(True for _ in module.children()) and not isinstance(module, torch.nn.CrossMapLRN2d)
+
+
+def _norm(module: torch.nn.Module) -> tuple[type, dict[str, Any]] | str:
+    """RMSNorm and its settings, for an RMSNorm by any name; or why it is none.
+
+    A norm that is not PyTorch's is known by its one parameter and by what it computes of rows, which also says whether
+    it stores its weight less 1, and of what type its result is. It is tried on the CPU, on another weight.
+    """
+    if type(module) is torch.nn.RMSNorm:
+        if len(module.normalized_shape) != 1:
+            return f"it normalises {len(module.normalized_shape)} dimensions at once"
+        default = torch.finfo(torch.float32).eps
+        settings = {"eps": default if module.eps is None else module.eps, "weight_offset": 0.0, "result": "x"}
+        return RMSNorm, {"size": int(module.normalized_shape[0]), **settings}
+    takes = list(inspect.signature(type(module).forward).parameters)[1:]
+    if len(takes) != 1:
+        return f"its forward takes ({', '.join(takes)}), and that of an RMSNorm x alone"
+    own = dict(module.named_parameters(recurse=False))
+    if list(own) != ["weight"] or own["weight"].dim() != 1:
+        return f"its parameters are ({', '.join(own)}), and that of an RMSNorm a weight [N]"
+    names = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+    eps = next((x for name in names if isinstance(x := getattr(module, name, None), float)), None)
+    if eps is None:
+        return f"it has no eps by the name of {', '.join(names)}"
+    size = own["weight"].numel()
+    try:
+        offset = _weight_offset(module, size, eps)
+        result = None if offset is None else _result_type(module, size)
+    except Exception as problem:  # whatever it is, it is not a function of rows
+        return f"its forward could not be tried on rows of numbers: {type(problem).__name__}: {problem}"
+    if offset is None:
+        return "its formula is not that of an RMSNorm"
+    if result is None:
+        return "the type of its result is that of neither x, weight nor their product"
+    return RMSNorm, {"size": size, "eps": eps, "weight_offset": offset, "result": result}
+
+
+def _try(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What the class of a norm computes with the module's settings and another weight."""
+    stand_in = type(module).__new__(type(module))
+    stand_in.__dict__.update(module.__dict__, _parameters={"weight": torch.nn.Parameter(weight, requires_grad=False)})
+    with torch.no_grad():
+        y = type(module).forward(stand_in, x)
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+        raise ValueError("the result is not like x")
+    return y
+
+
+def _weight_offset(module: torch.nn.Module, size: int, eps: float) -> float | None:
+    """0 or 1 if that is what the norm adds to its weight; None for another formula. The second row is one of which eps
+    makes much."""
+    line = torch.linspace(-1, 2, 2 * size, device="cpu")
+    x = line.view(2, size) * torch.tensor([[1.0], [eps**0.5]], device="cpu")
+    weight = torch.linspace(0.5, 1.5, size, device="cpu")
+    got = _try(module, x, weight)
+    for offset in (0.0, 1.0):
+        if torch.allclose(
+            got.float(), x * torch.rsqrt(x.square().mean(-1, True) + eps) * (weight + offset), 1e-3, 1e-6
+        ):
+            return offset
+    return None
+
+
+def _result_type(module: torch.nn.Module, size: int) -> str | None:
+    rules = {"x": lambda x, w: x, "promoted": torch.promote_types, "weight": lambda x, w: w}
+    for x in DTYPES:
+        for w in DTYPES:
+            rows = torch.linspace(-1, 2, size, device="cpu").to(x)[None]
+            got = _try(module, rows, torch.ones(size, dtype=w, device="cpu")).dtype
+            rules = {name: rule for name, rule in rules.items() if rule(x, w) == got}
+    return next(iter(rules), None)
+
+
+def _reason_to_leave(module: torch.nn.Module) -> str | None:
+    """Why a module that multiplies or normalises stays as it is; None for a module that does neither."""
+    kind = type(module).__qualname__
+    if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "torch's attention reads its weight and does not call it"
+    if isinstance(module, torch.nn.Linear):
+        own = "its parameters are parametrized" if torch.nn.utils.parametrize.is_parametrized(module) else None
+        if type(module).forward is not torch.nn.Linear.forward:
+            own = own or f"{kind} is a subclass of Linear with a forward of its own"
+        return own or _obstacle(module) or f"{kind} is a subclass of Linear, and may have changed more than can be seen"
+    if isinstance(module, torch.nn.MultiheadAttention):
+        return "its products are inside torch's attention; override_aten() catches those in mm, addmm and bmm"
+    if "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
+        return f"{kind} has no counterpart here"
+    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return None
+    if hasattr(module, "_packed_params"):
+        return f"{kind} has a quantized weight, and its product is PyTorch's"
+    if any(parameter.dim() > 1 for parameter in _parameters(module).values()):
+        return f"{kind} has matrices, and no counterpart here; override_aten() catches its mm, addmm and bmm"
+    return None
+
+
+def _attention(module: torch.nn.Module) -> str | None:
+    """What computes the attention of an attention module whose projections are modules of their own."""
+    kind = type(module).__qualname__
+    if "attention" not in kind.lower() or not any(True for _ in module.children()):
+        return None
+    if any("attention" in type(x).__qualname__.lower() for x in module.modules() if x is not module):
+        return None  # that one computes it
+    by = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return None if by == _ATTENTION else f"{kind} by {repr(by) if by else 'code of its own'}"
+
+
+# ---- convert ---------------------------------------------------------------------------------------------------------
+
+
+def convert(
+    model: torch.nn.Module, *, arithmetic: str = "auto", k_chunk: int | None = None, strict: bool = False
+) -> Conversion:
+    """Makes ``nn.Linear``, ``nn.RMSNorm``, RMSNorms like LlamaRMSNorm or GemmaRMSNorm, and GPT-2's Conv1D pydet's.
+
+    In place: a module stays the same object with the same parameters, hooks, attributes and names, and changes its
+    class, so tied weights stay tied and optimizers keep them. What pydet would compute otherwise than the module does
+    is left alone, with the reason. Convert before ``fully_shard``, ``accelerate``'s hooks and quantization, and after
+    ``peft.get_peft_model`` (or again after it: adapters that are attached later are PyTorch's until then).
+
+    Args:
+        model: any module.
+        arithmetic, k_chunk: of the linear layers.
+        strict: raise, and change nothing, if a matrix, a norm or an attention of the model would not be pydet's.
+
+    Returns:
+        What was swapped and what was left, and why; ``print()`` it.
+
+    Raises:
+        Error: ``model`` is no module, the arithmetic is unknown, or ``strict`` and something would be left.
+    """
+    if not isinstance(model, torch.nn.Module):
+        fail(INVALID_VALUE, f"convert: model is {type(model).__qualname__}, want a torch.nn.Module")
+    unknown(arithmetic, "convert", "arithmetic")
+    report, plans = Conversion(), {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module not in plans:
+            plans[module] = _becomes(module, arithmetic, k_chunk)
+        plan = plans[module]
+        if isinstance(plan, str):
+            report.left[name] = plan
+        elif plan is not None:
+            report.swapped[name] = type(module).__qualname__
+        if what := _attention(module):
+            report.attention[name] = what
+    if strict and (report.left or report.attention):
+        fail(UNSUPPORTED, f"convert: strict, and this would be left:\n{_left_alone(report)}")
+    for module, plan in plans.items():
+        if isinstance(plan, tuple):
+            module.__class__, attributes = plan
+            for name, value in attributes.items():
+                setattr(module, name, value)
+    _watch_for_adapters()
+    return report
+
+
+def _left_alone(report: Conversion) -> str:
+    return "\n".join(f"  {line}" for line in (*_grouped(report.left), *_grouped(report.attention)))
+
+
+def _watch_for_adapters(watching: list[Any] = []) -> None:  # noqa: B006 -- once in a process
+    if not watching:
+        watching.append(torch.nn.modules.module.register_module_module_registration_hook(_warn_of_adapter))
+
+
+def _warn_of_adapter(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """PEFT's layers keep what they adapt as base_layer."""
+    if name == "base_layer" and isinstance(module, Linear | Conv1D):
+        warnings.warn(
+            f"pydet.torch.convert: a {type(parent).__qualname__} was put around a converted layer, and its own "
+            "matrices are PyTorch's: call convert(model) again, after the adapters are attached",
+            stacklevel=2,
+        )
