@@ -13,7 +13,7 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
-from bench import harness
+from bench import harness, plot
 
 OPERATIONS = ("gemm", "skinny_gemm", "rmsnorm", "overhead")
 
@@ -56,7 +56,7 @@ def main():
     state = {"load_average_at_start": load_average}
     harness.write_json(harness.RESULTS / f"{options.name}.json", command, entries, state)
     harness.write_table(harness.RESULTS / f"{options.name}.md", entries)
-    harness.write_plot(harness.RESULTS / f"{options.name}.png", entries)
+    plot.write(harness.RESULTS / f"{options.name}.png", entries)
     print(f"\nLoad average at the start: {load_average[0]}. Written: bench/results/{options.name}.json, .md and .png.")
     wrong = [e for e in entries if e["bits_ok"] is False]
     return f"bench: {len(wrong)} variants changed bits" if wrong else 0

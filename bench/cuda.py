@@ -19,7 +19,7 @@ import torch
 
 import pydet
 import pydet.torch
-from bench import harness
+from bench import harness, plot
 from bench.harness import Row, Variant
 
 L2_BYTES = 50 << 20
@@ -563,7 +563,7 @@ def main():
         harness.write_table(path.with_suffix(".md"), entries)
         with path.with_suffix(".md").open("a") as table:
             table.write("\n" + "".join(f"- {line}\n" for line in lines))
-        harness.write_plot(path.with_suffix(".png"), entries)
+        plot.write(path.with_suffix(".png"), entries)
         wrong += [entry for entry in entries if entry["bits_ok"] is False]
     for entry in wrong:
         print(f"wrong bits: {entry['op']} {entry['shape']} {entry['variant']}")

@@ -282,28 +282,3 @@ def write_json(path, command, entries, state):
 
 def write_table(path, entries):
     path.write_text("\n".join([table_head(), *map(table_line, entries)]) + "\n")
-
-
-def write_plot(path, entries):
-    """A bar for each variant that has a peer: how many times as fast it is."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    bars = [e for e in entries if e["times_peer"]]
-    labels = [f"{e['op']} {e['shape']} {e['dtype']}, {e['threads']} thr.: {e['variant']} / {e['peer']}" for e in bars]
-    ratios = [e["times_peer"] for e in bars]
-    figure, axes = plt.subplots(figsize=(10, 1.5 + 0.24 * len(bars)), layout="constrained")
-    colors = ["#2a7f62" if ratio >= 1 else "#b5533c" for ratio in ratios]
-    axes.barh(range(len(bars)), [ratio - 1 for ratio in ratios], left=1, color=colors)
-    axes.margins(x=0.1, y=0.01)
-    axes.set_yticks(range(len(bars)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.axvline(1, color="black", linewidth=0.8)
-    for i, ratio in enumerate(ratios):
-        axes.annotate(f" {ratio:.2f}", (max(ratio, 1), i), va="center", fontsize=7)
-    axes.set_xlabel("times as fast as the peer")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

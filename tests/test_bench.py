@@ -1,11 +1,12 @@
 """The bench's own checks: it tells a changed bit, two kernels that disagree, and a peer's speed."""
 
+import importlib.util
 import time
 
 import numpy as np
 import pytest
 
-from bench import harness
+from bench import harness, plot
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +86,43 @@ def test_buffers_pass_the_cache():
         assert (harness.buffer_sets(bytes_per_set) - 1) * bytes_per_set >= size
     assert harness.buffer_sets(4 * size) == 2
     assert harness.buffer_sets(16) == 64
+
+
+def entry(shape, ratio, variant="pydet", op="gemm forward"):
+    return {
+        "op": op, "shape": shape, "dtype": "bf16", "threads": 0, "variant": variant, "peer": "cublas",
+        "times_peer": ratio,
+    }  # fmt: skip
+
+
+def png_size(path):
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+def test_what_a_plot_shows_of_a_shape():
+    assert plot.along("gemm forward", "512 x 6144 x 4096") == ("M", 512)
+    assert plot.along("gemm dB", "6144 x 4096 x 512") == ("M (summed)", 512)
+    assert plot.along("rmsnorm_backward", "4096 x 256") == ("N", 256)
+    entries = [entry("2 x 8 x 8", 1.5), entry("1 x 8 x 8", 0.5), entry("1 x 9 x 9", 2.0), entry("1 x 8 x 8", 3.0, "x")]
+    assert plot.ratios_by_m(entries, "pydet") == {1: [0.5, 2.0], 2: [1.5]}
+
+
+def test_plots_can_be_read_however_many_rows(need, tmp_path):
+    need(importlib.util.find_spec("matplotlib"), "bench", "matplotlib is not installed")
+    few = [entry(f"{m} x 64 x 64", 0.5 + m / 64) for m in (1, 2, 4)] + [entry("1 x 64 x 64", None, "cublas")]
+    many = [entry(f"{m} x {n} x 64", 1 + n / m, v) for v in "abc" for m in (1, 2, 4, 300) for n in range(1, 9)]
+    for number, entries in enumerate((few, many)):
+        path = tmp_path / f"{number}.png"
+        plot.write(path, entries)
+        assert max(png_size(path)) <= 2000 and min(png_size(path)) > 100
+    plot.overview(tmp_path / "overview.svg")
+    assert "a plain Triton kernel" in (tmp_path / "overview.svg").read_text()
+
+
+def test_committed_plots_can_be_read():
+    plots = list(plot.RESULTS.glob("*.png"))
+    assert plots and plot.OVERVIEW.is_file()
+    for path in plots:
+        assert max(png_size(path)) <= 2000, path.name
