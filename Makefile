@@ -27,8 +27,9 @@ comma := ,
 WARN := -Wall -Wextra -Werror
 # The contract: no contraction, no fast-math, no -march=native; instruction sets are chosen at run time.
 NUMERIC := -ffp-contract=off -fno-fast-math
-CXXFLAGS := -std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fopenmp $(NUMERIC) $(WARN) -Inative -Inative/include
-LDFLAGS := -shared -fopenmp $(if $(SANITIZE),,-Wl$(comma)-z$(comma)defs) -Wl,--version-script=native/exports.map
+CXXFLAGS := -std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection \
+  -fopenmp $(NUMERIC) $(WARN) -Inative -Inative/include
+LDFLAGS := -shared -Wl$(comma)-z$(comma)now -fopenmp $(if $(SANITIZE),,-Wl$(comma)-z$(comma)defs) -Wl,--version-script=native/exports.map
 # A wheel's libraries: functions in the versions of an older glibc, from a folder of stubs. One word, which nvcc hands on.
 STUBS ?=
 LDFLAGS += $(if $(STUBS),$(subst $(subst ,, ),$(comma),-Wl --push-state --no-as-needed $(wildcard $(STUBS)/lib*.so.?) --pop-state))
@@ -61,7 +62,7 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) 
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore rmsnorm
 # Objects that every library holds; then what makes each library its own.
-SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
+SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(BUILD)/cpu/scratch.o $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
@@ -118,7 +119,7 @@ CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/sm90/plan
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 NVCCFLAGS := -std=c++17 -O3 --fmad=false -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
-  -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -Wall -Wextra -Werror"
+  -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
 $(BUILD)/gpu/nvidia/sm90/%.o: GENCODE := $(call gencode,90a)
 # PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.

@@ -6,7 +6,7 @@
 // A task owns a block of out and walks all of k, so neither blocks nor threads show in a bit. It packs a slab of k of
 // its rows of a into strips (L2), then, panel by panel, some steps of its columns of b (L1), and keeps a tile of strip
 // by panel in registers (gemm_ieee_chains.h). A chain that a slab, panel or chunk interrupts waits as the fp32 it is,
-// in out itself where out is fp32, else on the stack. Few columns are the few rows of the transposed problem.
+// in out itself where out is fp32, else in scratch memory. Few columns are the few rows of the transposed problem.
 
 #include "cpu/gemm_ieee_chains.h"
 #include "cpu/parallel.h"
@@ -16,11 +16,14 @@ namespace {
 
 // ---- Blocks ------------------------------------------------------------------------------------------------------
 
-// Floats on the stack of a thread: 464 KiB.
+// Floats of a thread's scratch memory, in this order.
 constexpr int64_t kStripFloats = 64 * 1024;  // a, half of a 1 MiB L2
 constexpr int64_t kPanelFloats = 8 * 1024;   // b, most of an L1
 constexpr int64_t kSumFloats = 44 * 1024;    // chains that cannot wait in out
 constexpr int64_t kBlockRows = 256, kBlockColumns = 1024;
+constexpr int64_t kSurplus = 16;             // that packing a strip may write past its end
+constexpr int64_t kRun = 64, kLaneFloats = kRun + kWidth, kTurnFloats = kWidth * kLaneFloats;  // where lanes are turned
+static_assert(kStripFloats + kSurplus + kPanelFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "it holds them");
 
 template <class S> constexpr int64_t kDepth = least(kPanelFloats / S::kColumns, kStripFloats / kBlockRows);
 
@@ -31,21 +34,21 @@ struct Plan {
   int64_t slab, depth;            // steps of k that a task packs of a, and of b, at a time
   bool in_place;                  // chains wait in out
   bool unpacked;                  // b is read where it is
+  int64_t panel_at, sums_at, turn_at;  // in scratch memory, where the strips come first
 };
 
 // kWidth lanes, each lane's steps of k adjacent, to[k * ld + lane], lanes past the last +0. First a few lines of each
 // lane in turn go to a buffer: lanes a power of two apart, walked side by side, would evict each other from the L1.
 template <class T>
 void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_t lanes, int64_t depth, float *to,
-                     int64_t ld) {
+                     int64_t ld, float *buffer) {
   using Stored = typename T::Stored;
-  constexpr int64_t kRun = 64, kStride = kRun + kWidth;
-  alignas(64) float buffer[kWidth * kStride];
+  const int64_t lane_floats = depth <= kWidth ? kWidth : kLaneFloats;
   for (int64_t begin = 0; begin < depth; begin += kRun) {
     const int64_t run = least(depth - begin, kRun);
     for (int64_t i = 0; i < kWidth; ++i) {
       const Stored *lane = from + i * lane_stride + begin;
-      float *to_lane = buffer + i * kStride;
+      float *to_lane = buffer + i * lane_floats;
       if (i < lanes && run == kRun) {
 #pragma GCC unroll 8
         for (int64_t k = 0; k < kRun; k += kWidth) store(to_lane + k, T::load(lane + k));
@@ -58,7 +61,7 @@ void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_
 #pragma GCC unroll 16
       for (int i = 0; i < kWidth; ++i) {
         prefetch(from + i * lane_stride + begin + k);
-        t[i] = load(buffer + i * kStride + k);
+        t[i] = load(buffer + i * lane_floats + k);
       }
       transpose(t);
       float *tile = to + (begin + k) * ld;
@@ -76,7 +79,7 @@ void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_
 // kWidth, or less than that: then each step writes up to kWidth floats, the surplus overwritten by the next step's.
 template <class T>
 void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride, int64_t lanes, int64_t depth,
-          float *to, int64_t ld) {
+          float *to, int64_t ld, float *buffer) {
   if (k_stride != 1) {
     for (int64_t k = 0; k < depth; ++k) {
       for (int64_t v = 0; v < ld; v += kWidth) {
@@ -85,10 +88,10 @@ void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride,
       }
     }
   } else if (ld == 1) {  // one lane is a row of lanes
-    pack<T>(from, 1, 0, depth, 1, to, depth);
+    pack<T>(from, 1, 0, depth, 1, to, depth, buffer);
   } else {
     for (int64_t v = 0; v < ld; v += kWidth) {
-      pack_transposed<T>(from + v * lane_stride, lane_stride, lanes - v, depth, to + v, ld);
+      pack_transposed<T>(from + v * lane_stride, lane_stride, lanes - v, depth, to + v, ld, buffer);
     }
   }
 }
@@ -180,18 +183,18 @@ void advance(void (*chain)(const Steps &), Steps steps, int64_t a_step, int64_t 
 // out = round(a b + bias) for one task; a, b, bias and out are its own rows and columns.
 template <class S, class T>
 __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const Matrix &a, const Matrix &b,
-                                     const Matrix &bias, const Matrix &out) {
+                                     const Matrix &bias, const Matrix &out, float *scratch) {
   using Stored = typename T::Stored;
-  alignas(64) float strips[kStripFloats + kWidth];
-  alignas(64) float panel[kPanelFloats];
-  alignas(64) float sums[kSumFloats];
+  float *strips = scratch, *panel = scratch + plan.panel_at, *sums = scratch + plan.sums_at;
+  float *turn = scratch + plan.turn_at;
   const int64_t k = gemm.k;
   int64_t k_slab = 0;
   do {
     const int64_t slab = least(plan.slab, k - k_slab);
     for (int64_t row = 0; row < out.rows; row += S::kRows) {
       const int64_t rows = least(S::kRows, out.rows - row);
-      pack<T>((const Stored *)at(a, row, k_slab), a.row_stride, a.col_stride, rows, slab, strips + row * slab, rows);
+      const Stored *a_at = (const Stored *)at(a, row, k_slab);
+      pack<T>(a_at, a.row_stride, a.col_stride, rows, slab, strips + row * slab, rows, turn);
     }
     for (int64_t column = 0; column < out.cols; column += S::kColumns) {
       const int64_t columns = least(S::kColumns, out.cols - column);
@@ -211,7 +214,7 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
         const Stored *b_at = (const Stored *)at(b, k_panel, column);
         const bool unpacked = plan.unpacked && (S::kWay == Way::transposed || columns == padded);
         if (!unpacked) {
-          pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, padded);
+          pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, padded, turn);
         } else if (S::kWay == Way::tiles) {
           for (int64_t i = 0; i < depth; ++i) {
             for (int64_t v = 0; v < S::kColumns; v += kWidth) prefetch(b_at + i * b.row_stride + v);
@@ -257,9 +260,9 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   plan.depth = S::kWay == Way::transposed ? kStripFloats / S::kRows : streams ? kStreamDepth : kDepth<S>;
   const bool chunks_fit = gemm.k_chunk <= plan.depth;
   if (gemm.k_chunk && chunks_fit) plan.depth -= plan.depth % gemm.k_chunk;
-  const int64_t sums = (plan.in_place ? 0 : 1) + (chunks_fit ? 0 : 1);  // that a column needs on the stack
+  const int64_t sums = (plan.in_place ? 0 : 1) + (chunks_fit ? 0 : 1);  // that a column needs
 
-  // Blocks as large as the caches and the stack allow, but some for every thread.
+  // Blocks as large as the caches and scratch memory allow, but some for every thread.
   const int64_t step = S::kWay == Way::tiles ? S::kColumns : 4 * kWidth, most_tasks = ceil_div(gemm.n, step);
   const int64_t short_of_threads = ceil_div(threads, most_tasks * gemm.batch.count);
   plan.row_tasks = most(ceil_div(gemm.m, sums ? 168 : kBlockRows), least(short_of_threads, ceil_div(gemm.m, S::kRows)));
@@ -273,14 +276,33 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   plan.column_tasks = ceil_div(gemm.n, plan.columns);
 
   plan.slab = streams ? plan.depth : kStripFloats / plan.rows / plan.depth * plan.depth;
+  plan.panel_at = kStripFloats + kSurplus;
+  plan.sums_at = plan.panel_at + kPanelFloats;
+  plan.turn_at = plan.sums_at + kSumFloats;
   return plan;
 }
 
-template <class S> void compute(const Gemm &gemm, int64_t threads) {
-  const Plan plan = cut<S>(gemm, threads);
+// One tile a task and few steps of k at a time, for the smallest scratch memory: slow, with the same bits.
+Plan cut_small(const Gemm &gemm) {
+  using S = Tiles;
+  constexpr int64_t kSteps = kChunkMultiple, kStrip = S::kRows * kSteps + kSurplus, kPanel = S::kColumns * kSteps;
+  constexpr int64_t kSums = 2 * S::kRows * S::kColumns, kTurn = kWidth * (kSteps <= kWidth ? kWidth : kLaneFloats);
+  static_assert(kStrip + kPanel + kSums + kTurn <= Scratch::kSmall / 4, "it holds them");
+  Plan plan = {};
+  plan.rows = S::kRows, plan.columns = S::kColumns;
+  plan.row_tasks = ceil_div(gemm.m, plan.rows), plan.column_tasks = ceil_div(gemm.n, plan.columns);
+  plan.slab = plan.depth = kSteps;
+  plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
+  plan.panel_at = kStrip;
+  plan.sums_at = plan.panel_at + kPanel;
+  plan.turn_at = plan.sums_at + kSums;
+  return plan;
+}
+
+template <class S> void compute(const Gemm &gemm, const Plan &plan, int64_t threads, Scratch &scratch) {
   const Batch &batch = gemm.batch;
   const int64_t tasks_each = plan.row_tasks * plan.column_tasks;
-  parallel(tasks_each * batch.count, threads > 1 ? INT64_MAX : 0, [&](int64_t task) {
+  parallel(tasks_each * batch.count, threads > 1 ? INT64_MAX : 0, scratch, [&](int64_t task, Scratch &own) {
     int64_t a = 0, b = 0, bias = 0, out = 0, index = task / tasks_each;
     for (int d = batch.dims - 1; d >= 0; --d) {
       int64_t i = index % batch.shape[d];
@@ -299,7 +321,7 @@ template <class S> void compute(const Gemm &gemm, int64_t threads) {
     const Matrix bias_block = of_task(gemm.bias, bias, row, rows, column, columns);
     const Matrix out_block = of_task(gemm.out, out, row, rows, column, columns);
     dispatch(gemm.a.type, [&](auto number) {
-      block<S, decltype(number)>(gemm, plan, a_block, b_block, bias_block, out_block);
+      block<S, decltype(number)>(gemm, plan, a_block, b_block, bias_block, out_block, (float *)own.data);
     });
   });
 }
@@ -328,13 +350,17 @@ template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
   const double work = (m * n * k + 8 * (m + n) * k) * double(gemm.batch.count);  // an element read costs as 8 fmaf
   const int64_t threads = work < kWorthThreads ? 1 : omp_get_max_threads();
   const bool row_major_b = gemm.b.col_stride == 1;
-  if (row_major_b && gemm.m <= Across::kRows && gemm.n > Tiles::kColumns) {
-    compute<Across>(gemm, threads);
-  } else if (!row_major_b && gemm.m <= Transposed::kRows) {
-    compute<Transposed>(gemm, threads);
-  } else {
-    compute<Tiles>(gemm, threads);
-  }
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    if (!scratch.large()) {
+      compute<Tiles>(gemm, cut_small(gemm), threads, scratch);
+    } else if (row_major_b && gemm.m <= Across::kRows && gemm.n > Tiles::kColumns) {
+      compute<Across>(gemm, cut<Across>(gemm, threads), threads, scratch);
+    } else if (!row_major_b && gemm.m <= Transposed::kRows) {
+      compute<Transposed>(gemm, cut<Transposed>(gemm, threads), threads, scratch);
+    } else {
+      compute<Tiles>(gemm, cut<Tiles>(gemm, threads), threads, scratch);
+    }
+  });
   return PYDET_OK;
 }
 

@@ -16,8 +16,10 @@
 //     p_i = flush(flush(a_i) flush(b_i)),  D = flush(flush(c) + flush(flush(p_0 + p_1) + flush(p_2 + p_3)))
 //
 // Tile: kHeight rows by two vectors of columns, accumulators in registers over kDepth of k; the operands of a block are
-// packed on the stack, as fp32 and as 16-bit exponents. Where exponents allow it, a product is exact in fp32 and its
+// packed into scratch memory, as fp32 and as 16-bit exponents. Where exponents allow it, a product is exact in fp32 and its
 // truncation is the conversion to int32; the lanes where they do not are done again, by the exact step in fp64.
+#include <new>
+
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 
@@ -75,16 +77,40 @@ inline F32s to_float_toward_zero(I32s x) {
 
 // ---- Packed operands ----------------------------------------------------------------------------------------------
 
-constexpr int kRows = 128, kCols = 128, kDepth = 128;  // of one block; 390 KiB of stack
+constexpr int kRows = 128, kCols = 128, kDepth = 128;  // of one block, at most
 constexpr int kNone = -4000, kSpecial = 12000;         // for exponents of zeros, and of NaN and Inf
 constexpr int kLowest = -1000, kHighest = 1000;        // a sum of two exponents beyond these has one of those
 
+// A block's operands and chains, of at most `rows` x `cols`, `depth` of k at a time. They lie in scratch memory.
 struct Panels {
-  alignas(64) float a[kRows][kDepth];
-  alignas(64) int32_t a_exponent[kRows][kDepth];  // the 16 bits twice, to be broadcast
-  alignas(64) float b[kCols / kTile][kDepth][kTile];
-  alignas(64) int16_t b_exponent[kCols / kTile][kDepth][kTile];
+  int rows, cols, depth;
+  float (*a)[kDepth];
+  int32_t (*a_exponent)[kDepth];  // the 16 bits twice, to be broadcast
+  float (*b)[kTile];              // of strip s and k: [s * kDepth + k]
+  int16_t (*b_exponent)[kTile];
+  uint16_t *words;                // of a or b, on the way there
+  float (*chain)[kCols], (*total)[kCols];
 };
+
+template <int rows, int cols, int depth> struct alignas(64) PanelMemory {
+  static constexpr int kStrips = cols / kTile, kWords = rows * kDepth > depth * cols ? rows * kDepth : depth * cols;
+  static_assert(kStrips == 1 || depth == kDepth, "strips are kDepth apart");
+  float a[rows][kDepth];
+  int32_t a_exponent[rows][kDepth];
+  float b[kStrips * depth][kTile];
+  int16_t b_exponent[kStrips * depth][kTile];
+  uint16_t words[kWords];
+  float chain[rows][kCols], total[rows][kCols];
+
+  Panels panels() { return {rows, cols, depth, a, a_exponent, b, b_exponent, words, chain, total}; }
+};
+using LargeMemory = PanelMemory<kRows, kCols, kDepth>;
+using SmallMemory = PanelMemory<kGroup, kTile, 16>;
+static_assert(sizeof(LargeMemory) <= Scratch::kLarge && sizeof(SmallMemory) <= Scratch::kSmall, "scratch memory holds them");
+
+inline Panels panels_in(Scratch &scratch, bool large) {
+  return large ? (new (scratch.data) LargeMemory)->panels() : (new (scratch.data) SmallMemory)->panels();
+}
 
 // ---- The steps, exactly -------------------------------------------------------------------------------------------
 
@@ -223,7 +249,7 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
   for (int r = 0; r < kHeight; ++r) products[r] = I16s{} + int16_t(2 * kNone);
 #pragma GCC unroll 16
   for (int k = k0; k < k0 + Model::kStep; ++k) {
-    I16s b = load_vector<I16s>(panels.b_exponent[strip][k]);
+    I16s b = load_vector<I16s>(panels.b_exponent[strip * kDepth + k]);
     for (int r = 0; r < kHeight; ++r)
       products[r] = larger(products[r], (I16s)(b + (I16s)(I32s{} + panels.a_exponent[row + r][k])));
   }
@@ -242,7 +268,7 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
 #pragma GCC unroll 16
   for (int k = k0; k < k0 + Model::kStep; ++k)
     for (int v = 0; v < 2; ++v) {
-      F32s b = load_vector<F32s>(panels.b[strip][k] + v * kLanes);
+      F32s b = load_vector<F32s>(panels.b[strip * kDepth + k] + v * kLanes);
       for (int r = 0; r < kHeight; ++r) sum[r][v] += (U32s)truncate((panels.a[row + r][k] * b) * scale[r][v]);
     }
 
@@ -255,8 +281,8 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
     for (int r = 0; r < kHeight; ++r)
       for (int v = 0; v < 2; ++v) {
         F32s repaired = d[r][v];  // a copy, so that d stays in registers
-        repair<Model>({panels.a[row + r] + k0, panels.a_exponent[row + r] + k0, panels.b[strip][k0],
-                       panels.b_exponent[strip][k0]}, products[r], v, odd[r][v], c[r][v], repaired);
+        repair<Model>({panels.a[row + r] + k0, panels.a_exponent[row + r] + k0, panels.b[strip * kDepth + k0],
+                       panels.b_exponent[strip * kDepth + k0]}, products[r], v, odd[r][v], c[r][v], repaired);
         d[r][v] = repaired;
       }
   for (int r = 0; r < kHeight; ++r)
@@ -270,7 +296,7 @@ template <int kHeight> inline void step_cdna2(const Panels &panels, int row, int
     for (int r = 0; r < kHeight; ++r) {
       F32s p[4];
       for (int k = 0; k < 4; ++k)  // a and b were flushed when packed
-        p[k] = flush(panels.a[row + r][k0 + k] * load_vector<F32s>(panels.b[strip][k0 + k] + v * kLanes));
+        p[k] = flush(panels.a[row + r][k0 + k] * load_vector<F32s>(panels.b[strip * kDepth + k0 + k] + v * kLanes));
       c[r][v] = flush(flush(c[r][v]) + flush(flush(p[0] + p[1]) + flush(p[2] + p[3])));
     }
 }
@@ -327,9 +353,9 @@ struct Block {
   int rows, cols;
 };
 
-template <class T, class Model> void pack(const Gemm &g, const Block &block, int64_t k, int depth, Panels &panels) {
+template <class T, class Model> void pack(const Gemm &g, const Block &block, int64_t k, int depth, const Panels &panels) {
   int padded = (depth + 15) / 16 * 16;  // of which walk takes the steps that it needs
-  alignas(64) uint16_t words[kDepth * (kRows > kCols ? kRows : kCols)];
+  uint16_t *words = panels.words;
   alignas(64) int16_t exponents[kDepth];
   const uint16_t *a = (const uint16_t *)g.a.data + block.a + block.m * g.a.row_stride + k * g.a.col_stride;
   gather<kDepth>(a, g.a.row_stride, g.a.col_stride, block.rows, depth, block.rows, words);
@@ -340,7 +366,8 @@ template <class T, class Model> void pack(const Gemm &g, const Block &block, int
   const uint16_t *b = (const uint16_t *)g.b.data + block.b + k * g.b.row_stride + block.n * g.b.col_stride;
   gather<kTile>(b, g.b.row_stride, g.b.col_stride, depth, block.cols, padded, words);
   for (int strip = 0; strip * kTile < block.cols; ++strip)
-    unpack<T, Model>(words + strip * padded * kTile, padded * kTile, panels.b[strip][0], panels.b_exponent[strip][0]);
+    unpack<T, Model>(words + strip * padded * kTile, padded * kTile, panels.b[strip * kDepth],
+                     panels.b_exponent[strip * kDepth]);
 }
 
 // out = round(sum + bias) for one row of the block.
@@ -361,10 +388,9 @@ inline void finish_row(const Gemm &g, const Block &block, int row, float *sum) {
   });
 }
 
-template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, const Block &block) {
-  Panels panels;
-  alignas(64) float chain[kRows][kCols], total[kRows][kCols];
-  auto &start = g.k_chunk ? total : chain;  // what accumulate continues
+template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, const Block &block, const Panels &panels) {
+  auto *chain = panels.chain, *total = panels.total;
+  auto *start = g.k_chunk ? total : chain;  // what accumulate continues
   for (int r = 0; r < block.rows; ++r) {
     memset(start[r], 0, sizeof start[r]);
     if (g.accumulate) {
@@ -377,8 +403,8 @@ template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, c
   for (int64_t chunk_start = 0; chunk_start < g.k; chunk_start += chunk) {
     int64_t chunk_end = g.k - chunk_start < chunk ? g.k : chunk_start + chunk;
     if (g.k_chunk) memset(chain, 0, sizeof(chain[0]) * block.rows);
-    for (int64_t k = chunk_start; k < chunk_end; k += kDepth) {
-      int depth = chunk_end - k < kDepth ? int(chunk_end - k) : kDepth;
+    for (int64_t k = chunk_start; k < chunk_end; k += panels.depth) {
+      int depth = chunk_end - k < panels.depth ? int(chunk_end - k) : panels.depth;
       if (g.a.type == Type::bf16) pack<Number<Type::bf16>, Model>(g, block, k, depth, panels);
       else pack<Number<Type::f16>, Model>(g, block, k, depth, panels);
       for (int first = 0; first < block.cols; first += kTile) {
@@ -395,17 +421,19 @@ template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, c
   for (int r = 0; r < block.rows; ++r) finish_row(g, block, r, start[r]);
 }
 
-// Blocks are kRows x kCols, with fewer rows where that leaves too few of them to share.
-template <class Model> pydet_status run(const Gemm &g) {
-  int64_t col_blocks = (g.n + kCols - 1) / kCols, rows = kRows;
+// Blocks are as large as scratch memory allows, with fewer rows where that leaves too few of them to share.
+template <class Model> void compute(const Gemm &g, Scratch &scratch) {
+  const bool large = scratch.large();
+  const Panels most = panels_in(scratch, large);
+  int64_t col_blocks = (g.n + most.cols - 1) / most.cols, rows = most.rows;
   while (rows > 32 && g.batch.count * col_blocks * ((g.m + rows - 1) / rows) < 32) rows /= 2;
   int64_t row_blocks = (g.m + rows - 1) / rows;
-  auto task = [&](int64_t i) {
+  auto task = [&](int64_t i, Scratch &own) {
     Block block{};
-    block.n = i % col_blocks * kCols;
+    block.n = i % col_blocks * most.cols;
     block.m = i / col_blocks % row_blocks * rows;
     block.rows = int(g.m - block.m < rows ? g.m - block.m : rows);
-    block.cols = int(g.n - block.n < kCols ? g.n - block.n : kCols);
+    block.cols = int(g.n - block.n < most.cols ? g.n - block.n : most.cols);
     const Batch &batch = g.batch;
     int64_t index = i / col_blocks / row_blocks;
     for (int d = batch.dims - 1; d >= 0; --d) {
@@ -414,10 +442,14 @@ template <class Model> pydet_status run(const Gemm &g) {
       block.a += at * batch.a[d], block.b += at * batch.b[d];
       block.bias += at * batch.bias[d], block.out += at * batch.out[d];
     }
-    run_block<Model>(g, block);
+    run_block<Model>(g, block, panels_in(own, large));
   };
   double work = double(g.batch.count) * double(g.m) * double(g.n) * double(g.k + 1);
-  parallel(g.batch.count * row_blocks * col_blocks, work < 1e15 ? int64_t(work) : int64_t(1e15), task);
+  parallel(g.batch.count * row_blocks * col_blocks, work < 1e15 ? int64_t(work) : int64_t(1e15), scratch, task);
+}
+
+template <class Model> pydet_status run(const Gemm &g) {
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) { compute<Model>(g, scratch); });
   return PYDET_OK;
 }
 

@@ -2,8 +2,11 @@
 // threads never shows in bits.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <omp.h>
+
+#include "cpu/scratch.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -39,20 +42,39 @@ class FloatEnvironment {
 #endif
 };
 
-// Calls task(i) once for each i < count, on OpenMP's threads, or on this one where `work` (in operations or bytes, a
-// rough count) would not pay for waking them.
-template <class Task> void parallel(int64_t count, int64_t work, const Task &task) {
+template <class F> __attribute__((noinline)) void with_small_scratch(const F &f) {
+  alignas(64) char memory[Scratch::kSmall];
+  Scratch scratch(memory);
+  f(scratch);
+}
+
+// Calls f with this thread's scratch memory. f is compiled once if it is noinline.
+template <class F> void with_scratch(const F &f) {
+  Scratch scratch;
+  if (scratch.large()) f(scratch);
+  else with_small_scratch(f);
+}
+
+// Calls task(i, scratch) once for each i < count, on OpenMP's threads, or on this one where `work` (in operations or
+// bytes, a rough count) would not pay for waking them. Where the caller's scratch memory is large, every thread's is.
+template <class Task> void parallel(int64_t count, int64_t work, Scratch &callers, const Task &task) {
   constexpr int64_t kWorthThreads = 1 << 17;
   if (count <= 1 || work < kWorthThreads || omp_get_max_threads() == 1) {
     FloatEnvironment environment;
-    for (int64_t i = 0; i < count; ++i) task(i);
+    for (int64_t i = 0; i < count; ++i) task(i, callers);
     return;
   }
-#pragma omp parallel
-  {
+  std::atomic<int64_t> next{0};
+  auto claim_all = [&](Scratch &scratch) {
     FloatEnvironment environment;
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < count; ++i) task(i);
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i, scratch);
+  };
+#pragma omp parallel
+  if (omp_get_thread_num() == 0) {
+    claim_all(callers);
+  } else {
+    Scratch scratch;
+    if (scratch.large() || !callers.large()) claim_all(scratch);
   }
 }
 

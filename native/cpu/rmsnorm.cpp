@@ -15,6 +15,8 @@
 // from the cache, and asks for the next row meanwhile, since the processor foresees no jump back (10 to 30 % of the time
 // of 4096 rows of 4096). The chains of dweight lie in the workspace until threads over columns join them.
 
+#include <new>
+
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 
@@ -98,15 +100,20 @@ struct alignas(64) RowSum {
   }
 
   float joined(int64_t n) const {
+    constexpr int kAtOnce = 32;  // groups whose lanes are joined side by side
     const int used = groups(n);
     int width = 1;  // groups to join: a power of two
     while (width < used) width *= 2;
-    alignas(64) float by4[4 * kRowLaneGroups], by2[2 * kRowLaneGroups], sum[kRowLaneGroups];
-    for (int g = 0; g < used; ++g)
-      for (int e = 0; e < 4; ++e) by4[4 * g + e] = lane[8 * g + e] + lane[8 * g + 4 + e];
-    for (int g = 0; g < used; ++g)
-      for (int e = 0; e < 2; ++e) by2[2 * g + e] = by4[4 * g + e] + by4[4 * g + 2 + e];
-    for (int g = 0; g < used; ++g) sum[g] = by2[2 * g] + by2[2 * g + 1];
+    alignas(64) float by4[4 * kAtOnce], by2[2 * kAtOnce], sum[kRowLaneGroups];
+    for (int first = 0; first < used; first += kAtOnce) {
+      const float *from = lane + kRowLaneElements * first;
+      const int count = used - first < kAtOnce ? used - first : kAtOnce;
+      for (int g = 0; g < count; ++g)
+        for (int e = 0; e < 4; ++e) by4[4 * g + e] = from[8 * g + e] + from[8 * g + 4 + e];
+      for (int g = 0; g < count; ++g)
+        for (int e = 0; e < 2; ++e) by2[2 * g + e] = by4[4 * g + e] + by4[4 * g + 2 + e];
+      for (int g = 0; g < count; ++g) sum[first + g] = by2[2 * g] + by2[2 * g + 1];
+    }
     for (int g = used; g < width; ++g) sum[g] = 0.0f;
     if (width < kRowLaneGroups) {
       for (int g = 0; g < used; ++g) sum[g] = sum[g] + 0.0f;  // the partners 128 ... width apart: -0 becomes +0
@@ -116,6 +123,7 @@ struct alignas(64) RowSum {
     return sum[0];
   }
 };
+static_assert(sizeof(RowSum) <= Scratch::kSmall, "the least scratch memory holds the lanes of a row");
 static_assert(kRowLaneElements == 8 && (kRowLanes & (kRowLanes - 1)) == 0, "joined() and add() are written for these lanes");
 
 // ---- Forward -----------------------------------------------------------------------------------------------------
@@ -187,11 +195,16 @@ void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, f
 // dweight of some columns, of which the chains are in the workspace: chains x n.
 constexpr int64_t kJoinColumns = 512;
 
-template <class T> void join_columns(const RmsNormBackward &problem, int64_t chains, int64_t first) {
+struct alignas(64) Joined {
+  float total[kJoinColumns], block[kJoinColumns], group[kJoinColumns];
+};
+static_assert(sizeof(Joined) <= Scratch::kSmall, "the least scratch memory holds the sums of some columns");
+
+template <class T> void join_columns(const RmsNormBackward &problem, int64_t chains, int64_t first, Joined &sums) {
   constexpr int64_t kGroupChains = kDweightGroupRows / kDweightChainRows, kBlockChains = kDweightBlockRows / kDweightChainRows;
   const int64_t n = problem.n, columns = n - first < kJoinColumns ? n - first : kJoinColumns;
   auto *dweight = (typename T::Stored *)problem.dweight.data + first;
-  alignas(64) float total[kJoinColumns] = {}, block[kJoinColumns] = {}, group[kJoinColumns] = {};
+  float *total = sums.total, *block = sums.block, *group = sums.group;
   auto add_and_clear = [columns](float *sum, float *part) {
     along(columns, [&](int64_t j, auto v) {
       set<Partial>(sum + j, get<Partial>(sum + j, v) + get<Partial>(part + j, v));
@@ -218,12 +231,14 @@ template <class T> void join_columns(const RmsNormBackward &problem, int64_t cha
 
 template <> pydet_status rmsnorm<Isa>(const RmsNorm &problem) {
   const int64_t rows = problem.rows, at_once = 1 + 8192 / problem.n;
-  dispatch(problem.x.type, [&](auto number) {
-    with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-      parallel((rows + at_once - 1) / at_once, rows * problem.n, [&](int64_t i) {
-        RowSum lanes;
-        for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
-          normalize_row<decltype(number)>(problem, weights, r, lanes);
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    dispatch(problem.x.type, [&](auto number) {
+      with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
+        parallel((rows + at_once - 1) / at_once, rows * problem.n, scratch, [&](int64_t i, Scratch &own) {
+          RowSum &lanes = *new (own.data) RowSum;
+          for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
+            normalize_row<decltype(number)>(problem, weights, r, lanes);
+        });
       });
     });
   });
@@ -234,24 +249,25 @@ template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
   const int64_t rows = problem.rows, n = problem.n;
   const bool dweight = problem.dweight.data;
   const int64_t at_once = dweight ? kDweightChainRows : 1 + 8192 / n, blocks = (rows + at_once - 1) / at_once;
-  dispatch(problem.x.type, [&](auto number) {
-    with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-      parallel(blocks, rows * n * 2, [&](int64_t i) {
-        RowSum lanes;
-        float *chain = dweight ? (float *)problem.workspace + i * n : nullptr;
-        if (chain) memset(chain, 0, size_t(n) * sizeof(float));
-        for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
-          backward_row<decltype(number)>(problem, weights, r, chain, lanes);
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    dispatch(problem.x.type, [&](auto number) {
+      with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
+        parallel(blocks, rows * n * 2, scratch, [&](int64_t i, Scratch &own) {
+          RowSum &lanes = *new (own.data) RowSum;
+          float *chain = dweight ? (float *)problem.workspace + i * n : nullptr;
+          if (chain) memset(chain, 0, size_t(n) * sizeof(float));
+          for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
+            backward_row<decltype(number)>(problem, weights, r, chain, lanes);
+        });
+      });
+    });
+    if (!dweight) return;
+    dispatch(problem.dweight.type, [&](auto number) {
+      parallel((n + kJoinColumns - 1) / kJoinColumns, blocks * n, scratch, [&](int64_t i, Scratch &own) {
+        join_columns<decltype(number)>(problem, blocks, i * kJoinColumns, *new (own.data) Joined());
       });
     });
   });
-  if (dweight) {
-    dispatch(problem.dweight.type, [&](auto number) {
-      parallel((n + kJoinColumns - 1) / kJoinColumns, blocks * n, [&](int64_t i) {
-        join_columns<decltype(number)>(problem, blocks, i * kJoinColumns);
-      });
-    });
-  }
   return PYDET_OK;
 }
 

@@ -7,9 +7,11 @@
  * PYDET_NUMERICS). NUMERICS.md writes every sum as a formula.
  *
  * The library. Three builds share this header and these symbols: libpydet_cpu.so, libpydet_cuda.so and
- * libpydet_hip.so; each holds the CPU kernels too, and picks the backend by the tensors' device. It allocates
- * nothing, keeps no state but two thread-local texts (pydet_last_error, pydet_last_kernel), never synchronises,
- * prints or exits, works under CUDA-graph capture, and may be called from any thread.
+ * libpydet_hip.so; each holds the CPU kernels too, and picks the backend by the tensors' device. It keeps no state
+ * that a result depends on, never synchronises, prints or exits, works under CUDA-graph capture, and may be called
+ * from any thread. It allocates nothing for a call; the CPU kernels pack operands into memory of the library's own,
+ * 512 KiB for each thread that is computing, mapped when it is first needed and kept. Where no more can be mapped
+ * they are slower, with the same bits. A call on the CPU needs at most 16 KiB of its thread's stack.
  *
  * The call. Every operation takes a stream, its tensors and its options, checks everything before it launches
  * anything, and returns a status. On any status but PYDET_OK nothing was enqueued and no output was touched, and

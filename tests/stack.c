@@ -1,0 +1,128 @@
+/* Every CPU kernel, forced by name, on a stack of STACK bytes between two guard pages, and what lies beyond them watched.
+ *
+ *   stack STACK [without-memory]
+ *
+ * without-memory: no page can be mapped any more once the calls begin. Prints the most stack that a call used, and exits with 1 if a call failed or wrote past a guard. */
+#define _GNU_SOURCE
+#include <pydet.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <ucontext.h>
+
+enum { kNeighbour = 1 << 20, kGuard = 4096, kMost = 1 << 22 };
+static const unsigned char kWatched = 0x5A, kUnused = 0xA5;
+
+static char *a, *b, *c, *bias, *workspace; /* kMost bytes of zeros each: zeros in every type */
+static ucontext_t caller, callee;
+static struct {
+  const char *operation, *kernel;
+  pydet_dtype dtype;
+  int64_t m, n, k, k_chunk;
+  int transposed;
+  pydet_status status;
+} call;
+
+static pydet_tensor tensor(void *data, int32_t ndim, int64_t *shape, int64_t *strides, pydet_dtype dtype) {
+  pydet_tensor made = {data, {PYDET_CPU, 0}, ndim, dtype, shape, strides, 0};
+  return made;
+}
+
+static void run(void) {
+  pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
+  int64_t of_a[] = {call.m, call.k}, of_b[] = {call.k, call.n}, of_c[] = {call.m, call.n}, of_row[] = {call.n};
+  int64_t of_rows[] = {call.m}, columns[] = {1, call.k};
+  if (!strcmp(call.operation, "gemm")) {
+    pydet_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0};
+    pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 2, of_b, call.transposed ? columns : NULL, call.dtype);
+    pydet_tensor z = tensor(bias, 1, of_row, NULL, fp32), out = tensor(c, 2, of_c, NULL, call.dtype);
+    int32_t i;
+    for (i = 0; pydet_kernel_name(i); ++i) {
+      pydet_kernel_info info = {sizeof info, 0, 0, 0, NULL, NULL, NULL, NULL};
+      pydet_query_kernel(i, &info);
+      if (!strcmp(info.name, call.kernel)) options.arithmetic = info.arithmetic;
+    }
+    options.kernel = call.kernel, options.k_chunk = call.k_chunk;
+    call.status = pydet_gemm(NULL, &x, &y, &z, &out, &options);
+  } else {
+    pydet_tensor x = tensor(a, 2, of_c, NULL, call.dtype), y = tensor(c, 2, of_c, NULL, call.dtype);
+    pydet_tensor weight = tensor(bias, 1, of_row, NULL, fp32);
+    if (!strcmp(call.operation, "rmsnorm")) {
+      pydet_rmsnorm_options options = {sizeof options, 1e-6f, 0, 0, NULL};
+      options.kernel = call.kernel;
+      call.status = pydet_rmsnorm(NULL, &x, NULL, &weight, &y, NULL, NULL, &options);
+    } else {
+      pydet_rmsnorm_backward_options options = {sizeof options, 0, 0, 0, NULL, NULL, 0};
+      pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype), rstd = tensor(b, 1, of_rows, NULL, fp32);
+      pydet_tensor dweight = tensor(workspace, 1, of_row, NULL, fp32);
+      options.kernel = call.kernel;
+      options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
+      call.status = pydet_rmsnorm_backward(NULL, &dy, &x, &weight, &rstd, NULL, &y, &dweight, &options);
+    }
+  }
+}
+
+static int intact(const char *neighbour) {
+  return (unsigned char)*neighbour == kWatched && !memcmp(neighbour, neighbour + 1, kNeighbour - 1);
+}
+
+static void run_on(char *bottom, size_t size) {
+  getcontext(&callee);
+  callee.uc_stack.ss_sp = bottom, callee.uc_stack.ss_size = size, callee.uc_link = &caller;
+  makecontext(&callee, run, 0);
+  swapcontext(&caller, &callee);
+}
+
+int main(int count, char **arguments) {
+  const size_t stack = count > 1 ? strtoul(arguments[1], NULL, 10) : 0;
+  const pydet_dtype dtypes[] = {{PYDET_FLOAT, 32, 1}, {PYDET_BFLOAT, 16, 1}, {PYDET_FLOAT, 16, 1}};
+  const char *const names[] = {"fp32", "bf16", "fp16"};
+  /* The smallest, some of every edge, few rows, few columns, many of all. */
+  const int64_t shapes[][3] = {{1, 1, 1}, {4, 4, 4}, {33, 65, 129}, {1, 700, 300}, {5, 64, 900}, {300, 3, 200}, {150, 260, 170}};
+  char *memory = mmap(NULL, 2 * (kNeighbour + kGuard) + stack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char *below = memory, *bottom = below + kNeighbour + kGuard, *above = bottom + stack + kGuard;
+  size_t most = 0, calls = 0, failures = 0, i;
+  char **const buffers[] = {&a, &b, &c, &bias, &workspace};
+  int32_t index;
+  if (memory == MAP_FAILED || mprotect(bottom - kGuard, kGuard, PROT_NONE) || mprotect(above - kGuard, kGuard, PROT_NONE))
+    return 2;
+  for (i = 0; i < sizeof buffers / sizeof *buffers; ++i)
+    if (!(*buffers[i] = calloc(1, kMost))) return 2;
+  pydet_gemm(NULL, NULL, NULL, NULL, NULL, NULL); /* refused; after it this thread has its two texts */
+  if (count > 2) {
+    const struct rlimit none = {0, 0};
+    if (strcmp(arguments[2], "without-memory") || setrlimit(RLIMIT_AS, &none)) return 2;
+  }
+  memset(below, kWatched, kNeighbour);
+  memset(above, kWatched, kNeighbour);
+  for (index = 0; pydet_kernel_name(index); ++index) {
+    pydet_kernel_info info = {sizeof info, 0, 0, 0, NULL, NULL, NULL, NULL};
+    size_t dtype, shape, way;
+    pydet_query_kernel(index, &info);
+    if (info.device_type != PYDET_CPU || !info.available) continue;
+    for (dtype = 0; dtype < 3; ++dtype)
+      for (shape = 0; strstr(info.dtypes, names[dtype]) && shape < sizeof shapes / sizeof *shapes; ++shape)
+        for (way = 0; way < 4; ++way) {
+          size_t untouched = 0;
+          call.operation = info.operation, call.kernel = info.name, call.dtype = dtypes[dtype];
+          call.m = shapes[shape][0], call.n = shapes[shape][1], call.k = shapes[shape][2];
+          call.transposed = way & 1, call.k_chunk = way & 2 ? 48 : 0, call.status = -1;
+          memset(bottom, kUnused, stack);
+          run_on(bottom, stack);
+          while (untouched < stack && (unsigned char)bottom[untouched] == kUnused) ++untouched;
+          if (stack - untouched > most) most = stack - untouched;
+          if (!intact(below) || !intact(above) || call.status) {
+            ++failures;
+            printf("%s %s %dx%dx%d: status %d %s%s\n", info.name, names[dtype], (int)call.m, (int)call.n, (int)call.k,
+                   (int)call.status, pydet_last_error(), intact(below) && intact(above) ? "" : ", a neighbour overwritten");
+            memset(below, kWatched, kNeighbour);
+            memset(above, kWatched, kNeighbour);
+          }
+          ++calls;
+        }
+  }
+  printf("%d calls on a stack of %d bytes used at most %d\n", (int)calls, (int)stack, (int)most);
+  return failures || !calls;
+}
