@@ -202,6 +202,12 @@ void merge_rows(View *const *views, int count) {
   }
 }
 
+pydet_status check_skinny_options(const char *op, const pydet_skinny_gemm_options &options) {
+  if (options.mode != PYDET_DETERMINISTIC && options.mode != PYDET_FAST)
+    return fail(PYDET_INVALID_VALUE, "%s: options.mode is %d, want 0 (deterministic) or 1 (fast)", op, int(options.mode));
+  return check_flag(op, "weights_constant", options.weights_constant);
+}
+
 pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *w_tensor,
                              const pydet_tensor *bias_tensor, const pydet_tensor *y_tensor,
                              const pydet_skinny_gemm_options *given) {
@@ -229,9 +235,7 @@ pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const p
   gemm.stream = stream;
   PYDET_TRY(gemm_of(words, x, transposed(w), bias, y, &gemm));
   PYDET_TRY(apply_gemm_options(words, options, y, &gemm));
-  if (options.mode != PYDET_DETERMINISTIC && options.mode != PYDET_FAST)
-    return fail(PYDET_INVALID_VALUE, "%s: options.mode is %d, want 0 (deterministic) or 1 (fast)", words.op, int(options.mode));
-  PYDET_TRY(check_flag(words.op, "weights_constant", options.weights_constant));
+  PYDET_TRY(check_skinny_options(words.op, options));
   gemm.skinny = true;
   gemm.fast = options.mode == PYDET_FAST;
   gemm.weights_constant = options.weights_constant != 0;
@@ -319,6 +323,8 @@ pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, in
   if (!type_of(dtype, &type))
     return fail(PYDET_INVALID_DTYPE, "%s: dtype is (code %d, bits %d, lanes %d), want %s", op, int(dtype.code),
                 int(dtype.bits), int(dtype.lanes), type_list(types_for(kFactor)).text);
+  if (device.device_type == PYDET_CPU && device.device_id != 0)
+    return fail(PYDET_NO_DEVICE, "%s: device is CPU %d, want CPU 0", op, int(device.device_id));
   Device normal = normalized(device);
   int32_t count = 0;
   PYDET_TRY(pydet_device_count(normal.type, &count));
@@ -351,6 +357,8 @@ pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k
                                   uint64_t *bytes) {
   pydet_gemm_options options = {};
   PYDET_TRY(read_options("gemm_workspace", given, &options));
+  PYDET_TRY(check_arithmetic("gemm_workspace", options.arithmetic));
+  PYDET_TRY(check_flag("gemm_workspace", "accumulate", options.accumulate));
   return gemm_workspace("gemm_workspace", batch, m, n, k, options.k_chunk, false, false, bytes);
 }
 
@@ -362,8 +370,12 @@ pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_
 pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k, const pydet_skinny_gemm_options *given,
                                          uint64_t *bytes) {
   pydet_skinny_gemm_options options = {};
-  PYDET_TRY(read_options("skinny_gemm_workspace", given, &options));
-  return gemm_workspace("skinny_gemm_workspace", 1, m, n, k, options.k_chunk, true, options.mode == PYDET_FAST, bytes);
+  const char *op = "skinny_gemm_workspace";
+  PYDET_TRY(read_options(op, given, &options));
+  PYDET_TRY(check_arithmetic(op, options.arithmetic));
+  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
+  PYDET_TRY(check_skinny_options(op, options));
+  return gemm_workspace(op, 1, m, n, k, options.k_chunk, true, options.mode == PYDET_FAST, bytes);
 }
 
 pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *residual_tensor,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pydet
 from pydet import _native
-from pydet.buffer import TYPES
+from pydet.protocols import TYPES
 
 
 def report() -> dict[str, Any]:

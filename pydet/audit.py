@@ -17,7 +17,9 @@ from typing import Any
 
 from pydet import _native, ops
 from pydet._native import INVALID_DTYPE, constants, fail
-from pydet.buffer import TYPES, Memory, framework_of, type_index, unknown
+from pydet.frameworks import framework_of, type_index
+from pydet.hooks import unknown
+from pydet.protocols import TYPES, Memory
 
 MAX_LISTED = 10  # differences that an Audit lists with both bit patterns
 MAX_DIMS = 8  # that gemm takes: six of a batch and two

@@ -39,7 +39,9 @@ import numpy as np
 
 from pydet import _native
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
-from pydet.buffer import TYPES, type_index, type_name, unknown
+from pydet.frameworks import type_index
+from pydet.hooks import unknown
+from pydet.protocols import TYPES, type_name
 
 Array: TypeAlias = Any
 

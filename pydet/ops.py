@@ -26,8 +26,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pydet import _native
-from pydet._native import DEVICE_NAMES, DEVICE_TYPES, INVALID_DEVICE, constants, fail, ffi
-from pydet.buffer import DTYPES, methods, on_stream, type_index, unknown
+from pydet._native import DEVICE_NAMES, DEVICE_TYPES, INVALID_DEVICE, INVALID_VALUE, constants, fail, ffi
+from pydet.frameworks import type_index
+from pydet.hooks import methods, on_stream, unknown
+from pydet.protocols import DTYPES
 
 Tensor: TypeAlias = Any  # whatever the caller's framework has
 Stream: TypeAlias = Any
@@ -86,16 +88,13 @@ def gemm(
     return method(
         a,
         b,
-        bias,
-        out,
-        None if out_dtype is None else type_index(out_dtype),
-        accumulate,
-        arithmetic,
-        k_chunk,
-        None,
-        False,
-        kernel,
-        None,
+        bias=bias,
+        out=out,
+        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        accumulate=accumulate,
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        kernel=kernel,
     )
 
 
@@ -131,16 +130,12 @@ def gemm_da(
     return method(
         dc,
         b,
-        None,
-        out,
-        None if out_dtype is None else type_index(out_dtype),
-        accumulate,
-        arithmetic,
-        k_chunk,
-        None,
-        False,
-        kernel,
-        None,
+        out=out,
+        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        accumulate=accumulate,
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        kernel=kernel,
     )
 
 
@@ -178,16 +173,12 @@ def gemm_db(
     return method(
         a,
         dc,
-        None,
-        out,
-        None if out_dtype is None else type_index(out_dtype),
-        accumulate,
-        arithmetic,
-        k_chunk,
-        None,
-        False,
-        kernel,
-        None,
+        out=out,
+        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        accumulate=accumulate,
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        kernel=kernel,
     )
 
 
@@ -233,16 +224,15 @@ def skinny_gemm(
     return method(
         x,
         w,
-        bias,
-        out,
-        None if out_dtype is None else type_index(out_dtype),
-        accumulate,
-        arithmetic,
-        k_chunk,
-        mode,
-        weights_constant,
-        kernel,
-        None,
+        bias=bias,
+        out=out,
+        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        accumulate=accumulate,
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        mode=mode,
+        weights_constant=weights_constant,
+        kernel=kernel,
     )
 
 
@@ -278,9 +268,13 @@ def rmsnorm(
     Raises:
         Error: shapes, types, strides, devices or memory that do not fit, or a negative ``eps``.
     """
-    y, rstd, total = (*out, None, None, None)[:3] if isinstance(out, tuple) else (out, None, None)
+    y, rstd, total, *more = (*out, None, None, None) if isinstance(out, tuple) else (out, None, None)
+    if len(more) > 3:
+        fail(INVALID_VALUE, f"rmsnorm: out has {len(out)} members, want at most 3: y, rstd and sum")
     method = _rmsnorm if stream is None else on_stream(_rmsnorm, x, stream)
-    return method(x, residual, weight, y, rstd, total, eps, weight_offset, kernel, None)  # type: ignore[no-any-return]
+    return method(  # type: ignore[no-any-return]
+        x, weight, eps, weight_offset=weight_offset, residual=residual, out=y, rstd=rstd, sum=total, kernel=kernel
+    )
 
 
 def rmsnorm_backward(
@@ -328,9 +322,18 @@ def rmsnorm_backward(
         Error: shapes, types, strides, devices or memory that do not fit.
     """
     method = _rmsnorm_backward if stream is None else on_stream(_rmsnorm_backward, dy, stream)
-    index = None if dweight_dtype is None else type_index(dweight_dtype)
     return method(  # type: ignore[no-any-return]
-        dy, x, weight, rstd, dresidual, out, dweight, index, weight_offset, accumulate, kernel, None
+        dy,
+        x,
+        weight,
+        rstd,
+        weight_offset=weight_offset,
+        dresidual=dresidual,
+        out=out,
+        dweight=dweight,
+        dweight_dtype=None if dweight_dtype is None else type_index(dweight_dtype),
+        accumulate=accumulate,
+        kernel=kernel,
     )
 
 

@@ -99,3 +99,10 @@ def random(shape, dtype="float32", seed=0):
 
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(kind)
+
+
+def owner(array):
+    """The array whose memory this is a view of."""
+    while array.base is not None:
+        array = array.base
+    return array

@@ -10,7 +10,7 @@ import pytest
 
 import pydet
 from capi import HEADER, ROOT, ffi, lib, library_path, status_name
-from pydet import _native, buffer
+from pydet import _native, hooks, protocols
 
 
 def c_string(pointer) -> str:
@@ -259,6 +259,6 @@ def test_python_lists_the_element_types_of_the_library():
     while (name := entry.pydet_exchange_type(len(found), dtype)) != _native.ffi.NULL:
         assert dtype.lanes == 1
         found.append((_native.text(name), (dtype.code, dtype.bits)))
-    assert found == list(zip(buffer.TYPES, buffer.DTYPES, strict=True))
-    assert len(found) == len(buffer.exchange.numpy_dtypes) == len(buffer._BRIEF)
+    assert found == list(zip(protocols.TYPES, protocols.DTYPES, strict=True))
+    assert len(found) == len(hooks.exchange.numpy_dtypes) == len(protocols.BRIEF)
     assert entry.pydet_exchange_type(-1, dtype) == _native.ffi.NULL

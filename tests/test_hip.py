@@ -30,7 +30,7 @@ import interop
 import pydet
 from cases import assert_same_bits
 from fakehip import ARCHS
-from pydet import buffer
+from pydet import frameworks, hooks
 
 ROOT = capi.ROOT
 LIBRARY = pathlib.Path(os.environ.get("PYDET_HIP_LIBRARY", ROOT / "pydet" / "libpydet_hip.so"))
@@ -712,7 +712,7 @@ class OnRocm(interop.Producer):
         hip.own(array)
 
 
-class Rocm(buffer.Framework):
+class Rocm(frameworks.Framework):
     """The framework of these arrays, as the package knows those of others."""
 
     name, number = "arrays on ROCm", 9
@@ -721,19 +721,17 @@ class Rocm(buffer.Framework):
         return 0x1230
 
     def allocate(self, like, shape, index, op):
-        return OnRocm(like.hip, np.full(shape, 7, buffer.numpy_dtype(index)))
+        return OnRocm(like.hip, np.full(shape, 7, frameworks.numpy_dtype(index)))
 
 
 @pytest.fixture
 def rocm(hip, monkeypatch):
     """Makes an array on ROCm; the package finds this library and this framework."""
     monkeypatch.setenv("PYDET_LIBRARY", str(LIBRARY))
-    monkeypatch.setitem(buffer._FRAMEWORKS, (__name__, "OnRocm"), Rocm)
+    monkeypatch.setitem(frameworks.FRAMEWORKS, (__name__, "OnRocm"), Rocm)
     hip.start(hip.arch, devices=2)
     yield lambda array: OnRocm(hip, array)
-    table = buffer.exchange.libraries[buffer.constants.PYDET_EXCHANGE_ROCM]
-    for member, _ in buffer.ffi.typeof("pydet_exchange_library").fields:
-        setattr(table, member, buffer.ffi.NULL)
+    hooks.exchange.libraries[hooks.constants.PYDET_EXCHANGE_ROCM] = hooks.ffi.NULL
 
 
 def test_from_python(hip, rocm):

@@ -27,7 +27,7 @@ import test_gemm
 import test_golden
 import test_rmsnorm
 from cases import DTYPES, Problem, assert_same_bits, data
-from pydet import buffer
+from pydet import frameworks
 
 ROCM = 10  # DLPack's kDLROCM
 UNSUPPORTED, INVALID_DEVICE = 11, 5
@@ -107,7 +107,7 @@ class OnRocm(interop.Producer):
         return np.lib.stride_tricks.as_strided(words[self.start :], self.shape, strides).copy()
 
 
-class Rocm(buffer.Framework):
+class Rocm(frameworks.Framework):
     """The framework of these tensors, as the package knows those of others: full of `byte`, on the device's stream."""
 
     name, number, device = "tensors on ROCm", 9, None
@@ -116,7 +116,7 @@ class Rocm(buffer.Framework):
         return self.device.stream
 
     def allocate(self, like, shape, index, op):
-        dtype = buffer.numpy_dtype(index)
+        dtype = frameworks.numpy_dtype(index)
         size, on = int(np.prod(shape)) * dtype.itemsize, self.device
         memory = on.reserve.pop() if on.reserve else Buffer(on.runtime, size, on.byte)
         assert memory.size >= size
@@ -201,9 +201,9 @@ def device():
     from hip import hip
 
     key = __name__, "OnRocm"
-    buffer._FRAMEWORKS[key], Rocm.device = Rocm, OnDevice(Runtime(hip))
+    frameworks.FRAMEWORKS[key], Rocm.device = Rocm, OnDevice(Runtime(hip))
     yield Rocm.device
-    del buffer._FRAMEWORKS[key]
+    del frameworks.FRAMEWORKS[key]
 
 
 @pytest.fixture(autouse=True)

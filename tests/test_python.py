@@ -4,6 +4,7 @@ That the numbers are right is tested elsewhere; here one way of calling must giv
 """
 
 import concurrent.futures
+import ctypes
 import functools
 import gc
 import inspect
@@ -22,7 +23,7 @@ import pydet
 from capi import Tensor, random
 from conftest import run_python
 from interop import Producer, jax, torch  # noqa: F401 (fixtures)
-from pydet import buffer
+from pydet import frameworks
 from reference import bits
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -325,13 +326,13 @@ def test_producers_make_ready_the_stream_of_their_own_device(monkeypatch):
         def __dlpack_device__(self):
             return self.tensor
 
-    monkeypatch.setattr(buffer.Framework, "stream", lambda self, like, kind, number: 1000 * kind + number)
+    monkeypatch.setattr(frameworks.Framework, "stream", lambda self, like, kind, number: 1000 * kind + number)
     for kind, default in ((2, 1), (10, 0)):
         there = There((kind, 3))
-        framework = buffer.framework_of(there, "gemm", "a")
+        framework = frameworks.framework_of(there, "gemm", "a")
         assert framework.producer_stream(there) == 1000 * kind + 3
         for named, wanted in ((7, 7), (0, default)):  # 0 is the default stream, which has another name in CUDA's DLPack
-            with buffer._stream_override(named):
+            with frameworks.running_on(named):
                 assert framework.producer_stream(there) == wanted
         assert framework.producer_stream(there) == 1000 * kind + 3
 
@@ -448,6 +449,71 @@ def test_nothing_is_kept():
     gc.collect()
     after = [sys.getrefcount(thing) for thing in watched]
     assert all(abs(x - y) < 50 for x, y in zip(before, after)), list(zip(before, after))
+
+
+class Held(Producer):
+    """Its capsules call a Python function when they are let go of."""
+
+    def __init__(self, array, released):
+        super().__init__(Tensor(array))
+        self.memory = []
+
+        def destroy(capsule):
+            released.append(sum(range(10)))  # Python code, which sees any exception that is pending
+
+        self.destroy = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(destroy)
+
+    def capsule(self):
+        capsule = super().capsule()
+        self.memory.append(self.kept.pop()[1])
+        ctypes.pythonapi.PyCapsule_SetDestructor(ctypes.py_object(capsule), self.destroy)
+        return capsule
+
+
+def test_operands_are_released_with_no_exception_pending(capsys):
+    """What refuses a call has set an exception, and what lets go of the operands runs Python code."""
+    released, a, b = [], *operands("float32")[:2]
+    held = [Held(x, released) for x in (a, b, b[:3])]
+    out = np.zeros((5, 7), np.float32)
+    for wrong, kind, words in (
+        (lambda: pydet.gemm(held[0], held[2], out=out), pydet.Error, "gemm: b is 3x7, want 40xN"),
+        (lambda: pydet.gemm(held[0], held[1], out=out, k_chunk=8), pydet.Error, "k_chunk is 8"),
+        (lambda: pydet.gemm(held[0], [1], out=out), TypeError, "b is list, want a tensor"),
+        (lambda: pydet.rmsnorm(held[0], held[1], eps=1, out=(out, out[0])), pydet.Error, "rmsnorm: "),
+    ):
+        released.clear()
+        with pytest.raises(kind, match=words):
+            wrong()
+        assert released and set(released) == {45}
+    assert pydet.gemm(held[0], held[1], out=out) is out
+    assert capsys.readouterr() == ("", "")
+
+
+def test_classes_are_not_kept():
+    """A class whose objects were passed in may go: of classes only NumPy's and PyTorch's own are remembered."""
+    a, b, *_ = operands("float32")
+    out, gone = np.empty((5, 7), np.float32), []
+    want = pydet.gemm(a, b)
+    for number in range(200):
+        for bases, members in (((), {"__array_interface__": a.__array_interface__}), ((np.ndarray,), {})):
+            kind = type(f"Kind{number}", bases, members)
+            same(np.asarray(pydet.gemm(a.view(kind) if bases else kind(), b, out=out)), want)
+            gone.append(weakref.ref(kind))
+    del kind
+    gc.collect()
+    assert not any(ref() for ref in gone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_true_and_false_of_any_kind(dtype):
+    a, b, *_ = operands(dtype)
+    start = random((5, 7))
+    for no in (False, 0, np.False_):
+        same(pydet.gemm(a, b, out=start.copy(), accumulate=no), pydet.gemm(a, b, out_dtype="float32"))
+    for yes in (True, 1, np.True_):
+        got = pydet.gemm(a, b, out=start.copy(), accumulate=yes)
+        same(got, pydet.gemm(a, b, out=start.copy(), accumulate=True))
+        assert (got != pydet.gemm(a, b, out_dtype="float32")).any()
 
 
 def test_torch_tensors_are_freed(torch):

@@ -311,10 +311,16 @@ static_assert(arithmetics_are_in_order(), "row i of kArithmetics is that of arit
 
 constexpr const char *arithmetic_name(Arithmetic arithmetic) { return kArithmetics[int(arithmetic)].name; }
 
+constexpr bool is_arithmetic(int32_t asked) { return asked >= 0 && asked < kArithmeticCount; }
+
+inline pydet_status check_arithmetic(const char *op, int32_t asked) {
+  if (is_arithmetic(asked)) return PYDET_OK;
+  return fail(PYDET_INVALID_VALUE, "%s: arithmetic is %d, want 0 (auto) to %d (%s)", op, int(asked),
+              kArithmeticCount - 1, kArithmetics[kArithmeticCount - 1].name);
+}
+
 inline pydet_status resolve(const char *op, Device device, Type type, int32_t asked, Arithmetic *resolved) {
-  if (asked < 0 || asked >= kArithmeticCount)
-    return fail(PYDET_INVALID_VALUE, "%s: arithmetic is %d, want 0 (auto) to %d (%s)", op, int(asked),
-                kArithmeticCount - 1, kArithmetics[kArithmeticCount - 1].name);
+  if (!is_arithmetic(asked)) return check_arithmetic(op, asked);
   *resolved = Arithmetic(asked);
   const ArithmeticRow &row = kArithmetics[asked];
   if (!(row.factors & bit(type)))

@@ -22,27 +22,58 @@ typedef struct pydet_exchange_python {
   void (*Py_IncRef)(pydet_object *);
   void (*Py_DecRef)(pydet_object *);
   pydet_object *(*PyObject_Type)(pydet_object *);
-  pydet_object *(*PyDict_GetItem)(pydet_object *, pydet_object *);
+  pydet_object *(*PyDict_GetItemWithError)(pydet_object *, pydet_object *);
   pydet_object *(*PyObject_GetAttr)(pydet_object *, pydet_object *);
-  int (*PyObject_IsTrue)(pydet_object *);
+  int (*PyObject_RichCompareBool)(pydet_object *, pydet_object *, int);
   pydet_object *(*PyObject_CallFunctionObjArgs)(pydet_object *, ...);
   int (*PyObject_GetBuffer)(pydet_object *, void *, int);
   void (*PyBuffer_Release)(void *);
   pydet_object *(*PyTuple_New)(intptr_t);
+  intptr_t (*PyTuple_Size)(pydet_object *);
   int (*PyTuple_SetItem)(pydet_object *, intptr_t, pydet_object *);
   pydet_object *(*PyTuple_GetItem)(pydet_object *, intptr_t);
   pydet_object *(*PyLong_FromLongLong)(long long);
   long long (*PyLong_AsLongLong)(pydet_object *);
   void *(*PyLong_AsVoidPtr)(pydet_object *);
-  pydet_object *(*PyLong_FromVoidPtr)(void *);
   double (*PyFloat_AsDouble)(pydet_object *);
   pydet_object *(*PyUnicode_DecodeUTF8)(const char *, intptr_t, const char *);
   const char *(*PyUnicode_AsUTF8AndSize)(pydet_object *, intptr_t *);
   pydet_object *(*PyErr_Occurred)(void);
   void (*PyErr_Clear)(void);
+  void (*PyErr_Fetch)(pydet_object **, pydet_object **, pydet_object **);
+  void (*PyErr_Restore)(pydet_object *, pydet_object *, pydet_object *);
   void *(*PyEval_SaveThread)(void);
   void (*PyEval_RestoreThread)(void *);
 } pydet_exchange_python;
+
+/* The arguments of each method, by name. The first ones are positional, the rest keywords in any order; one that is not
+ * given is NULL here, and the operation's default. Options have the names that they have in pydet.h. */
+typedef struct pydet_product_arguments { /* gemm, gemm_da, gemm_db, skinny_gemm */
+  pydet_object *first, *second; /* a and b, dc and b, a and dc, x and w; positional */
+  pydet_object *bias;           /* a tensor or None, as every tensor from here on */
+  pydet_object *out;
+  pydet_object *out_dtype; /* a type index or None */
+  pydet_object *accumulate, *arithmetic;
+  pydet_object *k_chunk; /* or None */
+  pydet_object *mode, *weights_constant;
+  pydet_object *kernel; /* or None */
+  pydet_object *stream; /* an address or None */
+} pydet_product_arguments;
+
+typedef struct pydet_rmsnorm_arguments {
+  pydet_object *x, *weight, *eps; /* positional */
+  pydet_object *weight_offset, *residual;
+  pydet_object *out, *rstd, *sum;
+  pydet_object *kernel, *stream;
+} pydet_rmsnorm_arguments;
+
+typedef struct pydet_rmsnorm_backward_arguments {
+  pydet_object *dy, *x, *weight, *rstd; /* positional */
+  pydet_object *weight_offset, *dresidual;
+  pydet_object *out, *dweight;
+  pydet_object *dweight_dtype; /* a type index or None */
+  pydet_object *accumulate, *kernel, *stream;
+} pydet_rmsnorm_backward_arguments;
 
 /* How tensors of one Python type are read and made. */
 enum {
@@ -54,7 +85,7 @@ enum {
 typedef struct pydet_exchange_framework {
   int32_t id;     /* two operands with different ids are refused; 0: a bare carrier of memory, which goes with any */
   int32_t reader; /* PYDET_EXCHANGE_ARRAY, ... */
-  int32_t torch;  /* 1: it has requires_grad and is_neg(), which the exchange API does not tell */
+  int32_t torch;  /* 1: it has requires_grad, is_neg() and tangents, of which the exchange API says nothing */
   int32_t adopts; /* 1: results are passed through the `adopt` hook */
   const void *api; /* a DLPackExchangeAPI, for PYDET_EXCHANGE_API */
 } pydet_exchange_framework;
@@ -90,20 +121,26 @@ enum { PYDET_EXCHANGE_TYPES = 3 }; /* element types; a type index counts them in
  * `name` are the operation's and the argument's, for sentences. */
 typedef struct pydet_exchange {
   uint32_t struct_size; /* sizeof(pydet_exchange): a library of another release is refused */
+  int64_t interpreter;  /* the number of the interpreter whose objects these are */
   pydet_exchange_python python;
-  pydet_object *none;
-  pydet_object *requires_grad; /* the strings "requires_grad", "_base" and "dtype" */
-  pydet_object *base;
+  pydet_object *none, *yes, *no;
+  pydet_object *requires_grad; /* the strings "requires_grad", "_current_level" and "dtype" */
+  pydet_object *current_level;
   pydet_object *dtype;
-  pydet_object *is_neg;        /* torch.Tensor.is_neg, NULL until torch is seen */
-  pydet_object *numpy_empty;   /* numpy.empty and the dtype of each type index, NULL until seen */
+  pydet_object *const *product_names; /* the members of the structs of arguments, as interned strings */
+  pydet_object *const *rmsnorm_names;
+  pydet_object *const *rmsnorm_backward_names;
+  pydet_object *is_neg;      /* torch.Tensor.is_neg, NULL until torch is seen */
+  pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */
+  pydet_object *numpy_empty; /* numpy.empty and the dtype of each type index, NULL until seen */
   pydet_object *numpy_dtypes[PYDET_EXCHANGE_TYPES];
-  pydet_object *frameworks;  /* dict: type -> address of its pydet_exchange_framework */
+  pydet_object *frameworks;  /* dict: type -> address of its pydet_exchange_framework, for types that live for ever */
   pydet_object *arithmetics; /* dict: name -> number */
   pydet_object *modes;       /* dict: name -> number */
-  pydet_object *classify;   /* (object, op, name) -> that address, kept in `frameworks` */
+  pydet_object *classify;   /* (object, op, name) -> that address, for any type */
   pydet_object *borrow;     /* (object, op, name, written) -> (address of a pydet_tensor, what keeps it alive) */
   pydet_object *unknown;    /* (object, op, name) -> the number of a name that the dict does not have */
+  pydet_object *flag;       /* (object, op, name) -> True or False, for an object that is neither itself */
   pydet_object *check;      /* (object, op, name): raises if the torch tensor is not to be read as plain memory */
   pydet_object *unreadable; /* (object, op, name): raises; the exchange API refused the object */
   pydet_object *mixed;      /* (op, first name, first object, name, object): raises */
@@ -113,11 +150,12 @@ typedef struct pydet_exchange {
   pydet_object *stream;     /* (like, device type, device id) -> address of the framework's current stream */
   pydet_object *load;       /* (device type, op): fills in the library that serves it */
   pydet_object *fail;       /* (status, sentence): raises */
-  pydet_exchange_library libraries[PYDET_EXCHANGE_LIBRARIES];
+  const pydet_exchange_library *libraries[PYDET_EXCHANGE_LIBRARIES]; /* NULL until loaded */
 } pydet_exchange;
 
-/* The methods, as a PyMethodDef array that ends with a NULL name; NULL if struct_size is not this library's. The table
- * must outlive every call. */
+/* The methods, as a PyMethodDef array that ends with a NULL name; NULL, and pydet_last_error(), if struct_size is not
+ * this library's or another interpreter of the process has them: the hooks are one interpreter's. The table must
+ * outlive every call. */
 PYDET_API const void *pydet_exchange_methods(const pydet_exchange *exchange);
 
 /* The library index that this thread's last successful method call went to, -1 before the first. */

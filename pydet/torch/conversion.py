@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
-from pydet.buffer import unknown
+from pydet.hooks import unknown
 from pydet.torch.modules import Conv1D, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
 

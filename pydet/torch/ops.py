@@ -23,8 +23,10 @@ import torch
 from torch.autograd import forward_ad
 
 from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
-from pydet.buffer import TYPES, type_index, unknown
+from pydet.frameworks import type_index
+from pydet.hooks import unknown
 from pydet.ops import _gemm, _gemm_da, _gemm_db, _rmsnorm, _rmsnorm_backward, _skinny_gemm
+from pydet.protocols import TYPES
 
 Tensor: TypeAlias = torch.Tensor
 Dtype: TypeAlias = torch.dtype | None
@@ -77,19 +79,19 @@ def _run_gemm(
     arithmetic: str = "auto",
     k_chunk: int | None = None,
 ) -> Tensor:
-    return _gemm(a, b, bias, None, _index(out_dtype), False, arithmetic, k_chunk, None, False, None, None)
+    return _gemm(a, b, bias=bias, out_dtype=_index(out_dtype), arithmetic=arithmetic, k_chunk=k_chunk)
 
 
 def _run_gemm_da(
     dc: Tensor, b: Tensor, out_dtype: Dtype = None, arithmetic: str = "auto", k_chunk: int | None = None
 ) -> Tensor:
-    return _gemm_da(dc, b, None, None, _index(out_dtype), False, arithmetic, k_chunk, None, False, None, None)
+    return _gemm_da(dc, b, out_dtype=_index(out_dtype), arithmetic=arithmetic, k_chunk=k_chunk)
 
 
 def _run_gemm_db(
     a: Tensor, dc: Tensor, out_dtype: Dtype = None, arithmetic: str = "auto", k_chunk: int | None = None
 ) -> Tensor:
-    return _gemm_db(a, dc, None, None, _index(out_dtype), False, arithmetic, k_chunk, None, False, None, None)
+    return _gemm_db(a, dc, out_dtype=_index(out_dtype), arithmetic=arithmetic, k_chunk=k_chunk)
 
 
 def _run_skinny_gemm(
@@ -101,9 +103,16 @@ def _run_skinny_gemm(
     k_chunk: int | None = None,
     weights_constant: bool = False,
 ) -> Tensor:
-    options = (_index(out_dtype), False, arithmetic, k_chunk, "deterministic", weights_constant, None, None)
     try:
-        return _skinny_gemm(x, w, bias, None, *options)
+        return _skinny_gemm(
+            x,
+            w,
+            bias=bias,
+            out_dtype=_index(out_dtype),
+            arithmetic=arithmetic,
+            k_chunk=k_chunk,
+            weights_constant=weights_constant,
+        )
     except Error as problem:
         if problem.status == constants.PYDET_INVALID_SHAPE and w.dim() == 2 and x.dim() > 0:
             _refuse_width(x, w)
@@ -121,13 +130,13 @@ def _refuse_width(x: Tensor, w: Tensor) -> None:
 
 
 def _run_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    return _rmsnorm(x, None, weight, None, None, None, eps, weight_offset, None, None)
+    return _rmsnorm(x, weight, eps, weight_offset=weight_offset)
 
 
 def _run_rmsnorm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _rmsnorm(x, residual, weight, None, None, None, eps, weight_offset, None, None)
+    return _rmsnorm(x, weight, eps, weight_offset=weight_offset, residual=residual)
 
 
 def _run_rmsnorm_backward(
@@ -138,7 +147,7 @@ def _run_rmsnorm_backward(
     weight_offset: float = 0.0,
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    dx, dweight = _rmsnorm_backward(dy, x, weight, rstd, dresidual, None, None, None, weight_offset, False, None, None)
+    dx, dweight = _rmsnorm_backward(dy, x, weight, rstd, weight_offset=weight_offset, dresidual=dresidual)
     return dx, x.new_empty(0) if dweight is None else dweight
 
 

@@ -1,0 +1,548 @@
+// One call from Python: its arguments, its operands as descriptors, its results in the caller's framework.
+#pragma once
+
+#include <cstdio>
+#include <cstring>
+
+#include "entry/python.h"
+#include "types.h"
+
+namespace pydet {
+
+using Object = pydet_object;
+using Framework = pydet_exchange_framework;
+using Library = pydet_exchange_library;
+
+inline const pydet_exchange *exchange;  // set by pydet_exchange_methods
+inline thread_local int32_t last_library = -1;
+
+inline const pydet_exchange_python &python() { return exchange->python; }
+
+// ---- Layouts that others have written down -----------------------------------------------------------------------
+
+struct MethodDef {  // CPython's PyMethodDef
+  const char *name;
+  Object *(*call)(Object *self, Object *const *args, intptr_t count, Object *keywords);
+  int flags;
+  const char *doc;
+};
+constexpr int kFastCallKeywords = 0x82;  // METH_FASTCALL | METH_KEYWORDS
+constexpr int kEqual = 2;                // Py_EQ
+
+struct Buffer {  // CPython's Py_buffer
+  void *data;
+  Object *object;
+  intptr_t size, item_size;
+  int readonly, ndim;
+  char *format;
+  intptr_t *shape, *strides, *suboffsets;  // strides in bytes
+  void *internal;
+};
+constexpr int kStrided = 0x18;  // PyBUF_STRIDED_RO
+
+struct ManagedTensor {  // DLPack 1's DLManagedTensorVersioned
+  uint32_t major, minor;
+  void *owner;
+  void (*deleter)(ManagedTensor *);
+  uint64_t flags;
+  pydet_tensor tensor;
+};
+
+struct ExchangeApi {  // DLPack 1's DLPackExchangeAPI
+  uint32_t major, minor;
+  const void *previous;
+  int (*allocate)(pydet_tensor *prototype, ManagedTensor **tensor, void *context,
+                  void (*set_error)(void *context, const char *kind, const char *message));
+  int (*managed_from_object)(Object *object, ManagedTensor **tensor);
+  int (*object_from_managed)(ManagedTensor *tensor, Object **object);
+  int (*tensor_from_object)(Object *object, pydet_tensor *tensor);
+  int (*current_stream)(int32_t device_type, int32_t device_id, void **stream);
+};
+
+// ---- Small things ------------------------------------------------------------------------------------------------
+
+// The returned object is the caller's to release; NULL with a Python exception set.
+template <class... Objects> Object *call_python(Object *callable, Objects... arguments) {
+  return python().PyObject_CallFunctionObjArgs(callable, arguments..., static_cast<Object *>(nullptr));
+}
+
+// While this lives there is no pending exception, so that Python code may run: what releases an object may.
+class ExceptionAside {
+ public:
+  ExceptionAside() {
+    if (python().PyErr_Occurred()) python().PyErr_Fetch(&type_, &value_, &traceback_);
+  }
+  ~ExceptionAside() {
+    if (type_) python().PyErr_Restore(type_, value_, traceback_);
+  }
+  ExceptionAside(const ExceptionAside &) = delete;
+  ExceptionAside &operator=(const ExceptionAside &) = delete;
+
+ private:
+  Object *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
+};
+
+class Owned {
+ public:
+  explicit Owned(Object *object) : object_(object) {}
+  ~Owned() {
+    if (object_) python().Py_DecRef(object_);
+  }
+  Owned(const Owned &) = delete;
+  Owned &operator=(const Owned &) = delete;
+  operator Object *() const { return object_; }
+  Object *release() {
+    Object *object = object_;
+    object_ = nullptr;
+    return object;
+  }
+
+ private:
+  Object *object_;
+};
+
+inline Object *text(const char *sentence) {  // a sentence may have been cut inside a character
+  return python().PyUnicode_DecodeUTF8(sentence, intptr_t(strlen(sentence)), "replace");
+}
+inline Object *integer(int64_t value) { return python().PyLong_FromLongLong(value); }
+
+inline bool given(Object *argument) { return argument && argument != exchange->none; }
+
+constexpr int kDims = 8;               // what the library takes; more go to it as they are, to be refused
+constexpr int64_t kGilWork = 1 << 16;  // multiply-adds or elements under which the GIL is kept: some 10 us
+
+static_assert(kTypeCount == PYDET_EXCHANGE_TYPES, "as python.h says");
+
+inline pydet_dtype dtype_of(int type) { return {kTypes[type].code, kTypes[type].bits, 1}; }
+
+inline int type_index(pydet_dtype dtype) {  // -1: none of ours
+  Type type;
+  return type_of(dtype, &type) ? int(type) : -1;
+}
+
+// Has a shape and a type that results can be made after; the operation says what is wrong with any other.
+inline bool sound(const pydet_tensor &tensor, int min_ndim) {
+  if (tensor.ndim < min_ndim || tensor.ndim > kDims || type_index(tensor.dtype) < 0) return false;
+  for (int i = 0; i < tensor.ndim; ++i)
+    if (tensor.shape[i] < 0) return false;
+  return true;
+}
+
+inline int library_index(int32_t device_type) {
+  if (device_type == PYDET_CUDA || device_type == PYDET_CUDA_MANAGED) return PYDET_EXCHANGE_CUDA;
+  return device_type == PYDET_ROCM ? PYDET_EXCHANGE_ROCM : PYDET_EXCHANGE_CPU;
+}
+
+struct Operand {
+  pydet_tensor tensor;
+  int64_t shape[kDims], strides[kDims];
+  Buffer buffer;
+  Object *object;  // borrowed of the caller, unless made
+  Object *keep;    // released after the call
+  bool present, buffered, made;
+};
+
+inline const pydet_tensor *tensor_of(const Operand *operand) {
+  return operand && operand->present ? &operand->tensor : nullptr;
+}
+
+// ---- One call ----------------------------------------------------------------------------------------------------
+
+// Operands are read in order; the first is the one that results are like. Methods that return false, or NULL where
+// they return an operand, have set a Python exception.
+class PythonCall {
+ public:
+  explicit PythonCall(const char *op) : op_(op) {}
+  ~PythonCall() {
+    const ExceptionAside aside;
+    for (int i = 0; i < count_; ++i) {
+      Operand &operand = operands_[i];
+      if (operand.buffered) python().PyBuffer_Release(&operand.buffer);
+      if (operand.keep) python().Py_DecRef(operand.keep);
+      if (operand.made) python().Py_DecRef(operand.object);
+    }
+  }
+  PythonCall(const PythonCall &) = delete;
+  PythonCall &operator=(const PythonCall &) = delete;
+
+  // Sorts the arguments of a method (METH_FASTCALL | METH_KEYWORDS) into its struct, whose first `positional` members
+  // must be there. `names` are those of all members. A caller's keywords are interned, and mostly in the struct's order.
+  template <class Arguments>
+  bool arguments(Object *const *names, int positional, Object *const *args, intptr_t count, Object *keywords,
+                 Arguments *arguments) {
+    constexpr int members = int(sizeof(Arguments) / sizeof(Object *));
+    Object *slots[members] = {};
+    bool fits = count == positional;
+    for (int i = 0; fits && i < positional; ++i) slots[i] = args[i];
+    const intptr_t named = keywords ? python().PyTuple_Size(keywords) : 0;
+    int next = positional;
+    for (intptr_t k = 0; fits && k < named; ++k) {
+      Object *name = python().PyTuple_GetItem(keywords, k);
+      while (next < members && names[next] != name) ++next;
+      if (next == members) {
+        next = positional;
+        while (next < members && python().PyObject_RichCompareBool(names[next], name, kEqual) != 1) ++next;
+      }
+      fits = next < members;
+      if (fits) slots[next] = args[count + k];
+    }
+    memcpy(arguments, slots, sizeof slots);
+    return fits || refuse("an argument", "not one that the library knows: build both anew");
+  }
+
+  // A required operand; NULL on failure.
+  Operand *read(const char *name, Object *object, bool written = false) {
+    Operand *operand = add(object);
+    const Framework *framework = framework_of(name, object);
+    if (!framework || !agree(name, object, framework) || !fill(name, operand, framework, written)) return nullptr;
+    return operand;
+  }
+
+  // One that may be None or not given; then it is not present.
+  Operand *read_optional(const char *name, Object *object, bool written = false) {
+    return given(object) ? read(name, object, written) : add(object);
+  }
+
+  // A new tensor of the first operand's framework, on its device.
+  Operand *make(int ndim, const int64_t *shape, int type) {
+    Operand *operand = add(nullptr);
+    const Operand &like = operands_[0];
+    if (first_->reader == PYDET_EXCHANGE_API) return make_by_api(operand, ndim, shape, type) ? operand : nullptr;
+    Owned extents(python().PyTuple_New(ndim));
+    if (!extents) return nullptr;
+    for (int i = 0; i < ndim; ++i) {
+      Object *extent = integer(shape[i]);
+      if (!extent) return nullptr;
+      python().PyTuple_SetItem(extents, i, extent);
+    }
+    if (first_->reader == PYDET_EXCHANGE_ARRAY && exchange->numpy_dtypes[type]) {
+      Object *dtype = exchange->numpy_dtypes[type];
+      operand->object = call_python(exchange->numpy_empty, static_cast<Object *>(extents), dtype);
+    } else {
+      Owned index(integer(type)), op(text(op_));
+      operand->object = call_python(exchange->allocate, like.object, static_cast<Object *>(extents),
+                                    static_cast<Object *>(index), static_cast<Object *>(op));
+    }
+    if (!operand->object) return nullptr;
+    operand->made = true;
+    const Framework *framework = framework_of("out", operand->object);
+    return framework && fill("out", operand, framework, true) ? operand : nullptr;
+  }
+
+  // Scratch memory on the operands' device, aligned to 256 bytes.
+  bool make_workspace(uint64_t bytes, void **workspace, uint64_t *size) {
+    if (bytes == 0) return true;
+    const int64_t floats = int64_t(bytes / 4 + 65);
+    uintptr_t begin;
+    if (can_allocate()) {
+      Operand *operand = make(1, &floats, int(Type::f32));
+      if (!operand) return false;
+      begin = reinterpret_cast<uintptr_t>(operand->tensor.data) + operand->tensor.byte_offset;
+    } else {
+      Operand *operand = add(nullptr);
+      Owned count(integer(4 * floats)), type(integer(operands_[0].tensor.device.device_type)), op(text(op_));
+      operand->keep = call_python(exchange->scratch, operands_[0].object, static_cast<Object *>(type),
+                                  static_cast<Object *>(count), static_cast<Object *>(op));
+      if (!operand->keep) return false;
+      begin = reinterpret_cast<uintptr_t>(python().PyLong_AsVoidPtr(python().PyTuple_GetItem(operand->keep, 0)));
+    }
+    *workspace = reinterpret_cast<void *>((begin + 255) / 256 * 256);
+    *size = bytes;
+    return true;
+  }
+
+  // Finds the library that serves the first operand's device, and the stream: the one given, or the framework's
+  // current one.
+  bool choose_library(Object *stream) {
+    const pydet_device device = operands_[0].tensor.device;
+    const int index = library_index(device.device_type);
+    library_ = loaded(index);
+    if (!library_) {
+      Owned type(integer(device.device_type)), op(text(op_));
+      Owned done(call_python(exchange->load, static_cast<Object *>(type), static_cast<Object *>(op)));
+      if (!done) return false;
+      library_ = loaded(index);
+    }
+    library_number_ = index;
+    on_gpu_ = index != PYDET_EXCHANGE_CPU;
+    if (!on_gpu_) return true;
+    if (given(stream)) {
+      stream_ = python().PyLong_AsVoidPtr(stream);
+      return !python().PyErr_Occurred();
+    }
+    int32_t type = device.device_type == PYDET_CUDA_MANAGED ? int32_t(PYDET_CUDA) : device.device_type;
+    if (first_->reader == PYDET_EXCHANGE_API)
+      return static_cast<const ExchangeApi *>(first_->api)->current_stream(type, device.device_id, &stream_) == 0;
+    Owned device_type(integer(type)), device_id(integer(device.device_id));
+    Owned address(call_python(exchange->stream, operands_[0].object, static_cast<Object *>(device_type),
+                              static_cast<Object *>(device_id)));
+    if (!address) return false;
+    stream_ = python().PyLong_AsVoidPtr(address);
+    return !python().PyErr_Occurred();
+  }
+
+  // Runs operation() without the GIL if its `work` pays for that, or goes to a GPU, where a launch may wait.
+  template <class Operation> bool run(int64_t work, const Operation &operation) {
+    pydet_status status;
+    if (on_gpu_ || work >= kGilWork) {
+      void *thread = python().PyEval_SaveThread();
+      status = operation(stream_);
+      python().PyEval_RestoreThread(thread);
+    } else {
+      status = operation(stream_);
+    }
+    if (status != PYDET_OK) return fail(status, library_->last_error());
+    last_library = library_number_;
+    return true;
+  }
+
+  // What the caller gets of an output: a new reference, NULL on failure.
+  Object *result(Operand *operand) {
+    if (operand->made && first_->adopts) return call_python(exchange->adopt, operands_[0].object, operand->object);
+    python().Py_IncRef(operand->object);
+    return operand->object;
+  }
+
+  // What the caller gets of several: a tuple, with None for those that are not present. NULL on failure.
+  Object *results(Operand *const *operands, int count) {
+    Object *tuple = python().PyTuple_New(count);
+    for (int i = 0; tuple && i < count; ++i) {
+      Object *object = exchange->none;
+      if (operands[i]->present) object = result(operands[i]);
+      else python().Py_IncRef(object);
+      if (object) {
+        python().PyTuple_SetItem(tuple, i, object);
+        continue;
+      }
+      const ExceptionAside aside;
+      python().Py_DecRef(tuple);
+      return nullptr;
+    }
+    return tuple;
+  }
+
+  bool fail(pydet_status status, const char *sentence) {
+    Owned number(integer(status)), words(text(sentence));
+    if (words) Owned(call_python(exchange->fail, static_cast<Object *>(number), static_cast<Object *>(words)));
+    return false;
+  }
+
+  // Says "op: name is what".
+  bool refuse(const char *name, const char *what, pydet_status status = PYDET_INVALID_VALUE) {
+    python().PyErr_Clear();
+    char sentence[240];
+    snprintf(sentence, sizeof sentence, "%s: %s is %s", op_, name, what);
+    return fail(status, sentence);
+  }
+
+  // Scalars. One that is not given leaves *value as it is.
+  bool integer_of(const char *name, Object *object, int64_t *value) {
+    if (!given(object)) return true;
+    *value = python().PyLong_AsLongLong(object);
+    return *value != -1 || !python().PyErr_Occurred() || refuse(name, "no 64-bit integer");
+  }
+  bool flag_of(const char *name, Object *object, int32_t *value) {
+    if (!object) return true;
+    Owned asked(object == exchange->yes || object == exchange->no ? nullptr : ask(exchange->flag, object, name));
+    if (asked) object = asked;
+    *value = object == exchange->yes;
+    return *value || object == exchange->no;
+  }
+  bool float_of(const char *name, Object *object, float *value) {
+    if (!object) return true;
+    const double number = python().PyFloat_AsDouble(object);
+    *value = float(number);
+    return number != -1 || !python().PyErr_Occurred() || refuse(name, "no number");
+  }
+  bool text_of(const char *name, Object *object, const char **value) {
+    if (!given(object)) return true;
+    intptr_t length = 0;
+    *value = python().PyUnicode_AsUTF8AndSize(object, &length);
+    if (!*value) return refuse(name, "no text");
+    return intptr_t(strlen(*value)) == length || refuse(name, "text with a NUL character in it");
+  }
+
+  // The number of a name in `names`, a dict; what it does not have is the `unknown` hook's to look up or refuse.
+  bool number_of(const char *name, Object *names, Object *object, int32_t *value) {
+    if (!object) return true;
+    Object *known = python().PyDict_GetItemWithError(names, object);
+    if (!known) python().PyErr_Clear();  // of what cannot be in any dict
+    Owned found(known ? nullptr : ask(exchange->unknown, object, name));
+    if (!known) known = found;
+    if (known) *value = int32_t(python().PyLong_AsLongLong(known));
+    return known;
+  }
+
+  const Library &library() const { return *library_; }
+  bool on_gpu() const { return on_gpu_; }
+  bool can_allocate() const { return first_->reader != PYDET_EXCHANGE_HOOK || first_->id != 0; }
+
+ private:
+  Operand *add(Object *object) {
+    Operand *operand = &operands_[count_++];
+    operand->object = object;
+    operand->keep = nullptr;
+    operand->present = operand->buffered = operand->made = false;
+    return operand;
+  }
+
+  static const Library *loaded(int index) { return __atomic_load_n(&exchange->libraries[index], __ATOMIC_ACQUIRE); }
+
+  // Calls a hook of (object, op, name).
+  Object *ask(Object *hook, Object *object, const char *name) {
+    Owned op(text(op_)), argument(text(name));
+    return call_python(hook, object, static_cast<Object *>(op), static_cast<Object *>(argument));
+  }
+
+  const Framework *framework_of(const char *name, Object *object) {
+    Owned type(python().PyObject_Type(object));
+    if (type == last_type_) return last_framework_;
+    if (Object *known = python().PyDict_GetItemWithError(exchange->frameworks, type)) {
+      last_type_ = type;  // one that lives for ever
+      return last_framework_ = static_cast<const Framework *>(python().PyLong_AsVoidPtr(known));
+    }
+    python().PyErr_Clear();  // of a type that cannot be in any dict
+    Owned address(ask(exchange->classify, object, name));
+    return address ? static_cast<const Framework *>(python().PyLong_AsVoidPtr(address)) : nullptr;
+  }
+
+  bool agree(const char *name, Object *object, const Framework *framework) {
+    if (count_ == 1) first_ = framework;
+    if (framework->id == 0 || framework->id == id_) return true;
+    if (id_ != 0) {
+      Owned op(text(op_)), known(text(known_name_)), argument(text(name));
+      Owned(call_python(exchange->mixed, static_cast<Object *>(op), static_cast<Object *>(known), known_,
+                        static_cast<Object *>(argument), object));
+      return false;
+    }
+    id_ = framework->id;
+    known_ = object;
+    known_name_ = name;
+    return true;
+  }
+
+  bool fill(const char *name, Operand *operand, const Framework *framework, bool written) {
+    operand->present = true;
+    if (framework->reader == PYDET_EXCHANGE_API) return fill_by_api(name, operand, framework);
+    if (framework->reader == PYDET_EXCHANGE_ARRAY && fill_by_buffer(operand))
+      return !written || !operand->buffer.readonly || refuse(name, "read-only");
+    Owned op(text(op_)), argument(text(name)), write(integer(written));
+    operand->keep = call_python(exchange->borrow, operand->object, static_cast<Object *>(op),
+                                static_cast<Object *>(argument), static_cast<Object *>(write));
+    if (!operand->keep) return false;
+    void *address = python().PyLong_AsVoidPtr(python().PyTuple_GetItem(operand->keep, 0));
+    operand->tensor = *static_cast<const pydet_tensor *>(address);
+    return true;
+  }
+
+  // numpy.ndarray of our types; false, with no exception set, is for the `borrow` hook to look at.
+  bool fill_by_buffer(Operand *operand) {
+    Owned dtype(python().PyObject_GetAttr(operand->object, exchange->dtype));
+    int type = 0;
+    while (type < kTypeCount && (!dtype || exchange->numpy_dtypes[type] != dtype)) ++type;
+    Buffer &buffer = operand->buffer;
+    if (type == kTypeCount || python().PyObject_GetBuffer(operand->object, &buffer, kStrided) != 0) {
+      python().PyErr_Clear();
+      return false;
+    }
+    operand->buffered = true;
+    const intptr_t size = kTypes[type].bits / 8;
+    bool whole = buffer.ndim <= kDims && buffer.item_size == size;
+    for (int i = 0; whole && i < buffer.ndim; ++i) {
+      whole = buffer.strides[i] % size == 0;
+      operand->shape[i] = buffer.shape[i];
+      operand->strides[i] = buffer.strides[i] / size;
+    }
+    if (whole)
+      operand->tensor = {buffer.data, {PYDET_CPU, 0}, buffer.ndim, dtype_of(type), operand->shape, operand->strides, 0};
+    return whole;
+  }
+
+  bool fill_by_api(const char *name, Operand *operand, const Framework *framework) {
+    if (static_cast<const ExchangeApi *>(framework->api)->tensor_from_object(operand->object, &operand->tensor) != 0) {
+      python().PyErr_Clear();
+      Owned(ask(exchange->unreadable, operand->object, name));
+      return false;
+    }
+    own_extents(operand);
+    return !framework->torch || operand->made || means_its_memory(name, operand->object);
+  }
+
+  // What a torch tensor is beyond its memory: one that wants a gradient, the negative of its memory, a dual number of
+  // forward-mode AD. The exchange API hands out all of them without a word, and nothing about the memory tells.
+  bool means_its_memory(const char *name, Object *object) {
+    Owned tracked(python().PyObject_GetAttr(object, exchange->requires_grad));
+    Owned negated(tracked ? call_python(exchange->is_neg, object) : nullptr);
+    if (!negated) return false;
+    if (tracked == exchange->no && negated == exchange->no && !tangents_about()) return true;
+    Owned checked(ask(exchange->check, object, name));
+    return checked;
+  }
+
+  bool tangents_about() {
+    if (tangents_ < 0) {
+      Owned level(python().PyObject_GetAttr(exchange->forward_ad, exchange->current_level));
+      tangents_ = !level || python().PyLong_AsLongLong(level) != -1;
+      python().PyErr_Clear();
+    }
+    return tangents_;
+  }
+
+  // Copies shape and strides, which another thread may change once the GIL is released.
+  void own_extents(Operand *operand) {
+    pydet_tensor &tensor = operand->tensor;
+    if (tensor.ndim > kDims) return;
+    for (int i = 0; i < tensor.ndim; ++i) {
+      operand->shape[i] = tensor.shape[i];
+      if (tensor.strides) operand->strides[i] = tensor.strides[i];
+    }
+    tensor.shape = operand->shape;
+    if (tensor.strides) tensor.strides = operand->strides;
+  }
+
+  bool make_by_api(Operand *operand, int ndim, const int64_t *shape, int type) {
+    const ExchangeApi *api = static_cast<const ExchangeApi *>(first_->api);
+    int64_t extents[kDims];
+    for (int i = 0; i < ndim; ++i) extents[i] = shape[i];
+    pydet_tensor prototype = {nullptr, operands_[0].tensor.device, ndim, dtype_of(type), extents, nullptr, 0};
+    ManagedTensor *managed = nullptr;
+    char sentence[256] = "";
+    struct Context {
+      const char *op;
+      char *sentence;
+      size_t size;
+    } context = {op_, sentence, sizeof sentence};
+    auto set_error = [](void *to, const char *, const char *message) {
+      auto *context = static_cast<Context *>(to);
+      const int line = int(strcspn(message, "\n"));
+      snprintf(context->sentence, context->size, "%s: no memory for the result: %.*s", context->op, line, message);
+    };
+    if (api->allocate(&prototype, &managed, &context, set_error) != 0) {
+      python().PyErr_Clear();
+      return fail(PYDET_DEVICE_ERROR, sentence);
+    }
+    operand->tensor = managed->tensor;
+    operand->present = true;
+    own_extents(operand);
+    if (api->object_from_managed(managed, &operand->object) != 0) return false;
+    operand->made = true;
+    return true;
+  }
+
+  const char *op_;
+  Operand operands_[10];
+  int count_ = 0;
+  const Framework *first_ = nullptr;  // of the first operand
+  Object *last_type_ = nullptr;       // of the last operand whose type lives for ever, and its framework
+  const Framework *last_framework_ = nullptr;
+  int32_t id_ = 0;  // of the first operand that is no bare carrier, and which that was
+  Object *known_ = nullptr;
+  const char *known_name_ = nullptr;
+  const Library *library_ = nullptr;
+  int32_t library_number_ = -1;
+  int tangents_ = -1;  // whether a tensor may have one now; -1: not asked yet
+  void *stream_ = nullptr;
+  bool on_gpu_ = false;
+};
+
+}  // namespace pydet

@@ -1,0 +1,115 @@
+"""The shared library that the Python package loads: missing, of another kind or release, wanted by two interpreters."""
+
+import re
+import subprocess
+
+import pytest
+
+import pydet
+from conftest import run_python
+
+GEMM = """
+import numpy, pydet
+a = numpy.ones((2, 2), numpy.float32)
+try:
+    pydet.gemm(a, a)
+except pydet.Error as error:
+    print(error.status_name, error)
+"""
+
+
+def library_of(tmp_path, **functions):
+    """A shared library of functions that return these numbers."""
+    source, library = tmp_path / "stub.c", tmp_path / "libstub.so"
+    source.write_text("".join(f"int {name}(void) {{ return {number}; }}\n" for name, number in functions.items()))
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    return library
+
+
+def test_missing_library(tmp_path):
+    done = run_python("-c", GEMM, library=tmp_path / "libpydet_cpu.so")
+    assert re.search(
+        rf"^PYDET_\w+ gemm: .*no library serves CPU tensors: {tmp_path}/libpydet_cpu.so is not there, "
+        "which PYDET_LIBRARY names$",
+        done.stdout.strip(),
+    ), (done.stdout, done.stderr)
+
+
+def test_library_that_does_not_load(tmp_path):
+    text = tmp_path / "libtext.so"
+    text.write_text("this is no library\n")
+    done = run_python("-c", GEMM, library=text)
+    assert re.search(rf"{text} is there but does not load: .*(invalid ELF header|file too short)", done.stdout), (
+        done.stderr
+    )
+
+
+def test_library_of_something_else(tmp_path):
+    library = library_of(tmp_path, other=1)
+    done = run_python("-c", GEMM, library=library)
+    assert f"{library} is no pydet library: it has no pydet_abi()" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "abi, numerics, words", [(pydet.ABI + 1, pydet.NUMERICS, "ABI"), (pydet.ABI, pydet.NUMERICS + 1, "NUMERICS")]
+)
+def test_library_of_another_release(tmp_path, abi, numerics, words):
+    library = library_of(tmp_path, pydet_abi=abi, pydet_numerics=numerics)
+    done = run_python("-c", GEMM, library=library)
+    got, want = (abi, pydet.ABI) if words == "ABI" else (numerics, pydet.NUMERICS)
+    assert f"{library} has {words} {got}, this Python package wants {want}" in done.stdout, (done.stdout, done.stderr)
+
+
+# ---- Interpreters ----------------------------------------------------------------------------------------------------
+
+
+TWO_INTERPRETERS = """
+import numpy, pydet
+try:
+    import _interpreters as interpreters
+    second = interpreters.create("legacy")
+except ImportError:
+    import _xxsubinterpreters as interpreters
+    second = interpreters.create(isolated=False)
+a = numpy.ones((2, 2), numpy.float32)
+print(pydet.gemm(a, a)[0, 0])
+interpreters.run_string(second, '''
+import pydet
+try:
+    pydet.gemm(object(), object())
+except pydet.Error as error:
+    print(error.status_name, error, flush=True)
+''')
+interpreters.destroy(second)
+print(pydet.gemm(a, a)[0, 0])
+try:
+    pydet.gemm(a, [1])
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_a_second_interpreter_is_refused_and_the_first_goes_on():
+    """The library has the hooks of one interpreter, which those of another must not replace."""
+    done = run_python("-c", TWO_INTERPRETERS)
+    first, second, *rest = done.stdout.splitlines()
+    assert first == "2.0" and rest[0] == "2.0", (done.stdout, done.stderr)
+    assert second.startswith("PYDET_UNSUPPORTED gemm: ") and second.endswith(
+        "pydet is in use by another interpreter of this process; import it in one of them only"
+    )
+    assert rest[1].startswith("gemm: b is list, want a tensor") and done.returncode == 0, done.stderr
+
+
+def test_the_package_may_be_imported_anew():
+    """In the interpreter that has it: both copies then work."""
+    code = """
+import sys, numpy, pydet
+old = pydet
+for name in [name for name in sys.modules if name.split(".")[0] == "pydet"]:
+    del sys.modules[name]
+import pydet
+a = numpy.ones((2, 2), numpy.float32)
+print(old is not pydet, old.gemm(a, a)[0, 0], pydet.gemm(a, a)[0, 0])
+"""
+    done = run_python("-c", code)
+    assert done.stdout.split() == ["True", "2.0", "2.0"], (done.stdout, done.stderr)
