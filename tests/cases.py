@@ -253,8 +253,8 @@ STAGES = (16, 32, 64, 128, 256, 512)
 
 
 def chunk_cases(stages=STAGES):
-    """[(K, k_chunk)]: chunks a step of 16 shorter than a stage, as long, a step longer, one and a half stages and two and
-    a step; K a chunk, a little less and a little more than two, and three with a rest."""
+    """[(K, k_chunk)]: chunks a step of 16 shorter than a stage, as long, a step longer, one and a half stages and two
+    and a step; K a chunk, a little less and a little more than two, and three with a rest."""
     found = {}
     for stage in stages:
         for i, chunk in enumerate((stage - 16, stage, stage + 16, stage * 3 // 32 * 16, 2 * stage + 16)):
@@ -269,8 +269,8 @@ ROWS = (1, 8, 9, 17, 33, 65, 129)
 
 
 def check_chunks(gemm, arithmetic, dtype, problems=None, rows=ROWS, n=19):
-    """Chunks that end inside, at and between the stages of a kernel, for the same first rows of more and more: each is a
-    chain of its own, and their sums are added in ascending order. The chains are those of the library's CPU kernels."""
+    """Chunks that end inside, at and between the stages of a kernel, for the same first rows of more and more: each is
+    a chain of its own, and their sums are added in ascending order. The chains are those of the library's CPU kernels."""
     for k, chunk in chunk_cases() if problems is None else problems:
         a, b, want = chunked_sums(k, chunk, arithmetic, dtype, max(rows), n)
         for m in rows:

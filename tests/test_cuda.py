@@ -228,8 +228,8 @@ def test_chunks_across_stages(device, kernel, dtype):
 
 @each("gemm")
 def test_random_problems(device, kernel, dtype):
-    """Problems of any shape, layout, type and k_chunk. FUZZ_SEED and FUZZ_CASES ask for others and more; a failure names
-    its seed and case."""
+    """Problems of any shape, layout, type and k_chunk. FUZZ_SEED and FUZZ_CASES ask for others and more; a failure
+    names its seed and case."""
     seed, count = int(os.environ.get("FUZZ_SEED", "1")), int(os.environ.get("FUZZ_CASES", "40"))
     for number in range(count):
         # Of kernels with one arithmetic the same problems, so that the CPU computes each once
