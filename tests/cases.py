@@ -270,7 +270,7 @@ ROWS = (1, 8, 9, 17, 33, 65, 129)
 
 def check_chunks(gemm, arithmetic, dtype, problems=None, rows=ROWS, n=19):
     """Chunks that end inside, at and between the stages of a kernel, for the same first rows of more and more: each is
-    a chain of its own, and their sums are added in ascending order. The chains are those of the library's CPU kernels."""
+    a chain of its own, and their sums are added in ascending order. The chains are those of the CPU's kernels."""
     for k, chunk in chunk_cases() if problems is None else problems:
         a, b, want = chunked_sums(k, chunk, arithmetic, dtype, max(rows), n)
         for m in rows:

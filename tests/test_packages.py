@@ -115,6 +115,22 @@ def test_pkg_config(prefix, tool, tmp_path):
     assert f"libpydet_cpu.so.{pydet.ABI}: cannot open shared object file" in said
 
 
+def test_pkg_config_as_the_readme_writes_it(prefix, tool, tmp_path):
+    """Its two lines, with the place that pydet has here; the program needs no LD_LIBRARY_PATH."""
+    tool("pkg-config")
+    for page in ("README.md", "docs/cpp.md"):
+        text = (ROOT / page).read_text()
+        (export,) = re.findall(r"^ {4}(export PKG_CONFIG_PATH=.*)$", text, flags=re.M)
+        (build,) = re.findall(r"^ {4}(c\+\+ .*pkg-config.*)$", text, flags=re.M)
+        (tmp_path / "x.cpp").write_bytes((EXAMPLE / "stream.cpp").read_bytes())
+        here = prefix.parent / "no-space"
+        if not here.exists():
+            here.symlink_to(prefix)
+        run("sh", "-ec", f"{export.replace('/opt/pydet', str(here))}\n{build}", cwd=tmp_path)
+        check_example(tmp_path / "a.out")
+        (tmp_path / "a.out").unlink()
+
+
 def cmake_example(prefix, folder, *settings):
     """The example as its users build it, out of the tree; no run path has to be set. Returns what it is linked to."""
     run("cmake", "-S", EXAMPLE, "-B", folder, f"-DCMAKE_PREFIX_PATH={prefix}", *settings)
