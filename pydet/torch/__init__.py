@@ -11,6 +11,7 @@
 mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with the same bits.
 """
 
+from pydet.torch.attention import attention, register_attention
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
 from pydet.torch.modules import Conv1D, Linear, RMSNorm, accumulate_gradients
@@ -22,10 +23,12 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "accumulate_gradients",
+    "attention",
     "convert",
     "gemm",
     "linear",
     "override_aten",
+    "register_attention",
     "rms_norm",
     "skinny_linear",
 ]

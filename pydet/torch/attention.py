@@ -1,0 +1,337 @@
+"""Attention whose bits are a query's own: the same in a prefill, in a decoding step, in any batch, under any padding.
+
+Scores are products of pydet; a weight is ``exp(score - largest)`` by a formula of exactly rounded steps, and exactly 0
+where a key is not allowed; the sums over keys, of the weights and of the values times them, are chains of ``ieee``,
+which keys of weight 0 do not change wherever they stand. So a query's result does not depend on other queries, on the
+length of the cache, or on how many keys are masked before, between or after its own.
+
+:func:`register_attention` gives it to Transformers as ``attn_implementation="pydet"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from pydet._native import INVALID_DTYPE, UNSUPPORTED, constants, fail
+from pydet.ops import _gemm_db as gemm_db
+from pydet.torch import ops
+from pydet.torch.ops import DTYPES
+
+Tensor: TypeAlias = torch.Tensor
+
+_SCHEMAS = {
+    "attention": "(Tensor q, Tensor k, Tensor v, Tensor? allowed, float scale, str arithmetic, int? k_chunk)"
+    " -> (Tensor, Tensor)",
+    "attention_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor total,"
+    " float scale, str arithmetic, int? k_chunk) -> (Tensor, Tensor, Tensor)",
+}
+_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # that are held at a time, in elements; decides no bits
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None = None,
+    *,
+    scale: float,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+) -> Tensor:
+    """``softmax(scale q k^T) v`` over the keys that are allowed, with a gradient by q, k and v.
+
+    The sums over keys are ``ieee`` chains in fp32 on every device; the result is rounded once. A query with no allowed
+    key gives zeros. Memory beyond the result: blocks of queries of about 2^20 scores on the CPU and 2^26 on a GPU, and
+    v in fp32.
+
+    Args:
+        q: ``[B, H, Q, D]``, float32, bfloat16 or float16.
+        k: ``[B, G, K, D]`` of the type of q; H is a multiple of G, and H / G heads of q share one of k.
+        v: ``[B, G, K, E]`` of the type of q.
+        allowed: bool, ``[B or 1, H or 1, Q, K]``: which keys take part; None for all.
+        scale: of the scores.
+        arithmetic, k_chunk: of the products ``q k^T`` and of their gradient ``dout v^T``, as in :func:`pydet.gemm`.
+
+    Returns:
+        ``[B, H, Q, E]``, of the type of q.
+
+    Raises:
+        Error: shapes or types that do not fit.
+    """
+    return torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, k_chunk)[0]
+
+
+# ---- The softmax -----------------------------------------------------------------------------------------------------
+
+_LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """exp(x) for x <= 0 in fp32, in place: each step is one exactly rounded operation on an element, so that an
+    element's bits depend on its value alone. Exactly 1 at 0, and exactly 0 below -87.7.
+
+    exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, ln 2 in two parts, exp(r) by a polynomial.
+    """
+    x.clamp_(min=-88.0)
+    n = (x * _LOG2E).round_()
+    step = n * _LN2_HIGH
+    x.sub_(step)
+    torch.mul(n, _LN2_LOW, out=step)
+    x.sub_(step)
+    p = torch.mul(x, _EXP[0], out=step)
+    for coefficient in _EXP[1:-1]:
+        p.add_(coefficient).mul_(x)
+    p.add_(_EXP[-1]).mul_(x).mul_(x).add_(x).add_(1.0)
+    power = n.add_(127.0).to(torch.int32).mul_(1 << 23).view(torch.float32)  # 2^n; 0 for n = -127
+    return torch.mul(p, power, out=x)
+
+
+def _weights_(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    """exp(score - the largest of its row), in place; exactly 0 where not allowed. Not divided by their sum."""
+    if allowed is not None:
+        scores.masked_fill_(~allowed, float("-inf"))
+    largest = scores.amax(-1, keepdim=True)
+    largest.masked_fill_(largest == float("-inf"), 0.0)  # a row of no keys
+    return _exp_(scores.sub_(largest))
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+_gemm = ops._of_any_strides(ops._run_gemm)
+_gemm_db = ops._of_any_strides(gemm_db)
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[B, H, ...] as [B, G, H / G, ...]."""
+    return x.unflatten(1, (groups, x.shape[1] // groups))
+
+
+def _mask_of(allowed: Tensor | None, groups: int, first: int, last: int) -> Tensor | None:
+    """The rows of the mask for a block of queries, to go with scores [B, G, H / G, queries, K]."""
+    if allowed is None:
+        return None
+    rows = allowed[:, :, first:last]
+    return rows[:, :, None] if rows.shape[1] == 1 else _by_group(rows, groups)
+
+
+def _blocks(q: Tensor, k: Tensor, heads: int) -> Iterator[tuple[int, int]]:
+    """Queries from, to: as many as keep the scores of `heads` heads within bounds."""
+    row = q.shape[0] * heads * max(k.shape[2], 1)
+    block = max(_SCORES.get(q.device.type, 1 << 20) // max(row, 1), 1)
+    for first in range(0, q.shape[2], block):
+        yield first, min(first + block, q.shape[2])
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    """v in fp32, then a column of ones, whose product with weights is their sum, and zeros up to a multiple of 4."""
+    width = v.shape[-1]
+    wide = torch.zeros(*v.shape[:-1], (width + 4) // 4 * 4, dtype=torch.float32, device=v.device)
+    wide[..., :width] = v
+    wide[..., width] = 1.0
+    return wide
+
+
+def _run_attention(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, arithmetic: str, k_chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    (batch, heads, _, _), groups, out_width = q.shape, k.shape[1], v.shape[-1]
+    out, total = _fake_attention(q, k, v, allowed, scale, arithmetic, k_chunk)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), total.fill_(1.0)
+    values, keys = _with_ones(v), k.mT
+    for first, last in _blocks(q, k, heads):
+        rows = _by_group(q[:, :, first:last], groups).flatten(2, 3)
+        scores = _gemm(rows, keys, None, torch.float32, arithmetic, k_chunk).mul_(scale)
+        shape = (batch, groups, heads // groups, last - first, k.shape[2])
+        weights = _weights_(scores.view(shape), _mask_of(allowed, groups, first, last)).view(scores.shape)
+        sums = _gemm(weights, values, None, None, "ieee").view(batch, heads, last - first, -1)
+        divisor = sums[..., out_width : out_width + 1]
+        divisor.masked_fill_(divisor == 0.0, 1.0)
+        total[:, :, first:last] = divisor[..., 0]
+        out[:, :, first:last] = sums[..., :out_width] / divisor
+    return out, total
+
+
+def _run_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    scale: float,
+    arithmetic: str,
+    k_chunk: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With p = weights / total: dv = p^T dout, ds = scale p (dout v^T - sum(dout out)), dq = ds k, dk = ds^T q.
+
+    dk and dv sum over the heads of a group, one after the other, and in each over its queries in their order.
+    """
+    batch, groups, single = q.shape[0], k.shape[1], torch.float32
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=single, device=x.device) for x in (k, v))
+    if out.numel() == 0 or k.shape[2] == 0:
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+    keys = k.to(single).contiguous()
+    ones = torch.ones(v.shape[-1], 1, dtype=single, device=v.device)
+    by_group = [_by_group(x, groups) for x in (dout, q, out, total, dq)]
+    for member in range(q.shape[1] // groups):
+        for first, last in _blocks(q, k, groups):
+            douts, queries, outs, totals, dqs = (x[:, :, member, first:last] for x in by_group)
+            mask = _mask_of(allowed, groups, first, last)
+            if mask is not None:
+                mask = mask[:, :, member if mask.shape[2] > 1 else 0]
+            p = _weights_(_gemm(queries, k.mT, None, single, arithmetic, k_chunk).mul_(scale), mask)
+            p.div_(totals[..., None])
+            ds = _gemm(douts, v.mT, None, single, arithmetic, k_chunk)
+            wide = douts.to(single).contiguous()
+            ds.sub_(_gemm(wide * outs.to(single), ones.expand(batch, groups, -1, -1), None, None, "ieee"))
+            ds.mul_(p).mul_(scale)
+            dqs.copy_(_gemm(ds, keys, None, q.dtype, "ieee"))
+            _add_gemm_db(dv, p, wide)
+            _add_gemm_db(dk, ds, queries.to(single).contiguous())
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add_gemm_db(total: Tensor, a: Tensor, dc: Tensor) -> None:
+    """total += a^T dc, as a continued chain."""
+    _gemm_db(a, dc, None, total, None, True, "ieee", None, None, False, None, None)
+
+
+# ---- Shapes and gradient ---------------------------------------------------------------------------------------------
+
+
+def _fake_attention(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, arithmetic: str, k_chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    shapes = ", ".join(f"{name} {'x'.join(map(str, x.shape))}" for name, x in (("q", q), ("k", k), ("v", v)))
+    fits = (
+        q.dim() == k.dim() == v.dim() == 4
+        and q.shape[0] == k.shape[0]
+        and k.shape[:3] == v.shape[:3]
+        and q.shape[3] == k.shape[3]
+        and k.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+    )
+    if not fits:
+        want = "want q BxHxQxD, k BxGxKxD, v BxGxKxE, H a multiple of G"
+        fail(constants.PYDET_INVALID_SHAPE, f"attention: {shapes}, {want}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            fail(INVALID_DTYPE, f"attention: {name} is {x.dtype}, want float32, bfloat16 or float16, the same of all")
+    if allowed is not None:
+        want_mask = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if allowed.dtype != torch.bool:
+            fail(INVALID_DTYPE, f"attention: the mask is {allowed.dtype}, want bool, True where a key takes part")
+        if allowed.dim() != 4 or any(x not in (1, y) for x, y in zip(allowed.shape[:2], want_mask[:2], strict=True)):
+            fail(constants.PYDET_INVALID_SHAPE, f"attention: the mask is {tuple(allowed.shape)}, want {want_mask}")
+        torch._check(
+            allowed.shape[2:] == want_mask[2:],
+            lambda: f"attention: the mask is {tuple(allowed.shape)}, want {want_mask}",
+        )
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def _fake_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *options: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, total = torch.ops.pydet.attention(q, k, v, allowed, *options)
+        ctx.save_for_backward(q, k, v, allowed, out, total)
+        ctx.options = options
+        ctx.mark_non_differentiable(total)
+        return out, total
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
+        q, k, v, allowed, out, total = ctx.saved_tensors
+        gradients = torch.ops.pydet.attention_backward(dout, q, k, v, allowed, out, total, *ctx.options)
+        return *gradients, None, None, None, None
+
+
+def _differentiable_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *options: Any) -> Any:
+    if any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled():
+        return ops._differentiate(_Attention, "attention", q, k, v, allowed, *options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.pydet.attention(q, k, v, allowed, *options)
+
+
+for _name, _schema in _SCHEMAS.items():
+    ops._library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+for _name, _run, _fake, _above in (
+    ("attention", _run_attention, _fake_attention, _differentiable_attention),
+    ("attention_backward", _run_attention_backward, _fake_attention_backward, None),
+):
+    ops._library.impl(_name, _run, "CompositeExplicitAutograd")
+    ops._library.impl(_name, _above or ops._refusing(_name, _run), "Autograd")
+    torch.library.register_fake(f"pydet::{_name}", _fake, lib=ops._library)
+
+
+# ---- Transformers ----------------------------------------------------------------------------------------------------
+
+
+def register_attention(name: str = "pydet", *, arithmetic: str = "auto", k_chunk: int | None = None) -> None:
+    """Registers :func:`attention` with Transformers, for ``model.set_attn_implementation(name)``.
+
+    From then on attention in that model has bits that do not depend on the batch, on padding, or on whether a token
+    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in every forward call. Attention dropout,
+    soft-capped scores, attention sinks and position biases are refused when they are met, with a sentence.
+
+    Args:
+        name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
+        arithmetic, k_chunk: as in :func:`attention`.
+
+    Raises:
+        Error: Transformers (4.53 or later) is not here.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    except ImportError as problem:
+        fail(UNSUPPORTED, f"register_attention: Transformers 4.53 or later is not here ({problem})")
+
+    def forward(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        if dropout:
+            fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
+        for option in ("softcap", "s_aux", "position_bias", "head_mask"):
+            if options.get(option) is not None:
+                fail(UNSUPPORTED, f"attention: the model has {option}, which pydet's attention does not take")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is None and causal and query.shape[2] > 1:
+            shape = (query.shape[2], key.shape[2])
+            attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])[
+                None, None
+            ]
+        if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
+            attention_mask = attention_mask[..., : key.shape[2]]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        y = attention(query, key, value, attention_mask, scale=scale, arithmetic=arithmetic, k_chunk=k_chunk)
+        return y.transpose(1, 2).contiguous(), None
+
+    def mask(*arguments: Any, **options: Any) -> Tensor | None:
+        options |= {"allow_is_causal_skip": False}
+        made: Tensor | None = sdpa_mask(*arguments, **options)
+        return made
+
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)

@@ -1,0 +1,206 @@
+"""pydet.torch.attention: a query's bits alone, in batches, under padding, with any cache; gradients and softmax."""
+
+import importlib
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
+
+import pydet  # noqa: E402
+import pydet.torch as pt  # noqa: E402
+
+attention_module = importlib.import_module("pydet.torch.attention")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def normal(*shape, dtype=torch.float32, device="cpu", seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device, dtype)
+
+
+def same(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
+    words = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    a, b = a.detach().contiguous().view(words), b.detach().contiguous().view(words)
+    assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def qkv(batch, queries, keys, dtype, device="cpu", heads=6, groups=2, width=16, out_width=20):
+    shapes = (batch, heads, queries, width), (batch, groups, keys, width), (batch, groups, keys, out_width)
+    return [normal(*shape, dtype=dtype, device=device, seed=i) for i, shape in enumerate(shapes)]
+
+
+def causal(queries, keys, device="cpu"):
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+
+
+def test_exponential():
+    exp = attention_module._exp_
+    x = torch.cat([-torch.rand(5000, generator=torch.Generator().manual_seed(0)) * 88, -torch.logspace(-9, 0, 500)])
+    want = torch.exp(x.double())
+    got = exp(x.clone())
+    normal_range = want > 2.0**-126
+    relative = ((got.double() - want) / want)[normal_range].abs().max()
+    assert relative < 1.6 * 2.0**-24, relative
+    for i in range(0, len(x), 97):  # an element's bits are those of its value, wherever it stands
+        same(exp(x[i : i + 1].clone()), got[i : i + 1])
+    edges = exp(torch.tensor([0.0, -0.0, float("-inf"), -1e30, -88.0, float("nan")]))
+    assert edges[:5].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0] and bool(edges[5].isnan())
+
+
+def test_against_float64(dtype):
+    q, k, v = (t.requires_grad_() for t in qkv(2, 9, 33, dtype))
+    doubles = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    allowed = causal(9, 33)
+    y = pt.attention(q, k, v, allowed, scale=0.25)
+    repeated = (doubles[0], *(t.repeat_interleave(3, 1) for t in doubles[1:]))
+    want = torch.nn.functional.scaled_dot_product_attention(*repeated, allowed, scale=0.25)
+    dy = normal(*y.shape, dtype=dtype)
+    y.backward(dy), want.backward(dy.double())
+    tolerance = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    pairs = [(y, want), *((a.grad, b.grad) for a, b in zip((q, k, v), doubles, strict=True))]
+    for ours, theirs in pairs:
+        assert ours.dtype == dtype and float((ours.double() - theirs).abs().max()) < tolerance
+
+
+def test_bits_are_the_querys_own(dtype, device):
+    """Alone, in batches, decoded one by one from a cache with a masked tail, with padding on either side."""
+    q, k, v = qkv(5, 37, 37, dtype, device)
+    allowed = causal(37, 37, device)
+    want = pt.attention(q, k, v, allowed, scale=0.3)
+    for i in range(5):
+        one = slice(i, i + 1)
+        same(pt.attention(q[one], k[one], v[one], allowed, scale=0.3), want[one])
+    for t in (0, 1, 15, 16, 17, 36):
+        last = q[:, :, t : t + 1]
+        same(pt.attention(last, k[:, :, : t + 1], v[:, :, : t + 1], scale=0.3), want[:, :, t : t + 1])
+        same(pt.attention(last, k, v, allowed[:, :, t : t + 1], scale=0.3), want[:, :, t : t + 1])
+    for left, right in ((1, 0), (5, 0), (0, 7), (16, 3)):
+        wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, left, right), value=3.0) for x in (k, v))
+        mask = torch.nn.functional.pad(allowed, (left, right), value=False)
+        same(pt.attention(q, wide_k, wide_v, mask, scale=0.3), want)
+    window = allowed.triu(-8)
+    windowed = pt.attention(q, k, v, window, scale=0.3)
+    same(pt.attention(q[:, :, 30:31], k[:, :, 22:31], v[:, :, 22:31], scale=0.3), windowed[:, :, 30:31])
+    for head in range(6):  # one head, with its own keys
+        own = slice(head // 3, head // 3 + 1)
+        same(pt.attention(q[:, head : head + 1], k[:, own], v[:, own], allowed, scale=0.3), want[:, head : head + 1])
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    same(pt.attention(*strided, allowed.expand(5, 6, 37, 37), scale=0.3), want)
+
+
+def gradients(q, k, v, allowed, dy, **options):
+    tracked = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    pt.attention(*tracked, allowed, scale=0.3, **options).backward(dy)
+    return [t.grad for t in tracked]
+
+
+def test_gradients_are_the_sequences_own(dtype, device, monkeypatch):
+    q, k, v = qkv(3, 21, 21, dtype, device)
+    allowed, dy = causal(21, 21, device), normal(3, 6, 21, 20, dtype=dtype, device=device, seed=9)
+    want = gradients(q, k, v, allowed, dy)
+    for i in range(3):
+        one = slice(i, i + 1)
+        for ours, theirs in zip(gradients(q[one], k[one], v[one], allowed, dy[one]), want, strict=True):
+            same(ours, theirs[one])
+    pad = lambda x: torch.nn.functional.pad(x, (0, 0, 4, 2))
+    mask = torch.nn.functional.pad(allowed, (4, 2, 4, 2), value=False)
+    for ours, theirs in zip(gradients(*map(pad, (q, k, v)), mask, pad(dy)), want, strict=True):
+        same(ours[:, :, 4:-2], theirs)
+        assert not bool(ours[:, :, :4].any()) and not bool(ours[:, :, -2:].any())
+    forward = pt.attention(q, k, v, allowed, scale=0.3)
+    monkeypatch.setitem(attention_module._SCORES, device, 500)  # blocks of one or two queries
+    same(pt.attention(q, k, v, allowed, scale=0.3), forward)
+    for ours, theirs in zip(gradients(q, k, v, allowed.expand(3, 6, 21, 21), dy), want, strict=True):
+        same(ours, theirs)
+
+
+def test_the_cpu_is_the_gpu(dtype):
+    if "cuda" not in DEVICES:
+        pytest.skip("no NVIDIA GPU here")
+    results = []
+    for device in DEVICES:
+        q, k, v = qkv(2, 37, 70, dtype, device)
+        dy = normal(2, 6, 37, 20, dtype=dtype, device=device)
+        options = {"arithmetic": "ieee" if dtype == torch.float32 else "sm90"}
+        y = pt.attention(q, k, v, causal(37, 70, device), scale=0.3, **options)
+        results.append([x.cpu() for x in (y, *gradients(q, k, v, causal(37, 70, device), dy, **options))])
+    for ours, theirs in zip(*results, strict=True):
+        same(ours, theirs)
+
+
+def test_rows_of_no_keys_and_empty_extents():
+    q, k, v = qkv(2, 5, 7, torch.float32)
+    allowed = causal(5, 7).repeat(2, 1, 1, 1)
+    allowed[1, :, 2] = False
+    want = gradients(q, k, v, causal(5, 7), torch.ones(2, 6, 5, 20))
+    y = pt.attention(q, k, v, allowed, scale=0.3)
+    assert not bool(y[1, :, 2].any()) and bool(y[1, :, 1].any())
+    for ours, theirs in zip(gradients(q, k, v, allowed, torch.ones(2, 6, 5, 20)), want, strict=True):
+        assert bool(ours.isfinite().all())
+        same(ours[0], theirs[0])
+    assert pt.attention(q[:, :, :0], k, v, scale=1.0).shape == (2, 6, 0, 20)
+    assert pt.attention(q[:0], k[:0], v[:0], scale=1.0).shape == (0, 6, 5, 20)
+    for empty in ((q, k[:, :, :0], v[:, :, :0]), (q[:, :, :0], k, v)):
+        assert not any(bool(x.any()) for x in gradients(*empty, None, torch.ones(2, 6, empty[0].shape[2], 20)))
+    assert not bool(pt.attention(q, k[:, :, :0], v[:, :, :0], scale=1.0).any())
+
+
+def test_a_sum_in_blocks_would_show():
+    """The negative control: with sums that walk keys in steps of 16, padding on the left moves the steps."""
+    weights = torch.rand(64, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    v = normal(48, 16, dtype=torch.bfloat16)
+    padded = [torch.nn.functional.pad(x, p) for x, p in ((weights, (5, 0)), (v, (0, 0, 5, 0)))]
+    same(pydet.gemm(*padded, arithmetic="ieee"), pydet.gemm(weights, v, arithmetic="ieee"))
+    with pytest.raises(AssertionError, match="elements differ"):
+        same(
+            pydet.gemm(*padded, arithmetic="sm90", out_dtype="float32"),
+            pydet.gemm(weights, v, arithmetic="sm90", out_dtype="float32"),
+        )
+
+
+def test_operators_and_graphs():
+    q, k, v = (t.requires_grad_() for t in qkv(2, 5, 7, torch.float32))
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # and compiled, below
+    torch.library.opcheck(
+        torch.ops.pydet.attention.default, (q, k, v, causal(5, 7), 0.3, "auto", None), test_utils=checks
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: pt.attention(*x, scale=0.3), backend="aot_eager", fullgraph=True)
+    y = compiled(q, k, v, causal(5, 7))
+    same(y, pt.attention(q, k, v, causal(5, 7), scale=0.3))
+    y.sum().backward()
+    for ours, theirs in zip((q, k, v), gradients(q, k, v, causal(5, 7), torch.ones_like(y)), strict=True):
+        same(ours.grad, theirs)
+
+
+def test_refusals():
+    q, k, v = qkv(2, 5, 7, torch.float32)
+
+    def refuses(pattern, *arguments, **options):
+        with pytest.raises(pydet.Error, match=pattern):
+            pt.attention(*arguments, **{"scale": 1.0, **options})
+
+    refuses(r"^attention: q 2x6x5x16, k 2x2x7x16, v 2x2x6x20, want q BxHxQxD, k BxGxKxD", q, k, v[:, :, 1:])
+    refuses(r"H a multiple of G", q[:, :5], k, v)
+    refuses(r"k is torch.bfloat16, want float32, bfloat16 or float16, the same of all", q, k.bfloat16(), v)
+    refuses(r"the mask is torch.float32, want bool", q, k, v, torch.zeros(1, 1, 5, 7))
+    refuses(r"the mask is \(3, 1, 5, 7\), want \(2, 6, 5, 7\)", q, k, v, causal(5, 7).expand(3, 1, 5, 7))
+    refuses(r"arithmetic is 'sm91'", q, k, v, arithmetic="sm91")
+    with pytest.raises(RuntimeError, match=r"the mask is \(1, 1, 5, 6\), want \(2, 6, 5, 7\)"):
+        pt.attention(q, k, v, causal(5, 6), scale=1.0)
+    tracked = q.clone().requires_grad_()
+    y = pt.attention(tracked, k, v, scale=1.0).sum()
+    with pytest.raises(pydet.Error, match=r"create_graph=True"):
+        torch.autograd.grad(y, tracked, create_graph=True)
