@@ -65,6 +65,21 @@ bool kernel_exists(const char *name) {
   return found;
 }
 
+// "k_chunk, a batch", of a set of features.
+Text feature_list(uint32_t features) {
+  Text out = {"more than any release has"};  // where no feature has a name
+  size_t used = 0;
+  for (const FeatureRow &row : kFeatures)
+    if (features & row.feature && used < sizeof out.text)
+      used += size_t(snprintf(out.text + used, sizeof out.text - used, "%s%s", used ? ", " : "", row.name));
+  return out;
+}
+
+// Whether a row's columns before `takes` let the problem pass, beside the features that it needs.
+template <class Problem> bool is_for(const Kernel<Problem> &row, const Problem &problem) {
+  return (row.types & bit(input_type(problem))) && row.arithmetic == arithmetic_of(problem) && row.runs_on(problem.device);
+}
+
 // Why no row of the table takes the problem, and what this build has instead.
 template <class Problem>
 pydet_status refuse(const char *op, const Problem &problem, const Backend &backend, const Table<Problem> &table) {
@@ -76,6 +91,18 @@ pydet_status refuse(const char *op, const Problem &problem, const Backend &backe
   if (arithmetic_of(problem) == Arithmetic::automatic)
     return fail(PYDET_DEVICE_ERROR, "%s: %s does not say what it is, so arithmetic auto cannot be resolved", op,
                 device_text(problem.device.type, problem.device.id).text);
+  uint32_t lacking = problem.needs();  // of every row that would do else
+  bool near = false;
+  for (int i = 0; i < table.count; ++i) {
+    if (!is_for(table.rows[i], problem)) continue;
+    near = true;
+    lacking &= ~table.rows[i].features;
+  }
+  if (near)
+    return fail(PYDET_UNSUPPORTED, "%s: no kernel for arithmetic %s on %s inputs on %s takes %s", op,
+                arithmetic_name(arithmetic_of(problem)), type_name(input_type(problem)),
+                device_text(problem.device.type, problem.device.id).text,
+                lacking ? feature_list(lacking).text : "this problem");
   Text have = {""};
   size_t used = 0;
   for (int i = 0; i < table.count; ++i) {
@@ -112,22 +139,26 @@ pydet_status check_reach(const char *op, const Backend &backend, const RmsNormBa
                      n.dweight.data);
 }
 
-template <class Problem> pydet_status launch(const char *op, const Problem &problem, const char *forced) {
-  const Backend &backend = *backend_for(problem.device.type);
-  const Table<Problem> &table = table_of(backend, problem);
+// The row that computes the problem: the one named, or the first that takes it and is worth it.
+template <class Problem>
+pydet_status choose(const char *op, const Backend &backend, const Table<Problem> &table, const Problem &problem,
+                    const char *forced, const Kernel<Problem> **chosen) {
+  const uint32_t needs = problem.needs();
   for (int i = 0; i < table.count; ++i) {
     const Kernel<Problem> &row = table.rows[i];
     if (forced && !equal(row.name, forced)) continue;
-    bool fits = (row.types & bit(input_type(problem))) && row.arithmetic == arithmetic_of(problem) &&
-                row.runs_on(problem.device) && (!row.takes || row.takes(problem));
+    const bool meant = is_for(row, problem);
+    const uint32_t lacking = needs & ~row.features;
+    if (forced && meant && lacking)
+      return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem, which needs %s", op, forced,
+                  feature_list(lacking).text);
+    const bool fits = meant && !lacking && (!row.takes || row.takes(problem));
     if (forced && !fits)
       return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem (%s on %s needs %s, has arithmetic %s)", op,
                   forced, operation_of(problem), type_name(input_type(problem)), row.requires_,
                   arithmetic_name(row.arithmetic));
     if (!fits || (!forced && row.prefers && !row.prefers(problem))) continue;
-    PYDET_TRY(check_reach(op, backend, problem));
-    PYDET_TRY(row.launch(problem));
-    last_kernel = row.name;
+    *chosen = &row;
     return PYDET_OK;
   }
   if (!forced) return refuse(op, problem, backend, table);
@@ -135,6 +166,16 @@ template <class Problem> pydet_status launch(const char *op, const Problem &prob
     return fail(PYDET_UNSUPPORTED, "%s: kernel %s is not a %s kernel for %s", op, forced, operation_of(problem),
                 device_text(problem.device.type, problem.device.id).text);
   return fail(PYDET_INVALID_VALUE, "%s: no kernel is named %s (pydet_kernel_name lists them)", op, forced);
+}
+
+template <class Problem> pydet_status launch(const char *op, const Problem &problem, const char *forced) {
+  const Backend &backend = *backend_for(problem.device.type);
+  const Kernel<Problem> *row = nullptr;
+  PYDET_TRY(choose(op, backend, table_of(backend, problem), problem, forced, &row));
+  PYDET_TRY(check_reach(op, backend, problem));
+  PYDET_TRY(row->launch(problem));
+  last_kernel = row->name;
+  return PYDET_OK;
 }
 
 pydet_status nothing_to_write() {

@@ -20,41 +20,46 @@ bool has_avx512(const Device &device) {
 }
 #endif
 
-// Columns: name, input types, arithmetic, requires, runs_on, takes (all), prefers (all), launch.
+constexpr uint32_t kGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kAlongM | kAlongN;
+constexpr uint32_t kNormFeatures = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
+constexpr uint32_t kGradientFeatures =
+    kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+
+// Columns: name, input types, arithmetic, features, requires, runs_on, takes (all), prefers (all), launch.
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
-    {"cpu_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, gemm_ieee<Avx512>},
-    {"cpu_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, gemm_ieee<Avx2>},
-    {"cpu_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, "avx512", has_avx512, nullptr, nullptr, gemm_sm90<Avx512>},
-    {"cpu_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, "avx2", has_avx2, nullptr, nullptr, gemm_sm90<Avx2>},
-    {"cpu_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, "avx512", has_avx512, nullptr, nullptr, gemm_sm80<Avx512>},
-    {"cpu_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, "avx2", has_avx2, nullptr, nullptr, gemm_sm80<Avx2>},
-    {"cpu_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, "avx512", has_avx512, nullptr, nullptr, gemm_cdna3<Avx512>},
-    {"cpu_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, "avx2", has_avx2, nullptr, nullptr, gemm_cdna3<Avx2>},
-    {"cpu_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, "avx512", has_avx512, nullptr, nullptr, gemm_cdna2<Avx512>},
-    {"cpu_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, "avx2", has_avx2, nullptr, nullptr, gemm_cdna2<Avx2>},
+    {"cpu_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_ieee<Avx512>},
+    {"cpu_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_ieee<Avx2>},
+    {"cpu_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_sm90<Avx512>},
+    {"cpu_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_sm90<Avx2>},
+    {"cpu_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_sm80<Avx512>},
+    {"cpu_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_sm80<Avx2>},
+    {"cpu_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_cdna3<Avx512>},
+    {"cpu_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_cdna3<Avx2>},
+    {"cpu_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_cdna2<Avx512>},
+    {"cpu_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_cdna2<Avx2>},
 #endif
-    {"cpu_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, gemm_ieee<Scalar>},
-    {"cpu_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, "any CPU", has_scalar, nullptr, nullptr, gemm_sm90<Scalar>},
-    {"cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, "any CPU", has_scalar, nullptr, nullptr, gemm_sm80<Scalar>},
-    {"cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna3<Scalar>},
-    {"cpu_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna2<Scalar>},
+    {"cpu_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_ieee<Scalar>},
+    {"cpu_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_sm90<Scalar>},
+    {"cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_sm80<Scalar>},
+    {"cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna3<Scalar>},
+    {"cpu_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna2<Scalar>},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
 #if defined(__x86_64__)
-    {"cpu_rmsnorm_avx512", kUnscaledTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, rmsnorm<Avx512>},
-    {"cpu_rmsnorm_avx2", kUnscaledTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, rmsnorm<Avx2>},
+    {"cpu_rmsnorm_avx512", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "avx512", has_avx512, nullptr, nullptr, rmsnorm<Avx512>},
+    {"cpu_rmsnorm_avx2", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "avx2", has_avx2, nullptr, nullptr, rmsnorm<Avx2>},
 #endif
-    {"cpu_rmsnorm_scalar", kUnscaledTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm<Scalar>},
+    {"cpu_rmsnorm_scalar", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "any CPU", has_scalar, nullptr, nullptr, rmsnorm<Scalar>},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 #if defined(__x86_64__)
-    {"cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, "avx512", has_avx512, nullptr, nullptr, rmsnorm_backward<Avx512>},
-    {"cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, "avx2", has_avx2, nullptr, nullptr, rmsnorm_backward<Avx2>},
+    {"cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "avx512", has_avx512, nullptr, nullptr, rmsnorm_backward<Avx512>},
+    {"cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "avx2", has_avx2, nullptr, nullptr, rmsnorm_backward<Avx2>},
 #endif
-    {"cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, "any CPU", has_scalar, nullptr, nullptr, rmsnorm_backward<Scalar>},
+    {"cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "any CPU", has_scalar, nullptr, nullptr, rmsnorm_backward<Scalar>},
 };
 
 pydet_status device_count(int32_t *count) {

@@ -68,7 +68,6 @@ pydet_status gemm_mma_128(const Gemm &);
 
 // amd/gemm_mfma.cu
 pydet_status gemm_mfma_64(const Gemm &);
-bool gemm_mfma_128_takes(const Gemm &);
 pydet_status gemm_mfma_128(const Gemm &);
 
 // amd/skinny_mfma.cu
@@ -77,8 +76,7 @@ pydet_status skinny_mfma(const Gemm &);
 
 // any/gemm_ieee.cu
 pydet_status gemm_ieee_64x64(const Gemm &);
-bool gemm_ieee_128x128_takes(const Gemm &);  // HIP, as its launch
-pydet_status gemm_ieee_128x128(const Gemm &);
+pydet_status gemm_ieee_128x128(const Gemm &);  // HIP
 
 // nvidia/gemm_ieee_fp32.cu
 bool gemm_ieee_128x256_takes(const Gemm &);

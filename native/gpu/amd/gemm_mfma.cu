@@ -268,7 +268,6 @@ template <int tile> pydet_status launch_type(const Gemm &problem) {
 }  // namespace
 
 pydet_status gemm_mfma_64(const Gemm &problem) { return launch_type<64>(problem); }
-bool gemm_mfma_128_takes(const Gemm &problem) { return problem.k_chunk == 0; }
 pydet_status gemm_mfma_128(const Gemm &problem) { return launch_type<128>(problem); }
 
 }  // namespace pydet

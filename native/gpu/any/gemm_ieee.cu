@@ -222,8 +222,6 @@ template <int side> pydet_status gemm_ieee(const char *name, const Gemm &problem
 pydet_status gemm_ieee_64x64(const Gemm &problem) { return gemm_ieee<4>("gemm_ieee_64x64", problem); }
 
 #if !defined(__CUDACC__)  // there gemm_ieee_fp32.cu has its place
-bool gemm_ieee_128x128_takes(const Gemm &problem) { return problem.k_chunk == 0; }
-
 pydet_status gemm_ieee_128x128(const Gemm &problem) { return gemm_ieee<8>("gemm_ieee_128x128", problem); }
 #endif
 

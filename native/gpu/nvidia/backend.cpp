@@ -16,43 +16,51 @@ bool is_sm80_to_89(const Device &device) { return from_sm80(device) && !from_sm9
 template <int tile> bool takes_sm90(const Gemm &problem) { return sm90_takes(problem, tile); }
 template <int tile> bool prefers_sm90(const Gemm &problem) { return sm90_prefers(problem, tile); }
 
+// What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
+constexpr uint32_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a skinny product, both along k
+constexpr uint32_t kOneChain = kBatch | kBias | kAccumulate | kAlongM | kAlongN;
+constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
+constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
+constexpr uint32_t kAllOfGradient =
+    kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
-  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, gemm_sm90<tile>};
+  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90Tiles[tile].chunked ? kAllOfGemm : kOneChain, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, gemm_sm90<tile>};
 }
 
 template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
-  return {name, kHalfTypes, Arithmetic::sm90, "sm_90a", is_sm90, SkinnySm90<rows>::takes, SkinnySm90<rows>::prefers, SkinnySm90<rows>::launch};
+  return {name, kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90a", is_sm90, SkinnySm90<rows>::takes, SkinnySm90<rows>::prefers, SkinnySm90<rows>::launch};
 }
 
-// Columns: name, input types, arithmetic, requires, runs_on, takes, prefers, launch.
+// Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
     skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"), skinny_row<48>("cuda_skinny_gemm_sm90_48"),
     skinny_row<64>("cuda_skinny_gemm_sm90_64"), skinny_row<96>("cuda_skinny_gemm_sm90_96"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
     sm90_row<0>(), sm90_row<1>(), sm90_row<2>(), sm90_row<3>(), sm90_row<4>(), sm90_row<5>(), sm90_row<6>(), sm90_row<7>(), sm90_row<8>(), sm90_row<9>(), sm90_row<10>(),
     sm90_row<11>(), sm90_row<12>(), sm90_row<13>(), sm90_row<14>(), sm90_row<15>(), sm90_row<16>(), sm90_row<17>(), sm90_row<18>(), sm90_row<19>(), sm90_row<20>(), sm90_row<21>(),
-    {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
-    {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
-    {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, "sm_90 or later", from_sm90, nullptr, nullptr, gemm_mma_64},
-    {"cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
-    {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
-    {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, "sm_80 to sm_89", is_sm80_to_89, nullptr, nullptr, gemm_mma_64},
-    {"cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, skinny_ieee_takes, nullptr, skinny_ieee},
-    {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, "sm_80 or later", from_sm80, gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
-    {"cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
+    {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90 or later", from_sm90, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
+    {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kOneChain, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
+    {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kAllOfGemm, "sm_90 or later", from_sm90, nullptr, nullptr, gemm_mma_64},
+    {"cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, kOneMatrix, "sm_80 to sm_89", is_sm80_to_89, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
+    {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kOneChain, "sm_80 to sm_89", is_sm80_to_89, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
+    {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kAllOfGemm, "sm_80 to sm_89", is_sm80_to_89, nullptr, nullptr, gemm_mma_64},
+    {"cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kOneMatrix, "sm_80 or later", from_sm80, skinny_ieee_takes, nullptr, skinny_ieee},
+    {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kOneChain, "sm_80 or later", from_sm80, gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
+    {"cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
-    {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_long},
+    {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
+    {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_long},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
-    {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
-    {"cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, "sm_90 or later", from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
-    {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
+    {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
+    {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
+    {"cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later", from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
+    {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
 };
 
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.

@@ -241,7 +241,7 @@ int64_t tile_count(const Gemm &g) {
 
 bool gemm_ieee_128x256_takes(const Gemm &g) {
   constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1;
-  return g.k_chunk == 0 && g.a.type == Type::f32 && tile_count(g) <= kMostBlocks &&
+  return tile_count(g) <= kMostBlocks &&
          reaches(g.a, g.a.col_stride, g.a.row_stride, g.k, g.batch, g.batch.a) &&
          reaches(g.b, g.b.row_stride, g.b.col_stride, g.k, g.batch, g.batch.b);
 }

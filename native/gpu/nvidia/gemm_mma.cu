@@ -241,7 +241,7 @@ pydet_status gemm_mma_64(const Gemm &problem) {
   return aligned ? launch_layout<Type::f16, 64, true, true>(problem) : launch_layout<Type::f16, 64, false, true>(problem);
 }
 
-bool gemm_mma_128_takes(const Gemm &problem) { return problem.k_chunk == 0 && all_aligned(problem); }
+bool gemm_mma_128_takes(const Gemm &problem) { return all_aligned(problem); }
 
 pydet_status gemm_mma_128(const Gemm &problem) {
   return problem.a.type == Type::bf16 ? launch_layout<Type::bf16, 128, true, false>(problem)

@@ -1,0 +1,159 @@
+// What a call asks for, once it is checked: api.cpp makes a problem of it, and the kernels take that.
+#pragma once
+
+#include "numerics.h"
+#include "types.h"
+
+namespace pydet {
+
+enum class Arithmetic : int32_t {
+  automatic = PYDET_AUTO,
+  ieee = PYDET_IEEE,
+  sm90 = PYDET_SM90,
+  sm80 = PYDET_SM80,
+  cdna3 = PYDET_CDNA3,
+  cdna2 = PYDET_CDNA2,
+};
+
+// ---- What a problem may need ---------------------------------------------------------------------------------------
+
+// Beyond types and arithmetic. A row of a kernel table names what its kernel does and refuses what it does not name: a new
+// field of a problem that changes its result gets a feature here and a term in needs(), and every kernel refuses it until
+// its row says otherwise. What may be ignored without changing a promised bit (fast, weights_constant, skinny, workspace)
+// is no need.
+enum Feature : uint32_t {
+  kBatch = 1 << 0,       // leading dimensions
+  kBias = 1 << 1,
+  kAccumulate = 1 << 2,
+  kChunks = 1 << 3,      // k_chunk
+  kAlongM = 1 << 4,      // neighbours in a are along m; without it along k
+  kAlongN = 1 << 5,      // neighbours in b are along n; without it along k
+  kResidual = 1 << 6,    // of a norm: residual and sum, or dresidual
+  kWeight = 1 << 7,
+  kWeightOffset = 1 << 8,
+  kRstd = 1 << 9,        // is stored
+  kTwoStrides = 1 << 10,  // to walk the rows
+  kRowGradient = 1 << 11,     // dx
+  kWeightGradient = 1 << 12,  // dweight
+};
+struct FeatureRow {
+  Feature feature;
+  const char *name;  // in sentences
+};
+constexpr FeatureRow kFeatures[] = {
+    {kBatch, "a batch"},
+    {kBias, "a bias"},
+    {kAccumulate, "accumulate"},
+    {kChunks, "k_chunk"},
+    {kAlongM, "a left operand along M"},
+    {kAlongN, "a right operand along N"},
+    {kResidual, "a residual"},
+    {kWeight, "a weight"},
+    {kWeightOffset, "a weight offset"},
+    {kRstd, "rstd"},
+    {kTwoStrides, "rows of two strides"},
+    {kRowGradient, "dx"},
+    {kWeightGradient, "dweight"},
+};
+
+constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }
+
+// ---- Operands ----------------------------------------------------------------------------------------------------
+
+// A checked matrix: strides in elements, none negative; data is NULL only where there are no elements.
+struct Matrix {
+  char *data;
+  Type type;
+  int64_t rows, cols;
+  int64_t row_stride, col_stride;
+};
+
+constexpr int kMaxBatchDims = 6;
+
+// Leading dimensions after merging all that can be: element strides are those of a, b, bias and out (0: broadcast).
+// dims = 0 and count = 1 where there is no batch.
+struct Batch {
+  int dims;
+  int64_t count;
+  int64_t shape[kMaxBatchDims];
+  int64_t a[kMaxBatchDims], b[kMaxBatchDims], bias[kMaxBatchDims], out[kMaxBatchDims];
+};
+
+// Row r of a tensor starts at data + ((r / inner) * outer_stride + (r % inner) * inner_stride) elements; its elements
+// are adjacent. `inner` is the same for all tensors of a problem. data is NULL where the operand is absent.
+struct Rows {
+  char *data;
+  Type type;
+  int64_t outer_stride, inner_stride;
+};
+
+// Contiguous along n; data is NULL where absent.
+struct Vector {
+  char *data;
+  Type type;
+};
+
+struct Device {
+  int32_t type;  // PYDET_CPU, PYDET_CUDA or PYDET_ROCM
+  int32_t id;
+};
+
+// ---- Problems ----------------------------------------------------------------------------------------------------
+
+// out[m, n] = round(chain_k(a[m, k], b[k, n]) + bias[m, n]). out is row-major: col_stride is 1. a and b have a unit
+// stride each. bias.data is NULL where there is none; its strides may be 0. k may be 0; m, n and batch.count are not.
+struct Gemm {
+  Device device;
+  void *stream;
+  Matrix a, b, bias, out;
+  Batch batch;
+  int64_t m, n, k;
+  Arithmetic arithmetic;  // resolved
+  int64_t k_chunk;        // 0: none
+  bool accumulate;
+  bool skinny;            // called through pydet_skinny_gemm: a holds the few rows, b^T the weights
+  bool fast;              // PYDET_FAST: bits may vary
+  bool weights_constant;
+  void *workspace;
+  uint64_t workspace_size;
+
+  uint32_t needs() const {
+    return when(batch.dims > 0, kBatch) | when(bias.data, kBias) | when(accumulate, kAccumulate) |
+           when(k_chunk != 0, kChunks) | when(a.col_stride != 1 && k > 1, kAlongM) |
+           when(b.row_stride != 1 && k > 1, kAlongN);
+  }
+};
+
+struct RmsNorm {
+  Device device;
+  void *stream;
+  int64_t rows, inner, n;
+  Rows x, residual, y, sum;
+  Vector weight, rstd;  // rstd: one per row
+  float eps, weight_offset;
+
+  uint32_t needs() const {
+    return when(residual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
+           when(rstd.data, kRstd) | when(inner < rows, kTwoStrides);
+  }
+};
+
+struct RmsNormBackward {
+  Device device;
+  void *stream;
+  int64_t rows, inner, n;  // rows may be 0 (dweight is then +0, or kept)
+  Rows dy, x, dresidual, dx;
+  Vector weight, rstd, dweight;
+  float weight_offset;
+  bool accumulate;
+  void *workspace;
+  uint64_t workspace_size;
+
+  uint32_t needs() const {
+    return when(dresidual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
+           when(inner < rows, kTwoStrides) | when(accumulate, kAccumulate) | when(dx.data, kRowGradient) |
+           when(dweight.data, kWeightGradient);
+  }
+};
+
+}  // namespace pydet

@@ -1,0 +1,25 @@
+// For tests/test_needs.py: hands every row of this build's kernel tables to the library's choice, with a problem that
+// needs nothing of a kernel. Each row is opened as far as it goes beside its features, so these alone decide. Prints
+// "name status sentence" a row. No kernel is linked, and none is launched.
+#include "api.cpp"
+
+namespace {
+
+template <class Problem> void show(const Backend &backend, const Kernel<Problem> &row) {
+  Problem problem = {};
+  problem.device = {backend.device_type, 0};
+  Kernel<Problem> open = row;
+  open.types = bit(input_type(problem));
+  open.arithmetic = arithmetic_of(problem);
+  open.runs_on = [](const Device &) { return true; };
+  open.takes = nullptr;
+  const Kernel<Problem> *chosen = nullptr;
+  const pydet_status status = choose("needs", backend, Table<Problem>{&open, 1}, problem, row.name, &chosen);
+  printf("%s %d %s\n", row.name, int(status), status == PYDET_OK ? "" : last_error);
+}
+
+}  // namespace
+
+int main() {
+  each_kernel([](const Backend &backend, const char *, const auto &row) { show(backend, row); });
+}

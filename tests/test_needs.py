@@ -1,0 +1,73 @@
+"""A kernel refuses a problem that needs what its row does not name.
+
+A field that is added to a problem gets a feature and a term in its needs() (native/problem.h). Here every problem is
+given a need that no release has: each row of each kernel table must then refuse, and takes the same problem without it.
+"""
+
+import functools
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+UNSUPPORTED = 11
+
+
+@functools.cache
+def cuda_headers():
+    places = [pathlib.Path(nvcc).resolve().parents[1] for nvcc in [shutil.which("nvcc")] if nvcc]
+    places += [
+        *ROOT.glob("build/cuda-venv/lib/python3*/site-packages/nvidia/cu13"),
+        *pathlib.Path("/usr/local").glob("cuda*"),
+    ]
+    return next((place / "include" for place in places if (place / "include/cuda_runtime.h").exists()), None)
+
+
+def hip_headers():
+    places = (pathlib.Path("/opt/rocm/include"), pathlib.Path("/usr/include"))
+    return next((place for place in places if (place / "hip/hip_runtime.h").exists()), None)
+
+
+def rows(native, folder, backend):
+    """What tests/needs.cpp says of each row, by name: (status, sentence)."""
+    sources, flags = {
+        "cpu": (["gpu/none.cpp"], []),
+        "cuda": (["gpu/nvidia/backend.cpp"], [f"-I{cuda_headers()}"]),
+        "hip": (
+            ["gpu/amd/backend.cpp"],
+            [f"-I{hip_headers()}", "-D__HIP_PLATFORM_AMD__", '-DPYDET_HIP_ARCHS="gfx942"'],
+        ),
+    }[backend]
+    program = folder / "needs"
+    command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O0", "-w", "-static", f"-I{native}"]
+    command += [f"-I{native}/include", *flags, str(ROOT / "tests/needs.cpp"), f"{native}/cpu/backend.cpp"]
+    command += [f"{native}/{source}" for source in sources]
+    subprocess.run([*command, "-Wl,--unresolved-symbols=ignore-all", "-o", str(program)], check=True)
+    lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    return {name: (int(status), sentence) for name, status, sentence in (line.split(" ", 2) for line in lines)}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "hip"])
+def test_every_row_refuses_a_need_that_it_does_not_name(backend, tmp_path, need):
+    need(backend != "cuda" or cuda_headers(), "cuda", "no headers of CUDA here")
+    need(backend != "hip" or hip_headers(), "hip", "no headers of HIP here")
+    native = tmp_path / "native"
+    shutil.copytree(ROOT / "native", native)
+    without = rows(native, tmp_path, backend)
+    assert any(name.startswith(f"{backend}_") for name in without)
+    assert {status for status, _ in without.values()} == {0}
+
+    problems = (native / "problem.h").read_text()
+    term = re.compile(r"(uint32_t needs\(\) const \{\s*return )")
+    assert len(term.findall(problems)) == problems.count("needs() const") >= 3
+    (native / "problem.h").write_text(term.sub(r"\g<1>1u << 31 | ", problems))
+    refused = rows(native, tmp_path, backend)
+    assert refused.keys() == without.keys()
+    why = "which needs more than any release has"
+    for name, answer in refused.items():
+        assert answer == (UNSUPPORTED, f"needs: kernel {name} does not take this problem, {why}")
