@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+import pydet
 from pydet._native import INVALID_DTYPE, UNSUPPORTED, constants, fail
-from pydet.ops import _gemm_db as gemm_db
 from pydet.torch import ops
 from pydet.torch.ops import DTYPES
 
@@ -102,7 +102,6 @@ def _weights_(scores: Tensor, allowed: Tensor | None) -> Tensor:
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 _gemm = ops._of_any_strides(ops._run_gemm)
-_gemm_db = ops._of_any_strides(gemm_db)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -193,14 +192,9 @@ def _run_attention_backward(
             ds.sub_(_gemm(wide * outs.to(single), ones.expand(batch, groups, -1, -1), None, None, "ieee"))
             ds.mul_(p).mul_(scale)
             dqs.copy_(_gemm(ds, keys, None, q.dtype, "ieee"))
-            _add_gemm_db(dv, p, wide)
-            _add_gemm_db(dk, ds, queries.to(single).contiguous())
+            pydet.gemm_db(p, wide, out=dv, accumulate=True, arithmetic="ieee")
+            pydet.gemm_db(ds, queries.to(single).contiguous(), out=dk, accumulate=True, arithmetic="ieee")
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _add_gemm_db(total: Tensor, a: Tensor, dc: Tensor) -> None:
-    """total += a^T dc, as a continued chain."""
-    _gemm_db(a, dc, None, total, None, True, "ieee", None, None, False, None, None)
 
 
 # ---- Shapes and gradient ---------------------------------------------------------------------------------------------
