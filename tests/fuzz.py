@@ -713,23 +713,30 @@ def run_case(seed, number):
 # ---- Running -------------------------------------------------------------------------------------------------------
 
 
-def work(seconds, seed, only, progress):
+ENDED = 0xFF  # the last byte of the progress file, after the number of the case: this process has said what came of it
+
+
+def work(seconds, seed, only, progress, die_at):
     faulthandler.enable()
     started = time.monotonic()
     outcomes = collections.Counter()
-    with open(progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as current:
+    with open(progress, "r+b") as file, mmap.mmap(file.fileno(), 9) as current:
         number = 0 if only is None else only
         while True:
-            current[:] = number.to_bytes(8, "little")
+            current[:8] = number.to_bytes(8, "little")
+            if number == die_at:
+                os._exit(1)
             try:
                 outcomes[run_case(seed, number)] += 1
             except Exception as error:
                 print(f"fuzz: seed {seed}, case {number}: {type(error).__name__}: {error}", file=sys.stderr)
+                current[8] = ENDED
                 if not isinstance(error, Failure):
                     raise
                 return 1
             number += 1
             if only is not None or time.monotonic() - started > seconds:
+                current[8] = ENDED
                 break
     total = sum(outcomes.values())
     print(
@@ -745,17 +752,19 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="run this one case only")
     parser.add_argument("--progress", help=argparse.SUPPRESS)
+    parser.add_argument("--die-at", type=int, help=argparse.SUPPRESS)  # ends that case as a sanitizer does, for a test
     arguments = parser.parse_args()
     if arguments.progress:
-        return work(arguments.seconds, arguments.seed, arguments.case, arguments.progress)
+        return work(arguments.seconds, arguments.seed, arguments.case, arguments.progress, arguments.die_at)
     with tempfile.NamedTemporaryFile() as progress:
-        progress.write(bytes(8))
+        progress.write(bytes(9))
         progress.flush()
         code = subprocess.call([sys.executable, __file__, *sys.argv[1:], "--progress", progress.name])
-        if code not in (0, 1):
-            number = int.from_bytes(pathlib.Path(progress.name).read_bytes(), "little")
+        *number, ended = pathlib.Path(progress.name).read_bytes()
+        if ended != ENDED:  # whatever its status: a sanitizer ends a process with 1
+            number = int.from_bytes(number, "little")
             print(f"fuzz: seed {arguments.seed}, case {number}: the process died with status {code}", file=sys.stderr)
-    return 1 if code else 0
+    return 0 if code == 0 and ended == ENDED else 1
 
 
 if __name__ == "__main__":

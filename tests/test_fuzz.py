@@ -15,3 +15,9 @@ def test_fuzz():
     done = fuzz("--seconds", "5", "--seed", "1")
     assert done.returncode == 0, done.stderr
     assert "none wrong" in done.stdout
+
+
+def test_a_case_that_ends_the_process_is_named():
+    """A sanitizer ends it with status 1, as a failure that was reported does."""
+    done = fuzz("--seconds", "5", "--seed", "1", "--die-at", "3")
+    assert done.returncode == 1 and "fuzz: seed 1, case 3: the process died with status 1" in done.stderr, done.stderr
