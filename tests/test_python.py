@@ -555,6 +555,22 @@ def test_many_threads():
 run = functools.partial(run_python, "-m", "pydet")
 
 
+def test_a_name_that_cannot_be_one_is_refused_in_silence():
+    """A dict does not look up what has no hash, and from Python 3.13 on may say so behind the caller's back."""
+    code = """
+import numpy, pydet
+a = numpy.ones((2, 2), numpy.float32)
+for name in ([], {}):
+    for call in (lambda: pydet.gemm(a, a, arithmetic=name), lambda: pydet.skinny_gemm(a, a, mode=name)):
+        try:
+            call()
+        except pydet.Error as error:
+            print(error)
+"""
+    done = run_python("-c", code)
+    assert len(done.stdout.splitlines()) == 4 and done.stderr == "", (done.stdout, done.stderr)
+
+
 def test_import_brings_no_framework():
     done = run_python(
         "-c",
