@@ -65,7 +65,7 @@ def audit(
     c: Any,
     *,
     bias: Any = None,
-    arithmetic: str = "sm90",
+    arithmetic: ops.Arithmetic = "sm90",
     k_chunk: int | None = None,
     sample: int | None = None,
     seed: int = 0,

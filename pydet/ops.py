@@ -23,7 +23,7 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 from pydet import _native
 from pydet._native import DEVICE_NAMES, DEVICE_TYPES, INVALID_DEVICE, INVALID_VALUE, constants, fail, ffi
@@ -31,7 +31,9 @@ from pydet.frameworks import type_index
 from pydet.hooks import methods, on_stream, unknown
 from pydet.protocols import DTYPES
 
-Tensor: TypeAlias = Any  # whatever the caller's framework has
+Tensor = TypeVar("Tensor")  # of the caller's framework; so are the results
+Arithmetic: TypeAlias = Literal["auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"]
+Mode: TypeAlias = Literal["deterministic", "fast"]
 Stream: TypeAlias = Any
 
 ABI: int = constants.PYDET_ABI
@@ -48,11 +50,11 @@ def gemm(
     a: Tensor,
     b: Tensor,
     *,
-    bias: Tensor | None = None,
+    bias: Any = None,
     out: Tensor | None = None,
     out_dtype: Any = None,
     accumulate: bool = False,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     kernel: str | None = None,
     stream: Stream | None = None,
@@ -85,7 +87,7 @@ def gemm(
             arithmetic that does not take the input type, or no kernel for it here.
     """
     method = _gemm if stream is None else on_stream(_gemm, a, stream)
-    return method(
+    return method(  # type: ignore[no-any-return]
         a,
         b,
         bias=bias,
@@ -105,7 +107,7 @@ def gemm_da(
     out: Tensor | None = None,
     out_dtype: Any = None,
     accumulate: bool = False,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     kernel: str | None = None,
     stream: Stream | None = None,
@@ -127,7 +129,7 @@ def gemm_da(
         Error: as :func:`gemm`.
     """
     method = _gemm_da if stream is None else on_stream(_gemm_da, dc, stream)
-    return method(
+    return method(  # type: ignore[no-any-return]
         dc,
         b,
         out=out,
@@ -146,7 +148,7 @@ def gemm_db(
     out: Tensor | None = None,
     out_dtype: Any = None,
     accumulate: bool = False,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     kernel: str | None = None,
     stream: Stream | None = None,
@@ -170,7 +172,7 @@ def gemm_db(
         Error: as :func:`gemm`.
     """
     method = _gemm_db if stream is None else on_stream(_gemm_db, a, stream)
-    return method(
+    return method(  # type: ignore[no-any-return]
         a,
         dc,
         out=out,
@@ -186,12 +188,12 @@ def skinny_gemm(
     x: Tensor,
     w: Tensor,
     *,
-    bias: Tensor | None = None,
+    bias: Any = None,
     out: Tensor | None = None,
     out_dtype: Any = None,
     accumulate: bool = False,
-    mode: str = "deterministic",
-    arithmetic: str = "auto",
+    mode: Mode = "deterministic",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     weights_constant: bool = False,
     kernel: str | None = None,
@@ -221,7 +223,7 @@ def skinny_gemm(
         Error: as :func:`gemm`.
     """
     method = _skinny_gemm if stream is None else on_stream(_skinny_gemm, x, stream)
-    return method(
+    return method(  # type: ignore[no-any-return]
         x,
         w,
         bias=bias,
@@ -236,9 +238,37 @@ def skinny_gemm(
     )
 
 
+@overload
 def rmsnorm(
     x: Tensor,
-    weight: Tensor | None = None,
+    weight: Any = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: None = None,
+    out: Any = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rmsnorm(
+    x: Tensor,
+    weight: Any = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: Tensor,
+    out: Any = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def rmsnorm(
+    x: Tensor,
+    weight: Any = None,
     *,
     eps: float,
     weight_offset: float = 0.0,
@@ -246,7 +276,7 @@ def rmsnorm(
     out: Any = None,
     kernel: str | None = None,
     stream: Stream | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """Root-mean-square norm over the last dimension: ``y = x rstd (weight + weight_offset)``.
 
     ``rstd = 1 / sqrt(mean(x^2) + eps)``. All in fp32, with the same bits on every backend; the sum over a row is a tree
@@ -277,21 +307,57 @@ def rmsnorm(
     )
 
 
+@overload
 def rmsnorm_backward(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
+    weight: None,
+    rstd: Any,
     *,
     weight_offset: float = 0.0,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
-    dweight: Tensor | None = None,
+    dweight: None = None,
     dweight_dtype: Any = None,
     accumulate: bool = False,
     kernel: str | None = None,
     stream: Stream | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def rmsnorm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Any,
+    rstd: Any,
+    *,
+    weight_offset: float = 0.0,
+    dresidual: Tensor | None = None,
+    out: Tensor | None = None,
+    dweight: Any = None,
+    dweight_dtype: Any = None,
+    accumulate: bool = False,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rmsnorm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Any,
+    rstd: Any,
+    *,
+    weight_offset: float = 0.0,
+    dresidual: Tensor | None = None,
+    out: Tensor | None = None,
+    dweight: Any = None,
+    dweight_dtype: Any = None,
+    accumulate: bool = False,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> tuple[Any, Any]:
     """Gradients of :func:`rmsnorm`.
 
     With ``xhat = x rstd`` and ``g = dy (weight + weight_offset)``::
@@ -409,7 +475,7 @@ def last_kernel() -> str:
     return "" if index < 0 else _native.text(_native.load(index).lib.pydet_last_kernel())
 
 
-def resolve_arithmetic(dtype: Any, device: tuple[str, int] = ("cpu", 0), arithmetic: str = "auto") -> str:
+def resolve_arithmetic(dtype: Any, device: tuple[str, int] = ("cpu", 0), arithmetic: Arithmetic = "auto") -> str:
     """The arithmetic that ``arithmetic`` means for inputs of this type on this device.
 
     Args:
