@@ -2,7 +2,8 @@
 
 #include <initializer_list>
 
-#include "check/check.h"
+#include "check/gemm.h"
+#include "check/norm.h"
 
 namespace pydet {
 namespace {
@@ -540,17 +541,15 @@ pydet_status pydet_device_count(int32_t device_type, int32_t *count) {
 pydet_status pydet_query_device(pydet_device device, pydet_device_info *info) {
   const char *op = "query_device";
   if (!info) return fail(PYDET_NULL_POINTER, "%s: info is NULL", op);
-  if (info->struct_size != sizeof *info)
-    return fail(PYDET_INVALID_VALUE, "%s: info.struct_size is %u, want %zu", op, unsigned(info->struct_size), sizeof *info);
+  PYDET_TRY(check_size<pydet_device_info>(op, "info", info->struct_size));
   int32_t count = 0;
   PYDET_TRY(pydet_device_count(device.device_type, &count));
   if (device.device_id < 0 || device.device_id >= count)
     return fail(PYDET_NO_DEVICE, "%s: device is %s, and there are %d of them", op,
                 device_text(device.device_type, device.device_id).text, int(count));
   pydet_device_info filled = {};
-  filled.struct_size = sizeof filled;
   PYDET_TRY(backend_for(device.device_type)->query_device(device.device_id, &filled));
-  *info = filled;
+  write_info(filled, info);
   return PYDET_OK;
 }
 
@@ -566,8 +565,7 @@ const char *pydet_kernel_name(int32_t index) {
 pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info) {
   const char *op = "query_kernel";
   if (!info) return fail(PYDET_NULL_POINTER, "%s: info is NULL", op);
-  if (info->struct_size != sizeof *info)
-    return fail(PYDET_INVALID_VALUE, "%s: info.struct_size is %u, want %zu", op, unsigned(info->struct_size), sizeof *info);
+  PYDET_TRY(check_size<pydet_kernel_info>(op, "info", info->struct_size));
   if (!pydet_kernel_name(index))
     return fail(PYDET_INVALID_VALUE, "%s: index is %d, past the last kernel", op, int(index));
   int32_t i = 0;
@@ -576,8 +574,8 @@ pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info) {
     int32_t devices = 0, available = 0;
     if (backend.device_count(&devices) == PYDET_OK)
       for (int32_t id = 0; id < devices; ++id) available |= row.runs_on({backend.device_type, id});
-    *info = {sizeof *info, backend.device_type, available, int32_t(row.arithmetic), row.name, operation,
-             kTypeLists.text[row.types], row.requires_};
+    write_info({sizeof *info, backend.device_type, available, int32_t(row.arithmetic), row.name, operation,
+                kTypeLists.text[row.types], row.requires_}, info);
   });
   return PYDET_OK;
 }

@@ -46,7 +46,14 @@ struct Backend {
 const Backend &cpu_backend();
 const Backend *gpu_backend();  // NULL in libpydet_cpu.so
 
-// Writes the thread's error text, printf style, and returns the status. The one writer of error text (check/check.h).
+// NULL where this build does not serve such devices.
+inline const Backend *backend_for(int32_t device_type) {
+  if (device_type == PYDET_CPU) return &cpu_backend();
+  const Backend *gpu = gpu_backend();
+  return gpu && gpu->device_type == device_type ? gpu : nullptr;
+}
+
+// Writes the thread's error text, printf style, and returns the status. The one writer of error text (check/error.h).
 __attribute__((format(printf, 2, 3))) pydet_status fail(pydet_status status, const char *format, ...);
 
 }  // namespace pydet

@@ -15,6 +15,29 @@ enum class Arithmetic : int32_t {
   cdna2 = PYDET_CDNA2,
 };
 
+// One row an arithmetic, at its number: its name, and the factors that it takes.
+struct ArithmeticRow {
+  Arithmetic arithmetic;
+  const char *name;
+  uint32_t factors;
+};
+constexpr ArithmeticRow kArithmetics[] = {
+    {Arithmetic::automatic, "auto", kUnscaledTypes}, {Arithmetic::ieee, "ieee", kUnscaledTypes},
+    {Arithmetic::sm90, "sm90", kHalfTypes},          {Arithmetic::sm80, "sm80", kHalfTypes},
+    {Arithmetic::cdna3, "cdna3", kHalfTypes},        {Arithmetic::cdna2, "cdna2", kHalfTypes},
+};
+constexpr int kArithmeticCount = int(sizeof kArithmetics / sizeof *kArithmetics);
+constexpr bool arithmetics_are_in_order() {
+  for (int i = 0; i < kArithmeticCount; ++i)
+    if (int(kArithmetics[i].arithmetic) != i) return false;
+  return true;
+}
+static_assert(arithmetics_are_in_order(), "row i of kArithmetics is that of arithmetic i");
+
+constexpr const char *arithmetic_name(Arithmetic arithmetic) { return kArithmetics[int(arithmetic)].name; }
+
+constexpr bool is_arithmetic(int32_t asked) { return asked >= 0 && asked < kArithmeticCount; }
+
 // ---- What a problem may need ---------------------------------------------------------------------------------------
 
 // Beyond types and arithmetic. A row of a kernel table names what its kernel does and refuses what it does not name: a new

@@ -17,6 +17,11 @@
  * anything, and returns a status. On any status but PYDET_OK nothing was enqueued and no output was touched, and
  * pydet_last_error() says what was wrong in one sentence. PYDET_DEVICE_ERROR alone may come after part of the
  * work was enqueued; then the device itself is in trouble.
+ *
+ * The structures that begin with struct_size, which the caller sets to their sizeof, grow at their ends. Options of a
+ * program compiled against an earlier release are shorter: what they lack is 0. Those of a later release are longer,
+ * and are taken if all that this release does not know is 0, else refused (PYDET_UNSUPPORTED). Of an info, so many
+ * bytes are written.
  */
 #ifndef PYDET_H
 #define PYDET_H
@@ -249,7 +254,7 @@ PYDET_API pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n,
 
 /* ---- What is here ---------------------------------------------------------------------------------------------*/
 typedef struct pydet_device_info {
-  uint32_t struct_size;   /* in: sizeof(pydet_device_info); only that many bytes are written */
+  uint32_t struct_size;   /* in: sizeof(pydet_device_info) */
   int32_t multiprocessors; /* SMs, CUs, or logical CPUs */
   char name[64];          /* "NVIDIA H100 80GB HBM3" */
   char arch[32];          /* "sm_90", "gfx942", "x86-64 avx512" */

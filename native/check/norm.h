@@ -1,0 +1,74 @@
+// Norms: how the rows of all operands are walked together, and what the operands ask of each other.
+#pragma once
+
+#include "check/options.h"
+
+namespace pydet {
+
+// Two strides for the rows of all the tensors at once (absent ones have no say).
+struct RowWalk {
+  int64_t rows = 1, inner = 1;
+  static constexpr int kMaxTensors = 4;
+  int64_t outer_stride[kMaxTensors] = {}, inner_stride[kMaxTensors] = {};
+};
+
+inline pydet_status walk_rows(const View *const *views, int count, RowWalk *walk) {
+  const View &first = *views[0];
+  if (first.empty()) {  // no rows, however vast the other extents
+    walk->rows = 0;
+    return PYDET_OK;
+  }
+  int groups = 0;
+  int64_t extent[kMaxDims] = {}, stride[RowWalk::kMaxTensors][kMaxDims] = {};
+  for (int i = 0; i < first.ndim - 1; ++i) {
+    walk->rows *= first.shape[i];
+    if (first.shape[i] == 1) continue;
+    bool merges = groups > 0;
+    for (int t = 0; t < count; ++t)
+      merges = merges && (!views[t]->present() || stride[t][groups - 1] == views[t]->stride[i] * first.shape[i]);
+    if (!merges) ++groups;
+    extent[groups - 1] = merges ? extent[groups - 1] * first.shape[i] : first.shape[i];
+    for (int t = 0; t < count; ++t) stride[t][groups - 1] = views[t]->present() ? views[t]->stride[i] : 0;
+  }
+  if (groups > 2)
+    return fail(PYDET_INVALID_STRIDE, "%s: the rows of %s need %d strides to walk, want at most 2 after merging dimensions",
+                first.op, first.name, groups);
+  walk->inner = groups == 2 ? extent[1] : groups == 1 ? extent[0] : 1;
+  for (int t = 0; t < count; ++t) {
+    walk->inner_stride[t] = groups ? stride[t][groups - 1] : 0;
+    walk->outer_stride[t] = groups == 2 ? stride[t][0] : 0;
+  }
+  return PYDET_OK;
+}
+
+// What x [..., N] asks of the operands beside it: `like` have its shape, type and adjacent elements, vectors are [N] and
+// rstd is [...] in fp32.
+inline pydet_status check_norm(const View &x, const View *const *like, int like_count, const View &vector,
+                               const View &rstd) {
+  if (x.cols() == 0) return fail(PYDET_INVALID_SHAPE, "%s: x is %s, want a last dimension of 1 or more", x.op, shape_text(x).text);
+  for (int i = 0; i < like_count; ++i) {
+    if (!like[i]->present()) continue;
+    PYDET_TRY(same_device(x, *like[i]));
+    PYDET_TRY(same_type(x, *like[i]));
+    PYDET_TRY(want_shape(*like[i], x.shape, x.ndim));
+    PYDET_TRY(unit_last_stride(*like[i]));
+  }
+  PYDET_TRY(same_device(x, vector));
+  if (vector.present()) {
+    PYDET_TRY(want_shape(vector, x.shape + x.ndim - 1, 1));
+    PYDET_TRY(unit_last_stride(vector));
+  }
+  if (!rstd.present()) return PYDET_OK;
+  PYDET_TRY(same_device(x, rstd));
+  PYDET_TRY(want_shape(rstd, x.shape, x.ndim - 1));
+  if (rstd.type != Type::f32)
+    return fail(PYDET_INVALID_DTYPE, "%s: rstd is %s, want float32", rstd.op, type_name(rstd.type));
+  return contiguous(rstd);
+}
+
+inline pydet_status check_weight_offset(const char *op, float offset) {
+  if (offset - offset == 0) return PYDET_OK;
+  return fail(PYDET_INVALID_VALUE, "%s: weight_offset is %g, want a finite number", op, double(offset));
+}
+
+}  // namespace pydet
