@@ -1,9 +1,10 @@
-"""``python -m pydet``: what is here. ``python -m pydet demo`` and ``python -m pydet audit`` do something with it."""
+"""``python -m pydet COMMAND``: info (which needs no word), demo, audit, bench."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import shlex
@@ -101,41 +102,14 @@ def compiler_flags(given: argparse.Namespace) -> str:
     return " ".join(shlex.quote(flag) for flag in flags)
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the command line; returns the exit status."""
-    if arguments[:1] == ["demo"]:
-        from pydet import demo
-
-        return int(demo.main(arguments[1:]) or 0)
-    if arguments[:1] == ["audit"]:
-        from pydet.audit import main as audit
-
-        return audit(arguments[1:])
+def info(arguments: list[str]) -> int:
+    """`python -m pydet info`: shows what is here, as text or JSON."""
     parser = argparse.ArgumentParser(
-        prog="python -m pydet",
+        prog="python -m pydet info",
         description="Show the libraries, devices, arithmetics and kernels that pydet finds here.",
-        epilog="Commands (each has its own --help):\n"
-        "  python -m pydet demo     train a small language model and count the bits that batching changes\n"
-        "  python -m pydet audit    recompute a saved product on the CPU and say which elements differ",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"pydet {pydet.__version__}")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
-    building = parser.add_argument_group("for C and C++ programs: c++ x.cpp $(python -m pydet --cflags --libs)")
-    building.add_argument("--cflags", action="store_true", help="print the compiler's flags")
-    builds = [name.removeprefix("libpydet_").removesuffix(".so") for name in _native.BUILDS[0]]
-    building.add_argument(
-        "--libs", nargs="?", const="cpu", choices=builds, help="print the linker's flags for a library (default: cpu)"
-    )
-    building.add_argument("--cmakedir", action="store_true", help="print the folder to give CMake as pydet_DIR")
     given = parser.parse_args(arguments)
-    if given.cflags or given.libs or given.cmakedir:
-        try:
-            print(compiler_flags(given))
-        except ValueError as problem:
-            print(f"python -m pydet: {problem}", file=sys.stderr)
-            return 1
-        return 0
     found = report()
     try:
         if given.json:
@@ -146,6 +120,55 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader has seen enough; what is left in the buffer has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+COMMANDS = {
+    "info": "show the libraries, devices, arithmetics and kernels here (also without a command)",
+    "demo": "train a small language model and count the bits that batching changes",
+    "audit": "recompute a saved product on the CPU and say which elements differ",
+    "bench": "time pydet on this CPU beside NumPy, and check the bits of what was timed",
+}
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """A command, imported only now: some need NumPy."""
+    if command == "info":
+        return info(arguments)
+    return int(importlib.import_module(f"pydet.{command}").main(arguments) or 0)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    if arguments and arguments[0] in COMMANDS:
+        return run(arguments[0], arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m pydet",
+        usage="python -m pydet [COMMAND] [--help] [--version] [--json] [--cflags] [--libs [BUILD]] [--cmakedir]",
+        epilog="Commands; each has its own --help:\n"
+        + "\n".join(f"  {name:8}{words}" for name, words in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="COMMAND", help="see below")
+    parser.add_argument("--version", action="version", version=f"pydet {pydet.__version__}")
+    parser.add_argument("--json", action="store_true", help="without a command: what is here, as JSON")
+    building = parser.add_argument_group("for C and C++ programs: c++ x.cpp $(python -m pydet --cflags --libs)")
+    building.add_argument("--cflags", action="store_true", help="print the compiler's flags")
+    builds = [name.removeprefix("libpydet_").removesuffix(".so") for name in _native.BUILDS[0]]
+    building.add_argument(
+        "--libs", nargs="?", const="cpu", choices=builds, help="print the linker's flags for a library (default: cpu)"
+    )
+    building.add_argument("--cmakedir", action="store_true", help="print the folder to give CMake as pydet_DIR")
+    given = parser.parse_args(arguments)
+    if given.command:  # after an option
+        parser.error(f"{given.command} comes first: python -m pydet {given.command} ...")
+    if given.cflags or given.libs or given.cmakedir:
+        try:
+            print(compiler_flags(given))
+        except ValueError as problem:
+            print(f"python -m pydet: {problem}", file=sys.stderr)
+            return 1
+        return 0
+    return info(["--json"] if given.json else [])
 
 
 if __name__ == "__main__":
