@@ -97,8 +97,8 @@ def test_convert():
     assert "formula" in report.left["norms.3"] and "float64" in report.left["double"]
     assert report.left["experts"].startswith("Experts has matrices, and no counterpart here")
     text = str(report)
-    assert "swapped 7, left 8" in text and "left: 1 x LayerNorm has no counterpart here: layer_norm" in text
-    assert "3 x Linear: first, tied, again -> pydet" in text and text.endswith(report.verdict())
+    assert "swapped 7, left 8" in text and "1 left, LayerNorm has no counterpart here: layer_norm" in text
+    assert "3 x Linear -> pydet: first, tied, again" in text and text.endswith(report.verdict())
     assert "forward takes (x, gate)" in report.left["gated"]
     assert type(m.first) is pt.Linear and m.again is m.first and m.tied.weight is m.embedding.weight
     assert not m.first.training and m.norms[2].weight_offset == 1.0
@@ -294,7 +294,7 @@ def test_strict_and_verdict():
     with pytest.raises(pydet.Error) as caught:
         pt.convert(net, strict=True)
     assert str(caught.value) == sentence and type(net[0]) is torch.nn.Linear, "nothing was changed"
-    with pytest.raises(pydet.Error, match="1 x LayerNorm has no counterpart here: 1"):
+    with pytest.raises(pydet.Error, match="1 left, LayerNorm has no counterpart here: 1"):
         pt.convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)), strict=True)
     report = pt.convert(net)
     assert report.attention == {"1": "Attention by code of its own"} and not report.left
@@ -305,7 +305,7 @@ def test_strict_and_verdict():
     report = pt.convert(net, strict=True)
     assert str(report) == "swapped 0, left 0\n" + report.verdict() and report.verdict().startswith("Every matrix")
     many = pt.convert(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5))))
-    assert "  5 x Linear: 0, 1, 2 and 2 more -> pydet\n" in str(many)
+    assert "  5 x Linear -> pydet: 0, 1, 2 and 2 more\n" in str(many)
 
 
 def test_a_model_that_is_one_layer():

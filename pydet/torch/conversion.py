@@ -34,10 +34,13 @@ class Conversion:
 
     def __str__(self) -> str:
         lines = [f"swapped {len(self.swapped)}, left {len(self.left)}"]
-        lines += [f"  {line} -> pydet" for line in _grouped(self.swapped)]
-        lines += [f"  left: {line}" for line in _grouped(self.left)]
-        lines += [f"  attention: {line}" for line in _grouped(self.attention)]
-        return "\n".join([*lines, self.verdict()])
+        lines += [f"  {count} x {kind} -> pydet: {names}" for count, kind, names in _grouped(self.swapped)]
+        return "\n".join([*lines, *self.remaining(), self.verdict()])
+
+    def remaining(self) -> list[str]:
+        """A line for each reason to leave modules, and for each kind of attention that is not pydet's."""
+        lines = [f"  {count} left, {reason}: {names}" for count, reason, names in _grouped(self.left)]
+        return lines + [f"  {count} x {kind}: {names}" for count, kind, names in _grouped(self.attention)]
 
     def verdict(self) -> str:
         """What of the model now has bits that do not depend on the batch, in a sentence or two."""
@@ -56,17 +59,17 @@ class Conversion:
             )
         if not sentences:
             return "Every matrix, norm and attention that was found is pydet's: a row has the same bits in any batch."
-        return "The swapped modules are batch-invariant. " + " ".join(sentences)
+        return "pydet's modules are batch-invariant. " + " ".join(sentences)
 
 
-def _grouped(names: dict[str, str]) -> Iterator[str]:
-    """A line for all modules of one class or reason: how many, what, and the first of their names."""
+def _grouped(names: dict[str, str]) -> Iterator[tuple[int, str, str]]:
+    """For all modules of one class or reason: how many, what, and the first of their names."""
     groups: dict[str, list[str]] = {}
     for name, what in names.items():
         groups.setdefault(what, []).append(name or "(the model)")
     for what, members in groups.items():
         more = f" and {len(members) - 3} more" if len(members) > 3 else ""
-        yield f"{len(members)} x {what}: {', '.join(members[:3])}{more}"
+        yield len(members), what, ", ".join(members[:3]) + more
 
 
 # ---- What a module becomes -------------------------------------------------------------------------------------------
@@ -260,7 +263,7 @@ def convert(
         if what := _attention(module):
             report.attention[name] = what
     if strict and (report.left or report.attention):
-        fail(UNSUPPORTED, f"convert: strict, and this would be left:\n{_left_alone(report)}")
+        fail(UNSUPPORTED, "\n".join(["convert: strict, and this would be left:", *report.remaining()]))
     for module, plan in plans.items():
         if isinstance(plan, tuple):
             module.__class__, attributes = plan
@@ -268,10 +271,6 @@ def convert(
                 setattr(module, name, value)
     _watch_for_adapters()
     return report
-
-
-def _left_alone(report: Conversion) -> str:
-    return "\n".join(f"  {line}" for line in (*_grouped(report.left), *_grouped(report.attention)))
 
 
 def _watch_for_adapters(watching: list[Any] = []) -> None:  # noqa: B006 -- once in a process
