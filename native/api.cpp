@@ -4,6 +4,7 @@
 
 #include "check/gemm.h"
 #include "check/norm.h"
+#include "cpu/pool.h"
 
 namespace pydet {
 namespace {
@@ -527,6 +528,14 @@ pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n, uint64_t 
   if (rows < 0 || n < 1)
     return fail(PYDET_INVALID_SHAPE, "%s: rows is %" PRId64 " and n %" PRId64 ", want 0 or more and 1 or more", op, rows, n);
   return backward_workspace(op, rows, n, bytes);
+}
+
+int32_t pydet_threads(void) { return thread_count(); }
+
+pydet_status pydet_set_threads(int32_t count) {
+  if (count < 0) return fail(PYDET_INVALID_VALUE, "set_threads: count is %d, want 0 or more", int(count));
+  set_thread_count(count);
+  return PYDET_OK;
 }
 
 pydet_status pydet_device_count(int32_t device_type, int32_t *count) {

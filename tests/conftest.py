@@ -16,6 +16,7 @@ import sys
 import pytest
 
 import pydet
+from pydet import _native
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -68,17 +69,21 @@ def run_python(*arguments, library=None):
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
 
 
+def thread_count():
+    """How many threads a call on the CPU may use."""
+    return _native.load(_native.constants.PYDET_EXCHANGE_CPU).lib.pydet_threads()
+
+
 @contextlib.contextmanager
 def threads(count):
-    """OpenMP's thread count for calls from this thread."""
-    openmp = ctypes.CDLL("libgomp.so.1")  # already in the process: the library is linked to it
-    before = openmp.omp_get_max_threads()
-    openmp.omp_set_num_threads(count)
+    """Sets that number for the process."""
+    library = _native.load(_native.constants.PYDET_EXCHANGE_CPU)
+    library.check(library.lib.pydet_set_threads(count))
     try:
-        assert openmp.omp_get_max_threads() == count
+        assert thread_count() == count
         yield
     finally:
-        openmp.omp_set_num_threads(before)
+        library.check(library.lib.pydet_set_threads(0))
 
 
 @contextlib.contextmanager

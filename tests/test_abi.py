@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pydet
-from capi import HEADER, ROOT, ffi, lib, library_path, status_name
+from capi import FLOAT32, HEADER, ROOT, Tensor, ffi, lib, library_path, status_name
 from pydet import _native, hooks, protocols
 
 
@@ -262,3 +262,16 @@ def test_python_lists_the_element_types_of_the_library():
     assert found == list(zip(protocols.TYPES, protocols.DTYPES, strict=True))
     assert len(found) == len(hooks.exchange.numpy_dtypes) == len(protocols.BRIEF)
     assert entry.pydet_exchange_type(-1, dtype) == _native.ffi.NULL
+
+
+# ---- Empty operands ------------------------------------------------------------------------------------------------
+
+
+def test_strides_of_empty_operands_mean_nothing():
+    """No arithmetic is done with them, which UndefinedBehaviorSanitizer would report."""
+    wild = 2**62
+    x = Tensor(shape=[2, 40, 0], strides=[wild, wild, 1], dtype=FLOAT32)
+    w = Tensor(shape=[2, 0, 30], strides=[wild, 1, wild], dtype=FLOAT32)
+    out = np.ones((2, 40, 30), np.float32)
+    assert lib.pydet_gemm(ffi.NULL, x.c, w.c, ffi.NULL, Tensor(out).c, ffi.NULL) == lib.PYDET_OK
+    assert not out.any()

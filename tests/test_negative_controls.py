@@ -17,17 +17,13 @@ import test_gemm
 import test_golden
 import test_rmsnorm
 import test_skinny_gemm
-from conftest import threads
+from conftest import thread_count, threads
 from reference import BFLOAT16, fma, round_to, widen
 
 
 def refuses(check, broken, *args):
     with pytest.raises(AssertionError):
         check(broken, *args)
-
-
-def thread_count():
-    return ctypes.CDLL("libgomp.so.1").omp_get_max_threads()
 
 
 # ---- GEMM ----------------------------------------------------------------------------------------------------------

@@ -1,16 +1,20 @@
 """The CPU kernels in a process: stacks, memory, threads. What runs here may break a process, so each has its own."""
 
+import multiprocessing
+import os
 import pathlib
 import resource
+import signal
 import subprocess
 import threading
+import time
 
 import numpy as np
 import pytest
 
 import pydet
 from capi import BFLOAT16, FLOAT16, FLOAT32, HEADER, Tensor, ffi, last_error, lib, library_path, options, pointer
-from conftest import run_python
+from conftest import run_python, thread_count, threads
 
 STACK = 16 * 1024  # what pydet.h says a call needs
 
@@ -43,7 +47,7 @@ def in_own_process(function, **environment):
     """Calls a function of this file in a Python of its own."""
     settings = "".join(f"os.environ[{name!r}] = {value!r}; " for name, value in environment.items())
     code = f"import os, sys; {settings}sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); "
-    succeeds(run_python("-c", f"{code}import test_process; test_process.{function.__name__}(); print('done')"))
+    return succeeds(run_python("-c", f"{code}import test_process; test_process.{function.__name__}()"))
 
 
 # ---- Stacks --------------------------------------------------------------------------------------------------------
@@ -57,12 +61,12 @@ def test_stack_of_a_call(compiled):
 
 def test_stack_of_a_call_without_memory(compiled):
     """The same where the library can map no memory to work in."""
-    succeeds(run(compiled("stack"), STACK, "without-memory", OMP_NUM_THREADS="1"))
+    succeeds(run(compiled("stack"), STACK, "without-memory"))
 
 
 def test_a_stack_that_is_too_small_is_noticed(compiled):
     """The control of the two tests above: with little stack the guard page is hit, by the probes if by nothing else."""
-    assert run(compiled("stack"), 4096, OMP_NUM_THREADS="1").returncode < 0
+    assert run(compiled("stack"), 4096).returncode < 0
 
 
 def calls_of_every_operation():
@@ -160,4 +164,237 @@ def compare_with_and_without_memory():
 
 def test_bits_without_memory():
     """Where nothing can be mapped, every kernel computes in smaller pieces, with the same bits."""
-    in_own_process(compare_with_and_without_memory, OMP_NUM_THREADS="1")
+    in_own_process(compare_with_and_without_memory)
+
+
+# ---- Threads -------------------------------------------------------------------------------------------------------
+
+
+LARGE = np.random.default_rng(3).standard_normal((300, 300), np.float32)
+
+
+def large_product():
+    return pydet.gemm(LARGE, LARGE).tobytes()
+
+
+def tasks():
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def compute_where_no_thread_can_be_made():
+    out, want = np.zeros_like(LARGE), (LARGE.astype(np.float64) @ LARGE)
+    tensors = [Tensor(LARGE), Tensor(LARGE), None, Tensor(out)]
+    pointers = list(map(pointer, tensors))
+    pydet.gemm(LARGE[:1], LARGE)  # maps memory to work in
+    with threads(2):
+        before, most = tasks(), resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (1, most))
+        status = lib.pydet_gemm(ffi.NULL, *pointers, ffi.NULL)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        assert status == 0 and np.allclose(out, want, atol=1e-3)
+        assert tasks() == before
+        time.sleep(1.1)  # then it tries again
+        assert large_product() == out.tobytes() and tasks() == before + 1
+
+
+def test_a_thread_that_cannot_be_made():
+    """The caller computes alone."""
+    in_own_process(compute_where_no_thread_can_be_made)
+
+
+@pytest.mark.parametrize("kind", ["gemm", "rmsnorm"])
+def test_threads_are_as_many_as_said(kind):
+    in_own_process({"gemm": count_threads_of_gemm, "rmsnorm": count_threads_of_rmsnorm}[kind])
+
+
+def count_threads(call):
+    before = tasks()
+    for count in (1, 3, 2, 5):
+        with threads(count):
+            call()
+    assert tasks() == before + 4  # the caller is one of five
+
+
+def count_threads_of_gemm():
+    x = np.ones((512, 512), np.float32)
+    count_threads(lambda: pydet.gemm(x, x))
+
+
+def count_threads_of_rmsnorm():
+    x = np.ones((1024, 1024), np.float32)
+    count_threads(lambda: pydet.rmsnorm(x, eps=0))
+
+
+@pytest.mark.parametrize(
+    ("pydet_says", "openmp_says", "want"),
+    [
+        ("3", "7", 3),
+        ("", "7", 7),
+        ("0", "5,2", 5),
+        ("-1", "4 ", 4),
+        ("two", "6", 6),
+        ("3x", "6", 6),
+        ("9999999", "", 1024),
+    ],
+)
+def test_thread_count_of_the_environment(pydet_says, openmp_says, want):
+    said = in_own_process(print_thread_count, PYDET_NUM_THREADS=pydet_says, OMP_NUM_THREADS=openmp_says)
+    assert said.split() == [str(want)]
+
+
+def print_thread_count():
+    print(thread_count())
+
+
+def print_thread_count_of_one_cpu():
+    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+    print(thread_count())
+
+
+def test_thread_count_of_the_machine():
+    empty = {"PYDET_NUM_THREADS": "none", "OMP_NUM_THREADS": "none"}
+    assert int(in_own_process(print_thread_count, **empty).split()[0]) <= len(os.sched_getaffinity(0))
+    assert in_own_process(print_thread_count_of_one_cpu, **empty).split() == ["1"]
+
+
+def test_set_threads():
+    before = lib.pydet_threads()
+    assert lib.pydet_set_threads(-1) == lib.PYDET_INVALID_VALUE and lib.pydet_threads() == before
+    assert last_error() == "set_threads: count is -1, want 0 or more"
+    assert lib.pydet_set_threads(7) == 0 and lib.pydet_threads() == 7
+    assert lib.pydet_set_threads(0) == 0 and lib.pydet_threads() == before
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """The program tests/pool.cpp, with the pool's own sources."""
+    native, target = HEADER.parent.parent, tmp_path_factory.mktemp("pool") / "pool"
+    sources = [native / "cpu" / f"{name}.cpp" for name in ("pool", "scratch", "thread_count")]
+    sources.append(pathlib.Path(__file__).with_name("pool.cpp"))
+    command = ["c++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{native}", *sources]
+    subprocess.run([*command, "-o", target], check=True)
+    return target
+
+
+def test_pool(pool):
+    """Every task runs once, whatever the numbers of tasks, threads and callers."""
+    succeeds(run(pool, "stress", "2000"))
+
+
+def test_more_tasks_than_fit_32_bits(pool):
+    succeeds(run(pool, "many"))
+
+
+CGROUPS = {  # the process's groups, files below the mount, CPUs granted
+    "none": ("0::/\n", {}, 1024),
+    "unlimited": ("0::/\n", {"cpu.max": "max 100000\n"}, 1024),
+    "rounded up": ("0::/\n", {"cpu.max": "150000 100000\n"}, 2),
+    "a parent's": ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "300000 100000\n"}, 3),
+    "the root's": ("0::/a/b\n", {"cpu.max": "50000 100000\n", "a/b/cpu.max": "400000 100000\n"}, 1),
+    "version 1": (
+        "3:memory:/m\n2:cpu,cpuacct:/d/e\n",
+        {"cpu,cpuacct/d/e/cpu.cfs_quota_us": "450000\n", "cpu,cpuacct/d/e/cpu.cfs_period_us": "100000\n"},
+        5,
+    ),
+    "version 1 without": ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1024),
+    "another controller": ("2:cpuset:/\n", {"cpuset/cpu.cfs_quota_us": "1\n", "cpuset/cpu.cfs_period_us": "1\n"}, 1024),
+}
+
+
+@pytest.mark.parametrize("case", CGROUPS)
+def test_cpus_of_cgroups(pool, tmp_path, case):
+    groups, files, want = CGROUPS[case]
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "mount" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert succeeds(run(pool, "cgroups", tmp_path / "groups", tmp_path / "mount")).split() == [str(want)]
+
+
+# ---- fork, signals, dlclose ----------------------------------------------------------------------------------------
+
+
+def child_computes(want):
+    """Forks; whether the child has the same product, in a minute."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if large_product() == want else 3)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, f"the child ended with {status}"
+
+
+def fork_after_a_call():
+    with threads(3):
+        want = large_product()
+        for _ in range(5):
+            child_computes(want)
+            assert large_product() == want
+
+
+def fork_before_any_call():
+    child_computes(pydet.gemm(LARGE, LARGE, kernel="cpu_gemm_ieee_scalar").tobytes())
+
+
+def fork_while_others_compute():
+    with threads(3):
+        want, stop = large_product(), threading.Event()
+
+        def compute():
+            while not stop.is_set():
+                assert large_product() == want
+
+        others = [threading.Thread(target=compute) for _ in range(2)]
+        for other in others:
+            other.start()
+        try:
+            for _ in range(20):
+                child_computes(want)
+        finally:
+            stop.set()
+            for other in others:
+                other.join()
+
+
+def product_in_pool(_):
+    signal.alarm(60)
+    return large_product()
+
+
+def fork_by_multiprocessing():
+    with threads(3):
+        want = large_product()
+        with multiprocessing.get_context("fork").Pool(3) as workers:
+            assert set(workers.map(product_in_pool, range(30))) == {want}
+
+
+FORKS = [fork_after_a_call, fork_before_any_call, fork_while_others_compute, fork_by_multiprocessing]
+
+
+@pytest.mark.parametrize("how", FORKS)
+def test_fork(how):
+    in_own_process(how)
+
+
+def test_signal_handler(compiled):
+    """A handler that calls the library while its thread, and others, are in a call."""
+    succeeds(run(compiled("signals")))
+
+
+def load_and_unload():
+    path = str(library_path().resolve())
+    out = np.zeros_like(LARGE)
+    tensors = [Tensor(LARGE), Tensor(LARGE), None, Tensor(out)]
+    ffi.dlclose(lib)
+    for _ in range(300):
+        out[...] = 0
+        library = ffi.dlopen(path)
+        library.pydet_set_threads(3)
+        assert library.pydet_gemm(ffi.NULL, *map(pointer, tensors), ffi.NULL) == 0 and out.any()
+        ffi.dlclose(library)
+
+
+def test_unloading():
+    in_own_process(load_and_unload)

@@ -82,7 +82,10 @@ inline pydet_status read(const char *op, const char *name, Use use, const pydet_
     overflow |= __builtin_add_overflow(last, reach, &last);
   }
   view->data = nullptr;
-  if (view->empty()) return PYDET_OK;
+  if (view->empty()) {  // nothing is read or written, so no stride need make sense, and none is walked
+    for (int i = 0; i < ndim; ++i) view->stride[i] = 0;
+    return PYDET_OK;
+  }
   uint64_t begin = 0, span = 0, end = 0, count = 0, size = uint64_t(size_of(view->type));
   overflow |= __builtin_add_overflow(uint64_t(last), 1, &span) || __builtin_mul_overflow(span, size, &span);
   overflow |= __builtin_add_overflow(reinterpret_cast<uintptr_t>(tensor->data), tensor->byte_offset, &begin);

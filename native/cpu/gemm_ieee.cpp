@@ -302,7 +302,7 @@ Plan cut_small(const Gemm &gemm) {
 template <class S> void compute(const Gemm &gemm, const Plan &plan, int64_t threads, Scratch &scratch) {
   const Batch &batch = gemm.batch;
   const int64_t tasks_each = plan.row_tasks * plan.column_tasks;
-  parallel(tasks_each * batch.count, threads > 1 ? INT64_MAX : 0, scratch, [&](int64_t task, Scratch &own) {
+  parallel(tasks_each * batch.count, threads, scratch, [&](int64_t task, Scratch &own) {
     int64_t a = 0, b = 0, bias = 0, out = 0, index = task / tasks_each;
     for (int d = batch.dims - 1; d >= 0; --d) {
       int64_t i = index % batch.shape[d];
@@ -343,12 +343,12 @@ Gemm transposed(const Gemm &gemm) {
 }  // namespace
 
 template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
-  constexpr int64_t kWorthThreads = 1 << 20;  // some 10 us, several times what waking threads takes
+  constexpr double kWorthAThread = 1 << 20;  // some 10 us, several times what waking threads takes
   const bool few_columns = problem.n <= kWidth && problem.m > 2 * kWidth;
   const Gemm &gemm = few_columns ? transposed(problem) : problem;
   const double m = double(gemm.m), n = double(gemm.n), k = double(gemm.k);
   const double work = (m * n * k + 8 * (m + n) * k) * double(gemm.batch.count);  // an element read costs as 8 fmaf
-  const int64_t threads = work < kWorthThreads ? 1 : omp_get_max_threads();
+  const int64_t threads = threads_for(work, kWorthAThread);
   const bool row_major_b = gemm.b.col_stride == 1;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     if (!scratch.large()) {

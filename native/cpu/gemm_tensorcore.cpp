@@ -444,8 +444,9 @@ template <class Model> void compute(const Gemm &g, Scratch &scratch) {
     }
     run_block<Model>(g, block, panels_in(own, large));
   };
+  constexpr double kWorthAThread = 1 << 17;
   double work = double(g.batch.count) * double(g.m) * double(g.n) * double(g.k + 1);
-  parallel(g.batch.count * row_blocks * col_blocks, work < 1e15 ? int64_t(work) : int64_t(1e15), scratch, task);
+  parallel(g.batch.count * row_blocks * col_blocks, threads_for(work, kWorthAThread), scratch, task);
 }
 
 template <class Model> pydet_status run(const Gemm &g) {

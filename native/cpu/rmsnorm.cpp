@@ -229,12 +229,14 @@ template <class T> void join_columns(const RmsNormBackward &problem, int64_t cha
 
 // ---- Launchers ---------------------------------------------------------------------------------------------------
 
+constexpr double kWorthAThread = 1 << 17;  // elements
+
 template <> pydet_status rmsnorm<Isa>(const RmsNorm &problem) {
   const int64_t rows = problem.rows, at_once = 1 + 8192 / problem.n;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     dispatch(problem.x.type, [&](auto number) {
       with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        parallel((rows + at_once - 1) / at_once, rows * problem.n, scratch, [&](int64_t i, Scratch &own) {
+        parallel((rows + at_once - 1) / at_once, threads_for(double(rows) * double(problem.n), kWorthAThread), scratch, [&](int64_t i, Scratch &own) {
           RowSum &lanes = *new (own.data) RowSum;
           for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
             normalize_row<decltype(number)>(problem, weights, r, lanes);
@@ -252,7 +254,7 @@ template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     dispatch(problem.x.type, [&](auto number) {
       with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        parallel(blocks, rows * n * 2, scratch, [&](int64_t i, Scratch &own) {
+        parallel(blocks, threads_for(2 * double(rows) * double(n), kWorthAThread), scratch, [&](int64_t i, Scratch &own) {
           RowSum &lanes = *new (own.data) RowSum;
           float *chain = dweight ? (float *)problem.workspace + i * n : nullptr;
           if (chain) memset(chain, 0, size_t(n) * sizeof(float));
@@ -263,7 +265,7 @@ template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
     });
     if (!dweight) return;
     dispatch(problem.dweight.type, [&](auto number) {
-      parallel((n + kJoinColumns - 1) / kJoinColumns, blocks * n, scratch, [&](int64_t i, Scratch &own) {
+      parallel((n + kJoinColumns - 1) / kJoinColumns, threads_for(double(blocks) * double(n), kWorthAThread), scratch, [&](int64_t i, Scratch &own) {
         join_columns<decltype(number)>(problem, blocks, i * kJoinColumns, *new (own.data) Joined());
       });
     });

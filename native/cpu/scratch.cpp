@@ -14,7 +14,7 @@ struct alignas(64) Slot {
   void *memory = nullptr;  // who took the slot may read and set it
 };
 
-constexpr int kSlots = 1024;
+constexpr int kSlots = 2048;
 Slot slots[kSlots];
 thread_local int last_slot = 0;  // likely to be in this core's cache
 
@@ -45,6 +45,10 @@ Scratch::Scratch() {
     }
     give_back(slot);
   }
+}
+
+void Scratch::free_all() {
+  for (Slot &slot : slots) give_back(slot);
 }
 
 Scratch::~Scratch() {

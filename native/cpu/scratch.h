@@ -18,6 +18,8 @@ class Scratch {
   Scratch(const Scratch &) = delete;
   Scratch &operator=(const Scratch &) = delete;
 
+  static void free_all();  // after a fork: no other thread is left to hold any
+
   bool large() const { return slot_ >= 0; }
 
   void *data = nullptr;
