@@ -114,11 +114,12 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
-# One word a file of native/gpu; SASS for the listed architectures.
+# One word a file of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles.
+SM90_GROUPS := $(shell seq 0 31)
 CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight) \
-  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma sm90/gemm sm90/skinny)
+  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma sm90/skinny sm90/clusters $(SM90_GROUPS:%=sm90/gemm.%))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_HOST := nvidia/backend nvidia/sm90/plan
+CUDA_HOST := nvidia/backend nvidia/sm90/plan nvidia/sm90/choose
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 NVCCFLAGS := -std=c++17 -O3 --fmad=false -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(NUMERIC) -Wall -Wextra -Werror"
@@ -137,6 +138,10 @@ $(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
 $(CUDA_HOST:%=$(BUILD)/gpu/%.o): $(BUILD)/gpu/%.o: native/gpu/%.cpp
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(foreach flag,$(CXXFLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+
+$(SM90_GROUPS:%=$(BUILD)/gpu/nvidia/sm90/gemm.%.o): $(BUILD)/gpu/nvidia/sm90/gemm.%.o: native/gpu/nvidia/sm90/gemm.cu
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SM90_GROUP=$* -MMD -MP -c $< -o $@
 
 $(BUILD)/gpu/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
@@ -277,7 +282,7 @@ gpu-build: cpu cuda
 	$(PYTHON) -c "import setup; setup.write_declarations()"
 
 gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
-	$(PYTHON) -m pytest -q tests/test_cuda.py tests/test_torch.py tests/test_jax.py
+	$(PYTHON) -m pytest -q tests/test_cuda.py tests/test_cuda_tiles.py tests/test_torch.py tests/test_jax.py
 
 gpu-sanitizer: $(filter gpu-build,$(PARTS:%=gpu-%))
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q $(SANITIZED)

@@ -3,7 +3,8 @@
 The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), a plain Triton product, quack and Liger where
 they are installed, and a device-to-device copy as the ceiling of what only moves memory. Every product is of normal
 random numbers; buffers rotate past the L2. `equality` counts the elements in which cuBLAS has other bits than the
-natural chain. `--quick` takes a few shapes of each operation.
+natural chain. `--quick` takes a few shapes of each operation. `gemm --random N --seed S` times N products drawn from
+the layers of published models (model_shapes.py) instead of the list: M log-uniform, each direction, types, k_chunk.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 
 import pydet
 import pydet.torch
-from bench import harness, plot
+from bench import harness, model_shapes, plot
 from bench.harness import Row, Variant
 
 L2_BYTES = 50 << 20
@@ -51,6 +52,7 @@ SKINNY_NK = [
     (128256, 4096),
 ]
 SKINNY_M = [1, 2, 4, 8, 16, 32, 64, 128]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NORM_M = [4096, 16384, 65536]
 NORM_N = [256, 512, 1024, 2048, 4096, 8192, 16384]
 EPS = 1e-6
@@ -165,7 +167,7 @@ else:
 # ---- Products ------------------------------------------------------------------------------------------------------
 
 
-def product(op, m, n, k, operands, like, variants, note=""):
+def product(op, m, n, k, operands, like, variants, note="", peers=("triton",), call=pydet.gemm):
     """operands() makes one set: a, b with out = a b; `like` the peer's out."""
     sets = [operands() for _ in range(sets_of(2 * (m * k + n * k)))]
     outs = [torch.empty(m, n, dtype=like, device="cuda") for _ in sets]
@@ -173,10 +175,10 @@ def product(op, m, n, k, operands, like, variants, note=""):
     for name, options in variants.items():
         kind = options.pop("dtype", like)
         own = [torch.empty(m, n, dtype=kind, device="cuda") for _ in sets]
-        calls = [partial(pydet.gemm, a, b, out=out, **options) for (a, b), out in zip(sets, own, strict=True)]
+        calls = [partial(call, a, b, out=out, **options) for (a, b), out in zip(sets, own, strict=True)]
         rows.append(Variant(name, calls, [own[0]]))
     first = rows[1]
-    if triton_product and like == torch.bfloat16:
+    if triton_product and "triton" in peers and like == torch.bfloat16:
         ours = [torch.empty(m, n, dtype=like, device="cuda") for _ in sets]
         calls = [partial(triton_product, a, b, out) for (a, b), out in zip(sets, ours, strict=True)]
         rows.append(Variant("triton", calls))
@@ -188,14 +190,14 @@ def product(op, m, n, k, operands, like, variants, note=""):
         extra = {key: options[key] for key in ("k_chunk", "arithmetic") if key in options}
         for row in (0, m // 2, m - 1):
             alone = pydet.gemm(a[row : row + 1], b, out_dtype=first.outputs[0].dtype, **extra)
-            if not torch.equal(alone.view(torch.int16), first.outputs[0][row : row + 1].view(torch.int16)):
+            if not torch.equal(alone.view(torch.uint8), first.outputs[0][row : row + 1].view(torch.uint8)):
                 return False
         return True
 
     return Row(
         op,
         f"{m} x {n} x {k}",
-        "fp32" if like == torch.float32 else "bf16",
+        next(name for name, dtype in DTYPES.items() if dtype == like),
         rows,
         "cublas",
         2 * m * n * k,
@@ -235,6 +237,34 @@ def gradient_a(m, n, k):
 
 def gradient_b(m, n, k):
     return product("gemm dB", n, k, m, lambda: (normal(m, n).T, normal(m, k)), torch.bfloat16, {"pydet": {}})
+
+
+def random_rows(count, seed):
+    """Products drawn from the layers of published models, in each direction; few tokens go to skinny_gemm."""
+    for drawn in model_shapes.draw(count, seed):
+        yield partial(random_row, drawn)
+
+
+def random_row(drawn):
+    m, n, k, dtype = drawn.m, drawn.n, drawn.k, DTYPES[drawn.dtype]
+    options = {"k_chunk": drawn.k_chunk} if drawn.k_chunk else {}
+    if drawn.out != drawn.dtype:
+        options["dtype"] = DTYPES[drawn.out]
+    make = partial(normal, dtype=dtype)
+    few = drawn.kind == "forward" and m <= SKINNY_M[-1]
+    op = f"gemm {drawn.kind}" if not few else "skinny_gemm"
+    op += f" {drawn.dtype}" * (drawn.dtype != "bf16") + ", fp32 out" * (drawn.out == "fp32")
+    op += f", k_chunk {drawn.k_chunk}" if drawn.k_chunk else ""
+    if drawn.kind == "dA":
+        return product(op, m, k, n, lambda: (make(m, n), make(n, k)), dtype, {"pydet": options}, peers=())
+    if drawn.kind == "dB":
+        return product(op, n, k, m, lambda: (make(m, n).T, make(m, k)), dtype, {"pydet": options}, peers=())
+    call = partial(few_rows, weights_constant=True) if few else pydet.gemm
+    return product(op, m, n, k, lambda: (make(m, k), make(n, k).T), dtype, {"pydet": options}, peers=(), call=call)
+
+
+def few_rows(x, w_transposed, **options):
+    return pydet.skinny_gemm(x, w_transposed.T, **options)
 
 
 def ieee(size):
@@ -508,6 +538,37 @@ def card():
 # ---- Running -------------------------------------------------------------------------------------------------------
 
 LISTS = {"overhead": overhead, "equality": equality, "rmsnorm_accuracy": norm_accuracy}
+# Rows of out of a product that was drawn at random, up to and including.
+RANGES = [64, 128, 512, 2048, 8192]
+
+
+def random_summary(entries):
+    """Geometric mean, 5th percentile and worst of the drawn products, by what they are and by M of a forward one."""
+    groups = {}
+    for entry in entries:
+        if not entry["times_peer"]:
+            continue
+        rows = int(entry["shape"].split(" x ")[0])
+        groups.setdefault("all", []).append(entry)
+        groups.setdefault(entry["op"], []).append(entry)
+        if entry["op"].split(",")[0].split(" ")[:2] not in (["gemm", "dA"], ["gemm", "dB"]):
+            least = 1
+            for most in RANGES:
+                if least <= rows <= most:
+                    groups.setdefault(f"forward, {least} to {most} rows", []).append(entry)
+                least = most + 1
+    lines = []
+    for name, its in groups.items():
+        ratios = sorted((entry["times_peer"], entry["shape"]) for entry in its)
+        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
+        low = ratios[len(ratios) // 20][0]
+        lines.append(
+            f"{name:34} pydet / cublas: geometric mean {mean:.3f}, 5th percentile {low:.3f}, "
+            f"worst {ratios[0][0]:.3f} ({ratios[0][1]}), {len(ratios)} shapes"
+        )
+    return lines
+
+
 ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "decode": decode_rows, "rmsnorm": norm_rows}
 
 
@@ -536,9 +597,13 @@ def main():
         "operations", nargs="*", metavar="operation", help=f"of {', '.join([*ROWS, *LISTS])}; default all"
     )
     parser.add_argument("--quick", action="store_true", help="a few shapes of each")
+    parser.add_argument("--random", type=int, metavar="N", help="gemm: N problems drawn at random in place of the list")
+    parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     options = parser.parse_args()
     operations = options.operations or [*ROWS, *LISTS]
+    if options.random and operations != ["gemm"]:
+        parser.error("--random is for gemm alone")
     if unknown := set(operations) - {*ROWS, *LISTS}:
         parser.error(f"no such operation: {', '.join(sorted(unknown))}")
     device, wrong = Cuda(), []
@@ -553,17 +618,20 @@ def main():
             harness.write_json(options.out / f"{name}_{operation}.json", command, found, {})
             continue
         before = card()
-        entries = harness.run(ROWS[operation](options.quick), device, 0)
+        drawn = options.random and operation == "gemm"
+        rows = random_rows(options.random, options.seed) if drawn else ROWS[operation](options.quick)
+        entries = harness.run(rows, device, 0)
         after = card()
         print(f"card before: {before}\ncard after:  {after}")
-        lines = summary(entries)
+        lines = random_summary(entries) if drawn else summary(entries)
         print("\n".join(lines), flush=True)
-        path = options.out / f"{name}_{operation}"
+        path = options.out / (f"{name}_{operation}" + "_random" * bool(drawn))
         harness.write_json(path.with_suffix(".json"), command, entries, {"card_before": before, "card_after": after})
         harness.write_table(path.with_suffix(".md"), entries)
         with path.with_suffix(".md").open("a") as table:
             table.write("\n" + "".join(f"- {line}\n" for line in lines))
-        plot.write(path.with_suffix(".png"), entries)
+        if not drawn:  # hundreds of bars
+            plot.write(path.with_suffix(".png"), entries)
         wrong += [entry for entry in entries if entry["bits_ok"] is False]
     for entry in wrong:
         print(f"wrong bits: {entry['op']} {entry['shape']} {entry['variant']}")

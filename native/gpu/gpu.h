@@ -5,6 +5,7 @@
 // later launch; the sentence says that it may be older.)
 #pragma once
 
+#include <atomic>
 #include <cstdio>
 #include <type_traits>
 
@@ -100,9 +101,16 @@ constexpr int kBlockSharedBytes = 99 << 10;  // that every architecture has that
 // Shared memory that a block may ask for.
 inline int gpu_shared_bytes(int id) { return gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id); }
 
-// 90 for sm_90; 0 where it cannot be read.
+// 90 for sm_90; 0 where it cannot be read. Every row of a table asks for it, so it is read once a device.
 inline int compute_capability(int id) {
-  return 10 * gpu_attribute(cudaDevAttrComputeCapabilityMajor, id) + gpu_attribute(cudaDevAttrComputeCapabilityMinor, id);
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  const bool keeps = id >= 0 && id < kDevices;
+  if (int found = keeps ? known[id].load(std::memory_order_relaxed) : 0) return found;
+  const int found =
+      10 * gpu_attribute(cudaDevAttrComputeCapabilityMajor, id) + gpu_attribute(cudaDevAttrComputeCapabilityMinor, id);
+  if (keeps) known[id].store(found, std::memory_order_relaxed);
+  return found;
 }
 
 // Whether Launch::overlaps_previous is understood.

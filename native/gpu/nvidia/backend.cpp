@@ -1,9 +1,12 @@
 // The CUDA table of kernels, the fastest first, and what is asked of the runtime about devices.
 
+#include <array>
 #include <cstdio>
+#include <utility>
 
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/tiles.h"
 
 namespace pydet {
 namespace {
@@ -24,8 +27,9 @@ constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kT
 constexpr uint32_t kAllOfGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
 
+template <int tile> pydet_status launch_sm90(const Gemm &problem) { return gemm_sm90(problem, tile); }
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
-  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90Tiles[tile].chunked ? kAllOfGemm : kOneChain, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, gemm_sm90<tile>};
+  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90Tiles[tile].chunked_layouts ? kAllOfGemm : kOneChain, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, launch_sm90<tile>};
 }
 
 template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
@@ -33,11 +37,11 @@ template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
 }
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
-constexpr Kernel<Gemm> kGemm[] = {
+constexpr Kernel<Gemm> kSkinnyRows[] = {
     skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"), skinny_row<48>("cuda_skinny_gemm_sm90_48"),
     skinny_row<64>("cuda_skinny_gemm_sm90_64"), skinny_row<96>("cuda_skinny_gemm_sm90_96"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
-    sm90_row<0>(), sm90_row<1>(), sm90_row<2>(), sm90_row<3>(), sm90_row<4>(), sm90_row<5>(), sm90_row<6>(), sm90_row<7>(), sm90_row<8>(), sm90_row<9>(), sm90_row<10>(),
-    sm90_row<11>(), sm90_row<12>(), sm90_row<13>(), sm90_row<14>(), sm90_row<15>(), sm90_row<16>(), sm90_row<17>(), sm90_row<18>(), sm90_row<19>(), sm90_row<20>(), sm90_row<21>(),
+};
+constexpr Kernel<Gemm> kOtherRows[] = {
     {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90 or later", from_sm90, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
     {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kOneChain, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
     {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kAllOfGemm, "sm_90 or later", from_sm90, nullptr, nullptr, gemm_mma_64},
@@ -48,6 +52,16 @@ constexpr Kernel<Gemm> kGemm[] = {
     {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kOneChain, "sm_80 or later", from_sm80, gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
     {"cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
 };
+
+// The skinny kernels, the tiles of sm90/tiles.h, and the rest.
+constexpr int kSkinnyCount = int(sizeof kSkinnyRows / sizeof *kSkinnyRows), kOtherCount = int(sizeof kOtherRows / sizeof *kOtherRows);
+template <int... skinny, int... tiles, int... others>
+constexpr std::array<Kernel<Gemm>, kSkinnyCount + kSm90TileCount + kOtherCount>
+gemm_rows(std::integer_sequence<int, skinny...>, std::integer_sequence<int, tiles...>, std::integer_sequence<int, others...>) {
+  return {kSkinnyRows[skinny]..., sm90_row<tiles>()..., kOtherRows[others]...};
+}
+constexpr auto kGemm = gemm_rows(std::make_integer_sequence<int, kSkinnyCount>(), std::make_integer_sequence<int, kSm90TileCount>(),
+                                 std::make_integer_sequence<int, kOtherCount>());
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
     {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
@@ -114,7 +128,7 @@ bool reaches(int32_t id, const void *data) {
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores, gemm_workspace,
-                                      reaches, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      reaches, {kGemm.data(), int(kGemm.size())}, table(kRmsNorm), table(kRmsNormBackward)};
   return &backend;
 }
 

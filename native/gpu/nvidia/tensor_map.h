@@ -2,6 +2,8 @@
 // the runtime so that no driver is linked.
 #pragma once
 
+#include <atomic>
+
 #include <cuda.h>
 
 #include "gpu/gpu.h"
@@ -24,7 +26,10 @@ using EncodeTensorMap = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint3
                                      const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                      CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
+// Asked of the driver once.
 inline pydet_status find_encoder(const char *kernel, EncodeTensorMap *encode) {
+  static std::atomic<EncodeTensorMap> known{nullptr};
+  if ((*encode = known.load(std::memory_order_relaxed))) return PYDET_OK;
   void *entry = nullptr;
   cudaDriverEntryPointQueryResult found;
   cudaError_t error =
@@ -32,7 +37,7 @@ inline pydet_status find_encoder(const char *kernel, EncodeTensorMap *encode) {
   if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
     return fail(PYDET_DEVICE_ERROR, "%s: this driver has no cuTensorMapEncodeTiled: %s (%d)", kernel,
                 gpu_error_text(error), int(error));
-  *encode = reinterpret_cast<EncodeTensorMap>(entry);
+  known.store(*encode = reinterpret_cast<EncodeTensorMap>(entry), std::memory_order_relaxed);
   return PYDET_OK;
 }
 

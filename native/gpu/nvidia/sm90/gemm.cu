@@ -4,9 +4,10 @@
 //   D = +0 or out;  D = D + s_c for chunks c ascending, s_c = such a chain from +0 over its own k    with k_chunk
 //
 // One persistent block an SM: a producer thread brings tiles of m by 64 and 64 by n into a ring of stages by TMA,
-// shared with the other blocks of the cluster by multicast; one or two warpgroups run wgmma m64nNk16 on their rows of
-// them, k ascending, and store their accumulators (sm90_rows.h). Either operand may have k adjacent or not: wgmma reads
+// shared with the other blocks of the cluster by multicast; one to three warpgroups run wgmma m64nNk16 on their rows of
+// them, k ascending, and store their accumulators (rows.h). Either operand may have k adjacent or not: wgmma reads
 // both. Few rows of out fit the columns of a tile better than its rows: then the tile is one of out^T = b^T a^T.
+// The file is compiled once for each group of kernels (tiles.h).
 
 #include <algorithm>
 
@@ -19,11 +20,10 @@ constexpr int kStep = 16;
 constexpr int kWarpgroup = 128;
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
-constexpr bool has_swapped(int tile) {
-  for (const Sm90Tile &other : kSm90Tiles)
-    if (other.kernels_of == tile) return true;
-  return false;
-}
+// This object's part of the kernels: those of one type, of the tiles kFirstTile, kFirstTile + kSm90TileGroups, ...
+constexpr int kGroup = PYDET_SM90_GROUP, kFirstTile = kGroup / 2;
+constexpr Type kGroupType = kGroup % 2 ? Type::f16 : Type::bf16;
+static_assert(kFirstTile >= 0 && kFirstTile < kSm90TileGroups, "the Makefile counts the groups as tiles.h does");
 
 template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {
   static constexpr int tile = index;
@@ -32,17 +32,19 @@ template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> 
   static constexpr int m = kSm90Tiles[tile].m, n = kSm90Tiles[tile].n;
   static constexpr int cluster_m = kSm90Tiles[tile].cluster_m, cluster_n = kSm90Tiles[tile].cluster_n;
   static constexpr int cluster = cluster_m * cluster_n;
-  static constexpr int consumers = m / 64 < 2 ? 1 : 2, threads = kWarpgroup * (1 + consumers);
+  static constexpr int consumers = m == 64 ? 1 : m % 192 ? 2 : 3, threads = kWarpgroup * (1 + consumers);
   static constexpr int blocks = m / 64 / consumers, block_registers = n / 2;  // blocks of 64 rows a warpgroup
   static constexpr int registers = blocks * block_registers;                  // accumulators a thread
-  static constexpr bool may_transpose = has_swapped(tile);
+  static constexpr bool transposes = kSm90Tiles[tile].swapped;
+  // What the 64 Ki registers of an SM leave: at launch all threads have as many, then the producer gives some back.
+  static constexpr int producer_registers = consumers == 3 ? 32 : 40, consumer_registers = consumers == 3 ? 160 : 232;
   static constexpr int a_bytes = m * kRowBytes;
   static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes;
   static constexpr int staging_bytes = consumers * 4 * kPieceBytes, bias_bytes = consumers * n * 4;
   static constexpr int stages = std::min(12, (kSharedBytes - staging_bytes - bias_bytes - 256) / (a_bytes + b_bytes));
   static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
   static constexpr int barriers_at = bias_at + bias_bytes, shared_bytes = barriers_at + stages * 16;
-  static_assert(m == 64 * consumers * blocks, "registers are shared out between a producer and one or two consumers");
+  static_assert(m == 64 * consumers * blocks, "each warpgroup has as many blocks of 64 rows");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 16 == 0 && n >= 64, "whole warpgroups, whole pieces");
 };
@@ -216,8 +218,8 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
 #pragma unroll
       for (int block = 0; block < S::blocks; ++block) {
         const WarpRows<S> rows = rows_of(index, block);
-        rows.each_element(p.out, Type::f32, rows.tile.out_offset, p.transposed ? 1 : p.out_stride,
-                          p.transposed ? p.out_stride : 1,
+        rows.each_element(p.out, Type::f32, rows.tile.out_offset, S::transposes ? 1 : p.out_stride,
+                          S::transposes ? p.out_stride : 1,
                           [&](int i, float x) { block_of<S>(d, block)[i] = canonical(x); });
       }
       ring.chain(d, p.k, p.chunk);
@@ -254,7 +256,7 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
         rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
                           [&](int i, float bias) { x[i] = x[i] + bias; });
       }
-      if (S::may_transpose && p.transposed) {
+      if constexpr (S::transposes) {
         if (p.out_type == Type::bf16) rows.template store_transposed<2, true>(x);
         else if (p.out_type == Type::f16) rows.template store_transposed<2, false>(x);
         else rows.template store_transposed<4, false>(x);
@@ -284,23 +286,23 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
 
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
-    registers_down<40>();
+    registers_down<S::producer_registers>();
     if (threadIdx.x == 0) produce<S>(p, shared, rank);
   } else {
-    registers_up<232>();
+    registers_up<S::consumer_registers>();
     consume<S>(p, shared, rank, warpgroup - 1);
   }
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-template <class S> pydet_status launch_shape(const Gemm &g, int tile) {
-  const char *name = kSm90Tiles[tile].name;
+template <class S> pydet_status launch_shape(const Gemm &g) {
+  const char *name = kSm90Tiles[S::tile].name;
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   Sm90Problem problem = {};
-  if (pydet_status status = sm90_plan(g, tile, &problem)) return status;
-  int clusters = std::min(gpu_multiprocessors(g.device.id) / S::cluster, problem.tiles);
+  if (pydet_status status = sm90_plan(g, S::tile, &problem)) return status;
+  const int clusters = std::min(sm90_clusters(g.device.id, S::cluster), problem.tiles);
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * S::cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
   shape.cluster = S::cluster;
@@ -311,50 +313,35 @@ template <class S> pydet_status launch_shape(const Gemm &g, int tile) {
 // Calls f with true_type or false_type for a run-time bool.
 template <class F> pydet_status either(bool value, F f) { return value ? f(std::true_type()) : f(std::false_type()); }
 
-// The kernels of `shape` on what `tile`, which may be a swapped one, makes of the problem.
-template <int shape> pydet_status launch_tile(const Gemm &g, int tile) {
-  const Sm90Layout layout = sm90_layout(g);
-  return either(g.a.type == Type::bf16, [&](auto is_bf16) {
-    return either(layout.a_k_adjacent, [&](auto a_adjacent) {
-      return either(layout.b_k_adjacent, [&](auto b_adjacent) {
-        constexpr Type type = is_bf16 ? Type::bf16 : Type::f16;
-        if constexpr (kSm90Tiles[shape].chunked)
-          if (g.k_chunk) return launch_shape<Shape<shape, type, a_adjacent, b_adjacent, true>>(g, tile);
-        return launch_shape<Shape<shape, type, a_adjacent, b_adjacent, false>>(g, tile);
+template <int tile> pydet_status launch_tile(const Gemm &g) {
+  const Gemm own = sm90_problem(g, tile);
+  const Sm90Layout layout = sm90_layout(own);
+  return either(layout.a_k_adjacent, [&](auto a_adjacent) {
+    return either(layout.b_k_adjacent, [&](auto b_adjacent) {
+      return either(own.k_chunk != 0, [&](auto chunked) {
+        constexpr bool a_first = decltype(a_adjacent)::value, b_first = decltype(b_adjacent)::value;
+        constexpr bool chunks = decltype(chunked)::value;
+        if constexpr (kSm90Tiles[tile].layouts_of(chunks) & layout_bit(a_first, b_first))
+          return launch_shape<Shape<tile, kGroupType, a_first, b_first, chunks>>(own);
+        else return pydet_status(PYDET_UNSUPPORTED);  // sm90_takes has refused it
       });
     });
   });
 }
 
-}  // namespace
-
-template <int tile> pydet_status gemm_sm90(const Gemm &problem) {
-  if constexpr (!kSm90Tiles[tile].swapped()) return launch_tile<tile>(problem, tile);
-  else return launch_tile<kSm90Tiles[tile].kernels_of>(sm90_problem(problem, tile), tile);
+// f(tile) for each tile of this object's group.
+template <class F, int... tiles> void each_tile(F f, std::integer_sequence<int, tiles...>) {
+  (f(std::integral_constant<int, kFirstTile + tiles * kSm90TileGroups>()), ...);
 }
 
-template pydet_status gemm_sm90<0>(const Gemm &);
-template pydet_status gemm_sm90<1>(const Gemm &);
-template pydet_status gemm_sm90<2>(const Gemm &);
-template pydet_status gemm_sm90<3>(const Gemm &);
-template pydet_status gemm_sm90<4>(const Gemm &);
-template pydet_status gemm_sm90<5>(const Gemm &);
-template pydet_status gemm_sm90<6>(const Gemm &);
-template pydet_status gemm_sm90<7>(const Gemm &);
-template pydet_status gemm_sm90<8>(const Gemm &);
-template pydet_status gemm_sm90<9>(const Gemm &);
-template pydet_status gemm_sm90<10>(const Gemm &);
-template pydet_status gemm_sm90<11>(const Gemm &);
-template pydet_status gemm_sm90<12>(const Gemm &);
-template pydet_status gemm_sm90<13>(const Gemm &);
-template pydet_status gemm_sm90<14>(const Gemm &);
-template pydet_status gemm_sm90<15>(const Gemm &);
-template pydet_status gemm_sm90<16>(const Gemm &);
-template pydet_status gemm_sm90<17>(const Gemm &);
-template pydet_status gemm_sm90<18>(const Gemm &);
-template pydet_status gemm_sm90<19>(const Gemm &);
-template pydet_status gemm_sm90<20>(const Gemm &);
-template pydet_status gemm_sm90<21>(const Gemm &);
-static_assert(kSm90TileCount == 22, "one line a tile");
+}  // namespace
+
+template <> pydet_status Sm90Group<kGroup>::launch(const Gemm &g, int tile) {
+  constexpr int count = (kSm90TileCount - kFirstTile + kSm90TileGroups - 1) / kSm90TileGroups;
+  pydet_status status = PYDET_UNSUPPORTED;
+  each_tile([&](auto mine) { if (mine == tile) status = launch_tile<decltype(mine)::value>(g); },
+            std::make_integer_sequence<int, count>());
+  return status;
+}
 
 }  // namespace pydet

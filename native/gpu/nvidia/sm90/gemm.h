@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/tiles.h"
 
 namespace pydet {
 
@@ -21,11 +22,11 @@ struct Sm90Problem {
   bool batched, accumulate;
   bool out_aligned;  // its rows begin at multiples of 16 bytes
   bool rows_move, columns_move;  // a tile that passes the last row or column may be moved back to end there
-  bool transposed;   // out holds the transpose of what a and b make; out_stride is between its own rows
   Type out_type, bias_type;
   char *out;
   const char *bias;
-  int64_t out_stride, bias_row_stride, bias_column_stride;
+  int64_t out_stride;  // between out's own rows; a swapped tile makes out's transpose
+  int64_t bias_row_stride, bias_column_stride;
   int batch_shape[kSm90MaxBatch];
   bool a_moves[kSm90MaxBatch], b_moves[kSm90MaxBatch];  // false: broadcast
   int64_t out_batch_stride[kSm90MaxBatch], bias_batch_stride[kSm90MaxBatch];
@@ -42,5 +43,14 @@ Gemm sm90_problem(const Gemm &g, int tile);
 
 // Fills the problem, tensor maps included, for what sm90_problem gave. The device must be current.
 pydet_status sm90_plan(const Gemm &, int tile, Sm90Problem *);
+
+// How many clusters of so many blocks, one an SM, a device runs at once: each lies in one GPC, so that of 132 SMs 120
+// have room in clusters of 4. Read once a device.
+int sm90_clusters(int device, int cluster);
+
+// The launches of one group of kernels, which have an object file of their own (tiles.h).
+template <int group> struct Sm90Group {
+  static pydet_status launch(const Gemm &, int tile);
+};
 
 }  // namespace pydet

@@ -187,20 +187,22 @@ template <Type type, bool a_k_adjacent, bool b_k_adjacent, int registers>
 __device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor,
                                       int add_to_d) {
   constexpr int n = 2 * registers;
-  static_assert(n == 8 || n == 176 || (n % 16 == 0 && n <= 128 && n != 80) || (n % 32 == 0 && n <= 256),
-                "no instruction here");
+  static_assert(n == 8 || (n % 16 == 0 && n <= 256 && n != 240), "no instruction here");
   if constexpr (type == Type::bf16) {
     if constexpr (n == 8) WGMMA("8", "bf16", D_4, "%4", "%5", "%6", "%7", "%8", R_4(0));
     if constexpr (n == 16) WGMMA("16", "bf16", D0, "%8", "%9", "%10", "%11", "%12", R0);
     if constexpr (n == 32) WGMMA("32", "bf16", D1, "%16", "%17", "%18", "%19", "%20", R1);
     if constexpr (n == 48) WGMMA("48", "bf16", D2, "%24", "%25", "%26", "%27", "%28", R2);
     if constexpr (n == 64) WGMMA("64", "bf16", D3, "%32", "%33", "%34", "%35", "%36", R3);
+    if constexpr (n == 80) WGMMA("80", "bf16", D4, "%40", "%41", "%42", "%43", "%44", R4);
     if constexpr (n == 96) WGMMA("96", "bf16", D5, "%48", "%49", "%50", "%51", "%52", R5);
     if constexpr (n == 112) WGMMA("112", "bf16", D6, "%56", "%57", "%58", "%59", "%60", R6);
     if constexpr (n == 128) WGMMA("128", "bf16", D7, "%64", "%65", "%66", "%67", "%68", R7);
+    if constexpr (n == 144) WGMMA("144", "bf16", D8, "%72", "%73", "%74", "%75", "%76", R8);
     if constexpr (n == 160) WGMMA("160", "bf16", D9, "%80", "%81", "%82", "%83", "%84", R9);
     if constexpr (n == 176) WGMMA("176", "bf16", D10, "%88", "%89", "%90", "%91", "%92", R10);
     if constexpr (n == 192) WGMMA("192", "bf16", D11, "%96", "%97", "%98", "%99", "%100", R11);
+    if constexpr (n == 208) WGMMA("208", "bf16", D12, "%104", "%105", "%106", "%107", "%108", R12);
     if constexpr (n == 224) WGMMA("224", "bf16", D13, "%112", "%113", "%114", "%115", "%116", R13);
     if constexpr (n == 256) WGMMA("256", "bf16", D15, "%128", "%129", "%130", "%131", "%132", R15);
   } else {
@@ -209,12 +211,15 @@ __device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descript
     if constexpr (n == 32) WGMMA("32", "f16", D1, "%16", "%17", "%18", "%19", "%20", R1);
     if constexpr (n == 48) WGMMA("48", "f16", D2, "%24", "%25", "%26", "%27", "%28", R2);
     if constexpr (n == 64) WGMMA("64", "f16", D3, "%32", "%33", "%34", "%35", "%36", R3);
+    if constexpr (n == 80) WGMMA("80", "f16", D4, "%40", "%41", "%42", "%43", "%44", R4);
     if constexpr (n == 96) WGMMA("96", "f16", D5, "%48", "%49", "%50", "%51", "%52", R5);
     if constexpr (n == 112) WGMMA("112", "f16", D6, "%56", "%57", "%58", "%59", "%60", R6);
     if constexpr (n == 128) WGMMA("128", "f16", D7, "%64", "%65", "%66", "%67", "%68", R7);
+    if constexpr (n == 144) WGMMA("144", "f16", D8, "%72", "%73", "%74", "%75", "%76", R8);
     if constexpr (n == 160) WGMMA("160", "f16", D9, "%80", "%81", "%82", "%83", "%84", R9);
     if constexpr (n == 176) WGMMA("176", "f16", D10, "%88", "%89", "%90", "%91", "%92", R10);
     if constexpr (n == 192) WGMMA("192", "f16", D11, "%96", "%97", "%98", "%99", "%100", R11);
+    if constexpr (n == 208) WGMMA("208", "f16", D12, "%104", "%105", "%106", "%107", "%108", R12);
     if constexpr (n == 224) WGMMA("224", "f16", D13, "%112", "%113", "%114", "%115", "%116", R13);
     if constexpr (n == 256) WGMMA("256", "f16", D15, "%128", "%129", "%130", "%131", "%132", R15);
   }

@@ -1,10 +1,10 @@
-// How a GEMM is laid out for gemm.cu: which operands its copy engine can read, which tile is the fastest, and the
-// tensor maps. Any choice gives the same bits.
+// How a GEMM is laid out for gemm.cu: which operands its copy engine can read, and the tensor maps.
 
 #include <algorithm>
-#include <array>
+#include <cstring>
 #include <utility>
 
+#include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/gemm.h"
 #include "gpu/nvidia/tensor_map.h"
 
@@ -49,52 +49,6 @@ bool takes(const Gemm &g, Operand *a, Operand *b) {
          aligned_batch(g.batch, g.batch.b);
 }
 
-// What a tile costs, in cycles of an SM: for each stage of 64 k, in a problem of several waves or of a single one,
-// whose operands are cold; beside them; and the stages' factor where k is not adjacent in b (swapped: in a). Fitted to the
-// times of all tiles on an H100, over 316 problems: forward from 64 rows, both gradients, and k_chunk.
-struct Rate {
-  double stage, stage_alone, beside, b_factor;
-};
-constexpr Rate kRates[] = {
-    {1005, 922, 2089, 0.99}, {908, 913, 1949, 0.97}, {761, 696, 1322, 1.00}, {666, 576, 2775, 1.15},
-    {780, 510, 2445, 1.10}, {508, 573, 2240, 0.99}, {405, 393, 300, 0.95}, {626, 739, 2252, 1.03},
-    {346, 653, 408, 1.08}, {239, 270, 757, 0.95}, {714, 686, 707, 1.25}, {480, 471, 841, 1.14},
-    {1904, 1400, 466, 1.01}, {1146, 1690, 726, 1.16}, {766, 697, 384, 1.23}, {779, 874, 1720, 1.07},
-    {1280, 624, 3623, 1.28}, {1523, 1496, 1773, 0.95}, {960, 550, 4000, 1.05}, {409, 492, 2599, 0.95},
-    {642, 346, 4000, 1.13}, {238, 232, 300, 1.28},
-};
-static_assert(sizeof kRates / sizeof *kRates == kSm90TileCount, "one a tile");
-
-// Waves of clusters, each a tile long.
-template <int tile> double cost_of(const Gemm &g, int multiprocessors) {
-  constexpr Sm90Tile t = kSm90Tiles[tile];
-  constexpr Rate rate = kRates[tile];
-  const int64_t m = t.swapped() ? g.n : g.m, n = t.swapped() ? g.m : g.n;
-  const bool k_adjacent = t.swapped() ? g.a.col_stride == 1 : g.b.row_stride == 1;
-  int64_t tiles = cut(m, t.m * t.cluster_m) * cut(n, t.n * t.cluster_n) * g.batch.count;
-  int64_t waves = cut(tiles, multiprocessors / (t.cluster_m * t.cluster_n));
-  double stage = (waves > 1 ? rate.stage : rate.stage_alone) * (k_adjacent ? 1 : rate.b_factor);
-  return double(waves) * (double(cut(g.k, kBlockK)) * stage + rate.beside);
-}
-
-using Cost = double (*)(const Gemm &, int multiprocessors);
-template <int... tiles> constexpr std::array<Cost, kSm90TileCount> costs_of(std::integer_sequence<int, tiles...>) {
-  return {cost_of<tiles>...};
-}
-constexpr std::array<Cost, kSm90TileCount> kCosts = costs_of(std::make_integer_sequence<int, kSm90TileCount>());
-
-// The tiles, those first that were most often the best: so the search for a cheaper one, which every tile but one finds,
-// ends soon.
-constexpr int kOftenBestFirst[] = {0, 2, 5, 1, 4, 10, 21, 9, 11, 3, 18, 6, 20, 15, 14, 13, 16, 19, 17, 8, 12, 7};
-constexpr bool names_every_tile() {
-  bool named[kSm90TileCount] = {};
-  for (int tile : kOftenBestFirst) named[tile] = true;
-  for (bool is : named)
-    if (!is) return false;
-  return true;
-}
-static_assert(sizeof kOftenBestFirst / sizeof *kOftenBestFirst == kSm90TileCount && names_every_tile(), "each once");
-
 MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand,
                 const int64_t (&batch_strides)[kMaxBatchDims], int extent, int shares) {
   constexpr int64_t kAnyStride = kUnit;  // where there is only one of something
@@ -122,7 +76,7 @@ Sm90Layout sm90_layout(const Gemm &g) {
 }
 
 Gemm sm90_problem(const Gemm &g, int tile) {
-  if (!kSm90Tiles[tile].swapped()) return g;
+  if (!kSm90Tiles[tile].swapped) return g;
   auto transpose = [](const Matrix &x) { return Matrix{x.data, x.type, x.cols, x.rows, x.col_stride, x.row_stride}; };
   Gemm s = g;
   s.a = transpose(g.b), s.b = transpose(g.a), s.out = transpose(g.out), s.bias = transpose(g.bias);
@@ -133,18 +87,38 @@ Gemm sm90_problem(const Gemm &g, int tile) {
 
 bool sm90_takes(const Gemm &g, int tile) {
   Operand a, b;
-  return (!g.k_chunk || kSm90Tiles[tile].chunked) && takes(g, &a, &b);
+  if (!takes(g, &a, &b)) return false;
+  const Sm90Tile &t = kSm90Tiles[tile];
+  const uint32_t layout =
+      t.swapped ? layout_bit(b.k_adjacent, a.k_adjacent) : layout_bit(a.k_adjacent, b.k_adjacent);
+  return t.layouts_of(g.k_chunk != 0) & layout;
 }
 
+// Every row of the table asks in turn, so a thread keeps its last answer.
 bool sm90_prefers(const Gemm &g, int tile) {
-  const int multiprocessors = gpu_multiprocessors(g.device.id);
-  const double cost = kCosts[tile](g, multiprocessors);
-  for (int other : kOftenBestFirst) {
-    if (other == tile || (g.k_chunk && !kSm90Tiles[other].chunked)) continue;
-    double its_cost = kCosts[other](g, multiprocessors);
-    if (its_cost < cost || (its_cost == cost && other < tile)) return false;
-  }
-  return true;
+  struct Question {
+    int64_t m, n, k, k_chunk, batches, strides[4], device;
+  };
+  thread_local Question last = {};
+  thread_local int answer = -1;
+  const Question question = {g.m, g.n, g.k, g.k_chunk, g.batch.count,
+                             {g.a.row_stride, g.a.col_stride, g.b.row_stride, g.b.col_stride}, g.device.id};
+  if (answer < 0 || memcmp(&question, &last, sizeof last)) last = question, answer = sm90_choose(g);
+  return answer == tile;
+}
+
+namespace {
+template <int... groups>
+pydet_status launch_group(const Gemm &g, int tile, int group, std::integer_sequence<int, groups...>) {
+  pydet_status status = PYDET_UNSUPPORTED;
+  ((groups == group ? void(status = Sm90Group<groups>::launch(g, tile)) : void()), ...);
+  return status;
+}
+}  // namespace
+
+pydet_status gemm_sm90(const Gemm &g, int tile) {
+  const int group = tile % kSm90TileGroups * 2 + (g.a.type == Type::f16);
+  return launch_group(g, tile, group, std::make_integer_sequence<int, 2 * kSm90TileGroups>());
 }
 
 pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
@@ -161,15 +135,14 @@ pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
       return status;
   }
   const int64_t unit = 16 / size_of(g.out.type);
-  p.transposed = tile.swapped();
-  p.out_stride = p.transposed ? g.out.col_stride : g.out.row_stride;
-  const int64_t out_rows = p.transposed ? g.n : g.m;
+  p.out_stride = tile.swapped ? g.out.col_stride : g.out.row_stride;
+  const int64_t out_rows = tile.swapped ? g.n : g.m;
   p.out_aligned = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && (out_rows == 1 || p.out_stride % unit == 0);
   for (int i = 0; i < g.batch.dims; ++i) p.out_aligned &= g.batch.out[i] % unit == 0;
   // Where an operand has its rows or columns adjacent, the copy engine faults on a box that begins between two units; and
   // a tile's part of a row of out is stored from one on.
-  p.rows_move = g.m % kUnit == 0 || (a.k_adjacent && !p.transposed);
-  p.columns_move = g.n % kUnit == 0 || (b.k_adjacent && p.transposed);
+  p.rows_move = g.m % kUnit == 0 || (a.k_adjacent && !tile.swapped);
+  p.columns_move = g.n % kUnit == 0 || (b.k_adjacent && tile.swapped);
   p.m = int(g.m);
   p.n = int(g.n);
   p.k = int(g.k);

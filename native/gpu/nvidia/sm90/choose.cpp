@@ -1,0 +1,95 @@
+// Which tile of gemm.cu a problem is computed by: the one whose predicted time is the least. The bits do not depend on
+// it.
+//
+// The clusters that fit on the device take their tiles in waves. A stage of 64 k takes what the tensor cores need for
+// it, or longer where all blocks together draw more from the L2 than that gives (5 to 6 TB/s), which clusters lower: a
+// block reads its rows and columns, and the blocks beside and under it bring their shares. Both are a tile's own, and
+// grow with how full a wave is; so each tile has its rates (rates.h), which a fit to measured times finds.
+
+#include <array>
+
+#include "gpu/nvidia/sm90/choose.h"
+#include "gpu/nvidia/sm90/gemm.h"
+#include "gpu/nvidia/sm90/rates.h"
+
+namespace pydet {
+namespace {
+
+constexpr bool equal(const char *x, const char *y) {
+  while (*x && *x == *y) ++x, ++y;
+  return *x == *y;
+}
+
+constexpr std::array<Sm90Rate, kSm90TileCount> rates_by_tile() {
+  std::array<Sm90Rate, kSm90TileCount> found = {};
+  for (int tile = 0; tile < kSm90TileCount; ++tile)
+    for (const Sm90Rate &rate : kSm90Rates)
+      if (equal(rate.tile, kSm90Tiles[tile].name)) found[tile] = rate;
+  return found;
+}
+constexpr std::array<Sm90Rate, kSm90TileCount> kRates = rates_by_tile();
+
+constexpr bool every_tile_has_rates() {
+  for (const Sm90Rate &rate : kRates)
+    if (!rate.tile) return false;
+  return true;
+}
+static_assert(every_tile_has_rates() && sizeof kSm90Rates / sizeof *kSm90Rates == kSm90TileCount, "one row a tile");
+
+constexpr bool tiles_take_every_layout() {
+  for (bool chunked : {false, true})
+    for (uint32_t layout = 1; layout <= kAnyLayout; layout *= 2) {
+      bool taken = false;
+      for (const Sm90Tile &tile : kSm90Tiles) taken |= !tile.swapped && (tile.layouts_of(chunked) & layout);
+      if (!taken) return false;
+    }
+  return true;
+}
+static_assert(tiles_take_every_layout(), "what one tile refuses another takes");
+
+int cut(int extent, int size) { return (extent + size - 1) / size; }
+
+// What the choice reads of a problem.
+struct Extents {
+  int m, n, k, chunk;  // chunk = 0 where there is none
+  double batches;
+  bool a_k_adjacent, b_k_adjacent;
+};
+
+// Of the problem as the tile sees it, in nanoseconds. tools/sm90_fit.py has the same terms.
+double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int clusters) {
+  const double tiles = double(cut(e.m, tile.m * tile.cluster_m)) * cut(e.n, tile.n * tile.cluster_n) * e.batches;
+  const double full = double(int64_t((tiles - 1) / clusters)), waves = full + 1;
+  const double filled = (tiles - full * clusters) / clusters;
+  const double stages = e.chunk ? double(cut(e.chunk, kBlockK)) * e.k / e.chunk : double(cut(e.k, kBlockK));
+  const double elements = (double(e.m) * e.k + double(e.n) * e.k + double(e.m) * e.n) * e.batches;
+  double time = stages * (full * rate.full + rate.stage + filled * rate.filled) + waves * rate.wave + rate.once +
+                elements / 1024 * rate.memory;
+  if (!e.b_k_adjacent) time += waves * stages * (e.a_k_adjacent ? rate.turned_b : rate.both_turned);
+  else if (!e.a_k_adjacent) time += waves * stages * rate.turned_a;
+  if (e.chunk) time += waves * cut(e.k, e.chunk) * rate.chunk;
+  return time;
+}
+
+}  // namespace
+
+int sm90_choose(const Gemm &g) {
+  const Sm90Layout layout = sm90_layout(g);
+  const Extents own = {int(g.m), int(g.n), int(g.k), int(g.k_chunk < g.k ? g.k_chunk : 0), double(g.batch.count),
+                       layout.a_k_adjacent, layout.b_k_adjacent};
+  const Extents swapped = {own.n, own.m, own.k, own.chunk, own.batches, own.b_k_adjacent, own.a_k_adjacent};
+  int clusters[9] = {};
+  for (int size : {2, 4, 8}) clusters[size] = sm90_clusters(g.device.id, size);
+  int best = 0;
+  double least = -1;
+  for (int i = 0; i < kSm90TileCount; ++i) {
+    const Sm90Tile &tile = kSm90Tiles[i];
+    const Extents &e = tile.swapped ? swapped : own;
+    if (!(tile.layouts_of(g.k_chunk != 0) & layout_bit(e.a_k_adjacent, e.b_k_adjacent))) continue;
+    const double time = time_of(tile, kRates[i], e, clusters[tile.cluster()]);
+    if (least < 0 || time < least) best = i, least = time;
+  }
+  return best;
+}
+
+}  // namespace pydet

@@ -1,0 +1,84 @@
+// The tiles of gemm.cu, one row each. What a tile costs stands in rates.h, under its name.
+#pragma once
+
+#include "kernel.h"
+
+namespace pydet {
+
+// Which of an operand's dimensions is adjacent in memory, as the kernel sees a (m by k) and b (k by n).
+constexpr uint32_t layout_bit(bool a_k_adjacent, bool b_k_adjacent) { return 1u << (2 * a_k_adjacent + b_k_adjacent); }
+constexpr uint32_t kAnyLayout = 15, kNoLayout = 0, kForward = layout_bit(true, true);
+// Of the products of training, out = x w^T, dA = dy w and dB = dy^T x: as they are, and as a swapped tile sees them.
+constexpr uint32_t kTurnedB = layout_bit(true, false), kTurnedA = layout_bit(false, true);
+constexpr uint32_t kBothTurned = layout_bit(false, false);
+
+// Rows by columns of out that a block works on at a time. `cluster_m` blocks under each other share their loads of b,
+// `cluster_n` side by side those of a. A swapped tile is one of out^T = b^T a^T: the rows of out are its columns, which
+// few rows of out fit better. It has kernels for some layouts, and for some with k_chunk, which takes twice the
+// accumulators.
+struct Sm90Tile {
+  const char *name;
+  int m, n, cluster_m, cluster_n;
+  bool swapped;
+  uint32_t layouts, chunked_layouts;
+  constexpr int cluster() const { return cluster_m * cluster_n; }
+  constexpr uint32_t layouts_of(bool chunked) const { return chunked ? chunked_layouts : layouts; }
+};
+
+constexpr Sm90Tile kSm90Tiles[] = {
+    {"cuda_gemm_sm90_128x256", 128, 256, 2, 1, false, kAnyLayout, kNoLayout},
+    {"cuda_gemm_sm90_128x224", 128, 224, 2, 1, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_128x192", 128, 192, 2, 1, false, kAnyLayout, kAnyLayout},
+    {"cuda_gemm_sm90_128x160", 128, 160, 2, 1, false, kForward | kTurnedB | kBothTurned, kForward | kTurnedB | kBothTurned},
+    {"cuda_gemm_sm90_128x128", 128, 128, 2, 1, false, kAnyLayout, kAnyLayout},
+    {"cuda_gemm_sm90_128x128_wide", 128, 128, 1, 2, false, kForward | kTurnedB | kBothTurned, kForward | kTurnedB | kBothTurned},
+    {"cuda_gemm_sm90_128x64", 128, 64, 2, 1, false, kForward | kTurnedB, kForward},
+    {"cuda_gemm_sm90_64x160_wide", 64, 160, 1, 2, false, kForward | kTurnedB | kBothTurned, kForward},
+    {"cuda_gemm_sm90_64x128_wide", 64, 128, 1, 2, false, kForward | kTurnedB | kBothTurned, kForward | kTurnedB | kBothTurned},
+    {"cuda_gemm_sm90_64x64_wide", 64, 64, 1, 2, false, kAnyLayout, kAnyLayout},
+    {"cuda_gemm_sm90_128x176", 128, 176, 2, 1, false, kForward | kTurnedB | kBothTurned, kForward | kTurnedB},
+    {"cuda_gemm_sm90_128x112", 128, 112, 2, 1, false, kForward | kTurnedB | kBothTurned, kForward | kTurnedB | kBothTurned},
+    {"cuda_gemm_sm90_256x160_wide", 256, 160, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_128x192_wide", 128, 192, 1, 2, false, kForward | kTurnedB | kBothTurned, kForward | kTurnedB | kBothTurned},
+    {"cuda_gemm_sm90_128x160_wide", 128, 160, 1, 2, false, kForward | kTurnedB | kBothTurned, kForward | kTurnedB | kBothTurned},
+    {"cuda_gemm_sm90_128x192_wide_swapped", 128, 192, 1, 2, true, kForward | kTurnedA, kForward | kTurnedA},
+    {"cuda_gemm_sm90_128x160_wide_swapped", 128, 160, 1, 2, true, kForward | kTurnedA | kBothTurned, kForward | kTurnedA},
+    {"cuda_gemm_sm90_256x160_wide_swapped", 256, 160, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x112_swapped", 128, 112, 2, 1, true, kForward | kTurnedA, kForward},
+    {"cuda_gemm_sm90_64x160_wide_swapped", 64, 160, 1, 2, true, kForward | kTurnedA, kForward | kTurnedA},
+    {"cuda_gemm_sm90_64x128_wide_swapped", 64, 128, 1, 2, true, kForward | kTurnedA | kBothTurned, kForward | kTurnedA},
+    {"cuda_gemm_sm90_64x64_wide_swapped", 64, 64, 1, 2, true, kForward | kTurnedA | kBothTurned, kForward | kTurnedA},
+    {"cuda_gemm_sm90_64x128_4x2", 64, 128, 4, 2, false, kForward | kTurnedB | kBothTurned, kForward},
+    {"cuda_gemm_sm90_128x80_2x2_swapped", 128, 80, 2, 2, true, kForward | kTurnedA, kForward},
+    {"cuda_gemm_sm90_128x128_1x4", 128, 128, 1, 4, false, kForward | kTurnedB, kForward},
+    {"cuda_gemm_sm90_64x80_2x4_swapped", 64, 80, 2, 4, true, kForward | kTurnedA, kForward},
+    {"cuda_gemm_sm90_128x208_wide_swapped", 128, 208, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_64x128_2x4_swapped", 64, 128, 2, 4, true, kForward | kTurnedA, kForward},
+    {"cuda_gemm_sm90_128x80", 128, 80, 2, 1, false, kForward | kTurnedB | kBothTurned, kForward},
+    {"cuda_gemm_sm90_128x128_4x1", 128, 128, 4, 1, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_128x96_wide", 128, 96, 1, 2, false, kForward | kTurnedB, kForward},
+    {"cuda_gemm_sm90_256x144_2x2_swapped", 256, 144, 2, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_64x96_4x2", 64, 96, 4, 2, false, kForward | kTurnedB | kBothTurned, kForward},
+    {"cuda_gemm_sm90_256x112_swapped", 256, 112, 2, 1, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x208", 128, 208, 2, 1, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_256x80_wide_swapped", 256, 80, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_256x144_wide_swapped", 256, 144, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x144", 128, 144, 2, 1, false, kForward | kTurnedB | kBothTurned, kForward},
+    {"cuda_gemm_sm90_256x128", 256, 128, 2, 1, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_192x128_wide", 192, 128, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_192x192", 192, 192, 2, 1, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_192x160_wide", 192, 160, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_192x128_wide_swapped", 192, 128, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_192x160_wide_swapped", 192, 160, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_192x112_wide_swapped", 192, 112, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x208_2x2_swapped", 128, 208, 2, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_64x64_1x4", 64, 64, 1, 4, false, kForward, kNoLayout},
+    {"cuda_gemm_sm90_128x112_2x4_swapped", 128, 112, 2, 4, true, kForward, kNoLayout},
+};
+constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
+
+// gemm.cu is compiled 2 kSm90TileGroups times, side by side: in group g for type g % 2 (bf16, fp16), tiles i with
+// i % kSm90TileGroups = g / 2.
+constexpr int kSm90TileGroups = 16;
+
+}  // namespace pydet

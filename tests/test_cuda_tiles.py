@@ -1,0 +1,106 @@
+"""Each tile of the Hopper GEMM, forced by name, at its own edges: one less, equal and one more than a tile, a cluster
+and a wave of clusters, a stage and the ring of stages, in every layout, beside another kernel of the same arithmetic.
+
+That kernel, of mma.sync, shares no code with the tiles; test_cuda.py holds both to the CPU's bits.
+"""
+
+import itertools
+import re
+
+import pytest
+
+import pydet
+
+NAME = re.compile(r"cuda_gemm_sm90_(\d+)x(\d+)(?:_(\d)x(\d)|(_wide))?(_swapped)?$")
+OTHER = "cuda_gemm_sm90_mma_64x64"
+UNSUPPORTED = 11
+
+
+def tiles():
+    return [kernel for kernel in pydet.kernels() if kernel.device == "cuda" and NAME.match(kernel.name)]
+
+
+def shape_of(name):
+    """Rows and columns of out that a tile makes, and how many of them lie under and beside each other in a cluster."""
+    m, n, cluster_m, cluster_n, wide, swapped = NAME.match(name).groups()
+    shape = int(m), int(n), int(cluster_m or (1 if wide else 2)), int(cluster_n or (2 if wide else 1))
+    return (shape[1], shape[0], shape[3], shape[2]) if swapped else shape
+
+
+def test_names_tell_the_tiles():
+    found = tiles()
+    if not found:
+        pytest.skip("libpydet_cuda.so is not built")
+    assert len({kernel.name for kernel in found}) == len(found)
+    assert shape_of("cuda_gemm_sm90_128x80_2x4_swapped") == (80, 128, 4, 2)
+    for kernel in found:
+        assert all(extent >= 64 for extent in shape_of(kernel.name)[:2]), kernel.name
+
+
+@pytest.fixture(scope="module")
+def torch():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or not tiles() or not tiles()[0].available:
+        pytest.skip("no Hopper GPU")
+    torch.manual_seed(0)
+    return torch
+
+
+def operand(torch, rows, columns, dtype, adjacent_rows):
+    """rows x columns whose columns, or rows, are adjacent, in a buffer of whole 16-byte units a row."""
+    outer, inner = (columns, rows) if adjacent_rows else (rows, columns)
+    whole = torch.randn(outer, (inner + 7) // 8 * 8, device="cuda").to(dtype)[:, :inner]
+    return whole.T if adjacent_rows else whole
+
+
+def compare(torch, name, m, n, k, a_turned, b_turned, dtype, out_dtype, bias, accumulate, k_chunk):
+    """Whether the tile took it."""
+    a, b = operand(torch, m, k, dtype, a_turned), operand(torch, k, n, dtype, not b_turned)
+    start = torch.randn(m, n, device="cuda") if accumulate else torch.full((m, n), float("nan"), device="cuda")
+    bias = {None: None, "n": torch.randn(n, device="cuda"), "mn": torch.randn(m, n, device="cuda").to(dtype)}[bias]
+    results = []
+    for kernel in (OTHER, name):
+        out = start.to(out_dtype, copy=True)
+        try:
+            pydet.gemm(a, b, out=out, bias=bias, accumulate=accumulate, k_chunk=k_chunk, kernel=kernel)
+        except pydet.Error as error:
+            if error.status != UNSUPPORTED or kernel == OTHER:
+                raise
+            return False
+        results.append(out.view(torch.int32 if out_dtype == torch.float32 else torch.int16))
+    wrong = int((results[0] != results[1]).sum())
+    where = f"{m}x{n}x{k}, turned {a_turned} {b_turned}, {out_dtype}"
+    assert wrong == 0, f"{name}: {wrong} of {m * n} words differ at {where}"
+    return True
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", [kernel.name for kernel in tiles()] or [None])
+def test_edges(torch, name, dtype):
+    dtype = getattr(torch, dtype)
+    m, n, cluster_m, cluster_n = shape_of(name)
+    rows, columns = m * cluster_m, n * cluster_n
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    wave = sms // (cluster_m * cluster_n)
+    extents = [
+        *[(1, 1), (m - 1, n + 1), (m, n), (m + 1, n - 1), (rows - 1, columns + 1), (rows + 1, columns - 1)],
+        *[(rows, columns), (2 * rows + 8, 3 * columns - 8), (rows * (wave // 3) + 1, 3 * columns + 16)],
+        *[(rows * 2 - 1, columns * wave), (rows * 3 + 16, columns * (wave // 2 + 1))],
+    ]
+    depths = itertools.cycle([1, 15, 16, 64, 72, 63 * 8, 65, 64 * 13, 129, 200, 64 * 4 - 8, 1000])
+    outs = itertools.cycle([dtype, torch.float32, dtype])
+    ways = itertools.cycle(
+        [
+            *[(None, False, None), ("n", False, None), (None, True, None), (None, False, 64), ("mn", False, None)],
+            *[("mn", True, 80), ("n", True, None), (None, False, 1024), (None, True, 16)],
+        ]
+    )
+    layouts = list(itertools.product([False, True], repeat=2))
+    taken = dict.fromkeys(layouts, 0)
+    for layout in layouts:
+        for m_, n_ in extents:
+            bias, accumulate, k_chunk = next(ways)
+            out = torch.float32 if accumulate else next(outs)
+            took = compare(torch, name, m_, n_, next(depths), *layout, dtype, out, bias, accumulate, k_chunk)
+            taken[layout] += took
+    assert taken[False, False] >= 6, taken  # x w^T, which every tile takes

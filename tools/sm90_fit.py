@@ -1,0 +1,157 @@
+"""python tools/sm90_fit.py TIMES.jsonl... : fits what the tiles of the Hopper GEMM cost, and writes sm90/rates.h.
+
+The times are those of sm90_sweep.py. A tile's time is a sum of the terms of native/gpu/nvidia/sm90/choose.cpp, each
+with a rate of its own that is not negative; the fit takes the least squares of the relative error, where a time counts
+less the further it is behind the problem's best. The problems are divided at random: what it prints of the choice (the
+chosen tile's time over the best one's) is of rates that were fitted to three quarters of them, for these and for the
+others; what it writes was fitted to all. --check fits nothing: it compares the choices by the rates that stand in
+rates.h with those that the library made in the sweep.
+"""
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+SM90 = Path(__file__).resolve().parent.parent / "native/gpu/nvidia/sm90"
+CLUSTERS = {2: 66, 4: 30, 8: 15}  # that an H100 of 132 SMs runs at once; --clusters gives others
+BLOCK_K = 64
+NEAR = 0.4  # how far behind the best tile a time counts 1/e
+TERMS = ("full", "stage", "filled", "wave", "once", "chunk", "turned_b", "turned_a", "both_turned", "memory")
+
+
+def tiles():
+    """name: (m, n, cluster_m, cluster_n, swapped), from tiles.h."""
+    rows = re.findall(r'\{"(\w+)", (\d+), (\d+), (\d), (\d), (true|false),', (SM90 / "tiles.h").read_text())
+    return {name: (*map(int, extents), swapped == "true") for name, *extents, swapped in rows}
+
+
+def terms(problem, tile, clusters):
+    """By what each rate of the tile is multiplied (choose.cpp: time_of)."""
+    tile_m, tile_n, cluster_m, cluster_n, swapped = tile
+    m, n, k = problem["m"], problem["n"], problem["k"]
+    a, b = problem["a_k_adjacent"], problem["b_k_adjacent"]
+    if swapped:
+        m, n, a, b = n, m, b, a
+    chunk = problem["k_chunk"] if problem["k_chunk"] and problem["k_chunk"] < k else 0
+    count = math.ceil(m / (tile_m * cluster_m)) * math.ceil(n / (tile_n * cluster_n))
+    at_once = clusters[cluster_m * cluster_n]
+    full = (count - 1) // at_once
+    filled = (count - full * at_once) / at_once
+    stages = math.ceil(chunk / BLOCK_K) * k / chunk if chunk else math.ceil(k / BLOCK_K)
+    waves = full + 1
+    turned = [waves * stages * (not b and a), waves * stages * (b and not a), waves * stages * (not a and not b)]
+    chunks = math.ceil(k / chunk) if chunk else 0
+    memory = (m * k + n * k + m * n) / 1024
+    return full * stages, stages, stages * filled, waves, 1, waves * chunks, *turned, memory
+
+
+def not_negative(a, b, turns=300):
+    """The least squares of a x = b for x >= 0, coordinate by coordinate."""
+    squares, right = a.T @ a, a.T @ b
+    x = np.maximum(np.linalg.lstsq(a, b, rcond=None)[0], 0)
+    for _ in range(turns):
+        for i in np.flatnonzero(squares.diagonal()):
+            x[i] = max(0, x[i] + (right[i] - squares[i] @ x) / squares[i, i])
+    return x
+
+
+def fit(data, use):
+    """Rates by tile, from the problems of the mask `use`."""
+    rates = {}
+    for name, (rows, its_terms, times, behind) in data.items():
+        mine = use[rows]
+        if not mine.any():
+            raise SystemExit(f"{name} was timed on no problem")
+        weight = np.sqrt(np.exp(-behind[mine] / NEAR))
+        rates[name] = not_negative(its_terms[mine] * (weight / times[mine])[:, None], weight)
+    return rates
+
+
+def arrange(problems, table, clusters):
+    """By tile: the indices of the problems it was timed on, their terms, its times in ns, how far these are behind."""
+    found = {}
+    for name, tile in table.items():
+        rows = [i for i, p in enumerate(problems) if name in p["us"]]
+        times = np.array([problems[i]["us"][name] for i in rows]) * 1e3
+        best = np.array([min(us for kernel, us in problems[i]["us"].items() if kernel in table) for i in rows]) * 1e3
+        its_terms = np.array([terms(problems[i], tile, clusters) for i in rows], float).reshape(len(rows), len(TERMS))
+        found[name] = np.array(rows, int), its_terms, times, times / best - 1
+    return found
+
+
+def choices(count, data, rates):
+    """By problem: the tile that is predicted to be the fastest, and its time over the best one's."""
+    least, chosen = np.full(count, np.inf), [""] * count
+    best, its_time = np.full(count, np.inf), np.full(count, np.nan)
+    for name, (rows, its_terms, times, _) in data.items():
+        best[rows] = np.minimum(best[rows], times)
+        for row, ns, time in zip(rows, its_terms @ rates[name], times, strict=True):
+            if ns < least[row]:
+                least[row], chosen[row], its_time[row] = ns, name, time
+    return chosen, its_time / best
+
+
+def describe(what, regret):
+    mean, worst = math.exp(np.log(regret).mean()), np.sort(regret)[-3:].round(2)
+    print(f"{what}: chosen over best, geometric mean {mean:.4f}, worst {worst}, {len(regret)} problems")
+
+
+HEAD = """// What the tiles cost: tools/sm90_fit.py fitted it to times of an H100, and wrote this file.
+#pragma once
+
+namespace pydet {
+
+// Nanoseconds, by what choose.cpp multiplies them with: a stage of 64 k in a full wave, in the last wave, and there by
+// how much of it is filled; a wave; a call; a chunk's end; what a stage takes more where k is not adjacent in b, in a,
+// in either; 1024 elements of a, b and out.
+struct Sm90Rate {
+  const char *tile;
+  double full, stage, filled, wave, once, chunk, turned_b, turned_a, both_turned, memory;
+};
+constexpr Sm90Rate kSm90Rates[] = {
+"""
+
+
+def write(rates):
+    def row(its):
+        return ", ".join(f"{x:.4g}" if x > 1e-3 else "0" for x in its)
+
+    lines = [f'    {{"{name}", {row(its)}}},\n' for name, its in rates.items()]
+    (SM90 / "rates.h").write_text("".join([HEAD, *lines, "};\n\n}  // namespace pydet\n"]))
+
+
+def written():
+    rows = re.findall(r'\{"(\w+)", ([^}]+)\}', (SM90 / "rates.h").read_text())
+    return {name: np.array([float(x) for x in numbers.split(",")]) for name, numbers in rows}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("times", nargs="+", type=Path)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--clusters", type=json.loads, default=CLUSTERS, help='such as {"2": 66, "4": 30, "8": 15}')
+    options = parser.parse_args()
+    clusters = {int(size): count for size, count in options.clusters.items()}
+    problems = [json.loads(line) for path in options.times for line in path.read_text().splitlines()]
+    data = arrange(problems, tiles(), clusters)
+    if options.check:
+        chosen, regret = choices(len(problems), data, written())
+        same = sum(name == p["chosen"] for name, p in zip(chosen, problems, strict=True))
+        print(f"the library chose as the rates say in {same} of {len(problems)} problems")
+        describe("by the rates", regret)
+        return
+    train = np.random.default_rng(0).permutation(len(problems)) % 4 > 0
+    _, regret = choices(len(problems), data, fit(data, train))
+    describe("problems of the fit", regret[train])
+    describe("other problems", regret[~train])
+    rates = fit(data, np.full(len(problems), True))
+    describe("fitted to all", choices(len(problems), data, rates)[1])
+    write(rates)
+
+
+if __name__ == "__main__":
+    main()
