@@ -6,6 +6,7 @@
 # make hip        pydet/libpydet_hip.so (ROCm 5.2 to 7, or its headers and clang; no GPU needed); ROCM, HIPCC, HIP_ARCHS
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
 #                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS
+# make stress     on a machine with a GPU, after make cuda: mixed calls of all kernels for SECONDS (60), none may differ
 # make install    headers, the libraries that are built, pkg-config and CMake packages under PREFIX (/usr/local), its
 #                 libraries in LIBDIR (lib); DESTDIR goes before both
 # make wheel      dist/pydet-*-manylinux_*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
@@ -134,6 +135,18 @@ cuda: $(LIBRARY)/libpydet_cuda.so
 $(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F)$(SONAME),-Xcompiler '"$(flag)"') -o $@
+
+# The same objects on a runtime that is none, for tests of the host's half (tests/fakecuda.c).
+.PHONY: cuda-stand-in
+cuda-stand-in: $(LIBRARY)/libpydet_cuda_stand_in.so
+
+$(BUILD)/fakecuda.o: tests/fakecuda.c
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) -x c -Xcompiler -fPIC,-Wall,-Wextra,-Werror -c $< -o $@
+
+$(LIBRARY)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
+	@mkdir -p $(@D)
+	$(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
 
 $(CUDA_HOST:%=$(BUILD)/gpu/%.o): $(BUILD)/gpu/%.o: native/gpu/%.cpp
 	@mkdir -p $(@D)
@@ -277,6 +290,12 @@ $(call needed,cuda $(if $(filter cuda,$(WHEEL_BUILDS)),wheel) $(if $(filter buil
 
 .PHONY: gpu-check $(PARTS:%=gpu-%)
 gpu-check: $(PARTS:%=gpu-%)
+
+# All kernels on several streams beside a hog, every result compared on the device.
+SECONDS ?= 60
+.PHONY: stress
+stress:
+	PYTHONPATH=. $(PYTHON) tests/stress.py --seconds $(SECONDS)
 
 gpu-build: cpu cuda
 	$(PYTHON) -c "import setup; setup.write_declarations()"

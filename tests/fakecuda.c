@@ -1,0 +1,167 @@
+/* A CUDA runtime without a GPU or a driver, for the tests of the library's host code: its objects are linked with this in
+ * place of the static runtime (make cuda-stand-in), and run unmodified. What it has is all that the library may call:
+ * another function, one that allocates or waits say, does not link. Kernels are not run; launches are counted. Any call
+ * can be made to fail, by any error, and all after it as in a context that is broken. */
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+static struct {
+  int devices, device, capability, driver, calls, fail_at, error, lasting, launches, elsewhere;
+  void *stream;
+  char log[1 << 16];
+} fake = {.devices = 1, .capability = 90, .driver = 13000, .fail_at = -1};
+
+/* For the tests: how many devices of which compute capability, the driver's version; the call that fails, counted from
+ * here (-1: none), the error that it gives, and whether all later calls give it too; the stream that launches are for. */
+EXPORT void fakecuda_reset(int devices, int capability, int driver, int fail_at, int error, int lasting, void *stream) {
+  fake.devices = devices, fake.device = 0, fake.capability = capability, fake.driver = driver, fake.calls = 0;
+  fake.fail_at = fail_at, fake.error = error, fake.lasting = lasting, fake.stream = stream;
+  fake.launches = fake.elsewhere = 0, fake.log[0] = 0;
+}
+EXPORT int fakecuda_launches(void) { return fake.launches; }
+EXPORT int fakecuda_elsewhere(void) { return fake.elsewhere; } /* launches on another stream or another device than 1 */
+EXPORT int fakecuda_device(void) { return fake.device; }
+EXPORT const char *fakecuda_log(void) { return fake.log; }
+
+static int fails(const char *name) {
+  size_t used = strlen(fake.log);
+  snprintf(fake.log + used, sizeof fake.log - used, "%s ", name);
+  int call = fake.calls++;
+  return fake.fail_at >= 0 && (call == fake.fail_at || (fake.lasting && call > fake.fail_at));
+}
+#define CALL(name) \
+  if (fails(name)) return (cudaError_t)fake.error
+
+/* ---- What a compiled library calls when it is loaded ------------------------------------------------------------- */
+
+EXPORT void **__cudaRegisterFatBinary(void *wrapper) {
+  (void)wrapper;
+  return calloc(1, sizeof(void *));
+}
+EXPORT void __cudaRegisterFatBinaryEnd(void **modules) { (void)modules; }
+EXPORT void __cudaUnregisterFatBinary(void **modules) { free(modules); }
+EXPORT void __cudaRegisterFunction(void **modules, const char *host, char *device_name, const char *name, int threads,
+                                   void *thread, void *block, void *block_size, void *grid_size, int *warp) {
+  (void)modules, (void)host, (void)device_name, (void)name, (void)threads, (void)thread, (void)block, (void)block_size;
+  (void)grid_size, (void)warp;
+}
+/* Only <<<>>> calls these, which the library does not use. */
+EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *host) {
+  (void)kernel, (void)host;
+  return cudaErrorUnknown;
+}
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                      cudaStream_t stream) {
+  (void)kernel, (void)grid, (void)block, (void)arguments, (void)shared, (void)stream;
+  return cudaErrorUnknown;
+}
+EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
+  (void)grid, (void)block, (void)shared, (void)stream;
+  return cudaErrorUnknown;
+}
+
+/* ---- What it calls at run time ------------------------------------------------------------------------------------ */
+
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *host, void **arguments) {
+  CALL("cudaLaunchKernelExC");
+  const dim3 g = config->gridDim, b = config->blockDim;
+  if (!g.x || !g.y || !g.z || !b.x || !b.y || !b.z || !host || !arguments) return cudaErrorInvalidConfiguration;
+  if (b.x * b.y * b.z > 1024 || g.y > 65535 || g.z > 65535 || config->dynamicSmemBytes > (227 << 10))
+    return cudaErrorInvalidConfiguration;
+  ++fake.launches;
+  fake.elsewhere += config->stream != fake.stream || fake.device != 1;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaFuncSetAttribute(const void *host, enum cudaFuncAttribute attribute, int value) {
+  CALL("cudaFuncSetAttribute");
+  (void)host;
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > (227 << 10)) return cudaErrorInvalidValue;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *host) {
+  CALL("cudaFuncGetAttributes");
+  (void)host;
+  memset(attributes, 0, sizeof *attributes);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaGetDeviceCount(int *count) {
+  CALL("cudaGetDeviceCount");
+  *count = fake.devices;
+  return fake.devices ? cudaSuccess : cudaErrorNoDevice;
+}
+EXPORT cudaError_t cudaDriverGetVersion(int *version) {
+  CALL("cudaDriverGetVersion");
+  *version = fake.driver;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaRuntimeGetVersion(int *version) {
+  CALL("cudaRuntimeGetVersion");
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaGetDevice(int *id) {
+  CALL("cudaGetDevice");
+  *id = fake.device;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaSetDevice(int id) {
+  CALL("cudaSetDevice");
+  if (id < 0 || id >= fake.devices) return cudaErrorInvalidDevice;
+  fake.device = id;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int id) {
+  CALL("cudaDeviceGetAttribute");
+  if (id < 0 || id >= fake.devices) return cudaErrorInvalidDevice;
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = fake.capability / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = fake.capability % 10; break;
+    case cudaDevAttrMultiProcessorCount: *value = 132; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 227 << 10; break;
+    case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
+    default: *value = 0;
+  }
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int id) {
+  CALL("cudaGetDeviceProperties");
+  if (id < 0 || id >= fake.devices) return cudaErrorInvalidDevice;
+  memset(properties, 0, sizeof *properties);
+  snprintf(properties->name, sizeof properties->name, "a GPU that is not there");
+  properties->major = fake.capability / 10, properties->minor = fake.capability % 10;
+  properties->multiProcessorCount = 132;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *at) {
+  CALL("cudaPointerGetAttributes");
+  (void)at;
+  memset(attributes, 0, sizeof *attributes);
+  attributes->type = cudaMemoryTypeDevice;
+  return cudaSuccess;
+}
+EXPORT const char *cudaGetErrorString(cudaError_t error) { return error ? "made to fail" : "no error"; }
+
+static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data, const cuuint64_t *extents,
+                       const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps,
+                       CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                       CUtensorMapFloatOOBfill fill) {
+  (void)map, (void)type, (void)rank, (void)data, (void)extents, (void)strides, (void)box, (void)steps, (void)interleave;
+  (void)swizzle, (void)promotion, (void)fill;
+  return fails("cuTensorMapEncodeTiled") ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **entry, unsigned version,
+                                                    unsigned long long flags,
+                                                    enum cudaDriverEntryPointQueryResult *found) {
+  CALL("cudaGetDriverEntryPointByVersion");
+  (void)version, (void)flags;
+  *found = cudaDriverEntryPointSymbolNotFound;
+  if (strcmp(symbol, "cuTensorMapEncodeTiled")) return cudaSuccess;
+  *entry = (void *)encode, *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}

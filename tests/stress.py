@@ -1,0 +1,269 @@
+"""Mixed calls of all kernels for a while, each result compared on the device with the first one's bits.
+
+    python tests/stress.py [--seconds 60] [--device cuda] [--streams 4] [--seed 0] [--kernels NAME] [--json FILE]
+
+Every kernel that the device can run is forced on problems of several sizes. What a call must give is computed once, by
+the kernel that is tried first, so that all kernels of one arithmetic are held to the same bits. Then each stream
+replays a CUDA graph of all calls in an order of its own, into outputs that are full of ones before, and the host makes
+calls between the replays, while a hog keeps the device full. Differing results are counted on the device. Prints the
+calls and the differing results of each kernel; the status is 1 if any differs. On the CPU: one call after another.
+"""
+
+import argparse
+import collections
+import json
+import random
+import sys
+import time
+
+import torch
+
+import pydet
+
+SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
+OPERATIONS = ("gemm", "rmsnorm", "rmsnorm_backward")  # of the kernel table
+ONES = -1  # what outputs hold before a call, as int32: NaN in every type
+
+Case = collections.namedtuple("Case", "kernel operation call wanted")  # call(outputs); what they must be then
+
+
+def tensor(generator, shape, dtype, device):
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype).to(device)
+
+
+def product_cases(skinny, dtype, generator, device):
+    """(operation, out shapes and types, call): each call takes its outputs and keywords."""
+    make = lambda *shape: tensor(generator, shape, dtype, device)
+    for m, n, k in ((1, 512, 1024), (7, 96, 272), (16, 1024, 512), (64, 256, 384), (129, 320, 96), (256, 256, 640)):
+        a, b, w, bias = make(m, k), make(k, n), make(n, k), tensor(generator, (n,), torch.float32, device)
+        start = tensor(generator, (m, n), torch.float32, device)
+        if skinny:
+            yield "skinny_gemm", [((m, n), dtype)], lambda o, a=a, w=w, **k: pydet.skinny_gemm(a, w, out=o[0], **k)
+            continue
+        yield "gemm", [((m, n), dtype)], lambda o, a=a, b=b, bias=bias, **k: pydet.gemm(a, b, bias=bias, out=o[0], **k)
+        yield (
+            "gemm, k_chunk",
+            [((m, n), torch.float32)],
+            lambda o, a=a, b=b, **k: pydet.gemm(a, b, out=o[0], k_chunk=128, **k),
+        )
+        yield (
+            "gemm_da, accumulate",
+            [((m, n), torch.float32)],
+            lambda o, a=a, w=w, start=start, **k: (
+                o[0].copy_(start),
+                pydet.gemm_da(a, w, out=o[0], accumulate=True, **k),
+            ),
+        )
+        left = a.T.contiguous()
+        yield "gemm_db", [((m, n), dtype)], lambda o, left=left, b=b, **k: pydet.gemm_db(left, b, out=o[0], **k)
+
+
+def norm_cases(operation, dtype, generator, device):
+    for rows, n in ((1, 4096), (3, 8000), (33, 256), (65, 1024), (200, 96), (130, 384), (2, 20000)):
+        x, dy = (tensor(generator, (rows, n), dtype, device) for _ in range(2))
+        weight = tensor(generator, (n,), torch.float32, device)
+        rstd = pydet.rmsnorm(x.cpu(), eps=1e-6)[1].to(device)
+        if operation == "rmsnorm":
+            yield (
+                operation,
+                [((rows, n), dtype), ((rows,), torch.float32)],
+                lambda o, x=x, w=weight, **k: pydet.rmsnorm(x, w, eps=1e-6, out=tuple(o), **k),
+            )
+        else:
+            yield (
+                operation,
+                [((rows, n), dtype), ((n,), torch.float32)],
+                lambda o, dy=dy, x=x, w=weight, r=rstd, **k: pydet.rmsnorm_backward(
+                    dy, x, w, r, out=o[0], dweight=o[1], **k
+                ),
+            )
+
+
+def outputs_in(slots, first, wanted):
+    """Views of the slots from `first` on, of these shapes and types."""
+    views = []
+    for number, (shape, dtype) in enumerate(wanted):
+        count = 1
+        for extent in shape:
+            count *= extent
+        slot = slots[first + number].view(torch.uint8)[: count * dtype.itemsize]
+        views.append(slot.view(dtype).view(shape))
+    return views
+
+
+def make_cases(device, seed, only):
+    """Every (kernel, problem) that the kernel takes, with the bits that the first kernel of its arithmetic gave."""
+    generator, cases, wanted, refused = torch.Generator().manual_seed(seed), [], {}, collections.Counter()
+    made = {}  # (operation, element type) -> its problems, whose operands all kernels share
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    kind = torch.device(device).type
+    for kernel in pydet.kernels():
+        if (
+            kernel.device != kind
+            or not kernel.available
+            or kernel.operation not in OPERATIONS
+            or only not in kernel.name
+        ):
+            continue
+        for brief in kernel.dtypes.split():
+            if brief not in kinds:
+                continue
+            keywords, key = {"kernel": kernel.name}, (kernel.operation, "skinny" in kernel.name, brief)
+            if kernel.operation == "gemm":
+                keywords["arithmetic"] = kernel.arithmetic
+            if key not in made:
+                make = product_cases if kernel.operation == "gemm" else norm_cases
+                made[key] = list(make(key[1] if key[0] == "gemm" else key[0], kinds[brief], generator, device))
+            for number, (operation, shapes, call) in enumerate(made[key]):
+                if any(outside(shape, dtype) for shape, dtype in shapes):
+                    continue
+                slots = torch.full((len(shapes), SLOT // 4), ONES, dtype=torch.int32, device=device)
+                try:
+                    call(outputs_in(slots, 0, shapes), **keywords)
+                except pydet.Error as problem:
+                    if problem.status_name != "PYDET_UNSUPPORTED":
+                        raise
+                    refused[kernel.name] += 1
+                    continue
+                problem = operation, kernel.arithmetic, brief, number
+                first = wanted.setdefault(problem, slots)
+                if not torch.equal(first, slots):
+                    sys.exit(f"stress: {kernel.name} gives {problem} other bits than the kernel before it")
+                bound = lambda outputs, call=call, keywords=keywords: call(outputs, **keywords)
+                cases.append((Case(kernel.name, operation, bound, first), shapes))
+    missing = [name for name in refused if not any(case.kernel == name for case, _ in cases)]
+    return cases, missing
+
+
+def outside(shape, dtype):
+    count = dtype.itemsize
+    for extent in shape:
+        count *= extent
+    return count > SLOT
+
+
+class Lane:
+    """All cases in an order of its own, with outputs of its own, compared after each round."""
+
+    def __init__(self, cases, device, rng, spoiled):
+        self.order = list(range(len(cases)))
+        rng.shuffle(self.order)
+        self.cases, self.device, self.spoiled, self.rounds = cases, device, spoiled, 0
+        starts, total = [], 0
+        for _, shapes in cases:
+            starts.append(total)
+            total += len(shapes)
+        self.slots = torch.full((total, SLOT // 4), ONES, dtype=torch.int32, device=device)
+        self.wanted = torch.cat([case.wanted for case, _ in cases])
+        self.differing = torch.zeros(total, dtype=torch.int64, device=device)
+        self.owner = [i for i, (_, shapes) in enumerate(cases) for _ in shapes]
+        self.outputs = [outputs_in(self.slots, start, shapes) for start, (_, shapes) in zip(starts, cases)]
+        self.graph = self.stream = None
+
+    def round(self):
+        self.slots.fill_(ONES)
+        for i in self.order:
+            self.cases[i][0].call(self.outputs[i])
+        if self.spoiled is not None:
+            self.slots[self.spoiled, 0] ^= 1
+        self.differing += (self.slots != self.wanted).any(1)
+
+    def capture(self):
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            self.round()
+        self.stream.synchronize()
+        self.differing.zero_()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            self.round()
+
+    def run(self):
+        if self.graph is None:
+            self.round()
+        else:
+            with torch.cuda.stream(self.stream):
+                self.graph.replay()
+        self.rounds += 1
+
+
+class Hog:
+    """Keeps the multiprocessors and the memory busy, with no more than a few milliseconds of work ahead."""
+
+    def __init__(self):
+        self.stream, self.events = torch.cuda.Stream(), collections.deque()
+        self.a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+        self.memory = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+
+    def feed(self):
+        while self.events and self.events[0].query():
+            self.events.popleft()
+        if len(self.events) < 8:
+            with torch.cuda.stream(self.stream):
+                torch.mm(self.a, self.a)
+                self.memory.add_(1)
+                self.events.append(self.stream.record_event())
+
+
+def stress(seconds, device, streams, seed, only="", spoiled=None):
+    """Returns {kernel: [calls, differing]} and the kernels that took no problem."""
+    rng, gpu = random.Random(seed), torch.device(device).type != "cpu"
+    cases, missing = make_cases(device, seed, only)
+    lanes = [Lane(cases, device, rng, spoiled) for _ in range(streams if gpu else 1)]
+    eager, hog = Lane(cases, device, rng, None), Hog() if gpu else None
+    if gpu:
+        torch.cuda.synchronize()
+        for lane in lanes:
+            lane.capture()
+        eager_stream = torch.cuda.Stream()
+    pending, end = [collections.deque() for _ in lanes], time.monotonic() + seconds
+    while time.monotonic() < end:
+        for lane, events in zip(lanes, pending):
+            while events and events[0].query():
+                events.popleft()
+            if len(events) < 4:
+                lane.run()
+                if gpu:
+                    events.append(lane.stream.record_event())
+        if hog:
+            hog.feed()
+            if all(len(events) >= 4 for events in pending):  # time for calls from the host
+                with torch.cuda.stream(eager_stream):
+                    eager.run()
+    counts = {case.kernel: [0, 0] for case, _ in cases}
+    if gpu:
+        torch.cuda.synchronize()
+    for lane in [*lanes, eager]:
+        for case, _ in cases:
+            counts[case.kernel][0] += lane.rounds
+        for slot, differing in enumerate(lane.differing.tolist()):
+            counts[cases[lane.owner[slot]][0].kernel][1] += differing
+    return counts, missing
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernels", default="", help="only those whose names have this in them")
+    parser.add_argument("--json", help="write the counts there")
+    parser.add_argument("--spoil", type=int, help="change a bit of this output: the negative control")
+    given = parser.parse_args()
+    counts, missing = stress(given.seconds, given.device, given.streams, given.seed, given.kernels, given.spoil)
+    width = max(map(len, counts))
+    for kernel, (calls, differing) in counts.items():
+        print(f"{kernel:{width}} {calls:12,} calls {differing:8,} differ")
+    for kernel in missing:
+        print(f"{kernel:{width}} takes none of the problems")
+    calls, differing = (sum(column) for column in zip(*counts.values()))
+    print(f"stress: seed {given.seed}, {given.seconds:g} s: {calls:,} calls, {differing:,} results differ")
+    if given.json:
+        with open(given.json, "w") as file:
+            json.dump({"counts": counts, "missing": missing, "seconds": given.seconds, "seed": given.seed}, file)
+    return 1 if differing or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

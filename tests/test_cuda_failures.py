@@ -1,0 +1,214 @@
+"""The CUDA library's host code where the runtime or the driver fails, on a stand-in runtime (fakecuda.c).
+
+Every call that the library makes of it fails once, with every kernel forced: a status and a sentence each time, the
+caller's device current again, and the next call works.
+
+PYDET_CUDA_STAND_IN names the library that `make cuda-stand-in` links.
+"""
+
+import ctypes
+import os
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import capi
+from capi import ffi
+
+LIBRARY = pathlib.Path(os.environ.get("PYDET_CUDA_STAND_IN", capi.ROOT / "pydet" / "libpydet_cuda_stand_in.so"))
+CUDA, DEVICE, STREAM = 2, 1, 0x1230
+NO_DEVICE, UNSUPPORTED, DEVICE_ERROR = (
+    getattr(capi.lib, f"PYDET_{n}") for n in ["NO_DEVICE", "UNSUPPORTED", "DEVICE_ERROR"]
+)
+UNKNOWN, OUT_OF_MEMORY, OLD_DRIVER, NO_BINARY, ILLEGAL_ADDRESS, CAPTURE_INVALIDATED = 999, 2, 35, 209, 700, 901
+CAPABILITIES = (80, 90, 100)
+# What only tunes or checks, so that a call may go on without it, and what puts the caller's device back at the end.
+DISPENSABLE = {"cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cudaSetDevice"}
+
+
+class StandIn:
+    def __init__(self):
+        self.lib = ffi.dlopen(str(LIBRARY))
+        self.fake = ctypes.CDLL(str(LIBRARY))
+        self.fake.fakecuda_log.restype = ctypes.c_char_p
+        self.fake.fakecuda_reset.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p]
+
+    def start(self, capability, devices=2, driver=13000, fail_at=-1, error=UNKNOWN, lasting=False):
+        self.fake.fakecuda_reset(devices, capability, driver, fail_at, error, lasting, STREAM)
+
+    def log(self):
+        return self.fake.fakecuda_log().decode().split()
+
+    def sentence(self):
+        return ffi.string(self.lib.pydet_last_error()).decode()
+
+    def kernels(self, capability):
+        """(name, operation, element type) of the kernels that such a device can run."""
+        self.start(capability)
+        info, found, i = ffi.new("pydet_kernel_info *", {"struct_size": ffi.sizeof("pydet_kernel_info")}), [], 0
+        while self.lib.pydet_kernel_name(i) != ffi.NULL:
+            assert self.lib.pydet_query_kernel(i, info) == 0, self.sentence()
+            if info.device_type == CUDA and info.available:
+                dtype = ffi.string(info.dtypes).decode().split()[0]
+                found.append((ffi.string(info.name).decode(), ffi.string(info.operation).decode(), dtype))
+                found[-1] += (info.arithmetic,)
+            i += 1
+        return found
+
+
+@pytest.fixture(scope="module")
+def cuda():
+    if not LIBRARY.exists():
+        (pytest.fail if "PYDET_CUDA_STAND_IN" in os.environ else pytest.skip)(
+            f"{LIBRARY.name} is not built (make cuda-stand-in)"
+        )
+    return StandIn()
+
+
+def tensors(shapes, dtype):
+    kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype]
+    return [
+        None if shape is None else capi.Tensor(capi.random(shape, shape_dtype or kind), device=(CUDA, DEVICE))
+        for shape, shape_dtype in (s if isinstance(s, tuple) and isinstance(s[1], str) else (s, None) for s in shapes)
+    ]
+
+
+def problems(operation, name, dtype):
+    """Calls of an operation that differ in size: some kernel takes each. Each is (function, tensors, options)."""
+    if operation == "gemm":
+        arithmetic = name[1]
+        for skinny, (m, n, k) in ((True, (8, 512, 256)), (False, (256, 1024, 256)), (False, (2048, 4096, 64))):
+            struct = "pydet_skinny_gemm" if skinny else "pydet_gemm"
+            shapes = [(m, k), (n, k) if skinny else (k, n), None, (m, n)]
+            yield (
+                struct,
+                tensors(shapes, dtype),
+                capi.options(f"{struct}_options", arithmetic=arithmetic, kernel=name[0]),
+            )
+        return
+    for rows, n in ((64, 256), (64, 2048), (64, 8192), (4, 20000)):
+        x = (rows, n)
+        if operation == "rmsnorm":
+            shapes = [x, None, ((n,), "float32"), x, ((rows,), "float32"), None]
+            given = capi.options("pydet_rmsnorm_options", eps=1e-6, kernel=name[0])
+        else:
+            shapes = [x, x, ((n,), "float32"), ((rows,), "float32"), None, x, ((n,), "float32")]
+            size = ffi.new("uint64_t *")
+            assert capi.lib.pydet_rmsnorm_backward_workspace(rows, n, size) == 0
+            room = np.zeros(size[0] + 256, np.uint8)
+            at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
+            given = capi.options("pydet_rmsnorm_backward_options", workspace=at, workspace_size=size[0], kernel=name[0])
+            capi._alive[given] = capi._alive[given], room
+        yield f"pydet_{operation}", tensors(shapes, dtype), given
+
+
+def call(cuda, problem):
+    function, operands, given = problem
+    pointers = [capi.pointer(t) for t in operands]
+    return getattr(cuda.lib, function)(ffi.cast("void *", STREAM), *pointers, given)
+
+
+def taken(cuda, capability):
+    """A problem for each kernel that such a device runs, forced."""
+    for name, operation, dtype, arithmetic in cuda.kernels(capability):
+        for problem in problems(operation, (name, arithmetic), dtype):
+            cuda.start(capability)
+            if call(cuda, problem) == 0:
+                yield name, problem
+                break
+        else:
+            pytest.fail(f"{name} takes none of these problems: {cuda.sentence()}")
+
+
+def works(cuda, capability, problem, what):
+    cuda.start(capability)
+    assert call(cuda, problem) == 0, f"after {what}: {cuda.sentence()}"
+    assert cuda.fake.fakecuda_launches() and not cuda.fake.fakecuda_elsewhere(), what
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("error", [UNKNOWN, OUT_OF_MEMORY, OLD_DRIVER, NO_BINARY, ILLEGAL_ADDRESS, CAPTURE_INVALIDATED])
+def test_every_call_of_the_runtime_may_fail(cuda, capability, error):
+    """Once, or as under capture or in a broken context that and every later call."""
+    walked = 0
+    for name, problem in taken(cuda, capability):
+        cuda.start(capability)
+        assert call(cuda, problem) == 0 and not cuda.fake.fakecuda_elsewhere()
+        log = cuda.log()
+        launches = log.count("cudaLaunchKernelExC")
+        assert launches == cuda.fake.fakecuda_launches() > 0
+        for i, failing in enumerate(log):
+            for lasting in (False, True):
+                cuda.start(capability, fail_at=i, error=error, lasting=lasting)
+                status, sentence = call(cuda, problem), cuda.sentence()
+                what = f"{name}, call {i} ({failing}{' and later' * lasting}): status {status}, {sentence!r}"
+                launched = cuda.fake.fakecuda_launches()
+                if status == 0:
+                    assert failing in DISPENSABLE and launched, what
+                else:
+                    assert status in (NO_DEVICE, DEVICE_ERROR, UNSUPPORTED), what
+                    assert re.match(r"[a-z0-9_]+: .{20}", sentence) and "\n" not in sentence, what
+                    told = "made to fail" in sentence or f"({error})" in sentence or "does not say" in sentence
+                    assert told or status == UNSUPPORTED or failing == "cuTensorMapEncodeTiled", what
+                    assert launched < launches, what
+                    if launched:  # what else may fail is asked for before the first launch
+                        assert failing == "cudaLaunchKernelExC", what
+                if not lasting and not (failing == "cudaSetDevice" and status == 0):
+                    assert cuda.fake.fakecuda_device() == 0, f"{what}: another device stays current"
+                works(cuda, capability, problem, what)
+                walked += 1
+    assert walked > 100
+
+
+def count(cuda):
+    found = ffi.new("int32_t *", 7)
+    return cuda.lib.pydet_device_count(CUDA, found), found[0]
+
+
+def test_a_driver_that_is_too_old(cuda):
+    cuda.start(90, driver=11040, fail_at=0, error=OLD_DRIVER)
+    status, _ = count(cuda)
+    assert status == NO_DEVICE
+    assert re.match(
+        r"the NVIDIA driver supports CUDA 11\.4, this build of pydet needs 1\d\.\d or later", cuda.sentence()
+    )
+    cuda.start(90, driver=0, fail_at=0, error=OLD_DRIVER)  # what a machine without a driver answers
+    assert count(cuda) == (0, 0)
+    cuda.start(90)
+    assert count(cuda) == (0, 2)
+
+
+def test_no_device(cuda):
+    name, problem = next(taken(cuda, 90))
+    cuda.start(90, devices=0)
+    assert count(cuda) == (0, 0)
+    assert call(cuda, problem) in (NO_DEVICE, UNSUPPORTED) and cuda.sentence(), name
+    cuda.start(90, devices=1)
+    assert call(cuda, problem) in (NO_DEVICE, UNSUPPORTED, DEVICE_ERROR), "device 1 of one"
+    works(cuda, 90, problem, "no device")
+
+
+def test_an_architecture_without_kernels(cuda):
+    _, (function, operands, given) = next(taken(cuda, 90))
+    given.kernel = ffi.NULL
+    for capability in (70, 75):
+        cuda.start(capability)
+        assert call(cuda, (function, operands, given)) == UNSUPPORTED and not cuda.fake.fakecuda_launches()
+        assert "no kernel for arithmetic" in cuda.sentence(), cuda.sentence()
+
+
+def test_what_a_call_asks_of_the_runtime_may_be_asked_under_capture(cuda):
+    """Nothing waits, allocates or copies: what would is not even linked (fakecuda.c has no such function)."""
+    asked = set()
+    for capability in CAPABILITIES:
+        for _, problem in taken(cuda, capability):
+            cuda.start(capability)
+            assert call(cuda, problem) == 0
+            asked |= set(cuda.log())
+    assert asked <= {
+        *("cudaGetDevice", "cudaSetDevice", "cudaDeviceGetAttribute", "cudaPointerGetAttributes"),
+        *("cudaFuncSetAttribute", "cudaFuncGetAttributes", "cudaLaunchKernelExC"),
+        *("cudaGetDriverEntryPointByVersion", "cuTensorMapEncodeTiled"),
+    }
