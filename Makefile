@@ -9,7 +9,7 @@
 # make stress     on a machine with a GPU, after make cuda: mixed calls of all kernels for SECONDS (60), none may differ
 # make install    headers, the libraries that are built, pkg-config and CMake packages under PREFIX (/usr/local), its
 #                 libraries in LIBDIR (lib); DESTDIR goes before both
-# make wheel      dist/pydet-*-manylinux_*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
+# make wheel      dist/pydet-*manylinux*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
 # make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++
 # make docs       the documentation as a site, build/site/index.html
 # make clean      remove everything that was built
@@ -259,7 +259,7 @@ wheel: $(PACKAGER)/installed $(WHEEL_BUILDS)
 	PYDET_LIBRARIES="$$(echo $(abspath $(BUILD))/wheel/*.so)" $(PACKAGER)/bin/python -m build -q --wheel -o $(BUILD)/wheel .
 	PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel repair --strip --exclude 'libamdhip64.so*' -w $(BUILD)/wheel $(BUILD)/wheel/*-linux_*.whl
 	$(if $(filter hip,$(WHEEL_BUILDS)),,PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel show $(BUILD)/wheel/*-manylinux*.whl | \
-	  tr -s '\n' ' ' | grep -o 'is consistent with the following platform tag: "manylinux_[0-9_a-z]*"')
+	  tr -s '\n' ' ' | grep -o 'is consistent with the following platform tag: "manylinux_2_17_[0-9_a-z]*"')
 	@mkdir -p dist
 	mv $(BUILD)/wheel/*-manylinux*.whl dist
 	@ls -s --block-size=K $$(ls -t dist/*.whl | head -n 1)
