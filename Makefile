@@ -176,7 +176,7 @@ HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip
 # is as right as one that is, and the host's half of a file does not use the device's constants.
 HIPFLAGS = -x hip $(addprefix --offload-arch=,$(shell cat $(BUILD)/hip/archs)) --rocm-path=$(ROCM) \
   --rocm-device-lib-path=$(BUILD)/hip/bitcode -D__HIP_PLATFORM_AMD__ -include hip/hip_runtime.h -std=c++17 -O3 -fPIC \
-  -fvisibility=hidden -fvisibility-inlines-hidden $(NUMERIC) -fhip-fp32-correctly-rounded-divide-sqrt \
+  -fvisibility=hidden -fvisibility-inlines-hidden -Xarch_host -fstack-clash-protection $(NUMERIC) -fhip-fp32-correctly-rounded-divide-sqrt \
   -fno-gpu-flush-denormals-to-zero $(WARN) -Wno-pass-failed -Wno-unused-const-variable -Inative -Inative/include
 HIP_BITCODE = $(firstword $(wildcard $(ROCM)/amdgcn/bitcode $(ROCM)/lib/llvm/lib/clang/*/lib/amdgcn/bitcode \
   $(ROCM)/lib/*/amdgcn/bitcode $(ROCM)/lib/llvm-*/lib/clang/*/amdgcn/bitcode))

@@ -24,7 +24,8 @@ def measure(operations, threads, path):
 
 
 def measure_in_own_process(operations, threads, path):
-    settings = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    names = ("PYDET_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    settings = dict.fromkeys(names, str(threads))
     settings |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc: freed memory stays mapped
     command = [sys.executable, "-m", "bench", *operations, "--threads", str(threads), "--entries", str(path)]
     print(f"\n{threads} thread{'s' * (threads > 1)}\n", flush=True)

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from bench import harness, plot
+from bench import harness, latency, plot
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +126,9 @@ def test_committed_plots_can_be_read():
     assert plots and plot.OVERVIEW.is_file()
     for path in plots:
         assert max(png_size(path)) <= 2000, path.name
+
+
+def test_latency_reports_every_situation():
+    found = list(latency.rows(calls=20))
+    assert [row[1] for row in found] == list(latency.SITUATIONS) * len(latency.SHAPES)
+    assert all(0 < median <= late for *_, median, late in found)

@@ -343,7 +343,7 @@ Gemm transposed(const Gemm &gemm) {
 }  // namespace
 
 template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
-  constexpr double kWorthAThread = 1 << 20;  // some 10 us, several times what waking threads takes
+  constexpr double kWorthAThread = 3 << 19;  // some 30 us, as long as a sleeping thread takes to come
   const bool few_columns = problem.n <= kWidth && problem.m > 2 * kWidth;
   const Gemm &gemm = few_columns ? transposed(problem) : problem;
   const double m = double(gemm.m), n = double(gemm.n), k = double(gemm.k);
