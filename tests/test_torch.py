@@ -278,6 +278,37 @@ def test_compiled_whole_graph_has_the_eager_bits():
         same(parameter.grad, gradient)
 
 
+def test_inductor_with_emulated_roundings_has_the_eager_bits():
+    block = Block().bfloat16()
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("error", message="pydet.torch")
+        options = {"emulate_precision_casts": True}
+        compiled = torch.compile(block, fullgraph=True, dynamic=True, options=options)
+        for rows in (5, 1, 3, 17, 64):
+            x = normal(64, 32, dtype=torch.bfloat16)[:rows]
+            same(compiled(x), block(x))
+
+
+def test_inductor_without_them_is_warned_of(monkeypatch):
+    """Inductor itself stands aside: the warning is of what is traced for it."""
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, **options: graph.forward)
+
+    def warned(**options):
+        torch._dynamo.reset()
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.compile(Block(), fullgraph=True, **options)(normal(5, 32))
+        return any("pydet.torch: torch.compile will fuse element-wise steps" in str(w.message) for w in caught)
+
+    assert warned() and warned(dynamic=True) and warned(options={"emulate_precision_casts": False})
+    assert not warned(options={"emulate_precision_casts": True}) and not warned(backend="aot_eager")
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        assert not warned()
+    torch._dynamo.reset()
+
+
 def test_vmap_has_the_eager_bits():
     a, b = normal(4, 3, 5, 16), normal(4, 16, 6)
     same(torch.vmap(pt.gemm, in_dims=(0, None))(a, b[0]), pydet.gemm(a, b[0]))

@@ -27,6 +27,7 @@ from pydet.frameworks import type_index
 from pydet.hooks import unknown
 from pydet.ops import _gemm, _gemm_da, _gemm_db, _rmsnorm, _rmsnorm_backward, _skinny_gemm
 from pydet.protocols import TYPES
+from pydet.torch.compiled import warn_of_fusion
 
 Tensor: TypeAlias = torch.Tensor
 Dtype: TypeAlias = torch.dtype | None
@@ -156,6 +157,7 @@ def _run_rmsnorm_backward(
 
 def _check_traced(op: str, **operands: Tensor | None) -> None:
     """Refuses while tracing the element types and devices that the kernel would refuse when the graph runs."""
+    warn_of_fusion()
     first_name, first = next((name, x) for name, x in operands.items() if x is not None)
     for name, x in operands.items():
         if x is not None and x.dtype not in DTYPES:
