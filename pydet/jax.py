@@ -41,6 +41,7 @@ from pydet import _native
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
+from pydet.ops import Arithmetic
 from pydet.protocols import TYPES, type_name
 
 Array: TypeAlias = Any
@@ -296,7 +297,7 @@ def gemm(
     *,
     out_dtype: Any = None,
     accumulate: Array | None = None,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     kernel: str | None = None,
 ) -> Array:
@@ -319,7 +320,7 @@ def gemm_da(
     *,
     out_dtype: Any = None,
     accumulate: Array | None = None,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     kernel: str | None = None,
 ) -> Array:
@@ -340,7 +341,7 @@ def gemm_db(
     *,
     out_dtype: Any = None,
     accumulate: Array | None = None,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     kernel: str | None = None,
 ) -> Array:
@@ -366,7 +367,7 @@ def skinny_gemm(
     out_dtype: Any = None,
     accumulate: Array | None = None,
     mode: str = "deterministic",
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     weights_constant: bool = False,
     kernel: str | None = None,
@@ -387,7 +388,7 @@ def skinny_gemm(
 
 
 def linear(
-    x: Array, w: Array, bias: Array | None = None, *, arithmetic: str = "auto", k_chunk: int | None = None
+    x: Array, w: Array, bias: Array | None = None, *, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
 ) -> Array:
     """``y[..., n] = round(sum_k x[..., k] w[n, k] + bias[n])``: :func:`skinny_gemm` as a layer has it.
 
@@ -408,7 +409,7 @@ def _skinny(
     out_dtype: Any,
     accumulate: Any,
     mode: str,
-    arithmetic: str,
+    arithmetic: Arithmetic,
     k_chunk: int | None,
     weights_constant: bool,
     kernel: str | None,

@@ -17,6 +17,7 @@ import torch
 
 import pydet
 from pydet._native import INVALID_DTYPE, UNSUPPORTED, constants, fail
+from pydet.ops import Arithmetic
 from pydet.torch import ops
 from pydet.torch.ops import DTYPES
 
@@ -38,7 +39,7 @@ def attention(
     allowed: Tensor | None = None,
     *,
     scale: float,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
 ) -> Tensor:
     """``softmax(scale q k^T) v`` over the keys that are allowed, with a gradient by q, k and v.
@@ -274,7 +275,7 @@ for _name, _run, _fake, _above in (
 # ---- Transformers ----------------------------------------------------------------------------------------------------
 
 
-def register_attention(name: str = "pydet", *, arithmetic: str = "auto", k_chunk: int | None = None) -> None:
+def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", k_chunk: int | None = None) -> None:
     """Registers :func:`attention` with Transformers, for ``model.set_attn_implementation(name)``.
 
     From then on attention in that model has bits that do not depend on the batch, on padding, or on whether a token

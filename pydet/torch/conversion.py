@@ -12,6 +12,7 @@ import torch
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
+from pydet.ops import Arithmetic
 from pydet.torch.modules import Conv1D, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
 
@@ -97,7 +98,9 @@ def _obstacle(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _becomes(module: torch.nn.Module, arithmetic: str, k_chunk: int | None) -> tuple[type, dict[str, Any]] | str | None:
+def _becomes(
+    module: torch.nn.Module, arithmetic: Arithmetic, k_chunk: int | None
+) -> tuple[type, dict[str, Any]] | str | None:
     """The class and the attributes of what it becomes; or why it stays; or None where neither is to be said."""
     kind = type(module)
     if isinstance(module, Linear | Conv1D | RMSNorm):
@@ -228,7 +231,7 @@ def _attention(module: torch.nn.Module) -> str | None:
 
 
 def convert(
-    model: torch.nn.Module, *, arithmetic: str = "auto", k_chunk: int | None = None, strict: bool = False
+    model: torch.nn.Module, *, arithmetic: Arithmetic = "auto", k_chunk: int | None = None, strict: bool = False
 ) -> Conversion:
     """Makes ``nn.Linear``, ``nn.RMSNorm``, RMSNorms like LlamaRMSNorm or GemmaRMSNorm, and GPT-2's Conv1D pydet's.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from pydet.ops import Arithmetic
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 
 
@@ -19,7 +20,7 @@ def gemm(
     bias: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
 ) -> torch.Tensor:
     """``out[..., m, n] = round(sum_k a[..., m, k] b[..., k, n] + bias)``: :func:`pydet.gemm` with a gradient.
@@ -38,7 +39,7 @@ def linear(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
 ) -> torch.Tensor:
     """``y[..., n] = round(sum_k x[..., k] w[n, k] + bias[n])``, as ``torch.nn.functional.linear``.
@@ -56,7 +57,7 @@ def skinny_linear(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    arithmetic: str = "auto",
+    arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     weights_constant: bool = False,
 ) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch._jit_internal import is_scripting
 
 from pydet._native import INVALID_VALUE, fail
+from pydet.ops import Arithmetic
 from pydet.torch import functions
 from pydet.torch.accumulate import AccumulatingLinear, AccumulatingRmsNorm, main_grad
 from pydet.torch.ops import matrix
@@ -29,7 +30,7 @@ class Linear(torch.nn.Linear):
         device: Any = None,
         dtype: Any = None,
         *,
-        arithmetic: str = "auto",
+        arithmetic: Arithmetic = "auto",
         k_chunk: int | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -60,7 +61,7 @@ class Conv1D(torch.nn.Module):
     if TYPE_CHECKING:  # torch.jit.script reads annotations, and does not know these
         weight: torch.nn.Parameter
         bias: torch.nn.Parameter
-        arithmetic: str
+        arithmetic: Arithmetic
         k_chunk: int | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

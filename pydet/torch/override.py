@@ -13,6 +13,7 @@ import torch
 
 import pydet
 from pydet._native import UNSUPPORTED, fail
+from pydet.ops import Arithmetic
 from pydet.torch.ops import DTYPES, matrix
 
 _active = threading.Lock()
@@ -43,7 +44,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def override_aten(*, arithmetic: str = "auto", k_chunk: int | None = None) -> Iterator[Counter[str]]:
+def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None) -> Iterator[Counter[str]]:
     """While active, ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, ``mv``, ``addmv`` and ``dot`` run on pydet.
 
     Their ``out``, ``out_dtype`` and in-place forms do too. These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``,
