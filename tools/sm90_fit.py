@@ -20,7 +20,11 @@ SM90 = Path(__file__).resolve().parent.parent / "native/gpu/nvidia/sm90"
 CLUSTERS = {2: 66, 4: 30, 8: 15}  # that an H100 of 132 SMs runs at once; --clusters gives others
 BLOCK_K = 64
 NEAR = 0.4  # how far behind the best tile a time counts 1/e
-TERMS = ("full", "stage", "filled", "wave", "once", "chunk", "turned_b", "turned_a", "both_turned", "memory")
+FEW = 96  # of rows or columns of out
+TERMS = (
+    *("full", "stage", "filled", "wave", "once", "chunk", "turned_b", "turned_a", "both_turned", "memory"),
+    *("idle", "unfilled", "few_stage", "few_once", "few_memory"),
+)
 
 
 def tiles():
@@ -46,7 +50,12 @@ def terms(problem, tile, clusters):
     turned = [waves * stages * (not b and a), waves * stages * (b and not a), waves * stages * (not a and not b)]
     chunks = math.ceil(k / chunk) if chunk else 0
     memory = (m * k + n * k + m * n) / 1024
-    return full * stages, stages, stages * filled, waves, 1, waves * chunks, *turned, memory
+    blocks = math.ceil(m / tile_m) * math.ceil(n / tile_n)
+    idle = memory * (1 - blocks / (count * cluster_m * cluster_n))
+    unfilled = memory * max(0, 1 - blocks / (2 * clusters[2]))
+    few = min(m, n) <= FEW
+    common = full * stages, stages, stages * filled, waves, 1, waves * chunks, *turned, memory
+    return *common, idle, unfilled, few * stages, few, few * memory
 
 
 def not_negative(a, b, turns=300):
@@ -107,10 +116,12 @@ namespace pydet {
 
 // Nanoseconds, by what choose.cpp multiplies them with: a stage of 64 k in a full wave, in the last wave, and there by
 // how much of it is filled; a wave; a call; a chunk's end; what a stage takes more where k is not adjacent in b, in a,
-// in either; 1024 elements of a, b and out.
+// in either; 1024 elements of a, b and out. More of these where blocks of a cluster have nothing to do, or
+// multiprocessors no block; and more of a stage, a call and 1024 elements where out has few rows or columns.
 struct Sm90Rate {
   const char *tile;
   double full, stage, filled, wave, once, chunk, turned_b, turned_a, both_turned, memory;
+  double idle, unfilled, few_stage, few_once, few_memory;
 };
 constexpr Sm90Rate kSm90Rates[] = {
 """
@@ -120,12 +131,12 @@ def write(rates):
     def row(its):
         return ", ".join(f"{x:.4g}" if x > 1e-3 else "0" for x in its)
 
-    lines = [f'    {{"{name}", {row(its)}}},\n' for name, its in rates.items()]
+    lines = [f'    {{"{name}",\n     {row(its)}}},\n' for name, its in rates.items()]
     (SM90 / "rates.h").write_text("".join([HEAD, *lines, "};\n\n}  // namespace pydet\n"]))
 
 
 def written():
-    rows = re.findall(r'\{"(\w+)", ([^}]+)\}', (SM90 / "rates.h").read_text())
+    rows = re.findall(r'\{"(\w+)",\s+([^}]+)\}', (SM90 / "rates.h").read_text())
     return {name: np.array([float(x) for x in numbers.split(",")]) for name, numbers in rows}
 
 

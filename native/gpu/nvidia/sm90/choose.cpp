@@ -57,18 +57,22 @@ struct Extents {
 };
 
 // Of the problem as the tile sees it, in nanoseconds. tools/sm90_fit.py has the same terms.
-double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int clusters) {
+double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int clusters, double multiprocessors) {
+  constexpr int kFew = 96;
   const double tiles = double(cut(e.m, tile.m * tile.cluster_m)) * cut(e.n, tile.n * tile.cluster_n) * e.batches;
   const double full = double(int64_t((tiles - 1) / clusters)), waves = full + 1;
   const double filled = (tiles - full * clusters) / clusters;
   const double stages = e.chunk ? double(cut(e.chunk, kBlockK)) * e.k / e.chunk : double(cut(e.k, kBlockK));
-  const double elements = (double(e.m) * e.k + double(e.n) * e.k + double(e.m) * e.n) * e.batches;
-  double time = stages * (full * rate.full + rate.stage + filled * rate.filled) + waves * rate.wave + rate.once +
-                elements / 1024 * rate.memory;
+  const double memory = (double(e.m) * e.k + double(e.n) * e.k + double(e.m) * e.n) * e.batches / 1024;
+  const double blocks = double(cut(e.m, tile.m)) * cut(e.n, tile.n) * e.batches;
+  double time = stages * (full * rate.full + rate.stage + filled * rate.filled) + waves * rate.wave + rate.once;
+  double element_rate = rate.memory + rate.idle * (1 - blocks / (tiles * tile.cluster()));
+  if (blocks < multiprocessors) element_rate += rate.unfilled * (1 - blocks / multiprocessors);
+  if (e.m <= kFew || e.n <= kFew) time += stages * rate.few_stage + rate.few_once, element_rate += rate.few_memory;
   if (!e.b_k_adjacent) time += waves * stages * (e.a_k_adjacent ? rate.turned_b : rate.both_turned);
   else if (!e.a_k_adjacent) time += waves * stages * rate.turned_a;
   if (e.chunk) time += waves * cut(e.k, e.chunk) * rate.chunk;
-  return time;
+  return time + memory * element_rate;
 }
 
 }  // namespace
@@ -80,13 +84,14 @@ int sm90_choose(const Gemm &g) {
   const Extents swapped = {own.n, own.m, own.k, own.chunk, own.batches, own.b_k_adjacent, own.a_k_adjacent};
   int clusters[9] = {};
   for (int size : {2, 4, 8}) clusters[size] = sm90_clusters(g.device.id, size);
+  const double multiprocessors = 2.0 * clusters[2];
   int best = 0;
   double least = -1;
   for (int i = 0; i < kSm90TileCount; ++i) {
     const Sm90Tile &tile = kSm90Tiles[i];
     const Extents &e = tile.swapped ? swapped : own;
     if (!(tile.layouts_of(g.k_chunk != 0) & layout_bit(e.a_k_adjacent, e.b_k_adjacent))) continue;
-    const double time = time_of(tile, kRates[i], e, clusters[tile.cluster()]);
+    const double time = time_of(tile, kRates[i], e, clusters[tile.cluster()], multiprocessors);
     if (least < 0 || time < least) best = i, least = time;
   }
   return best;
