@@ -77,9 +77,13 @@ Text feature_list(uint32_t features) {
   return out;
 }
 
-// Whether a row's columns before `takes` let the problem pass, beside the features that it needs.
+// Whether a row is for the problem's types and arithmetic, on this machine. Of what else it needs the features decide,
+// and of its shape and layout `takes`.
+template <class Problem> bool computes(const Kernel<Problem> &row, const Problem &problem) {
+  return (row.types & bit(input_type(problem))) && row.arithmetic == arithmetic_of(problem);
+}
 template <class Problem> bool is_for(const Kernel<Problem> &row, const Problem &problem) {
-  return (row.types & bit(input_type(problem))) && row.arithmetic == arithmetic_of(problem) && row.runs_on(problem.device);
+  return computes(row, problem) && row.runs_on(problem.device);
 }
 
 // Why no row of the table takes the problem, and what this build has instead.
@@ -141,39 +145,58 @@ pydet_status check_reach(const char *op, const Backend &backend, const RmsNormBa
                      n.dweight.data);
 }
 
-// The row that computes the problem: the one named, or the first that takes it and is worth it.
+// The row of that name, if it takes the problem.
 template <class Problem>
-pydet_status choose(const char *op, const Backend &backend, const Table<Problem> &table, const Problem &problem,
-                    const char *forced, const Kernel<Problem> **chosen) {
-  const uint32_t needs = problem.needs();
+pydet_status choose_by_name(const char *op, const Table<Problem> &table, const Problem &problem, const char *name,
+                            const Kernel<Problem> **chosen) {
   for (int i = 0; i < table.count; ++i) {
     const Kernel<Problem> &row = table.rows[i];
-    if (forced && !equal(row.name, forced)) continue;
+    if (!equal(row.name, name)) continue;
     const bool meant = is_for(row, problem);
-    const uint32_t lacking = needs & ~row.features;
-    if (forced && meant && lacking)
-      return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem, which needs %s", op, forced,
+    const uint32_t lacking = problem.needs() & ~row.features;
+    if (meant && lacking)
+      return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem, which needs %s", op, name,
                   feature_list(lacking).text);
-    const bool fits = meant && !lacking && (!row.takes || row.takes(problem));
-    if (forced && !fits)
+    if (!meant || (row.takes && !row.takes(problem)))
       return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem (%s on %s needs %s, has arithmetic %s)", op,
-                  forced, operation_of(problem), type_name(input_type(problem)), row.requires_,
+                  name, operation_of(problem), type_name(input_type(problem)), row.requires_,
                   arithmetic_name(row.arithmetic));
-    if (!fits || (!forced && row.prefers && !row.prefers(problem))) continue;
     *chosen = &row;
     return PYDET_OK;
   }
-  if (!forced) return refuse(op, problem, backend, table);
-  if (kernel_exists(forced))
-    return fail(PYDET_UNSUPPORTED, "%s: kernel %s is not a %s kernel for %s", op, forced, operation_of(problem),
+  if (kernel_exists(name))
+    return fail(PYDET_UNSUPPORTED, "%s: kernel %s is not a %s kernel for %s", op, name, operation_of(problem),
                 device_text(problem.device.type, problem.device.id).text);
-  return fail(PYDET_INVALID_VALUE, "%s: no kernel is named %s (pydet_kernel_name lists them)", op, forced);
+  return fail(PYDET_INVALID_VALUE, "%s: no kernel is named %s (pydet_kernel_name lists them)", op, name);
+}
+
+// The first row that takes the problem and is worth it. Neighbours often ask the same of the machine, or which of them is
+// the best: each question is asked once. NULL: there is none.
+template <class Problem> const Kernel<Problem> *choose(const Table<Problem> &table, const Problem &problem) {
+  const uint32_t needs = problem.needs();
+  bool (*machine)(const Device &) = nullptr;
+  int (*family)(const Problem &) = nullptr;
+  bool runs = false;
+  int best = 0;
+  for (int i = 0; i < table.count; ++i) {
+    const Kernel<Problem> &row = table.rows[i];
+    if (!computes(row, problem) || (needs & ~row.features)) continue;
+    if (row.runs_on != machine) machine = row.runs_on, runs = machine(problem.device);
+    if (!runs) continue;
+    if (row.best && row.best != family) family = row.best, best = family(problem);
+    if (row.best && best != row.variant) continue;
+    if ((row.takes && !row.takes(problem)) || (row.prefers && !row.prefers(problem))) continue;
+    return &row;
+  }
+  return nullptr;
 }
 
 template <class Problem> pydet_status launch(const char *op, const Problem &problem, const char *forced) {
   const Backend &backend = *backend_for(problem.device.type);
-  const Kernel<Problem> *row = nullptr;
-  PYDET_TRY(choose(op, backend, table_of(backend, problem), problem, forced, &row));
+  const Table<Problem> &table = table_of(backend, problem);
+  const Kernel<Problem> *row = forced ? nullptr : choose(table, problem);
+  if (forced) PYDET_TRY(choose_by_name(op, table, problem, forced, &row));
+  if (!row) return refuse(op, problem, backend, table);
   PYDET_TRY(check_reach(op, backend, problem));
   PYDET_TRY(row->launch(problem));
   last_kernel = row->name;

@@ -18,6 +18,10 @@ struct Kernel {
   bool (*takes)(const Problem &);   // shape, layout and workspace fit; NULL: whatever the columns before this let pass
   bool (*prefers)(const Problem &);  // worth choosing by itself here; NULL: always. Forced by name it need not be
   pydet_status (*launch)(const Problem &);
+  // Rows that are variants of one kernel, such as its tiles, stand together and share `best`: which variant is the
+  // fastest here, or one that no row has where none takes the problem. It is asked once for all of them. NULL: no such.
+  int (*best)(const Problem &) = nullptr;
+  int variant = 0;
 };
 
 template <class Problem>
@@ -38,6 +42,7 @@ struct Backend {
                                                                   // the device does not answer: no kernel has that
   uint64_t (*gemm_workspace)(int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk, bool skinny, bool fast);
   bool (*reaches)(int32_t id, const void *);  // whether kernels there can use this memory; NULL: not to be known
+  void (*forget)();                           // what was remembered of devices; NULL: nothing is
   Table<Gemm> gemm;
   Table<RmsNorm> rmsnorm;
   Table<RmsNormBackward> rmsnorm_backward;
@@ -52,8 +57,5 @@ inline const Backend *backend_for(int32_t device_type) {
   const Backend *gpu = gpu_backend();
   return gpu && gpu->device_type == device_type ? gpu : nullptr;
 }
-
-// Writes the thread's error text, printf style, and returns the status. The one writer of error text (check/error.h).
-__attribute__((format(printf, 2, 3))) pydet_status fail(pydet_status status, const char *format, ...);
 
 }  // namespace pydet

@@ -6,6 +6,9 @@
 
 namespace pydet {
 
+// How many pieces of a size it takes to hold an extent.
+PYDET_HD constexpr int64_t divide_up(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
+
 // ---- RMSNorm -----------------------------------------------------------------------------------------------------
 
 // Element j of a row belongs to lane (g, e): e = j mod 8, g = (j div 8) mod 256. A lane walks its elements ascending.

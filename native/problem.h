@@ -6,6 +6,9 @@
 
 namespace pydet {
 
+// Writes the thread's error text, printf style, and returns the status. The one writer of error text (check/error.h).
+__attribute__((format(printf, 2, 3))) pydet_status fail(pydet_status status, const char *format, ...);
+
 enum class Arithmetic : int32_t {
   automatic = PYDET_AUTO,
   ieee = PYDET_IEEE,
@@ -91,6 +94,10 @@ struct Matrix {
   int64_t row_stride, col_stride;
 };
 
+PYDET_HD Matrix transposed(const Matrix &x) {
+  return {x.data, x.type, x.cols, x.rows, x.col_stride, x.row_stride};
+}
+
 constexpr int kMaxBatchDims = 6;
 
 // Leading dimensions after merging all that can be: element strides are those of a, b, bias and out (0: broadcast).
@@ -101,6 +108,24 @@ struct Batch {
   int64_t shape[kMaxBatchDims];
   int64_t a[kMaxBatchDims], b[kMaxBatchDims], bias[kMaxBatchDims], out[kMaxBatchDims];
 };
+
+// Where one matrix of the batch begins, in elements.
+struct BatchOffsets {
+  int64_t a, b, bias, out;
+};
+
+PYDET_HD BatchOffsets batch_offsets(const Batch &batch, int64_t index) {
+  BatchOffsets at = {};
+  for (int i = batch.dims - 1; i >= 0; --i) {
+    int64_t along = index % batch.shape[i];
+    index /= batch.shape[i];
+    at.a += along * batch.a[i];
+    at.b += along * batch.b[i];
+    at.bias += along * batch.bias[i];
+    at.out += along * batch.out[i];
+  }
+  return at;
+}
 
 // Row r of a tensor starts at data + ((r / inner) * outer_stride + (r % inner) * inner_stride) elements; its elements
 // are adjacent. `inner` is the same for all tensors of a problem. data is NULL where the operand is absent.
@@ -146,6 +171,16 @@ struct Gemm {
            when(b.row_stride != 1 && k > 1, kAlongN);
   }
 };
+
+// out^T = b^T a^T: a product does not mind the order of its factors, so neither do the bits.
+PYDET_HD Gemm transposed(const Gemm &g) {
+  Gemm t = g;
+  t.a = transposed(g.b), t.b = transposed(g.a);
+  t.bias = transposed(g.bias), t.out = transposed(g.out);
+  t.m = g.n, t.n = g.m;
+  for (int i = 0; i < kMaxBatchDims; ++i) t.batch.a[i] = g.batch.b[i], t.batch.b[i] = g.batch.a[i];
+  return t;
+}
 
 struct RmsNorm {
   Device device;

@@ -10,6 +10,7 @@ error.
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import itertools
 import os
@@ -46,9 +47,11 @@ class Hip(fakehip.StandIn):
     def __init__(self, folder):
         super().__init__(fakehip.build(LIBRARY, folder), LIBRARY, folder)
         self.lib = ffi.dlopen(str(LIBRARY))
+        self.forget = ctypes.CDLL(str(LIBRARY)).pydet_exchange_forget_devices  # its devices change with each start
 
     def start(self, arch, devices=1, fail_at=-1):
         super().start(arch, devices, fail_at)
+        self.forget()
         self.host = None  # the address of a tensor that is no device memory
 
     def call(self, function, options, *arrays, device=0, kind=ROCM, stream=0):

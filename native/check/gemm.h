@@ -130,21 +130,8 @@ inline pydet_status gemm_of(const GemmWords &words, const View &a, const View &b
   gemm->m = m;
   gemm->n = n;
   gemm->k = k;
-  if (gemm->out.col_stride != 1) {  // a column-major out is the row-major out of the transposed product: the same bits
-    auto flip = [](Matrix x) { return Matrix{x.data, x.type, x.cols, x.rows, x.col_stride, x.row_stride}; };
-    Matrix b_flipped = flip(gemm->b);
-    gemm->b = flip(gemm->a);
-    gemm->a = b_flipped;
-    gemm->bias = flip(gemm->bias);
-    gemm->out = flip(gemm->out);
-    gemm->m = n;
-    gemm->n = m;
-    for (int i = 0; i < gemm->batch.dims; ++i) {
-      int64_t stride = gemm->batch.a[i];
-      gemm->batch.a[i] = gemm->batch.b[i];
-      gemm->batch.b[i] = stride;
-    }
-  }
+  // A column-major out is the row-major out of the transposed product.
+  if (gemm->out.col_stride != 1) *gemm = transposed(*gemm);
   return PYDET_OK;
 }
 

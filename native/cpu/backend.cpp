@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "cpu/kernels.h"
+#include "kernel.h"
 
 namespace pydet {
 namespace {
@@ -90,7 +91,7 @@ uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool)
 
 const Backend &cpu_backend() {
   static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores, gemm_workspace,
-                                      nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      nullptr, nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return backend;
 }
 

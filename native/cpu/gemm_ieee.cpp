@@ -199,7 +199,7 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
     for (int64_t column = 0; column < out.cols; column += S::kColumns) {
       const int64_t columns = least(S::kColumns, out.cols - column);
       const Matrix out_panel = part(out, 0, out.rows, column, columns);
-      const int64_t padded = S::kWay == Way::tiles ? S::kColumns : ceil_div(columns, kWidth) * kWidth;
+      const int64_t padded = S::kWay == Way::tiles ? S::kColumns : divide_up(columns, kWidth) * kWidth;
       const bool in_place = plan.in_place && columns == padded;
       Tile total = {(float *)out_panel.data, out.row_stride};
       if (!in_place) total = {sums + (plan.in_place ? 0 : column * out.rows), padded};
@@ -263,17 +263,17 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   const int64_t sums = (plan.in_place ? 0 : 1) + (chunks_fit ? 0 : 1);  // that a column needs
 
   // Blocks as large as the caches and scratch memory allow, but some for every thread.
-  const int64_t step = S::kWay == Way::tiles ? S::kColumns : 4 * kWidth, most_tasks = ceil_div(gemm.n, step);
-  const int64_t short_of_threads = ceil_div(threads, most_tasks * gemm.batch.count);
-  plan.row_tasks = most(ceil_div(gemm.m, sums ? 168 : kBlockRows), least(short_of_threads, ceil_div(gemm.m, S::kRows)));
-  plan.rows = ceil_div(gemm.m, plan.row_tasks);
-  plan.row_tasks = ceil_div(gemm.m, plan.rows);
+  const int64_t step = S::kWay == Way::tiles ? S::kColumns : 4 * kWidth, most_tasks = divide_up(gemm.n, step);
+  const int64_t short_of_threads = divide_up(threads, most_tasks * gemm.batch.count);
+  plan.row_tasks = most(divide_up(gemm.m, sums ? 168 : kBlockRows), least(short_of_threads, divide_up(gemm.m, S::kRows)));
+  plan.rows = divide_up(gemm.m, plan.row_tasks);
+  plan.row_tasks = divide_up(gemm.m, plan.rows);
   int64_t max_columns = streams ? kPanelFloats / plan.rows : kBlockColumns;
   if (sums) max_columns = least(max_columns, (kSumFloats / plan.rows - (plan.in_place ? S::kColumns : 0)) / sums);
   const int64_t wanted = threads == 1 ? 1 : streams ? 2 * threads : 4 * threads;  // the hardware likes long rows of b
-  const int64_t wanted_columns = ceil_div(gemm.n * plan.row_tasks * gemm.batch.count, wanted);
-  plan.columns = most(least(ceil_div(wanted_columns, step), max_columns / step), 1) * step;
-  plan.column_tasks = ceil_div(gemm.n, plan.columns);
+  const int64_t wanted_columns = divide_up(gemm.n * plan.row_tasks * gemm.batch.count, wanted);
+  plan.columns = most(least(divide_up(wanted_columns, step), max_columns / step), 1) * step;
+  plan.column_tasks = divide_up(gemm.n, plan.columns);
 
   plan.slab = streams ? plan.depth : kStripFloats / plan.rows / plan.depth * plan.depth;
   plan.panel_at = kStripFloats + kSurplus;
@@ -290,7 +290,7 @@ Plan cut_small(const Gemm &gemm) {
   static_assert(kStrip + kPanel + kSums + kTurn <= Scratch::kSmall / 4, "it holds them");
   Plan plan = {};
   plan.rows = S::kRows, plan.columns = S::kColumns;
-  plan.row_tasks = ceil_div(gemm.m, plan.rows), plan.column_tasks = ceil_div(gemm.n, plan.columns);
+  plan.row_tasks = divide_up(gemm.m, plan.rows), plan.column_tasks = divide_up(gemm.n, plan.columns);
   plan.slab = plan.depth = kSteps;
   plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
   plan.panel_at = kStrip;
@@ -300,15 +300,9 @@ Plan cut_small(const Gemm &gemm) {
 }
 
 template <class S> void compute(const Gemm &gemm, const Plan &plan, int64_t threads, Scratch &scratch) {
-  const Batch &batch = gemm.batch;
   const int64_t tasks_each = plan.row_tasks * plan.column_tasks;
-  parallel(tasks_each * batch.count, threads, scratch, [&](int64_t task, Scratch &own) {
-    int64_t a = 0, b = 0, bias = 0, out = 0, index = task / tasks_each;
-    for (int d = batch.dims - 1; d >= 0; --d) {
-      int64_t i = index % batch.shape[d];
-      index /= batch.shape[d];
-      a += i * batch.a[d], b += i * batch.b[d], bias += i * batch.bias[d], out += i * batch.out[d];
-    }
+  parallel(tasks_each * gemm.batch.count, threads, scratch, [&](int64_t task, Scratch &own) {
+    const BatchOffsets at = batch_offsets(gemm.batch, task / tasks_each);
     const int64_t row = task % tasks_each % plan.row_tasks * plan.rows, rows = least(plan.rows, gemm.m - row);
     const int64_t column = task % tasks_each / plan.row_tasks * plan.columns;
     const int64_t columns = least(plan.columns, gemm.n - column);
@@ -316,28 +310,14 @@ template <class S> void compute(const Gemm &gemm, const Plan &plan, int64_t thre
       if (matrix.data) matrix.data += offset * size_of(matrix.type);
       return part(matrix, row, rows, column, columns);
     };
-    const Matrix a_block = of_task(gemm.a, a, row, rows, 0, gemm.k);
-    const Matrix b_block = of_task(gemm.b, b, 0, gemm.k, column, columns);
-    const Matrix bias_block = of_task(gemm.bias, bias, row, rows, column, columns);
-    const Matrix out_block = of_task(gemm.out, out, row, rows, column, columns);
+    const Matrix a_block = of_task(gemm.a, at.a, row, rows, 0, gemm.k);
+    const Matrix b_block = of_task(gemm.b, at.b, 0, gemm.k, column, columns);
+    const Matrix bias_block = of_task(gemm.bias, at.bias, row, rows, column, columns);
+    const Matrix out_block = of_task(gemm.out, at.out, row, rows, column, columns);
     dispatch(gemm.a.type, [&](auto number) {
       block<S, decltype(number)>(gemm, plan, a_block, b_block, bias_block, out_block, (float *)own.data);
     });
   });
-}
-
-Matrix transposed(const Matrix &matrix) {
-  return {matrix.data, matrix.type, matrix.cols, matrix.rows, matrix.col_stride, matrix.row_stride};
-}
-
-// out^T = b^T a^T: a product does not mind the order of its factors, so neither do the bits.
-Gemm transposed(const Gemm &gemm) {
-  Gemm result = gemm;
-  result.m = gemm.n, result.n = gemm.m;
-  result.a = transposed(gemm.b), result.b = transposed(gemm.a);
-  result.bias = transposed(gemm.bias), result.out = transposed(gemm.out);
-  for (int d = 0; d < gemm.batch.dims; ++d) result.batch.a[d] = gemm.batch.b[d], result.batch.b[d] = gemm.batch.a[d];
-  return result;
 }
 
 }  // namespace

@@ -12,7 +12,6 @@ namespace {
 
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Asks for the line `bytes` on, whatever is there, before it is read.
 inline void prefetch(const void *p, int64_t bytes = 512) { __builtin_prefetch((const char *)p + bytes); }

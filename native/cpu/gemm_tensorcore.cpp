@@ -348,7 +348,7 @@ template <class T, class Model> void unpack(uint16_t *words, int count, float *v
 // ---- One block ----------------------------------------------------------------------------------------------------
 
 struct Block {
-  int64_t a, b, bias, out;  // elements from data to the block's batch
+  BatchOffsets at;
   int64_t m, n;             // its first row and column
   int rows, cols;
 };
@@ -357,13 +357,13 @@ template <class T, class Model> void pack(const Gemm &g, const Block &block, int
   int padded = (depth + 15) / 16 * 16;  // of which walk takes the steps that it needs
   uint16_t *words = panels.words;
   alignas(64) int16_t exponents[kDepth];
-  const uint16_t *a = (const uint16_t *)g.a.data + block.a + block.m * g.a.row_stride + k * g.a.col_stride;
+  const uint16_t *a = (const uint16_t *)g.a.data + block.at.a + block.m * g.a.row_stride + k * g.a.col_stride;
   gather<kDepth>(a, g.a.row_stride, g.a.col_stride, block.rows, depth, block.rows, words);
   for (int r = 0; r < block.rows; ++r) {
     unpack<T, Model>(words + r * kDepth, padded, panels.a[r], exponents);
     for (int i = 0; i < padded; ++i) panels.a_exponent[r][i] = int32_t(uint16_t(exponents[i]) * 0x10001u);
   }
-  const uint16_t *b = (const uint16_t *)g.b.data + block.b + k * g.b.row_stride + block.n * g.b.col_stride;
+  const uint16_t *b = (const uint16_t *)g.b.data + block.at.b + k * g.b.row_stride + block.n * g.b.col_stride;
   gather<kTile>(b, g.b.row_stride, g.b.col_stride, depth, block.cols, padded, words);
   for (int strip = 0; strip * kTile < block.cols; ++strip)
     unpack<T, Model>(words + strip * padded * kTile, padded * kTile, panels.b[strip * kDepth],
@@ -376,12 +376,12 @@ inline void finish_row(const Gemm &g, const Block &block, int row, float *sum) {
   if (g.bias.data)
     dispatch(g.bias.type, [&](auto number) {
       using T = decltype(number);
-      auto *bias = (const typename T::Stored *)g.bias.data + block.bias + m * g.bias.row_stride;
+      auto *bias = (const typename T::Stored *)g.bias.data + block.at.bias + m * g.bias.row_stride;
       for (int j = 0; j < block.cols; ++j) sum[j] += T::get(bias + (block.n + j) * g.bias.col_stride);
     });
   dispatch(g.out.type, [&](auto number) {
     using T = decltype(number);
-    auto *out = (typename T::Stored *)g.out.data + block.out + m * g.out.row_stride + block.n;
+    auto *out = (typename T::Stored *)g.out.data + block.at.out + m * g.out.row_stride + block.n;
     int j = 0;
     for (; j + kWidth <= block.cols; j += kWidth) T::store(out + j, load(sum + j));
     for (; j < block.cols; ++j) T::set(out + j, sum[j]);
@@ -394,7 +394,7 @@ template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, c
   for (int r = 0; r < block.rows; ++r) {
     memset(start[r], 0, sizeof start[r]);
     if (g.accumulate) {
-      const float *out = (const float *)g.out.data + block.out + (block.m + r) * g.out.row_stride + block.n;
+      const float *out = (const float *)g.out.data + block.at.out + (block.m + r) * g.out.row_stride + block.n;
       memcpy(start[r], out, size_t(block.cols) * 4);
     }
   }
@@ -405,8 +405,7 @@ template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, c
     if (g.k_chunk) memset(chain, 0, sizeof(chain[0]) * block.rows);
     for (int64_t k = chunk_start; k < chunk_end; k += panels.depth) {
       int depth = chunk_end - k < panels.depth ? int(chunk_end - k) : panels.depth;
-      if (g.a.type == Type::bf16) pack<Number<Type::bf16>, Model>(g, block, k, depth, panels);
-      else pack<Number<Type::f16>, Model>(g, block, k, depth, panels);
+      with_type<kHalfTypes>(g.a.type, [&](auto type) { pack<Number<type>, Model>(g, block, k, depth, panels); });
       for (int first = 0; first < block.cols; first += kTile) {
         int row = 0;
         for (; row + kGroup <= block.rows; row += kGroup)
@@ -425,23 +424,16 @@ template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, c
 template <class Model> void compute(const Gemm &g, Scratch &scratch) {
   const bool large = scratch.large();
   const Panels most = panels_in(scratch, large);
-  int64_t col_blocks = (g.n + most.cols - 1) / most.cols, rows = most.rows;
-  while (rows > 32 && g.batch.count * col_blocks * ((g.m + rows - 1) / rows) < 32) rows /= 2;
-  int64_t row_blocks = (g.m + rows - 1) / rows;
+  int64_t col_blocks = divide_up(g.n, most.cols), rows = most.rows;
+  while (rows > 32 && g.batch.count * col_blocks * divide_up(g.m, rows) < 32) rows /= 2;
+  int64_t row_blocks = divide_up(g.m, rows);
   auto task = [&](int64_t i, Scratch &own) {
     Block block{};
     block.n = i % col_blocks * most.cols;
     block.m = i / col_blocks % row_blocks * rows;
     block.rows = int(g.m - block.m < rows ? g.m - block.m : rows);
     block.cols = int(g.n - block.n < most.cols ? g.n - block.n : most.cols);
-    const Batch &batch = g.batch;
-    int64_t index = i / col_blocks / row_blocks;
-    for (int d = batch.dims - 1; d >= 0; --d) {
-      int64_t at = index % batch.shape[d];
-      index /= batch.shape[d];
-      block.a += at * batch.a[d], block.b += at * batch.b[d];
-      block.bias += at * batch.bias[d], block.out += at * batch.out[d];
-    }
+    block.at = batch_offsets(g.batch, i / col_blocks / row_blocks);
     run_block<Model>(g, block, panels_in(own, large));
   };
   constexpr double kWorthAThread = 1 << 17;

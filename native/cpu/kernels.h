@@ -2,7 +2,7 @@
 // (simd.h), with everything else in an unnamed namespace; backend.cpp makes the table.
 #pragma once
 
-#include "kernel.h"
+#include "problem.h"
 
 namespace pydet {
 

@@ -261,6 +261,10 @@ const void *pydet_exchange_methods(const pydet_exchange *exchange) {
   return kMethods;
 }
 
+void pydet_exchange_forget_devices(void) {
+  if (const pydet::Backend *gpu = pydet::gpu_backend()) gpu->forget();
+}
+
 const char *pydet_exchange_type(int32_t index, pydet_dtype *dtype) {
   if (index < 0 || index >= pydet::kTypeCount) return nullptr;
   *dtype = pydet::dtype_of(index);

@@ -161,6 +161,9 @@ PYDET_API const void *pydet_exchange_methods(const pydet_exchange *exchange);
 /* The library index that this thread's last successful method call went to, -1 before the first. */
 PYDET_API int32_t pydet_exchange_last_library(void);
 
+/* Forgets what was read of the GPUs, which is kept: a test's stand-in runtime has other ones from then on. */
+PYDET_API void pydet_exchange_forget_devices(void);
+
 /* The name of a type index and its dtype; NULL past the last. */
 PYDET_API const char *pydet_exchange_type(int32_t index, pydet_dtype *dtype);
 

@@ -7,9 +7,10 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <type_traits>
 
-#include "kernel.h"
+#include "problem.h"
 
 #if defined(__HIP_PLATFORM_AMD__)
 #include <hip/hip_runtime.h>
@@ -22,6 +23,14 @@
 
 namespace pydet {
 
+// What never changes of a device. Read from the runtime once, by read_device; 0 is what could not be read.
+struct DeviceFacts {
+  int multiprocessors;
+  int arch;                   // 90 for sm_90, 0x90a for gfx90a
+  int shared_bytes;           // that a block may ask for
+  bool reaches_pageable;      // its kernels may use the host's own memory
+};
+
 #if defined(__HIP_PLATFORM_AMD__)
 
 using gpu_error = hipError_t;
@@ -31,31 +40,20 @@ constexpr int32_t kGpuDeviceType = PYDET_ROCM;
 inline const char *gpu_error_text(gpu_error error) { return hipGetErrorString(error); }
 inline gpu_error gpu_get_device(int *id) { return hipGetDevice(id); }
 inline gpu_error gpu_set_device(int id) { return hipSetDevice(id); }
-inline int gpu_multiprocessors(int id) {
-  int count = 0;
-  return hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, id) == hipSuccess ? count : 0;
-}
 constexpr int kMostSharedBytes = 64 << 10;   // that kernels count on; a device may have more
 constexpr int kBlockSharedBytes = 64 << 10;  // that every architecture has that kernels are built for
 
-// Shared memory that a block may ask for.
-inline int gpu_shared_bytes(int id) {
-  int bytes = 0;
-  return hipDeviceGetAttribute(&bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, id) == hipSuccess ? bytes : 0;
-}
+// Whether kernels may overlap the ones ahead of them.
 inline bool gpu_overlaps_kernels(int) { return false; }
 
-// Whether kernels there can use this memory. What the runtime does not know is the host's own, which a device reaches
-// only where it shares its page tables; elsewhere the access ends the process.
-inline bool gpu_reaches(int id, const void *data) {
+// Whether the runtime knows this memory; what it does not know is the host's own.
+inline bool gpu_knows(const void *data) {
   hipPointerAttribute_t found = {};
   gpu_error error = hipPointerGetAttributes(&found, data);
 #if HIP_VERSION_MAJOR >= 6  // before it, unknown memory is an error alone
   if (error == hipSuccess && found.type == hipMemoryTypeUnregistered) error = hipErrorInvalidValue;
 #endif
-  if (error != hipErrorInvalidValue) return true;  // of another error the launch will say what is wrong
-  int shares = 0;
-  return hipDeviceGetAttribute(&shares, hipDeviceAttributePageableMemoryAccess, id) == hipSuccess && shares;
+  return error != hipErrorInvalidValue;  // of another error the launch will say what is wrong
 }
 
 // 0 and OK where this machine has no AMD GPU, or no driver for one.
@@ -79,6 +77,21 @@ inline gpu_error gpu_describe(int id, pydet_device_info *info) {
   return hipSuccess;
 }
 
+// False where any of it could not be read.
+inline bool read_device(int id, DeviceFacts *facts) {
+  *facts = {};
+  pydet_device_info info = {};
+  if (gpu_describe(id, &info) != hipSuccess) return false;
+  facts->multiprocessors = info.multiprocessors;
+  facts->arch = strncmp(info.arch, "gfx", 3) == 0 ? int(strtol(info.arch + 3, nullptr, 16)) : 0;
+  int pageable = 0;
+  const bool read =
+      hipDeviceGetAttribute(&facts->shared_bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, id) == hipSuccess &&
+      hipDeviceGetAttribute(&pageable, hipDeviceAttributePageableMemoryAccess, id) == hipSuccess;
+  facts->reaches_pageable = pageable != 0;
+  return read;
+}
+
 #else
 
 using gpu_error = cudaError_t;
@@ -89,33 +102,71 @@ inline const char *gpu_error_text(gpu_error error) { return cudaGetErrorString(e
 inline gpu_error gpu_get_device(int *id) { return cudaGetDevice(id); }
 inline gpu_error gpu_set_device(int id) { return cudaSetDevice(id); }
 
-inline int gpu_attribute(cudaDeviceAttr attribute, int id) {
-  int value = 0;
-  return cudaDeviceGetAttribute(&value, attribute, id) == cudaSuccess ? value : 0;
-}
-inline int gpu_multiprocessors(int id) { return gpu_attribute(cudaDevAttrMultiProcessorCount, id); }
-
 constexpr int kMostSharedBytes = 227 << 10;  // that kernels count on; a device may have less
 constexpr int kBlockSharedBytes = 99 << 10;  // that every architecture has that kernels are built for
 
-// Shared memory that a block may ask for.
-inline int gpu_shared_bytes(int id) { return gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id); }
-
-// 90 for sm_90; 0 where it cannot be read. Every row of a table asks for it, so it is read once a device.
-inline int compute_capability(int id) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];
-  const bool keeps = id >= 0 && id < kDevices;
-  if (int found = keeps ? known[id].load(std::memory_order_relaxed) : 0) return found;
-  const int found =
-      10 * gpu_attribute(cudaDevAttrComputeCapabilityMajor, id) + gpu_attribute(cudaDevAttrComputeCapabilityMinor, id);
-  if (keeps) known[id].store(found, std::memory_order_relaxed);
-  return found;
+// Whether the runtime knows this memory; what it does not know is the host's own.
+inline bool gpu_knows(const void *data) {
+  cudaPointerAttributes found;
+  if (cudaPointerGetAttributes(&found, data) != cudaSuccess) return true;  // the launch will say what is wrong
+  return found.type != cudaMemoryTypeUnregistered;
 }
+
+// False where any of it could not be read.
+inline bool read_device(int id, DeviceFacts *facts) {
+  *facts = {};
+  bool read = true;
+  auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    const bool known = cudaDeviceGetAttribute(&value, which, id) == cudaSuccess;
+    read &= known;
+    return known ? value : 0;
+  };
+  facts->multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  facts->arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+  facts->shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  facts->reaches_pageable = attribute(cudaDevAttrPageableMemoryAccess) != 0;
+  return read;
+}
+
+#endif
+
+// ---- What is known of a device -----------------------------------------------------------------------------------
+
+// One word a device holds all of it, so that any thread may write it and none sees half of it. What could not be read is
+// asked for again at the next call. A process that is forked keeps what was read: a device stays what it is.
+constexpr int kRememberedDevices = 64;
+inline std::atomic<uint64_t> remembered[kRememberedDevices];
+
+inline DeviceFacts gpu_facts(int id) {
+  const bool has_word = id >= 0 && id < kRememberedDevices;
+  const uint64_t word = has_word ? remembered[id].load(std::memory_order_relaxed) : 0;
+  if (word) return {int(word & 0xFFFF), int(word >> 16 & 0xFFFF), int(word >> 32 & 0xFFFFFF), (word >> 56 & 1) != 0};
+  DeviceFacts facts;
+  const bool fits = read_device(id, &facts) && uint32_t(facts.multiprocessors) <= 0xFFFF && uint32_t(facts.arch) <= 0xFFFF &&
+                    uint32_t(facts.shared_bytes) <= 0xFFFFFF;
+  if (fits && has_word)
+    remembered[id].store(uint64_t(facts.multiprocessors) | uint64_t(facts.arch) << 16 | uint64_t(facts.shared_bytes) << 32 |
+                             uint64_t(facts.reaches_pageable) << 56 | uint64_t(1) << 63,
+                         std::memory_order_relaxed);
+  return facts;
+}
+inline void gpu_forget() {
+  for (auto &word : remembered) word.store(0, std::memory_order_relaxed);
+}
+
+inline int gpu_multiprocessors(int id) { return gpu_facts(id).multiprocessors; }
+inline int gpu_shared_bytes(int id) { return gpu_facts(id).shared_bytes; }
+
+// Whether kernels there can use this memory. The host's own a device reaches only where it shares its page tables;
+// elsewhere the access ends the process (HIP), or breaks the device for it (CUDA).
+inline bool gpu_reaches(int id, const void *data) { return gpu_knows(data) || gpu_facts(id).reaches_pageable; }
+
+#if !defined(__HIP_PLATFORM_AMD__)
+inline int compute_capability(int id) { return gpu_facts(id).arch; }
 
 // Whether Launch::overlaps_previous is understood.
 inline bool gpu_overlaps_kernels(int id) { return compute_capability(id) >= 90; }
-
 #endif
 
 // The stages of a ring, of those wanted, that fit on every architecture that the ring's kernel is launched on.
@@ -131,7 +182,7 @@ constexpr int gpu_unroll(int turns) { return turns; }
 
 // Enough tiles to give every multiprocessor (compute unit) one: else smaller tiles are faster.
 template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
-  int64_t tiles = ((problem.m + tile_m - 1) / tile_m) * ((problem.n + tile_n - 1) / tile_n) * problem.batch.count;
+  int64_t tiles = divide_up(problem.m, tile_m) * divide_up(problem.n, tile_n) * problem.batch.count;
   return tiles >= gpu_multiprocessors(problem.device.id);
 }
 

@@ -1,21 +1,21 @@
 // The GPU kernels as backend.cpp's table sees them: host functions, one .cu file below each comment.
 #pragma once
 
-#include "kernel.h"
+#include "problem.h"
 
 namespace pydet {
 
 // nvidia/sm90/gemm.cu, whose tiles are listed in nvidia/sm90/tiles.h.
 bool sm90_takes(const Gemm &, int tile);
-bool sm90_prefers(const Gemm &, int tile);
+int sm90_best(const Gemm &);  // the tile that is the fastest; -1: none takes it
 pydet_status gemm_sm90(const Gemm &, int tile);
 
 // nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a.
 template <int rows> struct SkinnySm90 {
   static bool takes(const Gemm &);
-  static bool prefers(const Gemm &);
   static pydet_status launch(const Gemm &);
 };
+int skinny_sm90_best(const Gemm &);  // those rows; 0: a tile of gemm.cu
 
 // any/skinny_ieee.cu
 bool skinny_ieee_takes(const Gemm &);

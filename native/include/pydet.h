@@ -9,7 +9,8 @@
  * The library. Three builds share this header and these symbols: libpydet_cpu.so, libpydet_cuda.so and
  * libpydet_hip.so; each holds the CPU kernels too, and picks the backend by the tensors' device. It keeps no state
  * that a result depends on, never synchronises, prints or exits, works under CUDA-graph capture, and may be called
- * from any thread, by any number of them at once. It allocates nothing for a call.
+ * from any thread, by any number of them at once. It allocates nothing for a call. What a GPU is (its architecture, its
+ * size) is read once and kept, in a forked process too.
  *
  * The process. A call on the CPU needs at most 16 KiB of its thread's stack. The CPU kernels have threads of their own
  * (pydet_threads) and 512 KiB of memory for each thread that is computing, both made when they are first needed and kept;

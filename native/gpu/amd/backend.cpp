@@ -4,25 +4,21 @@
 
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
+#include "kernel.h"
 
 namespace pydet {
 namespace {
 
-bool is_arch(int32_t id, const char *name) {
-  pydet_device_info info = {};
-  return gpu_describe(id, &info) == kGpuSuccess && strcmp(info.arch, name) == 0;
-}
-bool is_gfx942(const Device &device) { return is_arch(device.id, "gfx942"); }
-bool is_gfx90a(const Device &device) { return is_arch(device.id, "gfx90a"); }
+bool is_gfx942(const Device &device) { return gpu_facts(device.id).arch == 0x942; }
+bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a; }
 
 // PYDET_HIP_ARCHS: the architectures that this library holds code for, as the Makefile names them.
 constexpr const char *kBuiltFor = PYDET_HIP_ARCHS;
 bool is_built(const Device &device) {
-  pydet_device_info info = {};
-  if (gpu_describe(device.id, &info) != kGpuSuccess) return false;
-  const char *found = strstr(kBuiltFor, info.arch);
-  const char after = found ? found[strlen(info.arch)] : 'x';
-  return found && (after == ' ' || after == '\0');
+  const int arch = gpu_facts(device.id).arch;
+  for (const char *word = kBuiltFor; arch && (word = strstr(word, "gfx")); word += 3)
+    if (strtol(word + 3, nullptr, 16) == arch) return true;
+  return false;
 }
 
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
@@ -65,11 +61,12 @@ pydet_status query_device(int32_t id, pydet_device_info *info) {
 
 // Of the matrix cores of other units (gfx950, RDNA) no arithmetic is known: there AUTO is ieee.
 Arithmetic tensor_cores(int32_t id) {
-  pydet_device_info info = {};
-  if (gpu_describe(id, &info) != kGpuSuccess) return Arithmetic::automatic;
-  return strcmp(info.arch, "gfx942") == 0   ? Arithmetic::cdna3
-         : strcmp(info.arch, "gfx90a") == 0 ? Arithmetic::cdna2
-                                            : Arithmetic::ieee;
+  switch (gpu_facts(id).arch) {
+    case 0: return Arithmetic::automatic;
+    case 0x942: return Arithmetic::cdna3;
+    case 0x90a: return Arithmetic::cdna2;
+    default: return Arithmetic::ieee;
+  }
 }
 
 uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
@@ -78,7 +75,7 @@ uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool)
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores, gemm_workspace,
-                                      gpu_reaches, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      gpu_reaches, gpu_forget, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return &backend;
 }
 

@@ -16,22 +16,4 @@ __device__ __forceinline__ void store_rounded(void *data, Type type, int64_t ind
   else static_cast<uint16_t *>(data)[index] = type == Type::bf16 ? bf16_from_f32(x) : f16_from_f32(x);
 }
 
-// Where one matrix of the batch begins, in elements.
-struct BatchOffsets {
-  int64_t a, b, bias, out;
-};
-
-__device__ __forceinline__ BatchOffsets batch_offsets(const Batch &batch, int64_t index) {
-  BatchOffsets at = {};
-  for (int i = batch.dims - 1; i >= 0; --i) {
-    int64_t along = index % batch.shape[i];
-    index /= batch.shape[i];
-    at.a += along * batch.a[i];
-    at.b += along * batch.b[i];
-    at.bias += along * batch.bias[i];
-    at.out += along * batch.out[i];
-  }
-  return at;
-}
-
 }  // namespace pydet

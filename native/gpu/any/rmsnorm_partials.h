@@ -9,8 +9,6 @@ namespace pydet {
 constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
 constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // rmsnorm_dweight.cu. Before anything else is launched: whether the kernel can be. OK where dweight is not wanted.
 pydet_status ready_to_join(const RmsNormBackward &);
 

@@ -7,6 +7,7 @@
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/tiles.h"
+#include "kernel.h"
 
 namespace pydet {
 namespace {
@@ -17,7 +18,6 @@ bool from_sm80(const Device &device) { return compute_capability(device.id) >= 8
 bool is_sm80_to_89(const Device &device) { return from_sm80(device) && !from_sm90(device); }
 
 template <int tile> bool takes_sm90(const Gemm &problem) { return sm90_takes(problem, tile); }
-template <int tile> bool prefers_sm90(const Gemm &problem) { return sm90_prefers(problem, tile); }
 
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
 constexpr uint32_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a skinny product, both along k
@@ -29,14 +29,15 @@ constexpr uint32_t kAllOfGradient =
 
 template <int tile> pydet_status launch_sm90(const Gemm &problem) { return gemm_sm90(problem, tile); }
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
-  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90Tiles[tile].chunked_layouts ? kAllOfGemm : kOneChain, "sm_90a", is_sm90, takes_sm90<tile>, prefers_sm90<tile>, launch_sm90<tile>};
+  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90Tiles[tile].chunked_layouts ? kAllOfGemm : kOneChain, "sm_90a", is_sm90, takes_sm90<tile>, nullptr, launch_sm90<tile>, sm90_best, tile};
 }
 
 template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
-  return {name, kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90a", is_sm90, SkinnySm90<rows>::takes, SkinnySm90<rows>::prefers, SkinnySm90<rows>::launch};
+  return {name, kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90a", is_sm90, SkinnySm90<rows>::takes, nullptr, SkinnySm90<rows>::launch, skinny_sm90_best, rows};
 }
 
-// Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
+// Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch, and of variants best and
+// variant.
 constexpr Kernel<Gemm> kSkinnyRows[] = {
     skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"), skinny_row<48>("cuda_skinny_gemm_sm90_48"),
     skinny_row<64>("cuda_skinny_gemm_sm90_64"), skinny_row<96>("cuda_skinny_gemm_sm90_96"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
@@ -117,18 +118,12 @@ Arithmetic tensor_cores(int32_t id) {
 
 uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
 
-// Memory that the runtime does not know is the host's own, which a device reaches only where it shares its page tables.
-bool reaches(int32_t id, const void *data) {
-  cudaPointerAttributes found;
-  if (cudaPointerGetAttributes(&found, data) != cudaSuccess) return true;  // the launch will say what is wrong
-  return found.type != cudaMemoryTypeUnregistered || gpu_attribute(cudaDevAttrPageableMemoryAccess, id);
-}
-
 }  // namespace
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores, gemm_workspace,
-                                      reaches, {kGemm.data(), int(kGemm.size())}, table(kRmsNorm), table(kRmsNormBackward)};
+                                      gpu_reaches, gpu_forget, {kGemm.data(), int(kGemm.size())}, table(kRmsNorm),
+                                      table(kRmsNormBackward)};
   return &backend;
 }
 

@@ -1,7 +1,7 @@
 // Which tile a problem is computed by (choose.cpp).
 #pragma once
 
-#include "kernel.h"
+#include "problem.h"
 
 namespace pydet {
 

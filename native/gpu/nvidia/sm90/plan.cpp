@@ -76,13 +76,7 @@ Sm90Layout sm90_layout(const Gemm &g) {
 }
 
 Gemm sm90_problem(const Gemm &g, int tile) {
-  if (!kSm90Tiles[tile].swapped) return g;
-  auto transpose = [](const Matrix &x) { return Matrix{x.data, x.type, x.cols, x.rows, x.col_stride, x.row_stride}; };
-  Gemm s = g;
-  s.a = transpose(g.b), s.b = transpose(g.a), s.out = transpose(g.out), s.bias = transpose(g.bias);
-  std::swap(s.m, s.n);
-  std::swap(s.batch.a, s.batch.b);
-  return s;
+  return kSm90Tiles[tile].swapped ? transposed(g) : g;
 }
 
 bool sm90_takes(const Gemm &g, int tile) {
@@ -94,8 +88,10 @@ bool sm90_takes(const Gemm &g, int tile) {
   return t.layouts_of(g.k_chunk != 0) & layout;
 }
 
-// Every row of the table asks in turn, so a thread keeps its last answer.
-bool sm90_prefers(const Gemm &g, int tile) {
+// A layer's shape comes again and again, so a thread keeps its last answer.
+int sm90_best(const Gemm &g) {
+  Operand a, b;
+  if (!takes(g, &a, &b)) return -1;
   struct Question {
     int64_t m, n, k, k_chunk, batches, strides[4], device;
   };
@@ -104,7 +100,7 @@ bool sm90_prefers(const Gemm &g, int tile) {
   const Question question = {g.m, g.n, g.k, g.k_chunk, g.batch.count,
                              {g.a.row_stride, g.a.col_stride, g.b.row_stride, g.b.col_stride}, g.device.id};
   if (answer < 0 || memcmp(&question, &last, sizeof last)) last = question, answer = sm90_choose(g);
-  return answer == tile;
+  return answer;
 }
 
 namespace {

@@ -354,12 +354,13 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
 template <int rows> bool SkinnySm90<rows>::takes(const Gemm &g) {
   return pydet::takes(g, kMostM) && has_registers(g, rows);
 }
-template <int rows> bool SkinnySm90<rows>::prefers(const Gemm &g) { return choose(g).rows == rows; }
 template <int rows> pydet_status SkinnySm90<rows>::launch(const Gemm &g) {
   Gemm cut_up = g;
   const Plan plan = plan_of(cut_up, rows);
   return launch_plan<rows>("cuda_skinny_gemm_sm90", cut_up, plan);
 }
+
+int skinny_sm90_best(const Gemm &g) { return choose(g).rows; }
 
 template struct SkinnySm90<16>;
 template struct SkinnySm90<32>;
