@@ -309,8 +309,8 @@ pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const p
   return finish_gemm(words, gemm, options.kernel, views, 4);
 }
 
-pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk, bool skinny,
-                            bool fast, uint64_t *bytes) {
+pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk,
+                            uint64_t *bytes) {
   if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
   if (batch < 0 || m < 0 || n < 0 || k < 0)
     return fail(PYDET_INVALID_SHAPE, "%s: an extent is negative (batch %" PRId64 ", M %" PRId64 ", N %" PRId64 ", K %" PRId64 ")",
@@ -318,8 +318,7 @@ pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n,
   if (k_chunk < 0 || k_chunk % kChunkMultiple)
     return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want 0 or a positive multiple of %d", op, k_chunk,
                 kChunkMultiple);
-  const Backend *gpu = gpu_backend();
-  *bytes = gpu ? gpu->gemm_workspace(batch, m, n, k, k_chunk, skinny, fast) : 0;  // the CPU kernels need none
+  *bytes = 0;  // no kernel of this release wants one
   return PYDET_OK;
 }
 
@@ -425,7 +424,7 @@ pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k
   PYDET_TRY(read_options("gemm_workspace", given, &options));
   PYDET_TRY(check_arithmetic("gemm_workspace", options.arithmetic));
   PYDET_TRY(check_flag("gemm_workspace", "accumulate", options.accumulate));
-  return gemm_workspace("gemm_workspace", batch, m, n, k, options.k_chunk, false, false, bytes);
+  return gemm_workspace("gemm_workspace", batch, m, n, k, options.k_chunk, bytes);
 }
 
 pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_tensor *w, const pydet_tensor *bias,
@@ -441,7 +440,7 @@ pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k, const 
   PYDET_TRY(check_arithmetic(op, options.arithmetic));
   PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
   PYDET_TRY(check_skinny_options(op, options));
-  return gemm_workspace(op, 1, m, n, k, options.k_chunk, true, options.mode == PYDET_FAST, bytes);
+  return gemm_workspace(op, 1, m, n, k, options.k_chunk, bytes);
 }
 
 pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *residual_tensor,

@@ -40,7 +40,6 @@ struct Backend {
   pydet_status (*query_device)(int32_t id, pydet_device_info *);  // id is in range
   Arithmetic (*tensor_cores)(int32_t id);                         // what AUTO means for bf16 and fp16; `automatic` where
                                                                   // the device does not answer: no kernel has that
-  uint64_t (*gemm_workspace)(int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk, bool skinny, bool fast);
   bool (*reaches)(int32_t id, const void *);  // whether kernels there can use this memory; NULL: not to be known
   void (*forget)();                           // what was remembered of devices; NULL: nothing is
   Table<Gemm> gemm;

@@ -36,6 +36,7 @@ class StandIn:
         self.fake.fakecuda_reset.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p]
 
     def start(self, capability, devices=2, driver=13000, fail_at=-1, error=UNKNOWN, lasting=False):
+        self.fake.pydet_exchange_forget_devices()  # what they are changes with each start
         self.fake.fakecuda_reset(devices, capability, driver, fail_at, error, lasting, STREAM)
 
     def log(self):

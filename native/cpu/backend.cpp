@@ -85,12 +85,10 @@ pydet_status query_device(int32_t, pydet_device_info *info) {
 
 Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
 
-uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
-
 }  // namespace
 
 const Backend &cpu_backend() {
-  static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores, gemm_workspace,
+  static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores,
                                       nullptr, nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return backend;
 }

@@ -69,12 +69,10 @@ Arithmetic tensor_cores(int32_t id) {
   }
 }
 
-uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
-
 }  // namespace
 
 const Backend *gpu_backend() {
-  static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores, gemm_workspace,
+  static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores,
                                       gpu_reaches, gpu_forget, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return &backend;
 }

@@ -116,12 +116,10 @@ Arithmetic tensor_cores(int32_t id) {
   return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
 }
 
-uint64_t gemm_workspace(int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) { return 0; }
-
 }  // namespace
 
 const Backend *gpu_backend() {
-  static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores, gemm_workspace,
+  static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores,
                                       gpu_reaches, gpu_forget, {kGemm.data(), int(kGemm.size())}, table(kRmsNorm),
                                       table(kRmsNormBackward)};
   return &backend;
