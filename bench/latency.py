@@ -13,7 +13,6 @@ import time
 import numpy as np
 
 import pydet
-from bench.gemm import normal
 
 SHAPES = ((3, 512, 512), (16, 256, 256), (128, 128, 128), (256, 256, 256))  # M, N, K
 SITUATIONS = ("alone", "in turn with NumPy", "beside a busy process")
@@ -34,7 +33,8 @@ def latencies(call, between, count):
 def rows(calls):
     """(shape, situation, median, 99th percentile) in microseconds."""
     for m, n, k in SHAPES:
-        a, b = normal(0, (m, k)), normal(1, (k, n))
+        random = np.random.default_rng(0)
+        a, b = random.standard_normal((m, k), np.float32), random.standard_normal((k, n), np.float32)
         ours, theirs = np.empty((m, n), np.float32), np.empty((m, n), np.float32)
 
         def call(a=a, b=b, out=ours):

@@ -10,7 +10,8 @@
 #include <unistd.h>
 
 enum { kSize = 200, kBytes = kSize * kSize * sizeof(float) };
-static float a[kSize * kSize], want[kSize * kSize], of_main[kSize * kSize], of_thread[kSize * kSize], of_handler[kSize * kSize];
+static float a[kSize * kSize], want[kSize * kSize];
+static float of_main[kSize * kSize], of_thread[kSize * kSize], of_handler[kSize * kSize];
 static volatile sig_atomic_t handled, wrong;
 static volatile int stop;
 

@@ -1,8 +1,9 @@
-/* Every CPU kernel, forced by name, on a stack of STACK bytes between two guard pages, and what lies beyond them watched.
+/* Every CPU kernel, forced by name, on a stack of STACK bytes between two guard pages; what lies beyond them is watched.
  *
  *   stack STACK [without-memory]
  *
- * without-memory: no page can be mapped any more once the calls begin. Prints the most stack that a call used, and exits with 1 if a call failed or wrote past a guard. */
+ * without-memory: no page can be mapped any more once the calls begin. Prints the most stack that a call used, and
+ * exits with 1 if a call failed or wrote past a guard. */
 #define _GNU_SOURCE
 #include <pydet.h>
 #include <stdio.h>
@@ -36,7 +37,8 @@ static void run(void) {
   int64_t of_rows[] = {call.m}, columns[] = {1, call.k};
   if (!strcmp(call.operation, "gemm")) {
     pydet_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0};
-    pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 2, of_b, call.transposed ? columns : NULL, call.dtype);
+    int64_t *strides = call.transposed ? columns : NULL;
+    pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 2, of_b, strides, call.dtype);
     pydet_tensor z = tensor(bias, 1, of_row, NULL, fp32), out = tensor(c, 2, of_c, NULL, call.dtype);
     int32_t i;
     for (i = 0; pydet_kernel_name(i); ++i) {
@@ -80,8 +82,10 @@ int main(int count, char **arguments) {
   const pydet_dtype dtypes[] = {{PYDET_FLOAT, 32, 1}, {PYDET_BFLOAT, 16, 1}, {PYDET_FLOAT, 16, 1}};
   const char *const names[] = {"fp32", "bf16", "fp16"};
   /* The smallest, some of every edge, few rows, few columns, many of all. */
-  const int64_t shapes[][3] = {{1, 1, 1}, {4, 4, 4}, {33, 65, 129}, {1, 700, 300}, {5, 64, 900}, {300, 3, 200}, {150, 260, 170}};
-  char *memory = mmap(NULL, 2 * (kNeighbour + kGuard) + stack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const int64_t shapes[][3] = {{1, 1, 1},    {4, 4, 4},     {33, 65, 129},  {1, 700, 300},
+                               {5, 64, 900}, {300, 3, 200}, {150, 260, 170}};
+  const size_t size = 2 * (kNeighbour + kGuard) + stack;
+  char *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   char *below = memory, *bottom = below + kNeighbour + kGuard, *above = bottom + stack + kGuard;
   size_t most = 0, calls = 0, failures = 0, i;
   char **const buffers[] = {&a, &b, &c, &bias, &workspace};

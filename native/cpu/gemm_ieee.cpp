@@ -23,7 +23,7 @@ constexpr int64_t kSumFloats = 44 * 1024;    // chains that cannot wait in out
 constexpr int64_t kBlockRows = 256, kBlockColumns = 1024;
 constexpr int64_t kSurplus = 16;             // that packing a strip may write past its end
 constexpr int64_t kRun = 64, kLaneFloats = kRun + kWidth, kTurnFloats = kWidth * kLaneFloats;  // where lanes are turned
-static_assert(kStripFloats + kSurplus + kPanelFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "it holds them");
+static_assert(kStripFloats + kSurplus + kPanelFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "all fit");
 
 template <class S> constexpr int64_t kDepth = least(kPanelFloats / S::kColumns, kStripFloats / kBlockRows);
 
@@ -287,7 +287,7 @@ Plan cut_small(const Gemm &gemm) {
   using S = Tiles;
   constexpr int64_t kSteps = kChunkMultiple, kStrip = S::kRows * kSteps + kSurplus, kPanel = S::kColumns * kSteps;
   constexpr int64_t kSums = 2 * S::kRows * S::kColumns, kTurn = kWidth * (kSteps <= kWidth ? kWidth : kLaneFloats);
-  static_assert(kStrip + kPanel + kSums + kTurn <= Scratch::kSmall / 4, "it holds them");
+  static_assert(kStrip + kPanel + kSums + kTurn <= Scratch::kSmall / 4, "all fit");
   Plan plan = {};
   plan.rows = S::kRows, plan.columns = S::kColumns;
   plan.row_tasks = divide_up(gemm.m, plan.rows), plan.column_tasks = divide_up(gemm.n, plan.columns);

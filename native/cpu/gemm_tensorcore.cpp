@@ -106,7 +106,7 @@ template <int rows, int cols, int depth> struct alignas(64) PanelMemory {
 };
 using LargeMemory = PanelMemory<kRows, kCols, kDepth>;
 using SmallMemory = PanelMemory<kGroup, kTile, 16>;
-static_assert(sizeof(LargeMemory) <= Scratch::kLarge && sizeof(SmallMemory) <= Scratch::kSmall, "scratch memory holds them");
+static_assert(sizeof(LargeMemory) <= Scratch::kLarge && sizeof(SmallMemory) <= Scratch::kSmall, "they fit");
 
 inline Panels panels_in(Scratch &scratch, bool large) {
   return large ? (new (scratch.data) LargeMemory)->panels() : (new (scratch.data) SmallMemory)->panels();
@@ -353,7 +353,8 @@ struct Block {
   int rows, cols;
 };
 
-template <class T, class Model> void pack(const Gemm &g, const Block &block, int64_t k, int depth, const Panels &panels) {
+template <class T, class Model>
+void pack(const Gemm &g, const Block &block, int64_t k, int depth, const Panels &panels) {
   int padded = (depth + 15) / 16 * 16;  // of which walk takes the steps that it needs
   uint16_t *words = panels.words;
   alignas(64) int16_t exponents[kDepth];
@@ -388,7 +389,8 @@ inline void finish_row(const Gemm &g, const Block &block, int row, float *sum) {
   });
 }
 
-template <class Model> __attribute__((noinline)) void run_block(const Gemm &g, const Block &block, const Panels &panels) {
+template <class Model>
+__attribute__((noinline)) void run_block(const Gemm &g, const Block &block, const Panels &panels) {
   auto *chain = panels.chain, *total = panels.total;
   auto *start = g.k_chunk ? total : chain;  // what accumulate continues
   for (int r = 0; r < block.rows; ++r) {

@@ -1,5 +1,5 @@
-// How the CPU kernels get scratch memory and threads. However work is cut into tasks, one task owns the whole chain of an
-// element, so the number of threads never shows in bits.
+// How the CPU kernels get scratch memory and threads. However work is cut into tasks, one task owns the whole chain of
+// an element, so the number of threads never shows in bits.
 #pragma once
 
 #include "cpu/pool.h"

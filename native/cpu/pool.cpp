@@ -1,5 +1,5 @@
-// A call that wants threads posts a job, of which the pool's threads and the caller itself claim tasks until none is left.
-// A claim is one compare and swap on one word, which says how many tasks are left and how many threads may still join.
+// A call that wants threads posts a job. The pool's threads and the caller itself claim its tasks until none is left. A
+// claim is one compare and swap on one word, which says how many tasks are left and how many threads may still join.
 // Nothing else is read before a claim has succeeded, and a job does not end while a claimed task is unfinished: so
 // whichever job a thread was looking for, what it claims is a task of the one that is there.
 //
@@ -27,7 +27,7 @@ namespace {
 
 // ---- The machine -------------------------------------------------------------------------------------------------
 
-// Round to nearest even, subnormals kept, exceptions masked, while in scope, on this thread; then the caller's settings.
+// Round to nearest even, subnormals kept, exceptions masked, while in scope, on this thread; then what was set before.
 // Frameworks do set flush-to-zero on their threads.
 class FloatEnvironment {
  public:
@@ -114,7 +114,7 @@ std::atomic<int64_t> next_attempt{0};  // when threads may be made again after t
 Futex posts{0};                        // counts jobs; idle threads sleep on it
 std::atomic<int> sleepers{0};
 
-// A unit of the job for one more thread (`cost` kSeat + 1) or for one that has joined (1): how many were left, 0 if none.
+// A unit of the job, for one more thread (`cost` is kSeat + 1) or for one that has joined (1). Returns how many were left.
 uint64_t claim(Job &job, uint64_t cost) {
   uint64_t open = job.open.load(std::memory_order_relaxed);
   do {
@@ -195,7 +195,7 @@ void make_threads(int64_t wanted) {
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  pthread_attr_setstacksize(&attributes, 1 << 20);  // of which the thread-local variables of the whole process take some
+  pthread_attr_setstacksize(&attributes, 1 << 20);  // thread-local variables of the whole process take some of it
   while (workers.load(std::memory_order_relaxed) < wanted) {
     pthread_t thread;
     workers.fetch_add(1);

@@ -225,18 +225,19 @@ template <class T> void join_columns(const RmsNormBackward &problem, int64_t cha
   along(columns, [&](int64_t j, auto v) { set<T>(dweight + j, get<Partial>(total + j, v)); });
 }
 
+int64_t threads_for(double elements) { return pydet::threads_for(elements, 1 << 17); }
+
 }  // namespace
 
 // ---- Launchers ---------------------------------------------------------------------------------------------------
-
-constexpr double kWorthAThread = 1 << 17;  // elements
 
 template <> pydet_status rmsnorm<Isa>(const RmsNorm &problem) {
   const int64_t rows = problem.rows, at_once = 1 + 8192 / problem.n;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     dispatch(problem.x.type, [&](auto number) {
       with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        parallel((rows + at_once - 1) / at_once, threads_for(double(rows) * double(problem.n), kWorthAThread), scratch, [&](int64_t i, Scratch &own) {
+        const int64_t blocks = (rows + at_once - 1) / at_once;
+        parallel(blocks, threads_for(double(rows) * double(problem.n)), scratch, [&](int64_t i, Scratch &own) {
           RowSum &lanes = *new (own.data) RowSum;
           for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
             normalize_row<decltype(number)>(problem, weights, r, lanes);
@@ -254,7 +255,7 @@ template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     dispatch(problem.x.type, [&](auto number) {
       with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        parallel(blocks, threads_for(2 * double(rows) * double(n), kWorthAThread), scratch, [&](int64_t i, Scratch &own) {
+        parallel(blocks, threads_for(2 * double(rows) * double(n)), scratch, [&](int64_t i, Scratch &own) {
           RowSum &lanes = *new (own.data) RowSum;
           float *chain = dweight ? (float *)problem.workspace + i * n : nullptr;
           if (chain) memset(chain, 0, size_t(n) * sizeof(float));
@@ -265,7 +266,8 @@ template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
     });
     if (!dweight) return;
     dispatch(problem.dweight.type, [&](auto number) {
-      parallel((n + kJoinColumns - 1) / kJoinColumns, threads_for(double(blocks) * double(n), kWorthAThread), scratch, [&](int64_t i, Scratch &own) {
+      const int64_t tasks = (n + kJoinColumns - 1) / kJoinColumns;
+      parallel(tasks, threads_for(double(blocks) * double(n)), scratch, [&](int64_t i, Scratch &own) {
         join_columns<decltype(number)>(problem, blocks, i * kJoinColumns, *new (own.data) Joined());
       });
     });

@@ -73,13 +73,15 @@ int cgroup_cpus(const char *membership, const char *mount) {
   for (const char *line = groups.text; *line;) {  // "0::/path", or "1:cpu,cpuacct:/path"
     const int length = int(strcspn(line, "\n"));
     const char *end = line + length, *controllers = (const char *)memchr(line, ':', size_t(length));
-    const char *path = controllers ? (const char *)memchr(controllers + 1, ':', size_t(end - controllers - 1)) : nullptr;
+    const char *path = nullptr;
+    if (controllers && ++controllers < end) path = (const char *)memchr(controllers, ':', size_t(end - controllers));
     if (path) {
-      const int name_length = int(path - ++controllers);
+      const int name_length = int(path - controllers);
       char name[64], folder[560];
       snprintf(name, sizeof name, ",%.*s,", name_length, controllers);
       if (name_length == 0 || strstr(name, ",cpu,")) {
-        const int root = snprintf(folder, sizeof folder, "%s%s%.*s", mount, name_length ? "/" : "", name_length, controllers);
+        const char *separator = name_length ? "/" : "";
+        const int root = snprintf(folder, sizeof folder, "%s%s%.*s", mount, separator, name_length, controllers);
         snprintf(folder + root, sizeof folder - size_t(root), "%.*s", int(end - path - 1), path + 1);
         for (char *last = folder; last >= folder + root || last == folder; last = strrchr(folder, '/')) {
           if (last != folder) *last = 0;  // a group, then each that holds it

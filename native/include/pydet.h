@@ -13,12 +13,12 @@
  * size) is read once and kept, in a forked process too.
  *
  * The process. A call on the CPU needs at most 16 KiB of its thread's stack. The CPU kernels have threads of their own
- * (pydet_threads) and 512 KiB of memory for each thread that is computing, both made when they are first needed and kept;
- * where they cannot be had, the caller computes alone, or in smaller pieces, with the same bits. A caller waits for no
- * thread that has not begun a part of its work. The library works on after fork(), in the child too, also if another
- * thread was computing; fork() itself must not be called in a signal handler that interrupted a call. Once loaded it
- * stays: dlclose() does not unload it. A signal handler may call it, even where it interrupted a call, if that thread has
- * called it before and the process has its threads (one large call makes them).
+ * (pydet_threads) and 512 KiB of memory for each thread that is computing, both made when they are first needed and
+ * kept; where they cannot be had, the caller computes alone, or in smaller pieces, with the same bits. A caller waits
+ * for no thread that has not begun a part of its work. The library works on after fork(), in the child too, also if
+ * another thread was computing; fork() itself must not be called in a signal handler that interrupted a call. Once
+ * loaded it stays: dlclose() does not unload it. A signal handler may call it, even where it interrupted a call, if that
+ * thread has called it before and the process has its threads (one large call makes them).
  *
  * The call. Every operation takes a stream, its tensors and its options, checks everything before it launches
  * anything, and returns a status. On any status but PYDET_OK nothing was enqueued and no output was touched, and
@@ -261,8 +261,8 @@ PYDET_API pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n,
 
 /* ---- Threads --------------------------------------------------------------------------------------------------
  * How many threads one call on the CPU may use, its caller among them: what pydet_set_threads set, else the environment
- * variable PYDET_NUM_THREADS, else OMP_NUM_THREADS (each read once, and passed over unless it is a positive number), else
- * as many CPUs as the process's affinity and its cgroups' quotas grant. No bit depends on it. */
+ * variable PYDET_NUM_THREADS, else OMP_NUM_THREADS (each read once, and passed over unless it is a positive number),
+ * else as many CPUs as the process's affinity and its cgroups' quotas grant. No bit depends on it. */
 PYDET_API int32_t pydet_threads(void);
 
 /* For all threads of the process; 0 undoes it. */
