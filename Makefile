@@ -168,7 +168,7 @@ ROCM ?= $(firstword $(wildcard /opt/rocm) /usr)
 HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/clang++) \
   $(shell for name in clang++-21 clang++-20 clang++-19 hipcc; do command -v $$name && break; done))
 # Of these, what the compiler knows.
-HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100
+HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
 HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
   $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)

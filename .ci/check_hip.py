@@ -5,6 +5,10 @@ the vector registers, spilled scalars and static LDS of the table in bench/READM
 kernels whose name says so; no product that is fused with a sum of +0, which loses the sign of -0. An architecture
 without a matrix instruction of its own makes such a kernel an error, since a body that the preprocessor left out
 compiles to nothing.
+
+And what a stage of the matrix kernels' loops does, by tools/amd/estimate.py: at most the vector instructions of that
+README's second table, at least its matrix instructions while loads are on the way and its loads that waits leave there,
+and at most a fifth more than its estimated time.
 """
 
 import re
@@ -13,8 +17,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tools/amd"))
 
+import estimate  # noqa: E402
 import gcn  # noqa: E402
 
 MATRIX_KERNELS = r"mfma"
@@ -41,10 +46,39 @@ def budget():
     }
 
 
+def stages():
+    """[(kernel, (M, N, K), architecture, MFMA, VALU, MFMA under way, loads left, us)] of the second table."""
+    text = (ROOT / "bench/README.md").read_text()
+    rows = re.findall(r"^\| `(hip_\w+)` \| (\d+)x(\d+)x(\d+) \| (gfx\w+)" + r" \| ([\d.]+)" * 5 + r" \|", text, re.M)
+    return [(row[0], tuple(map(int, row[1:4])), row[4], *map(int, row[5:9]), float(row[9])) for row in rows]
+
+
+def check_stages(library, folder):
+    problems, rows = [], stages()
+    assert {row[2] for row in rows} == set(ARCHS), "bench/README.md has no table of stages for every architecture"
+    runtime = estimate.Library(library.resolve(), ARCHS[0], folder)
+    for name, shape, arch, mfma, most_valu, least_covered, least_left, most_us in sorted(rows, key=lambda row: row[2]):
+        runtime.start(arch)
+        found = runtime.estimate(*shape, name=name)
+        counts, us = found.stage.counts, found.seconds * 1e6
+        print(
+            f"{name} {'x'.join(map(str, shape))}, {arch}: a stage has {counts['MFMA']} MFMA, {counts['VALU']} VALU; "
+            f"{found.stage.covered} MFMA beside loads, of which waits leave {found.stage.left}; estimated {us:.1f} us"
+        )
+        fine = counts["MFMA"] == mfma and counts["VALU"] <= most_valu and us <= 1.2 * most_us
+        if not fine or found.stage.covered < least_covered or found.stage.left < least_left:
+            problems.append(
+                f"{name} {shape} on {arch}: want {mfma} MFMA, at most {most_valu} VALU, at least {least_covered} MFMA "
+                f"beside loads, of which waits leave at least {least_left}, and at most {1.2 * most_us:.1f} us"
+            )
+    return problems
+
+
 def main():
     library, problems, seen, matrix = Path(sys.argv[1]), [], {}, 0
     allowed = budget()
     with tempfile.TemporaryDirectory() as folder:
+        problems += check_stages(library, Path(folder))
         for arch in ARCHS:
             objects = gcn.code_objects(library, arch)
             if not objects:

@@ -111,13 +111,21 @@ pydet_status refuse(const char *op, const Problem &problem, const Backend &backe
                 lacking ? feature_list(lacking).text : "this problem");
   Text have = {""};
   size_t used = 0;
+  bool runs = false;
   for (int i = 0; i < table.count; ++i) {
     const Kernel<Problem> &row = table.rows[i];
-    if (!(row.types & bit(input_type(problem))) || !row.runs_on(problem.device)) continue;
+    const bool row_runs = row.runs_on(problem.device);
+    runs |= row_runs;
+    if (!(row.types & bit(input_type(problem))) || !row_runs) continue;
     const char *name = arithmetic_name(row.arithmetic);
     if (strstr(have.text, name)) continue;
     used += size_t(snprintf(have.text + used, sizeof have.text - used, "%s%s", used ? ", " : "", name));
     if (used >= sizeof have.text) break;
+  }
+  if (pydet_device_info info = {}; !runs && backend.built_for) {
+    PYDET_TRY(backend.query_device(problem.device.id, &info));
+    return fail(PYDET_UNSUPPORTED, "%s: %s is a %s, and this library was built with %s, which does not name it", op,
+                device_text(problem.device.type, problem.device.id).text, info.arch, backend.built_for);
   }
   return fail(PYDET_UNSUPPORTED, "%s: no kernel for arithmetic %s on %s inputs on %s; it has %s", op,
               arithmetic_name(arithmetic_of(problem)), type_name(input_type(problem)),

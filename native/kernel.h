@@ -42,6 +42,7 @@ struct Backend {
                                                                   // the device does not answer: no kernel has that
   bool (*reaches)(int32_t id, const void *);  // whether kernels there can use this memory; NULL: not to be known
   void (*forget)();                           // what was remembered of devices; NULL: nothing is
+  const char *built_for;                      // architectures, and the setting that names them; NULL: any of its devices
   Table<Gemm> gemm;
   Table<RmsNorm> rmsnorm;
   Table<RmsNormBackward> rmsnorm_backward;

@@ -291,9 +291,9 @@ def chunked_sums(k, chunk, arithmetic, dtype, m, n):
     return a, b, total
 
 
-def random_problem(rng, dtype, arithmetic, most_m=300, most_n=700, most_k=5000, most_work=1 << 24):
-    """A problem of any extents up to these, as often small as large and often beside a power of two, of at most so many
-    products; half of them in chunks of any length up to K."""
+def random_problem(rng, dtype, arithmetic, most_m=300, most_n=700, most_k=5000, most_work=1 << 24, few_rows=False):
+    """A problem of any extents up to these and of at most so many products: often small, often beside a power of two;
+    half of them in chunks of any length up to K. `few_rows`: mostly what kernels for those take."""
 
     def extent(most):
         size = int(2 ** rng.uniform(0, np.log2(most)))
@@ -301,12 +301,13 @@ def random_problem(rng, dtype, arithmetic, most_m=300, most_n=700, most_k=5000, 
             size = 2 ** round(np.log2(size)) + rng.choice([-1, 0, 1, 8])
         return min(max(size, 1), most)
 
-    m, k = extent(most_m), extent(most_k)
+    k = extent(most_k) if rng.random() < 0.5 else rng.randint(1, most_k)  # long chains are what chunks are for
+    m = extent(max(1, min(most_m, most_work // k)))
     n = extent(max(1, min(most_n, most_work // (m * k))))
-    if rng.random() < 0.75:
-        k = -(-k // 8) * 8  # what most kernels for few rows take
+    k_contiguous = rng.random() < (0.9 if few_rows else 0.5)
+    if k_contiguous or rng.random() < 0.5:
+        k = -(-k // 8) * 8
     out_dtype = rng.choice(list(DTYPES))
-    kernel_of_few_rows = rng.random() < 0.6
     return Problem(
         m,
         n,
@@ -315,8 +316,8 @@ def random_problem(rng, dtype, arithmetic, most_m=300, most_n=700, most_k=5000, 
         arithmetic,
         out_dtype,
         kind=rng.choice(["normal", "wide", "specials"]),
-        a_layout="row" if kernel_of_few_rows else rng.choice(LAYOUTS),
-        b_layout="col" if kernel_of_few_rows else rng.choice(LAYOUTS),
+        a_layout="row" if k_contiguous else rng.choice(LAYOUTS),
+        b_layout="col" if k_contiguous else rng.choice(LAYOUTS),
         out_layout=rng.choice(["row", "col", "row_padded", "col_padded"]),
         bias=rng.choice(["", "n fp32", "mn bf16", "mn fp16"]),
         accumulate=out_dtype == "fp32" and rng.random() < 0.5,

@@ -19,6 +19,9 @@ import pydet
 from pydet import _native
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(
+    0, str(pathlib.Path(__file__).parent.parent / "tools" / "amd")
+)  # the interpreter and the runtime of HIP
 
 
 class ForcedKernel:

@@ -236,7 +236,8 @@ def test_skinny_gemm_equals_cpu(hip):
 
 
 def test_skinny_gemm_on_matrix_cores(hip):
-    """Every number of tiles of x, one wave and four, several stages with a ragged last one, rows apart, chunks."""
+    """Every number of tiles of x, one wave and four, several rounds of loads with a ragged last one, rows apart; and
+    for each, chunks side by side, more than there are waves."""
     for dtype in ("bf16", "fp16"):
         skinny_gemm_on_matrix_cores(hip, dtype)
     assert hip.ran >= instances(hip, "skinny_mfma_kernel")
@@ -245,17 +246,22 @@ def test_skinny_gemm_on_matrix_cores(hip):
 def skinny_gemm_on_matrix_cores(hip, dtype):
     kernel = f"hip_skinny_gemm_{ARCHS[hip.arch]}_mfma"
     options = {"function": "pydet_skinny_gemm", "arithmetic": ARITHMETIC[ARCHS[hip.arch]], "kernel": kernel}
-    one_wave = (3, 20, 536), (20, 17, 264), (40, 16, 152), (70, 18, 88)
+    one_wave = (3, 20, 1352), (20, 17, 968), (40, 16, 584), (70, 18, 296)
     for m, n, k in (*one_wave, (2, 600, 32), (20, 256, 136), (40, 256, 24), (70, 256, 24)):
         x, w = normal(m, k + 8, dtype=dtype)[:, :k], normal(n, k, dtype=dtype, seed=1)
         both(hip, x, w, bias=normal(m, n, seed=2), out=normal(m, n, seed=3), accumulate=1, **options)
-    both(hip, normal(3, 96, dtype=dtype), normal(20, 96, dtype=dtype, seed=1), k_chunk=48, out_dtype="bf16", **options)
+    for m, n, k in ((3, 20, 424), (20, 17, 264), (40, 16, 264), (70, 18, 264)):
+        x, w = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype, seed=1)
+        both(hip, x, w, bias=normal(m, n, seed=2), out=normal(m, n, seed=3), accumulate=1, k_chunk=48, **options)
+    for k, chunk in ((96, 48), (40, 1 << 62)):
+        x, w = normal(3, k, dtype=dtype), normal(20, k, dtype=dtype, seed=1)
+        both(hip, x, w, k_chunk=chunk, out_dtype="bf16", **options)
 
 
 # By a kernel's name, numbers of rows for its tiles and the k of their stages, for the chunks that cross a stage's ends.
 STAGES = {
     "skinny_gemm_ieee": {(1,): 128, (7,): 128},
-    "skinny_gemm_cdna": {(1,): 256, (17,): 256, (33,): 128, (65,): 64},
+    "skinny_gemm_cdna": {(1,): 448, (17,): 320, (33,): 192, (65,): 96},
     "64x64": {(3, 65): 64},
 }
 
@@ -294,14 +300,15 @@ def test_chunks_across_stages(hip):
 
 
 def test_random_problems(hip):
-    """Problems of any shape, layout, type and k_chunk, a few here. FUZZ_SEED and FUZZ_CASES ask for others and more; a
-    failure names its seed and case."""
-    seed, count = int(os.environ.get("FUZZ_SEED", "1")), int(os.environ.get("FUZZ_CASES", "12"))
-    for number in range(count):
+    """Problems of any shape, layout, type and k_chunk, a few a kernel here. FUZZ_SEED and FUZZ_CASES ask for others and
+    more; a failure names its seed and case."""
+    seed, count = int(os.environ.get("FUZZ_SEED", "1")), int(os.environ.get("FUZZ_CASES", "4"))
+    names = sorted({kernel for kernel, _, _ in kinds_of(hip)})
+    for name, number in [(x, i) for x in names for i in range(count * (3 if "skinny" in x else 1))]:
         rng = random.Random(f"{seed}/{number}")
-        kernel, dtype, arithmetic = rng.choice(kinds_of(hip))
-        most_work = 1 << (14 if "128x128" in kernel else 16)
-        problem = cases.random_problem(rng, dtype, arithmetic, 130, 260, 1300, most_work)
+        kernel, dtype, arithmetic = rng.choice([kind for kind in kinds_of(hip) if kind[0] == name])
+        most = 130, 260, 1300, 1 << (14 if "128x128" in kernel else 16)
+        problem = cases.random_problem(rng, dtype, arithmetic, *most, few_rows="skinny" in kernel)
         hip.order, taken = rng.choice([None, in_reverse]), []
         on_cpu = cases.run(pydet.gemm, problem)
         with unless_refused():
@@ -398,15 +405,7 @@ def test_rmsnorm_backward_of_every_width_equals_cpu(hip):
             want = rmsnorm_backward(hip, *arguments, CPU, joined=joined)
             for ours, theirs in zip(got, want, strict=bool(got)):
                 assert_same_bits(ours, theirs, f"{kernel}, {dtype}, {n} columns on {hip.arch}")
-    # All whose rings fit 64 KiB of LDS; wider rows are the long kernel's.
-    fits = instances(hip, "rmsnorm_dweight_kernel")
-    for name in instances(hip, "rmsnorm_backward_kernel"):
-        shape = re.search(r"TypeE(\d)" + 3 * r"ELi(\d+)" + r"ELi\d+ELb(\d)", name)
-        kind, threads, elements, vectors, residual = map(int, shape.groups())
-        pairs_with_residual = kind == 0 and (threads, vectors) == (32, 2) and residual
-        if threads * elements * vectors <= (8192 if kind else 1024) and not pairs_with_residual:
-            fits.add(name)
-    assert hip.ran >= fits
+    assert hip.ran >= instances(hip, "rmsnorm_dweight_kernel", "rmsnorm_backward_kernel")
 
 
 def test_order_of_waves_does_not_matter(hip):
@@ -456,7 +455,8 @@ def problem_for(hip, kernel):
         ),
         "skinny_ieee_kernel": product(normal(3, 600), normal(20, 600), "hip_skinny_gemm_ieee", **ieee, **skinny),
         "skinny_mfma_kernel": product(
-            normal(20, 264, **bf16), normal(256, 264, **bf16), f"hip_skinny_gemm_{kind}_mfma", **matrix, **skinny
+            *(normal(20, 600, **bf16), normal(30, 600, **bf16), f"hip_skinny_gemm_{kind}_mfma"),
+            **{"k_chunk": 48, **matrix, **skinny},
         ),
         "rmsnorm_kernel": norm,
         "rmsnorm_long_kernel": norm,
@@ -625,11 +625,63 @@ def test_no_device(hip):
         assert "ROCm device 0" in hip.sentence(), hip.sentence()
 
 
-def test_an_architecture_without_kernels(hip):
-    hip.start("gfx803")
-    call, (out,) = operations(hip)["gemm"]
-    assert call() == UNSUPPORTED and (out == 7).all() and not hip.launches
-    assert "no kernel" in hip.sentence() and "ROCm device 0" in hip.sentence()
+def built_for():
+    """The architectures whose code the library holds."""
+    return re.search(rb'HIP_ARCHS="([^"]*)"', LIBRARY.read_bytes())[1].decode()
+
+
+@pytest.mark.parametrize("arch", ["gfx803", "gfx94", "gfx1201"])
+def test_an_architecture_without_kernels(library, arch):
+    """The sentence says what the GPU is, and by which setting a library for it is built."""
+    library.start(arch)
+    for name, (call, outputs) in operations(library).items():
+        if arch in built_for().split():
+            continue
+        assert call() == UNSUPPORTED and all((x == 7).all() for x in outputs) and not library.launches
+        op, said = name.split(" ")[0], f'this library was built with HIP_ARCHS="{built_for()}", which does not name it'
+        assert library.sentence() == f"{op}: ROCm device 0 is a {arch}, and {said}"
+
+
+def test_an_arithmetic_of_other_matrix_cores(hip):
+    a, out = normal(16, 16, dtype="bf16"), np.full((16, 16), 7, np.float32)
+    kind, other = ARCHS[hip.arch], {"cdna2": "cdna3", "cdna3": "cdna2"}[ARCHS[hip.arch]]
+    options = capi.options("pydet_gemm_options", arithmetic=ARITHMETIC[other])
+    assert hip.call("pydet_gemm", options, a, a, None, out) == UNSUPPORTED and (out == 7).all()
+    said = f"no kernel for arithmetic {other} on bfloat16 inputs on ROCm device 0; it has {kind}, ieee"
+    assert hip.sentence() == f"gemm: {said}"
+
+
+def test_a_device_is_asked_once(hip):
+    """hipGetDeviceProperties, which takes microseconds, in whatever calls follow."""
+    hip.start(hip.arch, devices=2)
+    for device in (1, 0, 1):
+        for name, (call, _) in operations(hip, device=device).items():
+            assert call() == 0, name
+    assert hip.fake.fakehip_log().decode().split().count("hipGetDeviceProperties") == 2
+
+
+def test_more_blocks_than_one_side_of_a_grid_holds(hip):
+    """HIP counts a side's threads in 32 bits: 134 million rows of rmsnorm need more blocks of 128 threads."""
+    hip.executes = False
+    rows, half = (1 << 27) + 5, DTYPES["fp16"]
+    x, y = np.empty((rows, 8), half), np.empty((rows, 8), half)  # 2 GiB each that nobody touches
+    rstd = np.empty(rows, np.float32)
+    options = capi.options("pydet_rmsnorm_options", eps=1e-5)
+    hip.check("pydet_rmsnorm", options, x, None, None, y, rstd, None)
+    ((_, shape, *_),) = hip.launches
+    assert shape[0] * shape[1] * 4 >= rows and shape[0] * shape[3] < 1 << 32
+    assert (shape[0] - 1) * shape[1] * 4 < rows
+
+
+def test_a_grid_in_rows_is_the_same(hip):
+    """The number of a block, where the grid that the library asked for is given to the kernel in another shape."""
+    x, weight = normal(150, 40), normal(40)
+    want = rmsnorm(hip, x, weight, None, CPU)
+    for columns in (1, 2, 4):
+        hip.grid = lambda grid: [columns, -(-grid[0] // columns), 1]  # noqa: B023
+        for ours, theirs in zip(rmsnorm(hip, x, weight, None, ROCM, "hip_rmsnorm_held"), want, strict=True):
+            assert_same_bits(ours, theirs, f"{columns} columns of blocks on {hip.arch}")
+        assert hip.launches[-1][1][0] > 4
 
 
 def test_host_memory_is_refused(hip):
@@ -730,9 +782,9 @@ class Rocm(frameworks.Framework):
 @pytest.fixture
 def rocm(hip, monkeypatch):
     """Makes an array on ROCm; the package finds this library and this framework."""
+    hip.start(hip.arch, devices=2)
     monkeypatch.setenv("PYDET_LIBRARY", str(LIBRARY))
     monkeypatch.setitem(frameworks.FRAMEWORKS, (__name__, "OnRocm"), Rocm)
-    hip.start(hip.arch, devices=2)
     yield lambda array: OnRocm(hip, array)
     hooks.exchange.libraries[hooks.constants.PYDET_EXCHANGE_ROCM] = hooks.ffi.NULL
 

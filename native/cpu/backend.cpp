@@ -89,7 +89,7 @@ Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
 
 const Backend &cpu_backend() {
   static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores,
-                                      nullptr, nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      nullptr, nullptr, nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
   return backend;
 }
 

@@ -261,6 +261,23 @@ pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Ar
   return error == kGpuSuccess ? PYDET_OK : device_error(shape.kernel, error);
 }
 
+// Blocks along a side of a grid: HIP counts their threads, below 2^32.
+constexpr int64_t most_blocks([[maybe_unused]] int threads) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return (int64_t(1) << 32) / threads - 1;
+#else
+  return (int64_t(1) << 31) - 1;
+#endif
+}
+
+// A grid of so many blocks, for kernels that ask for block_number(): on HIP in several rows where one does not hold them,
+// the last of which may pass the number.
+inline dim3 grid_of(int64_t blocks, int threads) {
+  const int64_t rows = (blocks + most_blocks(threads) - 1) / most_blocks(threads);
+  return kGpuDeviceType == PYDET_ROCM && rows > 1 ? dim3(unsigned((blocks + rows - 1) / rows), unsigned(rows))
+                                                  : dim3(unsigned(blocks));
+}
+
 // Brings a kernel's code to the device, which its first launch would do otherwise: what is launched in more than one
 // part asks for all of it first, so that a part that cannot be loaded is known before another has written anything.
 template <class... Parameters> pydet_status load(const char *name, void (*kernel)(Parameters...)) {
@@ -283,6 +300,15 @@ template <class... Parameters> pydet_status load(const char *name, void (*kernel
 // As PTX takes it.
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 #endif
+
+// Of a grid that grid_of made.
+__device__ __forceinline__ int64_t block_number() {
+#if defined(__HIP_PLATFORM_AMD__)
+  return int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
+#else
+  return blockIdx.x;
+#endif
+}
 
 // The value of lane `lane ^ mask` among each `width` neighbouring lanes, all of which call it. width <= 32.
 __device__ __forceinline__ float gpu_shfl_xor(float value, int mask, int width) {

@@ -9,9 +9,6 @@
 namespace pydet {
 namespace {
 
-bool is_gfx942(const Device &device) { return gpu_facts(device.id).arch == 0x942; }
-bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a; }
-
 // PYDET_HIP_ARCHS: the architectures that this library holds code for, as the Makefile names them.
 constexpr const char *kBuiltFor = PYDET_HIP_ARCHS;
 bool is_built(const Device &device) {
@@ -19,6 +16,13 @@ bool is_built(const Device &device) {
   for (const char *word = kBuiltFor; arch && (word = strstr(word, "gfx")); word += 3)
     if (strtol(word + 3, nullptr, 16) == arch) return true;
   return false;
+}
+bool is_gfx942(const Device &device) { return gpu_facts(device.id).arch == 0x942 && is_built(device); }
+bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a && is_built(device); }
+
+// Every wave reads all of x, which from 65 rows on is worth it where tiles of 64x64 would leave units idle.
+bool skinny_mfma_prefers(const Gemm &g) {
+  return g.m <= 64 || (g.m + 63) / 64 * ((g.n + 63) / 64) < gpu_multiprocessors(g.device.id);
 }
 
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
@@ -31,8 +35,8 @@ constexpr uint32_t kAllOfGradient =
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
-    {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942, skinny_mfma_takes, nullptr, skinny_mfma},
-    {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a, skinny_mfma_takes, nullptr, skinny_mfma},
+    {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942, skinny_mfma_takes, skinny_mfma_prefers, skinny_mfma},
+    {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a, skinny_mfma_takes, skinny_mfma_prefers, skinny_mfma},
     {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kOneChain, "gfx942", is_gfx942, nullptr, fills_device<128, 128>, gemm_mfma_128},
     {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGemm, "gfx942", is_gfx942, nullptr, nullptr, gemm_mfma_64},
     {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, kOneChain, "gfx90a", is_gfx90a, nullptr, fills_device<128, 128>, gemm_mfma_128},
@@ -73,7 +77,8 @@ Arithmetic tensor_cores(int32_t id) {
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores,
-                                      gpu_reaches, gpu_forget, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      gpu_reaches, gpu_forget, "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"", table(kGemm),
+                                      table(kRmsNorm), table(kRmsNormBackward)};
   return &backend;
 }
 

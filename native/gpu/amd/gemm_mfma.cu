@@ -162,6 +162,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         deposit_stage(0);
       }
       int64_t chunk_left = problem.k_chunk;
+      wait_for_loads();
       for (int64_t stage = 0; stage < stage_count; ++stage) {
         if (stage + 1 < stage_count) fetch_stage();
         const uint2 *a_stage = stages[stage % 2][0], *b_stage = stages[stage % 2][1];

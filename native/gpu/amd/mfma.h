@@ -8,6 +8,21 @@ namespace {
 
 constexpr int kUnit = 4;  // k in the 8 bytes that a lane holds
 
+// The compiler moves no instruction across: it would gather the loads of an unrolled loop at its start, and wait for all.
+[[maybe_unused]] __device__ __forceinline__ void keep_order() {
+#if defined(__HIP_DEVICE_COMPILE__)
+  __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
+// All loads are done: else the compiler, which does not know which of them a loop's first turn meets, waits for all in
+// every turn.
+[[maybe_unused]] __device__ __forceinline__ void wait_for_loads() {
+#if defined(__HIP_DEVICE_COMPILE__)
+  __builtin_amdgcn_s_waitcnt(0);
+#endif
+}
+
 // `count` elements from `from`, of which `valid` are there; the rest is 0.
 template <int count>
 __device__ __forceinline__ void read(uint32_t *words, const uint16_t *from, int valid, bool aligned) {

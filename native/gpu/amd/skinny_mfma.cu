@@ -4,11 +4,13 @@
 //   chain: one accumulator, k ascending in MFMAs of 16x16x16, from +0 or y; or chains of k_chunk, their sums added
 //   ascending. +0 is added at the end of every chain (gemm_mfma.cu)
 //
-// A wave makes 16 rows of w (columns of y) for all of x, up to 128 rows. Its weights go from memory into the registers
-// of their MFMA, an entire stage of 64 to 256 k ahead: each is loaded once, by one lane. x is shared by the block's
-// waves through two stages in shared memory, 8 or 16 KiB each. A block is 4 waves where N gives every compute unit one,
-// else a single wave. K is a multiple of 8 and rows are aligned; gemm_mfma.cu takes the rest. No chain is split, so fast
-// mode has nothing to gain here and is the same.
+// A wave makes 16 rows of w (columns of y) for all of x, up to 128 rows. Both operands go from memory straight into the
+// registers of their MFMA, 8 bytes a lane, 6 to 28 MFMA steps ahead: about 60 loads are always on the way, which is what
+// the counter of a wave holds. Nothing is shared, so nothing waits for another wave; x comes from the caches, which a
+// block's waves, of different rows of w, ask for the same at about the same time. A block is 4 waves where N gives every
+// compute unit one, else a single wave. With k_chunk a block's waves make chunks of the same 16 rows side by side, and
+// the first wave adds them in order. K is a multiple of 8 and rows are aligned; gemm_mfma.cu takes the rest. No chain is
+// split, so fast mode has nothing to gain here and is the same.
 
 #include "gpu/kernels.h"
 #include "gpu/amd/mfma.h"
@@ -17,70 +19,106 @@ namespace pydet {
 namespace {
 
 constexpr int kRows = 16, kMostTiles = 8;  // rows of x in a tile, and tiles
-template <int tiles> constexpr int kStageElements = tiles == 1 ? 4096 : 8192;  // of x
-constexpr int kPiece = 8;                  // elements in 16 bytes
+constexpr int kPiece = 8;                  // what K is a multiple of
 using M = Mfma<kRows>;
 
-// Unit `unit` of row `row` of a stage of x: 16 rows of one unit share no bank.
-template <int row_units> __device__ __forceinline__ int place(int row, int unit) {
-  static_assert(row_units % kRows == 0, "the swizzle stays in the row");
-  return row * row_units + unit / kRows * kRows + (unit ^ row) % kRows;
+// Steps of 16 k on the way: a load of w and one of each tile of x each, of the 63 that a wave can wait for.
+template <int tiles> constexpr int kAhead = tiles == 1 ? 28 : 60 / (1 + tiles);
+// Waves that make chunks side by side: their sums meet in shared memory.
+template <int tiles> constexpr int kChunkWaves = tiles == 1 ? 8 : 4;  // more leave too few registers for more tiles
+
+// A lane's addresses: its four k of the first step in a row of w and in a row of every tile of x.
+template <int tiles> struct Sources {
+  const uint16_t *w, *x[tiles];
+
+  __device__ __forceinline__ void advance(int64_t k) {
+    w += k;
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) x[i] += k;
+  }
+};
+
+// What a step multiplies.
+template <int tiles> struct Fragments {
+  uint2 w, x[tiles];
+
+  __device__ __forceinline__ void fetch(const Sources<tiles> &from, int64_t k) {
+    w = *reinterpret_cast<const uint2 *>(from.w + k);
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) x[i] = *reinterpret_cast<const uint2 *>(from.x[i] + k);
+  }
+};
+
+// chain = the steps of `k_end` k from `from` on.
+template <Type type, int tiles>
+__device__ __forceinline__ void run(M::Accumulators (&chain)[tiles], Sources<tiles> from, int64_t k_end, int lane_k) {
+  constexpr int kSteps = kAhead<tiles>, kRound = kSteps * M::kStep;
+  Fragments<tiles> steps[kSteps];
+  if (k_end <= 0) return;
+  auto multiply = [&](const Fragments<tiles> &step, uint32_t mask) {
+#pragma unroll
+    for (int i = 0; i < tiles; ++i)
+      mfma<kRows, type>(chain[i], make_uint2(step.x[i].x & mask, step.x[i].y & mask),
+                        make_uint2(step.w.x & mask, step.w.y & mask));
+  };
+  // Past the end, the row's first k is read, and replaced by zeros where it is used: a branch around a load would have
+  // the compiler wait for all.
+  auto fetch_inside = [&](int s, int k, int left) { steps[s].fetch(from, k + lane_k < left ? k : -lane_k); };
+  // Whole rounds whose successors are whole too.
+  if (k_end >= 2 * kRound) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) steps[s].fetch(from, s * M::kStep);
+    do {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        multiply(steps[s], ~0u);
+        steps[s].fetch(from, kRound + s * M::kStep);
+        keep_order();
+      }
+      from.advance(kRound);
+      k_end -= kRound;
+    } while (k_end >= 2 * kRound);
+  } else {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      fetch_inside(s, s * M::kStep, int(k_end));
+      keep_order();
+    }
+  }
+  // The rest: this round and perhaps one more, step by step.
+  for (int left = int(k_end); left > 0; left -= kRound) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (left <= s * M::kStep) break;
+      multiply(steps[s], s * M::kStep + lane_k < left ? ~0u : 0u);
+      fetch_inside(s, kRound + s * M::kStep, left);
+      keep_order();
+    }
+    from.advance(left > kRound ? kRound : 0);
+  }
 }
 
-template <Type type, int tiles, int waves>
-__global__ void __launch_bounds__(kWave *waves, 2) skinny_mfma_kernel(const __grid_constant__ Gemm problem) {
+// `waves` of a block: of rows of w, or of chunks (`folds`).
+template <Type type, int tiles, int waves, bool folds>
+__global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_constant__ Gemm problem) {
   if constexpr (kHasMfma) {
-    constexpr int kThreads = kWave * waves;
-    constexpr int kStageK = kStageElements<tiles> / (kRows * tiles), kSteps = kStageK / M::kStep;
-    constexpr int kRowUnits = kStageK / kUnit, kRowPieces = kStageK / kPiece;
-    constexpr int kPieces = kStageElements<tiles> / kPiece / kThreads;  // of a thread
-    __shared__ uint2 stages[2][kStageElements<tiles> / kUnit];
+    __shared__ float4 sums[folds ? waves : 1][folds ? tiles : 1][kWave];
     const int wave = int(threadIdx.x) / kWave, lane = int(threadIdx.x) % kWave;
-    const int64_t stage_count = (problem.k + kStageK - 1) / kStageK;
-    const bool folds = problem.k_chunk > 0;
-    const auto *x = reinterpret_cast<const uint16_t *>(problem.a.data);
-    const auto *w = reinterpret_cast<const uint16_t *>(problem.b.data);
-    // k from the start of a stage to K.
-    auto k_left = [&](int64_t stage) { return clamped(problem.k - stage * kStageK, kStageK); };
+    const int lane_k = lane / kRows * kUnit;
+    constexpr int kBlockRows = folds ? kRows : kRows * waves;
 
-    for (int64_t job = blockIdx.x; job * waves * kRows < problem.n; job += gridDim.x) {
-      const int64_t n = (job * waves + wave) * kRows + lane % kRows;
+    for (int64_t job = blockIdx.x; job * kBlockRows < problem.n; job += gridDim.x) {
+      const int64_t n = job * kBlockRows + (folds ? 0 : wave * kRows) + lane % kRows;
       const bool in_y = n < problem.n;
-      // Rows past N are copies of the last one, and never stored.
-      const uint16_t *w_row = w + (in_y ? n : problem.n - 1) * problem.b.col_stride;
-
-      // What lies outside is read from the stage's first k, or x's first row, and replaced by zeros where it is used.
-      auto each_piece = [&](int64_t stage, const auto &f) {
-        int thread = int(threadIdx.x);
-        make_opaque(thread, stage);
+      // Rows past N are copies of the last one, rows past M of the first; their sums are never stored.
+      Sources<tiles> from;
+      from.w = reinterpret_cast<const uint16_t *>(problem.b.data) + (in_y ? n : problem.n - 1) * problem.b.col_stride + lane_k;
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-          f(i, (thread + i * kThreads) / kRowPieces, (thread + i * kThreads) % kRowPieces * kPiece);
-      };
-      uint4 x_next[kPieces];
-      auto fetch_x = [&](int64_t stage) {
-        const int left = k_left(stage);
-        each_piece(stage, [&](int i, int row, int k) {
-          const int64_t at = (row < problem.m ? row : 0) * problem.a.row_stride + stage * kStageK + (k < left ? k : 0);
-          x_next[i] = *reinterpret_cast<const uint4 *>(x + at);
-        });
-      };
-      auto deposit_x = [&](int64_t stage) {
-        const int left = k_left(stage);
-        uint2 *to = stages[stage % 2];
-        each_piece(stage, [&](int i, int row, int k) {
-          const uint32_t mask = row < problem.m && k < left ? ~0u : 0u;
-          to[place<kRowUnits>(row, k / kUnit)] = make_uint2(x_next[i].x & mask, x_next[i].y & mask);
-          to[place<kRowUnits>(row, k / kUnit + 1)] = make_uint2(x_next[i].z & mask, x_next[i].w & mask);
-        });
-        __syncthreads();
-      };
-      uint2 weights[kSteps];  // of this stage; of the next, where its MFMAs have been
-      const int lane_k = lane / kRows * kUnit;
-      auto fetch_w = [&](int s, const uint16_t *from, int left) {
-        const int k = s * M::kStep + lane_k;
-        weights[s] = *reinterpret_cast<const uint2 *>(from + (k < left ? k : 0));
-      };
+      for (int i = 0; i < tiles; ++i) {
+        const int row = i * kRows + lane % kRows;
+        from.x[i] = reinterpret_cast<const uint16_t *>(problem.a.data) +
+                    (row < problem.m ? row : 0) * problem.a.row_stride + lane_k;
+      }
 
       // Calls f(value's indices, inside, row) for every element that this lane holds.
       auto each = [&](const auto &f) {
@@ -94,63 +132,44 @@ __global__ void __launch_bounds__(kWave *waves, 2) skinny_mfma_kernel(const __gr
             f(i, q, in_y && row < problem.m, row);
           }
       };
-      M::Accumulators chain[tiles] = {}, sum[tiles] = {};
+      M::Accumulators total[tiles] = {};
       if (problem.accumulate)
         each([&](int i, int q, bool inside, int row) {
-          float start = 0.0f;
-          if (inside) start = load_f32(problem.out.data, Type::f32, row * problem.out.row_stride + n);
-          chain[i][q] = folds ? 0.0f : start;
-          sum[i][q] = folds ? start : 0.0f;
+          if (inside) total[i][q] = load_f32(problem.out.data, Type::f32, row * problem.out.row_stride + n);
         });
 
-      if (stage_count > 0) {
+      if constexpr (!folds) {
+        run<type>(total, from, problem.k, lane_k);
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) fetch_w(s, w_row, k_left(0));
-        fetch_x(0);
-        deposit_x(0);
-      }
-      int64_t chunk_left = problem.k_chunk;
-      for (int64_t stage = 0; stage < stage_count; ++stage) {
-        const bool more = stage + 1 < stage_count;
-        if (more) fetch_x(stage + 1);
-        const uint2 *x_stage = stages[stage % 2];
-        const uint16_t *next = w_row + (more ? (stage + 1) * kStageK : 0);
-        const int left = k_left(stage), next_left = more ? k_left(stage + 1) : 0;
-        // `inner`: this stage and the next are whole, and there are no chunks.
-        auto walk = [&](auto inner) {
-#pragma unroll
-          for (int s = 0; s < kSteps; ++s) {
-            const uint32_t mask = inner || s * M::kStep + lane_k < left ? ~0u : 0u;
-            const uint2 weight = make_uint2(weights[s].x & mask, weights[s].y & mask);
+        for (int i = 0; i < tiles; ++i)
+          if (problem.k > 0) total[i] += 0.0f;
+      } else {
+        for (int64_t first = 0; first < problem.k; first += waves * problem.k_chunk) {
+          const int64_t mine = first + wave * problem.k_chunk, left = problem.k - mine;
+          if (left > 0) {
+            M::Accumulators chain[tiles] = {};
+            Sources<tiles> here = from;
+            here.advance(mine);
+            run<type>(chain, here, left < problem.k_chunk ? left : problem.k_chunk, lane_k);
 #pragma unroll
             for (int i = 0; i < tiles; ++i) {
-              const int unit = s * (M::kStep / kUnit) + lane / kRows;
-              mfma<kRows, type>(chain[i], x_stage[place<kRowUnits>(i * kRows + lane % kRows, unit)], weight);
-            }
-            fetch_w(s, next, inner ? kStageK : next_left);
-            if (inner || !folds) continue;
-            chunk_left -= M::kStep;
-            if (chunk_left > 0 && problem.k - stage * kStageK > (s + 1) * M::kStep) continue;
-            chunk_left = problem.k_chunk;
-#pragma unroll
-            for (int i = 0; i < tiles; ++i) {
-              sum[i] += chain[i] + 0.0f;
-              chain[i] = 0.0f;
+              chain[i] += 0.0f;
+              sums[wave][i][lane] = make_float4(chain[i][0], chain[i][1], chain[i][2], chain[i][3]);
             }
           }
-        };
-        if (!folds && next_left == kStageK) walk(std::true_type{});
-        else walk(std::false_type{});
-        // The stage filled now was last read before the barrier that ended the fill before.
-        if (more) deposit_x(stage + 1);
-      }
-      __syncthreads();  // the next rows' first stage overwrites one that may still be read
-
+          __syncthreads();
+          if (wave == 0)
+            for (int w = 0; w < waves && first + w * problem.k_chunk < problem.k; ++w)
 #pragma unroll
-      for (int i = 0; i < tiles; ++i) {
-        if (problem.k > 0) chain[i] += 0.0f;
-        if (folds) chain[i] = sum[i];
+              for (int i = 0; i < tiles; ++i) {
+                const float4 sum = sums[w][i][lane];
+                total[i] += M::Accumulators{sum.x, sum.y, sum.z, sum.w};
+              }
+          __syncthreads();  // the next chunks' sums take these ones' places
+        }
+        if (wave > 0) continue;
       }
+
       if (problem.bias.data)
         with_type<kUnscaledTypes>(problem.bias.type, [&](auto bias_type) {
           each([&](int i, int q, bool inside, int row) {
@@ -158,12 +177,12 @@ __global__ void __launch_bounds__(kWave *waves, 2) skinny_mfma_kernel(const __gr
             if (inside)
               added = load_f32(problem.bias.data, bias_type,
                                row * problem.bias.row_stride + n * problem.bias.col_stride);
-            chain[i][q] += added;
+            total[i][q] += added;
           });
         });
       with_type<kUnscaledTypes>(problem.out.type, [&](auto out_type) {
         each([&](int i, int q, bool inside, int row) {
-          if (inside) store_rounded(problem.out.data, out_type, row * problem.out.row_stride + n, chain[i][q]);
+          if (inside) store_rounded(problem.out.data, out_type, row * problem.out.row_stride + n, total[i][q]);
         });
       });
     }
@@ -178,19 +197,25 @@ bool is_aligned(const Matrix &matrix, int64_t rows, int64_t stride, int bytes) {
          (rows == 1 || stride * size_of(matrix.type) % bytes == 0);
 }
 
-template <Type type, int tiles, int waves> pydet_status launch_waves(const Gemm &g) {
+template <Type type, int tiles, int waves, bool folds> pydet_status launch_waves(const Gemm &g) {
   constexpr int64_t kMaxBlocks = 1 << 20;  // more rows of w than that are walked in turns
-  const int64_t blocks = (g.n + kRows * waves - 1) / (kRows * waves);
+  constexpr int kBlockRows = folds ? kRows : kRows * waves;
+  const int64_t blocks = (g.n + kBlockRows - 1) / kBlockRows;
   Launch shape = {"skinny_gemm_mfma", static_cast<gpu_stream>(g.stream),
                   dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kWave * waves)};
-  return launch(shape, skinny_mfma_kernel<type, tiles, waves>, g);
+  return launch(shape, skinny_mfma_kernel<type, tiles, waves, folds>, g);
 }
 
 template <Type type, int tiles> pydet_status launch_tiles(const Gemm &g) {
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error("skinny_gemm_mfma", guard.error());
+  if (g.k_chunk) {
+    Gemm chunked = g;  // a chunk of more than K is one of K, and no multiple of it overflows
+    chunked.k_chunk = g.k_chunk < g.k ? g.k_chunk : (g.k + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
+    return launch_waves<type, tiles, kChunkWaves<tiles>, true>(chunked);
+  }
   const bool many = g.n / (4 * kRows) >= gpu_multiprocessors(g.device.id);
-  return many ? launch_waves<type, tiles, 4>(g) : launch_waves<type, tiles, 1>(g);
+  return many ? launch_waves<type, tiles, 4, false>(g) : launch_waves<type, tiles, 1, false>(g);
 }
 
 template <Type type> pydet_status launch_type(const Gemm &g) {

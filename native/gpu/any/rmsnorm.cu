@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kBlock<T>) rmsnorm_kernel(const __grid_constan
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
-  const int64_t first = (int64_t(blockIdx.x) * kTeams + team) * R;
+  const int64_t first = (block_number() * kTeams + team) * R;
   bool inside[V], there[R];
   RowIndex index[R];
 #pragma unroll
@@ -167,8 +167,8 @@ pydet_status rmsnorm_held(const RmsNorm &p) {
     return with_shape(p.n, [&](auto shape) {
       constexpr int T = shape.T, W = shape.W, V = shape.V, R = shape.R, kRows = kBlock<T> / T * R;
       auto kernel = p.residual.data ? rmsnorm_kernel<type, T, W, V, R, true> : rmsnorm_kernel<type, T, W, V, R, false>;
-      Launch where = {"rmsnorm_held", static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + kRows - 1) / kRows)),
-                      dim3(kBlock<T>)};
+      Launch where = {"rmsnorm_held", static_cast<gpu_stream>(p.stream),
+                      grid_of((p.rows + kRows - 1) / kRows, kBlock<T>), dim3(kBlock<T>)};
       where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
       return launch(where, kernel, p);
     });

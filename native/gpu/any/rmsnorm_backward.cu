@@ -318,10 +318,13 @@ template <Type type, int T, int W, int V, int R, bool residual> Held held(const 
   using S = Stages<type, T, W, V, R, residual>;
   constexpr bool kBeside = T == kLogicalWarp;
   int teams = kBeside ? chains : 1, sum_bytes = kBeside || chains == 1 ? 0 : S::kSumBytes;
-  return {rmsnorm_backward_kernel<type, T, W, V, R, residual>,
+  constexpr int kRing = S::kDepth * S::kBytes, kExchanges = 2 * kExchange<T, R> * int(sizeof(float));
+  void (*kernel)(RmsNormBackward, int) = nullptr;  // where no device has room for its ring
+  if constexpr (kRing + kExchanges <= kMostSharedBytes) kernel = rmsnorm_backward_kernel<type, T, W, V, R, residual>;
+  return {kernel,
           {"rmsnorm_backward_held", static_cast<gpu_stream>(p.stream),
            dim3(unsigned(divide_up(p.rows, chains * kDweightChainRows))), dim3(unsigned(T * teams)),
-           teams * S::kDepth * S::kBytes + 2 * kExchange<T, R> * int(sizeof(float)) + sum_bytes},
+           teams * kRing + kExchanges + sum_bytes},
           S::kSumBytes + int(sizeof(uint64_t))};
 }
 
@@ -336,7 +339,9 @@ Held held(const RmsNormBackward &p, int chains) {
 }
 
 bool fits(const RmsNormBackward &p, int chains) {
-  return held(p, chains).where.shared_bytes <= gpu_shared_bytes(p.device.id);
+  const Held one = held(p, chains);
+  return one.kernel && one.where.shared_bytes <= gpu_shared_bytes(p.device.id) &&
+         divide_up(p.rows, chains * kDweightChainRows) <= most_blocks(int(one.where.block.x));
 }
 
 // `chains` a block, and a partial; or one a block and the partial of four such blocks, a cluster.

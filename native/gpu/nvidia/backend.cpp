@@ -120,7 +120,7 @@ Arithmetic tensor_cores(int32_t id) {
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores,
-                                      gpu_reaches, gpu_forget, {kGemm.data(), int(kGemm.size())}, table(kRmsNorm),
+                                      gpu_reaches, gpu_forget, nullptr, {kGemm.data(), int(kGemm.size())}, table(kRmsNorm),
                                       table(kRmsNormBackward)};
   return &backend;
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 import gcn
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+HERE = pathlib.Path(__file__).resolve().parent
 ARCHS = {"gfx90a": "cdna2", "gfx942": "cdna3"}
 
 CALLBACK = ctypes.CFUNCTYPE(
@@ -40,14 +40,14 @@ def build(library, folder):
     rocm = pathlib.Path(os.environ.get("ROCM", "/opt/rocm" if pathlib.Path("/opt/rocm").exists() else "/usr"))
     runtime = folder / soname
     command = ["cc", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-D__HIP_PLATFORM_AMD__", "-isystem"]
-    command += [rocm / "include", ROOT / "tests" / "fakehip.c", "-o", runtime, f"-Wl,-soname,{soname}"]
+    command += [rocm / "include", HERE / "fakehip.c", "-o", runtime, f"-Wl,-soname,{soname}"]
     subprocess.run(command, check=True)
     return runtime
 
 
 class StandIn:
     """The runtime of this process. `launches` are the kernels launched since `start`, `ran` the names of those that
-    were executed, `problem` what went wrong in one; `order` and `executes` say how to go on."""
+    were executed, `problem` what went wrong in one; `order`, `grid` and `executes` say how to go on."""
 
     def __init__(self, runtime, library, folder):
         self.fake, self.library, self.folder = ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL), library, folder
@@ -70,7 +70,7 @@ class StandIn:
         if arch in ARCHS and arch not in self.kernels:
             self.load(arch)
         self.arch, self.launches, self.graphs, self.problem = arch, [], {}, None
-        self.executes, self.order, self.ran = True, None, set()
+        self.executes, self.order, self.ran, self.grid = True, None, set(), list
         self.fake.fakehip_disown()
         self.fake.fakehip_reset(devices, f"{arch}:sramecc+:xnack-".encode(), fail_at)
 
@@ -114,5 +114,5 @@ class StandIn:
             return 1
 
     def execute(self, kernel, shape, shared, segment):
-        gcn.launch(kernel, shape[:3], shape[3:], shared, segment, self.memory(), self.order)
+        gcn.launch(kernel, self.grid(shape[:3]), shape[3:], shared, segment, self.memory(), self.order)
         self.ran.add(kernel.name)

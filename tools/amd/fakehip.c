@@ -16,13 +16,14 @@ typedef int (*launch_callback)(const char *kernel, const unsigned *grid_and_bloc
 
 static struct {
   launch_callback launch;
-  int devices, device, calls, fail_at;
+  int devices, device, calls, fail_at, units;
   char arch[64], log[1 << 16];
-} fake = {.devices = 1, .fail_at = -1, .arch = "gfx90a:sramecc+:xnack-"};
+} fake = {.devices = 1, .fail_at = -1, .units = 4, .arch = "gfx90a:sramecc+:xnack-"};
 
 static struct {
   const void *host;
   const char *name;
+  void **modules; /* of the library that brought it */
 } functions[4096];
 static int function_count;
 
@@ -45,6 +46,7 @@ EXPORT void fakehip_reset(int devices, const char *arch, int fail_at) {
   fake.devices = devices, fake.device = 0, fake.calls = 0, fake.fail_at = fail_at, fake.log[0] = 0;
   snprintf(fake.arch, sizeof fake.arch, "%s", arch);
 }
+EXPORT void fakehip_units(int units) { fake.units = units; } /* compute units of a device; 4 at first */
 EXPORT void fakehip_on_launch(launch_callback callback) { fake.launch = callback; }
 EXPORT int fakehip_calls(void) { return fake.calls; }
 EXPORT int fakehip_device(void) { return fake.device; }
@@ -98,12 +100,19 @@ EXPORT void **__hipRegisterFatBinary(const void *wrapper) {
   (void)wrapper;
   return calloc(1, sizeof(void *));
 }
-EXPORT void __hipUnregisterFatBinary(void **modules) { free(modules); }
+EXPORT void __hipUnregisterFatBinary(void **modules) {
+  int kept = 0;
+  for (int i = 0; i < function_count; ++i)
+    if (functions[i].modules != modules) functions[kept++] = functions[i];
+  function_count = kept;
+  free(modules);
+}
 EXPORT void __hipRegisterFunction(void **modules, const void *host, char *device_name, const char *name, int threads,
                                   void *thread, void *block, void *block_size, void *grid_size, int *warp) {
-  (void)modules, (void)device_name, (void)threads, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp;
+  (void)device_name, (void)threads, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp;
   if (function_count == sizeof functions / sizeof *functions) abort();
   functions[function_count].host = host;
+  functions[function_count].modules = modules;
   functions[function_count++].name = name;
 }
 EXPORT hipError_t __hipPushCallConfiguration(dim3 grid, dim3 block, size_t shared, hipStream_t stream) {
@@ -161,7 +170,7 @@ EXPORT hipError_t hipSetDevice(int id) {
 EXPORT hipError_t hipDeviceGetAttribute(int *value, hipDeviceAttribute_t attribute, int id) {
   CALL("hipDeviceGetAttribute");
   if (id < 0 || id >= fake.devices) return hipErrorInvalidDevice;
-  *value = attribute == hipDeviceAttributeMultiprocessorCount       ? 4
+  *value = attribute == hipDeviceAttributeMultiprocessorCount       ? fake.units
            : attribute == hipDeviceAttributeMaxSharedMemoryPerBlock ? 65536
            : attribute == hipDeviceAttributeWarpSize                ? 64
                                                                     : 0;
@@ -173,7 +182,8 @@ EXPORT hipError_t hipGetDeviceProperties(hipDeviceProp_t *properties, int id) {
   memset(properties, 0, sizeof *properties);
   snprintf(properties->name, sizeof properties->name, "a GPU that is not there");
   snprintf(properties->gcnArchName, sizeof properties->gcnArchName, "%s", fake.arch);
-  properties->multiProcessorCount = 4;
+  properties->multiProcessorCount = fake.units;
+  properties->sharedMemPerBlock = 65536;
   return hipSuccess;
 }
 /* Memory that it does not know was an error before release 6. */

@@ -17,11 +17,15 @@ Matrix instructions take their arithmetic from reference.py and their lane maps 
 must lie between some instructions (s_nop).
 """
 
+import pathlib
 import re
 import struct
 import subprocess
+import sys
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "tests"))
 
 import reference
 from cases import BFLOAT16, FLOAT16
@@ -239,8 +243,8 @@ class Wave:
                     if self.awaited.get(register) is access:
                         del self.awaited[register]
 
-    def run(self):
-        """Executes; yields at each barrier."""
+    def run(self, watch=None):
+        """Executes; yields at each barrier. watch(wave, address) is called before each instruction."""
         decoded, kernel, awaited = self.kernel.decoded, self.kernel, self.awaited
         while True:
             self.at = self.pc
@@ -249,6 +253,8 @@ class Wave:
                 step = decoded[self.at] = decode(kernel, self.at)
             action, self.pc, registers = step
             self.executed += 1
+            if watch:
+                watch(self, self.at)
             if awaited and not registers.isdisjoint(awaited):
                 missing, where = ", ".join(registers & awaited.keys()), f"{self.at:#x} of {kernel.name}"
                 raise AssertionError(f"{kernel.code[self.at]} at {where} does not wait for {missing}")
@@ -261,9 +267,10 @@ class Wave:
                 yield
 
 
-def launch(kernel, grid, block, dynamic_lds, kernarg, memory, order=None):
+def launch(kernel, grid, block, dynamic_lds, kernarg, memory, order=None, watch=None, groups=None):
     """Runs a kernel. grid and block are (x, y, z); kernarg the bytes of its explicit arguments; `order` permutes the
-    waves of a workgroup anew for each stretch between barriers. Returns the number of instructions."""
+    waves of a workgroup anew for each stretch between barriers. `groups`: these workgroups of the grid alone. `watch`
+    as in Wave.run, of the first wave of each. Returns the number of instructions."""
     threads = block[0] * block[1] * block[2]
     segment = np.zeros(max(kernel.kernarg_size, 16), np.uint8)
     segment[: len(kernarg)] = np.frombuffer(kernarg, np.uint8)
@@ -275,23 +282,20 @@ def launch(kernel, grid, block, dynamic_lds, kernarg, memory, order=None):
             segment[offset : offset + size] = np.frombuffer(hidden.get(kind, 0).to_bytes(size, "little"), np.uint8)
     whole = Memory({**dict(memory), segment.ctypes.data: segment})
     executed = 0
-    for z in range(grid[2]):
-        for y in range(grid[1]):
-            for x in range(grid[0]):
-                lds = np.full(kernel.lds + dynamic_lds, 0xA5, np.uint8)  # holds anything at first
-                waves = [
-                    start(kernel, whole, lds, i, (x, y, z), block, segment.ctypes.data)
-                    for i in range(-(-threads // LANES))
-                ]
-                for wave, first in zip(waves, range(0, threads, LANES), strict=True):
-                    wave.set_exec(M64 if threads - first >= LANES else (1 << (threads - first)) - 1)
-                running = [(wave, wave.run()) for wave in waves]
-                while running:
-                    if order is not None:
-                        running = [running[i] for i in order(len(running))]
-                    with np.errstate(all="ignore"):
-                        running = [(wave, steps) for wave, steps in running if next(steps, "ended") != "ended"]
-                executed += sum(wave.executed for wave in waves)
+    if groups is None:
+        groups = ((x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0]))
+    for group in groups:
+        lds = np.full(kernel.lds + dynamic_lds, 0xA5, np.uint8)  # holds anything at first
+        waves = [start(kernel, whole, lds, i, group, block, segment.ctypes.data) for i in range(-(-threads // LANES))]
+        for wave, first in zip(waves, range(0, threads, LANES), strict=True):
+            wave.set_exec(M64 if threads - first >= LANES else (1 << (threads - first)) - 1)
+        running = [(wave, wave.run(watch if i == 0 else None)) for i, wave in enumerate(waves)]
+        while running:
+            if order is not None:
+                running = [running[i] for i in order(len(running))]
+            with np.errstate(all="ignore"):
+                running = [(wave, steps) for wave, steps in running if next(steps, "ended") != "ended"]
+        executed += sum(wave.executed for wave in waves)
     return executed
 
 
