@@ -138,13 +138,13 @@ $(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
 
 # The same objects on a runtime that is none, for tests of the host's half (tests/fakecuda.c).
 .PHONY: cuda-stand-in
-cuda-stand-in: $(LIBRARY)/libpydet_cuda_stand_in.so
+cuda-stand-in: $(BUILD)/libpydet_cuda_stand_in.so
 
 $(BUILD)/fakecuda.o: tests/fakecuda.c
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) -x c -Xcompiler -fPIC,-Wall,-Wextra,-Werror -c $< -o $@
 
-$(LIBRARY)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
+$(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 	@mkdir -p $(@D)
 	$(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import pathlib
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import pytest
 import capi
 from capi import ffi
 
-LIBRARY = pathlib.Path(os.environ.get("PYDET_CUDA_STAND_IN", capi.ROOT / "pydet" / "libpydet_cuda_stand_in.so"))
+LIBRARY = pathlib.Path(os.environ.get("PYDET_CUDA_STAND_IN", capi.ROOT / "build" / "libpydet_cuda_stand_in.so"))
 CUDA, DEVICE, STREAM = 2, 1, 0x1230
 NO_DEVICE, UNSUPPORTED, DEVICE_ERROR = (
     getattr(capi.lib, f"PYDET_{n}") for n in ["NO_DEVICE", "UNSUPPORTED", "DEVICE_ERROR"]
@@ -25,13 +26,19 @@ NO_DEVICE, UNSUPPORTED, DEVICE_ERROR = (
 UNKNOWN, OUT_OF_MEMORY, OLD_DRIVER, NO_BINARY, ILLEGAL_ADDRESS, CAPTURE_INVALIDATED = 999, 2, 35, 209, 700, 901
 CAPABILITIES = (80, 90, 100)
 # What only tunes or checks, so that a call may go on without it, and what puts the caller's device back at the end.
-DISPENSABLE = {"cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cudaSetDevice"}
+DISPENSABLE = {
+    *("cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cudaSetDevice"),
+    *("cudaOccupancyMaxActiveClusters", "cudaFuncSetAttribute"),
+}
 
 
 class StandIn:
-    def __init__(self):
-        self.lib = ffi.dlopen(str(LIBRARY))
-        self.fake = ctypes.CDLL(str(LIBRARY))
+    """A copy of the library, since it asks a device once what it is."""
+
+    def __init__(self, folder):
+        copy = shutil.copy(LIBRARY, folder)
+        self.lib = ffi.dlopen(str(copy))
+        self.fake = ctypes.CDLL(str(copy))
         self.fake.fakecuda_log.restype = ctypes.c_char_p
         self.fake.fakecuda_reset.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p]
 
@@ -59,13 +66,13 @@ class StandIn:
         return found
 
 
-@pytest.fixture(scope="module")
-def cuda():
+@pytest.fixture
+def cuda(tmp_path):
     if not LIBRARY.exists():
         (pytest.fail if "PYDET_CUDA_STAND_IN" in os.environ else pytest.skip)(
             f"{LIBRARY.name} is not built (make cuda-stand-in)"
         )
-    return StandIn()
+    return StandIn(tmp_path)
 
 
 def tensors(shapes, dtype):
@@ -185,31 +192,31 @@ def test_no_device(cuda):
     name, problem = next(taken(cuda, 90))
     cuda.start(90, devices=0)
     assert count(cuda) == (0, 0)
-    assert call(cuda, problem) in (NO_DEVICE, UNSUPPORTED) and cuda.sentence(), name
-    cuda.start(90, devices=1)
-    assert call(cuda, problem) in (NO_DEVICE, UNSUPPORTED, DEVICE_ERROR), "device 1 of one"
+    for devices in (0, 1):  # the call is for device 1
+        cuda.start(90, devices=devices)
+        assert call(cuda, problem) in (NO_DEVICE, UNSUPPORTED, DEVICE_ERROR) and cuda.sentence(), name
+        assert not cuda.fake.fakecuda_launches()
     works(cuda, 90, problem, "no device")
 
 
 def test_an_architecture_without_kernels(cuda):
-    _, (function, operands, given) = next(taken(cuda, 90))
+    cuda.start(75)
+    function, operands, given = next(problems("gemm", ("", capi.lib.PYDET_IEEE), "fp32"))
     given.kernel = ffi.NULL
-    for capability in (70, 75):
-        cuda.start(capability)
-        assert call(cuda, (function, operands, given)) == UNSUPPORTED and not cuda.fake.fakecuda_launches()
-        assert "no kernel for arithmetic" in cuda.sentence(), cuda.sentence()
+    assert call(cuda, (function, operands, given)) == UNSUPPORTED and not cuda.fake.fakecuda_launches()
+    assert "no kernel for arithmetic ieee on float32" in cuda.sentence(), cuda.sentence()
 
 
-def test_what_a_call_asks_of_the_runtime_may_be_asked_under_capture(cuda):
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_what_a_call_asks_of_the_runtime_may_be_asked_under_capture(cuda, capability):
     """Nothing waits, allocates or copies: what would is not even linked (fakecuda.c has no such function)."""
     asked = set()
-    for capability in CAPABILITIES:
-        for _, problem in taken(cuda, capability):
-            cuda.start(capability)
-            assert call(cuda, problem) == 0
-            asked |= set(cuda.log())
+    for _, problem in taken(cuda, capability):
+        cuda.start(capability)
+        assert call(cuda, problem) == 0
+        asked |= set(cuda.log())
     assert asked <= {
         *("cudaGetDevice", "cudaSetDevice", "cudaDeviceGetAttribute", "cudaPointerGetAttributes"),
-        *("cudaFuncSetAttribute", "cudaFuncGetAttributes", "cudaLaunchKernelExC"),
+        *("cudaFuncSetAttribute", "cudaFuncGetAttributes", "cudaLaunchKernelExC", "cudaOccupancyMaxActiveClusters"),
         *("cudaGetDriverEntryPointByVersion", "cuTensorMapEncodeTiled"),
     }

@@ -155,7 +155,11 @@ inline void gpu_forget() {
   for (auto &word : remembered) word.store(0, std::memory_order_relaxed);
 }
 
-inline int gpu_multiprocessors(int id) { return gpu_facts(id).multiprocessors; }
+// 1 where it cannot be read, so that it may divide: it says how work is shared out, and decides no bits.
+inline int gpu_multiprocessors(int id) {
+  const int count = gpu_facts(id).multiprocessors;
+  return count > 0 ? count : 1;
+}
 inline int gpu_shared_bytes(int id) { return gpu_facts(id).shared_bytes; }
 
 // Whether kernels there can use this memory. The host's own a device reaches only where it shares its page tables;

@@ -1,5 +1,6 @@
 // How many clusters of blocks a device runs at once.
 
+#include <algorithm>
 #include <atomic>
 
 #include "gpu/gpu.h"
@@ -11,6 +12,7 @@ namespace {
 // Takes a whole SM, as the blocks of gemm.cu do.
 __global__ void __launch_bounds__(384, 1) takes_an_sm() {}
 
+// 0 where the runtime does not say.
 int active_clusters(int device, int cluster) {
   const int multiprocessors = gpu_multiprocessors(device);
   const void *kernel = reinterpret_cast<const void *>(takes_an_sm);
@@ -26,9 +28,9 @@ int active_clusters(int device, int cluster) {
   config.numAttrs = 1;
   int count = 0;
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes) != cudaSuccess ||
-      cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess || count < 1)
-    cudaGetLastError(), count = multiprocessors / cluster;
-  return count;
+      cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess)
+    return cudaGetLastError(), 0;
+  return count > 0 ? count : multiprocessors / cluster;
 }
 
 }  // namespace
@@ -36,14 +38,14 @@ int active_clusters(int device, int cluster) {
 int sm90_clusters(int device, int cluster) {
   constexpr int kDevices = 64, kMostCluster = 8;
   static std::atomic<int> known[kDevices][kMostCluster + 1];
-  if (device >= kDevices) return active_clusters(device, cluster);
+  if (device >= kDevices) return std::max(active_clusters(device, cluster), 1);
   std::atomic<int> &count = known[device][cluster];
   int found = count.load(std::memory_order_relaxed);
   if (found == 0) {
     found = active_clusters(device, cluster);
     count.store(found, std::memory_order_relaxed);
   }
-  return found;
+  return std::max(found, 1);
 }
 
 }  // namespace pydet
