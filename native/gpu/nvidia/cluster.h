@@ -21,8 +21,8 @@ __device__ __forceinline__ bool in_cluster() {
   return blocks > 1;
 }
 
-// `bytes` will be sent to this block. All threads, before anything is sent. One thread makes the barrier and arrives at it,
-// in its own order; racecheck, which sees both as the whole warp's, warns of a hazard between lanes 31 and 0 that is none.
+// `bytes` will be sent to this block. All threads, before anything is sent. One thread makes the barrier and arrives at
+// it, in its own order; racecheck, which sees both as the whole warp's, warns of a hazard between lanes 31 and 0.
 __device__ __forceinline__ void expect_from_cluster(uint64_t *arrived, int bytes) {
   if (threadIdx.x == 0) {
     barrier_init(shared_address(arrived), 1);
