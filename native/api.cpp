@@ -4,6 +4,7 @@
 
 #include "check/gemm.h"
 #include "check/norm.h"
+#include "check/softmax.h"
 #include "cpu/pool.h"
 
 namespace pydet {
@@ -34,18 +35,26 @@ constexpr TypeLists kTypeLists = type_lists();
 const char *operation_of(const Gemm &) { return "gemm"; }
 const char *operation_of(const RmsNorm &) { return "rmsnorm"; }
 const char *operation_of(const RmsNormBackward &) { return "rmsnorm_backward"; }
+const char *operation_of(const Softmax &) { return "softmax"; }
+const char *operation_of(const SoftmaxBackward &) { return "softmax_backward"; }
 
 const Table<Gemm> &table_of(const Backend &backend, const Gemm &) { return backend.gemm; }
 const Table<RmsNorm> &table_of(const Backend &backend, const RmsNorm &) { return backend.rmsnorm; }
 const Table<RmsNormBackward> &table_of(const Backend &backend, const RmsNormBackward &) { return backend.rmsnorm_backward; }
+const Table<Softmax> &table_of(const Backend &backend, const Softmax &) { return backend.softmax; }
+const Table<SoftmaxBackward> &table_of(const Backend &backend, const SoftmaxBackward &) { return backend.softmax_backward; }
 
 Type input_type(const Gemm &problem) { return problem.a.type; }
 Type input_type(const RmsNorm &problem) { return problem.x.type; }
 Type input_type(const RmsNormBackward &problem) { return problem.x.type; }
+Type input_type(const Softmax &problem) { return problem.x.type; }
+Type input_type(const SoftmaxBackward &problem) { return problem.dy.type; }
 
 Arithmetic arithmetic_of(const Gemm &problem) { return problem.arithmetic; }
 Arithmetic arithmetic_of(const RmsNorm &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const RmsNormBackward &) { return Arithmetic::ieee; }
+Arithmetic arithmetic_of(const Softmax &) { return Arithmetic::ieee; }
+Arithmetic arithmetic_of(const SoftmaxBackward &) { return Arithmetic::ieee; }
 
 bool equal(const char *x, const char *y) { return strcmp(x, y) == 0; }
 
@@ -58,6 +67,9 @@ template <class F> void each_kernel(F f) {
     for (int i = 0; i < backend->rmsnorm.count; ++i) f(*backend, "rmsnorm", backend->rmsnorm.rows[i]);
     for (int i = 0; i < backend->rmsnorm_backward.count; ++i)
       f(*backend, "rmsnorm_backward", backend->rmsnorm_backward.rows[i]);
+    for (int i = 0; i < backend->softmax.count; ++i) f(*backend, "softmax", backend->softmax.rows[i]);
+    for (int i = 0; i < backend->softmax_backward.count; ++i)
+      f(*backend, "softmax_backward", backend->softmax_backward.rows[i]);
   }
 }
 
@@ -151,6 +163,13 @@ pydet_status check_reach(const char *op, const Backend &backend, const RmsNorm &
 pydet_status check_reach(const char *op, const Backend &backend, const RmsNormBackward &n) {
   return check_reach(op, backend, n.device, n.dy.data, n.x.data, n.dresidual.data, n.dx.data, n.weight.data, n.rstd.data,
                      n.dweight.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const Softmax &s) {
+  return check_reach(op, backend, s.device, s.x.data, s.y.data, static_cast<const char *>(s.index.data), s.log_prob.data,
+                     s.dlog_prob.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const SoftmaxBackward &s) {
+  return check_reach(op, backend, s.device, s.dy.data, s.y.data, s.dx.data);
 }
 
 // The row of that name, if it takes the problem.
@@ -331,12 +350,6 @@ pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n,
 }
 
 // ---- RMSNorm -----------------------------------------------------------------------------------------------------
-
-Rows rows_of(const View &view, const RowWalk &walk, int tensor) {
-  return view.present() ? Rows{view.data, view.type, walk.outer_stride[tensor], walk.inner_stride[tensor]} : Rows{};
-}
-
-Vector vector_of(const View &view) { return view.present() ? Vector{view.data, view.type} : Vector{}; }
 
 // What forward and backward share: where they run, the rows of x, and what goes with them.
 template <class Norm>
@@ -566,6 +579,81 @@ pydet_status pydet_set_threads(int32_t count) {
   if (count < 0) return fail(PYDET_INVALID_VALUE, "set_threads: count is %d, want 0 or more", int(count));
   set_thread_count(count);
   return PYDET_OK;
+}
+
+pydet_status pydet_softmax(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *y_tensor,
+                           const pydet_softmax_options *given) {
+  const char *op = "softmax";
+  pydet_softmax_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  PYDET_TRY(check_flag(op, "log", options.log));
+  View x, y;
+  PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
+  PYDET_TRY(read(op, "y", kNormRow, y_tensor, 1, &y));
+  Softmax softmax = {};
+  PYDET_TRY(softmax_of(stream, x, y, &softmax));
+  softmax.kind = options.log ? SoftmaxKind::log_softmax : SoftmaxKind::softmax;
+  return softmax.rows ? launch(op, softmax, options.kernel) : nothing_to_write();
+}
+
+pydet_status pydet_softmax_backward(void *stream, const pydet_tensor *dy_tensor, const pydet_tensor *y_tensor,
+                                    const pydet_tensor *dx_tensor, const pydet_softmax_options *given) {
+  const char *op = "softmax_backward";
+  pydet_softmax_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  PYDET_TRY(check_flag(op, "log", options.log));
+  View dy, y, dx;
+  PYDET_TRY(read(op, "y", kNormRow, y_tensor, 1, &y));
+  PYDET_TRY(read(op, "dy", kNormRow, dy_tensor, 1, &dy));
+  PYDET_TRY(read(op, "dx", kNormRow, dx_tensor, 1, &dx));
+  PYDET_TRY(unit_last_stride(y));
+  const View *like[] = {&dy, &dx};
+  PYDET_TRY(check_norm(y, like, 2, View{}, View{}));
+  PYDET_TRY(no_self_overlap(dx));
+  PYDET_TRY(disjoint(dx, dy));
+  PYDET_TRY(disjoint(dx, y));
+  RowWalk walk;
+  const View *walked[] = {&y, &dy, &dx};
+  PYDET_TRY(walk_rows(walked, 3, &walk));
+  if (walk.rows == 0) return nothing_to_write();
+  return launch(op, SoftmaxBackward{y.device, stream, walk.rows, walk.inner, y.cols(), options.log != 0,
+                                    rows_of(dy, walk, 1), rows_of(y, walk, 0), rows_of(dx, walk, 2)}, options.kernel);
+}
+
+pydet_status pydet_log_prob(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *index_tensor,
+                            const pydet_tensor *log_prob_tensor, const pydet_log_prob_options *given) {
+  const char *op = "log_prob";
+  pydet_log_prob_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  View x, log_prob;
+  PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
+  PYDET_TRY(read(op, "log_prob", kNormVector, log_prob_tensor, 0, &log_prob));
+  Softmax softmax = {};
+  PYDET_TRY(columns_of(x, index_tensor, log_prob, log_prob, &softmax.index));
+  PYDET_TRY(softmax_of(stream, x, View{}, &softmax));
+  PYDET_TRY(disjoint(log_prob, x));
+  softmax.kind = SoftmaxKind::log_prob;
+  softmax.log_prob = vector_of(log_prob);
+  return softmax.rows ? launch(op, softmax, options.kernel) : nothing_to_write();
+}
+
+pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor *dlog_prob_tensor, const pydet_tensor *x_tensor,
+                                     const pydet_tensor *index_tensor, const pydet_tensor *dx_tensor,
+                                     const pydet_log_prob_options *given) {
+  const char *op = "log_prob_backward";
+  pydet_log_prob_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  View x, dlog_prob, dx;
+  PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
+  PYDET_TRY(read(op, "dlog_prob", kNormVector, dlog_prob_tensor, 0, &dlog_prob));
+  PYDET_TRY(read(op, "dx", kNormRow, dx_tensor, 1, &dx));
+  Softmax softmax = {};
+  PYDET_TRY(columns_of(x, index_tensor, dlog_prob, dx, &softmax.index));
+  PYDET_TRY(softmax_of(stream, x, dx, &softmax));
+  PYDET_TRY(disjoint(dx, dlog_prob));
+  softmax.kind = SoftmaxKind::log_prob_backward;
+  softmax.dlog_prob = vector_of(dlog_prob);
+  return softmax.rows ? launch(op, softmax, options.kernel) : nothing_to_write();
 }
 
 pydet_status pydet_device_count(int32_t device_type, int32_t *count) {

@@ -46,6 +46,8 @@ struct Backend {
   Table<Gemm> gemm;
   Table<RmsNorm> rmsnorm;
   Table<RmsNormBackward> rmsnorm_backward;
+  Table<Softmax> softmax;
+  Table<SoftmaxBackward> softmax_backward;
 };
 
 const Backend &cpu_backend();

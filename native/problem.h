@@ -61,6 +61,8 @@ enum Feature : uint32_t {
   kTwoStrides = 1 << 10,  // to walk the rows
   kRowGradient = 1 << 11,     // dx
   kWeightGradient = 1 << 12,  // dweight
+  kLogarithm = 1 << 13,  // of a softmax
+  kColumn = 1 << 14,     // one column of a softmax row, or its gradient
 };
 struct FeatureRow {
   Feature feature;
@@ -80,6 +82,8 @@ constexpr FeatureRow kFeatures[] = {
     {kTwoStrides, "rows of two strides"},
     {kRowGradient, "dx"},
     {kWeightGradient, "dweight"},
+    {kLogarithm, "the logarithm"},
+    {kColumn, "one column of a row"},
 };
 
 constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }
@@ -139,6 +143,12 @@ struct Rows {
 struct Vector {
   char *data;
   Type type;
+};
+
+// One column number a row, contiguous; data is NULL where absent.
+struct Columns {
+  const void *data;
+  bool wide;  // int64, else int32
 };
 
 struct Device {
@@ -212,6 +222,33 @@ struct RmsNormBackward {
            when(inner < rows, kTwoStrides) | when(accumulate, kAccumulate) | when(dx.data, kRowGradient) |
            when(dweight.data, kWeightGradient);
   }
+};
+
+enum class SoftmaxKind : int32_t { softmax, log_softmax, log_prob, log_prob_backward };
+
+struct Softmax {
+  Device device;
+  void *stream;
+  int64_t rows, inner, n;
+  SoftmaxKind kind;
+  Rows x, y;                   // y: dx of log_prob_backward; absent of log_prob
+  Columns index;               // of the last two kinds
+  Vector log_prob, dlog_prob;  // one a row, fp32: the result of log_prob, an input of its gradient
+
+  uint32_t needs() const {
+    return when(inner < rows, kTwoStrides) | when(kind == SoftmaxKind::log_softmax, kLogarithm) |
+           when(index.data, kColumn) | when(kind == SoftmaxKind::log_prob_backward, kRowGradient);
+  }
+};
+
+struct SoftmaxBackward {
+  Device device;
+  void *stream;
+  int64_t rows, inner, n;
+  bool log;
+  Rows dy, y, dx;
+
+  uint32_t needs() const { return when(inner < rows, kTwoStrides) | when(log, kLogarithm); }
 };
 
 }  // namespace pydet

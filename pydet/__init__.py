@@ -26,10 +26,16 @@ from pydet.ops import (
     gemm_db,
     kernels,
     last_kernel,
+    log_prob,
+    log_prob_backward,
+    log_softmax,
+    log_softmax_backward,
     resolve_arithmetic,
     rmsnorm,
     rmsnorm_backward,
     skinny_gemm,
+    softmax,
+    softmax_backward,
 )
 
 __all__ = [
@@ -51,8 +57,14 @@ __all__ = [
     "gemm_db",
     "kernels",
     "last_kernel",
+    "log_prob",
+    "log_prob_backward",
+    "log_softmax",
+    "log_softmax_backward",
     "resolve_arithmetic",
     "rmsnorm",
     "rmsnorm_backward",
     "skinny_gemm",
+    "softmax",
+    "softmax_backward",
 ]

@@ -1,6 +1,6 @@
 """Which kernels the tests walk, and the settings of the calling thread that they vary.
 
-A test that takes `gemm_kernel`, `rmsnorm_kernel` or `rmsnorm_backward_kernel` runs once for every CPU kernel of that
+A test that takes `gemm_kernel`, `rmsnorm_kernel`, `softmax_kernel` or the like runs once for every CPU kernel of that
 operation that this machine can run, and once for each element type that the kernel takes; the kernel is forced by name.
 """
 
@@ -44,7 +44,7 @@ def forced_kernels(operation):
 
 
 def pytest_generate_tests(metafunc):
-    for operation in ("gemm", "rmsnorm", "rmsnorm_backward"):
+    for operation in ("gemm", "rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward"):
         if f"{operation}_kernel" in metafunc.fixturenames:
             kernels = forced_kernels(operation)
             assert kernels, f"no kernel of {operation} can run here"

@@ -337,3 +337,102 @@ def rmsnorm_backward(
         dweight[...] = result
         result = dweight
     return dx, result
+
+
+# ---- Softmax -------------------------------------------------------------------------------------------------------
+
+LN2_HIGH, LN2_LOW = np.float32(float.fromhex("0x1.62e4p-1")), np.float32(float.fromhex("0x1.7f7d1cp-20"))
+EXP = ["0x1.6a4d14p-10", "0x1.12398ap-7", "0x1.5558b0p-5", "0x1.555492p-3", "0x1.fffffcp-2"]
+LOG = ["0x1.14733ep-4", "-0x1.de01dcp-4", "0x1.e6c00ap-4", "-0x1.fc28cap-4", "0x1.233ba2p-3", "-0x1.555c44p-3"]
+LOG += ["0x1.99a476p-3", "-0x1.000006p-2", "0x1.555548p-2"]
+
+
+def polynomial(coefficients, x):
+    """The highest power first, one fma a power."""
+    total = np.full_like(x, float.fromhex(coefficients[0]))
+    for text in coefficients[1:]:
+        total = fma(total, x, np.full_like(x, float.fromhex(text)))
+    return total
+
+
+@quiet
+def exp(x):
+    clamped = np.where(x < -104, np.float32(-104), np.where(x > 89, np.float32(89), x))
+    shift = np.full_like(x, 1.5 * 2**23)
+    shifted = fma(clamped, np.full_like(x, float.fromhex("0x1.715476p+0")), shift)
+    n = shifted - shift
+    high = fma(-n, np.full_like(x, LN2_HIGH), clamped)
+    r = fma(-n, np.full_like(x, LN2_LOW), high)
+    low = fma(-n, np.full_like(x, LN2_LOW), high - r)
+    e = fma(r * r, polynomial(EXP, r), low) + r + np.float32(1)
+    k = np.where(np.isnan(n), np.float32(0), n).astype(np.int32)
+    two = np.ones_like(x)
+    return e * np.ldexp(two, k >> 1) * np.ldexp(two, k - (k >> 1))
+
+
+@quiet
+def log(x):
+    """For x from 1 to the largest number, which is all that a sum of exponentials can be."""
+    mantissa, k = np.frexp(x)  # [1/2, 1)
+    small = mantissa < np.float32(2**-0.5)
+    mantissa, k = np.where(small, mantissa * np.float32(2), mantissa), (k - small).astype(np.float32)
+    f = mantissa - np.float32(1)
+    square = f * f
+    low = fma(k, np.full_like(x, LN2_LOW), square * f * polynomial(LOG, f))
+    low = fma(square, np.full_like(x, -0.5), low) + f
+    return fma(k, np.full_like(x, LN2_HIGH), low)
+
+
+@quiet
+def shifted_rows(x):
+    """x - max(x) row by row, and the sums of its exponentials."""
+    x = widen(x)
+    largest = np.fmax.reduce(x, axis=-1, initial=-np.inf).astype(np.float32) + np.float32(0)
+    shifted = x - largest[..., None]
+    e = exp(shifted)
+    return (
+        shifted,
+        e,
+        row_sum(e.reshape(-1, x.shape[-1]), np.ones_like(e).reshape(-1, x.shape[-1])).reshape(largest.shape),
+    )
+
+
+@quiet
+def softmax(x):
+    _, e, total = shifted_rows(x)
+    return round_to(e / total[..., None], x.dtype)
+
+
+@quiet
+def log_softmax(x):
+    shifted, _, total = shifted_rows(x)
+    return round_to(shifted - log(total)[..., None], x.dtype)
+
+
+@quiet
+def log_prob(x, index):
+    """index: -1 and the like ask for no column."""
+    shifted, _, total = shifted_rows(x)
+    inside = (index >= 0) & (index < x.shape[-1])
+    picked = np.take_along_axis(shifted, np.where(inside, index, 0)[..., None], axis=-1)[..., 0]
+    return round_to(np.where(inside, picked - log(total), np.float32(np.nan)), FLOAT32)
+
+
+@quiet
+def log_prob_backward(dlog_prob, x, index):
+    _, e, total = shifted_rows(x)
+    here = np.arange(x.shape[-1]) == index[..., None]
+    gradient = np.broadcast_to(dlog_prob[..., None], x.shape)
+    dx = fma(-(e / total[..., None]), gradient, np.where(here, gradient, np.float32(0)))
+    inside = (index >= 0) & (index < x.shape[-1])
+    return round_to(np.where(inside[..., None], dx, np.float32(0)), x.dtype)
+
+
+@quiet
+def softmax_backward(dy, y, log=False):
+    first, second = widen(dy), widen(y)
+    n = dy.shape[-1]
+    ones = np.ones_like(first)
+    c = row_sum(first.reshape(-1, n), (ones if log else second).reshape(-1, n)).reshape(dy.shape[:-1])[..., None]
+    dx = fma(-exp(second), np.broadcast_to(c, first.shape), first) if log else second * (first - c)
+    return round_to(dx, dy.dtype)

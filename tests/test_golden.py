@@ -74,11 +74,29 @@ def rmsnorm_backward_digests(rmsnorm_backward, arithmetic, dtype):
     return digests
 
 
+def softmax_digests(softmax, arithmetic, dtype):
+    return {
+        f"{arithmetic} {dtype} {kind} {m}x{n}": digest(softmax(data(kind, (m, n), DTYPES[dtype])))
+        for kind, m, n in NORMS
+    }
+
+
+def softmax_backward_digests(softmax_backward, arithmetic, dtype):
+    digests = {}
+    for kind, m, n in NORMS:
+        dy, y = data(kind, (m, n), DTYPES[dtype]), reference.softmax(data("normal", (m, n), DTYPES[dtype], 1))
+        digests[f"{arithmetic} {dtype} {kind} {m}x{n}"] = digest(softmax_backward(dy, y))
+    return digests
+
+
 DIGESTS = {
     "gemm": gemm_digests,
     "skinny_gemm": skinny_gemm_digests,
     "rmsnorm": rmsnorm_digests,
     "rmsnorm_backward": rmsnorm_backward_digests,
+    "softmax": softmax_digests,
+    "log_softmax": softmax_digests,
+    "softmax_backward": softmax_backward_digests,
 }
 
 
@@ -119,6 +137,15 @@ def test_rmsnorm(rmsnorm_kernel):
 
 def test_rmsnorm_backward(rmsnorm_backward_kernel):
     check_golden("rmsnorm_backward", rmsnorm_backward_kernel.rmsnorm_backward, "ieee", rmsnorm_backward_kernel.dtype)
+
+
+def test_softmax(softmax_kernel):
+    for operation in ("softmax", "log_softmax"):
+        check_golden(operation, getattr(softmax_kernel, operation), "ieee", softmax_kernel.dtype)
+
+
+def test_softmax_backward(softmax_backward_kernel):
+    check_golden("softmax_backward", softmax_backward_kernel.softmax_backward, "ieee", softmax_backward_kernel.dtype)
 
 
 @pytest.mark.parametrize("operation", DIGESTS)

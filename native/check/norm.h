@@ -41,6 +41,12 @@ inline pydet_status walk_rows(const View *const *views, int count, RowWalk *walk
   return PYDET_OK;
 }
 
+inline Rows rows_of(const View &view, const RowWalk &walk, int tensor) {
+  return view.present() ? Rows{view.data, view.type, walk.outer_stride[tensor], walk.inner_stride[tensor]} : Rows{};
+}
+
+inline Vector vector_of(const View &view) { return view.present() ? Vector{view.data, view.type} : Vector{}; }
+
 // What x [..., N] asks of the operands beside it: `like` have its shape, type and adjacent elements, vectors are [N] and
 // rstd is [...] in fp32.
 inline pydet_status check_norm(const View &x, const View *const *like, int like_count, const View &vector,

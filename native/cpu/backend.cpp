@@ -25,6 +25,8 @@ constexpr uint32_t kGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kAlo
 constexpr uint32_t kNormFeatures = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
 constexpr uint32_t kGradientFeatures =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;
+constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes (all), prefers (all), launch.
 constexpr Kernel<Gemm> kGemm[] = {
@@ -63,6 +65,22 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     {"cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "any CPU", has_scalar, nullptr, nullptr, rmsnorm_backward<Scalar>},
 };
 
+constexpr Kernel<Softmax> kSoftmax[] = {
+#if defined(__x86_64__)
+    {"cpu_softmax_avx512", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "avx512", has_avx512, nullptr, nullptr, softmax<Avx512>},
+    {"cpu_softmax_avx2", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "avx2", has_avx2, nullptr, nullptr, softmax<Avx2>},
+#endif
+    {"cpu_softmax_scalar", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "any CPU", has_scalar, nullptr, nullptr, softmax<Scalar>},
+};
+
+constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
+#if defined(__x86_64__)
+    {"cpu_softmax_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "avx512", has_avx512, nullptr, nullptr, softmax_backward<Avx512>},
+    {"cpu_softmax_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "avx2", has_avx2, nullptr, nullptr, softmax_backward<Avx2>},
+#endif
+    {"cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "any CPU", has_scalar, nullptr, nullptr, softmax_backward<Scalar>},
+};
+
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;
@@ -89,7 +107,8 @@ Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
 
 const Backend &cpu_backend() {
   static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores,
-                                      nullptr, nullptr, nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward)};
+                                      nullptr, nullptr, nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward),
+                                      table(kSoftmax), table(kSoftmaxBackward)};
   return backend;
 }
 

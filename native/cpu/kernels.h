@@ -17,5 +17,7 @@ template <class Isa> pydet_status gemm_cdna3(const Gemm &);
 template <class Isa> pydet_status gemm_cdna2(const Gemm &);
 template <class Isa> pydet_status rmsnorm(const RmsNorm &);
 template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
+template <class Isa> pydet_status softmax(const Softmax &);
+template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
 
 }  // namespace pydet

@@ -231,6 +231,84 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
   return done ? call.results(results, 2) : nullptr;
 }
 
+// ---- Softmax -----------------------------------------------------------------------------------------------------
+
+// -> y
+template <bool log> Object *call_softmax(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call(log ? "log_softmax" : "softmax");
+  pydet_softmax_arguments given;
+  if (!call.arguments(exchange->softmax_names, 1, args, count, keywords, &given)) return nullptr;
+  Operand *x = call.read("x", given.x);
+  Operand *y = x ? call.read_optional("out", given.out, true) : nullptr;
+  pydet_softmax_options options = {};
+  options.struct_size = sizeof options;
+  options.log = log;
+  if (!y || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
+  if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &y)) return nullptr;
+  const bool done = call.run(elements(x->tensor), [&](void *stream) {
+    return call.library().softmax(stream, tensor_of(x), tensor_of(y), &options);
+  });
+  return done ? call.result(y) : nullptr;
+}
+
+// -> dx
+template <bool log> Object *call_softmax_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call(log ? "log_softmax_backward" : "softmax_backward");
+  pydet_softmax_backward_arguments given;
+  if (!call.arguments(exchange->softmax_backward_names, 2, args, count, keywords, &given)) return nullptr;
+  Operand *dy = call.read("dy", given.dy);
+  Operand *y = dy ? call.read("y", given.y) : nullptr;
+  Operand *dx = y ? call.read_optional("out", given.out, true) : nullptr;
+  pydet_softmax_options options = {};
+  options.struct_size = sizeof options;
+  options.log = log;
+  if (!dx || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
+  if (!make_like(call, y->tensor, y->tensor.ndim, type_index(y->tensor.dtype), &dx)) return nullptr;
+  const bool done = call.run(elements(y->tensor), [&](void *stream) {
+    return call.library().softmax_backward(stream, tensor_of(dy), tensor_of(y), tensor_of(dx), &options);
+  });
+  return done ? call.result(dx) : nullptr;
+}
+
+// -> log_prob
+Object *call_log_prob(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call("log_prob");
+  pydet_log_prob_arguments given;
+  if (!call.arguments(exchange->log_prob_names, 2, args, count, keywords, &given)) return nullptr;
+  Operand *x = call.read("x", given.x);
+  Operand *index = x ? call.read("index", given.index) : nullptr;
+  Operand *result = index ? call.read_optional("out", given.out, true) : nullptr;
+  pydet_log_prob_options options = {};
+  options.struct_size = sizeof options;
+  if (!result || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
+  const int ndim = x->tensor.ndim < 1 ? 0 : x->tensor.ndim - 1;
+  if (!make_like(call, x->tensor, ndim, int(Type::f32), &result)) return nullptr;
+  const bool done = call.run(elements(x->tensor), [&](void *stream) {
+    return call.library().log_prob(stream, tensor_of(x), tensor_of(index), tensor_of(result), &options);
+  });
+  return done ? call.result(result) : nullptr;
+}
+
+// -> dx
+Object *call_log_prob_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call("log_prob_backward");
+  pydet_log_prob_backward_arguments given;
+  if (!call.arguments(exchange->log_prob_backward_names, 3, args, count, keywords, &given)) return nullptr;
+  Operand *dlog_prob = call.read("dlog_prob", given.dlog_prob);
+  Operand *x = dlog_prob ? call.read("x", given.x) : nullptr;
+  Operand *index = x ? call.read("index", given.index) : nullptr;
+  Operand *dx = index ? call.read_optional("out", given.out, true) : nullptr;
+  pydet_log_prob_options options = {};
+  options.struct_size = sizeof options;
+  if (!dx || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
+  if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
+  const bool done = call.run(elements(x->tensor), [&](void *stream) {
+    return call.library().log_prob_backward(stream, tensor_of(dlog_prob), tensor_of(x), tensor_of(index), tensor_of(dx),
+                                            &options);
+  });
+  return done ? call.result(dx) : nullptr;
+}
+
 const MethodDef kMethods[] = {
     {"gemm", call_product<Product::gemm>, kFastCallKeywords, nullptr},
     {"gemm_da", call_product<Product::gemm_da>, kFastCallKeywords, nullptr},
@@ -238,6 +316,12 @@ const MethodDef kMethods[] = {
     {"skinny_gemm", call_product<Product::skinny_gemm>, kFastCallKeywords, nullptr},
     {"rmsnorm", call_rmsnorm, kFastCallKeywords, nullptr},
     {"rmsnorm_backward", call_rmsnorm_backward, kFastCallKeywords, nullptr},
+    {"softmax", call_softmax<false>, kFastCallKeywords, nullptr},
+    {"log_softmax", call_softmax<true>, kFastCallKeywords, nullptr},
+    {"softmax_backward", call_softmax_backward<false>, kFastCallKeywords, nullptr},
+    {"log_softmax_backward", call_softmax_backward<true>, kFastCallKeywords, nullptr},
+    {"log_prob", call_log_prob, kFastCallKeywords, nullptr},
+    {"log_prob_backward", call_log_prob_backward, kFastCallKeywords, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -75,6 +75,26 @@ typedef struct pydet_rmsnorm_backward_arguments {
   pydet_object *accumulate, *kernel, *stream;
 } pydet_rmsnorm_backward_arguments;
 
+typedef struct pydet_softmax_arguments { /* of softmax and log_softmax */
+  pydet_object *x; /* positional */
+  pydet_object *out, *kernel, *stream;
+} pydet_softmax_arguments;
+
+typedef struct pydet_softmax_backward_arguments { /* of both */
+  pydet_object *dy, *y; /* positional */
+  pydet_object *out, *kernel, *stream;
+} pydet_softmax_backward_arguments;
+
+typedef struct pydet_log_prob_arguments {
+  pydet_object *x, *index; /* positional */
+  pydet_object *out, *kernel, *stream;
+} pydet_log_prob_arguments;
+
+typedef struct pydet_log_prob_backward_arguments {
+  pydet_object *dlog_prob, *x, *index; /* positional */
+  pydet_object *out, *kernel, *stream;
+} pydet_log_prob_backward_arguments;
+
 /* How tensors of one Python type are read and made. */
 enum {
   PYDET_EXCHANGE_ARRAY = 0, /* numpy.ndarray: the buffer protocol, and numpy.empty */
@@ -109,6 +129,13 @@ typedef struct pydet_exchange_library {
                                    const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                    const pydet_tensor *, const pydet_rmsnorm_backward_options *);
   pydet_status (*rmsnorm_backward_workspace)(int64_t, int64_t, uint64_t *);
+  pydet_status (*softmax)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_softmax_options *);
+  pydet_status (*softmax_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                   const pydet_softmax_options *);
+  pydet_status (*log_prob)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                           const pydet_log_prob_options *);
+  pydet_status (*log_prob_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                    const pydet_tensor *, const pydet_log_prob_options *);
   const char *(*last_error)(void);
   const char *(*last_kernel)(void);
 } pydet_exchange_library;
@@ -130,6 +157,10 @@ typedef struct pydet_exchange {
   pydet_object *const *product_names; /* the members of the structs of arguments, as interned strings */
   pydet_object *const *rmsnorm_names;
   pydet_object *const *rmsnorm_backward_names;
+  pydet_object *const *softmax_names;
+  pydet_object *const *softmax_backward_names;
+  pydet_object *const *log_prob_names;
+  pydet_object *const *log_prob_backward_names;
   pydet_object *is_neg;      /* torch.Tensor.is_neg, NULL until torch is seen */
   pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */
   pydet_object *numpy_empty; /* numpy.empty and the dtype of each type index, NULL until seen */

@@ -70,4 +70,12 @@ bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
+// any/softmax.cu
+bool softmax_held_takes(const Softmax &);
+pydet_status softmax_held(const Softmax &);
+pydet_status softmax_long(const Softmax &);
+bool softmax_backward_held_takes(const SoftmaxBackward &);
+pydet_status softmax_backward_held(const SoftmaxBackward &);
+pydet_status softmax_backward_long(const SoftmaxBackward &);
+
 }  // namespace pydet

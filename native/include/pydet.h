@@ -98,7 +98,8 @@ PYDET_API const char *pydet_last_kernel(void);
  * Laid out as DLPack's DLTensor: a pointer to one may be passed as it is. The library reads the descriptors only
  * during the call. */
 enum { PYDET_CPU = 1, PYDET_CUDA = 2, PYDET_CUDA_HOST = 3, PYDET_ROCM = 10, PYDET_ROCM_HOST = 11, PYDET_CUDA_MANAGED = 13 };
-enum { PYDET_FLOAT = 2, PYDET_BFLOAT = 4 }; /* dtype codes: FLOAT with 32 or 16 bits, BFLOAT with 16 */
+enum { PYDET_INT = 0, PYDET_FLOAT = 2, PYDET_BFLOAT = 4 }; /* dtype codes: FLOAT of 32 or 16 bits, BFLOAT of 16;
+                                                               INT of 32 or 64 for column numbers alone */
 
 typedef struct pydet_device {
   int32_t device_type; /* PYDET_CPU, ... */
@@ -258,6 +259,40 @@ PYDET_API pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *
 
 /* Bytes of workspace for dweight over `rows` rows of n elements: a function of the two alone. */
 PYDET_API pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n, uint64_t *bytes);
+
+/* ---- Softmax --------------------------------------------------------------------------------------------------
+ *   y = e / s, or under log: (x - m) - log(s);   m = max(x),  e = exp(x - m),  s = sum(e),  over the last dimension
+ *
+ * In fp32 with the same bits on every backend (NUMERICS.md, "Softmax"). x [..., N] as of pydet_rmsnorm, y like x. What is
+ * masked by -Inf at a row's end, or not there, changes nothing. A row of nothing but -Inf, or with a NaN or Inf, is NaN.
+ * The gradient is that of the y that was stored: dx = y (dy - sum(dy y)), or under log dy - exp(y) sum(dy).
+ * On CPUs and NVIDIA GPUs; libpydet_hip.so has no kernel for it yet. */
+typedef struct pydet_softmax_options {
+  uint32_t struct_size;
+  int32_t log; /* 1: the logarithm */
+  const char *kernel;
+  int64_t reserved; /* 0 */
+} pydet_softmax_options;
+
+PYDET_API pydet_status pydet_softmax(void *stream, const pydet_tensor *x, const pydet_tensor *y,
+                                     const pydet_softmax_options *options);
+PYDET_API pydet_status pydet_softmax_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *y,
+                                              const pydet_tensor *dx, const pydet_softmax_options *options);
+
+/* log_prob = (x[index] - m) - log(s), one column of the log-softmax of each row, in fp32, without the others: x [..., N],
+ * index [...] in int32 or int64, log_prob [...] in fp32, both contiguous. An index below 0 or from N on gives NaN. Its
+ * gradient is dx = dlog_prob (1 at index, else 0, less e / s), like x; +0 for such an index. */
+typedef struct pydet_log_prob_options {
+  uint32_t struct_size;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+} pydet_log_prob_options;
+
+PYDET_API pydet_status pydet_log_prob(void *stream, const pydet_tensor *x, const pydet_tensor *index,
+                                      const pydet_tensor *log_prob, const pydet_log_prob_options *options);
+PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor *dlog_prob, const pydet_tensor *x,
+                                               const pydet_tensor *index, const pydet_tensor *dx,
+                                               const pydet_log_prob_options *options);
 
 /* ---- Threads --------------------------------------------------------------------------------------------------
  * How many threads one call on the CPU may use, its caller among them: what pydet_set_threads set, else the environment

@@ -26,6 +26,8 @@ constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
 constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
 constexpr uint32_t kAllOfGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
+constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 template <int tile> pydet_status launch_sm90(const Gemm &problem) { return gemm_sm90(problem, tile); }
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
@@ -78,6 +80,16 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
 };
 
+constexpr Kernel<Softmax> kSoftmax[] = {
+    {"cuda_softmax_held", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80, softmax_held_takes, nullptr, softmax_held},
+    {"cuda_softmax_long", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80, nullptr, nullptr, softmax_long},
+};
+
+constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
+    {"cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80, softmax_backward_held_takes, nullptr, softmax_backward_held},
+    {"cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80, nullptr, nullptr, softmax_backward_long},
+};
+
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
 pydet_status device_count(int32_t *count) {
   *count = 0;
@@ -121,7 +133,8 @@ Arithmetic tensor_cores(int32_t id) {
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores,
                                       gpu_reaches, gpu_forget, nullptr, {kGemm.data(), int(kGemm.size())}, table(kRmsNorm),
-                                      table(kRmsNormBackward)};
+                                      table(kRmsNormBackward),
+                                      table(kSoftmax), table(kSoftmaxBackward)};
   return &backend;
 }
 

@@ -1,0 +1,146 @@
+// Softmax of rows, its logarithm, the log-probability of one column, and their gradients, in fp32 (NUMERICS.md,
+// "Softmax"). The bits are those of every other backend.
+//
+//   m = max(x) + 0,   e = exp(x - m),   s = rowsum(e, 1)
+//   softmax  y = round(e / s)                      log_softmax  y = round((x - m) - log(s))
+//   log_prob y = (x[index] - m) - log(s)           its gradient dx = round(fmaf(-(e / s), g, j = index ? g : 0))
+//   backward c = rowsum(dy, y), dx = round(y (dy - c));   of the log: c = rowsum(dy, 1), dx = round(fmaf(-exp(y), c, dy))
+//
+// A row is passed over three times, a gradient's twice, in pieces that become floats on the stack: what is done to a
+// piece is a loop over them, of which the compiler makes vectors.
+
+#include <new>
+
+#include "cpu/parallel.h"
+#include "cpu/rows.h"
+#include "elementary.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kPiece = 128;
+static_assert(kRowLanes % kPiece == 0 && kPiece % kWidth == 0, "a piece lies in adjacent lanes");
+
+// Elements of a row as floats. Those past the end, of which something is computed too, are zeros.
+struct alignas(64) Piece {
+  float x[kPiece];
+
+  template <class T> void load(const typename T::Stored *from, int64_t count) {
+    if (count < kPiece) memset(x, 0, sizeof x);
+    along(count, [&](int64_t j, auto v) { set<Partial>(x + j, get<T>(from + j, v)); });
+  }
+  template <class T> void store(typename T::Stored *to, int64_t count) const {
+    along(count, [&](int64_t j, auto v) { set<T>(to + j, get<Partial>(x + j, v)); });
+  }
+};
+
+// Calls body(j, count) for the pieces of a row of n.
+template <class Body> inline void pieces(int64_t n, const Body &body) {
+  for (int64_t j = 0; j < n; j += kPiece) body(j, n - j < kPiece ? n - j : int64_t(kPiece));
+}
+
+// The column that log_prob asks for in row r; -1 where it is none of the row's.
+int64_t column_of(const Softmax &problem, int64_t r) {
+  int64_t asked = problem.index.wide ? ((const int64_t *)problem.index.data)[r] : ((const int32_t *)problem.index.data)[r];
+  return asked >= 0 && asked < problem.n ? asked : -1;
+}
+
+// A NaN has no say in the maximum: it shows in the sum.
+template <class T> float row_max(const typename T::Stored *x, int64_t n, Piece &piece) {
+  float most[kPiece];
+  for (float &m : most) m = -INFINITY;
+  pieces(n, [&](int64_t j, int64_t count) {
+    piece.load<T>(x + j, count);
+    for (int i = 0; i < count; ++i) most[i] = piece.x[i] > most[i] ? piece.x[i] : most[i];
+  });
+  for (int i = 1; i < kPiece; ++i) most[0] = most[i] > most[0] ? most[i] : most[0];
+  return most[0] + 0.0f;  // which zero is the largest would depend on the order
+}
+
+template <class T> void softmax_row(const Softmax &problem, int64_t r, RowSum &lanes) {
+  const int64_t n = problem.n;
+  const auto *x = row<T>(problem.x, problem.inner, r);
+  Piece piece;
+  const float max = row_max<T>(x, n, piece);
+  lanes.clear(n);
+  pieces(n, [&](int64_t j, int64_t count) {
+    piece.load<T>(x + j, count);
+    for (float &e : piece.x) e = exp_f32(e - max);
+    along(count, [&](int64_t i, auto v) { lanes.add(j + i, get<Partial>(piece.x + i, v), all(1.0f, v)); });
+  });
+  const float sum = lanes.joined(n), log_sum = log_f32(sum);
+
+  if (problem.kind == SoftmaxKind::log_prob) {
+    const int64_t index = column_of(problem, r);
+    const float result = index < 0 ? float_of(kNanF32) : (T::get(x + index) - max) - log_sum;
+    ((float *)problem.log_prob.data)[r] = pydet::canonical(result);
+    return;
+  }
+  auto *y = row<T>(problem.y, problem.inner, r);
+  auto write = [&](auto element) {
+    pieces(n, [&](int64_t j, int64_t count) {
+      piece.load<T>(x + j, count);
+      for (int i = 0; i < kPiece; ++i) piece.x[i] = element(j + i, piece.x[i]);
+      piece.store<T>(y + j, count);
+    });
+  };
+  switch (problem.kind) {
+    case SoftmaxKind::softmax: return write([=](int64_t, float v) { return exp_f32(v - max) / sum; });
+    case SoftmaxKind::log_softmax: return write([=](int64_t, float v) { return (v - max) - log_sum; });
+    case SoftmaxKind::log_prob_backward: break;
+    case SoftmaxKind::log_prob: return;
+  }
+  const int64_t index = column_of(problem, r);
+  const float gradient = ((const float *)problem.dlog_prob.data)[r];
+  if (index < 0) return write([](int64_t, float) { return 0.0f; });
+  write([=](int64_t j, float v) { return fmaf(-(exp_f32(v - max) / sum), gradient, j == index ? gradient : 0.0f); });
+}
+
+template <class T> void backward_row(const SoftmaxBackward &problem, int64_t r, RowSum &lanes) {
+  const int64_t n = problem.n;
+  const auto *dy = row<T>(problem.dy, problem.inner, r), *y = row<T>(problem.y, problem.inner, r);
+  auto *dx = row<T>(problem.dx, problem.inner, r);
+  lanes.clear(n);
+  along(n, [&](int64_t j, auto v) { lanes.add(j, get<T>(dy + j, v), problem.log ? all(1.0f, v) : get<T>(y + j, v)); });
+  const float c = lanes.joined(n);
+  Piece first, second;
+  pieces(n, [&](int64_t j, int64_t count) {
+    first.load<T>(dy + j, count);
+    second.load<T>(y + j, count);
+    if (problem.log)
+      for (int i = 0; i < kPiece; ++i) first.x[i] = fmaf(-exp_f32(second.x[i]), c, first.x[i]);
+    else
+      for (int i = 0; i < kPiece; ++i) first.x[i] = second.x[i] * (first.x[i] - c);
+    first.store<T>(dx + j, count);
+  });
+}
+
+// Calls row(number, r, lanes) for every row, a few at a time.
+template <class Row> void each_row(Type type, int64_t rows, int64_t n, const Row &row) {
+  constexpr int64_t kElementWork = 32;  // operations
+  const int64_t at_once = 1 + 4096 / n;
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    dispatch(type, [&](auto number) {
+      parallel((rows + at_once - 1) / at_once, rows * n * kElementWork, scratch, [&](int64_t i, Scratch &own) {
+        RowSum &lanes = *new (own.data) RowSum;
+        for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r) row(number, r, lanes);
+      });
+    });
+  });
+}
+
+}  // namespace
+
+template <> pydet_status softmax<Isa>(const Softmax &problem) {
+  each_row(problem.x.type, problem.rows, problem.n,
+           [&](auto number, int64_t r, RowSum &lanes) { softmax_row<decltype(number)>(problem, r, lanes); });
+  return PYDET_OK;
+}
+
+template <> pydet_status softmax_backward<Isa>(const SoftmaxBackward &problem) {
+  each_row(problem.dy.type, problem.rows, problem.n,
+           [&](auto number, int64_t r, RowSum &lanes) { backward_row<decltype(number)>(problem, r, lanes); });
+  return PYDET_OK;
+}
+
+}  // namespace pydet

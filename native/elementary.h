@@ -1,0 +1,57 @@
+// exp and log of one fp32 number as formulas: the same bits on every backend (NUMERICS.md, "exp and log"). Every step is
+// an fmaf, a sum, a product or a move of bits, so that a compiler may make vectors of them.
+#pragma once
+
+#include <math.h>
+
+#include "numerics.h"
+
+namespace pydet {
+
+// ln 2 in two parts. The first has 15 bits: its product with a whole number below 512 is exact.
+constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
+
+// 2^e for e from -126 to 127.
+PYDET_HD float power_of_two(int e) { return float_of(uint32_t(e + 127) << 23); }
+
+// At most 0.88 ulp from e^x, subnormal results included. +0 from -104 down, Inf from 88.73 up, NaN for NaN.
+//   n = x / ln 2 to the nearest whole number,   r + l = x - n ln 2,   e^x = 2^n (1 + (r + (l + r^2 p(r))))
+PYDET_HD float exp_f32(float x) {
+  constexpr float kShift = 0x1.8p+23f;  // what is added to it is rounded to a whole number
+  float clamped = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
+  float shifted = fmaf(clamped, 0x1.715476p+0f, kShift), n = shifted - kShift;
+  int k = int(bits_of(shifted) - bits_of(kShift));
+  float high = fmaf(-n, kLn2High, clamped), r = fmaf(-n, kLn2Low, high), l = fmaf(-n, kLn2Low, high - r);
+  float p = 0x1.6a4d14p-10f;
+  p = fmaf(p, r, 0x1.12398ap-7f);
+  p = fmaf(p, r, 0x1.5558b0p-5f);
+  p = fmaf(p, r, 0x1.555492p-3f);
+  p = fmaf(p, r, 0x1.fffffcp-2f);
+  float e = fmaf(r * r, p, l) + r + 1.0f;
+  int half = k >> 1;  // 2^k itself may be no fp32 number
+  return e * power_of_two(half) * power_of_two(k - half);
+}
+
+// At most 0.81 ulp from ln x. -Inf for 0, NaN for what is negative, Inf and NaN for themselves.
+//   x = 2^k (1 + f) with sqrt(1/2) <= 1 + f < sqrt(2),   ln x = k ln 2 + f - f^2 / 2 + f^3 q(f)
+PYDET_HD float log_f32(float x) {
+  constexpr uint32_t kRootHalf = 0x3F3504F3u;
+  bool small = x < 0x1p-126f;
+  uint32_t u = bits_of(small ? x * 0x1p23f : x);
+  int k = int(u - kRootHalf) >> 23;
+  float f = float_of(u - (uint32_t(k) << 23)) - 1.0f, square = f * f, whole = float(small ? k - 23 : k);
+  float q = 0x1.14733ep-4f;
+  q = fmaf(q, f, -0x1.de01dcp-4f);
+  q = fmaf(q, f, 0x1.e6c00ap-4f);
+  q = fmaf(q, f, -0x1.fc28cap-4f);
+  q = fmaf(q, f, 0x1.233ba2p-3f);
+  q = fmaf(q, f, -0x1.555c44p-3f);
+  q = fmaf(q, f, 0x1.99a476p-3f);
+  q = fmaf(q, f, -0x1.000006p-2f);
+  q = fmaf(q, f, 0x1.555548p-2f);
+  float low = fmaf(square, -0.5f, fmaf(whole, kLn2Low, square * f * q)) + f;
+  float result = fmaf(whole, kLn2High, low);
+  return !(x > 0.0f) ? (x == 0.0f ? -INFINITY : float_of(kNanF32)) : x > 0x1.fffffep+127f ? x : result;
+}
+
+}  // namespace pydet

@@ -1,0 +1,343 @@
+// Softmax of rows, its logarithm, the log-probability of one column, and their gradients, in fp32 (NUMERICS.md,
+// "Softmax"): the CPU's bits.
+//
+//   m = max(x) + 0,   e = exp(x - m),   s = rowsum(e, 1)
+//   softmax  y = round(e / s)                      log_softmax  y = round((x - m) - log(s))
+//   log_prob y = (x[index] - m) - log(s)           its gradient dx = round(fmaf(-(e / s), g, j = index ? g : 0))
+//   backward c = rowsum(dy, y), dx = round(y (dy - c));   of the log: c = rowsum(dy, 1), dx = round(fmaf(-exp(y), c, dy))
+//
+// Rows up to 16384 are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are passed over three
+// times, the gradients' twice; by whole vectors where they are aligned.
+
+#include "elementary.h"
+#include "gpu/kernels.h"
+#include "gpu/any/rmsnorm_rows.h"
+
+namespace pydet {
+namespace {
+
+template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
+constexpr float kLowest = -INFINITY;
+
+// The largest of the team's values; a NaN has no say (it shows in the sum). All threads of the block call it.
+template <int T> __device__ __forceinline__ float team_max(float largest, float *exchange) {
+#pragma unroll
+  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2)
+    largest = fmaxf(largest, gpu_shfl_xor(largest, apart, kLogicalWarp));
+  if constexpr (T > kLogicalWarp) {
+    if (threadIdx.x % kLogicalWarp == 0) exchange[threadIdx.x / kLogicalWarp] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < T / kLogicalWarp; ++i) largest = fmaxf(largest, exchange[i]);
+  }
+  return largest + 0.0f;  // which zero is the largest would depend on the order
+}
+
+// What is written of a row when its maximum and its sum are known.
+struct Finish {
+  const Softmax &p;
+  int64_t row, index;  // index: the column that log_prob asks for, -1 where it is none
+  float max, sum, log_sum, gradient;
+
+  __device__ __forceinline__ Finish(const Softmax &problem, int64_t r) : p(problem), row(r), index(-1), gradient(0) {
+    if (!p.index.data) return;
+    int64_t asked = p.index.wide ? static_cast<const int64_t *>(p.index.data)[r] : static_cast<const int32_t *>(p.index.data)[r];
+    if (asked >= 0 && asked < p.n) index = asked;
+    if (p.kind == SoftmaxKind::log_prob_backward) gradient = reinterpret_cast<const float *>(p.dlog_prob.data)[r];
+  }
+  __device__ __forceinline__ void known(float largest, float total) {
+    max = largest;
+    sum = total;
+    log_sum = log_f32(total);
+  }
+  __device__ __forceinline__ float element(int64_t j, float x) const {
+    float shifted = x - max;
+    if (p.kind == SoftmaxKind::log_softmax) return shifted - log_sum;
+    float probability = exp_f32(shifted) / sum;
+    if (p.kind == SoftmaxKind::softmax) return probability;
+    if (index < 0) return 0.0f;
+    return fmaf(-probability, gradient, j == index ? gradient : 0.0f);
+  }
+  // log_prob: the column asked for is read again, by one thread.
+  __device__ __forceinline__ void store_log_prob(const char *x_row) const {
+    float x = index < 0 ? float_of(kNanF32) : load_f32(x_row, p.x.type, index);
+    reinterpret_cast<float *>(p.log_prob.data)[row] = canonical((x - max) - log_sum);
+  }
+};
+
+template <Type type, int T, int V>
+__global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constant__ Softmax p) {
+  constexpr int W = kVector, kBytes = size_of(type), kVectorStep = T * W * kBytes, kTeams = kBlock<T> / T;
+  __shared__ float sums[kTeams * kExchange<T, 1> + 1], largest[kBlock<T> / kLogicalWarp];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
+  const int64_t r = int64_t(blockIdx.x) * kTeams + team, last = p.rows - 1;
+  const bool there = r <= last;
+  const RowIndex where = row_index(p.inner, there ? r : last);
+  const char *x_row = row_at(p.x, kBytes, where);
+  Packed<type, W> x[V] = {};
+#pragma unroll
+  for (int v = 0; v < V; ++v)
+    if (W * (t + T * v) < n) x[v] = load_packed<type, W>(x_row + t * W * kBytes + v * kVectorStep);
+  Finish finish(p, there ? r : last);
+
+  float most = kLowest;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    float one[W];
+    unpack(x[v], one);
+#pragma unroll
+    for (int e = 0; e < W; ++e)
+      if (W * (t + T * v) < n) most = fmaxf(most, one[e]);
+  }
+  const float max = team_max<T>(most, largest);
+  Lanes<T, W, V> lanes[1];
+  float ones[W], sum[1];
+#pragma unroll
+  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    float one[W];
+    unpack(x[v], one);
+#pragma unroll
+    for (int e = 0; e < W; ++e) one[e] = exp_f32(one[e] - max);
+    lanes[0].add(v, W * (t + T * v) < n, one, ones);
+  }
+  join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, sum);
+  finish.known(max, sum[0]);
+  if (!there) return;
+  if (p.kind == SoftmaxKind::log_prob) {
+    if (t == 0) finish.store_log_prob(x_row);
+    return;
+  }
+  char *y_row = row_at(p.y, kBytes, where) + t * W * kBytes;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    if (W * (t + T * v) >= n) continue;
+    float one[W];
+    unpack(x[v], one);
+#pragma unroll
+    for (int e = 0; e < W; ++e) one[e] = finish.element(W * (t + T * v) + e, one[e]);
+    store_packed<type>(y_row + v * kVectorStep, one);
+  }
+}
+
+// A vector of a row that is not held: whole where rows are aligned, else element by element.
+template <Type type, bool aligned>
+__device__ __forceinline__ void load_vector(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
+  if constexpr (aligned) unpack(load_packed<type, kVector>(row + j * size_of(type)), x);
+  else load_elements<type>(row, j, n, x);
+}
+template <Type type, bool aligned>
+__device__ __forceinline__ void store_vector(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
+  if constexpr (aligned) store_packed<type>(row + j * size_of(type), x);
+  else store_elements<type>(row, j, n, x);
+}
+
+template <Type type, bool aligned>
+__global__ void __launch_bounds__(kMaxTeam, 4) softmax_long_kernel(const __grid_constant__ Softmax p) {
+  constexpr int T = kMaxTeam;
+  __shared__ float sums[2 * T], largest[2 * T / kLogicalWarp];
+  int turn = 0;
+  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++turn) {
+    const char *x_row = row_at(p.x, size_of(type), p.inner, r);
+    Finish finish(p, r);
+    float most = kLowest;
+    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
+      float x[kVector];
+      load_vector<type, aligned>(x_row, j, p.n, x);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e)
+        if (aligned || j + e < p.n) most = fmaxf(most, x[e]);
+    }
+    const float max = team_max<T>(most, largest + turn % 2 * (T / kLogicalWarp));
+    Lanes<T, kVector, 1> lanes[1];
+    float ones[kVector], sum[1];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) ones[e] = 1.0f;
+    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
+      float x[kVector];
+      load_vector<type, aligned>(x_row, j, p.n, x);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) x[e] = exp_f32(x[e] - max);
+      lanes[0].add_left(p.n - j, x, ones);
+    }
+    join(lanes, sums + turn % 2 * T, [](float s) { return s; }, sum);
+    finish.known(max, sum[0]);
+    if (p.kind == SoftmaxKind::log_prob) {
+      if (threadIdx.x == 0) finish.store_log_prob(x_row);
+      continue;
+    }
+    char *y_row = row_at(p.y, size_of(type), p.inner, r);
+    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
+      float x[kVector];
+      load_vector<type, aligned>(x_row, j, p.n, x);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) x[e] = finish.element(j + e, x[e]);
+      store_vector<type, aligned>(y_row, j, p.n, x);
+    }
+  }
+}
+
+// ---- Gradients from y --------------------------------------------------------------------------------------------
+
+// What a column adds to c is first * second.
+__device__ __forceinline__ float second_of(const SoftmaxBackward &p, float y) { return p.log ? 1.0f : y; }
+__device__ __forceinline__ float dx_of(const SoftmaxBackward &p, float dy, float y, float c) {
+  return p.log ? fmaf(-exp_f32(y), c, dy) : y * (dy - c);
+}
+
+template <Type type, int T, int V>
+__global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __grid_constant__ SoftmaxBackward p) {
+  constexpr int W = kVector, kBytes = size_of(type), kVectorStep = T * W * kBytes, kTeams = kBlock<T> / T;
+  __shared__ float sums[kTeams * kExchange<T, 1> + 1];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
+  const int64_t r = int64_t(blockIdx.x) * kTeams + team, last = p.rows - 1;
+  const RowIndex where = row_index(p.inner, r <= last ? r : last);
+  const char *dy_row = row_at(p.dy, kBytes, where) + t * W * kBytes, *y_row = row_at(p.y, kBytes, where) + t * W * kBytes;
+  Packed<type, W> dy[V] = {}, y[V] = {};
+#pragma unroll
+  for (int v = 0; v < V; ++v)
+    if (W * (t + T * v) < n) {
+      dy[v] = load_packed<type, W>(dy_row + v * kVectorStep);
+      y[v] = load_packed<type, W>(y_row + v * kVectorStep);
+    }
+  Lanes<T, W, V> lanes[1];
+  float c[1];
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    float first[W], second[W];
+    unpack(dy[v], first);
+    unpack(y[v], second);
+#pragma unroll
+    for (int e = 0; e < W; ++e) second[e] = second_of(p, second[e]);
+    lanes[0].add(v, W * (t + T * v) < n, first, second);
+  }
+  join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, c);
+  if (r > last) return;
+  char *dx_row = row_at(p.dx, kBytes, where) + t * W * kBytes;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    if (W * (t + T * v) >= n) continue;
+    float first[W], second[W];
+    unpack(dy[v], first);
+    unpack(y[v], second);
+#pragma unroll
+    for (int e = 0; e < W; ++e) first[e] = dx_of(p, first[e], second[e], c[0]);
+    store_packed<type>(dx_row + v * kVectorStep, first);
+  }
+}
+
+template <Type type, bool aligned>
+__global__ void __launch_bounds__(kMaxTeam, 4) softmax_backward_long_kernel(const __grid_constant__ SoftmaxBackward p) {
+  constexpr int T = kMaxTeam;
+  __shared__ float sums[2 * T];
+  int turn = 0;
+  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++turn) {
+    const char *dy_row = row_at(p.dy, size_of(type), p.inner, r), *y_row = row_at(p.y, size_of(type), p.inner, r);
+    Lanes<T, kVector, 1> lanes[1];
+    float c[1];
+    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
+      float dy[kVector], y[kVector];
+      load_vector<type, aligned>(dy_row, j, p.n, dy);
+      load_vector<type, aligned>(y_row, j, p.n, y);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) y[e] = second_of(p, y[e]);
+      lanes[0].add_left(p.n - j, dy, y);
+    }
+    join(lanes, sums + turn % 2 * T, [](float s) { return s; }, c);
+    char *dx_row = row_at(p.dx, size_of(type), p.inner, r);
+    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
+      float dy[kVector], y[kVector];
+      load_vector<type, aligned>(dy_row, j, p.n, dy);
+      load_vector<type, aligned>(y_row, j, p.n, y);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) dy[e] = dx_of(p, dy[e], y[e], c[0]);
+      store_vector<type, aligned>(dx_row, j, p.n, dy);
+    }
+  }
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+// Calls f with a team that holds a row of n.
+template <class F> pydet_status with_shape(int64_t n, const F &f) {
+  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{});
+  if (n <= 32 * 16) return f(RowShape<32, 8, 2, 1>{});
+  if (n <= 64 * 16) return f(RowShape<64, 8, 2, 1>{});
+  if (n <= 128 * 16) return f(RowShape<128, 8, 2, 1>{});
+  if (n <= 128 * 32) return f(RowShape<128, 8, 4, 1>{});
+  if (n <= 256 * 32) return f(RowShape<256, 8, 4, 1>{});
+  return f(RowShape<256, 8, 8, 1>{});
+}
+
+bool holds(int64_t rows, int64_t n) {
+  constexpr int64_t kMostThreads = int64_t(1) << 31;  // HIP wants fewer threads than 2^32 in a grid
+  return n % kVector == 0 && n <= kLongestHeldRow && rows <= kMostThreads / kMaxTeam;
+}
+
+template <class Problem> pydet_status launch_long(const char *name, const Problem &p, void (*kernel)(Problem)) {
+  constexpr int64_t kMostBlocks = 1 << 20;  // more rows are walked in turns
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(p.rows < kMostBlocks ? p.rows : kMostBlocks)),
+                  dim3(kMaxTeam)};
+  return launch(where, kernel, p);
+}
+
+template <int T, class Problem> pydet_status launch_held(const char *name, const Problem &p, void (*kernel)(Problem)) {
+  constexpr int kTeams = kBlock<T> / T;
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + kTeams - 1) / kTeams)), dim3(kBlock<T>)};
+  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+  return launch(where, kernel, p);
+}
+
+}  // namespace
+
+bool softmax_held_takes(const Softmax &p) { return holds(p.rows, p.n) && rows_aligned(p.x) && rows_aligned(p.y); }
+
+pydet_status softmax_held(const Softmax &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("softmax_held", guard.error());
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    return with_shape(p.n, [&](auto shape) {
+      return launch_held<shape.T>("softmax_held", p, softmax_kernel<type, shape.T, shape.V>);
+    });
+  });
+}
+
+pydet_status softmax_long(const Softmax &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("softmax_long", guard.error());
+  const bool aligned = p.n % kVector == 0 && rows_aligned(p.x) && rows_aligned(p.y);
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    return launch_long("softmax_long", p, aligned ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
+  });
+}
+
+bool softmax_backward_held_takes(const SoftmaxBackward &p) {
+  return holds(p.rows, p.n) && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
+}
+
+pydet_status softmax_backward_held(const SoftmaxBackward &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("softmax_backward_held", guard.error());
+  return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
+    return with_shape(p.n, [&](auto shape) {
+      return launch_held<shape.T>("softmax_backward_held", p, softmax_backward_kernel<type, shape.T, shape.V>);
+    });
+  });
+}
+
+pydet_status softmax_backward_long(const SoftmaxBackward &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("softmax_backward_long", guard.error());
+  const bool aligned = p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
+  return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
+    return launch_long("softmax_backward_long", p,
+                       aligned ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
+  });
+}
+
+}  // namespace pydet
