@@ -61,7 +61,7 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import sys; sys.exit
 $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
-KERNELS := gemm_ieee gemm_tensorcore rmsnorm softmax
+KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax
 POOL := pool scratch thread_count
 # Objects that every library holds; then what makes each library its own.
 SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
@@ -118,7 +118,8 @@ NVCC ?= nvcc
 # One word a file of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles.
 SM90_GROUPS := $(shell seq 0 31)
 CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight softmax) \
-  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma sm90/skinny sm90/clusters $(SM90_GROUPS:%=sm90/gemm.%))
+  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize sm90/skinny sm90/scaled_gemm sm90/clusters \
+    $(SM90_GROUPS:%=sm90/gemm.%))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/sm90/plan nvidia/sm90/choose
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)

@@ -2,7 +2,7 @@
 
 #include <initializer_list>
 
-#include "check/gemm.h"
+#include "check/check_scaled.h"
 #include "check/norm.h"
 #include "check/softmax.h"
 #include "cpu/pool.h"
@@ -33,24 +33,32 @@ constexpr TypeLists kTypeLists = type_lists();
 // ---- Choose ------------------------------------------------------------------------------------------------------
 
 const char *operation_of(const Gemm &) { return "gemm"; }
+const char *operation_of(const ScaledGemm &) { return "scaled_gemm"; }
+const char *operation_of(const Quantize &) { return "quantize"; }
 const char *operation_of(const RmsNorm &) { return "rmsnorm"; }
 const char *operation_of(const RmsNormBackward &) { return "rmsnorm_backward"; }
 const char *operation_of(const Softmax &) { return "softmax"; }
 const char *operation_of(const SoftmaxBackward &) { return "softmax_backward"; }
 
 const Table<Gemm> &table_of(const Backend &backend, const Gemm &) { return backend.gemm; }
+const Table<ScaledGemm> &table_of(const Backend &backend, const ScaledGemm &) { return backend.scaled_gemm; }
+const Table<Quantize> &table_of(const Backend &backend, const Quantize &) { return backend.quantize; }
 const Table<RmsNorm> &table_of(const Backend &backend, const RmsNorm &) { return backend.rmsnorm; }
 const Table<RmsNormBackward> &table_of(const Backend &backend, const RmsNormBackward &) { return backend.rmsnorm_backward; }
 const Table<Softmax> &table_of(const Backend &backend, const Softmax &) { return backend.softmax; }
 const Table<SoftmaxBackward> &table_of(const Backend &backend, const SoftmaxBackward &) { return backend.softmax_backward; }
 
 Type input_type(const Gemm &problem) { return problem.a.type; }
+Type input_type(const ScaledGemm &problem) { return problem.a.type; }
+Type input_type(const Quantize &problem) { return problem.x.type; }
 Type input_type(const RmsNorm &problem) { return problem.x.type; }
 Type input_type(const RmsNormBackward &problem) { return problem.x.type; }
 Type input_type(const Softmax &problem) { return problem.x.type; }
 Type input_type(const SoftmaxBackward &problem) { return problem.dy.type; }
 
 Arithmetic arithmetic_of(const Gemm &problem) { return problem.arithmetic; }
+Arithmetic arithmetic_of(const ScaledGemm &problem) { return problem.arithmetic; }
+Arithmetic arithmetic_of(const Quantize &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const RmsNorm &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const RmsNormBackward &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const Softmax &) { return Arithmetic::ieee; }
@@ -64,6 +72,8 @@ template <class F> void each_kernel(F f) {
   for (const Backend *backend : backends) {
     if (!backend) continue;
     for (int i = 0; i < backend->gemm.count; ++i) f(*backend, "gemm", backend->gemm.rows[i]);
+    for (int i = 0; i < backend->scaled_gemm.count; ++i) f(*backend, "scaled_gemm", backend->scaled_gemm.rows[i]);
+    for (int i = 0; i < backend->quantize.count; ++i) f(*backend, "quantize", backend->quantize.rows[i]);
     for (int i = 0; i < backend->rmsnorm.count; ++i) f(*backend, "rmsnorm", backend->rmsnorm.rows[i]);
     for (int i = 0; i < backend->rmsnorm_backward.count; ++i)
       f(*backend, "rmsnorm_backward", backend->rmsnorm_backward.rows[i]);
@@ -156,6 +166,12 @@ pydet_status check_reach(const char *op, const Backend &backend, const Device &d
 }
 pydet_status check_reach(const char *op, const Backend &backend, const Gemm &g) {
   return check_reach(op, backend, g.device, g.a.data, g.b.data, g.bias.data, g.out.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const ScaledGemm &g) {
+  return check_reach(op, backend, g.device, g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const Quantize &q) {
+  return check_reach(op, backend, q.device, q.x.data, q.out.data, q.scale.data, q.transposed.data, q.transposed_scale.data);
 }
 pydet_status check_reach(const char *op, const Backend &backend, const RmsNorm &n) {
   return check_reach(op, backend, n.device, n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data, n.rstd.data);
@@ -336,12 +352,17 @@ pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const p
   return finish_gemm(words, gemm, options.kernel, views, 4);
 }
 
-pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk,
-                            uint64_t *bytes) {
+pydet_status check_extents(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, const uint64_t *bytes) {
   if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
   if (batch < 0 || m < 0 || n < 0 || k < 0)
     return fail(PYDET_INVALID_SHAPE, "%s: an extent is negative (batch %" PRId64 ", M %" PRId64 ", N %" PRId64 ", K %" PRId64 ")",
                 op, batch, m, n, k);
+  return PYDET_OK;
+}
+
+pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk,
+                            uint64_t *bytes) {
+  PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
   if (k_chunk < 0 || k_chunk % kChunkMultiple)
     return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want 0 or a positive multiple of %d", op, k_chunk,
                 kChunkMultiple);
@@ -462,6 +483,57 @@ pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k, const 
   PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
   PYDET_TRY(check_skinny_options(op, options));
   return gemm_workspace(op, 1, m, n, k, options.k_chunk, bytes);
+}
+
+pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a_tensor, const pydet_tensor *a_scale_tensor,
+                               const pydet_tensor *b_tensor, const pydet_tensor *b_scale_tensor,
+                               const pydet_tensor *bias_tensor, const pydet_tensor *out_tensor,
+                               const pydet_scaled_gemm_options *given) {
+  const char *op = "scaled_gemm";
+  pydet_scaled_gemm_options options = {};
+  options.k_chunk = kScaleGroup;
+  PYDET_TRY(read_options(op, given, &options));
+  View a, a_scale, b, b_scale, bias, out;
+  PYDET_TRY(read(op, "a", kScaledFactor, a_tensor, 2, &a));
+  PYDET_TRY(read_optional(op, "a_scale", kScaling, a_scale_tensor, 0, &a_scale));
+  PYDET_TRY(read(op, "b", kScaledFactor, b_tensor, 2, &b));
+  PYDET_TRY(read_optional(op, "b_scale", kScaling, b_scale_tensor, 0, &b_scale));
+  PYDET_TRY(read_optional(op, "bias", kAddend, bias_tensor, 1, &bias));
+  PYDET_TRY(read(op, "out", kResult, out_tensor, 2, &out));
+  ScaledGemm gemm = {};
+  gemm.stream = stream;
+  PYDET_TRY(scaled_gemm_of(a, a_scale, b, b_scale, bias, out, options, &gemm));
+  if (out.empty()) return nothing_to_write();
+  return launch(op, gemm, options.kernel);
+}
+
+pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                         const pydet_scaled_gemm_options *given, uint64_t *bytes) {
+  const char *op = "scaled_gemm_workspace";
+  pydet_scaled_gemm_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
+  *bytes = 0;  // no kernel of this release needs any
+  return PYDET_OK;
+}
+
+pydet_status pydet_quantize(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *out_tensor,
+                            const pydet_tensor *scale_tensor, const pydet_tensor *transposed_tensor,
+                            const pydet_tensor *transposed_scale_tensor, const pydet_quantize_options *given) {
+  const char *op = "quantize";
+  pydet_quantize_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  View x, out, scale, transposed, transposed_scale;
+  PYDET_TRY(read(op, "x", kFactor, x_tensor, 2, &x));
+  PYDET_TRY(read(op, "out", kScaledFactor, out_tensor, 2, &out));
+  PYDET_TRY(read(op, "scale", kScaling, scale_tensor, 0, &scale));
+  PYDET_TRY(read_optional(op, "transposed", kScaledFactor, transposed_tensor, 2, &transposed));
+  PYDET_TRY(read_optional(op, "transposed_scale", kScaling, transposed_scale_tensor, 0, &transposed_scale));
+  Quantize problem = {};
+  problem.stream = stream;
+  PYDET_TRY(quantize_of(x, out, scale, transposed, transposed_scale, options, &problem));
+  if (x.empty()) return nothing_to_write();
+  return launch(op, problem, options.kernel);
 }
 
 pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *residual_tensor,

@@ -5,6 +5,9 @@
 
 namespace pydet {
 
+struct ScaledGemm;  // scaled.h
+struct Quantize;
+
 // One row: what the kernel computes, where it runs, which problems it takes, and how to launch it. Any row that takes a
 // problem gives the same bits, so `takes` may ask anything, and rows are tried from the top: the fastest first.
 template <class Problem>
@@ -44,6 +47,8 @@ struct Backend {
   void (*forget)();                           // what was remembered of devices; NULL: nothing is
   const char *built_for;                      // architectures, and the setting that names them; NULL: any of its devices
   Table<Gemm> gemm;
+  Table<ScaledGemm> scaled_gemm;
+  Table<Quantize> quantize;
   Table<RmsNorm> rmsnorm;
   Table<RmsNormBackward> rmsnorm_backward;
   Table<Softmax> softmax;

@@ -25,9 +25,12 @@ struct ArithmeticRow {
   uint32_t factors;
 };
 constexpr ArithmeticRow kArithmetics[] = {
-    {Arithmetic::automatic, "auto", kUnscaledTypes}, {Arithmetic::ieee, "ieee", kUnscaledTypes},
-    {Arithmetic::sm90, "sm90", kHalfTypes},          {Arithmetic::sm80, "sm80", kHalfTypes},
-    {Arithmetic::cdna3, "cdna3", kHalfTypes},        {Arithmetic::cdna2, "cdna2", kHalfTypes},
+    {Arithmetic::automatic, "auto", kUnscaledTypes | kFp8Types},
+    {Arithmetic::ieee, "ieee", kUnscaledTypes | kFp8Types},
+    {Arithmetic::sm90, "sm90", kHalfTypes | kFp8Types},
+    {Arithmetic::sm80, "sm80", kHalfTypes},
+    {Arithmetic::cdna3, "cdna3", kHalfTypes},
+    {Arithmetic::cdna2, "cdna2", kHalfTypes},
 };
 constexpr int kArithmeticCount = int(sizeof kArithmetics / sizeof *kArithmetics);
 constexpr bool arithmetics_are_in_order() {
@@ -63,6 +66,15 @@ enum Feature : uint32_t {
   kWeightGradient = 1 << 12,  // dweight
   kLogarithm = 1 << 13,  // of a softmax
   kColumn = 1 << 14,     // one column of a softmax row, or its gradient
+  kOutAlongM = 1 << 15,       // neighbours in out are along m; of the products whose problem is not turned over
+  kBrokenChunks = 1 << 16,    // a k_chunk that is no multiple of 128
+  kColumnScales = 1 << 17,    // along k, one for each column
+  kGivenScales = 1 << 18,
+  kRowScales = 1 << 19,       // found
+  kGroupScales = 1 << 20,
+  kBlockScales = 1 << 21,
+  kTensorScale = 1 << 22,
+  kTransposedCopy = 1 << 23
 };
 struct FeatureRow {
   Feature feature;
@@ -84,6 +96,15 @@ constexpr FeatureRow kFeatures[] = {
     {kWeightGradient, "dweight"},
     {kLogarithm, "the logarithm"},
     {kColumn, "one column of a row"},
+    {kOutAlongM, "an out along M"},
+    {kBrokenChunks, "a k_chunk that is no multiple of 128"},
+    {kColumnScales, "a scale for each column along k"},
+    {kGivenScales, "given scales"},
+    {kRowScales, "scales of rows"},
+    {kGroupScales, "scales of groups"},
+    {kBlockScales, "scales of blocks"},
+    {kTensorScale, "the scale of a tensor, which is to be given"},
+    {kTransposedCopy, "a transposed copy"},
 };
 
 constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }

@@ -21,7 +21,7 @@
 
 namespace pydet {
 
-enum class Type : int32_t { f32, bf16, f16 };
+enum class Type : int32_t { f32, bf16, f16, e4m3, e5m2, e8m0 };
 
 constexpr uint32_t bit(Type type) { return 1u << int(type); }
 
@@ -31,7 +31,9 @@ enum Use : uint32_t {
   kResult = 2,      // its out
   kAddend = 4,      // its bias
   kNormRow = 8,     // x of a norm, and what is like it
-  kNormVector = 16  // its weight, and what goes with a row
+  kNormVector = 16, // its weight, and what goes with a row
+  kScaledFactor = 32,  // a and b of a product with scales, and what quantisation writes
+  kScaling = 64        // their scales
 };
 constexpr uint32_t kAnyUse = kFactor | kResult | kAddend | kNormRow | kNormVector;
 
@@ -42,9 +44,12 @@ struct TypeRow {
   uint32_t uses;
 };
 constexpr TypeRow kTypes[] = {
-    {Type::f32, PYDET_FLOAT, 32, "float32", "fp32", kAnyUse},
+    {Type::f32, PYDET_FLOAT, 32, "float32", "fp32", kAnyUse | kScaling},
     {Type::bf16, PYDET_BFLOAT, 16, "bfloat16", "bf16", kAnyUse},
     {Type::f16, PYDET_FLOAT, 16, "float16", "fp16", kAnyUse},
+    {Type::e4m3, PYDET_FLOAT8_E4M3FN, 8, "float8_e4m3fn", "e4m3", kScaledFactor},
+    {Type::e5m2, PYDET_FLOAT8_E5M2, 8, "float8_e5m2", "e5m2", kScaledFactor},
+    {Type::e8m0, PYDET_FLOAT8_E8M0FNU, 8, "float8_e8m0fnu", "e8m0", kScaling},
 };
 constexpr int kTypeCount = int(sizeof kTypes / sizeof *kTypes);
 
@@ -58,6 +63,7 @@ static_assert(types_are_in_order(), "row i of kTypes is that of type i, of whole
 // Sets of types, as rows of kernels name them.
 constexpr uint32_t kHalfTypes = bit(Type::bf16) | bit(Type::f16);
 constexpr uint32_t kUnscaledTypes = bit(Type::f32) | kHalfTypes;
+constexpr uint32_t kFp8Types = bit(Type::e4m3) | bit(Type::e5m2);
 
 constexpr uint32_t types_for(Use use) {
   uint32_t types = 0;
@@ -66,6 +72,7 @@ constexpr uint32_t types_for(Use use) {
   return types;
 }
 static_assert(types_for(kResult) == kUnscaledTypes && types_for(kAddend) == kUnscaledTypes, "what kernels store and add");
+static_assert(types_for(kScaledFactor) == kFp8Types, "what scaled kernels multiply");
 static_assert(types_for(kNormRow) == kUnscaledTypes && types_for(kNormVector) == kUnscaledTypes, "what norms read and write");
 
 // False: none of ours.
@@ -81,6 +88,9 @@ PYDET_HD constexpr int size_of(Type type) {
     case Type::f32: return 4;
     case Type::bf16:
     case Type::f16: return 2;
+    case Type::e4m3:
+    case Type::e5m2:
+    case Type::e8m0: return 1;
   }
   __builtin_unreachable();
 }
@@ -171,6 +181,40 @@ PYDET_HD uint16_t f16_from_f32(float x) {  // to nearest even, NaN canonical
 #endif
 }
 
+// fp8, of 4 or 5 bits of exponent: the fields moved to those of fp32, and scaled; subnormals come out right by it.
+PYDET_HD float f32_from_e4m3(uint8_t h) {
+  uint32_t sign = uint32_t(h & 0x80) << 24, magnitude = h & 0x7Fu;
+  float x = float_of(sign | magnitude << 20) * 0x1p120f;
+  return magnitude == 0x7F ? float_of(kNanF32) : x;
+}
+PYDET_HD float f32_from_e5m2(uint8_t h) {
+  uint32_t sign = uint32_t(h & 0x80) << 24, magnitude = h & 0x7Fu;
+  float x = float_of(sign | magnitude << 21) * 0x1p112f;
+  float infinite = float_of(magnitude == 0x7C ? sign | 0x7F800000u : kNanF32);
+  return magnitude >= 0x7C ? infinite : x;
+}
+PYDET_HD float f32_from_e8m0(uint8_t h) {  // a power of two, or NaN
+  return float_of(h == 0xFF ? kNanF32 : h == 0 ? 0x00400000u : uint32_t(h) << 23);
+}
+
+// To nearest even. Below the least normal number, 2^-6 or 2^-14, adding 2^14 or 2^7 rounds to its subnormal grid.
+// e4m3 has no infinity: what is too large is NaN, as in ml_dtypes.
+PYDET_HD uint8_t e4m3_from_f32(float x) {
+  uint32_t u = bits_of(x), sign = u >> 24 & 0x80u, magnitude = u & 0x7FFFFFFFu;
+  uint32_t normal = ((magnitude + 0x7FFFFu + (magnitude >> 20 & 1)) >> 20) - 960;
+  uint32_t small = bits_of(float_of(magnitude) + 16384.0f) - 0x46800000u;
+  uint32_t rounded = magnitude < 0x3C800000u ? small : normal;
+  return uint8_t(magnitude > 0x43E80000u ? 0x7Fu : sign | rounded);  // 464, halfway to what 480 would be, is 448
+}
+PYDET_HD uint8_t e5m2_from_f32(float x) {
+  uint32_t u = bits_of(x), sign = u >> 24 & 0x80u, magnitude = u & 0x7FFFFFFFu;
+  uint32_t normal = ((magnitude + 0xFFFFFu + (magnitude >> 21 & 1)) >> 21) - 448;
+  uint32_t small = bits_of(float_of(magnitude) + 128.0f) - 0x43000000u;
+  uint32_t rounded = magnitude < 0x38800000u ? small : normal;
+  rounded = magnitude >= 0x47700000u ? 0x7Cu : rounded;  // 61440 and above round to infinity
+  return uint8_t(magnitude > 0x7F800000u ? 0x7Fu : sign | rounded);
+}
+
 // An element as it lies in memory, to fp32, exactly, and back, to nearest even with NaN canonical.
 template <Type type> struct Element;
 template <> struct Element<Type::f32> {
@@ -187,6 +231,16 @@ template <> struct Element<Type::f16> {
   using Bits = uint16_t;
   static PYDET_INLINE float to_f32(Bits bits) { return f32_from_f16(bits); }
   static PYDET_INLINE Bits from_f32(float x) { return f16_from_f32(x); }
+};
+template <> struct Element<Type::e4m3> {
+  using Bits = uint8_t;
+  static PYDET_INLINE float to_f32(Bits bits) { return f32_from_e4m3(bits); }
+  static PYDET_INLINE Bits from_f32(float x) { return e4m3_from_f32(x); }
+};
+template <> struct Element<Type::e5m2> {
+  using Bits = uint8_t;
+  static PYDET_INLINE float to_f32(Bits bits) { return f32_from_e5m2(bits); }
+  static PYDET_INLINE Bits from_f32(float x) { return e5m2_from_f32(x); }
 };
 
 template <Type type> using TypeConstant = std::integral_constant<Type, type>;

@@ -19,9 +19,10 @@ from pydet import _native, ops
 from pydet._native import INVALID_DTYPE, constants, fail
 from pydet.frameworks import framework_of, type_index
 from pydet.hooks import unknown
-from pydet.protocols import TYPES, Memory
+from pydet.protocols import DTYPES, TYPES, Memory
 
 MAX_LISTED = 10  # differences that an Audit lists with both bit patterns
+_UNSTATED = {1: TYPES.index("float8_e4m3fn"), 2: TYPES.index("bfloat16")}  # what files of bytes of nothing hold
 MAX_DIMS = 8  # that gemm takes: six of a batch and two
 
 
@@ -64,22 +65,26 @@ def audit(
     b: Any,
     c: Any,
     *,
+    a_scale: Any = None,
+    b_scale: Any = None,
     bias: Any = None,
     arithmetic: ops.Arithmetic = "sm90",
     k_chunk: int | None = None,
     sample: int | None = None,
     seed: int = 0,
 ) -> Audit:
-    """Recomputes ``c = gemm(a, b, bias=bias)`` on the CPU and compares bits, in the type of ``c``.
+    """Recomputes ``c = gemm(a, b, bias=bias)``, or ``scaled_gemm`` of float8, on the CPU and compares bits.
 
     Needs NumPy. The operands may be of different frameworks and on any device; they are copied to the host.
 
     Args:
-        a: ``[..., M, K]``, a NumPy array (bfloat16 by ml_dtypes) or a PyTorch, JAX or CuPy tensor.
-        b: ``[..., K, N]``, of the type of ``a``.
+        a: ``[..., M, K]``, a NumPy array (bfloat16 and float8 by ml_dtypes) or a PyTorch, JAX or CuPy tensor.
+        b: ``[..., K, N]``, of the type of ``a``, or float8 as it.
         c: ``[..., M, N]``, the result to check: float32, bfloat16 or float16.
+        a_scale, b_scale: as they went into :func:`pydet.scaled_gemm`.
         bias: ``[N]`` or ``[..., M, N]``, as it went into the product.
-        arithmetic, k_chunk: those of the product; see :func:`pydet.gemm`. ``"auto"`` means what it means on the CPU.
+        arithmetic, k_chunk: those of the product; see :func:`pydet.gemm` and :func:`pydet.scaled_gemm`. ``"auto"``
+            means what it means on the CPU.
         sample: check so many rows by so many columns, of so many matrices of the batch, picked at random; None for all.
         seed: of the random choice; the same seed picks the same elements.
 
@@ -94,6 +99,10 @@ def audit(
     host = {"a": _host("a", a), "b": _host("b", b), "c": _host("c", c)}
     if bias is not None:
         host["bias"] = _host("bias", bias)
+    scaled = TYPES[host["a"].index].startswith("float8")
+    scales = {name: _host(name, x) for name, x in (("a_scale", a_scale), ("b_scale", b_scale)) if x is not None}
+    if scales and not scaled:
+        fail(INVALID_DTYPE, f"audit: a is {TYPES[host['a'].index]} and has scales, want float8, or none")
     shape, c_type = host["c"].bits.shape, host["c"].index
     number = unknown(arithmetic, "audit", "arithmetic")
     if sample is not None:
@@ -101,12 +110,21 @@ def audit(
             fail(_native.INVALID_VALUE, f"audit: sample is {sample}, want 1 or more")
         _check_shapes({name: operand.bits.shape for name, operand in host.items()})
         batch, rows, columns = picks = _picks(shape, sample, seed)
+        k = host["a"].bits.shape[-1]
         host = {name: _pick(name, operand, shape, picks) for name, operand in host.items()}
+        scales = {name: _pick_scale(name, operand, shape, k, picks) for name, operand in scales.items()}
     got = host["c"].bits
     want = numpy.empty_like(got)
-    ops.gemm(
-        host["a"], host["b"], bias=host.get("bias"), out=Memory(want, c_type), arithmetic=arithmetic, k_chunk=k_chunk
-    )
+    options: dict[str, Any] = {
+        "bias": host.get("bias"),
+        "out": Memory(want, c_type),
+        "arithmetic": arithmetic,
+        "k_chunk": k_chunk,
+    }
+    if scaled:
+        ops.scaled_gemm(host["a"], host["b"], a_scale=scales.get("a_scale"), b_scale=scales.get("b_scale"), **options)
+    else:
+        ops.gemm(host["a"], host["b"], **options)
 
     differences, first = numpy.argwhere(got != want), []
     for spot in map(tuple, differences[:MAX_LISTED].tolist()):
@@ -140,7 +158,7 @@ def _host(name: str, x: Any) -> Memory:
         dtypes = [getattr(torch, dtype) for dtype in TYPES]
         if x.dtype in dtypes:
             copied = x.detach().resolve_neg().cpu().contiguous()
-            bits = copied.view(torch.int32 if copied.element_size() == 4 else torch.int16).numpy()
+            bits = copied.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[copied.element_size()]).numpy()
             return Memory(bits.view(f"u{bits.itemsize}"), dtypes.index(x.dtype))
         dtype = x.dtype
     else:
@@ -201,6 +219,32 @@ def _pick(name: str, operand: Memory, shape: tuple[int, ...], picks: list[Any]) 
     return Memory(numpy.ascontiguousarray(part), operand.index)
 
 
+def _pick_scale(name: str, scale: Memory, shape: tuple[int, ...], k: int, picks: list[Any]) -> Memory:
+    """The picked part of a scale; one of blocks becomes one of columns, which means the same."""
+    import numpy
+
+    bits, group = scale.bits, 128
+    if bits.ndim < 2:
+        return scale
+    if name == "b_scale":
+        chunks, blocks = -(-k // group), -(-shape[-1] // group)
+        if bits.shape[-2:] == (chunks, blocks) and blocks != shape[-1]:
+            bits = numpy.repeat(bits, group, axis=-1)[..., : shape[-1]]
+    fits = bits.shape[-2] == shape[-2] if name == "a_scale" else bits.shape[-1] == shape[-1]
+    if not fits or bits.ndim > len(shape):
+        words = "x".join(map(str, scale.bits.shape))
+        fail(
+            constants.PYDET_INVALID_SHAPE,
+            f"audit: {name} is {words}, want one that goes with c {shape[-2]}x{shape[-1]}",
+        )
+    batch, rows, columns = picks
+    spread = numpy.broadcast_to(bits, (*shape[:-2], *bits.shape[-2:]))
+    outer = numpy.unravel_index(batch, shape[:-2]) if len(shape) > 2 else ()
+    part = spread[outer] if outer else spread[None][: len(batch)]
+    part = part[:, rows] if name == "a_scale" else part[:, :, columns]
+    return Memory(numpy.ascontiguousarray(part), scale.index)
+
+
 def _shown(bits: Any, index: int) -> tuple[str, float]:
     """Bits in hexadecimal, and the number that they mean as elements of a type."""
     import numpy
@@ -216,24 +260,28 @@ def _shown(bits: Any, index: int) -> tuple[str, float]:
 
 
 def _load(path: str, dtype: str | None, notes: list[str]) -> Memory:
-    """A .npy file. NumPy saves bfloat16 as two bytes of nothing ("|V2"), so those are read as bfloat16."""
+    """A .npy file. NumPy saves bfloat16 as two bytes of nothing ("|V2"), e4m3 as one, so those are read as these."""
     import numpy
 
     array = numpy.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, numpy.ndarray):
         raise ValueError(f"{path} holds {type(array).__name__}, want one array")
     kind, size = array.dtype.kind, array.dtype.itemsize
-    if kind == "V" and size == 2:
-        if dtype is None:
-            notes.append(f"{path} has 2-byte elements of no stated type; read as bfloat16 (--dtype says otherwise)")
-        index = 1 if dtype is None else type_index(dtype)
-    elif kind in "uiV" and size in (2, 4) and dtype is not None:
-        index = type_index(dtype)
+    asked = None if dtype is None else type_index(dtype)
+    if asked is not None and (DTYPES[asked][1] == 8) != (size == 1):
+        asked = None  # it speaks of the float8 files, or of the others
+    if kind == "V" and size in _UNSTATED and asked is None:
+        index = _UNSTATED[size]
+        notes.append(
+            f"{path} has {size}-byte elements of no stated type; read as {TYPES[index]} (--dtype says otherwise)"
+        )
+    elif kind in "uiV" and size in (1, 2, 4) and asked is not None:
+        index = asked
     elif array.dtype.name in TYPES and array.dtype.isnative:
         index = type_index(array.dtype)
     else:
         raise ValueError(f"{path} holds {array.dtype}, want {', '.join(TYPES)}, or their bits with --dtype")
-    if size != (4 if index == 0 else 2):
+    if 8 * size != DTYPES[index][1]:
         raise ValueError(f"{path} has elements of {size} bytes, which are no {TYPES[index]}")
     return Memory(array.view(f"u{size}"), index)
 
@@ -249,6 +297,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("c", metavar="C.npy", help="[..., M, N], the result to check")
     parser.add_argument("--arithmetic", required=True, help="ieee, sm90, sm80, cdna3 or cdna2: how C was computed")
     parser.add_argument("--k-chunk", type=int, metavar="N", help="the k_chunk that C was computed with")
+    for operand, extents in (
+        ("a", "[], [..., M, 1] or [..., M, K/128]"),
+        ("b", "[], [..., 1, N] or [..., K/128, N/128]"),
+    ):
+        parser.add_argument(
+            f"--{operand}-scale", metavar="S.npy", help=f"of float8: {extents}, float32 or float8_e8m0fnu"
+        )
     parser.add_argument("--bias", metavar="F.npy", help="[N] or [..., M, N], added before the rounding")
     parser.add_argument("--transpose-b", action="store_true", help="B holds [..., N, K], as a linear layer does")
     parser.add_argument(
@@ -267,12 +322,25 @@ def main(arguments: list[str]) -> int:
     try:
         a, b, c = (_load(path, given.dtype, notes) for path in (given.a, given.b, given.c))
         bias = _load(given.bias, given.dtype, notes) if given.bias else None
+        scales = {
+            name: _load(path, "float8_e8m0fnu", notes)
+            for name, path in (("a_scale", given.a_scale), ("b_scale", given.b_scale))
+            if path
+        }
         if given.transpose_b:
             if b.bits.ndim < 2:
                 raise ValueError(f"{given.b} has {b.bits.ndim} dimensions, want 2 or more")
             b = Memory(b.bits.swapaxes(-1, -2), b.index)
         result = audit(
-            a, b, c, bias=bias, arithmetic=given.arithmetic, k_chunk=given.k_chunk, sample=given.sample, seed=given.seed
+            a,
+            b,
+            c,
+            **scales,
+            bias=bias,
+            arithmetic=given.arithmetic,
+            k_chunk=given.k_chunk,
+            sample=given.sample,
+            seed=given.seed,
         )
     except (OSError, EOFError, ValueError, _native.Error, ImportError) as problem:
         print(f"pydet audit: {problem}", file=sys.stderr)

@@ -18,6 +18,7 @@ from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, constant
 from pydet.protocols import (
     BRIEF,
     CPU,
+    DTYPES,
     NAMES,
     TYPES,
     Memory,
@@ -49,13 +50,15 @@ def numpy_dtype(index: int, op: str = "pydet") -> Any:
     """The NumPy dtype of a type index."""
     import numpy
 
-    if TYPES[index] != "bfloat16":
+    if TYPES[index] in ("float32", "float16"):
         return numpy.dtype(TYPES[index])
     try:
         import ml_dtypes
     except ImportError:
-        fail(INVALID_DTYPE, f"{op}: bfloat16 in NumPy needs the package ml_dtypes, which is not installed")
-    return numpy.dtype(ml_dtypes.bfloat16)
+        fail(INVALID_DTYPE, f"{op}: {TYPES[index]} in NumPy needs the package ml_dtypes, which is not installed")
+    if not hasattr(ml_dtypes, TYPES[index]):
+        fail(INVALID_DTYPE, f"{op}: this ml_dtypes has no {TYPES[index]}")
+    return numpy.dtype(getattr(ml_dtypes, TYPES[index]))
 
 
 class Framework:
@@ -278,7 +281,7 @@ class Jax(Framework):
 
 
 class _Export:
-    """A NumPy array offered by DLPack as what it is; NumPy itself refuses bfloat16."""
+    """A NumPy array offered by DLPack as what it is; NumPy itself refuses the types of ml_dtypes."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -289,10 +292,12 @@ class _Export:
     def __dlpack__(self, **keywords: Any) -> Any:
         import numpy
 
-        if self.array.dtype.name != "bfloat16":
+        dtype = self.array.dtype
+        if dtype.name in ("float32", "float16"):
             return self.array.__dlpack__()
-        capsule = self.array.view(numpy.uint16).__dlpack__()
-        ffi.cast("pydet_tensor *", unversioned(capsule)).dtype.code = constants.PYDET_BFLOAT
+        capsule = self.array.view(numpy.uint16 if dtype.itemsize == 2 else numpy.uint8).__dlpack__()
+        code, _ = DTYPES[TYPES.index(dtype.name)]
+        ffi.cast("pydet_tensor *", unversioned(capsule)).dtype.code = code
         return capsule
 
 

@@ -25,9 +25,10 @@ from pydet.frameworks import (
     stream_address,
     unreadable_torch,
 )
-from pydet.protocols import type_name
+from pydet.protocols import TYPES, type_name
 
 MODES = {"deterministic": int(constants.PYDET_DETERMINISTIC), "fast": int(constants.PYDET_FAST)}
+GRANULARITIES = {name: int(getattr(constants, f"PYDET_{name.upper()}")) for name in ("row", "group", "block", "tensor")}
 _arithmetics: dict[str, int] = {}
 _addresses: dict[type, int] = {}  # of the records of frameworks, by the types that they are of and that live for ever
 
@@ -59,13 +60,15 @@ def classify(x: Any, op: str, name: str) -> int:
 def borrow(x: Any, op: str, name: str, written: int) -> tuple[int, Any]:
     """Describes an object that the library does not read itself."""
     if exchange.numpy_dtypes[1] == ffi.NULL and "ml_dtypes" in sys.modules and "numpy" in sys.modules:
-        exchange.numpy_dtypes[1] = _handle(numpy_dtype(1))  # the next array of bfloat16 it does
+        for index, dtype in enumerate(TYPES):  # the next array of these it does
+            if index != 0 and hasattr(sys.modules["ml_dtypes"], dtype):
+                exchange.numpy_dtypes[index] = _handle(numpy_dtype(index))
     return framework_of(x, op, name).borrow(x, f"{op}: {name}", bool(written))
 
 
 def unknown(given: Any, op: str, name: str) -> int:
     """Looks a name up, and refuses one that there is not with those that there are."""
-    known = MODES if name == "mode" else arithmetics()
+    known = {"mode": MODES, "granularity": GRANULARITIES}.get(name) or arithmetics()
     if not isinstance(given, str) or given not in known:
         words = repr(given) if isinstance(given, (str, int)) else type_name(given)
         fail(INVALID_VALUE, f"{op}: {name} is {words}, want one of {', '.join(known)}")
@@ -160,11 +163,12 @@ def _fill_exchange() -> None:
     exchange.requires_grad, exchange.current_level, exchange.dtype = (
         _handle(sys.intern(name)) for name in ("requires_grad", "_current_level", "dtype")
     )
-    operations = ("product", "rmsnorm", "rmsnorm_backward")
+    operations = ("product", "scaled_gemm", "quantize", "rmsnorm", "rmsnorm_backward")
     operations += ("softmax", "softmax_backward", "log_prob", "log_prob_backward")
     for operation in operations:
         setattr(exchange, f"{operation}_names", _names_of(f"pydet_{operation}_arguments"))
     exchange.frameworks, exchange.arithmetics, exchange.modes = map(_handle, (_addresses, _arithmetics, MODES))
+    exchange.granularities = _handle(GRANULARITIES)
     hooks: dict[str, Callable[..., Any]] = {
         "classify": classify,
         "borrow": borrow,

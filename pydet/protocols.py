@@ -15,9 +15,16 @@ from pydet import _native
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, constants, fail, ffi
 
 # Element types as native/types.h has them, in its order: an index into these is a type index. A test compares the two.
-TYPES = ("float32", "bfloat16", "float16")
-DTYPES = ((constants.PYDET_FLOAT, 32), (constants.PYDET_BFLOAT, 16), (constants.PYDET_FLOAT, 16))  # DLPack's code, bits
-BRIEF = ("fp32", "bf16", "fp16")  # other names that a dtype may be given by
+TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+DTYPES = (  # DLPack's code, bits
+    (constants.PYDET_FLOAT, 32),
+    (constants.PYDET_BFLOAT, 16),
+    (constants.PYDET_FLOAT, 16),
+    (constants.PYDET_FLOAT8_E4M3FN, 8),
+    (constants.PYDET_FLOAT8_E5M2, 8),
+    (constants.PYDET_FLOAT8_E8M0FNU, 8),
+)
+BRIEF = ("fp32", "bf16", "fp16", "e4m3", "e5m2", "e8m0")  # other names that a dtype may be given by
 CPU = (constants.PYDET_CPU, 0)
 _CODES = {"f": constants.PYDET_FLOAT, "i": 0, "u": 1, "c": 5, "b": 6}  # a typestr's kind -> DLPack's dtype code
 _OTHER_BYTE_ORDER = ">" if sys.byteorder == "little" else "<"
@@ -80,15 +87,15 @@ def _describe(
 
 
 def _interface_dtype(where: str, x: Any, typestr: str) -> tuple[int, int]:
-    """The (code, bits) of an array-interface typestr. bfloat16 shows as 2 bytes of nothing, so the dtype is asked."""
+    """The (code, bits) of an array-interface typestr. Of ml_dtypes it says nothing: the dtype is asked."""
     order, kind, size = typestr[0], typestr[1], int(typestr[2:] or 0)
     name = getattr(getattr(x, "dtype", None), "name", None)
     if order == _OTHER_BYTE_ORDER and size > 1:
         fail(INVALID_DTYPE, f"{where} is {name or typestr} in the byte order of another machine")
-    if kind == "V" and size == 2 and name == "bfloat16":
-        return constants.PYDET_BFLOAT, 16
+    if name in TYPES and DTYPES[TYPES.index(name)][1] == 8 * size and (kind == "V" or size == 1):
+        return DTYPES[TYPES.index(name)]
     if kind not in _CODES or size not in (1, 2, 4, 8, 16):
-        fail(INVALID_DTYPE, f"{where} is {name or typestr}, want float32, bfloat16 or float16")
+        fail(INVALID_DTYPE, f"{where} is {name or typestr}, want {', '.join(TYPES)}")
     return _CODES[kind], 8 * size
 
 

@@ -37,7 +37,8 @@ CPU = (1, 0)
 
 
 def dtype_of(array) -> tuple[int, int, int]:
-    return {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}[array.dtype.name]
+    fp8 = {"float8_e4m3fn": (10, 8, 1), "float8_e5m2": (12, 8, 1), "float8_e8m0fnu": (14, 8, 1)}
+    return {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, **fp8}[array.dtype.name]
 
 
 class Tensor:
@@ -97,7 +98,7 @@ def status_name(status: int) -> str:
 def random(shape, dtype="float32", seed=0):
     import ml_dtypes
 
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(kind)
 
 

@@ -44,7 +44,7 @@ def forced_kernels(operation):
 
 
 def pytest_generate_tests(metafunc):
-    for operation in ("gemm", "rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward"):
+    for operation in ("gemm", "scaled_gemm", "quantize", "rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward"):
         if f"{operation}_kernel" in metafunc.fixturenames:
             kernels = forced_kernels(operation)
             assert kernels, f"no kernel of {operation} can run here"

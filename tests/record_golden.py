@@ -30,12 +30,11 @@ def record(folder, operation, digests, numerics):
 
 def main():
     import pydet
-    import reference
-    from test_golden import DIGESTS, GOLDEN, all_digests
+    from test_golden import DIGESTS, GOLDEN, all_digests, reference_of
 
     try:
         for operation in DIGESTS:
-            record(GOLDEN, operation, all_digests(operation, getattr(reference, operation)), pydet.NUMERICS)
+            record(GOLDEN, operation, all_digests(operation, reference_of(operation)), pydet.NUMERICS)
     except Refused as refusal:
         sys.exit(str(refusal))
 

@@ -35,7 +35,14 @@ static void run(void) {
   pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
   int64_t of_a[] = {call.m, call.k}, of_b[] = {call.k, call.n}, of_c[] = {call.m, call.n}, of_row[] = {call.n};
   int64_t of_rows[] = {call.m}, columns[] = {1, call.k};
-  if (!strcmp(call.operation, "gemm")) {
+  if (!strcmp(call.operation, "scaled_gemm")) {
+    pydet_scaled_gemm_options options = {sizeof options, 0, 128, 0, 0, NULL, NULL, 0};
+    pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 2, of_b, NULL, call.dtype);
+    pydet_tensor out = tensor(c, 2, of_c, NULL, fp32);
+    options.arithmetic = strstr(call.kernel, "sm90") ? PYDET_SM90 : PYDET_IEEE;
+    options.kernel = call.kernel;
+    call.status = pydet_scaled_gemm(NULL, &x, NULL, &y, NULL, NULL, &out, &options);
+  } else if (!strcmp(call.operation, "gemm")) {
     pydet_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0};
     int64_t *strides = call.transposed ? columns : NULL;
     pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 2, of_b, strides, call.dtype);
@@ -51,7 +58,14 @@ static void run(void) {
   } else {
     pydet_tensor x = tensor(a, 2, of_c, NULL, call.dtype), y = tensor(c, 2, of_c, NULL, call.dtype);
     pydet_tensor weight = tensor(bias, 1, of_row, NULL, fp32);
-    if (!strcmp(call.operation, "rmsnorm")) {
+    if (!strcmp(call.operation, "quantize")) {
+      pydet_quantize_options options = {sizeof options, PYDET_ROW, 0, 0, 0, NULL};
+      int64_t of_scale[2] = {call.m, 1};
+      pydet_tensor scale = tensor(b, 2, of_scale, NULL, fp32);
+      y.dtype.code = PYDET_FLOAT8_E4M3FN, y.dtype.bits = 8;
+      options.kernel = call.kernel;
+      call.status = pydet_quantize(NULL, &x, &y, &scale, NULL, NULL, &options);
+    } else if (!strcmp(call.operation, "rmsnorm")) {
       pydet_rmsnorm_options options = {sizeof options, 1e-6f, 0, 0, NULL};
       options.kernel = call.kernel;
       call.status = pydet_rmsnorm(NULL, &x, NULL, &weight, &y, NULL, NULL, &options);
@@ -79,8 +93,8 @@ static void run_on(char *bottom, size_t size) {
 
 int main(int count, char **arguments) {
   const size_t stack = count > 1 ? strtoul(arguments[1], NULL, 10) : 0;
-  const pydet_dtype dtypes[] = {{PYDET_FLOAT, 32, 1}, {PYDET_BFLOAT, 16, 1}, {PYDET_FLOAT, 16, 1}};
-  const char *const names[] = {"fp32", "bf16", "fp16"};
+  const pydet_dtype dtypes[] = {{PYDET_FLOAT, 32, 1}, {PYDET_BFLOAT, 16, 1}, {PYDET_FLOAT, 16, 1}, {PYDET_FLOAT8_E4M3FN, 8, 1}};
+  const char *const names[] = {"fp32", "bf16", "fp16", "e4m3"};
   /* The smallest, some of every edge, few rows, few columns, many of all. */
   const int64_t shapes[][3] = {{1, 1, 1},    {4, 4, 4},     {33, 65, 129},  {1, 700, 300},
                                {5, 64, 900}, {300, 3, 200}, {150, 260, 170}};
@@ -106,7 +120,7 @@ int main(int count, char **arguments) {
     size_t dtype, shape, way;
     pydet_query_kernel(index, &info);
     if (info.device_type != PYDET_CPU || !info.available) continue;
-    for (dtype = 0; dtype < 3; ++dtype)
+    for (dtype = 0; dtype < 4; ++dtype)
       for (shape = 0; strstr(info.dtypes, names[dtype]) && shape < sizeof shapes / sizeof *shapes; ++shape)
         for (way = 0; way < 4; ++way) {
           size_t untouched = 0;

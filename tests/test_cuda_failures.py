@@ -76,7 +76,7 @@ def cuda(tmp_path):
 
 
 def tensors(shapes, dtype):
-    kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype]
+    kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e4m3": "float8_e4m3fn"}[dtype]
     return [
         None if shape is None else capi.Tensor(capi.random(shape, shape_dtype or kind), device=(CUDA, DEVICE))
         for shape, shape_dtype in (s if isinstance(s, tuple) and isinstance(s[1], str) else (s, None) for s in shapes)
@@ -95,6 +95,18 @@ def problems(operation, name, dtype):
                 tensors(shapes, dtype),
                 capi.options(f"{struct}_options", arithmetic=arithmetic, kernel=name[0]),
             )
+        return
+    if operation == "scaled_gemm":
+        operands = tensors([(256, 256), None, (256, 1024), None, None, ((256, 1024), "float32")], dtype)
+        operands[2].strides[0], operands[2].strides[1] = 1, 256  # k is adjacent
+        given = capi.options("pydet_scaled_gemm_options", arithmetic=name[1], k_chunk=128, kernel=name[0])
+        yield "pydet_scaled_gemm", operands, given
+        return
+    if operation == "quantize":
+        for granularity, groups in ((0, 1), (1, 2)):
+            shapes = [(64, 256), ((64, 256), "float8_e4m3fn"), ((64, groups), "float32"), None, None]
+            given = capi.options("pydet_quantize_options", granularity=granularity, kernel=name[0])
+            yield "pydet_quantize", tensors(shapes, dtype), given
         return
     for rows, n in ((64, 256), (64, 2048), (64, 8192), (4, 20000)):
         x = (rows, n)

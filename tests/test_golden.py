@@ -15,7 +15,11 @@ import pytest
 import cases
 import pydet
 import reference
+import reference_fp8
+import test_scaled_gemm as scaled_cases
 from cases import ARITHMETICS, DTYPES, Problem, data
+from reference_fp8 import E8M0
+from test_scaled_gemm import FLOAT32, TYPES, Scaled
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -89,8 +93,37 @@ def softmax_backward_digests(softmax_backward, arithmetic, dtype):
     return digests
 
 
+def scaled_gemm_digests(scaled_gemm, arithmetic, dtype):
+    digests = {}
+    for (a_scale, b_scale), kind, out_dtype in itertools.product(
+        [("group", "block"), ("row", "row"), ("group", "group"), ("none", "none")], ["any", "near", "specials"], DTYPES
+    ):
+        problem = Scaled(19, 140, 300, dtype, "e4m3", a_scale, b_scale, arithmetic=arithmetic, kind=kind,
+                         out_dtype=out_dtype, bias="n fp32" if kind == "near" else "")  # fmt: skip
+        name = f"{arithmetic} {dtype} x e4m3, scales by {a_scale} and {b_scale}, {kind} -> {out_dtype}"
+        digests[name] = digest(scaled_cases.run(scaled_gemm, problem))
+    one_chain = Scaled(19, 140, 300, dtype, "e5m2", "row", "tensor", arithmetic=arithmetic, k_chunk=0)
+    digests[f"{arithmetic} {dtype} x e5m2, one chain -> fp32"] = digest(scaled_cases.run(scaled_gemm, one_chain))
+    return digests
+
+
+def quantize_digests(quantize, arithmetic, dtype):
+    digests = {}
+    for granularity, kind, to, scale_dtype in itertools.product(
+        ["row", "group", "block", "tensor"], ["normal", "wide", "specials"], TYPES, [FLOAT32, E8M0]
+    ):
+        x, squares = data(kind, (140, 300), DTYPES[dtype]), granularity in ("group", "block")
+        options = {"transposed": True} if squares else {}
+        results = quantize(x, granularity=granularity, dtype=TYPES[to], scale_dtype=scale_dtype, **options)
+        name = f"{dtype} {kind} by {granularity} -> {to}, {scale_dtype.name}"
+        digests[name] = digest(*(np.array(result, order="C") for result in results))
+    return digests
+
+
 DIGESTS = {
     "gemm": gemm_digests,
+    "scaled_gemm": scaled_gemm_digests,
+    "quantize": quantize_digests,
     "skinny_gemm": skinny_gemm_digests,
     "rmsnorm": rmsnorm_digests,
     "rmsnorm_backward": rmsnorm_backward_digests,
@@ -103,12 +136,18 @@ DIGESTS = {
 def all_digests(operation, function):
     """Every case of an operation, by one implementation of all its arithmetics."""
     arithmetics = ARITHMETICS if "gemm" in operation else {dtype: ["ieee"] for dtype in DTYPES}
+    if operation == "scaled_gemm":
+        arithmetics = {dtype: ["ieee", "sm90"] for dtype in TYPES}
     return {
         name: value
-        for dtype in DTYPES
+        for dtype in arithmetics
         for arithmetic in arithmetics[dtype]
         for name, value in DIGESTS[operation](function, arithmetic, dtype).items()
     }
+
+
+def reference_of(operation):
+    return getattr(reference_fp8 if operation in ("scaled_gemm", "quantize") else reference, operation)
 
 
 def recorded(operation):
@@ -131,6 +170,15 @@ def test_skinny_gemm(gemm_kernel):
     check_golden("skinny_gemm", gemm_kernel.skinny_gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
 
 
+def test_scaled_gemm(scaled_gemm_kernel):
+    kernel = scaled_gemm_kernel
+    check_golden("scaled_gemm", kernel.scaled_gemm, kernel.arithmetic, kernel.dtype)
+
+
+def test_quantize(quantize_kernel):
+    check_golden("quantize", quantize_kernel.quantize, "ieee", quantize_kernel.dtype)
+
+
 def test_rmsnorm(rmsnorm_kernel):
     check_golden("rmsnorm", rmsnorm_kernel.rmsnorm, "ieee", rmsnorm_kernel.dtype)
 
@@ -151,7 +199,7 @@ def test_softmax_backward(softmax_backward_kernel):
 @pytest.mark.parametrize("operation", DIGESTS)
 def test_reference(operation):
     """The reference is pinned too, and every recorded case is one that is still computed."""
-    assert all_digests(operation, getattr(reference, operation)) == recorded(operation)["sha256"]
+    assert all_digests(operation, reference_of(operation)) == recorded(operation)["sha256"]
 
 
 @pytest.mark.parametrize("operation", DIGESTS)

@@ -104,10 +104,13 @@ def every_kernel():
 
     def values(*shape, dtype="fp32"):
         x = random.standard_normal(shape, np.float32)
+        if dtype in ("e4m3", "e5m2"):
+            return random.integers(0, 0x78, shape, np.uint8)  # finite in both
         return {"fp32": x, "fp16": x.astype(np.float16), "bf16": (x.view(np.uint32) >> 16).astype(np.uint16)}[dtype]
 
     def tensor(array):
-        return Tensor(array, dtype={"float32": FLOAT32, "float16": FLOAT16, "uint16": BFLOAT16}[array.dtype.name])
+        types = {"float32": FLOAT32, "float16": FLOAT16, "uint16": BFLOAT16, "uint8": (10, 8, 1)}
+        return Tensor(array, dtype=types[array.dtype.name])
 
     for kernel in pydet.kernels():
         if kernel.device != "cpu" or not kernel.available:
@@ -125,7 +128,25 @@ def every_kernel():
                         tensors = [tensor(a), tensor(b), tensor(values(n)), tensor(out)]
                         yield lib.pydet_gemm, tensors, chosen, [out]
                     continue
+                if kernel.operation == "scaled_gemm":
+                    a, b, out = values(m, k, dtype=dtype), values(n, k, dtype=dtype).T, values(m, n)
+                    chosen = options("pydet_scaled_gemm_options", kernel=kernel.name, k_chunk=128)
+                    chosen.arithmetic = getattr(lib, f"PYDET_{kernel.arithmetic.upper()}")
+                    scale = values(m, -(-k // 128))
+                    yield (
+                        lib.pydet_scaled_gemm,
+                        [tensor(a), tensor(scale), tensor(b), None, None, tensor(out)],
+                        chosen,
+                        [out],
+                    )
+                    continue
                 x, dy, y = (values(m, n, dtype=dtype) for _ in range(3))
+                if kernel.operation == "quantize":
+                    for granularity, extent in enumerate((1, -(-n // 128))):
+                        q, scale = values(m, n, dtype="e4m3"), values(m, extent)
+                        chosen = options("pydet_quantize_options", kernel=kernel.name, granularity=granularity)
+                        yield lib.pydet_quantize, [tensor(x), tensor(q), tensor(scale), None, None], chosen, [q, scale]
+                    continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
                     chosen = options("pydet_rmsnorm_options", eps=1e-6, kernel=kernel.name)

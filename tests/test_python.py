@@ -346,7 +346,9 @@ SIGNATURES = {
     "skinny_gemm": "x w * bias out out_dtype accumulate mode arithmetic k_chunk weights_constant kernel stream",
     "rmsnorm": "x weight * eps weight_offset residual out kernel stream",
     "rmsnorm_backward": "dy x weight rstd * weight_offset dresidual out dweight dweight_dtype accumulate kernel stream",
-    "audit": "a b c * bias arithmetic k_chunk sample seed",
+    "scaled_gemm": "a b * a_scale b_scale bias out out_dtype accumulate arithmetic k_chunk kernel stream",
+    "quantize": "x * granularity dtype scale_dtype power_of_two transposed scale out kernel stream",
+    "audit": "a b c * a_scale b_scale bias arithmetic k_chunk sample seed",
     "kernels": "",
     "devices": "",
     "last_kernel": "",
@@ -602,7 +604,7 @@ def test_report():
         assert kernel.name in done.stdout
     found = json.loads(run("--json").stdout)
     assert found["version"] == pydet.__version__ and found["numerics"] == pydet.NUMERICS and found["abi"] == pydet.ABI
-    assert found["arithmetic"]["cpu:0"] == dict.fromkeys(DTYPES, "ieee")
+    assert found["arithmetic"]["cpu:0"] == dict.fromkeys((*DTYPES, "float8_e4m3fn", "float8_e5m2"), "ieee")
     assert [kernel["name"] for kernel in found["kernels"]] == [kernel.name for kernel in pydet.kernels()]
     assert pydet.__version__ in run("--version").stdout
     for command in ((), ("demo",), ("audit",)):

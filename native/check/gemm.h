@@ -17,10 +17,13 @@ inline pydet_status resolve(const char *op, Device device, Type type, int32_t as
   const ArithmeticRow &row = kArithmetics[asked];
   if (!(row.factors & bit(type)))
     return fail(PYDET_INVALID_DTYPE, "%s: arithmetic %s takes %s inputs, got %s", op, row.name,
-                type_list(row.factors).text, type_name(type));
+                type_list(row.factors & (bit(type) & kUnscaledTypes ? kUnscaledTypes : ~0u)).text, type_name(type));
   if (asked != PYDET_AUTO) return PYDET_OK;
   *resolved = type == Type::f32 || device.type == PYDET_CPU ? Arithmetic::ieee
                                                             : backend_for(device.type)->tensor_cores(device.id);
+  if (!(kArithmetics[int(*resolved)].factors & bit(type)))
+    return fail(PYDET_UNSUPPORTED, "%s: the tensor cores of %s have no known arithmetic for %s inputs", op,
+                device_text(device.type, device.id).text, type_name(type));
   return PYDET_OK;
 }
 

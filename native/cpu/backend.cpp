@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <thread>
 
-#include "cpu/kernels.h"
+#include "cpu/scaled_kernels.h"
 #include "kernel.h"
 
 namespace pydet {
@@ -47,6 +47,25 @@ constexpr Kernel<Gemm> kGemm[] = {
     {"cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_sm80<Scalar>},
     {"cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna3<Scalar>},
     {"cpu_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna2<Scalar>},
+};
+
+constexpr Kernel<ScaledGemm> kScaledGemm[] = {
+#if defined(__x86_64__)
+    {"cpu_scaled_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "avx512", has_avx512, nullptr, nullptr, scaled_gemm_ieee<Avx512>},
+    {"cpu_scaled_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "avx2", has_avx2, nullptr, nullptr, scaled_gemm_ieee<Avx2>},
+    {"cpu_scaled_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "avx512", has_avx512, nullptr, nullptr, scaled_gemm_sm90<Avx512>},
+    {"cpu_scaled_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "avx2", has_avx2, nullptr, nullptr, scaled_gemm_sm90<Avx2>},
+#endif
+    {"cpu_scaled_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, scaled_gemm_ieee<Scalar>},
+    {"cpu_scaled_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, scaled_gemm_sm90<Scalar>},
+};
+
+constexpr Kernel<Quantize> kQuantize[] = {
+#if defined(__x86_64__)
+    {"cpu_quantize_avx512", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "avx512", has_avx512, nullptr, nullptr, quantize<Avx512>},
+    {"cpu_quantize_avx2", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "avx2", has_avx2, nullptr, nullptr, quantize<Avx2>},
+#endif
+    {"cpu_quantize_scalar", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "any CPU", has_scalar, nullptr, nullptr, quantize<Scalar>},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
@@ -107,7 +126,8 @@ Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
 
 const Backend &cpu_backend() {
   static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores,
-                                      nullptr, nullptr, nullptr, table(kGemm), table(kRmsNorm), table(kRmsNormBackward),
+                                      nullptr, nullptr, nullptr, table(kGemm), table(kScaledGemm), table(kQuantize),
+                                      table(kRmsNorm), table(kRmsNormBackward),
                                       table(kSoftmax), table(kSoftmaxBackward)};
   return backend;
 }

@@ -95,6 +95,26 @@ typedef struct pydet_log_prob_backward_arguments {
   pydet_object *out, *kernel, *stream;
 } pydet_log_prob_backward_arguments;
 
+typedef struct pydet_scaled_gemm_arguments {
+  pydet_object *a, *b; /* positional */
+  pydet_object *a_scale, *b_scale, *bias;
+  pydet_object *out, *out_dtype; /* a type index or None */
+  pydet_object *accumulate, *arithmetic;
+  pydet_object *k_chunk; /* None: 128 */
+  pydet_object *kernel, *stream;
+} pydet_scaled_gemm_arguments;
+
+typedef struct pydet_quantize_arguments {
+  pydet_object *x; /* positional */
+  pydet_object *granularity;
+  pydet_object *given; /* the scale to read, or None; the rest are outputs */
+  pydet_object *out, *scale, *transposed, *transposed_scale;
+  pydet_object *dtype, *scale_dtype; /* type indices */
+  pydet_object *power_of_two;
+  pydet_object *turns; /* whether to make a transposed copy */
+  pydet_object *kernel, *stream;
+} pydet_quantize_arguments;
+
 /* How tensors of one Python type are read and made. */
 enum {
   PYDET_EXCHANGE_ARRAY = 0, /* numpy.ndarray: the buffer protocol, and numpy.empty */
@@ -122,6 +142,13 @@ typedef struct pydet_exchange_library {
   pydet_status (*skinny_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                               const pydet_tensor *, const pydet_skinny_gemm_options *);
   pydet_status (*skinny_gemm_workspace)(int64_t, int64_t, int64_t, const pydet_skinny_gemm_options *, uint64_t *);
+  pydet_status (*scaled_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                              const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                              const pydet_scaled_gemm_options *);
+  pydet_status (*scaled_gemm_workspace)(int64_t, int64_t, int64_t, int64_t, const pydet_scaled_gemm_options *,
+                                        uint64_t *);
+  pydet_status (*quantize)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                           const pydet_tensor *, const pydet_tensor *, const pydet_quantize_options *);
   pydet_status (*rmsnorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                           const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                           const pydet_rmsnorm_options *);
@@ -142,7 +169,7 @@ typedef struct pydet_exchange_library {
 
 enum { PYDET_EXCHANGE_CPU = 0, PYDET_EXCHANGE_CUDA = 1, PYDET_EXCHANGE_ROCM = 2, PYDET_EXCHANGE_LIBRARIES = 3 };
 
-enum { PYDET_EXCHANGE_TYPES = 3 }; /* element types; a type index counts them in this order: float32, bfloat16, float16 */
+enum { PYDET_EXCHANGE_TYPES = 6 }; /* element types; a type index counts them in the order of types.h */
 
 /* Everything an operation needs of Python. A hook is a callable; each returns what is said here or raises. `op` and
  * `name` are the operation's and the argument's, for sentences. */
@@ -155,6 +182,8 @@ typedef struct pydet_exchange {
   pydet_object *current_level;
   pydet_object *dtype;
   pydet_object *const *product_names; /* the members of the structs of arguments, as interned strings */
+  pydet_object *const *scaled_gemm_names;
+  pydet_object *const *quantize_names;
   pydet_object *const *rmsnorm_names;
   pydet_object *const *rmsnorm_backward_names;
   pydet_object *const *softmax_names;
@@ -168,6 +197,7 @@ typedef struct pydet_exchange {
   pydet_object *frameworks;  /* dict: type -> address of its pydet_exchange_framework, for types that live for ever */
   pydet_object *arithmetics; /* dict: name -> number */
   pydet_object *modes;       /* dict: name -> number */
+  pydet_object *granularities; /* dict: name -> number */
   pydet_object *classify;   /* (object, op, name) -> that address, for any type */
   pydet_object *borrow;     /* (object, op, name, written) -> (address of a pydet_tensor, what keeps it alive) */
   pydet_object *unknown;    /* (object, op, name) -> the number of a name that the dict does not have */

@@ -18,6 +18,9 @@ constexpr int32_t xla_of(Type type) {
     case Type::f32: return PYDET_XLA_F32;
     case Type::bf16: return PYDET_XLA_BF16;
     case Type::f16: return PYDET_XLA_F16;
+    case Type::e4m3: return PYDET_XLA_F8E4M3FN;
+    case Type::e5m2: return PYDET_XLA_F8E5M2;
+    case Type::e8m0: return PYDET_XLA_F8E8M0FNU;
   }
   return 0;
 }

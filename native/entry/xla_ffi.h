@@ -45,7 +45,10 @@ enum {
   PYDET_XLA_F16 = 10,
   PYDET_XLA_F32 = 11,
   PYDET_XLA_F64 = 12,
-  PYDET_XLA_BF16 = 16
+  PYDET_XLA_BF16 = 16,
+  PYDET_XLA_F8E5M2 = 19,
+  PYDET_XLA_F8E4M3FN = 20,
+  PYDET_XLA_F8E8M0FNU = 33
 };
 
 typedef struct pydet_xla_buffer {

@@ -17,6 +17,20 @@ template <int rows> struct SkinnySm90 {
 };
 int skinny_sm90_best(const Gemm &);  // those rows; 0: a tile of gemm.cu
 
+struct ScaledGemm;  // scaled.h
+struct Quantize;
+
+// nvidia/sm90/scaled_gemm.cu
+bool scaled_gemm_sm90_256_takes(const ScaledGemm &);
+bool scaled_gemm_sm90_256_prefers(const ScaledGemm &);
+pydet_status scaled_gemm_sm90_256(const ScaledGemm &);
+pydet_status scaled_gemm_sm90_128(const ScaledGemm &);
+
+// nvidia/quantize.cu
+bool quantize_rows_takes(const Quantize &);
+pydet_status quantize_by_rows(const Quantize &);
+pydet_status quantize_tiled(const Quantize &);
+
 // any/skinny_ieee.cu
 bool skinny_ieee_takes(const Gemm &);
 pydet_status skinny_ieee(const Gemm &);

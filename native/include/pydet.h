@@ -98,8 +98,14 @@ PYDET_API const char *pydet_last_kernel(void);
  * Laid out as DLPack's DLTensor: a pointer to one may be passed as it is. The library reads the descriptors only
  * during the call. */
 enum { PYDET_CPU = 1, PYDET_CUDA = 2, PYDET_CUDA_HOST = 3, PYDET_ROCM = 10, PYDET_ROCM_HOST = 11, PYDET_CUDA_MANAGED = 13 };
-enum { PYDET_INT = 0, PYDET_FLOAT = 2, PYDET_BFLOAT = 4 }; /* dtype codes: FLOAT of 32 or 16 bits, BFLOAT of 16;
-                                                               INT of 32 or 64 for column numbers alone */
+enum { /* dtype codes: FLOAT of 32 or 16 bits, BFLOAT of 16, the FLOAT8 of 8; INT of 32 or 64 for column numbers alone */
+  PYDET_INT = 0,
+  PYDET_FLOAT = 2,
+  PYDET_BFLOAT = 4,
+  PYDET_FLOAT8_E4M3FN = 10,
+  PYDET_FLOAT8_E5M2 = 12,
+  PYDET_FLOAT8_E8M0FNU = 14 /* a power of two: for scales alone */
+};
 
 typedef struct pydet_device {
   int32_t device_type; /* PYDET_CPU, ... */
@@ -107,8 +113,8 @@ typedef struct pydet_device {
 } pydet_device;
 
 typedef struct pydet_dtype {
-  uint8_t code;   /* PYDET_FLOAT or PYDET_BFLOAT */
-  uint8_t bits;   /* 32 or 16 */
+  uint8_t code;   /* PYDET_FLOAT, ... */
+  uint8_t bits;   /* 32, 16 or 8 */
   uint16_t lanes; /* 1 */
 } pydet_dtype;
 
@@ -212,6 +218,71 @@ PYDET_API pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, co
 
 PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,
                                                    const pydet_skinny_gemm_options *options, uint64_t *bytes);
+
+/* ---- Scaled GEMM ----------------------------------------------------------------------------------------------
+ *   out[m, n] = round( sum_k a[m, k] sa[m, k div 128] b[k, n] sb[k div 128, n] + bias[n] ), in fp8
+ *
+ * Chains of the arithmetic over chunks of k, each from +0, are combined in ascending order (NUMERICS.md, "Scaled GEMM"):
+ *   scales along k   D = fmaf(fl(sa sb), s_c, D), chunks of 128;   out = round(D + bias)
+ *   otherwise        D = fl(D + s_c), chunks of k_chunk;           out = round(fl(fl(D sb) sa) + bias)
+ *
+ * Operands   a [..., M, K] and b [..., K, N], e4m3fn or e5m2, each its own. out and bias as in pydet_gemm. One of the last
+ *            two strides of a, b and out is 1. The GPU's tensor cores read k alone: there a's last stride is 1, and b's last
+ *            but one.
+ * Scales     fp32 or e8m0fnu, of any strides; NULL for none. Their shapes say what shares one:
+ *              a_scale  []: all of a; [..., M, 1]: a row; [..., M, ceil(K/128)]: a row's 128 elements along k
+ *              b_scale  []: all of b; [..., 1, N]: a column; [..., ceil(K/128), N]: a column's 128 along k;
+ *                       [..., ceil(K/128), ceil(N/128)]: a block of 128 x 128
+ *            A scale is along k if its second extent (b: first) is ceil(K/128). So for K <= 128, where rows and groups are
+ *            the same, every scale but [] is. With N <= 128 a b_scale of [ceil(K/128), 1] is by blocks.
+ * Batch      Leading dimensions as in pydet_gemm; those of scales broadcast likewise.
+ * Empty, NaN, Stream   As in pydet_gemm.
+ *
+ * IEEE and SM90 are the arithmetics of fp8. AUTO means SM90 on Hopper, IEEE on the CPU. */
+typedef struct pydet_scaled_gemm_options {
+  uint32_t struct_size;
+  int32_t arithmetic;
+  int64_t k_chunk;    /* 0: one chain. c, a multiple of 32: chains of c. 128 with scales along k, and if options is NULL */
+  int32_t accumulate; /* 1: D starts from out, which is fp32, instead of +0; the scales are along k, or absent */
+  int32_t reserved;   /* 0 */
+  const char *kernel;
+  void *workspace; /* as in pydet_gemm */
+  uint64_t workspace_size;
+} pydet_scaled_gemm_options;
+
+PYDET_API pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *a_scale,
+                                         const pydet_tensor *b, const pydet_tensor *b_scale, const pydet_tensor *bias,
+                                         const pydet_tensor *out, const pydet_scaled_gemm_options *options);
+
+PYDET_API pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                                   const pydet_scaled_gemm_options *options, uint64_t *bytes);
+
+/* ---- Quantisation ---------------------------------------------------------------------------------------------
+ *   scale = max(amax, 1e-10) / L,   out = x / scale, clamped to [-L, L], to nearest even;   L is the largest of out's type
+ *
+ * A true division, the same bits on every backend; amax is the largest |x| of what shares the scale. x [..., M, K], fp32,
+ * bf16 or fp16; out like it, e4m3fn or e5m2; one of the last two strides of each is 1. scale, of the type and any strides
+ * that pydet_scaled_gemm takes (of what is e8m0fnu the scales are powers of two):
+ *   ROW     [..., M, 1]               GROUP  [..., M, ceil(K/128)], 128 along k
+ *   TENSOR  []                        BLOCK  [..., ceil(M/128), ceil(K/128)], 128 x 128
+ * transposed and transposed_scale, both or neither NULL: what the call would give of x transposed, [..., K, M] and its
+ * scale, in the same pass; GROUP and BLOCK. The products of a gradient need k adjacent on the other side.
+ * NaN in x makes NaN of all that share its scale; Inf becomes NaN, and the finite beside it 0, or NaN if the scale is to be
+ * a power of two. */
+enum { PYDET_ROW = 0, PYDET_GROUP = 1, PYDET_BLOCK = 2, PYDET_TENSOR = 3 };
+
+typedef struct pydet_quantize_options {
+  uint32_t struct_size;
+  int32_t granularity;  /* PYDET_ROW, ... */
+  int32_t power_of_two; /* 1: the scale is rounded up to a power of two */
+  int32_t given;        /* 1: scale is read instead of written; then nothing is transposed */
+  int32_t reserved;     /* 0 */
+  const char *kernel;
+} pydet_quantize_options;
+
+PYDET_API pydet_status pydet_quantize(void *stream, const pydet_tensor *x, const pydet_tensor *out,
+                                      const pydet_tensor *scale, const pydet_tensor *transposed,
+                                      const pydet_tensor *transposed_scale, const pydet_quantize_options *options);
 
 /* ---- RMSNorm --------------------------------------------------------------------------------------------------
  *   y = x rstd (w + weight_offset),   rstd = 1 / sqrt(mean(x^2) + eps),   over the last dimension

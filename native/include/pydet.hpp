@@ -39,11 +39,17 @@ template <class... Parts> [[noreturn]] void refuse(pydet_status status, const Pa
   throw error(status, sentence.str());
 }
 
-// 16-bit elements, as their bits. dtype_of is specialised for other types of the same layout:
+// 16- and 8-bit elements, as their bits. dtype_of is specialised for other types of the same layout:
 //   template <> struct pydet::dtype_of<__nv_bfloat16> : pydet::dtype_of<pydet::bfloat16> {};
 enum class bfloat16 : uint16_t {};
 enum class float16 : uint16_t {};
+enum class float8_e4m3fn : uint8_t {};
+enum class float8_e5m2 : uint8_t {};
+enum class float8_e8m0fnu : uint8_t {};
 template <class T> struct dtype_of;
+template <> struct dtype_of<float8_e4m3fn> { static constexpr pydet_dtype value{PYDET_FLOAT8_E4M3FN, 8, 1}; };
+template <> struct dtype_of<float8_e5m2> { static constexpr pydet_dtype value{PYDET_FLOAT8_E5M2, 8, 1}; };
+template <> struct dtype_of<float8_e8m0fnu> { static constexpr pydet_dtype value{PYDET_FLOAT8_E8M0FNU, 8, 1}; };
 template <> struct dtype_of<float> { static constexpr pydet_dtype value{PYDET_FLOAT, 32, 1}; };
 template <> struct dtype_of<float16> { static constexpr pydet_dtype value{PYDET_FLOAT, 16, 1}; };
 template <> struct dtype_of<bfloat16> { static constexpr pydet_dtype value{PYDET_BFLOAT, 16, 1}; };
@@ -151,6 +157,16 @@ inline void skinny_gemm(void *stream, const tensor &x, const tensor &w, const te
                         const pydet_skinny_gemm_options *options = nullptr) {
   call(pydet_skinny_gemm, stream, x.describe(), w.describe(), bias.describe(), y.describe(), options);
 }
+inline void scaled_gemm(void *stream, const tensor &a, const tensor &a_scale, const tensor &b, const tensor &b_scale,
+                        const tensor &bias, const tensor &out, const pydet_scaled_gemm_options *options = nullptr) {
+  call(pydet_scaled_gemm, stream, a.describe(), a_scale.describe(), b.describe(), b_scale.describe(), bias.describe(),
+       out.describe(), options);
+}
+inline void quantize(void *stream, const tensor &x, const tensor &out, const tensor &scale, const tensor &transposed,
+                     const tensor &transposed_scale, const pydet_quantize_options *options = nullptr) {
+  call(pydet_quantize, stream, x.describe(), out.describe(), scale.describe(), transposed.describe(),
+       transposed_scale.describe(), options);
+}
 inline void rmsnorm(void *stream, const tensor &x, const tensor &residual, const tensor &weight, const tensor &y,
                     const tensor &rstd, const tensor &sum, const pydet_rmsnorm_options *options = nullptr) {
   call(pydet_rmsnorm, stream, x.describe(), residual.describe(), weight.describe(), y.describe(), rstd.describe(),
@@ -174,6 +190,12 @@ inline uint64_t skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,
                                       const pydet_skinny_gemm_options *options = nullptr) {
   uint64_t bytes = 0;
   call(pydet_skinny_gemm_workspace, m, n, k, options, &bytes);
+  return bytes;
+}
+inline uint64_t scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                      const pydet_scaled_gemm_options *options = nullptr) {
+  uint64_t bytes = 0;
+  call(pydet_scaled_gemm_workspace, batch, m, n, k, options, &bytes);
   return bytes;
 }
 inline uint64_t rmsnorm_backward_workspace(int64_t rows, int64_t n) {

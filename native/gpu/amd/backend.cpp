@@ -78,7 +78,7 @@ Arithmetic tensor_cores(int32_t id) {
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores,
                                       gpu_reaches, gpu_forget, "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"", table(kGemm),
-                                      table(kRmsNorm), table(kRmsNormBackward),
+                                      {}, {}, table(kRmsNorm), table(kRmsNormBackward),
                                       {}, {}};
   return &backend;
 }

@@ -8,6 +8,7 @@
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/tiles.h"
 #include "kernel.h"
+#include "scaled.h"
 
 namespace pydet {
 namespace {
@@ -65,6 +66,17 @@ gemm_rows(std::integer_sequence<int, skinny...>, std::integer_sequence<int, tile
 }
 constexpr auto kGemm = gemm_rows(std::make_integer_sequence<int, kSkinnyCount>(), std::make_integer_sequence<int, kSm90TileCount>(),
                                  std::make_integer_sequence<int, kOtherCount>());
+
+constexpr uint32_t kScaledTile = kBatch | kBias | kAccumulate;
+constexpr Kernel<ScaledGemm> kScaledGemm[] = {
+    {"cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, scaled_gemm_sm90_256_takes, scaled_gemm_sm90_256_prefers, scaled_gemm_sm90_256},
+    {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a", is_sm90, nullptr, nullptr, scaled_gemm_sm90_128},
+};
+
+constexpr Kernel<Quantize> kQuantize[] = {
+    {"cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, "sm_80 or later", from_sm80, quantize_rows_takes, nullptr, quantize_by_rows},
+    {"cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy, "sm_80 or later", from_sm80, nullptr, nullptr, quantize_tiled},
+};
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
     {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
@@ -132,7 +144,8 @@ Arithmetic tensor_cores(int32_t id) {
 
 const Backend *gpu_backend() {
   static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores,
-                                      gpu_reaches, gpu_forget, nullptr, {kGemm.data(), int(kGemm.size())}, table(kRmsNorm),
+                                      gpu_reaches, gpu_forget, nullptr, {kGemm.data(), int(kGemm.size())}, table(kScaledGemm), table(kQuantize),
+                                      table(kRmsNorm),
                                       table(kRmsNormBackward),
                                       table(kSoftmax), table(kSoftmaxBackward)};
   return &backend;

@@ -43,7 +43,8 @@ inline pydet_status find_encoder(const char *kernel, EncodeTensorMap *encode) {
 
 inline pydet_status make_map(const char *kernel, EncodeTensorMap encode, const MapShape &shape, CUtensorMap *map) {
   constexpr CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                                           CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
+                                           CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                                           CU_TENSOR_MAP_DATA_TYPE_UINT8};
   int64_t size = size_of(shape.type);
   cuuint64_t extents[5] = {cuuint64_t(shape.extent), cuuint64_t(shape.rows)},
              strides[4] = {cuuint64_t(shape.row_stride * size)};

@@ -1,0 +1,13 @@
+// The CPU kernels of scaled.h's problems, once per instruction set, as those of kernels.h.
+#pragma once
+
+#include "cpu/kernels.h"
+#include "scaled.h"
+
+namespace pydet {
+
+template <class Isa> pydet_status scaled_gemm_ieee(const ScaledGemm &);
+template <class Isa> pydet_status scaled_gemm_sm90(const ScaledGemm &);
+template <class Isa> pydet_status quantize(const Quantize &);
+
+}  // namespace pydet

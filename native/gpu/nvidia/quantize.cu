@@ -1,0 +1,317 @@
+// Quantisation to fp8 (NUMERICS.md, "Quantisation"):  s = max(amax, 1e-10) / largest,  q = round(clamp(x / s)).
+//
+// Tiles: a block of 256 threads holds 128 x 128 of x in registers, whole groups of x and of x^T and one block, so that q,
+// both scales and the transposed copy come of one reading. Rows: a block a row, which it holds too, up to kHeld.
+// A maximum does not mind the order, so amax may be reduced as suits: as integers, which order as the magnitudes do.
+
+#include "gpu/gpu.h"
+#include "gpu/kernels.h"
+#include "scaled.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kSide = kScaleGroup, kThreads = 256;
+constexpr int kUnit = 8;                        // elements a thread loads at once
+constexpr int kLanes = kSide / kUnit;           // threads side by side on a row of a tile
+constexpr int kRowsApart = kThreads / kLanes;   // of the rows of one thread
+constexpr int kRowsEach = kSide / kRowsApart;
+constexpr int kPitch = kSide + 16;              // bytes from row to row of the transposed tile
+constexpr int kHeld = 4;                        // units of a row that a thread keeps, 8192 elements a block
+
+// The part of a problem that the device sees.
+struct Call {
+  Quantize p;
+  bool x_vectors, out_vectors, transposed_vectors;  // rows begin at multiples of 16 (x), 8 and 16 bytes
+  bool inverse;                                     // s is a power of two: x (1 / s) is x / s
+  int64_t stripes;                                  // of 128 rows
+};
+
+// x[0 .. kUnit), zeros from `count` on.
+template <Type type>
+__device__ __forceinline__ void load_unit(const char *data, int64_t at, int64_t stride, int count, bool vectors, float (&v)[kUnit]) {
+  using Bits = typename Element<type>::Bits;
+  const Bits *x = reinterpret_cast<const Bits *>(data) + at;
+  if (vectors && count >= kUnit) {
+    Bits raw[kUnit];
+#pragma unroll
+    for (int i = 0; i < int(kUnit * sizeof(Bits) / 16); ++i)
+      reinterpret_cast<uint4 *>(raw)[i] = __ldg(reinterpret_cast<const uint4 *>(x) + i);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) v[i] = Element<type>::to_f32(raw[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) v[i] = i < count ? Element<type>::to_f32(x[i * stride]) : 0.0f;
+  }
+}
+
+__device__ __forceinline__ uint32_t largest_of(const float (&v)[kUnit]) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) amax = max(amax, bits_of(v[i]) & 0x7FFFFFFFu);
+  return amax;
+}
+
+__device__ __forceinline__ float quotient(const Call &c, float x, float s, float inverse) { return c.inverse ? x * inverse : x / s; }
+
+// Two to bytes, clamped: the instruction's saturation is the clamp.
+template <Type type> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  if constexpr (type == Type::e4m3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
+  else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
+  return pair;
+#else
+  constexpr float kMost = pydet::largest_of(type);
+  return Element<type>::from_f32(clamped(x, kMost)) | uint32_t(Element<type>::from_f32(clamped(y, kMost))) << 8;
+#endif
+}
+__device__ __forceinline__ uint32_t round_pair(Type type, float x, float y) {
+  return type == Type::e4m3 ? round_pair<Type::e4m3>(x, y) : round_pair<Type::e5m2>(x, y);
+}
+
+__device__ __forceinline__ uint2 round_unit(const Call &c, Type type, const float (&v)[kUnit], float s) {
+  const float inverse = 1.0f / s;
+  uint32_t pairs[kUnit / 2];
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i)
+    pairs[i] = round_pair(type, quotient(c, v[2 * i], s, inverse), quotient(c, v[2 * i + 1], s, inverse));
+  return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+}
+
+__device__ __forceinline__ void store_unit(const Matrix &out, int64_t at, int count, bool vectors, uint2 bytes) {
+  char *to = out.data + at;
+  if (vectors && count >= kUnit) {
+    *reinterpret_cast<uint2 *>(to) = bytes;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i)
+    if (i < count) to[i * out.col_stride] = char((i < 4 ? bytes.x : bytes.y) >> i % 4 * 8);
+}
+
+__device__ __forceinline__ float read_scale(const Matrix &scale, int64_t at) {
+  return scale.type == Type::f32 ? reinterpret_cast<const float *>(scale.data)[at]
+                                 : f32_from_e8m0(reinterpret_cast<const uint8_t *>(scale.data)[at]);
+}
+__device__ __forceinline__ void write_scale(const Matrix &scale, int64_t at, float s) {
+  if (scale.type == Type::f32) reinterpret_cast<float *>(scale.data)[at] = s;
+  else reinterpret_cast<uint8_t *>(scale.data)[at] = s == s ? uint8_t(bits_of(s) >> 23) : uint8_t(0xFF);
+}
+
+// ---- Tiles: groups and blocks, and whatever has its scale already -------------------------------------------------
+
+template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads, 2) quantize_tiles(const __grid_constant__ Call c) {
+  __shared__ uint32_t column_amax[kSide], block_amax;
+  __shared__ float column_scale[kSide];
+  __shared__ __align__(16) uint8_t turned[transposes ? kSide * kPitch : 16];
+  const Quantize &p = c.p;
+  const int64_t group_k = blockIdx.x, group_m = int64_t(blockIdx.y) + int64_t(blockIdx.z) * gridDim.y;
+  if (group_m >= c.stripes * p.batch.count) return;
+  int64_t at[Quantize::kOperands];
+  p.batch.at(group_m / c.stripes, at);
+  const int64_t stripe = group_m % c.stripes, first_m = stripe * kSide, first_k = group_k * kSide;
+  const int rows = int(min(p.m - first_m, int64_t(kSide))), cols = int(min(p.k - first_k, int64_t(kSide)));
+  const int thread = int(threadIdx.x), column = thread % kLanes * kUnit, count = cols - column;
+  const float largest = pydet::largest_of(p.out.type);
+  const bool block = p.granularity == Granularity::block, group = p.granularity == Granularity::group;
+
+  float v[kRowsEach][kUnit];
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    const int row = thread / kLanes + i * kRowsApart;
+    load_unit<type>(p.x.data, at[p.kX] + (first_m + row) * p.x.row_stride + (first_k + column) * p.x.col_stride,
+                    p.x.col_stride, row < rows ? count : 0, c.x_vectors, v[i]);
+  }
+
+  uint32_t amax[kRowsEach];
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) amax[i] = largest_of(v[i]);
+  float of_block = 0;
+  if (block && !p.given) {
+    if (thread == 0) block_amax = 0;
+    __syncthreads();
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kRowsEach; ++i) most = max(most, amax[i]);
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
+    if (thread % 32 == 0) atomicMax(&block_amax, most);
+    __syncthreads();
+    of_block = scale_of(block_amax, largest, p.power_of_two);
+    const int64_t to = at[p.kScale] + stripe * p.scale.row_stride + group_k * p.scale.col_stride;
+    if (thread == 0) write_scale(p.scale, to, of_block);
+    if (thread == 0 && transposes)
+      write_scale(p.transposed_scale,
+                  at[p.kTransposedScale] + group_k * p.transposed_scale.row_stride + stripe * p.transposed_scale.col_stride,
+                  of_block);
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    const int row = thread / kLanes + i * kRowsApart;
+    const int64_t scale_row = p.granularity == Granularity::tensor ? 0 : block ? stripe : first_m + row;
+    const int64_t scale_at = at[p.kScale] + scale_row * p.scale.row_stride + (group || block ? group_k * p.scale.col_stride : 0);
+    float s = of_block;
+    if (p.given) {
+      s = row < rows ? read_scale(p.scale, scale_at) : 1.0f;
+    } else if (group) {
+#pragma unroll
+      for (int apart = kLanes / 2; apart > 0; apart /= 2)
+        amax[i] = max(amax[i], __shfl_xor_sync(0xFFFFFFFFu, amax[i], apart));
+      s = scale_of(amax[i], largest, p.power_of_two);
+      if (thread % kLanes == 0 && row < rows) write_scale(p.scale, scale_at, s);
+    }
+    if (row < rows && count > 0)
+      store_unit(p.out, at[p.kOut] + (first_m + row) * p.out.row_stride + (first_k + column) * p.out.col_stride, count,
+                 c.out_vectors, round_unit(c, p.out.type, v[i], s));
+  }
+
+  if constexpr (transposes) {
+    if (group) {
+      if (thread < kSide) column_amax[thread] = 0;
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) {
+        uint32_t most = 0;
+#pragma unroll
+        for (int i = 0; i < kRowsEach; ++i) most = max(most, bits_of(v[i][j]) & 0x7FFFFFFFu);
+        most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, kLanes));
+        if (thread % 32 < kLanes) atomicMax(&column_amax[column + j], most);
+      }
+      __syncthreads();
+      if (thread < kSide) {
+        column_scale[thread] = scale_of(column_amax[thread], largest, p.power_of_two);
+        if (thread < cols)
+          write_scale(p.transposed_scale,
+                      at[p.kTransposedScale] + (first_k + thread) * p.transposed_scale.row_stride +
+                          stripe * p.transposed_scale.col_stride,
+                      column_scale[thread]);
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) {
+      const float s = group ? column_scale[column + j] : of_block, inverse = 1.0f / s;
+#pragma unroll
+      for (int i = 0; i < kRowsEach; i += 2) {
+        const uint32_t pair = round_pair(p.out.type, quotient(c, v[i][j], s, inverse), quotient(c, v[i + 1][j], s, inverse));
+        uint8_t *to = turned + (column + j) * kPitch + thread / kLanes + i * kRowsApart;
+        to[0] = uint8_t(pair), to[kRowsApart] = uint8_t(pair >> 8);
+      }
+    }
+    __syncthreads();
+    const Matrix &out = p.transposed;
+#pragma unroll
+    for (int i = 0; i < kSide * kSide / 16 / kThreads; ++i) {
+      const int row = thread / 8 + i * (kThreads / 8), from = thread % 8 * 16;  // of x^T, within the tile
+      if (row >= cols || from >= rows) continue;
+      const uint8_t *bytes = turned + row * kPitch + from;
+      char *to = out.data + at[p.kTransposed] + (first_k + row) * out.row_stride + (first_m + from) * out.col_stride;
+      if (c.transposed_vectors && from + 16 <= rows) {
+        *reinterpret_cast<uint4 *>(to) = *reinterpret_cast<const uint4 *>(bytes);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < 16 && from + j < rows; ++j) to[j * out.col_stride] = char(bytes[j]);
+      }
+    }
+  }
+}
+
+// ---- Rows --------------------------------------------------------------------------------------------------------
+
+template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows(const __grid_constant__ Call c) {
+  __shared__ uint32_t row_amax;
+  const Quantize &p = c.p;
+  const int64_t index = blockIdx.x, row = index % p.m;
+  int64_t at[Quantize::kOperands];
+  p.batch.at(index / p.m, at);
+  const int64_t x_at = at[p.kX] + row * p.x.row_stride, out_at = at[p.kOut] + row * p.out.row_stride;
+  auto load = [&](int64_t k, float (&v)[kUnit]) {
+    load_unit<type>(p.x.data, x_at + k * p.x.col_stride, p.x.col_stride, int(max(int64_t(0), min(p.k - k, int64_t(kUnit)))),
+                    c.x_vectors, v);
+  };
+  float held[kHeld][kUnit];
+  uint32_t amax = 0;
+  const int64_t first = int64_t(threadIdx.x) * kUnit, step = kThreads * kUnit;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    load(first + i * step, held[i]);
+    amax = max(amax, largest_of(held[i]));
+  }
+  for (int64_t k = first + kHeld * step; k < p.k; k += step) {
+    float v[kUnit];
+    load(k, v);
+    amax = max(amax, largest_of(v));
+  }
+  if (threadIdx.x == 0) row_amax = 0;
+  __syncthreads();
+  amax = __reduce_max_sync(0xFFFFFFFFu, amax);
+  if (threadIdx.x % 32 == 0) atomicMax(&row_amax, amax);
+  __syncthreads();
+  const float s = scale_of(row_amax, pydet::largest_of(p.out.type), p.power_of_two);
+  if (threadIdx.x == 0) write_scale(p.scale, at[p.kScale] + row * p.scale.row_stride, s);
+  auto store = [&](int64_t k, const float (&v)[kUnit]) {
+    if (k < p.k)
+      store_unit(p.out, out_at + k * p.out.col_stride, int(min(p.k - k, int64_t(kUnit))), c.out_vectors,
+                 round_unit(c, p.out.type, v, s));
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) store(first + i * step, held[i]);
+  for (int64_t k = first + kHeld * step; k < p.k; k += step) {
+    float v[kUnit];
+    load(k, v);
+    store(k, v);
+  }
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+// Whether every row of the operand begins at a multiple of `bytes`, and its elements are adjacent.
+bool vectors(const Quantize &p, const Matrix &matrix, int operand, int bytes) {
+  const int64_t unit = bytes / size_of(matrix.type);
+  bool fits = reinterpret_cast<uintptr_t>(matrix.data) % uintptr_t(bytes) == 0 && matrix.col_stride == 1 &&
+              (matrix.rows <= 1 || matrix.row_stride % unit == 0);
+  for (int d = 0; d < p.batch.dims; ++d) fits = fits && p.batch.stride[operand][d] % unit == 0;
+  return fits;
+}
+
+Call call_of(const Quantize &p) {
+  Call call = {p, vectors(p, p.x, p.kX, 16), vectors(p, p.out, p.kOut, 8), false, false, (p.m + kSide - 1) / kSide};
+  if (p.transposed.data) call.transposed_vectors = vectors(p, p.transposed, p.kTransposed, 16);
+  call.inverse = p.given ? p.scale.type == Type::e8m0 : p.power_of_two;
+  return call;
+}
+
+template <Type type> void (*tiles_kernel(bool transposes))(Call) {
+  return transposes ? quantize_tiles<type, true> : quantize_tiles<type, false>;
+}
+
+}  // namespace
+
+pydet_status quantize_tiled(const Quantize &p) {
+  const char *name = "cuda_quantize_tiles";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const Call call = call_of(p);
+  constexpr int64_t kMostBlocks = 65535;
+  const int64_t groups = (p.k + kSide - 1) / kSide, stripes = call.stripes * p.batch.count;
+  const int64_t layers = (stripes + kMostBlocks - 1) / kMostBlocks;
+  if (groups > 0x7FFFFFFF || layers > kMostBlocks) return fail(PYDET_UNSUPPORTED, "quantize: x has too many elements for a GPU");
+  Launch shape = {name, gpu_stream(p.stream), dim3(unsigned(groups), unsigned(layers > 1 ? kMostBlocks : stripes), unsigned(layers)), dim3(kThreads)};
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    return launch(shape, tiles_kernel<decltype(type)::value>(p.transposed.data != nullptr), call);
+  });
+}
+
+bool quantize_rows_takes(const Quantize &p) {
+  return p.batch.count <= 0x7FFFFFFF / p.m;  // blocks
+}
+pydet_status quantize_by_rows(const Quantize &p) {
+  const char *name = "cuda_quantize_rows";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const Call call = call_of(p);
+  Launch shape = {name, gpu_stream(p.stream), dim3(unsigned(p.m * p.batch.count)), dim3(kThreads)};
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) { return launch(shape, quantize_rows<decltype(type)::value>, call); });
+}
+
+}  // namespace pydet

@@ -1,0 +1,240 @@
+"""The CUDA kernels of scaled_gemm and quantize, forced by name, against the CPU's bit for bit."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+import pydet
+import test_scaled_gemm
+from cases import DTYPES, assert_same_bits, data
+from reference import FLOAT32, bits
+from reference_fp8 import E4M3, E5M2, E8M0
+from test_cuda import cuda_kernels, torch  # noqa: F401
+from test_scaled_gemm import OUT_TYPES, TYPES, VECTORS, Scaled
+
+UNSUPPORTED = 11  # pydet.h
+GEMM_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm")]
+QUANTIZE_KERNELS = [kernel.name for kernel in cuda_kernels("quantize")]
+
+
+def to_device(torch, array):
+    """The array's numbers on the device, in its strides' order: a transposed matrix stays one."""
+    if array is None:
+        return None
+    dtype = getattr(torch, array.dtype.name)
+    words = bits(array.swapaxes(-1, -2)).copy() if is_turned(array) else bits(array).copy()
+    kind = {1: np.uint8, 2: np.int16, 4: np.int32}[array.dtype.itemsize]
+    tensor = torch.from_numpy(words.view(kind).reshape(words.shape if array.ndim else ())).cuda().view(dtype)
+    return tensor.transpose(-1, -2) if is_turned(array) else tensor
+
+
+def is_turned(array):
+    return array.ndim >= 2 and array.strides[-2] == array.itemsize and array.strides[-1] != array.itemsize
+
+
+def to_host(torch, tensor, dtype):
+    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[np.dtype(dtype).itemsize]
+    words = tensor.detach().contiguous().reshape(-1).view(size).cpu().numpy()
+    return words.view(dtype).reshape(tuple(tensor.shape))
+
+
+class OnDevice:
+    """pydet's operations on NumPy arrays, computed on the device."""
+
+    def __init__(self, torch, kernel=None):
+        self.torch, self.kernel, self.taken, self.refused = torch, kernel, 0, 0
+
+    def scaled_gemm(self, a, b, *, out=None, out_dtype=None, bias=None, a_scale=None, b_scale=None, **options):
+        torch = self.torch
+        given = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out}
+        tensors = {name: to_device(torch, array) for name, array in given.items()}
+        operands = to_device(torch, a), to_device(torch, b)
+        out_dtype = None if out_dtype is None else np.dtype(out_dtype).name
+        try:
+            result = pydet.scaled_gemm(*operands, **tensors, out_dtype=out_dtype, kernel=self.kernel, **options)
+            self.taken += 1
+        except pydet.Error as error:
+            if self.kernel is None or error.status != UNSUPPORTED:
+                raise
+            self.refused += 1
+            result = pydet.scaled_gemm(*operands, **tensors, out_dtype=out_dtype, **options)
+        host = to_host(torch, result, out.dtype if out is not None else np.dtype(out_dtype))
+        if out is None:
+            return host
+        out[...] = host
+        return out
+
+    def quantize(self, x, *, scale=None, dtype=E4M3, scale_dtype=FLOAT32, **options):
+        torch = self.torch
+        results = pydet.quantize(
+            to_device(torch, x), scale=to_device(torch, scale), dtype=np.dtype(dtype).name,
+            scale_dtype=np.dtype(scale_dtype).name, kernel=self.kernel, **options,
+        )  # fmt: skip
+        kinds = itertools.cycle([dtype, scale_dtype if scale is None else scale.dtype])
+        return tuple(to_host(torch, tensor, kind) for tensor, kind in zip(results, kinds, strict=False))
+
+
+@functools.lru_cache(maxsize=1000)
+def on_cpu(problem):
+    """The CPU's result, which tests/test_scaled_gemm.py compares with the reference and the chip."""
+    return test_scaled_gemm.run(pydet.scaled_gemm, problem)
+
+
+def problems():
+    """Every boundary: tiles of 128 and 256 rows and 128 columns, pairs of them, stages of 128 k, rings of 4 and 6."""
+    cases = itertools.count()
+    types, outs = itertools.cycle(itertools.product(TYPES, TYPES)), itertools.cycle(["bf16", "fp32", "fp16"])
+    scales = itertools.cycle([("group", "block"), ("row", "row"), ("group", "group"), ("tensor", "tensor"),
+                              ("row", "block"), ("none", "none"), ("group", "row"), ("group", "tensor"),
+                              ("none", "block")])  # fmt: skip
+
+    def make(m, n, k, **fields):
+        a_type, b_type = next(types)
+        a_scale, b_scale = next(scales)
+        return Scaled(m, n, k, **{
+            "a_type": a_type, "b_type": b_type, "a_scale": a_scale, "b_scale": b_scale, "out_dtype": next(outs),
+            "seed": next(cases), **fields,
+        })  # fmt: skip
+
+    for m in (1, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300):
+        yield make(m, 136, 256)
+        yield make(m, 264, 384, a_scale="group", b_scale="block")
+    for n in (1, 8, 16, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385, 520):
+        yield make(70, n, 256)
+        yield make(257, n, 144, a_scale="group", b_scale="block")
+    for k in (0, 16, 32, 48, 112, 128, 144, 160, 256, 384, 512, 640, 768, 896, 1040, 2048):
+        yield make(40, 72, k)
+        yield make(300, 140, k, a_scale="group", b_scale="block")
+    for k_chunk in (0, 128, 256, 384, 2048):
+        yield make(70, 200, 912, a_scale="row", b_scale="row", k_chunk=k_chunk)
+        yield make(70, 200, 912, a_scale="none", b_scale="none", k_chunk=k_chunk, accumulate=True, out_dtype="fp32")
+    for bias in ("n fp32", "n bf16", "mn fp16", "mn fp32"):
+        yield make(130, 200, 256, bias=bias)
+    for kind in ("near", "specials"):
+        for a_scale, b_scale in (("group", "block"), ("row", "row"), ("group", "group"), ("none", "none")):
+            yield make(131, 140, 272, kind=kind, a_scale=a_scale, b_scale=b_scale)
+    yield make(300, 260, 512, accumulate=True, out_dtype="fp32", a_scale="group", b_scale="block")
+    yield make(300, 260, 512, scale_type=E8M0, a_scale="group", b_scale="block")
+    yield make(65, 100, 256, scale_type=E8M0, a_scale="row", b_scale="row")
+    yield make(70, 130, 256, batch=(3,), a_scale="group", b_scale="block")
+    yield make(270, 130, 256, batch=(2, 2), a_scale="row", b_scale="row", bias="mn fp32")
+    yield make(1500, 1300, 640, a_scale="group", b_scale="block")  # more tiles than blocks
+    yield make(3000, 2200, 384, a_scale="row", b_scale="row")
+
+
+@pytest.mark.parametrize("kernel", [*GEMM_KERNELS, None])
+def test_scaled_gemm_equals_the_cpu(torch, kernel):
+    device = OnDevice(torch, kernel)
+    for problem in problems():
+        assert_same_bits(test_scaled_gemm.run(device.scaled_gemm, problem), on_cpu(problem), f"{kernel}: {problem}")
+    assert device.taken > device.refused, f"{kernel} took {device.taken} problems and refused {device.refused}"
+
+
+@pytest.mark.parametrize("kernel", GEMM_KERNELS)
+def test_recorded_vectors(torch, kernel):
+    """The same instruction on this chip: chains and chunks with scales (single steps lie k-adjacent in 32 bytes)."""
+    device, vectors = OnDevice(torch, kernel), np.load(VECTORS)
+    for name in (name[:-2] for name in vectors if name.endswith("_d")):
+        kind, a_name, b_name = name.split("_")[:3]
+        a, b = vectors[f"{name}_a"].view(TYPES[a_name]), vectors[f"{name}_b"].view(TYPES[b_name]).swapaxes(-1, -2)
+        options = {"arithmetic": "sm90", "k_chunk": 0}
+        d = vectors[f"{name}_d"].view(np.float32)
+        if kind == "step":
+            result = device.scaled_gemm(
+                a, b, out=vectors[f"{name}_c"].view(np.float32).copy(), accumulate=True, **options
+            )
+        elif kind == "scaled":
+            sa, sb = (vectors[f"{name}_{scale}"].view(np.float32) for scale in ("sa", "sb"))
+            result = device.scaled_gemm(a, b, a_scale=sa, b_scale=sb.T, out_dtype=np.float32)
+        else:
+            result = device.scaled_gemm(a, b, out_dtype=np.float32, **options)
+        assert_same_bits(result, d, name)
+
+
+@pytest.mark.parametrize("kernel", [*GEMM_KERNELS, None])
+@pytest.mark.parametrize("scales", [("group", "block"), ("row", "row")])
+def test_row_bits_do_not_depend_on_the_batch(torch, kernel, scales):
+    problem = Scaled(1500, 264, 1024, a_scale=scales[0], b_scale=scales[1], out_dtype="bf16")
+    a, b, options = problem.operands()
+    a_scale, device = options.pop("a_scale"), OnDevice(torch, kernel)
+    whole = device.scaled_gemm(a, b, a_scale=a_scale, out_dtype=OUT_TYPES["bf16"], **options)
+    for m in [*range(1, 34), 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 1024]:
+        part = device.scaled_gemm(a[:m], b, a_scale=a_scale[:m], out_dtype=OUT_TYPES["bf16"], **options)
+        assert_same_bits(part, whole[:m], f"{kernel}: M = {m}")
+
+
+@pytest.mark.parametrize("kernel", GEMM_KERNELS)
+def test_repeats(torch, kernel):
+    """The same call many times, with the device busy: what is read too early shows now and then."""
+    a, b, options = Scaled(700, 520, 2048).operands()
+    del options["k_chunk"]
+    given = [to_device(torch, x) for x in (a, b, options["a_scale"], options["b_scale"])]
+    call = lambda: pydet.scaled_gemm(given[0], given[1], a_scale=given[2], b_scale=given[3], kernel=kernel)
+    first = call()
+    results = [call() for _ in range(200)]
+    assert all(torch.equal(first.view(torch.int16), result.view(torch.int16)) for result in results)
+
+
+def test_refusals(torch):
+    a, b = (torch.zeros(64, 256, dtype=torch.float8_e4m3fn, device="cuda") for _ in range(2))
+    scale = {"a_scale": None, "b_scale": None}
+    for operands, options, words in (
+        ((a, b.view(256, 64)), {}, "takes a right operand along N"),
+        (
+            (a[:, 3:131], b.T[3:131]),
+            {},
+            "the tensor cores do not read a, want its data and strides in multiples of 16 bytes",
+        ),
+        ((a, b.T), {"k_chunk": 32}, "takes a k_chunk that is no multiple of 128"),
+        ((a, b.T), {"arithmetic": "ieee"}, "no kernel for arithmetic ieee"),
+    ):
+        with pytest.raises(pydet.Error, match=words):
+            pydet.scaled_gemm(*operands, **scale, **options)
+    with pytest.raises(pydet.Error, match="takes the scale of a tensor, which is to be given"):
+        pydet.quantize(torch.zeros(64, 256, device="cuda"), granularity="tensor")
+
+
+@pytest.mark.parametrize("kernel", [*QUANTIZE_KERNELS, None])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_equals_the_cpu(torch, kernel, dtype):
+    kinds = itertools.cycle(["normal", "wide", "extremes", "specials", "tiny"])
+    scale_types = itertools.cycle([(FLOAT32, False), (E8M0, False), (FLOAT32, True)])
+    types, taken, device = itertools.cycle([E4M3, E5M2]), 0, OnDevice(torch, kernel)
+    sizes = [(1, 1), (1, 8), (1, 128), (3, 127), (15, 129), (17, 136), (127, 264), (128, 128), (129, 1000), (300, 8),
+             (2, 8192), (2, 8200), (5, 20000), (1000, 512)]  # fmt: skip
+    for (m, k), granularity in itertools.product(sizes, ["row", "group", "block", "tensor"]):
+        x = data(next(kinds), (m, k), DTYPES[dtype], seed=m + k)
+        scale_dtype, power_of_two = next(scale_types)
+        options = {"granularity": granularity, "dtype": next(types), "power_of_two": power_of_two}
+        _, scale = pydet.quantize(x, scale_dtype=scale_dtype, **options)
+        for more in ({"scale_dtype": scale_dtype}, {"scale_dtype": scale_dtype, "transposed": True}, {"scale": scale}):
+            try:
+                got = device.quantize(x, **options, **more)
+            except pydet.Error as error:
+                if error.status == UNSUPPORTED or "transposed is given" in str(error):
+                    continue
+                raise
+            taken += 1
+            for mine, theirs in zip(got, pydet.quantize(x, **options, **more), strict=True):
+                assert_same_bits(mine, np.array(theirs, order="C"), f"{kernel}: {m}x{k} {dtype} {options} {list(more)}")
+    x = data("normal", (3, 130, 264), DTYPES[dtype])
+    if kernel != "cuda_quantize_rows":
+        for mine, theirs in zip(device.quantize(x, granularity="group", transposed=True),
+                                pydet.quantize(x, granularity="group", transposed=True), strict=True):  # fmt: skip
+            assert_same_bits(mine, theirs, "a batch")
+    assert taken >= len(sizes)
+
+
+def test_equals_torch(torch):
+    """cuBLASLt with fast accumulation off and one scale, or one a row and column: the same sums (NUMERICS.md)."""
+    for m, n, k in ((256, 512, 1024), (1024, 768, 2048)):
+        a, b, _ = Scaled(m, n, k, kind="any").operands()
+        a, b = to_device(torch, a), to_device(torch, b)
+        one = torch.ones((), device="cuda")
+        sa, sb = torch.rand(m, 1, device="cuda") + 0.5, torch.rand(1, n, device="cuda") + 0.5
+        for scales in ((one, one), (sa, sb)):
+            mine = pydet.scaled_gemm(a, b, a_scale=scales[0], b_scale=scales[1])
+            theirs = torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+            assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16)), (m, n, k, scales[0].shape)

@@ -1,0 +1,422 @@
+"""scaled_gemm: every kernel, forced by name, against the reference, recorded H100 results and itself."""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cases
+import pydet
+import reference_fp8
+from cases import assert_same_bits, field, lay, random_words
+from conftest import threads, unusual_float_environment
+from reference import FLOAT16, FLOAT32, bits
+from reference_fp8 import E4M3, E5M2, E8M0, groups
+
+TYPES = {"e4m3": E4M3, "e5m2": E5M2}
+OUT_TYPES = {"fp32": FLOAT32, "bf16": np.dtype(ml_dtypes.bfloat16), "fp16": FLOAT16}
+VECTORS = pathlib.Path(__file__).parent / "data" / "h100_fp8_vectors.npz"
+A_SCALES = ["none", "tensor", "row", "group"]
+B_SCALES = ["none", "tensor", "row", "group", "block"]
+
+
+# ---- Problems ------------------------------------------------------------------------------------------------------
+
+
+def fp8(kind, shape, dtype, seed=0):
+    """Bytes: `any` of the finite ones, `near` of few exponents (sums cancel), `specials` with NaN and Inf."""
+    words = random_words(shape, seed)
+    fraction = 3 if dtype == E4M3 else 2
+    byte = field(words, 0, 8)
+    if kind == "near":
+        byte = (field(words, 8, 1) << 7) | ((6 + field(words, 16, 2)) << fraction) | field(words, 24, fraction)
+    finite = byte & 0x7F
+    byte = np.where(finite > (0x7E if dtype == E4M3 else 0x7B), byte & 0x80, byte)
+    if kind == "specials":
+        special = np.array(
+            [0x00, 0x80, 0x01, 0x81, 0x7F, 0x7C if dtype == E5M2 else 0x7E, 0xFC if dtype == E5M2 else 0xFE]
+        )
+        byte = np.where(field(words, 40, 6) == 0, special[field(words, 48, 8) % len(special)], byte)
+    return byte.astype(np.uint8).view(dtype)
+
+
+def scales(shape, dtype, seed, kind="normal"):
+    """Positive numbers around 1; `specials`: some NaN, zero, infinite, subnormal."""
+    words = random_words(shape, seed)
+    if dtype == E8M0:
+        byte = 120 + field(words, 8, 4)
+        if kind == "specials":
+            byte = np.where(field(words, 20, 2) == 0, np.array([0, 255, 254])[field(words, 24, 8) % 3], byte)
+        return byte.astype(np.uint8).view(E8M0)
+    value = ((127 - 8 + field(words, 30, 4)) << 23 | field(words, 0, 23)).astype(np.uint32)
+    if kind == "specials":
+        odd = np.array([0, 1, 0x7FC00000, 0x7F800000, 0x80000000, 0xC0000000], np.uint32)
+        value = np.where(field(words, 50, 2) == 0, odd[field(words, 54, 8) % 6], value)
+    return value.view(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    m: int
+    n: int
+    k: int
+    a_type: str = "e4m3"
+    b_type: str = "e4m3"
+    a_scale: str = "group"
+    b_scale: str = "block"
+    scale_type: np.dtype = FLOAT32
+    arithmetic: str = "sm90"
+    out_dtype: str = "fp32"
+    kind: str = "any"
+    a_layout: str = "row"
+    b_layout: str = "col"
+    out_layout: str = "row"
+    bias: str = ""
+    accumulate: bool = False
+    k_chunk: int | None = None
+    batch: tuple = ()
+    seed: int = 0
+
+    def operands(self):
+        (m, n, k), batch = (self.m, self.n, self.k), self.batch
+        a = fp8(self.kind, (*batch, m, k), TYPES[self.a_type], self.seed)
+        b = fp8(self.kind, (*batch, k, n), TYPES[self.b_type], self.seed + 100)
+        shape = {"tensor": (), "row": (*batch, m, 1), "group": (*batch, m, groups(k))}
+        a_scale = None if self.a_scale == "none" else self.scale(shape[self.a_scale], 200)
+        shape = {
+            "tensor": (),
+            "row": (*batch, 1, n),
+            "group": (*batch, groups(k), n),
+            "block": (*batch, groups(k), groups(n)),
+        }
+        b_scale = None if self.b_scale == "none" else self.scale(shape[self.b_scale], 300)
+        options = {"a_scale": a_scale, "b_scale": b_scale, "arithmetic": self.arithmetic, "k_chunk": self.k_chunk}
+        if self.bias:
+            extents, dtype = self.bias.split()
+            bias = {"n": (n,), "mn": (*batch, m, n)}[extents]
+            options["bias"] = cases.data("normal", bias, OUT_TYPES[dtype], self.seed + 400)
+        # Bytes are laid out, since NumPy cannot stride over e5m2.
+        a, b = (lay(x.view(np.uint8), layout).view(x.dtype) for x, layout in ((a, self.a_layout), (b, self.b_layout)))
+        return a, b, options
+
+    def scale(self, shape, seed):
+        kind = "specials" if self.kind == "specials" else "normal"
+        return scales(shape, self.scale_type, self.seed + seed, kind).reshape(shape)
+
+    def start(self):
+        return cases.data("normal", (*self.batch, self.m, self.n), FLOAT32, self.seed + 500)
+
+    @functools.lru_cache(maxsize=1000)  # shared by the kernels  # noqa: B019
+    def expected(self):
+        a, b, options = self.operands()
+        if self.accumulate:
+            return reference_fp8.scaled_gemm(a, b, out=self.start(), accumulate=True, **options)
+        return reference_fp8.scaled_gemm(a, b, out_dtype=OUT_TYPES[self.out_dtype], **options)
+
+
+def run(scaled_gemm, problem):
+    """The result, after checking that nothing beside it was written."""
+    a, b, options = problem.operands()
+    memory, out = cases.place((*problem.batch, problem.m, problem.n), OUT_TYPES[problem.out_dtype], problem.out_layout)
+    if problem.accumulate:
+        out[...] = problem.start()
+        options["accumulate"] = True
+    before = memory.copy()
+    inputs = [a.tobytes(), b.tobytes()]
+    scaled_gemm(a, b, out=out, **options)
+    first = out.ctypes.data - memory.ctypes.data
+    np.lib.stride_tricks.as_strided(before[first:].view(out.dtype), out.shape, out.strides)[...] = out
+    assert np.array_equal(before, memory), f"{problem}: bytes around out changed"
+    assert inputs == [a.tobytes(), b.tobytes()], f"{problem}: an input changed"
+    return np.array(out, order="C")
+
+
+def check_equals_reference(scaled_gemm, problems):
+    for problem in problems:
+        assert_same_bits(run(scaled_gemm, problem), problem.expected(), str(problem))
+
+
+# ---- The chip ------------------------------------------------------------------------------------------------------
+
+
+def check_recorded_vectors(scaled_gemm, a_type):
+    """What an H100 returned: single steps with c, chains up to K = 4096, and chunks with scales."""
+    vectors, count = np.load(VECTORS), 0
+    for name in (name[:-2] for name in vectors if name.endswith("_d")):
+        kind, a_name, b_name = name.split("_")[:3]
+        if a_name != a_type:
+            continue
+        a = vectors[f"{name}_a"].view(TYPES[a_name])
+        b = vectors[f"{name}_b"].view(TYPES[b_name]).swapaxes(-1, -2)
+        d = vectors[f"{name}_d"].view(np.float32)
+        options = {"arithmetic": "sm90", "a_scale": None, "b_scale": None, "k_chunk": 0}
+        if kind == "step":
+            result = vectors[f"{name}_c"].view(np.float32).copy()
+            scaled_gemm(a, b, out=result, accumulate=True, **options)
+        else:
+            if kind == "scaled":
+                sa, sb = (vectors[f"{name}_{scale}"].view(np.float32) for scale in ("sa", "sb"))
+                options |= {"a_scale": sa, "b_scale": sb.T, "k_chunk": None}
+            result = scaled_gemm(a, b, out_dtype=np.float32, **options)
+        assert_same_bits(result, d, name)
+        count += d.size
+    assert count > 10000
+
+
+def test_recorded_vectors(scaled_gemm_kernel):
+    if scaled_gemm_kernel.arithmetic == "sm90":
+        check_recorded_vectors(scaled_gemm_kernel.scaled_gemm, scaled_gemm_kernel.dtype)
+    else:
+        with pytest.raises(AssertionError, match="elements differ"):  # another arithmetic is not the chip's
+            check_recorded_vectors(
+                lambda a, b, **options: scaled_gemm_kernel.scaled_gemm(a, b, **options | {"arithmetic": "ieee"}),
+                scaled_gemm_kernel.dtype,
+            )
+
+
+def test_reference_equals_recorded_vectors():
+    check_recorded_vectors(reference_fp8.scaled_gemm, "e4m3")
+
+
+# ---- The reference -------------------------------------------------------------------------------------------------
+
+
+def problems_of(kernel):
+    """Every boundary of the kernels: steps of 32, chunks, tiles of 16, 32 and 64 columns, blocks of 128."""
+    base = {"a_type": kernel.dtype, "arithmetic": kernel.arithmetic}
+    b_types, layouts = (
+        itertools.cycle(TYPES),
+        itertools.cycle(
+            itertools.product(["row", "col", "row_padded"], ["col", "row", "col_padded"], ["row", "col", "row_padded"])
+        ),
+    )
+    outs = itertools.cycle(OUT_TYPES)
+    seed = itertools.count()
+
+    def make(m, n, k, **fields):
+        a_layout, b_layout, out_layout = next(layouts)
+        return Scaled(m, n, k, **{
+            **base, "b_type": next(b_types), "a_layout": a_layout, "b_layout": b_layout, "out_layout": out_layout,
+            "out_dtype": next(outs), "seed": next(seed), **fields,
+        })  # fmt: skip
+
+    for k in (0, 1, 31, 32, 33, 96, 127, 128, 129, 160, 256, 300):
+        yield make(3, 5, k)
+    for m, n in [
+        (1, 1),
+        (2, 15),
+        (1, 16),
+        (3, 17),
+        (2, 31),
+        (5, 33),
+        (1, 63),
+        (4, 64),
+        (7, 65),
+        (33, 129),
+        (129, 3),
+        (127, 2),
+    ]:
+        yield make(m, n, 140)
+    for a_scale, b_scale in itertools.product(A_SCALES, B_SCALES):
+        for k in (100, 257):
+            yield make(4, 130, k, a_scale=a_scale, b_scale=b_scale, scale_type=E8M0 if k == 100 else FLOAT32)
+    for kind in ("near", "specials"):
+        for a_scale, b_scale in (("group", "block"), ("row", "row"), ("none", "none")):
+            yield make(9, 70, 200, kind=kind, a_scale=a_scale, b_scale=b_scale)
+    for k_chunk in (0, 32, 96, 128, 160, 512):
+        yield make(3, 20, 330, a_scale="row", b_scale="tensor", k_chunk=k_chunk)
+        yield make(3, 20, 330, a_scale="none", b_scale="none", k_chunk=k_chunk, accumulate=True, out_dtype="fp32")
+    for bias in ("n fp32", "n bf16", "mn fp16", "mn fp32"):
+        yield make(5, 66, 129, bias=bias)
+        yield make(5, 66, 129, bias=bias, a_scale="row", b_scale="row")
+    yield make(4, 9, 260, accumulate=True, out_dtype="fp32", kind="near")
+    yield make(3, 40, 140, batch=(2, 3), bias="mn fp32")
+    yield make(3, 40, 140, batch=(2,), a_scale="row", b_scale="row")
+
+
+def test_equals_reference(scaled_gemm_kernel):
+    check_equals_reference(scaled_gemm_kernel.scaled_gemm, problems_of(scaled_gemm_kernel))
+
+
+def test_broken_orders_are_seen():
+    """Negative controls: each breaks one rule of the contract, and the check must say so."""
+
+    def scales_swapped(a, b, *, a_scale, b_scale, out, **options):
+        """fl(fl(D sa) sb) instead of fl(fl(D sb) sa)."""
+        plain = pydet.scaled_gemm(a, b, a_scale=None, b_scale=None, out_dtype="float32", **options)
+        out[...] = (plain * a_scale) * b_scale
+
+    def scales_late(a, b, *, a_scale, b_scale, out, **options):
+        """Scales multiplied into the factors, one chain a chunk of 256."""
+        out[...] = reference_fp8.scaled_gemm(
+            a, b, a_scale=None, b_scale=None, out_dtype="float32", **options | {"k_chunk": 256}
+        )
+
+    rows = [Scaled(40, 50, 300, a_scale="row", b_scale="row")]
+    check_equals_reference(pydet.scaled_gemm, rows)
+    for broken in (scales_swapped, scales_late):
+        with pytest.raises(AssertionError, match="elements differ"):
+            check_equals_reference(broken, rows)
+
+
+def test_error_bound(scaled_gemm_kernel):
+    """NUMERICS.md: a step of sm90 adds at most 33 2^-13 of its largest magnitude and 2^-13 of its sum."""
+    problem = Scaled(17, 33, 1000, scaled_gemm_kernel.dtype, arithmetic=scaled_gemm_kernel.arithmetic, kind="near",
+                     a_scale="none", b_scale="none")  # fmt: skip
+    a, b, _ = problem.operands()
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    largest = np.abs(a).max() * np.abs(b).max()
+    per_step = (
+        2.0**-13 * (33 * 128 * largest + 128 * largest) if problem.arithmetic == "sm90" else 2.0**-24 * 128 * largest
+    )
+    steps = groups(problem.k) * (4 if problem.arithmetic == "sm90" else 128)
+    error = np.abs(run(scaled_gemm_kernel.scaled_gemm, problem).astype(np.float64) - a @ b)
+    assert np.all(error <= steps * per_step)
+
+
+# ---- Row bits against the batch, cuts, surroundings ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", ["group", "row"])
+def test_row_bits_do_not_depend_on_the_batch(scaled_gemm_kernel, scale):
+    problem = Scaled(131, 70, 300, scaled_gemm_kernel.dtype, arithmetic=scaled_gemm_kernel.arithmetic, a_scale=scale,
+                     b_scale={"group": "block", "row": "row"}[scale], out_dtype="bf16")  # fmt: skip
+    a, b, options = problem.operands()
+    a_scale = options.pop("a_scale")
+    whole = scaled_gemm_kernel.scaled_gemm(a, b, a_scale=a_scale, **options)
+    for rows in ([0], [130], [5, 3], list(range(64)), [17] * 40, list(range(130, -1, -1))):
+        part = scaled_gemm_kernel.scaled_gemm(a[rows], b, a_scale=a_scale[rows], **options)
+        assert_same_bits(part, whole[rows], f"rows {rows[:3]}...")
+    poisoned = a.copy()
+    poisoned[1:] = np.uint8(0x7F).view(a.dtype)
+    first = scaled_gemm_kernel.scaled_gemm(poisoned, b, a_scale=a_scale, **options)
+    assert_same_bits(first[:1], whole[:1], "among NaN rows")
+    if scale == "row":
+        one = scaled_gemm_kernel.scaled_gemm(
+            a, b[:, 9:10], a_scale=a_scale, **options | {"b_scale": options["b_scale"][:, 9:10]}
+        )
+        assert_same_bits(one, whole[:, 9:10], "a column alone")
+    with threads(3), unusual_float_environment():
+        assert_same_bits(scaled_gemm_kernel.scaled_gemm(a, b, a_scale=a_scale, **options), whole, "threads")
+
+
+def test_a_short_k_has_one_meaning():
+    """For K <= 128 rows and groups are the same scale, whatever M and N are."""
+    a, b, options = Scaled(40, 200, 100, a_scale="group", b_scale="block").operands()
+    whole = pydet.scaled_gemm(a, b, **options)
+    for n in (1, 2, 128, 129):
+        part = dict(options, b_scale=options["b_scale"][:, : groups(n)])
+        assert_same_bits(pydet.scaled_gemm(a, b[:, :n], **part), whole[:, :n], f"N = {n}")
+    for m in (1, 2):
+        assert_same_bits(
+            pydet.scaled_gemm(a[:m], b, **options | {"a_scale": options["a_scale"][:m]}), whole[:m], f"M = {m}"
+        )
+
+
+def test_cuts_at_chunks_give_the_bits_of_one_call(scaled_gemm_kernel):
+    problem = Scaled(9, 40, 512, scaled_gemm_kernel.dtype, arithmetic=scaled_gemm_kernel.arithmetic)
+    a, b, options = problem.operands()
+    whole = scaled_gemm_kernel.scaled_gemm(a, b, out_dtype="float32", **options)
+    out = np.zeros_like(whole)
+    for first, end in ((0, 128), (128, 384), (384, 512)):
+        part = slice(first // 128, end // 128)
+        given = dict(options, a_scale=options["a_scale"][:, part], b_scale=options["b_scale"][part])
+        scaled_gemm_kernel.scaled_gemm(a[:, first:end], b[first:end], out=out, accumulate=True, **given)
+    assert_same_bits(out, whole)
+
+
+# ---- Refusals ------------------------------------------------------------------------------------------------------
+
+
+def refused(*args, **options):
+    out = np.full((4, 6), 7, np.float32)
+    with pytest.raises(pydet.Error) as error:
+        pydet.scaled_gemm(*args, **{"out": out, "a_scale": None, "b_scale": None, **options})
+    assert np.all(out == 7), "out was touched"
+    return str(error.value)
+
+
+def test_refusals():
+    a, b = fp8("any", (4, 256), E4M3), fp8("any", (256, 6), E5M2)
+    ones = lambda *shape: np.ones(shape, np.float32)
+    assert refused(a.view(np.uint8), b) == (
+        "scaled_gemm: a has DLPack dtype (code 1, bits 8, lanes 1), want float8_e4m3fn or float8_e5m2"
+    )
+    assert refused(a.astype(np.float32), b) == "scaled_gemm: a is float32, want float8_e4m3fn or float8_e5m2"
+    assert refused(a, b[:200]) == "scaled_gemm: b is 200x6, want 256xN"
+    assert refused(a, b, a_scale=ones(4)) == "scaled_gemm: a_scale is 4, want (), 4x1 or 4x2 in its last two dimensions"
+    assert (
+        refused(a, b, a_scale=ones(4, 3))
+        == "scaled_gemm: a_scale is 4x3, want (), 4x1 or 4x2 in its last two dimensions"
+    )
+    assert refused(a, b, b_scale=ones(2, 2)) == (
+        "scaled_gemm: b_scale is 2x2, want (), 1x6, 2x6 or 2x1 in its last two dimensions"
+    )
+    assert refused(a, b, a_scale=ones(4, 1).astype(np.float16)) == (
+        "scaled_gemm: a_scale is float16, want float32 or float8_e8m0fnu"
+    )
+    assert refused(a, b, a_scale=ones(2, 4, 1)) == (
+        "scaled_gemm: a_scale is 2x4x1, want leading dimensions that broadcast to those of out, 4x6"
+    )
+    assert refused(a, b, k_chunk=48) == "scaled_gemm: k_chunk is 48, want 0 or a positive multiple of 32"
+    assert refused(a, b, a_scale=ones(4, 2), k_chunk=0) == "scaled_gemm: k_chunk is 0, want 128 with scales along k"
+    assert refused(a, b, a_scale=ones(4, 1), accumulate=True) == (
+        "scaled_gemm: a_scale is 4x1, want scales along k, or none, under accumulate"
+    )
+    assert refused(a, b, arithmetic="sm80") == (
+        "scaled_gemm: arithmetic sm80 takes bfloat16 or float16 inputs, got float8_e4m3fn"
+    )
+    assert refused(a, b, kernel="cpu_gemm_ieee_scalar").startswith(
+        "scaled_gemm: kernel cpu_gemm_ieee_scalar is not a scaled_gemm kernel"
+    )
+    with pytest.raises(pydet.Error, match=r"gemm: a is float8_e4m3fn, want float32, bfloat16 or float16"):
+        pydet.gemm(a, b)
+    with pytest.raises(pydet.Error, match="accumulate needs out"):
+        pydet.scaled_gemm(a, b, a_scale=None, b_scale=None, accumulate=True)
+    out = np.zeros((4, 6), np.float32)
+    with pytest.raises(pydet.Error, match="out shares memory with b_scale"):
+        pydet.scaled_gemm(a, b, a_scale=None, b_scale=out[:1], out=out)
+
+
+def test_defaults():
+    """bfloat16 out, ieee on the CPU, chunks of 128."""
+    a, b, options = Scaled(3, 20, 300, a_scale="row", b_scale="row").operands()
+    del options["arithmetic"], options["k_chunk"]
+    plain = pydet.scaled_gemm(a, b, **options)
+    assert plain.dtype == OUT_TYPES["bf16"]
+    assert_same_bits(plain, pydet.scaled_gemm(a, b, arithmetic="ieee", k_chunk=128, out_dtype="bfloat16", **options))
+    one_chain = pydet.scaled_gemm(a, b, k_chunk=0, out_dtype="float32", **options)
+    assert np.any(bits(one_chain) != bits(pydet.scaled_gemm(a, b, out_dtype="float32", **options)))
+
+
+def test_audit():
+    """With scales, whole and by a sample, whose blocks of columns are cut up; and one wrong bit is found."""
+    for a_scale, b_scale, batch in (("group", "block", ()), ("row", "row", (2,)), ("tensor", "none", ())):
+        a, b, options = Scaled(40, 300, 260, a_scale=a_scale, b_scale=b_scale, batch=batch).operands()
+        c = pydet.scaled_gemm(a, b, out_dtype="bfloat16", **options)
+        for sample in (None, 7):
+            assert pydet.audit(a, b, c, sample=sample, **options).all_equal
+        c.view(np.uint16)[..., 3, 5] ^= 1
+        result = pydet.audit(a, b, c, **options)
+        assert result.differing == max(1, *batch, 1) and result.first[0].index[-2:] == (3, 5)
+    with pytest.raises(pydet.Error, match="a is float32 and has scales, want float8, or none"):
+        pydet.audit(c.astype(np.float32), c.astype(np.float32), c, a_scale=np.ones((), np.float32))
+
+
+def test_audit_command(tmp_path, capsys):
+    a, b, options = Scaled(5, 40, 200, a_scale="group", b_scale="block").operands()
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b.view(np.uint8))
+    c = pydet.scaled_gemm(a, b.view(E4M3), out_dtype="bfloat16", **options)
+    files = {"a": a, "b": b, "c": c, "sa": options["a_scale"], "sb": options["b_scale"]}
+    for name, array in files.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    at = {name: str(tmp_path / f"{name}.npy") for name in files}
+    arguments = [at["a"], at["b"], at["c"], "--arithmetic", "sm90", "--dtype", "e4m3"]
+    scales = ["--a-scale", at["sa"], "--b-scale", at["sb"]]
+    assert sys.modules["pydet.audit"].main([*arguments, *scales]) == 0, capsys.readouterr()
+    assert sys.modules["pydet.audit"].main(arguments) == 1
