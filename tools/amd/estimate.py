@@ -21,11 +21,11 @@ The model, in cycles of one SIMD (AMD's instruction set guides; where they are s
 
 import argparse
 import collections
+import ctypes
 import dataclasses
 import itertools
 import pathlib
 import re
-import shutil
 import sys
 import tempfile
 
@@ -224,18 +224,16 @@ class Library:
 
     def __init__(self, path, arch, folder):
         self.runtime = fakehip.StandIn(fakehip.build(path, folder), path, folder)
-        self.runtime.execute, self.path, self.folder, self.lib = self.execute, path, folder, None
+        self.runtime.execute, self.lib = self.execute, capi.ffi.dlopen(str(path))
+        self.forget = ctypes.CDLL(str(path)).pydet_exchange_forget_devices
         self.start(arch)
 
     def start(self, arch):
-        """As another GPU: by another copy of the library, which keeps what it knows of a device."""
+        """As another GPU."""
         self.runtime.start(arch)
         self.runtime.fake.fakehip_units(CHIPS[arch].units)
-        if self.lib is not None:
-            capi.ffi.dlclose(self.lib)
-        copy = self.folder / f"{arch}_{self.path.name}"
-        shutil.copy(self.path, copy)
-        self.chip, self.lib = CHIPS[arch], capi.ffi.dlopen(str(copy))
+        self.forget()
+        self.chip = CHIPS[arch]
 
     def execute(self, kernel, shape, shared, segment):
         self.clock, self.shape, self.shared = Clock(kernel, self.chip), shape, shared
