@@ -163,9 +163,9 @@ def _fill_exchange() -> None:
     exchange.requires_grad, exchange.current_level, exchange.dtype = (
         _handle(sys.intern(name)) for name in ("requires_grad", "_current_level", "dtype")
     )
-    operations = ("product", "scaled_gemm", "quantize", "rmsnorm", "rmsnorm_backward")
-    operations += ("softmax", "softmax_backward", "log_prob", "log_prob_backward")
-    for operation in operations:
+    products = ["product", "scaled_gemm", "quantize"]
+    rows = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "log_prob", "log_prob_backward"]
+    for operation in products + rows:
         setattr(exchange, f"{operation}_names", _names_of(f"pydet_{operation}_arguments"))
     exchange.frameworks, exchange.arithmetics, exchange.modes = map(_handle, (_addresses, _arithmetics, MODES))
     exchange.granularities = _handle(GRANULARITIES)

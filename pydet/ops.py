@@ -540,7 +540,7 @@ def softmax(x: Tensor, *, out: Tensor | None = None, kernel: str | None = None, 
         Error: shapes, types, strides, devices or memory that do not fit.
     """
     method = _softmax if stream is None else on_stream(_softmax, x, stream)
-    return method(x, out=out, kernel=kernel)
+    return method(x, out=out, kernel=kernel)  # type: ignore[no-any-return]
 
 
 def log_softmax(
@@ -548,7 +548,7 @@ def log_softmax(
 ) -> Tensor:
     """The logarithm of :func:`softmax`: ``y = (x - max(x)) - log(sum(e))``, with its arguments and promises."""
     method = _log_softmax if stream is None else on_stream(_log_softmax, x, stream)
-    return method(x, out=out, kernel=kernel)
+    return method(x, out=out, kernel=kernel)  # type: ignore[no-any-return]
 
 
 def softmax_backward(
@@ -561,7 +561,7 @@ def softmax_backward(
         out, kernel, stream: as in :func:`softmax`.
     """
     method = _softmax_backward if stream is None else on_stream(_softmax_backward, dy, stream)
-    return method(dy, y, out=out, kernel=kernel)
+    return method(dy, y, out=out, kernel=kernel)  # type: ignore[no-any-return]
 
 
 def log_softmax_backward(
@@ -569,7 +569,7 @@ def log_softmax_backward(
 ) -> Tensor:
     """The gradient of :func:`log_softmax`: ``dx = dy - exp(y) sum(dy)``. Arguments as of :func:`softmax_backward`."""
     method = _log_softmax_backward if stream is None else on_stream(_log_softmax_backward, dy, stream)
-    return method(dy, y, out=out, kernel=kernel)
+    return method(dy, y, out=out, kernel=kernel)  # type: ignore[no-any-return]
 
 
 def log_prob(
@@ -592,7 +592,7 @@ def log_prob(
         Error: shapes, types, strides, devices or memory that do not fit.
     """
     method = _log_prob if stream is None else on_stream(_log_prob, x, stream)
-    return method(x, index, out=out, kernel=kernel)
+    return method(x, index, out=out, kernel=kernel)  # type: ignore[no-any-return]
 
 
 def log_prob_backward(
@@ -613,7 +613,7 @@ def log_prob_backward(
         kernel, stream: as in :func:`gemm`.
     """
     method = _log_prob_backward if stream is None else on_stream(_log_prob_backward, x, stream)
-    return method(dlog_prob, x, index, out=out, kernel=kernel)
+    return method(dlog_prob, x, index, out=out, kernel=kernel)  # type: ignore[no-any-return]
 
 
 # ---- What is here ----------------------------------------------------------------------------------------------------

@@ -69,6 +69,15 @@ static void run(void) {
       pydet_rmsnorm_options options = {sizeof options, 1e-6f, 0, 0, NULL};
       options.kernel = call.kernel;
       call.status = pydet_rmsnorm(NULL, &x, NULL, &weight, &y, NULL, NULL, &options);
+    } else if (!strcmp(call.operation, "softmax")) {
+      pydet_softmax_options options = {sizeof options, 0, NULL, 0};
+      options.log = call.k_chunk != 0, options.kernel = call.kernel;
+      call.status = pydet_softmax(NULL, &x, &y, &options);
+    } else if (!strcmp(call.operation, "softmax_backward")) {
+      pydet_softmax_options options = {sizeof options, 0, NULL, 0};
+      pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype);
+      options.log = call.k_chunk != 0, options.kernel = call.kernel;
+      call.status = pydet_softmax_backward(NULL, &dy, &x, &y, &options);
     } else {
       pydet_rmsnorm_backward_options options = {sizeof options, 0, 0, 0, NULL, NULL, 0};
       pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype), rstd = tensor(b, 1, of_rows, NULL, fp32);

@@ -147,6 +147,12 @@ def every_kernel():
                         chosen = options("pydet_quantize_options", kernel=kernel.name, granularity=granularity)
                         yield lib.pydet_quantize, [tensor(x), tensor(q), tensor(scale), None, None], chosen, [q, scale]
                     continue
+                if kernel.operation.startswith("softmax"):
+                    chosen = options("pydet_softmax_options", kernel=kernel.name, log=n % 2)
+                    function = getattr(lib, f"pydet_{kernel.operation}")
+                    inputs = (dy, x) if kernel.operation.endswith("backward") else (x,)
+                    yield function, [*map(tensor, inputs), tensor(y)], chosen, [y]
+                    continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
                     chosen = options("pydet_rmsnorm_options", eps=1e-6, kernel=kernel.name)

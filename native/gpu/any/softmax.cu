@@ -27,8 +27,9 @@ template <int T> __device__ __forceinline__ float team_max(float largest, float 
   if constexpr (T > kLogicalWarp) {
     if (threadIdx.x % kLogicalWarp == 0) exchange[threadIdx.x / kLogicalWarp] = largest;
     __syncthreads();
+    const float *of_team = exchange + threadIdx.x / T * (T / kLogicalWarp);
 #pragma unroll
-    for (int i = 0; i < T / kLogicalWarp; ++i) largest = fmaxf(largest, exchange[i]);
+    for (int i = 0; i < T / kLogicalWarp; ++i) largest = fmaxf(largest, of_team[i]);
   }
   return largest + 0.0f;  // which zero is the largest would depend on the order
 }
