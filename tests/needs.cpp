@@ -5,9 +5,18 @@
 
 namespace {
 
+// A problem whose own needs the row names, where it always has one.
+template <class Problem> void suit(const Kernel<Problem> &, Problem &) {}
+void suit(const Kernel<Quantize> &row, Quantize &problem) {
+  constexpr uint32_t kReleased = ~(1u << 31);
+  for (int i = PYDET_ROW; i <= PYDET_TENSOR && (problem.needs() & kReleased & ~row.features); ++i)
+    problem.granularity = Granularity(i);
+}
+
 template <class Problem> void show(const Backend &backend, const Kernel<Problem> &row) {
   Problem problem = {};
   problem.device = {backend.device_type, 0};
+  suit(row, problem);
   Kernel<Problem> open = row;
   open.types = bit(input_type(problem));
   open.arithmetic = arithmetic_of(problem);
