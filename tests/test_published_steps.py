@@ -49,3 +49,28 @@ def test_published_steps(published, gpu, arithmetic, other, dtype):
     assert len(want) == 5000 and np.count_nonzero(want != got) == 0
     want, got = step(published, gpu, dtype, other)  # or the steps would not tell one arithmetic from another
     assert np.count_nonzero(want != got) > 300
+
+
+FP8 = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+
+
+def fp8_step(published, gpu, dtype):
+    a, b, c, d = (published[f"{gpu}_{dtype}_{name}"] for name in "abcd")
+    out = c.view(np.float32).reshape(-1, 1, 1).copy()
+    a, b = a.view(np.uint8).view(FP8[dtype])[:, None, :], b.view(np.uint8).view(FP8[dtype])[:, :, None]
+    pydet.scaled_gemm(a, b, a_scale=None, b_scale=None, out=out, accumulate=True, arithmetic="sm90", k_chunk=0)
+    return d, out.reshape(-1).view(np.uint32)
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_published_fp8_steps(published, gpu, dtype):
+    want, got = fp8_step(published, gpu, dtype)
+    assert len(want) == 5000 and np.count_nonzero(want != got) == 0
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8_steps_of_ada_are_another_function(published, dtype):
+    """The control: or the steps would not tell one function from another."""
+    want, got = fp8_step(published, "Ada", dtype)
+    assert np.count_nonzero(want != got) > 300
