@@ -105,7 +105,7 @@ class Clock:
         started = self.now
         if kind == "wait":
             for counter, count in re.findall(r"(\w+)\((\d+)\)", self.kernel.code[at]):
-                queue = self.queues[counter]
+                queue = self.queues.get(counter, [])  # expcnt counts what none of these kernels has
                 done = queue[: max(0, len(queue) - int(count))]
                 self.now = max([self.now, *done])
                 del queue[: len(done)]

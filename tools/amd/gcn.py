@@ -669,7 +669,8 @@ def decode(kernel, pc):
         return None, following, frozenset()
     if name == "s_waitcnt":
         counts = [(counter, int(count)) for counter, count in re.findall(r"(\w+)\((\d+)\)", rest)]
-        assert counts and all(counter in ("vmcnt", "lgkmcnt") for counter, _ in counts), text
+        assert counts and all(counter in ("vmcnt", "lgkmcnt", "expcnt") for counter, _ in counts), text
+        counts = [(counter, count) for counter, count in counts if counter != "expcnt"]  # of exports, which none makes
 
         def wait(w):
             for counter, count in counts:
