@@ -42,7 +42,7 @@ from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, 
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.protocols import TYPES, type_name
+from pydet.protocols import TYPES, UNSCALED, type_name
 
 Array: TypeAlias = Any
 
@@ -83,8 +83,8 @@ def _array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
         fail(INVALID_DTYPE, f"{op}: {name} is {type_name(x)}, want an array of JAX or NumPy")
     if isinstance(x, np.ma.MaskedArray):
         fail(INVALID_VALUE, f"{op}: {name} is a masked array, which is not supported; use .filled() or .data")
-    if x.dtype.name not in TYPES:
-        fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {', '.join(TYPES)}")
+    if x.dtype.name not in UNSCALED:
+        fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {', '.join(UNSCALED)}")
     x = jnp.asarray(x)  # not before: it narrows float64 without a word
     if like is not None and x.dtype != like.dtype:
         fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {like.dtype.name} as the first operand")

@@ -26,13 +26,13 @@ from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPOR
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
 from pydet.ops import _gemm, _gemm_da, _gemm_db, _rmsnorm, _rmsnorm_backward, _skinny_gemm
-from pydet.protocols import TYPES
+from pydet.protocols import UNSCALED
 from pydet.torch.compiled import warn_of_fusion
 
 Tensor: TypeAlias = torch.Tensor
 Dtype: TypeAlias = torch.dtype | None
 
-DTYPES = tuple(getattr(torch, name) for name in TYPES)
+DTYPES = tuple(getattr(torch, name) for name in UNSCALED)
 
 _library = torch.library.Library("pydet", "DEF")
 _GEMM_OPTIONS = 'ScalarType? out_dtype=None, str arithmetic="auto", int? k_chunk=None'
