@@ -320,7 +320,9 @@ template <Type type, int T, int W, int V, int R, bool residual> Held held(const 
   int teams = kBeside ? chains : 1, sum_bytes = kBeside || chains == 1 ? 0 : S::kSumBytes;
   constexpr int kRing = S::kDepth * S::kBytes, kExchanges = 2 * kExchange<T, R> * int(sizeof(float));
   void (*kernel)(RmsNormBackward, int) = nullptr;  // where no device has room for its ring
-  if constexpr (kRing + kExchanges <= kMostSharedBytes) kernel = rmsnorm_backward_kernel<type, T, W, V, R, residual>;
+  constexpr int kFewestTeams = kBeside && V > 1 ? kGroupChains : 1;  // with_shape has such teams for groups alone
+  if constexpr (kFewestTeams * kRing + kExchanges <= kMostSharedBytes)
+    kernel = rmsnorm_backward_kernel<type, T, W, V, R, residual>;
   return {kernel,
           {"rmsnorm_backward_held", static_cast<gpu_stream>(p.stream),
            dim3(unsigned(divide_up(p.rows, chains * kDweightChainRows))), dim3(unsigned(T * teams)),
