@@ -108,6 +108,10 @@ def problems(operation, name, dtype):
             given = capi.options("pydet_quantize_options", granularity=granularity, kernel=name[0])
             yield "pydet_quantize", tensors(shapes, dtype), given
         return
+    if operation.startswith("softmax"):
+        shapes = [(64, 256)] * (3 if operation == "softmax_backward" else 2)
+        yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_softmax_options", kernel=name[0])
+        return
     for rows, n in ((64, 256), (64, 2048), (64, 8192), (4, 20000)):
         x = (rows, n)
         if operation == "rmsnorm":
