@@ -12,7 +12,7 @@
 #ifdef PYDET_EXAMPLE_CUDA
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
-template <> struct pydet::dtype_of<__nv_bfloat16> : pydet::dtype_of<pydet::bfloat16> {}; // its own type is welcome
+template <> struct pydet::dtype_of<__nv_bfloat16> : pydet::dtype_of<pydet::bfloat16> {};  // its own type is welcome
 using bf16 = __nv_bfloat16;
 #else
 using bf16 = pydet::bfloat16;
@@ -100,7 +100,7 @@ int run() {
   bool other = std::memcmp(alone, batch + (kToken + 1) * kOutputs, kOutputs * sizeof(bf16)) != 0;
   std::printf("token %d alone has %s bits it has in the batch\n", int(kToken), same && other ? "the" : "NOT the");
 
-  try { // what is refused says so, and touches nothing
+  try {  // what is refused says so, and touches nothing
     pydet::skinny_gemm(place.stream, pydet::tensor(normed, {kTokens, kHidden / 2}, place.device), weights, {},
                        pydet::tensor(batch, {kTokens, kOutputs}, place.device));
     same = false;
@@ -111,7 +111,7 @@ int run() {
   return same && other ? 0 : 1;
 }
 
-} // namespace
+}  // namespace
 
 int main() {
   try {

@@ -44,9 +44,13 @@ const Table<Gemm> &table_of(const Backend &backend, const Gemm &) { return backe
 const Table<ScaledGemm> &table_of(const Backend &backend, const ScaledGemm &) { return backend.scaled_gemm; }
 const Table<Quantize> &table_of(const Backend &backend, const Quantize &) { return backend.quantize; }
 const Table<RmsNorm> &table_of(const Backend &backend, const RmsNorm &) { return backend.rmsnorm; }
-const Table<RmsNormBackward> &table_of(const Backend &backend, const RmsNormBackward &) { return backend.rmsnorm_backward; }
+const Table<RmsNormBackward> &table_of(const Backend &backend, const RmsNormBackward &) {
+  return backend.rmsnorm_backward;
+}
 const Table<Softmax> &table_of(const Backend &backend, const Softmax &) { return backend.softmax; }
-const Table<SoftmaxBackward> &table_of(const Backend &backend, const SoftmaxBackward &) { return backend.softmax_backward; }
+const Table<SoftmaxBackward> &table_of(const Backend &backend, const SoftmaxBackward &) {
+  return backend.softmax_backward;
+}
 
 Type input_type(const Gemm &problem) { return problem.a.type; }
 Type input_type(const ScaledGemm &problem) { return problem.a.type; }
@@ -160,29 +164,32 @@ pydet_status check_reach(const char *op, const Backend &backend, const Device &d
   if (!backend.reaches) return PYDET_OK;
   for (const void *at : {static_cast<const void *>(data)...})
     if (at && !backend.reaches(device.id, at))
-      return fail(PYDET_INVALID_DEVICE, "%s: the data at %p lie on the host, and the tensors are said to be on %s", op, at,
-                  device_text(device.type, device.id).text);
+      return fail(PYDET_INVALID_DEVICE, "%s: the data at %p lie on the host, and the tensors are said to be on %s", op,
+                  at, device_text(device.type, device.id).text);
   return PYDET_OK;
 }
 pydet_status check_reach(const char *op, const Backend &backend, const Gemm &g) {
   return check_reach(op, backend, g.device, g.a.data, g.b.data, g.bias.data, g.out.data);
 }
 pydet_status check_reach(const char *op, const Backend &backend, const ScaledGemm &g) {
-  return check_reach(op, backend, g.device, g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data);
+  return check_reach(op, backend, g.device, g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data,
+                     g.out.data);
 }
 pydet_status check_reach(const char *op, const Backend &backend, const Quantize &q) {
-  return check_reach(op, backend, q.device, q.x.data, q.out.data, q.scale.data, q.transposed.data, q.transposed_scale.data);
+  return check_reach(op, backend, q.device, q.x.data, q.out.data, q.scale.data, q.transposed.data,
+                     q.transposed_scale.data);
 }
 pydet_status check_reach(const char *op, const Backend &backend, const RmsNorm &n) {
-  return check_reach(op, backend, n.device, n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data, n.rstd.data);
+  return check_reach(op, backend, n.device, n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data,
+                     n.rstd.data);
 }
 pydet_status check_reach(const char *op, const Backend &backend, const RmsNormBackward &n) {
-  return check_reach(op, backend, n.device, n.dy.data, n.x.data, n.dresidual.data, n.dx.data, n.weight.data, n.rstd.data,
-                     n.dweight.data);
+  return check_reach(op, backend, n.device, n.dy.data, n.x.data, n.dresidual.data, n.dx.data, n.weight.data,
+                     n.rstd.data, n.dweight.data);
 }
 pydet_status check_reach(const char *op, const Backend &backend, const Softmax &s) {
-  return check_reach(op, backend, s.device, s.x.data, s.y.data, static_cast<const char *>(s.index.data), s.log_prob.data,
-                     s.dlog_prob.data);
+  return check_reach(op, backend, s.device, s.x.data, s.y.data, static_cast<const char *>(s.index.data),
+                     s.log_prob.data, s.dlog_prob.data);
 }
 pydet_status check_reach(const char *op, const Backend &backend, const SoftmaxBackward &s) {
   return check_reach(op, backend, s.device, s.dy.data, s.y.data, s.dx.data);
@@ -201,8 +208,8 @@ pydet_status choose_by_name(const char *op, const Table<Problem> &table, const P
       return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem, which needs %s", op, name,
                   feature_list(lacking).text);
     if (!meant || (row.takes && !row.takes(problem)))
-      return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem (%s on %s needs %s, has arithmetic %s)", op,
-                  name, operation_of(problem), type_name(input_type(problem)), row.requires_,
+      return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem (%s on %s needs %s, has arithmetic %s)",
+                  op, name, operation_of(problem), type_name(input_type(problem)), row.requires_,
                   arithmetic_name(row.arithmetic));
     *chosen = &row;
     return PYDET_OK;
@@ -258,14 +265,16 @@ constexpr GemmWords kGemmDa = {"gemm_da", "dc", "b", "da", "M", "K", "N", false,
 constexpr GemmWords kGemmDb = {"gemm_db", "a", "dc", "db", "K", "N", "M", true, false};
 constexpr GemmWords kSkinnyGemm = {"skinny_gemm", "x", "w", "y", "M", "N", "K", false, true};
 
-pydet_status finish_gemm(const GemmWords &words, const Gemm &gemm, const char *kernel, const View *const *views, int count) {
+pydet_status finish_gemm(const GemmWords &words, const Gemm &gemm, const char *kernel, const View *const *views,
+                         int count) {
   for (int i = 0; i < count; ++i) PYDET_TRY(workspace_apart(*views[i], gemm.workspace, gemm.workspace_size));
   if (gemm.m == 0 || gemm.n == 0 || gemm.batch.count == 0) return nothing_to_write();
   return launch(words.op, gemm, kernel);
 }
 
 pydet_status run_gemm(const GemmWords &words, void *stream, const pydet_tensor *a_tensor, const pydet_tensor *b_tensor,
-                      const pydet_tensor *bias_tensor, const pydet_tensor *out_tensor, const pydet_gemm_options *given) {
+                      const pydet_tensor *bias_tensor, const pydet_tensor *out_tensor,
+                      const pydet_gemm_options *given) {
   pydet_gemm_options options = {};
   options.struct_size = sizeof options;
   PYDET_TRY(read_options(words.op, given, &options));
@@ -276,7 +285,8 @@ pydet_status run_gemm(const GemmWords &words, void *stream, const pydet_tensor *
   PYDET_TRY(read(words.op, words.out, kResult, out_tensor, 2, &out));
   Gemm gemm = {};
   gemm.stream = stream;
-  PYDET_TRY(gemm_of(words, words.a_transposed ? transposed(a) : a, words.b_transposed ? transposed(b) : b, bias, out, &gemm));
+  PYDET_TRY(
+      gemm_of(words, words.a_transposed ? transposed(a) : a, words.b_transposed ? transposed(b) : b, bias, out, &gemm));
   PYDET_TRY(apply_gemm_options(words, options, out, &gemm));
   const View *views[] = {&a, &b, &bias, &out};
   return finish_gemm(words, gemm, options.kernel, views, 4);
@@ -313,7 +323,8 @@ void merge_rows(View *const *views, int count) {
 
 pydet_status check_skinny_options(const char *op, const pydet_skinny_gemm_options &options) {
   if (options.mode != PYDET_DETERMINISTIC && options.mode != PYDET_FAST)
-    return fail(PYDET_INVALID_VALUE, "%s: options.mode is %d, want 0 (deterministic) or 1 (fast)", op, int(options.mode));
+    return fail(PYDET_INVALID_VALUE, "%s: options.mode is %d, want 0 (deterministic) or 1 (fast)", op,
+                int(options.mode));
   return check_flag(op, "weights_constant", options.weights_constant);
 }
 
@@ -355,8 +366,9 @@ pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const p
 pydet_status check_extents(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, const uint64_t *bytes) {
   if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
   if (batch < 0 || m < 0 || n < 0 || k < 0)
-    return fail(PYDET_INVALID_SHAPE, "%s: an extent is negative (batch %" PRId64 ", M %" PRId64 ", N %" PRId64 ", K %" PRId64 ")",
-                op, batch, m, n, k);
+    return fail(PYDET_INVALID_SHAPE,
+                "%s: an extent is negative (batch %" PRId64 ", M %" PRId64 ", N %" PRId64 ", K %" PRId64 ")", op, batch,
+                m, n, k);
   return PYDET_OK;
 }
 
@@ -410,10 +422,20 @@ const char *pydet_last_error(void) { return last_error; }
 const char *pydet_last_kernel(void) { return last_kernel; }
 
 const char *pydet_status_name(pydet_status status) {
-  static const char *const names[] = {
-      "PYDET_OK",           "PYDET_INVALID_VALUE", "PYDET_INVALID_SHAPE", "PYDET_INVALID_DTYPE",       "PYDET_INVALID_STRIDE",
-      "PYDET_INVALID_DEVICE", "PYDET_NULL_POINTER", "PYDET_OVERLAP",      "PYDET_OVERFLOW",            "PYDET_MISALIGNED",
-      "PYDET_WORKSPACE_TOO_SMALL", "PYDET_UNSUPPORTED", "PYDET_NO_DEVICE", "PYDET_DEVICE_ERROR"};
+  static const char *const names[] = {"PYDET_OK",
+                                      "PYDET_INVALID_VALUE",
+                                      "PYDET_INVALID_SHAPE",
+                                      "PYDET_INVALID_DTYPE",
+                                      "PYDET_INVALID_STRIDE",
+                                      "PYDET_INVALID_DEVICE",
+                                      "PYDET_NULL_POINTER",
+                                      "PYDET_OVERLAP",
+                                      "PYDET_OVERFLOW",
+                                      "PYDET_MISALIGNED",
+                                      "PYDET_WORKSPACE_TOO_SMALL",
+                                      "PYDET_UNSUPPORTED",
+                                      "PYDET_NO_DEVICE",
+                                      "PYDET_DEVICE_ERROR"};
   constexpr int count = int(sizeof names / sizeof *names);
   static_assert(count == PYDET_DEVICE_ERROR + 1, "one name a status");
   return status >= 0 && status < count ? names[status] : "unknown status";
@@ -436,7 +458,8 @@ pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, in
   int32_t count = 0;
   PYDET_TRY(pydet_device_count(normal.type, &count));
   if (normal.id < 0 || normal.id >= count)
-    return fail(PYDET_NO_DEVICE, "%s: device is %s, and there are %d of them", op, device_text(normal.type, normal.id).text, int(count));
+    return fail(PYDET_NO_DEVICE, "%s: device is %s, and there are %d of them", op,
+                device_text(normal.type, normal.id).text, int(count));
   Arithmetic result = Arithmetic::automatic;
   PYDET_TRY(resolve(op, normal, type, arithmetic, &result));
   if (result == Arithmetic::automatic)
@@ -537,8 +560,9 @@ pydet_status pydet_quantize(void *stream, const pydet_tensor *x_tensor, const py
 }
 
 pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *residual_tensor,
-                           const pydet_tensor *weight_tensor, const pydet_tensor *y_tensor, const pydet_tensor *rstd_tensor,
-                           const pydet_tensor *sum_tensor, const pydet_rmsnorm_options *given) {
+                           const pydet_tensor *weight_tensor, const pydet_tensor *y_tensor,
+                           const pydet_tensor *rstd_tensor, const pydet_tensor *sum_tensor,
+                           const pydet_rmsnorm_options *given) {
   const char *op = "rmsnorm";
   pydet_rmsnorm_options options = {};
   options.eps = 1e-6f;
@@ -619,8 +643,9 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   uint64_t needed = 0;
   if (dweight.present()) PYDET_TRY(backward_workspace(op, walk.rows, x.cols(), &needed));
   if (options.workspace_size < needed)
-    return fail(PYDET_WORKSPACE_TOO_SMALL, "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_rmsnorm_backward_workspace)",
-                op, options.workspace_size, needed);
+    return fail(PYDET_WORKSPACE_TOO_SMALL,
+                "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_rmsnorm_backward_workspace)", op,
+                options.workspace_size, needed);
   for (const View *input : inputs) PYDET_TRY(workspace_apart(*input, options.workspace, options.workspace_size));
   for (const View *output : outputs) PYDET_TRY(workspace_apart(*output, options.workspace, options.workspace_size));
   if (walk.rows == 0 && !dweight.present()) return nothing_to_write();
@@ -641,7 +666,8 @@ pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n, uint64_t 
   const char *op = "rmsnorm_backward_workspace";
   if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
   if (rows < 0 || n < 1)
-    return fail(PYDET_INVALID_SHAPE, "%s: rows is %" PRId64 " and n %" PRId64 ", want 0 or more and 1 or more", op, rows, n);
+    return fail(PYDET_INVALID_SHAPE, "%s: rows is %" PRId64 " and n %" PRId64 ", want 0 or more and 1 or more", op,
+                rows, n);
   return backward_workspace(op, rows, n, bytes);
 }
 
@@ -688,8 +714,10 @@ pydet_status pydet_softmax_backward(void *stream, const pydet_tensor *dy_tensor,
   const View *walked[] = {&y, &dy, &dx};
   PYDET_TRY(walk_rows(walked, 3, &walk));
   if (walk.rows == 0) return nothing_to_write();
-  return launch(op, SoftmaxBackward{y.device, stream, walk.rows, walk.inner, y.cols(), options.log != 0,
-                                    rows_of(dy, walk, 1), rows_of(y, walk, 0), rows_of(dx, walk, 2)}, options.kernel);
+  return launch(op,
+                SoftmaxBackward{y.device, stream, walk.rows, walk.inner, y.cols(), options.log != 0,
+                                rows_of(dy, walk, 1), rows_of(y, walk, 0), rows_of(dx, walk, 2)},
+                options.kernel);
 }
 
 pydet_status pydet_log_prob(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *index_tensor,
@@ -731,7 +759,8 @@ pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor *dlog_prob
 pydet_status pydet_device_count(int32_t device_type, int32_t *count) {
   if (!count) return fail(PYDET_NULL_POINTER, "device_count: count is NULL");
   if (device_type != PYDET_CPU && device_type != PYDET_CUDA && device_type != PYDET_ROCM)
-    return fail(PYDET_INVALID_VALUE, "device_count: device_type is %d, want PYDET_CPU, PYDET_CUDA or PYDET_ROCM", int(device_type));
+    return fail(PYDET_INVALID_VALUE, "device_count: device_type is %d, want PYDET_CPU, PYDET_CUDA or PYDET_ROCM",
+                int(device_type));
   *count = 0;
   const Backend *backend = backend_for(device_type);
   return backend ? backend->device_count(count) : PYDET_OK;
@@ -774,7 +803,8 @@ pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info) {
     if (backend.device_count(&devices) == PYDET_OK)
       for (int32_t id = 0; id < devices; ++id) available |= row.runs_on({backend.device_type, id});
     write_info({sizeof *info, backend.device_type, available, int32_t(row.arithmetic), row.name, operation,
-                kTypeLists.text[row.types], row.requires_}, info);
+                kTypeLists.text[row.types], row.requires_},
+               info);
   });
   return PYDET_OK;
 }

@@ -15,10 +15,10 @@ struct Kernel {
   const char *name;
   uint32_t types;  // of the inputs, bit(Type) each
   Arithmetic arithmetic;
-  uint32_t features;                // what it does, of the problem's needs (problem.h)
-  const char *requires_;            // "avx512", "sm_90a"
-  bool (*runs_on)(const Device &);  // the machine has what it requires; reports nothing
-  bool (*takes)(const Problem &);   // shape, layout and workspace fit; NULL: whatever the columns before this let pass
+  uint32_t features;                 // what it does, of the problem's needs (problem.h)
+  const char *requires_;             // "avx512", "sm_90a"
+  bool (*runs_on)(const Device &);   // the machine has what it requires; reports nothing
+  bool (*takes)(const Problem &);    // shape, layout and workspace fit; NULL: whatever the columns before this let pass
   bool (*prefers)(const Problem &);  // worth choosing by itself here; NULL: always. Forced by name it need not be
   pydet_status (*launch)(const Problem &);
   // Rows that are variants of one kernel, such as its tiles, stand together and share `best`: which variant is the
@@ -41,11 +41,11 @@ struct Backend {
   const char *name;  // "CPU", "CUDA", "HIP"
   pydet_status (*device_count)(int32_t *);
   pydet_status (*query_device)(int32_t id, pydet_device_info *);  // id is in range
-  Arithmetic (*tensor_cores)(int32_t id);                         // what AUTO means for bf16 and fp16; `automatic` where
-                                                                  // the device does not answer: no kernel has that
+  Arithmetic (*tensor_cores)(int32_t id);     // what AUTO means for bf16 and fp16; `automatic` where
+                                              // the device does not answer: no kernel has that
   bool (*reaches)(int32_t id, const void *);  // whether kernels there can use this memory; NULL: not to be known
   void (*forget)();                           // what was remembered of devices; NULL: nothing is
-  const char *built_for;                      // architectures, and the setting that names them; NULL: any of its devices
+  const char *built_for;  // architectures, and the setting that names them; NULL: any of its devices
   Table<Gemm> gemm;
   Table<ScaledGemm> scaled_gemm;
   Table<Quantize> quantize;

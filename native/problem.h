@@ -51,26 +51,26 @@ constexpr bool is_arithmetic(int32_t asked) { return asked >= 0 && asked < kArit
 // its row says otherwise. What may be ignored without changing a promised bit (fast, weights_constant, skinny, workspace)
 // is no need.
 enum Feature : uint32_t {
-  kBatch = 1 << 0,       // leading dimensions
+  kBatch = 1 << 0,  // leading dimensions
   kBias = 1 << 1,
   kAccumulate = 1 << 2,
-  kChunks = 1 << 3,      // k_chunk
-  kAlongM = 1 << 4,      // neighbours in a are along m; without it along k
-  kAlongN = 1 << 5,      // neighbours in b are along n; without it along k
-  kResidual = 1 << 6,    // of a norm: residual and sum, or dresidual
+  kChunks = 1 << 3,    // k_chunk
+  kAlongM = 1 << 4,    // neighbours in a are along m; without it along k
+  kAlongN = 1 << 5,    // neighbours in b are along n; without it along k
+  kResidual = 1 << 6,  // of a norm: residual and sum, or dresidual
   kWeight = 1 << 7,
   kWeightOffset = 1 << 8,
-  kRstd = 1 << 9,        // is stored
-  kTwoStrides = 1 << 10,  // to walk the rows
+  kRstd = 1 << 9,             // is stored
+  kTwoStrides = 1 << 10,      // to walk the rows
   kRowGradient = 1 << 11,     // dx
   kWeightGradient = 1 << 12,  // dweight
-  kLogarithm = 1 << 13,  // of a softmax
-  kColumn = 1 << 14,     // one column of a softmax row, or its gradient
+  kLogarithm = 1 << 13,       // of a softmax
+  kColumn = 1 << 14,          // one column of a softmax row, or its gradient
   kOutAlongM = 1 << 15,       // neighbours in out are along m; of the products whose problem is not turned over
   kBrokenChunks = 1 << 16,    // a k_chunk that is no multiple of 128
   kColumnScales = 1 << 17,    // along k, one for each column
   kGivenScales = 1 << 18,
-  kRowScales = 1 << 19,       // found
+  kRowScales = 1 << 19,  // found
   kGroupScales = 1 << 20,
   kBlockScales = 1 << 21,
   kTensorScale = 1 << 22,
@@ -119,9 +119,7 @@ struct Matrix {
   int64_t row_stride, col_stride;
 };
 
-PYDET_HD Matrix transposed(const Matrix &x) {
-  return {x.data, x.type, x.cols, x.rows, x.col_stride, x.row_stride};
-}
+PYDET_HD Matrix transposed(const Matrix &x) { return {x.data, x.type, x.cols, x.rows, x.col_stride, x.row_stride}; }
 
 constexpr int kMaxBatchDims = 6;
 
@@ -190,8 +188,8 @@ struct Gemm {
   Arithmetic arithmetic;  // resolved
   int64_t k_chunk;        // 0: none
   bool accumulate;
-  bool skinny;            // called through pydet_skinny_gemm: a holds the few rows, b^T the weights
-  bool fast;              // PYDET_FAST: bits may vary
+  bool skinny;  // called through pydet_skinny_gemm: a holds the few rows, b^T the weights
+  bool fast;    // PYDET_FAST: bits may vary
   bool weights_constant;
   void *workspace;
   uint64_t workspace_size;

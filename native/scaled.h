@@ -62,8 +62,8 @@ struct ScaledGemm {
   }
 };
 
-constexpr uint32_t kScaledGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN |
-                                         kOutAlongM | kColumnScales;  // all
+constexpr uint32_t kScaledGemmFeatures =
+    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
 
 // What has one scale.
 enum class Granularity : int32_t {
@@ -83,7 +83,7 @@ struct Quantize {
   Walk<kOperands> batch;
   int64_t m, k;
   Granularity granularity;
-  bool given;         // the scale is read
+  bool given;  // the scale is read
   bool power_of_two;
 
   uint32_t needs() const {
@@ -93,8 +93,8 @@ struct Quantize {
   }
 };
 
-constexpr uint32_t kQuantizeFeatures = kBatch | kGivenScales | kRowScales | kGroupScales | kBlockScales | kTensorScale |
-                                       kTransposedCopy;  // all
+constexpr uint32_t kQuantizeFeatures =
+    kBatch | kGivenScales | kRowScales | kGroupScales | kBlockScales | kTensorScale | kTransposedCopy;  // all
 
 // ---- Formulas ----------------------------------------------------------------------------------------------------
 

@@ -27,11 +27,11 @@ constexpr uint32_t bit(Type type) { return 1u << int(type); }
 
 // Where an element may stand.
 enum Use : uint32_t {
-  kFactor = 1,      // a and b of a product
-  kResult = 2,      // its out
-  kAddend = 4,      // its bias
-  kNormRow = 8,     // x of a norm, and what is like it
-  kNormVector = 16, // its weight, and what goes with a row
+  kFactor = 1,         // a and b of a product
+  kResult = 2,         // its out
+  kAddend = 4,         // its bias
+  kNormRow = 8,        // x of a norm, and what is like it
+  kNormVector = 16,    // its weight, and what goes with a row
   kScaledFactor = 32,  // a and b of a product with scales, and what quantisation writes
   kScaling = 64        // their scales
 };
@@ -39,8 +39,8 @@ constexpr uint32_t kAnyUse = kFactor | kResult | kAddend | kNormRow | kNormVecto
 
 struct TypeRow {
   Type type;
-  uint8_t code, bits;         // DLPack's
-  const char *name, *brief;   // in sentences and in Python; in the kernel table
+  uint8_t code, bits;        // DLPack's
+  const char *name, *brief;  // in sentences and in Python; in the kernel table
   uint32_t uses;
 };
 constexpr TypeRow kTypes[] = {
@@ -71,9 +71,11 @@ constexpr uint32_t types_for(Use use) {
     if (row.uses & use) types |= bit(row.type);
   return types;
 }
-static_assert(types_for(kResult) == kUnscaledTypes && types_for(kAddend) == kUnscaledTypes, "what kernels store and add");
+static_assert(types_for(kResult) == kUnscaledTypes && types_for(kAddend) == kUnscaledTypes,
+              "what kernels store and add");
 static_assert(types_for(kScaledFactor) == kFp8Types, "what scaled kernels multiply");
-static_assert(types_for(kNormRow) == kUnscaledTypes && types_for(kNormVector) == kUnscaledTypes, "what norms read and write");
+static_assert(types_for(kNormRow) == kUnscaledTypes && types_for(kNormVector) == kUnscaledTypes,
+              "what norms read and write");
 
 // False: none of ours.
 constexpr bool type_of(pydet_dtype dtype, Type *type) {
@@ -172,8 +174,8 @@ PYDET_HD uint16_t f16_from_f32(float x) {  // to nearest even, NaN canonical
   uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return kNan16;
   if (magnitude >= 0x477FF000u) return uint16_t(sign | 0x7C00u);  // 65520 and above round to infinity
-  if (magnitude < 0x38800000u) {                                   // below 2^-14: subnormal, a multiple of 2^-24
-    float rounded = float_of(magnitude) + 0.5f;                    // ulp of [0.5, 1) is 2^-24
+  if (magnitude < 0x38800000u) {                                  // below 2^-14: subnormal, a multiple of 2^-24
+    float rounded = float_of(magnitude) + 0.5f;                   // ulp of [0.5, 1) is 2^-24
     return uint16_t(sign | (bits_of(rounded) - 0x3F000000u));
   }
   uint32_t even = (magnitude >> 13) & 1;

@@ -159,10 +159,10 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attrib
 }
 EXPORT const char *cudaGetErrorString(cudaError_t error) { return error ? "made to fail" : "no error"; }
 
-static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data, const cuuint64_t *extents,
-                       const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps,
-                       CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
-                       CUtensorMapFloatOOBfill fill) {
+static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data,
+                       const cuuint64_t *extents, const cuuint64_t *strides, const cuuint32_t *box,
+                       const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                       CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   (void)map, (void)type, (void)rank, (void)data, (void)extents, (void)strides, (void)box, (void)steps, (void)interleave;
   (void)swizzle, (void)promotion, (void)fill;
   return fails("cuTensorMapEncodeTiled") ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;

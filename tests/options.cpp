@@ -28,7 +28,9 @@ int main() {
     memcpy(memory, &given, sizeof given);
     const pydet_status status = read_options("test", reinterpret_cast<Options *>(memory), &read);
     if (status != PYDET_OK) printf("%u: %d %s\n", size, int(status), last_error);
-    else printf("%u: %u %lld %g %lld\n", size, read.struct_size, (long long)read.first, read.second, (long long)read.third);
+    else
+      printf("%u: %u %lld %g %lld\n", size, read.struct_size, (long long)read.first, read.second,
+             (long long)read.third);
   }
   for (uint32_t byte : {32u, 39u, 40u}) {
     alignas(8) char memory[48] = {};

@@ -102,7 +102,8 @@ static void run_on(char *bottom, size_t size) {
 
 int main(int count, char **arguments) {
   const size_t stack = count > 1 ? strtoul(arguments[1], NULL, 10) : 0;
-  const pydet_dtype dtypes[] = {{PYDET_FLOAT, 32, 1}, {PYDET_BFLOAT, 16, 1}, {PYDET_FLOAT, 16, 1}, {PYDET_FLOAT8_E4M3FN, 8, 1}};
+  const pydet_dtype dtypes[] = {
+      {PYDET_FLOAT, 32, 1}, {PYDET_BFLOAT, 16, 1}, {PYDET_FLOAT, 16, 1}, {PYDET_FLOAT8_E4M3FN, 8, 1}};
   const char *const names[] = {"fp32", "bf16", "fp16", "e4m3"};
   /* The smallest, some of every edge, few rows, few columns, many of all. */
   const int64_t shapes[][3] = {{1, 1, 1},    {4, 4, 4},     {33, 65, 129},  {1, 700, 300},
@@ -113,7 +114,8 @@ int main(int count, char **arguments) {
   size_t most = 0, calls = 0, failures = 0, i;
   char **const buffers[] = {&a, &b, &c, &bias, &workspace};
   int32_t index;
-  if (memory == MAP_FAILED || mprotect(bottom - kGuard, kGuard, PROT_NONE) || mprotect(above - kGuard, kGuard, PROT_NONE))
+  if (memory == MAP_FAILED || mprotect(bottom - kGuard, kGuard, PROT_NONE) ||
+      mprotect(above - kGuard, kGuard, PROT_NONE))
     return 2;
   for (i = 0; i < sizeof buffers / sizeof *buffers; ++i)
     if (!(*buffers[i] = calloc(1, kMost))) return 2;
@@ -143,7 +145,8 @@ int main(int count, char **arguments) {
           if (!intact(below) || !intact(above) || call.status) {
             ++failures;
             printf("%s %s %dx%dx%d: status %d %s%s\n", info.name, names[dtype], (int)call.m, (int)call.n, (int)call.k,
-                   (int)call.status, pydet_last_error(), intact(below) && intact(above) ? "" : ", a neighbour overwritten");
+                   (int)call.status, pydet_last_error(),
+                   intact(below) && intact(above) ? "" : ", a neighbour overwritten");
             memset(below, kWatched, kNeighbour);
             memset(above, kWatched, kNeighbour);
           }

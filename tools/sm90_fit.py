@@ -123,6 +123,7 @@ struct Sm90Rate {
   double full, stage, filled, wave, once, chunk, turned_b, turned_a, both_turned, memory;
   double idle, unfilled, few_stage, few_once, few_memory;
 };
+// clang-format off
 constexpr Sm90Rate kSm90Rates[] = {
 """
 
@@ -132,7 +133,7 @@ def write(rates):
         return ", ".join(f"{x:.4g}" if x > 1e-3 else "0" for x in its)
 
     lines = [f'    {{"{name}",\n     {row(its)}}},\n' for name, its in rates.items()]
-    (SM90 / "rates.h").write_text("".join([HEAD, *lines, "};\n\n}  // namespace pydet\n"]))
+    (SM90 / "rates.h").write_text("".join([HEAD, *lines, "};\n// clang-format on\n\n}  // namespace pydet\n"]))
 
 
 def written():

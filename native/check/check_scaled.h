@@ -26,8 +26,8 @@ pydet_status walk_of(const View *const (&views)[count], const int (&inner)[count
       stride[t][i] = extent == 1 ? 0 : view.stride[j];
     }
     if (!fits)
-      return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want leading dimensions that broadcast to those of %s, %s", view.op,
-                  view.name, shape_text(view).text, out.name, shape_text(out).text);
+      return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want leading dimensions that broadcast to those of %s, %s",
+                  view.op, view.name, shape_text(view).text, out.name, shape_text(out).text);
   }
   *walk = {};
   if (out.empty()) return PYDET_OK;  // count 0, however vast the other extents
@@ -49,7 +49,8 @@ pydet_status walk_of(const View *const (&views)[count], const int (&inner)[count
 // ---- Scaled GEMM -------------------------------------------------------------------------------------------------
 
 // The scale of a, or of b^T: one of `extent` rows, k along the second dimension. `transposed`: the view is b's.
-inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t k, bool transposed, Scale *scale, bool *along_k) {
+inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t k, bool transposed, Scale *scale,
+                                  bool *along_k) {
   *scale = {};
   if (!view.present()) return PYDET_OK;
   scale->data = view.data;
@@ -68,22 +69,25 @@ inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t k, b
   }
   if (fits) return PYDET_OK;
   if (transposed)
-    return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want (), 1x%" PRId64 ", %" PRId64 "x%" PRId64 " or %" PRId64 "x%" PRId64
-                " in its last two dimensions", view.op, view.name, shape_text(view).text, extent, chunks, extent, chunks,
-                groups_of(extent));
-  return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want (), %" PRId64 "x1 or %" PRId64 "x%" PRId64
-              " in its last two dimensions", view.op, view.name, shape_text(view).text, extent, extent, chunks);
+    return fail(PYDET_INVALID_SHAPE,
+                "%s: %s is %s, want (), 1x%" PRId64 ", %" PRId64 "x%" PRId64 " or %" PRId64 "x%" PRId64
+                " in its last two dimensions",
+                view.op, view.name, shape_text(view).text, extent, chunks, extent, chunks, groups_of(extent));
+  return fail(PYDET_INVALID_SHAPE,
+              "%s: %s is %s, want (), %" PRId64 "x1 or %" PRId64 "x%" PRId64 " in its last two dimensions", view.op,
+              view.name, shape_text(view).text, extent, extent, chunks);
 }
 
-inline pydet_status scaled_gemm_of(const View &a, const View &a_scale, const View &b, const View &b_scale, const View &bias,
-                                   const View &out, const pydet_scaled_gemm_options &options, ScaledGemm *gemm) {
+inline pydet_status scaled_gemm_of(const View &a, const View &a_scale, const View &b, const View &b_scale,
+                                   const View &bias, const View &out, const pydet_scaled_gemm_options &options,
+                                   ScaledGemm *gemm) {
   constexpr GemmWords words = {"scaled_gemm", "a", "b", "out", "M", "N", "K", false, false};
   const int64_t m = a.rows(), k = a.cols(), n = b.cols();
   for (const View *other : {&a_scale, &b, &b_scale, &bias, &out}) PYDET_TRY(same_device(a, *other));
   PYDET_TRY(want_inner(b, k, words));
   if (out.rows() != m || out.cols() != n)
-    return fail(PYDET_INVALID_SHAPE, "%s: out is %s, want %" PRId64 "x%" PRId64 "%s", words.op, shape_text(out).text, m, n,
-                out.ndim > 2 ? " in its last two dimensions" : "");
+    return fail(PYDET_INVALID_SHAPE, "%s: out is %s, want %" PRId64 "x%" PRId64 "%s", words.op, shape_text(out).text, m,
+                n, out.ndim > 2 ? " in its last two dimensions" : "");
   const bool row_bias = bias.present() && bias.ndim >= 2;
   if (bias.present() && (bias.cols() != n || (row_bias && bias.rows() != m && bias.rows() != 1)))
     return fail(PYDET_INVALID_SHAPE, "%s: bias is %s, want %" PRId64 " or %" PRId64 "x%" PRId64, words.op,
@@ -97,8 +101,8 @@ inline pydet_status scaled_gemm_of(const View &a, const View &a_scale, const Vie
     const int ia = i - (dims - (a.ndim - 2)), ib = i - (dims - (b.ndim - 2));
     const int64_t ea = ia < 0 ? 1 : a.shape[ia], eb = ib < 0 ? 1 : b.shape[ib];
     if (ea != eb && ea != 1 && eb != 1)
-      return fail(PYDET_INVALID_SHAPE, "%s: b is %s, want leading dimensions that broadcast with those of a, %s", words.op,
-                  shape_text(b).text, shape_text(a).text);
+      return fail(PYDET_INVALID_SHAPE, "%s: b is %s, want leading dimensions that broadcast with those of a, %s",
+                  words.op, shape_text(b).text, shape_text(a).text);
     shape[i] = ea == 1 ? eb : ea;
   }
   bool same = out.ndim - 2 == dims;
@@ -127,8 +131,8 @@ inline pydet_status scaled_gemm_of(const View &a, const View &a_scale, const Vie
                 options.k_chunk, kFp8Step);
   const bool one_chunk = k <= kScaleGroup && (options.k_chunk == 0 || options.k_chunk > kScaleGroup);
   if (gemm->along_k && options.k_chunk != kScaleGroup && !one_chunk)
-    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want %d with scales along k", words.op, options.k_chunk,
-                kScaleGroup);
+    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want %d with scales along k", words.op,
+                options.k_chunk, kScaleGroup);
   gemm->k_chunk = gemm->along_k ? kScaleGroup : options.k_chunk;
   PYDET_TRY(check_flag(words.op, "accumulate", options.accumulate));
   if (options.accumulate && out.type != Type::f32)
@@ -160,13 +164,18 @@ inline pydet_status scale_of_quantized(const View &view, const View &x, int64_t 
     want[ndim - 1] = granularity == Granularity::row ? 1 : groups_of(k);
   }
   PYDET_TRY(want_shape(view, want, ndim));
-  *matrix = {view.data, view.type, tensor ? 1 : want[ndim - 2], tensor ? 1 : want[ndim - 1],
-             tensor ? 0 : view.stride[ndim - 2], tensor ? 0 : view.stride[ndim - 1]};
+  *matrix = {view.data,
+             view.type,
+             tensor ? 1 : want[ndim - 2],
+             tensor ? 1 : want[ndim - 1],
+             tensor ? 0 : view.stride[ndim - 2],
+             tensor ? 0 : view.stride[ndim - 1]};
   return PYDET_OK;
 }
 
 inline pydet_status quantize_of(const View &x, const View &out, const View &scale, const View &transposed_out,
-                                const View &transposed_scale, const pydet_quantize_options &options, Quantize *problem) {
+                                const View &transposed_scale, const pydet_quantize_options &options,
+                                Quantize *problem) {
   const char *op = "quantize";
   if (options.granularity < 0 || options.granularity > PYDET_TENSOR)
     return fail(PYDET_INVALID_VALUE, "%s: options.granularity is %d, want 0 (row) to 3 (tensor)", op,

@@ -20,9 +20,9 @@ inline pydet_status fail(pydet_status status, const char *format, ...) {
 }
 
 // Returns early with any status but PYDET_OK.
-#define PYDET_TRY(expression)                                                        \
-  do {                                                                               \
-    if (pydet_status status_ = (expression); status_ != PYDET_OK) return status_;    \
+#define PYDET_TRY(expression)                                                     \
+  do {                                                                            \
+    if (pydet_status status_ = (expression); status_ != PYDET_OK) return status_; \
   } while (0)
 
 constexpr const char *type_name(Type type) { return kTypes[int(type)].name; }
@@ -55,7 +55,10 @@ inline Text shape_text(const int64_t *shape, int ndim) {
 
 inline Text device_text(int32_t type, int32_t id) {
   Text out;
-  const char *name = type == PYDET_CPU ? "the CPU" : type == PYDET_CUDA ? "CUDA" : type == PYDET_ROCM ? "ROCm" : nullptr;
+  const char *name = type == PYDET_CPU    ? "the CPU"
+                     : type == PYDET_CUDA ? "CUDA"
+                     : type == PYDET_ROCM ? "ROCm"
+                                          : nullptr;
   if (type == PYDET_CPU) snprintf(out.text, sizeof out.text, "%s", name);
   else if (name) snprintf(out.text, sizeof out.text, "%s device %d", name, int(id));
   else snprintf(out.text, sizeof out.text, "a device of DLPack type %d", int(type));

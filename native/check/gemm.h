@@ -42,7 +42,8 @@ inline pydet_status matrix_of(const View &view, Matrix *matrix) {
   if (rows <= 1 && col == 1) row = cols;
   if (cols <= 1 && row == 1 && col != 1) col = rows;
   if (row != 1 && col != 1 && !view.empty())
-    return fail(PYDET_INVALID_STRIDE, "%s: %s has strides %" PRId64 " and %" PRId64 " in its last two dimensions, want one of them 1",
+    return fail(PYDET_INVALID_STRIDE,
+                "%s: %s has strides %" PRId64 " and %" PRId64 " in its last two dimensions, want one of them 1",
                 view.op, view.name, row, col);
   *matrix = {view.data, view.type, rows, cols, row, col};
   return PYDET_OK;
@@ -57,8 +58,8 @@ inline pydet_status batch_of(const View &a, const View &b, const View &bias, con
     int ia = i - (dims - na), ib = i - (dims - nb);
     int64_t ea = ia < 0 ? 1 : a.shape[ia], eb = ib < 0 ? 1 : b.shape[ib];
     if (ea != eb && ea != 1 && eb != 1)
-      return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want leading dimensions that broadcast with those of %s, %s", b.op,
-                  b.name, shape_text(b).text, a.name, shape_text(a).text);
+      return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want leading dimensions that broadcast with those of %s, %s",
+                  b.op, b.name, shape_text(b).text, a.name, shape_text(a).text);
     shape[i] = ea == 1 ? eb : ea;
     sa[i] = ea == 1 ? 0 : a.stride[ia];
     sb[i] = eb == 1 ? 0 : b.stride[ib];
@@ -108,7 +109,8 @@ inline pydet_status want_inner(const View &b, int64_t k, const GemmWords &words)
 }
 
 // a [..., m, k] and b [..., k, n] are already in the orientation of the product.
-inline pydet_status gemm_of(const GemmWords &words, const View &a, const View &b, const View &bias, const View &out, Gemm *gemm) {
+inline pydet_status gemm_of(const GemmWords &words, const View &a, const View &b, const View &bias, const View &out,
+                            Gemm *gemm) {
   int64_t m = a.rows(), k = a.cols(), n = b.cols();
   for (const View *other : {&b, &bias, &out}) PYDET_TRY(same_device(a, *other));
   PYDET_TRY(same_type(a, b));

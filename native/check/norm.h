@@ -31,8 +31,9 @@ inline pydet_status walk_rows(const View *const *views, int count, RowWalk *walk
     for (int t = 0; t < count; ++t) stride[t][groups - 1] = views[t]->present() ? views[t]->stride[i] : 0;
   }
   if (groups > 2)
-    return fail(PYDET_INVALID_STRIDE, "%s: the rows of %s need %d strides to walk, want at most 2 after merging dimensions",
-                first.op, first.name, groups);
+    return fail(PYDET_INVALID_STRIDE,
+                "%s: the rows of %s need %d strides to walk, want at most 2 after merging dimensions", first.op,
+                first.name, groups);
   walk->inner = groups == 2 ? extent[1] : groups == 1 ? extent[0] : 1;
   for (int t = 0; t < count; ++t) {
     walk->inner_stride[t] = groups ? stride[t][groups - 1] : 0;
@@ -51,7 +52,8 @@ inline Vector vector_of(const View &view) { return view.present() ? Vector{view.
 // rstd is [...] in fp32.
 inline pydet_status check_norm(const View &x, const View *const *like, int like_count, const View &vector,
                                const View &rstd) {
-  if (x.cols() == 0) return fail(PYDET_INVALID_SHAPE, "%s: x is %s, want a last dimension of 1 or more", x.op, shape_text(x).text);
+  if (x.cols() == 0)
+    return fail(PYDET_INVALID_SHAPE, "%s: x is %s, want a last dimension of 1 or more", x.op, shape_text(x).text);
   for (int i = 0; i < like_count; ++i) {
     if (!like[i]->present()) continue;
     PYDET_TRY(same_device(x, *like[i]));

@@ -36,14 +36,17 @@ inline Text shape_text(const View &view) { return shape_text(view.shape, view.nd
 // Memory that the CPU reads is the CPU's, whoever pinned it; managed memory is its GPU's.
 inline Device normalized(pydet_device device) {
   switch (device.device_type) {
-    case PYDET_CPU: case PYDET_CUDA_HOST: case PYDET_ROCM_HOST: return {PYDET_CPU, 0};
+    case PYDET_CPU:
+    case PYDET_CUDA_HOST:
+    case PYDET_ROCM_HOST: return {PYDET_CPU, 0};
     case PYDET_CUDA_MANAGED: return {PYDET_CUDA, device.device_id};
     default: return {device.device_type, device.device_id};
   }
 }
 
 // Reads a descriptor of `min_ndim` dimensions or more into *view, and checks all that can be checked alone.
-inline pydet_status read(const char *op, const char *name, Use use, const pydet_tensor *tensor, int min_ndim, View *view) {
+inline pydet_status read(const char *op, const char *name, Use use, const pydet_tensor *tensor, int min_ndim,
+                         View *view) {
   if (!tensor) return fail(PYDET_NULL_POINTER, "%s: %s is NULL, want a tensor", op, name);
   int ndim = tensor->ndim;
   if (ndim < min_ndim || ndim > kMaxDims)
@@ -54,15 +57,16 @@ inline pydet_status read(const char *op, const char *name, Use use, const pydet_
   view->ndim = ndim;
   if (!type_of(tensor->dtype, &view->type))
     return fail(PYDET_INVALID_DTYPE, "%s: %s has DLPack dtype (code %d, bits %d, lanes %d), want %s", op, name,
-                int(tensor->dtype.code), int(tensor->dtype.bits), int(tensor->dtype.lanes), type_list(types_for(use)).text);
+                int(tensor->dtype.code), int(tensor->dtype.bits), int(tensor->dtype.lanes),
+                type_list(types_for(use)).text);
   if (!(types_for(use) & bit(view->type)))
     return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want %s", op, name, type_name(view->type),
                 type_list(types_for(use)).text);
   view->device = normalized(tensor->device);
   if (!backend_for(view->device.type))
     return fail(PYDET_INVALID_DEVICE, "%s: %s is on %s, this build serves the CPU%s%s", op, name,
-                device_text(tensor->device.device_type, tensor->device.device_id).text, gpu_backend() ? " and " : " only",
-                gpu_backend() ? gpu_backend()->name : "");
+                device_text(tensor->device.device_type, tensor->device.device_id).text,
+                gpu_backend() ? " and " : " only", gpu_backend() ? gpu_backend()->name : "");
 
   int64_t dense = 1, last = 0;  // the stride of C order; the offset of the last element, in elements
   bool overflow = false;
@@ -141,10 +145,11 @@ inline pydet_status contiguous(const View &view) {
 // ---- Operands together -------------------------------------------------------------------------------------------
 
 inline pydet_status same_device(const View &first, const View &other) {
-  if (!other.present() || (other.device.type == first.device.type && other.device.id == first.device.id)) return PYDET_OK;
+  if (!other.present() || (other.device.type == first.device.type && other.device.id == first.device.id))
+    return PYDET_OK;
   return fail(PYDET_INVALID_DEVICE, "%s: %s is on %s, want %s as %s is", other.op, other.name,
-              device_text(other.device.type, other.device.id).text, device_text(first.device.type, first.device.id).text,
-              first.name);
+              device_text(other.device.type, other.device.id).text,
+              device_text(first.device.type, first.device.id).text, first.name);
 }
 
 inline pydet_status same_type(const View &first, const View &other) {
@@ -173,8 +178,8 @@ inline pydet_status no_self_overlap(const View &view) {
     done[next] = true;
     if (view.shape[next] == 1) continue;
     if (view.stride[next] <= reach)
-      return fail(PYDET_INVALID_STRIDE, "%s: %s has stride %" PRId64 " in dimension %d, so its elements overlap", view.op,
-                  view.name, view.stride[next], next);
+      return fail(PYDET_INVALID_STRIDE, "%s: %s has stride %" PRId64 " in dimension %d, so its elements overlap",
+                  view.op, view.name, view.stride[next], next);
     reach += (view.shape[next] - 1) * view.stride[next];
   }
   return PYDET_OK;

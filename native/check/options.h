@@ -29,8 +29,9 @@ template <class Options> pydet_status read_options(const char *op, const Options
   const char *bytes = reinterpret_cast<const char *>(given);
   for (uint32_t i = sizeof(Options); i < size; ++i)
     if (bytes[i] != 0)
-      return fail(PYDET_UNSUPPORTED, "%s: options.struct_size is %u and byte %u is not 0: this release knows the first %zu",
-                  op, unsigned(size), unsigned(i), sizeof(Options));
+      return fail(PYDET_UNSUPPORTED,
+                  "%s: options.struct_size is %u and byte %u is not 0: this release knows the first %zu", op,
+                  unsigned(size), unsigned(i), sizeof(Options));
   *options = {};
   memcpy(static_cast<void *>(options), given, size < sizeof(Options) ? size : sizeof(Options));
   options->struct_size = sizeof(Options);
@@ -59,7 +60,8 @@ inline pydet_status check_workspace(const char *op, const void *workspace, uint6
     return fail(PYDET_MISALIGNED, "%s: workspace is at %p, want a multiple of 16 bytes", op, workspace);
   uint64_t end = 0;
   if (__builtin_add_overflow(reinterpret_cast<uintptr_t>(workspace), size, &end) || end > kMaxAddress)
-    return fail(PYDET_OVERFLOW, "%s: workspace at %p is %" PRIu64 " bytes, which reaches past 2^63 - 1", op, workspace, size);
+    return fail(PYDET_OVERFLOW, "%s: workspace at %p is %" PRIu64 " bytes, which reaches past 2^63 - 1", op, workspace,
+                size);
   return PYDET_OK;
 }
 

@@ -38,10 +38,11 @@ inline pydet_status columns_of(const View &x, const pydet_tensor *index, const V
   if (!index) return fail(PYDET_NULL_POINTER, "%s: index is NULL, want a tensor", x.op);
   const bool integers = index->dtype.code == PYDET_INT && index->dtype.lanes == 1;
   if (!integers || (index->dtype.bits != 32 && index->dtype.bits != 64))
-    return fail(PYDET_INVALID_DTYPE, "%s: index has DLPack dtype (code %d, bits %d, lanes %d), want int32 or int64", x.op,
-                int(index->dtype.code), int(index->dtype.bits), int(index->dtype.lanes));
+    return fail(PYDET_INVALID_DTYPE, "%s: index has DLPack dtype (code %d, bits %d, lanes %d), want int32 or int64",
+                x.op, int(index->dtype.code), int(index->dtype.bits), int(index->dtype.lanes));
   if (index->ndim != ndim || (ndim > 0 && !index->shape))
-    return fail(PYDET_INVALID_SHAPE, "%s: index has %d dimensions, want %d, one less than x", x.op, int(index->ndim), ndim);
+    return fail(PYDET_INVALID_SHAPE, "%s: index has %d dimensions, want %d, one less than x", x.op, int(index->ndim),
+                ndim);
   for (int i = 0; i < ndim; ++i)
     if (index->shape[i] != x.shape[i])
       return fail(PYDET_INVALID_SHAPE, "%s: index is %s, want %s", x.op, shape_text(index->shape, ndim).text,
@@ -57,8 +58,9 @@ inline pydet_status columns_of(const View &x, const pydet_tensor *index, const V
   }
   shape[ndim] = words;
   stride[ndim] = 1;
-  pydet_tensor as_words = {index->data,           index->device, ndim + 1, {PYDET_FLOAT, 32, 1}, shape,
-                           index->strides ? stride : nullptr, index->byte_offset};
+  pydet_tensor as_words = {index->data,          index->device, ndim + 1,
+                           {PYDET_FLOAT, 32, 1}, shape,         index->strides ? stride : nullptr,
+                           index->byte_offset};
   View view;
   PYDET_TRY(read(x.op, "index", kNormVector, &as_words, 1, &view));
   PYDET_TRY(same_device(x, view));

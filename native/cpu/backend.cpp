@@ -31,73 +31,109 @@ constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes (all), prefers (all), launch.
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
-    {"cpu_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_ieee<Avx512>},
-    {"cpu_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_ieee<Avx2>},
-    {"cpu_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_sm90<Avx512>},
-    {"cpu_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_sm90<Avx2>},
-    {"cpu_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_sm80<Avx512>},
-    {"cpu_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_sm80<Avx2>},
-    {"cpu_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_cdna3<Avx512>},
-    {"cpu_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_cdna3<Avx2>},
-    {"cpu_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr, gemm_cdna2<Avx512>},
-    {"cpu_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr, gemm_cdna2<Avx2>},
+    {"cpu_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
+     gemm_ieee<Avx512>},
+    {"cpu_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
+     gemm_ieee<Avx2>},
+    {"cpu_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
+     gemm_sm90<Avx512>},
+    {"cpu_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
+     gemm_sm90<Avx2>},
+    {"cpu_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
+     gemm_sm80<Avx512>},
+    {"cpu_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
+     gemm_sm80<Avx2>},
+    {"cpu_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
+     gemm_cdna3<Avx512>},
+    {"cpu_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
+     gemm_cdna3<Avx2>},
+    {"cpu_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
+     gemm_cdna2<Avx512>},
+    {"cpu_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
+     gemm_cdna2<Avx2>},
 #endif
-    {"cpu_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_ieee<Scalar>},
-    {"cpu_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_sm90<Scalar>},
-    {"cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_sm80<Scalar>},
-    {"cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna3<Scalar>},
-    {"cpu_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, gemm_cdna2<Scalar>},
+    {"cpu_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
+     gemm_ieee<Scalar>},
+    {"cpu_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
+     gemm_sm90<Scalar>},
+    {"cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
+     gemm_sm80<Scalar>},
+    {"cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
+     gemm_cdna3<Scalar>},
+    {"cpu_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
+     gemm_cdna2<Scalar>},
 };
 
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
 #if defined(__x86_64__)
-    {"cpu_scaled_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "avx512", has_avx512, nullptr, nullptr, scaled_gemm_ieee<Avx512>},
-    {"cpu_scaled_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "avx2", has_avx2, nullptr, nullptr, scaled_gemm_ieee<Avx2>},
-    {"cpu_scaled_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "avx512", has_avx512, nullptr, nullptr, scaled_gemm_sm90<Avx512>},
-    {"cpu_scaled_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "avx2", has_avx2, nullptr, nullptr, scaled_gemm_sm90<Avx2>},
+    {"cpu_scaled_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "avx512", has_avx512, nullptr,
+     nullptr, scaled_gemm_ieee<Avx512>},
+    {"cpu_scaled_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
+     scaled_gemm_ieee<Avx2>},
+    {"cpu_scaled_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "avx512", has_avx512, nullptr,
+     nullptr, scaled_gemm_sm90<Avx512>},
+    {"cpu_scaled_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
+     scaled_gemm_sm90<Avx2>},
 #endif
-    {"cpu_scaled_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, scaled_gemm_ieee<Scalar>},
-    {"cpu_scaled_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "any CPU", has_scalar, nullptr, nullptr, scaled_gemm_sm90<Scalar>},
+    {"cpu_scaled_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, scaled_gemm_ieee<Scalar>},
+    {"cpu_scaled_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, scaled_gemm_sm90<Scalar>},
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {
 #if defined(__x86_64__)
-    {"cpu_quantize_avx512", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "avx512", has_avx512, nullptr, nullptr, quantize<Avx512>},
-    {"cpu_quantize_avx2", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "avx2", has_avx2, nullptr, nullptr, quantize<Avx2>},
+    {"cpu_quantize_avx512", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "avx512", has_avx512, nullptr, nullptr,
+     quantize<Avx512>},
+    {"cpu_quantize_avx2", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "avx2", has_avx2, nullptr, nullptr,
+     quantize<Avx2>},
 #endif
-    {"cpu_quantize_scalar", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "any CPU", has_scalar, nullptr, nullptr, quantize<Scalar>},
+    {"cpu_quantize_scalar", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, quantize<Scalar>},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
 #if defined(__x86_64__)
-    {"cpu_rmsnorm_avx512", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "avx512", has_avx512, nullptr, nullptr, rmsnorm<Avx512>},
-    {"cpu_rmsnorm_avx2", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "avx2", has_avx2, nullptr, nullptr, rmsnorm<Avx2>},
+    {"cpu_rmsnorm_avx512", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "avx512", has_avx512, nullptr, nullptr,
+     rmsnorm<Avx512>},
+    {"cpu_rmsnorm_avx2", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "avx2", has_avx2, nullptr, nullptr,
+     rmsnorm<Avx2>},
 #endif
-    {"cpu_rmsnorm_scalar", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "any CPU", has_scalar, nullptr, nullptr, rmsnorm<Scalar>},
+    {"cpu_rmsnorm_scalar", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "any CPU", has_scalar, nullptr, nullptr,
+     rmsnorm<Scalar>},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 #if defined(__x86_64__)
-    {"cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "avx512", has_avx512, nullptr, nullptr, rmsnorm_backward<Avx512>},
-    {"cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "avx2", has_avx2, nullptr, nullptr, rmsnorm_backward<Avx2>},
+    {"cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "avx512", has_avx512, nullptr,
+     nullptr, rmsnorm_backward<Avx512>},
+    {"cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "avx2", has_avx2, nullptr,
+     nullptr, rmsnorm_backward<Avx2>},
 #endif
-    {"cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "any CPU", has_scalar, nullptr, nullptr, rmsnorm_backward<Scalar>},
+    {"cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, rmsnorm_backward<Scalar>},
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
 #if defined(__x86_64__)
-    {"cpu_softmax_avx512", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "avx512", has_avx512, nullptr, nullptr, softmax<Avx512>},
-    {"cpu_softmax_avx2", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "avx2", has_avx2, nullptr, nullptr, softmax<Avx2>},
+    {"cpu_softmax_avx512", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "avx512", has_avx512, nullptr, nullptr,
+     softmax<Avx512>},
+    {"cpu_softmax_avx2", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "avx2", has_avx2, nullptr, nullptr,
+     softmax<Avx2>},
 #endif
-    {"cpu_softmax_scalar", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "any CPU", has_scalar, nullptr, nullptr, softmax<Scalar>},
+    {"cpu_softmax_scalar", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "any CPU", has_scalar, nullptr, nullptr,
+     softmax<Scalar>},
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
 #if defined(__x86_64__)
-    {"cpu_softmax_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "avx512", has_avx512, nullptr, nullptr, softmax_backward<Avx512>},
-    {"cpu_softmax_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "avx2", has_avx2, nullptr, nullptr, softmax_backward<Avx2>},
+    {"cpu_softmax_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "avx512", has_avx512, nullptr,
+     nullptr, softmax_backward<Avx512>},
+    {"cpu_softmax_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "avx2", has_avx2, nullptr,
+     nullptr, softmax_backward<Avx2>},
 #endif
-    {"cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "any CPU", has_scalar, nullptr, nullptr, softmax_backward<Scalar>},
+    {"cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "any CPU", has_scalar, nullptr,
+     nullptr, softmax_backward<Scalar>},
 };
 
 pydet_status device_count(int32_t *count) {
@@ -125,10 +161,21 @@ Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
 }  // namespace
 
 const Backend &cpu_backend() {
-  static constexpr Backend backend = {PYDET_CPU,  "CPU", device_count, query_device, tensor_cores,
-                                      nullptr, nullptr, nullptr, table(kGemm), table(kScaledGemm), table(kQuantize),
-                                      table(kRmsNorm), table(kRmsNormBackward),
-                                      table(kSoftmax), table(kSoftmaxBackward)};
+  static constexpr Backend backend = {PYDET_CPU,
+                                      "CPU",
+                                      device_count,
+                                      query_device,
+                                      tensor_cores,
+                                      nullptr,
+                                      nullptr,
+                                      nullptr,
+                                      table(kGemm),
+                                      table(kScaledGemm),
+                                      table(kQuantize),
+                                      table(kRmsNorm),
+                                      table(kRmsNormBackward),
+                                      table(kSoftmax),
+                                      table(kSoftmaxBackward)};
   return backend;
 }
 

@@ -21,7 +21,7 @@ constexpr int64_t kStripFloats = 64 * 1024;  // a, half of a 1 MiB L2
 constexpr int64_t kPanelFloats = 8 * 1024;   // b, most of an L1
 constexpr int64_t kSumFloats = 44 * 1024;    // chains that cannot wait in out
 constexpr int64_t kBlockRows = 256, kBlockColumns = 1024;
-constexpr int64_t kSurplus = 16;             // that packing a strip may write past its end
+constexpr int64_t kSurplus = 16;  // that packing a strip may write past its end
 constexpr int64_t kRun = 64, kLaneFloats = kRun + kWidth, kTurnFloats = kWidth * kLaneFloats;  // where lanes are turned
 static_assert(kStripFloats + kSurplus + kPanelFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "all fit");
 
@@ -29,11 +29,11 @@ template <class S> constexpr int64_t kDepth = least(kPanelFloats / S::kColumns, 
 
 // How out is cut into tasks, and k into slabs and panels.
 struct Plan {
-  int64_t rows, columns;          // of a task
+  int64_t rows, columns;  // of a task
   int64_t row_tasks, column_tasks;
-  int64_t slab, depth;            // steps of k that a task packs of a, and of b, at a time
-  bool in_place;                  // chains wait in out
-  bool unpacked;                  // b is read where it is
+  int64_t slab, depth;                 // steps of k that a task packs of a, and of b, at a time
+  bool in_place;                       // chains wait in out
+  bool unpacked;                       // b is read where it is
   int64_t panel_at, sums_at, turn_at;  // in scratch memory, where the strips come first
 };
 
@@ -237,9 +237,8 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
 
       if (k_slab + slab == k) {
         if (bias.data) {
-          dispatch(bias.type, [&](auto number) {
-            add<decltype(number)>(part(bias, 0, out.rows, column, columns), total);
-          });
+          dispatch(bias.type,
+                   [&](auto number) { add<decltype(number)>(part(bias, 0, out.rows, column, columns), total); });
         }
         if (!in_place) {
           dispatch(out.type, [&](auto number) { round<decltype(number)>(total, out_panel); });
@@ -265,7 +264,8 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   // Blocks as large as the caches and scratch memory allow, but some for every thread.
   const int64_t step = S::kWay == Way::tiles ? S::kColumns : 4 * kWidth, most_tasks = divide_up(gemm.n, step);
   const int64_t short_of_threads = divide_up(threads, most_tasks * gemm.batch.count);
-  plan.row_tasks = most(divide_up(gemm.m, sums ? 168 : kBlockRows), least(short_of_threads, divide_up(gemm.m, S::kRows)));
+  plan.row_tasks =
+      most(divide_up(gemm.m, sums ? 168 : kBlockRows), least(short_of_threads, divide_up(gemm.m, S::kRows)));
   plan.rows = divide_up(gemm.m, plan.row_tasks);
   plan.row_tasks = divide_up(gemm.m, plan.rows);
   int64_t max_columns = streams ? kPanelFloats / plan.rows : kBlockColumns;

@@ -88,12 +88,12 @@ struct Panels {
   int32_t (*a_exponent)[kDepth];  // the 16 bits twice, to be broadcast
   float (*b)[kTile];              // of strip s and k: [s * kDepth + k]
   int16_t (*b_exponent)[kTile];
-  uint16_t *words;                // of a or b, on the way there
+  uint16_t *words;  // of a or b, on the way there
   float (*chain)[kCols], (*total)[kCols];
 };
 
 template <int rows, int cols, int depth> struct alignas(64) PanelMemory {
-  static constexpr int kStrips = cols / kTile, kWords = rows * kDepth > depth * cols ? rows * kDepth : depth * cols;
+  static constexpr int kStrips = cols / kTile, kWords = rows * kDepth > depth *cols ? rows *kDepth : depth *cols;
   static_assert(kStrips == 1 || depth == kDepth, "strips are kDepth apart");
   float a[rows][kDepth];
   int32_t a_exponent[rows][kDepth];
@@ -282,7 +282,8 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
       for (int v = 0; v < 2; ++v) {
         F32s repaired = d[r][v];  // a copy, so that d stays in registers
         repair<Model>({panels.a[row + r] + k0, panels.a_exponent[row + r] + k0, panels.b[strip * kDepth + k0],
-                       panels.b_exponent[strip * kDepth + k0]}, products[r], v, odd[r][v], c[r][v], repaired);
+                       panels.b_exponent[strip * kDepth + k0]},
+                      products[r], v, odd[r][v], c[r][v], repaired);
         d[r][v] = repaired;
       }
   for (int r = 0; r < kHeight; ++r)
@@ -349,7 +350,7 @@ template <class T, class Model> void unpack(uint16_t *words, int count, float *v
 
 struct Block {
   BatchOffsets at;
-  int64_t m, n;             // its first row and column
+  int64_t m, n;  // its first row and column
   int rows, cols;
 };
 

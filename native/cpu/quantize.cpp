@@ -20,7 +20,8 @@ struct Tile {
 void unpack(const Quantize &p, const Tile &tile, int row, float (&values)[kSide]) {
   dispatch(p.x.type, [&](auto number) {
     using T = decltype(number);
-    auto *x = (const typename T::Stored *)p.x.data + tile.at[p.kX] + (tile.m + row) * p.x.row_stride + tile.k * p.x.col_stride;
+    auto *x = (const typename T::Stored *)p.x.data + tile.at[p.kX] + (tile.m + row) * p.x.row_stride +
+              tile.k * p.x.col_stride;
     if (p.x.col_stride == 1)
       for (int j = 0; j < tile.cols; j += kWidth) store(values + j, T::load(x + j, tile.cols - j));
     else
@@ -40,7 +41,8 @@ inline void write_scale(const Matrix &scale, int64_t at, float s) {
 }
 
 // The q of one row by the scales of its elements, or by one.
-template <Type type> void round_row(const float *values, int cols, const float *scales, float scale, uint8_t *to, int64_t stride) {
+template <Type type> void round_row(const float *values, int cols, const float *scales, float scale, uint8_t *to,
+                                    int64_t stride) {
   uint8_t bytes[kSide];
   constexpr float kMost = largest_of(type);
   if (scales)
@@ -51,7 +53,8 @@ template <Type type> void round_row(const float *values, int cols, const float *
   else
     for (int j = 0; j < cols; ++j) to[j * stride] = bytes[j];
 }
-void round_row(Type type, const float *values, int cols, const float *scales, float scale, uint8_t *to, int64_t stride) {
+void round_row(Type type, const float *values, int cols, const float *scales, float scale, uint8_t *to,
+               int64_t stride) {
   if (type == Type::e4m3) round_row<Type::e4m3>(values, cols, scales, scale, to, stride);
   else round_row<Type::e5m2>(values, cols, scales, scale, to, stride);
 }
@@ -111,7 +114,8 @@ void quantize_tile(const Quantize &p, const Tile &tile, float *scales) {
     if (block) scales[r] = of_block;
     else if (group && p.given) scales[r] = read_scale(p.scale, at);
     else if (group) write_scale(p.scale, at, scales[r] = scale_of(amax.row[r], largest, p.power_of_two));
-    uint8_t *out = (uint8_t *)p.out.data + tile.at[p.kOut] + (tile.m + r) * p.out.row_stride + tile.k * p.out.col_stride;
+    uint8_t *out =
+        (uint8_t *)p.out.data + tile.at[p.kOut] + (tile.m + r) * p.out.row_stride + tile.k * p.out.col_stride;
     round_row(p.out.type, values, tile.cols, nullptr, scales[r], out, p.out.col_stride);
     if (!p.transposed.data) continue;
     uint8_t *to = (uint8_t *)p.transposed.data + tile.at[p.kTransposed] + tile.k * p.transposed.row_stride +

@@ -118,7 +118,8 @@ struct alignas(64) Joined {
 static_assert(sizeof(Joined) <= Scratch::kSmall, "the least scratch memory holds the sums of some columns");
 
 template <class T> void join_columns(const RmsNormBackward &problem, int64_t chains, int64_t first, Joined &sums) {
-  constexpr int64_t kGroupChains = kDweightGroupRows / kDweightChainRows, kBlockChains = kDweightBlockRows / kDweightChainRows;
+  constexpr int64_t kGroupChains = kDweightGroupRows / kDweightChainRows,
+                    kBlockChains = kDweightBlockRows / kDweightChainRows;
   const int64_t n = problem.n, columns = n - first < kJoinColumns ? n - first : kJoinColumns;
   auto *dweight = (typename T::Stored *)problem.dweight.data + first;
   float *total = sums.total, *block = sums.block, *group = sums.group;
@@ -132,9 +133,8 @@ template <class T> void join_columns(const RmsNormBackward &problem, int64_t cha
   if (problem.accumulate) along(columns, [&](int64_t j, auto v) { set<Partial>(total + j, get<T>(dweight + j, v)); });
   for (int64_t i = 0; i < chains; ++i) {
     const float *chain = (const float *)problem.workspace + i * n + first;
-    along(columns, [&](int64_t j, auto v) {
-      set<Partial>(group + j, get<Partial>(group + j, v) + get<Partial>(chain + j, v));
-    });
+    along(columns,
+          [&](int64_t j, auto v) { set<Partial>(group + j, get<Partial>(group + j, v) + get<Partial>(chain + j, v)); });
     const bool last = i + 1 == chains;
     if (last || (i + 1) % kGroupChains == 0) add_and_clear(block, group);
     if (last || (i + 1) % kBlockChains == 0) add_and_clear(total, block);

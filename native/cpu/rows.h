@@ -90,7 +90,8 @@ struct alignas(64) RowSum {
   }
 };
 static_assert(sizeof(RowSum) <= Scratch::kSmall, "the least scratch memory holds the lanes of a row");
-static_assert(kRowLaneElements == 8 && (kRowLanes & (kRowLanes - 1)) == 0, "joined() and add() are written for these lanes");
+static_assert(kRowLaneElements == 8 && (kRowLanes & (kRowLanes - 1)) == 0,
+              "joined() and add() are written for these lanes");
 
 }  // namespace
 }  // namespace pydet

@@ -200,7 +200,8 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
       F32s d = (F32s)((I32s)exact & ~0x3FF);
       if (repairs)
         repair({panels.a[row + r] + k0, panels.a_exponent[row + r] + k0, panels.b[strip][k0],
-                panels.b_exponent[strip][k0], kTile}, v, odd[r][v], c[r][v], d);
+                panels.b_exponent[strip][k0], kTile},
+               v, odd[r][v], c[r][v], d);
       c[r][v] = d;
     }
 }
@@ -306,8 +307,8 @@ void finish_row(const ScaledGemm &g, const Block &block, int row, float *sum) {
 
 inline float start_of(const ScaledGemm &g, const Block &block, int row, int column) {
   if (!g.accumulate) return 0;
-  return ((const float *)g.out.data)[block.at[g.kOut] + (block.m + row) * g.out.row_stride +
-                                     (block.n + column) * g.out.col_stride];
+  return ((const float *)g.out
+              .data)[block.at[g.kOut] + (block.m + row) * g.out.row_stride + (block.n + column) * g.out.col_stride];
 }
 
 // Adds the chunk's chains to the total.

@@ -25,7 +25,9 @@ namespace {
 
 using Isa = Avx512;
 constexpr int kWidth = 16;
-struct Floats { __m512 v; };
+struct Floats {
+  __m512 v;
+};
 
 inline Floats zero() { return {_mm512_setzero_ps()}; }
 inline Floats broadcast(float x) { return {_mm512_set1_ps(x)}; }
@@ -48,7 +50,8 @@ inline void store_bf16(uint16_t *p, Floats a) {
   __m512i even = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, even), _mm512_set1_epi32(0x7FFF)), 16);
   __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(kNan16))));
+  _mm256_storeu_si256((__m256i *)p,
+                      _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(kNan16))));
 }
 inline void store_f16(uint16_t *p, Floats a) {
   __m256i h = _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -90,7 +93,9 @@ inline void transpose(Floats (&t)[kWidth]) {
 
 using Isa = Avx2;
 constexpr int kWidth = 8;
-struct Floats { __m256 v; };
+struct Floats {
+  __m256 v;
+};
 
 inline Floats zero() { return {_mm256_setzero_ps()}; }
 inline Floats broadcast(float x) { return {_mm256_set1_ps(x)}; }
@@ -156,7 +161,9 @@ inline void transpose(Floats (&t)[kWidth]) {
 
 using Isa = Scalar;
 constexpr int kWidth = 1;
-struct Floats { float v; };
+struct Floats {
+  float v;
+};
 
 inline Floats zero() { return {0.0f}; }
 inline Floats broadcast(float x) { return {x}; }
@@ -172,9 +179,13 @@ inline Floats load_f16(const uint16_t *p) { return {f32_from_f16(*p)}; }
 inline void store_bf16(uint16_t *p, Floats a) { *p = bf16_from_f32(a.v); }
 inline void store_f16(uint16_t *p, Floats a) { *p = f16_from_f32(a.v); }
 inline Floats load(const float *p, int64_t count) { return {count > 0 ? *p : 0.0f}; }
-inline void store(float *p, Floats a, int64_t count) { if (count > 0) *p = a.v; }
+inline void store(float *p, Floats a, int64_t count) {
+  if (count > 0) *p = a.v;
+}
 inline void load_words(uint16_t (&to)[1], const uint16_t *p, int64_t count) { to[0] = count > 0 ? *p : uint16_t(0); }
-inline void store_words(uint16_t *to, const uint16_t (&from)[1], int64_t count) { if (count > 0) *to = from[0]; }
+inline void store_words(uint16_t *to, const uint16_t (&from)[1], int64_t count) {
+  if (count > 0) *to = from[0];
+}
 inline void transpose(Floats (&)[kWidth]) {}
 
 #endif

@@ -41,7 +41,8 @@ template <class Body> inline void pieces(int64_t n, const Body &body) {
 
 // The column that log_prob asks for in row r; -1 where it is none of the row's.
 int64_t column_of(const Softmax &problem, int64_t r) {
-  int64_t asked = problem.index.wide ? ((const int64_t *)problem.index.data)[r] : ((const int32_t *)problem.index.data)[r];
+  int64_t asked =
+      problem.index.wide ? ((const int64_t *)problem.index.data)[r] : ((const int32_t *)problem.index.data)[r];
   return asked >= 0 && asked < problem.n ? asked : -1;
 }
 

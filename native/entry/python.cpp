@@ -348,7 +348,8 @@ template <bool log> Object *call_softmax(Object *, Object *const *args, intptr_t
   pydet_softmax_options options = {};
   options.struct_size = sizeof options;
   options.log = log;
-  if (!y || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
+  if (!y || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream))
+    return nullptr;
   if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &y)) return nullptr;
   const bool done = call.run(elements(x->tensor), [&](void *stream) {
     return call.library().softmax(stream, tensor_of(x), tensor_of(y), &options);
@@ -367,7 +368,8 @@ template <bool log> Object *call_softmax_backward(Object *, Object *const *args,
   pydet_softmax_options options = {};
   options.struct_size = sizeof options;
   options.log = log;
-  if (!dx || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
+  if (!dx || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream))
+    return nullptr;
   if (!make_like(call, y->tensor, y->tensor.ndim, type_index(y->tensor.dtype), &dx)) return nullptr;
   const bool done = call.run(elements(y->tensor), [&](void *stream) {
     return call.library().softmax_backward(stream, tensor_of(dy), tensor_of(y), tensor_of(dx), &options);
@@ -385,7 +387,8 @@ Object *call_log_prob(Object *, Object *const *args, intptr_t count, Object *key
   Operand *result = index ? call.read_optional("out", given.out, true) : nullptr;
   pydet_log_prob_options options = {};
   options.struct_size = sizeof options;
-  if (!result || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
+  if (!result || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream))
+    return nullptr;
   const int ndim = x->tensor.ndim < 1 ? 0 : x->tensor.ndim - 1;
   if (!make_like(call, x->tensor, ndim, int(Type::f32), &result)) return nullptr;
   const bool done = call.run(elements(x->tensor), [&](void *stream) {
@@ -405,7 +408,8 @@ Object *call_log_prob_backward(Object *, Object *const *args, intptr_t count, Ob
   Operand *dx = index ? call.read_optional("out", given.out, true) : nullptr;
   pydet_log_prob_options options = {};
   options.struct_size = sizeof options;
-  if (!dx || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
+  if (!dx || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream))
+    return nullptr;
   if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
   const bool done = call.run(elements(x->tensor), [&](void *stream) {
     return call.library().log_prob_backward(stream, tensor_of(dlog_prob), tensor_of(x), tensor_of(index), tensor_of(dx),

@@ -49,8 +49,8 @@ typedef struct pydet_exchange_python {
 /* The arguments of each method, by name. The first ones are positional, the rest keywords in any order; one that is not
  * given is NULL here, and the operation's default. Options have the names that they have in pydet.h. */
 typedef struct pydet_product_arguments { /* gemm, gemm_da, gemm_db, skinny_gemm */
-  pydet_object *first, *second; /* a and b, dc and b, a and dc, x and w; positional */
-  pydet_object *bias;           /* a tensor or None, as every tensor from here on */
+  pydet_object *first, *second;          /* a and b, dc and b, a and dc, x and w; positional */
+  pydet_object *bias;                    /* a tensor or None, as every tensor from here on */
   pydet_object *out;
   pydet_object *out_dtype; /* a type index or None */
   pydet_object *accumulate, *arithmetic;
@@ -76,12 +76,12 @@ typedef struct pydet_rmsnorm_backward_arguments {
 } pydet_rmsnorm_backward_arguments;
 
 typedef struct pydet_softmax_arguments { /* of softmax and log_softmax */
-  pydet_object *x; /* positional */
+  pydet_object *x;                       /* positional */
   pydet_object *out, *kernel, *stream;
 } pydet_softmax_arguments;
 
 typedef struct pydet_softmax_backward_arguments { /* of both */
-  pydet_object *dy, *y; /* positional */
+  pydet_object *dy, *y;                           /* positional */
   pydet_object *out, *kernel, *stream;
 } pydet_softmax_backward_arguments;
 
@@ -123,10 +123,10 @@ enum {
 };
 
 typedef struct pydet_exchange_framework {
-  int32_t id;     /* two operands with different ids are refused; 0: a bare carrier of memory, which goes with any */
-  int32_t reader; /* PYDET_EXCHANGE_ARRAY, ... */
-  int32_t torch;  /* 1: it has requires_grad, is_neg() and tangents, of which the exchange API says nothing */
-  int32_t adopts; /* 1: results are passed through the `adopt` hook */
+  int32_t id;      /* two operands with different ids are refused; 0: a bare carrier of memory, which goes with any */
+  int32_t reader;  /* PYDET_EXCHANGE_ARRAY, ... */
+  int32_t torch;   /* 1: it has requires_grad, is_neg() and tangents, of which the exchange API says nothing */
+  int32_t adopts;  /* 1: results are passed through the `adopt` hook */
   const void *api; /* a DLPackExchangeAPI, for PYDET_EXCHANGE_API */
 } pydet_exchange_framework;
 
@@ -194,23 +194,23 @@ typedef struct pydet_exchange {
   pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */
   pydet_object *numpy_empty; /* numpy.empty and the dtype of each type index, NULL until seen */
   pydet_object *numpy_dtypes[PYDET_EXCHANGE_TYPES];
-  pydet_object *frameworks;  /* dict: type -> address of its pydet_exchange_framework, for types that live for ever */
-  pydet_object *arithmetics; /* dict: name -> number */
-  pydet_object *modes;       /* dict: name -> number */
+  pydet_object *frameworks;    /* dict: type -> address of its pydet_exchange_framework, for types that live for ever */
+  pydet_object *arithmetics;   /* dict: name -> number */
+  pydet_object *modes;         /* dict: name -> number */
   pydet_object *granularities; /* dict: name -> number */
-  pydet_object *classify;   /* (object, op, name) -> that address, for any type */
-  pydet_object *borrow;     /* (object, op, name, written) -> (address of a pydet_tensor, what keeps it alive) */
-  pydet_object *unknown;    /* (object, op, name) -> the number of a name that the dict does not have */
-  pydet_object *flag;       /* (object, op, name) -> True or False, for an object that is neither itself */
-  pydet_object *check;      /* (object, op, name): raises if the torch tensor is not to be read as plain memory */
-  pydet_object *unreadable; /* (object, op, name): raises; the exchange API refused the object */
-  pydet_object *mixed;      /* (op, first name, first object, name, object): raises */
-  pydet_object *allocate;   /* (like, shape, type index, op) -> a new tensor of like's framework and device */
-  pydet_object *scratch;    /* (like, device type, bytes, op) -> (address, what keeps it alive), for bare carriers */
-  pydet_object *adopt;      /* (like, result) -> what the caller gets */
-  pydet_object *stream;     /* (like, device type, device id) -> address of the framework's current stream */
-  pydet_object *load;       /* (device type, op): fills in the library that serves it */
-  pydet_object *fail;       /* (status, sentence): raises */
+  pydet_object *classify;      /* (object, op, name) -> that address, for any type */
+  pydet_object *borrow;        /* (object, op, name, written) -> (address of a pydet_tensor, what keeps it alive) */
+  pydet_object *unknown;       /* (object, op, name) -> the number of a name that the dict does not have */
+  pydet_object *flag;          /* (object, op, name) -> True or False, for an object that is neither itself */
+  pydet_object *check;         /* (object, op, name): raises if the torch tensor is not to be read as plain memory */
+  pydet_object *unreadable;    /* (object, op, name): raises; the exchange API refused the object */
+  pydet_object *mixed;         /* (op, first name, first object, name, object): raises */
+  pydet_object *allocate;      /* (like, shape, type index, op) -> a new tensor of like's framework and device */
+  pydet_object *scratch;       /* (like, device type, bytes, op) -> (address, what keeps it alive), for bare carriers */
+  pydet_object *adopt;         /* (like, result) -> what the caller gets */
+  pydet_object *stream;        /* (like, device type, device id) -> address of the framework's current stream */
+  pydet_object *load;          /* (device type, op): fills in the library that serves it */
+  pydet_object *fail;          /* (status, sentence): raises */
   const pydet_exchange_library *libraries[PYDET_EXCHANGE_LIBRARIES]; /* NULL until loaded */
 } pydet_exchange;
 

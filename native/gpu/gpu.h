@@ -26,9 +26,9 @@ namespace pydet {
 // What never changes of a device. Read from the runtime once, by read_device; 0 is what could not be read.
 struct DeviceFacts {
   int multiprocessors;
-  int arch;                   // 90 for sm_90, 0x90a for gfx90a
-  int shared_bytes;           // that a block may ask for
-  bool reaches_pageable;      // its kernels may use the host's own memory
+  int arch;               // 90 for sm_90, 0x90a for gfx90a
+  int shared_bytes;       // that a block may ask for
+  bool reaches_pageable;  // its kernels may use the host's own memory
 };
 
 #if defined(__HIP_PLATFORM_AMD__)
@@ -63,7 +63,8 @@ inline pydet_status gpu_device_count(int32_t *count) {
   gpu_error error = hipGetDeviceCount(&devices);
   if (error == hipSuccess) *count = devices;
   if (error == hipSuccess || error == hipErrorNoDevice) return PYDET_OK;
-  return fail(PYDET_NO_DEVICE, "the HIP runtime cannot use this machine's GPUs: %s (%d)", gpu_error_text(error), int(error));
+  return fail(PYDET_NO_DEVICE, "the HIP runtime cannot use this machine's GPUs: %s (%d)", gpu_error_text(error),
+              int(error));
 }
 
 // `arch` is the plain name of the instruction set: "gfx90a" of "gfx90a:sramecc+:xnack-".
@@ -143,11 +144,12 @@ inline DeviceFacts gpu_facts(int id) {
   const uint64_t word = has_word ? remembered[id].load(std::memory_order_relaxed) : 0;
   if (word) return {int(word & 0xFFFF), int(word >> 16 & 0xFFFF), int(word >> 32 & 0xFFFFFF), (word >> 56 & 1) != 0};
   DeviceFacts facts;
-  const bool fits = read_device(id, &facts) && uint32_t(facts.multiprocessors) <= 0xFFFF && uint32_t(facts.arch) <= 0xFFFF &&
-                    uint32_t(facts.shared_bytes) <= 0xFFFFFF;
+  const bool fits = read_device(id, &facts) && uint32_t(facts.multiprocessors) <= 0xFFFF &&
+                    uint32_t(facts.arch) <= 0xFFFF && uint32_t(facts.shared_bytes) <= 0xFFFFFF;
   if (fits && has_word)
-    remembered[id].store(uint64_t(facts.multiprocessors) | uint64_t(facts.arch) << 16 | uint64_t(facts.shared_bytes) << 32 |
-                             uint64_t(facts.reaches_pageable) << 56 | uint64_t(1) << 63,
+    remembered[id].store(uint64_t(facts.multiprocessors) | uint64_t(facts.arch) << 16 |
+                             uint64_t(facts.shared_bytes) << 32 | uint64_t(facts.reaches_pageable) << 56 |
+                             uint64_t(1) << 63,
                          std::memory_order_relaxed);
   return facts;
 }
@@ -378,7 +380,8 @@ __device__ __forceinline__ void mfma([[maybe_unused]] typename Mfma<rows>::Accum
   Bits a_bits, b_bits;
   memcpy(&a_bits, &a, sizeof a_bits);
   memcpy(&b_bits, &b, sizeof b_bits);
-  if constexpr (rows == 16 && type == Type::bf16) c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a_bits, b_bits, c, 0, 0, 0);
+  if constexpr (rows == 16 && type == Type::bf16)
+    c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a_bits, b_bits, c, 0, 0, 0);
   else if constexpr (rows == 16) c = __builtin_amdgcn_mfma_f32_16x16x16f16(a_bits, b_bits, c, 0, 0, 0);
   else if constexpr (type == Type::bf16) c = __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(a_bits, b_bits, c, 0, 0, 0);
   else c = __builtin_amdgcn_mfma_f32_32x32x8f16(a_bits, b_bits, c, 0, 0, 0);
@@ -397,8 +400,7 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
     for (int i = 0; i < 16; ++i) static_cast<char *>(shared)[i] = i < valid ? static_cast<const char *>(global)[i] : 0;
   }
 #else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(valid)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
                : "memory");
 #endif
 }
@@ -430,8 +432,7 @@ __device__ __forceinline__ void copy_async_4(float *shared, const float *global)
 #if defined(__HIP_PLATFORM_AMD__)
   *shared = *global;
 #else
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 #endif
 }
 

@@ -56,7 +56,7 @@ enum {
   PYDET_VERSION_MINOR = 2,
   PYDET_VERSION_PATCH = 0,
   PYDET_ABI = 1,
-  PYDET_NUMERICS = 1
+  PYDET_NUMERICS = 1,
 };
 
 /* The same three, of the library that was loaded. */
@@ -69,19 +69,19 @@ PYDET_API int32_t pydet_numerics(void);
 typedef int32_t pydet_status;
 enum {
   PYDET_OK = 0,
-  PYDET_INVALID_VALUE = 1,       /* an option, enumerator, index or struct_size that means nothing */
-  PYDET_INVALID_SHAPE = 2,       /* rank or extents that do not fit each other */
-  PYDET_INVALID_DTYPE = 3,       /* an element type this operand or arithmetic does not take */
-  PYDET_INVALID_STRIDE = 4,      /* no unit stride, a negative stride, an output that overlaps itself */
-  PYDET_INVALID_DEVICE = 5,      /* tensors on different devices, or a device this build does not serve */
-  PYDET_NULL_POINTER = 6,        /* a required tensor or its data is NULL */
-  PYDET_OVERLAP = 7,             /* an output shares memory with an input or another output */
-  PYDET_OVERFLOW = 8,            /* an extent or address past 2^63 - 1 bytes */
-  PYDET_MISALIGNED = 9,          /* data not aligned to its own element size */
+  PYDET_INVALID_VALUE = 1,  /* an option, enumerator, index or struct_size that means nothing */
+  PYDET_INVALID_SHAPE = 2,  /* rank or extents that do not fit each other */
+  PYDET_INVALID_DTYPE = 3,  /* an element type this operand or arithmetic does not take */
+  PYDET_INVALID_STRIDE = 4, /* no unit stride, a negative stride, an output that overlaps itself */
+  PYDET_INVALID_DEVICE = 5, /* tensors on different devices, or a device this build does not serve */
+  PYDET_NULL_POINTER = 6,   /* a required tensor or its data is NULL */
+  PYDET_OVERLAP = 7,        /* an output shares memory with an input or another output */
+  PYDET_OVERFLOW = 8,       /* an extent or address past 2^63 - 1 bytes */
+  PYDET_MISALIGNED = 9,     /* data not aligned to its own element size */
   PYDET_WORKSPACE_TOO_SMALL = 10,
-  PYDET_UNSUPPORTED = 11,        /* meaningful, but this build or machine has no kernel for it */
-  PYDET_NO_DEVICE = 12,          /* no such GPU here, or its driver is missing or too old */
-  PYDET_DEVICE_ERROR = 13        /* the runtime refused a launch */
+  PYDET_UNSUPPORTED = 11, /* meaningful, but this build or machine has no kernel for it */
+  PYDET_NO_DEVICE = 12,   /* no such GPU here, or its driver is missing or too old */
+  PYDET_DEVICE_ERROR = 13 /* the runtime refused a launch */
 };
 
 /* "PYDET_OVERLAP" for 7, "unknown status" for a number not above. */
@@ -97,8 +97,16 @@ PYDET_API const char *pydet_last_kernel(void);
 /* ---- Tensors --------------------------------------------------------------------------------------------------
  * Laid out as DLPack's DLTensor: a pointer to one may be passed as it is. The library reads the descriptors only
  * during the call. */
-enum { PYDET_CPU = 1, PYDET_CUDA = 2, PYDET_CUDA_HOST = 3, PYDET_ROCM = 10, PYDET_ROCM_HOST = 11, PYDET_CUDA_MANAGED = 13 };
-enum { /* dtype codes: FLOAT of 32 or 16 bits, BFLOAT of 16, the FLOAT8 of 8; INT of 32 or 64 for column numbers alone */
+enum {
+  PYDET_CPU = 1,
+  PYDET_CUDA = 2,
+  PYDET_CUDA_HOST = 3,
+  PYDET_ROCM = 10,
+  PYDET_ROCM_HOST = 11,
+  PYDET_CUDA_MANAGED = 13
+};
+/* dtype codes: FLOAT of 32 or 16 bits, BFLOAT of 16, the FLOAT8 of 8; INT of 32 or 64 for column numbers alone */
+enum {
   PYDET_INT = 0,
   PYDET_FLOAT = 2,
   PYDET_BFLOAT = 4,
@@ -170,9 +178,8 @@ typedef struct pydet_gemm_options {
   uint64_t workspace_size; /* and never changes a bit. Its contents do not matter and are lost */
 } pydet_gemm_options;
 
-PYDET_API pydet_status pydet_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b,
-                                  const pydet_tensor *bias, const pydet_tensor *out,
-                                  const pydet_gemm_options *options);
+PYDET_API pydet_status pydet_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b, const pydet_tensor *bias,
+                                  const pydet_tensor *out, const pydet_gemm_options *options);
 
 /* Gradients of out = a b: the same operation on transposed views, under the same rules.
  *   da[m, k] = sum_n dc[m, n] b[k, n]       dc [..., M, N], b [..., K, N], da [..., M, K]
@@ -203,7 +210,7 @@ typedef struct pydet_skinny_gemm_options {
   int32_t arithmetic;
   int64_t k_chunk;
   int32_t accumulate;
-  int32_t mode;             /* PYDET_DETERMINISTIC or PYDET_FAST */
+  int32_t mode; /* PYDET_DETERMINISTIC or PYDET_FAST */
   const char *kernel;
   void *workspace;
   uint64_t workspace_size;
@@ -242,7 +249,7 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
 typedef struct pydet_scaled_gemm_options {
   uint32_t struct_size;
   int32_t arithmetic;
-  int64_t k_chunk;    /* 0: one chain. c, a multiple of 32: chains of c. 128 with scales along k, and if options is NULL */
+  int64_t k_chunk; /* 0: one chain. c, a multiple of 32: chains of c. 128 with scales along k, and if options is NULL */
   int32_t accumulate; /* 1: D starts from out, which is fp32, instead of +0; the scales are along k, or absent */
   int32_t reserved;   /* 0 */
   const char *kernel;
@@ -376,10 +383,10 @@ PYDET_API pydet_status pydet_set_threads(int32_t count);
 
 /* ---- What is here ---------------------------------------------------------------------------------------------*/
 typedef struct pydet_device_info {
-  uint32_t struct_size;   /* in: sizeof(pydet_device_info) */
+  uint32_t struct_size;    /* in: sizeof(pydet_device_info) */
   int32_t multiprocessors; /* SMs, CUs, or logical CPUs */
-  char name[64];          /* "NVIDIA H100 80GB HBM3" */
-  char arch[32];          /* "sm_90", "gfx942", "x86-64 avx512" */
+  char name[64];           /* "NVIDIA H100 80GB HBM3" */
+  char arch[32];           /* "sm_90", "gfx942", "x86-64 avx512" */
 } pydet_device_info;
 
 /* Devices of a type (PYDET_CPU, PYDET_CUDA, PYDET_ROCM) that this build can use: 0, with PYDET_OK, where there is none. */

@@ -47,12 +47,24 @@ enum class float8_e4m3fn : uint8_t {};
 enum class float8_e5m2 : uint8_t {};
 enum class float8_e8m0fnu : uint8_t {};
 template <class T> struct dtype_of;
-template <> struct dtype_of<float8_e4m3fn> { static constexpr pydet_dtype value{PYDET_FLOAT8_E4M3FN, 8, 1}; };
-template <> struct dtype_of<float8_e5m2> { static constexpr pydet_dtype value{PYDET_FLOAT8_E5M2, 8, 1}; };
-template <> struct dtype_of<float8_e8m0fnu> { static constexpr pydet_dtype value{PYDET_FLOAT8_E8M0FNU, 8, 1}; };
-template <> struct dtype_of<float> { static constexpr pydet_dtype value{PYDET_FLOAT, 32, 1}; };
-template <> struct dtype_of<float16> { static constexpr pydet_dtype value{PYDET_FLOAT, 16, 1}; };
-template <> struct dtype_of<bfloat16> { static constexpr pydet_dtype value{PYDET_BFLOAT, 16, 1}; };
+template <> struct dtype_of<float8_e4m3fn> {
+  static constexpr pydet_dtype value{PYDET_FLOAT8_E4M3FN, 8, 1};
+};
+template <> struct dtype_of<float8_e5m2> {
+  static constexpr pydet_dtype value{PYDET_FLOAT8_E5M2, 8, 1};
+};
+template <> struct dtype_of<float8_e8m0fnu> {
+  static constexpr pydet_dtype value{PYDET_FLOAT8_E8M0FNU, 8, 1};
+};
+template <> struct dtype_of<float> {
+  static constexpr pydet_dtype value{PYDET_FLOAT, 32, 1};
+};
+template <> struct dtype_of<float16> {
+  static constexpr pydet_dtype value{PYDET_FLOAT, 16, 1};
+};
+template <> struct dtype_of<bfloat16> {
+  static constexpr pydet_dtype value{PYDET_BFLOAT, 16, 1};
+};
 
 constexpr pydet_device cpu() { return {PYDET_CPU, 0}; }
 constexpr pydet_device cuda(int32_t id = 0) { return {PYDET_CUDA, id}; }
@@ -68,14 +80,17 @@ struct descriptor {
 // A view of memory that stays the caller's; `tensor()` is an operand that is absent. Strides are in elements.
 class tensor {
  public:
-  static constexpr size_t kMaxRank = 8; // a matrix and the six batch dimensions that pydet.h allows
+  static constexpr size_t kMaxRank = 8;  // a matrix and the six batch dimensions that pydet.h allows
 
   tensor() = default;
 
   template <class T> tensor(T *data, size_t rank, const int64_t *shape, const int64_t *strides,
                             pydet_device device = cpu())
-      : data_(const_cast<std::remove_const_t<T> *>(data)), device_(device),
-        dtype_(dtype_of<std::remove_const_t<T>>::value), rank_(rank), given_(true) {
+      : data_(const_cast<std::remove_const_t<T> *>(data)),
+        device_(device),
+        dtype_(dtype_of<std::remove_const_t<T>>::value),
+        rank_(rank),
+        given_(true) {
     if (rank > kMaxRank) refuse(PYDET_INVALID_SHAPE, "pydet::tensor: rank ", rank, ", want 0 to 8");
     std::copy(shape, shape + rank, shape_);
     std::copy(strides, strides + rank, strides_);
@@ -107,7 +122,8 @@ class tensor {
   // It points into this object.
   descriptor describe() const {
     return {{data_, device_, static_cast<int32_t>(rank_), dtype_, const_cast<int64_t *>(shape_),
-             const_cast<int64_t *>(strides_), 0}, given_};
+             const_cast<int64_t *>(strides_), 0},
+            given_};
   }
 
  private:
@@ -131,8 +147,8 @@ template <class Options> Options options() {
 inline void check_library() {
   if (pydet_abi() != PYDET_ABI || pydet_numerics() != PYDET_NUMERICS)
     refuse(PYDET_UNSUPPORTED, "the pydet library, release ", pydet_version(), ", has ABI ", pydet_abi(),
-           " and NUMERICS ", pydet_numerics(), "; this program was compiled for ", int(PYDET_ABI), " and ", int(PYDET_NUMERICS),
-           ": load that library, or compile anew");
+           " and NUMERICS ", pydet_numerics(), "; this program was compiled for ", int(PYDET_ABI), " and ",
+           int(PYDET_NUMERICS), ": load that library, or compile anew");
 }
 
 template <class... Parameters, class... Arguments>
@@ -211,6 +227,6 @@ inline int32_t device_count(int32_t device_type) {
   return count;
 }
 
-} // namespace pydet
+}  // namespace pydet
 
-#endif // PYDET_HPP
+#endif  // PYDET_HPP

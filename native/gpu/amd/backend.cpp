@@ -35,26 +35,40 @@ constexpr uint32_t kAllOfGradient =
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
-    {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942, skinny_mfma_takes, skinny_mfma_prefers, skinny_mfma},
-    {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a, skinny_mfma_takes, skinny_mfma_prefers, skinny_mfma},
-    {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kOneChain, "gfx942", is_gfx942, nullptr, fills_device<128, 128>, gemm_mfma_128},
-    {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGemm, "gfx942", is_gfx942, nullptr, nullptr, gemm_mfma_64},
-    {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, kOneChain, "gfx90a", is_gfx90a, nullptr, fills_device<128, 128>, gemm_mfma_128},
-    {"hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kAllOfGemm, "gfx90a", is_gfx90a, nullptr, nullptr, gemm_mfma_64},
-    {"hip_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kOneMatrix, kBuiltFor, is_built, skinny_ieee_takes, nullptr, skinny_ieee},
-    {"hip_gemm_ieee_128x128", kUnscaledTypes, Arithmetic::ieee, kOneChain, kBuiltFor, is_built, nullptr, fills_device<128, 128>, gemm_ieee_128x128},
-    {"hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, kBuiltFor, is_built, nullptr, nullptr, gemm_ieee_64x64},
+    {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942, skinny_mfma_takes,
+     skinny_mfma_prefers, skinny_mfma},
+    {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a, skinny_mfma_takes,
+     skinny_mfma_prefers, skinny_mfma},
+    {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kOneChain, "gfx942", is_gfx942, nullptr,
+     fills_device<128, 128>, gemm_mfma_128},
+    {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGemm, "gfx942", is_gfx942, nullptr, nullptr,
+     gemm_mfma_64},
+    {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, kOneChain, "gfx90a", is_gfx90a, nullptr,
+     fills_device<128, 128>, gemm_mfma_128},
+    {"hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kAllOfGemm, "gfx90a", is_gfx90a, nullptr, nullptr,
+     gemm_mfma_64},
+    {"hip_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kOneMatrix, kBuiltFor, is_built, skinny_ieee_takes,
+     nullptr, skinny_ieee},
+    {"hip_gemm_ieee_128x128", kUnscaledTypes, Arithmetic::ieee, kOneChain, kBuiltFor, is_built, nullptr,
+     fills_device<128, 128>, gemm_ieee_128x128},
+    {"hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, kBuiltFor, is_built, nullptr, nullptr,
+     gemm_ieee_64x64},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    {"hip_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, kBuiltFor, is_built, rmsnorm_held_takes, nullptr, rmsnorm_held},
-    {"hip_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, kBuiltFor, is_built, nullptr, nullptr, rmsnorm_long},
+    {"hip_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, kBuiltFor, is_built, rmsnorm_held_takes, nullptr,
+     rmsnorm_held},
+    {"hip_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, kBuiltFor, is_built, nullptr, nullptr,
+     rmsnorm_long},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    {"hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built, nullptr, nullptr, rmsnorm_backward_long},
+    {"hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built,
+     rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built,
+     rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built, nullptr,
+     nullptr, rmsnorm_backward_long},
 };
 
 pydet_status query_device(int32_t id, pydet_device_info *info) {
@@ -76,10 +90,21 @@ Arithmetic tensor_cores(int32_t id) {
 }  // namespace
 
 const Backend *gpu_backend() {
-  static constexpr Backend backend = {PYDET_ROCM, "HIP", gpu_device_count, query_device, tensor_cores,
-                                      gpu_reaches, gpu_forget, "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"", table(kGemm),
-                                      {}, {}, table(kRmsNorm), table(kRmsNormBackward),
-                                      {}, {}};
+  static constexpr Backend backend = {PYDET_ROCM,
+                                      "HIP",
+                                      gpu_device_count,
+                                      query_device,
+                                      tensor_cores,
+                                      gpu_reaches,
+                                      gpu_forget,
+                                      "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"",
+                                      table(kGemm),
+                                      {},
+                                      {},
+                                      table(kRmsNorm),
+                                      table(kRmsNormBackward),
+                                      {},
+                                      {}};
   return &backend;
 }
 

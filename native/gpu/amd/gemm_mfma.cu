@@ -42,15 +42,19 @@ template <bool k_contiguous, int tile> struct Reader {
   int64_t outer_left;  // from o on
   int64_t k_left;      // from the stage's first k on
   const uint16_t *at;
-  int64_t stride;      // of the side that is not contiguous
+  int64_t stride;  // of the side that is not contiguous
   bool aligned, whole;
 
   // `data` points to the tile's first element at k = 0.
   __device__ Reader(const uint16_t *data, int64_t stride_, int64_t outer_extent, int64_t k_extent, bool aligned_)
       : o(k_contiguous ? int(threadIdx.x) / kRowPieces : int(threadIdx.x) % kRowBlocks * 4),
         k(k_contiguous ? int(threadIdx.x) % kRowPieces * 8 : int(threadIdx.x) / kRowBlocks * 4),
-        outer_left(outer_extent - o), k_left(k_extent), at(data + (k_contiguous ? o * stride_ + k : k * stride_ + o)),
-        stride(stride_), aligned(aligned_), whole(aligned_ && outer_extent >= tile) {}
+        outer_left(outer_extent - o),
+        k_left(k_extent),
+        at(data + (k_contiguous ? o * stride_ + k : k * stride_ + o)),
+        stride(stride_),
+        aligned(aligned_),
+        whole(aligned_ && outer_extent >= tile) {}
 
   __device__ __forceinline__ void fetch(uint32_t (&words)[kWords]) {
     const bool all = whole && k_left >= kStageK<tile>;  // the same for the whole block
@@ -246,7 +250,7 @@ bool is_aligned(const Matrix &matrix, bool k_contiguous, int64_t stride, const i
 }
 
 template <Type type, int tile> pydet_status launch_layout(const Gemm &problem) {
-  constexpr int kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
+  constexpr int kMaxBlocks = 1 << 20;                                 // more tiles than that are walked in turns
   bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
   auto kernel = a ? (b ? gemm_mfma_kernel<type, tile, true, true> : gemm_mfma_kernel<type, tile, true, false>)
                   : (b ? gemm_mfma_kernel<type, tile, false, true> : gemm_mfma_kernel<type, tile, false, false>);

@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_
       const bool in_y = n < problem.n;
       // Rows past N are copies of the last one, rows past M of the first; their sums are never stored.
       Sources<tiles> from;
-      from.w = reinterpret_cast<const uint16_t *>(problem.b.data) + (in_y ? n : problem.n - 1) * problem.b.col_stride + lane_k;
+      from.w = reinterpret_cast<const uint16_t *>(problem.b.data) + (in_y ? n : problem.n - 1) * problem.b.col_stride +
+               lane_k;
 #pragma unroll
       for (int i = 0; i < tiles; ++i) {
         const int row = i * kRows + lane % kRows;
@@ -175,8 +176,8 @@ __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_
           each([&](int i, int q, bool inside, int row) {
             float added = 0.0f;
             if (inside)
-              added = load_f32(problem.bias.data, bias_type,
-                               row * problem.bias.row_stride + n * problem.bias.col_stride);
+              added =
+                  load_f32(problem.bias.data, bias_type, row * problem.bias.row_stride + n * problem.bias.col_stride);
             total[i][q] += added;
           });
         });

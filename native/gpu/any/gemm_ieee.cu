@@ -54,8 +54,11 @@ template <bool k_contiguous, int tile> struct Reader {
   __device__ Reader(AnyType start, int64_t outer_stride, int64_t k_stride, int64_t outer_extent, int64_t k_extent)
       : o(k_contiguous ? int(threadIdx.x) / kStageK : int(threadIdx.x) % tile),
         k(k_contiguous ? int(threadIdx.x) % kStageK : int(threadIdx.x) / tile),
-        outer_left(outer_extent - o), k_left(k_extent - k), at(start + (o * outer_stride + k * k_stride)),
-        spacing(kSpacing * (k_contiguous ? outer_stride : k_stride)), stage(kStageK * k_stride) {}
+        outer_left(outer_extent - o),
+        k_left(k_extent - k),
+        at(start + (o * outer_stride + k * k_stride)),
+        spacing(kSpacing * (k_contiguous ? outer_stride : k_stride)),
+        stage(kStageK * k_stride) {}
 
   // The next stage's elements, +0 past the extents.
   __device__ void fetch(float (&values)[kCount]) {

@@ -78,7 +78,7 @@ template <int T> constexpr int kMostThreads = T == kLogicalWarp ? T * kGroupChai
 // `chains` per block: 1 or kGroupChains.
 template <Type type, int T, int W, int V, int R, bool residual>
 __global__ void __launch_bounds__(kMostThreads<T>, T == 256 ? 2 : 1)
-rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
+    rmsnorm_backward_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
   using S = Stages<type, T, W, V, R, residual>;
   constexpr int kBytes = size_of(type);
   constexpr bool kBeside = T == kLogicalWarp;  // teams side by side
@@ -319,7 +319,7 @@ template <Type type, int T, int W, int V, int R, bool residual> Held held(const 
   constexpr bool kBeside = T == kLogicalWarp;
   int teams = kBeside ? chains : 1, sum_bytes = kBeside || chains == 1 ? 0 : S::kSumBytes;
   constexpr int kRing = S::kDepth * S::kBytes, kExchanges = 2 * kExchange<T, R> * int(sizeof(float));
-  void (*kernel)(RmsNormBackward, int) = nullptr;  // where no device has room for its ring
+  void (*kernel)(RmsNormBackward, int) = nullptr;                    // where no device has room for its ring
   constexpr int kFewestTeams = kBeside && V > 1 ? kGroupChains : 1;  // with_shape has such teams for groups alone
   if constexpr (kFewestTeams * kRing + kExchanges <= kMostSharedBytes)
     kernel = rmsnorm_backward_kernel<type, T, W, V, R, residual>;

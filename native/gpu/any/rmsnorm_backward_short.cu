@@ -42,7 +42,7 @@ template <Type type> __device__ __forceinline__ float2 load_pair(const char *at)
 
 template <Type type, int team_threads, bool residual>
 __global__ void __launch_bounds__(Chain<type, team_threads, residual>::kThreads)
-rmsnorm_backward_short_kernel(const __grid_constant__ RmsNormBackward p) {
+    rmsnorm_backward_short_kernel(const __grid_constant__ RmsNormBackward p) {
   using C = Chain<type, team_threads, residual>;
   constexpr int T = C::T, W = C::W, R = C::R, kBytes = size_of(type), kQuarter = C::kThreads / kClusterBlocks;
   extern __shared__ __align__(16) char shared[];

@@ -18,7 +18,7 @@ constexpr int kMostThreads = 512, kJoinBlocks = 256;  // blocks of rows joined a
 // first of them add the blocks in order.
 template <int columns>
 __global__ void __launch_bounds__(kMostThreads)
-rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
+    rmsnorm_dweight_kernel(const __grid_constant__ RmsNormBackward p, int chains) {
   constexpr int kAtOnce = kGroupChains * kBlockGroups;
   static_assert(kGroupChains == 4 && kBlockGroups == 4 && kJoinBlocks % 4 == 0);
   __shared__ __align__(16) float blocks[columns][kJoinBlocks + 4];  // 4 more: each column begins in other banks

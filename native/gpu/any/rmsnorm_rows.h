@@ -19,7 +19,7 @@ constexpr int kMaxTeam = kRowLaneGroups;
 
 // ---- A vector of elements ----------------------------------------------------------------------------------------
 
-template <Type type, int W> struct alignas(W * size_of(type) < 16 ? 8 : 16) Packed {
+template <Type type, int W> struct alignas(W *size_of(type) < 16 ? 8 : 16) Packed {
   static constexpr int kBytes = W * size_of(type), kPieceBytes = kBytes < 16 ? 8 : 16;
   uint32_t word[kBytes / 4];
 };
@@ -130,9 +130,9 @@ struct RowPlace {
 
 // The lanes of one thread: of `kSlots` of its groups, the rest of them empty.
 template <int T, int W, int V> struct Lanes {
-  static constexpr int kTeamGroups = T * W / kRowLaneElements;      // that one vector of every thread covers
-  static constexpr int kGroups = kRowLaneGroups / kTeamGroups;      // of a thread
-  static constexpr int kSlots = V < kGroups ? V : kGroups;          // that V vectors reach
+  static constexpr int kTeamGroups = T * W / kRowLaneElements;  // that one vector of every thread covers
+  static constexpr int kGroups = kRowLaneGroups / kTeamGroups;  // of a thread
+  static constexpr int kSlots = V < kGroups ? V : kGroups;      // that V vectors reach
   float lane[kSlots][W] = {};
 
   // Adds x y, vector v of the thread. A vector past the row's end must not reach its lanes: fmaf(+0, +0, -0) is +0.
@@ -182,7 +182,7 @@ template <int T, int W, int V> struct Lanes {
 };
 
 // Floats of shared memory that a join of R rows needs.
-template <int T, int R> constexpr int kExchange = T > kLogicalWarp ? R * (T < kMaxTeam ? T : kMaxTeam) : 0;
+template <int T, int R> constexpr int kExchange = T > kLogicalWarp ? R *(T < kMaxTeam ? T : kMaxTeam) : 0;
 
 // Joins the lanes of R rows over the team: every thread gets finish(sum) of each. All threads of the block call it.
 template <int T, int W, int V, int R, class F>

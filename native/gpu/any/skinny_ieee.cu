@@ -17,14 +17,14 @@ namespace pydet {
 namespace {
 
 constexpr int kWarps = 4, kLanes = 32, kThreads = kWarps * kLanes;
-constexpr int kRowBytes = 512;                 // of an operand's row in a stage
+constexpr int kRowBytes = 512;  // of an operand's row in a stage
 constexpr int kPieces = kRowBytes / 16;
-constexpr int kRowPitch = kRowBytes + 16;      // eight lanes' 16 bytes then fill the banks once
+constexpr int kRowPitch = kRowBytes + 16;  // eight lanes' 16 bytes then fill the banks once
 constexpr int kMostPerWarp = 4, kMostM = kWarps * kMostPerWarp;
 
 // A stage: rows of w, then rows of x.
 template <int per_warp> constexpr int kStageRows = kLanes + kWarps * per_warp;
-template <int per_warp> constexpr int kStages = gpu_stages(5, kStageRows<per_warp> * kRowPitch);
+template <int per_warp> constexpr int kStages = gpu_stages(5, kStageRows<per_warp> *kRowPitch);
 template <int per_warp> constexpr int kSharedBytes = kStages<per_warp> * kStageRows<per_warp> * kRowPitch;
 static_assert(kThreads % kPieces == 0, "a row's pieces are copied by neighbouring threads");
 
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
       const uint4 *x_row = reinterpret_cast<const uint4 *>(stage + (kLanes + warp) * kRowPitch);
       constexpr int kNextX = kWarps * kRowPitch / 16;
       // `count` fmaf a chain on 16 bytes of every row.
-      auto walk = [&](const uint4 &w_piece, const uint4 (&x_pieces)[per_warp], int count) {
+      auto walk = [&](const uint4 &w_piece, const uint4(&x_pieces)[per_warp], int count) {
         float w[kPiece];
         widen<type>(w, w_piece);
 #pragma unroll
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
         if (m >= problem.m) break;
         float y = folds ? sum[i] : chain[i];
         if (problem.bias.data)
-          y += load_f32(problem.bias.data, problem.bias.type,
-                        m * problem.bias.row_stride + n * problem.bias.col_stride);
+          y +=
+              load_f32(problem.bias.data, problem.bias.type, m * problem.bias.row_stride + n * problem.bias.col_stride);
         store_rounded(problem.out.data, problem.out.type, m * problem.out.row_stride + n, y);
       }
   }

@@ -42,7 +42,8 @@ struct Finish {
 
   __device__ __forceinline__ Finish(const Softmax &problem, int64_t r) : p(problem), row(r), index(-1), gradient(0) {
     if (!p.index.data) return;
-    int64_t asked = p.index.wide ? static_cast<const int64_t *>(p.index.data)[r] : static_cast<const int32_t *>(p.index.data)[r];
+    int64_t asked =
+        p.index.wide ? static_cast<const int64_t *>(p.index.data)[r] : static_cast<const int32_t *>(p.index.data)[r];
     if (asked >= 0 && asked < p.n) index = asked;
     if (p.kind == SoftmaxKind::log_prob_backward) gradient = reinterpret_cast<const float *>(p.dlog_prob.data)[r];
   }
@@ -198,7 +199,8 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __gri
   const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
   const int64_t r = int64_t(blockIdx.x) * kTeams + team, last = p.rows - 1;
   const RowIndex where = row_index(p.inner, r <= last ? r : last);
-  const char *dy_row = row_at(p.dy, kBytes, where) + t * W * kBytes, *y_row = row_at(p.y, kBytes, where) + t * W * kBytes;
+  const char *dy_row = row_at(p.dy, kBytes, where) + t * W * kBytes,
+             *y_row = row_at(p.y, kBytes, where) + t * W * kBytes;
   Packed<type, W> dy[V] = {}, y[V] = {};
 #pragma unroll
   for (int v = 0; v < V; ++v)
@@ -289,7 +291,8 @@ template <class Problem> pydet_status launch_long(const char *name, const Proble
 
 template <int T, class Problem> pydet_status launch_held(const char *name, const Problem &p, void (*kernel)(Problem)) {
   constexpr int kTeams = kBlock<T> / T;
-  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + kTeams - 1) / kTeams)), dim3(kBlock<T>)};
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + kTeams - 1) / kTeams)),
+                  dim3(kBlock<T>)};
   where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
   return launch(where, kernel, p);
 }

@@ -32,74 +32,124 @@ constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 template <int tile> pydet_status launch_sm90(const Gemm &problem) { return gemm_sm90(problem, tile); }
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
-  return {kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90Tiles[tile].chunked_layouts ? kAllOfGemm : kOneChain, "sm_90a", is_sm90, takes_sm90<tile>, nullptr, launch_sm90<tile>, sm90_best, tile};
+  return {kSm90Tiles[tile].name,
+          kHalfTypes,
+          Arithmetic::sm90,
+          kSm90Tiles[tile].chunked_layouts ? kAllOfGemm : kOneChain,
+          "sm_90a",
+          is_sm90,
+          takes_sm90<tile>,
+          nullptr,
+          launch_sm90<tile>,
+          sm90_best,
+          tile};
 }
 
 template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
-  return {name, kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90a", is_sm90, SkinnySm90<rows>::takes, nullptr, SkinnySm90<rows>::launch, skinny_sm90_best, rows};
+  return {name,
+          kHalfTypes,
+          Arithmetic::sm90,
+          kOneMatrix,
+          "sm_90a",
+          is_sm90,
+          SkinnySm90<rows>::takes,
+          nullptr,
+          SkinnySm90<rows>::launch,
+          skinny_sm90_best,
+          rows};
 }
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch, and of variants best and
 // variant.
 constexpr Kernel<Gemm> kSkinnyRows[] = {
-    skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"), skinny_row<48>("cuda_skinny_gemm_sm90_48"),
-    skinny_row<64>("cuda_skinny_gemm_sm90_64"), skinny_row<96>("cuda_skinny_gemm_sm90_96"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
+    skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"),
+    skinny_row<48>("cuda_skinny_gemm_sm90_48"), skinny_row<64>("cuda_skinny_gemm_sm90_64"),
+    skinny_row<96>("cuda_skinny_gemm_sm90_96"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
 };
 constexpr Kernel<Gemm> kOtherRows[] = {
-    {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90 or later", from_sm90, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
-    {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kOneChain, "sm_90 or later", from_sm90, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
-    {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kAllOfGemm, "sm_90 or later", from_sm90, nullptr, nullptr, gemm_mma_64},
-    {"cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, kOneMatrix, "sm_80 to sm_89", is_sm80_to_89, skinny_mma_takes, skinny_mma_prefers, skinny_mma},
-    {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kOneChain, "sm_80 to sm_89", is_sm80_to_89, gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
-    {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kAllOfGemm, "sm_80 to sm_89", is_sm80_to_89, nullptr, nullptr, gemm_mma_64},
-    {"cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kOneMatrix, "sm_80 or later", from_sm80, skinny_ieee_takes, nullptr, skinny_ieee},
-    {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kOneChain, "sm_80 or later", from_sm80, gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
-    {"cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, "sm_80 or later", from_sm80, nullptr, nullptr, gemm_ieee_64x64},
+    {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90 or later", from_sm90,
+     skinny_mma_takes, skinny_mma_prefers, skinny_mma},
+    {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kOneChain, "sm_90 or later", from_sm90,
+     gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
+    {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kAllOfGemm, "sm_90 or later", from_sm90, nullptr,
+     nullptr, gemm_mma_64},
+    {"cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, kOneMatrix, "sm_80 to sm_89", is_sm80_to_89,
+     skinny_mma_takes, skinny_mma_prefers, skinny_mma},
+    {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kOneChain, "sm_80 to sm_89", is_sm80_to_89,
+     gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
+    {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kAllOfGemm, "sm_80 to sm_89", is_sm80_to_89, nullptr,
+     nullptr, gemm_mma_64},
+    {"cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kOneMatrix, "sm_80 or later", from_sm80,
+     skinny_ieee_takes, nullptr, skinny_ieee},
+    {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kOneChain, "sm_80 or later", from_sm80,
+     gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
+    {"cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, "sm_80 or later", from_sm80, nullptr,
+     nullptr, gemm_ieee_64x64},
 };
 
 // The skinny kernels, the tiles of sm90/tiles.h, and the rest.
-constexpr int kSkinnyCount = int(sizeof kSkinnyRows / sizeof *kSkinnyRows), kOtherCount = int(sizeof kOtherRows / sizeof *kOtherRows);
+constexpr int kSkinnyCount = int(sizeof kSkinnyRows / sizeof *kSkinnyRows),
+              kOtherCount = int(sizeof kOtherRows / sizeof *kOtherRows);
 template <int... skinny, int... tiles, int... others>
-constexpr std::array<Kernel<Gemm>, kSkinnyCount + kSm90TileCount + kOtherCount>
-gemm_rows(std::integer_sequence<int, skinny...>, std::integer_sequence<int, tiles...>, std::integer_sequence<int, others...>) {
+constexpr std::array<Kernel<Gemm>, kSkinnyCount + kSm90TileCount + kOtherCount> gemm_rows(
+    std::integer_sequence<int, skinny...>, std::integer_sequence<int, tiles...>,
+    std::integer_sequence<int, others...>) {
   return {kSkinnyRows[skinny]..., sm90_row<tiles>()..., kOtherRows[others]...};
 }
-constexpr auto kGemm = gemm_rows(std::make_integer_sequence<int, kSkinnyCount>(), std::make_integer_sequence<int, kSm90TileCount>(),
-                                 std::make_integer_sequence<int, kOtherCount>());
+constexpr auto kGemm =
+    gemm_rows(std::make_integer_sequence<int, kSkinnyCount>(), std::make_integer_sequence<int, kSm90TileCount>(),
+              std::make_integer_sequence<int, kOtherCount>());
 
 constexpr uint32_t kScaledTile = kBatch | kBias | kAccumulate;
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
-    {"cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, scaled_gemm_sm90_256_takes, scaled_gemm_sm90_256_prefers, scaled_gemm_sm90_256},
-    {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a", is_sm90, nullptr, nullptr, scaled_gemm_sm90_128},
+    {"cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
+     scaled_gemm_sm90_256_takes, scaled_gemm_sm90_256_prefers, scaled_gemm_sm90_256},
+    {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
+     is_sm90, nullptr, nullptr, scaled_gemm_sm90_128},
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {
-    {"cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, "sm_80 or later", from_sm80, quantize_rows_takes, nullptr, quantize_by_rows},
-    {"cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy, "sm_80 or later", from_sm80, nullptr, nullptr, quantize_tiled},
+    {"cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, "sm_80 or later", from_sm80,
+     quantize_rows_takes, nullptr, quantize_by_rows},
+    {"cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee,
+     kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy, "sm_80 or later", from_sm80, nullptr,
+     nullptr, quantize_tiled},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes, nullptr, rmsnorm_held},
-    {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_long},
+    {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes,
+     nullptr, rmsnorm_held},
+    {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, nullptr, nullptr,
+     rmsnorm_long},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
-    {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
-    {"cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later", from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
-    {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_long},
+    {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
+     rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
+    {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later",
+     from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
+    {"cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
+     rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later", from_sm90,
+     rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
+    {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
+     rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
+     nullptr, nullptr, rmsnorm_backward_long},
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    {"cuda_softmax_held", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80, softmax_held_takes, nullptr, softmax_held},
-    {"cuda_softmax_long", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80, nullptr, nullptr, softmax_long},
+    {"cuda_softmax_held", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
+     softmax_held_takes, nullptr, softmax_held},
+    {"cuda_softmax_long", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80, nullptr,
+     nullptr, softmax_long},
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
-    {"cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80, softmax_backward_held_takes, nullptr, softmax_backward_held},
-    {"cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80, nullptr, nullptr, softmax_backward_long},
+    {"cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
+     softmax_backward_held_takes, nullptr, softmax_backward_held},
+    {"cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
+     nullptr, nullptr, softmax_backward_long},
 };
 
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
@@ -119,7 +169,8 @@ pydet_status device_count(int32_t *count) {
     return fail(PYDET_NO_DEVICE, "the NVIDIA driver supports CUDA %d.%d, this build of pydet needs %d.%d or later",
                 driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
   }
-  return fail(PYDET_NO_DEVICE, "the CUDA runtime cannot use this machine's GPUs: %s (%d)", gpu_error_text(error), int(error));
+  return fail(PYDET_NO_DEVICE, "the CUDA runtime cannot use this machine's GPUs: %s (%d)", gpu_error_text(error),
+              int(error));
 }
 
 pydet_status query_device(int32_t id, pydet_device_info *info) {
@@ -143,11 +194,21 @@ Arithmetic tensor_cores(int32_t id) {
 }  // namespace
 
 const Backend *gpu_backend() {
-  static constexpr Backend backend = {PYDET_CUDA, "CUDA", device_count, query_device, tensor_cores,
-                                      gpu_reaches, gpu_forget, nullptr, {kGemm.data(), int(kGemm.size())}, table(kScaledGemm), table(kQuantize),
+  static constexpr Backend backend = {PYDET_CUDA,
+                                      "CUDA",
+                                      device_count,
+                                      query_device,
+                                      tensor_cores,
+                                      gpu_reaches,
+                                      gpu_forget,
+                                      nullptr,
+                                      {kGemm.data(), int(kGemm.size())},
+                                      table(kScaledGemm),
+                                      table(kQuantize),
                                       table(kRmsNorm),
                                       table(kRmsNormBackward),
-                                      table(kSoftmax), table(kSoftmaxBackward)};
+                                      table(kSoftmax),
+                                      table(kSoftmaxBackward)};
   return &backend;
 }
 

@@ -26,11 +26,10 @@ __device__ __forceinline__ bool in_cluster() {
 __device__ __forceinline__ void expect_from_cluster(uint64_t *arrived, int bytes) {
   if (threadIdx.x == 0) {
     barrier_init(shared_address(arrived), 1);
-    asm volatile(
-        "fence.mbarrier_init.release.cluster;\nmbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-            shared_address(arrived)),
-        "r"(bytes)
-        : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;\nmbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(arrived)),
+                 "r"(bytes)
+                 : "memory");
   }
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

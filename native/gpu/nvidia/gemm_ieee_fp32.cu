@@ -19,9 +19,9 @@ namespace pydet {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kThreadM = 8, kThreadN = 16;                   // elements of out a thread: quads, far apart
-constexpr int kThreadsM = 16, kThreadsN = 16;                // threads of a block along m and n
-constexpr int kLanesN = 8, kWarpsM = 4;                      // of which a warp is 4 by 8
+constexpr int kThreadM = 8, kThreadN = 16;     // elements of out a thread: quads, far apart
+constexpr int kThreadsM = 16, kThreadsN = 16;  // threads of a block along m and n
+constexpr int kLanesN = 8, kWarpsM = 4;        // of which a warp is 4 by 8
 constexpr int kTileM = kThreadM * kThreadsM, kTileN = kThreadN * kThreadsN;
 constexpr int kStageK = 16;
 constexpr int kPadding = 4;  // floats a row: keeps 16-byte alignment, spreads the transposing copies over the banks
@@ -68,8 +68,7 @@ template <bool k_adjacent, int tile> struct Copier {
   __device__ __forceinline__ void copy(int i, float *stage) const {
     if constexpr (k_adjacent)
       copy_async_4(stage + to + k_of(i) * kRow + i % kRows * kSpacing, from + offsets[i % kRows] + k_of(i));
-    else
-      copy_async_16(stage + to + k_of(i) * kRow, from + k_of(i) * stride, valid);
+    else copy_async_16(stage + to + k_of(i) * kRow, from + k_of(i) * stride, valid);
   }
 
   __device__ __forceinline__ void advance() {
@@ -199,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_ieee_fp32_kernel(const __gri
       step(0);
     }
   }
-    if (out.type == Type::f32 && !problem.bias.data && m0 + kTileM <= problem.m && n0 + kTileN <= problem.n &&
+  if (out.type == Type::f32 && !problem.bias.data && m0 + kTileM <= problem.m && n0 + kTileN <= problem.n &&
       (reinterpret_cast<uintptr_t>(out.data) / sizeof(float) + at.out) % kQuad == 0 && out.row_stride % kQuad == 0) {
     float *to = reinterpret_cast<float *>(out.data) + at.out + m0 * out.row_stride + n0;
 #pragma unroll
@@ -241,8 +240,7 @@ int64_t tile_count(const Gemm &g) {
 
 bool gemm_ieee_128x256_takes(const Gemm &g) {
   constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1;
-  return tile_count(g) <= kMostBlocks &&
-         reaches(g.a, g.a.col_stride, g.a.row_stride, g.k, g.batch, g.batch.a) &&
+  return tile_count(g) <= kMostBlocks && reaches(g.a, g.a.col_stride, g.a.row_stride, g.k, g.batch, g.batch.a) &&
          reaches(g.b, g.b.row_stride, g.b.col_stride, g.k, g.batch, g.batch.b);
 }
 

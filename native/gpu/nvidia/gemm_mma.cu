@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_c
         for (int j = 0; j < kTilesN; ++j)
 #pragma unroll
           for (int q = 0; q < 4; ++q) {
-            int64_t row = m0 + warp_m + i * 16 + lane / 4 + q / 2 * 8, column = n0 + warp_n + j * 8 + lane % 4 * 2 + q % 2;
+            int64_t row = m0 + warp_m + i * 16 + lane / 4 + q / 2 * 8,
+                    column = n0 + warp_n + j * 8 + lane % 4 * 2 + q % 2;
             if (row < problem.m && column < problem.n) f(i, j, q, row, column);
           }
     };
@@ -157,7 +158,8 @@ __global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_c
       wait_copies<kStages - 2>();
       __syncthreads();  // all of this stage has landed, and everyone has left the one that is filled next
       fill_stage(stage + kStages - 1);
-      const uint16_t *a_stage = stages + stage % kStages * 2 * kStageElements<tile>, *b_stage = a_stage + kStageElements<tile>;
+      const uint16_t *a_stage = stages + stage % kStages * 2 * kStageElements<tile>,
+                     *b_stage = a_stage + kStageElements<tile>;
 #pragma unroll
       for (int half = 0; half < kStageK / kStepK; ++half) {
         int64_t step = stage * (kStageK / kStepK) + half;
@@ -213,7 +215,7 @@ bool copies_16_bytes(const Matrix &matrix, const int64_t *batch_strides, int bat
 
 template <Type type, int tile, bool aligned, bool chunked>
 pydet_status launch_layout(const Gemm &problem) {
-  constexpr int kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
+  constexpr int kMaxBlocks = 1 << 20;                                 // more tiles than that are walked in turns
   bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
   auto kernel = a ? (b ? gemm_mma_kernel<type, tile, true, true, aligned, chunked>
                        : gemm_mma_kernel<type, tile, true, false, aligned, chunked>)
@@ -237,8 +239,10 @@ bool all_aligned(const Gemm &problem) {
 pydet_status gemm_mma_64(const Gemm &problem) {
   bool aligned = all_aligned(problem);
   if (problem.a.type == Type::bf16)
-    return aligned ? launch_layout<Type::bf16, 64, true, true>(problem) : launch_layout<Type::bf16, 64, false, true>(problem);
-  return aligned ? launch_layout<Type::f16, 64, true, true>(problem) : launch_layout<Type::f16, 64, false, true>(problem);
+    return aligned ? launch_layout<Type::bf16, 64, true, true>(problem)
+                   : launch_layout<Type::bf16, 64, false, true>(problem);
+  return aligned ? launch_layout<Type::f16, 64, true, true>(problem)
+                 : launch_layout<Type::f16, 64, false, true>(problem);
 }
 
 bool gemm_mma_128_takes(const Gemm &problem) { return all_aligned(problem); }

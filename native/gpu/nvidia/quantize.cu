@@ -12,12 +12,12 @@ namespace pydet {
 namespace {
 
 constexpr int kSide = kScaleGroup, kThreads = 256;
-constexpr int kUnit = 8;                        // elements a thread loads at once
-constexpr int kLanes = kSide / kUnit;           // threads side by side on a row of a tile
-constexpr int kRowsApart = kThreads / kLanes;   // of the rows of one thread
+constexpr int kUnit = 8;                       // elements a thread loads at once
+constexpr int kLanes = kSide / kUnit;          // threads side by side on a row of a tile
+constexpr int kRowsApart = kThreads / kLanes;  // of the rows of one thread
 constexpr int kRowsEach = kSide / kRowsApart;
-constexpr int kPitch = kSide + 16;              // bytes from row to row of the transposed tile
-constexpr int kHeld = 4;                        // units of a row that a thread keeps, 8192 elements a block
+constexpr int kPitch = kSide + 16;  // bytes from row to row of the transposed tile
+constexpr int kHeld = 4;            // units of a row that a thread keeps, 8192 elements a block
 
 // The part of a problem that the device sees.
 struct Call {
@@ -29,7 +29,8 @@ struct Call {
 
 // x[0 .. kUnit), zeros from `count` on.
 template <Type type>
-__device__ __forceinline__ void load_unit(const char *data, int64_t at, int64_t stride, int count, bool vectors, float (&v)[kUnit]) {
+__device__ __forceinline__ void load_unit(const char *data, int64_t at, int64_t stride, int count, bool vectors,
+                                          float (&v)[kUnit]) {
   using Bits = typename Element<type>::Bits;
   const Bits *x = reinterpret_cast<const Bits *>(data) + at;
   if (vectors && count >= kUnit) {
@@ -52,7 +53,9 @@ __device__ __forceinline__ uint32_t largest_of(const float (&v)[kUnit]) {
   return amax;
 }
 
-__device__ __forceinline__ float quotient(const Call &c, float x, float s, float inverse) { return c.inverse ? x * inverse : x / s; }
+__device__ __forceinline__ float quotient(const Call &c, float x, float s, float inverse) {
+  return c.inverse ? x * inverse : x / s;
+}
 
 // Two to bytes, clamped: the instruction's saturation is the clamp.
 template <Type type> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
@@ -101,7 +104,8 @@ __device__ __forceinline__ void write_scale(const Matrix &scale, int64_t at, flo
 
 // ---- Tiles: groups and blocks, and whatever has its scale already -------------------------------------------------
 
-template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads, 2) quantize_tiles(const __grid_constant__ Call c) {
+template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads, 2)
+    quantize_tiles(const __grid_constant__ Call c) {
   __shared__ uint32_t column_amax[kSide], block_amax;
   __shared__ float column_scale[kSide];
   __shared__ __align__(16) uint8_t turned[transposes ? kSide * kPitch : 16];
@@ -141,15 +145,17 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
     const int64_t to = at[p.kScale] + stripe * p.scale.row_stride + group_k * p.scale.col_stride;
     if (thread == 0) write_scale(p.scale, to, of_block);
     if (thread == 0 && transposes)
-      write_scale(p.transposed_scale,
-                  at[p.kTransposedScale] + group_k * p.transposed_scale.row_stride + stripe * p.transposed_scale.col_stride,
-                  of_block);
+      write_scale(
+          p.transposed_scale,
+          at[p.kTransposedScale] + group_k * p.transposed_scale.row_stride + stripe * p.transposed_scale.col_stride,
+          of_block);
   }
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
     const int row = thread / kLanes + i * kRowsApart;
     const int64_t scale_row = p.granularity == Granularity::tensor ? 0 : block ? stripe : first_m + row;
-    const int64_t scale_at = at[p.kScale] + scale_row * p.scale.row_stride + (group || block ? group_k * p.scale.col_stride : 0);
+    const int64_t scale_at =
+        at[p.kScale] + scale_row * p.scale.row_stride + (group || block ? group_k * p.scale.col_stride : 0);
     float s = of_block;
     if (p.given) {
       s = row < rows ? read_scale(p.scale, scale_at) : 1.0f;
@@ -193,7 +199,8 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
       const float s = group ? column_scale[column + j] : of_block, inverse = 1.0f / s;
 #pragma unroll
       for (int i = 0; i < kRowsEach; i += 2) {
-        const uint32_t pair = round_pair(p.out.type, quotient(c, v[i][j], s, inverse), quotient(c, v[i + 1][j], s, inverse));
+        const uint32_t pair =
+            round_pair(p.out.type, quotient(c, v[i][j], s, inverse), quotient(c, v[i + 1][j], s, inverse));
         uint8_t *to = turned + (column + j) * kPitch + thread / kLanes + i * kRowsApart;
         to[0] = uint8_t(pair), to[kRowsApart] = uint8_t(pair >> 8);
       }
@@ -225,9 +232,9 @@ template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows(c
   int64_t at[Quantize::kOperands];
   p.batch.at(index / p.m, at);
   const int64_t x_at = at[p.kX] + row * p.x.row_stride, out_at = at[p.kOut] + row * p.out.row_stride;
-  auto load = [&](int64_t k, float (&v)[kUnit]) {
-    load_unit<type>(p.x.data, x_at + k * p.x.col_stride, p.x.col_stride, int(max(int64_t(0), min(p.k - k, int64_t(kUnit)))),
-                    c.x_vectors, v);
+  auto load = [&](int64_t k, float(&v)[kUnit]) {
+    load_unit<type>(p.x.data, x_at + k * p.x.col_stride, p.x.col_stride,
+                    int(max(int64_t(0), min(p.k - k, int64_t(kUnit)))), c.x_vectors, v);
   };
   float held[kHeld][kUnit];
   uint32_t amax = 0;
@@ -249,7 +256,7 @@ template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows(c
   __syncthreads();
   const float s = scale_of(row_amax, pydet::largest_of(p.out.type), p.power_of_two);
   if (threadIdx.x == 0) write_scale(p.scale, at[p.kScale] + row * p.scale.row_stride, s);
-  auto store = [&](int64_t k, const float (&v)[kUnit]) {
+  auto store = [&](int64_t k, const float(&v)[kUnit]) {
     if (k < p.k)
       store_unit(p.out, out_at + k * p.out.col_stride, int(min(p.k - k, int64_t(kUnit))), c.out_vectors,
                  round_unit(c, p.out.type, v, s));
@@ -295,8 +302,11 @@ pydet_status quantize_tiled(const Quantize &p) {
   constexpr int64_t kMostBlocks = 65535;
   const int64_t groups = (p.k + kSide - 1) / kSide, stripes = call.stripes * p.batch.count;
   const int64_t layers = (stripes + kMostBlocks - 1) / kMostBlocks;
-  if (groups > 0x7FFFFFFF || layers > kMostBlocks) return fail(PYDET_UNSUPPORTED, "quantize: x has too many elements for a GPU");
-  Launch shape = {name, gpu_stream(p.stream), dim3(unsigned(groups), unsigned(layers > 1 ? kMostBlocks : stripes), unsigned(layers)), dim3(kThreads)};
+  if (groups > 0x7FFFFFFF || layers > kMostBlocks)
+    return fail(PYDET_UNSUPPORTED, "quantize: x has too many elements for a GPU");
+  Launch shape = {name, gpu_stream(p.stream),
+                  dim3(unsigned(groups), unsigned(layers > 1 ? kMostBlocks : stripes), unsigned(layers)),
+                  dim3(kThreads)};
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     return launch(shape, tiles_kernel<decltype(type)::value>(p.transposed.data != nullptr), call);
   });
@@ -311,7 +321,8 @@ pydet_status quantize_by_rows(const Quantize &p) {
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   const Call call = call_of(p);
   Launch shape = {name, gpu_stream(p.stream), dim3(unsigned(p.m * p.batch.count)), dim3(kThreads)};
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) { return launch(shape, quantize_rows<decltype(type)::value>, call); });
+  return with_type<kUnscaledTypes>(
+      p.x.type, [&](auto type) { return launch(shape, quantize_rows<decltype(type)::value>, call); });
 }
 
 }  // namespace pydet

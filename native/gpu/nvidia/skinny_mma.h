@@ -10,15 +10,15 @@ namespace pydet {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kStep = 16;          // k of one mma
-constexpr int kPiece = 8;          // elements in 16 bytes
-constexpr int kTileRows = 16;      // of w in one mma
-constexpr int kTileColumns = 8;    // rows of x in one mma
+constexpr int kStep = 16;        // k of one mma
+constexpr int kPiece = 8;        // elements in 16 bytes
+constexpr int kTileRows = 16;    // of w in one mma
+constexpr int kTileColumns = 8;  // rows of x in one mma
 constexpr int kMostM = 128;
-constexpr int kMostWarps = 8;      // that multiply
+constexpr int kMostWarps = 8;                  // that multiply
 constexpr int kWThreads = 64, kXThreads = 64;  // that load
 constexpr int kMostThreads = kMostWarps * kWarp + kWThreads + kXThreads;
-constexpr int kMostStages = 32;    // of a ring
+constexpr int kMostStages = 32;  // of a ring
 constexpr int kBarrierBytes = 4 * kMostStages * 8;
 
 // What a warp multiplies: `rows` tiles of w by `columns` of x. Where that is little, a stage is longer.
@@ -32,11 +32,11 @@ template <Type input, int row_tiles, int column_tiles> struct Shape {
 // How a problem is cut and the rings are laid out. Counts of stages are multiples of `groups`: each place of a ring
 // then belongs to one group, for which the parity of its barriers is enough.
 struct Plan {
-  int rows;                // of w, a block
-  int parts, part_rows;    // blocks that share rows of w, and rows of x that each of them has
-  int warps_w, warps_x;    // of a group: along w and along x
-  int groups;              // of warps, a chunk each at a time
-  int x_rows;              // that a stage of x has room for
+  int rows;              // of w, a block
+  int parts, part_rows;  // blocks that share rows of w, and rows of x that each of them has
+  int warps_w, warps_x;  // of a group: along w and along x
+  int groups;            // of warps, a chunk each at a time
+  int x_rows;            // that a stage of x has room for
   int w_stages, x_stages;
   int tiles, blocks;       // tiles: in all
   int steps, chunk_steps;  // chunk_steps = steps without k_chunk
@@ -56,8 +56,12 @@ template <class S> struct Layout {
   int w_bytes, x_bytes;  // of a stage
   uint32_t w, x, barriers, joins;
   __device__ __forceinline__ Layout(const Plan &p, uint32_t start)
-      : w_bytes(p.rows * S::row_bytes), x_bytes(p.x_rows * S::row_bytes), w(start), x(w + p.w_stages * w_bytes),
-        barriers(x + p.x_stages * x_bytes), joins(barriers + kBarrierBytes) {}
+      : w_bytes(p.rows * S::row_bytes),
+        x_bytes(p.x_rows * S::row_bytes),
+        w(start),
+        x(w + p.w_stages * w_bytes),
+        barriers(x + p.x_stages * x_bytes),
+        joins(barriers + kBarrierBytes) {}
   __device__ __forceinline__ uint32_t w_full(int i) const { return barriers + i * 8; }
   __device__ __forceinline__ uint32_t w_empty(int i) const { return barriers + (kMostStages + i) * 8; }
   __device__ __forceinline__ uint32_t x_full(int i) const { return barriers + (2 * kMostStages + i) * 8; }
@@ -72,8 +76,7 @@ __device__ __forceinline__ void copy_piece(uint32_t to, const void *from, int va
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid),
                  "l"(policy)
                  : "memory");
-  else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
+  else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 
 // Where the piece lies in a stage: eight rows of one piece share no bank.

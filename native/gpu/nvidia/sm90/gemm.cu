@@ -339,8 +339,11 @@ template <class F, int... tiles> void each_tile(F f, std::integer_sequence<int, 
 template <> pydet_status Sm90Group<kGroup>::launch(const Gemm &g, int tile) {
   constexpr int count = (kSm90TileCount - kFirstTile + kSm90TileGroups - 1) / kSm90TileGroups;
   pydet_status status = PYDET_UNSUPPORTED;
-  each_tile([&](auto mine) { if (mine == tile) status = launch_tile<decltype(mine)::value>(g); },
-            std::make_integer_sequence<int, count>());
+  each_tile(
+      [&](auto mine) {
+        if (mine == tile) status = launch_tile<decltype(mine)::value>(g);
+      },
+      std::make_integer_sequence<int, count>());
   return status;
 }
 

@@ -16,11 +16,11 @@ constexpr int kSm90MaxBatch = 3;  // dimensions, beside the two of a matrix
 // The part of a problem that the device sees. Strides are in elements.
 struct Sm90Problem {
   CUtensorMap a, b;
-  int m, n, k, chunk;  // chunk = k where there is none
+  int m, n, k, chunk;                        // chunk = k where there is none
   int cluster_rows, cluster_columns, tiles;  // tiles of a whole cluster in one matrix, and in all
   int band;                                  // cluster rows that are walked together, for the L2
   bool batched, accumulate;
-  bool out_aligned;  // its rows begin at multiples of 16 bytes
+  bool out_aligned;              // its rows begin at multiples of 16 bytes
   bool rows_move, columns_move;  // a tile that passes the last row or column may be moved back to end there
   Type out_type, bias_type;
   char *out;

@@ -75,16 +75,13 @@ Sm90Layout sm90_layout(const Gemm &g) {
   return {a.k_adjacent, b.k_adjacent};
 }
 
-Gemm sm90_problem(const Gemm &g, int tile) {
-  return kSm90Tiles[tile].swapped ? transposed(g) : g;
-}
+Gemm sm90_problem(const Gemm &g, int tile) { return kSm90Tiles[tile].swapped ? transposed(g) : g; }
 
 bool sm90_takes(const Gemm &g, int tile) {
   Operand a, b;
   if (!takes(g, &a, &b)) return false;
   const Sm90Tile &t = kSm90Tiles[tile];
-  const uint32_t layout =
-      t.swapped ? layout_bit(b.k_adjacent, a.k_adjacent) : layout_bit(a.k_adjacent, b.k_adjacent);
+  const uint32_t layout = t.swapped ? layout_bit(b.k_adjacent, a.k_adjacent) : layout_bit(a.k_adjacent, b.k_adjacent);
   return t.layouts_of(g.k_chunk != 0) & layout;
 }
 
@@ -97,8 +94,9 @@ int sm90_best(const Gemm &g) {
   };
   thread_local Question last = {};
   thread_local int answer = -1;
-  const Question question = {g.m, g.n, g.k, g.k_chunk, g.batch.count,
-                             {g.a.row_stride, g.a.col_stride, g.b.row_stride, g.b.col_stride}, g.device.id};
+  const Question question = {
+      g.m,        g.n, g.k, g.k_chunk, g.batch.count, {g.a.row_stride, g.a.col_stride, g.b.row_stride, g.b.col_stride},
+      g.device.id};
   if (answer < 0 || memcmp(&question, &last, sizeof last)) last = question, answer = sm90_choose(g);
   return answer;
 }

@@ -12,6 +12,7 @@ struct Sm90Rate {
   double full, stage, filled, wave, once, chunk, turned_b, turned_a, both_turned, memory;
   double idle, unfilled, few_stage, few_once, few_memory;
 };
+// clang-format off
 constexpr Sm90Rate kSm90Rates[] = {
     {"cuda_gemm_sm90_128x256",
      716.8, 460.6, 152.7, 1674, 3386, 0, 14.05, 0, 0, 0.1272, 0, 0.04784, 0, 546.7, 0},
@@ -98,5 +99,6 @@ constexpr Sm90Rate kSm90Rates[] = {
     {"cuda_gemm_sm90_192x128",
      551.5, 307.9, 151.5, 1335, 3001, 0, 0.009495, 0, 0, 0.1018, 0, 0.2071, 11.04, 736.9, 0.3043},
 };
+// clang-format on
 
 }  // namespace pydet

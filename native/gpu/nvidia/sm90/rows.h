@@ -146,9 +146,7 @@ template <class S> struct WarpRows {
   // Rounds and stores the accumulators as columns of out, 16 of them in a row: what a swapped tile does. A piece is then
   // 64 rows of 32 bytes; the 16-byte half h of row r lies at half h ^ (r / 4 % 2).
   template <int size, bool bf16> __device__ __forceinline__ void store_transposed(const float (&d)[S::n / 2]) const {
-    auto here = [&](int r, int c) {
-      return r >= tile.first_row && r < p.m && c >= tile.first_column && c < p.n;
-    };
+    auto here = [&](int r, int c) { return r >= tile.first_row && r < p.m && c >= tile.first_column && c < p.n; };
     if constexpr (size == 4) {
 #pragma unroll
       for (int i = 0; i < S::n / 2; ++i) {

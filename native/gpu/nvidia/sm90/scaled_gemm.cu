@@ -106,7 +106,8 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
 
 // total += w sum for a thread's part of 64 rows: rows lane / 4 and 8 on, of weights w_0 and w_1.
 template <int registers>
-__device__ __forceinline__ void add_chunk(float (&total)[registers], const float (&sum)[registers], float w_0, float w_1) {
+__device__ __forceinline__ void add_chunk(float (&total)[registers], const float (&sum)[registers], float w_0,
+                                          float w_1) {
 #pragma unroll
   for (int i = 0; i < registers; i += 4) {
     total[i] = fmaf(w_0, sum[i], total[i]);
@@ -162,7 +163,9 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       return a_at + min(row + (warpgroup * S::blocks + block) * 64 + t / 32 * kWarpRows + t % 32 / 4 + 8 * h, p.m - 1) *
                         a_scale.stride;
     };
-    auto column = [&](int i) { return min(first_column + i / 4 * 8 + lane % 4 * 2 + i % 2, p.n - 1); };  // of register i
+    auto column = [&](int i) {
+      return min(first_column + i / 4 * 8 + lane % 4 * 2 + i % 2, p.n - 1);
+    };  // of register i
     float a_next[S::blocks][2], b_next = 1;
     auto load_scales = [&](int chunk) {
 #pragma unroll
@@ -171,8 +174,9 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
         for (int h = 0; h < 2; ++h)
           a_next[block][h] = scales_a ? load_scale(a_scale, a_row(block, h) + chunk * a_scale.chunk_stride) : 1.0f;
       if (scales_b && !by_column)
-        b_next = load_scale(b_scale, b_at + (b_scale.blocks ? min(first_column, p.n - 1) / kScaleGroup * b_scale.stride : 0) +
-                                         chunk * b_scale.chunk_stride);
+        b_next = load_scale(b_scale,
+                            b_at + (b_scale.blocks ? min(first_column, p.n - 1) / kScaleGroup * b_scale.stride : 0) +
+                                chunk * b_scale.chunk_stride);
     };
     if (p.k > 0) load_scales(0);
 
@@ -248,7 +252,8 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
   }
 }
 
-template <class S> __global__ void __launch_bounds__(S::threads, 1) scaled_gemm_kernel(const __grid_constant__ ScaledProblem p) {
+template <class S> __global__ void __launch_bounds__(S::threads, 1)
+    scaled_gemm_kernel(const __grid_constant__ ScaledProblem p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = shared_address(memory);
   const int rank = cluster_rank();
@@ -292,8 +297,9 @@ bool aligned_batch(const ScaledGemm &g, int operand) {
 
 bool readable(const ScaledGemm &g) {
   return aligned(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride) && aligned_batch(g, g.kA) &&
-         aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && aligned_batch(g, g.kB) && g.m <= kMost && g.n <= kMost &&
-         g.k <= kMost && cut(g.m, 128) * cut(g.n, 128) <= kMost / g.batch.count && g.batch.dims <= kSm90MaxBatch;
+         aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && aligned_batch(g, g.kB) && g.m <= kMost &&
+         g.n <= kMost && g.k <= kMost && cut(g.m, 128) * cut(g.n, 128) <= kMost / g.batch.count &&
+         g.batch.dims <= kSm90MaxBatch;
 }
 
 // Says what is not readable: after this kernel no other is tried.
@@ -301,15 +307,26 @@ pydet_status unreadable(const ScaledGemm &g) {
   const bool a = aligned(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride) && aligned_batch(g, g.kA);
   const bool b = aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && aligned_batch(g, g.kB);
   if (a && b)
-    return fail(PYDET_UNSUPPORTED, "scaled_gemm: an extent passes 2^30, or the batch needs more than %d strides, on a GPU",
-                kSm90MaxBatch);
-  return fail(PYDET_UNSUPPORTED, "scaled_gemm: the tensor cores do not read %s, want its data and strides in multiples of %d"
-              " bytes", a ? "b" : "a", kUnit);
+    return fail(PYDET_UNSUPPORTED,
+                "scaled_gemm: an extent passes 2^30, or the batch needs more than %d strides, on a GPU", kSm90MaxBatch);
+  return fail(PYDET_UNSUPPORTED,
+              "scaled_gemm: the tensor cores do not read %s, want its data and strides in multiples of %d"
+              " bytes",
+              a ? "b" : "a", kUnit);
 }
 
-MapShape map_of(const ScaledGemm &g, const Matrix &matrix, int operand, int64_t rows, int64_t row_stride, int box_rows) {
-  MapShape map = {matrix.data, matrix.type, g.k, rows, rows == 1 ? kUnit : row_stride, kStageK, box_rows,
-                  g.batch.count > 1 ? 5 : 2, {1, 1, 1}, {kUnit, kUnit, kUnit}};
+MapShape map_of(const ScaledGemm &g, const Matrix &matrix, int operand, int64_t rows, int64_t row_stride,
+                int box_rows) {
+  MapShape map = {matrix.data,
+                  matrix.type,
+                  g.k,
+                  rows,
+                  rows == 1 ? kUnit : row_stride,
+                  kStageK,
+                  box_rows,
+                  g.batch.count > 1 ? 5 : 2,
+                  {1, 1, 1},
+                  {kUnit, kUnit, kUnit}};
   for (int i = 0; i < g.batch.dims; ++i)
     if (g.batch.stride[operand][i]) {
       map.batch_shape[i] = g.batch.shape[i];
@@ -375,17 +392,14 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
 
 template <int rows> pydet_status launch_types(const char *name, const ScaledGemm &g) {
   return with_type<kFp8Types>(g.a.type, [&](auto a) {
-    return with_type<kFp8Types>(g.b.type, [&](auto b) {
-      return launch_shape<Shape<rows, decltype(a)::value, decltype(b)::value>>(name, g);
-    });
+    return with_type<kFp8Types>(
+        g.b.type, [&](auto b) { return launch_shape<Shape<rows, decltype(a)::value, decltype(b)::value>>(name, g); });
   });
 }
 
 }  // namespace
 
-bool scaled_gemm_sm90_256_takes(const ScaledGemm &g) {
-  return readable(g);
-}
+bool scaled_gemm_sm90_256_takes(const ScaledGemm &g) { return readable(g); }
 // Where weights are loaded for every chunk, the smaller tile is faster (measured on an H100: 650 against 560 TFLOP/s).
 bool scaled_gemm_sm90_256_prefers(const ScaledGemm &g) {
   const int64_t pairs = gpu_multiprocessors(g.device.id) / 2;

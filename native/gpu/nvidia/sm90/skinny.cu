@@ -29,7 +29,7 @@ template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bo
   static constexpr int rows = tile_rows;
   static constexpr bool chunked = chunks, split = parts;
   static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
-  static constexpr int registers = rows / 2;                // accumulators a thread
+  static constexpr int registers = rows / 2;  // accumulators a thread
   // Boxes along k in a stage: about 8 KiB of w, and more where the chain decides, since each stage costs it 100 cycles
   static constexpr int stage_blocks = few && rows <= kNarrowRows ? 4 : rows <= 48 ? 2 : 1;
   static constexpr int stage_steps = stage_blocks * kBlockSteps;

@@ -17,16 +17,16 @@
 namespace pydet {
 namespace {
 
-constexpr int kStep = 16;                     // of one tensor-core instruction along k
-constexpr int kBlockK = 64;                   // of one box: a row of 128 bytes
+constexpr int kStep = 16;    // of one tensor-core instruction along k
+constexpr int kBlockK = 64;  // of one box: a row of 128 bytes
 constexpr int kRowBytes = kBlockK * 2;
 constexpr int kBlockSteps = kBlockK / kStep;
-constexpr int kAtomRows = 8;                  // of the 128-byte swizzle
-constexpr int kMostStages = 64;               // of a ring
-constexpr int kHalfSharedBytes = 113 << 10;   // of a block that leaves room for another
+constexpr int kAtomRows = 8;                 // of the 128-byte swizzle
+constexpr int kMostStages = 64;              // of a ring
+constexpr int kHalfSharedBytes = 113 << 10;  // of a block that leaves room for another
 constexpr int kBarrierBytes = 4 * kMostStages * 8 + 16;
 constexpr int kReservedBytes = kBarrierBytes + 1024;  // beside the rings; 1024 are the system's own
-constexpr int kTileRows = 64;                 // of x that the tensor cores may read, however few there are
+constexpr int kTileRows = 64;                         // of x that the tensor cores may read, however few there are
 
 // The part of a problem that the device sees. Strides are in elements.
 struct Problem {
@@ -39,7 +39,7 @@ struct Problem {
   int box_rows;                  // of x that a block reads
   int x_rows;                    // that a stage of x has room for: box_rows in whole swizzle atoms
   int w_stages, x_stages;
-  bool early;                    // the next kernel may start as soon as all before this one have ended
+  bool early;                                // the next kernel may start as soon as all before this one have ended
   bool weights_constant, accumulate, pairs;  // pairs: two neighbours of y can be stored at once
   Type out_type, bias_type;
   char *out;
@@ -62,8 +62,11 @@ template <class S> struct Layout {
   uint32_t x, w, barriers, sums;
   int x_block_bytes;
   __device__ __forceinline__ Layout(const Problem &p, uint32_t start)
-      : x(start), w(start + p.x_stages * S::stage_blocks * p.x_rows * kRowBytes), barriers(w + p.w_stages * S::w_bytes),
-        sums(barriers + kBarrierBytes), x_block_bytes(p.x_rows * kRowBytes) {}
+      : x(start),
+        w(start + p.x_stages * S::stage_blocks * p.x_rows * kRowBytes),
+        barriers(w + p.w_stages * S::w_bytes),
+        sums(barriers + kBarrierBytes),
+        x_block_bytes(p.x_rows * kRowBytes) {}
   __device__ __forceinline__ uint32_t x_stage(int i) const { return x + i * S::stage_blocks * x_block_bytes; }
   __device__ __forceinline__ uint32_t w_stage(int i) const { return w + i * S::w_bytes; }
   __device__ __forceinline__ uint32_t x_full(int i) const { return barriers + i * 8; }
@@ -103,7 +106,8 @@ template <class S, class F> __device__ __forceinline__ void each_stage(const Pro
   for (int chunk = part.first; chunk < part.end; chunk += length) {
     const int end = chunk + min(length, part.end - chunk);
     for (int start = chunk; start < end; start += S::stage_steps)
-      f(start * kStep, S::chunked ? min(S::stage_blocks, (end - start + kBlockSteps - 1) / kBlockSteps) : S::stage_blocks);
+      f(start * kStep,
+        S::chunked ? min(S::stage_blocks, (end - start + kBlockSteps - 1) / kBlockSteps) : S::stage_blocks);
   }
 }
 
@@ -121,8 +125,7 @@ template <class S> __device__ __forceinline__ void load_weights(const Problem &p
       barrier_expect(full, boxes * S::w_block_bytes);
 #pragma unroll
       for (int b = 0; b < S::stage_blocks; ++b)
-        if (b < boxes)
-          load_evicting(to + b * S::w_block_bytes, &p.w, full, k + b * kBlockK, row, policy);
+        if (b < boxes) load_evicting(to + b * S::w_block_bytes, &p.w, full, k + b * kBlockK, row, policy);
       ring.next();
     });
   }
@@ -145,8 +148,7 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
       barrier_expect(full, boxes * p.box_rows * kRowBytes);
 #pragma unroll
       for (int b = 0; b < S::stage_blocks; ++b)
-        if (b < boxes)
-          load_box<2, false>(to + b * at.x_block_bytes, &p.x, full, Place{k + b * kBlockK, row, {}}, 0);
+        if (b < boxes) load_box<2, false>(to + b * at.x_block_bytes, &p.x, full, Place{k + b * kBlockK, row, {}}, 0);
       ring.next();
     });
   }

@@ -16,15 +16,15 @@ namespace pydet {
 #define D7 D6 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define R_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R_16(i) R_4(i), R_4(i + 4), R_4(i + 8), R_4(i + 12)
-#define WGMMA(n, types, text, a, b, add, ...)                                                                          \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k32.f32." types    \
-               " {" text "}, " a ", " b ", p, 1, 1;\n}"                                                               \
-               : __VA_ARGS__                                                                                           \
+#define WGMMA(n, types, text, a, b, add, ...)                                                                       \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k32.f32." types \
+               " {" text "}, " a ", " b ", p, 1, 1;\n}"                                                             \
+               : __VA_ARGS__                                                                                        \
                : "l"(a_descriptor), "l"(b_descriptor), "r"(add_to_d))
-#define WGMMA_OF(types)                                                                                      \
-  do {                                                                                                       \
-    if constexpr (n == 16) WGMMA("16", types, D0, "%8", "%9", "%10", R_4(0), R_4(4));                        \
-    if constexpr (n == 64) WGMMA("64", types, D3, "%32", "%33", "%34", R_16(0), R_16(16));                   \
+#define WGMMA_OF(types)                                                                                          \
+  do {                                                                                                           \
+    if constexpr (n == 16) WGMMA("16", types, D0, "%8", "%9", "%10", R_4(0), R_4(4));                            \
+    if constexpr (n == 64) WGMMA("64", types, D3, "%32", "%33", "%34", R_16(0), R_16(16));                       \
     if constexpr (n == 128) WGMMA("128", types, D7, "%64", "%65", "%66", R_16(0), R_16(16), R_16(32), R_16(48)); \
   } while (0)
 
