@@ -4,6 +4,7 @@
 
 #include "check/check_scaled.h"
 #include "check/norm.h"
+#include "check/reason.h"
 #include "check/softmax.h"
 #include "cpu/pool.h"
 
@@ -208,16 +209,15 @@ pydet_status choose_by_name(const char *op, const Table<Problem> &table, const P
       return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem, which needs %s", op, name,
                   feature_list(lacking).text);
     if (!meant || (row.takes && !row.takes(problem)))
-      return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem (%s on %s needs %s, has arithmetic %s)",
-                  op, name, operation_of(problem), type_name(input_type(problem)), row.requires_,
-                  arithmetic_name(row.arithmetic));
+      return refuse_row(op, row, problem, input_type(problem), arithmetic_of(problem));
     *chosen = &row;
     return PYDET_OK;
   }
   if (kernel_exists(name))
     return fail(PYDET_UNSUPPORTED, "%s: kernel %s is not a %s kernel for %s", op, name, operation_of(problem),
                 device_text(problem.device.type, problem.device.id).text);
-  return fail(PYDET_INVALID_VALUE, "%s: no kernel is named %s (pydet_kernel_name lists them)", op, name);
+  return fail(PYDET_INVALID_VALUE,
+              "%s: no kernel is named %s (pydet.kernels() in Python and pydet_kernel_name in C list them)", op, name);
 }
 
 // The first row that takes the problem and is worth it. Neighbours often ask the same of the machine, or which of them is
@@ -375,9 +375,7 @@ pydet_status check_extents(const char *op, int64_t batch, int64_t m, int64_t n, 
 pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk,
                             uint64_t *bytes) {
   PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
-  if (k_chunk < 0 || k_chunk % kChunkMultiple)
-    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want 0 or a positive multiple of %d", op, k_chunk,
-                kChunkMultiple);
+  PYDET_TRY(check_chunk(op, k_chunk, kChunkMultiple));
   *bytes = 0;  // no kernel of this release wants one
   return PYDET_OK;
 }
@@ -450,8 +448,8 @@ pydet_status pydet_resolve_arithmetic(pydet_device device, pydet_dtype dtype, in
   if (!resolved) return fail(PYDET_NULL_POINTER, "%s: resolved is NULL", op);
   Type type;
   if (!type_of(dtype, &type))
-    return fail(PYDET_INVALID_DTYPE, "%s: dtype is (code %d, bits %d, lanes %d), want %s", op, int(dtype.code),
-                int(dtype.bits), int(dtype.lanes), type_list(types_for(kFactor)).text);
+    return fail(PYDET_INVALID_DTYPE, "%s: dtype is %s, want %s", op, dtype_text(dtype).text,
+                type_list(types_for(kFactor)).text);
   if (device.device_type == PYDET_CPU && device.device_id != 0)
     return fail(PYDET_NO_DEVICE, "%s: device is CPU %d, want CPU 0", op, int(device.device_id));
   Device normal = normalized(device);

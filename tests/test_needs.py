@@ -75,3 +75,23 @@ def test_every_row_refuses_a_need_that_it_does_not_name(backend, tmp_path, need)
     why = "which needs more than any release has"
     for name, answer in refused.items():
         assert answer == (UNSUPPORTED, f"needs: kernel {name} does not take this problem, {why}"), name
+
+
+def test_a_refused_kernel_says_what_it_lacks(tmp_path):
+    program = tmp_path / "reasons"
+    command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror"]
+    command += [f"-I{ROOT}/native", f"-I{ROOT}/native/include", str(ROOT / "tests/reasons.cpp"), "-o", str(program)]
+    subprocess.run(command, check=True)
+    said = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    strides = "not with these strides or this alignment"
+    assert said == [
+        "gemm: kernel typed does not take this problem: it takes float32 inputs, got bfloat16",
+        "gemm: kernel other does not take this problem: it computes arithmetic ieee, and the call asks for sm90",
+        "gemm: kernel absent does not take this problem: it needs sm_90a, which CUDA device 1 does not have",
+        "gemm: kernel small does not take this problem: not of this shape",
+        f"gemm: kernel aligned does not take this problem: {strides}",
+        f"gemm: kernel along_k does not take this problem: {strides}",
+        "gemm: kernel whole does not take this problem: not with this k_chunk",
+        f"rmsnorm: kernel held does not take this problem: {strides}",
+        "rmsnorm: kernel held does not take this problem: not of this shape",
+    ]

@@ -47,15 +47,15 @@ PYTHON = [  # what is wrong, as a call that returns nothing; the exception's oth
         lambda out: pydet.gemm(A.astype("f8"), B, out=out),
         TypeError,
         "INVALID_DTYPE",
-        r"a has DLPack dtype \(code 2, bits 64",
+        r"^gemm: a is float64, want float32, bfloat16 or float16$",
     ),
     (
         lambda out: pydet.gemm(A.astype("i4"), B, out=out),
         TypeError,
         "INVALID_DTYPE",
-        r"a has DLPack dtype \(code 0, bits 32",
+        r"a is int32, want",
     ),
-    (lambda out: pydet.gemm(A.astype("c8"), B, out=out), TypeError, "INVALID_DTYPE", r"a has DLPack dtype \(code 5"),
+    (lambda out: pydet.gemm(A.astype("c8"), B, out=out), TypeError, "INVALID_DTYPE", r"a is complex64, want"),
     (
         lambda out: pydet.gemm(A.astype(">f4"), B, out=out),
         TypeError,
@@ -118,7 +118,7 @@ PYTHON = [  # what is wrong, as a call that returns nothing; the exception's oth
         lambda out: pydet.gemm(A, B, out=out, accumulate=True, k_chunk=8),
         ValueError,
         "INVALID_VALUE",
-        r"k_chunk is 8, want 0 or",
+        r"k_chunk is 8, want a positive multiple of 16, or none",
     ),
     (lambda out: pydet.gemm(A, B, out=out, k_chunk=-16), ValueError, "INVALID_VALUE", r"k_chunk is -16"),
     (
@@ -434,12 +434,12 @@ def test_torch_tensors_that_are_more_than_memory(torch):
     assert torch.equal(pydet.gemm(tracked.detach(), b), pydet.gemm(a, b))
     conj = torch.ones(3, 4, dtype=torch.complex64).conj()
     raises(r"a is a lazy neg view", ValueError, pydet.gemm, conj.imag, b)
-    raises(r"DLPack dtype \(code 5, bits 64|lazy conj view", Exception, pydet.gemm, conj, b)
+    raises(r"a is complex64, want|lazy conj view", Exception, pydet.gemm, conj, b)
     raises(r"a is a tensor of layout sparse_coo, want a strided one", ValueError, pydet.gemm, a.to_sparse(), b)
     raises(r"a is a tensor of layout sparse_csr", ValueError, pydet.gemm, a.to_sparse_csr(), b)
     raises(r"a is a meta tensor, which has no memory", ValueError, pydet.gemm, torch.ones(3, 4, device="meta"), b)
     raises(r"out is a meta tensor", ValueError, pydet.gemm, a, b, out=torch.ones(3, 5, device="meta"))
-    raises(r"DLPack dtype \(code 2, bits 64", TypeError, pydet.gemm, a.double(), b)
+    raises(r"a is float64, want", TypeError, pydet.gemm, a.double(), b)
     raises(r"b is float32, want bfloat16 as a is", TypeError, pydet.gemm, a.bfloat16(), b)
     raises(
         r"out has stride 0 in dimension 0, so its elements overlap",

@@ -44,6 +44,22 @@ inline Text type_list(uint32_t types) {
   return out;
 }
 
+// "float64", of any type that has such a name; else what DLPack says of it.
+inline Text dtype_text(pydet_dtype dtype) {
+  constexpr const char *kNames[] = {"int", "uint", "float", nullptr, "bfloat", "complex", "bool"};
+  constexpr int kBool = 6;
+  Text out;
+  const char *name = dtype.code < sizeof kNames / sizeof *kNames ? kNames[dtype.code] : nullptr;
+  Type type;
+  if (type_of(dtype, &type)) snprintf(out.text, sizeof out.text, "%s", type_name(type));
+  else if (name && dtype.lanes == 1 && dtype.code == kBool) snprintf(out.text, sizeof out.text, "%s", name);
+  else if (name && dtype.lanes == 1) snprintf(out.text, sizeof out.text, "%s%d", name, int(dtype.bits));
+  else
+    snprintf(out.text, sizeof out.text, "of DLPack dtype (code %d, bits %d, lanes %d)", int(dtype.code),
+             int(dtype.bits), int(dtype.lanes));
+  return out;
+}
+
 // "4096x512"; a scalar's shape is "()".
 inline Text shape_text(const int64_t *shape, int ndim) {
   Text out;

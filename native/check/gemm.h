@@ -43,7 +43,8 @@ inline pydet_status matrix_of(const View &view, Matrix *matrix) {
   if (cols <= 1 && row == 1 && col != 1) col = rows;
   if (row != 1 && col != 1 && !view.empty())
     return fail(PYDET_INVALID_STRIDE,
-                "%s: %s has strides %" PRId64 " and %" PRId64 " in its last two dimensions, want one of them 1",
+                "%s: %s has strides %" PRId64 " and %" PRId64
+                " in its last two dimensions, want one of them 1, as a contiguous copy has",
                 view.op, view.name, row, col);
   *matrix = {view.data, view.type, rows, cols, row, col};
   return PYDET_OK;
@@ -144,9 +145,7 @@ inline pydet_status gemm_of(const GemmWords &words, const View &a, const View &b
 template <class Options>
 pydet_status apply_gemm_options(const GemmWords &words, const Options &options, const View &out, Gemm *gemm) {
   PYDET_TRY(resolve(words.op, gemm->device, gemm->a.type, options.arithmetic, &gemm->arithmetic));
-  if (options.k_chunk < 0 || options.k_chunk % kChunkMultiple)
-    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want 0 or a positive multiple of %d", words.op,
-                options.k_chunk, kChunkMultiple);
+  PYDET_TRY(check_chunk(words.op, options.k_chunk, kChunkMultiple));
   PYDET_TRY(check_flag(words.op, "accumulate", options.accumulate));
   if (options.accumulate && out.type != Type::f32)
     return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", words.op, words.out,

@@ -56,8 +56,7 @@ inline pydet_status read(const char *op, const char *name, Use use, const pydet_
   view->name = name;
   view->ndim = ndim;
   if (!type_of(tensor->dtype, &view->type))
-    return fail(PYDET_INVALID_DTYPE, "%s: %s has DLPack dtype (code %d, bits %d, lanes %d), want %s", op, name,
-                int(tensor->dtype.code), int(tensor->dtype.bits), int(tensor->dtype.lanes),
+    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want %s", op, name, dtype_text(tensor->dtype).text,
                 type_list(types_for(use)).text);
   if (!(types_for(use) & bit(view->type)))
     return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want %s", op, name, type_name(view->type),
@@ -126,8 +125,9 @@ inline View transposed(View view) {
 
 inline pydet_status unit_last_stride(const View &view) {
   if (!view.present() || view.cols() <= 1 || view.stride[view.ndim - 1] == 1 || view.empty()) return PYDET_OK;
-  return fail(PYDET_INVALID_STRIDE, "%s: %s has stride %" PRId64 " in its last dimension, want 1", view.op, view.name,
-              view.stride[view.ndim - 1]);
+  return fail(PYDET_INVALID_STRIDE,
+              "%s: %s has stride %" PRId64 " in its last dimension, want 1, as a contiguous copy has", view.op,
+              view.name, view.stride[view.ndim - 1]);
 }
 
 inline pydet_status contiguous(const View &view) {

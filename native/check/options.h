@@ -54,6 +54,14 @@ inline pydet_status check_flag(const char *op, const char *name, int32_t value) 
   return fail(PYDET_INVALID_VALUE, "%s: options.%s is %d, want 0 or 1", op, name, int(value));
 }
 
+// A chunk is none where it is 0, which is C's word for it, and None Python's.
+inline pydet_status check_chunk(const char *op, int64_t k_chunk, int multiple) {
+  if (k_chunk >= 0 && k_chunk % multiple == 0) return PYDET_OK;
+  return fail(PYDET_INVALID_VALUE,
+              "%s: k_chunk is %" PRId64 ", want a positive multiple of %d, or none (0 in C, None in Python)", op,
+              k_chunk, multiple);
+}
+
 inline pydet_status check_workspace(const char *op, const void *workspace, uint64_t size) {
   if (!workspace && size) return fail(PYDET_NULL_POINTER, "%s: workspace is NULL, workspace_size %" PRIu64, op, size);
   if (reinterpret_cast<uintptr_t>(workspace) % 16)

@@ -38,8 +38,7 @@ inline pydet_status columns_of(const View &x, const pydet_tensor *index, const V
   if (!index) return fail(PYDET_NULL_POINTER, "%s: index is NULL, want a tensor", x.op);
   const bool integers = index->dtype.code == PYDET_INT && index->dtype.lanes == 1;
   if (!integers || (index->dtype.bits != 32 && index->dtype.bits != 64))
-    return fail(PYDET_INVALID_DTYPE, "%s: index has DLPack dtype (code %d, bits %d, lanes %d), want int32 or int64",
-                x.op, int(index->dtype.code), int(index->dtype.bits), int(index->dtype.lanes));
+    return fail(PYDET_INVALID_DTYPE, "%s: index is %s, want int32 or int64", x.op, dtype_text(index->dtype).text);
   if (index->ndim != ndim || (ndim > 0 && !index->shape))
     return fail(PYDET_INVALID_SHAPE, "%s: index has %d dimensions, want %d, one less than x", x.op, int(index->ndim),
                 ndim);
