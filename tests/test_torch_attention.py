@@ -126,6 +126,38 @@ def test_gradients_are_the_sequences_own(dtype, device, monkeypatch):
         same(ours, theirs)
 
 
+def test_sinks(dtype, device, monkeypatch):
+    """One more key of value zero: its weight and gradient, and a query's bits its own as before."""
+    q, k, v = qkv(3, 21, 21, dtype, device)
+    sinks, allowed = normal(6, dtype=dtype, device=device), causal(21, 21, device)
+    dy = normal(3, 6, 21, 20, dtype=dtype, device=device, seed=9)
+    tracked = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    y = pt.attention(*tracked[:3], allowed, scale=0.3, sinks=tracked[3])
+    y.backward(dy)
+    doubles = [t.detach().double().requires_grad_() for t in (q, k, v, sinks)]
+    scores = (doubles[0] @ doubles[1].repeat_interleave(3, 1).mT * 0.3).masked_fill(~allowed, float("-inf"))
+    scores = torch.cat([scores, doubles[3].view(1, 6, 1, 1).expand(3, 6, 21, 1)], -1)
+    want = scores.softmax(-1)[..., :-1] @ doubles[2].repeat_interleave(3, 1)
+    want.backward(dy.double())
+    tolerance = {torch.float32: 5e-6, torch.bfloat16: 8e-2, torch.float16: 1e-2}[dtype]
+    for ours, theirs in ((y, want), *((a.grad, b.grad) for a, b in zip(tracked, doubles, strict=True))):
+        assert ours.dtype == dtype and float((ours.double() - theirs).abs().max().detach()) < tolerance
+    alone = pt.attention(q[1:2], k[1:2], v[1:2], allowed, scale=0.3, sinks=sinks)
+    same(alone, y[1:2])
+    for t in (0, 15, 20):
+        last = pt.attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], scale=0.3, sinks=sinks)
+        same(last, y[:, :, t : t + 1])
+    monkeypatch.setitem(attention_module._SCORES, device, 500)
+    again = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    pt.attention(*again[:3], allowed.expand(3, 6, 21, 21), scale=0.3, sinks=again[3]).backward(dy)
+    for ours, theirs in zip(again, tracked, strict=True):
+        same(ours.grad, theirs.grad)
+    nothing = torch.full_like(sinks, float("-inf"))
+    same(pt.attention(q, k, v, allowed, scale=0.3, sinks=nothing), pt.attention(q, k, v, allowed, scale=0.3))
+    hidden = pt.attention(q, k, v, torch.zeros_like(allowed), scale=0.3, sinks=sinks)
+    assert not bool(hidden.any())
+
+
 def test_the_cpu_is_the_gpu(dtype):
     if "cuda" not in DEVICES:
         pytest.skip("no NVIDIA GPU here")
@@ -176,6 +208,8 @@ def test_operators_and_graphs():
     torch.library.opcheck(
         torch.ops.pydet.attention.default, (q, k, v, causal(5, 7), 0.3, "auto", None), test_utils=checks
     )
+    arguments = (q, k, v, None, 0.3, "auto", None, normal(6).requires_grad_())
+    torch.library.opcheck(torch.ops.pydet.attention.default, arguments, test_utils=checks)
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: pt.attention(*x, scale=0.3), backend="aot_eager", fullgraph=True)
     y = compiled(q, k, v, causal(5, 7))
@@ -197,6 +231,8 @@ def test_refusals():
     refuses(r"k is torch.bfloat16, want float32, bfloat16 or float16, the same of all", q, k.bfloat16(), v)
     refuses(r"the mask is torch.float32, want bool", q, k, v, torch.zeros(1, 1, 5, 7))
     refuses(r"the mask is \(3, 1, 5, 7\), want \(2, 6, 5, 7\)", q, k, v, causal(5, 7).expand(3, 1, 5, 7))
+    for sinks in (torch.zeros(5), torch.zeros(6, 1), torch.zeros(6, dtype=torch.int32)):
+        refuses(r"attention: sinks is torch\..*, want one number a head, \(6,\)", q, k, v, sinks=sinks)
     refuses(r"arithmetic is 'sm91'", q, k, v, arithmetic="sm91")
     with pytest.raises(RuntimeError, match=r"the mask is \(1, 1, 5, 6\), want \(2, 6, 5, 7\)"):
         pt.attention(q, k, v, causal(5, 6), scale=1.0)

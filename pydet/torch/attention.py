@@ -24,10 +24,10 @@ from pydet.torch.ops import DTYPES
 Tensor: TypeAlias = torch.Tensor
 
 _SCHEMAS = {
-    "attention": "(Tensor q, Tensor k, Tensor v, Tensor? allowed, float scale, str arithmetic, int? k_chunk)"
-    " -> (Tensor, Tensor)",
+    "attention": "(Tensor q, Tensor k, Tensor v, Tensor? allowed, float scale, str arithmetic, int? k_chunk,"
+    " Tensor? sinks=None) -> (Tensor, Tensor)",
     "attention_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor total,"
-    " float scale, str arithmetic, int? k_chunk) -> (Tensor, Tensor, Tensor)",
+    " float scale, str arithmetic, int? k_chunk, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
 }
 _SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # that are held at a time, in elements; decides no bits
 
@@ -39,10 +39,11 @@ def attention(
     allowed: Tensor | None = None,
     *,
     scale: float,
+    sinks: Tensor | None = None,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
 ) -> Tensor:
-    """``softmax(scale q k^T) v`` over the keys that are allowed, with a gradient by q, k and v.
+    """``softmax(scale q k^T) v`` over the keys that are allowed, with a gradient by q, k, v and sinks.
 
     The sums over keys are ``ieee`` chains in fp32 on every device; the result is rounded once. A query with no allowed
     key gives zeros. Memory beyond the result: blocks of queries of about 2^20 scores on the CPU and 2^26 on a GPU, and
@@ -54,6 +55,7 @@ def attention(
         v: ``[B, G, K, E]`` of the type of q.
         allowed: bool, ``[B or 1, H or 1, Q, K]``: which keys take part; None for all.
         scale: of the scores.
+        sinks: ``[H]``, any of the three types: for each head the score of one more key, whose value is zero.
         arithmetic, k_chunk: of the products ``q k^T`` and of their gradient ``dout v^T``, as in :func:`pydet.gemm`.
 
     Returns:
@@ -62,7 +64,7 @@ def attention(
     Raises:
         Error: shapes or types that do not fit.
     """
-    return torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, k_chunk)[0]
+    return torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, k_chunk, sinks)[0]
 
 
 # ---- The softmax -----------------------------------------------------------------------------------------------------
@@ -91,13 +93,16 @@ def _exp_(x: Tensor) -> Tensor:
     return torch.mul(p, power, out=x)
 
 
-def _weights_(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """exp(score - the largest of its row), in place; exactly 0 where not allowed. Not divided by their sum."""
+def _weights_(scores: Tensor, allowed: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """exp(score - the largest of its row), in place; exactly 0 where not allowed. Not divided by their sum. And that of
+    the sink's score, of which each row has one."""
     if allowed is not None:
         scores.masked_fill_(~allowed, float("-inf"))
     largest = scores.amax(-1, keepdim=True)
+    if sink is not None:
+        largest = torch.maximum(largest, sink)
     largest.masked_fill_(largest == float("-inf"), 0.0)  # a row of no keys
-    return _exp_(scores.sub_(largest))
+    return _exp_(scores.sub_(largest)), None if sink is None else _exp_(sink - largest)
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
@@ -136,20 +141,30 @@ def _with_ones(v: Tensor) -> Tensor:
 
 
 def _run_attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, arithmetic: str, k_chunk: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    scale: float,
+    arithmetic: str,
+    k_chunk: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, _, _), groups, out_width = q.shape, k.shape[1], v.shape[-1]
-    out, total = _fake_attention(q, k, v, allowed, scale, arithmetic, k_chunk)
+    out, total = _fake_attention(q, k, v, allowed, scale, arithmetic, k_chunk, sinks)
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), total.fill_(1.0)
     values, keys = _with_ones(v), k.mT
+    sink = None if sinks is None else sinks.float().view(groups, -1, 1, 1)
     for first, last in _blocks(q, k, heads):
         rows = _by_group(q[:, :, first:last], groups).flatten(2, 3)
         scores = _gemm(rows, keys, None, torch.float32, arithmetic, k_chunk).mul_(scale)
         shape = (batch, groups, heads // groups, last - first, k.shape[2])
-        weights = _weights_(scores.view(shape), _mask_of(allowed, groups, first, last)).view(scores.shape)
-        sums = _gemm(weights, values, None, None, "ieee").view(batch, heads, last - first, -1)
+        weights, of_sink = _weights_(scores.view(shape), _mask_of(allowed, groups, first, last), sink)
+        sums = _gemm(weights.view(scores.shape), values, None, None, "ieee").view(batch, heads, last - first, -1)
         divisor = sums[..., out_width : out_width + 1]
+        if of_sink is not None:
+            divisor.add_(of_sink.view(divisor.shape))
         divisor.masked_fill_(divisor == 0.0, 1.0)
         total[:, :, first:last] = divisor[..., 0]
         out[:, :, first:last] = sums[..., :out_width] / divisor
@@ -167,42 +182,66 @@ def _run_attention_backward(
     scale: float,
     arithmetic: str,
     k_chunk: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """With p = weights / total: dv = p^T dout, ds = scale p (dout v^T - sum(dout out)), dq = ds k, dk = ds^T q.
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With p = weights / total: dv = p^T dout, ds = scale p (dout v^T - sum(dout out)), dq = ds k, dk = ds^T q; and for
+    a sink, whose p is one more of a row's, dsink = -sum(p sum(dout out)).
 
-    dk and dv sum over the heads of a group, one after the other, and in each over its queries in their order.
+    dk and dv sum over the heads of a group, one after the other, and in each over its queries in their order; dsink
+    over all queries of its head, sequence after sequence.
     """
     batch, groups, single = q.shape[0], k.shape[1], torch.float32
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=single, device=x.device) for x in (k, v))
+    of_sinks = torch.zeros((0,) if sinks is None else total.shape, dtype=single, device=q.device)
     if out.numel() == 0 or k.shape[2] == 0:
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), _sum_of_sinks(of_sinks, sinks)
     keys = k.to(single).contiguous()
     ones = torch.ones(v.shape[-1], 1, dtype=single, device=v.device)
     by_group = [_by_group(x, groups) for x in (dout, q, out, total, dq)]
+    sink = None if sinks is None else sinks.float().view(groups, -1, 1, 1)
     for member in range(q.shape[1] // groups):
         for first, last in _blocks(q, k, groups):
             douts, queries, outs, totals, dqs = (x[:, :, member, first:last] for x in by_group)
             mask = _mask_of(allowed, groups, first, last)
             if mask is not None:
                 mask = mask[:, :, member if mask.shape[2] > 1 else 0]
-            p = _weights_(_gemm(queries, k.mT, None, single, arithmetic, k_chunk).mul_(scale), mask)
+            scores = _gemm(queries, k.mT, None, single, arithmetic, k_chunk).mul_(scale)
+            p, of_sink = _weights_(scores, mask, None if sink is None else sink[:, member])
             p.div_(totals[..., None])
             ds = _gemm(douts, v.mT, None, single, arithmetic, k_chunk)
             wide = douts.to(single).contiguous()
-            ds.sub_(_gemm(wide * outs.to(single), ones.expand(batch, groups, -1, -1), None, None, "ieee"))
+            delta = _gemm(wide * outs.to(single), ones.expand(batch, groups, -1, -1), None, None, "ieee")
+            ds.sub_(delta)
+            if of_sink is not None:
+                _by_group(of_sinks, groups)[:, :, member, first:last] = (of_sink[..., 0] / totals).mul_(delta[..., 0])
             ds.mul_(p).mul_(scale)
             dqs.copy_(_gemm(ds, keys, None, q.dtype, "ieee"))
             pydet.gemm_db(p, wide, out=dv, accumulate=True, arithmetic="ieee")
             pydet.gemm_db(ds, queries.to(single).contiguous(), out=dk, accumulate=True, arithmetic="ieee")
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), _sum_of_sinks(of_sinks, sinks)
+
+
+def _sum_of_sinks(parts: Tensor, sinks: Tensor | None) -> Tensor:
+    """The gradient of the sinks, of what each query [B, H, Q] has of it; no elements where there are none."""
+    if sinks is None:
+        return parts
+    rows = parts.transpose(1, 2).reshape(-1, parts.shape[1])
+    return ops._run_gemm_db(rows.new_full((rows.shape[0], 1), -1.0), rows, sinks.dtype, "ieee")[0]
 
 
 # ---- Shapes and gradient ---------------------------------------------------------------------------------------------
 
 
 def _fake_attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, arithmetic: str, k_chunk: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    scale: float,
+    arithmetic: str,
+    k_chunk: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     shapes = ", ".join(f"{name} {'x'.join(map(str, x.shape))}" for name, x in (("q", q), ("k", k), ("v", v)))
     fits = (
@@ -219,6 +258,9 @@ def _fake_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             fail(INVALID_DTYPE, f"attention: {name} is {x.dtype}, want float32, bfloat16 or float16, the same of all")
+    if sinks is not None and (tuple(sinks.shape) != (q.shape[1],) or sinks.dtype not in DTYPES):
+        got = f"{sinks.dtype} {tuple(sinks.shape)}"
+        fail(constants.PYDET_INVALID_SHAPE, f"attention: sinks is {got}, want one number a head, ({q.shape[1]},)")
     if allowed is not None:
         want_mask = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         if allowed.dtype != torch.bool:
@@ -233,32 +275,48 @@ def _fake_attention(
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-def _fake_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+def _fake_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, sinks: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    sinks = rest[6] if len(rest) > 6 else sinks
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    return *gradients, q.new_empty(0, dtype=torch.float32) if sinks is None else torch.empty_like(sinks)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *options: Any) -> Any:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, sinks: Tensor | None, *options: Any
+    ) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            out, total = torch.ops.pydet.attention(q, k, v, allowed, *options)
-        ctx.save_for_backward(q, k, v, allowed, out, total)
+            out, total = torch.ops.pydet.attention(q, k, v, allowed, *options, sinks)
+        ctx.save_for_backward(q, k, v, allowed, out, total, sinks)
         ctx.options = options
         ctx.mark_non_differentiable(total)
         return out, total
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
-        q, k, v, allowed, out, total = ctx.saved_tensors
-        gradients = torch.ops.pydet.attention_backward(dout, q, k, v, allowed, out, total, *ctx.options)
-        return *gradients, None, None, None, None
+        q, k, v, allowed, out, total, sinks = ctx.saved_tensors
+        *gradients, dsinks = torch.ops.pydet.attention_backward(dout, q, k, v, allowed, out, total, *ctx.options, sinks)
+        return *gradients, None, None if sinks is None else dsinks, None, None, None
 
 
-def _differentiable_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *options: Any) -> Any:
-    if any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled():
-        return ops._differentiate(_Attention, "attention", q, k, v, allowed, *options)
+def _differentiable_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    scale: float,
+    arithmetic: str,
+    k_chunk: int | None,
+    sinks: Tensor | None = None,
+) -> Any:
+    options = scale, arithmetic, k_chunk
+    if any(x is not None and x.requires_grad for x in (q, k, v, sinks)) and torch.is_grad_enabled():
+        return ops._differentiate(_Attention, "attention", q, k, v, allowed, sinks, *options)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.pydet.attention(q, k, v, allowed, *options)
+        return torch.ops.pydet.attention(q, k, v, allowed, *options, sinks)
 
 
 for _name, _schema in _SCHEMAS.items():
@@ -279,8 +337,8 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
     """Registers :func:`attention` with Transformers, for ``model.set_attn_implementation(name)``.
 
     From then on attention in that model has bits that do not depend on the batch, on padding, or on whether a token
-    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in every forward call. Attention dropout,
-    soft-capped scores, attention sinks and position biases are refused when they are met, with a sentence.
+    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in every forward call. Sinks (gpt-oss) are
+    taken; attention dropout, soft-capped scores and position biases are refused when they are met, with a sentence.
 
     Args:
         name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
@@ -308,7 +366,7 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
     ) -> tuple[Tensor, None]:
         if dropout:
             fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
-        for option in ("softcap", "s_aux", "position_bias", "head_mask"):
+        for option in ("softcap", "position_bias", "head_mask"):
             if options.get(option) is not None:
                 fail(UNSUPPORTED, f"attention: the model has {option}, which pydet's attention does not take")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -320,7 +378,8 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        y = attention(query, key, value, attention_mask, scale=scale, arithmetic=arithmetic, k_chunk=k_chunk)
+        how = {"sinks": options.get("s_aux"), "arithmetic": arithmetic, "k_chunk": k_chunk}
+        y = attention(query, key, value, attention_mask, scale=scale, **how)
         return y.transpose(1, 2).contiguous(), None
 
     def mask(*arguments: Any, **options: Any) -> Tensor | None:
