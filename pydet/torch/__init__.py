@@ -13,6 +13,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 
 from pydet.torch.attention import attention, register_attention
 from pydet.torch.conversion import Conversion, convert
+from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
 from pydet.torch.modules import Conv1D, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
@@ -20,15 +21,18 @@ from pydet.torch.override import override_aten
 __all__ = [
     "Conv1D",
     "Conversion",
+    "Fp8Linear",
     "Linear",
     "RMSNorm",
     "accumulate_gradients",
     "attention",
     "convert",
+    "fp8_linear",
     "gemm",
     "linear",
     "override_aten",
     "register_attention",
     "rms_norm",
+    "scaled_mm",
     "skinny_linear",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
+from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Conv1D, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
+from pydet.torch.scaled import FP8, GROUP, groups
 
 _ATTENTION = "pydet"  # the name under which register_attention() tells Transformers of pydet's
 
@@ -99,12 +101,17 @@ def _obstacle(module: torch.nn.Module) -> str | None:
 
 
 def _becomes(
-    module: torch.nn.Module, arithmetic: Arithmetic, k_chunk: int | None
+    module: torch.nn.Module, arithmetic: Arithmetic, k_chunk: int | None, fp8: bool
 ) -> tuple[type, dict[str, Any]] | str | None:
     """The class and the attributes of what it becomes; or why it stays; or None where neither is to be said."""
     kind = type(module)
-    if isinstance(module, Linear | Conv1D | RMSNorm):
+    if fp8 and kind in (torch.nn.Linear, Linear):
+        own = {"arithmetic": arithmetic, "power_of_two": False, "weight_scale_inv": None}
+        return _obstacle(module) or (Fp8Linear, own)
+    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm):
         return None
+    if _is_block_scaled(module):
+        return _block_scaled(module, arithmetic) if fp8 else "its weight is fp8, with scales; convert(model, fp8=True)"
     products: dict[type, type] = {torch.nn.Linear: Linear}
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         products[kind] = Conv1D
@@ -113,6 +120,25 @@ def _becomes(
     if _is_norm(module):
         return _obstacle(module) or _norm(module)
     return _reason_to_leave(module)
+
+
+def _is_block_scaled(module: torch.nn.Module) -> bool:
+    """A linear layer as block-scaled checkpoints have it: a float8 weight and its weight_scale_inv."""
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    weight = own.get("weight")
+    return weight is not None and weight.dim() == 2 and weight.dtype in FP8 and "weight_scale_inv" in own
+
+
+def _block_scaled(module: torch.nn.Module, arithmetic: Arithmetic) -> tuple[type, dict[str, Any]] | str:
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    if not {"bias", "weight", "weight_scale_inv"}.issuperset(own):
+        return f"it has ({', '.join(own)}), and a block-scaled layer a weight, its scale and a bias"
+    n, k = own["weight"].shape
+    scale, want = own["weight_scale_inv"], (groups(n), groups(k))
+    if tuple(scale.shape) != want or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        return f"its weight_scale_inv is {scale.dtype} {tuple(scale.shape)}, want float32 {want}: blocks of {GROUP}"
+    features = {"in_features": k, "out_features": n}
+    return Fp8Linear, {"arithmetic": arithmetic, "power_of_two": scale.dtype != torch.float32, **features}
 
 
 def _is_norm(module: torch.nn.Module) -> bool:
@@ -231,7 +257,12 @@ def _attention(module: torch.nn.Module) -> str | None:
 
 
 def convert(
-    model: torch.nn.Module, *, arithmetic: Arithmetic = "auto", k_chunk: int | None = None, strict: bool = False
+    model: torch.nn.Module,
+    *,
+    arithmetic: Arithmetic = "auto",
+    k_chunk: int | None = None,
+    fp8: bool | Callable[[str, torch.nn.Module], bool] = False,
+    strict: bool = False,
 ) -> Conversion:
     """Makes ``nn.Linear``, ``nn.RMSNorm``, RMSNorms like LlamaRMSNorm or GemmaRMSNorm, and GPT-2's Conv1D pydet's.
 
@@ -242,7 +273,11 @@ def convert(
 
     Args:
         model: any module.
-        arithmetic, k_chunk: of the linear layers.
+        arithmetic, k_chunk: of the linear layers; those in fp8 have chunks of 128, and take ``"auto"``, ``"ieee"`` and
+            ``"sm90"``.
+        fp8: True makes ``nn.Linear`` and :class:`Linear` to :class:`Fp8Linear`, and so the layers of block-scaled
+            checkpoints (a float8 ``weight`` and its ``weight_scale_inv``). A function of a module's name and the module
+            says which: ``fp8=lambda name, _: name != "lm_head"``.
         strict: raise, and change nothing, if a matrix, a norm or an attention of the model would not be pydet's.
 
     Returns:
@@ -257,7 +292,7 @@ def convert(
     report, plans = Conversion(), {}
     for name, module in model.named_modules(remove_duplicate=False):
         if module not in plans:
-            plans[module] = _becomes(module, arithmetic, k_chunk)
+            plans[module] = _becomes(module, arithmetic, k_chunk, fp8(name, module) if callable(fp8) else fp8)
         plan = plans[module]
         if isinstance(plan, str):
             report.left[name] = plan
@@ -283,7 +318,7 @@ def _watch_for_adapters(watching: list[Any] = []) -> None:  # noqa: B006 -- once
 
 def _warn_of_adapter(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     """PEFT's layers keep what they adapt as base_layer."""
-    if name == "base_layer" and isinstance(module, Linear | Conv1D):
+    if name == "base_layer" and isinstance(module, Linear | Fp8Linear | Conv1D):
         warnings.warn(
             f"pydet.torch.convert: a {type(parent).__qualname__} was put around a converted layer, and its own "
             "matrices are PyTorch's: call convert(model) again, after the adapters are attached",

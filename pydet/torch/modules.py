@@ -11,6 +11,7 @@ from pydet._native import INVALID_VALUE, fail
 from pydet.ops import Arithmetic
 from pydet.torch import functions
 from pydet.torch.accumulate import AccumulatingLinear, AccumulatingRmsNorm, main_grad
+from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.ops import matrix
 
 
@@ -131,15 +132,16 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
     ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
     give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
-    where there is one), and at multiples of ``pydet.DWEIGHT_ROWS`` for :class:`RMSNorm`. Pad with rows whose gradient
-    is zero to get there. Zero ``main_grad`` between steps.
+    where there is one), at multiples of 128 rows for :class:`Fp8Linear`, and of ``pydet.DWEIGHT_ROWS`` for
+    :class:`RMSNorm`. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between steps.
     ``torch.compile`` leaves these modules to eager mode, and refuses them under ``fullgraph=True``.
 
     A parameter of several modules (tied weights) sums them in the order in which backward reaches them, which is then
     part of the bits.
 
     Args:
-        model: a module; its :class:`Linear` and :class:`RMSNorm` take part.
+        model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen) and :class:`RMSNorm`
+            take part.
 
     Returns:
         The parameters that have a ``main_grad`` now; those of other modules keep their ``grad``.
@@ -151,10 +153,11 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
         fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
     parameters: list[torch.nn.Parameter] = []
     for module in model.modules():
-        if isinstance(module, Linear | RMSNorm):
+        if isinstance(module, Linear | Fp8Linear | RMSNorm):
             module.accumulates = True
-            for parameter in module.parameters(recurse=False):
-                if not hasattr(parameter, "main_grad"):
+            frozen = ("weight", "weight_scale_inv") if getattr(module, "weight_scale_inv", None) is not None else ()
+            for name, parameter in module.named_parameters(recurse=False):
+                if name not in frozen and not hasattr(parameter, "main_grad"):
                     main_grad(parameter)
                     parameters.append(parameter)
     if not parameters:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 import pydet
-from pydet._native import UNSUPPORTED, fail
+from pydet._native import UNSUPPORTED, Error, fail
 from pydet.ops import Arithmetic
+from pydet.torch import fp8
 from pydet.torch.ops import DTYPES, matrix
+from pydet.torch.scaled import FP8, groups
 
 _active = threading.Lock()
 _KEYS = ("CPU", "CUDA")
@@ -33,7 +35,7 @@ _LEFT = (  # multiply matrices inside a kernel of PyTorch's own
     *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
-    *("convolution", "convolution_backward", "_addmm_activation", "_grouped_mm", "_scaled_mm"),
+    *("convolution", "convolution_backward", "_addmm_activation", "_grouped_mm", "_scaled_grouped_mm"),
     *("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 )
 
@@ -59,10 +61,15 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
     one traced before keeps PyTorch's choice until ``torch._dynamo.reset()``. ``vmap`` of a gradient of ``torch.func``
     makes it a product and an addition.
 
+    ``aten::_scaled_mm`` and ``_scaled_mm_v2``, which ``torch._scaled_mm`` and ``torch.nn.functional.scaled_mm`` come
+    down to, run on :func:`pydet.torch.scaled_mm` where the factors are float8, the result is none, and the device has a
+    kernel for them: by scales of tensors, rows, groups of 128 and blocks of 128x128, with ``use_fast_accum`` for one
+    chain over K, and without it for chains of 128, whatever ``k_chunk`` is.
+
     Left to PyTorch, and counted as that: types other than float32, bfloat16 and float16; fused attention
     (``scaled_dot_product_attention`` but in its math backend, whose products are caught), convolutions, recurrent
     layers in one kernel, ``_addmm_activation`` (fast path of PyTorch's encoder layers), ``_grouped_mm`` (also where it
-    comes down to products that are caught) and ``_scaled_mm``. Neither caught nor counted: sparse and quantized
+    comes down to products that are caught) and ``_scaled_grouped_mm``. Neither caught nor counted: sparse and quantized
     products, and what never comes to these operators: kernels that a compiler makes itself (``max_autotune``'s
     templates, ``flex_attention``), and those of other packages.
 
@@ -91,6 +98,7 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
                 for name in _LEFT:
                     _count(library, key, name, caught)
                 _take_over_linear_out(library, key)
+                _take_over_scaled(library, key, arithmetic, caught)
             for key in _LINEAR_KEYS:
                 _take_over_linear(library, key, options, caught)
         yield caught
@@ -210,6 +218,106 @@ def _take_over_linear_out(library: torch.library.Library, key: str) -> None:
         return _into(rows.view(*x.shape[:-1], w.shape[0]), out)
 
     library.impl("linear.out", kernel, key, with_keyset=True, allow_override=True)
+
+
+# ---- scaled_mm -------------------------------------------------------------------------------------------------------
+
+
+def _recipe(scale: torch.Tensor, left: bool, operand: torch.Tensor) -> int | None:
+    """What torch._scaled_mm takes a scale for, by its shape; None for what pydet has not."""
+    rows, k = operand.shape if left else operand.t().shape
+    shapes = {
+        fp8.ROW: (rows, 1),
+        fp8.GROUPS: (rows, groups(k)),
+        fp8.BLOCKS: (groups(rows), groups(k)),
+    }
+    if scale.dtype != torch.float32:
+        return None  # e8m0: groups of 32, swizzled
+    if scale.numel() == 1:
+        return fp8.TENSOR
+    shape = tuple(scale.shape if left else scale.t().shape) if scale.dim() == 2 else None
+    return next((recipe for recipe, want in shapes.items() if shape == want), None)
+
+
+def _scaled(operands: tuple[torch.Tensor, ...], recipes: Any, out: torch.Tensor | None, options: dict[str, Any]) -> Any:
+    """The product of (a, b, scale_a, scale_b); None where it is left to PyTorch."""
+    a, b, scale_a, scale_b = operands
+    fits = a.dim() == b.dim() == 2 and a.dtype in FP8 and b.dtype in FP8 and a.shape[1] == b.shape[0]
+    if not fits or options["output_dtype"] not in DTYPES or (out is not None and out.dtype != options["output_dtype"]):
+        return None
+    known = recipes or (_recipe(scale_a, True, a), _recipe(scale_b, False, b))
+    if not set(known) <= {fp8.TENSOR, fp8.ROW, fp8.GROUPS, fp8.BLOCKS}:
+        return None
+    try:
+        result = fp8.scaled_mm(a, b, scale_a, known[0], scale_b, known[1], **options)
+    except Error as problem:
+        if problem.status != UNSUPPORTED:
+            raise
+        return None
+    return _into(result, out)
+
+
+def _take_over_scaled(library: torch.library.Library, key: str, arithmetic: Arithmetic, caught: Counter[str]) -> None:
+    for name, call in (("_scaled_mm", _scaled_mm), ("_scaled_mm_v2", _scaled_mm_v2)):
+        for form in ("default", "out"):
+            original = _original(name, form, key)
+            if original is not None:
+                full = f"aten::{name}" if form == "default" else f"aten::{name}.{form}"
+                kernel = _scaled_kernel(call, full, original, arithmetic, caught)
+                library.impl(full, kernel, key, with_keyset=True, allow_override=True)
+
+
+def _scaled_kernel(
+    call: Callable[..., Any], full: str, original: Any, arithmetic: Arithmetic, caught: Counter[str]
+) -> Callable[..., Any]:
+    def kernel(keyset: Any, *arguments: Any, out: Any = None, **keywords: Any) -> Any:
+        with torch.no_grad():
+            result = call(arithmetic, out, *arguments, **keywords)
+        caught[full if result is not None else f"{full} (left to PyTorch)"] += 1
+        if result is not None:
+            return result
+        return original.call_boxed(keyset, *arguments, **keywords, **({} if out is None else {"out": out}))
+
+    return kernel
+
+
+def _scaled_mm(
+    arithmetic: Arithmetic,
+    out: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Any:
+    options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": use_fast_accum, "arithmetic": arithmetic}
+    return None if scale_result is not None else _scaled((a, b, scale_a, scale_b), None, out, options)
+
+
+def _scaled_mm_v2(
+    arithmetic: Arithmetic,
+    out: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: list[torch.Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[torch.Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: tuple[int, ...] = (),
+    use_fast_accum: bool = False,
+) -> Any:
+    levels = (scale_a, recipe_a, scale_b, recipe_b)
+    if any(swizzle_a) or any(swizzle_b) or contraction_dim or any(len(level) != 1 for level in levels):
+        return None
+    options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": use_fast_accum, "arithmetic": arithmetic}
+    return _scaled((a, b, scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0]), out, options)
 
 
 # ---- Products --------------------------------------------------------------------------------------------------------

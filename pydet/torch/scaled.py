@@ -1,0 +1,222 @@
+"""The fp8 operations as ``torch.ops.pydet.*``, below :mod:`pydet.torch.fp8`: schema, kernel, shapes for tracing.
+
+``scaled_gemm(a, b, a_scale, b_scale, bias, out_dtype, arithmetic, k_chunk)``, and of :func:`pydet.quantize`
+``quantize(x, granularity, dtype, scale_dtype, power_of_two) -> (q, scale)``, ``quantize_transposed(...) -> (q, scale,
+q_t, scale_t)`` and ``quantize_given(x, scale, granularity, dtype) -> q``. None stands for bfloat16 as ``out_dtype``,
+and for float8_e4m3fn and float32 as the types of q and scale. They have no gradient and refuse operands that ask for
+one.
+
+The rows of a quantised matrix begin at multiples of 16 bytes, as a GPU's tensor cores read them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from pydet._native import INVALID_DEVICE, INVALID_DTYPE, constants, fail
+from pydet.hooks import unknown
+from pydet.ops import _scaled_gemm, quantize
+from pydet.torch.compiled import warn_of_fusion
+from pydet.torch.ops import DTYPES, _check_bias, _index, _library, _of_any_strides, _refusing
+
+Tensor: TypeAlias = torch.Tensor
+Dtype: TypeAlias = torch.dtype | None
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = (torch.float32, torch.float8_e8m0fnu)
+GROUP = 128  # elements along k, or columns, that share a scale
+_ROW_BYTES = 16
+
+_MADE = 'str granularity="row", ScalarType? dtype=None, ScalarType? scale_dtype=None, bool power_of_two=False'
+_SCHEMAS = {
+    "scaled_gemm": "(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias=None,"
+    ' ScalarType? out_dtype=None, str arithmetic="auto", int? k_chunk=None) -> Tensor',
+    "quantize": f"(Tensor x, {_MADE}) -> (Tensor, Tensor)",
+    "quantize_transposed": f"(Tensor x, {_MADE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_given": '(Tensor x, Tensor scale, str granularity="row", ScalarType? dtype=None) -> Tensor',
+}
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def groups(extent: Any) -> Any:
+    """How many groups of 128 there are along a dimension."""
+    return (extent + GROUP - 1) // GROUP
+
+
+def empty_rows(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty matrix of fp8, or a batch of them, whose rows begin at multiples of 16 bytes."""
+    strides = [1]
+    extents = [(shape[-1] + _ROW_BYTES - 1) // _ROW_BYTES * _ROW_BYTES, *reversed(shape[1:-1])]
+    for extent in extents[: len(shape) - 1]:
+        strides.insert(0, strides[0] * extent)
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _run_scaled_gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None = None,
+    out_dtype: Dtype = None,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+) -> Tensor:
+    return _scaled_gemm(
+        a,
+        b,
+        a_scale=a_scale,
+        b_scale=b_scale,
+        bias=bias,
+        out_dtype=_index(out_dtype),
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+    )
+
+
+def _matrix_of(op: str, **operands: Tensor) -> None:
+    for name, x in operands.items():
+        if x.dim() < 2:
+            fail(constants.PYDET_INVALID_SHAPE, f"{op}: {name} has {x.dim()} dimensions, want 2 to 8")
+
+
+def _empty_copies(x: Tensor, dtype: Dtype, transposed: bool) -> tuple[Tensor, Tensor | None]:
+    """q and q_t, empty."""
+    _matrix_of("quantize", x=x)
+    kind = FP8[0] if dtype is None else dtype
+    q_t = empty_rows(x, (*x.shape[:-2], x.shape[-1], x.shape[-2]), kind) if transposed else None
+    return empty_rows(x, tuple(x.shape), kind), q_t
+
+
+def _run_quantize(
+    x: Tensor,
+    granularity: str = "row",
+    dtype: Dtype = None,
+    scale_dtype: Dtype = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+) -> tuple[Tensor, ...]:
+    q, q_t = _empty_copies(x, dtype, transposed)
+    return quantize(
+        x,
+        granularity=granularity,  # type: ignore[arg-type]
+        dtype=q.dtype,
+        scale_dtype=scale_dtype or SCALES[0],
+        power_of_two=power_of_two,
+        transposed=transposed,
+        out=(q, None, q_t, None),
+    )
+
+
+def _run_quantize_transposed(
+    x: Tensor,
+    granularity: str = "row",
+    dtype: Dtype = None,
+    scale_dtype: Dtype = None,
+    power_of_two: bool = False,
+) -> tuple[Tensor, ...]:
+    return _run_quantize(x, granularity, dtype, scale_dtype, power_of_two, True)
+
+
+def _run_quantize_given(x: Tensor, scale: Tensor, granularity: str = "row", dtype: Dtype = None) -> Tensor:
+    q, _ = _empty_copies(x, dtype, False)
+    quantize(x, granularity=granularity, dtype=q.dtype, scale=scale, out=q)  # type: ignore[arg-type]
+    return q
+
+
+# ---- Shapes, for tracing ---------------------------------------------------------------------------------------------
+
+
+def _check_traced(op: str, types: dict[str, tuple[torch.dtype, ...]], **operands: Tensor | None) -> None:
+    """Refuses while tracing the element types and devices that the kernel would refuse when the graph runs."""
+    warn_of_fusion()
+    first_name, first = next((name, x) for name, x in operands.items() if x is not None)
+    for name, x in operands.items():
+        if x is None:
+            continue
+        if x.dtype not in types[name]:
+            want = " or ".join(str(dtype).removeprefix("torch.") for dtype in types[name])
+            fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want {want}")
+        if x.device != first.device:
+            fail(INVALID_DEVICE, f"{op}: {name} is on {x.device}, {first_name} is on {first.device}")
+
+
+def _fake_scaled_gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None = None,
+    out_dtype: Dtype = None,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+) -> Tensor:
+    types = {"a": FP8, "b": FP8, "a_scale": SCALES, "b_scale": SCALES, "bias": DTYPES}
+    _check_traced("scaled_gemm", types, a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    unknown(arithmetic, "scaled_gemm", "arithmetic")
+    _matrix_of("scaled_gemm", a=a, b=b)
+    torch._check(
+        a.shape[-1] == b.shape[-2], lambda: f"scaled_gemm: a {tuple(a.shape)} and b {tuple(b.shape)} do not fit"
+    )
+    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    _check_bias("scaled_gemm", bias, shape)
+    return a.new_empty(shape, dtype=torch.bfloat16 if out_dtype is None else out_dtype)
+
+
+def _scale_shape(granularity: str, rows: Any, k: Any) -> tuple[Any, ...]:
+    """Of the scale of a matrix [rows, k]."""
+    shapes = {"row": (rows, 1), "group": (rows, groups(k)), "block": (groups(rows), groups(k)), "tensor": ()}
+    unknown_granularity = f"quantize: granularity is {granularity!r}, want one of {', '.join(shapes)}"
+    if granularity not in shapes:
+        fail(constants.PYDET_INVALID_VALUE, unknown_granularity)
+    return shapes[granularity]
+
+
+def _fake_quantize(
+    x: Tensor,
+    granularity: str = "row",
+    dtype: Dtype = None,
+    scale_dtype: Dtype = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+) -> tuple[Tensor, ...]:
+    _check_traced("quantize", {"x": DTYPES}, x=x)
+    q, q_t = _empty_copies(x, dtype, transposed)
+    made = [(q, x.shape)] if q_t is None else [(q, x.shape), (q_t, q_t.shape)]
+    results: list[Tensor] = []
+    for copy, (*lead, rows, k) in made:
+        shape = _scale_shape(granularity, rows, k)
+        results += copy, x.new_empty((*lead, *shape) if shape else shape, dtype=scale_dtype or SCALES[0])
+    return tuple(results)
+
+
+def _fake_quantize_transposed(
+    x: Tensor,
+    granularity: str = "row",
+    dtype: Dtype = None,
+    scale_dtype: Dtype = None,
+    power_of_two: bool = False,
+) -> tuple[Tensor, ...]:
+    return _fake_quantize(x, granularity, dtype, scale_dtype, power_of_two, True)
+
+
+def _fake_quantize_given(x: Tensor, scale: Tensor, granularity: str = "row", dtype: Dtype = None) -> Tensor:
+    _check_traced("quantize", {"x": DTYPES, "scale": SCALES}, x=x, scale=scale)
+    return _empty_copies(x, dtype, False)[0]
+
+
+for _name, _run, _fake in (
+    ("scaled_gemm", _run_scaled_gemm, _fake_scaled_gemm),
+    ("quantize", _run_quantize, _fake_quantize),
+    ("quantize_transposed", _run_quantize_transposed, _fake_quantize_transposed),
+    ("quantize_given", _run_quantize_given, _fake_quantize_given),
+):
+    _library.impl(_name, _of_any_strides(_run), "CompositeExplicitAutograd")
+    _library.impl(_name, _refusing(_name, _run), "Autograd")
+    torch.library.register_fake(f"pydet::{_name}", _fake, lib=_library)
