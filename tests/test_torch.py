@@ -673,7 +673,7 @@ def test_lazy_views_are_read_right():
     same(tracked.grad, pydet.gemm_da(-torch.ones(3, 5), b))
     conjugated = torch.complex(a, a).conj()
     same(pt.gemm(conjugated.imag, b), pydet.gemm(-a, b))
-    refuses(r"code 5", pt.gemm, conjugated, b + 0j)
+    refuses(r"a is complex64", pt.gemm, conjugated, b + 0j)
 
 
 def test_transforms_without_a_rule():
