@@ -2,6 +2,7 @@
 
 #include <initializer_list>
 
+#include "check/check_grouped.h"
 #include "check/check_scaled.h"
 #include "check/norm.h"
 #include "check/reason.h"
@@ -40,6 +41,7 @@ const char *operation_of(const RmsNorm &) { return "rmsnorm"; }
 const char *operation_of(const RmsNormBackward &) { return "rmsnorm_backward"; }
 const char *operation_of(const Softmax &) { return "softmax"; }
 const char *operation_of(const SoftmaxBackward &) { return "softmax_backward"; }
+const char *operation_of(const GroupedGemm &) { return "grouped_gemm"; }
 
 const Table<Gemm> &table_of(const Backend &backend, const Gemm &) { return backend.gemm; }
 const Table<ScaledGemm> &table_of(const Backend &backend, const ScaledGemm &) { return backend.scaled_gemm; }
@@ -52,6 +54,7 @@ const Table<Softmax> &table_of(const Backend &backend, const Softmax &) { return
 const Table<SoftmaxBackward> &table_of(const Backend &backend, const SoftmaxBackward &) {
   return backend.softmax_backward;
 }
+const Table<GroupedGemm> &table_of(const Backend &backend, const GroupedGemm &) { return backend.grouped_gemm; }
 
 Type input_type(const Gemm &problem) { return problem.a.type; }
 Type input_type(const ScaledGemm &problem) { return problem.a.type; }
@@ -60,6 +63,7 @@ Type input_type(const RmsNorm &problem) { return problem.x.type; }
 Type input_type(const RmsNormBackward &problem) { return problem.x.type; }
 Type input_type(const Softmax &problem) { return problem.x.type; }
 Type input_type(const SoftmaxBackward &problem) { return problem.dy.type; }
+Type input_type(const GroupedGemm &problem) { return problem.a.type; }
 
 Arithmetic arithmetic_of(const Gemm &problem) { return problem.arithmetic; }
 Arithmetic arithmetic_of(const ScaledGemm &problem) { return problem.arithmetic; }
@@ -68,6 +72,7 @@ Arithmetic arithmetic_of(const RmsNorm &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const RmsNormBackward &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const Softmax &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const SoftmaxBackward &) { return Arithmetic::ieee; }
+Arithmetic arithmetic_of(const GroupedGemm &problem) { return problem.arithmetic; }
 
 bool equal(const char *x, const char *y) { return strcmp(x, y) == 0; }
 
@@ -85,6 +90,7 @@ template <class F> void each_kernel(F f) {
     for (int i = 0; i < backend->softmax.count; ++i) f(*backend, "softmax", backend->softmax.rows[i]);
     for (int i = 0; i < backend->softmax_backward.count; ++i)
       f(*backend, "softmax_backward", backend->softmax_backward.rows[i]);
+    for (int i = 0; i < backend->grouped_gemm.count; ++i) f(*backend, "grouped_gemm", backend->grouped_gemm.rows[i]);
   }
 }
 
@@ -194,6 +200,10 @@ pydet_status check_reach(const char *op, const Backend &backend, const Softmax &
 }
 pydet_status check_reach(const char *op, const Backend &backend, const SoftmaxBackward &s) {
   return check_reach(op, backend, s.device, s.dy.data, s.y.data, s.dx.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const GroupedGemm &g) {
+  return check_reach(op, backend, g.device, g.a.data, g.b.data, g.bias.data, g.out.data,
+                     reinterpret_cast<const char *>(g.start), reinterpret_cast<const char *>(g.end));
 }
 
 // The row of that name, if it takes the problem.
@@ -536,6 +546,28 @@ pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, in
   PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
   *bytes = 0;  // no kernel of this release needs any
   return PYDET_OK;
+}
+
+pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a_tensor, const pydet_tensor *b_tensor,
+                                const pydet_tensor *bias_tensor, const pydet_tensor *group_start,
+                                const pydet_tensor *group_end, const pydet_tensor *out_tensor,
+                                const pydet_grouped_gemm_options *given) {
+  constexpr GemmWords kWords = {"grouped_gemm", "a", "b", "out", "M", "N", "K", false, false};
+  const char *op = kWords.op;
+  pydet_grouped_gemm_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  View a, b, bias, out;
+  GroupedGemm problem = {};
+  PYDET_TRY(read(op, "a", kFactor, a_tensor, 2, &a));
+  PYDET_TRY(read(op, "b", kFactor, b_tensor, 2, &b));
+  PYDET_TRY(layout_of(a, b, &problem.depth));
+  PYDET_TRY(read_optional(op, "bias", kAddend, bias_tensor, 2, &bias));
+  PYDET_TRY(read(op, "out", kResult, out_tensor, 2, &out));
+  PYDET_TRY(grouped_gemm_of(a, b, bias, group_start, group_end, out, &problem));
+  problem.stream = stream;
+  PYDET_TRY(apply_gemm_options(kWords, options, out, &problem));
+  if (out.empty() || problem.groups == 0) return nothing_to_write();
+  return launch(op, problem, options.kernel);
 }
 
 pydet_status pydet_quantize(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *out_tensor,

@@ -5,7 +5,8 @@
 
 namespace pydet {
 
-struct ScaledGemm;  // scaled.h
+struct GroupedGemm;  // grouped.h
+struct ScaledGemm;   // scaled.h
 struct Quantize;
 
 // One row: what the kernel computes, where it runs, which problems it takes, and how to launch it. Any row that takes a
@@ -53,6 +54,7 @@ struct Backend {
   Table<RmsNormBackward> rmsnorm_backward;
   Table<Softmax> softmax;
   Table<SoftmaxBackward> softmax_backward;
+  Table<GroupedGemm> grouped_gemm;
 };
 
 const Backend &cpu_backend();

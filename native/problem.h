@@ -74,7 +74,8 @@ enum Feature : uint32_t {
   kGroupScales = 1 << 20,
   kBlockScales = 1 << 21,
   kTensorScale = 1 << 22,
-  kTransposedCopy = 1 << 23
+  kTransposedCopy = 1 << 23,
+  kDepth = 1 << 24  // groups of tokens that are summed over
 };
 struct FeatureRow {
   Feature feature;
@@ -105,6 +106,7 @@ constexpr FeatureRow kFeatures[] = {
     {kBlockScales, "scales of blocks"},
     {kTensorScale, "the scale of a tensor, which is to be given"},
     {kTransposedCopy, "a transposed copy"},
+    {kDepth, "groups along K"},
 };
 
 constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }

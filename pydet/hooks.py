@@ -163,7 +163,7 @@ def _fill_exchange() -> None:
     exchange.requires_grad, exchange.current_level, exchange.dtype = (
         _handle(sys.intern(name)) for name in ("requires_grad", "_current_level", "dtype")
     )
-    products = ["product", "scaled_gemm", "quantize"]
+    products = ["product", "scaled_gemm", "quantize", "grouped_gemm"]
     rows = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "log_prob", "log_prob_backward"]
     for operation in products + rows:
         setattr(exchange, f"{operation}_names", _names_of(f"pydet_{operation}_arguments"))

@@ -44,7 +44,8 @@ def forced_kernels(operation):
 
 
 def pytest_generate_tests(metafunc):
-    for operation in ("gemm", "scaled_gemm", "quantize", "rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward"):
+    norms = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward"]
+    for operation in ["gemm", "scaled_gemm", "quantize", "grouped_gemm", *norms]:
         if f"{operation}_kernel" in metafunc.fixturenames:
             kernels = forced_kernels(operation)
             assert kernels, f"no kernel of {operation} can run here"

@@ -222,6 +222,34 @@ def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithme
     return finish(total, a, bias, out, out_dtype)
 
 
+def groups_of(end, start, tokens):
+    """[(first, last)] of each group's tokens, whatever the boundaries hold."""
+    found, reached = [], 0
+    for g in range(len(end)):
+        first = min(max(0 if start is None else int(start[g]), reached), tokens)
+        last = min(max(int(end[g]), first), tokens)
+        found.append((first, last))
+        if last > first:
+            reached = last
+    return found
+
+
+def grouped_gemm(a, b, end, start=None, *, bias=None, out=None, out_dtype=None, accumulate=False, gemm=gemm, **options):
+    """gemm of each group. Rows of no group keep what out held; without out they are NaN."""
+    rows = b.ndim == 3
+    groups = groups_of(end, start, a.shape[0] if rows else a.shape[1])
+    result = out
+    if out is None:
+        shape = (len(a), b.shape[-1]) if rows else (len(end), len(a), b.shape[-1])
+        result = np.full(shape, np.nan, a.dtype if out_dtype is None else out_dtype)
+    for g, (first, last) in enumerate(groups):
+        part = slice(first, last)
+        x, y, to = (a[part], b[g], part) if rows else (a[:, part], b[part], g)
+        given = {"out": result[to], "accumulate": True} if accumulate else {"out_dtype": result.dtype}
+        result[to] = gemm(x, y, bias=None if bias is None else bias[g], **given, **options)
+    return result
+
+
 def gemm_da(dc, b, **options):
     return gemm(dc, b.swapaxes(-1, -2), **options)
 

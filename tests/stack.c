@@ -31,6 +31,16 @@ static pydet_tensor tensor(void *data, int32_t ndim, int64_t *shape, int64_t *st
   return made;
 }
 
+static int32_t arithmetic_of(const char *kernel) {
+  int32_t i;
+  for (i = 0; pydet_kernel_name(i); ++i) {
+    pydet_kernel_info info = {sizeof info, 0, 0, 0, NULL, NULL, NULL, NULL};
+    pydet_query_kernel(i, &info);
+    if (!strcmp(info.name, kernel)) return info.arithmetic;
+  }
+  return PYDET_AUTO;
+}
+
 static void run(void) {
   pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
   int64_t of_a[] = {call.m, call.k}, of_b[] = {call.k, call.n}, of_c[] = {call.m, call.n}, of_row[] = {call.n};
@@ -42,17 +52,25 @@ static void run(void) {
     options.arithmetic = strstr(call.kernel, "sm90") ? PYDET_SM90 : PYDET_IEEE;
     options.kernel = call.kernel;
     call.status = pydet_scaled_gemm(NULL, &x, NULL, &y, NULL, NULL, &out, &options);
+  } else if (!strcmp(call.operation, "grouped_gemm")) {
+    pydet_grouped_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL};
+    const pydet_dtype int32 = {PYDET_INT, 32, 1};
+    const int depth = call.transposed;
+    int32_t ends[2];
+    int64_t groups[] = {2}, of_matrices[] = {2, call.k, call.n}, of_sums[] = {2, call.m, call.n};
+    pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), end = tensor(ends, 1, groups, NULL, int32);
+    pydet_tensor y = tensor(b, depth ? 2 : 3, depth ? of_b : of_matrices, NULL, call.dtype);
+    pydet_tensor out = tensor(c, depth ? 3 : 2, depth ? of_sums : of_c, NULL, call.dtype);
+    ends[1] = (int32_t)(depth ? call.k : call.m), ends[0] = ends[1] / 3;
+    options.arithmetic = arithmetic_of(call.kernel);
+    options.kernel = call.kernel, options.k_chunk = call.k_chunk;
+    call.status = pydet_grouped_gemm(NULL, &x, &y, NULL, NULL, &end, &out, &options);
   } else if (!strcmp(call.operation, "gemm")) {
     pydet_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0};
     int64_t *strides = call.transposed ? columns : NULL;
     pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 2, of_b, strides, call.dtype);
     pydet_tensor z = tensor(bias, 1, of_row, NULL, fp32), out = tensor(c, 2, of_c, NULL, call.dtype);
-    int32_t i;
-    for (i = 0; pydet_kernel_name(i); ++i) {
-      pydet_kernel_info info = {sizeof info, 0, 0, 0, NULL, NULL, NULL, NULL};
-      pydet_query_kernel(i, &info);
-      if (!strcmp(info.name, call.kernel)) options.arithmetic = info.arithmetic;
-    }
+    options.arithmetic = arithmetic_of(call.kernel);
     options.kernel = call.kernel, options.k_chunk = call.k_chunk;
     call.status = pydet_gemm(NULL, &x, &y, &z, &out, &options);
   } else {

@@ -110,6 +110,7 @@ def every_kernel():
 
     def tensor(array):
         types = {"float32": FLOAT32, "float16": FLOAT16, "uint16": BFLOAT16, "uint8": (10, 8, 1)}
+        types["int32"] = (0, 32, 1)
         return Tensor(array, dtype=types[array.dtype.name])
 
     for kernel in pydet.kernels():
@@ -127,6 +128,16 @@ def every_kernel():
                         b = np.ascontiguousarray(b.T).T if transposed else b
                         tensors = [tensor(a), tensor(b), tensor(values(n)), tensor(out)]
                         yield lib.pydet_gemm, tensors, chosen, [out]
+                    continue
+                if kernel.operation == "grouped_gemm":
+                    for depth, k_chunk in np.ndindex(2, 2):
+                        tokens = k if depth else m
+                        a, b = values(m, k, dtype=dtype), values(*(k, n) if depth else (2, k, n), dtype=dtype)
+                        out, end = values(*(2, m, n) if depth else (m, n), dtype=dtype), np.int32([tokens // 3, tokens])
+                        chosen = options("pydet_grouped_gemm_options", kernel=kernel.name, k_chunk=48 * k_chunk)
+                        chosen.arithmetic = getattr(lib, f"PYDET_{kernel.arithmetic.upper()}")
+                        tensors = [tensor(a), tensor(b), None, None, tensor(end), tensor(out)]
+                        yield lib.pydet_grouped_gemm, tensors, chosen, [out]
                     continue
                 if kernel.operation == "scaled_gemm":
                     a, b, out = values(m, k, dtype=dtype), values(n, k, dtype=dtype).T, values(m, n)

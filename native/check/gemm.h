@@ -141,7 +141,7 @@ inline pydet_status gemm_of(const GemmWords &words, const View &a, const View &b
   return PYDET_OK;
 }
 
-// The options that gemm and skinny_gemm share, after `gemm_of`.
+// The options that gemm, skinny_gemm and grouped_gemm share, after `gemm_of`.
 template <class Options>
 pydet_status apply_gemm_options(const GemmWords &words, const Options &options, const View &out, Gemm *gemm) {
   PYDET_TRY(resolve(words.op, gemm->device, gemm->a.type, options.arithmetic, &gemm->arithmetic));
@@ -150,11 +150,13 @@ pydet_status apply_gemm_options(const GemmWords &words, const Options &options, 
   if (options.accumulate && out.type != Type::f32)
     return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", words.op, words.out,
                 type_name(out.type));
-  PYDET_TRY(check_workspace(words.op, options.workspace, options.workspace_size));
   gemm->k_chunk = options.k_chunk;
   gemm->accumulate = options.accumulate != 0;
-  gemm->workspace = options.workspace;
-  gemm->workspace_size = options.workspace_size;
+  if constexpr (!std::is_same_v<Options, pydet_grouped_gemm_options>) {  // which has no workspace
+    PYDET_TRY(check_workspace(words.op, options.workspace, options.workspace_size));
+    gemm->workspace = options.workspace;
+    gemm->workspace_size = options.workspace_size;
+  }
   return PYDET_OK;
 }
 

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <thread>
 
+#include "cpu/grouped_kernels.h"
 #include "cpu/scaled_kernels.h"
 #include "kernel.h"
 
@@ -136,6 +137,41 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
      nullptr, softmax_backward<Scalar>},
 };
 
+constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
+#if defined(__x86_64__)
+    {"cpu_grouped_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kGroupedGemmFeatures, "avx512", has_avx512,
+     nullptr, nullptr, each_group<gemm_ieee<Avx512>>},
+    {"cpu_grouped_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
+     nullptr, each_group<gemm_ieee<Avx2>>},
+    {"cpu_grouped_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kGroupedGemmFeatures, "avx512", has_avx512, nullptr,
+     nullptr, each_group<gemm_sm90<Avx512>>},
+    {"cpu_grouped_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
+     nullptr, each_group<gemm_sm90<Avx2>>},
+    {"cpu_grouped_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kGroupedGemmFeatures, "avx512", has_avx512, nullptr,
+     nullptr, each_group<gemm_sm80<Avx512>>},
+    {"cpu_grouped_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
+     nullptr, each_group<gemm_sm80<Avx2>>},
+    {"cpu_grouped_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kGroupedGemmFeatures, "avx512", has_avx512,
+     nullptr, nullptr, each_group<gemm_cdna3<Avx512>>},
+    {"cpu_grouped_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
+     nullptr, each_group<gemm_cdna3<Avx2>>},
+    {"cpu_grouped_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kGroupedGemmFeatures, "avx512", has_avx512,
+     nullptr, nullptr, each_group<gemm_cdna2<Avx512>>},
+    {"cpu_grouped_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
+     nullptr, each_group<gemm_cdna2<Avx2>>},
+#endif
+    {"cpu_grouped_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kGroupedGemmFeatures, "any CPU", has_scalar,
+     nullptr, nullptr, each_group<gemm_ieee<Scalar>>},
+    {"cpu_grouped_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kGroupedGemmFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, each_group<gemm_sm90<Scalar>>},
+    {"cpu_grouped_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kGroupedGemmFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, each_group<gemm_sm80<Scalar>>},
+    {"cpu_grouped_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kGroupedGemmFeatures, "any CPU", has_scalar,
+     nullptr, nullptr, each_group<gemm_cdna3<Scalar>>},
+    {"cpu_grouped_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kGroupedGemmFeatures, "any CPU", has_scalar,
+     nullptr, nullptr, each_group<gemm_cdna2<Scalar>>},
+};
+
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;
@@ -175,7 +211,8 @@ const Backend &cpu_backend() {
                                       table(kRmsNorm),
                                       table(kRmsNormBackward),
                                       table(kSoftmax),
-                                      table(kSoftmaxBackward)};
+                                      table(kSoftmaxBackward),
+                                      table(kGroupedGemm)};
   return backend;
 }
 

@@ -104,6 +104,15 @@ typedef struct pydet_scaled_gemm_arguments {
   pydet_object *kernel, *stream;
 } pydet_scaled_gemm_arguments;
 
+typedef struct pydet_grouped_gemm_arguments {
+  pydet_object *a, *b, *group_end; /* positional */
+  pydet_object *group_start, *bias;
+  pydet_object *out, *out_dtype; /* a type index or None */
+  pydet_object *accumulate, *arithmetic;
+  pydet_object *k_chunk; /* or None */
+  pydet_object *kernel, *stream;
+} pydet_grouped_gemm_arguments;
+
 typedef struct pydet_quantize_arguments {
   pydet_object *x; /* positional */
   pydet_object *granularity;
@@ -163,6 +172,9 @@ typedef struct pydet_exchange_library {
                            const pydet_log_prob_options *);
   pydet_status (*log_prob_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                     const pydet_tensor *, const pydet_log_prob_options *);
+  pydet_status (*grouped_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                               const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                               const pydet_grouped_gemm_options *);
   const char *(*last_error)(void);
   const char *(*last_kernel)(void);
 } pydet_exchange_library;
@@ -190,6 +202,7 @@ typedef struct pydet_exchange {
   pydet_object *const *softmax_backward_names;
   pydet_object *const *log_prob_names;
   pydet_object *const *log_prob_backward_names;
+  pydet_object *const *grouped_gemm_names;
   pydet_object *is_neg;      /* torch.Tensor.is_neg, NULL until torch is seen */
   pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */
   pydet_object *numpy_empty; /* numpy.empty and the dtype of each type index, NULL until seen */

@@ -372,6 +372,37 @@ PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor 
                                                const pydet_tensor *index, const pydet_tensor *dx,
                                                const pydet_log_prob_options *options);
 
+/* ---- Grouped GEMM ---------------------------------------------------------------------------------------------
+ *   rows    out[t, :] = round( chain_k(a[t, k], b[g, k, :]) + bias[g, :] )      a [T, K], b [G, K, N], out [T, N]
+ *   depth   out[g, :, :] = round( chain_t(a[:, t], b[t, :]) + bias[g, :] )      a [M, T], b [T, N], out [G, M, N]
+ *
+ * for the tokens t of each group g, start[g] <= t < end[g]: the experts of a mixture, and the gradient of their weights.
+ * The dimensions of b say which of the two. A row has the bits of pydet_gemm of that row and b[g], an out[g] those of
+ * pydet_gemm of those columns of a and rows of b, the chain (and k_chunk) counted from the group's first token: nothing of
+ * how the tokens were shared out, or of other tokens, reaches them.
+ *
+ * Operands   a and b both fp32, bf16 or fp16, the same type; out fp32, bf16 or fp16; bias NULL or [G, N], any of the
+ *            three. One of the last two strides of a, b and out is 1.
+ * Boundaries group_start and group_end [G], int32, contiguous, on the tensors' device; read when the work runs, never by
+ *            the host: a captured graph may be replayed with others. group_start NULL: a group starts where the latest one
+ *            with tokens ended, so group_end are torch's offs. Whatever they hold is safe: a start is clamped to [the end of
+ *            the latest group with tokens, T], an end to [its start, T]. Any boundary will do; none need be aligned.
+ * Empty      A group without tokens: in rows nothing, in depth zeros (or out[g] itself under accumulate) plus bias.
+ *            Rows of out that are in no group are not touched. K = 0, NaN, Stream: as in pydet_gemm. */
+typedef struct pydet_grouped_gemm_options {
+  uint32_t struct_size;
+  int32_t arithmetic;
+  int64_t k_chunk;
+  int32_t accumulate;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+} pydet_grouped_gemm_options;
+
+PYDET_API pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b,
+                                          const pydet_tensor *bias, const pydet_tensor *group_start,
+                                          const pydet_tensor *group_end, const pydet_tensor *out,
+                                          const pydet_grouped_gemm_options *options);
+
 /* ---- Threads --------------------------------------------------------------------------------------------------
  * How many threads one call on the CPU may use, its caller among them: what pydet_set_threads set, else the environment
  * variable PYDET_NUM_THREADS, else OMP_NUM_THREADS (each read once, and passed over unless it is a positive number),

@@ -62,6 +62,9 @@ template <> struct dtype_of<float> {
 template <> struct dtype_of<float16> {
   static constexpr pydet_dtype value{PYDET_FLOAT, 16, 1};
 };
+template <> struct dtype_of<int32_t> {
+  static constexpr pydet_dtype value{PYDET_INT, 32, 1};
+};
 template <> struct dtype_of<bfloat16> {
   static constexpr pydet_dtype value{PYDET_BFLOAT, 16, 1};
 };
@@ -182,6 +185,12 @@ inline void quantize(void *stream, const tensor &x, const tensor &out, const ten
                      const tensor &transposed_scale, const pydet_quantize_options *options = nullptr) {
   call(pydet_quantize, stream, x.describe(), out.describe(), scale.describe(), transposed.describe(),
        transposed_scale.describe(), options);
+}
+inline void grouped_gemm(void *stream, const tensor &a, const tensor &b, const tensor &bias, const tensor &group_start,
+                         const tensor &group_end, const tensor &out,
+                         const pydet_grouped_gemm_options *options = nullptr) {
+  call(pydet_grouped_gemm, stream, a.describe(), b.describe(), bias.describe(), group_start.describe(),
+       group_end.describe(), out.describe(), options);
 }
 inline void rmsnorm(void *stream, const tensor &x, const tensor &residual, const tensor &weight, const tensor &y,
                     const tensor &rstd, const tensor &sum, const pydet_rmsnorm_options *options = nullptr) {

@@ -104,6 +104,7 @@ const Backend *gpu_backend() {
                                       table(kRmsNorm),
                                       table(kRmsNormBackward),
                                       {},
+                                      {},
                                       {}};
   return &backend;
 }

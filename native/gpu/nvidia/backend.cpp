@@ -208,7 +208,8 @@ const Backend *gpu_backend() {
                                       table(kRmsNorm),
                                       table(kRmsNormBackward),
                                       table(kSoftmax),
-                                      table(kSoftmaxBackward)};
+                                      table(kSoftmaxBackward),
+                                      {}};
   return &backend;
 }
 
