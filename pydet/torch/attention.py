@@ -378,7 +378,7 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        how = {"sinks": options.get("s_aux"), "arithmetic": arithmetic, "k_chunk": k_chunk}
+        how: dict[str, Any] = {"sinks": options.get("s_aux"), "arithmetic": arithmetic, "k_chunk": k_chunk}
         y = attention(query, key, value, attention_mask, scale=scale, **how)
         return y.transpose(1, 2).contiguous(), None
 
