@@ -15,6 +15,7 @@ from pydet.torch.attention import attention, register_attention
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
+from pydet.torch.grouped import grouped_mm
 from pydet.torch.modules import Conv1D, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 
@@ -29,6 +30,7 @@ __all__ = [
     "convert",
     "fp8_linear",
     "gemm",
+    "grouped_mm",
     "linear",
     "override_aten",
     "register_attention",

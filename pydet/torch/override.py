@@ -14,7 +14,7 @@ import torch
 import pydet
 from pydet._native import UNSUPPORTED, Error, fail
 from pydet.ops import Arithmetic
-from pydet.torch import fp8
+from pydet.torch import fp8, grouped
 from pydet.torch.ops import DTYPES, matrix
 from pydet.torch.scaled import FP8, groups
 
@@ -35,7 +35,7 @@ _LEFT = (  # multiply matrices inside a kernel of PyTorch's own
     *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
-    *("convolution", "convolution_backward", "_addmm_activation", "_grouped_mm", "_scaled_grouped_mm"),
+    *("convolution", "convolution_backward", "_addmm_activation", "_scaled_grouped_mm"),
     *("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 )
 
@@ -47,9 +47,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None) -> Iterator[Counter[str]]:
-    """While active, ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, ``mv``, ``addmv`` and ``dot`` run on pydet.
+    """While active, PyTorch's matrix products run on pydet.
 
-    Their ``out``, ``out_dtype`` and in-place forms do too. These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``,
+    ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, ``mv``, ``addmv``, ``dot`` and ``_grouped_mm``. Their ``out``, ``out_dtype`` and in-place forms do too. These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``,
     ``linear`` and ``nn.Linear`` come down to, on the CPU and on CUDA, in forward and in backward, in eager mode and in
     graphs that ``torch.compile`` made (it calls them by their out forms), on every thread of the process. A product
     with beta or alpha not 1 is scaled after it was rounded, as PyTorch words it: ``beta input + alpha (a b)``, in
@@ -68,8 +68,8 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
 
     Left to PyTorch, and counted as that: types other than float32, bfloat16 and float16; fused attention
     (``scaled_dot_product_attention`` but in its math backend, whose products are caught), convolutions, recurrent
-    layers in one kernel, ``_addmm_activation`` (fast path of PyTorch's encoder layers), ``_grouped_mm`` (also where it
-    comes down to products that are caught) and ``_scaled_grouped_mm``. Neither caught nor counted: sparse and quantized
+    layers in one kernel, ``_addmm_activation`` (fast path of PyTorch's encoder layers) and ``_scaled_grouped_mm``.
+    Neither caught nor counted: sparse and quantized
     products, and what never comes to these operators: kernels that a compiler makes itself (``max_autotune``'s
     templates, ``flex_attention``), and those of other packages.
 
@@ -99,6 +99,7 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
                     _count(library, key, name, caught)
                 _take_over_linear_out(library, key)
                 _take_over_scaled(library, key, arithmetic, caught)
+                _take_over_grouped(library, key, options, caught)
             for key in _LINEAR_KEYS:
                 _take_over_linear(library, key, options, caught)
         yield caught
@@ -318,6 +319,68 @@ def _scaled_mm_v2(
         return None
     options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": use_fast_accum, "arithmetic": arithmetic}
     return _scaled((a, b, scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0]), out, options)
+
+
+# ---- Groups ----------------------------------------------------------------------------------------------------------
+
+
+def _take_over_grouped(library: torch.library.Library, key: str, options: dict[str, Any], caught: Counter[str]) -> None:
+    """``torch._grouped_mm``, which ``torch.nn.functional.grouped_mm`` and both of its gradients come down to."""
+    original = _original("_grouped_mm", "default", key)
+    if original is None:
+        return
+
+    def kernel(
+        keyset: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if not _takes_groups(a, b, offs, bias, out_dtype):
+            caught["aten::_grouped_mm (left to PyTorch)"] += 1
+            return original.call_boxed(keyset, a, b, offs, bias, out_dtype)
+        caught["aten::_grouped_mm"] += 1
+        with torch.no_grad():
+            result = grouped.grouped_mm(a, b, offs=offs, out_dtype=out_dtype, **options)
+        return _as_pytorch_lays_it_out(result)
+
+    library.impl("_grouped_mm", kernel, key, with_keyset=True, allow_override=True)
+
+
+def _takes_groups(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> bool:
+    """Whether it is one of the four forms, of our types. The rest PyTorch refuses."""
+    dims = a.dim(), b.dim()
+    groups = {(2, 3): b, (3, 2): a}.get(dims)
+    return (
+        dims in ((2, 2), (2, 3), (3, 2), (3, 3))
+        and a.shape[-1] == b.shape[-2]
+        and a.dtype == b.dtype
+        and a.dtype in DTYPES
+        and (out_dtype or a.dtype) in (a.dtype, torch.float32)
+        and bias is None
+        and (offs is None) == (dims == (3, 3))
+        and (dims != (3, 3) or a.shape[0] == b.shape[0])
+        and (offs is None or (offs.dim() == 1 and offs.dtype == torch.int32 and offs.device == a.device))
+        and (offs is None or groups is None or groups.shape[0] == offs.shape[0])
+    )
+
+
+def _as_pytorch_lays_it_out(x: torch.Tensor) -> torch.Tensor:
+    """Graphs that were traced rely on it: on CUDA, and on the CPU of such a build, rows of a multiple of 16 bytes."""
+    each = 16 // x.element_size() if torch.version.cuda else 1
+    stride = (x.shape[-1] + each - 1) // each * each
+    if x.is_contiguous() and stride == x.shape[-1]:
+        return x
+    wide = x.new_empty((*x.shape[:-1], stride))[..., : x.shape[-1]]
+    return wide.copy_(x)
 
 
 # ---- Products --------------------------------------------------------------------------------------------------------
