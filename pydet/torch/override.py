@@ -49,11 +49,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None) -> Iterator[Counter[str]]:
     """While active, PyTorch's matrix products run on pydet.
 
-    ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, ``mv``, ``addmv``, ``dot`` and ``_grouped_mm``. Their ``out``, ``out_dtype`` and in-place forms do too. These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``,
-    ``linear`` and ``nn.Linear`` come down to, on the CPU and on CUDA, in forward and in backward, in eager mode and in
-    graphs that ``torch.compile`` made (it calls them by their out forms), on every thread of the process. A product
-    with beta or alpha not 1 is scaled after it was rounded, as PyTorch words it: ``beta input + alpha (a b)``, in
-    separate operations.
+    ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, ``mv``, ``addmv``, ``dot`` and ``_grouped_mm``. Their ``out``,
+    ``out_dtype`` and in-place forms do too. These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``, ``linear`` and
+    ``nn.Linear`` come down to, on the CPU and on CUDA, in forward and in backward, in eager mode and in graphs that
+    ``torch.compile`` made (it calls them by their out forms), on every thread of the process. A product with beta or
+    alpha not 1 is scaled after it was rounded, as PyTorch words it: ``beta input + alpha (a b)``, in separate
+    operations.
 
     A ``linear`` with a bias is one ``addmm`` on the rows of its input, whatever the input's shape and strides: the bias
     is added in fp32, before the one rounding. (PyTorch alone makes it that, or a product and an addition that rounds
