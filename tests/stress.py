@@ -11,6 +11,7 @@ calls and the differing results of each kernel; the status is 1 if any differs. 
 
 import argparse
 import collections
+import functools
 import json
 import random
 import sys
@@ -21,7 +22,7 @@ import torch
 import pydet
 
 SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
-OPERATIONS = ("gemm", "rmsnorm", "rmsnorm_backward")  # of the kernel table
+OPERATIONS = ("gemm", "rmsnorm", "rmsnorm_backward", "scaled_gemm", "quantize")  # of the kernel table
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
 Case = collections.namedtuple("Case", "kernel operation call wanted")  # call(outputs); what they must be then
@@ -79,6 +80,37 @@ def norm_cases(operation, dtype, generator, device):
             )
 
 
+def scaled_cases(dtype, generator, device):
+    for m, n, k in ((1, 512, 1024), (7, 96, 272), (64, 256, 384), (129, 320, 96), (256, 256, 640)):
+        x, w = tensor(generator, (m, k), torch.float32, "cpu"), tensor(generator, (n, k), torch.float32, "cpu")
+        for of_x, of_w, out in (("group", "block", torch.bfloat16), ("row", "row", torch.float32)):
+            (a, sa), (b, sb) = pydet.quantize(x, granularity=of_x, dtype=dtype), pydet.quantize(w, granularity=of_w)
+            a, b, sa, sb = (t.to(device) for t in (a, b, sa, sb))
+            yield (
+                f"scaled_gemm, {of_x} and {of_w}",
+                [((m, n), out)],
+                lambda o, a=a, b=b.T, sa=sa, sb=sb.T, **k: pydet.scaled_gemm(
+                    a, b, a_scale=sa, b_scale=sb, out=o[0], **k
+                ),
+            )
+
+
+def quantize_cases(dtype, generator, device):
+    kind, groups = torch.float8_e4m3fn, lambda extent: -(-extent // 128)
+    for rows, k in ((1, 4096), (130, 384), (33, 264), (3, 20000), (257, 128)):
+        x = tensor(generator, (rows, k), dtype, device)
+        row = [((rows, k), kind), ((rows, 1), torch.float32)]
+        yield "quantize by rows", row, lambda o, x=x, **k: pydet.quantize(x, out=tuple(o), **k)
+        for granularity, scale in (("group", (rows, groups(k))), ("block", (groups(rows), groups(k)))):
+            turned = (k, groups(rows)) if granularity == "group" else scale[::-1]
+            both = [((rows, k), kind), (scale, torch.float32), ((k, rows), kind), (turned, torch.float32)]
+            yield (
+                f"quantize by {granularity}s, both ways",
+                both,
+                lambda o, x=x, g=granularity, **k: pydet.quantize(x, granularity=g, transposed=True, out=tuple(o), **k),
+            )
+
+
 def outputs_in(slots, first, wanted):
     """Views of the slots from `first` on, of these shapes and types."""
     views = []
@@ -96,6 +128,7 @@ def make_cases(device, seed, only):
     generator, cases, wanted, refused = torch.Generator().manual_seed(seed), [], {}, collections.Counter()
     made = {}  # (operation, element type) -> its problems, whose operands all kernels share
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    kinds |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     kind = torch.device(device).type
     for kernel in pydet.kernels():
         if (
@@ -109,11 +142,16 @@ def make_cases(device, seed, only):
             if brief not in kinds:
                 continue
             keywords, key = {"kernel": kernel.name}, (kernel.operation, "skinny" in kernel.name, brief)
-            if kernel.operation == "gemm":
+            if kernel.operation in ("gemm", "scaled_gemm"):
                 keywords["arithmetic"] = kernel.arithmetic
             if key not in made:
-                make = product_cases if kernel.operation == "gemm" else norm_cases
-                made[key] = list(make(key[1] if key[0] == "gemm" else key[0], kinds[brief], generator, device))
+                makes = {
+                    "gemm": functools.partial(product_cases, key[1]),
+                    "scaled_gemm": scaled_cases,
+                    "quantize": quantize_cases,
+                }
+                make = makes.get(key[0]) or functools.partial(norm_cases, key[0])
+                made[key] = list(make(kinds[brief], generator, device))
             for number, (operation, shapes, call) in enumerate(made[key]):
                 if any(outside(shape, dtype) for shape, dtype in shapes):
                     continue
