@@ -121,32 +121,38 @@ def test_what_is_refused_while_tracing(call, sentence):
 
 
 def scaling(m, n, k, device="cpu"):
-    """(scales and recipes of torch's function, the scales of scaled_gemm) of each pair of recipes."""
+    """Pairs of recipes, each (arguments of torch's public function, scales of torch._scaled_mm, of scaled_gemm)."""
     kinds = torch.nn.functional.ScalingType
-    a, b = {}, {}
-    for x, extent, side in ((a, m, 0), (b, n, 1)):
-        turn = (lambda t: t) if side == 0 else (lambda t: t.t())
-        one = torch.rand(1, device=device) + 0.5
-        row, group = torch.rand(extent, 1, device=device) + 0.5, torch.rand(extent, -(-k // 128), device=device) + 0.5
-        block = torch.rand(-(-extent // 128), -(-k // 128), device=device) + 0.5
-        x["TensorWise"] = one, one.reshape(())
-        x["RowWise"] = turn(row).contiguous(), turn(row)
-        x["BlockWise1x128"] = turn(group), turn(group)
-        spread = turn(block.repeat_interleave(128, 0)[:extent]) if side == 0 else turn(block)
-        x["BlockWise128x128"] = turn(block), spread
-    for one, other in (("TensorWise", "TensorWise"), ("RowWise", "RowWise"), ("BlockWise1x128", "BlockWise128x128"),
-                       ("BlockWise1x128", "BlockWise1x128"), ("BlockWise128x128", "BlockWise1x128")):  # fmt: skip
-        theirs = (a[one][0], getattr(kinds, one), b[other][0], getattr(kinds, other))
-        yield theirs, {"a_scale": a[one][1], "b_scale": b[other][1]}
+    chunks = -(-k // 128)
+    sides = []
+    for extent in (m, n):
+        one, row = torch.rand(1, device=device) + 0.5, torch.rand(extent, 1, device=device) + 0.5
+        group = torch.rand(extent, chunks, device=device) + 0.5
+        block = torch.rand(-(-extent // 128), chunks, device=device) + 0.5
+        padded = torch.nn.functional.pad(block, (0, -chunks % 4))
+        sides.append({
+            "TensorWise": (one, one, one.reshape(())),
+            "RowWise": (row, row, row),
+            "BlockWise1x128": (group.t().contiguous().t(), group, group),
+            "BlockWise128x128": (padded.t(), block, block),
+        })  # fmt: skip
+    for left, right in (("TensorWise", "TensorWise"), ("RowWise", "RowWise"), ("BlockWise1x128", "BlockWise128x128"),
+                        ("BlockWise1x128", "BlockWise1x128"), ("BlockWise128x128", "BlockWise1x128")):  # fmt: skip
+        a, b = sides[0][left], sides[1][right]
+        theirs = (a[0], getattr(kinds, left), b[0].t() if right == "RowWise" else b[0], getattr(kinds, right))
+        short = (a[1], b[1].t().contiguous() if right == "RowWise" else b[1].t() if b[1].dim() == 2 else b[1])
+        spread = a[2].repeat_interleave(128, 0)[:m] if left == "BlockWise128x128" else a[2]
+        yield theirs, short, {"a_scale": spread, "b_scale": b[2].t()}
 
 
 @pytest.mark.parametrize("k", [96, 272])
 def test_scaled_mm(device, k):
     a, b = operands(150, 144, k, device)[:2]
     bias = normal(144, device=device, dtype=torch.bfloat16)
-    for theirs, mine in scaling(150, 144, k, device):
+    for theirs, short, mine in scaling(150, 144, k, device):
         want = pydet.scaled_gemm(a, b, bias=bias, **mine)
         same(pt.scaled_mm(a, b, *theirs, bias=bias), want)
+        same(pt.scaled_mm(a, b, short[0], theirs[1], short[1], theirs[3], bias=bias), want)
         listed = [[x] for x in theirs]
         same(pt.scaled_mm(a, b, *listed, [], None, bias, torch.bfloat16, (1, 0)), want)
         fast = pt.scaled_mm(a, b, *theirs, output_dtype=torch.float32, use_fast_accum=True, arithmetic="sm90")
@@ -181,13 +187,13 @@ def test_override_takes_over_scaled_products(device):
     m, n, k = 150, 144, 272
     a, b = operands(m, n, k, device)[:2]
     for fast in (False, True):
-        for theirs, _ in scaling(m, n, k, device):
+        for theirs, scales, _ in scaling(m, n, k, device):
             want = pt.scaled_mm(a, b, *theirs, use_fast_accum=fast, arithmetic="sm90")
             with pt.override_aten(arithmetic="sm90") as caught:
                 got = torch.nn.functional.scaled_mm(a, b, *theirs, use_fast_accum=fast)
-                short = torch._scaled_mm(a, b, theirs[0], theirs[2], out_dtype=torch.bfloat16, use_fast_accum=fast)
+                short = torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
                 out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-                torch._scaled_mm(a, b, theirs[0], theirs[2], out_dtype=torch.bfloat16, use_fast_accum=fast, out=out)
+                torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast, out=out)
             assert caught == {"aten::_scaled_mm_v2": 1, "aten::_scaled_mm": 1, "aten::_scaled_mm.out": 1}
             for result in (got, short, out):
                 same(result, want)
@@ -196,8 +202,8 @@ def test_override_takes_over_scaled_products(device):
         with pt.override_aten() as caught:
             y = torch._scaled_mm(a, b, one, one)  # its result is fp8
         assert y.dtype == E4M3 and caught == {"aten::_scaled_mm (left to PyTorch)": 1}
-        theirs, mine = list(scaling(m, n, k))[1]
-        plain = torch._scaled_mm(a, b, theirs[0], theirs[2], out_dtype=torch.float32)
+        _, scales, mine = list(scaling(m, n, k))[1]
+        plain = torch._scaled_mm(a, b, *scales, out_dtype=torch.float32)
         got = pydet.scaled_gemm(a, b, out_dtype="float32", **mine)
         assert (got - plain).abs().max() < 2e-6 * plain.abs().max()
 

@@ -33,21 +33,61 @@ def _only(name: str, given: Any) -> Any:
     return given[0]
 
 
-def _scale(name: str, scale: torch.Tensor, recipe: int, left: bool, operand: torch.Tensor) -> torch.Tensor:
-    """A scale by torch's recipe, of the shape by which scaled_gemm tells it."""
-    if recipe == TENSOR and scale.numel() == 1:
-        return scale.reshape(())
-    if recipe == ROW and scale.numel() == operand.shape[-2 if left else -1]:
-        return scale.reshape((-1, 1) if left else (1, -1))
-    if recipe == BLOCKS and left:
-        return scale.repeat_interleave(GROUP, 0)[: operand.shape[0]]
-    if recipe in (GROUPS, BLOCKS):
+def _by_rows(scale: torch.Tensor, recipe: int, left: bool, extent: int, k: int, public: bool) -> torch.Tensor | None:
+    """A scale by torch's recipe, as that of an operand [extent, k]; None where the shape is another.
+
+    `public`: as torch.nn.functional.scaled_mm has it, of the right operand too, but blocks as [K, extent] and padded to
+    multiples of 4 along K. If not, or if there is only one way to read the shape, as torch._scaled_mm has it.
+    """
+    chunks, blocks = groups(k), groups(extent)
+    shape = tuple(scale.shape)
+    if recipe == TENSOR:
+        return scale.reshape(()) if scale.numel() == 1 else None
+    if recipe == ROW:
+        return scale.reshape((-1, 1)) if scale.numel() == extent else None
+    if recipe == GROUPS and shape == (extent, chunks) and (left or public):
         return scale
-    fail(
-        UNSUPPORTED,
-        f"scaled_mm: {name} is {tuple(scale.shape)} by recipe {recipe}, want TensorWise, RowWise, BlockWise1x128 or "
-        "BlockWise128x128 and a scale of its shape",
-    )
+    if recipe == GROUPS and shape == (chunks, extent) and not left:
+        return scale.t()
+    if recipe == BLOCKS and public and shape == ((chunks + 3) // 4 * 4, blocks):
+        return scale[:chunks].t()
+    if recipe == BLOCKS and shape == ((blocks, chunks) if left else (chunks, blocks)):
+        return scale if left else scale.t()
+    return None
+
+
+def scale_of(
+    name: str, scale: torch.Tensor, recipe: int, left: bool, operand: torch.Tensor, public: bool = True
+) -> torch.Tensor:
+    """A scale by torch's recipe, of the shape by which scaled_gemm tells it."""
+    extent, k = operand.shape if left else operand.t().shape
+    by_rows = _by_rows(scale, recipe, left, extent, k, public)
+    if by_rows is None:
+        fail(
+            UNSUPPORTED,
+            f"scaled_mm: {name} is {tuple(scale.shape)} by recipe {recipe}, want TensorWise, RowWise, BlockWise1x128 "
+            "or BlockWise128x128 and a scale of its shape",
+        )
+    if left and recipe == BLOCKS:
+        return by_rows.repeat_interleave(GROUP, 0)[:extent]
+    return by_rows if left or not by_rows.dim() else by_rows.t()
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    fast: bool,
+    arithmetic: str,
+) -> torch.Tensor:
+    """Scales of scaled_gemm's shapes; `fast`: one chain over K, where no scale varies along it."""
+    chunks = groups(a.shape[1])
+    along_k = any(scale.dim() and scale.shape[dim] == chunks for scale, dim in zip(scales, (1, 0), strict=True))
+    k_chunk = 0 if fast and not along_k else None
+    y: torch.Tensor = torch.ops.pydet.scaled_gemm(a, b, *scales, bias, out_dtype or a.dtype, arithmetic, k_chunk)
+    return y
 
 
 def scaled_mm(
@@ -71,9 +111,11 @@ def scaled_mm(
     Args:
         mat_a: ``[M, K]``, float8_e4m3fn or float8_e5m2.
         mat_b: ``[K, N]``, either type; on a GPU k is adjacent in both.
-        scale_a, scale_b: float32 or float8_e8m0fnu (or a list of one), of the shapes of the recipes: one number;
-            ``[M, 1]`` and ``[1, N]``; ``[M, ceil(K/128)]`` and ``[ceil(K/128), N]``; or blocks,
-            ``[ceil(M/128), ceil(K/128)]`` and ``[ceil(K/128), ceil(N/128)]``. Any strides.
+        scale_a, scale_b: float32 or float8_e8m0fnu (or a list of one), of any strides and of the shapes that torch
+            has for the recipes: one number; ``[M, 1]`` and ``[1, N]``; ``[M, ceil(K/128)]`` and ``[N, ceil(K/128)]``;
+            or of blocks ``[L, ceil(M/128)]`` and ``[L, ceil(N/128)]``, L the multiple of 4 from ``ceil(K/128)`` on.
+            Where they are not these, ``[ceil(K/128), N]``, ``[ceil(M/128), ceil(K/128)]`` and
+            ``[ceil(K/128), ceil(N/128)]`` are taken too, as ``torch._scaled_mm`` has them.
         scale_recipe_a, scale_recipe_b: ``ScalingType.TensorWise``, ``RowWise``, ``BlockWise1x128``,
             ``BlockWise128x128``.
         swizzle_a, swizzle_b: None or ``SwizzleType.NO_SWIZZLE``.
@@ -99,19 +141,10 @@ def scaled_mm(
         )
     recipes = [_number(_only("scale_recipe", recipe)) for recipe in (scale_recipe_a, scale_recipe_b)]
     scales = (
-        _scale("scale_a", _only("scale_a", scale_a), recipes[0], True, mat_a),
-        _scale("scale_b", _only("scale_b", scale_b), recipes[1], False, mat_b),
+        scale_of("scale_a", _only("scale_a", scale_a), recipes[0], True, mat_a),
+        scale_of("scale_b", _only("scale_b", scale_b), recipes[1], False, mat_b),
     )
-    along_k = any(recipe in (GROUPS, BLOCKS) for recipe in recipes) or mat_a.shape[1] <= GROUP
-    return torch.ops.pydet.scaled_gemm(
-        mat_a,
-        mat_b,
-        *scales,
-        bias,
-        mat_a.dtype if output_dtype is None else output_dtype,
-        arithmetic,
-        0 if use_fast_accum and not along_k else None,
-    )
+    return multiply(mat_a, mat_b, scales, bias, output_dtype, use_fast_accum, arithmetic)
 
 
 def _number(member: Any) -> int:

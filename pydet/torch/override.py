@@ -241,17 +241,28 @@ def _recipe(scale: torch.Tensor, left: bool, operand: torch.Tensor) -> int | Non
     return next((recipe for recipe, want in shapes.items() if shape == want), None)
 
 
-def _scaled(operands: tuple[torch.Tensor, ...], recipes: Any, out: torch.Tensor | None, options: dict[str, Any]) -> Any:
+def _scaled(
+    operands: tuple[torch.Tensor, ...],
+    recipes: tuple[Any, Any] | None,
+    out: torch.Tensor | None,
+    options: dict[str, Any],
+    public: bool,
+) -> Any:
     """The product of (a, b, scale_a, scale_b); None where it is left to PyTorch."""
     a, b, scale_a, scale_b = operands
     fits = a.dim() == b.dim() == 2 and a.dtype in FP8 and b.dtype in FP8 and a.shape[1] == b.shape[0]
-    if not fits or options["output_dtype"] not in DTYPES or (out is not None and out.dtype != options["output_dtype"]):
+    if not fits or options["out_dtype"] not in DTYPES or (out is not None and out.dtype != options["out_dtype"]):
         return None
-    known = recipes or (_recipe(scale_a, True, a), _recipe(scale_b, False, b))
-    if not set(known) <= {fp8.TENSOR, fp8.ROW, fp8.GROUPS, fp8.BLOCKS}:
+    left: Any
+    left, right = recipes or (_recipe(scale_a, True, a), _recipe(scale_b, False, b))
+    if not {left, right} <= {fp8.TENSOR, fp8.ROW, fp8.GROUPS, fp8.BLOCKS}:
         return None
     try:
-        result = fp8.scaled_mm(a, b, scale_a, known[0], scale_b, known[1], **options)
+        scales = (
+            fp8.scale_of("scale_a", scale_a, left, True, a, public),
+            fp8.scale_of("scale_b", scale_b, right, False, b, public),
+        )
+        result = fp8.multiply(a, b, scales, **options)
     except Error as problem:
         if problem.status != UNSUPPORTED:
             raise
@@ -295,8 +306,8 @@ def _scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Any:
-    options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": use_fast_accum, "arithmetic": arithmetic}
-    return None if scale_result is not None else _scaled((a, b, scale_a, scale_b), None, out, options)
+    options = {"bias": bias, "out_dtype": out_dtype, "fast": use_fast_accum, "arithmetic": arithmetic}
+    return None if scale_result is not None else _scaled((a, b, scale_a, scale_b), None, out, options, False)
 
 
 def _scaled_mm_v2(
@@ -318,8 +329,8 @@ def _scaled_mm_v2(
     levels = (scale_a, recipe_a, scale_b, recipe_b)
     if any(swizzle_a) or any(swizzle_b) or contraction_dim or any(len(level) != 1 for level in levels):
         return None
-    options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": use_fast_accum, "arithmetic": arithmetic}
-    return _scaled((a, b, scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0]), out, options)
+    options = {"bias": bias, "out_dtype": out_dtype, "fast": use_fast_accum, "arithmetic": arithmetic}
+    return _scaled((a, b, scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0]), out, options, True)
 
 
 # ---- Groups ----------------------------------------------------------------------------------------------------------
