@@ -253,8 +253,8 @@ def _scaled(
     fits = a.dim() == b.dim() == 2 and a.dtype in FP8 and b.dtype in FP8 and a.shape[1] == b.shape[0]
     if not fits or options["out_dtype"] not in DTYPES or (out is not None and out.dtype != options["out_dtype"]):
         return None
-    left: Any
-    left, right = recipes or (_recipe(scale_a, True, a), _recipe(scale_b, False, b))
+    known: tuple[Any, Any] = recipes or (_recipe(scale_a, True, a), _recipe(scale_b, False, b))
+    left, right = known
     if not {left, right} <= {fp8.TENSOR, fp8.ROW, fp8.GROUPS, fp8.BLOCKS}:
         return None
     try:
