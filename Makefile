@@ -13,8 +13,9 @@
 # make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++
 # make docs       the documentation as a site, build/site/index.html
 # make clean      remove everything that was built
-# Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), BUILD (where objects go), LIBRARY (where the
-# libraries go; with both elsewhere, make cpu, cuda, hip and install write nothing here), SANITIZE (address,undefined)
+# Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), TEST_JOBS (in how many processes; as many as cores, at
+# most 8), BUILD (where objects go), LIBRARY (where the libraries go; with both elsewhere, make cpu, cuda, hip and
+# install write nothing here), SANITIZE (address,undefined)
 
 PYTHON ?= python3
 CXX ?= g++
@@ -22,6 +23,7 @@ BUILD ?= build
 SANITIZE ?=
 VENV := .venv
 TESTS ?= tests
+TEST_JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 LIBRARY ?= pydet
 
 comma := ,
@@ -87,7 +89,7 @@ $(VENV)/installed: setup.py pyproject.toml native/include/pydet.h native/entry/p
 	touch $@
 
 test: $(VENV)/installed cpu
-	$(VENV)/bin/python -m pytest -q $(TESTS)
+	$(VENV)/bin/python -m pytest -q -n $(TEST_JOBS) --dist worksteal $(TESTS)
 
 bench: $(VENV)/installed cpu
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[bench]'
