@@ -16,6 +16,7 @@ import cases
 import pydet
 import reference
 import reference_fp8
+import test_grouped_gemm as grouped_cases
 import test_scaled_gemm as scaled_cases
 from cases import ARITHMETICS, DTYPES, Problem, data
 from reference_fp8 import E8M0
@@ -107,6 +108,16 @@ def scaled_gemm_digests(scaled_gemm, arithmetic, dtype):
     return digests
 
 
+def grouped_gemm_digests(grouped_gemm, arithmetic, dtype):
+    digests = {}
+    for problem in grouped_cases.problems_of(dtype, arithmetic)[:: 3 if arithmetic == "ieee" else 5]:
+        way, bias = "depth" if problem.depth else "rows", problem.bias or None
+        name = f"{arithmetic} {dtype} {problem.routing}, {way}, {problem.kind}, k_chunk={problem.k_chunk} bias={bias} "
+        name += f"accumulate={problem.accumulate} -> {problem.out_dtype}"
+        digests[name] = digest(grouped_cases.run(grouped_gemm, problem))
+    return digests
+
+
 def quantize_digests(quantize, arithmetic, dtype):
     digests = {}
     for granularity, kind, to, scale_dtype in itertools.product(
@@ -123,6 +134,7 @@ def quantize_digests(quantize, arithmetic, dtype):
 DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
+    "grouped_gemm": grouped_gemm_digests,
     "quantize": quantize_digests,
     "skinny_gemm": skinny_gemm_digests,
     "rmsnorm": rmsnorm_digests,
@@ -173,6 +185,11 @@ def test_skinny_gemm(gemm_kernel):
 def test_scaled_gemm(scaled_gemm_kernel):
     kernel = scaled_gemm_kernel
     check_golden("scaled_gemm", kernel.scaled_gemm, kernel.arithmetic, kernel.dtype)
+
+
+def test_grouped_gemm(grouped_gemm_kernel):
+    kernel = grouped_gemm_kernel
+    check_golden("grouped_gemm", kernel.grouped_gemm, kernel.arithmetic, kernel.dtype)
 
 
 def test_quantize(quantize_kernel):

@@ -10,8 +10,7 @@ namespace pydet {
 inline pydet_status boundary_of(const char *name, const pydet_tensor *tensor, const View &a, const View &out,
                                 int64_t groups, const int32_t **boundary) {
   if (tensor->dtype.code != PYDET_INT || tensor->dtype.bits != 32 || tensor->dtype.lanes != 1)
-    return fail(PYDET_INVALID_DTYPE, "%s: %s has DLPack dtype (code %d, bits %d, lanes %d), want int32", a.op, name,
-                int(tensor->dtype.code), int(tensor->dtype.bits), int(tensor->dtype.lanes));
+    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want int32", a.op, name, dtype_text(tensor->dtype).text);
   pydet_tensor as_words = *tensor;
   as_words.dtype = {PYDET_FLOAT, 32, 1};  // words of 4 bytes, which nothing here looks into
   View view;
