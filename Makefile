@@ -173,7 +173,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
 # Of these, what the compiler knows.
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
 HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
-  $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight)
+  $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight softmax)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled
 # is as right as one that is, and the host's half of a file does not use the device's constants.

@@ -23,8 +23,9 @@ import estimate  # noqa: E402
 import gcn  # noqa: E402
 
 MATRIX_KERNELS = r"mfma"
-# What the compiler makes of a product beside a conversion of fp16; a square is never -0.
-ADDS_ZERO = r"v_(fma|mad)_mix\w* \w+, (?!(\w+), \2, 0($| op_sel(:\[0,0|:\[1,1|_hi)))[^,]+, [^,]+, 0( |$)"
+# What the compiler makes of a product that is rounded to fp16; a square is never -0. (The like in fp32 it makes of an
+# fmaf alone: that is a sum which begins with +0.)
+ADDS_ZERO = r"v_(fma|mad)_mix(?:lo|hi)\w* \w+, (?!(\w+), \2, 0($| op_sel(:\[0,0|:\[1,1|_hi)))[^,]+, [^,]+, 0( |$)"
 ARCHS = ("gfx90a", "gfx942")
 
 

@@ -408,6 +408,71 @@ def test_rmsnorm_backward_of_every_width_equals_cpu(hip):
     assert hip.ran >= instances(hip, "rmsnorm_dweight_kernel", "rmsnorm_backward_kernel")
 
 
+SOFTMAX = ("softmax", "log_softmax", "log_prob", "log_prob_backward", "softmax_backward", "log_softmax_backward")
+
+
+def softmax(hip, function, x, where, kernel=None):
+    """What one of these functions gives for rows x, and for a dy, a column and a gradient that go with them."""
+    rows, n = x.shape
+    out = np.full((rows,) if function == "log_prob" else x.shape, 7, np.float32 if function == "log_prob" else x.dtype)
+    struct = "pydet_log_prob_options" if "prob" in function else "pydet_softmax_options"
+    fields = {"kernel": kernel} if kernel and where == ROCM else {}
+    if "prob" not in function:
+        fields["log"] = int("log" in function)
+    index = np.random.default_rng(rows + n).integers(-1, n + 1, rows).astype((np.int32, np.int64)[n % 2])
+    y = (pydet.log_softmax if "log" in function else pydet.softmax)(x)
+    arguments = {
+        "log_prob": (x, index),
+        "log_prob_backward": (normal(rows), x, index),
+        "softmax_backward": (x[::-1].copy(), y * (np.arange(n) % 3 > 0)),  # with zeros, whose products have signs
+        "log_softmax_backward": (x[::-1].copy(), y),
+    }.get(function, (x,))
+    name = function if "prob" in function else function.replace("log_", "")
+    hip.check(f"pydet_{name}", capi.options(struct, **fields), *arguments, out, kind=where)
+    return out
+
+
+def same_softmax(hip, function, x, kernel):
+    got = softmax(hip, function, x, ROCM, kernel)
+    assert_same_bits(got, softmax(hip, function, x, CPU), f"{function} by {kernel}, {x.dtype} {x.shape} on {hip.arch}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_equals_cpu(hip, dtype):
+    """Each kernel and function, with rows that share a block, a rest of rows, special values, rows of any alignment."""
+    hip.order = in_reverse
+    for number, function in enumerate(SOFTMAX):
+        kernel = "hip_softmax_backward" if "softmax_backward" in function else "hip_softmax"
+        for kind in ("normal", "specials") if function in ("softmax", "softmax_backward") else ("wide",):
+            same_softmax(hip, function, cases.data(kind, (5, 264), DTYPES[dtype], number), f"{kernel}_held")
+        for n in (2056, 77)[: 1 + number % 2]:
+            same_softmax(hip, function, cases.data("normal", (2, n), DTYPES[dtype], number), f"{kernel}_long")
+    x = cases.data("specials", (4, 2049), DTYPES[dtype], 1)
+    words = (0x7C00, 0xFC00, 0x7E00, 0x7C01) if dtype == "fp16" else (0x7F80, 0xFF80, 0x7FC0, 0x7F81)
+    for row, word in enumerate(words):  # infinities, a quiet NaN, a signalling one
+        x.view(np.uint16 if x.itemsize == 2 else np.uint32)[row, 5] = word << 16 if dtype == "fp32" else word
+    same_softmax(hip, "softmax", x, "hip_softmax_long")
+    same_softmax(hip, "log_softmax", x[:, :256].copy(), "hip_softmax_held")
+    same_softmax(hip, "softmax_backward", cases.data("wide", (1, 2049), DTYPES[dtype], 1), "hip_softmax_backward_long")
+
+
+def test_softmax_of_every_width_equals_cpu(hip):
+    """Each team that holds a row, in every type, by the functions in turn."""
+    hip.order = in_reverse
+    for i, (dtype, n) in enumerate(itertools.product(DTYPES, WIDTHS)):
+        x = normal(1, n, dtype=dtype)
+        same_softmax(hip, SOFTMAX[i % 4], x, "hip_softmax_held")
+        same_softmax(hip, SOFTMAX[4 + i % 2], x, "hip_softmax_backward_held")
+    assert hip.ran >= instances(hip, "softmax_kernel", "softmax_backward_kernel")
+
+
+def test_long_rows_in_turns(hip):
+    """More rows than blocks: the sums of one row meet where those of the row before were read."""
+    hip.order, hip.grid = in_reverse, lambda grid: [2, 1, 1]
+    for function in ("softmax", "softmax_backward"):
+        same_softmax(hip, function, normal(7, 1101), f"hip_{function}_long")
+
+
 def test_order_of_waves_does_not_matter(hip):
     """The waves of a workgroup in three orders between barriers, and the memory of LDS dirty as ever."""
     rng = np.random.default_rng(0)
@@ -445,6 +510,11 @@ def problem_for(hip, kernel):
         ):
             assert_same_bits(ours, theirs)
 
+    def rows_of_softmax():
+        held = kernel == "softmax_kernel"
+        hip.grid = list if held else lambda grid: [2, 1, 1]
+        same_softmax(hip, "softmax", normal(3, 1040 if held else 1101), f"hip_softmax_{'held' if held else 'long'}")
+
     def product(a, b, name, **options):
         return lambda: both(hip, a, b, kernel=name, **options)
 
@@ -461,6 +531,8 @@ def problem_for(hip, kernel):
         "rmsnorm_kernel": norm,
         "rmsnorm_long_kernel": norm,
         "rmsnorm_backward_kernel": backward,
+        "softmax_kernel": rows_of_softmax,
+        "softmax_long_kernel": rows_of_softmax,
         "rmsnorm_dweight_kernel": backward,
     }[kernel]
 
@@ -478,7 +550,8 @@ def problem_for(hip, kernel):
 
 MUTATED = (
     *("gemm_ieee_kernel", "gemm_mfma_kernel", "skinny_ieee_kernel", "skinny_mfma_kernel", "rmsnorm_kernel"),
-    *("rmsnorm_long_kernel", "rmsnorm_backward_kernel", "rmsnorm_dweight_kernel"),
+    *("rmsnorm_long_kernel", "rmsnorm_backward_kernel", "softmax_kernel", "softmax_long_kernel"),
+    "rmsnorm_dweight_kernel",
 )
 
 
@@ -576,6 +649,8 @@ def operations(hip, device=0, stream=0):
     da, db, skinny, half = (np.full(shape, 7, np.float32) for shape in ((5, 16), (16, 7), (5, 7), (5, 7)))
     dc, given_rstd = normal(5, 7, seed=1), np.ones(4, np.float32)
     in_bf16 = [x.astype(DTYPES["bf16"]) for x in (a, b)]
+    soft, log_prob, index = np.full((4, 40), 7, np.float32), np.full(4, 7, np.float32), np.array([0, 39, 5, 7])
+    y_row = normal(4, 40, seed=1)
     size = ffi.new("uint64_t *")
     assert hip.lib.pydet_rmsnorm_backward_workspace(4, 40, size) == 0
     workspace = np.zeros(size[0] // 4 + 8, np.float32)
@@ -615,6 +690,18 @@ def operations(hip, device=0, stream=0):
                 hip.call("pydet_rmsnorm_backward", backward, x, x, weight, given_rstd, None, dx, dweight, **where),
             )[1],
             [dx, dweight],
+        ),
+        "softmax": (
+            lambda: hip.call("pydet_softmax", capi.options("pydet_softmax_options"), x, soft, **where),
+            [soft],
+        ),
+        "softmax_backward": (
+            lambda: hip.call("pydet_softmax_backward", capi.options("pydet_softmax_options"), x, y_row, dx, **where),
+            [dx],
+        ),
+        "log_prob": (
+            lambda: hip.call("pydet_log_prob", capi.options("pydet_log_prob_options"), x, index, log_prob, **where),
+            [log_prob],
         ),
     }
 
@@ -658,6 +745,7 @@ def test_an_arithmetic_of_other_matrix_cores(hip):
 def test_a_device_is_asked_once(hip):
     """hipGetDeviceProperties, which takes microseconds, in whatever calls follow."""
     hip.start(hip.arch, devices=2)
+    hip.executes = False
     for device in (1, 0, 1):
         for name, (call, _) in operations(hip, device=device).items():
             assert call() == 0, name
@@ -694,7 +782,7 @@ def test_host_memory_is_refused(hip):
         hip.executes = False
         assert call() == 0
         tensors = set(hip.tensors)
-        assert len(tensors) >= 3
+        assert len(tensors) >= (2 if name == "softmax" else 3)
         for hip.host in tensors:
             hip.launches.clear()
             assert call() == INVALID_DEVICE, name
@@ -807,9 +895,11 @@ def test_from_python(hip, rocm):
         "skinny_gemm, fast": (pydet.skinny_gemm, (a, np.ascontiguousarray(b.T)), {"mode": "fast"}),
         "rmsnorm": (pydet.rmsnorm, (x, weight), {"eps": 1e-5, "residual": residual}),
         "rmsnorm_backward": (pydet.rmsnorm_backward, (x, residual, weight, rstd), {}),
+        "softmax": (pydet.softmax, (x,), {}),
+        "log_softmax_backward": (pydet.log_softmax_backward, (x, residual), {}),
     }
     for name, (function, arguments, options) in calls.items():
-        on_cpu = options if "rmsnorm" in name else {**options, "arithmetic": kind}
+        on_cpu = options if "norm" in name or "softmax" in name else {**options, "arithmetic": kind}
         want = function(*arguments, **on_cpu)
         hip.launches.clear()
         hip.fake.fakehip_set_device(0)

@@ -343,8 +343,7 @@ PYDET_API pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n,
  *
  * In fp32 with the same bits on every backend (NUMERICS.md, "Softmax"). x [..., N] as of pydet_rmsnorm, y like x. What is
  * masked by -Inf at a row's end, or not there, changes nothing. A row of nothing but -Inf, or with a NaN or Inf, is NaN.
- * The gradient is that of the y that was stored: dx = y (dy - sum(dy y)), or under log dy - exp(y) sum(dy).
- * On CPUs and NVIDIA GPUs; libpydet_hip.so has no kernel for it yet. */
+ * The gradient is that of the y that was stored: dx = y (dy - sum(dy y)), or under log dy - exp(y) sum(dy). */
 typedef struct pydet_softmax_options {
   uint32_t struct_size;
   int32_t log; /* 1: the logarithm */

@@ -17,6 +17,7 @@ Matrix instructions take their arithmetic from reference.py and their lane maps 
 must lie between some instructions (s_nop).
 """
 
+import functools
 import pathlib
 import re
 import struct
@@ -65,38 +66,51 @@ def tool(name):
 
 
 class Kernel:
-    """One kernel: its code, decoded as it is reached, and what its metadata says."""
+    """One kernel: its code, taken apart at its first use and decoded as it is reached, and what its metadata says."""
 
-    def __init__(self, name, metadata, descriptor, code):
-        self.name, self.code, self.decoded = name, code, {}
+    def __init__(self, name, metadata, descriptor, listing):
+        self.name, self.listing, self.decoded = name, listing, {}
         self.arguments = metadata["args"]
         self.kernarg_size, self.lds, self.scratch = (
             int(metadata[key])
             for key in ("kernarg_segment_size", "group_segment_fixed_size", "private_segment_fixed_size")
         )
         self.metadata = metadata
-        self.entry = min(code)
         rsrc1, self.rsrc2, properties = struct.unpack_from("<IIH", descriptor, 48)
-        # What the interpreter does, and the contract asks for: rounding to nearest even, subnormals kept.
+        # What the interpreter does, and the contract asks for: rounding to nearest even, subnormals kept, IEEE mode.
         assert rsrc1 >> 12 & 0xFF == 0xF0, f"{name} runs in floating-point mode {rsrc1 >> 12 & 0xFF:#x}, want 0xf0"
+        assert rsrc1 >> 23 & 1, f"{name} does not run in IEEE mode"
         self.user = [size * (properties >> bit & 1) for bit, size in enumerate((4, 2, 2, 2, 2, 2, 1))]
+
+    @functools.cached_property
+    def code(self):
+        """{address: text}"""
+        return self.listing()[self.name]
+
+    @functools.cached_property
+    def entry(self):
+        return min(self.code)
 
 
 def kernels(elf, path):
-    """{name: Kernel} of a code object; `path` is where it may be written for the tools."""
-    path.write_bytes(elf)
-    notes = subprocess.run([tool("llvm-readelf"), "--notes", path], capture_output=True, text=True, check=True).stdout
-    listing = subprocess.run(
-        [tool("llvm-objdump"), "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True
-    ).stdout
-    descriptors = symbols(elf)
-    code, name = {}, None
-    for line in listing.splitlines():
-        if found := re.match(r"^[0-9a-f]+ <(.*)>:$", line):
-            name = found[1]
-        elif found := re.match(r"^\s+(\S.*?)\s*// ([0-9A-F]+):", line):
-            code.setdefault(name, {})[int(found[2], 16)] = found[1]
-    result = {}
+    """{name: Kernel} of a code object; `path` is where it may be written for the tools, also later."""
+
+    def output(name, *options):
+        path.write_bytes(elf)
+        return subprocess.run([tool(name), *options, path], capture_output=True, text=True, check=True).stdout
+
+    @functools.cache
+    def listing():
+        code, lines = {}, {}
+        line = r"^(?:[0-9a-f]+ <(.*)>:|\s+(\S.*?)\s*// ([0-9A-F]+):.*)$"
+        for symbol, text, address in re.findall(line, output("llvm-objdump", "-d", "--no-show-raw-insn"), re.M):
+            if symbol:
+                lines = code.setdefault(symbol, {})
+            else:
+                lines[int(address, 16)] = text
+        return code
+
+    notes, descriptors, result = output("llvm-readelf", "--notes"), symbols(elf), {}
     for block in re.split(r"^  - ", notes, flags=re.M)[1:]:
         metadata = dict(re.findall(r"^    \.(\w+): +(\S+)$", block, re.M))
         metadata.update(re.findall(r"^\.(\w+): +(\S+)$", block[: block.find("\n")], re.M))
@@ -106,7 +120,7 @@ def kernels(elf, path):
         ]
         if "name" in metadata:
             result[metadata["name"]] = Kernel(
-                metadata["name"], metadata, descriptors[metadata["name"] + ".kd"], code[metadata["name"]]
+                metadata["name"], metadata, descriptors[metadata["name"] + ".kd"], listing
             )
     return result
 
@@ -462,6 +476,19 @@ def fma(a, b, c):
     return bits(reference.fma(a, b, c))
 
 
+def extreme(pick):
+    """The larger or smaller of two numbers in IEEE mode: a quiet NaN is none, a signalling one is the result, quiet."""
+
+    def of(a, b):
+        result = bits(pick(f(a), f(b)))
+        for x in (b, a):
+            signals = np.isnan(f(x)) & (np.asarray(x, U32) & U32(1 << 22) == 0)
+            result = np.where(signals, np.asarray(x, U32) | U32(1 << 22), result)
+        return result
+
+    return of
+
+
 def permute_bytes(a, b, selector):
     wide = np.asarray(a, U32).astype(U64) << U64(32) | np.asarray(b, U32).astype(U64)
     result = np.zeros(LANES, U32)
@@ -509,8 +536,9 @@ VALUES = {
     "v_sub_f32": lambda a, b: bits(f(a) - f(b)),
     "v_subrev_f32": lambda a, b: bits(f(b) - f(a)),
     "v_mul_f32": lambda a, b: bits(f(a) * f(b)),
-    "v_max_f32": lambda a, b: bits(np.fmax(f(a), f(b))),
-    "v_min_f32": lambda a, b: bits(np.fmin(f(a), f(b))),
+    "v_max_f32": extreme(np.fmax),
+    "v_min_f32": extreme(np.fmin),
+    "v_max3_f32": lambda a, b, c: extreme(np.fmax)(extreme(np.fmax)(a, b), c),
     "v_max_i32": lambda a, b: np.maximum(i32(a), i32(b)).view(U32),
     "v_min_i32": lambda a, b: np.minimum(i32(a), i32(b)).view(U32),
     "v_max_u32": np.maximum,
@@ -662,11 +690,16 @@ NOTHING = (
 def decode(kernel, pc):
     """(what the instruction at pc does to a wave, or None; the address of the next; the registers that it names, a load
     those of its address alone)."""
-    text = kernel.code[pc]
+    action, registers = instruction(kernel.code[pc])
+    return action, sorted_after(kernel, pc), registers
+
+
+@functools.cache
+def instruction(text):
+    """What an instruction does, once for all kernels and places that have it, and the registers that it names."""
     name, _, rest = text.partition(" ")
-    following = sorted_after(kernel, pc)
     if name in NOTHING:
-        return None, following, frozenset()
+        return None, frozenset()
     if name == "s_waitcnt":
         counts = [(counter, int(count)) for counter, count in re.findall(r"(\w+)\((\d+)\)", rest)]
         assert counts and all(counter in ("vmcnt", "lgkmcnt", "expcnt") for counter, _ in counts), text
@@ -676,7 +709,7 @@ def decode(kernel, pc):
             for counter, count in counts:
                 w.wait(counter, count)
 
-        return wait, following, frozenset()
+        return wait, frozenset()
     operands, modifiers = split(rest)
     if name == "s_endpgm":
 
@@ -685,15 +718,14 @@ def decode(kernel, pc):
                 w.wait(counter, 0)
             return "end"
 
-        return end, following, frozenset()
+        return end, frozenset()
     if name == "s_barrier":
-        return lambda w: "barrier", following, frozenset()
-    action = None
+        return lambda w: "barrier", frozenset()
     for family in (branch, scalar_alu, scalar_load, vector_memory, lds_memory, matrix, lane, vector_alu):
-        if (action := family(name, operands, modifiers, following)) is not None:
+        if (action := family(name, operands, modifiers)) is not None:
             is_load = "_load" in name or name.startswith(("ds_read", "ds_bpermute"))
-            return action, following, frozenset(named(operands[1:] if is_load else operands, name))
-    raise NotImplementedError(f"{text} in {kernel.name}")
+            return action, frozenset(named(operands[1:] if is_load else operands, name))
+    raise NotImplementedError(text)
 
 
 def named(operands, name=""):
@@ -730,10 +762,10 @@ def numbers(modifiers, name, default):
     return [int(x) for x in modifiers[name].strip("[]").split(",")] if name in modifiers else default
 
 
-def branch(name, operands, modifiers, following):
+def branch(name, operands, modifiers):
     if not name.startswith(("s_branch", "s_cbranch")):
         return None
-    target = following + 4 * signed(int(operands[0]) & 0xFFFF, 16)
+    distance = 4 * signed(int(operands[0]) & 0xFFFF, 16)
     taken = {
         "s_branch": lambda w: True,
         "s_cbranch_scc0": lambda w: not w.scc,
@@ -746,12 +778,12 @@ def branch(name, operands, modifiers, following):
 
     def jump(w):
         if taken(w):
-            w.pc = target
+            w.pc += distance  # from the next instruction, where it stands already
 
     return jump
 
 
-def scalar_alu(name, operands, modifiers, following):
+def scalar_alu(name, operands, modifiers):
     if not name.startswith("s_") or name.startswith(("s_load", "s_getreg", "s_setreg")):
         return None
     if name in SAVE_EXEC:
@@ -781,6 +813,10 @@ def scalar_alu(name, operands, modifiers, following):
             w.scc = int((a(w) >> (b(w) & 31) & 1) == want)
 
         return test
+    if name in ("s_bitset0_b32", "s_bitset1_b32"):
+        put, old, which = put_scalar(operands[0]), scalar(operands[0]), scalar(operands[1])
+        value = int(name[8])
+        return lambda w: put(w, old(w) & ~(1 << (which(w) & 31)) | value << (which(w) & 31))
     if name in ("s_cselect_b32", "s_cselect_b64"):
         wide = name.endswith("64")
         put, a, b = put_scalar(operands[0], wide), scalar(operands[1], wide), scalar(operands[2], wide)
@@ -826,7 +862,7 @@ def scalar_alu(name, operands, modifiers, following):
     return compute
 
 
-def scalar_load(name, operands, modifiers, following):
+def scalar_load(name, operands, modifiers):
     found = re.fullmatch(r"s_load_dword(?:x(\d+))?", name)
     if not found:
         return None
@@ -852,7 +888,7 @@ def scalar_load(name, operands, modifiers, following):
 SIZES = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4}
 
 
-def vector_memory(name, operands, modifiers, following):
+def vector_memory(name, operands, modifiers):
     found = re.fullmatch(r"(global|flat)_(load|store)_(\w+?)(?:x(\d))?(_d16(?:_hi)?)?", name)
     if not found or found[3] not in {*SIZES, "ushort_d16", "short_d16"}:
         return None
@@ -911,7 +947,7 @@ def vector_memory(name, operands, modifiers, following):
     return store if is_store else load
 
 
-def lds_memory(name, operands, modifiers, following):
+def lds_memory(name, operands, modifiers):
     if name in ("ds_bpermute_b32", "ds_permute_b32"):
         first, address, data = register(operands[0])[1], vector(operands[1]), vector(operands[2])
         offset, written = int(modifiers.get("offset", "0")), named(operands[:1])
@@ -976,7 +1012,7 @@ def lds_memory(name, operands, modifiers, following):
     return load
 
 
-def matrix(name, operands, modifiers, following):
+def matrix(name, operands, modifiers):
     """D = A B + C on matrix cores. a: row lane % M, k = 4 (lane / M) + j; b likewise by columns. D: column lane % N."""
     found = re.fullmatch(r"v_mfma_f32_(16x16x16|32x32x8)_?(bf16|f16)(?:_1k)?(?:_e64)?", name)
     if not found:
@@ -1018,7 +1054,7 @@ def matrix(name, operands, modifiers, following):
     return multiply
 
 
-def lane(name, operands, modifiers, following):
+def lane(name, operands, modifiers):
     """What moves between lanes and scalars, and what has no lanes."""
     plain = re.sub(r"_e(32|64)$", "", name)
     if plain == "v_readfirstlane_b32":
@@ -1071,13 +1107,23 @@ def selected(text, wide, choice):
     return lambda w: read(w) >> U32(size * int(number)) & U32((1 << size) - 1)
 
 
-def vector_alu(name, operands, modifiers, following):
+def compared_halves(compare, operands, modifiers):
+    """v_cmp of fp16, whose literals are of 16 bits."""
+    put = put_scalar(operands[0], True)
+    assert not any("." in x for x in operands[1:]), "an inline constant is its fp16"
+    a, b = (selected(x, False, modifiers.get(f"src{i}_sel")) for i, x in enumerate(operands[1:]))
+    return lambda w: put(w, value_of(np.broadcast_to(compare(half(a(w)), half(b(w))), (LANES,)) & w.mask))
+
+
+def vector_alu(name, operands, modifiers):
     plain = re.sub(r"_(e32|e64|sdwa)$", "", name)
     if modifiers.keys() - {
         *("op_sel", "op_sel_hi", "neg_lo", "neg_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel"),
     }:
         raise NotImplementedError(f"{name} with {modifiers}")
     if plain != "v_cmp_class_f32" and (found := re.fullmatch(r"v_cmp_(\w+?)_([fiu])(16|32|64)", plain)):
+        if found[2] + found[3] == "f16":
+            return compared_halves(COMPARE[found[1]], operands, modifiers)
         wide = found[3] == "64"
         compare, put = COMPARE[found[1]], put_scalar(operands[0], True)
         a, b = (selected(x, wide, modifiers.get(f"src{i}_sel")) for i, x in enumerate(operands[1:]))

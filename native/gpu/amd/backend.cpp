@@ -32,6 +32,8 @@ constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
 constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
 constexpr uint32_t kAllOfGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
+constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
@@ -71,6 +73,20 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
      nullptr, rmsnorm_backward_long},
 };
 
+constexpr Kernel<Softmax> kSoftmax[] = {
+    {"hip_softmax_held", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, kBuiltFor, is_built, softmax_held_takes,
+     nullptr, softmax_held},
+    {"hip_softmax_long", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, kBuiltFor, is_built, nullptr, nullptr,
+     softmax_long},
+};
+
+constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
+    {"hip_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, kBuiltFor, is_built,
+     softmax_backward_held_takes, nullptr, softmax_backward_held},
+    {"hip_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, kBuiltFor, is_built, nullptr,
+     nullptr, softmax_backward_long},
+};
+
 pydet_status query_device(int32_t id, pydet_device_info *info) {
   gpu_error error = gpu_describe(id, info);
   if (error == kGpuSuccess) return PYDET_OK;
@@ -103,8 +119,8 @@ const Backend *gpu_backend() {
                                       {},
                                       table(kRmsNorm),
                                       table(kRmsNormBackward),
-                                      {},
-                                      {},
+                                      table(kSoftmax),
+                                      table(kSoftmaxBackward),
                                       {}};
   return &backend;
 }
