@@ -42,7 +42,8 @@ from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, 
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.protocols import TYPES, UNSCALED, type_name
+from pydet.protocols import TYPES, type_name
+from pydet.shapes import RULES, Operand, text
 
 Array: TypeAlias = Any
 
@@ -77,23 +78,25 @@ _register()
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 
 
-def _array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
-    """x as an array of one of the types, of that of `like` where there is one."""
+def _array(op: str, name: str, x: Any) -> Array:
+    """x as an array of one of the types."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         fail(INVALID_DTYPE, f"{op}: {name} is {type_name(x)}, want an array of JAX or NumPy")
     if isinstance(x, np.ma.MaskedArray):
         fail(INVALID_VALUE, f"{op}: {name} is a masked array, which is not supported; use .filled() or .data")
-    if x.dtype.name not in UNSCALED:
-        fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {', '.join(UNSCALED)}")
+    RULES.read(op, Operand(name, x.shape, x.dtype.name), 0)
     x = jnp.asarray(x)  # not before: it narrows float64 without a word
-    if like is not None and x.dtype != like.dtype:
-        fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype.name}, want {like.dtype.name} as the first operand")
     if not isinstance(x, jax.core.Tracer):
         device = next(iter(x.devices()))
         if device.platform not in _served:
             reason = _native.try_load(constants.PYDET_EXCHANGE_CUDA)[1] if device.platform == "gpu" else ""
             fail(UNSUPPORTED, f"{op}: {name} is on {device}, which pydet.jax does not serve here. {reason}".rstrip())
     return x
+
+
+def _operands(*given: tuple[str, Array | None]) -> list[Any]:
+    """What the rules read of named arrays."""
+    return [None if x is None else Operand(name, x.shape, x.dtype.name) for name, x in given]
 
 
 def _static(op: str, name: str, x: Any, convert: Callable[[Any], Any], want: str) -> Any:
@@ -145,7 +148,7 @@ def _continued(op: str, accumulate: Any, shape: tuple[int, ...], dtype: Any, def
         got = f"{accumulate.dtype.name}, and the result {wanted or accumulate.dtype.name}"
         fail(INVALID_DTYPE, f"{op}: accumulate is {got}, want float32")
     if accumulate.shape != shape:
-        fail(_INVALID_SHAPE, f"{op}: accumulate is {accumulate.shape}, want {shape}")
+        fail(_INVALID_SHAPE, f"{op}: accumulate is {text(accumulate.shape)}, want {text(shape)}")
     return accumulate, "float32"
 
 
@@ -215,7 +218,14 @@ def _product_forward(
             f"gemm: no gradient where batch dimensions broadcast ({a.shape}, {b.shape}) unless b is a matrix; "
             "broadcast them with jnp.broadcast_to",
         )
-    return _product(a, b, bias, start, dtype, layout, options), (a, b, bias)
+    result = _product(a, b, bias, start, dtype, layout, options)
+    if bias is not None and bias.ndim > 1 and bias.shape != result.shape:
+        fail(
+            UNSUPPORTED,
+            f"gemm: no gradient where a bias of shape {text(bias.shape)} broadcasts to {text(result.shape)}; want "
+            "[N], or broadcast it with jnp.broadcast_to",
+        )
+    return result, (a, b, bias)
 
 
 def _product_backward(dtype: str, layout: _Layout, options: _Options, saved: Any, dc: Array) -> tuple[Any, ...]:
@@ -246,30 +256,6 @@ def _product_backward(dtype: str, layout: _Layout, options: _Options, saved: Any
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _matrices(op: str, first: tuple[str, Any], second: tuple[str, Any], inner: tuple[int, int]) -> tuple[Array, Array]:
-    a = _array(op, *first)
-    b = _array(op, *second, like=a)
-    found = f"{op}: {first[0]} is {a.shape}, {second[0]} is {b.shape}"
-    if a.ndim < 2 or b.ndim < 2:
-        fail(_INVALID_SHAPE, f"{found}, want matrices or batches of them")
-    if a.shape[inner[0]] != b.shape[inner[1]]:
-        fail(_INVALID_SHAPE, f"{found}: what is summed over differs")
-    try:
-        jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except ValueError:
-        fail(_INVALID_SHAPE, f"{found}: their batches do not broadcast")
-    return a, b
-
-
-def _bias(op: str, bias: Any, shape: tuple[int, ...]) -> Array | None:
-    if bias is None:
-        return None
-    bias = _array(op, "bias", bias)
-    if bias.shape not in (shape, shape[-1:]):
-        fail(_INVALID_SHAPE, f"{op}: bias is {bias.shape}, want {shape[-1:]} or {shape}")
-    return bias
-
-
 def _matrix_product(
     op: str,
     first: tuple[str, Any],
@@ -281,13 +267,11 @@ def _matrix_product(
     layout: _Layout,
 ) -> Array:
     """The product of two named matrices or batches, which lie as `layout` says; `how`: arithmetic, k_chunk, kernel."""
-    inner = -2 if layout.transpose_a else -1, -1 if layout.transpose_b else -2
-    a, b = _matrices(op, first, second, inner)
-    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    shape = (*batch, a.shape[-3 - inner[0]], b.shape[-3 - inner[1]])
+    a, b = _array(op, *first), _array(op, *second)
+    added = None if bias is None else _array(op, "bias", bias)
+    shape = RULES.product(op, *_operands((first[0], a), (second[0], b), ("bias", added)))
     start, dtype = _continued(op, accumulate, shape, out_dtype, a.dtype.name)
-    options = _options(op, *how)
-    return _product(a, b, _bias(op, bias, shape), start, dtype, layout, options)
+    return _product(a, b, added, start, dtype, layout, _options(op, *how))
 
 
 def gemm(
@@ -306,7 +290,7 @@ def gemm(
     Args:
         a: ``[..., M, K]``.
         b: ``[..., K, N]``, of the type of ``a``. For a gradient its leading dimensions are those of ``a``, or none.
-        bias: ``[N]`` or ``[..., M, N]``.
+        bias: ``[N]``, or what broadcasts to the result; for a gradient ``[N]`` or like the result.
         out_dtype: ``a``'s by default; float32 under ``accumulate``.
         accumulate, arithmetic, k_chunk, kernel: see above.
     """
@@ -414,12 +398,9 @@ def _skinny(
     weights_constant: bool,
     kernel: str | None,
 ) -> Array:
-    x = _array(op, "x", x)
-    w = _array(op, "w", w, like=x)
-    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
-        fail(_INVALID_SHAPE, f"{op}: x is {x.shape}, w is {w.shape}, want [..., K] and [N, K]")
-    shape = (*x.shape[:-1], w.shape[0])
-    bias = _bias(op, bias, shape)
+    x, w = _array(op, "x", x), _array(op, "w", w)
+    bias = None if bias is None else _array(op, "bias", bias)
+    shape = RULES.skinny_product(op, *_operands(("x", x), ("w", w), ("bias", bias)))
     start, dtype = _continued(op, accumulate, shape, out_dtype, x.dtype.name)
     options = _options(op, arithmetic, k_chunk, kernel)._replace(
         skinny=True,
@@ -530,22 +511,11 @@ _rms_norm_sum.defvjp(_rms_norm_sum_forward, _rms_norm_sum_backward)
 
 def _norm_operands(op: str, x: Any, weight: Any, residual: Any = None) -> tuple[Array, Array | None, Array | None]:
     x = _array(op, "x", x)
-    if x.ndim < 1:
-        fail(_INVALID_SHAPE, f"{op}: x is a scalar, want [..., N]")
-    if weight is not None:
-        weight = _array(op, "weight", weight)
-        if weight.shape != x.shape[-1:]:
-            fail(_INVALID_SHAPE, f"{op}: weight is {weight.shape}, want {x.shape[-1:]}")
-    if residual is not None:
-        residual = _like(op, "residual", residual, x)
+    weight = None if weight is None else _array(op, "weight", weight)
+    residual = None if residual is None else _array(op, "residual", residual)
+    rows, added, weights = _operands(("x", x), ("residual", residual), ("weight", weight))
+    RULES.norm(op, rows, (added,), weights)
     return x, weight, residual
-
-
-def _like(op: str, name: str, y: Any, x: Array) -> Array:
-    y = _array(op, name, y, like=x)
-    if y.shape != x.shape:
-        fail(_INVALID_SHAPE, f"{op}: {name} is {y.shape}, want {x.shape}")
-    return y
 
 
 def _norm_options(op: str, eps: Any, weight_offset: Any) -> tuple[float, float]:
@@ -635,11 +605,12 @@ def rmsnorm_backward(
         ``(dx, dweight)``.
     """
     op = "rmsnorm_backward"
-    x, weight, dresidual = _norm_operands(op, x, weight, dresidual)
-    dy = _like(op, "dy", dy, x)
-    rstd = _array(op, "rstd", rstd)
-    if rstd.shape != x.shape[:-1] or rstd.dtype != jnp.float32:
-        fail(_INVALID_SHAPE, f"{op}: rstd is {rstd.dtype.name} {rstd.shape}, want float32 {x.shape[:-1]}")
+    x, dy, rstd = _array(op, "x", x), _array(op, "dy", dy), _array(op, "rstd", rstd)
+    weight = None if weight is None else _array(op, "weight", weight)
+    dresidual = None if dresidual is None else _array(op, "dresidual", dresidual)
+    named = (("x", x), ("dy", dy), ("weight", weight), ("rstd", rstd), ("dresidual", dresidual))
+    rows, gradient, weights, of_rows, added = _operands(*named)
+    RULES.norm(op, rows, (gradient, added), weights, of_rows)
     if weight is None and (accumulate is not None or dweight_dtype is not None):
         fail(INVALID_VALUE, f"{op}: weight is None, so there is no dweight")
     start, dtype = _continued(op, accumulate, x.shape[-1:], dweight_dtype, "" if weight is None else weight.dtype.name)

@@ -621,18 +621,18 @@ def test_bad_input_is_seen_while_tracing():
     def meta(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    refuses(r"gemm: a \(3, 4\) and b \(3, 5\) do not fit", pt.gemm, meta(3, 4), meta(3, 5))
-    refuses(r"a is torch.int32, want float32, bfloat16 or float16", pt.gemm, *(meta(4, 4, dtype=torch.int32),) * 2)
-    refuses(r"b is torch.float16, want torch.float32 as a is", pt.gemm, meta(4, 4), meta(4, 4, dtype=torch.float16))
-    refuses(r"w is torch.float16, want torch.float32", pt.linear, meta(4, 4), meta(4, 4, dtype=torch.float16))
+    refuses(r"^gemm: b is 3x5, want 4xN$", pt.gemm, meta(3, 4), meta(3, 5))
+    refuses(r"a is int32, want float32, bfloat16 or float16", pt.gemm, *(meta(4, 4, dtype=torch.int32),) * 2)
+    refuses(r"b is float16, want float32 as a is", pt.gemm, meta(4, 4), meta(4, 4, dtype=torch.float16))
+    refuses(r"w is float16, want float32 as x is", pt.linear, meta(4, 4), meta(4, 4, dtype=torch.float16))
     refuses(r"arithmetic is 'sm91'", pt.gemm, meta(4, 4), meta(4, 4), arithmetic="sm91")
-    refuses(r"bias is \(7,\), want one that broadcasts to \(3, 5\)", pt.gemm, meta(3, 4), meta(4, 5), meta(7))
-    refuses(r"bias is \(7,\), want one that broadcasts to \(3, 5\)", pt.linear, meta(3, 4), meta(5, 4), meta(7))
-    refuses(r"weight is \(7,\), want \(4,\)", pt.rms_norm, meta(3, 4), meta(7), eps=1e-5)
-    refuses(r"residual is \(3, 5\), want \(3, 4\)", pt.rms_norm, meta(3, 4), eps=1e-5, residual=meta(3, 5))
-    refuses(r"dy is \(3, 5\), want \(3, 4\)", OPS.rmsnorm_backward, meta(3, 5), meta(3, 4), None, meta(3))
-    refuses(r"want matrices", pt.gemm, meta(4), meta(4, 4))
-    refuses(r"want a matrix w", pt.linear, meta(4), meta(4))
+    refuses(r"bias is 7, want 5 or 3x5", pt.gemm, meta(3, 4), meta(4, 5), meta(7))
+    refuses(r"bias is 7, want 5", pt.linear, meta(3, 4), meta(5, 4), meta(7))
+    refuses(r"weight is 7, want 4", pt.rms_norm, meta(3, 4), meta(7), eps=1e-5)
+    refuses(r"residual is 3x5, want 3x4", pt.rms_norm, meta(3, 4), eps=1e-5, residual=meta(3, 5))
+    refuses(r"dy is 3x5, want 3x4", OPS.rmsnorm_backward, meta(3, 5), meta(3, 4), None, meta(3))
+    refuses(r"a has 1 dimensions, want 2 to 8", pt.gemm, meta(4), meta(4, 4))
+    refuses(r"w has 1 dimensions, want 2 to 8", pt.linear, meta(4), meta(4))
 
 
 def test_mixed_devices():
@@ -673,7 +673,7 @@ def test_lazy_views_are_read_right():
     same(tracked.grad, pydet.gemm_da(-torch.ones(3, 5), b))
     conjugated = torch.complex(a, a).conj()
     same(pt.gemm(conjugated.imag, b), pydet.gemm(-a, b))
-    refuses(r"a is complex64", pt.gemm, conjugated, b + 0j)
+    refuses(r"a is complex64, want", pt.gemm, conjugated, b + 0j)
 
 
 def test_transforms_without_a_rule():

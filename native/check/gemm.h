@@ -59,8 +59,9 @@ inline pydet_status batch_of(const View &a, const View &b, const View &bias, con
     int ia = i - (dims - na), ib = i - (dims - nb);
     int64_t ea = ia < 0 ? 1 : a.shape[ia], eb = ib < 0 ? 1 : b.shape[ib];
     if (ea != eb && ea != 1 && eb != 1)
-      return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want leading dimensions that broadcast with those of %s, %s",
-                  b.op, b.name, shape_text(b).text, a.name, shape_text(a).text);
+      return fail(PYDET_INVALID_SHAPE,
+                  "%s: %s has leading dimensions %s, want some that broadcast with those of %s, %s", b.op, b.name,
+                  shape_text(b.shape, nb).text, a.name, shape_text(a.shape, na).text);
     shape[i] = ea == 1 ? eb : ea;
     sa[i] = ea == 1 ? 0 : a.stride[ia];
     sb[i] = eb == 1 ? 0 : b.stride[ib];

@@ -22,11 +22,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
-from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
+from pydet._native import INVALID_DEVICE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
 from pydet.ops import _gemm, _gemm_da, _gemm_db, _rmsnorm, _rmsnorm_backward, _skinny_gemm
 from pydet.protocols import UNSCALED
+from pydet.shapes import Operand, Rules, Shape
 from pydet.torch.compiled import warn_of_fusion
 
 Tensor: TypeAlias = torch.Tensor
@@ -155,76 +156,60 @@ def _run_rmsnorm_backward(
 # ---- Shapes, for tracing ---------------------------------------------------------------------------------------------
 
 
-def _check_traced(op: str, **operands: Tensor | None) -> None:
-    """Refuses while tracing the element types and devices that the kernel would refuse when the graph runs."""
+class _Traced(Rules):
+    """The rules, of extents that may be symbols."""
+
+    def require(self, holds: Any, sentence: Callable[[], str]) -> None:
+        if isinstance(holds, bool):
+            super().require(holds, sentence)
+        else:
+            torch._check(holds, sentence)
+
+    def broadcast(self, x: Shape, y: Shape) -> Shape | None:
+        try:
+            return tuple(torch.broadcast_shapes(x, y))
+        except RuntimeError:
+            return None
+
+
+TRACED = _Traced()
+
+
+def _operands(op: str, **given: Tensor | None) -> list[Any]:
+    """What the rules read, of tensors that are on one device."""
     warn_of_fusion()
-    first_name, first = next((name, x) for name, x in operands.items() if x is not None)
-    for name, x in operands.items():
-        if x is not None and x.dtype not in DTYPES:
-            fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want float32, bfloat16 or float16")
+    first_name, first = next((name, x) for name, x in given.items() if x is not None)
+    for name, x in given.items():
         if x is not None and x.device != first.device:
             fail(INVALID_DEVICE, f"{op}: {name} is on {x.device}, {first_name} is on {first.device}")
+    return [
+        None if x is None else Operand(name, tuple(x.shape), str(x.dtype).removeprefix("torch."))
+        for name, x in given.items()
+    ]
 
 
-def _check_like(op: str, **operands: Tensor | None) -> None:
-    """Refuses an operand whose type or shape is not the first one's."""
-    (first_name, first), *others = ((name, x) for name, x in operands.items() if x is not None)
-    for name, x in others:
-        if x.dtype != first.dtype:
-            fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want {first.dtype} as {first_name} is")
-        torch._check(
-            x.shape == first.shape,
-            lambda: f"{op}: {name} is {tuple(x.shape)}, want {tuple(first.shape)}",  # noqa: B023
-        )
-
-
-def _product(
-    op: str, operands: dict[str, Tensor], transposed: tuple[bool, bool], bias: Tensor | None, options: tuple[Dtype, str]
-) -> Tensor:
-    """The empty result of a product of two operands, either of which may be transposed."""
-    (a_name, a), (b_name, b) = operands.items()
-    _check_traced(op, **operands, bias=bias)
-    unknown(options[1], op, "arithmetic")
-    if a.dim() < 2 or b.dim() < 2:
-        fail(constants.PYDET_INVALID_SHAPE, f"{op}: want matrices, got {tuple(a.shape)} and {tuple(b.shape)}")
-    if a.dtype != b.dtype:
-        fail(INVALID_DTYPE, f"{op}: {b_name} is {b.dtype}, want {a.dtype} as {a_name} is")
-    left, right = (x.mT if flip else x for x, flip in zip((a, b), transposed, strict=True))
-    torch._check(
-        left.shape[-1] == right.shape[-2],
-        lambda: f"{op}: {a_name} {tuple(a.shape)} and {b_name} {tuple(b.shape)} do not fit",
-    )
-    shape = (*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
-    _check_bias(op, bias, shape)
-    return a.new_empty(shape, dtype=a.dtype if options[0] is None else options[0])
-
-
-def _check_bias(op: str, bias: Tensor | None, shape: tuple[int, ...]) -> None:
-    if bias is None:
-        return
-    fits = bias.dim() <= len(shape)
-    for got, want in zip(reversed(bias.shape), reversed(shape), strict=False):
-        fits = fits and (got == want or got == 1)
-    if not fits:
-        fail(constants.PYDET_INVALID_SHAPE, f"{op}: bias is {tuple(bias.shape)}, want one that broadcasts to {shape}")
+def _product(kind: str, first: Tensor, operands: list[Any], out_dtype: Dtype, arithmetic: str) -> Tensor:
+    """The empty result of a product."""
+    unknown(arithmetic, kind, "arithmetic")
+    return first.new_empty(TRACED.product(kind, *operands), dtype=first.dtype if out_dtype is None else out_dtype)
 
 
 def _fake_gemm(
     a: Tensor, b: Tensor, bias: Any = None, out_dtype: Dtype = None, arithmetic: str = "auto", k_chunk: Any = None
 ) -> Tensor:
-    return _product("gemm", {"a": a, "b": b}, (False, False), bias, (out_dtype, arithmetic))
+    return _product("gemm", a, _operands("gemm", a=a, b=b, bias=bias), out_dtype, arithmetic)
 
 
 def _fake_gemm_da(
     dc: Tensor, b: Tensor, out_dtype: Dtype = None, arithmetic: str = "auto", k_chunk: Any = None
 ) -> Tensor:
-    return _product("gemm_da", {"dc": dc, "b": b}, (False, True), None, (out_dtype, arithmetic))
+    return _product("gemm_da", dc, _operands("gemm_da", dc=dc, b=b), out_dtype, arithmetic)
 
 
 def _fake_gemm_db(
     a: Tensor, dc: Tensor, out_dtype: Dtype = None, arithmetic: str = "auto", k_chunk: Any = None
 ) -> Tensor:
-    return _product("gemm_db", {"a": a, "dc": dc}, (True, False), None, (out_dtype, arithmetic))
+    return _product("gemm_db", a, _operands("gemm_db", a=a, dc=dc), out_dtype, arithmetic)
 
 
 def _fake_skinny_gemm(
@@ -236,34 +221,26 @@ def _fake_skinny_gemm(
     k_chunk: Any = None,
     weights_constant: bool = False,
 ) -> Tensor:
-    if x.dim() == 0 or w.dim() != 2:
-        fail(constants.PYDET_INVALID_SHAPE, f"skinny_gemm: x is {tuple(x.shape)}, w {tuple(w.shape)}, want a matrix w")
-    rows = x[None] if x.dim() == 1 else x
-    if isinstance(x.shape[-1], int):  # not a symbol, which the product below compares
+    operands = _operands("skinny_gemm", x=x, w=w, bias=bias)
+    unknown(arithmetic, "skinny_gemm", "arithmetic")
+    if x.dim() > 0 and w.dim() == 2 and isinstance(x.shape[-1], int):  # not a symbol, which the rules compare
         _refuse_width(x, w)
-    result = _product("skinny_gemm", {"x": rows, "w": w}, (False, True), None, (out_dtype, arithmetic))
-    result = result[0] if x.dim() == 1 else result
-    if bias is not None:
-        _check_traced("skinny_gemm", x=x, bias=bias)
-        _check_bias("skinny_gemm", bias, tuple(result.shape))
-    return result
+    shape = TRACED.skinny_product("skinny_gemm", *operands)
+    return x.new_empty(shape, dtype=x.dtype if out_dtype is None else out_dtype)
 
 
 def _fake_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    _check_traced("rmsnorm", x=x, weight=weight)
-    torch._check(
-        weight is None or weight.shape == x.shape[-1:],
-        lambda: f"rmsnorm: weight is {weight is not None and tuple(weight.shape)}, want {tuple(x.shape[-1:])}",
-    )
+    rows, weights = _operands("rmsnorm", x=x, weight=weight)
+    TRACED.norm("rmsnorm", rows, (), weights)
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _fake_rmsnorm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_traced("rmsnorm", x=x, residual=residual)
-    _check_like("rmsnorm", x=x, residual=residual)
-    return *_fake_rmsnorm(x, weight, eps, weight_offset), x.new_empty(x.shape)
+    rows, added, weights = _operands("rmsnorm", x=x, residual=residual, weight=weight)
+    TRACED.norm("rmsnorm", rows, (added,), weights)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape)
 
 
 def _fake_rmsnorm_backward(
@@ -274,8 +251,9 @@ def _fake_rmsnorm_backward(
     weight_offset: float = 0.0,
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check_traced("rmsnorm_backward", x=x, dy=dy, weight=weight, rstd=rstd, dresidual=dresidual)
-    _check_like("rmsnorm_backward", x=x, dy=dy, dresidual=dresidual)
+    op = "rmsnorm_backward"
+    rows, gradient, weights, of_rows, added = _operands(op, x=x, dy=dy, weight=weight, rstd=rstd, dresidual=dresidual)
+    TRACED.norm(op, rows, (gradient, added), weights, of_rows)
     return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
 

@@ -18,8 +18,9 @@ import torch
 from pydet._native import INVALID_DEVICE, INVALID_DTYPE, constants, fail
 from pydet.hooks import unknown
 from pydet.ops import _scaled_gemm, quantize
+from pydet.shapes import Operand
 from pydet.torch.compiled import warn_of_fusion
-from pydet.torch.ops import DTYPES, _check_bias, _index, _library, _of_any_strides, _refusing
+from pydet.torch.ops import DTYPES, TRACED, _index, _library, _of_any_strides, _refusing
 
 Tensor: TypeAlias = torch.Tensor
 Dtype: TypeAlias = torch.dtype | None
@@ -165,7 +166,8 @@ def _fake_scaled_gemm(
         a.shape[-1] == b.shape[-2], lambda: f"scaled_gemm: a {tuple(a.shape)} and b {tuple(b.shape)} do not fit"
     )
     shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    _check_bias("scaled_gemm", bias, shape)
+    if bias is not None:
+        TRACED.bias("scaled_gemm", Operand("bias", tuple(bias.shape), str(bias.dtype)), shape)
     return a.new_empty(shape, dtype=torch.bfloat16 if out_dtype is None else out_dtype)
 
 

@@ -1,0 +1,176 @@
+"""The library's rules about shapes and types, for where there is no memory yet: while a framework traces.
+
+Operands are names, shapes and types. Each function gives the shape of the result, and refuses what the library would
+refuse, in its words (``native/check``); ``tests/test_shapes.py`` shows both the same operands. Strides, devices and
+memory are no matter of these rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+from pydet._native import INVALID_DTYPE, constants, fail
+from pydet.protocols import UNSCALED
+
+Shape: TypeAlias = tuple[Any, ...]  # of ints, or of what stands for them while tracing
+
+MAX_DIMS = 8
+_INVALID_SHAPE: int = constants.PYDET_INVALID_SHAPE
+_PRODUCTS = {  # which operands are read transposed, and what is said to be wanted of the second
+    "gemm": (False, False, "{}xN"),
+    "gemm_da": (False, True, "Kx{}"),
+    "gemm_db": (True, False, "{}xN"),
+}
+
+
+class Operand(NamedTuple):
+    """What the rules read of an operand."""
+
+    name: str
+    shape: Shape
+    dtype: str  #: "float32"
+
+
+def text(shape: Iterable[Any]) -> str:
+    """A shape as the library's sentences have it: 4096x512."""
+    return "x".join(map(str, shape)) or "()"
+
+
+class Rules:
+    """The rules. A framework whose extents are symbols says how to compare them, by methods of its own."""
+
+    def require(self, holds: Any, sentence: Callable[[], str]) -> None:
+        """Refuses a shape unless something holds."""
+        if not holds:
+            fail(_INVALID_SHAPE, sentence())
+
+    def broadcast(self, x: Shape, y: Shape) -> Shape | None:
+        """What two shapes broadcast to, or None."""
+        dims = max(len(x), len(y))
+        result = []
+        for one, other in zip((1,) * (dims - len(x)) + x, (1,) * (dims - len(y)) + y, strict=True):
+            if one != other and one != 1 and other != 1:
+                return None
+            result.append(other if one == 1 else one)
+        return tuple(result)
+
+    # ---- Of one operand, and of two ----------------------------------------------------------------------------------
+
+    def read(self, op: str, x: Operand, min_ndim: int) -> None:
+        """Refuses what is wrong with an operand by itself."""
+        if not min_ndim <= len(x.shape) <= MAX_DIMS:
+            fail(
+                _INVALID_SHAPE,
+                f"{op}: {x.name} has {len(x.shape)} dimensions, want {min_ndim} to {MAX_DIMS}",
+            )
+        if x.dtype not in UNSCALED:
+            fail(INVALID_DTYPE, f"{op}: {x.name} is {x.dtype}, want {', '.join(UNSCALED[:-1])} or {UNSCALED[-1]}")
+
+    def same_type(self, op: str, first: Operand, other: Operand) -> None:
+        """Refuses another type than the first operand's."""
+        if other.dtype != first.dtype:
+            fail(INVALID_DTYPE, f"{op}: {other.name} is {other.dtype}, want {first.dtype} as {first.name} is")
+
+    def want(self, op: str, x: Operand, shape: Shape) -> None:
+        """Refuses another shape."""
+
+        def sentence() -> str:
+            return f"{op}: {x.name} is {text(x.shape)}, want {text(shape)}"
+
+        self.require(len(x.shape) == len(shape), sentence)
+        for got, wanted in zip(x.shape, shape, strict=True):
+            self.require(got == wanted, sentence)
+
+    # ---- Operations --------------------------------------------------------------------------------------------------
+
+    def product(self, kind: str, a: Operand, b: Operand, bias: Operand | None = None) -> Shape:
+        """Of gemm, gemm_da and gemm_db."""
+        a_turned, b_turned, wanted = _PRODUCTS[kind]
+        self.read(kind, a, 2)
+        self.read(kind, b, 2)
+        if bias is not None:
+            self.read(kind, bias, 1)
+        self.same_type(kind, a, b)
+        m, depth = reversed(a.shape[-2:]) if a_turned else a.shape[-2:]
+        inner, n = reversed(b.shape[-2:]) if b_turned else b.shape[-2:]
+        self.require(inner == depth, lambda: f"{kind}: {b.name} is {text(b.shape)}, want {wanted.format(depth)}")
+        if bias is not None:
+            self._bias_of_matrix(kind, bias, m, n)
+        a_leads, b_leads = a.shape[:-2], b.shape[:-2]
+        leading = self.broadcast(a_leads, b_leads)
+        if leading is None:
+            fail(
+                _INVALID_SHAPE,
+                f"{kind}: {b.name} has leading dimensions {text(b_leads)}, want some that broadcast with those of "
+                f"{a.name}, {text(a_leads)}",
+            )
+        shape = (*leading, m, n)
+        if bias is not None:
+            self._bias_of_batch(kind, bias, shape)
+        return shape
+
+    def bias(self, op: str, bias: Operand, shape: Shape) -> None:
+        """Of a bias beside a product of a shape."""
+        self._bias_of_matrix(op, bias, shape[-2], shape[-1])
+        self._bias_of_batch(op, bias, shape)
+
+    def _bias_of_matrix(self, op: str, bias: Operand, m: Any, n: Any) -> None:
+        def sentence() -> str:
+            return f"{op}: bias is {text(bias.shape)}, want {n} or {text((m, n))}"
+
+        self.require(bias.shape[-1] == n, sentence)
+        if len(bias.shape) > 1 and bias.shape[-2] != 1:
+            self.require(bias.shape[-2] == m, sentence)
+
+    def _bias_of_batch(self, op: str, bias: Operand, shape: Shape) -> None:
+        leads = bias.shape[:-2]
+        fits = len(bias.shape) <= len(shape)
+        for got, wanted in zip(reversed(leads), reversed(shape[:-2]), strict=False):
+            fits = fits and (got == 1 or got == wanted)
+        if not fits:
+            fail(_INVALID_SHAPE, f"{op}: bias is {text(bias.shape)}, want one that broadcasts to {text(shape)}")
+
+    def skinny_product(self, op: str, x: Operand, w: Operand, bias: Operand | None = None) -> Shape:
+        """Of skinny_gemm, and of a layer that is one by another name."""
+        self.read(op, x, 1)
+        self.read(op, w, 2)
+        if bias is not None:
+            self.read(op, bias, 1)
+        self.require(len(w.shape) == 2, lambda: f"{op}: {w.name} is {text(w.shape)}, want NxK")
+        shape = (*x.shape[:-1], w.shape[0])
+        if bias is not None:
+            self.want(op, bias, shape if len(bias.shape) > 1 else shape[-1:])
+        self.same_type(op, x, w)
+        depth = x.shape[-1]
+        self.require(w.shape[1] == depth, lambda: f"{op}: {w.name} is {text(w.shape)}, want Nx{depth}")
+        return shape
+
+    def norm(
+        self,
+        op: str,
+        x: Operand,
+        like: Iterable[Operand | None] = (),
+        weight: Operand | None = None,
+        rstd: Operand | None = None,
+    ) -> Shape:
+        """Of a norm by rows, forward or backward; `like` are the operands that are to be like x."""
+        first, *others = [*like, None]
+        for other, min_ndim in ((x, 1), (first, 1), (weight, 1), (rstd, 0), *((other, 1) for other in others)):
+            if other is not None:
+                self.read(op, other, min_ndim)
+        likes = [other for other in (first, *others) if other is not None]
+        self.require(x.shape[-1] != 0, lambda: f"{op}: x is {text(x.shape)}, want a last dimension of 1 or more")
+        for other in likes:
+            self.same_type(op, x, other)
+            self.want(op, other, x.shape)
+        if weight is not None:
+            self.want(op, weight, x.shape[-1:])
+        if rstd is not None:
+            self.want(op, rstd, x.shape[:-1])
+            if rstd.dtype != "float32":
+                fail(INVALID_DTYPE, f"{op}: {rstd.name} is {rstd.dtype}, want float32")
+        return x.shape
+
+
+RULES = Rules()

@@ -1,0 +1,149 @@
+"""pydet/shapes.py against the library: the same operands, the same answer, and the same sentence where it is no."""
+
+import random
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pydet
+from pydet.shapes import RULES, Operand, text
+
+TYPES = {
+    "float32": np.float32,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float64": np.float64,
+    "int32": np.int32,
+}
+
+
+def operand(name, array):
+    return None if array is None else Operand(name, array.shape, array.dtype.name)
+
+
+def agree(rules, call):
+    """Both refuse in the same words, or both give results of the same shapes. Returns the words, or ""."""
+    sentence = ""
+    try:
+        shapes = rules()
+    except pydet.Error as problem:
+        sentence = str(problem)
+        with pytest.raises(type(problem)) as refused:
+            call()
+        assert (str(refused.value), refused.value.status) == (sentence, problem.status)
+    else:
+        assert call() == shapes
+    return sentence
+
+
+def draw(rng, shape):
+    """A tensor near a shape: mostly that shape, else with an extent, a dimension or the type changed."""
+    shape, dtype = list(shape), "float32"
+    if rng.random() < 0.2 and shape:
+        shape[rng.randrange(len(shape))] = rng.choice([0, 1, 2, 3, 5])
+    if rng.random() < 0.08 and shape:
+        shape.pop(rng.randrange(len(shape)))
+    if rng.random() < 0.08:
+        shape.insert(rng.randrange(len(shape) + 1), rng.choice([1, 1, 2, 3]))
+    if rng.random() < 0.02:
+        shape = [1] * rng.choice([7, 8, 9]) + shape
+    if rng.random() < 0.08:
+        dtype = rng.choice(list(TYPES))
+    return np.zeros(shape, TYPES[dtype])
+
+
+def extents(rng, count):
+    return [rng.choice([1, 2, 3, 4, 5]) for _ in range(count)]
+
+
+def bias_near(rng, shape):
+    return draw(rng, shape[rng.randrange(len(shape)) :]) if shape and rng.random() < 0.5 else None
+
+
+def product(rng, kind):
+    m, n, k = extents(rng, 3)
+    lead = extents(rng, rng.choice([0, 0, 1, 2]))
+    forms = {"gemm": ((m, k), (k, n)), "gemm_da": ((m, n), (k, n)), "gemm_db": ((m, k), (m, n))}
+    first, second = (draw(rng, (*lead[rng.randrange(len(lead) + 1) :], *shape)) for shape in forms[kind])
+    names = {"gemm": ("a", "b"), "gemm_da": ("dc", "b"), "gemm_db": ("a", "dc")}[kind]
+    bias = bias_near(rng, [*lead, m, n]) if kind == "gemm" else None
+    options = {} if kind != "gemm" else {"bias": bias}
+    return agree(
+        lambda: RULES.product(kind, operand(names[0], first), operand(names[1], second), operand("bias", bias)),
+        lambda: getattr(pydet, kind)(first, second, **options).shape,
+    )
+
+
+def skinny(rng):
+    shape = extents(rng, rng.choice([0, 1, 1, 2]))
+    n, k = extents(rng, 2)
+    x, w, bias = draw(rng, (*shape, k)), draw(rng, (n, k)), bias_near(rng, [*shape, n])
+    return agree(
+        lambda: RULES.skinny_product("skinny_gemm", operand("x", x), operand("w", w), operand("bias", bias)),
+        lambda: pydet.skinny_gemm(x, w, bias=bias).shape,
+    )
+
+
+def norm(rng):
+    shape = extents(rng, rng.choice([1, 2, 3]))
+    x = draw(rng, shape)
+    residual = draw(rng, x.shape) if rng.random() < 0.5 else None
+    weight = draw(rng, x.shape[-1:]) if rng.random() < 0.5 else None
+    return agree(
+        lambda: RULES.norm("rmsnorm", operand("x", x), (operand("residual", residual),), operand("weight", weight)),
+        lambda: pydet.rmsnorm(x, weight, eps=1e-5, residual=residual)[0].shape,
+    )
+
+
+def norm_backward(rng):
+    shape = extents(rng, rng.choice([1, 2, 3]))
+    x = draw(rng, shape)
+    dy, rstd = draw(rng, x.shape), draw(rng, x.shape[:-1])
+    weight, dresidual = (draw(rng, s) if rng.random() < 0.5 else None for s in (x.shape[-1:], x.shape))
+    return agree(
+        lambda: RULES.norm(
+            "rmsnorm_backward",
+            operand("x", x),
+            (operand("dy", dy), operand("dresidual", dresidual)),
+            operand("weight", weight),
+            operand("rstd", rstd),
+        ),
+        lambda: pydet.rmsnorm_backward(dy, x, weight, rstd, dresidual=dresidual)[0].shape,
+    )
+
+
+OPERATIONS = {
+    **{kind: lambda rng, kind=kind: product(rng, kind) for kind in ("gemm", "gemm_da", "gemm_db")},
+    "skinny_gemm": skinny,
+    "rmsnorm": norm,
+    "rmsnorm_backward": norm_backward,
+}
+PHRASES = {  # that the drawn operands bring out of each
+    "gemm": ("dimensions, want 2 to 8", "is float64, want", "xN", " or ", "leading dimensions", "broadcasts to"),
+    "gemm_da": ("dimensions, want 2 to 8", "as dc is", "want Kx", "leading dimensions"),
+    "gemm_db": ("dimensions, want 2 to 8", "as a is", "xN", "leading dimensions"),
+    "skinny_gemm": ("dimensions, want 1 to 8", "want NxK", "want Nx", "as x is", "bias is"),
+    "rmsnorm": ("a last dimension of 1 or more", "weight is", "residual is", "as x is"),
+    "rmsnorm_backward": ("rstd is float16, want float32", "dy is", "rstd is", "dresidual is", "weight is"),
+}
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_rules_are_the_librarys(op):
+    rng = random.Random(f"{op} 20")
+    said = [OPERATIONS[op](rng) for _ in range(3000)]
+    assert 0.2 < said.count("") / len(said) < 0.9
+    for phrase in PHRASES[op]:
+        assert any(phrase in sentence for sentence in said), phrase
+
+
+def test_a_rule_that_is_not_the_librarys_is_seen(monkeypatch):
+    monkeypatch.setattr(type(RULES), "same_type", lambda *_: None)
+    with pytest.raises(pydet.Error, match="as a is"):
+        for seed in range(1000):
+            product(random.Random(seed), "gemm")
+
+
+def test_text():
+    assert (text(()), text((3,)), text((2, 3))) == ("()", "3", "2x3")
