@@ -71,7 +71,7 @@ def test_against_float64(dtype):
     tolerance = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
     pairs = [(y, want), *((a.grad, b.grad) for a, b in zip((q, k, v), doubles, strict=True))]
     for ours, theirs in pairs:
-        assert ours.dtype == dtype and float((ours.double() - theirs).abs().max()) < tolerance
+        assert ours.dtype == dtype and float((ours.detach().double() - theirs.detach()).abs().max()) < tolerance
 
 
 def test_bits_are_the_querys_own(dtype, device):
@@ -100,9 +100,10 @@ def test_bits_are_the_querys_own(dtype, device):
     same(pt.attention(*strided, allowed.expand(5, 6, 37, 37), scale=0.3), want)
 
 
-def gradients(q, k, v, allowed, dy, **options):
-    tracked = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    pt.attention(*tracked, allowed, scale=0.3, **options).backward(dy)
+def gradients(q, k, v, allowed, dy, sinks=None, **options):
+    tracked = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+    options |= {} if sinks is None else {"sinks": tracked[3]}
+    pt.attention(*tracked[:3], allowed, scale=0.3, **options).backward(dy)
     return [t.grad for t in tracked]
 
 
@@ -158,6 +159,64 @@ def test_sinks(dtype, device, monkeypatch):
     assert not bool(hidden.any())
 
 
+def test_hyperbolic_tangent():
+    tanh = attention_module._tanh
+    x = torch.cat([normal(5000) * 3, torch.logspace(-30, 0, 500), torch.tensor([0.625]).nextafter(torch.zeros(1))])
+    x = torch.cat([x, -x])
+    want, got = torch.tanh(x.double()), tanh(x.clone())
+    assert float(((got.double() - want) / want).abs().max()) < 2.5 * 2.0**-24
+    for i in range(0, len(x), 97):
+        same(tanh(x[i : i + 1].clone()), got[i : i + 1])
+    edges = tanh(torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 50.0, float("nan")]))
+    assert edges[:5].tolist() == [0.0, 0.0, 1.0, -1.0, 1.0] and bool(edges[5].isnan())
+
+
+def test_softcap_and_sinks_against_float64(dtype):
+    q, k, v = (t.requires_grad_() for t in qkv(2, 9, 33, dtype))
+    sinks = normal(6, dtype=dtype, seed=5).mul_(2).requires_grad_()
+    allowed, dy = causal(9, 33), normal(2, 6, 9, 20, dtype=dtype, seed=3)
+    y = pt.attention(q, k, v, allowed, scale=0.9, softcap=2.5, sinks=sinks)
+    y.backward(dy)
+    doubles = [t.detach().double().requires_grad_() for t in (q, k, v, sinks)]
+    keys, values = (t.repeat_interleave(3, 1) for t in doubles[1:3])
+    scores = 2.5 * torch.tanh(0.9 * (doubles[0] @ keys.mT) / 2.5)
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    scores = torch.cat([scores, doubles[3].view(1, 6, 1, 1).expand(2, 6, 9, 1)], -1)
+    want = torch.softmax(scores, -1)[..., :-1] @ values
+    want.backward(dy.double())
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 2e-2}[dtype]
+    pairs = [(y, want), *((a.grad, b.grad) for a, b in zip((q, k, v, sinks), doubles, strict=True))]
+    for ours, theirs in pairs:
+        assert ours.dtype == dtype and float((ours.detach().double() - theirs.detach()).abs().max()) < tolerance
+    plain = pt.attention(q, k, v, allowed, scale=0.9)
+    assert bool((y != plain).any())
+
+
+def test_softcap_and_sinks_keep_a_querys_bits(dtype, device, monkeypatch):
+    q, k, v = qkv(3, 21, 21, dtype, device)
+    sinks = normal(6, dtype=dtype, device=device, seed=5)
+    allowed, dy = causal(21, 21, device), normal(3, 6, 21, 20, dtype=dtype, device=device, seed=9)
+    more = {"softcap": 3.0, "sinks": sinks}
+    want = pt.attention(q, k, v, allowed, scale=0.3, **more)
+    trained = gradients(q, k, v, allowed, dy, **more)
+    for i in range(3):
+        one = slice(i, i + 1)
+        same(pt.attention(q[one], k[one], v[one], allowed, scale=0.3, **more), want[one])
+        for ours, theirs in zip(gradients(q[one], k[one], v[one], allowed, dy[one], **more)[:3], trained, strict=False):
+            same(ours, theirs[one])
+    for t in (0, 1, 15, 16, 20):
+        last = q[:, :, t : t + 1]
+        same(pt.attention(last, k[:, :, : t + 1], v[:, :, : t + 1], scale=0.3, **more), want[:, :, t : t + 1])
+    wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, 5, 3), value=3.0) for x in (k, v))
+    same(pt.attention(q, wide_k, wide_v, torch.nn.functional.pad(allowed, (5, 3)), scale=0.3, **more), want)
+    monkeypatch.setitem(attention_module._SCORES, device, 500)
+    same(pt.attention(q, k, v, allowed, scale=0.3, **more), want)
+    for ours, theirs in zip(gradients(q, k, v, allowed, dy, **more), trained, strict=True):
+        same(ours, theirs)
+    assert not bool(pt.attention(q, k[:, :, :0], v[:, :, :0], scale=1.0, **more).any())
+    assert not bool(gradients(q, k[:, :, :0], v[:, :, :0], None, dy, **more)[3].any())
+
+
 def test_the_cpu_is_the_gpu(dtype):
     if "cuda" not in DEVICES:
         pytest.skip("no NVIDIA GPU here")
@@ -168,6 +227,8 @@ def test_the_cpu_is_the_gpu(dtype):
         options = {"arithmetic": "ieee" if dtype == torch.float32 else "sm90"}
         y = pt.attention(q, k, v, causal(37, 70, device), scale=0.3, **options)
         results.append([x.cpu() for x in (y, *gradients(q, k, v, causal(37, 70, device), dy, **options))])
+        options |= {"softcap": 2.0, "sinks": normal(6, dtype=dtype, device=device)}
+        results[-1] += [x.cpu() for x in gradients(q, k, v, causal(37, 70, device), dy, **options)]
     for ours, theirs in zip(*results, strict=True):
         same(ours, theirs)
 
@@ -208,6 +269,11 @@ def test_operators_and_graphs():
     torch.library.opcheck(
         torch.ops.pydet.attention.default, (q, k, v, causal(5, 7), 0.3, "auto", None), test_utils=checks
     )
+    torch.library.opcheck(
+        torch.ops.pydet.attention.default,
+        (q, k, v, causal(5, 7), 0.3, "auto", None, normal(6).requires_grad_(), 3.0),
+        test_utils=checks,
+    )
     arguments = (q, k, v, None, 0.3, "auto", None, normal(6).requires_grad_())
     torch.library.opcheck(torch.ops.pydet.attention.default, arguments, test_utils=checks)
     torch._dynamo.reset()
@@ -234,6 +300,8 @@ def test_refusals():
     for sinks in (torch.zeros(5), torch.zeros(6, 1), torch.zeros(6, dtype=torch.int32)):
         refuses(r"attention: sinks is torch\..*, want one number a head, \(6,\)", q, k, v, sinks=sinks)
     refuses(r"arithmetic is 'sm91'", q, k, v, arithmetic="sm91")
+    for softcap in (0.0, -1.0, float("inf"), float("nan")):
+        refuses(r"^attention: softcap is .*, want a positive number, or None$", q, k, v, softcap=softcap)
     with pytest.raises(RuntimeError, match=r"the mask is \(1, 1, 5, 6\), want \(2, 6, 5, 7\)"):
         pt.attention(q, k, v, causal(5, 6), scale=1.0)
     tracked = q.clone().requires_grad_()

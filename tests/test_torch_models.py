@@ -33,6 +33,8 @@ MODELS = {  # name: its configuration's class, and what it wants beside SIZES
     "Llama": ("LlamaConfig", {}),
     "Qwen3": ("Qwen3Config", {}),
     "Gemma3": ("Gemma3TextConfig", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
+    "Gemma2": ("Gemma2Config", {**WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
+    "gpt-oss": ("GptOssConfig", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": ("MistralConfig", WINDOW),
     "DeepSeek-V3": ("DeepseekV3Config", DEEPSEEK),
     "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 4096}),
@@ -119,7 +121,11 @@ def test_logits_do_not_depend_on_the_batch(transformers, name):
     model.set_attn_implementation("pydet")
     report = pt.convert(model)
     assert not report.attention and report.swapped
-    kept = {"DeepSeek-V3": {"DeepseekV3Experts", "DeepseekV3TopkRouter"}, "GPT-2": {"LayerNorm"}}.get(name, set())
+    kept = {
+        "DeepSeek-V3": {"DeepseekV3Experts", "DeepseekV3TopkRouter"},
+        "gpt-oss": {"GptOssExperts", "GptOssTopKRouter"},
+        "GPT-2": {"LayerNorm"},
+    }.get(name, set())
     assert {reason.partition(" ")[0] for reason in report.left.values()} == kept
     assert set(differences(model).values()) == {0}, differences(model)
 
@@ -169,8 +175,8 @@ def test_what_the_attention_refuses(transformers):
         model(tokens(1))
     forward = transformers.AttentionInterface()["pydet"]
     q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(pydet.Error, match=r"the model has softcap, which pydet's attention does not take"):
-        forward(model, q, q, q, None, softcap=30.0)
+    with pytest.raises(pydet.Error, match=r"the model has position_bias, which pydet's attention does not take"):
+        forward(model, q, q, q, None, position_bias=q)
     assert forward(model, q, q, q, None)[0].shape == (1, 3, 2, 4)
 
 

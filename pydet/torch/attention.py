@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 import pydet
-from pydet._native import INVALID_DTYPE, UNSUPPORTED, constants, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import Arithmetic
 from pydet.torch import ops
 from pydet.torch.ops import DTYPES
@@ -25,9 +25,10 @@ Tensor: TypeAlias = torch.Tensor
 
 _SCHEMAS = {
     "attention": "(Tensor q, Tensor k, Tensor v, Tensor? allowed, float scale, str arithmetic, int? k_chunk,"
-    " Tensor? sinks=None) -> (Tensor, Tensor)",
+    " Tensor? sinks=None, float? softcap=None) -> (Tensor, Tensor)",
     "attention_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor total,"
-    " float scale, str arithmetic, int? k_chunk, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    " float scale, str arithmetic, int? k_chunk, Tensor? sinks=None, float? softcap=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 }
 _SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # that are held at a time, in elements; decides no bits
 
@@ -39,6 +40,7 @@ def attention(
     allowed: Tensor | None = None,
     *,
     scale: float,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
@@ -55,6 +57,8 @@ def attention(
         v: ``[B, G, K, E]`` of the type of q.
         allowed: bool, ``[B or 1, H or 1, Q, K]``: which keys take part; None for all.
         scale: of the scores.
+        softcap: scores become ``softcap tanh(scale q k^T / softcap)``, as in Gemma 2; positive. 1 / softcap is rounded
+            to fp32, and tanh a formula of exactly rounded steps.
         sinks: ``[H]``, any of the three types: for each head the score of one more key, whose value is zero.
         arithmetic, k_chunk: of the products ``q k^T`` and of their gradient ``dout v^T``, as in :func:`pydet.gemm`.
 
@@ -64,7 +68,7 @@ def attention(
     Raises:
         Error: shapes or types that do not fit.
     """
-    return torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, k_chunk, sinks)[0]
+    return torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, k_chunk, sinks, softcap)[0]
 
 
 # ---- The softmax -----------------------------------------------------------------------------------------------------
@@ -91,6 +95,33 @@ def _exp_(x: Tensor) -> Tensor:
     p.add_(_EXP[-1]).mul_(x).mul_(x).add_(x).add_(1.0)
     power = n.add_(127.0).to(torch.int32).mul_(1 << 23).view(torch.float32)  # 2^n; 0 for n = -127
     return torch.mul(p, power, out=x)
+
+
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+
+
+def _tanh(x: Tensor) -> Tensor:
+    """tanh(x) in fp32, of exactly rounded steps as `_exp_` is: a polynomial below 0.625, from there on
+    (1 - e) / (1 + e) with e = exp(-2 |x|)."""
+    square = x * x
+    small = square * _TANH[0]
+    for coefficient in _TANH[1:]:
+        small.add_(coefficient).mul_(square)
+    small.mul_(x).add_(x)
+    size = x.abs()
+    e = _exp_(size * -2.0)
+    large = torch.copysign((1.0 - e).div_(e + 1.0), x)
+    return torch.where(size < 0.625, small, large)
+
+
+def _scores_(products: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Products as scores, in place, and the tanh that is in them. A factor of 1 / softcap, since a GPU divides by a
+    number of Python's as a product with its reciprocal."""
+    products.mul_(scale)
+    if softcap is None:
+        return products, None
+    tanh = _tanh(products.mul_(1.0 / softcap))
+    return torch.mul(tanh, softcap, out=products), tanh
 
 
 def _weights_(scores: Tensor, allowed: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -149,16 +180,17 @@ def _run_attention(
     arithmetic: str,
     k_chunk: int | None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, _, _), groups, out_width = q.shape, k.shape[1], v.shape[-1]
-    out, total = _fake_attention(q, k, v, allowed, scale, arithmetic, k_chunk, sinks)
+    out, total = _fake_attention(q, k, v, allowed, scale, arithmetic, k_chunk, sinks, softcap)
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), total.fill_(1.0)
     values, keys = _with_ones(v), k.mT
     sink = None if sinks is None else sinks.float().view(groups, -1, 1, 1)
     for first, last in _blocks(q, k, heads):
         rows = _by_group(q[:, :, first:last], groups).flatten(2, 3)
-        scores = _gemm(rows, keys, None, torch.float32, arithmetic, k_chunk).mul_(scale)
+        scores, _ = _scores_(_gemm(rows, keys, None, torch.float32, arithmetic, k_chunk), scale, softcap)
         shape = (batch, groups, heads // groups, last - first, k.shape[2])
         weights, of_sink = _weights_(scores.view(shape), _mask_of(allowed, groups, first, last), sink)
         sums = _gemm(weights.view(scores.shape), values, None, None, "ieee").view(batch, heads, last - first, -1)
@@ -183,9 +215,10 @@ def _run_attention_backward(
     arithmetic: str,
     k_chunk: int | None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """With p = weights / total: dv = p^T dout, ds = scale p (dout v^T - sum(dout out)), dq = ds k, dk = ds^T q; and for
-    a sink, whose p is one more of a row's, dsink = -sum(p sum(dout out)).
+    a sink, whose p is one more of a row's, dsink = -sum(p sum(dout out)). Under a softcap ds takes 1 - tanh^2 too.
 
     dk and dv sum over the heads of a group, one after the other, and in each over its queries in their order; dsink
     over all queries of its head, sequence after sequence.
@@ -206,7 +239,7 @@ def _run_attention_backward(
             mask = _mask_of(allowed, groups, first, last)
             if mask is not None:
                 mask = mask[:, :, member if mask.shape[2] > 1 else 0]
-            scores = _gemm(queries, k.mT, None, single, arithmetic, k_chunk).mul_(scale)
+            scores, tanh = _scores_(_gemm(queries, k.mT, None, single, arithmetic, k_chunk), scale, softcap)
             p, of_sink = _weights_(scores, mask, None if sink is None else sink[:, member])
             p.div_(totals[..., None])
             ds = _gemm(douts, v.mT, None, single, arithmetic, k_chunk)
@@ -216,6 +249,8 @@ def _run_attention_backward(
             if of_sink is not None:
                 _by_group(of_sinks, groups)[:, :, member, first:last] = (of_sink[..., 0] / totals).mul_(delta[..., 0])
             ds.mul_(p).mul_(scale)
+            if tanh is not None:
+                ds.mul_(1.0 - tanh.mul_(tanh))
             dqs.copy_(_gemm(ds, keys, None, q.dtype, "ieee"))
             pydet.gemm_db(p, wide, out=dv, accumulate=True, arithmetic="ieee")
             pydet.gemm_db(ds, queries.to(single).contiguous(), out=dk, accumulate=True, arithmetic="ieee")
@@ -242,6 +277,7 @@ def _fake_attention(
     arithmetic: str,
     k_chunk: int | None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     shapes = ", ".join(f"{name} {'x'.join(map(str, x.shape))}" for name, x in (("q", q), ("k", k), ("v", v)))
     fits = (
@@ -261,6 +297,8 @@ def _fake_attention(
     if sinks is not None and (tuple(sinks.shape) != (q.shape[1],) or sinks.dtype not in DTYPES):
         got = f"{sinks.dtype} {tuple(sinks.shape)}"
         fail(constants.PYDET_INVALID_SHAPE, f"attention: sinks is {got}, want one number a head, ({q.shape[1]},)")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        fail(INVALID_VALUE, f"attention: softcap is {softcap}, want a positive number, or None")
     if allowed is not None:
         want_mask = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         if allowed.dtype != torch.bool:
@@ -276,7 +314,7 @@ def _fake_attention(
 
 
 def _fake_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, sinks: Tensor | None = None
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, sinks: Tensor | None = None, softcap: Any = None
 ) -> tuple[Tensor, ...]:
     sinks = rest[6] if len(rest) > 6 else sinks
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
@@ -286,20 +324,29 @@ def _fake_attention_backward(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, sinks: Tensor | None, *options: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        allowed: Tensor | None,
+        sinks: Tensor | None,
+        softcap: float | None,
+        *options: Any,
     ) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            out, total = torch.ops.pydet.attention(q, k, v, allowed, *options, sinks)
+            out, total = torch.ops.pydet.attention(q, k, v, allowed, *options, sinks, softcap)
         ctx.save_for_backward(q, k, v, allowed, out, total, sinks)
-        ctx.options = options
+        ctx.options, ctx.softcap = options, softcap
         ctx.mark_non_differentiable(total)
         return out, total
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
         q, k, v, allowed, out, total, sinks = ctx.saved_tensors
-        *gradients, dsinks = torch.ops.pydet.attention_backward(dout, q, k, v, allowed, out, total, *ctx.options, sinks)
-        return *gradients, None, None if sinks is None else dsinks, None, None, None
+        *gradients, dsinks = torch.ops.pydet.attention_backward(
+            dout, q, k, v, allowed, out, total, *ctx.options, sinks, ctx.softcap
+        )
+        return *gradients, None, None if sinks is None else dsinks, None, None, None, None
 
 
 def _differentiable_attention(
@@ -311,12 +358,13 @@ def _differentiable_attention(
     arithmetic: str,
     k_chunk: int | None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Any:
     options = scale, arithmetic, k_chunk
     if any(x is not None and x.requires_grad for x in (q, k, v, sinks)) and torch.is_grad_enabled():
-        return ops._differentiate(_Attention, "attention", q, k, v, allowed, sinks, *options)
+        return ops._differentiate(_Attention, "attention", q, k, v, allowed, sinks, softcap, *options)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.pydet.attention(q, k, v, allowed, *options, sinks)
+        return torch.ops.pydet.attention(q, k, v, allowed, *options, sinks, softcap)
 
 
 for _name, _schema in _SCHEMAS.items():
@@ -337,8 +385,9 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
     """Registers :func:`attention` with Transformers, for ``model.set_attn_implementation(name)``.
 
     From then on attention in that model has bits that do not depend on the batch, on padding, or on whether a token
-    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in every forward call. Sinks (gpt-oss) are
-    taken; attention dropout, soft-capped scores and position biases are refused when they are met, with a sentence.
+    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in every forward call. Sinks (gpt-oss)
+    and soft-capped scores (Gemma 2) are taken; attention dropout and position biases are refused when they are met,
+    with a sentence.
 
     Args:
         name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
@@ -366,7 +415,7 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
     ) -> tuple[Tensor, None]:
         if dropout:
             fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
-        for option in ("softcap", "position_bias", "head_mask"):
+        for option in ("position_bias", "head_mask"):
             if options.get(option) is not None:
                 fail(UNSUPPORTED, f"attention: the model has {option}, which pydet's attention does not take")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -378,7 +427,8 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        how: dict[str, Any] = {"sinks": options.get("s_aux"), "arithmetic": arithmetic, "k_chunk": k_chunk}
+        how: dict[str, Any] = {"sinks": options.get("s_aux"), "softcap": options.get("softcap")}
+        how |= {"arithmetic": arithmetic, "k_chunk": k_chunk}
         y = attention(query, key, value, attention_mask, scale=scale, **how)
         return y.transpose(1, 2).contiguous(), None
 
