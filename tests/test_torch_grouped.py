@@ -305,7 +305,7 @@ def test_refusals():
     refuses(r"grouped_gemm: ", a[:, 1:], b, offs=offs)
     meta = [x.to("meta") for x in (a, b, offs)]
     for shapes, pattern in (
-        ((meta[0], meta[1].bfloat16(), meta[2]), r"b is torch.bfloat16, want torch.float32 as a is"),
+        ((meta[0], meta[1].bfloat16(), meta[2]), r"b is bfloat16, want float32 as a is"),
         ((meta[0], meta[1], meta[2].long()), r"group_end is torch.int64, want int32"),
         ((meta[0], meta[1], offs), r"group_end is on cpu, a is on meta"),
         ((meta[0][0], meta[1], meta[2]), r"a \(16,\), b \(3, 16, 5\), group_end \(3,\), want a matrix"),

@@ -106,10 +106,12 @@ def _fake_grouped_gemm(
     arithmetic: str = "auto",
     k_chunk: int | None = None,
 ) -> Tensor:
-    ops._check_traced(_OP, a=a, b=b, bias=bias)
+    left, right, added = ops._operands(_OP, a=a, b=b, bias=bias)
+    for operand in (left, right, added):
+        if operand is not None:
+            ops.TRACED.read(_OP, operand, 1)
     unknown(arithmetic, _OP, "arithmetic")
-    if a.dtype != b.dtype:
-        fail(INVALID_DTYPE, f"{_OP}: b is {b.dtype}, want {a.dtype} as a is")
+    ops.TRACED.same_type(_OP, left, right)
     if group_end.dtype != torch.int32:
         fail(INVALID_DTYPE, f"{_OP}: group_end is {group_end.dtype}, want int32")
     if group_end.device != a.device:
