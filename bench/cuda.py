@@ -20,7 +20,7 @@ import torch
 
 import pydet
 import pydet.torch
-from bench import harness, model_shapes, plot
+from bench import cuda_fp8, harness, model_shapes, plot
 from bench.harness import Row, Variant
 
 L2_BYTES = 50 << 20
@@ -103,7 +103,11 @@ class Cuda:
 
     def read(self, tensor):
         """A hash of all its words and their places, made on the device."""
-        words = tensor.contiguous().view({4: torch.int32, 2: torch.int16}[tensor.element_size()]).reshape(-1)
+        words = (
+            tensor.contiguous()
+            .view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()])
+            .reshape(-1)
+        )
         total = 0
         for first in range(0, words.numel(), 1 << 26):
             part = words[first : first + (1 << 26)].long()
@@ -569,7 +573,7 @@ def random_summary(entries):
     return lines
 
 
-ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "decode": decode_rows, "rmsnorm": norm_rows}
+ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "decode": decode_rows, "rmsnorm": norm_rows, **cuda_fp8.ROWS}
 
 
 def summary(entries):

@@ -75,7 +75,7 @@ def print_report(found: dict[str, Any]) -> None:
     print("\nKernels (in the order in which they are tried)")
     for kernel in found["kernels"]:
         mark = "" if kernel["available"] else "  (not on this machine)"
-        arithmetic = kernel["arithmetic"] if kernel["operation"] == "gemm" else ""
+        arithmetic = kernel["arithmetic"] if kernel["operation"].endswith("gemm") else ""
         print(f"  {kernel['name']:32}  {arithmetic:6}  {kernel['dtypes']:14}  {kernel['requires']}{mark}")
     if not found["kernels"]:
         print("  none")
