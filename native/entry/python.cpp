@@ -381,84 +381,91 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
 
 // ---- Softmax -----------------------------------------------------------------------------------------------------
 
-// -> y
+// The arguments of the methods below: operands, then these three.
+template <int count> struct RowArguments {
+  Object *operands[count], *out, *kernel, *stream;
+};
+static_assert(sizeof(RowArguments<1>) == sizeof(pydet_softmax_arguments) &&
+                  sizeof(RowArguments<2>) == sizeof(pydet_softmax_backward_arguments) &&
+                  sizeof(RowArguments<2>) == sizeof(pydet_log_prob_arguments) &&
+                  sizeof(RowArguments<3>) == sizeof(pydet_log_prob_backward_arguments),
+              "as python.h has them");
+
+// What they have of their own: the operands' names, which of them the result is like, and whether that has one number a
+// row of it, in fp32.
+template <int count> struct RowWords {
+  const char *op, *operands[count];
+  int like;
+  bool one_a_row;
+};
+
+// -> the result, which operation(library, stream, descriptors of the operands, of the result) has filled in
+template <int count, class Options, class Operation>
+Object *call_rows(const RowWords<count> &words, Object *const *names, Options *options, const Operation &operation,
+                  Object *const *args, intptr_t given_count, Object *keywords) {
+  PythonCall call(words.op);
+  RowArguments<count> given;
+  if (!call.arguments(names, count, args, given_count, keywords, &given)) return nullptr;
+  Operand *operands[count];
+  for (int i = 0; i < count; ++i)
+    if (!(operands[i] = call.read(words.operands[i], given.operands[i]))) return nullptr;
+  Operand *out = call.read_optional("out", given.out, true);
+  options->struct_size = sizeof *options;
+  if (!out || !call.text_of("kernel", given.kernel, &options->kernel) || !call.choose_library(given.stream))
+    return nullptr;
+  const pydet_tensor &like = operands[words.like]->tensor;
+  const int ndim = words.one_a_row ? (like.ndim < 1 ? 0 : like.ndim - 1) : like.ndim;
+  if (!make_like(call, like, ndim, words.one_a_row ? int(Type::f32) : type_index(like.dtype), &out)) return nullptr;
+  const pydet_tensor *tensors[count];
+  for (int i = 0; i < count; ++i) tensors[i] = tensor_of(operands[i]);
+  const bool done = call.run(elements(like),
+                             [&](void *stream) { return operation(call.library(), stream, tensors, tensor_of(out)); });
+  return done ? call.result(out) : nullptr;
+}
+
+using Tensors = const pydet_tensor *const *;
+
 template <bool log> Object *call_softmax(Object *, Object *const *args, intptr_t count, Object *keywords) {
-  PythonCall call(log ? "log_softmax" : "softmax");
-  pydet_softmax_arguments given;
-  if (!call.arguments(exchange->softmax_names, 1, args, count, keywords, &given)) return nullptr;
-  Operand *x = call.read("x", given.x);
-  Operand *y = x ? call.read_optional("out", given.out, true) : nullptr;
   pydet_softmax_options options = {};
-  options.struct_size = sizeof options;
   options.log = log;
-  if (!y || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream))
-    return nullptr;
-  if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &y)) return nullptr;
-  const bool done = call.run(elements(x->tensor), [&](void *stream) {
-    return call.library().softmax(stream, tensor_of(x), tensor_of(y), &options);
-  });
-  return done ? call.result(y) : nullptr;
+  return call_rows<1>(
+      {log ? "log_softmax" : "softmax", {"x"}, 0, false}, exchange->softmax_names, &options,
+      [&](const Library &library, void *stream, Tensors in, const pydet_tensor *y) {
+        return library.softmax(stream, in[0], y, &options);
+      },
+      args, count, keywords);
 }
 
-// -> dx
 template <bool log> Object *call_softmax_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
-  PythonCall call(log ? "log_softmax_backward" : "softmax_backward");
-  pydet_softmax_backward_arguments given;
-  if (!call.arguments(exchange->softmax_backward_names, 2, args, count, keywords, &given)) return nullptr;
-  Operand *dy = call.read("dy", given.dy);
-  Operand *y = dy ? call.read("y", given.y) : nullptr;
-  Operand *dx = y ? call.read_optional("out", given.out, true) : nullptr;
   pydet_softmax_options options = {};
-  options.struct_size = sizeof options;
   options.log = log;
-  if (!dx || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream))
-    return nullptr;
-  if (!make_like(call, y->tensor, y->tensor.ndim, type_index(y->tensor.dtype), &dx)) return nullptr;
-  const bool done = call.run(elements(y->tensor), [&](void *stream) {
-    return call.library().softmax_backward(stream, tensor_of(dy), tensor_of(y), tensor_of(dx), &options);
-  });
-  return done ? call.result(dx) : nullptr;
+  return call_rows<2>(
+      {log ? "log_softmax_backward" : "softmax_backward", {"dy", "y"}, 1, false}, exchange->softmax_backward_names,
+      &options,
+      [&](const Library &library, void *stream, Tensors in, const pydet_tensor *dx) {
+        return library.softmax_backward(stream, in[0], in[1], dx, &options);
+      },
+      args, count, keywords);
 }
 
-// -> log_prob
 Object *call_log_prob(Object *, Object *const *args, intptr_t count, Object *keywords) {
-  PythonCall call("log_prob");
-  pydet_log_prob_arguments given;
-  if (!call.arguments(exchange->log_prob_names, 2, args, count, keywords, &given)) return nullptr;
-  Operand *x = call.read("x", given.x);
-  Operand *index = x ? call.read("index", given.index) : nullptr;
-  Operand *result = index ? call.read_optional("out", given.out, true) : nullptr;
   pydet_log_prob_options options = {};
-  options.struct_size = sizeof options;
-  if (!result || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream))
-    return nullptr;
-  const int ndim = x->tensor.ndim < 1 ? 0 : x->tensor.ndim - 1;
-  if (!make_like(call, x->tensor, ndim, int(Type::f32), &result)) return nullptr;
-  const bool done = call.run(elements(x->tensor), [&](void *stream) {
-    return call.library().log_prob(stream, tensor_of(x), tensor_of(index), tensor_of(result), &options);
-  });
-  return done ? call.result(result) : nullptr;
+  return call_rows<2>(
+      {"log_prob", {"x", "index"}, 0, true}, exchange->log_prob_names, &options,
+      [&](const Library &library, void *stream, Tensors in, const pydet_tensor *log_prob) {
+        return library.log_prob(stream, in[0], in[1], log_prob, &options);
+      },
+      args, count, keywords);
 }
 
-// -> dx
 Object *call_log_prob_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
-  PythonCall call("log_prob_backward");
-  pydet_log_prob_backward_arguments given;
-  if (!call.arguments(exchange->log_prob_backward_names, 3, args, count, keywords, &given)) return nullptr;
-  Operand *dlog_prob = call.read("dlog_prob", given.dlog_prob);
-  Operand *x = dlog_prob ? call.read("x", given.x) : nullptr;
-  Operand *index = x ? call.read("index", given.index) : nullptr;
-  Operand *dx = index ? call.read_optional("out", given.out, true) : nullptr;
   pydet_log_prob_options options = {};
-  options.struct_size = sizeof options;
-  if (!dx || !call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream))
-    return nullptr;
-  if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
-  const bool done = call.run(elements(x->tensor), [&](void *stream) {
-    return call.library().log_prob_backward(stream, tensor_of(dlog_prob), tensor_of(x), tensor_of(index), tensor_of(dx),
-                                            &options);
-  });
-  return done ? call.result(dx) : nullptr;
+  return call_rows<3>(
+      {"log_prob_backward", {"dlog_prob", "x", "index"}, 1, false}, exchange->log_prob_backward_names, &options,
+      [&](const Library &library, void *stream, Tensors in, const pydet_tensor *dx) {
+        return library.log_prob_backward(stream, in[0], in[1], in[2], dx, &options);
+      },
+      args, count, keywords);
 }
 
 const MethodDef kMethods[] = {
