@@ -13,6 +13,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 
 from pydet.torch.attention import attention, register_attention
 from pydet.torch.conversion import Conversion, convert
+from pydet.torch.experts import register_experts
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
 from pydet.torch.grouped import grouped_mm
@@ -34,6 +35,7 @@ __all__ = [
     "linear",
     "override_aten",
     "register_attention",
+    "register_experts",
     "rms_norm",
     "scaled_mm",
     "skinny_linear",

@@ -28,13 +28,19 @@ class AccumulatingLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, arithmetic: str, k_chunk: int | None
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        arithmetic: str,
+        k_chunk: int | None,
+        read_as: torch.dtype | None = None,
     ) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x)
         ctx.w, ctx.bias, ctx.options = w, bias, {"arithmetic": arithmetic, "k_chunk": k_chunk}
-        return torch.ops.pydet.skinny_gemm(x, w, bias, None, arithmetic, k_chunk)
+        return torch.ops.pydet.skinny_gemm(x, w.to(read_as or w.dtype), bias, None, arithmetic, k_chunk)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -47,7 +53,45 @@ class AccumulatingLinear(torch.autograd.Function):
         if bias is not None and bias.requires_grad:
             ones = torch.ones_like(rows[:, :1])
             pydet.gemm_db(ones, rows, out=main_grad(bias)[None], accumulate=True, **ctx.options)
-        return dx, None, None, None, None
+        return dx, None, None, None, None, None
+
+
+class AccumulatingExperts(torch.autograd.Function):
+    """A layer of experts on rows in groups, ``[G, N, K]`` matrices or transposed ``[G, K, N]``, likewise."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        group_end: torch.Tensor,
+        transposed: bool,
+        arithmetic: str,
+        k_chunk: int | None,
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        ctx.save_for_backward(x, group_end)
+        ctx.w, ctx.bias, ctx.transposed, ctx.how = w, bias, transposed, (arithmetic, k_chunk)
+        return torch.ops.pydet.grouped_gemm(x, w if transposed else w.mT, group_end, bias, None, arithmetic, k_chunk)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        (x, ends), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
+        rows, x, dx = _rows(dy.to(x.dtype)), _rows(x), None
+        into = {"accumulate": True, "arithmetic": ctx.how[0], "k_chunk": ctx.how[1]}
+        if ctx.needs_input_grad[0]:
+            matrices = w.detach().to(x.dtype)
+            matrices = matrices.mT if ctx.transposed else matrices
+            dx = torch.ops.pydet.grouped_gemm(rows, matrices, ends, None, None, *ctx.how)
+        if w.requires_grad:
+            left, right = (x, rows) if ctx.transposed else (rows, x)
+            pydet.grouped_gemm(left.t(), right, ends, out=main_grad(w), **into)
+        if bias is not None and bias.requires_grad:
+            ones = rows.new_ones((1, rows.shape[0]))
+            pydet.grouped_gemm(ones, rows, ends, out=main_grad(bias)[:, None], **into)
+        return dx, None, None, None, None, None, None
 
 
 class AccumulatingRmsNorm(torch.autograd.Function):

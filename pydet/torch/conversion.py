@@ -13,6 +13,7 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
+from pydet.torch import experts
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Conv1D, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
@@ -101,22 +102,27 @@ def _obstacle(module: torch.nn.Module) -> str | None:
 
 
 def _becomes(
-    module: torch.nn.Module, arithmetic: Arithmetic, k_chunk: int | None, fp8: bool
+    module: torch.nn.Module, arithmetic: Arithmetic, k_chunk: int | None, fp8: bool, is_router: bool
 ) -> tuple[type, dict[str, Any]] | str | None:
     """The class and the attributes of what it becomes; or why it stays; or None where neither is to be said."""
     kind = type(module)
     if fp8 and kind in (torch.nn.Linear, Linear):
         own = {"arithmetic": arithmetic, "power_of_two": False, "weight_scale_inv": None}
         return _obstacle(module) or (Fp8Linear, own)
-    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm):
+    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | experts.Router) or experts.of_pydet(module):
         return None
     if _is_block_scaled(module):
         return _block_scaled(module, arithmetic) if fp8 else "its weight is fp8, with scales; convert(model, fp8=True)"
+    how = {"arithmetic": arithmetic, "k_chunk": k_chunk}
+    if experts.is_experts(module):
+        return _obstacle(module) or (kind, how)
+    if is_router and not isinstance(module, torch.nn.Linear):
+        return _obstacle(module) or experts.why_no_router(module) or (experts.router_class(kind), how)
     products: dict[type, type] = {torch.nn.Linear: Linear}
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         products[kind] = Conv1D
     if kind in products:
-        return _obstacle(module) or (products[kind], {"arithmetic": arithmetic, "k_chunk": k_chunk})
+        return _obstacle(module) or (products[kind], how)
     if _is_norm(module):
         return _obstacle(module) or _norm(module)
     return _reason_to_leave(module)
@@ -264,12 +270,15 @@ def convert(
     fp8: bool | Callable[[str, torch.nn.Module], bool] = False,
     strict: bool = False,
 ) -> Conversion:
-    """Makes ``nn.Linear``, ``nn.RMSNorm``, RMSNorms like LlamaRMSNorm or GemmaRMSNorm, and GPT-2's Conv1D pydet's.
+    """Makes ``nn.Linear``, RMSNorms by any name, GPT-2's Conv1D, and Transformers' experts and their routers pydet's.
 
     In place: a module stays the same object with the same parameters, hooks, attributes and names, and changes its
     class, so tied weights stay tied and optimizers keep them. What pydet would compute otherwise than the module does
-    is left alone, with the reason. Convert before ``fully_shard``, ``accelerate``'s hooks and quantization, and after
-    ``peft.get_peft_model`` (or again after it: adapters that are attached later are PyTorch's until then).
+    is left alone, with the reason. Experts are those that ask Transformers' experts interface (Mixtral, Qwen3-MoE,
+    DeepSeek-V3, gpt-oss and others); their configuration, and so models that share it, then say ``"pydet"``.
+
+    Convert before ``fully_shard``, ``accelerate``'s hooks and quantization, and after ``peft.get_peft_model`` (or again
+    after it: adapters that are attached later are PyTorch's until then).
 
     Args:
         model: any module.
@@ -289,10 +298,11 @@ def convert(
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"convert: model is {type(model).__qualname__}, want a torch.nn.Module")
     unknown(arithmetic, "convert", "arithmetic")
-    report, plans = Conversion(), {}
+    report, plans, routers = Conversion(), {}, experts.routers_of(model)
     for name, module in model.named_modules(remove_duplicate=False):
         if module not in plans:
-            plans[module] = _becomes(module, arithmetic, k_chunk, fp8(name, module) if callable(fp8) else fp8)
+            of_fp8 = fp8(name, module) if callable(fp8) else fp8
+            plans[module] = _becomes(module, arithmetic, k_chunk, of_fp8, module in routers)
         plan = plans[module]
         if isinstance(plan, str):
             report.left[name] = plan
@@ -307,6 +317,8 @@ def convert(
             module.__class__, attributes = plan
             for name, value in attributes.items():
                 setattr(module, name, value)
+            if experts.is_experts(module):
+                experts.use_pydet(module)
     _watch_for_adapters()
     return report
 

@@ -11,6 +11,7 @@ from pydet._native import INVALID_VALUE, fail
 from pydet.ops import Arithmetic
 from pydet.torch import functions
 from pydet.torch.accumulate import AccumulatingLinear, AccumulatingRmsNorm, main_grad
+from pydet.torch.experts import Router, of_pydet
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.ops import matrix
 
@@ -134,6 +135,10 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
     where there is one), at multiples of 128 rows for :class:`Fp8Linear`, and of ``pydet.DWEIGHT_ROWS`` for
     :class:`RMSNorm`. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between steps.
+
+    In arithmetic ``ieee`` without ``k_chunk``, linear layers, routers and experts may be cut anywhere. In others what
+    counts for experts is the number of rows that came to each, which the routing decides.
+
     ``torch.compile`` leaves these modules to eager mode, and refuses them under ``fullgraph=True``.
 
     A parameter of several modules (tied weights) sums them in the order in which backward reaches them, which is then
@@ -141,7 +146,7 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
     Args:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen) and :class:`RMSNorm`
-            take part.
+            take part, and the routers and experts that :func:`convert` swapped.
 
     Returns:
         The parameters that have a ``main_grad`` now; those of other modules keep their ``grad``.
@@ -152,8 +157,9 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
     parameters: list[torch.nn.Parameter] = []
+    module: Any
     for module in model.modules():
-        if isinstance(module, Linear | Fp8Linear | RMSNorm):
+        if isinstance(module, Linear | Fp8Linear | RMSNorm | Router) or of_pydet(module):
             module.accumulates = True
             frozen = ("weight", "weight_scale_inv") if getattr(module, "weight_scale_inv", None) is not None else ()
             for name, parameter in module.named_parameters(recurse=False):
