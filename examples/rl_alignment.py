@@ -3,6 +3,7 @@
     python examples/rl_alignment.py                        # about 0.7 B parameters on a GPU
     python examples/rl_alignment.py --config config.json   # the shape of a Llama of Hugging Face's
     python examples/rl_alignment.py --small                # a minute model on the CPU
+    python examples/rl_alignment.py --fp8                  # once more, with linear layers in fp8 (on a Hopper GPU)
 
 A model of Llama's architecture with random weights (bf16, grouped-query attention, static cache) samples sequences in
 batches of 1, 3 and all, one token at a time, in CUDA graphs on a GPU; a sequence has the same noise in every batch.
@@ -13,7 +14,8 @@ batch, tokens a second, and the time of a training step.
 
 This three times: with PyTorch alone, whose gradients add up in the parameters' type; with PyTorch's modules under
 pydet.torch.override_aten(), which takes over the products and leaves the adding up to PyTorch; and converted, with
-gradients that add up in fp32.
+gradients that add up in fp32. With --fp8 also converted to Fp8Linear, all layers but lm_head: the trainer quantises its
+bf16 weights in every call, and the rollout has a copy of the model that keeps them quantised.
 
 What is between the products and norms works row by row: rotary embedding, SiLU, and softmax over the whole cache, whose
 length is the same everywhere. Micro-batches are padded to a multiple of pydet.DWEIGHT_ROWS rows, and the embedding's
@@ -21,6 +23,7 @@ gradient is a product with one-hot rows; so all gradients are sums that go on fr
 """
 
 import argparse
+import copy
 import datetime
 import json
 import platform
@@ -367,9 +370,12 @@ def card():
     return dict(zip(names.split(","), done.stdout.splitlines()[0].split(", "), strict=True))
 
 
-def compare(model, tokens, lengths, weights, noise, product, batches):
-    """All the counts of one way to compute. Of `tokens` only the first of each sequence is used."""
-    rollouts = {batch: decode(model, tokens[:batch, 0], tokens.shape[1] - 1, noise, product) for batch in batches}
+def compare(model, tokens, lengths, weights, noise, product, batches, rollout=None):
+    """All the counts of one way to compute. Of `tokens` only the first of each sequence is used. `rollout` samples, if
+    it is given, and else the model."""
+    rollouts = {
+        batch: decode(rollout or model, tokens[:batch, 0], tokens.shape[1] - 1, noise, product) for batch in batches
+    }
     tokens, result = rollouts[batches[-1]][0], {}
     for batch, (sampled, found, rate) in rollouts.items():
         sequences = torch.cat((sampled, tokens[batch:]))
@@ -396,9 +402,19 @@ def compare(model, tokens, lengths, weights, noise, product, batches):
     return result
 
 
+def frozen_copy(model):
+    """The model for a rollout: its weights in fp8, quantised once."""
+    rollout = copy.deepcopy(model)
+    for layer in rollout.modules():
+        if isinstance(layer, pydet.torch.Fp8Linear):
+            layer.freeze()
+    return rollout
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a minute model on the CPU")
+    parser.add_argument("--fp8", action="store_true", help="once more, with linear layers in fp8")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--config", type=Path, help="a config.json of a Llama, for the model's shape")
     options = parser.parse_args()
@@ -422,6 +438,7 @@ def main():
     report = {
         "command": "python examples/rl_alignment.py"
         + " --small" * options.small
+        + " --fp8" * options.fp8
         + (f" --config {options.config.name}" if options.config else ""),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
@@ -443,14 +460,21 @@ def main():
     embedding.weight.main_grad = torch.zeros_like(embedding.weight, dtype=torch.float32)
     report["swapped for pydet"], report["left"] = len(conversion.swapped), conversion.left
     report["pydet"] = compare(model, tokens, lengths, weights, noise, pydet.torch.gemm, batches)
+    if options.fp8:
+        pydet.torch.convert(model, fp8=lambda name, _: name != "lm_head")
+        rollout = frozen_copy(model)
+        report["pydet, fp8"] = compare(
+            model, tokens, lengths, weights, noise, pydet.torch.gemm, batches, rollout=rollout
+        )
     if device == "cuda":
         report["card after"] = card()
     print(json.dumps(report, indent=2))
     if options.out:
         options.out.write_text(json.dumps(report, indent=2) + "\n")
-    ours, missed = report["pydet"], report["override_aten"]["not caught"]
+    missed = report["override_aten"]["not caught"]
     counts = ("differ", "differ from the trainer's", "not those of the largest batch")
-    wrong = sum(entry.get(name, 0) for entry in ours.values() for name in counts)
+    ours = [entry for way in ("pydet", "pydet, fp8") for entry in report.get(way, {}).values()]
+    wrong = sum(entry.get(name, 0) for entry in ours for name in counts)
     print(f"with pydet {wrong} things differ; override_aten missed {sum(missed.values())} products")
     raise SystemExit(1 if wrong or missed else 0)
 
