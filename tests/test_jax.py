@@ -659,6 +659,77 @@ def test_what_the_library_refuses_has_its_sentence():
         jax.block_until_ready(pj.gemm(normal(3, 4), normal(4, 5), arithmetic="sm90"))
 
 
+# ---- Groups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def grouped(device):
+    kernels = [k for k in pydet.kernels() if k.operation == "grouped_gemm" and k.device == device and k.available]
+    if not {"ieee", "sm90"} <= {kernel.arithmetic for kernel in kernels}:
+        pytest.skip(f"no kernel of grouped_gemm on {device} here")
+
+
+def by_group(eager, a, b, sizes, **options):
+    """ragged_dot by a gemm for each group."""
+    out, first = np.zeros((a.shape[0], b.shape[2]), options.pop("dtype", a.dtype)), 0
+    for matrix, size in zip(b, sizes, strict=True):
+        last = min(first + size, a.shape[0])
+        out[first:last] = eager.gemm(a[first:last], matrix, out_dtype=out.dtype.name, **options)
+        first = last
+    return out
+
+
+def test_ragged_dot_and_its_gradients(grouped, eager, dtype, arithmetic):
+    a, b, dc = normal(33, 24, dtype=dtype), normal(4, 24, 20, dtype=dtype), normal(33, 20, dtype=dtype, seed=1)
+    options = {"arithmetic": arithmetic, "k_chunk": 16}
+    both = jax.jit(lambda a, b, sizes, dc: vjp(lambda a, b: pj.ragged_dot(a, b, sizes, **options), (a, b), dc))
+    for sizes in ([3, 0, 17, 13], [0, 0, 0, 0], [0, 33, 0, 0], [1, 1, 15, 9], [20, 20, 20, 20]):
+        there = np.array(sizes, np.int32)
+        want = by_group(eager, a, b, sizes, **options)
+        got, (da, db) = both(a, b, there, dc)
+        same(got, want)
+        same(da, by_group(eager, dc, np.ascontiguousarray(b.swapaxes(1, 2)), sizes, **options))
+        ends = np.minimum(np.cumsum([0, *sizes]), 33)
+        for g in range(4):
+            rows = slice(ends[g], ends[g + 1])
+            same(db[g], eager.gemm_db(a[rows], dc[rows], **options))
+    wide = pj.ragged_dot(a, b, there, out_dtype="float32", arithmetic=arithmetic)
+    same(wide, by_group(eager, a, b, sizes, dtype=np.dtype(np.float32), arithmetic=arithmetic))
+
+
+def test_ragged_dot_in_transforms(grouped, eager):
+    """Sizes that are traced; batches; second gradients, since backward is made of the same products."""
+    a, b = normal(3, 33, 24), normal(4, 24, 20)
+    sizes = np.array([[3, 0, 17, 13], [33, 0, 0, 0], [1, 2, 3, 4]], np.int32)
+    want = [by_group(eager, x, b, s, arithmetic="ieee") for x, s in zip(a, sizes, strict=True)]
+    all_same(jax.jit(jax.vmap(pj.ragged_dot, in_axes=(0, None, 0)))(a, b, sizes), want)
+    all_same(jax.lax.map(lambda x: pj.ragged_dot(x[0], b, x[1]), (a, sizes)), want)
+    ours, theirs = (
+        jax.jit(jax.grad(lambda a, f=f: jax.grad(lambda x: (f(x, b, sizes[0]) ** 2).sum())(a).sum()))(a[0])
+        for f in (pj.ragged_dot, jax.lax.ragged_dot)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_ragged_dot_refuses():
+    a, b, sizes = normal(9, 16), normal(3, 16, 5), np.array([1, 5, 3], np.int32)
+    for arguments, pattern in (
+        ((a[0], b, sizes), r"lhs is 16, want TxK"),
+        ((a, b[0], sizes), r"rhs is 16x5, want GxKxN"),
+        ((a[:, 1:], b, sizes), r"rhs is 3x16x5, want Gx15xN"),
+        ((a, b.astype(np.float16), sizes), r"rhs is float16, want float32 as lhs"),
+        ((a, b, sizes.astype(np.int16)), r"group_sizes is int16, want an int32 array"),
+        ((a, b, [1, 5, 3]), r"group_sizes is list, want an int32 array"),
+        ((a, b, sizes[:2]), r"group_sizes is 2, want 3"),
+    ):
+        with pytest.raises(pydet.Error, match=f"^ragged_dot: {pattern}"):
+            pj.ragged_dot(*arguments)
+    with pytest.raises(pydet.Error, match="ragged_dot: arithmetic is 'sm91'"):
+        pj.ragged_dot(a, b, sizes, arithmetic="sm91")
+    with pytest.raises((pydet.Error, TypeError), match="forward-mode"):
+        jax.jvp(lambda a: pj.ragged_dot(a, b, sizes), (a,), (a,))
+
+
 # ---- Graphs of commands ----------------------------------------------------------------------------------------------
 
 COUNTED = """
@@ -703,7 +774,8 @@ COUNTED = """
         name = {"cpu": "cpu", "gpu": "CUDA"}[platform]
         jax.ffi.register_ffi_target(f"counted_{target}", jax.ffi.pycapsule(counted), platform=name)
 
-    for target in pj._TARGETS:
+    targets = ("gemm", "rmsnorm", "rmsnorm_backward")
+    for target in targets:
         count(target)
     real = jax.ffi.ffi_call
     jax.ffi.ffi_call = lambda name, *rest, **more: real(name.replace("pydet_", "counted_"), *rest, **more)
@@ -743,7 +815,7 @@ COUNTED = """
         for got, expected in zip((y, dw, dweight, total), (want[0], both, *want[3:]), strict=True):
             assert np.asarray(got).tobytes() == expected.tobytes(), i
         del got, y, dw, dweight, total
-    print(RUNS, *([calls[target] for target in pj._TARGETS] for calls in (executed, captured)))
+    print(RUNS, *([calls[target] for target in targets] for calls in (executed, captured)))
 """
 
 
@@ -751,7 +823,8 @@ def executions(platform, **environment):
     """(runs of a program, how often each of its handlers was called, how often while a stream was being captured)."""
     words = in_another_process(COUNTED, PLATFORM=platform, **environment).split(maxsplit=1)
     executed, captured = (map(int, calls.split(", ")) for calls in re.findall(r"\[(.*?)\]", words[1]))
-    return int(words[0]), dict(zip(pj._TARGETS, executed, strict=True)), dict(zip(pj._TARGETS, captured, strict=True))
+    targets = ("gemm", "rmsnorm", "rmsnorm_backward")
+    return int(words[0]), dict(zip(targets, executed, strict=True)), dict(zip(targets, captured, strict=True))
 
 
 def test_handlers_are_called_once_a_run():
@@ -808,7 +881,7 @@ STRUCTURES = {
 }
 NUMBERS = {
     "METADATA": "Extension_Metadata",
-    **{name: f"DataType_{name}" for name in ("F16", "F32", "BF16", "S64", "F64", "U8")},
+    **{name: f"DataType_{name}" for name in ("F16", "F32", "BF16", "S32", "S64", "F64", "U8")},
     "SCALAR": "AttrType_SCALAR",
     "STRING": "AttrType_STRING",
     "INVALID_ARGUMENT": "Error_Code_INVALID_ARGUMENT",

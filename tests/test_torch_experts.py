@@ -20,8 +20,8 @@ import reference  # noqa: E402
 from pydet.torch import experts as layer  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KERNELS = [kernel for kernel in pydet.kernels() if kernel.operation == "grouped_gemm" and kernel.available]
-CUDA = torch.cuda.is_available() and any(kernel.device == "cuda" for kernel in KERNELS)
+KERNELS = [k for k in pydet.kernels() if k.operation == "grouped_gemm" and k.device == "cuda" and k.available]
+CUDA = torch.cuda.is_available() and {"ieee", "sm90"} <= {kernel.arithmetic for kernel in KERNELS}
 DEVICES = ["cpu", *(["cuda"] if CUDA else [])]
 
 

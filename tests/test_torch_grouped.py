@@ -10,8 +10,8 @@ import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KERNELS = [kernel for kernel in pydet.kernels() if kernel.operation == "grouped_gemm" and kernel.available]
-CUDA = torch.cuda.is_available() and any(kernel.device == "cuda" for kernel in KERNELS)
+KERNELS = [k for k in pydet.kernels() if k.operation == "grouped_gemm" and k.device == "cuda" and k.available]
+CUDA = torch.cuda.is_available() and {"ieee", "sm90"} <= {kernel.arithmetic for kernel in KERNELS}
 DEVICES = ["cpu", *(["cuda"] if CUDA else [])]
 GROUPED = torch.ops.pydet.grouped_gemm
 ENDS = ([3, 3, 20, 33], [0, 0, 0, 0], [33, 33, 33, 33], [1, 2, 17, 30], [7, 2, 40, -1])

@@ -240,6 +240,28 @@ void gemm(Call &call) {
   call.check(pydet_gemm(stream, &a, &b, given_bias, &out, &plain));
 }
 
+// Products of groups of tokens, whose ends are on the device.
+void grouped_gemm(Call &call) {
+  const bool depth = call.integer("depth"), transpose_b = call.integer("transpose_b");
+  Shape shapes[4];
+  const pydet_xla_buffer &ends = call.argument(2), &result = call.result(0);
+  const pydet_tensor a = matrix(call, call.argument(0), depth, &shapes[0]);
+  const pydet_tensor b = matrix(call, call.argument(1), transpose_b, &shapes[1]);
+  const pydet_tensor out = matrix(call, result, false, &shapes[2]);
+  shapes[3] = {{elements(ends)}, {1}};
+  pydet_tensor group_end = call.tensor(ends, &shapes[3], 1);
+  if (ends.dtype == PYDET_XLA_S32) group_end.dtype = {PYDET_INT, 32, 1};
+  expect_in_place(call, call.argument(3), result);
+  pydet_grouped_gemm_options options = {};
+  options.struct_size = sizeof options;
+  options.arithmetic = int32_t(call.integer("arithmetic"));
+  options.k_chunk = call.integer("k_chunk");
+  options.kernel = call.kernel();
+  void *stream = call.stream();
+  if (call.failed()) return;
+  call.check(pydet_grouped_gemm(stream, &a, &b, nullptr, nullptr, &group_end, &out, &options));
+}
+
 // Rows of N elements that come in groups, each with a weight of its own, or all with one.
 struct Groups {
   int64_t n, groups, rows;  // rows of a group
@@ -363,8 +385,10 @@ pydet_xla_error *handle(pydet_xla_call *call, bool gpu, void (*operation)(Call &
 }  // namespace
 
 pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call) { return handle(call, false, gemm); }
+pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call) { return handle(call, false, grouped_gemm); }
 pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call) { return handle(call, false, rmsnorm); }
 pydet_xla_error *pydet_xla_cpu_rmsnorm_backward(pydet_xla_call *call) { return handle(call, false, rmsnorm_backward); }
 pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call) { return handle(call, true, gemm); }
+pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call) { return handle(call, true, grouped_gemm); }
 pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call) { return handle(call, true, rmsnorm); }
 pydet_xla_error *pydet_xla_gpu_rmsnorm_backward(pydet_xla_call *call) { return handle(call, true, rmsnorm_backward); }

@@ -40,6 +40,7 @@ typedef struct pydet_xla_metadata_extension {
 
 /* Of elements. */
 enum {
+  PYDET_XLA_S32 = 4,
   PYDET_XLA_S64 = 5,
   PYDET_XLA_U8 = 6,
   PYDET_XLA_F16 = 10,
@@ -150,15 +151,19 @@ enum { PYDET_XLA_EXECUTE = 3 };
  *   weight_offset.
  * rmsnorm_backward: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual, a dweight to continue from if
  *   accumulate; dx, then if has_weight dweight and a workspace of bytes. weight_offset.
+ * grouped_gemm: a, b, group_end (int32), and what lies in the result before: rows of no group keep it. depth: a lies as
+ *   [T, M] and is read transposed, with b [T, N]. transpose_b: b lies as [G, N, K].
  * A weight [groups, n] means that many problems, each with rows / groups rows of the others. All take kernel, a string
  * as in the options, "" for none. What is continued from must lie where its result does: XLA's aliasing sees to it. */
 #ifndef PYDET_API
 #define PYDET_API __attribute__((visibility("default")))
 #endif
 PYDET_API pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_rmsnorm_backward(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_rmsnorm_backward(pydet_xla_call *call);
 
