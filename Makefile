@@ -63,7 +63,7 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import sys; sys.exit
 $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
-KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax
+KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold
 POOL := pool scratch thread_count
 # Objects that every library holds; then what makes each library its own.
 SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
@@ -119,7 +119,7 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 NVCC ?= nvcc
 # One word a file of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles.
 SM90_GROUPS := $(shell seq 0 31)
-CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight softmax) \
+CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight softmax fold) \
   $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize sm90/skinny sm90/scaled_gemm sm90/clusters \
     $(SM90_GROUPS:%=sm90/gemm.%))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
@@ -173,7 +173,8 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
 # Of these, what the compiler knows.
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
 HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
-  $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight softmax)
+  $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight softmax \
+    fold)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled
 # is as right as one that is, and the host's half of a file does not use the device's constants.

@@ -4,6 +4,7 @@
 
 #include "check/check_grouped.h"
 #include "check/check_scaled.h"
+#include "check/fold.h"
 #include "check/norm.h"
 #include "check/reason.h"
 #include "check/softmax.h"
@@ -42,6 +43,7 @@ const char *operation_of(const RmsNormBackward &) { return "rmsnorm_backward"; }
 const char *operation_of(const Softmax &) { return "softmax"; }
 const char *operation_of(const SoftmaxBackward &) { return "softmax_backward"; }
 const char *operation_of(const GroupedGemm &) { return "grouped_gemm"; }
+const char *operation_of(const Fold &) { return "fold"; }
 
 const Table<Gemm> &table_of(const Backend &backend, const Gemm &) { return backend.gemm; }
 const Table<ScaledGemm> &table_of(const Backend &backend, const ScaledGemm &) { return backend.scaled_gemm; }
@@ -55,6 +57,7 @@ const Table<SoftmaxBackward> &table_of(const Backend &backend, const SoftmaxBack
   return backend.softmax_backward;
 }
 const Table<GroupedGemm> &table_of(const Backend &backend, const GroupedGemm &) { return backend.grouped_gemm; }
+const Table<Fold> &table_of(const Backend &backend, const Fold &) { return backend.fold; }
 
 Type input_type(const Gemm &problem) { return problem.a.type; }
 Type input_type(const ScaledGemm &problem) { return problem.a.type; }
@@ -64,6 +67,7 @@ Type input_type(const RmsNormBackward &problem) { return problem.x.type; }
 Type input_type(const Softmax &problem) { return problem.x.type; }
 Type input_type(const SoftmaxBackward &problem) { return problem.dy.type; }
 Type input_type(const GroupedGemm &problem) { return problem.a.type; }
+Type input_type(const Fold &) { return Type::f32; }
 
 Arithmetic arithmetic_of(const Gemm &problem) { return problem.arithmetic; }
 Arithmetic arithmetic_of(const ScaledGemm &problem) { return problem.arithmetic; }
@@ -73,6 +77,7 @@ Arithmetic arithmetic_of(const RmsNormBackward &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const Softmax &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const SoftmaxBackward &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const GroupedGemm &problem) { return problem.arithmetic; }
+Arithmetic arithmetic_of(const Fold &) { return Arithmetic::ieee; }
 
 bool equal(const char *x, const char *y) { return strcmp(x, y) == 0; }
 
@@ -91,6 +96,7 @@ template <class F> void each_kernel(F f) {
     for (int i = 0; i < backend->softmax_backward.count; ++i)
       f(*backend, "softmax_backward", backend->softmax_backward.rows[i]);
     for (int i = 0; i < backend->grouped_gemm.count; ++i) f(*backend, "grouped_gemm", backend->grouped_gemm.rows[i]);
+    for (int i = 0; i < backend->fold.count; ++i) f(*backend, "fold", backend->fold.rows[i]);
   }
 }
 
@@ -204,6 +210,10 @@ pydet_status check_reach(const char *op, const Backend &backend, const SoftmaxBa
 pydet_status check_reach(const char *op, const Backend &backend, const GroupedGemm &g) {
   return check_reach(op, backend, g.device, g.a.data, g.b.data, g.bias.data, g.out.data,
                      reinterpret_cast<const char *>(g.start), reinterpret_cast<const char *>(g.end));
+}
+pydet_status check_reach(const char *op, const Backend &backend, const Fold &f) {
+  for (int i = 0; i < f.count; ++i) PYDET_TRY(check_reach(op, backend, f.device, f.parts[i]));
+  return check_reach(op, backend, f.device, f.bias.data, f.out.data);
 }
 
 // The row of that name, if it takes the problem.
@@ -784,6 +794,25 @@ pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor *dlog_prob
   softmax.kind = SoftmaxKind::log_prob_backward;
   softmax.dlog_prob = vector_of(dlog_prob);
   return softmax.rows ? launch(op, softmax, options.kernel) : nothing_to_write();
+}
+
+pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts, int32_t count, const pydet_tensor *bias_tensor,
+                        const pydet_tensor *out_tensor, const pydet_fold_options *given) {
+  const char *op = "fold";
+  pydet_fold_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  if (options.order != PYDET_ORDERED && options.order != PYDET_TREE)
+    return fail(PYDET_INVALID_VALUE, "%s: options.order is %d, want 0 (ordered) or 1 (tree)", op, int(options.order));
+  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
+  View bias, out;
+  PYDET_TRY(read(op, "out", kResult, out_tensor, 0, &out));
+  PYDET_TRY(read_optional(op, "bias", kAddend, bias_tensor, 0, &bias));
+  Fold fold = {};
+  fold.stream = stream;
+  fold.tree = options.order == PYDET_TREE;
+  fold.accumulate = options.accumulate != 0;
+  PYDET_TRY(fold_of(parts, count, bias, out, &fold));
+  return fold.size ? launch(op, fold, options.kernel) : nothing_to_write();
 }
 
 pydet_status pydet_device_count(int32_t device_type, int32_t *count) {

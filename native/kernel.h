@@ -55,6 +55,7 @@ struct Backend {
   Table<Softmax> softmax;
   Table<SoftmaxBackward> softmax_backward;
   Table<GroupedGemm> grouped_gemm;
+  Table<Fold> fold;
 };
 
 const Backend &cpu_backend();

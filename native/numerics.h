@@ -23,6 +23,12 @@ constexpr int kDweightChainRows = 16;
 constexpr int kDweightGroupRows = 64;
 constexpr int kDweightBlockRows = 256;
 
+// ---- Fold --------------------------------------------------------------------------------------------------------
+
+// The tree of a fold: subtrees of 2^level parts that wait for their partner, at most one a level.
+constexpr int kFoldLevels = 7;
+static_assert((1 << (kFoldLevels - 1)) == PYDET_FOLD_PARTS, "a full tree is a subtree of the last level");
+
 // ---- GEMM --------------------------------------------------------------------------------------------------------
 
 constexpr int kChunkMultiple = 16;  // k_chunk is a multiple of every arithmetic's step

@@ -75,7 +75,8 @@ enum Feature : uint32_t {
   kBlockScales = 1 << 21,
   kTensorScale = 1 << 22,
   kTransposedCopy = 1 << 23,
-  kDepth = 1 << 24  // groups of tokens that are summed over
+  kDepth = 1 << 24,  // groups of tokens that are summed over
+  kTree = 1 << 25    // the order of a fold
 };
 struct FeatureRow {
   Feature feature;
@@ -107,6 +108,7 @@ constexpr FeatureRow kFeatures[] = {
     {kTensorScale, "the scale of a tensor, which is to be given"},
     {kTransposedCopy, "a transposed copy"},
     {kDepth, "groups along K"},
+    {kTree, "the order tree"},
 };
 
 constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }
@@ -270,6 +272,19 @@ struct SoftmaxBackward {
   Rows dy, y, dx;
 
   uint32_t needs() const { return when(inner < rows, kTwoStrides) | when(log, kLogarithm); }
+};
+
+// out[i] = round(D + bias[i % bias_period]), D the sum of the parts' element i. All contiguous, `size` elements.
+struct Fold {
+  Device device;
+  void *stream;
+  const float *parts[PYDET_FOLD_PARTS];
+  int32_t count;
+  bool tree, accumulate;
+  int64_t size, bias_period;
+  Vector bias, out;
+
+  uint32_t needs() const { return when(bias.data, kBias) | when(accumulate, kAccumulate) | when(tree, kTree); }
 };
 
 }  // namespace pydet

@@ -33,7 +33,8 @@ enum Use : uint32_t {
   kNormRow = 8,        // x of a norm, and what is like it
   kNormVector = 16,    // its weight, and what goes with a row
   kScaledFactor = 32,  // a and b of a product with scales, and what quantisation writes
-  kScaling = 64        // their scales
+  kScaling = 64,       // their scales
+  kPart = 128          // of a fold
 };
 constexpr uint32_t kAnyUse = kFactor | kResult | kAddend | kNormRow | kNormVector;
 
@@ -44,7 +45,7 @@ struct TypeRow {
   uint32_t uses;
 };
 constexpr TypeRow kTypes[] = {
-    {Type::f32, PYDET_FLOAT, 32, "float32", "fp32", kAnyUse | kScaling},
+    {Type::f32, PYDET_FLOAT, 32, "float32", "fp32", kAnyUse | kScaling | kPart},
     {Type::bf16, PYDET_BFLOAT, 16, "bfloat16", "bf16", kAnyUse},
     {Type::f16, PYDET_FLOAT, 16, "float16", "fp16", kAnyUse},
     {Type::e4m3, PYDET_FLOAT8_E4M3FN, 8, "float8_e4m3fn", "e4m3", kScaledFactor},

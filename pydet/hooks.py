@@ -29,6 +29,7 @@ from pydet.protocols import TYPES, type_name
 
 MODES = {"deterministic": int(constants.PYDET_DETERMINISTIC), "fast": int(constants.PYDET_FAST)}
 GRANULARITIES = {name: int(getattr(constants, f"PYDET_{name.upper()}")) for name in ("row", "group", "block", "tensor")}
+ORDERS = {name: int(getattr(constants, f"PYDET_{name.upper()}")) for name in ("ordered", "tree")}
 _arithmetics: dict[str, int] = {}
 _addresses: dict[type, int] = {}  # of the records of frameworks, by the types that they are of and that live for ever
 
@@ -68,7 +69,7 @@ def borrow(x: Any, op: str, name: str, written: int) -> tuple[int, Any]:
 
 def unknown(given: Any, op: str, name: str) -> int:
     """Looks a name up, and refuses one that there is not with those that there are."""
-    known = {"mode": MODES, "granularity": GRANULARITIES}.get(name) or arithmetics()
+    known = {"mode": MODES, "granularity": GRANULARITIES, "order": ORDERS}.get(name) or arithmetics()
     if not isinstance(given, str) or given not in known:
         words = repr(given) if isinstance(given, (str, int)) else type_name(given)
         fail(INVALID_VALUE, f"{op}: {name} is {words}, want one of {', '.join(known)}")
@@ -164,11 +165,11 @@ def _fill_exchange() -> None:
         _handle(sys.intern(name)) for name in ("requires_grad", "_current_level", "dtype")
     )
     products = ["product", "scaled_gemm", "quantize", "grouped_gemm"]
-    rows = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "log_prob", "log_prob_backward"]
+    rows = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "log_prob", "log_prob_backward", "fold"]
     for operation in products + rows:
         setattr(exchange, f"{operation}_names", _names_of(f"pydet_{operation}_arguments"))
     exchange.frameworks, exchange.arithmetics, exchange.modes = map(_handle, (_addresses, _arithmetics, MODES))
-    exchange.granularities = _handle(GRANULARITIES)
+    exchange.granularities, exchange.orders = _handle(GRANULARITIES), _handle(ORDERS)
     hooks: dict[str, Callable[..., Any]] = {
         "classify": classify,
         "borrow": borrow,

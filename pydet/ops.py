@@ -22,6 +22,7 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
@@ -34,12 +35,14 @@ from pydet.protocols import DTYPES
 Tensor = TypeVar("Tensor")  # of the caller's framework; so are the results
 Arithmetic: TypeAlias = Literal["auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"]
 Mode: TypeAlias = Literal["deterministic", "fast"]
+Order: TypeAlias = Literal["ordered", "tree"]
 Granularity: TypeAlias = Literal["row", "group", "block", "tensor"]
 Stream: TypeAlias = Any
 
 ABI: int = constants.PYDET_ABI
 NUMERICS: int = constants.PYDET_NUMERICS
 DWEIGHT_ROWS: int = constants.PYDET_DWEIGHT_ROWS
+FOLD_PARTS: int = constants.PYDET_FOLD_PARTS
 __version__ = ".".join(str(getattr(constants, f"PYDET_VERSION_{part}")) for part in ("MAJOR", "MINOR", "PATCH"))
 
 _gemm, _gemm_da, _gemm_db, _skinny_gemm, _scaled_gemm, _quantize, _rmsnorm, _rmsnorm_backward = methods(
@@ -49,6 +52,8 @@ _softmax, _log_softmax, _softmax_backward, _log_softmax_backward, _log_prob, _lo
     ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward", "log_prob", "log_prob_backward")
 )
 (_grouped_gemm,) = methods(("grouped_gemm",))
+
+(_fold,) = methods(("fold",))
 
 
 def gemm(
@@ -676,6 +681,53 @@ def log_prob_backward(
     """
     method = _log_prob_backward if stream is None else on_stream(_log_prob_backward, x, stream)
     return method(dlog_prob, x, index, out=out, kernel=kernel)  # type: ignore[no-any-return]
+
+
+def fold(
+    parts: Tensor | Sequence[Tensor],
+    *,
+    bias: Any = None,
+    out: Tensor | None = None,
+    out_dtype: Any = None,
+    order: Order = "ordered",
+    accumulate: bool = False,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> Tensor:
+    """Adds partial sums in a fixed order: ``out = round(D + bias)``, ``D = D0 + parts[0] + parts[1] + ...``.
+
+    The sums of fixed segments of a longer sum may be made anywhere, on one GPU or on several; folded in ascending order
+    they have the bits of one call with ``k_chunk`` (NUMERICS.md, "Fold").
+
+    Args:
+        parts: ``[S, ...]``, or a sequence of S tensors ``[...]``, S from 1 to ``FOLD_PARTS``; float32, each contiguous.
+        bias: ``[N]`` or ``[...]``, of any of the three types, added in fp32 before the one rounding.
+        out: ``[...]``, of any of the three types, contiguous; made if None.
+        out_dtype: the type of the result if it is made. float32 by default.
+        order: ``"ordered"``, one after the other, or ``"tree"``, the binary tree over their numbers. It decides bits.
+        accumulate: D0 is ``out``, then given and float32, instead of +0. An ordered fold may be cut anywhere; a tree at
+            multiples of a power of two, each such group folded by a call of its own.
+        kernel, stream: as in :func:`gemm`.
+
+    Returns:
+        ``out``, or the new tensor ``[...]``.
+
+    Raises:
+        Error: shapes, types, strides, devices or memory that do not fit.
+    """
+    listed = isinstance(parts, (list, tuple))
+    given: Any = tuple(parts) if listed else parts  # type: ignore[arg-type]
+    method = _fold if stream is None else on_stream(_fold, given[0] if listed and given else given, stream)
+    return method(  # type: ignore[no-any-return]
+        given,
+        is_tuple=listed,
+        bias=bias,
+        out=out,
+        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        order=order,
+        accumulate=accumulate,
+        kernel=kernel,
+    )
 
 
 # ---- What is here ----------------------------------------------------------------------------------------------------

@@ -218,13 +218,22 @@ ORDER = {  # how each operation takes its tensors
     "quantize": ["x", "out", "scale", "transposed", "transposed_scale"],
     "rmsnorm": ["x", "residual", "weight", "y", "rstd", "sum"],
     "rmsnorm_backward": ["dy", "x", "weight", "rstd", "dresidual", "dx", "dweight"],
+    "fold": ["bias", "out"],  # after the parts
 }
+
+
+def parts_of(call):
+    return [name for name in call.inputs if name.startswith("parts[")]
 
 
 def invoke(call):
     tensors = {**call.inputs, **call.outputs}
     function = getattr(lib, f"pydet_{call.op}")
     given = ffi.NULL if call.options is None else call.options
+    if call.op == "fold":
+        parts = ffi.new("pydet_tensor *[]", [pointer(tensors[name]) for name in parts_of(call)])
+        array = ffi.cast("const pydet_tensor *const *", parts)
+        return function(ffi.NULL, array, len(parts), pointer(tensors["bias"]), pointer(tensors["out"]), given)
     return function(ffi.NULL, *[pointer(tensors[name]) for name in ORDER[call.op]], given)
 
 
@@ -247,6 +256,7 @@ def invoke_python(rng, call):
         "eps": float,
         "weight_offset": float,
         "weights_constant": bool,
+        "order": lambda v: ["ordered", "tree"][v],
     }
     keywords = (
         {}
@@ -274,6 +284,8 @@ def invoke_python(rng, call):
         if name in producers:
             keywords[name] = producers.pop(name)
     positional = [producers.pop(name) for name in ORDER[call.op] if name in producers]
+    if call.op == "fold":
+        positional = [[producers.pop(name) for name in parts_of(call)]]
     try:
         getattr(pydet, call.op)(*positional, **keywords)
         return 0, "", forbidden
@@ -289,7 +301,7 @@ def python_can(call):
     fixed = {"rmsnorm": ["y", "rstd"], "rmsnorm_backward": ["dx"], "quantize": ["x", "out", "scale"]}
     required = fixed.get(call.op, ORDER[call.op][-1:])
     tensors = {**call.inputs, **call.outputs}
-    whole = all(tensors[name] is not None for name in required)
+    whole = all(tensors[name] is not None for name in required + parts_of(call))
     pairs = [("residual", "sum"), ("weight", "dweight"), ("transposed", "transposed_scale")]
     return whole and all(tensors.get(i) is None or tensors.get(o) is not None for i, o in pairs if i in tensors)
 
@@ -487,6 +499,32 @@ def contiguous(rng, region, shape, dtype):
     return tensor
 
 
+def packed(rng, region, shape, dtype):
+    """In C order without padding, somewhere in the region."""
+    region.bytes[:] = 0xFF
+    strides, count = c_strides(shape), int(np.prod(shape, dtype=np.int64))
+    slack = REGION // dtype.itemsize - max(count, 1)
+    address = region.begin + rng.choice([0, slack, rng.randrange(slack + 1)]) * dtype.itemsize
+    view = region.view(address, shape, strides, dtype)
+    if view.size:
+        view[...] = values(rng, view.size, dtype).reshape(shape)
+    code = {v: k for k, v in DTYPES.items()}[dtype]
+    tensor = Tensor(shape=shape, strides=strides, dtype=code, data=address)
+    tensor.region = region
+    return tensor
+
+
+def make_fold(rng):
+    shape = rng.choice([[], [1], [5], [16], [3, 7], [2, 33], [4, 0], [130], [2, 3, 11]])
+    regions, kinds, fp32 = iter(rng.sample(REGIONS, 7)), list(DTYPES.values()), np.dtype(np.float32)
+    accumulate = rng.random() < 0.3
+    inputs = {f"parts[{i}]": packed(rng, next(regions), shape, fp32) for i in range(rng.randint(1, 5))}
+    like = rng.choice([shape, shape[-1:]])
+    inputs["bias"] = packed(rng, next(regions), like, rng.choice(kinds)) if rng.random() < 0.4 else None
+    outputs = {"out": packed(rng, next(regions), shape, fp32 if accumulate else rng.choice(kinds))}
+    return Call("fold", inputs, outputs, options("pydet_fold_options", order=rng.randrange(2), accumulate=accumulate))
+
+
 class Workspace:
     """A workspace with guard bytes on both sides and rubbish inside."""
 
@@ -651,6 +689,7 @@ def meaningless_options(call):
         "granularity": lambda v: 0 <= v < len(GRANULARITIES),
         "power_of_two": lambda v: v in (0, 1),
         "given": lambda v: v in (0, 1),
+        "order": lambda v: v in (0, 1),
         "accumulate": lambda v: v in (0, 1),
         "mode": lambda v: v in (0, 1),
         "weights_constant": lambda v: v in (0, 1),
@@ -779,11 +818,19 @@ def expected_quantize(call, before):
     return dict(zip(("out", "scale", "transposed", "transposed_scale"), results))
 
 
+def expected_fold(call, before):
+    out, order = before["out"], ["ordered", "tree"][call.options.order]
+    parts, bias, accumulate = [before[name] for name in parts_of(call)], before.get("bias"), call.options.accumulate
+    expect(all(part.shape == out.shape and part.dtype.itemsize == 4 for part in parts), "accepted parts unlike out")
+    return {"out": reference.fold(parts, bias=bias, out=out, out_dtype=out.dtype, order=order, accumulate=accumulate)}
+
+
 EXPECTED = {
     "rmsnorm": expected_rmsnorm,
     "rmsnorm_backward": expected_rmsnorm_backward,
     "scaled_gemm": expected_scaled_gemm,
     "quantize": expected_quantize,
+    "fold": expected_fold,
 }
 
 # ---- A case --------------------------------------------------------------------------------------------------------
@@ -813,7 +860,7 @@ def run_case(seed, number):
     rng = random.Random(f"{seed}/{number}")
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
-    make = rng.choices([make_gemm, make_norm, make_scaled, make_quantize], [4, 3, 2, 1])[0]
+    make = rng.choices([make_gemm, make_norm, make_scaled, make_quantize, make_fold], [4, 3, 2, 1, 1])[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
     by_python = rng.random() < 0.4

@@ -464,3 +464,22 @@ def softmax_backward(dy, y, log=False):
     c = row_sum(first.reshape(-1, n), (ones if log else second).reshape(-1, n)).reshape(dy.shape[:-1])[..., None]
     dx = fma(-exp(second), np.broadcast_to(c, first.shape), first) if log else second * (first - c)
     return round_to(dx, dy.dtype)
+
+
+# ---- Fold ----------------------------------------------------------------------------------------------------------
+
+
+@quiet
+def fold(parts, *, bias=None, out=None, out_dtype=FLOAT32, order="ordered", accumulate=False):
+    """parts: an array [S, ...] or a list of S."""
+    parts = [np.asarray(part, FLOAT32) for part in parts]
+    total = out.copy() if accumulate else np.zeros(parts[0].shape, FLOAT32)
+    if order == "tree":
+        while len(parts) > 1:
+            pairs = zip(parts[0::2], parts[1::2])
+            parts = [first + second for first, second in pairs] + parts[len(parts) // 2 * 2 :]
+    for part in parts:
+        total = total + part
+    if bias is not None:
+        total = total + widen(bias)
+    return round_to(total, FLOAT32 if accumulate else np.dtype(out_dtype)).reshape(parts[0].shape)

@@ -91,6 +91,13 @@ static void run(void) {
       pydet_softmax_options options = {sizeof options, 0, NULL, 0};
       options.log = call.k_chunk != 0, options.kernel = call.kernel;
       call.status = pydet_softmax(NULL, &x, &y, &options);
+    } else if (!strcmp(call.operation, "fold")) {
+      pydet_fold_options options = {sizeof options, PYDET_ORDERED, 0, 0, NULL};
+      const pydet_tensor *parts[PYDET_FOLD_PARTS];
+      int32_t part, used = call.transposed ? PYDET_FOLD_PARTS : 3;
+      for (part = 0; part < used; ++part) parts[part] = &x;
+      options.order = call.k_chunk ? PYDET_TREE : PYDET_ORDERED, options.kernel = call.kernel;
+      call.status = pydet_fold(NULL, parts, used, &weight, &y, &options);
     } else if (!strcmp(call.operation, "softmax_backward")) {
       pydet_softmax_options options = {sizeof options, 0, NULL, 0};
       pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype);

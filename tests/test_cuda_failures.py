@@ -108,6 +108,14 @@ def problems(operation, name, dtype):
             given = capi.options("pydet_quantize_options", granularity=granularity, kernel=name[0])
             yield "pydet_quantize", tensors(shapes, dtype), given
         return
+    if operation == "fold":
+        for order in (0, 1):
+            yield (
+                "pydet_fold",
+                tensors([(64, 256)] * 4, dtype),
+                capi.options("pydet_fold_options", kernel=name[0], order=order),
+            )
+        return
     if operation.startswith("softmax"):
         shapes = [(64, 256)] * (3 if operation == "softmax_backward" else 2)
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_softmax_options", kernel=name[0])
@@ -131,6 +139,9 @@ def problems(operation, name, dtype):
 def call(cuda, problem):
     function, operands, given = problem
     pointers = [capi.pointer(t) for t in operands]
+    if function == "pydet_fold":  # the parts, then out
+        parts = ffi.new("pydet_tensor *[]", pointers[:-1])
+        pointers = [ffi.cast("const pydet_tensor *const *", parts), len(parts), ffi.NULL, pointers[-1]]
     return getattr(cuda.lib, function)(ffi.cast("void *", STREAM), *pointers, given)
 
 

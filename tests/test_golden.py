@@ -131,6 +131,20 @@ def quantize_digests(quantize, arithmetic, dtype):
     return digests
 
 
+def fold_digests(fold, arithmetic, dtype):
+    """dtype: of the result; the parts are fp32."""
+    digests = {}
+    for kind, count, order, biased in itertools.product(
+        ["normal", "wide", "specials"], [1, 8, 21, 64], ["ordered", "tree"], [False, True]
+    ):
+        bias = data("normal", (77,), DTYPES[dtype], 1) if biased else None
+        parts = data(kind, (count, 9, 77), DTYPES["fp32"])
+        digests[f"{count} {kind} {order} bias={biased} -> {dtype}"] = digest(
+            fold(parts, bias=bias, out_dtype=DTYPES[dtype], order=order)
+        )
+    return digests
+
+
 DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
@@ -142,6 +156,7 @@ DIGESTS = {
     "softmax": softmax_digests,
     "log_softmax": softmax_digests,
     "softmax_backward": softmax_backward_digests,
+    "fold": fold_digests,
 }
 
 
@@ -211,6 +226,11 @@ def test_softmax(softmax_kernel):
 
 def test_softmax_backward(softmax_backward_kernel):
     check_golden("softmax_backward", softmax_backward_kernel.softmax_backward, "ieee", softmax_backward_kernel.dtype)
+
+
+def test_fold(fold_kernel):
+    for dtype in DTYPES:
+        check_golden("fold", fold_kernel.fold, "ieee", dtype)
 
 
 @pytest.mark.parametrize("operation", DIGESTS)

@@ -473,6 +473,30 @@ def test_long_rows_in_turns(hip):
         same_softmax(hip, function, normal(7, 1101), f"hip_{function}_long")
 
 
+def test_fold_equals_cpu(hip):
+    """By vectors and by elements, around the workgroup of 256 threads, in both orders."""
+    for number, (size, count) in enumerate(itertools.product((1, 4, 255, 257, 1024, 1028, 1030), (1, 2, 5, 8))):
+        parts = [normal(2, size, seed=number + i) for i in range(count)]
+        bias = normal(size, dtype="bf16") if number % 2 else None
+        results = []
+        for kind in (ROCM, CPU):
+            out = np.full((2, size), 7, list(DTYPES.values())[number % 3])
+            tensors = [capi.Tensor(x, device=(kind, 0)) for x in (*parts, bias, out) if x is not None]
+            hip.fake.fakehip_disown()
+            for x in (*parts, bias, out):
+                if x is not None:
+                    hip.own(x.ravel("K").view(np.uint8))
+            array = ffi.new("pydet_tensor *[]", [t.c for t in tensors[:count]])
+            given = capi.options("pydet_fold_options", order=number % 2)
+            addend = tensors[count].c if bias is not None else ffi.NULL
+            pointers = ffi.cast("const pydet_tensor *const *", array)
+            assert hip.lib.pydet_fold(ffi.NULL, pointers, count, addend, tensors[-1].c, given) == 0, hip.sentence()
+            assert kind == CPU or last_kernel(hip) == "hip_fold"
+            results.append(out)
+        assert_same_bits(*results, f"{count} of {size}")
+    assert hip.ran >= instances(hip, "fold_kernel")
+
+
 def test_order_of_waves_does_not_matter(hip):
     """The waves of a workgroup in three orders between barriers, and the memory of LDS dirty as ever."""
     rng = np.random.default_rng(0)

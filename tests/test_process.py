@@ -158,6 +158,17 @@ def every_kernel():
                         chosen = options("pydet_quantize_options", kernel=kernel.name, granularity=granularity)
                         yield lib.pydet_quantize, [tensor(x), tensor(q), tensor(scale), None, None], chosen, [q, scale]
                     continue
+                if kernel.operation == "fold":
+                    pieces = [tensor(x), tensor(dy), tensor(x)]
+                    chosen = options("pydet_fold_options", kernel=kernel.name, order=n % 2)
+
+                    parts = ffi.new("pydet_tensor *[]", [piece.c for piece in pieces])
+
+                    def fold(stream, *given, pieces=pieces, parts=parts):
+                        return lib.pydet_fold(stream, ffi.cast("const pydet_tensor *const *", parts), 3, *given)
+
+                    yield fold, [tensor(values(n)), tensor(y)], chosen, [y]
+                    continue
                 if kernel.operation.startswith("softmax"):
                     chosen = options("pydet_softmax_options", kernel=kernel.name, log=n % 2)
                     function = getattr(lib, f"pydet_{kernel.operation}")

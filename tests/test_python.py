@@ -348,6 +348,7 @@ SIGNATURES = {
     "rmsnorm_backward": "dy x weight rstd * weight_offset dresidual out dweight dweight_dtype accumulate kernel stream",
     "scaled_gemm": "a b * a_scale b_scale bias out out_dtype accumulate arithmetic k_chunk kernel stream",
     "quantize": "x * granularity dtype scale_dtype power_of_two transposed scale out kernel stream",
+    "fold": "parts * bias out out_dtype order accumulate kernel stream",
     "audit": "a b c * a_scale b_scale bias arithmetic k_chunk sample seed",
     "kernels": "",
     "devices": "",

@@ -172,6 +172,17 @@ constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
      nullptr, nullptr, each_group<gemm_cdna2<Scalar>>},
 };
 
+constexpr uint32_t kFoldFeatures = kBias | kAccumulate | kTree;
+constexpr Kernel<Fold> kFold[] = {
+#if defined(__x86_64__)
+    {"cpu_fold_avx512", bit(Type::f32), Arithmetic::ieee, kFoldFeatures, "avx512", has_avx512, nullptr, nullptr,
+     fold<Avx512>},
+    {"cpu_fold_avx2", bit(Type::f32), Arithmetic::ieee, kFoldFeatures, "avx2", has_avx2, nullptr, nullptr, fold<Avx2>},
+#endif
+    {"cpu_fold_scalar", bit(Type::f32), Arithmetic::ieee, kFoldFeatures, "any CPU", has_scalar, nullptr, nullptr,
+     fold<Scalar>},
+};
+
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;
@@ -212,7 +223,8 @@ const Backend &cpu_backend() {
                                       table(kRmsNormBackward),
                                       table(kSoftmax),
                                       table(kSoftmaxBackward),
-                                      table(kGroupedGemm)};
+                                      table(kGroupedGemm),
+                                      table(kFold)};
   return backend;
 }
 

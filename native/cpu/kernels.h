@@ -19,5 +19,6 @@ template <class Isa> pydet_status rmsnorm(const RmsNorm &);
 template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
+template <class Isa> pydet_status fold(const Fold &);
 
 }  // namespace pydet

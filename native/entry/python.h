@@ -124,6 +124,15 @@ typedef struct pydet_quantize_arguments {
   pydet_object *kernel, *stream;
 } pydet_quantize_arguments;
 
+typedef struct pydet_fold_arguments {
+  pydet_object *parts; /* positional: a tensor whose first dimension counts the parts, or a tuple of tensors */
+  pydet_object *is_tuple;
+  pydet_object *bias;
+  pydet_object *out, *out_dtype; /* a type index or None */
+  pydet_object *order, *accumulate;
+  pydet_object *kernel, *stream;
+} pydet_fold_arguments;
+
 /* How tensors of one Python type are read and made. */
 enum {
   PYDET_EXCHANGE_ARRAY = 0, /* numpy.ndarray: the buffer protocol, and numpy.empty */
@@ -175,6 +184,8 @@ typedef struct pydet_exchange_library {
   pydet_status (*grouped_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                const pydet_grouped_gemm_options *);
+  pydet_status (*fold)(void *, const pydet_tensor *const *, int32_t, const pydet_tensor *, const pydet_tensor *,
+                       const pydet_fold_options *);
   const char *(*last_error)(void);
   const char *(*last_kernel)(void);
 } pydet_exchange_library;
@@ -203,6 +214,7 @@ typedef struct pydet_exchange {
   pydet_object *const *log_prob_names;
   pydet_object *const *log_prob_backward_names;
   pydet_object *const *grouped_gemm_names;
+  pydet_object *const *fold_names;
   pydet_object *is_neg;      /* torch.Tensor.is_neg, NULL until torch is seen */
   pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */
   pydet_object *numpy_empty; /* numpy.empty and the dtype of each type index, NULL until seen */
@@ -211,6 +223,7 @@ typedef struct pydet_exchange {
   pydet_object *arithmetics;   /* dict: name -> number */
   pydet_object *modes;         /* dict: name -> number */
   pydet_object *granularities; /* dict: name -> number */
+  pydet_object *orders;        /* dict: name -> number */
   pydet_object *classify;      /* (object, op, name) -> that address, for any type */
   pydet_object *borrow;        /* (object, op, name, written) -> (address of a pydet_tensor, what keeps it alive) */
   pydet_object *unknown;       /* (object, op, name) -> the number of a name that the dict does not have */

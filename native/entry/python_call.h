@@ -152,11 +152,12 @@ inline const pydet_tensor *tensor_of(const Operand *operand) {
 // they return an operand, have set a Python exception.
 class PythonCall {
  public:
-  explicit PythonCall(const char *op) : op_(op) {}
+  // more: room for operands beyond those of most operations.
+  explicit PythonCall(const char *op, Operand *more = nullptr) : op_(op), more_(more) {}
   ~PythonCall() {
     const ExceptionAside aside;
     for (int i = 0; i < count_; ++i) {
-      Operand &operand = operands_[i];
+      Operand &operand = *at(i);
       if (operand.buffered) python().PyBuffer_Release(&operand.buffer);
       if (operand.keep) python().Py_DecRef(operand.keep);
       if (operand.made) python().Py_DecRef(operand.object);
@@ -378,8 +379,10 @@ class PythonCall {
   bool can_allocate() const { return first_->reader != PYDET_EXCHANGE_HOOK || first_->id != 0; }
 
  private:
+  Operand *at(int i) { return i < kOwnOperands ? &operands_[i] : &more_[i - kOwnOperands]; }
+
   Operand *add(Object *object) {
-    Operand *operand = &operands_[count_++];
+    Operand *operand = at(count_++);
     operand->object = object;
     operand->keep = nullptr;
     operand->present = operand->buffered = operand->made = false;
@@ -529,8 +532,10 @@ class PythonCall {
     return true;
   }
 
+  static constexpr int kOwnOperands = 10;
   const char *op_;
-  Operand operands_[10];
+  Operand operands_[kOwnOperands];
+  Operand *const more_;
   int count_ = 0;
   const Framework *first_ = nullptr;  // of the first operand
   Object *last_type_ = nullptr;       // of the last operand whose type lives for ever, and its framework

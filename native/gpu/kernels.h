@@ -92,4 +92,7 @@ bool softmax_backward_held_takes(const SoftmaxBackward &);
 pydet_status softmax_backward_held(const SoftmaxBackward &);
 pydet_status softmax_backward_long(const SoftmaxBackward &);
 
+// any/fold.cu
+pydet_status fold(const Fold &);
+
 }  // namespace pydet

@@ -402,6 +402,30 @@ PYDET_API pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a, c
                                           const pydet_tensor *group_end, const pydet_tensor *out,
                                           const pydet_grouped_gemm_options *options);
 
+/* ---- Fold -----------------------------------------------------------------------------------------------------
+ *   out = round( D + bias ),   D = D0 + parts[0] + parts[1] + ... element by element in fp32,   D0 = +0, or out
+ *
+ * Adds partial sums that were computed apart, on one device or on several, in an order that is part of the contract
+ * (NUMERICS.md, "Fold"): ORDERED one after the other, as a product with k_chunk adds its chunks; TREE by the binary tree
+ * over the parts' numbers, then to D0. So parts that are folded where the same bits would come of one call: ORDERED may be
+ * cut anywhere, and continued under accumulate; TREE at multiples of a power of two, each such group folded first.
+ * parts: count tensors, 1 to PYDET_FOLD_PARTS, fp32, shaped like out; out fp32, bf16 or fp16; bias NULL, [N] or like out,
+ * of any of the three types; all contiguous and apart from out. A peer's memory that the device reaches is passed as the
+ * device's own. */
+enum { PYDET_ORDERED = 0, PYDET_TREE = 1 };
+enum { PYDET_FOLD_PARTS = 64 };
+
+typedef struct pydet_fold_options {
+  uint32_t struct_size;
+  int32_t order;      /* PYDET_ORDERED or PYDET_TREE */
+  int32_t accumulate; /* 1: D0 is out, which is fp32 */
+  int32_t reserved;   /* 0 */
+  const char *kernel;
+} pydet_fold_options;
+
+PYDET_API pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts, int32_t count,
+                                  const pydet_tensor *bias, const pydet_tensor *out, const pydet_fold_options *options);
+
 /* ---- Threads --------------------------------------------------------------------------------------------------
  * How many threads one call on the CPU may use, its caller among them: what pydet_set_threads set, else the environment
  * variable PYDET_NUM_THREADS, else OMP_NUM_THREADS (each read once, and passed over unless it is a positive number),

@@ -87,6 +87,11 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
      nullptr, softmax_backward_long},
 };
 
+constexpr Kernel<Fold> kFold[] = {
+    {"hip_fold", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree, kBuiltFor, is_built, nullptr, nullptr,
+     fold},
+};
+
 pydet_status query_device(int32_t id, pydet_device_info *info) {
   gpu_error error = gpu_describe(id, info);
   if (error == kGpuSuccess) return PYDET_OK;
@@ -121,7 +126,8 @@ const Backend *gpu_backend() {
                                       table(kRmsNormBackward),
                                       table(kSoftmax),
                                       table(kSoftmaxBackward),
-                                      {}};
+                                      {},
+                                      table(kFold)};
   return &backend;
 }
 

@@ -152,6 +152,11 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
      nullptr, nullptr, softmax_backward_long},
 };
 
+constexpr Kernel<Fold> kFold[] = {
+    {"cuda_fold", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree, "sm_80 or later", from_sm80, nullptr,
+     nullptr, fold},
+};
+
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
 pydet_status device_count(int32_t *count) {
   *count = 0;
@@ -209,7 +214,8 @@ const Backend *gpu_backend() {
                                       table(kRmsNormBackward),
                                       table(kSoftmax),
                                       table(kSoftmaxBackward),
-                                      {}};
+                                      {},
+                                      table(kFold)};
   return &backend;
 }
 
