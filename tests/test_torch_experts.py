@@ -252,6 +252,19 @@ def test_accumulated_micro_batches_are_one_batch(dtype, device):
         for name, total in whole.items():
             same(dict(experts.named_parameters())[name].grad, total.to(dtype))
     if dtype == torch.float32:
+        with torch.autocast(device, torch.bfloat16):
+            y = experts(x, index, weights)
+        experts.accumulates = True
+        experts.zero_grad()
+        y.backward(dy)
+        halves = {name: p.grad for name, p in experts.named_parameters() if name in whole}
+        for parameter in experts.parameters():
+            parameter.main_grad.zero_()
+        with torch.autocast(device, torch.bfloat16):
+            y = experts(x, index, weights)
+        y.backward(dy)
+        for name, total in halves.items():
+            same(dict(experts.named_parameters())[name].main_grad.bfloat16(), total.bfloat16())
         return
     regular = torch.stack([torch.arange(96) // 16 % 2 + 2 * slot for slot in range(SLOTS)], 1).to(device)
     whole = gradients("Mixtral", "sm90", regular, weights, [0, 96])[0]
@@ -364,6 +377,20 @@ def test_copies_routers_and_their_logits(models):
         pt.convert(plain)
         differing = models.differing(plain(rows).logits, want)
         assert differing > 100, "k_chunk reaches the experts"
+
+
+def test_a_router_that_is_a_linear_layer(models):
+    class Router(torch.nn.Linear):
+        def forward(self, x):
+            logits = super().forward(x)
+            return logits, *logits.softmax(-1).topk(2)
+
+    model, rows = models.build(models.transformers, "Mixtral"), models.tokens()
+    model.model.layers[1].mlp.gate = Router(32, 8, bias=False)
+    model.set_attn_implementation("pydet")
+    assert pt.convert(model, strict=True).swapped["model.layers.1.mlp.gate"].endswith("Router")
+    with torch.no_grad():
+        assert models.differing(model(rows[:17]).logits[:1], model(rows[:1]).logits) == 0
 
 
 def test_routers_that_are_left(models):

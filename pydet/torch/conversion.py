@@ -116,7 +116,7 @@ def _becomes(
     how = {"arithmetic": arithmetic, "k_chunk": k_chunk}
     if experts.is_experts(module):
         return _obstacle(module) or (kind, how)
-    if is_router and not isinstance(module, torch.nn.Linear):
+    if is_router and kind.forward is not torch.nn.Linear.forward:
         return _obstacle(module) or experts.why_no_router(module) or (experts.router_class(kind), how)
     products: dict[type, type] = {torch.nn.Linear: Linear}
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":

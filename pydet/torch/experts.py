@@ -101,10 +101,12 @@ def of_pydet(module: Any) -> bool:
     return is_experts(module) and "arithmetic" in module.__dict__ and module.config._experts_implementation == NAME
 
 
-def _forward(how: tuple[Arithmetic, int | None], module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What Transformers calls: ``x [T, H]``, ``index [T, slots]`` the experts of a token, ``weights`` like it."""
+def _forward(
+    how: tuple[Arithmetic, int | None], module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What Transformers calls, with its names: ``[T, H]``, the experts of a token ``[T, slots]``, and their weights."""
     how = (module.arithmetic, module.k_chunk) if hasattr(module, "arithmetic") else how
-    routing = _route(index, module.num_experts)
+    routing = _route(top_k_index, module.num_experts)
     accumulates = getattr(module, "accumulates", False) and torch.is_grad_enabled()
 
     def product(rows: Tensor, name: str) -> Tensor:
@@ -115,7 +117,7 @@ def _forward(how: tuple[Arithmetic, int | None], module: Any, x: Tensor, index: 
         matrices = w if module.is_transposed else w.mT
         return torch.ops.pydet.grouped_gemm(rows, matrices, routing.ends, bias, None, *how)
 
-    rows = _ToExperts.apply(x, routing.order, routing.inverse)
+    rows = _ToExperts.apply(hidden_states, routing.order, routing.inverse)
     if module.has_gate:
         rows = module._apply_gate(product(rows, "gate_up_proj"))
     else:
@@ -123,7 +125,7 @@ def _forward(how: tuple[Arithmetic, int | None], module: Any, x: Tensor, index: 
     rows = product(rows, "down_proj")
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
-    return _combine(rows, weights, routing, x.dtype)
+    return _combine(rows, top_k_weights, routing, hidden_states.dtype)
 
 
 def _interface() -> Any:
