@@ -286,7 +286,7 @@ docs: $(DOCS)/installed
 
 # ---- On a machine with a GPU ----
 PARTS ?= build tests sanitizer bench
-SANITIZED := tests/test_cuda.py::test_misaligned_and_odd_strides tests/test_cuda.py::test_empty tests/test_cuda.py::test_gradients_are_gemm_on_views
+SANITIZED := tests/test_cuda.py::test_misaligned_and_odd_strides tests/test_cuda.py::test_empty tests/test_cuda.py::test_gradients_are_gemm_on_views tests/test_cuda_grouped.py::test_random_boundaries
 
 $(call needed,cuda $(if $(filter cuda,$(WHEEL_BUILDS)),wheel) $(if $(filter build,$(PARTS)),gpu-check gpu-build), \
   command -v $(lastword $(NVCC)) >/dev/null,no CUDA compiler '$(NVCC)'. Install CUDA 13$(comma) or name it: make \
@@ -305,7 +305,7 @@ gpu-build: cpu cuda
 	$(PYTHON) -c "import setup; setup.write_declarations()"
 
 gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
-	$(PYTHON) -m pytest -q tests/test_cuda.py tests/test_cuda_tiles.py tests/test_torch.py tests/test_jax.py
+	$(PYTHON) -m pytest -q tests/test_cuda.py tests/test_cuda_tiles.py tests/test_cuda_grouped.py tests/test_torch.py tests/test_jax.py
 
 gpu-sanitizer: $(filter gpu-build,$(PARTS:%=gpu-%))
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q $(SANITIZED)

@@ -102,6 +102,15 @@ def problems(operation, name, dtype):
         given = capi.options("pydet_scaled_gemm_options", arithmetic=name[1], k_chunk=128, kernel=name[0])
         yield "pydet_scaled_gemm", operands, given
         return
+    if operation == "grouped_gemm":
+        operands = tensors([(512, 64), (2, 64, 256), None, None, ((2,), "float32"), (512, 256)], dtype)
+        operands[4].c.dtype.code = 0  # int32
+        yield (
+            "pydet_grouped_gemm",
+            operands,
+            capi.options("pydet_grouped_gemm_options", arithmetic=name[1], kernel=name[0]),
+        )
+        return
     if operation == "quantize":
         for granularity, groups in ((0, 1), (1, 2)):
             shapes = [(64, 256), ((64, 256), "float8_e4m3fn"), ((64, groups), "float32"), None, None]

@@ -45,6 +45,12 @@ pydet_status gemm_mma_64(const Gemm &);
 bool gemm_mma_128_takes(const Gemm &);
 pydet_status gemm_mma_128(const Gemm &);
 
+struct GroupedGemm;  // grouped.h
+pydet_status grouped_gemm_mma_64(const GroupedGemm &);
+bool grouped_gemm_mma_128_takes(const GroupedGemm &);
+bool grouped_gemm_mma_128_prefers(const GroupedGemm &);
+pydet_status grouped_gemm_mma_128(const GroupedGemm &);
+
 // amd/gemm_mfma.cu
 pydet_status gemm_mfma_64(const Gemm &);
 pydet_status gemm_mfma_128(const Gemm &);
@@ -56,6 +62,7 @@ pydet_status skinny_mfma(const Gemm &);
 // any/gemm_ieee.cu
 pydet_status gemm_ieee_64x64(const Gemm &);
 pydet_status gemm_ieee_128x128(const Gemm &);  // HIP
+pydet_status grouped_gemm_ieee_64x64(const GroupedGemm &);
 
 // nvidia/gemm_ieee_fp32.cu
 bool gemm_ieee_128x256_takes(const Gemm &);

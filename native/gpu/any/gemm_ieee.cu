@@ -10,6 +10,7 @@
 // padding would turn a chain of -0 into +0, so the last stage is walked to K and no further.
 
 #include "gpu/any/epilogue.h"
+#include "gpu/any/jobs.h"
 #include "gpu/kernels.h"
 #include "gpu/any/quads.h"
 
@@ -83,8 +84,8 @@ template <bool k_contiguous, int tile> struct Reader {
 };
 
 // A thread makes `side` by `side` elements of out.
-template <int side, bool a_k_contiguous, bool b_k_contiguous>
-__global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_constant__ Gemm problem) {
+template <class Problem, int side, bool a_k_contiguous, bool b_k_contiguous>
+__global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_constant__ Problem problem) {
   constexpr int kThreadM = side, kThreadN = side;
   constexpr bool kFolds = side == 4;  // the large tile has no registers for the sums of chunks
   constexpr int kTileM = kThreadsM * kThreadM, kTileN = kThreadsN * kThreadN;
@@ -92,19 +93,19 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
   constexpr int kStageA = kStageK * (kTileM + kPadding), kStageB = kStageK * (kTileN + kPadding);
   float *a_stages = shared, *b_stages = shared + 2 * kStageA;
   int thread_row = int(threadIdx.x) / kThreadsN, thread_column = int(threadIdx.x) % kThreadsN;
-  int64_t tiles_m = (problem.m + kTileM - 1) / kTileM, tiles_n = (problem.n + kTileN - 1) / kTileN;
-  int64_t stage_count = (problem.k + kStageK - 1) / kStageK;
   const bool folds = kFolds && problem.k_chunk > 0;
 
-  for (int64_t job = blockIdx.x; job < tiles_m * tiles_n * problem.batch.count; job += gridDim.x) {
-    int64_t m0 = job % tiles_m * kTileM, n0 = job / tiles_m % tiles_n * kTileN;
-    BatchOffsets at = batch_offsets(problem.batch, job / (tiles_m * tiles_n));
+  for (Jobs<Problem, kTileM, kTileN> jobs(problem); jobs.more(); jobs.advance()) {
+    const Job job = jobs.job();
+    int64_t m0 = job.m0, n0 = job.n0;
+    int64_t stage_count = (job.k + kStageK - 1) / kStageK;
+    const BatchOffsets &at = job.at;
     using ReaderA = Reader<a_k_contiguous, kTileM>;
     using ReaderB = Reader<b_k_contiguous, kTileN>;
     ReaderA a(AnyType(problem.a, at.a + m0 * problem.a.row_stride), problem.a.row_stride, problem.a.col_stride,
-              problem.m - m0, problem.k);
+              job.m - m0, job.k);
     ReaderB b(AnyType(problem.b, at.b + n0 * problem.b.col_stride), problem.b.col_stride, problem.b.row_stride,
-              problem.n - n0, problem.k);
+              problem.n - n0, job.k);
 
     // Calls f(value's indices, row, column) for every element of out that this thread holds.
     auto each = [&](auto f) {
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
             recompute_on_amd(column_thread);
           }
           int64_t row = m0 + outer_of(row_thread, i, kThreadsM), column = n0 + outer_of(column_thread, j, kThreadsN);
-          if (row < problem.m && column < problem.n) f(i, j, row, column);
+          if (row < job.m && column < problem.n) f(i, j, row, column);
         }
       }
     };
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
     float sum[kFolds ? kThreadM : 1][kThreadN] = {};
     if (problem.accumulate)
       each([&](int i, int j, int64_t row, int64_t column) {
-        float start = load_f32(problem.out.data, problem.out.type, at.out + row * problem.out.row_stride + column);
+        float start = load_f32(problem.out.data, problem.out.type, at.out + jobs.out_at(row, column));
         if (folds) sum[kFolds ? i : 0][j] = start;
         else chain[i][j] = start;
       });
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
 #pragma unroll
           for (int j = 0; j < kThreadN; ++j) chain[i][j] = fmaf(a_values[which][i], b_values[which][j], chain[i][j]);
       };
-      int64_t left = problem.k - stage * kStageK;
+      int64_t left = job.k - stage * kStageK;
       load(0, 0);
       if (left >= kStageK) {
 #pragma unroll kUnroll
@@ -200,24 +201,28 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
       if (problem.bias.data)
         x += load_f32(problem.bias.data, problem.bias.type,
                       at.bias + row * problem.bias.row_stride + column * problem.bias.col_stride);
-      store_rounded(problem.out.data, problem.out.type, at.out + row * problem.out.row_stride + column, x);
+      store_rounded(problem.out.data, problem.out.type, at.out + jobs.out_at(row, column), x);
     });
   }
+}
+
+template <int side, class Problem> pydet_status run(const char *name, const Problem &problem, unsigned blocks) {
+  constexpr int kTileM = kThreadsM * side, kTileN = kThreadsN * side;
+  bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
+  auto kernel = a ? (b ? gemm_ieee_kernel<Problem, side, true, true> : gemm_ieee_kernel<Problem, side, true, false>)
+                  : (b ? gemm_ieee_kernel<Problem, side, false, true> : gemm_ieee_kernel<Problem, side, false, false>);
+  Launch shape = {name, static_cast<gpu_stream>(problem.stream), dim3(blocks), dim3(kThreads)};
+  shape.shared_bytes = 2 * kStageK * (kTileM + kTileN + 2 * kPadding) * int(sizeof(float));
+  DeviceGuard guard(problem.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  return launch(shape, kernel, problem);
 }
 
 template <int side> pydet_status gemm_ieee(const char *name, const Gemm &problem) {
   constexpr int kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
   constexpr int kTileM = kThreadsM * side, kTileN = kThreadsN * side;
-  bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
-  auto kernel = a ? (b ? gemm_ieee_kernel<side, true, true> : gemm_ieee_kernel<side, true, false>)
-                  : (b ? gemm_ieee_kernel<side, false, true> : gemm_ieee_kernel<side, false, false>);
   int64_t tiles = (problem.m + kTileM - 1) / kTileM * ((problem.n + kTileN - 1) / kTileN) * problem.batch.count;
-  Launch shape = {name, static_cast<gpu_stream>(problem.stream),
-                  dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)), dim3(kThreads)};
-  shape.shared_bytes = 2 * kStageK * (kTileM + kTileN + 2 * kPadding) * int(sizeof(float));
-  DeviceGuard guard(problem.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return launch(shape, kernel, problem);
+  return run<side>(name, problem, unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks));
 }
 
 }  // namespace
@@ -226,6 +231,13 @@ pydet_status gemm_ieee_64x64(const Gemm &problem) { return gemm_ieee<4>("gemm_ie
 
 #if !defined(__CUDACC__)  // there gemm_ieee_fp32.cu has its place
 pydet_status gemm_ieee_128x128(const Gemm &problem) { return gemm_ieee<8>("gemm_ieee_128x128", problem); }
+#endif
+
+#if defined(__CUDACC__)
+pydet_status grouped_gemm_ieee_64x64(const GroupedGemm &problem) {
+  constexpr int kTile = kThreadsM * 4;
+  return run<4>("grouped_gemm_ieee_64x64", problem, blocks_for(problem, kTile, kTile));
+}
 #endif
 
 }  // namespace pydet

@@ -7,6 +7,7 @@
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/tiles.h"
+#include "grouped.h"
 #include "kernel.h"
 #include "scaled.h"
 
@@ -157,6 +158,20 @@ constexpr Kernel<Fold> kFold[] = {
      nullptr, fold},
 };
 
+constexpr uint32_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;
+constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
+    {"cuda_grouped_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kGroupsOneChain, "sm_90 or later", from_sm90,
+     grouped_gemm_mma_128_takes, grouped_gemm_mma_128_prefers, grouped_gemm_mma_128},
+    {"cuda_grouped_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kGroupsOneChain | kChunks, "sm_90 or later",
+     from_sm90, nullptr, nullptr, grouped_gemm_mma_64},
+    {"cuda_grouped_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kGroupsOneChain, "sm_80 to sm_89",
+     is_sm80_to_89, grouped_gemm_mma_128_takes, grouped_gemm_mma_128_prefers, grouped_gemm_mma_128},
+    {"cuda_grouped_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kGroupsOneChain | kChunks, "sm_80 to sm_89",
+     is_sm80_to_89, nullptr, nullptr, grouped_gemm_mma_64},
+    {"cuda_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kGroupsOneChain | kChunks, "sm_80 or later",
+     from_sm80, nullptr, nullptr, grouped_gemm_ieee_64x64},
+};
+
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
 pydet_status device_count(int32_t *count) {
   *count = 0;
@@ -214,7 +229,7 @@ const Backend *gpu_backend() {
                                       table(kRmsNormBackward),
                                       table(kSoftmax),
                                       table(kSoftmaxBackward),
-                                      {},
+                                      table(kGroupedGemm),
                                       table(kFold)};
   return &backend;
 }

@@ -12,6 +12,7 @@
 // turns the second kind. Not tuned for peak speed: sm90/gemm.cu is.
 
 #include "gpu/any/epilogue.h"
+#include "gpu/any/jobs.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/mma.h"
 
@@ -97,22 +98,22 @@ __device__ __forceinline__ void load_fragment(uint32_t (&r)[4], const uint16_t *
 // ---- Kernel ------------------------------------------------------------------------------------------------------
 
 // `chunked` kernels take k_chunk too, for twice the accumulators.
-template <Type type, int tile, bool a_k_contiguous, bool b_k_contiguous, bool aligned, bool chunked>
-__global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_constant__ Gemm problem) {
+template <class Problem, Type type, int tile, bool a_k_contiguous, bool b_k_contiguous, bool aligned, bool chunked>
+__global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_constant__ Problem problem) {
   using S = Shape<tile>;
   constexpr int kTilesM = S::warp_m / 16, kTilesN = S::warp_n / 8;
   extern __shared__ __align__(128) uint16_t stages[];
   int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   int warp_m = warp / S::warps_n * S::warp_m, warp_n = warp % S::warps_n * S::warp_n;
-  int64_t tiles_m = (problem.m + tile - 1) / tile, tiles_n = (problem.n + tile - 1) / tile;
-  int64_t stage_count = (problem.k + kStageK - 1) / kStageK, steps = (problem.k + kStepK - 1) / kStepK;
 
-  for (int64_t job = blockIdx.x; job < tiles_m * tiles_n * problem.batch.count; job += gridDim.x) {
-    int64_t m0 = job % tiles_m * tile, n0 = job / tiles_m % tiles_n * tile;
-    BatchOffsets at = batch_offsets(problem.batch, job / (tiles_m * tiles_n));
-    Operand a = {reinterpret_cast<const uint16_t *>(problem.a.data) + at.a, problem.m, problem.k,
+  for (Jobs<Problem, tile, tile> jobs(problem); jobs.more(); jobs.advance()) {
+    const Job job = jobs.job();
+    int64_t m0 = job.m0, n0 = job.n0;
+    int64_t stage_count = (job.k + kStageK - 1) / kStageK, steps = (job.k + kStepK - 1) / kStepK;
+    const BatchOffsets &at = job.at;
+    Operand a = {reinterpret_cast<const uint16_t *>(problem.a.data) + at.a, job.m, job.k,
                  a_k_contiguous ? problem.a.row_stride : problem.a.col_stride};
-    Operand b = {reinterpret_cast<const uint16_t *>(problem.b.data) + at.b, problem.n, problem.k,
+    Operand b = {reinterpret_cast<const uint16_t *>(problem.b.data) + at.b, problem.n, job.k,
                  b_k_contiguous ? problem.b.col_stride : problem.b.row_stride};
 
     // Calls f(value's indices, row, column) for every element of out that this thread holds.
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_c
           for (int q = 0; q < 4; ++q) {
             int64_t row = m0 + warp_m + i * 16 + lane / 4 + q / 2 * 8,
                     column = n0 + warp_n + j * 8 + lane % 4 * 2 + q % 2;
-            if (row < problem.m && column < problem.n) f(i, j, q, row, column);
+            if (row < job.m && column < problem.n) f(i, j, q, row, column);
           }
     };
 
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_c
     float sum[chunked ? kTilesM : 1][chunked ? kTilesN : 1][4] = {};
     if (problem.accumulate)
       each([&](int i, int j, int q, int64_t row, int64_t column) {
-        float start = load_f32(problem.out.data, problem.out.type, at.out + row * problem.out.row_stride + column);
+        float start = load_f32(problem.out.data, problem.out.type, at.out + jobs.out_at(row, column));
         if constexpr (chunked) {
           if (folds) sum[i][j][q] = start;
           else chain[i][j][q] = start;
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_c
       if (problem.bias.data)
         x += load_f32(problem.bias.data, problem.bias.type,
                       at.bias + row * problem.bias.row_stride + column * problem.bias.col_stride);
-      store_rounded(problem.out.data, problem.out.type, at.out + row * problem.out.row_stride + column, x);
+      store_rounded(problem.out.data, problem.out.type, at.out + jobs.out_at(row, column), x);
     });
   }
 }
@@ -217,10 +218,10 @@ template <Type type, int tile, bool aligned, bool chunked>
 pydet_status launch_layout(const Gemm &problem) {
   constexpr int kMaxBlocks = 1 << 20;                                 // more tiles than that are walked in turns
   bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
-  auto kernel = a ? (b ? gemm_mma_kernel<type, tile, true, true, aligned, chunked>
-                       : gemm_mma_kernel<type, tile, true, false, aligned, chunked>)
-                  : (b ? gemm_mma_kernel<type, tile, false, true, aligned, chunked>
-                       : gemm_mma_kernel<type, tile, false, false, aligned, chunked>);
+  auto kernel = a ? (b ? gemm_mma_kernel<Gemm, type, tile, true, true, aligned, chunked>
+                       : gemm_mma_kernel<Gemm, type, tile, true, false, aligned, chunked>)
+                  : (b ? gemm_mma_kernel<Gemm, type, tile, false, true, aligned, chunked>
+                       : gemm_mma_kernel<Gemm, type, tile, false, false, aligned, chunked>);
   int64_t tiles = (problem.m + tile - 1) / tile * ((problem.n + tile - 1) / tile) * problem.batch.count;
   Launch shape = {tile == 64 ? "gemm_mma_64x64" : "gemm_mma_128x128", static_cast<gpu_stream>(problem.stream),
                   dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)), dim3(kThreads<tile>), kSharedBytes<tile>};
@@ -234,9 +235,33 @@ bool all_aligned(const Gemm &problem) {
          copies_16_bytes(problem.b, problem.batch.b, problem.batch.dims);
 }
 
-}  // namespace
+// The same wherever a group begins: tokens must not be neighbours in memory. So of the aligned kernels one layout in depth
+// is left, and two of rows.
+bool all_aligned(const GroupedGemm &problem) {
+  if (problem.depth)
+    return copies_16_bytes(problem.a, nullptr, 0) && copies_16_bytes(problem.b, nullptr, 0) &&
+           problem.a.col_stride != 1 && problem.b.row_stride != 1;
+  return copies_16_bytes(problem.a, nullptr, 0) && copies_16_bytes(problem.b, &problem.b_stride, 1) &&
+         problem.a.col_stride == 1;
+}
 
-pydet_status gemm_mma_64(const Gemm &problem) {
+template <Type type, int tile, bool aligned, bool chunked> pydet_status launch_layout(const GroupedGemm &problem) {
+  bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
+  auto kernel = gemm_mma_kernel<GroupedGemm, type, tile, false, false, aligned, chunked>;
+  if (a)
+    kernel = b ? gemm_mma_kernel<GroupedGemm, type, tile, true, true, aligned, chunked>
+               : gemm_mma_kernel<GroupedGemm, type, tile, true, false, aligned, chunked>;
+  if constexpr (!aligned)
+    if (!a && b) kernel = gemm_mma_kernel<GroupedGemm, type, tile, false, true, aligned, chunked>;
+  Launch shape = {tile == 64 ? "grouped_gemm_mma_64x64" : "grouped_gemm_mma_128x128",
+                  static_cast<gpu_stream>(problem.stream), dim3(blocks_for(problem, tile, tile)), dim3(kThreads<tile>),
+                  kSharedBytes<tile>};
+  DeviceGuard guard(problem.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(shape.kernel, guard.error());
+  return launch(shape, kernel, problem);
+}
+
+template <class Problem> pydet_status launch_64(const Problem &problem) {
   bool aligned = all_aligned(problem);
   if (problem.a.type == Type::bf16)
     return aligned ? launch_layout<Type::bf16, 64, true, true>(problem)
@@ -245,11 +270,23 @@ pydet_status gemm_mma_64(const Gemm &problem) {
                  : launch_layout<Type::f16, 64, false, true>(problem);
 }
 
-bool gemm_mma_128_takes(const Gemm &problem) { return all_aligned(problem); }
-
-pydet_status gemm_mma_128(const Gemm &problem) {
+template <class Problem> pydet_status launch_128(const Problem &problem) {
   return problem.a.type == Type::bf16 ? launch_layout<Type::bf16, 128, true, false>(problem)
                                       : launch_layout<Type::f16, 128, true, false>(problem);
 }
+
+}  // namespace
+
+pydet_status gemm_mma_64(const Gemm &problem) { return launch_64(problem); }
+bool gemm_mma_128_takes(const Gemm &problem) { return all_aligned(problem); }
+pydet_status gemm_mma_128(const Gemm &problem) { return launch_128(problem); }
+
+pydet_status grouped_gemm_mma_64(const GroupedGemm &problem) { return launch_64(problem); }
+bool grouped_gemm_mma_128_takes(const GroupedGemm &problem) { return all_aligned(problem); }
+bool grouped_gemm_mma_128_prefers(const GroupedGemm &problem) {
+  return most_jobs(problem, 128, 128) >= gpu_multiprocessors(problem.device.id) &&
+         (problem.depth ? problem.m : problem.tokens / problem.groups) > 64;
+}
+pydet_status grouped_gemm_mma_128(const GroupedGemm &problem) { return launch_128(problem); }
 
 }  // namespace pydet

@@ -1,0 +1,208 @@
+"""The CUDA kernels of grouped_gemm, forced by name, against the CPU's bit for bit, whatever the boundaries hold."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+
+import pydet
+import test_golden
+import test_grouped_gemm
+from cases import DTYPES, assert_same_bits, data
+from test_cuda import OnDevice, cuda_kernels, each, torch, words  # noqa: F401
+from test_grouped_gemm import ROUTINGS, Grouped
+
+
+class Forced(OnDevice):
+    """As OnDevice, with boundaries moved as they are."""
+
+    def to_device(self, array):
+        if array.dtype.kind == "i":
+            return self.torch.from_numpy(array.copy()).cuda(), lambda: None
+        return super().to_device(array)
+
+
+@pytest.fixture
+def device(torch, kernel):
+    if not kernel.available:
+        pytest.skip(f"{kernel.name} needs {kernel.requires}")
+    return Forced(torch, kernel.name, kernel.arithmetic)
+
+
+def test_every_grouped_kernel_is_listed():
+    names = [kernel.name for kernel in cuda_kernels("grouped_gemm")]
+    if not names:
+        pytest.skip("libpydet_cuda.so is not built (make cuda)")
+    assert len(names) == len(set(names)) == 5
+
+
+@functools.lru_cache(maxsize=2000)
+def on_cpu(problem):
+    """The CPU's result, which tests/test_grouped_gemm.py holds to GEMM of each group."""
+    return test_grouped_gemm.run(pydet.grouped_gemm, problem)
+
+
+def problems(dtype, arithmetic):
+    """Beside those of the CPU's tests: extents around tiles of 64 and 128 and stages of 8, 16 and 32, in layouts that
+    16-byte copies can and cannot read."""
+    yield from test_grouped_gemm.problems_of(dtype, arithmetic)
+    make = functools.partial(Grouped, dtype=dtype, arithmetic=arithmetic)
+    outs = list(DTYPES)
+    for i, routing in enumerate(("tiles", "odd", "empty between", "gaps", "backwards", "masked")):
+        for j, k in enumerate((1, 8, 15, 16, 17, 32, 33, 96, 136, 264)):
+            yield make(routing, rows=k, n=(64, 8, 72, 128, 136, 129)[(i + j) % 6], seed=i, out_dtype=outs[j % 3])
+            yield make(
+                routing, rows=k, n=64, b_layout="col", out_dtype=outs[(i + j) % 3], bias=("", "fp32", "fp16")[j % 3]
+            )
+        for j, m in enumerate((1, 8, 63, 64, 65, 127, 128, 136, 200)):
+            wide = (64, 8, 72, 128, 136, 129, 256)[(i + j) % 7]
+            yield make(routing, True, m, wide, a_layout="col", out_dtype=outs[j % 3], seed=i)
+            yield make(routing, True, m, wide, a_layout=("row", "col")[j % 2], b_layout=("col", "row")[i % 2])
+    for routing in ("tiles", "empty between", "masked"):
+        for k_chunk in (16, 32, 48, 64, 1024):
+            yield make(routing, rows=200, n=72, k_chunk=k_chunk, b_layout="col", bias="bf16")
+            yield make(routing, True, 72, 136, k_chunk=k_chunk, a_layout="col", accumulate=True)
+        yield make(routing, rows=136, n=136, accumulate=True, out_layout="col")
+        yield make(routing, True, 136, 136, a_layout="col", accumulate=True, out_layout="col", bias="fp32")
+        for kind in ("wide", "specials", "tiny"):
+            yield make(routing, rows=136, n=136, kind=kind)
+            yield make(routing, True, 136, 136, kind=kind, a_layout="col")
+
+
+@each("grouped_gemm")
+def test_equals_cpu(device, kernel, dtype):
+    for problem in problems(dtype, kernel.arithmetic):
+        assert_same_bits(test_grouped_gemm.run(device.grouped_gemm, problem), on_cpu(problem), str(problem))
+    assert device.taken > 60, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
+
+
+@each("grouped_gemm")
+def test_golden_hashes(device, kernel, dtype):
+    test_golden.check_golden("grouped_gemm", device.grouped_gemm, kernel.arithmetic, dtype)
+
+
+@each("grouped_gemm")
+def test_nan_next_door(device, kernel, dtype):
+    test_grouped_gemm.check_neighbours(device.grouped_gemm, dtype, kernel.arithmetic)
+
+
+@each("grouped_gemm")
+def test_random_boundaries(device, kernel, dtype):
+    """Any int32, ascending or not, with starts or without."""
+    for number in range(30):
+        rng = random.Random(f"{dtype}/{number}")
+        tokens, groups = rng.randint(0, 300), rng.randint(1, 40)
+        values = [rng.choice([rng.randint(-50, 400), rng.randint(-(2**31), 2**31 - 1)]) for _ in range(2 * groups)]
+        end = sorted(rng.randint(0, tokens) for _ in range(groups)) if number % 2 else values[:groups]
+        start = values[groups:] if number % 3 == 0 else None
+        ROUTINGS["random"] = (tokens, end, start)
+        problem = Grouped("random", rng.random() < 0.5, rng.choice([40, 64, 100]), rng.choice([24, 64, 130]), dtype,
+                          kernel.arithmetic, a_layout=rng.choice(["row", "col"]), seed=number)  # fmt: skip
+        want = test_grouped_gemm.run(pydet.grouped_gemm, problem)
+        got = test_grouped_gemm.run(device.grouped_gemm, problem)
+        assert_same_bits(got, want, f"{number}: {problem}, ends {end}, starts {start}")
+    del ROUTINGS["random"]
+
+
+@each("grouped_gemm")
+def test_more_tiles_than_blocks(device, kernel, dtype):
+    """A block's later tiles are in later groups, past empty ones; both ways."""
+    rng = np.random.default_rng(3)
+    sizes = rng.permutation(np.concatenate([rng.integers(0, 40, 150), [0] * 30, [700, 300]])).astype(np.int64)
+    end = np.cumsum(sizes).astype(np.int32)
+    a = data("normal", (int(end[-1]), 24), DTYPES[dtype])
+    b = data("normal", (len(end), 24, 1160), DTYPES[dtype], 1)
+    options = {"arithmetic": kernel.arithmetic, "out_dtype": DTYPES["fp32"]}
+    assert_same_bits(device.grouped_gemm(a, b, end, **options), pydet.grouped_gemm(a, b, end, **options), "rows")
+    x, y = data("normal", (int(end[-1]), 136), DTYPES[dtype]).T, data("normal", (int(end[-1]), 520), DTYPES[dtype], 1)
+    assert_same_bits(device.grouped_gemm(x, y, end, **options), pydet.grouped_gemm(x, y, end, **options), "depth")
+    assert device.taken == 2
+
+
+@each("grouped_gemm")
+def test_replays_with_new_boundaries(torch, kernel, dtype):
+    """One captured call, 100 routings: the device alone knows them. Rows in no group keep what they held."""
+    if not kernel.available:
+        pytest.skip(f"{kernel.name} needs {kernel.requires}")
+    tokens, groups, k, n = 400, 9, 64, 136
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    generator = torch.Generator("cpu").manual_seed(5)
+    a, b, x, y = (
+        torch.randn(shape, generator=generator).to(kind)
+        for shape in ((tokens, k), (groups, k, n), (tokens, k), (tokens, n))
+    )
+    on_gpu = [t.cuda() for t in (a, b, x, y)]
+    out, sums = torch.zeros(tokens, n, device="cuda"), torch.zeros(groups, k, n, device="cuda")
+    end = torch.zeros(groups, dtype=torch.int32, device="cuda")
+    options = {"arithmetic": kernel.arithmetic, "kernel": kernel.name}
+
+    def call():
+        pydet.grouped_gemm(on_gpu[0], on_gpu[1], end, out=out, **options)
+        pydet.grouped_gemm(on_gpu[2].T, on_gpu[3], end, out=sums, **options)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    torch.cuda.synchronize()
+    rng = np.random.default_rng(6)
+    for turn in range(100):
+        boundaries = rng.integers(-20, tokens + 20, groups).astype(np.int32)
+        if turn % 3:
+            boundaries.sort()
+        out.fill_(7), end.copy_(torch.from_numpy(boundaries))
+        graph.replay()
+        torch.cuda.synchronize()
+        want, ends = torch.full((tokens, n), 7.0), torch.from_numpy(boundaries)
+        pydet.grouped_gemm(a, b, ends, out=want, arithmetic=kernel.arithmetic)
+        assert torch.equal(words(out.cpu()), words(want)), f"turn {turn}: {boundaries}"
+        want = pydet.grouped_gemm(x.T, y, ends, out_dtype=torch.float32, arithmetic=kernel.arithmetic)
+        assert torch.equal(words(sums.cpu()), words(want)), f"turn {turn}: {boundaries}"
+
+
+@pytest.mark.parametrize("groups, tokens", [(8, 4096), (64, 2048), (256, 2048)])
+def test_large_problems_by_the_library_s_choice(torch, groups, tokens):
+    """A token's row is gemm of it alone; two runs, and other streams, give the same bits."""
+    generator = torch.Generator("cuda").manual_seed(groups)
+    a = torch.randn(tokens, 1024, device="cuda", generator=generator).bfloat16()
+    b = torch.randn(groups, 1024, 1536, device="cuda", generator=generator).bfloat16()
+    share = np.random.default_rng(groups).multinomial(
+        tokens, 1 / np.arange(1, groups + 1) / sum(1 / np.arange(1, groups + 1))
+    )
+    end = torch.from_numpy(np.cumsum(share).astype(np.int32)).cuda()
+    out = pydet.grouped_gemm(a, b, end)
+    assert "cuda_grouped_gemm" in pydet.last_kernel()
+    first = 0
+    for g, last in enumerate(end.tolist()):
+        if last > first:
+            part = pydet.gemm(a[first:last], b[g])
+            assert torch.equal(words(out[first:last]), words(part)), f"group {g}"
+        first = last
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        again = pydet.grouped_gemm(a, b, end)
+    torch.cuda.synchronize()
+    assert torch.equal(words(out), words(again))
+    sums = pydet.grouped_gemm(a.T, out, end, out_dtype=torch.float32)
+    first = 0
+    for g, last in enumerate(end.tolist()):
+        part = pydet.gemm(a[first:last].T, out[first:last], out_dtype=torch.float32)
+        assert torch.equal(words(sums[g]), words(part)), f"group {g}, depth"
+        first = last
+
+
+def test_whose_turn(torch):
+    """Which kernels the library itself picks, by size and layout."""
+    picked = set()
+    for tokens, rows in ((64, 64), (4096, 64), (4096, 100)):
+        a = torch.zeros(tokens, rows, device="cuda", dtype=torch.bfloat16)
+        b = torch.zeros(4, rows, 4096, device="cuda", dtype=torch.bfloat16)
+        end = torch.tensor([tokens // 4 * (g + 1) for g in range(4)], dtype=torch.int32, device="cuda")
+        pydet.grouped_gemm(a, b, end)
+        picked.add(pydet.last_kernel())
+    pydet.grouped_gemm(a.float(), b.float(), end)
+    picked.add(pydet.last_kernel())
+    assert len(picked) >= 3, picked
