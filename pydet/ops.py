@@ -22,7 +22,6 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
@@ -684,16 +683,16 @@ def log_prob_backward(
 
 
 def fold(
-    parts: Tensor | Sequence[Tensor],
+    parts: Any,
     *,
     bias: Any = None,
-    out: Tensor | None = None,
+    out: Any = None,
     out_dtype: Any = None,
     order: Order = "ordered",
     accumulate: bool = False,
     kernel: str | None = None,
     stream: Stream | None = None,
-) -> Tensor:
+) -> Any:
     """Adds partial sums in a fixed order: ``out = round(D + bias)``, ``D = D0 + parts[0] + parts[1] + ...``.
 
     The sums of fixed segments of a longer sum may be made anywhere, on one GPU or on several; folded in ascending order
@@ -716,9 +715,9 @@ def fold(
         Error: shapes, types, strides, devices or memory that do not fit.
     """
     listed = isinstance(parts, (list, tuple))
-    given: Any = tuple(parts) if listed else parts  # type: ignore[arg-type]
+    given = tuple(parts) if listed else parts
     method = _fold if stream is None else on_stream(_fold, given[0] if listed and given else given, stream)
-    return method(  # type: ignore[no-any-return]
+    return method(
         given,
         is_tuple=listed,
         bias=bias,

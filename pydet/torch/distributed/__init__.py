@@ -1,0 +1,35 @@
+"""Tensor and data parallel with the same bits on any number of ranks, over ``torch.distributed``.
+
+    from pydet.torch.distributed import row_parallel_linear, column_parallel_linear
+
+A sum that ranks share is cut into a fixed number of segments, whatever the number of ranks. Each rank makes the fp32
+sums of its own segments, these are exchanged whole, and folded in ascending order (:func:`pydet.fold`): never
+all-reduced, since the order of an all-reduce follows the ranks, the size of the message and the algorithm. So W = 1, 2,
+4, 8 have the same bits, and the method of exchange decides none. ``segments``, like ``k_chunk``, decides bits.
+
+It runs over what the process group is: gloo on CPUs, NCCL on GPUs. A call that one rank refuses is refused on every
+rank, with a sentence; a rank that died is the group's to notice, by its connection or its time limit.
+"""
+
+from pydet.torch.distributed.exchange import all_reduce, reduce_scatter
+from pydet.torch.distributed.linear import column_parallel_linear, row_parallel_linear, segment_length, shard_bounds
+from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
+from pydet.torch.distributed.rows import rms_norm, vocab_parallel_log_prob
+from pydet.torch.distributed.styles import ColwiseParallel, RowwiseParallel
+
+__all__ = [
+    "ColwiseParallel",
+    "OrderedReduceScatter",
+    "OrderedState",
+    "RowwiseParallel",
+    "all_reduce",
+    "clip_grad_norm_",
+    "column_parallel_linear",
+    "ordered_hook",
+    "reduce_scatter",
+    "rms_norm",
+    "row_parallel_linear",
+    "segment_length",
+    "shard_bounds",
+    "vocab_parallel_log_prob",
+]

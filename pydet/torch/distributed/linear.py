@@ -1,0 +1,241 @@
+"""Row- and column-parallel linear layers whose bits do not depend on the number of ranks.
+
+``k_chunk`` is a function of the extent that is summed over and of ``segments`` alone: ceil(extent / segments), up to
+the next multiple of 16. A rank holds whole segments; where they do not divide the extent evenly (2880 in 8), the last
+rank's shard is the shorter one (:func:`shard_bounds`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from pydet._native import INVALID_VALUE, constants, fail
+from pydet.ops import Arithmetic, gemm, gemm_db
+from pydet.torch.distributed.exchange import (
+    Group,
+    Method,
+    Tensor,
+    choose,
+    gather,
+    reduce_sums,
+    shared,
+    together,
+)
+from pydet.torch.ops import matrix
+
+Rows: TypeAlias = Literal["replicate", "shard_rows"]
+_STEP = 16  # segments are multiples of it
+
+
+def segment_length(extent: int, segments: int) -> int:
+    """``k_chunk`` of a sum over `extent` in so many segments; the last may be shorter."""
+    return -(-extent // (segments * _STEP)) * _STEP
+
+
+def shard_bounds(extent: int, segments: int, rank: int, world: int) -> tuple[int, int]:
+    """The part of `extent` that a rank holds: segments rank * segments / world and following."""
+    each = segment_length(extent, segments) * shared(segments, world, "shard_bounds", "segments")
+    return min(extent, rank * each), min(extent, (rank + 1) * each)
+
+
+def _check_shard(op: str, name: str, have: int, extent: int, segments: int, group: Group) -> int:
+    """The length of a segment; refuses a shard that is not this rank's."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    shared(segments, world, op, "segments")
+    begin, end = shard_bounds(extent, segments, rank, world)
+    if have != end - begin:
+        fail(
+            constants.PYDET_INVALID_SHAPE,
+            f"{op}: {name} of rank {rank} is {have}, want {end - begin}: {segments} segments of "
+            f"{segment_length(extent, segments)} of {extent} over {world} ranks",
+        )
+    return segment_length(extent, segments)
+
+
+def _segment_sums(x: Tensor, w: Tensor, chunk: int, count: int, arithmetic: Arithmetic) -> Tensor:
+    """``[count, M, N]`` fp32: x ``[M, k]`` times w ``[k, N]`` by segments of k; those that are not there are zeros."""
+    (m, k), n = x.shape, w.shape[1]
+    if k == count * chunk:
+        a, b = x.unflatten(1, (count, chunk)).transpose(0, 1), w.unflatten(0, (count, chunk))
+        return gemm(a, b, out_dtype="float32", arithmetic=arithmetic)
+    sums = x.new_zeros(count, m, n, dtype=torch.float32)
+    for i in range(-(-k // chunk)):
+        here = slice(i * chunk, min(k, (i + 1) * chunk))
+        gemm(x[:, here], w[here], out=sums[i], arithmetic=arithmetic)
+    return sums
+
+
+def _parallel_product(
+    op: str,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    extent: int,
+    segments: int,
+    group: Group,
+    out: str,
+    method: str,
+    arithmetic: Arithmetic,
+) -> Tensor:
+    """The ordered sum over all ranks of x ``[M, k]`` times w ``[k, N]``, in x's type; `extent` is k of all ranks."""
+    world = dist.get_world_size(group)
+
+    def terms() -> tuple[Any, ...]:
+        if w.dim() != 2 or x.shape[1] != w.shape[0]:
+            got, want = tuple(x.shape), w.shape[0] if w.dim() == 2 else "a matrix w"
+            fail(constants.PYDET_INVALID_SHAPE, f"{op}: this rank's factor is {got}, want {want} columns, as w has")
+        chunk = _check_shard(op, "the shard", x.shape[1], extent, segments, group)
+        if out not in ("replicate", "shard_rows"):
+            fail(INVALID_VALUE, f"{op}: out is {out!r}, want 'replicate' or 'shard_rows'")
+        if out == "shard_rows":
+            shared(x.shape[0], world, op, "the number of rows")
+        elif world > 1:
+            choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world)
+        if world == 1:
+            result = gemm(x, w, bias=bias, k_chunk=chunk, arithmetic=arithmetic)
+        else:
+            result = _segment_sums(x, w, chunk, segments // world, arithmetic)
+        shape = f"{x.shape[0]} rows, {w.shape[1]} columns, {extent} summed in {segments} segments"
+        return result, shape, x.dtype, f"bias {bias is not None}", f"arithmetic {arithmetic}", out, method
+
+    result: Tensor = together(op, group, x.device, terms)[0]
+    if world == 1:
+        return result
+    return reduce_sums(op, result, group, bias, x.dtype, "ordered", method, rows=out == "shard_rows")
+
+
+def _sum_rows(dy: Tensor) -> Tensor:
+    """The gradient of a bias: a chain of products with 1 over the rows."""
+    return gemm(torch.ones(1, dy.shape[0], dtype=dy.dtype, device=dy.device), dy, arithmetic="ieee").view(-1)
+
+
+def _all_rows(x: Tensor, group: Group) -> Tensor:
+    return gather(x, group).flatten(0, 1)
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+        extent, segments, group, out, method, arithmetic = options
+        ctx.save_for_backward(x, w)
+        ctx.options, ctx.has_bias = options, bias is not None
+        op = "row_parallel_linear"
+        return _parallel_product(op, x, w.t(), bias, extent, segments, group, out, method, arithmetic)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x, w), (_, _, group, out, _, arithmetic) = ctx.saved_tensors, ctx.options
+        dy = gradients[0].contiguous()
+        dy = _all_rows(dy, group) if out == "shard_rows" else dy
+        dx = gemm(dy, w, arithmetic=arithmetic) if ctx.needs_input_grad[0] else None
+        dw = gemm_db(dy, x, arithmetic=arithmetic) if ctx.needs_input_grad[1] else None
+        return dx, dw, _sum_rows(dy) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+        extent, segments, group, rows, method, arithmetic = options
+        op = "column_parallel_linear"
+
+        def terms() -> tuple[Any, ...]:
+            _check_shard(op, "w", w.shape[0], extent, segments, group)
+            if rows not in ("replicate", "shard_rows"):
+                fail(INVALID_VALUE, f"{op}: rows is {rows!r}, want 'replicate' or 'shard_rows'")
+            y = gemm(x, w.t(), bias=bias, arithmetic=arithmetic)  # under shard_rows it only shows that x and w fit
+            shape = f"{x.shape[0]} rows of {x.shape[1]}, {extent} columns in {segments} segments"
+            return y, shape, x.dtype, f"bias {bias is not None}", f"arithmetic {arithmetic}", rows, method
+
+        y: Tensor = together(op, group, x.device, terms)[0]
+        ctx.options, ctx.has_bias = options, bias is not None
+        if rows == "shard_rows" and dist.get_world_size(group) > 1:
+            x = _all_rows(x, group)
+            y = gemm(x, w.t(), bias=bias, arithmetic=arithmetic)
+        ctx.save_for_backward(x, w)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x, w), (extent, segments, group, rows, method, arithmetic) = ctx.saved_tensors, ctx.options
+        dy, dx = gradients[0].contiguous(), None
+        if ctx.needs_input_grad[0]:
+            op = "column_parallel_linear"
+            dx = _parallel_product(op, dy, w, None, extent, segments, group, rows, method, arithmetic)
+        dw = gemm_db(dy, x, arithmetic=arithmetic) if ctx.needs_input_grad[1] else None
+        return dx, dw, _sum_rows(dy) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
+
+
+def row_parallel_linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Group = None,
+    segments: int = 8,
+    in_features: int | None = None,
+    out: Rows = "replicate",
+    method: Method = "auto",
+    arithmetic: Arithmetic = "auto",
+) -> Tensor:
+    """``y = x w^T + bias`` where each rank holds some columns of ``x`` and of ``w``; with gradients.
+
+    The bits are those of ``pydet.gemm(x, w.T, bias=bias, k_chunk=segment_length(K, segments))`` on one device, whatever
+    the number of ranks: every rank makes the sums of its segments of K, they are exchanged in fp32 and folded in
+    ascending order. The gradients of ``x`` and ``w`` need no exchange: natural chains, as of :func:`pydet.gemm`.
+
+    Args:
+        x: ``[..., k]``: this rank's columns, ``shard_bounds(K, segments, rank, W)``.
+        w: ``[N, k]``: the same columns. float32, bfloat16 or float16, as ``x``.
+        bias: ``[N]``, the same on every rank; added once.
+        group: a process group, the default one if None.
+        segments: how many segments K has: a multiple of the number of ranks. It decides bits.
+        in_features: K. k times the number of ranks by default, which is right unless the last shard is shorter.
+        out: ``"replicate"``: all of y on every rank. ``"shard_rows"``: y's rows ``[M / W, N]`` of this rank.
+        method: how the sums travel; it decides no bits. ``"auto"``: by their size.
+        arithmetic: as in :func:`pydet.gemm`; it decides bits.
+
+    Raises:
+        Error: on every rank, where one has other shapes, types or options, or refuses.
+    """
+    world, flat = dist.get_world_size(group), matrix(x)
+    options = x.shape[-1] * world if in_features is None else in_features, segments, group, out, method, arithmetic
+    y: Tensor = _RowParallel.apply(flat, w, bias, options)
+    return y if out == "shard_rows" else y.view(*x.shape[:-1], w.shape[0])
+
+
+def column_parallel_linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Group = None,
+    segments: int = 8,
+    out_features: int | None = None,
+    rows: Rows = "replicate",
+    method: Method = "auto",
+    arithmetic: Arithmetic = "auto",
+) -> Tensor:
+    """``y = x w^T + bias`` where each rank holds some rows of ``w`` and makes those columns of y; with gradients.
+
+    Forward needs no exchange: the bits of :func:`pydet.gemm`. The gradient of ``x`` sums over all columns of y: an
+    ordered sum over ``segments`` of N, as in :func:`row_parallel_linear`, with the same bits on any number of ranks.
+
+    Args:
+        x: ``[..., K]``, the same on every rank; under ``rows="shard_rows"`` this rank's rows ``[M / W, K]``.
+        w: ``[n, K]``: this rank's rows, ``shard_bounds(N, segments, rank, W)``.
+        bias: ``[n]``: likewise.
+        segments: how many segments N has: a multiple of the number of ranks. It decides the bits of x's gradient.
+        out_features: N. n times the number of ranks by default.
+        rows: ``"shard_rows"``: ``x`` is gathered in forward, and its gradient is left sharded by rows.
+        group, method, arithmetic: as in :func:`row_parallel_linear`.
+
+    Raises:
+        Error: as there.
+    """
+    world, flat = dist.get_world_size(group), matrix(x)
+    extent = w.shape[0] * world if out_features is None else out_features
+    y: Tensor = _ColumnParallel.apply(flat, w, bias, (extent, segments, group, rows, method, arithmetic))
+    return y if rows == "shard_rows" else y.view(*x.shape[:-1], w.shape[0])

@@ -1,0 +1,221 @@
+"""Gradients over data-parallel ranks in a fixed order: a hook for DDP, a reduce-scatter for FSDP2, and the total norm.
+
+Micro-batches are dealt round robin (rank r takes r, r + W, ...). Then the sum of all their gradients has the same bits
+for every number of ranks that divides the number of micro-batches: that of one rank which sums them in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pydet._native import INVALID_VALUE, constants, fail
+from pydet.ops import gemm
+from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, fold_all, gather, together
+
+# ---- DDP -------------------------------------------------------------------------------------------------------------
+
+
+class OrderedState:
+    """The state of :func:`ordered_hook`: how many backward passes make one sum, over which group.
+
+    Args:
+        rounds: backward passes of each rank that are summed: the number of micro-batches / W.
+        group: that of the DDP module, the default one if None.
+    """
+
+    def __init__(self, rounds: int = 1, group: Group = None) -> None:
+        if rounds < 1:
+            fail(INVALID_VALUE, f"OrderedState: rounds is {rounds}, want 1 or more")
+        self.rounds, self.group = rounds, group
+        self.running: dict[int, tuple[int, tuple[int, ...], Tensor]] = {}  # by bucket: rounds done, layout, shard
+
+    def reset(self) -> None:
+        """Forgets the sums that are under way, on every rank alike."""
+        self.running.clear()
+
+
+def ordered_hook(state: OrderedState, bucket: Any) -> torch.futures.Future[Tensor]:
+    """``model.register_comm_hook(OrderedState(rounds), ordered_hook)``: DDP's gradients, summed in a fixed order.
+
+    The sum, not the mean, over ``rounds`` backward passes and all ranks. Before the last round gradients become zeros,
+    which DDP adds to ``grad``: let ``grad`` accumulate over the rounds, without ``no_sync``. DDP lays its buckets out
+    anew after its first backward pass. With several rounds throw that pass away (``state.reset()``, ``zero_grad()``).
+
+    Raises:
+        Error: gradients that are not float32, or buckets that changed in the middle of a sum.
+    """
+    op, flat, group = "ordered_hook", bucket.buffer(), state.group
+    world, index = dist.get_world_size(group), bucket.index()
+    layout = tuple(x.numel() for x in bucket.gradients())
+    done, known, shard = state.running.get(index, (0, layout, None))
+
+    def terms() -> tuple[Any, ...]:
+        if flat.dtype != torch.float32:
+            fail(constants.PYDET_INVALID_DTYPE, f"{op}: the bucket is {flat.dtype}, want float32")
+        if known != layout or (done == 0 and index == 0 and state.running):
+            state.running.clear()
+            fail(
+                INVALID_VALUE,
+                f"{op}: DDP changed its buckets in the middle of a sum of {state.rounds} rounds, as it does after its "
+                "first backward pass: throw that pass away, with state.reset() and zero_grad()",
+            )
+        return None, f"bucket {index} of {layout}, round {done + 1} of {state.rounds}"
+
+    together(op, group, flat.device, terms)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % world))
+    if shard is None:
+        shard = padded.new_zeros(padded.numel() // world)
+    continue_shard(padded, shard, group)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    if done + 1 < state.rounds:
+        state.running[index] = done + 1, layout, shard
+        future.set_result(torch.zeros_like(flat))
+    else:
+        state.running.pop(index, None)
+        future.set_result(gather(shard, group).view(-1)[: flat.numel()])
+    return future
+
+
+# DDP compares these with the types themselves.
+ordered_hook.__annotations__ = {"bucket": vars(dist)["GradBucket"], "return": torch.futures.Future[Tensor]}
+
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+class OrderedReduceScatter:
+    """For ``FSDPModule.set_custom_reduce_scatter``, one for each FSDP module: the sum over rounds and ranks in order.
+
+    With ``set_gradient_divide_factor(1.0)``, ``set_force_sum_reduction_for_comms(True)`` and a ``reduce_dtype`` of
+    float32 (``MixedPrecisionPolicy``). Rounds before the last give zeros, so that FSDP's own sum of them is exact.
+
+    Args:
+        rounds: backward passes of each rank that are summed: the number of micro-batches / W.
+    """
+
+    def __init__(self, rounds: int = 1) -> None:
+        if rounds < 1:
+            fail(INVALID_VALUE, f"OrderedReduceScatter: rounds is {rounds}, want 1 or more")
+        self.rounds, self.done, self.shard = rounds, 0, torch.empty(0)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP's buffers."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> None:
+        name = "OrderedReduceScatter"
+
+        def terms() -> tuple[Any, ...]:
+            if op != dist.ReduceOp.SUM or input_tensor.dtype != torch.float32:
+                fail(
+                    INVALID_VALUE,
+                    f"{name}: asked for {op} of {input_tensor.dtype}, want SUM of torch.float32 "
+                    "(set_gradient_divide_factor(1.0), set_force_sum_reduction_for_comms(True), reduce_dtype)",
+                )
+            if self.done and self.shard.shape != output_tensor.shape:
+                self.done = 0
+                fail(INVALID_VALUE, f"{name}: the shard changed in the middle of a sum of {self.rounds} rounds")
+            return None, f"{input_tensor.numel()} elements, round {self.done + 1} of {self.rounds}"
+
+        together(name, group, input_tensor.device, terms)
+        if self.done == 0:
+            self.shard = torch.zeros_like(output_tensor)
+        continue_shard(input_tensor.reshape(-1), self.shard.view(-1), group)
+        self.done = (self.done + 1) % self.rounds
+        if self.done:
+            output_tensor.zero_()
+        else:
+            output_tensor.copy_(self.shard)
+
+
+# ---- The norm of all gradients ---------------------------------------------------------------------------------------
+
+_WIDTH = 1024  # squares that one chain adds
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """``[1]`` fp32: chains of 1024 squares in C order, then chains of 1024 of their sums, until one is left."""
+    total = x.detach().to(torch.float32).reshape(-1)
+    total = total * total
+    ones = torch.ones(_WIDTH, 1, device=x.device)
+    while True:
+        total = torch.nn.functional.pad(total, (0, -total.numel() % _WIDTH)).view(-1, _WIDTH)
+        total = gemm(total, ones, arithmetic="ieee").view(-1)
+        if total.numel() <= 1:
+            return total if total.numel() else x.new_zeros(1, dtype=torch.float32)
+
+
+def _segments_of(gradient: Any, segments: int, group: Group) -> Tensor:
+    """``[segments]``: the sums of squares of a gradient's segments, on every rank; one for one that is not sharded."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(gradient, DTensor):
+        return torch.cat([sum_of_squares(gradient), gradient.new_zeros(segments - 1, dtype=torch.float32)])
+    local, sharded = gradient.to_local(), [p for p in gradient.placements if isinstance(p, Shard)]
+    if not sharded:
+        return torch.cat([sum_of_squares(local), local.new_zeros(segments - 1, dtype=torch.float32)])
+    dim, world = sharded[0].dim, dist.get_world_size(group)
+    extent = gradient.shape[dim]
+    if len(sharded) > 1 or extent % segments or segments % world or local.shape[dim] * world != extent:
+        fail(
+            constants.PYDET_INVALID_SHAPE,
+            f"clip_grad_norm_: a gradient of {tuple(gradient.shape)} is sharded as {gradient.placements}, want one "
+            f"dimension in {segments} equal segments over {world} ranks",
+        )
+    own = [sum_of_squares(some.contiguous()) for some in local.chunk(segments // world, dim)]
+    return torch.cat(own)
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Group = None, segments: int = 8) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` (of norm 2) with bits that do not depend on the number of ranks.
+
+    The sum of squares of each gradient is taken by segments of the dimension that is sharded (a DTensor's), which are
+    folded in ascending order, then over the parameters in the order given. On one rank pass the same DTensors, of a
+    mesh of one, so that the segments are the same.
+
+    Args:
+        parameters: those with a ``grad``; plain tensors, the same on every rank, or DTensors of one mesh dimension.
+        max_norm: gradients are scaled by ``min(1, max_norm / (norm + 1e-6))``, in place.
+        group: the ranks that share the DTensors, the default group if None.
+        segments: a multiple of the number of ranks that divides every sharded dimension.
+
+    Returns:
+        The norm before clipping, a float32 scalar.
+    """
+    from torch.distributed.tensor import DTensor
+
+    op = "clip_grad_norm_"
+    gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    first = gradients[0].to_local() if isinstance(gradients[0], DTensor) else gradients[0]
+
+    def is_sharded(gradient: Any) -> bool:
+        return isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
+
+    def terms() -> tuple[Any, ...]:
+        sums = [_segments_of(gradient, segments, group) for gradient in gradients]
+        shapes = [tuple(g.shape) for g in gradients]
+        return (
+            sums,
+            f"{len(shapes)} gradients, {sum(map(torch.Size.numel, map(torch.Size, shapes)))} elements",
+            segments,
+        )
+
+    sums: list[Tensor] = together(op, group, first.device, terms)[0]
+    sharded = [i for i, gradient in enumerate(gradients) if is_sharded(gradient)]
+    if sharded:
+        everyone = gather(torch.stack([sums[i] for i in sharded]), group)  # [W, parameters, S / W]
+        for place, i in enumerate(sharded):
+            sums[i] = everyone[:, place].reshape(-1)
+    total = fold_all(torch.stack([fold_all(s) for s in sums])).sqrt()
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(scale.to(local.device))
+    return total

@@ -1,0 +1,106 @@
+"""Styles for ``torch.distributed.tensor.parallel.parallelize_module``: linear layers become pydet's parallel ones.
+
+    plan = {"*.q_proj": ColwiseParallel(), "*.o_proj": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cuda", (W,)), plan)
+
+The parameters become DTensors, sharded as PyTorch's own styles of these names shard them; activations are plain
+tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from pydet._native import INVALID_VALUE, fail
+from pydet.ops import Arithmetic
+from pydet.torch.distributed.exchange import Method, Tensor
+from pydet.torch.distributed.linear import Rows, column_parallel_linear, row_parallel_linear
+
+
+def _local(x: Any) -> Tensor | None:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+class ColumnParallelLinear(torch.nn.Linear):
+    """What :class:`ColwiseParallel` makes of an ``nn.Linear``."""
+
+    style: ColwiseParallel
+    mesh: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        group, style = self.mesh.get_group(), self.style
+        weight, bias = _local(self.weight), _local(self.bias)
+        assert weight is not None
+        return column_parallel_linear(
+            x, weight, bias, group=group, segments=style.segments, out_features=self.out_features, rows=style.rows,
+            method=style.method, arithmetic=style.arithmetic,
+        )  # fmt: skip
+
+
+class RowParallelLinear(torch.nn.Linear):
+    """What :class:`RowwiseParallel` makes of an ``nn.Linear``."""
+
+    style: RowwiseParallel
+    mesh: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        group, style = self.mesh.get_group(), self.style
+        weight, bias = _local(self.weight), _local(self.bias)
+        assert weight is not None
+        return row_parallel_linear(
+            x, weight, bias, group=group, segments=style.segments, in_features=self.in_features, out=style.out,
+            method=style.method, arithmetic=style.arithmetic,
+        )  # fmt: skip
+
+
+def _parallelize(module: torch.nn.Module, mesh: Any, kind: type, style: Any, weight: Any, bias: Any) -> torch.nn.Module:
+    if not isinstance(module, torch.nn.Linear):
+        fail(INVALID_VALUE, f"{type(style).__name__}: the module is {type(module).__qualname__}, want nn.Linear")
+    if mesh.ndim != 1:
+        fail(INVALID_VALUE, f"{type(style).__name__}: the mesh has {mesh.ndim} dimensions, want 1 (mesh['tp'])")
+    for name, placement in (("weight", weight), ("bias", bias)):
+        parameter = getattr(module, name)
+        if parameter is not None:
+            sharded = distribute_tensor(parameter.data, mesh, [placement])
+            setattr(module, name, torch.nn.Parameter(sharded, parameter.requires_grad))
+    module.__class__ = kind
+    module.style, module.mesh = style, mesh
+    return module
+
+
+class ColwiseParallel(ParallelStyle):
+    """:func:`column_parallel_linear`: the weight is sharded by rows, and so are y's columns.
+
+    Args:
+        segments, rows, method, arithmetic: as there. Use the same segments on a mesh of one for the same bits.
+    """
+
+    def __init__(
+        self, segments: int = 8, *, rows: Rows = "replicate", method: Method = "auto", arithmetic: Arithmetic = "auto"
+    ) -> None:
+        super().__init__()
+        self.segments, self.rows, self.method, self.arithmetic = segments, rows, method, arithmetic
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        return _parallelize(module, device_mesh, ColumnParallelLinear, self, Shard(0), Shard(0))
+
+
+class RowwiseParallel(ParallelStyle):
+    """:func:`row_parallel_linear`: the weight is sharded by columns, as x is.
+
+    Args:
+        segments, out, method, arithmetic: as there. Use the same segments on a mesh of one for the same bits.
+    """
+
+    def __init__(
+        self, segments: int = 8, *, out: Rows = "replicate", method: Method = "auto", arithmetic: Arithmetic = "auto"
+    ) -> None:
+        super().__init__()
+        self.segments, self.out, self.method, self.arithmetic = segments, out, method, arithmetic
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        return _parallelize(module, device_mesh, RowParallelLinear, self, Shard(1), Replicate())

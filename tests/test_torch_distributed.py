@@ -1,0 +1,541 @@
+"""pydet.torch.distributed over gloo: the same bits on 1, 2, 4 and 8 processes, and refusals that reach every rank.
+
+Eight processes are started once. Each check runs in groups of the first 1, 2, 4 and 8 of them, and gives whole tensors,
+put together from the ranks' parts: all must have the bits of the group of one. Controls by all_reduce must not.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import socket
+import traceback
+
+import pytest
+
+WORLD = 8
+SIZES = (1, 2, 4, 8)
+SEGMENTS = 8
+MESHES = {"2x2": (2, 2), "4x2": (2, 4)}  # TP x DP -> the shape (dp, tp)
+TIME_LIMIT = 240
+
+# ---- What each process runs ----------------------------------------------------------------------------------------
+
+
+def tensors(seed, *shapes, dtype):
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def columns(x, group, extent=None):
+    """This rank's columns of x, with a gradient to come."""
+    import torch.distributed as dist
+
+    from pydet.torch.distributed import shard_bounds
+
+    begin, end = shard_bounds(x.shape[1], SEGMENTS, dist.get_rank(group), dist.get_world_size(group))
+    return x[:, begin:end].clone().requires_grad_()
+
+
+def whole(x, group, dim=0):
+    """The ranks' parts of a tensor, one after the other; they may differ in their extent."""
+    import torch
+    import torch.distributed as dist
+
+    parts = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, x.detach(), group=group)
+    return torch.cat(parts, dim)
+
+
+def linears(group):
+    """Row- and column-parallel linear layers by every method: results and gradients."""
+    import torch
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    for arithmetic, dtype in (("sm90", torch.bfloat16), ("ieee", torch.float32)):
+        for m, n, k in ((1, 128, 1024), (24, 40, 2880)):
+            x, w, b, dy = tensors(m + n, (m, k), (n, k), (n,), (m, n), dtype=dtype)
+            options = {"group": group, "segments": SEGMENTS, "arithmetic": arithmetic}
+            one = pydet.gemm(x, w.t(), bias=b, k_chunk=pd.segment_length(k, SEGMENTS), arithmetic=arithmetic)
+            for method in ("auto", "one_shot", "two_shot", "chain"):
+                xr, wr, br = columns(x, group), columns(w, group), b.clone().requires_grad_()
+                y = pd.row_parallel_linear(xr, wr, br, in_features=k, method=method, **options)
+                assert y.view(torch.uint8).equal(one.view(torch.uint8)), f"{method} {m}x{n}x{k} {arithmetic}"
+            y.backward(dy)
+            name = f"{arithmetic} {m}x{n}x{k}"
+            yield f"row {name}", y
+            yield f"row dx {name}", whole(xr.grad, group, 1)
+            yield f"row dw {name}", whole(wr.grad, group, 1)
+            yield f"row db {name}", br.grad
+            # K = n is summed on every rank, N = k columns are shared out.
+            wr, dyr = columns(w, group).detach().t().contiguous().requires_grad_(), columns(x, group).detach()
+            xr = dy.clone().requires_grad_()
+            y = pd.column_parallel_linear(xr, wr, out_features=k, **options)
+            y.backward(dyr)
+            yield f"column {name}", whole(y, group, 1)
+            yield f"column dx {name}", xr.grad
+            yield f"column dw {name}", whole(wr.grad, group)
+
+
+def shared_rows(group):
+    """Sequence parallel: y's rows stay where they are, x's rows are gathered."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet.torch.distributed as pd
+
+    x, w, v, dz = tensors(5, (16, 512), (64, 512), (256, 64), (16, 256), dtype=torch.bfloat16)
+    options = {"group": group, "segments": SEGMENTS, "arithmetic": "sm90"}
+    xr, wr = columns(x, group), columns(w, group)
+    begin, end = pd.shard_bounds(256, SEGMENTS, dist.get_rank(group), dist.get_world_size(group))
+    vr = v[begin:end].clone().requires_grad_()
+    y = pd.row_parallel_linear(xr, wr, out="shard_rows", **options)
+    assert y.shape[0] == 16 // dist.get_world_size(group)
+    z = pd.column_parallel_linear(y, vr, rows="shard_rows", **options)
+    z.backward(dz[:, begin:end])
+    yield "rows y", whole(y, group)
+    yield "rows z", whole(z, group, 1)
+    for name, x, dim in (("dx", xr, 1), ("dw", wr, 1), ("dv", vr, 0)):
+        yield f"rows {name}", whole(x.grad, group, dim)
+
+
+def sums(group):
+    """all_reduce in both orders by every method, reduce_scatter by rounds."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    for elements in (7, 1000):
+        (parts, bias) = tensors(elements, (16, 3, elements), (elements,), dtype=torch.float32)
+        own = parts.chunk(world)[rank]
+        for order, methods in (("ordered", ("one_shot", "two_shot", "chain")), ("tree", ("one_shot", "halving"))):
+            want = pydet.fold(parts, bias=bias, order=order, out_dtype=torch.bfloat16)
+            for method in ("auto", *methods, "two_shot"):
+                options = {"group": group, "bias": bias, "out_dtype": torch.bfloat16, "order": order, "method": method}
+                assert pd.all_reduce(own, **options).equal(want), f"{order} {method} {elements}"
+            yield f"{order} {elements}", want
+    (gradients,) = tensors(9, (8, 1024), dtype=torch.float32)  # of 8 micro-batches
+    shard = torch.zeros(1024 // world)
+    for some in range(0, 8, world):
+        pd.reduce_scatter(gradients[some + rank], shard, group=group)
+    yield "reduce_scatter", whole(shard, group)
+    assert whole(shard, group).equal(pydet.fold(gradients))
+
+
+def along_rows(group):
+    """The norm of shared rows, the log-probability over a shared vocabulary, with gradients."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet.torch.distributed as pd
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    x, dy, weight = tensors(1, (2048, 40), (2048, 40), (40,), dtype=torch.bfloat16)
+    xr, wr = x.chunk(world)[rank].clone().requires_grad_(), weight.clone().requires_grad_()
+    y = pd.rms_norm(xr, wr, eps=1e-6, group=group)
+    y.backward(dy.chunk(world)[rank])
+    yield "norm", whole(y, group)
+    yield "norm dx", whole(xr.grad, group)
+    yield "norm dweight", wr.grad
+    logits, gradient = tensors(2, (20, 1024), (20,), dtype=torch.float32)
+    index = torch.randint(0, 1024, (20,), generator=torch.Generator().manual_seed(3))
+    index[:2] = torch.tensor([-1, 1024])
+    xr = logits.chunk(world, 1)[rank].clone().requires_grad_()
+    log_p = pd.vocab_parallel_log_prob(xr, index, group=group, segments=SEGMENTS)
+    log_p.backward(gradient)
+    dx = whole(xr.grad, group, 1)
+    exact = logits.double().requires_grad_()
+    picked = exact.log_softmax(-1)[torch.arange(2, 20), index[2:]]
+    picked.backward(gradient[2:].double())
+    assert log_p[:2].isnan().all() and not dx[:2].any()
+    assert (log_p[2:] - picked).abs().max() < 2e-6 and (dx - exact.grad).abs().max() < 1e-6
+    yield "log_prob", log_p
+    yield "log_prob dx", dx
+
+
+# ---- A model -------------------------------------------------------------------------------------------------------
+
+
+def llama(mesh):
+    """Two layers of a Llama (8 kv heads, 16 query heads), its linear layers parallel over the mesh."""
+    import torch
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    tp = mesh.size()
+    width, head, heads, ffn, vocabulary = 64, 16, 16, 256, 256
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            linear = lambda k, n: torch.nn.Linear(k, n, bias=False)
+            self.q, self.k, self.v = linear(width, heads * head), linear(width, 128), linear(width, 128)
+            self.o, self.gate, self.up = linear(heads * head, width), linear(width, ffn), linear(width, ffn)
+            self.down = linear(ffn, width)
+            self.norms = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(width) + 0.5) for _ in range(2)])
+
+        def forward(self, x):
+            rows, tokens, _ = x.shape
+            y = pydet.torch.rms_norm(x, self.norms[0], eps=1e-6)
+            q, k, v = (p(y).view(rows, tokens, -1, head).transpose(1, 2) for p in (self.q, self.k, self.v))
+            causal = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+            mixed = pydet.torch.attention(q, k, v, causal, scale=0.25)
+            x = x + self.o(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+            y = pydet.torch.rms_norm(x, self.norms[1], eps=1e-6)
+            return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+    class Llama(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(vocabulary, width)
+            self.layers = torch.nn.ModuleList([Layer() for _ in range(2)])
+            self.head = torch.nn.Linear(width, vocabulary, bias=False)
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Llama()
+    assert all(n % tp == 0 for n in (heads, 8, ffn, vocabulary))
+    columns, rows = pd.ColwiseParallel(SEGMENTS), pd.RowwiseParallel(SEGMENTS)
+    plan = {f"layers.*.{name}": columns for name in ("q", "k", "v", "gate", "up")}
+    return parallelize_module(model, mesh, plan | {"layers.*.o": rows, "layers.*.down": rows, "head": columns})
+
+
+def local(x):
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def model_step(tp_mesh, dp_group):
+    """Logits, losses and all gradients of 4 micro-batches dealt over dp_group; clipped; as whole tensors."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet.torch.distributed as pd
+
+    group, model = tp_mesh.get_group(), llama(tp_mesh)
+    world, rank = (dist.get_world_size(dp_group), dist.get_rank(dp_group)) if dp_group else (1, 0)
+    parameters = dict(model.named_parameters())
+    count = sum(local(p).numel() for p in parameters.values())
+    shard = torch.zeros(-(-count // world))
+    tokens = torch.randint(0, 256, (4, 2, 17), generator=torch.Generator().manual_seed(1))
+    for some in range(0, 4, world):
+        batch = tokens[some + rank]
+        logits = model(batch[:, :-1])
+        losses = -pd.vocab_parallel_log_prob(logits, batch[:, 1:], group=group, segments=SEGMENTS)
+        model.zero_grad()
+        losses.sum().backward()
+        flat = torch.cat([local(p.grad).flatten() for p in parameters.values()])
+        flat = torch.nn.functional.pad(flat, (0, -count % world))
+        if dp_group:
+            pd.reduce_scatter(flat, shard, group=dp_group)
+        else:
+            pd.reduce_scatter(flat, shard, group=ALONE)
+        for i in range(world):  # what each rank of dp_group had
+            pieces = [whole(logits, group, 2), losses.detach()]
+            if dp_group:
+                everyone = [None] * world
+                dist.all_gather_object(everyone, pieces, group=dp_group)
+                pieces = everyone[i]
+            yield f"logits {some + i}", pieces[0]
+            yield f"losses {some + i}", pieces[1]
+    gradient = whole(shard, dp_group) if dp_group else shard
+    for p, piece in zip(parameters.values(), gradient[:count].split([local(p).numel() for p in parameters.values()])):
+        local(p.grad).copy_(piece.view_as(local(p)))
+    yield "norm", pd.clip_grad_norm_(parameters.values(), 0.1, group=group, segments=SEGMENTS)
+    for name, p in parameters.items():
+        yield f"gradient of {name}", p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+
+
+def wrapped(kind, mesh, group):
+    """The gradients of 8 micro-batches by DDP or FSDP2 with pydet's hooks, and by DDP's own all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.RMSNorm(128), torch.nn.Linear(128, 32, bias=False))
+    pydet.torch.convert(model)
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    (inputs,) = tensors(4, (8, 32, 64), dtype=torch.float32)
+    rounds = 8 // world
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=mesh)
+        model.set_custom_reduce_scatter(pd.OrderedReduceScatter(rounds))
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+        if kind == "ddp":
+            state = pd.OrderedState(rounds, group)
+            model.register_comm_hook(state, pd.ordered_hook)
+            model(inputs[0]).sum().backward()  # after the first pass DDP lays its buckets out anew
+            state.reset()
+            model.zero_grad()
+    for some in range(0, 8, world):
+        model(inputs[some + rank]).square().sum().backward()
+    for name, p in model.named_parameters():
+        gradient = p.grad.full_tensor() if kind == "fsdp" else p.grad * (world if kind == "plain" else 1)  # of the mean
+        yield f"{kind} {name.removeprefix('module.')}", gradient
+
+
+def controls(group):
+    """What an all-reduce of the ranks' sums gives instead: how many elements differ from the ordered sum."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    x, w = tensors(8, (32, 2048), (64, 2048), dtype=torch.bfloat16)
+    k = 2048 // world
+    xr, wr = (t[:, rank * k : (rank + 1) * k].contiguous() for t in (x, w))
+    for out_dtype in (torch.float32, torch.bfloat16):
+        one = pydet.gemm(x, w.t(), k_chunk=256, arithmetic="sm90", out_dtype=out_dtype)
+        mine = pydet.gemm(xr, wr.t(), k_chunk=256, arithmetic="sm90", out_dtype=out_dtype)
+        dist.all_reduce(mine, group=group)
+        yield f"all_reduce {out_dtype}", int((mine != one).sum())
+
+
+def refusals(group):
+    """What each rank hears where one of them refuses, or has other terms."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def sentence(call):
+        try:
+            call()
+        except pydet.Error as problem:
+            return str(problem)
+        return "accepted"
+
+    k = 1024 // world
+    x, w = torch.ones(4, k), torch.ones(8, k)
+    row = lambda x, **options: pd.row_parallel_linear(x, w, group=group, **options)
+    last = rank == world - 1
+    yield "a shape", sentence(lambda: row(torch.ones(4, k - 16) if last else x))
+    yield "segments", sentence(lambda: row(x, segments=16 if last else 8))
+    yield "uneven segments", sentence(lambda: row(x, segments=12))
+    yield "arithmetic", sentence(lambda: row(x, arithmetic="ieee" if last else "auto"))
+    yield "method", sentence(lambda: row(x, method="fastest"))
+    yield "out", sentence(lambda: row(torch.ones(5, k), out="shard_rows"))
+    yield (
+        "a type",
+        sentence(lambda: pd.all_reduce(torch.ones(2, 4, dtype=torch.float64 if last else None), group=group)),
+    )
+    yield "a bias", sentence(lambda: pd.all_reduce(torch.ones(2, 4), bias=torch.ones(3), group=group))
+    yield "a shard", sentence(lambda: pd.reduce_scatter(torch.ones(64), torch.ones(5), group=group))
+    yield "rows", sentence(lambda: pd.rms_norm(torch.ones(100, 8), torch.ones(8), eps=1e-6, group=group))
+    yield "columns", sentence(lambda: pd.column_parallel_linear(x[:, :9], w, group=group))
+    yield "afterwards", sentence(lambda: row(x))
+
+
+ALONE = None
+
+
+def work(rank, port, queue):
+    """All checks on one rank: name -> {size or mesh: hash}, and what is no tensor as it is."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYDET_NUM_THREADS="1")
+    found = {}
+    try:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+
+        global ALONE
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+        meshes = {size: DeviceMesh("cpu", torch.arange(size)) for size in SIZES}
+        alone = [dist.new_group([r]) for r in range(WORLD)]
+        ALONE = alone[rank]
+        grids = {
+            name: DeviceMesh("cpu", torch.arange(dp * tp).view(dp, tp), mesh_dim_names=("dp", "tp"))
+            for name, (dp, tp) in MESHES.items()
+        }
+
+        def note(where, results):
+            for name, value in results:
+                if isinstance(value, torch.Tensor):
+                    value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    value = hashlib.sha256(value).hexdigest()
+                found.setdefault(name, {})[where] = value
+
+        for size, mesh in meshes.items():
+            if rank < size:
+                group = mesh.get_group()
+                for check in (linears, shared_rows, sums, along_rows):
+                    note(size, check(group))
+                note(size, model_step(mesh, None))
+                for kind in ("ddp", "fsdp", "plain"):
+                    note(size, wrapped(kind, mesh, group))
+                note(size, controls(group))
+                if size > 1:
+                    note(size, refusals(group))
+            dist.barrier()
+        for name, grid in grids.items():
+            if rank < grid.size():
+                note(name, model_step(grid["tp"], grid["dp"].get_group()))
+            dist.barrier()
+        queue.put((rank, found, None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        queue.put((rank, found, traceback.format_exc()))
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(count, function, *arguments):
+    """Processes that are forked from one which has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pydet.torch.distributed"])
+    queue = context.Queue()
+    processes = [context.Process(target=function, args=(rank, *arguments, queue), daemon=True) for rank in range(count)]
+    for process in processes:
+        process.start()
+    return processes, queue
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each rank found: [rank][name][size or mesh]."""
+    pytest.importorskip("torch")
+    processes, queue = start(WORLD, work, free_port())
+    answers = {}
+    for _ in processes:
+        rank, results, problem = queue.get(timeout=TIME_LIMIT)
+        assert problem is None, f"rank {rank}:\n{problem}"
+        answers[rank] = results
+    for process in processes:
+        process.join(30)
+    return [answers[rank] for rank in range(WORLD)]
+
+
+# ---- What must be true of it ---------------------------------------------------------------------------------------
+
+NO_BITS = ("all_reduce", "plain", *("a shape", "segments", "uneven", "arithmetic", "method", "out", "a type", "a bias"))
+NO_BITS += ("a shard", "rows", "columns", "afterwards")
+
+
+def bits(found):
+    return {name: where for name, where in found[0].items() if not name.startswith(NO_BITS) or name.startswith("rows ")}
+
+
+def test_every_size_has_the_bits_of_one_process(found):
+    names = bits(found)
+    assert len(names) > 60
+    for name, where in names.items():
+        assert set(SIZES) <= set(where), f"{name}: {set(where)}"
+        for size in SIZES:
+            for rank in range(size):
+                assert found[rank][name][size] == where[1], f"{name}: {size} processes, rank {rank}"
+
+
+def test_tensor_and_data_parallel_together_have_them_too(found):
+    names = [name for name, where in bits(found).items() if "2x2" in where]
+    assert sum(name.startswith("gradient") for name in names) == 20 and "norm" in names and "logits 3" in names
+    for name in names:
+        for mesh, (dp, tp) in MESHES.items():
+            for rank in range(dp * tp):
+                assert found[rank][name][mesh] == found[0][name][1], f"{name}: {mesh}, rank {rank}"
+
+
+def test_ddp_and_fsdp_give_one_sum(found):
+    for name, where in found[0].items():
+        if name.startswith("ddp "):
+            assert found[0][name.replace("ddp", "fsdp", 1)][1] == where[1], name
+
+
+def test_an_all_reduce_would_be_seen(found):
+    """The controls: with 4 ranks and more an all-reduce has other bits, and so have DDP's own gradients."""
+    for dtype in ("float32", "bfloat16"):
+        counts = found[0][f"all_reduce torch.{dtype}"]
+        assert counts[1] == 0 and counts[4] > 100 and counts[8] > 100, counts
+    names = [name for name in found[0] if name.startswith("plain")]
+    assert len(names) == 4
+    for size in (4, 8):
+        assert any(found[0][name][size] != found[0][name][1] for name in names)
+
+
+def test_a_rank_that_refuses_tells_the_others(found):
+    own = {
+        "a shape": "row_parallel_linear: this rank's factor is (4, ",
+        "segments": "the ranks do not agree",
+        "arithmetic": "the ranks do not agree",
+        "a type": "all_reduce: sums is torch.float64, want float32",
+    }
+    for size in SIZES[1:]:
+        for rank in range(size):
+            sentences = {name: where[size] for name, where in found[rank].items() if size in where}
+            last = rank == size - 1
+            assert sentences["a shape"].startswith(own["a shape"] if last else "row_parallel_linear: rank"), sentences
+            assert last or f"rank {size - 1} refused: row_parallel_linear: this rank's factor" in sentences["a shape"]
+            assert own["segments"] in sentences["segments"] or "refused" in sentences["segments"], sentences["segments"]
+            assert own["arithmetic"] in sentences["arithmetic"], sentences["arithmetic"]
+            assert own["a type"] in sentences["a type"], sentences["a type"]
+            if 12 % size:
+                assert f"segments is 12, want a multiple of the {size} ranks" in sentences["uneven segments"]
+            else:
+                assert "segments" in sentences["uneven segments"] or sentences["uneven segments"] == "accepted"
+            assert "method is 'fastest', want one of auto, one_shot" in sentences["method"], sentences["method"]
+            assert "the number of rows is 5, want a multiple" in sentences["out"], sentences["out"]
+            assert "bias is (3,), want (4,)" in sentences["a bias"], sentences["a bias"]
+            assert f"sums has 64 elements, want {5 * size}: {size} shards" in sentences["a shard"], sentences["a shard"]
+            assert "x has 100 rows, want a multiple of 256" in sentences["rows"], sentences["rows"]
+            assert sentences["columns"].startswith("column_parallel_linear:") or "gemm:" in sentences["columns"]
+            assert sentences["afterwards"] == "accepted", sentences["afterwards"]
+
+
+def survivor(rank, port, queue):
+    """Rank 1 dies between two calls; rank 0 must hear of it."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    import pydet.torch.distributed as pd
+
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+    pd.all_reduce(torch.ones(4, 5))
+    if rank == 1:
+        os._exit(1)
+    try:
+        pd.all_reduce(torch.ones(4, 5))
+        queue.put("nothing")
+    except RuntimeError as problem:
+        queue.put(f"{type(problem).__name__}: {problem}")
+
+
+def test_a_killed_rank_leaves_nobody_hanging():
+    pytest.importorskip("torch")
+    processes, queue = start(2, survivor, free_port())
+    answer = queue.get(timeout=60)
+    assert answer != "nothing", answer
+    for process in processes:
+        process.join(30)
+        assert process.exitcode is not None
