@@ -290,6 +290,31 @@ def test_inductor_with_emulated_roundings_has_the_eager_bits():
             same(compiled(x), block(x))
 
 
+def training(block, call):
+    """Results, gradients and parameters of three steps of SGD."""
+    optimizer, found = torch.optim.SGD(block.parameters(), lr=0.125), []
+    for step in range(3):
+        x, dy = (normal(17, 32, dtype=torch.bfloat16, seed=seed) for seed in (step, 10 + step))
+        optimizer.zero_grad()
+        y = call(x.requires_grad_())
+        y.backward(dy)
+        found += [y, x.grad, *(p.grad.clone() for p in block.parameters())]
+        optimizer.step()
+        found += [p.detach().clone() for p in block.parameters()]
+    return found
+
+
+def test_a_compiled_training_step_has_the_eager_bits():
+    """In bfloat16, in which models train. In float32 Inductor has another formula for the gradient of silu."""
+    torch._dynamo.reset()
+    eager, block = Block().bfloat16(), Block().bfloat16()
+    compiled = torch.compile(block, fullgraph=True, options={"emulate_precision_casts": True})
+    want = training(eager, eager)
+    for ours, theirs in zip(training(block, compiled), want, strict=True):
+        same(ours, theirs)
+    assert bool((want[-1] != next(reversed([*Block().bfloat16().parameters()]))).any())
+
+
 def test_inductor_without_them_is_warned_of(monkeypatch):
     """Inductor itself stands aside: the warning is of what is traced for it."""
     compile_fx = importlib.import_module("torch._inductor.compile_fx")

@@ -20,48 +20,18 @@
 // truncation is the conversion to int32; the lanes where they do not are done again, by the exact step in fp64.
 #include <new>
 
+#include "cpu/exponents.h"
 #include "cpu/parallel.h"
-#include "cpu/simd.h"
 
 namespace pydet {
 namespace {
 
 // ---- Vectors ------------------------------------------------------------------------------------------------------
 
-constexpr int kLanes = kWidth > 1 ? kWidth : 4;
 constexpr int kTile = 2 * kLanes, kGroup = 2;  // columns and rows in registers
 
-using F32s = float __attribute__((vector_size(4 * kLanes)));
-using I32s = int32_t __attribute__((vector_size(4 * kLanes)));
-using U32s = uint32_t __attribute__((vector_size(4 * kLanes)));
 using I16s = int16_t __attribute__((vector_size(4 * kLanes)));
 using HalfI16s = int16_t __attribute__((vector_size(2 * kLanes)));
-
-template <class V> inline V load_vector(const void *p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
-inline F32s pow2(I32s e) { return (F32s)((U32s)(e + 127) << 23); }
-inline I32s truncate(F32s x) { return __builtin_convertvector(x, I32s); }
-inline I32s exponent_of(F32s x) { return (I32s)((U32s)x << 1 >> 24) - 127; }  // zero and subnormals: -127
-
-inline I32s widen(I16s e, int half) {
-  return __builtin_convertvector(load_vector<HalfI16s>((const char *)&e + half * sizeof(HalfI16s)), I32s);
-}
-
-inline bool any(I32s mask) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#elif defined(__AVX2__)
-  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
-#else
-  uint64_t halves[2];
-  memcpy(halves, &mask, sizeof halves);
-  return (halves[0] | halves[1]) != 0;
-#endif
-}
 
 // To fp32, toward zero. Without an instruction for it: to nearest, then one ulp back where that grew.
 inline F32s to_float_toward_zero(I32s x) {
@@ -125,13 +95,6 @@ struct Terms {
   int exponent(int k) const { return int16_t(a_exponent[k]) + b_exponent[k * kTile]; }
 };
 
-inline double pow2(int e) {
-  uint64_t u = uint64_t(e + 1023) << 52;
-  double x;
-  memcpy(&x, &u, 8);
-  return x;
-}
-inline int larger(int a, int b) { return a > b ? a : b; }
 inline int exponent_of(float c) {  // of a finite c; far below all others for 0
   return bits_of(c) << 1 == 0 ? 2 * kNone : larger(int(bits_of(c) >> 23 & 255), 1) - 127;
 }
@@ -259,7 +222,7 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
   U32s sum[kHeight][2];
   for (int r = 0; r < kHeight; ++r)
     for (int v = 0; v < 2; ++v) {
-      top[r][v] = Model::top(widen(products[r], v), c[r][v]);
+      top[r][v] = Model::top(widen<HalfI16s>(products[r], v), c[r][v]);
       odd[r][v] = (U32s)(top[r][v] - kTopMin) > uint32_t(kTopMax - kTopMin);
       top[r][v] = larger(top[r][v], I32s{} + kTopMin);
       scale[r][v] = pow2(Model::kFraction - top[r][v]);
@@ -316,21 +279,6 @@ template <class Model, int kHeight> void walk(const Panels &panels, int row, int
 }
 
 // ---- Packing ------------------------------------------------------------------------------------------------------
-
-// words[j / kPart][i][j mod kPart] = source[i outer_stride + j inner_stride], one of the strides being 1; zeros where
-// there are fewer than padded_rows, or the last part is not full.
-template <int kPart>
-inline void gather(const uint16_t *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols,
-                   int padded_rows, uint16_t *words) {
-  int parts = (cols + kPart - 1) / kPart, full = inner_stride == 1 ? cols / kPart * kPart : 0;
-  if (rows < padded_rows || cols < parts * kPart) memset(words, 0, size_t(parts) * padded_rows * kPart * 2);
-  for (int i = 0; i < rows; ++i)
-    for (int j = 0; j < full; j += kPart)
-      memcpy(words + (j / kPart * padded_rows + i) * kPart, source + i * outer_stride + j, kPart * 2);
-  for (int j = full; j < cols; ++j)
-    for (int i = 0; i < rows; ++i)
-      words[(j / kPart * padded_rows + i) * kPart + j % kPart] = source[i * outer_stride + j * inner_stride];
-}
 
 // count: a multiple of 16.
 template <class T, class Model> void unpack(uint16_t *words, int count, float *values, int16_t *exponents) {

@@ -11,50 +11,20 @@
 // is out of the vectors' range, take the exact step in fp64; so does all where there is no memory to pack into.
 #include <new>
 
+#include "cpu/exponents.h"
 #include "cpu/parallel.h"
 #include "cpu/scaled_kernels.h"
-#include "cpu/simd.h"
 
 namespace pydet {
 namespace {
 
 // ---- Vectors ------------------------------------------------------------------------------------------------------
 
-constexpr int kLanes = kWidth > 1 ? kWidth : 4;
 constexpr int kVectors = 4, kTile = kVectors * kLanes;  // columns
 constexpr int kHeight = kWidth == 16 ? 2 : 1;           // rows
 
-using F32s = float __attribute__((vector_size(4 * kLanes)));
-using I32s = int32_t __attribute__((vector_size(4 * kLanes)));
-using U32s = uint32_t __attribute__((vector_size(4 * kLanes)));
 using I8s = int8_t __attribute__((vector_size(kTile)));
 using QuarterI8s = int8_t __attribute__((vector_size(kLanes)));
-
-template <class V> inline V load_vector(const void *p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
-inline F32s pow2(I32s e) { return (F32s)((U32s)(e + 127) << 23); }
-inline I32s truncate(F32s x) { return __builtin_convertvector(x, I32s); }
-inline I32s exponent_of(F32s x) { return (I32s)((U32s)x << 1 >> 24) - 127; }  // zero and subnormals: -127
-
-inline I32s widen(I8s e, int quarter) {
-  return __builtin_convertvector(load_vector<QuarterI8s>((const char *)&e + quarter * kLanes), I32s);
-}
-
-inline bool any(I32s mask) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#elif defined(__AVX2__)
-  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
-#else
-  uint64_t halves[2];
-  memcpy(halves, &mask, sizeof halves);
-  return (halves[0] | halves[1]) != 0;
-#endif
-}
 
 // ---- Packed operands ----------------------------------------------------------------------------------------------
 
@@ -74,21 +44,6 @@ struct Panels {
   bool a_finite[kRows], b_finite[kStrips];
 };
 static_assert(sizeof(Panels) <= Scratch::kLarge, "scratch memory holds them");
-
-// words[j / kPart][i][j mod kPart] = source[i outer_stride + j inner_stride], one of the strides being 1; zeros where
-// there are fewer than padded_rows, or the last part is not full.
-template <int kPart>
-inline void gather(const uint8_t *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols,
-                   int padded_rows, uint8_t *words) {
-  int parts = (cols + kPart - 1) / kPart, full = inner_stride == 1 ? cols / kPart * kPart : 0;
-  if (rows < padded_rows || cols < parts * kPart) memset(words, 0, size_t(parts) * padded_rows * kPart);
-  for (int i = 0; i < rows; ++i)
-    for (int j = 0; j < full; j += kPart)
-      memcpy(words + (j / kPart * padded_rows + i) * kPart, source + i * outer_stride + j, kPart);
-  for (int j = full; j < cols; ++j)
-    for (int i = 0; i < rows; ++i)
-      words[(j / kPart * padded_rows + i) * kPart + j % kPart] = source[i * outer_stride + j * inner_stride];
-}
 
 // count: a multiple of 16. Returns whether all are finite.
 template <Type type> bool unpack(const uint8_t *words, int count, float *values, int8_t *exponents) {
@@ -124,13 +79,6 @@ struct Terms {
   float product(int k) const { return a[k] * b[k * apart]; }
   int exponent(int k) const { return int8_t(a_exponent[k]) + b_exponent[k * apart]; }
 };
-
-inline double pow2(int e) {
-  uint64_t u = uint64_t(e + 1023) << 52;
-  double x;
-  memcpy(&x, &u, 8);
-  return x;
-}
 
 float exact_step(const Terms &x, float c) {
   constexpr int kNothing = -1000;
@@ -179,7 +127,7 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
   I32s sum[kHeight][kVectors];
   for (int r = 0; r < kHeight; ++r)
     for (int v = 0; v < kVectors; ++v) {
-      I32s of_products = widen(products[r], v), nothing = I32s{} + 2 * kTopMin;
+      I32s of_products = widen<QuarterI8s>(products[r], v), nothing = I32s{} + 2 * kTopMin;
       I32s e = larger(of_products < kLowest ? nothing : of_products, exponent_of(c[r][v]));
       odd[r][v] = (e > kTopMax) | ((e < kTopMin) & (((I32s)c[r][v] & 0x7FFFFFFF) != 0));
       odd_anywhere |= odd[r][v];

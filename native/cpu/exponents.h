@@ -1,0 +1,65 @@
+// What the bit models compute with: vectors of fp32 numbers and of integers, exponents and powers of two, and operands on
+// their way to be packed with their exponents.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kLanes = kWidth > 1 ? kWidth : 4;
+
+using F32s = float __attribute__((vector_size(4 * kLanes)));
+using I32s = int32_t __attribute__((vector_size(4 * kLanes)));
+using U32s = uint32_t __attribute__((vector_size(4 * kLanes)));
+
+template <class V> inline V load_vector(const void *p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
+inline F32s pow2(I32s e) { return (F32s)((U32s)(e + 127) << 23); }
+inline double pow2(int e) {
+  uint64_t u = uint64_t(e + 1023) << 52;
+  double x;
+  memcpy(&x, &u, 8);
+  return x;
+}
+inline I32s truncate(F32s x) { return __builtin_convertvector(x, I32s); }
+inline I32s exponent_of(F32s x) { return (I32s)((U32s)x << 1 >> 24) - 127; }  // zero and subnormals: -127
+
+// Part `part` of a vector of short exponents, as long as one of kLanes.
+template <class Part, class V> inline I32s widen(V e, int part) {
+  return __builtin_convertvector(load_vector<Part>((const char *)&e + part * sizeof(Part)), I32s);
+}
+
+inline bool any(I32s mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  uint64_t halves[2];
+  memcpy(halves, &mask, sizeof halves);
+  return (halves[0] | halves[1]) != 0;
+#endif
+}
+
+// words[j / kPart][i][j mod kPart] = source[i outer_stride + j inner_stride], one of the strides being 1; zeros where
+// there are fewer than padded_rows, or the last part is not full.
+template <int kPart, class Word>
+inline void gather(const Word *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols, int padded_rows,
+                   Word *words) {
+  int parts = (cols + kPart - 1) / kPart, full = inner_stride == 1 ? cols / kPart * kPart : 0;
+  if (rows < padded_rows || cols < parts * kPart) memset(words, 0, size_t(parts) * padded_rows * kPart * sizeof(Word));
+  for (int i = 0; i < rows; ++i)
+    for (int j = 0; j < full; j += kPart)
+      memcpy(words + (j / kPart * padded_rows + i) * kPart, source + i * outer_stride + j, kPart * sizeof(Word));
+  for (int j = full; j < cols; ++j)
+    for (int i = 0; i < rows; ++i)
+      words[(j / kPart * padded_rows + i) * kPart + j % kPart] = source[i * outer_stride + j * inner_stride];
+}
+
+}  // namespace
+}  // namespace pydet
