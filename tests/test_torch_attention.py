@@ -285,6 +285,17 @@ def test_operators_and_graphs():
         same(ours.grad, theirs)
 
 
+def test_autocast_takes_its_type(device):
+    """Also where q, k and v come in different types: rotary embedding leaves some in fp32."""
+    q, k, v = (t.to(device) for t in qkv(2, 5, 7, torch.float32))
+    tracked = [q.clone().requires_grad_(), k.bfloat16().requires_grad_(), v.clone().requires_grad_()]
+    with torch.autocast(device, torch.bfloat16):
+        y = pt.attention(*tracked, scale=0.3)
+    same(y, pt.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), scale=0.3))
+    y.float().sum().backward()
+    assert [t.grad.dtype for t in tracked] == [torch.float32, torch.bfloat16, torch.float32]
+
+
 def test_refusals():
     q, k, v = qkv(2, 5, 7, torch.float32)
 

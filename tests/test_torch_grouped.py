@@ -216,6 +216,17 @@ def test_compiled_with_any_number_of_rows_and_any_routing():
     assert graphs.frame_count == 1
 
 
+def test_vmap_has_the_eager_bits():
+    a, b = normal(2, 9, 16, dtype=torch.bfloat16), normal(3, 16, 5, dtype=torch.bfloat16)
+    offs, bias = torch.stack([ends_of([3, 4, 9]), ends_of([0, 9, 9])]), normal(3, 2, 5)
+    call = lambda a, offs, bias: pt.grouped_mm(a, b, offs=offs, bias=bias)
+    got = torch.vmap(call, in_dims=(0, 0, 1))(a, offs, bias)
+    for i in range(2):
+        same(got[i], call(a[i], offs[i], bias[:, i]))
+    got = torch.vmap(lambda b: pt.grouped_mm(a[0].T, b, offs=offs[0]), in_dims=1, out_dims=3)(a.transpose(0, 1))
+    same(got[..., 1], pt.grouped_mm(a[0].T, a[1], offs=offs[0]))
+
+
 def test_autocast_takes_its_type(device):
     x, w, bias = (normal(*s, device=device).requires_grad_() for s in ((9, 16), (2, 16, 8), (2, 8)))
     offs = ends_of([4, 9], device)

@@ -376,6 +376,8 @@ for _name, _run, _fake, _above in (
     ops._library.impl(_name, _run, "CompositeExplicitAutograd")
     ops._library.impl(_name, _above or ops._refusing(_name, _run), "Autograd")
     torch.library.register_fake(f"pydet::{_name}", _fake, lib=ops._library)
+for _device in ("cpu", "cuda"):
+    ops._library.impl("attention", ops._under_autocast("attention", _device, 3), f"Autocast{_device.upper()}")
 
 
 # ---- Transformers ----------------------------------------------------------------------------------------------------

@@ -180,6 +180,13 @@ def _differentiable_grouped_gemm(
     return ops._call(_run_grouped_gemm, _grouped_gemm_op, *arguments)
 
 
+def _vmap_grouped_gemm(info: Any, dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+    """One call for each of the batch: an operand of groups has no dimension for it."""
+    given = list(zip(arguments, (*dims, *(None,) * len(arguments)), strict=False))
+    each = ([x if dim is None else x.select(dim, i) for x, dim in given] for i in range(info.batch_size))
+    return torch.stack([torch.ops.pydet.grouped_gemm(*operands) for operands in each]), 0
+
+
 ops._library.define(
     f"{_OP}(Tensor a, Tensor b, Tensor group_end, Tensor? bias=None, {_GEMM_OPTIONS}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -188,5 +195,6 @@ _grouped_gemm_op = torch.ops.pydet.grouped_gemm.default
 ops._library.impl(_OP, ops._of_any_strides(_run_grouped_gemm), "CompositeExplicitAutograd")
 ops._library.impl(_OP, _differentiable_grouped_gemm, "Autograd")
 torch.library.register_fake(f"pydet::{_OP}", _fake_grouped_gemm, lib=ops._library)
+torch.library.register_vmap(f"pydet::{_OP}", _vmap_grouped_gemm, lib=ops._library)
 for _device in ("cpu", "cuda"):
     ops._library.impl(_OP, ops._under_autocast(_OP, _device), f"Autocast{_device.upper()}")

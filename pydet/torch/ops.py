@@ -524,16 +524,16 @@ def _vmap_rows(name: str, shared: tuple[int, ...], results: int) -> Callable[...
 # ---- Autocast --------------------------------------------------------------------------------------------------------
 
 
-def _under_autocast(name: str, device: str) -> Callable[..., Any]:
+def _under_autocast(name: str, device: str, operands: int = 2) -> Callable[..., Any]:
     """Operands in the type that torch.autocast names, as for torch.mm; a bias keeps its own, and is added in fp32."""
     overload = getattr(torch.ops.pydet, name).default
     off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
-    def kernel(first: Tensor, second: Tensor, *rest: Any, **options: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
-        first, second = (x.to(dtype) if x.dtype in DTYPES and not x.is_meta else x for x in (first, second))
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        dtype, (first, rest) = torch.get_autocast_dtype(device), (arguments[:operands], arguments[operands:])
+        first = tuple(x.to(dtype) if x.dtype in DTYPES and not x.is_meta else x for x in first)
         with torch._C._ExcludeDispatchKeyGuard(off):
-            return overload(first, second, *rest, **options)
+            return overload(*first, *rest, **options)
 
     return kernel
 
