@@ -20,7 +20,7 @@ import torch
 
 import pydet
 import pydet.torch
-from bench import cuda_fp8, harness, model_shapes, plot
+from bench import cuda_fp8, cuda_grouped, harness, model_shapes, plot
 from bench.harness import Row, Variant
 
 L2_BYTES = 50 << 20
@@ -573,7 +573,14 @@ def random_summary(entries):
     return lines
 
 
-ROWS = {"gemm": gemm_rows, "skinny_gemm": skinny_rows, "decode": decode_rows, "rmsnorm": norm_rows, **cuda_fp8.ROWS}
+ROWS = {
+    "gemm": gemm_rows,
+    "skinny_gemm": skinny_rows,
+    "decode": decode_rows,
+    "rmsnorm": norm_rows,
+    **cuda_fp8.ROWS,
+    **cuda_grouped.ROWS,
+}
 
 
 def summary(entries):
