@@ -110,6 +110,26 @@ def test_a_tree_may_be_cut_at_powers_of_two():
         assert_same_bits(pydet.fold(subtrees, order="tree"), whole, f"groups of {group}")
 
 
+def test_the_tree_has_the_same_bits_on_up_to_1024_ranks():
+    """A simulation: ranks of a hierarchy add what is ready, in an order that follows where each of them happens to be."""
+    parts, order = data("wide", (1024, 40), reference.FLOAT32), np.random.default_rng(7)
+    whole = reference.fold(parts, order="tree")
+    for ranks in 2 ** np.arange(11):
+        have = {r: reference.fold(own, order="tree") for r, own in enumerate(np.split(parts, ranks))}
+        span = {r: 1 for r in have}  # how many ranks a sum is of, by the first of them
+        node = order.permutation(ranks)  # where each rank runs: who meets whom first follows from it
+        while len(have) > 1:
+            ready = [r for r in have if r // span[r] % 2 == 0 and span.get(r + span[r]) == span[r]]
+            r = min(ready, key=lambda r: (node[r] + node[r + span[r]], order.random()))
+            partner = r + span[r]
+            have[r] = have[partner] + have[r] if node[r] > node[partner] else have[r] + have.pop(partner)
+            have.pop(partner, None), span.pop(partner)
+            span[r] *= 2
+        assert_same_bits(have[0] + np.float32(0), whole, f"{ranks} ranks")
+    groups = [pydet.fold(group, order="tree") for group in np.split(parts, 16)]
+    assert_same_bits(pydet.fold(groups, order="tree"), whole)
+
+
 def test_other_orders_would_be_seen():
     """The control: the parts in another order, the other order, and a rounding in between have other bits."""
     parts = random((8, 4096))
