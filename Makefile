@@ -143,7 +143,7 @@ $(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
 .PHONY: cuda-stand-in
 cuda-stand-in: $(BUILD)/libpydet_cuda_stand_in.so
 
-$(BUILD)/fakecuda.o: tests/fakecuda.c
+$(BUILD)/fakecuda.o: tests/fakecuda.c tests/failing_calls.h
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) -x c -Xcompiler -fPIC,-Wall,-Wextra,-Werror -c $< -o $@
 

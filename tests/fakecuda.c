@@ -5,36 +5,29 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "failing_calls.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
 static struct {
-  int devices, device, capability, driver, calls, fail_at, error, lasting, launches, elsewhere;
+  int devices, device, capability, driver, error, launches, elsewhere;
   void *stream;
-  char log[1 << 16];
-} fake = {.devices = 1, .capability = 90, .driver = 13000, .fail_at = -1};
+} fake = {.devices = 1, .capability = 90, .driver = 13000};
 
 /* For the tests: how many devices of which compute capability, the driver's version; the call that fails, counted from
  * here (-1: none), the error that it gives, and whether all later calls give it too; the stream that launches are for. */
 EXPORT void fakecuda_reset(int devices, int capability, int driver, int fail_at, int error, int lasting, void *stream) {
-  fake.devices = devices, fake.device = 0, fake.capability = capability, fake.driver = driver, fake.calls = 0;
-  fake.fail_at = fail_at, fake.error = error, fake.lasting = lasting, fake.stream = stream;
-  fake.launches = fake.elsewhere = 0, fake.log[0] = 0;
+  fake.devices = devices, fake.device = 0, fake.capability = capability, fake.driver = driver, fake.error = error;
+  fake.stream = stream, fake.launches = fake.elsewhere = 0;
+  start_calls(fail_at, lasting);
 }
 EXPORT int fakecuda_launches(void) { return fake.launches; }
 EXPORT int fakecuda_elsewhere(void) { return fake.elsewhere; } /* launches on another stream or another device than 1 */
 EXPORT int fakecuda_device(void) { return fake.device; }
-EXPORT const char *fakecuda_log(void) { return fake.log; }
+EXPORT const char *fakecuda_log(void) { return calls.log; }
 
-static int fails(const char *name) {
-  size_t used = strlen(fake.log);
-  snprintf(fake.log + used, sizeof fake.log - used, "%s ", name);
-  int call = fake.calls++;
-  return fake.fail_at >= 0 && (call == fake.fail_at || (fake.lasting && call > fake.fail_at));
-}
 #define CALL(name) \
   if (fails(name)) return (cudaError_t)fake.error
 

@@ -4,9 +4,9 @@
  * their work at once. Any call of the library's can be made to fail. */
 #include <hip/hip_runtime_api.h>
 
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "../../tests/failing_calls.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -16,9 +16,9 @@ typedef int (*launch_callback)(const char *kernel, const unsigned *grid_and_bloc
 
 static struct {
   launch_callback launch;
-  int devices, device, calls, fail_at, units;
-  char arch[64], log[1 << 16];
-} fake = {.devices = 1, .fail_at = -1, .units = 4, .arch = "gfx90a:sramecc+:xnack-"};
+  int devices, device, units;
+  char arch[64];
+} fake = {.devices = 1, .units = 4, .arch = "gfx90a:sramecc+:xnack-"};
 
 static struct {
   const void *host;
@@ -43,15 +43,16 @@ static struct ihipStream_t streams[64];
 /* For the tests: how many devices of which architecture; the call that fails (counted from the last fakehip_reset, -1 for
  * none); what was called since. */
 EXPORT void fakehip_reset(int devices, const char *arch, int fail_at) {
-  fake.devices = devices, fake.device = 0, fake.calls = 0, fake.fail_at = fail_at, fake.log[0] = 0;
+  fake.devices = devices, fake.device = 0;
+  start_calls(fail_at, 0);
   snprintf(fake.arch, sizeof fake.arch, "%s", arch);
 }
 EXPORT void fakehip_units(int units) { fake.units = units; } /* compute units of a device; 4 at first */
 EXPORT void fakehip_on_launch(launch_callback callback) { fake.launch = callback; }
-EXPORT int fakehip_calls(void) { return fake.calls; }
+EXPORT int fakehip_calls(void) { return calls.count; }
 EXPORT int fakehip_device(void) { return fake.device; }
 EXPORT void fakehip_set_device(int id) { fake.device = id; }
-EXPORT const char *fakehip_log(void) { return fake.log; }
+EXPORT const char *fakehip_log(void) { return calls.log; }
 EXPORT int fakehip_kernels(void) { return function_count; }
 EXPORT const char *fakehip_kernel(int i) { return functions[i].name; }
 
@@ -78,12 +79,6 @@ static int owned(const void *at, size_t size) {
   return 0;
 }
 
-/* Counts a call; whether it is the one that fails. */
-static int fails(const char *name) {
-  size_t used = strlen(fake.log);
-  snprintf(fake.log + used, sizeof fake.log - used, "%s ", name);
-  return fake.calls++ == fake.fail_at;
-}
 #define CALL(name) \
   if (fails(name)) return hipErrorUnknown
 
