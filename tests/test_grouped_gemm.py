@@ -5,13 +5,15 @@ reference itself.
 """
 
 import dataclasses
+import shlex
+import subprocess
 
 import numpy as np
 import pytest
 
 import pydet
 import reference
-from capi import Tensor, ffi, last_error, lib, options, status_name
+from capi import HEADER, ROOT, Tensor, ffi, last_error, lib, library_path, options, status_name
 from cases import DTYPES, assert_same_bits, data, place
 from conftest import threads
 
@@ -313,6 +315,18 @@ def test_empty_extents():
     kept = ones(2, 3, 4)
     pydet.grouped_gemm(ones(3, 6), ones(6, 4), np.int32([0, 0]), out=kept, accumulate=True)
     assert np.all(kept == 1)
+
+
+# ---- The example -----------------------------------------------------------------------------------------------------
+
+
+def test_the_example_compiles_and_runs(tmp_path):
+    strict = "-std=c++17 -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Werror"
+    library = library_path().resolve()
+    command = ["c++", *shlex.split(strict), f"-I{HEADER.parent}", ROOT / "examples/experts.cpp", library]
+    subprocess.run([*command, f"-Wl,-rpath,{library.parent}", "-o", tmp_path / "experts"], check=True)
+    done = subprocess.run([tmp_path / "experts"], capture_output=True, text=True)
+    assert done.returncode == 0 and "have the same bits" in done.stdout, done.stdout + done.stderr
 
 
 # ---- Refusals --------------------------------------------------------------------------------------------------------
