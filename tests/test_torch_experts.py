@@ -192,16 +192,16 @@ def test_empty_batches():
 
 def test_compiled_and_under_autocast():
     torch._dynamo.reset()
-    experts, x = Experts("Mixtral"), normal(13, HIDDEN).requires_grad_()
+    experts, x = Experts("Mixtral"), normal(13, HIDDEN)
     index, weights = routed(13)
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
-    found = [torch.autograd.grad((call(x, index, weights)).sin().sum(), x) for call in (experts, compiled)]
-    same(found[0][0], found[1][0])
+    with torch.no_grad():  # compiled gradients: test_torch_grouped.py
+        same(compiled(x, index, weights), experts(x, index, weights))
     with torch.autocast("cpu", torch.bfloat16):
         y = experts(x, index, weights)
         same(experts(x[4:5], index[4:5], weights[4:5]), y[4:5])
     halves = Experts("Mixtral", torch.bfloat16)
-    rows = torch.cat([halves.of_one(x[4:5].detach().bfloat16(), int(e)) for e in index[4]]).detach()
+    rows = torch.cat([halves.of_one(x[4:5].bfloat16(), int(e)) for e in index[4]]).detach()
     same(y[4], combined(rows.float(), weights[4]))
 
 
