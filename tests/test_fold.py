@@ -111,12 +111,12 @@ def test_a_tree_may_be_cut_at_powers_of_two():
 
 
 def test_the_tree_has_the_same_bits_on_up_to_1024_ranks():
-    """A simulation: ranks of a hierarchy add what is ready, in an order that follows where each of them happens to be."""
+    """A simulation: ranks add what is ready, in an order that follows where each of them happens to be."""
     parts, order = data("wide", (1024, 40), reference.FLOAT32), np.random.default_rng(7)
     whole = reference.fold(parts, order="tree")
     for ranks in 2 ** np.arange(11):
         have = {r: reference.fold(own, order="tree") for r, own in enumerate(np.split(parts, ranks))}
-        span = {r: 1 for r in have}  # how many ranks a sum is of, by the first of them
+        span = dict.fromkeys(have, 1)  # how many ranks a sum is of, by the first of them
         node = order.permutation(ranks)  # where each rank runs: who meets whom first follows from it
         while len(have) > 1:
             ready = [r for r in have if r // span[r] % 2 == 0 and span.get(r + span[r]) == span[r]]
