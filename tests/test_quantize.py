@@ -1,6 +1,11 @@
 """quantize: every kernel, forced by name, against the reference, on every float of sixteen bits and on layouts."""
 
 import itertools
+import os
+import pathlib
+import re
+import shlex
+import subprocess
 
 import ml_dtypes
 import numpy as np
@@ -116,6 +121,20 @@ def test_division_is_true(quantize_kernel):
     if quantize_kernel.dtype == "fp32":
         q = check(quantize_kernel.quantize, x, granularity="row", scale=scale)[0]
         assert np.any(inverse.view(np.uint8) != q.view(np.uint8))
+
+
+@pytest.mark.parametrize("flags", [["-O2"], ["-O3", "-march=native"]])
+def test_quotients_by_a_correction_have_the_bits_of_a_division(flags, tmp_path):
+    """What the CUDA kernels do in place of a division; by hand, tests/quotients.cpp tried all 2^33 mantissas."""
+    root, program = pathlib.Path(__file__).resolve().parent.parent, tmp_path / "quotients"
+    command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-ffp-contract=off", *flags]
+    command += [f"-I{root}/native", f"-I{root}/native/include", str(root / "tests/quotients.cpp")]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    counts = re.findall(r"(\d+) pairs, (\d+) differ, (\d+) without the correction", said)
+    assert len(counts) == 2, said
+    for pairs, differ, uncorrected in counts:
+        assert int(pairs) > 5e6 and int(differ) == 0 and int(uncorrected) > 0, said
 
 
 def test_products_of_what_it_makes():

@@ -53,8 +53,11 @@ __device__ __forceinline__ uint32_t largest_of(const float (&v)[kUnit]) {
   return amax;
 }
 
-__device__ __forceinline__ float quotient(const Call &c, float x, float s, float inverse) {
-  return c.inverse ? x * inverse : x / s;
+// `type` is x's. A given scale may be any number, which quotient_of does not take.
+template <Type type> __device__ __forceinline__ float quotient(const Call &c, float x, float s, const Divisor &by) {
+  if (c.inverse) return x * by.inverse;
+  if (type == Type::f32 || c.p.given) return x / s;
+  return quotient_of(x, by);
 }
 
 // Two to bytes, clamped: the instruction's saturation is the clamp.
@@ -73,12 +76,13 @@ __device__ __forceinline__ uint32_t round_pair(Type type, float x, float y) {
   return type == Type::e4m3 ? round_pair<Type::e4m3>(x, y) : round_pair<Type::e5m2>(x, y);
 }
 
+template <Type of_x>
 __device__ __forceinline__ uint2 round_unit(const Call &c, Type type, const float (&v)[kUnit], float s) {
-  const float inverse = 1.0f / s;
+  const Divisor by = divisor_of(s);
   uint32_t pairs[kUnit / 2];
 #pragma unroll
   for (int i = 0; i < kUnit / 2; ++i)
-    pairs[i] = round_pair(type, quotient(c, v[2 * i], s, inverse), quotient(c, v[2 * i + 1], s, inverse));
+    pairs[i] = round_pair(type, quotient<of_x>(c, v[2 * i], s, by), quotient<of_x>(c, v[2 * i + 1], s, by));
   return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 
@@ -168,7 +172,7 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
     }
     if (row < rows && count > 0)
       store_unit(p.out, at[p.kOut] + (first_m + row) * p.out.row_stride + (first_k + column) * p.out.col_stride, count,
-                 c.out_vectors, round_unit(c, p.out.type, v[i], s));
+                 c.out_vectors, round_unit<type>(c, p.out.type, v[i], s));
   }
 
   if constexpr (transposes) {
@@ -196,11 +200,12 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
     }
 #pragma unroll
     for (int j = 0; j < kUnit; ++j) {
-      const float s = group ? column_scale[column + j] : of_block, inverse = 1.0f / s;
+      const float s = group ? column_scale[column + j] : of_block;
+      const Divisor by = divisor_of(s);
 #pragma unroll
       for (int i = 0; i < kRowsEach; i += 2) {
         const uint32_t pair =
-            round_pair(p.out.type, quotient(c, v[i][j], s, inverse), quotient(c, v[i + 1][j], s, inverse));
+            round_pair(p.out.type, quotient<type>(c, v[i][j], s, by), quotient<type>(c, v[i + 1][j], s, by));
         uint8_t *to = turned + (column + j) * kPitch + thread / kLanes + i * kRowsApart;
         to[0] = uint8_t(pair), to[kRowsApart] = uint8_t(pair >> 8);
       }
@@ -259,7 +264,7 @@ template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows(c
   auto store = [&](int64_t k, const float(&v)[kUnit]) {
     if (k < p.k)
       store_unit(p.out, out_at + k * p.out.col_stride, int(min(p.k - k, int64_t(kUnit))), c.out_vectors,
-                 round_unit(c, p.out.type, v, s));
+                 round_unit<type>(c, p.out.type, v, s));
   };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) store(first + i * step, held[i]);
