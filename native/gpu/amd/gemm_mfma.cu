@@ -266,8 +266,7 @@ template <Type type, int tile> pydet_status launch_layout(const Gemm &problem) {
 }
 
 template <int tile> pydet_status launch_type(const Gemm &problem) {
-  return problem.a.type == Type::bf16 ? launch_layout<Type::bf16, tile>(problem)
-                                      : launch_layout<Type::f16, tile>(problem);
+  return with_type<kHalfTypes>(problem.a.type, [&](auto type) { return launch_layout<type, tile>(problem); });
 }
 
 }  // namespace

@@ -235,7 +235,7 @@ bool skinny_mfma_takes(const Gemm &g) {
 }
 
 pydet_status skinny_mfma(const Gemm &g) {
-  return g.a.type == Type::bf16 ? launch_type<Type::bf16>(g) : launch_type<Type::f16>(g);
+  return with_type<kHalfTypes>(g.a.type, [&](auto type) { return launch_type<type>(g); });
 }
 
 }  // namespace pydet

@@ -193,8 +193,7 @@ bool skinny_ieee_takes(const Gemm &g) {
 }
 
 pydet_status skinny_ieee(const Gemm &g) {
-  if (g.b.type == Type::f32) return launch_type<Type::f32>(g);
-  return g.b.type == Type::bf16 ? launch_type<Type::bf16>(g) : launch_type<Type::f16>(g);
+  return with_type<kUnscaledTypes>(g.b.type, [&](auto type) { return launch_type<type>(g); });
 }
 
 }  // namespace pydet

@@ -347,7 +347,7 @@ pydet_status skinny_mma(const Gemm &g) {
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error("skinny_gemm_mma", guard.error());
   const Plan plan = cut_for(g);
-  return g.a.type == Type::bf16 ? launch_type<Type::bf16>(g, plan) : launch_type<Type::f16>(g, plan);
+  return with_type<kHalfTypes>(g.a.type, [&](auto type) { return launch_type<type>(g, plan); });
 }
 
 }  // namespace pydet
