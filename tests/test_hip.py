@@ -29,6 +29,7 @@ import cases
 import fakehip
 import interop
 import pydet
+import test_grouped_gemm
 from cases import assert_same_bits
 from fakehip import ARCHS
 from pydet import frameworks, hooks
@@ -205,7 +206,8 @@ def test_gemm_equals_cpu(hip):
                 with unless_refused():
                     both(hip, left, right, **options, **more)
                     taken.add(name)
-    assert hip.ran >= instances(hip, "gemm_ieee_kernel", "gemm_mfma_kernel")
+    every = instances(hip, "gemm_ieee_kernel", "gemm_mfma_kernel")
+    assert hip.ran >= {name for name in every if "GroupedGemm" not in name}
     # A skinny kernel takes what fits it, from either entry point.
     assert taken >= {name for name, _, _ in gemm_kernels(hip) if "skinny" not in name}
 
@@ -406,6 +408,41 @@ def test_rmsnorm_backward_of_every_width_equals_cpu(hip):
             for ours, theirs in zip(got, want, strict=bool(got)):
                 assert_same_bits(ours, theirs, f"{kernel}, {dtype}, {n} columns on {hip.arch}")
     assert hip.ran >= instances(hip, "rmsnorm_dweight_kernel", "rmsnorm_backward_kernel")
+
+
+def grouped_gemm(hip, kernel, problem, where):
+    """What the library makes of a problem of tests/test_grouped_gemm.py, by a kernel where it is on the device."""
+    (a, b, given), (_, end, start) = problem.operands(), problem.boundaries()
+    out = problem.start()
+    bias = given.pop("bias", None)
+    fields = {"accumulate": problem.accumulate, "arithmetic": ARITHMETIC[given["arithmetic"]]}
+    fields |= {"k_chunk": given["k_chunk"] or 0, **({"kernel": kernel} if where == ROCM else {})}
+    options = capi.options("pydet_grouped_gemm_options", **fields)
+    hip.check("pydet_grouped_gemm", options, a, b, bias, start, end, out, kind=where)
+    return out
+
+
+GROUPED = [  # every layout; groups of several tiles, of none and out of bounds; few, as an interpreter takes its time
+    ("gaps", "row", "row", {"depth": True, "bias": "bf16"}),
+    ("overlapping", "row", "col", {"n": 66}),
+    ("past the end", "col", "row", {"depth": True, "accumulate": True}),
+    ("gaps", "col", "col", {"k_chunk": 16, "out_layout": "col"}),
+]
+
+
+def test_grouped_gemm_equals_cpu(hip):
+    """Every kernel by name, rows and depth; of fp32 all of the problems, of each other type one."""
+    taken = set()
+    for kernel, dtypes, arithmetic, available in table(hip, "grouped_gemm"):
+        name = next(name for name, number in ARITHMETIC.items() if number == arithmetic)
+        for i, dtype in enumerate(dtypes if available else ()):
+            for routing, a_layout, b_layout, more in GROUPED if dtype == "fp32" else GROUPED[3 * (i - 1) : 3 * i - 2]:
+                given = {"rows": 17, "n": 9, "dtype": dtype, "arithmetic": name, **more}
+                problem = test_grouped_gemm.Grouped(routing, a_layout=a_layout, b_layout=b_layout, **given)
+                got, want = (grouped_gemm(hip, kernel, problem, where) for where in (ROCM, CPU))
+                assert_same_bits(got, want, f"{kernel}, {problem} on {hip.arch}")
+                taken.add(kernel)
+    assert taken and hip.ran >= {name for name in instances(hip, "gemm_ieee_kernel") if "GroupedGemm" in name}
 
 
 SOFTMAX = ("softmax", "log_softmax", "log_prob", "log_prob_backward", "softmax_backward", "log_softmax_backward")

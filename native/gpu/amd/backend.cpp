@@ -4,6 +4,7 @@
 
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
+#include "grouped.h"
 #include "kernel.h"
 
 namespace pydet {
@@ -55,6 +56,12 @@ constexpr Kernel<Gemm> kGemm[] = {
      fills_device<128, 128>, gemm_ieee_128x128},
     {"hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, kBuiltFor, is_built, nullptr, nullptr,
      gemm_ieee_64x64},
+};
+
+constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
+    {"hip_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee,
+     kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth, kBuiltFor, is_built, nullptr, nullptr,
+     grouped_gemm_ieee_64x64},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
@@ -126,7 +133,7 @@ const Backend *gpu_backend() {
                                       table(kRmsNormBackward),
                                       table(kSoftmax),
                                       table(kSoftmaxBackward),
-                                      {},
+                                      table(kGroupedGemm),
                                       table(kFold)};
   return &backend;
 }

@@ -233,11 +233,9 @@ pydet_status gemm_ieee_64x64(const Gemm &problem) { return gemm_ieee<4>("gemm_ie
 pydet_status gemm_ieee_128x128(const Gemm &problem) { return gemm_ieee<8>("gemm_ieee_128x128", problem); }
 #endif
 
-#if defined(__CUDACC__)
 pydet_status grouped_gemm_ieee_64x64(const GroupedGemm &problem) {
   constexpr int kTile = kThreadsM * 4;
   return run<4>("grouped_gemm_ieee_64x64", problem, blocks_for(problem, kTile, kTile));
 }
-#endif
 
 }  // namespace pydet
