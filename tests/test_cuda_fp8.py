@@ -227,6 +227,18 @@ def test_quantize_equals_the_cpu(torch, kernel, dtype):
     assert taken >= len(sizes)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_quotients_are_those_of_a_division(torch, dtype):
+    """Of very many numbers, and of every one there is: a reciprocal without its correction gives a few other bytes."""
+    device = OnDevice(torch)
+    every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype]).reshape(512, 128)
+    for x in (data("normal", (4000, 2048), DTYPES[dtype], seed=5), every):
+        for granularity, kind in (("group", E4M3), ("row", E5M2), ("block", E4M3)):
+            options = {"granularity": granularity, "dtype": kind, "transposed": granularity != "row"}
+            for mine, theirs in zip(device.quantize(x, **options), pydet.quantize(x, **options), strict=True):
+                assert_same_bits(mine, np.array(theirs, order="C"), f"{granularity} of {x.shape} {dtype}")
+
+
 def test_equals_torch(torch):
     """cuBLASLt with fast accumulation off and one scale, or one a row and column: the same sums (NUMERICS.md)."""
     for m, n, k in ((256, 512, 1024), (1024, 768, 2048)):
