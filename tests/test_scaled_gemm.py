@@ -15,6 +15,7 @@ import pydet
 import reference_fp8
 from cases import assert_same_bits, field, lay, random_words
 from conftest import threads, unusual_float_environment
+from interop import jax, torch  # noqa: F401 (fixtures)
 from reference import FLOAT16, FLOAT32, bits
 from reference_fp8 import E4M3, E5M2, E8M0, groups
 
@@ -390,6 +391,41 @@ def test_defaults():
     assert_same_bits(plain, pydet.scaled_gemm(a, b, arithmetic="ieee", k_chunk=128, out_dtype="bfloat16", **options))
     one_chain = pydet.scaled_gemm(a, b, k_chunk=0, out_dtype="float32", **options)
     assert np.any(bits(one_chain) != bits(pydet.scaled_gemm(a, b, out_dtype="float32", **options)))
+
+
+def in_framework(package, array):
+    """The array's numbers as a tensor of torch or jax, of the type of that name."""
+    if package.__name__ == "jax":
+        return package.numpy.asarray(array)
+    words = package.from_numpy(np.array(bits(array), order="C").view(f"i{array.itemsize}"))
+    return words.view(getattr(package, array.dtype.name)).reshape(array.shape)
+
+
+def in_numpy(package, tensor, dtype):
+    if package.__name__ == "jax":
+        return np.asarray(tensor)
+    word = {1: package.uint8, 2: package.int16, 4: package.int32}[dtype.itemsize]
+    return tensor.contiguous().view(word).numpy().view(dtype)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("scale_dtype", [FLOAT32, E8M0], ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_tensors_of_frameworks_have_the_bits_of_numpy(request, framework, dtype, scale_dtype):
+    """Quantised and multiplied where they are: results are of the framework, and of its own fp8 types."""
+    package = request.getfixturevalue(framework)
+    x = [cases.data("normal", shape, OUT_TYPES["bf16"], 3) for shape in ((40, 300), (130, 300))]
+    options = {"dtype": dtype.name, "scale_dtype": scale_dtype.name}
+    want, got = (
+        [pydet.quantize(convert(y), granularity=kind, **options) for y, kind in zip(x, ("group", "block"), strict=True)]
+        for convert in (lambda y: y, lambda y: in_framework(package, y))
+    )
+    for (q, scale), (mine, its_scale) in zip(want, got, strict=True):
+        assert dtype.name in str(mine.dtype) and scale_dtype.name in str(its_scale.dtype)
+        assert_same_bits(in_numpy(package, mine, dtype), np.asarray(q))
+        assert_same_bits(in_numpy(package, its_scale, scale_dtype), np.asarray(scale))
+    want, got = (pydet.scaled_gemm(a, b.T, a_scale=sa, b_scale=sb.T) for (a, sa), (b, sb) in (want, got))
+    assert_same_bits(in_numpy(package, got, OUT_TYPES["bf16"]), want)
 
 
 def test_audit():
