@@ -22,7 +22,7 @@ constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
 // This object's part of the kernels: those of one type, of the tiles kFirstTile, kFirstTile + kSm90TileGroups, ...
 constexpr int kGroup = PYDET_SM90_GROUP, kFirstTile = kGroup / 2;
-constexpr Type kGroupType = kGroup % 2 ? Type::f16 : Type::bf16;
+constexpr Type kGroupType = kSm90GroupTypes[kGroup % 2];
 static_assert(kFirstTile >= 0 && kFirstTile < kSm90TileGroups, "the Makefile counts the groups as tiles.h does");
 
 template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {

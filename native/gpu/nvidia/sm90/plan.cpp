@@ -111,8 +111,7 @@ pydet_status launch_group(const Gemm &g, int tile, int group, std::integer_seque
 }  // namespace
 
 pydet_status gemm_sm90(const Gemm &g, int tile) {
-  const int group = tile % kSm90TileGroups * 2 + (g.a.type == Type::f16);
-  return launch_group(g, tile, group, std::make_integer_sequence<int, 2 * kSm90TileGroups>());
+  return launch_group(g, tile, sm90_group(tile, g.a.type), std::make_integer_sequence<int, 2 * kSm90TileGroups>());
 }
 
 pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {

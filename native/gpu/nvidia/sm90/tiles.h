@@ -78,8 +78,12 @@ constexpr Sm90Tile kSm90Tiles[] = {
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 
-// gemm.cu is compiled 2 kSm90TileGroups times, side by side: in group g for type g % 2 (bf16, fp16), tiles i with
+// gemm.cu is compiled 2 kSm90TileGroups times, side by side: in group g for kSm90GroupTypes[g % 2], tiles i with
 // i % kSm90TileGroups = g / 2.
 constexpr int kSm90TileGroups = 16;
+constexpr Type kSm90GroupTypes[] = {Type::bf16, Type::f16};
+static_assert((bit(kSm90GroupTypes[0]) | bit(kSm90GroupTypes[1])) == kHalfTypes,
+              "the types of the rows in backend.cpp");
+constexpr int sm90_group(int tile, Type type) { return tile % kSm90TileGroups * 2 + (type == kSm90GroupTypes[1]); }
 
 }  // namespace pydet
