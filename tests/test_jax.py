@@ -635,6 +635,53 @@ def test_devices_that_differ():
     in_another_process(source, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")
 
 
+def test_sums_over_devices():
+    """On 1, 2, 4 and 8 devices the bits of one, of results and gradients; those of psum differ on 4."""
+    source = """
+        import jax, jax.numpy as jnp, numpy as np, pydet
+        from jax.sharding import Mesh, PartitionSpec as P
+        from pydet.jax_distributed import ordered_sum, row_parallel_linear
+        random = np.random.default_rng(0)
+        for dtype, arithmetic in ((jnp.float32, "ieee"), (jnp.bfloat16, "sm90")):
+            shapes = ((5, 2048), (37, 2048), (5, 37))
+            x, w, dy = (jnp.asarray(random.standard_normal(s, np.float32)).astype(dtype) for s in shapes)
+            parts = jnp.asarray(random.standard_normal((8, 1001), np.float32)).at[3, 5].set(jnp.nan)
+            one = pydet.gemm(*map(np.asarray, (x, w.T)), k_chunk=256, arithmetic=arithmetic)
+            sums = pydet.fold(np.asarray(parts), out_dtype=np.asarray(x).dtype)
+            first, bits = None, lambda *arrays: [np.asarray(a).tobytes() for a in arrays]
+            for world in (1, 2, 4, 8) if arithmetic == "sm90" else (1, 4):
+                mesh, cut = Mesh(np.array(jax.devices()[:world]), ("t",)), P(None, "t")
+
+                def step(x, w, dy, parts):
+                    linear = lambda x, w: row_parallel_linear(x, w, "t", segments=8, arithmetic=arithmetic)
+                    y, pull = jax.vjp(linear, x, w)
+                    total, pull_parts = jax.vjp(lambda p: ordered_sum(p, "t", out_dtype=dtype), parts)
+                    plain = jax.lax.psum(parts.sum(0), "t")
+                    return y, *pull(dy), total, *pull_parts(total), plain
+
+                specs = {"in_specs": (cut, cut, P(), P("t")), "out_specs": (P(), cut, cut, P(), P("t"), P())}
+                run = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
+                y, dx, dw, total, dparts, plain = run(x, w, dy, parts)
+                assert bits(y, total) == bits(one, sums), (world, dtype)
+                first = first or bits(dx, dw, dparts)
+                assert bits(dx, dw, dparts) == first, (world, dtype)
+                if world == 4:  # of 8 devices with a part each, XLA on the CPU happens to add in their order
+                    assert np.count_nonzero(np.asarray(plain) != pydet.fold(np.asarray(parts))) > 100
+        mesh = Mesh(np.array(jax.devices()[:4]), ("t",))
+        for call, words in (
+            (lambda x: row_parallel_linear(x, x, "t", segments=6), "segments is 6, want a multiple of the 4 devices"),
+            (lambda x: ordered_sum(x.astype(jnp.float16), "t"), "ordered_sum: float16 to float32, want float32"),
+        ):
+            try:
+                jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(jnp.ones((4, 64)))
+            except pydet.Error as problem:
+                assert words in str(problem), problem
+            else:
+                raise AssertionError("not refused")
+    """
+    in_another_process(source, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
+
+
 def test_arrays_on_a_gpu():
     """pydet's own functions cannot order their work behind JAX's there, and say who can."""
     found = [device for device in jax.devices() if device.platform == "gpu"]
