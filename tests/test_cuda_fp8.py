@@ -250,3 +250,18 @@ def test_equals_torch(torch):
             mine = pydet.scaled_gemm(a, b, a_scale=scales[0], b_scale=scales[1])
             theirs = torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
             assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16)), (m, n, k, scales[0].shape)
+
+
+def test_equals_torch_by_groups_and_blocks(torch):
+    """cuBLASLt by 1x128 and 128x128, where M is so large that it does not split K (NUMERICS.md)."""
+    kinds = torch.nn.functional.ScalingType
+    for m, n, k in ((1024, 768, 2048), (512, 1536, 7168)):
+        x, w = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (m, n))
+        (a, sa), (b, sb) = pydet.quantize(x, granularity="group"), pydet.quantize(w, granularity="block")
+        mine = pydet.scaled_gemm(a, b.t(), a_scale=sa, b_scale=sb.t())
+        lying = sa.t().contiguous().t(), kinds.BlockWise1x128, sb.contiguous().t(), kinds.BlockWise128x128
+        try:
+            theirs = torch.nn.functional.scaled_mm(a, b.t(), *lying)
+        except (RuntimeError, ValueError) as problem:
+            pytest.skip(f"this torch takes no such scales: {problem}")
+        assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16)), (m, n, k)
