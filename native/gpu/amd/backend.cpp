@@ -21,8 +21,10 @@ bool is_built(const Device &device) {
 bool is_gfx942(const Device &device) { return gpu_facts(device.id).arch == 0x942 && is_built(device); }
 bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a && is_built(device); }
 
-// Every wave reads all of x, which from 65 rows on is worth it where tiles of 64x64 would leave units idle.
-bool skinny_mfma_prefers(const Gemm &g) {
+// Every wave reads all of x. From 65 rows on that is worth it where tiles of 64x64 would leave units idle, on gfx942; by
+// the estimate never on gfx90a, whose compiler waits for each load of the kernel's last round there.
+bool skinny_cdna2_prefers(const Gemm &g) { return g.m <= 64; }
+bool skinny_cdna3_prefers(const Gemm &g) {
   return g.m <= 64 || (g.m + 63) / 64 * ((g.n + 63) / 64) < gpu_multiprocessors(g.device.id);
 }
 
@@ -39,9 +41,9 @@ constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
     {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942, skinny_mfma_takes,
-     skinny_mfma_prefers, skinny_mfma},
+     skinny_cdna3_prefers, skinny_mfma},
     {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a, skinny_mfma_takes,
-     skinny_mfma_prefers, skinny_mfma},
+     skinny_cdna2_prefers, skinny_mfma},
     {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kOneChain, "gfx942", is_gfx942, nullptr,
      fills_device<128, 128>, gemm_mfma_128},
     {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGemm, "gfx942", is_gfx942, nullptr, nullptr,

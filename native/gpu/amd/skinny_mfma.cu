@@ -49,7 +49,7 @@ template <int tiles> struct Fragments {
   }
 };
 
-// chain = the steps of `k_end` k from `from` on.
+// chain = the steps of `k_end` k from `from` on, a lane's own `lane_k`.
 template <Type type, int tiles>
 __device__ __forceinline__ void run(M::Accumulators (&chain)[tiles], Sources<tiles> from, int64_t k_end, int lane_k) {
   constexpr int kSteps = kAhead<tiles>, kRound = kSteps * M::kStep;
@@ -61,59 +61,62 @@ __device__ __forceinline__ void run(M::Accumulators (&chain)[tiles], Sources<til
       mfma<kRows, type>(chain[i], make_uint2(step.x[i].x & mask, step.x[i].y & mask),
                         make_uint2(step.w.x & mask, step.w.y & mask));
   };
-  // Past the end, the row's first k is read, and replaced by zeros where it is used: a branch around a load would have
-  // the compiler wait for all.
-  auto fetch_inside = [&](int s, int k, int left) { steps[s].fetch(from, k + lane_k < left ? k : -lane_k); };
-  // Whole rounds whose successors are whole too.
-  if (k_end >= 2 * kRound) {
+  // The last, broken round has `left` k, from `start` on. Past its end the first k are read, and replaced by zeros where
+  // they are used: a branch around a load would have the compiler wait for all.
+  auto fetch_last = [&](int s, int start, int left) {
+    steps[s].fetch(from, s * M::kStep + lane_k < left ? start + s * M::kStep : -lane_k);
+    keep_order();
+  };
+  int left;
+  if (k_end >= kRound) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) steps[s].fetch(from, s * M::kStep);
-    do {
+    if (k_end >= 2 * kRound) do {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        multiply(steps[s], ~0u);
-        steps[s].fetch(from, kRound + s * M::kStep);
-        keep_order();
-      }
-      from.advance(kRound);
-      k_end -= kRound;
-    } while (k_end >= 2 * kRound);
+        for (int s = 0; s < kSteps; ++s) {
+          multiply(steps[s], ~0u);
+          steps[s].fetch(from, kRound + s * M::kStep);
+          keep_order();
+        }
+        from.advance(kRound);
+        k_end -= kRound;
+      } while (k_end >= 2 * kRound);
+    left = int(k_end) - kRound;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      multiply(steps[s], ~0u);
+      fetch_last(s, kRound, left);
+    }
   } else {
+    left = int(k_end);
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      fetch_inside(s, s * M::kStep, int(k_end));
-      keep_order();
-    }
+    for (int s = 0; s < kSteps; ++s) fetch_last(s, 0, left);
   }
-  // The rest: this round and perhaps one more, step by step.
-  for (int left = int(k_end); left > 0; left -= kRound) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      if (left <= s * M::kStep) break;
-      multiply(steps[s], s * M::kStep + lane_k < left ? ~0u : 0u);
-      fetch_inside(s, kRound + s * M::kStep, left);
-      keep_order();
-    }
-    from.advance(left > kRound ? kRound : 0);
+  for (int s = 0; s < kSteps; ++s) {
+    if (left <= s * M::kStep) break;
+    multiply(steps[s], s * M::kStep + lane_k < left ? ~0u : 0u);
+    keep_order();
   }
 }
 
-// `waves` of a block: of rows of w, or of chunks (`folds`).
+// `waves` of a block: of rows of w, or of chunks (`folds`). A wave has `rows` of w, 4, 8 or 16: of fewer than 16 its
+// lanes hold copies.
 template <Type type, int tiles, int waves, bool folds>
-__global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_constant__ Gemm problem) {
+__global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_constant__ Gemm problem, int rows) {
   if constexpr (kHasMfma) {
     __shared__ float4 sums[folds ? waves : 1][folds ? tiles : 1][kWave];
     const int wave = int(threadIdx.x) / kWave, lane = int(threadIdx.x) % kWave;
     const int lane_k = lane / kRows * kUnit;
-    constexpr int kBlockRows = folds ? kRows : kRows * waves;
+    const int block_rows = folds ? rows : rows * waves;
 
-    for (int64_t job = blockIdx.x; job * kBlockRows < problem.n; job += gridDim.x) {
-      const int64_t n = job * kBlockRows + (folds ? 0 : wave * kRows) + lane % kRows;
-      const bool in_y = n < problem.n;
+    for (int64_t job = blockIdx.x; job * block_rows < problem.n; job += gridDim.x) {
+      const int64_t n = job * block_rows + (folds ? 0 : wave * rows) + (lane & (rows - 1));
+      const bool in_y = n < problem.n && lane % kRows < rows;
       // Rows past N are copies of the last one, rows past M of the first; their sums are never stored.
       Sources<tiles> from;
-      from.w = reinterpret_cast<const uint16_t *>(problem.b.data) + (in_y ? n : problem.n - 1) * problem.b.col_stride +
-               lane_k;
+      from.w = reinterpret_cast<const uint16_t *>(problem.b.data) +
+               (n < problem.n ? n : problem.n - 1) * problem.b.col_stride + lane_k;
 #pragma unroll
       for (int i = 0; i < tiles; ++i) {
         const int row = i * kRows + lane % kRows;
@@ -198,13 +201,21 @@ bool is_aligned(const Matrix &matrix, int64_t rows, int64_t stride, int bytes) {
          (rows == 1 || stride * size_of(matrix.type) % bytes == 0);
 }
 
+// Rows of w for a wave: fewer where that gives more compute units work, but not fewer than half of what it reads of x.
+int wave_rows(const Gemm &g) {
+  const int units = gpu_multiprocessors(g.device.id);
+  int rows = kRows;
+  while (rows > 4 && rows >= g.m && divide_up(g.n, rows / 2) <= units) rows /= 2;
+  return rows;
+}
+
 template <Type type, int tiles, int waves, bool folds> pydet_status launch_waves(const Gemm &g) {
   constexpr int64_t kMaxBlocks = 1 << 20;  // more rows of w than that are walked in turns
-  constexpr int kBlockRows = folds ? kRows : kRows * waves;
-  const int64_t blocks = (g.n + kBlockRows - 1) / kBlockRows;
+  const int rows = waves > 1 && !folds ? kRows : wave_rows(g), block_rows = folds ? rows : rows * waves;
+  const int64_t blocks = (g.n + block_rows - 1) / block_rows;
   Launch shape = {"skinny_gemm_mfma", static_cast<gpu_stream>(g.stream),
                   dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kWave * waves)};
-  return launch(shape, skinny_mfma_kernel<type, tiles, waves, folds>, g);
+  return launch(shape, skinny_mfma_kernel<type, tiles, waves, folds>, g, rows);
 }
 
 template <Type type, int tiles> pydet_status launch_tiles(const Gemm &g) {
