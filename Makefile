@@ -63,7 +63,7 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import sys; sys.exit
 $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
-KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold
+KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold layernorm
 POOL := pool scratch thread_count
 # Objects that every library holds; then what makes each library its own.
 SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \

@@ -44,6 +44,8 @@ const char *operation_of(const Softmax &) { return "softmax"; }
 const char *operation_of(const SoftmaxBackward &) { return "softmax_backward"; }
 const char *operation_of(const GroupedGemm &) { return "grouped_gemm"; }
 const char *operation_of(const Fold &) { return "fold"; }
+const char *operation_of(const LayerNorm &) { return "layernorm"; }
+const char *operation_of(const LayerNormBackward &) { return "layernorm_backward"; }
 
 const Table<Gemm> &table_of(const Backend &backend, const Gemm &) { return backend.gemm; }
 const Table<ScaledGemm> &table_of(const Backend &backend, const ScaledGemm &) { return backend.scaled_gemm; }
@@ -58,6 +60,10 @@ const Table<SoftmaxBackward> &table_of(const Backend &backend, const SoftmaxBack
 }
 const Table<GroupedGemm> &table_of(const Backend &backend, const GroupedGemm &) { return backend.grouped_gemm; }
 const Table<Fold> &table_of(const Backend &backend, const Fold &) { return backend.fold; }
+const Table<LayerNorm> &table_of(const Backend &backend, const LayerNorm &) { return backend.layernorm; }
+const Table<LayerNormBackward> &table_of(const Backend &backend, const LayerNormBackward &) {
+  return backend.layernorm_backward;
+}
 
 Type input_type(const Gemm &problem) { return problem.a.type; }
 Type input_type(const ScaledGemm &problem) { return problem.a.type; }
@@ -68,6 +74,8 @@ Type input_type(const Softmax &problem) { return problem.x.type; }
 Type input_type(const SoftmaxBackward &problem) { return problem.dy.type; }
 Type input_type(const GroupedGemm &problem) { return problem.a.type; }
 Type input_type(const Fold &) { return Type::f32; }
+Type input_type(const LayerNorm &problem) { return problem.x.type; }
+Type input_type(const LayerNormBackward &problem) { return problem.x.type; }
 
 Arithmetic arithmetic_of(const Gemm &problem) { return problem.arithmetic; }
 Arithmetic arithmetic_of(const ScaledGemm &problem) { return problem.arithmetic; }
@@ -78,6 +86,8 @@ Arithmetic arithmetic_of(const Softmax &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const SoftmaxBackward &) { return Arithmetic::ieee; }
 Arithmetic arithmetic_of(const GroupedGemm &problem) { return problem.arithmetic; }
 Arithmetic arithmetic_of(const Fold &) { return Arithmetic::ieee; }
+Arithmetic arithmetic_of(const LayerNorm &) { return Arithmetic::ieee; }
+Arithmetic arithmetic_of(const LayerNormBackward &) { return Arithmetic::ieee; }
 
 bool equal(const char *x, const char *y) { return strcmp(x, y) == 0; }
 
@@ -97,6 +107,9 @@ template <class F> void each_kernel(F f) {
       f(*backend, "softmax_backward", backend->softmax_backward.rows[i]);
     for (int i = 0; i < backend->grouped_gemm.count; ++i) f(*backend, "grouped_gemm", backend->grouped_gemm.rows[i]);
     for (int i = 0; i < backend->fold.count; ++i) f(*backend, "fold", backend->fold.rows[i]);
+    for (int i = 0; i < backend->layernorm.count; ++i) f(*backend, "layernorm", backend->layernorm.rows[i]);
+    for (int i = 0; i < backend->layernorm_backward.count; ++i)
+      f(*backend, "layernorm_backward", backend->layernorm_backward.rows[i]);
   }
 }
 
@@ -214,6 +227,14 @@ pydet_status check_reach(const char *op, const Backend &backend, const GroupedGe
 pydet_status check_reach(const char *op, const Backend &backend, const Fold &f) {
   for (int i = 0; i < f.count; ++i) PYDET_TRY(check_reach(op, backend, f.device, f.parts[i]));
   return check_reach(op, backend, f.device, f.bias.data, f.out.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const LayerNorm &n) {
+  return check_reach(op, backend, n.device, n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data, n.bias.data,
+                     n.mean.data, n.rstd.data);
+}
+pydet_status check_reach(const char *op, const Backend &backend, const LayerNormBackward &n) {
+  return check_reach(op, backend, n.device, n.dy.data, n.x.data, n.dresidual.data, n.dx.data, n.weight.data,
+                     n.mean.data, n.rstd.data, n.dweight.data, n.dbias.data);
 }
 
 // The row of that name, if it takes the problem.
@@ -417,12 +438,21 @@ Norm norm_of(void *stream, const View &x, const RowWalk &walk, const View &weigh
   return norm;
 }
 
-pydet_status backward_workspace(const char *op, int64_t rows, int64_t n, uint64_t *bytes) {
+// For the chains of `sums` sums over rows.
+pydet_status backward_workspace(const char *op, int64_t rows, int64_t n, int sums, uint64_t *bytes) {
   int64_t chains = rows / kDweightChainRows + (rows % kDweightChainRows != 0), size = 0;
-  if (__builtin_mul_overflow(chains, n, &size) || __builtin_mul_overflow(size, int64_t(sizeof(float)), &size))
+  if (__builtin_mul_overflow(chains, n, &size) || __builtin_mul_overflow(size, sums * int64_t(sizeof(float)), &size))
     return fail(PYDET_OVERFLOW, "%s: workspace for %" PRId64 " rows of %" PRId64 " passes 2^63 - 1 bytes", op, rows, n);
   *bytes = uint64_t(size);
   return PYDET_OK;
+}
+
+pydet_status checked_backward_workspace(const char *op, int64_t rows, int64_t n, int sums, uint64_t *bytes) {
+  if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
+  if (rows < 0 || n < 1)
+    return fail(PYDET_INVALID_SHAPE, "%s: rows is %" PRId64 " and n %" PRId64 ", want 0 or more and 1 or more", op,
+                rows, n);
+  return backward_workspace(op, rows, n, sums, bytes);
 }
 
 }  // namespace
@@ -620,8 +650,7 @@ pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pyd
   PYDET_TRY(unit_last_stride(x));
   const View *like[] = {&residual, &y, &sum};
   PYDET_TRY(check_norm(x, like, 3, weight, rstd));
-  if (!(options.eps >= 0) || options.eps - options.eps != 0)
-    return fail(PYDET_INVALID_VALUE, "%s: eps is %g, want a finite number, 0 or more", op, double(options.eps));
+  PYDET_TRY(check_eps(op, options.eps));
   PYDET_TRY(check_weight_offset(op, options.weight_offset));
   const View *inputs[] = {&x, &residual, &weight}, *outputs[] = {&y, &sum, &rstd};
   for (int i = 0; i < 3; ++i) {
@@ -681,7 +710,7 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
 
   PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
   uint64_t needed = 0;
-  if (dweight.present()) PYDET_TRY(backward_workspace(op, walk.rows, x.cols(), &needed));
+  if (dweight.present()) PYDET_TRY(backward_workspace(op, walk.rows, x.cols(), 1, &needed));
   if (options.workspace_size < needed)
     return fail(PYDET_WORKSPACE_TOO_SMALL,
                 "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_rmsnorm_backward_workspace)", op,
@@ -703,12 +732,128 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
 }
 
 pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n, uint64_t *bytes) {
-  const char *op = "rmsnorm_backward_workspace";
-  if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
-  if (rows < 0 || n < 1)
-    return fail(PYDET_INVALID_SHAPE, "%s: rows is %" PRId64 " and n %" PRId64 ", want 0 or more and 1 or more", op,
-                rows, n);
-  return backward_workspace(op, rows, n, bytes);
+  return checked_backward_workspace("rmsnorm_backward_workspace", rows, n, 1, bytes);
+}
+
+pydet_status pydet_layernorm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *residual_tensor,
+                             const pydet_tensor *weight_tensor, const pydet_tensor *bias_tensor,
+                             const pydet_tensor *y_tensor, const pydet_tensor *mean_tensor,
+                             const pydet_tensor *rstd_tensor, const pydet_tensor *sum_tensor,
+                             const pydet_layernorm_options *given) {
+  const char *op = "layernorm";
+  pydet_layernorm_options options = {};
+  options.eps = 1e-5f;
+  PYDET_TRY(read_options(op, given, &options));
+  View x, residual, weight, bias, y, mean, rstd, sum;
+  PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
+  PYDET_TRY(read_optional(op, "residual", kNormRow, residual_tensor, 1, &residual));
+  PYDET_TRY(read_optional(op, "weight", kNormVector, weight_tensor, 1, &weight));
+  PYDET_TRY(read_optional(op, "bias", kNormVector, bias_tensor, 1, &bias));
+  PYDET_TRY(read(op, "y", kNormRow, y_tensor, 1, &y));
+  PYDET_TRY(read_optional(op, "mean", kNormVector, mean_tensor, 0, &mean));
+  PYDET_TRY(read_optional(op, "rstd", kNormVector, rstd_tensor, 0, &rstd));
+  PYDET_TRY(read_optional(op, "sum", kNormRow, sum_tensor, 1, &sum));
+  if (residual.present() != sum.present())
+    return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
+                residual.present() ? "residual" : "sum", residual.present() ? "sum" : "residual");
+  PYDET_TRY(unit_last_stride(x));
+  const View *like[] = {&residual, &y, &sum};
+  PYDET_TRY(check_norm(x, like, 3, weight, rstd));
+  PYDET_TRY(check_norm(x, like, 0, bias, mean));
+  PYDET_TRY(check_eps(op, options.eps));
+  PYDET_TRY(check_weight_offset(op, options.weight_offset));
+  const View *inputs[] = {&x, &residual, &weight, &bias}, *outputs[] = {&y, &sum, &mean, &rstd};
+  for (int i = 0; i < 4; ++i) {
+    PYDET_TRY(no_self_overlap(*outputs[i]));
+    for (const View *input : inputs) PYDET_TRY(disjoint(*outputs[i], *input));
+    for (int j = 0; j < i; ++j) PYDET_TRY(disjoint(*outputs[i], *outputs[j]));
+  }
+  RowWalk walk;
+  const View *walked[] = {&x, &residual, &y, &sum};
+  PYDET_TRY(walk_rows(walked, 4, &walk));
+  if (walk.rows == 0) return nothing_to_write();
+  auto norm = norm_of<LayerNorm>(stream, x, walk, weight, rstd);
+  norm.bias = vector_of(bias);
+  norm.mean = vector_of(mean);
+  norm.residual = rows_of(residual, walk, 1);
+  norm.y = rows_of(y, walk, 2);
+  norm.sum = rows_of(sum, walk, 3);
+  norm.eps = options.eps;
+  norm.weight_offset = options.weight_offset;
+  return launch(op, norm, options.kernel);
+}
+
+pydet_status pydet_layernorm_backward(void *stream, const pydet_tensor *dy_tensor, const pydet_tensor *x_tensor,
+                                      const pydet_tensor *weight_tensor, const pydet_tensor *mean_tensor,
+                                      const pydet_tensor *rstd_tensor, const pydet_tensor *dresidual_tensor,
+                                      const pydet_tensor *dx_tensor, const pydet_tensor *dweight_tensor,
+                                      const pydet_tensor *dbias_tensor, const pydet_layernorm_backward_options *given) {
+  const char *op = "layernorm_backward";
+  pydet_layernorm_backward_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  View dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias;
+  PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
+  PYDET_TRY(read(op, "dy", kNormRow, dy_tensor, 1, &dy));
+  PYDET_TRY(read_optional(op, "weight", kNormVector, weight_tensor, 1, &weight));
+  PYDET_TRY(read(op, "mean", kNormVector, mean_tensor, 0, &mean));
+  PYDET_TRY(read(op, "rstd", kNormVector, rstd_tensor, 0, &rstd));
+  PYDET_TRY(read_optional(op, "dresidual", kNormRow, dresidual_tensor, 1, &dresidual));
+  PYDET_TRY(read_optional(op, "dx", kNormRow, dx_tensor, 1, &dx));
+  PYDET_TRY(read_optional(op, "dweight", kNormVector, dweight_tensor, 1, &dweight));
+  PYDET_TRY(read_optional(op, "dbias", kNormVector, dbias_tensor, 1, &dbias));
+  const bool sums = dweight.present() || dbias.present();
+  if (!dx.present() && !sums)
+    return fail(PYDET_NULL_POINTER, "%s: dx, dweight and dbias are all NULL, want one of them", op);
+  PYDET_TRY(unit_last_stride(x));
+  const View *like[] = {&dy, &dresidual, &dx};
+  PYDET_TRY(check_norm(x, like, 3, weight, rstd));
+  PYDET_TRY(check_norm(x, like, 0, dweight, mean));
+  PYDET_TRY(check_norm(x, like, 0, dbias, View{}));
+  PYDET_TRY(check_weight_offset(op, options.weight_offset));
+  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
+  if (options.accumulate && !sums)
+    return fail(PYDET_NULL_POINTER, "%s: dweight and dbias are NULL, want one of them under accumulate", op);
+  for (const View *sum : {&dweight, &dbias})
+    if (options.accumulate && sum->present() && sum->type != Type::f32)
+      return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", op, sum->name,
+                  type_name(sum->type));
+  const View *inputs[] = {&dy, &x, &weight, &mean, &rstd, &dresidual}, *outputs[] = {&dx, &dweight, &dbias};
+  for (int i = 0; i < 3; ++i) {
+    PYDET_TRY(no_self_overlap(*outputs[i]));
+    for (const View *input : inputs) PYDET_TRY(disjoint(*outputs[i], *input));
+    for (int j = 0; j < i; ++j) PYDET_TRY(disjoint(*outputs[i], *outputs[j]));
+  }
+  RowWalk walk;
+  const View *walked[] = {&x, &dy, &dresidual, &dx};
+  PYDET_TRY(walk_rows(walked, 4, &walk));
+
+  PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
+  uint64_t needed = 0;
+  if (sums) PYDET_TRY(backward_workspace(op, walk.rows, x.cols(), 2, &needed));
+  if (options.workspace_size < needed)
+    return fail(PYDET_WORKSPACE_TOO_SMALL,
+                "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_layernorm_backward_workspace)", op,
+                options.workspace_size, needed);
+  for (const View *input : inputs) PYDET_TRY(workspace_apart(*input, options.workspace, options.workspace_size));
+  for (const View *output : outputs) PYDET_TRY(workspace_apart(*output, options.workspace, options.workspace_size));
+  if (walk.rows == 0 && !sums) return nothing_to_write();
+
+  auto norm = norm_of<LayerNormBackward>(stream, x, walk, weight, rstd);
+  norm.mean = vector_of(mean);
+  norm.dy = rows_of(dy, walk, 1);
+  norm.dresidual = rows_of(dresidual, walk, 2);
+  norm.dx = rows_of(dx, walk, 3);
+  norm.dweight = vector_of(dweight);
+  norm.dbias = vector_of(dbias);
+  norm.weight_offset = options.weight_offset;
+  norm.accumulate = options.accumulate != 0;
+  norm.workspace = options.workspace;
+  norm.workspace_size = options.workspace_size;
+  return launch(op, norm, options.kernel);
+}
+
+pydet_status pydet_layernorm_backward_workspace(int64_t rows, int64_t n, uint64_t *bytes) {
+  return checked_backward_workspace("layernorm_backward_workspace", rows, n, 2, bytes);
 }
 
 int32_t pydet_threads(void) { return thread_count(); }

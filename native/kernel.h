@@ -56,6 +56,8 @@ struct Backend {
   Table<SoftmaxBackward> softmax_backward;
   Table<GroupedGemm> grouped_gemm;
   Table<Fold> fold;
+  Table<LayerNorm> layernorm;
+  Table<LayerNormBackward> layernorm_backward;
 };
 
 const Backend &cpu_backend();

@@ -76,7 +76,9 @@ enum Feature : uint32_t {
   kTensorScale = 1 << 22,
   kTransposedCopy = 1 << 23,
   kDepth = 1 << 24,  // groups of tokens that are summed over
-  kTree = 1 << 25    // the order of a fold
+  kTree = 1 << 25,   // the order of a fold
+  kMean = 1 << 26,   // is stored
+  kBiasGradient = 1 << 27
 };
 struct FeatureRow {
   Feature feature;
@@ -109,6 +111,8 @@ constexpr FeatureRow kFeatures[] = {
     {kTransposedCopy, "a transposed copy"},
     {kDepth, "groups along K"},
     {kTree, "the order tree"},
+    {kMean, "the mean"},
+    {kBiasGradient, "dbias"},
 };
 
 constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }
@@ -285,6 +289,38 @@ struct Fold {
   Vector bias, out;
 
   uint32_t needs() const { return when(bias.data, kBias) | when(accumulate, kAccumulate) | when(tree, kTree); }
+};
+
+struct LayerNorm {
+  Device device;
+  void *stream;
+  int64_t rows, inner, n;
+  Rows x, residual, y, sum;
+  Vector weight, bias, mean, rstd;  // mean and rstd: one per row
+  float eps, weight_offset;
+
+  uint32_t needs() const {
+    return when(residual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
+           when(bias.data, kBias) | when(mean.data, kMean) | when(rstd.data, kRstd) | when(inner < rows, kTwoStrides);
+  }
+};
+
+struct LayerNormBackward {
+  Device device;
+  void *stream;
+  int64_t rows, inner, n;  // rows may be 0 (dweight and dbias are then +0, or kept)
+  Rows dy, x, dresidual, dx;
+  Vector weight, mean, rstd, dweight, dbias;
+  float weight_offset;
+  bool accumulate;
+  void *workspace;  // for dweight or dbias: layernorm_backward_workspace, of which dbias has the second half
+  uint64_t workspace_size;
+
+  uint32_t needs() const {
+    return when(dresidual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
+           when(inner < rows, kTwoStrides) | when(accumulate, kAccumulate) | when(dx.data, kRowGradient) |
+           when(dweight.data, kWeightGradient) | when(dbias.data, kBiasGradient);
+  }
 };
 
 }  // namespace pydet

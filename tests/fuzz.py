@@ -84,7 +84,7 @@ class Region:
         return np.lib.stride_tricks.as_strided(words, shape, [s * size for s in strides]).view(dtype)
 
 
-REGIONS = [Region() for _ in range(8)]
+REGIONS = [Region() for _ in range(10)]
 
 
 def values(rng, count, dtype):
@@ -219,6 +219,8 @@ ORDER = {  # how each operation takes its tensors
     "rmsnorm": ["x", "residual", "weight", "y", "rstd", "sum"],
     "rmsnorm_backward": ["dy", "x", "weight", "rstd", "dresidual", "dx", "dweight"],
     "fold": ["bias", "out"],  # after the parts
+    "layernorm": ["x", "residual", "weight", "bias", "y", "mean", "rstd", "sum"],
+    "layernorm_backward": ["dy", "x", "weight", "mean", "rstd", "dresidual", "dx", "dweight", "dbias"],
 }
 
 
@@ -276,8 +278,12 @@ def invoke_python(rng, call):
         keywords["out"] = tuple(producers.pop(name) for name in outs)
     elif call.op == "rmsnorm":
         keywords["out"] = tuple(producers.pop(name) for name in ("y", "rstd", "sum"))
-    elif call.op == "rmsnorm_backward":
+    elif call.op == "layernorm":
+        keywords["out"] = tuple(producers.pop(name) for name in ("y", "mean", "rstd", "sum"))
+    elif call.op.endswith("norm_backward"):
         keywords["out"], keywords["dweight"] = producers.pop("dx"), producers.pop("dweight")
+        if call.op == "layernorm_backward":
+            keywords["dbias"], keywords["has_bias"] = producers.pop("dbias"), False
     else:
         keywords["out"] = producers.pop(ORDER[call.op][-1])
     for name in ("bias", "residual", "dresidual", "a_scale", "b_scale"):
@@ -298,7 +304,8 @@ def invoke_python(rng, call):
 
 def python_can(call):
     """The Python function has nothing to make here, for which it would need the caller's framework."""
-    fixed = {"rmsnorm": ["y", "rstd"], "rmsnorm_backward": ["dx"], "quantize": ["x", "out", "scale"]}
+    fixed = {"rmsnorm": ["y", "rstd"], "layernorm": ["y", "mean", "rstd"], "quantize": ["x", "out", "scale"]}
+    fixed |= {"rmsnorm_backward": ["dx"], "layernorm_backward": ["dx"]}
     required = fixed.get(call.op, ORDER[call.op][-1:])
     tensors = {**call.inputs, **call.outputs}
     whole = all(tensors[name] is not None for name in required + parts_of(call))
@@ -379,35 +386,39 @@ def make_norm(rng):
     )
     if n > 1000:
         rows = rng.choice([[1], [2], []])
-    regions = iter(rng.sample(REGIONS, 7))
+    regions = iter(rng.sample(REGIONS, 10))
     like = lambda: place(rng, next(regions), rows + [n], kind)
     vector = lambda kind: place(rng, next(regions), [n], kind)
     maybe = lambda make, chance: make() if rng.random() < chance else None
+    op, of_layer = rng.choice([("rmsnorm", False), ("layernorm", True)])
     weight = maybe(lambda: vector(rng.choice(kinds)), 0.7)
-    rstd = lambda: contiguous(rng, next(regions), rows, np.dtype(np.float32))
+    value = lambda: contiguous(rng, next(regions), rows, np.dtype(np.float32))
     if rng.random() < 0.5:
         residual = maybe(like, 0.3)
         inputs = {"x": like(), "residual": residual, "weight": weight}
-        outputs = {"y": like(), "rstd": maybe(rstd, 0.7), "sum": like() if residual else None}
-        given = options(
-            "pydet_rmsnorm_options", eps=rng.choice([0.0, 1e-6, 1e-5]), weight_offset=rng.choice([0.0, 1.0])
-        )
-        return Call("rmsnorm", inputs, outputs, given)
+        outputs = {"y": like(), "rstd": maybe(value, 0.7), "sum": like() if residual else None}
+        if of_layer:
+            inputs["bias"], outputs["mean"] = maybe(lambda: vector(rng.choice(kinds)), 0.7), maybe(value, 0.7)
+        given = options(f"pydet_{op}_options", eps=rng.choice([0.0, 1e-6, 1e-5]), weight_offset=rng.choice([0.0, 1.0]))
+        return Call(op, inputs, outputs, given)
     accumulate = rng.random() < 0.3
-    inputs = {"dy": like(), "x": like(), "weight": weight, "rstd": rstd(), "dresidual": maybe(like, 0.3)}
+    inputs = {"dy": like(), "x": like(), "weight": weight, "rstd": value(), "dresidual": maybe(like, 0.3)}
     outputs = {"dx": maybe(like, 0.8), "dweight": None}
-    if outputs["dx"] is None or rng.random() < 0.8:
-        outputs["dweight"] = vector(np.dtype(np.float32) if accumulate else rng.choice(kinds))
+    sum_kind = lambda: np.dtype(np.float32) if accumulate else rng.choice(kinds)
+    if of_layer:
+        inputs["mean"], outputs["dbias"] = value(), maybe(lambda: vector(sum_kind()), 0.6)
+    if (outputs["dx"] is None and outputs.get("dbias") is None) or rng.random() < 0.8:
+        outputs["dweight"] = vector(sum_kind())
     if outputs["dx"] is None:
         inputs["dresidual"] = None
-    accumulate = accumulate and outputs["dweight"] is not None
-    given = options("pydet_rmsnorm_backward_options", weight_offset=rng.choice([0.0, 1.0]), accumulate=int(accumulate))
+    accumulate = accumulate and (outputs["dweight"] is not None or outputs.get("dbias") is not None)
+    given = options(f"pydet_{op}_backward_options", weight_offset=rng.choice([0.0, 1.0]), accumulate=int(accumulate))
     need = ffi.new("uint64_t *")
     count = int(np.prod(rows, dtype=np.int64))
-    expect(lib.pydet_rmsnorm_backward_workspace(count, n, need) == 0, last_error())
+    expect(getattr(lib, f"pydet_{op}_backward_workspace")(count, n, need) == 0, last_error())
     workspace = Workspace(need[0])
     given.workspace, given.workspace_size = workspace.pointer, need[0]
-    call = Call("rmsnorm_backward", inputs, outputs, given)
+    call = Call(f"{op}_backward", inputs, outputs, given)
     WORKSPACES[id(given)] = workspace
     return call
 
@@ -825,12 +836,43 @@ def expected_fold(call, before):
     return {"out": reference.fold(parts, bias=bias, out=out, out_dtype=out.dtype, order=order, accumulate=accumulate)}
 
 
+def expected_layernorm(call, before):
+    x, y, chosen = before["x"], before["y"], call.options
+    expect(y.shape == x.shape and y.dtype == x.dtype, "accepted y unlike x")
+    results = reference.layernorm(
+        x,
+        before.get("weight"),
+        before.get("bias"),
+        eps=chosen.eps,
+        residual=before.get("residual"),
+        weight_offset=chosen.weight_offset,
+    )
+    return {name: result for name, result in zip(("y", "mean", "rstd", "sum"), results) if name in before}
+
+
+def expected_layernorm_backward(call, before):
+    options = {
+        "weight_offset": call.options.weight_offset,
+        "dresidual": before.get("dresidual"),
+        "accumulate": bool(call.options.accumulate),
+        "has_bias": False,
+    }
+    for name in ("dweight", "dbias"):
+        options[name] = before[name].copy() if name in before else None
+    results = reference.layernorm_backward(
+        before["dy"], before["x"], before.get("weight"), before["mean"], before["rstd"], **options
+    )
+    return {name: result for name, result in zip(("dx", "dweight", "dbias"), results) if name in before}
+
+
 EXPECTED = {
     "rmsnorm": expected_rmsnorm,
     "rmsnorm_backward": expected_rmsnorm_backward,
     "scaled_gemm": expected_scaled_gemm,
     "quantize": expected_quantize,
     "fold": expected_fold,
+    "layernorm": expected_layernorm,
+    "layernorm_backward": expected_layernorm_backward,
 }
 
 # ---- A case --------------------------------------------------------------------------------------------------------

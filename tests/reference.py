@@ -367,6 +367,76 @@ def rmsnorm_backward(
     return dx, result
 
 
+# ---- LayerNorm -----------------------------------------------------------------------------------------------------
+
+
+@quiet
+def layernorm(x, weight=None, bias=None, *, eps, weight_offset=0.0, residual=None, out=None):
+    n = x.shape[-1]
+    rows = x.reshape(-1, n)
+    if residual is not None:
+        rows = round_to(widen(rows) + widen(residual.reshape(-1, n)), x.dtype)
+    values = widen(rows)
+    mean = row_sum(values, np.ones_like(values)) / np.float32(n)
+    d = values - mean[:, None]
+    rstd = np.float32(1) / np.sqrt(row_sum(d, d) / np.float32(n) + np.float32(eps))
+    xhat, scale = d * rstd[:, None], scale_of(weight, weight_offset, n)
+    y = xhat * scale
+    if bias is not None:
+        y = fma(xhat, *(np.broadcast_to(v, xhat.shape) for v in (scale, widen(bias))))
+    y = round_to(y, x.dtype).reshape(x.shape)
+    mean, rstd = (round_to(v, np.float32).reshape(x.shape[:-1]) for v in (mean, rstd))
+    if out is not None:
+        out[...] = y
+        y = out
+    return (y, mean, rstd) if residual is None else (y, mean, rstd, rows.reshape(x.shape))
+
+
+@quiet
+def layernorm_backward(
+    dy,
+    x,
+    weight,
+    mean,
+    rstd,
+    *,
+    weight_offset=0.0,
+    has_bias=True,
+    dresidual=None,
+    out=None,
+    dweight=None,
+    dbias=None,
+    dweight_dtype=None,
+    accumulate=False,
+):
+    n = x.shape[-1]
+    values, dvalues, r = widen(x.reshape(-1, n)), widen(dy.reshape(-1, n)), rstd.reshape(-1, 1)
+    xhat = (values - mean.reshape(-1, 1)) * r
+    g = dvalues * scale_of(weight, weight_offset, n)
+    a = (row_sum(g, np.ones_like(g)) / np.float32(n))[:, None]
+    c = (row_sum(g, xhat) / np.float32(n))[:, None]
+    t = fma(-xhat, np.broadcast_to(c, g.shape), g) - a
+    r = np.broadcast_to(r, t.shape)
+    dx = r * t if dresidual is None else fma(r, t, widen(dresidual.reshape(-1, n)))
+    dx = round_to(dx, x.dtype).reshape(x.shape)
+    if out is not None:
+        out[...] = dx
+        dx = out
+
+    def over_rows(second, into, made):
+        if into is None and (not made or accumulate):
+            return None
+        total = sum_over_rows(dvalues, second, into.copy() if accumulate else np.zeros(n, np.float32))
+        result = round_to(total, into.dtype if into is not None else dweight_dtype or weight.dtype)
+        if into is not None:
+            into[...] = result
+            result = into
+        return result
+
+    made = weight is not None
+    return dx, over_rows(xhat, dweight, made), over_rows(np.ones_like(dvalues), dbias, made and has_bias)
+
+
 # ---- Softmax -------------------------------------------------------------------------------------------------------
 
 LN2_HIGH, LN2_LOW = np.float32(float.fromhex("0x1.62e4p-1")), np.float32(float.fromhex("0x1.7f7d1cp-20"))

@@ -103,6 +103,18 @@ static void run(void) {
       pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype);
       options.log = call.k_chunk != 0, options.kernel = call.kernel;
       call.status = pydet_softmax_backward(NULL, &dy, &x, &y, &options);
+    } else if (!strcmp(call.operation, "layernorm")) {
+      pydet_layernorm_options options = {sizeof options, 1e-5f, 0, 0, NULL};
+      options.kernel = call.kernel;
+      call.status = pydet_layernorm(NULL, &x, NULL, &weight, &weight, &y, NULL, NULL, NULL, &options);
+    } else if (!strcmp(call.operation, "layernorm_backward")) {
+      pydet_layernorm_backward_options options = {sizeof options, 0, 0, 0, NULL, NULL, 0};
+      pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype), rstd = tensor(b, 1, of_rows, NULL, fp32);
+      pydet_tensor dweight = tensor(workspace, 1, of_row, NULL, fp32);
+      options.kernel = call.kernel;
+      options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
+      call.status =
+          pydet_layernorm_backward(NULL, &dy, &x, &weight, &rstd, &rstd, NULL, &y, &dweight, NULL, &options);
     } else {
       pydet_rmsnorm_backward_options options = {sizeof options, 0, 0, 0, NULL, NULL, 0};
       pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype), rstd = tensor(b, 1, of_rows, NULL, fp32);

@@ -131,16 +131,22 @@ def problems(operation, name, dtype):
         return
     for rows, n in ((64, 256), (64, 2048), (64, 8192), (4, 20000)):
         x = (rows, n)
-        if operation == "rmsnorm":
+        if operation == "layernorm":
+            shapes = [x, None, ((n,), "float32"), ((n,), "float32"), x, ((rows,), "float32"), None, None]
+            given = capi.options("pydet_layernorm_options", eps=1e-5, kernel=name[0])
+        elif operation == "rmsnorm":
             shapes = [x, None, ((n,), "float32"), x, ((rows,), "float32"), None]
             given = capi.options("pydet_rmsnorm_options", eps=1e-6, kernel=name[0])
         else:
             shapes = [x, x, ((n,), "float32"), ((rows,), "float32"), None, x, ((n,), "float32")]
+            if operation == "layernorm_backward":
+                shapes[3:4] = [((rows,), "float32")] * 2
+                shapes += [((n,), "float32")]
             size = ffi.new("uint64_t *")
-            assert capi.lib.pydet_rmsnorm_backward_workspace(rows, n, size) == 0
+            assert getattr(capi.lib, f"pydet_{operation}_workspace")(rows, n, size) == 0
             room = np.zeros(size[0] + 256, np.uint8)
             at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
-            given = capi.options("pydet_rmsnorm_backward_options", workspace=at, workspace_size=size[0], kernel=name[0])
+            given = capi.options(f"pydet_{operation}_options", workspace=at, workspace_size=size[0], kernel=name[0])
             capi._alive[given] = capi._alive[given], room
         yield f"pydet_{operation}", tensors(shapes, dtype), given
 

@@ -79,6 +79,30 @@ def rmsnorm_backward_digests(rmsnorm_backward, arithmetic, dtype):
     return digests
 
 
+def layernorm_digests(layernorm, arithmetic, dtype):
+    digests = {}
+    for (kind, m, n), options in itertools.product(NORMS, [{}, {"weight_offset": 1.0}, {"residual": True}]):
+        x = data(kind, (m, n), DTYPES[dtype])
+        weight, bias = (data("normal", (n,), DTYPES[dtype], seed) for seed in (1, 3))
+        given = {**options, **({"residual": data(kind, (m, n), DTYPES[dtype], 2)} if "residual" in options else {})}
+        digests[f"{arithmetic} {dtype} {kind} {m}x{n} {', '.join(options) or 'plain'}"] = digest(
+            *layernorm(x, weight, None if options else bias, eps=1e-5, **given)
+        )
+    return digests
+
+
+def layernorm_backward_digests(layernorm_backward, arithmetic, dtype):
+    digests = {}
+    for (kind, m, n), residual, dweight_dtype in itertools.product(NORMS, [False, True], ["fp32", dtype]):
+        x, dy = data(kind, (m, n), DTYPES[dtype]), data("normal", (m, n), DTYPES[dtype], 1)
+        weight, mean = data("normal", (n,), DTYPES[dtype], 2), data("normal", (m,), reference.FLOAT32, 5)
+        rstd = np.abs(data("normal", (m,), reference.FLOAT32, 3))
+        options = {"dresidual": data(kind, (m, n), DTYPES[dtype], 4)} if residual else {}
+        results = layernorm_backward(dy, x, weight, mean, rstd, dweight_dtype=DTYPES[dweight_dtype], **options)
+        digests[f"{arithmetic} {dtype} {kind} {m}x{n} dresidual={residual} -> {dweight_dtype}"] = digest(*results)
+    return digests
+
+
 def softmax_digests(softmax, arithmetic, dtype):
     return {
         f"{arithmetic} {dtype} {kind} {m}x{n}": digest(softmax(data(kind, (m, n), DTYPES[dtype])))
@@ -157,6 +181,8 @@ DIGESTS = {
     "log_softmax": softmax_digests,
     "softmax_backward": softmax_backward_digests,
     "fold": fold_digests,
+    "layernorm": layernorm_digests,
+    "layernorm_backward": layernorm_backward_digests,
 }
 
 
@@ -231,6 +257,15 @@ def test_softmax_backward(softmax_backward_kernel):
 def test_fold(fold_kernel):
     for dtype in DTYPES:
         check_golden("fold", fold_kernel.fold, "ieee", dtype)
+
+
+def test_layernorm(layernorm_kernel):
+    check_golden("layernorm", layernorm_kernel.layernorm, "ieee", layernorm_kernel.dtype)
+
+
+def test_layernorm_backward(layernorm_backward_kernel):
+    kernel = layernorm_backward_kernel
+    check_golden("layernorm_backward", kernel.layernorm_backward, "ieee", kernel.dtype)
 
 
 @pytest.mark.parametrize("operation", DIGESTS)

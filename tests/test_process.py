@@ -180,11 +180,21 @@ def every_kernel():
                     chosen = options("pydet_rmsnorm_options", eps=1e-6, kernel=kernel.name)
                     tensors = [tensor(x), None, tensor(weight), tensor(y), tensor(rstd), None]
                     yield lib.pydet_rmsnorm, tensors, chosen, [y, rstd]
+                    continue
+                if kernel.operation == "layernorm":
+                    chosen = options("pydet_layernorm_options", eps=1e-5, kernel=kernel.name)
+                    tensors = [tensor(x), None, tensor(weight), None, tensor(y), None, tensor(rstd), None]
+                    yield lib.pydet_layernorm, tensors, chosen, [y, rstd]
+                    continue
+                workspace = np.zeros(1 << 14, np.float32)
+                chosen = options(f"pydet_{kernel.operation}_options", kernel=kernel.name)
+                chosen.workspace = ffi.cast("void *", workspace.ctypes.data)
+                chosen.workspace_size = workspace.nbytes
+                if kernel.operation == "layernorm_backward":
+                    dbias = values(n)
+                    tensors = [*map(tensor, (dy, x, weight, rstd, rstd)), None, *map(tensor, (y, dweight, dbias))]
+                    yield lib.pydet_layernorm_backward, tensors, chosen, [y, dweight, dbias, workspace]
                 else:
-                    workspace = np.zeros(1 << 14, np.float32)
-                    chosen = options("pydet_rmsnorm_backward_options", kernel=kernel.name)
-                    chosen.workspace = ffi.cast("void *", workspace.ctypes.data)
-                    chosen.workspace_size = workspace.nbytes
                     tensors = [*map(tensor, (dy, x, weight, rstd)), None, tensor(y), tensor(dweight)]
                     yield lib.pydet_rmsnorm_backward, tensors, chosen, [y, dweight, workspace]
 

@@ -49,7 +49,7 @@ inline Rows rows_of(const View &view, const RowWalk &walk, int tensor) {
 inline Vector vector_of(const View &view) { return view.present() ? Vector{view.data, view.type} : Vector{}; }
 
 // What x [..., N] asks of the operands beside it: `like` have its shape, type and adjacent elements, vectors are [N] and
-// rstd is [...] in fp32.
+// rstd (or a mean) is [...] in fp32.
 inline pydet_status check_norm(const View &x, const View *const *like, int like_count, const View &vector,
                                const View &rstd) {
   if (x.cols() == 0)
@@ -70,8 +70,13 @@ inline pydet_status check_norm(const View &x, const View *const *like, int like_
   PYDET_TRY(same_device(x, rstd));
   PYDET_TRY(want_shape(rstd, x.shape, x.ndim - 1));
   if (rstd.type != Type::f32)
-    return fail(PYDET_INVALID_DTYPE, "%s: rstd is %s, want float32", rstd.op, type_name(rstd.type));
+    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32", rstd.op, rstd.name, type_name(rstd.type));
   return contiguous(rstd);
+}
+
+inline pydet_status check_eps(const char *op, float eps) {
+  if (eps >= 0 && eps - eps == 0) return PYDET_OK;
+  return fail(PYDET_INVALID_VALUE, "%s: eps is %g, want a finite number, 0 or more", op, double(eps));
 }
 
 inline pydet_status check_weight_offset(const char *op, float offset) {

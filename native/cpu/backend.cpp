@@ -28,6 +28,8 @@ constexpr uint32_t kGradientFeatures =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
 constexpr uint32_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint32_t kLayerNormFeatures = kNormFeatures | kBias | kMean;
+constexpr uint32_t kLayerNormGradient = kGradientFeatures | kBiasGradient;
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes (all), prefers (all), launch.
 constexpr Kernel<Gemm> kGemm[] = {
@@ -183,6 +185,28 @@ constexpr Kernel<Fold> kFold[] = {
      fold<Scalar>},
 };
 
+constexpr Kernel<LayerNorm> kLayerNorm[] = {
+#if defined(__x86_64__)
+    {"cpu_layernorm_avx512", kUnscaledTypes, Arithmetic::ieee, kLayerNormFeatures, "avx512", has_avx512, nullptr,
+     nullptr, layernorm<Avx512>},
+    {"cpu_layernorm_avx2", kUnscaledTypes, Arithmetic::ieee, kLayerNormFeatures, "avx2", has_avx2, nullptr, nullptr,
+     layernorm<Avx2>},
+#endif
+    {"cpu_layernorm_scalar", kUnscaledTypes, Arithmetic::ieee, kLayerNormFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, layernorm<Scalar>},
+};
+
+constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
+#if defined(__x86_64__)
+    {"cpu_layernorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "avx512", has_avx512,
+     nullptr, nullptr, layernorm_backward<Avx512>},
+    {"cpu_layernorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "avx2", has_avx2, nullptr,
+     nullptr, layernorm_backward<Avx2>},
+#endif
+    {"cpu_layernorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "any CPU", has_scalar,
+     nullptr, nullptr, layernorm_backward<Scalar>},
+};
+
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;
@@ -224,7 +248,9 @@ const Backend &cpu_backend() {
                                       table(kSoftmax),
                                       table(kSoftmaxBackward),
                                       table(kGroupedGemm),
-                                      table(kFold)};
+                                      table(kFold),
+                                      table(kLayerNorm),
+                                      table(kLayerNormBackward)};
   return backend;
 }
 

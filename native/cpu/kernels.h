@@ -20,5 +20,7 @@ template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
 template <class Isa> pydet_status fold(const Fold &);
+template <class Isa> pydet_status layernorm(const LayerNorm &);
+template <class Isa> pydet_status layernorm_backward(const LayerNormBackward &);
 
 }  // namespace pydet

@@ -17,31 +17,10 @@
 
 #include <new>
 
-#include "cpu/parallel.h"
-#include "cpu/rows.h"
+#include "cpu/norm_rows.h"
 
 namespace pydet {
 namespace {
-
-// ---- Weights --------------------------------------------------------------------------------------------------------
-
-template <class T> struct Weights {  // w + weight_offset
-  const typename T::Stored *data;
-  float offset;
-  template <class V> V at(int64_t j, V v) const { return get<T>(data + j, v) + all(offset, v); }
-};
-struct Ones {  // no weight: 1 + weight_offset
-  float scale;
-  template <class V> V at(int64_t, V v) const { return all(scale, v); }
-};
-
-template <class F> void with_weights(const Vector &weight, float offset, F f) {
-  if (!weight.data) return f(Ones{1.0f + offset});
-  dispatch(weight.type, [&](auto number) {
-    using T = decltype(number);
-    f(Weights<T>{(const typename T::Stored *)weight.data, offset});
-  });
-}
 
 // ---- Forward -----------------------------------------------------------------------------------------------------
 
@@ -109,41 +88,6 @@ void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, f
   });
 }
 
-// dweight of some columns, of which the chains are in the workspace: chains x n.
-constexpr int64_t kJoinColumns = 512;
-
-struct alignas(64) Joined {
-  float total[kJoinColumns], block[kJoinColumns], group[kJoinColumns];
-};
-static_assert(sizeof(Joined) <= Scratch::kSmall, "the least scratch memory holds the sums of some columns");
-
-template <class T> void join_columns(const RmsNormBackward &problem, int64_t chains, int64_t first, Joined &sums) {
-  constexpr int64_t kGroupChains = kDweightGroupRows / kDweightChainRows,
-                    kBlockChains = kDweightBlockRows / kDweightChainRows;
-  const int64_t n = problem.n, columns = n - first < kJoinColumns ? n - first : kJoinColumns;
-  auto *dweight = (typename T::Stored *)problem.dweight.data + first;
-  float *total = sums.total, *block = sums.block, *group = sums.group;
-  auto add_and_clear = [columns](float *sum, float *part) {
-    along(columns, [&](int64_t j, auto v) {
-      set<Partial>(sum + j, get<Partial>(sum + j, v) + get<Partial>(part + j, v));
-      set<Partial>(part + j, all(0.0f, v));
-    });
-  };
-
-  if (problem.accumulate) along(columns, [&](int64_t j, auto v) { set<Partial>(total + j, get<T>(dweight + j, v)); });
-  for (int64_t i = 0; i < chains; ++i) {
-    const float *chain = (const float *)problem.workspace + i * n + first;
-    along(columns,
-          [&](int64_t j, auto v) { set<Partial>(group + j, get<Partial>(group + j, v) + get<Partial>(chain + j, v)); });
-    const bool last = i + 1 == chains;
-    if (last || (i + 1) % kGroupChains == 0) add_and_clear(block, group);
-    if (last || (i + 1) % kBlockChains == 0) add_and_clear(total, block);
-  }
-  along(columns, [&](int64_t j, auto v) { set<T>(dweight + j, get<Partial>(total + j, v)); });
-}
-
-int64_t threads_for(double elements) { return pydet::threads_for(elements, 1 << 17); }
-
 }  // namespace
 
 // ---- Launchers ---------------------------------------------------------------------------------------------------
@@ -182,12 +126,7 @@ template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
       });
     });
     if (!dweight) return;
-    dispatch(problem.dweight.type, [&](auto number) {
-      const int64_t tasks = (n + kJoinColumns - 1) / kJoinColumns;
-      parallel(tasks, threads_for(double(blocks) * double(n)), scratch, [&](int64_t i, Scratch &own) {
-        join_columns<decltype(number)>(problem, blocks, i * kJoinColumns, *new (own.data) Joined());
-      });
-    });
+    join_chains((const float *)problem.workspace, blocks, n, problem.dweight, problem.accumulate, scratch);
   });
   return PYDET_OK;
 }

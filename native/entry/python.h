@@ -75,6 +75,22 @@ typedef struct pydet_rmsnorm_backward_arguments {
   pydet_object *accumulate, *kernel, *stream;
 } pydet_rmsnorm_backward_arguments;
 
+typedef struct pydet_layernorm_arguments {
+  pydet_object *x, *weight, *bias, *eps; /* positional */
+  pydet_object *weight_offset, *residual;
+  pydet_object *out, *mean, *rstd, *sum;
+  pydet_object *kernel, *stream;
+} pydet_layernorm_arguments;
+
+typedef struct pydet_layernorm_backward_arguments {
+  pydet_object *dy, *x, *weight, *mean, *rstd; /* positional */
+  pydet_object *weight_offset, *dresidual;
+  pydet_object *has_bias; /* whether dbias is made where dweight is */
+  pydet_object *out, *dweight, *dbias;
+  pydet_object *dweight_dtype; /* of both; a type index or None */
+  pydet_object *accumulate, *kernel, *stream;
+} pydet_layernorm_backward_arguments;
+
 typedef struct pydet_softmax_arguments { /* of softmax and log_softmax */
   pydet_object *x;                       /* positional */
   pydet_object *out, *kernel, *stream;
@@ -186,6 +202,14 @@ typedef struct pydet_exchange_library {
                                const pydet_grouped_gemm_options *);
   pydet_status (*fold)(void *, const pydet_tensor *const *, int32_t, const pydet_tensor *, const pydet_tensor *,
                        const pydet_fold_options *);
+  pydet_status (*layernorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                            const pydet_tensor *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                            const pydet_tensor *, const pydet_layernorm_options *);
+  pydet_status (*layernorm_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                     const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                     const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                     const pydet_layernorm_backward_options *);
+  pydet_status (*layernorm_backward_workspace)(int64_t, int64_t, uint64_t *);
   const char *(*last_error)(void);
   const char *(*last_kernel)(void);
 } pydet_exchange_library;
@@ -209,6 +233,8 @@ typedef struct pydet_exchange {
   pydet_object *const *quantize_names;
   pydet_object *const *rmsnorm_names;
   pydet_object *const *rmsnorm_backward_names;
+  pydet_object *const *layernorm_names;
+  pydet_object *const *layernorm_backward_names;
   pydet_object *const *softmax_names;
   pydet_object *const *softmax_backward_names;
   pydet_object *const *log_prob_names;

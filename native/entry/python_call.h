@@ -532,7 +532,7 @@ class PythonCall {
     return true;
   }
 
-  static constexpr int kOwnOperands = 10;
+  static constexpr int kOwnOperands = 14;
   const char *op_;
   Operand operands_[kOwnOperands];
   Operand *const more_;

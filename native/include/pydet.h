@@ -338,6 +338,50 @@ PYDET_API pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *
 /* Bytes of workspace for dweight over `rows` rows of n elements: a function of the two alone. */
 PYDET_API pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n, uint64_t *bytes);
 
+/* ---- LayerNorm ------------------------------------------------------------------------------------------------
+ *   y = (x - mean) rstd (w + weight_offset) + bias,   rstd = 1 / sqrt(mean((x - mean)^2) + eps),   over the last dimension
+ *
+ * All in fp32 with the same bits on every backend (NUMERICS.md, "LayerNorm"). Operands as in pydet_rmsnorm; bias NULL (0) or
+ * [N] of any of the three types; mean like rstd: NULL or [...] fp32, contiguous. */
+typedef struct pydet_layernorm_options {
+  uint32_t struct_size;
+  float eps;           /* not negative; 1e-5 if options is NULL */
+  float weight_offset; /* 1 for models that store w - 1 */
+  int32_t reserved;    /* 0 */
+  const char *kernel;
+} pydet_layernorm_options;
+
+PYDET_API pydet_status pydet_layernorm(void *stream, const pydet_tensor *x, const pydet_tensor *residual,
+                                       const pydet_tensor *weight, const pydet_tensor *bias, const pydet_tensor *y,
+                                       const pydet_tensor *mean, const pydet_tensor *rstd, const pydet_tensor *sum,
+                                       const pydet_layernorm_options *options);
+
+/* Gradients, from the x (or sum), mean and rstd of the forward call:
+ *   xhat = (x - mean) rstd,  g = dy (w + weight_offset),  dx = rstd (g - mean(g) - xhat mean(g xhat)) + dresidual
+ *   dweight[n] = sum over rows of dy xhat,   dbias[n] = sum over rows of dy
+ * dx like x, dweight and dbias [N] fp32, bf16 or fp16, any of them NULL; dresidual like x, or NULL. The sums over rows are
+ * those of pydet_rmsnorm_backward, accumulate too, which is for both; with either, the workspace is
+ * pydet_layernorm_backward_workspace bytes. */
+typedef struct pydet_layernorm_backward_options {
+  uint32_t struct_size;
+  float weight_offset;
+  int32_t accumulate;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+  void *workspace;
+  uint64_t workspace_size;
+} pydet_layernorm_backward_options;
+
+PYDET_API pydet_status pydet_layernorm_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *x,
+                                                const pydet_tensor *weight, const pydet_tensor *mean,
+                                                const pydet_tensor *rstd, const pydet_tensor *dresidual,
+                                                const pydet_tensor *dx, const pydet_tensor *dweight,
+                                                const pydet_tensor *dbias,
+                                                const pydet_layernorm_backward_options *options);
+
+/* Bytes of workspace for dweight or dbias over `rows` rows of n elements: a function of the two alone. */
+PYDET_API pydet_status pydet_layernorm_backward_workspace(int64_t rows, int64_t n, uint64_t *bytes);
+
 /* ---- Softmax --------------------------------------------------------------------------------------------------
  *   y = e / s, or under log: (x - m) - log(s);   m = max(x),  e = exp(x - m),  s = sum(e),  over the last dimension
  *

@@ -143,6 +143,7 @@ template <class Options> Options options() {
   Options result{};
   result.struct_size = sizeof(Options);
   if constexpr (std::is_same_v<Options, pydet_rmsnorm_options>) result.eps = 1e-6f;
+  if constexpr (std::is_same_v<Options, pydet_layernorm_options>) result.eps = 1e-5f;
   return result;
 }
 
@@ -203,6 +204,19 @@ inline void rmsnorm_backward(void *stream, const tensor &dy, const tensor &x, co
   call(pydet_rmsnorm_backward, stream, dy.describe(), x.describe(), weight.describe(), rstd.describe(),
        dresidual.describe(), dx.describe(), dweight.describe(), options);
 }
+inline void layernorm(void *stream, const tensor &x, const tensor &residual, const tensor &weight, const tensor &bias,
+                      const tensor &y, const tensor &mean, const tensor &rstd, const tensor &sum,
+                      const pydet_layernorm_options *options = nullptr) {
+  call(pydet_layernorm, stream, x.describe(), residual.describe(), weight.describe(), bias.describe(), y.describe(),
+       mean.describe(), rstd.describe(), sum.describe(), options);
+}
+inline void layernorm_backward(void *stream, const tensor &dy, const tensor &x, const tensor &weight,
+                               const tensor &mean, const tensor &rstd, const tensor &dresidual, const tensor &dx,
+                               const tensor &dweight, const tensor &dbias,
+                               const pydet_layernorm_backward_options *options = nullptr) {
+  call(pydet_layernorm_backward, stream, dy.describe(), x.describe(), weight.describe(), mean.describe(),
+       rstd.describe(), dresidual.describe(), dx.describe(), dweight.describe(), dbias.describe(), options);
+}
 
 // Bytes of workspace, as pydet.h says.
 inline uint64_t gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
@@ -226,6 +240,11 @@ inline uint64_t scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64
 inline uint64_t rmsnorm_backward_workspace(int64_t rows, int64_t n) {
   uint64_t bytes = 0;
   call(pydet_rmsnorm_backward_workspace, rows, n, &bytes);
+  return bytes;
+}
+inline uint64_t layernorm_backward_workspace(int64_t rows, int64_t n) {
+  uint64_t bytes = 0;
+  call(pydet_layernorm_backward_workspace, rows, n, &bytes);
   return bytes;
 }
 

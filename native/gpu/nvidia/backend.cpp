@@ -230,7 +230,9 @@ const Backend *gpu_backend() {
                                       table(kSoftmax),
                                       table(kSoftmaxBackward),
                                       table(kGroupedGemm),
-                                      table(kFold)};
+                                      table(kFold),
+                                      {},
+                                      {}};
   return &backend;
 }
 

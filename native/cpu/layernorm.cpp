@@ -1,0 +1,165 @@
+// LayerNorm and its gradients, in fp32 (NUMERICS.md, "LayerNorm"). The bits are those of every other backend.
+//
+//   forward    x    = round(x + residual), stored in sum          only with a residual
+//              mean = rowsum(x, 1) / n,   d = x - mean,   rstd = 1 / sqrt(rowsum(d, d) / n + eps)
+//              y    = round(fmaf(d rstd, w + weight_offset, bias)), or round((d rstd) (w + weight_offset))
+//   backward   xhat = (x - mean) rstd,   g = dy (w + weight_offset)
+//              a    = rowsum(g, 1) / n,   c = rowsum(g, xhat) / n,   t = fmaf(-xhat, c, g) - a
+//              dx   = round(rstd t), or round(fmaf(rstd, t, dresidual))
+//              dweight and dbias: sums over rows of dy xhat and of dy, in chains of 16 rows as dweight of RMSNorm
+//
+// A thread takes a few rows, and passes over each three times, from memory, then from the cache: the least memory that a
+// call makes do with has the lanes of one sum. The chains lie in the workspace, those of dweight before those of dbias,
+// until threads over columns join them.
+
+#include "cpu/norm_rows.h"
+
+namespace pydet {
+namespace {
+
+// ---- Biases ------------------------------------------------------------------------------------------------------
+
+template <class T> struct Biases {
+  const typename T::Stored *data;
+  template <class V> V added(int64_t j, V xhat, V w) const { return fma(xhat, w, get<T>(data + j, V{})); }
+};
+struct NoBias {
+  template <class V> V added(int64_t, V xhat, V w) const { return xhat * w; }
+};
+
+template <class F> void with_biases(const Vector &bias, F f) {
+  if (!bias.data) return f(NoBias{});
+  dispatch(bias.type, [&](auto number) {
+    using T = decltype(number);
+    f(Biases<T>{(const typename T::Stored *)bias.data});
+  });
+}
+
+// x - mean: a sum with the negative, which is the same number.
+template <class V> V centred(V x, float mean) { return x + all(-mean, V{}); }
+
+// ---- Forward -----------------------------------------------------------------------------------------------------
+
+template <class T, class W, class B>
+void normalize_row(const LayerNorm &problem, const W &weights, const B &biases, int64_t r, RowSum &lanes) {
+  const int64_t n = problem.n, inner = problem.inner, next = r + 1 < problem.rows ? r + 1 : r;
+  const auto *x = row<T>(problem.x, inner, r);
+  const auto *residual = row<T>(problem.residual, inner, r);
+  auto *sum = row<T>(problem.sum, inner, r);
+  auto *y = row<T>(problem.y, inner, r);
+
+  lanes.clear(n);
+  if (residual) {
+    along(n, [&](int64_t j, auto v) {
+      set<T>(sum + j, get<T>(x + j, v) + get<T>(residual + j, v));
+      lanes.add(j, get<T>(sum + j, v), all(1.0f, v));
+    });
+    x = sum;
+  } else {
+    along(n, [&](int64_t j, auto v) { lanes.add(j, get<T>(x + j, v), all(1.0f, v)); });
+  }
+  const float mean = lanes.joined(n) / float(n);
+
+  lanes.clear(n);
+  along(n, [&](int64_t j, auto v) {
+    auto d = centred(get<T>(x + j, v), mean);
+    lanes.add(j, d, d);
+  });
+  const float rstd = 1.0f / sqrtf(lanes.joined(n) / float(n) + problem.eps);
+  if (problem.mean.data) ((float *)problem.mean.data)[r] = pydet::canonical(mean);
+  if (problem.rstd.data) ((float *)problem.rstd.data)[r] = pydet::canonical(rstd);
+
+  const auto *next_x = row<T>(problem.x, inner, next), *next_residual = row<T>(problem.residual, inner, next);
+  along(n, [&](int64_t j, auto v) {
+    prefetch(next_x, j);
+    prefetch(next_residual, j);
+    set<T>(y + j, biases.added(j, centred(get<T>(x + j, v), mean) * all(rstd, v), weights.at(j, v)));
+  });
+}
+
+// ---- Backward ----------------------------------------------------------------------------------------------------
+
+// One row: its dx, and its step in each column's chains of dweight and of dbias (n of each, or NULL).
+template <class T, class W>
+void backward_row(const LayerNormBackward &problem, const W &weights, int64_t r, float *dweight, float *dbias,
+                  RowSum &lanes) {
+  const int64_t n = problem.n, inner = problem.inner, next = r + 1 < problem.rows ? r + 1 : r;
+  const auto *dy = row<T>(problem.dy, inner, r);
+  const auto *x = row<T>(problem.x, inner, r);
+  const auto *dresidual = row<T>(problem.dresidual, inner, r);
+  auto *dx = row<T>(problem.dx, inner, r);
+  const float mean = ((const float *)problem.mean.data)[r], rstd = ((const float *)problem.rstd.data)[r];
+
+  if (dx) lanes.clear(n);
+  along(n, [&](int64_t j, auto v) {
+    auto d = get<T>(dy + j, v), xhat = centred(get<T>(x + j, v), mean) * all(rstd, v);
+    if (dweight) set<Partial>(dweight + j, fma(d, xhat, get<Partial>(dweight + j, v)));
+    if (dbias) set<Partial>(dbias + j, d + get<Partial>(dbias + j, v));
+    if (dx) lanes.add(j, d * weights.at(j, v), xhat);
+  });
+  if (!dx) return;
+  const float c = lanes.joined(n) / float(n);
+
+  lanes.clear(n);
+  along(n, [&](int64_t j, auto v) { lanes.add(j, get<T>(dy + j, v) * weights.at(j, v), all(1.0f, v)); });
+  const float a = lanes.joined(n) / float(n);
+  const auto *next_dy = row<T>(problem.dy, inner, next), *next_x = row<T>(problem.x, inner, next);
+  along(n, [&](int64_t j, auto v) {
+    prefetch(next_dy, j);
+    prefetch(next_x, j);
+    auto g = get<T>(dy + j, v) * weights.at(j, v), xhat = centred(get<T>(x + j, v), mean) * all(rstd, v);
+    auto t = centred(fnma(xhat, all(c, v), g), a);
+    set<T>(dx + j, dresidual ? fma(all(rstd, v), t, get<T>(dresidual + j, v)) : all(rstd, v) * t);
+  });
+}
+
+}  // namespace
+
+// ---- Launchers ---------------------------------------------------------------------------------------------------
+
+template <> pydet_status layernorm<Isa>(const LayerNorm &problem) {
+  const int64_t rows = problem.rows, at_once = 1 + 8192 / problem.n;
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    dispatch(problem.x.type, [&](auto number) {
+      with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
+        with_biases(problem.bias, [&](const auto &biases) {
+          const int64_t blocks = (rows + at_once - 1) / at_once;
+          parallel(blocks, threads_for(double(rows) * double(problem.n)), scratch, [&](int64_t i, Scratch &own) {
+            RowSum &lanes = *new (own.data) RowSum;
+            for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
+              normalize_row<decltype(number)>(problem, weights, biases, r, lanes);
+          });
+        });
+      });
+    });
+  });
+  return PYDET_OK;
+}
+
+template <> pydet_status layernorm_backward<Isa>(const LayerNormBackward &problem) {
+  const int64_t rows = problem.rows, n = problem.n;
+  const bool sums = problem.dweight.data || problem.dbias.data;
+  const int64_t chains = (rows + kDweightChainRows - 1) / kDweightChainRows;
+  const int64_t at_once = sums ? kDweightChainRows : 1 + 8192 / n, blocks = (rows + at_once - 1) / at_once;
+  float *of_weight = (float *)problem.workspace, *of_bias = sums ? of_weight + chains * n : nullptr;
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    dispatch(problem.x.type, [&](auto number) {
+      with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
+        parallel(blocks, threads_for(2 * double(rows) * double(n)), scratch, [&](int64_t i, Scratch &own) {
+          RowSum &lanes = *new (own.data) RowSum;
+          float *dweight = problem.dweight.data ? of_weight + i * n : nullptr;
+          float *dbias = problem.dbias.data ? of_bias + i * n : nullptr;
+          if (dweight) memset(dweight, 0, size_t(n) * sizeof(float));
+          if (dbias) memset(dbias, 0, size_t(n) * sizeof(float));
+          for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
+            backward_row<decltype(number)>(problem, weights, r, dweight, dbias, lanes);
+        });
+      });
+    });
+    if (problem.dweight.data) join_chains(of_weight, chains, n, problem.dweight, problem.accumulate, scratch);
+    if (problem.dbias.data) join_chains(of_bias, chains, n, problem.dbias, problem.accumulate, scratch);
+  });
+  return PYDET_OK;
+}
+
+}  // namespace pydet

@@ -1,0 +1,84 @@
+// What the norms on the CPU share: their weights, and the sums over rows of their gradients (NUMERICS.md, "RMSNorm").
+#pragma once
+
+#include <new>
+
+#include "cpu/parallel.h"
+#include "cpu/rows.h"
+
+namespace pydet {
+namespace {
+
+// ---- Weights --------------------------------------------------------------------------------------------------------
+
+template <class T> struct Weights {  // w + weight_offset
+  const typename T::Stored *data;
+  float offset;
+  template <class V> V at(int64_t j, V v) const { return get<T>(data + j, v) + all(offset, v); }
+};
+struct Ones {  // no weight: 1 + weight_offset
+  float scale;
+  template <class V> V at(int64_t, V v) const { return all(scale, v); }
+};
+
+template <class F> void with_weights(const Vector &weight, float offset, F f) {
+  if (!weight.data) return f(Ones{1.0f + offset});
+  dispatch(weight.type, [&](auto number) {
+    using T = decltype(number);
+    f(Weights<T>{(const typename T::Stored *)weight.data, offset});
+  });
+}
+
+// ---- Sums over rows ------------------------------------------------------------------------------------------------
+
+constexpr int64_t kJoinColumns = 512;  // at a time
+
+struct alignas(64) Joined {
+  float total[kJoinColumns], block[kJoinColumns], group[kJoinColumns];
+};
+static_assert(sizeof(Joined) <= Scratch::kSmall, "the least scratch memory holds the sums of some columns");
+
+// Columns of `result` from `first` on, of which the chains are `count` rows of n: 4 chains added from +0 are a group, 4
+// groups a block; the blocks added, from +0 or from the result, and rounded once.
+template <class T>
+void join_columns(const float *chains, int64_t count, int64_t n, const Vector &result, bool accumulate, int64_t first,
+                  Joined &sums) {
+  constexpr int64_t kGroupChains = kDweightGroupRows / kDweightChainRows,
+                    kBlockChains = kDweightBlockRows / kDweightChainRows;
+  const int64_t columns = n - first < kJoinColumns ? n - first : kJoinColumns;
+  auto *to = (typename T::Stored *)result.data + first;
+  float *total = sums.total, *block = sums.block, *group = sums.group;
+  auto add_and_clear = [columns](float *sum, float *part) {
+    along(columns, [&](int64_t j, auto v) {
+      set<Partial>(sum + j, get<Partial>(sum + j, v) + get<Partial>(part + j, v));
+      set<Partial>(part + j, all(0.0f, v));
+    });
+  };
+
+  if (accumulate) along(columns, [&](int64_t j, auto v) { set<Partial>(total + j, get<T>(to + j, v)); });
+  for (int64_t i = 0; i < count; ++i) {
+    const float *chain = chains + i * n + first;
+    along(columns,
+          [&](int64_t j, auto v) { set<Partial>(group + j, get<Partial>(group + j, v) + get<Partial>(chain + j, v)); });
+    const bool last = i + 1 == count;
+    if (last || (i + 1) % kGroupChains == 0) add_and_clear(block, group);
+    if (last || (i + 1) % kBlockChains == 0) add_and_clear(total, block);
+  }
+  along(columns, [&](int64_t j, auto v) { set<T>(to + j, get<Partial>(total + j, v)); });
+}
+
+int64_t threads_for(double elements) { return pydet::threads_for(elements, 1 << 17); }
+
+// All columns of it, on several threads.
+inline void join_chains(const float *chains, int64_t count, int64_t n, const Vector &result, bool accumulate,
+                        Scratch &scratch) {
+  dispatch(result.type, [&](auto number) {
+    const int64_t tasks = (n + kJoinColumns - 1) / kJoinColumns;
+    parallel(tasks, threads_for(double(count) * double(n)), scratch, [&](int64_t i, Scratch &own) {
+      join_columns<decltype(number)>(chains, count, n, result, accumulate, i * kJoinColumns, *new (own.data) Joined());
+    });
+  });
+}
+
+}  // namespace
+}  // namespace pydet
