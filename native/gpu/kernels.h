@@ -102,4 +102,12 @@ pydet_status softmax_backward_long(const SoftmaxBackward &);
 // any/fold.cu
 pydet_status fold(const Fold &);
 
+// any/layernorm.cu
+bool layernorm_held_takes(const LayerNorm &);
+pydet_status layernorm_held(const LayerNorm &);
+pydet_status layernorm_long(const LayerNorm &);
+bool layernorm_backward_held_takes(const LayerNormBackward &);
+pydet_status layernorm_backward_held(const LayerNormBackward &);
+pydet_status layernorm_backward_long(const LayerNormBackward &);
+
 }  // namespace pydet

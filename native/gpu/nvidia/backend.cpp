@@ -28,6 +28,8 @@ constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
 constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
 constexpr uint32_t kAllOfGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
+constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
@@ -172,6 +174,20 @@ constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
      from_sm80, nullptr, nullptr, grouped_gemm_ieee_64x64},
 };
 
+constexpr Kernel<LayerNorm> kLayerNorm[] = {
+    {"cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
+     layernorm_held_takes, nullptr, layernorm_held},
+    {"cuda_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80, nullptr,
+     nullptr, layernorm_long},
+};
+
+constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
+    {"cuda_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
+     layernorm_backward_held_takes, nullptr, layernorm_backward_held},
+    {"cuda_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
+     nullptr, nullptr, layernorm_backward_long},
+};
+
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
 pydet_status device_count(int32_t *count) {
   *count = 0;
@@ -231,8 +247,8 @@ const Backend *gpu_backend() {
                                       table(kSoftmaxBackward),
                                       table(kGroupedGemm),
                                       table(kFold),
-                                      {},
-                                      {}};
+                                      table(kLayerNorm),
+                                      table(kLayerNormBackward)};
   return &backend;
 }
 
