@@ -119,14 +119,52 @@ def differences(model):
     return found
 
 
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+WHISPER = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_source_positions": 30}
+WHISPER |= {"vocab_size": VOCABULARY, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WHISPER |= {"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None}
+WITH_LAYER_NORM = {  # name: configuration, its sizes, what goes in for a batch, what is left and is no norm
+    "Bert": (ENCODER | {"vocab_size": VOCABULARY}, lambda n: {"input_ids": tokens(n)}, set()),
+    "ViT": (
+        ENCODER | {"image_size": 16, "patch_size": 4},
+        lambda n: {"pixel_values": torch.linspace(-1, 1, n * 768).sin().view(n, 3, 16, 16)},
+        {"Conv2d"},
+    ),
+    "Whisper": (
+        WHISPER,
+        lambda n: {
+            "input_features": torch.linspace(-1, 1, n * 480).sin().view(n, 8, 60),
+            "decoder_input_ids": tokens(n),
+        },
+        {"Conv1d"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LAYER_NORM)
+def test_layer_norms_are_converted(transformers, name):
+    """The norms of BERT, ViT and Whisper have the same values as PyTorch's, and a row's do not depend on the batch."""
+    sizes, inputs, left = WITH_LAYER_NORM[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes)).eval()
+    norms = [m for m in model.modules() if type(m) is torch.nn.LayerNorm]
+    with torch.no_grad():
+        want = model(**inputs(3)).last_hidden_state
+        report = pt.convert(model)
+        assert {reason.partition(" ")[0] for reason in report.left.values()} == left
+        assert len(norms) >= 5 and {type(m) for m in norms} == {pt.LayerNorm}
+        torch.testing.assert_close(model(**inputs(3)).last_hidden_state, want, rtol=1e-4, atol=1e-4)
+        x = want.flatten(0, 1)
+        assert differing(norms[0](x)[5:6], norms[0](x[5:6])) == 0
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_do_not_depend_on_the_batch(transformers, name):
     model = build(transformers, name)
     model.set_attn_implementation("pydet")
     report = pt.convert(model)
-    assert not report.attention and report.swapped
-    kept = {"GPT-2": {"LayerNorm"}}.get(name, set())
-    assert {reason.partition(" ")[0] for reason in report.left.values()} == kept
+    assert not report.attention and report.swapped and not report.left
     assert set(differences(model).values()) == {0}, differences(model)
 
 

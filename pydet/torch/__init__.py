@@ -3,7 +3,7 @@
     import pydet.torch
 
     pydet.torch.linear(x, w, bias)              # forward and backward with pydet's bits
-    report = pydet.torch.convert(model)         # nn.Linear, nn.RMSNorm and their like become pydet's, in place
+    report = pydet.torch.convert(model)         # nn.Linear, the norms and their like become pydet's, in place
     with pydet.torch.override_aten() as caught: # torch.mm and its like, wherever they are called from
         loss = model(tokens).sum(); loss.backward()
 
@@ -17,13 +17,15 @@ from pydet.torch.experts import register_experts
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.modules import Conv1D, Linear, RMSNorm, accumulate_gradients
+from pydet.torch.layernorm import layer_norm
+from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 
 __all__ = [
     "Conv1D",
     "Conversion",
     "Fp8Linear",
+    "LayerNorm",
     "Linear",
     "RMSNorm",
     "accumulate_gradients",
@@ -32,6 +34,7 @@ __all__ = [
     "fp8_linear",
     "gemm",
     "grouped_mm",
+    "layer_norm",
     "linear",
     "override_aten",
     "register_attention",

@@ -1,4 +1,4 @@
-"""Makes the linear layers and RMSNorms of a model pydet's, and says what of the model is not."""
+"""Makes the linear layers and norms of a model pydet's, and says what of the model is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydet.hooks import unknown
 from pydet.ops import Arithmetic
 from pydet.torch import experts
 from pydet.torch.fp8 import Fp8Linear
-from pydet.torch.modules import Conv1D, Linear, RMSNorm
+from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
 from pydet.torch.scaled import FP8, GROUP, groups
 
@@ -109,7 +109,8 @@ def _becomes(
     if fp8 and kind in (torch.nn.Linear, Linear):
         own = {"arithmetic": arithmetic, "power_of_two": False, "weight_scale_inv": None}
         return _obstacle(module) or (Fp8Linear, own)
-    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | experts.Router) or experts.of_pydet(module):
+    own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | experts.Router
+    if isinstance(module, own_kinds) or experts.of_pydet(module):
         return None
     if _is_block_scaled(module):
         return _block_scaled(module, arithmetic) if fp8 else "its weight is fp8, with scales; convert(model, fp8=True)"
@@ -123,6 +124,8 @@ def _becomes(
         products[kind] = Conv1D
     if kind in products:
         return _obstacle(module) or (products[kind], how)
+    if kind is torch.nn.LayerNorm:
+        return _obstacle(module) or _layer_norm(module)
     if _is_norm(module):
         return _obstacle(module) or _norm(module)
     return _reason_to_leave(module)
@@ -152,6 +155,12 @@ def _is_norm(module: torch.nn.Module) -> bool:
     others = torch.nn.LayerNorm | torch.nn.GroupNorm | torch.nn.LocalResponseNorm | torch.nn.modules.batchnorm._NormBase
     named = "norm" in type(module).__name__.lower() and not isinstance(module, others)
     return named and not any(True for _ in module.children()) and not isinstance(module, torch.nn.CrossMapLRN2d)
+
+
+def _layer_norm(module: Any) -> tuple[type, dict[str, Any]] | str:
+    if len(module.normalized_shape) != 1:
+        return f"it normalises {len(module.normalized_shape)} dimensions at once"
+    return LayerNorm, {}
 
 
 def _norm(module: torch.nn.Module) -> tuple[type, dict[str, Any]] | str:
@@ -235,6 +244,8 @@ def _reason_to_leave(module: torch.nn.Module) -> str | None:
         if type(module).forward is not torch.nn.Linear.forward:
             own = own or f"{kind} is a subclass of Linear with a forward of its own"
         return own or _obstacle(module) or f"{kind} is a subclass of Linear, and may have changed more than can be seen"
+    if isinstance(module, torch.nn.LayerNorm):
+        return f"{kind} is a subclass of LayerNorm, and may have changed more than can be seen"
     if isinstance(module, torch.nn.MultiheadAttention):
         return "its products are inside torch's attention; override_aten() catches those in mm, addmm and bmm"
     if "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
@@ -270,7 +281,7 @@ def convert(
     fp8: bool | Callable[[str, torch.nn.Module], bool] = False,
     strict: bool = False,
 ) -> Conversion:
-    """Makes ``nn.Linear``, RMSNorms by any name, GPT-2's Conv1D, and Transformers' experts and their routers pydet's.
+    """Makes linear layers, LayerNorms, RMSNorms by any name, GPT-2's Conv1D, and experts with their routers pydet's.
 
     In place: a module stays the same object with the same parameters, hooks, attributes and names, and changes its
     class, so tied weights stay tied and optimizers keep them. What pydet would compute otherwise than the module does

@@ -13,6 +13,7 @@ from pydet.torch import functions
 from pydet.torch.accumulate import AccumulatingLinear, AccumulatingRmsNorm, main_grad
 from pydet.torch.experts import Router, of_pydet
 from pydet.torch.fp8 import Fp8Linear
+from pydet.torch.layernorm import AccumulatingLayerNorm
 from pydet.torch.ops import matrix
 
 
@@ -128,13 +129,39 @@ class RMSNorm(torch.nn.Module):
         return f"{self.size}, eps={self.eps}, elementwise_affine={self.weight is not None}{offset}"
 
 
+class LayerNorm(torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` over the last dimension, on :func:`pydet.torch.layer_norm`: same parameters, same
+    ``state_dict``. ``y`` has the type of x, also under autocast.
+
+    Args:
+        normalized_shape: N, the extent of the last dimension, or ``(N,)``.
+        eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
+    """
+
+    accumulates = False  # see accumulate_gradients()
+
+    def __init__(self, normalized_shape: int | tuple[int], *arguments: Any, **options: Any) -> None:
+        super().__init__(normalized_shape, *arguments, **options)
+        if len(self.normalized_shape) != 1:
+            fail(INVALID_VALUE, f"LayerNorm: normalized_shape is {tuple(self.normalized_shape)}, want one extent")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if is_scripting():
+            y = torch.ops.pydet.layernorm(x, self.weight, self.bias, self.eps)[0]
+        elif self.accumulates and self.weight is not None and torch.is_grad_enabled():
+            y = AccumulatingLayerNorm.apply(x, self.weight, self.bias, self.eps)
+        else:
+            y = torch.ops.pydet.layernorm(x, self.weight, self.bias, self.eps)[0]
+        return y
+
+
 def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """From now on pydet's modules in ``model`` sum their parameters' gradients in fp32, in ``parameter.main_grad``.
 
     ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
     give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
     where there is one), at multiples of 128 rows for :class:`Fp8Linear`, and of ``pydet.DWEIGHT_ROWS`` for
-    :class:`RMSNorm`. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between steps.
+    the norms. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between steps.
 
     In arithmetic ``ieee`` without ``k_chunk``, linear layers, routers and experts may be cut anywhere. In others what
     counts for experts is the number of rows that came to each, which the routing decides.
@@ -159,7 +186,7 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     parameters: list[torch.nn.Parameter] = []
     module: Any
     for module in model.modules():
-        if isinstance(module, Linear | Fp8Linear | RMSNorm | Router) or of_pydet(module):
+        if isinstance(module, Linear | Fp8Linear | RMSNorm | LayerNorm | Router) or of_pydet(module):
             module.accumulates = True
             frozen = ("weight", "weight_scale_inv") if getattr(module, "weight_scale_inv", None) is not None else ()
             for name, parameter in module.named_parameters(recurse=False):
@@ -167,5 +194,5 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
                     main_grad(parameter)
                     parameters.append(parameter)
     if not parameters:
-        fail(INVALID_VALUE, "accumulate_gradients: no Linear or RMSNorm of pydet's in the model; convert() it first")
+        fail(INVALID_VALUE, "accumulate_gradients: no Linear or norm of pydet's in the model; convert() it first")
     return parameters
