@@ -328,10 +328,9 @@ Plan plan_of(Gemm &g, int rows) {
 }
 
 template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const Plan &plan) {
-  return either(g.a.type == Type::bf16, [&](auto is_bf16) {
+  return with_type<kHalfTypes>(g.a.type, [&](auto type) {
     return either(g.m > kWarpgroupRows && !plan.x_split, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
-        constexpr Type type = is_bf16 ? Type::bf16 : Type::f16;
         auto go = [&](auto split, auto few) {
           using S = Shape<type, rows, two ? 2 : 1, chunked, split, few>;
           return launch_shape<S>(name, g, plan, skinny_kernel<S>);
