@@ -20,7 +20,8 @@ template <pydet_status (*gemm)(const Gemm &)> pydet_status each_group(const Grou
     };
     move(one.a, at.a), move(one.b, at.b), move(one.bias, at.bias), move(one.out, at.out);
     // A column-major out is the row-major out of the transposed product.
-    const pydet_status status = gemm(one.out.col_stride == 1 ? one : transposed(one));
+    if (one.out.col_stride != 1) one = transposed(one);
+    const pydet_status status = gemm(one);
     if (status != PYDET_OK) return status;
   }
   return PYDET_OK;
