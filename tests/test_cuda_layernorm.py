@@ -18,7 +18,7 @@ SHAPES += [(m, 64) for m in (2, 31, 33, 128, 511, 513, 1025)] + [(4100, 40), (26
 
 
 @pytest.fixture
-def device(torch, kernel):  # noqa: F811
+def device(torch, kernel):
     if not kernel.available:
         pytest.skip(f"{kernel.name} needs {kernel.requires}")
     return OnDevice(torch, kernel.name)
@@ -54,13 +54,13 @@ def test_golden_backward(device, kernel, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_alone_and_sums_that_continue(torch, dtype):  # noqa: F811
+def test_rows_alone_and_sums_that_continue(torch, dtype):
     test_layernorm.check_rows_alone(OnDevice(torch), dtype)
     test_layernorm.check_sums_continue(OnDevice(torch).layernorm_backward, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_and_strided_rows_equal_the_cpu(torch, dtype):  # noqa: F811
+def test_large_and_strided_rows_equal_the_cpu(torch, dtype):
     """Many rows, rows of two strides, of odd length, and at odd places; each sum over rows alone."""
     device = OnDevice(torch)
     for m, n, step in ((20000, 64, 1), (5000, 768, 2), (4099, 1024, 1), (300, 1601, 3), (33, 20000, 1)):
@@ -76,7 +76,7 @@ def test_large_and_strided_rows_equal_the_cpu(torch, dtype):  # noqa: F811
         assert_all_same_bits(no_bias, pydet.layernorm_backward(*operands, has_bias=False), f"{m}x{n}, no bias")
 
 
-def test_graph_replays_have_the_same_bits(torch):  # noqa: F811
+def test_graph_replays_have_the_same_bits(torch):
     x, dy = (torch.randn(600, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weight = torch.randn(768, device="cuda")
     y, dx = torch.empty_like(x), torch.empty_like(x)
@@ -108,7 +108,7 @@ def test_graph_replays_have_the_same_bits(torch):  # noqa: F811
         assert all(t.cpu().equal(want) for t, want in zip(outputs, wanted, strict=True))
 
 
-def test_a_dirty_workspace_and_no_rows(torch):  # noqa: F811
+def test_a_dirty_workspace_and_no_rows(torch):
     rows = np.ones(0, np.float32)
     none, weight = np.ones((0, 8), np.float32), np.ones(8, np.float32)
     for result in OnDevice(torch).layernorm_backward(none, none, weight, rows, rows)[1:]:

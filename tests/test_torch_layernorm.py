@@ -1,5 +1,6 @@
 """pydet.torch.layer_norm and LayerNorm: the bits of the C calls, gradients, operators, micro-batches."""
 
+import itertools
 import os
 
 import pytest
@@ -100,7 +101,7 @@ def test_micro_batches_have_the_bits_of_one():
     for cuts in ([0, 700], [0, 256, 512, 700]):
         for parameter in net.parameters():
             parameter.main_grad.zero_()
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in itertools.pairwise(cuts):
             net(x[first:last]).backward(dy[first:last])
         sums.append([parameter.main_grad.clone() for parameter in net.parameters()])
     for one, several in zip(*sums, strict=True):
