@@ -19,29 +19,31 @@ namespace {
 
 // ---- Biases ------------------------------------------------------------------------------------------------------
 
-template <class T> struct Biases {
-  const typename T::Stored *data;
-  template <class V> V added(int64_t j, V xhat, V w) const { return fma(xhat, w, get<T>(data + j, V{})); }
-};
-struct NoBias {
-  template <class V> V added(int64_t, V xhat, V w) const { return xhat * w; }
+// Its type is asked for each vector: kernels for every pair of types of weight and bias would be four times the code.
+struct Biases {
+  const Vector &bias;
+  template <class V> V added(int64_t j, V xhat, V w) const {
+    if (!bias.data) return xhat * w;
+    V b;
+    dispatch(bias.type, [&](auto number) {
+      using T = decltype(number);
+      b = get<T>((const typename T::Stored *)bias.data + j, V{});
+    });
+    return fma(xhat, w, b);
+  }
 };
 
-template <class F> void with_biases(const Vector &bias, F f) {
-  if (!bias.data) return f(NoBias{});
-  dispatch(bias.type, [&](auto number) {
-    using T = decltype(number);
-    f(Biases<T>{(const typename T::Stored *)bias.data});
-  });
-}
+// A function of its own: each copy of it would have a frame of its own on the caller's 16 KiB of stack.
+__attribute__((noinline)) float joined(const RowSum &lanes, int64_t n) { return lanes.joined(n); }
 
 // x - mean: a sum with the negative, which is the same number.
 template <class V> V centred(V x, float mean) { return x + all(-mean, V{}); }
 
 // ---- Forward -----------------------------------------------------------------------------------------------------
 
-template <class T, class W, class B>
-void normalize_row(const LayerNorm &problem, const W &weights, const B &biases, int64_t r, RowSum &lanes) {
+template <class T, class W>
+void normalize_row(const LayerNorm &problem, const W &weights, int64_t r, RowSum &lanes) {
+  const Biases biases = {problem.bias};
   const int64_t n = problem.n, inner = problem.inner, next = r + 1 < problem.rows ? r + 1 : r;
   const auto *x = row<T>(problem.x, inner, r);
   const auto *residual = row<T>(problem.residual, inner, r);
@@ -58,14 +60,14 @@ void normalize_row(const LayerNorm &problem, const W &weights, const B &biases, 
   } else {
     along(n, [&](int64_t j, auto v) { lanes.add(j, get<T>(x + j, v), all(1.0f, v)); });
   }
-  const float mean = lanes.joined(n) / float(n);
+  const float mean = joined(lanes, n) / float(n);
 
   lanes.clear(n);
   along(n, [&](int64_t j, auto v) {
     auto d = centred(get<T>(x + j, v), mean);
     lanes.add(j, d, d);
   });
-  const float rstd = 1.0f / sqrtf(lanes.joined(n) / float(n) + problem.eps);
+  const float rstd = 1.0f / sqrtf(joined(lanes, n) / float(n) + problem.eps);
   if (problem.mean.data) ((float *)problem.mean.data)[r] = pydet::canonical(mean);
   if (problem.rstd.data) ((float *)problem.rstd.data)[r] = pydet::canonical(rstd);
 
@@ -98,11 +100,11 @@ void backward_row(const LayerNormBackward &problem, const W &weights, int64_t r,
     if (dx) lanes.add(j, d * weights.at(j, v), xhat);
   });
   if (!dx) return;
-  const float c = lanes.joined(n) / float(n);
+  const float c = joined(lanes, n) / float(n);
 
   lanes.clear(n);
   along(n, [&](int64_t j, auto v) { lanes.add(j, get<T>(dy + j, v) * weights.at(j, v), all(1.0f, v)); });
-  const float a = lanes.joined(n) / float(n);
+  const float a = joined(lanes, n) / float(n);
   const auto *next_dy = row<T>(problem.dy, inner, next), *next_x = row<T>(problem.x, inner, next);
   along(n, [&](int64_t j, auto v) {
     prefetch(next_dy, j);
@@ -122,13 +124,11 @@ template <> pydet_status layernorm<Isa>(const LayerNorm &problem) {
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     dispatch(problem.x.type, [&](auto number) {
       with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        with_biases(problem.bias, [&](const auto &biases) {
-          const int64_t blocks = (rows + at_once - 1) / at_once;
-          parallel(blocks, threads_for(double(rows) * double(problem.n)), scratch, [&](int64_t i, Scratch &own) {
-            RowSum &lanes = *new (own.data) RowSum;
-            for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
-              normalize_row<decltype(number)>(problem, weights, biases, r, lanes);
-          });
+        const int64_t blocks = (rows + at_once - 1) / at_once;
+        parallel(blocks, threads_for(double(rows) * double(problem.n)), scratch, [&](int64_t i, Scratch &own) {
+          RowSum &lanes = *new (own.data) RowSum;
+          for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
+            normalize_row<decltype(number)>(problem, weights, r, lanes);
         });
       });
     });
