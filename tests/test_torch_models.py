@@ -129,7 +129,7 @@ WITH_LAYER_NORM = {  # name: configuration, its sizes, what goes in for a batch,
     "ViT": (
         ENCODER | {"image_size": 16, "patch_size": 4},
         lambda n: {"pixel_values": torch.linspace(-1, 1, n * 768).sin().view(n, 3, 16, 16)},
-        {"Conv2d"},
+        {"Conv2d", "ViTEmbeddings"},
     ),
     "Whisper": (
         WHISPER,
