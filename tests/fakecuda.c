@@ -12,7 +12,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 static struct {
-  int devices, device, capability, driver, error, launches, elsewhere;
+  int devices, device, capability, driver, error, launches, elsewhere, context;
   void *stream;
 } fake = {.devices = 1, .capability = 90, .driver = 13000};
 
@@ -20,9 +20,11 @@ static struct {
  * here (-1: none), the error that it gives, and whether all later calls give it too; the stream that launches are for. */
 EXPORT void fakecuda_reset(int devices, int capability, int driver, int fail_at, int error, int lasting, void *stream) {
   fake.devices = devices, fake.device = 0, fake.capability = capability, fake.driver = driver, fake.error = error;
-  fake.stream = stream, fake.launches = fake.elsewhere = 0;
+  fake.stream = stream, fake.launches = fake.elsewhere = 0, fake.context = 1;
   start_calls(fail_at, lasting);
 }
+/* As in a thread that has done nothing on a GPU: device 1 is current, and no context. */
+EXPORT void fakecuda_new_thread(void) { fake.device = 1, fake.context = 0; }
 EXPORT int fakecuda_launches(void) { return fake.launches; }
 EXPORT int fakecuda_elsewhere(void) { return fake.elsewhere; } /* launches on another stream or another device than 1 */
 EXPORT int fakecuda_device(void) { return fake.device; }
@@ -72,7 +74,7 @@ EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const v
   if (!g.x || !g.y || !g.z || !b.x || !b.y || !b.z || !host || !arguments) return cudaErrorInvalidConfiguration;
   if (b.x * b.y * b.z > 1024 || g.y > 65535 || g.z > 65535 || config->dynamicSmemBytes > (227 << 10))
     return cudaErrorInvalidConfiguration;
-  ++fake.launches;
+  ++fake.launches, fake.context = 1;
   fake.elsewhere += config->stream != fake.stream || fake.device != 1;
   return cudaSuccess;
 }
@@ -118,7 +120,7 @@ EXPORT cudaError_t cudaGetDevice(int *id) {
 EXPORT cudaError_t cudaSetDevice(int id) {
   CALL("cudaSetDevice");
   if (id < 0 || id >= fake.devices) return cudaErrorInvalidDevice;
-  fake.device = id;
+  fake.device = id, fake.context = 1;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int id) {
@@ -158,7 +160,8 @@ static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t ra
                        CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   (void)map, (void)type, (void)rank, (void)data, (void)extents, (void)strides, (void)box, (void)steps, (void)interleave;
   (void)swizzle, (void)promotion, (void)fill;
-  return fails("cuTensorMapEncodeTiled") ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+  if (fails("cuTensorMapEncodeTiled")) return CUDA_ERROR_INVALID_VALUE;
+  return fake.context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **entry, unsigned version,
                                                     unsigned long long flags,

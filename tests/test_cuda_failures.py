@@ -212,6 +212,18 @@ def test_every_call_of_the_runtime_may_fail(cuda, capability, error):
     assert walked > 100
 
 
+def test_a_thread_without_a_context(cuda):
+    """Its first work on a GPU may be a call of this library, as in PyTorch's backward pass."""
+    described = 0
+    for name, problem in taken(cuda, 90):
+        cuda.start(90)
+        cuda.fake.fakecuda_new_thread()
+        assert call(cuda, problem) == 0, f"{name}: {cuda.sentence()}"
+        assert cuda.fake.fakecuda_launches() and not cuda.fake.fakecuda_elsewhere(), name
+        described += "cuTensorMapEncodeTiled" in cuda.log()
+    assert described > 20
+
+
 def count(cuda):
     found = ffi.new("int32_t *", 7)
     return cuda.lib.pydet_device_count(CUDA, found), found[0]

@@ -53,9 +53,18 @@ inline pydet_status make_map(const char *kernel, EncodeTensorMap encode, const M
     extents[2 + i] = cuuint64_t(shape.batch_shape[i]);
     strides[1 + i] = cuuint64_t(shape.batch_stride[i] * size);
   }
-  CUresult result = encode(map, types[int(shape.type)], cuuint32_t(shape.rank), shape.data, extents, strides, box,
-                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encoded = [&] {
+    return encode(map, types[int(shape.type)], cuuint32_t(shape.rank), shape.data, extents, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encoded();
+  // The driver wants a context, and a thread that does its first work on a GPU has none: PyTorch's backward pass. The
+  // runtime gives it the current device's.
+  int device = 0;
+  if (result == CUDA_ERROR_INVALID_CONTEXT && gpu_get_device(&device) == kGpuSuccess &&
+      gpu_set_device(device) == kGpuSuccess)
+    result = encoded();
   if (result == CUDA_SUCCESS) return PYDET_OK;
   return fail(PYDET_DEVICE_ERROR, "%s: cuTensorMapEncodeTiled refused a %lldx%lld matrix (CUresult %d)", kernel,
               static_cast<long long>(shape.rows), static_cast<long long>(shape.extent), int(result));
