@@ -731,7 +731,7 @@ def test_what_the_readme_shows_runs():
     net, x = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 4)), normal(3, 8)
     names = {"model": net, "x": x, "batch": x, "w": normal(4, 8), "bias": normal(4), "loss": torch.sum}
     exec(textwrap.dedent(code), names)
-    assert len(names["report"].swapped) == 2 and type(net[1]) is pt.Linear and net[1].accumulates
+    assert len(names["report"].swapped) == 2 and type(net[1]) is pt.Fp8Linear and net[1].accumulates
     same(names["y"], pydet.skinny_gemm(x, names["w"], bias=names["bias"]))
     assert net[1].weight.grad is not None and isinstance(names["caught"], dict)
 
