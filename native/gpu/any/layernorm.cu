@@ -232,8 +232,9 @@ __global__ void __launch_bounds__(kBlock<T>) layernorm_dx_kernel(const __grid_co
   }
 }
 
+// Two blocks a multiprocessor are asked for since sm_80's compiler, not asked, spills a register.
 template <Type type>
-__global__ void __launch_bounds__(kMaxTeam) layernorm_dx_long_kernel(const __grid_constant__ LayerNormBackward p) {
+__global__ void __launch_bounds__(kMaxTeam, 2) layernorm_dx_long_kernel(const __grid_constant__ LayerNormBackward p) {
   __shared__ __align__(16) float exchange[2][2 * kMaxTeam];
   int turn = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++turn) {
