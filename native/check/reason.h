@@ -67,6 +67,10 @@ pydet_status refuse_row(const char *op, const Kernel<Problem> &row, const Proble
   if (!row.runs_on(problem.device))
     return fail(PYDET_UNSUPPORTED, "%s: it needs %s, which %s does not have", start, row.requires_,
                 device_text(problem.device.type, problem.device.id).text);
+  // Asked again, nothing is in the way: the device did not answer when the row was tried, and does now.
+  if (!row.takes || row.takes(problem))
+    return fail(PYDET_UNSUPPORTED, "%s: %s does not say what it is", start,
+                device_text(problem.device.type, problem.device.id).text);
   return fail(PYDET_UNSUPPORTED, "%s: %s", start, refused_by_takes(row, problem));
 }
 
