@@ -277,9 +277,11 @@ __global__ void __launch_bounds__(kMaxTeam, 2) layernorm_dx_long_kernel(const __
 
 constexpr int kChainThreads = 128;
 
-// A thread takes 8 columns of the 16 rows of a chain, and then another 8 until all are done.
+// A thread takes 8 columns of the 16 rows of a chain, and then another 8 until all are done. Four blocks a multiprocessor
+// are asked for, so that the compiler for sm_120 does not spill for more.
 template <Type type, bool aligned>
-__global__ void __launch_bounds__(kChainThreads) layernorm_chains_kernel(const __grid_constant__ LayerNormBackward p) {
+__global__ void __launch_bounds__(kChainThreads, 4)
+    layernorm_chains_kernel(const __grid_constant__ LayerNormBackward p) {
   const int64_t vectors = (p.n + kVector - 1) / kVector, last = p.rows - 1;
   const int64_t chains = (p.rows + kDweightChainRows - 1) / kDweightChainRows;
   float *of_weight = static_cast<float *>(p.workspace), *of_bias = of_weight + chains * p.n;
