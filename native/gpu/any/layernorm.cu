@@ -232,9 +232,17 @@ __global__ void __launch_bounds__(kBlock<T>) layernorm_dx_kernel(const __grid_co
   }
 }
 
-// Two blocks a multiprocessor are asked for since sm_80's compiler, not asked, spills a register.
+// Blocks a multiprocessor is to hold, 0: as the compiler likes. Where it likes more of them than registers allow, it
+// spills, and is told how many.
+#if defined(__CUDA_ARCH__)
+constexpr int kLongBlocks = __CUDA_ARCH__ < 900 ? 2 : 0, kChainBlocks = __CUDA_ARCH__ >= 1200 ? 4 : 0;
+#else
+constexpr int kLongBlocks = 0, kChainBlocks = 0;
+#endif
+
 template <Type type>
-__global__ void __launch_bounds__(kMaxTeam, 2) layernorm_dx_long_kernel(const __grid_constant__ LayerNormBackward p) {
+__global__ void __launch_bounds__(kMaxTeam, kLongBlocks)
+    layernorm_dx_long_kernel(const __grid_constant__ LayerNormBackward p) {
   __shared__ __align__(16) float exchange[2][2 * kMaxTeam];
   int turn = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++turn) {
@@ -277,10 +285,9 @@ __global__ void __launch_bounds__(kMaxTeam, 2) layernorm_dx_long_kernel(const __
 
 constexpr int kChainThreads = 128;
 
-// A thread takes 8 columns of the 16 rows of a chain, and then another 8 until all are done. Four blocks a multiprocessor
-// are asked for, so that the compiler for sm_120 does not spill for more.
+// A thread takes 8 columns of the 16 rows of a chain, and then another 8 until all are done.
 template <Type type, bool aligned>
-__global__ void __launch_bounds__(kChainThreads, 4)
+__global__ void __launch_bounds__(kChainThreads, kChainBlocks)
     layernorm_chains_kernel(const __grid_constant__ LayerNormBackward p) {
   const int64_t vectors = (p.n + kVector - 1) / kVector, last = p.rows - 1;
   const int64_t chains = (p.rows + kDweightChainRows - 1) / kDweightChainRows;
