@@ -455,6 +455,21 @@ pydet_status checked_backward_workspace(const char *op, int64_t rows, int64_t n,
   return backward_workspace(op, rows, n, sums, bytes);
 }
 
+// That a norm's gradient of x [rows, n] has the workspace for that many sums over rows, apart from its tensors.
+template <class Options, size_t in, size_t out>
+pydet_status check_backward_workspace(const char *op, const Options &options, int64_t rows, int64_t n, int sums,
+                                      const View *const (&inputs)[in], const View *const (&outputs)[out]) {
+  PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
+  uint64_t needed = 0;
+  if (sums) PYDET_TRY(backward_workspace(op, rows, n, sums, &needed));
+  if (options.workspace_size < needed)
+    return fail(PYDET_WORKSPACE_TOO_SMALL, "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_%s_workspace)",
+                op, options.workspace_size, needed, op);
+  for (const View *input : inputs) PYDET_TRY(workspace_apart(*input, options.workspace, options.workspace_size));
+  for (const View *output : outputs) PYDET_TRY(workspace_apart(*output, options.workspace, options.workspace_size));
+  return PYDET_OK;
+}
+
 }  // namespace
 }  // namespace pydet
 
@@ -660,20 +675,14 @@ pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pyd
   PYDET_TRY(read(op, "y", kNormRow, y_tensor, 1, &y));
   PYDET_TRY(read_optional(op, "rstd", kNormVector, rstd_tensor, 0, &rstd));
   PYDET_TRY(read_optional(op, "sum", kNormRow, sum_tensor, 1, &sum));
-  if (residual.present() != sum.present())
-    return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
-                residual.present() ? "residual" : "sum", residual.present() ? "sum" : "residual");
+  PYDET_TRY(both_or_neither(op, residual, sum));
   PYDET_TRY(unit_last_stride(x));
   const View *like[] = {&residual, &y, &sum};
   PYDET_TRY(check_norm(x, like, 3, weight, rstd));
   PYDET_TRY(check_eps(op, options.eps));
   PYDET_TRY(check_weight_offset(op, options.weight_offset));
   const View *inputs[] = {&x, &residual, &weight}, *outputs[] = {&y, &sum, &rstd};
-  for (int i = 0; i < 3; ++i) {
-    PYDET_TRY(no_self_overlap(*outputs[i]));
-    for (const View *input : inputs) PYDET_TRY(disjoint(*outputs[i], *input));
-    for (int j = 0; j < i; ++j) PYDET_TRY(disjoint(*outputs[i], *outputs[j]));
-  }
+  PYDET_TRY(outputs_apart(inputs, outputs));
   RowWalk walk;
   const View *walked[] = {&x, &residual, &y, &sum};
   PYDET_TRY(walk_rows(walked, 4, &walk));
@@ -724,15 +733,7 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   const View *walked[] = {&x, &dy, &dresidual, &dx};
   PYDET_TRY(walk_rows(walked, 4, &walk));
 
-  PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
-  uint64_t needed = 0;
-  if (dweight.present()) PYDET_TRY(backward_workspace(op, walk.rows, x.cols(), 1, &needed));
-  if (options.workspace_size < needed)
-    return fail(PYDET_WORKSPACE_TOO_SMALL,
-                "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_rmsnorm_backward_workspace)", op,
-                options.workspace_size, needed);
-  for (const View *input : inputs) PYDET_TRY(workspace_apart(*input, options.workspace, options.workspace_size));
-  for (const View *output : outputs) PYDET_TRY(workspace_apart(*output, options.workspace, options.workspace_size));
+  PYDET_TRY(check_backward_workspace(op, options, walk.rows, x.cols(), dweight.present() ? 1 : 0, inputs, outputs));
   if (walk.rows == 0 && !dweight.present()) return nothing_to_write();
 
   auto norm = norm_of<RmsNormBackward>(stream, x, walk, weight, rstd);
@@ -769,9 +770,7 @@ pydet_status pydet_layernorm(void *stream, const pydet_tensor *x_tensor, const p
   PYDET_TRY(read_optional(op, "mean", kNormVector, mean_tensor, 0, &mean));
   PYDET_TRY(read_optional(op, "rstd", kNormVector, rstd_tensor, 0, &rstd));
   PYDET_TRY(read_optional(op, "sum", kNormRow, sum_tensor, 1, &sum));
-  if (residual.present() != sum.present())
-    return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
-                residual.present() ? "residual" : "sum", residual.present() ? "sum" : "residual");
+  PYDET_TRY(both_or_neither(op, residual, sum));
   PYDET_TRY(unit_last_stride(x));
   const View *like[] = {&residual, &y, &sum};
   PYDET_TRY(check_norm(x, like, 3, weight, rstd));
@@ -779,11 +778,7 @@ pydet_status pydet_layernorm(void *stream, const pydet_tensor *x_tensor, const p
   PYDET_TRY(check_eps(op, options.eps));
   PYDET_TRY(check_weight_offset(op, options.weight_offset));
   const View *inputs[] = {&x, &residual, &weight, &bias}, *outputs[] = {&y, &sum, &mean, &rstd};
-  for (int i = 0; i < 4; ++i) {
-    PYDET_TRY(no_self_overlap(*outputs[i]));
-    for (const View *input : inputs) PYDET_TRY(disjoint(*outputs[i], *input));
-    for (int j = 0; j < i; ++j) PYDET_TRY(disjoint(*outputs[i], *outputs[j]));
-  }
+  PYDET_TRY(outputs_apart(inputs, outputs));
   RowWalk walk;
   const View *walked[] = {&x, &residual, &y, &sum};
   PYDET_TRY(walk_rows(walked, 4, &walk));
@@ -834,24 +829,12 @@ pydet_status pydet_layernorm_backward(void *stream, const pydet_tensor *dy_tenso
       return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", op, sum->name,
                   type_name(sum->type));
   const View *inputs[] = {&dy, &x, &weight, &mean, &rstd, &dresidual}, *outputs[] = {&dx, &dweight, &dbias};
-  for (int i = 0; i < 3; ++i) {
-    PYDET_TRY(no_self_overlap(*outputs[i]));
-    for (const View *input : inputs) PYDET_TRY(disjoint(*outputs[i], *input));
-    for (int j = 0; j < i; ++j) PYDET_TRY(disjoint(*outputs[i], *outputs[j]));
-  }
+  PYDET_TRY(outputs_apart(inputs, outputs));
   RowWalk walk;
   const View *walked[] = {&x, &dy, &dresidual, &dx};
   PYDET_TRY(walk_rows(walked, 4, &walk));
 
-  PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
-  uint64_t needed = 0;
-  if (sums) PYDET_TRY(backward_workspace(op, walk.rows, x.cols(), 2, &needed));
-  if (options.workspace_size < needed)
-    return fail(PYDET_WORKSPACE_TOO_SMALL,
-                "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_layernorm_backward_workspace)", op,
-                options.workspace_size, needed);
-  for (const View *input : inputs) PYDET_TRY(workspace_apart(*input, options.workspace, options.workspace_size));
-  for (const View *output : outputs) PYDET_TRY(workspace_apart(*output, options.workspace, options.workspace_size));
+  PYDET_TRY(check_backward_workspace(op, options, walk.rows, x.cols(), sums ? 2 : 0, inputs, outputs));
   if (walk.rows == 0 && !sums) return nothing_to_write();
 
   auto norm = norm_of<LayerNormBackward>(stream, x, walk, weight, rstd);

@@ -74,6 +74,12 @@ inline pydet_status check_norm(const View &x, const View *const *like, int like_
   return contiguous(rstd);
 }
 
+inline pydet_status both_or_neither(const char *op, const View &residual, const View &sum) {
+  if (residual.present() == sum.present()) return PYDET_OK;
+  return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
+              residual.present() ? "residual" : "sum", residual.present() ? "sum" : "residual");
+}
+
 inline pydet_status check_eps(const char *op, float eps) {
   if (eps >= 0 && eps - eps == 0) return PYDET_OK;
   return fail(PYDET_INVALID_VALUE, "%s: eps is %g, want a finite number, 0 or more", op, double(eps));

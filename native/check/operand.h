@@ -228,4 +228,15 @@ inline pydet_status disjoint(const View &out, const View &other) {
   return fail(PYDET_OVERLAP, "%s: %s shares memory with %s, want it apart", out.op, out.name, other.name);
 }
 
+// No output shares memory with itself, an input or another output.
+template <size_t in, size_t out>
+pydet_status outputs_apart(const View *const (&inputs)[in], const View *const (&outputs)[out]) {
+  for (size_t i = 0; i < out; ++i) {
+    PYDET_TRY(no_self_overlap(*outputs[i]));
+    for (const View *input : inputs) PYDET_TRY(disjoint(*outputs[i], *input));
+    for (size_t j = 0; j < i; ++j) PYDET_TRY(disjoint(*outputs[i], *outputs[j]));
+  }
+  return PYDET_OK;
+}
+
 }  // namespace pydet

@@ -120,41 +120,28 @@ void backward_row(const LayerNormBackward &problem, const W &weights, int64_t r,
 // ---- Launchers ---------------------------------------------------------------------------------------------------
 
 template <> pydet_status layernorm<Isa>(const LayerNorm &problem) {
-  const int64_t rows = problem.rows, at_once = 1 + 8192 / problem.n;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    dispatch(problem.x.type, [&](auto number) {
-      with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        const int64_t blocks = (rows + at_once - 1) / at_once;
-        parallel(blocks, threads_for(double(rows) * double(problem.n)), scratch, [&](int64_t i, Scratch &own) {
-          RowSum &lanes = *new (own.data) RowSum;
-          for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
-            normalize_row<decltype(number)>(problem, weights, r, lanes);
-        });
-      });
+    over_rows(problem, kRowElements / problem.n + 1, 1, scratch, [&](auto number, const auto &weights, auto block) {
+      for (int64_t r = block.first; r < block.end; ++r)
+        normalize_row<decltype(number)>(problem, weights, r, block.lanes);
     });
   });
   return PYDET_OK;
 }
 
 template <> pydet_status layernorm_backward<Isa>(const LayerNormBackward &problem) {
-  const int64_t rows = problem.rows, n = problem.n;
+  const int64_t n = problem.n, chains = divide_up(problem.rows, kDweightChainRows);
   const bool sums = problem.dweight.data || problem.dbias.data;
-  const int64_t chains = (rows + kDweightChainRows - 1) / kDweightChainRows;
-  const int64_t at_once = sums ? kDweightChainRows : 1 + 8192 / n, blocks = (rows + at_once - 1) / at_once;
+  const int64_t at_once = sums ? kDweightChainRows : kRowElements / n + 1;
   float *of_weight = (float *)problem.workspace, *of_bias = sums ? of_weight + chains * n : nullptr;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    dispatch(problem.x.type, [&](auto number) {
-      with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        parallel(blocks, threads_for(2 * double(rows) * double(n)), scratch, [&](int64_t i, Scratch &own) {
-          RowSum &lanes = *new (own.data) RowSum;
-          float *dweight = problem.dweight.data ? of_weight + i * n : nullptr;
-          float *dbias = problem.dbias.data ? of_bias + i * n : nullptr;
-          if (dweight) memset(dweight, 0, size_t(n) * sizeof(float));
-          if (dbias) memset(dbias, 0, size_t(n) * sizeof(float));
-          for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
-            backward_row<decltype(number)>(problem, weights, r, dweight, dbias, lanes);
-        });
-      });
+    over_rows(problem, at_once, 2, scratch, [&](auto number, const auto &weights, auto block) {
+      float *dweight = problem.dweight.data ? of_weight + block.index * n : nullptr;
+      float *dbias = problem.dbias.data ? of_bias + block.index * n : nullptr;
+      if (dweight) memset(dweight, 0, size_t(n) * sizeof(float));
+      if (dbias) memset(dbias, 0, size_t(n) * sizeof(float));
+      for (int64_t r = block.first; r < block.end; ++r)
+        backward_row<decltype(number)>(problem, weights, r, dweight, dbias, block.lanes);
     });
     if (problem.dweight.data) join_chains(of_weight, chains, n, problem.dweight, problem.accumulate, scratch);
     if (problem.dbias.data) join_chains(of_bias, chains, n, problem.dbias, problem.accumulate, scratch);

@@ -29,6 +29,31 @@ template <class F> void with_weights(const Vector &weight, float offset, F f) {
   });
 }
 
+// ---- Rows -----------------------------------------------------------------------------------------------------------
+
+int64_t threads_for(double elements) { return pydet::threads_for(elements, 1 << 17); }
+
+constexpr int64_t kRowElements = 8192;  // of rows that a task takes at least
+
+struct RowBlock {
+  int64_t index, first, end;
+  RowSum &lanes;
+};
+
+// f(number, weights, block) for blocks of `at_once` rows, on several threads; f passes over an element `passes` times.
+template <class Problem, class F>
+void over_rows(const Problem &norm, int64_t at_once, double passes, Scratch &scratch, F f) {
+  dispatch(norm.x.type, [&](auto number) {
+    with_weights(norm.weight, norm.weight_offset, [&](const auto &weights) {
+      const int64_t threads = threads_for(passes * double(norm.rows) * double(norm.n));
+      parallel(divide_up(norm.rows, at_once), threads, scratch, [&](int64_t i, Scratch &own) {
+        const int64_t first = i * at_once, end = first + at_once < norm.rows ? first + at_once : norm.rows;
+        f(number, weights, RowBlock{i, first, end, *new (own.data) RowSum});
+      });
+    });
+  });
+}
+
 // ---- Sums over rows ------------------------------------------------------------------------------------------------
 
 constexpr int64_t kJoinColumns = 512;  // at a time
@@ -66,8 +91,6 @@ void join_columns(const float *chains, int64_t count, int64_t n, const Vector &r
   }
   along(columns, [&](int64_t j, auto v) { set<T>(to + j, get<Partial>(total + j, v)); });
 }
-
-int64_t threads_for(double elements) { return pydet::threads_for(elements, 1 << 17); }
 
 // All columns of it, on several threads.
 inline void join_chains(const float *chains, int64_t count, int64_t n, const Vector &result, bool accumulate,

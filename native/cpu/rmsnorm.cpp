@@ -93,40 +93,28 @@ void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, f
 // ---- Launchers ---------------------------------------------------------------------------------------------------
 
 template <> pydet_status rmsnorm<Isa>(const RmsNorm &problem) {
-  const int64_t rows = problem.rows, at_once = 1 + 8192 / problem.n;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    dispatch(problem.x.type, [&](auto number) {
-      with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        const int64_t blocks = (rows + at_once - 1) / at_once;
-        parallel(blocks, threads_for(double(rows) * double(problem.n)), scratch, [&](int64_t i, Scratch &own) {
-          RowSum &lanes = *new (own.data) RowSum;
-          for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
-            normalize_row<decltype(number)>(problem, weights, r, lanes);
-        });
-      });
+    over_rows(problem, kRowElements / problem.n + 1, 1, scratch, [&](auto number, const auto &weights, auto block) {
+      for (int64_t r = block.first; r < block.end; ++r)
+        normalize_row<decltype(number)>(problem, weights, r, block.lanes);
     });
   });
   return PYDET_OK;
 }
 
 template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
-  const int64_t rows = problem.rows, n = problem.n;
+  const int64_t n = problem.n, chains = divide_up(problem.rows, kDweightChainRows);
   const bool dweight = problem.dweight.data;
-  const int64_t at_once = dweight ? kDweightChainRows : 1 + 8192 / n, blocks = (rows + at_once - 1) / at_once;
+  const int64_t at_once = dweight ? kDweightChainRows : kRowElements / n + 1;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    dispatch(problem.x.type, [&](auto number) {
-      with_weights(problem.weight, problem.weight_offset, [&](const auto &weights) {
-        parallel(blocks, threads_for(2 * double(rows) * double(n)), scratch, [&](int64_t i, Scratch &own) {
-          RowSum &lanes = *new (own.data) RowSum;
-          float *chain = dweight ? (float *)problem.workspace + i * n : nullptr;
-          if (chain) memset(chain, 0, size_t(n) * sizeof(float));
-          for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r)
-            backward_row<decltype(number)>(problem, weights, r, chain, lanes);
-        });
-      });
+    over_rows(problem, at_once, 2, scratch, [&](auto number, const auto &weights, auto block) {
+      float *chain = dweight ? (float *)problem.workspace + block.index * n : nullptr;
+      if (chain) memset(chain, 0, size_t(n) * sizeof(float));
+      for (int64_t r = block.first; r < block.end; ++r)
+        backward_row<decltype(number)>(problem, weights, r, chain, block.lanes);
     });
     if (!dweight) return;
-    join_chains((const float *)problem.workspace, blocks, n, problem.dweight, problem.accumulate, scratch);
+    join_chains((const float *)problem.workspace, chains, n, problem.dweight, problem.accumulate, scratch);
   });
   return PYDET_OK;
 }

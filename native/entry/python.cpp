@@ -65,6 +65,23 @@ int64_t product_work(const pydet_tensor &out, int64_t depth) {
   return __builtin_mul_overflow(elements(out), depth, &work) ? kGilWork : work;
 }
 
+// What all products' options have; *type stays as it is where no type of the result is asked for.
+template <class Given, class Options>
+bool read_sum_options(PythonCall &call, const Given &given, Options *options, int64_t *type) {
+  return call.integer_of("out_dtype", given.out_dtype, type) &&
+         call.flag_of("accumulate", given.accumulate, &options->accumulate) &&
+         call.number_of("arithmetic", exchange->arithmetics, given.arithmetic, &options->arithmetic) &&
+         call.integer_of("k_chunk", given.k_chunk, &options->k_chunk);
+}
+
+// Where there is no out: accumulate would have nothing to continue from.
+bool starts_from_zero(PythonCall &call, const char *op, int32_t accumulate) {
+  if (!accumulate) return true;
+  char sentence[160];
+  snprintf(sentence, sizeof sentence, "%s: accumulate needs out, the float32 tensor to continue from", op);
+  return call.fail(PYDET_INVALID_VALUE, sentence), false;
+}
+
 struct ProductWords {
   const char *op, *first, *second;
 };
@@ -86,21 +103,14 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
   pydet_skinny_gemm_options options = {};  // holds what both kinds of options have
   options.struct_size = sizeof options;
   int64_t type = -1;
-  if (!call.integer_of("out_dtype", given.out_dtype, &type)) return nullptr;
-  if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
-  if (!call.number_of("arithmetic", exchange->arithmetics, given.arithmetic, &options.arithmetic)) return nullptr;
-  if (!call.integer_of("k_chunk", given.k_chunk, &options.k_chunk)) return nullptr;
+  if (!read_sum_options(call, given, &options, &type)) return nullptr;
   if (!call.number_of("mode", exchange->modes, given.mode, &options.mode)) return nullptr;
   if (!call.flag_of("weights_constant", given.weights_constant, &options.weights_constant)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
 
   if (!call.choose_library(given.stream) || !type_agrees(call, "out", *out, type)) return nullptr;
   if (!out->present) {
-    if (options.accumulate) {
-      char sentence[160];
-      snprintf(sentence, sizeof sentence, "%s: accumulate needs out, the float32 tensor to continue from", words.op);
-      return call.fail(PYDET_INVALID_VALUE, sentence), nullptr;
-    }
+    if (!starts_from_zero(call, words.op, options.accumulate)) return nullptr;
     if (sound(x->tensor, skinny ? 1 : 2) && sound(y->tensor, 2)) {
       int ndim;
       int64_t shape[kDims];
@@ -161,17 +171,12 @@ Object *call_grouped_gemm(Object *, Object *const *args, intptr_t count, Object 
   pydet_grouped_gemm_options options = {};
   options.struct_size = sizeof options;
   int64_t type = -1;
-  if (!call.integer_of("out_dtype", given.out_dtype, &type)) return nullptr;
-  if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
-  if (!call.number_of("arithmetic", exchange->arithmetics, given.arithmetic, &options.arithmetic)) return nullptr;
-  if (!call.integer_of("k_chunk", given.k_chunk, &options.k_chunk)) return nullptr;
+  if (!read_sum_options(call, given, &options, &type)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
   if (!call.choose_library(given.stream) || !type_agrees(call, "out", *out, type)) return nullptr;
   const pydet_tensor &x = a->tensor, &y = b->tensor;
   if (!out->present) {
-    if (options.accumulate)
-      return call.fail(PYDET_INVALID_VALUE, "grouped_gemm: accumulate needs out, the float32 tensor to continue from"),
-             nullptr;
+    if (!starts_from_zero(call, "grouped_gemm", options.accumulate)) return nullptr;
     const bool rows = y.ndim == 3, depth = y.ndim == 2 && end->tensor.ndim == 1;
     if (x.ndim == 2 && (rows || depth) && sound(x, 2) && sound(y, 2)) {
       const int64_t groups = depth ? end->tensor.shape[0] : 0;
@@ -205,16 +210,11 @@ Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *
   options.struct_size = sizeof options;
   options.k_chunk = kScaleGroup;
   int64_t type = -1;
-  if (!call.integer_of("out_dtype", given.out_dtype, &type)) return nullptr;
-  if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
-  if (!call.number_of("arithmetic", exchange->arithmetics, given.arithmetic, &options.arithmetic)) return nullptr;
-  if (!call.integer_of("k_chunk", given.k_chunk, &options.k_chunk)) return nullptr;
+  if (!read_sum_options(call, given, &options, &type)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
   if (!call.choose_library(given.stream) || !type_agrees(call, "out", *out, type)) return nullptr;
   if (!out->present) {
-    if (options.accumulate)
-      return call.fail(PYDET_INVALID_VALUE, "scaled_gemm: accumulate needs out, the float32 tensor to continue from"),
-             nullptr;
+    if (!starts_from_zero(call, "scaled_gemm", options.accumulate)) return nullptr;
     if (sound(a->tensor, 2) && sound(b->tensor, 2)) {
       int ndim;
       int64_t shape[kDims];
@@ -593,8 +593,7 @@ Object *call_fold(Object *, Object *const *args, intptr_t count, Object *keyword
   if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
   if (!call.choose_library(given.stream) || !type_agrees(call, "out", *out, type)) return nullptr;
-  if (options.accumulate && !out->present)
-    return call.fail(PYDET_INVALID_VALUE, "fold: accumulate needs out, the float32 tensor to continue from"), nullptr;
+  if (!out->present && !starts_from_zero(call, "fold", options.accumulate)) return nullptr;
 
   // The parts of one tensor lie along its first dimension.
   pydet_tensor like = first->tensor;

@@ -174,9 +174,9 @@ def _fake_scaled_gemm(
 def _scale_shape(granularity: str, rows: Any, k: Any) -> tuple[Any, ...]:
     """Of the scale of a matrix [rows, k]."""
     shapes = {"row": (rows, 1), "group": (rows, groups(k)), "block": (groups(rows), groups(k)), "tensor": ()}
-    unknown_granularity = f"quantize: granularity is {granularity!r}, want one of {', '.join(shapes)}"
     if granularity not in shapes:
-        fail(constants.PYDET_INVALID_VALUE, unknown_granularity)
+        want = ", ".join(shapes)
+        fail(constants.PYDET_INVALID_VALUE, f"quantize: granularity is {granularity!r}, want one of {want}")
     return shapes[granularity]
 
 
