@@ -37,7 +37,7 @@ SMALL_BYTES = 1 << 18  # of all ranks' sums: up to here one step of more bytes i
 # ---- Agreement -------------------------------------------------------------------------------------------------------
 
 _WORDS = 480  # bytes of a rank's word to the others: a flag and a sentence
-_agreed: dict[Any, set[bytes]] = {}  # by group: what its ranks agreed on
+_agreed: dict[Any, set[bytes]] = {}  # by group, on GPUs: what its ranks agreed on
 
 
 def together(op: str, group: Group, device: torch.device, terms: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -71,7 +71,8 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
                 fail(INVALID_VALUE, f"{op}: the ranks do not agree: rank {rank} has {mine}; rank {other} has {theirs}")
     if problem is not None:
         raise problem
-    known.add(key)
+    if device.type != "cpu":
+        known.add(key)
     return found
 
 
@@ -98,6 +99,11 @@ def gather(x: Tensor, group: Group) -> Tensor:
     everyone = x.new_empty(world * x.numel())
     _all_gather(everyone, x.contiguous().view(-1), group=group)
     return everyone.view(world, *x.shape)
+
+
+def peer(group: Group, rank: int) -> int:
+    """The rank among all processes of a rank of the group, as point-to-point calls name it."""
+    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def fold_all(
@@ -176,25 +182,23 @@ def _two_shot(sums: Tensor, group: Group, bias: Tensor | None, out_dtype: torch.
 
 def _chain(sums: Tensor, group: Group, bias: Tensor | None, out_dtype: torch.dtype, order: Order) -> Tensor:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    peer = lambda r: r if group is None else dist.get_global_rank(group, r)  # noqa: E731
     total = torch.zeros_like(sums[0])
     if rank:
-        dist.recv(total, peer(rank - 1), group=group)
+        dist.recv(total, peer(group, rank - 1), group=group)
     for some in sums.split(FOLD_PARTS):
         fold(some, out=total, accumulate=True)
     if rank + 1 < world:
-        dist.send(total, peer(rank + 1), group=group)
+        dist.send(total, peer(group, rank + 1), group=group)
         out = torch.empty_like(total, dtype=out_dtype)
     else:
         out = fold([total], bias=bias, out_dtype=out_dtype)
-    dist.broadcast(out, peer(world - 1), group=group)
+    dist.broadcast(out, peer(group, world - 1), group=group)
     return out
 
 
 def _halving(sums: Tensor, group: Group, bias: Tensor | None, out_dtype: torch.dtype, order: Order) -> Tensor:
     """Partners 1, 2, 4 ... ranks apart fold half of what they have left, and give the other half away."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    peer = lambda r: r if group is None else dist.get_global_rank(group, r)  # noqa: E731
     count = sums[0].numel()
     mine = torch.nn.functional.pad(fold_all(sums, order="tree").view(-1), (0, -count % world))
     begin, apart = 0, 1
@@ -204,8 +208,8 @@ def _halving(sums: Tensor, group: Group, bias: Tensor | None, out_dtype: torch.d
         begin += len(keep) if rank & apart else 0
         got = torch.empty_like(keep)
         exchanges = [
-            dist.P2POp(dist.isend, give.contiguous(), peer(rank ^ apart), group),
-            dist.P2POp(dist.irecv, got, peer(rank ^ apart), group),
+            dist.P2POp(dist.isend, give.contiguous(), peer(group, rank ^ apart), group),
+            dist.P2POp(dist.irecv, got, peer(group, rank ^ apart), group),
         ]
         for work in dist.batch_isend_irecv(exchanges):
             work.wait()
