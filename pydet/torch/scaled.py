@@ -15,12 +15,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pydet._native import INVALID_DEVICE, INVALID_DTYPE, constants, fail
+from pydet._native import INVALID_DTYPE, constants, fail
 from pydet.hooks import unknown
 from pydet.ops import _scaled_gemm, quantize
 from pydet.shapes import Operand
-from pydet.torch.compiled import warn_of_fusion
-from pydet.torch.ops import DTYPES, TRACED, _index, _library, _of_any_strides, _refusing
+from pydet.torch.ops import DTYPES, TRACED, _index, _library, _of_any_strides, _operands, _refusing
 
 Tensor: TypeAlias = torch.Tensor
 Dtype: TypeAlias = torch.dtype | None
@@ -136,16 +135,11 @@ def _run_quantize_given(x: Tensor, scale: Tensor, granularity: str = "row", dtyp
 
 def _check_traced(op: str, types: dict[str, tuple[torch.dtype, ...]], **operands: Tensor | None) -> None:
     """Refuses while tracing the element types and devices that the kernel would refuse when the graph runs."""
-    warn_of_fusion()
-    first_name, first = next((name, x) for name, x in operands.items() if x is not None)
     for name, x in operands.items():
-        if x is None:
-            continue
-        if x.dtype not in types[name]:
+        if x is not None and x.dtype not in types[name]:
             want = " or ".join(str(dtype).removeprefix("torch.") for dtype in types[name])
             fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want {want}")
-        if x.device != first.device:
-            fail(INVALID_DEVICE, f"{op}: {name} is on {x.device}, {first_name} is on {first.device}")
+    _operands(op, **operands)
 
 
 def _fake_scaled_gemm(
