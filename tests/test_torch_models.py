@@ -43,6 +43,12 @@ MODELS = {  # name: its configuration's class, and what it wants beside SIZES
     "gpt-oss": ("GptOssConfig", {"num_local_experts": 8, "num_experts_per_tok": 4, **LAYERS}),
     "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 4096}),
 }
+ERNIE = {"moe_num_experts": 32, "moe_k": 4, "moe_intermediate_size": 32, "moe_num_shared_experts": 1}
+MORE_EXPERTS = {  # whose routers or gates are of another kind: test_torch_experts.py
+    "Qwen2-MoE": ("Qwen2MoeConfig", {**QWEN_MOE, "shared_expert_intermediate_size": 64}),
+    "MiniMax-M2": ("MiniMaxM2Config", {"num_local_experts": 32, "num_experts_per_tok": 4}),
+    "Ernie-4.5": ("Ernie4_5_MoeConfig", {**ERNIE, "moe_layer_start_index": 0}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +73,7 @@ def transformers(need):
 
 def build(transformers, name="Llama"):
     """A model whose attention does more than average: its matrices are larger than at the start of training."""
-    config, more = MODELS[name]
+    config, more = {**MODELS, **MORE_EXPERTS}[name]
     torch.manual_seed(0)
     sizes = {k: SIZES[k] for k in ("vocab_size", "bos_token_id", "eos_token_id")} if name == "GPT-2" else SIZES
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**sizes, **more})).eval()

@@ -102,7 +102,12 @@ def _obstacle(module: torch.nn.Module) -> str | None:
 
 
 def _becomes(
-    module: torch.nn.Module, arithmetic: Arithmetic, k_chunk: int | None, fp8: bool, is_router: bool
+    module: torch.nn.Module,
+    arithmetic: Arithmetic,
+    k_chunk: int | None,
+    fp8: bool,
+    is_router: bool,
+    may_multiply: bool,
 ) -> tuple[type, dict[str, Any]] | str | None:
     """The class and the attributes of what it becomes; or why it stays; or None where neither is to be said."""
     kind = type(module)
@@ -128,7 +133,7 @@ def _becomes(
         return _obstacle(module) or _layer_norm(module)
     if _is_norm(module):
         return _obstacle(module) or _norm(module)
-    return _reason_to_leave(module)
+    return _reason_to_leave(module, may_multiply)
 
 
 def _is_block_scaled(module: torch.nn.Module) -> bool:
@@ -234,8 +239,9 @@ def _result_type(module: torch.nn.Module, size: int) -> str | None:
     return next(iter(rules), None)
 
 
-def _reason_to_leave(module: torch.nn.Module) -> str | None:
-    """Why a module that multiplies or normalises stays as it is; None for a module that does neither."""
+def _reason_to_leave(module: torch.nn.Module, may_multiply: bool) -> str | None:
+    """Why a module that multiplies or normalises stays as it is; None for a module that does neither. One with matrices
+    multiplies, for all that is known, unless its router was seen not to."""
     kind = type(module).__qualname__
     if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "torch's attention reads its weight and does not call it"
@@ -254,7 +260,7 @@ def _reason_to_leave(module: torch.nn.Module) -> str | None:
         return None
     if hasattr(module, "_packed_params"):
         return f"{kind} has a quantized weight, and its product is PyTorch's"
-    if any(parameter.dim() > 1 for parameter in _parameters(module).values()):
+    if may_multiply and any(parameter.dim() > 1 for parameter in _parameters(module).values()):
         return f"{kind} has matrices, and no counterpart here; override_aten() catches its mm, addmm and bmm"
     return None
 
@@ -310,10 +316,13 @@ def convert(
         fail(INVALID_VALUE, f"convert: model is {type(model).__qualname__}, want a torch.nn.Module")
     unknown(arithmetic, "convert", "arithmetic")
     report, plans, routers = Conversion(), {}, experts.routers_of(model)
+    tried: set[torch.nn.Module] = set()  # with the router that they are in, whose one product is its own
     for name, module in model.named_modules(remove_duplicate=False):
         if module not in plans:
             of_fp8 = fp8(name, module) if callable(fp8) else fp8
-            plans[module] = _becomes(module, arithmetic, k_chunk, of_fp8, module in routers)
+            plans[module] = _becomes(module, arithmetic, k_chunk, of_fp8, module in routers, module not in tried)
+            if module in routers and isinstance(plans[module], tuple):
+                tried.update(module.modules())
         plan = plans[module]
         if isinstance(plan, str):
             report.left[name] = plan

@@ -12,6 +12,7 @@ does that by itself, and makes the routers pydet's.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -246,17 +247,17 @@ def routers_of(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 def why_no_router(module: Any) -> str | None:
     """Why what stands where a router does cannot be made pydet's; None if it can: if it makes one product, a linear's.
-    It is tried on the meta device, where there are no numbers."""
+    It is tried on the meta device, where there are no numbers. What its forward wants beside rows has, as a correction
+    of the scores has, a number for each expert."""
     kind: Any = type(module)
-    stand_in = kind.__new__(kind)
-    stand_in.__dict__.update(module.__dict__)
-    for kept in ("_parameters", "_buffers"):
-        held = {name: None if x is None else x.detach().to("meta") for name, x in getattr(module, kept).items()}
-        stand_in.__dict__[kept] = held
-    rows = torch.empty((2, module.weight.shape[1]), dtype=module.weight.dtype, device="meta")
+    experts, size = module.weight.shape
+    more = list(inspect.signature(kind.forward).parameters.values())[2:]
+    wanted = [p for p in more if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    meta: dict[str, Any] = {"dtype": module.weight.dtype, "device": "meta"}
+    rows, others = torch.empty((2, size), **meta), [torch.empty((experts,), **meta) for _ in wanted]
     try:
         with torch.no_grad(), _Recorded() as recorded:
-            kind.forward(stand_in, rows)
+            kind.forward(_on_meta(module), rows, *others)
     except Exception as problem:  # whatever it is, it is not a function of rows
         return f"its forward could not be tried: {type(problem).__name__}: {problem}"
     if recorded.seen != ["linear"]:
@@ -264,3 +265,16 @@ def why_no_router(module: Any) -> str | None:
             f"its products are ({', '.join(recorded.seen)}), and a router's is one linear; override_aten() catches them"
         )
     return None
+
+
+def _on_meta(module: Any) -> Any:
+    """A module like it, with those inside it, whose tensors have no numbers."""
+    kind: Any = type(module)
+    stand_in = kind.__new__(kind)
+    stand_in.__dict__.update(module.__dict__)
+    for kept in ("_parameters", "_buffers"):
+        held = {name: None if x is None else x.detach().to("meta") for name, x in getattr(module, kept).items()}
+        stand_in.__dict__[kept] = held
+    inner = {name: None if child is None else _on_meta(child) for name, child in module._modules.items()}
+    stand_in.__dict__["_modules"] = inner
+    return stand_in
