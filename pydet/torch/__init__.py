@@ -20,6 +20,7 @@ from pydet.torch.grouped import grouped_mm
 from pydet.torch.layernorm import layer_norm
 from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
+from pydet.torch.softmax import log_prob, log_softmax, softmax
 
 __all__ = [
     "Conv1D",
@@ -36,10 +37,13 @@ __all__ = [
     "grouped_mm",
     "layer_norm",
     "linear",
+    "log_prob",
+    "log_softmax",
     "override_aten",
     "register_attention",
     "register_experts",
     "rms_norm",
     "scaled_mm",
     "skinny_linear",
+    "softmax",
 ]
