@@ -43,7 +43,8 @@ INT64_MAX = 2**63 - 1
 DTYPES = {FLOAT32: np.dtype(np.float32), FLOAT16: np.dtype(np.float16), BFLOAT16: np.dtype(ml_dtypes.bfloat16)}
 FP8 = {(10, 8, 1): reference_fp8.E4M3, (12, 8, 1): reference_fp8.E5M2}
 SCALES = {FLOAT32: DTYPES[FLOAT32], (14, 8, 1): reference_fp8.E8M0}
-TYPES = {**DTYPES, **FP8, **SCALES}
+BOUNDARY = np.dtype(np.int32)
+TYPES = {**DTYPES, **FP8, **SCALES, (0, 32, 1): BOUNDARY}
 GRANULARITIES = ["row", "group", "block", "tensor"]
 ARITHMETICS = ["auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"]
 
@@ -89,7 +90,7 @@ REGIONS = [Region() for _ in range(10)]
 
 def values(rng, count, dtype):
     """Elements of one kind: any bits, normal numbers, small integers, or the special ones."""
-    kind = rng.choice(["bits", "normal", "normal", "integers", "special"])
+    kind = rng.choice(["bits", "normal", "normal", "integers", "special"]) if dtype != BOUNDARY else "integers"
     numbers = np.random.default_rng(rng.getrandbits(64))
     if kind == "bits":
         return numbers.integers(0, 1 << (8 * dtype.itemsize), count, f"u{dtype.itemsize}").view(dtype)
@@ -219,6 +220,7 @@ ORDER = {  # how each operation takes its tensors
     "rmsnorm": ["x", "residual", "weight", "y", "rstd", "sum"],
     "rmsnorm_backward": ["dy", "x", "weight", "rstd", "dresidual", "dx", "dweight"],
     "fold": ["bias", "out"],  # after the parts
+    "grouped_gemm": ["a", "b", "bias", "group_start", "group_end", "out"],
     "layernorm": ["x", "residual", "weight", "bias", "y", "mean", "rstd", "sum"],
     "layernorm_backward": ["dy", "x", "weight", "mean", "rstd", "dresidual", "dx", "dweight", "dbias"],
 }
@@ -269,7 +271,7 @@ def invoke_python(rng, call):
         tensors = {**call.inputs, **call.outputs}
         for name, keyword in (("out", "dtype"), ("scale", "scale_dtype")):
             dtype = Described(tensors[name]).dtype
-            keywords |= {} if dtype is None else {keyword: dtype.name}
+            keywords |= {} if dtype in (None, BOUNDARY) else {keyword: dtype.name}
         outs = ["out", "scale", "transposed", "transposed_scale"]
         if "scale" in call.inputs:
             keywords["scale"] = producers["scale"]
@@ -286,7 +288,7 @@ def invoke_python(rng, call):
             keywords["dbias"], keywords["has_bias"] = producers.pop("dbias"), False
     else:
         keywords["out"] = producers.pop(ORDER[call.op][-1])
-    for name in ("bias", "residual", "dresidual", "a_scale", "b_scale"):
+    for name in ("bias", "residual", "dresidual", "a_scale", "b_scale", "group_start", "group_end"):
         if name in producers:
             keywords[name] = producers.pop(name)
     positional = [producers.pop(name) for name in ORDER[call.op] if name in producers]
@@ -519,7 +521,7 @@ def packed(rng, region, shape, dtype):
     view = region.view(address, shape, strides, dtype)
     if view.size:
         view[...] = values(rng, view.size, dtype).reshape(shape)
-    code = {v: k for k, v in DTYPES.items()}[dtype]
+    code = {v: k for k, v in TYPES.items()}[dtype]
     tensor = Tensor(shape=shape, strides=strides, dtype=code, data=address)
     tensor.region = region
     return tensor
@@ -534,6 +536,42 @@ def make_fold(rng):
     inputs["bias"] = packed(rng, next(regions), like, rng.choice(kinds)) if rng.random() < 0.4 else None
     outputs = {"out": packed(rng, next(regions), shape, fp32 if accumulate else rng.choice(kinds))}
     return Call("fold", inputs, outputs, options("pydet_fold_options", order=rng.randrange(2), accumulate=accumulate))
+
+
+def make_grouped(rng):
+    """Boundaries that share the tokens out, or any numbers."""
+    depth, groups, tokens = rng.random() < 0.4, rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17, 33, 40])
+    rows, n = rng.choice([0, 1, 2, 7, 16, 17, 33]), rng.choice([0, 1, 2, 5, 17])
+    regions, kinds, fp32 = iter(rng.sample(REGIONS, 6)), list(DTYPES.values()), np.dtype(np.float32)
+    kind, accumulate = rng.choice(kinds), rng.random() < 0.3
+    arithmetic = rng.choice(ARITHMETICS if kind.itemsize == 2 else ARITHMETICS[:2])
+
+    def matrix(shape, kind):
+        return place(rng, next(regions), shape, kind, order=[len(shape) - 1, len(shape) - 2])
+
+    def boundary():
+        tensor = packed(rng, next(regions), [groups], BOUNDARY)
+        sorted_ = sorted(rng.randint(0, tokens) for _ in range(groups))
+        odd = [rng.choice([-(2**31), -1, 0, 5, tokens, tokens + 1, 2**31 - 1]) for _ in range(groups)]
+        Described(tensor).view()[...] = rng.choice([sorted_, sorted_, odd])
+        return tensor
+
+    inputs = {
+        "a": matrix([rows, tokens] if depth else [tokens, rows], kind),
+        "b": matrix([tokens, n] if depth else [groups, rows, n], kind),
+        "bias": matrix([groups, n], rng.choice(kinds)) if rng.random() < 0.4 else None,
+        "group_start": boundary() if rng.random() < 0.4 else None,
+        "group_end": boundary(),
+    }
+    shape = [groups, rows, n] if depth else [tokens, n]
+    outputs = {"out": matrix(shape, fp32 if accumulate else rng.choice(kinds))}
+    given = options(
+        "pydet_grouped_gemm_options",
+        arithmetic=ARITHMETICS.index(arithmetic),
+        accumulate=int(accumulate),
+        k_chunk=rng.choice([0, 0, 16, 32]),
+    )
+    return Call("grouped_gemm", inputs, outputs, given)
 
 
 class Workspace:
@@ -865,7 +903,30 @@ def expected_layernorm_backward(call, before):
     return {name: result for name, result in zip(("dx", "dweight", "dbias"), results) if name in before}
 
 
+def expected_grouped_gemm(call, before):
+    a, b, bias, old = before["a"], before["b"], before.get("bias"), before["out"]
+    end, start = before["group_end"], before.get("group_start")
+    arithmetic, accumulate = ARITHMETICS[chosen(call, "arithmetic") or 1], bool(chosen(call, "accumulate"))
+    expect(a.dtype == b.dtype, "accepted mixed inputs")
+    expect(not accumulate or old.dtype.itemsize == 4, "accumulated into", old.dtype)
+    expect(arithmetic == "ieee" or a.dtype.itemsize == 2, "took fp32 in", arithmetic)
+    expect(a.ndim == 2 and b.ndim in (2, 3) and b.shape[-2] == a.shape[1], "accepted shapes", a.shape, b.shape)
+    groups = old.shape[0] if b.ndim == 2 else b.shape[0]
+    shape = (groups, len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2])
+    expect(old.shape == shape, "accepted an output of", old.shape, "for", shape)
+    expect(bias is None or bias.shape == (groups, shape[-1]), "accepted a bias that does not fit")
+    for boundary in (end, start):
+        fits = boundary is None or (boundary.dtype == BOUNDARY and boundary.shape == (groups,))
+        expect(fits, "accepted boundaries that do not fit")
+    k_chunk = chosen(call, "k_chunk") or None
+    result = reference.grouped_gemm(
+        a, b, end, start, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic, k_chunk=k_chunk
+    )
+    return {"out": result}
+
+
 EXPECTED = {
+    "grouped_gemm": expected_grouped_gemm,
     "rmsnorm": expected_rmsnorm,
     "rmsnorm_backward": expected_rmsnorm_backward,
     "scaled_gemm": expected_scaled_gemm,
@@ -902,7 +963,8 @@ def run_case(seed, number):
     rng = random.Random(f"{seed}/{number}")
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
-    make = rng.choices([make_gemm, make_norm, make_scaled, make_quantize, make_fold], [4, 3, 2, 1, 1])[0]
+    makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 1, make_grouped: 2}
+    make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
     by_python = rng.random() < 0.4
@@ -948,7 +1010,8 @@ def run_case(seed, number):
     forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
     expect(by_python or forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
     fp8 = call.op in ("scaled_gemm", "quantize")
-    expect(fp8 or all(x.dtype in DTYPES.values() for x in before.values()), "accepted a type of fp8")
+    numbers = [x for name, x in before.items() if not name.startswith("group_")]
+    expect(fp8 or all(x.dtype in DTYPES.values() for x in numbers), "accepted a type that is no float of 16 or 32 bits")
     vast = any(d.sense == "vast" for d in sense.values())
     expected = {} if vast else EXPECTED.get(call.op, expected_gemm)(call, before)
     for name, want in expected.items():
