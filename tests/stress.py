@@ -22,7 +22,7 @@ import torch
 import pydet
 
 SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
-OPERATIONS = ("gemm", "rmsnorm", "rmsnorm_backward", "scaled_gemm", "quantize")  # of the kernel table
+OPERATIONS = ("gemm", "rmsnorm", "rmsnorm_backward", "scaled_gemm", "quantize", "grouped_gemm")  # of the kernel table
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
 Case = collections.namedtuple("Case", "kernel operation call wanted")  # call(outputs); what they must be then
@@ -95,6 +95,26 @@ def scaled_cases(dtype, generator, device):
             )
 
 
+def grouped_cases(dtype, generator, device):
+    """Rows and sums, of groups of every size, the last of which leaves tokens out."""
+    for ends, k, n in (([1, 1, 18, 150, 199], 272, 96), ([300, 301, 428, 428], 96, 136), ([7, 8, 9], 1024, 520)):
+        tokens, groups = ends[-1] + 3, len(ends)
+        rows, matrices, depth = (
+            tensor(generator, shape, dtype, device) for shape in ((tokens, k), (groups, k, n), (k, tokens))
+        )
+        dc, end = tensor(generator, (tokens, n), dtype, device), torch.tensor(ends, dtype=torch.int32, device=device)
+        yield (
+            "grouped_gemm",
+            [((tokens, n), dtype)],
+            lambda o, a=rows, b=matrices, e=end, **k: pydet.grouped_gemm(a, b, e, out=o[0], **k),
+        )
+        yield (
+            "grouped_gemm, depth",
+            [((groups, k, n), dtype)],
+            lambda o, a=depth, b=dc, e=end, **k: pydet.grouped_gemm(a, b, e, out=o[0], **k),
+        )
+
+
 def quantize_cases(dtype, generator, device):
     kind, groups = torch.float8_e4m3fn, lambda extent: -(-extent // 128)
     for rows, k in ((1, 4096), (130, 384), (33, 264), (3, 20000), (257, 128)):
@@ -142,13 +162,14 @@ def make_cases(device, seed, only):
             if brief not in kinds:
                 continue
             keywords, key = {"kernel": kernel.name}, (kernel.operation, "skinny" in kernel.name, brief)
-            if kernel.operation in ("gemm", "scaled_gemm"):
+            if kernel.operation in ("gemm", "scaled_gemm", "grouped_gemm"):
                 keywords["arithmetic"] = kernel.arithmetic
             if key not in made:
                 makes = {
                     "gemm": functools.partial(product_cases, key[1]),
                     "scaled_gemm": scaled_cases,
                     "quantize": quantize_cases,
+                    "grouped_gemm": grouped_cases,
                 }
                 make = makes.get(key[0]) or functools.partial(norm_cases, key[0])
                 made[key] = list(make(kinds[brief], generator, device))
