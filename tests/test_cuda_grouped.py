@@ -34,7 +34,7 @@ def test_every_grouped_kernel_is_listed():
     names = [kernel.name for kernel in cuda_kernels("grouped_gemm")]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(names) == len(set(names)) == 5
+    assert len(names) == len(set(names)) == 7
 
 
 @functools.lru_cache(maxsize=2000)
@@ -118,6 +118,35 @@ def test_more_tiles_than_blocks(device, kernel, dtype):
     x, y = data("normal", (int(end[-1]), 136), DTYPES[dtype]).T, data("normal", (int(end[-1]), 520), DTYPES[dtype], 1)
     assert_same_bits(device.grouped_gemm(x, y, end, **options), pydet.grouped_gemm(x, y, end, **options), "depth")
     assert device.taken == 2
+
+
+# Groups around one, two and many tiles of 64 and 128 rows under each other, and boxes of 32 of them; more groups than a
+# block has threads; one that is walked in bands of 2048 rows.
+LARGE = {
+    "pairs": [256, 257, 128, 129, 0, 384, 385, 31, 32, 33, 64, 65, 192, 193, 127, 1],
+    "many": [1, 0, 7, 2] * 100 + [70, 0, 130],
+    "bands": [5, 2048 + 256 + 17, 9],
+}
+
+
+@each("grouped_gemm")
+def test_groups_of_many_tiles(device, kernel, dtype):
+    """Both layouts of the matrices; an odd number of tiles side by side and an even one; stages of 64 along K, a ring
+    of them and more."""
+    for name, sizes in LARGE.items():
+        end = np.cumsum(sizes, dtype=np.int32)
+        ROUTINGS[name] = (int(end[-1]) + 3, end, None)
+        make = functools.partial(Grouped, name, dtype=dtype, arithmetic=kernel.arithmetic)
+        shapes = {"pairs": [(72, 264), (136, 776)], "many": [(56, 136)], "bands": [(8, 1160)]}[name]
+        problems = [make(rows=k, n=n, b_layout=layout) for k, n in shapes for layout in ("row", "col")]
+        if name == "pairs":
+            problems += [make(rows=k, n=136, b_layout="col", accumulate=k == 832) for k in (64, 256, 320, 832)]
+            problems += [make(depth=True, rows=m, n=n, a_layout="col") for m, n in ((264, 136), (136, 520))]
+            problems += [make(depth=True, rows=392, n=72, a_layout="col", accumulate=True, bias="bf16")]
+        for problem in problems:
+            assert_same_bits(test_grouped_gemm.run(device.grouped_gemm, problem), on_cpu(problem), str(problem))
+        del ROUTINGS[name]
+    assert device.taken == 15, f"{kernel.name} took {device.taken} and refused {device.refused}"
 
 
 @each("grouped_gemm")

@@ -51,6 +51,13 @@ bool grouped_gemm_mma_128_takes(const GroupedGemm &);
 bool grouped_gemm_mma_128_prefers(const GroupedGemm &);
 pydet_status grouped_gemm_mma_128(const GroupedGemm &);
 
+// nvidia/sm90/grouped.cu, whose tiles are listed in nvidia/sm90/grouped.h.
+bool grouped_sm90_takes(const GroupedGemm &);
+int grouped_sm90_best(const GroupedGemm &);  // the tile that is the fastest; -1: none takes it
+template <int tile> struct GroupedSm90 {
+  static pydet_status launch(const GroupedGemm &);
+};
+
 // amd/gemm_mfma.cu
 pydet_status gemm_mfma_64(const Gemm &);
 pydet_status gemm_mfma_128(const Gemm &);

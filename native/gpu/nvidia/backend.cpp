@@ -6,6 +6,7 @@
 
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/groups.h"
 #include "gpu/nvidia/sm90/tiles.h"
 #include "grouped.h"
 #include "kernel.h"
@@ -161,7 +162,14 @@ constexpr Kernel<Fold> kFold[] = {
 };
 
 constexpr uint32_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;
+constexpr uint32_t kGroupsTile = kBias | kAccumulate | kAlongM | kAlongN | kDepth;
+template <int tile> constexpr Kernel<GroupedGemm> groups_row() {
+  return {kGroupedTiles[tile].name, kHalfTypes, Arithmetic::sm90,          kGroupsTile,       "sm_90a", is_sm90,
+          grouped_sm90_takes,       nullptr,    GroupedSm90<tile>::launch, grouped_sm90_best, tile};
+}
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
+    groups_row<0>(),
+    groups_row<1>(),
     {"cuda_grouped_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kGroupsOneChain, "sm_90 or later", from_sm90,
      grouped_gemm_mma_128_takes, grouped_gemm_mma_128_prefers, grouped_gemm_mma_128},
     {"cuda_grouped_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kGroupsOneChain | kChunks, "sm_90 or later",

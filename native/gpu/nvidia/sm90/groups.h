@@ -1,0 +1,52 @@
+// What grouped.cu's kernel is told of groups of tokens, and who works it out (groups.cpp, on the host).
+#pragma once
+
+#include <cuda.h>
+
+#include "gpu/kernels.h"
+#include "grouped.h"
+
+namespace pydet {
+
+constexpr int kGroupedMostGroups = 1024;  // that a block keeps the boundaries of
+constexpr int kGroupedTokenBox = 32;      // rows of a that TMA brings at once, where groups lie along rows
+
+// Rows by columns of out that a block works on at a time.
+struct GroupedTile {
+  const char *name;
+  int m, n;
+};
+constexpr GroupedTile kGroupedTiles[] = {
+    {"cuda_grouped_gemm_sm90_128x256", 128, 256},
+    {"cuda_grouped_gemm_sm90_128x128", 128, 128},
+};
+constexpr int kGroupedTileCount = int(sizeof kGroupedTiles / sizeof *kGroupedTiles);
+
+// The part of a problem that the device sees. Strides are in elements.
+struct GroupedProblem {
+  CUtensorMap a, b;  // b of three dimensions, the last of which is the group
+  int m, n, k;       // m of depth, k of rows: the groups have the other
+  int groups, tokens;
+  int columns;  // of tiles
+  const int32_t *start, *end;
+  bool accumulate, out_aligned;  // out_aligned: its rows begin at multiples of 16 bytes
+  Type out_type, bias_type;
+  char *out;
+  const char *bias;
+  int64_t out_row_stride, out_stride, bias_stride, bias_column_stride;  // *_stride: from group to group
+};
+
+// What TMA brings at once: rows of a along m, and of b along n, or, where b's neighbours are along n, of k.
+struct GroupedBoxes {
+  int a, b;
+};
+
+bool grouped_b_k_adjacent(const GroupedGemm &);
+
+// Fills all of the problem but `columns`. The device must be current.
+pydet_status grouped_plan(const GroupedGemm &, const char *kernel, const GroupedBoxes &, GroupedProblem *);
+
+// How many clusters of so many blocks, one an SM, a device runs at once (clusters.cu).
+int sm90_clusters(int device, int cluster);
+
+}  // namespace pydet
