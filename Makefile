@@ -121,7 +121,7 @@ NVCC ?= nvcc
 # One word a file of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles.
 SM90_GROUPS := $(shell seq 0 31)
 CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight softmax fold layernorm) \
-  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize sm90/skinny sm90/scaled_gemm sm90/grouped sm90/clusters \
+  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize quantize_packed sm90/skinny sm90/scaled_gemm sm90/grouped sm90/clusters \
     $(SM90_GROUPS:%=sm90/gemm.%))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/groups

@@ -203,7 +203,8 @@ def test_quantize_equals_the_cpu(torch, kernel, dtype):
     scale_types = itertools.cycle([(FLOAT32, False), (E8M0, False), (FLOAT32, True)])
     types, taken, device = itertools.cycle([E4M3, E5M2]), 0, OnDevice(torch, kernel)
     sizes = [(1, 1), (1, 8), (1, 128), (3, 127), (15, 129), (17, 136), (127, 264), (128, 128), (129, 1000), (300, 8),
-             (2, 8192), (2, 8200), (5, 20000), (1000, 512)]  # fmt: skip
+             (2, 8192), (2, 8200), (5, 20000), (1000, 512), (16, 128), (112, 2048), (3, 2056), (144, 136), (2, 16384),
+             (2, 16392), (256, 1152), (48, 1920), (272, 2176)]  # fmt: skip
     for (m, k), granularity in itertools.product(sizes, ["row", "group", "block", "tensor"]):
         x = data(next(kinds), (m, k), DTYPES[dtype], seed=m + k)
         scale_dtype, power_of_two = next(scale_types)
@@ -219,6 +220,9 @@ def test_quantize_equals_the_cpu(torch, kernel, dtype):
             taken += 1
             for mine, theirs in zip(got, pydet.quantize(x, **options, **more), strict=True):
                 assert_same_bits(mine, np.array(theirs, order="C"), f"{kernel}: {m}x{k} {dtype} {options} {list(more)}")
+    if kernel and kernel.endswith("packed"):
+        assert taken == 0 if dtype == "fp32" else taken >= len(sizes) / 2
+        return
     x = data("normal", (3, 130, 264), DTYPES[dtype])
     if kernel != "cuda_quantize_rows":
         for mine, theirs in zip(device.quantize(x, granularity="group", transposed=True),

@@ -31,6 +31,14 @@ bool quantize_rows_takes(const Quantize &);
 pydet_status quantize_by_rows(const Quantize &);
 pydet_status quantize_tiled(const Quantize &);
 
+// nvidia/quantize_packed.cu
+bool quantize_rows_packed_takes(const Quantize &);
+pydet_status quantize_rows_packed(const Quantize &);
+bool quantize_groups_packed_takes(const Quantize &);
+pydet_status quantize_groups_packed(const Quantize &);
+bool quantize_tiles_packed_takes(const Quantize &);
+pydet_status quantize_tiles_packed(const Quantize &);
+
 // any/skinny_ieee.cu
 bool skinny_ieee_takes(const Gemm &);
 pydet_status skinny_ieee(const Gemm &);

@@ -113,6 +113,12 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {
+    {"cuda_quantize_rows_packed", kHalfTypes, Arithmetic::ieee, kRowScales, "sm_80 or later", from_sm80,
+     quantize_rows_packed_takes, nullptr, quantize_rows_packed},
+    {"cuda_quantize_groups_packed", kHalfTypes, Arithmetic::ieee, kGroupScales, "sm_80 or later", from_sm80,
+     quantize_groups_packed_takes, nullptr, quantize_groups_packed},
+    {"cuda_quantize_tiles_packed", kHalfTypes, Arithmetic::ieee, kGroupScales | kBlockScales | kTransposedCopy,
+     "sm_80 or later", from_sm80, quantize_tiles_packed_takes, nullptr, quantize_tiles_packed},
     {"cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, "sm_80 or later", from_sm80,
      quantize_rows_takes, nullptr, quantize_by_rows},
     {"cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee,

@@ -1,19 +1,16 @@
-// Quantisation to fp8 (NUMERICS.md, "Quantisation"):  s = max(amax, 1e-10) / largest,  q = round(clamp(x / s)).
+// Quantisation to fp8 (NUMERICS.md, "Quantisation"):  s = max(amax, 1e-10) / largest,  q = round(clamp(x / s)), for all
+// that quantize_packed.cu does not take: fp32, given scales, batches, odd strides and extents.
 //
-// Tiles: a block of 256 threads holds 128 x 128 of x in registers, whole groups of x and of x^T and one block, so that q,
-// both scales and the transposed copy come of one reading. Rows: a block a row, which it holds too, up to kHeld.
+// Tiles: a block of 256 threads holds 128 x 128 of x in registers, whole groups of x and of x^T and one block, so that
+// q, both scales and the transposed copy come of one reading. Rows: a block a row, which it holds too, up to kHeld.
 // A maximum does not mind the order, so amax may be reduced as suits: as integers, which order as the magnitudes do.
 
-#include "gpu/gpu.h"
-#include "gpu/kernels.h"
-#include "scaled.h"
+#include "gpu/nvidia/quantize.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kSide = kScaleGroup, kThreads = 256;
-constexpr int kUnit = 8;                       // elements a thread loads at once
-constexpr int kLanes = kSide / kUnit;          // threads side by side on a row of a tile
+constexpr int kThreads = 256;
 constexpr int kRowsApart = kThreads / kLanes;  // of the rows of one thread
 constexpr int kRowsEach = kSide / kRowsApart;
 constexpr int kPitch = kSide + 16;  // bytes from row to row of the transposed tile
@@ -60,18 +57,6 @@ template <Type type> __device__ __forceinline__ float quotient(const Call &c, fl
   return quotient_of(x, by);
 }
 
-// Two to bytes, clamped: the instruction's saturation is the clamp.
-template <Type type> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
-#if __CUDA_ARCH__ >= 890
-  uint16_t pair;
-  if constexpr (type == Type::e4m3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
-  else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
-  return pair;
-#else
-  constexpr float kMost = pydet::largest_of(type);
-  return Element<type>::from_f32(clamped(x, kMost)) | uint32_t(Element<type>::from_f32(clamped(y, kMost))) << 8;
-#endif
-}
 __device__ __forceinline__ uint32_t round_pair(Type type, float x, float y) {
   return type == Type::e4m3 ? round_pair<Type::e4m3>(x, y) : round_pair<Type::e5m2>(x, y);
 }
@@ -101,11 +86,6 @@ __device__ __forceinline__ float read_scale(const Matrix &scale, int64_t at) {
   return scale.type == Type::f32 ? reinterpret_cast<const float *>(scale.data)[at]
                                  : f32_from_e8m0(reinterpret_cast<const uint8_t *>(scale.data)[at]);
 }
-__device__ __forceinline__ void write_scale(const Matrix &scale, int64_t at, float s) {
-  if (scale.type == Type::f32) reinterpret_cast<float *>(scale.data)[at] = s;
-  else reinterpret_cast<uint8_t *>(scale.data)[at] = s == s ? uint8_t(bits_of(s) >> 23) : uint8_t(0xFF);
-}
-
 // ---- Tiles: groups and blocks, and whatever has its scale already -------------------------------------------------
 
 template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads, 2)
@@ -276,15 +256,6 @@ template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows(c
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
-
-// Whether every row of the operand begins at a multiple of `bytes`, and its elements are adjacent.
-bool vectors(const Quantize &p, const Matrix &matrix, int operand, int bytes) {
-  const int64_t unit = bytes / size_of(matrix.type);
-  bool fits = reinterpret_cast<uintptr_t>(matrix.data) % uintptr_t(bytes) == 0 && matrix.col_stride == 1 &&
-              (matrix.rows <= 1 || matrix.row_stride % unit == 0);
-  for (int d = 0; d < p.batch.dims; ++d) fits = fits && p.batch.stride[operand][d] % unit == 0;
-  return fits;
-}
 
 Call call_of(const Quantize &p) {
   Call call = {p, vectors(p, p.x, p.kX, 16), vectors(p, p.out, p.kOut, 8), false, false, (p.m + kSide - 1) / kSide};

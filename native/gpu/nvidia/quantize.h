@@ -1,0 +1,43 @@
+// What quantize.cu's and quantize_packed.cu's kernels share: what they are told of a problem, and single formulas.
+#pragma once
+
+#include "gpu/gpu.h"
+#include "gpu/kernels.h"
+#include "scaled.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kSide = kScaleGroup;
+constexpr int kUnit = 8;               // elements a thread loads at once
+constexpr int kLanes = kSide / kUnit;  // threads side by side on a group
+
+// Two to bytes, clamped: the instruction's saturation is the clamp.
+template <Type type> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  if constexpr (type == Type::e4m3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
+  else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
+  return pair;
+#else
+  constexpr float kMost = pydet::largest_of(type);
+  return Element<type>::from_f32(clamped(x, kMost)) | uint32_t(Element<type>::from_f32(clamped(y, kMost))) << 8;
+#endif
+}
+
+__device__ __forceinline__ void write_scale(const Matrix &scale, int64_t at, float s) {
+  if (scale.type == Type::f32) reinterpret_cast<float *>(scale.data)[at] = s;
+  else reinterpret_cast<uint8_t *>(scale.data)[at] = s == s ? uint8_t(bits_of(s) >> 23) : uint8_t(0xFF);
+}
+
+// Whether every row of the operand begins at a multiple of `bytes`, and its elements are adjacent.
+inline bool vectors(const Quantize &p, const Matrix &matrix, int operand, int bytes) {
+  const int64_t unit = bytes / size_of(matrix.type);
+  bool fits = reinterpret_cast<uintptr_t>(matrix.data) % uintptr_t(bytes) == 0 && matrix.col_stride == 1 &&
+              (matrix.rows <= 1 || matrix.row_stride % unit == 0);
+  for (int d = 0; d < p.batch.dims; ++d) fits = fits && p.batch.stride[operand][d] % unit == 0;
+  return fits;
+}
+
+}  // namespace
+}  // namespace pydet
