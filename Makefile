@@ -67,7 +67,7 @@ ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold layernorm
 POOL := pool scratch thread_count
 # Objects that every library holds; then what makes each library its own.
-SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
+SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/entry/xla_norms.o $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
   $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 

@@ -7,7 +7,7 @@
 
 They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/entry/xla_ffi.cpp``); on
 the CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or
-for RMSNorm with a weight one call for each. Operands are float32, bfloat16 or float16 arrays of one type.
+for a norm with weights one call for each. Operands are float32, bfloat16 or float16 arrays of one type.
 
 Common to the products: ``arithmetic`` and ``k_chunk`` are as in :func:`pydet.gemm`, decide bits, and hold for backward
 too. ``accumulate`` is an array to continue from, like the result and float32; the result takes its memory where nothing
@@ -47,7 +47,18 @@ from pydet.shapes import RULES, Operand, text
 
 Array: TypeAlias = Any
 
-_TARGETS = ("gemm", "grouped_gemm", "rmsnorm", "rmsnorm_backward")
+_TARGETS = (
+    "gemm",
+    "grouped_gemm",
+    "rmsnorm",
+    "rmsnorm_backward",
+    "layernorm",
+    "layernorm_backward",
+    "softmax",
+    "softmax_backward",
+    "log_prob",
+    "log_prob_backward",
+)
 _PLATFORMS = (
     (constants.PYDET_EXCHANGE_CPU, "cpu", "cpu"),
     (constants.PYDET_EXCHANGE_CUDA, "gpu", "CUDA"),
@@ -65,7 +76,7 @@ def _register() -> None:
             continue
         functions = ctypes.CDLL(str(library.path))
         _served.add(kind)
-        if not hasattr(functions, "pydet_xla_cpu_grouped_gemm"):
+        if not hasattr(functions, "pydet_xla_cpu_log_prob"):
             fail(UNSUPPORTED, f"{library.path} is of an older build, which has no handlers for XLA; build it anew")
         for name in _TARGETS:
             handler = jax.ffi.pycapsule(getattr(functions, f"pydet_xla_{kind}_{name}"))
@@ -164,6 +175,12 @@ _NO_DERIVATIVE = {
     "grouped_gemm": "ragged_dot: no forward-mode derivative (jax.jvp), only gradients (jax.grad, jax.vjp)",
     "rmsnorm": "rmsnorm: no derivative; rms_norm has first gradients (jax.grad, jax.vjp)",
     "rmsnorm_backward": "rmsnorm_backward: no derivative of this gradient",
+    "layernorm": "layernorm: no derivative; layer_norm has first gradients (jax.grad, jax.vjp)",
+    "layernorm_backward": "layernorm_backward: no derivative of this gradient",
+    "softmax": "softmax: no forward-mode derivative (jax.jvp), only first gradients (jax.grad, jax.vjp)",
+    "softmax_backward": "softmax_backward: no derivative of this gradient",
+    "log_prob": "log_prob: no forward-mode derivative (jax.jvp), only first gradients (jax.grad, jax.vjp)",
+    "log_prob_backward": "log_prob_backward: no derivative of this gradient",
 }
 
 
@@ -717,3 +734,307 @@ def rmsnorm_backward(
     start, dtype = _continued(op, accumulate, x.shape[-1:], dweight_dtype, "" if weight is None else weight.dtype.name)
     offset = _static(op, "weight_offset", weight_offset, float, "a number")
     return _norm_backward(dy, x, rstd, weight, dresidual, offset, start, dtype, _kernel(op, kernel))
+
+
+# ---- LayerNorm -------------------------------------------------------------------------------------------------------
+
+
+def _layer(
+    x: Array,
+    residual: Array | None,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    weight_offset: float,
+    kernel: str,
+) -> tuple[Array, ...]:
+    like, of_rows = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+    has = {"has_residual": residual is not None, "has_weight": weight is not None, "has_bias": bias is not None}
+    return _call(
+        "layernorm",
+        (like, of_rows, of_rows) if residual is None else (like, of_rows, of_rows, like),
+        [operand for operand in (x, residual, weight, bias) if operand is not None],
+        {},
+        {**has, "eps": eps, "weight_offset": weight_offset, "kernel": kernel},
+    )
+
+
+def _layer_backward(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    weight: Array | None,
+    dbias_dtype: str | None,
+    dresidual: Array | None,
+    weight_offset: float,
+    dtype: str | None = None,
+    kernel: str = "",
+) -> tuple[Array, Array | None, Array | None]:
+    """dx, dweight where there is a weight, and dbias where its type is given."""
+    n, results = x.shape[-1], [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    if weight is not None:
+        results.append(jax.ShapeDtypeStruct((n,), dtype or weight.dtype))
+    if dbias_dtype is not None:
+        results.append(jax.ShapeDtypeStruct((n,), dbias_dtype))
+    if len(results) > 1:
+        size, library = ffi.new("uint64_t *"), _native.load(constants.PYDET_EXCHANGE_CPU)
+        library.check(library.lib.pydet_layernorm_backward_workspace(math.prod(x.shape[:-1]), n, size))
+        results.append(jax.ShapeDtypeStruct((size[0],), jnp.uint8))
+    has = {
+        "has_weight": weight is not None,
+        "has_bias": dbias_dtype is not None,
+        "has_dresidual": dresidual is not None,
+    }
+    dx, *sums = _call(
+        "layernorm_backward",
+        tuple(results),
+        [operand for operand in (dy, x, mean, rstd, weight, dresidual) if operand is not None],
+        {},
+        {**has, "weight_offset": weight_offset, "kernel": kernel},
+    )
+    return dx, sums.pop(0) if weight is not None else None, sums.pop(0) if dbias_dtype is not None else None
+
+
+def _type_of(bias: Array | None) -> str | None:
+    return None if bias is None else str(bias.dtype.name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _layer_norm(
+    x: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
+) -> Array:
+    return _layer(x, None, weight, bias, eps, weight_offset, kernel)[0]
+
+
+def _layer_norm_forward(
+    x: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
+) -> tuple[Array, Any]:
+    y, mean, rstd = _layer(x, None, weight, bias, eps, weight_offset, kernel)
+    return y, (x, weight, bias, mean, rstd)
+
+
+def _layer_norm_backward(
+    eps: float, weight_offset: float, kernel: str, saved: Any, dy: Array
+) -> tuple[Array, Array | None, Array | None]:
+    x, weight, bias, mean, rstd = saved
+    return _layer_backward(dy, x, mean, rstd, weight, _type_of(bias), None, weight_offset)
+
+
+_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _layer_norm_sum(
+    x: Array, residual: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
+) -> tuple[Array, Array]:
+    y, _, _, total = _layer(x, residual, weight, bias, eps, weight_offset, kernel)
+    return y, total
+
+
+def _layer_norm_sum_forward(
+    x: Array, residual: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
+) -> tuple[tuple[Array, Array], Any]:
+    y, mean, rstd, total = _layer(x, residual, weight, bias, eps, weight_offset, kernel)
+    return (y, total), (total, weight, bias, mean, rstd)
+
+
+def _layer_norm_sum_backward(
+    eps: float, weight_offset: float, kernel: str, saved: Any, gradients: tuple[Array, Array]
+) -> tuple[Array, Array, Array | None, Array | None]:
+    total, weight, bias, mean, rstd = saved
+    operands = (gradients[0], total, mean, rstd, weight, _type_of(bias), gradients[1], weight_offset)
+    dx, dweight, dbias = _layer_backward(*operands)
+    return dx, dx, dweight, dbias
+
+
+_layer_norm_sum.defvjp(_layer_norm_sum_forward, _layer_norm_sum_backward)
+
+
+def _layer_operands(op: str, x: Any, weight: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
+    x, weight, residual = _norm_operands(op, x, weight, residual)
+    bias = None if bias is None else _array(op, "bias", bias)
+    rows, biases = _operands(("x", x), ("bias", bias))
+    RULES.norm(op, rows, (), biases)
+    return x, weight, bias, residual
+
+
+def layer_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: Array | None = None,
+    kernel: str | None = None,
+) -> Array | tuple[Array, Array]:
+    """``y = (x - mean) rstd (weight + weight_offset) + bias`` over the last dimension: :func:`pydet.layernorm` with a
+    gradient.
+
+    Args:
+        x: ``[..., N]``.
+        weight, bias: ``[N]`` of any of the three types, or None for ones and zeros.
+        eps: added to the variance; not negative.
+        weight_offset: 1.0 for models that store the weight less 1.
+        residual: like ``x``; then their sum is normalised.
+        kernel: as in :func:`gemm`.
+
+    Returns:
+        ``y``; with a residual ``(y, x + residual)``.
+    """
+    x, weight, bias, residual = _layer_operands("layer_norm", x, weight, bias, residual)
+    options = (*_norm_options("layer_norm", eps, weight_offset), _kernel("layer_norm", kernel))
+    if residual is None:
+        return _layer_norm(x, weight, bias, *options)
+    return _layer_norm_sum(x, residual, weight, bias, *options)
+
+
+def layernorm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: Array | None = None,
+    kernel: str | None = None,
+) -> tuple[Array, ...]:
+    """:func:`pydet.layernorm`: what :func:`layernorm_backward` takes, for who writes the backward pass out.
+
+    Args:
+        x, weight, bias, eps, weight_offset, residual, kernel: as in :func:`layer_norm`, which alone has a gradient.
+
+    Returns:
+        ``(y, mean, rstd)``, and ``x + residual`` with a residual; ``mean`` and ``rstd`` are ``[...]`` in float32.
+    """
+    x, weight, bias, residual = _layer_operands("layernorm", x, weight, bias, residual)
+    options = (*_norm_options("layernorm", eps, weight_offset), _kernel("layernorm", kernel))
+    return _layer(x, residual, weight, bias, *options)
+
+
+def layernorm_backward(
+    dy: Array,
+    x: Array,
+    weight: Array | None,
+    mean: Array,
+    rstd: Array,
+    *,
+    weight_offset: float = 0.0,
+    dresidual: Array | None = None,
+    has_bias: bool = True,
+    dweight_dtype: Any = None,
+    kernel: str | None = None,
+) -> tuple[Array, Array | None, Array | None]:
+    """:func:`pydet.layernorm_backward`: the gradients of :func:`layernorm`; it has none of its own.
+
+    Args:
+        dy: like ``x``.
+        x: ``[..., N]``; what was normalised: ``x``, or the sum where there was a residual.
+        weight: ``[N]`` of any of the three types, or None for ones; then ``dweight`` is None.
+        mean, rstd: ``[...]``, float32, of the forward call.
+        weight_offset: as in the forward call.
+        dresidual: like ``x``; a gradient that is added to ``dx`` before it is rounded.
+        has_bias: whether ``dbias`` is made.
+        dweight_dtype: the type of ``dweight`` and ``dbias``; that of ``weight`` by default, without one that of ``x``.
+        kernel: as in :func:`gemm`.
+
+    Returns:
+        ``(dx, dweight, dbias)``.
+    """
+    op = "layernorm_backward"
+    x, dy, mean, rstd = (_array(op, *pair) for pair in (("x", x), ("dy", dy), ("mean", mean), ("rstd", rstd)))
+    weight = None if weight is None else _array(op, "weight", weight)
+    dresidual = None if dresidual is None else _array(op, "dresidual", dresidual)
+    named = (("x", x), ("dy", dy), ("weight", weight), ("rstd", rstd), ("dresidual", dresidual), ("mean", mean))
+    rows, gradient, weights, of_rows, added, means = _operands(*named)
+    RULES.norm(op, rows, (gradient, added), weights, of_rows)
+    RULES.norm(op, rows, (), None, means)
+    has_bias = _static(op, "has_bias", has_bias, bool, "True or False")
+    dtype = (x if weight is None else weight).dtype.name if dweight_dtype is None else TYPES[type_index(dweight_dtype)]
+    offset = _static(op, "weight_offset", weight_offset, float, "a number")
+    operands = (dy, x, mean, rstd, weight, dtype if has_bias else None, dresidual, offset, dtype)
+    return _layer_backward(*operands, _kernel(op, kernel))
+
+
+# ---- Softmax ---------------------------------------------------------------------------------------------------------
+
+
+def _rows_like(target: str, operands: list[Array], **attributes: Any) -> Array:
+    return _call(target, jax.ShapeDtypeStruct(operands[-1].shape, operands[-1].dtype), operands, {}, attributes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _soft(x: Array, log: bool, kernel: str) -> Array:
+    return _rows_like("softmax", [x], log=log, kernel=kernel)
+
+
+def _soft_forward(x: Array, log: bool, kernel: str) -> tuple[Array, Array]:
+    y = _soft(x, log, kernel)
+    return y, y
+
+
+def _soft_backward(log: bool, kernel: str, y: Array, dy: Array) -> tuple[Array]:
+    return (_rows_like("softmax_backward", [dy, y], log=log, kernel=""),)
+
+
+_soft.defvjp(_soft_forward, _soft_backward)
+
+
+def _soft_operand(op: str, x: Any) -> Array:
+    x = _array(op, "x", x)
+    RULES.norm(op, *_operands(("x", x)))
+    return x
+
+
+def softmax(x: Array, *, kernel: str | None = None) -> Array:
+    """``exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension: :func:`pydet.softmax` with a gradient.
+
+    Args:
+        x: ``[..., N]``.
+        kernel: as in :func:`gemm`.
+    """
+    return _soft(_soft_operand("softmax", x), False, _kernel("softmax", kernel))
+
+
+def log_softmax(x: Array, *, kernel: str | None = None) -> Array:
+    """The logarithm of :func:`softmax`: :func:`pydet.log_softmax` with a gradient. Arguments as there."""
+    return _soft(_soft_operand("log_softmax", x), True, _kernel("log_softmax", kernel))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _column(x: Array, index: Array, kernel: str) -> Array:
+    return _call("log_prob", jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32), [x, index], {}, {"kernel": kernel})
+
+
+def _column_forward(x: Array, index: Array, kernel: str) -> tuple[Array, Any]:
+    return _column(x, index, kernel), (x, index)
+
+
+def _column_backward(kernel: str, saved: Any, dlog_prob: Array) -> tuple[Array, None]:
+    x, index = saved
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _call("log_prob_backward", like, [dlog_prob, x, index], {}, {"kernel": ""}), None
+
+
+_column.defvjp(_column_forward, _column_backward)
+
+
+def log_prob(x: Array, index: Array, *, kernel: str | None = None) -> Array:
+    """Column ``index`` of each row of :func:`log_softmax`: :func:`pydet.log_prob` with a gradient by ``x``.
+
+    Args:
+        x: ``[..., N]``, logits.
+        index: ``[...]``, int32 or int64; a number that is no column gives NaN, and zeros in the gradient.
+        kernel: as in :func:`gemm`.
+
+    Returns:
+        ``[...]``, float32.
+    """
+    x = _soft_operand("log_prob", x)
+    if not isinstance(index, jax.Array | np.ndarray) or index.dtype.name not in ("int32", "int64"):
+        got = index.dtype.name if hasattr(index, "dtype") else type_name(index)
+        fail(INVALID_DTYPE, f"log_prob: index is {got}, want an array of int32 or int64")
+    if index.shape != x.shape[:-1]:
+        fail(_INVALID_SHAPE, f"log_prob: index is {text(index.shape)}, want {text(x.shape[:-1])}")
+    return _column(x, jnp.asarray(index), _kernel("log_prob", kernel))

@@ -151,9 +151,15 @@ enum { PYDET_XLA_EXECUTE = 3 };
  *   weight_offset.
  * rmsnorm_backward: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual, a dweight to continue from if
  *   accumulate; dx, then if has_weight dweight and a workspace of bytes. weight_offset.
+ * layernorm: x, then a residual if has_residual, a weight if has_weight, a bias if has_bias; y, mean, rstd, and the sum
+ *   if has_residual. eps, weight_offset.
+ * layernorm_backward: dy, x, mean, rstd, then a weight if has_weight, dresidual if has_dresidual; dx, then dweight if
+ *   has_weight, dbias if has_bias, and a workspace of bytes if either. weight_offset.
+ * softmax: x; y. log. softmax_backward: dy, y; dx. log.
+ * log_prob: x, index (int32 or int64); the column of each row. log_prob_backward: dlog_prob, x, index; dx.
  * grouped_gemm: a, b, group_end (int32), and what lies in the result before: rows of no group keep it. depth: a lies as
  *   [T, M] and is read transposed, with b [T, N]. transpose_b: b lies as [G, N, K].
- * A weight [groups, n] means that many problems, each with rows / groups rows of the others. All take kernel, a string
+ * A weight or bias [groups, n] means that many problems, each with rows / groups rows of the others. All take kernel, a string
  * as in the options, "" for none. What is continued from must lie where its result does: XLA's aliasing sees to it. */
 #ifndef PYDET_API
 #define PYDET_API __attribute__((visibility("default")))
@@ -162,10 +168,22 @@ PYDET_API pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_rmsnorm_backward(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_layernorm(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_layernorm_backward(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_softmax(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_softmax_backward(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_log_prob(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_log_prob_backward(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_rmsnorm_backward(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_layernorm(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_layernorm_backward(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_softmax(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_softmax_backward(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_log_prob(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_log_prob_backward(pydet_xla_call *call);
 
 #ifdef __cplusplus
 }
