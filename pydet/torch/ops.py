@@ -269,7 +269,7 @@ def matrix(x: Tensor) -> Tensor:
 
 def _sum_rows(dc: Tensor, dtype: torch.dtype, arithmetic: str, k_chunk: int | None) -> Tensor:
     """The gradient of a bias [N]: dc [rows, N] summed as one chain of products with 1."""
-    ones = torch.ones(dc.shape[0], 1, dtype=dc.dtype, device=dc.device)
+    ones = dc.new_ones(dc.shape[0], 1)  # of its kind, should it be a DTensor
     return torch.ops.pydet.gemm_db(ones, dc, dtype, arithmetic, k_chunk)[0]
 
 

@@ -11,11 +11,14 @@ It runs over what the process group is: gloo on CPUs, NCCL on GPUs. A call that 
 rank, with a sentence; a rank that died is the group's to notice, by its connection or its time limit.
 """
 
+from pydet.torch.distributed import sharding
 from pydet.torch.distributed.exchange import all_reduce, reduce_scatter
 from pydet.torch.distributed.linear import column_parallel_linear, row_parallel_linear, segment_length, shard_bounds
 from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
 from pydet.torch.distributed.rows import rms_norm, vocab_parallel_log_prob
 from pydet.torch.distributed.styles import ColwiseParallel, RowwiseParallel
+
+sharding.register()
 
 __all__ = [
     "ColwiseParallel",

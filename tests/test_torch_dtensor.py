@@ -1,0 +1,137 @@
+"""torch.ops.pydet.* on DTensors: every placement has the bits of one process, and no result is a partial sum."""
+
+import itertools
+import os
+import traceback
+
+import pytest
+
+from test_torch_distributed import free_port, start, tensors
+
+WORLD = 2
+PRODUCTS = {  # shapes of the operands and of the bias
+    "gemm": ((8, 32), (32, 16), (16,)),
+    "gemm batched": ((4, 8, 32), (4, 32, 16), (4, 8, 16)),
+    "gemm of one matrix": ((4, 8, 32), (32, 16), (16,)),
+    "gemm_da": ((8, 16), (32, 16), None),
+    "gemm_db": ((32, 8), (32, 16), None),
+    "skinny_gemm": ((4, 8, 32), (16, 32), (16,)),
+}
+ROWS = {  # what else than rows: the rest of the arguments
+    "rmsnorm": ((8, 12, 32), [(32,)], (1e-5,)),
+    "rmsnorm_residual": ((8, 12, 32), [(8, 12, 32), (32,)], (1e-5,)),
+    "softmax": ((8, 12, 32), [], ()),
+    "log_softmax": ((8, 12, 32), [], ()),
+    "softmax_backward": ((8, 12, 32), [(8, 12, 32)], ()),
+}
+
+SHARED = {  # places that some result has
+    "gemm": ["R", "S(0)", "S(1)"],
+    "gemm batched": ["S(0)", "S(1)", "S(2)"],
+    "gemm of one matrix": ["S(0)", "S(1)", "S(2)"],
+    "skinny_gemm": ["S(0)", "S(1)", "S(2)"],
+    "rmsnorm": ["R", "S(0)", "S(1)"],
+    "softmax": ["S(0)", "S(1)"],
+}
+
+
+def operators(mesh, placed):
+    """Each operator with its operands placed in every way: how many of them did not have the bits of one process."""
+    import torch
+    from torch.distributed.tensor import Replicate, Shard
+
+    def check(name, arguments, rest, most):
+        overload = getattr(torch.ops.pydet, name.split()[0])
+        want = overload(*arguments, *rest)
+        want = want if isinstance(want, tuple) else (want,)
+        places = [[Replicate(), *map(Shard, range(x.dim()))] if x is not None else [None] for x in arguments]
+        differ, partial, seen = 0, 0, set()
+        for number, where in enumerate(itertools.product(*places)):
+            if number % max(1, most):
+                continue
+            got = overload(*(x if p is None else placed(x, p) for x, p in zip(arguments, where, strict=True)), *rest)
+            for y, one in zip(got if isinstance(got, tuple) else (got,), want, strict=True):
+                differ += not y.full_tensor().equal(one)
+                partial += any(p.is_partial() for p in y.placements)
+                seen |= {str(p) for p in y.placements}
+        assert differ == 0 and partial == 0, f"{name}: {differ} differ, {partial} are partial"
+        return sorted(seen)
+
+    for name, (a, b, bias) in PRODUCTS.items():
+        given = tensors(1, a, b, *([bias] if bias else []), dtype=torch.float32)
+        yield name, check(name, given, (), 5 if len(b) == 3 else 1)
+    for name, (x, others, rest) in ROWS.items():
+        yield name, check(name, tensors(2, x, *others, dtype=torch.float32), rest, 2 if others else 1)
+    x, w, dy = tensors(3, (8, 32), (32,), (8, 32), dtype=torch.float32)
+    for weight in (w, None):
+        rstd = torch.ops.pydet.rmsnorm(x, weight, 1e-5)[1]
+        yield "rmsnorm_backward", check("rmsnorm_backward", [dy, x, weight, rstd], (), 1)
+
+
+def styles(mesh, placed):
+    """PyTorch's own parallel styles over pydet's modules: results and gradients of one process."""
+    import copy
+
+    import torch
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    import pydet.torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.SiLU(), torch.nn.Linear(64, 32), torch.nn.RMSNorm(32))
+    pydet.torch.convert(model)
+    one, (x,) = copy.deepcopy(model), tensors(4, (4, 8, 32), dtype=torch.float32)
+    given = x.clone().requires_grad_()
+    want = one(given)
+    want.square().sum().backward()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(1)), "3": SequenceParallel()}
+    parallelize_module(model, mesh, plan)
+    mine = x.clone().requires_grad_()
+    y = model(mine).full_tensor()
+    y.square().sum().backward()
+    assert y.equal(want) and mine.grad.equal(given.grad)
+    for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert p.grad.full_tensor().equal(q.grad), name
+    yield "styles", [str(p.placements) for p in model.parameters()]
+
+
+def work(rank, port, queue):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYDET_NUM_THREADS="1")
+    try:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import distribute_tensor
+
+        import pydet.torch.distributed
+
+        assert pydet.torch.distributed
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+        mesh = init_device_mesh("cpu", (WORLD,))
+        placed = lambda x, placement: distribute_tensor(x, mesh, [placement])
+        found = dict(itertools.chain(operators(mesh, placed), styles(mesh, placed)))
+        queue.put((rank, found, None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        queue.put((rank, {}, traceback.format_exc()))
+
+
+def test_every_placement_has_the_bits_of_one_process():
+    pytest.importorskip("torch")
+    processes, queue = start(WORLD, work, free_port())
+    for _ in processes:
+        rank, found, problem = queue.get(timeout=120)
+        assert problem is None, f"rank {rank}:\n{problem}"
+        # What is shared out stays so where no sum runs along it: else all would be right, and nothing parallel.
+        for name, places in SHARED.items():
+            assert set(places) <= set(found[name]), f"{name}: {found[name]}"
+    for process in processes:
+        process.join(30)
