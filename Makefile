@@ -118,10 +118,12 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
-# One word a file of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles.
+# One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
+# sm90/skinny.cu once for each layout of the weights.
 SM90_GROUPS := $(shell seq 0 31)
+SM90_SKINNY := sm90/skinny.along_k sm90/skinny.along_n
 CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight softmax fold layernorm) \
-  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize quantize_packed sm90/skinny sm90/scaled_gemm sm90/grouped sm90/clusters \
+  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize quantize_packed $(SM90_SKINNY) sm90/scaled_gemm sm90/grouped sm90/clusters \
     $(SM90_GROUPS:%=sm90/gemm.%))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/groups
@@ -159,6 +161,10 @@ $(CUDA_HOST:%=$(BUILD)/gpu/%.o): $(BUILD)/gpu/%.o: native/gpu/%.cpp
 $(SM90_GROUPS:%=$(BUILD)/gpu/nvidia/sm90/gemm.%.o): $(BUILD)/gpu/nvidia/sm90/gemm.%.o: native/gpu/nvidia/sm90/gemm.cu
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SM90_GROUP=$* -MMD -MP -c $< -o $@
+
+$(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_%.o: native/gpu/nvidia/sm90/skinny.cu
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n,$*),1,0) -MMD -MP -c $< -o $@
 
 $(BUILD)/gpu/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)

@@ -458,20 +458,30 @@ def skinny_or_none(x, w, kernel, **options):
         return None
 
 
+def along_n(w):
+    """The same weights with n adjacent in memory."""
+    n, k = w.shape
+    whole = w.new_zeros(k, (n + 7) // 8 * 8)
+    whole[:, :n] = w.T
+    return whole[:, :n].T
+
+
 def check_skinny(torch, x, w, ms, what, **options):
     """The first m rows against the CPU's bits, by the kernels that the library chooses and by every other; of many ms,
-    these get a part. Returns the kernels that took part."""
+    these get a part. With k adjacent in the weights and with n. Returns the kernels that took part."""
     arithmetic = "ieee" if x.dtype == torch.float32 else "sm90"
     expected = words(pydet.skinny_gemm(x, w, arithmetic=arithmetic, **options)).cuda()
     x, w = x.cuda(), w.cuda()
     if (bias := options.pop("bias", None)) is not None:
         bias = bias.cuda()
     took, ms = set(), list(ms)
-    for kernel in SKINNY_KERNELS:
+    for kernel, weights in itertools.product(SKINNY_KERNELS, (w, along_n(w))):
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for m in ms if kernel is None or len(ms) < 20 else {*ms[::9], 64, 65, 128}:
             given = {} if bias is None else {"bias": bias[:m] if bias.dim() == 2 else bias}
-            y = skinny_or_none(x[:m], w, kernel, arithmetic=arithmetic, weights_constant=m % 2 == 0, **given, **options)
+            y = skinny_or_none(
+                x[:m], weights, kernel, arithmetic=arithmetic, weights_constant=m % 2 == 0, **given, **options
+            )
             if y is not None:
                 took.add(pydet.last_kernel())
                 wrong += (words(y) != expected[:m]).sum()
@@ -487,7 +497,8 @@ def test_skinny_rows_equal_cpu(torch, dtype, k_chunk):
     for n, k in [(331, 8), (72, 1000), (200, 2880), (136, 4104), (40, 14336)]:
         x, w = (torch.randn(rows, k).to(dtype) for rows in (130, n))
         took |= check_skinny(torch, x, w, range(1, 131), f"{n} x {k}", k_chunk=k_chunk, out_dtype=torch.float32)
-    assert len(took) >= (2 if dtype == torch.float32 else 6), took  # of 6 for wgmma, beside mma.sync and the GEMM tiles
+    # of 11 for wgmma, beside mma.sync and the GEMM tiles
+    assert len(took) >= (2 if dtype == torch.float32 else 11), took
 
 
 @pytest.mark.parametrize("k_chunk", [None, 16, 48, 256])
@@ -518,10 +529,10 @@ def test_skinny_bias_and_strides_equal_cpu(torch, dtype, k_chunk):
     pydet.skinny_gemm(x, w, out=expected[:, :n], accumulate=True, arithmetic=arithmetic, k_chunk=k_chunk)
     # whole allocations travel, so that rows stay padded
     x, w = x._base.cuda()[:, 8 : k + 8], w._base.cuda()[:, :k]
-    for kernel, m in itertools.product(SKINNY_KERNELS, ms):
+    for kernel, m, weights in itertools.product(SKINNY_KERNELS, ms, (w, along_n(w))):
         out, rest = before.cuda(), before.clone()
         options = {"accumulate": True, "arithmetic": arithmetic, "k_chunk": k_chunk}
-        if skinny_or_none(x[:m], w, kernel, out=out[:m, :n], **options) is not None:
+        if skinny_or_none(x[:m], weights, kernel, out=out[:m, :n], **options) is not None:
             rest[:m, :n] = expected[:m, :n]
             assert torch.equal(words(out.cpu()), words(rest)), f"{kernel}, M = {m}"
 

@@ -87,7 +87,8 @@ def problems(operation, name, dtype):
     """Calls of an operation that differ in size: some kernel takes each. Each is (function, tensors, options)."""
     if operation == "gemm":
         arithmetic = name[1]
-        for skinny, (m, n, k) in ((True, (8, 512, 256)), (False, (256, 1024, 256)), (False, (2048, 4096, 64))):
+        few = (8, 512, 256)
+        for skinny, (m, n, k) in ((True, few), (False, few), (False, (256, 1024, 256)), (False, (2048, 4096, 64))):
             struct = "pydet_skinny_gemm" if skinny else "pydet_gemm"
             shapes = [(m, k), (n, k) if skinny else (k, n), None, (m, n)]
             yield (

@@ -5,7 +5,8 @@ with a rate of its own that is not negative; the fit takes the least squares of 
 less the further it is behind the problem's best. The problems are divided at random: what it prints of the choice (the
 chosen tile's time over the best one's) is of rates that were fitted to three quarters of them, for these and for the
 others; what it writes was fitted to all. --check fits nothing: it compares the choices by the rates that stand in
-rates.h with those that the library made in the sweep.
+rates.h with those that the library made in the sweep. --only pingpong fits the tiles whose names have that in
+them, from a sweep of these beside the library's choice, brought to the level of the other tiles' rates, which stay.
 """
 
 import argparse
@@ -69,14 +70,17 @@ def not_negative(a, b, turns=300):
 
 
 def fit(data, use):
-    """Rates by tile, from the problems of the mask `use`."""
-    rates = {}
+    """Rates by tile, from the problems of the mask `use`; the others' as they stand. A term that none of a tile's
+    problems has gets the highest rate of these."""
+    rates = {name: rate for name, rate in written().items() if name in tiles() and name not in data}
+    highest = np.max(list(rates.values()) or [np.zeros(len(TERMS))], axis=0)
     for name, (rows, its_terms, times, behind) in data.items():
         mine = use[rows]
         if not mine.any():
             raise SystemExit(f"{name} was timed on no problem")
         weight = np.sqrt(np.exp(-behind[mine] / NEAR))
-        rates[name] = not_negative(its_terms[mine] * (weight / times[mine])[:, None], weight)
+        its = not_negative(its_terms[mine] * (weight / times[mine])[:, None], weight)
+        rates[name] = np.where(its_terms[mine].any(axis=0), its, highest)
     return rates
 
 
@@ -86,10 +90,20 @@ def arrange(problems, table, clusters):
     for name, tile in table.items():
         rows = [i for i, p in enumerate(problems) if name in p["us"]]
         times = np.array([problems[i]["us"][name] for i in rows]) * 1e3
-        best = np.array([min(us for kernel, us in problems[i]["us"].items() if kernel in table) for i in rows]) * 1e3
+        best = np.array([min(us for kernel, us in problems[i]["us"].items() if kernel != "cublas") for i in rows]) * 1e3
         its_terms = np.array([terms(problems[i], tile, clusters) for i in rows], float).reshape(len(rows), len(TERMS))
         found[name] = np.array(rows, int), its_terms, times, times / best - 1
     return found
+
+
+def at_level(problems, table, clusters):
+    """The problems, their times as on the card that the rates were fitted to, by those of the library's choices."""
+    rates = written()
+    known = [p for p in problems if p["chosen"] in rates and p["chosen"] in table]
+    of = [terms(p, table[p["chosen"]], clusters) @ rates[p["chosen"]] / 1e3 / p["us"]["chosen"] for p in known]
+    level = math.exp(np.log(of).mean())
+    print(f"the sweep's times are brought to the rates' level by {level:.3f}")
+    return [{**p, "us": {name: us * level for name, us in p["us"].items()}} for p in problems]
 
 
 def choices(count, data, rates):
@@ -132,7 +146,7 @@ def write(rates):
     def row(its):
         return ", ".join(f"{x:.4g}" if x > 1e-3 else "0" for x in its)
 
-    lines = [f'    {{"{name}",\n     {row(its)}}},\n' for name, its in rates.items()]
+    lines = [f'    {{"{name}",\n     {row(rates[name])}}},\n' for name in tiles()]
     (SM90 / "rates.h").write_text("".join([HEAD, *lines, "};\n// clang-format on\n\n}  // namespace pydet\n"]))
 
 
@@ -144,12 +158,16 @@ def written():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("times", nargs="+", type=Path)
+    parser.add_argument("--only", default="", help="part of the names of the tiles to fit")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--clusters", type=json.loads, default=CLUSTERS, help='such as {"2": 66, "4": 30, "8": 15}')
     options = parser.parse_args()
     clusters = {int(size): count for size, count in options.clusters.items()}
     problems = [json.loads(line) for path in options.times for line in path.read_text().splitlines()]
-    data = arrange(problems, tiles(), clusters)
+    fitted = {name: tile for name, tile in tiles().items() if options.only in name}
+    if options.only:
+        problems = at_level(problems, tiles(), clusters)
+    data = arrange(problems, fitted, clusters)
     if options.check:
         chosen, regret = choices(len(problems), data, written())
         same = sum(name == p["chosen"] for name, p in zip(chosen, problems, strict=True))

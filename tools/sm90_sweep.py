@@ -111,10 +111,17 @@ def main():
     parser.add_argument(
         "--least-m", type=int, default=96, help="of forward products: fewer rows are the skinny kernels'"
     )
+    parser.add_argument(
+        "--kernels", default="", help="part of the names of the tiles to time; none: the library's choice alone"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    kernels = [k.name for k in pydet.kernels() if k.name.startswith("cuda_gemm_sm90_") and "mma" not in k.name]
+    kernels = [
+        k.name
+        for k in pydet.kernels()
+        if k.name.startswith("cuda_gemm_sm90_") and "mma" not in k.name and options.kernels in k.name
+    ]
     drawn = [
         p
         for p in model_shapes.draw(20 * options.problems, options.seed)

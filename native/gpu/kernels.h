@@ -10,12 +10,13 @@ bool sm90_takes(const Gemm &, int tile);
 int sm90_best(const Gemm &);  // the tile that is the fastest; -1: none takes it
 pydet_status gemm_sm90(const Gemm &, int tile);
 
-// nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a.
-template <int rows> struct SkinnySm90 {
+// nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a; `turned`: they
+// have n adjacent, not k.
+template <int rows, bool turned> struct SkinnySm90 {
   static bool takes(const Gemm &);
   static pydet_status launch(const Gemm &);
 };
-int skinny_sm90_best(const Gemm &);  // those rows; 0: a tile of gemm.cu
+template <bool turned> int skinny_sm90_best(const Gemm &);  // those rows; 0: a tile of gemm.cu
 
 struct ScaledGemm;  // scaled.h
 struct Quantize;

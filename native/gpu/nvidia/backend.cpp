@@ -49,26 +49,29 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
           tile};
 }
 
-template <int rows> constexpr Kernel<Gemm> skinny_row(const char *name) {
+template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *name) {
   return {name,
           kHalfTypes,
           Arithmetic::sm90,
-          kOneMatrix,
+          turned ? kOneMatrix | kAlongN : kOneMatrix,
           "sm_90a",
           is_sm90,
-          SkinnySm90<rows>::takes,
+          SkinnySm90<rows, turned>::takes,
           nullptr,
-          SkinnySm90<rows>::launch,
-          skinny_sm90_best,
+          SkinnySm90<rows, turned>::launch,
+          skinny_sm90_best<turned>,
           rows};
 }
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch, and of variants best and
 // variant.
 constexpr Kernel<Gemm> kSkinnyRows[] = {
-    skinny_row<16>("cuda_skinny_gemm_sm90_16"), skinny_row<32>("cuda_skinny_gemm_sm90_32"),
-    skinny_row<48>("cuda_skinny_gemm_sm90_48"), skinny_row<64>("cuda_skinny_gemm_sm90_64"),
-    skinny_row<96>("cuda_skinny_gemm_sm90_96"), skinny_row<128>("cuda_skinny_gemm_sm90_128"),
+    skinny_row<16, false>("cuda_skinny_gemm_sm90_16"),       skinny_row<32, false>("cuda_skinny_gemm_sm90_32"),
+    skinny_row<48, false>("cuda_skinny_gemm_sm90_48"),       skinny_row<64, false>("cuda_skinny_gemm_sm90_64"),
+    skinny_row<96, false>("cuda_skinny_gemm_sm90_96"),       skinny_row<128, false>("cuda_skinny_gemm_sm90_128"),
+    skinny_row<16, true>("cuda_skinny_gemm_sm90_turned_16"), skinny_row<32, true>("cuda_skinny_gemm_sm90_turned_32"),
+    skinny_row<48, true>("cuda_skinny_gemm_sm90_turned_48"), skinny_row<64, true>("cuda_skinny_gemm_sm90_turned_64"),
+    skinny_row<96, true>("cuda_skinny_gemm_sm90_turned_96"),
 };
 constexpr Kernel<Gemm> kOtherRows[] = {
     {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90 or later", from_sm90,

@@ -11,8 +11,8 @@
 namespace pydet {
 
 // A matrix in memory as the copy engine sees it: `extent` elements adjacent, `rows` of them `row_stride` elements
-// apart, up to three batch dimensions; boxes of box_extent by box_rows, in the 128-byte swizzle. `rank` 2 leaves the
-// batch out.
+// apart, up to three batch dimensions; boxes of box_extent by box_rows, in the swizzle of 128, 64 or 32 bytes. `rank` 2
+// leaves the batch out.
 struct MapShape {
   char *data;
   Type type;
@@ -20,6 +20,7 @@ struct MapShape {
   int box_extent, box_rows;
   int rank;
   int64_t batch_shape[3], batch_stride[3];
+  int swizzle_bytes = 128;
 };
 
 using EncodeTensorMap = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
@@ -53,9 +54,12 @@ inline pydet_status make_map(const char *kernel, EncodeTensorMap encode, const M
     extents[2 + i] = cuuint64_t(shape.batch_shape[i]);
     strides[1 + i] = cuuint64_t(shape.batch_stride[i] * size);
   }
+  const CUtensorMapSwizzle swizzle = shape.swizzle_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : shape.swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                 : CU_TENSOR_MAP_SWIZZLE_32B;
   const auto encoded = [&] {
     return encode(map, types[int(shape.type)], cuuint32_t(shape.rank), shape.data, extents, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encoded();

@@ -6,9 +6,10 @@
 //
 // x is the 64-row operand of wgmma, one warpgroup for each 64, and w its n = 16 to 128, so that tiles can be so narrow
 // that every SM has one. (The rows of that operand that x does not have are whatever lies behind it in shared memory;
-// nothing of theirs is stored.) skinny_sm90.h has the rings that the operands come through. What is left of the time
-// where N is small is the chain: 25 cycles a step, 3.6 us for K = 4096. wgmma alone takes 20, which is the time to read
-// 64 rows of x from shared memory; bench/README.md says what the other 5 are.
+// nothing of theirs is stored.) skinny.h has the rings that the operands come through. What is left of the time where N
+// is small is the chain: 25 cycles a step, 3.6 us for K = 4096. wgmma alone takes 20, which is the time to read 64 rows
+// of x from shared memory; bench/README.md says what the other 5 are. The file is compiled twice: for weights with k
+// adjacent, and with n adjacent, as the gradient of x has them.
 
 #include "gpu/nvidia/cluster.h"
 #include "gpu/nvidia/sm90/skinny.h"
@@ -16,6 +17,7 @@
 namespace pydet {
 namespace {
 
+constexpr bool kTurned = PYDET_SKINNY_ALONG_N;  // this object's kernels: w has n adjacent, not k
 constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
@@ -26,6 +28,9 @@ constexpr int kFewM = 32;        // of which long stages have room in shared mem
 // tile; `few`: at most kFewM rows of x.
 template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bool few> struct Shape {
   static constexpr Type type = input;
+  static constexpr bool turned = kTurned;
+  // Where n is adjacent: rows of w in a box, as wide as a swizzle is
+  static constexpr int box_columns = tile_rows % 64 == 0 ? 64 : tile_rows % 32 == 0 ? 32 : 16;
   static constexpr int rows = tile_rows;
   static constexpr bool chunked = chunks, split = parts;
   static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
@@ -77,7 +82,8 @@ template <class S> struct Reader {
     if (!w_ready) barrier_wait(at.w_full(w.stage), w.parity);
     if (!x_ready) barrier_wait(at.x_full(x.stage), x.parity);
     const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + warpgroup * kWarpgroupRows * kRowBytes);
-    const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w.stage));
+    const uint64_t w_tile = S::turned ? turned_descriptor<S::box_columns>(at.w_stage(w.stage))
+                                      : wgmma_descriptor<true>(at.w_stage(w.stage));
     wgmma_fence();
     if (!S::chunked || steps == S::stage_steps) {
 #pragma unroll
@@ -94,8 +100,9 @@ template <class S> struct Reader {
     // 64-bit additions, which ptxas does ahead for all steps: changing the low half alone left it one set of uniform
     // registers for all of them, and each step waited until the one before had read it, 15 cycles
     const int block = i / kBlockSteps, along = i % kBlockSteps * kStep * 2;
-    wgmma<S::type, true, true>(d, x_tile + block * (at.x_block_bytes >> 4) + (along >> 4),
-                               w_tile + ((block * S::w_block_bytes + along) >> 4), add);
+    const int w_along = S::turned ? i % kBlockSteps * kStep * S::box_columns * 2 : along;
+    wgmma<S::type, true, !S::turned>(d, x_tile + block * (at.x_block_bytes >> 4) + (along >> 4),
+                                     w_tile + ((block * S::w_block_bytes + w_along) >> 4), add);
   }
 
   // The accumulators may be read.
@@ -264,6 +271,23 @@ constexpr bool has_registers(bool chunked, bool two_warpgroups, int rows) {
 }
 bool has_registers(const Gemm &g, int rows) { return has_registers(g.k_chunk != 0, g.m > kWarpgroupRows, rows); }
 
+// The fastest of a sweep of 533 problems in which n is adjacent; rows = 0: a tile of gemm.cu.
+Plan choose_turned(const Gemm &g) {
+  constexpr bool kEarly = true;
+  const int64_t width = cut(g.n, gpu_multiprocessors(g.device.id));
+  auto plan = [](int rows, bool x_split, bool half) {
+    return Plan{rows, x_split, half ? kHalfSharedBytes : kMostSharedBytes, kEarly};
+  };
+  if (g.m > kWarpgroupRows) {
+    if (width <= 16) return plan(width <= 8 ? 16 : 32, true, false);
+    return plan(width > 32 && width <= 48 ? 96 : 0, false, false);
+  }
+  if (width <= 8) return plan(16, false, false);
+  if (width <= 32) return plan(32, false, g.k <= 2048 && width > 16);
+  if (width <= 64) return g.k <= 2048 ? plan(64, false, true) : plan(width <= 48 ? 96 : 64, false, false);
+  return plan(width <= 96 ? 32 : 64, false, width > 96);
+}
+
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) from (768, 4096) to (128256, 4096), kernels back to back in
 // a graph; no rows where a tile of gemm.cu was faster. `width` is the rows of w for every SM.
 //
@@ -272,6 +296,7 @@ bool has_registers(const Gemm &g, int rows) { return has_registers(g.k_chunk != 
 // the shared memory, so that the next kernel's blocks settle beside these, wins where kernels are short; elsewhere only
 // if the next is the same: behind another one, two blocks of a kernel can come to lie on one SM, none on its neighbour.
 Plan choose(const Gemm &g) {
+  if (kTurned) return choose_turned(g);
   constexpr int kMost = kMostSharedBytes, kHalf = kHalfSharedBytes;
   constexpr bool kSplit = true, kEarly = true;
   constexpr Plan kNone = {0, false, kMost, false};
@@ -350,22 +375,24 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
 
 }  // namespace
 
-template <int rows> bool SkinnySm90<rows>::takes(const Gemm &g) {
-  return pydet::takes(g, kMostM) && has_registers(g, rows);
+template <int rows, bool turned> bool SkinnySm90<rows, turned>::takes(const Gemm &g) {
+  return pydet::takes(g, kMostM, turned) && has_registers(g, rows);
 }
-template <int rows> pydet_status SkinnySm90<rows>::launch(const Gemm &g) {
+template <int rows, bool turned> pydet_status SkinnySm90<rows, turned>::launch(const Gemm &g) {
   Gemm cut_up = g;
   const Plan plan = plan_of(cut_up, rows);
   return launch_plan<rows>("cuda_skinny_gemm_sm90", cut_up, plan);
 }
 
-int skinny_sm90_best(const Gemm &g) { return choose(g).rows; }
+template <> int skinny_sm90_best<kTurned>(const Gemm &g) { return choose(g).rows; }
 
-template struct SkinnySm90<16>;
-template struct SkinnySm90<32>;
-template struct SkinnySm90<48>;
-template struct SkinnySm90<64>;
-template struct SkinnySm90<96>;
-template struct SkinnySm90<128>;
+template struct SkinnySm90<16, kTurned>;
+template struct SkinnySm90<32, kTurned>;
+template struct SkinnySm90<48, kTurned>;
+template struct SkinnySm90<64, kTurned>;
+template struct SkinnySm90<96, kTurned>;
+#if !PYDET_SKINNY_ALONG_N
+template struct SkinnySm90<128, kTurned>;
+#endif
 
 }  // namespace pydet

@@ -1,4 +1,4 @@
-// How skinny_sm90.cu moves its operands and is launched: two rings of stages in shared memory, and who fills them.
+// How skinny.cu moves its operands and is launched: two rings of stages in shared memory, and who fills them.
 //
 // A block makes `rows` rows of w (columns of y) for all rows of x, or, where x is split, for 64 of them. One thread
 // fills a ring with w by TMA, evicted first from the L2, another one a ring with x. The next kernel may start while
@@ -88,7 +88,8 @@ __device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *ma
 // The first row of w and of x that a tile multiplies. A box that reaches past the last row takes twice as long, so
 // tiles at an edge begin earlier, and leave what they have in common with the one before to that.
 template <class S> __device__ __forceinline__ int first_of_w(const Problem &p, int tile) {
-  return min((tile >> p.x_split) * S::rows, max((p.n - S::rows + 1) & ~1, 0));  // even, for pairs of y
+  constexpr int kUnit = S::turned ? 8 : 2;  // of 16 bytes, between which no box may begin; pairs of y
+  return min((tile >> p.x_split) * S::rows, max((p.n - S::rows + kUnit - 1) / kUnit * kUnit, 0));
 }
 __device__ __forceinline__ int first_of_x(const Problem &p, int tile) { return (tile & p.x_split) * (p.m - kTileRows); }
 
@@ -125,7 +126,15 @@ template <class S> __device__ __forceinline__ void load_weights(const Problem &p
       barrier_expect(full, boxes * S::w_block_bytes);
 #pragma unroll
       for (int b = 0; b < S::stage_blocks; ++b)
-        if (b < boxes) load_evicting(to + b * S::w_block_bytes, &p.w, full, k + b * kBlockK, row, policy);
+        if (b < boxes) {
+          if constexpr (S::turned) {
+#pragma unroll
+            for (int c = 0; c < S::rows; c += S::box_columns)
+              load_evicting(to + b * S::w_block_bytes + c * kRowBytes, &p.w, full, row + c, k + b * kBlockK, policy);
+          } else {
+            load_evicting(to + b * S::w_block_bytes, &p.w, full, k + b * kBlockK, row, policy);
+          }
+        }
       ring.next();
     });
   }
@@ -194,6 +203,13 @@ __device__ __forceinline__ int64_t bias_at(const Problem &p, int row, int column
   return row * p.bias_row_stride + column * p.bias_column_stride;
 }
 
+// How wgmma finds w where n is adjacent: boxes of `columns` rows of it by 64 k follow each other, 8 k are an atom.
+template <int columns> __device__ __forceinline__ uint64_t turned_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle = uint64_t(columns == 64 ? 1 : columns == 32 ? 2 : 3) << 62;
+  constexpr uint64_t kAtomStride = uint64_t(columns * 2 * 8 >> 4) << 32, kBoxStride = columns * kRowBytes >> 4 << 16;
+  return kSwizzle | kAtomStride | kBoxStride | (address & 0x3FFFF) >> 4;
+}
+
 // ---- Host --------------------------------------------------------------------------------------------------------
 
 int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
@@ -214,16 +230,23 @@ bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_str
 }
 
 // What TMA can describe: rows along k, 16-byte aligned.
-bool takes(const Gemm &g, int most_m) {
+bool takes(const Gemm &g, int most_m, bool turned) {
   constexpr int64_t kMost = int64_t(1) << 30;
   return g.m <= most_m && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 &&
          has_rows(g.a, g.m, g.a.row_stride, g.a.col_stride, g.k) &&
-         has_rows(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k);
+         (turned ? g.b.row_stride != 1 && has_rows(g.b, g.k, g.b.row_stride, g.b.col_stride, g.n)
+                 : has_rows(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k));
 }
 
 MapShape map_of(const Gemm &g, const Matrix &matrix, int64_t count, int64_t stride, int box_rows) {
   constexpr int64_t kAnyStride = 8;  // where there is only one row
   return {matrix.data, matrix.type, g.k, count, count == 1 ? kAnyStride : stride, kBlockK, box_rows, 2, {}, {}};
+}
+template <class S> MapShape map_of_w(const Gemm &g) {
+  if (!S::turned) return map_of(g, g.b, g.n, g.b.col_stride, S::rows);
+  constexpr int64_t kAnyStride = 8;
+  const int64_t stride = g.k == 1 ? kAnyStride : g.b.row_stride;
+  return {g.b.data, g.b.type, g.n, g.k, stride, S::box_columns, kBlockK, 2, {}, {}, S::box_columns * 2};
 }
 
 // The rest of a launch once the shape S is known, of `kernel`, skinny_kernel<S>.
@@ -243,7 +266,7 @@ pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, voi
   p.x_rows = int(cut(p.box_rows, kAtomRows)) * kAtomRows;
   const MapShape x_shape = map_of(g, g.a, g.m, g.a.row_stride, p.box_rows);
   if (pydet_status status = make_map(name, encode, x_shape, &p.x)) return status;
-  if (pydet_status status = make_map(name, encode, map_of(g, g.b, g.n, g.b.col_stride, S::rows), &p.w)) return status;
+  if (pydet_status status = make_map(name, encode, map_of_w<S>(g), &p.w)) return status;
   p.tiles = int(cut(g.n, S::rows)) << p.x_split;
   p.parts = S::split ? plan.parts : 1;
   p.part_steps = S::split ? int(cut(cut(p.steps, p.chunk_steps), p.parts)) * p.chunk_steps : p.steps;
