@@ -286,6 +286,7 @@ def test_any_array_interface(dtype):
 
     class Interface:
         def __init__(self, array):
+            self.array = array
             self.__array_interface__ = array.__array_interface__
             self.dtype = array.dtype
 
