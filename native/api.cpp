@@ -226,6 +226,7 @@ pydet_status check_reach(const char *op, const Backend &backend, const GroupedGe
 }
 pydet_status check_reach(const char *op, const Backend &backend, const Fold &f) {
   for (int i = 0; i < f.count; ++i) PYDET_TRY(check_reach(op, backend, f.device, f.parts[i]));
+  if (f.peers.ranks) PYDET_TRY(check_reach(op, backend, f.device, f.peers.memory[f.peers.rank]));
   return check_reach(op, backend, f.device, f.bias.data, f.out.data);
 }
 pydet_status check_reach(const char *op, const Backend &backend, const LayerNorm &n) {
@@ -955,6 +956,9 @@ pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts, int32_t 
   fold.stream = stream;
   fold.tree = options.order == PYDET_TREE;
   fold.accumulate = options.accumulate != 0;
+  if (count < 1 || count > PYDET_FOLD_PARTS)
+    return fail(PYDET_INVALID_VALUE, "%s: count is %d, want 1 to %d parts", op, int(count), PYDET_FOLD_PARTS);
+  PYDET_TRY(peers_of(op, options.peers, count, &fold.peers));
   PYDET_TRY(fold_of(parts, count, bias, out, &fold));
   return fold.size ? launch(op, fold, options.kernel) : nothing_to_write();
 }

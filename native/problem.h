@@ -78,7 +78,8 @@ enum Feature : uint32_t {
   kDepth = 1 << 24,  // groups of tokens that are summed over
   kTree = 1 << 25,   // the order of a fold
   kMean = 1 << 26,   // is stored
-  kBiasGradient = 1 << 27
+  kBiasGradient = 1 << 27,
+  kPeers = 1 << 28  // of a fold: other ranks' parts
 };
 struct FeatureRow {
   Feature feature;
@@ -113,6 +114,7 @@ constexpr FeatureRow kFeatures[] = {
     {kTree, "the order tree"},
     {kMean, "the mean"},
     {kBiasGradient, "dbias"},
+    {kPeers, "peers"},
 };
 
 constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }
@@ -278,7 +280,16 @@ struct SoftmaxBackward {
   uint32_t needs() const { return when(inner < rows, kTwoStrides) | when(log, kLogarithm); }
 };
 
-// out[i] = round(D + bias[i % bias_period]), D the sum of the parts' element i. All contiguous, `size` elements.
+// The ranks of a fold across devices; none where `ranks` is 0.
+struct Peers {
+  int32_t ranks, rank;
+  bool gathered, scatter;
+  uint32_t timeout_ms;
+  char *memory[PYDET_FOLD_RANKS];  // of each rank
+  uint64_t memory_size;
+};
+
+// out[i] = round(D + bias[i % bias_period]), D the sum of the parts' element i. All contiguous, `size` elements of out.
 struct Fold {
   Device device;
   void *stream;
@@ -287,8 +298,11 @@ struct Fold {
   bool tree, accumulate;
   int64_t size, bias_period;
   Vector bias, out;
+  Peers peers;
 
-  uint32_t needs() const { return when(bias.data, kBias) | when(accumulate, kAccumulate) | when(tree, kTree); }
+  uint32_t needs() const {
+    return when(bias.data, kBias) | when(accumulate, kAccumulate) | when(tree, kTree) | when(peers.ranks, kPeers);
+  }
 };
 
 struct LayerNorm {

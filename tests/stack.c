@@ -92,7 +92,7 @@ static void run(void) {
       options.log = call.k_chunk != 0, options.kernel = call.kernel;
       call.status = pydet_softmax(NULL, &x, &y, &options);
     } else if (!strcmp(call.operation, "fold")) {
-      pydet_fold_options options = {sizeof options, PYDET_ORDERED, 0, 0, NULL};
+      pydet_fold_options options = {sizeof options, PYDET_ORDERED, 0, 0, NULL, NULL};
       const pydet_tensor *parts[PYDET_FOLD_PARTS];
       int32_t part, used = call.transposed ? PYDET_FOLD_PARTS : 3;
       for (part = 0; part < used; ++part) parts[part] = &x;

@@ -208,3 +208,39 @@ def test_c_refuses_and_touches_nothing():
     assert (y.array == 7).all()
     assert lib.pydet_fold(ffi.NULL, pointers, 1, ffi.NULL, y.c, ffi.NULL) == lib.PYDET_OK
     assert_same_bits(y.array, part.array)
+
+
+PEERS_MEMORY = lib.PYDET_FOLD_SIGNALS + 4 * lib.PYDET_FOLD_ROOM  # of 2 parts on 2 ranks
+
+
+@pytest.mark.parametrize(
+    "changed, wanted, sentence",
+    [
+        ({"struct_size": 8}, "PYDET_INVALID_VALUE", "peers.struct_size is 8, want"),
+        ({"ranks": 0}, "PYDET_INVALID_VALUE", "peers.ranks is 0, want 1 to 16"),
+        ({"ranks": 17}, "PYDET_INVALID_VALUE", "peers.ranks is 17, want 1 to 16"),
+        ({"rank": 2}, "PYDET_INVALID_VALUE", "peers.rank is 2, want 0 to 1"),
+        ({"rank": -1}, "PYDET_INVALID_VALUE", "peers.rank is -1, want 0 to 1"),
+        ({"gathered": 2}, "PYDET_INVALID_VALUE", "peers.gathered is 2, want 0 or 1"),
+        ({"scatter": -1}, "PYDET_INVALID_VALUE", "peers.scatter is -1, want 0 or 1"),
+        ({"memory": ffi.NULL}, "PYDET_NULL_POINTER", "peers.memory is NULL, want an array of addresses"),
+        ({"memory": [16, 0]}, "PYDET_NULL_POINTER", "peers.memory[1] is NULL"),
+        ({"memory": [8, 16]}, "PYDET_MISALIGNED", "peers.memory[0] is at 0x8, want a multiple of 16 bytes"),
+        ({"memory_size": PEERS_MEMORY - 1}, "PYDET_WORKSPACE_TOO_SMALL", f"want {PEERS_MEMORY}"),
+        ({"scatter": 1}, "PYDET_INVALID_SHAPE", "parts[0] is 8, want 16"),
+        ({"gathered": 1}, "PYDET_INVALID_SHAPE", "parts[0] is 8, want 4"),
+        ({}, "PYDET_UNSUPPORTED", "peers"),  # which no kernel of the CPU has
+    ],
+)
+def test_peers_are_refused(changed, wanted, sentence):
+    part, y = Tensor(random(8)), Tensor(np.full(8, 7, np.float32))
+    pointers = ffi.new("const pydet_tensor *[]", [part.c])
+    given = {"ranks": 2, "rank": 1, "memory": [16, 32], "memory_size": PEERS_MEMORY, **changed}
+    if isinstance(given["memory"], list):
+        given["memory"] = memory = ffi.new("void *[]", [ffi.cast("void *", at) for at in given["memory"]])
+        assert memory
+    peers = options("pydet_fold_peers", **given)
+    status = lib.pydet_fold(ffi.NULL, pointers, 1, ffi.NULL, y.c, options("pydet_fold_options", peers=peers))
+    assert status_name(status) == wanted
+    assert sentence in last_error() and last_error().startswith("fold: "), last_error()
+    assert (y.array == 7).all()

@@ -118,6 +118,12 @@ pydet_status softmax_backward_long(const SoftmaxBackward &);
 // any/fold.cu
 pydet_status fold(const Fold &);
 
+// nvidia/fold_peers.cu
+bool fold_one_shot_takes(const Fold &);
+bool fold_one_shot_prefers(const Fold &);
+pydet_status fold_one_shot(const Fold &);
+pydet_status fold_two_shot(const Fold &);
+
 // any/layernorm.cu
 bool layernorm_held_takes(const LayerNorm &);
 pydet_status layernorm_held(const LayerNorm &);

@@ -459,12 +459,32 @@ PYDET_API pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a, c
 enum { PYDET_ORDERED = 0, PYDET_TREE = 1 };
 enum { PYDET_FOLD_PARTS = 64 };
 
+/* The ranks of one fold, a device each, in one launch: parts are this rank's, D folds all ranks' parts, rank 0's first, and
+ * out is the same on every rank, with the bits of one fold of them all. Every rank makes the same calls in the same order
+ * with the same counts, shapes, types and options: a rank waits on its device until the others have come. CUDA only.
+ * memory: of each rank, reached by all the others, at multiples of 16 bytes; its first PYDET_FOLD_SIGNALS bytes are zeros
+ * before the first call, the rest may hold anything; used by one sequence of calls, with one memory_size, which is at least
+ * PYDET_FOLD_SIGNALS + (all ranks' parts + ranks) PYDET_FOLD_ROOM. */
+enum { PYDET_FOLD_RANKS = 16, PYDET_FOLD_SIGNALS = 1 << 17, PYDET_FOLD_ROOM = 3 << 20 };
+
+typedef struct pydet_fold_peers {
+  uint32_t struct_size;
+  int32_t ranks;       /* 1 to PYDET_FOLD_RANKS; all ranks' parts are at most PYDET_FOLD_PARTS */
+  int32_t rank;        /* this one */
+  int32_t gathered;    /* 1: parts are all ranks', of this rank's share of out alone, which the others wrote here before */
+  int32_t scatter;     /* 1: out is this rank's share alone. A share: as many rows of the first dimension for each rank */
+  uint32_t timeout_ms; /* a rank that waits longer ends with an error of its device, which is lost; 0: waits for ever */
+  void *const *memory; /* [ranks] */
+  uint64_t memory_size;
+} pydet_fold_peers;
+
 typedef struct pydet_fold_options {
   uint32_t struct_size;
   int32_t order;      /* PYDET_ORDERED or PYDET_TREE */
   int32_t accumulate; /* 1: D0 is out, which is fp32 */
   int32_t reserved;   /* 0 */
   const char *kernel;
+  const pydet_fold_peers *peers; /* NULL: this device alone */
 } pydet_fold_options;
 
 PYDET_API pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts, int32_t count,

@@ -168,6 +168,10 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
 constexpr Kernel<Fold> kFold[] = {
     {"cuda_fold", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree, "sm_80 or later", from_sm80, nullptr,
      nullptr, fold},
+    {"cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree | kPeers, "sm_80 or later",
+     from_sm80, fold_one_shot_takes, fold_one_shot_prefers, fold_one_shot},
+    {"cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree | kPeers, "sm_80 or later",
+     from_sm80, nullptr, nullptr, fold_two_shot},
 };
 
 constexpr uint32_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;

@@ -11,9 +11,15 @@ method                 what it does                                             
 ``two_shot``           all-to-all, every rank folds its part, all-gather of results  4 n S / W    2
 ``chain``              ordered: rank after rank continues D, then a broadcast        4 n          W
 ``halving``            tree: recursive halving, then all-gather of the results       4 n          log2 W + 1
+``peer_one_shot``      one launch: all sums into all ranks' memory, every rank folds 4 n S        1
+``peer_two_shot``      one launch: sums into their owner's memory, fold, results to  4 n S / W    2
+                       all
+``push``               the product's sums are made in their owner's memory, then a   4 n S / W    2
+                       launch that folds and gives the results to all
 ====================== ============================================================= ============ ==================
 
-(n elements; the all-gather of the last step brings n more elements of the result's type.)
+(n elements; the all-gather of the last step brings n more elements of the result's type.) The last three need memory
+that the ranks reach (:mod:`pydet.torch.distributed.symmetric`: NVIDIA GPUs of one NVLink domain), push the product too.
 """
 
 from __future__ import annotations
@@ -27,12 +33,17 @@ import torch.distributed as dist
 
 from pydet._native import INVALID_VALUE, Error, constants, fail
 from pydet.ops import FOLD_PARTS, NUMERICS, Order, fold
+from pydet.torch.distributed.symmetric import MOST_RANKS, Peers, capturing, peers_of
 
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any  # a ProcessGroup, or None for the default one
-Method: TypeAlias = Literal["auto", "one_shot", "two_shot", "chain", "halving"]
+Method: TypeAlias = Literal[
+    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "push"
+]
+PEER_METHODS = ("peer_one_shot", "peer_two_shot")
 METHODS: dict[str, tuple[str, ...]] = {"ordered": ("one_shot", "two_shot", "chain"), "tree": ("one_shot", "two_shot")}
-SMALL_BYTES = 1 << 18  # of all ranks' sums: up to here one step of more bytes is faster than two of fewer
+# Of all ranks' sums: up to here one step of more bytes is faster than two of fewer, of collectives and of launches.
+SMALL_BYTES, PEER_SMALL_BYTES = 1 << 18, 1 << 21
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
 
@@ -55,10 +66,11 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     except (Error, ValueError, TypeError, RuntimeError) as caught:
         problem, word = caught, str(caught)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    peers_of(group, device)
     key = hashlib.sha256(f"{op} {word}".encode()).digest()
     known = _agreed.setdefault(group if group is not None else dist.group.WORLD, set())
     if world > 1 and (problem or device.type == "cpu" or key not in known):
-        if device.type != "cpu" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if device.type != "cpu" and capturing():
             fail(INVALID_VALUE, f"{op}: its first call is under graph capture; call it once before")
         words = _tell_all(group, device, problem is not None, word)
         refused = [(r, text) for r, (bad, text) in enumerate(words) if bad and r != rank]
@@ -129,18 +141,32 @@ def shared(total: int, world: int, op: str, what: str) -> int:
     return total // world
 
 
-def choose(op: str, method: str, order: str, count: int, elements: int, world: int) -> str:
-    """The method that is meant, by the number of all segments and the elements of each."""
+def choose(
+    op: str, method: str, order: str, count: int, elements: int, world: int, peers: Peers | None, product: bool = False
+) -> str:
+    """The method that is meant, by the number of all segments and the elements of each; push, where a product can."""
     if order not in METHODS:
         fail(INVALID_VALUE, f"{op}: order is {order!r}, want one of {', '.join(METHODS)}")
     power_of_two = world & (world - 1) == 0 and (count // world) & (count // world - 1) == 0
     can = METHODS[order] + (("halving",) if order == "tree" and power_of_two else ())
+    by_peers = PEER_METHODS + (("push",) if product else ())
+    reached = peers is not None and count <= FOLD_PARTS
+    size = 4 * elements * count
     if method == "auto":
-        if 4 * elements * count <= SMALL_BYTES:
+        if reached:
+            return "peer_one_shot" if size <= PEER_SMALL_BYTES else "peer_two_shot"
+        if size <= SMALL_BYTES:
             return "one_shot"
         return "halving" if "halving" in can else "two_shot"
-    if method not in can:
-        fail(INVALID_VALUE, f"{op}: method is {method!r}, want one of auto, {', '.join(can)} for order {order}")
+    if method not in can + by_peers:
+        names = ", ".join(can + by_peers)
+        fail(INVALID_VALUE, f"{op}: method is {method!r}, want one of auto, {names} for order {order}")
+    if method in by_peers and not reached:
+        fail(
+            constants.PYDET_UNSUPPORTED,
+            f"{op}: method is {method!r}, and the ranks have no memory that all of them reach (symmetric memory of "
+            f"2 to {MOST_RANKS} NVIDIA GPUs, for up to {FOLD_PARTS} segments)",
+        )
     return method
 
 
@@ -240,12 +266,18 @@ def reduce_sums(
     world = dist.get_world_size(group)
     if world == 1:
         return fold_all(sums, bias, out_dtype, order)
+    peers, count = peers_of(group, sums.device), len(sums) * world
+    name = choose(op, method, order, count, sums[0].numel(), world, peers)
+    shape = (sums.shape[1] // world, *sums.shape[2:]) if rows else tuple(sums.shape[1:])
+    if name in PEER_METHODS:
+        assert peers is not None
+        peers.reserve(count)
+        out = sums.new_empty(shape, dtype=out_dtype)
+        kernel = None if rows else f"cuda_fold_{name.removeprefix('peer_')}"
+        return peers.fold(sums, out, bias=bias, order=order, scatter=rows, kernel=kernel)
     if rows:
-        own = _own_part(sums, group, bias, out_dtype, order)
-        return own.view(sums.shape[1] // world, *sums.shape[2:])
-    return _RUN[choose(op, method, order, len(sums) * world, sums[0].numel(), world)](
-        sums, group, bias, out_dtype, order
-    )
+        return _own_part(sums, group, bias, out_dtype, order).view(shape)
+    return _RUN[name](sums, group, bias, out_dtype, order)
 
 
 def all_reduce(
@@ -265,7 +297,7 @@ def all_reduce(
         bias: ``[N]``, the last extent of ``sums``; added in fp32 before the one rounding.
         out_dtype: float32, bfloat16 or float16.
         order: as in :func:`pydet.fold`. It decides bits; with the number of all segments it is the contract.
-        method: how the sums travel; it decides no bits.
+        method: how the sums travel; it decides no bits. One that this group cannot run is refused.
 
     Returns:
         ``[...]``, the same bits on every rank, for every number of ranks that shares the same segments.
@@ -280,7 +312,7 @@ def all_reduce(
         world = dist.get_world_size(group)
         if bias is not None and (bias.dim() != 1 or sums.dim() < 2 or bias.numel() != sums.shape[-1]):
             fail(constants.PYDET_INVALID_SHAPE, f"{op}: bias is {tuple(bias.shape)}, want ({sums.shape[-1]},)")
-        choose(op, method, order, len(sums) * world, sums[0].numel(), world)
+        choose(op, method, order, len(sums) * world, sums[0].numel(), world, peers_of(group, sums.device))
         return parts, f"sums {tuple(sums.shape)}", f"bias {bias is not None}", out_dtype, order, method
 
     parts = together(op, group, sums.device, terms)[0]
@@ -323,7 +355,10 @@ def reduce_scatter(sums: Tensor, shard: Tensor, *, group: Group = None) -> Tenso
 
 def continue_shard(sums: Tensor, shard: Tensor, group: Group) -> None:
     """After :func:`together`: the all-to-all and the fold of :func:`reduce_scatter`."""
-    world = dist.get_world_size(group)
+    world, peers = dist.get_world_size(group), peers_of(group, sums.device)
+    if peers is not None:
+        peers.fold(sums.unsqueeze(0), shard, scatter=True, accumulate=True)
+        return
     received = sums
     if world > 1:
         received = torch.empty_like(sums)

@@ -24,10 +24,12 @@ from pydet.torch.distributed.exchange import (
     shared,
     together,
 )
+from pydet.torch.distributed.symmetric import Peers, peers_of
 from pydet.torch.ops import matrix
 
 Rows: TypeAlias = Literal["replicate", "shard_rows"]
 _STEP = 16  # segments are multiples of it
+_FEW_ROWS = 64  # up to here a product for each segment, which is bound by its weights, is faster than a batch of them
 
 
 def segment_length(extent: int, segments: int) -> int:
@@ -55,17 +57,37 @@ def _check_shard(op: str, name: str, have: int, extent: int, segments: int, grou
     return segment_length(extent, segments)
 
 
-def _segment_sums(x: Tensor, w: Tensor, chunk: int, count: int, arithmetic: Arithmetic) -> Tensor:
+def _segment_sums(
+    x: Tensor, w: Tensor, chunk: int, count: int, arithmetic: Arithmetic, out: Tensor | None = None
+) -> Tensor:
     """``[count, M, N]`` fp32: x ``[M, k]`` times w ``[k, N]`` by segments of k; those that are not there are zeros."""
     (m, k), n = x.shape, w.shape[1]
-    if k == count * chunk:
+    sums = x.new_empty(count, m, n, dtype=torch.float32) if out is None else out
+    if k == count * chunk and m > _FEW_ROWS:
         a, b = x.unflatten(1, (count, chunk)).transpose(0, 1), w.unflatten(0, (count, chunk))
-        return gemm(a, b, out_dtype="float32", arithmetic=arithmetic)
-    sums = x.new_zeros(count, m, n, dtype=torch.float32)
-    for i in range(-(-k // chunk)):
+        return gemm(a, b, out=sums, arithmetic=arithmetic)
+    for i in range(count):
         here = slice(i * chunk, min(k, (i + 1) * chunk))
-        gemm(x[:, here], w[here], out=sums[i], arithmetic=arithmetic)
+        if i * chunk < k:
+            gemm(x[:, here], w[here], out=sums[i], arithmetic=arithmetic)
+        else:
+            sums[i].zero_()
     return sums
+
+
+def _push(
+    x: Tensor, w: Tensor, chunk: int, count: int, arithmetic: Arithmetic, bias: Tensor | None, peers: Peers, rows: bool
+) -> Tensor:
+    """Each rank's rows of the sums are made in its memory by all ranks, and folded there."""
+    each, first = x.shape[0] // peers.world, peers.rank * count
+    staged = peers.staging((count * peers.world, each, w.shape[1]))
+    for step in range(1, peers.world + 1):
+        owner = (peers.rank + step) % peers.world
+        mine = x[owner * each : (owner + 1) * each]
+        _segment_sums(mine, w, chunk, count, arithmetic, staged[owner][first : first + count])
+    peers.reserve(count * peers.world)
+    out = x.new_empty(each if rows else x.shape[0], w.shape[1])
+    return peers.fold(staged[peers.rank], out, bias=bias, gathered=True, scatter=rows)
 
 
 def _parallel_product(
@@ -81,7 +103,11 @@ def _parallel_product(
     arithmetic: Arithmetic,
 ) -> Tensor:
     """The ordered sum over all ranks of x ``[M, k]`` times w ``[k, N]``, in x's type; `extent` is k of all ranks."""
-    world = dist.get_world_size(group)
+    world, peers = dist.get_world_size(group), peers_of(group, x.device)
+
+    def chosen() -> str:
+        product = method == "push" or x.shape[0] % world == 0
+        return choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world, peers, product)
 
     def terms() -> tuple[Any, ...]:
         if w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -92,10 +118,11 @@ def _parallel_product(
             fail(INVALID_VALUE, f"{op}: out is {out!r}, want 'replicate' or 'shard_rows'")
         if out == "shard_rows":
             shared(x.shape[0], world, op, "the number of rows")
-        elif world > 1:
-            choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world)
         if world == 1:
             result = gemm(x, w, bias=bias, k_chunk=chunk, arithmetic=arithmetic)
+        elif chosen() == "push":
+            shared(x.shape[0], world, op, "the number of rows")
+            result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)  # refuses what the products would
         else:
             result = _segment_sums(x, w, chunk, segments // world, arithmetic)
         shape = f"{x.shape[0]} rows, {w.shape[1]} columns, {extent} summed in {segments} segments"
@@ -104,6 +131,10 @@ def _parallel_product(
     result: Tensor = together(op, group, x.device, terms)[0]
     if world == 1:
         return result
+    if peers is not None and chosen() == "push":
+        count = segments // world
+        chunk = segment_length(extent, segments)
+        return _push(x, w, chunk, count, arithmetic, bias, peers, out == "shard_rows")
     return reduce_sums(op, result, group, bias, x.dtype, "ordered", method, rows=out == "shard_rows")
 
 
@@ -194,7 +225,8 @@ def row_parallel_linear(
         segments: how many segments K has: a multiple of the number of ranks. It decides bits.
         in_features: K. k times the number of ranks by default, which is right unless the last shard is shorter.
         out: ``"replicate"``: all of y on every rank. ``"shard_rows"``: y's rows ``[M / W, N]`` of this rank.
-        method: how the sums travel; it decides no bits. ``"auto"``: by their size.
+        method: how the sums travel (the table in :mod:`pydet.torch.distributed.exchange`); it decides no bits.
+            ``"auto"``: by their size and by what the group's ranks reach. ``"push"`` wants rows that W divides.
         arithmetic: as in :func:`pydet.gemm`; it decides bits.
 
     Raises:

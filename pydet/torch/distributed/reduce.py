@@ -70,7 +70,7 @@ def ordered_hook(state: OrderedState, bucket: Any) -> torch.futures.Future[Tenso
     if shard is None:
         shard = padded.new_zeros(padded.numel() // world)
     continue_shard(padded, shard, group)
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
     if done + 1 < state.rounds:
         state.running[index] = done + 1, layout, shard
         future.set_result(torch.zeros_like(flat))

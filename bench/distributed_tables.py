@@ -1,0 +1,99 @@
+"""python -m bench.distributed_tables JSON: the table and the plot of results of bench.distributed, beside the JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+PLAIN = "mm + NCCL all_reduce bf16"
+
+
+def best(us, names):
+    return min((us[name] for name in names if name in us), default=None)
+
+
+def columns(entry, segments, ranks):
+    """What is shown of one row: title -> us. Of pydet, the method that "auto" is by today's limits."""
+    from pydet.torch.distributed.exchange import choose
+
+    us, elements = entry["us"], entry["m"] * entry["n"]
+    found = {"torch.mm + NCCL all-reduce, bf16": us[PLAIN], "the same in fp32": us["mm + NCCL all_reduce fp32"]}
+    found["with torch's symmetric-memory all-reduce"] = best(us, [name for name in us if "symmetric" in name])
+    for count in segments:
+        chosen = choose("row", "auto", "ordered", count, elements, ranks, True)
+        time = us.get(f"{chosen}, {count} segments", us[f"auto, {count} segments"])
+        found[f"row_parallel_linear, {count} segments"] = time
+    return {title: time for title, time in found.items() if time is not None}
+
+
+def report(entries):
+    machine = next(e for e in entries if e["part"] == "machine")
+    yield f"{machine['ranks']} x {machine.get('gpu', 'CPU')}, torch {machine['torch']}, NCCL {machine.get('nccl', '-')}"
+    if "note" in machine:
+        yield f"({machine['note']})"
+    for e in (e for e in entries if e["part"] == "bits"):
+        ranks = e.get("ranks", machine["ranks"])
+        methods = ", ".join(f"{name} {count}" for name, count in e["differ"].items())
+        yield f"\n{ranks} ranks, {e['shapes']} random shapes, {e['elements']} results."
+        yield f"Elements whose bits are not one rank's: {methods}."
+        yield f"Controls: {', '.join(f'{name} {count}' for name, count in e['controls'].items())}."
+    rows, ranks = [e for e in entries if e["part"] == "row"], machine["ranks"]
+    for n, k in sorted({(e["n"], e["k"]) for e in rows}):
+        here = [e for e in rows if (e["n"], e["k"]) == (n, k)]
+        segments = sorted({int(name.split()[1]) for name in here[0]["us"] if name.startswith("auto")})
+        titles = list(columns(here[0], segments, ranks))
+        yield f"\nRow-parallel layer, N, K = {n}, {k}: us (in brackets: speed over the first)\n"
+        yield f"| M | {' | '.join(titles)} |"
+        yield "|---|" + "---|" * len(titles)
+        for e in here:
+            us = columns(e, segments, ranks)
+            first = us[titles[0]]
+            cells = [f"{us[t]:.1f} ({first / us[t]:.2f})" if t in us else "-" for t in titles]
+            yield f"| {e['m']} | {' | '.join(cells)} |"
+        worst = max(count for e in here for count in e["differ"].values())
+        yield f"\nElements that differ from one GPU's, in any method and row: {worst}."
+    for e in (e for e in entries if e["part"] == "dp"):
+        yield f"\nReduce-scatter of {e['gradients']} fp32 gradients, us: " + times(e["us"])
+    for e in (e for e in entries if e["part"] == "layer"):
+        yield f"\nDecoder layer without its attention core, {e['m']} tokens, us: {times(e['us'])}; {e['differ']} differ"
+    for e in (e for e in entries if e["part"] == "step"):
+        yield f"\nForward and backward of it, {e['tokens']} tokens, tokens a second: {times(e['tokens_per_second'])}"
+
+
+def times(us):
+    return ", ".join(f"{name} {value}" for name, value in us.items())
+
+
+def plot(entries, path):
+    from bench.plot import COLORS, GREY, pyplot
+
+    rows = [e for e in entries if e["part"] == "row"]
+    layers = sorted({(e["n"], e["k"]) for e in rows})
+    ranks = next(e for e in entries if e["part"] == "machine")["ranks"]
+    figure, panels = pyplot().subplots(
+        1, len(layers), figsize=(6 * len(layers), 4), layout="constrained", squeeze=False
+    )
+    for axes, layer in zip(panels[0], layers, strict=True):
+        here = [e for e in rows if (e["n"], e["k"]) == layer]
+        segments = sorted({int(name.split()[1]) for name in here[0]["us"] if name.startswith("auto")})
+        for color, title in zip((GREY, *COLORS), list(columns(here[0], segments, ranks))[1:], strict=False):
+            points = [(e["m"], columns(e, segments, ranks)) for e in here]
+            shown = [(m, us["torch.mm + NCCL all-reduce, bf16"] / us[title]) for m, us in points if title in us]
+            axes.plot(*zip(*shown, strict=True), marker="o", markersize=3, color=color, label=title)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(xscale="log", xlabel="M", ylabel="times as fast", title=f"{ranks} GPUs, N, K = {layer[0]}, {layer[1]}")
+        axes.set_xscale("log", base=2)
+    panels[0][0].legend(fontsize=7)
+    figure.suptitle("Row-parallel linear layer beside torch.mm + NCCL's all-reduce in bf16")
+    figure.savefig(path, dpi=100)
+    pyplot().close(figure)
+
+
+def main(path):
+    entries = json.loads(path.read_text())
+    path.with_suffix(".md").write_text("\n".join(report(entries)) + "\n")
+    if any(e["part"] == "row" for e in entries):
+        plot(entries, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
