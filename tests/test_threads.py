@@ -1,4 +1,4 @@
-"""Calls from many Python threads at once. In a build of Python without the global lock (3.14t) nothing else orders them.
+"""Calls from many Python threads at once. In a Python without the global lock (3.14t) nothing else orders them.
 
 Every test has a process of its own, so that the threads also race for all that is done once: for the library that is
 loaded, the framework that is seen, the class that is met for the first time.
