@@ -98,6 +98,9 @@ __device__ __forceinline__ void run(M::Accumulators (&chain)[tiles], Sources<til
     multiply(steps[s], s * M::kStep + lane_k < left ? ~0u : 0u);
     keep_order();
   }
+#if defined(__gfx90a__)  // there results take the registers of steps past the break: each store would wait, for all
+  wait_for_loads();
+#endif
 }
 
 // `waves` of a block: of rows of w, or of chunks (`folds`). A wave has `rows` of w, 4, 8 or 16: of fewer than 16 its
