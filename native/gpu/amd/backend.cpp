@@ -21,8 +21,8 @@ bool is_built(const Device &device) {
 bool is_gfx942(const Device &device) { return gpu_facts(device.id).arch == 0x942 && is_built(device); }
 bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a && is_built(device); }
 
-// Every wave reads all of x. From 65 rows on that is worth it where tiles of 64x64 would leave units idle, on gfx942. Not
-// on gfx90a, whose compiler waits for each load of the kernel's last round there (estimated at N = 640, K = 960, 1920).
+// Every wave reads all of x. From 65 rows on that is worth it where tiles of 64x64 would leave units idle, on gfx942. On
+// gfx90a the tiles are faster there too (estimated at N = 640, K = 960 and 1920: bench/README.md).
 bool skinny_cdna2_prefers(const Gemm &g) { return g.m <= 64; }
 bool skinny_cdna3_prefers(const Gemm &g) {
   return g.m <= 64 || (g.m + 63) / 64 * ((g.n + 63) / 64) < gpu_multiprocessors(g.device.id);
