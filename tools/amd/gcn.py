@@ -472,8 +472,15 @@ def add_scaled(a, b, c):
 
 
 def fma(a, b, c):
-    a, b, c = np.broadcast_arrays(f(a), f(b), f(c))
-    return bits(reference.fma(a, b, c))
+    """By a sum in float64, whose rounding is the one of the exact value unless it ends halfway between two numbers of
+    fp32; then, and where those are subnormal, by the reference."""
+    a64, b64, c64 = (f(x).astype(np.float64) for x in (a, b, c))
+    total = np.asarray(a64 * b64 + c64)
+    halfway = (total.view(U64) & U64((1 << 29) - 1)) == U64(1 << 28)
+    small = np.abs(total) < 2.0**-126
+    if not halfway.any() and not (small.any() and total[small].any()):
+        return total.astype(F32).view(U32)
+    return bits(reference.fma(*np.broadcast_arrays(f(a), f(b), f(c))))
 
 
 def extreme(pick):
@@ -1282,12 +1289,11 @@ def packed(name, operands, modifiers):
             return x ^ U32(1 << 31) if negate[half][i] else x
 
         if name == "v_pk_mov_b32":
-            first, second = value(0, 0, low[0]), value(1, 0, low[1])
+            first, second = np.copy(value(0, 0, low[0])), value(1, 0, low[1])
         else:
             first = operation(*(value(i, 0, low[i]) for i in range(count)))
             second = operation(*(value(i, 1, high[i]) for i in range(count)))
-        first = np.array(np.broadcast_to(first, (LANES,)))
-        w.put(number + 1, np.array(np.broadcast_to(second, (LANES,))))
+        w.put(number + 1, second)
         w.put(number, first)
 
     return compute
