@@ -124,10 +124,48 @@ def problems():
     yield make(3000, 2200, 384, a_scale="row", b_scale="row")
 
 
+def few_rows():
+    """What the kernels for few rows of a take: their tiles of 16 to 128 columns, which may lie in two blocks of scales,
+    stages of 128, 256 and 512 k, rings of 2 stages and more, one warpgroup and two, several tiles a block."""
+    cases, outs = itertools.count(1000), itertools.cycle(["bf16", "fp32", "fp16"])
+    scales = itertools.cycle([("group", "block"), ("row", "row"), ("group", "group"), ("tensor", "tensor"),
+                              ("row", "block"), ("none", "none"), ("group", "row"), ("group", "tensor"),
+                              ("none", "block"), ("group", "none")])  # fmt: skip
+
+    def make(m, n, k, **fields):
+        a_scale, b_scale = next(scales)
+        return Scaled(m, n, k, **{
+            "a_scale": a_scale, "b_scale": b_scale, "out_dtype": next(outs), "seed": next(cases), **fields,
+        })  # fmt: skip
+
+    for m in (1, 7, 8, 9, 15, 16, 17, 32, 33, 63, 64, 65, 100, 127, 128):
+        yield make(m, 136, 272)
+        yield make(m, 330, 640, a_scale="group", b_scale="block")
+    for n in (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 160, 223, 256, 257):
+        yield make(5, n, 256)
+        yield make(70, n, 400, a_scale="group", b_scale="block")
+    for k in (16, 32, 48, 112, 128, 144, 240, 256, 272, 384, 400, 512, 528, 640, 1024, 1152, 2048, 2304):
+        yield make(3, 200, k)
+        yield make(80, 144, k, a_scale="group", b_scale="block")
+    for m in (20, 90):
+        for bias in ("n fp32", "n bf16", "mn fp16", "mn fp32"):
+            yield make(m, 203, 256, bias=bias)
+        for kind in ("near", "specials"):
+            for a_scale, b_scale in (("group", "block"), ("row", "row"), ("group", "group"), ("none", "none")):
+                yield make(m, 140, 272, kind=kind, a_scale=a_scale, b_scale=b_scale)
+        for a_scale, b_scale in (("group", "block"), ("group", "group"), ("none", "none")):
+            yield make(m, 261, 528, accumulate=True, out_dtype="fp32", a_scale=a_scale, b_scale=b_scale)
+        yield make(m, 260, 512, scale_type=E8M0, a_scale="group", b_scale="block")
+        yield make(m, 100, 256, scale_type=E8M0, a_scale="row", b_scale="row")
+        yield make(m, 9000, 384, a_scale="group", b_scale="block")  # more tiles than blocks
+        yield make(m, 40, 8320, a_scale="group", b_scale="block")
+    yield make(8, 5000, 128, a_scale="group", b_scale="group")
+
+
 @pytest.mark.parametrize("kernel", [*GEMM_KERNELS, None])
 def test_scaled_gemm_equals_the_cpu(torch, kernel):
     device = OnDevice(torch, kernel)
-    for problem in problems():
+    for problem in few_rows() if "skinny" in (kernel or "") else problems() if kernel else [*problems(), *few_rows()]:
         assert_same_bits(test_scaled_gemm.run(device.scaled_gemm, problem), on_cpu(problem), f"{kernel}: {problem}")
     assert device.taken > device.refused, f"{kernel} took {device.taken} problems and refused {device.refused}"
 
@@ -168,7 +206,7 @@ def test_row_bits_do_not_depend_on_the_batch(torch, kernel, scales):
 @pytest.mark.parametrize("kernel", GEMM_KERNELS)
 def test_repeats(torch, kernel):
     """The same call many times, with the device busy: what is read too early shows now and then."""
-    a, b, options = Scaled(700, 520, 2048).operands()
+    a, b, options = Scaled(100 if "skinny" in kernel else 700, 520, 2048).operands()
     del options["k_chunk"]
     given = [to_device(torch, x) for x in (a, b, options["a_scale"], options["b_scale"])]
     call = lambda: pydet.scaled_gemm(given[0], given[1], a_scale=given[2], b_scale=given[3], kernel=kernel)

@@ -1,0 +1,171 @@
+// How scaled_gemm.cu's tiles lie in shared memory, and who fills them: the copy engine, and two warps for the weights.
+#pragma once
+
+#include <algorithm>
+
+#include "gpu/nvidia/sm90/rows.h"
+#include "gpu/nvidia/sm90/scales.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kStageK = kScaleGroup;  // of k in a stage, 128 bytes
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2;
+constexpr int kAhead = 4;                // chunks, of which two are on the way at a time
+constexpr int kWeighers = 64;            // threads
+constexpr int kSharedBytes = 227 << 10;  // the most a block may have
+constexpr int kColumnUnit = 64;          // tiles begin at multiples of it
+constexpr int kTurn = 4;                 // the first of the named barriers by which the warpgroups take turns
+
+struct ScaledProblem {
+  Sm90Problem rows;  // where tiles and out lie; its k and chunk count stages
+  DeviceScale a_scale, b_scale;
+  bool along_k, chain_from_out;  // chain_from_out: the one chain starts from out, not D
+};
+
+// How the additions find time beside the tensor cores: the two warpgroups take turns to issue their products, or issue
+// them when they may, or each issues the next chunk's before it adds the last's, which takes accumulators for both.
+enum class Way { in_turn, at_will, ahead };
+
+template <int rows_a_warpgroup, int columns, Way how, Type a, Type b> struct Shape {
+  static constexpr Type a_type = a, b_type = b;
+  static constexpr bool turns = how == Way::in_turn, ahead = how == Way::ahead;
+  static constexpr int blocks = rows_a_warpgroup / 64;  // of 64 rows
+  static constexpr int m = kConsumers * rows_a_warpgroup, n = columns;
+  static constexpr int cluster_m = 2, cluster_n = 1, cluster = cluster_m * cluster_n;
+  static constexpr int threads = kWarpgroup * (1 + kConsumers), registers = n / 2;
+  static constexpr int a_bytes = m * kRowBytes, stage_bytes = a_bytes + n * kRowBytes;
+  // Else there are registers for the chain of one stage, and for one weight a row, alone.
+  static constexpr bool long_chunks = blocks == 1 && n <= 128 && !ahead, by_column = long_chunks;
+  static constexpr int column_blocks = n > kScaleGroup ? 2 : 1;  // of 128 columns, that a tile may lie in
+  static constexpr int row_weights = m * column_blocks;          // of a stage, and then those of its columns
+  static constexpr int weight_bytes = (row_weights + (by_column ? n : 0)) * 4;
+  static constexpr int staging_bytes = kConsumers * 4 * kPieceBytes, column_bytes = kConsumers * n * 4;
+  static constexpr int stages =
+      std::min(6, (kSharedBytes - staging_bytes - column_bytes - 256) / (stage_bytes + weight_bytes));
+  static constexpr int weights_at = stages * stage_bytes, staging_at = weights_at + stages * weight_bytes;
+  static constexpr int columns_at = staging_at + staging_bytes, barriers_at = columns_at + column_bytes;
+  static constexpr int shared_bytes = barriers_at + stages * 16;
+  static_assert(n % kColumnUnit == 0, "where blocks of 128 columns may begin in a tile");
+  static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
+};
+
+__device__ __forceinline__ int64_t batch_offset(const DeviceScale &scale, const Tile &tile) {
+  int64_t offset = 0;
+  for (int d = 0; d < kSm90MaxBatch; ++d) offset += tile.batch[d] * scale.batch_stride[d];
+  return offset;
+}
+
+// Where a ring stands.
+template <class S> struct Cursor {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == S::stages) stage = 0, parity ^= 1;
+  }
+};
+template <class S> __device__ __forceinline__ uint32_t full_barrier(uint32_t shared, int stage) {
+  return shared + S::barriers_at + stage * 8;
+}
+template <class S> __device__ __forceinline__ uint32_t empty_barrier(uint32_t shared, int stage) {
+  return shared + S::barriers_at + (S::stages + stage) * 8;
+}
+
+// One thread: the operands. Each block of the cluster brings its part of b to both.
+template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int rank) {
+  constexpr int share = S::n / S::cluster;
+  constexpr uint16_t both = (1 << S::cluster) - 1;
+  Cursor<S> ring;
+  for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
+    const Tile tile = tile_of<S>(p, index, rank);
+    Place a_place = {}, b_place = {};
+    for (int d = 0; d < kSm90MaxBatch; ++d) {
+      a_place.batch[d] = p.a_moves[d] ? tile.batch[d] : 0;
+      b_place.batch[d] = p.b_moves[d] ? tile.batch[d] : 0;
+    }
+    a_place.y = tile.row, b_place.y = tile.column + rank * share;
+    for (int i = 0; i < p.k; ++i) {
+      const uint32_t full = full_barrier<S>(shared, ring.stage), a = shared + ring.stage * S::stage_bytes;
+      const uint32_t b = a + S::a_bytes + rank * share * kRowBytes;
+      a_place.x = b_place.x = i * kStageK;
+      barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+      barrier_expect(full, S::stage_bytes);
+      if (p.batched) {
+        load_box<5, false>(a, &p.a, full, a_place, 0);
+        load_box<5, true>(b, &p.b, full, b_place, both);
+      } else {
+        load_box<2, false>(a, &p.a, full, a_place, 0);
+        load_box<2, true>(b, &p.b, full, b_place, both);
+      }
+      ring.next();
+    }
+  }
+  // The block may end when every arrival that the other owes it has come.
+  for (int i = 0; i < S::stages; ++i) {
+    barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+    ring.next();
+  }
+}
+
+// kWeighers threads: the weights of each stage, where scales vary along k. By column they are a's scales alone, and b's
+// stand behind them.
+template <class S>
+__device__ __forceinline__ void weigh(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
+  constexpr int each = S::m / kWeighers, each_column = S::n / kWeighers;
+  const Sm90Problem &p = problem.rows;
+  const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
+  const bool by_column = S::by_column && by_columns(b_scale);
+  Cursor<S> ring;
+  for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
+    const Tile tile = tile_of<S>(p, index, rank);
+    int64_t a_at[each], b_at[S::column_blocks], column_at[each_column];
+#pragma unroll
+    for (int j = 0; j < each; ++j)
+      a_at[j] = batch_offset(a_scale, tile) + min(tile.row + thread + j * kWeighers, p.m - 1) * a_scale.stride;
+#pragma unroll
+    for (int j = 0; j < S::column_blocks; ++j)
+      b_at[j] = batch_offset(b_scale, tile) +
+                (b_scale.blocks ? min(tile.column / kScaleGroup + j, (p.n - 1) / kScaleGroup) * b_scale.stride : 0);
+#pragma unroll
+    for (int j = 0; j < each_column; ++j)
+      column_at[j] = b_at[0] + min(tile.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
+    float a[each], b[S::column_blocks], column[each_column];
+    auto load = [&] {
+      load_scales(a_scale, a_at, a);
+      if (by_column) {
+        load_scales(b_scale, column_at, column);
+      } else {
+        load_scales(b_scale, b_at, b);
+      }
+#pragma unroll
+      for (int j = 0; j < each; ++j) a_at[j] += a_scale.chunk_stride;
+#pragma unroll
+      for (int j = 0; j < S::column_blocks; ++j) b_at[j] += b_scale.chunk_stride;
+#pragma unroll
+      for (int j = 0; j < each_column; ++j) column_at[j] += b_scale.chunk_stride;
+    };
+    if (p.k > 0) load();
+    for (int i = 0; i < p.k; ++i) {
+      const uint32_t to = shared + S::weights_at + ring.stage * S::weight_bytes + thread * 4;
+      barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+      if (by_column) {
+#pragma unroll
+        for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[j]);
+#pragma unroll
+        for (int j = 0; j < each_column; ++j) store_word(to + (S::row_weights + j * kWeighers) * 4, column[j]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < each; ++j)
+#pragma unroll
+          for (int l = 0; l < S::column_blocks; ++l) store_word(to + (j * kWeighers + l * S::m) * 4, a[j] * b[l]);
+      }
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(full_barrier<S>(shared, ring.stage));
+      if (i + 1 < p.k) load();
+      ring.next();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pydet

@@ -1,0 +1,94 @@
+// What the kernels of scaled_gemm share: scales on the device, and which operands the tensor cores read.
+#pragma once
+
+#include "gpu/nvidia/sm90/gemm.h"
+#include "gpu/nvidia/sm90/hopper.h"
+#include "scaled.h"
+
+namespace pydet {
+namespace {
+
+struct DeviceScale {
+  const char *data;  // NULL: 1
+  Type type;
+  bool blocks;
+  int64_t stride, chunk_stride;
+  int64_t batch_stride[kSm90MaxBatch];
+};
+
+// Several at once: one branch on their type, and they wait for each other alone.
+template <int count>
+__device__ __forceinline__ void load_scales(const DeviceScale &scale, const int64_t (&at)[count], float (&to)[count]) {
+  if (!scale.data) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = 1;
+  } else if (scale.type == Type::f32) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = __ldg(reinterpret_cast<const float *>(scale.data) + at[i]);
+  } else {
+    uint32_t byte[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) byte[i] = __ldg(reinterpret_cast<const uint8_t *>(scale.data) + at[i]);
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = f32_from_e8m0(uint8_t(byte[i]));
+  }
+}
+__device__ __forceinline__ void store_word(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ float load_word(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+// Each column has its own.
+__device__ __forceinline__ bool by_columns(const DeviceScale &scale) {
+  return scale.data && !scale.blocks && scale.stride != 0;
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+constexpr int kScaledUnit = 16;  // bytes: what the copy engine's addresses and strides are multiples of
+constexpr int64_t kScaledMost = int64_t(1) << 30;
+
+inline int64_t cut_up(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
+
+inline bool aligned(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride) {
+  const bool rows = extent == 1 || (stride % kScaledUnit == 0 && stride > 0 && stride < int64_t(1) << 38);
+  return k == 0 || (reinterpret_cast<uintptr_t>(matrix.data) % kScaledUnit == 0 && (k == 1 || k_stride == 1) && rows);
+}
+
+inline bool aligned_batch(const ScaledGemm &g, int operand) {
+  for (int i = 0; i < g.batch.dims; ++i)
+    if (g.batch.stride[operand][i] % kScaledUnit) return false;
+  return true;
+}
+
+inline bool readable(const ScaledGemm &g) {
+  return aligned(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride) && aligned_batch(g, g.kA) &&
+         aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && aligned_batch(g, g.kB) && g.m <= kScaledMost &&
+         g.n <= kScaledMost && g.k <= kScaledMost &&
+         cut_up(g.m, 128) * cut_up(g.n, 128) <= kScaledMost / g.batch.count && g.batch.dims <= kSm90MaxBatch;
+}
+
+// Says what is not readable: after this kernel no other is tried.
+inline pydet_status unreadable(const ScaledGemm &g) {
+  const bool a = aligned(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride) && aligned_batch(g, g.kA);
+  const bool b = aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && aligned_batch(g, g.kB);
+  if (a && b)
+    return fail(PYDET_UNSUPPORTED,
+                "scaled_gemm: an extent passes 2^30, or the batch needs more than %d strides, on a GPU", kSm90MaxBatch);
+  return fail(PYDET_UNSUPPORTED,
+              "scaled_gemm: the tensor cores do not read %s, want its data and strides in multiples of %d"
+              " bytes",
+              a ? "b" : "a", kScaledUnit);
+}
+
+inline DeviceScale scale_of(const ScaledGemm &g, const Scale &scale, int operand) {
+  DeviceScale device = {scale.data, scale.type, scale.blocks, scale.stride, scale.chunk_stride, {}};
+  for (int i = 0; i < g.batch.dims; ++i) device.batch_stride[i] = g.batch.stride[operand][i];
+  return device;
+}
+
+}  // namespace
+}  // namespace pydet
