@@ -4,7 +4,8 @@ The peers are PyTorch (cuBLAS for products, its own kernels for RMSNorm), a plai
 they are installed, and a device-to-device copy as the ceiling of what only moves memory. Every product is of normal
 random numbers; buffers rotate past the L2. `equality` counts the elements in which cuBLAS has other bits than the
 natural chain. `--quick` takes a few shapes of each operation. `gemm --random N --seed S` times N products drawn from
-the layers of published models (model_shapes.py) instead of the list: M log-uniform, each direction, types, k_chunk.
+the layers of published models (model_shapes.py) instead of the list: M log-uniform, each direction, types, k_chunk;
+`rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py).
 """
 
 import argparse
@@ -20,10 +21,10 @@ import torch
 
 import pydet
 import pydet.torch
-from bench import cuda_fp8, cuda_grouped, harness, model_shapes, plot
+from bench import cuda_fp8, cuda_grouped, cuda_norms, harness, model_shapes, plot
+from bench.cuda_norms import copying, normal, sets_of
 from bench.harness import Row, Variant
 
-L2_BYTES = 50 << 20
 NK = [
     (6144, 4096),
     (4096, 4096),
@@ -53,9 +54,6 @@ SKINNY_NK = [
 ]
 SKINNY_M = [1, 2, 4, 8, 16, 32, 64, 128]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NORM_M = [4096, 16384, 65536]
-NORM_N = [256, 512, 1024, 2048, 4096, 8192, 16384]
-EPS = 1e-6
 
 
 class Cuda:
@@ -114,15 +112,6 @@ class Cuda:
             place = torch.arange(first, first + part.numel(), device=part.device)
             total += int(((part + 0x9E3779B9) * (2 * place + 1) ^ (part << 17)).sum())
         return (total % 2**64).to_bytes(8, "little")
-
-
-def normal(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def sets_of(bytes_each, most=48):
-    """How many sets of buffers pass the L2 twice over."""
-    return max(2, min(most, math.ceil(2 * L2_BYTES / bytes_each)))
 
 
 # ---- A plain product in Triton -------------------------------------------------------------------------------------
@@ -363,128 +352,6 @@ def skinny_rows(quick):
             yield partial(skinny, m, n, k)
 
 
-# ---- RMSNorm -------------------------------------------------------------------------------------------------------
-
-try:
-    from quack.rmsnorm import rmsnorm_bwd as quack_backward
-    from quack.rmsnorm import rmsnorm_fwd as quack_forward
-except ImportError:
-    quack_forward = quack_backward = None
-try:
-    from liger_kernel.ops import rms_norm as liger
-except ImportError:
-    liger = None
-
-
-def copying(tensors):
-    """What moves as many bytes as these tensors have, reads and writes together."""
-    count = sum(t.numel() * t.element_size() for t in tensors) // 8
-    source, target = (torch.empty(count, dtype=torch.float32, device="cuda") for _ in range(2))
-    return partial(target.copy_, source)
-
-
-def norm_forward(m, n):
-    sets = [(normal(m, n), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")) for _ in range(sets_of(4 * m * n))]
-    weight = normal(n)
-    rstds = torch.empty(m, device="cuda")
-    variants = [
-        Variant("pydet", [partial(pydet.rmsnorm, x, weight, eps=EPS, out=(y, rstds)) for x, y in sets], [sets[0][1]]),
-        Variant("torch", [partial(torch.nn.functional.rms_norm, x, (n,), weight, EPS) for x, _ in sets]),
-        Variant("copy", [copying(pair) for pair in sets]),
-    ]
-    if quack_forward:
-        calls = [partial(quack_forward, x, weight, eps=EPS, store_rstd=True) for x, _ in sets]
-        variants.append(Variant("quack", calls))
-    return Row("rmsnorm", f"{m} x {n}", "bf16", variants, "copy", 4 * m * n, "GB/s")
-
-
-def norm_backward(m, n):
-    weight = normal(n)
-    sets = []
-    for _ in range(sets_of(6 * m * n)):
-        dy, x = normal(m, n), normal(m, n)
-        rstd = pydet.rmsnorm(x, weight, eps=EPS)[1]
-        sets.append((dy, x, rstd, torch.empty_like(x), torch.empty_like(weight)))
-    call = pydet.rmsnorm_backward
-    variants = [
-        Variant(
-            "pydet",
-            [partial(call, dy, x, weight, rstd, out=dx, dweight=dw) for dy, x, rstd, dx, dw in sets],
-            [sets[0][3], sets[0][4]],
-        ),
-        Variant(
-            "pydet, dx alone", [partial(call, dy, x, None, rstd, out=torch.empty_like(x)) for dy, x, rstd, *_ in sets]
-        ),
-        Variant("copy", [copying((dy, x, dx)) for dy, x, _, dx, _ in sets]),
-        Variant(
-            "torch",
-            [
-                partial(torch.ops.aten._fused_rms_norm_backward, dy, x, [n], rstd.view(m, 1), weight, [True, True])
-                for dy, x, rstd, *_ in sets
-            ],
-        ),
-    ]
-    if quack_backward:
-        variants.append(Variant("quack", [partial(quack_backward, x, weight, dy, rstd) for dy, x, rstd, *_ in sets]))
-    if liger:
-        block, warps = liger.calculate_settings(n)
-        calls = [
-            partial(liger.rms_norm_backward, dy, x, weight, rstd, 0.0, 0, block, warps, False, None)
-            for dy, x, rstd, *_ in sets
-        ]
-        variants.append(Variant("liger", calls))
-    return Row("rmsnorm_backward", f"{m} x {n}", "bf16", variants, "copy", 6 * m * n, "GB/s")
-
-
-def norm_accuracy():
-    """Root mean square of the error over that of the exact y, dx and dweight, taken from float64."""
-    say_missing_norms()
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        for m, n in [(4096, 256), (4096, 4096), (16384, 1024), (65536, 256), (65536, 1024)]:
-            x, dy, weight = normal(m, n, dtype=dtype), normal(m, n, dtype=dtype), normal(n, dtype=dtype)
-            y, rstd = pydet.rmsnorm(x, weight, eps=EPS)
-            results = {"pydet": (y, *pydet.rmsnorm_backward(dy, x, weight, rstd))}
-            backward = torch.ops.aten._fused_rms_norm_backward
-            results["torch"] = (
-                torch.nn.functional.rms_norm(x, (n,), weight, EPS),
-                *backward(dy, x, [n], rstd.view(m, 1), weight, [True, True]),
-            )
-            if quack_forward:
-                y, _, rstd = quack_forward(x, weight, eps=EPS, store_rstd=True)
-                results["quack"] = (y, *quack_backward(x, weight, dy, rstd)[:2])
-            if liger:
-                y, _, rstd, block, warps, mode = liger.rms_norm_forward(x, weight, EPS, 0.0, "llama", None)
-                results["liger"] = (
-                    y,
-                    *liger.rms_norm_backward(dy, x, weight, rstd, 0.0, mode, block, warps, False, None),
-                )
-            x, dy, weight = x.double(), dy.double(), weight.double()
-            rstd = (x.square().mean(1, keepdim=True) + EPS).rsqrt()
-            xhat, g = x * rstd, dy * weight
-            exact = xhat * weight, rstd * (g - xhat * (g * xhat).mean(1, keepdim=True)), (dy * xhat).sum(0)
-            for name, tensors in results.items():
-                entry = {"shape": f"{m} x {n}", "dtype": str(dtype).split(".")[1], "variant": name}
-                for part, one, want in zip(("y", "dx", "dweight"), tensors, exact, strict=True):
-                    entry[part] = float(f"{float((one.double() - want).norm() / want.norm()):.3g}")
-                found.append(entry)
-    return found
-
-
-def say_missing_norms():
-    for name, found in {"quack": quack_forward, "liger": liger}.items():
-        if not found:
-            print(f"{name} is not installed: its rows are left out")
-
-
-def norm_rows(quick):
-    say_missing_norms()
-    for make in (norm_forward, norm_backward):
-        for m in NORM_M[:2] if quick else NORM_M:
-            for n in NORM_N[::3] if quick else NORM_N:
-                yield partial(make, m, n)
-
-
 # ---- Host time -----------------------------------------------------------------------------------------------------
 
 
@@ -541,7 +408,7 @@ def card():
 
 # ---- Running -------------------------------------------------------------------------------------------------------
 
-LISTS = {"overhead": overhead, "equality": equality, "rmsnorm_accuracy": norm_accuracy}
+LISTS = {"overhead": overhead, "equality": equality, "rmsnorm_accuracy": cuda_norms.accuracy}
 # Rows of out of a product that was drawn at random, up to and including.
 RANGES = [64, 128, 512, 2048, 8192]
 
@@ -577,10 +444,13 @@ ROWS = {
     "gemm": gemm_rows,
     "skinny_gemm": skinny_rows,
     "decode": decode_rows,
-    "rmsnorm": norm_rows,
+    **cuda_norms.ROWS,
     **cuda_fp8.ROWS,
     **cuda_grouped.ROWS,
 }
+
+# What --random draws, and what is said of it.
+RANDOM = {"gemm": (random_rows, random_summary), "rmsnorm": (cuda_norms.random_rows, cuda_norms.random_summary)}
 
 
 def summary(entries):
@@ -608,13 +478,13 @@ def main():
         "operations", nargs="*", metavar="operation", help=f"of {', '.join([*ROWS, *LISTS])}; default all"
     )
     parser.add_argument("--quick", action="store_true", help="a few shapes of each")
-    parser.add_argument("--random", type=int, metavar="N", help="gemm: N problems drawn at random in place of the list")
+    parser.add_argument("--random", type=int, metavar="N", help="gemm, rmsnorm: N problems drawn instead of the list")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     options = parser.parse_args()
     operations = options.operations or [*ROWS, *LISTS]
-    if options.random and operations != ["gemm"]:
-        parser.error("--random is for gemm alone")
+    if options.random and operations not in (["gemm"], ["rmsnorm"]):
+        parser.error("--random is for gemm or rmsnorm alone")
     if unknown := set(operations) - {*ROWS, *LISTS}:
         parser.error(f"no such operation: {', '.join(sorted(unknown))}")
     device, wrong = Cuda(), []
@@ -629,14 +499,14 @@ def main():
             harness.write_json(options.out / f"{name}_{operation}.json", command, found, {})
             continue
         before = card()
-        drawn = options.random and operation == "gemm"
-        rows = random_rows(options.random, options.seed) if drawn else ROWS[operation](options.quick)
+        drawn, (draw, summarise) = bool(options.random), RANDOM.get(operation, (None, None))
+        rows = draw(options.random, options.seed) if drawn else ROWS[operation](options.quick)
         entries = harness.run(rows, device, 0)
         after = card()
         print(f"card before: {before}\ncard after:  {after}")
-        lines = random_summary(entries) if drawn else summary(entries)
+        lines = summarise(entries) if drawn else summary(entries)
         print("\n".join(lines), flush=True)
-        path = options.out / (f"{name}_{operation}" + "_random" * bool(drawn))
+        path = options.out / (f"{name}_{operation}" + "_random" * drawn)
         harness.write_json(path.with_suffix(".json"), command, entries, {"card_before": before, "card_after": after})
         harness.write_table(path.with_suffix(".md"), entries)
         with path.with_suffix(".md").open("a") as table:

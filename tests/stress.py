@@ -22,7 +22,10 @@ import torch
 import pydet
 
 SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
-OPERATIONS = ("gemm", "rmsnorm", "rmsnorm_backward", "scaled_gemm", "quantize", "grouped_gemm")  # of the kernel table
+OPERATIONS = (  # of the kernel table
+    *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
+    *("layernorm", "layernorm_backward", "softmax", "softmax_backward"),
+)
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
 Case = collections.namedtuple("Case", "kernel operation call wanted")  # call(outputs); what they must be then
@@ -78,6 +81,44 @@ def norm_cases(operation, dtype, generator, device):
                     dy, x, w, r, out=o[0], dweight=o[1], **k
                 ),
             )
+
+
+def layer_cases(operation, dtype, generator, device):
+    for rows, n in ((1, 4096), (33, 256), (65, 1024), (200, 96), (290, 40), (2, 20000), (3, 1001)):
+        x, dy = (tensor(generator, (rows, n), dtype, device) for _ in range(2))
+        weight, bias = (tensor(generator, (n,), torch.float32, device) for _ in range(2))
+        of_rows = [part.to(device) for part in pydet.layernorm(x.cpu(), eps=1e-6)[1:]]
+        if operation == "layernorm":
+            yield (
+                operation,
+                [((rows, n), dtype), ((rows,), torch.float32), ((rows,), torch.float32)],
+                lambda o, x=x, w=weight, b=bias, **k: pydet.layernorm(x, w, b, eps=1e-6, out=tuple(o), **k),
+            )
+        else:
+            yield (
+                operation,
+                [((rows, n), dtype), ((n,), torch.float32), ((n,), torch.float32)],
+                lambda o, dy=dy, x=x, w=weight, r=of_rows, **k: pydet.layernorm_backward(
+                    dy, x, w, *r, out=o[0], dweight=o[1], dbias=o[2], **k
+                ),
+            )
+
+
+def softmax_cases(operation, dtype, generator, device):
+    """The functions of the family that these kernels serve."""
+    for rows, n in ((1, 4096), (33, 256), (65, 1024), (200, 96), (290, 40), (2, 20000), (3, 1001)):
+        x, dy = (tensor(generator, (rows, n), dtype, device) for _ in range(2))
+        index = (torch.arange(rows) * 7 % n).to(device)
+        like, of_rows = [((rows, n), dtype)], [((rows,), torch.float32)]
+        if operation == "softmax":
+            for name in ("softmax", "log_softmax"):
+                f = getattr(pydet, name)
+                yield name, like, lambda o, x=x, f=f, **k: f(x, out=o[0], **k)
+            yield "log_prob", of_rows, lambda o, x=x, i=index, **k: pydet.log_prob(x, i, out=o[0], **k)
+        else:
+            for name in ("softmax", "log_softmax"):
+                y, f = getattr(pydet, name)(x.cpu()).to(device), getattr(pydet, f"{name}_backward")
+                yield f"{name}_backward", like, lambda o, dy=dy, y=y, f=f, **k: f(dy, y, out=o[0], **k)
 
 
 def scaled_cases(dtype, generator, device):
@@ -171,7 +212,8 @@ def make_cases(device, seed, only):
                     "quantize": quantize_cases,
                     "grouped_gemm": grouped_cases,
                 }
-                make = makes.get(key[0]) or functools.partial(norm_cases, key[0])
+                rows = norm_cases if "rmsnorm" in key[0] else layer_cases if "layer" in key[0] else softmax_cases
+                make = makes.get(key[0]) or functools.partial(rows, key[0])
                 made[key] = list(make(kinds[brief], generator, device))
             for number, (operation, shapes, call) in enumerate(made[key]):
                 if any(outside(shape, dtype) for shape, dtype in shapes):
