@@ -4,11 +4,17 @@ Eight processes are started once. Each check runs in groups of the first 1, 2, 4
 put together from the ranks' parts: all must have the bits of the group of one. Controls by all_reduce must not.
 """
 
+import contextlib
 import datetime
 import hashlib
+import io
 import multiprocessing
 import os
+import pathlib
+import re
+import runpy
 import socket
+import sys
 import time
 import traceback
 from queue import Empty
@@ -657,3 +663,35 @@ def check_survivor(kind, method):
 def test_a_killed_rank_leaves_nobody_hanging():
     pytest.importorskip("torch")
     check_survivor("cpu", "auto")
+
+
+def example(rank, world, port, options, queue):
+    """As torchrun starts it, but in a process that has imported torch."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(PYDET_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    path = pathlib.Path(__file__).resolve().parent.parent / "examples/parallel.py"
+    sys.argv = [str(path), *options]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(path), run_name="__main__")
+        queue.put((rank, said.getvalue(), None))
+    except BaseException:
+        queue.put((rank, said.getvalue(), traceback.format_exc()))
+
+
+def test_the_example_compares_ranks(tmp_path):
+    """Saved by one rank, compared by 2 x 2: as it is, and with all-reduces."""
+    pytest.importorskip("torch")
+
+    def run(ranks, *options):
+        processes, queue = start(ranks, example, ranks, free_port(), options)
+        answers = [queue.get(timeout=120) for _ in processes]
+        assert all(problem is None for _, _, problem in answers), answers
+        said = "".join(text for _, text, _ in answers)
+        return [int(count) for count in re.findall(r"(\d+) of \d+ differ", said)]
+
+    saved = str(tmp_path / "one.json")
+    assert run(1, "--save", saved) == []
+    *differ, outputs, gradients = run(4, "--tp", "2", "--compare", saved, "--all-reduce")
+    assert differ == [0, 0] and outputs > 1000 and gradients > 1000
