@@ -122,7 +122,8 @@ NVCC ?= nvcc
 # sm90/skinny.cu once for each layout of the weights.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := sm90/skinny.along_k sm90/skinny.along_n
-CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_long rmsnorm_dweight softmax fold layernorm) \
+CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_apart \
+    rmsnorm_backward_narrow rmsnorm_unaligned rmsnorm_backward_long rmsnorm_dweight softmax fold layernorm) \
   $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize quantize_packed fold_peers $(SM90_SKINNY) sm90/scaled_gemm sm90/scaled_skinny sm90/grouped sm90/clusters \
     $(SM90_GROUPS:%=sm90/gemm.%))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
@@ -181,7 +182,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
 HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
   $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight softmax \
-    fold)
+    fold layernorm)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled
 # is as right as one that is, and the host's half of a file does not use the device's constants.

@@ -130,7 +130,7 @@ def problems(operation, name, dtype):
         shapes = [(64, 256)] * (3 if operation == "softmax_backward" else 2)
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_softmax_options", kernel=name[0])
         return
-    for rows, n in ((64, 256), (64, 2048), (64, 8192), (4, 20000)):
+    for rows, n in ((64, 256), (64, 128), (64, 2048), (64, 8192), (4, 20000)):
         x = (rows, n)
         if operation == "layernorm":
             shapes = [x, None, ((n,), "float32"), ((n,), "float32"), x, ((rows,), "float32"), None, None]

@@ -379,7 +379,7 @@ def test_rmsnorm_backward_equals_cpu(hip, dtype):
     assert taken == {name for name, *_ in table(hip, "rmsnorm_backward")}
 
 
-WIDTHS = (256, 512, 1000, 2048, 4096, 8192, 16384)  # the longest row of each team that holds one
+WIDTHS = (64, 128, 256, 512, 1000, 2048, 4096, 8192, 16384)  # the longest row of each team that holds one
 
 
 def test_rmsnorm_of_every_width_equals_cpu(hip):
@@ -445,6 +445,68 @@ def test_grouped_gemm_equals_cpu(hip):
                 assert_same_bits(got, want, f"{kernel}, {problem} on {hip.arch}")
                 taken.add(kernel)
     assert taken and hip.ran >= {name for name in instances(hip, "gemm_ieee_kernel") if "GroupedGemm" in name}
+
+
+def layernorm(hip, x, weight, bias, residual, where, kernel=None, **fields):
+    y, mean, rstd = np.full(x.shape, 7, x.dtype), *(np.full(x.shape[:-1], 7, np.float32) for _ in range(2))
+    total = None if residual is None else np.full(x.shape, 7, x.dtype)
+    extra = {"kernel": kernel} if kernel and where == ROCM else {}
+    options = capi.options("pydet_layernorm_options", eps=1e-5, **extra, **fields)
+    hip.check("pydet_layernorm", options, x, residual, weight, bias, y, mean, rstd, total, kind=where)
+    return [y, mean, rstd] + ([] if residual is None else [total])
+
+
+def layernorm_backward(hip, dy, x, weight, of_rows, dresidual, where, kernel=None, joined=True, **fields):
+    dx = np.full(x.shape, 7, x.dtype)
+    dweight, dbias = (np.full(x.shape[-1:], 7, np.float32) if joined else None for _ in range(2))
+    size = ffi.new("uint64_t *")
+    assert hip.lib.pydet_layernorm_backward_workspace(x.shape[0], x.shape[1], size) == 0
+    memory = np.full(size[0] + 16, 0xA5, np.uint8)
+    start = ffi.cast("void *", memory.ctypes.data + -memory.ctypes.data % 16)
+    extra = {"kernel": kernel} if kernel and where == ROCM else {}
+    struct = "pydet_layernorm_backward_options"
+    options = capi.options(struct, workspace=start, workspace_size=size[0], **extra, **fields)
+    tensors = dy, x, weight, *of_rows, dresidual, dx, dweight, dbias
+    hip.check("pydet_layernorm_backward", options, *tensors, kind=where)
+    return [dx, dweight, dbias] if joined else [dx]
+
+
+LAYER_WIDTHS = (256, 2048, 8192, 1101)  # the longest row of each team that holds one; and one that none holds
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layernorm_equals_cpu(hip, dtype):
+    """Each team and each function, in every type; what is absent takes turns."""
+    hip.order = in_reverse
+    for i, n in enumerate((40, *LAYER_WIDTHS)):
+        held = "long" if n == 1101 else "held"
+        x, dy, residual = (normal(3, n, dtype=dtype, seed=seed) for seed in range(3))
+        weight, bias = (normal(n, seed=4 + j) if (i + j) % 3 else None for j in range(2))
+        arguments = x, weight, bias, residual if i % 2 else None
+        got = layernorm(hip, *arguments, ROCM, f"hip_layernorm_{held}", weight_offset=1.0)
+        want = layernorm(hip, *arguments, CPU, weight_offset=1.0)
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same_bits(ours, theirs, f"layernorm {held}, {n} columns on {hip.arch}")
+        arguments = dy, x, weight, want[1:3], residual if i % 2 else None
+        joined = n in (40, 1101)
+        got = layernorm_backward(hip, *arguments, ROCM, f"hip_layernorm_backward_{held}", joined=joined)
+        for ours, theirs in zip(got, layernorm_backward(hip, *arguments, CPU, joined=joined), strict=True):
+            assert_same_bits(ours, theirs, f"layernorm_backward {held}, {n} columns on {hip.arch}")
+    families = "layernorm_kernel", "layernorm_long_kernel", "layernorm_dx_kernel", "layernorm_dx_long_kernel"
+    of_type = f"TypeE{('fp32', 'bf16', 'fp16').index(dtype)}E"
+    every = {name for name in instances(hip, *families, "layernorm_chains_kernel") if of_type in name}
+    assert every and hip.ran >= every
+
+
+def test_layernorm_of_several_blocks_of_rows_equals_cpu(hip):
+    """The sums over rows that pass a chain, a group and a block, continued."""
+    dy, x, weight, bias = normal(274, 8, seed=1), normal(274, 8), normal(8), normal(8, seed=2)
+    _, mean, rstd = layernorm(hip, x, weight, bias, None, CPU)
+    arguments = hip, dy, x, weight, (mean, rstd), None
+    for kernel in ("hip_layernorm_backward_held", "hip_layernorm_backward_long"):
+        got = layernorm_backward(*arguments, ROCM, kernel, accumulate=1)
+        for ours, theirs in zip(got, layernorm_backward(*arguments, CPU, accumulate=1), strict=True):
+            assert_same_bits(ours, theirs, f"{kernel} on {hip.arch}")
 
 
 SOFTMAX = ("softmax", "log_softmax", "log_prob", "log_prob_backward", "softmax_backward", "log_softmax_backward")
@@ -754,6 +816,24 @@ def operations(hip, device=0, stream=0):
             )[1],
             [dx, dweight],
         ),
+        "layernorm": (
+            lambda: hip.call(
+                "pydet_layernorm",
+                capi.options("pydet_layernorm_options"),
+                *(x, None, weight, None, y, None, rstd, None),
+                **where,
+            ),
+            [y, rstd],
+        ),
+        "layernorm_backward": (
+            lambda: hip.call(
+                "pydet_layernorm_backward",
+                capi.options("pydet_layernorm_backward_options"),
+                *(x, x, weight, given_rstd, given_rstd, None, dx, None, None),
+                **where,
+            ),
+            [dx],
+        ),
         "softmax": (
             lambda: hip.call("pydet_softmax", capi.options("pydet_softmax_options"), x, soft, **where),
             [soft],
@@ -958,6 +1038,8 @@ def test_from_python(hip, rocm):
         "skinny_gemm, fast": (pydet.skinny_gemm, (a, np.ascontiguousarray(b.T)), {"mode": "fast"}),
         "rmsnorm": (pydet.rmsnorm, (x, weight), {"eps": 1e-5, "residual": residual}),
         "rmsnorm_backward": (pydet.rmsnorm_backward, (x, residual, weight, rstd), {}),
+        "layernorm": (pydet.layernorm, (x, weight), {"eps": 1e-5, "residual": residual}),
+        "layernorm_backward": (pydet.layernorm_backward, (x, residual, weight, rstd, rstd), {}),
         "softmax": (pydet.softmax, (x,), {}),
         "log_softmax_backward": (pydet.log_softmax_backward, (x, residual), {}),
     }

@@ -119,6 +119,22 @@ bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
+// any/rmsnorm_backward_apart.cu
+bool rmsnorm_backward_apart_takes(const RmsNormBackward &);
+bool rmsnorm_backward_apart_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_apart(const RmsNormBackward &);
+
+// any/rmsnorm_backward_narrow.cu
+bool rmsnorm_backward_narrow_takes(const RmsNormBackward &);
+bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
+
+// any/rmsnorm_unaligned.cu
+bool rmsnorm_unaligned_takes(const RmsNorm &);
+pydet_status rmsnorm_unaligned(const RmsNorm &);
+bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &);
+pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &);
+
 // any/softmax.cu
 bool softmax_held_takes(const Softmax &);
 pydet_status softmax_held(const Softmax &);

@@ -35,6 +35,8 @@ constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
 constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
 constexpr uint32_t kAllOfGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
+constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
@@ -101,6 +103,20 @@ constexpr Kernel<Fold> kFold[] = {
      fold},
 };
 
+constexpr Kernel<LayerNorm> kLayerNorm[] = {
+    {"hip_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, kBuiltFor, is_built, layernorm_held_takes,
+     nullptr, layernorm_held},
+    {"hip_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, kBuiltFor, is_built, nullptr, nullptr,
+     layernorm_long},
+};
+
+constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
+    {"hip_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, kBuiltFor, is_built,
+     layernorm_backward_held_takes, nullptr, layernorm_backward_held},
+    {"hip_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, kBuiltFor, is_built, nullptr,
+     nullptr, layernorm_backward_long},
+};
+
 pydet_status query_device(int32_t id, pydet_device_info *info) {
   gpu_error error = gpu_describe(id, info);
   if (error == kGpuSuccess) return PYDET_OK;
@@ -137,8 +153,8 @@ const Backend *gpu_backend() {
                                       table(kSoftmaxBackward),
                                       table(kGroupedGemm),
                                       table(kFold),
-                                      {},
-                                      {}};
+                                      table(kLayerNorm),
+                                      table(kLayerNormBackward)};
   return &backend;
 }
 

@@ -8,8 +8,8 @@
 //              dweight, dbias: chains of 16 rows of dy xhat and of dy, which rmsnorm_dweight.cu joins
 //
 // Rows up to 8192 are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are passed over three
-// times, the gradient's twice, by single elements. The sums over rows pass over x and dy once more: a thread takes 8
-// columns of a chain.
+// times, the gradient's twice, by single elements. The sums over rows pass over x and dy once more: a thread takes
+// one or two columns of a chain.
 
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_partials.h"
@@ -285,40 +285,54 @@ __global__ void __launch_bounds__(kMaxTeam, kLongBlocks)
 
 constexpr int kChainThreads = 128;
 
-// A thread takes 8 columns of the 16 rows of a chain, and then another 8 until all are done.
-template <Type type, bool aligned>
+// `columns` adjacent elements of a row, 1 or 2.
+template <Type type, int columns> __device__ __forceinline__ void load_columns(const char *at, float (&x)[columns]) {
+  if constexpr (columns == 1) {
+    x[0] = load_f32(at, type, 0);
+  } else if constexpr (type == Type::f32) {
+    const float2 pair = *reinterpret_cast<const float2 *>(at);
+    x[0] = pair.x;
+    x[1] = pair.y;
+  } else {
+    const uint32_t pair = *reinterpret_cast<const uint32_t *>(at);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const uint16_t half = uint16_t(pair >> 16 * e);
+      x[e] = type == Type::bf16 ? f32_from_bf16(half) : f32_from_f16(half);
+    }
+  }
+}
+
+// A thread takes one or two columns of the 16 rows of a chain, and then another until all are done.
+template <Type type, int columns>
 __global__ void __launch_bounds__(kChainThreads, kChainBlocks)
     layernorm_chains_kernel(const __grid_constant__ LayerNormBackward p) {
-  const int64_t vectors = (p.n + kVector - 1) / kVector, last = p.rows - 1;
+  const int64_t jobs_of_chain = p.n / columns, last = p.rows - 1;
   const int64_t chains = (p.rows + kDweightChainRows - 1) / kDweightChainRows;
   float *of_weight = static_cast<float *>(p.workspace), *of_bias = of_weight + chains * p.n;
-  for (int64_t job = int64_t(blockIdx.x) * kChainThreads + threadIdx.x; job < vectors * chains;
+  for (int64_t job = int64_t(blockIdx.x) * kChainThreads + threadIdx.x; job < jobs_of_chain * chains;
        job += int64_t(gridDim.x) * kChainThreads) {
-    const int64_t chain = job / vectors, j = (job - chain * vectors) * kVector, first = chain * kDweightChainRows;
-    float weight[kVector] = {}, bias[kVector] = {};
-#pragma unroll 4
-    for (int i = 0; i < kDweightChainRows; ++i) {
-      const bool there = first + i <= last;
-      const int64_t r = there ? first + i : last;
-      const char *x_row = row_at(p.x, size_of(type), p.inner, r), *dy_row = row_at(p.dy, size_of(type), p.inner, r);
-      const float mean = of_row(p.mean, r), rstd = of_row(p.rstd, r);
-      float x[kVector], dy[kVector];
-      if constexpr (aligned) {
-        unpack(load_packed<type, kVector>(x_row + j * size_of(type)), x);
-        unpack(load_packed<type, kVector>(dy_row + j * size_of(type)), dy);
-      } else {
-        load_elements<type>(x_row, j, p.n, x);
-        load_elements<type>(dy_row, j, p.n, dy);
-      }
+    const int64_t chain = job / jobs_of_chain, j = (job - chain * jobs_of_chain) * columns;
+    const int64_t first = chain * kDweightChainRows;
+    float x[kDweightChainRows][columns], dy[kDweightChainRows][columns], weight[columns] = {}, bias[columns] = {};
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        weight[e] = there ? fmaf(dy[e], (x[e] - mean) * rstd, weight[e]) : weight[e];
-        bias[e] = there ? dy[e] + bias[e] : bias[e];
+    for (int i = 0; i < kDweightChainRows; ++i) {
+      const RowIndex row = row_index(p.inner, first + i <= last ? first + i : last);
+      load_columns<type>(row_at(p.x, size_of(type), row) + j * size_of(type), x[i]);
+      load_columns<type>(row_at(p.dy, size_of(type), row) + j * size_of(type), dy[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kDweightChainRows; ++i) {
+      if (first + i > last) continue;
+      const float mean = of_row(p.mean, first + i), rstd = of_row(p.rstd, first + i);
+#pragma unroll
+      for (int e = 0; e < columns; ++e) {
+        weight[e] = fmaf(dy[i][e], (x[i][e] - mean) * rstd, weight[e]);
+        bias[e] = dy[i][e] + bias[e];
       }
     }
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      if (j + e >= p.n) continue;
+    for (int e = 0; e < columns; ++e) {
       if (p.dweight.data) of_weight[chain * p.n + j + e] = weight[e];
       if (p.dbias.data) of_bias[chain * p.n + j + e] = bias[e];
     }
@@ -366,13 +380,13 @@ template <class F> pydet_status backward(const char *name, const LayerNormBackwa
     if (const pydet_status ready = ready_to_join(*sum); ready != PYDET_OK) return ready;
   const bool aligned = p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.x);
   const pydet_status status = with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    auto kernel = aligned ? layernorm_chains_kernel<type, true> : layernorm_chains_kernel<type, false>;
+    auto kernel = aligned ? layernorm_chains_kernel<type, 2> : layernorm_chains_kernel<type, 1>;
     if (sums)
       if (const pydet_status ready = load("layernorm_chains", kernel); ready != PYDET_OK) return ready;
     if (p.dx.data && p.rows > 0)
       if (const pydet_status launched = launch_dx(type); launched != PYDET_OK) return launched;
     if (!sums || p.rows == 0) return pydet_status(PYDET_OK);
-    const int64_t threads = chains * divide_up(p.n, kVector);
+    const int64_t threads = chains * (aligned ? p.n / 2 : p.n);
     Launch where = {"layernorm_chains", static_cast<gpu_stream>(p.stream),
                     dim3(limited(divide_up(threads, kChainThreads))), dim3(kChainThreads)};
     return launch(where, kernel, p);

@@ -144,6 +144,8 @@ __global__ void __launch_bounds__(kMaxTeam, 2) rmsnorm_long_kernel(const __grid_
 
 // Calls f with a team that holds a row of n: few threads with much to do each, and some rows more where a row is short.
 template <class F> pydet_status with_shape(int64_t n, const F &f) {
+  if (n <= 8 * 8) return f(RowShape<8, 8, 1, 2>{});
+  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
   if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{});
   if (n <= 32 * 16) return f(RowShape<32, 8, 2, 2>{});
   if (n <= 64 * 16) return f(RowShape<64, 8, 2, 2>{});

@@ -150,14 +150,10 @@ template <int T, int W, int V> struct Lanes {
 
   // The sum of the thread's groups; two neighbours get the same one where they share a group.
   __device__ __forceinline__ float own_sum() {
-    float group[kGroups];
+    float group[kSlots];
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      if (i >= kSlots) {
-        group[i] = 0.0f;
-        continue;
-      }
-      float(&s)[W] = lane[i < kSlots ? i : 0];
+    for (int i = 0; i < kSlots; ++i) {
+      float(&s)[W] = lane[i];
       if constexpr (W == kRowLaneElements) {
 #pragma unroll
         for (int apart = W / 2; apart > 0; apart /= 2)
@@ -173,8 +169,12 @@ template <int T, int W, int V> struct Lanes {
         group[i] = first + gpu_shfl_xor(first, 1, kLogicalWarp);
       }
     }
+    static_assert((kSlots & (kSlots - 1)) == 0, "groups are joined by halves");
+    if constexpr (kSlots < kGroups)  // the groups that are empty, +0: they change -0 alone, and once
 #pragma unroll
-    for (int apart = kGroups / 2; apart > 0; apart /= 2)
+      for (int i = 0; i < kSlots; ++i) group[i] += 0.0f;
+#pragma unroll
+    for (int apart = kSlots / 2; apart > 0; apart /= 2)
 #pragma unroll
       for (int i = 0; i < apart; ++i) group[i] += group[i + apart];
     return group[0];
@@ -190,7 +190,9 @@ __device__ __forceinline__ void join(Lanes<T, W, V> (&lanes)[R], float *exchange
   float sum[R];
 #pragma unroll
   for (int k = 0; k < R; ++k) sum[k] = lanes[k].own_sum();
-  int t = int(threadIdx.x) % T, lane = int(threadIdx.x) % kLogicalWarp;
+  constexpr int kWidth = T < kLogicalWarp ? T : kLogicalWarp;  // of the lanes that the shuffles join
+  static_assert(R <= kWidth, "a lane finishes a row");
+  int t = int(threadIdx.x) % T, lane = int(threadIdx.x) % kWidth;
   if constexpr (T > kLogicalWarp) {
     constexpr int kGroups = Lanes<T, W, V>::kTeamGroups, kParts = kGroups / kLogicalWarp;
     struct alignas(4 * R) Sums {
@@ -219,22 +221,22 @@ __device__ __forceinline__ void join(Lanes<T, W, V> (&lanes)[R], float *exchange
   // Half of the lanes go on with half of the rows, until each lane has one: R - 1 exchanges instead of R log R.
   int rows = R;
 #pragma unroll
-  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) {
+  for (int apart = kWidth / 2; apart > 0; apart /= 2) {
     if (rows > 1) {
       rows /= 2;
       bool upper = lane & apart;
 #pragma unroll
       for (int k = 0; k < rows; ++k) {
         float keep = upper ? sum[k + rows] : sum[k], give = upper ? sum[k] : sum[k + rows];
-        sum[k] = keep + gpu_shfl_xor(give, apart, kLogicalWarp);
+        sum[k] = keep + gpu_shfl_xor(give, apart, kWidth);
       }
     } else {
-      sum[0] += gpu_shfl_xor(sum[0], apart, kLogicalWarp);
+      sum[0] += gpu_shfl_xor(sum[0], apart, kWidth);
     }
   }
   float finished = finish(sum[0]);
 #pragma unroll
-  for (int k = 0; k < R; ++k) result[k] = R == 1 ? finished : gpu_shfl(finished, k * (kLogicalWarp / R), kLogicalWarp);
+  for (int k = 0; k < R; ++k) result[k] = R == 1 ? finished : gpu_shfl(finished, k * (kWidth / R), kWidth);
 }
 
 // ---- Choosing ----------------------------------------------------------------------------------------------------

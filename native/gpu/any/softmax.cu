@@ -22,7 +22,7 @@ constexpr float kLowest = -INFINITY;
 // The largest of the team's values; a NaN has no say (it shows in the sum). All threads of the block call it.
 template <int T> __device__ __forceinline__ float team_max(float largest, float *exchange) {
 #pragma unroll
-  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2)
+  for (int apart = (T < kLogicalWarp ? T : kLogicalWarp) / 2; apart > 0; apart /= 2)
     largest = fmaxf(largest, gpu_shfl_xor(largest, apart, kLogicalWarp));
   if constexpr (T > kLogicalWarp) {
     if (threadIdx.x % kLogicalWarp == 0) exchange[threadIdx.x / kLogicalWarp] = largest;
@@ -52,10 +52,10 @@ struct Finish {
     sum = total;
     log_sum = log_f32(total);
   }
-  __device__ __forceinline__ float element(int64_t j, float x) const {
-    float shifted = x - max;
-    if (p.kind == SoftmaxKind::log_softmax) return shifted - log_sum;
-    float probability = exp_f32(shifted) / sum;
+  __device__ __forceinline__ float element(int64_t j, float x) const { return element(j, x, exp_f32(x - max)); }
+  __device__ __forceinline__ float element(int64_t j, float x, float exp_of_shifted) const {
+    if (p.kind == SoftmaxKind::log_softmax) return (x - max) - log_sum;
+    float probability = exp_of_shifted / sum;
     if (p.kind == SoftmaxKind::softmax) return probability;
     if (index < 0) return 0.0f;
     return fmaf(-probability, gradient, j == index ? gradient : 0.0f);
@@ -95,16 +95,15 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
   }
   const float max = team_max<T>(most, largest);
   Lanes<T, W, V> lanes[1];
-  float ones[W], sum[1];
+  float ones[W], exps[V][W], sum[1];
 #pragma unroll
   for (int e = 0; e < W; ++e) ones[e] = 1.0f;
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    float one[W];
-    unpack(x[v], one);
+    unpack(x[v], exps[v]);
 #pragma unroll
-    for (int e = 0; e < W; ++e) one[e] = exp_f32(one[e] - max);
-    lanes[0].add(v, W * (t + T * v) < n, one, ones);
+    for (int e = 0; e < W; ++e) exps[v][e] = exp_f32(exps[v][e] - max);
+    lanes[0].add(v, W * (t + T * v) < n, exps[v], ones);
   }
   join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, sum);
   finish.known(max, sum[0]);
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
     float one[W];
     unpack(x[v], one);
 #pragma unroll
-    for (int e = 0; e < W; ++e) one[e] = finish.element(W * (t + T * v) + e, one[e]);
+    for (int e = 0; e < W; ++e) one[e] = finish.element(W * (t + T * v) + e, one[e], exps[v][e]);
     store_packed<type>(y_row + v * kVectorStep, one);
   }
 }
@@ -268,6 +267,8 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_backward_long_kernel(cons
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape(int64_t n, const F &f) {
+  if (n <= 8 * 8) return f(RowShape<8, 8, 1, 1>{});
+  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 1>{});
   if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{});
   if (n <= 32 * 16) return f(RowShape<32, 8, 2, 1>{});
   if (n <= 64 * 16) return f(RowShape<64, 8, 2, 1>{});

@@ -27,8 +27,9 @@ constexpr uint32_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a 
 constexpr uint32_t kOneChain = kBatch | kBias | kAccumulate | kAlongM | kAlongN;
 constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
 constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
-constexpr uint32_t kAllOfGradient =
-    kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kGradientAlone =
+    kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kAllOfGradient = kGradientAlone | kResidual;
 constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
@@ -155,11 +156,17 @@ constexpr Kernel<Quantize> kQuantize[] = {
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
     {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes,
      nullptr, rmsnorm_held},
+    {"cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
+     rmsnorm_unaligned_takes, nullptr, rmsnorm_unaligned},
     {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, nullptr, nullptr,
      rmsnorm_long},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
+    {"cuda_rmsnorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
+     rmsnorm_backward_apart_takes, rmsnorm_backward_apart_prefers, rmsnorm_backward_apart},
+    {"cuda_rmsnorm_backward_narrow", kHalfTypes, Arithmetic::ieee, kGradientAlone, "sm_80 or later", from_sm80,
+     rmsnorm_backward_narrow_takes, rmsnorm_backward_narrow_prefers, rmsnorm_backward_narrow},
     {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
      rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
     {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later",
@@ -170,6 +177,8 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
      rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
     {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
      rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
+     rmsnorm_backward_unaligned_takes, nullptr, rmsnorm_backward_unaligned},
     {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
      nullptr, nullptr, rmsnorm_backward_long},
 };
