@@ -19,7 +19,8 @@ namespace {
 
 constexpr int kStep = 16;
 constexpr int kWarpgroup = 128;
-constexpr int kTurnBarrier = 4;          // and the next: named barriers of a ping-pong; 1 to 3 are the warpgroups' own
+// And the next: named barriers of a ping-pong; 1 to 3 are the warpgroups' own.
+[[maybe_unused]] constexpr int kTurnBarrier = 4;
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
 // This object's part of the kernels: those of one type, of the tiles kFirstTile, kFirstTile + kSm90TileGroups, ...
