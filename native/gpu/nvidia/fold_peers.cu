@@ -255,15 +255,9 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   for (int s = 0; s < p.count; ++s) by_four = by_four && aligned(p.parts[s], kUnit * int(sizeof(float)));
   const int64_t blocks_wanted = divide_up(plan.share, kThreads * kUnit);
   const int64_t blocks = blocks_wanted < kMostBlocks ? blocks_wanted : kMostBlocks;
-  const int64_t turns_wanted = divide_up(blocks_wanted, blocks);
-  int64_t turns = turns_wanted;
-  if (peers.ranks > 1) {
-    plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
-    const int64_t room = plan.area / (int64_t(plan.total + peers.ranks) * kSlot);
-    turns = turns < room ? turns : room;
-  }
-  plan.turns = int32_t(turns < (1 << 20) ? turns : 1 << 20);
-  plan.rounds = int32_t(divide_up(turns_wanted, plan.turns));
+  if (peers.ranks > 1) plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
+  plan.turns = 1;  // several would be fewer meetings for more memory: not measured yet
+  plan.rounds = int32_t(divide_up(blocks_wanted, blocks));
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(kThreads)};
   if (by_four) return launch(where, p.tree ? fold_peers_kernel<true, true> : fold_peers_kernel<false, true>, p, plan);
   return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);

@@ -21,7 +21,7 @@ Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any
 
 MOST_RANKS: int = constants.PYDET_FOLD_RANKS
-_PARTS = 48  # of all ranks, for which a group's memory has room: the more, the fewer rounds a large sum takes
+_PARTS = 16  # of all ranks, for which a group's memory has room at once
 _CODES = {torch.float32: (constants.PYDET_FLOAT, 32), torch.bfloat16: (constants.PYDET_BFLOAT, 16)}
 _CODES[torch.float16] = (constants.PYDET_FLOAT, 16)
 _peers: dict[Any, Peers | None] = {}
