@@ -1,5 +1,6 @@
 """The CUDA kernels of scaled_gemm and quantize, forced by name, against the CPU's bit for bit."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -165,7 +166,10 @@ def few_rows():
 @pytest.mark.parametrize("kernel", [*GEMM_KERNELS, None])
 def test_scaled_gemm_equals_the_cpu(torch, kernel):
     device = OnDevice(torch, kernel)
-    for problem in few_rows() if "skinny" in (kernel or "") else problems() if kernel else [*problems(), *few_rows()]:
+    given = few_rows() if "skinny" in (kernel or "") else problems() if kernel else [*problems(), *few_rows()]
+    for problem in given:
+        if "e4m3" in (kernel or ""):
+            problem = dataclasses.replace(problem, a_type="e4m3", b_type="e4m3")
         assert_same_bits(test_scaled_gemm.run(device.scaled_gemm, problem), on_cpu(problem), f"{kernel}: {problem}")
     assert device.taken > device.refused, f"{kernel} took {device.taken} problems and refused {device.refused}"
 

@@ -22,22 +22,19 @@ struct ScaledGemm;  // scaled.h
 struct Quantize;
 
 // nvidia/sm90/scaled_gemm.cu
+bool scaled_gemm_sm90_256_takes(const ScaledGemm &);
+bool scaled_gemm_sm90_256_prefers(const ScaledGemm &);
+pydet_status scaled_gemm_sm90_256(const ScaledGemm &);
+pydet_status scaled_gemm_sm90_128(const ScaledGemm &);
+
+// nvidia/sm90/scaled_tiles.cu
 constexpr int kScaledTiles = 3;
-bool scaled_gemm_sm90_256x128_takes(const ScaledGemm &);
-bool scaled_gemm_sm90_one_type_takes(const ScaledGemm &);
-int scaled_gemm_sm90_best(const ScaledGemm &);  // of the first three, the fastest; -1: the last
-pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &);
-pydet_status scaled_gemm_sm90_128x192(const ScaledGemm &);
-pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &);
-pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &);
-
-// nvidia/sm90/scaled_skinny.cu. Columns of b that a block works on at a time, for up to 128 rows of a.
-template <int rows> struct ScaledSkinnySm90 {
-  static bool takes(const ScaledGemm &);
-  static pydet_status launch(const ScaledGemm &);
-};
-
-int scaled_skinny_sm90_best(const ScaledGemm &);  // those columns; 0: a tile of scaled_gemm.cu
+bool scaled_gemm_e4m3_takes(const ScaledGemm &);
+int scaled_gemm_e4m3_best(const ScaledGemm &);  // of the first three, the fastest
+pydet_status scaled_gemm_e4m3_256x128(const ScaledGemm &);
+pydet_status scaled_gemm_e4m3_128x192(const ScaledGemm &);
+pydet_status scaled_gemm_e4m3_128x128_ahead(const ScaledGemm &);
+pydet_status scaled_gemm_e4m3_128x128(const ScaledGemm &);
 
 // nvidia/quantize.cu
 bool quantize_rows_takes(const Quantize &);

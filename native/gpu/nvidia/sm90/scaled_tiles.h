@@ -1,4 +1,4 @@
-// How scaled_gemm.cu's tiles lie in shared memory, and who fills them: the copy engine, and two warps for the weights.
+// How scaled_tiles.cu's tiles lie in shared memory, and who fills them: the copy engine, and two warps for the weights.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,9 @@ namespace {
 constexpr int kStageK = kScaleGroup;  // of k in a stage, 128 bytes
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;
-constexpr int kAhead = 4;                // chunks, of which two are on the way at a time
+constexpr int kAhead = 4;
 constexpr int kWeighers = 64;            // threads
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
-constexpr int kColumnUnit = 64;          // tiles begin at multiples of it
 constexpr int kTurn = 4;                 // the first of the named barriers by which the warpgroups take turns
 
 struct ScaledProblem {
@@ -26,28 +25,29 @@ struct ScaledProblem {
 
 // How the additions find time beside the tensor cores: the two warpgroups take turns to issue their products, or issue
 // them when they may, or each issues the next chunk's before it adds the last's, which takes accumulators for both.
-enum class Way { in_turn, at_will, ahead };
+enum class Way { at_will, in_turn, ahead };
 
-template <int rows_a_warpgroup, int columns, Way how, Type a, Type b> struct Shape {
-  static constexpr Type a_type = a, b_type = b;
-  static constexpr bool turns = how == Way::in_turn, ahead = how == Way::ahead;
+template <int rows_a_warpgroup, int columns, int blocks_m, int blocks_n, Way how> struct Shape {
+  static constexpr Type a_type = Type::e4m3, b_type = Type::e4m3;
+  static constexpr bool turns = how == Way::in_turn;
+  static constexpr bool ahead = how == Way::ahead;
   static constexpr int blocks = rows_a_warpgroup / 64;  // of 64 rows
   static constexpr int m = kConsumers * rows_a_warpgroup, n = columns;
-  static constexpr int cluster_m = 2, cluster_n = 1, cluster = cluster_m * cluster_n;
+  static constexpr int cluster_m = blocks_m, cluster_n = blocks_n, cluster = cluster_m * cluster_n;
   static constexpr int threads = kWarpgroup * (1 + kConsumers), registers = n / 2;
-  static constexpr int a_bytes = m * kRowBytes, stage_bytes = a_bytes + n * kRowBytes;
+  static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes;
   // Else there are registers for the chain of one stage, and for one weight a row, alone.
   static constexpr bool long_chunks = blocks == 1 && n <= 128 && !ahead, by_column = long_chunks;
+  static constexpr int least_split = n % 64 ? 16 : 64;           // tiles begin at multiples of that
   static constexpr int column_blocks = n > kScaleGroup ? 2 : 1;  // of 128 columns, that a tile may lie in
   static constexpr int row_weights = m * column_blocks;          // of a stage, and then those of its columns
   static constexpr int weight_bytes = (row_weights + (by_column ? n : 0)) * 4;
   static constexpr int staging_bytes = kConsumers * 4 * kPieceBytes, column_bytes = kConsumers * n * 4;
   static constexpr int stages =
-      std::min(6, (kSharedBytes - staging_bytes - column_bytes - 256) / (stage_bytes + weight_bytes));
-  static constexpr int weights_at = stages * stage_bytes, staging_at = weights_at + stages * weight_bytes;
+      std::min(6, (kSharedBytes - staging_bytes - column_bytes - 256) / (a_bytes + b_bytes + weight_bytes));
+  static constexpr int weights_at = stages * (a_bytes + b_bytes), staging_at = weights_at + stages * weight_bytes;
   static constexpr int columns_at = staging_at + staging_bytes, barriers_at = columns_at + column_bytes;
   static constexpr int shared_bytes = barriers_at + stages * 16;
-  static_assert(n % kColumnUnit == 0, "where blocks of 128 columns may begin in a tile");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
 };
 
@@ -71,10 +71,13 @@ template <class S> __device__ __forceinline__ uint32_t empty_barrier(uint32_t sh
   return shared + S::barriers_at + (S::stages + stage) * 8;
 }
 
-// One thread: the operands. Each block of the cluster brings its part of b to both.
+// One thread: the operands.
 template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int rank) {
-  constexpr int share = S::n / S::cluster;
-  constexpr uint16_t both = (1 << S::cluster) - 1;
+  constexpr int a_share = S::m / S::cluster_n, b_share = S::n / S::cluster_m;
+  const int row_rank = rank % S::cluster_m, column_rank = rank / S::cluster_m;
+  uint16_t a_mask = 0, b_mask = 0;
+  for (int i = 0; i < S::cluster_n; ++i) a_mask |= uint16_t(1 << (row_rank + i * S::cluster_m));
+  for (int i = 0; i < S::cluster_m; ++i) b_mask |= uint16_t(1 << (column_rank * S::cluster_m + i));
   Cursor<S> ring;
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     const Tile tile = tile_of<S>(p, index, rank);
@@ -83,19 +86,21 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
       a_place.batch[d] = p.a_moves[d] ? tile.batch[d] : 0;
       b_place.batch[d] = p.b_moves[d] ? tile.batch[d] : 0;
     }
-    a_place.y = tile.row, b_place.y = tile.column + rank * share;
+    a_place.y = tile.row + column_rank * a_share, b_place.y = tile.column + row_rank * b_share;
     for (int i = 0; i < p.k; ++i) {
-      const uint32_t full = full_barrier<S>(shared, ring.stage), a = shared + ring.stage * S::stage_bytes;
-      const uint32_t b = a + S::a_bytes + rank * share * kRowBytes;
+      const uint32_t full = full_barrier<S>(shared, ring.stage),
+                     stage = shared + ring.stage * (S::a_bytes + S::b_bytes);
+      const uint32_t a = stage + column_rank * a_share * kRowBytes,
+                     b = stage + S::a_bytes + row_rank * b_share * kRowBytes;
       a_place.x = b_place.x = i * kStageK;
       barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
-      barrier_expect(full, S::stage_bytes);
+      barrier_expect(full, S::a_bytes + S::b_bytes);
       if (p.batched) {
-        load_box<5, false>(a, &p.a, full, a_place, 0);
-        load_box<5, true>(b, &p.b, full, b_place, both);
+        load_box<5, (S::cluster_n > 1)>(a, &p.a, full, a_place, a_mask);
+        load_box<5, (S::cluster_m > 1)>(b, &p.b, full, b_place, b_mask);
       } else {
-        load_box<2, false>(a, &p.a, full, a_place, 0);
-        load_box<2, true>(b, &p.b, full, b_place, both);
+        load_box<2, (S::cluster_n > 1)>(a, &p.a, full, a_place, a_mask);
+        load_box<2, (S::cluster_m > 1)>(b, &p.b, full, b_place, b_mask);
       }
       ring.next();
     }
