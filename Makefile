@@ -124,7 +124,7 @@ SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := sm90/skinny.along_k sm90/skinny.along_n
 CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_apart \
     rmsnorm_backward_narrow rmsnorm_unaligned rmsnorm_backward_long rmsnorm_dweight softmax fold layernorm) \
-  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize quantize_packed fold_peers $(SM90_SKINNY) sm90/scaled_gemm sm90/scaled_tiles sm90/grouped sm90/clusters \
+  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize quantize_packed fold_peers $(SM90_SKINNY) sm90/scaled_gemm sm90/scaled_tiles sm90/scaled_skinny sm90/grouped sm90/clusters \
     $(SM90_GROUPS:%=sm90/gemm.%))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/groups

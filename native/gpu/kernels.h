@@ -36,6 +36,14 @@ pydet_status scaled_gemm_e4m3_128x192(const ScaledGemm &);
 pydet_status scaled_gemm_e4m3_128x128_ahead(const ScaledGemm &);
 pydet_status scaled_gemm_e4m3_128x128(const ScaledGemm &);
 
+// nvidia/sm90/scaled_skinny.cu. Columns of b that a block works on at a time, for up to 128 rows of a.
+template <int rows> struct ScaledSkinnySm90 {
+  static bool takes(const ScaledGemm &);
+  static pydet_status launch(const ScaledGemm &);
+};
+
+int scaled_skinny_sm90_best(const ScaledGemm &);  // those columns; 0: a tile of scaled_tiles.cu
+
 // nvidia/quantize.cu
 bool quantize_rows_takes(const Quantize &);
 pydet_status quantize_by_rows(const Quantize &);

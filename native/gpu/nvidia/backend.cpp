@@ -109,7 +109,26 @@ constexpr auto kGemm =
               std::make_integer_sequence<int, kOtherCount>());
 
 constexpr uint32_t kScaledTile = kBatch | kBias | kAccumulate;
+template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
+  return {name,
+          bit(Type::e4m3),
+          Arithmetic::sm90,
+          kBias | kAccumulate | kColumnScales,
+          "sm_90a",
+          is_sm90,
+          ScaledSkinnySm90<rows>::takes,
+          nullptr,
+          ScaledSkinnySm90<rows>::launch,
+          scaled_skinny_sm90_best,
+          rows};
+}
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
+    scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
+    scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
+    scaled_skinny_row<48>("cuda_scaled_gemm_sm90_skinny_48"),
+    scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
+    scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
+    scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
     {"cuda_scaled_gemm_sm90_e4m3_256x128", bit(Type::e4m3), Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
      scaled_gemm_e4m3_takes, nullptr, scaled_gemm_e4m3_256x128, scaled_gemm_e4m3_best, 0},
     {"cuda_scaled_gemm_sm90_e4m3_128x192", bit(Type::e4m3), Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,

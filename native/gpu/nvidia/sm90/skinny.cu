@@ -28,7 +28,7 @@ constexpr int kFewM = 32;        // of which long stages have room in shared mem
 // tile; `few`: at most kFewM rows of x.
 template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bool few> struct Shape {
   static constexpr Type type = input;
-  static constexpr bool turned = kTurned;
+  static constexpr bool turned = kTurned, pairs = false;
   // Where n is adjacent: rows of w in a box, as wide as a swizzle is
   static constexpr int box_columns = tile_rows % 64 == 0 ? 64 : tile_rows % 32 == 0 ? 32 : 16;
   static constexpr int rows = tile_rows;
@@ -166,32 +166,6 @@ template <class S> struct Reader {
     }
   }
 };
-
-// Rounds and stores x and, if there is one, its neighbour y, at once where `pairs` are aligned. cvt makes a NaN 0x7FFF.
-template <Type type>
-__device__ __forceinline__ void store_pair(char *out, int64_t index, float x, float y, bool pairs, bool both) {
-  if constexpr (type == Type::f32) {
-    float *to = reinterpret_cast<float *>(out) + index;
-    x = canonical(x), y = canonical(y);
-    if (pairs && both) {
-      *reinterpret_cast<float2 *>(to) = make_float2(x, y);
-    } else {
-      to[0] = x;
-      if (both) to[1] = y;
-    }
-  } else {
-    uint32_t pair;
-    if constexpr (type == Type::bf16) asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
-    else asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
-    uint16_t *to = reinterpret_cast<uint16_t *>(out) + index;
-    if (pairs && both) {
-      *reinterpret_cast<uint32_t *>(to) = pair;
-    } else {
-      to[0] = uint16_t(pair);
-      if (both) to[1] = uint16_t(pair >> 16);
-    }
-  }
-}
 
 template <class S> __device__ __forceinline__ void multiply(const Problem &p, const Layout<S> &at, int warpgroup) {
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;

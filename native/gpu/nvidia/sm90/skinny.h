@@ -88,6 +88,7 @@ __device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *ma
 // The first row of w and of x that a tile multiplies. A box that reaches past the last row takes twice as long, so
 // tiles at an edge begin earlier, and leave what they have in common with the one before to that.
 template <class S> __device__ __forceinline__ int first_of_w(const Problem &p, int tile) {
+  if constexpr (S::pairs) return min((tile >> p.x_split) * S::rows, max((p.n - S::rows + 1) & ~1, 0));
   constexpr int kUnit = S::turned ? 8 : 2;  // of 16 bytes, between which no box may begin; pairs of y
   return min((tile >> p.x_split) * S::rows, max((p.n - S::rows + kUnit - 1) / kUnit * kUnit, 0));
 }
@@ -210,6 +211,32 @@ template <int columns> __device__ __forceinline__ uint64_t turned_descriptor(uin
   return kSwizzle | kAtomStride | kBoxStride | (address & 0x3FFFF) >> 4;
 }
 
+// Rounds and stores x and, if there is one, its neighbour y, at once where `pairs` are aligned. cvt makes a NaN 0x7FFF.
+template <Type type>
+__device__ __forceinline__ void store_pair(char *out, int64_t index, float x, float y, bool pairs, bool both) {
+  if constexpr (type == Type::f32) {
+    float *to = reinterpret_cast<float *>(out) + index;
+    x = canonical(x), y = canonical(y);
+    if (pairs && both) {
+      *reinterpret_cast<float2 *>(to) = make_float2(x, y);
+    } else {
+      to[0] = x;
+      if (both) to[1] = y;
+    }
+  } else {
+    uint32_t pair;
+    if constexpr (type == Type::bf16) asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
+    else asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
+    uint16_t *to = reinterpret_cast<uint16_t *>(out) + index;
+    if (pairs && both) {
+      *reinterpret_cast<uint32_t *>(to) = pair;
+    } else {
+      to[0] = uint16_t(pair);
+      if (both) to[1] = uint16_t(pair >> 16);
+    }
+  }
+}
+
 // ---- Host --------------------------------------------------------------------------------------------------------
 
 int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
@@ -221,7 +248,8 @@ struct Plan {
   bool x_split;
   int shared_bytes;
   bool early;
-  int parts = 1;  // of K, each in a block of its own
+  int parts = 1;       // of K, each in a block of its own
+  int more_bytes = 0;  // of shared memory, at Layout::sums
 };
 
 bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_stride, int64_t k) {
@@ -249,14 +277,12 @@ template <class S> MapShape map_of_w(const Gemm &g) {
   return {g.b.data, g.b.type, g.n, g.k, stride, S::box_columns, kBlockK, 2, {}, {}, S::box_columns * 2};
 }
 
-// The rest of a launch once the shape S is known, of `kernel`, skinny_kernel<S>.
+// What the device is told and how it is launched, once the shape S is known. The device must be current.
 template <class S>
-pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, void (*kernel)(Problem)) {
-  DeviceGuard guard(g.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+pydet_status prepare(const char *name, const Gemm &g, const Plan &plan, Problem *problem, Launch *launch) {
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
-  Problem p = {};
+  Problem &p = *problem;
   p.m = int(g.m);
   p.n = int(g.n);
   p.steps = int(cut(g.k, kStep));
@@ -275,7 +301,7 @@ pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, voi
   const int blocks = S::split ? p.tiles : std::min(gpu_multiprocessors(g.device.id) * blocks_an_sm, p.tiles);
   const int64_t stages = cut(p.part_steps, p.chunk_steps) * cut(p.chunk_steps, S::stage_steps) * cut(p.tiles, blocks);
   // The rings share the memory; x needs the more, the more rows it has.
-  const int sums = sums_bytes<S>(p), ring_bytes = plan.shared_bytes - kReservedBytes - sums;
+  const int sums = sums_bytes<S>(p) + plan.more_bytes, ring_bytes = plan.shared_bytes - kReservedBytes - sums;
   const int x_stage_bytes = S::stage_blocks * p.x_rows * kRowBytes;
   const int part = p.box_rows <= 8 ? 8 : p.box_rows <= 16 ? 4 : p.box_rows <= 32 ? 3 : 2;
   const int64_t x_room = std::max(2, ring_bytes / part / x_stage_bytes);
@@ -296,11 +322,21 @@ pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, voi
   p.bias_type = g.bias.type;
   p.bias_row_stride = g.bias.row_stride;
   p.bias_column_stride = g.bias.col_stride;
-  Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(blocks * p.parts)), dim3(S::threads)};
-  shape.cluster = p.parts;
-  shape.shared_bytes = p.x_stages * x_stage_bytes + p.w_stages * S::w_bytes + kBarrierBytes + sums;
-  shape.overlaps_previous = true;
-  return launch(shape, kernel, p);
+  *launch = {name, gpu_stream(g.stream), dim3(unsigned(blocks * p.parts)), dim3(S::threads)};
+  launch->cluster = p.parts;
+  launch->shared_bytes = p.x_stages * x_stage_bytes + p.w_stages * S::w_bytes + kBarrierBytes + sums;
+  launch->overlaps_previous = true;
+  return PYDET_OK;
+}
+
+template <class S>
+pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, void (*kernel)(Problem)) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  Problem problem = {};
+  Launch shape = {};
+  if (pydet_status status = prepare<S>(name, g, plan, &problem, &shape)) return status;
+  return launch(shape, kernel, problem);
 }
 
 // Calls f with true_type or false_type for a run-time bool.

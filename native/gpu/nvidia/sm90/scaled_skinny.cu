@@ -1,0 +1,343 @@
+// Scaled GEMM of fp8 for up to 128 rows of a and many columns of b, on Hopper's tensor cores: the decode step at memory
+// speed, with the bits of scaled_gemm.cu.
+//
+//   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
+//   w_c = fl(sa[m, c] sb[c, n]) with scales along k, else 1;     then out = round(fl(fl(D sb[n]) sa[m]) + bias)
+//
+// skinny.h brings the operands, a as its x and b^T as its w; to it two fp8 numbers are one of 16 bits. Chunks do not
+// depend on each other, so those of a stage are on the tensor cores at once, each with its own accumulators, and are
+// added in their order. All scales of a tile are brought to shared memory before its first stage has come.
+
+#include <utility>
+
+#include "gpu/nvidia/sm90/scales.h"
+#include "gpu/nvidia/sm90/skinny.h"
+#include "gpu/nvidia/sm90/wgmma_fp8.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kWarpgroup = 128;
+constexpr int kWarpgroupRows = 64;
+constexpr int kMostM = 2 * kWarpgroupRows;
+constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory
+constexpr int kPair = 2;                   // fp8 numbers in one of 16 bits
+constexpr int kScales = 1;                 // the first of the named barriers
+
+struct SkinnyProblem {
+  Problem p;
+  DeviceScale a_scale, b_scale;
+  int chunks;        // of k
+  int table_chunks;  // for which there are scales: 1 where they do not vary along k
+  int b_scales;      // of each of those, that a tile has: 1 a column, or those of the two blocks it lies in
+  bool along_k;
+};
+
+template <int tile_rows, int warpgroups> struct Shape {
+  static constexpr bool turned = false, pairs = true;  // both operands have k adjacent; tiles begin at even columns
+  static constexpr int rows = tile_rows, box_columns = rows;
+  static constexpr bool chunked = false, split = false;  // stages go on through chunks
+  static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
+  static constexpr int registers = rows / 2;                                                // of a chunk's sum a thread
+  static constexpr int stage_blocks = rows > 64 ? 1 : rows > 32 || warpgroups > 1 ? 2 : 4;  // boxes, and so chunks
+  static constexpr int stage_steps = stage_blocks * kBlockSteps;
+  // Stages whose chunks are on the tensor cores at once: what registers for their sums allow.
+  static constexpr int stages_at_once = 2 * stage_blocks * registers <= (warpgroups > 1 ? 96 : 128) ? 2 : 1;
+  static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
+  static constexpr int threads = consumer_warps * 32 + 64, consumers = consumer_warps * 32;
+};
+
+// Where scales lie in shared memory: of each row of a those along k, one more apart than there are, and then of each
+// chunk b's.
+template <class S> struct Scales {
+  const SkinnyProblem &problem;
+  uint32_t a, b;
+  int pitch;
+  __device__ __forceinline__ Scales(const SkinnyProblem &s, uint32_t at)
+      : problem(s), a(at), b(at + s.p.m * (s.table_chunks | 1) * 4), pitch(s.table_chunks | 1) {}
+
+  // By all consumers, before their first tile (`rows`), and before each (its columns).
+  __device__ __forceinline__ void load_rows(int thread) const {
+    const int count = problem.p.m * problem.table_chunks;
+    constexpr int at_once = 8;
+    for (int start = thread; start < count; start += at_once * S::consumers) {
+      int64_t from[at_once];
+      float x[at_once];
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) {
+        const int index = min(start + i * S::consumers, count - 1);
+        from[i] = index / problem.table_chunks * problem.a_scale.stride +
+                  index % problem.table_chunks * problem.a_scale.chunk_stride;
+      }
+      load_scales(problem.a_scale, from, x);
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) {
+        const int index = start + i * S::consumers;
+        if (index < count)
+          store_word(a + (index / problem.table_chunks * pitch + index % problem.table_chunks) * 4, x[i]);
+      }
+    }
+  }
+  __device__ __forceinline__ void load_columns(int thread, int first_column) const {
+    const int each = problem.b_scales, count = each * problem.table_chunks;
+    const DeviceScale &scale = problem.b_scale;
+    constexpr int at_once = 4;
+    for (int start = thread; start < count; start += at_once * S::consumers) {
+      int64_t from[at_once];
+      float x[at_once];
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) {
+        const int index = min(start + i * S::consumers, count - 1), j = index % each;
+        const int column = scale.blocks ? min(first_column / kScaleGroup + j, (problem.p.n - 1) / kScaleGroup)
+                                        : min(first_column + j, problem.p.n - 1);
+        from[i] = column * scale.stride + index / each * scale.chunk_stride;
+      }
+      load_scales(scale, from, x);
+#pragma unroll
+      for (int i = 0; i < at_once; ++i)
+        if (start + i * S::consumers < count) store_word(b + (start + i * S::consumers) * 4, x[i]);
+    }
+  }
+  __device__ __forceinline__ float of_row(int row, int chunk) const { return load_word(a + (row * pitch + chunk) * 4); }
+  __device__ __forceinline__ float of_column(int column, int chunk) const {
+    return load_word(b + (chunk * problem.b_scales + column) * 4);
+  }
+};
+
+// f(0), f(1) .. f(count - 1), compile-time numbers.
+template <class F, int... i> __device__ __forceinline__ void each_of(F f, std::integer_sequence<int, i...>) {
+  (f(std::integral_constant<int, i>()), ...);
+}
+template <int count, class F> __device__ __forceinline__ void each_of(F f) {
+  each_of(f, std::make_integer_sequence<int, count>());
+}
+
+template <class S>
+__device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Layout<S> &at, int warpgroup) {
+  const Problem &p = problem.p;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  // Rows that a does not have take the scales of its last.
+  const int first_row = warp * kWarpRows + lane / 4, row_0 = min(first_row, p.m - 1),
+            row_8 = min(first_row + 8, p.m - 1);
+  const Scales<S> scales(problem, at.sums);
+  const bool by_column = problem.along_k && problem.b_scales != 2;
+  Cursor x(p.x_stages), w(p.w_stages);
+  scales.load_rows(thread);
+  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
+    const int start_column = first_of_w<S>(p, tile), column_0 = start_column + lane % 4 * 2;
+    const int least_column = tile * S::rows;
+    const int split = kScaleGroup - start_column % kScaleGroup;  // where the second block of columns begins
+    auto is_ours = [&](int row, int column) { return row < p.m && column >= least_column && column < p.n; };
+    // f(i, row, column) for the sums d[i] and d[i + 1] of neighbours in a row of out.
+    auto each_pair = [&](auto f) {
+#pragma unroll
+      for (int i = 0; i < S::registers; i += 2) {
+        const int row = first_row + i % 4 / 2 * 8, column = column_0 + i / 4 * 8;
+        if (is_ours(row, column)) f(i, row, column);
+      }
+    };
+    if (tile != int(blockIdx.x)) named_sync(kScales, S::consumers);
+    scales.load_columns(thread, start_column);
+    named_sync(kScales, S::consumers);
+
+    float d[S::registers];
+#pragma unroll
+    for (int i = 0; i < S::registers; ++i) d[i] = 0;
+    if (p.accumulate) {
+      const float *out = reinterpret_cast<const float *>(p.out);
+      each_pair([&](int i, int row, int column) {
+        d[i] = canonical(out[row * p.out_stride + column]);
+        if (column + 1 < p.n) d[i + 1] = canonical(out[row * p.out_stride + column + 1]);
+      });
+    }
+
+    auto start_chunk = [&](float(&sum)[S::registers], int x_stage, int w_stage, int block) {
+      const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x_stage) + warpgroup * kWarpgroupRows * kRowBytes) +
+                              block * (at.x_block_bytes >> 4);
+      const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w_stage)) + (block * S::w_block_bytes >> 4);
+#pragma unroll
+      for (int i = 0; i < kBlockSteps; ++i) wgmma_fp8<Type::e4m3, Type::e4m3>(sum, x_tile + i * 2, w_tile + i * 2, i);
+      wgmma_commit();
+    };
+    // The weights of a chunk, of rows row_0 and row_8, in the first and the second block of columns; by column a's
+    // scales alone.
+    auto load_weights = [&](float(&weight)[2][2], int chunk) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float sb = problem.along_k && !by_column ? scales.of_column(j, chunk) : 1.0f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          weight[j][h] = problem.along_k ? scales.of_row(h ? row_8 : row_0, chunk) * sb : 1.0f;
+      }
+    };
+    auto add_chunk = [&](const float(&sum)[S::registers], const float(&weight)[2][2], int chunk) {
+      if (by_column) {
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) {
+          const float sb = scales.of_column(i / 4 * 8 + lane % 4 * 2 + i % 2, chunk);
+          d[i] = fmaf(weight[0][i % 4 / 2] * sb, sum[i], d[i]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) {
+          const bool second = i / 4 * 8 + lane % 4 * 2 >= split;
+          d[i] = fmaf(second ? weight[1][i % 4 / 2] : weight[0][i % 4 / 2], sum[i], d[i]);
+        }
+      }
+    };
+    // All chunks of the next stages.
+    auto run_stages = [&](auto stages, int chunk) {
+      constexpr int count = decltype(stages)::value * S::stage_blocks;
+      float sum[count][S::registers], weight[count][2][2];
+      Cursor x_read = x, w_read = w;
+      each_of<count>([&](auto index) {
+        constexpr int i = decltype(index)::value;
+        if (i % S::stage_blocks == 0) {
+          barrier_wait(at.w_full(w.stage), w.parity);
+          barrier_wait(at.x_full(x.stage), x.parity);
+          wgmma_fence();
+        }
+        start_chunk(sum[i], x.stage, w.stage, i % S::stage_blocks);
+        if (i % S::stage_blocks == S::stage_blocks - 1) x.next(), w.next();
+      });
+#pragma unroll
+      for (int i = 0; i < count; ++i) load_weights(weight[i], chunk + i);
+      each_of<count>([&](auto index) {
+        constexpr int i = decltype(index)::value;
+        wgmma_wait<count - 1 - i>();
+        if (i % S::stage_blocks == S::stage_blocks - 1) {
+          if (thread % kWarpgroup == 0)
+            barrier_arrive(at.x_empty(x_read.stage)), barrier_arrive(at.w_empty(w_read.stage));
+          x_read.next(), w_read.next();
+        }
+        add_chunk(sum[i], weight[i], chunk + i);
+      });
+    };
+    constexpr int at_once = S::stages_at_once * S::stage_blocks;
+    int chunk = 0;
+#pragma unroll 1
+    for (; chunk + at_once <= problem.chunks; chunk += at_once)
+      run_stages(std::integral_constant<int, S::stages_at_once>(), chunk);
+    if (S::stages_at_once > 1 && chunk + S::stage_blocks <= problem.chunks) {
+      run_stages(std::integral_constant<int, 1>(), chunk);
+      chunk += S::stage_blocks;
+    }
+    if (chunk < problem.chunks) {
+      barrier_wait(at.w_full(w.stage), w.parity);
+      barrier_wait(at.x_full(x.stage), x.parity);
+#pragma unroll 1
+      for (int i = 0; chunk + i < problem.chunks; ++i) {
+        float sum[S::registers], weight[2][2];
+        wgmma_fence();
+        start_chunk(sum, x.stage, w.stage, i);
+        load_weights(weight, chunk + i);
+        wgmma_wait<0>();
+        add_chunk(sum, weight, chunk + i);
+      }
+      if (thread % kWarpgroup == 0) barrier_arrive(at.x_empty(x.stage)), barrier_arrive(at.w_empty(w.stage));
+      x.next(), w.next();
+    }
+
+    if (!problem.along_k) {
+      const float sa[2] = {scales.of_row(row_0, 0), scales.of_row(row_8, 0)};
+#pragma unroll
+      for (int i = 0; i < S::registers; ++i)
+        d[i] = (d[i] * scales.of_column(i / 4 * 8 + lane % 4 * 2 + i % 2, 0)) * sa[i % 4 / 2];
+    }
+    if (p.bias)
+      with_type<kUnscaledTypes>(p.bias_type, [&](auto type) {
+        each_pair([&](int i, int row, int column) {
+          d[i] = d[i] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column));
+          if (column + 1 < p.n)
+            d[i + 1] = d[i + 1] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column + 1));
+        });
+      });
+    with_type<kUnscaledTypes>(p.out_type, [&](auto type) {
+      each_pair([&](int i, int row, int column) {
+        const int64_t index = row * p.out_stride + column;
+        store_pair<decltype(type)::value>(p.out, index, d[i], d[i + 1], p.pairs, column + 1 < p.n);
+      });
+    });
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::threads, 1) scaled_skinny_kernel(const __grid_constant__ SkinnyProblem problem) {
+  share_out<S>(problem.p, [&](const Layout<S> &at, int warp) { multiply<S>(problem, at, warp / 4); });
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+// The same operands with two fp8 numbers as one of 16 bits, as skinny.h takes them.
+Gemm in_pairs(const ScaledGemm &g) {
+  Gemm pairs = {};
+  pairs.device = g.device, pairs.stream = g.stream;
+  pairs.a = g.a, pairs.b = g.b, pairs.bias = g.bias, pairs.out = g.out;
+  pairs.a.type = pairs.b.type = Type::bf16;
+  pairs.a.row_stride /= kPair, pairs.b.col_stride /= kPair;
+  pairs.batch.count = 1;
+  pairs.m = g.m, pairs.n = g.n, pairs.k = g.k / kPair;
+  pairs.accumulate = g.accumulate;
+  return pairs;
+}
+
+int64_t chunks_of(const ScaledGemm &g) { return cut_up(g.k, kScaleGroup); }
+// Beside the second of two blocks of columns, which the last tile may not have.
+int columns_of(const ScaledGemm &g, int rows) {
+  return g.along_k && (!g.b_scale.data || g.b_scale.blocks || g.b_scale.stride == 0) ? 2 : rows;
+}
+int64_t table_bytes(const ScaledGemm &g, int rows) {
+  const int64_t chunks = g.along_k ? chunks_of(g) : 1;
+  return (g.m * (chunks | 1) + chunks * columns_of(g, rows)) * 4;
+}
+
+template <class S> pydet_status launch_skinny(const char *name, const ScaledGemm &g) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  SkinnyProblem problem = {};
+  Plan plan = {S::rows, false, kMostSharedBytes, true};
+  plan.more_bytes = int(table_bytes(g, S::rows));
+  Launch shape = {};
+  if (pydet_status status = prepare<S>(name, in_pairs(g), plan, &problem.p, &shape)) return status;
+  problem.a_scale = scale_of(g, g.a_scale, g.kAScale);
+  problem.b_scale = scale_of(g, g.b_scale, g.kBScale);
+  problem.chunks = int(chunks_of(g));
+  problem.table_chunks = g.along_k ? problem.chunks : 1;
+  problem.b_scales = columns_of(g, S::rows);
+  problem.along_k = g.along_k;
+  return launch(shape, scaled_skinny_kernel<S>, problem);
+}
+
+}  // namespace
+
+template <int rows> bool ScaledSkinnySm90<rows>::takes(const ScaledGemm &g) {
+  return g.b.type == Type::e4m3 && g.m <= kMostM && g.k > 0 && g.k % kPair == 0 && readable(g) &&
+         table_bytes(g, rows) <= kMostTableBytes;
+}
+template <int rows> pydet_status ScaledSkinnySm90<rows>::launch(const ScaledGemm &g) {
+  if (g.m <= kWarpgroupRows) return launch_skinny<Shape<rows, 1>>("cuda_scaled_skinny_gemm_sm90", g);
+  return launch_skinny<Shape<rows, 2>>("cuda_scaled_skinny_gemm_sm90", g);
+}
+
+// The fastest of sweeps on an H100, M from 1 to 128, (N, K) of five layers: so few columns that there is a tile for
+// every SM; where there are several, those that leave the fewest idle.
+int scaled_skinny_sm90_best(const ScaledGemm &g) {
+  if (g.m > kMostM) return 0;
+  const int64_t sms = gpu_multiprocessors(g.device.id), width = cut_up(g.n, sms);
+  if (width <= 16) return g.m > 32 && width > 8 ? 32 : 16;
+  if (width <= 32) return 32;
+  if (width <= 64) return 64;
+  int best = 48;
+  for (int columns : {64, 96})
+    if (cut_up(cut_up(g.n, columns), sms) * columns < cut_up(cut_up(g.n, best), sms) * best) best = columns;
+  return best;
+}
+
+template struct ScaledSkinnySm90<16>;
+template struct ScaledSkinnySm90<32>;
+template struct ScaledSkinnySm90<48>;
+template struct ScaledSkinnySm90<64>;
+template struct ScaledSkinnySm90<96>;
+template struct ScaledSkinnySm90<128>;
+
+}  // namespace pydet
