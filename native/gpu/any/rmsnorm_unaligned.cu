@@ -13,6 +13,12 @@ namespace pydet {
 namespace {
 
 constexpr int kThreads = 256;
+// Blocks a multiprocessor is to hold, 0: as the compiler likes. Where it likes more than registers allow, it spills.
+#if defined(__CUDA_ARCH__)
+constexpr int kBlocks = __CUDA_ARCH__ < 900 ? 2 : 0;
+#else
+constexpr int kBlocks = 0;
+#endif
 
 __device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
 
@@ -55,7 +61,7 @@ __device__ __forceinline__ void add_left_of(Lanes<T, kVector, V> &lanes, int v, 
 }
 
 template <Type type, int T, int V>
-__global__ void __launch_bounds__(kThreads) rmsnorm_unaligned_kernel(const __grid_constant__ RmsNorm p) {
+__global__ void __launch_bounds__(kThreads, kBlocks) rmsnorm_unaligned_kernel(const __grid_constant__ RmsNorm p) {
   constexpr int kBytes = size_of(type), kTeams = kThreads / T;
   __shared__ float exchange[kTeams * kExchange<T, 1> + 1];
   wait_for_previous_kernel();
