@@ -469,10 +469,10 @@ enum { PYDET_FOLD_RANKS = 16, PYDET_FOLD_SIGNALS = 1 << 17, PYDET_FOLD_ROOM = 3 
 
 typedef struct pydet_fold_peers {
   uint32_t struct_size;
-  int32_t ranks;       /* 1 to PYDET_FOLD_RANKS; all ranks' parts are at most PYDET_FOLD_PARTS */
-  int32_t rank;        /* this one */
-  int32_t gathered;    /* 1: parts are all ranks', of this rank's share of out alone, which the others wrote here before */
-  int32_t scatter;     /* 1: out is this rank's share alone. A share: as many rows of the first dimension for each rank */
+  int32_t ranks;    /* 1 to PYDET_FOLD_RANKS; all ranks' parts are at most PYDET_FOLD_PARTS */
+  int32_t rank;     /* this one */
+  int32_t gathered; /* 1: parts are all ranks', of this rank's share of out alone, which the others wrote here before */
+  int32_t scatter;  /* 1: out is this rank's share alone. A share: as many rows of the first dimension for each rank */
   uint32_t timeout_ms; /* a rank that waits longer ends with an error of its device, which is lost; 0: waits for ever */
   void *const *memory; /* [ranks] */
   uint64_t memory_size;
