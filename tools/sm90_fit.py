@@ -5,7 +5,7 @@ with a rate of its own that is not negative; the fit takes the least squares of 
 less the further it is behind the problem's best. The problems are divided at random: what it prints of the choice (the
 chosen tile's time over the best one's) is of rates that were fitted to three quarters of them, for these and for the
 others; what it writes was fitted to all. --check fits nothing: it compares the choices by the rates that stand in
-rates.h with those that the library made in the sweep. --only pingpong fits the tiles whose names have that in
+rates.h with those that the library made in the sweep. --only NAME fits the tiles whose names have that in
 them, from a sweep of these beside the library's choice, brought to the level of the other tiles' rates, which stay.
 """
 

@@ -52,9 +52,9 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
 
 template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *name) {
   return {name,
-          kHalfTypes,
+          SkinnySm90<rows, turned>::types,
           Arithmetic::sm90,
-          turned ? kOneMatrix | kAlongN : kOneMatrix,
+          turned ? kBias | kAccumulate | kAlongN : kOneMatrix,
           "sm_90a",
           is_sm90,
           SkinnySm90<rows, turned>::takes,

@@ -5,10 +5,9 @@
 //
 // One persistent block an SM: a producer thread brings tiles of m by 64 and 64 by n into a ring of stages by TMA,
 // shared with the other blocks of the cluster by multicast; one to three warpgroups run wgmma m64nNk16 on their rows of
-// them, k ascending, and store their accumulators (rows.h). In a ping-pong two warpgroups take turns, each with every
-// other tile of the block: one stores its tile while the other multiplies. Either operand may have k adjacent or not:
-// wgmma reads both. Few rows of out fit the columns of a tile better than its rows: then the tile is one of out^T = b^T
-// a^T. The file is compiled once for each group of kernels (tiles.h).
+// them, k ascending, and store their accumulators (rows.h). Either operand may have k adjacent or not: wgmma reads
+// both. Few rows of out fit the columns of a tile better than its rows: then the tile is one of out^T = b^T a^T.
+// The file is compiled once for each group of kernels (tiles.h).
 
 #include <algorithm>
 
@@ -19,8 +18,6 @@ namespace {
 
 constexpr int kStep = 16;
 constexpr int kWarpgroup = 128;
-// And the next: named barriers of a ping-pong; 1 to 3 are the warpgroups' own.
-[[maybe_unused]] constexpr int kTurnBarrier = 4;
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
 // This object's part of the kernels: those of one type, of the tiles kFirstTile, kFirstTile + kSm90TileGroups, ...
@@ -35,23 +32,19 @@ template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> 
   static constexpr int m = kSm90Tiles[tile].m, n = kSm90Tiles[tile].n;
   static constexpr int cluster_m = kSm90Tiles[tile].cluster_m, cluster_n = kSm90Tiles[tile].cluster_n;
   static constexpr int cluster = cluster_m * cluster_n;
-  static constexpr bool pingpong = kSm90Tiles[tile].pingpong;
-  static constexpr int consumers = pingpong ? 2 : m == 64 ? 1 : m % 192 ? 2 : 3, threads = kWarpgroup * (1 + consumers);
-  static constexpr int readers = pingpong ? 1 : consumers;                  // warpgroups that read a stage
-  static constexpr int blocks = m / 64 / readers, block_registers = n / 2;  // blocks of 64 rows a warpgroup
-  static constexpr int registers = blocks * block_registers;                // accumulators a thread
+  static constexpr int consumers = m == 64 ? 1 : m % 192 ? 2 : 3, threads = kWarpgroup * (1 + consumers);
+  static constexpr int blocks = m / 64 / consumers, block_registers = n / 2;  // blocks of 64 rows a warpgroup
+  static constexpr int registers = blocks * block_registers;                  // accumulators a thread
   static constexpr bool transposes = kSm90Tiles[tile].swapped;
   // What the 64 Ki registers of an SM leave: at launch all threads have as many, then the producer gives some back.
-  static constexpr int producer_registers = consumers == 3 ? 32 : pingpong ? 24 : 40;
-  static constexpr int consumer_registers = consumers == 3 ? 160 : pingpong ? 240 : 232;
+  static constexpr int producer_registers = consumers == 3 ? 32 : 40, consumer_registers = consumers == 3 ? 160 : 232;
   static constexpr int a_bytes = m * kRowBytes;
   static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes;
   static constexpr int staging_bytes = consumers * 4 * kPieceBytes, bias_bytes = consumers * n * 4;
   static constexpr int stages = std::min(12, (kSharedBytes - staging_bytes - bias_bytes - 256) / (a_bytes + b_bytes));
   static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
   static constexpr int barriers_at = bias_at + bias_bytes, shared_bytes = barriers_at + stages * 16;
-  static_assert(m == 64 * readers * blocks, "each warpgroup has as many blocks of 64 rows");
-  static_assert(!pingpong || !chunked, "a tile's accumulators leave no registers for a chunk's");
+  static_assert(m == 64 * consumers * blocks, "each warpgroup has as many blocks of 64 rows");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 16 == 0 && n >= 64, "whole warpgroups, whole pieces");
 };
@@ -124,10 +117,8 @@ __device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) ->
 // Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads.
 template <class S> struct Ring {
   uint32_t shared;
-  int first_block, rank, thread;  // of the tile's blocks of 64 rows, this warpgroup's first
+  int warpgroup, rank, thread;
   int stage = 0, parity = 0, reading = -1;
-  int turn = 0;  // of a ping-pong: which of the cluster's tiles
-  bool last_turn = false;
 
   // All four warps have read the stage: tells every block that writes into it.
   __device__ __forceinline__ void release() {
@@ -141,7 +132,7 @@ template <class S> struct Ring {
   template <bool whole> __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
     barrier_wait(shared + S::barriers_at + stage * 8, parity);
     uint32_t at = shared + stage * (S::a_bytes + S::b_bytes);
-    uint64_t a = wgmma_descriptor<S::a_k_adjacent>(at + first_block * kBlockBytes);
+    uint64_t a = wgmma_descriptor<S::a_k_adjacent>(at + warpgroup * S::blocks * kBlockBytes);
     uint64_t b = wgmma_descriptor<S::b_k_adjacent>(at + S::a_bytes);
     wgmma_fence();
     auto step = [&](int i) {
@@ -180,23 +171,10 @@ template <class S> struct Ring {
         for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
       }
     } else {
-      if constexpr (S::pingpong) begin_turn((k_end + kBlockK - 1) / kBlockK);
 #pragma unroll 1
       for (int k = 0; k < k_end; k += kBlockK) advance<true>(d, 0, false);
-      if constexpr (S::pingpong) end_turn();
       finish();
     }
-  }
-
-  // A turn begins when the other warpgroup has started its last products: before that the parity of a barrier would not
-  // tell this turn's stages from those two rounds of the ring ago.
-  __device__ __forceinline__ void begin_turn(int stages) {
-    if (turn > 0) named_sync(kTurnBarrier + turn % 2, 2 * kWarpgroup);
-    stage = turn * stages % S::stages;
-    parity = turn * stages / S::stages & 1;
-  }
-  __device__ __forceinline__ void end_turn() {
-    if (!last_turn) named_arrive(kTurnBarrier + (turn + 1) % 2, 2 * kWarpgroup);
   }
 
   // The accumulators may be read.
@@ -210,22 +188,18 @@ template <class S> struct Ring {
 template <class S>
 __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, int rank, int warpgroup) {
   const int thread = int(threadIdx.x) % kWarpgroup;
-  const int first_block = S::pingpong ? 0 : warpgroup * S::blocks;
-  Ring<S> ring = {shared, first_block, rank, thread};
+  Ring<S> ring = {shared, warpgroup, rank, thread};
   const uint32_t piece = shared + S::staging_at + (warpgroup * 4 + thread / 32) * kPieceBytes;
   const uint32_t bias_row = shared + S::bias_at + warpgroup * S::n * 4;
   const bool one_bias_row = p.bias && p.bias_row_stride == 0;
   wait_for_previous_kernel();
-  for (int turn = S::pingpong ? warpgroup : 0;; turn += S::pingpong ? 2 : 1) {
-    const int index = int(blockIdx.x) / S::cluster + turn * (int(gridDim.x) / S::cluster);
-    if (index >= p.tiles) break;
-    ring.turn = turn, ring.last_turn = index + int(gridDim.x) / S::cluster >= p.tiles;
+  for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
     auto rows_of = [&](int i, int block = 0) {
       int t = thread;
       asm volatile("" : "+r"(i), "+r"(t));
       Tile tile = tile_of<S>(p, i, rank);
-      return WarpRows<S>{p, tile, piece, tile.row + (first_block + block) * 64 + t / 32 * kWarpRows, t % 32};
+      return WarpRows<S>{p, tile, piece, tile.row + (warpgroup * S::blocks + block) * 64 + t / 32 * kWarpRows, t % 32};
     };
     float d[S::registers];
 
@@ -301,7 +275,7 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::stages; ++i) {
       barrier_init(shared + S::barriers_at + i * 8, 1);
-      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::readers * (S::cluster_m + S::cluster_n - 1));
+      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * (S::cluster_m + S::cluster_n - 1));
     }
     fence_barrier_init();
     if (p.k > 0) prefetch(&p.a), prefetch(&p.b);
@@ -310,9 +284,7 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
   else __syncthreads();
   let_next_kernel_start();
 
-  int warpgroup = int(threadIdx.x) / kWarpgroup;
-  // Tells ptxas that a warp has one value, and with it one range of tiles: else it makes wgmma synchronous (C7515)
-  if (S::pingpong) warpgroup = __shfl_sync(0xFFFFFFFFu, warpgroup, 0);
+  const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     registers_down<S::producer_registers>();
     if (threadIdx.x == 0) produce<S>(p, shared, rank);

@@ -28,7 +28,7 @@ constexpr int kFewM = 32;        // of which long stages have room in shared mem
 // tile; `few`: at most kFewM rows of x.
 template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bool few> struct Shape {
   static constexpr Type type = input;
-  static constexpr bool turned = kTurned, pairs = false;
+  static constexpr bool turned = kTurned;
   // Where n is adjacent: rows of w in a box, as wide as a swizzle is
   static constexpr int box_columns = tile_rows % 64 == 0 ? 64 : tile_rows % 32 == 0 ? 32 : 16;
   static constexpr int rows = tile_rows;
@@ -247,19 +247,17 @@ bool has_registers(const Gemm &g, int rows) { return has_registers(g.k_chunk != 
 
 // The fastest of a sweep of 533 problems in which n is adjacent; rows = 0: a tile of gemm.cu.
 Plan choose_turned(const Gemm &g) {
-  constexpr bool kEarly = true;
+  auto plan = [](int rows) { return Plan{rows, false, kMostSharedBytes, true}; };
   const int64_t width = cut(g.n, gpu_multiprocessors(g.device.id));
-  auto plan = [](int rows, bool x_split, bool half) {
-    return Plan{rows, x_split, half ? kHalfSharedBytes : kMostSharedBytes, kEarly};
-  };
-  if (g.m > kWarpgroupRows) {
-    if (width <= 16) return plan(width <= 8 ? 16 : 32, true, false);
-    return plan(width > 32 && width <= 48 ? 96 : 0, false, false);
-  }
-  if (width <= 8) return plan(16, false, false);
-  if (width <= 32) return plan(32, false, g.k <= 2048 && width > 16);
-  if (width <= 64) return g.k <= 2048 ? plan(64, false, true) : plan(width <= 48 ? 96 : 64, false, false);
-  return plan(width <= 96 ? 32 : 64, false, width > 96);
+  if (g.m > 96) return plan(width > 32 && width <= 48 ? 96 : 0);
+  if (width <= 8) return plan(16);
+  if (width <= 16) return plan(32);
+  if (g.m > kWarpgroupRows) return plan(width <= 24 ? 0 : width <= 32 ? 64 : width <= 48 ? 96 : width <= 64 ? 64 : 0);
+  if (width <= 24) return plan(g.m <= 16 ? 48 : 32);
+  if (width <= 32) return plan(g.m <= 32 ? 32 : 64);
+  if (width <= 48) return plan(width <= 40 ? 96 : 48);
+  if (width <= 64) return plan(64);
+  return plan(width > 96 && width <= 128 ? 64 : 32);
 }
 
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) from (768, 4096) to (128256, 4096), kernels back to back in
@@ -318,7 +316,7 @@ Plan plan_of(Gemm &g, int rows) {
   Plan plan = choose(g);
   if (plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};
   constexpr int64_t kUnit = 256;  // whole stages
-  if (g.fast && !g.k_chunk) {
+  if (g.fast && !g.k_chunk && !kTurned) {
     const int64_t units = cut(g.k, kUnit), parts = parts_of(g, rows, units);
     if (parts > 1) g.k_chunk = cut(units, parts) * kUnit;
   }
@@ -327,14 +325,15 @@ Plan plan_of(Gemm &g, int rows) {
 }
 
 template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const Plan &plan) {
-  return with_type<kHalfTypes>(g.a.type, [&](auto type) {
+  return with_type<SkinnySm90<rows, kTurned>::types>(g.a.type, [&](auto type) {
     return either(g.m > kWarpgroupRows && !plan.x_split, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
         auto go = [&](auto split, auto few) {
           using S = Shape<type, rows, two ? 2 : 1, chunked, split, few>;
           return launch_shape<S>(name, g, plan, skinny_kernel<S>);
         };
-        if constexpr (rows <= kNarrowRows && !two)
+        if constexpr (kTurned && chunked) return pydet_status(PYDET_UNSUPPORTED);  // no such row in backend.cpp
+        else if constexpr (rows <= kNarrowRows && !two)
           return either(g.m <= kFewM, [&](auto few) {
             if constexpr (chunked)
               if (plan.parts > 1) return go(std::true_type(), few);

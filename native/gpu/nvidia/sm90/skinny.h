@@ -88,8 +88,9 @@ __device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *ma
 // The first row of w and of x that a tile multiplies. A box that reaches past the last row takes twice as long, so
 // tiles at an edge begin earlier, and leave what they have in common with the one before to that.
 template <class S> __device__ __forceinline__ int first_of_w(const Problem &p, int tile) {
-  if constexpr (S::pairs) return min((tile >> p.x_split) * S::rows, max((p.n - S::rows + 1) & ~1, 0));
-  constexpr int kUnit = S::turned ? 8 : 2;  // of 16 bytes, between which no box may begin; pairs of y
+  if constexpr (!S::turned)
+    return min((tile >> p.x_split) * S::rows, max((p.n - S::rows + 1) & ~1, 0));  // even, for pairs of y
+  constexpr int kUnit = 8;  // of 16 bytes, between which no box may begin
   return min((tile >> p.x_split) * S::rows, max((p.n - S::rows + kUnit - 1) / kUnit * kUnit, 0));
 }
 __device__ __forceinline__ int first_of_x(const Problem &p, int tile) { return (tile & p.x_split) * (p.m - kTileRows); }

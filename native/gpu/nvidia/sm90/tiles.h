@@ -14,14 +14,13 @@ constexpr uint32_t kBothTurned = layout_bit(false, false);
 
 // Rows by columns of out that a block works on at a time. `cluster_m` blocks under each other share their loads of b,
 // `cluster_n` side by side those of a. A swapped tile is one of out^T = b^T a^T: the rows of out are its columns, which
-// few rows of out fit better. In a ping-pong two warpgroups each make every other tile, so that one multiplies while the
-// other stores. A tile has kernels for some layouts, and for some with k_chunk, which takes twice the accumulators.
+// few rows of out fit better. It has kernels for some layouts, and for some with k_chunk, which takes twice the
+// accumulators.
 struct Sm90Tile {
   const char *name;
   int m, n, cluster_m, cluster_n;
   bool swapped;
   uint32_t layouts, chunked_layouts;
-  bool pingpong = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr uint32_t layouts_of(bool chunked) const { return chunked ? chunked_layouts : layouts; }
 };
@@ -35,6 +34,7 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_128x128", 128, 128, 2, 1, false, kAnyLayout, kAnyLayout},
     {"cuda_gemm_sm90_128x128_wide", 128, 128, 1, 2, false, kForward | kTurnedB | kBothTurned,
      kForward | kTurnedB | kBothTurned},
+    {"cuda_gemm_sm90_128x64", 128, 64, 2, 1, false, kForward | kTurnedB, kForward},
     {"cuda_gemm_sm90_64x160_wide", 64, 160, 1, 2, false, kForward | kTurnedB | kBothTurned, kForward},
     {"cuda_gemm_sm90_64x128_wide", 64, 128, 1, 2, false, kForward | kTurnedB | kBothTurned,
      kForward | kTurnedB | kBothTurned},
@@ -47,8 +47,11 @@ constexpr Sm90Tile kSm90Tiles[] = {
      kForward | kTurnedB | kBothTurned},
     {"cuda_gemm_sm90_128x160_wide", 128, 160, 1, 2, false, kForward | kTurnedB | kBothTurned,
      kForward | kTurnedB | kBothTurned},
+    {"cuda_gemm_sm90_128x192_wide_swapped", 128, 192, 1, 2, true, kForward | kTurnedA, kForward | kTurnedA},
     {"cuda_gemm_sm90_128x160_wide_swapped", 128, 160, 1, 2, true, kForward | kTurnedA | kBothTurned,
      kForward | kTurnedA},
+    {"cuda_gemm_sm90_256x160_wide_swapped", 256, 160, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x112_swapped", 128, 112, 2, 1, true, kForward | kTurnedA, kForward},
     {"cuda_gemm_sm90_64x160_wide_swapped", 64, 160, 1, 2, true, kForward | kTurnedA, kForward | kTurnedA},
     {"cuda_gemm_sm90_64x128_wide_swapped", 64, 128, 1, 2, true, kForward | kTurnedA | kBothTurned, kForward | kTurnedA},
     {"cuda_gemm_sm90_64x64_wide_swapped", 64, 64, 1, 2, true, kForward | kTurnedA | kBothTurned, kForward | kTurnedA},
@@ -72,9 +75,6 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_128x96_4x1_swapped", 128, 96, 4, 1, true, kForward | kTurnedA, kNoLayout},
     {"cuda_gemm_sm90_192x96_4x1_swapped", 192, 96, 4, 1, true, kForward | kTurnedA, kNoLayout},
     {"cuda_gemm_sm90_192x128", 192, 128, 2, 1, false, kForward | kTurnedB | kBothTurned, kNoLayout},
-    {"cuda_gemm_sm90_128x192_pingpong", 128, 192, 2, 1, false, kForward | kTurnedB | kBothTurned, kNoLayout, true},
-    {"cuda_gemm_sm90_192x128_wide_pingpong", 192, 128, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout, true},
-    {"cuda_gemm_sm90_128x160_wide_pingpong", 128, 160, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout, true},
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 
