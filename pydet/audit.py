@@ -165,7 +165,7 @@ def _host(name: str, x: Any) -> Memory:
         array = x.get() if framework == "cupy" else numpy.asarray(x)
         if array.dtype.isnative and array.dtype.name in TYPES:
             array = array if array.flags.c_contiguous else array.copy("C")
-            return Memory(array.view(f"u{array.itemsize}"), type_index(array.dtype))
+            return Memory(array.view(f"u{array.itemsize}"), TYPES.index(array.dtype.name))
         dtype = array.dtype
     fail(INVALID_DTYPE, f"audit: {name} is {dtype}, want one of {', '.join(TYPES)}")
 
@@ -267,7 +267,7 @@ def _load(path: str, dtype: str | None, notes: list[str]) -> Memory:
     if not isinstance(array, numpy.ndarray):
         raise ValueError(f"{path} holds {type(array).__name__}, want one array")
     kind, size = array.dtype.kind, array.dtype.itemsize
-    asked = None if dtype is None else type_index(dtype)
+    asked = None if dtype is None else type_index(dtype, "audit", "dtype")
     if asked is not None and (DTYPES[asked][1] == 8) != (size == 1):
         asked = None  # it speaks of the float8 files, or of the others
     if kind == "V" and size in _UNSTATED and asked is None:
@@ -278,7 +278,7 @@ def _load(path: str, dtype: str | None, notes: list[str]) -> Memory:
     elif kind in "uiV" and size in (1, 2, 4) and asked is not None:
         index = asked
     elif array.dtype.name in TYPES and array.dtype.isnative:
-        index = type_index(array.dtype)
+        index = TYPES.index(array.dtype.name)
     else:
         raise ValueError(f"{path} holds {array.dtype}, want {', '.join(TYPES)}, or their bits with --dtype")
     if 8 * size != DTYPES[index][1]:

@@ -37,12 +37,13 @@ _TYPE_OF = {name: index for names in (TYPES, BRIEF) for index, name in enumerate
 _override = threading.local()  # .stream: the address that the caller's stream= named, while its call runs
 
 
-def type_index(dtype: Any) -> int:
-    """The type index of a dtype: its name, or the object that NumPy, PyTorch, JAX or CuPy has for it."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    index = _TYPE_OF.get(name.rpartition(".")[2]) if isinstance(name, str) else None
+def type_index(dtype: Any, op: str, name: str = "out_dtype") -> int:
+    """The type index of a dtype: its name, or the object that NumPy, PyTorch, JAX or CuPy has for it; `op` and `name`
+    are the operation's and the argument's, for sentences."""
+    text = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    index = _TYPE_OF.get(text.rpartition(".")[2]) if isinstance(text, str) else None
     if index is None:
-        fail(INVALID_DTYPE, f"dtype is {dtype!r}, want one of {', '.join(TYPES)}")
+        fail(INVALID_DTYPE, f"{op}: {name} is {dtype!r}, want one of {', '.join(TYPES)}")
     return index
 
 

@@ -147,9 +147,11 @@ def _options(op: str, arithmetic: str, k_chunk: int | None, kernel: str | None =
     return _Options(number, chunk, _kernel(op, kernel))
 
 
-def _continued(op: str, accumulate: Any, shape: tuple[int, ...], dtype: Any, default: str) -> tuple[Array | None, str]:
-    """(what to continue from or None, the type of the result)."""
-    wanted = None if dtype is None else TYPES[type_index(dtype)]
+def _continued(
+    op: str, accumulate: Any, shape: tuple[int, ...], dtype: Any, default: str, name: str = "out_dtype"
+) -> tuple[Array | None, str]:
+    """(what to continue from or None, the type of the result); `name` is that of the argument dtype."""
+    wanted = None if dtype is None else TYPES[type_index(dtype, op, name)]
     if accumulate is None:
         return None, wanted or default
     if isinstance(accumulate, bool):
@@ -525,7 +527,7 @@ def ragged_dot(
         fail(INVALID_DTYPE, f"ragged_dot: group_sizes is {got}, want an int32 array")
     if group_sizes.shape != rhs.shape[:1]:
         fail(_INVALID_SHAPE, f"ragged_dot: group_sizes is {text(group_sizes.shape)}, want {rhs.shape[0]}")
-    dtype = lhs.dtype.name if out_dtype is None else TYPES[type_index(out_dtype)]
+    dtype = lhs.dtype.name if out_dtype is None else TYPES[type_index(out_dtype, "ragged_dot")]
     ends = jnp.cumsum(jnp.asarray(group_sizes), dtype=jnp.int32)
     return _rows_by_group(lhs, rhs, ends, dtype, False, _options("ragged_dot", arithmetic, k_chunk, kernel))
 
@@ -731,7 +733,8 @@ def rmsnorm_backward(
     RULES.norm(op, rows, (gradient, added), weights, of_rows)
     if weight is None and (accumulate is not None or dweight_dtype is not None):
         fail(INVALID_VALUE, f"{op}: weight is None, so there is no dweight")
-    start, dtype = _continued(op, accumulate, x.shape[-1:], dweight_dtype, "" if weight is None else weight.dtype.name)
+    default = "" if weight is None else weight.dtype.name
+    start, dtype = _continued(op, accumulate, x.shape[-1:], dweight_dtype, default, "dweight_dtype")
     offset = _static(op, "weight_offset", weight_offset, float, "a number")
     return _norm_backward(dy, x, rstd, weight, dresidual, offset, start, dtype, _kernel(op, kernel))
 
@@ -951,7 +954,9 @@ def layernorm_backward(
     RULES.norm(op, rows, (gradient, added), weights, of_rows)
     RULES.norm(op, rows, (), None, means)
     has_bias = _static(op, "has_bias", has_bias, bool, "True or False")
-    dtype = (x if weight is None else weight).dtype.name if dweight_dtype is None else TYPES[type_index(dweight_dtype)]
+    dtype = (x if weight is None else weight).dtype.name
+    if dweight_dtype is not None:
+        dtype = TYPES[type_index(dweight_dtype, op, "dweight_dtype")]
     offset = _static(op, "weight_offset", weight_offset, float, "a number")
     operands = (dy, x, mean, rstd, weight, dtype if has_bias else None, dresidual, offset, dtype)
     return _layer_backward(*operands, _kernel(op, kernel))

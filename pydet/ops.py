@@ -102,7 +102,7 @@ def gemm(
         b,
         bias=bias,
         out=out,
-        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        out_dtype=None if out_dtype is None else type_index(out_dtype, "gemm"),
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
@@ -143,7 +143,7 @@ def gemm_da(
         dc,
         b,
         out=out,
-        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        out_dtype=None if out_dtype is None else type_index(out_dtype, "gemm_da"),
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
@@ -186,7 +186,7 @@ def gemm_db(
         a,
         dc,
         out=out,
-        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        out_dtype=None if out_dtype is None else type_index(out_dtype, "gemm_db"),
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
@@ -238,7 +238,7 @@ def skinny_gemm(
         w,
         bias=bias,
         out=out,
-        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        out_dtype=None if out_dtype is None else type_index(out_dtype, "skinny_gemm"),
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
@@ -296,7 +296,7 @@ def scaled_gemm(
         b_scale=b_scale,
         bias=bias,
         out=out,
-        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        out_dtype=None if out_dtype is None else type_index(out_dtype, "scaled_gemm"),
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
@@ -357,7 +357,7 @@ def grouped_gemm(
         group_start=group_start,
         bias=bias,
         out=out,
-        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        out_dtype=None if out_dtype is None else type_index(out_dtype, "grouped_gemm"),
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
@@ -416,8 +416,8 @@ def quantize(
         scale=own,
         transposed=q_t,
         transposed_scale=scale_t,
-        dtype=type_index(dtype),
-        scale_dtype=type_index(scale_dtype),
+        dtype=type_index(dtype, "quantize", "dtype"),
+        scale_dtype=type_index(scale_dtype, "quantize", "scale_dtype"),
         power_of_two=power_of_two,
         turns=transposed,
         kernel=kernel,
@@ -583,7 +583,7 @@ def rmsnorm_backward(
         dresidual=dresidual,
         out=out,
         dweight=dweight,
-        dweight_dtype=None if dweight_dtype is None else type_index(dweight_dtype),
+        dweight_dtype=None if dweight_dtype is None else type_index(dweight_dtype, "rmsnorm_backward", "dweight_dtype"),
         accumulate=accumulate,
         kernel=kernel,
     )
@@ -736,7 +736,9 @@ def layernorm_backward(
         out=out,
         dweight=dweight,
         dbias=dbias,
-        dweight_dtype=None if dweight_dtype is None else type_index(dweight_dtype),
+        dweight_dtype=None
+        if dweight_dtype is None
+        else type_index(dweight_dtype, "layernorm_backward", "dweight_dtype"),
         accumulate=accumulate,
         kernel=kernel,
     )
@@ -876,7 +878,7 @@ def fold(
         is_tuple=listed,
         bias=bias,
         out=out,
-        out_dtype=None if out_dtype is None else type_index(out_dtype),
+        out_dtype=None if out_dtype is None else type_index(out_dtype, "fold"),
         order=order,
         accumulate=accumulate,
         kernel=kernel,
@@ -970,7 +972,9 @@ def resolve_arithmetic(dtype: Any, device: tuple[str, int] = ("cpu", 0), arithme
     if device[0] not in kinds:
         fail(INVALID_DEVICE, f"device is {device[0]!r}, want one of {', '.join(kinds)}")
     number = unknown(arithmetic, "resolve_arithmetic", "arithmetic")
-    return resolved_name((DEVICE_TYPES[kinds.index(device[0])], device[1]), type_index(dtype), number)
+    return resolved_name(
+        (DEVICE_TYPES[kinds.index(device[0])], device[1]), type_index(dtype, "resolve_arithmetic", "dtype"), number
+    )
 
 
 def resolved_name(device: tuple[int, int], index: int, arithmetic: int) -> str:

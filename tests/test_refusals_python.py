@@ -91,9 +91,16 @@ PYTHON = [  # what is wrong, as a call that returns nothing; the exception's oth
         lambda out: pydet.gemm(A, B, out_dtype="int8"),
         TypeError,
         "INVALID_DTYPE",
-        r"dtype is 'int8', want one of float32, bfloat16",
+        r"^gemm: out_dtype is 'int8', want one of float32, bfloat16",
     ),
-    (lambda out: pydet.gemm(A, B, out_dtype=np.float64), TypeError, "INVALID_DTYPE", r"dtype is .*float64"),
+    (lambda out: pydet.gemm(A, B, out_dtype=np.float64), TypeError, "INVALID_DTYPE", r"gemm: out_dtype is .*float64"),
+    (lambda out: pydet.quantize(A, dtype="int8"), TypeError, "INVALID_DTYPE", r"^quantize: dtype is 'int8'"),
+    (
+        lambda out: pydet.quantize(A, scale_dtype="int8"),
+        TypeError,
+        "INVALID_DTYPE",
+        r"^quantize: scale_dtype is 'int8'",
+    ),
     (lambda out: pydet.gemm(A[::1, ::-1], B, out=out), ValueError, "INVALID_STRIDE", r"a has stride -1 in dimension 1"),
     (
         lambda out: pydet.gemm(np.zeros((6, 8), "f")[::2, ::2], B, out=out),

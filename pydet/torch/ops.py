@@ -70,7 +70,7 @@ def _of_any_strides(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _index(dtype: Dtype) -> int | None:
-    return None if dtype is None else type_index(dtype)
+    return None if dtype is None else type_index(dtype, "pydet.torch")
 
 
 def _run_gemm(
