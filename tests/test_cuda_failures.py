@@ -98,10 +98,11 @@ def problems(operation, name, dtype):
             )
         return
     if operation == "scaled_gemm":
-        operands = tensors([(256, 256), None, (256, 1024), None, None, ((256, 1024), "float32")], dtype)
-        operands[2].strides[0], operands[2].strides[1] = 1, 256  # k is adjacent
-        given = capi.options("pydet_scaled_gemm_options", arithmetic=name[1], k_chunk=128, kernel=name[0])
-        yield "pydet_scaled_gemm", operands, given
+        for m in (256, 64):
+            operands = tensors([(m, 256), None, (256, 1024), None, None, ((m, 1024), "float32")], dtype)
+            operands[2].strides[0], operands[2].strides[1] = 1, 256  # k is adjacent
+            given = capi.options("pydet_scaled_gemm_options", arithmetic=name[1], k_chunk=128, kernel=name[0])
+            yield "pydet_scaled_gemm", operands, given
         return
     if operation == "grouped_gemm":
         operands = tensors([(512, 64), (2, 64, 256), None, None, ((2,), "float32"), (512, 256)], dtype)
