@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import importlib.util
 import itertools
+import mmap
 import os
 import pathlib
 import random
@@ -896,16 +897,18 @@ def test_a_device_is_asked_once(hip):
 
 
 def test_more_blocks_than_one_side_of_a_grid_holds(hip):
-    """HIP counts a side's threads in 32 bits: 134 million rows of rmsnorm need more blocks of 128 threads."""
+    """HIP counts a side's threads in 32 bits: a thousand million rows of rmsnorm, four threads a row, need more."""
     hip.executes = False
-    rows, half = (1 << 27) + 5, DTYPES["fp16"]
-    x, y = np.empty((rows, 8), half), np.empty((rows, 8), half)  # 2 GiB each that nobody touches
+    rows, half = (1 << 30) + 5, DTYPES["fp16"]
+    unreserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: addresses that nobody touches
+    x, y = (np.frombuffer(mmap.mmap(-1, rows * 16, unreserved), half).reshape(rows, 8) for _ in range(2))
     rstd = np.empty(rows, np.float32)
     options = capi.options("pydet_rmsnorm_options", eps=1e-5)
     hip.check("pydet_rmsnorm", options, x, None, None, y, rstd, None)
     ((_, shape, *_),) = hip.launches
-    assert shape[0] * shape[1] * 4 >= rows and shape[0] * shape[3] < 1 << 32
-    assert (shape[0] - 1) * shape[1] * 4 < rows
+    in_block = shape[3] // 4
+    assert shape[0] * shape[1] * in_block >= rows and shape[0] * shape[3] < 1 << 32
+    assert (shape[0] - 1) * shape[1] * in_block < rows and shape[1] > 1
 
 
 def test_a_grid_in_rows_is_the_same(hip):
