@@ -65,9 +65,11 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) 
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold layernorm
+API := launch products scaled grouped norms softmax fold report
+ENTRIES := python xla_ffi xla_norms
 POOL := pool scratch thread_count
 # Objects that every library holds; then what makes each library its own.
-SHARED := $(BUILD)/api.o $(BUILD)/entry/python.o $(BUILD)/entry/xla_ffi.o $(BUILD)/entry/xla_norms.o $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
+SHARED := $(API:%=$(BUILD)/api/%.o) $(ENTRIES:%=$(BUILD)/entry/%.o) $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
   $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 

@@ -1,8 +1,9 @@
 // For tests/test_needs.py: hands every row of this build's kernel tables to the library's choice, with a problem that
 // needs nothing of a kernel. Each row is opened as far as it goes beside its features, so these alone decide. Prints
 // "name status sentence" a row. No kernel is linked, and none is launched.
-#include "api.cpp"
+#include "api/launch.cpp"
 
+namespace pydet {
 namespace {
 
 // A problem whose own needs the row names, where it always has one.
@@ -32,7 +33,8 @@ template <class Problem> void show(const Backend &backend, const Kernel<Problem>
 }
 
 }  // namespace
+}  // namespace pydet
 
 int main() {
-  each_kernel([](const Backend &backend, const char *, const auto &row) { show(backend, row); });
+  pydet::each_kernel([](const pydet::Backend &backend, const char *, const auto &row) { pydet::show(backend, row); });
 }

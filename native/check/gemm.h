@@ -161,4 +161,15 @@ pydet_status apply_gemm_options(const GemmWords &words, const Options &options, 
   return PYDET_OK;
 }
 
+// Of a question about a workspace.
+inline pydet_status check_extents(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k,
+                                  const uint64_t *bytes) {
+  if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
+  if (batch < 0 || m < 0 || n < 0 || k < 0)
+    return fail(PYDET_INVALID_SHAPE,
+                "%s: an extent is negative (batch %" PRId64 ", M %" PRId64 ", N %" PRId64 ", K %" PRId64 ")", op, batch,
+                m, n, k);
+  return PYDET_OK;
+}
+
 }  // namespace pydet

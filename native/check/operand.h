@@ -2,6 +2,7 @@
 // an element.
 #pragma once
 
+#include <initializer_list>
 #include <limits>
 
 #include "check/error.h"

@@ -1,0 +1,15 @@
+// What every entry of the C ABI ends with, once its arguments are checked.
+#pragma once
+
+#include "kernel.h"
+
+namespace pydet {
+
+// Runs the problem by the kernel of that name, or where `forced` is NULL by the one that suits it best. Made in
+// launch.cpp for each problem.
+template <class Problem> pydet_status launch(const char *op, const Problem &problem, const char *forced);
+
+// For a call whose outputs have no elements.
+pydet_status nothing_to_write();
+
+}  // namespace pydet

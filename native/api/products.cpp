@@ -1,0 +1,163 @@
+// GEMM, its two gradients and skinny GEMM: one problem under four names.
+
+#include "api/launch.h"
+#include "check/gemm.h"
+
+namespace pydet {
+namespace {
+
+constexpr GemmWords kGemm = {"gemm", "a", "b", "out", "M", "N", "K", false, false};
+constexpr GemmWords kGemmDa = {"gemm_da", "dc", "b", "da", "M", "K", "N", false, true};
+constexpr GemmWords kGemmDb = {"gemm_db", "a", "dc", "db", "K", "N", "M", true, false};
+constexpr GemmWords kSkinnyGemm = {"skinny_gemm", "x", "w", "y", "M", "N", "K", false, true};
+
+pydet_status finish_gemm(const GemmWords &words, const Gemm &gemm, const char *kernel, const View *const *views,
+                         int count) {
+  for (int i = 0; i < count; ++i) PYDET_TRY(workspace_apart(*views[i], gemm.workspace, gemm.workspace_size));
+  if (gemm.m == 0 || gemm.n == 0 || gemm.batch.count == 0) return nothing_to_write();
+  return launch(words.op, gemm, kernel);
+}
+
+pydet_status run_gemm(const GemmWords &words, void *stream, const pydet_tensor *a_tensor, const pydet_tensor *b_tensor,
+                      const pydet_tensor *bias_tensor, const pydet_tensor *out_tensor,
+                      const pydet_gemm_options *given) {
+  pydet_gemm_options options = {};
+  options.struct_size = sizeof options;
+  PYDET_TRY(read_options(words.op, given, &options));
+  View a, b, bias, out;
+  PYDET_TRY(read(words.op, words.a, kFactor, a_tensor, 2, &a));
+  PYDET_TRY(read(words.op, words.b, kFactor, b_tensor, 2, &b));
+  PYDET_TRY(read_optional(words.op, "bias", kAddend, bias_tensor, 1, &bias));
+  PYDET_TRY(read(words.op, words.out, kResult, out_tensor, 2, &out));
+  Gemm gemm = {};
+  gemm.stream = stream;
+  PYDET_TRY(
+      gemm_of(words, words.a_transposed ? transposed(a) : a, words.b_transposed ? transposed(b) : b, bias, out, &gemm));
+  PYDET_TRY(apply_gemm_options(words, options, out, &gemm));
+  const View *views[] = {&a, &b, &bias, &out};
+  return finish_gemm(words, gemm, options.kernel, views, 4);
+}
+
+// x [..., K] as a matrix [..., M, K]: M is the last leading dimension after merging, so that a call on [tokens, K], or on
+// [batch, tokens, K] without gaps, is one matrix. The merge must hold for y and for a bias shaped like it.
+void merge_rows(View *const *views, int count) {
+  for (int t = 0; t < count; ++t)
+    if (views[t]->ndim == 1) {  // one row
+      views[t]->ndim = 2;
+      views[t]->shape[1] = views[t]->shape[0];
+      views[t]->stride[1] = views[t]->stride[0];
+      views[t]->shape[0] = 1;
+      views[t]->stride[0] = 0;
+    }
+  while (views[0]->ndim > 2) {
+    int r = views[0]->ndim - 2;  // merge dimension r into r - 1
+    for (int t = 0; t < count; ++t) {
+      const View &v = *views[t];
+      bool merges = v.shape[r] == 1 || v.shape[r - 1] == 1 || v.stride[r - 1] == v.stride[r] * v.shape[r];
+      if (!merges) return;
+    }
+    for (int t = 0; t < count; ++t) {
+      View &v = *views[t];
+      v.stride[r - 1] = v.shape[r] == 1 ? v.stride[r - 1] : v.stride[r];
+      v.shape[r - 1] *= v.shape[r];
+      v.shape[r] = v.shape[r + 1];
+      v.stride[r] = v.stride[r + 1];
+      --v.ndim;
+    }
+  }
+}
+
+pydet_status check_skinny_options(const char *op, const pydet_skinny_gemm_options &options) {
+  if (options.mode != PYDET_DETERMINISTIC && options.mode != PYDET_FAST)
+    return fail(PYDET_INVALID_VALUE, "%s: options.mode is %d, want 0 (deterministic) or 1 (fast)", op,
+                int(options.mode));
+  return check_flag(op, "weights_constant", options.weights_constant);
+}
+
+pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *w_tensor,
+                             const pydet_tensor *bias_tensor, const pydet_tensor *y_tensor,
+                             const pydet_skinny_gemm_options *given) {
+  const GemmWords &words = kSkinnyGemm;
+  pydet_skinny_gemm_options options = {};
+  options.struct_size = sizeof options;
+  PYDET_TRY(read_options(words.op, given, &options));
+  View x, w, bias, y;
+  PYDET_TRY(read(words.op, "x", kFactor, x_tensor, 1, &x));
+  PYDET_TRY(read(words.op, "w", kFactor, w_tensor, 2, &w));
+  PYDET_TRY(read_optional(words.op, "bias", kAddend, bias_tensor, 1, &bias));
+  PYDET_TRY(read(words.op, "y", kResult, y_tensor, 1, &y));
+  if (w.ndim != 2) return fail(PYDET_INVALID_SHAPE, "%s: w is %s, want NxK", words.op, shape_text(w).text);
+  int64_t wanted[kMaxDims];
+  for (int i = 0; i + 1 < x.ndim; ++i) wanted[i] = x.shape[i];
+  wanted[x.ndim - 1] = w.rows();
+  PYDET_TRY(want_shape(y, wanted, x.ndim));
+  bool full_bias = bias.present() && bias.ndim > 1;
+  if (full_bias) PYDET_TRY(want_shape(bias, wanted, x.ndim));
+  if (bias.present() && !full_bias) PYDET_TRY(want_shape(bias, wanted + x.ndim - 1, 1));
+  View *rows[] = {&x, &y, &bias};
+  merge_rows(rows, full_bias ? 3 : 2);
+
+  Gemm gemm = {};
+  gemm.stream = stream;
+  PYDET_TRY(gemm_of(words, x, transposed(w), bias, y, &gemm));
+  PYDET_TRY(apply_gemm_options(words, options, y, &gemm));
+  PYDET_TRY(check_skinny_options(words.op, options));
+  gemm.skinny = true;
+  gemm.fast = options.mode == PYDET_FAST;
+  gemm.weights_constant = options.weights_constant != 0;
+  const View *views[] = {&x, &w, &bias, &y};
+  return finish_gemm(words, gemm, options.kernel, views, 4);
+}
+
+pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int64_t k_chunk,
+                            uint64_t *bytes) {
+  PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
+  PYDET_TRY(check_chunk(op, k_chunk, kChunkMultiple));
+  *bytes = 0;  // no kernel of this release wants one
+  return PYDET_OK;
+}
+
+}  // namespace
+}  // namespace pydet
+
+using namespace pydet;
+
+pydet_status pydet_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b, const pydet_tensor *bias,
+                        const pydet_tensor *out, const pydet_gemm_options *options) {
+  return run_gemm(kGemm, stream, a, b, bias, out, options);
+}
+
+pydet_status pydet_gemm_da(void *stream, const pydet_tensor *dc, const pydet_tensor *b, const pydet_tensor *da,
+                           const pydet_gemm_options *options) {
+  return run_gemm(kGemmDa, stream, dc, b, nullptr, da, options);
+}
+
+pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const pydet_tensor *dc, const pydet_tensor *db,
+                           const pydet_gemm_options *options) {
+  return run_gemm(kGemmDb, stream, a, dc, nullptr, db, options);
+}
+
+pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k, const pydet_gemm_options *given,
+                                  uint64_t *bytes) {
+  pydet_gemm_options options = {};
+  PYDET_TRY(read_options("gemm_workspace", given, &options));
+  PYDET_TRY(check_arithmetic("gemm_workspace", options.arithmetic));
+  PYDET_TRY(check_flag("gemm_workspace", "accumulate", options.accumulate));
+  return gemm_workspace("gemm_workspace", batch, m, n, k, options.k_chunk, bytes);
+}
+
+pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_tensor *w, const pydet_tensor *bias,
+                               const pydet_tensor *y, const pydet_skinny_gemm_options *options) {
+  return run_skinny_gemm(stream, x, w, bias, y, options);
+}
+
+pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k, const pydet_skinny_gemm_options *given,
+                                         uint64_t *bytes) {
+  pydet_skinny_gemm_options options = {};
+  const char *op = "skinny_gemm_workspace";
+  PYDET_TRY(read_options(op, given, &options));
+  PYDET_TRY(check_arithmetic(op, options.arithmetic));
+  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
+  PYDET_TRY(check_skinny_options(op, options));
+  return gemm_workspace(op, 1, m, n, k, options.k_chunk, bytes);
+}
