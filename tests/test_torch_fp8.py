@@ -205,10 +205,14 @@ def test_override_takes_over_scaled_products(device):
         with pt.override_aten() as caught:
             y = torch._scaled_mm(a, b, one, one)  # its result is fp8
         assert y.dtype == E4M3 and caught == {"aten::_scaled_mm (left to PyTorch)": 1}
-        _, scales, mine = list(scaling(m, n, k))[1]
-        plain = torch._scaled_mm(a, b, *scales, out_dtype=torch.float32)
-        got = pydet.scaled_gemm(a, b, out_dtype="float32", **mine)
-        assert (got - plain).abs().max() < 2e-6 * plain.abs().max()
+        for _, scales, mine in list(scaling(m, n, k))[:2]:
+            try:
+                plain = torch._scaled_mm(a, b, *scales, out_dtype=torch.float32)
+            except RuntimeError as problem:  # before torch 2.13 of rows, never of one scale a matrix
+                assert scales[0].numel() > 1 and "only supports per-tensor scaling" in str(problem), problem
+                continue
+            got = pydet.scaled_gemm(a, b, out_dtype="float32", **mine)
+            assert (got - plain).abs().max() < 2e-6 * plain.abs().max()
 
 
 # ---- Linear layers ---------------------------------------------------------------------------------------------------
