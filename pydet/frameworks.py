@@ -1,7 +1,7 @@
 """The frameworks: who owns an array, how it is read, and how results are made that are the caller's own kind.
 
 NumPy arrays, and tensors of frameworks with the DLPack C exchange API, are read and made by the library itself
-(``native/entry/python.cpp``); a Framework tells it so, and does the same for everything else. No framework is imported
+(``native/entry/python/``); a Framework tells it so, and does the same for everything else. No framework is imported
 that the caller has not imported.
 """
 

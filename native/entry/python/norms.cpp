@@ -1,0 +1,172 @@
+// RMSNorm and LayerNorm, with their gradients.
+#include "entry/python/methods.h"
+#include "entry/python/results.h"
+
+namespace pydet {
+
+// -> (y, rstd), and sum where there is a residual
+Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call("rmsnorm");
+  pydet_rmsnorm_arguments given;
+  if (!call.arguments(exchange->rmsnorm_names, 3, args, count, keywords, &given)) return nullptr;
+  Operand *x = call.read("x", given.x);
+  Operand *residual = x ? call.read_optional("residual", given.residual) : nullptr;
+  Operand *weight = residual ? call.read_optional("weight", given.weight) : nullptr;
+  Operand *y = weight ? call.read_optional("out", given.out, true) : nullptr;
+  Operand *rstd = y ? call.read_optional("rstd", given.rstd, true) : nullptr;
+  Operand *sum = rstd ? call.read_optional("sum", given.sum, true) : nullptr;
+  if (!sum) return nullptr;
+  pydet_rmsnorm_options options = {};
+  options.struct_size = sizeof options;
+  if (!call.float_of("eps", given.eps, &options.eps)) return nullptr;
+  if (!call.float_of("weight_offset", given.weight_offset, &options.weight_offset)) return nullptr;
+  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
+  if (!call.choose_library(given.stream)) return nullptr;
+
+  const int type = type_index(x->tensor.dtype);
+  if (!make_like(call, x->tensor, x->tensor.ndim, type, &y)) return nullptr;
+  if (!make_like(call, x->tensor, x->tensor.ndim < 1 ? 0 : x->tensor.ndim - 1, int(Type::f32), &rstd)) return nullptr;
+  if (residual->present && !make_like(call, x->tensor, x->tensor.ndim, type, &sum)) return nullptr;
+
+  const bool done = call.run(elements(x->tensor), [&](void *stream) {
+    return call.library().rmsnorm(stream, tensor_of(x), tensor_of(residual), tensor_of(weight), tensor_of(y),
+                                  tensor_of(rstd), tensor_of(sum), &options);
+  });
+  Operand *results[] = {y, rstd, sum};
+  return done ? call.results(results, sum->present ? 3 : 2) : nullptr;
+}
+
+// -> (dx, dweight or None)
+Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call("rmsnorm_backward");
+  pydet_rmsnorm_backward_arguments given;
+  if (!call.arguments(exchange->rmsnorm_backward_names, 4, args, count, keywords, &given)) return nullptr;
+  Operand *dy = call.read("dy", given.dy);
+  Operand *x = dy ? call.read("x", given.x) : nullptr;
+  Operand *weight = x ? call.read_optional("weight", given.weight) : nullptr;
+  Operand *rstd = weight ? call.read("rstd", given.rstd) : nullptr;
+  Operand *dresidual = rstd ? call.read_optional("dresidual", given.dresidual) : nullptr;
+  Operand *dx = dresidual ? call.read_optional("out", given.out, true) : nullptr;
+  Operand *dweight = dx ? call.read_optional("dweight", given.dweight, true) : nullptr;
+  if (!dweight) return nullptr;
+  pydet_rmsnorm_backward_options options = {};
+  options.struct_size = sizeof options;
+  int64_t type = -1;
+  if (!call.integer_of("dweight_dtype", given.dweight_dtype, &type)) return nullptr;
+  if (!call.float_of("weight_offset", given.weight_offset, &options.weight_offset)) return nullptr;
+  if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
+  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
+  if (!call.choose_library(given.stream) || !type_agrees(call, "dweight", *dweight, type)) return nullptr;
+  if (options.accumulate && !dweight->present)
+    return call.fail(PYDET_INVALID_VALUE,
+                     "rmsnorm_backward: accumulate needs dweight, the float32 tensor to continue from"),
+           nullptr;
+  if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
+  if (!dweight->present && weight->present && sound(weight->tensor, 1) && weight->tensor.ndim == 1) {
+    if (type < 0) type = type_index(weight->tensor.dtype);
+    if (!(dweight = call.make(1, weight->tensor.shape, int(type)))) return nullptr;
+  }
+  const int64_t total = elements(x->tensor), n = sound(x->tensor, 1) ? x->tensor.shape[x->tensor.ndim - 1] : 0;
+  if (dweight->present && n > 0) {
+    uint64_t bytes = 0;
+    if (call.library().rmsnorm_backward_workspace(total / n, n, &bytes) != PYDET_OK) bytes = 0;
+    if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;
+  }
+
+  const bool done = call.run(total, [&](void *stream) {
+    return call.library().rmsnorm_backward(stream, tensor_of(dy), tensor_of(x), tensor_of(weight), tensor_of(rstd),
+                                           tensor_of(dresidual), tensor_of(dx), tensor_of(dweight), &options);
+  });
+  Operand *results[] = {dx, dweight};
+  return done ? call.results(results, 2) : nullptr;
+}
+
+// ---- LayerNorm ---------------------------------------------------------------------------------------------------
+
+// -> (y, mean, rstd), and sum where there is a residual
+Object *call_layernorm(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call("layernorm");
+  pydet_layernorm_arguments given;
+  if (!call.arguments(exchange->layernorm_names, 4, args, count, keywords, &given)) return nullptr;
+  Operand *x = call.read("x", given.x);
+  Operand *residual = x ? call.read_optional("residual", given.residual) : nullptr;
+  Operand *weight = residual ? call.read_optional("weight", given.weight) : nullptr;
+  Operand *bias = weight ? call.read_optional("bias", given.bias) : nullptr;
+  Operand *y = bias ? call.read_optional("out", given.out, true) : nullptr;
+  Operand *mean = y ? call.read_optional("mean", given.mean, true) : nullptr;
+  Operand *rstd = mean ? call.read_optional("rstd", given.rstd, true) : nullptr;
+  Operand *sum = rstd ? call.read_optional("sum", given.sum, true) : nullptr;
+  if (!sum) return nullptr;
+  pydet_layernorm_options options = {};
+  options.struct_size = sizeof options;
+  if (!call.float_of("eps", given.eps, &options.eps)) return nullptr;
+  if (!call.float_of("weight_offset", given.weight_offset, &options.weight_offset)) return nullptr;
+  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
+  if (!call.choose_library(given.stream)) return nullptr;
+
+  const int type = type_index(x->tensor.dtype), row_ndim = x->tensor.ndim < 1 ? 0 : x->tensor.ndim - 1;
+  if (!make_like(call, x->tensor, x->tensor.ndim, type, &y)) return nullptr;
+  if (!make_like(call, x->tensor, row_ndim, int(Type::f32), &mean)) return nullptr;
+  if (!make_like(call, x->tensor, row_ndim, int(Type::f32), &rstd)) return nullptr;
+  if (residual->present && !make_like(call, x->tensor, x->tensor.ndim, type, &sum)) return nullptr;
+
+  const bool done = call.run(elements(x->tensor), [&](void *stream) {
+    return call.library().layernorm(stream, tensor_of(x), tensor_of(residual), tensor_of(weight), tensor_of(bias),
+                                    tensor_of(y), tensor_of(mean), tensor_of(rstd), tensor_of(sum), &options);
+  });
+  Operand *results[] = {y, mean, rstd, sum};
+  return done ? call.results(results, sum->present ? 4 : 3) : nullptr;
+}
+
+// -> (dx, dweight or None, dbias or None)
+Object *call_layernorm_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call("layernorm_backward");
+  pydet_layernorm_backward_arguments given;
+  if (!call.arguments(exchange->layernorm_backward_names, 5, args, count, keywords, &given)) return nullptr;
+  Operand *dy = call.read("dy", given.dy);
+  Operand *x = dy ? call.read("x", given.x) : nullptr;
+  Operand *weight = x ? call.read_optional("weight", given.weight) : nullptr;
+  Operand *mean = weight ? call.read("mean", given.mean) : nullptr;
+  Operand *rstd = mean ? call.read("rstd", given.rstd) : nullptr;
+  Operand *dresidual = rstd ? call.read_optional("dresidual", given.dresidual) : nullptr;
+  Operand *dx = dresidual ? call.read_optional("out", given.out, true) : nullptr;
+  Operand *dweight = dx ? call.read_optional("dweight", given.dweight, true) : nullptr;
+  Operand *dbias = dweight ? call.read_optional("dbias", given.dbias, true) : nullptr;
+  if (!dbias) return nullptr;
+  pydet_layernorm_backward_options options = {};
+  options.struct_size = sizeof options;
+  int64_t type = -1;
+  int32_t has_bias = 1;
+  if (!call.integer_of("dweight_dtype", given.dweight_dtype, &type)) return nullptr;
+  if (!call.flag_of("has_bias", given.has_bias, &has_bias)) return nullptr;
+  if (!call.float_of("weight_offset", given.weight_offset, &options.weight_offset)) return nullptr;
+  if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
+  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
+  if (!call.choose_library(given.stream) || !type_agrees(call, "dweight", *dweight, type)) return nullptr;
+  if (options.accumulate && !dweight->present && !dbias->present)
+    return call.fail(PYDET_INVALID_VALUE,
+                     "layernorm_backward: accumulate needs dweight or dbias, the float32 tensors to continue from"),
+           nullptr;
+  if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
+  if (!options.accumulate && weight->present && sound(weight->tensor, 1) && weight->tensor.ndim == 1) {
+    if (type < 0) type = type_index(weight->tensor.dtype);
+    if (!dweight->present && !(dweight = call.make(1, weight->tensor.shape, int(type)))) return nullptr;
+    if (has_bias && !dbias->present && !(dbias = call.make(1, weight->tensor.shape, int(type)))) return nullptr;
+  }
+  const int64_t total = elements(x->tensor), n = sound(x->tensor, 1) ? x->tensor.shape[x->tensor.ndim - 1] : 0;
+  if ((dweight->present || dbias->present) && n > 0) {
+    uint64_t bytes = 0;
+    if (call.library().layernorm_backward_workspace(total / n, n, &bytes) != PYDET_OK) bytes = 0;
+    if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;
+  }
+
+  const bool done = call.run(total, [&](void *stream) {
+    return call.library().layernorm_backward(stream, tensor_of(dy), tensor_of(x), tensor_of(weight), tensor_of(mean),
+                                             tensor_of(rstd), tensor_of(dresidual), tensor_of(dx), tensor_of(dweight),
+                                             tensor_of(dbias), &options);
+  });
+  Operand *results[] = {dx, dweight, dbias};
+  return done ? call.results(results, 3) : nullptr;
+}
+
+}  // namespace pydet

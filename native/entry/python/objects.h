@@ -1,0 +1,150 @@
+// What the Python entry touches: CPython's objects through the table that the binding fills, and the structures that
+// CPython and DLPack have written down.
+#pragma once
+
+#include <cstdio>
+#include <cstring>
+
+#include "entry/python.h"
+#include "types.h"
+
+namespace pydet {
+
+using Object = pydet_object;
+using Framework = pydet_exchange_framework;
+using Library = pydet_exchange_library;
+
+inline const pydet_exchange *exchange;  // set by pydet_exchange_methods
+inline thread_local int32_t last_library = -1;
+
+inline const pydet_exchange_python &python() { return exchange->python; }
+
+// ---- Layouts that others have written down -----------------------------------------------------------------------
+
+struct MethodDef {  // CPython's PyMethodDef
+  const char *name;
+  Object *(*call)(Object *self, Object *const *args, intptr_t count, Object *keywords);
+  int flags;
+  const char *doc;
+};
+constexpr int kFastCallKeywords = 0x82;  // METH_FASTCALL | METH_KEYWORDS
+constexpr int kEqual = 2;                // Py_EQ
+
+struct Buffer {  // CPython's Py_buffer
+  void *data;
+  Object *object;
+  intptr_t size, item_size;
+  int readonly, ndim;
+  char *format;
+  intptr_t *shape, *strides, *suboffsets;  // strides in bytes
+  void *internal;
+};
+constexpr int kStrided = 0x18;  // PyBUF_STRIDED_RO
+
+struct ManagedTensor {  // DLPack 1's DLManagedTensorVersioned
+  uint32_t major, minor;
+  void *owner;
+  void (*deleter)(ManagedTensor *);
+  uint64_t flags;
+  pydet_tensor tensor;
+};
+
+struct ExchangeApi {  // DLPack 1's DLPackExchangeAPI
+  uint32_t major, minor;
+  const void *previous;
+  int (*allocate)(pydet_tensor *prototype, ManagedTensor **tensor, void *context,
+                  void (*set_error)(void *context, const char *kind, const char *message));
+  int (*managed_from_object)(Object *object, ManagedTensor **tensor);
+  int (*object_from_managed)(ManagedTensor *tensor, Object **object);
+  int (*tensor_from_object)(Object *object, pydet_tensor *tensor);
+  int (*current_stream)(int32_t device_type, int32_t device_id, void **stream);
+};
+
+// ---- Objects -----------------------------------------------------------------------------------------------------
+
+// The returned object is the caller's to release; NULL with a Python exception set.
+template <class... Objects> Object *call_python(Object *callable, Objects... arguments) {
+  return python().PyObject_CallFunctionObjArgs(callable, arguments..., static_cast<Object *>(nullptr));
+}
+
+// While this lives there is no pending exception, so that Python code may run: what releases an object may.
+class ExceptionAside {
+ public:
+  ExceptionAside() {
+    if (python().PyErr_Occurred()) python().PyErr_Fetch(&type_, &value_, &traceback_);
+  }
+  ~ExceptionAside() {
+    if (type_) python().PyErr_Restore(type_, value_, traceback_);
+  }
+  ExceptionAside(const ExceptionAside &) = delete;
+  ExceptionAside &operator=(const ExceptionAside &) = delete;
+
+ private:
+  Object *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
+};
+
+class Owned {
+ public:
+  explicit Owned(Object *object) : object_(object) {}
+  ~Owned() {
+    if (object_) python().Py_DecRef(object_);
+  }
+  Owned(const Owned &) = delete;
+  Owned &operator=(const Owned &) = delete;
+  operator Object *() const { return object_; }
+  Object *release() {
+    Object *object = object_;
+    object_ = nullptr;
+    return object;
+  }
+
+ private:
+  Object *object_;
+};
+
+inline Object *text(const char *sentence) {  // a sentence may have been cut inside a character
+  return python().PyUnicode_DecodeUTF8(sentence, intptr_t(strlen(sentence)), "replace");
+}
+inline Object *integer(int64_t value) { return python().PyLong_FromLongLong(value); }
+
+inline bool given(Object *argument) { return argument && argument != exchange->none; }
+
+constexpr int kDims = 8;               // what the library takes; more go to it as they are, to be refused
+constexpr int64_t kGilWork = 1 << 16;  // multiply-adds or elements under which the GIL is kept: some 10 us
+
+static_assert(kTypeCount == PYDET_EXCHANGE_TYPES, "as python.h says");
+
+inline pydet_dtype dtype_of(int type) { return {kTypes[type].code, kTypes[type].bits, 1}; }
+
+inline int type_index(pydet_dtype dtype) {  // -1: none of ours
+  Type type;
+  return type_of(dtype, &type) ? int(type) : -1;
+}
+
+// Has a shape and a type that results can be made after; the operation says what is wrong with any other.
+inline bool sound(const pydet_tensor &tensor, int min_ndim) {
+  if (tensor.ndim < min_ndim || tensor.ndim > kDims || type_index(tensor.dtype) < 0) return false;
+  for (int i = 0; i < tensor.ndim; ++i)
+    if (tensor.shape[i] < 0) return false;
+  return true;
+}
+
+inline int library_index(int32_t device_type) {
+  if (device_type == PYDET_CUDA || device_type == PYDET_CUDA_MANAGED) return PYDET_EXCHANGE_CUDA;
+  return device_type == PYDET_ROCM ? PYDET_EXCHANGE_ROCM : PYDET_EXCHANGE_CPU;
+}
+
+struct Operand {
+  pydet_tensor tensor;
+  int64_t shape[kDims], strides[kDims];
+  Buffer buffer;
+  Object *object;  // borrowed of the caller, unless made
+  Object *keep;    // released after the call
+  bool present, buffered, made;
+};
+
+inline const pydet_tensor *tensor_of(const Operand *operand) {
+  return operand && operand->present ? &operand->tensor : nullptr;
+}
+
+}  // namespace pydet
