@@ -212,6 +212,17 @@ def problems_for(arithmetic, dtype):
     for k in (0, 1, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129):
         yield base(66, 72, k, accumulate=k % 2 == 0)
     yield base(8, 40, 0, bias="n fp32")
+    # Few rows with n adjacent in b: m, n and k about the ends of tiles, boxes and stages, then several tiles a block
+    for m, n, k in FEW_ROWS:
+        yield base(m, n, k, out_dtype=next(outs), bias="n bf16" if m % 2 else "", accumulate=False)
+    yield base(65, 136, 264, accumulate=True)
+
+
+FEW_ROWS = [
+    *((1, 8, 8), (8, 16, 16), (15, 24, 56), (16, 32, 64), (17, 40, 72), (31, 48, 120), (32, 56, 128), (33, 64, 136)),
+    *((63, 88, 248), (64, 96, 256), (65, 104, 264), (96, 184, 504), (97, 192, 512), (127, 200, 520), (128, 384, 1024)),
+    *((2, 2120, 328), (64, 4232, 72), (128, 6352, 136), (5, 12768, 200)),
+]
 
 
 @each("gemm")
