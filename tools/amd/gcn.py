@@ -153,7 +153,13 @@ class Memory:
         self.ranges = [(base, view) for base, view in ranges.items() if len(view)]
 
     def at(self, addresses, size):
-        """[(which of the addresses, view, offsets)] for accesses of `size` bytes."""
+        """[(which of the addresses, view, offsets)] for accesses of `size` bytes. Most lie in one range."""
+        if not len(addresses):
+            return []
+        first, end = int(addresses.min()), int(addresses.max()) + size
+        for base, view in self.ranges:
+            if base <= first and end <= base + len(view):
+                return [(slice(None), view, (addresses - U64(base)).astype(np.int64))]
         left, parts = np.ones(len(addresses), bool), []
         for base, view in self.ranges:
             inside = left & (addresses >= U64(base)) & (addresses + U64(size) <= U64(base + len(view)))
@@ -167,14 +173,21 @@ class Memory:
         return parts
 
     def load(self, addresses, size):
-        result = np.empty((len(addresses), size), np.uint8)
+        result = np.empty(len(addresses), f"V{size}")
         for inside, view, offsets in self.at(addresses, size):
-            result[inside] = view[offsets[:, None] + np.arange(size)]
-        return result
+            result[inside] = pieces(view, size)[offsets]
+        return result.view(np.uint8).reshape(-1, size)
 
     def store(self, addresses, data):
-        for inside, view, offsets in self.at(addresses, data.shape[1]):
-            view[offsets[:, None] + np.arange(data.shape[1])] = data[inside]
+        size = data.shape[1]
+        data = np.ascontiguousarray(data).view(f"V{size}").reshape(-1)
+        for inside, view, offsets in self.at(addresses, size):
+            pieces(view, size)[offsets] = data[inside]
+
+
+def pieces(view, size):
+    """The piece of `size` bytes that begins at each byte."""
+    return np.ndarray((len(view) - size + 1,), f"V{size}", view, strides=(1,))
 
 
 # ---- Waves -----------------------------------------------------------------------------------------------------------
@@ -185,7 +198,12 @@ def mask_of(value):
 
 
 def value_of(mask):
-    return int(LANE_BITS[mask].sum(dtype=U64))
+    return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
+
+
+def in_lanes(x):
+    """A value a lane, of one value for all too."""
+    return x if np.shape(x) == (LANES,) else np.broadcast_to(x, (LANES,))
 
 
 # The counters of an access, and the one by which accesses of its kind are done in the order in which they were issued.
@@ -471,14 +489,21 @@ def add_scaled(a, b, c):
     return bits(f(a) * f(b) + f(c))
 
 
+# Of the 29 bits that float64 has beyond fp32: the half of fp32's last; and below what, without its sign, minus 1, a
+# float64 is subnormal in fp32.
+HALFWAY_BITS, HALFWAY = U64((1 << 29) - 1), U64(1 << 28)
+SUBNORMAL = U64((int(np.float64(2.0**-126).view(U64)) << 1) - 1)
+
+
 def fma(a, b, c):
     """By a sum in float64, whose rounding is the one of the exact value unless it ends halfway between two numbers of
     fp32; then, and where those are subnormal, by the reference."""
     a64, b64, c64 = (f(x).astype(np.float64) for x in (a, b, c))
     total = np.asarray(a64 * b64 + c64)
-    halfway = (total.view(U64) & U64((1 << 29) - 1)) == U64(1 << 28)
-    small = np.abs(total) < 2.0**-126
-    if not halfway.any() and not (small.any() and total[small].any()):
+    pattern = total.view(U64)
+    halfway = (pattern & HALFWAY_BITS) == HALFWAY
+    small = (pattern << U64(1)) - U64(1) < SUBNORMAL  # by its size alone; a zero is none
+    if not np.count_nonzero(halfway) and not np.count_nonzero(small):
         return total.astype(F32).view(U32)
     return bits(reference.fma(*np.broadcast_arrays(f(a), f(b), f(c))))
 
@@ -500,7 +525,7 @@ def permute_bytes(a, b, selector):
     wide = np.asarray(a, U32).astype(U64) << U64(32) | np.asarray(b, U32).astype(U64)
     result = np.zeros(LANES, U32)
     for i in range(4):
-        chosen = np.broadcast_to(np.asarray(selector, U32) >> U32(8 * i) & U32(0xFF), (LANES,))
+        chosen = in_lanes(np.asarray(selector, U32) >> U32(8 * i) & U32(0xFF))
         byte = np.where(chosen < 8, wide >> (chosen.astype(U64) % U64(8) * U64(8)) & U64(0xFF), U64(0))
         assert (chosen <= 12).all() and not ((chosen >= 8) & (chosen < 12)).any(), "v_perm_b32 of signs"
         result |= byte.astype(U32) << U32(8 * i)
@@ -912,7 +937,7 @@ def vector_memory(name, operands, modifiers):
     sign = kind.startswith("s") and kind != "short"
 
     def addresses(w):
-        where = np.broadcast_to(np.asarray(address(w)).astype(U64), (LANES,))
+        where = in_lanes(np.asarray(address(w)).astype(U64))
         if base is not None:
             where = where + U64(base(w))
         return (where + U64(offset & M64))[w.mask]
@@ -961,8 +986,8 @@ def lds_memory(name, operands, modifiers):
 
         def permute(w):
             assert name == "ds_bpermute_b32"
-            chosen = (np.broadcast_to(address(w), (LANES,)).astype(np.int64) + offset) // 4 % LANES
-            values = np.where(w.mask, np.broadcast_to(data(w), (LANES,)), U32(0))[chosen]
+            chosen = (in_lanes(address(w)).astype(np.int64) + offset) // 4 % LANES
+            values = np.where(w.mask, in_lanes(data(w)), U32(0))[chosen]
             mask = w.mask
             w.issue("lds", written, lambda: np.copyto(w.v[first], values, where=mask))
 
@@ -981,7 +1006,7 @@ def lds_memory(name, operands, modifiers):
     assert not found[6], name
 
     def where(w, offset):
-        return (np.broadcast_to(address(w), (LANES,))[w.mask] + U32(offset)).astype(U64)  # which wraps at 32 bits
+        return (in_lanes(address(w))[w.mask] + U32(offset)).astype(U64)  # which wraps at 32 bits
 
     if is_store:
         sources = [register(x)[1] for x in operands[1 : 1 + len(offsets)]]
@@ -1068,7 +1093,7 @@ def lane(name, operands, modifiers):
         put, source = put_scalar(operands[0]), vector(operands[1])
 
         def first(w):
-            values = np.broadcast_to(source(w), (LANES,))
+            values = in_lanes(source(w))
             put(w, int(values[int(np.argmax(w.mask))]))
 
         return first
@@ -1088,7 +1113,7 @@ def lane(name, operands, modifiers):
         parts = np.array([int(x) >> 32 if "hi" in plain else int(x) & M32 for x in below], U64).astype(U32)
 
         def count(w):
-            chosen = np.broadcast_to(counted(w), (LANES,)) & parts
+            chosen = in_lanes(counted(w)) & parts
             ones = np.unpackbits(np.ascontiguousarray(chosen).view(np.uint8).reshape(LANES, 4), axis=1).sum(1)
             w.put(number, ones.astype(U32) + plus(w))
 
@@ -1119,7 +1144,7 @@ def compared_halves(compare, operands, modifiers):
     put = put_scalar(operands[0], True)
     assert not any("." in x for x in operands[1:]), "an inline constant is its fp16"
     a, b = (selected(x, False, modifiers.get(f"src{i}_sel")) for i, x in enumerate(operands[1:]))
-    return lambda w: put(w, value_of(np.broadcast_to(compare(half(a(w)), half(b(w))), (LANES,)) & w.mask))
+    return lambda w: put(w, value_of(in_lanes(compare(half(a(w)), half(b(w)))) & w.mask))
 
 
 def vector_alu(name, operands, modifiers):
@@ -1138,15 +1163,13 @@ def vector_alu(name, operands, modifiers):
         raw = U64 if wide else U32
 
         def compared(w):
-            result = np.broadcast_to(
-                compare(np.asarray(a(w), raw).view(kind), np.asarray(b(w), raw).view(kind)), (LANES,)
-            )
-            put(w, value_of(result & w.mask))
+            result = compare(np.asarray(a(w), raw).view(kind), np.asarray(b(w), raw).view(kind))
+            put(w, value_of(in_lanes(result) & w.mask))
 
         return compared
     if plain == "v_cmp_class_f32":
         put, a, b = put_scalar(operands[0], True), vector(operands[1]), vector(operands[2])
-        return lambda w: put(w, value_of(np.broadcast_to(classes(a(w)) & b(w) != 0, (LANES,)) & w.mask))
+        return lambda w: put(w, value_of(in_lanes(classes(a(w)) & b(w) != 0) & w.mask))
     if plain == "v_cndmask_b32":
         number = register(operands[0])[1]
         a, b = (selected(x, False, modifiers.get(f"src{i}_sel")) for i, x in enumerate(operands[1:3]))
@@ -1166,7 +1189,7 @@ def vector_alu(name, operands, modifiers):
             total = combine(
                 np.asarray(a(w), U32).astype(I64), np.asarray(b(w), U32).astype(I64), mask_of(carry(w)).astype(I64)
             )
-            put(w, value_of(np.broadcast_to((total < 0) | (total > M32), (LANES,)) & w.mask))
+            put(w, value_of(in_lanes((total < 0) | (total > M32)) & w.mask))
             w.put(number, (total & M32).astype(U32))
 
         return carried
