@@ -13,11 +13,13 @@ namespace {
 
 constexpr int kCluster = 2;
 constexpr int kBandRows = 2048;  // of a group that are walked together, for the L2
-constexpr int kTableInts = 3 * kGroupedMostGroups + 32;
+constexpr int kTableInts = 4 * kGroupedMostGroups + 64;
 
-// What each group has: its tokens [first, last), and the clusters' jobs up to its end.
+// What each group has: its tokens [first, last), and the clusters' jobs up to its end, of groups that have pairs and of
+// those that have none. The latter wait for the memory, the former for the tensor cores, so they take turns.
 struct Groups {
-  int *first, *last, *jobs;
+  int *first, *last, *large, *small;
+  int large_jobs, jobs;
 };
 
 __device__ __forceinline__ int cut(int extent, int size) { return (extent + size - 1) / size; }
@@ -34,82 +36,93 @@ template <class S> struct Share {
   __device__ __forceinline__ int jobs(int columns) const { return pairs * columns + (strip ? cut(columns, 2) : 0); }
 };
 
+// What the threads before this one have, joined to *all, which becomes that of all threads. `scratch` is a word a warp.
+template <int warps, class F> __device__ __forceinline__ int scan(int x, F join, int *scratch, int *all) {
+  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(0xFFFFFFFFu, x, d);
+    if (lane >= d) x = join(x, other);
+  }
+  if (lane == 31) scratch[warp] = x;
+  __syncthreads();
+  int before = *all;
+  for (int w = 0; w < warps; ++w) {
+    if (w < warp) before = join(before, scratch[w]);
+    *all = join(*all, scratch[w]);
+  }
+  const int beside = __shfl_up_sync(0xFFFFFFFFu, x, 1);
+  return lane ? join(before, beside) : before;
+}
+
 // Fills the table, as GroupWalk would (grouped.h): a group begins where the latest before it with tokens ended, which
 // is the greatest end so far of those that lie after their start. All threads.
-template <class S> __device__ __forceinline__ void find_groups(const GroupedProblem &p, const Groups &groups,
-                                                               int *sums) {
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  constexpr int kWarps = S::threads / 32;
-  static_assert(2 * kWarps <= 32, "kTableInts has room");
-  int reached = 0, jobs = 0;
+template <class S> __device__ __forceinline__ Groups find_groups(const GroupedProblem &p, int *table) {
+  constexpr int kWarps = S::threads / 32, kMost = kGroupedMostGroups;
+  static_assert(kWarps <= 16, "kTableInts has room");
+  Groups groups = {table, table + kMost, table + 2 * kMost, table + 3 * kMost, 0, 0};
+  int *scratch = table + 4 * kMost, reached = 0, small_jobs = 0;
+  const auto most = [](int x, int y) { return max(x, y); };
+  const auto sum = [](int x, int y) { return x + y; };
   for (int base = 0; base < p.groups; base += S::threads) {
-    const int g = base + thread;
+    const int g = base + int(threadIdx.x);
     int start = 0, end = 0;
     if (g < p.groups) {
       end = min(p.end[g], p.tokens);
       if (p.start) start = max(0, min(p.start[g], p.tokens));
     }
-    int most = end > start ? end : 0;
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(0xFFFFFFFFu, most, d);
-      if (lane >= d) most = max(most, other);
-    }
-    if (lane == 31) sums[warp] = most;
-    __syncthreads();
-    int before = __shfl_up_sync(0xFFFFFFFFu, most, 1);
-    before = lane ? max(before, reached) : reached;
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) before = max(before, sums[w]);
-      reached = max(reached, sums[w]);
-    }
+    const int before = scan<kWarps>(end > start ? end : 0, most, scratch, &reached);
     const int first = max(before, start), last = max(first, end);
-    const int own = g < p.groups ? Share<S>(S::depth ? p.m : last - first).jobs(p.columns) : 0;
-    int sum = own;
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-      if (lane >= d) sum += other;
+    const Share<S> share(g >= p.groups ? 0 : S::depth ? p.m : last - first);
+    const int jobs = share.jobs(p.columns), large = share.pairs ? jobs : 0, small = jobs - large;
+    const int large_before = scan<kWarps>(large, sum, scratch + 16, &groups.large_jobs);
+    const int small_before = scan<kWarps>(small, sum, scratch + 32, &small_jobs);
+    if (g < p.groups) {
+      groups.first[g] = first, groups.last[g] = last;
+      groups.large[g] = large_before + large, groups.small[g] = small_before + small;
     }
-    if (lane == 31) sums[kWarps + warp] = sum;
-    __syncthreads();
-    sum += jobs;
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) sum += sums[kWarps + w];
-      jobs += sums[kWarps + w];
-    }
-    if (g < p.groups) groups.first[g] = first, groups.last[g] = last, groups.jobs[g] = sum;
   }
+  groups.jobs = groups.large_jobs + small_jobs;
   __syncthreads();
+  return groups;
 }
 
-// A block's tile: rows [row, end) and the columns from `column` on are its own to store. In depth rows are those of
-// every group's product.
+// A block's tile: rows [row, end) and the columns from `column` on are its own to store, and k runs over `depth` from
+// `first` on. In depth rows are those of every group's product, and k is its tokens.
 struct Spot {
-  int group, row, end, column;
+  int group, row, end, column, first, depth;
   bool strip;
 };
+constexpr int kNoGroup = -1;  // of what comes after the last tile
 
-// The job `index` of all, for the block `rank` of the cluster; its group is `group` or a later one.
+// The job `index` of all, for the block `rank` of the cluster.
 template <class S>
-__device__ __forceinline__ Spot spot_of(const GroupedProblem &p, const Groups &groups, int group, int index, int rank) {
-  for (int high = p.groups - 1; group < high && groups.jobs[group] <= index;) {
-    const int middle = (group + 1 + high) / 2;
-    if (groups.jobs[middle - 1] <= index) group = middle;
-    else high = middle - 1;
+__device__ __forceinline__ Spot spot_of(const GroupedProblem &p, const Groups &groups, int index, int rank) {
+  const int large = int(int64_t(index) * groups.large_jobs / groups.jobs);  // that come before it
+  const bool is_large = int64_t(index + 1) * groups.large_jobs / groups.jobs > large;
+  const int *ends = is_large ? groups.large : groups.small, number = is_large ? large : index - large;
+  int group = 0;  // the first whose jobs end after this one
+  for (int high = p.groups - 1; group < high;) {
+    const int middle = (group + high) / 2;
+    if (ends[middle] > number) high = middle;
+    else group = middle + 1;
   }
   constexpr int kBand = kBandRows / (2 * S::m);
   const int base = S::depth ? 0 : groups.first[group];
-  const int rows = S::depth ? p.m : groups.last[group] - base;
+  const int tokens = groups.last[group] - groups.first[group], rows = S::depth ? p.m : tokens;
+  const int first = S::depth ? groups.first[group] : 0, depth = S::depth ? tokens : p.k;
   const Share<S> share(rows);
-  const int i = index - (group ? groups.jobs[group - 1] : 0);
+  const int i = number - (group ? ends[group - 1] : 0);
   // Bands of pairs; the last one has the strip. In a band two columns at a time, the strip's part of them after them.
   const int bands = max(1, cut(share.pairs, kBand)), band = min(i / (kBand * p.columns), bands - 1);
   const int here = min(kBand, share.pairs - band * kBand), within = i - band * kBand * p.columns;
   const int per_two = 2 * here + (share.strip && band == bands - 1), two = within / per_two;
   const int r = within - two * per_two;
   if (r < here * min(2, p.columns - 2 * two))
-    return {group, base + ((band * kBand + r % here) * 2 + rank) * S::m, base + rows, (2 * two + r / here) * S::n,
+    return {group,       base + ((band * kBand + r % here) * 2 + rank) * S::m,
+            base + rows, (2 * two + r / here) * S::n,
+            first,       depth,
             false};
-  return {group, base + share.pairs * 2 * S::m, base + rows, (2 * two + rank) * S::n, true};
+  return {group, base + share.pairs * 2 * S::m, base + rows, (2 * two + rank) * S::n, first, depth, true};
 }
 
 }  // namespace

@@ -14,12 +14,12 @@
 
 #include "gpu/any/jobs.h"
 #include "gpu/nvidia/sm90/group_jobs.h"
-#include "gpu/nvidia/sm90/rows.h"
+#include "gpu/nvidia/sm90/group_rows.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kWarpgroup = 128;
+constexpr int kSlots = 4;      // tiles that the producer may be ahead
 constexpr uint16_t kBoth = 3;  // blocks of the cluster
 
 template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent> struct Shape {
@@ -32,9 +32,14 @@ template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent>
   static constexpr int a_box = depth ? 64 : kGroupedTokenBox, a_boxes = m / a_box, a_box_bytes = a_box * kRowBytes;
   static constexpr int b_boxes = b_k_adjacent ? 2 : n / 64, b_box = n / b_boxes;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes, stage_bytes = a_bytes + b_bytes;
-  static constexpr int stages = std::min(12, (192 << 10) / stage_bytes);
-  static constexpr int staging_at = stages * stage_bytes, table_at = staging_at + consumers * 4 * kPieceBytes;
-  static constexpr int barriers_at = table_at + kTableInts * 4, shared_bytes = barriers_at + stages * 16;
+  // In depth TMA stores out, beside the next tile's products, of which there may be few: a warpgroup has room for all
+  // of its 16-bit elements, in blocks of 64 by 64. Over rows a fourth stage is worth more than that room.
+  static constexpr bool stores_by_tma = depth;
+  static constexpr int staging_bytes = (stores_by_tma ? n / 64 : 1) * kBlockBytes;
+  static constexpr int stages = (kMostSharedBytes - consumers * staging_bytes - kTableInts * 4 - 512) / stage_bytes;
+  static constexpr int staging_at = stages * stage_bytes, table_at = staging_at + consumers * staging_bytes;
+  static constexpr int barriers_at = table_at + kTableInts * 4, slots_at = barriers_at + stages * 16;
+  static constexpr int shared_bytes = slots_at + kSlots * (16 + int(sizeof(Spot)));
   static_assert(shared_bytes <= kMostSharedBytes && b_boxes % 2 == 0, "halves, and they fit");
 };
 
@@ -59,41 +64,70 @@ template <bool multicast> __device__ __forceinline__ void load_of_matrix(uint32_
 // One stage of a tile, from k on: of what the two blocks share each brings half, for both.
 template <class S, bool strip>
 __device__ __forceinline__ void load_stage(const GroupedProblem &p, const Spot &at, uint32_t to, uint32_t full, int k,
-                                           int first, int boxes, int rank) {
+                                           int boxes, int rank) {
 #pragma unroll
   for (int i = 0; i < S::a_boxes; ++i) {
     if (i >= boxes || (strip && i % 2 != rank)) continue;
     const int row = at.row + i * S::a_box;
-    const Place place = S::depth ? Place{row, first + k, {}} : Place{k, row, {}};
+    const Place place = S::depth ? Place{row, at.first + k, {}} : Place{k, row, {}};
     load_box<2, strip>(to + i * S::a_box_bytes, &p.a, full, place, kBoth);
   }
 #pragma unroll
   for (int i = 0; i < S::b_boxes; ++i) {
     if (!strip && i / (S::b_boxes / 2) != rank) continue;
-    const int column = at.column + i * S::b_box, row = S::depth ? first + k : k, matrix = S::depth ? 0 : at.group;
+    const int column = at.column + i * S::b_box, row = S::depth ? at.first + k : k, matrix = S::depth ? 0 : at.group;
     load_of_matrix<!strip>(to + S::a_bytes + i * S::b_box * kRowBytes, &p.b, full, S::b_k_adjacent ? row : column,
                            S::b_k_adjacent ? column : row, matrix);
   }
 }
 
+// The tiles that the producer has begun, for the consumers, which would stand still while they worked them out.
+struct Slots {
+  Spot *spots;
+  uint32_t barriers;
+  int turn = 0;
+
+  __device__ __forceinline__ uint32_t full() const { return barriers + turn % kSlots * 8; }
+  __device__ __forceinline__ uint32_t empty() const { return full() + kSlots * 8; }
+  __device__ __forceinline__ int parity() const { return turn / kSlots & 1; }
+
+  __device__ __forceinline__ void put(const Spot &spot) {
+    barrier_wait(empty(), parity() ^ 1);
+    spots[turn % kSlots] = spot;
+    barrier_arrive(full());
+    ++turn;
+  }
+  // All threads of the consumers.
+  __device__ __forceinline__ Spot take() {
+    barrier_wait(full(), parity());
+    const Spot spot = spots[turn % kSlots];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
+    ++turn;
+    return spot;
+  }
+};
+
 template <class S>
-__device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &groups, uint32_t shared, int rank) {
-  int stage = 0, parity = 0, group = 0;
-  const int jobs = groups.jobs[p.groups - 1];
-  for (int index = int(blockIdx.x) / kCluster; index < jobs; index += int(gridDim.x) / kCluster) {
-    const Spot at = spot_of<S>(p, groups, group, index, rank);
-    group = at.group;
-    const int first = S::depth ? groups.first[group] : 0, depth = S::depth ? groups.last[group] - first : p.k;
+__device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &groups, Slots slots, uint32_t shared,
+                                        int rank) {
+  int stage = 0, parity = 0;
+  for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
+    const Spot at = spot_of<S>(p, groups, index, rank);
+    slots.put(at);
     const int boxes = min(S::a_boxes, cut(at.end - at.row, S::a_box));
-    for (int k = 0; k < depth; k += kBlockK) {
+    for (int k = 0; k < at.depth; k += kBlockK) {
       const uint32_t full = shared + S::barriers_at + stage * 8, to = shared + stage * S::stage_bytes;
       barrier_wait(full + S::stages * 8, parity ^ 1);
       barrier_expect(full, boxes * S::a_box_bytes + S::b_bytes);
-      if (at.strip) load_stage<S, true>(p, at, to, full, k, first, boxes, rank);
-      else load_stage<S, false>(p, at, to, full, k, first, boxes, rank);
+      if (at.strip) load_stage<S, true>(p, at, to, full, k, boxes, rank);
+      else load_stage<S, false>(p, at, to, full, k, boxes, rank);
       if (++stage == S::stages) stage = 0, parity ^= 1;
     }
   }
+  Spot none = {};
+  none.group = kNoGroup;
+  slots.put(none);
   // The block may end when every arrival that the other owes it has come.
   for (int i = 0; i < S::stages; ++i) {
     barrier_wait(shared + S::barriers_at + (S::stages + stage) * 8, parity ^ 1);
@@ -174,134 +208,37 @@ template <class S> struct Ring {
   }
 };
 
-// What one warp does with its 16 rows of a tile, of which `rows` are its group's. Thread t holds in d[4 i + 2 h + e]
-// row t / 4 + 8 h, column 8 i + 2 (t % 4) + e.
-template <class S> struct WarpTile {
-  const GroupedProblem &p;
-  int64_t out;  // where its first row begins, in elements
-  int rows, column, lane;
-  uint32_t piece;
-
-  // f(i, place, pair) for every two accumulators d[i] and d[i + 1] in out: the first's place in it, and whether the
-  // second is inside too.
-  template <class F> __device__ __forceinline__ void each_pair(F f) const {
-#pragma unroll
-    for (int i = 0; i < S::registers; i += 2) {
-      const int r = lane / 4 + i % 4 / 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2;
-      if (r < rows && c < p.n) f(i, out + r * p.out_row_stride + c, c + 1 < p.n);
-    }
-  }
-
-  // Selects, not branches: behind those ptxas serialises every wgmma (C7515).
-  __device__ __forceinline__ void begin_at_out(float (&d)[S::registers]) const {
-    const float *from = reinterpret_cast<const float *>(p.out);
-#pragma unroll
-    for (int i = 0; i < S::registers; ++i) {
-      const int r = lane / 4 + i % 4 / 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      d[i] = r < rows && c < p.n ? canonical(from[out + r * p.out_row_stride + c]) : 0.0f;
-    }
-  }
-
-  __device__ __forceinline__ void add_bias(float (&d)[S::registers], int group) const {
-#pragma unroll
-    for (int i = 0; i < S::registers; i += 4) {
-      const int c = column + i / 4 * 8 + lane % 4 * 2;
-      float bias[2] = {};
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (c + e < p.n)
-          bias[e] = f32_from_raw(load_raw(p.bias, group * p.bias_stride + (c + e) * p.bias_column_stride, p.bias_type),
-                                 p.bias_type);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) d[i + e] = d[i + e] + bias[e % 2];
-    }
-  }
-
-  __device__ __forceinline__ void store_f32(const float (&d)[S::registers]) const {
-    float *to = reinterpret_cast<float *>(p.out);
-    each_pair([&](int i, int64_t place, bool pair) {
-      if (p.out_aligned && pair) {
-        *reinterpret_cast<float2 *>(to + place) = make_float2(d[i], d[i + 1]);
-      } else {
-        to[place] = d[i];
-        if (pair) to[place + 1] = d[i + 1];
-      }
-    });
-  }
-
-  // Piece by piece of 64 columns, through shared memory, swizzled as in rows.h.
-  template <bool bf16> __device__ __forceinline__ void store_half(const float (&d)[S::registers]) const {
-#pragma unroll
-    for (int start = 0; start < S::n; start += 64) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float *e = d + start / 2 + 8 * j;
-        const uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
-                                       round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
-        const int r = lane % 16, chunk = 2 * j + lane / 16;
-        store_matrices(piece + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
-      }
-      __syncwarp();
-      const int c = column + start + lane % 8 * 8;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = 4 * i + lane / 8;
-        if (r >= rows || c >= p.n) continue;
-        uint16_t *to = reinterpret_cast<uint16_t *>(p.out) + out + r * p.out_row_stride + c;
-        const uint4 words = load_16_bytes(piece + r * kRowBytes + ((lane % 8 ^ (r & 7)) << 4));
-        if (p.out_aligned && c + 8 <= p.n) {
-          *reinterpret_cast<uint4 *>(to) = words;
-        } else {
-          const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-          for (int e = 0; e < 8; ++e)
-            if (c + e < p.n) to[e] = uint16_t(pairs[e / 2] >> e % 2 * 16);
-        }
-      }
-      __syncwarp();
-    }
-  }
-};
-
 template <class S>
-__device__ __forceinline__ void consume(const GroupedProblem &p, const Groups &groups, uint32_t shared, int rank,
-                                        int warpgroup) {
+__device__ __forceinline__ void consume(const GroupedProblem &p, Slots slots, uint32_t shared, int warpgroup) {
   const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32;
-  const uint32_t piece = shared + S::staging_at + (warpgroup * 4 + warp) * kPieceBytes;
+  const uint32_t staging = shared + S::staging_at + warpgroup * S::staging_bytes;
   Ring<S> ring = {shared, warpgroup, thread};
-  int group = 0;
-  const int jobs = groups.jobs[p.groups - 1];
-  for (int index = int(blockIdx.x) / kCluster; index < jobs; index += int(gridDim.x) / kCluster) {
-    const Spot at = spot_of<S>(p, groups, group, index, rank);
-    group = at.group;
-    const int depth = S::depth ? groups.last[group] - groups.first[group] : p.k;
+  for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     const int row = at.row + warpgroup * 64;
     if (row >= at.end || at.column >= p.n) {
-      ring.skip(depth);
+      ring.skip(at.depth);
       continue;
     }
     const int warp_row = row + warp * kWarpRows;
-    const WarpTile<S> tile = {p,
-                              (S::depth ? group * p.out_stride : 0) + warp_row * p.out_row_stride,
-                              at.end - warp_row,
-                              at.column,
-                              thread % 32,
-                              piece};
+    const int64_t out = (S::depth ? at.group * p.out_stride : 0) + warp_row * p.out_row_stride;
+    const WarpTile<S> tile = {p,         out,  at.group,    row,     at.end - warp_row,
+                              at.column, warp, thread % 32, staging, 1 + warpgroup};
     float d[S::registers];
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (p.accumulate) {
       tile.begin_at_out(d);
-      ring.chain(d, depth);
+      ring.chain(d, at.depth);
     } else {
 #pragma unroll
       for (int i = 0; i < S::registers; ++i) d[i] = 0;
-      ring.chain(d, depth);
+      ring.chain(d, at.depth);
     }
-    if (p.bias) tile.add_bias(d, group);
+    if (p.bias) tile.add_bias(d);
     if (p.out_type == Type::bf16) tile.template store_half<true>(d);
     else if (p.out_type == Type::f16) tile.template store_half<false>(d);
     else tile.store_f32(d);
   }
+  if (S::stores_by_tma && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 template <class S>
@@ -314,23 +251,27 @@ __global__ void __launch_bounds__(S::threads, 1) grouped_kernel(const __grid_con
       barrier_init(shared + S::barriers_at + i * 8, 1);
       barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * kCluster);
     }
+    for (int i = 0; i < kSlots; ++i) {
+      barrier_init(shared + S::slots_at + i * 8, 1);
+      barrier_init(shared + S::slots_at + (kSlots + i) * 8, S::consumers * 4);
+    }
     fence_barrier_init();
     prefetch(&p.a), prefetch(&p.b);
   }
   cluster_sync_relaxed();
   let_next_kernel_start();
   wait_for_previous_kernel();
-  int *table = reinterpret_cast<int *>(memory + S::table_at);
-  const Groups groups = {table, table + kGroupedMostGroups, table + 2 * kGroupedMostGroups};
-  find_groups<S>(p, groups, table + 3 * kGroupedMostGroups);
+  const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
+
+  const Slots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
 
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     registers_down<S::producer_registers>();
-    if (threadIdx.x == 0) produce<S>(p, groups, shared, rank);
+    if (threadIdx.x == 0) produce<S>(p, groups, slots, shared, rank);
   } else {
     registers_up<S::consumer_registers>();
-    consume<S>(p, groups, shared, rank, warpgroup - 1);
+    consume<S>(p, slots, shared, warpgroup - 1);
   }
 }
 

@@ -85,6 +85,22 @@ pydet_status grouped_plan(const GroupedGemm &g, const char *kernel, const Groupe
   p.out_aligned = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && (g.m == 1 || g.out.row_stride % unit == 0) &&
                   (!g.depth || g.groups == 1 || g.out_stride % unit == 0);
   p.out_type = g.out.type;
+  // The copy engine stores 16 bytes where a row ends inside of them.
+  p.out_mapped = g.depth && g.out.type != Type::f32 && g.n % kUnit == 0 && aligned(g.out) &&
+                 aligned_stride(g.out.row_stride, g.m) && aligned_stride(g.out_stride, g.groups);
+  if (p.out_mapped) {
+    const MapShape out = {g.out.data,
+                          g.out.type,
+                          g.n,
+                          g.m,
+                          stride_of(g.out.row_stride, g.m),
+                          kBox,
+                          kBox,
+                          3,
+                          {g.groups, 1, 1},
+                          {stride_of(g.out_stride, g.groups), kAnyStride, kAnyStride}};
+    if (pydet_status status = make_map(kernel, encode, out, &p.out_map)) return status;
+  }
   p.bias_type = g.bias.type;
   p.out = g.out.data;
   p.bias = g.bias.data;

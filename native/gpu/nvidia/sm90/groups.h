@@ -24,12 +24,14 @@ constexpr int kGroupedTileCount = int(sizeof kGroupedTiles / sizeof *kGroupedTil
 
 // The part of a problem that the device sees. Strides are in elements.
 struct GroupedProblem {
-  CUtensorMap a, b;  // b of three dimensions, the last of which is the group
-  int m, n, k;       // m of depth, k of rows: the groups have the other
+  CUtensorMap a, b, out_map;  // the latter two of three dimensions, the last of which is the group
+  int m, n, k;                // m of depth, k of rows: the groups have the other
   int groups, tokens;
   int columns;  // of tiles
   const int32_t *start, *end;
-  bool accumulate, out_aligned;  // out_aligned: its rows begin at multiples of 16 bytes
+  bool accumulate;
+  bool out_aligned;  // its rows begin at multiples of 16 bytes
+  bool out_mapped;   // and it is of depth and of 16-bit elements
   Type out_type, bias_type;
   char *out;
   const char *bias;
