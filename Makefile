@@ -66,7 +66,7 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) 
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold layernorm
 API := launch products scaled grouped norms softmax fold report
-ENTRIES := $(addprefix python/,methods products scaled norms softmax fold) xla_ffi xla_norms
+ENTRIES := $(addprefix python/,methods products scaled norms softmax fold) xla_ffi xla_norms xla_scaled
 POOL := pool scratch thread_count
 # Objects that every library holds; then what makes each library its own.
 SHARED := $(API:%=$(BUILD)/api/%.o) $(ENTRIES:%=$(BUILD)/entry/%.o) $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \

@@ -7,7 +7,8 @@
 
 They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/entry/xla_ffi.cpp``); on
 the CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or
-for a norm with weights one call for each. Operands are float32, bfloat16 or float16 arrays of one type.
+for a norm with weights one call for each. Operands are float32, bfloat16 or float16 arrays of one type, of
+:func:`scaled_gemm` fp8.
 
 Common to the products: ``arithmetic`` and ``k_chunk`` are as in :func:`pydet.gemm`, decide bits, and hold for backward
 too. ``accumulate`` is an array to continue from, like the result and float32; the result takes its memory where nothing
@@ -41,15 +42,17 @@ from pydet import _native
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
-from pydet.ops import Arithmetic
-from pydet.protocols import TYPES, type_name
-from pydet.shapes import RULES, Operand, text
+from pydet.ops import Arithmetic, Granularity
+from pydet.protocols import TYPES, UNSCALED, type_name
+from pydet.shapes import GROUP, RULES, SCALED, SCALES, Operand, text
 
 Array: TypeAlias = Any
 
 _TARGETS = (
     "gemm",
     "grouped_gemm",
+    "scaled_gemm",
+    "quantize",
     "rmsnorm",
     "rmsnorm_backward",
     "layernorm",
@@ -76,7 +79,7 @@ def _register() -> None:
             continue
         functions = ctypes.CDLL(str(library.path))
         _served.add(kind)
-        if not hasattr(functions, "pydet_xla_cpu_log_prob"):
+        if not hasattr(functions, "pydet_xla_cpu_quantize"):
             fail(UNSUPPORTED, f"{library.path} is of an older build, which has no handlers for XLA; build it anew")
         for name in _TARGETS:
             handler = jax.ffi.pycapsule(getattr(functions, f"pydet_xla_{kind}_{name}"))
@@ -89,13 +92,13 @@ _register()
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 
 
-def _array(op: str, name: str, x: Any) -> Array:
+def _array(op: str, name: str, x: Any, types: tuple[str, ...] = UNSCALED) -> Array:
     """x as an array of one of the types."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         fail(INVALID_DTYPE, f"{op}: {name} is {type_name(x)}, want an array of JAX or NumPy")
     if isinstance(x, np.ma.MaskedArray):
         fail(INVALID_VALUE, f"{op}: {name} is a masked array, which is not supported; use .filled() or .data")
-    RULES.read(op, Operand(name, x.shape, x.dtype.name), 0)
+    RULES.read(op, Operand(name, x.shape, x.dtype.name), 0, types)
     x = jnp.asarray(x)  # not before: it narrows float64 without a word
     if not isinstance(x, jax.core.Tracer):
         device = next(iter(x.devices()))
@@ -175,6 +178,8 @@ def _rows(x: Array) -> Array:
 _NO_DERIVATIVE = {
     "gemm": "gemm: no forward-mode derivative (jax.jvp), only gradients (jax.grad, jax.vjp)",
     "grouped_gemm": "ragged_dot: no forward-mode derivative (jax.jvp), only gradients (jax.grad, jax.vjp)",
+    "scaled_gemm": "scaled_gemm: no derivative, nor has quantize",
+    "quantize": "quantize: no derivative",
     "rmsnorm": "rmsnorm: no derivative; rms_norm has first gradients (jax.grad, jax.vjp)",
     "rmsnorm_backward": "rmsnorm_backward: no derivative of this gradient",
     "layernorm": "layernorm: no derivative; layer_norm has first gradients (jax.grad, jax.vjp)",
@@ -186,17 +191,27 @@ _NO_DERIVATIVE = {
 }
 
 
-def _call(target: str, results: Any, operands: list[Array], aliases: dict[int, int], attributes: dict[str, Any]) -> Any:
-    """The handler's results. Under vmap gemm broadcasts what is unbatched, and grouped products are made one by one. A
-    norm takes a weight a group of rows, which nested batches keep in order only where all operands have every batch
-    dimension; and what lies in a result's memory must have its shape."""
+def _call(
+    target: str,
+    results: Any,
+    operands: list[Array],
+    aliases: dict[int, int],
+    attributes: dict[str, Any],
+    layouts: tuple[tuple[int, ...] | None, ...] | None = None,
+) -> Any:
+    """The handler's results; `layouts`: dimensions of the operands as they are to lie, from the outermost. Under vmap
+    gemm broadcasts what is unbatched, and products of groups and of fp8 are made one by one. A norm takes a weight a
+    group of rows, which nested batches keep in order only where all operands have every batch dimension; and what lies
+    in a result's memory must have its shape."""
     typed = {
         key: x if isinstance(x, str) else np.float64(x) if isinstance(x, float) else np.int64(x)
         for key, x in attributes.items()
     }
     method = "expand_dims" if target == "gemm" and not aliases else "broadcast_all"
-    method = "sequential" if target == "grouped_gemm" else method
-    call = jax.ffi.ffi_call(f"pydet_{target}", results, vmap_method=method, input_output_aliases=aliases)
+    method = "sequential" if target in ("grouped_gemm", "scaled_gemm", "quantize") else method
+    call = jax.ffi.ffi_call(
+        f"pydet_{target}", results, vmap_method=method, input_output_aliases=aliases, input_layouts=layouts
+    )
     guarded = jax.custom_jvp(lambda *given: call(*given, **typed))
     guarded.defjvp(lambda primals, tangents: fail(UNSUPPORTED, _NO_DERIVATIVE[target]))
     return guarded(*operands)
@@ -530,6 +545,132 @@ def ragged_dot(
     dtype = lhs.dtype.name if out_dtype is None else TYPES[type_index(out_dtype, "ragged_dot")]
     ends = jnp.cumsum(jnp.asarray(group_sizes), dtype=jnp.int32)
     return _rows_by_group(lhs, rhs, ends, dtype, False, _options("ragged_dot", arithmetic, k_chunk, kernel))
+
+
+# ---- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+def scaled_gemm(
+    a: Array,
+    b: Array,
+    *,
+    a_scale: Array | None,
+    b_scale: Array | None,
+    bias: Array | None = None,
+    out_dtype: Any = None,
+    accumulate: Array | None = None,
+    arithmetic: Arithmetic = "auto",
+    k_chunk: int | None = None,
+    kernel: str | None = None,
+) -> Array:
+    """The product of fp8 matrices that have scales: :func:`pydet.scaled_gemm`. It has no gradient.
+
+    Args:
+        a: ``[..., M, K]``, float8_e4m3fn or float8_e5m2.
+        b: ``[..., K, N]``, either type. XLA brings it with k adjacent, which costs nothing under jit where it is the
+            transpose of an array ``[..., N, K]``. On a GPU K is to be a multiple of 16.
+        a_scale, b_scale: as in :func:`pydet.scaled_gemm`; None for 1.
+        bias: ``[N]`` or ``[..., M, N]``.
+        out_dtype: that of the result; bfloat16 by default, float32 under ``accumulate``.
+        accumulate, kernel: as in :func:`gemm`. Scales are then along k, or None.
+        arithmetic, k_chunk: as in :func:`pydet.scaled_gemm`; None is 128.
+    """
+    op = "scaled_gemm"
+    given = [("a", a, SCALED), ("a_scale", a_scale, SCALES), ("b", b, SCALED), ("b_scale", b_scale, SCALES),
+             ("bias", bias, UNSCALED)]  # fmt: skip
+    arrays = {name: None if x is None else _array(op, name, x, types) for name, x, types in given}
+    shape = RULES.scaled_product(*_operands(*arrays.items()))
+    start, dtype = _continued(op, accumulate, shape, out_dtype, "bfloat16")
+    number = unknown(_static(op, "arithmetic", arithmetic, str, "a name"), op, "arithmetic")
+    chunk = GROUP if k_chunk is None else _static(op, "k_chunk", k_chunk, operator.index, "None or an integer")
+    if chunk < 0 or chunk % 32 or chunk >= 2**63:
+        fail(INVALID_VALUE, f"{op}: k_chunk is {chunk}, want 0 or a positive multiple of 32")
+    has = {f"has_{name}": arrays[name] is not None for name in ("a_scale", "b_scale", "bias")}
+    names = ("a", "b", "a_scale", "b_scale", "bias")
+    operands = [x for x in (*(arrays[name] for name in names), start) if x is not None]
+    order = tuple(range(len(b.shape)))
+    return _call(
+        op,
+        jax.ShapeDtypeStruct(shape, dtype),
+        operands,
+        {} if start is None else {len(operands) - 1: 0},
+        {**has, "accumulate": start is not None, "arithmetic": number, "k_chunk": chunk, "kernel": _kernel(op, kernel)},
+        tuple((*order[:-2], order[-1], order[-2]) if i == 1 else None for i in range(len(operands))),
+    )
+
+
+_GRANULARITIES = ("row", "group", "block", "tensor")  # by number
+
+
+def quantize(
+    x: Array,
+    *,
+    granularity: Granularity = "row",
+    dtype: Any = "float8_e4m3fn",
+    scale_dtype: Any = "float32",
+    power_of_two: bool = False,
+    transposed: bool = False,
+    scale: Array | None = None,
+    kernel: str | None = None,
+) -> tuple[Array, ...]:
+    """Quantisation to fp8: :func:`pydet.quantize`. It has no gradient.
+
+    Args:
+        x: ``[..., M, K]``.
+        granularity, dtype, scale_dtype, power_of_two, transposed: as in :func:`pydet.quantize`.
+        scale: read this one instead of making one.
+        kernel: as in :func:`gemm`.
+
+    Returns:
+        ``(q, scale)``, or ``(q, scale, q_t, scale_t)``: what :func:`scaled_gemm` takes for a, or transposed for b.
+    """
+    op = "quantize"
+    x = _array(op, "x", x)
+    RULES.read(op, Operand("x", x.shape, x.dtype.name), 2)
+    if granularity not in _GRANULARITIES:
+        want = f"{', '.join(_GRANULARITIES[:-1])} or {_GRANULARITIES[-1]}"
+        fail(INVALID_VALUE, f"{op}: granularity is {granularity!r}, want {want}")
+    power_of_two, transposed = (
+        _static(op, name, value, bool, "True or False")
+        for name, value in (("power_of_two", power_of_two), ("transposed", transposed))
+    )
+    kind, scale_kind = (
+        TYPES[type_index(of, op, name)] for of, name in ((dtype, "dtype"), (scale_dtype, "scale_dtype"))
+    )
+    for name, own, types in (("dtype", kind, SCALED), ("scale_dtype", scale_kind, SCALES)):
+        if own not in types:
+            fail(INVALID_DTYPE, f"{op}: {name} is {own}, want {types[0]} or {types[1]}")
+    if transposed and (scale is not None or granularity not in ("group", "block")):
+        fail(INVALID_VALUE, f"{op}: transposed wants groups or blocks, and scales that are found")
+
+    def results(lead: tuple[int, ...], rows: int, depth: int) -> list[Any]:
+        groups, blocks = -(-depth // GROUP), -(-rows // GROUP)
+        own = {"row": (rows, 1), "group": (rows, groups), "block": (blocks, groups)}
+        of_scale = () if granularity == "tensor" else (*lead, *own[granularity])
+        return [jax.ShapeDtypeStruct((*lead, rows, depth), kind), jax.ShapeDtypeStruct(of_scale, scale_kind)]
+
+    *lead, m, k = x.shape
+    made = results(tuple(lead), m, k) + (results(tuple(lead), k, m) if transposed else [])
+    operands = [x]
+    if scale is not None:
+        operands.append(_array(op, "scale", scale, SCALES))
+        if operands[1].shape != made[1].shape:
+            fail(_INVALID_SHAPE, f"{op}: scale is {text(operands[1].shape)}, want {text(made[1].shape)}")
+        made = made[:1]
+    found = _call(
+        op,
+        tuple(made),
+        operands,
+        {},
+        {
+            "granularity": _GRANULARITIES.index(granularity),
+            "given": scale is not None,
+            "transposed": transposed,
+            "power_of_two": power_of_two,
+            "kernel": _kernel(op, kernel),
+        },
+    )
+    return (found[0], operands[1]) if scale is not None else tuple(found)
 
 
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------

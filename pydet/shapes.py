@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from pydet._native import INVALID_DTYPE, constants, fail
-from pydet.protocols import UNSCALED
+from pydet.protocols import TYPES, UNSCALED
 
 Shape: TypeAlias = tuple[Any, ...]  # of ints, or of what stands for them while tracing
 
 MAX_DIMS = 8
+SCALED = TYPES[3:5]  # factors of scaled_gemm
+SCALES = (TYPES[0], TYPES[5])
+GROUP = 128  # elements along k, or columns, that share a scale
 _INVALID_SHAPE: int = constants.PYDET_INVALID_SHAPE
 _PRODUCTS = {  # which operands are read transposed, and what is said to be wanted of the second
     "gemm": (False, False, "{}xN"),
@@ -57,15 +60,15 @@ class Rules:
 
     # ---- Of one operand, and of two ----------------------------------------------------------------------------------
 
-    def read(self, op: str, x: Operand, min_ndim: int) -> None:
+    def read(self, op: str, x: Operand, min_ndim: int, types: tuple[str, ...] = UNSCALED) -> None:
         """Refuses what is wrong with an operand by itself."""
         if not min_ndim <= len(x.shape) <= MAX_DIMS:
             fail(
                 _INVALID_SHAPE,
                 f"{op}: {x.name} has {len(x.shape)} dimensions, want {min_ndim} to {MAX_DIMS}",
             )
-        if x.dtype not in UNSCALED:
-            fail(INVALID_DTYPE, f"{op}: {x.name} is {x.dtype}, want {', '.join(UNSCALED[:-1])} or {UNSCALED[-1]}")
+        if x.dtype not in types:
+            fail(INVALID_DTYPE, f"{op}: {x.name} is {x.dtype}, want {', '.join(types[:-1])} or {types[-1]}")
 
     def same_type(self, op: str, first: Operand, other: Operand) -> None:
         """Refuses another type than the first operand's."""
@@ -130,6 +133,37 @@ class Rules:
             fits = fits and (got == 1 or got == wanted)
         if not fits:
             fail(_INVALID_SHAPE, f"{op}: bias is {text(bias.shape)}, want one that broadcasts to {text(shape)}")
+
+    def scaled_product(
+        self, a: Operand, a_scale: Operand | None, b: Operand, b_scale: Operand | None, bias: Operand | None = None
+    ) -> Shape:
+        """Of scaled_gemm."""
+        op = "scaled_gemm"
+        for x, min_ndim, types in ((a, 2, SCALED), (a_scale, 0, SCALES), (b, 2, SCALED), (b_scale, 0, SCALES),
+                                   (bias, 1, UNSCALED)):  # fmt: skip
+            if x is not None:
+                self.read(op, x, min_ndim, types)
+        (m, k), (inner, n) = a.shape[-2:], b.shape[-2:]
+        self.require(inner == k, lambda: f"{op}: b is {text(b.shape)}, want {k}xN")
+        if bias is not None:
+            self._bias_of_matrix(op, bias, m, n)
+        chunks, blocks = -(-k // GROUP), -(-n // GROUP)
+        for x, fitting in ((a_scale, ((m, 1), (m, chunks))), (b_scale, ((1, n), (chunks, n), (chunks, blocks)))):
+            if x is not None and x.shape and x.shape[-2:] not in fitting:
+                forms = ["()", *map(text, fitting)]
+                want = f"{', '.join(forms[:-1])} or {forms[-1]} in its last two dimensions"
+                fail(_INVALID_SHAPE, f"{op}: {x.name} is {text(x.shape)}, want {want}")
+        leading = self.broadcast(a.shape[:-2], b.shape[:-2])
+        if leading is None:
+            sentence = f"b is {text(b.shape)}, want leading dimensions that broadcast with those of a, {text(a.shape)}"
+            fail(_INVALID_SHAPE, f"{op}: {sentence}")
+        shape = (*leading, m, n)
+        for x in (a_scale, b_scale, bias):
+            if x is not None and self.broadcast(x.shape[:-2], leading) != leading:
+                out = f"out, {text(shape)}"
+                sentence = f"{x.name} is {text(x.shape)}, want leading dimensions that broadcast to those of {out}"
+                fail(_INVALID_SHAPE, f"{op}: {sentence}")
+        return shape
 
     def skinny_product(self, op: str, x: Operand, w: Operand, bias: Operand | None = None) -> Shape:
         """Of skinny_gemm, and of a layer that is one by another name."""

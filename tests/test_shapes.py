@@ -15,6 +15,8 @@ TYPES = {
     "float16": np.float16,
     "float64": np.float64,
     "int32": np.int32,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
 }
 
 
@@ -37,9 +39,9 @@ def agree(rules, call):
     return sentence
 
 
-def draw(rng, shape):
+def draw(rng, shape, dtype="float32"):
     """A tensor near a shape: mostly that shape, else with an extent, a dimension or the type changed."""
-    shape, dtype = list(shape), "float32"
+    shape = list(shape)
     if rng.random() < 0.2 and shape:
         shape[rng.randrange(len(shape))] = rng.choice([0, 1, 2, 3, 5])
     if rng.random() < 0.08 and shape:
@@ -85,6 +87,26 @@ def skinny(rng):
     )
 
 
+def scaled(rng):
+    m, n, k = rng.choice([1, 2, 5]), rng.choice([1, 5, 130]), rng.choice([1, 5, 128, 130])
+    lead, chunks, blocks = extents(rng, rng.choice([0, 0, 1, 2])), -(-k // 128), -(-n // 128)
+    near = lambda shape, dtype: draw(rng, (*lead[rng.randrange(len(lead) + 1) :], *shape), dtype)
+    a, b = near((m, k), "float8_e4m3fn"), near((k, n), "float8_e4m3fn")
+    of_a, of_b = rng.choice([(m, 1), (m, chunks)]), rng.choice([(1, n), (chunks, n), (chunks, blocks)])
+    scale = rng.choice(["float32", "float8_e8m0fnu"])
+    a_scale, b_scale = (
+        rng.choice([None, draw(rng, (), scale), near(of, scale), near(of, scale)]) for of in (of_a, of_b)
+    )
+    bias = bias_near(rng, [*lead, m, n])
+    return agree(
+        lambda: RULES.scaled_product(
+            operand("a", a), operand("a_scale", a_scale), operand("b", b), operand("b_scale", b_scale),
+            operand("bias", bias),
+        ),
+        lambda: pydet.scaled_gemm(a, b, a_scale=a_scale, b_scale=b_scale, bias=bias, out_dtype="float32").shape,
+    )  # fmt: skip
+
+
 def norm(rng):
     shape = extents(rng, rng.choice([1, 2, 3]))
     x = draw(rng, shape)
@@ -116,6 +138,7 @@ def norm_backward(rng):
 OPERATIONS = {
     **{kind: lambda rng, kind=kind: product(rng, kind) for kind in ("gemm", "gemm_da", "gemm_db")},
     "skinny_gemm": skinny,
+    "scaled_gemm": scaled,
     "rmsnorm": norm,
     "rmsnorm_backward": norm_backward,
 }
@@ -124,6 +147,17 @@ PHRASES = {  # that the drawn operands bring out of each
     "gemm_da": ("dimensions, want 2 to 8", "as dc is", "want Kx", "leading dimensions"),
     "gemm_db": ("dimensions, want 2 to 8", "as a is", "xN", "leading dimensions"),
     "skinny_gemm": ("dimensions, want 1 to 8", "want NxK", "want Nx", "as x is", "bias is"),
+    "scaled_gemm": (
+        "dimensions, want 2 to 8",
+        "want float8_e4m3fn or float8_e5m2",
+        "want float32 or float8_e8m0fnu",
+        "xN",
+        "a_scale is",
+        "b_scale is",
+        "bias is",
+        "with those of a",
+        "to those of out",
+    ),
     "rmsnorm": ("a last dimension of 1 or more", "weight is", "residual is", "as x is"),
     "rmsnorm_backward": ("rstd is float16, want float32", "dy is", "rstd is", "dresidual is", "weight is"),
 }

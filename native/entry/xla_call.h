@@ -165,6 +165,10 @@ inline pydet_xla_error *handle(pydet_xla_call *call, bool gpu, void (*operation)
   return described.finish();
 }
 
+// xla_scaled.cpp
+void xla_scaled_gemm(Call &);
+void xla_quantize(Call &);
+
 // xla_norms.cpp
 void xla_rmsnorm(Call &);
 void xla_rmsnorm_backward(Call &);

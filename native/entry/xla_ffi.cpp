@@ -1,6 +1,6 @@
 // Handlers for XLA's foreign function interface: each reads its buffers and attributes, calls the C function of its
 // name, and turns its status and sentence into XLA's error. They keep nothing and allocate nothing. Products are here,
-// what works row by row is in xla_norms.cpp.
+// those of fp8 in xla_scaled.cpp, what works row by row in xla_norms.cpp.
 
 #include "entry/xla_call.h"
 
@@ -122,6 +122,8 @@ void grouped_gemm(Call &call) {
 
 pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call) { return handle(call, false, gemm); }
 pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call) { return handle(call, false, grouped_gemm); }
+pydet_xla_error *pydet_xla_cpu_scaled_gemm(pydet_xla_call *call) { return handle(call, false, xla_scaled_gemm); }
+pydet_xla_error *pydet_xla_cpu_quantize(pydet_xla_call *call) { return handle(call, false, xla_quantize); }
 pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call) { return handle(call, false, xla_rmsnorm); }
 pydet_xla_error *pydet_xla_cpu_rmsnorm_backward(pydet_xla_call *call) {
   return handle(call, false, xla_rmsnorm_backward);
@@ -140,6 +142,8 @@ pydet_xla_error *pydet_xla_cpu_log_prob_backward(pydet_xla_call *call) {
 }
 pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call) { return handle(call, true, gemm); }
 pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call) { return handle(call, true, grouped_gemm); }
+pydet_xla_error *pydet_xla_gpu_scaled_gemm(pydet_xla_call *call) { return handle(call, true, xla_scaled_gemm); }
+pydet_xla_error *pydet_xla_gpu_quantize(pydet_xla_call *call) { return handle(call, true, xla_quantize); }
 pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call) { return handle(call, true, xla_rmsnorm); }
 pydet_xla_error *pydet_xla_gpu_rmsnorm_backward(pydet_xla_call *call) {
   return handle(call, true, xla_rmsnorm_backward);

@@ -159,6 +159,11 @@ enum { PYDET_XLA_EXECUTE = 3 };
  * log_prob: x, index (int32 or int64); the column of each row. log_prob_backward: dlog_prob, x, index; dx.
  * grouped_gemm: a, b, group_end (int32), and what lies in the result before: rows of no group keep it. depth: a lies as
  *   [T, M] and is read transposed, with b [T, N]. transpose_b: b lies as [G, N, K].
+ * scaled_gemm: a, b, whose last two dimensions lie in column order (k adjacent), then a_scale if has_a_scale, b_scale if
+ *   has_b_scale, a bias if has_bias, what to continue from if accumulate; one result. arithmetic, k_chunk as in
+ *   pydet_scaled_gemm_options.
+ * quantize: x, then the scale if given; out, then the scale if not given, the transposed copy and its scale if
+ *   transposed. granularity, power_of_two as in pydet_quantize_options.
  * A weight or bias [groups, n] means that many problems, each with rows / groups rows of the others. All take kernel, a string
  * as in the options, "" for none. What is continued from must lie where its result does: XLA's aliasing sees to it. */
 #ifndef PYDET_API
@@ -166,6 +171,8 @@ enum { PYDET_XLA_EXECUTE = 3 };
 #endif
 PYDET_API pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_scaled_gemm(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_cpu_quantize(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_rmsnorm_backward(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_layernorm(pydet_xla_call *call);
@@ -176,6 +183,8 @@ PYDET_API pydet_xla_error *pydet_xla_cpu_log_prob(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_cpu_log_prob_backward(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_scaled_gemm(pydet_xla_call *call);
+PYDET_API pydet_xla_error *pydet_xla_gpu_quantize(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_rmsnorm_backward(pydet_xla_call *call);
 PYDET_API pydet_xla_error *pydet_xla_gpu_layernorm(pydet_xla_call *call);
