@@ -121,22 +121,27 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
-# sm90/skinny.cu once for each layout of the weights.
+# sm90/skinny.cu once for each layout of the weights, gemm_mma.cu once for each type. What takes longest comes first.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := sm90/skinny.along_k sm90/skinny.along_n
-CUDA_KERNELS := $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_short rmsnorm_backward_apart \
-    rmsnorm_backward_narrow rmsnorm_unaligned rmsnorm_backward_long rmsnorm_dweight softmax fold layernorm) \
-  $(addprefix nvidia/,gemm_mma gemm_ieee_fp32 skinny_mma quantize quantize_packed fold_peers $(SM90_SKINNY) sm90/scaled_gemm sm90/scaled_tiles sm90/scaled_skinny sm90/grouped sm90/clusters \
-    $(SM90_GROUPS:%=sm90/gemm.%))
+MMA_TYPES := 0 1
+CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_gemm sm90/scaled_skinny) \
+  $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm rmsnorm_unaligned layernorm) nvidia/gemm_ieee_fp32 \
+  $(SM90_GROUPS:%=nvidia/sm90/gemm.%) \
+  $(addprefix nvidia/,sm90/scaled_tiles sm90/clusters skinny_mma quantize quantize_packed fold_peers) \
+  $(addprefix any/,gemm_ieee skinny_ieee rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold)
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_HOST := nvidia/backend nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/groups
+CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/groups
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 NVCCFLAGS := -std=c++17 -O3 --fmad=false -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
 $(BUILD)/gpu/nvidia/sm90/%.o: GENCODE := $(call gencode,90a)
 # PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.
-GENCODE = $(call gencode,$(CUDA_ARCHS)) -gencode arch=compute_90,code=compute_90
+# What 90a adds to 90 only sm90/ uses: elsewhere that PTX is Hopper's SASS too, the same to the bit, in one pass less.
+HOPPER = $(filter 90 90a,$(CUDA_ARCHS))
+GENCODE = $(call gencode,$(filter-out $(HOPPER),$(CUDA_ARCHS))) \
+  -gencode 'arch=compute_90,code=[$(if $(HOPPER),sm_90$(comma))compute_90]'
 
 .PHONY: cuda
 cuda: $(LIBRARY)/libpydet_cuda.so
@@ -168,6 +173,10 @@ $(SM90_GROUPS:%=$(BUILD)/gpu/nvidia/sm90/gemm.%.o): $(BUILD)/gpu/nvidia/sm90/gem
 $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_%.o: native/gpu/nvidia/sm90/skinny.cu
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n,$*),1,0) -MMD -MP -c $< -o $@
+
+$(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
 
 $(BUILD)/gpu/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)

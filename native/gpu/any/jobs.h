@@ -9,6 +9,8 @@
 
 namespace pydet {
 
+#if defined(__CUDACC__) || defined(__HIPCC__)
+
 // One tile: its first row and column of its product, that product's extents, and where its operands begin.
 struct Job {
   int64_t m0, n0;
@@ -71,6 +73,8 @@ template <int tile_m, int tile_n> class Jobs<GroupedGemm, tile_m, tile_n> {
   int64_t tiles_n_, tiles_m_ = 0;  // the latter of this group
   int64_t number_;                 // among this group's jobs
 };
+
+#endif
 
 // No more jobs than that: every group with rows may end with a tile that is not full.
 inline int64_t most_jobs(const GroupedGemm &problem, int tile_m, int tile_n) {

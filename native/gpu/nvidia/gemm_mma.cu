@@ -13,11 +13,17 @@
 
 #include "gpu/any/epilogue.h"
 #include "gpu/any/jobs.h"
-#include "gpu/kernels.h"
+#include "gpu/nvidia/gemm_mma.h"
 #include "gpu/nvidia/mma.h"
+
+#if !defined(PYDET_MMA_TYPE)
+#error "compiled once a type of kMmaTypes: PYDET_MMA_TYPE is its place there (Makefile)"
+#endif
 
 namespace pydet {
 namespace {
+
+constexpr Type kType = kMmaTypes[PYDET_MMA_TYPE];  // of this object's kernels
 
 constexpr int kStepK = 16;   // of one mma
 constexpr int kStageK = 32;  // of one stage
@@ -206,14 +212,6 @@ __global__ void __launch_bounds__(kThreads<tile>) gemm_mma_kernel(const __grid_c
 
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
-// Whether every 16 bytes along the unit stride are aligned in every row and matrix of the batch.
-bool copies_16_bytes(const Matrix &matrix, const int64_t *batch_strides, int batch_dims) {
-  int64_t stride = matrix.col_stride == 1 ? matrix.row_stride : matrix.col_stride;
-  bool aligned = reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0 && stride % kChunkElements == 0;
-  for (int i = 0; i < batch_dims; ++i) aligned = aligned && batch_strides[i] % kChunkElements == 0;
-  return aligned;
-}
-
 template <Type type, int tile, bool aligned, bool chunked>
 pydet_status launch_layout(const Gemm &problem) {
   constexpr int kMaxBlocks = 1 << 20;                                 // more tiles than that are walked in turns
@@ -228,21 +226,6 @@ pydet_status launch_layout(const Gemm &problem) {
   DeviceGuard guard(problem.device.id);
   if (guard.error() != kGpuSuccess) return device_error(shape.kernel, guard.error());
   return launch(shape, kernel, problem);
-}
-
-bool all_aligned(const Gemm &problem) {
-  return copies_16_bytes(problem.a, problem.batch.a, problem.batch.dims) &&
-         copies_16_bytes(problem.b, problem.batch.b, problem.batch.dims);
-}
-
-// The same wherever a group begins: tokens must not be neighbours in memory. So of the aligned kernels one layout in depth
-// is left, and two of rows.
-bool all_aligned(const GroupedGemm &problem) {
-  if (problem.depth)
-    return copies_16_bytes(problem.a, nullptr, 0) && copies_16_bytes(problem.b, nullptr, 0) &&
-           problem.a.col_stride != 1 && problem.b.row_stride != 1;
-  return copies_16_bytes(problem.a, nullptr, 0) && copies_16_bytes(problem.b, &problem.b_stride, 1) &&
-         problem.a.col_stride == 1;
 }
 
 template <Type type, int tile, bool aligned, bool chunked> pydet_status launch_layout(const GroupedGemm &problem) {
@@ -261,32 +244,17 @@ template <Type type, int tile, bool aligned, bool chunked> pydet_status launch_l
   return launch(shape, kernel, problem);
 }
 
-template <class Problem> pydet_status launch_64(const Problem &problem) {
-  bool aligned = all_aligned(problem);
-  if (problem.a.type == Type::bf16)
-    return aligned ? launch_layout<Type::bf16, 64, true, true>(problem)
-                   : launch_layout<Type::bf16, 64, false, true>(problem);
-  return aligned ? launch_layout<Type::f16, 64, true, true>(problem)
-                 : launch_layout<Type::f16, 64, false, true>(problem);
-}
-
-template <class Problem> pydet_status launch_128(const Problem &problem) {
-  return problem.a.type == Type::bf16 ? launch_layout<Type::bf16, 128, true, false>(problem)
-                                      : launch_layout<Type::f16, 128, true, false>(problem);
+template <class Problem> pydet_status launch_64(const Problem &problem, bool aligned) {
+  return aligned ? launch_layout<kType, 64, true, true>(problem) : launch_layout<kType, 64, false, true>(problem);
 }
 
 }  // namespace
 
-pydet_status gemm_mma_64(const Gemm &problem) { return launch_64(problem); }
-bool gemm_mma_128_takes(const Gemm &problem) { return all_aligned(problem); }
-pydet_status gemm_mma_128(const Gemm &problem) { return launch_128(problem); }
-
-pydet_status grouped_gemm_mma_64(const GroupedGemm &problem) { return launch_64(problem); }
-bool grouped_gemm_mma_128_takes(const GroupedGemm &problem) { return all_aligned(problem); }
-bool grouped_gemm_mma_128_prefers(const GroupedGemm &problem) {
-  return most_jobs(problem, 128, 128) >= gpu_multiprocessors(problem.device.id) &&
-         (problem.depth ? problem.m : problem.tokens / problem.groups) > 64;
+template <> pydet_status GemmMma<kType>::tile_64(const Gemm &g, bool aligned) { return launch_64(g, aligned); }
+template <> pydet_status GemmMma<kType>::tile_64(const GroupedGemm &g, bool aligned) { return launch_64(g, aligned); }
+template <> pydet_status GemmMma<kType>::tile_128(const Gemm &g) { return launch_layout<kType, 128, true, false>(g); }
+template <> pydet_status GemmMma<kType>::tile_128(const GroupedGemm &g) {
+  return launch_layout<kType, 128, true, false>(g);
 }
-pydet_status grouped_gemm_mma_128(const GroupedGemm &problem) { return launch_128(problem); }
 
 }  // namespace pydet
