@@ -38,9 +38,18 @@ def test_every_size_has_the_bits_of_one_gpu(found, sizes):
 
 
 def test_peers_memory_was_there(found, sizes):
-    """Else the methods of peers would have been left out in silence."""
+    """Else the methods of peers would have been left out in silence. The group of all ranks can push, too."""
+    methods = found[0]["methods"]
     for size in sizes[1:]:
-        assert found[0]["methods"][size] == checks.ALL_METHODS
+        assert methods[size] == checks.ALL_METHODS[: 7 if size == sizes[-1] else 6]
+    assert methods["another group"] == checks.ALL_METHODS[:6]
+
+
+def test_another_group_of_all_ranks_has_their_bits(found):
+    names = [name for name, where in checks.bits(found).items() if "another group" in where]
+    assert any(name.startswith("large") for name in names) and any(name.startswith("row") for name in names)
+    for name in names:
+        assert all(ranks[name]["another group"] == found[0][name][1] for ranks in found), name
 
 
 def test_tensor_and_data_parallel_together_have_them_too(found, shapes):

@@ -53,9 +53,9 @@ def methods_of(group, rows):
 
     from pydet.torch.distributed.symmetric import peers_of
 
-    reached = peers_of(group, torch.get_default_device()) is not None
-    fits = rows % dist.get_world_size(group) == 0
-    return ALL_METHODS[: (7 if fits else 6) if reached else 4]
+    peers = peers_of(group, torch.get_default_device())
+    pushes = peers is not None and peers.pushes and rows % dist.get_world_size(group) == 0
+    return ALL_METHODS[: 7 if pushes else 6 if peers is not None else 4]
 
 
 def columns(x, group, extent=None):
@@ -220,6 +220,77 @@ def along_rows(group):
     assert (log_p[2:] - picked).abs().max() < 2e-6 and (dx - exact.grad).abs().max() < 1e-6
     yield "log_prob", log_p
     yield "log_prob dx", dx
+
+
+def together(group):
+    """Fused gate and up, with gradients; two key heads under attention of eight segments; what they refuse."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import pydet
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    kind = torch.get_default_device().type
+    mesh = DeviceMesh.from_group(group, kind)
+    x, w, b, dy = tensors(11, (6, 48), (384, 48), (384,), (6, 384), dtype=torch.float32)
+    parts = (256, 128)
+
+    def run(style):
+        linear = torch.nn.Linear(48, 384)
+        linear.weight.data, linear.bias.data = w.clone(), b.clone()
+        style._apply(linear, mesh)
+        given = x.clone().requires_grad_()
+        y = linear(given)
+        gates, ups = y.split([256 // world, 128 // world], -1)
+        own = [part.chunk(world, 1)[rank] for part in dy.split(parts, 1)]
+        torch.autograd.backward([gates, ups], own)
+        return linear, gates, ups, given.grad
+
+    linear, gates, ups, dx = run(pd.ColwiseParallel(SEGMENTS, parts=parts, arithmetic="ieee"))
+    yield "fused gate", whole(gates, group, 1)
+    yield "fused up", whole(ups, group, 1)
+    assert torch.cat([whole(gates, group, 1), whole(ups, group, 1)], 1).equal(
+        pydet.gemm(x, w.t(), bias=b, arithmetic="ieee")
+    )
+    yield "fused dx", dx
+    back = pd.segment_order(parts, SEGMENTS).argsort().to(x.device)
+    assert whole(local(linear.weight), group)[back].equal(w)
+    yield "fused dw", whole(local(linear.weight.grad), group)[back]
+    yield "fused db", whole(local(linear.bias.grad), group)[back]
+    if world == 1:  # in the order of the parts the sum is another one, which ranks could not share
+        other = run(pd.ColwiseParallel(SEGMENTS, arithmetic="ieee"))[3]
+        assert (other != dx).sum() > 50
+
+    q, k, v, dz = tensors(12, (3, 16, 5, 8), (3, 2, 5, 8), (3, 2, 5, 8), (3, 16, 5, 8), dtype=torch.bfloat16)
+    qr, kr, vr = (
+        q.chunk(world, 1)[rank].clone().requires_grad_(),
+        k.clone().requires_grad_(),
+        v.clone().requires_grad_(),
+    )
+    keys, values = (pd.share_heads(t, segments=SEGMENTS, group=group) for t in (kr, vr))
+    assert keys.shape[1] == SEGMENTS // world
+    z = pydet.torch.attention(qr, keys, values, scale=0.25, arithmetic="ieee")
+    z.backward(dz.chunk(world, 1)[rank])
+    assert whole(z, group, 1).equal(pydet.torch.attention(q, k, v, scale=0.25, arithmetic="ieee"))
+    yield "heads z", whole(z, group, 1)
+    yield "heads dq", whole(qr.grad, group, 1)
+    yield "heads dk", kr.grad
+    yield "heads dv", vr.grad
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    torch.nn.functional.scaled_dot_product_attention(*exact, scale=0.25, enable_gqa=True).backward(dz.double())
+    assert (kr.grad - exact[1].grad).abs().max() < 0.05 and (vr.grad - exact[2].grad).abs().max() < 0.05
+    for call, sentence in (
+        (lambda: pd.share_heads(k[:, :1].expand(3, 3, 5, 8), group=group), "x has 3 heads, want a divisor of the 8"),
+        (lambda: pd.share_heads(k, dim=4, group=group), "dim is 4, x has 4 dimensions"),
+        (lambda: pd.segment_order((100, 28)), "the rows of a part is 100, want a multiple of the 8"),
+        (lambda: pd.segment_order((8, 8)), "the parts have 16 rows in all, want a multiple of 128"),
+        (lambda: run(pd.ColwiseParallel(SEGMENTS, parts=(128, 128))), "parts are [128, 128], want 384 rows in all"),
+    ):
+        with pytest.raises(pydet.Error, match=re.escape(sentence)):
+            call()
 
 
 # ---- A model -------------------------------------------------------------------------------------------------------
@@ -458,7 +529,7 @@ def work(rank, kind, sizes, shapes, port, queue):
         for size, mesh in meshes.items():
             if rank < size:
                 group = mesh.get_group()
-                for check in (linears, shared_rows, sums, along_rows):
+                for check in (linears, shared_rows, sums, along_rows, together):
                     note(size, check(group))
                 if kind == "cuda":
                     note(size, large_sums(group))
@@ -469,6 +540,9 @@ def work(rank, kind, sizes, shapes, port, queue):
                 if size > 1:
                     note(size, refusals(group))
             dist.barrier()
+        if kind == "cuda":  # a group that is not the one of all ranks has its memory of peers in another way
+            for check in (linears, sums, large_sums):
+                note("another group", check(dist.new_group(list(range(world)))))
         for name in shapes:
             if name in grids:
                 note(name, model_step(*grids[name]))
@@ -652,7 +726,7 @@ def survivor(rank, kind, method, port, queue):
 def check_survivor(kind, method):
     """It hears of it or is ended by its backend, in time, with no result."""
     processes, queue = start(2, survivor, kind, method, free_port())
-    processes[0].join(90)
+    processes[0].join(150)  # NCCL's watchdog took 90 s to end it, with a limit of 12
     assert processes[0].exitcode is not None, "rank 0 hangs"
     answer = "ended" if processes[0].exitcode else queue.get(timeout=10)
     assert answer != "nothing", answer

@@ -23,6 +23,8 @@ ROWS = {  # what else than rows: the rest of the arguments
     "softmax": ((8, 12, 32), [], ()),
     "log_softmax": ((8, 12, 32), [], ()),
     "softmax_backward": ((8, 12, 32), [(8, 12, 32)], ()),
+    "layernorm": ((8, 12, 32), [(32,), (32,)], (1e-5,)),
+    "layernorm_residual": ((8, 12, 32), [(8, 12, 32), (32,), (32,)], (1e-5,)),
 }
 
 SHARED = {  # places that some result has
@@ -32,7 +34,29 @@ SHARED = {  # places that some result has
     "skinny_gemm": ["S(0)", "S(1)", "S(2)"],
     "rmsnorm": ["R", "S(0)", "S(1)"],
     "softmax": ["S(0)", "S(1)"],
+    "layernorm": ["R", "S(0)", "S(1)"],
+    "layernorm_backward": ["R", "S(0)"],
+    "attention": ["S(0)", "S(1)", "S(2)"],
+    "attention of odd heads": ["S(0)", "S(2)"],
+    "attention_backward": ["S(1)"],
+    "attention_backward, no sinks": ["S(0)", "S(1)"],
+    "scaled_gemm row": ["S(0)", "S(1)"],
+    "scaled_gemm group": ["S(0)", "S(1)"],
+    "quantize row": ["R", "S(0)", "S(1)"],
+    "quantize group": ["S(0)", "S(1)", "S(2)"],
+    "quantize block": ["S(0)", "S(1)", "S(2)"],
+    "quantize_transposed group": ["S(0)", "S(1)", "S(2)"],
+    "quantize_transposed block": ["S(0)", "S(1)", "S(2)"],
+    "grouped_gemm": ["R", "S(1)"],
 }
+
+
+def part_of(x, placement, rank):
+    """A rank's part of x, as DTensor cuts it."""
+    if not placement.is_shard():
+        return x
+    parts = x.chunk(WORLD, placement.dim)
+    return parts[rank] if rank < len(parts) else x.narrow(placement.dim, 0, 0)
 
 
 def operators(mesh, placed):
@@ -40,18 +64,25 @@ def operators(mesh, placed):
     import torch
     from torch.distributed.tensor import Replicate, Shard
 
-    def check(name, arguments, rest, most):
+    bytes_of = lambda x: x.contiguous().view(-1).view(torch.uint8)
+
+    def check(name, arguments, rest, most, places=None):
         overload = getattr(torch.ops.pydet, name.split()[0])
         want = overload(*arguments, *rest)
+        rest = [placed(x, Replicate()) if isinstance(x, torch.Tensor) else x for x in rest]
         want = want if isinstance(want, tuple) else (want,)
-        places = [[Replicate(), *map(Shard, range(x.dim()))] if x is not None else [None] for x in arguments]
+        if places is None:
+            each = [[Replicate(), *map(Shard, range(x.dim()))] if x is not None else [None] for x in arguments]
+            places = itertools.product(*each)
         differ, partial, seen = 0, 0, set()
-        for number, where in enumerate(itertools.product(*places)):
+        for number, where in enumerate(places):
             if number % max(1, most):
                 continue
             got = overload(*(x if p is None else placed(x, p) for x, p in zip(arguments, where, strict=True)), *rest)
             for y, one in zip(got if isinstance(got, tuple) else (got,), want, strict=True):
-                differ += not y.full_tensor().equal(one)
+                (place,) = y.placements
+                mine = part_of(one, place, mesh.get_local_rank())
+                differ += not bytes_of(y.to_local()).equal(bytes_of(mine))
                 partial += any(p.is_partial() for p in y.placements)
                 seen |= {str(p) for p in y.placements}
         assert differ == 0 and partial == 0, f"{name}: {differ} differ, {partial} are partial"
@@ -66,6 +97,51 @@ def operators(mesh, placed):
     for weight in (w, None):
         rstd = torch.ops.pydet.rmsnorm(x, weight, 1e-5)[1]
         yield "rmsnorm_backward", check("rmsnorm_backward", [dy, x, weight, rstd], (), 1)
+        _, mean, rstd = torch.ops.pydet.layernorm(x, weight, weight, 1e-5)
+        yield "layernorm_backward", check("layernorm_backward", [dy, x, weight, weight, mean, rstd], (), 5)
+    yield from attentions(check)
+    yield from products_of_fp8(check)
+    a, b = tensors(5, (8, 32), (2, 32, 16), dtype=torch.float32)
+    yield "grouped_gemm", check("grouped_gemm", [a, b, torch.tensor([3, 8], dtype=torch.int32)], (), 1)
+
+
+def attentions(check):
+    """With a mask, with sinks and without, and heads that two ranks do not divide."""
+    import torch
+
+    for name, heads, groups in (("", 4, 2), (" of odd heads", 3, 3)):
+        q, k, v, dout = tensors(6, *[(4, h, 6, 16) for h in (heads, groups, groups, heads)], dtype=torch.float32)
+        allowed, options = torch.ones(4, 1, 6, 6, dtype=torch.bool).tril(), (0.25, "auto", None)
+        sinks = torch.linspace(-1, 1, heads)
+        for with_sinks in (None, sinks):
+            rest = (*options, with_sinks)
+            yield f"attention{name}", check("attention", [q, k, v, allowed], rest, 7)
+        out, total = torch.ops.pydet.attention(q, k, v, allowed, *options, sinks)
+        given = [dout, q, k, v, allowed, out, total]
+        if not name:
+            yield "attention_backward", check("attention_backward", given, (*options, sinks), 1201)
+            out, total = torch.ops.pydet.attention(q, k, v, allowed, *options)
+            given[5:] = out, total
+            yield "attention_backward, no sinks", check("attention_backward", given, options, 1201)
+
+
+def products_of_fp8(check):
+    import torch
+    from torch.distributed.tensor import Replicate, Shard
+
+    x, w = tensors(7, (4, 256, 512), (256, 512), dtype=torch.bfloat16)
+    for granularity in ("row", "group", "block", "tensor"):
+        for name in ("quantize", "quantize_transposed") if granularity in ("group", "block") else ("quantize",):
+            yield f"{name} {granularity}", check(name, [x], (granularity,), 1)
+        q, scale = torch.ops.pydet.quantize(x[0], granularity)
+        yield "quantize_given", check("quantize_given", [x[0], scale], (granularity,), 2)
+        if granularity != "block":
+            b, b_scale = torch.ops.pydet.quantize(w, "block" if granularity == "group" else granularity)
+            given = [q, b.t(), scale, b_scale.t() if b_scale.dim() else b_scale]
+            every, scaled = Replicate(), scale.dim() > 0  # no gather: gloo carries no float8
+            places = [(every,) * 4, (Shard(0), every, Shard(0) if scaled else every, every)]
+            places.append((every, Shard(1), every, Shard(1) if scaled else every))
+            yield f"scaled_gemm {granularity}", check("scaled_gemm", given, (), 1, places)
 
 
 def styles(mesh, placed):
@@ -107,7 +183,7 @@ def work(rank, port, queue):
         import torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import DTensor
 
         import pydet.torch.distributed
 
@@ -115,7 +191,12 @@ def work(rank, port, queue):
         torch.set_num_threads(1)
         dist.init_process_group("gloo", rank=rank, world_size=WORLD)
         mesh = init_device_mesh("cpu", (WORLD,))
-        placed = lambda x, placement: distribute_tensor(x, mesh, [placement])
+
+        def placed(x, placement):
+            """Every rank has x, and takes its part: gloo would carry no float8."""
+            own = part_of(x, placement, rank)
+            return DTensor.from_local(own, mesh, [placement], run_check=False, shape=x.shape, stride=x.stride())
+
         found = dict(itertools.chain(operators(mesh, placed), styles(mesh, placed)))
         queue.put((rank, found, None))
         dist.barrier()

@@ -13,6 +13,7 @@ rank, with a sentence; a rank that died is the group's to notice, by its connect
 
 from pydet.torch.distributed import sharding
 from pydet.torch.distributed.exchange import all_reduce, reduce_scatter
+from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
 from pydet.torch.distributed.linear import column_parallel_linear, row_parallel_linear, segment_length, shard_bounds
 from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
 from pydet.torch.distributed.rows import rms_norm, vocab_parallel_log_prob
@@ -33,6 +34,9 @@ __all__ = [
     "rms_norm",
     "row_parallel_linear",
     "segment_length",
+    "segment_order",
     "shard_bounds",
+    "share_heads",
+    "split_segments",
     "vocab_parallel_log_prob",
 ]

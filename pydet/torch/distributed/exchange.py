@@ -161,6 +161,8 @@ def choose(
     if method not in can + by_peers:
         names = ", ".join(can + by_peers)
         fail(INVALID_VALUE, f"{op}: method is {method!r}, want one of auto, {names} for order {order}")
+    if method == "push" and peers is not None and not peers.pushes:
+        fail(constants.PYDET_UNSUPPORTED, f"{op}: method is 'push', which only the group of all ranks has")
     if method in by_peers and not reached:
         fail(
             constants.PYDET_UNSUPPORTED,

@@ -28,13 +28,13 @@ from pydet.torch.distributed.symmetric import Peers, peers_of
 from pydet.torch.ops import matrix
 
 Rows: TypeAlias = Literal["replicate", "shard_rows"]
-_STEP = 16  # segments are multiples of it
+STEP = 16  # segments are multiples of it
 _FEW_ROWS = 64  # up to here a product for each segment, which is bound by its weights, is faster than a batch of them
 
 
 def segment_length(extent: int, segments: int) -> int:
     """``k_chunk`` of a sum over `extent` in so many segments; the last may be shorter."""
-    return -(-extent // (segments * _STEP)) * _STEP
+    return -(-extent // (segments * STEP)) * STEP
 
 
 def shard_bounds(extent: int, segments: int, rank: int, world: int) -> tuple[int, int]:

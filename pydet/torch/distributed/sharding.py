@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 Rule = tuple[list[Any], list[Any]]  # placements of the results, of the arguments; None for what is no tensor
@@ -38,11 +38,16 @@ def _rules(results: int, arguments: tuple[Any, ...], *shared: dict[str, Any]) ->
     return found
 
 
-def _along(bias: Any, dim: int, dims: int) -> dict[str, Any]:
-    """Where dimension `dim` of a result of so many dimensions lies in a bias of it, argument 2."""
+def _along(bias: Any, dim: int, dims: int, argument: int = 2) -> dict[str, Any]:
+    """Where dimension `dim` of a result of so many dimensions lies in a bias of it."""
     if bias is None or dim - dims + len(bias.shape) < 0:
         return {}
-    return {"2": dim - dims + len(bias.shape)}
+    return {str(argument): dim - dims + len(bias.shape)}
+
+
+def _divide(x: Any, extent: int) -> bool:
+    """All ranks of x's mesh divide it, whichever of the mesh's dimensions it is shared out over."""
+    return bool(extent % x.mesh.size() == 0)
 
 
 def _product(name: str) -> None:
@@ -71,15 +76,17 @@ def _skinny_gemm(x: Any, w: Any, bias: Any = None, *rest: Any) -> list[Rule]:
     return _rules(1, (x, w, bias, *rest), *shared, {"out": [dims - 1], "1": 0, **_along(bias, dims - 1, dims)})
 
 
-def _rows(name: str, results: int, rows: tuple[int, ...], replicated: tuple[int, ...] = ()) -> None:
+def _rows(
+    name: str, results: int, rows: tuple[int, ...], replicated: tuple[int, ...] = (), weights: tuple[int, ...] = (2,)
+) -> None:
     """An operator that works row by row on the arguments `rows`, any leading dimension of which may be shared out.
 
-    replicated: results that sum over the rows: where there are such, and arguments for them, nothing is shared out.
+    replicated: results that sum over the rows: where there are such, and `weights` for them, nothing is shared out.
     """
 
     def rule(*arguments: Any) -> list[Rule]:
         x, shared = arguments[rows[0]], []
-        summed = bool(replicated) and arguments[2] is not None  # the weight
+        summed = bool(replicated) and any(arguments[i] is not None for i in weights)
         for d in range(len(x.shape) - 1 if not summed else 0):
             given = {str(i): d for i in rows if i < len(arguments) and arguments[i] is not None}
             shared.append({"out": [None if r in replicated else d for r in range(results)], **given})
@@ -88,14 +95,124 @@ def _rows(name: str, results: int, rows: tuple[int, ...], replicated: tuple[int,
     register_sharding(getattr(torch.ops.pydet, name).default)(rule)
 
 
+# ---- Attention: batches, heads where the ranks divide those of k, and queries where no gradient sums over them -------
+
+
+def _mask(allowed: Any, q: Any, dim: int, argument: int) -> dict[str, Any]:
+    return {} if allowed is None or allowed.shape[dim] != q.shape[dim] else {str(argument): dim}
+
+
+def _attention(q: Any, k: Any, v: Any, allowed: Any, *rest: Any) -> list[Rule]:
+    has_sinks = len(rest) > 3 and rest[3] is not None  # after scale, arithmetic and k_chunk
+    shared: list[dict[str, Any]] = []
+    for dim in (0, 1, 2):
+        if dim != 1 or _divide(k, k.shape[1]):
+            keys = {"1": dim, "2": dim} if dim < 2 else {}
+            sinks = {"7": 0} if has_sinks and dim == 1 else {}
+            shared.append({"out": [dim, dim], "0": dim, **keys, **_mask(allowed, q, dim, 3), **sinks})
+    return _rules(2, (q, k, v, allowed, *rest), *shared)
+
+
+def _attention_backward(dout: Any, q: Any, k: Any, v: Any, allowed: Any, *rest: Any) -> list[Rule]:
+    has_sinks = len(rest) > 5 and rest[5] is not None  # after out, total, scale, arithmetic and k_chunk
+    shared: list[dict[str, Any]] = []
+    for dim in (0, 1):
+        if _divide(k, k.shape[1]) if dim == 1 else not has_sinks:
+            sinks = {"10": 0} if has_sinks else {}
+            given = {str(i): dim for i in (0, 1, 2, 3, 5, 6)}
+            shared.append({"out": [dim, dim, dim, sinks.get("10")], **given, **_mask(allowed, q, dim, 4), **sinks})
+    return _rules(4, (dout, q, k, v, allowed, *rest), *shared)
+
+
+# ---- fp8: scales go with what they scale, and groups of 128 are not cut ----------------------------------------------
+
+_GROUP = 128
+
+
+def _scaled_gemm(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, *rest: Any) -> list[Rule]:
+    dims, shared = max(len(a.shape), len(b.shape)), []
+    rows, columns = a.shape[-2], b.shape[-1]
+    if a_scale is None or not a_scale.shape or a_scale.shape[-2] == rows:
+        scale = {"2": _last(a_scale, 2)} if a_scale is not None and a_scale.shape else {}
+        shared.append({"out": [dims - 2], "0": _last(a, 2), **scale, **_along(bias, dims - 2, dims, 4)})
+    if b_scale is None or not b_scale.shape or b_scale.shape[-1] == columns or _divide(b, columns // _GROUP):
+        scale = {"3": _last(b_scale)} if b_scale is not None and b_scale.shape else {}
+        shared.append({"out": [dims - 1], "1": _last(b), **scale, **_along(bias, dims - 1, dims, 4)})
+    return _rules(1, (a, b, a_scale, b_scale, bias, *rest), *shared)
+
+
+def _by_word(name: str, rule: Any, argument: int, results: int) -> None:
+    """A rule that asks for a word among the arguments. DTensor remembers what rules said by tensors and integers alone.
+
+    Where it can't be told to look at the word, nothing is shared out.
+    """
+    overload = getattr(torch.ops.pydet, name).default
+    register_sharding(overload)(rule)
+    try:
+        known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[overload]
+        known.static_argnum = min(known.static_argnum, argument)
+    except (AttributeError, KeyError):
+        register_sharding(overload)(lambda *arguments: _rules(results, arguments))
+
+
+def _quantized(x: Any, granularity: str) -> list[int]:
+    """The dimensions along which x may be cut and its scales with it."""
+    if granularity == "tensor":
+        return []
+    dims = len(x.shape)
+    in_groups = [dim for dim in range(dims) if x.shape[dim] % _GROUP == 0 and _divide(x, x.shape[dim] // _GROUP)]
+    rows = dims - 2 in in_groups if granularity == "block" else True
+    columns = dims - 1 in in_groups and granularity != "row"
+    return [*range(dims - 2), *[dims - 2] * rows, *[dims - 1] * columns]
+
+
+def _quantize(x: Any, granularity: str = "row", *rest: Any) -> list[Rule]:
+    shared = [{"out": [d, d], "0": d} for d in _quantized(x, granularity)]
+    return _rules(2, (x, granularity, *rest), *shared)
+
+
+def _quantize_transposed(x: Any, granularity: str = "row", *rest: Any) -> list[Rule]:
+    dims, shared = len(x.shape), []
+    for d in _quantized(x, "block"):  # groups of rows and of columns
+        other = d if d < dims - 2 else 2 * dims - 3 - d
+        shared.append({"out": [d, d, other, other], "0": d})
+    return _rules(4, (x, granularity, *rest), *shared)
+
+
+def _quantize_given(x: Any, scale: Any, granularity: str = "row", *rest: Any) -> list[Rule]:
+    if scale.shape:
+        shared = [{"out": [d], "0": d, "1": d} for d in _quantized(x, granularity)]
+    else:
+        shared = [{"out": [d], "0": d} for d in range(len(x.shape))]
+    return _rules(1, (x, scale, granularity, *rest), *shared)
+
+
+def _grouped_gemm(a: Any, b: Any, group_end: Any, bias: Any = None, *rest: Any) -> list[Rule]:
+    columns = {"out": [1], "1": 2, **({} if bias is None else {"3": _last(bias)})}
+    return _rules(1, (a, b, group_end, bias, *rest), columns)
+
+
 def register() -> None:
     """Tells DTensor the rules."""
     for name in ("gemm", "gemm_da", "gemm_db"):
         _product(name)
-    register_sharding(torch.ops.pydet.skinny_gemm.default)(_skinny_gemm)
+    for name, rule in {
+        "skinny_gemm": _skinny_gemm,
+        "attention": _attention,
+        "attention_backward": _attention_backward,
+        "scaled_gemm": _scaled_gemm,
+        "grouped_gemm": _grouped_gemm,
+    }.items():
+        register_sharding(getattr(torch.ops.pydet, name).default)(rule)
+    _by_word("quantize", _quantize, 1, 2)
+    _by_word("quantize_transposed", _quantize_transposed, 1, 4)
+    _by_word("quantize_given", _quantize_given, 2, 1)
     _rows("rmsnorm", 2, (0,))
     _rows("rmsnorm_residual", 3, (0, 1))
     _rows("rmsnorm_backward", 2, (0, 1, 3, 5), replicated=(1,))
+    _rows("layernorm", 3, (0,))
+    _rows("layernorm_residual", 4, (0, 1))
+    _rows("layernorm_backward", 3, (0, 1, 4, 5, 7), replicated=(1, 2), weights=(2, 3))
     for name in ("softmax", "log_softmax"):
         _rows(name, 1, (0,))
         _rows(f"{name}_backward", 1, (0, 1))

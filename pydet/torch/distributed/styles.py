@@ -9,15 +9,17 @@ tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from pydet._native import INVALID_VALUE, fail
+from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import Arithmetic
 from pydet.torch.distributed.exchange import Method, Tensor
+from pydet.torch.distributed.heads import segment_order, split_segments
 from pydet.torch.distributed.linear import Rows, column_parallel_linear, row_parallel_linear
 
 
@@ -35,10 +37,11 @@ class ColumnParallelLinear(torch.nn.Linear):
         group, style = self.mesh.get_group(), self.style
         weight, bias = _local(self.weight), _local(self.bias)
         assert weight is not None
-        return column_parallel_linear(
+        y = column_parallel_linear(
             x, weight, bias, group=group, segments=style.segments, out_features=self.out_features, rows=style.rows,
             method=style.method, arithmetic=style.arithmetic,
         )  # fmt: skip
+        return torch.cat(split_segments(y, style.parts, style.segments), -1) if style.parts else y
 
 
 class RowParallelLinear(torch.nn.Linear):
@@ -76,16 +79,36 @@ class ColwiseParallel(ParallelStyle):
     """:func:`column_parallel_linear`: the weight is sharded by rows, and so are y's columns.
 
     Args:
+        parts: of a fused layer, the rows of each of its parts, [gate; up] or [q; k; v]. The weight is then laid out
+            anew by :func:`segment_order`, and y is this rank's columns of the first part, then of the second, and so
+            on: what ``y.chunk(2, -1)``, or a split by sizes that are divided by the ranks, expects.
         segments, rows, method, arithmetic: as there. Use the same segments on a mesh of one for the same bits.
     """
 
     def __init__(
-        self, segments: int = 8, *, rows: Rows = "replicate", method: Method = "auto", arithmetic: Arithmetic = "auto"
+        self,
+        segments: int = 8,
+        *,
+        rows: Rows = "replicate",
+        method: Method = "auto",
+        arithmetic: Arithmetic = "auto",
+        parts: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.segments, self.rows, self.method, self.arithmetic = segments, rows, method, arithmetic
+        self.parts = tuple(parts)
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        if self.parts and isinstance(module, torch.nn.Linear):
+            if sum(self.parts) != module.out_features:
+                got, want = f"{list(self.parts)}", f"{module.out_features} rows"
+                fail(
+                    constants.PYDET_INVALID_SHAPE, f"ColwiseParallel: parts are {got}, want {want} in all, as the layer"
+                )
+            order = segment_order(self.parts, self.segments).to(module.weight.device)
+            for parameter in (module.weight, module.bias):
+                if parameter is not None:
+                    parameter.data = parameter.data[order]
         return _parallelize(module, device_mesh, ColumnParallelLinear, self, Shard(0), Shard(0))
 
 

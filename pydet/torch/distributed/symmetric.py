@@ -1,6 +1,7 @@
 """Folds through memory that all ranks of a group reach: one launch a rank, no collective.
 
-On NVIDIA GPUs of one NVLink domain PyTorch's symmetric memory gives every rank the addresses of all the others'.
+On NVIDIA GPUs of one NVLink domain every rank has the addresses of all the others' memory: by PyTorch's symmetric
+memory in the group of all ranks, by CUDA's handles in a group of some (:mod:`pydet.torch.distributed.ipc` says why).
 pydet_fold with peers (pydet.h) then carries the sums, meets the other ranks and folds, in one kernel that a CUDA graph
 may hold. Where there is no such memory a group has no :class:`Peers`, and the methods over collectives do the same.
 """
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from pydet import _native
 from pydet._native import constants, fail, ffi
 from pydet.ops import FOLD_PARTS, Order
+from pydet.torch.distributed.ipc import shared_addresses
 
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any
@@ -52,6 +54,7 @@ class Peers:
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.pushes = group is dist.group.WORLD  # products may write to their peers: by symmetric memory
         self.memory = self.addresses = ffi.NULL
         self.size = self.parts = 0
         self.staged: tuple[Tensor, list[Tensor]] | None = None
@@ -66,14 +69,23 @@ class Peers:
         parts = min(FOLD_PARTS, max(parts, _PARTS))
         self._outside_capture()
         size = constants.PYDET_FOLD_SIGNALS + (parts + self.world) * constants.PYDET_FOLD_ROOM
-        found = _shared_memory(size, torch.uint8, self.group, self.device)
-        if found is None:
+        pointers = self._pointers(size)
+        if pointers is None:
             return False
-        self.kept.append(found)
-        pointers = [int(p) + found[0].data_ptr() - int(found[1].buffer_ptrs[self.rank]) for p in found[1].buffer_ptrs]
         self.addresses = ffi.new("void *[]", [ffi.cast("void *", p) for p in pointers])
         self.size, self.parts = size, parts
         return True
+
+    def _pointers(self, size: int) -> list[int] | None:
+        """Where so many bytes of each rank lie."""
+        if not self.pushes:
+            return shared_addresses(size, self.group, self.device)
+        found = _shared_memory(size, torch.uint8, self.group, self.device)
+        if found is None:
+            return None
+        self.kept.append(found)
+        inside = found[0].data_ptr() - int(found[1].buffer_ptrs[self.rank])
+        return [int(p) + inside for p in found[1].buffer_ptrs]
 
     def staging(self, shape: tuple[int, ...]) -> list[Tensor]:
         """An fp32 tensor of this shape in each rank's memory, that of rank r at place r: this rank writes to all."""
