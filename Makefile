@@ -125,10 +125,10 @@ NVCC ?= nvcc
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := sm90/skinny.along_k sm90/skinny.along_n
 MMA_TYPES := 0 1
-CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_gemm sm90/scaled_skinny) \
+CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_tiles sm90/scaled_skinny) \
   $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm rmsnorm_unaligned layernorm) nvidia/gemm_ieee_fp32 \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) \
-  $(addprefix nvidia/,sm90/scaled_tiles sm90/clusters skinny_mma quantize quantize_packed fold_peers) \
+  $(addprefix nvidia/,sm90/clusters skinny_mma quantize quantize_packed fold_peers) \
   $(addprefix any/,gemm_ieee skinny_ieee rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold)
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/groups

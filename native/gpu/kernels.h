@@ -22,20 +22,13 @@ template <bool turned> int skinny_sm90_best(const Gemm &);  // those rows; 0: a 
 struct ScaledGemm;  // scaled.h
 struct Quantize;
 
-// nvidia/sm90/scaled_gemm.cu
-bool scaled_gemm_sm90_256_takes(const ScaledGemm &);
-bool scaled_gemm_sm90_256_prefers(const ScaledGemm &);
-pydet_status scaled_gemm_sm90_256(const ScaledGemm &);
-pydet_status scaled_gemm_sm90_128(const ScaledGemm &);
-
 // nvidia/sm90/scaled_tiles.cu
-constexpr int kScaledTiles = 3;
-bool scaled_gemm_e4m3_takes(const ScaledGemm &);
-int scaled_gemm_e4m3_best(const ScaledGemm &);  // of the first three, the fastest
-pydet_status scaled_gemm_e4m3_256x128(const ScaledGemm &);
-pydet_status scaled_gemm_e4m3_128x192(const ScaledGemm &);
-pydet_status scaled_gemm_e4m3_128x128_ahead(const ScaledGemm &);
-pydet_status scaled_gemm_e4m3_128x128(const ScaledGemm &);
+constexpr int kScaledTiles = 2;
+bool scaled_gemm_sm90_takes(const ScaledGemm &);
+int scaled_gemm_sm90_best(const ScaledGemm &);  // of the first two, the faster
+pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &);
+pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &);
+pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &);
 
 // nvidia/sm90/scaled_skinny.cu. Columns of b that a block works on at a time, for up to 128 rows of a.
 template <int rows> struct ScaledSkinnySm90 {

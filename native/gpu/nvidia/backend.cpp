@@ -129,18 +129,12 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
     scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
     scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
-    {"cuda_scaled_gemm_sm90_e4m3_256x128", bit(Type::e4m3), Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
-     scaled_gemm_e4m3_takes, nullptr, scaled_gemm_e4m3_256x128, scaled_gemm_e4m3_best, 0},
-    {"cuda_scaled_gemm_sm90_e4m3_128x192", bit(Type::e4m3), Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
-     scaled_gemm_e4m3_takes, nullptr, scaled_gemm_e4m3_128x192, scaled_gemm_e4m3_best, 1},
-    {"cuda_scaled_gemm_sm90_e4m3_128x128_ahead", bit(Type::e4m3), Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
-     scaled_gemm_e4m3_takes, nullptr, scaled_gemm_e4m3_128x128_ahead, scaled_gemm_e4m3_best, 2},
-    {"cuda_scaled_gemm_sm90_e4m3_128x128", bit(Type::e4m3), Arithmetic::sm90, kScaledTile | kChunks | kColumnScales,
-     "sm_90a", is_sm90, scaled_gemm_e4m3_takes, nullptr, scaled_gemm_e4m3_128x128},
     {"cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
-     scaled_gemm_sm90_256_takes, scaled_gemm_sm90_256_prefers, scaled_gemm_sm90_256},
+     scaled_gemm_sm90_takes, nullptr, scaled_gemm_sm90_256x128, scaled_gemm_sm90_best, 0},
+    {"cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
+     scaled_gemm_sm90_takes, nullptr, scaled_gemm_sm90_128x128_ahead, scaled_gemm_sm90_best, 1},
     {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
-     is_sm90, nullptr, nullptr, scaled_gemm_sm90_128},
+     is_sm90, nullptr, nullptr, scaled_gemm_sm90_128x128},
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {

@@ -1,5 +1,5 @@
 // Scaled GEMM of fp8 for up to 128 rows of a and many columns of b, on Hopper's tensor cores: the decode step at memory
-// speed, with the bits of scaled_gemm.cu.
+// speed, with the bits of scaled_tiles.cu.
 //
 //   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
 //   w_c = fl(sa[m, c] sb[c, n]) with scales along k, else 1;     then out = round(fl(fl(D sb[n]) sa[m]) + bias)
@@ -21,6 +21,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory
+constexpr int kMostTileK = 4096;           // up to which tiles of 128 x 128 on half of the SMs are faster
 constexpr int kPair = 2;                   // fp8 numbers in one of 16 bits
 constexpr int kScales = 1;                 // the first of the named barriers
 
@@ -56,32 +57,30 @@ template <class S> struct Scales {
   __device__ __forceinline__ Scales(const SkinnyProblem &s, uint32_t at)
       : problem(s), a(at), b(at + s.p.m * (s.table_chunks | 1) * 4), pitch(s.table_chunks | 1) {}
 
-  // By all consumers, before their first tile (`rows`), and before each (its columns).
+  // By all consumers, before their first tile: those of a, as many lanes a row as it has scales.
   __device__ __forceinline__ void load_rows(int thread) const {
-    const int count = problem.p.m * problem.table_chunks;
     constexpr int at_once = 8;
-    for (int start = thread; start < count; start += at_once * S::consumers) {
-      int64_t from[at_once];
-      float x[at_once];
+    const int chunks = problem.table_chunks, log = chunks == 1 ? 0 : chunks <= 8 ? 3 : chunks <= 16 ? 4 : 5;
+    const int first = thread >> log, step = S::consumers >> log, lanes = 1 << log;
+    for (int row = first; row < problem.p.m; row += at_once * step)
+      for (int chunk = thread % lanes; chunk < chunks; chunk += lanes) {
+        int64_t from[at_once];
+        float x[at_once];
 #pragma unroll
-      for (int i = 0; i < at_once; ++i) {
-        const int index = min(start + i * S::consumers, count - 1);
-        from[i] = index / problem.table_chunks * problem.a_scale.stride +
-                  index % problem.table_chunks * problem.a_scale.chunk_stride;
-      }
-      load_scales(problem.a_scale, from, x);
+        for (int i = 0; i < at_once; ++i)
+          from[i] =
+              min(row + i * step, problem.p.m - 1) * problem.a_scale.stride + chunk * problem.a_scale.chunk_stride;
+        load_scales(problem.a_scale, from, x);
 #pragma unroll
-      for (int i = 0; i < at_once; ++i) {
-        const int index = start + i * S::consumers;
-        if (index < count)
-          store_word(a + (index / problem.table_chunks * pitch + index % problem.table_chunks) * 4, x[i]);
+        for (int i = 0; i < at_once; ++i)
+          if (row + i * step < problem.p.m) store_word(of_row(row + i * step) + chunk * 4, x[i]);
       }
-    }
   }
-  __device__ __forceinline__ void load_columns(int thread, int first_column) const {
-    const int each = problem.b_scales, count = each * problem.table_chunks;
+  // And before each tile those of its columns, `each` of them a chunk.
+  template <int each> __device__ __forceinline__ void load_columns(int thread, int first_column) const {
     const DeviceScale &scale = problem.b_scale;
     constexpr int at_once = 4;
+    const int count = each * problem.table_chunks;
     for (int start = thread; start < count; start += at_once * S::consumers) {
       int64_t from[at_once];
       float x[at_once];
@@ -98,10 +97,7 @@ template <class S> struct Scales {
         if (start + i * S::consumers < count) store_word(b + (start + i * S::consumers) * 4, x[i]);
     }
   }
-  __device__ __forceinline__ float of_row(int row, int chunk) const { return load_word(a + (row * pitch + chunk) * 4); }
-  __device__ __forceinline__ float of_column(int column, int chunk) const {
-    return load_word(b + (chunk * problem.b_scales + column) * 4);
-  }
+  __device__ __forceinline__ uint32_t of_row(int row) const { return a + row * pitch * 4; }
 };
 
 // f(0), f(1) .. f(count - 1), compile-time numbers.
@@ -116,18 +112,21 @@ template <class S>
 __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Layout<S> &at, int warpgroup) {
   const Problem &p = problem.p;
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  // Rows that a does not have take the scales of its last.
-  const int first_row = warp * kWarpRows + lane / 4, row_0 = min(first_row, p.m - 1),
-            row_8 = min(first_row + 8, p.m - 1);
   const Scales<S> scales(problem, at.sums);
-  const bool by_column = problem.along_k && problem.b_scales != 2;
+  const bool two_blocks = problem.b_scales == 2, by_column = problem.along_k && !two_blocks;
+  const uint32_t of_columns = scales.b + lane % 4 * 8;
   Cursor x(p.x_stages), w(p.w_stages);
   scales.load_rows(thread);
   for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
+    const int first_row = first_of_x(p, tile) + warp * kWarpRows + lane / 4;
     const int start_column = first_of_w<S>(p, tile), column_0 = start_column + lane % 4 * 2;
-    const int least_column = tile * S::rows;
+    const int least_row = (tile & p.x_split) * kWarpgroupRows, least_column = (tile >> p.x_split) * S::rows;
+    // Rows that a does not have take the scales of its last.
+    const uint32_t of_rows[2] = {scales.of_row(min(first_row, p.m - 1)), scales.of_row(min(first_row + 8, p.m - 1))};
     const int split = kScaleGroup - start_column % kScaleGroup;  // where the second block of columns begins
-    auto is_ours = [&](int row, int column) { return row < p.m && column >= least_column && column < p.n; };
+    auto is_ours = [&](int row, int column) {
+      return row >= least_row && row < p.m && column >= least_column && column < p.n;
+    };
     // f(i, row, column) for the sums d[i] and d[i + 1] of neighbours in a row of out.
     auto each_pair = [&](auto f) {
 #pragma unroll
@@ -137,7 +136,8 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
       }
     };
     if (tile != int(blockIdx.x)) named_sync(kScales, S::consumers);
-    scales.load_columns(thread, start_column);
+    if (two_blocks) scales.template load_columns<2>(thread, start_column);
+    else scales.template load_columns<S::rows>(thread, start_column);
     named_sync(kScales, S::consumers);
 
     float d[S::registers];
@@ -159,22 +159,26 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
       for (int i = 0; i < kBlockSteps; ++i) wgmma_fp8<Type::e4m3, Type::e4m3>(sum, x_tile + i * 2, w_tile + i * 2, i);
       wgmma_commit();
     };
-    // The weights of a chunk, of rows row_0 and row_8, in the first and the second block of columns; by column a's
-    // scales alone.
+    // The weights of a chunk, of rows row_0 and row_8, in the first and the second block of columns; by column a's scales
+    // alone.
     auto load_weights = [&](float(&weight)[2][2], int chunk) {
+      float sa[2] = {1, 1}, sb[2] = {1, 1};
+      if (problem.along_k)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float sb = problem.along_k && !by_column ? scales.of_column(j, chunk) : 1.0f;
+        for (int h = 0; h < 2; ++h) sa[h] = load_word(of_rows[h] + chunk * 4);
+      if (problem.along_k && two_blocks)
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          weight[j][h] = problem.along_k ? scales.of_row(h ? row_8 : row_0, chunk) * sb : 1.0f;
-      }
+        for (int j = 0; j < 2; ++j) sb[j] = load_word(scales.b + chunk * 8 + j * 4);
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) weight[j][h] = sa[h] * sb[j];
     };
     auto add_chunk = [&](const float(&sum)[S::registers], const float(&weight)[2][2], int chunk) {
       if (by_column) {
 #pragma unroll
         for (int i = 0; i < S::registers; ++i) {
-          const float sb = scales.of_column(i / 4 * 8 + lane % 4 * 2 + i % 2, chunk);
+          const float sb = load_word(of_columns + (chunk * S::rows + i / 4 * 8 + i % 2) * 4);
           d[i] = fmaf(weight[0][i % 4 / 2] * sb, sum[i], d[i]);
         }
       } else {
@@ -239,10 +243,10 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
     }
 
     if (!problem.along_k) {
-      const float sa[2] = {scales.of_row(row_0, 0), scales.of_row(row_8, 0)};
+      const float sa[2] = {load_word(of_rows[0]), load_word(of_rows[1])};
 #pragma unroll
       for (int i = 0; i < S::registers; ++i)
-        d[i] = (d[i] * scales.of_column(i / 4 * 8 + lane % 4 * 2 + i % 2, 0)) * sa[i % 4 / 2];
+        d[i] = (d[i] * load_word(of_columns + (i / 4 * 8 + i % 2) * 4)) * sa[i % 4 / 2];
     }
     if (p.bias)
       with_type<kUnscaledTypes>(p.bias_type, [&](auto type) {
@@ -291,11 +295,11 @@ int64_t table_bytes(const ScaledGemm &g, int rows) {
   return (g.m * (chunks | 1) + chunks * columns_of(g, rows)) * 4;
 }
 
-template <class S> pydet_status launch_skinny(const char *name, const ScaledGemm &g) {
+template <class S> pydet_status launch_skinny(const char *name, const ScaledGemm &g, bool x_split) {
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   SkinnyProblem problem = {};
-  Plan plan = {S::rows, false, kMostSharedBytes, true};
+  Plan plan = {S::rows, x_split, kMostSharedBytes, true};
   plan.more_bytes = int(table_bytes(g, S::rows));
   Launch shape = {};
   if (pydet_status status = prepare<S>(name, in_pairs(g), plan, &problem.p, &shape)) return status;
@@ -314,19 +318,23 @@ template <int rows> bool ScaledSkinnySm90<rows>::takes(const ScaledGemm &g) {
   return g.b.type == Type::e4m3 && g.m <= kMostM && g.k > 0 && g.k % kPair == 0 && readable(g) &&
          table_bytes(g, rows) <= kMostTableBytes;
 }
+// Two blocks with 64 rows each are faster than one, where there are multiprocessors for both.
 template <int rows> pydet_status ScaledSkinnySm90<rows>::launch(const ScaledGemm &g) {
-  if (g.m <= kWarpgroupRows) return launch_skinny<Shape<rows, 1>>("cuda_scaled_skinny_gemm_sm90", g);
-  return launch_skinny<Shape<rows, 2>>("cuda_scaled_skinny_gemm_sm90", g);
+  const bool two = g.m > kWarpgroupRows, split = two && 2 * cut_up(g.n, rows) <= gpu_multiprocessors(g.device.id);
+  if (!two || split) return launch_skinny<Shape<rows, 1>>("cuda_scaled_skinny_gemm_sm90", g, split);
+  return launch_skinny<Shape<rows, 2>>("cuda_scaled_skinny_gemm_sm90", g, false);
 }
 
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) of five layers: so few columns that there is a tile for
-// every SM; where there are several, those that leave the fewest idle.
+// every SM, or for every two of them where each has half of the rows; where there are several, those that leave the
+// fewest idle.
 int scaled_skinny_sm90_best(const ScaledGemm &g) {
   if (g.m > kMostM) return 0;
-  const int64_t sms = gpu_multiprocessors(g.device.id), width = cut_up(g.n, sms);
-  if (width <= 16) return g.m > 32 && width > 8 ? 32 : 16;
+  const int64_t sms = gpu_multiprocessors(g.device.id), width = cut_up(g.n, g.m > kWarpgroupRows ? sms / 2 : sms);
+  if (width <= 16) return g.m > 32 && g.m <= kWarpgroupRows && width > 8 ? 32 : 16;
   if (width <= 32) return 32;
   if (width <= 64) return 64;
+  if (g.m > kWarpgroupRows && width <= 128) return g.k <= kMostTileK ? 0 : 128;
   int best = 48;
   for (int columns : {64, 96})
     if (cut_up(cut_up(g.n, columns), sms) * columns < cut_up(cut_up(g.n, best), sms) * best) best = columns;

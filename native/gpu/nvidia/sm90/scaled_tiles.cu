@@ -3,7 +3,7 @@
 //   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
 //   w_c = fl(sa[m, c] sb[c, n]) with scales along k, else 1;     then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 //
-// Both factors e4m3; scaled_gemm.cu has the other pairs. One persistent block an SM, two blocks a cluster. A producer
+// One persistent block an SM, two blocks a cluster. A producer
 // thread brings tiles of m by 128 k and 128 k by n into a ring of stages by TMA; the blocks of a cluster lie under each
 // other and each brings half of b's tile to both, or side by side and halves of a's. Two warps put the weights of each
 // stage beside it, so that the warpgroups that multiply only read them: where these loaded scales themselves, the
@@ -18,22 +18,16 @@
 namespace pydet {
 namespace {
 
-// total += w sum for a thread's part of 64 rows: rows lane / 4 and 8 on, of weights w[..][0] and w[..][1]; from column
-// `split` on those of the second block of columns.
-template <class S, int registers, int column_blocks>
+// total += w sum for a thread's part of 64 rows: rows lane / 4 and 8 on, of weights w[0] and w[1].
+template <int registers>
 __device__ __forceinline__ void add_chunk(float (&total)[registers], const float (&sum)[registers],
-                                          const float (&w)[column_blocks][2], int split) {
+                                          const float (&w)[2]) {
 #pragma unroll
   for (int i = 0; i < registers; i += 4) {
-    float w_0 = w[0][0], w_1 = w[0][1];
-    if (column_blocks > 1 && i * 2 >= S::least_split) {
-      const bool second = i * 2 >= split;
-      w_0 = second ? w[column_blocks - 1][0] : w_0, w_1 = second ? w[column_blocks - 1][1] : w_1;
-    }
-    total[i] = fmaf(w_0, sum[i], total[i]);
-    total[i + 1] = fmaf(w_0, sum[i + 1], total[i + 1]);
-    total[i + 2] = fmaf(w_1, sum[i + 2], total[i + 2]);
-    total[i + 3] = fmaf(w_1, sum[i + 3], total[i + 3]);
+    total[i] = fmaf(w[0], sum[i], total[i]);
+    total[i + 1] = fmaf(w[0], sum[i + 1], total[i + 1]);
+    total[i + 2] = fmaf(w[1], sum[i + 2], total[i + 2]);
+    total[i + 3] = fmaf(w[1], sum[i + 3], total[i + 3]);
   }
 }
 
@@ -42,18 +36,12 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
   const Sm90Problem &p = problem.rows;
   const int thread = int(threadIdx.x) % kWarpgroup, lane = thread % 32;
   const uint32_t piece = shared + S::staging_at + (warpgroup * 4 + thread / 32) * kPieceBytes;
-  const uint32_t columns = shared + S::columns_at + warpgroup * S::n * 4;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const bool by_column = S::by_column && problem.along_k && by_columns(b_scale);
   const bool scaled_after = !problem.along_k && (a_scale.data || b_scale.data);
-  // Whose stages this warp frees: those of the blocks that share its rows or its columns.
-  const int row_rank = rank % S::cluster_m, column_rank = rank / S::cluster_m;
-  const int freed = lane < S::cluster_m
-                        ? lane + column_rank * S::cluster_m
-                        : row_rank + (lane - S::cluster_m + (lane - S::cluster_m >= column_rank)) * S::cluster_m;
   Cursor<S> ring, done;
   auto give_turn = [](int to) {
-    if (S::turns) asm volatile("bar.arrive %0, %1;" ::"r"(kTurn + to), "n"(256) : "memory");
+    if (S::turns) named_arrive(kTurn + to, kConsumers * kWarpgroup);
   };
   if (warpgroup == kConsumers - 1) give_turn(0);
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
@@ -82,28 +70,6 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
 #pragma unroll
         for (int i = 0; i < S::registers; ++i) sum[i] = total[0][i], total[0][i] = 0;
 
-    // Scales that do not vary along k: loaded before the main loop, used after it.
-    constexpr int column_loads = (S::n + kWarpgroup - 1) / kWarpgroup;
-    float row_scale[S::blocks * 2], column_scale[column_loads];
-    int split = S::n;
-    if (scaled_after || S::column_blocks > 1) {
-      const WarpRows<S> rows = rows_of(index, 0);
-      split = kScaleGroup - rows.tile.column % kScaleGroup;
-      if (scaled_after) {
-        int64_t row_at[S::blocks * 2], column_at[column_loads];
-#pragma unroll
-        for (int j = 0; j < S::blocks * 2; ++j)
-          row_at[j] = batch_offset(a_scale, rows.tile) +
-                      min(rows.row + lane / 4 + j / 2 * 64 + j % 2 * 8, p.m - 1) * a_scale.stride;
-#pragma unroll
-        for (int j = 0; j < column_loads; ++j)
-          column_at[j] = batch_offset(b_scale, rows.tile) +
-                         min(rows.tile.column + thread + j * kWarpgroup, p.n - 1) * b_scale.stride;
-        load_scales(a_scale, row_at, row_scale);
-        load_scales(b_scale, column_at, column_scale);
-      }
-    }
-
     if constexpr (S::ahead) {
       float sums[2][S::registers];
       auto begin = [&](float(&x)[S::registers]) {
@@ -118,42 +84,29 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
         wgmma_commit();
         ring.next();
       };
-      auto load_weights = [&](float(&w)[S::column_blocks][2]) {
-        const uint32_t of_rows = shared + S::weights_at + done.stage * S::weight_bytes +
-                                 (warpgroup * 64 + thread / 32 * kWarpRows + lane / 4) * 4;
-#pragma unroll
-        for (int l = 0; l < S::column_blocks; ++l)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) w[l][h] = problem.along_k ? load_word(of_rows + (l * S::m + h * 8) * 4) : 1.0f;
-      };
-      auto end = [&](const float(&x)[S::registers], const float(&w)[S::column_blocks][2]) {
-        if (lane < S::cluster_m + S::cluster_n - 1) barrier_arrive(empty_barrier<S>(shared, done.stage), freed);
-        add_chunk<S>(total[0], x, w, split);
-        done.next();
-      };
-      float w[S::column_blocks][2];
-      int i = 0;
-#pragma unroll 1
-      for (; i + kAhead <= p.k; i += kAhead) {
+      auto make_chunks = [&](auto chunks) {
+        constexpr int count = decltype(chunks)::value;
         begin(sums[0]);
 #pragma unroll
-        for (int j = 1; j < kAhead; ++j) {
-          begin(sums[j % 2]);
-          load_weights(w);
-          wgmma_wait<1>();
-          end(sums[(j + 1) % 2], w);
+        for (int j = 0; j < count; ++j) {
+          if (j + 1 < count) begin(sums[(j + 1) % 2]);
+          const uint32_t of_rows = shared + S::weights_at + done.stage * S::weight_bytes +
+                                   (warpgroup * 64 + thread / 32 * kWarpRows + lane / 4) * 4;
+          float w[2] = {1, 1};
+          if (problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
+          if (j + 1 < count) wgmma_wait<1>();
+          else wgmma_wait<0>();
+          if (lane < S::cluster) barrier_arrive(empty_barrier<S>(shared, done.stage), lane);
+          done.next();
+          add_chunk(total[0], sums[j % 2], w);
         }
-        load_weights(w);
-        wgmma_wait<0>();
-        end(sums[(kAhead + 1) % 2], w);
-      }
+      };
+      int left = p.k;
 #pragma unroll 1
-      for (; i < p.k; ++i) {
-        begin(sums[0]);
-        load_weights(w);
-        wgmma_wait<0>();
-        end(sums[0], w);
-      }
+      for (; left >= kAhead; left -= kAhead) make_chunks(std::integral_constant<int, kAhead>());
+      if (left & 4) make_chunks(std::integral_constant<int, 4>());
+      if (left & 2) make_chunks(std::integral_constant<int, 2>());
+      if (left & 1) make_chunks(std::integral_constant<int, 1>());
     } else {
       bool fresh = !problem.chain_from_out;
       int left = p.chunk;
@@ -174,29 +127,23 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
             wgmma_fp8<S::a_type, S::b_type>(sum, a + step * 2, b + step * 2, step || (S::long_chunks && !fresh));
           wgmma_commit();
           give_turn((warpgroup + 1) % kConsumers);
-          float w[S::column_blocks][2];
           const uint32_t of_rows =
               weights + ((warpgroup * S::blocks + block) * 64 + thread / 32 * kWarpRows + lane / 4) * 4;
-#pragma unroll
-          for (int l = 0; l < S::column_blocks; ++l)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) w[l][h] = problem.along_k ? load_word(of_rows + (l * S::m + h * 8) * 4) : 1.0f;
+          float w[2] = {1, 1};
+          if (problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
+          wgmma_wait<0>();
           if (by_column) {
-            wgmma_wait<0>();
 #pragma unroll
             for (int j = 0; j < S::registers; j += 4) {
-              const float2 sb = load_pair(weights + (S::row_weights + j * 2 + lane % 4 * 2) * 4);
-              total[block][j] = fmaf(w[0][0] * sb.x, sum[j], total[block][j]);
-              total[block][j + 1] = fmaf(w[0][0] * sb.y, sum[j + 1], total[block][j + 1]);
-              total[block][j + 2] = fmaf(w[0][1] * sb.x, sum[j + 2], total[block][j + 2]);
-              total[block][j + 3] = fmaf(w[0][1] * sb.y, sum[j + 3], total[block][j + 3]);
+              const float2 sb = load_pair(weights + (S::m + j * 2 + lane % 4 * 2) * 4);
+              total[block][j] = fmaf(w[0] * sb.x, sum[j], total[block][j]);
+              total[block][j + 1] = fmaf(w[0] * sb.y, sum[j + 1], total[block][j + 1]);
+              total[block][j + 2] = fmaf(w[1] * sb.x, sum[j + 2], total[block][j + 2]);
+              total[block][j + 3] = fmaf(w[1] * sb.y, sum[j + 3], total[block][j + 3]);
             }
-          } else {
-            wgmma_wait<0>();
           }
-          if (block == S::blocks - 1 && lane < S::cluster_m + S::cluster_n - 1)
-            barrier_arrive(empty_barrier<S>(shared, ring.stage), freed);
-          if (ends && !by_column) add_chunk<S>(total[block], sum, w, split);
+          if (block == S::blocks - 1 && lane < S::cluster) barrier_arrive(empty_barrier<S>(shared, ring.stage), lane);
+          if (ends && !by_column) add_chunk(total[block], sum, w);
         }
         fresh = ends;
         if (ends) left = p.chunk;
@@ -204,27 +151,24 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       }
     }
 
-    if (scaled_after) {
-      named_sync(1 + warpgroup, kWarpgroup);
-#pragma unroll
-      for (int j = 0; j < column_loads; ++j)
-        if (thread + j * kWarpgroup < S::n) store_word(columns + (thread + j * kWarpgroup) * 4, column_scale[j]);
-      named_sync(1 + warpgroup, kWarpgroup);
-    }
+    if (scaled_after) named_sync(kScalesReady, kScalesThreads);
 #pragma unroll
     for (int block = 0; block < S::blocks; ++block) {
       float(&x)[S::registers] = total[block];
       const WarpRows<S> rows = rows_of(index, block);
       if (scaled_after) {
-        const float sa_0 = row_scale[block * 2], sa_1 = row_scale[block * 2 + 1];
+        const uint32_t scales = shared + S::scales_at;
+        const int row = (warpgroup * S::blocks + block) * 64 + thread / 32 * kWarpRows + lane / 4;
+        const float sa_0 = load_word(scales + (S::n + row) * 4), sa_1 = load_word(scales + (S::n + row + 8) * 4);
 #pragma unroll
         for (int j = 0; j < S::registers; j += 4) {
-          const float2 sb = load_pair(columns + (j * 2 + rows.lane % 4 * 2) * 4);
+          const float2 sb = load_pair(scales + (j * 2 + lane % 4 * 2) * 4);
           x[j] = (x[j] * sb.x) * sa_0;
           x[j + 1] = (x[j + 1] * sb.y) * sa_0;
           x[j + 2] = (x[j + 2] * sb.x) * sa_1;
           x[j + 3] = (x[j + 3] * sb.y) * sa_1;
         }
+        if (block == S::blocks - 1) named_arrive(kScalesRead, kScalesThreads);
       }
       if (p.bias)
         rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
@@ -244,7 +188,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::stages; ++i) {
       barrier_init(full_barrier<S>(shared, i), 1 + (p.along_k ? kWeighers / 32 : 0));
-      barrier_init(empty_barrier<S>(shared, i), kConsumers * 4 * (S::cluster_m + S::cluster_n - 1));
+      barrier_init(empty_barrier<S>(shared, i), kConsumers * 4 * S::cluster);
     }
     fence_barrier_init();
     if (p.rows.k > 0) prefetch(&p.rows.a), prefetch(&p.rows.b);
@@ -259,6 +203,8 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
     if (thread == 0) produce<S>(p.rows, shared, rank);
     else if (thread >= kWarpgroup - kWeighers && p.along_k)
       weigh<S>(p, shared, rank, thread - (kWarpgroup - kWeighers));
+    else if (thread >= kWarpgroup - kWeighers && (p.a_scale.data || p.b_scale.data))
+      bring_scales<S>(p, shared, rank, thread - (kWarpgroup - kWeighers));
   } else {
     registers_up<232>();
     consume<S>(p, shared, rank, warpgroup - 1);
@@ -336,42 +282,45 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
   return launch(shape, scaled_gemm_kernel<S>, problem);
 }
 
-constexpr bool is_e4m3(const ScaledGemm &g) { return g.a.type == Type::e4m3 && g.b.type == Type::e4m3; }
+template <int rows, int blocks_m, int blocks_n, Way how>
+pydet_status launch_types(const char *name, const ScaledGemm &g) {
+  return with_type<kFp8Types>(g.a.type, [&](auto a) {
+    return with_type<kFp8Types>(g.b.type, [&](auto b) {
+      constexpr Type a_type = decltype(a)::value, b_type = decltype(b)::value;
+      return launch_shape<Shape<rows, blocks_m, blocks_n, how, a_type, b_type>>(name, g);
+    });
+  });
+}
 
-// Of a tile, in us: of a stage of 128 k, and of what comes before and after. On an H100 all tiles have the same speed
-// in their main loop, 1150 TFLOP/s, so that what differs is how well whole waves of them fit.
+// Of a tile, in us: of a stage of 128 k, with scales along k or without, and of what comes before and after. Measured on
+// an H100 on problems of 66 clusters and more.
 struct Cost {
   int m, n;
-  double stage, rest;
+  double weighed_stage, stage, rest;
 };
-constexpr Cost kCosts[] = {{256, 128, 0.96, 1.6}, {128, 192, 0.72, 1.2}, {128, 128, 0.48, 0.9}};
+constexpr Cost kCosts[kScaledTiles] = {{256, 128, 0.89, 0.88, 1.6}, {128, 128, 0.485, 0.44, 0.9}};
 
 }  // namespace
 
-bool scaled_gemm_e4m3_takes(const ScaledGemm &g) { return is_e4m3(g) && readable(g); }
-pydet_status scaled_gemm_e4m3_256x128(const ScaledGemm &g) {
-  return launch_shape<Shape<128, 128, 2, 1, Way::in_turn>>("cuda_scaled_gemm_sm90_e4m3_256x128", g);
+bool scaled_gemm_sm90_takes(const ScaledGemm &g) { return readable(g); }
+pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &g) {
+  return launch_types<128, 2, 1, Way::in_turn>("cuda_scaled_gemm_sm90_256x128", g);
 }
-pydet_status scaled_gemm_e4m3_128x192(const ScaledGemm &g) {
-  return launch_shape<Shape<64, 192, 2, 1, Way::at_will>>("cuda_scaled_gemm_sm90_e4m3_128x192", g);
+pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &g) {
+  return launch_types<64, 2, 1, Way::ahead>("cuda_scaled_gemm_sm90_128x128_ahead", g);
 }
-pydet_status scaled_gemm_e4m3_128x128_ahead(const ScaledGemm &g) {
-  return launch_shape<Shape<64, 128, 2, 1, Way::ahead>>("cuda_scaled_gemm_sm90_e4m3_128x128_ahead", g);
-}
-pydet_status scaled_gemm_e4m3_128x128(const ScaledGemm &g) {
-  return launch_shape<Shape<64, 128, 1, 2, Way::in_turn>>("cuda_scaled_gemm_sm90_e4m3_128x128", g);
+pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
+  if (!readable(g)) return unreadable(g);
+  return launch_types<64, 1, 2, Way::in_turn>("cuda_scaled_gemm_sm90_128x128", g);
 }
 
-int scaled_gemm_e4m3_best(const ScaledGemm &g) {
+int scaled_gemm_sm90_best(const ScaledGemm &g) {
   const int64_t pairs = sm90_clusters(g.device.id, 2), stages = cut_up(g.k, kStageK);
   auto time_of = [&](const Cost &tile) {
     const int64_t tiles = cut_up(g.m, 2 * tile.m) * cut_up(g.n, tile.n) * g.batch.count;
-    return double(cut_up(tiles, pairs)) * (tile.stage * double(stages) + tile.rest);
+    return double(cut_up(tiles, pairs)) * ((g.along_k ? tile.weighed_stage : tile.stage) * double(stages) + tile.rest);
   };
-  int best = 0;
-  for (int i = 1; i < kScaledTiles; ++i)
-    if (time_of(kCosts[i]) < time_of(kCosts[best])) best = i;
-  return best;
+  return time_of(kCosts[1]) < time_of(kCosts[0]) ? 1 : 0;
 }
 
 }  // namespace pydet

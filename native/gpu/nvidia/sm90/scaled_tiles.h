@@ -12,10 +12,13 @@ namespace {
 constexpr int kStageK = kScaleGroup;  // of k in a stage, 128 bytes
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;
-constexpr int kAhead = 4;
+constexpr int kAhead = 8;                // chunks of one turn of the main loop, at whose end nothing is in flight
 constexpr int kWeighers = 64;            // threads
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
-constexpr int kTurn = 4;                 // the first of the named barriers by which the warpgroups take turns
+// Named barriers: scales that do not vary along k are there, have been read, and the first of those by which the
+// warpgroups take turns.
+constexpr int kScalesReady = 1, kScalesRead = 2, kTurn = 4;
+constexpr int kScalesThreads = kConsumers * kWarpgroup + kWeighers;
 
 struct ScaledProblem {
   Sm90Problem rows;  // where tiles and out lie; its k and chunk count stages
@@ -23,31 +26,28 @@ struct ScaledProblem {
   bool along_k, chain_from_out;  // chain_from_out: the one chain starts from out, not D
 };
 
-// How the additions find time beside the tensor cores: the two warpgroups take turns to issue their products, or issue
-// them when they may, or each issues the next chunk's before it adds the last's, which takes accumulators for both.
-enum class Way { at_will, in_turn, ahead };
+// How the additions find time beside the tensor cores: the two warpgroups take turns to issue their products, or each
+// issues the next chunk's before it adds the last's, which takes accumulators for both.
+enum class Way { in_turn, ahead };
 
-template <int rows_a_warpgroup, int columns, int blocks_m, int blocks_n, Way how> struct Shape {
-  static constexpr Type a_type = Type::e4m3, b_type = Type::e4m3;
-  static constexpr bool turns = how == Way::in_turn;
-  static constexpr bool ahead = how == Way::ahead;
+template <int rows_a_warpgroup, int blocks_m, int blocks_n, Way how, Type a, Type b> struct Shape {
+  static constexpr Type a_type = a, b_type = b;
+  static constexpr bool turns = how == Way::in_turn, ahead = how == Way::ahead;
   static constexpr int blocks = rows_a_warpgroup / 64;  // of 64 rows
-  static constexpr int m = kConsumers * rows_a_warpgroup, n = columns;
+  static constexpr int m = kConsumers * rows_a_warpgroup, n = kScaleGroup;
   static constexpr int cluster_m = blocks_m, cluster_n = blocks_n, cluster = cluster_m * cluster_n;
   static constexpr int threads = kWarpgroup * (1 + kConsumers), registers = n / 2;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes;
   // Else there are registers for the chain of one stage, and for one weight a row, alone.
-  static constexpr bool long_chunks = blocks == 1 && n <= 128 && !ahead, by_column = long_chunks;
-  static constexpr int least_split = n % 64 ? 16 : 64;           // tiles begin at multiples of that
-  static constexpr int column_blocks = n > kScaleGroup ? 2 : 1;  // of 128 columns, that a tile may lie in
-  static constexpr int row_weights = m * column_blocks;          // of a stage, and then those of its columns
-  static constexpr int weight_bytes = (row_weights + (by_column ? n : 0)) * 4;
-  static constexpr int staging_bytes = kConsumers * 4 * kPieceBytes, column_bytes = kConsumers * n * 4;
+  static constexpr bool long_chunks = blocks == 1 && !ahead, by_column = long_chunks;
+  static constexpr int weight_bytes = (m + (by_column ? n : 0)) * 4;  // of a stage: its rows', its columns'
+  static constexpr int staging_bytes = kConsumers * 4 * kPieceBytes, scale_bytes = (n + m) * 4;
   static constexpr int stages =
-      std::min(6, (kSharedBytes - staging_bytes - column_bytes - 256) / (a_bytes + b_bytes + weight_bytes));
+      std::min(6, (kSharedBytes - staging_bytes - scale_bytes - 256) / (a_bytes + b_bytes + weight_bytes));
   static constexpr int weights_at = stages * (a_bytes + b_bytes), staging_at = weights_at + stages * weight_bytes;
-  static constexpr int columns_at = staging_at + staging_bytes, barriers_at = columns_at + column_bytes;
+  static constexpr int scales_at = staging_at + staging_bytes, barriers_at = scales_at + scale_bytes;
   static constexpr int shared_bytes = barriers_at + stages * 16;
+  static_assert(cluster_m == 1 || cluster_n == 1, "all blocks of a cluster share stages");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
 };
 
@@ -112,6 +112,40 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
   }
 }
 
+__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// kWeighers threads: the scales of each tile, its columns' and then its rows', where they do not vary along k.
+template <class S>
+__device__ __forceinline__ void bring_scales(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
+  constexpr int of_columns = (S::n + kWeighers - 1) / kWeighers, of_rows = S::m / kWeighers;
+  const Sm90Problem &p = problem.rows;
+  const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
+  const uint32_t to = shared + S::scales_at + thread * 4;
+  const int first = int(blockIdx.x) / S::cluster;
+  for (int index = first; index < p.tiles; index += int(gridDim.x) / S::cluster) {
+    const Tile tile = tile_of<S>(p, index, rank);
+    int64_t column_at[of_columns], row_at[of_rows];
+    float column[of_columns], row[of_rows];
+#pragma unroll
+    for (int j = 0; j < of_columns; ++j)
+      column_at[j] = batch_offset(b_scale, tile) + min(tile.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
+#pragma unroll
+    for (int j = 0; j < of_rows; ++j)
+      row_at[j] = batch_offset(a_scale, tile) + min(tile.row + thread + j * kWeighers, p.m - 1) * a_scale.stride;
+    load_scales(b_scale, column_at, column);
+    load_scales(a_scale, row_at, row);
+    if (index != first) named_sync(kScalesRead, kScalesThreads);
+#pragma unroll
+    for (int j = 0; j < of_columns; ++j)
+      if (thread + j * kWeighers < S::n) store_word(to + j * kWeighers * 4, column[j]);
+#pragma unroll
+    for (int j = 0; j < of_rows; ++j) store_word(to + (S::n + j * kWeighers) * 4, row[j]);
+    named_arrive(kScalesReady, kScalesThreads);
+  }
+}
+
 // kWeighers threads: the weights of each stage, where scales vary along k. By column they are a's scales alone, and b's
 // stand behind them.
 template <class S>
@@ -123,18 +157,16 @@ __device__ __forceinline__ void weigh(const ScaledProblem &problem, uint32_t sha
   Cursor<S> ring;
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     const Tile tile = tile_of<S>(p, index, rank);
-    int64_t a_at[each], b_at[S::column_blocks], column_at[each_column];
+    int64_t a_at[each], b_at[1], column_at[each_column];
 #pragma unroll
     for (int j = 0; j < each; ++j)
       a_at[j] = batch_offset(a_scale, tile) + min(tile.row + thread + j * kWeighers, p.m - 1) * a_scale.stride;
-#pragma unroll
-    for (int j = 0; j < S::column_blocks; ++j)
-      b_at[j] = batch_offset(b_scale, tile) +
-                (b_scale.blocks ? min(tile.column / kScaleGroup + j, (p.n - 1) / kScaleGroup) * b_scale.stride : 0);
+    b_at[0] =
+        batch_offset(b_scale, tile) + (b_scale.blocks ? min(tile.column, p.n - 1) / kScaleGroup * b_scale.stride : 0);
 #pragma unroll
     for (int j = 0; j < each_column; ++j)
       column_at[j] = b_at[0] + min(tile.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
-    float a[each], b[S::column_blocks], column[each_column];
+    float a[each], b[1], column[each_column];
     auto load = [&] {
       load_scales(a_scale, a_at, a);
       if (by_column) {
@@ -144,8 +176,7 @@ __device__ __forceinline__ void weigh(const ScaledProblem &problem, uint32_t sha
       }
 #pragma unroll
       for (int j = 0; j < each; ++j) a_at[j] += a_scale.chunk_stride;
-#pragma unroll
-      for (int j = 0; j < S::column_blocks; ++j) b_at[j] += b_scale.chunk_stride;
+      b_at[0] += b_scale.chunk_stride;
 #pragma unroll
       for (int j = 0; j < each_column; ++j) column_at[j] += b_scale.chunk_stride;
     };
@@ -157,12 +188,10 @@ __device__ __forceinline__ void weigh(const ScaledProblem &problem, uint32_t sha
 #pragma unroll
         for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[j]);
 #pragma unroll
-        for (int j = 0; j < each_column; ++j) store_word(to + (S::row_weights + j * kWeighers) * 4, column[j]);
+        for (int j = 0; j < each_column; ++j) store_word(to + (S::m + j * kWeighers) * 4, column[j]);
       } else {
 #pragma unroll
-        for (int j = 0; j < each; ++j)
-#pragma unroll
-          for (int l = 0; l < S::column_blocks; ++l) store_word(to + (j * kWeighers + l * S::m) * 4, a[j] * b[l]);
+        for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[j] * b[0]);
       }
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(full_barrier<S>(shared, ring.stage));
