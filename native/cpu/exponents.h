@@ -51,7 +51,7 @@ inline bool any(I32s mask) {
 template <int kPart, class Word>
 inline void gather(const Word *source, int64_t outer_stride, int64_t inner_stride, int rows, int cols, int padded_rows,
                    Word *words) {
-  int parts = (cols + kPart - 1) / kPart, full = inner_stride == 1 ? cols / kPart * kPart : 0;
+  int parts = int(divide_up(cols, kPart)), full = inner_stride == 1 ? cols / kPart * kPart : 0;
   if (rows < padded_rows || cols < parts * kPart) memset(words, 0, size_t(parts) * padded_rows * kPart * sizeof(Word));
   for (int i = 0; i < rows; ++i)
     for (int j = 0; j < full; j += kPart)

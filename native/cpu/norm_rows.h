@@ -96,7 +96,7 @@ void join_columns(const float *chains, int64_t count, int64_t n, const Vector &r
 inline void join_chains(const float *chains, int64_t count, int64_t n, const Vector &result, bool accumulate,
                         Scratch &scratch) {
   dispatch(result.type, [&](auto number) {
-    const int64_t tasks = (n + kJoinColumns - 1) / kJoinColumns;
+    const int64_t tasks = divide_up(n, kJoinColumns);
     parallel(tasks, threads_for(double(count) * double(n)), scratch, [&](int64_t i, Scratch &own) {
       join_columns<decltype(number)>(chains, count, n, result, accumulate, i * kJoinColumns, *new (own.data) Joined());
     });

@@ -124,7 +124,7 @@ void quantize_tile(const Quantize &p, const Tile &tile, float *scales) {
   }
 }
 
-int64_t sides(int64_t extent) { return (extent + kSide - 1) / kSide; }
+int64_t sides(int64_t extent) { return divide_up(extent, kSide); }
 
 Tile tile_at(const Quantize &p, int64_t batch, int64_t m, int64_t k) {
   Tile tile;

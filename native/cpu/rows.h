@@ -54,9 +54,7 @@ struct alignas(64) RowSum {
   float lane[kRowLanes];
 
   // Groups that hold elements of a row; what only meets +0 in empty ones is left out below.
-  static int groups(int64_t n) {
-    return n < kRowLanes ? int((n + kRowLaneElements - 1) / kRowLaneElements) : kRowLaneGroups;
-  }
+  static int groups(int64_t n) { return n < kRowLanes ? int(divide_up(n, kRowLaneElements)) : kRowLaneGroups; }
 
   void clear(int64_t n) { memset(lane, 0, size_t(groups(n)) * kRowLaneElements * sizeof(float)); }
 

@@ -334,10 +334,10 @@ template <Arithmetic arithmetic> float element(const ScaledGemm &g, const Block 
 // Blocks are kRows x kCols, with fewer rows where that leaves too few of them to share; of one element without memory.
 template <Arithmetic arithmetic> void compute(const ScaledGemm &g, Scratch &scratch) {
   const bool large = scratch.large();
-  const int64_t cols = large ? kCols : 1, col_blocks = (g.n + cols - 1) / cols;
+  const int64_t cols = large ? kCols : 1, col_blocks = divide_up(g.n, cols);
   int64_t rows = large ? kRows : 1;
-  while (rows > 32 && g.batch.count * col_blocks * ((g.m + rows - 1) / rows) < 32) rows /= 2;
-  const int64_t row_blocks = (g.m + rows - 1) / rows;
+  while (rows > 32 && g.batch.count * col_blocks * divide_up(g.m, rows) < 32) rows /= 2;
+  const int64_t row_blocks = divide_up(g.m, rows);
   auto task = [&](int64_t i, Scratch &own) {
     Block block{};
     block.n = i % col_blocks * cols;

@@ -122,7 +122,7 @@ template <class Row> void each_row(Type type, int64_t rows, int64_t n, const Row
   const int64_t at_once = 1 + 4096 / n;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     dispatch(type, [&](auto number) {
-      parallel((rows + at_once - 1) / at_once, rows * n * kElementWork, scratch, [&](int64_t i, Scratch &own) {
+      parallel(divide_up(rows, at_once), rows * n * kElementWork, scratch, [&](int64_t i, Scratch &own) {
         RowSum &lanes = *new (own.data) RowSum;
         for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r) row(number, r, lanes);
       });
