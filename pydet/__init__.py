@@ -12,7 +12,7 @@ release (one that must change bits raises ``NUMERICS``).
 """
 
 from pydet._native import Error, InvalidType, InvalidValue
-from pydet.audit import Audit, Difference, audit
+from pydet.audit import Audit, Difference, audit, audit_fold
 from pydet.ops import (
     ABI,
     DWEIGHT_ROWS,
@@ -59,6 +59,7 @@ __all__ = [
     "Kernel",
     "__version__",
     "audit",
+    "audit_fold",
     "devices",
     "fold",
     "gemm",

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,24 +127,72 @@ def audit(
     else:
         ops.gemm(host["a"], host["b"], **options)
 
-    differences, first = numpy.argwhere(got != want), []
-    for spot in map(tuple, differences[:MAX_LISTED].tolist()):
-        index = spot
-        if sample is not None:
-            outer = numpy.unravel_index(batch[spot[0]], shape[:-2]) if len(shape) > 2 else ()
-            index = (*map(int, outer), int(rows[spot[1]]), int(columns[spot[2]]))
-        (got_bits, got_value), (want_bits, want_value) = (_shown(x[spot], c_type) for x in (got, want))
-        first.append(Difference(index, got_bits, want_bits, got_value, want_value))
+    def index_of(spot: tuple[int, ...]) -> tuple[int, ...]:
+        if sample is None:
+            return spot
+        outer = numpy.unravel_index(batch[spot[0]], shape[:-2]) if len(shape) > 2 else ()
+        return (*map(int, outer), int(rows[spot[1]]), int(columns[spot[2]]))
+
+    count, first = _compare(got, want, c_type, index_of)
     device = (constants.PYDET_CPU, 0)
     return Audit(
         elements=int(numpy.prod(shape, dtype=object)),
         checked=int(got.size),
-        differing=len(differences),
-        first=tuple(first),
+        differing=count,
+        first=first,
         arithmetic=ops.resolved_name(device, host["a"].index, number),
         k_chunk=k_chunk,
         dtype=TYPES[c_type],
     )
+
+
+def audit_fold(parts: Any, out: Any, *, bias: Any = None, order: ops.Order = "ordered") -> Audit:
+    """Recomputes ``out = fold(parts, bias=bias, order=order)`` on the CPU and compares bits.
+
+    So a sum that ranks share can be checked by their recorded parts, wherever and by whichever method they were added.
+    Needs NumPy. The operands may be of different frameworks and on any device; they are copied to the host.
+
+    Args:
+        parts: ``[S, ...]``, float32: the sums of all ranks' segments, in the order of the segments.
+        out: ``[...]``, the result to check: float32, bfloat16 or float16.
+        bias, order: as they went into :func:`pydet.fold` or :func:`pydet.torch.distributed.all_reduce`.
+
+    Returns:
+        The counts, and the first differences; its ``arithmetic`` is ``"ieee"``.
+
+    Raises:
+        Error: as :func:`pydet.fold`, of which ``out`` is the output.
+    """
+    import numpy
+
+    given, result = _host("parts", parts), _host("out", out)
+    got = result.bits
+    want = numpy.empty_like(got)
+    addend = None if bias is None else _host("bias", bias)
+    ops.fold(given, bias=addend, out=Memory(want, result.index), order=order)
+    count, first = _compare(got, want, result.index)
+    return Audit(
+        elements=int(got.size),
+        checked=int(got.size),
+        differing=count,
+        first=first,
+        arithmetic="ieee",
+        k_chunk=None,
+        dtype=TYPES[result.index],
+    )
+
+
+def _compare(
+    got: Any, want: Any, index: int, index_of: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda spot: spot
+) -> tuple[int, tuple[Difference, ...]]:
+    """How many elements differ, and the first of them."""
+    import numpy
+
+    differences, first = numpy.argwhere(got != want), []
+    for spot in map(tuple, differences[:MAX_LISTED].tolist()):
+        (got_bits, got_value), (want_bits, want_value) = (_shown(x[spot], index) for x in (got, want))
+        first.append(Difference(index_of(spot), got_bits, want_bits, got_value, want_value))
+    return len(differences), tuple(first)
 
 
 def _host(name: str, x: Any) -> Memory:

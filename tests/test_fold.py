@@ -244,3 +244,32 @@ def test_peers_are_refused(changed, wanted, sentence):
     assert status_name(status) == wanted
     assert sentence in last_error() and last_error().startswith("fold: "), last_error()
     assert (y.array == 7).all()
+
+
+def test_a_sum_goes_on_from_another_and_is_rounded_once():
+    """accumulate and a fold of one part are a product that starts from a tensor, adds a bias and rounds at its end."""
+    bias = random((33,))
+    for arithmetic, k_chunk, dtype in (("ieee", None, "float32"), ("sm90", None, "bfloat16"), ("sm90", 16, "float16")):
+        x, y = random((5, 96), dtype, 1), random((96, 33), dtype, 2)
+        options = {"arithmetic": arithmetic, "k_chunk": k_chunk}
+        want = pydet.gemm(x, y, bias=bias, out_dtype="bfloat16", **options)
+        total = pydet.gemm(x[:, :48], y[:48], out_dtype="float32", **options)
+        pydet.gemm(x[:, 48:], y[48:], out=total, accumulate=True, **options)
+        assert_same_bits(pydet.fold([total], bias=bias, out_dtype="bfloat16"), want, arithmetic)
+
+
+def test_the_audit_of_a_fold():
+    parts, bias = random((8, 3, 40)), random((40,))
+    for order in ORDERS:
+        out = pydet.fold(parts, bias=bias, out_dtype="bfloat16", order=order)
+        found = pydet.audit_fold(parts, out, bias=bias, order=order)
+        assert (found.elements, found.checked, found.differing, found.first) == (120, 120, 0, ())
+        assert found.all_equal and found.complete and (found.dtype, found.arithmetic) == ("bfloat16", "ieee")
+    wrong = pydet.fold(parts)
+    assert not pydet.audit_fold(parts, wrong, order="tree").all_equal
+    wrong = pydet.fold(parts)
+    wrong[2, 5] = np.nextafter(wrong[2, 5], np.float32(9))
+    found = pydet.audit_fold(parts, wrong)
+    assert found.differing == 1 and found.first[0].index == (2, 5) and found.first[0].got != found.first[0].want
+    with pytest.raises(pydet.Error, match=r"fold: parts\[0\] is 3x40, want 3x39"):
+        pydet.audit_fold(parts, wrong[:, :39].copy())
