@@ -1,4 +1,4 @@
-// What the kernels for AMD's matrix cores share: loads past the edges of a matrix.
+// What the kernels for AMD's matrix cores do at the edges of a matrix, and with the compiler.
 #pragma once
 
 #include "gpu/any/epilogue.h"
@@ -37,6 +37,24 @@ __device__ __forceinline__ void read(uint32_t *words, const uint16_t *from, int 
     uint32_t low = i < valid ? from[i] : 0, high = i + 1 < valid ? from[i + 1] : 0;
     words[i / 2] = low | high << 16;
   }
+}
+
+// The first `count` of four neighbours in a row of out, at once where they lie so.
+[[maybe_unused]] __device__ __forceinline__ void store_four(void *data, Type out_type, int64_t index,
+                                                            const float (&x)[4], int count) {
+  with_type<kUnscaledTypes>(out_type, [&](auto type) {
+    char *const to = static_cast<char *>(data) + index * size_of(type);
+    if (count == 4 && reinterpret_cast<uintptr_t>(to) % unsigned(4 * size_of(type)) == 0) {
+      if constexpr (type == Type::f32)
+        *reinterpret_cast<float4 *>(to) =
+            make_float4(canonical(x[0]), canonical(x[1]), canonical(x[2]), canonical(x[3]));
+      else *reinterpret_cast<uint2 *>(to) = make_uint2(rounded_pair<type>(x[0], x[1]), rounded_pair<type>(x[2], x[3]));
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (e < count) store_rounded(data, type, index + e, x[e]);
+  });
 }
 
 [[maybe_unused]] __device__ __forceinline__ int clamped(int64_t left, int most) {
