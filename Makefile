@@ -126,7 +126,7 @@ SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := sm90/skinny.along_k sm90/skinny.along_n
 MMA_TYPES := 0 1
 CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_tiles sm90/scaled_skinny) \
-  $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm rmsnorm_unaligned layernorm) nvidia/gemm_ieee_fp32 \
+  $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm rmsnorm_unaligned rmsnorm_general layernorm) nvidia/gemm_ieee_fp32 \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) \
   $(addprefix nvidia/,sm90/clusters skinny_mma quantize quantize_packed fold_peers) \
   $(addprefix any/,gemm_ieee skinny_ieee rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold)
@@ -192,7 +192,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
 # Of these, what the compiler knows.
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
 HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
-  $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_dweight softmax \
+  $(addprefix any/,gemm_ieee skinny_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_general rmsnorm_dweight softmax \
     fold layernorm)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled

@@ -79,7 +79,10 @@ enum Feature : uint32_t {
   kTree = 1 << 25,   // the order of a fold
   kMean = 1 << 26,   // is stored
   kBiasGradient = 1 << 27,
-  kPeers = 1 << 28  // of a fold: other ranks' parts
+  kPeers = 1 << 28,         // of a fold: other ranks' parts
+  kHeads = 1 << 29,         // of a norm: weights of each head
+  kWideSum = 1 << 30,       // of a norm: x + residual in fp32, y (or dy) of another type
+  kThreeStrides = 1u << 31  // to walk the rows
 };
 struct FeatureRow {
   Feature feature;
@@ -115,6 +118,9 @@ constexpr FeatureRow kFeatures[] = {
     {kMean, "the mean"},
     {kBiasGradient, "dbias"},
     {kPeers, "peers"},
+    {kHeads, "weights of heads"},
+    {kWideSum, "a sum in float32 beside another type"},
+    {kThreeStrides, "rows of three strides"},
 };
 
 constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }
@@ -161,11 +167,12 @@ PYDET_HD BatchOffsets batch_offsets(const Batch &batch, int64_t index) {
 }
 
 // Row r of a tensor starts at data + ((r / inner) * outer_stride + (r % inner) * inner_stride) elements; its elements
-// are adjacent. `inner` is the same for all tensors of a problem. data is NULL where the operand is absent.
+// are adjacent. `inner` is the same for all tensors of a problem. Under kThreeStrides r / inner goes on alike: it is
+// far * outer + the step of outer_stride. data is NULL where the operand is absent.
 struct Rows {
   char *data;
   Type type;
-  int64_t outer_stride, inner_stride;
+  int64_t outer_stride, inner_stride, far_stride;
 };
 
 // Contiguous along n; data is NULL where absent.
@@ -224,32 +231,36 @@ PYDET_HD Gemm transposed(const Gemm &g) {
 struct RmsNorm {
   Device device;
   void *stream;
-  int64_t rows, inner, n;
+  int64_t rows, inner, outer, n;
+  int64_t heads;  // row r has the weights and biases from (r % heads) n on
   Rows x, residual, y, sum;
-  Vector weight, rstd;  // rstd: one per row
+  Vector weight, bias, rstd;  // rstd: one per row
   float eps, weight_offset;
 
   uint32_t needs() const {
     return when(residual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
-           when(rstd.data, kRstd) | when(inner < rows, kTwoStrides);
+           when(rstd.data, kRstd) | when(inner < rows, kTwoStrides) | when(inner * outer < rows, kThreeStrides) |
+           when(heads > 1, kHeads) | when(bias.data, kBias) | when(residual.data && residual.type != x.type, kWideSum);
   }
 };
 
 struct RmsNormBackward {
   Device device;
   void *stream;
-  int64_t rows, inner, n;  // rows may be 0 (dweight is then +0, or kept)
+  int64_t rows, inner, outer, n;  // rows may be 0 (dweight and dbias are then +0, or kept)
+  int64_t heads;                  // the sums of dweight and dbias are over rows r of one r % heads
   Rows dy, x, dresidual, dx;
-  Vector weight, rstd, dweight;
+  Vector weight, rstd, dweight, dbias;
   float weight_offset;
   bool accumulate;
-  void *workspace;
+  void *workspace;  // chains of dweight, heads n columns each; those of dbias are the second half
   uint64_t workspace_size;
 
   uint32_t needs() const {
     return when(dresidual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
-           when(inner < rows, kTwoStrides) | when(accumulate, kAccumulate) | when(dx.data, kRowGradient) |
-           when(dweight.data, kWeightGradient);
+           when(inner < rows, kTwoStrides) | when(inner * outer < rows, kThreeStrides) | when(accumulate, kAccumulate) |
+           when(dx.data, kRowGradient) | when(dweight.data, kWeightGradient) | when(dbias.data, kBiasGradient) |
+           when(heads > 1, kHeads) | when(dy.type != x.type, kWideSum);
   }
 };
 

@@ -676,17 +676,29 @@ def quantize(
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------
 
 
+def _heads(*vectors: Array | None) -> int:
+    """How many heads weights or biases are of; 0: all rows have the same."""
+    first = next((vector for vector in vectors if vector is not None), None)
+    return first.shape[0] if first is not None and first.ndim == 2 else 0
+
+
 def _norm(
-    x: Array, residual: Array | None, weight: Array | None, eps: float, weight_offset: float, kernel: str
+    x: Array,
+    residual: Array | None,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    weight_offset: float,
+    kernel: str,
 ) -> tuple[Array, ...]:
     like, rstd = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
-    has = {"has_residual": residual is not None, "has_weight": weight is not None}
+    has = {"has_residual": residual is not None, "has_weight": weight is not None, "has_bias": bias is not None}
     return _call(
         "rmsnorm",
-        (like, rstd) if residual is None else (like, rstd, like),
-        [operand for operand in (x, residual, weight) if operand is not None],
+        (like, rstd) if residual is None else (like, rstd, jax.ShapeDtypeStruct(x.shape, residual.dtype)),
+        [operand for operand in (x, residual, weight, bias) if operand is not None],
         {},
-        {**has, "eps": eps, "weight_offset": weight_offset, "kernel": kernel},
+        {**has, "heads": _heads(weight, bias), "eps": eps, "weight_offset": weight_offset, "kernel": kernel},
     )
 
 
@@ -695,88 +707,108 @@ def _norm_backward(
     x: Array,
     rstd: Array,
     weight: Array | None,
+    bias: jax.ShapeDtypeStruct | None,
     dresidual: Array | None,
     weight_offset: float,
     start: Array | None = None,
     dtype: str | None = None,
     kernel: str = "",
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | None, Array | None]:
+    """dx, dweight where there is a weight, and dbias like `bias` where that is given."""
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     if weight is not None:
-        n, size = x.shape[-1], ffi.new("uint64_t *")
+        results.append(jax.ShapeDtypeStruct(weight.shape, dtype or weight.dtype))
+    if bias is not None:
+        results.append(bias)
+    if len(results) > 1:
+        columns, size = math.prod(results[1].shape), ffi.new("uint64_t *")
         library = _native.load(constants.PYDET_EXCHANGE_CPU)
-        library.check(library.lib.pydet_rmsnorm_backward_workspace(math.prod(x.shape[:-1]), n, size))
-        results += [
-            jax.ShapeDtypeStruct(weight.shape, dtype or weight.dtype),
-            jax.ShapeDtypeStruct((size[0],), jnp.uint8),
-        ]
+        rows = x.size // columns if columns else 0
+        library.check(library.lib.pydet_rmsnorm_backward_workspace(rows, max(columns, 1), size))
+        results.append(jax.ShapeDtypeStruct((size[0] * (1 if bias is None else 2),), jnp.uint8))
     operands = [operand for operand in (dy, x, rstd, weight, dresidual, start) if operand is not None]
-    has = {"has_weight": weight is not None, "has_dresidual": dresidual is not None, "accumulate": start is not None}
-    found = _call(
+    has = {
+        "has_weight": weight is not None,
+        "has_bias": bias is not None,
+        "has_dresidual": dresidual is not None,
+        "accumulate": start is not None,
+        "heads": results[1].shape[0] if len(results) > 1 and len(results[1].shape) == 2 else 0,
+    }
+    dx, *sums = _call(
         "rmsnorm_backward",
         tuple(results),
         operands,
         {} if start is None else {len(operands) - 1: 1},
         {**has, "weight_offset": weight_offset, "kernel": kernel},
     )
-    return found[0], found[1] if weight is not None else None
+    return dx, sums.pop(0) if weight is not None else None, sums.pop(0) if bias is not None else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _rms_norm(x: Array, weight: Array | None, eps: float, weight_offset: float, kernel: str) -> Array:
-    return _norm(x, None, weight, eps, weight_offset, kernel)[0]
+def _like(bias: Array | None) -> jax.ShapeDtypeStruct | None:
+    return None if bias is None else jax.ShapeDtypeStruct(bias.shape, bias.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _rms_norm(
+    x: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
+) -> Array:
+    return _norm(x, None, weight, bias, eps, weight_offset, kernel)[0]
 
 
 def _rms_norm_forward(
-    x: Array, weight: Array | None, eps: float, weight_offset: float, kernel: str
+    x: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
 ) -> tuple[Array, Any]:
-    y, rstd = _norm(x, None, weight, eps, weight_offset, kernel)
-    return y, (x, weight, rstd)
+    y, rstd = _norm(x, None, weight, bias, eps, weight_offset, kernel)
+    return y, (x, weight, bias, rstd)
 
 
 def _rms_norm_backward(
     eps: float, weight_offset: float, kernel: str, saved: Any, dy: Array
-) -> tuple[Array, Array | None]:
-    x, weight, rstd = saved
-    return _norm_backward(dy, x, rstd, weight, None, weight_offset)
+) -> tuple[Array, Array | None, Array | None]:
+    x, weight, bias, rstd = saved
+    return _norm_backward(dy, x, rstd, weight, _like(bias), None, weight_offset)
 
 
 _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _rms_norm_sum(
-    x: Array, residual: Array, weight: Array | None, eps: float, weight_offset: float, kernel: str
+    x: Array, residual: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
 ) -> tuple[Array, Array]:
-    y, _, total = _norm(x, residual, weight, eps, weight_offset, kernel)
+    y, _, total = _norm(x, residual, weight, bias, eps, weight_offset, kernel)
     return y, total
 
 
 def _rms_norm_sum_forward(
-    x: Array, residual: Array, weight: Array | None, eps: float, weight_offset: float, kernel: str
+    x: Array, residual: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
 ) -> tuple[tuple[Array, Array], Any]:
-    y, rstd, total = _norm(x, residual, weight, eps, weight_offset, kernel)
-    return (y, total), (total, weight, rstd)
+    y, rstd, total = _norm(x, residual, weight, bias, eps, weight_offset, kernel)
+    return (y, total), (total, weight, bias, rstd)
 
 
 def _rms_norm_sum_backward(
     eps: float, weight_offset: float, kernel: str, saved: Any, gradients: tuple[Array, Array]
-) -> tuple[Array, Array, Array | None]:
-    total, weight, rstd = saved
-    dx, dweight = _norm_backward(gradients[0], total, rstd, weight, gradients[1], weight_offset)
-    return dx, dx, dweight
+) -> tuple[Array, Array, Array | None, Array | None]:
+    (total, weight, bias, rstd), (dy, dsum) = saved, gradients
+    dx, dweight, dbias = _norm_backward(dy, total, rstd, weight, _like(bias), dsum, weight_offset)
+    return dx.astype(dy.dtype), dx, dweight, dbias
 
 
 _rms_norm_sum.defvjp(_rms_norm_sum_forward, _rms_norm_sum_backward)
 
 
-def _norm_operands(op: str, x: Any, weight: Any, residual: Any = None) -> tuple[Array, Array | None, Array | None]:
+def _norm_operands(
+    op: str, x: Any, weight: Any, residual: Any = None, bias: Any = None, heads: bool = False
+) -> tuple[Array, Array | None, Array | None, Array | None]:
     x = _array(op, "x", x)
     weight = None if weight is None else _array(op, "weight", weight)
     residual = None if residual is None else _array(op, "residual", residual)
-    rows, added, weights = _operands(("x", x), ("residual", residual), ("weight", weight))
-    RULES.norm(op, rows, (added,), weights)
-    return x, weight, residual
+    bias = None if bias is None else _array(op, "bias", bias)
+    named = (("x", x), ("residual", residual), ("weight", weight), ("bias", bias))
+    rows, added, weights, biases = _operands(*named)
+    RULES.norm(op, rows, (added,), weights, bias=biases, heads=heads)
+    return x, weight, residual, bias
 
 
 def _norm_options(op: str, eps: Any, weight_offset: Any) -> tuple[float, float]:
@@ -793,26 +825,30 @@ def rms_norm(
     weight: Array | None = None,
     *,
     eps: float,
+    bias: Array | None = None,
     weight_offset: float = 0.0,
     residual: Array | None = None,
     kernel: str | None = None,
 ) -> Array | tuple[Array, Array]:
-    """``y = x rstd (weight + weight_offset)`` over the last dimension: :func:`pydet.rmsnorm` with a gradient.
+    """``y = x rstd (weight + weight_offset) + bias`` over the last dimension: :func:`pydet.rmsnorm` with a gradient.
 
     Args:
         x: ``[..., N]``.
-        weight: ``[N]`` of any of the three types, or None for ones.
+        weight: ``[N]``, or ``[H, N]`` beside an ``x`` of ``[..., H, N]``, of any of the three types, or None for ones.
         eps: added to the mean of squares; not negative.
+        bias: shaped like ``weight``, or None for zeros.
         weight_offset: 1.0 for models that store the weight less 1.
-        residual: like ``x``; then their sum is normalised.
+        residual: like ``x``, or float32; then their sum, of its type, is normalised.
         kernel: as in :func:`gemm`.
 
     Returns:
         ``y``; with a residual ``(y, x + residual)``.
     """
-    x, weight, residual = _norm_operands("rms_norm", x, weight, residual)
+    x, weight, residual, bias = _norm_operands("rms_norm", x, weight, residual, bias, True)
     options = (*_norm_options("rms_norm", eps, weight_offset), _kernel("rms_norm", kernel))
-    return _rms_norm(x, weight, *options) if residual is None else _rms_norm_sum(x, residual, weight, *options)
+    if residual is None:
+        return _rms_norm(x, weight, bias, *options)
+    return _rms_norm_sum(x, residual, weight, bias, *options)
 
 
 def rmsnorm(
@@ -820,6 +856,7 @@ def rmsnorm(
     weight: Array | None = None,
     *,
     eps: float,
+    bias: Array | None = None,
     weight_offset: float = 0.0,
     residual: Array | None = None,
     kernel: str | None = None,
@@ -827,13 +864,13 @@ def rmsnorm(
     """:func:`pydet.rmsnorm`: what :func:`rmsnorm_backward` takes, for who writes the backward pass out.
 
     Args:
-        x, weight, eps, weight_offset, residual, kernel: as in :func:`rms_norm`, which alone has a gradient.
+        x, weight, eps, bias, weight_offset, residual, kernel: as in :func:`rms_norm`, which alone has a gradient.
 
     Returns:
         ``(y, rstd)``, or ``(y, rstd, x + residual)`` with a residual; ``rstd`` is ``[...]`` in float32.
     """
-    x, weight, residual = _norm_operands("rmsnorm", x, weight, residual)
-    return _norm(x, residual, weight, *_norm_options("rmsnorm", eps, weight_offset), _kernel("rmsnorm", kernel))
+    x, weight, residual, bias = _norm_operands("rmsnorm", x, weight, residual, bias, True)
+    return _norm(x, residual, weight, bias, *_norm_options("rmsnorm", eps, weight_offset), _kernel("rmsnorm", kernel))
 
 
 def rmsnorm_backward(
@@ -844,26 +881,29 @@ def rmsnorm_backward(
     *,
     weight_offset: float = 0.0,
     dresidual: Array | None = None,
+    has_bias: bool = False,
     dweight_dtype: Any = None,
     accumulate: Array | None = None,
     kernel: str | None = None,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, ...]:
     """:func:`pydet.rmsnorm_backward`: the gradients of :func:`rmsnorm`; it has none of its own.
 
     Args:
-        dy: like ``x``.
+        dy: like ``x``, or of another type beside a float32 ``x``.
         x: ``[..., N]``; what was normalised: ``x``, or the sum where there was a residual.
-        weight: ``[N]`` of any of the three types, or None for ones; then ``dweight`` is None.
+        weight: ``[N]`` or ``[H, N]`` of any of the three types, or None for ones; then ``dweight`` is None.
         rstd: ``[...]``, float32, of the forward call.
         weight_offset: as in the forward call.
         dresidual: like ``x``; a gradient that is added to ``dx`` before it is rounded.
-        dweight_dtype: the type of ``dweight``; that of ``weight`` by default, float32 under ``accumulate``.
-        accumulate: ``[N]``, float32: the ``dweight`` to continue from. Rows cut at a multiple of ``DWEIGHT_ROWS`` give
-            the bits of one call.
+        has_bias: whether ``dbias`` is made: shaped like ``weight``, or ``[N]`` where there is none.
+        dweight_dtype: the type of ``dweight`` and ``dbias``; that of ``weight`` by default, float32 under
+            ``accumulate``, without a weight that of ``x``.
+        accumulate: like ``weight``, float32: the ``dweight`` to continue from, without a ``dbias``. Rows (of each head)
+            cut at a multiple of ``DWEIGHT_ROWS`` give the bits of one call.
         kernel: as in :func:`gemm`.
 
     Returns:
-        ``(dx, dweight)``.
+        ``(dx, dweight)``, and ``dbias`` if ``has_bias``.
     """
     op = "rmsnorm_backward"
     x, dy, rstd = _array(op, "x", x), _array(op, "dy", dy), _array(op, "rstd", rstd)
@@ -871,13 +911,19 @@ def rmsnorm_backward(
     dresidual = None if dresidual is None else _array(op, "dresidual", dresidual)
     named = (("x", x), ("dy", dy), ("weight", weight), ("rstd", rstd), ("dresidual", dresidual))
     rows, gradient, weights, of_rows, added = _operands(*named)
-    RULES.norm(op, rows, (gradient, added), weights, of_rows)
-    if weight is None and (accumulate is not None or dweight_dtype is not None):
+    RULES.norm(op, rows, (gradient, added), weights, of_rows, heads=True)
+    has_bias = _static(op, "has_bias", has_bias, bool, "True or False")
+    if weight is None and (accumulate is not None or (dweight_dtype is not None and not has_bias)):
         fail(INVALID_VALUE, f"{op}: weight is None, so there is no dweight")
-    default = "" if weight is None else weight.dtype.name
-    start, dtype = _continued(op, accumulate, x.shape[-1:], dweight_dtype, default, "dweight_dtype")
+    if has_bias and accumulate is not None:
+        fail(INVALID_VALUE, f"{op}: accumulate continues dweight alone, want has_bias=False")
+    sample = x if weight is None else weight
+    shape = x.shape[-1:] if weight is None else weight.shape
+    start, dtype = _continued(op, accumulate, shape, dweight_dtype, sample.dtype.name, "dweight_dtype")
     offset = _static(op, "weight_offset", weight_offset, float, "a number")
-    return _norm_backward(dy, x, rstd, weight, dresidual, offset, start, dtype, _kernel(op, kernel))
+    bias = jax.ShapeDtypeStruct(shape, dtype) if has_bias else None
+    found = _norm_backward(dy, x, rstd, weight, bias, dresidual, offset, start, dtype, _kernel(op, kernel))
+    return found if has_bias else found[:2]
 
 
 # ---- LayerNorm -------------------------------------------------------------------------------------------------------
@@ -996,10 +1042,7 @@ _layer_norm_sum.defvjp(_layer_norm_sum_forward, _layer_norm_sum_backward)
 
 
 def _layer_operands(op: str, x: Any, weight: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
-    x, weight, residual = _norm_operands(op, x, weight, residual)
-    bias = None if bias is None else _array(op, "bias", bias)
-    rows, biases = _operands(("x", x), ("bias", bias))
-    RULES.norm(op, rows, (), biases)
+    x, weight, residual, bias = _norm_operands(op, x, weight, residual, bias)
     return x, weight, bias, residual
 
 

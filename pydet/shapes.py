@@ -70,10 +70,10 @@ class Rules:
         if x.dtype not in types:
             fail(INVALID_DTYPE, f"{op}: {x.name} is {x.dtype}, want {', '.join(types[:-1])} or {types[-1]}")
 
-    def same_type(self, op: str, first: Operand, other: Operand) -> None:
+    def same_type(self, op: str, first: Operand, other: Operand, besides: str = "") -> None:
         """Refuses another type than the first operand's."""
         if other.dtype != first.dtype:
-            fail(INVALID_DTYPE, f"{op}: {other.name} is {other.dtype}, want {first.dtype} as {first.name} is")
+            fail(INVALID_DTYPE, f"{op}: {other.name} is {other.dtype}, want {first.dtype} as {first.name} is{besides}")
 
     def want(self, op: str, x: Operand, shape: Shape) -> None:
         """Refuses another shape."""
@@ -187,19 +187,33 @@ class Rules:
         like: Iterable[Operand | None] = (),
         weight: Operand | None = None,
         rstd: Operand | None = None,
+        *,
+        bias: Operand | None = None,
+        heads: bool = False,
     ) -> Shape:
-        """Of a norm by rows, forward or backward; `like` are the operands that are to be like x."""
+        """Of a norm by rows, forward or backward; `like` are the operands that are to be like x.
+
+        heads: weight and bias may be those of heads, a residual float32, and beside a float32 x a dy of any type.
+        """
         first, *others = [*like, None]
-        for other, min_ndim in ((x, 1), (first, 1), (weight, 1), (rstd, 0), *((other, 1) for other in others)):
+        more = ((other, 1) for other in (*others, bias))
+        for other, min_ndim in ((x, 1), (first, 1), (weight, 1), (rstd, 0), *more):
             if other is not None:
                 self.read(op, other, min_ndim)
         likes = [other for other in (first, *others) if other is not None]
         self.require(x.shape[-1] != 0, lambda: f"{op}: x is {text(x.shape)}, want a last dimension of 1 or more")
         for other in likes:
-            self.same_type(op, x, other)
+            residual, wide = other.name == "residual", (other if other.name == "residual" else x).dtype == "float32"
+            if not (heads and wide and other.name in ("residual", "dy")):
+                self.same_type(op, x, other, ", or float32" if heads and residual and x.dtype != "float32" else "")
             self.want(op, other, x.shape)
-        if weight is not None:
-            self.want(op, weight, x.shape[-1:])
+        shape: Shape | None = None
+        for vector in (weight, bias):
+            if vector is None:
+                continue
+            self.want(op, vector, x.shape[-2:] if heads and len(vector.shape) == 2 else x.shape[-1:])
+            self.want(op, vector, vector.shape if shape is None else shape)
+            shape = shape or vector.shape
         if rstd is not None:
             self.want(op, rstd, x.shape[:-1])
             if rstd.dtype != "float32":

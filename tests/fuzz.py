@@ -238,6 +238,10 @@ def invoke(call):
         parts = ffi.new("pydet_tensor *[]", [pointer(tensors[name]) for name in parts_of(call)])
         array = ffi.cast("const pydet_tensor *const *", parts)
         return function(ffi.NULL, array, len(parts), pointer(tensors["bias"]), pointer(tensors["out"]), given)
+    if call.op == "rmsnorm":
+        given.bias = pointer(tensors["bias"])
+    if call.op == "rmsnorm_backward":
+        given.dbias = pointer(tensors["dbias"])
     return function(ffi.NULL, *[pointer(tensors[name]) for name in ORDER[call.op]], given)
 
 
@@ -284,8 +288,7 @@ def invoke_python(rng, call):
         keywords["out"] = tuple(producers.pop(name) for name in ("y", "mean", "rstd", "sum"))
     elif call.op.endswith("norm_backward"):
         keywords["out"], keywords["dweight"] = producers.pop("dx"), producers.pop("dweight")
-        if call.op == "layernorm_backward":
-            keywords["dbias"], keywords["has_bias"] = producers.pop("dbias"), False
+        keywords["dbias"], keywords["has_bias"] = producers.pop("dbias"), False
     else:
         keywords["out"] = producers.pop(ORDER[call.op][-1])
     for name in ("bias", "residual", "dresidual", "a_scale", "b_scale", "group_start", "group_end"):
@@ -299,6 +302,8 @@ def invoke_python(rng, call):
         return 0, "", forbidden
     except pydet.Error as error:
         return error.status, str(error), forbidden
+    except MemoryError:  # an extent of 2^62, whose workspace is made before the operation sees its strides
+        return lib.PYDET_OVERFLOW, f"{call.op}: there is no memory for the workspace of these rows", forbidden
     finally:
         expect(all(producer.all_given_back() for producer in interop.made), "kept a capsule, or freed what it holds")
         interop.made.clear()
@@ -389,35 +394,43 @@ def make_norm(rng):
     if n > 1000:
         rows = rng.choice([[1], [2], []])
     regions = iter(rng.sample(REGIONS, 10))
-    like = lambda: place(rng, next(regions), rows + [n], kind)
-    vector = lambda kind: place(rng, next(regions), [n], kind)
-    maybe = lambda make, chance: make() if rng.random() < chance else None
+    like = lambda of=kind: place(rng, next(regions), rows + [n], of)
     op, of_layer = rng.choice([("rmsnorm", False), ("layernorm", True)])
+    heads = not of_layer and len(rows) > 0 and 0 < rows[-1] < 20 and rng.random() < 0.4
+    vector = lambda kind: (packed if heads else place)(rng, next(regions), rows[-1:] * heads + [n], kind)
+    maybe = lambda make, chance: make() if rng.random() < chance else None
+    wide = np.dtype(np.float32) if not of_layer and rng.random() < 0.3 else kind  # of residual and sum
     weight = maybe(lambda: vector(rng.choice(kinds)), 0.7)
     value = lambda: contiguous(rng, next(regions), rows, np.dtype(np.float32))
     if rng.random() < 0.5:
-        residual = maybe(like, 0.3)
+        residual = maybe(lambda: like(wide), 0.3)
         inputs = {"x": like(), "residual": residual, "weight": weight}
-        outputs = {"y": like(), "rstd": maybe(value, 0.7), "sum": like() if residual else None}
+        outputs = {"y": like(), "rstd": maybe(value, 0.7), "sum": like(wide) if residual else None}
+        inputs["bias"] = maybe(lambda: vector(rng.choice(kinds)), 0.7 if of_layer else 0.3)
         if of_layer:
-            inputs["bias"], outputs["mean"] = maybe(lambda: vector(rng.choice(kinds)), 0.7), maybe(value, 0.7)
+            outputs["mean"] = maybe(value, 0.7)
         given = options(f"pydet_{op}_options", eps=rng.choice([0.0, 1e-6, 1e-5]), weight_offset=rng.choice([0.0, 1.0]))
         return Call(op, inputs, outputs, given)
-    accumulate = rng.random() < 0.3
-    inputs = {"dy": like(), "x": like(), "weight": weight, "rstd": value(), "dresidual": maybe(like, 0.3)}
-    outputs = {"dx": maybe(like, 0.8), "dweight": None}
+    accumulate = rng.random() < 0.3 and not heads
+    of_sum = lambda: like(wide)
+    inputs = {"dy": like(), "x": of_sum(), "weight": weight, "rstd": value(), "dresidual": maybe(of_sum, 0.3)}
+    outputs = {"dx": maybe(of_sum, 0.8), "dweight": None, "dbias": None}
     sum_kind = lambda: np.dtype(np.float32) if accumulate else rng.choice(kinds)
     if of_layer:
-        inputs["mean"], outputs["dbias"] = value(), maybe(lambda: vector(sum_kind()), 0.6)
-    if (outputs["dx"] is None and outputs.get("dbias") is None) or rng.random() < 0.8:
+        inputs["mean"] = value()
+    if of_layer or not accumulate:
+        outputs["dbias"] = maybe(lambda: vector(sum_kind()), 0.6 if of_layer else 0.3)
+    if (outputs["dx"] is None and outputs["dbias"] is None) or rng.random() < 0.8:
         outputs["dweight"] = vector(sum_kind())
     if outputs["dx"] is None:
         inputs["dresidual"] = None
-    accumulate = accumulate and (outputs["dweight"] is not None or outputs.get("dbias") is not None)
+    accumulate = accumulate and (outputs["dweight"] is not None or outputs["dbias"] is not None)
     given = options(f"pydet_{op}_backward_options", weight_offset=rng.choice([0.0, 1.0]), accumulate=int(accumulate))
     need = ffi.new("uint64_t *")
     count = int(np.prod(rows, dtype=np.int64))
-    expect(getattr(lib, f"pydet_{op}_backward_workspace")(count, n, need) == 0, last_error())
+    of_heads = rows[-1] if heads and rows[-1] else 1
+    expect(getattr(lib, f"pydet_{op}_backward_workspace")(count // of_heads, n * of_heads, need) == 0, last_error())
+    need[0] *= 2 if outputs["dbias"] is not None and not of_layer else 1
     workspace = Workspace(need[0])
     given.workspace, given.workspace_size = workspace.pointer, need[0]
     call = Call(f"{op}_backward", inputs, outputs, given)
@@ -680,7 +693,8 @@ def mutate_options(rng, call):
     if given is None:
         return
     fields = dict(ffi.typeof(given).item.fields)
-    name = rng.choice([name for name in fields if name != "peers"])  # which a library that has peers would believe
+    held = ("peers", "bias", "dbias")  # of these the first would be believed, and the others are set by invoke
+    name = rng.choice([name for name in fields if name not in held])
     if name == "kernel":
         listed = [
             ffi.string(lib.pydet_kernel_name(i)).decode() for i in range(64) if lib.pydet_kernel_name(i) != ffi.NULL
@@ -704,7 +718,10 @@ def mutate_options(rng, call):
         given.k_chunk = rng.choice([*ODD, 8, 24, 33, 1024])
     elif name == "struct_size":
         own = ffi.sizeof(ffi.typeof(given).item)  # no later release's: that memory is not there
-        given.struct_size = rng.choice([0, 1, 4, 8, own - 8, own - 1, own + 1, own + 4, 2**32 - 1])
+        earlier = (
+            0 if call.op in ("rmsnorm", "rmsnorm_backward") else own - 8
+        )  # an earlier release's, of which own - 8 is
+        given.struct_size = rng.choice([0, 1, 4, 8, earlier, own - 1, own + 1, own + 4, 2**32 - 1])
     else:
         setattr(given, name, rng.choice([-1, 0, 1, 2, 3, 5, 6, 99, 2**31 - 1, -(2**31)]))
 
@@ -790,10 +807,13 @@ def expected_gemm(call, before):
 def expected_rmsnorm(call, before):
     x, y = before["x"], before["y"]
     expect(y.shape == x.shape and y.dtype == x.dtype, "accepted y unlike x")
+    if not y.size:
+        return {}
     results = reference.rmsnorm(
         x,
         before.get("weight"),
         eps=call.options.eps,
+        bias=before.get("bias"),
         residual=before.get("residual"),
         weight_offset=call.options.weight_offset,
     )
@@ -801,7 +821,14 @@ def expected_rmsnorm(call, before):
 
 
 def expected_rmsnorm_backward(call, before):
-    def gradients(weight):
+    # A gradient of a weight may be asked for where there is none: it does not depend on the weight.
+    like = next((before[name] for name in ("weight", "dweight", "dbias") if name in before), before["x"][..., :0])
+    if like.ndim == 2 and not len(like):
+        return {}  # of no heads: all results are empty
+    weight = before.get("weight", np.ones(like.shape if like.size else before["x"].shape[-1:], np.float32))
+
+    def gradients(of, **options):
+        kind = {} if of not in before else {"dweight_dtype": before[of].dtype}
         return reference.rmsnorm_backward(
             before["dy"],
             before["x"],
@@ -809,14 +836,16 @@ def expected_rmsnorm_backward(call, before):
             before["rstd"],
             weight_offset=call.options.weight_offset,
             dresidual=before.get("dresidual"),
-            accumulate=bool(call.options.accumulate),
-            dweight=before["dweight"].copy() if "dweight" in before else None,
+            **kind,
+            **options,
         )
 
-    dx, dweight = gradients(before.get("weight"))
-    if dweight is None:  # no weight, and yet its gradient may be asked for: it does not depend on the weight
-        dweight = gradients(np.ones(before["x"].shape[-1], np.float32))[1]
-    return {name: result for name, result in (("dx", dx), ("dweight", dweight)) if name in before}
+    accumulated = {"accumulate": True, "dweight": before["dweight"].copy()} if call.options.accumulate else {}
+    dx, dweight = gradients("dweight", **accumulated)
+    results = {"dx": dx, "dweight": dweight}
+    if "dbias" in before:
+        results["dbias"] = gradients("dbias", has_bias=True)[2]
+    return {name: result for name, result in results.items() if name in before}
 
 
 def expected_scaled_gemm(call, before):

@@ -296,16 +296,34 @@ def scale_of(weight, weight_offset, n):
     return (ones if weight is None else widen(weight)) + np.float32(weight_offset)
 
 
+def heads_of(*vectors):
+    """How many heads have weights of their own; None: all rows have the same."""
+    return next((len(v) for v in vectors if v is not None and v.ndim == 2), None)
+
+
+def of_head(h, *vectors):
+    return [None if v is None else v[..., h, :] for v in vectors]
+
+
 @quiet
-def rmsnorm(x, weight=None, *, eps, weight_offset=0.0, residual=None, out=None):
+def rmsnorm(x, weight=None, *, eps, bias=None, weight_offset=0.0, residual=None, out=None):
+    if (heads := heads_of(weight, bias)) is not None:
+        each = [of_head(h, x, weight, bias, residual) for h in range(heads)]
+        options = {"eps": eps, "weight_offset": weight_offset}
+        parts = [rmsnorm(x_, w, bias=b, residual=r, **options) for x_, w, b, r in each]
+        return tuple(np.stack(part, -1 - (i != 1)) for i, part in enumerate(zip(*parts, strict=True)))
     n = x.shape[-1]
     rows = x.reshape(-1, n)
     if residual is not None:
-        rows = round_to(widen(rows) + widen(residual.reshape(-1, n)), x.dtype)
+        rows = round_to(widen(rows) + widen(residual.reshape(-1, n)), residual.dtype)
     values = widen(rows)
     mean = row_sum(values, values) / np.float32(n)
     rstd = np.float32(1) / np.sqrt(mean + np.float32(eps))
-    y = round_to((values * rstd[:, None]) * scale_of(weight, weight_offset, n), x.dtype).reshape(x.shape)
+    xhat, scale = values * rstd[:, None], scale_of(weight, weight_offset, n)
+    y = xhat * scale
+    if bias is not None:
+        y = fma(xhat, *(np.broadcast_to(v, xhat.shape) for v in (scale, widen(bias))))
+    y = round_to(y, x.dtype).reshape(x.shape)
     rstd = round_to(rstd, np.float32).reshape(x.shape[:-1])
     if out is not None:
         out[...] = y
@@ -339,12 +357,18 @@ def rmsnorm_backward(
     rstd,
     *,
     weight_offset=0.0,
+    has_bias=False,
     dresidual=None,
     out=None,
     dweight=None,
     dweight_dtype=None,
     accumulate=False,
 ):
+    if (heads := heads_of(weight)) is not None:
+        options = {"weight_offset": weight_offset, "has_bias": has_bias, "dweight_dtype": dweight_dtype}
+        each = [(*of_head(h, dy, x, weight), rstd[..., h], *of_head(h, dresidual)) for h in range(heads)]
+        parts = [rmsnorm_backward(*operands, dresidual=added, **options) for *operands, added in each]
+        return tuple(np.stack(part, 0 if i else -2) for i, part in enumerate(zip(*parts, strict=True)))
     n = x.shape[-1]
     values, dvalues, r = widen(x.reshape(-1, n)), widen(dy.reshape(-1, n)), rstd.reshape(-1, 1)
     xhat = values * r
@@ -357,14 +381,18 @@ def rmsnorm_backward(
     if out is not None:
         out[...] = dx
         dx = out
+    sums = ()
+    if has_bias:  # dy times 1 is dy, and so is each step of its chain that of a sum
+        total = sum_over_rows(dvalues, np.ones_like(dvalues), np.zeros(n, np.float32))
+        sums = (round_to(total, dweight_dtype or (x if weight is None else weight).dtype),)
     if weight is None:
-        return dx, None
+        return dx, None, *sums
     total = sum_over_rows(dvalues, xhat, dweight.copy() if accumulate else np.zeros(n, np.float32))
     result = round_to(total, dweight.dtype if dweight is not None else dweight_dtype or weight.dtype)
     if dweight is not None:
         dweight[...] = result
         result = dweight
-    return dx, result
+    return dx, result, *sums
 
 
 # ---- LayerNorm -----------------------------------------------------------------------------------------------------

@@ -65,6 +65,12 @@ def rmsnorm_digests(rmsnorm, arithmetic, dtype):
         digests[f"{arithmetic} {dtype} {kind} {m}x{n} {', '.join(options) or 'plain'}"] = digest(
             *rmsnorm(x, weight, eps=1e-6, **given)
         )
+    for (kind, m, n), heads in itertools.product(NORMS, (2, 3)):
+        x, residual = data(kind, (m, heads, n), DTYPES[dtype]), data(kind, (m, heads, n), reference.FLOAT32, 2)
+        weight, bias = (data("normal", (heads, n), DTYPES[dtype], seed) for seed in (1, 3))
+        given = {"bias": bias, "residual": residual} if heads == 3 else {}
+        what = "of heads, bias, residual in float32" if heads == 3 else "of heads"
+        digests[f"{arithmetic} {dtype} {kind} {m}x{heads}x{n} {what}"] = digest(*rmsnorm(x, weight, eps=1e-6, **given))
     return digests
 
 
@@ -76,6 +82,16 @@ def rmsnorm_backward_digests(rmsnorm_backward, arithmetic, dtype):
         options = {"dresidual": data(kind, (m, n), DTYPES[dtype], 4)} if residual else {}
         results = rmsnorm_backward(dy, x, weight, rstd, dweight_dtype=DTYPES[dweight_dtype], **options)
         digests[f"{arithmetic} {dtype} {kind} {m}x{n} dresidual={residual} -> {dweight_dtype}"] = digest(*results)
+    for (kind, m, n), heads in itertools.product(NORMS, (2, 3)):
+        dy = data("normal", (m, heads, n), DTYPES[dtype], 1)
+        x = data(kind, (m, heads, n), reference.FLOAT32 if heads == 3 else DTYPES[dtype])
+        weight, rstd = (
+            data("normal", (heads, n), DTYPES[dtype], 2),
+            np.abs(data("normal", (m, heads), reference.FLOAT32, 3)),
+        )
+        results = rmsnorm_backward(dy, x, weight, rstd, has_bias=heads == 3)
+        what = "of heads, dbias, a sum in float32" if heads == 3 else "of heads"
+        digests[f"{arithmetic} {dtype} {kind} {m}x{heads}x{n} {what}"] = digest(*results)
     return digests
 
 

@@ -143,7 +143,8 @@ def test_options_of_a_later_release(struct):
 def test_options_of_no_release(struct):
     call, settings = CALLS[struct]
     given, size = options(struct, **settings), ffi.sizeof(struct)
-    for wrong in (0, 4, 8, size - 8, size - 1, size + 1, 4104, 2**32 - 1):
+    earlier = {frozen(release).sizeof(name) for release, name in STRUCTS if name == struct}
+    for wrong in {0, 4, 8, 16, size - 8, size - 1, size + 1, 4104, 2**32 - 1} - earlier:
         at = of_size(struct, max(size, min(wrong, 8192)), given)
         at.struct_size = wrong
         status, untouched = call(at)

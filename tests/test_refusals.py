@@ -136,13 +136,16 @@ SHAPES = [
     ("rmsnorm", {"x": (3, 0), "y": (3, 0), "weight": (0,)}, r"x is 3x0, want a last dimension of 1 or more"),
     ("rmsnorm", {"y": (3, 7)}, r"^rmsnorm: y is 3x7, want 3x8$"),
     ("rmsnorm", {"weight": (7,)}, r"weight is 7, want 8"),
-    ("rmsnorm", {"weight": (1, 8)}, r"weight is 1x8, want 8"),
+    ("rmsnorm", {"weight": (1, 8)}, r"weight is 1x8, want 3x8"),
+    ("rmsnorm", {"weight": (3, 7)}, r"weight is 3x7, want 3x8"),
+    ("rmsnorm", {"weight": (1, 3, 8)}, r"weight is 1x3x8, want 8"),
     ("rmsnorm", {"rstd": (4,)}, r"rstd is 4, want 3"),
     ("rmsnorm", {"rstd": (3, 1)}, r"rstd is 3x1, want 3"),
     ("rmsnorm", {"residual": (8,), "sum": (3, 8)}, r"residual is 8, want 3x8"),
     ("rmsnorm_backward", {"dy": (2, 8)}, r"dy is 2x8, want 3x8"),
     ("rmsnorm_backward", {"rstd": (2,)}, r"^rmsnorm_backward: rstd is 2, want 3$"),
     ("rmsnorm_backward", {"dweight": (9,)}, r"dweight is 9, want 8"),
+    ("rmsnorm_backward", {"dweight": (3, 8)}, r"dweight is 3x8, want 8"),
     ("rmsnorm_backward", {"dx": (8, 3)}, r"dx is 8x3, want 3x8"),
     ("rmsnorm_backward", {"dresidual": (3,)}, r"dresidual"),
 ]
@@ -183,10 +186,22 @@ DTYPES = [
         for number, name in [(2, "sm90"), (3, "sm80"), (4, "cdna3"), (5, "cdna2")]
     ],
     ("rmsnorm", {"y": half((3, 8))}, {}, r"^rmsnorm: y is bfloat16, want float32 as x is$"),
-    ("rmsnorm", {"residual": half((3, 8)), "sum": (3, 8)}, {}, r"residual is bfloat16, want float32 as x is"),
+    ("rmsnorm", {"residual": half((3, 8)), "sum": (3, 8)}, {}, r"residual is bfloat16, want float32 as x is$"),
+    (
+        "rmsnorm",
+        {"x": half((3, 8)), "y": half((3, 8)), "residual": half((3, 8), "float16"), "sum": (3, 8)},
+        {},
+        r"residual is float16, want bfloat16 as x is, or float32$",
+    ),
+    (
+        "rmsnorm",
+        {"x": half((3, 8)), "y": half((3, 8)), "residual": (3, 8), "sum": half((3, 8))},
+        {},
+        r"sum is bfloat16, want float32 as residual is$",
+    ),
     ("rmsnorm", {"rstd": half((3,))}, {}, r"rstd is bfloat16, want float32"),
     ("rmsnorm_backward", {"rstd": half((3,), "float16")}, {}, r"rstd is float16, want float32"),
-    ("rmsnorm_backward", {"dy": half((3, 8))}, {}, r"dy is bfloat16, want float32 as x is"),
+    ("rmsnorm_backward", {"x": half((3, 8))}, {}, r"dy is float32, want bfloat16 as x is"),
     (
         "rmsnorm_backward",
         {"dweight": half((8,))},
@@ -236,8 +251,8 @@ STRIDES = [
     ("rmsnorm_backward", {"dweight": random((16,))[::2]}, r"dweight has stride 2"),
     (
         "rmsnorm",
-        {"x": random((4, 5, 6, 8))[:2, :3, :4], "y": (2, 3, 4, 8), "rstd": (2, 3, 4)},
-        r"the rows of x need 3 strides to walk, want at most 2",
+        {"x": random((4, 5, 6, 7, 8))[:2, :3, :4, :5], "y": (2, 3, 4, 5, 8), "rstd": (2, 3, 4, 5)},
+        r"the rows of x need 4 strides to walk, want at most 3",
     ),
 ]
 
@@ -279,7 +294,7 @@ OVERLAPS = [
         ]
     ],
     ("rmsnorm", dict(zip(("y", "rstd"), overlapping((3, 8), (3,), 23))), r"rstd shares memory with y"),
-    ("rmsnorm_backward", dict(zip(("dx", "dweight"), overlapping((3, 8), (8,), 16))), r"dx shares memory with dweight"),
+    ("rmsnorm_backward", dict(zip(("dx", "dweight"), overlapping((3, 8), (8,), 16))), r"dweight shares memory with dx"),
 ]
 
 
@@ -333,7 +348,7 @@ NULLS = [
     ("gemm", {"a": {"ndim": 2, "dtype": FLOAT32, "data": 64}}, r"a has no shape"),
     ("rmsnorm", {"residual": (3, 8)}, r"residual is given without sum, want both or neither"),
     ("rmsnorm", {"sum": (3, 8)}, r"sum is given without residual, want both or neither"),
-    ("rmsnorm_backward", {"dx": None, "dweight": None}, r"dx and dweight are both NULL, want one of them"),
+    ("rmsnorm_backward", {"dx": None, "dweight": None}, r"dx, dweight and dbias are all NULL, want one of them"),
 ]
 
 
@@ -457,8 +472,8 @@ VALUES = [
     ("gemm", {"struct_size": 0}, r"^gemm: options.struct_size is 0, want 48$"),
     ("gemm", {"struct_size": 47}, r"options.struct_size is 47, want 48"),
     ("skinny_gemm", {"struct_size": 48}, r"options.struct_size is 48, want 56"),
-    ("rmsnorm", {"struct_size": 2**32 - 1}, r"options.struct_size is 4294967295, want 24"),
-    ("rmsnorm_backward", {"struct_size": 24}, r"options.struct_size is 24, want 40"),
+    ("rmsnorm", {"struct_size": 2**32 - 1}, r"options.struct_size is 4294967295, want 32"),
+    ("rmsnorm_backward", {"struct_size": 24}, r"options.struct_size is 24, want 48"),
     *[(op, {"reserved": 1}, r"options.reserved is 1, want 0") for op in VALID],
     *[("gemm", {"arithmetic": n}, rf"arithmetic is {n}, want 0 \(auto\) to 5 \(cdna2\)") for n in (-1, 6, 2**31 - 1)],
     *[

@@ -111,10 +111,18 @@ def norm(rng):
     shape = extents(rng, rng.choice([1, 2, 3]))
     x = draw(rng, shape)
     residual = draw(rng, x.shape) if rng.random() < 0.5 else None
-    weight = draw(rng, x.shape[-1:]) if rng.random() < 0.5 else None
+    per_head = x.shape[-2:] if rng.random() < 0.4 else x.shape[-1:]
+    weight, bias = (draw(rng, per_head) if rng.random() < 0.5 else None for _ in range(2))
     return agree(
-        lambda: RULES.norm("rmsnorm", operand("x", x), (operand("residual", residual),), operand("weight", weight)),
-        lambda: pydet.rmsnorm(x, weight, eps=1e-5, residual=residual)[0].shape,
+        lambda: RULES.norm(
+            "rmsnorm",
+            operand("x", x),
+            (operand("residual", residual),),
+            operand("weight", weight),
+            bias=operand("bias", bias),
+            heads=True,
+        ),
+        lambda: pydet.rmsnorm(x, weight, eps=1e-5, bias=bias, residual=residual)[0].shape,
     )
 
 
@@ -122,7 +130,8 @@ def norm_backward(rng):
     shape = extents(rng, rng.choice([1, 2, 3]))
     x = draw(rng, shape)
     dy, rstd = draw(rng, x.shape), draw(rng, x.shape[:-1])
-    weight, dresidual = (draw(rng, s) if rng.random() < 0.5 else None for s in (x.shape[-1:], x.shape))
+    per_head = x.shape[-2:] if rng.random() < 0.4 else x.shape[-1:]
+    weight, dresidual = (draw(rng, s) if rng.random() < 0.5 else None for s in (per_head, x.shape))
     return agree(
         lambda: RULES.norm(
             "rmsnorm_backward",
@@ -130,6 +139,7 @@ def norm_backward(rng):
             (operand("dy", dy), operand("dresidual", dresidual)),
             operand("weight", weight),
             operand("rstd", rstd),
+            heads=True,
         ),
         lambda: pydet.rmsnorm_backward(dy, x, weight, rstd, dresidual=dresidual)[0].shape,
     )
@@ -158,7 +168,7 @@ PHRASES = {  # that the drawn operands bring out of each
         "with those of a",
         "to those of out",
     ),
-    "rmsnorm": ("a last dimension of 1 or more", "weight is", "residual is", "as x is"),
+    "rmsnorm": ("a last dimension of 1 or more", "weight is", "bias is", "residual is", "as x is"),
     "rmsnorm_backward": ("rstd is float16, want float32", "dy is", "rstd is", "dresidual is", "weight is"),
 }
 

@@ -21,6 +21,19 @@ Norm norm_of(void *stream, const View &x, const RowWalk &walk, const View &weigh
   return norm;
 }
 
+// What accumulate asks of the sums over rows.
+pydet_status check_sums(const char *op, int32_t accumulate, const View &dweight, const View &dbias) {
+  PYDET_TRY(check_flag(op, "accumulate", accumulate));
+  if (!accumulate) return PYDET_OK;
+  if (!dweight.present() && !dbias.present())
+    return fail(PYDET_NULL_POINTER, "%s: dweight and dbias are NULL, want one of them under accumulate", op);
+  for (const View *sum : {&dweight, &dbias})
+    if (sum->present() && sum->type != Type::f32)
+      return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", op, sum->name,
+                  type_name(sum->type));
+  return PYDET_OK;
+}
+
 // For the chains of `sums` sums over rows.
 pydet_status backward_workspace(const char *op, int64_t rows, int64_t n, int sums, uint64_t *bytes) {
   int64_t chains = rows / kDweightChainRows + (rows % kDweightChainRows != 0), size = 0;
@@ -66,26 +79,37 @@ pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pyd
   pydet_rmsnorm_options options = {};
   options.eps = 1e-6f;
   PYDET_TRY(read_options(op, given, &options));
-  View x, residual, weight, y, rstd, sum;
+  View x, residual, weight, bias, y, rstd, sum;
   PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
   PYDET_TRY(read_optional(op, "residual", kNormRow, residual_tensor, 1, &residual));
   PYDET_TRY(read_optional(op, "weight", kNormVector, weight_tensor, 1, &weight));
   PYDET_TRY(read(op, "y", kNormRow, y_tensor, 1, &y));
   PYDET_TRY(read_optional(op, "rstd", kNormVector, rstd_tensor, 0, &rstd));
   PYDET_TRY(read_optional(op, "sum", kNormRow, sum_tensor, 1, &sum));
+  PYDET_TRY(read_optional(op, "bias", kNormVector, options.bias, 1, &bias));
   PYDET_TRY(both_or_neither(op, residual, sum));
   PYDET_TRY(unit_last_stride(x));
-  const View *like[] = {&residual, &y, &sum};
-  PYDET_TRY(check_norm(x, like, 3, weight, rstd));
+  const View *like[] = {&y};
+  int64_t heads = 1;
+  PYDET_TRY(check_norm(x, like, 0, View{}, View{}));
+  PYDET_TRY(check_like(x, residual, &residual));
+  PYDET_TRY(check_norm(x, like, 1, View{}, View{}));
+  PYDET_TRY(check_like(x, sum, &residual));
+  if (residual.present()) PYDET_TRY(same_type(residual, sum));
+  PYDET_TRY(check_weights(x, {&weight, &bias}, &heads));
+  PYDET_TRY(check_norm(x, like, 0, View{}, rstd));
   PYDET_TRY(check_eps(op, options.eps));
   PYDET_TRY(check_weight_offset(op, options.weight_offset));
-  const View *inputs[] = {&x, &residual, &weight}, *outputs[] = {&y, &sum, &rstd};
+  const View *inputs[] = {&x, &residual, &weight, &bias}, *outputs[] = {&y, &sum, &rstd};
   PYDET_TRY(outputs_apart(inputs, outputs));
   RowWalk walk;
   const View *walked[] = {&x, &residual, &y, &sum};
-  PYDET_TRY(walk_rows(walked, 4, &walk));
+  PYDET_TRY(walk_rows(walked, 4, &walk, 3));
   if (walk.rows == 0) return nothing_to_write();
   auto norm = norm_of<RmsNorm>(stream, x, walk, weight, rstd);
+  norm.outer = walk.outer;
+  norm.heads = heads;
+  norm.bias = vector_of(bias);
   norm.residual = rows_of(residual, walk, 1);
   norm.y = rows_of(y, walk, 2);
   norm.sum = rows_of(sum, walk, 3);
@@ -101,7 +125,7 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   const char *op = "rmsnorm_backward";
   pydet_rmsnorm_backward_options options = {};
   PYDET_TRY(read_options(op, given, &options));
-  View dy, x, weight, rstd, dresidual, dx, dweight;
+  View dy, x, weight, rstd, dresidual, dx, dweight, dbias;
   PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
   PYDET_TRY(read(op, "dy", kNormRow, dy_tensor, 1, &dy));
   PYDET_TRY(read_optional(op, "weight", kNormVector, weight_tensor, 1, &weight));
@@ -109,32 +133,37 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   PYDET_TRY(read_optional(op, "dresidual", kNormRow, dresidual_tensor, 1, &dresidual));
   PYDET_TRY(read_optional(op, "dx", kNormRow, dx_tensor, 1, &dx));
   PYDET_TRY(read_optional(op, "dweight", kNormVector, dweight_tensor, 1, &dweight));
-  if (!dx.present() && !dweight.present())
-    return fail(PYDET_NULL_POINTER, "%s: dx and dweight are both NULL, want one of them", op);
+  PYDET_TRY(read_optional(op, "dbias", kNormVector, options.dbias, 1, &dbias));
+  const bool sums = dweight.present() || dbias.present();
+  if (!dx.present() && !sums)
+    return fail(PYDET_NULL_POINTER, "%s: dx, dweight and dbias are all NULL, want one of them", op);
   PYDET_TRY(unit_last_stride(x));
-  const View *like[] = {&dy, &dresidual, &dx};
-  PYDET_TRY(check_norm(x, like, 3, weight, rstd));
-  PYDET_TRY(check_norm(x, like, 0, dweight, View{}));
+  const View *like[] = {&dresidual, &dx};
+  int64_t heads = 1;
+  PYDET_TRY(check_norm(x, like, 0, View{}, View{}));
+  PYDET_TRY(check_like(x, dy, &x));
+  PYDET_TRY(check_norm(x, like, 2, View{}, View{}));
+  PYDET_TRY(check_weights(x, {&weight, &dweight, &dbias}, &heads));
+  PYDET_TRY(check_norm(x, like, 0, View{}, rstd));
   PYDET_TRY(check_weight_offset(op, options.weight_offset));
-  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
-  if (options.accumulate && !dweight.present())
-    return fail(PYDET_NULL_POINTER, "%s: dweight is NULL, want a tensor under accumulate", op);
-  if (options.accumulate && dweight.type != Type::f32)
-    return fail(PYDET_INVALID_DTYPE, "%s: dweight is %s, want float32 under accumulate", op, type_name(dweight.type));
-  const View *inputs[] = {&dy, &x, &weight, &rstd, &dresidual}, *outputs[] = {&dx, &dweight};
-  for (const View *output : outputs) {
-    PYDET_TRY(no_self_overlap(*output));
-    for (const View *input : inputs) PYDET_TRY(disjoint(*output, *input));
-  }
-  PYDET_TRY(disjoint(dx, dweight));
+  PYDET_TRY(check_sums(op, options.accumulate, dweight, dbias));
+  const View *inputs[] = {&dy, &x, &weight, &rstd, &dresidual}, *outputs[] = {&dx, &dweight, &dbias};
+  PYDET_TRY(outputs_apart(inputs, outputs));
   RowWalk walk;
   const View *walked[] = {&x, &dy, &dresidual, &dx};
-  PYDET_TRY(walk_rows(walked, 4, &walk));
+  PYDET_TRY(walk_rows(walked, 4, &walk, 3));
 
-  PYDET_TRY(check_backward_workspace(op, options, walk.rows, x.cols(), dweight.present() ? 1 : 0, inputs, outputs));
-  if (walk.rows == 0 && !dweight.present()) return nothing_to_write();
+  int64_t columns = 0;
+  if (__builtin_mul_overflow(heads, x.cols(), &columns))
+    return fail(PYDET_OVERFLOW, "%s: weights of %" PRId64 " heads pass 2^63 - 1 elements", op, heads);
+  const int count = dbias.present() ? 2 : dweight.present() ? 1 : 0;
+  PYDET_TRY(check_backward_workspace(op, options, walk.rows / heads, columns, count, inputs, outputs));
+  if (walk.rows == 0 && !sums) return nothing_to_write();
 
   auto norm = norm_of<RmsNormBackward>(stream, x, walk, weight, rstd);
+  norm.outer = walk.outer;
+  norm.heads = heads;
+  norm.dbias = vector_of(dbias);
   norm.dy = rows_of(dy, walk, 1);
   norm.dresidual = rows_of(dresidual, walk, 2);
   norm.dx = rows_of(dx, walk, 3);
@@ -219,13 +248,7 @@ pydet_status pydet_layernorm_backward(void *stream, const pydet_tensor *dy_tenso
   PYDET_TRY(check_norm(x, like, 0, dweight, mean));
   PYDET_TRY(check_norm(x, like, 0, dbias, View{}));
   PYDET_TRY(check_weight_offset(op, options.weight_offset));
-  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
-  if (options.accumulate && !sums)
-    return fail(PYDET_NULL_POINTER, "%s: dweight and dbias are NULL, want one of them under accumulate", op);
-  for (const View *sum : {&dweight, &dbias})
-    if (options.accumulate && sum->present() && sum->type != Type::f32)
-      return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", op, sum->name,
-                  type_name(sum->type));
+  PYDET_TRY(check_sums(op, options.accumulate, dweight, dbias));
   const View *inputs[] = {&dy, &x, &weight, &mean, &rstd, &dresidual}, *outputs[] = {&dx, &dweight, &dbias};
   PYDET_TRY(outputs_apart(inputs, outputs));
   RowWalk walk;

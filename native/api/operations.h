@@ -50,7 +50,7 @@ template <> struct Operation<RmsNorm> : AlwaysIeee {
   static constexpr auto table = &Backend::rmsnorm;
   static Type input(const RmsNorm &n) { return n.x.type; }
   template <class Show> static void memory(const RmsNorm &n, Show show) {
-    show(n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data, n.rstd.data);
+    show(n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data, n.bias.data, n.rstd.data);
   }
 };
 
@@ -59,7 +59,7 @@ template <> struct Operation<RmsNormBackward> : AlwaysIeee {
   static constexpr auto table = &Backend::rmsnorm_backward;
   static Type input(const RmsNormBackward &n) { return n.x.type; }
   template <class Show> static void memory(const RmsNormBackward &n, Show show) {
-    show(n.dy.data, n.x.data, n.dresidual.data, n.dx.data, n.weight.data, n.rstd.data, n.dweight.data);
+    show(n.dy.data, n.x.data, n.dresidual.data, n.dx.data, n.weight.data, n.rstd.data, n.dweight.data, n.dbias.data);
   }
 };
 

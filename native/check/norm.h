@@ -5,14 +5,14 @@
 
 namespace pydet {
 
-// Two strides for the rows of all the tensors at once (absent ones have no say).
+// Two or three strides for the rows of all the tensors at once (absent ones have no say).
 struct RowWalk {
-  int64_t rows = 1, inner = 1;
+  int64_t rows = 1, inner = 1, outer = 1;
   static constexpr int kMaxTensors = 4;
-  int64_t outer_stride[kMaxTensors] = {}, inner_stride[kMaxTensors] = {};
+  int64_t outer_stride[kMaxTensors] = {}, inner_stride[kMaxTensors] = {}, far_stride[kMaxTensors] = {};
 };
 
-inline pydet_status walk_rows(const View *const *views, int count, RowWalk *walk) {
+inline pydet_status walk_rows(const View *const *views, int count, RowWalk *walk, int most = 2) {
   const View &first = *views[0];
   if (first.empty()) {  // no rows, however vast the other extents
     walk->rows = 0;
@@ -30,23 +30,57 @@ inline pydet_status walk_rows(const View *const *views, int count, RowWalk *walk
     extent[groups - 1] = merges ? extent[groups - 1] * first.shape[i] : first.shape[i];
     for (int t = 0; t < count; ++t) stride[t][groups - 1] = views[t]->present() ? views[t]->stride[i] : 0;
   }
-  if (groups > 2)
+  if (groups > most)
     return fail(PYDET_INVALID_STRIDE,
-                "%s: the rows of %s need %d strides to walk, want at most 2 after merging dimensions", first.op,
-                first.name, groups);
-  walk->inner = groups == 2 ? extent[1] : groups == 1 ? extent[0] : 1;
+                "%s: the rows of %s need %d strides to walk, want at most %d after merging dimensions", first.op,
+                first.name, groups, most);
+  walk->inner = groups ? extent[groups - 1] : 1;
+  walk->outer = groups > 1 ? extent[groups - 2] : 1;
   for (int t = 0; t < count; ++t) {
     walk->inner_stride[t] = groups ? stride[t][groups - 1] : 0;
-    walk->outer_stride[t] = groups == 2 ? stride[t][0] : 0;
+    walk->outer_stride[t] = groups > 1 ? stride[t][groups - 2] : 0;
+    walk->far_stride[t] = groups > 2 ? stride[t][groups - 3] : 0;
   }
   return PYDET_OK;
 }
 
 inline Rows rows_of(const View &view, const RowWalk &walk, int tensor) {
-  return view.present() ? Rows{view.data, view.type, walk.outer_stride[tensor], walk.inner_stride[tensor]} : Rows{};
+  if (!view.present()) return Rows{};
+  return {view.data, view.type, walk.outer_stride[tensor], walk.inner_stride[tensor], walk.far_stride[tensor]};
 }
 
 inline Vector vector_of(const View &view) { return view.present() ? Vector{view.data, view.type} : Vector{}; }
+
+// What x [..., N] asks of an operand beside it, which has its shape and adjacent elements. Its type too, unless `wide`:
+// then one of the two may be fp32.
+inline pydet_status check_like(const View &x, const View &other, const View *wide = nullptr) {
+  if (!other.present()) return PYDET_OK;
+  PYDET_TRY(same_device(x, other));
+  if (other.type != x.type && (!wide || wide->type != Type::f32))
+    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want %s as x is%s", other.op, other.name, type_name(other.type),
+                type_name(x.type), wide == &other && x.type != Type::f32 ? ", or float32" : "");
+  PYDET_TRY(want_shape(other, x.shape, x.ndim));
+  return unit_last_stride(other);
+}
+
+// Weights, biases and their gradients: all [N], or all [H, N] beside x [..., H, N].
+template <size_t count>
+pydet_status check_weights(const View &x, const View *const (&vectors)[count], int64_t *heads) {
+  const View *first = nullptr;
+  *heads = 1;
+  for (const View *vector : vectors) {
+    if (!vector->present()) continue;
+    const int ndim = vector->ndim == 2 && x.ndim > 1 ? 2 : 1;
+    PYDET_TRY(same_device(x, *vector));
+    PYDET_TRY(want_shape(*vector, x.shape + x.ndim - ndim, ndim));
+    if (!first) first = vector;
+    PYDET_TRY(want_shape(*vector, first->shape, first->ndim));
+    PYDET_TRY(unit_last_stride(*vector));
+    PYDET_TRY(contiguous(*vector));
+    if (ndim == 2 && !vector->empty()) *heads = vector->rows();
+  }
+  return PYDET_OK;
+}
 
 // What x [..., N] asks of the operands beside it: `like` have its shape, type and adjacent elements, vectors are [N] and
 // rstd (or a mean) is [...] in fp32.
@@ -54,13 +88,7 @@ inline pydet_status check_norm(const View &x, const View *const *like, int like_
                                const View &rstd) {
   if (x.cols() == 0)
     return fail(PYDET_INVALID_SHAPE, "%s: x is %s, want a last dimension of 1 or more", x.op, shape_text(x).text);
-  for (int i = 0; i < like_count; ++i) {
-    if (!like[i]->present()) continue;
-    PYDET_TRY(same_device(x, *like[i]));
-    PYDET_TRY(same_type(x, *like[i]));
-    PYDET_TRY(want_shape(*like[i], x.shape, x.ndim));
-    PYDET_TRY(unit_last_stride(*like[i]));
-  }
+  for (int i = 0; i < like_count; ++i) PYDET_TRY(check_like(x, *like[i]));
   PYDET_TRY(same_device(x, vector));
   if (vector.present()) {
     PYDET_TRY(want_shape(vector, x.shape + x.ndim - 1, 1));

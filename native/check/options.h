@@ -10,6 +10,12 @@ namespace pydet {
 template <class Struct> struct EarlierSizes {
   static constexpr uint32_t sizes[] = {sizeof(Struct)};
 };
+template <> struct EarlierSizes<pydet_rmsnorm_options> {
+  static constexpr uint32_t sizes[] = {24};
+};
+template <> struct EarlierSizes<pydet_rmsnorm_backward_options> {
+  static constexpr uint32_t sizes[] = {40};
+};
 
 // A caller's size: this release's or an earlier one's, or a later release's, of which more is known below.
 template <class Struct> pydet_status check_size(const char *op, const char *name, uint32_t size) {

@@ -23,13 +23,14 @@ bool has_avx512(const Device &device) {
 #endif
 
 constexpr uint32_t kGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kAlongM | kAlongN;
-constexpr uint32_t kNormFeatures = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
-constexpr uint32_t kGradientFeatures =
-    kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kLayerNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kMean | kRstd | kTwoStrides;
+constexpr uint32_t kLayerNormGradient =
+    kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient | kBiasGradient;
+constexpr uint32_t kOfHeads = kHeads | kWideSum | kThreeStrides;
+constexpr uint32_t kNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kRstd | kTwoStrides | kOfHeads;
+constexpr uint32_t kGradientFeatures = kLayerNormGradient | kOfHeads;
 constexpr uint32_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
-constexpr uint32_t kLayerNormFeatures = kNormFeatures | kBias | kMean;
-constexpr uint32_t kLayerNormGradient = kGradientFeatures | kBiasGradient;
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes (all), prefers (all), launch.
 constexpr Kernel<Gemm> kGemm[] = {

@@ -17,25 +17,6 @@
 namespace pydet {
 namespace {
 
-// ---- Biases ------------------------------------------------------------------------------------------------------
-
-// Its type is asked for each vector: kernels for every pair of types of weight and bias would be four times the code.
-struct Biases {
-  const Vector &bias;
-  template <class V> V added(int64_t j, V xhat, V w) const {
-    if (!bias.data) return xhat * w;
-    V b;
-    dispatch(bias.type, [&](auto number) {
-      using T = decltype(number);
-      b = get<T>((const typename T::Stored *)bias.data + j, V{});
-    });
-    return fma(xhat, w, b);
-  }
-};
-
-// A function of its own: each copy of it would have a frame of its own on the caller's 16 KiB of stack.
-__attribute__((noinline)) float joined(const RowSum &lanes, int64_t n) { return lanes.joined(n); }
-
 // x - mean: a sum with the negative, which is the same number.
 template <class V> V centred(V x, float mean) { return x + all(-mean, V{}); }
 

@@ -29,6 +29,20 @@ template <class F> void with_weights(const Vector &weight, float offset, F f) {
   });
 }
 
+// Their type is asked for each vector: kernels for every pair of types of weight and bias would be four times the code.
+struct Biases {
+  const Vector &bias;
+  template <class V> V added(int64_t j, V xhat, V w) const {
+    if (!bias.data) return xhat * w;
+    V b;
+    dispatch(bias.type, [&](auto number) {
+      using T = decltype(number);
+      b = get<T>((const typename T::Stored *)bias.data + j, V{});
+    });
+    return fma(xhat, w, b);
+  }
+};
+
 // ---- Rows -----------------------------------------------------------------------------------------------------------
 
 int64_t threads_for(double elements) { return pydet::threads_for(elements, 1 << 17); }
@@ -53,6 +67,9 @@ void over_rows(const Problem &norm, int64_t at_once, double passes, Scratch &scr
     });
   });
 }
+
+// A function of its own: each copy of it would have a frame of its own on the caller's 16 KiB of stack.
+__attribute__((noinline)) float joined(const RowSum &lanes, int64_t n) { return lanes.joined(n); }
 
 // ---- Sums over rows ------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 // RMSNorm and its gradients, in fp32 (NUMERICS.md, "RMSNorm"). The bits are those of every other backend.
 //
-//   forward    x    = round(x + residual), stored in sum          only with a residual
+//   forward    x    = round(x + residual), stored in sum          only with a residual; in its type, or in fp32
 //              rstd = 1 / sqrt(rowsum(x, x) / n + eps)
-//              y    = round((x rstd) (w + weight_offset))
+//              y    = round((x rstd) (w + weight_offset)), or round(fmaf(x rstd, w + weight_offset, bias))
 //   backward   xhat = x rstd,   g = dy (w + weight_offset),   c = rowsum(g, xhat) / n
 //              t    = fmaf(-xhat, c, g)
 //              dx   = round(rstd t), or round(fmaf(rstd, t, dresidual))
 //              dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 4 chains added from +0 are a group, 4
-//                       groups a block of 256 rows; the blocks added, from +0 or from dweight, and rounded once
+//                       groups a block of 256 rows; the blocks added, from +0 or from dweight, and rounded once;
+//                       with heads over the rows of each head. dbias sums dy alike
 //   rowsum     element j of (u, v) goes to lane j mod 2048, lane = fmaf(u, v, lane) from +0; then lane 8 g + e is
 //              joined over e with partners 4, 2, 1 apart, then over g with partners 128, 64, ..., 1 apart
 //
@@ -24,65 +25,81 @@ namespace {
 
 // ---- Forward -----------------------------------------------------------------------------------------------------
 
-template <class T, class W> void normalize_row(const RmsNorm &problem, const W &weights, int64_t r, RowSum &lanes) {
-  const int64_t n = problem.n, inner = problem.inner, next = r + 1 < problem.rows ? r + 1 : r;
-  const auto *x = row<T>(problem.x, inner, r);
-  const auto *residual = row<T>(problem.residual, inner, r);
-  auto *sum = row<T>(problem.sum, inner, r);
-  auto *y = row<T>(problem.y, inner, r);
+// S: the type of residual and sum. With a residual the sum is what is normalised, else x, which has that type then.
+template <class T, class S, class W>
+void normalize_row(const RmsNorm &problem, const W &weights, int64_t r, RowSum &lanes) {
+  const Biases biases = {problem.bias};
+  const RowPlace at = place_of(problem, r), after = place_of(problem, r + 1 < problem.rows ? r + 1 : r);
+  const int64_t n = problem.n, first = r % problem.heads * n;  // of the weights
+  const auto *x = row<T>(problem.x, at);
+  const auto *residual = row<S>(problem.residual, at);
+  auto *sum = row<S>(problem.sum, at);
+  auto *y = row<T>(problem.y, at);
+  const auto *normed = residual ? sum : (const typename S::Stored *)x;
 
   lanes.clear(n);
   if (residual) {
     along(n, [&](int64_t j, auto v) {
-      set<T>(sum + j, get<T>(x + j, v) + get<T>(residual + j, v));
-      auto a = get<T>(sum + j, v);
+      set<S>(sum + j, get<T>(x + j, v) + get<S>(residual + j, v));
+      auto a = get<S>(sum + j, v);
       lanes.add(j, a, a);
     });
-    x = sum;
   } else {
     along(n, [&](int64_t j, auto v) {
-      auto a = get<T>(x + j, v);
+      auto a = get<S>(normed + j, v);
       lanes.add(j, a, a);
     });
   }
 
-  const float mean = lanes.joined(n) / float(n);
+  const float mean = joined(lanes, n) / float(n);
   const float rstd = 1.0f / sqrtf(mean + problem.eps);
   if (problem.rstd.data) ((float *)problem.rstd.data)[r] = pydet::canonical(rstd);
-  const auto *next_x = row<T>(problem.x, inner, next), *next_residual = row<T>(problem.residual, inner, next);
+  const auto *next_x = row<T>(problem.x, after);
+  const auto *next_residual = row<S>(problem.residual, after);
   along(n, [&](int64_t j, auto v) {
     prefetch(next_x, j);
     prefetch(next_residual, j);
-    set<T>(y + j, get<T>(x + j, v) * all(rstd, v) * weights.at(j, v));
+    set<T>(y + j, biases.added(first + j, get<S>(normed + j, v) * all(rstd, v), weights.at(first + j, v)));
   });
 }
 
 // ---- Backward ----------------------------------------------------------------------------------------------------
 
-// One row: its dx, and its step in each column's chain (n of them, or NULL).
-template <class T, class W>
-void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, float *chain, RowSum &lanes) {
-  const int64_t n = problem.n, inner = problem.inner, next = r + 1 < problem.rows ? r + 1 : r;
-  const auto *dy = row<T>(problem.dy, inner, r);
-  const auto *x = row<T>(problem.x, inner, r);
-  const auto *dresidual = row<T>(problem.dresidual, inner, r);
-  auto *dx = row<T>(problem.dx, inner, r);
+// Calls f with the number type of dy beside an x of type T: T, or any beside fp32.
+template <class T, class F> void with_dy(Type type, const F &f) {
+  if constexpr (std::is_same_v<T, Number<Type::f32>>) dispatch(type, f);
+  else f(T{});
+}
+
+// One row: its dx, and its step in the chains of dweight and dbias, which are those of its head (or NULL). D: the type of
+// dy, T that of all else.
+template <class T, class D, class W>
+void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, float *dweight, float *dbias,
+                  RowSum &lanes) {
+  const RowPlace at = place_of(problem, r), after = place_of(problem, r + 1 < problem.rows ? r + 1 : r);
+  const int64_t n = problem.n, first = r % problem.heads * n;  // of the weights
+  const auto *dy = row<D>(problem.dy, at);
+  const auto *x = row<T>(problem.x, at);
+  const auto *dresidual = row<T>(problem.dresidual, at);
+  auto *dx = row<T>(problem.dx, at);
   const float rstd = ((const float *)problem.rstd.data)[r];
 
   if (dx) lanes.clear(n);
   along(n, [&](int64_t j, auto v) {
-    auto d = get<T>(dy + j, v), xhat = get<T>(x + j, v) * all(rstd, v);
-    if (chain) set<Partial>(chain + j, fma(d, xhat, get<Partial>(chain + j, v)));
-    if (dx) lanes.add(j, d * weights.at(j, v), xhat);
+    auto d = get<D>(dy + j, v), xhat = get<T>(x + j, v) * all(rstd, v);
+    if (dweight) set<Partial>(dweight + first + j, fma(d, xhat, get<Partial>(dweight + first + j, v)));
+    if (dbias) set<Partial>(dbias + first + j, d + get<Partial>(dbias + first + j, v));
+    if (dx) lanes.add(j, d * weights.at(first + j, v), xhat);
   });
   if (!dx) return;
 
-  const float c = lanes.joined(n) / float(n);
-  const auto *next_dy = row<T>(problem.dy, inner, next), *next_x = row<T>(problem.x, inner, next);
+  const float c = joined(lanes, n) / float(n);
+  const auto *next_dy = row<D>(problem.dy, after);
+  const auto *next_x = row<T>(problem.x, after);
   along(n, [&](int64_t j, auto v) {
     prefetch(next_dy, j);
     prefetch(next_x, j);
-    auto g = get<T>(dy + j, v) * weights.at(j, v), xhat = get<T>(x + j, v) * all(rstd, v);
+    auto g = get<D>(dy + j, v) * weights.at(first + j, v), xhat = get<T>(x + j, v) * all(rstd, v);
     auto t = fnma(xhat, all(c, v), g);
     set<T>(dx + j, dresidual ? fma(all(rstd, v), t, get<T>(dresidual + j, v)) : all(rstd, v) * t);
   });
@@ -95,26 +112,35 @@ void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, f
 template <> pydet_status rmsnorm<Isa>(const RmsNorm &problem) {
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     over_rows(problem, kRowElements / problem.n + 1, 1, scratch, [&](auto number, const auto &weights, auto block) {
+      using T = decltype(number);
+      const bool wide = problem.residual.data && problem.residual.type != problem.x.type;
       for (int64_t r = block.first; r < block.end; ++r)
-        normalize_row<decltype(number)>(problem, weights, r, block.lanes);
+        wide ? normalize_row<T, Number<Type::f32>>(problem, weights, r, block.lanes)
+             : normalize_row<T, T>(problem, weights, r, block.lanes);
     });
   });
   return PYDET_OK;
 }
 
 template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
-  const int64_t n = problem.n, chains = divide_up(problem.rows, kDweightChainRows);
-  const bool dweight = problem.dweight.data;
-  const int64_t at_once = dweight ? kDweightChainRows : kRowElements / n + 1;
+  const int64_t heads = problem.heads, columns = heads * problem.n;
+  const int64_t chains = divide_up(problem.rows / heads, kDweightChainRows);
+  const bool sums = problem.dweight.data || problem.dbias.data;
+  const int64_t at_once = sums ? kDweightChainRows * heads : kRowElements / problem.n + 1;
+  float *of_weight = (float *)problem.workspace, *of_bias = sums ? of_weight + chains * columns : nullptr;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     over_rows(problem, at_once, 2, scratch, [&](auto number, const auto &weights, auto block) {
-      float *chain = dweight ? (float *)problem.workspace + block.index * n : nullptr;
-      if (chain) memset(chain, 0, size_t(n) * sizeof(float));
-      for (int64_t r = block.first; r < block.end; ++r)
-        backward_row<decltype(number)>(problem, weights, r, chain, block.lanes);
+      float *dweight = problem.dweight.data ? of_weight + block.index * columns : nullptr;
+      float *dbias = problem.dbias.data ? of_bias + block.index * columns : nullptr;
+      if (dweight) memset(dweight, 0, size_t(columns) * sizeof(float));
+      if (dbias) memset(dbias, 0, size_t(columns) * sizeof(float));
+      with_dy<decltype(number)>(problem.dy.type, [&](auto gradient) {
+        for (int64_t r = block.first; r < block.end; ++r)
+          backward_row<decltype(number), decltype(gradient)>(problem, weights, r, dweight, dbias, block.lanes);
+      });
     });
-    if (!dweight) return;
-    join_chains((const float *)problem.workspace, chains, n, problem.dweight, problem.accumulate, scratch);
+    if (problem.dweight.data) join_chains(of_weight, chains, columns, problem.dweight, problem.accumulate, scratch);
+    if (problem.dbias.data) join_chains(of_bias, chains, columns, problem.dbias, problem.accumulate, scratch);
   });
   return PYDET_OK;
 }

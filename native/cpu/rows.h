@@ -43,6 +43,20 @@ template <class T> inline typename T::Stored *row(const Rows &rows, int64_t inne
   return (typename T::Stored *)rows.data + r / inner * rows.outer_stride + r % inner * rows.inner_stride;
 }
 
+// The same where rows have three strides: its place is found once for all operands of a problem.
+struct RowPlace {
+  int64_t far, outer, inner;
+};
+template <class Problem> inline RowPlace place_of(const Problem &problem, int64_t r) {
+  const int64_t q = r / problem.inner;
+  return {q / problem.outer, q % problem.outer, r % problem.inner};
+}
+template <class T> inline typename T::Stored *row(const Rows &rows, const RowPlace &at) {
+  if (!rows.data) return nullptr;
+  return (typename T::Stored *)rows.data + at.far * rows.far_stride + at.outer * rows.outer_stride +
+         at.inner * rows.inner_stride;
+}
+
 // Asks for the cache line of element j; `p` may be NULL.
 template <class Stored> inline void prefetch(const Stored *p, int64_t j) {
   if (p) __builtin_prefetch(p + j);

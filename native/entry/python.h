@@ -62,7 +62,7 @@ typedef struct pydet_product_arguments { /* gemm, gemm_da, gemm_db, skinny_gemm 
 
 typedef struct pydet_rmsnorm_arguments {
   pydet_object *x, *weight, *eps; /* positional */
-  pydet_object *weight_offset, *residual;
+  pydet_object *bias, *weight_offset, *residual;
   pydet_object *out, *rstd, *sum;
   pydet_object *kernel, *stream;
 } pydet_rmsnorm_arguments;
@@ -70,8 +70,9 @@ typedef struct pydet_rmsnorm_arguments {
 typedef struct pydet_rmsnorm_backward_arguments {
   pydet_object *dy, *x, *weight, *rstd; /* positional */
   pydet_object *weight_offset, *dresidual;
-  pydet_object *out, *dweight;
-  pydet_object *dweight_dtype; /* a type index or None */
+  pydet_object *has_bias; /* whether dbias is made where it is not given */
+  pydet_object *out, *dweight, *dbias;
+  pydet_object *dweight_dtype; /* of both; a type index or None */
   pydet_object *accumulate, *kernel, *stream;
 } pydet_rmsnorm_backward_arguments;
 

@@ -147,10 +147,11 @@ enum { PYDET_XLA_EXECUTE = 3 };
  *   matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
  *   rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
  *   not take, goes to pydet_gemm. No workspace: no kernel of this release wants one (pydet_gemm_workspace).
- * rmsnorm: x, then a residual if has_residual, a weight if has_weight; y, rstd, and the sum if has_residual. eps,
- *   weight_offset.
+ * rmsnorm: x, then a residual if has_residual, a weight if has_weight, a bias if has_bias; y, rstd, and the sum if
+ *   has_residual. eps, weight_offset. heads: how many a weight or bias has, 0 where it is [n].
  * rmsnorm_backward: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual, a dweight to continue from if
- *   accumulate; dx, then if has_weight dweight and a workspace of bytes. weight_offset.
+ *   accumulate; dx, then dweight if has_weight, dbias if has_bias, and a workspace of bytes if either. weight_offset,
+ *   heads.
  * layernorm: x, then a residual if has_residual, a weight if has_weight, a bias if has_bias; y, mean, rstd, and the sum
  *   if has_residual. eps, weight_offset.
  * layernorm_backward: dy, x, mean, rstd, then a weight if has_weight, dresidual if has_dresidual; dx, then dweight if

@@ -134,6 +134,10 @@ pydet_status rmsnorm_unaligned(const RmsNorm &);
 bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &);
 
+// any/rmsnorm_general.cu
+pydet_status rmsnorm_general(const RmsNorm &);
+pydet_status rmsnorm_backward_general(const RmsNormBackward &);
+
 // any/softmax.cu
 bool softmax_held_takes(const Softmax &);
 pydet_status softmax_held(const Softmax &);

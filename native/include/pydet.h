@@ -292,18 +292,21 @@ PYDET_API pydet_status pydet_quantize(void *stream, const pydet_tensor *x, const
                                       const pydet_tensor *transposed_scale, const pydet_quantize_options *options);
 
 /* ---- RMSNorm --------------------------------------------------------------------------------------------------
- *   y = x rstd (w + weight_offset),   rstd = 1 / sqrt(mean(x^2) + eps),   over the last dimension
+ *   y = x rstd (w + weight_offset) + bias,   rstd = 1 / sqrt(mean(x^2) + eps),   over the last dimension
  *
- * All in fp32 with the same bits on every backend. x [..., N], bf16, fp16 or fp32, rows of any stride, elements of a
- * row adjacent. weight NULL (all 1) or [N] of any of the three types. y like x. rstd NULL or [...] fp32, contiguous.
- * residual NULL or like x: then sum, which must be given and is like x, receives x + residual rounded to its type, and
- * is what is normalised. */
+ * All in fp32 with the same bits on every backend. x [..., N], bf16, fp16 or fp32, elements of a row adjacent, rows
+ * anywhere, with at most three strides left once dimensions are merged. y like x. rstd NULL or [...] fp32, contiguous.
+ * weight NULL (all 1), [N], or [H, N] beside x [..., H, N]: a weight for each head. bias NULL (0) or like weight. Either
+ * of any of the three types. A head has the bits of a call on it alone, its dweight and dbias too.
+ * residual NULL or like x, or fp32 beside any x: then sum, which must be given and is like residual, receives
+ * x + residual rounded to its type, and is what is normalised. */
 typedef struct pydet_rmsnorm_options {
   uint32_t struct_size;
   float eps;           /* not negative; 1e-6 if options is NULL */
   float weight_offset; /* 1 for models that store w - 1 */
   int32_t reserved;    /* 0 */
   const char *kernel;
+  const pydet_tensor *bias; /* NULL: 0 */
 } pydet_rmsnorm_options;
 
 PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const pydet_tensor *residual,
@@ -312,11 +315,11 @@ PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const 
 
 /* Gradients, from the x (or sum) and rstd of the forward call:
  *   xhat = x rstd,  g = dy (w + weight_offset),  dx = rstd (g - xhat mean(g xhat)) + dresidual
- *   dweight[n] = sum over rows of dy xhat
- * dx like x, or NULL; dweight [N] fp32, bf16 or fp16, or NULL; dresidual like x, or NULL. The sum over rows walks
- * fixed blocks, never the SM count's, so dweight needs a workspace of pydet_rmsnorm_backward_workspace bytes. Under
- * accumulate it continues from dweight, then fp32: rows cut at a multiple of PYDET_DWEIGHT_ROWS give the bits of one
- * call. */
+ *   dweight[n] = sum over rows of dy xhat,   dbias[n] = sum over rows of dy
+ * dy shaped like x, and of its type, or of any beside an fp32 x (a sum); dx like x, or NULL; dresidual like x, or NULL;
+ * dweight [N] fp32, bf16 or fp16, or [H, N] where weight is, or NULL. The sum over rows walks fixed blocks, never the SM
+ * count's, so dweight needs a workspace of pydet_rmsnorm_backward_workspace bytes. Under accumulate it continues from
+ * dweight, then fp32: rows (of each head) cut at a multiple of PYDET_DWEIGHT_ROWS give the bits of one call. */
 enum { PYDET_DWEIGHT_ROWS = 256 };
 
 typedef struct pydet_rmsnorm_backward_options {
@@ -327,6 +330,7 @@ typedef struct pydet_rmsnorm_backward_options {
   const char *kernel;
   void *workspace;
   uint64_t workspace_size;
+  const pydet_tensor *dbias; /* NULL, or shaped like dweight, and under accumulate continued too; twice the workspace */
 } pydet_rmsnorm_backward_options;
 
 PYDET_API pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *x,
@@ -335,7 +339,8 @@ PYDET_API pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *
                                               const pydet_tensor *dweight,
                                               const pydet_rmsnorm_backward_options *options);
 
-/* Bytes of workspace for dweight over `rows` rows of n elements: a function of the two alone. */
+/* Bytes of workspace for dweight over `rows` rows of n elements: a function of the two alone. For H heads those of
+ * rows / H rows of H n elements. */
 PYDET_API pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n, uint64_t *bytes);
 
 /* ---- LayerNorm ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from pydet.ops import Arithmetic
-from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
+from pydet.torch import ops, rmsnorm_bias  # noqa: F401 -- register torch.ops.pydet
 
 
 def gemm(
@@ -75,21 +75,28 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     *,
     eps: float,
+    bias: torch.Tensor | None = None,
     weight_offset: float = 0.0,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``y = x rstd (weight + weight_offset)`` over the last dimension: :func:`pydet.rmsnorm` with a gradient.
+    """``y = x rstd (weight + weight_offset) + bias`` over the last dimension: :func:`pydet.rmsnorm` with a gradient.
 
     Args:
         x: ``[..., N]``.
-        weight: ``[N]``, or None for ones.
+        weight: ``[N]``, or ``[H, N]`` beside an ``x`` of ``[..., H, N]``, or None for ones.
         eps: added to the mean of squares.
+        bias: shaped like ``weight``, or None for zeros.
         weight_offset: 1.0 for models that store the weight less 1.
-        residual: like ``x``; then their sum is normalised.
+        residual: like ``x``, or float32; then their sum, of its type, is normalised.
 
     Returns:
         ``y``; with a residual ``(y, x + residual)``.
     """
+    if bias is not None:
+        if residual is None:
+            return torch.ops.pydet.rmsnorm_bias(x, weight, bias, eps, weight_offset)[0]
+        y, _, total = torch.ops.pydet.rmsnorm_bias_residual(x, residual, weight, bias, eps, weight_offset)
+        return y, total
     if residual is None:
         return torch.ops.pydet.rmsnorm(x, weight, eps, weight_offset)[0]
     y, _, total = torch.ops.pydet.rmsnorm_residual(x, residual, weight, eps, weight_offset)

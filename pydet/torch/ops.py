@@ -231,7 +231,7 @@ def _fake_skinny_gemm(
 
 def _fake_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
     rows, weights = _operands("rmsnorm", x=x, weight=weight)
-    TRACED.norm("rmsnorm", rows, (), weights)
+    TRACED.norm("rmsnorm", rows, (), weights, heads=True)
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -239,8 +239,8 @@ def _fake_rmsnorm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, added, weights = _operands("rmsnorm", x=x, residual=residual, weight=weight)
-    TRACED.norm("rmsnorm", rows, (added,), weights)
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape)
+    TRACED.norm("rmsnorm", rows, (added,), weights, heads=True)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32), residual.new_empty(x.shape)
 
 
 def _fake_rmsnorm_backward(
@@ -253,7 +253,7 @@ def _fake_rmsnorm_backward(
 ) -> tuple[Tensor, Tensor]:
     op = "rmsnorm_backward"
     rows, gradient, weights, of_rows, added = _operands(op, x=x, dy=dy, weight=weight, rstd=rstd, dresidual=dresidual)
-    TRACED.norm(op, rows, (gradient, added), weights, of_rows)
+    TRACED.norm(op, rows, (gradient, added), weights, of_rows, heads=True)
     return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
 
@@ -364,7 +364,7 @@ class _RmsNormResidual(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: Tensor, dsum: Tensor) -> tuple[Any, ...]:
         total, weight, rstd = ctx.saved_tensors
         dx, dweight = torch.ops.pydet.rmsnorm_backward(dy, total, weight, rstd, ctx.weight_offset, dsum)
-        return dx, dx, None if weight is None else dweight, None, None
+        return dx.to(dy.dtype), dx, None if weight is None else dweight, None, None
 
 
 # ---- Above the backends ----------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keyw
   Operand *x = call.read("x", given.x);
   Operand *residual = x ? call.read_optional("residual", given.residual) : nullptr;
   Operand *weight = residual ? call.read_optional("weight", given.weight) : nullptr;
-  Operand *y = weight ? call.read_optional("out", given.out, true) : nullptr;
+  Operand *bias = weight ? call.read_optional("bias", given.bias) : nullptr;
+  Operand *y = bias ? call.read_optional("out", given.out, true) : nullptr;
   Operand *rstd = y ? call.read_optional("rstd", given.rstd, true) : nullptr;
   Operand *sum = rstd ? call.read_optional("sum", given.sum, true) : nullptr;
   if (!sum) return nullptr;
@@ -26,7 +27,9 @@ Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keyw
   const int type = type_index(x->tensor.dtype);
   if (!make_like(call, x->tensor, x->tensor.ndim, type, &y)) return nullptr;
   if (!make_like(call, x->tensor, x->tensor.ndim < 1 ? 0 : x->tensor.ndim - 1, int(Type::f32), &rstd)) return nullptr;
-  if (residual->present && !make_like(call, x->tensor, x->tensor.ndim, type, &sum)) return nullptr;
+  const int sum_type = residual->present && sound(residual->tensor, 1) ? type_index(residual->tensor.dtype) : type;
+  if (residual->present && !make_like(call, x->tensor, x->tensor.ndim, sum_type, &sum)) return nullptr;
+  options.bias = tensor_of(bias);
 
   const bool done = call.run(elements(x->tensor), [&](void *stream) {
     return call.library().rmsnorm(stream, tensor_of(x), tensor_of(residual), tensor_of(weight), tensor_of(y),
@@ -36,7 +39,7 @@ Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keyw
   return done ? call.results(results, sum->present ? 3 : 2) : nullptr;
 }
 
-// -> (dx, dweight or None)
+// -> (dx, dweight or None), and dbias where there is one
 Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("rmsnorm_backward");
   pydet_rmsnorm_backward_arguments given;
@@ -48,28 +51,43 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
   Operand *dresidual = rstd ? call.read_optional("dresidual", given.dresidual) : nullptr;
   Operand *dx = dresidual ? call.read_optional("out", given.out, true) : nullptr;
   Operand *dweight = dx ? call.read_optional("dweight", given.dweight, true) : nullptr;
-  if (!dweight) return nullptr;
+  Operand *dbias = dweight ? call.read_optional("dbias", given.dbias, true) : nullptr;
+  if (!dbias) return nullptr;
   pydet_rmsnorm_backward_options options = {};
   options.struct_size = sizeof options;
   int64_t type = -1;
+  int32_t has_bias = 0;
   if (!call.integer_of("dweight_dtype", given.dweight_dtype, &type)) return nullptr;
+  if (!call.flag_of("has_bias", given.has_bias, &has_bias)) return nullptr;
   if (!call.float_of("weight_offset", given.weight_offset, &options.weight_offset)) return nullptr;
   if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
   if (!call.choose_library(given.stream) || !type_agrees(call, "dweight", *dweight, type)) return nullptr;
-  if (options.accumulate && !dweight->present)
+  if (options.accumulate && !dweight->present && !dbias->present)
     return call.fail(PYDET_INVALID_VALUE,
                      "rmsnorm_backward: accumulate needs dweight, the float32 tensor to continue from"),
            nullptr;
   if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
-  if (!dweight->present && weight->present && sound(weight->tensor, 1) && weight->tensor.ndim == 1) {
-    if (type < 0) type = type_index(weight->tensor.dtype);
-    if (!(dweight = call.make(1, weight->tensor.shape, int(type)))) return nullptr;
+  // Gradients that are made are shaped like the weight, and where there is none like a weight of all rows.
+  const pydet_tensor &sample = weight->present ? weight->tensor : x->tensor;
+  if (!options.accumulate && sound(sample, 1) && (!weight->present || sample.ndim <= 2)) {
+    const int ndim = weight->present ? sample.ndim : 1;
+    const int64_t *shape = sample.shape + sample.ndim - ndim;
+    if (type < 0) type = type_index(sample.dtype);
+    if (weight->present && !dweight->present && !(dweight = call.make(ndim, shape, int(type)))) return nullptr;
+    if (has_bias && !dbias->present && !(dbias = call.make(ndim, shape, int(type)))) return nullptr;
   }
+  options.dbias = tensor_of(dbias);
   const int64_t total = elements(x->tensor), n = sound(x->tensor, 1) ? x->tensor.shape[x->tensor.ndim - 1] : 0;
-  if (dweight->present && n > 0) {
+  if ((dweight->present || dbias->present) && n > 0) {
+    const pydet_tensor &sum = dweight->present ? dweight->tensor : dbias->tensor;
+    const int64_t heads = sum.ndim == 2 && sum.shape[0] > 0 ? sum.shape[0] : 1;
+    int64_t columns = 0;
     uint64_t bytes = 0;
-    if (call.library().rmsnorm_backward_workspace(total / n, n, &bytes) != PYDET_OK) bytes = 0;
+    if (__builtin_mul_overflow(heads, n, &columns) ||
+        call.library().rmsnorm_backward_workspace(total / n / heads, columns, &bytes) != PYDET_OK)
+      bytes = 0;
+    if (dbias->present) bytes *= 2;
     if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;
   }
 
@@ -77,8 +95,8 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
     return call.library().rmsnorm_backward(stream, tensor_of(dy), tensor_of(x), tensor_of(weight), tensor_of(rstd),
                                            tensor_of(dresidual), tensor_of(dx), tensor_of(dweight), &options);
   });
-  Operand *results[] = {dx, dweight};
-  return done ? call.results(results, 2) : nullptr;
+  Operand *results[] = {dx, dweight, dbias};
+  return done ? call.results(results, dbias->present ? 3 : 2) : nullptr;
 }
 
 // ---- LayerNorm ---------------------------------------------------------------------------------------------------

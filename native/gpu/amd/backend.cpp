@@ -35,6 +35,7 @@ constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
 constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
 constexpr uint32_t kAllOfGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
+constexpr uint32_t kOfHeads = kBias | kHeads | kWideSum | kThreeStrides;
 constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
@@ -73,6 +74,8 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
      rmsnorm_held},
     {"hip_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, kBuiltFor, is_built, nullptr, nullptr,
      rmsnorm_long},
+    {"hip_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm | kOfHeads, kBuiltFor, is_built, nullptr,
+     nullptr, rmsnorm_general},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
@@ -82,6 +85,8 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
      rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
     {"hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built, nullptr,
      nullptr, rmsnorm_backward_long},
+    {"hip_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads, kBuiltFor,
+     is_built, nullptr, nullptr, rmsnorm_backward_general},
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {

@@ -254,7 +254,7 @@ inline bool rows_aligned(const Rows &rows) {
   if (!rows.data) return true;
   int64_t bytes = size_of(rows.type);
   return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.outer_stride * bytes % 16 == 0 &&
-         rows.inner_stride * bytes % 16 == 0;
+         rows.inner_stride * bytes % 16 == 0 && rows.far_stride * bytes % 16 == 0;
 }
 inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
 

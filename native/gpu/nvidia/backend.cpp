@@ -30,6 +30,7 @@ constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kT
 constexpr uint32_t kGradientAlone =
     kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
 constexpr uint32_t kAllOfGradient = kGradientAlone | kResidual;
+constexpr uint32_t kOfHeads = kBias | kHeads | kWideSum | kThreeStrides;
 constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
@@ -158,6 +159,8 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
      rmsnorm_unaligned_takes, nullptr, rmsnorm_unaligned},
     {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, nullptr, nullptr,
      rmsnorm_long},
+    {"cuda_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm | kOfHeads, "sm_80 or later", from_sm80,
+     nullptr, nullptr, rmsnorm_general},
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
@@ -179,6 +182,8 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
      rmsnorm_backward_unaligned_takes, nullptr, rmsnorm_backward_unaligned},
     {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
      nullptr, nullptr, rmsnorm_backward_long},
+    {"cuda_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads, "sm_80 or later",
+     from_sm80, nullptr, nullptr, rmsnorm_backward_general},
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
