@@ -3,13 +3,13 @@
 //   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
 //   w_c = fl(sa[m, c] sb[c, n]) with scales along k, else 1;     then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 //
-// One persistent block an SM, two blocks a cluster. A producer
-// thread brings tiles of m by 128 k and 128 k by n into a ring of stages by TMA; the blocks of a cluster lie under each
-// other and each brings half of b's tile to both, or side by side and halves of a's. Two warps put the weights of each
-// stage beside it, so that the warpgroups that multiply only read them: where these loaded scales themselves, the
-// kernel had half of its speed. The additions, which are half as many instructions again, are made while the other
-// warpgroup's chunk is on the tensor cores, or this one's next. Adding zeros past the end of K changes nothing, since a
-// step leaves c on a grid that the next step keeps.
+// One persistent block an SM, two blocks a cluster. A producer thread brings tiles of m by 128 k and 128 k by n into a
+// ring of stages by TMA; the blocks of a cluster lie under each other and each brings half of b's tile to both, or side
+// by side and halves of a's. Two warps put the weights of each stage beside it, or the scales of a tile, so that the
+// warpgroups that multiply only read them: where these loaded scales themselves, the kernel had half of its speed. The
+// additions, which are half as many instructions again, are made while the other warpgroup's chunk is on the tensor
+// cores, or this one's next. Adding zeros past the end of K changes nothing, since a step leaves c on a grid that the
+// next step keeps.
 
 #include "gpu/nvidia/sm90/scaled_tiles.h"
 #include "gpu/nvidia/sm90/wgmma_fp8.h"
