@@ -84,9 +84,11 @@ static void run(void) {
       options.kernel = call.kernel;
       call.status = pydet_quantize(NULL, &x, &y, &scale, NULL, NULL, &options);
     } else if (!strcmp(call.operation, "rmsnorm")) {
-      pydet_rmsnorm_options options = {sizeof options, 1e-6f, 0, 0, NULL};
-      options.kernel = call.kernel;
-      call.status = pydet_rmsnorm(NULL, &x, NULL, &weight, &y, NULL, NULL, &options);
+      pydet_rmsnorm_options options = {sizeof options, 1e-6f, 0, 0, NULL, NULL};
+      pydet_tensor residual = tensor(b, 2, of_c, NULL, fp32), sum = tensor(workspace, 2, of_c, NULL, fp32);
+      options.kernel = call.kernel, options.bias = &weight;
+      call.status = pydet_rmsnorm(NULL, &x, call.transposed ? &residual : NULL, &weight, &y, NULL,
+                                  call.transposed ? &sum : NULL, &options);
     } else if (!strcmp(call.operation, "softmax")) {
       pydet_softmax_options options = {sizeof options, 0, NULL, 0};
       options.log = call.k_chunk != 0, options.kernel = call.kernel;
@@ -115,10 +117,11 @@ static void run(void) {
       options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
       call.status = pydet_layernorm_backward(NULL, &dy, &x, &weight, &rstd, &rstd, NULL, &y, &dweight, NULL, &options);
     } else {
-      pydet_rmsnorm_backward_options options = {sizeof options, 0, 0, 0, NULL, NULL, 0};
+      pydet_rmsnorm_backward_options options = {sizeof options, 0, 0, 0, NULL, NULL, 0, NULL};
       pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype), rstd = tensor(b, 1, of_rows, NULL, fp32);
       pydet_tensor dweight = tensor(workspace, 1, of_row, NULL, fp32);
-      options.kernel = call.kernel;
+      pydet_tensor dbias = tensor(workspace + kMost / 4, 1, of_row, NULL, fp32);
+      options.kernel = call.kernel, options.dbias = &dbias;
       options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
       call.status = pydet_rmsnorm_backward(NULL, &dy, &x, &weight, &rstd, NULL, &y, &dweight, &options);
     }
