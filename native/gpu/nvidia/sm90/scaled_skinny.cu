@@ -36,6 +36,7 @@ struct SkinnyProblem {
 
 template <int tile_rows, int warpgroups> struct Shape {
   static constexpr bool turned = false;  // both operands have k adjacent
+  static constexpr bool prefetches = false;
   static constexpr int rows = tile_rows, box_columns = rows;
   static constexpr bool chunked = false, split = false;  // stages go on through chunks
   static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;

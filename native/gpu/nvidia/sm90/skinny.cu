@@ -29,6 +29,7 @@ constexpr int kFewM = 32;        // of which long stages have room in shared mem
 template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bool few> struct Shape {
   static constexpr Type type = input;
   static constexpr bool turned = kTurned;
+  static constexpr bool prefetches = !kTurned;  // there it gained nothing
   // Where n is adjacent: rows of w in a box, as wide as a swizzle is
   static constexpr int box_columns = tile_rows % 64 == 0 ? 64 : tile_rows % 32 == 0 ? 32 : 16;
   static constexpr int rows = tile_rows;
