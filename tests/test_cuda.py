@@ -216,6 +216,10 @@ def problems_for(arithmetic, dtype):
     for m, n, k in FEW_ROWS:
         yield base(m, n, k, out_dtype=next(outs), bias="n bf16" if m % 2 else "", accumulate=False)
     yield base(65, 136, 264, accumulate=True)
+    chunks = itertools.cycle([16, 64, 80, 256])
+    for m, n, k in FEW_ROWS[5::2]:
+        yield base(m, n, k, out_dtype=next(outs), k_chunk=next(chunks), accumulate=False)
+    yield base(33, 136, 264, k_chunk=48, accumulate=True)
 
 
 FEW_ROWS = [

@@ -13,7 +13,6 @@ pydet_status gemm_sm90(const Gemm &, int tile);
 // nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a; `turned`: they
 // have n adjacent, not k.
 template <int rows, bool turned> struct SkinnySm90 {
-  static constexpr uint32_t types = turned ? bit(Type::bf16) : kHalfTypes;
   static bool takes(const Gemm &);
   static pydet_status launch(const Gemm &);
 };

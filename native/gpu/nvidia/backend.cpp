@@ -53,9 +53,9 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
 
 template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *name) {
   return {name,
-          SkinnySm90<rows, turned>::types,
+          kHalfTypes,
           Arithmetic::sm90,
-          turned ? kBias | kAccumulate | kAlongN : kOneMatrix,
+          turned ? kOneMatrix | kAlongN : kOneMatrix,
           "sm_90a",
           is_sm90,
           SkinnySm90<rows, turned>::takes,

@@ -326,15 +326,14 @@ Plan plan_of(Gemm &g, int rows) {
 }
 
 template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const Plan &plan) {
-  return with_type<SkinnySm90<rows, kTurned>::types>(g.a.type, [&](auto type) {
+  return with_type<kHalfTypes>(g.a.type, [&](auto type) {
     return either(g.m > kWarpgroupRows && !plan.x_split, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
         auto go = [&](auto split, auto few) {
           using S = Shape<type, rows, two ? 2 : 1, chunked, split, few>;
           return launch_shape<S>(name, g, plan, skinny_kernel<S>);
         };
-        if constexpr (kTurned && chunked) return pydet_status(PYDET_UNSUPPORTED);  // no such row in backend.cpp
-        else if constexpr (rows <= kNarrowRows && !two)
+        if constexpr (rows <= kNarrowRows && !two)
           return either(g.m <= kFewM, [&](auto few) {
             if constexpr (chunked)
               if (plan.parts > 1) return go(std::true_type(), few);
