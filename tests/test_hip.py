@@ -56,12 +56,12 @@ class Hip(fakehip.StandIn):
         self.forget()
         self.host = None  # the address of a tensor that is no device memory
 
-    def call(self, function, options, *arrays, device=0, kind=ROCM, stream=0):
-        """The status of a C call on these arrays (None for NULL)."""
+    def call(self, function, options, *arrays, device=0, kind=ROCM, stream=0, held=()):
+        """The status of a C call on these arrays (None for NULL), and on those that its options hold."""
         tensors = [None if x is None else capi.Tensor(x, device=(kind, device)) for x in arrays]
         self.fake.fakehip_disown()
-        self.tensors = [x.ctypes.data for x in arrays if x is not None]
-        for x in arrays:
+        self.tensors = [x.ctypes.data for x in (*arrays, *held) if x is not None]
+        for x in (*arrays, *held):
             if x is not None and x.size:
                 memory, owner = x, x.base
                 while owner is not None:  # as_strided puts objects that are no arrays in between
@@ -406,6 +406,33 @@ def test_rmsnorm_backward_equals_cpu(hip, dtype):
                 for ours, theirs in zip(got, want, strict=bool(got)):
                     assert_same_bits(ours, theirs, f"{name} {rows}x{n} on {hip.arch}")
     assert taken == {name for name, *_ in table(hip, "rmsnorm_backward")}
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_rmsnorm_of_heads_equals_cpu(hip, dtype):
+    """Weights and biases of heads, a residual in fp32, rows that lie apart; dbias, and dy beside a sum in fp32."""
+    for tokens, heads, n in ((2, 3, 40), (18, 2, 33), (1, 2, 520)):
+        apart = np.zeros((heads, tokens + 1, n + 8), DTYPES[dtype])[:, :tokens, :n].transpose(1, 0, 2)
+        apart[...] = normal(tokens, heads, n, dtype=dtype)
+        residual, dy = normal(tokens, heads, n, seed=1), normal(tokens, heads, n, dtype=dtype, seed=2)
+        weight, bias = normal(heads, n, dtype=dtype, seed=3), normal(heads, n, seed=4)
+        found = {}
+        for where in (ROCM, CPU):
+            y, rstd = np.full(apart.shape, 7, apart.dtype), np.full(apart.shape[:-1], 7, np.float32)
+            total, added = np.full(apart.shape, 7, np.float32), capi.Tensor(bias, device=(where, 0))
+            options = capi.options("pydet_rmsnorm_options", eps=1e-5, bias=added.c)
+            hip.check("pydet_rmsnorm", options, apart, residual, weight, y, rstd, total, kind=where, held=(bias,))
+            dx, dweight, dbias = (np.full(x.shape, 7, np.float32) for x in (total, weight, weight))
+            memory, summed = np.zeros(1 << 16, np.uint8), capi.Tensor(dbias, device=(where, 0))
+            start = ffi.cast("void *", memory.ctypes.data + -memory.ctypes.data % 16)
+            options = capi.options(
+                "pydet_rmsnorm_backward_options", workspace=start, workspace_size=(1 << 16) - 16, dbias=summed.c
+            )
+            operands = (dy, total, weight, rstd, None, dx, dweight)
+            hip.check("pydet_rmsnorm_backward", options, *operands, kind=where, held=(dbias,))
+            found[where] = y, rstd, total, dx, dweight, dbias
+        for number, (ours, theirs) in enumerate(zip(found[ROCM], found[CPU], strict=True)):
+            assert_same_bits(ours, theirs, f"{tokens}x{heads}x{n}, result {number} on {hip.arch}")
 
 
 WIDTHS = (64, 128, 256, 512, 1000, 2048, 4096, 8192, 16384)  # the longest row of each team that holds one
