@@ -12,7 +12,7 @@ release (one that must change bits raises ``NUMERICS``).
 """
 
 from pydet._native import Error, InvalidType, InvalidValue
-from pydet.audit import Audit, Difference, audit, audit_fold
+from pydet.audit import Audit, Difference, audit, audit_fold, audit_layernorm, audit_rmsnorm
 from pydet.ops import (
     ABI,
     DWEIGHT_ROWS,
@@ -60,6 +60,8 @@ __all__ = [
     "__version__",
     "audit",
     "audit_fold",
+    "audit_layernorm",
+    "audit_rmsnorm",
     "devices",
     "fold",
     "gemm",

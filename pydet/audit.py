@@ -182,6 +182,116 @@ def audit_fold(parts: Any, out: Any, *, bias: Any = None, order: ops.Order = "or
     )
 
 
+def audit_rmsnorm(
+    x: Any,
+    y: Any,
+    weight: Any = None,
+    *,
+    eps: float,
+    bias: Any = None,
+    weight_offset: float = 0.0,
+    residual: Any = None,
+    sample: int | None = None,
+    seed: int = 0,
+) -> Audit:
+    """Recomputes ``y`` of :func:`pydet.rmsnorm` on the CPU and compares bits; :func:`audit_layernorm` says the rest."""
+    options = {"eps": eps, "weight_offset": weight_offset}
+    return _audit_norm(ops.rmsnorm, x, y, weight, bias, residual, options, sample, seed)
+
+
+def audit_layernorm(
+    x: Any,
+    y: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: Any = None,
+    sample: int | None = None,
+    seed: int = 0,
+) -> Audit:
+    """Recomputes ``y`` of :func:`pydet.layernorm` on the CPU and compares bits.
+
+    Needs NumPy. The operands may be of different frameworks and on any device; they are copied to the host.
+
+    Args:
+        x, weight, bias, eps, weight_offset, residual: as they went into the norm.
+        y: ``[..., N]``, the result to check.
+        sample: check so many rows (with weights of heads so many rows of heads), picked at random; None for all.
+        seed: of the random choice; the same seed picks the same rows.
+
+    Returns:
+        The counts, and the first differences; its ``arithmetic`` is ``"ieee"``.
+
+    Raises:
+        Error: as the norm, of which ``y`` is the output.
+    """
+    options = {"eps": eps, "weight_offset": weight_offset}
+    return _audit_norm(ops.layernorm, x, y, weight, bias, residual, options, sample, seed)
+
+
+def _audit_norm(
+    norm: Callable[..., Any],
+    x: Any,
+    y: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    options: dict[str, Any],
+    sample: int | None,
+    seed: int,
+) -> Audit:
+    import numpy
+
+    rows, given = _host("x", x), _host("y", y)
+    weights, biases, added = (
+        None if v is None else _host(name, v)
+        for name, v in (("weight", weight), ("bias", bias), ("residual", residual))
+    )
+    shape, kept = given.bits.shape, None
+    if sample is not None:
+        if sample < 1:
+            fail(_native.INVALID_VALUE, f"audit: sample is {sample}, want 1 or more")
+        of_heads = any(v is not None and v.bits.ndim == 2 for v in (weights, biases))
+        leading = shape[: -2 if of_heads else -1]
+        like = [v for v in (rows, added) if v is not None]
+        if any(v.bits.shape != shape for v in like) or len(shape) < (2 if of_heads else 1):
+            words = " and ".join("x".join(map(str, v.bits.shape)) for v in like)
+            fail(constants.PYDET_INVALID_SHAPE, f"audit: x and residual are {words}, y {'x'.join(map(str, shape))}")
+        count = int(numpy.prod(leading, dtype=object))
+        kept = numpy.sort(numpy.random.default_rng(seed).choice(count, min(sample, count), replace=False))
+
+        def picked(operand: Memory) -> Memory:
+            return Memory(operand.bits.reshape(count, *shape[len(leading) :])[kept], operand.index)
+
+        rows, given = picked(rows), picked(given)
+        added = None if added is None else picked(added)
+    got = given.bits
+    want, single = numpy.empty_like(got), TYPES.index("float32")
+    of_rows = [Memory(numpy.empty(got.shape[:-1], "u4"), single) for _ in range(2 if norm is ops.layernorm else 1)]
+    total = [] if added is None else [Memory(numpy.empty_like(added.bits), added.index)]
+    result = (Memory(want, given.index), *of_rows, *total)
+    norm(rows, weights, bias=biases, residual=added, out=result, **options)
+
+    def index_of(spot: tuple[int, ...]) -> tuple[int, ...]:
+        if kept is None:
+            return spot
+        outer = numpy.unravel_index(kept[spot[0]], leading) if leading else ()
+        return (*map(int, outer), *map(int, spot[1:]))
+
+    differing, first = _compare(got, want, given.index, index_of)
+    return Audit(
+        elements=int(numpy.prod(shape, dtype=object)),
+        checked=int(got.size),
+        differing=differing,
+        first=first,
+        arithmetic="ieee",
+        k_chunk=None,
+        dtype=TYPES[given.index],
+    )
+
+
 def _compare(
     got: Any, want: Any, index: int, index_of: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda spot: spot
 ) -> tuple[int, tuple[Difference, ...]]:

@@ -230,3 +230,28 @@ def test_the_workspace_is_that_of_all_heads():
         arguments = [t.c for t in tensors[0]] + [ffi.NULL] + [t.c for t in tensors[1]]
         assert lib.pydet_rmsnorm_backward(ffi.NULL, *arguments, given) == status
     assert np.array_equal(dbias, np.full((3, 8), 40.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_audits_of_norms(dtype):
+    x, weight, bias = (
+        data("normal", shape, DTYPES[dtype], seed) for seed, shape in enumerate([(9, 3, 40), (40,), (40,)])
+    )
+    of_heads, residual = data("normal", (3, 40), DTYPES[dtype], 3), data("normal", x.shape, reference.FLOAT32, 4)
+    layer = pydet.layernorm(x, weight, bias, eps=EPS)[0]
+    headed = pydet.rmsnorm(x, of_heads, eps=EPS, residual=residual, bias=of_heads)[0]
+    for sample, checked in ((None, x.size), (4, 4 * 40), (100, x.size)):
+        found = pydet.audit_layernorm(x, layer, weight, bias, eps=EPS, sample=sample)
+        assert (found.elements, found.checked, found.differing) == (x.size, checked, 0)
+        found = pydet.audit_rmsnorm(
+            x, headed, of_heads, eps=EPS, bias=of_heads, residual=residual, sample=sample, seed=1
+        )
+        assert (found.checked, found.differing) == (checked * (3 if sample == 4 else 1), 0)
+    assert not pydet.audit_layernorm(x, layer, weight, eps=EPS).all_equal
+    headed[7, 2, 5] += headed.dtype.type(1)
+    found = pydet.audit_rmsnorm(x, headed, of_heads, eps=EPS, bias=of_heads, residual=residual, sample=9)
+    assert [difference.index for difference in found.first] == [(7, 2, 5)]
+    with pytest.raises(pydet.Error, match=r"^audit: sample is 0, want 1 or more$"):
+        pydet.audit_layernorm(x, layer, eps=EPS, sample=0)
+    with pytest.raises(pydet.Error, match=r"^audit: x and residual are 8x3x40, y 9x3x40$"):
+        pydet.audit_layernorm(x[:8], layer, eps=EPS, sample=2)
