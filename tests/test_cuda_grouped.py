@@ -1,5 +1,6 @@
 """The CUDA kernels of grouped_gemm, forced by name, against the CPU's bit for bit, whatever the boundaries hold."""
 
+import dataclasses
 import functools
 import random
 
@@ -164,6 +165,40 @@ def test_groups_of_many_tiles(device, kernel, dtype):
             assert_same_bits(test_grouped_gemm.run(device.grouped_gemm, problem), on_cpu(problem), str(problem))
         del ROUTINGS[name]
     assert device.taken == 15, f"{kernel.name} took {device.taken} and refused {device.refused}"
+
+
+@each("grouped_gemm")
+def test_chunks_around_stages_and_tiles(device, kernel, dtype):
+    """Chunks of one step to several stages of 64, which begin inside a stage; groups of many tiles, and sums over
+    groups that end inside a step. Who refuses k_chunk refuses all of them."""
+    asked = 0
+    for name, sizes in (("pairs", [257, 128, 0, 31, 129, 5]), ("many", [1, 0, 7, 2] * 30 + [70, 0, 130])):
+        end = np.cumsum(sizes, dtype=np.int32)
+        ROUTINGS[name] = (int(end[-1]) + 3, end, None)
+        make = functools.partial(Grouped, name, dtype=dtype, arithmetic=kernel.arithmetic)
+        for i, k_chunk in enumerate((16, 48, 64, 80, 128, 144, 320, 2**40) if name == "pairs" else (32, 64)):
+            layout, out = ("row", "col")[i % 2], list(DTYPES)[i % 3]
+            rows = make(rows=(200, 328)[i % 2], n=(72, 264)[i // 2 % 2], b_layout=layout, k_chunk=k_chunk)
+            sums = make(depth=True, rows=136, n=264, a_layout="col", k_chunk=k_chunk)
+            more = {"accumulate": True} if i % 4 == 0 else {"out_dtype": out, "bias": ("", "bf16")[i % 2]}
+            for problem in (rows, sums):
+                problem = dataclasses.replace(problem, **more)
+                assert_same_bits(test_grouped_gemm.run(device.grouped_gemm, problem), on_cpu(problem), str(problem))
+                asked += 1
+        del ROUTINGS[name]
+    assert asked in (device.taken, device.refused), f"{kernel.name} took {device.taken} and refused {device.refused}"
+
+
+def test_chunks_by_the_library_s_choice(torch):
+    """Hopper's own kernel takes them; what it does not read aligned stays with another."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    a = torch.zeros(64, 128, device="cuda", dtype=torch.bfloat16)
+    b, end = torch.zeros(2, 128, 256, device="cuda", dtype=torch.bfloat16), torch.tensor([9, 64], device="cuda")
+    pydet.grouped_gemm(a, b, end.int(), k_chunk=32)
+    assert pydet.last_kernel() == "cuda_grouped_gemm_sm90_128x128"
+    pydet.grouped_gemm(a[:, :99].contiguous(), b[:, :99], end.int(), k_chunk=32)
+    assert pydet.last_kernel() == "cuda_grouped_gemm_sm90_mma_64x64"
 
 
 @each("grouped_gemm")

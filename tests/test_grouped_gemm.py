@@ -45,11 +45,11 @@ ROUTINGS = {
 def matrices(shape, dtype, layout):
     """As place, without gaps between matrices where there are none between rows: then a kernel may copy 16 bytes."""
     if len(shape) == 2 or "padded" in layout:
-        return place(shape, dtype, layout)[1]
+        return place(shape, dtype, layout)
     groups, k, n = shape
     turned = layout == "col"
-    rows = place((groups * n, k) if turned else (groups * k, n), dtype, "row")[1]
-    return rows.reshape(groups, n, k).swapaxes(1, 2) if turned else rows.reshape(shape)
+    memory, rows = place((groups * n, k) if turned else (groups * k, n), dtype, "row")
+    return memory, rows.reshape(groups, n, k).swapaxes(1, 2) if turned else rows.reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Grouped:
         dtype, (tokens, end, _) = DTYPES[self.dtype], self.boundaries()
         a_shape = (self.rows, tokens) if self.depth else (tokens, self.rows)
         b_shape = (tokens, self.n) if self.depth else (len(end), self.rows, self.n)
-        a, b = place(a_shape, dtype, self.a_layout)[1], matrices(b_shape, dtype, self.b_layout)
+        a, b = place(a_shape, dtype, self.a_layout)[1], matrices(b_shape, dtype, self.b_layout)[1]
         a[...], b[...] = data(self.kind, a_shape, dtype, self.seed), data(self.kind, b_shape, dtype, self.seed + 1)
         given = {"arithmetic": self.arithmetic, "k_chunk": self.k_chunk}
         if self.bias:
@@ -109,7 +109,7 @@ def run(grouped_gemm, problem):
     """The implementation's result, after checking that it wrote its elements and nothing beside them."""
     a, b, given = problem.operands()
     _, end, start = problem.boundaries()
-    memory, out = place(problem.shape, DTYPES[problem.out_dtype], problem.out_layout)
+    memory, out = matrices(problem.shape, DTYPES[problem.out_dtype], problem.out_layout)
     out[...] = problem.start()
     before = memory.copy()
     inputs = [x.tobytes() for x in (a, b, end)]

@@ -212,8 +212,17 @@ constexpr Kernel<Fold> kFold[] = {
 constexpr uint32_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;
 constexpr uint32_t kGroupsTile = kBias | kAccumulate | kAlongM | kAlongN | kDepth;
 template <int tile> constexpr Kernel<GroupedGemm> groups_row() {
-  return {kGroupedTiles[tile].name, kHalfTypes, Arithmetic::sm90,          kGroupsTile,       "sm_90a", is_sm90,
-          grouped_sm90_takes,       nullptr,    GroupedSm90<tile>::launch, grouped_sm90_best, tile};
+  return {kGroupedTiles[tile].name,
+          kHalfTypes,
+          Arithmetic::sm90,
+          kGroupsTile | when(kGroupedTiles[tile].chunks, kChunks),
+          "sm_90a",
+          is_sm90,
+          grouped_sm90_takes,
+          nullptr,
+          GroupedSm90<tile>::launch,
+          grouped_sm90_best,
+          tile};
 }
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
     groups_row<0>(),

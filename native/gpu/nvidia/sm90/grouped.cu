@@ -2,6 +2,7 @@
 //
 //   rows:   out[t, :] = round(D + bias[g, :]),  D = +0 or out, D = step(D, a[t, 16i ..], b[g][16i .., :]), i ascending
 //   depth:  out[g]    = round(D + bias[g, :]),  D likewise over the tokens of group g, 16 a step from its first
+//   with k_chunk D = fl(D + s_c) for chunks c ascending, s_c = such a chain from +0 over the chunk's k or tokens
 //
 // Persistent clusters of two blocks walk the tiles of all groups, which each block works out from the boundaries as it
 // starts: nothing about them is known to the host. In a group, two tiles under each other share their loads of b by
@@ -19,13 +20,14 @@
 namespace pydet {
 namespace {
 
+constexpr int kStep = 16;      // of k
 constexpr int kSlots = 4;      // tiles that the producer may be ahead
 constexpr uint16_t kBoth = 3;  // blocks of the cluster
 
-template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent> struct Shape {
+template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent, bool chunks> struct Shape {
   static constexpr Type type = input;
   static constexpr int m = tile_m, n = tile_n;
-  static constexpr bool depth = along_depth, a_k_adjacent = !depth, b_k_adjacent = b_adjacent;
+  static constexpr bool depth = along_depth, a_k_adjacent = !depth, b_k_adjacent = b_adjacent, chunked = chunks;
   static constexpr int consumers = m / 64, threads = kWarpgroup * (1 + consumers), registers = n / 2;
   static constexpr int producer_registers = 40, consumer_registers = 232;
   // Boxes of TMA along m and n. A tile brings the boxes of a that have rows of its group.
@@ -108,6 +110,12 @@ struct Slots {
   }
 };
 
+// Where in k the stage after that at `k` begins: one begins with every chunk.
+template <class S> __device__ __forceinline__ int next_stage(int k, int chunk) {
+  if constexpr (S::chunked) return min(k + kBlockK, (k / chunk + 1) * chunk);
+  else return k + kBlockK;
+}
+
 template <class S>
 __device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &groups, Slots slots, uint32_t shared,
                                         int rank) {
@@ -116,7 +124,7 @@ __device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &g
     const Spot at = spot_of<S>(p, groups, index, rank);
     slots.put(at);
     const int boxes = min(S::a_boxes, cut(at.end - at.row, S::a_box));
-    for (int k = 0; k < at.depth; k += kBlockK) {
+    for (int k = 0; k < at.depth; k = next_stage<S>(k, p.chunk)) {
       const uint32_t full = shared + S::barriers_at + stage * 8, to = shared + stage * S::stage_bytes;
       barrier_wait(full + S::stages * 8, parity ^ 1);
       barrier_expect(full, boxes * S::a_box_bytes + S::b_bytes);
@@ -152,17 +160,24 @@ template <class S> struct Ring {
     if (read >= 0 && thread < kCluster) barrier_arrive(shared + S::barriers_at + (S::stages + read) * 8, thread);
   }
 
-  // A stage on; the one before is free.
-  __device__ __forceinline__ void advance(float (&d)[S::registers]) {
+  // A stage on, or `steps` steps of it, the first from +0 if `fresh`; the stage before is free.
+  template <bool whole> __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
     barrier_wait(full(), parity);
     const uint32_t at = shared + stage * S::stage_bytes;
     const uint64_t a = wgmma_descriptor<S::a_k_adjacent>(at + warpgroup * kBlockBytes);
     const uint64_t b = wgmma_descriptor<S::b_k_adjacent>(at + S::a_bytes);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kBlockK / 16; ++i)
+    auto step = [&](int i) {
       wgmma<S::type, S::a_k_adjacent, S::b_k_adjacent>(d, a + i * kDescriptorStep<S::a_k_adjacent>,
-                                                       b + i * kDescriptorStep<S::b_k_adjacent>, 1);
+                                                       b + i * kDescriptorStep<S::b_k_adjacent>, i || !fresh);
+    };
+    wgmma_fence();
+    if constexpr (whole) {
+#pragma unroll
+      for (int i = 0; i < kBlockK / kStep; ++i) step(i);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < steps; ++i) step(i);
+    }
     wgmma_commit();
     wgmma_wait<1>();
     release(reading);
@@ -185,22 +200,42 @@ template <class S> struct Ring {
     named_sync(1 + warpgroup, kWarpgroup);
   }
 
-  // d = the chain of one tile, from d.
-  __device__ __forceinline__ void chain(float (&d)[S::registers], int depth) {
-#pragma unroll 1
-    for (int k = 0; k < depth; k += kBlockK) {
-      if (S::depth && depth - k < kBlockK) zero_after(depth - k);
-      advance(d);
-    }
+  // The accumulators may be read.
+  __device__ __forceinline__ void finish() {
     wgmma_wait<0>();
     release(reading);
     reading = -1;
   }
 
-  // Leaves out as many stages.
-  __device__ __forceinline__ void skip(int depth) {
+  // d = the chain of one tile, or the sum of its chunks, from d. A chunk ends with a step, the last one past the end.
+  __device__ __forceinline__ void chain(float (&d)[S::registers], int depth, int chunk) {
+    if constexpr (S::chunked) {
 #pragma unroll 1
-    for (int k = 0; k < depth; k += kBlockK) {
+      for (int start = 0; start < depth; start += chunk) {
+        float sum[S::registers];
+        const int here = min(chunk, depth - start), whole = here / kBlockK, rest = here % kBlockK;
+#pragma unroll 1
+        for (int i = 0; i < whole; ++i) advance<true>(sum, 0, i == 0);
+        if (S::depth && rest % kStep) zero_after(rest);
+        if (rest) advance<false>(sum, (rest + kStep - 1) / kStep, whole == 0);
+        finish();
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
+      }
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < depth; k += kBlockK) {
+        if (S::depth && depth - k < kBlockK) zero_after(depth - k);
+        advance<true>(d, 0, false);
+      }
+      finish();
+    }
+  }
+
+  // Leaves out as many stages.
+  __device__ __forceinline__ void skip(int depth, int chunk) {
+#pragma unroll 1
+    for (int k = 0; k < depth; k = next_stage<S>(k, chunk)) {
       barrier_wait(full(), parity);
       release(stage);
       next();
@@ -216,7 +251,7 @@ __device__ __forceinline__ void consume(const GroupedProblem &p, Slots slots, ui
   for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     const int row = at.row + warpgroup * 64;
     if (row >= at.end || at.column >= p.n) {
-      ring.skip(at.depth);
+      ring.skip(at.depth, p.chunk);
       continue;
     }
     const int warp_row = row + warp * kWarpRows;
@@ -227,11 +262,11 @@ __device__ __forceinline__ void consume(const GroupedProblem &p, Slots slots, ui
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (p.accumulate) {
       tile.begin_at_out(d);
-      ring.chain(d, at.depth);
+      ring.chain(d, at.depth, p.chunk);
     } else {
 #pragma unroll
       for (int i = 0; i < S::registers; ++i) d[i] = 0;
-      ring.chain(d, at.depth);
+      ring.chain(d, at.depth, p.chunk);
     }
     if (p.bias) tile.add_bias(d);
     if (p.out_type == Type::bf16) tile.template store_half<true>(d);
@@ -292,17 +327,23 @@ template <class S> pydet_status launch_shape(const GroupedGemm &g, const char *n
   return launch(shape, grouped_kernel<S>, problem);
 }
 
-template <int tile, Type type> pydet_status launch_layout(const GroupedGemm &g) {
+template <int tile, Type type, bool chunked> pydet_status launch_layout(const GroupedGemm &g) {
   constexpr GroupedTile kTile = kGroupedTiles[tile];
-  if (g.depth) return launch_shape<Shape<type, kTile.m, kTile.n, true, false>>(g, kTile.name);
-  return grouped_b_k_adjacent(g) ? launch_shape<Shape<type, kTile.m, kTile.n, false, true>>(g, kTile.name)
-                                 : launch_shape<Shape<type, kTile.m, kTile.n, false, false>>(g, kTile.name);
+  if (g.depth) return launch_shape<Shape<type, kTile.m, kTile.n, true, false, chunked>>(g, kTile.name);
+  return grouped_b_k_adjacent(g) ? launch_shape<Shape<type, kTile.m, kTile.n, false, true, chunked>>(g, kTile.name)
+                                 : launch_shape<Shape<type, kTile.m, kTile.n, false, false, chunked>>(g, kTile.name);
+}
+
+template <int tile, Type type> pydet_status launch_type(const GroupedGemm &g) {
+  if constexpr (kGroupedTiles[tile].chunks)
+    if (g.k_chunk) return launch_layout<tile, type, true>(g);
+  return launch_layout<tile, type, false>(g);
 }
 
 }  // namespace
 
 template <int tile> pydet_status GroupedSm90<tile>::launch(const GroupedGemm &g) {
-  return g.a.type == Type::bf16 ? launch_layout<tile, Type::bf16>(g) : launch_layout<tile, Type::f16>(g);
+  return g.a.type == Type::bf16 ? launch_type<tile, Type::bf16>(g) : launch_type<tile, Type::f16>(g);
 }
 
 template struct GroupedSm90<0>;

@@ -50,7 +50,9 @@ bool grouped_sm90_takes(const GroupedGemm &g) {
 int grouped_sm90_best(const GroupedGemm &g) {
   if (!grouped_sm90_takes(g)) return -1;
   constexpr int kWide = 0, kNarrow = 1;
-  static_assert(kGroupedTiles[kWide].n == 256 && kGroupedTiles[kNarrow].n == 128, "as they are named here");
+  static_assert(kGroupedTiles[kWide].n == 256 && kGroupedTiles[kNarrow].n == 128 && kGroupedTiles[kNarrow].chunks,
+                "as they are named here");
+  if (g.k_chunk) return kNarrow;
   if (g.depth || g.tokens > 128 * g.groups) return kWide;
   const int64_t wide = cut(g.n, 512), narrow = cut(g.n, 256), clusters = sm90_clusters(g.device.id, 2);
   const bool idle = wide * std::min(g.groups, g.tokens) < clusters;
@@ -79,6 +81,7 @@ pydet_status grouped_plan(const GroupedGemm &g, const char *kernel, const Groupe
   p.k = int(g.k);
   p.groups = int(g.groups);
   p.tokens = int(g.tokens);
+  p.chunk = int(std::min(g.k_chunk, kMost));
   p.start = g.start;
   p.end = g.end;
   p.accumulate = g.accumulate;

@@ -15,10 +15,11 @@ constexpr int kGroupedTokenBox = 32;      // rows of a that TMA brings at once, 
 struct GroupedTile {
   const char *name;
   int m, n;
+  bool chunks;  // takes k_chunk, which needs twice the accumulators
 };
 constexpr GroupedTile kGroupedTiles[] = {
-    {"cuda_grouped_gemm_sm90_128x256", 128, 256},
-    {"cuda_grouped_gemm_sm90_128x128", 128, 128},
+    {"cuda_grouped_gemm_sm90_128x256", 128, 256, false},
+    {"cuda_grouped_gemm_sm90_128x128", 128, 128, true},
 };
 constexpr int kGroupedTileCount = int(sizeof kGroupedTiles / sizeof *kGroupedTiles);
 
@@ -36,6 +37,7 @@ struct GroupedProblem {
   char *out;
   const char *bias;
   int64_t out_row_stride, out_stride, bias_stride, bias_column_stride;  // *_stride: from group to group
+  int chunk;                                                            // of k or tokens; 0: none
 };
 
 // What TMA brings at once: rows of a along m, and of b along n, or, where b's neighbours are along n, of k.
