@@ -285,10 +285,31 @@ def skinny_gemm_on_matrix_cores(hip, dtype):
         both(hip, x, w, bias=normal(m, n, seed=2), out=normal(m, n, seed=3), accumulate=1, **options)
     for m, n, k in ((3, 20, 424), (20, 17, 264), (40, 16, 264), (70, 18, 264)):
         x, w = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype, seed=1)
-        both(hip, x, w, bias=normal(m, n, seed=2), out=normal(m, n, seed=3), accumulate=1, k_chunk=48, **options)
+        both(hip, x, w, bias=normal(n, seed=2), out=normal(m, n, seed=3), accumulate=1, k_chunk=48, **options)
     for k, chunk in ((96, 48), (40, 1 << 62)):
         x, w = normal(3, k, dtype=dtype), normal(20, k, dtype=dtype, seed=1)
         both(hip, x, w, k_chunk=chunk, out_dtype="bf16", **options)
+
+
+@pytest.fixture
+def large(hip):
+    """The same GPU with as many units as an MI300X."""
+    hip.fake.fakehip_units(304)
+    hip.forget()
+    yield hip
+    hip.fake.fakehip_units(4)
+    hip.forget()
+
+
+def test_where_few_rows_end(large):
+    """Up to 64 rows the kernel for few; above, tiles, but on gfx942 for a K that is no whole stages, or of chunks."""
+    large.executes = False
+    kind = ARCHS[large.arch]
+    for m, k, chunk in itertools.product((64, 65), (128, 136), (0, 64)):
+        x, w = normal(m, k, dtype="bf16"), normal(640, k, dtype="bf16")
+        gemm(large, x, w, function="pydet_skinny_gemm", arithmetic=ARITHMETIC[kind], k_chunk=chunk)
+        few = m == 64 or (large.arch == "gfx942" and (k == 136 or chunk > 0))
+        assert last_kernel(large) == (f"hip_skinny_gemm_{kind}_mfma" if few else f"hip_gemm_{kind}_mfma_64x64")
 
 
 # By a kernel's name, numbers of rows for its tiles and the k of their stages, for the chunks that cross a stage's ends.

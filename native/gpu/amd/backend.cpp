@@ -21,11 +21,12 @@ bool is_built(const Device &device) {
 bool is_gfx942(const Device &device) { return gpu_facts(device.id).arch == 0x942 && is_built(device); }
 bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a && is_built(device); }
 
-// Every wave reads all of x. From 65 rows on that is worth it where tiles of 64x64 would leave units idle, on gfx942. On
-// gfx90a the tiles are faster there too (estimated at N = 640, K = 960 and 1920: bench/README.md).
+// Every wave reads all of x. From 65 rows on tiles of 64x64 are faster, on gfx942 where K is whole stages of theirs or
+// the tiles fill the device (estimated: bench/README.md).
 bool skinny_cdna2_prefers(const Gemm &g) { return g.m <= 64; }
 bool skinny_cdna3_prefers(const Gemm &g) {
-  return g.m <= 64 || (g.m + 63) / 64 * ((g.n + 63) / 64) < gpu_multiprocessors(g.device.id);
+  const bool whole = g.k % 64 == 0 && g.k_chunk == 0;
+  return g.m <= 64 || (!whole && divide_up(g.m, 64) * divide_up(g.n, 64) < gpu_multiprocessors(g.device.id));
 }
 
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
