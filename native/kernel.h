@@ -1,4 +1,4 @@
-// What a backend provides: tables of kernels for checked problems. api.cpp checks, chooses a row and launches it.
+// What a backend provides: tables of kernels for checked problems. api/ checks, chooses a row and launches it.
 #pragma once
 
 #include "problem.h"

@@ -1,4 +1,4 @@
-// What a call asks for, once it is checked: api.cpp makes a problem of it, and the kernels take that.
+// What a call asks for, once it is checked: api/ makes a problem of it, and the kernels take that.
 #pragma once
 
 #include "numerics.h"

@@ -246,6 +246,12 @@ template <> struct Element<Type::e5m2> {
   static PYDET_INLINE Bits from_f32(float x) { return e5m2_from_f32(x); }
 };
 
+// For code that has instructions for either type of 16 bits and for no other: the compiler stops at it for one more.
+template <Type type> PYDET_HD constexpr bool is_bf16() {
+  static_assert(type == Type::bf16 || type == Type::f16, "a type that this place does not know");
+  return type == Type::bf16;
+}
+
 template <Type type> using TypeConstant = std::integral_constant<Type, type>;
 
 // Calls f with a run-time type as a compile-time constant, on the host or on the device. `types` are those that can be
@@ -263,6 +269,14 @@ template <uint32_t types, int first = 0, class F> PYDET_HD auto with_type(Type t
       if (type == here) return f(TypeConstant<here>{});
     return with_type<types, first + 1>(type, f);
   }
+}
+
+// An element of 16 bits whose type is known at run time.
+PYDET_HD float f32_from_half(Type type, uint16_t half) {
+  return with_type<kHalfTypes>(type, [&](auto known) { return Element<decltype(known)::value>::to_f32(half); });
+}
+PYDET_HD uint16_t half_from_f32(Type type, float x) {
+  return with_type<kHalfTypes>(type, [&](auto known) { return Element<decltype(known)::value>::from_f32(x); });
 }
 
 }  // namespace pydet

@@ -71,6 +71,8 @@ __device__ __forceinline__ void add_bias(Elements<W> &sum, const Vector &bias, i
   }
 }
 
+static_assert(types_for(kResult) == (bit(Type::f32) | bit(Type::bf16) | bit(Type::f16)), "what packed() knows");
+
 // Four elements as they lie in memory; of 16-bit types in the first two words.
 __device__ __forceinline__ uint4 packed(const Elements<4> &sum, Type type) {
   uint4 words = {};

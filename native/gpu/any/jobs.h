@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "gpu/gpu.h"
+#include "gpu/device.h"
 #include "grouped.h"
 
 namespace pydet {

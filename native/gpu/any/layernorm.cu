@@ -298,7 +298,7 @@ template <Type type, int columns> __device__ __forceinline__ void load_columns(c
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const uint16_t half = uint16_t(pair >> 16 * e);
-      x[e] = type == Type::bf16 ? f32_from_bf16(half) : f32_from_f16(half);
+      x[e] = Element<type>::to_f32(half);
     }
   }
 }

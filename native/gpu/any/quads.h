@@ -2,7 +2,7 @@
 // a warp's loads from shared memory are of neighbours.
 #pragma once
 
-#include "gpu/gpu.h"
+#include "gpu/device.h"
 
 namespace pydet {
 

@@ -81,7 +81,7 @@ __device__ __forceinline__ void go_down(const RmsNormBackward &p, int workers, f
               return float_of(words[e]);
             } else {
               const uint16_t half = uint16_t(e % 2 ? words[e / 2] >> 16 : words[e / 2]);
-              return type == Type::bf16 ? f32_from_bf16(half) : f32_from_f16(half);
+              return Element<type>::to_f32(half);
             }
           };
           chain[e] = fmaf(element(dy[i]), element(x[i]) * rstd[i], chain[e]);

@@ -35,8 +35,7 @@ template <Type type> __device__ __forceinline__ float2 load_pair(const char *at)
   } else {
     uint32_t word = *reinterpret_cast<const uint32_t *>(at);
     uint16_t first = uint16_t(word), second = uint16_t(word >> 16);
-    if constexpr (type == Type::bf16) return make_float2(f32_from_bf16(first), f32_from_bf16(second));
-    else return make_float2(f32_from_f16(first), f32_from_f16(second));
+    return make_float2(Element<type>::to_f32(first), Element<type>::to_f32(second));
   }
 }
 

@@ -2,7 +2,7 @@
 // of 16 rows or one for each group of 64, and the kernel that joins them. No bit depends on which.
 #pragma once
 
-#include "gpu/gpu.h"
+#include "gpu/device.h"
 
 namespace pydet {
 

@@ -31,7 +31,7 @@ template <Type type, int W> __device__ __forceinline__ void unpack(const Packed<
       x[i] = float_of(packed.word[i]);
     } else {
       uint16_t half = uint16_t(i % 2 ? packed.word[i / 2] >> 16 : packed.word[i / 2]);
-      x[i] = type == Type::bf16 ? f32_from_bf16(half) : f32_from_f16(half);
+      x[i] = Element<type>::to_f32(half);
     }
   }
 }

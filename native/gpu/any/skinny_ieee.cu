@@ -34,7 +34,7 @@ template <Type type> __device__ __forceinline__ void widen(float (&to)[16 / size
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (type == Type::f32) to[i] = float_of(words[i]);
-    else if constexpr (type == Type::bf16)
+    else if constexpr (is_bf16<type>())
       to[2 * i] = float_of(words[i] << 16), to[2 * i + 1] = float_of(words[i] & 0xFFFF0000u);
     else to[2 * i] = f32_from_f16(uint16_t(words[i])), to[2 * i + 1] = f32_from_f16(uint16_t(words[i] >> 16));
   }

@@ -3,7 +3,7 @@
 // of the cluster with release would. Elsewhere there are no clusters, and none of this is reached.
 #pragma once
 
-#include "gpu/gpu.h"
+#include "gpu/device.h"
 #if defined(__CUDACC__)
 #include "gpu/nvidia/mma.h"
 #endif

@@ -2,7 +2,7 @@
 // addresses are 32-bit.
 #pragma once
 
-#include "gpu/gpu.h"
+#include "gpu/device.h"
 
 namespace pydet {
 
@@ -61,7 +61,7 @@ template <bool transpose> __device__ __forceinline__ void load_matrices(uint32_t
 // c = step(c, a, b) on 16 k: a has 16 rows, b 8 columns.
 template <Type type>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (type == Type::bf16)
+  if constexpr (is_bf16<type>())
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

@@ -1,7 +1,7 @@
 // What quantize.cu's and quantize_packed.cu's kernels share: what they are told of a problem, and single formulas.
 #pragma once
 
-#include "gpu/gpu.h"
+#include "gpu/device.h"
 #include "gpu/kernels.h"
 #include "scaled.h"
 

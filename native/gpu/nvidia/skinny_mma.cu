@@ -255,8 +255,6 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
-int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-
 // Whether rows are along k, every piece of 16 bytes aligned.
 bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_stride, int64_t k) {
   return (k_stride == 1 || k == 1) && (count == 1 || stride % kPiece == 0) &&
@@ -272,14 +270,14 @@ int row_tiles(const Plan &p) {
 
 // The cut that leaves the busiest SM the least: its rounds, times what a round takes. That is the rows of w, from
 // memory, or those of w and of x, from the L2 at about twice the speed, or, of a narrow tile, the chain.
-Plan cut_for(const Gemm &g) {
+Plan plan_of(const Gemm &g) {
   const int64_t sms = std::max(gpu_multiprocessors(g.device.id), 1);
   Plan p = {};
   p.parts = 1;
-  while (cut(g.m, p.parts) > 2 * kTileColumns && cut(g.n, 2 * kTileRows) * p.parts * 2 <= sms) p.parts *= 2;
-  p.part_rows = int(cut(cut(g.m, p.parts), kTileColumns)) * kTileColumns;
-  p.parts = int(cut(g.m, p.part_rows));
-  p.warps_x = int(cut(p.part_rows, 4 * kTileColumns));
+  while (divide_up(g.m, p.parts) > 2 * kTileColumns && divide_up(g.n, 2 * kTileRows) * p.parts * 2 <= sms) p.parts *= 2;
+  p.part_rows = int(divide_up(divide_up(g.m, p.parts), kTileColumns)) * kTileColumns;
+  p.parts = int(divide_up(g.m, p.part_rows));
+  p.warps_x = int(divide_up(p.part_rows, 4 * kTileColumns));
   int64_t least = 0;
   for (int tiles : {1, 2, 3, 4, 6, 8}) {
     Plan wider = p;
@@ -287,8 +285,8 @@ Plan cut_for(const Gemm &g) {
     wider.warps_w = tiles / row_tiles(wider);
     const bool few_rows = p.part_rows <= 2 * kTileColumns;
     if (wider.warps_w * p.warps_x > kMostWarps || (few_rows && tiles > 4)) continue;
-    const int64_t count = cut(g.n, wider.rows) * p.parts;
-    const int64_t time = cut(count, sms) * std::max({3 * kTileRows, 2 * wider.rows, wider.rows + p.part_rows});
+    const int64_t count = divide_up(g.n, wider.rows) * p.parts;
+    const int64_t time = divide_up(count, sms) * std::max({3 * kTileRows, 2 * wider.rows, wider.rows + p.part_rows});
     if (least && time >= least) continue;
     least = time;
     wider.tiles = int(count);
@@ -301,7 +299,7 @@ Plan cut_for(const Gemm &g) {
 template <class S> pydet_status launch_shape(const Gemm &g, Plan p) {
   constexpr int kFewestChunk = 2 * S::stage_steps, kRowsAtOnce = 64;
   const int warps = p.warps_w * p.warps_x;
-  p.steps = int(cut(g.k, kStep));
+  p.steps = int(divide_up(g.k, kStep));
   p.chunk_steps = g.k_chunk ? int(std::min<int64_t>(g.k_chunk / kStep, p.steps)) : p.steps;
   // Chains of so many rows keep the memory busy as they are, and short chunks would meet too often.
   p.groups = 1;
@@ -340,13 +338,13 @@ bool skinny_mma_takes(const Gemm &g) {
 
 // Few rows, or tiles of gemm_mma.cu that would leave SMs idle.
 bool skinny_mma_prefers(const Gemm &g) {
-  return g.m <= 64 || cut(g.m, 64) * cut(g.n, 64) < gpu_multiprocessors(g.device.id);
+  return g.m <= 64 || divide_up(g.m, 64) * divide_up(g.n, 64) < gpu_multiprocessors(g.device.id);
 }
 
 pydet_status skinny_mma(const Gemm &g) {
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error("skinny_gemm_mma", guard.error());
-  const Plan plan = cut_for(g);
+  const Plan plan = plan_of(g);
   return with_type<kHalfTypes>(g.a.type, [&](auto type) { return launch_type<type>(g, plan); });
 }
 

@@ -6,7 +6,7 @@
 
 #include <cuda.h>
 
-#include "gpu/gpu.h"
+#include "gpu/device.h"
 
 namespace pydet {
 

@@ -47,8 +47,6 @@ constexpr bool tiles_take_every_layout() {
 }
 static_assert(tiles_take_every_layout(), "what one tile refuses another takes");
 
-int cut(int extent, int size) { return (extent + size - 1) / size; }
-
 // What the choice reads of a problem.
 struct Extents {
   int m, n, k, chunk;  // chunk = 0 where there is none
@@ -59,19 +57,20 @@ struct Extents {
 // Of the problem as the tile sees it, in nanoseconds. tools/sm90_fit.py has the same terms.
 double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int clusters, double multiprocessors) {
   constexpr int kFew = 96;
-  const double tiles = double(cut(e.m, tile.m * tile.cluster_m)) * cut(e.n, tile.n * tile.cluster_n) * e.batches;
+  const double tiles =
+      double(divide_up(e.m, tile.m * tile.cluster_m)) * divide_up(e.n, tile.n * tile.cluster_n) * e.batches;
   const double full = double(int64_t((tiles - 1) / clusters)), waves = full + 1;
   const double filled = (tiles - full * clusters) / clusters;
-  const double stages = e.chunk ? double(cut(e.chunk, kBlockK)) * e.k / e.chunk : double(cut(e.k, kBlockK));
+  const double stages = e.chunk ? double(divide_up(e.chunk, kBlockK)) * e.k / e.chunk : double(divide_up(e.k, kBlockK));
   const double memory = (double(e.m) * e.k + double(e.n) * e.k + double(e.m) * e.n) * e.batches / 1024;
-  const double blocks = double(cut(e.m, tile.m)) * cut(e.n, tile.n) * e.batches;
+  const double blocks = double(divide_up(e.m, tile.m)) * divide_up(e.n, tile.n) * e.batches;
   double time = stages * (full * rate.full + rate.stage + filled * rate.filled) + waves * rate.wave + rate.once;
   double element_rate = rate.memory + rate.idle * (1 - blocks / (tiles * tile.cluster()));
   if (blocks < multiprocessors) element_rate += rate.unfilled * (1 - blocks / multiprocessors);
   if (e.m <= kFew || e.n <= kFew) time += stages * rate.few_stage + rate.few_once, element_rate += rate.few_memory;
   if (!e.b_k_adjacent) time += waves * stages * (e.a_k_adjacent ? rate.turned_b : rate.both_turned);
   else if (!e.a_k_adjacent) time += waves * stages * rate.turned_a;
-  if (e.chunk) time += waves * cut(e.k, e.chunk) * rate.chunk;
+  if (e.chunk) time += waves * divide_up(e.k, e.chunk) * rate.chunk;
   return time + memory * element_rate;
 }
 

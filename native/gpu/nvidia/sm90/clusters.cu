@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "gpu/gpu.h"
+#include "gpu/device.h"
 #include "gpu/nvidia/sm90/gemm.h"
 
 namespace pydet {

@@ -13,8 +13,6 @@ constexpr int kUnit = 8;               // 16 bytes of an operand
 constexpr int64_t kAnyStride = kUnit;  // where there is only one of something
 constexpr int64_t kMost = int64_t(1) << 30;
 
-int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-
 bool aligned_stride(int64_t stride, int64_t extent) {
   return extent == 1 || (stride % kUnit == 0 && stride > 0 && stride < int64_t(1) << 38);
 }
@@ -37,7 +35,8 @@ bool grouped_sm90_takes(const GroupedGemm &g) {
   const int64_t kept = g.depth ? g.m : g.k;
   if (g.tokens < 1 || kept < 1 || g.n > kMost || kept > kMost || g.tokens > kMost) return false;
   if (g.groups > kGroupedMostGroups || !aligned(g.a) || !aligned(g.b)) return false;
-  if ((g.depth ? g.groups * cut(g.m, 64) : cut(g.tokens, 64) + g.groups) * cut(g.n, 64) > kMost) return false;
+  if ((g.depth ? g.groups * divide_up(g.m, 64) : divide_up(g.tokens, 64) + g.groups) * divide_up(g.n, 64) > kMost)
+    return false;
   if (g.depth)
     return adjacent(g.a.row_stride, g.m, g.a.col_stride, g.tokens) &&
            adjacent(g.b.col_stride, g.n, g.b.row_stride, g.tokens);
@@ -54,7 +53,7 @@ int grouped_sm90_best(const GroupedGemm &g) {
                 "as they are named here");
   if (g.k_chunk) return kNarrow;
   if (g.depth || g.tokens > 128 * g.groups) return kWide;
-  const int64_t wide = cut(g.n, 512), narrow = cut(g.n, 256), clusters = sm90_clusters(g.device.id, 2);
+  const int64_t wide = divide_up(g.n, 512), narrow = divide_up(g.n, 256), clusters = sm90_clusters(g.device.id, 2);
   const bool idle = wide * std::min(g.groups, g.tokens) < clusters;
   return idle || 256 * narrow * 14 <= 512 * wide * 13 ? kNarrow : kWide;
 }

@@ -188,7 +188,7 @@ __device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descript
                                       int add_to_d) {
   constexpr int n = 2 * registers;
   static_assert(n == 8 || (n % 16 == 0 && n <= 256 && n != 240), "no instruction here");
-  if constexpr (type == Type::bf16) {
+  if constexpr (is_bf16<type>()) {
     if constexpr (n == 8) WGMMA("8", "bf16", D_4, "%4", "%5", "%6", "%7", "%8", R_4(0));
     if constexpr (n == 16) WGMMA("16", "bf16", D0, "%8", "%9", "%10", "%11", "%12", R0);
     if constexpr (n == 32) WGMMA("32", "bf16", D1, "%16", "%17", "%18", "%19", "%20", R1);

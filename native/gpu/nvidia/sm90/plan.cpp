@@ -13,8 +13,6 @@ namespace {
 
 constexpr int kUnit = 8;  // 16 bytes of an operand
 
-int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-
 // An operand as the copy engine can take it: `adjacent` along k or along m (n), the other dimension in 16-byte strides.
 struct Operand {
   bool k_adjacent;
@@ -43,7 +41,7 @@ bool aligned_batch(const Batch &batch, const int64_t (&strides)[kMaxBatchDims]) 
 bool takes(const Gemm &g, Operand *a, Operand *b) {
   constexpr int64_t kMost = int64_t(1) << 30;
   if (g.m > kMost || g.n > kMost || g.k > kMost || g.batch.dims > kSm90MaxBatch) return false;
-  if (cut(g.m, 64) * cut(g.n, 64) > kMost / g.batch.count) return false;
+  if (divide_up(g.m, 64) * divide_up(g.n, 64) > kMost / g.batch.count) return false;
   return operand_of(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, a) &&
          operand_of(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, b) && aligned_batch(g.batch, g.batch.a) &&
          aligned_batch(g.batch, g.batch.b);
@@ -140,8 +138,8 @@ pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
   p.n = int(g.n);
   p.k = int(g.k);
   p.chunk = int(std::max<int64_t>(1, g.k_chunk ? std::min(g.k_chunk, g.k) : g.k));
-  p.cluster_rows = int(cut(g.m, tile.m * tile.cluster_m));
-  p.cluster_columns = int(cut(g.n, tile.n * tile.cluster_n));
+  p.cluster_rows = int(divide_up(g.m, tile.m * tile.cluster_m));
+  p.cluster_columns = int(divide_up(g.n, tile.n * tile.cluster_n));
   p.tiles = int(p.cluster_rows * p.cluster_columns * g.batch.count);
   p.band = std::max(1, 2048 / (tile.m * tile.cluster_m));
   p.batched = g.batch.count > 1;

@@ -249,7 +249,7 @@ bool has_registers(const Gemm &g, int rows) { return has_registers(g.k_chunk != 
 // The fastest of a sweep of 533 problems in which n is adjacent; rows = 0: a tile of gemm.cu.
 Plan choose_turned(const Gemm &g) {
   auto plan = [](int rows) { return Plan{rows, false, kMostSharedBytes, true}; };
-  const int64_t width = cut(g.n, gpu_multiprocessors(g.device.id));
+  const int64_t width = divide_up(g.n, gpu_multiprocessors(g.device.id));
   if (g.m > 96) return plan(width > 32 && width <= 48 ? 96 : 0);
   if (width <= 8) return plan(16);
   if (width <= 16) return plan(32);
@@ -273,7 +273,7 @@ Plan choose(const Gemm &g) {
   constexpr int kMost = kMostSharedBytes, kHalf = kHalfSharedBytes;
   constexpr bool kSplit = true, kEarly = true;
   constexpr Plan kNone = {0, false, kMost, false};
-  const int64_t width = cut(g.n, gpu_multiprocessors(g.device.id));
+  const int64_t width = divide_up(g.n, gpu_multiprocessors(g.device.id));
   const bool constant = g.weights_constant;
   if (g.m > kWarpgroupRows) {
     if (width <= 16) return {g.k_chunk ? (width <= 8 ? 16 : 48) : 32, kSplit, kMost, false};
@@ -304,11 +304,11 @@ Plan choose(const Gemm &g) {
 int parts_of(const Gemm &g, int rows, int64_t chunks) {
   if (rows > kNarrowRows || g.m > kWarpgroupRows) return 1;
   constexpr int64_t kMostSumBytes = 32 << 10;  // that the first block receives
-  const int64_t tiles = cut(g.n, rows), sms = gpu_multiprocessors(g.device.id);
+  const int64_t tiles = divide_up(g.n, rows), sms = gpu_multiprocessors(g.device.id);
   const int64_t most = tiles * 8 <= sms * 10 / 11 ? 8 : tiles * 4 <= sms * 10 / 11 ? 4 : tiles * 2 <= sms / 2 ? 2 : 1;
-  const int64_t part = cut(chunks, std::min(most, chunks));
-  const bool fits = (chunks - part) * cut(g.m, kWarpRows) * kWarpRows * rows * 4 <= kMostSumBytes;
-  return fits ? int(cut(chunks, part)) : 1;
+  const int64_t part = divide_up(chunks, std::min(most, chunks));
+  const bool fits = (chunks - part) * divide_up(g.m, kWarpRows) * kWarpRows * rows * 4 <= kMostSumBytes;
+  return fits ? int(divide_up(chunks, part)) : 1;
 }
 
 // For tiles of so many rows: the choice, or where it fell on others, what suits most problems. In fast mode, where a
@@ -318,10 +318,10 @@ Plan plan_of(Gemm &g, int rows) {
   if (plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};
   constexpr int64_t kUnit = 256;  // whole stages
   if (g.fast && !g.k_chunk && !kTurned) {
-    const int64_t units = cut(g.k, kUnit), parts = parts_of(g, rows, units);
-    if (parts > 1) g.k_chunk = cut(units, parts) * kUnit;
+    const int64_t units = divide_up(g.k, kUnit), parts = parts_of(g, rows, units);
+    if (parts > 1) g.k_chunk = divide_up(units, parts) * kUnit;
   }
-  if (g.k_chunk) plan.parts = parts_of(g, rows, cut(g.k, g.k_chunk));
+  if (g.k_chunk) plan.parts = parts_of(g, rows, divide_up(g.k, g.k_chunk));
   return plan;
 }
 

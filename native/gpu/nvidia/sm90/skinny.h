@@ -241,7 +241,7 @@ __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, fl
     }
   } else {
     uint32_t pair;
-    if constexpr (type == Type::bf16) asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
+    if constexpr (is_bf16<type>()) asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
     else asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
     uint16_t *to = reinterpret_cast<uint16_t *>(out) + index;
     if (pairs && both) {
@@ -254,8 +254,6 @@ __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, fl
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
-
-int64_t cut(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
 
 // How a problem is cut: rows of w a tile, whether x is split, shared memory for the rings, and when the next kernel may
 // start.
@@ -301,21 +299,22 @@ pydet_status prepare(const char *name, const Gemm &g, const Plan &plan, Problem 
   Problem &p = *problem;
   p.m = int(g.m);
   p.n = int(g.n);
-  p.steps = int(cut(g.k, kStep));
+  p.steps = int(divide_up(g.k, kStep));
   p.chunk_steps = g.k_chunk ? int(std::min<int64_t>(g.k_chunk / kStep, p.steps)) : p.steps;
   p.x_split = plan.x_split;
   p.box_rows = plan.x_split ? kTileRows : p.m;
-  p.x_rows = int(cut(p.box_rows, kAtomRows)) * kAtomRows;
+  p.x_rows = int(divide_up(p.box_rows, kAtomRows)) * kAtomRows;
   const MapShape x_shape = map_of(g, g.a, g.m, g.a.row_stride, p.box_rows);
   if (pydet_status status = make_map(name, encode, x_shape, &p.x)) return status;
   if (pydet_status status = make_map(name, encode, map_of_w<S>(g), &p.w)) return status;
-  p.tiles = int(cut(g.n, S::rows)) << p.x_split;
+  p.tiles = int(divide_up(g.n, S::rows)) << p.x_split;
   p.parts = S::split ? plan.parts : 1;
-  p.part_steps = S::split ? int(cut(cut(p.steps, p.chunk_steps), p.parts)) * p.chunk_steps : p.steps;
+  p.part_steps = S::split ? int(divide_up(divide_up(p.steps, p.chunk_steps), p.parts)) * p.chunk_steps : p.steps;
 
   const int blocks_an_sm = plan.shared_bytes > kHalfSharedBytes ? 1 : 2;
   const int blocks = S::split ? p.tiles : std::min(gpu_multiprocessors(g.device.id) * blocks_an_sm, p.tiles);
-  const int64_t stages = cut(p.part_steps, p.chunk_steps) * cut(p.chunk_steps, S::stage_steps) * cut(p.tiles, blocks);
+  const int64_t stages =
+      divide_up(p.part_steps, p.chunk_steps) * divide_up(p.chunk_steps, S::stage_steps) * divide_up(p.tiles, blocks);
   // The rings share the memory; x needs the more, the more rows it has.
   const int sums = sums_bytes<S>(p) + plan.more_bytes, ring_bytes = plan.shared_bytes - kReservedBytes - sums;
   const int x_stage_bytes = S::stage_blocks * p.x_rows * kRowBytes;
@@ -323,7 +322,7 @@ pydet_status prepare(const char *name, const Gemm &g, const Plan &plan, Problem 
   const int64_t x_room = std::max(2, ring_bytes / part / x_stage_bytes);
   p.x_stages = int(std::min<int64_t>({kMostStages, stages, x_room}));
   const int64_t w_room = (ring_bytes - p.x_stages * x_stage_bytes) / S::w_bytes;
-  const int64_t fewest = std::max<int64_t>(2, cut(kTileRows * kRowBytes, S::w_bytes));
+  const int64_t fewest = std::max<int64_t>(2, divide_up(kTileRows * kRowBytes, S::w_bytes));
   p.w_stages = int(std::max(fewest, std::min<int64_t>({kMostStages, stages, w_room})));
 
   p.weights_constant = g.weights_constant;

@@ -1,0 +1,215 @@
+// What kernels of every maker do in instructions of their own: lanes, copies into shared memory, matrix cores, caches.
+#pragma once
+
+#include "gpu/gpu.h"
+
+#if defined(__CUDACC__) || defined(__HIPCC__)  // headers of either half reach the host's compiler
+
+namespace pydet {
+
+#if !defined(__HIP_PLATFORM_AMD__)
+// As PTX takes it.
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+#endif
+
+// Of a grid that grid_of made.
+__device__ __forceinline__ int64_t block_number() {
+#if defined(__HIP_PLATFORM_AMD__)
+  return int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
+#else
+  return blockIdx.x;
+#endif
+}
+
+// The value of lane `lane ^ mask` among each `width` neighbouring lanes, all of which call it. width <= 32.
+__device__ __forceinline__ float gpu_shfl_xor(float value, int mask, int width) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return __shfl_xor(value, mask, width);
+#else
+  return __shfl_xor_sync(0xFFFFFFFFu, value, mask, width);
+#endif
+}
+
+// The value of lane `lane` of each `width` neighbouring lanes, all of which call it. width <= 32.
+__device__ __forceinline__ float gpu_shfl(float value, int lane, int width) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return __shfl(value, lane, width);
+#else
+  return __shfl_sync(0xFFFFFFFFu, value, lane, width);
+#endif
+}
+
+// Two elements of 16 bits as they lie in memory, rounded by one instruction where there is one.
+template <Type type> __device__ __forceinline__ uint32_t rounded_pair(float first, float second) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return Element<type>::from_f32(first) | uint32_t(Element<type>::from_f32(second)) << 16;
+#else
+  uint32_t pair;
+  if constexpr (is_bf16<type>()) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+#endif
+}
+
+#if defined(__HIP_PLATFORM_AMD__)
+
+// ---- AMD's matrix cores: a wave of 64 multiplies rows x k by k x rows ----
+
+// A lane holds four consecutive k, as they lie in memory, of row lane % rows of a, or column lane % rows of b, from
+// k = 4 (lane / rows) on. Element i of its accumulators is column lane % rows of row mfma_row(lane, i).
+constexpr int kWave = 64;
+#if defined(__gfx90a__) || defined(__gfx942__)
+constexpr bool kHasMfma = true;
+#else
+constexpr bool kHasMfma = false;  // kernels for them are then empty, and never launched
+#endif
+
+template <int rows> struct Mfma {
+  static_assert(rows == 16 || rows == 32);
+  static constexpr int kStep = 256 / rows;  // k of one instruction: 16 or 8
+  static constexpr int kCount = rows * rows / kWave;
+  using Accumulators = float __attribute__((ext_vector_type(kCount)));
+};
+
+template <int rows> __device__ __forceinline__ int mfma_row(int lane, int i) {
+  return i % 4 + i / 4 * Mfma<rows>::kStep + lane / rows * 4;
+}
+
+template <int rows, Type type>
+__device__ __forceinline__ void mfma([[maybe_unused]] typename Mfma<rows>::Accumulators &c, [[maybe_unused]] uint2 a,
+                                     [[maybe_unused]] uint2 b) {
+#if defined(__gfx90a__) || defined(__gfx942__)
+  using Bits = std::conditional_t<is_bf16<type>(), short, _Float16> __attribute__((ext_vector_type(4)));
+  Bits a_bits, b_bits;
+  memcpy(&a_bits, &a, sizeof a_bits);
+  memcpy(&b_bits, &b, sizeof b_bits);
+  if constexpr (rows == 16 && is_bf16<type>())
+    c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a_bits, b_bits, c, 0, 0, 0);
+  else if constexpr (rows == 16) c = __builtin_amdgcn_mfma_f32_16x16x16f16(a_bits, b_bits, c, 0, 0, 0);
+  else if constexpr (is_bf16<type>()) c = __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(a_bits, b_bits, c, 0, 0, 0);
+  else c = __builtin_amdgcn_mfma_f32_32x32x8f16(a_bits, b_bits, c, 0, 0, 0);
+#endif
+}
+
+#endif
+
+// Copies 16 bytes into shared memory without a register: the first `valid` are read, the rest become zero. A thread
+// waits for its own copies with wait_copies<n>, which leaves its n latest commits in flight; others need a barrier too.
+__device__ __forceinline__ void copy_async_16(void *shared, const void *global, int valid) {
+#if defined(__HIP_PLATFORM_AMD__)
+  if (valid == 16) {
+    *static_cast<uint4 *>(shared) = *static_cast<const uint4 *>(global);
+  } else {
+    for (int i = 0; i < 16; ++i) static_cast<char *>(shared)[i] = i < valid ? static_cast<const char *>(global)[i] : 0;
+  }
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
+               : "memory");
+#endif
+}
+
+// The compiler forgets what it knows of the value.
+#if !defined(__HIP_PLATFORM_AMD__)
+__device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+r"(value)); }
+#else
+__device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+v"(value)); }
+// And again in each turn of a loop, so that what follows from it is not computed before and kept in registers.
+__device__ __forceinline__ void make_opaque(int &value, int64_t turn) { asm("" : "+v"(value) : "s"(int(turn))); }
+#endif
+// For code that is unrolled widely: AMD's compiler keeps what it computed for all elements, without registers for it.
+__device__ __forceinline__ void recompute_on_amd([[maybe_unused]] int &value) {
+#if defined(__HIP_PLATFORM_AMD__)
+  make_opaque(value);
+#endif
+}
+__device__ __forceinline__ void make_opaque(const float *&pointer) {
+#if defined(__HIP_PLATFORM_AMD__)
+  asm volatile("" : "+v"(pointer));
+#else
+  asm volatile("" : "+l"(pointer));
+#endif
+}
+
+// The same of one fp32 element, all of it.
+__device__ __forceinline__ void copy_async_4(float *shared, const float *global) {
+#if defined(__HIP_PLATFORM_AMD__)
+  *shared = *global;
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+#endif
+}
+
+// The same for a piece of 16 or 8 bytes that is read whole or not at all.
+template <int bytes> __device__ __forceinline__ void copy_async_piece(void *shared, const void *global, bool there) {
+  static_assert(bytes == 16 || bytes == 8);
+#if defined(__HIP_PLATFORM_AMD__)
+  using Piece = std::conditional_t<bytes == 16, uint4, uint2>;
+  *static_cast<Piece *>(shared) = there ? *static_cast<const Piece *>(global) : Piece{};
+#else
+  if constexpr (bytes == 16) {
+    copy_async_16(shared, global, there ? 16 : 0);
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(there ? 8 : 0)
+                 : "memory");
+  }
+#endif
+}
+
+__device__ __forceinline__ void commit_copies() {
+#if !defined(__HIP_PLATFORM_AMD__)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int in_flight> __device__ __forceinline__ void wait_copies() {
+#if !defined(__HIP_PLATFORM_AMD__)
+  asm volatile("cp.async.wait_group %0;" ::"n"(in_flight) : "memory");
+#endif
+}
+
+// Stores four floats, 16-byte aligned, that the next kernel will read: the L2 is asked to keep them until then.
+__device__ __forceinline__ void store_kept(float *to, float4 x) {
+#if defined(__HIP_PLATFORM_AMD__)
+  *reinterpret_cast<float4 *>(to) = x;
+#else
+  asm volatile(
+      "{\n.reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+      "st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, policy;\n}" ::"l"(to),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
+#endif
+}
+
+// The same of two, 8-byte aligned.
+__device__ __forceinline__ void store_kept(float *to, float2 x) {
+#if defined(__HIP_PLATFORM_AMD__)
+  *reinterpret_cast<float2 *>(to) = x;
+#else
+  asm volatile(
+      "{\n.reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+      "st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, policy;\n}" ::"l"(to),
+      "f"(x.x), "f"(x.y)
+      : "memory");
+#endif
+}
+
+// From here on a kernel launched with overlaps_previous may take the places that this one's blocks leave.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if !defined(__HIP_PLATFORM_AMD__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// In a kernel launched with overlaps_previous: returns when the kernel ahead has ended and its writes are seen.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if !defined(__HIP_PLATFORM_AMD__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace pydet
+
+#endif
