@@ -121,9 +121,10 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
-# sm90/skinny.cu once for each layout of the weights, gemm_mma.cu once for each type. What takes longest comes first.
+# sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu once for each type. What takes
+# longest comes first.
 SM90_GROUPS := $(shell seq 0 31)
-SM90_SKINNY := sm90/skinny.along_k sm90/skinny.along_n
+SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
 CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_tiles sm90/scaled_skinny) \
   $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm rmsnorm_unaligned rmsnorm_general layernorm) nvidia/gemm_ieee_fp32 \
@@ -172,7 +173,8 @@ $(SM90_GROUPS:%=$(BUILD)/gpu/nvidia/sm90/gemm.%.o): $(BUILD)/gpu/nvidia/sm90/gem
 
 $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_%.o: native/gpu/nvidia/sm90/skinny.cu
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n,$*),1,0) -MMD -MP -c $< -o $@
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
+	  -DPYDET_SKINNY_WIDE=$(if $(filter %_wide,$*),1,0) -MMD -MP -c $< -o $@
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)

@@ -357,15 +357,18 @@ template <int rows, bool turned> pydet_status SkinnySm90<rows, turned>::launch(c
   return launch_plan<rows>("cuda_skinny_gemm_sm90", cut_up, plan);
 }
 
-template <> int skinny_sm90_best<kTurned>(const Gemm &g) { return choose(g).rows; }
-
-template struct SkinnySm90<16, kTurned>;
-template struct SkinnySm90<32, kTurned>;
+// This object's rows.
+#if PYDET_SKINNY_WIDE
 template struct SkinnySm90<48, kTurned>;
 template struct SkinnySm90<64, kTurned>;
 template struct SkinnySm90<96, kTurned>;
 #if !PYDET_SKINNY_ALONG_N
 template struct SkinnySm90<128, kTurned>;
+#endif
+#else
+template <> int skinny_sm90_best<kTurned>(const Gemm &g) { return choose(g).rows; }
+template struct SkinnySm90<16, kTurned>;
+template struct SkinnySm90<32, kTurned>;
 #endif
 
 }  // namespace pydet
