@@ -271,12 +271,4 @@ template <uint32_t types, int first = 0, class F> PYDET_HD auto with_type(Type t
   }
 }
 
-// An element of 16 bits whose type is known at run time.
-PYDET_HD float f32_from_half(Type type, uint16_t half) {
-  return with_type<kHalfTypes>(type, [&](auto known) { return Element<decltype(known)::value>::to_f32(half); });
-}
-PYDET_HD uint16_t half_from_f32(Type type, float x) {
-  return with_type<kHalfTypes>(type, [&](auto known) { return Element<decltype(known)::value>::from_f32(x); });
-}
-
 }  // namespace pydet

@@ -42,7 +42,8 @@ __device__ __forceinline__ float gpu_shfl(float value, int lane, int width) {
 // Two elements of 16 bits as they lie in memory, rounded by one instruction where there is one.
 template <Type type> __device__ __forceinline__ uint32_t rounded_pair(float first, float second) {
 #if defined(__HIP_PLATFORM_AMD__)
-  return Element<type>::from_f32(first) | uint32_t(Element<type>::from_f32(second)) << 16;
+  return is_bf16<type>() ? bf16_from_f32(first) | uint32_t(bf16_from_f32(second)) << 16
+                         : f16_from_f32(first) | uint32_t(f16_from_f32(second)) << 16;
 #else
   uint32_t pair;
   if constexpr (is_bf16<type>()) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));

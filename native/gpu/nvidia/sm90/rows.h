@@ -45,7 +45,9 @@ __device__ __forceinline__ uint32_t load_raw(const char *data, int64_t index, Ty
                            : reinterpret_cast<const uint16_t *>(data)[index];
 }
 __device__ __forceinline__ float f32_from_raw(uint32_t raw, Type type) {
-  return type == Type::f32 ? float_of(raw) : f32_from_half(type, uint16_t(raw));
+  return type == Type::f32    ? float_of(raw)
+         : type == Type::bf16 ? f32_from_bf16(uint16_t(raw))
+                              : f32_from_f16(uint16_t(raw));
 }
 __device__ __forceinline__ void store_pair(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
