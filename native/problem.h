@@ -79,10 +79,9 @@ enum Feature : uint32_t {
   kTree = 1 << 25,   // the order of a fold
   kMean = 1 << 26,   // is stored
   kBiasGradient = 1 << 27,
-  kPeers = 1 << 28,         // of a fold: other ranks' parts
-  kHeads = 1 << 29,         // of a norm: weights of each head
-  kWideSum = 1 << 30,       // of a norm: x + residual in fp32, y (or dy) of another type
-  kThreeStrides = 1u << 31  // to walk the rows
+  kPeers = 1 << 28,   // of a fold: other ranks' parts
+  kHeads = 1 << 29,   // of a norm: weights of each head, or rows of three strides
+  kWideSum = 1 << 30  // of a norm: x + residual in fp32, y (or dy) of another type
 };
 struct FeatureRow {
   Feature feature;
@@ -118,9 +117,8 @@ constexpr FeatureRow kFeatures[] = {
     {kMean, "the mean"},
     {kBiasGradient, "dbias"},
     {kPeers, "peers"},
-    {kHeads, "weights of heads"},
+    {kHeads, "weights of heads, or rows of three strides"},
     {kWideSum, "a sum in float32 beside another type"},
-    {kThreeStrides, "rows of three strides"},
 };
 
 constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }
@@ -167,8 +165,8 @@ PYDET_HD BatchOffsets batch_offsets(const Batch &batch, int64_t index) {
 }
 
 // Row r of a tensor starts at data + ((r / inner) * outer_stride + (r % inner) * inner_stride) elements; its elements
-// are adjacent. `inner` is the same for all tensors of a problem. Under kThreeStrides r / inner goes on alike: it is
-// far * outer + the step of outer_stride. data is NULL where the operand is absent.
+// are adjacent. `inner` is the same for all tensors of a problem. Where it has an `outer`, r / inner is taken apart alike:
+// (r / inner / outer) * far_stride + (r / inner % outer) * outer_stride. data is NULL where the operand is absent.
 struct Rows {
   char *data;
   Type type;
@@ -239,8 +237,8 @@ struct RmsNorm {
 
   uint32_t needs() const {
     return when(residual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
-           when(rstd.data, kRstd) | when(inner < rows, kTwoStrides) | when(inner * outer < rows, kThreeStrides) |
-           when(heads > 1, kHeads) | when(bias.data, kBias) | when(residual.data && residual.type != x.type, kWideSum);
+           when(rstd.data, kRstd) | when(inner < rows, kTwoStrides) | when(heads > 1 || inner * outer < rows, kHeads) |
+           when(bias.data, kBias) | when(residual.data && residual.type != x.type, kWideSum);
   }
 };
 
@@ -258,9 +256,9 @@ struct RmsNormBackward {
 
   uint32_t needs() const {
     return when(dresidual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
-           when(inner < rows, kTwoStrides) | when(inner * outer < rows, kThreeStrides) | when(accumulate, kAccumulate) |
-           when(dx.data, kRowGradient) | when(dweight.data, kWeightGradient) | when(dbias.data, kBiasGradient) |
-           when(heads > 1, kHeads) | when(dy.type != x.type, kWideSum);
+           when(inner < rows, kTwoStrides) | when(accumulate, kAccumulate) | when(dx.data, kRowGradient) |
+           when(dweight.data, kWeightGradient) | when(dbias.data, kBiasGradient) |
+           when(heads > 1 || inner * outer < rows, kHeads) | when(dy.type != x.type, kWideSum);
   }
 };
 

@@ -40,7 +40,7 @@ int main() {
 
   RmsNorm norm = {};
   norm.n = 40;
-  norm.x = {memory + 4, Type::f32, 41, 0};
+  norm.x = {memory + 4, Type::f32, 41, 0, 0};
   const auto rows = [](const RmsNorm &p) { return p.n <= 64 && is_aligned(p.x.data) && p.x.outer_stride % 4 == 0; };
   const Kernel<RmsNorm> held = {"held", kAll, Arithmetic::ieee, kAll, "", here, rows, nullptr, nullptr};
   refuse_row("rmsnorm", held, norm, Type::f32, Arithmetic::ieee);

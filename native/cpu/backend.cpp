@@ -26,7 +26,7 @@ constexpr uint32_t kGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kAlo
 constexpr uint32_t kLayerNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kMean | kRstd | kTwoStrides;
 constexpr uint32_t kLayerNormGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient | kBiasGradient;
-constexpr uint32_t kOfHeads = kHeads | kWideSum | kThreeStrides;
+constexpr uint32_t kOfHeads = kHeads | kWideSum;
 constexpr uint32_t kNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kRstd | kTwoStrides | kOfHeads;
 constexpr uint32_t kGradientFeatures = kLayerNormGradient | kOfHeads;
 constexpr uint32_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;

@@ -36,7 +36,7 @@ constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
 constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
 constexpr uint32_t kAllOfGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
-constexpr uint32_t kOfHeads = kBias | kHeads | kWideSum | kThreeStrides;
+constexpr uint32_t kOfHeads = kBias | kHeads | kWideSum;
 constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;

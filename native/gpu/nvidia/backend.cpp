@@ -30,7 +30,7 @@ constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kT
 constexpr uint32_t kGradientAlone =
     kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
 constexpr uint32_t kAllOfGradient = kGradientAlone | kResidual;
-constexpr uint32_t kOfHeads = kBias | kHeads | kWideSum | kThreeStrides;
+constexpr uint32_t kOfHeads = kBias | kHeads | kWideSum;
 constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
