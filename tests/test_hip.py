@@ -510,18 +510,21 @@ GROUPED = [  # every layout; groups of several tiles, of none and out of bounds;
 
 
 def test_grouped_gemm_equals_cpu(hip):
-    """Every kernel by name, rows and depth; of fp32 all of the problems, of each other type one."""
+    """Every kernel by name, rows and depth; of fp32, and on matrix cores, all of the problems, else of a type one."""
     taken = set()
     for kernel, dtypes, arithmetic, available in table(hip, "grouped_gemm"):
         name = next(name for name, number in ARITHMETIC.items() if number == arithmetic)
         for i, dtype in enumerate(dtypes if available else ()):
-            for routing, a_layout, b_layout, more in GROUPED if dtype == "fp32" else GROUPED[3 * (i - 1) : 3 * i - 2]:
+            for routing, a_layout, b_layout, more in (
+                GROUPED if dtype == "fp32" or "mfma" in kernel else GROUPED[3 * (i - 1) : 3 * i - 2]
+            ):
                 given = {"rows": 17, "n": 9, "dtype": dtype, "arithmetic": name, **more}
                 problem = test_grouped_gemm.Grouped(routing, a_layout=a_layout, b_layout=b_layout, **given)
                 got, want = (grouped_gemm(hip, kernel, problem, where) for where in (ROCM, CPU))
                 assert_same_bits(got, want, f"{kernel}, {problem} on {hip.arch}")
                 taken.add(kernel)
-    assert taken and hip.ran >= {name for name in instances(hip, "gemm_ieee_kernel") if "GroupedGemm" in name}
+    every = instances(hip, "gemm_ieee_kernel", "gemm_mfma_kernel")
+    assert len(taken) == 2 and hip.ran >= {name for name in every if "GroupedGemm" in name}
 
 
 def layernorm(hip, x, weight, bias, residual, where, kernel=None, **fields):

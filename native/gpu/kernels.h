@@ -80,6 +80,7 @@ template <int tile> struct GroupedSm90 {
 // amd/gemm_mfma.cu
 pydet_status gemm_mfma_64(const Gemm &);
 pydet_status gemm_mfma_128(const Gemm &);
+pydet_status grouped_gemm_mfma_64(const GroupedGemm &);
 
 // amd/skinny_mfma.cu
 bool skinny_mfma_takes(const Gemm &);

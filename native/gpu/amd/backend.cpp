@@ -64,10 +64,14 @@ constexpr Kernel<Gemm> kGemm[] = {
      gemm_ieee_64x64},
 };
 
+constexpr uint32_t kAllOfGroups = kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth;
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
-    {"hip_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee,
-     kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth, kBuiltFor, is_built, nullptr, nullptr,
-     grouped_gemm_ieee_64x64},
+    {"hip_grouped_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGroups, "gfx942", is_gfx942, nullptr,
+     nullptr, grouped_gemm_mfma_64},
+    {"hip_grouped_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kAllOfGroups, "gfx90a", is_gfx90a, nullptr,
+     nullptr, grouped_gemm_mfma_64},
+    {"hip_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGroups, kBuiltFor, is_built, nullptr,
+     nullptr, grouped_gemm_ieee_64x64},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {

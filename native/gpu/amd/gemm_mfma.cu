@@ -1,4 +1,5 @@
-// GEMM on AMD's matrix cores, for every layout, stride and alignment: arithmetic cdna3 on gfx942, cdna2 on gfx90a.
+// GEMM, and products of groups of tokens, on AMD's matrix cores, for every layout, stride and alignment: arithmetic cdna3
+// on gfx942, cdna2 on gfx90a.
 //
 //   out[m, n] = round(chain_k(a[m, k] b[k, n]) + bias[m, n]),   bf16 and fp16 in
 //
@@ -14,6 +15,7 @@
 
 #include "gpu/kernels.h"
 #include "gpu/amd/mfma.h"
+#include "gpu/any/jobs.h"
 
 namespace pydet {
 namespace {
@@ -140,9 +142,9 @@ template <bool k_contiguous, int tile> struct WholeReader : Share<k_contiguous, 
 template <int tile> constexpr bool kTakesChunks = tile == 64;
 
 // `whole`: is_whole(problem), and no k_chunk.
-template <Type type, int tile, bool a_k_contiguous, bool b_k_contiguous, bool whole>
+template <class Problem, Type type, int tile, bool a_k_contiguous, bool b_k_contiguous, bool whole>
 __global__ void __launch_bounds__(kThreads, 2)
-    gemm_mfma_kernel(const __grid_constant__ Gemm problem, bool a_aligned, bool b_aligned) {
+    gemm_mfma_kernel(const __grid_constant__ Problem problem, bool a_aligned, bool b_aligned) {
   if constexpr (kHasMfma) {
     constexpr int kRows = tile == 128 ? 32 : 16;  // of one MFMA
     constexpr int kWaveM = tile / kWavesM, kWaveN = tile / kWavesN;
@@ -155,19 +157,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     const void *const bias_data = problem.bias.data;
     const int wave = int(threadIdx.x) / kWave, lane = int(threadIdx.x) % kWave;
     const int wave_m = wave / kWavesN * kWaveM, wave_n = wave % kWavesN * kWaveN;
-    const int64_t tiles_m = (problem.m + tile - 1) / tile, tiles_n = (problem.n + tile - 1) / tile;
-    const int64_t stage_count = (problem.k + kStageK<tile> - 1) / kStageK<tile>;
     const bool folds = kFolds && problem.k_chunk > 0;
 
-    for (int64_t job = blockIdx.x; job < tiles_m * tiles_n * problem.batch.count; job += gridDim.x) {
-      const int64_t m0 = job % tiles_m * tile, n0 = job / tiles_m % tiles_n * tile;
-      const BatchOffsets at = batch_offsets(problem.batch, job / (tiles_m * tiles_n));
+    for (Jobs<Problem, tile, tile> jobs(problem); jobs.more(); jobs.advance()) {
+      const Job job = jobs.job();
+      const int64_t m0 = job.m0, n0 = job.n0;
+      const BatchOffsets at = job.at;
+      const int64_t stage_count = (job.k + kStageK<tile> - 1) / kStageK<tile>;
       const uint16_t *a_data = reinterpret_cast<const uint16_t *>(problem.a.data) + at.a + m0 * problem.a.row_stride;
       const uint16_t *b_data = reinterpret_cast<const uint16_t *>(problem.b.data) + at.b + n0 * problem.b.col_stride;
       const int64_t a_stride = a_k_contiguous ? problem.a.row_stride : problem.a.col_stride;
       const int64_t b_stride = b_k_contiguous ? problem.b.col_stride : problem.b.row_stride;
-      const int rows = clamped(problem.m - m0, tile), columns = clamped(problem.n - n0, tile);
-      const int64_t out = at.out + m0 * problem.out.row_stride + n0;
+      const int rows = clamped(job.m - m0, tile), columns = clamped(problem.n - n0, tile);
+      const int64_t out = at.out + jobs.out_at(m0, n0);
       const int64_t bias = at.bias + m0 * problem.bias.row_stride + n0 * problem.bias.col_stride;
 
       // Between this lane's accumulators and rows as they lie in memory: the MFMAs' i-th row of every wave at a time
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           each_four(i, [&](float *values, int row, int column) {
             for (int e = 0; e < 4; ++e)
               values[e] = row < rows && column + e < columns
-                              ? load_f32(out_data, Type::f32, out + row * problem.out.row_stride + column + e)
+                              ? load_f32(out_data, Type::f32, out + jobs.out_at(row, column + e))
                               : 0.0f;
           });
           __syncthreads();
@@ -267,8 +269,8 @@ __global__ void __launch_bounds__(kThreads, 2)
           multiply(0);
         }
       } else {
-        Reader<a_k_contiguous, tile> a(a_data, a_stride, problem.m - m0, problem.k, a_aligned);
-        Reader<b_k_contiguous, tile> b(b_data, b_stride, problem.n - n0, problem.k, b_aligned);
+        Reader<a_k_contiguous, tile> a(a_data, a_stride, job.m - m0, job.k, a_aligned);
+        Reader<b_k_contiguous, tile> b(b_data, b_stride, problem.n - n0, job.k, b_aligned);
         auto fetch_stage = [&] {
           a.fetch(a_next);
           b.fetch(b_next);
@@ -290,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           } else if constexpr (kFolds) {
 #pragma unroll 1
             for (int k = 0; k < kStageK<tile>; k += kChunkMultiple) {
-              const int64_t left = problem.k - stage * kStageK<tile> - k;
+              const int64_t left = job.k - stage * kStageK<tile> - k;
               if (left <= 0) break;
 #pragma unroll
               for (int s = 0; s < kChunkMultiple / M::kStep; ++s) step(stage, k / M::kStep + s);
@@ -316,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < kTilesM; ++i) {
 #pragma unroll
         for (int j = 0; j < kTilesN; ++j) {
-          if (problem.k > 0) chain[i][j] += 0.0f;
+          if (job.k > 0) chain[i][j] += 0.0f;
           if constexpr (kFolds)
             if (folds) chain[i][j] = sum[i][j];
         }
@@ -332,7 +334,13 @@ __global__ void __launch_bounds__(kThreads, 2)
             for (int e = 0; e < 4; ++e)
               if (e < count) four[e] += load_f32(bias_data, problem.bias.type, from + e * problem.bias.col_stride);
           }
-          store_four(out_data, problem.out.type, out + row * problem.out.row_stride + column, four, count);
+          if (std::is_same_v<Problem, Gemm> || problem.out.col_stride == 1) {
+            store_four(out_data, problem.out.type, out + jobs.out_at(row, column), four, count);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              if (e < count) store_rounded(out_data, problem.out.type, out + jobs.out_at(row, column + e), four[e]);
+          }
         });
         __syncthreads();  // the next rows, or the next tile's first stage
       }
@@ -364,16 +372,31 @@ template <Type type, int tile, bool a, bool b> pydet_status launch_layout(const 
   const bool b_aligned = is_aligned(problem.b, b, b_stride, batch.b, batch.dims);
   const bool whole = !problem.k_chunk && is_whole<tile>(a, a_aligned, a_stride, problem.m, problem.k) &&
                      is_whole<tile>(b, b_aligned, b_stride, problem.n, problem.k);
-  auto kernel = whole ? gemm_mfma_kernel<type, tile, a, b, true> : gemm_mfma_kernel<type, tile, a, b, false>;
+  auto kernel =
+      whole ? gemm_mfma_kernel<Gemm, type, tile, a, b, true> : gemm_mfma_kernel<Gemm, type, tile, a, b, false>;
   return launch(shape, kernel, problem, a_aligned, b_aligned);
 }
 
-template <Type type, int tile> pydet_status launch_tile(const Gemm &problem) {
-  constexpr int kMaxBlocks = 1 << 20;                                 // more tiles than that are walked in turns
+// The same wherever a group begins: an operand whose tokens are neighbours in memory is not aligned.
+template <Type type, int tile, bool a, bool b>
+pydet_status launch_layout(const Launch &shape, const GroupedGemm &problem) {
+  const int64_t a_stride = a ? problem.a.row_stride : problem.a.col_stride;
+  const int64_t b_stride = b ? problem.b.col_stride : problem.b.row_stride;
+  const bool a_aligned = a != problem.depth && is_aligned(problem.a, a, a_stride, nullptr, 0);
+  const bool b_aligned = !(b && problem.depth) && is_aligned(problem.b, b, b_stride, &problem.b_stride, 1);
+  return launch(shape, gemm_mfma_kernel<GroupedGemm, type, tile, a, b, false>, problem, a_aligned, b_aligned);
+}
+
+template <int tile> unsigned blocks_of(const Gemm &problem) {
+  constexpr int kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
+  return unsigned(
+      std::min<int64_t>(divide_up(problem.m, tile) * divide_up(problem.n, tile) * problem.batch.count, kMaxBlocks));
+}
+template <int tile> unsigned blocks_of(const GroupedGemm &problem) { return blocks_for(problem, tile, tile); }
+
+template <Type type, int tile, class Problem> pydet_status launch_tile(const Problem &problem, const char *name) {
   bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
-  int64_t tiles = (problem.m + tile - 1) / tile * ((problem.n + tile - 1) / tile) * problem.batch.count;
-  Launch shape = {tile == 64 ? "gemm_mfma_64x64" : "gemm_mfma_128x128", static_cast<gpu_stream>(problem.stream),
-                  dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)), dim3(kThreads)};
+  Launch shape = {name, static_cast<gpu_stream>(problem.stream), dim3(blocks_of<tile>(problem)), dim3(kThreads)};
   DeviceGuard guard(problem.device.id);
   if (guard.error() != kGpuSuccess) return device_error(shape.kernel, guard.error());
   if (a)
@@ -383,13 +406,16 @@ template <Type type, int tile> pydet_status launch_tile(const Gemm &problem) {
            : launch_layout<type, tile, false, false>(shape, problem);
 }
 
-template <int tile> pydet_status launch_type(const Gemm &problem) {
-  return with_type<kHalfTypes>(problem.a.type, [&](auto type) { return launch_tile<type, tile>(problem); });
+template <int tile, class Problem> pydet_status launch_type(const Problem &problem, const char *name) {
+  return with_type<kHalfTypes>(problem.a.type, [&](auto type) { return launch_tile<type, tile>(problem, name); });
 }
 
 }  // namespace
 
-pydet_status gemm_mfma_64(const Gemm &problem) { return launch_type<64>(problem); }
-pydet_status gemm_mfma_128(const Gemm &problem) { return launch_type<128>(problem); }
+pydet_status gemm_mfma_64(const Gemm &problem) { return launch_type<64>(problem, "gemm_mfma_64x64"); }
+pydet_status gemm_mfma_128(const Gemm &problem) { return launch_type<128>(problem, "gemm_mfma_128x128"); }
+pydet_status grouped_gemm_mfma_64(const GroupedGemm &problem) {
+  return launch_type<64>(problem, "grouped_gemm_mfma_64x64");
+}
 
 }  // namespace pydet
