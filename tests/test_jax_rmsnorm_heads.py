@@ -8,7 +8,7 @@ import pytest
 from test_jax import all_same, device, dtype, eager, jax, jnp, normal, pj, same, vjp  # noqa: F401
 
 
-@pytest.mark.parametrize("per_head,biased,wide", itertools.product((True, False), repeat=3))
+@pytest.mark.parametrize("per_head,biased,wide", list(itertools.product((True, False), repeat=3)))
 def test_rms_norm(eager, dtype, per_head, biased, wide):
     shape, of = (2, 9, 4, 24), (4, 24) if per_head else (24,)
     x, dy = (normal(*shape, dtype=dtype, seed=seed) for seed in range(2))

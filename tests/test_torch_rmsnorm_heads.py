@@ -12,7 +12,7 @@ import pydet.torch as pt  # noqa: E402
 from test_torch import OPS, device, dtype, normal, refuses, same  # noqa: E402, F401
 
 
-@pytest.mark.parametrize("per_head,biased,wide", itertools.product((True, False), repeat=3))
+@pytest.mark.parametrize("per_head,biased,wide", list(itertools.product((True, False), repeat=3)))
 def test_gradients_are_the_c_calls(device, dtype, per_head, biased, wide):
     shape, of = (2, 9, 4, 24), (4, 24) if per_head else (24,)
     x, dy = (normal(*shape, dtype=dtype, device=device, seed=seed) for seed in range(2))
