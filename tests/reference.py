@@ -296,6 +296,11 @@ def scale_of(weight, weight_offset, n):
     return (ones if weight is None else widen(weight)) + np.float32(weight_offset)
 
 
+def rstd_of(squares, eps, n):
+    """Of the row's sum of squares; one rounding each: the quotient, the sum, the root, the reciprocal."""
+    return np.float32(1) / np.sqrt(squares / np.float32(n) + np.float32(eps))
+
+
 def heads_of(*vectors):
     """How many heads have weights of their own; None: all rows have the same."""
     return next((len(v) for v in vectors if v is not None and v.ndim == 2), None)
@@ -317,8 +322,7 @@ def rmsnorm(x, weight=None, *, eps, bias=None, weight_offset=0.0, residual=None,
     if residual is not None:
         rows = round_to(widen(rows) + widen(residual.reshape(-1, n)), residual.dtype)
     values = widen(rows)
-    mean = row_sum(values, values) / np.float32(n)
-    rstd = np.float32(1) / np.sqrt(mean + np.float32(eps))
+    rstd = rstd_of(row_sum(values, values), eps, n)
     xhat, scale = values * rstd[:, None], scale_of(weight, weight_offset, n)
     y = xhat * scale
     if bias is not None:
@@ -407,7 +411,7 @@ def layernorm(x, weight=None, bias=None, *, eps, weight_offset=0.0, residual=Non
     values = widen(rows)
     mean = row_sum(values, np.ones_like(values)) / np.float32(n)
     d = values - mean[:, None]
-    rstd = np.float32(1) / np.sqrt(row_sum(d, d) / np.float32(n) + np.float32(eps))
+    rstd = rstd_of(row_sum(d, d), eps, n)
     xhat, scale = d * rstd[:, None], scale_of(weight, weight_offset, n)
     y = xhat * scale
     if bias is not None:

@@ -461,24 +461,15 @@ def leaking_row_sum(a, b):
     return sums + 0.0 * np.roll(sums, 1)
 
 
-def one_rounding_root(x, eps, n):
-    return (1 / np.sqrt(x.astype(np.float64) / n + eps)).astype(np.float32)
+def one_rounding_root(squares, eps, n):
+    """rstd from one rounding of the float64 value, as a fast reciprocal square root may give it."""
+    return (1 / np.sqrt(squares.astype(np.float64) / n + np.float32(eps))).astype(np.float32)
 
 
 row_sum, sum_over_rows = reference.row_sum, reference.sum_over_rows
 
 
-@reference.quiet
-def rsqrt_norm(x, weight=None, *, eps, weight_offset=0.0, residual=None, out=None):
-    """rstd from one rounding of the float64 value, as a fast reciprocal square root may give it."""
-    rows = x.reshape(-1, x.shape[-1])
-    if residual is not None:
-        rows = round_to(widen(rows) + widen(residual.reshape(rows.shape)), x.dtype)
-    values = widen(rows)
-    rstd = one_rounding_root(row_sum(values, values), np.float32(eps), x.shape[-1])
-    y = round_to(values * rstd[:, None] * reference.scale_of(weight, weight_offset, x.shape[-1]), x.dtype)
-    results = (y.reshape(x.shape), round_to(rstd, np.float32).reshape(x.shape[:-1]), rows.reshape(x.shape))
-    return results[: 2 if residual is None else 3]
+rsqrt_norm = with_pieces(reference.rmsnorm, rstd_of=one_rounding_root)
 
 
 def one_chain(a, b, start):
