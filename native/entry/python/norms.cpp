@@ -65,7 +65,7 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
   if (!call.choose_library(given.stream) || !type_agrees(call, "dweight", *dweight, type)) return nullptr;
   if (options.accumulate && !dweight->present && !dbias->present)
     return call.fail(PYDET_INVALID_VALUE,
-                     "rmsnorm_backward: accumulate needs dweight, the float32 tensor to continue from"),
+                     "rmsnorm_backward: accumulate needs dweight or dbias, the float32 tensors to continue from"),
            nullptr;
   if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
   // Gradients that are made are shaped like the weight, and where there is none like a weight of all rows.
