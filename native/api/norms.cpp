@@ -21,6 +21,37 @@ Norm norm_of(void *stream, const View &x, const RowWalk &walk, const View &weigh
   return norm;
 }
 
+// A norm by the walk of x, residual, y and sum, in that order.
+template <class Norm, class Options>
+Norm forward_of(void *stream, const View *const (&walked)[4], const RowWalk &walk, const View &weight, const View &bias,
+                const View &rstd, const Options &options) {
+  auto norm = norm_of<Norm>(stream, *walked[0], walk, weight, rstd);
+  norm.residual = rows_of(*walked[1], walk, 1);
+  norm.y = rows_of(*walked[2], walk, 2);
+  norm.sum = rows_of(*walked[3], walk, 3);
+  norm.bias = vector_of(bias);
+  norm.eps = options.eps;
+  norm.weight_offset = options.weight_offset;
+  return norm;
+}
+
+// Its gradient by the walk of x, dy, dresidual and dx, in that order.
+template <class Norm, class Options>
+Norm backward_of(void *stream, const View *const (&walked)[4], const RowWalk &walk, const View &weight,
+                 const View &rstd, const View &dweight, const View &dbias, const Options &options) {
+  auto norm = norm_of<Norm>(stream, *walked[0], walk, weight, rstd);
+  norm.dy = rows_of(*walked[1], walk, 1);
+  norm.dresidual = rows_of(*walked[2], walk, 2);
+  norm.dx = rows_of(*walked[3], walk, 3);
+  norm.dweight = vector_of(dweight);
+  norm.dbias = vector_of(dbias);
+  norm.weight_offset = options.weight_offset;
+  norm.accumulate = options.accumulate != 0;
+  norm.workspace = options.workspace;
+  norm.workspace_size = options.workspace_size;
+  return norm;
+}
+
 // What accumulate asks of the sums over rows.
 pydet_status check_sums(const char *op, int32_t accumulate, const View &dweight, const View &dbias) {
   PYDET_TRY(check_flag(op, "accumulate", accumulate));
@@ -106,15 +137,9 @@ pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pyd
   const View *walked[] = {&x, &residual, &y, &sum};
   PYDET_TRY(walk_rows(walked, 4, &walk, 3));
   if (walk.rows == 0) return nothing_to_write();
-  auto norm = norm_of<RmsNorm>(stream, x, walk, weight, rstd);
+  auto norm = forward_of<RmsNorm>(stream, walked, walk, weight, bias, rstd, options);
   norm.outer = walk.outer;
   norm.heads = heads;
-  norm.bias = vector_of(bias);
-  norm.residual = rows_of(residual, walk, 1);
-  norm.y = rows_of(y, walk, 2);
-  norm.sum = rows_of(sum, walk, 3);
-  norm.eps = options.eps;
-  norm.weight_offset = options.weight_offset;
   return launch(op, norm, options.kernel);
 }
 
@@ -160,18 +185,9 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   PYDET_TRY(check_backward_workspace(op, options, walk.rows / heads, columns, count, inputs, outputs));
   if (walk.rows == 0 && !sums) return nothing_to_write();
 
-  auto norm = norm_of<RmsNormBackward>(stream, x, walk, weight, rstd);
+  auto norm = backward_of<RmsNormBackward>(stream, walked, walk, weight, rstd, dweight, dbias, options);
   norm.outer = walk.outer;
   norm.heads = heads;
-  norm.dbias = vector_of(dbias);
-  norm.dy = rows_of(dy, walk, 1);
-  norm.dresidual = rows_of(dresidual, walk, 2);
-  norm.dx = rows_of(dx, walk, 3);
-  norm.dweight = vector_of(dweight);
-  norm.weight_offset = options.weight_offset;
-  norm.accumulate = options.accumulate != 0;
-  norm.workspace = options.workspace;
-  norm.workspace_size = options.workspace_size;
   return launch(op, norm, options.kernel);
 }
 
@@ -210,14 +226,8 @@ pydet_status pydet_layernorm(void *stream, const pydet_tensor *x_tensor, const p
   const View *walked[] = {&x, &residual, &y, &sum};
   PYDET_TRY(walk_rows(walked, 4, &walk));
   if (walk.rows == 0) return nothing_to_write();
-  auto norm = norm_of<LayerNorm>(stream, x, walk, weight, rstd);
-  norm.bias = vector_of(bias);
+  auto norm = forward_of<LayerNorm>(stream, walked, walk, weight, bias, rstd, options);
   norm.mean = vector_of(mean);
-  norm.residual = rows_of(residual, walk, 1);
-  norm.y = rows_of(y, walk, 2);
-  norm.sum = rows_of(sum, walk, 3);
-  norm.eps = options.eps;
-  norm.weight_offset = options.weight_offset;
   return launch(op, norm, options.kernel);
 }
 
@@ -258,17 +268,8 @@ pydet_status pydet_layernorm_backward(void *stream, const pydet_tensor *dy_tenso
   PYDET_TRY(check_backward_workspace(op, options, walk.rows, x.cols(), sums ? 2 : 0, inputs, outputs));
   if (walk.rows == 0 && !sums) return nothing_to_write();
 
-  auto norm = norm_of<LayerNormBackward>(stream, x, walk, weight, rstd);
+  auto norm = backward_of<LayerNormBackward>(stream, walked, walk, weight, rstd, dweight, dbias, options);
   norm.mean = vector_of(mean);
-  norm.dy = rows_of(dy, walk, 1);
-  norm.dresidual = rows_of(dresidual, walk, 2);
-  norm.dx = rows_of(dx, walk, 3);
-  norm.dweight = vector_of(dweight);
-  norm.dbias = vector_of(dbias);
-  norm.weight_offset = options.weight_offset;
-  norm.accumulate = options.accumulate != 0;
-  norm.workspace = options.workspace;
-  norm.workspace_size = options.workspace_size;
   return launch(op, norm, options.kernel);
 }
 

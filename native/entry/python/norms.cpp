@@ -3,6 +3,26 @@
 #include "entry/python/results.h"
 
 namespace pydet {
+namespace {
+
+// The options of both gradients. dweight and dbias are read, and made later where they are not given.
+template <class Arguments, class Options>
+bool read_backward_options(PythonCall &call, const char *op, const Arguments &given, const Operand &dweight,
+                           const Operand &dbias, Options *options, int64_t *type, int32_t *has_bias) {
+  if (!call.integer_of("dweight_dtype", given.dweight_dtype, type)) return false;
+  if (!call.flag_of("has_bias", given.has_bias, has_bias)) return false;
+  if (!call.float_of("weight_offset", given.weight_offset, &options->weight_offset)) return false;
+  if (!call.flag_of("accumulate", given.accumulate, &options->accumulate)) return false;
+  if (!call.text_of("kernel", given.kernel, &options->kernel)) return false;
+  if (!call.choose_library(given.stream) || !type_agrees(call, "dweight", dweight, *type)) return false;
+  if (!options->accumulate || dweight.present || dbias.present) return true;
+  char sentence[120];
+  snprintf(sentence, sizeof sentence, "%s: accumulate needs dweight or dbias, the float32 tensors to continue from",
+           op);
+  return call.fail(PYDET_INVALID_VALUE, sentence);
+}
+
+}  // namespace
 
 // -> (y, rstd), and sum where there is a residual
 Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keywords) {
@@ -57,16 +77,8 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
   options.struct_size = sizeof options;
   int64_t type = -1;
   int32_t has_bias = 0;
-  if (!call.integer_of("dweight_dtype", given.dweight_dtype, &type)) return nullptr;
-  if (!call.flag_of("has_bias", given.has_bias, &has_bias)) return nullptr;
-  if (!call.float_of("weight_offset", given.weight_offset, &options.weight_offset)) return nullptr;
-  if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
-  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
-  if (!call.choose_library(given.stream) || !type_agrees(call, "dweight", *dweight, type)) return nullptr;
-  if (options.accumulate && !dweight->present && !dbias->present)
-    return call.fail(PYDET_INVALID_VALUE,
-                     "rmsnorm_backward: accumulate needs dweight or dbias, the float32 tensors to continue from"),
-           nullptr;
+  if (!read_backward_options(call, "rmsnorm_backward", given, *dweight, *dbias, &options, &type, &has_bias))
+    return nullptr;
   if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
   // Gradients that are made are shaped like the weight, and where there is none like a weight of all rows.
   const pydet_tensor &sample = weight->present ? weight->tensor : x->tensor;
@@ -155,16 +167,8 @@ Object *call_layernorm_backward(Object *, Object *const *args, intptr_t count, O
   options.struct_size = sizeof options;
   int64_t type = -1;
   int32_t has_bias = 1;
-  if (!call.integer_of("dweight_dtype", given.dweight_dtype, &type)) return nullptr;
-  if (!call.flag_of("has_bias", given.has_bias, &has_bias)) return nullptr;
-  if (!call.float_of("weight_offset", given.weight_offset, &options.weight_offset)) return nullptr;
-  if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
-  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
-  if (!call.choose_library(given.stream) || !type_agrees(call, "dweight", *dweight, type)) return nullptr;
-  if (options.accumulate && !dweight->present && !dbias->present)
-    return call.fail(PYDET_INVALID_VALUE,
-                     "layernorm_backward: accumulate needs dweight or dbias, the float32 tensors to continue from"),
-           nullptr;
+  if (!read_backward_options(call, "layernorm_backward", given, *dweight, *dbias, &options, &type, &has_bias))
+    return nullptr;
   if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
   if (!options.accumulate && weight->present && sound(weight->tensor, 1) && weight->tensor.ndim == 1) {
     if (type < 0) type = type_index(weight->tensor.dtype);
