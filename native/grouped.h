@@ -30,7 +30,8 @@ struct GroupWalk {
   int64_t index = -1, first = 0, last = 0;
   int64_t reached = 0;  // where the latest group with tokens ended
 
-  PYDET_INLINE void next(const GroupedGemm &problem) {
+  // Of a problem that has `tokens`, `start` and `end`.
+  template <class Problem> PYDET_INLINE void next(const Problem &problem) {
     ++index;
     const int64_t start = problem.start ? problem.start[index] : 0, end = problem.end[index];
     first = start < reached ? reached : start < problem.tokens ? start : problem.tokens;

@@ -8,6 +8,7 @@ namespace pydet {
 struct GroupedGemm;  // grouped.h
 struct ScaledGemm;   // scaled.h
 struct Quantize;
+struct ScaledGroupedGemm;  // scaled_grouped.h
 
 // One row: what the kernel computes, where it runs, which problems it takes, and how to launch it. Any row that takes a
 // problem gives the same bits, so `takes` may ask anything, and rows are tried from the top: the fastest first.
@@ -58,6 +59,7 @@ struct Backend {
   Table<Fold> fold;
   Table<LayerNorm> layernorm;
   Table<LayerNormBackward> layernorm_backward;
+  Table<ScaledGroupedGemm> scaled_grouped_gemm;
 };
 
 const Backend &cpu_backend();

@@ -164,7 +164,7 @@ def _fill_exchange() -> None:
     exchange.requires_grad, exchange.current_level, exchange.dtype = (
         _handle(sys.intern(name)) for name in ("requires_grad", "_current_level", "dtype")
     )
-    products = ["product", "scaled_gemm", "quantize", "grouped_gemm"]
+    products = ["product", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm"]
     rows = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "log_prob", "log_prob_backward", "fold"]
     rows += ["layernorm", "layernorm_backward"]
     for operation in products + rows:

@@ -50,7 +50,7 @@ _gemm, _gemm_da, _gemm_db, _skinny_gemm, _scaled_gemm, _quantize, _rmsnorm, _rms
 _softmax, _log_softmax, _softmax_backward, _log_softmax_backward, _log_prob, _log_prob_backward = methods(
     ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward", "log_prob", "log_prob_backward")
 )
-(_grouped_gemm,) = methods(("grouped_gemm",))
+_grouped_gemm, _scaled_grouped_gemm = methods(("grouped_gemm", "scaled_grouped_gemm"))
 _layernorm, _layernorm_backward = methods(("layernorm", "layernorm_backward"))
 
 (_fold,) = methods(("fold",))
@@ -358,6 +358,66 @@ def grouped_gemm(
         bias=bias,
         out=out,
         out_dtype=None if out_dtype is None else type_index(out_dtype, "grouped_gemm"),
+        accumulate=accumulate,
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        kernel=kernel,
+    )
+
+
+def scaled_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    group_end: Any,
+    group_start: Any = None,
+    *,
+    a_scale: Any,
+    b_scale: Any,
+    bias: Any = None,
+    out: Tensor | None = None,
+    out_dtype: Any = None,
+    accumulate: bool = False,
+    arithmetic: Arithmetic = "auto",
+    k_chunk: int | None = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> Tensor:
+    """Products of groups of tokens in fp8: :func:`grouped_gemm` over rows of the factors of :func:`scaled_gemm`.
+
+    ``out[t, n] = round(sum_k a[t, k] sa[t, k div 128] b[g, k, n] sb[g, k div 128, n] + bias[g, n])`` for
+    ``group_start[g] <= t < group_end[g]``. A row has the bits of :func:`scaled_gemm` of that row, its scales, ``b[g]``
+    and the scales of ``b[g]``: nothing of how the tokens were shared out reaches it.
+
+    Args:
+        a: ``[T, K]``, float8_e4m3fn or float8_e5m2.
+        b: ``[G, K, N]``, float8_e4m3fn or float8_e5m2.
+        group_end, group_start: as in :func:`grouped_gemm`.
+        a_scale: float32 or float8_e8m0fnu, ``[]``, ``[T, 1]`` or ``[T, ceil(K/128)]``; None for 1.
+        b_scale: float32 or float8_e8m0fnu, ``[]``, ``[G, 1, N]``, ``[G, ceil(K/128), N]`` or
+            ``[G, ceil(K/128), ceil(N/128)]``; without the first dimension the same for every group; None for 1.
+        bias: ``[G, N]``, float32, bfloat16 or float16, added in fp32 before the one rounding.
+        out: ``[T, N]``, float32, bfloat16 or float16; made if None. Rows that are in no group are not written.
+        out_dtype: the type of a new ``out``; bfloat16 if None.
+        accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`scaled_gemm`.
+
+    Returns:
+        ``out``, or the new tensor ``[T, N]``.
+
+    Raises:
+        Error: as :func:`scaled_gemm` and :func:`grouped_gemm`; a ``b`` of two dimensions, whose groups would lie along
+            what is summed.
+    """
+    method = _scaled_grouped_gemm if stream is None else on_stream(_scaled_grouped_gemm, a, stream)
+    return method(  # type: ignore[no-any-return]
+        a,
+        b,
+        group_end,
+        group_start=group_start,
+        a_scale=a_scale,
+        b_scale=b_scale,
+        bias=bias,
+        out=out,
+        out_dtype=None if out_dtype is None else type_index(out_dtype, "scaled_grouped_gemm"),
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,

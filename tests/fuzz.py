@@ -221,6 +221,7 @@ ORDER = {  # how each operation takes its tensors
     "rmsnorm_backward": ["dy", "x", "weight", "rstd", "dresidual", "dx", "dweight"],
     "fold": ["bias", "out"],  # after the parts
     "grouped_gemm": ["a", "b", "bias", "group_start", "group_end", "out"],
+    "scaled_grouped_gemm": ["a", "a_scale", "b", "b_scale", "bias", "group_start", "group_end", "out"],
     "layernorm": ["x", "residual", "weight", "bias", "y", "mean", "rstd", "sum"],
     "layernorm_backward": ["dy", "x", "weight", "mean", "rstd", "dresidual", "dx", "dweight", "dbias"],
 }
@@ -257,7 +258,7 @@ def invoke_python(rng, call):
     given = call.options
     names = {
         "arithmetic": lambda v: ARITHMETICS[v],
-        "k_chunk": lambda v: v if call.op == "scaled_gemm" else v or None,
+        "k_chunk": lambda v: v if call.op.startswith("scaled") else v or None,
         "accumulate": bool,
         "granularity": lambda v: GRANULARITIES[v],
         "power_of_two": bool,
@@ -551,8 +552,16 @@ def make_fold(rng):
     return Call("fold", inputs, outputs, options("pydet_fold_options", order=rng.randrange(2), accumulate=accumulate))
 
 
+def boundary(rng, region, groups, tokens):
+    """Ends of groups that share the tokens out, or any numbers."""
+    tensor = packed(rng, region, [groups], BOUNDARY)
+    sorted_ = sorted(rng.randint(0, tokens) for _ in range(groups))
+    odd = [rng.choice([-(2**31), -1, 0, 5, tokens, tokens + 1, 2**31 - 1]) for _ in range(groups)]
+    Described(tensor).view()[...] = rng.choice([sorted_, sorted_, odd])
+    return tensor
+
+
 def make_grouped(rng):
-    """Boundaries that share the tokens out, or any numbers."""
     depth, groups, tokens = rng.random() < 0.4, rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17, 33, 40])
     rows, n = rng.choice([0, 1, 2, 7, 16, 17, 33]), rng.choice([0, 1, 2, 5, 17])
     regions, kinds, fp32 = iter(rng.sample(REGIONS, 6)), list(DTYPES.values()), np.dtype(np.float32)
@@ -562,19 +571,12 @@ def make_grouped(rng):
     def matrix(shape, kind):
         return place(rng, next(regions), shape, kind, order=[len(shape) - 1, len(shape) - 2])
 
-    def boundary():
-        tensor = packed(rng, next(regions), [groups], BOUNDARY)
-        sorted_ = sorted(rng.randint(0, tokens) for _ in range(groups))
-        odd = [rng.choice([-(2**31), -1, 0, 5, tokens, tokens + 1, 2**31 - 1]) for _ in range(groups)]
-        Described(tensor).view()[...] = rng.choice([sorted_, sorted_, odd])
-        return tensor
-
     inputs = {
         "a": matrix([rows, tokens] if depth else [tokens, rows], kind),
         "b": matrix([tokens, n] if depth else [groups, rows, n], kind),
         "bias": matrix([groups, n], rng.choice(kinds)) if rng.random() < 0.4 else None,
-        "group_start": boundary() if rng.random() < 0.4 else None,
-        "group_end": boundary(),
+        "group_start": boundary(rng, next(regions), groups, tokens) if rng.random() < 0.4 else None,
+        "group_end": boundary(rng, next(regions), groups, tokens),
     }
     shape = [groups, rows, n] if depth else [tokens, n]
     outputs = {"out": matrix(shape, fp32 if accumulate else rng.choice(kinds))}
@@ -585,6 +587,40 @@ def make_grouped(rng):
         k_chunk=rng.choice([0, 0, 16, 32]),
     )
     return Call("grouped_gemm", inputs, outputs, given)
+
+
+def make_scaled_grouped(rng):
+    groups, tokens, n = rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17]), rng.choice([0, 1, 2, 5, 33, 129])
+    k, regions = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160]), iter(rng.sample(REGIONS, 8))
+    n, blocks = min(n, 33) if groups > 3 else n, reference_fp8.groups
+
+    def matrix(shape, kind):
+        return place(rng, next(regions), shape, kind, order=[len(shape) - 1, len(shape) - 2])
+
+    def scale(lead, shapes):
+        choice = rng.choice([None, [], *shapes])
+        if choice is None:
+            return None
+        return place(rng, next(regions), (lead + choice) if choice else [], rng.choice(list(SCALES.values())))
+
+    inputs = {
+        "a": matrix([tokens, k], rng.choice(list(FP8.values()))),
+        "a_scale": scale([], [[tokens, 1], [tokens, blocks(k)]]),
+        "b": matrix([groups, k, n], rng.choice(list(FP8.values()))),
+        "b_scale": scale(rng.choice([[], [1], [groups]]), [[1, n], [blocks(k), n], [blocks(k), blocks(n)]]),
+        "bias": matrix([groups, n], rng.choice(list(DTYPES.values()))) if rng.random() < 0.4 else None,
+        "group_start": boundary(rng, next(regions), groups, tokens) if rng.random() < 0.4 else None,
+        "group_end": boundary(rng, next(regions), groups, tokens),
+    }
+    varies = along_k(inputs["a_scale"], -1, k) or along_k(inputs["b_scale"], -2, k)
+    accumulate = rng.random() < 0.3 and (varies or (inputs["a_scale"] is None and inputs["b_scale"] is None))
+    out_kind = np.dtype(np.float32) if accumulate else rng.choice(list(DTYPES.values()))
+    given = options("pydet_scaled_grouped_gemm_options", arithmetic=rng.choice([0, 1, 2]), accumulate=int(accumulate))
+    given.k_chunk = 128 if varies else rng.choice([0, 32, 64, 128, 160])
+    outputs = {"out": matrix([tokens, n], out_kind)}
+    if given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
+        given = None
+    return Call("scaled_grouped_gemm", inputs, outputs, given)
 
 
 class Workspace:
@@ -751,7 +787,7 @@ def meaningless_options(call):
         "struct_size": lambda v: v == ffi.sizeof(ffi.typeof(given).item),
         "reserved": lambda v: v == 0,
         "arithmetic": lambda v: 0 <= v < len(ARITHMETICS),
-        "k_chunk": lambda v: v >= 0 and v % (32 if call.op == "scaled_gemm" else 16) == 0,
+        "k_chunk": lambda v: v >= 0 and v % (32 if call.op.startswith("scaled") else 16) == 0,
         "granularity": lambda v: 0 <= v < len(GRANULARITIES),
         "power_of_two": lambda v: v in (0, 1),
         "given": lambda v: v in (0, 1),
@@ -954,7 +990,43 @@ def expected_grouped_gemm(call, before):
     return {"out": result}
 
 
+def expected_scaled_grouped_gemm(call, before):
+    a, b, old = before["a"], before["b"], before["out"]
+    a_scale, b_scale, bias = before.get("a_scale"), before.get("b_scale"), before.get("bias")
+    end, start = before["group_end"], before.get("group_start")
+    arithmetic, accumulate = ARITHMETICS[chosen(call, "arithmetic") or 1], bool(chosen(call, "accumulate"))
+    expect(a.dtype in FP8.values() and b.dtype in FP8.values(), "accepted factors of", a.dtype, b.dtype)
+    expect(old.dtype in DTYPES.values() and (bias is None or bias.dtype in DTYPES.values()), "accepted a type of out")
+    expect(not accumulate or old.dtype.itemsize == 4, "accumulated into", old.dtype)
+    expect(arithmetic in ("ieee", "sm90"), "took fp8 in", arithmetic)
+    expect(a.ndim == 2 and b.ndim == 3 and b.shape[1] == a.shape[1], "accepted shapes", a.shape, b.shape)
+    (tokens, k), (groups, _, n), blocks = a.shape, b.shape, reference_fp8.groups
+    expect(old.shape == (tokens, n), "accepted an output of", old.shape)
+    expect(bias is None or bias.shape == (groups, n), "accepted a bias that does not fit")
+    for boundary in (end, start):
+        fits = boundary is None or (boundary.dtype == BOUNDARY and boundary.shape == (groups,))
+        expect(fits, "accepted boundaries that do not fit")
+    fits = a_scale is None or a_scale.shape in ((), (tokens, 1), (tokens, blocks(k)))
+    if b_scale is not None and b_scale.shape:
+        fits &= b_scale.shape[-2:] in ((1, n), (blocks(k), n), (blocks(k), blocks(n)))
+        fits &= b_scale.shape[:-2] in ((), (1,), (groups,))
+    expect(fits, "accepted a scale that does not fit")
+    expect(all(s is None or s.dtype in SCALES.values() for s in (a_scale, b_scale)), "accepted a type of scale")
+    varies, k_chunk = along_k(a_scale, -1, k) or along_k(b_scale, -2, k), chosen(call, "k_chunk", 128)
+    one_chunk = k <= 128 and (k_chunk == 0 or k_chunk > 128)
+    expect(not varies or k_chunk == 128 or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
+    expect(varies or not accumulate or (a_scale is None and b_scale is None), "accumulated under a scale of all of k")
+    if 0 in old.shape:
+        return {"out": old}
+    result = reference_fp8.scaled_grouped_gemm(
+        a, b, end, start, a_scale=a_scale, b_scale=b_scale, bias=bias, out=old.copy(), accumulate=accumulate,
+        arithmetic=arithmetic, k_chunk=k_chunk,
+    )  # fmt: skip
+    return {"out": result}
+
+
 EXPECTED = {
+    "scaled_grouped_gemm": expected_scaled_grouped_gemm,
     "grouped_gemm": expected_grouped_gemm,
     "rmsnorm": expected_rmsnorm,
     "rmsnorm_backward": expected_rmsnorm_backward,
@@ -993,6 +1065,7 @@ def run_case(seed, number):
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 1, make_grouped: 2}
+    makers |= {make_scaled_grouped: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
@@ -1038,7 +1111,7 @@ def run_case(seed, number):
     expect(meaningless_options(call) is None, "accepted", meaningless_options(call))
     forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
     expect(by_python or forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
-    fp8 = call.op in ("scaled_gemm", "quantize")
+    fp8 = call.op in ("scaled_gemm", "scaled_grouped_gemm", "quantize")
     numbers = [x for name, x in before.items() if not name.startswith("group_")]
     expect(fp8 or all(x.dtype in DTYPES.values() for x in numbers), "accepted a type that is no float of 16 or 32 bits")
     vast = any(d.sense == "vast" for d in sense.values())

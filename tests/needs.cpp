@@ -9,6 +9,7 @@ namespace {
 // A problem whose own needs the row names, where it always has one.
 template <class Problem> void suit(const Kernel<Problem> &, Problem &) {}
 void suit(const Kernel<ScaledGemm> &, ScaledGemm &problem) { problem.k_chunk = kScaleGroup; }
+void suit(const Kernel<ScaledGroupedGemm> &, ScaledGroupedGemm &problem) { problem.k_chunk = kScaleGroup; }
 void suit(const Kernel<Quantize> &row, Quantize &problem) {
   constexpr uint32_t kReleased = ~(1u << 31);
   for (int i = PYDET_ROW; i <= PYDET_TENSOR && (problem.needs() & kReleased & ~row.features); ++i)

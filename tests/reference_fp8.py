@@ -6,7 +6,7 @@ Nothing here shares code with the library: numbers are decoded by ml_dtypes, ste
 import ml_dtypes
 import numpy as np
 
-from reference import FLOAT32, fma, quiet, round_to, widen
+from reference import FLOAT32, fma, groups_of, quiet, round_to, widen
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E5M2 = np.dtype(ml_dtypes.float8_e5m2)
@@ -121,6 +121,27 @@ def scaled_gemm(
         return result
     out[...] = result
     return out
+
+
+def of_group(x, g):
+    """The scale of group g, of one that is for all groups too."""
+    return x if x is None or x.ndim < 3 else x[g if len(x) > 1 else 0]
+
+
+def scaled_grouped_gemm(
+    a, b, end, start=None, *, a_scale, b_scale, bias=None, out=None, out_dtype=None, accumulate=False,
+    gemm=scaled_gemm, **options,
+):  # fmt: skip
+    """scaled_gemm of each group. Rows of no group keep what out held; without out they are NaN."""
+    shape = (len(a), b.shape[-1])
+    result = np.full(shape, np.nan, np.dtype(out_dtype or ml_dtypes.bfloat16)) if out is None else out
+    for g, (first, last) in enumerate(groups_of(end, start, len(a))):
+        part = slice(first, last)
+        given = {"out": result[part].copy(), "accumulate": True} if accumulate else {"out_dtype": result.dtype}
+        given |= {"a_scale": a_scale if a_scale is None or a_scale.ndim == 0 else a_scale[part]}
+        given |= {"b_scale": of_group(b_scale, g), "bias": None if bias is None else bias[g]}
+        result[part] = gemm(a[part], b[g], **given, **options)
+    return result
 
 
 # ---- Quantisation --------------------------------------------------------------------------------------------------

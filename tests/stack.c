@@ -65,6 +65,16 @@ static void run(void) {
     options.arithmetic = arithmetic_of(call.kernel);
     options.kernel = call.kernel, options.k_chunk = call.k_chunk;
     call.status = pydet_grouped_gemm(NULL, &x, &y, NULL, NULL, &end, &out, &options);
+  } else if (!strcmp(call.operation, "scaled_grouped_gemm")) {
+    pydet_scaled_grouped_gemm_options options = {sizeof options, 0, 128, 0, 0, NULL};
+    const pydet_dtype int32 = {PYDET_INT, 32, 1};
+    int32_t ends[2];
+    int64_t groups[] = {2}, of_matrices[] = {2, call.k, call.n};
+    pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 3, of_matrices, NULL, call.dtype);
+    pydet_tensor end = tensor(ends, 1, groups, NULL, int32), out = tensor(c, 2, of_c, NULL, fp32);
+    ends[0] = (int32_t)call.m / 3, ends[1] = (int32_t)call.m;
+    options.arithmetic = arithmetic_of(call.kernel), options.kernel = call.kernel;
+    call.status = pydet_scaled_grouped_gemm(NULL, &x, NULL, &y, NULL, NULL, NULL, &end, &out, &options);
   } else if (!strcmp(call.operation, "gemm")) {
     pydet_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0};
     int64_t *strides = call.transposed ? columns : NULL;

@@ -24,7 +24,7 @@ import pydet
 SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
 OPERATIONS = (  # of the kernel table
     *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
-    *("layernorm", "layernorm_backward", "softmax", "softmax_backward"),
+    *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
@@ -156,6 +156,23 @@ def grouped_cases(dtype, generator, device):
         )
 
 
+def scaled_grouped_cases(dtype, generator, device):
+    for ends, k, n in (([1, 1, 18, 150, 199], 272, 96), ([300, 301, 428, 428], 640, 136), ([7, 8, 9], 1024, 520)):
+        tokens, groups = ends[-1] + 3, len(ends)
+        x, w = (tensor(generator, shape, torch.float32, "cpu") for shape in ((tokens, k), (groups, n, k)))
+        end = torch.tensor(ends, dtype=torch.int32, device=device)
+        for of_x, of_w, out in (("group", "block", torch.bfloat16), ("row", "row", torch.float32)):
+            (a, sa), (b, sb) = pydet.quantize(x, granularity=of_x, dtype=dtype), pydet.quantize(w, granularity=of_w)
+            a, b, sa, sb = (t.to(device) for t in (a, b, sa, sb))
+            yield (
+                f"scaled_grouped_gemm, {of_x} and {of_w}",
+                [((tokens, n), out)],
+                lambda o, a=a, b=b.mT, sa=sa, sb=sb.mT, e=end, **k: pydet.scaled_grouped_gemm(
+                    a, b, e, a_scale=sa, b_scale=sb, out=o[0], **k
+                ),
+            )
+
+
 def quantize_cases(dtype, generator, device):
     kind, groups = torch.float8_e4m3fn, lambda extent: -(-extent // 128)
     for rows, k in ((1, 4096), (130, 384), (33, 264), (3, 20000), (257, 128)):
@@ -203,7 +220,7 @@ def make_cases(device, seed, only):
             if brief not in kinds:
                 continue
             keywords, key = {"kernel": kernel.name}, (kernel.operation, "skinny" in kernel.name, brief)
-            if kernel.operation in ("gemm", "scaled_gemm", "grouped_gemm"):
+            if kernel.operation in ("gemm", "scaled_gemm", "grouped_gemm", "scaled_grouped_gemm"):
                 keywords["arithmetic"] = kernel.arithmetic
             if key not in made:
                 makes = {
@@ -211,6 +228,7 @@ def make_cases(device, seed, only):
                     "scaled_gemm": scaled_cases,
                     "quantize": quantize_cases,
                     "grouped_gemm": grouped_cases,
+                    "scaled_grouped_gemm": scaled_grouped_cases,
                 }
                 rows = norm_cases if "rmsnorm" in key[0] else layer_cases if "layer" in key[0] else softmax_cases
                 make = makes.get(key[0]) or functools.partial(rows, key[0])

@@ -113,6 +113,14 @@ def problems(operation, name, dtype):
             capi.options("pydet_grouped_gemm_options", arithmetic=name[1], kernel=name[0]),
         )
         return
+    if operation == "scaled_grouped_gemm":
+        operands = [(512, 256), None, (2, 256, 1024), None, None, None, ((2,), "float32"), ((512, 1024), "float32")]
+        operands = tensors(operands, dtype)
+        operands[2].strides[1], operands[2].strides[2] = 1, 256  # k is adjacent
+        operands[6].c.dtype.code = 0  # int32
+        given = capi.options("pydet_scaled_grouped_gemm_options", arithmetic=name[1], k_chunk=128, kernel=name[0])
+        yield "pydet_scaled_grouped_gemm", operands, given
+        return
     if operation == "quantize":
         for granularity, groups in ((0, 1), (1, 2)):
             shapes = [(64, 256), ((64, 256), "float8_e4m3fn"), ((64, groups), "float32"), None, None]

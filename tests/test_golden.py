@@ -18,6 +18,7 @@ import reference
 import reference_fp8
 import test_grouped_gemm as grouped_cases
 import test_scaled_gemm as scaled_cases
+import test_scaled_grouped_gemm as scaled_grouped_cases
 from cases import ARITHMETICS, DTYPES, Problem, data
 from reference_fp8 import E8M0
 from test_scaled_gemm import FLOAT32, TYPES, Scaled
@@ -158,6 +159,16 @@ def grouped_gemm_digests(grouped_gemm, arithmetic, dtype):
     return digests
 
 
+def scaled_grouped_gemm_digests(scaled_grouped_gemm, arithmetic, dtype):
+    digests = {}
+    for problem in list(scaled_grouped_cases.problems_of(dtype, arithmetic))[::2]:
+        name = f"{arithmetic} {dtype} x {problem.b_type} {problem.routing}, scales by {problem.a_scale} and "
+        name += f"{problem.b_scale}, {problem.kind}, k_chunk={problem.k_chunk} bias={problem.bias or None} "
+        name += f"accumulate={problem.accumulate} -> {problem.out_dtype}"
+        digests[name] = digest(scaled_grouped_cases.run(scaled_grouped_gemm, problem))
+    return digests
+
+
 def quantize_digests(quantize, arithmetic, dtype):
     digests = {}
     for granularity, kind, to, scale_dtype in itertools.product(
@@ -189,6 +200,7 @@ DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
     "grouped_gemm": grouped_gemm_digests,
+    "scaled_grouped_gemm": scaled_grouped_gemm_digests,
     "quantize": quantize_digests,
     "skinny_gemm": skinny_gemm_digests,
     "rmsnorm": rmsnorm_digests,
@@ -205,7 +217,7 @@ DIGESTS = {
 def all_digests(operation, function):
     """Every case of an operation, by one implementation of all its arithmetics."""
     arithmetics = ARITHMETICS if "gemm" in operation else {dtype: ["ieee"] for dtype in DTYPES}
-    if operation == "scaled_gemm":
+    if operation in ("scaled_gemm", "scaled_grouped_gemm"):
         arithmetics = {dtype: ["ieee", "sm90"] for dtype in TYPES}
     return {
         name: value
@@ -216,7 +228,9 @@ def all_digests(operation, function):
 
 
 def reference_of(operation):
-    return getattr(reference_fp8 if operation in ("scaled_gemm", "quantize") else reference, operation)
+    return getattr(
+        reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
+    )
 
 
 def recorded(operation):
@@ -247,6 +261,11 @@ def test_scaled_gemm(scaled_gemm_kernel):
 def test_grouped_gemm(grouped_gemm_kernel):
     kernel = grouped_gemm_kernel
     check_golden("grouped_gemm", kernel.grouped_gemm, kernel.arithmetic, kernel.dtype)
+
+
+def test_scaled_grouped_gemm(scaled_grouped_gemm_kernel):
+    kernel = scaled_grouped_gemm_kernel
+    check_golden("scaled_grouped_gemm", kernel.scaled_grouped_gemm, kernel.arithmetic, kernel.dtype)
 
 
 def test_quantize(quantize_kernel):

@@ -151,6 +151,14 @@ def every_kernel():
                         [out],
                     )
                     continue
+                if kernel.operation == "scaled_grouped_gemm":
+                    a, b = values(m, k, dtype=dtype), values(2, n, k, dtype=dtype).swapaxes(1, 2)
+                    out, end, scale = values(m, n), np.int32([m // 3, m]), values(m, -(-k // 128))
+                    chosen = options("pydet_scaled_grouped_gemm_options", kernel=kernel.name, k_chunk=128)
+                    chosen.arithmetic = getattr(lib, f"PYDET_{kernel.arithmetic.upper()}")
+                    tensors = [*map(tensor, (a, scale, b)), None, None, None, tensor(end), tensor(out)]
+                    yield lib.pydet_scaled_grouped_gemm, tensors, chosen, [out]
+                    continue
                 x, dy, y = (values(m, n, dtype=dtype) for _ in range(3))
                 if kernel.operation == "quantize":
                     for granularity, extent in enumerate((1, -(-n // 128))):

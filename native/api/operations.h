@@ -3,7 +3,7 @@
 
 #include "grouped.h"
 #include "kernel.h"
-#include "scaled.h"
+#include "scaled_grouped.h"
 
 namespace pydet {
 
@@ -120,10 +120,19 @@ template <> struct Operation<LayerNormBackward> : AlwaysIeee {
   }
 };
 
+template <> struct Operation<ScaledGroupedGemm> : AsAsked {
+  static constexpr const char *name = "scaled_grouped_gemm";
+  static constexpr auto table = &Backend::scaled_grouped_gemm;
+  static Type input(const ScaledGroupedGemm &g) { return g.a.type; }
+  template <class Show> static void memory(const ScaledGroupedGemm &g, Show show) {
+    show(g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data, g.start, g.end);
+  }
+};
+
 // One type an operation, in the order of pydet_kernel_name.
 template <class... Problems> struct Operations {};
 using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
-                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward>;
+                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm>;
 
 template <class... Problems, class F> void each_row_of(Operations<Problems...>, const Backend &backend, F f) {
   const auto rows_of = [&](auto operation) {

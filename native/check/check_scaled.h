@@ -78,6 +78,30 @@ inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t k, b
               view.name, shape_text(view).text, extent, extent, chunks);
 }
 
+// The options that scaled_gemm and scaled_grouped_gemm share, once `along_k` is known.
+template <class Options>
+pydet_status apply_scaled_options(const char *op, const View &a, const View &a_scale, const View &b_scale,
+                                  const View &out, const Options &options, ScaledGemm *gemm) {
+  const int64_t k = a.cols();
+  PYDET_TRY(resolve(op, a.device, a.type, options.arithmetic, &gemm->arithmetic));
+  if (options.k_chunk < 0 || options.k_chunk % kFp8Step)
+    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want 0 or a positive multiple of %d", op,
+                options.k_chunk, kFp8Step);
+  const bool one_chunk = k <= kScaleGroup && (options.k_chunk == 0 || options.k_chunk > kScaleGroup);
+  if (gemm->along_k && options.k_chunk != kScaleGroup && !one_chunk)
+    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want %d with scales along k", op, options.k_chunk,
+                kScaleGroup);
+  gemm->k_chunk = gemm->along_k ? kScaleGroup : options.k_chunk;
+  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
+  if (options.accumulate && out.type != Type::f32)
+    return fail(PYDET_INVALID_DTYPE, "%s: out is %s, want float32 under accumulate", op, type_name(out.type));
+  if (options.accumulate && !gemm->along_k && (a_scale.present() || b_scale.present()))
+    return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want scales along k, or none, under accumulate", op,
+                a_scale.present() ? "a_scale" : "b_scale", shape_text(a_scale.present() ? a_scale : b_scale).text);
+  gemm->accumulate = options.accumulate != 0;
+  return PYDET_OK;
+}
+
 inline pydet_status scaled_gemm_of(const View &a, const View &a_scale, const View &b, const View &b_scale,
                                    const View &bias, const View &out, const pydet_scaled_gemm_options &options,
                                    ScaledGemm *gemm) {
@@ -125,22 +149,7 @@ inline pydet_status scaled_gemm_of(const View &a, const View &a_scale, const Vie
   gemm->device = a.device;
   gemm->m = m, gemm->n = n, gemm->k = k;
 
-  PYDET_TRY(resolve(words.op, a.device, a.type, options.arithmetic, &gemm->arithmetic));
-  if (options.k_chunk < 0 || options.k_chunk % kFp8Step)
-    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want 0 or a positive multiple of %d", words.op,
-                options.k_chunk, kFp8Step);
-  const bool one_chunk = k <= kScaleGroup && (options.k_chunk == 0 || options.k_chunk > kScaleGroup);
-  if (gemm->along_k && options.k_chunk != kScaleGroup && !one_chunk)
-    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want %d with scales along k", words.op,
-                options.k_chunk, kScaleGroup);
-  gemm->k_chunk = gemm->along_k ? kScaleGroup : options.k_chunk;
-  PYDET_TRY(check_flag(words.op, "accumulate", options.accumulate));
-  if (options.accumulate && out.type != Type::f32)
-    return fail(PYDET_INVALID_DTYPE, "%s: out is %s, want float32 under accumulate", words.op, type_name(out.type));
-  if (options.accumulate && !gemm->along_k && (a_scale.present() || b_scale.present()))
-    return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want scales along k, or none, under accumulate", words.op,
-                a_scale.present() ? "a_scale" : "b_scale", shape_text(a_scale.present() ? a_scale : b_scale).text);
-  gemm->accumulate = options.accumulate != 0;
+  PYDET_TRY(apply_scaled_options(words.op, a, a_scale, b_scale, out, options, gemm));
   PYDET_TRY(check_workspace(words.op, options.workspace, options.workspace_size));
   for (const View *view : views) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
   gemm->workspace = options.workspace;

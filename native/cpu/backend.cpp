@@ -4,7 +4,6 @@
 #include <thread>
 
 #include "cpu/grouped_kernels.h"
-#include "cpu/scaled_kernels.h"
 #include "kernel.h"
 
 namespace pydet {
@@ -175,6 +174,23 @@ constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
      nullptr, nullptr, each_group<gemm_cdna2<Scalar>>},
 };
 
+constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
+#if defined(__x86_64__)
+    {"cpu_scaled_grouped_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, "avx512",
+     has_avx512, nullptr, nullptr, each_scaled_group<scaled_gemm_ieee<Avx512>>},
+    {"cpu_scaled_grouped_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, "avx2", has_avx2,
+     nullptr, nullptr, each_scaled_group<scaled_gemm_ieee<Avx2>>},
+    {"cpu_scaled_grouped_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kScaledGroupedGemmFeatures, "avx512",
+     has_avx512, nullptr, nullptr, each_scaled_group<scaled_gemm_sm90<Avx512>>},
+    {"cpu_scaled_grouped_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kScaledGroupedGemmFeatures, "avx2", has_avx2,
+     nullptr, nullptr, each_scaled_group<scaled_gemm_sm90<Avx2>>},
+#endif
+    {"cpu_scaled_grouped_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, "any CPU",
+     has_scalar, nullptr, nullptr, each_scaled_group<scaled_gemm_ieee<Scalar>>},
+    {"cpu_scaled_grouped_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kScaledGroupedGemmFeatures, "any CPU",
+     has_scalar, nullptr, nullptr, each_scaled_group<scaled_gemm_sm90<Scalar>>},
+};
+
 constexpr uint32_t kFoldFeatures = kBias | kAccumulate | kTree;
 constexpr Kernel<Fold> kFold[] = {
 #if defined(__x86_64__)
@@ -251,7 +267,8 @@ const Backend &cpu_backend() {
                                       table(kGroupedGemm),
                                       table(kFold),
                                       table(kLayerNorm),
-                                      table(kLayerNormBackward)};
+                                      table(kLayerNormBackward),
+                                      table(kScaledGroupedGemm)};
   return backend;
 }
 

@@ -1,10 +1,17 @@
-// The CPU kernels of grouped.h's problem: those of GEMM.
+// The CPU kernels of the problems of grouped.h and scaled_grouped.h: those of GEMM and of scaled GEMM.
 #pragma once
 
-#include "cpu/kernels.h"
-#include "grouped.h"
+#include "cpu/scaled_kernels.h"
+#include "scaled_grouped.h"
 
 namespace pydet {
+
+inline void move(Matrix &matrix, int64_t elements) {
+  if (matrix.data) matrix.data += elements * size_of(matrix.type);
+}
+inline void move(Scale &scale, int64_t elements) {
+  if (scale.data) scale.data += elements * size_of(scale.type);
+}
 
 // By a kernel of GEMM, the product of each group in turn.
 template <pydet_status (*gemm)(const Gemm &)> pydet_status each_group(const GroupedGemm &problem) {
@@ -15,12 +22,26 @@ template <pydet_status (*gemm)(const Gemm &)> pydet_status each_group(const Grou
     (problem.depth ? one.k : one.m) = group.last - group.first;
     if (one.m == 0) continue;
     const BatchOffsets at = group_offsets(problem, group);
-    auto move = [](Matrix &matrix, int64_t elements) {
-      if (matrix.data) matrix.data += elements * size_of(matrix.type);
-    };
     move(one.a, at.a), move(one.b, at.b), move(one.bias, at.bias), move(one.out, at.out);
     // A column-major out is the row-major out of the transposed product.
     if (one.out.col_stride != 1) one = transposed(one);
+    const pydet_status status = gemm(one);
+    if (status != PYDET_OK) return status;
+  }
+  return PYDET_OK;
+}
+
+// By a kernel of scaled GEMM, likewise.
+template <pydet_status (*gemm)(const ScaledGemm &)> pydet_status each_scaled_group(const ScaledGroupedGemm &problem) {
+  GroupWalk group;
+  for (int64_t i = 0; i < problem.groups; ++i) {
+    group.next(problem);
+    ScaledGemm one = problem;
+    one.m = group.last - group.first;
+    if (one.m == 0) continue;
+    move(one.a, group.first * one.a.row_stride), move(one.out, group.first * one.out.row_stride);
+    move(one.a_scale, group.first * one.a_scale.stride), move(one.b_scale, i * problem.b_scale_stride);
+    move(one.b, i * problem.b_stride), move(one.bias, i * problem.bias_stride);
     const pydet_status status = gemm(one);
     if (status != PYDET_OK) return status;
   }

@@ -130,6 +130,15 @@ typedef struct pydet_grouped_gemm_arguments {
   pydet_object *kernel, *stream;
 } pydet_grouped_gemm_arguments;
 
+typedef struct pydet_scaled_grouped_gemm_arguments {
+  pydet_object *a, *b, *group_end; /* positional */
+  pydet_object *group_start, *a_scale, *b_scale, *bias;
+  pydet_object *out, *out_dtype; /* a type index or None */
+  pydet_object *accumulate, *arithmetic;
+  pydet_object *k_chunk; /* None: 128 */
+  pydet_object *kernel, *stream;
+} pydet_scaled_grouped_gemm_arguments;
+
 typedef struct pydet_quantize_arguments {
   pydet_object *x; /* positional */
   pydet_object *granularity;
@@ -201,6 +210,10 @@ typedef struct pydet_exchange_library {
   pydet_status (*grouped_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                const pydet_grouped_gemm_options *);
+  pydet_status (*scaled_grouped_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                      const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                                      const pydet_tensor *, const pydet_tensor *,
+                                      const pydet_scaled_grouped_gemm_options *);
   pydet_status (*fold)(void *, const pydet_tensor *const *, int32_t, const pydet_tensor *, const pydet_tensor *,
                        const pydet_fold_options *);
   pydet_status (*layernorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
@@ -241,6 +254,7 @@ typedef struct pydet_exchange {
   pydet_object *const *log_prob_names;
   pydet_object *const *log_prob_backward_names;
   pydet_object *const *grouped_gemm_names;
+  pydet_object *const *scaled_grouped_gemm_names;
   pydet_object *const *fold_names;
   pydet_object *is_neg;      /* torch.Tensor.is_neg, NULL until torch is seen */
   pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */

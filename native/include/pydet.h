@@ -451,6 +451,35 @@ PYDET_API pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a, c
                                           const pydet_tensor *group_end, const pydet_tensor *out,
                                           const pydet_grouped_gemm_options *options);
 
+/* ---- Scaled grouped GEMM --------------------------------------------------------------------------------------
+ *   out[t, n] = round( sum_k a[t, k] sa[t, k div 128] b[g, k, n] sb[g, k div 128, n] + bias[g, n] )      in fp8
+ *
+ * for the tokens t of each group g: pydet_grouped_gemm over rows of pydet_scaled_gemm's factors. A row has the bits of
+ * pydet_scaled_gemm of that row, its scales, b[g] and b[g]'s scales, whatever the routing. Groups that are summed over
+ * (a [M, T], b [T, N]) are not taken: there scales vary along what is summed in groups of tokens that end anywhere.
+ *
+ * Operands   a [T, K] and b [G, K, N], e4m3fn or e5m2, each its own; out [T, N] and bias [G, N] as in pydet_grouped_gemm.
+ *            What the GPU's tensor cores read is as in pydet_scaled_gemm.
+ * Scales     fp32 or e8m0fnu, of any strides; NULL for none. Their shapes, with what they mean, are pydet_scaled_gemm's:
+ *              a_scale  []: all of a; [T, 1]: a token; [T, ceil(K/128)]: a token's 128 elements along k
+ *              b_scale  []: all of b; [G, 1, N]: a column; [G, ceil(K/128), N]: a column's 128 along k;
+ *                       [G, ceil(K/128), ceil(N/128)]: a block of 128 x 128. Without G, or with 1 for it: of every group
+ * Boundaries, Empty, NaN, Stream   As in pydet_grouped_gemm; arithmetics and k_chunk as in pydet_scaled_gemm. */
+typedef struct pydet_scaled_grouped_gemm_options {
+  uint32_t struct_size;
+  int32_t arithmetic;
+  int64_t k_chunk; /* as in pydet_scaled_gemm: 128 if options is NULL */
+  int32_t accumulate;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+} pydet_scaled_grouped_gemm_options;
+
+PYDET_API pydet_status pydet_scaled_grouped_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *a_scale,
+                                                 const pydet_tensor *b, const pydet_tensor *b_scale,
+                                                 const pydet_tensor *bias, const pydet_tensor *group_start,
+                                                 const pydet_tensor *group_end, const pydet_tensor *out,
+                                                 const pydet_scaled_grouped_gemm_options *options);
+
 /* ---- Fold -----------------------------------------------------------------------------------------------------
  *   out = round( D + bias ),   D = D0 + parts[0] + parts[1] + ... element by element in fp32,   D0 = +0, or out
  *

@@ -193,6 +193,13 @@ inline void grouped_gemm(void *stream, const tensor &a, const tensor &b, const t
   call(pydet_grouped_gemm, stream, a.describe(), b.describe(), bias.describe(), group_start.describe(),
        group_end.describe(), out.describe(), options);
 }
+inline void scaled_grouped_gemm(void *stream, const tensor &a, const tensor &a_scale, const tensor &b,
+                                const tensor &b_scale, const tensor &bias, const tensor &group_start,
+                                const tensor &group_end, const tensor &out,
+                                const pydet_scaled_grouped_gemm_options *options = nullptr) {
+  call(pydet_scaled_grouped_gemm, stream, a.describe(), a_scale.describe(), b.describe(), b_scale.describe(),
+       bias.describe(), group_start.describe(), group_end.describe(), out.describe(), options);
+}
 inline void rmsnorm(void *stream, const tensor &x, const tensor &residual, const tensor &weight, const tensor &y,
                     const tensor &rstd, const tensor &sum, const pydet_rmsnorm_options *options = nullptr) {
   call(pydet_rmsnorm, stream, x.describe(), residual.describe(), weight.describe(), y.describe(), rstd.describe(),

@@ -27,6 +27,7 @@ const MethodDef kMethods[] = {
     {"log_prob", call_log_prob, kFastCallKeywords, nullptr},
     {"log_prob_backward", call_log_prob_backward, kFastCallKeywords, nullptr},
     {"grouped_gemm", call_grouped_gemm, kFastCallKeywords, nullptr},
+    {"scaled_grouped_gemm", call_scaled_grouped_gemm, kFastCallKeywords, nullptr},
     {"fold", call_fold, kFastCallKeywords, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

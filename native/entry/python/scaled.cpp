@@ -59,6 +59,41 @@ Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *
   return done ? call.result(out) : nullptr;
 }
 
+Object *call_scaled_grouped_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call("scaled_grouped_gemm");
+  pydet_scaled_grouped_gemm_arguments given;
+  if (!call.arguments(exchange->scaled_grouped_gemm_names, 3, args, count, keywords, &given)) return nullptr;
+  Operand *a = call.read("a", given.a);
+  Operand *b = a ? call.read("b", given.b) : nullptr;
+  Operand *end = b ? call.read("group_end", given.group_end) : nullptr;
+  Operand *start = end ? call.read_optional("group_start", given.group_start) : nullptr;
+  Operand *a_scale = start ? call.read_optional("a_scale", given.a_scale) : nullptr;
+  Operand *b_scale = a_scale ? call.read_optional("b_scale", given.b_scale) : nullptr;
+  Operand *bias = b_scale ? call.read_optional("bias", given.bias) : nullptr;
+  Operand *out = bias ? call.read_optional("out", given.out, true) : nullptr;
+  if (!out) return nullptr;
+  pydet_scaled_grouped_gemm_options options = {};
+  options.struct_size = sizeof options;
+  options.k_chunk = kScaleGroup;
+  int64_t type = -1;
+  if (!read_sum_options(call, given, &options, &type)) return nullptr;
+  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
+  if (!call.choose_library(given.stream) || !type_agrees(call, "out", *out, type)) return nullptr;
+  const pydet_tensor &x = a->tensor, &y = b->tensor;
+  const bool rows = x.ndim == 2 && y.ndim == 3 && sound(x, 2) && sound(y, 2);
+  if (!out->present) {
+    if (!starts_from_zero(call, "scaled_grouped_gemm", options.accumulate)) return nullptr;
+    const int64_t shape[2] = {rows ? x.shape[0] : 0, rows ? y.shape[2] : 0};
+    if (rows && !(out = call.make(2, shape, type < 0 ? int(Type::bf16) : int(type)))) return nullptr;
+  }
+  const bool done = call.run(rows ? product_work(x, y.shape[2]) : 0, [&](void *stream) {
+    return call.library().scaled_grouped_gemm(stream, tensor_of(a), tensor_of(a_scale), tensor_of(b),
+                                              tensor_of(b_scale), tensor_of(bias), tensor_of(start), tensor_of(end),
+                                              tensor_of(out), &options);
+  });
+  return done ? call.result(out) : nullptr;
+}
+
 // -> (out, scale), and the transposed two where they are asked for
 Object *call_quantize(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("quantize");

@@ -164,7 +164,8 @@ const Backend *gpu_backend() {
                                       table(kGroupedGemm),
                                       table(kFold),
                                       table(kLayerNorm),
-                                      table(kLayerNormBackward)};
+                                      table(kLayerNormBackward),
+                                      {}};
   return &backend;
 }
 
