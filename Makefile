@@ -132,7 +132,7 @@ CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm9
   $(addprefix nvidia/,sm90/clusters skinny_mma quantize quantize_packed fold_peers) \
   $(addprefix any/,gemm_ieee skinny_ieee rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold)
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/groups
+CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 NVCCFLAGS := -std=c++17 -O3 --fmad=false -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(NUMERIC) -Wall -Wextra -Werror"

@@ -1,6 +1,9 @@
 // What a backend provides: tables of kernels for checked problems. api/ checks, chooses a row and launches it.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
 #include "problem.h"
 
 namespace pydet {
@@ -9,6 +12,46 @@ struct GroupedGemm;  // grouped.h
 struct ScaledGemm;   // scaled.h
 struct Quantize;
 struct ScaledGroupedGemm;  // scaled_grouped.h
+
+// Which of the variants of a kernel computes a problem, and how it cuts it. A variant's launch receives it, so that nothing
+// is worked out twice.
+class Choice {
+ public:
+  int variant = -1;  // none takes the problem
+
+  Choice() = default;
+  template <class Cut> Choice(int chosen, const Cut &cut) : variant(chosen) {
+    static_assert(std::is_trivially_copyable_v<Cut> && sizeof cut <= sizeof cut_, "carried as bytes");
+    memcpy(cut_, &cut, sizeof cut);
+  }
+  explicit Choice(int chosen) : variant(chosen) {}
+
+  // As it was given.
+  template <class Cut> Cut cut() const {
+    Cut cut;
+    memcpy(&cut, cut_, sizeof cut);
+    return cut;
+  }
+
+ private:
+  unsigned char cut_[64] = {};
+};
+constexpr int kAnyVariant = -1;  // the fastest
+
+// How a row is launched: a variant with what was chosen, others with the problem alone.
+template <class Problem> class Launcher {
+ public:
+  constexpr Launcher() = default;
+  constexpr Launcher(pydet_status (*launch)(const Problem &)) : alone_(launch) {}
+  constexpr Launcher(pydet_status (*launch)(const Problem &, const Choice &)) : chosen_(launch) {}
+  pydet_status operator()(const Problem &problem, const Choice &choice) const {
+    return chosen_ ? chosen_(problem, choice) : alone_(problem);
+  }
+
+ private:
+  pydet_status (*alone_)(const Problem &) = nullptr;
+  pydet_status (*chosen_)(const Problem &, const Choice &) = nullptr;
+};
 
 // One row: what the kernel computes, where it runs, which problems it takes, and how to launch it. Any row that takes a
 // problem gives the same bits, so `takes` may ask anything, and rows are tried from the top: the fastest first.
@@ -22,11 +65,17 @@ struct Kernel {
   bool (*runs_on)(const Device &);   // the machine has what it requires; reports nothing
   bool (*takes)(const Problem &);    // shape, layout and workspace fit; NULL: whatever the columns before this let pass
   bool (*prefers)(const Problem &);  // worth choosing by itself here; NULL: always. Forced by name it need not be
-  pydet_status (*launch)(const Problem &);
-  // Rows that are variants of one kernel, such as its tiles, stand together and share `best`: which variant is the
-  // fastest here, or one that no row has where none takes the problem. It is asked once for all of them. NULL: no such.
-  int (*best)(const Problem &) = nullptr;
+  Launcher<Problem> launch;
+  // Rows that are variants of one kernel, such as its tiles, stand together and share `choose`: how this variant
+  // computes the problem, or which is the fastest for kAnyVariant, which is asked once for all of them. NULL: no such.
+  Choice (*choose)(const Problem &, int variant) = nullptr;
   int variant = 0;
+
+  // Whether shape and layout let it. Of a variant it fills the choice that the launch receives.
+  bool accepts(const Problem &problem, Choice *choice) const {
+    if (choose) return (*choice = choose(problem, variant)).variant == variant;
+    return !takes || takes(problem);
+  }
 };
 
 template <class Problem>

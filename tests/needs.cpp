@@ -24,11 +24,12 @@ template <class Problem> void show(const Backend &backend, const Kernel<Problem>
   open.types = bit(input_type(problem));
   open.arithmetic = arithmetic_of(problem);
   open.runs_on = [](const Device &) { return true; };
-  open.takes = nullptr, open.prefers = nullptr, open.best = nullptr;
+  open.takes = nullptr, open.prefers = nullptr, open.choose = nullptr;
   const Kernel<Problem> *chosen = nullptr;
+  Choice choice;
   const Table<Problem> alone = {&open, 1};
-  const pydet_status status = choose_by_name("needs", alone, problem, row.name, &chosen);
-  const bool by_itself = choose(alone, problem) == &open;
+  const pydet_status status = choose_by_name("needs", alone, problem, row.name, &chosen, &choice);
+  const bool by_itself = choose(alone, problem, &choice) == &open;
   if (by_itself != (status == PYDET_OK)) printf("by name and by itself differ: ");
   printf("%s %d %s\n", row.name, int(status), status == PYDET_OK ? "" : last_error);
 }

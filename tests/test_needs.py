@@ -92,6 +92,7 @@ def test_a_refused_kernel_says_what_it_lacks(tmp_path):
         f"gemm: kernel aligned does not take this problem: {strides}",
         f"gemm: kernel along_k does not take this problem: {strides}",
         "gemm: kernel whole does not take this problem: not with this k_chunk",
+        f"gemm: kernel tiled does not take this problem: {strides}",
         f"rmsnorm: kernel held does not take this problem: {strides}",
         "rmsnorm: kernel held does not take this problem: not of this shape",
     ]

@@ -104,7 +104,7 @@ template <class Problem> pydet_status check_reach(const char *op, const Backend 
 // The row of that name, if it takes the problem.
 template <class Problem>
 pydet_status choose_by_name(const char *op, const Table<Problem> &table, const Problem &problem, const char *name,
-                            const Kernel<Problem> **chosen) {
+                            const Kernel<Problem> **chosen, Choice *choice) {
   for (int i = 0; i < table.count; ++i) {
     const Kernel<Problem> &row = table.rows[i];
     if (!equal(row.name, name)) continue;
@@ -113,7 +113,7 @@ pydet_status choose_by_name(const char *op, const Table<Problem> &table, const P
     if (meant && lacking)
       return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem, which needs %s", op, name,
                   feature_list(lacking).text);
-    if (!meant || (row.takes && !row.takes(problem)))
+    if (!meant || !row.accepts(problem, choice))
       return refuse_row(op, row, problem, input_type(problem), arithmetic_of(problem));
     *chosen = &row;
     return PYDET_OK;
@@ -127,19 +127,22 @@ pydet_status choose_by_name(const char *op, const Table<Problem> &table, const P
 
 // The first row that takes the problem and is worth it. Neighbours often ask the same of the machine, or which of them is
 // the best: each question is asked once. NULL: there is none.
-template <class Problem> const Kernel<Problem> *choose(const Table<Problem> &table, const Problem &problem) {
+template <class Problem>
+const Kernel<Problem> *choose(const Table<Problem> &table, const Problem &problem, Choice *choice) {
   const uint32_t needs = problem.needs();
   bool (*machine)(const Device &) = nullptr;
-  int (*family)(const Problem &) = nullptr;
+  Choice (*family)(const Problem &, int) = nullptr;
   bool runs = false;
-  int best = 0;
   for (int i = 0; i < table.count; ++i) {
     const Kernel<Problem> &row = table.rows[i];
     if (!computes(row, problem) || (needs & ~row.features)) continue;
     if (row.runs_on != machine) machine = row.runs_on, runs = machine(problem.device);
     if (!runs) continue;
-    if (row.best && row.best != family) family = row.best, best = family(problem);
-    if (row.best && best != row.variant) continue;
+    if (row.choose) {
+      if (row.choose != family) family = row.choose, *choice = family(problem, kAnyVariant);
+      if (choice->variant == row.variant) return &row;
+      continue;
+    }
     if ((row.takes && !row.takes(problem)) || (row.prefers && !row.prefers(problem))) continue;
     return &row;
   }
@@ -151,11 +154,12 @@ template <class Problem> const Kernel<Problem> *choose(const Table<Problem> &tab
 template <class Problem> pydet_status launch(const char *op, const Problem &problem, const char *forced) {
   const Backend &backend = *backend_for(problem.device.type);
   const Table<Problem> &table = backend.*Operation<Problem>::table;
-  const Kernel<Problem> *row = forced ? nullptr : choose(table, problem);
-  if (forced) PYDET_TRY(choose_by_name(op, table, problem, forced, &row));
+  Choice choice;
+  const Kernel<Problem> *row = forced ? nullptr : choose(table, problem, &choice);
+  if (forced) PYDET_TRY(choose_by_name(op, table, problem, forced, &row, &choice));
   if (!row) return refuse(op, problem, backend, table);
   PYDET_TRY(check_reach(op, backend, problem));
-  PYDET_TRY(row->launch(problem));
+  PYDET_TRY(row->launch(problem, choice));
   last_kernel = row->name;
   return PYDET_OK;
 }

@@ -8,7 +8,7 @@
 namespace pydet {
 
 // The same problem where no stride and no address can be in a kernel's way: elements along k or along the row are
-// adjacent, and all begins at multiples of `kRoom` elements. Of no use but to be shown to a row's `takes`.
+// adjacent, and all begins at multiples of `kRoom` elements. Of no use but to be shown to a row.
 constexpr int64_t kRoom = 128;
 inline int64_t with_room(int64_t stride) { return stride / kRoom * kRoom + (stride % kRoom ? kRoom : 0); }
 inline void lay_well(char *&data) {
@@ -45,12 +45,13 @@ template <class Problem> bool lay_well(Problem &) { return false; }  // not know
 inline bool drop_chunks(Gemm &g) { return g.k_chunk != 0 && (g.k_chunk = 0, true); }
 template <class Problem> bool drop_chunks(Problem &) { return false; }
 
-// Of a row that has the features and that `takes` refuses.
-template <class Problem> const char *refused_by_takes(const Kernel<Problem> &row, const Problem &problem) {
+// Of a row that has the features and that does not accept the problem.
+template <class Problem> const char *why_not_accepted(const Kernel<Problem> &row, const Problem &problem) {
   Problem other = problem;
   if (!lay_well(other)) return "not with this shape, these strides or this alignment";
-  if (row.takes(other)) return "not with these strides or this alignment";
-  if (drop_chunks(other) && row.takes(other)) return "not with this k_chunk";
+  Choice choice;
+  if (row.accepts(other, &choice)) return "not with these strides or this alignment";
+  if (drop_chunks(other) && row.accepts(other, &choice)) return "not with this k_chunk";
   return "not of this shape";
 }
 
@@ -68,10 +69,10 @@ pydet_status refuse_row(const char *op, const Kernel<Problem> &row, const Proble
     return fail(PYDET_UNSUPPORTED, "%s: it needs %s, which %s does not have", start, row.requires_,
                 device_text(problem.device.type, problem.device.id).text);
   // Asked again, nothing is in the way: the device did not answer when the row was tried, and does now.
-  if (!row.takes || row.takes(problem))
+  if (Choice choice; row.accepts(problem, &choice))
     return fail(PYDET_UNSUPPORTED, "%s: %s does not say what it is", start,
                 device_text(problem.device.type, problem.device.id).text);
-  return fail(PYDET_UNSUPPORTED, "%s: %s", start, refused_by_takes(row, problem));
+  return fail(PYDET_UNSUPPORTED, "%s: %s", start, why_not_accepted(row, problem));
 }
 
 }  // namespace pydet

@@ -5,37 +5,30 @@
 
 namespace pydet {
 
-// nvidia/sm90/gemm.cu, whose tiles are listed in nvidia/sm90/tiles.h.
-bool sm90_takes(const Gemm &, int tile);
-int sm90_best(const Gemm &);  // the tile that is the fastest; -1: none takes it
-pydet_status gemm_sm90(const Gemm &, int tile);
+class Choice;  // kernel.h
+
+// nvidia/sm90/gemm.cu, whose variants are the tiles of nvidia/sm90/tiles.h (plan.cpp).
+Choice gemm_sm90_choose(const Gemm &, int tile);
+pydet_status gemm_sm90(const Gemm &, const Choice &);
 
 // nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a; `turned`: they
 // have n adjacent, not k.
-template <int rows, bool turned> struct SkinnySm90 {
-  static bool takes(const Gemm &);
-  static pydet_status launch(const Gemm &);
-};
-template <bool turned> int skinny_sm90_best(const Gemm &);  // those rows; 0: a tile of gemm.cu
+template <bool turned> Choice skinny_sm90_choose(const Gemm &, int rows);
+template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &, const Choice &);
 
 struct ScaledGemm;  // scaled.h
 struct Quantize;
 
 // nvidia/sm90/scaled_tiles.cu
-constexpr int kScaledTiles = 2;
-bool scaled_gemm_sm90_takes(const ScaledGemm &);
-int scaled_gemm_sm90_best(const ScaledGemm &);  // of the first two, the faster
-pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &);
-pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &);
+constexpr int kScaledTiles = 2;  // variants 0 and 1: the first two
+Choice scaled_gemm_sm90_choose(const ScaledGemm &, int tile);
+pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &, const Choice &);
+pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &, const Choice &);
 pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &);
 
 // nvidia/sm90/scaled_skinny.cu. Columns of b that a block works on at a time, for up to 128 rows of a.
-template <int rows> struct ScaledSkinnySm90 {
-  static bool takes(const ScaledGemm &);
-  static pydet_status launch(const ScaledGemm &);
-};
-
-int scaled_skinny_sm90_best(const ScaledGemm &);  // those columns; 0: a tile of scaled_tiles.cu
+Choice scaled_skinny_sm90_choose(const ScaledGemm &, int columns);
+template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &, const Choice &);
 
 // nvidia/quantize.cu
 bool quantize_rows_takes(const Quantize &);
@@ -70,12 +63,9 @@ bool grouped_gemm_mma_128_takes(const GroupedGemm &);
 bool grouped_gemm_mma_128_prefers(const GroupedGemm &);
 pydet_status grouped_gemm_mma_128(const GroupedGemm &);
 
-// nvidia/sm90/grouped.cu, whose tiles are listed in nvidia/sm90/grouped.h.
-bool grouped_sm90_takes(const GroupedGemm &);
-int grouped_sm90_best(const GroupedGemm &);  // the tile that is the fastest; -1: none takes it
-template <int tile> struct GroupedSm90 {
-  static pydet_status launch(const GroupedGemm &);
-};
+// nvidia/sm90/grouped.cu, whose variants are the tiles of nvidia/sm90/groups.h (groups.cpp).
+Choice grouped_sm90_choose(const GroupedGemm &, int tile);
+template <int tile> pydet_status grouped_sm90(const GroupedGemm &, const Choice &);
 
 // amd/gemm_mfma.cu
 pydet_status gemm_mfma_64(const Gemm &);

@@ -20,8 +20,6 @@ bool from_sm90(const Device &device) { return compute_capability(device.id) >= 9
 bool from_sm80(const Device &device) { return compute_capability(device.id) >= 80; }
 bool is_sm80_to_89(const Device &device) { return from_sm80(device) && !from_sm90(device); }
 
-template <int tile> bool takes_sm90(const Gemm &problem) { return sm90_takes(problem, tile); }
-
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
 constexpr uint32_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a skinny product, both along k
 constexpr uint32_t kOneChain = kBatch | kBias | kAccumulate | kAlongM | kAlongN;
@@ -36,7 +34,6 @@ constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
-template <int tile> pydet_status launch_sm90(const Gemm &problem) { return gemm_sm90(problem, tile); }
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
   return {kSm90Tiles[tile].name,
           kHalfTypes,
@@ -44,10 +41,10 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
           kSm90Tiles[tile].chunked_layouts ? kAllOfGemm : kOneChain,
           "sm_90a",
           is_sm90,
-          takes_sm90<tile>,
           nullptr,
-          launch_sm90<tile>,
-          sm90_best,
+          nullptr,
+          gemm_sm90,
+          gemm_sm90_choose,
           tile};
 }
 
@@ -58,15 +55,15 @@ template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *n
           turned ? kOneMatrix | kAlongN : kOneMatrix,
           "sm_90a",
           is_sm90,
-          SkinnySm90<rows, turned>::takes,
           nullptr,
-          SkinnySm90<rows, turned>::launch,
-          skinny_sm90_best<turned>,
+          nullptr,
+          skinny_sm90<rows, turned>,
+          skinny_sm90_choose<turned>,
           rows};
 }
 
-// Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch, and of variants best and
-// variant.
+// Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch, and of variants choose, in
+// place of takes and prefers, and variant.
 constexpr Kernel<Gemm> kSkinnyRows[] = {
     skinny_row<16, false>("cuda_skinny_gemm_sm90_16"),       skinny_row<32, false>("cuda_skinny_gemm_sm90_32"),
     skinny_row<48, false>("cuda_skinny_gemm_sm90_48"),       skinny_row<64, false>("cuda_skinny_gemm_sm90_64"),
@@ -111,17 +108,8 @@ constexpr auto kGemm =
 
 constexpr uint32_t kScaledTile = kBatch | kBias | kAccumulate;
 template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
-  return {name,
-          bit(Type::e4m3),
-          Arithmetic::sm90,
-          kBias | kAccumulate | kColumnScales,
-          "sm_90a",
-          is_sm90,
-          ScaledSkinnySm90<rows>::takes,
-          nullptr,
-          ScaledSkinnySm90<rows>::launch,
-          scaled_skinny_sm90_best,
-          rows};
+  return {name,    bit(Type::e4m3), Arithmetic::sm90,         kBias | kAccumulate | kColumnScales, "sm_90a", is_sm90,
+          nullptr, nullptr,         scaled_skinny_sm90<rows>, scaled_skinny_sm90_choose,           rows};
 }
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
@@ -130,10 +118,10 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
     scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
     scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
-    {"cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
-     scaled_gemm_sm90_takes, nullptr, scaled_gemm_sm90_256x128, scaled_gemm_sm90_best, 0},
-    {"cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90,
-     scaled_gemm_sm90_takes, nullptr, scaled_gemm_sm90_128x128_ahead, scaled_gemm_sm90_best, 1},
+    {"cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
+     scaled_gemm_sm90_256x128, scaled_gemm_sm90_choose, 0},
+    {"cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr,
+     nullptr, scaled_gemm_sm90_128x128_ahead, scaled_gemm_sm90_choose, 1},
     {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
      is_sm90, nullptr, nullptr, scaled_gemm_sm90_128x128},
 };
@@ -218,10 +206,10 @@ template <int tile> constexpr Kernel<GroupedGemm> groups_row() {
           kGroupsTile | when(kGroupedTiles[tile].chunks, kChunks),
           "sm_90a",
           is_sm90,
-          grouped_sm90_takes,
           nullptr,
-          GroupedSm90<tile>::launch,
-          grouped_sm90_best,
+          nullptr,
+          grouped_sm90<tile>,
+          grouped_sm90_choose,
           tile};
 }
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {

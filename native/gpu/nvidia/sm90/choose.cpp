@@ -76,15 +76,14 @@ double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int
 
 }  // namespace
 
-int sm90_choose(const Gemm &g) {
-  const Sm90Layout layout = sm90_layout(g);
+int sm90_fastest_tile(const Gemm &g, const Sm90Operands &operands) {
   const Extents own = {int(g.m),
                        int(g.n),
                        int(g.k),
                        int(g.k_chunk < g.k ? g.k_chunk : 0),
                        double(g.batch.count),
-                       layout.a_k_adjacent,
-                       layout.b_k_adjacent};
+                       operands.a.k_adjacent,
+                       operands.b.k_adjacent};
   const Extents swapped = {own.n, own.m, own.k, own.chunk, own.batches, own.b_k_adjacent, own.a_k_adjacent};
   int clusters[9] = {};
   for (int size : {2, 4, 8}) clusters[size] = sm90_clusters(g.device.id, size);

@@ -1,11 +1,11 @@
 // Which tile a problem is computed by (choose.cpp).
 #pragma once
 
-#include "problem.h"
+#include "gpu/nvidia/sm90/gemm.h"
 
 namespace pydet {
 
 // The index in kSm90Tiles of the tile that is predicted to be the fastest, for a problem that one of them takes.
-int sm90_choose(const Gemm &);
+int sm90_fastest_tile(const Gemm &, const Sm90Operands &);
 
 }  // namespace pydet

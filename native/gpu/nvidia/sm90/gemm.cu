@@ -296,12 +296,12 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-template <class S> pydet_status launch_shape(const Gemm &g) {
+template <class S> pydet_status launch_shape(const Gemm &g, const Sm90Operands &operands) {
   const char *name = kSm90Tiles[S::tile].name;
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   Sm90Problem problem = {};
-  if (pydet_status status = sm90_plan(g, S::tile, &problem)) return status;
+  if (pydet_status status = sm90_plan(g, operands, S::tile, &problem)) return status;
   const int clusters = std::min(sm90_clusters(g.device.id, S::cluster), problem.tiles);
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * S::cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
@@ -313,17 +313,15 @@ template <class S> pydet_status launch_shape(const Gemm &g) {
 // Calls f with true_type or false_type for a run-time bool.
 template <class F> pydet_status either(bool value, F f) { return value ? f(std::true_type()) : f(std::false_type()); }
 
-template <int tile> pydet_status launch_tile(const Gemm &g) {
-  const Gemm own = sm90_problem(g, tile);
-  const Sm90Layout layout = sm90_layout(own);
-  return either(layout.a_k_adjacent, [&](auto a_adjacent) {
-    return either(layout.b_k_adjacent, [&](auto b_adjacent) {
-      return either(own.k_chunk != 0, [&](auto chunked) {
+template <int tile> pydet_status launch_tile(const Gemm &g, const Sm90Operands &operands) {
+  return either(operands.a.k_adjacent, [&](auto a_adjacent) {
+    return either(operands.b.k_adjacent, [&](auto b_adjacent) {
+      return either(g.k_chunk != 0, [&](auto chunked) {
         constexpr bool a_first = decltype(a_adjacent)::value, b_first = decltype(b_adjacent)::value;
         constexpr bool chunks = decltype(chunked)::value;
         if constexpr (kSm90Tiles[tile].layouts_of(chunks) & layout_bit(a_first, b_first))
-          return launch_shape<Shape<tile, kGroupType, a_first, b_first, chunks>>(own);
-        else return pydet_status(PYDET_UNSUPPORTED);  // sm90_takes has refused it
+          return launch_shape<Shape<tile, kGroupType, a_first, b_first, chunks>>(g, operands);
+        else return pydet_status(PYDET_UNSUPPORTED);  // gemm_sm90_choose has refused it
       });
     });
   });
@@ -336,12 +334,12 @@ template <class F, int... tiles> void each_tile(F f, std::integer_sequence<int, 
 
 }  // namespace
 
-template <> pydet_status Sm90Group<kGroup>::launch(const Gemm &g, int tile) {
+template <> pydet_status Sm90Group<kGroup>::launch(const Gemm &g, const Sm90Operands &operands, int tile) {
   constexpr int count = (kSm90TileCount - kFirstTile + kSm90TileGroups - 1) / kSm90TileGroups;
   pydet_status status = PYDET_UNSUPPORTED;
   each_tile(
       [&](auto mine) {
-        if (mine == tile) status = launch_tile<decltype(mine)::value>(g);
+        if (mine == tile) status = launch_tile<decltype(mine)::value>(g, operands);
       },
       std::make_integer_sequence<int, count>());
   return status;

@@ -32,17 +32,19 @@ struct Sm90Problem {
   int64_t out_batch_stride[kSm90MaxBatch], bias_batch_stride[kSm90MaxBatch];
 };
 
-// Which dimension is adjacent in memory, of operands that sm90_takes.
-struct Sm90Layout {
-  bool a_k_adjacent, b_k_adjacent;
+// An operand as the copy engine can take it: elements are adjacent along k or along m (n), and the other dimension has
+// 16-byte strides.
+struct Sm90Operand {
+  bool k_adjacent;
+  int64_t extent, rows, row_stride;
 };
-Sm90Layout sm90_layout(const Gemm &);
+struct Sm90Operands {
+  Sm90Operand a, b;
+};
 
-// The problem that a tile computes: g, or for a swapped tile out^T = b^T a^T.
-Gemm sm90_problem(const Gemm &g, int tile);
-
-// Fills the problem, tensor maps included, for what sm90_problem gave. The device must be current.
-pydet_status sm90_plan(const Gemm &, int tile, Sm90Problem *);
+// Fills the problem, tensor maps included. The device must be current. Of a swapped tile problem and operands are those of
+// out^T = b^T a^T.
+pydet_status sm90_plan(const Gemm &, const Sm90Operands &, int tile, Sm90Problem *);
 
 // How many clusters of so many blocks, one an SM, a device runs at once: each lies in one GPC, so that of 132 SMs 120
 // have room in clusters of 4. Read once a device.
@@ -50,7 +52,7 @@ int sm90_clusters(int device, int cluster);
 
 // The launches of one group of kernels, which have an object file of their own (tiles.h).
 template <int group> struct Sm90Group {
-  static pydet_status launch(const Gemm &, int tile);
+  static pydet_status launch(const Gemm &, const Sm90Operands &, int tile);
 };
 
 }  // namespace pydet

@@ -317,7 +317,7 @@ template <class S> pydet_status launch_shape(const GroupedGemm &g, const char *n
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   GroupedProblem problem = {};
   const GroupedBoxes boxes = {S::a_box, S::b_k_adjacent ? S::b_box : kBlockK};
-  if (pydet_status status = grouped_plan(g, name, boxes, &problem)) return status;
+  if (pydet_status status = grouped_plan(g, S::b_k_adjacent, name, boxes, &problem)) return status;
   problem.columns = int(divide_up(g.n, S::n));
   const int64_t clusters = std::min<int64_t>(sm90_clusters(g.device.id, kCluster), most_jobs(g, 2 * S::m, S::n));
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * kCluster)), dim3(S::threads)};
@@ -327,27 +327,26 @@ template <class S> pydet_status launch_shape(const GroupedGemm &g, const char *n
   return launch(shape, grouped_kernel<S>, problem);
 }
 
-template <int tile, Type type, bool chunked> pydet_status launch_layout(const GroupedGemm &g) {
+template <int tile, Type type, bool chunked> pydet_status launch_layout(const GroupedGemm &g, bool b_k_adjacent) {
   constexpr GroupedTile kTile = kGroupedTiles[tile];
   if (g.depth) return launch_shape<Shape<type, kTile.m, kTile.n, true, false, chunked>>(g, kTile.name);
-  return grouped_b_k_adjacent(g) ? launch_shape<Shape<type, kTile.m, kTile.n, false, true, chunked>>(g, kTile.name)
-                                 : launch_shape<Shape<type, kTile.m, kTile.n, false, false, chunked>>(g, kTile.name);
-}
-
-template <int tile, Type type> pydet_status launch_type(const GroupedGemm &g) {
-  if constexpr (kGroupedTiles[tile].chunks)
-    if (g.k_chunk) return launch_layout<tile, type, true>(g);
-  return launch_layout<tile, type, false>(g);
+  return b_k_adjacent ? launch_shape<Shape<type, kTile.m, kTile.n, false, true, chunked>>(g, kTile.name)
+                      : launch_shape<Shape<type, kTile.m, kTile.n, false, false, chunked>>(g, kTile.name);
 }
 
 }  // namespace
 
-template <int tile> pydet_status GroupedSm90<tile>::launch(const GroupedGemm &g) {
-  return g.a.type == Type::bf16 ? launch_type<tile, Type::bf16>(g) : launch_type<tile, Type::f16>(g);
+template <int tile> pydet_status grouped_sm90(const GroupedGemm &g, const Choice &choice) {
+  const bool b_k_adjacent = choice.cut<bool>();
+  return with_type<kHalfTypes>(g.a.type, [&](auto type) {
+    if constexpr (kGroupedTiles[tile].chunks)
+      if (g.k_chunk) return launch_layout<tile, type, true>(g, b_k_adjacent);
+    return launch_layout<tile, type, false>(g, b_k_adjacent);
+  });
 }
 
-template struct GroupedSm90<0>;
-template struct GroupedSm90<1>;
+template pydet_status grouped_sm90<0>(const GroupedGemm &, const Choice &);
+template pydet_status grouped_sm90<1>(const GroupedGemm &, const Choice &);
 static_assert(kGroupedTileCount == 2, "each is instantiated");
 
 }  // namespace pydet

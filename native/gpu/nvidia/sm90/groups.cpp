@@ -26,12 +26,10 @@ bool aligned(const Matrix &matrix) { return reinterpret_cast<uintptr_t>(matrix.d
 
 int64_t stride_of(int64_t stride, int64_t count) { return count == 1 ? kAnyStride : stride; }
 
-}  // namespace
-
-bool grouped_b_k_adjacent(const GroupedGemm &g) { return adjacent(g.b.row_stride, g.k, g.b.col_stride, g.n); }
+bool b_k_adjacent_of(const GroupedGemm &g) { return adjacent(g.b.row_stride, g.k, g.b.col_stride, g.n); }
 
 // Tokens must not be neighbours in memory: a box that begins between two units faults.
-bool grouped_sm90_takes(const GroupedGemm &g) {
+bool takes(const GroupedGemm &g) {
   const int64_t kept = g.depth ? g.m : g.k;
   if (g.tokens < 1 || kept < 1 || g.n > kMost || kept > kMost || g.tokens > kMost) return false;
   if (g.groups > kGroupedMostGroups || !aligned(g.a) || !aligned(g.b)) return false;
@@ -41,13 +39,12 @@ bool grouped_sm90_takes(const GroupedGemm &g) {
     return adjacent(g.a.row_stride, g.m, g.a.col_stride, g.tokens) &&
            adjacent(g.b.col_stride, g.n, g.b.row_stride, g.tokens);
   return adjacent(g.a.col_stride, g.k, g.a.row_stride, g.tokens) && aligned_stride(g.b_stride, g.groups) &&
-         (grouped_b_k_adjacent(g) || adjacent(g.b.col_stride, g.n, g.b.row_stride, g.k));
+         (b_k_adjacent_of(g) || adjacent(g.b.col_stride, g.n, g.b.row_stride, g.k));
 }
 
 // Tiles of 256 columns draw less from the L2. Where groups are small, two of them side by side, those of 128 win if
 // they fit N better, or if there are too few of the others for every cluster.
-int grouped_sm90_best(const GroupedGemm &g) {
-  if (!grouped_sm90_takes(g)) return -1;
+int fastest_tile(const GroupedGemm &g) {
   constexpr int kWide = 0, kNarrow = 1;
   static_assert(kGroupedTiles[kWide].n == 256 && kGroupedTiles[kNarrow].n == 128 && kGroupedTiles[kNarrow].chunks,
                 "as they are named here");
@@ -58,7 +55,15 @@ int grouped_sm90_best(const GroupedGemm &g) {
   return idle || 256 * narrow * 14 <= 512 * wide * 13 ? kNarrow : kWide;
 }
 
-pydet_status grouped_plan(const GroupedGemm &g, const char *kernel, const GroupedBoxes &boxes,
+}  // namespace
+
+// The launch receives whether b's neighbours are along k.
+Choice grouped_sm90_choose(const GroupedGemm &g, int tile) {
+  if (!takes(g)) return {};
+  return Choice(tile == kAnyVariant ? fastest_tile(g) : tile, b_k_adjacent_of(g));
+}
+
+pydet_status grouped_plan(const GroupedGemm &g, bool b_k_adjacent, const char *kernel, const GroupedBoxes &boxes,
                           GroupedProblem *problem) {
   GroupedProblem &p = *problem;
   EncodeTensorMap encode = nullptr;
@@ -70,7 +75,7 @@ pydet_status grouped_plan(const GroupedGemm &g, const char *kernel, const Groupe
                 kBox,     boxes.b,  3,   {1, 1, 1}, {kAnyStride, kAnyStride, kAnyStride}};
   if (!g.depth) {
     b.batch_shape[0] = g.groups, b.batch_stride[0] = stride_of(g.b_stride, g.groups);
-    if (grouped_b_k_adjacent(g)) b.extent = g.k, b.rows = g.n, b.row_stride = stride_of(g.b.col_stride, g.n);
+    if (b_k_adjacent) b.extent = g.k, b.rows = g.n, b.row_stride = stride_of(g.b.col_stride, g.n);
   }
   if (pydet_status status = make_map(kernel, encode, a, &p.a)) return status;
   if (pydet_status status = make_map(kernel, encode, b, &p.b)) return status;

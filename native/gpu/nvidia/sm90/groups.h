@@ -45,10 +45,9 @@ struct GroupedBoxes {
   int a, b;
 };
 
-bool grouped_b_k_adjacent(const GroupedGemm &);
-
-// Fills all of the problem but `columns`. The device must be current.
-pydet_status grouped_plan(const GroupedGemm &, const char *kernel, const GroupedBoxes &, GroupedProblem *);
+// Fills all of the problem but `columns`. `b_k_adjacent`: b's neighbours are along k, not n. The device must be current.
+pydet_status grouped_plan(const GroupedGemm &, bool b_k_adjacent, const char *kernel, const GroupedBoxes &,
+                          GroupedProblem *);
 
 // How many clusters of so many blocks, one an SM, a device runs at once (clusters.cu).
 int sm90_clusters(int device, int cluster);

@@ -7,24 +7,20 @@
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/gemm.h"
 #include "gpu/nvidia/tensor_map.h"
+#include "kernel.h"
 
 namespace pydet {
 namespace {
 
 constexpr int kUnit = 8;  // 16 bytes of an operand
 
-// An operand as the copy engine can take it: `adjacent` along k or along m (n), the other dimension in 16-byte strides.
-struct Operand {
-  bool k_adjacent;
-  int64_t extent, rows, row_stride;
-};
-
 bool aligned_stride(int64_t stride, int64_t extent) {
   return extent == 1 || (stride % kUnit == 0 && stride > 0 && stride < int64_t(1) << 38);
 }
 
 // k_stride and stride are those along k and along the other dimension.
-bool operand_of(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride, Operand *operand) {
+bool operand_of(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride,
+                Sm90Operand *operand) {
   if (k == 0) return *operand = {true, 0, 0, 0}, true;
   if (reinterpret_cast<uintptr_t>(matrix.data) % 16) return false;
   if ((k == 1 || k_stride == 1) && aligned_stride(stride, extent)) return *operand = {true, k, extent, stride}, true;
@@ -38,16 +34,16 @@ bool aligned_batch(const Batch &batch, const int64_t (&strides)[kMaxBatchDims]) 
   return true;
 }
 
-bool takes(const Gemm &g, Operand *a, Operand *b) {
+bool takes(const Gemm &g, Sm90Operands *operands) {
   constexpr int64_t kMost = int64_t(1) << 30;
   if (g.m > kMost || g.n > kMost || g.k > kMost || g.batch.dims > kSm90MaxBatch) return false;
   if (divide_up(g.m, 64) * divide_up(g.n, 64) > kMost / g.batch.count) return false;
-  return operand_of(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, a) &&
-         operand_of(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, b) && aligned_batch(g.batch, g.batch.a) &&
+  return operand_of(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, &operands->a) &&
+         operand_of(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, &operands->b) && aligned_batch(g.batch, g.batch.a) &&
          aligned_batch(g.batch, g.batch.b);
 }
 
-MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand,
+MapShape map_of(const Gemm &g, const Matrix &matrix, const Sm90Operand &operand,
                 const int64_t (&batch_strides)[kMaxBatchDims], int extent, int shares) {
   constexpr int64_t kAnyStride = kUnit;  // where there is only one of something
   MapShape map = {matrix.data,
@@ -65,28 +61,8 @@ MapShape map_of(const Gemm &g, const Matrix &matrix, const Operand &operand,
   return map;
 }
 
-}  // namespace
-
-Sm90Layout sm90_layout(const Gemm &g) {
-  Operand a, b;
-  takes(g, &a, &b);
-  return {a.k_adjacent, b.k_adjacent};
-}
-
-Gemm sm90_problem(const Gemm &g, int tile) { return kSm90Tiles[tile].swapped ? transposed(g) : g; }
-
-bool sm90_takes(const Gemm &g, int tile) {
-  Operand a, b;
-  if (!takes(g, &a, &b)) return false;
-  const Sm90Tile &t = kSm90Tiles[tile];
-  const uint32_t layout = t.swapped ? layout_bit(b.k_adjacent, a.k_adjacent) : layout_bit(a.k_adjacent, b.k_adjacent);
-  return t.layouts_of(g.k_chunk != 0) & layout;
-}
-
 // A layer's shape comes again and again, so a thread keeps its last answer.
-int sm90_best(const Gemm &g) {
-  Operand a, b;
-  if (!takes(g, &a, &b)) return -1;
+int fastest_tile(const Gemm &g, const Sm90Operands &operands) {
   struct Question {
     int64_t m, n, k, k_chunk, batches, strides[4], device;
   };
@@ -95,28 +71,42 @@ int sm90_best(const Gemm &g) {
   const Question question = {
       g.m,        g.n, g.k, g.k_chunk, g.batch.count, {g.a.row_stride, g.a.col_stride, g.b.row_stride, g.b.col_stride},
       g.device.id};
-  if (answer < 0 || memcmp(&question, &last, sizeof last)) last = question, answer = sm90_choose(g);
+  if (answer < 0 || memcmp(&question, &last, sizeof last)) last = question, answer = sm90_fastest_tile(g, operands);
   return answer;
 }
 
-namespace {
 template <int... groups>
-pydet_status launch_group(const Gemm &g, int tile, int group, std::integer_sequence<int, groups...>) {
+pydet_status launch_group(const Gemm &g, const Sm90Operands &operands, int tile, int group,
+                          std::integer_sequence<int, groups...>) {
   pydet_status status = PYDET_UNSUPPORTED;
-  ((groups == group ? void(status = Sm90Group<groups>::launch(g, tile)) : void()), ...);
+  ((groups == group ? void(status = Sm90Group<groups>::launch(g, operands, tile)) : void()), ...);
   return status;
 }
+
 }  // namespace
 
-pydet_status gemm_sm90(const Gemm &g, int tile) {
-  return launch_group(g, tile, sm90_group(tile, g.a.type), std::make_integer_sequence<int, 2 * kSm90TileGroups>());
+Choice gemm_sm90_choose(const Gemm &g, int tile) {
+  Sm90Operands operands;
+  if (!takes(g, &operands)) return {};
+  if (tile == kAnyVariant) tile = fastest_tile(g, operands);
+  const Sm90Tile &t = kSm90Tiles[tile];
+  const bool a_k_adjacent = operands.a.k_adjacent, b_k_adjacent = operands.b.k_adjacent;
+  const uint32_t layout = t.swapped ? layout_bit(b_k_adjacent, a_k_adjacent) : layout_bit(a_k_adjacent, b_k_adjacent);
+  return t.layouts_of(g.k_chunk != 0) & layout ? Choice(tile, operands) : Choice();
 }
 
-pydet_status sm90_plan(const Gemm &g, int tile_index, Sm90Problem *problem) {
+pydet_status gemm_sm90(const Gemm &g, const Choice &choice) {
+  const int group = sm90_group(choice.variant, g.a.type);
+  constexpr auto groups = std::make_integer_sequence<int, 2 * kSm90TileGroups>();
+  const auto operands = choice.cut<Sm90Operands>();
+  if (!kSm90Tiles[choice.variant].swapped) return launch_group(g, operands, choice.variant, group, groups);
+  return launch_group(transposed(g), {operands.b, operands.a}, choice.variant, group, groups);
+}
+
+pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_index, Sm90Problem *problem) {
   const Sm90Tile &tile = kSm90Tiles[tile_index];
+  const Sm90Operand &a = operands.a, &b = operands.b;
   Sm90Problem &p = *problem;
-  Operand a, b;
-  takes(g, &a, &b);
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(tile.name, &encode)) return status;
   if (g.k > 0) {

@@ -296,11 +296,12 @@ int64_t table_bytes(const ScaledGemm &g, int rows) {
   return (g.m * (chunks | 1) + chunks * columns_of(g, rows)) * 4;
 }
 
-template <class S> pydet_status launch_skinny(const char *name, const ScaledGemm &g, bool x_split) {
+template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) {
+  constexpr const char *name = "cuda_scaled_skinny_gemm_sm90";
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   SkinnyProblem problem = {};
-  Plan plan = {S::rows, x_split, kMostSharedBytes, true};
+  SkinnyPlan plan = {S::rows, x_split, kMostSharedBytes, true};
   plan.more_bytes = int(table_bytes(g, S::rows));
   Launch shape = {};
   if (pydet_status status = prepare<S>(name, in_pairs(g), plan, &problem.p, &shape)) return status;
@@ -313,24 +314,10 @@ template <class S> pydet_status launch_skinny(const char *name, const ScaledGemm
   return launch(shape, scaled_skinny_kernel<S>, problem);
 }
 
-}  // namespace
-
-template <int rows> bool ScaledSkinnySm90<rows>::takes(const ScaledGemm &g) {
-  return g.b.type == Type::e4m3 && g.m <= kMostM && g.k > 0 && g.k % kPair == 0 && readable(g) &&
-         table_bytes(g, rows) <= kMostTableBytes;
-}
-// Two blocks with 64 rows each are faster than one, where there are multiprocessors for both.
-template <int rows> pydet_status ScaledSkinnySm90<rows>::launch(const ScaledGemm &g) {
-  const bool two = g.m > kWarpgroupRows, split = two && 2 * cut_up(g.n, rows) <= gpu_multiprocessors(g.device.id);
-  if (!two || split) return launch_skinny<Shape<rows, 1>>("cuda_scaled_skinny_gemm_sm90", g, split);
-  return launch_skinny<Shape<rows, 2>>("cuda_scaled_skinny_gemm_sm90", g, false);
-}
-
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) of five layers: so few columns that there is a tile for
 // every SM, or for every two of them where each has half of the rows; where there are several, those that leave the
-// fewest idle.
-int scaled_skinny_sm90_best(const ScaledGemm &g) {
-  if (g.m > kMostM) return 0;
+// fewest idle. 0: a tile of scaled_tiles.cu.
+int fastest_columns(const ScaledGemm &g) {
   const int64_t sms = gpu_multiprocessors(g.device.id), width = cut_up(g.n, g.m > kWarpgroupRows ? sms / 2 : sms);
   if (width <= 16) return g.m > 32 && g.m <= kWarpgroupRows && width > 8 ? 32 : 16;
   if (width <= 32) return 32;
@@ -342,11 +329,28 @@ int scaled_skinny_sm90_best(const ScaledGemm &g) {
   return best;
 }
 
-template struct ScaledSkinnySm90<16>;
-template struct ScaledSkinnySm90<32>;
-template struct ScaledSkinnySm90<48>;
-template struct ScaledSkinnySm90<64>;
-template struct ScaledSkinnySm90<96>;
-template struct ScaledSkinnySm90<128>;
+}  // namespace
+
+// The launch receives whether the rows of a are split. Two blocks with 64 rows each are faster than one, where there are
+// multiprocessors for both.
+Choice scaled_skinny_sm90_choose(const ScaledGemm &g, int columns) {
+  if (g.b.type != Type::e4m3 || g.m > kMostM || g.k == 0 || g.k % kPair || !readable(g)) return {};
+  if (columns == kAnyVariant) columns = fastest_columns(g);
+  if (columns == 0 || table_bytes(g, columns) > kMostTableBytes) return {};
+  return Choice(columns, g.m > kWarpgroupRows && 2 * cut_up(g.n, columns) <= gpu_multiprocessors(g.device.id));
+}
+
+template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &g, const Choice &choice) {
+  const bool split = choice.cut<bool>();
+  return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1>>(g, split)
+                                        : launch_shape<Shape<columns, 2>>(g, false);
+}
+
+template pydet_status scaled_skinny_sm90<16>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_skinny_sm90<32>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_skinny_sm90<48>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_skinny_sm90<64>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_skinny_sm90<96>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_skinny_sm90<128>(const ScaledGemm &, const Choice &);
 
 }  // namespace pydet

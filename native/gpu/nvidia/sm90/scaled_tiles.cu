@@ -302,11 +302,10 @@ constexpr Cost kCosts[kScaledTiles] = {{256, 128, 0.89, 0.88, 1.6}, {128, 128, 0
 
 }  // namespace
 
-bool scaled_gemm_sm90_takes(const ScaledGemm &g) { return readable(g); }
-pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &g) {
+pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &g, const Choice &) {
   return launch_types<128, 2, 1, Way::in_turn>("cuda_scaled_gemm_sm90_256x128", g);
 }
-pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &g) {
+pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &g, const Choice &) {
   return launch_types<64, 2, 1, Way::ahead>("cuda_scaled_gemm_sm90_128x128_ahead", g);
 }
 pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
@@ -314,13 +313,15 @@ pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
   return launch_types<64, 1, 2, Way::in_turn>("cuda_scaled_gemm_sm90_128x128", g);
 }
 
-int scaled_gemm_sm90_best(const ScaledGemm &g) {
+Choice scaled_gemm_sm90_choose(const ScaledGemm &g, int tile) {
+  if (!readable(g)) return {};
+  if (tile != kAnyVariant) return Choice(tile);
   const int64_t pairs = sm90_clusters(g.device.id, 2), stages = cut_up(g.k, kStageK);
   auto time_of = [&](const Cost &tile) {
     const int64_t tiles = cut_up(g.m, 2 * tile.m) * cut_up(g.n, tile.n) * g.batch.count;
     return double(cut_up(tiles, pairs)) * ((g.along_k ? tile.weighed_stage : tile.stage) * double(stages) + tile.rest);
   };
-  return time_of(kCosts[1]) < time_of(kCosts[0]) ? 1 : 0;
+  return Choice(time_of(kCosts[1]) < time_of(kCosts[0]) ? 1 : 0);
 }
 
 }  // namespace pydet

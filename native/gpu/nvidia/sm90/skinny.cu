@@ -19,10 +19,8 @@ namespace {
 
 constexpr bool kTurned = PYDET_SKINNY_ALONG_N;  // this object's kernels: w has n adjacent, not k
 constexpr int kWarpgroup = 128;
-constexpr int kWarpgroupRows = 64;
-constexpr int kMostM = 2 * kWarpgroupRows;
-constexpr int kNarrowRows = 32;  // of w: in wider tiles the memory is slower than the chain
-constexpr int kFewM = 32;        // of which long stages have room in shared memory
+constexpr int kWarpgroupRows = kSkinnyWarpgroupRows, kNarrowRows = kSkinnyNarrowRows;
+constexpr int kFewM = 32;  // of which long stages have room in shared memory
 
 // `warpgroups` for 64 rows of x each; `chunks`: there is k_chunk; `parts`: the blocks of a cluster share the chunks of a
 // tile; `few`: at most kFewM rows of x.
@@ -240,92 +238,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1) skinny_kerne
   share_out<S>(p, [&](const Layout<S> &at, int warp) { multiply<S>(p, at, warp / 4); });
 }
 
-// Two warpgroups leave 168 registers a thread: too few for a chunk's accumulators beside the sum's of the widest tile.
-constexpr bool has_registers(bool chunked, bool two_warpgroups, int rows) {
-  return !chunked || !two_warpgroups || rows < 128;
-}
-bool has_registers(const Gemm &g, int rows) { return has_registers(g.k_chunk != 0, g.m > kWarpgroupRows, rows); }
-
-// The fastest of a sweep of 533 problems in which n is adjacent; rows = 0: a tile of gemm.cu.
-Plan choose_turned(const Gemm &g) {
-  auto plan = [](int rows) { return Plan{rows, false, kMostSharedBytes, true}; };
-  const int64_t width = divide_up(g.n, gpu_multiprocessors(g.device.id));
-  if (g.m > 96) return plan(width > 32 && width <= 48 ? 96 : 0);
-  if (width <= 8) return plan(16);
-  if (width <= 16) return plan(32);
-  if (g.m > kWarpgroupRows) return plan(width <= 24 ? 0 : width <= 32 ? 64 : width <= 48 ? 96 : width <= 64 ? 64 : 0);
-  if (width <= 24) return plan(g.m <= 16 ? 48 : 32);
-  if (width <= 32) return plan(g.m <= 32 ? 32 : 64);
-  if (width <= 48) return plan(width <= 40 ? 96 : 48);
-  if (width <= 64) return plan(64);
-  return plan(width > 96 && width <= 128 ? 64 : 32);
-}
-
-// The fastest of sweeps on an H100, M from 1 to 128, (N, K) from (768, 4096) to (128256, 4096), kernels back to back in
-// a graph; no rows where a tile of gemm.cu was faster. `width` is the rows of w for every SM.
-//
-// Tiles so wide that there is one for every SM, but no wider than it takes to keep many rows of w open at a time. With
-// more than 64 rows of x and few of w, two blocks share these: the more SMs read x, the sooner they have it. Half of
-// the shared memory, so that the next kernel's blocks settle beside these, wins where kernels are short; elsewhere only
-// if the next is the same: behind another one, two blocks of a kernel can come to lie on one SM, none on its neighbour.
-Plan choose(const Gemm &g) {
-  if (kTurned) return choose_turned(g);
-  constexpr int kMost = kMostSharedBytes, kHalf = kHalfSharedBytes;
-  constexpr bool kSplit = true, kEarly = true;
-  constexpr Plan kNone = {0, false, kMost, false};
-  const int64_t width = divide_up(g.n, gpu_multiprocessors(g.device.id));
-  const bool constant = g.weights_constant;
-  if (g.m > kWarpgroupRows) {
-    if (width <= 16) return {g.k_chunk ? (width <= 8 ? 16 : 48) : 32, kSplit, kMost, false};
-    if (width <= 24) return {48, kSplit, kMost, false};
-    if (width <= 32 && g.k > 8192) return g.m <= 96 ? Plan{32, false, kMost, false} : kNone;
-    if (width <= 32) return constant ? Plan{64, false, kMost, false} : kNone;
-    if (width <= 48) return g.m <= 96 ? Plan{48, false, kMost, kEarly} : Plan{96, kSplit, kMost, false};
-    if (width <= 64 && g.k <= 1024) return g.m <= 96 ? Plan{64, false, kHalf, false} : kNone;
-    if (width <= 64) return constant || g.m <= 80 ? Plan{64, false, kMost, false} : kNone;
-    if (width <= 128) return {width <= 96 ? 96 : 64, false, kMost, kEarly};
-    if (width <= 512) return g.m <= 96 ? Plan{32, false, kMost, kEarly} : Plan{96, kSplit, kMost, false};
-    return g.m <= 80 ? Plan{64, false, kMost, kEarly} : kNone;
-  }
-  if (width <= 8) return {g.k_chunk || g.fast ? 32 : 16, false, kMost, kEarly};
-  if (width <= 16) return {32, false, kMost, false};
-  if (width <= 24) return {g.k_chunk ? 32 : 48, false, kMost, false};
-  if (width <= 32) return {constant && g.m <= 8 && g.k <= 8192 ? 48 : 32, false, kMost, false};
-  if (width <= 48) return {48, false, kMost, constant};
-  if (width <= 64 && g.k <= 1024) return {64, false, constant && g.m > 32 ? kMost : kHalf, kEarly};
-  if (width <= 64 && g.k <= 2048 && g.m <= 32 && !(constant && g.m <= 16)) return {64, false, kMost, kEarly};
-  if (width <= 64) return {32, false, g.m <= 16 && g.k <= 2048 ? kHalf : kMost, kEarly};
-  if (width <= 96) return {g.m <= 16 ? 32 : 48, false, kMost, kEarly};
-  return {width <= 512 ? 32 : 64, false, kMost, kEarly};
-}
-
-// Blocks that share the chunks of a tile: as many as wins, which 8 and 4 do if every cluster finds SMs at once (it must
-// lie in one GPC, so about 120 SMs have room), 2 only if half of the SMs are left for the next kernel.
-int parts_of(const Gemm &g, int rows, int64_t chunks) {
-  if (rows > kNarrowRows || g.m > kWarpgroupRows) return 1;
-  constexpr int64_t kMostSumBytes = 32 << 10;  // that the first block receives
-  const int64_t tiles = divide_up(g.n, rows), sms = gpu_multiprocessors(g.device.id);
-  const int64_t most = tiles * 8 <= sms * 10 / 11 ? 8 : tiles * 4 <= sms * 10 / 11 ? 4 : tiles * 2 <= sms / 2 ? 2 : 1;
-  const int64_t part = divide_up(chunks, std::min(most, chunks));
-  const bool fits = (chunks - part) * divide_up(g.m, kWarpRows) * kWarpRows * rows * 4 <= kMostSumBytes;
-  return fits ? int(divide_up(chunks, part)) : 1;
-}
-
-// For tiles of so many rows: the choice, or where it fell on others, what suits most problems. In fast mode, where a
-// tile could be shared, K is cut in as many chunks as share it.
-Plan plan_of(Gemm &g, int rows) {
-  Plan plan = choose(g);
-  if (plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};
-  constexpr int64_t kUnit = 256;  // whole stages
-  if (g.fast && !g.k_chunk && !kTurned) {
-    const int64_t units = divide_up(g.k, kUnit), parts = parts_of(g, rows, units);
-    if (parts > 1) g.k_chunk = divide_up(units, parts) * kUnit;
-  }
-  if (g.k_chunk) plan.parts = parts_of(g, rows, divide_up(g.k, g.k_chunk));
-  return plan;
-}
-
-template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const Plan &plan) {
+template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const SkinnyPlan &plan) {
   return with_type<kHalfTypes>(g.a.type, [&](auto type) {
     return either(g.m > kWarpgroupRows && !plan.x_split, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
@@ -339,8 +252,8 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
               if (plan.parts > 1) return go(std::true_type(), few);
             return go(std::false_type(), few);
           });
-        else if constexpr (has_registers(chunked, two, rows)) return go(std::false_type(), std::false_type());
-        else return pydet_status(PYDET_UNSUPPORTED);  // takes() has refused it
+        else if constexpr (skinny_has_registers(chunked, two, rows)) return go(std::false_type(), std::false_type());
+        else return pydet_status(PYDET_UNSUPPORTED);  // skinny_sm90_choose has refused it
       });
     });
   });
@@ -348,27 +261,24 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
 
 }  // namespace
 
-template <int rows, bool turned> bool SkinnySm90<rows, turned>::takes(const Gemm &g) {
-  return pydet::takes(g, kMostM, turned) && has_registers(g, rows);
-}
-template <int rows, bool turned> pydet_status SkinnySm90<rows, turned>::launch(const Gemm &g) {
+template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &g, const Choice &choice) {
+  const auto cut = choice.cut<SkinnyCut>();
   Gemm cut_up = g;
-  const Plan plan = plan_of(cut_up, rows);
-  return launch_plan<rows>("cuda_skinny_gemm_sm90", cut_up, plan);
+  cut_up.k_chunk = cut.k_chunk;
+  return launch_plan<rows>("cuda_skinny_gemm_sm90", cut_up, cut.plan);
 }
 
 // This object's rows.
 #if PYDET_SKINNY_WIDE
-template struct SkinnySm90<48, kTurned>;
-template struct SkinnySm90<64, kTurned>;
-template struct SkinnySm90<96, kTurned>;
+template pydet_status skinny_sm90<48, kTurned>(const Gemm &, const Choice &);
+template pydet_status skinny_sm90<64, kTurned>(const Gemm &, const Choice &);
+template pydet_status skinny_sm90<96, kTurned>(const Gemm &, const Choice &);
 #if !PYDET_SKINNY_ALONG_N
-template struct SkinnySm90<128, kTurned>;
+template pydet_status skinny_sm90<128, kTurned>(const Gemm &, const Choice &);
 #endif
 #else
-template <> int skinny_sm90_best<kTurned>(const Gemm &g) { return choose(g).rows; }
-template struct SkinnySm90<16, kTurned>;
-template struct SkinnySm90<32, kTurned>;
+template pydet_status skinny_sm90<16, kTurned>(const Gemm &, const Choice &);
+template pydet_status skinny_sm90<32, kTurned>(const Gemm &, const Choice &);
 #endif
 
 }  // namespace pydet

@@ -11,8 +11,10 @@
 
 #include "gpu/any/epilogue.h"
 #include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/skinny_cut.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/tensor_map.h"
+#include "kernel.h"
 
 namespace pydet {
 namespace {
@@ -21,9 +23,8 @@ constexpr int kStep = 16;    // of one tensor-core instruction along k
 constexpr int kBlockK = 64;  // of one box: a row of 128 bytes
 constexpr int kRowBytes = kBlockK * 2;
 constexpr int kBlockSteps = kBlockK / kStep;
-constexpr int kAtomRows = 8;                 // of the 128-byte swizzle
-constexpr int kMostStages = 64;              // of a ring
-constexpr int kHalfSharedBytes = 113 << 10;  // of a block that leaves room for another
+constexpr int kAtomRows = 8;     // of the 128-byte swizzle
+constexpr int kMostStages = 64;  // of a ring
 constexpr int kBarrierBytes = 4 * kMostStages * 8 + 16;
 constexpr int kReservedBytes = kBarrierBytes + 1024;  // beside the rings; 1024 are the system's own
 constexpr int kTileRows = 64;                         // of x that the tensor cores may read, however few there are
@@ -255,31 +256,6 @@ __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, fl
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-// How a problem is cut: rows of w a tile, whether x is split, shared memory for the rings, and when the next kernel may
-// start.
-struct Plan {
-  int rows;
-  bool x_split;
-  int shared_bytes;
-  bool early;
-  int parts = 1;       // of K, each in a block of its own
-  int more_bytes = 0;  // of shared memory, at Layout::sums
-};
-
-bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_stride, int64_t k) {
-  bool strides = count == 1 || (stride % 8 == 0 && stride > 0 && stride < int64_t(1) << 38);
-  return strides && (k_stride == 1 || k == 1) && reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0;
-}
-
-// What TMA can describe: rows along k, 16-byte aligned.
-bool takes(const Gemm &g, int most_m, bool turned) {
-  constexpr int64_t kMost = int64_t(1) << 30;
-  return g.m <= most_m && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 &&
-         has_rows(g.a, g.m, g.a.row_stride, g.a.col_stride, g.k) &&
-         (turned ? g.b.row_stride != 1 && has_rows(g.b, g.k, g.b.row_stride, g.b.col_stride, g.n)
-                 : has_rows(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k));
-}
-
 MapShape map_of(const Gemm &g, const Matrix &matrix, int64_t count, int64_t stride, int box_rows) {
   constexpr int64_t kAnyStride = 8;  // where there is only one row
   return {matrix.data, matrix.type, g.k, count, count == 1 ? kAnyStride : stride, kBlockK, box_rows, 2, {}, {}};
@@ -293,7 +269,7 @@ template <class S> MapShape map_of_w(const Gemm &g) {
 
 // What the device is told and how it is launched, once the shape S is known. The device must be current.
 template <class S>
-pydet_status prepare(const char *name, const Gemm &g, const Plan &plan, Problem *problem, Launch *launch) {
+pydet_status prepare(const char *name, const Gemm &g, const SkinnyPlan &plan, Problem *problem, Launch *launch) {
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
   Problem &p = *problem;
@@ -349,7 +325,7 @@ pydet_status prepare(const char *name, const Gemm &g, const Plan &plan, Problem 
 }
 
 template <class S>
-pydet_status launch_shape(const char *name, const Gemm &g, const Plan &plan, void (*kernel)(Problem)) {
+pydet_status launch_shape(const char *name, const Gemm &g, const SkinnyPlan &plan, void (*kernel)(Problem)) {
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   Problem problem = {};

@@ -1,0 +1,121 @@
+// Which kernel of skinny.cu computes a problem, and how it cuts it. The bits do not depend on it.
+
+#include <algorithm>
+
+#include "gpu/gpu.h"
+#include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/skinny_cut.h"
+#include "kernel.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kMostM = 2 * kSkinnyWarpgroupRows;
+constexpr int kWarpRows = 16;  // of x
+
+bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_stride, int64_t k) {
+  bool strides = count == 1 || (stride % 8 == 0 && stride > 0 && stride < int64_t(1) << 38);
+  return strides && (k_stride == 1 || k == 1) && reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0;
+}
+
+// What TMA can describe: rows along k, 16-byte aligned.
+bool takes(const Gemm &g, bool turned) {
+  constexpr int64_t kMost = int64_t(1) << 30;
+  return g.m <= kMostM && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 &&
+         has_rows(g.a, g.m, g.a.row_stride, g.a.col_stride, g.k) &&
+         (turned ? g.b.row_stride != 1 && has_rows(g.b, g.k, g.b.row_stride, g.b.col_stride, g.n)
+                 : has_rows(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k));
+}
+
+// The fastest of a sweep of 533 problems in which n is adjacent; rows = 0: a tile of gemm.cu.
+SkinnyPlan choose_turned(const Gemm &g) {
+  auto plan = [](int rows) { return SkinnyPlan{rows, false, kMostSharedBytes, true}; };
+  const int64_t width = divide_up(g.n, gpu_multiprocessors(g.device.id));
+  if (g.m > 96) return plan(width > 32 && width <= 48 ? 96 : 0);
+  if (width <= 8) return plan(16);
+  if (width <= 16) return plan(32);
+  if (g.m > kSkinnyWarpgroupRows)
+    return plan(width <= 24 ? 0 : width <= 32 ? 64 : width <= 48 ? 96 : width <= 64 ? 64 : 0);
+  if (width <= 24) return plan(g.m <= 16 ? 48 : 32);
+  if (width <= 32) return plan(g.m <= 32 ? 32 : 64);
+  if (width <= 48) return plan(width <= 40 ? 96 : 48);
+  if (width <= 64) return plan(64);
+  return plan(width > 96 && width <= 128 ? 64 : 32);
+}
+
+// The fastest of sweeps on an H100, M from 1 to 128, (N, K) from (768, 4096) to (128256, 4096), kernels back to back in
+// a graph; no rows where a tile of gemm.cu was faster. `width` is the rows of w for every SM.
+//
+// Tiles so wide that there is one for every SM, but no wider than it takes to keep many rows of w open at a time. With
+// more than 64 rows of x and few of w, two blocks share these: the more SMs read x, the sooner they have it. Half of
+// the shared memory, so that the next kernel's blocks settle beside these, wins where kernels are short; elsewhere only
+// if the next is the same: behind another one, two blocks of a kernel can come to lie on one SM, none on its neighbour.
+SkinnyPlan choose(const Gemm &g) {
+  constexpr int kMost = kMostSharedBytes, kHalf = kHalfSharedBytes;
+  constexpr bool kSplit = true, kEarly = true;
+  constexpr SkinnyPlan kNone = {0, false, kMost, false};
+  const int64_t width = divide_up(g.n, gpu_multiprocessors(g.device.id));
+  const bool constant = g.weights_constant;
+  if (g.m > kSkinnyWarpgroupRows) {
+    if (width <= 16) return {g.k_chunk ? (width <= 8 ? 16 : 48) : 32, kSplit, kMost, false};
+    if (width <= 24) return {48, kSplit, kMost, false};
+    if (width <= 32 && g.k > 8192) return g.m <= 96 ? SkinnyPlan{32, false, kMost, false} : kNone;
+    if (width <= 32) return constant ? SkinnyPlan{64, false, kMost, false} : kNone;
+    if (width <= 48) return g.m <= 96 ? SkinnyPlan{48, false, kMost, kEarly} : SkinnyPlan{96, kSplit, kMost, false};
+    if (width <= 64 && g.k <= 1024) return g.m <= 96 ? SkinnyPlan{64, false, kHalf, false} : kNone;
+    if (width <= 64) return constant || g.m <= 80 ? SkinnyPlan{64, false, kMost, false} : kNone;
+    if (width <= 128) return {width <= 96 ? 96 : 64, false, kMost, kEarly};
+    if (width <= 512) return g.m <= 96 ? SkinnyPlan{32, false, kMost, kEarly} : SkinnyPlan{96, kSplit, kMost, false};
+    return g.m <= 80 ? SkinnyPlan{64, false, kMost, kEarly} : kNone;
+  }
+  if (width <= 8) return {g.k_chunk || g.fast ? 32 : 16, false, kMost, kEarly};
+  if (width <= 16) return {32, false, kMost, false};
+  if (width <= 24) return {g.k_chunk ? 32 : 48, false, kMost, false};
+  if (width <= 32) return {constant && g.m <= 8 && g.k <= 8192 ? 48 : 32, false, kMost, false};
+  if (width <= 48) return {48, false, kMost, constant};
+  if (width <= 64 && g.k <= 1024) return {64, false, constant && g.m > 32 ? kMost : kHalf, kEarly};
+  if (width <= 64 && g.k <= 2048 && g.m <= 32 && !(constant && g.m <= 16)) return {64, false, kMost, kEarly};
+  if (width <= 64) return {32, false, g.m <= 16 && g.k <= 2048 ? kHalf : kMost, kEarly};
+  if (width <= 96) return {g.m <= 16 ? 32 : 48, false, kMost, kEarly};
+  return {width <= 512 ? 32 : 64, false, kMost, kEarly};
+}
+
+// Blocks that share the chunks of a tile: as many as wins, which 8 and 4 do if every cluster finds SMs at once (it must
+// lie in one GPC, so about 120 SMs have room), 2 only if half of the SMs are left for the next kernel.
+int parts_of(const Gemm &g, int rows, int64_t chunks) {
+  if (rows > kSkinnyNarrowRows || g.m > kSkinnyWarpgroupRows) return 1;
+  constexpr int64_t kMostSumBytes = 32 << 10;  // that the first block receives
+  const int64_t tiles = divide_up(g.n, rows), sms = gpu_multiprocessors(g.device.id);
+  const int64_t most = tiles * 8 <= sms * 10 / 11 ? 8 : tiles * 4 <= sms * 10 / 11 ? 4 : tiles * 2 <= sms / 2 ? 2 : 1;
+  const int64_t part = divide_up(chunks, std::min(most, chunks));
+  const bool fits = (chunks - part) * divide_up(g.m, kWarpRows) * kWarpRows * rows * 4 <= kMostSumBytes;
+  return fits ? int(divide_up(chunks, part)) : 1;
+}
+
+// For tiles as the plan has them. In fast mode, where one could be shared, K is cut in as many chunks as share it.
+SkinnyCut cut_of(const Gemm &g, const SkinnyPlan &plan, bool turned) {
+  constexpr int64_t kUnit = 256;  // whole stages
+  SkinnyCut cut = {plan, g.k_chunk};
+  if (g.fast && !g.k_chunk && !turned) {
+    const int64_t units = divide_up(g.k, kUnit), parts = parts_of(g, plan.rows, units);
+    if (parts > 1) cut.k_chunk = divide_up(units, parts) * kUnit;
+  }
+  if (cut.k_chunk) cut.plan.parts = parts_of(g, plan.rows, divide_up(g.k, cut.k_chunk));
+  return cut;
+}
+
+}  // namespace
+
+// Of rows that are asked for by name and not the choice: what suits most problems.
+template <bool turned> Choice skinny_sm90_choose(const Gemm &g, int rows) {
+  if (!takes(g, turned)) return {};
+  SkinnyPlan plan = turned ? choose_turned(g) : choose(g);
+  if (rows != kAnyVariant && plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};
+  const bool fits = skinny_has_registers(g.k_chunk != 0, g.m > kSkinnyWarpgroupRows, plan.rows);
+  return plan.rows && fits ? Choice(plan.rows, cut_of(g, plan, turned)) : Choice();
+}
+
+template Choice skinny_sm90_choose<false>(const Gemm &, int);
+template Choice skinny_sm90_choose<true>(const Gemm &, int);
+
+}  // namespace pydet
