@@ -225,7 +225,7 @@ def test_the_checks_refuse_what_breaks_the_promise():
 def check_neighbours(scaled_grouped_gemm, dtype, arithmetic):
     """NaN in other groups' tokens, matrices and scales reaches nothing."""
     for routing in ("odd", "empty between", "masked", "gaps"):
-        problem = ScaledGrouped(routing, a_type=dtype, arithmetic=arithmetic)
+        problem = ScaledGrouped(routing, 144, a_type=dtype, arithmetic=arithmetic)
         (a, b, given), (tokens, end, start) = problem.operands(), problem.boundaries()
         whole = scaled_grouped_gemm(a, b, end, start, **given)
         nan = 0x7F  # in both types

@@ -20,6 +20,7 @@ from pydet.torch.grouped import grouped_mm
 from pydet.torch.layernorm import layer_norm
 from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
+from pydet.torch.scaled_grouped import scaled_grouped_mm
 from pydet.torch.softmax import log_prob, log_softmax, softmax
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "register_attention",
     "register_experts",
     "rms_norm",
+    "scaled_grouped_mm",
     "scaled_mm",
     "skinny_linear",
     "softmax",

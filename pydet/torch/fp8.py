@@ -24,13 +24,28 @@ TENSOR, ROW, GROUPS, BLOCKS = 0, 1, 4, 5  # of torch.nn.functional.ScalingType: 
 # ---- scaled_mm -------------------------------------------------------------------------------------------------------
 
 
-def _only(name: str, given: Any) -> Any:
+def only(op: str, name: str, given: Any) -> Any:
     """The one member of a list, or what is no list; torch takes lists for formats of two levels."""
     if not isinstance(given, list | tuple):
         return given
     if len(given) != 1:
-        fail(UNSUPPORTED, f"scaled_mm: {name} has {len(given)} members, want one")
+        fail(UNSUPPORTED, f"{op}: {name} has {len(given)} members, want one")
     return given[0]
+
+
+def number(member: Any) -> int:
+    """The number of a member of an enumeration."""
+    return int(getattr(member, "value", member))
+
+
+def check_plain(op: str, swizzle_a: Any, swizzle_b: Any, contraction_dim: Sequence[int], dims: tuple[int, int]) -> None:
+    """Refuses swizzled scales, and another dimension to sum over than the K of [.., K] and [.., K, N], of so many."""
+    for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
+        if swizzle is not None and swizzle != [] and number(only(op, name, swizzle)) != 0:
+            fail(UNSUPPORTED, f"{op}: {name} is {swizzle}, want None or NO_SWIZZLE")
+    want = (dims[0] - 1, dims[1] - 2)
+    if len(contraction_dim) and tuple(d % n for d, n in zip(contraction_dim, dims, strict=False)) != want:
+        fail(UNSUPPORTED, f"{op}: contraction_dim is {tuple(contraction_dim)}, want () or {want}")
 
 
 def _by_rows(scale: torch.Tensor, recipe: int, left: bool, extent: int, k: int, public: bool) -> torch.Tensor | None:
@@ -129,27 +144,19 @@ def scaled_mm(
     Raises:
         Error: a recipe, a swizzle or a contraction that pydet does not have; and as :func:`pydet.scaled_gemm`.
     """
-    for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
-        if swizzle is not None and swizzle != [] and _number(_only(name, swizzle)) != 0:
-            fail(UNSUPPORTED, f"scaled_mm: {name} is {swizzle}, want None or NO_SWIZZLE")
-    if len(contraction_dim) and [dim % 2 for dim in contraction_dim] != [1, 0]:
-        fail(UNSUPPORTED, f"scaled_mm: contraction_dim is {tuple(contraction_dim)}, want () or (1, 0)")
+    check_plain("scaled_mm", swizzle_a, swizzle_b, contraction_dim, (2, 2))
     if mat_a.dim() != 2 or mat_b.dim() != 2:
         fail(
             constants.PYDET_INVALID_SHAPE,
             f"scaled_mm: mat_a is {tuple(mat_a.shape)} and mat_b {tuple(mat_b.shape)}, want matrices",
         )
-    recipes = [_number(_only("scale_recipe", recipe)) for recipe in (scale_recipe_a, scale_recipe_b)]
+    op = "scaled_mm"
+    recipes = [number(only(op, "scale_recipe", recipe)) for recipe in (scale_recipe_a, scale_recipe_b)]
     scales = (
-        scale_of("scale_a", _only("scale_a", scale_a), recipes[0], True, mat_a),
-        scale_of("scale_b", _only("scale_b", scale_b), recipes[1], False, mat_b),
+        scale_of("scale_a", only(op, "scale_a", scale_a), recipes[0], True, mat_a),
+        scale_of("scale_b", only(op, "scale_b", scale_b), recipes[1], False, mat_b),
     )
     return multiply(mat_a, mat_b, scales, bias, output_dtype, use_fast_accum, arithmetic)
-
-
-def _number(member: Any) -> int:
-    """The number of a member of an enumeration."""
-    return int(getattr(member, "value", member))
 
 
 # ---- A linear layer --------------------------------------------------------------------------------------------------

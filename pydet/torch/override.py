@@ -14,7 +14,7 @@ import torch
 import pydet
 from pydet._native import UNSUPPORTED, Error, fail
 from pydet.ops import Arithmetic
-from pydet.torch import fp8, grouped
+from pydet.torch import fp8, grouped, scaled_grouped
 from pydet.torch.ops import DTYPES, matrix
 from pydet.torch.scaled import FP8, groups
 
@@ -35,7 +35,7 @@ _LEFT = (  # multiply matrices inside a kernel of PyTorch's own
     *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
-    *("convolution", "convolution_backward", "_addmm_activation", "_scaled_grouped_mm"),
+    *("convolution", "convolution_backward", "_addmm_activation"),
     *("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 )
 
@@ -65,11 +65,12 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
     ``aten::_scaled_mm`` and ``_scaled_mm_v2``, which ``torch._scaled_mm`` and ``torch.nn.functional.scaled_mm`` come
     down to, run on :func:`pydet.torch.scaled_mm` where the factors are float8, the result is none, and the device has a
     kernel for them: by scales of tensors, rows, groups of 128 and blocks of 128x128, with ``use_fast_accum`` for one
-    chain over K, and without it for chains of 128, whatever ``k_chunk`` is.
+    chain over K, and without it for chains of 128, whatever ``k_chunk`` is. ``_scaled_grouped_mm`` and
+    ``_scaled_grouped_mm_v2`` do likewise on :func:`pydet.torch.scaled_grouped_mm`, where groups are rows or a batch.
 
     Left to PyTorch, and counted as that: types other than float32, bfloat16 and float16; fused attention
     (``scaled_dot_product_attention`` but in its math backend, whose products are caught), convolutions, recurrent
-    layers in one kernel, ``_addmm_activation`` (fast path of PyTorch's encoder layers) and ``_scaled_grouped_mm``.
+    layers in one kernel and ``_addmm_activation`` (fast path of PyTorch's encoder layers).
     Neither caught nor counted: sparse and quantized
     products, and what never comes to these operators: kernels that a compiler makes itself (``max_autotune``'s
     templates, ``flex_attention``), and those of other packages.
@@ -101,6 +102,7 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
                 _take_over_linear_out(library, key)
                 _take_over_scaled(library, key, arithmetic, caught)
                 _take_over_grouped(library, key, options, caught)
+                _take_over_scaled_grouped(library, key, arithmetic, caught)
             for key in _LINEAR_KEYS:
                 _take_over_linear(library, key, options, caught)
         yield caught
@@ -359,6 +361,84 @@ def _take_over_grouped(library: torch.library.Library, key: str, options: dict[s
         return _as_pytorch_lays_it_out(result)
 
     library.impl("_grouped_mm", kernel, key, with_keyset=True, allow_override=True)
+
+
+def _take_over_scaled_grouped(
+    library: torch.library.Library, key: str, arithmetic: Arithmetic, caught: Counter[str]
+) -> None:
+    """The grouped products of fp8, also on a backend on which PyTorch has none."""
+
+    def take_over(name: str, call: Callable[..., Any]) -> None:
+        original = _original(name, "default", key)
+
+        def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+            with torch.no_grad():
+                result = call(arithmetic, *arguments, **keywords)
+            caught[f"aten::{name}" if result is not None else f"aten::{name} (left to PyTorch)"] += 1
+            if result is not None:
+                return _as_pytorch_lays_it_out(result)
+            if original is None:
+                raise NotImplementedError(f"aten::{name}: PyTorch has no kernel on {key}, and pydet none for this form")
+            return original.call_boxed(keyset, *arguments, **keywords)
+
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+
+    for name, call in (("_scaled_grouped_mm", _scaled_groups), ("_scaled_grouped_mm_v2", _scaled_groups_v2)):
+        if hasattr(torch.ops.aten, name):
+            take_over(name, call)
+
+
+def _scaled_groups(
+    arithmetic: Arithmetic,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Any:
+    if scale_result is not None or scale_a.dtype != torch.float32:  # e8m0: groups of 32, swizzled
+        return None
+    operands = a, b, (scale_a, scale_b), (fp8.ROW, fp8.ROW), offs, bias, out_dtype
+    return _multiplied_groups(*operands, use_fast_accum, arithmetic)
+
+
+def _scaled_groups_v2(
+    arithmetic: Arithmetic,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: list[torch.Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[torch.Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: tuple[int, ...] = (),
+    use_fast_accum: bool = False,
+) -> Any:
+    levels = (scale_a, recipe_a, scale_b, recipe_b)
+    if any(swizzle_a) or any(swizzle_b) or contraction_dim or any(len(level) != 1 for level in levels):
+        return None
+    operands = a, b, (scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0]), offs, bias, out_dtype
+    return _multiplied_groups(*operands, use_fast_accum, arithmetic)
+
+
+def _multiplied_groups(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Any:
+    """None where it is left to PyTorch: other types and forms, and where the device has no kernel of pydet's."""
+    if a.dtype not in FP8 or b.dtype not in FP8:
+        return None
+    try:
+        return scaled_grouped.multiply(a, b, *rest)
+    except Error as problem:
+        if problem.status != UNSUPPORTED:
+            raise
+        return None
 
 
 def _takes_groups(

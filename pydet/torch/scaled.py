@@ -1,6 +1,7 @@
 """The fp8 operations as ``torch.ops.pydet.*``, below :mod:`pydet.torch.fp8`: schema, kernel, shapes for tracing.
 
-``scaled_gemm(a, b, a_scale, b_scale, bias, out_dtype, arithmetic, k_chunk)``, and of :func:`pydet.quantize`
+``scaled_gemm(a, b, a_scale, b_scale, bias, out_dtype, arithmetic, k_chunk)``, ``scaled_grouped_gemm(a, b, group_end,
+a_scale, b_scale, bias, ...)``, whose rows in no group are zeros, and of :func:`pydet.quantize`
 ``quantize(x, granularity, dtype, scale_dtype, power_of_two) -> (q, scale)``, ``quantize_transposed(...) -> (q, scale,
 q_t, scale_t)`` and ``quantize_given(x, scale, granularity, dtype) -> q``. None stands for bfloat16 as ``out_dtype``,
 and for float8_e4m3fn and float32 as the types of q and scale. They have no gradient and refuse operands that ask for
@@ -17,7 +18,7 @@ import torch
 
 from pydet._native import INVALID_DTYPE, constants, fail
 from pydet.hooks import unknown
-from pydet.ops import _scaled_gemm, quantize
+from pydet.ops import _scaled_gemm, _scaled_grouped_gemm, quantize
 from pydet.shapes import Operand
 from pydet.torch.ops import DTYPES, TRACED, _index, _library, _of_any_strides, _operands, _refusing
 
@@ -32,6 +33,8 @@ _ROW_BYTES = 16
 _MADE = 'str granularity="row", ScalarType? dtype=None, ScalarType? scale_dtype=None, bool power_of_two=False'
 _SCHEMAS = {
     "scaled_gemm": "(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias=None,"
+    ' ScalarType? out_dtype=None, str arithmetic="auto", int? k_chunk=None) -> Tensor',
+    "scaled_grouped_gemm": "(Tensor a, Tensor b, Tensor group_end, Tensor? a_scale, Tensor? b_scale, Tensor? bias=None,"
     ' ScalarType? out_dtype=None, str arithmetic="auto", int? k_chunk=None) -> Tensor',
     "quantize": f"(Tensor x, {_MADE}) -> (Tensor, Tensor)",
     "quantize_transposed": f"(Tensor x, {_MADE}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -78,6 +81,31 @@ def _run_scaled_gemm(
         arithmetic=arithmetic,
         k_chunk=k_chunk,
     )
+
+
+def _run_scaled_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    group_end: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None = None,
+    out_dtype: Dtype = None,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+) -> Tensor:
+    _shapes_of_groups(a, b, group_end)
+    out = a.new_zeros((a.shape[0], b.shape[2]), dtype=torch.bfloat16 if out_dtype is None else out_dtype)
+    scales = {"a_scale": a_scale, "b_scale": b_scale}
+    return _scaled_grouped_gemm(
+        a, b, group_end.contiguous(), bias=bias, out=out, arithmetic=arithmetic, k_chunk=k_chunk, **scales
+    )
+
+
+def _shapes_of_groups(a: Tensor, b: Tensor, group_end: Tensor) -> None:
+    if a.dim() != 2 or b.dim() != 3 or group_end.dim() != 1:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("a", a), ("b", b), ("group_end", group_end)))
+        fail(constants.PYDET_INVALID_SHAPE, f"scaled_grouped_gemm: {shapes}, want [T, K], [G, K, N] and [G]")
 
 
 def _matrix_of(op: str, **operands: Tensor) -> None:
@@ -165,6 +193,36 @@ def _fake_scaled_gemm(
     return a.new_empty(shape, dtype=torch.bfloat16 if out_dtype is None else out_dtype)
 
 
+def _fake_scaled_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    group_end: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None = None,
+    out_dtype: Dtype = None,
+    arithmetic: str = "auto",
+    k_chunk: int | None = None,
+) -> Tensor:
+    op = "scaled_grouped_gemm"
+    types = {"a": FP8, "b": FP8, "a_scale": SCALES, "b_scale": SCALES, "bias": DTYPES}
+    _check_traced(op, types, a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    unknown(arithmetic, op, "arithmetic")
+    if group_end.dtype != torch.int32:
+        fail(INVALID_DTYPE, f"{op}: group_end is {group_end.dtype}, want int32")
+    _shapes_of_groups(a, b, group_end)
+    groups, _, n = b.shape
+    torch._check(
+        a.shape[1] == b.shape[1] and groups == group_end.shape[0],
+        lambda: f"{op}: a {tuple(a.shape)}, b {tuple(b.shape)} and group_end {tuple(group_end.shape)} do not fit",
+    )
+    torch._check(
+        bias is None or tuple(bias.shape) == (groups, n),
+        lambda: f"{op}: bias is {bias is not None and tuple(bias.shape)}, want {(groups, n)}",
+    )
+    return a.new_empty((a.shape[0], n), dtype=torch.bfloat16 if out_dtype is None else out_dtype)
+
+
 def _scale_shape(granularity: str, rows: Any, k: Any) -> tuple[Any, ...]:
     """Of the scale of a matrix [rows, k]."""
     shapes = {"row": (rows, 1), "group": (rows, groups(k)), "block": (groups(rows), groups(k)), "tensor": ()}
@@ -209,6 +267,7 @@ def _fake_quantize_given(x: Tensor, scale: Tensor, granularity: str = "row", dty
 
 for _name, _run, _fake in (
     ("scaled_gemm", _run_scaled_gemm, _fake_scaled_gemm),
+    ("scaled_grouped_gemm", _run_scaled_grouped_gemm, _fake_scaled_grouped_gemm),
     ("quantize", _run_quantize, _fake_quantize),
     ("quantize_transposed", _run_quantize_transposed, _fake_quantize_transposed),
     ("quantize_given", _run_quantize_given, _fake_quantize_given),
