@@ -5,7 +5,7 @@ they are installed, and a device-to-device copy as the ceiling of what only move
 random numbers; buffers rotate past the L2. `equality` counts the elements in which cuBLAS has other bits than the
 natural chain. `--quick` takes a few shapes of each operation. `gemm --random N --seed S` times N products drawn from
 the layers of published models (model_shapes.py) instead of the list: M log-uniform, each direction, types, k_chunk;
-`rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py).
+`rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py); so layernorm and softmax.
 """
 
 import argparse
@@ -450,7 +450,8 @@ ROWS = {
 }
 
 # What --random draws, and what is said of it.
-RANDOM = {"gemm": (random_rows, random_summary), "rmsnorm": (cuda_norms.random_rows, cuda_norms.random_summary)}
+RANDOM = {"gemm": (random_rows, random_summary)}
+RANDOM |= {name: (draw, cuda_norms.random_summary) for name, draw in cuda_norms.RANDOM.items()}
 
 
 def summary(entries):
@@ -478,13 +479,13 @@ def main():
         "operations", nargs="*", metavar="operation", help=f"of {', '.join([*ROWS, *LISTS])}; default all"
     )
     parser.add_argument("--quick", action="store_true", help="a few shapes of each")
-    parser.add_argument("--random", type=int, metavar="N", help="gemm, rmsnorm: N problems drawn instead of the list")
+    parser.add_argument("--random", type=int, metavar="N", help=f"{', '.join(RANDOM)}: N problems drawn, not the list")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     options = parser.parse_args()
     operations = options.operations or [*ROWS, *LISTS]
-    if options.random and operations not in (["gemm"], ["rmsnorm"]):
-        parser.error("--random is for gemm or rmsnorm alone")
+    if options.random and (len(operations) > 1 or operations[0] not in RANDOM):
+        parser.error(f"--random is for one of {', '.join(RANDOM)}")
     if unknown := set(operations) - {*ROWS, *LISTS}:
         parser.error(f"no such operation: {', '.join(sorted(unknown))}")
     device, wrong = Cuda(), []

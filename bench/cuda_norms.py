@@ -1,7 +1,7 @@
 """RMSNorm, LayerNorm and softmax rows on an NVIDIA GPU, beside PyTorch's, and a copy of as many bytes as the ceiling.
 
-quack and Liger stand beside RMSNorm where they are installed. `random_rows` draws shapes of RMSNorm: M log-uniform to
-200,000, N to 16,384 in steps of 8, or any N for one in four.
+quack and Liger stand beside them where they are installed. `RANDOM` draws shapes of each: M log-uniform to 200,000, N
+to 16,384 (softmax: 131,072) in steps of 8, or any N for one in four.
 """
 
 import math
@@ -25,9 +25,11 @@ try:
 except ImportError:
     quack_forward = quack_backward = None
 try:
+    from liger_kernel.ops import layer_norm as liger_layer
     from liger_kernel.ops import rms_norm as liger
+    from liger_kernel.ops import softmax as liger_softmax
 except ImportError:
-    liger = None
+    liger = liger_layer = liger_softmax = None
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -61,6 +63,9 @@ def norm_forward(m, n):
     if quack_forward:
         calls = [partial(quack_forward, x, weight, eps=EPS, store_rstd=True) for x, _ in sets]
         variants.append(Variant("quack", calls))
+    if liger:
+        calls = [partial(liger.rms_norm_forward, x, weight, EPS, 0.0, "llama", None) for x, _ in sets]
+        variants.append(Variant("liger", calls))
     return Row("rmsnorm", f"{m} x {n}", "bf16", variants, "copy", 4 * m * n, "GB/s")
 
 
@@ -151,17 +156,17 @@ def norm_rows(quick):
                 yield partial(make, m, n)
 
 
-def random_rows(count, seed):
-    """Each a forward or a backward of a shape that is drawn; what takes more than 8 GB is drawn anew."""
+def random_rows(makes, longest, most, count, seed):
+    """Each one of `makes` of a shape that is drawn; what has more than `most` elements is drawn anew."""
     drawn = random.Random(seed)
     for _ in range(count):
         while True:
             m = round(math.exp(drawn.uniform(0, math.log(200_000))))
-            n = round(math.exp(drawn.uniform(math.log(64), math.log(16384))))
+            n = round(math.exp(drawn.uniform(math.log(64), math.log(longest))))
             n = n if drawn.random() < 0.25 else n // 8 * 8
-            if m * n <= 1 << 29:
+            if m * n <= most:
                 break
-        yield partial(drawn.choice((norm_forward, norm_backward)), m, n)
+        yield partial(drawn.choice(makes), m, n)
 
 
 def random_summary(entries):
@@ -202,6 +207,8 @@ def layer_forward(m, n):
         Variant("torch", [partial(torch.nn.functional.layer_norm, x, (n,), weight, bias, EPS) for x in xs]),
         Variant("copy", [copying(pair) for pair in zip(xs, ys, strict=True)]),
     ]
+    if liger_layer:
+        variants.append(Variant("liger", [partial(liger_layer.layer_norm_forward, x, weight, bias, EPS) for x in xs]))
     return Row("layernorm", f"{m} x {n}", "bf16", variants, "copy", 4 * m * n, "GB/s")
 
 
@@ -224,6 +231,9 @@ def layer_backward(m, n):
         ),
         Variant("copy", [copying((dy, x, x)) for dy, x, *_ in sets]),
     ]
+    if liger_layer:
+        calls = [partial(liger_layer.layer_norm_backward, dy, x, weight, bias, *rows) for dy, x, *rows in sets]
+        variants.append(Variant("liger", calls))
     return Row("layernorm_backward", f"{m} x {n}", "bf16", variants, "copy", 6 * m * n, "GB/s")
 
 
@@ -250,6 +260,8 @@ def softmax_forward(name, m, n):
         ours = [partial(getattr(pydet, name), x) for x in xs]
     ceiling = [copying((x,) if name == "log_prob" else (x, x)) for x in xs]
     variants = [Variant("pydet", ours), Variant("torch", peers), Variant("copy", ceiling)]
+    if liger_softmax and name == "softmax":
+        variants.append(Variant("liger", [partial(liger_softmax._softmax_forward, x) for x in xs]))
     work = (2 if name == "log_prob" else 4) * m * n
     return Row(name, f"{m} x {n}", "bf16", variants, "copy", work, "GB/s")
 
@@ -262,6 +274,11 @@ def softmax_backward(name, m, n):
         Variant("torch", [partial(peer, dy, y, -1, torch.bfloat16) for dy, y in sets]),
         Variant("copy", [copying((dy, y, y)) for dy, y in sets]),
     ]
+    if liger_softmax and name == "softmax":
+        settings = liger_softmax._softmax_forward(sets[0][1])[1:]
+        variants.append(
+            Variant("liger", [partial(liger_softmax._softmax_backward, dy, y, *settings) for dy, y in sets])
+        )
     return Row(f"{name}_backward", f"{m} x {n}", "bf16", variants, "copy", 6 * m * n, "GB/s")
 
 
@@ -276,3 +293,10 @@ def softmax_rows(quick):
 
 
 ROWS = {"rmsnorm": norm_rows, "layernorm": layer_rows, "softmax": softmax_rows}
+_SOFTMAX = [partial(softmax_forward, name) for name in ("softmax", "log_softmax", "log_prob")]
+_SOFTMAX += [partial(softmax_backward, name) for name in ("softmax", "log_softmax")]
+RANDOM = {
+    "rmsnorm": partial(random_rows, (norm_forward, norm_backward), 16384, 1 << 29),
+    "layernorm": partial(random_rows, (layer_forward, layer_backward), 16384, 1 << 29),
+    "softmax": partial(random_rows, _SOFTMAX, 131072, 1 << 28),
+}

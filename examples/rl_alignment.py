@@ -17,9 +17,11 @@ pydet.torch.override_aten(), which takes over the products and leaves the adding
 gradients that add up in fp32. With --fp8 also converted to Fp8Linear, all layers but lm_head: the trainer quantises its
 bf16 weights in every call, and the rollout has a copy of the model that keeps them quantised.
 
-What is between the products and norms works row by row: rotary embedding, SiLU, and softmax over the whole cache, whose
-length is the same everywhere. Micro-batches are padded to a multiple of pydet.DWEIGHT_ROWS rows, and the embedding's
-gradient is a product with one-hot rows; so all gradients are sums that go on from one micro-batch to the next.
+What is between works row by row: rotary embedding, SiLU, and softmax over the whole cache, whose length is the same
+everywhere. Converted, attention's softmax is pydet.torch.softmax, and the log-probabilities of the tokens are
+pydet.torch.log_prob, which writes none of the others. Micro-batches are padded to a multiple of pydet.DWEIGHT_ROWS
+rows, and the embedding's gradient is a product with one-hot rows; so all gradients are sums that go on from one
+micro-batch to the next.
 """
 
 import argparse
@@ -31,7 +33,9 @@ import statistics
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,6 +78,21 @@ class Config:
         return config
 
 
+@dataclass(frozen=True)
+class Operations:
+    """What a model takes beside its modules: batched products, softmax, and one column of log_softmax for each row."""
+
+    product: Callable[..., torch.Tensor]
+    softmax: Callable[[torch.Tensor], torch.Tensor]
+    log_prob: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+TORCH = Operations(
+    torch.matmul,
+    partial(torch.softmax, dim=-1),
+    lambda x, index: x.log_softmax(-1).gather(-1, index[:, None])[:, 0],
+)
+PYDET = Operations(pydet.torch.gemm, pydet.torch.softmax, pydet.torch.log_prob)
 PARTS = 4  # micro-batches of a training step
 SMALL = Config(256, 64, 128, 2, 4, 2, max_length=64)
 
@@ -98,10 +117,10 @@ class Attention(nn.Module):
         q, (k, v) = layout.spread(q), layout.keys_and_values(self, k, v)  # [batch, tokens, heads, head]
         batch, tokens = q.shape[:2]
         q = q.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).reshape(batch, kv, -1, head)
-        scores = layout.product(q, k.transpose(1, 2).mT) * head**-0.5
+        scores = layout.operations.product(q, k.transpose(1, 2).mT) * head**-0.5
         scores = scores.unflatten(2, (-1, tokens)).float().masked_fill(layout.hidden, float("-inf"))
-        weights = scores.softmax(-1).to(x.dtype).flatten(2, 3)
-        out = layout.product(weights, v.transpose(1, 2)).unflatten(2, (-1, tokens))
+        weights = layout.operations.softmax(scores).to(x.dtype).flatten(2, 3)
+        out = layout.operations.product(weights, v.transpose(1, 2)).unflatten(2, (-1, tokens))
         return self.o_proj(layout.gather(out.permute(0, 3, 1, 2, 4).flatten(2)))
 
 
@@ -137,11 +156,11 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens, layout):
-        """Log-probabilities [rows, vocabulary] after each of the tokens [rows]."""
+        """Logits [rows, vocabulary] after each of the tokens [rows]."""
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, layout)
-        return self.lm_head(self.norm(x)).float().log_softmax(-1)
+        return self.lm_head(self.norm(x)).float()
 
 
 def angles(config, positions):
@@ -154,8 +173,8 @@ def angles(config, positions):
 class Decoding:
     """One token of each sequence; the cache is static, and so are all shapes."""
 
-    def __init__(self, model, batch, product):
-        config, self.product = model.config, product
+    def __init__(self, model, batch, operations):
+        config, self.operations = model.config, operations
         weight = model.lm_head.weight
         shape = (batch, config.max_length, config.num_key_value_heads, config.head_dim)
         self.cache = {
@@ -189,8 +208,8 @@ class Packed:
     gradients are zero. A batch of several groups thus has the rows of those groups one by one.
     """
 
-    def __init__(self, config, groups, device, product):
-        self.product, longest, unit = product, config.max_length, pydet.DWEIGHT_ROWS
+    def __init__(self, config, groups, device, operations):
+        self.operations, longest, unit = operations, config.max_length, pydet.DWEIGHT_ROWS
         rows, positions, start = [], [], 0
         for lengths in groups:
             rows += range(start, start + sum(lengths))
@@ -260,21 +279,21 @@ def seconds(call, device, count=3):
 
 
 @torch.no_grad()
-def decode(model, first, steps, noise, product):
+def decode(model, first, steps, noise, operations):
     """Samples a sequence from each first token: (tokens [batch, steps + 1], their log-probabilities [batch, steps],
     tokens a second). Step t of sequence i takes its Gumbel noise from a place in `noise` that only i and t decide."""
     batch, device = len(first), first.device
-    layout, given = Decoding(model, batch, product), first.clone()
+    layout, given = Decoding(model, batch, operations), first.clone()
     slots = torch.arange(model.config.vocab_size, device=device)
 
     def step():
         layout.start_step()
-        log_p = model(given, layout)
+        logits = model(given, layout)
         start = layout.rows * 40503 + layout.positions * 69069
-        chosen = (log_p + noise[(start[:, None] + slots) % len(noise)]).argmax(-1)
+        chosen = (logits + noise[(start[:, None] + slots) % len(noise)]).argmax(-1)
         given.copy_(chosen)
         layout.positions.add_(1)
-        return chosen, log_p[layout.rows, chosen]
+        return chosen, operations.log_prob(logits, chosen)
 
     run = step
     if device.type == "cuda":
@@ -303,7 +322,7 @@ def decode(model, first, steps, noise, product):
     return tokens, found, batch * steps / took
 
 
-def trainer_loss(model, tokens, lengths, weights, groups, product):
+def trainer_loss(model, tokens, lengths, weights, groups, operations):
     """(the log-probabilities of the packed next tokens, the loss), of sequences of these lengths, in so many groups."""
     inputs, wanted, scales = (
         torch.cat([row[first : n - 1 + first] for row, n in zip(rows, lengths, strict=True)])
@@ -314,13 +333,13 @@ def trainer_loss(model, tokens, lengths, weights, groups, product):
         model.config,
         [[n - 1 for n in lengths[i : i + size]] for i in range(0, len(tokens), size)],
         tokens.device,
-        product,
+        operations,
     )
-    chosen = model(layout.pad(inputs), layout)[layout.rows, wanted]
+    chosen = operations.log_prob(model(layout.pad(inputs), layout)[layout.rows], wanted)
     return chosen, -(chosen * scales).sum()
 
 
-def gradients(model, tokens, lengths, weights, parts, product):
+def gradients(model, tokens, lengths, weights, parts, operations):
     """The gradients of a step whose batch comes in this many parts, by parameter, and the step's time."""
     parameters = dict(model.named_parameters())
     size = len(tokens) // parts
@@ -332,7 +351,7 @@ def gradients(model, tokens, lengths, weights, parts, product):
                 parameter.main_grad.zero_()
         for i in range(0, len(tokens), size):
             here = slice(i, i + size)
-            trainer_loss(model, tokens[here], lengths[here], weights[here], PARTS // parts, product)[1].backward()
+            trainer_loss(model, tokens[here], lengths[here], weights[here], PARTS // parts, operations)[1].backward()
 
     took = seconds(step, tokens.device.type, 1 if tokens.device.type == "cpu" else 3)
     found = {name: getattr(p, "main_grad", p.grad).clone() for name, p in parameters.items()}
@@ -358,7 +377,7 @@ class Products(TorchDispatchMode):
 def caught_in_step(model, tokens, lengths, weights):
     """Which products of a forward and a backward override_aten() took over, and which it did not."""
     with pydet.torch.override_aten() as caught, Products() as products:
-        trainer_loss(model, tokens, lengths, weights, PARTS, torch.matmul)[1].backward()
+        trainer_loss(model, tokens, lengths, weights, PARTS, TORCH)[1].backward()
     return {"caught in a training step": dict(caught), "not caught": dict(products.seen - caught)}
 
 
@@ -370,17 +389,17 @@ def card():
     return dict(zip(names.split(","), done.stdout.splitlines()[0].split(", "), strict=True))
 
 
-def compare(model, tokens, lengths, weights, noise, product, batches, rollout=None):
+def compare(model, tokens, lengths, weights, noise, operations, batches, rollout=None):
     """All the counts of one way to compute. Of `tokens` only the first of each sequence is used. `rollout` samples, if
     it is given, and else the model."""
     rollouts = {
-        batch: decode(rollout or model, tokens[:batch, 0], tokens.shape[1] - 1, noise, product) for batch in batches
+        batch: decode(rollout or model, tokens[:batch, 0], tokens.shape[1] - 1, noise, operations) for batch in batches
     }
     tokens, result = rollouts[batches[-1]][0], {}
     for batch, (sampled, found, rate) in rollouts.items():
         sequences = torch.cat((sampled, tokens[batch:]))
         with torch.no_grad():
-            chosen, _ = trainer_loss(model, sequences, lengths, weights, PARTS, product)
+            chosen, _ = trainer_loss(model, sequences, lengths, weights, PARTS, operations)
         rollout = torch.cat([found[i, : n - 1] for i, n in enumerate(lengths[:batch])])
         others = sum(not torch.equal(sampled[i, :n], tokens[i, :n]) for i, n in enumerate(lengths[:batch]))
         result[f"decode in batches of {batch}"] = {
@@ -391,8 +410,8 @@ def compare(model, tokens, lengths, weights, noise, product, batches, rollout=No
             "not those of the largest batch": others,
             "tokens a second": round(rate, 1),
         }
-    whole, took = gradients(model, tokens, lengths, weights, 1, product)
-    parts, took_parts = gradients(model, tokens, lengths, weights, PARTS, product)
+    whole, took = gradients(model, tokens, lengths, weights, 1, operations)
+    parts, took_parts = gradients(model, tokens, lengths, weights, PARTS, operations)
     result["gradients, one batch and four micro-batches"] = {
         "elements": sum(g.numel() for g in whole.values()),
         "differ": sum(differing(whole[name], parts[name]) for name in whole),
@@ -449,23 +468,21 @@ def main():
     }
     if device == "cuda":
         report["card before"] = card()
-    report["torch"] = compare(model, tokens, lengths, weights, noise, torch.matmul, batches)
+    report["torch"] = compare(model, tokens, lengths, weights, noise, TORCH, batches)
     report["override_aten"] = caught_in_step(model, tokens, lengths, weights)
     with pydet.torch.override_aten():
-        report["override_aten"] |= compare(model, tokens, lengths, weights, noise, torch.matmul, batches)
+        report["override_aten"] |= compare(model, tokens, lengths, weights, noise, TORCH, batches)
     conversion = pydet.torch.convert(model)
     embedding = Embedding(config.vocab_size, config.hidden_size, _weight=model.embed_tokens.weight)
     model.embed_tokens = embedding
     pydet.torch.accumulate_gradients(model)
     embedding.weight.main_grad = torch.zeros_like(embedding.weight, dtype=torch.float32)
     report["swapped for pydet"], report["left"] = len(conversion.swapped), conversion.left
-    report["pydet"] = compare(model, tokens, lengths, weights, noise, pydet.torch.gemm, batches)
+    report["pydet"] = compare(model, tokens, lengths, weights, noise, PYDET, batches)
     if options.fp8:
         pydet.torch.convert(model, fp8=lambda name, _: name != "lm_head")
         rollout = frozen_copy(model)
-        report["pydet, fp8"] = compare(
-            model, tokens, lengths, weights, noise, pydet.torch.gemm, batches, rollout=rollout
-        )
+        report["pydet, fp8"] = compare(model, tokens, lengths, weights, noise, PYDET, batches, rollout=rollout)
     if device == "cuda":
         report["card after"] = card()
     print(json.dumps(report, indent=2))

@@ -44,7 +44,7 @@ DTYPES = {FLOAT32: np.dtype(np.float32), FLOAT16: np.dtype(np.float16), BFLOAT16
 FP8 = {(10, 8, 1): reference_fp8.E4M3, (12, 8, 1): reference_fp8.E5M2}
 SCALES = {FLOAT32: DTYPES[FLOAT32], (14, 8, 1): reference_fp8.E8M0}
 BOUNDARY = np.dtype(np.int32)
-TYPES = {**DTYPES, **FP8, **SCALES, (0, 32, 1): BOUNDARY}
+TYPES = {**DTYPES, **FP8, **SCALES, (0, 32, 1): BOUNDARY, (0, 64, 1): np.dtype(np.int64)}
 GRANULARITIES = ["row", "group", "block", "tensor"]
 ARITHMETICS = ["auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"]
 
@@ -90,7 +90,7 @@ REGIONS = [Region() for _ in range(10)]
 
 def values(rng, count, dtype):
     """Elements of one kind: any bits, normal numbers, small integers, or the special ones."""
-    kind = rng.choice(["bits", "normal", "normal", "integers", "special"]) if dtype != BOUNDARY else "integers"
+    kind = rng.choice(["bits", "normal", "normal", "integers", "special"]) if dtype.kind != "i" else "integers"
     numbers = np.random.default_rng(rng.getrandbits(64))
     if kind == "bits":
         return numbers.integers(0, 1 << (8 * dtype.itemsize), count, f"u{dtype.itemsize}").view(dtype)
@@ -224,7 +224,16 @@ ORDER = {  # how each operation takes its tensors
     "scaled_grouped_gemm": ["a", "a_scale", "b", "b_scale", "bias", "group_start", "group_end", "out"],
     "layernorm": ["x", "residual", "weight", "bias", "y", "mean", "rstd", "sum"],
     "layernorm_backward": ["dy", "x", "weight", "mean", "rstd", "dresidual", "dx", "dweight", "dbias"],
+    "softmax": ["x", "y"],
+    "softmax_backward": ["dy", "y", "dx"],
+    "log_prob": ["x", "index", "log_prob"],
+    "log_prob_backward": ["dlog_prob", "x", "index", "dx"],
 }
+
+
+def python_name(call):
+    """Of the Python function, and in sentences: C says log by an option."""
+    return "log_" * ("softmax" in call.op and chosen(call, "log") == 1) + call.op
 
 
 def parts_of(call):
@@ -299,7 +308,7 @@ def invoke_python(rng, call):
     if call.op == "fold":
         positional = [[producers.pop(name) for name in parts_of(call)]]
     try:
-        getattr(pydet, call.op)(*positional, **keywords)
+        getattr(pydet, python_name(call))(*positional, **keywords)
         return 0, "", forbidden
     except pydet.Error as error:
         return error.status, str(error), forbidden
@@ -539,6 +548,26 @@ def packed(rng, region, shape, dtype):
     tensor = Tensor(shape=shape, strides=strides, dtype=code, data=address)
     tensor.region = region
     return tensor
+
+
+def make_softmax(rng):
+    op = rng.choice(["softmax", "softmax", "softmax_backward", "log_prob", "log_prob_backward"])
+    n = rng.choice([1, 2, 3, 7, 8, 9, 31, 64, 130, 2047, 2049])
+    rows = rng.choice([[1], [2], []]) if n > 1000 else rng.choice([[0], [1], [2], [5], [2, 3], [17], []])
+    regions, kind = iter(rng.sample(REGIONS, 4)), rng.choice(list(DTYPES.values()))
+    like = lambda: place(rng, next(regions), [*rows, n], kind)
+    if "prob" not in op:
+        inputs = {"x": like()} if op == "softmax" else {"dy": like(), "y": like()}
+        given = options("pydet_softmax_options", log=rng.randrange(2))
+        return Call(op, inputs, {"y" if op == "softmax" else "dx": like()}, given)
+    x, of_row = like(), packed(rng, next(regions), rows, np.dtype(np.float32))
+    index = packed(rng, next(regions), rows, rng.choice([BOUNDARY, np.dtype(np.int64)]))
+    view = Described(index).view()
+    view[...] = np.random.default_rng(rng.getrandbits(64)).integers(-2, n + 2, rows)
+    given = options("pydet_log_prob_options")
+    if op == "log_prob":
+        return Call(op, {"x": x, "index": index}, {"log_prob": of_row}, given)
+    return Call(op, {"dlog_prob": of_row, "x": x, "index": index}, {"dx": like()}, given)
 
 
 def make_fold(rng):
@@ -792,6 +821,7 @@ def meaningless_options(call):
         "power_of_two": lambda v: v in (0, 1),
         "given": lambda v: v in (0, 1),
         "order": lambda v: v in (0, 1),
+        "log": lambda v: v in (0, 1),
         "accumulate": lambda v: v in (0, 1),
         "mode": lambda v: v in (0, 1),
         "weights_constant": lambda v: v in (0, 1),
@@ -968,6 +998,30 @@ def expected_layernorm_backward(call, before):
     return {name: result for name, result in zip(("dx", "dweight", "dbias"), results) if name in before}
 
 
+def expected_softmax(call, before):
+    rows, *others = before.values()
+    expect(all(other.shape == rows.shape and other.dtype == rows.dtype for other in others), "accepted unlike rows")
+    log = chosen(call, "log")
+    if call.op == "softmax_backward":
+        dy, y = (before[name].reshape(-1, rows.shape[-1]) for name in ("dy", "y"))
+        return {"dx": reference.softmax_backward(dy, y, log=bool(log)).reshape(rows.shape)}
+    x = rows.reshape(-1, rows.shape[-1])
+    return {"y": (reference.log_softmax if log else reference.softmax)(x).reshape(rows.shape)}
+
+
+def expected_log_prob(call, before):
+    x, index = before["x"], before["index"]
+    of_row = before["log_prob" if call.op == "log_prob" else "dlog_prob"]
+    expect(
+        index.dtype.kind == "i" and index.shape == of_row.shape == x.shape[:-1], "accepted an index that does not fit"
+    )
+    expect(of_row.dtype == np.float32, "accepted log-probabilities of", of_row.dtype)
+    rows, columns = x.reshape(-1, x.shape[-1]), index.reshape(-1)
+    if call.op == "log_prob":
+        return {"log_prob": reference.log_prob(rows, columns).reshape(index.shape)}
+    return {"dx": reference.log_prob_backward(of_row.reshape(-1), rows, columns).reshape(x.shape)}
+
+
 def expected_grouped_gemm(call, before):
     a, b, bias, old = before["a"], before["b"], before.get("bias"), before["out"]
     end, start = before["group_end"], before.get("group_start")
@@ -1035,6 +1089,10 @@ EXPECTED = {
     "fold": expected_fold,
     "layernorm": expected_layernorm,
     "layernorm_backward": expected_layernorm_backward,
+    "softmax": expected_softmax,
+    "softmax_backward": expected_softmax,
+    "log_prob": expected_log_prob,
+    "log_prob_backward": expected_log_prob,
 }
 
 # ---- A case --------------------------------------------------------------------------------------------------------
@@ -1065,7 +1123,7 @@ def run_case(seed, number):
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 1, make_grouped: 2}
-    makers |= {make_scaled_grouped: 1}
+    makers |= {make_scaled_grouped: 1, make_softmax: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
@@ -1099,9 +1157,8 @@ def run_case(seed, number):
     if status != lib.PYDET_OK:
         expect(mutations > 0 or forbidden, "refused a call that is right:", sentence)
         expect(status_name(status).startswith("PYDET_") and status != lib.PYDET_DEVICE_ERROR, "status", status)
-        expect(
-            sentence.startswith(call.op + ":") and "\n" not in sentence and len(sentence) > 15, "sentence:", sentence
-        )
+        named = sentence.startswith((call.op + ":", python_name(call) + ":"))
+        expect(named and "\n" not in sentence and len(sentence) > 15, "sentence:", sentence)
         for region, old in zip(used, saved):
             expect((region.bytes == old).all(), "refused, yet memory changed:", sentence)
         return status_name(status) + (" (Python)" if by_python else "")
@@ -1112,7 +1169,7 @@ def run_case(seed, number):
     forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
     expect(by_python or forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
     fp8 = call.op in ("scaled_gemm", "scaled_grouped_gemm", "quantize")
-    numbers = [x for name, x in before.items() if not name.startswith("group_")]
+    numbers = [x for name, x in before.items() if not name.startswith("group_") and name != "index"]
     expect(fp8 or all(x.dtype in DTYPES.values() for x in numbers), "accepted a type that is no float of 16 or 32 bits")
     vast = any(d.sense == "vast" for d in sense.values())
     expected = {} if vast else EXPECTED.get(call.op, expected_gemm)(call, before)

@@ -574,7 +574,7 @@ def test_override_catches_every_product_of_a_model(llama):
     # Forward, and the two gradients of each; attention's are two products a layer.
     assert report["caught in a training step"] == {"aten::mm": 3 * products, "aten::bmm": 3 * 2 * 2}
     assert report["not caught"] == {}
-    layout = llama.Packed(llama.SMALL, [lengths], "cpu", torch.matmul)
+    layout = llama.Packed(llama.SMALL, [lengths], "cpu", llama.TORCH)
     rows = layout.pad(tokens.flatten()[: sum(lengths)])
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
