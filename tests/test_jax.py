@@ -696,7 +696,7 @@ def test_arrays_on_a_gpu():
 
 
 def test_a_platform_without_handlers(monkeypatch):
-    monkeypatch.setattr(pj, "_served", set())
+    monkeypatch.setattr("pydet.jax.calls._served", set())
     refuses(r"gemm: a is on .*, which pydet.jax does not serve here", pj.gemm, jnp.ones((3, 4)), jnp.ones((4, 5)))
 
 

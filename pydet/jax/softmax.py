@@ -1,0 +1,95 @@
+"""Softmax, its logarithm and one column of that, with gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pydet._native import INVALID_DTYPE, fail
+from pydet.jax.calls import INVALID_SHAPE, Array, call_handler, kernel_name, operands_of, to_array
+from pydet.protocols import type_name
+from pydet.shapes import RULES, text
+
+
+def _rows_like(target: str, operands: list[Array], **attributes: Any) -> Array:
+    return call_handler(target, jax.ShapeDtypeStruct(operands[-1].shape, operands[-1].dtype), operands, {}, attributes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _soft(x: Array, log: bool, kernel: str) -> Array:
+    return _rows_like("softmax", [x], log=log, kernel=kernel)
+
+
+def _soft_forward(x: Array, log: bool, kernel: str) -> tuple[Array, Array]:
+    y = _soft(x, log, kernel)
+    return y, y
+
+
+def _soft_backward(log: bool, kernel: str, y: Array, dy: Array) -> tuple[Array]:
+    return (_rows_like("softmax_backward", [dy, y], log=log, kernel=""),)
+
+
+_soft.defvjp(_soft_forward, _soft_backward)
+
+
+def _soft_operand(op: str, x: Any) -> Array:
+    x = to_array(op, "x", x)
+    RULES.norm(op, *operands_of(("x", x)))
+    return x
+
+
+def softmax(x: Array, *, kernel: str | None = None) -> Array:
+    """``exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension: :func:`pydet.softmax` with a gradient.
+
+    Args:
+        x: ``[..., N]``.
+        kernel: as in :func:`gemm`.
+    """
+    return _soft(_soft_operand("softmax", x), False, kernel_name("softmax", kernel))
+
+
+def log_softmax(x: Array, *, kernel: str | None = None) -> Array:
+    """The logarithm of :func:`softmax`: :func:`pydet.log_softmax` with a gradient. Arguments as there."""
+    return _soft(_soft_operand("log_softmax", x), True, kernel_name("log_softmax", kernel))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _column(x: Array, index: Array, kernel: str) -> Array:
+    return call_handler("log_prob", jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32), [x, index], {}, {"kernel": kernel})
+
+
+def _column_forward(x: Array, index: Array, kernel: str) -> tuple[Array, Any]:
+    return _column(x, index, kernel), (x, index)
+
+
+def _column_backward(kernel: str, saved: Any, dlog_prob: Array) -> tuple[Array, None]:
+    x, index = saved
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return call_handler("log_prob_backward", like, [dlog_prob, x, index], {}, {"kernel": ""}), None
+
+
+_column.defvjp(_column_forward, _column_backward)
+
+
+def log_prob(x: Array, index: Array, *, kernel: str | None = None) -> Array:
+    """Column ``index`` of each row of :func:`log_softmax`: :func:`pydet.log_prob` with a gradient by ``x``.
+
+    Args:
+        x: ``[..., N]``, logits.
+        index: ``[...]``, int32 or int64; a number that is no column gives NaN, and zeros in the gradient.
+        kernel: as in :func:`gemm`.
+
+    Returns:
+        ``[...]``, float32.
+    """
+    x = _soft_operand("log_prob", x)
+    if not isinstance(index, jax.Array | np.ndarray) or index.dtype.name not in ("int32", "int64"):
+        got = index.dtype.name if hasattr(index, "dtype") else type_name(index)
+        fail(INVALID_DTYPE, f"log_prob: index is {got}, want an array of int32 or int64")
+    if index.shape != x.shape[:-1]:
+        fail(INVALID_SHAPE, f"log_prob: index is {text(index.shape)}, want {text(x.shape[:-1])}")
+    return _column(x, jnp.asarray(index), kernel_name("log_prob", kernel))
