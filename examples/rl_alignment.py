@@ -4,6 +4,7 @@
     python examples/rl_alignment.py --config config.json   # the shape of a Llama of Hugging Face's
     python examples/rl_alignment.py --small                # a minute model on the CPU
     python examples/rl_alignment.py --fp8                  # once more, with linear layers in fp8 (on a Hopper GPU)
+    torchrun --nproc-per-node 2 examples/rl_alignment.py   # rollout on all ranks, trainer on one: rl_parallel.py
 
 A model of Llama's architecture with random weights (bf16, grouped-query attention, static cache) samples sequences in
 batches of 1, 3 and all, one token at a time, in CUDA graphs on a GPU; a sequence has the same noise in every batch.
@@ -28,9 +29,11 @@ import argparse
 import copy
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -109,11 +112,16 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * head, hidden, bias=False)
 
+    @staticmethod
+    def share(heads):
+        """The key or value heads of these query heads: all of them, where there is one rank."""
+        return heads
+
     def forward(self, x, layout):
         kv, head = self.config.num_key_value_heads, self.config.head_dim
         q = rotate(self.q_proj(x).unflatten(-1, (-1, head)), layout.rotation)
-        k = rotate(self.k_proj(x).unflatten(-1, (-1, head)), layout.rotation)
-        v = self.v_proj(x).unflatten(-1, (-1, head))
+        k = self.share(rotate(self.k_proj(x).unflatten(-1, (-1, head)), layout.rotation))
+        v = self.share(self.v_proj(x).unflatten(-1, (-1, head)))
         q, (k, v) = layout.spread(q), layout.keys_and_values(self, k, v)  # [batch, tokens, heads, head]
         batch, tokens = q.shape[:2]
         q = q.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).reshape(batch, kv, -1, head)
@@ -303,7 +311,7 @@ def decode(model, first, steps, noise, operations):
             step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
             result = step()
 
         def run():
@@ -389,12 +397,10 @@ def card():
     return dict(zip(names.split(","), done.stdout.splitlines()[0].split(", "), strict=True))
 
 
-def compare(model, tokens, lengths, weights, noise, operations, batches, rollout=None):
-    """All the counts of one way to compute. Of `tokens` only the first of each sequence is used. `rollout` samples, if
-    it is given, and else the model."""
-    rollouts = {
-        batch: decode(rollout or model, tokens[:batch, 0], tokens.shape[1] - 1, noise, operations) for batch in batches
-    }
+def compare_rollouts(rollout, model, tokens, lengths, weights, noise, operations, batches):
+    """What one model samples, in each size of batch, against a trainer's forward by another. Of `tokens` only the first
+    of each sequence is used."""
+    rollouts = {batch: decode(rollout, tokens[:batch, 0], tokens.shape[1] - 1, noise, operations) for batch in batches}
     tokens, result = rollouts[batches[-1]][0], {}
     for batch, (sampled, found, rate) in rollouts.items():
         sequences = torch.cat((sampled, tokens[batch:]))
@@ -410,6 +416,12 @@ def compare(model, tokens, lengths, weights, noise, operations, batches, rollout
             "not those of the largest batch": others,
             "tokens a second": round(rate, 1),
         }
+    return result
+
+
+def compare(model, tokens, lengths, weights, noise, operations, batches, rollout=None):
+    """All the counts of one way to compute. `rollout` samples, if it is given, and else the model."""
+    result = compare_rollouts(rollout or model, model, tokens, lengths, weights, noise, operations, batches)
     whole, took = gradients(model, tokens, lengths, weights, 1, operations)
     parts, took_parts = gradients(model, tokens, lengths, weights, PARTS, operations)
     result["gradients, one batch and four micro-batches"] = {
@@ -430,30 +442,47 @@ def frozen_copy(model):
     return rollout
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a minute model on the CPU")
-    parser.add_argument("--fp8", action="store_true", help="once more, with linear layers in fp8")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
-    parser.add_argument("--config", type=Path, help="a config.json of a Llama, for the model's shape")
-    options = parser.parse_args()
-    device = "cpu" if options.small or not torch.cuda.is_available() else "cuda"
-    config = SMALL if device == "cpu" else Config()
-    if options.config:
-        config = Config.read(options.config)
+def drawn(config, device):
+    """A model with random weights, and what is sampled and learned: (model, first tokens, lengths, weights of the loss,
+    noise, sizes of batches). The same on every rank."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:  # as Llama begins, so that activations keep their size
             nn.init.normal_(parameter, std=0.02 if "embed" in name else parameter.shape[1] ** -0.5)
-    sequences = 64 if device == "cuda" else 8
-    longest = config.max_length if device == "cpu" else 128
+    on_gpu = torch.device(device).type == "cuda"
+    sequences, longest = (64, 128) if on_gpu else (8, config.max_length)
     tokens = torch.randint(config.vocab_size, (sequences, longest), device=device)
     lengths = torch.randint(longest // 2, longest + 1, (sequences,)).tolist()
     weights = torch.randn(sequences, longest, device=device)  # the advantages
     noise = -torch.empty(1 << 20, device=device).exponential_().log()
-    batches = (1, 3, sequences)
+    return model, tokens, lengths, weights, noise, (1, 3, sequences)
+
+
+def wrong(entries):
+    """How many things differ, in entries of a report."""
+    counts = ("differ", "differ from the trainer's", "not those of the largest batch")
+    return sum(entry.get(name, 0) for entry in entries for name in counts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a minute model on the CPU")
+    parser.add_argument("--fp8", action="store_true", help="once more, with linear layers in fp8")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--config", type=Path, help="a config.json of a Llama, for the model's shape")
+    parser.add_argument("--trainer", type=int, default=1, help="under torchrun: the ranks of the trainer")
+    options = parser.parse_args()
+    if "WORLD_SIZE" in os.environ:
+        import rl_parallel
+
+        return rl_parallel.main(sys.modules[__name__], options.trainer, options.out)
+    device = "cpu" if options.small or not torch.cuda.is_available() else "cuda"
+    config = SMALL if device == "cpu" else Config()
+    if options.config:
+        config = Config.read(options.config)
+    model, tokens, lengths, weights, noise, batches = drawn(config, device)
     report = {
         "command": "python examples/rl_alignment.py"
         + " --small" * options.small
@@ -464,7 +493,7 @@ def main():
         "versions": {"torch": torch.__version__, "pydet": pydet.__version__, "NUMERICS": pydet.NUMERICS},
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": asdict(config),
-        "sequences": sequences,
+        "sequences": len(tokens),
     }
     if device == "cuda":
         report["card before"] = card()
@@ -489,11 +518,9 @@ def main():
     if options.out:
         options.out.write_text(json.dumps(report, indent=2) + "\n")
     missed = report["override_aten"]["not caught"]
-    counts = ("differ", "differ from the trainer's", "not those of the largest batch")
-    ours = [entry for way in ("pydet", "pydet, fp8") for entry in report.get(way, {}).values()]
-    wrong = sum(entry.get(name, 0) for entry in ours for name in counts)
-    print(f"with pydet {wrong} things differ; override_aten missed {sum(missed.values())} products")
-    raise SystemExit(1 if wrong or missed else 0)
+    count = wrong(entry for way in ("pydet", "pydet, fp8") for entry in report.get(way, {}).values())
+    print(f"with pydet {count} things differ; override_aten missed {sum(missed.values())} products")
+    raise SystemExit(1 if count or missed else 0)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import hashlib
 import io
+import json
 import multiprocessing
 import os
 import pathlib
@@ -739,12 +740,13 @@ def test_a_killed_rank_leaves_nobody_hanging():
     check_survivor("cpu", "auto")
 
 
-def example(rank, world, port, options, queue):
+def example(rank, world, port, name, options, queue):
     """As torchrun starts it, but in a process that has imported torch."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(PYDET_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    path = pathlib.Path(__file__).resolve().parent.parent / "examples/parallel.py"
+    path = pathlib.Path(__file__).resolve().parent.parent / "examples" / name
     sys.argv = [str(path), *options]
+    sys.path.insert(0, str(path.parent))
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
@@ -754,18 +756,35 @@ def example(rank, world, port, options, queue):
         queue.put((rank, said.getvalue(), traceback.format_exc()))
 
 
+def said_by(ranks, name, *options):
+    """What an example prints on so many ranks."""
+    processes, queue = start(ranks, example, ranks, free_port(), name, options)
+    answers = [queue.get(timeout=120) for _ in processes]
+    assert all(problem is None for _, _, problem in answers), answers
+    return "".join(text for _, text, _ in answers)
+
+
 def test_the_example_compares_ranks(tmp_path):
     """Saved by one rank, compared by 2 x 2: as it is, and with all-reduces."""
     pytest.importorskip("torch")
 
     def run(ranks, *options):
-        processes, queue = start(ranks, example, ranks, free_port(), options)
-        answers = [queue.get(timeout=120) for _ in processes]
-        assert all(problem is None for _, _, problem in answers), answers
-        said = "".join(text for _, text, _ in answers)
+        said = said_by(ranks, "parallel.py", *options)
         return [int(count) for count in re.findall(r"(\d+) of \d+ differ", said)]
 
     saved = str(tmp_path / "one.json")
     assert run(1, "--save", saved) == []
     *differ, outputs, gradients = run(4, "--tp", "2", "--compare", saved, "--all-reduce")
     assert differ == [0, 0] and outputs > 1000 and gradients > 1000
+
+
+def test_a_rollout_on_four_ranks_has_the_bits_of_a_trainer_on_two():
+    """And PyTorch's layers with all-reduces have not, which the same counts see."""
+    pytest.importorskip("torch")
+    said = said_by(4, "rl_alignment.py", "--trainer", "2")
+    assert "with pydet 0 things differ between 4 ranks and 2" in said
+    report = json.loads(said[: said.rindex("}") + 1])
+    assert report["pydet"]["gradients on 4 ranks and on 2"]["elements"] > 300000
+    ours, theirs = (report[way]["decode in batches of 8"] for way in ("pydet", "torch, all-reduces"))
+    assert ours["log-probabilities"] > 30 and ours["differ from the trainer's"] == 0
+    assert theirs["differ from the trainer's"] > 30
