@@ -16,12 +16,12 @@ struct GroupedGemm : Gemm {
   const int32_t *start, *end;                 // on the device; start NULL: the end before
   int64_t b_stride, bias_stride, out_stride;  // from group to group, in elements
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     return Gemm::needs() | when(depth, kDepth) | when(out.col_stride != 1 && n > 1, kOutAlongM);
   }
 };
 
-constexpr uint32_t kGroupedGemmFeatures =
+constexpr uint64_t kGroupedGemmFeatures =
     kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth;  // all
 
 // The groups in turn, group `index` with the tokens [first, last). Whatever the boundaries hold, the groups' tokens are

@@ -60,7 +60,7 @@ struct Kernel {
   const char *name;
   uint32_t types;  // of the inputs, bit(Type) each
   Arithmetic arithmetic;
-  uint32_t features;                 // what it does, of the problem's needs (problem.h)
+  uint64_t features;                 // what it does, of the problem's needs (problem.h)
   const char *requires_;             // "avx512", "sm_90a"
   bool (*runs_on)(const Device &);   // the machine has what it requires; reports nothing
   bool (*takes)(const Problem &);    // shape, layout and workspace fit; NULL: whatever the columns before this let pass

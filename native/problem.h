@@ -50,7 +50,7 @@ constexpr bool is_arithmetic(int32_t asked) { return asked >= 0 && asked < kArit
 // field of a problem that changes its result gets a feature here and a term in needs(), and every kernel refuses it until
 // its row says otherwise. What may be ignored without changing a promised bit (fast, weights_constant, skinny, workspace)
 // is no need.
-enum Feature : uint32_t {
+enum Feature : uint64_t {
   kBatch = 1 << 0,  // leading dimensions
   kBias = 1 << 1,
   kAccumulate = 1 << 2,
@@ -79,9 +79,10 @@ enum Feature : uint32_t {
   kTree = 1 << 25,   // the order of a fold
   kMean = 1 << 26,   // is stored
   kBiasGradient = 1 << 27,
-  kPeers = 1 << 28,   // of a fold: other ranks' parts
-  kHeads = 1 << 29,   // of a norm: weights of each head, or rows of three strides
-  kWideSum = 1 << 30  // of a norm: x + residual in fp32, y (or dy) of another type
+  kPeers = 1 << 28,        // of a fold: other ranks' parts
+  kHeads = 1 << 29,        // of a norm: weights of each head, or rows of three strides
+  kWideSum = 1 << 30,      // of a norm: x + residual in fp32, y (or dy) of another type
+  kBlockSums = 1ull << 31  // of a norm's gradient: a dweight (or dbias) for each block of rows
 };
 struct FeatureRow {
   Feature feature;
@@ -119,9 +120,10 @@ constexpr FeatureRow kFeatures[] = {
     {kPeers, "peers"},
     {kHeads, "weights of heads, or rows of three strides"},
     {kWideSum, "a sum in float32 beside another type"},
+    {kBlockSums, "sums of blocks"},
 };
 
-constexpr uint32_t when(bool needed, Feature feature) { return needed ? uint32_t(feature) : 0; }
+constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }
 
 // ---- Operands ----------------------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ struct Gemm {
   void *workspace;
   uint64_t workspace_size;
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     return when(batch.dims > 0, kBatch) | when(bias.data, kBias) | when(accumulate, kAccumulate) |
            when(k_chunk != 0, kChunks) | when(a.col_stride != 1 && k > 1, kAlongM) |
            when(b.row_stride != 1 && k > 1, kAlongN);
@@ -235,7 +237,7 @@ struct RmsNorm {
   Vector weight, bias, rstd;  // rstd: one per row
   float eps, weight_offset;
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     return when(residual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
            when(rstd.data, kRstd) | when(inner < rows, kTwoStrides) | when(heads > 1 || inner * outer < rows, kHeads) |
            when(bias.data, kBias) | when(residual.data && residual.type != x.type, kWideSum);
@@ -251,14 +253,16 @@ struct RmsNormBackward {
   Vector weight, rstd, dweight, dbias;
   float weight_offset;
   bool accumulate;
+  bool block_sums;  // dweight and dbias have a row of heads n columns for each block of rows, not one
   void *workspace;  // chains of dweight, heads n columns each; those of dbias are the second half
   uint64_t workspace_size;
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     return when(dresidual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
            when(inner < rows, kTwoStrides) | when(accumulate, kAccumulate) | when(dx.data, kRowGradient) |
            when(dweight.data, kWeightGradient) | when(dbias.data, kBiasGradient) |
-           when(heads > 1 || inner * outer < rows, kHeads) | when(dy.type != x.type, kWideSum);
+           when(heads > 1 || inner * outer < rows, kHeads) | when(dy.type != x.type, kWideSum) |
+           when(block_sums, kBlockSums);
   }
 };
 
@@ -273,7 +277,7 @@ struct Softmax {
   Columns index;               // of the last two kinds
   Vector log_prob, dlog_prob;  // one a row, fp32: the result of log_prob, an input of its gradient
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     return when(inner < rows, kTwoStrides) | when(kind == SoftmaxKind::log_softmax, kLogarithm) |
            when(index.data, kColumn) | when(kind == SoftmaxKind::log_prob_backward, kRowGradient);
   }
@@ -286,7 +290,7 @@ struct SoftmaxBackward {
   bool log;
   Rows dy, y, dx;
 
-  uint32_t needs() const { return when(inner < rows, kTwoStrides) | when(log, kLogarithm); }
+  uint64_t needs() const { return when(inner < rows, kTwoStrides) | when(log, kLogarithm); }
 };
 
 // The ranks of a fold across devices; none where `ranks` is 0.
@@ -309,7 +313,7 @@ struct Fold {
   Vector bias, out;
   Peers peers;
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     return when(bias.data, kBias) | when(accumulate, kAccumulate) | when(tree, kTree) | when(peers.ranks, kPeers);
   }
 };
@@ -322,7 +326,7 @@ struct LayerNorm {
   Vector weight, bias, mean, rstd;  // mean and rstd: one per row
   float eps, weight_offset;
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     return when(residual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
            when(bias.data, kBias) | when(mean.data, kMean) | when(rstd.data, kRstd) | when(inner < rows, kTwoStrides);
   }
@@ -339,7 +343,7 @@ struct LayerNormBackward {
   void *workspace;  // for dweight or dbias: layernorm_backward_workspace, of which dbias has the second half
   uint64_t workspace_size;
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     return when(dresidual.data, kResidual) | when(weight.data, kWeight) | when(weight_offset != 0, kWeightOffset) |
            when(inner < rows, kTwoStrides) | when(accumulate, kAccumulate) | when(dx.data, kRowGradient) |
            when(dweight.data, kWeightGradient) | when(dbias.data, kBiasGradient);

@@ -55,7 +55,7 @@ struct ScaledGemm {
   void *workspace;
   uint64_t workspace_size;
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     const bool by_column = b_scale.data && !b_scale.blocks && b_scale.stride != 0;
     return when(batch.dims > 0, kBatch) | when(bias.data, pydet::kBias) | when(accumulate, kAccumulate) |
            when(k_chunk != kScaleGroup, kChunks) | when(k_chunk % kScaleGroup != 0, kBrokenChunks) |
@@ -64,7 +64,7 @@ struct ScaledGemm {
   }
 };
 
-constexpr uint32_t kScaledGemmFeatures =
+constexpr uint64_t kScaledGemmFeatures =
     kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
 
 // What has one scale.
@@ -88,14 +88,14 @@ struct Quantize {
   bool given;  // the scale is read
   bool power_of_two;
 
-  uint32_t needs() const {
+  uint64_t needs() const {
     constexpr Feature kFound[] = {kRowScales, kGroupScales, kBlockScales, kTensorScale};
     return when(batch.dims > 0, kBatch) | when(transposed.data, kTransposedCopy) |
            uint32_t(given ? kGivenScales : kFound[int(granularity)]);
   }
 };
 
-constexpr uint32_t kQuantizeFeatures =
+constexpr uint64_t kQuantizeFeatures =
     kBatch | kGivenScales | kRowScales | kGroupScales | kBlockScales | kTensorScale | kTransposedCopy;  // all
 
 // ---- Formulas ----------------------------------------------------------------------------------------------------

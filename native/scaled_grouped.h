@@ -15,7 +15,7 @@ struct ScaledGroupedGemm : ScaledGemm {
   int64_t b_stride, b_scale_stride, bias_stride;  // from group to group, in elements
 };
 
-constexpr uint32_t kScaledGroupedGemmFeatures =
+constexpr uint64_t kScaledGroupedGemmFeatures =
     kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
 
 }  // namespace pydet

@@ -584,6 +584,7 @@ def rmsnorm_backward(
     dbias: None = None,
     dweight_dtype: Any = None,
     accumulate: bool = False,
+    block_sums: bool = False,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> tuple[Tensor, None]: ...
@@ -604,6 +605,7 @@ def rmsnorm_backward(
     dbias: None = None,
     dweight_dtype: Any = None,
     accumulate: bool = False,
+    block_sums: bool = False,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -624,6 +626,7 @@ def rmsnorm_backward(
     dbias: Any = None,
     dweight_dtype: Any = None,
     accumulate: bool = False,
+    block_sums: bool = False,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> tuple[Any, ...]: ...
@@ -643,6 +646,7 @@ def rmsnorm_backward(
     dbias: Any = None,
     dweight_dtype: Any = None,
     accumulate: bool = False,
+    block_sums: bool = False,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> tuple[Any, ...]:
@@ -671,6 +675,9 @@ def rmsnorm_backward(
         dweight_dtype: the type of those that are made. That of ``weight`` by default, without one that of ``x``.
         accumulate: continue from ``dweight`` and ``dbias``, of which one or both are then given and float32. Rows (of
             each head) cut at a multiple of ``DWEIGHT_ROWS`` give the bits of one call.
+        block_sums: ``dweight`` and ``dbias`` are ``[B, *weight.shape]``, float32: the sums of each block of
+            ``DWEIGHT_ROWS`` rows (of a head) alone, ``B = ceil(rows / DWEIGHT_ROWS)``. Of rows that are shared out over
+            devices :func:`fold` of all blocks, in the order of the rows, is ``dweight``. Not under ``accumulate``.
         kernel, stream: as in :func:`gemm`.
 
     Returns:
@@ -693,6 +700,7 @@ def rmsnorm_backward(
         dbias=dbias,
         dweight_dtype=None if dweight_dtype is None else type_index(dweight_dtype, "rmsnorm_backward", "dweight_dtype"),
         accumulate=accumulate,
+        block_sums=block_sums,
         kernel=kernel,
     )
 

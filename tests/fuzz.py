@@ -269,6 +269,7 @@ def invoke_python(rng, call):
         "arithmetic": lambda v: ARITHMETICS[v],
         "k_chunk": lambda v: v if call.op.startswith("scaled") else v or None,
         "accumulate": bool,
+        "block_sums": bool,
         "granularity": lambda v: GRANULARITIES[v],
         "power_of_two": bool,
         "eps": float,
@@ -407,7 +408,10 @@ def make_norm(rng):
     like = lambda of=kind: place(rng, next(regions), rows + [n], of)
     op, of_layer = rng.choice([("rmsnorm", False), ("layernorm", True)])
     heads = not of_layer and len(rows) > 0 and 0 < rows[-1] < 20 and rng.random() < 0.4
-    vector = lambda kind: (packed if heads else place)(rng, next(regions), rows[-1:] * heads + [n], kind)
+    by_block = []
+    vector = lambda kind: (packed if heads or by_block else place)(
+        rng, next(regions), by_block + rows[-1:] * heads + [n], kind
+    )
     maybe = lambda make, chance: make() if rng.random() < chance else None
     wide = np.dtype(np.float32) if not of_layer and rng.random() < 0.3 else kind  # of residual and sum
     weight = maybe(lambda: vector(rng.choice(kinds)), 0.7)
@@ -422,10 +426,12 @@ def make_norm(rng):
         given = options(f"pydet_{op}_options", eps=rng.choice([0.0, 1e-6, 1e-5]), weight_offset=rng.choice([0.0, 1.0]))
         return Call(op, inputs, outputs, given)
     accumulate = rng.random() < 0.3 and not heads
+    if not of_layer and not accumulate and rng.random() < 0.3:
+        by_block = [-(-int(np.prod(rows[: len(rows) - heads], dtype=np.int64)) // 256)]
     of_sum = lambda: like(wide)
     inputs = {"dy": like(), "x": of_sum(), "weight": weight, "rstd": value(), "dresidual": maybe(of_sum, 0.3)}
     outputs = {"dx": maybe(of_sum, 0.8), "dweight": None, "dbias": None}
-    sum_kind = lambda: np.dtype(np.float32) if accumulate else rng.choice(kinds)
+    sum_kind = lambda: np.dtype(np.float32) if accumulate or by_block else rng.choice(kinds)
     if of_layer:
         inputs["mean"] = value()
     if of_layer or not accumulate:
@@ -436,6 +442,8 @@ def make_norm(rng):
         inputs["dresidual"] = None
     accumulate = accumulate and (outputs["dweight"] is not None or outputs["dbias"] is not None)
     given = options(f"pydet_{op}_backward_options", weight_offset=rng.choice([0.0, 1.0]), accumulate=int(accumulate))
+    if by_block:
+        given.block_sums = 1
     need = ffi.new("uint64_t *")
     count = int(np.prod(rows, dtype=np.int64))
     of_heads = rows[-1] if heads and rows[-1] else 1
@@ -888,13 +896,19 @@ def expected_rmsnorm(call, before):
 
 def expected_rmsnorm_backward(call, before):
     # A gradient of a weight may be asked for where there is none: it does not depend on the weight.
+    blocks = bool(call.options.block_sums)
     like = next((before[name] for name in ("weight", "dweight", "dbias") if name in before), before["x"][..., :0])
+    if blocks and "weight" not in before and like.size:  # of the sums of blocks, one
+        like = like[0]
     if like.ndim == 2 and not len(like):
         return {}  # of no heads: all results are empty
     weight = before.get("weight", np.ones(like.shape if like.size else before["x"].shape[-1:], np.float32))
 
     def gradients(of, **options):
         kind = {} if of not in before else {"dweight_dtype": before[of].dtype}
+        if blocks:
+            expect(not before.keys() & {of} or before[of].dtype.itemsize == 4, "sums of blocks of another type")
+            kind["block_sums"] = True
         return reference.rmsnorm_backward(
             before["dy"],
             before["x"],

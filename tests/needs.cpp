@@ -11,7 +11,7 @@ template <class Problem> void suit(const Kernel<Problem> &, Problem &) {}
 void suit(const Kernel<ScaledGemm> &, ScaledGemm &problem) { problem.k_chunk = kScaleGroup; }
 void suit(const Kernel<ScaledGroupedGemm> &, ScaledGroupedGemm &problem) { problem.k_chunk = kScaleGroup; }
 void suit(const Kernel<Quantize> &row, Quantize &problem) {
-  constexpr uint32_t kReleased = ~(1u << 31);
+  constexpr uint64_t kReleased = ~(1ull << 63);
   for (int i = PYDET_ROW; i <= PYDET_TENSOR && (problem.needs() & kReleased & ~row.features); ++i)
     problem.granularity = Granularity(i);
 }

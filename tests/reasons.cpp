@@ -25,7 +25,7 @@ int main() {
   g.a = {memory + 514, Type::bf16, 100, 24, 25, 1};
   g.b = {memory, Type::bf16, 24, 8, 8, 1};
   g.out = {memory, Type::bf16, 100, 8, 8, 1};
-  constexpr uint32_t kAll = ~0u;
+  constexpr uint64_t kAll = ~0ull;
   show({"typed", bit(Type::f32), Arithmetic::sm90, kAll, "", here, nullptr, nullptr, {}}, g);
   show({"other", kHalfTypes, Arithmetic::ieee, kAll, "", here, nullptr, nullptr, {}}, g);
   show({"absent", kHalfTypes, Arithmetic::sm90, kAll, "sm_90a", away, nullptr, nullptr, {}}, g);
@@ -45,7 +45,7 @@ int main() {
   norm.n = 40;
   norm.x = {memory + 4, Type::f32, 41, 0, 0};
   const auto rows = [](const RmsNorm &p) { return p.n <= 64 && is_aligned(p.x.data) && p.x.outer_stride % 4 == 0; };
-  const Kernel<RmsNorm> held = {"held", kAll, Arithmetic::ieee, kAll, "", here, rows, nullptr, {}};
+  const Kernel<RmsNorm> held = {"held", ~0u, Arithmetic::ieee, kAll, "", here, rows, nullptr, {}};
   refuse_row("rmsnorm", held, norm, Type::f32, Arithmetic::ieee);
   printf("%s\n", last_error);
   norm.n = 80;

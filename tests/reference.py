@@ -367,12 +367,14 @@ def rmsnorm_backward(
     dweight=None,
     dweight_dtype=None,
     accumulate=False,
+    block_sums=False,
 ):
     if (heads := heads_of(weight)) is not None:
         options = {"weight_offset": weight_offset, "has_bias": has_bias, "dweight_dtype": dweight_dtype}
+        options["block_sums"] = block_sums
         each = [(*of_head(h, dy, x, weight), rstd[..., h], *of_head(h, dresidual)) for h in range(heads)]
         parts = [rmsnorm_backward(*operands, dresidual=added, **options) for *operands, added in each]
-        return tuple(np.stack(part, 0 if i else -2) for i, part in enumerate(zip(*parts, strict=True)))
+        return tuple(np.stack(part, int(block_sums) if i else -2) for i, part in enumerate(zip(*parts, strict=True)))
     n = x.shape[-1]
     values, dvalues, r = widen(x.reshape(-1, n)), widen(dy.reshape(-1, n)), rstd.reshape(-1, 1)
     xhat = values * r
@@ -386,6 +388,15 @@ def rmsnorm_backward(
         out[...] = dx
         dx = out
     sums = ()
+    if block_sums:  # each block of rows as if there were no other
+        blocks = [slice(i, i + DWEIGHT_BLOCK_ROWS) for i in range(0, len(dvalues), DWEIGHT_BLOCK_ROWS)]
+
+        def of_blocks(second):
+            each = [sum_over_rows(dvalues[rows], second[rows], np.zeros(n, np.float32)) for rows in blocks]
+            return round_to(np.array(each, np.float32).reshape(-1, n), np.float32)
+
+        sums = (of_blocks(np.ones_like(dvalues)),) if has_bias else ()
+        return dx, None if weight is None else of_blocks(xhat), *sums
     if has_bias:  # dy times 1 is dy, and so is each step of its chain that of a sum
         total = sum_over_rows(dvalues, np.ones_like(dvalues), np.zeros(n, np.float32))
         sums = (round_to(total, dweight_dtype or (x if weight is None else weight).dtype),)

@@ -127,7 +127,7 @@ static void run(void) {
       options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
       call.status = pydet_layernorm_backward(NULL, &dy, &x, &weight, &rstd, &rstd, NULL, &y, &dweight, NULL, &options);
     } else {
-      pydet_rmsnorm_backward_options options = {sizeof options, 0, 0, 0, NULL, NULL, 0, NULL};
+      pydet_rmsnorm_backward_options options = {sizeof options, 0, 0, 0, NULL, NULL, 0, NULL, 0};
       pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype), rstd = tensor(b, 1, of_rows, NULL, fp32);
       pydet_tensor dweight = tensor(workspace, 1, of_row, NULL, fp32);
       pydet_tensor dbias = tensor(workspace + kMost / 4, 1, of_row, NULL, fp32);

@@ -96,7 +96,7 @@ SIZES = {
     "pydet_gemm_options": 48,
     "pydet_skinny_gemm_options": 56,
     "pydet_rmsnorm_options": 32,
-    "pydet_rmsnorm_backward_options": 48,
+    "pydet_rmsnorm_backward_options": 56,
     "pydet_layernorm_options": 24,
     "pydet_layernorm_backward_options": 40,
     "pydet_device_info": 104,

@@ -862,6 +862,24 @@ def test_rmsnorm_backward_equals_cpu(device, kernel, dtype):
     assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
 
 
+@each("rmsnorm_backward")
+def test_block_sums_equal_cpu(device, kernel, dtype):
+    """Around the 256 blocks that are joined at a time too. The kernel that leaves no partial sums refuses them."""
+    shapes = [*test_rmsnorm.BLOCK_SHAPES, (2048, 512), (1025, 1000), (300, 4096), (1300, 8200)]
+    shapes += [(256 * 256 + rest, 8) for rest in (-1, 0, 1, 257)]
+    taken = 0
+
+    def gradients(*operands, block_sums=False, **options):
+        nonlocal taken
+        before = device.taken
+        results = device.rmsnorm_backward(*operands, block_sums=block_sums, **options)
+        taken += block_sums and device.taken > before
+        return results
+
+    test_rmsnorm.check_block_sums(gradients, dtype, shapes, expect=pydet.rmsnorm_backward)
+    assert taken == 0 if kernel.name.endswith("_apart") else taken >= 3
+
+
 @each("rmsnorm")
 def test_rmsnorm_golden(device, kernel, dtype):
     test_golden.check_golden("rmsnorm", device.rmsnorm, "ieee", dtype)

@@ -93,6 +93,11 @@ def rmsnorm_backward_digests(rmsnorm_backward, arithmetic, dtype):
         results = rmsnorm_backward(dy, x, weight, rstd, has_bias=heads == 3)
         what = "of heads, dbias, a sum in float32" if heads == 3 else "of heads"
         digests[f"{arithmetic} {dtype} {kind} {m}x{heads}x{n} {what}"] = digest(*results)
+    for m, n in [(5, 136), (300, 40), (513, 72)]:
+        x, dy, weight = (data("normal", (m, n)[-ndim:], DTYPES[dtype], 3 - ndim) for ndim in (2, 2, 1))
+        rstd = np.abs(data("normal", (m,), reference.FLOAT32, 3))
+        results = rmsnorm_backward(dy, x, weight, rstd, block_sums=True)
+        digests[f"{arithmetic} {dtype} {m}x{n} sums of blocks"] = digest(*results)
     return digests
 
 

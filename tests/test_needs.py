@@ -62,10 +62,10 @@ def test_every_row_refuses_a_need_that_it_does_not_name(backend, tmp_path, need)
     assert any(name.startswith(f"{backend}_") for name in without)
     assert {name: answer for name, answer in without.items() if answer[0] != 0} == {}
 
-    term = re.compile(r"(uint32_t needs\(\) const \{(?:(?!return).)*return )", re.S)
+    term = re.compile(r"(uint64_t needs\(\) const \{(?:(?!return).)*return )", re.S)
     given = 0
     for header in native.rglob("*.h"):
-        text, count = term.subn(r"\g<1>1u << 31 | ", header.read_text())
+        text, count = term.subn(r"\g<1>1ull << 63 | ", header.read_text())
         assert count == header.read_text().count("needs() const"), header
         header.write_text(text)
         given += count

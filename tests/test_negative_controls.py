@@ -565,6 +565,12 @@ def test_dweight_continues(piece):
     refuses(test_rmsnorm.check_dweight_continues, with_pieces(reference.rmsnorm_backward, sum_over_rows=piece), "fp32")
 
 
+@pytest.mark.parametrize("piece", [cut_by(lambda: 4), one_chain])
+def test_block_sums(piece):
+    broken = with_pieces(reference.rmsnorm_backward, sum_over_rows=piece)
+    refuses(test_rmsnorm.check_block_sums, broken, "fp32", test_rmsnorm.BLOCK_SHAPES[:3])
+
+
 def test_dweight_by_threads():
     broken = with_pieces(reference.rmsnorm_backward, sum_over_rows=cut_by(thread_count))
     for count in (1, 2, 7):

@@ -473,7 +473,7 @@ VALUES = [
     ("gemm", {"struct_size": 47}, r"options.struct_size is 47, want 48"),
     ("skinny_gemm", {"struct_size": 48}, r"options.struct_size is 48, want 56"),
     ("rmsnorm", {"struct_size": 2**32 - 1}, r"options.struct_size is 4294967295, want 32"),
-    ("rmsnorm_backward", {"struct_size": 24}, r"options.struct_size is 24, want 48"),
+    ("rmsnorm_backward", {"struct_size": 24}, r"options.struct_size is 24, want 56"),
     *[(op, {"reserved": 1}, r"options.reserved is 1, want 0") for op in VALID],
     *[("gemm", {"arithmetic": n}, rf"arithmetic is {n}, want 0 \(auto\) to 5 \(cdna2\)") for n in (-1, 6, 2**31 - 1)],
     *[

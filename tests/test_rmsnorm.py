@@ -250,6 +250,28 @@ def check_dweight_continues(rmsnorm_backward, dtype):
         assert_same_bits(dweight, whole, f"dweight cut at {cuts}")
 
 
+# Rows around the blocks, and widths around the vectors and teams of the GPU's kernels.
+BLOCK_SHAPES = [(1, 40), (16, 8), (255, 72), (256, 33), (257, 128), (512, 136), (513, 264), (1100, 37)]
+
+
+def check_block_sums(rmsnorm_backward, dtype, shapes=BLOCK_SHAPES, expect=reference.rmsnorm_backward):
+    """The sums of blocks of 256 rows are those of calls on these rows alone; folded in their order they are dweight."""
+    for index, (m, n) in enumerate(shapes):
+        x, dy = data("normal", (m, n), DTYPES[dtype], index), data("wide", (m, n), DTYPES[dtype], index + 1)
+        weight = data("normal", (n,), DTYPES[dtype], index + 2)
+        rstd = np.abs(data("normal", (m,), reference.FLOAT32, index + 4))
+        added = {"dresidual": data("normal", (m, n), DTYPES[dtype], index + 3)} if index % 3 == 1 else {}
+        dx, blocks = rmsnorm_backward(dy, x, weight, rstd, block_sums=True, **added)
+        whole = rmsnorm_backward(dy, x, weight, rstd, **added)
+        assert_same_bits(dx, whole[0], f"dx of {m}x{n} beside sums of blocks")
+        key = ("blocks", expect.__module__, m, n, dtype, index)
+        expected = reference_once(key, expect, dy, x, weight, rstd, block_sums=True, **added)[1]
+        assert blocks.dtype == np.float32 and blocks.shape == (-(-m // 256), n)
+        assert_same_bits(blocks, expected, f"sums of blocks of {m}x{n}")
+        folded = reference.fold(list(blocks), out_dtype=weight.dtype)
+        assert_same_bits(folded, whole[1], f"the fold of sums of blocks of {m}x{n}")
+
+
 def test_rows_alone(rmsnorm_kernel):
     backward = rmsnorm_kernel.name.replace("rmsnorm", "rmsnorm_backward")
     assert backward in [kernel.name for kernel in pydet.kernels()]
@@ -260,6 +282,51 @@ def test_rows_alone(rmsnorm_kernel):
 
 def test_dweight_continues(rmsnorm_backward_kernel):
     check_dweight_continues(rmsnorm_backward_kernel.rmsnorm_backward, rmsnorm_backward_kernel.dtype)
+
+
+def test_block_sums(rmsnorm_backward_kernel):
+    check_block_sums(rmsnorm_backward_kernel.rmsnorm_backward, rmsnorm_backward_kernel.dtype)
+
+
+def test_block_sums_of_heads_and_a_bias():
+    shape, heads = (600, 3, 24), np.s_[:, 1]
+    x, dy = data("normal", shape, DTYPES["bf16"]), data("normal", shape, DTYPES["bf16"], 1)
+    weight, rstd = data("normal", shape[1:], DTYPES["fp16"], 2), np.abs(data("normal", shape[:2], np.dtype("f4"), 3))
+    _, of_weight, of_bias = pydet.rmsnorm_backward(dy, x, weight, rstd, has_bias=True, block_sums=True)
+    expected = reference.rmsnorm_backward(dy, x, weight, rstd, has_bias=True, block_sums=True)
+    assert_all_same_bits((of_weight, of_bias), expected[1:], "sums of blocks of heads")
+    alone = pydet.rmsnorm_backward(dy[heads], x[heads], weight[1], rstd[heads].copy(), has_bias=True, block_sums=True)
+    assert_all_same_bits((of_weight[heads], of_bias[heads]), alone[1:], "sums of blocks of one head")
+    none = np.zeros((0, 24), np.float32)
+    _, of_weight, of_bias = pydet.rmsnorm_backward(none, none, weight[0], none[:, 0], has_bias=True, block_sums=True)
+    assert of_weight.shape == of_bias.shape == (0, 24)
+    given = np.full((3, 24), 7, np.float32)  # without a weight
+    pydet.rmsnorm_backward(dy[heads], x[heads], None, rstd[heads].copy(), dweight=given, block_sums=True)
+    assert_same_bits(given, alone[1], "without a weight")
+
+
+def test_block_sums_refusals():
+    x, weight, rstd = np.ones((300, 8), np.float32), np.ones(8, np.float32), np.ones(300, np.float32)
+    for given, words in [
+        ({"dweight": np.ones(8, np.float32)}, "dweight is 8, want 2 sums of blocks of 256 rows, by block_sums"),
+        ({"dweight": np.ones((3, 8), np.float32)}, "dweight is 3x8, want 2 sums of blocks of 256 rows, by block_sums"),
+        ({"dbias": np.ones((1, 8), np.float32)}, "dbias is 1x8, want 2 sums of blocks of 256 rows, by block_sums"),
+        ({"dweight": np.ones((2, 7), np.float32)}, "a block of dweight is 7, want 8"),
+        ({"dweight": np.ones((2, 3, 8), np.float32)}, "a block of dweight is 3x8, want 300x8"),
+        ({"dweight": np.ones((2, 8), np.float16)}, "dweight is float16, want float32 by block_sums"),
+        ({"dweight_dtype": "float16"}, "dweight is float16, want float32 by block_sums"),
+        ({"dweight": np.ones((2, 9), np.float32)[:, :8]}, "dweight has stride 9 in dimension 0, want it contiguous"),
+        (
+            {"dweight": np.ones((2, 8), np.float32), "accumulate": True},
+            "options.accumulate is 1, want 0 with block_sums",
+        ),
+        ({"block_sums": 2}, "block_sums is int, want True or False"),
+    ]:
+        before = [np.copy(value) for value in given.values() if isinstance(value, np.ndarray)]
+        with pytest.raises(pydet.Error, match=f"^rmsnorm_backward: {words}$"):
+            pydet.rmsnorm_backward(x, x, weight, rstd, **{"block_sums": True, **given})
+        after = [value for value in given.values() if isinstance(value, np.ndarray)]
+        assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 # ---- Layouts and surroundings --------------------------------------------------------------------------------------

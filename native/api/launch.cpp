@@ -24,7 +24,7 @@ bool kernel_exists(const char *name) {
 }
 
 // "k_chunk, a batch", of a set of features.
-Text feature_list(uint32_t features) {
+Text feature_list(uint64_t features) {
   Text out = {"more than any release has"};  // where no feature has a name
   size_t used = 0;
   for (const FeatureRow &row : kFeatures)
@@ -53,7 +53,7 @@ pydet_status refuse(const char *op, const Problem &problem, const Backend &backe
   if (arithmetic_of(problem) == Arithmetic::automatic)
     return fail(PYDET_DEVICE_ERROR, "%s: %s does not say what it is, so arithmetic auto cannot be resolved", op,
                 device_text(problem.device.type, problem.device.id).text);
-  uint32_t lacking = problem.needs();  // of every row that would do else
+  uint64_t lacking = problem.needs();  // of every row that would do else
   bool near = false;
   for (int i = 0; i < table.count; ++i) {
     if (!is_for(table.rows[i], problem)) continue;
@@ -109,7 +109,7 @@ pydet_status choose_by_name(const char *op, const Table<Problem> &table, const P
     const Kernel<Problem> &row = table.rows[i];
     if (!equal(row.name, name)) continue;
     const bool meant = is_for(row, problem);
-    const uint32_t lacking = problem.needs() & ~row.features;
+    const uint64_t lacking = problem.needs() & ~row.features;
     if (meant && lacking)
       return fail(PYDET_UNSUPPORTED, "%s: kernel %s does not take this problem, which needs %s", op, name,
                   feature_list(lacking).text);
@@ -129,7 +129,7 @@ pydet_status choose_by_name(const char *op, const Table<Problem> &table, const P
 // the best: each question is asked once. NULL: there is none.
 template <class Problem>
 const Kernel<Problem> *choose(const Table<Problem> &table, const Problem &problem, Choice *choice) {
-  const uint32_t needs = problem.needs();
+  const uint64_t needs = problem.needs();
   bool (*machine)(const Device &) = nullptr;
   Choice (*family)(const Problem &, int) = nullptr;
   bool runs = false;

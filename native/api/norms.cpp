@@ -65,6 +65,40 @@ pydet_status check_sums(const char *op, int32_t accumulate, const View &dweight,
   return PYDET_OK;
 }
 
+// One of the sums of blocks, as dense as check_block_sums wants all of them. Of one without a dimension of blocks, which
+// that refuses, nothing.
+View one_block(const char *name, const View &sums) {
+  if (!sums.present() || sums.ndim < 2) return View{};
+  View one = sums;
+  one.name = name;
+  --one.ndim;
+  int64_t dense = 1;
+  for (int i = one.ndim - 1; i >= 0; --i) {
+    one.shape[i] = sums.shape[i + 1];
+    one.stride[i] = one.shape[i] > 1 ? dense : 0;
+    if (__builtin_mul_overflow(dense, one.shape[i], &dense)) dense = 0;  // of an empty one: elsewhere memory is smaller
+  }
+  return one;
+}
+
+// What sums of the blocks of `rows` rows, those of one head, ask beside it.
+template <size_t count>
+pydet_status check_block_sums(const View &x, int64_t rows, int32_t accumulate, const View *const (&sums)[count]) {
+  if (accumulate) return fail(PYDET_INVALID_VALUE, "%s: options.accumulate is 1, want 0 with block_sums", x.op);
+  const int64_t blocks = divide_up(rows, int64_t(PYDET_DWEIGHT_ROWS));
+  for (const View *sum : sums) {
+    if (!sum->present()) continue;
+    if (sum->ndim < 2 || sum->shape[0] != blocks)
+      return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want %" PRId64 " sums of blocks of %d rows, by block_sums", x.op,
+                  sum->name, shape_text(*sum).text, blocks, int(PYDET_DWEIGHT_ROWS));
+    if (sum->type != Type::f32)
+      return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 by block_sums", x.op, sum->name,
+                  type_name(sum->type));
+    PYDET_TRY(contiguous(*sum));
+  }
+  return PYDET_OK;
+}
+
 // For the chains of `sums` sums over rows.
 pydet_status backward_workspace(const char *op, int64_t rows, int64_t n, int sums, uint64_t *bytes) {
   int64_t chains = rows / kDweightChainRows + (rows % kDweightChainRows != 0), size = 0;
@@ -168,7 +202,10 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   PYDET_TRY(check_norm(x, like, 0, View{}, View{}));
   PYDET_TRY(check_like(x, dy, &x));
   PYDET_TRY(check_norm(x, like, 2, View{}, View{}));
-  PYDET_TRY(check_weights(x, {&weight, &dweight, &dbias}, &heads));
+  PYDET_TRY(check_flag(op, "block_sums", options.block_sums));
+  const View of_block[] = {options.block_sums ? one_block("a block of dweight", dweight) : dweight,
+                           options.block_sums ? one_block("a block of dbias", dbias) : dbias};
+  PYDET_TRY(check_weights(x, {&weight, &of_block[0], &of_block[1]}, &heads));
   PYDET_TRY(check_norm(x, like, 0, View{}, rstd));
   PYDET_TRY(check_weight_offset(op, options.weight_offset));
   PYDET_TRY(check_sums(op, options.accumulate, dweight, dbias));
@@ -181,13 +218,15 @@ pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor,
   int64_t columns = 0;
   if (__builtin_mul_overflow(heads, x.cols(), &columns))
     return fail(PYDET_OVERFLOW, "%s: weights of %" PRId64 " heads pass 2^63 - 1 elements", op, heads);
+  if (options.block_sums) PYDET_TRY(check_block_sums(x, walk.rows / heads, options.accumulate, {&dweight, &dbias}));
   const int count = dbias.present() ? 2 : dweight.present() ? 1 : 0;
   PYDET_TRY(check_backward_workspace(op, options, walk.rows / heads, columns, count, inputs, outputs));
-  if (walk.rows == 0 && !sums) return nothing_to_write();
+  if (walk.rows == 0 && (!sums || options.block_sums)) return nothing_to_write();
 
   auto norm = backward_of<RmsNormBackward>(stream, walked, walk, weight, rstd, dweight, dbias, options);
   norm.outer = walk.outer;
   norm.heads = heads;
+  norm.block_sums = options.block_sums != 0;
   return launch(op, norm, options.kernel);
 }
 

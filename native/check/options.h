@@ -55,9 +55,9 @@ template <class Info> void write_info(const Info &filled, Info *info) {
   info->struct_size = size;
 }
 
-inline pydet_status check_flag(const char *op, const char *name, int32_t value) {
+inline pydet_status check_flag(const char *op, const char *name, int64_t value) {
   if (value == 0 || value == 1) return PYDET_OK;
-  return fail(PYDET_INVALID_VALUE, "%s: options.%s is %d, want 0 or 1", op, name, int(value));
+  return fail(PYDET_INVALID_VALUE, "%s: options.%s is %" PRId64 ", want 0 or 1", op, name, value);
 }
 
 // A chunk is none where it is 0, which is C's word for it, and None Python's.

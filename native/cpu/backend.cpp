@@ -21,15 +21,15 @@ bool has_avx512(const Device &device) {
 }
 #endif
 
-constexpr uint32_t kGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kAlongM | kAlongN;
-constexpr uint32_t kLayerNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kMean | kRstd | kTwoStrides;
-constexpr uint32_t kLayerNormGradient =
+constexpr uint64_t kGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kAlongM | kAlongN;
+constexpr uint64_t kLayerNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kMean | kRstd | kTwoStrides;
+constexpr uint64_t kLayerNormGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient | kBiasGradient;
-constexpr uint32_t kOfHeads = kHeads | kWideSum;
-constexpr uint32_t kNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kRstd | kTwoStrides | kOfHeads;
-constexpr uint32_t kGradientFeatures = kLayerNormGradient | kOfHeads;
-constexpr uint32_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;
-constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kOfHeads = kHeads | kWideSum;
+constexpr uint64_t kNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kRstd | kTwoStrides | kOfHeads;
+constexpr uint64_t kGradientFeatures = kLayerNormGradient | kOfHeads | kBlockSums;
+constexpr uint64_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;
+constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes (all), prefers (all), launch.
 constexpr Kernel<Gemm> kGemm[] = {
@@ -191,7 +191,7 @@ constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
      has_scalar, nullptr, nullptr, each_scaled_group<scaled_gemm_sm90<Scalar>>},
 };
 
-constexpr uint32_t kFoldFeatures = kBias | kAccumulate | kTree;
+constexpr uint64_t kFoldFeatures = kBias | kAccumulate | kTree;
 constexpr Kernel<Fold> kFold[] = {
 #if defined(__x86_64__)
     {"cpu_fold_avx512", bit(Type::f32), Arithmetic::ieee, kFoldFeatures, "avx512", has_avx512, nullptr, nullptr,

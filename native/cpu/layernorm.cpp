@@ -115,6 +115,7 @@ template <> pydet_status layernorm_backward<Isa>(const LayerNormBackward &proble
   const bool sums = problem.dweight.data || problem.dbias.data;
   const int64_t at_once = sums ? kDweightChainRows : kRowElements / n + 1;
   float *of_weight = (float *)problem.workspace, *of_bias = sums ? of_weight + chains * n : nullptr;
+  const JoinBlocks blocks = problem.accumulate ? JoinBlocks::from_result : JoinBlocks::from_zero;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     over_rows(problem, at_once, 2, scratch, [&](auto number, const auto &weights, auto block) {
       float *dweight = problem.dweight.data ? of_weight + block.index * n : nullptr;
@@ -124,8 +125,8 @@ template <> pydet_status layernorm_backward<Isa>(const LayerNormBackward &proble
       for (int64_t r = block.first; r < block.end; ++r)
         backward_row<decltype(number)>(problem, weights, r, dweight, dbias, block.lanes);
     });
-    if (problem.dweight.data) join_chains(of_weight, chains, n, problem.dweight, problem.accumulate, scratch);
-    if (problem.dbias.data) join_chains(of_bias, chains, n, problem.dbias, problem.accumulate, scratch);
+    if (problem.dweight.data) join_chains(of_weight, chains, n, problem.dweight, blocks, scratch);
+    if (problem.dbias.data) join_chains(of_bias, chains, n, problem.dbias, blocks, scratch);
   });
   return PYDET_OK;
 }

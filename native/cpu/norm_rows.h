@@ -80,10 +80,13 @@ struct alignas(64) Joined {
 };
 static_assert(sizeof(Joined) <= Scratch::kSmall, "the least scratch memory holds the sums of some columns");
 
+// How blocks become a result: added from +0, added from the result, or each a row of it.
+enum class JoinBlocks { from_zero, from_result, apart };
+
 // Columns of `result` from `first` on, of which the chains are `count` rows of n: 4 chains added from +0 are a group, 4
-// groups a block; the blocks added, from +0 or from the result, and rounded once.
+// groups a block; the blocks are added and rounded once, or kept apart.
 template <class T>
-void join_columns(const float *chains, int64_t count, int64_t n, const Vector &result, bool accumulate, int64_t first,
+void join_columns(const float *chains, int64_t count, int64_t n, const Vector &result, JoinBlocks blocks, int64_t first,
                   Joined &sums) {
   constexpr int64_t kGroupChains = kDweightGroupRows / kDweightChainRows,
                     kBlockChains = kDweightBlockRows / kDweightChainRows;
@@ -97,25 +100,34 @@ void join_columns(const float *chains, int64_t count, int64_t n, const Vector &r
     });
   };
 
-  if (accumulate) along(columns, [&](int64_t j, auto v) { set<Partial>(total + j, get<T>(to + j, v)); });
+  if (blocks == JoinBlocks::from_result)
+    along(columns, [&](int64_t j, auto v) { set<Partial>(total + j, get<T>(to + j, v)); });
   for (int64_t i = 0; i < count; ++i) {
     const float *chain = chains + i * n + first;
     along(columns,
           [&](int64_t j, auto v) { set<Partial>(group + j, get<Partial>(group + j, v) + get<Partial>(chain + j, v)); });
     const bool last = i + 1 == count;
     if (last || (i + 1) % kGroupChains == 0) add_and_clear(block, group);
-    if (last || (i + 1) % kBlockChains == 0) add_and_clear(total, block);
+    if (!last && (i + 1) % kBlockChains != 0) continue;
+    add_and_clear(total, block);
+    if (blocks != JoinBlocks::apart) continue;
+    along(columns, [&](int64_t j, auto v) {
+      set<T>(to + j, get<Partial>(total + j, v));
+      set<Partial>(total + j, all(0.0f, v));
+    });
+    to += n;
   }
+  if (blocks == JoinBlocks::apart) return;
   along(columns, [&](int64_t j, auto v) { set<T>(to + j, get<Partial>(total + j, v)); });
 }
 
 // All columns of it, on several threads.
-inline void join_chains(const float *chains, int64_t count, int64_t n, const Vector &result, bool accumulate,
+inline void join_chains(const float *chains, int64_t count, int64_t n, const Vector &result, JoinBlocks blocks,
                         Scratch &scratch) {
   dispatch(result.type, [&](auto number) {
     const int64_t tasks = divide_up(n, kJoinColumns);
     parallel(tasks, threads_for(double(count) * double(n)), scratch, [&](int64_t i, Scratch &own) {
-      join_columns<decltype(number)>(chains, count, n, result, accumulate, i * kJoinColumns, *new (own.data) Joined());
+      join_columns<decltype(number)>(chains, count, n, result, blocks, i * kJoinColumns, *new (own.data) Joined());
     });
   });
 }

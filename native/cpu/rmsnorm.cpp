@@ -8,7 +8,7 @@
 //              dx   = round(rstd t), or round(fmaf(rstd, t, dresidual))
 //              dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 4 chains added from +0 are a group, 4
 //                       groups a block of 256 rows; the blocks added, from +0 or from dweight, and rounded once;
-//                       with heads over the rows of each head. dbias sums dy alike
+//                       with heads over the rows of each head; or the blocks apart. dbias sums dy alike
 //   rowsum     element j of (u, v) goes to lane j mod 2048, lane = fmaf(u, v, lane) from +0; then lane 8 g + e is
 //              joined over e with partners 4, 2, 1 apart, then over g with partners 128, 64, ..., 1 apart
 //
@@ -128,6 +128,9 @@ template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
   const bool sums = problem.dweight.data || problem.dbias.data;
   const int64_t at_once = sums ? kDweightChainRows * heads : kRowElements / problem.n + 1;
   float *of_weight = (float *)problem.workspace, *of_bias = sums ? of_weight + chains * columns : nullptr;
+  const JoinBlocks blocks = problem.block_sums   ? JoinBlocks::apart
+                            : problem.accumulate ? JoinBlocks::from_result
+                                                 : JoinBlocks::from_zero;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     over_rows(problem, at_once, 2, scratch, [&](auto number, const auto &weights, auto block) {
       float *dweight = problem.dweight.data ? of_weight + block.index * columns : nullptr;
@@ -139,8 +142,8 @@ template <> pydet_status rmsnorm_backward<Isa>(const RmsNormBackward &problem) {
           backward_row<decltype(number), decltype(gradient)>(problem, weights, r, dweight, dbias, block.lanes);
       });
     });
-    if (problem.dweight.data) join_chains(of_weight, chains, columns, problem.dweight, problem.accumulate, scratch);
-    if (problem.dbias.data) join_chains(of_bias, chains, columns, problem.dbias, problem.accumulate, scratch);
+    if (problem.dweight.data) join_chains(of_weight, chains, columns, problem.dweight, blocks, scratch);
+    if (problem.dbias.data) join_chains(of_bias, chains, columns, problem.dbias, blocks, scratch);
   });
   return PYDET_OK;
 }

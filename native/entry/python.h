@@ -73,7 +73,7 @@ typedef struct pydet_rmsnorm_backward_arguments {
   pydet_object *has_bias; /* whether dbias is made where it is not given */
   pydet_object *out, *dweight, *dbias;
   pydet_object *dweight_dtype; /* of both; a type index or None */
-  pydet_object *accumulate, *kernel, *stream;
+  pydet_object *accumulate, *block_sums, *kernel, *stream;
 } pydet_rmsnorm_backward_arguments;
 
 typedef struct pydet_layernorm_arguments {

@@ -319,7 +319,9 @@ PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const 
  * dy shaped like x, and of its type, or of any beside an fp32 x (a sum); dx like x, or NULL; dresidual like x, or NULL;
  * dweight [N] fp32, bf16 or fp16, or [H, N] where weight is, or NULL. The sum over rows walks fixed blocks, never the SM
  * count's, so dweight needs a workspace of pydet_rmsnorm_backward_workspace bytes. Under accumulate it continues from
- * dweight, then fp32: rows (of each head) cut at a multiple of PYDET_DWEIGHT_ROWS give the bits of one call. */
+ * dweight, then fp32: rows (of each head) cut at a multiple of PYDET_DWEIGHT_ROWS give the bits of one call. Where rows are
+ * on several devices, block_sums gives B = ceil(rows / PYDET_DWEIGHT_ROWS) sums (rows of a head), not under accumulate:
+ * pydet_fold of all of them, in the order of the rows, is dweight. */
 enum { PYDET_DWEIGHT_ROWS = 256 };
 
 typedef struct pydet_rmsnorm_backward_options {
@@ -331,6 +333,8 @@ typedef struct pydet_rmsnorm_backward_options {
   void *workspace;
   uint64_t workspace_size;
   const pydet_tensor *dbias; /* NULL, or shaped like dweight, and under accumulate continued too; twice the workspace */
+  int64_t
+      block_sums; /* 1: dweight and dbias are [B, N] or [B, H, N], fp32: those of each PYDET_DWEIGHT_ROWS rows alone */
 } pydet_rmsnorm_backward_options;
 
 PYDET_API pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *x,

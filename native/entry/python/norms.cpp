@@ -1,6 +1,7 @@
 // RMSNorm and LayerNorm, with their gradients.
 #include "entry/python/methods.h"
 #include "entry/python/results.h"
+#include "numerics.h"
 
 namespace pydet {
 namespace {
@@ -76,24 +77,31 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
   pydet_rmsnorm_backward_options options = {};
   options.struct_size = sizeof options;
   int64_t type = -1;
-  int32_t has_bias = 0;
+  int32_t has_bias = 0, block_sums = 0;
+  if (!call.flag_of("block_sums", given.block_sums, &block_sums)) return nullptr;
   if (!read_backward_options(call, "rmsnorm_backward", given, *dweight, *dbias, &options, &type, &has_bias))
     return nullptr;
+  options.block_sums = block_sums;
   if (!make_like(call, x->tensor, x->tensor.ndim, type_index(x->tensor.dtype), &dx)) return nullptr;
   // Gradients that are made are shaped like the weight, and where there is none like a weight of all rows.
   const pydet_tensor &sample = weight->present ? weight->tensor : x->tensor;
+  const int64_t total = elements(x->tensor), n = sound(x->tensor, 1) ? x->tensor.shape[x->tensor.ndim - 1] : 0;
   if (!options.accumulate && sound(sample, 1) && (!weight->present || sample.ndim <= 2)) {
-    const int ndim = weight->present ? sample.ndim : 1;
-    const int64_t *shape = sample.shape + sample.ndim - ndim;
-    if (type < 0) type = type_index(sample.dtype);
+    const int of_one = weight->present ? sample.ndim : 1, ndim = of_one + block_sums;
+    const int64_t *shape_of_one = sample.shape + sample.ndim - of_one;
+    const int64_t heads = of_one == 2 && shape_of_one[0] > 0 ? shape_of_one[0] : 1;
+    int64_t blocks[3] = {n > 0 ? divide_up(total / n / heads, int64_t(PYDET_DWEIGHT_ROWS)) : 0};
+    for (int i = 0; i < of_one; ++i) blocks[1 + i] = shape_of_one[i];
+    const int64_t *shape = block_sums ? blocks : shape_of_one;
+    if (type < 0) type = block_sums ? int(Type::f32) : type_index(sample.dtype);
     if (weight->present && !dweight->present && !(dweight = call.make(ndim, shape, int(type)))) return nullptr;
     if (has_bias && !dbias->present && !(dbias = call.make(ndim, shape, int(type)))) return nullptr;
   }
   options.dbias = tensor_of(dbias);
-  const int64_t total = elements(x->tensor), n = sound(x->tensor, 1) ? x->tensor.shape[x->tensor.ndim - 1] : 0;
   if ((dweight->present || dbias->present) && n > 0) {
     const pydet_tensor &sum = dweight->present ? dweight->tensor : dbias->tensor;
-    const int64_t heads = sum.ndim == 2 && sum.shape[0] > 0 ? sum.shape[0] : 1;
+    const bool of_heads = sum.ndim == 2 + block_sums && sum.shape[block_sums] > 0;
+    const int64_t heads = of_heads ? sum.shape[block_sums] : 1;
     int64_t columns = 0;
     uint64_t bytes = 0;
     if (__builtin_mul_overflow(heads, n, &columns) ||

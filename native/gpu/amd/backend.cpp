@@ -30,17 +30,17 @@ bool skinny_cdna3_prefers(const Gemm &g) {
 }
 
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
-constexpr uint32_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a skinny product, both along k
-constexpr uint32_t kOneChain = kBatch | kBias | kAccumulate | kAlongM | kAlongN;
-constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
-constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
-constexpr uint32_t kAllOfGradient =
+constexpr uint64_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a skinny product, both along k
+constexpr uint64_t kOneChain = kBatch | kBias | kAccumulate | kAlongM | kAlongN;
+constexpr uint64_t kAllOfGemm = kOneChain | kChunks;
+constexpr uint64_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
+constexpr uint64_t kAllOfGradient =
     kResidual | kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
-constexpr uint32_t kOfHeads = kBias | kHeads | kWideSum;
-constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
-constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
-constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
-constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kOfHeads = kBias | kHeads | kWideSum;
+constexpr uint64_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
+constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
+constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
+constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
@@ -64,7 +64,7 @@ constexpr Kernel<Gemm> kGemm[] = {
      gemm_ieee_64x64},
 };
 
-constexpr uint32_t kAllOfGroups = kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth;
+constexpr uint64_t kAllOfGroups = kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth;
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
     {"hip_grouped_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGroups, "gfx942", is_gfx942, nullptr,
      nullptr, grouped_gemm_mfma_64},
@@ -84,14 +84,14 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    {"hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built,
+    {"hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, kBuiltFor, is_built,
      rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built,
+    {"hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, kBuiltFor, is_built,
      rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, kBuiltFor, is_built, nullptr,
-     nullptr, rmsnorm_backward_long},
-    {"hip_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads, kBuiltFor,
-     is_built, nullptr, nullptr, rmsnorm_backward_general},
+    {"hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, kBuiltFor, is_built,
+     nullptr, nullptr, rmsnorm_backward_long},
+    {"hip_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads | kBlockSums,
+     kBuiltFor, is_built, nullptr, nullptr, rmsnorm_backward_general},
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {

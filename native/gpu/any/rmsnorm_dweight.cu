@@ -1,7 +1,7 @@
 // dweight of RMSNorm from the partial sums that the kernels of its backward leave (NUMERICS.md, "RMSNorm"):
 //
 //   4 chains added from +0 are a group, 4 groups a block of 256 rows; the blocks added in order, from +0 or from
-//   dweight, and rounded once
+//   dweight, and rounded once; or each block's sum is a row of dweight
 //
 // A block takes 8 or 16 columns. Its threads read 16 partials of a column each at once, then the first of them add the
 // blocks of rows, one after the other as the order asks: 256 of them are 0.6 us of dependent additions.
@@ -34,6 +34,10 @@ __global__ void __launch_bounds__(kMostThreads)
   for (int64_t b0 = 0; b0 < block_count; b0 += kJoinBlocks) {
     int count = block_count - b0 < kJoinBlocks ? int(block_count - b0) : kJoinBlocks;
     int step = are_groups ? kAtOnce / kBlockGroups : 1;  // blocks
+    auto keep = [&](int b, float sum) {
+      if (!p.block_sums) blocks[lane][b] = sum;
+      else if (b < count) store_rounded(p.dweight.data, p.dweight.type, (b0 + b) * p.n + column, sum);
+    };
     for (int b = worker * step; inside && b < count; b += workers * step) {
       int64_t first = (b0 + b) / step * kAtOnce;
       float part[kAtOnce], sum = 0.0f;
@@ -44,11 +48,12 @@ __global__ void __launch_bounds__(kMostThreads)
         float four = 0.0f;  // a group of chains, or a block of groups
 #pragma unroll
         for (int j = 0; j < 4; ++j) four += part[k + j];
-        if (are_groups) blocks[lane][b + k / 4] = four;
+        if (are_groups) keep(b + k / 4, four);
         sum += four;
       }
-      if (!are_groups) blocks[lane][b] = sum;
+      if (!are_groups) keep(b, sum);
     }
+    if (p.block_sums) continue;
     __syncthreads();
     if (worker == 0) {
       int b = 0;
@@ -61,7 +66,7 @@ __global__ void __launch_bounds__(kMostThreads)
     }
     __syncthreads();
   }
-  if (inside && worker == 0) store_rounded(p.dweight.data, p.dweight.type, column, total);
+  if (inside && worker == 0 && !p.block_sums) store_rounded(p.dweight.data, p.dweight.type, column, total);
 }
 
 constexpr int kNarrow = 8, kWide = 16;

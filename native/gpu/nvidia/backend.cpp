@@ -21,18 +21,18 @@ bool from_sm80(const Device &device) { return compute_capability(device.id) >= 8
 bool is_sm80_to_89(const Device &device) { return from_sm80(device) && !from_sm90(device); }
 
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
-constexpr uint32_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a skinny product, both along k
-constexpr uint32_t kOneChain = kBatch | kBias | kAccumulate | kAlongM | kAlongN;
-constexpr uint32_t kAllOfGemm = kOneChain | kChunks;
-constexpr uint32_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
-constexpr uint32_t kGradientAlone =
+constexpr uint64_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a skinny product, both along k
+constexpr uint64_t kOneChain = kBatch | kBias | kAccumulate | kAlongM | kAlongN;
+constexpr uint64_t kAllOfGemm = kOneChain | kChunks;
+constexpr uint64_t kAllOfNorm = kResidual | kWeight | kWeightOffset | kRstd | kTwoStrides;
+constexpr uint64_t kGradientAlone =
     kWeight | kWeightOffset | kTwoStrides | kAccumulate | kRowGradient | kWeightGradient;
-constexpr uint32_t kAllOfGradient = kGradientAlone | kResidual;
-constexpr uint32_t kOfHeads = kBias | kHeads | kWideSum;
-constexpr uint32_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
-constexpr uint32_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
-constexpr uint32_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
-constexpr uint32_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kAllOfGradient = kGradientAlone | kResidual;
+constexpr uint64_t kOfHeads = kBias | kHeads | kWideSum;
+constexpr uint64_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
+constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
+constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
+constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
   return {kSm90Tiles[tile].name,
@@ -106,7 +106,7 @@ constexpr auto kGemm =
     gemm_rows(std::make_integer_sequence<int, kSkinnyCount>(), std::make_integer_sequence<int, kSm90TileCount>(),
               std::make_integer_sequence<int, kOtherCount>());
 
-constexpr uint32_t kScaledTile = kBatch | kBias | kAccumulate;
+constexpr uint64_t kScaledTile = kBatch | kBias | kAccumulate;
 template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
   return {name,    bit(Type::e4m3), Arithmetic::sm90,         kBias | kAccumulate | kColumnScales, "sm_90a", is_sm90,
           nullptr, nullptr,         scaled_skinny_sm90<rows>, scaled_skinny_sm90_choose,           rows};
@@ -154,24 +154,25 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     {"cuda_rmsnorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
      rmsnorm_backward_apart_takes, rmsnorm_backward_apart_prefers, rmsnorm_backward_apart},
-    {"cuda_rmsnorm_backward_narrow", kHalfTypes, Arithmetic::ieee, kGradientAlone, "sm_80 or later", from_sm80,
-     rmsnorm_backward_narrow_takes, rmsnorm_backward_narrow_prefers, rmsnorm_backward_narrow},
-    {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
-     rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers, rmsnorm_backward_short_chain},
-    {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later",
-     from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
-    {"cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
-     rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_90 or later", from_sm90,
-     rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
-    {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
-     rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
-     rmsnorm_backward_unaligned_takes, nullptr, rmsnorm_backward_unaligned},
-    {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
-     nullptr, nullptr, rmsnorm_backward_long},
-    {"cuda_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads, "sm_80 or later",
-     from_sm80, nullptr, nullptr, rmsnorm_backward_general},
+    {"cuda_rmsnorm_backward_narrow", kHalfTypes, Arithmetic::ieee, kGradientAlone | kBlockSums, "sm_80 or later",
+     from_sm80, rmsnorm_backward_narrow_takes, rmsnorm_backward_narrow_prefers, rmsnorm_backward_narrow},
+    {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums,
+     "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers,
+     rmsnorm_backward_short_chain},
+    {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums,
+     "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
+    {"cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
+     from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
+    {"cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_90 or later",
+     from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
+    {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
+     from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
+     from_sm80, rmsnorm_backward_unaligned_takes, nullptr, rmsnorm_backward_unaligned},
+    {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
+     from_sm80, nullptr, nullptr, rmsnorm_backward_long},
+    {"cuda_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads | kBlockSums,
+     "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_general},
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
@@ -197,8 +198,8 @@ constexpr Kernel<Fold> kFold[] = {
      from_sm80, nullptr, nullptr, fold_two_shot},
 };
 
-constexpr uint32_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;
-constexpr uint32_t kGroupsTile = kBias | kAccumulate | kAlongM | kAlongN | kDepth;
+constexpr uint64_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;
+constexpr uint64_t kGroupsTile = kBias | kAccumulate | kAlongM | kAlongN | kDepth;
 template <int tile> constexpr Kernel<GroupedGemm> groups_row() {
   return {kGroupedTiles[tile].name,
           kHalfTypes,

@@ -38,12 +38,8 @@ class _RmsNorm(torch.autograd.Function):
         if dist.get_world_size(ctx.group) == 1:
             dx, dweight = rmsnorm_backward(dy, x, weight, rstd, weight_offset=offset)
             return dx, dweight, None, None, None
-        dx, blocks = torch.empty_like(x), []
-        for i in range(0, x.shape[0], DWEIGHT_ROWS):
-            rows = slice(i, i + DWEIGHT_ROWS)
-            given = dy[rows], x[rows], weight, rstd[rows]
-            blocks.append(rmsnorm_backward(*given, weight_offset=offset, out=dx[rows], dweight_dtype="float32")[1])
-        everyone = gather(torch.stack(blocks), ctx.group).flatten(0, 1)
+        dx, blocks = rmsnorm_backward(dy, x, weight, rstd, weight_offset=offset, block_sums=True)
+        everyone = gather(blocks, ctx.group).flatten(0, 1)
         return dx, fold_all(everyone, out_dtype=weight.dtype), None, None, None
 
 
