@@ -382,7 +382,8 @@ def rmsnorm(hip, x, weight, residual, where, kernel=None, **fields):
 
 
 def rmsnorm_backward(hip, dy, x, weight, rstd, dresidual, where, kernel=None, joined=True, **fields):
-    dx, dweight = np.full(x.shape, 7, x.dtype), np.full(x.shape[-1:], 7, np.float32) if joined else None
+    blocks = [-(-len(x) // 256)] if "block_sums" in fields else []
+    dx, dweight = np.full(x.shape, 7, x.dtype), np.full([*blocks, x.shape[1]], 7, np.float32) if joined else None
     size = ffi.new("uint64_t *")
     assert hip.lib.pydet_rmsnorm_backward_workspace(x.shape[0], x.shape[1], size) == 0
     memory = np.full(size[0] + 16, 0xA5, np.uint8)
@@ -427,6 +428,16 @@ def test_rmsnorm_backward_equals_cpu(hip, dtype):
                 for ours, theirs in zip(got, want, strict=bool(got)):
                     assert_same_bits(ours, theirs, f"{name} {rows}x{n} on {hip.arch}")
     assert taken == {name for name, *_ in table(hip, "rmsnorm_backward")}
+
+
+def test_sums_of_blocks_equal_cpu(hip):
+    dy, x, weight = normal(520, 8, dtype="bf16", seed=1), normal(520, 8, dtype="bf16"), normal(8)
+    rstd = rmsnorm(hip, x, weight, None, CPU)[1]
+    want = rmsnorm_backward(hip, dy, x, weight, rstd, None, CPU, block_sums=1)
+    for name, *_ in table(hip, "rmsnorm_backward"):
+        got = rmsnorm_backward(hip, dy, x, weight, rstd, None, ROCM, name, block_sums=1)
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same_bits(ours, theirs, f"{name}, sums of blocks on {hip.arch}")
 
 
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))

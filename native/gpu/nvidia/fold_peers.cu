@@ -5,6 +5,9 @@
 //   one shot   every rank gets all parts and folds all of out                         count S n fp32 received, 1 meeting
 //   two shot   rank r gets the parts of its share of out, folds it, and gives it to all     1/ranks of that, 2 meetings
 //
+// The parts of rank 0 are the first of the order, so by two shots it sends what it has folded of them, one part instead of
+// all. Of two ranks its share is then the smaller one, by which as many bytes go either way: 3.75 n of 8 parts, not 9 n.
+//
 // Blocks of one number work together across the ranks and with no others: block b owns two areas of each rank's memory,
 // and rounds of elements that are a function of the sizes alone, which take the areas in turn. While a round is folded the
 // parts of the next one travel; one meeting then says that both have been done:
@@ -25,7 +28,8 @@
 namespace pydet {
 namespace {
 
-constexpr int kThreads = 256, kMostBlocks = 384, kUnit = 4;   // elements of a thread
+constexpr int kThreads = 256, kMostBlocks = 384, kUnit = 4;  // elements of a thread
+constexpr int kMostTurns = 4;  // units of a thread in a round: 16.8 million elements of 2 ranks take 187 us, 239 by one
 constexpr int kSlot = kThreads * kUnit * int(sizeof(float));  // bytes of a part of a block's unit
 constexpr uint32_t kAskedBeforeTime = 1024;                   // the clock takes longer to read than a signal
 constexpr int64_t kOneShotElements = 1 << 19;                 // of all parts: up to here one shot is the faster
@@ -36,12 +40,22 @@ static_assert(2 * kMostBlocks * kSlot == PYDET_FOLD_ROOM, "two areas a block hav
 
 // What all ranks have alike: a function of the sizes.
 struct Plan {
-  int64_t share;  // elements of out that a rank folds
+  int64_t share;  // elements of out that a rank folds, but for rank 0
+  int64_t first;  // those of rank 0, not more
   int64_t area;   // bytes
   int32_t turns;  // units of a thread in a round
   int32_t rounds;
   int32_t total;  // parts of all ranks
   bool two_shot;
+  bool prefix;  // rank 0 sends the fold of its parts
+
+  __device__ __forceinline__ int64_t begin_of(int rank) const {
+    return two_shot && rank > 0 ? first + (rank - 1) * share : 0;
+  }
+  __device__ __forceinline__ int64_t end_of(int rank, int64_t n) const {
+    const int64_t end = begin_of(rank) + (rank > 0 ? share : first);
+    return end < n ? end : n;
+  }
 };
 
 __device__ __forceinline__ void put_signal(uint32_t *to, uint32_t value) {
@@ -118,8 +132,7 @@ __device__ __forceinline__ void send(const Fold &p, const Plan &plan, int first,
   Elements<4> v[many];
   for (int step = 1; step < peers.ranks; ++step) {
     const int to = after(peers, step);
-    const int64_t begin = plan.two_shot ? to * plan.share : 0;
-    const int64_t end = begin + plan.share < n ? begin + plan.share : n;
+    const int64_t begin = plan.begin_of(to), end = plan.end_of(to, n);
     if (begin + at >= end) continue;
     if (plan.two_shot || step == 1) {
 #pragma unroll
@@ -131,6 +144,18 @@ __device__ __forceinline__ void send(const Fold &p, const Plan &plan, int first,
   }
 }
 
+// The fold of this rank's parts, rank 0's, to the first slot of all ranks.
+template <bool by_four>
+__device__ __forceinline__ void send_prefix(const Fold &p, const Plan &plan, int64_t area, int64_t slot, int64_t at,
+                                            int64_t n) {
+  for (int to = 1; to < p.peers.ranks; ++to) {
+    const int64_t begin = plan.begin_of(to), end = plan.end_of(to, n);
+    if (begin + at >= end) continue;
+    const auto part = [&](int s) { return load_own(p.parts[s], begin + at, end, by_four); };
+    store_elements(p.peers.memory[to] + area + slot, ordered(p.count, part, Elements<4>{}));
+  }
+}
+
 template <bool as_tree, bool by_four>
 __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? 3 : 2)
     fold_peers_kernel(const __grid_constant__ Fold p, const __grid_constant__ Plan plan) {
@@ -139,20 +164,20 @@ __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? 3 : 2)
   const int rank = peers.rank, ranks = peers.ranks;
   const bool meets = ranks > 1, sends = meets && !peers.gathered, shares = meets && plan.two_shot && !peers.scatter;
   const int64_t n = peers.scatter ? p.size * ranks : p.size;
-  const int64_t begin = plan.two_shot ? rank * plan.share : 0;
-  const int64_t end = begin + plan.share < n ? begin + plan.share : n;
+  const int64_t begin = plan.begin_of(rank), end = plan.end_of(rank, n);
   const int64_t out_begin = peers.scatter ? 0 : begin;
   const int64_t part_bytes = int64_t(plan.turns) * kSlot, results = plan.total * part_bytes;
-  const int own_first = peers.gathered ? 0 : rank * p.count, own_end = own_first + p.count;
+  const int skipped = plan.prefix && rank > 0 ? p.count - 1 : 0, folded = plan.total - skipped;
+  const int own_first = peers.gathered ? 0 : rank * p.count - skipped, own_end = own_first + p.count;
 
   uint32_t *const counts = meets ? signals(peers, rank) + kCounts + 2 * blockIdx.x : nullptr;
   uint32_t meeting = meets ? counts[0] : 0, next_area = meets ? counts[1] : 0;
   const auto area_of = [&](int round) {
     return PYDET_FOLD_SIGNALS + (2 * int64_t(blockIdx.x) + (next_area + uint32_t(round)) % 2) * plan.area;
   };
-  // Part s of all ranks, at the first element of its own tensor or, of an area, at its first slot.
-  for (int s = threadIdx.x; s < plan.total; s += kThreads) {
-    if (s < own_first || s >= own_end) sources[s] = peers.memory[rank] + s * part_bytes;
+  // Part s of what is folded, at the first element of its own tensor or, of an area, at its first slot.
+  for (int s = threadIdx.x; s < folded; s += kThreads) {
+    if (s < own_first || s >= own_end) sources[s] = peers.memory[rank] + (s ? s + skipped : 0) * part_bytes;
     else sources[s] = reinterpret_cast<const char *>(p.parts[s - own_first] + (peers.gathered ? 0 : begin));
   }
   // A thread's first element of a turn, from the start of a share, and where its unit lies in a part's slots.
@@ -169,6 +194,10 @@ __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? 3 : 2)
     for (int turn = 0; turn < plan.turns; ++turn) {
       const int64_t at = element(round, turn), slot = slot_of(turn, sizeof(float));
       if (at >= plan.share) break;
+      if (!as_tree && plan.prefix && rank == 0) {
+        send_prefix<by_four>(p, plan, area, slot, at, n);
+        continue;
+      }
       int s = 0;
       for (; s + 4 <= p.count; s += 4) send<4, by_four>(p, plan, s, area, slot, at, n);
       if (p.count - s >= 2) send<2, by_four>(p, plan, s, area, slot, at, n), s += 2;
@@ -194,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? 3 : 2)
           return load_elements<4>(reinterpret_cast<const float *>(sources[s] + area + slot));
         return load_own(reinterpret_cast<const float *>(sources[s]), at, end - begin, by_four);
       };
-      Elements<4> sum = as_tree ? tree(plan.total, part, start) : ordered(plan.total, part, start);
+      Elements<4> sum = as_tree ? tree(folded, part, start) : ordered(folded, part, start);
       if (p.bias.data) {
         int64_t column = out_at % p.bias_period;
         for (int e = 0; e < kUnit; ++e) {
@@ -217,8 +246,7 @@ __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? 3 : 2)
       if (at >= plan.share) break;
       for (int step = 1; step < ranks; ++step) {
         const int from = after(peers, step);
-        const int64_t to = from * plan.share + at;
-        const int64_t to_end = (from + 1) * plan.share < n ? (from + 1) * plan.share : n;
+        const int64_t to = plan.begin_of(from) + at, to_end = plan.end_of(from, n);
         if (to >= to_end) continue;
         const char *got = peers.memory[rank] + area + results + from * part_bytes;
         got += slot_of(turn, size_of(p.out.type));
@@ -249,15 +277,24 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   Plan plan = {};
   plan.two_shot = two_shot;
   plan.total = peers.gathered ? p.count : p.count * peers.ranks;
-  plan.share = two_shot ? divide_up(n, peers.ranks) : n;
-  bool by_four = (!two_shot || (n % peers.ranks == 0 && plan.share % kUnit == 0)) && n % kUnit == 0 &&
-                 aligned(p.out.data, kUnit * size_of(p.out.type));
+  plan.share = plan.first = two_shot ? divide_up(n, peers.ranks) : n;
+  plan.prefix = two_shot && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered && !peers.scatter;
+  if (plan.prefix && peers.ranks == 2) {
+    plan.first = n / (2 * p.count) / (kThreads * kUnit) * (kThreads * kUnit);
+    plan.share = n - plan.first;
+  }
+  bool by_four = (plan.first < plan.share || n % peers.ranks == 0 || !two_shot) && plan.share % kUnit == 0 &&
+                 n % kUnit == 0 && aligned(p.out.data, kUnit * size_of(p.out.type));
   for (int s = 0; s < p.count; ++s) by_four = by_four && aligned(p.parts[s], kUnit * int(sizeof(float)));
   const int64_t blocks_wanted = divide_up(plan.share, kThreads * kUnit);
   const int64_t blocks = blocks_wanted < kMostBlocks ? blocks_wanted : kMostBlocks;
   if (peers.ranks > 1) plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
-  plan.turns = 1;  // several would be fewer meetings for more memory: not measured yet
-  plan.rounds = int32_t(divide_up(blocks_wanted, blocks));
+  plan.turns = 1;
+  for (const int64_t wanted = divide_up(blocks_wanted, blocks); plan.turns < kMostTurns && plan.turns < wanted;) {
+    if ((plan.turns + 1) * int64_t(plan.total + peers.ranks) * kSlot > plan.area) break;
+    ++plan.turns;
+  }
+  plan.rounds = int32_t(divide_up(blocks_wanted, blocks * plan.turns));
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(kThreads)};
   if (by_four) return launch(where, p.tree ? fold_peers_kernel<true, true> : fold_peers_kernel<false, true>, p, plan);
   return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);
