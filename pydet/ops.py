@@ -278,7 +278,8 @@ def scaled_gemm(
         out: ``[..., M, N]``, float32, bfloat16 or float16; made if None.
         out_dtype: the type of the result if it is made; bfloat16 by default.
         accumulate: start from ``out``, then given and float32, instead of +0. Scales are then along k, or None.
-        arithmetic: ``"ieee"``, ``"sm90"`` (Hopper's tensor cores), or ``"auto"``. It decides bits.
+        arithmetic: ``"ieee"``, ``"sm90"`` (Hopper's tensor cores), or ``"auto"``: ``"sm90"`` on a Hopper, else
+            ``"ieee"``. It decides bits.
         k_chunk: None for 128, 0 for one chain, or a multiple of 32. Scales along k want 128. It decides bits.
         kernel, stream: as in :func:`gemm`.
 

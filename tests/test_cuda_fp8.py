@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from test_cuda import cuda_kernels, torch  # noqa: F401
 from test_scaled_gemm import OUT_TYPES, TYPES, VECTORS, Scaled
 
 UNSUPPORTED = 11  # pydet.h
-GEMM_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm")]
+GEMM_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm") if kernel.arithmetic == "sm90"]
+IEEE_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm") if kernel.arithmetic == "ieee"]
 QUANTIZE_KERNELS = [kernel.name for kernel in cuda_kernels("quantize")]
 
 
@@ -175,6 +177,41 @@ def test_scaled_gemm_equals_the_cpu(torch, kernel):
     assert device.taken > device.refused, f"{kernel} took {device.taken} problems and refused {device.refused}"
 
 
+def ieee_problems():
+    """Every layout, k_chunk and kind of scales, and the boundaries of tiles of 64 and stages of 32 k."""
+    for dtype in TYPES:
+        yield from test_scaled_gemm.problems_of(SimpleNamespace(dtype=dtype, arithmetic="ieee"))
+    layouts = itertools.cycle(itertools.product(["row", "col"], ["col", "row"], ["row", "col"]))
+    for m, n in ((1, 64), (63, 65), (64, 64), (65, 63), (129, 192), (200, 330)):
+        for k in (31, 32, 33, 64, 200, 513):
+            a_layout, b_layout, out_layout = next(layouts)
+            yield Scaled(
+                m, n, k, arithmetic="ieee", a_layout=a_layout, b_layout=b_layout, out_layout=out_layout, seed=k
+            )
+
+
+@pytest.mark.parametrize("kernel", [*IEEE_KERNELS, None])
+def test_ieee_equals_the_cpu(torch, kernel):
+    device = OnDevice(torch, kernel)
+    for problem in ieee_problems():
+        assert_same_bits(test_scaled_gemm.run(device.scaled_gemm, problem), on_cpu(problem), f"{kernel}: {problem}")
+    assert device.taken > 150 and not device.refused
+
+
+@pytest.mark.parametrize("first", range(9))
+def test_ieee_reads_where_nothing_is_aligned(torch, first):
+    """Rows that begin at any byte, and end anywhere, along k and across."""
+    whole = torch.from_numpy(test_scaled_gemm.fp8("any", (150, 150), E4M3).view(np.uint8)).view(torch.float8_e4m3fn)
+    options = {"a_scale": None, "b_scale": None, "arithmetic": "ieee", "out_dtype": torch.float32}
+
+    def products(x):
+        x = x[first : first + 70, first : first + 131]
+        return [pydet.scaled_gemm(a, b, **options).cpu().view(torch.int32) for a, b in ((x, x.T), (x.T, x))]
+
+    for got, want in zip(products(whole.cuda()), products(whole), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("kernel", GEMM_KERNELS)
 def test_recorded_vectors(torch, kernel):
     """The same instruction on this chip: chains and chunks with scales (single steps lie k-adjacent in 32 bytes)."""
@@ -231,7 +268,7 @@ def test_refusals(torch):
             "the tensor cores do not read a, want its data and strides in multiples of 16 bytes",
         ),
         ((a, b.T), {"k_chunk": 32}, "takes a k_chunk that is no multiple of 128"),
-        ((a, b.T), {"arithmetic": "ieee"}, "no kernel for arithmetic ieee"),
+        ((a, b.T), {"kernel": IEEE_KERNELS[0]}, "it computes arithmetic ieee, and the call asks for sm90"),
     ):
         with pytest.raises(pydet.Error, match=words):
             pydet.scaled_gemm(*operands, **scale, **options)

@@ -31,6 +31,7 @@ import fakehip
 import interop
 import pydet
 import test_grouped_gemm
+import test_scaled_gemm
 from cases import assert_same_bits
 from fakehip import ARCHS
 from pydet import frameworks, hooks
@@ -536,6 +537,40 @@ def test_grouped_gemm_equals_cpu(hip):
                 taken.add(kernel)
     every = instances(hip, "gemm_ieee_kernel", "gemm_mfma_kernel")
     assert len(taken) == 2 and hip.ran >= {name for name in every if "GroupedGemm" in name}
+
+
+def scaled_gemm(hip, kernel, problem, where):
+    """What the library makes of a problem of tests/test_scaled_gemm.py, by a kernel where it is on the device."""
+    a, b, given = problem.operands()
+    shape = (*problem.batch, problem.m, problem.n)
+    out = problem.start() if problem.accumulate else np.full(shape, 7, DTYPES[problem.out_dtype])
+    out = transposed(out) if problem.out_layout == "col" else out
+    fields = {"accumulate": problem.accumulate, "arithmetic": ARITHMETIC[problem.arithmetic]}
+    fields |= {"k_chunk": 128 if problem.k_chunk is None else problem.k_chunk}
+    options = capi.options("pydet_scaled_gemm_options", **fields, **({"kernel": kernel} if where == ROCM else {}))
+    operands = a, given["a_scale"], b, given["b_scale"], given.get("bias"), out
+    arrays = [None if x is None else np.asarray(x) for x in operands]  # a single scale is no array
+    hip.check("pydet_scaled_gemm", options, *arrays, kind=where)
+    return out
+
+
+SCALED = [  # either type of each operand, every layout and kind of scale; a tile's edges, more than a stage and a chunk
+    ((3, 9, 130), {"bias": "n bf16", "out_dtype": "bf16"}),
+    ((66, 5, 33), {"a_type": "e5m2", "a_layout": "col", "a_scale": "row", "b_scale": "tensor", "out_dtype": "fp16"}),
+    ((2, 70, 140), {"b_type": "e5m2", "b_layout": "row", "k_chunk": 32, "a_scale": "row", "b_scale": "row"}),
+    ((5, 6, 160), {"a_scale": "none", "b_scale": "none", "k_chunk": 0, "accumulate": True, "out_layout": "col"}),
+    ((4, 3, 140), {"b_scale": "group", "scale_type": test_scaled_gemm.E8M0, "batch": (2,), "kind": "specials"}),
+]
+
+
+def test_scaled_gemm_equals_cpu(hip):
+    for kernel, _, arithmetic, available in table(hip, "scaled_gemm"):
+        assert available and arithmetic == ARITHMETIC["ieee"]
+        for seed, (extents, more) in enumerate(SCALED):
+            problem = test_scaled_gemm.Scaled(*extents, arithmetic="ieee", seed=seed, **more)
+            got, want = (scaled_gemm(hip, kernel, problem, where) for where in (ROCM, CPU))
+            assert_same_bits(got, want, f"{kernel}, {problem} on {hip.arch}")
+    assert hip.ran >= instances(hip, "scaled_gemm_ieee_kernel")
 
 
 def layernorm(hip, x, weight, bias, residual, where, kernel=None, **fields):

@@ -11,6 +11,14 @@ inline pydet_status check_arithmetic(const char *op, int32_t asked) {
               kArithmeticCount - 1, kArithmetics[kArithmeticCount - 1].name);
 }
 
+// What AUTO means for fp8 on a GPU: the arithmetic of its tensor cores where there are kernels for it, else ieee.
+inline Arithmetic of_fp8(Device device) {
+  const Table<ScaledGemm> &table = backend_for(device.type)->scaled_gemm;
+  for (int i = 0; i < table.count; ++i)
+    if (table.rows[i].arithmetic != Arithmetic::ieee && table.rows[i].runs_on(device)) return table.rows[i].arithmetic;
+  return Arithmetic::ieee;
+}
+
 inline pydet_status resolve(const char *op, Device device, Type type, int32_t asked, Arithmetic *resolved) {
   if (!is_arithmetic(asked)) return check_arithmetic(op, asked);
   *resolved = Arithmetic(asked);
@@ -19,11 +27,10 @@ inline pydet_status resolve(const char *op, Device device, Type type, int32_t as
     return fail(PYDET_INVALID_DTYPE, "%s: arithmetic %s takes %s inputs, got %s", op, row.name,
                 type_list(row.factors & (bit(type) & kUnscaledTypes ? kUnscaledTypes : ~0u)).text, type_name(type));
   if (asked != PYDET_AUTO) return PYDET_OK;
-  *resolved = type == Type::f32 || device.type == PYDET_CPU ? Arithmetic::ieee
-                                                            : backend_for(device.type)->tensor_cores(device.id);
-  if (!(kArithmetics[int(*resolved)].factors & bit(type)))
-    return fail(PYDET_UNSUPPORTED, "%s: the tensor cores of %s have no known arithmetic for %s inputs", op,
-                device_text(device.type, device.id).text, type_name(type));
+  *resolved = Arithmetic::ieee;
+  if (type == Type::f32 || device.type == PYDET_CPU) return PYDET_OK;
+  *resolved = backend_for(device.type)->tensor_cores(device.id);
+  if (*resolved != Arithmetic::automatic && (bit(type) & kFp8Types)) *resolved = of_fp8(device);
   return PYDET_OK;
 }
 

@@ -30,6 +30,9 @@ pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &);
 Choice scaled_skinny_sm90_choose(const ScaledGemm &, int columns);
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &, const Choice &);
 
+// any/scaled_gemm_ieee.cu
+pydet_status scaled_gemm_ieee_64x64(const ScaledGemm &);
+
 // nvidia/quantize.cu
 bool quantize_rows_takes(const Quantize &);
 pydet_status quantize_by_rows(const Quantize &);

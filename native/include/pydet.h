@@ -234,8 +234,8 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *   otherwise        D = fl(D + s_c), chunks of k_chunk;           out = round(fl(fl(D sb) sa) + bias)
  *
  * Operands   a [..., M, K] and b [..., K, N], e4m3fn or e5m2, each its own. out and bias as in pydet_gemm. One of the last
- *            two strides of a, b and out is 1. The GPU's tensor cores read k alone: there a's last stride is 1, and b's last
- *            but one.
+ *            two strides of a, b and out is 1. Hopper's tensor cores (SM90) read k alone: there a's last stride is 1, and b's
+ *            last but one.
  * Scales     fp32 or e8m0fnu, of any strides; NULL for none. Their shapes say what shares one:
  *              a_scale  []: all of a; [..., M, 1]: a row; [..., M, ceil(K/128)]: a row's 128 elements along k
  *              b_scale  []: all of b; [..., 1, N]: a column; [..., ceil(K/128), N]: a column's 128 along k;
@@ -245,7 +245,7 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  * Batch      Leading dimensions as in pydet_gemm; those of scales broadcast likewise.
  * Empty, NaN, Stream   As in pydet_gemm.
  *
- * IEEE and SM90 are the arithmetics of fp8. AUTO means SM90 on Hopper, IEEE on the CPU. */
+ * IEEE and SM90 are the arithmetics of fp8. AUTO means SM90 on Hopper, IEEE on the CPU and on other GPUs. */
 typedef struct pydet_scaled_gemm_options {
   uint32_t struct_size;
   int32_t arithmetic;

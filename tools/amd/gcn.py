@@ -1159,11 +1159,12 @@ def vector_alu(name, operands, modifiers):
         wide = found[3] == "64"
         compare, put = COMPARE[found[1]], put_scalar(operands[0], True)
         a, b = (selected(x, wide, modifiers.get(f"src{i}_sel")) for i, x in enumerate(operands[1:]))
-        kind = {"f32": F32, "i32": I32, "u32": U32, "i64": I64, "u64": U64}[found[2] + found[3]]
+        kind = {"f32": F32, "i32": I32, "u32": U32, "u16": U32, "i64": I64, "u64": U64}[found[2] + found[3]]
         raw = U64 if wide else U32
+        low = raw({"16": 0xFFFF, "32": M32, "64": M64}[found[3]])
 
         def compared(w):
-            result = compare(np.asarray(a(w), raw).view(kind), np.asarray(b(w), raw).view(kind))
+            result = compare(np.asarray(a(w) & low, raw).view(kind), np.asarray(b(w) & low, raw).view(kind))
             put(w, value_of(in_lanes(result) & w.mask))
 
         return compared

@@ -6,6 +6,7 @@
 #include "gpu/kernels.h"
 #include "grouped.h"
 #include "kernel.h"
+#include "scaled.h"
 
 namespace pydet {
 namespace {
@@ -62,6 +63,13 @@ constexpr Kernel<Gemm> kGemm[] = {
      fills_device<128, 128>, gemm_ieee_128x128},
     {"hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, kBuiltFor, is_built, nullptr, nullptr,
      gemm_ieee_64x64},
+};
+
+constexpr uint64_t kAllOfScaled =
+    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
+constexpr Kernel<ScaledGemm> kScaledGemm[] = {
+    {"hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, kBuiltFor, is_built, nullptr, nullptr,
+     scaled_gemm_ieee_64x64},
 };
 
 constexpr uint64_t kAllOfGroups = kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth;
@@ -155,7 +163,7 @@ const Backend *gpu_backend() {
                                       gpu_forget,
                                       "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"",
                                       table(kGemm),
-                                      {},
+                                      table(kScaledGemm),
                                       {},
                                       table(kRmsNorm),
                                       table(kRmsNormBackward),

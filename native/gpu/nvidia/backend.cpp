@@ -107,6 +107,8 @@ constexpr auto kGemm =
               std::make_integer_sequence<int, kOtherCount>());
 
 constexpr uint64_t kScaledTile = kBatch | kBias | kAccumulate;
+constexpr uint64_t kAllOfScaled =
+    kScaledTile | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
   return {name,    bit(Type::e4m3), Arithmetic::sm90,         kBias | kAccumulate | kColumnScales, "sm_90a", is_sm90,
           nullptr, nullptr,         scaled_skinny_sm90<rows>, scaled_skinny_sm90_choose,           rows};
@@ -124,6 +126,8 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
      nullptr, scaled_gemm_sm90_128x128_ahead, scaled_gemm_sm90_choose, 1},
     {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
      is_sm90, nullptr, nullptr, scaled_gemm_sm90_128x128},
+    {"cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, "sm_80 or later", from_sm80, nullptr,
+     nullptr, scaled_gemm_ieee_64x64},
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {

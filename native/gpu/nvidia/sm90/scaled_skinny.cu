@@ -23,6 +23,7 @@ constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory
 constexpr int kMostTileK = 4096;           // up to which tiles of 128 x 128 on half of the SMs are faster
 constexpr int kPair = 2;                   // fp8 numbers in one of 16 bits
+constexpr int kAheadBytes = 32 << 10;      // of b's a block that are asked of the L2 while the kernel ahead ends
 constexpr int kScales = 1;                 // the first of the named barriers
 
 struct SkinnyProblem {
@@ -36,7 +37,7 @@ struct SkinnyProblem {
 
 template <int tile_rows, int warpgroups> struct Shape {
   static constexpr bool turned = false;  // both operands have k adjacent
-  static constexpr bool prefetches = false;
+  static constexpr bool prefetches = true;
   static constexpr int rows = tile_rows, box_columns = rows;
   static constexpr bool chunked = false, split = false;  // stages go on through chunks
   static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
@@ -310,6 +311,9 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
   problem.chunks = int(chunks_of(g));
   problem.table_chunks = g.along_k ? problem.chunks : 1;
   problem.b_scales = columns_of(g, S::rows);
+  // With more rows, or tiles for few of the multiprocessors, that gained nothing or cost up to a fifth.
+  const bool asks = g.m <= kWarpgroupRows && 2 * problem.p.tiles >= gpu_multiprocessors(g.device.id);
+  problem.p.ahead = asks ? kAheadBytes / (S::rows * kRowBytes) * kBlockK : 0;
   problem.along_k = g.along_k;
   return launch(shape, scaled_skinny_kernel<S>, problem);
 }

@@ -166,37 +166,42 @@ __device__ __forceinline__ void weigh(const ScaledProblem &problem, uint32_t sha
 #pragma unroll
     for (int j = 0; j < each_column; ++j)
       column_at[j] = b_at[0] + min(tile.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
-    float a[each], b[1], column[each_column];
-    auto load = [&] {
-      load_scales(a_scale, a_at, a);
-      if (by_column) {
-        load_scales(b_scale, column_at, column);
-      } else {
-        load_scales(b_scale, b_at, b);
-      }
+    // Of stages whose scales are on their way: one alone took longer from the L2 than a stage of 128 rows multiplies.
+    constexpr int ahead = S::by_column ? 1 : 8 / each;
+    float a[ahead][each], b[ahead][1], column[each_column];
+    auto load = [&](int slot) {
+      load_scales(a_scale, a_at, a[slot]);
+      if (by_column) load_scales(b_scale, column_at, column);
+      else load_scales(b_scale, b_at, b[slot]);
 #pragma unroll
       for (int j = 0; j < each; ++j) a_at[j] += a_scale.chunk_stride;
       b_at[0] += b_scale.chunk_stride;
 #pragma unroll
       for (int j = 0; j < each_column; ++j) column_at[j] += b_scale.chunk_stride;
     };
-    if (p.k > 0) load();
-    for (int i = 0; i < p.k; ++i) {
-      const uint32_t to = shared + S::weights_at + ring.stage * S::weight_bytes + thread * 4;
-      barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
-      if (by_column) {
 #pragma unroll
-        for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[j]);
+    for (int j = 0; j < ahead; ++j)
+      if (j < p.k) load(j);
+    for (int first = 0; first < p.k; first += ahead) {
 #pragma unroll
-        for (int j = 0; j < each_column; ++j) store_word(to + (S::m + j * kWeighers) * 4, column[j]);
-      } else {
+      for (int slot = 0; slot < ahead; ++slot) {
+        if (first + slot >= p.k) break;
+        const uint32_t to = shared + S::weights_at + ring.stage * S::weight_bytes + thread * 4;
+        barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+        if (by_column) {
 #pragma unroll
-        for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[j] * b[0]);
+          for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[slot][j]);
+#pragma unroll
+          for (int j = 0; j < each_column; ++j) store_word(to + (S::m + j * kWeighers) * 4, column[j]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[slot][j] * b[slot][0]);
+        }
+        __syncwarp();
+        if (thread % 32 == 0) barrier_arrive(full_barrier<S>(shared, ring.stage));
+        if (first + slot + ahead < p.k) load(slot);
+        ring.next();
       }
-      __syncwarp();
-      if (thread % 32 == 0) barrier_arrive(full_barrier<S>(shared, ring.stage));
-      if (i + 1 < p.k) load();
-      ring.next();
     }
   }
 }
