@@ -2,9 +2,10 @@
 
     python -m bench.distributed --gpus 4                          # NCCL, one process a GPU: everything
     python -m bench.distributed --gpus 4 --parts row --seconds 60
-    python -m bench.distributed --cpus 4 --parts bits             # gloo, one process each: bits alone
+    python -m bench.distributed --cpus 4                          # gloo, one process each: bits and mesh alone
 
-Parts: bits (random shapes by every method, and by all-reduces as negative controls), row (row-parallel linear layers),
+Parts: bits (random shapes by every method, and by all-reduces as negative controls), mesh (the model of
+examples/parallel.py, tensor times data parallel, in every shape of the ranks), row (row-parallel linear layers),
 dp (a reduce-scatter of gradients), layer (the linear layers, norms and activation of a decoder layer, at decode), step
 (forward and backward of it). Times are of the slowest rank: medians of replays of a CUDA graph of several calls, each
 on other weights. `step` is eager, as training is. With --json the figures are written, with a table and a plot beside.
@@ -15,13 +16,17 @@ import datetime
 import json
 import os
 import random
+import runpy
 import socket
 import statistics
 import sys
 import time
+from pathlib import Path
+
+from bench import distributed_tables
 
 SEGMENTS = 8
-PARTS = ("bits", "row", "dp", "layer", "step")
+PARTS, ON_CPUS = ("bits", "mesh", "row", "dp", "layer", "step"), ("bits", "mesh")
 COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot", "push")
 LAYERS = ((4096, 14336), (8192, 8192))  # N, K of row-parallel layers
 ROWS = (1, 4, 8, 16, 64, 256, 512, 2048, 4096, 8192)
@@ -181,6 +186,33 @@ def bits(run):
         count(controls, "all_reduce of gradients", run.differ(mine, pydet.fold(gradients)))
     run.note("bits", shapes=shapes, elements=elements, differ=wrong, controls=controls)
     return not any(wrong.values())
+
+
+def mesh(run):
+    """Outputs and gradients of the example's model over all ranks, as a mesh of any shape, against one rank's."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples/parallel.py"))
+    steps, kind = example["steps"], run.device.type
+    alone = init_device_mesh(kind, (run.world, 1, 1), mesh_dim_names=("ranks", "dp", "tp"))["dp", "tp"]
+    want = steps(alone, run.device, False)
+
+    def count(found):
+        return {
+            name: int(run.most(sum(a != b for a, b in zip(found[name], words, strict=True))))
+            for name, words in want.items()
+        }
+
+    sound = True
+    for tp in (1, 2, 4, 8):
+        if run.world % tp or run.world // tp > example["MICRO_BATCHES"]:
+            continue
+        shape = run.world // tp, tp
+        ranks = init_device_mesh(kind, shape, mesh_dim_names=("dp", "tp"))
+        differ, controls = (count(steps(ranks, run.device, all_reduce)) for all_reduce in (False, True))
+        run.note("mesh", tp=tp, dp=shape[0], elements=sum(map(len, want.values())), differ=differ, controls=controls)
+        sound &= not any(differ.values())
+    return sound
 
 
 # ---- Speed ---------------------------------------------------------------------------------------------------------
@@ -409,9 +441,9 @@ def rank_main(rank, given, port):
     if rank == 0:
         about = {"gpu": run.torch.cuda.get_device_name(), "nccl": run.torch.cuda.nccl.version()} if given.gpus else {}
         run.note("machine", ranks=run.world, torch=run.torch.__version__, seed=given.seed, **about)
-    sound = True
+    sound, parts = True, {"bits": bits, "mesh": mesh, "row": row, "dp": dp, "layer": layer, "step": step}
     for name in given.parts:
-        sound &= {"bits": bits, "row": row, "dp": dp, "layer": layer, "step": step}[name](run) is not False
+        sound &= parts[name](run) is not False
     differ = [count for e in run.entries for count in _counts(e.get("differ", 0))]
     if rank == 0:
         print(f"{sum(differ)} elements differ from one rank's, in {time.time() - run.start:.0f} s")
@@ -442,15 +474,17 @@ def main():
     parser.add_argument("--seconds", type=float, default=300.0, help="after which no more is begun")
     parser.add_argument("--json", help="a file for the figures")
     given = parser.parse_args()
-    given.parts = given.parts or (PARTS if given.gpus else ("bits",))
-    if not given.gpus and set(given.parts) != {"bits"}:
-        parser.error("without --gpus there is only the part bits")
+    given.parts = given.parts or (PARTS if given.gpus else ON_CPUS)
+    if not given.gpus and not set(given.parts) <= set(ON_CPUS):
+        parser.error(f"without --gpus there are only the parts {' and '.join(ON_CPUS)}")
     import torch.multiprocessing as processes
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     processes.spawn(rank_main, (given, port), nprocs=given.gpus or given.cpus)
+    if given.json:
+        distributed_tables.main(Path(given.json))
 
 
 if __name__ == "__main__":

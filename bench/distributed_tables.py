@@ -36,6 +36,9 @@ def report(entries):
         yield f"\n{ranks} ranks, {e['shapes']} random shapes, {e['elements']} results."
         yield f"Elements whose bits are not one rank's: {methods}."
         yield f"Controls: {', '.join(f'{name} {count}' for name, count in e['controls'].items())}."
+    for e in (e for e in entries if e["part"] == "mesh"):
+        yield f"\nA model on {e['tp']} x {e['dp']} ranks (tensor x data): {e['elements']} outputs and gradients."
+        yield f"Those whose bits are not one rank's: {times(e['differ'])}; with all-reduces {times(e['controls'])}."
     rows, ranks = [e for e in entries if e["part"] == "row"], machine["ranks"]
     for n, k in sorted({(e["n"], e["k"]) for e in rows}):
         here = [e for e in rows if (e["n"], e["k"]) == (n, k)]

@@ -283,6 +283,21 @@ def together(group):
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     torch.nn.functional.scaled_dot_product_attention(*exact, scale=0.25, enable_gqa=True).backward(dz.double())
     assert (kr.grad - exact[1].grad).abs().max() < 0.05 and (vr.grad - exact[2].grad).abs().max() < 0.05
+
+    x, w, dy = tensors(13, (6, 48), (512, 48), (6, 512), dtype=torch.bfloat16)  # q, k and v in one, as many key heads
+    linear = torch.nn.Linear(48, 512, bias=False)
+    linear.weight.data = w.clone()
+    sizes = (256, 128, 128)
+    pd.ColwiseParallel(SEGMENTS, parts=sizes, arithmetic="sm90")._apply(linear, mesh)
+    given = x.clone().requires_grad_()
+    split = linear(given).split([size // world for size in sizes], -1)
+    torch.autograd.backward(split, [part.chunk(world, 1)[rank] for part in dy.split(sizes, 1)])
+    qkv = torch.cat([whole(part, group, 1) for part in split], 1)
+    assert qkv.equal(pydet.gemm(x, w.t(), arithmetic="sm90"))
+    yield "fused qkv", qkv
+    yield "fused qkv dx", given.grad
+    order = pd.segment_order(sizes, SEGMENTS).argsort().to(x.device)
+    yield "fused qkv dw", whole(local(linear.weight.grad), group)[order]
     for call, sentence in (
         (lambda: pd.share_heads(k[:, :1].expand(3, 3, 5, 8), group=group), "x has 3 heads, want a divisor of the 8"),
         (lambda: pd.share_heads(k, dim=4, group=group), "dim is 4, x has 4 dimensions"),
