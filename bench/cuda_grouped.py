@@ -31,25 +31,27 @@ ROUTINGS = {
 WGRAD = {"even": [([4096] * 8, 4096, 7168), ([256] * 32, 4096, 2048)], "Zipf": [(zipf(8192, 32), 4096, 2048)]}
 
 
-def peers_of(make_torch, make_loop):
+def peers_of(make_torch, make_loop, names=("torch._grouped_mm", "a torch.mm each")):
     """torch's grouped product where this build and device take it; and the loop."""
     calls = make_torch()
     try:
         calls[0]()
     except (RuntimeError, ValueError, AttributeError) as problem:
-        print(f"torch._grouped_mm is left out: {str(problem).splitlines()[0]}")
+        print(f"{names[0]} is left out: {str(problem).splitlines()[0]}")
     else:
-        yield Variant("torch._grouped_mm", calls)
-    yield Variant("a torch.mm each", make_loop())
+        yield Variant(names[0], calls)
+    yield Variant(names[1], make_loop())
 
 
-def row(op, routing, sizes, n, k, calls, outs, peers, agrees):
+def row(op, routing, sizes, n, k, calls, outs, peers, agrees, dtype="bf16"):
     shape = f"{len(sizes)} groups, {sum(sizes)} tokens ({routing}, most {max(sizes)}), {n} x {k}"
     few = max(sizes) <= 16
-    work, unit = (len(sizes) * n * k * 2, "GB/s") if few else (2 * sum(sizes) * n * k, "GFLOP/s")
+    work, unit = (
+        (len(sizes) * n * k * (2 if dtype == "bf16" else 1), "GB/s") if few else (2 * sum(sizes) * n * k, "GFLOP/s")
+    )
     peers = list(peers)
     variants = [Variant("pydet", calls, [outs[0]]), *peers]
-    return Row(op, shape, "bf16", variants, peers[0].name, work, unit, agrees)
+    return Row(op, shape, dtype, variants, peers[0].name, work, unit, agrees)
 
 
 def ends_of(sizes):
@@ -134,4 +136,55 @@ def rows(quick):
                 yield partial(make, routing, sizes, n, k)
 
 
-ROWS = {"grouped_gemm": rows}
+def scaled(recipe, routing, sizes, n, k):
+    """fp8 by 128 along k and 128 x 128 blocks, or by rows, beside torch by rows and a scaled_gemm each."""
+    tokens, end = sum(sizes), ends_of(sizes)
+    of_a, of_w = {"blocks": ("group", "block"), "rows": ("row", "row")}[recipe]
+    sets = []
+    for _ in range(2):
+        x = torch.randn(tokens, k, device="cuda").bfloat16()
+        w = (torch.randn(len(sizes), n, k, device="cuda") / 64).bfloat16()
+        sets.append((pydet.quantize(x, granularity=of_a), pydet.quantize(w, granularity=of_w)))
+    outs = [torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda") for _ in sets]
+    calls = [
+        partial(pydet.scaled_grouped_gemm, a, w.mT, end, a_scale=sa, b_scale=sw.mT, out=out)
+        for ((a, sa), (w, sw)), out in zip(sets, outs, strict=True)
+    ]
+
+    def by_rows():
+        """torch's kernel has scales of rows alone: the same bytes, with such."""
+        ones = torch.ones(tokens, device="cuda"), torch.ones(len(sizes), n, device="cuda")
+        return [
+            partial(torch._scaled_grouped_mm, a, w.mT, *ones, offs=end, out_dtype=torch.bfloat16, use_fast_accum=True)
+            for (a, _), (w, _) in sets
+        ]
+
+    def alone(i, g, first, last, out):
+        (a, sa), (w, sw) = sets[i]
+        pydet.scaled_gemm(a[first:last], w[g].t(), a_scale=sa[first:last], b_scale=sw[g].t(), out=out[first:last])
+
+    def loop():
+        others = [torch.empty_like(out) for out in outs]
+        return [
+            each_group(sizes, lambda g, first, last, i=i, out=out: alone(i, g, first, last, out))
+            for i, out in enumerate(others)
+        ]
+
+    def agrees():
+        """Groups of their own have the bits that they had among all."""
+        other = torch.zeros_like(outs[0])
+        each_group(sizes, lambda g, first, last: alone(0, g, first, last, other))()
+        return torch.equal(other.view(torch.int16), outs[0].view(torch.int16))
+
+    peers = list(peers_of(by_rows, loop, ("torch._scaled_grouped_mm", "a scaled_gemm each")))
+    return row(f"scaled_grouped_gemm, {recipe}", routing, sizes, n, k, calls, outs, peers, agrees, "e4m3")
+
+
+def scaled_rows(quick):
+    for recipe in ("blocks", "rows"):
+        for routing, shapes in ROUTINGS.items():
+            for sizes, n, k in shapes[:1] if quick else shapes:
+                yield partial(scaled, recipe, routing, sizes, n, k)
+
+
+ROWS = {"grouped_gemm": rows, "scaled_grouped_gemm": scaled_rows}

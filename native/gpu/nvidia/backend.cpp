@@ -10,7 +10,7 @@
 #include "gpu/nvidia/sm90/tiles.h"
 #include "grouped.h"
 #include "kernel.h"
-#include "scaled.h"
+#include "scaled_grouped.h"
 
 namespace pydet {
 namespace {
@@ -232,6 +232,13 @@ constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
      from_sm80, nullptr, nullptr, grouped_gemm_ieee_64x64},
 };
 
+constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
+    {"cuda_scaled_grouped_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kBias | kAccumulate, "sm_90a", is_sm90,
+     scaled_groups_takes, nullptr, scaled_groups_ahead},
+    {"cuda_scaled_grouped_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90,
+     kBias | kAccumulate | kChunks | kColumnScales, "sm_90a", is_sm90, nullptr, nullptr, scaled_groups_any},
+};
+
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
     {"cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
      layernorm_held_takes, nullptr, layernorm_held},
@@ -307,7 +314,7 @@ const Backend *gpu_backend() {
                                       table(kFold),
                                       table(kLayerNorm),
                                       table(kLayerNormBackward),
-                                      {}};
+                                      table(kScaledGroupedGemm)};
   return &backend;
 }
 

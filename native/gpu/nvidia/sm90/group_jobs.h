@@ -1,5 +1,5 @@
-// How grouped.cu's clusters share out the tiles of all groups, which each block works out from the boundaries as it
-// starts.
+// How the clusters of grouped.cu and scaled_groups.cu share out the tiles of all groups, which each block works out from
+// the boundaries as it starts.
 //
 // A cluster's job is a tile for each of its two blocks, S::m by S::n of out. Two under each other are a pair, which
 // share b. A group's rows are cut into pairs; if what is left fits one tile, two of those side by side, which share a,
@@ -7,11 +7,14 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/groups.h"
+#include "gpu/nvidia/sm90/hopper.h"
 
 namespace pydet {
 namespace {
 
 constexpr int kCluster = 2;
+constexpr uint16_t kBoth = 3;    // blocks of the cluster
+constexpr int kSlots = 4;        // tiles that the producer may be ahead
 constexpr int kBandRows = 2048;  // of a group that are walked together, for the L2
 constexpr int kTableInts = 4 * kGroupedMostGroups + 64;
 
@@ -54,8 +57,15 @@ template <int warps, class F> __device__ __forceinline__ int scan(int x, F join,
   return lane ? join(before, beside) : before;
 }
 
+// The first group of a launch.
+template <class S> __device__ __forceinline__ int first_group_of(const GroupedProblem &p) {
+  if constexpr (S::several_launches) return p.first_group;
+  else return 0;
+}
+
 // Fills the table, as GroupWalk would (grouped.h): a group begins where the latest before it with tokens ended, which
-// is the greatest end so far of those that lie after their start. All threads.
+// is the greatest end so far of those that lie after their start. Those before first_group_of count for that alone.
+// All threads.
 template <class S> __device__ __forceinline__ Groups find_groups(const GroupedProblem &p, int *table) {
   constexpr int kWarps = S::threads / 32, kMost = kGroupedMostGroups;
   static_assert(kWarps <= 16, "kTableInts has room");
@@ -63,22 +73,24 @@ template <class S> __device__ __forceinline__ Groups find_groups(const GroupedPr
   int *scratch = table + 4 * kMost, reached = 0, small_jobs = 0;
   const auto most = [](int x, int y) { return max(x, y); };
   const auto sum = [](int x, int y) { return x + y; };
-  for (int base = 0; base < p.groups; base += S::threads) {
-    const int g = base + int(threadIdx.x);
+  const int first_group = first_group_of<S>(p), all = first_group + p.groups;
+  for (int base = 0; base < all; base += S::threads) {
+    const int g = base + int(threadIdx.x), own = g - first_group;
+    const bool is_own = own >= 0 && g < all;
     int start = 0, end = 0;
-    if (g < p.groups) {
+    if (g < all) {
       end = min(p.end[g], p.tokens);
       if (p.start) start = max(0, min(p.start[g], p.tokens));
     }
     const int before = scan<kWarps>(end > start ? end : 0, most, scratch, &reached);
     const int first = max(before, start), last = max(first, end);
-    const Share<S> share(g >= p.groups ? 0 : S::depth ? p.m : last - first);
+    const Share<S> share(!is_own ? 0 : S::depth ? p.m : last - first);
     const int jobs = share.jobs(p.columns), large = share.pairs ? jobs : 0, small = jobs - large;
     const int large_before = scan<kWarps>(large, sum, scratch + 16, &groups.large_jobs);
     const int small_before = scan<kWarps>(small, sum, scratch + 32, &small_jobs);
-    if (g < p.groups) {
-      groups.first[g] = first, groups.last[g] = last;
-      groups.large[g] = large_before + large, groups.small[g] = small_before + small;
+    if (is_own) {
+      groups.first[own] = first, groups.last[own] = last;
+      groups.large[own] = large_before + large, groups.small[own] = small_before + small;
     }
   }
   groups.jobs = groups.large_jobs + small_jobs;
@@ -118,11 +130,70 @@ __device__ __forceinline__ Spot spot_of(const GroupedProblem &p, const Groups &g
   const int per_two = 2 * here + (share.strip && band == bands - 1), two = within / per_two;
   const int r = within - two * per_two;
   if (r < here * min(2, p.columns - 2 * two))
-    return {group,       base + ((band * kBand + r % here) * 2 + rank) * S::m,
-            base + rows, (2 * two + r / here) * S::n,
-            first,       depth,
+    return {first_group_of<S>(p) + group,
+            base + ((band * kBand + r % here) * 2 + rank) * S::m,
+            base + rows,
+            (2 * two + r / here) * S::n,
+            first,
+            depth,
             false};
-  return {group, base + share.pairs * 2 * S::m, base + rows, (2 * two + rank) * S::n, first, depth, true};
+  return {first_group_of<S>(p) + group,
+          base + share.pairs * 2 * S::m,
+          base + rows,
+          (2 * two + rank) * S::n,
+          first,
+          depth,
+          true};
+}
+
+// The tiles that the producer has begun, for the consumers, which would stand still while they worked them out.
+struct Slots {
+  Spot *spots;
+  uint32_t barriers;
+  int turn = 0;
+
+  __device__ __forceinline__ uint32_t full() const { return barriers + turn % kSlots * 8; }
+  __device__ __forceinline__ uint32_t empty() const { return full() + kSlots * 8; }
+  __device__ __forceinline__ int parity() const { return turn / kSlots & 1; }
+
+  __device__ __forceinline__ void put(const Spot &spot) {
+    barrier_wait(empty(), parity() ^ 1);
+    spots[turn % kSlots] = spot;
+    barrier_arrive(full());
+    ++turn;
+  }
+  // All threads of the consumers: the tile, which stays until it is given back.
+  __device__ __forceinline__ const Spot &look() const {
+    barrier_wait(full(), parity());
+    return spots[turn % kSlots];
+  }
+  __device__ __forceinline__ void give_back() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
+    ++turn;
+  }
+  __device__ __forceinline__ Spot take() {
+    const Spot spot = look();
+    give_back();
+    return spot;
+  }
+};
+
+// A box of one group's matrix of b.
+template <bool multicast> __device__ __forceinline__ void load_of_matrix(uint32_t to, const CUtensorMap *map,
+                                                                         uint32_t barrier, int x, int y, int matrix) {
+  if constexpr (multicast)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix), "h"(kBoth)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix)
+        : "memory");
 }
 
 }  // namespace

@@ -20,13 +20,12 @@
 namespace pydet {
 namespace {
 
-constexpr int kStep = 16;      // of k
-constexpr int kSlots = 4;      // tiles that the producer may be ahead
-constexpr uint16_t kBoth = 3;  // blocks of the cluster
+constexpr int kStep = 16;  // of k
 
 template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent, bool chunks> struct Shape {
   static constexpr Type type = input;
   static constexpr int m = tile_m, n = tile_n;
+  static constexpr bool several_launches = false;
   static constexpr bool depth = along_depth, a_k_adjacent = !depth, b_k_adjacent = b_adjacent, chunked = chunks;
   static constexpr int consumers = m / 64, threads = kWarpgroup * (1 + consumers), registers = n / 2;
   static constexpr int producer_registers = 40, consumer_registers = 232;
@@ -47,22 +46,6 @@ template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent,
 
 // ---- Loads -------------------------------------------------------------------------------------------------------
 
-template <bool multicast> __device__ __forceinline__ void load_of_matrix(uint32_t to, const CUtensorMap *map,
-                                                                         uint32_t barrier, int x, int y, int matrix) {
-  if constexpr (multicast)
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix), "h"(kBoth)
-        : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix)
-        : "memory");
-}
-
 // One stage of a tile, from k on: of what the two blocks share each brings half, for both.
 template <class S, bool strip>
 __device__ __forceinline__ void load_stage(const GroupedProblem &p, const Spot &at, uint32_t to, uint32_t full, int k,
@@ -82,33 +65,6 @@ __device__ __forceinline__ void load_stage(const GroupedProblem &p, const Spot &
                            S::b_k_adjacent ? column : row, matrix);
   }
 }
-
-// The tiles that the producer has begun, for the consumers, which would stand still while they worked them out.
-struct Slots {
-  Spot *spots;
-  uint32_t barriers;
-  int turn = 0;
-
-  __device__ __forceinline__ uint32_t full() const { return barriers + turn % kSlots * 8; }
-  __device__ __forceinline__ uint32_t empty() const { return full() + kSlots * 8; }
-  __device__ __forceinline__ int parity() const { return turn / kSlots & 1; }
-
-  __device__ __forceinline__ void put(const Spot &spot) {
-    barrier_wait(empty(), parity() ^ 1);
-    spots[turn % kSlots] = spot;
-    barrier_arrive(full());
-    ++turn;
-  }
-  // All threads of the consumers.
-  __device__ __forceinline__ Spot take() {
-    barrier_wait(full(), parity());
-    const Spot spot = spots[turn % kSlots];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
-    ++turn;
-    return spot;
-  }
-};
 
 // Where in k the stage after that at `k` begins: one begins with every chunk.
 template <class S> __device__ __forceinline__ int next_stage(int k, int chunk) {

@@ -27,7 +27,8 @@ constexpr int kGroupedTileCount = int(sizeof kGroupedTiles / sizeof *kGroupedTil
 struct GroupedProblem {
   CUtensorMap a, b, out_map;  // the latter two of three dimensions, the last of which is the group
   int m, n, k;                // m of depth, k of rows: the groups have the other
-  int groups, tokens;
+  int first_group, groups;    // of a launch
+  int tokens;
   int columns;  // of tiles
   const int32_t *start, *end;
   bool accumulate;
@@ -48,6 +49,12 @@ struct GroupedBoxes {
 // Fills all of the problem but `columns`. `b_k_adjacent`: b's neighbours are along k, not n. The device must be current.
 pydet_status grouped_plan(const GroupedGemm &, bool b_k_adjacent, const char *kernel, const GroupedBoxes &,
                           GroupedProblem *);
+
+// scaled_groups.cu: the first where every chunk of K has 128 and scales of columns do not vary along k; the second, which
+// takes the rest, says what it cannot read.
+bool scaled_groups_takes(const ScaledGroupedGemm &);
+pydet_status scaled_groups_ahead(const ScaledGroupedGemm &);
+pydet_status scaled_groups_any(const ScaledGroupedGemm &);
 
 // How many clusters of so many blocks, one an SM, a device runs at once (clusters.cu).
 int sm90_clusters(int device, int cluster);

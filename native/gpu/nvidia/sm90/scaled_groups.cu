@@ -1,0 +1,502 @@
+// Scaled products of groups of tokens in fp8 on Hopper's tensor cores, arithmetic sm90, with the bits of scaled_tiles.cu
+// (NUMERICS.md, "Scaled grouped GEMM").
+//
+//   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
+//   w_c = fl(sa[t, c] sb[g, c, n]) with scales along k, else 1;  then out = round(fl(fl(D sb[g, n]) sa[t]) + bias[g, n])
+//
+// The tiles of all groups, their pairs and strips, and who brings what are those of grouped.cu (group_jobs.h): 128 rows
+// by 128 columns, stages of 128 k. As in scaled_tiles.cu two warps put the weights of each stage beside it, and a
+// warpgroup adds a chunk while its next one is on the tensor cores (`ahead`), which leaves no registers for scales of
+// columns along k nor for chains of more than a stage: those have the other way. A tile reads what follows its group, and
+// its scales, and stores none of it.
+
+#include <algorithm>
+
+#include "gpu/any/jobs.h"
+#include "gpu/nvidia/sm90/group_jobs.h"
+#include "gpu/nvidia/sm90/group_rows.h"
+#include "gpu/nvidia/sm90/scales.h"
+#include "gpu/nvidia/sm90/wgmma_fp8.h"
+#include "scaled_grouped.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kStageK = kScaleGroup;     // of k in a stage, 128 bytes
+constexpr int kAhead = 8;                // chunks of one turn of the main loop, at whose end nothing is in flight
+constexpr int kWeighers = 64;            // threads
+constexpr int kMostLaunches = 16;        // for groups that a block does not keep, each of which scans those before
+constexpr int kSharedBytes = 227 << 10;  // the most a block may have
+
+// The k and chunk of `groups` count stages. In b_scale the first batch stride is that from group to group.
+struct ScaledGroupsProblem {
+  GroupedProblem groups;
+  CUtensorMap whole_a;  // a by boxes of a tile's rows, beside those of kGroupedTokenBox
+  DeviceScale a_scale, b_scale;
+  bool along_k, chain_from_out;  // chain_from_out: the one chain starts from out, not D
+};
+
+template <bool chunks_ahead, Type a, Type b> struct Shape {
+  static constexpr Type a_type = a, b_type = b;
+  static constexpr bool ahead = chunks_ahead, depth = false, stores_by_tma = false, several_launches = true;
+  static constexpr int m = 128, n = 128, consumers = 2, registers = n / 2;
+  static constexpr int threads = kWarpgroup * (1 + consumers);
+  static constexpr int a_boxes = m / kGroupedTokenBox, a_box_bytes = kGroupedTokenBox * kRowBytes;
+  static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes;
+  static constexpr int weight_bytes = (m + (ahead ? 0 : n)) * 4;  // of a stage: its rows', its columns'
+  static constexpr int stage_bytes = a_bytes + b_bytes, staging_bytes = kBlockBytes;
+  static constexpr int stages =
+      (kSharedBytes - consumers * staging_bytes - kTableInts * 4 - 512) / (stage_bytes + weight_bytes);
+  static constexpr int staging_at = stages * stage_bytes, weights_at = staging_at + consumers * staging_bytes;
+  static constexpr int table_at = weights_at + stages * weight_bytes, barriers_at = table_at + kTableInts * 4;
+  static constexpr int slots_at = barriers_at + stages * 16;
+  static constexpr int shared_bytes = slots_at + kSlots * (16 + int(sizeof(Spot)));
+  static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
+};
+
+// Where a ring stands.
+template <class S> struct Cursor {
+  uint32_t shared;
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == S::stages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ uint32_t operands() const { return shared + stage * S::stage_bytes; }
+  __device__ __forceinline__ uint32_t weights() const { return shared + S::weights_at + stage * S::weight_bytes; }
+  __device__ __forceinline__ uint32_t full() const { return shared + S::barriers_at + stage * 8; }
+  __device__ __forceinline__ uint32_t empty() const { return full() + S::stages * 8; }
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
+  // A warp of a consumer has read the stage: tells both blocks, either of which may write into it.
+  __device__ __forceinline__ void release() const {
+    if (int(threadIdx.x) % 32 < kCluster) barrier_arrive(empty(), int(threadIdx.x) % 32);
+  }
+};
+
+// ---- Loads -------------------------------------------------------------------------------------------------------
+
+// One thread: the operands. Of what the two blocks share each brings half, for both. Boxes take the thread its time, so a
+// tile with many rows of its group is brought as one, which may have others'.
+template <class S>
+__device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, const Groups &groups, Slots slots,
+                                        uint32_t shared, int rank) {
+  const GroupedProblem &p = problem.groups;
+  constexpr int kHalf = S::n / 2;
+  Cursor<S> ring = {shared};
+  for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
+    const Spot at = spot_of<S>(p, groups, index, rank);
+    slots.put(at);
+    const int boxes = min(S::a_boxes, cut(at.end - at.row, kGroupedTokenBox));
+    // Of every stage: load(its barrier, where it lies, its first k).
+    const auto each_stage = [&](int a_bytes, auto load) {
+#pragma unroll 1
+      for (int i = 0; i < at.depth; ++i) {
+        ring.wait_empty();
+        barrier_expect(ring.full(), a_bytes + S::b_bytes);
+        load(ring.full(), ring.operands(), i * kStageK);
+        ring.next();
+      }
+    };
+    const auto load_half_of_b = [&](uint32_t full, uint32_t stage, int k) {
+      const int first = rank * kHalf;
+      load_of_matrix<true>(stage + S::a_bytes + first * kRowBytes, &p.b, full, k, at.column + first, at.group);
+    };
+    if (at.strip) {
+      each_stage(boxes * S::a_box_bytes, [&](uint32_t full, uint32_t stage, int k) {
+#pragma unroll 1
+        for (int box = rank; box < boxes; box += kCluster)
+          load_box<2, true>(stage + box * S::a_box_bytes, &p.a, full, {k, at.row + box * kGroupedTokenBox, {}}, kBoth);
+#pragma unroll
+        for (int first = 0; first < S::n; first += kHalf)
+          load_of_matrix<false>(stage + S::a_bytes + first * kRowBytes, &p.b, full, k, at.column + first, at.group);
+      });
+    } else if (boxes > 2) {
+      each_stage(S::a_bytes, [&](uint32_t full, uint32_t stage, int k) {
+        load_box<2, false>(stage, &problem.whole_a, full, {k, at.row, {}}, kBoth);
+        load_half_of_b(full, stage, k);
+      });
+    } else {
+      each_stage(boxes * S::a_box_bytes, [&](uint32_t full, uint32_t stage, int k) {
+        load_box<2, false>(stage, &p.a, full, {k, at.row, {}}, kBoth);
+        if (boxes == 2)
+          load_box<2, false>(stage + S::a_box_bytes, &p.a, full, {k, at.row + kGroupedTokenBox, {}}, kBoth);
+        load_half_of_b(full, stage, k);
+      });
+    }
+  }
+  Spot none = {};
+  none.group = kNoGroup;
+  slots.put(none);
+  // The block may end when every arrival that the other owes it has come.
+  for (int i = 0; i < S::stages; ++i) {
+    ring.wait_empty();
+    ring.next();
+  }
+}
+
+// kWeighers threads: the weights of each stage, where scales vary along k. By column they are a's scales alone, and b's
+// stand behind them.
+template <class S>
+__device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, Slots slots, uint32_t shared, int thread) {
+  constexpr int each = S::m / kWeighers, each_column = S::n / kWeighers;
+  const GroupedProblem &p = problem.groups;
+  const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
+  const bool by_column = !S::ahead && by_columns(b_scale);
+  Cursor<S> ring = {shared};
+  for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
+    int64_t a_at[each], b_at[1], column_at[each_column];
+#pragma unroll
+    for (int j = 0; j < each; ++j) a_at[j] = min(at.row + thread + j * kWeighers, p.tokens - 1) * a_scale.stride;
+    const int64_t of_group = at.group * b_scale.batch_stride[0];
+    b_at[0] = of_group + (b_scale.blocks ? min(at.column, p.n - 1) / kScaleGroup * b_scale.stride : 0);
+#pragma unroll
+    for (int j = 0; j < each_column; ++j)
+      column_at[j] = of_group + min(at.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
+    float a[each], b[1], column[each_column];
+    auto load = [&] {
+      load_scales(a_scale, a_at, a);
+      if (by_column) load_scales(b_scale, column_at, column);
+      else load_scales(b_scale, b_at, b);
+#pragma unroll
+      for (int j = 0; j < each; ++j) a_at[j] += a_scale.chunk_stride;
+      b_at[0] += b_scale.chunk_stride;
+#pragma unroll
+      for (int j = 0; j < each_column; ++j) column_at[j] += b_scale.chunk_stride;
+    };
+    if (at.depth > 0) load();
+    for (int i = 0; i < at.depth; ++i) {
+      const uint32_t to = ring.weights() + thread * 4;
+      ring.wait_empty();
+#pragma unroll
+      for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, by_column ? a[j] : a[j] * b[0]);
+      if (by_column)
+#pragma unroll
+        for (int j = 0; j < each_column; ++j) store_word(to + (S::m + j * kWeighers) * 4, column[j]);
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(ring.full());
+      if (i + 1 < at.depth) load();
+      ring.next();
+    }
+  }
+}
+
+// ---- Products ----------------------------------------------------------------------------------------------------
+
+// One of the warpgroups that multiply: 64 rows of each tile.
+template <class S> struct Consumer {
+  const ScaledGroupsProblem &problem;
+  Slots slots;
+  Cursor<S> ring, done;  // done: whose weights and chains are still to be added
+  int warpgroup;
+
+  __device__ __forceinline__ int thread() const { return int(threadIdx.x) % kWarpgroup; }
+
+  // The stage's four steps, the first of them from +0 if `fresh`.
+  __device__ __forceinline__ void multiply(float (&sum)[S::registers], bool fresh) {
+    ring.wait_full();
+    const uint64_t a = wgmma_descriptor<true>(ring.operands() + warpgroup * kBlockBytes);
+    const uint64_t b = wgmma_descriptor<true>(ring.operands() + S::a_bytes);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kStageK / kFp8Step; ++step)
+      wgmma_fp8<S::a_type, S::b_type>(sum, a + step * 2, b + step * 2, step || !fresh);
+    wgmma_commit();
+    ring.next();
+  }
+
+  // total += w sum, once the products but the last `in_flight` are made; frees the stage.
+  template <int in_flight>
+  __device__ __forceinline__ void add(float (&total)[S::registers], const float (&sum)[S::registers], bool ends) {
+    const int lane = thread() % 32;
+    const uint32_t of_rows = done.weights() + (warpgroup * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
+    float w[2] = {1, 1};
+    if (problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
+    wgmma_wait<in_flight>();
+    const bool by_column = !S::ahead && problem.along_k && by_columns(problem.b_scale);
+    if (by_column) {
+#pragma unroll
+      for (int j = 0; j < S::registers; j += 4) {
+        const float2 sb = load_pair(done.weights() + (S::m + j * 2 + lane % 4 * 2) * 4);
+        total[j] = fmaf(w[0] * sb.x, sum[j], total[j]);
+        total[j + 1] = fmaf(w[0] * sb.y, sum[j + 1], total[j + 1]);
+        total[j + 2] = fmaf(w[1] * sb.x, sum[j + 2], total[j + 2]);
+        total[j + 3] = fmaf(w[1] * sb.y, sum[j + 3], total[j + 3]);
+      }
+    }
+    done.release();
+    done.next();
+    if (by_column || !ends) return;
+#pragma unroll
+    for (int j = 0; j < S::registers; j += 4) {
+      total[j] = fmaf(w[0], sum[j], total[j]);
+      total[j + 1] = fmaf(w[0], sum[j + 1], total[j + 1]);
+      total[j + 2] = fmaf(w[1], sum[j + 2], total[j + 2]);
+      total[j + 3] = fmaf(w[1], sum[j + 3], total[j + 3]);
+    }
+  }
+
+  // So many chunks, each one stage: the next is on the tensor cores while one is added.
+  template <int count> __device__ __forceinline__ void add_chunks(float (&total)[S::registers]) {
+    float sums[2][S::registers];
+    multiply(sums[0], true);
+#pragma unroll
+    for (int j = 0; j < count; ++j) {
+      if (j + 1 < count) {
+        multiply(sums[(j + 1) % 2], true);
+        add<1>(total, sums[j % 2], true);
+      } else {
+        add<0>(total, sums[j % 2], true);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void sum_up(float (&total)[S::registers], int depth) {
+    if constexpr (S::ahead) {
+      int left = depth;
+#pragma unroll 1
+      for (; left >= kAhead; left -= kAhead) add_chunks<kAhead>(total);
+      if (left & 4) add_chunks<4>(total);
+      if (left & 2) add_chunks<2>(total);
+      if (left & 1) add_chunks<1>(total);
+    } else {
+      float sum[S::registers];
+      if (problem.chain_from_out)
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) sum[i] = total[i], total[i] = 0;
+      bool fresh = !problem.chain_from_out;
+      int left = problem.groups.chunk;
+#pragma unroll 1
+      for (int i = 0; i < depth; ++i) {
+        const bool ends = --left == 0 || i + 1 == depth;
+        multiply(sum, fresh);
+        add<0>(total, sum, ends);
+        fresh = ends;
+        if (ends) left = problem.groups.chunk;
+      }
+    }
+  }
+
+  // x = fl(fl(x sb) sa), of scales that do not vary along k.
+  __device__ __forceinline__ void scale(float (&x)[S::registers], const Spot &at) const {
+    const GroupedProblem &p = problem.groups;
+    const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
+    const int lane = thread() % 32, row = at.row + warpgroup * 64 + thread() / 32 * kWarpRows + lane / 4;
+    const int64_t a_at[2] = {min(row, p.tokens - 1) * a_scale.stride, min(row + 8, p.tokens - 1) * a_scale.stride};
+    float sa[2];
+    load_scales(a_scale, a_at, sa);
+    constexpr int kColumns = 16;  // at a time
+#pragma unroll
+    for (int first = 0; first < S::registers / 2; first += kColumns) {
+      int64_t b_at[kColumns];
+      float sb[kColumns];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const int column = at.column + (first + i) / 2 * 8 + lane % 4 * 2 + i % 2;
+        b_at[i] = at.group * b_scale.batch_stride[0] + min(column, p.n - 1) * b_scale.stride;
+      }
+      load_scales(b_scale, b_at, sb);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float &element = x[(first + i) / 2 * 4 + h * 2 + i % 2];
+          element = (element * sb[i]) * sa[h];
+        }
+    }
+  }
+
+  __device__ __forceinline__ void skip(int depth) {
+#pragma unroll 1
+    for (int i = 0; i < depth; ++i) {
+      ring.wait_full();
+      ring.release();
+      ring.next();
+    }
+    done = ring;
+  }
+
+  __device__ __forceinline__ void run(uint32_t shared) {
+    const GroupedProblem &p = problem.groups;
+    const uint32_t staging = shared + S::staging_at + warpgroup * S::staging_bytes;
+    // Read anew on each side of the main loop, which leaves no registers to keep it in.
+    const auto tile_of = [&](const Spot &at) {
+      int t = thread();
+      asm volatile("" : "+r"(t));
+      const int row = at.row + warpgroup * 64, warp_row = row + t / 32 * kWarpRows;
+      return WarpTile<S>{p,
+                         warp_row * p.out_row_stride,
+                         at.group,
+                         row,
+                         at.end - warp_row,
+                         at.column,
+                         t / 32,
+                         t % 32,
+                         staging,
+                         1 + warpgroup};
+    };
+    for (; slots.look().group != kNoGroup; slots.give_back()) {
+      const Spot &at = slots.look();
+      const int depth = at.depth;
+      if (at.row + warpgroup * 64 >= at.end || at.column >= p.n) {
+        skip(depth);
+        continue;
+      }
+      float total[S::registers];
+      if (p.accumulate) {
+        tile_of(at).begin_at_out(total);
+      } else {
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) total[i] = 0;
+      }
+      sum_up(total, depth);
+      const Spot end = slots.look();
+      const WarpTile<S> tile = tile_of(end);
+      if (!problem.along_k && (problem.a_scale.data || problem.b_scale.data)) scale(total, end);
+      if (p.bias) tile.add_bias(total);
+      if (p.out_type == Type::bf16) tile.template store_half<true>(total);
+      else if (p.out_type == Type::f16) tile.template store_half<false>(total);
+      else tile.store_f32(total);
+    }
+  }
+};
+
+template <class S> __global__ void __launch_bounds__(S::threads, 1)
+    scaled_groups_kernel(const __grid_constant__ ScaledGroupsProblem problem) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const GroupedProblem &p = problem.groups;
+  const uint32_t shared = shared_address(memory);
+  const int rank = cluster_rank(), weighers = problem.along_k ? kWeighers / 32 : 0;  // warps
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::stages; ++i) {
+      barrier_init(shared + S::barriers_at + i * 8, 1 + weighers);
+      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * 4 * kCluster);
+    }
+    for (int i = 0; i < kSlots; ++i) {
+      barrier_init(shared + S::slots_at + i * 8, 1);
+      barrier_init(shared + S::slots_at + (kSlots + i) * 8, S::consumers * 4 + weighers);
+    }
+    fence_barrier_init();
+    if (p.k > 0) prefetch(&p.a), prefetch(&problem.whole_a), prefetch(&p.b);
+  }
+  cluster_sync_relaxed();
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
+
+  const Slots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    registers_down<40>();
+    const int thread = int(threadIdx.x);
+    if (thread == 0) produce<S>(problem, groups, slots, shared, rank);
+    else if (thread >= kWarpgroup - kWeighers && problem.along_k)
+      weigh<S>(problem, slots, shared, thread - (kWarpgroup - kWeighers));
+  } else {
+    registers_up<232>();
+    Consumer<S>{problem, slots, {shared}, {shared}, warpgroup - 1}.run(shared);
+  }
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+bool b_aligned(const ScaledGroupedGemm &g) {
+  const bool apart =
+      g.groups == 1 || (g.b_stride % kScaledUnit == 0 && g.b_stride > 0 && g.b_stride < int64_t(1) << 38);
+  return aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && (g.k == 0 || apart);
+}
+bool a_aligned(const ScaledGroupedGemm &g) { return aligned(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride); }
+
+bool fits(const ScaledGroupedGemm &g) {
+  return g.groups <= kMostLaunches * kGroupedMostGroups && g.tokens <= kScaledMost && g.n <= kScaledMost &&
+         g.k <= kScaledMost && (divide_up(g.tokens, 64) + g.groups) * divide_up(g.n, 64) <= kScaledMost;
+}
+
+// Says what cannot be read: after this kernel no other is tried.
+pydet_status unreadable(const ScaledGroupedGemm &g) {
+  if (!fits(g))
+    return fail(PYDET_UNSUPPORTED, "scaled_grouped_gemm: more than %d groups, or an extent passes 2^30, on a GPU",
+                kMostLaunches * kGroupedMostGroups);
+  return fail(
+      PYDET_UNSUPPORTED,
+      "scaled_grouped_gemm: the tensor cores do not read %s, want its data and strides in multiples of %d bytes",
+      a_aligned(g) ? "b" : "a", kScaledUnit);
+}
+
+pydet_status make_maps(const char *name, const ScaledGroupedGemm &g, int rows, ScaledGroupsProblem *problem) {
+  EncodeTensorMap encode = nullptr;
+  if (pydet_status status = find_encoder(name, &encode)) return status;
+  const auto stride_of = [](int64_t stride, int64_t count) { return count == 1 ? kScaledUnit : stride; };
+  MapShape a = {g.a.data, g.a.type,         g.k, g.tokens, stride_of(g.a.row_stride, g.tokens),
+                kStageK,  kGroupedTokenBox, 2,   {},       {}};
+  const MapShape b = {g.b.data,
+                      g.b.type,
+                      g.k,
+                      g.n,
+                      stride_of(g.b.col_stride, g.n),
+                      kStageK,
+                      64,
+                      3,
+                      {g.groups, 1, 1},
+                      {stride_of(g.b_stride, g.groups), kScaledUnit, kScaledUnit}};
+  if (pydet_status status = make_map(name, encode, a, &problem->groups.a)) return status;
+  a.box_rows = rows;
+  if (pydet_status status = make_map(name, encode, a, &problem->whole_a)) return status;
+  return make_map(name, encode, b, &problem->groups.b);
+}
+
+template <class S> pydet_status launch_shape(const char *name, const ScaledGroupedGemm &g) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  ScaledGroupsProblem problem = {};
+  GroupedProblem &p = problem.groups;
+  if (g.k > 0)
+    if (pydet_status status = make_maps(name, g, S::m, &problem)) return status;
+  p.m = int(g.m), p.n = int(g.n), p.k = int(divide_up(g.k, kStageK));
+  p.tokens = int(g.tokens);
+  p.columns = int(divide_up(g.n, S::n));
+  p.start = g.start, p.end = g.end;
+  p.accumulate = g.accumulate;
+  p.out_aligned = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 &&
+                  (g.m == 1 || g.out.row_stride * size_of(g.out.type) % 16 == 0);
+  p.out_type = g.out.type, p.out = g.out.data, p.out_row_stride = g.out.row_stride;
+  p.bias = g.bias.data, p.bias_type = g.bias.type;
+  p.bias_stride = g.bias_stride, p.bias_column_stride = g.bias.col_stride;
+  p.chunk = std::max(1, g.k_chunk ? int(std::min(g.k_chunk, g.k + kStageK) / kStageK) : p.k);
+  const auto scale_of = [](const Scale &scale, int64_t group_stride) {
+    return DeviceScale{scale.data, scale.type, scale.blocks, scale.stride, scale.chunk_stride, {group_stride}};
+  };
+  problem.a_scale = scale_of(g.a_scale, 0), problem.b_scale = scale_of(g.b_scale, g.b_scale_stride);
+  problem.along_k = g.along_k;
+  problem.chain_from_out = g.accumulate && g.k_chunk == 0 && g.k > 0;
+  const int64_t jobs = (divide_up(g.m, 2 * S::m) + std::min(g.groups, g.m)) * p.columns;  // or fewer
+  const int64_t clusters = std::min<int64_t>(sm90_clusters(g.device.id, kCluster), jobs);
+  Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * kCluster)), dim3(S::threads)};
+  shape.shared_bytes = S::shared_bytes;
+  shape.cluster = kCluster;
+  shape.overlaps_previous = true;
+  for (int64_t first = 0; first < g.groups; first += kGroupedMostGroups) {
+    p.first_group = int(first), p.groups = int(std::min<int64_t>(g.groups - first, kGroupedMostGroups));
+    if (pydet_status status = launch(shape, scaled_groups_kernel<S>, problem)) return status;
+  }
+  return PYDET_OK;
+}
+
+template <bool ahead> pydet_status launch_types(const char *name, const ScaledGroupedGemm &g) {
+  return with_type<kFp8Types>(g.a.type, [&](auto a) {
+    return with_type<kFp8Types>(
+        g.b.type, [&](auto b) { return launch_shape<Shape<ahead, decltype(a)::value, decltype(b)::value>>(name, g); });
+  });
+}
+
+}  // namespace
+
+bool scaled_groups_takes(const ScaledGroupedGemm &g) { return fits(g) && a_aligned(g) && b_aligned(g); }
+pydet_status scaled_groups_ahead(const ScaledGroupedGemm &g) {
+  return launch_types<true>("cuda_scaled_grouped_gemm_sm90_128x128_ahead", g);
+}
+pydet_status scaled_groups_any(const ScaledGroupedGemm &g) {
+  if (!scaled_groups_takes(g)) return unreadable(g);
+  return launch_types<false>("cuda_scaled_grouped_gemm_sm90_128x128", g);
+}
+
+}  // namespace pydet
