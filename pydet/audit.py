@@ -133,17 +133,8 @@ def audit(
         outer = numpy.unravel_index(batch[spot[0]], shape[:-2]) if len(shape) > 2 else ()
         return (*map(int, outer), int(rows[spot[1]]), int(columns[spot[2]]))
 
-    count, first = _compare(got, want, c_type, index_of)
-    device = (constants.PYDET_CPU, 0)
-    return Audit(
-        elements=int(numpy.prod(shape, dtype=object)),
-        checked=int(got.size),
-        differing=count,
-        first=first,
-        arithmetic=ops.resolved_name(device, host["a"].index, number),
-        k_chunk=k_chunk,
-        dtype=TYPES[c_type],
-    )
+    used = ops.resolved_name((constants.PYDET_CPU, 0), host["a"].index, number)
+    return _compared(got, want, c_type, shape, index_of, used, k_chunk)
 
 
 def audit_fold(parts: Any, out: Any, *, bias: Any = None, order: ops.Order = "ordered") -> Audit:
@@ -170,16 +161,7 @@ def audit_fold(parts: Any, out: Any, *, bias: Any = None, order: ops.Order = "or
     want = numpy.empty_like(got)
     addend = None if bias is None else _host("bias", bias)
     ops.fold(given, bias=addend, out=Memory(want, result.index), order=order)
-    count, first = _compare(got, want, result.index)
-    return Audit(
-        elements=int(got.size),
-        checked=int(got.size),
-        differing=count,
-        first=first,
-        arithmetic="ieee",
-        k_chunk=None,
-        dtype=TYPES[result.index],
-    )
+    return _compared(got, want, result.index, got.shape)
 
 
 def audit_rmsnorm(
@@ -280,29 +262,34 @@ def _audit_norm(
         outer = numpy.unravel_index(kept[spot[0]], leading) if leading else ()
         return (*map(int, outer), *map(int, spot[1:]))
 
-    differing, first = _compare(got, want, given.index, index_of)
-    return Audit(
-        elements=int(numpy.prod(shape, dtype=object)),
-        checked=int(got.size),
-        differing=differing,
-        first=first,
-        arithmetic="ieee",
-        k_chunk=None,
-        dtype=TYPES[given.index],
-    )
+    return _compared(got, want, given.index, shape, index_of)
 
 
-def _compare(
-    got: Any, want: Any, index: int, index_of: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda spot: spot
-) -> tuple[int, tuple[Difference, ...]]:
-    """How many elements differ, and the first of them."""
+def _compared(
+    got: Any,
+    want: Any,
+    index: int,
+    shape: tuple[int, ...],
+    index_of: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda spot: spot,
+    arithmetic: str = "ieee",
+    k_chunk: int | None = None,
+) -> Audit:
+    """How many elements, of the type of this index, differ, and the first of them; `shape`: the whole result's."""
     import numpy
 
     differences, first = numpy.argwhere(got != want), []
     for spot in map(tuple, differences[:MAX_LISTED].tolist()):
         (got_bits, got_value), (want_bits, want_value) = (_shown(x[spot], index) for x in (got, want))
         first.append(Difference(index_of(spot), got_bits, want_bits, got_value, want_value))
-    return len(differences), tuple(first)
+    return Audit(
+        elements=int(numpy.prod(shape, dtype=object)),
+        checked=int(got.size),
+        differing=len(differences),
+        first=tuple(first),
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        dtype=TYPES[index],
+    )
 
 
 def _host(name: str, x: Any) -> Memory:

@@ -210,16 +210,20 @@ def finish(total, a, bias, out, out_dtype):
 
 
 @quiet
-def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
+def product_sum(a, b, start=None, *, arithmetic="ieee", k_chunk=None):
+    """All of a product but its epilogue: the sums in fp32, from `start` or +0."""
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     zeros = np.zeros(shape, np.float32)
-    total = out.copy() if accumulate else zeros
+    total = zeros if start is None else start
     if k_chunk is None:
-        total = chain(a, b, total, arithmetic)
-    else:
-        for k in range(0, a.shape[-1], k_chunk):
-            total = total + chain(a[..., k : k + k_chunk], b[..., k : k + k_chunk, :], zeros, arithmetic)
-    return finish(total, a, bias, out, out_dtype)
+        return chain(a, b, total, arithmetic)
+    for k in range(0, a.shape[-1], k_chunk):
+        total = total + chain(a[..., k : k + k_chunk], b[..., k : k + k_chunk, :], zeros, arithmetic)
+    return total
+
+
+def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, **options):
+    return finish(product_sum(a, b, out.copy() if accumulate else None, **options), a, bias, out, out_dtype)
 
 
 def groups_of(end, start, tokens):

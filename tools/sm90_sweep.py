@@ -1,14 +1,17 @@
-"""python tools/sm90_sweep.py --out TIMES.jsonl: what sm90_fit.py fits, on a machine with a Hopper GPU.
+"""python tools/sm90_sweep.py --out TIMES.jsonl: what sm90_fit.py fits, on a machine with a Hopper GPU; with --few-rows
+what skinny_rules.py reads.
 
 Times every tile of native/gpu/nvidia/sm90/tiles.h, forced by its name, on problems drawn at random from the layers of
 published models (bench/model_shapes.py), beside cuBLAS (torch.mm) and the library's choice. One line of JSON a problem:
 kind, m, n, k, k_chunk, the operands' layout, the kernel that the library chose, and microseconds by kernel. The
 variants take turns, each as a CUDA graph over buffers that pass the L2. A tile that is far behind in its first sample
-gets no other.
+gets no other. With --few-rows the problems have 1 to 128 rows, and the kernels of skinny.cu are timed too.
 """
 
 import argparse
+import dataclasses
 import json
+import random
 import statistics
 import sys
 import time
@@ -99,6 +102,7 @@ def measure(timer, problem, kernels):
         "k_chunk": problem.k_chunk,
         "a_k_adjacent": a.stride(1) == 1,
         "b_k_adjacent": b.stride(0) == 1,
+        "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
         "chosen": chosen,
         "us": {name: round(statistics.median(its), 3) for name, its in times.items()},
     }
@@ -114,19 +118,22 @@ def main():
     parser.add_argument(
         "--kernels", default="", help="part of the names of the tiles to time; none: the library's choice alone"
     )
+    parser.add_argument("--few-rows", action="store_true", help="products of 1 to 128 rows, on skinny.cu too")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    families = ("cuda_gemm_sm90_", *(["cuda_skinny_gemm_sm90_"] if options.few_rows else []))
     kernels = [
         k.name
         for k in pydet.kernels()
-        if k.name.startswith("cuda_gemm_sm90_") and "mma" not in k.name and options.kernels in k.name
+        if k.name.startswith(families) and "mma" not in k.name and options.kernels in k.name
     ]
-    drawn = [
-        p
-        for p in model_shapes.draw(20 * options.problems, options.seed)
-        if p.m >= options.least_m or p.kind != "forward"
-    ]
+    drawn = model_shapes.draw(20 * options.problems, options.seed)
+    if options.few_rows:
+        rng = random.Random(options.seed)
+        drawn = [dataclasses.replace(p, m=rng.randint(1, 128)) for p in drawn if p.kind != "dB" and not p.k_chunk]
+    else:
+        drawn = [p for p in drawn if p.m >= options.least_m or p.kind != "forward"]
     drawn = [p for p in drawn if p.m * p.n * p.k <= MOST_WORK]
     timer, start = Timer(), time.monotonic()
     with options.out.open("w") as out:
