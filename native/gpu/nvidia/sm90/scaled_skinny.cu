@@ -287,7 +287,7 @@ Gemm in_pairs(const ScaledGemm &g) {
   return pairs;
 }
 
-int64_t chunks_of(const ScaledGemm &g) { return cut_up(g.k, kScaleGroup); }
+int64_t chunks_of(const ScaledGemm &g) { return divide_up(g.k, kScaleGroup); }
 // Beside the second of two blocks of columns, which the last tile may not have.
 int columns_of(const ScaledGemm &g, int rows) {
   return g.along_k && (!g.b_scale.data || g.b_scale.blocks || g.b_scale.stride == 0) ? 2 : rows;
@@ -322,14 +322,14 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
 // every SM, or for every two of them where each has half of the rows; where there are several, those that leave the
 // fewest idle. 0: a tile of scaled_tiles.cu.
 int fastest_columns(const ScaledGemm &g) {
-  const int64_t sms = gpu_multiprocessors(g.device.id), width = cut_up(g.n, g.m > kWarpgroupRows ? sms / 2 : sms);
+  const int64_t sms = gpu_multiprocessors(g.device.id), width = divide_up(g.n, g.m > kWarpgroupRows ? sms / 2 : sms);
   if (width <= 16) return g.m > 32 && g.m <= kWarpgroupRows && width > 8 ? 32 : 16;
   if (width <= 32) return 32;
   if (width <= 64) return 64;
   if (g.m > kWarpgroupRows && width <= 128) return g.k <= kMostTileK ? 0 : 128;
   int best = 48;
   for (int columns : {64, 96})
-    if (cut_up(cut_up(g.n, columns), sms) * columns < cut_up(cut_up(g.n, best), sms) * best) best = columns;
+    if (divide_up(divide_up(g.n, columns), sms) * columns < divide_up(divide_up(g.n, best), sms) * best) best = columns;
   return best;
 }
 
@@ -341,7 +341,7 @@ Choice scaled_skinny_sm90_choose(const ScaledGemm &g, int columns) {
   if (g.b.type != Type::e4m3 || g.m > kMostM || g.k == 0 || g.k % kPair || !readable(g)) return {};
   if (columns == kAnyVariant) columns = fastest_columns(g);
   if (columns == 0 || table_bytes(g, columns) > kMostTableBytes) return {};
-  return Choice(columns, g.m > kWarpgroupRows && 2 * cut_up(g.n, columns) <= gpu_multiprocessors(g.device.id));
+  return Choice(columns, g.m > kWarpgroupRows && 2 * divide_up(g.n, columns) <= gpu_multiprocessors(g.device.id));
 }
 
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &g, const Choice &choice) {

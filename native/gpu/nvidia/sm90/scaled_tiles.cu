@@ -262,10 +262,10 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
   p.out_aligned = reinterpret_cast<uintptr_t>(g.out.data) % kScaledUnit == 0 && (g.m == 1 || p.out_stride % unit == 0);
   for (int i = 0; i < g.batch.dims; ++i) p.out_aligned &= g.batch.stride[g.kOut][i] % unit == 0;
   p.rows_move = true;  // but not columns, which share scales
-  p.m = int(g.m), p.n = int(g.n), p.k = int(cut_up(g.k, kStageK));
+  p.m = int(g.m), p.n = int(g.n), p.k = int(divide_up(g.k, kStageK));
   p.chunk = std::max(1, g.k_chunk ? int(std::min(g.k_chunk, g.k + kStageK) / kStageK) : p.k);
-  p.cluster_rows = int(cut_up(g.m, S::m * S::cluster_m));
-  p.cluster_columns = int(cut_up(g.n, S::n * S::cluster_n));
+  p.cluster_rows = int(divide_up(g.m, S::m * S::cluster_m));
+  p.cluster_columns = int(divide_up(g.n, S::n * S::cluster_n));
   p.tiles = int(p.cluster_rows * p.cluster_columns * g.batch.count);
   p.band = std::max(1, 2048 / S::m / S::cluster_m);
   p.batched = g.batch.count > 1;
@@ -331,11 +331,11 @@ pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
 Choice scaled_gemm_sm90_choose(const ScaledGemm &g, int tile) {
   if (!readable(g)) return {};
   if (tile != kAnyVariant) return Choice(tile);
-  const int64_t pairs = sm90_clusters(g.device.id, 2), stages = cut_up(g.k, kStageK);
+  const int64_t pairs = sm90_clusters(g.device.id, 2), stages = divide_up(g.k, kStageK);
   auto time_of = [&](const TileCost &tile) {
-    const int64_t tiles = cut_up(g.m, 2 * tile.m) * cut_up(g.n, tile.n) * g.batch.count;
+    const int64_t tiles = divide_up(g.m, 2 * tile.m) * divide_up(g.n, tile.n) * g.batch.count;
     const Cost &cost = g.along_k ? tile.along_k : tile.otherwise;
-    return double(cut_up(tiles, pairs)) * (cost.stage * double(stages) + cost.rest);
+    return double(divide_up(tiles, pairs)) * (cost.stage * double(stages) + cost.rest);
   };
   return Choice(time_of(kCosts[1]) < time_of(kCosts[0]) ? 1 : 0);
 }

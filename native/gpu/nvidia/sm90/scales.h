@@ -51,8 +51,6 @@ __device__ __forceinline__ bool by_columns(const DeviceScale &scale) {
 constexpr int kScaledUnit = 16;  // bytes: what the copy engine's addresses and strides are multiples of
 constexpr int64_t kScaledMost = int64_t(1) << 30;
 
-inline int64_t cut_up(int64_t extent, int64_t size) { return (extent + size - 1) / size; }
-
 inline bool aligned(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride) {
   const bool rows = extent == 1 || (stride % kScaledUnit == 0 && stride > 0 && stride < int64_t(1) << 38);
   return k == 0 || (reinterpret_cast<uintptr_t>(matrix.data) % kScaledUnit == 0 && (k == 1 || k_stride == 1) && rows);
@@ -68,7 +66,7 @@ inline bool readable(const ScaledGemm &g) {
   return aligned(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride) && aligned_batch(g, g.kA) &&
          aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && aligned_batch(g, g.kB) && g.m <= kScaledMost &&
          g.n <= kScaledMost && g.k <= kScaledMost &&
-         cut_up(g.m, 128) * cut_up(g.n, 128) <= kScaledMost / g.batch.count && g.batch.dims <= kSm90MaxBatch;
+         divide_up(g.m, 128) * divide_up(g.n, 128) <= kScaledMost / g.batch.count && g.batch.dims <= kSm90MaxBatch;
 }
 
 // Says what is not readable: after this kernel no other is tried.
