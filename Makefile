@@ -127,7 +127,8 @@ SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
 CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups sm90/scaled_tiles sm90/scaled_skinny) \
-  $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm rmsnorm_unaligned rmsnorm_general layernorm) nvidia/gemm_ieee_fp32 \
+  $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm rmsnorm_unaligned rmsnorm_general layernorm norm_shifted \
+    layernorm_backward rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart) nvidia/gemm_ieee_fp32 \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) \
   $(addprefix nvidia/,sm90/clusters skinny_mma quantize quantize_packed fold_peers) \
   $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold)
@@ -195,7 +196,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
 HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
   $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_general rmsnorm_dweight softmax \
-    fold layernorm)
+    fold layernorm layernorm_backward)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled
 # is as right as one that is, and the host's half of a file does not use the device's constants.

@@ -14,22 +14,42 @@ constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
 // 2^e for e from -126 to 127.
 PYDET_HD float power_of_two(int e) { return float_of(uint32_t(e + 127) << 23); }
 
-// At most 0.88 ulp from e^x, subnormal results included. +0 from -104 down, Inf from 88.73 up, NaN for NaN.
-//   n = x / ln 2 to the nearest whole number,   r + l = x - n ln 2,   e^x = 2^n (1 + (r + (l + r^2 p(r))))
-PYDET_HD float exp_f32(float x) {
-  constexpr float kShift = 0x1.8p+23f;  // what is added to it is rounded to a whole number
-  float clamped = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
-  float shifted = fmaf(clamped, 0x1.715476p+0f, kShift), n = shifted - kShift;
-  int k = int(bits_of(shifted) - bits_of(kShift));
-  float high = fmaf(-n, kLn2High, clamped), r = fmaf(-n, kLn2Low, high), l = fmaf(-n, kLn2Low, high - r);
+struct ExpParts {
+  float e;           // e^x = 2^k e
+  uint32_t shifted;  // k in its low bits
+};
+constexpr float kExpShift = 0x1.8p+23f;  // what is added to it is rounded to a whole number
+PYDET_HD ExpParts exp_parts(float x) {
+  float shifted = fmaf(x, 0x1.715476p+0f, kExpShift), n = shifted - kExpShift;
+  float high = fmaf(-n, kLn2High, x), r = fmaf(-n, kLn2Low, high), l = fmaf(-n, kLn2Low, high - r);
   float p = 0x1.6a4d14p-10f;
   p = fmaf(p, r, 0x1.12398ap-7f);
   p = fmaf(p, r, 0x1.5558b0p-5f);
   p = fmaf(p, r, 0x1.555492p-3f);
   p = fmaf(p, r, 0x1.fffffcp-2f);
-  float e = fmaf(r * r, p, l) + r + 1.0f;
-  int half = k >> 1;  // 2^k itself may be no fp32 number
-  return e * power_of_two(half) * power_of_two(k - half);
+  return {fmaf(r * r, p, l) + r + 1.0f, bits_of(shifted)};
+}
+// At most 0.88 ulp from e^x, subnormal results included. +0 from -104 down, Inf from 88.73 up, NaN for NaN.
+//   n = x / ln 2 to the nearest whole number,   r + l = x - n ln 2,   e^x = 2^n (1 + (r + (l + r^2 p(r))))
+PYDET_HD float exp_f32(float x) {
+  ExpParts parts = exp_parts(x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x);
+  int k = int(parts.shifted - bits_of(kExpShift)), half = k >> 1;  // 2^k itself may be no fp32 number
+  return parts.e * power_of_two(half) * power_of_two(k - half);
+}
+
+// The same where x is from -69 to 0, so that the result is from 2^-100 to 1: k is added to the exponent of e.
+constexpr float kLowestNormalExp = -69.0f;
+PYDET_HD float normal_exp_f32(float x) {
+  ExpParts parts = exp_parts(x);
+  return float_of(bits_of(parts.e) + (parts.shifted << 23));
+}
+
+// a / b rounded as a division, for b from 1 to 2^64, a from 2^-100 to 1, and its reciprocal 1 / b rounded so: the first
+// step leaves an error below a unit in the last place, and from there one step is exact (Markstein).
+PYDET_HD float quotient_f32(float a, float b, float reciprocal) {
+  float q = a * reciprocal;
+  q = fmaf(fmaf(-b, q, a), reciprocal, q);
+  return fmaf(fmaf(-b, q, a), reciprocal, q);
 }
 
 // At most 0.81 ulp from ln x. -Inf for 0, NaN for what is negative, Inf and NaN for themselves.

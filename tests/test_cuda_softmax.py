@@ -82,3 +82,23 @@ def test_numpy_bits_of_a_long_row(torch):
     whole = device.softmax(masked)[:, :128256]
     assert_same_bits(device.softmax(x), np.ascontiguousarray(whole))
     assert_same_bits(device.softmax(x[1:2]), np.ascontiguousarray(whole[1:2]))
+
+
+def test_exp_of_every_fp32_is_within_an_ulp(torch):
+    """All 2^32 of them: dx of log_softmax is fmaf(-exp(y), c, dy), here with c = 1 and dy = +0."""
+    rows, n, first = 1 << 16, 1 << 10, 8  # the first columns make c = 1
+    y, dy = (torch.zeros(rows, first + n, device="cuda") for _ in range(2))
+    dy[:, 0] = 1
+    words, worst, count = torch.arange(rows * n, device="cuda").reshape(rows, n), 0.0, 0
+    for start in range(-(1 << 31), 1 << 31, rows * n):
+        y[:, first:] = (words + start).int().view(torch.float32)
+        x, found = y[:, first:], -pydet.log_softmax_backward(dy, y)[:, first:]
+        assert found.isnan().equal(x.isnan())
+        exact = x.double().exp()
+        infinite = exact >= 2.0**128 - 2.0**103  # what rounds to no number
+        assert found.isinf().equal(infinite)
+        unit = torch.ldexp(torch.ones_like(exact), exact.frexp()[1] - 24).clamp_min(2.0**-149)
+        error = ((found.double() - exact).abs() / unit)[~(x.isnan() | infinite)]
+        count += x.numel()
+        worst = max(worst, float(error.max())) if error.numel() else worst
+    assert count == 1 << 32 and 0.6 < worst <= 0.88, worst

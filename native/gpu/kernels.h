@@ -127,6 +127,27 @@ pydet_status rmsnorm_unaligned(const RmsNorm &);
 bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &);
 
+// any/norm_shifted.cu
+bool rmsnorm_shifted_takes(const RmsNorm &);
+pydet_status rmsnorm_shifted(const RmsNorm &);
+bool layernorm_shifted_takes(const LayerNorm &);
+pydet_status layernorm_shifted(const LayerNorm &);
+
+// any/rmsnorm_backward_rows.cu
+bool rmsnorm_backward_shifted_takes(const RmsNormBackward &);
+pydet_status rmsnorm_backward_shifted(const RmsNormBackward &);
+bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
+pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
+
+// any/layernorm_backward_apart.cu
+bool layernorm_backward_apart_takes(const LayerNormBackward &);
+bool layernorm_backward_apart_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_apart(const LayerNormBackward &);
+
+// any/layernorm_backward_rows.cu
+bool layernorm_backward_rows_takes(const LayerNormBackward &);
+pydet_status layernorm_backward_rows(const LayerNormBackward &);
+
 // any/rmsnorm_general.cu
 pydet_status rmsnorm_general(const RmsNorm &);
 pydet_status rmsnorm_backward_general(const RmsNormBackward &);
@@ -152,6 +173,8 @@ pydet_status fold_two_shot(const Fold &);
 bool layernorm_held_takes(const LayerNorm &);
 pydet_status layernorm_held(const LayerNorm &);
 pydet_status layernorm_long(const LayerNorm &);
+
+// any/layernorm_backward.cu
 bool layernorm_backward_held_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_held(const LayerNormBackward &);
 pydet_status layernorm_backward_long(const LayerNormBackward &);

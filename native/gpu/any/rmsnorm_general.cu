@@ -329,13 +329,11 @@ template <class F> pydet_status with_chains(const RmsNormBackward &p, bool eight
 }
 
 // The sums over the rows of each head as rmsnorm_dweight.cu joins them: rows of the weights of all heads.
-RmsNormBackward sum_of(const RmsNormBackward &p, const Vector &result, int64_t first_chain) {
-  RmsNormBackward sum = p;
-  sum.rows = p.rows / p.heads;
-  sum.n = p.heads * p.n;
-  sum.dweight = result;
-  sum.workspace = static_cast<float *>(p.workspace) + first_chain * sum.n;
-  return sum;
+RmsNormBackward sums_of(const RmsNormBackward &p) {
+  RmsNormBackward sums = p;
+  sums.rows = p.rows / p.heads;
+  sums.n = p.heads * p.n;
+  return sums;
 }
 
 }  // namespace
@@ -360,9 +358,8 @@ pydet_status rmsnorm_backward_general(const RmsNormBackward &p) {
   if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_general", guard.error());
   const bool sums = p.dweight.data || p.dbias.data, of_x = p.dx.data && p.rows > 0;
   const int64_t chains = divide_up(p.rows / p.heads, kDweightChainRows);
-  const RmsNormBackward of_weight = sum_of(p, p.dweight, 0), of_bias = sum_of(p, p.dbias, sums ? chains : 0);
-  for (const RmsNormBackward *sum : {&of_weight, &of_bias})
-    if (const pydet_status ready = ready_to_join(*sum); ready != PYDET_OK) return ready;
+  const RmsNormBackward joined = sums_of(p);
+  if (const pydet_status ready = ready_to_join(joined); ready != PYDET_OK) return ready;
   const bool eights = p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.x);
   const bool whole = eights && rows_aligned(p.dresidual) && rows_aligned(p.dx) && vector_aligned(p.weight);
   const pydet_status launched = with_chains(p, eights, [&](auto kernel) {
@@ -377,14 +374,12 @@ pydet_status rmsnorm_backward_general(const RmsNormBackward &p) {
     });
     if (rows != PYDET_OK || !sums || p.rows == 0) return rows;
     constexpr int64_t kMostBlocks = 1 << 20;  // more are walked in turns
-    const int64_t blocks = divide_up(chains * of_weight.n / (eights ? kVector : 1), kChainThreads);
+    const int64_t blocks = divide_up(chains * joined.n / (eights ? kVector : 1), kChainThreads);
     Launch where = {"rmsnorm_chains_general", static_cast<gpu_stream>(p.stream),
                     dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(kChainThreads)};
     return launch(where, kernel, p, steps_of(p));
   });
-  if (launched != PYDET_OK || !sums) return launched;
-  const pydet_status joined = join_partials(of_weight, 1);
-  return joined == PYDET_OK ? join_partials(of_bias, 1) : joined;
+  return launched == PYDET_OK ? join_partials(joined, 1) : launched;
 }
 
 }  // namespace pydet

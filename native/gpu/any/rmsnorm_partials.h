@@ -9,10 +9,25 @@ namespace pydet {
 constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
 constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
 
-// rmsnorm_dweight.cu. Before anything else is launched: whether the kernel can be. OK where dweight is not wanted.
+// The sums over rows of LayerNorm, as rmsnorm_dweight.cu joins them.
+inline RmsNormBackward sums_over_rows(const LayerNormBackward &p) {
+  RmsNormBackward sums = {};
+  sums.device = p.device;
+  sums.stream = p.stream;
+  sums.rows = p.rows;
+  sums.n = p.n;
+  sums.dweight = p.dweight;
+  sums.dbias = p.dbias;
+  sums.accumulate = p.accumulate;
+  sums.workspace = p.workspace;
+  return sums;
+}
+
+// rmsnorm_dweight.cu. Before anything else is launched: whether the kernel can be. OK where no sum is wanted.
 pydet_status ready_to_join(const RmsNormBackward &);
 
-// Partials of `chains` chains each, 1 or kGroupChains, become dweight.
+// Partials of `chains` chains each, 1 or kGroupChains, become dweight; and dbias those behind all chains of dweight,
+// wanted or not.
 pydet_status join_partials(const RmsNormBackward &, int chains);
 
 }  // namespace pydet

@@ -34,11 +34,30 @@ template <int T> __device__ __forceinline__ float team_max(float largest, float 
   return largest + 0.0f;  // which zero is the largest would depend on the order
 }
 
+// exp(x - max) of eight elements. True where all of them may take the short ways of exp and of a division: what is
+// masked, or far below the maximum, may not.
+__device__ __forceinline__ bool exps_of(const float (&x)[kVector], float max, float (&exps)[kVector]) {
+  bool normal = kGpuDeviceType == PYDET_CUDA;  // AMD's compiler has no registers for both
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) {
+    exps[e] = x[e] - max;
+    normal = normal & (exps[e] >= kLowestNormalExp);
+  }
+  if (normal) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) exps[e] = normal_exp_f32(exps[e]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) exps[e] = exp_f32(exps[e]);
+  }
+  return normal;
+}
+
 // What is written of a row when its maximum and its sum are known.
 struct Finish {
   const Softmax &p;
   int64_t row, index;  // index: the column that log_prob asks for, -1 where it is none
-  float max, sum, log_sum, gradient;
+  float max, sum, reciprocal, log_sum, gradient;
 
   __device__ __forceinline__ Finish(const Softmax &problem, int64_t r) : p(problem), row(r), index(-1), gradient(0) {
     if (!p.index.data) return;
@@ -50,15 +69,28 @@ struct Finish {
   __device__ __forceinline__ void known(float largest, float total) {
     max = largest;
     sum = total;
+    reciprocal = 1.0f / total;
     log_sum = log_f32(total);
   }
-  __device__ __forceinline__ float element(int64_t j, float x) const { return element(j, x, exp_f32(x - max)); }
-  __device__ __forceinline__ float element(int64_t j, float x, float exp_of_shifted) const {
-    if (p.kind == SoftmaxKind::log_softmax) return (x - max) - log_sum;
-    float probability = exp_of_shifted / sum;
-    if (p.kind == SoftmaxKind::softmax) return probability;
-    if (index < 0) return 0.0f;
-    return fmaf(-probability, gradient, j == index ? gradient : 0.0f);
+  // Makes the results of elements j .. j + 7 of them. `exps`: of what each is below the maximum, `normal` as exps_of
+  // says.
+  __device__ __forceinline__ void elements(int64_t j, const float (&exps)[kVector], bool normal,
+                                           float (&x)[kVector]) const {
+    if (p.kind == SoftmaxKind::log_softmax) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) x[e] = (x[e] - max) - log_sum;
+      return;
+    }
+    if (normal) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) x[e] = quotient_f32(exps[e], sum, reciprocal);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) x[e] = exps[e] / sum;
+    }
+    if (p.kind == SoftmaxKind::softmax) return;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) x[e] = index < 0 ? 0.0f : fmaf(-x[e], gradient, j + e == index ? gradient : 0.0f);
   }
   // log_prob: the column asked for is read again, by one thread.
   __device__ __forceinline__ void store_log_prob(const char *x_row) const {
@@ -96,13 +128,14 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
   const float max = team_max<T>(most, largest);
   Lanes<T, W, V> lanes[1];
   float ones[W], exps[V][W], sum[1];
+  bool normal[V];
 #pragma unroll
   for (int e = 0; e < W; ++e) ones[e] = 1.0f;
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    unpack(x[v], exps[v]);
-#pragma unroll
-    for (int e = 0; e < W; ++e) exps[v][e] = exp_f32(exps[v][e] - max);
+    float one[W];
+    unpack(x[v], one);
+    normal[v] = exps_of(one, max, exps[v]);
     lanes[0].add(v, W * (t + T * v) < n, exps[v], ones);
   }
   join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, sum);
@@ -118,8 +151,7 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
     if (W * (t + T * v) >= n) continue;
     float one[W];
     unpack(x[v], one);
-#pragma unroll
-    for (int e = 0; e < W; ++e) one[e] = finish.element(W * (t + T * v) + e, one[e], exps[v][e]);
+    finish.elements(W * (t + T * v), exps[v], normal[v], one);
     store_packed<type>(y_row + v * kVectorStep, one);
   }
 }
@@ -136,6 +168,34 @@ __device__ __forceinline__ void store_vector(char *row, int64_t j, int64_t n, co
   else store_elements<type>(row, j, n, x);
 }
 
+// Passes over a row, a vector of every thread at a time: f(j, x). Where rows are aligned, the loads of some set out
+// together.
+template <Type type, bool aligned, class F>
+__device__ __forceinline__ void pass_over(const char *row, int64_t n, const F &f) {
+  constexpr int kAtOnce = !aligned || kGpuDeviceType != PYDET_CUDA ? 1 : type == Type::f32 ? 2 : 4;
+  for (int64_t first = kVector * threadIdx.x; first < n; first += kAtOnce * kRowLanes) {
+    float x[kVector];
+    if constexpr (kAtOnce == 1) {
+      load_vector<type, aligned>(row, first, n, x);
+      f(first, x);
+    } else {
+      Packed<type, kVector> packed[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = first + i * kRowLanes;
+        if (j < n) packed[i] = load_packed<type, kVector>(row + j * size_of(type));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = first + i * kRowLanes;
+        if (j >= n) continue;
+        unpack(packed[i], x);
+        f(j, x);
+      }
+    }
+  }
+}
+
 template <Type type, bool aligned>
 __global__ void __launch_bounds__(kMaxTeam, 4) softmax_long_kernel(const __grid_constant__ Softmax p) {
   constexpr int T = kMaxTeam;
@@ -145,25 +205,21 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_long_kernel(const __grid_
     const char *x_row = row_at(p.x, size_of(type), p.inner, r);
     Finish finish(p, r);
     float most = kLowest;
-    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
-      float x[kVector];
-      load_vector<type, aligned>(x_row, j, p.n, x);
+    pass_over<type, aligned>(x_row, p.n, [&](int64_t j, const float(&x)[kVector]) {
 #pragma unroll
       for (int e = 0; e < kVector; ++e)
         if (aligned || j + e < p.n) most = fmaxf(most, x[e]);
-    }
+    });
     const float max = team_max<T>(most, largest + turn % 2 * (T / kLogicalWarp));
     Lanes<T, kVector, 1> lanes[1];
     float ones[kVector], sum[1];
 #pragma unroll
     for (int e = 0; e < kVector; ++e) ones[e] = 1.0f;
-    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
-      float x[kVector];
-      load_vector<type, aligned>(x_row, j, p.n, x);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) x[e] = exp_f32(x[e] - max);
-      lanes[0].add_left(p.n - j, x, ones);
-    }
+    pass_over<type, aligned>(x_row, p.n, [&](int64_t j, const float(&x)[kVector]) {
+      float exps[kVector];
+      exps_of(x, max, exps);
+      lanes[0].add_left(p.n - j, exps, ones);
+    });
     join(lanes, sums + turn % 2 * T, [](float s) { return s; }, sum);
     finish.known(max, sum[0]);
     if (p.kind == SoftmaxKind::log_prob) {
@@ -171,13 +227,12 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_long_kernel(const __grid_
       continue;
     }
     char *y_row = row_at(p.y, size_of(type), p.inner, r);
-    for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
-      float x[kVector];
-      load_vector<type, aligned>(x_row, j, p.n, x);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) x[e] = finish.element(j + e, x[e]);
+    pass_over<type, aligned>(x_row, p.n, [&](int64_t j, float(&x)[kVector]) {
+      float exps[kVector];
+      const bool normal = p.kind != SoftmaxKind::log_softmax && exps_of(x, max, exps);
+      finish.elements(j, exps, normal, x);
       store_vector<type, aligned>(y_row, j, p.n, x);
-    }
+    });
   }
 }
 

@@ -147,6 +147,8 @@ constexpr Kernel<Quantize> kQuantize[] = {
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
     {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes,
      nullptr, rmsnorm_held},
+    {"cuda_rmsnorm_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
+     rmsnorm_shifted_takes, nullptr, rmsnorm_shifted},
     {"cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
      rmsnorm_unaligned_takes, nullptr, rmsnorm_unaligned},
     {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, nullptr, nullptr,
@@ -171,10 +173,14 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
      from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
     {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
+     from_sm80, rmsnorm_backward_shifted_takes, nullptr, rmsnorm_backward_shifted},
     {"cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_unaligned_takes, nullptr, rmsnorm_backward_unaligned},
     {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, nullptr, nullptr, rmsnorm_backward_long},
+    {"cuda_rmsnorm_backward_heads", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kHeads | kBlockSums,
+     "sm_80 or later", from_sm80, rmsnorm_backward_heads_takes, nullptr, rmsnorm_backward_heads},
     {"cuda_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads | kBlockSums,
      "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_general},
 };
@@ -242,11 +248,17 @@ constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
     {"cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
      layernorm_held_takes, nullptr, layernorm_held},
+    {"cuda_layernorm_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
+     layernorm_shifted_takes, nullptr, layernorm_shifted},
     {"cuda_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80, nullptr,
      nullptr, layernorm_long},
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
+    {"cuda_layernorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
+     layernorm_backward_apart_takes, layernorm_backward_apart_prefers, layernorm_backward_apart},
+    {"cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
+     layernorm_backward_rows_takes, nullptr, layernorm_backward_rows},
     {"cuda_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
      layernorm_backward_held_takes, nullptr, layernorm_backward_held},
     {"cuda_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,

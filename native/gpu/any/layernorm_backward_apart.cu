@@ -1,0 +1,28 @@
+// Gradients of LayerNorm, dx and the sums over rows apart (norm_backward_apart.h).
+
+#include "gpu/any/norm_backward_apart.h"
+
+namespace pydet {
+
+bool layernorm_backward_apart_takes(const LayerNormBackward &p) { return apart_takes(p); }
+
+// Of few rows, as RMSNorm's.
+bool layernorm_backward_apart_prefers(const LayerNormBackward &p) {
+  constexpr int64_t kMostRows = 1024, kMostBytes = 12 << 20;  // of x
+  return p.rows <= kMostRows && p.rows * p.n * size_of(p.x.type) <= kMostBytes;
+}
+
+pydet_status layernorm_backward_apart(const LayerNormBackward &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("layernorm_backward_apart", guard.error());
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    constexpr const char *kName = "layernorm_backward_apart";
+    using Columns = Slice<16, 2, type == Type::f32 ? 8 : 16>;
+    if (!rows_whole(p)) return launch_apart<Columns, type, true>(kName, p);
+    // Up to a block of rows all of them at once, by narrow columns; then by wide ones.
+    if (p.rows <= kDweightBlockRows) return launch_apart<Columns, type, false>(kName, p);
+    return launch_apart<Slice<4, 8, 4>, type, false>(kName, p);
+  });
+}
+
+}  // namespace pydet

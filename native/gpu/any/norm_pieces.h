@@ -1,0 +1,137 @@
+// Rows that begin anywhere, read and written by whole vectors of memory. Shared by norm_shifted.cu and
+// norm_backward_rows.h.
+//
+// Vector i of memory, W elements, holds elements W i - shift to W i - shift + W - 1 of a row: shift is what the row lies
+// behind a whole vector. A thread takes such a vector, and with the one behind it makes elements W i to W i + W - 1 of
+// them, whose lanes of a sum along the row are its own. At a row's ends a vector of memory has elements that are another
+// row's: they are read and left alone, and what is written is written one by one. Before the first row and behind the
+// last, elements are read one by one too.
+#pragma once
+
+#include "gpu/any/rmsnorm_rows.h"
+
+namespace pydet {
+namespace {
+
+// Whether each row of `rows` is as far behind a whole vector of `bytes` as that of `other` (an absent operand has no
+// say).
+inline bool rows_agree(const Rows &rows, const Rows &other, int64_t bytes) {
+  if (!rows.data || !other.data) return true;
+  const int64_t size = size_of(rows.type);
+  auto agree = [&](int64_t one, int64_t two) { return (one - two) % bytes == 0; };
+  return agree(int64_t(reinterpret_cast<uintptr_t>(rows.data)), int64_t(reinterpret_cast<uintptr_t>(other.data))) &&
+         agree(rows.outer_stride * size, other.outer_stride * size) &&
+         agree(rows.inner_stride * size, other.inner_stride * size);
+}
+
+template <Type type, int W> __device__ __forceinline__ int shift_of(const char *row) {
+  return int(reinterpret_cast<uintptr_t>(row) / size_of(type) % W);
+}
+
+// Whether rows lie behind each other without a common byte, each at least a vector long: so that there is memory of
+// theirs before each row but the first, and behind each but the last.
+inline bool rows_ascend(const Rows &rows, int64_t inner, int64_t count, int64_t n) {
+  if (!rows.data) return true;
+  return n >= kVector && (count == 1 || inner == 1 || rows.inner_stride >= n) &&
+         (inner >= count || rows.outer_stride >= (inner == 1 ? n : inner * rows.inner_stride));
+}
+
+// Elements first .. first + W - 1 of a row of n, a vector of memory. Those that are not the row's are anything where
+// `before` and `behind` say that there is memory, else +0.
+template <Type type, int W>
+__device__ __forceinline__ Packed<type, W> load_piece(const char *row, int first, int n, bool before = false,
+                                                      bool behind = false) {
+  Packed<type, W> packed = {};
+  if (first <= -W || first >= n) return packed;
+  if ((before || first >= 0) && (behind || first + W <= n)) return load_packed<type, W>(row + first * size_of(type));
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    const int j = first + e;
+    if (j < 0 || j >= n) continue;
+    if constexpr (type == Type::f32) packed.word[e] = reinterpret_cast<const uint32_t *>(row)[j];
+    else packed.word[e / 2] |= uint32_t(reinterpret_cast<const uint16_t *>(row)[j]) << e % 2 * 16;
+  }
+  return packed;
+}
+
+template <Type type, int W>
+__device__ __forceinline__ void store_piece(char *row, int first, int n, const Packed<type, W> &packed) {
+  if (first >= 0 && first + W <= n) {
+    *reinterpret_cast<Packed<type, W> *>(row + first * size_of(type)) = packed;
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    const int j = first + e;
+    if (j < 0 || j >= n) continue;
+    if constexpr (type == Type::f32) reinterpret_cast<uint32_t *>(row)[j] = packed.word[e];
+    else reinterpret_cast<uint16_t *>(row)[j] = uint16_t(packed.word[e / 2] >> e % 2 * 16);
+  }
+}
+
+template <int step, int count> __device__ __forceinline__ void move_words(uint32_t (&word)[count], bool moved) {
+#pragma unroll
+  for (int i = 0; i < count - step; ++i) word[i] = moved ? word[i + step] : word[i];
+}
+
+// Elements shift .. shift + W - 1 of two vectors behind each other, 0 <= shift < W.
+template <Type type, int W>
+__device__ __forceinline__ Packed<type, W> window(const Packed<type, W> &own, const Packed<type, W> &next, int shift) {
+  constexpr int kWords = W * size_of(type) / 4, kOfWord = 4 / size_of(type);  // elements of a word
+  uint32_t word[2 * kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    word[i] = own.word[i];
+    word[kWords + i] = next.word[i];
+  }
+  if constexpr (kWords >= 8) move_words<4>(word, shift & 4 * kOfWord);
+  if constexpr (kWords >= 4) move_words<2>(word, shift & 2 * kOfWord);
+  move_words<1>(word, shift & kOfWord);
+  static_assert(kWords == 2 || kWords == 4 || kWords == 8);
+  Packed<type, W> result;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if constexpr (kOfWord == 1) result.word[i] = word[i];
+    else result.word[i] = __funnelshift_r(word[i], word[i + 1], shift % 2 * 16);
+  }
+  return result;
+}
+
+// Elements first .. first + W - 1 of a vector of n that begins with a whole vector of memory, plus `offset`; `absent`
+// where there is none. What is not the vector's is +0 plus `offset`.
+template <int W>
+__device__ __forceinline__ void load_scales_of(const Vector &weight, float offset, float absent, int first, int n,
+                                               float (&scale)[W]) {
+  const int behind = first & (W - 1), whole = first - behind;
+  if (!weight.data) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) scale[e] = absent;
+  } else if (weight.type == Type::f32) {
+    unpack(window<Type::f32, W>(load_piece<Type::f32, W>(weight.data, whole, n),
+                                load_piece<Type::f32, W>(weight.data, whole + W, n), behind),
+           scale);
+  } else {
+    const auto halves = window<Type::f16, W>(load_piece<Type::f16, W>(weight.data, whole, n),
+                                             load_piece<Type::f16, W>(weight.data, whole + W, n), behind);
+    if (weight.type == Type::f16) {
+      unpack(halves, scale);
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) scale[e] = f32_from_bf16(uint16_t(halves.word[e / 2] >> e % 2 * 16));
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < W; ++e) scale[e] += offset;
+}
+
+// Adds x y, vector v of a thread, of which `left` elements are the row's: the others must not reach their lanes.
+template <int T, int W, int V>
+__device__ __forceinline__ void add_left_of(Lanes<T, W, V> &lanes, int v, int left, const float (&x)[W],
+                                            const float (&y)[W]) {
+  float(&s)[W] = lanes.lane[v % Lanes<T, W, V>::kSlots];
+#pragma unroll
+  for (int e = 0; e < W; ++e) s[e] = e < left ? fmaf(x[e], y[e], s[e]) : s[e];
+}
+
+}  // namespace
+}  // namespace pydet

@@ -1,0 +1,37 @@
+"""Norms of rows that begin anywhere: widths around each team's of CUDA's kernels for them, whose bits are the CPU's."""
+
+import pytest
+
+import pydet
+from test_cuda import torch  # noqa: F401
+
+# A row of n may lie in one vector of 8 more than it fills: n + 7 is up to each team's width, or past it.
+WIDTHS = [9, 121, 122, 505, 506, 1017, 1018, 2041, 2042, 4089, 4090, 8185, 8186, 16377, 16378]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_that_begin_anywhere(torch, dtype):
+    """One row, the first, the last and some of two chains; from a whole vector on and behind one; a gap behind rows."""
+    dtype, words = getattr(torch, dtype), lambda x: x.cpu().contiguous().view(torch.uint8)
+    for i, n in enumerate(WIDTHS):
+        m, start, gap = [(1, 0, 0), (2, 3, 0), (33, 5, 0), (37, 1, 3)][i % 4]
+        rows = torch.randn(4, (m * (n + gap) + start + 15) // 16 * 16).to(dtype)  # all as far behind a vector
+        weight, bias = torch.randn(2, n).to(dtype)
+
+        def of(device, m=m, n=n, start=start, gap=gap, rows=rows, weight=weight, bias=bias):
+            wide = rows.to(device)
+            places = [one[start : start + m * (n + gap)].view(m, n + gap)[:, :n] for one in wide]
+            x, dy, added, dx = places
+            w, b = weight.to(device), bias.to(device)
+            y, rstd, total = pydet.rmsnorm(x, w, eps=1e-6, residual=added)
+            found = [y, rstd, total, *pydet.rmsnorm(x, w, eps=1e-6, out=(dx, rstd.clone()))]
+            found = [one.clone() for one in found]
+            found += [one.clone() for one in pydet.rmsnorm_backward(dy, x, w, rstd, dresidual=added, out=dx)]
+            found += pydet.rmsnorm_backward(dy, x, None, rstd)[:1]
+            y, mean, rstd, total = pydet.layernorm(x, w, b, eps=1e-6, residual=added)
+            found += [y, mean, rstd, total, pydet.layernorm(x, eps=1e-6)[0]]
+            backward = pydet.layernorm_backward(dy, x, w, mean, rstd, dresidual=added, out=dx)
+            return found + [one.clone() for one in backward]
+
+        for number, (ours, theirs) in enumerate(zip(of("cuda"), of("cpu"), strict=True)):
+            assert words(ours).equal(words(theirs)), f"result {number} of {m} x {n}"
