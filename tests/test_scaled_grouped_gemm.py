@@ -241,6 +241,16 @@ def check_neighbours(scaled_grouped_gemm, dtype, arithmetic):
             assert_same_bits(got, whole[first:last], f"{routing}, group {g}")
 
 
+def test_a_group_is_audited_as_its_product():
+    """What a GPU left behind is checked group by group; another group's matrix is seen."""
+    problem = ScaledGrouped("odd", 272, 40)
+    (a, b, given), (_, end, _) = problem.operands(), problem.boundaries()
+    out = pydet.scaled_grouped_gemm(a, b, end, **given)
+    part, how = slice(int(end[2]), int(end[3])), {"arithmetic": "sm90", "a_scale": given["a_scale"][end[2] : end[3]]}
+    assert pydet.audit(a[part], b[3], out[part], b_scale=given["b_scale"][3], **how).all_equal
+    assert not pydet.audit(a[part], b[2], out[part], b_scale=given["b_scale"][3], **how).all_equal
+
+
 def test_nan_next_door(scaled_grouped_gemm_kernel):
     kernel = scaled_grouped_gemm_kernel
     check_neighbours(kernel.scaled_grouped_gemm, kernel.dtype, kernel.arithmetic)
