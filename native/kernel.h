@@ -109,6 +109,8 @@ struct Backend {
   Table<LayerNorm> layernorm;
   Table<LayerNormBackward> layernorm_backward;
   Table<ScaledGroupedGemm> scaled_grouped_gemm;
+  // Bytes with which every kernel for this product of one matrix can run, whatever its device; NULL: no kernel wants any.
+  uint64_t (*gemm_workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked) = nullptr;
 };
 
 const Backend &cpu_backend();

@@ -111,7 +111,18 @@ def normal(*shape, dtype="fp32", seed=0):
 ARITHMETIC = {"ieee": 1, "cdna3": 4, "cdna2": 5}
 
 
+def workspace_for(hip, m, n, k, **fields):
+    """What pydet_gemm_workspace says of these extents."""
+    size = ffi.new("uint64_t *", 7)
+    assert hip.lib.pydet_gemm_workspace(1, m, n, k, capi.options("pydet_gemm_options", **fields), size) == 0
+    skinny = ffi.new("uint64_t *", 7)
+    given = capi.options("pydet_skinny_gemm_options", **fields)
+    assert hip.lib.pydet_skinny_gemm_workspace(m, n, k, given, skinny) == 0 and skinny[0] == size[0]
+    return size[0]
+
+
 def gemm(hip, a, b, *, bias=None, out_dtype="fp32", out=None, kernel=None, function="pydet_gemm", where=ROCM, **fields):
+    """`workspace`: so many bytes of a workspace, which holds 0xA5."""
     if out is None:
         m, n = (a.shape[-2], b.shape[-1]) if function == "pydet_gemm" else (a.shape[-2], b.shape[0])
         batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if function == "pydet_gemm" else ()
@@ -120,6 +131,10 @@ def gemm(hip, a, b, *, bias=None, out_dtype="fp32", out=None, kernel=None, funct
         out = out.copy()
     struct = "pydet_gemm_options" if function == "pydet_gemm" else "pydet_skinny_gemm_options"
     extra = {"kernel": kernel} if kernel and where == ROCM else {}
+    if (size := fields.pop("workspace", 0)) and where == ROCM:
+        memory = np.full(size + 16, 0xA5, np.uint8)
+        extra["workspace"] = ffi.cast("void *", memory.ctypes.data + -memory.ctypes.data % 16)
+        extra["workspace_size"] = size
     hip.check(function, capi.options(struct, **extra, **fields), a, b, bias, out, kind=where)
     return out
 
@@ -272,7 +287,8 @@ def test_skinny_gemm_on_matrix_cores(hip):
     for each, chunks side by side, more than there are waves."""
     for dtype in ("bf16", "fp16"):
         skinny_gemm_on_matrix_cores(hip, dtype)
-    assert hip.ran >= instances(hip, "skinny_mfma_kernel")
+        chunks_apart(hip, dtype)
+    assert hip.ran >= instances(hip, "skinny_mfma_kernel", "join_chunks_kernel")
 
 
 def skinny_gemm_on_matrix_cores(hip, dtype):
@@ -290,6 +306,68 @@ def skinny_gemm_on_matrix_cores(hip, dtype):
     for k, chunk in ((96, 48), (40, 1 << 62)):
         x, w = normal(3, k, dtype=dtype), normal(20, k, dtype=dtype, seed=1)
         both(hip, x, w, k_chunk=chunk, out_dtype="bf16", **options)
+
+
+def chunks_apart(hip, dtype):
+    """A block a chunk: every number of tiles, chunks of less than a round of loads, of one and of more; as many as the
+    second kernel adds at once and one more, twice that and one more; ends of N beside a quad, a wave, a block of it."""
+    kind = ARCHS[hip.arch]
+    options = {"kernel": f"hip_skinny_gemm_{kind}_mfma_chunks", "arithmetic": ARITHMETIC[kind]}
+    problems = [(3, 19, 17 * 16, 16), (17, 17, 15 * 16 + 8, 16), (33, 16, 9 * 144, 144), (65, 18, 4 * 112 + 8, 112)]
+    if dtype == "bf16":
+        problems += [
+            (1, 260, 32 * 16, 16),
+            (5, 3, 33 * 16 - 8, 16),
+            (16, 12, 16 * 272 + 8, 272),
+            (18, 40, 8 * 272 + 8, 272),
+        ]
+    for m, n, k, chunk in problems:
+        x, w = normal(m, k, dtype=dtype), transposed(normal(k, n, dtype=dtype, seed=1))
+        size = workspace_for(hip, m, n, k, k_chunk=chunk)
+        assert size == -(-k // chunk) * m * (-(-n // 16) * 16) * 4
+        more = {"k_chunk": chunk, "workspace": size, **options}
+        both(hip, x, w, bias=normal(m, n, seed=2), out=normal(m, n, seed=3), accumulate=1, **more)
+        both(hip, x, w, bias=normal(n, seed=2) if n % 2 else None, out_dtype=("bf16", "fp16", "fp32")[m % 3], **more)
+
+
+def test_workspace_of_gemm(hip):
+    """Bytes where chunks are many and N is small, whatever the device; with one less another kernel has the bits."""
+    kind = ARCHS[hip.arch]
+    for m, least in ((1, 17), (16, 17), (17, 9), (64, 9), (65, 5), (128, 5)):
+        for chunk in (16, 512):
+            assert workspace_for(hip, m, 40, (least - 1) * chunk, k_chunk=chunk) == 0
+            assert workspace_for(hip, m, 40, (least - 1) * chunk + 8, k_chunk=chunk) == least * m * 48 * 4
+    most, k = 64 << 20, 40 * 16
+    given = {"k_chunk": 16, "arithmetic": 0}
+    assert workspace_for(hip, 16, 2560, k, **given) == 40 * 16 * 2560 * 4
+    nothing = [(16, 2561, k, given), (129, 64, k, given), (16, 64, k + 4, given), (16, 64, k, {"k_chunk": 0})]
+    nothing += [(16, 64, k, {"k_chunk": 16, "arithmetic": which}) for which in (1, 2, 3)]
+    nothing += [(128, 2560, most // 16 // 2560, given), (1, 16, 1 << 40, {"k_chunk": 1 << 20}), (0, 64, k, given)]
+    nothing += [(16, 0, k, given), (16, 64, 0, given), (16, 64, 1 << 40, {"k_chunk": (1 << 62)})]
+    assert [workspace_for(hip, m, n, depth, **options) for m, n, depth, options in nothing] == [0] * len(nothing)
+    assert workspace_for(hip, 128, 2560, 51 * 16, **given) == 51 * 128 * 2560 * 4 <= most
+    assert workspace_for(hip, 128, 2560, 52 * 16, **given) == 0 and most < 52 * 128 * 2560 * 4
+    batch = ffi.new("uint64_t *", 7)
+    options = capi.options("pydet_gemm_options", k_chunk=16)
+    assert hip.lib.pydet_gemm_workspace(2, 16, 64, k, options, batch) == 0 and batch[0] == 0
+
+    x, w = normal(3, 272, dtype="bf16"), transposed(normal(272, 20, dtype="bf16"))
+    size = workspace_for(hip, 3, 20, 272, k_chunk=16)
+    few = {"k_chunk": 16, "arithmetic": ARITHMETIC[kind], "workspace": size - 1}
+    with pytest.raises(AssertionError, match=f"hip_skinny_gemm_{kind}_mfma_chunks does not take this problem"):
+        gemm(hip, x, w, kernel=f"hip_skinny_gemm_{kind}_mfma_chunks", **few)
+    assert both(hip, x, w, **few) == f"hip_skinny_gemm_{kind}_mfma"
+
+
+def test_when_chunks_are_apart(large):
+    """By itself the library puts chunks apart where a workspace is given and N leaves most units of an MI300X idle."""
+    large.executes, kind = False, ARCHS[large.arch]
+    for m, n, chunks in ((16, 1216, True), (16, 1232, False), (17, 2432, True), (17, 2448, False)):
+        x, w = normal(m, 544, dtype="bf16"), transposed(normal(544, n, dtype="bf16"))
+        for size in (workspace_for(large, m, n, 544, k_chunk=32), 0):
+            gemm(large, x, w, arithmetic=ARITHMETIC[kind], k_chunk=32, workspace=size)
+            apart = "_chunks" if chunks and size else ""
+            assert last_kernel(large) == f"hip_skinny_gemm_{kind}_mfma{apart}"
 
 
 @pytest.fixture
@@ -316,7 +394,7 @@ def test_where_few_rows_end(large):
 # By a kernel's name, numbers of rows for its tiles and the k of their stages, for the chunks that cross a stage's ends.
 STAGES = {
     "skinny_gemm_ieee": {(1,): 128, (7,): 128},
-    "skinny_gemm_cdna": {(1,): 448, (17,): 320, (33,): 192, (65,): 96},
+    "skinny_gemm_cdna": {(1,): 256, (17,): 256, (33,): 128, (65,): 96},
     "64x64": {(3, 65): 64},
 }
 
@@ -327,6 +405,11 @@ def gemm_by(hip, kernel, taken):
     def run(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
         fields = {"arithmetic": ARITHMETIC[arithmetic], "k_chunk": k_chunk or 0, "accumulate": int(accumulate)}
         forced = {"kernel": kernel} if kernel else {}
+        if k_chunk and (kernel or "").endswith("_chunks") and a.ndim == b.ndim == 2:
+            size = workspace_for(hip, a.shape[0], b.shape[1], a.shape[1], k_chunk=k_chunk)
+            workspace = np.full(size + 16, 0xA5, np.uint8)
+            forced["workspace"] = ffi.cast("void *", workspace.ctypes.data + -workspace.ctypes.data % 16)
+            forced["workspace_size"] = size
         made = np.full((*a.shape[:-1], b.shape[-1]), 7, out_dtype) if out is None else out
         hip.check("pydet_gemm", capi.options("pydet_gemm_options", **forced, **fields), a, b, bias, made)
         taken.append(kernel)
@@ -345,6 +428,8 @@ def test_chunks_across_stages(hip):
     """Every kernel that takes k_chunk: chunks of all lengths beside its stages', for one row and for its every tile."""
     for kernel, dtype, arithmetic in kinds_of(hip):
         if "128x128" in kernel or dtype != ("bf16" if "mfma" in kernel else "fp32"):  # types share the code of chunks
+            continue
+        if kernel.endswith("_chunks"):  # which chunks_apart crosses its ends of
             continue
         tiles = next(tiles for part, tiles in STAGES.items() if part in kernel)
         for rows, stage in tiles.items():
@@ -892,9 +977,8 @@ def test_a_wrong_lane_is_seen(hip, kernel):
                 unseen.append(f"{wrong} for {target}")
     # The kernel for few rows reads something of the row in place of what lies past K, and what that is does not matter;
     # the other's test of an address, by then in the register of the thread's number, could let 8 bytes pass for 16.
-    assert len(unseen) <= (kernel in ("skinny_mfma_kernel", "gemm_mfma_kernel, whole")) and len(unseen) < len(
-        targets
-    ), unseen
+    unimportant = {"skinny_mfma_kernel": 2, "gemm_mfma_kernel, whole": 1}.get(kernel, 0)
+    assert len(unseen) <= unimportant and len(unseen) < len(targets), unseen
     run()
 
 

@@ -146,7 +146,7 @@ enum { PYDET_XLA_EXECUTE = 3 };
  * gemm: a, b, then a bias if has_bias, what to continue from if accumulate; one result. transpose_a, transpose_b: the
  *   matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
  *   rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
- *   not take, goes to pydet_gemm. No workspace: no kernel of this release wants one (pydet_gemm_workspace).
+ *   not take, goes to pydet_gemm. No workspace: a kernel that wants one (pydet_gemm_workspace) is not chosen.
  * rmsnorm: x, then a residual if has_residual, a weight if has_weight, a bias if has_bias; y, rstd, and the sum if
  *   has_residual. eps, weight_offset. heads: how many a weight or bias has, 0 where it is [n].
  * rmsnorm_backward: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual, a dweight to continue from if

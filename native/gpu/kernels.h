@@ -78,6 +78,10 @@ pydet_status grouped_gemm_mfma_64(const GroupedGemm &);
 // amd/skinny_mfma.cu
 bool skinny_mfma_takes(const Gemm &);
 pydet_status skinny_mfma(const Gemm &);
+uint64_t skinny_mfma_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk);  // 0: the next three are not for it
+bool skinny_mfma_chunks_takes(const Gemm &);
+bool skinny_mfma_chunks_prefers(const Gemm &);
+pydet_status skinny_mfma_chunks(const Gemm &);
 
 // any/gemm_ieee.cu
 pydet_status gemm_ieee_64x64(const Gemm &);

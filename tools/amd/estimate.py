@@ -1,6 +1,7 @@
 """What one stage of a HIP kernel's loop does, and a time for it, from the machine code: nothing here was measured.
 
-    python tools/amd/estimate.py LIBRARY [--arch gfx942] [--kernel NAME] [--dtype bf16] [--k-chunk 512] MxNxK ...
+    python tools/amd/estimate.py LIBRARY [--arch gfx942] [--kernel NAME] [--dtype bf16] [--k-chunk 512 [--workspace]]
+        MxNxK ...
 
 The library makes the launch on the stand-in runtime (fakehip.py), the interpreter (gcn.py) executes its first
 workgroup, and each instruction of the first wave is given a time by the model below. Printed are, for the loop over K,
@@ -13,10 +14,11 @@ The model, in cycles of one SIMD (AMD's instruction set guides; where they are s
   it, and so does what reads its result.
 - LDS answers after 64, and hands out 128 bytes a cycle to a CU; memory answers after 800 (weights are read once, so no
   cache has them), scalar loads after 200. What waits is s_waitcnt, or a barrier, which costs 40.
+- The loads of a CU's waves, all 64 lanes of each, take its cache a cycle for 64 bytes.
 - Waves of a SIMD share its issue: a workgroup takes the longer of its first wave's own time, and the issue and matrix
   time of all waves that are on the SIMD at once.
-- A launch takes 2 us, and its rounds of workgroups one after the other; and not less than its bytes, each counted once,
-  at 5.3 TB/s (gfx942) or 1.6 (gfx90a), of which a CU gets at most 64 a cycle.
+- A launch takes 2 us (of several for one call, each), and its rounds of workgroups one after the other; and not less
+  than its bytes, each counted once, at 5.3 TB/s (gfx942) or 1.6 (gfx90a), of which a CU gets at most 64 a cycle.
 """
 
 import argparse
@@ -89,6 +91,7 @@ class Clock:
         self.now = self.matrix_free = 0
         self.ready = {}  # register -> when a matrix instruction has written it
         self.queues = {"vmcnt": [], "lgkmcnt": []}  # when what is on the way is done, oldest first
+        self.asked = 0  # bytes of all lanes' loads
         self.trace = []  # (address, start, cycles waited)
         self.covered = set()  # of the trace, the matrix instructions while loads are on the way
         self.known = {}
@@ -124,6 +127,7 @@ class Clock:
                 self.now = max(self.now, self.ready.pop(register))
         waited = self.now - started
         if kind in ("loads", "stores"):
+            self.asked += bytes_of(name) * gcn.LANES if kind == "loads" and name[0] != "s" else 0
             counters = {"s": ["lgkmcnt"], "f": ["vmcnt", "lgkmcnt"]}.get(name[0], ["vmcnt"])
             for counter in counters:
                 done = self.now + (SCALAR if name[0] == "s" else MEMORY)
@@ -138,8 +142,9 @@ class Clock:
 
 
 def loop_of(clock):
-    """The branch back that closes the loop over K: of those with the most matrix instructions (or fmas) between their
-    first and last turn, the outermost. And the instructions of its turns."""
+    """The instructions of each turn of the loop over K, which the branch closes that of those with the most matrix
+    instructions (or fmas) between their first and last turn is the outermost. Where K is so short that none makes a
+    second turn, all that the wave does is the one turn."""
     code, best = clock.kernel.code, (0, 0, [])
     taken = collections.defaultdict(list)
     for i, (at, *_) in enumerate(clock.trace[:-1]):
@@ -154,7 +159,7 @@ def loop_of(clock):
         turns = [range(a + 1, b + 1) for a, b in itertools.pairwise(places)]
         if turns and (score := (sum(map(works, turns)), -len(turns))) > best[:2]:
             best = *score, turns
-    return best[2]
+    return best[2] or [range(len(clock.trace) - 1)]
 
 
 @dataclasses.dataclass
@@ -192,10 +197,18 @@ def stage_of(clock, places, following):
 
 
 @dataclasses.dataclass
+class Launch:
+    clock: Clock  # of the first wave
+    shape: list
+    shared: int
+    waves: int = 0  # of the first workgroup that have work, by the instructions of all
+
+
+@dataclasses.dataclass
 class Estimate:
     kernel: str  # of the library's table
     symbol: str
-    stages: int
+    stages: int  # turns of the loop; 1: the stage is all that the wave does
     stage: Stage
     waves: int  # of a workgroup
     groups: int
@@ -236,12 +249,14 @@ class Library:
         self.chip = CHIPS[arch]
 
     def execute(self, kernel, shape, shared, segment):
-        self.clock, self.shape, self.shared = Clock(kernel, self.chip), shape, shared
-        gcn.launch(
-            kernel, shape[:3], shape[3:], shared, segment, self.runtime.memory(), watch=self.clock, groups=[(0, 0, 0)]
+        launch = Launch(Clock(kernel, self.chip), shape, shared)
+        executed = gcn.launch(
+            kernel, shape[:3], shape[3:], shared, segment, self.runtime.memory(), watch=launch.clock, groups=[(0, 0, 0)]
         )
+        launch.waves = -(-executed // len(launch.clock.trace))
+        self.launches.append(launch)
 
-    def estimate(self, m, n, k, dtype="bf16", name=None, k_chunk=0):
+    def estimate(self, m, n, k, dtype="bf16", name=None, k_chunk=0, workspace=False):
         """Of a[m, k] times w[n, k] transposed, as skinny_gemm and a forward pass have them."""
         rng = np.random.default_rng(0)
         a, w = (rng.standard_normal((rows, k), np.float32).astype(DTYPES[dtype]) for rows in (m, n))
@@ -251,7 +266,14 @@ class Library:
         rocm = (10, 0)
         tensors = [capi.Tensor(x, device=rocm) for x in (a, w)] + [capi.Tensor(out, device=rocm)]
         given = capi.options("pydet_skinny_gemm_options", k_chunk=k_chunk, **({"kernel": name} if name else {}))
-        null = capi.ffi.NULL
+        null, size = capi.ffi.NULL, capi.ffi.new("uint64_t *")
+        if workspace:
+            assert self.lib.pydet_skinny_gemm_workspace(m, n, k, given, size) == 0
+            memory = np.zeros(size[0] + 256, np.uint8)
+            self.runtime.own(memory)
+            given.workspace = capi.ffi.cast("void *", memory.ctypes.data + -memory.ctypes.data % 256)
+            given.workspace_size = size[0]
+        self.launches = []
         status = self.lib.pydet_skinny_gemm(null, tensors[0].c, tensors[1].c, null, tensors[2].c, given)
         self.runtime.fake.fakehip_disown()
         if self.runtime.problem:
@@ -261,14 +283,28 @@ class Library:
         return self.read(capi.ffi.string(self.lib.pydet_last_kernel()).decode(), a.nbytes, w.nbytes, out.nbytes)
 
     def read(self, name, *operands):
-        clock, kernel, chip = self.clock, self.clock.kernel, self.chip
+        chip, first = self.chip, self.launches[0]
+        clock, kernel = first.clock, first.clock.kernel
         turns = loop_of(clock)
-        assert turns, f"{kernel.name} has no loop over so short a K"
         middle = turns[len(turns) // 2]  # neither the first nor the last, which prepare and end
         stage = stage_of(clock, middle, clock.trace[middle[-1] + 1][1])
-        waves = -(-int(np.prod(self.shape[3:])) // gcn.LANES)
-        groups = int(np.prod(self.shape[:3]))
-        at_once, occupancy = occupancy_of(kernel, waves, self.shared, chip)
+        taken = [self.cycles(launch) for launch in self.launches]
+        waves, groups, occupancy, _ = taken[0]
+        traffic = sum(operands)
+        per_unit = 64 * chip.hertz * min(groups, chip.units)
+        seconds = sum(cycles for *_, cycles in taken) / chip.hertz
+        seconds = LAUNCH * len(taken) + max(seconds, traffic / min(chip.bandwidth, per_unit))
+        return Estimate(
+            name, kernel.name, len(turns) + (len(turns) > 1), stage, waves, groups, occupancy,
+            int(kernel.metadata["vgpr_count"]), kernel.lds + first.shared, seconds, traffic / chip.bandwidth,
+        )  # fmt: skip
+
+    def cycles(self, launch):
+        """(waves of a workgroup, workgroups, waves a SIMD, cycles)."""
+        clock, kernel, chip = launch.clock, launch.clock.kernel, self.chip
+        waves = -(-int(np.prod(launch.shape[3:])) // gcn.LANES)
+        groups = int(np.prod(launch.shape[:3]))
+        at_once, occupancy = occupancy_of(kernel, waves, launch.shared, chip)
         here = min(at_once, -(-groups // chip.units))  # workgroups that a CU has at once
         busy = ISSUE * len(clock.trace)
         matrix = sum(
@@ -276,16 +312,9 @@ class Library:
             for at, *_ in clock.trace
             if "mfma" in kernel.code[at]
         )
-        on_simd = -(-here * waves // 4)
-        cycles = max(clock.now, on_simd * max(busy, matrix))
-        rounds = -(-groups // (chip.units * here))
-        traffic = sum(operands)
-        per_unit = 64 * chip.hertz * min(groups, chip.units)
-        seconds = LAUNCH + max(rounds * cycles / chip.hertz, traffic / min(chip.bandwidth, per_unit))
-        return Estimate(
-            name, kernel.name, len(turns) + 1, stage, waves, groups, occupancy,
-            int(kernel.metadata["vgpr_count"]), kernel.lds + self.shared, seconds, traffic / chip.bandwidth,
-        )  # fmt: skip
+        on_simd = -(-here * launch.waves // 4)
+        cycles = max(clock.now, on_simd * max(busy, matrix), here * launch.waves * clock.asked // 64)
+        return waves, groups, occupancy, -(-groups // (chip.units * here)) * cycles
 
 
 def describe(shape, e, chip):
@@ -297,7 +326,8 @@ def describe(shape, e, chip):
         f"{shape} by {e.kernel}\n  {e.symbol}\n"
         f"  {e.groups} workgroups of {e.waves} waves, {e.registers} registers, {e.lds} bytes of LDS, "
         f"{e.occupancy} waves a SIMD\n"
-        f"  a stage of {e.stages}: {counts}\n  {widths}\n"
+        f"  {f'a stage of {e.stages}' if e.stages > 1 else 'all that the wave does, whose loop has no second turn'}: "
+        f"{counts}\n  {widths}\n"
         f"  {s.cycles} cycles, of which {s.matrix} the matrix unit works and {s.issue} instructions are issued\n"
         f"  {s.covered} MFMA while loads are on the way, of which waits leave {s.left}; waits:\n{waits}\n"
         f"  estimated {e.seconds * 1e6:.1f} us on a {chip.name}; the memory's floor is {e.floor * 1e6:.1f}"
@@ -312,6 +342,9 @@ def main():
     parser.add_argument("--kernel", help="by its name in pydet.kernels(); default: the library's choice")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--k-chunk", type=int, default=0)
+    parser.add_argument(
+        "--workspace", action="store_true", help="with the memory that pydet_skinny_gemm_workspace says"
+    )
     arguments = parser.parse_args()
     if missing := fakehip.missing(arguments.library):
         sys.exit("; ".join(missing))
@@ -319,7 +352,7 @@ def main():
         library = Library(arguments.library.resolve(), arguments.arch, pathlib.Path(folder))
         for shape in arguments.shapes:
             m, n, k = map(int, shape.split("x"))
-            e = library.estimate(m, n, k, arguments.dtype, arguments.kernel, arguments.k_chunk)
+            e = library.estimate(m, n, k, arguments.dtype, arguments.kernel, arguments.k_chunk, arguments.workspace)
             print(describe(shape, e, library.chip), flush=True)
 
 

@@ -45,8 +45,12 @@ constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 // Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
+    {"hip_skinny_gemm_cdna3_mfma_chunks", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942,
+     skinny_mfma_chunks_takes, skinny_mfma_chunks_prefers, skinny_mfma_chunks},
     {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942, skinny_mfma_takes,
      skinny_cdna3_prefers, skinny_mfma},
+    {"hip_skinny_gemm_cdna2_mfma_chunks", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a,
+     skinny_mfma_chunks_takes, skinny_mfma_chunks_prefers, skinny_mfma_chunks},
     {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a, skinny_mfma_takes,
      skinny_cdna2_prefers, skinny_mfma},
     {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kOneChain, "gfx942", is_gfx942, nullptr,
@@ -151,6 +155,12 @@ Arithmetic tensor_cores(int32_t id) {
   }
 }
 
+uint64_t gemm_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic arithmetic) {
+  const bool matrix_cores =
+      arithmetic == Arithmetic::automatic || arithmetic == Arithmetic::cdna3 || arithmetic == Arithmetic::cdna2;
+  return matrix_cores ? skinny_mfma_workspace(m, n, k, k_chunk) : 0;
+}
+
 }  // namespace
 
 const Backend *gpu_backend() {
@@ -173,7 +183,8 @@ const Backend *gpu_backend() {
                                       table(kFold),
                                       table(kLayerNorm),
                                       table(kLayerNormBackward),
-                                      {}};
+                                      {},
+                                      gemm_workspace};
   return &backend;
 }
 

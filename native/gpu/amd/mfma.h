@@ -23,6 +23,13 @@ constexpr int kUnit = 4;  // k in the 8 bytes that a lane holds
 #endif
 }
 
+// The compiler loads this scalar here, not where it is used.
+[[maybe_unused]] __device__ __forceinline__ void loaded_by_now([[maybe_unused]] int scalar) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  asm volatile("" ::"s"(scalar));
+#endif
+}
+
 // `count` elements from `from`, of which `valid` are there; the rest is 0.
 template <int count>
 __device__ __forceinline__ void read(uint32_t *words, const uint16_t *from, int valid, bool aligned) {

@@ -7,10 +7,12 @@
 // A wave makes 16 rows of w (columns of y) for all of x, up to 128 rows. Both operands go from memory straight into the
 // registers of their MFMA, 8 bytes a lane, 6 to 28 MFMA steps ahead: about 60 loads are always on the way, which is what
 // the counter of a wave holds. Nothing is shared, so nothing waits for another wave; x comes from the caches, which a
-// block's waves, of different rows of w, ask for the same at about the same time. A block is 4 waves where N gives every
-// compute unit one, else a single wave. With k_chunk a block's waves make chunks of the same 16 rows side by side, and
-// the first wave adds them in order. K is a multiple of 8 and rows are aligned; gemm_mfma.cu takes the rest. No chain is
-// split, so fast mode has nothing to gain here and is the same.
+// block's waves, of different rows of w, ask for the same at about the same time. w is the left operand, so that a lane
+// ends with four neighbours of y. A block is 4 waves where N gives every compute unit one, else a single wave. With
+// k_chunk a block's waves make chunks of the same 16 rows side by side, and the first wave adds them in order; or, where
+// chunks are many, N is small and the caller gave a workspace, every chunk has a block, and a second kernel adds them.
+// K is a multiple of 8 and rows are aligned; gemm_mfma.cu takes the rest. No chain is split, so fast mode has nothing to
+// gain here and is the same.
 
 #include "gpu/kernels.h"
 #include "gpu/amd/mfma.h"
@@ -20,12 +22,35 @@ namespace {
 
 constexpr int kRows = 16, kMostTiles = 8;  // rows of x in a tile, and tiles
 constexpr int kPiece = 8;                  // what K is a multiple of
+constexpr int kQuad = 4;                   // neighbours in y that a lane ends with
 using M = Mfma<kRows>;
+static_assert(M::kCount == kQuad, "a lane's accumulators are one quad");
 
-// Steps of 16 k on the way: a load of w and one of each tile of x each, of the 63 that a wave can wait for.
-template <int tiles> constexpr int kAhead = tiles == 1 ? 28 : 60 / (1 + tiles);
+// Steps of 16 k on the way: a load of w and one of each tile of x each, of the 63 that a wave can wait for. A chunk is
+// short and has other waves beside it: fewer, which a chunk of 512 is whole rounds of but for the most tiles.
+template <int tiles, bool chunked>
+constexpr int kAhead = chunked ? (tiles == 1   ? 16
+                                  : tiles == 2 ? 16
+                                  : tiles == 4 ? 8
+                                               : 6)
+                               : (tiles == 1 ? 28 : 60 / (1 + tiles));
 // Waves that make chunks side by side: their sums meet in shared memory.
-template <int tiles> constexpr int kChunkWaves = tiles == 1 ? 8 : 4;  // more leave too few registers for more tiles
+template <int tiles> constexpr int kChunkWaves = tiles == kMostTiles ? 4 : 8;  // more leave too little shared memory
+
+// A block a chunk is offered for more chunks than the blocks of Chunks::beside make in one round, or two where rows are
+// few: below, the second kernel's launch is not paid for (estimated: bench/README.md).
+constexpr int64_t least_apart(int64_t m) { return 1 + (m <= kRows ? 16 : m <= 4 * kRows ? 8 : 4); }
+constexpr int64_t kMostApart = 2560;  // rows of w: for more, there is work for every compute unit as it is
+constexpr int kJoinThreads = 64;
+
+// Where the sums of chunks meet.
+enum class Chunks {
+  none,    // there are none
+  beside,  // a block's waves make them, in shared memory
+  apart    // a block makes one, in the workspace: [chunk][row of x][n], n rounded up to whole waves
+};
+
+constexpr PYDET_HD int64_t whole_waves(int64_t n) { return (n + kRows - 1) / kRows * kRows; }
 
 // A lane's addresses: its four k of the first step in a row of w and in a row of every tile of x.
 template <int tiles> struct Sources {
@@ -50,25 +75,40 @@ template <int tiles> struct Fragments {
 };
 
 // chain = the steps of `k_end` k from `from` on, a lane's own `lane_k`.
-template <Type type, int tiles>
+template <Type type, int kSteps, int tiles>
 __device__ __forceinline__ void run(M::Accumulators (&chain)[tiles], Sources<tiles> from, int64_t k_end, int lane_k) {
-  constexpr int kSteps = kAhead<tiles>, kRound = kSteps * M::kStep;
+  constexpr int kRound = kSteps * M::kStep;
   Fragments<tiles> steps[kSteps];
   if (k_end <= 0) return;
   auto multiply = [&](const Fragments<tiles> &step, uint32_t mask) {
 #pragma unroll
     for (int i = 0; i < tiles; ++i)
-      mfma<kRows, type>(chain[i], make_uint2(step.x[i].x & mask, step.x[i].y & mask),
-                        make_uint2(step.w.x & mask, step.w.y & mask));
+      mfma<kRows, type>(chain[i], make_uint2(step.w.x & mask, step.w.y & mask),
+                        make_uint2(step.x[i].x & mask, step.x[i].y & mask));
   };
-  // The last, broken round has `left` k, from `start` on. Past its end the first k are read, and replaced by zeros where
+  // The last, broken round has `left` k, from `start` on. Past its end the last k are read, and replaced by zeros where
   // they are used: a branch around a load would have the compiler wait for all.
   auto fetch_last = [&](int s, int start, int left) {
-    steps[s].fetch(from, s * M::kStep + lane_k < left ? start + s * M::kStep : -lane_k);
+    int most = start + left - kUnit - lane_k;
+    make_opaque(most);  // else what follows from it, for every step, is kept in registers
+    const int k = start + s * M::kStep;
+    steps[s].fetch(from, k < most ? k : most);
     keep_order();
   };
-  int left;
-  if (k_end >= kRound) {
+  // Both ways end in code of their own: where they met, the compiler would copy what the loop has on the way.
+  auto finish = [&](int left) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (left <= s * M::kStep) break;
+      multiply(steps[s], s * M::kStep + lane_k < left ? ~0u : 0u);
+      keep_order();
+    }
+  };
+  if (k_end < kRound) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) fetch_last(s, 0, int(k_end));
+    finish(int(k_end));
+  } else {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) steps[s].fetch(from, s * M::kStep);
     if (k_end >= 2 * kRound) do {
@@ -81,45 +121,57 @@ __device__ __forceinline__ void run(M::Accumulators (&chain)[tiles], Sources<til
         from.advance(kRound);
         k_end -= kRound;
       } while (k_end >= 2 * kRound);
-    left = int(k_end) - kRound;
+    const int left = int(k_end) - kRound;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       multiply(steps[s], ~0u);
       fetch_last(s, kRound, left);
     }
-  } else {
-    left = int(k_end);
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) fetch_last(s, 0, left);
-  }
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    if (left <= s * M::kStep) break;
-    multiply(steps[s], s * M::kStep + lane_k < left ? ~0u : 0u);
-    keep_order();
+    finish(left);
   }
 #if defined(__gfx90a__)  // there results take the registers of steps past the break: each store would wait, for all
   wait_for_loads();
 #endif
 }
 
-// `waves` of a block: of rows of w, or of chunks (`folds`). A wave has `rows` of w, 4, 8 or 16: of fewer than 16 its
-// lanes hold copies.
-template <Type type, int tiles, int waves, bool folds>
+__device__ __forceinline__ void add_bias(M::Accumulators &sum, const Gemm &problem, int64_t row, int64_t n, int count) {
+  with_type<kUnscaledTypes>(problem.bias.type, [&](auto type) {
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e)
+      if (e < count)
+        sum[e] += load_f32(problem.bias.data, type, row * problem.bias.row_stride + (n + e) * problem.bias.col_stride);
+  });
+}
+
+__device__ __forceinline__ void store_quad(const M::Accumulators &sum, const Gemm &problem, int64_t row, int64_t n,
+                                           int count) {
+  const float four[kQuad] = {sum[0], sum[1], sum[2], sum[3]};
+  store_four(problem.out.data, problem.out.type, row * problem.out.row_stride + n, four, count);
+}
+
+// `waves` of a block: of rows of w, or of chunks. A wave has `rows` of w, 4, 8 or 16: of fewer than 16 its lanes hold
+// copies.
+template <Type type, int tiles, int waves, Chunks chunks>
 __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_constant__ Gemm problem, int rows) {
   if constexpr (kHasMfma) {
-    __shared__ float4 sums[folds ? waves : 1][folds ? tiles : 1][kWave];
-    const int wave = int(threadIdx.x) / kWave, lane = int(threadIdx.x) % kWave;
+    constexpr bool kBeside = chunks == Chunks::beside, kApart = chunks == Chunks::apart;
+    constexpr int kSteps = kAhead < tiles, kBeside || kApart > ;
+    __shared__ float4 sums[kBeside ? waves : 1][kBeside ? tiles : 1][kWave];
+    const int wave = int(threadIdx.x) / kWave, lane = int(threadIdx.x % kWave);
     const int lane_k = lane / kRows * kUnit;
-    const int block_rows = folds ? rows : rows * waves;
+    const int block_rows = kBeside ? rows : rows * waves;
+    const int64_t step = int64_t(gridDim.x) * block_rows, chunk = kApart ? blockIdx.y : 0;
+    const int column = lane / kRows * kQuad;  // of this lane's quads, in its wave's rows of w
+    loaded_by_now(int(gridDim.x));
 
-    for (int64_t job = blockIdx.x; job * block_rows < problem.n; job += gridDim.x) {
-      const int64_t n = job * block_rows + (folds ? 0 : wave * rows) + (lane & (rows - 1));
-      const bool in_y = n < problem.n && lane % kRows < rows;
+    for (int64_t first = int64_t(blockIdx.x) * block_rows; first < problem.n; first += step) {
+      const int64_t n0 = first + (kBeside ? 0 : wave * rows), n = n0 + column;
+      const int count = column < rows ? clamped(problem.n - n, kQuad) : 0;
+      const int64_t w_row = n0 + (lane & (rows - 1));
       // Rows past N are copies of the last one, rows past M of the first; their sums are never stored.
       Sources<tiles> from;
       from.w = reinterpret_cast<const uint16_t *>(problem.b.data) +
-               (n < problem.n ? n : problem.n - 1) * problem.b.col_stride + lane_k;
+               (w_row < problem.n ? w_row : problem.n - 1) * problem.b.col_stride + lane_k;
 #pragma unroll
       for (int i = 0; i < tiles; ++i) {
         const int row = i * kRows + lane % kRows;
@@ -127,37 +179,51 @@ __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_
                     (row < problem.m ? row : 0) * problem.a.row_stride + lane_k;
       }
 
-      // Calls f(value's indices, inside, row) for every element that this lane holds.
+      // Calls f(tile, row of x) for every tile of which this lane has elements: `count` neighbours in y, from n on.
       auto each = [&](const auto &f) {
-        int thread = int(threadIdx.x);
+        int place = lane % kRows;
 #pragma unroll
-        for (int i = 0; i < tiles; ++i)
-#pragma unroll
-          for (int q = 0; q < M::kCount; ++q) {
-            make_opaque(thread);
-            const int row = i * kRows + mfma_row<kRows>(thread % kWave, q);
-            f(i, q, in_y && row < problem.m, row);
-          }
+        for (int i = 0; i < tiles; ++i) {
+          make_opaque(place);
+          const int row = i * kRows + place;
+          if (row < int(problem.m) && count > 0) f(i, row);
+        }
       };
       M::Accumulators total[tiles] = {};
-      if (problem.accumulate)
-        each([&](int i, int q, bool inside, int row) {
-          if (inside) total[i][q] = load_f32(problem.out.data, Type::f32, row * problem.out.row_stride + n);
+      if (!kApart && problem.accumulate) {
+        each([&](int i, int row) {
+          const float *at = reinterpret_cast<const float *>(problem.out.data) + row * problem.out.row_stride + n;
+#pragma unroll
+          for (int e = 0; e < kQuad; ++e)
+            if (e < count) total[i][e] = at[e];
         });
+        if constexpr (kBeside) wait_for_loads();  // else each sum's first use waits, for what is on the way by then
+      }
 
-      if constexpr (!folds) {
-        run<type>(total, from, problem.k, lane_k);
+      if constexpr (kApart) {
+        const int64_t start = chunk * problem.k_chunk, left = problem.k - start;
+        from.advance(start);
+        run<type, kSteps>(total, from, left < problem.k_chunk ? left : problem.k_chunk, lane_k);
+        float *const sums_of = static_cast<float *>(problem.workspace) + chunk * problem.m * whole_waves(problem.n);
+        each([&](int i, int row) {
+          const M::Accumulators sum = total[i] + 0.0f;
+          *reinterpret_cast<float4 *>(sums_of + row * whole_waves(problem.n) + n) =
+              make_float4(sum[0], sum[1], sum[2], sum[3]);
+        });
+        continue;
+      } else if constexpr (!kBeside) {
+        run<type, kSteps>(total, from, problem.k, lane_k);
 #pragma unroll
         for (int i = 0; i < tiles; ++i)
           if (problem.k > 0) total[i] += 0.0f;
       } else {
-        for (int64_t first = 0; first < problem.k; first += waves * problem.k_chunk) {
-          const int64_t mine = first + wave * problem.k_chunk, left = problem.k - mine;
+        for (int64_t start = 0; start < problem.k; start += waves * problem.k_chunk) {
+          const int64_t mine = start + wave * problem.k_chunk, left = problem.k - mine;
           if (left > 0) {
             M::Accumulators chain[tiles] = {};
             Sources<tiles> here = from;
             here.advance(mine);
-            run<type>(chain, here, left < problem.k_chunk ? left : problem.k_chunk, lane_k);
+            run<type, kSteps>(chain, here, left < problem.k_chunk ? left : problem.k_chunk, lane_k);
 #pragma unroll
             for (int i = 0; i < tiles; ++i) {
               chain[i] += 0.0f;
@@ -166,7 +232,7 @@ __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_
           }
           __syncthreads();
           if (wave == 0)
-            for (int w = 0; w < waves && first + w * problem.k_chunk < problem.k; ++w)
+            for (int w = 0; w < waves && start + w * problem.k_chunk < problem.k; ++w)
 #pragma unroll
               for (int i = 0; i < tiles; ++i) {
                 const float4 sum = sums[w][i][lane];
@@ -177,23 +243,40 @@ __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_
         if (wave > 0) continue;
       }
 
-      if (problem.bias.data)
-        with_type<kUnscaledTypes>(problem.bias.type, [&](auto bias_type) {
-          each([&](int i, int q, bool inside, int row) {
-            float added = 0.0f;
-            if (inside)
-              added =
-                  load_f32(problem.bias.data, bias_type, row * problem.bias.row_stride + n * problem.bias.col_stride);
-            total[i][q] += added;
-          });
-        });
-      with_type<kUnscaledTypes>(problem.out.type, [&](auto out_type) {
-        each([&](int i, int q, bool inside, int row) {
-          if (inside) store_rounded(problem.out.data, out_type, row * problem.out.row_stride + n, total[i][q]);
-        });
-      });
+      if (problem.bias.data) each([&](int i, int row) { add_bias(total[i], problem, row, n, count); });
+      each([&](int i, int row) { store_quad(total[i], problem, row, n, count); });
     }
   }
+}
+
+// The end of Chunks::apart: a thread adds the sums of all chunks of a quad of y.
+__global__ void __launch_bounds__(kJoinThreads) join_chunks_kernel(const __grid_constant__ Gemm problem, int chunks) {
+  constexpr int kAtOnce = 16;  // loads on the way
+  const int64_t whole = whole_waves(problem.n), part = problem.m * whole, row = blockIdx.y;
+  const int64_t n = (int64_t(blockIdx.x) * kJoinThreads + threadIdx.x) * kQuad;
+  if (n >= problem.n) return;
+  const int count = clamped(problem.n - n, kQuad);
+  const float *const sums = static_cast<const float *>(problem.workspace) + row * whole + n;
+  M::Accumulators total = {};
+  if (problem.accumulate) {
+    const float *const out = reinterpret_cast<const float *>(problem.out.data) + row * problem.out.row_stride + n;
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e)
+      if (e < count) total[e] = out[e];
+    wait_for_loads();
+  }
+  for (int first = 0; first < chunks; first += kAtOnce) {
+    float4 found[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      found[i] = *reinterpret_cast<const float4 *>(sums + (first + i < chunks ? first + i : chunks - 1) * part);
+    keep_order();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i < chunks) total += M::Accumulators{found[i].x, found[i].y, found[i].z, found[i].w};
+  }
+  if (problem.bias.data) add_bias(total, problem, row, n, count);
+  store_quad(total, problem, row, n, count);
 }
 
 // ---- Launch ------------------------------------------------------------------------------------------------------
@@ -205,39 +288,46 @@ bool is_aligned(const Matrix &matrix, int64_t rows, int64_t stride, int bytes) {
 }
 
 // Rows of w for a wave: fewer where that gives more compute units work, but not fewer than half of what it reads of x.
-int wave_rows(const Gemm &g) {
-  const int units = gpu_multiprocessors(g.device.id);
+int wave_rows(const Gemm &g, int64_t chunks) {
+  const int64_t units = gpu_multiprocessors(g.device.id);
   int rows = kRows;
-  while (rows > 4 && rows >= g.m && divide_up(g.n, rows / 2) <= units) rows /= 2;
+  while (rows > 4 && rows >= g.m && divide_up(g.n, rows / 2) * chunks <= units) rows /= 2;
   return rows;
 }
 
-template <Type type, int tiles, int waves, bool folds> pydet_status launch_waves(const Gemm &g) {
-  constexpr int64_t kMaxBlocks = 1 << 20;  // more rows of w than that are walked in turns
-  const int rows = waves > 1 && !folds ? kRows : wave_rows(g), block_rows = folds ? rows : rows * waves;
-  const int64_t blocks = (g.n + block_rows - 1) / block_rows;
+constexpr int64_t kMaxBlocks = 1 << 20;       // more rows of w than those of so many are walked in turns
+constexpr int64_t kMaxApart = (1 << 16) - 1;  // blocks along a grid's y
+
+template <Type type, int tiles, int waves, Chunks chunks> pydet_status launch_waves(const Gemm &g) {
+  const int64_t apart = chunks == Chunks::apart ? divide_up(g.k, g.k_chunk) : 1;
+  const int rows = waves > 1 && chunks == Chunks::none ? kRows : wave_rows(g, apart);
+  const int block_rows = chunks == Chunks::beside ? rows : rows * waves;
+  const int64_t blocks = divide_up(g.n, block_rows);
   Launch shape = {"skinny_gemm_mfma", static_cast<gpu_stream>(g.stream),
-                  dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kWave * waves)};
-  return launch(shape, skinny_mfma_kernel<type, tiles, waves, folds>, g, rows);
+                  dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks), unsigned(apart)), dim3(kWave * waves)};
+  return launch(shape, skinny_mfma_kernel<type, tiles, waves, chunks>, g, rows);
 }
 
 template <Type type, int tiles> pydet_status launch_tiles(const Gemm &g) {
-  DeviceGuard guard(g.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("skinny_gemm_mfma", guard.error());
-  if (g.k_chunk) {
+  if (g.k_chunk > 0) {
     Gemm chunked = g;  // a chunk of more than K is one of K, and no multiple of it overflows
     chunked.k_chunk = g.k_chunk < g.k ? g.k_chunk : (g.k + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
-    return launch_waves<type, tiles, kChunkWaves<tiles>, true>(chunked);
+    return launch_waves<type, tiles, kChunkWaves<tiles>, Chunks::beside>(chunked);
   }
   const bool many = g.n / (4 * kRows) >= gpu_multiprocessors(g.device.id);
-  return many ? launch_waves<type, tiles, 4, false>(g) : launch_waves<type, tiles, 1, false>(g);
+  return many ? launch_waves<type, tiles, 4, Chunks::none>(g) : launch_waves<type, tiles, 1, Chunks::none>(g);
 }
 
-template <Type type> pydet_status launch_type(const Gemm &g) {
-  if (g.m <= kRows) return launch_tiles<type, 1>(g);
-  if (g.m <= 2 * kRows) return launch_tiles<type, 2>(g);
-  if (g.m <= 4 * kRows) return launch_tiles<type, 4>(g);
-  return launch_tiles<type, kMostTiles>(g);
+// Calls f(type, tiles) for the kernel that this problem has.
+template <class F> pydet_status with_tiles(const Gemm &g, const F &f) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("skinny_gemm_mfma", guard.error());
+  return with_type<kHalfTypes>(g.a.type, [&](auto type) {
+    if (g.m <= kRows) return f(type, std::integral_constant<int, 1>{});
+    if (g.m <= 2 * kRows) return f(type, std::integral_constant<int, 2>{});
+    if (g.m <= 4 * kRows) return f(type, std::integral_constant<int, 4>{});
+    return f(type, std::integral_constant<int, kMostTiles>{});
+  });
 }
 
 }  // namespace
@@ -249,7 +339,38 @@ bool skinny_mfma_takes(const Gemm &g) {
 }
 
 pydet_status skinny_mfma(const Gemm &g) {
-  return with_type<kHalfTypes>(g.a.type, [&](auto type) { return launch_type<type>(g); });
+  return with_tiles(g, [&](auto type, auto tiles) { return launch_tiles<type, tiles>(g); });
+}
+
+// ---- Chunks apart ------------------------------------------------------------------------------------------------
+
+uint64_t skinny_mfma_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk) {
+  constexpr uint64_t kMostBytes = 64 << 20;
+  if (k_chunk == 0 || m > kMostTiles * kRows || n > kMostApart || k % kPiece != 0) return 0;
+  const int64_t chunks = (k - 1) / k_chunk + 1;
+  if (chunks < least_apart(m) || chunks > kMaxApart) return 0;
+  const uint64_t part = uint64_t(m * whole_waves(n)) * sizeof(float);
+  return uint64_t(chunks) <= kMostBytes / part ? uint64_t(chunks) * part : 0;
+}
+
+bool skinny_mfma_chunks_takes(const Gemm &g) {
+  const uint64_t wanted = skinny_mfma_workspace(g.m, g.n, g.k, g.k_chunk);
+  return skinny_mfma_takes(g) && wanted > 0 && g.workspace_size >= wanted;
+}
+
+// Without it most units would have no block, or half of them where more rows share what is read of w.
+bool skinny_mfma_chunks_prefers(const Gemm &g) {
+  return divide_up(g.n, kRows) * (g.m <= kRows ? 4 : 2) <= gpu_multiprocessors(g.device.id);
+}
+
+pydet_status skinny_mfma_chunks(const Gemm &g) {
+  return with_tiles(g, [&](auto type, auto tiles) {
+    const pydet_status status = launch_waves<type, tiles, 1, Chunks::apart>(g);
+    if (status != PYDET_OK) return status;
+    Launch shape = {"skinny_gemm_mfma_chunks", static_cast<gpu_stream>(g.stream),
+                    dim3(unsigned(divide_up(g.n, kQuad * kJoinThreads)), unsigned(g.m)), dim3(kJoinThreads)};
+    return launch(shape, join_chunks_kernel, g, int(divide_up(g.k, g.k_chunk)));
+  });
 }
 
 }  // namespace pydet
