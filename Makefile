@@ -328,8 +328,8 @@ gpu-build: cpu cuda
 
 gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
 	$(PYTHON) -m pytest -q tests/test_cuda.py tests/test_cuda_tiles.py tests/test_cuda_grouped.py tests/test_cuda_fp8.py \
-	  tests/test_cuda_softmax.py tests/test_cuda_layernorm.py tests/test_cuda_rmsnorm_heads.py tests/test_torch.py \
-	  tests/test_torch_fp8.py tests/test_jax.py
+	  tests/test_cuda_scaled_grouped.py tests/test_cuda_softmax.py tests/test_cuda_layernorm.py \
+	  tests/test_cuda_rmsnorm_heads.py tests/test_torch.py tests/test_torch_fp8.py tests/test_jax.py
 
 gpu-sanitizer: $(filter gpu-build,$(PARTS:%=gpu-%))
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q $(SANITIZED)
