@@ -261,6 +261,7 @@ PYDET_API pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a, co
                                          const pydet_tensor *b, const pydet_tensor *b_scale, const pydet_tensor *bias,
                                          const pydet_tensor *out, const pydet_scaled_gemm_options *options);
 
+/* As pydet_gemm_workspace. So far no kernel wants any, and the answer is 0: who asks need not change when one does. */
 PYDET_API pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                                    const pydet_scaled_gemm_options *options, uint64_t *bytes);
 
