@@ -48,6 +48,8 @@ SHARED = {  # places that some result has
     "quantize_transposed group": ["S(0)", "S(1)", "S(2)"],
     "quantize_transposed block": ["S(0)", "S(1)", "S(2)"],
     "grouped_gemm": ["R", "S(1)"],
+    "scaled_grouped_gemm row": ["R", "S(1)"],
+    "scaled_grouped_gemm block": ["R", "S(1)"],
 }
 
 
@@ -142,6 +144,13 @@ def products_of_fp8(check):
             places = [(every,) * 4, (Shard(0), every, Shard(0) if scaled else every, every)]
             places.append((every, Shard(1), every, Shard(1) if scaled else every))
             yield f"scaled_gemm {granularity}", check("scaled_gemm", given, (), 1, places)
+    (experts,), ends = tensors(8, (2, 256, 512), dtype=torch.bfloat16), torch.tensor([100, 256], dtype=torch.int32)
+    for granularity in ("row", "block"):
+        q, scale = torch.ops.pydet.quantize(x[0], "group" if granularity == "block" else granularity)
+        b, b_scale = torch.ops.pydet.quantize(experts, granularity)
+        places = [(every,) * 5, (every, Shard(2), every, every, Shard(2))]
+        given = [q, b.mT, ends, scale, b_scale.mT]
+        yield f"scaled_grouped_gemm {granularity}", check("scaled_grouped_gemm", given, (), 1, places)
 
 
 def styles(mesh, placed):

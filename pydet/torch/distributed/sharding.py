@@ -131,14 +131,22 @@ _GROUP = 128
 
 def _scaled_gemm(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, *rest: Any) -> list[Rule]:
     dims, shared = max(len(a.shape), len(b.shape)), []
-    rows, columns = a.shape[-2], b.shape[-1]
+    rows = a.shape[-2]
     if a_scale is None or not a_scale.shape or a_scale.shape[-2] == rows:
         scale = {"2": _last(a_scale, 2)} if a_scale is not None and a_scale.shape else {}
         shared.append({"out": [dims - 2], "0": _last(a, 2), **scale, **_along(bias, dims - 2, dims, 4)})
-    if b_scale is None or not b_scale.shape or b_scale.shape[-1] == columns or _divide(b, columns // _GROUP):
+    if _columns_share(b, b_scale):
         scale = {"3": _last(b_scale)} if b_scale is not None and b_scale.shape else {}
         shared.append({"out": [dims - 1], "1": _last(b), **scale, **_along(bias, dims - 1, dims, 4)})
     return _rules(1, (a, b, a_scale, b_scale, bias, *rest), *shared)
+
+
+def _columns_share(b: Any, b_scale: Any) -> bool:
+    """The columns of b can be shared out with their scales: blocks of 128 of them are not to be cut."""
+    columns = b.shape[-1]
+    if b_scale is None or not b_scale.shape or b_scale.shape[-1] == columns:
+        return True
+    return columns % _GROUP == 0 and _divide(b, columns // _GROUP)
 
 
 def _by_word(name: str, rule: Any, argument: int, results: int) -> None:
@@ -192,6 +200,16 @@ def _grouped_gemm(a: Any, b: Any, group_end: Any, bias: Any = None, *rest: Any) 
     return _rules(1, (a, b, group_end, bias, *rest), columns)
 
 
+def _scaled_grouped_gemm(
+    a: Any, b: Any, group_end: Any, a_scale: Any, b_scale: Any, bias: Any = None, *rest: Any
+) -> list[Rule]:
+    arguments = (a, b, group_end, a_scale, b_scale, bias, *rest)
+    if not _columns_share(b, b_scale):
+        return _rules(1, arguments)
+    scale = {"4": _last(b_scale)} if b_scale is not None and b_scale.shape else {}
+    return _rules(1, arguments, {"out": [1], "1": 2, **scale, **({} if bias is None else {"5": _last(bias)})})
+
+
 def register() -> None:
     """Tells DTensor the rules."""
     for name in ("gemm", "gemm_da", "gemm_db"):
@@ -202,6 +220,7 @@ def register() -> None:
         "attention_backward": _attention_backward,
         "scaled_gemm": _scaled_gemm,
         "grouped_gemm": _grouped_gemm,
+        "scaled_grouped_gemm": _scaled_grouped_gemm,
     }.items():
         register_sharding(getattr(torch.ops.pydet, name).default)(rule)
     _by_word("quantize", _quantize, 1, 2)
