@@ -18,6 +18,12 @@ namespace {
 
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 constexpr float kLowest = -INFINITY;
+// Blocks a multiprocessor is to hold of those that pass over long rows: with four, Blackwell's code spills.
+#if defined(__CUDA_ARCH__)
+constexpr int kLongBlocks = __CUDA_ARCH__ >= 1000 ? 2 : 4;
+#else
+constexpr int kLongBlocks = 4;
+#endif
 
 // The largest of the team's values; a NaN has no say (it shows in the sum). All threads of the block call it.
 template <int T> __device__ __forceinline__ float team_max(float largest, float *exchange) {
@@ -172,7 +178,7 @@ __device__ __forceinline__ void store_vector(char *row, int64_t j, int64_t n, co
 // together.
 template <Type type, bool aligned, class F>
 __device__ __forceinline__ void pass_over(const char *row, int64_t n, const F &f) {
-  constexpr int kAtOnce = !aligned || kGpuDeviceType != PYDET_CUDA ? 1 : type == Type::f32 ? 2 : 4;
+  constexpr int kAtOnce = !aligned || type == Type::f32 || kGpuDeviceType != PYDET_CUDA ? 1 : 4;
   for (int64_t first = kVector * threadIdx.x; first < n; first += kAtOnce * kRowLanes) {
     float x[kVector];
     if constexpr (kAtOnce == 1) {
@@ -197,7 +203,7 @@ __device__ __forceinline__ void pass_over(const char *row, int64_t n, const F &f
 }
 
 template <Type type, bool aligned>
-__global__ void __launch_bounds__(kMaxTeam, 4) softmax_long_kernel(const __grid_constant__ Softmax p) {
+__global__ void __launch_bounds__(kMaxTeam, kLongBlocks) softmax_long_kernel(const __grid_constant__ Softmax p) {
   constexpr int T = kMaxTeam;
   __shared__ float sums[2 * T], largest[2 * T / kLogicalWarp];
   int turn = 0;
