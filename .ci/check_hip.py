@@ -48,28 +48,35 @@ def budget():
 
 
 def stages():
-    """[(kernel, (M, N, K), architecture, MFMA, VALU, MFMA under way, loads left, us)] of the second table."""
+    """[(kernel, (M, N, K), k_chunk, architecture, MFMA, VALU, MFMA under way, loads left, us)] of the second table."""
     text = (ROOT / "bench/README.md").read_text()
-    rows = re.findall(r"^\| `(hip_\w+)` \| (\d+)x(\d+)x(\d+) \| (gfx\w+)" + r" \| ([\d.]+)" * 5 + r" \|", text, re.M)
-    return [(row[0], tuple(map(int, row[1:4])), row[4], *map(int, row[5:9]), float(row[9])) for row in rows]
+    shape = r"(\d+)x(\d+)x(\d+)(?:, `k_chunk` (\d+))?"
+    rows = re.findall(r"^\| `(hip_\w+)` \| " + shape + r" \| (gfx\w+)" + r" \| ([\d.]+)" * 5 + r" \|", text, re.M)
+    return [
+        (name, (int(m), int(n), int(k)), int(chunk or 0), arch, *map(int, counts), float(us))
+        for name, m, n, k, chunk, arch, *counts, us in rows
+    ]
 
 
 def check_stages(library, folder):
     problems, rows = [], stages()
-    assert {row[2] for row in rows} == set(ARCHS), "bench/README.md has no table of stages for every architecture"
+    assert {row[3] for row in rows} == set(ARCHS), "bench/README.md has no table of stages for every architecture"
     runtime = estimate.Library(library.resolve(), ARCHS[0], folder)
-    for name, shape, arch, mfma, most_valu, least_covered, least_left, most_us in sorted(rows, key=lambda row: row[2]):
+    rows.sort(key=lambda row: row[3])
+    for name, shape, chunk, arch, mfma, most_valu, least_covered, least_left, most_us in rows:
         runtime.start(arch)
-        found = runtime.estimate(*shape, name=name)
+        found = runtime.estimate(*shape, name=name, k_chunk=chunk)
         counts, us = found.stage.counts, found.seconds * 1e6
         print(
-            f"{name} {'x'.join(map(str, shape))}, {arch}: a stage has {counts['MFMA']} MFMA, {counts['VALU']} VALU; "
+            f"{name} {'x'.join(map(str, shape))}, k_chunk {chunk}, {arch}: a stage has {counts['MFMA']} MFMA, "
+            f"{counts['VALU']} VALU; "
             f"{found.stage.covered} MFMA beside loads, of which waits leave {found.stage.left}; estimated {us:.1f} us"
         )
         fine = counts["MFMA"] == mfma and counts["VALU"] <= most_valu and us <= 1.2 * most_us
         if not fine or found.stage.covered < least_covered or found.stage.left < least_left:
             problems.append(
-                f"{name} {shape} on {arch}: want {mfma} MFMA, at most {most_valu} VALU, at least {least_covered} MFMA "
+                f"{name} {shape}, k_chunk {chunk}, on {arch}: "
+                f"want {mfma} MFMA, at most {most_valu} VALU, at least {least_covered} MFMA "
                 f"beside loads, of which waits leave at least {least_left}, and at most {1.2 * most_us:.1f} us"
             )
     return problems

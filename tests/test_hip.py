@@ -370,6 +370,20 @@ def test_when_chunks_are_apart(large):
             assert last_kernel(large) == f"hip_skinny_gemm_{kind}_mfma{apart}"
 
 
+def test_the_estimate_takes_short_chunks(library):
+    """Of a K without a second turn of the loop, what the wave does; of two launches, both."""
+    found = {}
+    for given in ((), ("--workspace",)):
+        command = [sys.executable, ROOT / "tools/amd/estimate.py", LIBRARY, "--k-chunk", "16", *given, "1x16x272"]
+        found[given] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    beside, apart = found.values()
+    assert "1x16x272 by hip_skinny_gemm_cdna3_mfma\n" in beside and "  a stage of 2: " in beside  # of eight chunks
+    assert "1x16x272 by hip_skinny_gemm_cdna3_mfma_chunks\n" in apart
+    assert "  all that the wave does, whose loop has no second turn: 1 MFMA" in apart
+    times = [float(re.search(r"estimated ([\d.]+) us", text)[1]) for text in (beside, apart)]
+    assert times[0] > 2 and times[1] > 4  # of each launch 2
+
+
 @pytest.fixture
 def large(hip):
     """The same GPU with as many units as an MI300X."""

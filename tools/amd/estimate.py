@@ -142,9 +142,8 @@ class Clock:
 
 
 def loop_of(clock):
-    """The instructions of each turn of the loop over K, which the branch closes that of those with the most matrix
-    instructions (or fmas) between their first and last turn is the outermost. Where K is so short that none makes a
-    second turn, all that the wave does is the one turn."""
+    """The branch back that closes the loop over K: of those with the most matrix instructions (or fmas) between their
+    first and last turn, the outermost. And the instructions of its turns: none where K is too short for a second."""
     code, best = clock.kernel.code, (0, 0, [])
     taken = collections.defaultdict(list)
     for i, (at, *_) in enumerate(clock.trace[:-1]):
@@ -159,7 +158,7 @@ def loop_of(clock):
         turns = [range(a + 1, b + 1) for a, b in itertools.pairwise(places)]
         if turns and (score := (sum(map(works, turns)), -len(turns))) > best[:2]:
             best = *score, turns
-    return best[2] or [range(len(clock.trace) - 1)]
+    return best[2]
 
 
 @dataclasses.dataclass
@@ -286,6 +285,8 @@ class Library:
         chip, first = self.chip, self.launches[0]
         clock, kernel = first.clock, first.clock.kernel
         turns = loop_of(clock)
+        in_loop = bool(turns)
+        turns = turns or [range(len(clock.trace) - 1)]  # all that the wave does
         middle = turns[len(turns) // 2]  # neither the first nor the last, which prepare and end
         stage = stage_of(clock, middle, clock.trace[middle[-1] + 1][1])
         taken = [self.cycles(launch) for launch in self.launches]
@@ -295,7 +296,7 @@ class Library:
         seconds = sum(cycles for *_, cycles in taken) / chip.hertz
         seconds = LAUNCH * len(taken) + max(seconds, traffic / min(chip.bandwidth, per_unit))
         return Estimate(
-            name, kernel.name, len(turns) + (len(turns) > 1), stage, waves, groups, occupancy,
+            name, kernel.name, len(turns) + 1 if in_loop else 1, stage, waves, groups, occupancy,
             int(kernel.metadata["vgpr_count"]), kernel.lds + first.shared, seconds, traffic / chip.bandwidth,
         )  # fmt: skip
 
