@@ -198,6 +198,7 @@ def chain(a, b, start, arithmetic):
     return start
 
 
+@quiet
 def finish(total, a, bias, out, out_dtype):
     """The epilogue of a sum in fp32: the bias, the one rounding, and where the result goes."""
     if bias is not None:
