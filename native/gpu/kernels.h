@@ -139,6 +139,7 @@ pydet_status layernorm_shifted(const LayerNorm &);
 
 // any/rmsnorm_backward_rows.cu
 bool rmsnorm_backward_shifted_takes(const RmsNormBackward &);
+bool rmsnorm_backward_shifted_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_shifted(const RmsNormBackward &);
 bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_heads(const RmsNormBackward &);

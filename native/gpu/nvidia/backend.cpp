@@ -174,7 +174,7 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
     {"cuda_rmsnorm_backward_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
-     from_sm80, rmsnorm_backward_shifted_takes, nullptr, rmsnorm_backward_shifted},
+     from_sm80, rmsnorm_backward_shifted_takes, rmsnorm_backward_shifted_prefers, rmsnorm_backward_shifted},
     {"cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_unaligned_takes, nullptr, rmsnorm_backward_unaligned},
     {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
