@@ -67,8 +67,8 @@ Object *call_fold(Object *, Object *const *args, intptr_t count, Object *keyword
   if (!out->present && sound(like, 0) &&
       !(out = call.make(like.ndim, like.shape, type < 0 ? int(Type::f32) : int(type))))
     return nullptr;
-  const int64_t work = elements(like);
-  const bool done = call.run(work < kGilWork ? work * used : work, [&](void *stream) {
+  const int64_t work = elements(like);  // of extents that are refused below: anything
+  const bool done = call.run(work > 0 && work < kGilWork ? work * used : work, [&](void *stream) {
     return call.library().fold(stream, parts, used, tensor_of(bias), tensor_of(out), &options);
   });
   return done ? call.result(out) : nullptr;
