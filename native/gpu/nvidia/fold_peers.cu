@@ -144,10 +144,11 @@ __device__ __forceinline__ void send(const Fold &p, const Plan &plan, int first,
   }
 }
 
-// The fold of this rank's parts, rank 0's, to the first slot of all ranks.
+// The fold of this rank's parts, rank 0's, to the first slot of all ranks. Not inlined, so that its registers are not held
+// beside those of the kernel, which spilled.
 template <bool by_four>
-__device__ __forceinline__ void send_prefix(const Fold &p, const Plan &plan, int64_t area, int64_t slot, int64_t at,
-                                            int64_t n) {
+__device__ __noinline__ void send_prefix(const Fold &p, const Plan &plan, int64_t area, int64_t slot, int64_t at,
+                                         int64_t n) {
   for (int to = 1; to < p.peers.ranks; ++to) {
     const int64_t begin = plan.begin_of(to), end = plan.end_of(to, n);
     if (begin + at >= end) continue;
