@@ -157,8 +157,15 @@ __device__ __noinline__ void send_prefix(const Fold &p, const Plan &plan, int64_
   }
 }
 
+// Blocks a multiprocessor is to hold of the kernel in whole units: with three, Blackwell's code spills.
+#if defined(__CUDA_ARCH__)
+constexpr int kBlocksByFour = __CUDA_ARCH__ >= 1000 ? 2 : 3;
+#else
+constexpr int kBlocksByFour = 3;
+#endif
+
 template <bool as_tree, bool by_four>
-__global__ void __launch_bounds__(kThreads, by_four && !as_tree ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, by_four && !as_tree ? kBlocksByFour : 2)
     fold_peers_kernel(const __grid_constant__ Fold p, const __grid_constant__ Plan plan) {
   __shared__ const char *sources[PYDET_FOLD_PARTS];
   const Peers &peers = p.peers;
