@@ -75,10 +75,18 @@ def cuda(tmp_path):
     return StandIn(tmp_path)
 
 
+def placed(array):
+    """A copy where a GPU would allocate it: at a whole number of 256 bytes."""
+    room = np.zeros(array.nbytes + 256, np.uint8)
+    copy = room[-room.ctypes.data % 256 :][: array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def tensors(shapes, dtype):
     kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e4m3": "float8_e4m3fn"}[dtype]
     return [
-        None if shape is None else capi.Tensor(capi.random(shape, shape_dtype or kind), device=(CUDA, DEVICE))
+        None if shape is None else capi.Tensor(placed(capi.random(shape, shape_dtype or kind)), device=(CUDA, DEVICE))
         for shape, shape_dtype in (s if isinstance(s, tuple) and isinstance(s[1], str) else (s, None) for s in shapes)
     ]
 
