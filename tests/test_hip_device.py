@@ -244,11 +244,20 @@ def normal(*shape, dtype="bf16", seed=0):
 # ---- GEMM ------------------------------------------------------------------------------------------------------------
 
 
+# m, n, k, k_chunk: enough chunks for so many rows that they lie side by side, where k is adjacent in both operands.
+MANY_CHUNKS = [
+    *((3, 40, 280, 16), (16, 72, 600, 32), (17, 40, 200, 16)),
+    *((33, 136, 1000, 64), (65, 72, 520, 80), (128, 40, 336, 48)),
+]
+
+
 def problems_for(arithmetic, dtype):
+    base = functools.partial(Problem, dtype=dtype, arithmetic=arithmetic)
+    for m, n, k, k_chunk in MANY_CHUNKS[: scaled(None, 1)]:
+        yield base(m, n, k, b_layout="col", k_chunk=k_chunk, out_dtype="bf16")
     if not ARCH:
         yield from test_cuda.problems_for(arithmetic, dtype)
         return
-    base = functools.partial(Problem, dtype=dtype, arithmetic=arithmetic)
     yield base(5, 19, 20, out_dtype="bf16", out_layout="row_padded", bias="n fp32")
     yield base(17, 33, 24, a_layout="col_padded", b_layout="col", accumulate=True)
     yield base(3, 40, 40, b_layout="col", k_chunk=16, bias="mn bf16", out_dtype="fp16")
