@@ -105,6 +105,19 @@ def steps(mesh, device, all_reduce):
     return {"outputs": words(torch.stack(outputs)), "gradients": words(torch.cat(shards))}
 
 
+def start():
+    """(the device, the number of ranks), in a process that torchrun has started."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= world
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    return device, world
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -114,21 +127,14 @@ def main():
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--all-reduce", action="store_true")
     given = parser.parse_args()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= world
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    device, world = start()
     tp = given.tp or world
     mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
 
     saved = json.loads(given.compare.read_text()) if given.compare else None
     for all_reduce in (False, True) if given.all_reduce else (False,):
         found = steps(mesh, device, all_reduce)
-        if rank:
+        if dist.get_rank():
             continue
         digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
         how = "all-reduced" if all_reduce else "ordered"

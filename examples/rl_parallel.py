@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from parallel import start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
@@ -80,19 +81,6 @@ def all_reduced(model):
     first = rank * heads // world
     set_heads(model, max(1, heads // world), torch.nn.Identity() if shared else lambda x: x[:, first : first + 1])
     return model
-
-
-def start():
-    """(the device, the number of ranks), in a process that torchrun has started."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= world
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
-    return device, world
 
 
 def compare(this, model, trainer_ranks, tokens, lengths, weights, noise, batches):

@@ -88,6 +88,13 @@ def scale_of(
     return by_rows if left or not by_rows.dim() else by_rows.t()
 
 
+def chunk_of(a: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], fast: bool) -> int | None:
+    """The k_chunk of a [.., K] and scales of pydet's shapes: of `fast` one chain, where no scale varies along K."""
+    chunks = groups(a.shape[-1])
+    along_k = any(scale.dim() and scale.shape[dim] == chunks for scale, dim in zip(scales, (-1, -2), strict=True))
+    return 0 if fast and not along_k else None
+
+
 def multiply(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -98,9 +105,7 @@ def multiply(
     arithmetic: str,
 ) -> torch.Tensor:
     """Scales of scaled_gemm's shapes; `fast`: one chain over K, where no scale varies along it."""
-    chunks = groups(a.shape[1])
-    along_k = any(scale.dim() and scale.shape[dim] == chunks for scale, dim in zip(scales, (1, 0), strict=True))
-    k_chunk = 0 if fast and not along_k else None
+    k_chunk = chunk_of(a, scales, fast)
     y: torch.Tensor = torch.ops.pydet.scaled_gemm(a, b, *scales, bias, out_dtype or a.dtype, arithmetic, k_chunk)
     return y
 

@@ -312,6 +312,11 @@ def _scaled_mm(
     return None if scale_result is not None else _scaled((a, b, scale_a, scale_b), None, out, options, False)
 
 
+def _of_one_level(*operands: tuple[list[torch.Tensor], list[int], list[int]]) -> bool:
+    """Whether each operand's (scales, recipes, swizzles) is one scale by one recipe, not swizzled."""
+    return all(len(scales) == len(recipes) == 1 and not any(swizzles) for scales, recipes, swizzles in operands)
+
+
 def _scaled_mm_v2(
     arithmetic: Arithmetic,
     out: torch.Tensor | None,
@@ -328,8 +333,7 @@ def _scaled_mm_v2(
     contraction_dim: tuple[int, ...] = (),
     use_fast_accum: bool = False,
 ) -> Any:
-    levels = (scale_a, recipe_a, scale_b, recipe_b)
-    if any(swizzle_a) or any(swizzle_b) or contraction_dim or any(len(level) != 1 for level in levels):
+    if contraction_dim or not _of_one_level((scale_a, recipe_a, swizzle_a), (scale_b, recipe_b, swizzle_b)):
         return None
     options = {"bias": bias, "out_dtype": out_dtype, "fast": use_fast_accum, "arithmetic": arithmetic}
     return _scaled((a, b, scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0]), out, options, True)
@@ -422,8 +426,7 @@ def _scaled_groups_v2(
     contraction_dim: tuple[int, ...] = (),
     use_fast_accum: bool = False,
 ) -> Any:
-    levels = (scale_a, recipe_a, scale_b, recipe_b)
-    if any(swizzle_a) or any(swizzle_b) or contraction_dim or any(len(level) != 1 for level in levels):
+    if contraction_dim or not _of_one_level((scale_a, recipe_a, swizzle_a), (scale_b, recipe_b, swizzle_b)):
         return None
     operands = a, b, (scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0]), offs, bias, out_dtype
     return _multiplied_groups(*operands, use_fast_accum, arithmetic)

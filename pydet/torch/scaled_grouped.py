@@ -71,9 +71,7 @@ def multiply(
         got, want = ("None", "the ends of the groups") if offs is None else ("given", "None: the operands are batches")
         fail(INVALID_VALUE, f"{_OP}: offs is {got}, want {want}")
     of_a, of_b = _of_tokens(scales[0], recipes[0], a), _of_matrices(scales[1], recipes[1], b)
-    chunks = groups(a.shape[-1])
-    along_k = any(scale.dim() and scale.shape[dim] == chunks for scale, dim in ((of_a, -1), (of_b, -2)))
-    how = out_dtype or torch.bfloat16, arithmetic, 0 if fast and not along_k else None
+    how = out_dtype or torch.bfloat16, arithmetic, fp8.chunk_of(a, (of_a, of_b), fast)
     if offs is None:
         added = None if bias is None else bias[:, None]
         y: torch.Tensor = torch.ops.pydet.scaled_gemm(a, b, of_a, of_b, added, *how)

@@ -22,6 +22,16 @@ bool make_scale(PythonCall &call, const pydet_tensor &x, bool turned, int32_t gr
   return *scale != nullptr;
 }
 
+// What follows the operands of a scaled product, and the library for them.
+template <class Arguments, class Options>
+bool read_scaled_options(PythonCall &call, const Arguments &given, const Operand &out, Options *options,
+                         int64_t *type) {
+  options->struct_size = sizeof *options;
+  options->k_chunk = kScaleGroup;
+  return read_sum_options(call, given, options, type) && call.text_of("kernel", given.kernel, &options->kernel) &&
+         call.choose_library(given.stream) && type_agrees(call, "out", out, *type);
+}
+
 }  // namespace
 
 Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
@@ -36,12 +46,8 @@ Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *
   Operand *out = bias ? call.read_optional("out", given.out, true) : nullptr;
   if (!out) return nullptr;
   pydet_scaled_gemm_options options = {};
-  options.struct_size = sizeof options;
-  options.k_chunk = kScaleGroup;
   int64_t type = -1;
-  if (!read_sum_options(call, given, &options, &type)) return nullptr;
-  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
-  if (!call.choose_library(given.stream) || !type_agrees(call, "out", *out, type)) return nullptr;
+  if (!read_scaled_options(call, given, *out, &options, &type)) return nullptr;
   if (!out->present) {
     if (!starts_from_zero(call, "scaled_gemm", options.accumulate)) return nullptr;
     if (sound(a->tensor, 2) && sound(b->tensor, 2)) {
@@ -73,12 +79,8 @@ Object *call_scaled_grouped_gemm(Object *, Object *const *args, intptr_t count, 
   Operand *out = bias ? call.read_optional("out", given.out, true) : nullptr;
   if (!out) return nullptr;
   pydet_scaled_grouped_gemm_options options = {};
-  options.struct_size = sizeof options;
-  options.k_chunk = kScaleGroup;
   int64_t type = -1;
-  if (!read_sum_options(call, given, &options, &type)) return nullptr;
-  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
-  if (!call.choose_library(given.stream) || !type_agrees(call, "out", *out, type)) return nullptr;
+  if (!read_scaled_options(call, given, *out, &options, &type)) return nullptr;
   const pydet_tensor &x = a->tensor, &y = b->tensor;
   const bool rows = x.ndim == 2 && y.ndim == 3 && sound(x, 2) && sound(y, 2);
   if (!out->present) {
