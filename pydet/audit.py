@@ -20,6 +20,7 @@ from pydet import _native, ops
 from pydet._native import INVALID_DTYPE, constants, fail
 from pydet.frameworks import framework_of, type_index
 from pydet.hooks import unknown
+from pydet.ops.libraries import resolved_name
 from pydet.protocols import DTYPES, TYPES, Memory
 
 MAX_LISTED = 10  # differences that an Audit lists with both bit patterns
@@ -133,7 +134,7 @@ def audit(
         outer = numpy.unravel_index(batch[spot[0]], shape[:-2]) if len(shape) > 2 else ()
         return (*map(int, outer), int(rows[spot[1]]), int(columns[spot[2]]))
 
-    used = ops.resolved_name((constants.PYDET_CPU, 0), host["a"].index, number)
+    used = resolved_name((constants.PYDET_CPU, 0), host["a"].index, number)
     return _compared(got, want, c_type, shape, index_of, used, k_chunk)
 
 

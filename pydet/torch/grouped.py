@@ -13,7 +13,8 @@ import torch
 
 from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.hooks import unknown
-from pydet.ops import Arithmetic, _grouped_gemm
+from pydet.ops import Arithmetic
+from pydet.ops.grouped import _grouped_gemm
 from pydet.torch import ops
 from pydet.torch.ops import _GEMM_OPTIONS, Dtype, _index
 

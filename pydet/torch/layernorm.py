@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 import pydet
-from pydet.ops import _layernorm, _layernorm_backward
+from pydet.ops.layernorm import _layernorm, _layernorm_backward
 from pydet.torch import ops
 from pydet.torch.accumulate import _rows, main_grad
 

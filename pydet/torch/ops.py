@@ -25,7 +25,8 @@ from torch.autograd import forward_ad
 from pydet._native import INVALID_DEVICE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
-from pydet.ops import _gemm, _gemm_da, _gemm_db, _rmsnorm, _rmsnorm_backward, _skinny_gemm
+from pydet.ops.products import _gemm, _gemm_da, _gemm_db, _skinny_gemm
+from pydet.ops.rmsnorm import _rmsnorm, _rmsnorm_backward
 from pydet.protocols import UNSCALED
 from pydet.shapes import Operand, Rules, Shape
 from pydet.torch.compiled import warn_of_fusion

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pydet.ops import _rmsnorm, _rmsnorm_backward
+from pydet.ops.rmsnorm import _rmsnorm, _rmsnorm_backward
 from pydet.torch import ops
 
 Tensor: TypeAlias = torch.Tensor

@@ -18,7 +18,9 @@ import torch
 
 from pydet._native import INVALID_DTYPE, constants, fail
 from pydet.hooks import unknown
-from pydet.ops import _scaled_gemm, _scaled_grouped_gemm, quantize
+from pydet.ops import quantize
+from pydet.ops.grouped import _scaled_grouped_gemm
+from pydet.ops.scaled import _scaled_gemm
 from pydet.shapes import Operand
 from pydet.torch.ops import DTYPES, TRACED, _index, _library, _of_any_strides, _operands, _refusing
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pydet._native import INVALID_DTYPE, constants, fail
-from pydet.ops import (
+from pydet.ops.softmax import (
     _log_prob,
     _log_prob_backward,
     _log_softmax,

@@ -1,0 +1,80 @@
+"""The operations. Each is one call of the C function of its name (``native/include/pydet.h``); NUMERICS.md has its sum.
+
+Common to all:
+
+*Tensors* are NumPy arrays (with ml_dtypes' bfloat16), PyTorch, JAX or CuPy tensors, or any object with ``__dlpack__``,
+``__cuda_array_interface__`` or ``__array_interface__``; float32, bfloat16 or float16; all operands of one framework and
+on one device. They are read in place, views included: a transposed matrix is a layout, not a copy. Results are new
+tensors of the first operand's framework on its device, unless an output is given. An output must not share memory with
+an input.
+
+*Bits.* An output element is a function of its own row of the left operand, its own column of the right one, the
+arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kernel, threads, stream or earlier calls.
+
+*Streams.* On a GPU the work goes to the framework's current stream, or to ``stream`` (an address, or an object with
+``__cuda_stream__``), and nothing waits for it. On the CPU the call returns when the work is done.
+
+*Errors.* :class:`pydet.Error`, also a :class:`TypeError` for element types and things that are no tensors, also a
+:class:`ValueError` for any other wrong argument. Then no output was touched.
+
+*Autograd.* These functions record no gradient, and refuse PyTorch tensors that ask for one.
+"""
+
+from pydet.ops.fold import fold
+from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
+from pydet.ops.layernorm import layernorm, layernorm_backward
+from pydet.ops.libraries import Device, Kernel, devices, kernels, last_kernel, resolve_arithmetic
+from pydet.ops.products import gemm, gemm_da, gemm_db, skinny_gemm
+from pydet.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from pydet.ops.scaled import quantize, scaled_gemm
+from pydet.ops.softmax import log_prob, log_prob_backward, log_softmax, log_softmax_backward, softmax, softmax_backward
+from pydet.ops.types import (
+    ABI,
+    DWEIGHT_ROWS,
+    FOLD_PARTS,
+    NUMERICS,
+    Arithmetic,
+    Granularity,
+    Mode,
+    Order,
+    Stream,
+    __version__,
+)
+
+__all__ = [
+    "ABI",
+    "DWEIGHT_ROWS",
+    "FOLD_PARTS",
+    "NUMERICS",
+    "Arithmetic",
+    "Device",
+    "Granularity",
+    "Kernel",
+    "Mode",
+    "Order",
+    "Stream",
+    "__version__",
+    "devices",
+    "fold",
+    "gemm",
+    "gemm_da",
+    "gemm_db",
+    "grouped_gemm",
+    "kernels",
+    "last_kernel",
+    "layernorm",
+    "layernorm_backward",
+    "log_prob",
+    "log_prob_backward",
+    "log_softmax",
+    "log_softmax_backward",
+    "quantize",
+    "resolve_arithmetic",
+    "rmsnorm",
+    "rmsnorm_backward",
+    "scaled_gemm",
+    "scaled_grouped_gemm",
+    "skinny_gemm",
+    "softmax",
+    "softmax_backward",
+]
