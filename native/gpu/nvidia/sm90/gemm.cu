@@ -5,82 +5,122 @@
 //
 // One persistent block an SM: a producer thread brings tiles of m by 64 and 64 by n into a ring of stages by TMA,
 // shared with the other blocks of the cluster by multicast; one to three warpgroups run wgmma m64nNk16 on their rows of
-// them, k ascending, and store their accumulators (rows.h). Either operand may have k adjacent or not: wgmma reads
+// them, k ascending, and store their accumulators (warp_out.h). Either operand may have k adjacent or not: wgmma reads
 // both. Few rows of out fit the columns of a tile better than its rows: then the tile is one of out^T = b^T a^T.
 // The file is compiled once for each group of kernels (tiles.h).
 
 #include <algorithm>
 
-#include "gpu/nvidia/sm90/rows.h"
+#include "gpu/nvidia/sm90/warp_out.h"
 
 namespace pydet {
 namespace {
 
 constexpr int kStep = 16;
-constexpr int kWarpgroup = 128;
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
-// This object's part of the kernels: those of one type, of the tiles kFirstTile, kFirstTile + kSm90TileGroups, ...
-constexpr int kGroup = PYDET_SM90_GROUP, kFirstTile = kGroup / 2;
+// This object's part of the kernels: those of one type, of the sizes kFirstSize, kFirstSize + kSm90SizeGroups, ...
+constexpr int kGroup = PYDET_SM90_GROUP, kFirstSize = kGroup / 2;
 constexpr Type kGroupType = kSm90GroupTypes[kGroup % 2];
-static_assert(kFirstTile >= 0 && kFirstTile < kSm90TileGroups, "the Makefile counts the groups as tiles.h does");
+static_assert(kFirstSize >= 0 && kFirstSize < kSm90SizeGroups, "the Makefile counts the groups as tiles.h does");
 
-template <int index, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {
-  static constexpr int tile = index;
+template <int rows, int columns, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {
   static constexpr Type type = input;
   static constexpr bool a_k_adjacent = a_adjacent, b_k_adjacent = b_adjacent, chunked = chunks;
-  static constexpr int m = kSm90Tiles[tile].m, n = kSm90Tiles[tile].n;
-  static constexpr int cluster_m = kSm90Tiles[tile].cluster_m, cluster_n = kSm90Tiles[tile].cluster_n;
-  static constexpr int cluster = cluster_m * cluster_n;
+  static constexpr int m = rows, n = columns;
   static constexpr int consumers = m == 64 ? 1 : m % 192 ? 2 : 3, threads = kWarpgroup * (1 + consumers);
   static constexpr int blocks = m / 64 / consumers, block_registers = n / 2;  // blocks of 64 rows a warpgroup
   static constexpr int registers = blocks * block_registers;                  // accumulators a thread
-  static constexpr bool transposes = kSm90Tiles[tile].swapped;
   // What the 64 Ki registers of an SM leave: at launch all threads have as many, then the producer gives some back.
   static constexpr int producer_registers = consumers == 3 ? 32 : 40, consumer_registers = consumers == 3 ? 160 : 232;
   static constexpr int a_bytes = m * kRowBytes;
   static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes;
-  static constexpr int staging_bytes = consumers * 4 * kPieceBytes, bias_bytes = consumers * n * 4;
-  static constexpr int stages = std::min(12, (kSharedBytes - staging_bytes - bias_bytes - 256) / (a_bytes + b_bytes));
+  static constexpr int warps = consumers * 4, staging_bytes = warps * kPieceBytes, bias_bytes = consumers * n * 4;
+  static constexpr int kept_bytes = warps * kKeptBytes;
+  static constexpr int stages =
+      std::min(12, (kSharedBytes - staging_bytes - bias_bytes - kept_bytes - 192) / (a_bytes + b_bytes));
   static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
-  static constexpr int barriers_at = bias_at + bias_bytes, shared_bytes = barriers_at + stages * 16;
+  static constexpr int kept_at = bias_at + bias_bytes;
+  static constexpr int barriers_at = kept_at + kept_bytes, shared_bytes = barriers_at + stages * 16;
   static_assert(m == 64 * consumers * blocks, "each warpgroup has as many blocks of 64 rows");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 16 == 0 && n >= 64, "whole warpgroups, whole pieces");
 };
 
-// This block's share of an operand tile for the blocks of `mask`: `extent` along m or n, 64 along k.
-template <bool k_adjacent, int extent, int shares>
+// Where this block lies in its cluster: read again where it is asked for, rather than kept.
+struct Rank {
+  int row, column;
+};
+__device__ __forceinline__ Rank rank_of(const Sm90Problem &p) {
+  const int rank = cluster_rank();
+  return {rank & ((1 << p.cluster_m_log) - 1), rank >> p.cluster_m_log};
+}
+
+__device__ __forceinline__ int cluster_index(const Sm90Problem &p) {
+  return int(blockIdx.x) >> (p.cluster_m_log + p.cluster_n_log);
+}
+__device__ __forceinline__ int cluster_count(const Sm90Problem &p) {
+  return int(gridDim.x) >> (p.cluster_m_log + p.cluster_n_log);
+}
+
+template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p, int index) {
+  const Rank rank = rank_of(p);
+  return tile_of(p, index, S::m, S::n, 1 << p.cluster_m_log, 1 << p.cluster_n_log, rank.row, rank.column);
+}
+
+// This block's share of an operand's tiles, which it loads for the blocks of `mask`, itself among them: from row `first`
+// of the box that one block alone would load.
+struct Share {
+  int first, mask;
+  bool with_others;
+};
+
+template <bool k_adjacent, int extent>
+__device__ __forceinline__ Share share_of(int rank, int blocks_log, int mask) {
+  return {rank * ((k_adjacent ? extent : kBlockK) >> blocks_log), mask, blocks_log > 0};
+}
+
+// `extent` along m or n, 64 along k. `start`: of the tile.
+template <bool k_adjacent, int extent>
 __device__ __forceinline__ void load_operand(const CUtensorMap *map, uint32_t barrier, uint32_t to, int k, int start,
-                                             int share, uint16_t mask, bool batched,
-                                             const int (&batch)[kSm90MaxBatch]) {
-  constexpr bool multicast = shares > 1;
-  auto load = [&](uint32_t address, int x, int y) {
-    Place place = {x, y, {batch[0], batch[1], batch[2]}};
-    if (batched) load_box<5, multicast>(address, map, barrier, place, mask);
-    else load_box<2, multicast>(address, map, barrier, place, mask);
-  };
-  if constexpr (k_adjacent) {
-    constexpr int rows = extent / shares;
-    static_assert(rows % 8 == 0, "shares are whole swizzle atoms");
-    load(to + share * rows * kRowBytes, k, start + share * rows);
-  } else {
-    constexpr int rows = kBlockK / shares;
+                                             const Share &share, bool batched, const int (&batch)[kSm90MaxBatch]) {
+  to += share.first * kRowBytes;
+  Place place = {k_adjacent ? k : start, share.first + (k_adjacent ? start : k), {batch[0], batch[1], batch[2]}};
 #pragma unroll
-    for (int block = 0; block < (extent + 63) / 64; ++block)
-      load(to + block * kBlockBytes + share * rows * kRowBytes, start + block * 64, k + share * rows);
+  for (int block = 0; block < (k_adjacent ? 1 : (extent + 63) / 64); ++block, place.x += 64, to += kBlockBytes) {
+    if (batched) load_box<5, true>(to, map, barrier, place, uint16_t(share.mask));
+    else if (share.with_others) load_box<2, true>(to, map, barrier, place, uint16_t(share.mask));
+    else load_box<2, false>(to, map, barrier, place, uint16_t(share.mask));
   }
 }
 
-template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int rank) {
-  const int row_rank = rank % S::cluster_m, column_rank = rank / S::cluster_m;
-  uint16_t a_mask = 0, b_mask = 0;
-  for (int i = 0; i < S::cluster_n; ++i) a_mask |= uint16_t(1 << (row_rank + i * S::cluster_m));
-  for (int i = 0; i < S::cluster_m; ++i) b_mask |= uint16_t(1 << (column_rank * S::cluster_m + i));
+// The same share of the first stage, to the L2: while the kernel ahead ends, whose writes the L2 sees.
+template <bool k_adjacent, int extent>
+__device__ __forceinline__ void ask_for_operand(const CUtensorMap *map, int start, const Share &share) {
+#pragma unroll
+  for (int block = 0; block < (k_adjacent ? 1 : (extent + 63) / 64); ++block)
+    prefetch_box(map, k_adjacent ? 0 : start + block * 64, share.first + (k_adjacent ? start : 0));
+}
+
+// One thread. What it does for a stage takes about as long as the products of the smallest tiles.
+template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared) {
+  const Rank rank = rank_of(p);
+  // The blocks beside this one share its rows of a, those under it its columns of b.
+  const Share a_share = share_of<S::a_k_adjacent, S::m>(rank.column, p.cluster_n_log, p.row_mask << rank.row);
+  const Share b_share = share_of<S::b_k_adjacent, S::n>(
+      rank.row, p.cluster_m_log, ((1 << (1 << p.cluster_m_log)) - 1) << (rank.column << p.cluster_m_log));
   int stage = 0, parity = 0;
-  wait_for_previous_kernel();
-  for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
-    Tile tile = tile_of<S>(p, index, rank);
+  bool first = true;
+  for (int index = cluster_index(p); index < p.tiles; index += cluster_count(p)) {
+    const Tile tile = tile_of<S>(p, index);
+    if (first) {
+      if (!p.batched && p.k > 0) {
+        ask_for_operand<S::a_k_adjacent, S::m>(&p.a, tile.row, a_share);
+        ask_for_operand<S::b_k_adjacent, S::n>(&p.b, tile.column, b_share);
+      }
+      wait_for_previous_kernel();
+      first = false;
+    }
     int a_batch[kSm90MaxBatch], b_batch[kSm90MaxBatch];
     for (int d = 0; d < kSm90MaxBatch; ++d) {
       a_batch[d] = p.a_moves[d] ? tile.batch[d] : 0;
@@ -88,43 +128,40 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
     }
     for (int chunk = 0; chunk < p.k; chunk += p.chunk) {
       int end = min(p.k - chunk, p.chunk) + chunk;
+#pragma unroll 1
       for (int k = chunk; k < end; k += kBlockK) {
         uint32_t full = shared + S::barriers_at + stage * 8, empty = full + S::stages * 8;
         uint32_t a = shared + stage * (S::a_bytes + S::b_bytes), b = a + S::a_bytes;
         barrier_wait(empty, parity ^ 1);
         barrier_expect(full, S::a_bytes + S::b_bytes);
-        load_operand<S::a_k_adjacent, S::m, S::cluster_n>(&p.a, full, a, k, tile.row, column_rank, a_mask, p.batched,
-                                                          a_batch);
-        load_operand<S::b_k_adjacent, S::n, S::cluster_m>(&p.b, full, b, k, tile.column, row_rank, b_mask, p.batched,
-                                                          b_batch);
+        load_operand<S::a_k_adjacent, S::m>(&p.a, full, a, k, tile.row, a_share, p.batched, a_batch);
+        load_operand<S::b_k_adjacent, S::n>(&p.b, full, b, k, tile.column, b_share, p.batched, b_batch);
         if (++stage == S::stages) stage = 0, parity ^= 1;
       }
     }
   }
   // The block may end when every arrival that the others owe it has come.
+#pragma unroll 1
   for (int i = 0; i < S::stages; ++i) {
     barrier_wait(shared + S::barriers_at + (S::stages + stage) * 8, parity ^ 1);
     if (++stage == S::stages) stage = 0, parity ^= 1;
   }
 }
 
-// The accumulators of one block of 64 rows.
-template <class S>
-__device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) -> float (&)[S::block_registers] {
-  return *reinterpret_cast<float(*)[S::block_registers]>(d + block * S::block_registers);
-}
-
 // Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads.
 template <class S> struct Ring {
   uint32_t shared;
-  int warpgroup, rank, thread;
+  int warpgroup;
+  uint32_t told;  // the first stage's barrier in a block that writes into this one's stages; 0: other threads tell it
   int stage = 0, parity = 0, reading = -1;
 
   // All four warps have read the stage: tells every block that writes into it.
   __device__ __forceinline__ void release() {
-    if (reading < 0) return;
-    bool writes_here = thread % S::cluster_m == rank % S::cluster_m || thread / S::cluster_m == rank / S::cluster_m;
-    if (thread < S::cluster && writes_here) barrier_arrive(shared + S::barriers_at + (S::stages + reading) * 8, thread);
+    asm volatile(
+        "{\n.reg .pred tells;\nsetp.ne.u32 tells, %0, 0;\n@tells mbarrier.arrive.shared::cluster.b64 _, [%1];\n}" ::"r"(
+            reading < 0 ? 0 : told),
+        "r"(told + reading * 8)
+        : "memory");
   }
 
   // Starts `steps` steps of 16 on the next stage, the first from +0 if `fresh`, and frees the stage before it. Whole
@@ -186,42 +223,35 @@ template <class S> struct Ring {
 };
 
 template <class S>
-__device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, int rank, int warpgroup) {
+__device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, int warpgroup) {
   const int thread = int(threadIdx.x) % kWarpgroup;
-  Ring<S> ring = {shared, warpgroup, rank, thread};
-  const uint32_t piece = shared + S::staging_at + (warpgroup * 4 + thread / 32) * kPieceBytes;
-  const uint32_t bias_row = shared + S::bias_at + warpgroup * S::n * 4;
-  const bool one_bias_row = p.bias && p.bias_row_stride == 0;
+  const Rank rank = rank_of(p);
+  const bool writes_here =
+      (thread & ((1 << p.cluster_m_log) - 1)) == rank.row || thread >> p.cluster_m_log == rank.column;
+  const bool tells = writes_here && thread < 1 << (p.cluster_m_log + p.cluster_n_log);
+  Ring<S> ring = {shared, warpgroup, tells ? in_block(shared + S::barriers_at + S::stages * 8, thread) : 0};
+  // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
+  auto rows_of = [&](const Tile &tile, int block) {
+    const int warp = int(thread_number() / 32), lane = int(thread_number() % 32);
+    return WarpOut<S>{p, tile, shared + S::staging_at + warp * kPieceBytes,
+                      tile.row + (warp / 4 * S::blocks + block) * 64 + warp % 4 * kWarpRows, lane};
+  };
+  auto kept = [&] { return shared + S::kept_at + thread_number() / 32 * kKeptBytes; };
   wait_for_previous_kernel();
-  for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
-    // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
-    auto rows_of = [&](int i, int block = 0) {
-      int t = thread;
-      asm volatile("" : "+r"(i), "+r"(t));
-      Tile tile = tile_of<S>(p, i, rank);
-      return WarpRows<S>{p, tile, piece, tile.row + (warpgroup * S::blocks + block) * 64 + t / 32 * kWarpRows, t % 32};
-    };
+  for (int index = cluster_index(p); index < p.tiles;
+       index = __shfl_sync(~0u, kept_index(kept()), 0) + cluster_count(p)) {
     float d[S::registers];
-
-    constexpr int kBiasLoads = (S::n + kWarpgroup - 1) / kWarpgroup;
-    uint32_t bias[kBiasLoads] = {};  // loaded before the main loop, used after it
-    if (one_bias_row) {
-      const Tile tile = rows_of(index).tile;
-#pragma unroll
-      for (int i = 0; i < kBiasLoads; ++i) {
-        int column = tile.column + thread + i * kWarpgroup;
-        if (column < p.n) bias[i] = load_raw(p.bias, tile.bias_offset + column * p.bias_column_stride, p.bias_type);
-      }
+    Biases<S> bias;
+    {
+      const Tile tile = tile_of<S>(p, index);
+      keep(kept(), tile, index);
+      if (!S::chunked) bias.load(p, tile, rows_of(tile, 0).row);
     }
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (p.accumulate) {
+      const Tile tile = kept_tile(kept());
 #pragma unroll
-      for (int block = 0; block < S::blocks; ++block) {
-        const WarpRows<S> rows = rows_of(index, block);
-        rows.each_element(p.out, Type::f32, rows.tile.out_offset, S::transposes ? 1 : p.out_stride,
-                          S::transposes ? p.out_stride : 1,
-                          [&](int i, float x) { block_of<S>(d, block)[i] = canonical(x); });
-      }
+      for (int block = 0; block < S::blocks; ++block) rows_of(tile, block).begin_at_out(block_of<S>(d, block));
       ring.chain(d, p.k, p.chunk);
     } else {
 #pragma unroll
@@ -229,40 +259,14 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
       ring.chain(d, p.k, p.chunk);
     }
 
-    if (one_bias_row) {
-      named_sync(1 + warpgroup, kWarpgroup);
-#pragma unroll
-      for (int i = 0; i < kBiasLoads; ++i)
-        if (thread + i * kWarpgroup < S::n)
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(bias_row + (thread + i * kWarpgroup) * 4),
-                       "f"(f32_from_raw(bias[i], p.bias_type))
-                       : "memory");
-      named_sync(1 + warpgroup, kWarpgroup);
-    }
+    const Tile tile = kept_tile(kept());
+    if (S::chunked) bias.load(p, tile, rows_of(tile, 0).row);
+    bias.add(p, d, shared);
 #pragma unroll
     for (int block = 0; block < S::blocks; ++block) {
-      float(&x)[S::block_registers] = block_of<S>(d, block);
-      const WarpRows<S> rows = rows_of(index, block);
-      if (one_bias_row) {
-#pragma unroll
-        for (int i = 0; i < S::n / 8; ++i) {
-          float2 pair = load_pair(bias_row + (8 * i + rows.lane % 4 * 2) * 4);
-          x[4 * i] = x[4 * i] + pair.x;
-          x[4 * i + 1] = x[4 * i + 1] + pair.y;
-          x[4 * i + 2] = x[4 * i + 2] + pair.x;
-          x[4 * i + 3] = x[4 * i + 3] + pair.y;
-        }
-      } else if (p.bias) {
-        rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
-                          [&](int i, float bias) { x[i] = x[i] + bias; });
-      }
-      if constexpr (S::transposes) {
-        if (p.out_type == Type::bf16) rows.template store_transposed<2, true>(x);
-        else if (p.out_type == Type::f16) rows.template store_transposed<2, false>(x);
-        else rows.template store_transposed<4, false>(x);
-      } else if (p.out_type == Type::bf16) rows.template store<2, true>(x);
-      else if (p.out_type == Type::f16) rows.template store<2, false>(x);
-      else rows.template store<4, false>(x);
+      const WarpOut<S> rows = rows_of(tile, block);
+      if (p.out_halves) rows.store_halves(block_of<S>(d, block));
+      else rows.store_any(block_of<S>(d, block));
     }
   }
 }
@@ -271,41 +275,42 @@ template <class S>
 __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_constant__ Sm90Problem p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = shared_address(memory);
-  const int rank = S::cluster > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
+    const int sharers = (1 << p.cluster_m_log) + (1 << p.cluster_n_log) - 1;
+#pragma unroll
     for (int i = 0; i < S::stages; ++i) {
       barrier_init(shared + S::barriers_at + i * 8, 1);
-      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * (S::cluster_m + S::cluster_n - 1));
+      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * sharers);
     }
     fence_barrier_init();
     if (p.k > 0) prefetch(&p.a), prefetch(&p.b);
   }
-  if (S::cluster > 1) cluster_sync_relaxed();
-  else __syncthreads();
+  cluster_sync_relaxed();
   let_next_kernel_start();
 
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     registers_down<S::producer_registers>();
-    if (threadIdx.x == 0) produce<S>(p, shared, rank);
+    if (threadIdx.x < 32 && elected()) produce<S>(p, shared);
   } else {
     registers_up<S::consumer_registers>();
-    consume<S>(p, shared, rank, warpgroup - 1);
+    consume<S>(p, shared, warpgroup - 1);
   }
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-template <class S> pydet_status launch_shape(const Gemm &g, const Sm90Operands &operands) {
-  const char *name = kSm90Tiles[S::tile].name;
+template <class S> pydet_status launch_shape(const Gemm &g, const Sm90Operands &operands, int tile) {
+  const char *name = kSm90Tiles[tile].name;
+  const int cluster = kSm90Tiles[tile].cluster();
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   Sm90Problem problem = {};
-  if (pydet_status status = sm90_plan(g, operands, S::tile, &problem)) return status;
-  const int clusters = std::min(sm90_clusters(g.device.id, S::cluster), problem.tiles);
-  Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * S::cluster)), dim3(S::threads)};
+  if (pydet_status status = sm90_plan(g, operands, tile, &problem)) return status;
+  const int clusters = std::min(sm90_clusters(g.device.id, cluster), problem.tiles);
+  Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
-  shape.cluster = S::cluster;
+  shape.cluster = cluster;
   shape.overlaps_previous = true;
   return launch(shape, gemm_kernel<S>, problem);
 }
@@ -313,33 +318,34 @@ template <class S> pydet_status launch_shape(const Gemm &g, const Sm90Operands &
 // Calls f with true_type or false_type for a run-time bool.
 template <class F> pydet_status either(bool value, F f) { return value ? f(std::true_type()) : f(std::false_type()); }
 
-template <int tile> pydet_status launch_tile(const Gemm &g, const Sm90Operands &operands) {
+template <int size> pydet_status launch_size(const Gemm &g, const Sm90Operands &operands, int tile) {
   return either(operands.a.k_adjacent, [&](auto a_adjacent) {
     return either(operands.b.k_adjacent, [&](auto b_adjacent) {
       return either(g.k_chunk != 0, [&](auto chunked) {
         constexpr bool a_first = decltype(a_adjacent)::value, b_first = decltype(b_adjacent)::value;
         constexpr bool chunks = decltype(chunked)::value;
-        if constexpr (kSm90Tiles[tile].layouts_of(chunks) & layout_bit(a_first, b_first))
-          return launch_shape<Shape<tile, kGroupType, a_first, b_first, chunks>>(g, operands);
+        constexpr Sm90Size its = kSm90Sizes.sizes[size];
+        if constexpr (its.layouts_of(chunks) & layout_bit(a_first, b_first))
+          return launch_shape<Shape<its.m, its.n, kGroupType, a_first, b_first, chunks>>(g, operands, tile);
         else return pydet_status(PYDET_UNSUPPORTED);  // gemm_sm90_choose has refused it
       });
     });
   });
 }
 
-// f(tile) for each tile of this object's group.
-template <class F, int... tiles> void each_tile(F f, std::integer_sequence<int, tiles...>) {
-  (f(std::integral_constant<int, kFirstTile + tiles * kSm90TileGroups>()), ...);
+// f(size) for each size of this object's group.
+template <class F, int... sizes> void each_size(F f, std::integer_sequence<int, sizes...>) {
+  (f(std::integral_constant<int, kFirstSize + sizes * kSm90SizeGroups>()), ...);
 }
 
 }  // namespace
 
 template <> pydet_status Sm90Group<kGroup>::launch(const Gemm &g, const Sm90Operands &operands, int tile) {
-  constexpr int count = (kSm90TileCount - kFirstTile + kSm90TileGroups - 1) / kSm90TileGroups;
+  constexpr int count = (kSm90Sizes.count - kFirstSize + kSm90SizeGroups - 1) / kSm90SizeGroups;
   pydet_status status = PYDET_UNSUPPORTED;
-  each_tile(
+  each_size(
       [&](auto mine) {
-        if (mine == tile) status = launch_tile<decltype(mine)::value>(g, operands);
+        if (mine == kSm90Sizes.of_tile[tile]) status = launch_size<decltype(mine)::value>(g, operands, tile);
       },
       std::make_integer_sequence<int, count>());
   return status;

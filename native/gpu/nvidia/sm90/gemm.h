@@ -13,6 +13,9 @@ constexpr int kRowBytes = 128;    // a row of every box that TMA moves
 constexpr int kWarpRows = 16;     // of out that a warp stores at once
 constexpr int kSm90MaxBatch = 3;  // dimensions, beside the two of a matrix
 
+// How a bias is added: to columns of a tile, to its rows, or element by element as they are stored.
+enum class BiasWay : uint8_t { none, by_column, by_row, any };
+
 // The part of a problem that the device sees. Strides are in elements.
 struct Sm90Problem {
   CUtensorMap a, b;
@@ -30,6 +33,13 @@ struct Sm90Problem {
   int batch_shape[kSm90MaxBatch];
   bool a_moves[kSm90MaxBatch], b_moves[kSm90MaxBatch];  // false: broadcast
   int64_t out_batch_stride[kSm90MaxBatch], bias_batch_stride[kSm90MaxBatch];
+  // Of gemm.cu alone. A cluster has 1 << cluster_m_log blocks under each other, 1 << cluster_n_log side by side.
+  int cluster_m_log, cluster_n_log;
+  int row_mask;     // the blocks of a cluster that have the first one's rows
+  bool transposes;  // the tile is one of out^T
+  bool out_halves;  // out has the operands' type, in whole aligned units of 16 bytes
+  bool out_fours;   // its elements may be stored four at a time
+  BiasWay bias_way;
 };
 
 // An operand as the copy engine can take it: elements are adjacent along k or along m (n), and the other dimension has

@@ -42,6 +42,20 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
       : "memory");
 }
 
+// The same address in block `rank` of the cluster.
+__device__ __forceinline__ uint32_t in_block(uint32_t address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// One thread of a whole warp, of which the compiler knows that it is one.
+__device__ __forceinline__ bool elected() {
+  uint32_t one;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(one));
+  return one;
+}
+
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -72,6 +86,11 @@ struct Place {
 
 __device__ __forceinline__ void prefetch(const CUtensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Brings a box of two dimensions into the L2.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap *map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
 // Loads a box into shared memory and counts its bytes on `barrier`; what lies outside of the tensor reads as zero. With

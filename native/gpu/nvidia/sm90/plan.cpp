@@ -43,6 +43,12 @@ bool takes(const Gemm &g, Sm90Operands *operands) {
          aligned_batch(g.batch, g.batch.b);
 }
 
+int log2_of(int power) {
+  int log = 0;
+  while (1 << log < power) ++log;
+  return log;
+}
+
 MapShape map_of(const Gemm &g, const Matrix &matrix, const Sm90Operand &operand,
                 const int64_t (&batch_strides)[kMaxBatchDims], int extent, int shares) {
   constexpr int64_t kAnyStride = kUnit;  // where there is only one of something
@@ -97,7 +103,7 @@ Choice gemm_sm90_choose(const Gemm &g, int tile) {
 
 pydet_status gemm_sm90(const Gemm &g, const Choice &choice) {
   const int group = sm90_group(choice.variant, g.a.type);
-  constexpr auto groups = std::make_integer_sequence<int, 2 * kSm90TileGroups>();
+  constexpr auto groups = std::make_integer_sequence<int, 2 * kSm90SizeGroups>();
   const auto operands = choice.cut<Sm90Operands>();
   if (!kSm90Tiles[choice.variant].swapped) return launch_group(g, operands, choice.variant, group, groups);
   return launch_group(transposed(g), {operands.b, operands.a}, choice.variant, group, groups);
@@ -132,6 +138,8 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
   p.cluster_columns = int(divide_up(g.n, tile.n * tile.cluster_n));
   p.tiles = int(p.cluster_rows * p.cluster_columns * g.batch.count);
   p.band = std::max(1, 2048 / (tile.m * tile.cluster_m));
+  p.cluster_m_log = log2_of(tile.cluster_m), p.cluster_n_log = log2_of(tile.cluster_n);
+  for (int i = 0; i < tile.cluster_n; ++i) p.row_mask |= 1 << i * tile.cluster_m;
   p.batched = g.batch.count > 1;
   p.accumulate = g.accumulate;
   p.out_type = g.out.type;
@@ -140,6 +148,14 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
   p.bias_type = g.bias.type;
   p.bias_row_stride = g.m == 1 ? 0 : g.bias.row_stride;
   p.bias_column_stride = g.bias.col_stride;
+  p.bias_way = !g.bias.data                            ? BiasWay::none
+               : p.bias_row_stride == 0                ? BiasWay::by_column
+               : g.n == 1 || p.bias_column_stride == 0 ? BiasWay::by_row
+                                                       : BiasWay::any;
+  p.transposes = tile.swapped;
+  const int64_t adjacent = tile.swapped ? g.m : g.n;
+  p.out_halves = p.out_aligned && g.out.type == g.a.type && adjacent % kUnit == 0 && p.bias_way != BiasWay::any;
+  p.out_fours = p.out_aligned && adjacent % 4 == 0;
   for (int i = 0; i < kSm90MaxBatch; ++i) {
     bool here = i < g.batch.dims;
     p.batch_shape[i] = here ? int(g.batch.shape[i]) : 1;

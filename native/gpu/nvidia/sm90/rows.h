@@ -1,4 +1,5 @@
-// Where gemm.cu's tiles lie, and what one warp does with its 16 rows of a tile before and after the main loop.
+// Where tiles of the Hopper kernels lie, and what one warp of scaled_tiles.cu does with its 16 rows of one before and
+// after the main loop.
 #pragma once
 
 #include "gpu/nvidia/sm90/gemm.h"
@@ -19,16 +20,18 @@ struct Tile {
   int64_t out_offset, bias_offset;
 };
 
-template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p, int index, int rank) {
+// Of m by n, in a cluster of cluster_m by cluster_n of them.
+__device__ __forceinline__ Tile tile_of(const Sm90Problem &p, int index, int m, int n, int cluster_m, int cluster_n,
+                                        int row_rank, int column_rank) {
   Tile tile = {};
   int matrix = p.cluster_rows * p.cluster_columns, batch = p.batched ? index / matrix : 0;
   int i = index - batch * matrix, band_tiles = p.band * p.cluster_columns, band = i / band_tiles;
   int rows = min(p.band, p.cluster_rows - band * p.band), within = i - band * band_tiles;
-  tile.row = ((band * p.band + within % rows) * S::cluster_m + rank % S::cluster_m) * S::m;
-  tile.column = (within / rows * S::cluster_n + rank / S::cluster_m) * S::n;
+  tile.row = ((band * p.band + within % rows) * cluster_m + row_rank) * m;
+  tile.column = (within / rows * cluster_n + column_rank) * n;
   tile.first_row = tile.row, tile.first_column = tile.column;
-  if (p.rows_move) tile.row = max(0, min(tile.row, p.m - S::m));
-  if (p.columns_move) tile.column = max(0, min(tile.column, p.n - S::n));
+  if (p.rows_move) tile.row = max(0, min(tile.row, p.m - m));
+  if (p.columns_move) tile.column = max(0, min(tile.column, p.n - n));
   if (!p.accumulate) tile.first_row = tile.row, tile.first_column = tile.column;
   if (p.batched)
     for (int d = kSm90MaxBatch - 1; d >= 0; --d) {
@@ -38,6 +41,9 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p,
       tile.bias_offset += tile.batch[d] * p.bias_batch_stride[d];
     }
   return tile;
+}
+template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p, int index, int rank) {
+  return tile_of(p, index, S::m, S::n, S::cluster_m, S::cluster_n, rank % S::cluster_m, rank / S::cluster_m);
 }
 
 __device__ __forceinline__ uint32_t load_raw(const char *data, int64_t index, Type type) {
@@ -142,53 +148,6 @@ template <class S> struct WarpRows {
       __syncwarp();
       copy_out<size>(tile.column + start);
       __syncwarp();
-    }
-  }
-
-  // Rounds and stores the accumulators as columns of out, 16 of them in a row: what a swapped tile does. A piece is then
-  // 64 rows of 32 bytes; the 16-byte half h of row r lies at half h ^ (r / 4 % 2).
-  template <int size, bool bf16> __device__ __forceinline__ void store_transposed(const float (&d)[S::n / 2]) const {
-    auto here = [&](int r, int c) { return r >= tile.first_row && r < p.m && c >= tile.first_column && c < p.n; };
-    if constexpr (size == 4) {
-#pragma unroll
-      for (int i = 0; i < S::n / 2; ++i) {
-        const int r = row + lane / 4 + i / 2 % 2 * 8, c = tile.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        if (here(r, c)) reinterpret_cast<float *>(p.out)[tile.out_offset + c * p.out_stride + r] = d[i];
-      }
-    } else {
-      constexpr int columns = 64, last = S::n - columns, row_bytes = kWarpRows * size;
-      auto half_address = [&](int r, int h) { return piece + r * row_bytes + ((h ^ (r / 4 & 1)) << 4); };
-      uint16_t *out = reinterpret_cast<uint16_t *>(p.out) + tile.out_offset + row;
-#pragma unroll
-      for (int i = 0; i < (S::n + columns - 1) / columns; ++i) {
-        const int start = i * columns < last ? i * columns : last;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float *e = d + start / 2 + 8 * j;
-          uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
-                                   round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
-          store_matrices<true>(half_address(16 * j + lane / 16 * 8 + lane % 8, lane / 8 & 1), fragments);
-        }
-        __syncwarp();
-        const int column = tile.column + start;
-        if (p.out_aligned && row >= tile.first_row && row + kWarpRows <= p.m) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int c = 16 * j + lane / 2, h = lane % 2;
-            if (here(row, column + c))
-              *reinterpret_cast<uint4 *>(out + (column + c) * p.out_stride + h * 8) = load_16_bytes(half_address(c, h));
-          }
-        } else {
-#pragma unroll 1
-          for (int j = lane; j < columns * kWarpRows; j += 32) {
-            const int c = j / kWarpRows, r = j % kWarpRows;
-            uint16_t word;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(half_address(c, r / 8) + r % 8 * 2) : "memory");
-            if (here(row + r, column + c)) out[(column + c) * p.out_stride + r] = word;
-          }
-        }
-        __syncwarp();
-      }
     }
   }
 

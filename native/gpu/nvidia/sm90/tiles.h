@@ -75,15 +75,64 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_128x96_4x1_swapped", 128, 96, 4, 1, true, kForward | kTurnedA, kNoLayout},
     {"cuda_gemm_sm90_192x96_4x1_swapped", 192, 96, 4, 1, true, kForward | kTurnedA, kNoLayout},
     {"cuda_gemm_sm90_192x128", 192, 128, 2, 1, false, kForward | kTurnedB | kBothTurned, kNoLayout},
+    {"cuda_gemm_sm90_192x160_swapped", 192, 160, 2, 1, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_192x192_wide", 192, 192, 1, 2, false, kForward | kTurnedB, kNoLayout},
+    {"cuda_gemm_sm90_256x160_swapped", 256, 160, 2, 1, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_256x144_swapped", 256, 144, 2, 1, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_256x112_wide_swapped", 256, 112, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x176_wide_swapped", 128, 176, 1, 2, true, kForward, kNoLayout},
+    {"cuda_gemm_sm90_128x208_swapped", 128, 208, 2, 1, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x160_swapped", 128, 160, 2, 1, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x144_wide_swapped", 128, 144, 1, 2, true, kForward, kNoLayout},
+    {"cuda_gemm_sm90_128x112_wide_swapped", 128, 112, 1, 2, true, kForward | kTurnedA, kNoLayout},
+    {"cuda_gemm_sm90_128x256_wide", 128, 256, 1, 2, false, kForward | kTurnedB, kNoLayout},
+    {"cuda_gemm_sm90_128x224_wide", 128, 224, 1, 2, false, kForward | kTurnedB, kNoLayout},
+    {"cuda_gemm_sm90_128x176_wide", 128, 176, 1, 2, false, kForward | kTurnedB, kNoLayout},
+    {"cuda_gemm_sm90_128x128_2x2", 128, 128, 2, 2, false, kForward | kTurnedB, kNoLayout},
+    {"cuda_gemm_sm90_256x144", 256, 144, 2, 1, false, kForward, kNoLayout},
+    {"cuda_gemm_sm90_192x112_wide", 192, 112, 1, 2, false, kForward, kNoLayout},
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 
-// gemm.cu is compiled 2 kSm90TileGroups times, side by side: in group g for kSm90GroupTypes[g % 2], tiles i with
-// i % kSm90TileGroups = g / 2.
-constexpr int kSm90TileGroups = 16;
+constexpr bool shares_are_whole_atoms() {
+  for (const Sm90Tile &t : kSm90Tiles)
+    if (t.m % (8 * t.cluster_n) || t.n % (8 * t.cluster_m) || (t.cluster() & (t.cluster() - 1))) return false;
+  return true;
+}
+static_assert(shares_are_whole_atoms(), "a block of a cluster loads whole atoms of 8 rows; clusters are powers of two");
+
+// The kernels of all tiles of one size, which are told at run time how the cluster lies and whether the tile is of out^T.
+struct Sm90Size {
+  int m, n;
+  uint32_t layouts, chunked_layouts;
+  constexpr uint32_t layouts_of(bool chunked) const { return chunked ? chunked_layouts : layouts; }
+};
+struct Sm90Sizes {
+  Sm90Size sizes[kSm90TileCount];
+  int count, of_tile[kSm90TileCount];
+};
+constexpr Sm90Sizes sm90_sizes() {
+  Sm90Sizes found = {};
+  for (int tile = 0; tile < kSm90TileCount; ++tile) {
+    const Sm90Tile &t = kSm90Tiles[tile];
+    int i = 0;
+    while (i < found.count && (found.sizes[i].m != t.m || found.sizes[i].n != t.n)) ++i;
+    if (i == found.count) found.sizes[found.count++] = {t.m, t.n, 0, 0};
+    found.sizes[i].layouts |= t.layouts, found.sizes[i].chunked_layouts |= t.chunked_layouts;
+    found.of_tile[tile] = i;
+  }
+  return found;
+}
+constexpr Sm90Sizes kSm90Sizes = sm90_sizes();
+
+// gemm.cu is compiled 2 kSm90SizeGroups times, side by side: in group g for kSm90GroupTypes[g % 2], sizes i with
+// i % kSm90SizeGroups = g / 2.
+constexpr int kSm90SizeGroups = 16;
 constexpr Type kSm90GroupTypes[] = {Type::bf16, Type::f16};
 static_assert((bit(kSm90GroupTypes[0]) | bit(kSm90GroupTypes[1])) == kHalfTypes,
               "the types of the rows in backend.cpp");
-constexpr int sm90_group(int tile, Type type) { return tile % kSm90TileGroups * 2 + (type == kSm90GroupTypes[1]); }
+constexpr int sm90_group(int tile, Type type) {
+  return kSm90Sizes.of_tile[tile] % kSm90SizeGroups * 2 + (type == kSm90GroupTypes[1]);
+}
 
 }  // namespace pydet

@@ -1,0 +1,320 @@
+// What one warp of gemm.cu does with its 16 rows of a tile before and after the main loop. Where the tile is one of
+// out^T, its rows are columns of out, and its columns rows: then what is adjacent in memory lies along its rows.
+//
+// Behind other kernels this code is cold, and to fetch a line of it costs more than to run it. So a tile's pieces are
+// taken in loops that stay loops: only what names accumulators stands there once a piece.
+#pragma once
+
+#include <utility>
+
+#include "gpu/nvidia/sm90/rows.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kWarpgroup = 128;
+
+// Of the warpgroups that consume: read again where it is asked for, rather than kept.
+__device__ __forceinline__ uint32_t thread_number() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread - kWarpgroup;
+}
+// The accumulators of one block of 64 rows.
+template <class S>
+__device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) -> float (&)[S::block_registers] {
+  return *reinterpret_cast<float(*)[S::block_registers]>(d + block * S::block_registers);
+}
+
+// f(integral_constant i) for the i that `which` is.
+template <class F, int... i>
+__device__ __forceinline__ void with_index(int which, F f, std::integer_sequence<int, i...>) {
+  ((which == i ? f(std::integral_constant<int, i>()) : void()), ...);
+}
+
+__device__ __forceinline__ float load_word(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+// A tile is worked out before the main loop and kept with its number in 48 bytes of shared memory, the warp's own, until after it.
+constexpr int kKeptBytes = 48;
+__device__ __forceinline__ void keep(uint32_t at, const Tile &tile, int index) {
+  __syncwarp();  // all have read the one before
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(tile.row), "r"(tile.column),
+                 "r"(tile.first_row), "r"(tile.first_column)
+                 : "memory");
+    asm volatile("st.shared.v2.s64 [%0], {%1, %2};" ::"r"(at + 16), "l"(tile.out_offset), "l"(tile.bias_offset)
+                 : "memory");
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(at + 32), "r"(index) : "memory");
+  }
+  __syncwarp();
+}
+__device__ __forceinline__ int kept_index(uint32_t at) {
+  int index;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(index) : "r"(at + 32) : "memory");
+  return index;
+}
+__device__ __forceinline__ Tile kept_tile(uint32_t at) {
+  Tile tile = {};
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.row), "=r"(tile.column), "=r"(tile.first_row), "=r"(tile.first_column)
+               : "r"(at)
+               : "memory");
+  asm volatile("ld.shared.v2.s64 {%0, %1}, [%2];"
+               : "=l"(tile.out_offset), "=l"(tile.bias_offset)
+               : "r"(at + 16)
+               : "memory");
+  return tile;
+}
+
+// `d` are a thread's accumulators of 16 rows by S::n columns. `piece` is 2 KiB of shared memory, the warp's own.
+template <class S> struct WarpOut {
+  const Sm90Problem &p;
+  const Tile tile;
+  uint32_t piece;
+  int row, lane;  // row: the first, in the matrix
+
+  static constexpr int kFloatColumns = 32, kHalfColumns = 64;
+  template <int columns> static constexpr int pieces = (S::n + columns - 1) / columns;
+  // The last piece may overlap the one before: it has the same bits there.
+  template <int columns> __device__ static constexpr int start_of(int piece) {
+    return piece * columns < S::n - columns ? piece * columns : S::n - columns;
+  }
+
+  // A piece of floats: row r, 32 columns, the 16 bytes c / 4 of a row at c / 4 ^ (r % 8).
+  __device__ __forceinline__ uint32_t float_address(int r, int c) const {
+    return piece + r * kRowBytes + (((c / 4) ^ (r & 7)) << 4) + c % 4 * 4;
+  }
+  // f(d[i], address) of all d[i] and d[i + 1] in the piece whose first column in the tile is `start`.
+  template <int start, class F> __device__ __forceinline__ void each_pair(F f) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) f(start / 2 + 4 * j + 2 * h, float_address(lane / 4 + 8 * h, 8 * j + lane % 4 * 2));
+  }
+  // Whether an element of the matrix is this tile's to store.
+  __device__ __forceinline__ bool owns(int r, int c) const {
+    return r >= tile.first_row && r < p.m && c >= tile.first_column && c < p.n;
+  }
+  __device__ __forceinline__ int64_t place(int r, int c) const {
+    return tile.out_offset + (p.transposes ? c * p.out_stride + r : r * p.out_stride + c);
+  }
+
+  // Accumulators that continue out's elements, in fp32.
+  __device__ __forceinline__ void begin_at_out(float (&d)[S::n / 2]) const {
+#pragma unroll
+    for (int i = 0; i < pieces<kFloatColumns>; ++i) {
+      const int start = start_of<kFloatColumns>(i);
+#pragma unroll 4
+      for (int j = lane; j < kWarpRows * kFloatColumns; j += 32) {
+        const int r = p.transposes ? j % kWarpRows : j / kFloatColumns,
+                  c = p.transposes ? j / kWarpRows : j % kFloatColumns;
+        const bool inside = row + r < p.m && tile.column + start + c < p.n;
+        const float x = inside ? reinterpret_cast<const float *>(p.out)[place(row + r, tile.column + start + c)] : 0;
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(float_address(r, c)), "f"(canonical(x)) : "memory");
+      }
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 pair = load_pair(float_address(lane / 4 + 8 * h, 8 * j + lane % 4 * 2));
+          d[start / 2 + 4 * j + 2 * h] = pair.x;
+          d[start / 2 + 4 * j + 2 * h + 1] = pair.y;
+        }
+      __syncwarp();
+    }
+  }
+
+  // To out of the operands' type, whose rows and what lies adjacent in them are whole units of 16 bytes.
+  __device__ __forceinline__ void store_halves(const float (&d)[S::n / 2]) const {
+    constexpr bool bf16 = is_bf16<S::type>();
+    // A piece lies as rows of 128 bytes, 16-byte part c of row r at c ^ (r % 8), or for out^T as 64 rows of 32 bytes,
+    // half h of row r at h ^ (r / 4 % 2). A lane takes four parts, `step` rows of memory from each other.
+    const bool across = p.transposes;
+    const int step = across ? 16 : 4, line = across ? lane / 2 : lane / 8, part = across ? lane % 2 : lane % 8;
+    uint32_t from[2];  // of even and of odd turns
+    from[0] = piece + lane / 2 * 32 + ((lane % 2 ^ (lane / 8 & 1)) << 4);
+    from[1] = from[0];
+    if (!across)
+      for (int i = 0; i < 2; ++i) from[i] = piece + lane / 8 * kRowBytes + ((part ^ (lane / 8 + 4 * i)) << 4);
+    // In the matrix, along and across what is adjacent.
+    int first = (across ? tile.column : row) + line, other = (across ? row : tile.column) + part * 8;
+    const int end = across ? p.n : p.m, other_end = across ? p.m : p.n;
+    const int64_t bytes = p.out_stride * 2;
+    char *to = p.out + (tile.out_offset + first * p.out_stride + other) * 2;
+#pragma unroll 1
+    for (int i = 0; i < pieces<kHalfColumns>; ++i) {
+      auto stage = [&](auto index) {
+        constexpr int start = start_of<kHalfColumns>(decltype(index)::value);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float *e = d + start / 2 + 8 * j;
+          const uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
+                                         round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
+          const int r = lane % 16, c = 2 * j + lane / 16;
+          if (across)
+            store_matrices<true>(
+                piece + j * 512 + (lane / 16 * 8 + lane % 8) * 32 + (((lane / 8 & 1) ^ (lane / 4 & 1)) << 4),
+                fragments);
+          else store_matrices(piece + r * kRowBytes + ((c ^ (r & 7)) << 4), fragments);
+        }
+      };
+      with_index(i, stage, std::make_integer_sequence<int, pieces<kHalfColumns>>());
+      __syncwarp();
+      const int start = start_of<kHalfColumns>(i);
+      const int line_here = first + (across ? start : 0);
+      const bool inside = other + (across ? 0 : start) < other_end;
+      char *here = to + (across ? start * bytes : start * 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j, here += step * bytes)
+        if (inside && line_here + j * step < end)
+          *reinterpret_cast<uint4 *>(here) = load_16_bytes(from[j % 2] + j * 512);
+      __syncwarp();
+    }
+  }
+
+  // To any out, with a bias that has rows and columns of its own, if there is one.
+  __device__ __forceinline__ void store_any(const float (&d)[S::n / 2]) const {
+#pragma unroll 1
+    for (int i = 0; i < pieces<kFloatColumns>; ++i) {
+      with_index(
+          i,
+          [&](auto index) {
+            each_pair<start_of<kFloatColumns>(decltype(index)::value)>(
+                [&](int e, uint32_t address) { store_pair(address, d[e], d[e + 1]); });
+          },
+          std::make_integer_sequence<int, pieces<kFloatColumns>>());
+      __syncwarp();
+      const int column = tile.column + start_of<kFloatColumns>(i);
+      if (p.out_type == Type::f32 && p.out_fours && p.bias_way != BiasWay::any) store_fours(column);
+      else store_floats(column);
+      __syncwarp();
+    }
+  }
+
+  // The piece of floats to its place in an out of fp32, in whole aligned units of four.
+  __device__ __forceinline__ void store_fours(int column) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int r = p.transposes ? lane % 4 * 4 : 4 * j + lane / 8, c = p.transposes ? lane / 4 + 8 * j : lane % 8 * 4;
+      uint4 four;
+      if (p.transposes)
+        four = make_uint4(bits_of(load_word(float_address(r, c))), bits_of(load_word(float_address(r + 1, c))),
+                          bits_of(load_word(float_address(r + 2, c))), bits_of(load_word(float_address(r + 3, c))));
+      else four = load_16_bytes(float_address(r, c));
+      if (owns(row + r, column + c))
+        *reinterpret_cast<uint4 *>(reinterpret_cast<float *>(p.out) + place(row + r, column + c)) = four;
+    }
+  }
+
+  // The piece of floats to its place in out, four adjacent elements a lane.
+  __device__ __forceinline__ void store_floats(int column) const {
+    const bool across = p.transposes;
+#pragma unroll 1
+    for (int j = lane; j < kWarpRows * kFloatColumns / 4; j += 32) {
+      const int r = across ? j % 4 * 4 : j / 8, c = across ? j / 4 : j % 8 * 4;
+      float x[4];
+      bool inside[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int at_r = r + (across ? e : 0), at_c = c + (across ? 0 : e);
+        x[e] = load_word(float_address(at_r, at_c));
+        inside[e] = owns(row + at_r, column + at_c);
+        if (p.bias_way == BiasWay::any && inside[e]) {
+          const int64_t at =
+              tile.bias_offset + (row + at_r) * p.bias_row_stride + (column + at_c) * p.bias_column_stride;
+          x[e] = x[e] + f32_from_raw(load_raw(p.bias, at, p.bias_type), p.bias_type);
+        }
+      }
+      const int64_t at = place(row + r, column + c);
+      uint32_t bits[4];
+      if (p.out_type == Type::f32) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) bits[e] = bits_of(x[e]);
+        float *to = reinterpret_cast<float *>(p.out) + at;
+        if (p.out_fours) {
+          if (inside[0]) *reinterpret_cast<uint4 *>(to) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (inside[e]) to[e] = x[e];
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          bits[e] = p.out_type == Type::bf16 ? round_pair<true>(x[e], 0) : round_pair<false>(x[e], 0);
+        uint16_t *to = reinterpret_cast<uint16_t *>(p.out) + at;
+        if (p.out_fours) {
+          if (inside[0]) *reinterpret_cast<uint2 *>(to) = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (inside[e]) to[e] = uint16_t(bits[e]);
+        }
+      }
+    }
+  }
+};
+
+// What is added to the accumulators of a thread: loaded before the main loop, where that leaves registers for it.
+template <class S> struct Biases {
+  static constexpr int loads = (S::n + kWarpgroup - 1) / kWarpgroup;
+  uint32_t column[loads] = {};
+  float row[S::blocks][2] = {};
+
+  // first_row: of the warp's first block.
+  __device__ __forceinline__ void load(const Sm90Problem &p, const Tile &tile, int first_row) {
+    const int thread = int(thread_number() % kWarpgroup);
+    if (p.bias_way == BiasWay::by_column) {
+#pragma unroll
+      for (int i = 0; i < loads; ++i) {
+        const int c = tile.column + thread + i * kWarpgroup;
+        if (c < p.n) column[i] = load_raw(p.bias, tile.bias_offset + c * p.bias_column_stride, p.bias_type);
+      }
+    } else if (p.bias_way == BiasWay::by_row) {
+#pragma unroll
+      for (int i = 0; i < 2 * S::blocks; ++i) {
+        const int r = first_row + i / 2 * 64 + i % 2 * 8 + thread % 32 / 4;
+        if (r < p.m)
+          row[i / 2][i % 2] =
+              f32_from_raw(load_raw(p.bias, tile.bias_offset + r * p.bias_row_stride, p.bias_type), p.bias_type);
+      }
+    }
+  }
+
+  // Columns' by way of n floats of the warpgroup's in shared memory.
+  __device__ __forceinline__ void add(const Sm90Problem &p, float (&d)[S::registers], uint32_t shared) const {
+    const int warpgroup = int(thread_number() / kWarpgroup), thread = int(thread_number() % kWarpgroup);
+    const int barrier = 1 + warpgroup;
+    const uint32_t floats = shared + S::bias_at + warpgroup * S::n * 4;
+    if (p.bias_way == BiasWay::by_column) {
+      named_sync(barrier, kWarpgroup);
+#pragma unroll
+      for (int i = 0; i < loads; ++i)
+        if (thread + i * kWarpgroup < S::n)
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(floats + (thread + i * kWarpgroup) * 4),
+                       "f"(f32_from_raw(column[i], p.bias_type))
+                       : "memory");
+      named_sync(barrier, kWarpgroup);
+#pragma unroll
+      for (int i = 0; i < S::n / 8; ++i) {
+        const float2 pair = load_pair(floats + (8 * i + thread % 4 * 2) * 4);
+#pragma unroll
+        for (int block = 0; block < S::blocks; ++block) {
+          float *x = block_of<S>(d, block) + 4 * i;
+          x[0] = x[0] + pair.x, x[1] = x[1] + pair.y, x[2] = x[2] + pair.x, x[3] = x[3] + pair.y;
+        }
+      }
+    } else if (p.bias_way == BiasWay::by_row) {
+#pragma unroll
+      for (int i = 0; i < S::registers; ++i) d[i] = d[i] + row[i / S::block_registers][i / 2 % 2];
+    }
+  }
+};
+
+}  // namespace
+}  // namespace pydet
