@@ -52,6 +52,13 @@ def dtype(request):
 # ---- Operators ---------------------------------------------------------------------------------------------------
 
 
+def test_the_schemas_are_those_of_the_release():
+    """Compiled graphs and exported programs name operators and their arguments."""
+    here = sorted(str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("pydet::"))
+    released = (pathlib.Path(__file__).parent / "data" / "torch_schemas.txt").read_text().splitlines()
+    assert here == released
+
+
 def test_operators_have_the_bits_of_the_functions(device, dtype):
     a, b = normal(3, 5, 40, dtype=dtype, device=device), normal(3, 40, 9, dtype=dtype, device=device)
     x, w, bias = (

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TES
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
 
-attention_module = importlib.import_module("pydet.torch.attention")
+attention_module = importlib.import_module("pydet.torch.ops.attention")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -15,13 +15,20 @@ from pydet.torch.attention import attention, register_attention
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.experts import register_experts
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
-from pydet.torch.functions import gemm, linear, rms_norm, skinny_linear
+from pydet.torch.functions import (
+    gemm,
+    layer_norm,
+    linear,
+    log_prob,
+    log_softmax,
+    rms_norm,
+    skinny_linear,
+    softmax,
+)
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.layernorm import layer_norm
 from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
-from pydet.torch.softmax import log_prob, log_softmax, softmax
 
 __all__ = [
     "Conv1D",

@@ -111,3 +111,24 @@ class AccumulatingRmsNorm(torch.autograd.Function):
         operands = (_rows(dy), _rows(x), weight.detach(), rstd.view(-1))
         dx, _ = pydet.rmsnorm_backward(*operands, weight_offset=ctx.weight_offset, **into)
         return dx.view(x.shape), None, None, None
+
+
+class AccumulatingLayerNorm(torch.autograd.Function):
+    """:func:`layer_norm` whose backward continues the sums in its parameters' ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        y, mean, rstd = torch.ops.pydet.layernorm(x, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.weight, ctx.bias = weight, bias
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        (x, mean, rstd), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        into = {"dweight": main_grad(weight)} if weight.requires_grad else {}
+        if bias is not None and bias.requires_grad:
+            into["dbias"] = main_grad(bias)
+        operands = (_rows(dy), _rows(x), weight.detach(), mean.view(-1), rstd.view(-1))
+        dx, *_ = pydet.layernorm_backward(*operands, **into, has_bias=False, accumulate=bool(into))
+        return dx.view(x.shape), None, None, None

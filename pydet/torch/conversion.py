@@ -17,7 +17,7 @@ from pydet.torch import experts
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
-from pydet.torch.scaled import FP8, GROUP, groups
+from pydet.torch.ops.scaled import FP8, GROUP, groups
 
 _ATTENTION = "pydet"  # the name under which register_attention() tells Transformers of pydet's
 

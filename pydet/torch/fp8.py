@@ -15,8 +15,8 @@ from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, 
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
 from pydet.torch.accumulate import main_grad
-from pydet.torch.ops import DTYPES, _sum_rows, matrix
-from pydet.torch.scaled import FP8, GROUP, empty_rows, groups
+from pydet.torch.ops import DTYPES, matrix, sum_rows
+from pydet.torch.ops.scaled import FP8, GROUP, empty_rows, groups
 
 TENSOR, ROW, GROUPS, BLOCKS = 0, 1, 4, 5  # of torch.nn.functional.ScalingType: 1x128 and 128x128 are the last two
 
@@ -243,7 +243,7 @@ class _Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             products: Any = "ieee" if x_dtype == torch.float32 else arithmetic
             if ctx.into is None:
-                dbias = _sum_rows(rows, ctx.bias_dtype, products, None)
+                dbias = sum_rows(rows, ctx.bias_dtype, products, None)
             else:
                 ones, total = torch.ones_like(rows[:, :1]), main_grad(ctx.into[1])[None]
                 pydet.gemm_db(ones, rows, out=total, accumulate=True, arithmetic=products)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from pydet.ops import Arithmetic
-from pydet.torch import ops, rmsnorm_bias  # noqa: F401 -- register torch.ops.pydet
+from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 
 
 def gemm(
@@ -101,3 +101,62 @@ def rms_norm(
         return torch.ops.pydet.rmsnorm(x, weight, eps, weight_offset)[0]
     y, _, total = torch.ops.pydet.rmsnorm_residual(x, residual, weight, eps, weight_offset)
     return y, total
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``y = (x - mean) rstd (weight + weight_offset) + bias`` over the last dimension: :func:`pydet.layernorm` with a
+    gradient.
+
+    Args:
+        x: ``[..., N]``.
+        weight, bias: ``[N]`` of any of the three types, or None for ones and zeros.
+        eps: added to the variance.
+        weight_offset: 1.0 for models that store the weight less 1.
+        residual: like ``x``; then their sum is normalised.
+
+    Returns:
+        ``y``, of the type of ``x``; with a residual ``(y, x + residual)``.
+    """
+    if residual is None:
+        return torch.ops.pydet.layernorm(x, weight, bias, eps, weight_offset)[0]
+    y, _, _, total = torch.ops.pydet.layernorm_residual(x, residual, weight, bias, eps, weight_offset)
+    return y, total
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """``exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension: :func:`pydet.softmax` with a gradient.
+
+    Args:
+        x: ``[..., N]``, float32, bfloat16 or float16.
+
+    Returns:
+        Like ``x``. A row's bits depend on that row alone; columns of -inf at its end, or their absence, change no bit
+        of the others.
+    """
+    return torch.ops.pydet.softmax(x)
+
+
+def log_softmax(x: torch.Tensor) -> torch.Tensor:
+    """The logarithm of :func:`softmax`: :func:`pydet.log_softmax` with a gradient. Argument and result as there."""
+    return torch.ops.pydet.log_softmax(x)
+
+
+def log_prob(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Column ``index`` of each row of :func:`log_softmax`: :func:`pydet.log_prob` with a gradient by ``x``.
+
+    Args:
+        x: ``[..., N]``, logits in float32, bfloat16 or float16.
+        index: ``[...]``, int32 or int64; a number that is no column gives NaN, and zeros in the gradient.
+
+    Returns:
+        ``[...]``, float32. No other column is written to memory.
+    """
+    return torch.ops.pydet.log_prob(x, index)

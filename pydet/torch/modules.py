@@ -10,10 +10,9 @@ from torch._jit_internal import is_scripting
 from pydet._native import INVALID_VALUE, fail
 from pydet.ops import Arithmetic
 from pydet.torch import functions
-from pydet.torch.accumulate import AccumulatingLinear, AccumulatingRmsNorm, main_grad
+from pydet.torch.accumulate import AccumulatingLayerNorm, AccumulatingLinear, AccumulatingRmsNorm, main_grad
 from pydet.torch.experts import Router, of_pydet
 from pydet.torch.fp8 import Fp8Linear
-from pydet.torch.layernorm import AccumulatingLayerNorm
 from pydet.torch.ops import matrix
 
 

@@ -16,7 +16,7 @@ from pydet._native import UNSUPPORTED, Error, fail
 from pydet.ops import Arithmetic
 from pydet.torch import fp8, grouped, scaled_grouped
 from pydet.torch.ops import DTYPES, matrix
-from pydet.torch.scaled import FP8, groups
+from pydet.torch.ops.scaled import FP8, groups
 
 _active = threading.Lock()
 _KEYS = ("CPU", "CUDA")

@@ -10,7 +10,7 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import fp8
-from pydet.torch.scaled import groups
+from pydet.torch.ops.scaled import groups
 
 _OP = "scaled_grouped_mm"
 

@@ -1,4 +1,4 @@
-"""The fp8 operations as ``torch.ops.pydet.*``, below :mod:`pydet.torch.fp8`: schema, kernel, shapes for tracing.
+"""The fp8 operations, below :mod:`pydet.torch.fp8`.
 
 ``scaled_gemm(a, b, a_scale, b_scale, bias, out_dtype, arithmetic, k_chunk)``, ``scaled_grouped_gemm(a, b, group_end,
 a_scale, b_scale, bias, ...)``, whose rows in no group are zeros, and of :func:`pydet.quantize`
@@ -12,7 +12,8 @@ The rows of a quantised matrix begin at multiples of 16 bytes, as a GPU's tensor
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,28 +23,13 @@ from pydet.ops import quantize
 from pydet.ops.grouped import _scaled_grouped_gemm
 from pydet.ops.scaled import _scaled_gemm
 from pydet.shapes import Operand
-from pydet.torch.ops import DTYPES, TRACED, _index, _library, _of_any_strides, _operands, _refusing
-
-Tensor: TypeAlias = torch.Tensor
-Dtype: TypeAlias = torch.dtype | None
+from pydet.torch.ops.register import DTYPES, GEMM_OPTIONS, Dtype, Tensor, define, index_of
+from pydet.torch.ops.tracing import TRACED, operands
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (torch.float32, torch.float8_e8m0fnu)
 GROUP = 128  # elements along k, or columns, that share a scale
 _ROW_BYTES = 16
-
-_MADE = 'str granularity="row", ScalarType? dtype=None, ScalarType? scale_dtype=None, bool power_of_two=False'
-_SCHEMAS = {
-    "scaled_gemm": "(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias=None,"
-    ' ScalarType? out_dtype=None, str arithmetic="auto", int? k_chunk=None) -> Tensor',
-    "scaled_grouped_gemm": "(Tensor a, Tensor b, Tensor group_end, Tensor? a_scale, Tensor? b_scale, Tensor? bias=None,"
-    ' ScalarType? out_dtype=None, str arithmetic="auto", int? k_chunk=None) -> Tensor',
-    "quantize": f"(Tensor x, {_MADE}) -> (Tensor, Tensor)",
-    "quantize_transposed": f"(Tensor x, {_MADE}) -> (Tensor, Tensor, Tensor, Tensor)",
-    "quantize_given": '(Tensor x, Tensor scale, str granularity="row", ScalarType? dtype=None) -> Tensor',
-}
-for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def groups(extent: Any) -> Any:
@@ -64,14 +50,7 @@ def empty_rows(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
 
 
 def _run_scaled_gemm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None = None,
-    out_dtype: Dtype = None,
-    arithmetic: str = "auto",
-    k_chunk: int | None = None,
+    a: Tensor, b: Tensor, a_scale: Any, b_scale: Any, bias: Any, out_dtype: Dtype, arithmetic: str, k_chunk: int | None
 ) -> Tensor:
     return _scaled_gemm(
         a,
@@ -79,7 +58,7 @@ def _run_scaled_gemm(
         a_scale=a_scale,
         b_scale=b_scale,
         bias=bias,
-        out_dtype=_index(out_dtype),
+        out_dtype=index_of(out_dtype),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
     )
@@ -89,12 +68,12 @@ def _run_scaled_grouped_gemm(
     a: Tensor,
     b: Tensor,
     group_end: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None = None,
-    out_dtype: Dtype = None,
-    arithmetic: str = "auto",
-    k_chunk: int | None = None,
+    a_scale: Any,
+    b_scale: Any,
+    bias: Any,
+    out_dtype: Dtype,
+    arithmetic: str,
+    k_chunk: int | None,
 ) -> Tensor:
     _shapes_of_groups(a, b, group_end)
     out = a.new_zeros((a.shape[0], b.shape[2]), dtype=torch.bfloat16 if out_dtype is None else out_dtype)
@@ -110,8 +89,8 @@ def _shapes_of_groups(a: Tensor, b: Tensor, group_end: Tensor) -> None:
         fail(constants.PYDET_INVALID_SHAPE, f"scaled_grouped_gemm: {shapes}, want [T, K], [G, K, N] and [G]")
 
 
-def _matrix_of(op: str, **operands: Tensor) -> None:
-    for name, x in operands.items():
+def _matrix_of(op: str, **given: Tensor) -> None:
+    for name, x in given.items():
         if x.dim() < 2:
             fail(constants.PYDET_INVALID_SHAPE, f"{op}: {name} has {x.dim()} dimensions, want 2 to 8")
 
@@ -125,12 +104,7 @@ def _empty_copies(x: Tensor, dtype: Dtype, transposed: bool) -> tuple[Tensor, Te
 
 
 def _run_quantize(
-    x: Tensor,
-    granularity: str = "row",
-    dtype: Dtype = None,
-    scale_dtype: Dtype = None,
-    power_of_two: bool = False,
-    transposed: bool = False,
+    x: Tensor, granularity: str, dtype: Dtype, scale_dtype: Dtype, power_of_two: bool, transposed: bool = False
 ) -> tuple[Tensor, ...]:
     q, q_t = _empty_copies(x, dtype, transposed)
     return quantize(
@@ -144,17 +118,7 @@ def _run_quantize(
     )
 
 
-def _run_quantize_transposed(
-    x: Tensor,
-    granularity: str = "row",
-    dtype: Dtype = None,
-    scale_dtype: Dtype = None,
-    power_of_two: bool = False,
-) -> tuple[Tensor, ...]:
-    return _run_quantize(x, granularity, dtype, scale_dtype, power_of_two, True)
-
-
-def _run_quantize_given(x: Tensor, scale: Tensor, granularity: str = "row", dtype: Dtype = None) -> Tensor:
+def _run_quantize_given(x: Tensor, scale: Tensor, granularity: str, dtype: Dtype) -> Tensor:
     q, _ = _empty_copies(x, dtype, False)
     quantize(x, granularity=granularity, dtype=q.dtype, scale=scale, out=q)  # type: ignore[arg-type]
     return q
@@ -163,24 +127,17 @@ def _run_quantize_given(x: Tensor, scale: Tensor, granularity: str = "row", dtyp
 # ---- Shapes, for tracing ---------------------------------------------------------------------------------------------
 
 
-def _check_traced(op: str, types: dict[str, tuple[torch.dtype, ...]], **operands: Tensor | None) -> None:
+def _check_traced(op: str, types: dict[str, tuple[torch.dtype, ...]], **given: Tensor | None) -> None:
     """Refuses while tracing the element types and devices that the kernel would refuse when the graph runs."""
-    for name, x in operands.items():
+    for name, x in given.items():
         if x is not None and x.dtype not in types[name]:
             want = " or ".join(str(dtype).removeprefix("torch.") for dtype in types[name])
             fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want {want}")
-    _operands(op, **operands)
+    operands(op, **given)
 
 
 def _fake_scaled_gemm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None = None,
-    out_dtype: Dtype = None,
-    arithmetic: str = "auto",
-    k_chunk: int | None = None,
+    a: Tensor, b: Tensor, a_scale: Any, b_scale: Any, bias: Any, out_dtype: Dtype, arithmetic: str, _: Any
 ) -> Tensor:
     types = {"a": FP8, "b": FP8, "a_scale": SCALES, "b_scale": SCALES, "bias": DTYPES}
     _check_traced("scaled_gemm", types, a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
@@ -199,12 +156,12 @@ def _fake_scaled_grouped_gemm(
     a: Tensor,
     b: Tensor,
     group_end: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None = None,
-    out_dtype: Dtype = None,
-    arithmetic: str = "auto",
-    k_chunk: int | None = None,
+    a_scale: Any,
+    b_scale: Any,
+    bias: Any,
+    out_dtype: Dtype,
+    arithmetic: str,
+    _: Any,
 ) -> Tensor:
     op = "scaled_grouped_gemm"
     types = {"a": FP8, "b": FP8, "a_scale": SCALES, "b_scale": SCALES, "bias": DTYPES}
@@ -235,12 +192,7 @@ def _scale_shape(granularity: str, rows: Any, k: Any) -> tuple[Any, ...]:
 
 
 def _fake_quantize(
-    x: Tensor,
-    granularity: str = "row",
-    dtype: Dtype = None,
-    scale_dtype: Dtype = None,
-    power_of_two: bool = False,
-    transposed: bool = False,
+    x: Tensor, granularity: str, dtype: Dtype, scale_dtype: Dtype, power_of_two: bool, transposed: bool = False
 ) -> tuple[Tensor, ...]:
     _check_traced("quantize", {"x": DTYPES}, x=x)
     q, q_t = _empty_copies(x, dtype, transposed)
@@ -252,28 +204,33 @@ def _fake_quantize(
     return tuple(results)
 
 
-def _fake_quantize_transposed(
-    x: Tensor,
-    granularity: str = "row",
-    dtype: Dtype = None,
-    scale_dtype: Dtype = None,
-    power_of_two: bool = False,
-) -> tuple[Tensor, ...]:
-    return _fake_quantize(x, granularity, dtype, scale_dtype, power_of_two, True)
-
-
-def _fake_quantize_given(x: Tensor, scale: Tensor, granularity: str = "row", dtype: Dtype = None) -> Tensor:
+def _fake_quantize_given(x: Tensor, scale: Tensor, _: str, dtype: Dtype) -> Tensor:
     _check_traced("quantize", {"x": DTYPES, "scale": SCALES}, x=x, scale=scale)
     return _empty_copies(x, dtype, False)[0]
 
 
-for _name, _run, _fake in (
-    ("scaled_gemm", _run_scaled_gemm, _fake_scaled_gemm),
-    ("scaled_grouped_gemm", _run_scaled_grouped_gemm, _fake_scaled_grouped_gemm),
-    ("quantize", _run_quantize, _fake_quantize),
-    ("quantize_transposed", _run_quantize_transposed, _fake_quantize_transposed),
-    ("quantize_given", _run_quantize_given, _fake_quantize_given),
-):
-    _library.impl(_name, _of_any_strides(_run), "CompositeExplicitAutograd")
-    _library.impl(_name, _refusing(_name, _run), "Autograd")
-    torch.library.register_fake(f"pydet::{_name}", _fake, lib=_library)
+# ---- The operators ---------------------------------------------------------------------------------------------------
+
+_SCALES = "Tensor? a_scale, Tensor? b_scale, Tensor? bias=None"
+_MADE = 'str granularity="row", ScalarType? dtype=None, ScalarType? scale_dtype=None, bool power_of_two=False'
+define(
+    f"scaled_gemm(Tensor a, Tensor b, {_SCALES}, {GEMM_OPTIONS}) -> Tensor",
+    _run_scaled_gemm,
+    _fake_scaled_gemm,
+)
+define(
+    f"scaled_grouped_gemm(Tensor a, Tensor b, Tensor group_end, {_SCALES}, {GEMM_OPTIONS}) -> Tensor",
+    _run_scaled_grouped_gemm,
+    _fake_scaled_grouped_gemm,
+)
+define(f"quantize(Tensor x, {_MADE}) -> (Tensor, Tensor)", _run_quantize, _fake_quantize)
+define(
+    f"quantize_transposed(Tensor x, {_MADE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    partial(_run_quantize, transposed=True),
+    partial(_fake_quantize, transposed=True),
+)
+define(
+    'quantize_given(Tensor x, Tensor scale, str granularity="row", ScalarType? dtype=None) -> Tensor',
+    _run_quantize_given,
+    _fake_quantize_given,
+)
