@@ -266,6 +266,7 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
     for (int block = 0; block < S::blocks; ++block) {
       const WarpOut<S> rows = rows_of(tile, block);
       if (p.out_halves) rows.store_halves(block_of<S>(d, block));
+      else if (p.out_singles) rows.store_singles(block_of<S>(d, block));
       else rows.store_any(block_of<S>(d, block));
     }
   }

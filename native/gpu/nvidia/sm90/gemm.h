@@ -35,10 +35,11 @@ struct Sm90Problem {
   int64_t out_batch_stride[kSm90MaxBatch], bias_batch_stride[kSm90MaxBatch];
   // Of gemm.cu alone. A cluster has 1 << cluster_m_log blocks under each other, 1 << cluster_n_log side by side.
   int cluster_m_log, cluster_n_log;
-  int row_mask;     // the blocks of a cluster that have the first one's rows
-  bool transposes;  // the tile is one of out^T
-  bool out_halves;  // out has the operands' type, in whole aligned units of 16 bytes
-  bool out_fours;   // its elements may be stored four at a time
+  int row_mask;      // the blocks of a cluster that have the first one's rows
+  bool transposes;   // the tile is one of out^T
+  bool out_halves;   // out has the operands' type, in whole aligned units of 16 bytes
+  bool out_singles;  // out has fp32, in such units
+  bool out_fours;    // its elements may be stored four at a time
   BiasWay bias_way;
 };
 

@@ -156,6 +156,7 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
   const int64_t adjacent = tile.swapped ? g.m : g.n;
   p.out_halves = p.out_aligned && g.out.type == g.a.type && adjacent % kUnit == 0 && p.bias_way != BiasWay::any;
   p.out_fours = p.out_aligned && adjacent % 4 == 0;
+  p.out_singles = p.out_fours && g.out.type == Type::f32 && p.bias_way != BiasWay::any;
   for (int i = 0; i < kSm90MaxBatch; ++i) {
     bool here = i < g.batch.dims;
     p.batch_shape[i] = here ? int(g.batch.shape[i]) : 1;

@@ -177,37 +177,61 @@ template <class S> struct WarpOut {
     }
   }
 
-  // To any out, with a bias that has rows and columns of its own, if there is one.
-  __device__ __forceinline__ void store_any(const float (&d)[S::n / 2]) const {
+  // Piece i of the accumulators, as floats.
+  __device__ __forceinline__ void stage_floats(const float (&d)[S::n / 2], int i) const {
+    auto stage = [&](auto index) {
+      each_pair<start_of<kFloatColumns>(decltype(index)::value)>(
+          [&](int e, uint32_t address) { store_pair(address, d[e], d[e + 1]); });
+    };
+    with_index(i, stage, std::make_integer_sequence<int, pieces<kFloatColumns>>());
+    __syncwarp();
+  }
+
+  // To out of fp32, whose rows and what lies adjacent in them are whole units of 16 bytes.
+  __device__ __forceinline__ void store_singles(const float (&d)[S::n / 2]) const {
+    // A lane takes four units of a piece, `step` rows of memory from each other: 16 bytes of a row of the piece, or for
+    // out^T four words of a column.
+    const bool across = p.transposes;
+    const int step = across ? 8 : 4, line = across ? lane / 4 : lane / 8, part = across ? lane % 4 : lane % 8;
+    uint32_t from[2];  // of even and of odd turns; for out^T the first word
+    for (int i = 0; i < 2; ++i)
+      from[i] = across ? float_address(part * 4, line + 8 * i) : float_address(line + 4 * i, part * 4);
+    // In the matrix, along and across what is adjacent.
+    const int first = (across ? tile.column : row) + line, other = (across ? row : tile.column) + part * 4;
+    const int begin = across ? tile.first_column : tile.first_row, end = across ? p.n : p.m;
+    const int other_begin = across ? tile.first_row : tile.first_column, other_end = across ? p.m : p.n;
+    const int64_t bytes = p.out_stride * 4;
+    char *to = p.out + (tile.out_offset + first * p.out_stride + other) * 4;
 #pragma unroll 1
     for (int i = 0; i < pieces<kFloatColumns>; ++i) {
-      with_index(
-          i,
-          [&](auto index) {
-            each_pair<start_of<kFloatColumns>(decltype(index)::value)>(
-                [&](int e, uint32_t address) { store_pair(address, d[e], d[e + 1]); });
-          },
-          std::make_integer_sequence<int, pieces<kFloatColumns>>());
-      __syncwarp();
-      const int column = tile.column + start_of<kFloatColumns>(i);
-      if (p.out_type == Type::f32 && p.out_fours && p.bias_way != BiasWay::any) store_fours(column);
-      else store_floats(column);
+      stage_floats(d, i);
+      const int start = start_of<kFloatColumns>(i);
+      const int line_here = first + (across ? start : 0), other_here = other + (across ? 0 : start);
+      const bool inside = other_here >= other_begin && other_here < other_end;
+      char *here = to + (across ? start * bytes : start * 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j, here += step * bytes) {
+        uint4 unit;
+        if (across) {
+          const uint32_t at = from[j % 2] ^ (j / 2 << 6);  // 8 columns on are two units on, 16 four
+          unit =
+              make_uint4(bits_of(load_word(at)), bits_of(load_word((at ^ 16) + kRowBytes)),
+                         bits_of(load_word((at ^ 32) + 2 * kRowBytes)), bits_of(load_word((at ^ 48) + 3 * kRowBytes)));
+        } else unit = load_16_bytes(from[j % 2] + j / 2 * 8 * kRowBytes);
+        const int here_line = line_here + j * step;
+        if (inside && here_line >= begin && here_line < end) *reinterpret_cast<uint4 *>(here) = unit;
+      }
       __syncwarp();
     }
   }
 
-  // The piece of floats to its place in an out of fp32, in whole aligned units of four.
-  __device__ __forceinline__ void store_fours(int column) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int r = p.transposes ? lane % 4 * 4 : 4 * j + lane / 8, c = p.transposes ? lane / 4 + 8 * j : lane % 8 * 4;
-      uint4 four;
-      if (p.transposes)
-        four = make_uint4(bits_of(load_word(float_address(r, c))), bits_of(load_word(float_address(r + 1, c))),
-                          bits_of(load_word(float_address(r + 2, c))), bits_of(load_word(float_address(r + 3, c))));
-      else four = load_16_bytes(float_address(r, c));
-      if (owns(row + r, column + c))
-        *reinterpret_cast<uint4 *>(reinterpret_cast<float *>(p.out) + place(row + r, column + c)) = four;
+  // To any out, with a bias that has rows and columns of its own, if there is one.
+  __device__ __forceinline__ void store_any(const float (&d)[S::n / 2]) const {
+#pragma unroll 1
+    for (int i = 0; i < pieces<kFloatColumns>; ++i) {
+      stage_floats(d, i);
+      store_floats(tile.column + start_of<kFloatColumns>(i));
+      __syncwarp();
     }
   }
 
