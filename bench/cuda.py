@@ -160,11 +160,14 @@ else:
 # ---- Products ------------------------------------------------------------------------------------------------------
 
 
-def product(op, m, n, k, operands, like, variants, note="", peers=("triton",), call=pydet.gemm):
-    """operands() makes one set: a, b with out = a b; `like` the peer's out."""
+def product(op, m, n, k, operands, like, variants, note="", peers=("triton",), call=pydet.gemm, result=None):
+    """operands() makes one set: a, b of type `like` with out = a b; `result` is the type of the peer's, if another."""
     sets = [operands() for _ in range(sets_of(2 * (m * k + n * k)))]
-    outs = [torch.empty(m, n, dtype=like, device="cuda") for _ in sets]
-    rows = [Variant("cublas", [partial(torch.mm, a, b, out=out) for (a, b), out in zip(sets, outs, strict=True)])]
+    outs = [torch.empty(m, n, dtype=result or like, device="cuda") for _ in sets]
+    told = {"out_dtype": result} if result not in (None, like) else {}
+    rows = [
+        Variant("cublas", [partial(torch.mm, a, b, out=out, **told) for (a, b), out in zip(sets, outs, strict=True)])
+    ]
     for name, options in variants.items():
         kind = options.pop("dtype", like)
         own = [torch.empty(m, n, dtype=kind, device="cuda") for _ in sets]
@@ -248,12 +251,13 @@ def random_row(drawn):
     op = f"gemm {drawn.kind}" if not few else "skinny_gemm"
     op += f" {drawn.dtype}" * (drawn.dtype != "bf16") + ", fp32 out" * (drawn.out == "fp32")
     op += f", k_chunk {drawn.k_chunk}" if drawn.k_chunk else ""
+    shared = {"like": dtype, "variants": {"pydet": options}, "peers": (), "result": DTYPES[drawn.out]}
     if drawn.kind == "dA":
-        return product(op, m, k, n, lambda: (make(m, n), make(n, k)), dtype, {"pydet": options}, peers=())
+        return product(op, m, k, n, lambda: (make(m, n), make(n, k)), **shared)
     if drawn.kind == "dB":
-        return product(op, n, k, m, lambda: (make(m, n).T, make(m, k)), dtype, {"pydet": options}, peers=())
+        return product(op, n, k, m, lambda: (make(m, n).T, make(m, k)), **shared)
     call = partial(few_rows, weights_constant=True) if few else pydet.gemm
-    return product(op, m, n, k, lambda: (make(m, k), make(n, k).T), dtype, {"pydet": options}, peers=(), call=call)
+    return product(op, m, n, k, lambda: (make(m, k), make(n, k).T), **shared, call=call)
 
 
 def few_rows(x, w_transposed, **options):
