@@ -15,6 +15,13 @@ struct ScaledGroupedGemm : ScaledGemm {
   int64_t b_stride, b_scale_stride, bias_stride;  // from group to group, in elements
 };
 
+// Where a group's operands begin, in elements.
+PYDET_HD void group_offsets(const ScaledGroupedGemm &g, const GroupWalk &group, int64_t (&at)[ScaledGemm::kOperands]) {
+  at[g.kA] = group.first * g.a.row_stride, at[g.kB] = group.index * g.b_stride;
+  at[g.kAScale] = group.first * g.a_scale.stride, at[g.kBScale] = group.index * g.b_scale_stride;
+  at[g.kBias] = group.index * g.bias_stride, at[g.kOut] = group.first * g.out.row_stride;
+}
+
 constexpr uint64_t kScaledGroupedGemmFeatures =
     kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
 

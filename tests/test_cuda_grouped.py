@@ -168,6 +168,30 @@ def test_groups_of_many_tiles(device, kernel, dtype):
 
 
 @each("grouped_gemm")
+def test_more_groups_than_a_launch_has(device, kernel, dtype):
+    """Those of a later launch begin where one of an earlier launch ended, boundaries that run backwards included; both
+    layouts of the matrices, and sums over groups, which the copy engine may store."""
+    rng = np.random.default_rng(8)
+    for name, count in (("around", 1025), ("three launches", 2100)):
+        end = np.cumsum(rng.integers(0, 3, count), dtype=np.int64).astype(np.int32)
+        end[1020:1023], end[-1] = end[1019] + 140, end[-2] + 200
+        start = None if count == 1025 else np.where(np.arange(count) % 5 == 0, end - 1, 0).astype(np.int32)
+        ROUTINGS[name] = (int(end[-1]) + 3, end, start)
+        make = functools.partial(Grouped, name, dtype=dtype, arithmetic=kernel.arithmetic)
+        for problem in (
+            make(rows=72, n=40, out_dtype="bf16"),
+            make(rows=72, n=40, b_layout="col"),
+            make(depth=True, rows=24, n=40, a_layout="col", bias="bf16"),
+        ):
+            assert_same_bits(test_grouped_gemm.run(device.grouped_gemm, problem), on_cpu(problem), str(problem))
+        x, y = data("normal", (int(end[-1]), 24), DTYPES[dtype]).T, data("normal", (int(end[-1]), 40), DTYPES[dtype], 1)
+        options = {"arithmetic": kernel.arithmetic, "out_dtype": DTYPES["bf16"]}
+        assert_same_bits(device.grouped_gemm(x, y, end, **options), pydet.grouped_gemm(x, y, end, **options), name)
+        del ROUTINGS[name]
+    assert device.taken == 8, f"{kernel.name} took {device.taken} and refused {device.refused}"
+
+
+@each("grouped_gemm")
 def test_chunks_around_stages_and_tiles(device, kernel, dtype):
     """Chunks of one step to several stages of 64, which begin inside a stage; groups of many tiles, and sums over
     groups that end inside a step. Who refuses k_chunk refuses all of them."""

@@ -1,6 +1,6 @@
 """The CUDA kernels of scaled_grouped_gemm, forced by name, against the CPU's bit for bit, whatever the boundaries hold.
 
-On the device k is adjacent in both factors and rows begin at multiples of 16 bytes, as tensor cores read them.
+For tensor cores k is adjacent in both factors and rows begin at multiples of 16 bytes; ieee reads any layout.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from test_scaled_gemm import A_SCALES, B_SCALES, OUT_TYPES, TYPES, fp8, scales
 from test_scaled_grouped_gemm import ScaledGrouped
 
 UNSUPPORTED = 11  # pydet.h
-KERNELS = [kernel.name for kernel in cuda_kernels("scaled_grouped_gemm")]
+KERNELS = cuda_kernels("scaled_grouped_gemm")
 AHEAD = "cuda_scaled_grouped_gemm_sm90_128x128_ahead"
 
 
@@ -38,8 +38,13 @@ def factor(torch, array, turned=False):
 class OnDevice:
     """pydet.scaled_grouped_gemm on NumPy arrays, computed on the device; what no kernel there takes, on the CPU."""
 
-    def __init__(self, torch, kernel):
-        self.torch, self.kernel, self.taken, self.refused = torch, kernel, 0, 0
+    def __init__(self, torch, kernel, arithmetic):
+        self.torch, self.kernel, self.arithmetic, self.taken, self.refused = torch, kernel, arithmetic, 0, 0
+
+    def factors(self, a, b):
+        if self.arithmetic == "ieee":
+            return to_device(self.torch, a), to_device(self.torch, b)
+        return factor(self.torch, a), factor(self.torch, b, True)
 
     def scaled_grouped_gemm(self, a, b, end, start=None, *, out=None, out_dtype=None, **given):
         torch = self.torch
@@ -49,10 +54,10 @@ class OnDevice:
         dtype = out.dtype if out is not None else np.dtype(out_dtype or OUT_TYPES["bf16"])
         if out is None:
             out = np.zeros((len(a), b.shape[-1]), dtype)
-        on_gpu = to_device(torch, np.ascontiguousarray(out))
+        on_gpu = to_device(torch, out if self.arithmetic == "ieee" else np.ascontiguousarray(out))
         options = {**given, **tensors, "out": on_gpu}
         try:
-            pydet.scaled_grouped_gemm(factor(torch, a), factor(torch, b, True), *bounds, kernel=self.kernel, **options)
+            pydet.scaled_grouped_gemm(*self.factors(a, b), *bounds, kernel=self.kernel, **options)
             self.taken += 1
             out[...] = to_host(torch, on_gpu, dtype)
         except pydet.Error as error:
@@ -63,13 +68,14 @@ class OnDevice:
         return out
 
 
-@pytest.fixture(params=KERNELS or ["none"])
+@pytest.fixture(params=KERNELS or [None], ids=lambda kernel: kernel.name if kernel else "none")
 def device(request, torch):
-    if not KERNELS:
+    kernel = request.param
+    if not kernel:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("fp8 tensor cores: needs sm_90")
-    return OnDevice(torch, request.param)
+    if not kernel.available:
+        pytest.skip(f"{kernel.name} needs {kernel.requires}")
+    return OnDevice(torch, kernel.name, kernel.arithmetic)
 
 
 @functools.lru_cache(maxsize=2000)
@@ -87,14 +93,21 @@ def check(device, problems):
 def test_every_kernel_is_listed():
     if not KERNELS:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(KERNELS) == len(set(KERNELS)) == 2 and AHEAD in KERNELS
+    names = [kernel.name for kernel in KERNELS]
+    assert len(names) == len(set(names)) == 3 and AHEAD in names
 
 
-def problems(a_type):
-    """Beside those of the CPU's tests: K around stages of 128, rings of 5 and turns of 8; N around tiles of 128 and
-    two of them; every kind of scales."""
-    for problem in test_scaled_grouped_gemm.problems_of(a_type, "sm90"):
-        yield dataclasses.replace(problem, out_layout="row")
+def problems(a_type, arithmetic):
+    """Those of the CPU's tests, and around what the kernels cut."""
+    for problem in test_scaled_grouped_gemm.problems_of(a_type, arithmetic):
+        yield problem if arithmetic == "ieee" else dataclasses.replace(problem, out_layout="row")
+    for problem in tiles_and_stages(a_type):
+        yield dataclasses.replace(problem, arithmetic=arithmetic)
+
+
+def tiles_and_stages(a_type):
+    """K around stages of 128, rings of 5 and turns of 8; N around tiles of 64 and 128 and two of them; every kind of
+    scales."""
     outs, types = list(OUT_TYPES), list(TYPES)
     for i, k in enumerate((0, 16, 32, 112, 128, 144, 256, 512, 640, 768, 1024, 1040, 1920, 2176)):
         yield ScaledGrouped("odd", k, (72, 136)[i % 2], a_type, types[i % 2], out_dtype=outs[i % 3], seed=i)
@@ -116,19 +129,20 @@ def problems(a_type):
 
 @pytest.mark.parametrize("a_type", TYPES)
 def test_equals_cpu(device, a_type):
-    check(device, problems(a_type))
+    check(device, problems(a_type, device.arithmetic))
     assert device.taken > (70 if device.kernel == AHEAD else 100), (device.taken, device.refused)
+    assert not (device.refused and device.arithmetic == "ieee")
 
 
 @pytest.mark.parametrize("a_type", TYPES)
 def test_golden_hashes(device, a_type):
-    test_golden.check_golden("scaled_grouped_gemm", device.scaled_grouped_gemm, "sm90", a_type)
+    test_golden.check_golden("scaled_grouped_gemm", device.scaled_grouped_gemm, device.arithmetic, a_type)
     assert device.taken > 0
 
 
 @pytest.mark.parametrize("a_type", TYPES)
 def test_nan_next_door(device, a_type):
-    test_scaled_grouped_gemm.check_neighbours(device.scaled_grouped_gemm, a_type, "sm90")
+    test_scaled_grouped_gemm.check_neighbours(device.scaled_grouped_gemm, a_type, device.arithmetic)
     assert device.taken and not device.refused
 
 
@@ -141,7 +155,8 @@ def test_random_boundaries(device):
         end = sorted(rng.randint(0, tokens) for _ in range(groups)) if number % 2 else values[:groups]
         start = values[groups:] if number % 3 == 0 else None
         ROUTINGS["random"] = (tokens, end, start)
-        problem = ScaledGrouped("random", rng.choice([48, 144, 272]), rng.choice([24, 64, 130]), seed=number)
+        problem = ScaledGrouped("random", rng.choice([48, 144, 272]), rng.choice([24, 64, 130]), seed=number,
+                                arithmetic=device.arithmetic)  # fmt: skip
         got = test_scaled_grouped_gemm.run(device.scaled_grouped_gemm, problem)
         want = test_scaled_grouped_gemm.run(pydet.scaled_grouped_gemm, problem)
         assert_same_bits(got, want, f"{number}: {problem}, ends {end}, starts {start}")
@@ -152,9 +167,9 @@ def test_random_boundaries(device):
 # Groups around one, two and many tiles of 128 rows under each other, and boxes of 32 of them; more groups than a block
 # has threads, more tiles than blocks; one that is walked in bands of 2048 rows.
 LARGE = {
-    "pairs": ([256, 257, 128, 129, 0, 384, 385, 31, 32, 33, 64, 65, 192, 193, 127, 1], [(272, 264), (144, 776)]),
-    "many": ([1, 0, 7, 2] * 100 + [70, 0, 130], [(144, 136), (144, 1160)]),
-    "bands": ([5, 2048 + 256 + 17, 9], [(144, 1160)]),
+    "pairs": ([256, 257, 128, 129, 0, 384, 385, 31, 32, 33, 64, 65, 192, 193, 127, 1], [(272, 264), (16, 776)]),
+    "many": ([1, 0, 7, 2] * 100 + [70, 0, 130], [(144, 136), (16, 1160)]),
+    "bands": ([5, 2048 + 256 + 17, 9], [(16, 1160)]),
 }
 
 
@@ -163,8 +178,8 @@ def test_groups_of_many_tiles(device):
         end = np.cumsum(sizes, dtype=np.int32)
         ROUTINGS[name] = (int(end[-1]) + 3, end, None)
         for k, n in shapes:
-            check(device, [ScaledGrouped(name, k, n, out_dtype="bf16"),
-                           ScaledGrouped(name, k, n, a_scale="row", b_scale="row", bias="fp32")])  # fmt: skip
+            one = functools.partial(ScaledGrouped, name, k, n, arithmetic=device.arithmetic)
+            check(device, [one(out_dtype="bf16"), one(a_scale="row", b_scale="row", bias="fp32")])
         del ROUTINGS[name]
     assert device.taken == 10 and not device.refused
 
@@ -177,7 +192,7 @@ def test_more_groups_than_a_launch_has(device):
         end[1020:1023], end[-1] = end[1019] + 140, end[-2] + 200
         start = None if count == 1025 else np.where(np.arange(count) % 5 == 0, end - 1, 0).astype(np.int32)
         ROUTINGS[name] = (int(end[-1]) + 3, end, start)
-        check(device, [ScaledGrouped(name, 144, 40)])
+        check(device, [ScaledGrouped(name, 144, 40, arithmetic=device.arithmetic)])
         del ROUTINGS[name]
     assert device.taken == 2
 
@@ -190,11 +205,13 @@ def test_what_lies_around_is_kept(device, torch):
     for dtype in OUT_TYPES.values():
         memory = to_device(torch, np.full((180, 136), 7, dtype))
         pydet.scaled_grouped_gemm(
-            factor(torch, a), factor(torch, b, True), torch.from_numpy(end).cuda(), a_scale=to_device(torch, sa),
-            b_scale=to_device(torch, sb), out=memory[:175, :130], kernel=device.kernel,
+            *device.factors(a, b), torch.from_numpy(end).cuda(), a_scale=to_device(torch, sa),
+            b_scale=to_device(torch, sb), out=memory[:175, :130], kernel=device.kernel, arithmetic=device.arithmetic,
         )  # fmt: skip
         host = to_host(torch, memory, dtype)
-        want = pydet.scaled_grouped_gemm(a, b, end, a_scale=sa, b_scale=sb, out_dtype=dtype, arithmetic="sm90")
+        want = pydet.scaled_grouped_gemm(
+            a, b, end, a_scale=sa, b_scale=sb, out_dtype=dtype, arithmetic=device.arithmetic
+        )
         assert_same_bits(np.ascontiguousarray(host[:170, :130]), want[:170], str(dtype))
         assert np.all(host[170:] == 7) and np.all(host[:, 130:] == 7), f"{dtype}: memory around the groups changed"
 
@@ -204,8 +221,9 @@ def test_replays_with_new_boundaries(device, torch):
     tokens, groups, k, n = 400, 9, 272, 136
     a, b = fp8("any", (tokens, k), TYPES["e4m3"]), fp8("any", (groups, k, n), TYPES["e4m3"], 1)
     sa, sb = scales((tokens, 3), np.float32, 2), scales((groups, 3, 2), np.float32, 3)
-    on_gpu = factor(torch, a), factor(torch, b, True)
+    on_gpu, arithmetic = device.factors(a, b), device.arithmetic
     given = {"a_scale": to_device(torch, sa), "b_scale": to_device(torch, sb), "kernel": device.kernel}
+    given["arithmetic"] = arithmetic
     out, end = torch.zeros(tokens, n, device="cuda"), torch.zeros(groups, dtype=torch.int32, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -223,7 +241,7 @@ def test_replays_with_new_boundaries(device, torch):
         graph.replay()
         torch.cuda.synchronize()
         want = np.full((tokens, n), 7, np.float32)
-        pydet.scaled_grouped_gemm(a, b, boundaries, a_scale=sa, b_scale=sb, out=want, arithmetic="sm90")
+        pydet.scaled_grouped_gemm(a, b, boundaries, a_scale=sa, b_scale=sb, out=want, arithmetic=arithmetic)
         assert_same_bits(out.cpu().numpy(), want, f"turn {turn}: {boundaries}")
 
 

@@ -32,6 +32,7 @@ import interop
 import pydet
 import test_grouped_gemm
 import test_scaled_gemm
+import test_scaled_grouped_gemm
 from cases import assert_same_bits
 from fakehip import ARCHS
 from pydet import frameworks, hooks
@@ -669,7 +670,45 @@ def test_scaled_gemm_equals_cpu(hip):
             problem = test_scaled_gemm.Scaled(*extents, arithmetic="ieee", seed=seed, **more)
             got, want = (scaled_gemm(hip, kernel, problem, where) for where in (ROCM, CPU))
             assert_same_bits(got, want, f"{kernel}, {problem} on {hip.arch}")
-    assert hip.ran >= instances(hip, "scaled_gemm_ieee_kernel")
+    assert hip.ran >= {name for name in instances(hip, "scaled_gemm_ieee_kernel") if "Grouped" not in name}
+
+
+def scaled_grouped_gemm(hip, kernel, problem, where):
+    """What the library makes of a problem of test_scaled_grouped_gemm.py, by a kernel where it is on the device."""
+    (a, b, given), (_, end, start), out = problem.operands(), problem.boundaries(), problem.start()
+    out = transposed(out) if problem.out_layout == "col" else out
+    fields = {"accumulate": problem.accumulate, "arithmetic": ARITHMETIC[problem.arithmetic]}
+    fields |= {"k_chunk": 128 if problem.k_chunk is None else problem.k_chunk}
+    fields |= {"kernel": kernel} if where == ROCM else {}
+    options = capi.options("pydet_scaled_grouped_gemm_options", **fields)
+    operands = a, given["a_scale"], b, given["b_scale"], given.get("bias"), start, end, out
+    arrays = [None if x is None else np.asarray(x) for x in operands]
+    hip.check("pydet_scaled_grouped_gemm", options, *arrays, kind=where)
+    return out
+
+
+SCALED_GROUPED = [  # as SCALED; groups of several tiles, of none and out of bounds, beginning where they please
+    ("gaps", 130, 9, {"bias": "bf16", "out_dtype": "bf16"}),
+    (
+        "overlapping",
+        33,
+        66,
+        {"a_type": "e5m2", "a_layout": "col", "a_scale": "row", "b_scale": "tensor", "shared": True},
+    ),
+    ("past the end", 140, 9, {"b_type": "e5m2", "b_layout": "row", "k_chunk": 32, "a_scale": "row", "b_scale": "row"}),
+    ("gaps", 160, 6, {"a_scale": "none", "b_scale": "none", "k_chunk": 0, "accumulate": True, "out_layout": "col"}),
+    ("backwards", 140, 3, {"b_scale": "group", "scale_type": test_scaled_gemm.E8M0, "kind": "specials"}),
+]
+
+
+def test_scaled_grouped_gemm_equals_cpu(hip):
+    for kernel, _, arithmetic, available in table(hip, "scaled_grouped_gemm"):
+        assert available and arithmetic == ARITHMETIC["ieee"]
+        for seed, (routing, k, n, more) in enumerate(SCALED_GROUPED):
+            problem = test_scaled_grouped_gemm.ScaledGrouped(routing, k, n, arithmetic="ieee", seed=seed, **more)
+            got, want = (scaled_grouped_gemm(hip, kernel, problem, where) for where in (ROCM, CPU))
+            assert_same_bits(got, want, f"{kernel}, {problem} on {hip.arch}")
+    assert hip.ran >= {name for name in instances(hip, "scaled_gemm_ieee_kernel") if "Grouped" in name}
 
 
 def layernorm(hip, x, weight, bias, residual, where, kernel=None, **fields):

@@ -39,9 +39,10 @@ template <pydet_status (*gemm)(const ScaledGemm &)> pydet_status each_scaled_gro
     ScaledGemm one = problem;
     one.m = group.last - group.first;
     if (one.m == 0) continue;
-    move(one.a, group.first * one.a.row_stride), move(one.out, group.first * one.out.row_stride);
-    move(one.a_scale, group.first * one.a_scale.stride), move(one.b_scale, i * problem.b_scale_stride);
-    move(one.b, i * problem.b_stride), move(one.bias, i * problem.bias_stride);
+    int64_t at[ScaledGemm::kOperands];
+    group_offsets(problem, group, at);
+    move(one.a, at[one.kA]), move(one.b, at[one.kB]), move(one.bias, at[one.kBias]), move(one.out, at[one.kOut]);
+    move(one.a_scale, at[one.kAScale]), move(one.b_scale, at[one.kBScale]);
     const pydet_status status = gemm(one);
     if (status != PYDET_OK) return status;
   }

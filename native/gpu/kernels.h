@@ -18,6 +18,7 @@ template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &, const Ch
 
 struct ScaledGemm;  // scaled.h
 struct Quantize;
+struct ScaledGroupedGemm;  // scaled_grouped.h
 
 // nvidia/sm90/scaled_tiles.cu
 constexpr int kScaledTiles = 2;  // variants 0 and 1: the first two
@@ -32,6 +33,7 @@ template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &, const
 
 // any/scaled_gemm_ieee.cu
 pydet_status scaled_gemm_ieee_64x64(const ScaledGemm &);
+pydet_status scaled_grouped_gemm_ieee_64x64(const ScaledGroupedGemm &);
 
 // nvidia/quantize.cu
 bool quantize_rows_takes(const Quantize &);

@@ -6,7 +6,7 @@
 #include "gpu/kernels.h"
 #include "grouped.h"
 #include "kernel.h"
-#include "scaled.h"
+#include "scaled_grouped.h"
 
 namespace pydet {
 namespace {
@@ -84,6 +84,11 @@ constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
      nullptr, grouped_gemm_mfma_64},
     {"hip_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGroups, kBuiltFor, is_built, nullptr,
      nullptr, grouped_gemm_ieee_64x64},
+};
+
+constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
+    {"hip_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, kBuiltFor, is_built,
+     nullptr, nullptr, scaled_grouped_gemm_ieee_64x64},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
@@ -183,7 +188,7 @@ const Backend *gpu_backend() {
                                       table(kFold),
                                       table(kLayerNorm),
                                       table(kLayerNormBackward),
-                                      {},
+                                      table(kScaledGroupedGemm),
                                       gemm_workspace};
   return &backend;
 }

@@ -4,15 +4,19 @@
 //   s_c: s = fmaf(a[m, k], b[k, n], s), k ascending over chunk c, from +0; one chain over all k may start from out
 //   D = fmaf(fl(sa[m, c] sb[c, n]), s_c, D) or fl(D + s_c), c ascending;   then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 //
+// Of one product, of a batch of them, or of groups of tokens (scaled_grouped.h), whose boundaries the device alone knows.
+//
 // A block of 256 threads makes a tile of 64x64, 4x4 a thread. A stage is 32 k: of each operand a thread reads 8 bytes,
 // neighbours in memory, and converts them to fp32 on their way to shared memory, k-major whatever the operand's layout;
 // the next stage's are in flight during this one's products. Zero padding would turn a chain of -0 into +0, so the last
 // stage is walked to K and no further.
 
+#include <algorithm>
+
 #include "gpu/any/epilogue.h"
 #include "gpu/any/quads.h"
 #include "gpu/kernels.h"
-#include "scaled.h"
+#include "scaled_grouped.h"
 
 namespace pydet {
 namespace {
@@ -80,18 +84,70 @@ __device__ __forceinline__ float scale_at(const Scale &scale, int64_t offset, in
                                  : f32_from_e8m0(uint8_t(scale.data[at]));
 }
 
-__global__ void __launch_bounds__(kThreads) scaled_gemm_ieee_kernel(const __grid_constant__ ScaledGemm g) {
+// A tile: its first row and column of its product, that product's rows, and where its operands begin.
+struct Tile {
+  int64_t m0, n0, m;
+  int64_t at[ScaledGemm::kOperands];
+};
+
+// Those that this block makes: every gridDim.x-th of all.
+template <class Problem> class Tiles;
+
+template <> class Tiles<ScaledGemm> {
+ public:
+  __device__ explicit Tiles(const ScaledGemm &g)
+      : g_(g), tiles_m_((g.m + kTile - 1) / kTile), tiles_n_((g.n + kTile - 1) / kTile), number_(blockIdx.x) {}
+  __device__ bool more() { return number_ < tiles_m_ * tiles_n_ * g_.batch.count; }
+  __device__ void advance() { number_ += gridDim.x; }
+  __device__ Tile tile() const {
+    Tile tile = {number_ % tiles_m_ * kTile, number_ / tiles_m_ % tiles_n_ * kTile, g_.m, {}};
+    g_.batch.at(number_ / (tiles_m_ * tiles_n_), tile.at);
+    return tile;
+  }
+
+ private:
+  const ScaledGemm &g_;
+  int64_t tiles_m_, tiles_n_, number_;
+};
+
+// A group's tiles are adjacent, so a block walks the boundaries once, as far as its last tile.
+template <> class Tiles<ScaledGroupedGemm> {
+ public:
+  __device__ explicit Tiles(const ScaledGroupedGemm &g)
+      : g_(g), tiles_n_((g.n + kTile - 1) / kTile), number_(blockIdx.x) {}
+  __device__ bool more() {
+    while (number_ >= tiles_m_ * tiles_n_) {
+      if (group_.index + 1 == g_.groups) return false;
+      number_ -= tiles_m_ * tiles_n_;
+      group_.next(g_);
+      tiles_m_ = (group_.last - group_.first + kTile - 1) / kTile;
+    }
+    return true;
+  }
+  __device__ void advance() { number_ += gridDim.x; }
+  __device__ Tile tile() const {
+    Tile tile = {number_ % tiles_m_ * kTile, number_ / tiles_m_ * kTile, group_.last - group_.first, {}};
+    group_offsets(g_, group_, tile.at);
+    return tile;
+  }
+
+ private:
+  const ScaledGroupedGemm &g_;
+  GroupWalk group_;
+  int64_t tiles_n_, tiles_m_ = 0, number_;  // of this group, and among its tiles
+};
+
+template <class Problem>
+__global__ void __launch_bounds__(kThreads) scaled_gemm_ieee_kernel(const __grid_constant__ Problem g) {
   __shared__ __align__(16) float a_stages[2][kStageK * kPitch], b_stages[2][kStageK * kPitch];
   const int thread_row = int(threadIdx.x) / kThreadsN, thread_column = int(threadIdx.x) % kThreadsN;
-  const int64_t tiles_m = (g.m + kTile - 1) / kTile, tiles_n = (g.n + kTile - 1) / kTile;
   const int64_t stage_count = (g.k + kStageK - 1) / kStageK;
 
-  for (int64_t number = blockIdx.x; number < tiles_m * tiles_n * g.batch.count; number += gridDim.x) {
-    const int64_t m0 = number % tiles_m * kTile, n0 = number / tiles_m % tiles_n * kTile;
-    int64_t at[ScaledGemm::kOperands];
-    g.batch.at(number / (tiles_m * tiles_n), at);
-    const Reader a(g.a, at[g.kA] + m0 * g.a.row_stride, g.a.row_stride, g.a.col_stride, g.m - m0, g.k);
-    const Reader b(g.b, at[g.kB] + n0 * g.b.col_stride, g.b.col_stride, g.b.row_stride, g.n - n0, g.k);
+  for (Tiles<Problem> tiles(g); tiles.more(); tiles.advance()) {
+    const Tile tile = tiles.tile();
+    const int64_t m0 = tile.m0, n0 = tile.n0;
+    const Reader a(g.a, tile.at[g.kA] + m0 * g.a.row_stride, g.a.row_stride, g.a.col_stride, tile.m - m0, g.k);
+    const Reader b(g.b, tile.at[g.kB] + n0 * g.b.col_stride, g.b.col_stride, g.b.row_stride, g.n - n0, g.k);
     auto row_of = [&](int i) { return m0 + thread_row * kSide + i; };
     auto column_of = [&](int j) { return n0 + thread_column * kSide + j; };
     // f(i, j, row, column) for every element of out that this thread holds.
@@ -100,10 +156,10 @@ __global__ void __launch_bounds__(kThreads) scaled_gemm_ieee_kernel(const __grid
       for (int i = 0; i < kSide; ++i)
 #pragma unroll
         for (int j = 0; j < kSide; ++j)
-          if (row_of(i) < g.m && column_of(j) < g.n) f(i, j, row_of(i), column_of(j));
+          if (row_of(i) < tile.m && column_of(j) < g.n) f(i, j, row_of(i), column_of(j));
     };
     auto out_at = [&](int64_t row, int64_t column) {
-      return at[g.kOut] + row * g.out.row_stride + column * g.out.col_stride;
+      return tile.at[g.kOut] + row * g.out.row_stride + column * g.out.col_stride;
     };
 
     float chain[kSide][kSide] = {}, total[kSide][kSide] = {};
@@ -139,8 +195,8 @@ __global__ void __launch_bounds__(kThreads) scaled_gemm_ieee_kernel(const __grid
         float sa[kSide], sb[kSide];
 #pragma unroll
         for (int i = 0; i < kSide; ++i) {
-          sa[i] = g.along_k && row_of(i) < g.m ? scale_at(g.a_scale, at[g.kAScale], row_of(i), chunk) : 1;
-          sb[i] = g.along_k && column_of(i) < g.n ? scale_at(g.b_scale, at[g.kBScale], column_of(i), chunk) : 1;
+          sa[i] = g.along_k && row_of(i) < tile.m ? scale_at(g.a_scale, tile.at[g.kAScale], row_of(i), chunk) : 1;
+          sb[i] = g.along_k && column_of(i) < g.n ? scale_at(g.b_scale, tile.at[g.kBScale], column_of(i), chunk) : 1;
         }
 #pragma unroll
         for (int i = 0; i < kSide; ++i)
@@ -163,25 +219,36 @@ __global__ void __launch_bounds__(kThreads) scaled_gemm_ieee_kernel(const __grid
     each([&](int i, int j, int64_t row, int64_t column) {
       float x = g.k_chunk ? total[i][j] : chain[i][j];
       if (!g.along_k)
-        x = x * scale_at(g.b_scale, at[g.kBScale], column, 0) * scale_at(g.a_scale, at[g.kAScale], row, 0);
+        x = x * scale_at(g.b_scale, tile.at[g.kBScale], column, 0) * scale_at(g.a_scale, tile.at[g.kAScale], row, 0);
       if (g.bias.data)
-        x += load_f32(g.bias.data, g.bias.type, at[g.kBias] + row * g.bias.row_stride + column * g.bias.col_stride);
+        x +=
+            load_f32(g.bias.data, g.bias.type, tile.at[g.kBias] + row * g.bias.row_stride + column * g.bias.col_stride);
       store_rounded(g.out.data, g.out.type, out_at(row, column), x);
     });
   }
 }
 
-}  // namespace
-
-pydet_status scaled_gemm_ieee_64x64(const ScaledGemm &g) {
-  const char *name = "scaled_gemm_ieee_64x64";
+template <class Problem> pydet_status run(const char *name, const Problem &g, int64_t tiles) {
   constexpr int64_t kMostBlocks = 1 << 20;  // more tiles than that are walked in turns
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const int64_t tiles = divide_up(g.m, kTile) * divide_up(g.n, kTile) * g.batch.count;
-  Launch shape = {name, static_cast<gpu_stream>(g.stream), dim3(unsigned(tiles < kMostBlocks ? tiles : kMostBlocks)),
+  Launch shape = {name, static_cast<gpu_stream>(g.stream), dim3(unsigned(std::min(tiles, kMostBlocks))),
                   dim3(kThreads)};
-  return launch(shape, scaled_gemm_ieee_kernel, g);
+  return launch(shape, scaled_gemm_ieee_kernel<Problem>, g);
+}
+
+}  // namespace
+
+pydet_status scaled_gemm_ieee_64x64(const ScaledGemm &g) {
+  return run("scaled_gemm_ieee_64x64", g, divide_up(g.m, kTile) * divide_up(g.n, kTile) * g.batch.count);
+}
+
+// Blocks for as many tiles as the groups may have, if those are few: each may end with a tile that is not full.
+pydet_status scaled_grouped_gemm_ieee_64x64(const ScaledGroupedGemm &g) {
+  constexpr int kBlocksPerMultiprocessor = 16;
+  const int64_t most = (divide_up(g.m, kTile) + std::min(g.groups, g.m)) * divide_up(g.n, kTile);
+  const int64_t blocks = int64_t(kBlocksPerMultiprocessor) * gpu_multiprocessors(g.device.id);
+  return run("scaled_grouped_gemm_ieee_64x64", g, std::min(most, blocks));
 }
 
 }  // namespace pydet

@@ -243,6 +243,8 @@ constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
      scaled_groups_takes, nullptr, scaled_groups_ahead},
     {"cuda_scaled_grouped_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90,
      kBias | kAccumulate | kChunks | kColumnScales, "sm_90a", is_sm90, nullptr, nullptr, scaled_groups_any},
+    {"cuda_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, "sm_80 or later",
+     from_sm80, nullptr, nullptr, scaled_grouped_gemm_ieee_64x64},
 };
 
 constexpr Kernel<LayerNorm> kLayerNorm[] = {

@@ -57,14 +57,8 @@ template <int warps, class F> __device__ __forceinline__ int scan(int x, F join,
   return lane ? join(before, beside) : before;
 }
 
-// The first group of a launch.
-template <class S> __device__ __forceinline__ int first_group_of(const GroupedProblem &p) {
-  if constexpr (S::several_launches) return p.first_group;
-  else return 0;
-}
-
 // Fills the table, as GroupWalk would (grouped.h): a group begins where the latest before it with tokens ended, which
-// is the greatest end so far of those that lie after their start. Those before first_group_of count for that alone.
+// is the greatest end so far of those that lie after their start. Those before first_group count for that alone.
 // All threads.
 template <class S> __device__ __forceinline__ Groups find_groups(const GroupedProblem &p, int *table) {
   constexpr int kWarps = S::threads / 32, kMost = kGroupedMostGroups;
@@ -73,9 +67,9 @@ template <class S> __device__ __forceinline__ Groups find_groups(const GroupedPr
   int *scratch = table + 4 * kMost, reached = 0, small_jobs = 0;
   const auto most = [](int x, int y) { return max(x, y); };
   const auto sum = [](int x, int y) { return x + y; };
-  const int first_group = first_group_of<S>(p), all = first_group + p.groups;
+  const int all = p.first_group + p.groups;
   for (int base = 0; base < all; base += S::threads) {
-    const int g = base + int(threadIdx.x), own = g - first_group;
+    const int g = base + int(threadIdx.x), own = g - p.first_group;
     const bool is_own = own >= 0 && g < all;
     int start = 0, end = 0;
     if (g < all) {
@@ -130,20 +124,15 @@ __device__ __forceinline__ Spot spot_of(const GroupedProblem &p, const Groups &g
   const int per_two = 2 * here + (share.strip && band == bands - 1), two = within / per_two;
   const int r = within - two * per_two;
   if (r < here * min(2, p.columns - 2 * two))
-    return {first_group_of<S>(p) + group,
+    return {p.first_group + group,
             base + ((band * kBand + r % here) * 2 + rank) * S::m,
             base + rows,
             (2 * two + r / here) * S::n,
             first,
             depth,
             false};
-  return {first_group_of<S>(p) + group,
-          base + share.pairs * 2 * S::m,
-          base + rows,
-          (2 * two + rank) * S::n,
-          first,
-          depth,
-          true};
+  return {
+      p.first_group + group, base + share.pairs * 2 * S::m, base + rows, (2 * two + rank) * S::n, first, depth, true};
 }
 
 // The tiles that the producer has begun, for the consumers, which would stand still while they worked them out.

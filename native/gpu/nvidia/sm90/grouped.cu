@@ -25,7 +25,6 @@ constexpr int kStep = 16;  // of k
 template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent, bool chunks> struct Shape {
   static constexpr Type type = input;
   static constexpr int m = tile_m, n = tile_n;
-  static constexpr bool several_launches = false;
   static constexpr bool depth = along_depth, a_k_adjacent = !depth, b_k_adjacent = b_adjacent, chunked = chunks;
   static constexpr int consumers = m / 64, threads = kWarpgroup * (1 + consumers), registers = n / 2;
   static constexpr int producer_registers = 40, consumer_registers = 232;
@@ -280,7 +279,11 @@ template <class S> pydet_status launch_shape(const GroupedGemm &g, const char *n
   shape.shared_bytes = S::shared_bytes;
   shape.cluster = kCluster;
   shape.overlaps_previous = true;
-  return launch(shape, grouped_kernel<S>, problem);
+  for (int64_t first = 0; first < g.groups; first += kGroupedMostGroups) {
+    problem.first_group = int(first), problem.groups = int(std::min<int64_t>(g.groups - first, kGroupedMostGroups));
+    if (pydet_status status = launch(shape, grouped_kernel<S>, problem)) return status;
+  }
+  return PYDET_OK;
 }
 
 template <int tile, Type type, bool chunked> pydet_status launch_layout(const GroupedGemm &g, bool b_k_adjacent) {

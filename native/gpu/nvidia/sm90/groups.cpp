@@ -32,7 +32,7 @@ bool b_k_adjacent_of(const GroupedGemm &g) { return adjacent(g.b.row_stride, g.k
 bool takes(const GroupedGemm &g) {
   const int64_t kept = g.depth ? g.m : g.k;
   if (g.tokens < 1 || kept < 1 || g.n > kMost || kept > kMost || g.tokens > kMost) return false;
-  if (g.groups > kGroupedMostGroups || !aligned(g.a) || !aligned(g.b)) return false;
+  if (g.groups > kMostLaunches * kGroupedMostGroups || !aligned(g.a) || !aligned(g.b)) return false;
   if ((g.depth ? g.groups * divide_up(g.m, 64) : divide_up(g.tokens, 64) + g.groups) * divide_up(g.n, 64) > kMost)
     return false;
   if (g.depth)
@@ -83,7 +83,6 @@ pydet_status grouped_plan(const GroupedGemm &g, bool b_k_adjacent, const char *k
   p.m = int(g.m);
   p.n = int(g.n);
   p.k = int(g.k);
-  p.groups = int(g.groups);
   p.tokens = int(g.tokens);
   p.chunk = int(std::min(g.k_chunk, kMost));
   p.start = g.start;

@@ -8,7 +8,8 @@
 
 namespace pydet {
 
-constexpr int kGroupedMostGroups = 1024;  // that a block keeps the boundaries of
+constexpr int kGroupedMostGroups = 1024;  // that a block keeps the boundaries of: those of a launch
+constexpr int kMostLaunches = 16;         // for more of them, each of which scans those before its own
 constexpr int kGroupedTokenBox = 32;      // rows of a that TMA brings at once, where groups lie along rows
 
 // Rows by columns of out that a block works on at a time.
@@ -46,7 +47,7 @@ struct GroupedBoxes {
   int a, b;
 };
 
-// Fills all of the problem but `columns`. `b_k_adjacent`: b's neighbours are along k, not n. The device must be current.
+// Fills all of the problem but `columns` and what is of a launch. `b_k_adjacent`: b's neighbours are along k, not n. The device must be current.
 pydet_status grouped_plan(const GroupedGemm &, bool b_k_adjacent, const char *kernel, const GroupedBoxes &,
                           GroupedProblem *);
 

@@ -13,7 +13,6 @@ namespace {
 constexpr int kStageK = kScaleGroup;     // of k in a stage, 128 bytes
 constexpr int kAhead = 8;                // chunks of one turn of the main loop, at whose end nothing is in flight
 constexpr int kWeighers = 64;            // threads
-constexpr int kMostLaunches = 16;        // for groups that a block does not keep, each of which scans those before
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
 // The k and chunk of `groups` count stages. In b_scale the first batch stride is that from group to group.
@@ -26,7 +25,7 @@ struct ScaledGroupsProblem {
 
 template <bool chunks_ahead, Type a, Type b> struct Shape {
   static constexpr Type a_type = a, b_type = b;
-  static constexpr bool ahead = chunks_ahead, depth = false, stores_by_tma = false, several_launches = true;
+  static constexpr bool ahead = chunks_ahead, depth = false, stores_by_tma = false;
   static constexpr int m = 128, n = 128, consumers = 2, registers = n / 2;
   static constexpr int threads = kWarpgroup * (1 + consumers);
   static constexpr int a_boxes = m / kGroupedTokenBox, a_box_bytes = kGroupedTokenBox * kRowBytes;
