@@ -18,6 +18,7 @@ import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
 import reference  # noqa: E402
 from pydet.torch import experts as layer  # noqa: E402
+from pydet.torch import experts_fp8  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KERNELS = [k for k in pydet.kernels() if k.operation == "grouped_gemm" and k.device == "cuda" and k.available]
@@ -459,3 +460,179 @@ def test_register_experts(models):
             found.append(model(rows).logits)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     assert models.differing(*found) > 100
+
+
+# ---- In fp8 ----------------------------------------------------------------------------------------------------------
+
+
+def in_fp8(experts, arithmetic="sm90", power_of_two=False):
+    """What convert(fp8=True) makes of a layer of experts."""
+    kind, attributes = experts_fp8.becomes(experts, arithmetic)
+    experts.__class__ = kind
+    for name, value in (attributes | {"power_of_two": power_of_two}).items():
+        setattr(experts, name, value)
+    return experts
+
+
+def fp8_of_one(experts, x, expert):
+    """A row by one expert, by scaled_gemm of what quantize makes."""
+
+    def product(rows, name):
+        w = getattr(experts, name)[expert].detach()
+        made = {"power_of_two": experts.power_of_two}
+        w, of_w = pydet.quantize((w.mT if experts.is_transposed else w).contiguous(), granularity="block", **made)
+        q, of_q = pydet.quantize(rows, granularity="group", **made)
+        bias = getattr(experts, f"{name}_bias")[expert].detach() if experts.has_bias else None
+        how = {"bias": bias, "out_dtype": rows.dtype, "arithmetic": experts.arithmetic}
+        return pydet.scaled_gemm(q, w.mT, a_scale=of_q, b_scale=of_w.mT, **how)
+
+    rows = product(x, "gate_up_proj" if experts.has_gate else "up_proj")
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = product(rows, "down_proj")
+    return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_layer_in_fp8_is_scaled_gemms_of_its_rows(kind, dtype, device):
+    """The same when its matrices are kept in fp8, and when they are the trainer's later."""
+    experts = in_fp8(Experts(kind, dtype, device), power_of_two=kind == "Mixtral")
+    x, (index, weights) = normal(13, HIDDEN, dtype=dtype, device=device), routed(13, device, dtype)
+    y, plain = experts(x, index, weights), Experts(kind, dtype, device)(x, index, weights)
+    for t in range(13):
+        rows = torch.cat([fp8_of_one(experts, x[t : t + 1], int(e)) for e in index[t]])
+        same(y[t].cpu(), combined(rows, weights[t]))
+    assert 0 < float((y - plain).norm() / plain.norm()) < 0.1, "quantised, and right"
+    same(pickle.loads(pickle.dumps(experts))(x, index, weights), y)
+    kept = {name: p.detach().clone() for name, p in experts.named_parameters()}
+    assert experts.freeze() is experts and experts.down_proj.dtype == torch.float8_e4m3fn
+    assert experts.down_proj.shape == kept["down_proj"].shape
+    same(experts(x, index, weights), y)
+    other, place = in_fp8(Experts(kind, dtype, device), power_of_two=kind == "Mixtral"), experts.down_proj.data_ptr()
+    other.load_state_dict(experts.state_dict())
+    same(other(x, index, weights), y)
+    same(copy.deepcopy(experts)(x, index, weights), y)
+    for name in experts_fp8.matrices_of(experts):
+        experts.freeze(**{name: kept[name] * 2})
+    assert experts.down_proj.data_ptr() == place
+    same(experts(x, index, weights), experts(x, index, weights))
+    assert not torch.equal(experts(x, index, weights), y)
+    with pytest.raises(pydet.Error, match=r"Fp8Experts: down_proj is torch.*, and the layer is frozen; want float8"):
+        experts.load_state_dict({"down_proj": kept["down_proj"]}, strict=False)
+    with pytest.raises(pydet.Error, match=r"freeze: down_proj is \(2, 2\), want \(6, "):
+        experts.freeze(down_proj=torch.zeros(2, 2))
+    with pytest.raises(pydet.Error, match=r"freeze: up is no matrix of these experts, want .* or down_proj"):
+        experts.freeze(up=torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_and_its_gradient_are_its_own_in_fp8(kind, dtype, device):
+    experts, dy = in_fp8(Experts(kind, dtype, device)), normal(64, HIDDEN, dtype=dtype, device=device, seed=3)
+    x, (index, weights) = normal(64, HIDDEN, dtype=dtype, device=device), routed(64, device)
+
+    def run(x, index, weights, dy):
+        x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = experts(x, index, weights)
+        return y, *torch.autograd.grad(y, (x, weights), dy)
+
+    operands = (x, index, weights, dy)
+    alone = run(*(t[:1] for t in operands))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).to(device)
+    for rows in (slice(0, 3), slice(0, 17), order):
+        place = 0 if isinstance(rows, slice) else order == 0
+        for got, one in zip(run(*(t[rows] for t in operands)), alone, strict=True):
+            same(got[place].reshape(one.shape), one)
+    x[1:], index[1:] = float("nan"), index[0].clone()
+    for got, one in zip(run(*operands), alone, strict=True):
+        same(got[:1], one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_fp8_are_right(kind):
+    """Those of x to the error of fp8; of matrices and biases the rows' own products, which micro-batches continue."""
+    experts, x = in_fp8(Experts(kind), "ieee"), normal(40, HIDDEN).requires_grad_()
+    plain, dy, (index, weights) = Experts(kind), normal(40, HIDDEN, seed=4), routed(40)
+    found = []
+    for layer_ in (experts, plain):
+        names = [n for n, _ in layer_.named_parameters() if "norm" not in n]
+        wanted = (x, *(dict(layer_.named_parameters())[n] for n in names))
+        found.append(torch.autograd.grad(layer_(x, index, weights), wanted, dy))
+    for name, got, want in zip(("x", *names), *found, strict=True):
+        assert float((got - want).norm() / want.norm()) < 0.15, name
+    experts.config._experts_implementation = "pydet"
+    assert pt.accumulate_gradients(experts) == list(experts.parameters())
+    for first, last in ((0, 1), (1, 17), (17, 40)):
+        experts(*(t[first:last] for t in (x.detach(), index, weights))).backward(dy[first:last])
+    for name, got in zip(names, found[0][1:], strict=True):
+        same(dict(experts.named_parameters())[name].main_grad, got)
+    frozen = in_fp8(Experts(kind), "ieee").freeze()
+    (dx,) = torch.autograd.grad(frozen(x, index, weights), x, dy)
+    same(dx, found[0][0])
+
+
+def test_empty_batches_and_autocast_in_fp8():
+    experts, x = in_fp8(Experts("gpt-oss")), torch.zeros(0, HIDDEN).requires_grad_()
+    y = experts(x, torch.zeros(0, SLOTS, dtype=torch.long), torch.zeros(0, SLOTS))
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, HIDDEN) and not bool(experts.down_proj.grad.any())
+    x, (index, weights) = normal(13, HIDDEN), routed(13)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = experts(x, index, weights)
+        same(experts(x[4:5], index[4:5], weights[4:5]), y[4:5])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_tokens_do_not_feel_each_other_in_fp8(models, name):
+    """Layers and experts in fp8; a rollout with frozen weights has the trainer's bits, alone and in batches."""
+    trainer, rows = models.build(models.transformers, name), models.tokens()
+    trainer.set_attn_implementation("pydet")
+    report = pt.convert(trainer, fp8=lambda module, _: module != "lm_head", strict=True)
+    assert sum("Experts" in kind for kind in report.swapped.values()) in (1, 2)
+    rollout = copy.deepcopy(trainer)
+    frozen = [m.freeze() for m in rollout.modules() if isinstance(m, pt.Fp8Linear | pt.Fp8Experts)]
+    assert any(isinstance(m, pt.Fp8Experts) for m in frozen)
+    with torch.no_grad():
+        want = trainer(rows[:1]).logits
+        found = [models.differing(rollout(rows[:n]).logits[:1], want) for n in (1, 3, 17, 64)]
+        found += [models.differing(models.decoded(rollout, rows[:1], prefill), want) for prefill in (1, 10)]
+        exact = converted(models, name)(rows[:1]).logits
+    assert found == [0] * 6
+    assert models.differing(exact, want) > want.numel() // 2, "the experts are in fp8"
+    assert not pt.convert(rollout, fp8=lambda module, _: module != "lm_head").swapped
+
+
+def test_experts_of_a_block_scaled_checkpoint(models):
+    """As Transformers loads them: matrices in float8, a number for each block of 128x128."""
+    from transformers.integrations import finegrained_fp8
+    from transformers.integrations.moe import use_experts_implementation
+
+    model, rows = models.build(models.transformers, "Mixtral"), models.tokens(17)
+    model.set_attn_implementation("pydet")
+    trainer = copy.deepcopy(model)
+    pt.convert(trainer, fp8=True)
+    own = finegrained_fp8.FP8Experts.forward
+    interface = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    for layer_, mine in zip(model.model.layers, trainer.model.layers, strict=True):
+        kind = type("FP8Experts", (finegrained_fp8.FP8Experts,), {"forward": own})
+        kind = use_experts_implementation(experts_class=kind, experts_interface=interface)
+        loaded = kind(model.config, block_size=(128, 128))
+        mine.mlp.experts.freeze()
+        for name in ("gate_up_proj", "down_proj"):
+            w, scale = getattr(mine.mlp.experts, name), getattr(mine.mlp.experts, f"{name}_scale_inv")
+            setattr(loaded, name, torch.nn.Parameter(w.detach().clone(), requires_grad=False))
+            setattr(loaded, f"{name}_scale_inv", torch.nn.Parameter(scale.detach().clone(), requires_grad=False))
+        layer_.mlp.experts = loaded
+    assert set(pt.convert(copy.deepcopy(model)).left.values()) == {
+        "its matrices are fp8, with scales; convert(model, fp8=True)"
+    }
+    report = pt.convert(model, fp8=True)
+    assert sum(kind == "FP8Experts" for kind in report.swapped.values()) == 2
+    with torch.no_grad():
+        want = trainer(rows).logits
+        assert models.differing(model(rows).logits, want) == 0
+        assert models.differing(model(rows[:1]).logits, want[:1]) == 0
+    scale = model.model.layers[0].mlp.experts.down_proj_scale_inv
+    odd = copy.deepcopy(model.model.layers[0].mlp.experts)
+    odd.__class__ = type(odd).__mro__[2]
+    odd.down_proj_scale_inv = torch.nn.Parameter(scale[:, :, :0].detach(), requires_grad=False)
+    assert "its down_proj_scale_inv is torch.float32 (8, 1, 0), want (8, 1, 1)" in experts_fp8.becomes(odd, "auto")

@@ -14,6 +14,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 from pydet.torch.attention import attention, register_attention
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.experts import register_experts
+from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import (
     gemm,
@@ -33,6 +34,7 @@ from pydet.torch.scaled_grouped import scaled_grouped_mm
 __all__ = [
     "Conv1D",
     "Conversion",
+    "Fp8Experts",
     "Fp8Linear",
     "LayerNorm",
     "Linear",

@@ -13,7 +13,8 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch import experts
+from pydet.torch import experts, experts_fp8
+from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
@@ -114,6 +115,12 @@ def _becomes(
     if fp8 and kind in (torch.nn.Linear, Linear):
         own = {"arithmetic": arithmetic, "power_of_two": False, "weight_scale_inv": None}
         return _obstacle(module) or (Fp8Linear, own)
+    if experts.is_experts(module) and not isinstance(module, Fp8Experts):
+        in_fp8 = any(x.dtype in FP8 for x in _parameters(module).values())
+        if fp8:
+            return (_obstacle(module) if not in_fp8 else None) or experts_fp8.becomes(module, arithmetic)
+        if in_fp8:
+            return "its matrices are fp8, with scales; convert(model, fp8=True)"
     own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | experts.Router
     if isinstance(module, own_kinds) or experts.of_pydet(module):
         return None
@@ -301,9 +308,9 @@ def convert(
         model: any module.
         arithmetic, k_chunk: of the linear layers; those in fp8 have chunks of 128, and take ``"auto"``, ``"ieee"`` and
             ``"sm90"``.
-        fp8: True makes ``nn.Linear`` and :class:`Linear` to :class:`Fp8Linear`, and so the layers of block-scaled
-            checkpoints (a float8 ``weight`` and its ``weight_scale_inv``). A function of a module's name and the module
-            says which: ``fp8=lambda name, _: name != "lm_head"``.
+        fp8: True makes ``nn.Linear`` and :class:`Linear` to :class:`Fp8Linear`, experts to :class:`Fp8Experts`, and so
+            the layers and experts of block-scaled checkpoints (a float8 ``weight`` and its ``weight_scale_inv``). A
+            function of a module's name and the module says which: ``fp8=lambda name, _: name != "lm_head"``.
         strict: raise, and change nothing, if a matrix, a norm or an attention of the model would not be pydet's.
 
     Returns:

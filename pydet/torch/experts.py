@@ -22,6 +22,7 @@ from pydet._native import UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import functions
 from pydet.torch.accumulate import AccumulatingExperts, AccumulatingLinear
+from pydet.torch.experts_fp8 import Fp8Experts
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -111,6 +112,8 @@ def _forward(
     accumulates = getattr(module, "accumulates", False) and torch.is_grad_enabled()
 
     def product(rows: Tensor, name: str) -> Tensor:
+        if isinstance(module, Fp8Experts):
+            return module.product(rows, name, routing.ends)
         w, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
         rows = rows.to(w.dtype)
         if accumulates:
@@ -152,8 +155,16 @@ def register_experts(name: str = NAME, *, arithmetic: Arithmetic = "auto", k_chu
 
 def use_pydet(module: Any) -> None:
     """Has Transformers compute a layer of experts, and those that share its configuration, with pydet."""
-    if NAME not in _interface():
+    interface = _interface()
+    if NAME not in interface:
         register_experts()
+    try:  # where Transformers asks of layers that a checkpoint has in fp8
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS as of_fp8
+    except ImportError:
+        pass
+    else:
+        if NAME not in of_fp8:
+            type(of_fp8).register(NAME, interface[NAME])
     module.config._experts_implementation = NAME
 
 

@@ -171,8 +171,8 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     part of the bits.
 
     Args:
-        model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen) and :class:`RMSNorm`
-            take part, and the routers and experts that :func:`convert` swapped.
+        model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in experts)
+            and :class:`RMSNorm` take part, and the routers and experts that :func:`convert` swapped.
 
     Returns:
         The parameters that have a ``main_grad`` now; those of other modules keep their ``grad``.
@@ -187,8 +187,10 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     for module in model.modules():
         if isinstance(module, Linear | Fp8Linear | RMSNorm | LayerNorm | Router) or of_pydet(module):
             module.accumulates = True
-            frozen = ("weight", "weight_scale_inv") if getattr(module, "weight_scale_inv", None) is not None else ()
-            for name, parameter in module.named_parameters(recurse=False):
+            own = dict(module.named_parameters(recurse=False))
+            scales = [name for name in own if name.endswith("_scale_inv")]
+            frozen = [*scales, *(name.removesuffix("_scale_inv") for name in scales)]
+            for name, parameter in own.items():
                 if name not in frozen and not hasattr(parameter, "main_grad"):
                     main_grad(parameter)
                     parameters.append(parameter)
