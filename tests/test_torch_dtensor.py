@@ -3,6 +3,7 @@
 import itertools
 import os
 import traceback
+from types import SimpleNamespace
 
 import pytest
 
@@ -225,3 +226,20 @@ def test_every_placement_has_the_bits_of_one_process():
             assert set(places) <= set(found[name]), f"{name}: {found[name]}"
     for process in processes:
         process.join(30)
+
+
+def test_columns_are_shared_out_with_their_scales():
+    """Not where a rank would end inside a block of 128 columns, which has one scale, or where the last is not whole."""
+    pytest.importorskip("torch")
+    from pydet.torch.distributed.sharding import _columns_share
+
+    def share(columns, of_scale, ranks):
+        b = SimpleNamespace(shape=(3, 512, columns), mesh=SimpleNamespace(size=lambda: ranks))
+        return _columns_share(b, None if of_scale is None else SimpleNamespace(shape=of_scale))
+
+    for of_scale in (None, (), (3, 1, 320), (1, 320), (3, 4, 320)):
+        assert share(320, of_scale, 2), f"a scale a column, or one of all: {of_scale}"
+    assert share(256, (3, 4, 2), 2) and share(512, (4, 4), 2) and share(512, (4, 4), 4) and share(384, (3, 4, 3), 3)
+    assert not share(256, (3, 4, 2), 4), "a block of two ranks"
+    assert not share(384, (3, 4, 3), 2), "three blocks on two ranks"
+    assert not share(320, (3, 4, 3), 2) and not share(320, (3, 4, 3), 3), "the last block is not whole"
