@@ -130,8 +130,8 @@ CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm9
   $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm rmsnorm_unaligned rmsnorm_general layernorm norm_shifted \
     layernorm_backward rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart) nvidia/gemm_ieee_fp32 \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) \
-  $(addprefix nvidia/,sm90/clusters skinny_mma quantize quantize_packed fold_peers) \
-  $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold)
+  $(addprefix nvidia/,sm90/clusters skinny_mma quantize_packed fold_peers) \
+  $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold)
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
@@ -195,7 +195,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
 # Of these, what the compiler knows.
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
 HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
-  $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_general rmsnorm_dweight softmax \
+  $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_general rmsnorm_dweight softmax \
     fold layernorm layernorm_backward)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled

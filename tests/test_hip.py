@@ -36,6 +36,7 @@ import test_scaled_grouped_gemm
 from cases import assert_same_bits
 from fakehip import ARCHS
 from pydet import frameworks, hooks
+from reference_fp8 import E5M2
 
 ROOT = capi.ROOT
 LIBRARY = pathlib.Path(os.environ.get("PYDET_HIP_LIBRARY", ROOT / "pydet" / "libpydet_hip.so"))
@@ -709,6 +710,56 @@ def test_scaled_grouped_gemm_equals_cpu(hip):
             got, want = (scaled_grouped_gemm(hip, kernel, problem, where) for where in (ROCM, CPU))
             assert_same_bits(got, want, f"{kernel}, {problem} on {hip.arch}")
     assert hip.ran >= {name for name in instances(hip, "scaled_gemm_ieee_kernel") if "Grouped" in name}
+
+
+def quantize(hip, kernel, x, granularity, want, power_of_two=False, given=None):
+    """What a kernel makes of x, like `want`, the CPU's arrays."""
+    results = [np.ascontiguousarray(np.full(of.shape, 7, of.dtype)) for of in want]
+    if given is not None:
+        results[1] = given
+    fields = {"granularity": {"row": 0, "group": 1, "block": 2, "tensor": 3}[granularity], "given": given is not None}
+    options = capi.options("pydet_quantize_options", power_of_two=power_of_two, kernel=kernel, **fields)
+    hip.check("pydet_quantize", options, x, *results, *[None] * (4 - len(results)))
+    return results
+
+
+QUANTIZED = [  # of these types: every granularity and layout; one element, whole groups, more than a row's threads hold
+    ("fp32 fp16", (3, 129), "row", {"kind": "specials"}),
+    ("bf16", (2, 2, 8200), "row", {"dtype": E5M2, "power_of_two": True}),
+    ("fp32 fp16", (128, 128), "group", {"transposed": True}),
+    ("bf16", (2, 5, 130), "group", {"scale_dtype": test_scaled_gemm.E8M0, "layout": "col", "kind": "wide"}),
+    ("bf16", (130, 9), "block", {"transposed": True, "dtype": E5M2, "kind": "extremes"}),
+    ("fp32", (1, 1), "block", {"power_of_two": True}),
+    ("fp32", (17, 140), "group", {"given": True, "layout": "col", "kind": "specials"}),
+    ("fp16", (9, 33), "tensor", {"given": True}),
+]
+
+
+def test_quantize_equals_cpu(hip):
+    """Every kernel by name, and each takes what its name says."""
+    took = {}
+    for kernel, dtypes, arithmetic, available in table(hip, "quantize"):
+        assert available and arithmetic == ARITHMETIC["ieee"]
+        for (index, (types, shape, granularity, more)), of_x in itertools.product(enumerate(QUANTIZED), dtypes):
+            given, kind, layout = more.get("given"), more.get("kind", "normal"), more.get("layout", "row")
+            options = {
+                name: more[name] for name in ("dtype", "scale_dtype", "power_of_two", "transposed") if name in more
+            }
+            if of_x not in types.split() or ("rows" in kernel) != (granularity == "row" and not given):
+                continue
+            x = cases.lay(cases.data(kind, shape, DTYPES[of_x], index), layout)
+            if granularity == "tensor":
+                options["scale"] = np.array(0.02, np.float32)
+            elif given:
+                options["scale"] = pydet.quantize(x, granularity=granularity)[1]
+            want = pydet.quantize(x, granularity=granularity, **options)
+            given = np.asarray(options["scale"]) if given else None
+            got = quantize(hip, kernel, x, granularity, want, options.get("power_of_two", False), given)
+            for name, ours, theirs in zip(("q", "scale", "q of x^T", "its scale"), got, want, strict=False):
+                assert_same_bits(ours, np.asarray(theirs), f"{kernel}, {name} of {of_x} {shape} {more} on {hip.arch}")
+            took[kernel] = took.get(kernel, 0) + 1
+    assert min(took.values()) >= 3 and len(took) == 2
+    assert hip.ran >= instances(hip, "quantize_rows_kernel", "quantize_tiles_kernel")
 
 
 def layernorm(hip, x, weight, bias, residual, where, kernel=None, **fields):

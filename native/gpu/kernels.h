@@ -35,7 +35,7 @@ template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &, const
 pydet_status scaled_gemm_ieee_64x64(const ScaledGemm &);
 pydet_status scaled_grouped_gemm_ieee_64x64(const ScaledGroupedGemm &);
 
-// nvidia/quantize.cu
+// any/quantize.cu
 bool quantize_rows_takes(const Quantize &);
 pydet_status quantize_by_rows(const Quantize &);
 pydet_status quantize_tiled(const Quantize &);

@@ -574,6 +574,7 @@ VALUES = {
     "v_max_i32": lambda a, b: np.maximum(i32(a), i32(b)).view(U32),
     "v_min_i32": lambda a, b: np.minimum(i32(a), i32(b)).view(U32),
     "v_max_u32": np.maximum,
+    "v_max3_u32": lambda a, b, c: np.maximum(np.maximum(a, b), c),
     "v_min_u32": np.minimum,
     "v_mul_lo_u32": lambda a, b: (product64(a, b) & U64(M32)).astype(U32),
     "v_mul_hi_u32": lambda a, b: (product64(a, b) >> U64(32)).astype(U32),

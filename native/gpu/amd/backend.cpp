@@ -76,6 +76,14 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
      scaled_gemm_ieee_64x64},
 };
 
+constexpr uint64_t kAllOfTiles = kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy;
+constexpr Kernel<Quantize> kQuantize[] = {
+    {"hip_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, kBuiltFor, is_built,
+     quantize_rows_takes, nullptr, quantize_by_rows},
+    {"hip_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kAllOfTiles, kBuiltFor, is_built, nullptr, nullptr,
+     quantize_tiled},
+};
+
 constexpr uint64_t kAllOfGroups = kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth;
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
     {"hip_grouped_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGroups, "gfx942", is_gfx942, nullptr,
@@ -179,7 +187,7 @@ const Backend *gpu_backend() {
                                       "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"",
                                       table(kGemm),
                                       table(kScaledGemm),
-                                      {},
+                                      table(kQuantize),
                                       table(kRmsNorm),
                                       table(kRmsNormBackward),
                                       table(kSoftmax),

@@ -7,7 +7,7 @@
 // One formula serves every scale: where s is a power of two, its correction adds nothing. On an H100 rows, groups and
 // blocks take the time of a copy, groups both ways 1.17 times that.
 
-#include "gpu/nvidia/quantize.h"
+#include "gpu/any/quantize.h"
 
 namespace pydet {
 namespace {

@@ -1,16 +1,17 @@
-// Quantisation to fp8 (NUMERICS.md, "Quantisation"):  s = max(amax, 1e-10) / largest,  q = round(clamp(x / s)), for all
-// that quantize_packed.cu does not take: fp32, given scales, batches, odd strides and extents.
+// Quantisation to fp8 (NUMERICS.md, "Quantisation"):  s = max(amax, 1e-10) / largest,  q = round(clamp(x / s)), of every
+// type, layout and extent, with given scales and batches; on HIP all of it, on CUDA what quantize_packed.cu does not take.
 //
 // Tiles: a block of 256 threads holds 128 x 128 of x in registers, whole groups of x and of x^T and one block, so that
 // q, both scales and the transposed copy come of one reading. Rows: a block a row, which it holds too, up to kHeld.
 // A maximum does not mind the order, so amax may be reduced as suits: as integers, which order as the magnitudes do.
 
-#include "gpu/nvidia/quantize.h"
+#include "gpu/any/quantize.h"
 
 namespace pydet {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kRowsApart = kThreads / kLanes;  // of the rows of one thread
 constexpr int kRowsEach = kSide / kRowsApart;
 constexpr int kPitch = kSide + 16;  // bytes from row to row of the transposed tile
@@ -86,11 +87,22 @@ __device__ __forceinline__ float read_scale(const Matrix &scale, int64_t at) {
   return scale.type == Type::f32 ? reinterpret_cast<const float *>(scale.data)[at]
                                  : f32_from_e8m0(reinterpret_cast<const uint8_t *>(scale.data)[at]);
 }
+
+// The largest value of a block's threads, all of which call it once.
+__device__ __forceinline__ uint32_t most_of_block(uint32_t most, uint32_t (&of_warp)[kWarps]) {
+  most = most_of_lanes<kWarp>(most);
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = most;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) most = max(most, of_warp[i]);
+  return most;
+}
+
 // ---- Tiles: groups and blocks, and whatever has its scale already -------------------------------------------------
 
 template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads, 2)
-    quantize_tiles(const __grid_constant__ Call c) {
-  __shared__ uint32_t column_amax[kSide], block_amax;
+    quantize_tiles_kernel(const __grid_constant__ Call c) {
+  __shared__ uint32_t of_warp[kWarps], column_amax[transposes ? kWarps : 1][kSide];
   __shared__ float column_scale[kSide];
   __shared__ __align__(16) uint8_t turned[transposes ? kSide * kPitch : 16];
   const Quantize &p = c.p;
@@ -117,15 +129,10 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
   for (int i = 0; i < kRowsEach; ++i) amax[i] = largest_of(v[i]);
   float of_block = 0;
   if (block && !p.given) {
-    if (thread == 0) block_amax = 0;
-    __syncthreads();
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < kRowsEach; ++i) most = max(most, amax[i]);
-    most = __reduce_max_sync(0xFFFFFFFFu, most);
-    if (thread % 32 == 0) atomicMax(&block_amax, most);
-    __syncthreads();
-    of_block = scale_of(block_amax, largest, p.power_of_two);
+    of_block = scale_of(most_of_block(most, of_warp), largest, p.power_of_two);
     const int64_t to = at[p.kScale] + stripe * p.scale.row_stride + group_k * p.scale.col_stride;
     if (thread == 0) write_scale(p.scale, to, of_block);
     if (thread == 0 && transposes)
@@ -144,10 +151,7 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
     if (p.given) {
       s = row < rows ? read_scale(p.scale, scale_at) : 1.0f;
     } else if (group) {
-#pragma unroll
-      for (int apart = kLanes / 2; apart > 0; apart /= 2)
-        amax[i] = max(amax[i], __shfl_xor_sync(0xFFFFFFFFu, amax[i], apart));
-      s = scale_of(amax[i], largest, p.power_of_two);
+      s = scale_of(most_of_lanes<kLanes>(amax[i]), largest, p.power_of_two);
       if (thread % kLanes == 0 && row < rows) write_scale(p.scale, scale_at, s);
     }
     if (row < rows && count > 0)
@@ -157,19 +161,20 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
 
   if constexpr (transposes) {
     if (group) {
-      if (thread < kSide) column_amax[thread] = 0;
-      __syncthreads();
 #pragma unroll
       for (int j = 0; j < kUnit; ++j) {
         uint32_t most = 0;
 #pragma unroll
         for (int i = 0; i < kRowsEach; ++i) most = max(most, bits_of(v[i][j]) & 0x7FFFFFFFu);
-        most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, kLanes));
-        if (thread % 32 < kLanes) atomicMax(&column_amax[column + j], most);
+        most = max(most, from_lane_across(most, kLanes));
+        if (thread % kWarp < kLanes) column_amax[thread / kWarp][column + j] = most;
       }
       __syncthreads();
       if (thread < kSide) {
-        column_scale[thread] = scale_of(column_amax[thread], largest, p.power_of_two);
+        uint32_t most = 0;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i) most = max(most, column_amax[i][thread]);
+        column_scale[thread] = scale_of(most, largest, p.power_of_two);
         if (thread < cols)
           write_scale(p.transposed_scale,
                       at[p.kTransposedScale] + (first_k + thread) * p.transposed_scale.row_stride +
@@ -210,10 +215,11 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
 
 // ---- Rows --------------------------------------------------------------------------------------------------------
 
-template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows(const __grid_constant__ Call c) {
-  __shared__ uint32_t row_amax;
+template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const __grid_constant__ Call c) {
+  __shared__ uint32_t of_warp[kWarps];
   const Quantize &p = c.p;
-  const int64_t index = blockIdx.x, row = index % p.m;
+  const int64_t index = block_number(), row = index % p.m;
+  if (index >= p.m * p.batch.count) return;
   int64_t at[Quantize::kOperands];
   p.batch.at(index / p.m, at);
   const int64_t x_at = at[p.kX] + row * p.x.row_stride, out_at = at[p.kOut] + row * p.out.row_stride;
@@ -234,12 +240,7 @@ template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows(c
     load(k, v);
     amax = max(amax, largest_of(v));
   }
-  if (threadIdx.x == 0) row_amax = 0;
-  __syncthreads();
-  amax = __reduce_max_sync(0xFFFFFFFFu, amax);
-  if (threadIdx.x % 32 == 0) atomicMax(&row_amax, amax);
-  __syncthreads();
-  const float s = scale_of(row_amax, pydet::largest_of(p.out.type), p.power_of_two);
+  const float s = scale_of(most_of_block(amax, of_warp), pydet::largest_of(p.out.type), p.power_of_two);
   if (threadIdx.x == 0) write_scale(p.scale, at[p.kScale] + row * p.scale.row_stride, s);
   auto store = [&](int64_t k, const float(&v)[kUnit]) {
     if (k < p.k)
@@ -265,20 +266,20 @@ Call call_of(const Quantize &p) {
 }
 
 template <Type type> void (*tiles_kernel(bool transposes))(Call) {
-  return transposes ? quantize_tiles<type, true> : quantize_tiles<type, false>;
+  return transposes ? quantize_tiles_kernel<type, true> : quantize_tiles_kernel<type, false>;
 }
 
 }  // namespace
 
 pydet_status quantize_tiled(const Quantize &p) {
-  const char *name = "cuda_quantize_tiles";
+  const char *name = "quantize_tiles";
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   const Call call = call_of(p);
   constexpr int64_t kMostBlocks = 65535;
   const int64_t groups = (p.k + kSide - 1) / kSide, stripes = call.stripes * p.batch.count;
   const int64_t layers = (stripes + kMostBlocks - 1) / kMostBlocks;
-  if (groups > 0x7FFFFFFF || layers > kMostBlocks)
+  if (groups > most_blocks(kThreads) || layers > kMostBlocks)
     return fail(PYDET_UNSUPPORTED, "quantize: x has too many elements for a GPU");
   Launch shape = {name, gpu_stream(p.stream),
                   dim3(unsigned(groups), unsigned(layers > 1 ? kMostBlocks : stripes), unsigned(layers)),
@@ -292,13 +293,13 @@ bool quantize_rows_takes(const Quantize &p) {
   return p.batch.count <= 0x7FFFFFFF / p.m;  // blocks
 }
 pydet_status quantize_by_rows(const Quantize &p) {
-  const char *name = "cuda_quantize_rows";
+  const char *name = "quantize_rows";
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   const Call call = call_of(p);
-  Launch shape = {name, gpu_stream(p.stream), dim3(unsigned(p.m * p.batch.count)), dim3(kThreads)};
+  Launch shape = {name, gpu_stream(p.stream), grid_of(p.m * p.batch.count, kThreads), dim3(kThreads)};
   return with_type<kUnscaledTypes>(
-      p.x.type, [&](auto type) { return launch(shape, quantize_rows<decltype(type)::value>, call); });
+      p.x.type, [&](auto type) { return launch(shape, quantize_rows_kernel<decltype(type)::value>, call); });
 }
 
 }  // namespace pydet

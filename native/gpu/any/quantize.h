@@ -11,6 +11,27 @@ namespace {
 constexpr int kSide = kScaleGroup;
 constexpr int kUnit = 8;               // elements a thread loads at once
 constexpr int kLanes = kSide / kUnit;  // threads side by side on a group
+constexpr int kWarp = 32;              // threads, also where the hardware has more side by side
+
+// The value of thread `this ^ apart` of a warp, all of which call it.
+__device__ __forceinline__ uint32_t from_lane_across(uint32_t value, int apart) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return __shfl_xor(value, apart, kWarp);
+#else
+  return __shfl_xor_sync(0xFFFFFFFFu, value, apart);
+#endif
+}
+
+// The largest value of each `lanes` neighbouring threads of a warp, all of which call it.
+template <int lanes> __device__ __forceinline__ uint32_t most_of_lanes(uint32_t value) {
+#if !defined(__HIP_PLATFORM_AMD__)
+  if constexpr (lanes == kWarp) value = __reduce_max_sync(0xFFFFFFFFu, value);
+  else
+#endif
+#pragma unroll
+    for (int apart = lanes / 2; apart > 0; apart /= 2) value = max(value, from_lane_across(value, apart));
+  return value;
+}
 
 // Two to bytes, clamped: the instruction's saturation is the clamp.
 template <Type type> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
