@@ -36,7 +36,7 @@ import test_scaled_grouped_gemm
 from cases import assert_same_bits
 from fakehip import ARCHS
 from pydet import frameworks, hooks
-from reference_fp8 import E5M2
+from reference_fp8 import E4M3, E5M2
 
 ROOT = capi.ROOT
 LIBRARY = pathlib.Path(os.environ.get("PYDET_HIP_LIBRARY", ROOT / "pydet" / "libpydet_hip.so"))
@@ -1097,7 +1097,7 @@ def operations(hip, device=0, stream=0):
     dc, given_rstd = normal(5, 7, seed=1), np.ones(4, np.float32)
     in_bf16 = [x.astype(DTYPES["bf16"]) for x in (a, b)]
     soft, log_prob, index = np.full((4, 40), 7, np.float32), np.full(4, 7, np.float32), np.array([0, 39, 5, 7])
-    y_row = normal(4, 40, seed=1)
+    y_row, bytes_of_x = normal(4, 40, seed=1), np.full((1, 40), 7, np.uint8).view(E4M3)
     size = ffi.new("uint64_t *")
     assert hip.lib.pydet_rmsnorm_backward_workspace(4, 40, size) == 0
     workspace = np.zeros(size[0] // 4 + 8, np.float32)
@@ -1163,6 +1163,24 @@ def operations(hip, device=0, stream=0):
         "softmax_backward": (
             lambda: hip.call("pydet_softmax_backward", capi.options("pydet_softmax_options"), x, y_row, dx, **where),
             [dx],
+        ),
+        "scaled_gemm": (
+            lambda: hip.call(
+                "pydet_scaled_gemm",
+                capi.options("pydet_scaled_gemm_options", k_chunk=128, arithmetic=ARITHMETIC["ieee"]),
+                *(a.astype(E4M3), None, transposed(b).astype(E4M3), None, None, out),
+                **where,
+            ),
+            [out],
+        ),
+        "quantize": (
+            lambda: hip.call(
+                "pydet_quantize",
+                capi.options("pydet_quantize_options"),
+                *(x[:1], bytes_of_x, rstd[:1, None], None, None),
+                **where,
+            ),
+            [bytes_of_x.view(np.uint8), rstd[:1]],
         ),
         "log_prob": (
             lambda: hip.call("pydet_log_prob", capi.options("pydet_log_prob_options"), x, index, log_prob, **where),
@@ -1354,6 +1372,7 @@ def test_from_python(hip, rocm):
     a, b, dc = normal(5, 16, **half), normal(16, 24, **half), normal(5, 24, **half)
     x, residual, weight = normal(4, 40, **half), normal(4, 40, seed=1, **half), normal(40)
     rstd = pydet.rmsnorm(x, weight, eps=1e-5)[1]
+    scaled = {"a_scale": np.ones((5, 1), np.float32), "b_scale": np.ones((1, 24), np.float32), "arithmetic": "ieee"}
     calls = {
         "gemm": (pydet.gemm, (a, b), {"out_dtype": "float32"}),
         "gemm_da": (pydet.gemm_da, (dc, b), {}),
@@ -1366,9 +1385,12 @@ def test_from_python(hip, rocm):
         "layernorm_backward": (pydet.layernorm_backward, (x, residual, weight, rstd, rstd), {}),
         "softmax": (pydet.softmax, (x,), {}),
         "log_softmax_backward": (pydet.log_softmax_backward, (x, residual), {}),
+        "scaled_gemm": (pydet.scaled_gemm, (a.astype(E4M3), b.astype(E5M2)), scaled),
+        "quantize": (pydet.quantize, (x,), {"granularity": "block", "transposed": True}),
     }
     for name, (function, arguments, options) in calls.items():
-        on_cpu = options if "norm" in name or "softmax" in name else {**options, "arithmetic": kind}
+        has_arithmetic = "gemm" in name and "scaled" not in name
+        on_cpu = {**options, "arithmetic": kind} if has_arithmetic else options
         want = function(*arguments, **on_cpu)
         hip.launches.clear()
         hip.fake.fakehip_set_device(0)

@@ -26,6 +26,7 @@ import test_cuda
 import test_gemm
 import test_golden
 import test_rmsnorm
+import test_scaled_gemm
 from cases import DTYPES, Problem, assert_same_bits, data
 from pydet import frameworks
 
@@ -360,6 +361,34 @@ def test_empty(device):
     for m, n, k in [(0, 5, 6), (5, 0, 6), (5, 6, 0), (0, 0, 0)]:
         out = device.gemm(normal(m, k), normal(k, n))
         assert out.shape == (m, n) and not out.any()
+
+
+# ---- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+@each("scaled_gemm")
+def test_scaled_gemm_equals_cpu(device, kernel, dtype):
+    device.forced(kernel.name)
+    sizes = scaled([(1, 1, 1), (5, 130, 0), (65, 63, 129), (200, 300, 1000), (128, 64, 4096)], [(3, 9, 130)])
+    scales = itertools.cycle([("group", "block"), ("row", "row"), ("group", "group"), ("tensor", "tensor")])
+    for (m, n, k), (a_scale, b_scale) in zip(sizes * scaled(4, 1), scales, strict=False):
+        given = {"a_type": dtype, "a_scale": a_scale, "b_scale": b_scale, "arithmetic": "ieee"}
+        problem = test_scaled_gemm.Scaled(m, n, k, **given)
+        got, want = (test_scaled_gemm.run(library.scaled_gemm, problem) for library in (device, pydet))
+        assert_same_bits(got, want, f"{kernel.name}: {problem}")
+    assert device.taken >= scaled(20, 1)
+
+
+@each("quantize")
+def test_quantize_equals_cpu(device, kernel, dtype):
+    device.forced(kernel.name)
+    sizes = scaled([(1, 1), (3, 127), (128, 128), (129, 1000), (300, 264), (5, 20000)], [(3, 130)])
+    ways = [("row", False), ("group", True), ("block", True), ("group", False)]
+    for (m, k), (granularity, transposed) in itertools.product(sizes, ways[: scaled(None, 2)]):
+        x, options = data("wide", (m, k), DTYPES[dtype], m + k), {"granularity": granularity, "transposed": transposed}
+        for got, want in zip(device.quantize(x, **options), pydet.quantize(x, **options), strict=True):
+            assert_same_bits(got, np.ascontiguousarray(want), f"{kernel.name}: {m}x{k}, {options}")
+    assert device.taken >= scaled(6, 1)
 
 
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------
