@@ -34,183 +34,169 @@ struct Groups {
   }
 };
 
-// What a result of rows has, against the smallest of `count` arguments of rows, and `weights` elements of weights.
-Groups groups_of(Call &call, const pydet_xla_buffer &result, const pydet_xla_buffer *const *operands, int count,
-                 int64_t weights, int64_t heads = 0) {
+// The buffers of a call, in their order; NULL where one is not there.
+struct Buffers {
+  Call &call;
+  int64_t arguments = 0, results = 0;
+
+  const pydet_xla_buffer *argument(bool present = true) { return present ? &call.argument(arguments++) : nullptr; }
+  const pydet_xla_buffer *argument(const char *has) { return argument(call.integer(has) != 0); }
+  const pydet_xla_buffer *result(bool present = true) { return present ? &call.result(results++) : nullptr; }
+};
+
+// What a result of rows has, against the smallest of the arguments of rows and the largest of the weights.
+Groups groups_of(Call &call, const pydet_xla_buffer &result, std::initializer_list<const pydet_xla_buffer *> operands,
+                 std::initializer_list<const pydet_xla_buffer *> weights, int64_t heads) {
+  int64_t least = elements(result), most = 0;
+  for (const pydet_xla_buffer *x : operands)
+    if (x) least = elements(*x) < least ? elements(*x) : least;
+  for (const pydet_xla_buffer *w : weights)
+    if (w) most = elements(*w) > most ? elements(*w) : most;
   const int64_t n = (result.rank ? result.dims[result.rank - 1] : 0) * (heads ? heads : 1);
   if (n == 0) return {0, 0, 0, heads};
-  if (elements(result) == 0) return {n, weights > n ? weights / n : 1, 0, heads};  // sums over no rows are written too
-  int64_t least = elements(result);
-  for (int i = 0; i < count; ++i) least = elements(*operands[i]) < least ? elements(*operands[i]) : least;
+  if (elements(result) == 0) return {n, most > n ? most / n : 1, 0, heads};  // sums over no rows are written too
   int64_t groups = least ? elements(result) / least : 1;
-  if (weights / n > groups) groups = weights / n;
+  if (most / n > groups) groups = most / n;
   if (elements(result) % (groups * n)) call.fail("the operands do not fit each other");
   return {n, groups, elements(result) / (groups * n), heads};
 }
 
-// Elements of the larger of two buffers, which may be absent.
-int64_t larger(const pydet_xla_buffer *one, const pydet_xla_buffer *other) {
-  const int64_t first = one ? elements(*one) : 0, second = other ? elements(*other) : 0;
-  return first > second ? first : second;
+// The tensors of group g, one after the other; NULL of a buffer that is not there.
+class Part {
+ public:
+  Part(Call &call, const Groups &all, int64_t g) : call_(call), all_(all), g_(g) {}
+
+  const pydet_tensor *rows(const pydet_xla_buffer *buffer) {
+    return buffer ? add(all_.rows_of(call_, *buffer, g_, false, &shapes_[count_])) : nullptr;
+  }
+  const pydet_tensor *values(const pydet_xla_buffer *buffer) {  // one a row
+    return buffer ? add(all_.rows_of(call_, *buffer, g_, true, &shapes_[count_])) : nullptr;
+  }
+  const pydet_tensor *weight(const pydet_xla_buffer *buffer) {
+    return buffer ? add(all_.weight_of(call_, *buffer, g_, &shapes_[count_])) : nullptr;
+  }
+
+ private:
+  const pydet_tensor *add(const pydet_tensor &tensor) {
+    tensors_[count_] = tensor;
+    return &tensors_[count_++];
+  }
+
+  Call &call_;
+  const Groups &all_;
+  int64_t g_;
+  int count_ = 0;
+  Shape shapes_[9];
+  pydet_tensor tensors_[9];
+};
+
+// Runs an operation on one group after the other.
+template <class Run> void each_group(Call &call, const Groups &all, Run run) {
+  for (int64_t g = 0; g < all.groups && !call.failed(); ++g) {
+    Part part(call, all, g);
+    run(part);
+  }
+}
+
+template <class Options> Options forward_options(Call &call) {
+  Options options = {};
+  options.struct_size = sizeof options;
+  options.eps = float(call.real("eps"));
+  options.weight_offset = float(call.real("weight_offset"));
+  options.kernel = call.kernel();
+  return options;
+}
+
+// With the workspace, which is the last result of those that sum over rows.
+template <class Options> Options backward_options(Call &call, const pydet_xla_buffer *workspace) {
+  Options options = {};
+  options.struct_size = sizeof options;
+  options.weight_offset = float(call.real("weight_offset"));
+  options.kernel = call.kernel();
+  if (workspace) {
+    options.workspace = workspace->data;
+    options.workspace_size = uint64_t(elements(*workspace));
+  }
+  return options;
 }
 
 }  // namespace
 
 void xla_rmsnorm(Call &call) {
-  const bool has_residual = call.integer("has_residual"), has_weight = call.integer("has_weight");
-  const bool has_bias = call.integer("has_bias");
+  Buffers of = {call};
+  const pydet_xla_buffer *x = of.argument(), *residual = of.argument("has_residual"),
+                         *weight = of.argument("has_weight"), *bias = of.argument("has_bias"), *y = of.result(),
+                         *rstd = of.result(), *sum = of.result(residual);
+  auto options = forward_options<pydet_rmsnorm_options>(call);
   const int64_t heads = call.integer("heads");
-  pydet_rmsnorm_options options = {};
-  options.struct_size = sizeof options;
-  options.eps = float(call.real("eps"));
-  options.weight_offset = float(call.real("weight_offset"));
-  options.kernel = call.kernel();
-  const pydet_xla_buffer *rows[] = {&call.argument(0), has_residual ? &call.argument(1) : &call.argument(0)};
-  const pydet_xla_buffer *weight = has_weight ? &call.argument(1 + has_residual) : nullptr;
-  const pydet_xla_buffer *bias = has_bias ? &call.argument(1 + has_residual + has_weight) : nullptr;
-  const pydet_xla_buffer &y = call.result(0), &rstd = call.result(1);
   void *stream = call.stream();
   if (call.failed()) return;
-  const Groups all = groups_of(call, y, rows, 2, larger(weight, bias), heads);
-  for (int64_t g = 0; g < all.groups && !call.failed(); ++g) {
-    Shape s[7];
-    const pydet_tensor x_part = all.rows_of(call, *rows[0], g, false, &s[0]),
-                       y_part = all.rows_of(call, y, g, false, &s[1]),
-                       rstd_part = all.rows_of(call, rstd, g, true, &s[2]);
-    pydet_tensor residual = {}, sum = {}, w = {}, b = {};
-    if (has_residual) {
-      residual = all.rows_of(call, *rows[1], g, false, &s[3]);
-      sum = all.rows_of(call, call.result(2), g, false, &s[4]);
-    }
-    if (weight) w = all.weight_of(call, *weight, g, &s[5]);
-    if (bias) b = all.weight_of(call, *bias, g, &s[6]);
-    options.bias = bias ? &b : nullptr;
+  each_group(call, groups_of(call, *y, {x, residual}, {weight, bias}, heads), [&](Part &part) {
+    const pydet_tensor *x_part = part.rows(x), *residual_part = part.rows(residual), *w = part.weight(weight),
+                       *y_part = part.rows(y), *rstd_part = part.values(rstd), *sum_part = part.rows(sum);
+    options.bias = part.weight(bias);
     if (call.failed()) return;
-    call.check(pydet_rmsnorm(stream, &x_part, has_residual ? &residual : nullptr, weight ? &w : nullptr, &y_part,
-                             &rstd_part, has_residual ? &sum : nullptr, &options));
-  }
+    call.check(pydet_rmsnorm(stream, x_part, residual_part, w, y_part, rstd_part, sum_part, &options));
+  });
 }
 
 void xla_rmsnorm_backward(Call &call) {
-  const bool has_weight = call.integer("has_weight"), has_dresidual = call.integer("has_dresidual");
-  const bool accumulate = call.integer("accumulate"), has_bias = call.integer("has_bias");
-  const int64_t heads = call.integer("heads");
-  pydet_rmsnorm_backward_options options = {};
-  options.struct_size = sizeof options;
-  options.weight_offset = float(call.real("weight_offset"));
+  Buffers of = {call};
+  const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
+  const pydet_xla_buffer *dy = of.argument(), *x = of.argument(), *rstd = of.argument(),
+                         *weight = of.argument("has_weight"), *dresidual = of.argument("has_dresidual"),
+                         *start = of.argument(accumulate), *dx = of.result(), *dweight = of.result(weight),
+                         *dbias = of.result(has_bias);
+  auto options = backward_options<pydet_rmsnorm_backward_options>(call, of.result(dweight || dbias));
   options.accumulate = accumulate;
-  options.kernel = call.kernel();
-  const pydet_xla_buffer *rows[] = {&call.argument(0), &call.argument(1),
-                                    has_dresidual ? &call.argument(3 + has_weight) : &call.argument(0)};
-  const pydet_xla_buffer &rstd = call.argument(2), &dx = call.result(0);
-  const pydet_xla_buffer *weight = has_weight ? &call.argument(3) : nullptr;
-  const pydet_xla_buffer *dweight = has_weight ? &call.result(1) : nullptr;
-  const pydet_xla_buffer *dbias = has_bias ? &call.result(1 + has_weight) : nullptr;
-  if (has_weight || has_bias) {
-    const pydet_xla_buffer &workspace = call.result(1 + has_weight + has_bias);
-    options.workspace = workspace.data;
-    options.workspace_size = uint64_t(elements(workspace));
-  }
-  if (accumulate) expect_in_place(call, call.argument(3 + has_weight + has_dresidual), call.result(1));
+  if (start) expect_in_place(call, *start, call.result(1));
+  const int64_t heads = call.integer("heads");
   void *stream = call.stream();
   if (call.failed()) return;
-  const Groups all = groups_of(call, dx, rows, 3, larger(dweight, dbias), heads);
-  for (int64_t g = 0; g < all.groups && !call.failed(); ++g) {
-    Shape s[8];
-    const pydet_tensor dy_part = all.rows_of(call, *rows[0], g, false, &s[0]),
-                       x_part = all.rows_of(call, *rows[1], g, false, &s[1]),
-                       rstd_part = all.rows_of(call, rstd, g, true, &s[2]),
-                       dx_part = all.rows_of(call, dx, g, false, &s[3]);
-    pydet_tensor dresidual = {}, w = {}, dw = {}, db = {};
-    if (has_dresidual) dresidual = all.rows_of(call, *rows[2], g, false, &s[4]);
-    if (has_weight) {
-      w = all.weight_of(call, *weight, g, &s[5]);
-      dw = all.weight_of(call, *dweight, g, &s[6]);
-    }
-    if (dbias) db = all.weight_of(call, *dbias, g, &s[7]);
-    options.dbias = dbias ? &db : nullptr;
+  each_group(call, groups_of(call, *dx, {dy, x, dresidual}, {dweight, dbias}, heads), [&](Part &part) {
+    const pydet_tensor *dy_part = part.rows(dy), *x_part = part.rows(x), *w = part.weight(weight),
+                       *rstd_part = part.values(rstd), *dresidual_part = part.rows(dresidual), *dx_part = part.rows(dx),
+                       *dw = part.weight(dweight);
+    options.dbias = part.weight(dbias);
     if (call.failed()) return;
-    call.check(pydet_rmsnorm_backward(stream, &dy_part, &x_part, has_weight ? &w : nullptr, &rstd_part,
-                                      has_dresidual ? &dresidual : nullptr, &dx_part, has_weight ? &dw : nullptr,
-                                      &options));
-  }
+    call.check(pydet_rmsnorm_backward(stream, dy_part, x_part, w, rstd_part, dresidual_part, dx_part, dw, &options));
+  });
 }
 
 void xla_layernorm(Call &call) {
-  const bool has_residual = call.integer("has_residual"), has_weight = call.integer("has_weight");
-  const bool has_bias = call.integer("has_bias");
-  pydet_layernorm_options options = {};
-  options.struct_size = sizeof options;
-  options.eps = float(call.real("eps"));
-  options.weight_offset = float(call.real("weight_offset"));
-  options.kernel = call.kernel();
-  const pydet_xla_buffer *rows[] = {&call.argument(0), has_residual ? &call.argument(1) : &call.argument(0)};
-  const pydet_xla_buffer *weight = has_weight ? &call.argument(1 + has_residual) : nullptr;
-  const pydet_xla_buffer *bias = has_bias ? &call.argument(1 + has_residual + has_weight) : nullptr;
-  const pydet_xla_buffer &y = call.result(0), &mean = call.result(1), &rstd = call.result(2);
+  Buffers of = {call};
+  const pydet_xla_buffer *x = of.argument(), *residual = of.argument("has_residual"),
+                         *weight = of.argument("has_weight"), *bias = of.argument("has_bias"), *y = of.result(),
+                         *mean = of.result(), *rstd = of.result(), *sum = of.result(residual);
+  const auto options = forward_options<pydet_layernorm_options>(call);
   void *stream = call.stream();
   if (call.failed()) return;
-  const Groups all = groups_of(call, y, rows, 2, larger(weight, bias));
-  for (int64_t g = 0; g < all.groups && !call.failed(); ++g) {
-    Shape s[8];
-    const pydet_tensor x_part = all.rows_of(call, *rows[0], g, false, &s[0]),
-                       y_part = all.rows_of(call, y, g, false, &s[1]),
-                       mean_part = all.rows_of(call, mean, g, true, &s[2]),
-                       rstd_part = all.rows_of(call, rstd, g, true, &s[3]);
-    pydet_tensor residual = {}, sum = {}, w = {}, b = {};
-    if (has_residual) {
-      residual = all.rows_of(call, *rows[1], g, false, &s[4]);
-      sum = all.rows_of(call, call.result(3), g, false, &s[5]);
-    }
-    if (weight) w = all.weight_of(call, *weight, g, &s[6]);
-    if (bias) b = all.weight_of(call, *bias, g, &s[7]);
+  each_group(call, groups_of(call, *y, {x, residual}, {weight, bias}, 0), [&](Part &part) {
+    const pydet_tensor *x_part = part.rows(x), *residual_part = part.rows(residual), *w = part.weight(weight),
+                       *b = part.weight(bias), *y_part = part.rows(y), *mean_part = part.values(mean),
+                       *rstd_part = part.values(rstd), *sum_part = part.rows(sum);
     if (call.failed()) return;
-    call.check(pydet_layernorm(stream, &x_part, has_residual ? &residual : nullptr, weight ? &w : nullptr,
-                               bias ? &b : nullptr, &y_part, &mean_part, &rstd_part, has_residual ? &sum : nullptr,
-                               &options));
-  }
+    call.check(pydet_layernorm(stream, x_part, residual_part, w, b, y_part, mean_part, rstd_part, sum_part, &options));
+  });
 }
 
 void xla_layernorm_backward(Call &call) {
-  const bool has_weight = call.integer("has_weight"), has_bias = call.integer("has_bias");
-  const bool has_dresidual = call.integer("has_dresidual");
-  pydet_layernorm_backward_options options = {};
-  options.struct_size = sizeof options;
-  options.weight_offset = float(call.real("weight_offset"));
-  options.kernel = call.kernel();
-  const pydet_xla_buffer *rows[] = {&call.argument(0), &call.argument(1),
-                                    has_dresidual ? &call.argument(4 + has_weight) : &call.argument(0)};
-  const pydet_xla_buffer &mean = call.argument(2), &rstd = call.argument(3), &dx = call.result(0);
-  const pydet_xla_buffer *weight = has_weight ? &call.argument(4) : nullptr;
-  const pydet_xla_buffer *dweight = has_weight ? &call.result(1) : nullptr;
-  const pydet_xla_buffer *dbias = has_bias ? &call.result(1 + has_weight) : nullptr;
-  if (has_weight || has_bias) {
-    const pydet_xla_buffer &workspace = call.result(1 + has_weight + has_bias);
-    options.workspace = workspace.data;
-    options.workspace_size = uint64_t(elements(workspace));
-  }
+  Buffers of = {call};
+  const pydet_xla_buffer *dy = of.argument(), *x = of.argument(), *mean = of.argument(), *rstd = of.argument(),
+                         *weight = of.argument("has_weight"), *dresidual = of.argument("has_dresidual"),
+                         *dx = of.result(), *dweight = of.result(weight), *dbias = of.result(call.integer("has_bias"));
+  const auto options = backward_options<pydet_layernorm_backward_options>(call, of.result(dweight || dbias));
   void *stream = call.stream();
   if (call.failed()) return;
-  const Groups all = groups_of(call, dx, rows, 3, larger(dweight, dbias));
-  for (int64_t g = 0; g < all.groups && !call.failed(); ++g) {
-    Shape s[9];
-    const pydet_tensor dy_part = all.rows_of(call, *rows[0], g, false, &s[0]),
-                       x_part = all.rows_of(call, *rows[1], g, false, &s[1]),
-                       mean_part = all.rows_of(call, mean, g, true, &s[2]),
-                       rstd_part = all.rows_of(call, rstd, g, true, &s[3]),
-                       dx_part = all.rows_of(call, dx, g, false, &s[4]);
-    pydet_tensor dresidual = {}, w = {}, dw = {}, db = {};
-    if (has_dresidual) dresidual = all.rows_of(call, *rows[2], g, false, &s[5]);
-    if (has_weight) {
-      w = all.weight_of(call, *weight, g, &s[6]);
-      dw = all.weight_of(call, *dweight, g, &s[7]);
-    }
-    if (has_bias) db = all.weight_of(call, *dbias, g, &s[8]);
+  each_group(call, groups_of(call, *dx, {dy, x, dresidual}, {dweight, dbias}, 0), [&](Part &part) {
+    const pydet_tensor *dy_part = part.rows(dy), *x_part = part.rows(x), *w = part.weight(weight),
+                       *mean_part = part.values(mean), *rstd_part = part.values(rstd),
+                       *dresidual_part = part.rows(dresidual), *dx_part = part.rows(dx), *dw = part.weight(dweight),
+                       *db = part.weight(dbias);
     if (call.failed()) return;
-    call.check(pydet_layernorm_backward(stream, &dy_part, &x_part, has_weight ? &w : nullptr, &mean_part, &rstd_part,
-                                        has_dresidual ? &dresidual : nullptr, &dx_part, has_weight ? &dw : nullptr,
-                                        has_bias ? &db : nullptr, &options));
-  }
+    call.check(pydet_layernorm_backward(stream, dy_part, x_part, w, mean_part, rstd_part, dresidual_part, dx_part, dw,
+                                        db, &options));
+  });
 }
 
 // The softmax family: buffers of rows, whatever their leading dimensions.

@@ -79,55 +79,44 @@ def _type_of(bias: Array | None) -> str | None:
     return None if bias is None else str(bias.dtype.name)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _layer_norm(
-    x: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
-) -> Array:
-    return _layer(x, None, weight, bias, eps, weight_offset, kernel)[0]
+    x: Array,
+    residual: Array | None,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    weight_offset: float,
+    kernel: str,
+) -> tuple[Array, ...]:
+    """y, and the sum where there is a residual."""
+    y, _, _, *total = _layer(x, residual, weight, bias, eps, weight_offset, kernel)
+    return y, *total
 
 
 def _layer_norm_forward(
-    x: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
-) -> tuple[Array, Any]:
-    y, mean, rstd = _layer(x, None, weight, bias, eps, weight_offset, kernel)
-    return y, (x, weight, bias, mean, rstd)
+    x: Array,
+    residual: Array | None,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    weight_offset: float,
+    kernel: str,
+) -> tuple[tuple[Array, ...], Any]:
+    y, mean, rstd, *total = _layer(x, residual, weight, bias, eps, weight_offset, kernel)
+    return (y, *total), (*(total or (x,)), weight, bias, mean, rstd)
 
 
 def _layer_norm_backward(
-    eps: float, weight_offset: float, kernel: str, saved: Any, dy: Array
-) -> tuple[Array, Array | None, Array | None]:
-    x, weight, bias, mean, rstd = saved
-    return _layer_backward(dy, x, mean, rstd, weight, _type_of(bias), None, weight_offset)
+    eps: float, weight_offset: float, kernel: str, saved: Any, gradients: tuple[Array, ...]
+) -> tuple[Array | None, ...]:
+    (x, weight, bias, mean, rstd), (dy, *dsum) = saved, gradients
+    operands = (dy, x, mean, rstd, weight, _type_of(bias), dsum[0] if dsum else None, weight_offset)
+    dx, dweight, dbias = _layer_backward(*operands)
+    return dx, dx if dsum else None, dweight, dbias
 
 
 _layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _layer_norm_sum(
-    x: Array, residual: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
-) -> tuple[Array, Array]:
-    y, _, _, total = _layer(x, residual, weight, bias, eps, weight_offset, kernel)
-    return y, total
-
-
-def _layer_norm_sum_forward(
-    x: Array, residual: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
-) -> tuple[tuple[Array, Array], Any]:
-    y, mean, rstd, total = _layer(x, residual, weight, bias, eps, weight_offset, kernel)
-    return (y, total), (total, weight, bias, mean, rstd)
-
-
-def _layer_norm_sum_backward(
-    eps: float, weight_offset: float, kernel: str, saved: Any, gradients: tuple[Array, Array]
-) -> tuple[Array, Array, Array | None, Array | None]:
-    total, weight, bias, mean, rstd = saved
-    operands = (gradients[0], total, mean, rstd, weight, _type_of(bias), gradients[1], weight_offset)
-    dx, dweight, dbias = _layer_backward(*operands)
-    return dx, dx, dweight, dbias
-
-
-_layer_norm_sum.defvjp(_layer_norm_sum_forward, _layer_norm_sum_backward)
 
 
 def _layer_operands(op: str, x: Any, weight: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
@@ -161,9 +150,8 @@ def layer_norm(
     """
     x, weight, bias, residual = _layer_operands("layer_norm", x, weight, bias, residual)
     options = (*norm_options("layer_norm", eps, weight_offset), kernel_name("layer_norm", kernel))
-    if residual is None:
-        return _layer_norm(x, weight, bias, *options)
-    return _layer_norm_sum(x, residual, weight, bias, *options)
+    y, *total = _layer_norm(x, residual, weight, bias, *options)
+    return (y, *total) if total else y
 
 
 def layernorm(

@@ -87,54 +87,43 @@ def _like(bias: Array | None) -> jax.ShapeDtypeStruct | None:
     return None if bias is None else jax.ShapeDtypeStruct(bias.shape, bias.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _rms_norm(
-    x: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
-) -> Array:
-    return _norm(x, None, weight, bias, eps, weight_offset, kernel)[0]
+    x: Array,
+    residual: Array | None,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    weight_offset: float,
+    kernel: str,
+) -> tuple[Array, ...]:
+    """y, and the sum where there is a residual."""
+    y, _, *total = _norm(x, residual, weight, bias, eps, weight_offset, kernel)
+    return y, *total
 
 
 def _rms_norm_forward(
-    x: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
-) -> tuple[Array, Any]:
-    y, rstd = _norm(x, None, weight, bias, eps, weight_offset, kernel)
-    return y, (x, weight, bias, rstd)
+    x: Array,
+    residual: Array | None,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    weight_offset: float,
+    kernel: str,
+) -> tuple[tuple[Array, ...], Any]:
+    y, rstd, *total = _norm(x, residual, weight, bias, eps, weight_offset, kernel)
+    return (y, *total), (*(total or (x,)), weight, bias, rstd)
 
 
 def _rms_norm_backward(
-    eps: float, weight_offset: float, kernel: str, saved: Any, dy: Array
-) -> tuple[Array, Array | None, Array | None]:
-    x, weight, bias, rstd = saved
-    return _norm_backward(dy, x, rstd, weight, _like(bias), None, weight_offset)
+    eps: float, weight_offset: float, kernel: str, saved: Any, gradients: tuple[Array, ...]
+) -> tuple[Array | None, ...]:
+    (x, weight, bias, rstd), (dy, *dsum) = saved, gradients
+    dx, dweight, dbias = _norm_backward(dy, x, rstd, weight, _like(bias), dsum[0] if dsum else None, weight_offset)
+    return (dx.astype(dy.dtype), dx, dweight, dbias) if dsum else (dx, None, dweight, dbias)
 
 
 _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _rms_norm_sum(
-    x: Array, residual: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
-) -> tuple[Array, Array]:
-    y, _, total = _norm(x, residual, weight, bias, eps, weight_offset, kernel)
-    return y, total
-
-
-def _rms_norm_sum_forward(
-    x: Array, residual: Array, weight: Array | None, bias: Array | None, eps: float, weight_offset: float, kernel: str
-) -> tuple[tuple[Array, Array], Any]:
-    y, rstd, total = _norm(x, residual, weight, bias, eps, weight_offset, kernel)
-    return (y, total), (total, weight, bias, rstd)
-
-
-def _rms_norm_sum_backward(
-    eps: float, weight_offset: float, kernel: str, saved: Any, gradients: tuple[Array, Array]
-) -> tuple[Array, Array, Array | None, Array | None]:
-    (total, weight, bias, rstd), (dy, dsum) = saved, gradients
-    dx, dweight, dbias = _norm_backward(dy, total, rstd, weight, _like(bias), dsum, weight_offset)
-    return dx.astype(dy.dtype), dx, dweight, dbias
-
-
-_rms_norm_sum.defvjp(_rms_norm_sum_forward, _rms_norm_sum_backward)
 
 
 def norm_operands(
@@ -185,9 +174,8 @@ def rms_norm(
     """
     x, weight, residual, bias = norm_operands("rms_norm", x, weight, residual, bias, True)
     options = (*norm_options("rms_norm", eps, weight_offset), kernel_name("rms_norm", kernel))
-    if residual is None:
-        return _rms_norm(x, weight, bias, *options)
-    return _rms_norm_sum(x, residual, weight, bias, *options)
+    y, *total = _rms_norm(x, residual, weight, bias, *options)
+    return (y, *total) if total else y
 
 
 def rmsnorm(

@@ -295,29 +295,6 @@ class PythonCall {
     return true;
   }
 
-  // numpy.ndarray of our types; false, with no exception set, is for the `borrow` hook to look at.
-  bool fill_by_buffer(Operand *operand) {
-    Owned dtype(python().PyObject_GetAttr(operand->object, exchange->dtype));
-    int type = 0;
-    while (type < kTypeCount && (!dtype || exchange->numpy_dtypes[type] != dtype)) ++type;
-    Buffer &buffer = operand->buffer;
-    if (type == kTypeCount || python().PyObject_GetBuffer(operand->object, &buffer, kStrided) != 0) {
-      python().PyErr_Clear();
-      return false;
-    }
-    operand->buffered = true;
-    const intptr_t size = kTypes[type].bits / 8;
-    bool whole = buffer.ndim <= kDims && buffer.item_size == size;
-    for (int i = 0; whole && i < buffer.ndim; ++i) {
-      whole = buffer.strides[i] % size == 0;
-      operand->shape[i] = buffer.shape[i];
-      operand->strides[i] = buffer.strides[i] / size;
-    }
-    if (whole)
-      operand->tensor = {buffer.data, {PYDET_CPU, 0}, buffer.ndim, dtype_of(type), operand->shape, operand->strides, 0};
-    return whole;
-  }
-
   bool fill_by_api(const char *name, Operand *operand, const Framework *framework) {
     if (static_cast<const ExchangeApi *>(framework->api)->tensor_from_object(operand->object, &operand->tensor) != 0) {
       python().PyErr_Clear();
@@ -346,18 +323,6 @@ class PythonCall {
       python().PyErr_Clear();
     }
     return tangents_;
-  }
-
-  // Copies shape and strides, which another thread may change once the GIL is released.
-  void own_extents(Operand *operand) {
-    pydet_tensor &tensor = operand->tensor;
-    if (tensor.ndim > kDims) return;
-    for (int i = 0; i < tensor.ndim; ++i) {
-      operand->shape[i] = tensor.shape[i];
-      if (tensor.strides) operand->strides[i] = tensor.strides[i];
-    }
-    tensor.shape = operand->shape;
-    if (tensor.strides) tensor.strides = operand->strides;
   }
 
   bool make_by_api(Operand *operand, int ndim, const int64_t *shape, int type) {

@@ -3,6 +3,8 @@
 #include "entry/python/results.h"
 #include "scaled.h"
 
+#include <type_traits>
+
 namespace pydet {
 namespace {
 
@@ -22,78 +24,74 @@ bool make_scale(PythonCall &call, const pydet_tensor &x, bool turned, int32_t gr
   return *scale != nullptr;
 }
 
-// What follows the operands of a scaled product, and the library for them.
-template <class Arguments, class Options>
-bool read_scaled_options(PythonCall &call, const Arguments &given, const Operand &out, Options *options,
-                         int64_t *type) {
-  options->struct_size = sizeof *options;
-  options->k_chunk = kScaleGroup;
-  return read_sum_options(call, given, options, type) && call.text_of("kernel", given.kernel, &options->kernel) &&
-         call.choose_library(given.stream) && type_agrees(call, "out", out, *type);
-}
+// A scaled product: its operands in the order of its arguments, its options, and the library for them.
+template <class Options> struct ScaledCall {
+  Operand *a = nullptr, *b = nullptr, *group_end = nullptr, *group_start = nullptr;  // the last two where it has groups
+  Operand *a_scale = nullptr, *b_scale = nullptr, *bias = nullptr, *out = nullptr;
+  Options options = {};
+  int64_t type = -1;
+
+  template <class Arguments> bool read(PythonCall &call, const Arguments &given) {
+    if (!(a = call.read("a", given.a)) || !(b = call.read("b", given.b))) return false;
+    if constexpr (std::is_same_v<Arguments, pydet_scaled_grouped_gemm_arguments>)
+      if (!(group_end = call.read("group_end", given.group_end)) ||
+          !(group_start = call.read_optional("group_start", given.group_start)))
+        return false;
+    if (!(a_scale = call.read_optional("a_scale", given.a_scale)) ||
+        !(b_scale = call.read_optional("b_scale", given.b_scale)) || !(bias = call.read_optional("bias", given.bias)) ||
+        !(out = call.read_optional("out", given.out, true)))
+      return false;
+    options.struct_size = sizeof options;
+    options.k_chunk = kScaleGroup;
+    return read_sum_options(call, given, &options, &type) && call.text_of("kernel", given.kernel, &options.kernel) &&
+           call.choose_library(given.stream) && type_agrees(call, "out", *out, type);
+  }
+  // Makes out of the given shape, if it is not there; `sound`: the operands have a shape by which that is known.
+  bool make_out(PythonCall &call, const char *op, bool sound, int ndim, const int64_t *shape) {
+    if (out->present) return true;
+    if (!starts_from_zero(call, op, options.accumulate)) return false;
+    return !sound || (out = call.make(ndim, shape, type < 0 ? int(Type::bf16) : int(type)));
+  }
+};
 
 }  // namespace
 
 Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("scaled_gemm");
   pydet_scaled_gemm_arguments given;
+  ScaledCall<pydet_scaled_gemm_options> of;
   if (!call.arguments(exchange->scaled_gemm_names, 2, args, count, keywords, &given)) return nullptr;
-  Operand *a = call.read("a", given.a);
-  Operand *b = a ? call.read("b", given.b) : nullptr;
-  Operand *a_scale = b ? call.read_optional("a_scale", given.a_scale) : nullptr;
-  Operand *b_scale = a_scale ? call.read_optional("b_scale", given.b_scale) : nullptr;
-  Operand *bias = b_scale ? call.read_optional("bias", given.bias) : nullptr;
-  Operand *out = bias ? call.read_optional("out", given.out, true) : nullptr;
-  if (!out) return nullptr;
-  pydet_scaled_gemm_options options = {};
-  int64_t type = -1;
-  if (!read_scaled_options(call, given, *out, &options, &type)) return nullptr;
-  if (!out->present) {
-    if (!starts_from_zero(call, "scaled_gemm", options.accumulate)) return nullptr;
-    if (sound(a->tensor, 2) && sound(b->tensor, 2)) {
-      int ndim;
-      int64_t shape[kDims];
-      product_shape(Product::gemm, a->tensor, b->tensor, &ndim, shape);
-      if (!(out = call.make(ndim, shape, type < 0 ? int(Type::bf16) : int(type)))) return nullptr;
-    }
-  }
-  const int64_t depth = sound(a->tensor, 1) ? a->tensor.shape[a->tensor.ndim - 1] : 0;
-  const bool done = call.run(out->present ? product_work(out->tensor, depth) : 0, [&](void *stream) {
-    return call.library().scaled_gemm(stream, tensor_of(a), tensor_of(a_scale), tensor_of(b), tensor_of(b_scale),
-                                      tensor_of(bias), tensor_of(out), &options);
+  if (!of.read(call, given)) return nullptr;
+  const pydet_tensor &a = of.a->tensor, &b = of.b->tensor;
+  const bool matrices = sound(a, 2) && sound(b, 2);
+  int ndim = 0;
+  int64_t shape[kDims];
+  if (matrices) product_shape(Product::gemm, a, b, &ndim, shape);
+  if (!of.make_out(call, "scaled_gemm", matrices, ndim, shape)) return nullptr;
+  const int64_t depth = sound(a, 1) ? a.shape[a.ndim - 1] : 0;
+  const bool done = call.run(of.out->present ? product_work(of.out->tensor, depth) : 0, [&](void *stream) {
+    return call.library().scaled_gemm(stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b),
+                                      tensor_of(of.b_scale), tensor_of(of.bias), tensor_of(of.out), &of.options);
   });
-  return done ? call.result(out) : nullptr;
+  return done ? call.result(of.out) : nullptr;
 }
 
 Object *call_scaled_grouped_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("scaled_grouped_gemm");
   pydet_scaled_grouped_gemm_arguments given;
+  ScaledCall<pydet_scaled_grouped_gemm_options> of;
   if (!call.arguments(exchange->scaled_grouped_gemm_names, 3, args, count, keywords, &given)) return nullptr;
-  Operand *a = call.read("a", given.a);
-  Operand *b = a ? call.read("b", given.b) : nullptr;
-  Operand *end = b ? call.read("group_end", given.group_end) : nullptr;
-  Operand *start = end ? call.read_optional("group_start", given.group_start) : nullptr;
-  Operand *a_scale = start ? call.read_optional("a_scale", given.a_scale) : nullptr;
-  Operand *b_scale = a_scale ? call.read_optional("b_scale", given.b_scale) : nullptr;
-  Operand *bias = b_scale ? call.read_optional("bias", given.bias) : nullptr;
-  Operand *out = bias ? call.read_optional("out", given.out, true) : nullptr;
-  if (!out) return nullptr;
-  pydet_scaled_grouped_gemm_options options = {};
-  int64_t type = -1;
-  if (!read_scaled_options(call, given, *out, &options, &type)) return nullptr;
-  const pydet_tensor &x = a->tensor, &y = b->tensor;
-  const bool rows = x.ndim == 2 && y.ndim == 3 && sound(x, 2) && sound(y, 2);
-  if (!out->present) {
-    if (!starts_from_zero(call, "scaled_grouped_gemm", options.accumulate)) return nullptr;
-    const int64_t shape[2] = {rows ? x.shape[0] : 0, rows ? y.shape[2] : 0};
-    if (rows && !(out = call.make(2, shape, type < 0 ? int(Type::bf16) : int(type)))) return nullptr;
-  }
-  const bool done = call.run(rows ? product_work(x, y.shape[2]) : 0, [&](void *stream) {
-    return call.library().scaled_grouped_gemm(stream, tensor_of(a), tensor_of(a_scale), tensor_of(b),
-                                              tensor_of(b_scale), tensor_of(bias), tensor_of(start), tensor_of(end),
-                                              tensor_of(out), &options);
+  if (!of.read(call, given)) return nullptr;
+  const pydet_tensor &a = of.a->tensor, &b = of.b->tensor;
+  const bool rows = a.ndim == 2 && b.ndim == 3 && sound(a, 2) && sound(b, 2);
+  const int64_t shape[2] = {rows ? a.shape[0] : 0, rows ? b.shape[2] : 0};
+  if (!of.make_out(call, "scaled_grouped_gemm", rows, 2, shape)) return nullptr;
+  const bool done = call.run(rows ? product_work(a, b.shape[2]) : 0, [&](void *stream) {
+    return call.library().scaled_grouped_gemm(stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b),
+                                              tensor_of(of.b_scale), tensor_of(of.bias), tensor_of(of.group_start),
+                                              tensor_of(of.group_end), tensor_of(of.out), &of.options);
   });
-  return done ? call.result(out) : nullptr;
+  return done ? call.result(of.out) : nullptr;
 }
 
 // -> (out, scale), and the transposed two where they are asked for
