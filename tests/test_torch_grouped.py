@@ -1,6 +1,8 @@
 """pydet.torch.grouped_mm: torch's four forms have the bits of gemm on each group; gradients, graphs, the override."""
 
 import os
+import pathlib
+import runpy
 
 import pytest
 
@@ -295,6 +297,12 @@ def test_override_catches_compiled_grouped_mm():
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_runs(capsys):
+    example = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "examples/experts.py"))
+    example["main"]()
+    assert "0 elements of y differ, 0 of dx" in capsys.readouterr().out
 
 
 def test_refusals():
