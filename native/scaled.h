@@ -52,8 +52,6 @@ struct ScaledGemm {
   int64_t k_chunk;        // 0: one chain
   bool along_k;
   bool accumulate;
-  void *workspace;
-  uint64_t workspace_size;
 
   uint64_t needs() const {
     const bool by_column = b_scale.data && !b_scale.blocks && b_scale.stride != 0;

@@ -27,16 +27,6 @@ pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a_tensor, const
   return launch(op, gemm, options.kernel);
 }
 
-pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
-                                         const pydet_scaled_gemm_options *given, uint64_t *bytes) {
-  const char *op = "scaled_gemm_workspace";
-  pydet_scaled_gemm_options options = {};
-  PYDET_TRY(read_options(op, given, &options));
-  PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
-  *bytes = 0;  // no kernel of this release needs any
-  return PYDET_OK;
-}
-
 pydet_status pydet_quantize(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *out_tensor,
                             const pydet_tensor *scale_tensor, const pydet_tensor *transposed_tensor,
                             const pydet_tensor *transposed_scale_tensor, const pydet_quantize_options *given) {

@@ -149,12 +149,7 @@ inline pydet_status scaled_gemm_of(const View &a, const View &a_scale, const Vie
   gemm->device = a.device;
   gemm->m = m, gemm->n = n, gemm->k = k;
 
-  PYDET_TRY(apply_scaled_options(words.op, a, a_scale, b_scale, out, options, gemm));
-  PYDET_TRY(check_workspace(words.op, options.workspace, options.workspace_size));
-  for (const View *view : views) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  gemm->workspace = options.workspace;
-  gemm->workspace_size = options.workspace_size;
-  return PYDET_OK;
+  return apply_scaled_options(words.op, a, a_scale, b_scale, out, options, gemm);
 }
 
 // ---- Quantisation ------------------------------------------------------------------------------------------------

@@ -189,8 +189,6 @@ typedef struct pydet_exchange_library {
   pydet_status (*scaled_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                               const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                               const pydet_scaled_gemm_options *);
-  pydet_status (*scaled_gemm_workspace)(int64_t, int64_t, int64_t, int64_t, const pydet_scaled_gemm_options *,
-                                        uint64_t *);
   pydet_status (*quantize)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                            const pydet_tensor *, const pydet_tensor *, const pydet_quantize_options *);
   pydet_status (*rmsnorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,

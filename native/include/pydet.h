@@ -253,17 +253,11 @@ typedef struct pydet_scaled_gemm_options {
   int32_t accumulate; /* 1: D starts from out, which is fp32, instead of +0; the scales are along k, or absent */
   int32_t reserved;   /* 0 */
   const char *kernel;
-  void *workspace; /* as in pydet_gemm */
-  uint64_t workspace_size;
 } pydet_scaled_gemm_options;
 
 PYDET_API pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *a_scale,
                                          const pydet_tensor *b, const pydet_tensor *b_scale, const pydet_tensor *bias,
                                          const pydet_tensor *out, const pydet_scaled_gemm_options *options);
-
-/* As pydet_gemm_workspace. So far no kernel wants any, and the answer is 0: who asks need not change when one does. */
-PYDET_API pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
-                                                   const pydet_scaled_gemm_options *options, uint64_t *bytes);
 
 /* ---- Quantisation ---------------------------------------------------------------------------------------------
  *   scale = max(amax, 1e-10) / L,   out = x / scale, clamped to [-L, L], to nearest even;   L is the largest of out's type

@@ -238,12 +238,6 @@ inline uint64_t skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,
   call(pydet_skinny_gemm_workspace, m, n, k, options, &bytes);
   return bytes;
 }
-inline uint64_t scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
-                                      const pydet_scaled_gemm_options *options = nullptr) {
-  uint64_t bytes = 0;
-  call(pydet_scaled_gemm_workspace, batch, m, n, k, options, &bytes);
-  return bytes;
-}
 inline uint64_t rmsnorm_backward_workspace(int64_t rows, int64_t n) {
   uint64_t bytes = 0;
   call(pydet_rmsnorm_backward_workspace, rows, n, &bytes);
