@@ -86,6 +86,8 @@ def test_edges(torch, name, dtype):
         *[(1, 1), (m - 1, n + 1), (m, n), (m + 1, n - 1), (rows - 1, columns + 1), (rows + 1, columns - 1)],
         *[(rows, columns), (2 * rows + 8, 3 * columns - 8), (rows * (wave // 3) + 1, 3 * columns + 16)],
         *[(rows * 2 - 1, columns * wave), (rows * 3 + 16, columns * (wave // 2 + 1))],
+        # More tiles a block than its producer may be ahead.
+        *[(rows, columns * wave * 9 + 8), (rows * wave * 8 + 1, columns)],
     ]
     depths = itertools.cycle([1, 15, 16, 64, 72, 63 * 8, 65, 64 * 13, 129, 200, 64 * 4 - 8, 1000])
     outs = itertools.cycle([dtype, torch.float32, dtype])

@@ -36,12 +36,12 @@ template <int rows, int columns, Type input, bool a_adjacent, bool b_adjacent, b
   static constexpr int a_bytes = m * kRowBytes;
   static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes;
   static constexpr int warps = consumers * 4, staging_bytes = warps * kPieceBytes, bias_bytes = consumers * n * 4;
-  static constexpr int kept_bytes = warps * kKeptBytes;
+  static constexpr int slot_bytes = kSlots * kSlotBytes;
   static constexpr int stages =
-      std::min(12, (kSharedBytes - staging_bytes - bias_bytes - kept_bytes - 192) / (a_bytes + b_bytes));
+      std::min(12, (kSharedBytes - staging_bytes - bias_bytes - slot_bytes - (12 + kSlots) * 16) / (a_bytes + b_bytes));
   static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
-  static constexpr int kept_at = bias_at + bias_bytes;
-  static constexpr int barriers_at = kept_at + kept_bytes, shared_bytes = barriers_at + stages * 16;
+  static constexpr int slots_at = bias_at + bias_bytes, slot_barriers_at = slots_at + slot_bytes;
+  static constexpr int barriers_at = slot_barriers_at + kSlots * 16, shared_bytes = barriers_at + stages * 16;
   static_assert(m == 64 * consumers * blocks, "each warpgroup has as many blocks of 64 rows");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 16 == 0 && n >= 64, "whole warpgroups, whole pieces");
@@ -109,17 +109,18 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
   const Share a_share = share_of<S::a_k_adjacent, S::m>(rank.column, p.cluster_n_log, p.row_mask << rank.row);
   const Share b_share = share_of<S::b_k_adjacent, S::n>(
       rank.row, p.cluster_m_log, ((1 << (1 << p.cluster_m_log)) - 1) << (rank.column << p.cluster_m_log));
+  const Slots slots = {shared + S::slots_at, shared + S::slot_barriers_at};
   int stage = 0, parity = 0;
-  bool first = true;
-  for (int index = cluster_index(p); index < p.tiles; index += cluster_count(p)) {
+  uint32_t turn = 0;
+  for (int index = cluster_index(p); index < p.tiles; index += cluster_count(p), ++turn) {
     const Tile tile = tile_of<S>(p, index);
-    if (first) {
+    slots.put(turn, tile, true);
+    if (turn == 0) {
       if (!p.batched && p.k > 0) {
         ask_for_operand<S::a_k_adjacent, S::m>(&p.a, tile.row, a_share);
         ask_for_operand<S::b_k_adjacent, S::n>(&p.b, tile.column, b_share);
       }
       wait_for_previous_kernel();
-      first = false;
     }
     int a_batch[kSm90MaxBatch], b_batch[kSm90MaxBatch];
     for (int d = 0; d < kSm90MaxBatch; ++d) {
@@ -140,6 +141,7 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
       }
     }
   }
+  slots.put(turn, {}, false);
   // The block may end when every arrival that the others owe it has come.
 #pragma unroll 1
   for (int i = 0; i < S::stages; ++i) {
@@ -193,7 +195,8 @@ template <class S> struct Ring {
     if (++stage == S::stages) stage = 0, parity ^= 1;
   }
 
-  // d = the chain of one tile, or the sum of its chunks, from d.
+  // d = the chain of one tile, or the sum of its chunks, from d; a chain that is fresh from +0, whatever d is.
+  template <bool fresh>
   __device__ __forceinline__ void chain(float (&d)[S::registers], int k_end, int chunk_size) {
     if constexpr (S::chunked) {
       float sum[S::registers];
@@ -209,7 +212,7 @@ template <class S> struct Ring {
       }
     } else {
 #pragma unroll 1
-      for (int k = 0; k < k_end; k += kBlockK) advance<true>(d, 0, false);
+      for (int k = 0; k < k_end; k += kBlockK) advance<true>(d, 0, fresh && k == 0);
       finish();
     }
   }
@@ -236,30 +239,34 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
     return WarpOut<S>{p, tile, shared + S::staging_at + warp * kPieceBytes,
                       tile.row + (warp / 4 * S::blocks + block) * 64 + warp % 4 * kWarpRows, lane};
   };
-  auto kept = [&] { return shared + S::kept_at + thread_number() / 32 * kKeptBytes; };
+  const Slots slots = {shared + S::slots_at, shared + S::slot_barriers_at};
   wait_for_previous_kernel();
-  for (int index = cluster_index(p); index < p.tiles;
-       index = __shfl_sync(~0u, kept_index(kept()), 0) + cluster_count(p)) {
+  for (uint32_t turn = 0; slots.wait(turn); ++turn) {
     float d[S::registers];
     Biases<S> bias;
-    {
-      const Tile tile = tile_of<S>(p, index);
-      keep(kept(), tile, index);
-      if (!S::chunked) bias.load(p, tile, rows_of(tile, 0).row);
+    if (!S::chunked && p.bias_way != BiasWay::none) {
+      const Tile tile = slots.look(turn);
+      bias.load(p, tile, rows_of(tile, 0).row);
     }
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (p.accumulate) {
-      const Tile tile = kept_tile(kept());
+      const Tile tile = slots.look(turn);
 #pragma unroll
       for (int block = 0; block < S::blocks; ++block) rows_of(tile, block).begin_at_out(block_of<S>(d, block));
-      ring.chain(d, p.k, p.chunk);
+      ring.template chain<false>(d, p.k, p.chunk);
     } else {
+      if constexpr (S::chunked) {
 #pragma unroll
-      for (int i = 0; i < S::registers; ++i) d[i] = 0;
-      ring.chain(d, p.k, p.chunk);
+        for (int i = 0; i < S::registers; ++i) d[i] = 0;
+      } else if (p.k == 0) {
+        // As plain assignments they would become a choice for each element, which every tile then makes.
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+      }
+      if (p.k > 0) ring.template chain<true>(d, p.k, p.chunk);
     }
 
-    const Tile tile = kept_tile(kept());
+    const Tile tile = slots.look(turn);
     if (S::chunked) bias.load(p, tile, rows_of(tile, 0).row);
     bias.add(p, d, shared);
 #pragma unroll
@@ -269,6 +276,7 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
       else if (p.out_singles) rows.store_singles(block_of<S>(d, block));
       else rows.store_any(block_of<S>(d, block));
     }
+    slots.give_back(turn);
   }
 }
 
@@ -282,6 +290,11 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
     for (int i = 0; i < S::stages; ++i) {
       barrier_init(shared + S::barriers_at + i * 8, 1);
       barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * sharers);
+    }
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      barrier_init(shared + S::slot_barriers_at + i * 8, 1);
+      barrier_init(shared + S::slot_barriers_at + (kSlots + i) * 8, S::warps);
     }
     fence_barrier_init();
     if (p.k > 0) prefetch(&p.a), prefetch(&p.b);

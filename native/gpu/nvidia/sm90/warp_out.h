@@ -38,37 +38,53 @@ __device__ __forceinline__ float load_word(uint32_t address) {
   return x;
 }
 
-// A tile is worked out before the main loop and kept with its number in 48 bytes of shared memory, the warp's own, until after it.
-constexpr int kKeptBytes = 48;
-__device__ __forceinline__ void keep(uint32_t at, const Tile &tile, int index) {
-  __syncwarp();  // all have read the one before
-  if (threadIdx.x % 32 == 0) {
+// The tiles that the producer has begun, for the consumers: to work one out takes longer than its pieces take to store. A
+// slot is 48 bytes of shared memory; one that holds no tile follows the last.
+constexpr int kSlots = 8, kSlotBytes = 48;
+struct Slots {
+  uint32_t slots, barriers;
+
+  __device__ __forceinline__ uint32_t slot(uint32_t turn) const { return slots + turn % kSlots * kSlotBytes; }
+  __device__ __forceinline__ uint32_t full(uint32_t turn) const { return barriers + turn % kSlots * 8; }
+  __device__ __forceinline__ uint32_t empty(uint32_t turn) const { return full(turn) + kSlots * 8; }
+
+  // One thread.
+  __device__ __forceinline__ void put(uint32_t turn, const Tile &tile, bool is_one) const {
+    barrier_wait(empty(turn), (turn / kSlots & 1) ^ 1);
+    const uint32_t at = slot(turn);
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(tile.row), "r"(tile.column),
                  "r"(tile.first_row), "r"(tile.first_column)
                  : "memory");
     asm volatile("st.shared.v2.s64 [%0], {%1, %2};" ::"r"(at + 16), "l"(tile.out_offset), "l"(tile.bias_offset)
                  : "memory");
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(at + 32), "r"(index) : "memory");
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(at + 32), "r"(int(is_one)) : "memory");
+    barrier_arrive(full(turn));
   }
-  __syncwarp();
-}
-__device__ __forceinline__ int kept_index(uint32_t at) {
-  int index;
-  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(index) : "r"(at + 32) : "memory");
-  return index;
-}
-__device__ __forceinline__ Tile kept_tile(uint32_t at) {
-  Tile tile = {};
-  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(tile.row), "=r"(tile.column), "=r"(tile.first_row), "=r"(tile.first_column)
-               : "r"(at)
-               : "memory");
-  asm volatile("ld.shared.v2.s64 {%0, %1}, [%2];"
-               : "=l"(tile.out_offset), "=l"(tile.bias_offset)
-               : "r"(at + 16)
-               : "memory");
-  return tile;
-}
+
+  // All threads of the consumers: whether there is a tile, which stays until it is given back.
+  __device__ __forceinline__ bool wait(uint32_t turn) const {
+    barrier_wait(full(turn), turn / kSlots & 1);
+    int is_one;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(is_one) : "r"(slot(turn) + 32) : "memory");
+    return is_one;
+  }
+  __device__ __forceinline__ Tile look(uint32_t turn) const {
+    Tile tile = {};
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile.row), "=r"(tile.column), "=r"(tile.first_row), "=r"(tile.first_column)
+                 : "r"(slot(turn))
+                 : "memory");
+    asm volatile("ld.shared.v2.s64 {%0, %1}, [%2];"
+                 : "=l"(tile.out_offset), "=l"(tile.bias_offset)
+                 : "r"(slot(turn) + 16)
+                 : "memory");
+    return tile;
+  }
+  __device__ __forceinline__ void give_back(uint32_t turn) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty(turn));
+  }
+};
 
 // `d` are a thread's accumulators of 16 rows by S::n columns. `piece` is 2 KiB of shared memory, the warp's own.
 template <class S> struct WarpOut {
@@ -82,6 +98,10 @@ template <class S> struct WarpOut {
   // The last piece may overlap the one before: it has the same bits there.
   template <int columns> __device__ static constexpr int start_of(int piece) {
     return piece * columns < S::n - columns ? piece * columns : S::n - columns;
+  }
+  // From where a piece starts to where the next does.
+  template <int columns> __device__ __forceinline__ static int step_from(int piece) {
+    return S::n % columns && piece == pieces<columns> - 2 ? S::n % columns : columns;
   }
 
   // A piece of floats: row r, 32 columns, the 16 bytes c / 4 of a row at c / 4 ^ (r % 8).
@@ -144,7 +164,7 @@ template <class S> struct WarpOut {
     // In the matrix, along and across what is adjacent.
     int first = (across ? tile.column : row) + line, other = (across ? row : tile.column) + part * 8;
     const int end = across ? p.n : p.m, other_end = across ? p.m : p.n;
-    const int64_t bytes = p.out_stride * 2;
+    const int64_t bytes = p.out_stride * 2, column_bytes = across ? bytes : 2;
     char *to = p.out + (tile.out_offset + first * p.out_stride + other) * 2;
 #pragma unroll 1
     for (int i = 0; i < pieces<kHalfColumns>; ++i) {
@@ -165,14 +185,13 @@ template <class S> struct WarpOut {
       };
       with_index(i, stage, std::make_integer_sequence<int, pieces<kHalfColumns>>());
       __syncwarp();
-      const int start = start_of<kHalfColumns>(i);
-      const int line_here = first + (across ? start : 0);
-      const bool inside = other + (across ? 0 : start) < other_end;
-      char *here = to + (across ? start * bytes : start * 2);
+      const bool inside = other < other_end;
+      char *here = to;
 #pragma unroll
       for (int j = 0; j < 4; ++j, here += step * bytes)
-        if (inside && line_here + j * step < end)
-          *reinterpret_cast<uint4 *>(here) = load_16_bytes(from[j % 2] + j * 512);
+        if (inside && first + j * step < end) *reinterpret_cast<uint4 *>(here) = load_16_bytes(from[j % 2] + j * 512);
+      const int columns = step_from<kHalfColumns>(i);
+      to += columns * column_bytes, (across ? first : other) += columns;
       __syncwarp();
     }
   }
@@ -197,30 +216,36 @@ template <class S> struct WarpOut {
     for (int i = 0; i < 2; ++i)
       from[i] = across ? float_address(part * 4, line + 8 * i) : float_address(line + 4 * i, part * 4);
     // In the matrix, along and across what is adjacent.
-    const int first = (across ? tile.column : row) + line, other = (across ? row : tile.column) + part * 4;
+    int first = (across ? tile.column : row) + line, other = (across ? row : tile.column) + part * 4;
     const int begin = across ? tile.first_column : tile.first_row, end = across ? p.n : p.m;
     const int other_begin = across ? tile.first_row : tile.first_column, other_end = across ? p.m : p.n;
-    const int64_t bytes = p.out_stride * 4;
+    const int64_t bytes = p.out_stride * 4, column_bytes = across ? bytes : 4;
     char *to = p.out + (tile.out_offset + first * p.out_stride + other) * 4;
 #pragma unroll 1
     for (int i = 0; i < pieces<kFloatColumns>; ++i) {
       stage_floats(d, i);
-      const int start = start_of<kFloatColumns>(i);
-      const int line_here = first + (across ? start : 0), other_here = other + (across ? 0 : start);
-      const bool inside = other_here >= other_begin && other_here < other_end;
-      char *here = to + (across ? start * bytes : start * 4);
+      uint4 units[4];
+      if (across) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j, here += step * bytes) {
-        uint4 unit;
-        if (across) {
+        for (int j = 0; j < 4; ++j) {
           const uint32_t at = from[j % 2] ^ (j / 2 << 6);  // 8 columns on are two units on, 16 four
-          unit =
+          units[j] =
               make_uint4(bits_of(load_word(at)), bits_of(load_word((at ^ 16) + kRowBytes)),
                          bits_of(load_word((at ^ 32) + 2 * kRowBytes)), bits_of(load_word((at ^ 48) + 3 * kRowBytes)));
-        } else unit = load_16_bytes(from[j % 2] + j / 2 * 8 * kRowBytes);
-        const int here_line = line_here + j * step;
-        if (inside && here_line >= begin && here_line < end) *reinterpret_cast<uint4 *>(here) = unit;
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) units[j] = load_16_bytes(from[j % 2] + j / 2 * 8 * kRowBytes);
       }
+      const bool inside = other >= other_begin && other < other_end;
+      char *here = to;
+#pragma unroll
+      for (int j = 0; j < 4; ++j, here += step * bytes) {
+        const int line_here = first + j * step;
+        if (inside && line_here >= begin && line_here < end) *reinterpret_cast<uint4 *>(here) = units[j];
+      }
+      const int columns = step_from<kFloatColumns>(i);
+      to += columns * column_bytes, (across ? first : other) += columns;
       __syncwarp();
     }
   }
