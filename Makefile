@@ -64,7 +64,7 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import sys; sys.exit
 $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
-KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold layernorm
+KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold rounding layernorm
 API := launch products scaled grouped norms softmax fold report
 ENTRIES := $(addprefix python/,methods products scaled norms softmax fold) xla_ffi xla_norms xla_scaled
 POOL := pool scratch thread_count
@@ -131,7 +131,7 @@ CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm9
     layernorm_backward rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart) nvidia/gemm_ieee_fp32 \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) \
   $(addprefix nvidia/,sm90/clusters skinny_mma quantize_packed fold_peers) \
-  $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold)
+  $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold rounding)
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
@@ -196,7 +196,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
 HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
   $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_general rmsnorm_dweight softmax \
-    fold layernorm layernorm_backward)
+    fold rounding layernorm layernorm_backward)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled
 # is as right as one that is, and the host's half of a file does not use the device's constants.

@@ -12,6 +12,7 @@ struct GroupedGemm;  // grouped.h
 struct ScaledGemm;   // scaled.h
 struct Quantize;
 struct ScaledGroupedGemm;  // scaled_grouped.h
+struct Rounding;           // rounding.h
 
 // Which of the variants of a kernel computes a problem, and how it cuts it. A variant's launch receives it, so that nothing
 // is worked out twice.
@@ -109,6 +110,7 @@ struct Backend {
   Table<LayerNorm> layernorm;
   Table<LayerNormBackward> layernorm_backward;
   Table<ScaledGroupedGemm> scaled_grouped_gemm;
+  pydet_status (*round_elements)(const Rounding &);
   // Bytes with which every kernel for this product of one matrix can run, whatever its device; NULL: no kernel wants any.
   uint64_t (*gemm_workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked) = nullptr;
 };

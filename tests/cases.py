@@ -195,6 +195,7 @@ class Problem:
     k_chunk: int | None = None
     batch: tuple = ()
     seed: int = 0
+    initial: bool = False  # as accumulate, but for where the sums begin
 
     def operands(self):
         """a [..., M, K], b [..., K, N] and the options, in the problem's layouts."""
@@ -212,7 +213,7 @@ class Problem:
         return lay(a, self.a_layout), lay(b, self.b_layout), options
 
     def start(self):
-        """What `out` holds before the call, under accumulate; subnormal where the products are."""
+        """What `out` holds before the call, under accumulate, or `initial` is; subnormal where the products are."""
         start = data(self.kind, (*self.batch, self.m, self.n), FLOAT32, self.seed + 300)
         return start * np.float32(2.0**-60) if self.kind == "tiny" else start
 
@@ -242,7 +243,7 @@ def reference_result(problem):
 def reference_sum(problem):
     """What results of every type and with every bias are rounded from."""
     a, b, options = problem.operands()
-    total = reference.product_sum(a, b, problem.start() if problem.accumulate else None, **options)
+    total = reference.product_sum(a, b, problem.start() if problem.accumulate or problem.initial else None, **options)
     total.flags.writeable = False
     return total
 
@@ -254,6 +255,8 @@ def run(gemm, problem):
     if problem.accumulate:
         out[...] = problem.start()
         options["accumulate"] = True
+    if problem.initial:
+        options["initial"] = problem.start()
     before = memory.copy()
     inputs = [a.tobytes(), b.tobytes()]
     gemm(a, b, out=out, **options)
@@ -324,7 +327,7 @@ def random_problem(rng, dtype, arithmetic, most_m=300, most_n=700, most_k=5000, 
     k_contiguous = rng.random() < (0.9 if few_rows else 0.5)
     if k_contiguous or rng.random() < 0.5:
         k = -(-k // 8) * 8
-    out_dtype = rng.choice(list(DTYPES))
+    out_dtype, begins = rng.choice(list(DTYPES)), rng.random()
     return Problem(
         m,
         n,
@@ -337,7 +340,8 @@ def random_problem(rng, dtype, arithmetic, most_m=300, most_n=700, most_k=5000, 
         b_layout="col" if k_contiguous else rng.choice(LAYOUTS),
         out_layout=rng.choice(["row", "col", "row_padded", "col_padded"]),
         bias=rng.choice(["", "n fp32", "mn bf16", "mn fp16"]),
-        accumulate=out_dtype == "fp32" and rng.random() < 0.5,
+        accumulate=out_dtype == "fp32" and begins < 0.5,
+        initial=begins > 0.8,
         k_chunk=rng.choice([None, 16 * rng.randint(1, -(-k // 16))]),
         seed=rng.randrange(10),
     )

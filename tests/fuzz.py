@@ -248,6 +248,8 @@ def invoke(call):
         parts = ffi.new("pydet_tensor *[]", [pointer(tensors[name]) for name in parts_of(call)])
         array = ffi.cast("const pydet_tensor *const *", parts)
         return function(ffi.NULL, array, len(parts), pointer(tensors["bias"]), pointer(tensors["out"]), given)
+    if "initial" in tensors:
+        given.initial = pointer(tensors["initial"])
     if call.op == "rmsnorm":
         given.bias = pointer(tensors["bias"])
     if call.op == "rmsnorm_backward":
@@ -302,7 +304,7 @@ def invoke_python(rng, call):
         keywords["dbias"], keywords["has_bias"] = producers.pop("dbias"), False
     else:
         keywords["out"] = producers.pop(ORDER[call.op][-1])
-    for name in ("bias", "residual", "dresidual", "a_scale", "b_scale", "group_start", "group_end"):
+    for name in ("bias", "initial", "residual", "dresidual", "a_scale", "b_scale", "group_start", "group_end"):
         if name in producers:
             keywords[name] = producers.pop(name)
     positional = [producers.pop(name) for name in ORDER[call.op] if name in producers]
@@ -388,7 +390,13 @@ def make_gemm(rng):
     )
     if op == "skinny_gemm":
         given.weights_constant = rng.randrange(2)
-    if given.arithmetic == 0 and not accumulate and not given.k_chunk and rng.random() < 0.3:
+    if not accumulate and rng.random() < 0.3:
+        shape = lead + [n] if op == "skinny_gemm" else batch + out
+        inputs["initial"] = packed(rng, next(regions), shape, np.dtype(np.float32))
+        workspace = Workspace((4 * int(np.prod(shape, dtype=np.int64)) + 15) // 16 * 16)
+        given.workspace, given.workspace_size = workspace.pointer, workspace.size
+        WORKSPACES[id(given)] = workspace
+    elif given.arithmetic == 0 and not accumulate and not given.k_chunk and rng.random() < 0.3:
         given = None
     return Call(op, inputs, outputs, given)
 
@@ -685,6 +693,8 @@ ODD = [-(2**63), -(2**62), -1, 0, 1, 2, 3, 15, 16, 17, 2**31 - 1, 2**31, 2**32, 
 def mutate_tensor(rng, call):
     """Changes one field of one descriptor. Returns what undoes it."""
     tensors = [t for t in (*call.inputs.values(), *call.outputs.values()) if t is not None]
+    if not tensors:
+        return None
     tensor = rng.choice(tensors)
     c = tensor.c
     kind = rng.choice(
@@ -766,7 +776,7 @@ def mutate_options(rng, call):
     if given is None:
         return
     fields = dict(ffi.typeof(given).item.fields)
-    held = ("peers", "bias", "dbias")  # of these the first would be believed, and the others are set by invoke
+    held = ("peers", "bias", "dbias", "initial")  # the first would be believed, the others are set by invoke
     name = rng.choice([name for name in fields if name not in held])
     if name == "kernel":
         listed = [
@@ -791,9 +801,8 @@ def mutate_options(rng, call):
         given.k_chunk = rng.choice([*ODD, 8, 24, 33, 1024])
     elif name == "struct_size":
         own = ffi.sizeof(ffi.typeof(given).item)  # no later release's: that memory is not there
-        earlier = (
-            0 if call.op in ("rmsnorm", "rmsnorm_backward") else own - 8
-        )  # an earlier release's, of which own - 8 is
+        grown = ("rmsnorm", "rmsnorm_backward", "gemm", "gemm_da", "gemm_db", "skinny_gemm")
+        earlier = 0 if call.op in grown else own - 8  # of these own - 8 is an earlier release's
         given.struct_size = rng.choice([0, 1, 4, 8, earlier, own - 1, own + 1, own + 4, 2**32 - 1])
     else:
         setattr(given, name, rng.choice([-1, 0, 1, 2, 3, 5, 6, 99, 2**31 - 1, -(2**31)]))
@@ -848,6 +857,10 @@ def expected_gemm(call, before):
     accumulate = bool(chosen(call, "accumulate"))
     expect(first.dtype == second.dtype, "accepted mixed inputs")
     expect(not accumulate or old.dtype.itemsize == 4, "accumulated into", old.dtype)
+    initial = before.get("initial")
+    if initial is not None:
+        expect(not accumulate, "accumulated, and began elsewhere")
+        expect(initial.shape == old.shape and initial.dtype == np.float32, "began at", initial.dtype, initial.shape)
     expect(arithmetic == "ieee" or first.dtype.itemsize == 2, "took fp32 in", arithmetic)
     if call.op == "gemm_da":
         second = second.swapaxes(-1, -2)
@@ -866,12 +879,14 @@ def expected_gemm(call, before):
         rows = int(np.prod(shape[:-1], dtype=np.int64))
         first, old = first.reshape(rows, first.shape[-1]), old.reshape(rows, shape[-1])
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(rows, shape[-1])
+        initial = None if initial is None else initial.reshape(rows, shape[-1])
     result = reference.gemm(
         first,
         second,
         bias=bias,
         out=old.copy(),
         accumulate=accumulate,
+        initial=initial,
         arithmetic=arithmetic,
         k_chunk=chosen(call, "k_chunk") or None,
     )

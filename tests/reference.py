@@ -223,8 +223,9 @@ def product_sum(a, b, start=None, *, arithmetic="ieee", k_chunk=None):
     return total
 
 
-def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, **options):
-    return finish(product_sum(a, b, out.copy() if accumulate else None, **options), a, bias, out, out_dtype)
+def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, initial=None, **options):
+    start = out.copy() if accumulate else initial
+    return finish(product_sum(a, b, start, **options), a, bias, out, out_dtype)
 
 
 def groups_of(end, start, tokens):

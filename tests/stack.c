@@ -76,12 +76,17 @@ static void run(void) {
     options.arithmetic = arithmetic_of(call.kernel), options.kernel = call.kernel;
     call.status = pydet_scaled_grouped_gemm(NULL, &x, NULL, &y, NULL, NULL, NULL, &end, &out, &options);
   } else if (!strcmp(call.operation, "gemm")) {
-    pydet_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0};
+    pydet_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0, NULL};
     int64_t *strides = call.transposed ? columns : NULL;
     pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 2, of_b, strides, call.dtype);
     pydet_tensor z = tensor(bias, 1, of_row, NULL, fp32), out = tensor(c, 2, of_c, NULL, call.dtype);
+    pydet_tensor initial = tensor(workspace, 2, of_c, NULL, fp32);
     options.arithmetic = arithmetic_of(call.kernel);
     options.kernel = call.kernel, options.k_chunk = call.k_chunk;
+    if (call.transposed) {
+      options.initial = &initial;
+      options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
+    }
     call.status = pydet_gemm(NULL, &x, &y, &z, &out, &options);
   } else {
     pydet_tensor x = tensor(a, 2, of_c, NULL, call.dtype), y = tensor(c, 2, of_c, NULL, call.dtype);

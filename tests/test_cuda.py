@@ -235,6 +235,47 @@ def test_gemm_equals_cpu(device, kernel, dtype):
     assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
 
 
+def problems_from_initial(arithmetic, dtype):
+    """Rows by fours and by single elements, both sides of a result, batches, biases, an empty K, NaN and -0."""
+    base = functools.partial(Problem, dtype=dtype, arithmetic=arithmetic, initial=True)
+    outs = itertools.cycle(DTYPES)
+    shapes = ((136, 264, "n bf16", "row"), (33, 131, "", "col"), (7, 72, "mn fp32", "row_padded"), (1, 1, "", "row"))
+    for (m, n, bias, layout), again in itertools.product(shapes, range(3)):
+        more = {"bias": bias, "out_layout": layout, "out_dtype": next(outs)}
+        yield base(m, n, 264, k_chunk=48 if again else None, **more)
+        yield base(m, n, 48, kind="specials", batch=(2, 3)[:again], **more)
+    for m, b_layout in itertools.product((1, 17, 33, 65, 128), ("row", "col")):  # what kernels for few rows take
+        yield base(m, 264, 512, b_layout=b_layout, out_dtype=next(outs), bias="n fp32" if m % 3 else "")
+    for m, n, layout in ((5, 1024, "row"), (1024, 8, "col"), (3, 257, "col_padded")):
+        yield base(m, n, 0, kind="specials", out_dtype=next(outs), out_layout=layout)
+
+
+@each("gemm")
+def test_initial(device, kernel, dtype):
+    check_equals_cpu(device, problems_from_initial(kernel.arithmetic, dtype))
+    test_gemm.check_initial(device.gemm, kernel.arithmetic, dtype)
+    assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
+
+
+def test_initial_in_a_graph(torch):
+    """The three launches of one product are captured, and begin anew at each replay."""
+    a, w = operands(torch, 64, 1024, 2048, torch.bfloat16)
+    begun, bias = pydet.gemm(a[:, :1024], w[:, :1024].T, out_dtype="float32"), w[0, :1024].float()
+    out = torch.empty(64, 1024, dtype=torch.bfloat16, device="cuda")
+    call = lambda: pydet.gemm(a[:, 1024:], w[:, 1024:].T, bias=bias, initial=begun, out=out)
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    want = words(pydet.gemm(a, w.T, bias=bias))
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(words(out), want)
+
+
 @each("gemm")
 def test_chunks_across_stages(device, kernel, dtype):
     """Chunks of all lengths beside those of a kernel's stages, for the same rows in its every tile."""

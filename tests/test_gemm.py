@@ -429,6 +429,60 @@ def test_accumulate(gemm_kernel):
     check_accumulate(gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
 
 
+def check_initial(gemm, arithmetic, dtype):
+    """A sum that was begun elsewhere ends as one call that had it all: with a bias, and one rounding to any type."""
+    m, n, k = 6, 33, 83
+    a, b, _ = Problem(m, n, k, dtype, kind="wide").operands()
+    bias = data("normal", (n,), DTYPES[dtype])
+    call = functools.partial(gemm, arithmetic=arithmetic)
+    for out_dtype, k_chunk, added in itertools.product(DTYPES.values(), (None, 32), (None, bias)):
+        options = {"k_chunk": k_chunk, "bias": added, "out_dtype": out_dtype}
+        whole = call(a, b, **options)
+        for cut in range(0, k, k_chunk or 16):
+            begun = call(a[:, :cut], b[:cut], k_chunk=k_chunk, out_dtype=np.float32)
+            got = call(a[:, cut:], b[cut:], initial=begun, **options)
+            assert_same_bits(got, whole, f"cut at {cut}, {options}")
+
+
+def test_initial(gemm_kernel):
+    check_initial(gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
+
+
+def test_initial_of_any_problem(gemm_kernel):
+    """Strided outputs on either side, biases, batches, an empty K, NaN, infinities and -0."""
+    problems = [
+        start_from(gemm_kernel, initial=True, **fields)
+        for fields in (
+            *({"m": 9, "n": 37, "k": 67, "kind": kind, "out_dtype": "bf16"} for kind in cases.KINDS),
+            *({"m": 9, "n": 37, "k": 40, "out_layout": layout, "bias": "mn bf16"} for layout in LAYOUTS[:4]),
+            *({"m": 9, "n": 37, "k": 40, "out_layout": layout, "out_dtype": "fp16"} for layout in LAYOUTS[:4]),
+            *({"m": 9, "n": 36, "k": 0, "bias": bias, "kind": "specials"} for bias in ("", "n fp32")),
+            {"m": 9, "n": 36, "k": 0, "out_dtype": "bf16", "kind": "specials"},
+            {"m": 5, "n": 8, "k": 50, "batch": (2, 3), "bias": "mn fp16", "k_chunk": 16, "out_dtype": "fp16"},
+            {"m": 1, "n": 1, "k": 20, "bias": "n fp32", "out_dtype": "bf16"},
+        )
+    ]
+    cases.check_equals_reference(gemm_kernel.gemm, problems)
+
+
+def test_initial_of_minus_zero_stays():
+    a, b, minus = np.zeros((2, 3), np.float32), np.zeros((3, 4), np.float32), np.full((2, 4), -0.0, np.float32)
+    for out_dtype in DTYPES.values():
+        got = pydet.gemm(a[:, :0], b[:0], initial=minus, out_dtype=out_dtype)
+        assert np.signbit(got.astype(np.float32)).all()
+        assert not np.signbit(pydet.gemm(a, b, out_dtype=out_dtype).astype(np.float32)).any()
+
+
+def test_initial_on_every_thread_count(gemm_kernel):
+    problem = start_from(gemm_kernel, m=130, n=2100, k=16, out_dtype="bf16", bias="n fp32", initial=True)
+    want = None
+    for count in (1, 2, 7):
+        with threads(count):
+            got = cases.run(gemm_kernel.gemm, problem)
+        want = got if want is None else want
+        assert_same_bits(got, want, f"{count} threads")
+
+
 def test_k_chunk(gemm_kernel):
     check_k_chunk(gemm_kernel.gemm, gemm_kernel.arithmetic, gemm_kernel.dtype)
 

@@ -43,6 +43,9 @@ def gemm_digests(gemm, arithmetic, dtype):
         digests[name] = digest(cases.run(gemm, problem))
     accumulated = Problem(29, 50, 300, dtype, arithmetic, accumulate=True)
     digests[f"{arithmetic} {dtype} accumulate -> fp32"] = digest(cases.run(gemm, accumulated))
+    for out_dtype, bias in (("fp32", ""), ("bf16", "n fp32"), ("fp16", "mn bf16")):
+        begun = Problem(29, 50, 300, dtype, arithmetic, out_dtype, bias=bias, k_chunk=64, initial=True)
+        digests[f"{arithmetic} {dtype} initial bias={bias or None} -> {out_dtype}"] = digest(cases.run(gemm, begun))
     return digests
 
 

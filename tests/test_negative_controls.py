@@ -33,9 +33,11 @@ def gemm_like(result):
     """An implementation of gemm from result(a, b, start, arithmetic, k_chunk), which returns the fp32 sum."""
 
     @reference.quiet
-    def gemm(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
+    def gemm(
+        a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, initial=None, arithmetic="ieee", k_chunk=None
+    ):
         shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-        start = out.copy() if accumulate else np.zeros(shape, np.float32)
+        start = out.copy() if accumulate else np.zeros(shape, np.float32) if initial is None else initial
         return reference.finish(result(a, b, start, arithmetic, k_chunk), a, bias, out, out_dtype)
 
     return gemm
@@ -150,6 +152,7 @@ GEMM_CHECKS = {
     "k_chunk": test_gemm.check_k_chunk,
     "chunks": functools.partial(cases.check_chunks, problems=cases.chunk_cases((16, 64)), rows=(1, 5), n=3),
     "accumulate": test_gemm.check_accumulate,
+    "initial": test_gemm.check_initial,
     "repeated calls": test_gemm.check_repeated_calls,
 }
 
@@ -210,6 +213,7 @@ def test_chunks_across_stages():
 @pytest.mark.parametrize("broken", [added_at_the_end, numpy_matmul, k_descending])
 def test_accumulate(broken):
     refuses(test_gemm.check_accumulate, gemm_like(broken), "ieee", "fp32")
+    refuses(test_gemm.check_initial, gemm_like(broken), "ieee", "fp32")
 
 
 @pytest.mark.parametrize("broken", [all_nan, bf16_sum, last_k_dropped])

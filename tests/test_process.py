@@ -13,7 +13,20 @@ import numpy as np
 import pytest
 
 import pydet
-from capi import BFLOAT16, FLOAT16, FLOAT32, HEADER, Tensor, ffi, last_error, lib, library_path, options, pointer
+from capi import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    HEADER,
+    Tensor,
+    _alive,
+    ffi,
+    last_error,
+    lib,
+    library_path,
+    options,
+    pointer,
+)
 from conftest import run_python, thread_count, threads
 
 STACK = 16 * 1024  # what pydet.h says a call needs
@@ -127,6 +140,12 @@ def every_kernel():
                         chosen.accumulate = continued
                         b = np.ascontiguousarray(b.T).T if transposed else b
                         tensors = [tensor(a), tensor(b), tensor(values(n)), tensor(out)]
+                        if transposed and not continued:
+                            begun, sums = tensor(values(m, n)), np.zeros(m * n + 4, np.float32)
+                            at = ffi.cast("void *", sums.ctypes.data + -sums.ctypes.data % 16)
+                            chosen.initial, chosen.workspace = begun.c, at
+                            chosen.workspace_size = (4 * m * n + 15) // 16 * 16
+                            _alive[chosen] = _alive[chosen], begun, sums
                         yield lib.pydet_gemm, tensors, chosen, [out]
                     continue
                 if kernel.operation == "grouped_gemm":

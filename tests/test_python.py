@@ -341,10 +341,10 @@ def test_producers_make_ready_the_stream_of_their_own_device(monkeypatch):
 # ---- Signatures, documentation, exceptions -------------------------------------------------------------------------
 
 SIGNATURES = {
-    "gemm": "a b * bias out out_dtype accumulate arithmetic k_chunk kernel stream",
-    "gemm_da": "dc b * out out_dtype accumulate arithmetic k_chunk kernel stream",
-    "gemm_db": "a dc * out out_dtype accumulate arithmetic k_chunk kernel stream",
-    "skinny_gemm": "x w * bias out out_dtype accumulate mode arithmetic k_chunk weights_constant kernel stream",
+    "gemm": "a b * bias out out_dtype accumulate arithmetic k_chunk initial kernel stream",
+    "gemm_da": "dc b * out out_dtype accumulate arithmetic k_chunk initial kernel stream",
+    "gemm_db": "a dc * out out_dtype accumulate arithmetic k_chunk initial kernel stream",
+    "skinny_gemm": "x w * bias out out_dtype accumulate mode arithmetic k_chunk initial weights_constant kernel stream",
     "rmsnorm": "x weight * eps bias weight_offset residual out kernel stream",
     "rmsnorm_backward": "dy x weight rstd * weight_offset has_bias dresidual out dweight dbias "
     "dweight_dtype accumulate block_sums kernel stream",

@@ -453,6 +453,67 @@ def test_workspace_queries_refuse_what_their_operation_refuses(query, given, sen
     assert re.search(rf"^{query}: {sentence}", last_error()), last_error()
 
 
+OF_INITIAL = [
+    ({"shape": (3, 6)}, {}, "INVALID_SHAPE", r"initial is 3x6, want 3x5$"),
+    ({"shape": (5,)}, {}, "INVALID_SHAPE", r"initial is 5, want 3x5$"),
+    ({"shape": ()}, {}, "INVALID_SHAPE", r"initial is \(\), want 3x5$"),
+    ({"shape": (1, 3, 5)}, {}, "INVALID_SHAPE", r"initial is 1x3x5, want 3x5$"),
+    ({"strides": (1, 3)}, {}, "INVALID_STRIDE", r"initial has stride 3 in dimension 1, want it contiguous$"),
+    ({"strides": (0, 1)}, {}, "INVALID_STRIDE", r"initial has stride 0 in dimension 0, want it contiguous$"),
+    ({"dtype": (4, 16, 1)}, {}, "INVALID_DTYPE", r"initial is bfloat16, want float32$"),
+    ({"device": (2, 0)}, {}, "INVALID_DEVICE", r"initial is on CUDA device 0"),
+    ({"data": 0}, {}, "NULL_POINTER", r"initial has NULL data$"),
+    ({"byte_offset": 2}, {}, "MISALIGNED", r"initial has data at 0x[0-9a-f]+, want a multiple of 4 bytes$"),
+    ({}, {"accumulate": 1}, "INVALID_VALUE", r"initial is given and options.accumulate is 1, want one of them$"),
+    ({"data": "out"}, {}, "OVERLAP", r"out shares memory with initial, want it apart$"),
+    ({"data": "workspace"}, {}, "OVERLAP", r"workspace shares memory with initial, want it apart$"),
+    (
+        {},
+        {"workspace_size": 48},
+        "WORKSPACE_TOO_SMALL",
+        r"workspace_size is 48, want 64 for the sums of a bfloat16 out$",
+    ),
+]
+
+
+@pytest.mark.parametrize("of, given, status, sentence", OF_INITIAL)
+def test_initial(of, given, status, sentence):
+    a, b, out = half((3, 4)), half((4, 5)), half((3, 5)) if "workspace_size" in given else random((3, 5))
+    places = {"out": out.ctypes.data, "workspace": int(ffi.cast("uintptr_t", WORKSPACE_AT)) + 32}
+    fields = {"shape": (3, 5), "dtype": FLOAT32, "data": random((3, 5), seed=3), **of}
+    array = fields["data"]
+    fields["data"] = places.get(array, array) if not isinstance(array, np.ndarray) else array.ctypes.data
+    initial = Tensor(**fields)
+    given = {"workspace": WORKSPACE_AT, "workspace_size": 256, "initial": initial.c, **given}
+    before = out.tobytes(), WORKSPACE.tobytes()
+    made = options("pydet_gemm_options", **given)
+    got = lib.pydet_gemm(ffi.NULL, Tensor(a).c, Tensor(b).c, ffi.NULL, Tensor(out).c, made)
+    assert (status_name(got), last_error()) == (f"PYDET_{status}", last_error())
+    assert re.search(f"^gemm: {sentence}", last_error()), last_error()
+    assert before == (out.tobytes(), WORKSPACE.tobytes())
+
+
+def test_initial_asks_for_the_room_of_its_sums():
+    size, some = ffi.new("uint64_t *", 7), Tensor(random((3, 5)))
+    for query, extents in (("gemm_workspace", (2, 3, 5, 4)), ("skinny_gemm_workspace", (6, 5, 4))):
+        struct, function = f"pydet_{query.removesuffix('_workspace')}_options", getattr(lib, f"pydet_{query}")
+        made = options(struct, initial=some.c)
+        assert function(*extents, made, size) == lib.PYDET_OK and size[0] == 128  # 2 x 3 x 5 sums, to a multiple of 16
+        assert function(*extents, options(struct), size) == lib.PYDET_OK and size[0] == 0
+        vast = (*extents[:-3], 2**40, 2**40, 4)
+        assert function(*vast, made, size) == lib.PYDET_OVERFLOW and size[0] == 0
+        assert last_error() == f"{query}: the sums that begin at initial reach past 2^63 - 1 bytes"
+
+
+def test_initial_that_a_kernel_cannot_have_touches_nothing():
+    """A product that no kernel takes is refused before its sums are begun."""
+    a, b, out, initial = half((3, 4)), half((4, 5)), random((3, 5)), Tensor(random((3, 5)))
+    before = out.tobytes()
+    made = options("pydet_gemm_options", initial=initial.c, kernel="cpu_fold_scalar")
+    status = lib.pydet_gemm(ffi.NULL, Tensor(a).c, Tensor(b).c, ffi.NULL, Tensor(out).c, made)
+    assert status_name(status) == "PYDET_UNSUPPORTED" and out.tobytes() == before
+
+
 @pytest.mark.parametrize(
     "op, name", [(op, name) for op, names in VALID.items() for name, shape in names.items() if shape]
 )
@@ -469,9 +530,9 @@ def test_misaligned(op, name, offset):
 
 
 VALUES = [
-    ("gemm", {"struct_size": 0}, r"^gemm: options.struct_size is 0, want 48$"),
-    ("gemm", {"struct_size": 47}, r"options.struct_size is 47, want 48"),
-    ("skinny_gemm", {"struct_size": 48}, r"options.struct_size is 48, want 56"),
+    ("gemm", {"struct_size": 0}, r"^gemm: options.struct_size is 0, want 56$"),
+    ("gemm", {"struct_size": 47}, r"options.struct_size is 47, want 56"),
+    ("skinny_gemm", {"struct_size": 48}, r"options.struct_size is 48, want 64"),
     ("rmsnorm", {"struct_size": 2**32 - 1}, r"options.struct_size is 4294967295, want 32"),
     ("rmsnorm_backward", {"struct_size": 24}, r"options.struct_size is 24, want 56"),
     *[(op, {"reserved": 1}, r"options.reserved is 1, want 0") for op in VALID],

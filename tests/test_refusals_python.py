@@ -82,6 +82,24 @@ PYTHON = [  # what is wrong, as a call that returns nothing; the exception's oth
         r"want float32 under",
     ),
     (
+        lambda out: pydet.gemm(A, B, out=out, initial=out.astype("f2")),
+        TypeError,
+        "INVALID_DTYPE",
+        r"^gemm: initial is float16, want float32$",
+    ),
+    (
+        lambda out: pydet.gemm(A, B, out=out, initial=out.copy(), accumulate=True),
+        ValueError,
+        "INVALID_VALUE",
+        r"^gemm: initial is given and options.accumulate is 1, want one of them$",
+    ),
+    (
+        lambda out: pydet.skinny_gemm(A, B.T.copy(), out=out, initial=out[:1].copy()),
+        ValueError,
+        "INVALID_SHAPE",
+        r"^skinny_gemm: initial is 1x",
+    ),
+    (
         lambda out: pydet.gemm(A, B, out=out, out_dtype="bfloat16"),
         TypeError,
         "INVALID_DTYPE",

@@ -102,6 +102,19 @@ def test_skinny_accumulate(gemm_kernel):
             assert_same_bits(out, whole, f"cut at {cut}, k_chunk {k_chunk}")
 
 
+def test_skinny_initial(gemm_kernel):
+    call = functools.partial(gemm_kernel.skinny_gemm, arithmetic=gemm_kernel.arithmetic)
+    for tokens in ((), (3,), (2, 3)):
+        x, w = operands("wide", tokens, 40, 150, gemm_kernel.dtype)
+        for k_chunk, out_dtype in itertools.product((None, 16), DTYPES.values()):
+            options = {"k_chunk": k_chunk, "bias": data("normal", (40,), DTYPES["bf16"])}
+            whole = call(x, w, out_dtype=out_dtype, **options)
+            for cut in (0, 16, 144):
+                begun = call(x[..., :cut], w[:, :cut], out_dtype=np.float32, k_chunk=k_chunk)
+                got = call(x[..., cut:], w[:, cut:], initial=begun, out_dtype=out_dtype, **options)
+                assert_same_bits(got, whole, f"{tokens} cut at {cut}, k_chunk {k_chunk}")
+
+
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_skinny_threads(gemm_kernel, count):
     x, w = operands("normal", (3,), 1500, 300, gemm_kernel.dtype, "row_padded")

@@ -149,17 +149,51 @@ const Kernel<Problem> *choose(const Table<Problem> &table, const Problem &proble
   return nullptr;
 }
 
+// The row that is to run the problem, whose memory its device reaches.
+template <class Problem>
+pydet_status find(const char *op, const Problem &problem, const char *forced, const Kernel<Problem> **row,
+                  Choice *choice) {
+  const Backend &backend = *backend_for(problem.device.type);
+  const Table<Problem> &table = backend.*Operation<Problem>::table;
+  *row = forced ? nullptr : choose(table, problem, choice);
+  if (forced) PYDET_TRY(choose_by_name(op, table, problem, forced, row, choice));
+  if (!*row) return refuse(op, problem, backend, table);
+  return check_reach(op, backend, problem);
+}
+
+// The passes, each off the stack again when the product runs.
+__attribute__((noinline)) pydet_status check_reach_of_passes(const char *op, const Backend &backend, const Gemm &sums,
+                                                             const FromInitial &steps) {
+  PYDET_TRY(check_reach(op, backend, steps.before(sums)));
+  return check_reach(op, backend, steps.after(sums));
+}
+__attribute__((noinline)) pydet_status begin_sums(const Backend &backend, const Gemm &sums, const FromInitial &steps) {
+  return backend.round_elements(steps.before(sums));
+}
+__attribute__((noinline)) pydet_status end_sums(const Backend &backend, const Gemm &sums, const FromInitial &steps) {
+  return backend.round_elements(steps.after(sums));
+}
+
 }  // namespace
 
 template <class Problem> pydet_status launch(const char *op, const Problem &problem, const char *forced) {
-  const Backend &backend = *backend_for(problem.device.type);
-  const Table<Problem> &table = backend.*Operation<Problem>::table;
   Choice choice;
-  const Kernel<Problem> *row = forced ? nullptr : choose(table, problem, &choice);
-  if (forced) PYDET_TRY(choose_by_name(op, table, problem, forced, &row, &choice));
-  if (!row) return refuse(op, problem, backend, table);
-  PYDET_TRY(check_reach(op, backend, problem));
+  const Kernel<Problem> *row = nullptr;
+  PYDET_TRY(find(op, problem, forced, &row, &choice));
   PYDET_TRY(row->launch(problem, choice));
+  last_kernel = row->name;
+  return PYDET_OK;
+}
+
+pydet_status launch_from(const char *op, const Gemm &sums, const FromInitial &steps, const char *forced) {
+  const Backend &backend = *backend_for(sums.device.type);
+  Choice choice;
+  const Kernel<Gemm> *row = nullptr;
+  PYDET_TRY(find(op, sums, forced, &row, &choice));
+  PYDET_TRY(check_reach_of_passes(op, backend, sums, steps));
+  PYDET_TRY(begin_sums(backend, sums, steps));
+  PYDET_TRY(row->launch(sums, choice));
+  if (steps.ends) PYDET_TRY(end_sums(backend, sums, steps));
   last_kernel = row->name;
   return PYDET_OK;
 }

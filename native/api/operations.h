@@ -3,6 +3,7 @@
 
 #include "grouped.h"
 #include "kernel.h"
+#include "rounding.h"
 #include "scaled_grouped.h"
 
 namespace pydet {
@@ -127,6 +128,11 @@ template <> struct Operation<ScaledGroupedGemm> : AsAsked {
   template <class Show> static void memory(const ScaledGroupedGemm &g, Show show) {
     show(g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data, g.start, g.end);
   }
+};
+
+// No operation of its own, and no table.
+template <> struct Operation<Rounding> {
+  template <class Show> static void memory(const Rounding &r, Show show) { show(r.from.data, r.bias.data, r.to.data); }
 };
 
 // One type an operation, in the order of pydet_kernel_name.

@@ -1,7 +1,7 @@
 // GEMM, its two gradients and skinny GEMM: one problem under four names.
 
 #include "api/launch.h"
-#include "check/gemm.h"
+#include "check/initial.h"
 
 namespace pydet {
 namespace {
@@ -11,11 +11,46 @@ constexpr GemmWords kGemmDa = {"gemm_da", "dc", "b", "da", "M", "K", "N", false,
 constexpr GemmWords kGemmDb = {"gemm_db", "a", "dc", "db", "K", "N", "M", true, false};
 constexpr GemmWords kSkinnyGemm = {"skinny_gemm", "x", "w", "y", "M", "N", "K", false, true};
 
-pydet_status finish_gemm(const GemmWords &words, const Gemm &gemm, const char *kernel, const View *const *views,
-                         int count) {
-  for (int i = 0; i < count; ++i) PYDET_TRY(workspace_apart(*views[i], gemm.workspace, gemm.workspace_size));
-  if (gemm.m == 0 || gemm.n == 0 || gemm.batch.count == 0) return nothing_to_write();
-  return launch(words.op, gemm, kernel);
+// A call, once it is checked.
+struct Work {
+  Gemm gemm;
+  FromInitial steps;
+  bool from_initial, none;  // none: no element of out
+};
+
+// `out` is as gemm_of took it.
+pydet_status finish_reading(const GemmWords &words, const View &initial, const View &out,
+                            std::initializer_list<const View *> views, Work *work) {
+  Gemm &gemm = work->gemm;
+  for (const View *view : views) PYDET_TRY(workspace_apart(*view, gemm.workspace, gemm.workspace_size));
+  PYDET_TRY(workspace_apart(initial, gemm.workspace, gemm.workspace_size));
+  work->none = gemm.m == 0 || gemm.n == 0 || gemm.batch.count == 0;
+  work->from_initial = initial.present() && !work->none;
+  return work->from_initial ? start_from(words, initial, out, &gemm, &work->steps) : PYDET_OK;
+}
+
+pydet_status run(const char *op, const Work &work, const char *kernel) {
+  if (work.none) return nothing_to_write();
+  return work.from_initial ? launch_from(op, work.gemm, work.steps, kernel) : launch(op, work.gemm, kernel);
+}
+
+// Apart from the call itself, so that the views are off the stack when a kernel runs.
+__attribute__((noinline)) pydet_status read_gemm(const GemmWords &words, void *stream, const pydet_tensor *a_tensor,
+                                                 const pydet_tensor *b_tensor, const pydet_tensor *bias_tensor,
+                                                 const pydet_tensor *out_tensor, const pydet_gemm_options &options,
+                                                 Work *work) {
+  View a, b, bias, out, initial;
+  PYDET_TRY(read(words.op, words.a, kFactor, a_tensor, 2, &a));
+  PYDET_TRY(read(words.op, words.b, kFactor, b_tensor, 2, &b));
+  PYDET_TRY(read_optional(words.op, "bias", kAddend, bias_tensor, 1, &bias));
+  PYDET_TRY(read(words.op, words.out, kResult, out_tensor, 2, &out));
+  Gemm &gemm = work->gemm;
+  gemm.stream = stream;
+  PYDET_TRY(
+      gemm_of(words, words.a_transposed ? transposed(a) : a, words.b_transposed ? transposed(b) : b, bias, out, &gemm));
+  PYDET_TRY(apply_gemm_options(words, options, out, &gemm));
+  PYDET_TRY(read_initial(words.op, options, out, &initial));
+  return finish_reading(words, initial, out, {&a, &b, &bias, &out}, work);
 }
 
 pydet_status run_gemm(const GemmWords &words, void *stream, const pydet_tensor *a_tensor, const pydet_tensor *b_tensor,
@@ -24,18 +59,9 @@ pydet_status run_gemm(const GemmWords &words, void *stream, const pydet_tensor *
   pydet_gemm_options options = {};
   options.struct_size = sizeof options;
   PYDET_TRY(read_options(words.op, given, &options));
-  View a, b, bias, out;
-  PYDET_TRY(read(words.op, words.a, kFactor, a_tensor, 2, &a));
-  PYDET_TRY(read(words.op, words.b, kFactor, b_tensor, 2, &b));
-  PYDET_TRY(read_optional(words.op, "bias", kAddend, bias_tensor, 1, &bias));
-  PYDET_TRY(read(words.op, words.out, kResult, out_tensor, 2, &out));
-  Gemm gemm = {};
-  gemm.stream = stream;
-  PYDET_TRY(
-      gemm_of(words, words.a_transposed ? transposed(a) : a, words.b_transposed ? transposed(b) : b, bias, out, &gemm));
-  PYDET_TRY(apply_gemm_options(words, options, out, &gemm));
-  const View *views[] = {&a, &b, &bias, &out};
-  return finish_gemm(words, gemm, options.kernel, views, 4);
+  Work work = {};
+  PYDET_TRY(read_gemm(words, stream, a_tensor, b_tensor, bias_tensor, out_tensor, options, &work));
+  return run(words.op, work, options.kernel);
 }
 
 // x [..., K] as a matrix [..., M, K]: M is the last leading dimension after merging, so that a call on [tokens, K], or on
@@ -74,14 +100,12 @@ pydet_status check_skinny_options(const char *op, const pydet_skinny_gemm_option
   return check_flag(op, "weights_constant", options.weights_constant);
 }
 
-pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *w_tensor,
-                             const pydet_tensor *bias_tensor, const pydet_tensor *y_tensor,
-                             const pydet_skinny_gemm_options *given) {
+__attribute__((noinline)) pydet_status read_skinny_gemm(void *stream, const pydet_tensor *x_tensor,
+                                                        const pydet_tensor *w_tensor, const pydet_tensor *bias_tensor,
+                                                        const pydet_tensor *y_tensor,
+                                                        const pydet_skinny_gemm_options &options, Work *work) {
   const GemmWords &words = kSkinnyGemm;
-  pydet_skinny_gemm_options options = {};
-  options.struct_size = sizeof options;
-  PYDET_TRY(read_options(words.op, given, &options));
-  View x, w, bias, y;
+  View x, w, bias, y, initial;
   PYDET_TRY(read(words.op, "x", kFactor, x_tensor, 1, &x));
   PYDET_TRY(read(words.op, "w", kFactor, w_tensor, 2, &w));
   PYDET_TRY(read_optional(words.op, "bias", kAddend, bias_tensor, 1, &bias));
@@ -94,10 +118,11 @@ pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const p
   bool full_bias = bias.present() && bias.ndim > 1;
   if (full_bias) PYDET_TRY(want_shape(bias, wanted, x.ndim));
   if (bias.present() && !full_bias) PYDET_TRY(want_shape(bias, wanted + x.ndim - 1, 1));
+  PYDET_TRY(read_initial(words.op, options, y, &initial));
   View *rows[] = {&x, &y, &bias};
   merge_rows(rows, full_bias ? 3 : 2);
 
-  Gemm gemm = {};
+  Gemm &gemm = work->gemm;
   gemm.stream = stream;
   PYDET_TRY(gemm_of(words, x, transposed(w), bias, y, &gemm));
   PYDET_TRY(apply_gemm_options(words, options, y, &gemm));
@@ -105,17 +130,29 @@ pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const p
   gemm.skinny = true;
   gemm.fast = options.mode == PYDET_FAST;
   gemm.weights_constant = options.weights_constant != 0;
-  const View *views[] = {&x, &w, &bias, &y};
-  return finish_gemm(words, gemm, options.kernel, views, 4);
+  return finish_reading(words, initial, y, {&x, &w, &bias, &y}, work);
+}
+
+pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *w_tensor,
+                             const pydet_tensor *bias_tensor, const pydet_tensor *y_tensor,
+                             const pydet_skinny_gemm_options *given) {
+  pydet_skinny_gemm_options options = {};
+  options.struct_size = sizeof options;
+  PYDET_TRY(read_options(kSkinnyGemm.op, given, &options));
+  Work work = {};
+  PYDET_TRY(read_skinny_gemm(stream, x_tensor, w_tensor, bias_tensor, y_tensor, options, &work));
+  return run(kSkinnyGemm.op, work, options.kernel);
 }
 
 pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int32_t arithmetic,
-                            int64_t k_chunk, uint64_t *bytes) {
+                            int64_t k_chunk, bool from_initial, uint64_t *bytes) {
   PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
   PYDET_TRY(check_chunk(op, k_chunk, kChunkMultiple));
   const Backend *gpu = gpu_backend();  // the CPU's kernels want none
   const bool asks = gpu && gpu->gemm_workspace && batch == 1 && m > 0 && n > 0 && k > 0;
-  *bytes = asks ? gpu->gemm_workspace(m, n, k, k_chunk, Arithmetic(arithmetic)) : 0;
+  uint64_t sums = 0;
+  if (from_initial) PYDET_TRY(bytes_of_sums(op, batch, m, n, &sums));
+  *bytes = sums + (asks ? gpu->gemm_workspace(m, n, k, k_chunk, Arithmetic(arithmetic)) : 0);
   return PYDET_OK;
 }
 
@@ -145,7 +182,7 @@ pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k
   PYDET_TRY(read_options("gemm_workspace", given, &options));
   PYDET_TRY(check_arithmetic("gemm_workspace", options.arithmetic));
   PYDET_TRY(check_flag("gemm_workspace", "accumulate", options.accumulate));
-  return gemm_workspace("gemm_workspace", batch, m, n, k, options.arithmetic, options.k_chunk, bytes);
+  return gemm_workspace("gemm_workspace", batch, m, n, k, options.arithmetic, options.k_chunk, options.initial, bytes);
 }
 
 pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_tensor *w, const pydet_tensor *bias,
@@ -161,5 +198,5 @@ pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k, const 
   PYDET_TRY(check_arithmetic(op, options.arithmetic));
   PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
   PYDET_TRY(check_skinny_options(op, options));
-  return gemm_workspace(op, 1, m, n, k, options.arithmetic, options.k_chunk, bytes);
+  return gemm_workspace(op, 1, m, n, k, options.arithmetic, options.k_chunk, options.initial, bytes);
 }

@@ -10,6 +10,12 @@ namespace pydet {
 template <class Struct> struct EarlierSizes {
   static constexpr uint32_t sizes[] = {sizeof(Struct)};
 };
+template <> struct EarlierSizes<pydet_gemm_options> {
+  static constexpr uint32_t sizes[] = {48};
+};
+template <> struct EarlierSizes<pydet_skinny_gemm_options> {
+  static constexpr uint32_t sizes[] = {56};
+};
 template <> struct EarlierSizes<pydet_rmsnorm_options> {
   static constexpr uint32_t sizes[] = {24};
 };

@@ -246,6 +246,14 @@ pydet_status query_device(int32_t, pydet_device_info *info) {
 
 Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
 
+pydet_status round_here(const Rounding &problem) {
+#if defined(__x86_64__)
+  if (has_avx512(problem.device)) return round_elements<Avx512>(problem);
+  if (has_avx2(problem.device)) return round_elements<Avx2>(problem);
+#endif
+  return round_elements<Scalar>(problem);
+}
+
 }  // namespace
 
 const Backend &cpu_backend() {
@@ -268,7 +276,8 @@ const Backend &cpu_backend() {
                                       table(kFold),
                                       table(kLayerNorm),
                                       table(kLayerNormBackward),
-                                      table(kScaledGroupedGemm)};
+                                      table(kScaledGroupedGemm),
+                                      round_here};
   return backend;
 }
 

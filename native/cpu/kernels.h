@@ -2,7 +2,7 @@
 // (simd.h), with everything else in an unnamed namespace; backend.cpp makes the table.
 #pragma once
 
-#include "problem.h"
+#include "rounding.h"
 
 namespace pydet {
 
@@ -20,6 +20,7 @@ template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
 template <class Isa> pydet_status fold(const Fold &);
+template <class Isa> pydet_status round_elements(const Rounding &);
 template <class Isa> pydet_status layernorm(const LayerNorm &);
 template <class Isa> pydet_status layernorm_backward(const LayerNormBackward &);
 

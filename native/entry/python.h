@@ -55,6 +55,7 @@ typedef struct pydet_product_arguments { /* gemm, gemm_da, gemm_db, skinny_gemm 
   pydet_object *out_dtype; /* a type index or None */
   pydet_object *accumulate, *arithmetic;
   pydet_object *k_chunk; /* or None */
+  pydet_object *initial;
   pydet_object *mode, *weights_constant;
   pydet_object *kernel; /* or None */
   pydet_object *stream; /* an address or None */

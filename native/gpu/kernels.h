@@ -19,6 +19,7 @@ template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &, const Ch
 struct ScaledGemm;  // scaled.h
 struct Quantize;
 struct ScaledGroupedGemm;  // scaled_grouped.h
+struct Rounding;           // rounding.h
 
 // nvidia/sm90/scaled_tiles.cu
 constexpr int kScaledTiles = 2;  // variants 0 and 1: the first two
@@ -169,6 +170,9 @@ pydet_status softmax_backward_long(const SoftmaxBackward &);
 
 // any/fold.cu
 pydet_status fold(const Fold &);
+
+// any/rounding.cu
+pydet_status round_elements(const Rounding &);
 
 // nvidia/fold_peers.cu
 bool fold_one_shot_takes(const Fold &);

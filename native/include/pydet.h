@@ -164,7 +164,10 @@ PYDET_API const char *pydet_arithmetic_name(int32_t arithmetic);
  *            b and out is 1, the other any non-negative number (a transposed view is a layout, not a copy).
  * Batch      Leading dimensions (at most 6) broadcast as in matmul of the array API standard; out has the broadcast
  *            shape. One launch.
- * Empty      K = 0 gives zeros (or out itself under accumulate) plus bias. M, N or batch = 0 writes nothing.
+ * Initial    options.initial in place of +0, under the same rounding: what accumulate does to an fp32 out, with an out and
+ *            a bias of any type. Not with accumulate. Of an out that is not fp32 it needs pydet_gemm_workspace's bytes, on
+ *            the CPU too; the product then runs between two passes over M x N elements.
+ * Empty      K = 0 gives zeros (or initial, or out itself under accumulate) plus bias. M, N or batch = 0 writes nothing.
  * NaN        Any NaN result is stored as 0x7FFFFFFF (fp32) or 0x7FFF (bf16, fp16).
  * Stream     The GPU stream to run on, NULL for the default one; ignored on the CPU. */
 typedef struct pydet_gemm_options {
@@ -176,6 +179,8 @@ typedef struct pydet_gemm_options {
   const char *kernel;      /* NULL: the library chooses. A name of pydet_kernel: that kernel or PYDET_UNSUPPORTED */
   void *workspace;         /* on the tensors' device, 16-byte aligned, or NULL; it may let a faster kernel run, */
   uint64_t workspace_size; /* and never changes a bit. Its contents do not matter and are lost */
+  const pydet_tensor
+      *initial; /* NULL, or fp32, shaped like out, contiguous, apart from out: the chain starts from it */
 } pydet_gemm_options;
 
 PYDET_API pydet_status pydet_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b, const pydet_tensor *bias,
@@ -191,7 +196,8 @@ PYDET_API pydet_status pydet_gemm_da(void *stream, const pydet_tensor *dc, const
 PYDET_API pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const pydet_tensor *dc,
                                      const pydet_tensor *db, const pydet_gemm_options *options);
 
-/* Bytes of workspace with which every gemm kernel of this build can run on these extents; depends on nothing else. */
+/* Bytes of workspace with which every gemm kernel of this build can run on these extents; depends on nothing else. With an
+ * initial, of which nothing is read, it has room for the sums of an out that is not fp32, too. */
 PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                             const pydet_gemm_options *options, uint64_t *bytes);
 
@@ -217,6 +223,7 @@ typedef struct pydet_skinny_gemm_options {
   int32_t weights_constant; /* 1: the caller promises that no work still running in the stream writes w, so its loads
                                may start before the kernel ahead has ended (programmatic dependent launch) */
   int32_t reserved;         /* 0 */
+  const pydet_tensor *initial;
 } pydet_skinny_gemm_options;
 
 PYDET_API pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_tensor *w,

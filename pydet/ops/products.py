@@ -21,6 +21,7 @@ def gemm(
     accumulate: bool = False,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
+    initial: Any = None,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> Tensor:
@@ -41,6 +42,9 @@ def gemm(
             device for bfloat16 and float16 on a GPU, else ``"ieee"``. It decides bits.
         k_chunk: None for one chain, or a multiple of 16: chains of that length, their sums added in ascending order.
             It decides bits.
+        initial: what the chain starts from instead of +0: float32, shaped like the result, contiguous. The rest of a
+            sum that was begun elsewhere, with a bias and one rounding to any type: the bits of one call that had it
+            all, where it was cut as under ``accumulate``, which is the same in place. Not with it.
         kernel: the name of a kernel of :func:`kernels` to run, for tests and benchmarks. It decides no bits.
         stream: the stream to run on.
 
@@ -61,6 +65,7 @@ def gemm(
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
+        initial=initial,
         kernel=kernel,
     )
 
@@ -74,6 +79,7 @@ def gemm_da(
     accumulate: bool = False,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
+    initial: Any = None,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> Tensor:
@@ -85,7 +91,7 @@ def gemm_da(
         dc: ``[..., M, N]``, float32, bfloat16 or float16.
         b: ``[..., K, N]``, as it went into :func:`gemm`; of the type of ``dc``.
         out: ``[..., M, K]``; made if None.
-        out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.
+        out_dtype, accumulate, arithmetic, k_chunk, initial, kernel, stream: as in :func:`gemm`.
 
     Returns:
         ``out``, or the new tensor ``[..., M, K]``.
@@ -102,6 +108,7 @@ def gemm_da(
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
+        initial=initial,
         kernel=kernel,
     )
 
@@ -115,6 +122,7 @@ def gemm_db(
     accumulate: bool = False,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
+    initial: Any = None,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> Tensor:
@@ -128,7 +136,7 @@ def gemm_db(
         a: ``[..., M, K]``, float32, bfloat16 or float16.
         dc: ``[..., M, N]``, of the type of ``a``.
         out: ``[..., K, N]``; made if None.
-        out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.
+        out_dtype, accumulate, arithmetic, k_chunk, initial, kernel, stream: as in :func:`gemm`.
 
     Returns:
         ``out``, or the new tensor ``[..., K, N]``.
@@ -145,6 +153,7 @@ def gemm_db(
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
+        initial=initial,
         kernel=kernel,
     )
 
@@ -160,6 +169,7 @@ def skinny_gemm(
     mode: Mode = "deterministic",
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
+    initial: Any = None,
     weights_constant: bool = False,
     kernel: str | None = None,
     stream: Stream | None = None,
@@ -179,7 +189,7 @@ def skinny_gemm(
             for N up to about 1000, as if in chunks of the library's choice; elsewhere it is the deterministic sum.
         weights_constant: a promise that no work still running in the stream writes ``w``, so that its loads may start
             before the kernel ahead has ended.
-        out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.
+        out_dtype, accumulate, arithmetic, k_chunk, initial, kernel, stream: as in :func:`gemm`.
 
     Returns:
         ``out``, or the new tensor ``[..., N]``.
@@ -197,6 +207,7 @@ def skinny_gemm(
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
+        initial=initial,
         mode=mode,
         weights_constant=weights_constant,
         kernel=kernel,

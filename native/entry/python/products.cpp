@@ -22,7 +22,8 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
   Operand *x = call.read(words.first, given.first);
   Operand *y = x ? call.read(words.second, given.second) : nullptr;
   Operand *bias = y ? call.read_optional("bias", given.bias) : nullptr;
-  Operand *out = bias ? call.read_optional("out", given.out, true) : nullptr;
+  Operand *initial = bias ? call.read_optional("initial", given.initial) : nullptr;
+  Operand *out = initial ? call.read_optional("out", given.out, true) : nullptr;
   if (!out) return nullptr;
 
   pydet_skinny_gemm_options options = {};  // holds what both kinds of options have
@@ -54,7 +55,9 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
   plain.k_chunk = options.k_chunk;
   plain.accumulate = options.accumulate;
   plain.kernel = options.kernel;
-  if (call.on_gpu() && call.can_allocate() && out->present && sound(out->tensor, skinny ? 1 : 2)) {
+  const bool apart = initial->present && out->present && type_index(out->tensor.dtype) != int(Type::f32);
+  if (apart) plain.initial = options.initial = tensor_of(initial);  // so that the workspace has room for the sums
+  if (((call.on_gpu() && call.can_allocate()) || apart) && out->present && sound(out->tensor, skinny ? 1 : 2)) {
     const pydet_tensor &result = out->tensor;
     const int64_t n = result.shape[result.ndim - 1], m = result.ndim < 2 ? 1 : result.shape[result.ndim - 2];
     const int64_t batch = m > 0 && n > 0 ? elements(result) / m / n : 0;
@@ -66,6 +69,7 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
     plain.workspace = options.workspace;
     plain.workspace_size = options.workspace_size;
   }
+  plain.initial = options.initial = tensor_of(initial);
 
   const pydet_tensor *px = tensor_of(x), *py = tensor_of(y), *pbias = tensor_of(bias), *pout = tensor_of(out);
   const bool done = call.run(work, [&](void *stream) {

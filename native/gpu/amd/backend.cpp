@@ -197,6 +197,7 @@ const Backend *gpu_backend() {
                                       table(kLayerNorm),
                                       table(kLayerNormBackward),
                                       table(kScaledGroupedGemm),
+                                      round_elements,
                                       gemm_workspace};
   return &backend;
 }

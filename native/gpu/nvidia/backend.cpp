@@ -328,7 +328,8 @@ const Backend *gpu_backend() {
                                       table(kFold),
                                       table(kLayerNorm),
                                       table(kLayerNormBackward),
-                                      table(kScaledGroupedGemm)};
+                                      table(kScaledGroupedGemm),
+                                      round_elements};
   return &backend;
 }
 
