@@ -254,7 +254,7 @@ def problems_from_initial(arithmetic, dtype):
 def test_initial(device, kernel, dtype):
     check_equals_cpu(device, problems_from_initial(kernel.arithmetic, dtype))
     test_gemm.check_initial(device.gemm, kernel.arithmetic, dtype)
-    assert device.taken >= 5, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
+    assert device.taken >= 4, f"{kernel.name} took {device.taken} problems and refused {device.refused}"
 
 
 def test_initial_in_a_graph(torch):

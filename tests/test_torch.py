@@ -59,6 +59,32 @@ def test_the_schemas_are_those_of_the_release():
     assert here == released
 
 
+def test_gemm_from_and_its_gradients(device, dtype):
+    """A product cut in two is the whole one, forward; each half's gradients are those of a gemm of that half."""
+    a, b = normal(5, 64, dtype=dtype, device=device), normal(64, 9, dtype=dtype, device=device)
+    bias, dc = normal(9, device=device), normal(5, 9, dtype=dtype, device=device)
+    begun = OPS.gemm(a[:, :32], b[:32], None, torch.float32)
+    operands = [x.detach().clone().requires_grad_() for x in (a[:, 32:], b[32:], begun, bias)]
+    whole, y = OPS.gemm(a, b, bias), OPS.gemm_from(*operands)
+    same(y.detach(), whole)
+    y.backward(dc)
+    same(operands[0].grad, OPS.gemm_da(dc, b[32:]))
+    same(operands[1].grad, OPS.gemm_db(a[:, 32:].contiguous(), dc))
+    same(operands[2].grad, dc.float())
+    plain = [x.detach().clone().requires_grad_() for x in (a[:, 32:], b[32:], bias)]
+    OPS.gemm(*plain).backward(dc)
+    same(operands[3].grad, plain[2].grad)
+    with torch.device("meta"):
+        traced = OPS.gemm_from(torch.empty(5, 32), torch.empty(32, 9), torch.empty(5, 9), None, torch.bfloat16)
+        assert traced.shape == (5, 9) and traced.dtype == torch.bfloat16
+        with pytest.raises(pydet.Error, match=r"^gemm: initial is 5x8, want 5x9$"):
+            OPS.gemm_from(torch.empty(5, 32), torch.empty(32, 9), torch.empty(5, 8))
+        with pytest.raises(pydet.Error, match=r"^gemm: initial is bfloat16, want float32$"):
+            OPS.gemm_from(torch.empty(5, 32), torch.empty(32, 9), torch.empty(5, 9, dtype=torch.bfloat16))
+    with pytest.raises(pydet.Error, match=r"^gemm: initial is 5x8, want 5x9$"):
+        OPS.gemm_from(a, b, begun[:, :8])
+
+
 def test_operators_have_the_bits_of_the_functions(device, dtype):
     a, b = normal(3, 5, 40, dtype=dtype, device=device), normal(3, 40, 9, dtype=dtype, device=device)
     x, w, bias = (
@@ -70,6 +96,9 @@ def test_operators_have_the_bits_of_the_functions(device, dtype):
     keywords = {"out_dtype": options[0], "arithmetic": options[1], "k_chunk": options[2]}
     same(OPS.gemm(a, b), pydet.gemm(a, b))
     same(OPS.gemm(a, b, bias, *options), pydet.gemm(a, b, bias=bias, **keywords))
+    begun = normal(3, 5, 9, device=device)
+    same(OPS.gemm_from(a, b, begun, bias, *options), pydet.gemm(a, b, initial=begun, bias=bias, **keywords))
+    same(OPS.gemm_from(a, b, begun.mT.contiguous().mT), pydet.gemm(a, b, initial=begun))
     same(OPS.gemm_da(a, b.mT, *options), pydet.gemm_da(a, b.mT, **keywords))
     same(OPS.gemm_db(a.mT, b, *options), pydet.gemm_db(a.mT, b, **keywords))
     same(OPS.skinny_gemm(x, w, bias, *options, True), pydet.skinny_gemm(x, w, bias=bias, **keywords))

@@ -53,18 +53,23 @@ def _divide(x: Any, extent: int) -> bool:
 def _product(name: str) -> None:
 
     def rule(a: Any, b: Any, *rest: Any) -> list[Rule]:
-        arguments, bias = (a, b, *rest), rest[0] if name == "gemm" and rest else None
+        arguments, place = (a, b, *rest), {"gemm": 2, "gemm_from": 3}.get(name, 0)  # of the bias
+        bias = arguments[place] if place and len(arguments) > place else None
         dims = max(len(a.shape), len(b.shape))
+        beside: Callable[[int], dict[str, Any]] = lambda d: {  # noqa: E731
+            **({"2": d} if name == "gemm_from" else {}),
+            **_along(bias, d, dims, place),
+        }
         # Which dimension of the operand, from the end, is M or N of the result (its last two).
-        m_of, n_of = {"gemm": (2, 1), "gemm_da": (2, 2), "gemm_db": (1, 1)}[name]
+        m_of, n_of = {"gemm_da": (2, 2), "gemm_db": (1, 1)}.get(name, (2, 1))
         shared: list[dict[str, Any]] = [
-            {"out": [dims - 2], "0": _last(a, m_of), **_along(bias, dims - 2, dims)},
-            {"out": [dims - 1], "1": _last(b, n_of), **_along(bias, dims - 1, dims)},
+            {"out": [dims - 2], "0": _last(a, m_of), **beside(dims - 2)},
+            {"out": [dims - 1], "1": _last(b, n_of), **beside(dims - 1)},
         ]
         if a.shape[:-2] == b.shape[:-2]:
-            shared += [{"out": [d], "0": d, "1": d, **_along(bias, d, dims)} for d in range(dims - 2)]
+            shared += [{"out": [d], "0": d, "1": d, **beside(d)} for d in range(dims - 2)]
         elif len(b.shape) == 2:
-            shared += [{"out": [d], "0": d, **_along(bias, d, dims)} for d in range(dims - 2)]
+            shared += [{"out": [d], "0": d, **beside(d)} for d in range(dims - 2)]
         return _rules(1, arguments, *shared)
 
     register_sharding(getattr(torch.ops.pydet, name).default)(rule)
@@ -212,7 +217,7 @@ def _scaled_grouped_gemm(
 
 def register() -> None:
     """Tells DTensor the rules."""
-    for name in ("gemm", "gemm_da", "gemm_db"):
+    for name in ("gemm", "gemm_from", "gemm_da", "gemm_db"):
         _product(name)
     for name, rule in {
         "skinny_gemm": _skinny_gemm,

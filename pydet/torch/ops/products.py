@@ -1,4 +1,4 @@
-"""``gemm``, ``gemm_da``, ``gemm_db`` and ``skinny_gemm``."""
+"""``gemm``, ``gemm_da``, ``gemm_db`` and ``skinny_gemm``; ``gemm_from``, a gemm whose sums begin at ``initial``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pydet._native import UNSUPPORTED, Error, constants, fail
+from pydet._native import INVALID_DTYPE, UNSUPPORTED, Error, constants, fail
 from pydet.hooks import unknown
 from pydet.ops.products import _gemm as gemm
 from pydet.ops.products import _gemm_da as gemm_da
@@ -20,6 +20,13 @@ from pydet.torch.ops.tracing import TRACED, operands
 
 def run_gemm(a: Tensor, b: Tensor, bias: Any, out_dtype: Dtype, arithmetic: str, k_chunk: int | None) -> Tensor:
     return gemm(a, b, bias=bias, out_dtype=index_of(out_dtype), arithmetic=arithmetic, k_chunk=k_chunk)
+
+
+def _run_gemm_from(
+    a: Tensor, b: Tensor, initial: Tensor, bias: Any, out_dtype: Dtype, arithmetic: str, k_chunk: int | None
+) -> Tensor:
+    options = {"out_dtype": index_of(out_dtype), "arithmetic": arithmetic, "k_chunk": k_chunk}
+    return gemm(a, b, bias=bias, initial=initial, **options)
 
 
 def _run_gemm_da(dc: Tensor, b: Tensor, out_dtype: Dtype, arithmetic: str, k_chunk: int | None) -> Tensor:
@@ -71,6 +78,17 @@ def _fake_product(kind: str, out_dtype: Dtype, arithmetic: str, **given: Any) ->
 
 def _fake_gemm(a: Tensor, b: Tensor, bias: Any, out_dtype: Dtype, arithmetic: str, _: Any) -> Tensor:
     return _fake_product("gemm", out_dtype, arithmetic, a=a, b=b, bias=bias)
+
+
+def _fake_gemm_from(
+    a: Tensor, b: Tensor, initial: Tensor, bias: Any, out_dtype: Dtype, arithmetic: str, _: Any
+) -> Tensor:
+    result = _fake_product("gemm", out_dtype, arithmetic, a=a, b=b, bias=bias)
+    if initial.dtype != torch.float32:
+        fail(INVALID_DTYPE, f"gemm: initial is {str(initial.dtype).removeprefix('torch.')}, want float32")
+    got, want = ("x".join(map(str, x.shape)) or "()" for x in (initial, result))
+    TRACED.require(initial.shape == result.shape, lambda: f"gemm: initial is {got}, want {want}")
+    return result
 
 
 def _fake_gemm_da(dc: Tensor, b: Tensor, out_dtype: Dtype, arithmetic: str, _: Any) -> Tensor:
@@ -139,6 +157,20 @@ def _gradient_of_bias(dc: Tensor, bias: Tensor, arithmetic: str, k_chunk: int | 
     return dc.to(bias.dtype)
 
 
+def _gradients_of_gemm(ctx: Any, dc: Tensor, of_a: bool, of_b: bool, of_bias: bool) -> tuple[Any, Any, Any]:
+    (a, b, bias), arithmetic, k_chunk = ctx.saved_tensors, ctx.arithmetic, ctx.k_chunk
+    da = db = dbias = None
+    dy = dc.to(a.dtype)  # the gradient of the result, in the operands' type
+    if of_a:
+        da = torch.ops.pydet.gemm_da(dy, b, None, arithmetic, k_chunk)
+    if of_b:
+        rows = (a, dy) if b.dim() == a.dim() else (matrix(a), matrix(dy))
+        db = torch.ops.pydet.gemm_db(*rows, None, arithmetic, k_chunk)
+    if bias is not None and of_bias:
+        dbias = _gradient_of_bias(dy, bias, arithmetic, k_chunk)
+    return da, db, dbias
+
+
 class _Gemm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -157,17 +189,23 @@ class _Gemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
-        (a, b, bias), arithmetic, k_chunk = ctx.saved_tensors, ctx.arithmetic, ctx.k_chunk
-        da = db = dbias = None
-        dy = dc.to(a.dtype)  # the gradient of the result, in the operands' type
-        if ctx.needs_input_grad[0]:
-            da = torch.ops.pydet.gemm_da(dy, b, None, arithmetic, k_chunk)
-        if ctx.needs_input_grad[1]:
-            rows = (a, dy) if b.dim() == a.dim() else (matrix(a), matrix(dy))
-            db = torch.ops.pydet.gemm_db(*rows, None, arithmetic, k_chunk)
-        if bias is not None and ctx.needs_input_grad[2]:
-            dbias = _gradient_of_bias(dy, bias, arithmetic, k_chunk)
-        return da, db, dbias, None, None, None
+        return *_gradients_of_gemm(ctx, dc, *ctx.needs_input_grad[:3]), None, None, None
+
+
+class _GemmFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        if a.shape[:-2] != b.shape[:-2] and b.dim() > 2:
+            fail(UNSUPPORTED, "gemm_from: no gradient where batch dimensions broadcast unless b is a matrix")
+        ctx.save_for_backward(a, b, bias)
+        _, ctx.arithmetic, ctx.k_chunk = options
+        return _gemm_from(a, b, initial, bias, *options)
+
+    @staticmethod
+    def backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad
+        da, db, dbias = _gradients_of_gemm(ctx, dc, wanted[0], wanted[1], wanted[3])
+        return da, db, dc.to(torch.float32) if wanted[2] else None, dbias, None, None, None
 
 
 class _SkinnyGemm(torch.autograd.Function):
@@ -199,6 +237,13 @@ _gemm = define(
     _fake_gemm,
     gradient=_Gemm.apply,
     vmap=_vmap_product,
+    autocast=2,
+)
+_gemm_from = define(
+    f"gemm_from(Tensor a, Tensor b, Tensor initial, Tensor? bias=None, {GEMM_OPTIONS}) -> Tensor",
+    _run_gemm_from,
+    _fake_gemm_from,
+    gradient=_GemmFrom.apply,
     autocast=2,
 )
 define(
