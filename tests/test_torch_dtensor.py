@@ -14,6 +14,7 @@ PRODUCTS = {  # shapes of the operands and of the bias
     "gemm": ((8, 32), (32, 16), (16,)),
     "gemm batched": ((4, 8, 32), (4, 32, 16), (4, 8, 16)),
     "gemm of one matrix": ((4, 8, 32), (32, 16), (16,)),
+    "gemm_from": ((8, 32), (32, 16), (8, 16)),  # what it begins at, in place of a bias
     "gemm_da": ((8, 16), (32, 16), None),
     "gemm_db": ((32, 8), (32, 16), None),
     "skinny_gemm": ((4, 8, 32), (16, 32), (16,)),
@@ -32,6 +33,7 @@ SHARED = {  # places that some result has
     "gemm": ["R", "S(0)", "S(1)"],
     "gemm batched": ["S(0)", "S(1)", "S(2)"],
     "gemm of one matrix": ["S(0)", "S(1)", "S(2)"],
+    "gemm_from": ["R", "S(0)", "S(1)"],
     "skinny_gemm": ["S(0)", "S(1)", "S(2)"],
     "rmsnorm": ["R", "S(0)", "S(1)"],
     "softmax": ["S(0)", "S(1)"],

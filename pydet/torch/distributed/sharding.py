@@ -11,6 +11,7 @@ The rules are registered when :mod:`pydet.torch.distributed` is imported.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
