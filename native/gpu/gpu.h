@@ -279,8 +279,8 @@ constexpr int64_t most_blocks([[maybe_unused]] int threads) {
 // A grid of so many blocks, for kernels that ask for block_number(): on HIP in several rows where one does not hold them,
 // the last of which may pass the number.
 inline dim3 grid_of(int64_t blocks, int threads) {
-  const int64_t rows = (blocks + most_blocks(threads) - 1) / most_blocks(threads);
-  return kGpuDeviceType == PYDET_ROCM && rows > 1 ? dim3(unsigned((blocks + rows - 1) / rows), unsigned(rows))
+  const int64_t rows = divide_up(blocks, most_blocks(threads));
+  return kGpuDeviceType == PYDET_ROCM && rows > 1 ? dim3(unsigned(divide_up(blocks, rows)), unsigned(rows))
                                                   : dim3(unsigned(blocks));
 }
 

@@ -169,8 +169,8 @@ pydet_status rmsnorm_held(const RmsNorm &p) {
     return with_shape(p.n, [&](auto shape) {
       constexpr int T = shape.T, W = shape.W, V = shape.V, R = shape.R, kRows = kBlock<T> / T * R;
       auto kernel = p.residual.data ? rmsnorm_kernel<type, T, W, V, R, true> : rmsnorm_kernel<type, T, W, V, R, false>;
-      Launch where = {"rmsnorm_held", static_cast<gpu_stream>(p.stream),
-                      grid_of((p.rows + kRows - 1) / kRows, kBlock<T>), dim3(kBlock<T>)};
+      Launch where = {"rmsnorm_held", static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.rows, kRows), kBlock<T>),
+                      dim3(kBlock<T>)};
       where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
       return launch(where, kernel, p);
     });

@@ -166,8 +166,7 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
 template <Type type, int per_warp> pydet_status launch_warps(const Gemm &g) {
   constexpr int64_t kMaxBlocks = 1 << 20;  // more tiles than that are walked in turns
   Launch shape = {"skinny_gemm_ieee", static_cast<gpu_stream>(g.stream),
-                  dim3(unsigned(std::min((g.n + kLanes - 1) / kLanes, kMaxBlocks))), dim3(kThreads),
-                  kSharedBytes<per_warp>};
+                  dim3(unsigned(std::min(divide_up(g.n, kLanes), kMaxBlocks))), dim3(kThreads), kSharedBytes<per_warp>};
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(shape.kernel, guard.error());
   shape.overlaps_previous = gpu_overlaps_kernels(g.device.id);

@@ -232,9 +232,7 @@ bool reaches(const Matrix &matrix, int64_t k_stride, int64_t outer_stride, int64
   return aligned;
 }
 
-int64_t tile_count(const Gemm &g) {
-  return (g.m + kTileM - 1) / kTileM * ((g.n + kTileN - 1) / kTileN) * g.batch.count;
-}
+int64_t tile_count(const Gemm &g) { return divide_up(g.m, kTileM) * divide_up(g.n, kTileN) * g.batch.count; }
 
 }  // namespace
 

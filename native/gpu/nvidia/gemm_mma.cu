@@ -220,7 +220,7 @@ pydet_status launch_layout(const Gemm &problem) {
                        : gemm_mma_kernel<Gemm, type, tile, true, false, aligned, chunked>)
                   : (b ? gemm_mma_kernel<Gemm, type, tile, false, true, aligned, chunked>
                        : gemm_mma_kernel<Gemm, type, tile, false, false, aligned, chunked>);
-  int64_t tiles = (problem.m + tile - 1) / tile * ((problem.n + tile - 1) / tile) * problem.batch.count;
+  int64_t tiles = divide_up(problem.m, tile) * divide_up(problem.n, tile) * problem.batch.count;
   Launch shape = {tile == 64 ? "gemm_mma_64x64" : "gemm_mma_128x128", static_cast<gpu_stream>(problem.stream),
                   dim3(unsigned(tiles < kMaxBlocks ? tiles : kMaxBlocks)), dim3(kThreads<tile>), kSharedBytes<tile>};
   DeviceGuard guard(problem.device.id);

@@ -277,7 +277,7 @@ template <Type type, Type fp8, bool transposes> __global__ void __launch_bounds_
 constexpr int64_t kMost = int64_t(1) << 30;  // rows, columns, and groups of a matrix
 
 Packed packed_of(const Quantize &p) {
-  const int groups = int((p.k + kSide - 1) / kSide);
+  const int groups = int(divide_up(p.k, kSide));
   Packed packed = {};
   packed.x = reinterpret_cast<const uint16_t *>(p.x.data), packed.x_stride = p.x.row_stride;
   packed.out = p.out.data, packed.out_stride = p.out.row_stride;
@@ -307,14 +307,14 @@ pydet_status start(const char *name, const Quantize &p, dim3 grid, int threads, 
 }
 
 bool is_packed(const Quantize &p) {
-  return p.m <= kMost && p.k <= kMost && p.m * ((p.k + kSide - 1) / kSide) <= kMost && p.k % kUnit == 0 &&
+  return p.m <= kMost && p.k <= kMost && p.m * divide_up(p.k, kSide) <= kMost && p.k % kUnit == 0 &&
          vectors(p, p.x, p.kX, 16) && vectors(p, p.out, p.kOut, 8);
 }
 
 template <int warps> pydet_status launch_rows(const char *name, const Quantize &p) {
   constexpr int rows = row_threads(warps) / (warps * 32);
   return with_types(p, [&](auto type, auto fp8) {
-    return start(name, p, dim3(unsigned((p.m + rows - 1) / rows)), row_threads(warps),
+    return start(name, p, dim3(unsigned(divide_up(p.m, rows))), row_threads(warps),
                  quantize_rows<decltype(type)::value, decltype(fp8)::value, warps>);
   });
 }
@@ -331,20 +331,20 @@ pydet_status quantize_rows_packed(const Quantize &p) {
 
 bool quantize_groups_packed_takes(const Quantize &p) { return is_packed(p); }
 pydet_status quantize_groups_packed(const Quantize &p) {
-  const int64_t groups = p.m * ((p.k + kSide - 1) / kSide), each = kThreads / kHalf * kAtOnce;
+  const int64_t groups = p.m * divide_up(p.k, kSide), each = kThreads / kHalf * kAtOnce;
   return with_types(p, [&](auto type, auto fp8) {
-    return start("cuda_quantize_groups_packed", p, dim3(unsigned((groups + each - 1) / each)), kThreads,
+    return start("cuda_quantize_groups_packed", p, dim3(unsigned(divide_up(groups, each))), kThreads,
                  quantize_groups<decltype(type)::value, decltype(fp8)::value>);
   });
 }
 
 bool quantize_tiles_packed_takes(const Quantize &p) {
   constexpr int64_t kMostStripes = 65535;
-  return is_packed(p) && (p.m + kSide - 1) / kSide <= kMostStripes &&
+  return is_packed(p) && divide_up(p.m, kSide) <= kMostStripes &&
          (!p.transposed.data || (p.m % 16 == 0 && vectors(p, p.transposed, p.kTransposed, 16)));
 }
 pydet_status quantize_tiles_packed(const Quantize &p) {
-  const dim3 grid(unsigned((p.k + kSide - 1) / kSide), unsigned((p.m + kSide - 1) / kSide));
+  const dim3 grid(unsigned(divide_up(p.k, kSide)), unsigned(divide_up(p.m, kSide)));
   return with_types(p, [&](auto type, auto fp8) {
     constexpr Type of_x = decltype(type)::value, of_out = decltype(fp8)::value;
     return start("cuda_quantize_tiles_packed", p, grid, kThreads,

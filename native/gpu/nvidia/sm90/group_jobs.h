@@ -25,7 +25,7 @@ struct Groups {
   int large_jobs, jobs;
 };
 
-__device__ __forceinline__ int cut(int extent, int size) { return (extent + size - 1) / size; }
+__device__ __forceinline__ int divide_up_int(int extent, int size) { return (extent + size - 1) / size; }
 
 // How the rows of a group are shared out: pairs of tiles, and whether a strip is left.
 template <class S> struct Share {
@@ -36,7 +36,9 @@ template <class S> struct Share {
     if (rest > S::m) ++pairs;
     else strip = rest > 0;
   }
-  __device__ __forceinline__ int jobs(int columns) const { return pairs * columns + (strip ? cut(columns, 2) : 0); }
+  __device__ __forceinline__ int jobs(int columns) const {
+    return pairs * columns + (strip ? divide_up_int(columns, 2) : 0);
+  }
 };
 
 // What the threads before this one have, joined to *all, which becomes that of all threads. `scratch` is a word a warp.
@@ -119,7 +121,7 @@ __device__ __forceinline__ Spot spot_of(const GroupedProblem &p, const Groups &g
   const Share<S> share(rows);
   const int i = number - (group ? ends[group - 1] : 0);
   // Bands of pairs; the last one has the strip. In a band two columns at a time, the strip's part of them after them.
-  const int bands = max(1, cut(share.pairs, kBand)), band = min(i / (kBand * p.columns), bands - 1);
+  const int bands = max(1, divide_up_int(share.pairs, kBand)), band = min(i / (kBand * p.columns), bands - 1);
   const int here = min(kBand, share.pairs - band * kBand), within = i - band * kBand * p.columns;
   const int per_two = 2 * here + (share.strip && band == bands - 1), two = within / per_two;
   const int r = within - two * per_two;

@@ -78,7 +78,7 @@ __device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &g
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
     const Spot at = spot_of<S>(p, groups, index, rank);
     slots.put(at);
-    const int boxes = min(S::a_boxes, cut(at.end - at.row, S::a_box));
+    const int boxes = min(S::a_boxes, divide_up_int(at.end - at.row, S::a_box));
     for (int k = 0; k < at.depth; k = next_stage<S>(k, p.chunk)) {
       const uint32_t full = shared + S::barriers_at + stage * 8, to = shared + stage * S::stage_bytes;
       barrier_wait(full + S::stages * 8, parity ^ 1);

@@ -73,7 +73,7 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
     const Spot at = spot_of<S>(p, groups, index, rank);
     slots.put(at);
-    const int boxes = min(S::a_boxes, cut(at.end - at.row, kGroupedTokenBox));
+    const int boxes = min(S::a_boxes, divide_up_int(at.end - at.row, kGroupedTokenBox));
     // Of every stage: load(its barrier, where it lies, its first k).
     const auto each_stage = [&](int a_bytes, auto load) {
 #pragma unroll 1
