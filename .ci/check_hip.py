@@ -7,8 +7,8 @@ without a matrix instruction of its own makes such a kernel an error, since a bo
 compiles to nothing.
 
 And what a stage of the matrix kernels' loops does, by tools/amd/estimate.py: at most the vector instructions of that
-README's second table, at least its matrix instructions while loads are on the way and its loads that waits leave there,
-and at most a fifth more than its estimated time.
+README's second table, at least its products (matrix instructions, or FMA of fp32) while loads are on the way and its
+loads that waits leave there, and at most a fifth more than its estimated time.
 """
 
 import re
@@ -48,35 +48,36 @@ def budget():
 
 
 def stages():
-    """[(kernel, (M, N, K), k_chunk, architecture, MFMA, VALU, MFMA under way, loads left, us)] of the second table."""
+    """[(kernel, (M, N, K), type, k_chunk, architecture, products, VALU, products under way, loads left, us)] of the
+    second table."""
     text = (ROOT / "bench/README.md").read_text()
-    shape = r"(\d+)x(\d+)x(\d+)(?:, `k_chunk` (\d+))?"
+    shape = r"(\d+)x(\d+)x(\d+)(?:, (fp32))?(?:, `k_chunk` (\d+))?"
     rows = re.findall(r"^\| `(hip_\w+)` \| " + shape + r" \| (gfx\w+)" + r" \| ([\d.]+)" * 5 + r" \|", text, re.M)
     return [
-        (name, (int(m), int(n), int(k)), int(chunk or 0), arch, *map(int, counts), float(us))
-        for name, m, n, k, chunk, arch, *counts, us in rows
+        (name, (int(m), int(n), int(k)), dtype or "bf16", int(chunk or 0), arch, *map(int, counts), float(us))
+        for name, m, n, k, dtype, chunk, arch, *counts, us in rows
     ]
 
 
 def check_stages(library, folder):
     problems, rows = [], stages()
-    assert {row[3] for row in rows} == set(ARCHS), "bench/README.md has no table of stages for every architecture"
+    assert {row[4] for row in rows} == set(ARCHS), "bench/README.md has no table of stages for every architecture"
     runtime = estimate.Library(library.resolve(), ARCHS[0], folder)
-    rows.sort(key=lambda row: row[3])
-    for name, shape, chunk, arch, mfma, most_valu, least_covered, least_left, most_us in rows:
+    rows.sort(key=lambda row: row[4])
+    for name, shape, dtype, chunk, arch, products, most_valu, least_covered, least_left, most_us in rows:
         runtime.start(arch)
-        found = runtime.estimate(*shape, name=name, k_chunk=chunk)
-        counts, us = found.stage.counts, found.seconds * 1e6
+        found = runtime.estimate(*shape, dtype=dtype, name=name, k_chunk=chunk)
+        valu, us = found.stage.counts["VALU"], found.seconds * 1e6
         print(
-            f"{name} {'x'.join(map(str, shape))}, k_chunk {chunk}, {arch}: a stage has {counts['MFMA']} MFMA, "
-            f"{counts['VALU']} VALU; "
-            f"{found.stage.covered} MFMA beside loads, of which waits leave {found.stage.left}; estimated {us:.1f} us"
+            f"{name} {'x'.join(map(str, shape))}, {dtype}, k_chunk {chunk}, {arch}: a stage has "
+            f"{found.stage.products} products, {valu} VALU; {found.stage.covered} products beside loads, of which "
+            f"waits leave {found.stage.left}; estimated {us:.1f} us"
         )
-        fine = counts["MFMA"] == mfma and counts["VALU"] <= most_valu and us <= 1.2 * most_us
+        fine = found.stage.products == products and valu <= most_valu and us <= 1.2 * most_us
         if not fine or found.stage.covered < least_covered or found.stage.left < least_left:
             problems.append(
-                f"{name} {shape}, k_chunk {chunk}, on {arch}: "
-                f"want {mfma} MFMA, at most {most_valu} VALU, at least {least_covered} MFMA "
+                f"{name} {shape}, {dtype}, k_chunk {chunk}, on {arch}: "
+                f"want {products} products, at most {most_valu} VALU, at least {least_covered} products "
                 f"beside loads, of which waits leave at least {least_left}, and at most {1.2 * most_us:.1f} us"
             )
     return problems

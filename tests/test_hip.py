@@ -259,6 +259,40 @@ def test_whole_stages(hip):
     assert len(every) == 16 and hip.ran >= every
 
 
+def placed(rows, columns, dtype, turned, padding=0, offset=0, seed=0):
+    """A matrix with so many elements between its rows (its columns, if turned), so many after an aligned address."""
+    long, short = (rows, columns) if turned else (columns, rows)
+    flat = normal(short * (long + padding) + offset, dtype=dtype, seed=seed)
+    memory = np.zeros(flat.nbytes + 16, np.uint8)
+    start = -memory.ctypes.data % 16
+    memory[start : start + flat.nbytes] = flat.view(np.uint8)
+    elements = memory[start : start + flat.nbytes].view(flat.dtype)[offset:]
+    rows_of = np.lib.stride_tricks.as_strided(
+        elements, (short, long), ((long + padding) * flat.itemsize, flat.itemsize), writeable=False
+    )
+    return rows_of.T if turned else rows_of
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])  # fp16's bytes go the way of bf16's
+def test_pieces_of_16_bytes(hip, dtype):
+    """The ieee tiles, which read 16 bytes where they are aligned and inside, else elements: K about one stage and
+    several, with and without a rest; ends of m and n inside 16 bytes and between; rows and addresses that are aligned,
+    and not; in every layout; one chain, chunks, continued."""
+    piece = 4 if dtype == "fp32" else 8
+    for tile, stage in ((64, 16), (128, 8)):
+        ks = [1, stage - 1, stage, stage + 1, 2 * stage, 3 * stage + piece, 2 * stage - piece]
+        ends = [piece, piece - 1, piece + 1, 3 * piece, 1, tile + piece, 2]
+        places = [(0, 0), (piece, piece), (1, 0), (0, 1), (piece, 0), (0, piece), (3, 2)]
+        for i, (k, end, place) in enumerate(zip(ks, ends, places, strict=True)):
+            m, n = (end, ends[i - 2]) if tile == 64 or end < tile else (end, 3)
+            a = placed(m, k, dtype, i & 1, *place)
+            b = placed(k, n, dtype, i & 2, *places[i - 1], seed=1)
+            more = {"k_chunk": 16} if i % 3 == 0 and tile == 64 else {}
+            if i % 2:
+                more |= {"out": np.full((m, n), -0.0, np.float32), "accumulate": 1}
+            both(hip, a, b, kernel=f"hip_gemm_ieee_{tile}x{tile}", arithmetic=ARITHMETIC["ieee"], **more)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_values(hip, dtype):
     """NaN, infinities, zeros of both signs and subnormals, through the kernels that the library chooses."""

@@ -21,6 +21,15 @@ __device__ __forceinline__ int64_t block_number() {
 #endif
 }
 
+// A value that all lanes of a warp (wave) share, which the compiler then knows.
+__device__ __forceinline__ int same_in_warp(int value) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return __builtin_amdgcn_readfirstlane(value);
+#else
+  return __shfl_sync(0xFFFFFFFFu, value, 0);
+#endif
+}
+
 // The value of lane `lane ^ mask` among each `width` neighbouring lanes, all of which call it. width <= 32.
 __device__ __forceinline__ float gpu_shfl_xor(float value, int mask, int width) {
 #if defined(__HIP_PLATFORM_AMD__)
@@ -36,6 +45,18 @@ __device__ __forceinline__ float gpu_shfl(float value, int lane, int width) {
   return __shfl(value, lane, width);
 #else
   return __shfl_sync(0xFFFFFFFFu, value, lane, width);
+#endif
+}
+
+// c[i] = fmaf(a, b[i], c[i]) of two neighbours, which AMD does by one instruction.
+__device__ __forceinline__ void fma_pair(float a, const float *b, float *c) {
+#if defined(__HIP_PLATFORM_AMD__)
+  using Pair = float __attribute__((ext_vector_type(2)));
+  Pair sum = __builtin_elementwise_fma(Pair{a, a}, Pair{b[0], b[1]}, Pair{c[0], c[1]});
+  asm volatile("" : "+v"(sum));  // else the compiler may move all of a loop's behind what follows in it
+  c[0] = sum[0], c[1] = sum[1];
+#else
+  c[0] = fmaf(a, b[0], c[0]), c[1] = fmaf(a, b[1], c[1]);
 #endif
 }
 
@@ -121,6 +142,12 @@ __device__ __forceinline__ void make_opaque(int &value, int64_t turn) { asm("" :
 __device__ __forceinline__ void recompute_on_amd([[maybe_unused]] int &value) {
 #if defined(__HIP_PLATFORM_AMD__)
   make_opaque(value);
+#endif
+}
+// AMD's compiler, which does not know which loads a loop's first turn meets, would wait for all in every turn.
+__device__ __forceinline__ void wait_for_loads_on_amd() {
+#if defined(__HIP_DEVICE_COMPILE__)
+  __builtin_amdgcn_s_waitcnt(0);
 #endif
 }
 __device__ __forceinline__ void make_opaque(const float *&pointer) {

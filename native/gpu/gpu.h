@@ -180,10 +180,8 @@ inline bool gpu_overlaps_kernels(int id) { return compute_capability(id) >= 90; 
 constexpr int gpu_stages(int wanted, int stage_bytes) {
   return wanted * stage_bytes <= kBlockSharedBytes ? wanted : kBlockSharedBytes / stage_bytes;
 }
-constexpr int gpu_unroll(int) { return 1; }  // all loads of what is unrolled would come first, and take the registers
 #else
 constexpr int gpu_stages(int wanted, int) { return wanted; }
-constexpr int gpu_unroll(int turns) { return turns; }
 #endif
 
 // Enough tiles to give every multiprocessor (compute unit) one: else smaller tiles are faster.

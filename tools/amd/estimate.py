@@ -60,6 +60,7 @@ CHIPS = {
     "gfx90a": Chip("MI250X, one die", 110, 1.7e9, 1.6e12, {"16x16x16": 32, "32x32x8": 64}),
 }
 ISSUE, WIDE, LDS, MEMORY, SCALAR, BARRIER, LAUNCH = 4, 8, 64, 800, 200, 40, 2e-6
+PRODUCTS = ("v_mfma", "v_fma_f32", "v_fmac_f32", "v_pk_fma_f32")
 KINDS = ("MFMA", "VALU", "SALU", "LDS", "loads", "stores")
 
 
@@ -93,7 +94,7 @@ class Clock:
         self.queues = {"vmcnt": [], "lgkmcnt": []}  # when what is on the way is done, oldest first
         self.asked = 0  # bytes of all lanes' loads
         self.trace = []  # (address, start, cycles waited)
-        self.covered = set()  # of the trace, the matrix instructions while loads are on the way
+        self.covered = set()  # of the trace, the products (MFMA, or FMA in fp32) while loads are on the way
         self.known = {}
 
     def decoded(self, at):
@@ -117,8 +118,6 @@ class Clock:
         elif kind == "MFMA":
             cycles = self.chip.matrix[re.search(r"\d+x\d+x\d+", name)[0]]
             self.now = max(self.now, self.matrix_free)
-            if self.queues["vmcnt"]:
-                self.covered.add(len(self.trace))
             self.matrix_free = self.now + cycles
             for register in gcn.named(operands[:1]):
                 self.ready[register] = self.matrix_free + 8
@@ -126,6 +125,8 @@ class Clock:
             for register in registers & self.ready.keys():
                 self.now = max(self.now, self.ready.pop(register))
         waited = self.now - started
+        if name.startswith(PRODUCTS) and self.queues["vmcnt"]:
+            self.covered.add(len(self.trace))
         if kind in ("loads", "stores"):
             self.asked += bytes_of(name) * gcn.LANES if kind == "loads" and name[0] != "s" else 0
             counters = {"s": ["lgkmcnt"], "f": ["vmcnt", "lgkmcnt"]}.get(name[0], ["vmcnt"])
@@ -152,7 +153,7 @@ def loop_of(clock):
 
     def works(part):
         named = (code[clock.trace[i][0]] for i in part)
-        return sum(text.startswith(("v_mfma", "v_fma_f32", "v_fmac_f32", "v_pk_fma_f32")) for text in named)
+        return sum(text.startswith(PRODUCTS) for text in named)
 
     for places in taken.values():
         turns = [range(a + 1, b + 1) for a, b in itertools.pairwise(places)]
@@ -171,17 +172,19 @@ class Stage:
     issue: int
     cycles: int
     matrix: int
-    covered: int  # matrix instructions while loads are on the way
+    products: int  # MFMA, or FMA in fp32, which are VALU too
+    covered: int  # of them, while loads are on the way
     left: int  # loads that the strictest wait for memory leaves on the way
 
 
 def stage_of(clock, places, following):
-    counts, widths, waits, matrix, left = collections.Counter(), collections.Counter(), [], 0, []
+    counts, widths, waits, matrix, left, products = collections.Counter(), collections.Counter(), [], 0, [], 0
     turn = [clock.trace[i] for i in places]
     for at, _, waited in turn:
         text = clock.kernel.code[at]
         name, kind, *_ = clock.decoded(at)
         counts[kind] += 1
+        products += name.startswith(PRODUCTS)
         if kind in ("loads", "stores", "LDS"):
             widths[re.sub(r"_b\d+|_dword.*|_u?short.*|_u?byte.*|2st64|2", "", name), bytes_of(name)] += 1
         if kind == "MFMA":
@@ -192,7 +195,7 @@ def stage_of(clock, places, following):
             left.append(int(found[1]))
     issue = ISSUE * sum(counts.values())
     covered = len(clock.covered & set(places))
-    return Stage(counts, widths, waits, issue, following - turn[0][1], matrix, covered, min(left, default=0))
+    return Stage(counts, widths, waits, issue, following - turn[0][1], matrix, products, covered, min(left, default=0))
 
 
 @dataclasses.dataclass
@@ -264,7 +267,8 @@ class Library:
             self.runtime.own(array)
         rocm = (10, 0)
         tensors = [capi.Tensor(x, device=rocm) for x in (a, w)] + [capi.Tensor(out, device=rocm)]
-        given = capi.options("pydet_skinny_gemm_options", k_chunk=k_chunk, **({"kernel": name} if name else {}))
+        forced = {"kernel": name, "arithmetic": "ieee" in name} if name else {}
+        given = capi.options("pydet_skinny_gemm_options", k_chunk=k_chunk, **forced)
         null, size = capi.ffi.NULL, capi.ffi.new("uint64_t *")
         if workspace:
             assert self.lib.pydet_skinny_gemm_workspace(m, n, k, given, size) == 0
@@ -330,7 +334,8 @@ def describe(shape, e, chip):
         f"  {f'a stage of {e.stages}' if e.stages > 1 else 'all that the wave does, whose loop has no second turn'}: "
         f"{counts}\n  {widths}\n"
         f"  {s.cycles} cycles, of which {s.matrix} the matrix unit works and {s.issue} instructions are issued\n"
-        f"  {s.covered} MFMA while loads are on the way, of which waits leave {s.left}; waits:\n{waits}\n"
+        f"  {s.covered} of {s.products} products while loads are on the way, of which waits leave {s.left}; "
+        f"waits:\n{waits}\n"
         f"  estimated {e.seconds * 1e6:.1f} us on a {chip.name}; the memory's floor is {e.floor * 1e6:.1f}"
     )
 

@@ -5,9 +5,10 @@
 //
 // A block of 256 threads makes a tile of 64x64, 4x4 a thread: for every type, stride and alignment, for small problems
 // and for k_chunk; gemm_ieee_fp32.cu makes large fp32 ones. It lives on asynchronous copies, which AMD has not: there a
-// tile of 128x128, 8x8 a thread, makes large products. Stages of 8 k are converted to fp32 on their way to shared
-// memory, k-major whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero
-// padding would turn a chain of -0 into +0, so the last stage is walked to K and no further.
+// tile of 128x128, 8x8 a thread, makes large products. Half of the threads read a and half b, 16 bytes at a time where
+// they are aligned and inside the matrix. A stage, of 16 or 8 k, is converted to fp32 on its way to shared memory, k-major
+// whatever the operand's layout; the next stage's loads are in flight during this one's products. Zero padding would turn
+// a chain of -0 into +0, so the last stage is walked to K and no further.
 
 #include "gpu/any/epilogue.h"
 #include "gpu/any/jobs.h"
@@ -17,81 +18,138 @@
 namespace pydet {
 namespace {
 
-constexpr int kStageK = 8;
-constexpr int kUnroll = gpu_unroll(kStageK / 2);  // of a loop over a stage, two k a turn
 constexpr int kThreads = 256;
-constexpr int kPadding = 4;  // floats a row: keeps 16-byte alignment, spreads the transposing stores over the banks
-
-static_assert(kChunkMultiple % kStageK == 0, "a chunk ends where a stage ends");
+constexpr int kReaders = kThreads / 2;  // of one operand
+constexpr int kPieceBytes = 16;
+constexpr int kShare = 2 * kQuad;  // elements of every stage a thread: two pieces of fp32, one of 16-bit types
+static_assert(kShare * sizeof(uint16_t) == kPieceBytes && kQuad * sizeof(float) == kPieceBytes, "whole pieces");
 
 constexpr int kThreadsN = 16, kThreadsM = kThreads / kThreadsN;  // threads of a block along n and m
 
-// A pointer to elements that read as fp32, of a type known only at run time.
-struct AnyType {
-  const char *p;
-  Type type;
-  __device__ AnyType(const Matrix &matrix, int64_t offset)
-      : p(matrix.data + offset * size_of(matrix.type)), type(matrix.type) {}
-  __device__ AnyType operator+(int64_t n) const { return AnyType(p + n * size_of(type), type); }
-  __device__ float value() const { return load_f32(p, type, 0); }
+// A stage of one operand in shared memory, k-major. Threads that store neighbours along k hold rows of k that differ by
+// kQuad: those lie next to each other, at a pitch that spreads them over the banks.
+template <int tile> struct Stage {
+  static constexpr int kDepth = kShare * kReaders / tile;
+  static constexpr int kQuadsK = kDepth / kQuad, kQuadsOuter = tile / kQuad;
+  static constexpr int kPitch = tile + 32 / kQuadsK;  // floats; keeps 16-byte alignment
+  static constexpr int kFloats = kDepth * kPitch;
+  static_assert(kChunkMultiple % kDepth == 0, "a chunk ends where a stage ends");
 
- private:
-  __device__ AnyType(const char *moved, Type t) : p(moved), type(t) {}
+  __device__ static constexpr int row_of(unsigned k) { return int(k % kQuad * kQuadsK + k / kQuad); }
 };
 
-// This thread's share of every stage of one operand: `kCount` elements, neighbours in memory on neighbouring threads.
-// `outer` is m or n, `tile` its extent in the tile.
-template <bool k_contiguous, int tile> struct Reader {
-  static constexpr int kCount = tile * kStageK / kThreads;
-  static_assert(kThreads % kStageK == 0 && (kThreads % tile == 0), "a thread's elements are evenly spaced");
-  // From one of the thread's elements to its next: along outer where k is contiguous, else along k.
-  static constexpr int kSpacing = k_contiguous ? kThreads / kStageK : kThreads / tile;
+// Two quads of one thread as they lie in memory: of fp32 a quad each; of 16-bit types both in `first`, or where they are
+// not `packed` an element to a word.
+struct Quads {
+  uint4 first, second;
+  bool packed;
+};
 
-  int o, k;  // of the first element, in the tile and the stage
-  int64_t outer_left, k_left;
-  AnyType at;
-  int64_t spacing, stage;  // steps in elements
+// This thread's share of every stage of one operand, whose elements are as large as a Word: two quads, neighbours along k
+// where those are adjacent in memory, else along m or n ("outer"). Past the matrix it reads what is inside, which nobody
+// uses.
+template <int tile, class Word> struct Reader {
+  using Shared = Stage<tile>;
+  static constexpr int kSize = sizeof(Word);
+  static constexpr bool kPair = kSize == 4;  // of pieces; else of quads in one piece
 
-  __device__ Reader(AnyType start, int64_t outer_stride, int64_t k_stride, int64_t outer_extent, int64_t k_extent)
-      : o(k_contiguous ? int(threadIdx.x) / kStageK : int(threadIdx.x) % tile),
-        k(k_contiguous ? int(threadIdx.x) % kStageK : int(threadIdx.x) / tile),
-        outer_left(outer_extent - o),
-        k_left(k_extent - k),
-        at(start + (o * outer_stride + k * k_stride)),
-        spacing(kSpacing * (k_contiguous ? outer_stride : k_stride)),
-        stage(kStageK * k_stride) {}
+  Type type;
+  bool along_k, whole;            // `whole`: the pieces of whole stages are aligned and inside
+  int64_t adjacent, cross, next;  // bytes from an element to the next of its quad, across, and to the next stage's
+  const char *first, *second;     // the quads in the next stage
+  int first_k, second_k;          // in the stage
+  int first_left, second_left;    // elements of the tile from there on, where neighbours are along outer
+  int first_at, second_at;        // in a stage in shared memory
 
-  // The next stage's elements, +0 past the extents.
-  __device__ void fetch(float (&values)[kCount]) {
-    AnyType from = at;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      bool inside = k_contiguous ? k_left > 0 && outer_left > i * kSpacing : outer_left > 0 && k_left > i * kSpacing;
-      values[i] = inside ? from.value() : 0.0f;
-      from = from + spacing;
-    }
-    at = at + stage;
-    k_left -= kStageK;
+  // `start`: of the tile, of which `left` rows (columns) and more may be inside.
+  __device__ Reader(int reader, const char *start, Type of, int64_t outer_stride, int64_t k_stride, int64_t left)
+      : type(of), along_k(k_stride == 1) {
+    const int extent = left < tile ? int(left) : tile;
+    adjacent = (along_k ? k_stride : outer_stride) * kSize;
+    cross = (along_k ? outer_stride : k_stride) * kSize;
+    next = Shared::kDepth * k_stride * kSize;
+    whole = adjacent == kSize && (reinterpret_cast<uintptr_t>(start) | uint64_t(cross)) % kPieceBytes == 0 &&
+            (along_k || extent % (kPieceBytes / kSize) == 0);
+
+    // Quad q of the stage, in the order of memory.
+    auto place = [&](unsigned q, const char *&from, int &k, int &inside, int &at) {
+      const unsigned quads = along_k ? Shared::kQuadsK : Shared::kQuadsOuter;  // in a row
+      const unsigned row = along_k ? q / Shared::kQuadsK : q / Shared::kQuadsOuter;
+      const int along = int(q - row * quads) * kQuad, across = int(row);
+      k = along_k ? along : across;
+      at = Shared::row_of(k) * Shared::kPitch + (along_k ? across : along);
+      const int row_read = !along_k || across < extent ? across : extent - 1;
+      const int from_along = along_k || !whole || along < extent ? along : 0;
+      inside = extent - from_along;
+      from = start + row_read * cross + from_along * adjacent;
+    };
+    place(kPair ? reader : 2 * reader, first, first_k, first_left, first_at);
+    place(kPair ? reader + kReaders : 2 * reader + 1, second, second_k, second_left, second_at);
   }
 
-  __device__ void deposit(float *shared, const float (&values)[kCount]) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      int row = k_contiguous ? k : k + i * kSpacing, column = k_contiguous ? o + i * kSpacing : o;
-      shared[row * (tile + kPadding) + column] = values[i];
+  // Of a stage of `depth` k.
+  __device__ void fetch(Quads &quads, int depth) {
+    quads.packed = whole && depth == Shared::kDepth;
+    if (quads.packed) {
+      quads.first = *reinterpret_cast<const uint4 *>(first);
+      if (kPair) quads.second = *reinterpret_cast<const uint4 *>(second);
+    } else {
+      quads.first = elements(first, first_k, first_left, depth);
+      quads.second = elements(second, second_k, second_left, depth);
     }
+    first += next;
+    second += next;
+  }
+
+  __device__ uint4 elements(const char *from, int k, int left, int depth) const {
+    const int last = (along_k ? depth - k : left) - 1;  // inside, or before this quad
+    if (!along_k && k >= depth) from -= (k - depth + 1) * cross;
+    auto element = [&](int i) -> uint32_t {
+      return *reinterpret_cast<const Word *>(from + (i < last ? i : last) * adjacent);
+    };
+    return make_uint4(element(0), element(1), element(2), element(3));
+  }
+
+  // A quad in fp32.
+  __device__ float4 value(const Quads &quads, bool second_quad) const {
+    uint4 words = second_quad ? quads.second : quads.first;
+    if constexpr (kPair) return make_float4(float_of(words.x), float_of(words.y), float_of(words.z), float_of(words.w));
+    if (quads.packed) {
+      const uint32_t low = second_quad ? quads.first.z : quads.first.x;
+      const uint32_t high = second_quad ? quads.first.w : quads.first.y;
+      words = make_uint4(low, low >> 16, high, high >> 16);
+    }
+    auto convert = [&](uint32_t word) {
+      return type == Type::bf16 ? f32_from_bf16(uint16_t(word)) : f32_from_f16(uint16_t(word));
+    };
+    return make_float4(convert(words.x), convert(words.y), convert(words.z), convert(words.w));
+  }
+
+  __device__ void deposit(float *stage, const Quads &quads) const {
+    auto store = [&](float *to, float4 quad) {
+      if (along_k) {
+        constexpr int kStep = Shared::row_of(1) * Shared::kPitch;
+        to[0] = quad.x, to[kStep] = quad.y, to[2 * kStep] = quad.z, to[3 * kStep] = quad.w;
+      } else {
+        *reinterpret_cast<float4 *>(to) = quad;
+      }
+    };
+    store(stage + first_at, value(quads, false));
+    store(stage + second_at, value(quads, true));
   }
 };
 
 // A thread makes `side` by `side` elements of out.
-template <class Problem, int side, bool a_k_contiguous, bool b_k_contiguous>
+template <class Problem, int side, class Word>
 __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_constant__ Problem problem) {
   constexpr int kThreadM = side, kThreadN = side;
   constexpr bool kFolds = side == 4;  // the large tile has no registers for the sums of chunks
   constexpr int kTileM = kThreadsM * kThreadM, kTileN = kThreadsN * kThreadN;
   extern __shared__ __align__(16) float shared[];
-  constexpr int kStageA = kStageK * (kTileM + kPadding), kStageB = kStageK * (kTileN + kPadding);
-  float *a_stages = shared, *b_stages = shared + 2 * kStageA;
+  static_assert(kTileM == kTileN, "half of the threads for either operand");
+  using Shared = Stage<kTileM>;
+  constexpr int kStageK = Shared::kDepth;
+  float *a_stages = shared, *b_stages = shared + 2 * Shared::kFloats;
   int thread_row = int(threadIdx.x) / kThreadsN, thread_column = int(threadIdx.x) % kThreadsN;
   const bool folds = kFolds && problem.k_chunk > 0;
 
@@ -100,12 +158,16 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
     int64_t m0 = job.m0, n0 = job.n0;
     int64_t stage_count = (job.k + kStageK - 1) / kStageK;
     const BatchOffsets &at = job.at;
-    using ReaderA = Reader<a_k_contiguous, kTileM>;
-    using ReaderB = Reader<b_k_contiguous, kTileN>;
-    ReaderA a(AnyType(problem.a, at.a + m0 * problem.a.row_stride), problem.a.row_stride, problem.a.col_stride,
-              job.m - m0, job.k);
-    ReaderB b(AnyType(problem.b, at.b + n0 * problem.b.col_stride), problem.b.col_stride, problem.b.row_stride,
-              problem.n - n0, job.k);
+    const bool reads_a = same_in_warp(int(threadIdx.x) / kReaders) == 0;
+    const int reader_number = int(threadIdx.x) % kReaders;
+    auto start_of = [](const Matrix &matrix, int64_t offset) { return matrix.data + offset * size_of(matrix.type); };
+    Reader<kTileM, Word> reader(
+        reader_number,
+        reads_a ? start_of(problem.a, at.a + m0 * problem.a.row_stride)
+                : start_of(problem.b, at.b + n0 * problem.b.col_stride),
+        reads_a ? problem.a.type : problem.b.type, reads_a ? problem.a.row_stride : problem.b.col_stride,
+        reads_a ? problem.a.col_stride : problem.b.row_stride, reads_a ? job.m - m0 : problem.n - n0);
+    float *const deposits = reads_a ? a_stages : b_stages;
 
     // Calls f(value's indices, row, column) for every element of out that this thread holds.
     auto each = [&](auto f) {
@@ -133,66 +195,75 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
         else chain[i][j] = start;
       });
 
-    float a_next[ReaderA::kCount], b_next[ReaderB::kCount];
-    auto fetch_stage = [&] {
-      a.fetch(a_next);
-      b.fetch(b_next);
+    auto fetch_stage = [&](Quads &quads, int64_t stage) {
+      const int64_t left = job.k - stage * kStageK;
+      reader.fetch(quads, left < kStageK ? int(left) : kStageK);
     };
-    auto deposit_stage = [&](int64_t stage) {
-      a.deposit(a_stages + stage % 2 * kStageA, a_next);
-      b.deposit(b_stages + stage % 2 * kStageB, b_next);
+    auto deposit_stage = [&](const Quads &quads, int64_t stage) {
+      reader.deposit(deposits + stage % 2 * Shared::kFloats, quads);
       __syncthreads();
     };
     if (stage_count > 0) {
-      fetch_stage();
-      deposit_stage(0);
+      Quads quads;
+      fetch_stage(quads, 0);
+      deposit_stage(quads, 0);
     }
-    int64_t chunk_left = problem.k_chunk;
-    for (int64_t stage = 0; stage < stage_count; ++stage) {
-      if (stage + 1 < stage_count) fetch_stage();
-      const float *a_stage = a_stages + stage % 2 * kStageA, *b_stage = b_stages + stage % 2 * kStageB;
-      float a_values[2][kThreadM], b_values[2][kThreadN];  // of this k, and of the next, on its way
-      auto load = [&](int which, int k) {
-        load_quads(a_values[which], a_stage + k * (kTileM + kPadding), thread_row, kThreadsM);
-        load_quads(b_values[which], b_stage + k * (kTileN + kPadding), thread_column, kThreadsN);
-      };
-      auto step = [&](int which) {
+    float a_values[2][kThreadM], b_values[2][kThreadN];  // of this k, and of the next, on its way
+    auto load = [&](int which, int64_t stage, int row) {
+      const int at_row = int(stage % 2) * Shared::kFloats + row * Shared::kPitch;
+      load_quads(a_values[which], a_stages + at_row, thread_row, kThreadsM);
+      load_quads(b_values[which], b_stages + at_row, thread_column, kThreadsN);
+    };
+    auto step = [&](int which) {
 #pragma unroll
-        for (int i = 0; i < kThreadM; ++i)
+      for (int i = 0; i < kThreadM; ++i)
 #pragma unroll
-          for (int j = 0; j < kThreadN; ++j) chain[i][j] = fmaf(a_values[which][i], b_values[which][j], chain[i][j]);
-      };
-      int64_t left = job.k - stage * kStageK;
-      load(0, 0);
-      if (left >= kStageK) {
-#pragma unroll kUnroll
-        for (int k = 0; k < kStageK; k += 2) {
-          load(1, k + 1);
-          step(0);
-          if (k + 2 < kStageK) load(0, k + 2);
-          step(1);
+        for (int j = 0; j < kThreadN; j += 2) fma_pair(a_values[which][i], &b_values[which][j], &chain[i][j]);
+    };
+    auto fold = [&] {
+#pragma unroll
+      for (int i = 0; i < kThreadM; ++i)
+#pragma unroll
+        for (int j = 0; j < kThreadN; ++j) {
+          sum[kFolds ? i : 0][j] += chain[i][j];
+          chain[i][j] = 0.0f;
         }
-      } else {
+    };
+    auto walk = [&](int64_t stage) {
+      load(0, stage, 0);
 #pragma unroll
-        for (int k = 0; k < kStageK; ++k) {
-          if (k >= int(left)) break;
-          if (k + 1 < kStageK) load((k + 1) % 2, k + 1);
-          step(k % 2);
+      for (int quad = 0; quad < Shared::kQuadsK; ++quad) {
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) {
+          if (i + 1 < kQuad) load((i + 1) % 2, stage, Shared::row_of(i + 1) + quad);
+          else if (quad + 1 < Shared::kQuadsK) load(0, stage, quad + 1);
+          step(i % 2);
         }
       }
+    };
+    int64_t chunk_left = problem.k_chunk;
+    wait_for_loads_on_amd();
+    for (int64_t stage = 0; stage < stage_count - 1; ++stage) {
+      Quads quads;
+      fetch_stage(quads, stage + 1);
+      walk(stage);
       chunk_left -= kStageK;
-      if (folds && (chunk_left == 0 || stage + 1 == stage_count)) {
+      if (folds && chunk_left == 0) {
         chunk_left = problem.k_chunk;
-#pragma unroll
-        for (int i = 0; i < kThreadM; ++i)
-#pragma unroll
-          for (int j = 0; j < kThreadN; ++j) {
-            sum[kFolds ? i : 0][j] += chain[i][j];
-            chain[i][j] = 0.0f;
-          }
+        fold();
       }
       // Two stages: the one filled now was last read before the barrier that ended the fill before.
-      if (stage + 1 < stage_count) deposit_stage(stage + 1);
+      deposit_stage(quads, stage + 1);
+    }
+    if (stage_count > 0) {
+      const int rest = int(job.k % kStageK);
+      if (rest == 0) walk(stage_count - 1);
+#pragma unroll 1
+      for (int k = 0; k < rest; ++k) {
+        load(0, stage_count - 1, Shared::row_of(k));
+        step(0);
+      }
+      if (folds) fold();
     }
     __syncthreads();  // the next tile's first stage overwrites one that may still be read
 
@@ -207,12 +278,11 @@ __global__ void __launch_bounds__(kThreads) gemm_ieee_kernel(const __grid_consta
 }
 
 template <int side, class Problem> pydet_status run(const char *name, const Problem &problem, unsigned blocks) {
-  constexpr int kTileM = kThreadsM * side, kTileN = kThreadsN * side;
-  bool a = problem.a.col_stride == 1, b = problem.b.row_stride == 1;  // k-contiguous
-  auto kernel = a ? (b ? gemm_ieee_kernel<Problem, side, true, true> : gemm_ieee_kernel<Problem, side, true, false>)
-                  : (b ? gemm_ieee_kernel<Problem, side, false, true> : gemm_ieee_kernel<Problem, side, false, false>);
+  constexpr int kTile = kThreadsM * side;
+  auto kernel = problem.a.type == Type::f32 ? gemm_ieee_kernel<Problem, side, uint32_t>
+                                            : gemm_ieee_kernel<Problem, side, uint16_t>;
   Launch shape = {name, static_cast<gpu_stream>(problem.stream), dim3(blocks), dim3(kThreads)};
-  shape.shared_bytes = 2 * kStageK * (kTileM + kTileN + 2 * kPadding) * int(sizeof(float));
+  shape.shared_bytes = 4 * Stage<kTile>::kFloats * int(sizeof(float));  // two of either operand
   DeviceGuard guard(problem.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   return launch(shape, kernel, problem);
