@@ -72,6 +72,11 @@ constexpr Kernel<Gemm> kSkinnyRows[] = {
     skinny_row<48, true>("cuda_skinny_gemm_sm90_turned_48"), skinny_row<64, true>("cuda_skinny_gemm_sm90_turned_64"),
     skinny_row<96, true>("cuda_skinny_gemm_sm90_turned_96"),
 };
+// One round of its tiles, be it full or not, takes as long as tiles of 64x64 take for half of a full one (H100).
+bool gemm_ieee_128x256_prefers(const Gemm &g) {
+  return 2 * divide_up(g.m, 128) * divide_up(g.n, 256) * g.batch.count > gpu_multiprocessors(g.device.id);
+}
+
 constexpr Kernel<Gemm> kOtherRows[] = {
     {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90 or later", from_sm90,
      skinny_mma_takes, skinny_mma_prefers, skinny_mma},
@@ -88,7 +93,7 @@ constexpr Kernel<Gemm> kOtherRows[] = {
     {"cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kOneMatrix, "sm_80 or later", from_sm80,
      skinny_ieee_takes, nullptr, skinny_ieee},
     {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kOneChain, "sm_80 or later", from_sm80,
-     gemm_ieee_128x256_takes, fills_device<128, 256>, gemm_ieee_128x256},
+     gemm_ieee_128x256_takes, gemm_ieee_128x256_prefers, gemm_ieee_128x256},
     {"cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, "sm_80 or later", from_sm80, nullptr,
      nullptr, gemm_ieee_64x64},
 };
