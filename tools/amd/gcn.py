@@ -578,6 +578,7 @@ VALUES = {
     "v_min_u32": np.minimum,
     "v_mul_lo_u32": lambda a, b: (product64(a, b) & U64(M32)).astype(U32),
     "v_mul_hi_u32": lambda a, b: (product64(a, b) >> U64(32)).astype(U32),
+    "v_mul_i32_i24": lambda a, b: ((i32(a << U32(8)) >> I32(8)) * (i32(b << U32(8)) >> I32(8))).view(U32),
     "v_mul_u32_u24": lambda a, b: (a & U32(0xFFFFFF)) * (b & U32(0xFFFFFF)),
     "v_mad_u32_u24": lambda a, b, c: (a & U32(0xFFFFFF)) * (b & U32(0xFFFFFF)) + c,
     "v_lshlrev_b32": lambda a, b: b << shift(b, a),
