@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 examples/parallel.py --compare one.json --tp 4 --all-reduce
 
 Each rank is a GPU where there are as many, over NCCL; else a process on the CPU, over gloo. A small transformer's MLPs
-with their norms take 8 micro-batches: outputs, then gradients summed over the micro-batches. Printed: how many of both
+with their norms take 4 micro-batches: outputs, then gradients summed over the micro-batches. Printed: how many of both
 differ in bits from the ones that were saved. --tp shares the rest of the ranks out over the data. --all-reduce does it
 all once more, with layers as they are usually written: the control.
 """
