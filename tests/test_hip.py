@@ -947,6 +947,26 @@ def test_fold_equals_cpu(hip):
     assert hip.ran >= instances(hip, "fold_kernel")
 
 
+def test_initial_equals_cpu(hip):
+    """Sums that begin at a tensor, in out or in the workspace; rows by fours and by elements, both sides of out."""
+    extents = ((5, 8, "fp32", "row"), (5, 7, "bf16", "row"), (17, 36, "fp16", "row"), (3, 20, "bf16", "col"))
+    for number, (m, n, out_dtype, layout) in enumerate((*extents, (33, 4, "fp32", "col"))):
+        a, b, initial = normal(m, 40), normal(40, n, seed=1), normal(m, n, seed=2)
+        bias, results = normal(n, dtype="bf16") if number % 2 else None, []
+        for kind in (ROCM, CPU):
+            out = np.full((m, n) if layout == "row" else (n, m), 7, DTYPES[out_dtype])
+            out, memory = out if layout == "row" else out.T, np.full(4 * m * n + 32, 0xA5, np.uint8)
+            given = capi.options("pydet_gemm_options", arithmetic=1, k_chunk=16 * (number % 3))
+            tensor = capi.Tensor(initial, device=(kind, 0))
+            given.initial = tensor.c
+            given.workspace = ffi.cast("void *", memory.ctypes.data + -memory.ctypes.data % 16)
+            given.workspace_size = (4 * m * n + 15) // 16 * 16
+            hip.check("pydet_gemm", given, a, b, bias, out, kind=kind, held=(initial,))
+            results.append(np.ascontiguousarray(out))
+        assert_same_bits(*results, f"{m}x{n} {out_dtype} {layout}")
+    assert hip.ran >= instances(hip, "rounding_kernel")
+
+
 def test_order_of_waves_does_not_matter(hip):
     """The waves of a workgroup in three orders between barriers, and the memory of LDS dirty as ever."""
     rng = np.random.default_rng(0)
