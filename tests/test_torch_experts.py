@@ -570,6 +570,30 @@ def test_gradients_in_fp8_are_right(kind):
     same(dx, found[0][0])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_blocks_of_a_matrix_in_fp8(kind, device, monkeypatch):
+    """Other numbers of blocks along K than along N, of other scales, the last ones not whole; frozen, and backward."""
+    for name, size in (("HIDDEN", 144), ("INNER", 272)):
+        monkeypatch.setitem(globals(), name, size)
+    plain, dy = Experts(kind, torch.bfloat16, device), normal(5, 144, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        for name in experts_fp8.matrices_of(plain):
+            getattr(plain, name)[:, :128] *= 32
+    experts = in_fp8(copy.deepcopy(plain))
+    x, (index, weights) = normal(5, 144, dtype=torch.bfloat16, device=device), routed(5, device, torch.bfloat16)
+    x.requires_grad_()
+    y = experts(x, index, weights)
+    for t in range(5):
+        rows = torch.cat([fp8_of_one(experts, x[t : t + 1].detach(), int(e)) for e in index[t]])
+        same(y[t].cpu(), combined(rows.detach(), weights[t]))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    (want,) = torch.autograd.grad(plain(x, index, weights), x, dy)
+    assert float((dx - want).norm() / want.norm()) < 0.3
+    again = experts.freeze()(x, index, weights)
+    same(again, y)
+    same(torch.autograd.grad(again, x, dy)[0], dx)
+
+
 def test_empty_batches_and_autocast_in_fp8():
     experts, x = in_fp8(Experts("gpt-oss")), torch.zeros(0, HIDDEN).requires_grad_()
     y = experts(x, torch.zeros(0, SLOTS, dtype=torch.long), torch.zeros(0, SLOTS))
