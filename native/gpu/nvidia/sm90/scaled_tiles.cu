@@ -11,6 +11,7 @@
 // cores, or this one's next. Adding zeros past the end of K changes nothing, since a step leaves c on a grid that the
 // next step keeps.
 
+#include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scaled_tiles.h"
 #include "gpu/nvidia/sm90/wgmma_fp8.h"
 #include "gpu/nvidia/tensor_map.h"
@@ -121,7 +122,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
     } else {
       bool fresh = !problem.chain_from_out;
       int left = p.chunk;
-#pragma unroll 1
+#pragma unroll S::unrolled
       for (int i = 0; i < p.k; ++i) {
         const bool ends = !S::long_chunks || --left == 0 || i + 1 == p.k;
         const uint32_t at = shared + ring.stage * (S::a_bytes + S::b_bytes);
@@ -184,9 +185,10 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       if (p.bias)
         rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
                           [&](int i, float bias) { x[i] = x[i] + bias; });
-      if (p.out_type == Type::bf16) rows.template store<2, true>(x);
-      else if (p.out_type == Type::f16) rows.template store<2, false>(x);
-      else rows.template store<4, false>(x);
+      with_type<S::results>(p.out_type, [&](auto constant) {
+        constexpr Type type = decltype(constant)::value;
+        rows.template store<size_of(type), type == Type::bf16>(x);
+      });
     }
   }
 }
@@ -293,32 +295,24 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
   return launch(shape, scaled_gemm_kernel<S>, problem);
 }
 
-template <int rows, int blocks_m, int blocks_n, Way how>
+template <int rows, int blocks_m, int blocks_n, Way how, uint32_t results = kUnscaledTypes>
 pydet_status launch_types(const char *name, const ScaledGemm &g) {
   return with_type<kFp8Types>(g.a.type, [&](auto a) {
     return with_type<kFp8Types>(g.b.type, [&](auto b) {
       constexpr Type a_type = decltype(a)::value, b_type = decltype(b)::value;
-      return launch_shape<Shape<rows, blocks_m, blocks_n, how, a_type, b_type>>(name, g);
+      return launch_shape<Shape<rows, blocks_m, blocks_n, how, a_type, b_type, results>>(name, g);
     });
   });
 }
 
-// Of a tile, in us: of a stage of 128 k, and of what comes before and after; with scales along k, and without. Measured
-// on an H100 on problems of 56 clusters and more.
-struct Cost {
-  double stage, rest;
-};
-struct TileCost {
-  int m, n;
-  Cost along_k, otherwise;
-};
-constexpr TileCost kCosts[kScaledTiles] = {{256, 128, {0.905, 1.6}, {0.93, 1.6}},
-                                           {128, 128, {0.485, 0.9}, {0.457, 1.25}}};
-
 }  // namespace
 
+// fp32 has a kernel of its own. It is stored from two registers at once, which ties D to the banks of registers that the
+// chunk's sums lie in; else ptxas puts more than half of the elements and their sums into different banks.
 pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &g, const Choice &) {
-  return launch_types<128, 2, 1, Way::in_turn>("cuda_scaled_gemm_sm90_256x128", g);
+  const char *name = "cuda_scaled_gemm_sm90_256x128";
+  return g.out.type == Type::f32 ? launch_types<128, 2, 1, Way::at_will, bit(Type::f32)>(name, g)
+                                 : launch_types<128, 2, 1, Way::at_will, kHalfTypes>(name, g);
 }
 pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &g, const Choice &) {
   return launch_types<64, 2, 1, Way::ahead>("cuda_scaled_gemm_sm90_128x128_ahead", g);
@@ -330,14 +324,7 @@ pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
 
 Choice scaled_gemm_sm90_choose(const ScaledGemm &g, int tile) {
   if (!readable(g)) return {};
-  if (tile != kAnyVariant) return Choice(tile);
-  const int64_t pairs = sm90_clusters(g.device.id, 2), stages = divide_up(g.k, kStageK);
-  auto time_of = [&](const TileCost &tile) {
-    const int64_t tiles = divide_up(g.m, 2 * tile.m) * divide_up(g.n, tile.n) * g.batch.count;
-    const Cost &cost = g.along_k ? tile.along_k : tile.otherwise;
-    return double(divide_up(tiles, pairs)) * (cost.stage * double(stages) + cost.rest);
-  };
-  return Choice(time_of(kCosts[1]) < time_of(kCosts[0]) ? 1 : 0);
+  return Choice(tile == kAnyVariant ? fastest_scaled_tile(g) : tile);
 }
 
 }  // namespace pydet

@@ -27,11 +27,14 @@ struct ScaledProblem {
 };
 
 // How the additions find time beside the tensor cores: the two warpgroups take turns to issue their products, or each
-// issues the next chunk's before it adds the last's, which takes accumulators for both.
-enum class Way { in_turn, ahead };
+// issues them as it comes, or the next chunk's before it adds the last's, which takes accumulators for both.
+enum class Way { in_turn, at_will, ahead };
 
-template <int rows_a_warpgroup, int blocks_m, int blocks_n, Way how, Type a, Type b> struct Shape {
+// `stored`: the types of out.
+template <int rows_a_warpgroup, int blocks_m, int blocks_n, Way how, Type a, Type b, uint32_t stored> struct Shape {
   static constexpr Type a_type = a, b_type = b;
+  static constexpr uint32_t results = stored;
+  static constexpr int unrolled = how == Way::at_will ? 4 : 1;  // stages of the main loop
   static constexpr bool turns = how == Way::in_turn, ahead = how == Way::ahead;
   static constexpr int blocks = rows_a_warpgroup / 64;  // of 64 rows
   static constexpr int m = kConsumers * rows_a_warpgroup, n = kScaleGroup;
