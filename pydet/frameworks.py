@@ -321,9 +321,14 @@ class Cupy(Framework):
         return sys.modules["cupy"].cuda.ExternalStream(stream, like.device.id)  # type: ignore[no-any-return]
 
     def allocate(self, like: Any, shape: tuple[int, ...], index: int, op: str) -> Any:
-        """cupy.empty."""
-        with like.device:
-            return sys.modules["cupy"].empty(shape, numpy_dtype(index, op))
+        """cupy.empty, of the types that this CuPy has: fp8 is of none so far."""
+        cupy, dtype = sys.modules["cupy"], numpy_dtype(index, op)
+        try:
+            with like.device:
+                return cupy.empty(shape, dtype)
+        except (TypeError, ValueError):
+            said = f"{op}: the result is {dtype}, which CuPy {cupy.__version__} does not have"
+            fail(INVALID_DTYPE, f"{said}; pass PyTorch tensors of the same memory (torch.from_dlpack)")
 
 
 # ---- Which framework an object is of ---------------------------------------------------------------------------------

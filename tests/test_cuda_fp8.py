@@ -110,6 +110,8 @@ def problems():
     for k in (0, 16, 32, 48, 112, 128, 144, 160, 256, 384, 512, 640, 768, 896, 1040, 1920, 2048):
         yield make(40, 72, k)
         yield make(300, 140, k, a_scale="group", b_scale="block")
+    for k, out_dtype in itertools.product(range(128, 1280, 128), ("bf16", "fp32")):  # and four stages unrolled, by type
+        yield make(300, 140, k, a_scale="group", b_scale="block", out_dtype=out_dtype)
     for k_chunk in (0, 128, 256, 384, 2048):
         yield make(70, 200, 912, a_scale="row", b_scale="row", k_chunk=k_chunk)
         yield make(70, 200, 912, a_scale="none", b_scale="none", k_chunk=k_chunk, accumulate=True, out_dtype="fp32")
@@ -349,3 +351,29 @@ def test_equals_torch_by_groups_and_blocks(torch):
         except (RuntimeError, ValueError) as problem:
             pytest.skip(f"this torch takes no such scales: {problem}")
         assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16)), (m, n, k)
+
+
+def test_cupy(torch):
+    """CuPy's arrays as they are where it has fp8; else one sentence, and the way by PyTorch tensors of their memory."""
+    cupy = pytest.importorskip("cupy")
+    host = data("normal", (70, 300), DTYPES["fp16"])
+    x, want = cupy.asarray(host), pydet.quantize(host, granularity="group")
+    try:
+        cupy.empty(1, E4M3)
+    except (TypeError, ValueError):
+        with pytest.raises(pydet.Error, match="the result is float8_e4m3fn, which CuPy "):
+            pydet.quantize(x, granularity="group")
+        got = pydet.quantize(torch.from_dlpack(x), granularity="group")
+        got = tuple(to_host(torch, tensor, of.dtype) for tensor, of in zip(got, want, strict=True))
+    else:
+        got = pydet.quantize(x, granularity="group")
+        assert all(isinstance(array, cupy.ndarray) for array in got)
+        product = pydet.scaled_gemm(got[0], got[0].T, a_scale=got[1], b_scale=got[1].T, arithmetic="ieee")
+        alone = pydet.scaled_gemm(want[0], want[0].T, a_scale=want[1], b_scale=want[1].T, arithmetic="ieee")
+        assert_same_bits(product.get(), alone)
+        got = tuple(array.get() for array in got)
+    for mine, theirs in zip(got, want, strict=True):
+        assert_same_bits(mine, theirs)
+    of_bytes, ones = cupy.zeros((16, 128), cupy.uint8), cupy.ones((), cupy.float32)
+    with pytest.raises(pydet.Error, match="scaled_gemm: a is uint8"):
+        pydet.scaled_gemm(of_bytes, of_bytes.T, a_scale=ones, b_scale=ones)

@@ -4,6 +4,7 @@ That the numbers are right is tested elsewhere; here one way of calling must giv
 """
 
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import gc
@@ -14,6 +15,7 @@ import pickle
 import re
 import sys
 import weakref
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -318,6 +320,20 @@ def test_streams_are_taken_and_mean_nothing_on_the_cpu(stream):
     y, rstd = pydet.rmsnorm(x, weight, eps=0, stream=stream)
     same(y, pydet.rmsnorm(x, weight, eps=0)[0])
     same(pydet.rmsnorm_backward(y, x, weight, rstd, stream=stream)[1], pydet.rmsnorm_backward(y, x, weight, rstd)[1])
+
+
+def test_a_type_that_cupy_does_not_have(monkeypatch):
+    """CuPy 14 has no fp8. On a GPU with CuPy, tests/test_cuda_fp8.py asks CuPy itself."""
+
+    def empty(shape, dtype):
+        raise ValueError(f"Unsupported dtype {dtype}")
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=empty, __version__="14.2.0"))
+    like, index = SimpleNamespace(device=contextlib.nullcontext()), pydet.protocols.TYPES.index("float8_e4m3fn")
+    said = "quantize: the result is float8_e4m3fn, which CuPy 14.2.0 does not have; pass PyTorch tensors"
+    with pytest.raises(pydet.Error, match=re.escape(said)) as caught:
+        frameworks.Cupy().allocate(like, (2, 3), index, "quantize")
+    assert isinstance(caught.value, TypeError)
 
 
 def test_producers_make_ready_the_stream_of_their_own_device(monkeypatch):
