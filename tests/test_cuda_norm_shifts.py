@@ -26,10 +26,12 @@ def test_rows_that_begin_anywhere(torch, dtype):
             y, rstd, total = pydet.rmsnorm(x, w, eps=1e-6, residual=added)
             found = [y, rstd, total, *pydet.rmsnorm(x, w, eps=1e-6, out=(dx, rstd.clone()))]
             found = [one.clone() for one in found]
-            # Not chosen for narrow rows, and so named.
-            narrow = "cuda_rmsnorm_backward_shifted" if device == "cuda" and n < 256 else None
-            gradients = pydet.rmsnorm_backward(dy, x, w, rstd, dresidual=added, out=dx, kernel=narrow)
-            found += [one.clone() for one in gradients]
+            # Each kernel that such rows may go to, whichever is chosen.
+            longest = {"shifted": 4089 if dtype == torch.float32 else 8185, "unaligned": 8192, "apart": 16377}
+            for way, most in longest.items():
+                kernel = f"cuda_rmsnorm_backward_{way}" if device == "cuda" and n <= most else None
+                gradients = pydet.rmsnorm_backward(dy, x, w, rstd, dresidual=added, out=dx, kernel=kernel)
+                found += [one.clone() for one in gradients]
             found += pydet.rmsnorm_backward(dy, x, None, rstd)[:1]
             y, mean, rstd, total = pydet.layernorm(x, w, b, eps=1e-6, residual=added)
             found += [y, mean, rstd, total, pydet.layernorm(x, eps=1e-6)[0]]

@@ -29,7 +29,7 @@ def test_every_softmax_kernel_is_listed():
     names = [kernel.name for operation in ("softmax", "softmax_backward") for kernel in cuda_kernels(operation)]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(names) == len(set(names)) == 4
+    assert len(names) == len(set(names)) == 8
 
 
 @each("softmax")
@@ -42,6 +42,54 @@ def test_forward(device, kernel, dtype):
 def test_backward(device, kernel, dtype):
     test_softmax.check_backward(device, dtype, test_softmax.SHAPES + test_softmax.LONG_SHAPES)
     assert device.taken > 20
+
+
+# Around what a team of `softmax_staged` holds, 2048 lanes, and what a cluster holds; each in rows of odd lengths too.
+TEAMS = [1, 5, 15, 129, 255, 513, 1023, 1025, 2049, 4095, 4097, 8191, 8193, 16383, 16384]
+CLUSTERS = [3, 250, 263, 2047, 2057, 16385, 32767, 32769, 65535, 65539, 131071, 131072]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("way", ["staged", "cluster"])
+def test_rows_that_begin_anywhere(torch, dtype, way):
+    """x, y, dy and dx each from another place on, rows behind each other and with gaps: alike, and each otherwise."""
+    forward, backward = f"cuda_softmax_{way}", f"cuda_softmax_backward_{way}"
+    if way == "cluster" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need sm_90 or later")
+    dtype = getattr(torch, dtype)
+    for i, n in enumerate(TEAMS if way == "staged" else CLUSTERS):
+        m = 1 if n > 70000 else (1, 3, 9, 34)[i % 4]
+        gaps = [(0, 0, 0, 0), (3, 3, 3, 3), (0, 1, 5, 2)][i % 3]
+        starts = [(0, 0, 0, 0), (5, 5, 5, 5), (1, 2, 0, 7), (0, 3, 3, 6)][i % 4]
+        x, dy = torch.randn(m, n).mul(3).to(dtype), torch.randn(m, n).to(dtype)
+        x[0, n // 2 :] -= 80  # far below the maximum
+        index = torch.from_numpy(test_softmax.indices(m, n, n))
+
+        def rows(which, values, fill=0.0, m=m, n=n, gaps=gaps, starts=starts):
+            step = n + gaps[which]
+            memory = torch.full((starts[which] + m * step + 8,), fill, dtype=values.dtype, device="cuda")
+            place = memory[starts[which] :][: m * step].view(m, step)[:, :n]
+            place.copy_(values)
+            return place, memory
+
+        for log in ("", "log_"):
+            y = getattr(pydet, f"{log}softmax")(x)
+            dx = getattr(pydet, f"{log}softmax_backward")(dy, y)
+            out, around = rows(1, torch.zeros_like(y), 7.0)
+            expected = rows(1, y, 7.0)[1]
+            getattr(pydet, f"{log}softmax")(rows(0, x)[0], out=out, kernel=forward)
+            assert around.view(torch.uint8).equal(expected.view(torch.uint8)), f"{log}softmax {m}x{n}"
+            out, around = rows(3, torch.zeros_like(y), 7.0)
+            expected = rows(3, dx, 7.0)[1]
+            inputs = rows(2, dy)[0], rows(1, y)[0]
+            getattr(pydet, f"{log}softmax_backward")(*inputs, out=out, kernel=backward)
+            assert around.view(torch.uint8).equal(expected.view(torch.uint8)), f"{log}softmax_backward {m}x{n}"
+        columns = pydet.log_prob(rows(0, x)[0], index.cuda(), kernel=forward)
+        assert columns.cpu().view(torch.int32).equal(pydet.log_prob(x, index).view(torch.int32)), f"log_prob {m}x{n}"
+        gradient = torch.randn(m)
+        out = pydet.log_prob_backward(gradient.cuda(), rows(0, x)[0], index.cuda(), kernel=forward)
+        expected = pydet.log_prob_backward(gradient, x, index)
+        assert out.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"log_prob_backward {m}x{n}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

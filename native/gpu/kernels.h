@@ -168,6 +168,21 @@ bool softmax_backward_held_takes(const SoftmaxBackward &);
 pydet_status softmax_backward_held(const SoftmaxBackward &);
 pydet_status softmax_backward_long(const SoftmaxBackward &);
 
+// nvidia/softmax_staged.cu
+bool softmax_staged_takes(const Softmax &);
+bool softmax_staged_prefers(const Softmax &);
+pydet_status softmax_staged(const Softmax &);
+bool softmax_cluster_takes(const Softmax &);
+bool softmax_cluster_prefers(const Softmax &);
+pydet_status softmax_cluster(const Softmax &);
+
+// nvidia/softmax_backward_staged.cu
+bool softmax_backward_staged_takes(const SoftmaxBackward &);
+pydet_status softmax_backward_staged(const SoftmaxBackward &);
+bool softmax_backward_cluster_takes(const SoftmaxBackward &);
+bool softmax_backward_cluster_prefers(const SoftmaxBackward &);
+pydet_status softmax_backward_cluster(const SoftmaxBackward &);
+
 // any/fold.cu
 pydet_status fold(const Fold &);
 

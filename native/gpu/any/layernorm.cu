@@ -53,12 +53,15 @@ __global__ void __launch_bounds__(kBlock<T>) layernorm_kernel(const __grid_const
     }
   }
 
-  constexpr bool kEarly = kGpuDeviceType == PYDET_CUDA && V == 1;  // else they would take registers of the row
-  Scale<W> early_weight, early_bias;
-  if (kEarly && W * t < n) {
-    early_weight.load(p.weight, W * t);
-    early_bias.load(p.bias, W * t);
-  }
+  constexpr bool kEarly = kGpuDeviceType == PYDET_CUDA && V <= 2;  // else they would take registers of the row
+  Scale<W> weight[kEarly ? V : 1], bias[kEarly ? V : 1];
+  if constexpr (kEarly)
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+      if (W * (t + T * v) < n) {
+        weight[v].load(p.weight, W * (t + T * v));
+        bias[v].load(p.bias, W * (t + T * v));
+      }
   Lanes<T, W, V> lanes[1], squares[1];
   float ones[W], mean[1], rstd[1];
 #pragma unroll
@@ -91,15 +94,16 @@ __global__ void __launch_bounds__(kBlock<T>) layernorm_kernel(const __grid_const
   for (int v = 0; v < V; ++v) {
     const int j = W * (t + T * v);
     if (j >= n) continue;
-    Scale<W> weight = early_weight, bias = early_bias;
-    if (!kEarly) {
-      weight.load(p.weight, j);
-      bias.load(p.bias, j);
+    const int early = kEarly ? v : 0;
+    if constexpr (!kEarly) {
+      weight[0] = bias[0] = {};
+      weight[0].load(p.weight, j);
+      bias[0].load(p.bias, j);
     }
     float y[W], scale[W], shift[W];
     unpack(x[v], y);
-    weight.unpack(p.weight, p.weight_offset, scale);
-    bias.unpack(p.bias, kNothing, shift);
+    weight[early].unpack(p.weight, p.weight_offset, scale);
+    bias[early].unpack(p.bias, kNothing, shift);
 #pragma unroll
     for (int e = 0; e < W; ++e) {
       const float xhat = (y[e] - mean[0]) * rstd[0];

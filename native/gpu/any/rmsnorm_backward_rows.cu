@@ -59,9 +59,9 @@ bool rmsnorm_backward_shifted_takes(const P &p) {
          rows_ascend(p.x, p.inner, p.rows, p.n) && rows_ascend(p.dy, p.inner, p.rows, p.n) &&
          rows_ascend(p.dresidual, p.inner, p.rows, p.n);
 }
-// Measured on an H100 when the ends of rows were read one by one: 65 and 107 columns took 4.0 and 1.7 times as long as by
-// rmsnorm_backward_unaligned, 604 columns 0.83. Narrow rows by today's code were not timed.
-bool rmsnorm_backward_shifted_prefers(const P &p) { return p.n >= 256; }
+// Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us: 153670x163
+// 251 and 323, 81818x1163 510 and 786, but 3319x434 22.1 and 14.8, 20000x201 48.2 and 45.5, 1364x2603 38.7 and 32.5.
+bool rmsnorm_backward_shifted_prefers(const P &p) { return p.rows * p.n > 4'500'000; }
 pydet_status rmsnorm_backward_shifted(const P &p) { return backward_rows("rmsnorm_backward_shifted", p, true); }
 
 bool rmsnorm_backward_heads_takes(const P &p) {

@@ -7,17 +7,16 @@
 //   backward c = rowsum(dy, y), dx = round(y (dy - c));   of the log: c = rowsum(dy, 1), dx = round(fmaf(-exp(y), c, dy))
 //
 // Rows up to 16384 are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are passed over three
-// times, the gradients' twice; by whole vectors where they are aligned.
+// times, the gradients' twice; by whole vectors where they are aligned. CUDA has other kernels for most of them
+// (nvidia/softmax_staged.cu).
 
-#include "elementary.h"
 #include "gpu/kernels.h"
-#include "gpu/any/rmsnorm_rows.h"
+#include "gpu/any/softmax_row.h"
 
 namespace pydet {
 namespace {
 
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
-constexpr float kLowest = -INFINITY;
 // Blocks a multiprocessor is to hold of those that pass over long rows: with four, Blackwell's code spills.
 #if defined(__CUDA_ARCH__)
 constexpr int kLongBlocks = __CUDA_ARCH__ >= 1000 ? 2 : 4;
@@ -39,71 +38,6 @@ template <int T> __device__ __forceinline__ float team_max(float largest, float 
   }
   return largest + 0.0f;  // which zero is the largest would depend on the order
 }
-
-// exp(x - max) of eight elements. True where all of them may take the short ways of exp and of a division: what is
-// masked, or far below the maximum, may not.
-__device__ __forceinline__ bool exps_of(const float (&x)[kVector], float max, float (&exps)[kVector]) {
-  bool normal = kGpuDeviceType == PYDET_CUDA;  // AMD's compiler has no registers for both
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) {
-    exps[e] = x[e] - max;
-    normal = normal & (exps[e] >= kLowestNormalExp);
-  }
-  if (normal) {
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) exps[e] = normal_exp_f32(exps[e]);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) exps[e] = exp_f32(exps[e]);
-  }
-  return normal;
-}
-
-// What is written of a row when its maximum and its sum are known.
-struct Finish {
-  const Softmax &p;
-  int64_t row, index;  // index: the column that log_prob asks for, -1 where it is none
-  float max, sum, reciprocal, log_sum, gradient;
-
-  __device__ __forceinline__ Finish(const Softmax &problem, int64_t r) : p(problem), row(r), index(-1), gradient(0) {
-    if (!p.index.data) return;
-    int64_t asked =
-        p.index.wide ? static_cast<const int64_t *>(p.index.data)[r] : static_cast<const int32_t *>(p.index.data)[r];
-    if (asked >= 0 && asked < p.n) index = asked;
-    if (p.kind == SoftmaxKind::log_prob_backward) gradient = reinterpret_cast<const float *>(p.dlog_prob.data)[r];
-  }
-  __device__ __forceinline__ void known(float largest, float total) {
-    max = largest;
-    sum = total;
-    reciprocal = 1.0f / total;
-    log_sum = log_f32(total);
-  }
-  // Makes the results of elements j .. j + 7 of them. `exps`: of what each is below the maximum, `normal` as exps_of
-  // says.
-  __device__ __forceinline__ void elements(int64_t j, const float (&exps)[kVector], bool normal,
-                                           float (&x)[kVector]) const {
-    if (p.kind == SoftmaxKind::log_softmax) {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) x[e] = (x[e] - max) - log_sum;
-      return;
-    }
-    if (normal) {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) x[e] = quotient_f32(exps[e], sum, reciprocal);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) x[e] = exps[e] / sum;
-    }
-    if (p.kind == SoftmaxKind::softmax) return;
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) x[e] = index < 0 ? 0.0f : fmaf(-x[e], gradient, j + e == index ? gradient : 0.0f);
-  }
-  // log_prob: the column asked for is read again, by one thread.
-  __device__ __forceinline__ void store_log_prob(const char *x_row) const {
-    float x = index < 0 ? float_of(kNanF32) : load_f32(x_row, p.x.type, index);
-    reinterpret_cast<float *>(p.log_prob.data)[row] = canonical((x - max) - log_sum);
-  }
-};
 
 template <Type type, int T, int V>
 __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constant__ Softmax p) {
@@ -157,7 +91,7 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
     if (W * (t + T * v) >= n) continue;
     float one[W];
     unpack(x[v], one);
-    finish.elements(W * (t + T * v), exps[v], normal[v], one);
+    finish.elements<1>(W * (t + T * v), exps[v], normal[v], one);
     store_packed<type>(y_row + v * kVectorStep, one);
   }
 }
@@ -236,19 +170,13 @@ __global__ void __launch_bounds__(kMaxTeam, kLongBlocks) softmax_long_kernel(con
     pass_over<type, aligned>(x_row, p.n, [&](int64_t j, float(&x)[kVector]) {
       float exps[kVector];
       const bool normal = p.kind != SoftmaxKind::log_softmax && exps_of(x, max, exps);
-      finish.elements(j, exps, normal, x);
+      finish.elements<1>(j, exps, normal, x);
       store_vector<type, aligned>(y_row, j, p.n, x);
     });
   }
 }
 
 // ---- Gradients from y --------------------------------------------------------------------------------------------
-
-// What a column adds to c is first * second.
-__device__ __forceinline__ float second_of(const SoftmaxBackward &p, float y) { return p.log ? 1.0f : y; }
-__device__ __forceinline__ float dx_of(const SoftmaxBackward &p, float dy, float y, float c) {
-  return p.log ? fmaf(-exp_f32(y), c, dy) : y * (dy - c);
-}
 
 template <Type type, int T, int V>
 __global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __grid_constant__ SoftmaxBackward p) {
@@ -288,8 +216,7 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __gri
     float first[W], second[W];
     unpack(dy[v], first);
     unpack(y[v], second);
-#pragma unroll
-    for (int e = 0; e < W; ++e) first[e] = dx_of(p, first[e], second[e], c[0]);
+    gradients_of(p, c[0], first, second);
     store_packed<type>(dx_row + v * kVectorStep, first);
   }
 }
@@ -317,8 +244,7 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_backward_long_kernel(cons
       float dy[kVector], y[kVector];
       load_vector<type, aligned>(dy_row, j, p.n, dy);
       load_vector<type, aligned>(y_row, j, p.n, y);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) dy[e] = dx_of(p, dy[e], y[e], c[0]);
+      gradients_of(p, c[0], dy, y);
       store_vector<type, aligned>(dx_row, j, p.n, dy);
     }
   }

@@ -191,6 +191,10 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
+    {"cuda_softmax_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_90 or later", from_sm90,
+     softmax_cluster_takes, softmax_cluster_prefers, softmax_cluster},
+    {"cuda_softmax_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
+     softmax_staged_takes, softmax_staged_prefers, softmax_staged},
     {"cuda_softmax_held", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
      softmax_held_takes, nullptr, softmax_held},
     {"cuda_softmax_long", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80, nullptr,
@@ -198,8 +202,12 @@ constexpr Kernel<Softmax> kSoftmax[] = {
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
+    {"cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_90 or later", from_sm90,
+     softmax_backward_cluster_takes, softmax_backward_cluster_prefers, softmax_backward_cluster},
     {"cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
      softmax_backward_held_takes, nullptr, softmax_backward_held},
+    {"cuda_softmax_backward_staged", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
+     softmax_backward_staged_takes, nullptr, softmax_backward_staged},
     {"cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
      nullptr, nullptr, softmax_backward_long},
 };
