@@ -452,16 +452,24 @@ STAGES = {
 def gemm_by(hip, kernel, taken):
     """An implementation of gemm that is this kernel where it takes the problem, else none."""
 
-    def run(a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None):
+    def run(
+        a, b, *, bias=None, out=None, out_dtype=None, accumulate=False, initial=None, arithmetic="ieee", k_chunk=None
+    ):
         fields = {"arithmetic": ARITHMETIC[arithmetic], "k_chunk": k_chunk or 0, "accumulate": int(accumulate)}
         forced = {"kernel": kernel} if kernel else {}
+        size, tensor = 0, None
+        if initial is not None:
+            size, tensor = -(-4 * initial.size // 16) * 16, capi.Tensor(initial, device=(ROCM, 0))
+            fields["initial"] = tensor.c
         if k_chunk and (kernel or "").endswith("_chunks") and a.ndim == b.ndim == 2:
-            size = workspace_for(hip, a.shape[0], b.shape[1], a.shape[1], k_chunk=k_chunk)
+            size += workspace_for(hip, a.shape[0], b.shape[1], a.shape[1], k_chunk=k_chunk)
+        if size:
             workspace = np.full(size + 16, 0xA5, np.uint8)
             forced["workspace"] = ffi.cast("void *", workspace.ctypes.data + -workspace.ctypes.data % 16)
             forced["workspace_size"] = size
         made = np.full((*a.shape[:-1], b.shape[-1]), 7, out_dtype) if out is None else out
-        hip.check("pydet_gemm", capi.options("pydet_gemm_options", **forced, **fields), a, b, bias, made)
+        held = () if initial is None else (initial,)
+        hip.check("pydet_gemm", capi.options("pydet_gemm_options", **forced, **fields), a, b, bias, made, held=held)
         taken.append(kernel)
         return made
 
