@@ -309,7 +309,7 @@ docs: $(DOCS)/installed
 
 # ---- On a machine with a GPU ----
 PARTS ?= build tests sanitizer bench
-SANITIZED := tests/test_cuda.py::test_misaligned_and_odd_strides tests/test_cuda.py::test_empty tests/test_cuda.py::test_gradients_are_gemm_on_views tests/test_cuda_grouped.py::test_random_boundaries
+SANITIZED := tests/test_cuda.py::test_misaligned_and_odd_strides tests/test_cuda.py::test_empty tests/test_cuda.py::test_gradients_are_gemm_on_views tests/test_cuda_grouped.py::test_random_boundaries tests/test_cuda_scaled_grouped.py::test_random_boundaries
 
 $(call needed,cuda $(if $(filter cuda,$(WHEEL_BUILDS)),wheel) $(if $(filter build,$(PARTS)),gpu-check gpu-build), \
   command -v $(lastword $(NVCC)) >/dev/null,no CUDA compiler '$(NVCC)'. Install CUDA 13$(comma) or name it: make \
