@@ -6,13 +6,13 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from pydet.ops.layernorm import _layernorm, _layernorm_backward
-from pydet.torch.ops.register import Call, Tensor, define, vmap_rows
+from pydet.torch.ops.register import Call, Tensor, define, define_norm
 from pydet.torch.ops.tracing import TRACED, operands
 
 # ---- Forward ---------------------------------------------------------------------------------------------------------
@@ -86,30 +86,20 @@ def _fake_backward(
 
 # ---- The operators ---------------------------------------------------------------------------------------------------
 
-
-def _define(schema: str, run: Call, of: Callable[..., tuple[Any, ...]], shared: tuple[int, ...]) -> None:
-    """`of` puts an operator's arguments in the places of all: x, residual, weight, bias, eps, weight_offset."""
-    below = define(
-        schema,
-        run,
-        lambda *given: _fake(*of(*given)),
-        gradient=lambda *given: _LayerNorm.apply(below, given, *of(*given)),
-        vmap=vmap_rows(*shared),
-    )
-
+_define = partial(define_norm, fake=_fake, function=_LayerNorm)
 
 _VECTORS = "Tensor? weight, Tensor? bias"
 _define(
     f"layernorm(Tensor x, {_VECTORS}, float eps, float weight_offset=0.0) -> (Tensor, Tensor, Tensor)",
     lambda x, weight, bias, eps, offset: _layernorm(x, weight, bias, eps, weight_offset=offset),
-    lambda x, *rest: (x, None, *rest),
+    of=lambda x, *rest: (x, None, *rest),
     shared=(1, 2),
 )
 _define(
     f"layernorm_residual(Tensor x, Tensor residual, {_VECTORS}, float eps, float weight_offset=0.0)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
-    lambda *given: given,
+    of=lambda *given: given,
     shared=(2, 3),
 )
 define(

@@ -114,6 +114,28 @@ def define(
     return below
 
 
+def define_norm(
+    schema: str,
+    run: Call,
+    fake: Call,
+    function: type[torch.autograd.Function],
+    of: Callable[..., tuple[Any, ...]],
+    shared: tuple[int, ...],
+) -> None:
+    """Registers a norm that has some of the operands.
+
+    `of` puts an operator's arguments in the places of all: x, residual, weight, bias, eps, weight_offset. So `fake` and
+    `function` take them; `shared` is for `vmap_rows`.
+    """
+    below = define(
+        schema,
+        run,
+        lambda *given: fake(*of(*given)),
+        gradient=lambda *given: function.apply(below, given, *of(*given)),
+        vmap=vmap_rows(*shared),
+    )
+
+
 def _refuse_gradient(name: str) -> NoReturn:
     fail(
         INVALID_VALUE,

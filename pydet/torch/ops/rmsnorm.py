@@ -7,13 +7,13 @@ They are one operation with fewer or more operands: each operator says which of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from pydet.ops.rmsnorm import _rmsnorm, _rmsnorm_backward
-from pydet.torch.ops.register import Call, Tensor, define, vmap_rows
+from pydet.torch.ops.register import Call, Tensor, define, define_norm
 from pydet.torch.ops.tracing import TRACED, operands
 
 # ---- Forward ---------------------------------------------------------------------------------------------------------
@@ -104,40 +104,30 @@ def _fake_backward(
 _END = "float eps, float weight_offset=0.0)"
 _BACKWARD_END = "Tensor rstd, float weight_offset=0.0, Tensor? dresidual=None)"
 
-
-def _define(schema: str, run: Call, of: Callable[..., tuple[Any, ...]], shared: tuple[int, ...]) -> None:
-    """`of` puts an operator's arguments in the places of all: x, residual, weight, bias, eps, weight_offset."""
-    below = define(
-        schema,
-        run,
-        lambda *given: _fake(*of(*given)),
-        gradient=lambda *given: _RmsNorm.apply(below, given, *of(*given)),
-        vmap=vmap_rows(*shared),
-    )
-
+_define = partial(define_norm, fake=_fake, function=_RmsNorm)
 
 _define(
     f"rmsnorm(Tensor x, Tensor? weight, {_END} -> (Tensor, Tensor)",
     lambda x, weight, eps, offset: _rmsnorm(x, weight, eps, weight_offset=offset),
-    lambda x, weight, *rest: (x, None, weight, None, *rest),
+    of=lambda x, weight, *rest: (x, None, weight, None, *rest),
     shared=(1,),
 )
 _define(
     f"rmsnorm_residual(Tensor x, Tensor residual, Tensor? weight, {_END} -> (Tensor, Tensor, Tensor)",
     lambda x, residual, weight, eps, offset: _rmsnorm(x, weight, eps, weight_offset=offset, residual=residual),
-    lambda x, residual, weight, *rest: (x, residual, weight, None, *rest),
+    of=lambda x, residual, weight, *rest: (x, residual, weight, None, *rest),
     shared=(2,),
 )
 _define(
     f"rmsnorm_bias(Tensor x, Tensor? weight, Tensor bias, {_END} -> (Tensor, Tensor)",
     lambda x, weight, bias, eps, offset: _run(x, None, weight, bias, eps, offset),
-    lambda x, weight, bias, *rest: (x, None, weight, bias, *rest),
+    of=lambda x, weight, bias, *rest: (x, None, weight, bias, *rest),
     shared=(1, 2),
 )
 _define(
     f"rmsnorm_bias_residual(Tensor x, Tensor residual, Tensor? weight, Tensor bias, {_END} -> (Tensor, Tensor, Tensor)",
     _run,
-    lambda *given: given,
+    of=lambda *given: given,
     shared=(2, 3),
 )
 define(
