@@ -21,7 +21,7 @@ import torch
 
 import pydet
 import pydet.torch
-from bench import cuda_fp8, cuda_grouped, cuda_norms, harness, model_shapes, plot
+from bench import cuda_fold, cuda_fp8, cuda_grouped, cuda_norms, harness, model_shapes, plot
 from bench.cuda_norms import copying, normal, sets_of
 from bench.harness import Row, Variant
 
@@ -451,6 +451,7 @@ ROWS = {
     **cuda_norms.ROWS,
     **cuda_fp8.ROWS,
     **cuda_grouped.ROWS,
+    **cuda_fold.ROWS,
 }
 
 # What --random draws, and what is said of it.
