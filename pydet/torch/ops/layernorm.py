@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pydet.ops.layernorm import _layernorm, _layernorm_backward
-from pydet.torch.ops.register import Call, Tensor, define, define_norm
+from pydet.torch.ops.register import Norm, Tensor, define, define_norm
 from pydet.torch.ops.tracing import TRACED, operands
 
 # ---- Forward ---------------------------------------------------------------------------------------------------------
@@ -33,21 +33,12 @@ def _fake(x: Tensor, residual: Any, weight: Any, bias: Any, *_: float) -> tuple[
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        below: Call,
-        given: tuple[Any, ...],
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        _: float,
-        weight_offset: float,
-    ) -> tuple[Tensor, ...]:
-        y, mean, rstd, *total = below(*given)
+    def forward(ctx: Any, norm: Norm, *given: Any) -> tuple[Tensor, ...]:
+        x, _, weight, bias, _, ctx.weight_offset = norm.of(*given)
+        y, mean, rstd, *total = norm.below(*given)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.save_for_backward(*(total or (x,)), weight, bias, mean, rstd)
-        ctx.weight_offset = weight_offset
+        ctx.norm = norm
         return y, mean, rstd, *total
 
     @staticmethod
@@ -56,7 +47,7 @@ class _LayerNorm(torch.autograd.Function):
         rest = mean, rstd, ctx.weight_offset, *dsum
         dx, dweight, dbias = torch.ops.pydet.layernorm_backward(dy, x, weight, bias, *rest)
         of_vectors = None if weight is None else dweight, None if bias is None else dbias
-        return None, None, dx, dx if dsum else None, *of_vectors, None, None
+        return ctx.norm.gradients(dx, dx if dsum else None, *of_vectors, None, None)
 
 
 # ---- Backward --------------------------------------------------------------------------------------------------------

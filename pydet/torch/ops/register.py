@@ -1,12 +1,15 @@
 """How an operator is registered: schema, kernel, shapes for tracing, and what lies above the kernels of the backends.
 
-Kernels, shapes and gradients take every argument of the schema by place: what a caller leaves out is filled in here.
+Kernels, shapes and gradients take every argument of the schema by place: what a caller leaves out is filled in here,
+for a kernel as its function's own defaults, which cost a call nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from functools import partial
+from types import FunctionType
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -41,7 +44,8 @@ def define(
 
     Args:
         schema: its name and signature.
-        run: the kernel. An operand whose rows the library cannot walk it gets as a copy.
+        run: the kernel, a function of Python if the schema has defaults. An operand whose rows the library cannot walk
+            it gets as a copy.
         fake: the empty results, of tensors without memory.
         gradient: what is called if a tensor asks for one: the `apply` of a torch.autograd.Function. None: such tensors
             are refused.
@@ -59,9 +63,9 @@ def define(
     names = [argument.name for argument in arguments]
     defaults = tuple(x.default_value if x.has_default_value() else None for x in arguments)
     tensors = 1 + max(i for i, x in enumerate(arguments) if "Tensor" in str(x.type))
+    run = _with_defaults(run, len(arguments), tuple(x.default_value for x in arguments if x.has_default_value()))
 
     def kernel(*given: Any) -> Any:
-        given += defaults[len(given) :]
         try:
             return run(*given)
         except Error as problem:
@@ -83,7 +87,7 @@ def define(
             _refuse_tangents(name, given)
         if not composite and not _listeners():
             try:
-                return run(*(given + defaults[len(given) :]))
+                return run(*given)
             except Error as problem:
                 if problem.status not in (INVALID_VALUE, constants.PYDET_INVALID_STRIDE):
                     raise
@@ -114,6 +118,15 @@ def define(
     return below
 
 
+def _with_defaults(run: Call, parameters: int, defaults: tuple[Any, ...]) -> Call:
+    """A copy of `run`, a function of so many parameters, whose last ones have these defaults."""
+    if not defaults:
+        return run
+    of = cast(FunctionType, run)
+    assert of.__code__.co_argcount == parameters, f"{of.__name__} does not take the schema's arguments"
+    return cast(Call, FunctionType(of.__code__, of.__globals__, of.__name__, defaults, of.__closure__))
+
+
 def define_norm(
     schema: str,
     run: Call,
@@ -124,16 +137,28 @@ def define_norm(
 ) -> None:
     """Registers a norm that has some of the operands.
 
-    `of` puts an operator's arguments in the places of all: x, residual, weight, bias, eps, weight_offset. So `fake` and
-    `function` take them; `shared` is for `vmap_rows`.
+    `of` puts an operator's arguments in the places of all: x, residual, weight, bias, eps, weight_offset. So `fake`
+    takes them; `shared` is for `vmap_rows`. `function` takes a `Norm` and then the operator's own arguments, since
+    each argument of an autograd function costs a call.
     """
-    below = define(
-        schema,
-        run,
-        lambda *given: fake(*of(*given)),
-        gradient=lambda *given: function.apply(below, given, *of(*given)),
-        vmap=vmap_rows(*shared),
-    )
+    norm = Norm(of, len(torch._C.parse_schema(schema).arguments))
+    gradient = partial(function.apply, norm)
+    norm.below = define(schema, run, lambda *given: fake(*of(*given)), gradient=gradient, vmap=vmap_rows(*shared))
+
+
+class Norm:
+    """One operator of a norm, for its autograd function: what is below it, and where its arguments stand among all."""
+
+    below: Call
+
+    def __init__(self, of: Callable[..., tuple[Any, ...]], arguments: int) -> None:
+        self.of = of
+        places = of(*range(arguments))
+        self._places = [places.index(i) for i in range(arguments)]
+
+    def gradients(self, *of_all: Any) -> tuple[Any, ...]:
+        """What backward returns, of the gradients of all that a norm takes."""
+        return None, *[of_all[i] for i in self._places]
 
 
 def _refuse_gradient(name: str) -> NoReturn:

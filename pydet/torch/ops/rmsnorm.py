@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pydet.ops.rmsnorm import _rmsnorm, _rmsnorm_backward
-from pydet.torch.ops.register import Call, Tensor, define, define_norm
+from pydet.torch.ops.register import Norm, Tensor, define, define_norm
 from pydet.torch.ops.tracing import TRACED, operands
 
 # ---- Forward ---------------------------------------------------------------------------------------------------------
@@ -32,21 +32,12 @@ def _fake(x: Tensor, residual: Any, weight: Any, bias: Any, *_: float) -> tuple[
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        below: Call,
-        given: tuple[Any, ...],
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        _: float,
-        weight_offset: float,
-    ) -> tuple[Tensor, ...]:
-        y, rstd, *total = below(*given)
+    def forward(ctx: Any, norm: Norm, *given: Any) -> tuple[Tensor, ...]:
+        x, _, weight, bias, _, ctx.weight_offset = norm.of(*given)
+        y, rstd, *total = norm.below(*given)
         ctx.mark_non_differentiable(rstd)
         ctx.save_for_backward(*(total or (x,)), weight, bias, rstd)
-        ctx.weight_offset = weight_offset
+        ctx.norm = norm
         return y, rstd, *total
 
     @staticmethod
@@ -59,7 +50,7 @@ class _RmsNorm(torch.autograd.Function):
             dx, dweight, *dbias = torch.ops.pydet.rmsnorm_bias_backward(dy, x, weight, bias, *rest)
         of_x, of_residual = (dx.to(dy.dtype), dx) if dsum else (dx, None)
         of_bias = dbias[0] if dbias else None
-        return None, None, of_x, of_residual, None if weight is None else dweight, of_bias, None, None
+        return ctx.norm.gradients(of_x, of_residual, None if weight is None else dweight, of_bias, None, None)
 
 
 # ---- Backward --------------------------------------------------------------------------------------------------------

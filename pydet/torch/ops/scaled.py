@@ -103,8 +103,8 @@ def _empty_copies(x: Tensor, dtype: Dtype, transposed: bool) -> tuple[Tensor, Te
     return empty_rows(x, tuple(x.shape), kind), q_t
 
 
-def _run_quantize(
-    x: Tensor, granularity: str, dtype: Dtype, scale_dtype: Dtype, power_of_two: bool, transposed: bool = False
+def _quantize(
+    x: Tensor, granularity: str, dtype: Dtype, scale_dtype: Dtype, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, ...]:
     q, q_t = _empty_copies(x, dtype, transposed)
     return quantize(
@@ -116,6 +116,18 @@ def _run_quantize(
         transposed=transposed,
         out=(q, None, q_t, None),
     )
+
+
+def _run_quantize(
+    x: Tensor, granularity: str, dtype: Dtype, scale_dtype: Dtype, power_of_two: bool
+) -> tuple[Tensor, ...]:
+    return _quantize(x, granularity, dtype, scale_dtype, power_of_two, False)
+
+
+def _run_quantize_transposed(
+    x: Tensor, granularity: str, dtype: Dtype, scale_dtype: Dtype, power_of_two: bool
+) -> tuple[Tensor, ...]:
+    return _quantize(x, granularity, dtype, scale_dtype, power_of_two, True)
 
 
 def _run_quantize_given(x: Tensor, scale: Tensor, granularity: str, dtype: Dtype) -> Tensor:
@@ -226,7 +238,7 @@ define(
 define(f"quantize(Tensor x, {_MADE}) -> (Tensor, Tensor)", _run_quantize, _fake_quantize)
 define(
     f"quantize_transposed(Tensor x, {_MADE}) -> (Tensor, Tensor, Tensor, Tensor)",
-    partial(_run_quantize, transposed=True),
+    _run_quantize_transposed,
     partial(_fake_quantize, transposed=True),
 )
 define(
