@@ -46,6 +46,25 @@ inline bool any(I32s mask) {
 #endif
 }
 
+// 16 columns of 16 bytes: to[i apart + j] = from[i + j stride].
+inline void transpose_bytes(const uint8_t *from, int64_t stride, uint8_t *to, int apart) {
+  constexpr int kSide = 16;
+  using Bytes = uint8_t __attribute__((vector_size(kSide)));
+  Bytes x[kSide], y[kSide];
+  for (int j = 0; j < kSide; ++j) x[j] = load_vector<Bytes>(from + j * stride);
+#pragma GCC unroll 4
+  for (int round = 0; round < 4; ++round) {  // each takes one bit of j from the vectors' number to the bytes'
+#pragma GCC unroll 8
+    for (int j = 0; j < kSide / 2; ++j) {
+      const Bytes a = x[j], b = x[j + kSide / 2];
+      y[2 * j] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      y[2 * j + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    memcpy(x, y, sizeof x);
+  }
+  for (int i = 0; i < kSide; ++i) memcpy(to + i * apart, &x[i], kSide);
+}
+
 // words[j / kPart][i][j mod kPart] = source[i outer_stride + j inner_stride], one of the strides being 1; zeros where
 // there are fewer than padded_rows, or the last part is not full.
 template <int kPart, class Word>
@@ -56,8 +75,19 @@ inline void gather(const Word *source, int64_t outer_stride, int64_t inner_strid
   for (int i = 0; i < rows; ++i)
     for (int j = 0; j < full; j += kPart)
       memcpy(words + (j / kPart * padded_rows + i) * kPart, source + i * outer_stride + j, kPart * sizeof(Word));
+  int squares_i = 0, squares_j = full;  // where squares of bytes that are turned at once end
+  if constexpr (sizeof(Word) == 1)
+    if (outer_stride == 1) {
+      constexpr int kSide = 16;
+      static_assert(kPart % kSide == 0, "a square lies in one part");
+      squares_i = rows / kSide * kSide, squares_j = cols / kSide * kSide;
+      for (int j = full; j < squares_j; j += kSide)
+        for (int i = 0; i < squares_i; i += kSide)
+          transpose_bytes(source + i + j * inner_stride, inner_stride,
+                          words + (j / kPart * padded_rows + i) * kPart + j % kPart, kPart);
+    }
   for (int j = full; j < cols; ++j)
-    for (int i = 0; i < rows; ++i)
+    for (int i = j < squares_j ? squares_i : 0; i < rows; ++i)
       words[(j / kPart * padded_rows + i) * kPart + j % kPart] = source[i * outer_stride + j * inner_stride];
 }
 
