@@ -29,7 +29,7 @@ def fold(parts, m, n):
 def fold_rows(quick):
     for parts in [8] if quick else PARTS:
         for m, n in MN[:2] if quick else MN:
-            yield fold(parts, m, n)
+            yield partial(fold, parts, m, n)
 
 
 ROWS = {"fold": fold_rows}
