@@ -17,10 +17,13 @@ def fold(parts, m, n):
     sets = [
         (torch.randn(parts, m, n, device="cuda"), torch.empty(m, n, device="cuda")) for _ in range(sets_of(moved, 24))
     ]
+    others = [torch.empty_like(out) for _, out in sets]  # of other orders
     variants = [
         Variant("pydet", [partial(pydet.fold, x, out=out) for x, out in sets], [sets[0][1]]),
-        Variant("pydet, tree", [partial(pydet.fold, x, out=out, order="tree") for x, out in sets]),
-        Variant("torch.sum", [partial(torch.sum, x, 0, out=out) for x, out in sets]),
+        Variant(
+            "pydet, tree", [partial(pydet.fold, x, out=y, order="tree") for (x, _), y in zip(sets, others, strict=True)]
+        ),
+        Variant("torch.sum", [partial(torch.sum, x, 0, out=y) for (x, _), y in zip(sets, others, strict=True)]),
         Variant("copy", [copying(pair) for pair in sets]),
     ]
     return Row("fold", f"{parts} x {m} x {n}", "fp32", variants, "torch.sum", moved, "GB/s")
