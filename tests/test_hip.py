@@ -1162,6 +1162,7 @@ def operations(hip, device=0, stream=0):
     in_bf16 = [x.astype(DTYPES["bf16"]) for x in (a, b)]
     soft, log_prob, index = np.full((4, 40), 7, np.float32), np.full(4, 7, np.float32), np.array([0, 39, 5, 7])
     y_row, bytes_of_x = normal(4, 40, seed=1), np.full((1, 40), 7, np.uint8).view(E4M3)
+    end, (in_group, in_scaled_group) = np.int32([5]), (np.full((5, 7), 7, np.float32) for _ in range(2))
     size = ffi.new("uint64_t *")
     assert hip.lib.pydet_rmsnorm_backward_workspace(4, 40, size) == 0
     workspace = np.zeros(size[0] // 4 + 8, np.float32)
@@ -1236,6 +1237,24 @@ def operations(hip, device=0, stream=0):
                 **where,
             ),
             [out],
+        ),
+        "grouped_gemm": (
+            lambda: hip.call(
+                "pydet_grouped_gemm",
+                capi.options("pydet_grouped_gemm_options"),
+                *(a, b[None], None, None, end, in_group),
+                **where,
+            ),
+            [in_group],
+        ),
+        "scaled_grouped_gemm": (
+            lambda: hip.call(
+                "pydet_scaled_grouped_gemm",
+                capi.options("pydet_scaled_grouped_gemm_options", k_chunk=128, arithmetic=ARITHMETIC["ieee"]),
+                *(a.astype(E4M3), None, transposed(b).astype(E4M3)[None], None, None, None, end, in_scaled_group),
+                **where,
+            ),
+            [in_scaled_group],
         ),
         "quantize": (
             lambda: hip.call(

@@ -23,10 +23,15 @@ import fakehip
 import interop
 import pydet
 import test_cuda
+import test_fold
 import test_gemm
 import test_golden
+import test_grouped_gemm
+import test_layernorm
 import test_rmsnorm
 import test_scaled_gemm
+import test_scaled_grouped_gemm
+import test_softmax
 from cases import DTYPES, Problem, assert_same_bits, data
 from pydet import frameworks
 
@@ -379,6 +384,59 @@ def test_scaled_gemm_equals_cpu(device, kernel, dtype):
     assert device.taken >= scaled(20, 1)
 
 
+# ---- Groups ----------------------------------------------------------------------------------------------------------
+
+
+@each("grouped_gemm")
+def test_grouped_gemm_equals_cpu(device, kernel, dtype):
+    """Every routing, rows and depth; of several tiles, of none, backwards and past the last token."""
+    device.forced(kernel.name)
+    small = {"rows": 9, "n": 9, "dtype": dtype, "arithmetic": kernel.arithmetic}
+    few = [test_grouped_gemm.Grouped("gaps", kernel.arithmetic != "ieee", **small)]
+    for problem in scaled(test_grouped_gemm.problems_of(dtype, kernel.arithmetic), few):
+        got, want = (test_grouped_gemm.run(library.grouped_gemm, problem) for library in (device, pydet))
+        assert_same_bits(got, want, f"{kernel.name}: {problem}")
+    assert device.taken >= scaled(10, 1)
+
+
+@each("scaled_grouped_gemm")
+def test_scaled_grouped_gemm_equals_cpu(device, kernel, dtype):
+    device.forced(kernel.name)
+    few = [test_scaled_grouped_gemm.ScaledGrouped("gaps", 40, 9, dtype, arithmetic="ieee")]
+    for problem in scaled(test_scaled_grouped_gemm.problems_of(dtype, kernel.arithmetic), few):
+        got, want = (test_scaled_grouped_gemm.run(library.scaled_grouped_gemm, problem) for library in (device, pydet))
+        assert_same_bits(got, want, f"{kernel.name}: {problem}")
+    assert device.taken >= scaled(20, 1)
+
+
+@pytest.mark.parametrize("operation", ["grouped_gemm", "scaled_grouped_gemm"])
+def test_groups_of_new_boundaries(device, operation):
+    """Captured once and replayed as the device's own boundaries change: rows in no group keep what they held."""
+    tokens, k, n = 40, 24, 9
+    a, b, more = normal(tokens, k, dtype="fp32"), normal(3, k, n, dtype="fp32", seed=1), {"arithmetic": "ieee"}
+    if operation == "scaled_grouped_gemm":
+        a, b = (test_scaled_gemm.fp8("any", x.shape, test_scaled_gemm.TYPES["e4m3"]) for x in (a, b))
+        more |= {"a_scale": None, "b_scale": None}
+    function, runtime = getattr(pydet, operation), device.runtime
+    there, end = [device.to_device(x) for x in (a, b)], device.to_device(np.zeros(3, np.int32))
+    out, stream = device.empty((tokens, n), DTYPES["fp32"]), runtime.hipStreamCreate()
+    runtime.hipStreamBeginCapture(stream, runtime.hip.hipStreamCaptureMode.hipStreamCaptureModeGlobal)
+    function(*there, end, out=out, stream=int(stream), **more)
+    graph = runtime.hipStreamEndCapture(stream)
+    ready, rng = runtime.hipGraphInstantiateWithFlags(graph, 0), np.random.default_rng(6)
+    for turn in range(scaled(100, 2)):
+        boundaries = rng.integers(-5, tokens + 5, 3).astype(np.int32)
+        end.memory.write(boundaries)
+        out.memory.write(np.full((tokens, n), 7, np.float32))
+        runtime.hipGraphLaunch(ready, stream)
+        want = np.full((tokens, n), 7, np.float32)
+        function(a, b, boundaries, out=want, **more)
+        assert_same_bits(out.numpy(), want, f"turn {turn}: {boundaries}")
+    runtime.hipGraphExecDestroy(ready)
+    runtime.hipGraphDestroy(graph)
+    runtime.hipStreamDestroy(stream)
+
+
 @each("quantize")
 def test_quantize_equals_cpu(device, kernel, dtype):
     device.forced(kernel.name)
@@ -459,6 +517,46 @@ def test_dweight_of_micro_batches(device, n):
         dx, _ = device.rmsnorm_backward(dy[part], x[part], weight, rstd[part], dweight=total, accumulate=True)
         assert_same_bits(dx, whole[0][part], "dx")
     assert_same_bits(total, whole[1], "dweight")
+
+
+# ---- LayerNorm, softmax, fold ----------------------------------------------------------------------------------------
+
+
+@each("layernorm")
+def test_layernorm_equals_cpu(device, kernel, dtype):
+    shapes = scaled(test_layernorm.SHAPES + test_layernorm.LONG_SHAPES, [(2, 40)])
+    device.forced(kernel.name)
+    test_layernorm.check_forward(device.layernorm, dtype, shapes, expect=pydet.layernorm)
+    assert device.taken >= scaled(5, 1), f"{kernel.name} took {device.taken} problems"
+
+
+@each("layernorm_backward")
+def test_layernorm_backward_equals_cpu(device, kernel, dtype):
+    shapes = scaled(test_layernorm.SHAPES + test_layernorm.LONG_SHAPES, [(2, 40)])
+    device.forced(kernel.name)
+    test_layernorm.check_backward(device.layernorm_backward, dtype, shapes, expect=pydet.layernorm_backward)
+    assert device.taken >= scaled(5, 1), f"{kernel.name} took {device.taken} problems"
+
+
+@each("softmax")
+def test_softmax_equals_the_reference(device, kernel, dtype):
+    shapes = scaled(test_softmax.SHAPES + test_softmax.LONG_SHAPES, [(2, 40)])
+    test_softmax.check_forward(device.forced(kernel.name), dtype, shapes)
+    assert device.taken >= scaled(5, 1), f"{kernel.name} took {device.taken} problems"
+
+
+@each("softmax_backward")
+def test_softmax_backward_equals_the_reference(device, kernel, dtype):
+    shapes = scaled(test_softmax.SHAPES + test_softmax.LONG_SHAPES, [(2, 40)])
+    test_softmax.check_backward(device.forced(kernel.name), dtype, shapes)
+    assert device.taken >= scaled(5, 1), f"{kernel.name} took {device.taken} problems"
+
+
+@each("fold")
+def test_fold_equals_the_reference(device, kernel, dtype):
+    device.forced(kernel.name)
+    test_fold.check(device.fold, *scaled((), ([1, 31, 33, 40], [1, 3, 5, 8, 9])))
+    assert device.taken >= 36
 
 
 # ---- Surroundings ----------------------------------------------------------------------------------------------------

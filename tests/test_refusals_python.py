@@ -1,6 +1,7 @@
 """Bad input to the Python functions: each kind has its exception and its sentence, and no output was touched."""
 
 import ctypes
+import functools
 import os
 import re
 
@@ -381,31 +382,37 @@ def test_keywords():
 class OnGpu:
     """Says that it is on a GPU, by either protocol."""
 
-    def __init__(self, device):
-        self.device = device
+    def __init__(self, device, array):
+        self.device, self.array = device, array
 
     def __dlpack_device__(self):
         return self.device
 
     def __dlpack__(self, **keywords):
-        return Producer(Tensor(A, device=self.device)).capsule()
+        return Producer(Tensor(self.array, device=self.device)).capsule()
 
 
 class OnCuda:
-    __cuda_array_interface__ = {"shape": (3, 4), "typestr": "<f4", "data": (1 << 20, False), "version": 3}
+    def __init__(self, array):
+        where = {"data": (array.ctypes.data, False), "version": 3}
+        self.__cuda_array_interface__ = {"shape": array.shape, "typestr": "<f4", **where}
 
 
 @pytest.mark.parametrize(
-    "tensor, library",
-    [(OnGpu((2, 0)), "libpydet_cuda.so"), (OnCuda(), "libpydet_cuda.so"), (OnGpu((10, 0)), "libpydet_hip.so")],
+    "on_gpu, library",
+    [
+        (functools.partial(OnGpu, (2, 0)), "libpydet_cuda.so"),
+        (OnCuda, "libpydet_cuda.so"),
+        (functools.partial(OnGpu, (10, 0)), "libpydet_hip.so"),
+    ],
 )
-def test_gpu_tensor_where_no_gpu_is_served(tensor, library, monkeypatch):
-    """Without that library: which file was sought, and that it is not there. With it, here no device or no driver."""
-    out = random((3, 5))
+def test_gpu_tensor_where_no_gpu_is_served(on_gpu, library, monkeypatch):
+    """Without that library: which file was sought, and that it is not there. With it, here no device or no driver. All
+    operands say that they are there: of two devices, that would be what is refused."""
     monkeypatch.delenv("PYDET_LIBRARY", raising=False)
     missing = not (library_path().parent / library).exists()
     with pytest.raises(pydet.Error) as caught:
-        pydet.gemm(tensor, B, out=out)
+        pydet.gemm(on_gpu(A), on_gpu(B), out=on_gpu(random((3, 5))))
     if missing and "PYDET_LIBRARY" not in os.environ:
         assert re.search(rf"^gemm: no library serves (CUDA|ROCm) tensors: .*{library} is not there$", str(caught.value))
     assert caught.value.status_name == ("PYDET_UNSUPPORTED" if missing else "PYDET_NO_DEVICE")
