@@ -252,6 +252,8 @@ constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
 };
 
 constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
+    {"cuda_scaled_grouped_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kBias | kAccumulate, "sm_90a", is_sm90,
+     scaled_groups_takes, scaled_groups_tall_prefers, scaled_groups_tall},
     {"cuda_scaled_grouped_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kBias | kAccumulate, "sm_90a", is_sm90,
      scaled_groups_takes, nullptr, scaled_groups_ahead},
     {"cuda_scaled_grouped_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90,

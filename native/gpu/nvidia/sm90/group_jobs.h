@@ -16,7 +16,7 @@ constexpr int kCluster = 2;
 constexpr uint16_t kBoth = 3;    // blocks of the cluster
 constexpr int kSlots = 4;        // tiles that the producer may be ahead
 constexpr int kBandRows = 2048;  // of a group that are walked together, for the L2
-constexpr int kTableInts = 4 * kGroupedMostGroups + 64;
+constexpr int table_ints(int groups) { return 4 * groups + 64; }
 
 // What each group has: its tokens [first, last), and the clusters' jobs up to its end, of groups that have pairs and of
 // those that have none. The latter wait for the memory, the former for the tensor cores, so they take turns.
@@ -63,8 +63,8 @@ template <int warps, class F> __device__ __forceinline__ int scan(int x, F join,
 // is the greatest end so far of those that lie after their start. Those before first_group count for that alone.
 // All threads.
 template <class S> __device__ __forceinline__ Groups find_groups(const GroupedProblem &p, int *table) {
-  constexpr int kWarps = S::threads / 32, kMost = kGroupedMostGroups;
-  static_assert(kWarps <= 16, "kTableInts has room");
+  constexpr int kWarps = S::threads / 32, kMost = S::most_groups;
+  static_assert(kWarps <= 16, "the table has room");
   Groups groups = {table, table + kMost, table + 2 * kMost, table + 3 * kMost, 0, 0};
   int *scratch = table + 4 * kMost, reached = 0, small_jobs = 0;
   const auto most = [](int x, int y) { return max(x, y); };

@@ -36,9 +36,10 @@ template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent,
   // of its 16-bit elements, in blocks of 64 by 64. Over rows a fourth stage is worth more than that room.
   static constexpr bool stores_by_tma = depth;
   static constexpr int staging_bytes = (stores_by_tma ? n / 64 : 1) * kBlockBytes;
-  static constexpr int stages = (kMostSharedBytes - consumers * staging_bytes - kTableInts * 4 - 512) / stage_bytes;
+  static constexpr int most_groups = kGroupedMostGroups, table_bytes = table_ints(most_groups) * 4;
+  static constexpr int stages = (kMostSharedBytes - consumers * staging_bytes - table_bytes - 512) / stage_bytes;
   static constexpr int staging_at = stages * stage_bytes, table_at = staging_at + consumers * staging_bytes;
-  static constexpr int barriers_at = table_at + kTableInts * 4, slots_at = barriers_at + stages * 16;
+  static constexpr int barriers_at = table_at + table_bytes, slots_at = barriers_at + stages * 16;
   static constexpr int shared_bytes = slots_at + kSlots * (16 + int(sizeof(Spot)));
   static_assert(shared_bytes <= kMostSharedBytes && b_boxes % 2 == 0, "halves, and they fit");
 };

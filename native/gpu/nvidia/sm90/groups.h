@@ -51,9 +51,11 @@ struct GroupedBoxes {
 pydet_status grouped_plan(const GroupedGemm &, bool b_k_adjacent, const char *kernel, const GroupedBoxes &,
                           GroupedProblem *);
 
-// scaled_groups.cu: the first where every chunk of K has 128 and scales of columns do not vary along k; the second, which
-// takes the rest, says what it cannot read.
+// scaled_groups.cu: the first two where every chunk of K has 128 and scales of columns do not vary along k; the third,
+// which takes the rest, says what it cannot read.
 bool scaled_groups_takes(const ScaledGroupedGemm &);
+bool scaled_groups_tall_prefers(const ScaledGroupedGemm &);
+pydet_status scaled_groups_tall(const ScaledGroupedGemm &);
 pydet_status scaled_groups_ahead(const ScaledGroupedGemm &);
 pydet_status scaled_groups_any(const ScaledGroupedGemm &);
 

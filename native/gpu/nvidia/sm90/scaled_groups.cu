@@ -4,11 +4,11 @@
 //   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
 //   w_c = fl(sa[t, c] sb[g, c, n]) with scales along k, else 1;  then out = round(fl(fl(D sb[g, n]) sa[t]) + bias[g, n])
 //
-// The tiles of all groups, their pairs and strips, and who brings what are those of grouped.cu (group_jobs.h): 128 rows
-// by 128 columns, stages of 128 k. As in scaled_tiles.cu two warps put the weights of each stage beside it, and a
-// warpgroup adds a chunk while its next one is on the tensor cores (`ahead`), which leaves no registers for scales of
-// columns along k nor for chains of more than a stage: those have the other way. A tile reads what follows its group, and
-// its scales, and stores none of it.
+// The tiles of all groups, their pairs and strips, and who brings what are those of grouped.cu (group_jobs.h): 128
+// rows, or 256 where groups have many, by 128 columns, stages of 128 k. As in scaled_tiles.cu two warps put the weights
+// of each stage beside it, and of 128 rows a warpgroup adds a chunk while its next one is on the tensor cores (`ahead`).
+// Neither that nor 256 rows leave registers for scales of columns along k or for chains of more than a stage: those have
+// 128 rows and wait. A tile reads what follows its group, and its scales, and stores none of it.
 
 #include <algorithm>
 
@@ -28,32 +28,53 @@ template <class S> struct Consumer {
 
   __device__ __forceinline__ int thread() const { return int(threadIdx.x) % kWarpgroup; }
 
-  // The stage's four steps, the first of them from +0 if `fresh`.
-  __device__ __forceinline__ void multiply(float (&sum)[S::registers], bool fresh) {
-    ring.wait_full();
-    const uint64_t a = wgmma_descriptor<true>(ring.operands() + warpgroup * kBlockBytes);
+  // The stage's four steps for 64 of the warpgroup's rows, the first step from +0 if `fresh`.
+  __device__ __forceinline__ void issue(float (&sum)[S::registers], bool fresh, int block = 0) {
+    const uint64_t a = wgmma_descriptor<true>(ring.operands() + (warpgroup * S::blocks + block) * kBlockBytes);
     const uint64_t b = wgmma_descriptor<true>(ring.operands() + S::a_bytes);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kStageK / kFp8Step; ++step)
       wgmma_fp8<S::a_type, S::b_type>(sum, a + step * 2, b + step * 2, step || !fresh);
     wgmma_commit();
+  }
+  __device__ __forceinline__ void multiply(float (&sum)[S::registers], bool fresh) {
+    ring.wait_full();
+    issue(sum, fresh);
     ring.next();
+  }
+
+  // The weights of the thread's two rows of those 64.
+  __device__ __forceinline__ void load_weights(const Cursor<S> &at, int block, float (&w)[2]) const {
+    const int lane = thread() % 32;
+    const uint32_t of_rows =
+        at.weights() + ((warpgroup * S::blocks + block) * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
+    w[0] = w[1] = 1;
+    if (problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
+  }
+
+  static __device__ __forceinline__ void add_chunk(float (&total)[S::registers], const float (&sum)[S::registers],
+                                                   const float (&w)[2]) {
+#pragma unroll
+    for (int j = 0; j < S::registers; j += 4) {
+      total[j] = fmaf(w[0], sum[j], total[j]);
+      total[j + 1] = fmaf(w[0], sum[j + 1], total[j + 1]);
+      total[j + 2] = fmaf(w[1], sum[j + 2], total[j + 2]);
+      total[j + 3] = fmaf(w[1], sum[j + 3], total[j + 3]);
+    }
   }
 
   // total += w sum, once the products but the last `in_flight` are made; frees the stage.
   template <int in_flight>
   __device__ __forceinline__ void add(float (&total)[S::registers], const float (&sum)[S::registers], bool ends) {
-    const int lane = thread() % 32;
-    const uint32_t of_rows = done.weights() + (warpgroup * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
-    float w[2] = {1, 1};
-    if (problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
+    float w[2];
+    load_weights(done, 0, w);
     wgmma_wait<in_flight>();
-    const bool by_column = !S::ahead && problem.along_k && by_columns(problem.b_scale);
+    const bool by_column = S::by_column && problem.along_k && by_columns(problem.b_scale);
     if (by_column) {
 #pragma unroll
       for (int j = 0; j < S::registers; j += 4) {
-        const float2 sb = load_pair(done.weights() + (S::m + j * 2 + lane % 4 * 2) * 4);
+        const float2 sb = load_pair(done.weights() + (S::m + j * 2 + thread() % 4 * 2) * 4);
         total[j] = fmaf(w[0] * sb.x, sum[j], total[j]);
         total[j + 1] = fmaf(w[0] * sb.y, sum[j + 1], total[j + 1]);
         total[j + 2] = fmaf(w[1] * sb.x, sum[j + 2], total[j + 2]);
@@ -62,14 +83,7 @@ template <class S> struct Consumer {
     }
     done.release();
     done.next();
-    if (by_column || !ends) return;
-#pragma unroll
-    for (int j = 0; j < S::registers; j += 4) {
-      total[j] = fmaf(w[0], sum[j], total[j]);
-      total[j + 1] = fmaf(w[0], sum[j + 1], total[j + 1]);
-      total[j + 2] = fmaf(w[1], sum[j + 2], total[j + 2]);
-      total[j + 3] = fmaf(w[1], sum[j + 3], total[j + 3]);
-    }
+    if (ends && !by_column) add_chunk(total, sum, w);
   }
 
   // So many chunks, each one stage: the next is on the tensor cores while one is added.
@@ -87,7 +101,8 @@ template <class S> struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void sum_up(float (&total)[S::registers], int depth) {
+  __device__ __forceinline__ void sum_up(float (&totals)[S::blocks][S::registers], int depth) {
+    float(&total)[S::registers] = totals[0];
     if constexpr (S::ahead) {
       int left = depth;
 #pragma unroll 1
@@ -95,6 +110,22 @@ template <class S> struct Consumer {
       if (left & 4) add_chunks<4>(total);
       if (left & 2) add_chunks<2>(total);
       if (left & 1) add_chunks<1>(total);
+    } else if constexpr (!S::long_chunks) {
+      float sum[S::registers];
+#pragma unroll 4
+      for (int i = 0; i < depth; ++i) {
+        ring.wait_full();
+#pragma unroll
+        for (int block = 0; block < S::blocks; ++block) {
+          issue(sum, true, block);
+          float w[2];
+          load_weights(ring, block, w);
+          wgmma_wait<0>();
+          if (block == S::blocks - 1) ring.release();
+          add_chunk(totals[block], sum, w);
+        }
+        ring.next();
+      }
     } else {
       float sum[S::registers];
       if (problem.chain_from_out)
@@ -114,10 +145,11 @@ template <class S> struct Consumer {
   }
 
   // x = fl(fl(x sb) sa), of scales that do not vary along k.
-  __device__ __forceinline__ void scale(float (&x)[S::registers], const Spot &at) const {
+  __device__ __forceinline__ void scale(float (&x)[S::registers], const Spot &at, int block) const {
     const GroupedProblem &p = problem.groups;
     const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
-    const int lane = thread() % 32, row = at.row + warpgroup * 64 + thread() / 32 * kWarpRows + lane / 4;
+    const int lane = thread() % 32;
+    const int row = at.row + (warpgroup * S::blocks + block) * 64 + thread() / 32 * kWarpRows + lane / 4;
     const int64_t a_at[2] = {min(row, p.tokens - 1) * a_scale.stride, min(row + 8, p.tokens - 1) * a_scale.stride};
     float sa[2];
     load_scales(a_scale, a_at, sa);
@@ -156,10 +188,10 @@ template <class S> struct Consumer {
     const GroupedProblem &p = problem.groups;
     const uint32_t staging = shared + S::staging_at + warpgroup * S::staging_bytes;
     // Read anew on each side of the main loop, which leaves no registers to keep it in.
-    const auto tile_of = [&](const Spot &at) {
+    const auto tile_of = [&](const Spot &at, int block) {
       int t = thread();
       asm volatile("" : "+r"(t));
-      const int row = at.row + warpgroup * 64, warp_row = row + t / 32 * kWarpRows;
+      const int row = at.row + (warpgroup * S::blocks + block) * 64, warp_row = row + t / 32 * kWarpRows;
       return WarpTile<S>{p,
                          warp_row * p.out_row_stride,
                          at.group,
@@ -174,25 +206,33 @@ template <class S> struct Consumer {
     for (; slots.look().group != kNoGroup; slots.give_back()) {
       const Spot &at = slots.look();
       const int depth = at.depth;
-      if (at.row + warpgroup * 64 >= at.end || at.column >= p.n) {
+      if (at.row + warpgroup * S::blocks * 64 >= at.end || at.column >= p.n) {
         skip(depth);
         continue;
       }
-      float total[S::registers];
-      if (p.accumulate) {
-        tile_of(at).begin_at_out(total);
-      } else {
+      float totals[S::blocks][S::registers];
 #pragma unroll
-        for (int i = 0; i < S::registers; ++i) total[i] = 0;
-      }
-      sum_up(total, depth);
+      for (int block = 0; block < S::blocks; ++block)
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) totals[block][i] = 0;
+      if constexpr (S::stores_f32)
+        if (p.accumulate)
+#pragma unroll
+          for (int block = 0; block < S::blocks; ++block) tile_of(at, block).begin_at_out(totals[block]);
+      sum_up(totals, depth);
       const Spot end = slots.look();
-      const WarpTile<S> tile = tile_of(end);
-      if (!problem.along_k && (problem.a_scale.data || problem.b_scale.data)) scale(total, end);
-      if (p.bias) tile.add_bias(total);
-      if (p.out_type == Type::bf16) tile.template store_half<true>(total);
-      else if (p.out_type == Type::f16) tile.template store_half<false>(total);
-      else tile.store_f32(total);
+#pragma unroll
+      for (int block = 0; block < S::blocks; ++block) {
+        float(&total)[S::registers] = totals[block];
+        const WarpTile<S> tile = tile_of(end, block);
+        if (!problem.along_k && (problem.a_scale.data || problem.b_scale.data)) scale(total, end, block);
+        if (p.bias) tile.add_bias(total);
+        with_type<S::results>(p.out_type, [&](auto constant) {
+          constexpr Type type = decltype(constant)::value;
+          if constexpr (type == Type::f32) tile.store_f32(total);
+          else tile.template store_half<type == Type::bf16>(total);
+        });
+      }
     }
   }
 };
@@ -311,29 +351,40 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGroup
   shape.shared_bytes = S::shared_bytes;
   shape.cluster = kCluster;
   shape.overlaps_previous = true;
-  for (int64_t first = 0; first < g.groups; first += kGroupedMostGroups) {
-    p.first_group = int(first), p.groups = int(std::min<int64_t>(g.groups - first, kGroupedMostGroups));
+  for (int64_t first = 0; first < g.groups; first += S::most_groups) {
+    p.first_group = int(first), p.groups = int(std::min<int64_t>(g.groups - first, S::most_groups));
     if (pydet_status status = launch(shape, scaled_groups_kernel<S>, problem)) return status;
   }
   return PYDET_OK;
 }
 
-template <bool ahead> pydet_status launch_types(const char *name, const ScaledGroupedGemm &g) {
+template <int rows, Way how, uint32_t results = kUnscaledTypes>
+pydet_status launch_types(const char *name, const ScaledGroupedGemm &g) {
   return with_type<kFp8Types>(g.a.type, [&](auto a) {
-    return with_type<kFp8Types>(
-        g.b.type, [&](auto b) { return launch_shape<Shape<ahead, decltype(a)::value, decltype(b)::value>>(name, g); });
+    return with_type<kFp8Types>(g.b.type, [&](auto b) {
+      constexpr Type a_type = decltype(a)::value, b_type = decltype(b)::value;
+      return launch_shape<Shape<rows, how, a_type, b_type, results>>(name, g);
+    });
   });
 }
 
 }  // namespace
 
 bool scaled_groups_takes(const ScaledGroupedGemm &g) { return fits(g) && a_aligned(g) && b_aligned(g); }
+// A group that ends inside a tile of 256 rows wastes more of it: below so many tokens that costs what the tile gains.
+bool scaled_groups_tall_prefers(const ScaledGroupedGemm &g) { return g.tokens >= 512 * g.groups; }
+// fp32 has a kernel of its own, as in scaled_tiles.cu.
+pydet_status scaled_groups_tall(const ScaledGroupedGemm &g) {
+  const char *name = "cuda_scaled_grouped_gemm_sm90_256x128";
+  return g.out.type == Type::f32 ? launch_types<128, Way::at_will, bit(Type::f32)>(name, g)
+                                 : launch_types<128, Way::at_will, kHalfTypes>(name, g);
+}
 pydet_status scaled_groups_ahead(const ScaledGroupedGemm &g) {
-  return launch_types<true>("cuda_scaled_grouped_gemm_sm90_128x128_ahead", g);
+  return launch_types<64, Way::ahead>("cuda_scaled_grouped_gemm_sm90_128x128_ahead", g);
 }
 pydet_status scaled_groups_any(const ScaledGroupedGemm &g) {
   if (!scaled_groups_takes(g)) return unreadable(g);
-  return launch_types<false>("cuda_scaled_grouped_gemm_sm90_128x128", g);
+  return launch_types<64, Way::at_will>("cuda_scaled_grouped_gemm_sm90_128x128", g);
 }
 
 }  // namespace pydet

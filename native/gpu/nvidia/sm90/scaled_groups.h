@@ -23,19 +23,32 @@ struct ScaledGroupsProblem {
   bool along_k, chain_from_out;  // chain_from_out: the one chain starts from out, not D
 };
 
-template <bool chunks_ahead, Type a, Type b> struct Shape {
+// How the additions find time beside the tensor cores: each warpgroup issues its products as it comes, or the next
+// chunk's before it adds the last's, which takes accumulators for both.
+enum class Way { at_will, ahead };
+
+// `stored`: the types of out.
+template <int rows_a_warpgroup, Way how, Type a, Type b, uint32_t stored> struct Shape {
   static constexpr Type a_type = a, b_type = b;
-  static constexpr bool ahead = chunks_ahead, depth = false, stores_by_tma = false;
-  static constexpr int m = 128, n = 128, consumers = 2, registers = n / 2;
+  static constexpr uint32_t results = stored;
+  static constexpr bool stores_f32 = (results & bit(Type::f32)) != 0;
+  static constexpr bool ahead = how == Way::ahead, depth = false, stores_by_tma = false;
+  static constexpr int consumers = 2, blocks = rows_a_warpgroup / 64;  // of 64 rows
+  static constexpr int m = consumers * rows_a_warpgroup, n = 128, registers = n / 2;
+  // Else there are registers for the chain of one stage, and for one weight a row, alone.
+  static constexpr bool long_chunks = blocks == 1 && !ahead, by_column = long_chunks;
+  // Of a launch. With 256 rows the boundaries of fewer leave room for a fourth stage.
+  static constexpr int most_groups = blocks == 1 ? kGroupedMostGroups : kGroupedMostGroups / 2;
+  static constexpr int table_bytes = table_ints(most_groups) * 4;
   static constexpr int threads = kWarpgroup * (1 + consumers);
   static constexpr int a_boxes = m / kGroupedTokenBox, a_box_bytes = kGroupedTokenBox * kRowBytes;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes;
-  static constexpr int weight_bytes = (m + (ahead ? 0 : n)) * 4;  // of a stage: its rows', its columns'
+  static constexpr int weight_bytes = (m + (by_column ? n : 0)) * 4;  // of a stage: its rows', its columns'
   static constexpr int stage_bytes = a_bytes + b_bytes, staging_bytes = kBlockBytes;
   static constexpr int stages =
-      (kSharedBytes - consumers * staging_bytes - kTableInts * 4 - 512) / (stage_bytes + weight_bytes);
+      (kSharedBytes - consumers * staging_bytes - table_bytes - 512) / (stage_bytes + weight_bytes);
   static constexpr int staging_at = stages * stage_bytes, weights_at = staging_at + consumers * staging_bytes;
-  static constexpr int table_at = weights_at + stages * weight_bytes, barriers_at = table_at + kTableInts * 4;
+  static constexpr int table_at = weights_at + stages * weight_bytes, barriers_at = table_at + table_bytes;
   static constexpr int slots_at = barriers_at + stages * 16;
   static constexpr int shared_bytes = slots_at + kSlots * (16 + int(sizeof(Spot)));
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
@@ -128,7 +141,7 @@ __device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, Slots 
   constexpr int each = S::m / kWeighers, each_column = S::n / kWeighers;
   const GroupedProblem &p = problem.groups;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
-  const bool by_column = !S::ahead && by_columns(b_scale);
+  const bool by_column = S::by_column && by_columns(b_scale);
   Cursor<S> ring = {shared};
   for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     int64_t a_at[each], b_at[1], column_at[each_column];
@@ -139,30 +152,39 @@ __device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, Slots 
 #pragma unroll
     for (int j = 0; j < each_column; ++j)
       column_at[j] = of_group + min(at.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
-    float a[each], b[1], column[each_column];
-    auto load = [&] {
-      load_scales(a_scale, a_at, a);
+    // Of stages whose scales are on their way: one alone took longer from the L2 than a stage of 128 rows multiplies.
+    constexpr int ahead = S::by_column ? 1 : 8 / each;
+    float a[ahead][each], b[ahead][1], column[each_column];
+    auto load = [&](int slot) {
+      load_scales(a_scale, a_at, a[slot]);
       if (by_column) load_scales(b_scale, column_at, column);
-      else load_scales(b_scale, b_at, b);
+      else load_scales(b_scale, b_at, b[slot]);
 #pragma unroll
       for (int j = 0; j < each; ++j) a_at[j] += a_scale.chunk_stride;
       b_at[0] += b_scale.chunk_stride;
 #pragma unroll
       for (int j = 0; j < each_column; ++j) column_at[j] += b_scale.chunk_stride;
     };
-    if (at.depth > 0) load();
-    for (int i = 0; i < at.depth; ++i) {
-      const uint32_t to = ring.weights() + thread * 4;
-      ring.wait_empty();
 #pragma unroll
-      for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, by_column ? a[j] : a[j] * b[0]);
-      if (by_column)
+    for (int j = 0; j < ahead; ++j)
+      if (j < at.depth) load(j);
+    for (int first = 0; first < at.depth; first += ahead) {
 #pragma unroll
-        for (int j = 0; j < each_column; ++j) store_word(to + (S::m + j * kWeighers) * 4, column[j]);
-      __syncwarp();
-      if (thread % 32 == 0) barrier_arrive(ring.full());
-      if (i + 1 < at.depth) load();
-      ring.next();
+      for (int slot = 0; slot < ahead; ++slot) {
+        if (first + slot >= at.depth) break;
+        const uint32_t to = ring.weights() + thread * 4;
+        ring.wait_empty();
+#pragma unroll
+        for (int j = 0; j < each; ++j)
+          store_word(to + j * kWeighers * 4, by_column ? a[slot][j] : a[slot][j] * b[slot][0]);
+        if (by_column)
+#pragma unroll
+          for (int j = 0; j < each_column; ++j) store_word(to + (S::m + j * kWeighers) * 4, column[j]);
+        __syncwarp();
+        if (thread % 32 == 0) barrier_arrive(ring.full());
+        if (first + slot + ahead < at.depth) load(slot);
+        ring.next();
+      }
     }
   }
 }
