@@ -1057,33 +1057,27 @@ def matrix(name, operands, modifiers):
     c = register(operands[3])
     start = None if c else F32(0)
     assert c or operands[3] == "0"
-    lanes = np.arange(LANES)
-    rows_of_lane, k_of_lane = lanes % size, 4 * (lanes // size)
-    count = size * size // LANES
-
-    def place(i):
-        rows = 4 * (lanes // 16) + i if size == 16 else (i & 3) + 8 * (i >> 2) + 4 * (lanes // 32)
-        return rows, lanes % size
+    lanes, count = np.arange(LANES), size * size // LANES
+    place_of_operand = (lanes % size)[:, None], 4 * (lanes // size)[:, None] + np.arange(4)
+    registers = np.arange(count)[:, None]
+    rows = 4 * (lanes // 16) + registers if size == 16 else (registers & 3) + 8 * (registers >> 2) + 4 * (lanes // 32)
+    place_of_result = rows, np.broadcast_to(lanes % size, rows.shape)
 
     def operand(w, at):
         values = np.empty((size, k), dtype)
-        halves = np.stack([w.v[at], w.v[at + 1]], 1).view(np.uint16).view(dtype)
-        for j in range(4):
-            values[rows_of_lane, k_of_lane + j] = halves[:, j]
+        values[place_of_operand] = np.stack([w.v[at], w.v[at + 1]], 1).view(np.uint16).view(dtype)
         return values
 
     def multiply(w):
         assert w.all, "matrix instructions ignore exec"
-        total = np.zeros((size, size), F32)
-        for i in range(count):
-            total[place(i)] = start if c is None else w.v[c[1] + i].view(F32)
+        total = np.empty((size, size), F32)
+        total[place_of_result] = start if c is None else w.v[c[1] : c[1] + count].view(F32)
         left, right = operand(w, a), operand(w, b)
         width = reference.STEP[w.kernel.arithmetic]
         for first in range(0, k, width):
             part = slice(first, first + width)
             total = reference.step(w.kernel.arithmetic, left[:, None, part], right[None, :, part], total)
-        for i in range(count):
-            w.v[d + i] = total[place(i)].view(U32)
+        w.v[d : d + count] = total[place_of_result].view(U32)
 
     return multiply
 
