@@ -1,6 +1,6 @@
-"""check_cuda.py LIBRARY TOOLS: what nvcc made of the kernels, read from the library by cuobjdump, in the folder TOOLS.
+"""check_cuda.py TOOLS LIBRARY [OBJECT...]: what nvcc made of the kernels, read by cuobjdump, in the folder TOOLS.
 
-- No kernel spills: none uses local memory or stack.
+- No kernel spills, of the library or of an object: none uses local memory or stack.
 - The Hopper GEMM runs on the tensor cores and is fed by TMA: it has HGMMA and UTMALDG.
 - No loop around an HGMMA or a UTMALDG holds MEMBAR.ALL.GPU, which once halved the speed of that loop.
 """
@@ -60,10 +60,15 @@ def smallest_loops(body):
     return found - {None}
 
 
-def main(library, tools):
-    usage = run(tools, "--dump-resource-usage", library)
-    problems = list(spills(usage))
-    kernels = len(re.findall(r"^\s*Function \S+:", usage, flags=re.M))
+def main(tools, library, *objects):
+    problems, kernels = [], 0
+    for path in (library, *objects):
+        usage = run(tools, "--dump-resource-usage", path)
+        problems += [f"{path}: {spill}" for spill in spills(usage)]
+        found = len(re.findall(r"^\s*Function \S+:", usage, flags=re.M))
+        kernels += found
+        if not found:
+            problems.append(f"{path}: no kernels found")
     counts, hopper = collections.Counter(), 0
     for name, body in functions(run(tools, "-sass", "-arch", "sm_90a", library)):
         words = collections.Counter(word for _, text in body for word in FED if word in text)
@@ -73,17 +78,15 @@ def main(library, tools):
         hopper += 1
         for begin, end in smallest_loops(body):
             if any(begin <= at <= end and "MEMBAR" in text and ".GPU" in text for at, text in body):
-                problems.append(f"sm_90a {name}: MEMBAR.GPU in the loop from {begin:#x} to {end:#x}")
+                problems.append(f"{library}: sm_90a {name}: MEMBAR.GPU in the loop from {begin:#x} to {end:#x}")
     for word in FED:
         if not counts[word]:
-            problems.append(f"sm_90a: no {word} anywhere")
-    if not kernels:
-        problems.append("no kernels found")
+            problems.append(f"{library}: sm_90a: no {word} anywhere")
     for problem in problems:
-        print(f"{library}: {problem}", file=sys.stderr)
+        print(problem, file=sys.stderr)
     print(f"{library}: {kernels} kernels without spills, {hopper} on Hopper's tensor cores or TMA: {dict(counts)}")
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], pathlib.Path(sys.argv[2])))
+    sys.exit(main(pathlib.Path(sys.argv[1]), *sys.argv[2:]))
