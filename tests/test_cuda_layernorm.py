@@ -14,7 +14,9 @@ from test_rmsnorm import assert_all_same_bits
 # Around the teams of the held kernels (256, 2048 and 8192 columns), and chains of 16 rows, blocks of 256 of them.
 SHAPES = test_layernorm.SHAPES + test_layernorm.LONG_SHAPES
 SHAPES += [(m, n) for n in (248, 264, 2040, 2056, 4088, 8184) for m in (1, 2, 5)]
-SHAPES += [(m, 64) for m in (2, 31, 33, 128, 511, 513, 1025)] + [(4100, 40), (260, 2056)]
+# And the longest row that is held, 16384 columns, to both sides.
+SHAPES += [(m, n) for n in (8193, 8200, 16376, 16383) for m in (1, 5)]
+SHAPES += [(m, 64) for m in (2, 31, 33, 128, 511, 513, 1025)] + [(4100, 40), (260, 2056), (17, 9704)]
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def test_every_layernorm_kernel_is_listed():
     names = [kernel.name for operation in ("layernorm", "layernorm_backward") for kernel in cuda_kernels(operation)]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(names) == len(set(names)) == 7
+    assert len(names) == len(set(names)) == 8
 
 
 @each("layernorm")

@@ -128,11 +128,14 @@ bool rmsnorm_backward_narrow_takes(const RmsNormBackward &);
 bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
 
-// any/rmsnorm_unaligned.cu
+// any/norm_unaligned.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
 pydet_status rmsnorm_unaligned(const RmsNorm &);
 bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &);
+bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
+bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
 // any/norm_shifted.cu
 bool rmsnorm_shifted_takes(const RmsNorm &);

@@ -3,8 +3,8 @@
 //   x = round(x + residual), mean = rowsum(x, 1) / n, d = x - mean, rstd = 1 / sqrt(rowsum(d, d) / n + eps)
 //   y = round(fmaf(d rstd, w + weight_offset, bias)), or round((d rstd) (w + weight_offset))
 //
-// Rows up to 8192 are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are passed over three
-// times, by single elements.
+// Rows up to 8192, on CUDA 16384, are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are
+// passed over three times, by single elements.
 
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_rows.h"
@@ -177,11 +177,13 @@ template <class F> pydet_status with_shape(int64_t n, const F &f) {
   }
   if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{});
   if (n <= 128 * 16) return f(RowShape<128, 8, 2, 1>{});
+  if constexpr (kGpuDeviceType == PYDET_CUDA)
+    if (n > 256 * 32) return f(RowShape<256, 8, 8, 1>{});
   return f(RowShape<256, 8, 4, 1>{});
 }
 
 bool holds(int64_t n) {
-  constexpr int64_t kLongest = 256 * 32;
+  constexpr int64_t kLongest = kGpuDeviceType == PYDET_CUDA ? 256 * 64 : 256 * 32;
   return n % kVector == 0 && n <= kLongest;
 }
 

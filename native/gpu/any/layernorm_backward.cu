@@ -5,8 +5,9 @@
 //   dx = round(rstd t), or round(fmaf(rstd, t, dresidual))
 //   dweight, dbias: chains of 16 rows of dy xhat and of dy, which rmsnorm_dweight.cu joins
 //
-// Rows up to 8192 are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are passed over twice,
-// by single elements. The sums over rows pass over x and dy once more: a thread takes one or two columns of a chain.
+// Rows up to 8192, on CUDA 16384, are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are
+// passed over twice, by single elements. The sums over rows pass over x and dy once more: a thread takes one or two
+// columns of a chain.
 
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_partials.h"
@@ -202,11 +203,13 @@ __global__ void __launch_bounds__(kChainThreads, kChainBlocks)
 template <class F> pydet_status with_shape(int64_t n, const F &f) {
   if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{});
   if (n <= 128 * 16) return f(RowShape<128, 8, 2, 1>{});
+  if constexpr (kGpuDeviceType == PYDET_CUDA)
+    if (n > 256 * 32) return f(RowShape<256, 8, 8, 1>{});
   return f(RowShape<256, 8, 4, 1>{});
 }
 
 bool holds(int64_t n) {
-  constexpr int64_t kLongest = 256 * 32;
+  constexpr int64_t kLongest = kGpuDeviceType == PYDET_CUDA ? 256 * 64 : 256 * 32;
   return n % kVector == 0 && n <= kLongest;
 }
 

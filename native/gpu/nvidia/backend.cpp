@@ -272,6 +272,8 @@ constexpr Kernel<LayerNorm> kLayerNorm[] = {
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
+    {"cuda_layernorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later",
+     from_sm80, layernorm_backward_unaligned_takes, layernorm_backward_unaligned_prefers, layernorm_backward_unaligned},
     {"cuda_layernorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
      layernorm_backward_apart_takes, layernorm_backward_apart_prefers, layernorm_backward_apart},
     {"cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,

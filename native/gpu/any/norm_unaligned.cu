@@ -1,9 +1,11 @@
-// RMSNorm and its gradients for rows of up to 8192 that are not whole pieces of 16 bytes, odd in length or in place: the
-// CPU's bits. The formulas are those of rmsnorm.cu and rmsnorm_backward.cu.
+// RMSNorm and the gradients of norms for rows of up to 8192 that are not whole pieces of 16 bytes, odd in length or in
+// place: the CPU's bits. The formulas are those of rmsnorm.cu, rmsnorm_backward.cu and layernorm_backward.cu.
 //
-// A team holds a row in registers, which it reads and writes element by element. dweight needs no sum along a row, as
-// rstd is given: blocks of the same launch go down columns, a thread one column of a chain of 16 rows, and leave the
-// chains' sums in the workspace, which rmsnorm_dweight.cu joins.
+// A team holds a row in registers, which it reads and writes element by element. dweight and dbias need no sum along a
+// row, as mean and rstd are given: blocks of the same launch go down columns, a thread one column of a chain of 16 rows,
+// and leave the chains' sums in the workspace, which rmsnorm_dweight.cu joins.
+
+#include <type_traits>
 
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_partials.h"
@@ -110,13 +112,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rmsnorm_unaligned_kernel(co
 
 // ---- Gradients ---------------------------------------------------------------------------------------------------
 
+template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNormBackward>;
+template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
+
+__device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
+  return reinterpret_cast<const float *>(values.data)[r];
+}
+
 // One column of one chain a thread.
-template <Type type> __device__ __forceinline__ void go_down(const RmsNormBackward &p, int64_t job) {
+template <class P, Type type> __device__ __forceinline__ void go_down(const P &p, int64_t job) {
   constexpr int kBytes = size_of(type);
   const int64_t chain_number = job / p.n, column = job - chain_number * p.n, first = chain_number * kDweightChainRows;
   if (first >= p.rows) return;
   const int64_t last = p.rows - 1;
-  float x[kDweightChainRows], dy[kDweightChainRows], chain = 0.0f;
+  float x[kDweightChainRows], dy[kDweightChainRows], chain[2] = {};
 #pragma unroll
   for (int i = 0; i < kDweightChainRows; ++i) {
     const RowIndex row = row_index(p.inner, first + i <= last ? first + i : last);
@@ -124,25 +133,39 @@ template <Type type> __device__ __forceinline__ void go_down(const RmsNormBackwa
     dy[i] = load_f32(row_at(p.dy, kBytes, row), type, column);
   }
 #pragma unroll
-  for (int i = 0; i < kDweightChainRows; ++i)
-    if (first + i <= last) chain = fmaf(dy[i], x[i] * reinterpret_cast<const float *>(p.rstd.data)[first + i], chain);
-  static_cast<float *>(p.workspace)[job] = chain;
+  for (int i = 0; i < kDweightChainRows; ++i) {
+    if (first + i > last) continue;
+    float d = x[i];
+    if constexpr (kCentred<P>) d -= of_row(p.mean, first + i);
+    chain[0] = fmaf(dy[i], d * of_row(p.rstd, first + i), chain[0]);
+    chain[1] = dy[i] + chain[1];
+  }
+  float *const chains = static_cast<float *>(p.workspace);
+  if constexpr (kCentred<P>) {
+    const int64_t all = (p.rows + kDweightChainRows - 1) / kDweightChainRows * p.n;
+    if (p.dweight.data) chains[job] = chain[0];
+    if (p.dbias.data) chains[all + job] = chain[1];
+  } else {
+    chains[job] = chain[0];
+  }
 }
 
 // The first `column_blocks` go down columns, the others along rows.
-template <Type type, int T, int V>
+template <class P, Type type, int T, int V>
 __global__ void __launch_bounds__(kThreads)
-    rmsnorm_backward_unaligned_kernel(const __grid_constant__ RmsNormBackward p, int64_t column_blocks) {
+    norm_backward_unaligned_kernel(const __grid_constant__ P p, int64_t column_blocks) {
   constexpr int kBytes = size_of(type), kTeams = kThreads / T;
-  __shared__ float exchange[kTeams * kExchange<T, 1> + 1];
+  __shared__ __align__(16) float exchange[kTeams * kExchange<T, kSums<P>> + 4];
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (block_number() < column_blocks) return go_down<type>(p, block_number() * kThreads + threadIdx.x);
+  if (block_number() < column_blocks) return go_down<P, type>(p, block_number() * kThreads + threadIdx.x);
   const int team = int(threadIdx.x) / T;
   const Place<T> place = {int(threadIdx.x) % T, int(p.n)};
   const int64_t r = (block_number() - column_blocks) * kTeams + team, last = p.rows - 1;
   const RowIndex where = row_index(p.inner, r <= last ? r : last);
-  const float rstd = reinterpret_cast<const float *>(p.rstd.data)[r <= last ? r : last];
+  const float rstd = of_row(p.rstd, r <= last ? r : last);
+  float mean = 0.0f;
+  if constexpr (kCentred<P>) mean = of_row(p.mean, r <= last ? r : last);
   auto at = [&](const Rows &rows, int v) { return row_at(rows, kBytes, where) + place.column(v) * kBytes; };
   Packed<type, kVector> x[V], dy[V];
 #pragma unroll
@@ -157,19 +180,22 @@ __global__ void __launch_bounds__(kThreads)
     unpack(dy[v], g);
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      xhat[e] *= rstd;
+      xhat[e] = (kCentred<P> ? xhat[e] - mean : xhat[e]) * rstd;
       g[e] *= scale[e];
     }
   };
-  Lanes<T, kVector, V> lanes[1];
-  float c[1];
+  Lanes<T, kVector, V> lanes[kSums<P>];
+  float ones[kVector], sums[kSums<P>];
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) ones[e] = 1.0f;
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     float xhat[kVector], g[kVector];
     load_xhat_and_g(v, xhat, g);
     add_left_of(lanes[0], v, place.left(v), g, xhat);
+    if constexpr (kCentred<P>) add_left_of(lanes[1], v, place.left(v), g, ones);
   }
-  join(lanes, exchange + team * kExchange<T, 1>, [&](float sum) { return sum / float(p.n); }, c);
+  join(lanes, exchange + team * kExchange<T, kSums<P>>, [&](float sum) { return sum / float(p.n); }, sums);
   if (r > last) return;
 #pragma unroll
   for (int v = 0; v < V; ++v) {
@@ -178,7 +204,8 @@ __global__ void __launch_bounds__(kThreads)
     if (p.dresidual.data) unpack(load_elements_of<type>(at(p.dresidual, v), place.left(v)), dresidual);
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      const float d = fmaf(-xhat[e], c[0], g[e]);
+      float d = fmaf(-xhat[e], sums[0], g[e]);
+      if constexpr (kCentred<P>) d -= sums[1];
       g[e] = p.dresidual.data ? fmaf(rstd, d, dresidual[e]) : rstd * d;
     }
     store_elements_of<type>(at(p.dx, v), place.left(v), pack<type>(g));
@@ -201,6 +228,29 @@ bool holds(int64_t rows, int64_t n) {
   return n <= kLongest && rows <= most_blocks(kThreads) / 2 && rows * n <= kMostElements;
 }
 
+// `sums`: those over rows, as rmsnorm_dweight.cu joins them, if any are wanted.
+template <class P>
+pydet_status backward_unaligned(const char *name, const P &p, const RmsNormBackward &sums, bool wanted) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  pydet_status status = ready_to_join(sums);
+  if (status != PYDET_OK) return status;
+  const int64_t column_blocks = wanted ? divide_up(divide_up(p.rows, kDweightChainRows) * p.n, kThreads) : 0;
+  if (p.rows > 0 && (wanted || p.dx.data)) {
+    status = with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      return with_shape(p.n, [&](auto shape) {
+        const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kThreads / shape.T) : 0;
+        Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(column_blocks + row_blocks, kThreads),
+                        dim3(kThreads)};
+        where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+        return launch(where, norm_backward_unaligned_kernel<P, type, shape.T, shape.V>, p, column_blocks);
+      });
+    });
+    if (status != PYDET_OK) return status;
+  }
+  return join_partials(sums, 1);
+}
+
 }  // namespace
 
 bool rmsnorm_unaligned_takes(const RmsNorm &p) { return holds(p.rows, p.n); }
@@ -219,27 +269,21 @@ pydet_status rmsnorm_unaligned(const RmsNorm &p) {
 }
 
 bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &p) { return holds(p.rows, p.n); }
-
 pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_unaligned", guard.error());
-  pydet_status status = ready_to_join(p);
-  if (status != PYDET_OK) return status;
-  if (p.rows > 0) {
-    status = with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      return with_shape(p.n, [&](auto shape) {
-        const int64_t sums = p.dweight.data ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
-        const int64_t column_blocks = divide_up(sums, kThreads);
-        const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kThreads / shape.T) : 0;
-        Launch where = {"rmsnorm_backward_unaligned", static_cast<gpu_stream>(p.stream),
-                        grid_of(column_blocks + row_blocks, kThreads), dim3(kThreads)};
-        where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-        return launch(where, rmsnorm_backward_unaligned_kernel<type, shape.T, shape.V>, p, column_blocks);
-      });
-    });
-    if (status != PYDET_OK) return status;
-  }
-  return join_partials(p, 1);
+  return backward_unaligned("rmsnorm_backward_unaligned", p, p, p.dweight.data);
+}
+
+bool layernorm_backward_unaligned_takes(const LayerNormBackward &p) { return holds(p.rows, p.n); }
+// Of rows that are no whole pieces of 16 bytes, more than a chain of them, not long, and few elements, as they are read
+// twice. Measured on an H100, us, beside layernorm_backward_rows and _apart: 868x174 6.2, 25 and 23, 3319x434 15, 24 and
+// 75, 1364x2603 38, 49 and 43; but 153670x163 344, 327 and 5176, 450x3233 21, 43 and 17.
+bool layernorm_backward_unaligned_prefers(const LayerNormBackward &p) {
+  const bool whole =
+      p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.x) && rows_aligned(p.dresidual) && rows_aligned(p.dx);
+  return !whole && p.rows > 16 && p.n < 3072 && p.rows * p.n <= 4'500'000;
+}
+pydet_status layernorm_backward_unaligned(const LayerNormBackward &p) {
+  return backward_unaligned("layernorm_backward_unaligned", p, sums_over_rows(p), p.dweight.data || p.dbias.data);
 }
 
 }  // namespace pydet
