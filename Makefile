@@ -126,7 +126,7 @@ NVCC ?= nvcc
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
-CUDA_KERNELS := $(addprefix nvidia/,$(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups sm90/scaled_tiles sm90/scaled_skinny) \
+CUDA_KERNELS := $(addprefix nvidia/,sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
   $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm norm_unaligned rmsnorm_general layernorm norm_shifted \
     layernorm_backward rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart) nvidia/gemm_ieee_fp32 \
   $(addprefix nvidia/,softmax_staged softmax_backward_staged) \

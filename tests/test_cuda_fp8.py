@@ -85,8 +85,8 @@ def on_cpu(problem):
 
 
 def problems():
-    """Every boundary: tiles of 128 and 256 rows and 128 columns, pairs of them, stages of 128 k, rings of 4 and 6,
-    turns of 8 stages and what is left of one."""
+    """Every boundary: tiles of 128 and 256 rows and of 64 and 128 columns, two and four of them, stages of 128 k, rings
+    of 4, 6 and 8, turns of 8 stages and what is left of one; chunks with weights and without."""
     cases = itertools.count()
     types, outs = itertools.cycle(itertools.product(TYPES, TYPES)), itertools.cycle(["bf16", "fp32", "fp16"])
     scales = itertools.cycle([("group", "block"), ("row", "row"), ("group", "group"), ("tensor", "tensor"),
@@ -112,6 +112,19 @@ def problems():
         yield make(300, 140, k, a_scale="group", b_scale="block")
     for k, out_dtype in itertools.product(range(128, 1280, 128), ("bf16", "fp32")):  # and four stages unrolled, by type
         yield make(300, 140, k, a_scale="group", b_scale="block", out_dtype=out_dtype)
+    for without in ({"a_scale": "row", "b_scale": "row"}, {"a_scale": "tensor", "b_scale": "tensor"}):
+        of_e4m3 = {"a_type": "e4m3", "b_type": "e4m3", **without}
+        for m in (1, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 513):
+            yield make(m, 200, 1200, **of_e4m3)
+        for n in (63, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 511, 513):
+            yield make(100, n, 400, **of_e4m3)
+            yield make(257, n, 400, **of_e4m3)
+            yield make(100, n, 1200, a_scale="group", b_scale="block", a_type="e4m3", b_type="e4m3")
+        for k in (16, *range(128, 1408, 128)):
+            yield make(300, 140, k, **of_e4m3)
+        yield make(1500, 1300, 640, **of_e4m3)
+        yield make(128, 17000, 272, **of_e4m3)
+    yield make(100, 17000, 272, a_scale="group", b_scale="block", a_type="e4m3", b_type="e4m3")
     for k_chunk in (0, 128, 256, 384, 2048):
         yield make(70, 200, 912, a_scale="row", b_scale="row", k_chunk=k_chunk)
         yield make(70, 200, 912, a_scale="none", b_scale="none", k_chunk=k_chunk, accumulate=True, out_dtype="fp32")
@@ -129,19 +142,21 @@ def problems():
     yield make(3000, 2200, 384, a_scale="row", b_scale="row")
 
 
-def few_rows():
+def few_rows(types=(("e4m3", "e4m3"),)):
     """What the kernels for few rows of a take: their tiles of 16 to 128 columns, which may lie in two blocks of scales,
     stages of 128, 256 and 512 k, rings of 2 stages and more, one warpgroup, two, and two blocks, several tiles a block,
-    8, 16, 32 lanes for the scales of a row."""
-    cases, outs = itertools.count(1000), itertools.cycle(["bf16", "fp32", "fp16"])
+    8, 16, 32 lanes for the scales of a row, and half of each multiprocessor, where most of them have a tile."""
+    cases, outs, types = itertools.count(1000), itertools.cycle(["bf16", "fp32", "fp16"]), itertools.cycle(types)
     scales = itertools.cycle([("group", "block"), ("row", "row"), ("group", "group"), ("tensor", "tensor"),
                               ("row", "block"), ("none", "none"), ("group", "row"), ("group", "tensor"),
                               ("none", "block"), ("group", "none")])  # fmt: skip
 
     def make(m, n, k, **fields):
+        a_type, b_type = next(types)
         a_scale, b_scale = next(scales)
         return Scaled(m, n, k, **{
-            "a_scale": a_scale, "b_scale": b_scale, "out_dtype": next(outs), "seed": next(cases), **fields,
+            "a_type": a_type, "b_type": b_type, "a_scale": a_scale, "b_scale": b_scale, "out_dtype": next(outs),
+            "seed": next(cases), **fields,
         })  # fmt: skip
 
     for m in (1, 7, 8, 9, 15, 16, 17, 32, 33, 63, 64, 65, 100, 127, 128):
@@ -168,12 +183,17 @@ def few_rows():
     for m in (65, 127, 128):  # one block for all rows, where there are too few multiprocessors for two
         yield make(m, 8600, 272, a_scale="group", b_scale="block")
     yield make(8, 5000, 128, a_scale="group", b_scale="group")
+    for m, (n, k) in itertools.product((1, 16, 17, 64), ((2113, 272), (4224, 640), (4230, 1168), (8448, 400))):
+        yield make(m, n, k)
+        yield make(m, n, k, a_scale="group", b_scale="block")
 
 
 @pytest.mark.parametrize("kernel", [*GEMM_KERNELS, None])
 def test_scaled_gemm_equals_the_cpu(torch, kernel):
     device = OnDevice(torch, kernel)
     given = few_rows() if "skinny" in (kernel or "") else problems() if kernel else [*problems(), *few_rows()]
+    if kernel is None or kernel.endswith(("skinny_32", "skinny_64")):
+        given = [*given, *few_rows([pair for pair in itertools.product(TYPES, TYPES) if pair != ("e4m3", "e4m3")])]
     for problem in given:
         assert_same_bits(test_scaled_gemm.run(device.scaled_gemm, problem), on_cpu(problem), f"{kernel}: {problem}")
     assert device.taken > device.refused, f"{kernel} took {device.taken} problems and refused {device.refused}"

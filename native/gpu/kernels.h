@@ -22,13 +22,17 @@ struct ScaledGroupedGemm;  // scaled_grouped.h
 struct Rounding;           // rounding.h
 
 // nvidia/sm90/scaled_tiles.cu
-constexpr int kScaledTiles = 2;  // variants 0 and 1: the first two
+constexpr int kScaledTiles = 3;  // variants 0 to 2: all but the last
 Choice scaled_gemm_sm90_choose(const ScaledGemm &, int tile);
 pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &, const Choice &);
 pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &, const Choice &);
+pydet_status scaled_gemm_sm90_128x64(const ScaledGemm &, const Choice &);
 pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &);
 
 // nvidia/sm90/scaled_skinny.cu. Columns of b that a block works on at a time, for up to 128 rows of a.
+constexpr uint32_t scaled_skinny_types(int columns) {  // others would only take longer to compile
+  return columns == 32 || columns == 64 ? kFp8Types : bit(Type::e4m3);
+}
 Choice scaled_skinny_sm90_choose(const ScaledGemm &, int columns);
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &, const Choice &);
 

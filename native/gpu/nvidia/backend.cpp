@@ -114,9 +114,10 @@ constexpr auto kGemm =
 constexpr uint64_t kScaledTile = kBatch | kBias | kAccumulate;
 constexpr uint64_t kAllOfScaled =
     kScaledTile | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
+constexpr uint64_t kScaledSkinny = kBias | kAccumulate | kColumnScales;
 template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
-  return {name,    bit(Type::e4m3), Arithmetic::sm90,         kBias | kAccumulate | kColumnScales, "sm_90a", is_sm90,
-          nullptr, nullptr,         scaled_skinny_sm90<rows>, scaled_skinny_sm90_choose,           rows};
+  return {name,    scaled_skinny_types(rows), Arithmetic::sm90,          kScaledSkinny, "sm_90a", is_sm90, nullptr,
+          nullptr, scaled_skinny_sm90<rows>,  scaled_skinny_sm90_choose, rows};
 }
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
@@ -129,6 +130,8 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
      scaled_gemm_sm90_256x128, scaled_gemm_sm90_choose, 0},
     {"cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr,
      nullptr, scaled_gemm_sm90_128x128_ahead, scaled_gemm_sm90_choose, 1},
+    {"cuda_scaled_gemm_sm90_128x64", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
+     scaled_gemm_sm90_128x64, scaled_gemm_sm90_choose, 2},
     {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
      is_sm90, nullptr, nullptr, scaled_gemm_sm90_128x128},
     {"cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, "sm_80 or later", from_sm80, nullptr,

@@ -21,9 +21,11 @@ constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory
-constexpr int kMostTileK = 4096;           // up to which tiles of 128 x 128 on half of the SMs are faster
+constexpr int kMostTileK = 4096;           // up to which 128x64 of scaled_tiles.cu is faster for more than 64 rows,
+constexpr int kManyM = 96;                 // and for more than this where each SM has several tiles
 constexpr int kPair = 2;                   // fp8 numbers in one of 16 bits
 constexpr int kAheadBytes = 32 << 10;      // of b's a block that are asked of the L2 while the kernel ahead ends
+constexpr int kFewM = 16;                  // past which half a multiprocessor asks for half of them
 constexpr int kScales = 1;                 // the first of the named barriers
 
 struct SkinnyProblem {
@@ -35,7 +37,10 @@ struct SkinnyProblem {
   bool along_k;
 };
 
-template <int tile_rows, int warpgroups> struct Shape {
+// `half`: of the registers and shared memory of a multiprocessor, so that the next kernel's blocks lie beside this one's.
+template <int tile_rows, int warpgroups, Type a, Type b, bool half = false> struct Shape {
+  static constexpr Type a_type = a, b_type = b;
+  static constexpr int blocks_an_sm = half ? 2 : 1;
   static constexpr bool turned = false;  // both operands have k adjacent
   static constexpr bool prefetches = true;
   static constexpr int rows = tile_rows, box_columns = rows;
@@ -45,7 +50,7 @@ template <int tile_rows, int warpgroups> struct Shape {
   static constexpr int stage_blocks = rows > 64 ? 1 : rows > 32 || warpgroups > 1 ? 2 : 4;  // boxes, and so chunks
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   // Stages whose chunks are on the tensor cores at once: what registers for their sums allow.
-  static constexpr int stages_at_once = 2 * stage_blocks * registers <= (warpgroups > 1 ? 96 : 128) ? 2 : 1;
+  static constexpr int stages_at_once = 2 * stage_blocks * registers <= (half ? 64 : warpgroups > 1 ? 96 : 128) ? 2 : 1;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64, consumers = consumer_warps * 32;
 };
@@ -158,7 +163,7 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
                               block * (at.x_block_bytes >> 4);
       const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w_stage)) + (block * S::w_block_bytes >> 4);
 #pragma unroll
-      for (int i = 0; i < kBlockSteps; ++i) wgmma_fp8<Type::e4m3, Type::e4m3>(sum, x_tile + i * 2, w_tile + i * 2, i);
+      for (int i = 0; i < kBlockSteps; ++i) wgmma_fp8<S::a_type, S::b_type>(sum, x_tile + i * 2, w_tile + i * 2, i);
       wgmma_commit();
     };
     // The weights of a chunk, of rows row_0 and row_8, in the first and the second block of columns; by column a's scales
@@ -267,8 +272,8 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
   }
 }
 
-template <class S>
-__global__ void __launch_bounds__(S::threads, 1) scaled_skinny_kernel(const __grid_constant__ SkinnyProblem problem) {
+template <class S> __global__ void __launch_bounds__(S::threads, S::blocks_an_sm)
+    scaled_skinny_kernel(const __grid_constant__ SkinnyProblem problem) {
   share_out<S>(problem.p, [&](const Layout<S> &at, int warp) { multiply<S>(problem, at, warp / 4); });
 }
 
@@ -302,7 +307,7 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   SkinnyProblem problem = {};
-  SkinnyPlan plan = {S::rows, x_split, kMostSharedBytes, true};
+  SkinnyPlan plan = {S::rows, x_split, S::blocks_an_sm > 1 ? kHalfSharedBytes : kMostSharedBytes, true};
   plan.more_bytes = int(table_bytes(g, S::rows));
   Launch shape = {};
   if (pydet_status status = prepare<S>(name, in_pairs(g), plan, &problem.p, &shape)) return status;
@@ -313,7 +318,8 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
   problem.b_scales = columns_of(g, S::rows);
   // With more rows, or tiles for few of the multiprocessors, that gained nothing or cost up to a fifth.
   const bool asks = g.m <= kWarpgroupRows && 2 * problem.p.tiles >= gpu_multiprocessors(g.device.id);
-  problem.p.ahead = asks ? kAheadBytes / (S::rows * kRowBytes) * kBlockK : 0;
+  const int bytes = S::blocks_an_sm > 1 && g.m > kFewM ? kAheadBytes / 2 : kAheadBytes;
+  problem.p.ahead = asks ? bytes / (S::rows * kRowBytes) * kBlockK : 0;
   problem.along_k = g.along_k;
   return launch(shape, scaled_skinny_kernel<S>, problem);
 }
@@ -321,33 +327,64 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) of five layers: so few columns that there is a tile for
 // every SM, or for every two of them where each has half of the rows; where there are several, those that leave the
 // fewest idle. 0: a tile of scaled_tiles.cu.
-int fastest_columns(const ScaledGemm &g) {
+int fastest_columns_of_e4m3(const ScaledGemm &g) {
   const int64_t sms = gpu_multiprocessors(g.device.id), width = divide_up(g.n, g.m > kWarpgroupRows ? sms / 2 : sms);
   if (width <= 16) return g.m > 32 && g.m <= kWarpgroupRows && width > 8 ? 32 : 16;
   if (width <= 32) return 32;
   if (width <= 64) return 64;
   if (g.m > kWarpgroupRows && width <= 128) return g.k <= kMostTileK ? 0 : 128;
+  if (g.m > kManyM && g.k <= kMostTileK) return 0;
   int best = 48;
   for (int columns : {64, 96})
     if (divide_up(divide_up(g.n, columns), sms) * columns < divide_up(divide_up(g.n, best), sms) * best) best = columns;
   return best;
 }
 
+bool of_e4m3(const ScaledGemm &g) { return g.a.type == Type::e4m3 && g.b.type == Type::e4m3; }
+
+int fastest_columns(const ScaledGemm &g) {
+  const int columns = fastest_columns_of_e4m3(g);
+  if (of_e4m3(g) || columns == 0) return columns;
+  return columns <= 32 ? 32 : 64;
+}
+
+struct Cut {
+  bool split;  // the rows of a: two blocks with 64 each are faster than one, where there are multiprocessors for both
+  bool half;
+};
+// Half of each multiprocessor where most of them have one tile, and enough bytes to read: 1x7168x2048 takes 0.87 of the
+// time. With more rows and bytes the smaller rings cost what that gains.
+bool fits_half(const ScaledGemm &g, int columns) {
+  constexpr int64_t kFewestBytes = 10 << 20, kMostBytes = 20 << 20;
+  const int64_t sms = gpu_multiprocessors(g.device.id), tiles = divide_up(g.n, columns), bytes = g.n * g.k;
+  return of_e4m3(g) && (columns == 32 || columns == 64) && g.m <= kWarpgroupRows && tiles <= sms && 2 * tiles > sms &&
+         bytes >= kFewestBytes && (2 * g.m <= kWarpgroupRows || bytes <= kMostBytes);
+}
+
+template <int columns, Type a, Type b> pydet_status launch_types(const ScaledGemm &g, bool split) {
+  return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, a, b>>(g, split)
+                                        : launch_shape<Shape<columns, 2, a, b>>(g, false);
+}
+
 }  // namespace
 
-// The launch receives whether the rows of a are split. Two blocks with 64 rows each are faster than one, where there are
-// multiprocessors for both.
 Choice scaled_skinny_sm90_choose(const ScaledGemm &g, int columns) {
-  if (g.b.type != Type::e4m3 || g.m > kMostM || g.k == 0 || g.k % kPair || !readable(g)) return {};
+  if (g.m > kMostM || g.k == 0 || g.k % kPair || !readable(g)) return {};
   if (columns == kAnyVariant) columns = fastest_columns(g);
   if (columns == 0 || table_bytes(g, columns) > kMostTableBytes) return {};
-  return Choice(columns, g.m > kWarpgroupRows && 2 * divide_up(g.n, columns) <= gpu_multiprocessors(g.device.id));
+  if (!of_e4m3(g) && scaled_skinny_types(columns) != kFp8Types) return {};
+  const bool split = g.m > kWarpgroupRows && 2 * divide_up(g.n, columns) <= gpu_multiprocessors(g.device.id);
+  return Choice(columns, Cut{split, fits_half(g, columns)});
 }
 
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &g, const Choice &choice) {
-  const bool split = choice.cut<bool>();
-  return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1>>(g, split)
-                                        : launch_shape<Shape<columns, 2>>(g, false);
+  const Cut cut = choice.cut<Cut>();
+  if constexpr (columns == 32 || columns == 64)
+    if (cut.half) return launch_shape<Shape<columns, 1, Type::e4m3, Type::e4m3, true>>(g, false);
+  return with_type<scaled_skinny_types(columns)>(g.a.type, [&](auto a) {
+    return with_type<scaled_skinny_types(columns)>(
+        g.b.type, [&](auto b) { return launch_types<columns, decltype(a)::value, decltype(b)::value>(g, cut.split); });
+  });
 }
 
 template pydet_status scaled_skinny_sm90<16>(const ScaledGemm &, const Choice &);

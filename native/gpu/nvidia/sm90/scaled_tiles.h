@@ -30,14 +30,16 @@ struct ScaledProblem {
 // issues them as it comes, or the next chunk's before it adds the last's, which takes accumulators for both.
 enum class Way { in_turn, at_will, ahead };
 
-// `stored`: the types of out.
-template <int rows_a_warpgroup, int blocks_m, int blocks_n, Way how, Type a, Type b, uint32_t stored> struct Shape {
+// `f32`: out may be of it, not of 16-bit types alone. `weights`: chunks may have them; else they are added as they are.
+template <int rows_a_warpgroup, int columns, int blocks_m, int blocks_n, Way how, Type a, Type b, bool f32,
+          bool weights>
+struct Shape {
   static constexpr Type a_type = a, b_type = b;
-  static constexpr uint32_t results = stored;
+  static constexpr bool stores_f32 = f32, weighed = weights;
   static constexpr int unrolled = how == Way::at_will ? 4 : 1;  // stages of the main loop
   static constexpr bool turns = how == Way::in_turn, ahead = how == Way::ahead;
   static constexpr int blocks = rows_a_warpgroup / 64;  // of 64 rows
-  static constexpr int m = kConsumers * rows_a_warpgroup, n = kScaleGroup;
+  static constexpr int m = kConsumers * rows_a_warpgroup, n = columns;
   static constexpr int cluster_m = blocks_m, cluster_n = blocks_n, cluster = cluster_m * cluster_n;
   static constexpr int threads = kWarpgroup * (1 + kConsumers), registers = n / 2;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes;
@@ -46,7 +48,7 @@ template <int rows_a_warpgroup, int blocks_m, int blocks_n, Way how, Type a, Typ
   static constexpr int weight_bytes = (m + (by_column ? n : 0)) * 4;  // of a stage: its rows', its columns'
   static constexpr int staging_bytes = kConsumers * 4 * kPieceBytes, scale_bytes = (n + m) * 4;
   static constexpr int stages =
-      std::min(6, (kSharedBytes - staging_bytes - scale_bytes - 256) / (a_bytes + b_bytes + weight_bytes));
+      std::min(8, (kSharedBytes - staging_bytes - scale_bytes - 256) / (a_bytes + b_bytes + weight_bytes));
   static constexpr int weights_at = stages * (a_bytes + b_bytes), staging_at = weights_at + stages * weight_bytes;
   static constexpr int scales_at = staging_at + staging_bytes, barriers_at = scales_at + scale_bytes;
   static constexpr int shared_bytes = barriers_at + stages * 16;
