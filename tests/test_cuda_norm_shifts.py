@@ -6,7 +6,7 @@ import pydet
 from test_cuda import torch  # noqa: F401
 
 # A row of n may lie in one vector of 8 more than it fills: n + 7 is up to each team's width, or past it.
-WIDTHS = [9, 121, 122, 505, 506, 1017, 1018, 2041, 2042, 4089, 4090, 8185, 8186, 16377, 16378]
+WIDTHS = [9, 121, 122, 249, 250, 505, 506, 1017, 1018, 2041, 2042, 4089, 4090, 8185, 8186, 16377, 16378, 20001]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -35,6 +35,19 @@ def test_rows_that_begin_anywhere(torch, dtype):
             found += pydet.rmsnorm_backward(dy, x, None, rstd)[:1]
             y, mean, rstd, total = pydet.layernorm(x, w, b, eps=1e-6, residual=added)
             found += [y, mean, rstd, total, pydet.layernorm(x, eps=1e-6)[0]]
+            # Without a residual, in another place than x too, by each kernel.
+            out = added.new_zeros(m, n + 1)[:, :n]
+            for way, most in (("staged", 50000), ("shifted", 16377)):
+                forced = device == "cuda" and n <= most
+                for target in (dx, out) if way == "staged" else (dx,):
+                    kernel = f"cuda_rmsnorm_{way}" if forced else None
+                    found += [
+                        one.clone() for one in pydet.rmsnorm(x, w, eps=1e-6, out=(target, rstd.clone()), kernel=kernel)
+                    ]
+                    kernel = f"cuda_layernorm_{way}" if forced else None
+                    places = (target, mean.clone(), rstd.clone())
+                    found += [one.clone() for one in pydet.layernorm(x, w, b, eps=1e-6, out=places, kernel=kernel)]
+            found.append(pydet.layernorm(x, eps=1e-6, kernel="cuda_layernorm_staged" if device == "cuda" else None)[0])
             longest = {"rows": longest["shifted"], "unaligned": 8192, "apart": 16377}
             for way, most in longest.items():
                 kernel = f"cuda_layernorm_backward_{way}" if device == "cuda" and n <= most else None

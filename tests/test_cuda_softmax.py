@@ -29,7 +29,7 @@ def test_every_softmax_kernel_is_listed():
     names = [kernel.name for operation in ("softmax", "softmax_backward") for kernel in cuda_kernels(operation)]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(names) == len(set(names)) == 8
+    assert len(names) == len(set(names)) == 10
 
 
 @each("softmax")
@@ -44,20 +44,23 @@ def test_backward(device, kernel, dtype):
     assert device.taken > 20
 
 
-# Around what a team of `softmax_staged` holds, 2048 lanes, and what a cluster holds; each in rows of odd lengths too.
-TEAMS = [1, 5, 15, 129, 255, 513, 1023, 1025, 2049, 4095, 4097, 8191, 8193, 16383, 16384]
+# Around the turns of `softmax_staged`, 2048 elements, what its gradients' teams hold, and what a cluster holds; each in
+# rows of odd lengths too.
+TEAMS = [1, 5, 15, 129, 255, 513, 1023, 1025, 2041, 2048, 2049, 4095, 4097, 6145, 8191, 8193, 16383, 16384]
+# Around what a team of `softmax_shifted` holds: a row of n may lie in one vector of 8 more than it fills.
+SHIFTED = [1, 3, 7, 8, 57, 58, 63, 121, 122, 128, 200, 249, 250, 505, 506, 512, 777, 1017, 1018, 1024, 1500, 2040, 2041]
 CLUSTERS = [3, 250, 263, 2047, 2057, 16385, 32767, 32769, 65535, 65539, 131071, 131072]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("way", ["staged", "cluster"])
+@pytest.mark.parametrize("way", ["shifted", "staged", "cluster"])
 def test_rows_that_begin_anywhere(torch, dtype, way):
     """x, y, dy and dx each from another place on, rows behind each other and with gaps: alike, and each otherwise."""
     forward, backward = f"cuda_softmax_{way}", f"cuda_softmax_backward_{way}"
     if way == "cluster" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters need sm_90 or later")
     dtype = getattr(torch, dtype)
-    for i, n in enumerate(TEAMS if way == "staged" else CLUSTERS):
+    for i, n in enumerate({"shifted": SHIFTED, "staged": TEAMS, "cluster": CLUSTERS}[way]):
         m = 1 if n > 70000 else (1, 3, 9, 34)[i % 4]
         gaps = [(0, 0, 0, 0), (3, 3, 3, 3), (0, 1, 5, 2)][i % 3]
         starts = [(0, 0, 0, 0), (5, 5, 5, 5), (1, 2, 0, 7), (0, 3, 3, 6)][i % 4]
@@ -88,6 +91,40 @@ def test_rows_that_begin_anywhere(torch, dtype, way):
         assert columns.cpu().view(torch.int32).equal(pydet.log_prob(x, index).view(torch.int32)), f"log_prob {m}x{n}"
         gradient = torch.randn(m)
         out = pydet.log_prob_backward(gradient.cuda(), rows(0, x)[0], index.cuda(), kernel=forward)
+        expected = pydet.log_prob_backward(gradient, x, index)
+        assert out.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"log_prob_backward {m}x{n}"
+
+
+@pytest.mark.parametrize("way", ["shifted", "staged"])
+def test_rows_that_overlap(torch, way):
+    """One row for all, and rows that begin three elements behind each other: there is nothing to read around them."""
+    memory = torch.randn(3000, device="cuda").bfloat16()
+    for n, step in ((777, 0), (2041, 3), (5, 2), (8, 1)):
+        x = memory[1:].as_strided((40, n), (step, 1))
+        y = pydet.softmax(x, kernel=f"cuda_softmax_{way}")
+        assert y.cpu().view(torch.int16).equal(pydet.softmax(x.cpu()).view(torch.int16)), f"{n} {step}"
+        dx = pydet.softmax_backward(x, x, kernel=f"cuda_softmax_backward_{way}")
+        assert dx.cpu().view(torch.int16).equal(pydet.softmax_backward(x.cpu(), x.cpu()).view(torch.int16)), (
+            f"{n} {step}"
+        )
+
+
+# Aligned rows of `softmax_staged`: 2048 elements a turn; and what 48 KB hold, and a third of a multiprocessor.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_whole_rows_that_are_staged(torch, dtype):
+    dtype = getattr(torch, dtype)
+    for i, n in enumerate([4104, 6136, 6144, 6152, 12288, 16384, 16392, 24576, 24584, 32000, 36864, 36872]):
+        m, name = (1, 2, 5)[i % 3], "cuda_softmax_staged"
+        x = torch.randn(m, n).mul(3).to(dtype)
+        x[0, n // 2 :] -= 80  # far below the maximum
+        index = torch.from_numpy(test_softmax.indices(m, n, n))
+        for call in (pydet.softmax, pydet.log_softmax):
+            found = call(x.cuda(), kernel=name).cpu()
+            assert found.view(torch.uint8).equal(call(x).view(torch.uint8)), f"{call.__name__} {m}x{n}"
+        columns = pydet.log_prob(x.cuda(), index.cuda(), kernel=name)
+        assert columns.cpu().view(torch.int32).equal(pydet.log_prob(x, index).view(torch.int32)), f"{m}x{n}"
+        gradient = torch.randn(m)
+        out = pydet.log_prob_backward(gradient.cuda(), x.cuda(), index.cuda(), kernel=name)
         expected = pydet.log_prob_backward(gradient, x, index)
         assert out.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"log_prob_backward {m}x{n}"
 

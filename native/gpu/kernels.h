@@ -190,6 +190,22 @@ bool softmax_backward_cluster_takes(const SoftmaxBackward &);
 bool softmax_backward_cluster_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_cluster(const SoftmaxBackward &);
 
+// nvidia/norm_staged.cu
+bool rmsnorm_staged_takes(const RmsNorm &);
+bool rmsnorm_staged_prefers(const RmsNorm &);
+pydet_status rmsnorm_staged(const RmsNorm &);
+bool layernorm_staged_takes(const LayerNorm &);
+bool layernorm_staged_prefers(const LayerNorm &);
+pydet_status layernorm_staged(const LayerNorm &);
+
+// nvidia/softmax_shifted.cu
+bool softmax_shifted_takes(const Softmax &);
+bool softmax_shifted_prefers(const Softmax &);
+pydet_status softmax_shifted(const Softmax &);
+bool softmax_backward_shifted_takes(const SoftmaxBackward &);
+bool softmax_backward_shifted_prefers(const SoftmaxBackward &);
+pydet_status softmax_backward_shifted(const SoftmaxBackward &);
+
 // any/fold.cu
 pydet_status fold(const Fold &);
 

@@ -11,6 +11,7 @@ int64_t longest(Type type) { return type == Type::f32 ? 4096 : 8192; }
 // Calls f with a team that holds `most` elements.
 template <Type type, class F> pydet_status with_shape(int64_t most, const F &f) {
   if (most <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
+  if (most <= 32 * 8) return f(RowShape<32, 8, 1, 2>{});
   if (most <= 64 * 8) return f(RowShape<64, 8, 1, 2>{});
   if (most <= 128 * 8) return f(RowShape<128, 8, 1, 2>{});
   if (most <= 256 * 8) return f(RowShape<256, 8, 1, 2>{});

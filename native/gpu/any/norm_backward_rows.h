@@ -134,6 +134,7 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, shifted>)
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const int j = W * (t + T * v);
+        if (shifted && !centred && j >= n) continue;
         float xhat[W], g[W], ones[W];
         if constexpr (shifted) {
           Packed<type, W> next_x = {}, next_dy = {};

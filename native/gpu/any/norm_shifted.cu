@@ -16,7 +16,11 @@ namespace {
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 // Blocks a multiprocessor is to hold, 0: as the compiler likes, which of long rows are more than registers allow.
 template <class P, Type type, int T, int V> constexpr int kBlocks =
-    V < 2 ? 0 : (type == Type::f32 || (V == 8 && std::is_same_v<P, LayerNorm>) ? 256 : 512) / kBlock<T>;
+    V < 2 ? 0
+          : (type == Type::f32 || (V == 8 && std::is_same_v<P, LayerNorm>) ? 256
+             : V == 2 && T >= 128                                          ? 768
+                                                                           : 512) /
+                kBlock<T>;
 
 __device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
 
@@ -124,7 +128,7 @@ template <class F> pydet_status with_shape(int64_t n, const F &f) {
   if (most <= 16 * 8) return f(RowShape<16, 8, 1, 1>{});
   if (most <= 32 * 16) return f(RowShape<32, 8, 2, 1>{});
   if (most <= 128 * 16) return f(RowShape<128, 8, 2, 1>{});
-  if (most <= 128 * 32) return f(RowShape<128, 8, 4, 1>{});
+  if (most <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
   if (most <= 256 * 32) return f(RowShape<256, 8, 4, 1>{});
   return f(RowShape<256, 8, 8, 1>{});
 }

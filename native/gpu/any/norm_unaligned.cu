@@ -274,13 +274,13 @@ pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &p) {
 }
 
 bool layernorm_backward_unaligned_takes(const LayerNormBackward &p) { return holds(p.rows, p.n); }
-// Of rows that are no whole pieces of 16 bytes, more than a chain of them, not long, and few elements, as they are read
-// twice. Measured on an H100, us, beside layernorm_backward_rows and _apart: 868x174 6.2, 25 and 23, 3319x434 15, 24 and
-// 75, 1364x2603 38, 49 and 43; but 153670x163 344, 327 and 5176, 450x3233 21, 43 and 17.
+// Of rows that are no whole pieces of 16 bytes, more than a chain of them, not long, and few elements, as they are
+// read twice. Measured on an H100, us, beside layernorm_backward_rows and _apart: 868x174 6.2, 25 and 23, 3319x434 15,
+// 24 and 75, 1364x2603 38, 49 and 43; but 153670x163 344, 192 and 5176, 450x3233 21, 43 and 17.
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &p) {
   const bool whole =
       p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.x) && rows_aligned(p.dresidual) && rows_aligned(p.dx);
-  return !whole && p.rows > 16 && p.n < 3072 && p.rows * p.n <= 4'500'000;
+  return !whole && p.rows > 16 && p.n < 3072 && p.rows * p.n <= (p.n + kVector - 1 <= 32 * 8 ? 4'000'000 : 4'500'000);
 }
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &p) {
   return backward_unaligned("layernorm_backward_unaligned", p, sums_over_rows(p), p.dweight.data || p.dbias.data);

@@ -13,6 +13,7 @@ int64_t longest(Type type) { return (type == Type::f32 ? 4096 : 8192) - (kVector
 // Calls f with a team that holds `most` elements.
 template <Type type, class F> pydet_status with_shifted_shape(int64_t most, const F &f) {
   if (most <= 16 * 8) return f(RowShape<16, 8, 1, 4>{});
+  if (most <= 32 * 8) return f(RowShape<32, 8, 1, 4>{});
   if (most <= 64 * 8) return f(RowShape<64, 8, 1, 2>{});
   if (most <= 128 * 8) return f(RowShape<128, 8, 1, 2>{});
   if (most <= 256 * 8) return f(RowShape<256, 8, 1, 2>{});
@@ -59,9 +60,13 @@ bool rmsnorm_backward_shifted_takes(const P &p) {
          rows_ascend(p.x, p.inner, p.rows, p.n) && rows_ascend(p.dy, p.inner, p.rows, p.n) &&
          rows_ascend(p.dresidual, p.inner, p.rows, p.n);
 }
-// Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us: 153670x163
-// 251 and 323, 81818x1163 510 and 786, but 3319x434 22.1 and 14.8, 20000x201 48.2 and 45.5, 1364x2603 38.7 and 32.5.
-bool rmsnorm_backward_shifted_prefers(const P &p) { return p.rows * p.n > 4'500'000; }
+// Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us:
+// 153670x163 187 and 323, 81818x1163 510 and 786, but 3319x434 22.1 and 14.8, 1364x2603 38.7 and 32.5. Rows that a
+// warp holds are joined without a barrier: 30000x255 takes 56, as many elements as 20000x201, which takes 49
+// unaligned, here an estimated 35.
+bool rmsnorm_backward_shifted_prefers(const P &p) {
+  return p.rows * p.n > (p.n + kVector - 1 <= 32 * 8 ? 4'000'000 : 4'500'000);
+}
 pydet_status rmsnorm_backward_shifted(const P &p) { return backward_rows("rmsnorm_backward_shifted", p, true); }
 
 bool rmsnorm_backward_heads_takes(const P &p) {

@@ -155,6 +155,8 @@ constexpr Kernel<Quantize> kQuantize[] = {
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
     {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes,
      nullptr, rmsnorm_held},
+    {"cuda_rmsnorm_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
+     rmsnorm_staged_takes, rmsnorm_staged_prefers, rmsnorm_staged},
     {"cuda_rmsnorm_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
      rmsnorm_shifted_takes, nullptr, rmsnorm_shifted},
     {"cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
@@ -194,6 +196,8 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
+    {"cuda_softmax_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
+     softmax_shifted_takes, softmax_shifted_prefers, softmax_shifted},
     {"cuda_softmax_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_90 or later", from_sm90,
      softmax_cluster_takes, softmax_cluster_prefers, softmax_cluster},
     {"cuda_softmax_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
@@ -205,6 +209,8 @@ constexpr Kernel<Softmax> kSoftmax[] = {
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
+    {"cuda_softmax_backward_shifted", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
+     softmax_backward_shifted_takes, softmax_backward_shifted_prefers, softmax_backward_shifted},
     {"cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_90 or later", from_sm90,
      softmax_backward_cluster_takes, softmax_backward_cluster_prefers, softmax_backward_cluster},
     {"cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
@@ -268,6 +274,8 @@ constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
     {"cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
      layernorm_held_takes, nullptr, layernorm_held},
+    {"cuda_layernorm_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
+     layernorm_staged_takes, layernorm_staged_prefers, layernorm_staged},
     {"cuda_layernorm_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
      layernorm_shifted_takes, nullptr, layernorm_shifted},
     {"cuda_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80, nullptr,

@@ -1,93 +1,69 @@
-// Softmax of rows that begin anywhere, and of long ones by clusters, in fp32 (NUMERICS.md, "Softmax"): the CPU's bits.
-// The formulas are those of softmax.cu, the rows those of softmax_staged.h. A thread keeps its elements of a row.
+// Softmax of rows in shared memory, of a block or of a cluster, in fp32 (NUMERICS.md, "Softmax"): the CPU's bits. The
+// formulas are those of softmax.cu, a cluster's rows those of softmax_staged.h.
 
 #include "gpu/kernels.h"
 #include "gpu/nvidia/softmax_staged.h"
+#include "gpu/nvidia/staged_row.h"
 
 namespace pydet {
 namespace {
 
-// A thread keeps its K elements of a row, or its exps.
-template <Type type, int T, int K>
-__global__ void __launch_bounds__(Stage<type, T, 1>::kBlock, 1024 / Stage<type, T, 1>::kBlock)
-    softmax_kept_kernel(const __grid_constant__ Softmax p, int team_bytes) {
-  using S = Stage<type, T, 1>;
-  constexpr int kSlots = K < S::kLanes ? K : S::kLanes, kAtOnce = 4;
+// A block holds a row. What becomes y is read again as y lies in memory, wherever x does.
+template <Type type, bool shifted>
+__global__ void __launch_bounds__(kMaxTeam, 4) softmax_staged_kernel(const __grid_constant__ Softmax p, bool ascend) {
+  constexpr int T = kMaxTeam, W = kVector;
+  using Row = StagedRow<type, shifted>;
   extern __shared__ __align__(16) char shared[];
-  __shared__ float of_warps[T == kLogicalWarp ? 1 : T / kLogicalWarp], of_groups[T / 8];
+  __shared__ float of_groups[T], of_warps[T / kLogicalWarp];
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const S stage(p.n);
-  const int team = int(threadIdx.x) / T;
-  const int64_t r = int64_t(blockIdx.x) * S::kTeams + team;
-  if (r >= p.rows) return;  // a whole warp, or no thread of the block
+  const int64_t r = blockIdx.x;
   const RowIndex where = row_index(p.inner, r);
-  const char *const x_row = row_at(p.x, S::kSize, where);
-  char *const staged = shared + team * team_bytes;
-  stage.fetch(staged, x_row);
-  commit_copies();
+  const char *const x_row = row_at(p.x, size_of(type), where);
+  Row row;
+  row.fetch(shared, x_row, p.n, ascend && r > 0, ascend && r < p.rows - 1);
   Finish finish(p, r);
-  wait_copies<0>();
-  S::meet();
 
-  float x[K], most = kLowest, lane[kSlots] = {};
-  bool normal[K / kAtOnce];
-  const int x_shift = S::shift_of(x_row);
+  float most = kLowest;
+  row.turns(0, kLowest, [&](int, const float(&x)[W]) {
 #pragma unroll
-  for (int first = 0; first < K; first += kAtOnce) {
-    if (T * first >= stage.n) continue;
-#pragma unroll
-    for (int q = first; q < first + kAtOnce; ++q) {
-      x[q] = stage.column(q) < stage.n ? S::load(staged, stage.place(q) + x_shift) : kLowest;
-      most = fmaxf(most, x[q]);
-    }
-  }
+    for (int e = 0; e < W; ++e) most = fmaxf(most, x[e]);
+  });
   const float max = most_of<T, 1>(most, of_warps, nullptr);
+  Lanes<T, W, 1> lanes[1];
+  float ones[W], sum[1];
 #pragma unroll
-  for (int first = 0; first < K; first += kAtOnce) {
-    if (T * first >= stage.n) continue;
-    float some[kAtOnce], exps[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) some[i] = stage.column(first + i) < stage.n ? x[first + i] : max;
-    normal[first / kAtOnce] = exps_of(some, max, exps);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int q = first + i;
-      if (stage.column(q) < stage.n) lane[q % kSlots] += exps[i];
-      if (p.kind != SoftmaxKind::log_softmax) x[q] = exps[i];
-    }
-  }
-  finish.known(max, LaneSum<T, 1, kSlots>::joined(lane, of_groups, nullptr));
+  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
+  row.turns(0, max, [&](int j, const float(&x)[W]) {
+    float exps[W];
+    exps_of(x, max, exps);
+    row.add(lanes[0], j, exps, ones);
+  });
+  join(lanes, of_groups, [](float s) { return s; }, sum);
+  finish.known(max, sum[0]);
   if (p.kind == SoftmaxKind::log_prob) {
-    if (stage.t == 0) finish.store_log_prob(x_row);
+    if (threadIdx.x == 0) finish.store_log_prob(x_row);
     return;
   }
-  char *const y_row = row_at(p.y, S::kSize, where);
-  const int y_shift = S::shift_of(y_row);
-  if (T == kLogicalWarp) __syncwarp();  // the others of the team have read x
-#pragma unroll
-  for (int first = 0; first < K; first += kAtOnce) {
-    if (T * first >= stage.n) continue;
-    float some[kAtOnce], exps[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) some[i] = exps[i] = x[first + i];
-    finish.elements<T>(stage.column(first), exps, normal[first / kAtOnce], some);
-    stage.store(staged, y_shift, first, some);
-  }
-  S::meet();
-  stage.write(staged, y_row);
+  char *const y_row = row_at(p.y, size_of(type), where);
+  row.turns(Row::behind_whole(y_row), max, [&](int j, float(&x)[W]) {
+    float exps[W];
+    const bool normal = p.kind != SoftmaxKind::log_softmax && exps_of(x, max, exps);
+    finish.elements<1>(j, exps, normal, x);
+    row.store(y_row, j, x);
+  });
 }
 
-// A longer row stays in shared memory alone. y takes the place of x, or has y_bytes of its own.
-template <Type type, int T, int C>
-__global__ void __launch_bounds__(T, 1024 / T)
-    softmax_staged_kernel(const __grid_constant__ Softmax p, int bytes, int y_bytes) {
+// A cluster holds a row. y takes the place of x, or has y_bytes of its own.
+template <Type type>
+__global__ void __launch_bounds__(kMaxTeam, 4)
+    softmax_cluster_kernel(const __grid_constant__ Softmax p, int bytes, int y_bytes) {
+  constexpr int T = kMaxTeam, C = kRanks, kAtOnce = 8;
   using S = Stage<type, T, C>;
-  constexpr int kAtOnce = 8;
   extern __shared__ __align__(16) char x_staged[];
   __shared__ float of_warps[T / kLogicalWarp], of_groups[T / 8];
   __shared__ Exchange cluster;
-  if constexpr (C > 1) expect_from_cluster(&cluster.most_arrived, int(sizeof cluster.most));
+  expect_from_cluster(&cluster.most_arrived, int(sizeof cluster.most));
   wait_for_previous_kernel();
   let_next_kernel_start();
   const S stage(p.n);
@@ -97,10 +73,8 @@ __global__ void __launch_bounds__(T, 1024 / T)
   stage.fetch(x_staged, x_row);
   commit_copies();
   Finish finish(p, r);
-  if constexpr (C > 1) {
-    meet_cluster();
-    expect_from_cluster(&cluster.sums_arrived, int(sizeof cluster.sums));
-  }
+  meet_cluster();
+  expect_from_cluster(&cluster.sums_arrived, int(sizeof cluster.sums));
   wait_copies<0>();
   S::meet();
 
@@ -138,7 +112,7 @@ __global__ void __launch_bounds__(T, 1024 / T)
   turns(max, [&](int first, float(&x)[kAtOnce]) {
     float exps[kAtOnce];
     const bool normal = p.kind != SoftmaxKind::log_softmax && exps_of(x, max, exps);
-    finish.elements<C == 1 ? T : kRowLanes>(stage.column(first), exps, normal, x);
+    finish.elements<kRowLanes>(stage.column(first), exps, normal, x);
     stage.store(y_staged, y_shift, first, x);
   });
   S::meet();
@@ -147,18 +121,7 @@ __global__ void __launch_bounds__(T, 1024 / T)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-template <int team, int elements> struct Kept {
-  static constexpr int T = team, K = elements;
-};
-
-// Calls f with a team that keeps a row of n.
-template <class F> pydet_status with_team(int64_t n, const F &f) {
-  if (n <= 32 * 4) return f(Kept<32, 4>{});
-  if (n <= 32 * 16) return f(Kept<32, 16>{});
-  if (n <= 128 * 16) return f(Kept<128, 16>{});
-  return f(Kept<256, 16>{});
-}
-constexpr int64_t kLongestKept = 256 * 16, kMostRows = int64_t(1) << 27;
+constexpr int64_t kMostRows = int64_t(1) << 27;
 
 Launch shape_of(const char *name, const Softmax &p, int64_t blocks, int threads, int shared_bytes, int cluster) {
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(unsigned(threads))};
@@ -168,36 +131,30 @@ Launch shape_of(const char *name, const Softmax &p, int64_t blocks, int threads,
   return where;
 }
 
-template <Type type, int T, int C> pydet_status launch_staged(const char *name, const Softmax &p) {
-  const int bytes = Stage<type, T, C>::bytes(p.n), y_bytes = p.y.data && rows_differ(p.y, p.x) ? bytes : 0;
-  return launch(shape_of(name, p, p.rows * C, T, bytes + y_bytes, C), softmax_staged_kernel<type, T, C>, p, bytes,
-                y_bytes);
-}
+bool whole(const Softmax &p) { return p.n % kVector == 0 && rows_aligned(p.x) && rows_aligned(p.y); }
+int64_t bytes_of_row(const Softmax &p) { return bytes_of_staged(p.n, p.x.type); }
 
 }  // namespace
 
 bool softmax_staged_takes(const Softmax &p) {
-  return p.rows <= kMostRows && (p.n <= kLongestKept || rows_fit(2, p.n, p.x.type, 1, p.device.id));
+  constexpr int64_t kStatic = 4 << 10;
+  return p.rows <= kMostRows && bytes_of_row(p) + kStatic <= gpu_shared_bytes(p.device.id);
 }
 
-// Of aligned rows, measured on an H100: many of 8192 to 16384 elements (12932x8792: 382 us, held in registers 522), and
-// longer ones of log_softmax (4096x32000: 265 us, read three times 329; softmax 370 and 336).
+// Of aligned rows those of more than 8192 elements, where there are many and a multiprocessor holds two. Measured on
+// an H100, us, here, held in registers and read three times: 12932x8792 254, 522 and 273, 4407x15088 146, 211 and 150,
+// 300x12000 19, 19 and 16, 4096x8192 77, 73 and 80, 4096x32000 271 and 336, 1500x40000 148 and 180.
 bool softmax_staged_prefers(const Softmax &p) {
-  if (p.n % kVector != 0 || !rows_aligned(p.x) || !rows_aligned(p.y)) return true;
-  return p.n > kLongestHeldRow ? p.kind == SoftmaxKind::log_softmax && p.rows > 512 : p.n > 8192 && p.rows > 512;
+  return !whole(p) || (p.n > 8192 && p.rows > 512 && bytes_of_row(p) <= 110 << 10);
 }
 
 pydet_status softmax_staged(const Softmax &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("softmax_staged", guard.error());
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    if (p.n > kLongestKept) return launch_staged<type, 256, 1>("softmax_staged", p);
-    return with_team(p.n, [&](auto shape) {
-      using S = Stage<type, shape.T, 1>;
-      const int team_bytes = S::bytes(p.n);
-      return launch(shape_of("softmax_staged", p, divide_up(p.rows, S::kTeams), S::kBlock, S::kTeams * team_bytes, 1),
-                    softmax_kept_kernel<type, shape.T, shape.K>, p, team_bytes);
-    });
+    return launch(shape_of("softmax_staged", p, p.rows, kMaxTeam, int(bytes_of_row(p)), 1),
+                  whole(p) ? softmax_staged_kernel<type, false> : softmax_staged_kernel<type, true>, p,
+                  rows_ascend(p.x, p.inner, p.rows, p.n));
   });
 }
 
@@ -212,8 +169,12 @@ bool softmax_cluster_prefers(const Softmax &p) {
 pydet_status softmax_cluster(const Softmax &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("softmax_cluster", guard.error());
-  return with_type<kUnscaledTypes>(p.x.type,
-                                   [&](auto type) { return launch_staged<type, 256, kRanks>("softmax_cluster", p); });
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    const int bytes = Stage<type, kMaxTeam, kRanks>::bytes(p.n),
+              y_bytes = p.y.data && rows_differ(p.y, p.x) ? bytes : 0;
+    return launch(shape_of("softmax_cluster", p, p.rows * kRanks, kMaxTeam, bytes + y_bytes, kRanks),
+                  softmax_cluster_kernel<type>, p, bytes, y_bytes);
+  });
 }
 
 }  // namespace pydet
