@@ -30,14 +30,17 @@ TERMS = (
 
 
 def tiles():
-    """name: (m, n, cluster_m, cluster_n, swapped), from tiles.h."""
-    rows = re.findall(r'\{"(\w+)", (\d+), (\d+), (\d), (\d), (true|false),', (SM90 / "tiles.h").read_text())
-    return {name: (*map(int, extents), swapped == "true") for name, *extents, swapped in rows}
+    """name: (m, n, cluster_m, cluster_n, swapped, hands_over), from tiles.h."""
+    row = r'\{"(\w+)", (\d+), (\d+), (\d), (\d), (true|false),([^}]*)\}'
+    return {
+        name: (*map(int, extents), swapped == "true", rest.endswith("true"))
+        for name, *extents, swapped, rest in re.findall(row, (SM90 / "tiles.h").read_text())
+    }
 
 
 def terms(problem, tile, clusters):
     """By what each rate of the tile is multiplied (choose.cpp: time_of)."""
-    tile_m, tile_n, cluster_m, cluster_n, swapped = tile
+    tile_m, tile_n, cluster_m, cluster_n, swapped, hands_over = tile
     m, n, k = problem["m"], problem["n"], problem["k"]
     a, b = problem["a_k_adjacent"], problem["b_k_adjacent"]
     if swapped:
@@ -46,9 +49,11 @@ def terms(problem, tile, clusters):
     count = math.ceil(m / (tile_m * cluster_m)) * math.ceil(n / (tile_n * cluster_n))
     at_once = clusters[cluster_m * cluster_n]
     full = (count - 1) // at_once
-    filled = (count - full * at_once) / at_once
-    stages = math.ceil(chunk / BLOCK_K) * k / chunk if chunk else math.ceil(k / BLOCK_K)
     waves = full + 1
+    filled = (count - full * at_once) / at_once
+    if hands_over:  # the last waves are as long for all
+        full, filled = count / at_once - 1, 1
+    stages = math.ceil(chunk / BLOCK_K) * k / chunk if chunk else math.ceil(k / BLOCK_K)
     turned = [waves * stages * (not b and a), waves * stages * (b and not a), waves * stages * (not a and not b)]
     chunks = math.ceil(k / chunk) if chunk else 0
     memory = (m * k + n * k + m * n) / 1024

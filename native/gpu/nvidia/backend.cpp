@@ -357,7 +357,8 @@ const Backend *gpu_backend() {
                                       table(kLayerNorm),
                                       table(kLayerNormBackward),
                                       table(kScaledGroupedGemm),
-                                      round_elements};
+                                      round_elements,
+                                      gemm_sm90_workspace};
   return &backend;
 }
 

@@ -61,8 +61,9 @@ double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int
   constexpr int kFew = 96;
   const double tiles =
       double(divide_up(e.m, tile.m * tile.cluster_m)) * divide_up(e.n, tile.n * tile.cluster_n) * e.batches;
-  const double full = double(int64_t((tiles - 1) / clusters)), waves = full + 1;
-  const double filled = (tiles - full * clusters) / clusters;
+  const double before = double(int64_t((tiles - 1) / clusters)), waves = before + 1;
+  const double full = tile.hands_over ? tiles / clusters - 1 : before;
+  const double filled = tile.hands_over ? 1 : (tiles - before * clusters) / clusters;
   const double stages = e.chunk ? double(divide_up(e.chunk, kBlockK)) * e.k / e.chunk : double(divide_up(e.k, kBlockK));
   const double memory = (double(e.m) * e.k + double(e.n) * e.k + double(e.m) * e.n) * e.batches / 1024;
   const double blocks = double(divide_up(e.m, tile.m)) * divide_up(e.n, tile.n) * e.batches;
@@ -96,6 +97,7 @@ int sm90_fastest_tile(const Gemm &g, const Sm90Operands &operands) {
     const Sm90Tile &tile = kSm90Tiles[i];
     const Extents &e = tile.swapped ? swapped : own;
     if (!(tile.layouts_of(g.k_chunk != 0) & layout_bit(e.a_k_adjacent, e.b_k_adjacent))) continue;
+    if (tile.hands_over && !sm90_hands_over(g, i)) continue;
     const double time = time_of(tile, kRates[i], e, clusters[tile.cluster()], multiprocessors);
     if (least < 0 || time < least) best = i, least = time;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 
 #include "gpu/device.h"
 #include "gpu/nvidia/sm90/gemm.h"
@@ -33,6 +34,14 @@ int active_clusters(int device, int cluster) {
   return count > 0 ? count : multiprocessors / cluster;
 }
 
+// Before a kernel that waits for them. It ends when the kernel ahead has, which may use the same workspace.
+__global__ void put_flags_down(uint32_t *flags, int count) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int i = int(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i < count) flags[i] = 0;
+}
+
 }  // namespace
 
 int sm90_clusters(int device, int cluster) {
@@ -46,6 +55,49 @@ int sm90_clusters(int device, int cluster) {
     count.store(found, std::memory_order_relaxed);
   }
   return std::max(found, 1);
+}
+
+// ---- Handover ----------------------------------------------------------------------------------------------------
+
+namespace {
+// The workspace: flags of every warp of every block, then its accumulators. Hopper has up to 144 multiprocessors.
+constexpr int kMostBlocks = 144, kMostWarps = 12, kMostTile = 192 * 192;
+constexpr uint64_t kFlagBytes = kMostBlocks * kMostWarps * 4;
+constexpr uint64_t kHandoverBytes = kFlagBytes + uint64_t(kMostBlocks) * kMostTile * 4;
+}  // namespace
+
+uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic arithmetic) {
+  constexpr double kLeastWork = 1e10;  // less is done in 30 us, of which a launch more would be too much
+  const bool tensor_cores = arithmetic == Arithmetic::automatic || arithmetic == Arithmetic::sm90;
+  if (!tensor_cores || (k_chunk && k_chunk < k) || k > kMostHandedOver ||
+      double(m) * double(n) * double(k) < kLeastWork)
+    return 0;
+  return kHandoverBytes;
+}
+
+bool sm90_hands_over(const Gemm &g, int index) {
+  const Sm90Tile &tile = kSm90Tiles[index];
+  const uint64_t wanted = gemm_sm90_workspace(g.m, g.n, g.k, g.k_chunk, Arithmetic::sm90);
+  if (g.batch.count > 1 || wanted == 0 || g.workspace_size < wanted) return false;
+  const int64_t m = tile.swapped ? g.n : g.m, n = tile.swapped ? g.m : g.n;
+  const int64_t tiles = divide_up(m, tile.m * tile.cluster_m) * divide_up(n, tile.n * tile.cluster_n);
+  const int clusters = sm90_clusters(g.device.id, tile.cluster());
+  return clusters * tile.cluster() <= kMostBlocks && tiles > clusters && tiles % clusters;
+}
+
+pydet_status sm90_begin_handover(const Gemm &g, int index, int clusters, Sm90Problem *p) {
+  p->handover = {p->tiles, 0, nullptr, nullptr};
+  if (!kSm90Tiles[index].hands_over) return PYDET_OK;
+  p->handover.turns = p->tiles / clusters - 1;
+  p->handover.tiles = p->tiles - p->handover.turns * clusters;
+  char *const workspace = static_cast<char *>(g.workspace);
+  p->handover.flags = reinterpret_cast<uint32_t *>(workspace);
+  p->handover.sums = reinterpret_cast<float *>(workspace + kFlagBytes);
+  constexpr int kThreads = 256, kFlags = int(kFlagBytes / 4);
+  Launch shape = {kSm90Tiles[index].name, gpu_stream(g.stream), dim3((kFlags + kThreads - 1) / kThreads),
+                  dim3(kThreads)};
+  shape.overlaps_previous = true;
+  return launch(shape, put_flags_down, p->handover.flags, int(kFlags));
 }
 
 }  // namespace pydet

@@ -11,7 +11,7 @@
 
 #include <algorithm>
 
-#include "gpu/nvidia/sm90/warp_out.h"
+#include "gpu/nvidia/sm90/handover.h"
 
 namespace pydet {
 namespace {
@@ -24,9 +24,10 @@ constexpr int kGroup = PYDET_SM90_GROUP, kFirstSize = kGroup / 2;
 constexpr Type kGroupType = kSm90GroupTypes[kGroup % 2];
 static_assert(kFirstSize >= 0 && kFirstSize < kSm90SizeGroups, "the Makefile counts the groups as tiles.h does");
 
-template <int rows, int columns, Type input, bool a_adjacent, bool b_adjacent, bool chunks> struct Shape {
+template <int rows, int columns, Type input, bool a_adjacent, bool b_adjacent, bool chunks, bool parts> struct Shape {
   static constexpr Type type = input;
   static constexpr bool a_k_adjacent = a_adjacent, b_k_adjacent = b_adjacent, chunked = chunks;
+  static constexpr bool hands_over = parts;
   static constexpr int m = rows, n = columns;
   static constexpr int consumers = m == 64 ? 1 : m % 192 ? 2 : 3, threads = kWarpgroup * (1 + consumers);
   static constexpr int blocks = m / 64 / consumers, block_registers = n / 2;  // blocks of 64 rows a warpgroup
@@ -112,9 +113,10 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
   const Slots slots = {shared + S::slots_at, shared + S::slot_barriers_at};
   int stage = 0, parity = 0;
   uint32_t turn = 0;
-  for (int index = cluster_index(p); index < p.tiles; index += cluster_count(p), ++turn) {
-    const Tile tile = tile_of<S>(p, index);
-    slots.put(turn, tile, true);
+  const Walk<S::hands_over> walk(p, cluster_index(p), cluster_count(p));
+  for (Piece piece = walk.first(); walk.is_one(piece); walk.advance(&piece, ++turn)) {
+    const Tile tile = tile_of<S>(p, piece.tile);
+    slots.put<S::hands_over>(turn, tile, piece.kind, piece.end - piece.begin);
     if (turn == 0) {
       if (!p.batched && p.k > 0) {
         ask_for_operand<S::a_k_adjacent, S::m>(&p.a, tile.row, a_share);
@@ -127,8 +129,8 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
       a_batch[d] = p.a_moves[d] ? tile.batch[d] : 0;
       b_batch[d] = p.b_moves[d] ? tile.batch[d] : 0;
     }
-    for (int chunk = 0; chunk < p.k; chunk += p.chunk) {
-      int end = min(p.k - chunk, p.chunk) + chunk;
+    for (int chunk = piece.begin; chunk < piece.end; chunk += p.chunk) {
+      int end = min(piece.end - chunk, p.chunk) + chunk;
 #pragma unroll 1
       for (int k = chunk; k < end; k += kBlockK) {
         uint32_t full = shared + S::barriers_at + stage * 8, empty = full + S::stages * 8;
@@ -141,7 +143,7 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
       }
     }
   }
-  slots.put(turn, {}, false);
+  slots.put(turn, {}, kNoTile);
   // The block may end when every arrival that the others owe it has come.
 #pragma unroll 1
   for (int i = 0; i < S::stages; ++i) {
@@ -248,24 +250,33 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
       const Tile tile = slots.look(turn);
       bias.load(p, tile, rows_of(tile, 0).row);
     }
+    const int depth = S::hands_over ? slots.depth(turn) : p.k;
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
-    if (p.accumulate) {
+    if (S::hands_over && slots.kind(turn) == kTail) {
+      take_over<S>(p, d);
+      ring.template chain<false>(d, depth, p.chunk);
+    } else if (p.accumulate) {
       const Tile tile = slots.look(turn);
 #pragma unroll
       for (int block = 0; block < S::blocks; ++block) rows_of(tile, block).begin_at_out(block_of<S>(d, block));
-      ring.template chain<false>(d, p.k, p.chunk);
+      ring.template chain<false>(d, depth, p.chunk);
     } else {
       if constexpr (S::chunked) {
 #pragma unroll
         for (int i = 0; i < S::registers; ++i) d[i] = 0;
-      } else if (p.k == 0) {
+      } else if (depth == 0) {
         // As plain assignments they would become a choice for each element, which every tile then makes.
 #pragma unroll
         for (int i = 0; i < S::registers; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
       }
-      if (p.k > 0) ring.template chain<true>(d, p.k, p.chunk);
+      if (depth > 0) ring.template chain<true>(d, depth, p.chunk);
     }
 
+    if (S::hands_over && slots.kind(turn) == kHead) {
+      hand_on<S>(p, d);
+      slots.give_back(turn);
+      continue;
+    }
     const Tile tile = slots.look(turn);
     if (S::chunked) bias.load(p, tile, rows_of(tile, 0).row);
     bias.add(p, d, shared);
@@ -322,6 +333,8 @@ template <class S> pydet_status launch_shape(const Gemm &g, const Sm90Operands &
   Sm90Problem problem = {};
   if (pydet_status status = sm90_plan(g, operands, tile, &problem)) return status;
   const int clusters = std::min(sm90_clusters(g.device.id, cluster), problem.tiles);
+  if constexpr (S::hands_over)
+    if (pydet_status status = sm90_begin_handover(g, tile, clusters, &problem)) return status;
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
   shape.cluster = cluster;
@@ -339,8 +352,10 @@ template <int size> pydet_status launch_size(const Gemm &g, const Sm90Operands &
         constexpr bool a_first = decltype(a_adjacent)::value, b_first = decltype(b_adjacent)::value;
         constexpr bool chunks = decltype(chunked)::value;
         constexpr Sm90Size its = kSm90Sizes.sizes[size];
-        if constexpr (its.layouts_of(chunks) & layout_bit(a_first, b_first))
-          return launch_shape<Shape<its.m, its.n, kGroupType, a_first, b_first, chunks>>(g, operands, tile);
+        constexpr uint32_t layout = layout_bit(a_first, b_first);
+        constexpr bool hands_over = !chunks && (its.handed_layouts & layout);
+        if constexpr (its.layouts_of(chunks) & layout)
+          return launch_shape<Shape<its.m, its.n, kGroupType, a_first, b_first, chunks, hands_over>>(g, operands, tile);
         else return pydet_status(PYDET_UNSUPPORTED);  // gemm_sm90_choose has refused it
       });
     });

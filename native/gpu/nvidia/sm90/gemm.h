@@ -16,6 +16,28 @@ constexpr int kSm90MaxBatch = 3;  // dimensions, beside the two of a matrix
 // How a bias is added: to columns of a tile, to its rows, or element by element as they are stored.
 enum class BiasWay : uint8_t { none, by_column, by_row, any };
 
+// How the last waves are shared out (handover.h): each cluster takes `turns` whole tiles, then its part of the `tiles`
+// that are left.
+struct Sm90Handover {
+  int turns, tiles;  // no tiles: each is one cluster's
+  float *sums;       // what each block hands on
+  uint32_t *flags;   // whether each of its warps has
+};
+
+// Where the part of a cluster begins: in a tile, counted from the first that is shared, before a stage. Nobody makes less
+// than kLeastStages of a tile.
+struct Sm90Cut {
+  int tile, stage;
+};
+constexpr int kLeastStages = 4;
+constexpr int64_t kMostHandedOver = 1 << 20;  // the longest k
+PYDET_HD Sm90Cut sm90_cut(int cluster, int clusters, int tiles, int stages) {
+  const int at = cluster * tiles * stages / clusters, stage = at % stages;
+  if (stage < kLeastStages) return {at / stages, 0};
+  if (stages - stage < kLeastStages) return {at / stages + 1, 0};
+  return {at / stages, stage};
+}
+
 // The part of a problem that the device sees. Strides are in elements.
 struct Sm90Problem {
   CUtensorMap a, b;
@@ -41,6 +63,7 @@ struct Sm90Problem {
   bool out_singles;  // out has fp32, in such units
   bool out_fours;    // its elements may be stored four at a time
   BiasWay bias_way;
+  Sm90Handover handover;
 };
 
 // An operand as the copy engine can take it: elements are adjacent along k or along m (n), and the other dimension has
@@ -56,6 +79,11 @@ struct Sm90Operands {
 // Fills the problem, tensor maps included. The device must be current. Of a swapped tile problem and operands are those of
 // out^T = b^T a^T.
 pydet_status sm90_plan(const Gemm &, const Sm90Operands &, int tile, Sm90Problem *);
+
+// Of a tile that hands over: whether there is something to share out, and the workspace for it; and the rest of the
+// problem, with the flags put down on the stream.
+bool sm90_hands_over(const Gemm &, int tile);
+pydet_status sm90_begin_handover(const Gemm &, int tile, int clusters, Sm90Problem *);
 
 // How many clusters of so many blocks, one an SM, a device runs at once: each lies in one GPC, so that of 132 SMs 120
 // have room in clusters of 4. Read once a device.

@@ -70,13 +70,14 @@ MapShape map_of(const Gemm &g, const Matrix &matrix, const Sm90Operand &operand,
 // A layer's shape comes again and again, so a thread keeps its last answer.
 int fastest_tile(const Gemm &g, const Sm90Operands &operands) {
   struct Question {
-    int64_t m, n, k, k_chunk, batches, strides[4], device;
+    int64_t m, n, k, k_chunk, batches, strides[4], device, workspace_size;
   };
   thread_local Question last = {};
   thread_local int answer = -1;
-  const Question question = {
-      g.m,        g.n, g.k, g.k_chunk, g.batch.count, {g.a.row_stride, g.a.col_stride, g.b.row_stride, g.b.col_stride},
-      g.device.id};
+  const Question question = {g.m,           g.n,
+                             g.k,           g.k_chunk,
+                             g.batch.count, {g.a.row_stride, g.a.col_stride, g.b.row_stride, g.b.col_stride},
+                             g.device.id,   int64_t(g.workspace_size)};
   if (answer < 0 || memcmp(&question, &last, sizeof last)) last = question, answer = sm90_fastest_tile(g, operands);
   return answer;
 }
@@ -96,6 +97,7 @@ Choice gemm_sm90_choose(const Gemm &g, int tile) {
   if (!takes(g, &operands)) return {};
   if (tile == kAnyVariant) tile = fastest_tile(g, operands);
   const Sm90Tile &t = kSm90Tiles[tile];
+  if (t.hands_over && !sm90_hands_over(g, tile)) return {};
   const bool a_k_adjacent = operands.a.k_adjacent, b_k_adjacent = operands.b.k_adjacent;
   const uint32_t layout = t.swapped ? layout_bit(b_k_adjacent, a_k_adjacent) : layout_bit(a_k_adjacent, b_k_adjacent);
   return t.layouts_of(g.k_chunk != 0) & layout ? Choice(tile, operands) : Choice();

@@ -21,6 +21,7 @@ struct Sm90Tile {
   int m, n, cluster_m, cluster_n;
   bool swapped;
   uint32_t layouts, chunked_layouts;
+  bool hands_over = false;  // what does not fill the last wave is shared out (handover.h), in the workspace
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr uint32_t layouts_of(bool chunked) const { return chunked ? chunked_layouts : layouts; }
 };
@@ -91,6 +92,14 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_128x128_2x2", 128, 128, 2, 2, false, kForward | kTurnedB, kNoLayout},
     {"cuda_gemm_sm90_256x144", 256, 144, 2, 1, false, kForward, kNoLayout},
     {"cuda_gemm_sm90_192x112_wide", 192, 112, 1, 2, false, kForward, kNoLayout},
+    {"cuda_gemm_sm90_128x256_handover", 128, 256, 2, 1, false, kAnyLayout, kNoLayout, true},
+    {"cuda_gemm_sm90_128x256_wide_handover", 128, 256, 1, 2, false, kForward | kTurnedB, kNoLayout, true},
+    {"cuda_gemm_sm90_192x128_wide_handover", 192, 128, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout, true},
+    {"cuda_gemm_sm90_192x192_handover", 192, 192, 2, 1, false, kForward | kTurnedB, kNoLayout, true},
+    {"cuda_gemm_sm90_192x192_wide_handover", 192, 192, 1, 2, false, kForward | kTurnedB, kNoLayout, true},
+    {"cuda_gemm_sm90_128x192_wide_handover", 128, 192, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout, true},
+    {"cuda_gemm_sm90_128x160_wide_swapped_handover", 128, 160, 1, 2, true, kForward | kTurnedA | kBothTurned, kNoLayout,
+     true},
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 
@@ -104,7 +113,7 @@ static_assert(shares_are_whole_atoms(), "a block of a cluster loads whole atoms 
 // The kernels of all tiles of one size, which are told at run time how the cluster lies and whether the tile is of out^T.
 struct Sm90Size {
   int m, n;
-  uint32_t layouts, chunked_layouts;
+  uint32_t layouts, chunked_layouts, handed_layouts;
   constexpr uint32_t layouts_of(bool chunked) const { return chunked ? chunked_layouts : layouts; }
 };
 struct Sm90Sizes {
@@ -117,8 +126,9 @@ constexpr Sm90Sizes sm90_sizes() {
     const Sm90Tile &t = kSm90Tiles[tile];
     int i = 0;
     while (i < found.count && (found.sizes[i].m != t.m || found.sizes[i].n != t.n)) ++i;
-    if (i == found.count) found.sizes[found.count++] = {t.m, t.n, 0, 0};
+    if (i == found.count) found.sizes[found.count++] = {t.m, t.n, 0, 0, 0};
     found.sizes[i].layouts |= t.layouts, found.sizes[i].chunked_layouts |= t.chunked_layouts;
+    if (t.hands_over) found.sizes[i].handed_layouts |= t.layouts;
     found.of_tile[tile] = i;
   }
   return found;

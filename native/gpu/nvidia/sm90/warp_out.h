@@ -48,8 +48,9 @@ struct Slots {
   __device__ __forceinline__ uint32_t full(uint32_t turn) const { return barriers + turn % kSlots * 8; }
   __device__ __forceinline__ uint32_t empty(uint32_t turn) const { return full(turn) + kSlots * 8; }
 
-  // One thread.
-  __device__ __forceinline__ void put(uint32_t turn, const Tile &tile, bool is_one) const {
+  // One thread. `kind`: 0 where there is no tile. Of a part of a tile also how many k it has.
+  template <bool has_depth = false>
+  __device__ __forceinline__ void put(uint32_t turn, const Tile &tile, int kind, int depth = 0) const {
     barrier_wait(empty(turn), (turn / kSlots & 1) ^ 1);
     const uint32_t at = slot(turn);
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(tile.row), "r"(tile.column),
@@ -57,16 +58,25 @@ struct Slots {
                  : "memory");
     asm volatile("st.shared.v2.s64 [%0], {%1, %2};" ::"r"(at + 16), "l"(tile.out_offset), "l"(tile.bias_offset)
                  : "memory");
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(at + 32), "r"(int(is_one)) : "memory");
+    if constexpr (has_depth) asm volatile("st.shared.s32 [%0], %1;" ::"r"(at + 36), "r"(depth) : "memory");
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(at + 32), "r"(kind) : "memory");
     barrier_arrive(full(turn));
   }
 
   // All threads of the consumers: whether there is a tile, which stays until it is given back.
   __device__ __forceinline__ bool wait(uint32_t turn) const {
     barrier_wait(full(turn), turn / kSlots & 1);
-    int is_one;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(is_one) : "r"(slot(turn) + 32) : "memory");
-    return is_one;
+    return kind(turn);
+  }
+  __device__ __forceinline__ int kind(uint32_t turn) const {
+    int kind;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(kind) : "r"(slot(turn) + 32) : "memory");
+    return kind;
+  }
+  __device__ __forceinline__ int depth(uint32_t turn) const {
+    int depth;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(depth) : "r"(slot(turn) + 36) : "memory");
+    return depth;
   }
   __device__ __forceinline__ Tile look(uint32_t turn) const {
     Tile tile = {};

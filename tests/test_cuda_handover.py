@@ -1,0 +1,236 @@
+"""Tiles of the Hopper GEMM whose last waves are shared out, forced by name: a block begins a tile, and another ends it.
+
+The bits are those of a kernel of mma.sync, which shares no code with them and is held to the CPU's by test_cuda.py.
+"""
+
+import pathlib
+
+import pytest
+
+import capi
+import pydet
+from test_cuda_tiles import operand
+
+OTHER = "cuda_gemm_sm90_mma_64x64"
+SUFFIX = "_handover"
+UNSUPPORTED = 11
+STAGE = 64  # of k
+
+
+def tiles():
+    return [k for k in pydet.kernels() if k.device == "cuda" and k.name.endswith(SUFFIX)]
+
+
+names = pytest.mark.parametrize("name", [kernel.name for kernel in tiles()] or [None])
+
+
+@pytest.fixture(scope="module")
+def torch():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or not tiles() or not tiles()[0].available:
+        pytest.skip("no Hopper GPU")
+    torch.manual_seed(0)
+    return torch
+
+
+def cluster_of(name):
+    """Rows and columns of out that a cluster makes of a tile."""
+    m, n = map(int, name.split("_")[3].split("x"))
+    m, n = (m, 2 * n) if "wide" in name else (2 * m, n)
+    return (n, m) if "swapped" in name else (m, n)
+
+
+def words(tensor):
+    import torch
+
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def operands(torch, m, n, k, dtype, a_turned=False, b_turned=False):
+    return operand(torch, m, k, dtype, a_turned), operand(torch, k, n, dtype, not b_turned)
+
+
+def check(torch, name, m, n, k, dtype, out_dtype, bias=None, accumulate=False, turned=(False, False)):
+    """Whether the tile took it."""
+    a, b = operands(torch, m, n, k, dtype, *turned)
+    start = torch.randn(m, n, device="cuda") if accumulate else torch.full((m, n), float("nan"), device="cuda")
+    bias = {None: None, "n": torch.randn(n, device="cuda"), "mn": torch.randn(m, n, device="cuda").to(dtype)}[bias]
+    results = []
+    for kernel in (name, OTHER):
+        out = start.to(out_dtype, copy=True)
+        try:
+            pydet.gemm(a, b, out=out, bias=bias, accumulate=accumulate, kernel=kernel)
+        except pydet.Error as error:
+            if error.status != UNSUPPORTED or kernel == OTHER:
+                raise
+            return False
+        results.append(words(out))
+    wrong = int((results[0] != results[1]).sum())
+    assert wrong == 0, f"{name}: {wrong} of {m * n} words differ at {m}x{n}x{k}, turned {turned}, {out_dtype}"
+    return True
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@names
+def test_every_split(torch, name, dtype):
+    """Of a tile between any two of its stages, of one tile more than a wave to one less than two and of several waves;
+    out's edges, types and bias; every layout."""
+    dtype, (rows, columns) = getattr(torch, dtype), cluster_of(name)
+    clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    # Of clusters + 1 tiles with as many stages as there are clusters, the i-th is cut before stage i, unless that is at
+    # one of its ends.
+    cases = [
+        (clusters + 1, 1, clusters, dtype, None, False),
+        (2, clusters // 2 + 1, clusters, torch.float32, None, True),
+        (3, clusters // 2, clusters, dtype, "n", False),
+        (2 * clusters - 1, 1, clusters, dtype, "mn", False),
+        (1, clusters + clusters // 2 + 1, clusters, torch.float32, None, False),
+        (2, clusters // 2 + 1, clusters + 1, torch.float32, "n", True),
+        (5, clusters - 1, 61, dtype, None, False),
+        (clusters // 2 + 1, 7, clusters, dtype, None, False),
+    ]
+    taken = 0
+    for i, (down, across, stages, out_dtype, bias, accumulate) in enumerate(cases):
+        for less, turned in ((0, (False, False)), (8, (False, True)), (5, (False, False)), (16, (True, True))):
+            m, n, k = down * rows - less, across * columns - less, stages * STAGE - less
+            taken += check(torch, name, m, n, k, dtype, out_dtype, bias, accumulate, turned if i % 2 else (False,) * 2)
+    assert taken >= 24, taken
+
+
+@names
+def test_what_it_refuses(torch, name):
+    """Tiles that fill their waves, fewer than a wave, a batch, chunks, and a call without the workspace."""
+    rows, columns = cluster_of(name)
+    clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    for down, across, batch, options in (
+        *((clusters, 2, None, {}), (clusters // 2, 1, None, {}), (clusters + 1, 1, 2, {})),
+        (clusters + 1, 1, None, {"k_chunk": 512}),
+    ):
+        a, b = operands(torch, down * rows, across * columns, 4096, torch.bfloat16)
+        if batch:
+            a, b = a.expand(batch, *a.shape), b.expand(batch, *b.shape)
+        with pytest.raises(pydet.Error, match=name):
+            pydet.gemm(a, b, kernel=name, **options)
+
+
+class Call:
+    """One product by the C interface, on a workspace of its own between two guards."""
+
+    GUARD = 4096
+
+    def __init__(self, torch, name, m, n, k, missing=0):
+        self.torch = torch
+        self.lib = capi.ffi.dlopen(str(pathlib.Path(pydet.__file__).parent / "libpydet_cuda.so"))
+        self.a, self.b = operands(torch, m, n, k, torch.bfloat16)
+        self.out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        self.expected = words(pydet.gemm(self.a, self.b, kernel=OTHER))
+        size = capi.ffi.new("uint64_t *")
+        assert self.lib.pydet_gemm_workspace(1, m, n, k, capi.ffi.NULL, size) == 0
+        self.size = size[0]
+        assert self.size > 0
+        self.memory = torch.full((self.size + 2 * self.GUARD,), 255, dtype=torch.uint8, device="cuda")
+        at = capi.ffi.cast("void *", self.memory.data_ptr() + self.GUARD)
+        self.options = capi.options(
+            "pydet_gemm_options", kernel=name or capi.ffi.NULL, workspace=at, workspace_size=self.size - missing
+        )
+        self.tensors = [
+            capi.Tensor(shape=t.shape, strides=list(t.stride()), dtype=capi.BFLOAT16, data=t.data_ptr(), device=(2, 0))
+            for t in (self.a, self.b, self.out)
+        ]
+
+    def __call__(self, stream=None):
+        stream = stream or self.torch.cuda.current_stream()
+        a, b, out = (t.c for t in self.tensors)
+        where = capi.ffi.cast("void *", stream.cuda_stream)
+        return self.lib.pydet_gemm(where, a, b, capi.ffi.NULL, out, self.options)
+
+    def check(self, what):
+        wrong = int((words(self.out) != self.expected).sum())
+        assert wrong == 0, f"{what}: {wrong} words differ"
+        guards = self.memory[: self.GUARD], self.memory[self.GUARD + self.size :]
+        assert all(bool((guard == 255).all()) for guard in guards), f"{what}: written beside the workspace"
+        self.out.fill_(float("nan"))
+
+
+def shape(torch, name, extra, stages=66):
+    rows, columns = cluster_of(name)
+    clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    return (clusters + extra) * rows, columns, stages * STAGE
+
+
+@names
+def test_workspace(torch, name):
+    """Its contents do not matter, nothing beside it is written, one byte less and the kernel is another."""
+    call = Call(torch, name, *shape(torch, name, 33))
+    for fill in (255, 0, 1, 128):
+        call.memory[call.GUARD : -call.GUARD] = fill
+        assert call() == 0
+        call.check(f"workspace of {fill}")
+    short = Call(torch, name, *shape(torch, name, 33), missing=16)
+    assert short() == UNSUPPORTED
+    without = Call(torch, None, *shape(torch, name, 33), missing=16)
+    assert without() == 0
+    without.check("a workspace that is too small")
+
+
+@names
+def test_replays(torch, name):
+    """A graph of two calls with one workspace, again and again; then the same calls many times."""
+    calls = [Call(torch, name, *shape(torch, name, extra)) for extra in (1, 40)]
+    calls[1].options.workspace = calls[0].options.workspace
+    assert [call() for call in calls] == [0, 0]
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        assert [call(stream) for call in calls * 2] == [0] * 4
+    for turn in range(50):
+        graph.replay()
+        if turn % 10 == 9:
+            for call in calls:
+                call.check(f"replay {turn}")
+
+
+@names
+def test_two_streams(torch, name):
+    """At once, each with its workspace: the blocks of either wait for room."""
+    calls = [Call(torch, name, *shape(torch, name, extra)) for extra in (7, 50)]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        for call, stream in zip(calls, streams, strict=True):
+            assert call(stream) == 0
+    torch.cuda.synchronize()
+    for call in calls:
+        call.check("two streams")
+
+
+@pytest.mark.parametrize("busy", [1, 20, 50])
+@names
+def test_few_blocks_resident(torch, name, busy):
+    """Clusters of another kernel hold their SMs for about a millisecond, so that some start when others have ended."""
+    call = Call(torch, name, *shape(torch, name, 33))
+    a, b = (torch.zeros(extent, 1 << 17, dtype=torch.bfloat16, device="cuda") for extent in (256, 256 * busy))
+    long, mine = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(long):
+        pydet.gemm(a, b.T, kernel="cuda_gemm_sm90_128x256")
+    for _ in range(3):
+        assert call(mine) == 0
+    torch.cuda.synchronize()
+    call.check(f"beside {busy} clusters")
+
+
+def test_it_is_chosen(torch):
+    """Somewhere; where it is, a call without a workspace has the same bits by another kernel."""
+    chosen = 0
+    for m, n, k in ((303, 17408, 5120), (368, 51200, 5120), (377, 13824, 5120)):
+        call = Call(torch, None, m, n, k)
+        assert call() == 0
+        name = capi.ffi.string(call.lib.pydet_last_kernel()).decode()
+        call.check(name)
+        chosen += name.endswith(SUFFIX)
+        call.options.workspace, call.options.workspace_size = capi.ffi.NULL, 0
+        assert call() == 0
+        assert not capi.ffi.string(call.lib.pydet_last_kernel()).decode().endswith(SUFFIX)
+        call.check("no workspace")
+    assert chosen
