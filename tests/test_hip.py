@@ -1065,6 +1065,12 @@ MUTATED = (
 )
 
 
+def mutations(*kernels):
+    """Those of matrix cores on every architecture; the others, of one source without a line for either, on one."""
+    cases = [(arch, kernel) for arch in ARCHS for kernel in kernels if arch == "gfx90a" or "mfma" in kernel]
+    return pytest.mark.parametrize(("hip", "kernel"), cases, indirect=["hip"])
+
+
 @contextlib.contextmanager
 def mutated(hip, name, change):
     """While active, the kernel of this name runs other code: change(text, address) -> text."""
@@ -1087,7 +1093,7 @@ def fails(call):
     return False
 
 
-@pytest.mark.parametrize("kernel", MUTATED[:-1])  # the last one's waves meet from 2048 rows on, which take long here
+@mutations(*MUTATED[:-1])  # the last one's waves meet from 2048 rows on, which take long here
 def test_a_removed_barrier_is_seen(hip, kernel):
     run, name = problem_for(hip, kernel)
     for hip.order in (None, in_reverse):
@@ -1099,7 +1105,7 @@ def test_a_removed_barrier_is_seen(hip, kernel):
     raise AssertionError("without its barriers it gives the same")
 
 
-@pytest.mark.parametrize("kernel", MUTATED)
+@mutations(*MUTATED)
 def test_a_removed_wait_is_seen(hip, kernel):
     """Without its waits for memory, or for LDS and scalars; with each of them for one access fewer than it should; and
     without those alone that let a barrier order what waves write to LDS."""
@@ -1129,7 +1135,7 @@ def test_a_removed_wait_is_seen(hip, kernel):
         assert seen, f"{kernel} with {what} gives the same"
 
 
-@pytest.mark.parametrize("kernel", MUTATED)
+@mutations(*MUTATED)
 def test_a_wrong_lane_is_seen(hip, kernel):
     """One instruction that turns a thread's number into a place, off by one bit."""
     run, name = problem_for(hip, kernel)
@@ -1371,6 +1377,7 @@ def test_launches_go_to_the_stream_and_device_they_were_given(hip):
         assert hip.fake.fakehip_device() == 1, f"{name} leaves another device current"
 
 
+@pytest.mark.parametrize("hip", ["gfx90a"], indirect=True)  # the host's code is one
 def test_every_call_of_the_runtime_may_fail(hip):
     for name in operations(hip):
         hip.start(hip.arch, devices=2)
