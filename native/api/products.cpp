@@ -22,6 +22,10 @@ struct Work {
 pydet_status finish_reading(const GemmWords &words, const View &initial, const View &out,
                             std::initializer_list<const View *> views, Work *work) {
   Gemm &gemm = work->gemm;
+  // One chunk is one chain: +0 + s is s, since no chain of tensor cores gives -0 (NUMERICS.md).
+  if (gemm.k_chunk >= gemm.k && !gemm.accumulate && !initial.present() && !gemm.fast &&
+      gemm.arithmetic != Arithmetic::ieee)
+    gemm.k_chunk = 0;
   for (const View *view : views) PYDET_TRY(workspace_apart(*view, gemm.workspace, gemm.workspace_size));
   PYDET_TRY(workspace_apart(initial, gemm.workspace, gemm.workspace_size));
   work->none = gemm.m == 0 || gemm.n == 0 || gemm.batch.count == 0;
