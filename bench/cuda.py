@@ -9,6 +9,7 @@ the layers of published models (model_shapes.py) instead of the list: M log-unif
 """
 
 import argparse
+import itertools
 import math
 import statistics
 import subprocess
@@ -478,6 +479,12 @@ def summary(entries):
     return lines
 
 
+def within(rows, seconds):
+    """As many of the rows as are asked for in time."""
+    start = time.monotonic()
+    return itertools.takewhile(lambda _: time.monotonic() - start < seconds, rows)
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.cuda", description=__doc__.splitlines()[0].split(": ")[1])
     parser.add_argument(
@@ -486,6 +493,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a few shapes of each")
     parser.add_argument("--random", type=int, metavar="N", help=f"{', '.join(RANDOM)}: N problems drawn, not the list")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument("--part", default="1/1", metavar="I/P", help="every P-th of the rows, from the I-th on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no row of an operation after so long")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     options = parser.parse_args()
     operations = options.operations or [*ROWS, *LISTS]
@@ -507,7 +516,9 @@ def main():
         before = card()
         drawn, (draw, summarise) = bool(options.random), RANDOM.get(operation, (None, None))
         rows = draw(options.random, options.seed) if drawn else ROWS[operation](options.quick)
-        entries = harness.run(rows, device, 0)
+        part, parts = map(int, options.part.split("/"))
+        rows = itertools.islice(rows, part - 1, None, parts)
+        entries = harness.run(within(rows, options.seconds), device, 0)
         after = card()
         print(f"card before: {before}\ncard after:  {after}")
         lines = summarise(entries) if drawn else summary(entries)

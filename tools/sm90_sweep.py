@@ -5,12 +5,16 @@ Times every tile of native/gpu/nvidia/sm90/tiles.h, forced by its name, on probl
 published models (bench/model_shapes.py), beside cuBLAS (torch.mm) and the library's choice. One line of JSON a problem:
 kind, m, n, k, k_chunk, the operands' layout, the kernel that the library chose, and microseconds by kernel. The
 variants take turns, each as a CUDA graph over buffers that pass the L2. A tile that is far behind in its first sample
-gets no other. With --few-rows the problems have 1 to 128 rows, and the kernels of skinny.cu are timed too.
+gets no other; with --within 1.5 none that the rates predict to take over 1.5 times as long as the fastest is timed.
+With --few-rows the problems have 1 to 128 rows, and the kernels of skinny.cu are timed too; with --k-chunk all have one
+and more than one chunk; with --handed-over the library's choice hands tiles over in all.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -21,6 +25,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import sm90_fit
+
 import pydet
 from bench import model_shapes
 from bench.cuda import normal, sets_of
@@ -53,22 +59,48 @@ class Timer:
         return begin.elapsed_time(end) * 1e3 / count
 
 
-def operands(problem):
+def operands(problem, make=normal):
     """a, b and out of one buffer set, in bf16: fp16 takes as long."""
-    m, n, k, dtype = problem.m, problem.n, problem.k, torch.bfloat16
+    m, n, k = problem.m, problem.n, problem.k
+    make = partial(make, dtype=torch.bfloat16)
     if problem.kind == "forward":
-        a, b = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype).T
+        a, b = make(m, k), make(n, k).T
     elif problem.kind == "dA":
-        a, b = normal(m, n, dtype=dtype), normal(n, k, dtype=dtype)
+        a, b = make(m, n), make(n, k)
     else:
-        a, b = normal(m, n, dtype=dtype).T, normal(m, k, dtype=dtype)
-    return a, b, torch.empty(a.shape[0], b.shape[1], dtype=dtype, device="cuda")
+        a, b = make(m, n).T, make(m, k)
+    out = torch.float32 if problem.out == "fp32" else torch.bfloat16
+    return a, b, torch.empty(a.shape[0], b.shape[1], dtype=out, device="cuda")
+
+
+def choice(problem):
+    """The kernel that the library chooses."""
+    a, b, out = operands(problem, partial(torch.empty, device="cuda"))
+    pydet.gemm(a, b, out=out, k_chunk=problem.k_chunk)
+    return pydet.last_kernel()
+
+
+def depth(problem):
+    return {"forward": problem.k, "dA": problem.n, "dB": problem.m}[problem.kind]
+
+
+def near(problem, kernels, within):
+    """Those that are predicted to take up to `within` times as long as the fastest."""
+    a, b, _ = operands(problem, partial(torch.empty, device="meta"))
+    extents = {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1], "k_chunk": problem.k_chunk}
+    extents |= {"a_k_adjacent": a.stride(1) == 1, "b_k_adjacent": b.stride(0) == 1}
+    tiles, rates = sm90_fit.tiles(), sm90_fit.written()
+    times = {
+        name: sm90_fit.terms(extents, tiles[name], sm90_fit.CLUSTERS) @ rates[name] for name in kernels if name in tiles
+    }
+    return [name for name in kernels if name not in times or times[name] <= within * min(times.values())]
 
 
 def measure(timer, problem, kernels):
     sets = [operands(problem)]
     sets += [operands(problem) for _ in range(sets_of(sum(t.numel() * 2 for t in sets[0]), 16) - 1)]
-    calls = {"cublas": [partial(torch.mm, a, b, out=out) for a, b, out in sets]}
+    told = {"out_dtype": torch.float32} if problem.out == "fp32" else {}
+    calls = {"cublas": [partial(torch.mm, a, b, out=out, **told) for a, b, out in sets]}
     options = {"k_chunk": problem.k_chunk} if problem.k_chunk else {}
     for name in ("chosen", *kernels):
         forced = {} if name == "chosen" else {"kernel": name}
@@ -96,6 +128,7 @@ def measure(timer, problem, kernels):
     a, b, _ = sets[0]
     return {
         "kind": problem.kind,
+        "out": problem.out if problem.out == "fp32" else "bf16",
         "m": a.shape[0],
         "n": b.shape[1],
         "k": a.shape[1],
@@ -119,6 +152,9 @@ def main():
         "--kernels", default="", help="part of the names of the tiles to time; none: the library's choice alone"
     )
     parser.add_argument("--few-rows", action="store_true", help="products of 1 to 128 rows, on skinny.cu too")
+    parser.add_argument("--within", type=float, default=math.inf)
+    parser.add_argument("--k-chunk", type=int, help="of all problems")
+    parser.add_argument("--handed-over", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -128,20 +164,25 @@ def main():
         for k in pydet.kernels()
         if k.name.startswith(families) and "mma" not in k.name and options.kernels in k.name
     ]
-    drawn = model_shapes.draw(20 * options.problems, options.seed)
+    drawn = model_shapes.draw((80 if options.handed_over else 20) * options.problems, options.seed)
     if options.few_rows:
         rng = random.Random(options.seed)
         drawn = [dataclasses.replace(p, m=rng.randint(1, 128)) for p in drawn if p.kind != "dB" and not p.k_chunk]
     else:
         drawn = [p for p in drawn if p.m >= options.least_m or p.kind != "forward"]
+    if options.k_chunk:
+        drawn = [dataclasses.replace(p, k_chunk=options.k_chunk) for p in drawn if depth(p) > options.k_chunk]
     drawn = [p for p in drawn if p.m * p.n * p.k <= MOST_WORK]
+    if options.handed_over:
+        drawn = (p for p in drawn if choice(p).endswith("_handover"))
     timer, start = Timer(), time.monotonic()
     with options.out.open("w") as out:
-        for done, problem in enumerate(drawn[: options.problems]):
+        for done, problem in enumerate(itertools.islice(drawn, options.problems)):
             if time.monotonic() - start > options.seconds:
                 print(f"stopped after {done} problems")
                 break
-            print(json.dumps(measure(timer, problem, kernels)), file=out, flush=True)
+            timed = near(problem, kernels, options.within) if options.within < math.inf else kernels
+            print(json.dumps(measure(timer, problem, timed)), file=out, flush=True)
 
 
 if __name__ == "__main__":
