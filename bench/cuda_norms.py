@@ -20,10 +20,15 @@ NORM_N = [256, 512, 1024, 2048, 4096, 8192, 16384]
 EPS = 1e-6
 
 try:
+    from quack.rmsnorm import layernorm_bwd as quack_layer_backward
+    from quack.rmsnorm import layernorm_fwd as quack_layer_forward
     from quack.rmsnorm import rmsnorm_bwd as quack_backward
     from quack.rmsnorm import rmsnorm_fwd as quack_forward
+    from quack.softmax import softmax_bwd as quack_softmax_backward
+    from quack.softmax import softmax_fwd as quack_softmax_forward
 except ImportError:
-    quack_forward = quack_backward = None
+    quack_forward = quack_backward = quack_layer_forward = quack_layer_backward = None
+    quack_softmax_forward = quack_softmax_backward = None
 try:
     from liger_kernel.ops import layer_norm as liger_layer
     from liger_kernel.ops import rms_norm as liger
@@ -48,6 +53,13 @@ def copying(tensors):
     return partial(target.copy_, source)
 
 
+def by_quack(n, function, arguments, **options):
+    """quack's variant of a row, if it is there and compiles the row: no odd number of columns (0.6.5)."""
+    if not function or n % 2:
+        return []
+    return [Variant("quack", [partial(function, *call, **options) for call in arguments])]
+
+
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------
 
 
@@ -60,9 +72,7 @@ def norm_forward(m, n):
         Variant("torch", [partial(torch.nn.functional.rms_norm, x, (n,), weight, EPS) for x, _ in sets]),
         Variant("copy", [copying(pair) for pair in sets]),
     ]
-    if quack_forward and n % 2 == 0:  # an odd number of columns it does not compile (0.6.5)
-        calls = [partial(quack_forward, x, weight, eps=EPS, store_rstd=True) for x, _ in sets]
-        variants.append(Variant("quack", calls))
+    variants += by_quack(n, quack_forward, [(x, weight) for x, _ in sets], eps=EPS, store_rstd=True)
     if liger:
         calls = [partial(liger.rms_norm_forward, x, weight, EPS, 0.0, "llama", None) for x, _ in sets]
         variants.append(Variant("liger", calls))
@@ -95,8 +105,7 @@ def norm_backward(m, n):
             ],
         ),
     ]
-    if quack_backward and n % 2 == 0:
-        variants.append(Variant("quack", [partial(quack_backward, x, weight, dy, rstd) for dy, x, rstd, *_ in sets]))
+    variants += by_quack(n, quack_backward, [(x, weight, dy, rstd) for dy, x, rstd, *_ in sets])
     if liger:
         block, warps = liger.calculate_settings(n)
         calls = [
@@ -207,6 +216,9 @@ def layer_forward(m, n):
         Variant("torch", [partial(torch.nn.functional.layer_norm, x, (n,), weight, bias, EPS) for x in xs]),
         Variant("copy", [copying(pair) for pair in zip(xs, ys, strict=True)]),
     ]
+    wide = [weight.float(), bias.float()]  # quack takes no others
+    calls = [(x, *wide) for x in xs]
+    variants += by_quack(n, quack_layer_forward, calls, eps=EPS, return_rstd=True, return_mean=True)
     if liger_layer:
         variants.append(Variant("liger", [partial(liger_layer.layer_norm_forward, x, weight, bias, EPS) for x in xs]))
     return Row("layernorm", f"{m} x {n}", "bf16", variants, "copy", 4 * m * n, "GB/s")
@@ -231,6 +243,9 @@ def layer_backward(m, n):
         ),
         Variant("copy", [copying((dy, x, x)) for dy, x, *_ in sets]),
     ]
+    wide = weight.float()
+    calls = [(x, wide, dy, rstd, mean) for dy, x, mean, rstd in sets]
+    variants += by_quack(n, quack_layer_backward, calls)
     if liger_layer:
         calls = [partial(liger_layer.layer_norm_backward, dy, x, weight, bias, *rows) for dy, x, *rows in sets]
         variants.append(Variant("liger", calls))
@@ -238,6 +253,7 @@ def layer_backward(m, n):
 
 
 def layer_rows(quick):
+    say_missing_norms()
     for make in (layer_forward, layer_backward):
         for m in LAYER_M[:2] if quick else LAYER_M:
             for n in LAYER_N[::2] if quick else LAYER_N:
@@ -260,6 +276,8 @@ def softmax_forward(name, m, n):
         ours = [partial(getattr(pydet, name), x) for x in xs]
     ceiling = [copying((x,) if name == "log_prob" else (x, x)) for x in xs]
     variants = [Variant("pydet", ours), Variant("torch", peers), Variant("copy", ceiling)]
+    if name == "softmax":
+        variants += by_quack(n, quack_softmax_forward, [(x,) for x in xs])
     if liger_softmax and name == "softmax":
         variants.append(Variant("liger", [partial(liger_softmax._softmax_forward, x) for x in xs]))
     work = (2 if name == "log_prob" else 4) * m * n
@@ -274,6 +292,8 @@ def softmax_backward(name, m, n):
         Variant("torch", [partial(peer, dy, y, -1, torch.bfloat16) for dy, y in sets]),
         Variant("copy", [copying((dy, y, y)) for dy, y in sets]),
     ]
+    if name == "softmax":
+        variants += by_quack(n, quack_softmax_backward, sets)
     if liger_softmax and name == "softmax":
         settings = liger_softmax._softmax_forward(sets[0][1])[1:]
         variants.append(
@@ -283,6 +303,7 @@ def softmax_backward(name, m, n):
 
 
 def softmax_rows(quick):
+    say_missing_norms()
     shapes = SOFTMAX_SHAPES[1:5:2] if quick else SOFTMAX_SHAPES
     for name in ("softmax", "log_softmax", "log_prob"):
         for m, n in shapes:
