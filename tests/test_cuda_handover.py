@@ -9,11 +9,9 @@ import pytest
 
 import capi
 import pydet
-from test_cuda_tiles import operand
+from test_cuda_tiles import OTHER, UNSUPPORTED, compare, operand, torch  # noqa: F401
 
-OTHER = "cuda_gemm_sm90_mma_64x64"
 SUFFIX = "_handover"
-UNSUPPORTED = 11
 STAGE = 64  # of k
 
 
@@ -22,15 +20,6 @@ def tiles():
 
 
 names = pytest.mark.parametrize("name", [kernel.name for kernel in tiles()] or [None])
-
-
-@pytest.fixture(scope="module")
-def torch():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() or not tiles() or not tiles()[0].available:
-        pytest.skip("no Hopper GPU")
-    torch.manual_seed(0)
-    return torch
 
 
 def cluster_of(name):
@@ -48,26 +37,6 @@ def words(tensor):
 
 def operands(torch, m, n, k, dtype, a_turned=False, b_turned=False):
     return operand(torch, m, k, dtype, a_turned), operand(torch, k, n, dtype, not b_turned)
-
-
-def check(torch, name, m, n, k, dtype, out_dtype, bias=None, accumulate=False, turned=(False, False)):
-    """Whether the tile took it."""
-    a, b = operands(torch, m, n, k, dtype, *turned)
-    start = torch.randn(m, n, device="cuda") if accumulate else torch.full((m, n), float("nan"), device="cuda")
-    bias = {None: None, "n": torch.randn(n, device="cuda"), "mn": torch.randn(m, n, device="cuda").to(dtype)}[bias]
-    results = []
-    for kernel in (name, OTHER):
-        out = start.to(out_dtype, copy=True)
-        try:
-            pydet.gemm(a, b, out=out, bias=bias, accumulate=accumulate, kernel=kernel)
-        except pydet.Error as error:
-            if error.status != UNSUPPORTED or kernel == OTHER:
-                raise
-            return False
-        results.append(words(out))
-    wrong = int((results[0] != results[1]).sum())
-    assert wrong == 0, f"{name}: {wrong} of {m * n} words differ at {m}x{n}x{k}, turned {turned}, {out_dtype}"
-    return True
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -93,7 +62,8 @@ def test_every_split(torch, name, dtype):
     for i, (down, across, stages, out_dtype, bias, accumulate) in enumerate(cases):
         for less, turned in ((0, (False, False)), (8, (False, True)), (5, (False, False)), (16, (True, True))):
             m, n, k = down * rows - less, across * columns - less, stages * STAGE - less
-            taken += check(torch, name, m, n, k, dtype, out_dtype, bias, accumulate, turned if i % 2 else (False,) * 2)
+            a_turned, b_turned = turned if i % 2 else (False, False)
+            taken += compare(torch, name, m, n, k, a_turned, b_turned, dtype, out_dtype, bias, accumulate, None)
     assert taken >= 24, taken
 
 

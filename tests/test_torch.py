@@ -16,27 +16,11 @@ torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TES
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
 from pydet.torch import ops  # noqa: E402, F401
+from torch_bits import differ, normal, same  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 OPS = torch.ops.pydet
-
-
-def normal(*shape, dtype=torch.float32, device="cpu", seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).to(device, dtype)
-
-
-def same(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
-    words = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    a, b = a.detach().contiguous().view(words), b.detach().contiguous().view(words)
-    assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"
-
-
-def differ(a, b):
-    with pytest.raises(AssertionError, match="elements differ"):
-        same(a, b)
 
 
 @pytest.fixture(params=DEVICES)

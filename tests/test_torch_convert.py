@@ -11,17 +11,7 @@ torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TES
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
-
-def same(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
-    words = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    a, b = a.detach().contiguous().view(words), b.detach().contiguous().view(words)
-    assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"
+from torch_bits import normal, same  # noqa: E402
 
 
 def close(a, b, operands=torch.float32):

@@ -19,22 +19,12 @@ import pydet.torch as pt  # noqa: E402
 import reference  # noqa: E402
 from pydet.torch import experts as layer  # noqa: E402
 from pydet.torch import experts_fp8  # noqa: E402
+from torch_bits import normal, same  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KERNELS = [k for k in pydet.kernels() if k.operation == "grouped_gemm" and k.device == "cuda" and k.available]
 CUDA = torch.cuda.is_available() and {"ieee", "sm90"} <= {kernel.arithmetic for kernel in KERNELS}
 DEVICES = ["cpu", *(["cuda"] if CUDA else [])]
-
-
-def normal(*shape, dtype=torch.float32, device="cpu", seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device, dtype)
-
-
-def same(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
-    words = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    a, b = a.detach().contiguous().view(words), b.detach().contiguous().view(words)
-    assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"
 
 
 @pytest.fixture(params=DTYPES, ids=str)
