@@ -555,9 +555,9 @@ def test_skinny_rows_equal_cpu(torch, dtype, k_chunk):
     for n, k in [(331, 8), (72, 1000), (200, 2880), (136, 4104), (40, 14336)]:
         x, w = (torch.randn(rows, k).to(dtype) for rows in (130, n))
         took |= check_skinny(torch, x, w, range(1, 131), f"{n} x {k}", k_chunk=k_chunk, out_dtype=torch.float32)
-    # of 6 for wgmma, and 5 where n is adjacent, beside mma.sync and the GEMM tiles
+    # of 5 for wgmma, and 5 where n is adjacent, beside mma.sync and the GEMM tiles
     along = 5 if dtype == torch.bfloat16 and k_chunk is None else 0
-    assert len(took) >= (2 if dtype == torch.float32 else 6 + along), took
+    assert len(took) >= (2 if dtype == torch.float32 else 5 + along), took
 
 
 @pytest.mark.parametrize("k_chunk", [None, 16, 48, 256])

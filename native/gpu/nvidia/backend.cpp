@@ -67,10 +67,9 @@ template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *n
 constexpr Kernel<Gemm> kSkinnyRows[] = {
     skinny_row<16, false>("cuda_skinny_gemm_sm90_16"),       skinny_row<32, false>("cuda_skinny_gemm_sm90_32"),
     skinny_row<48, false>("cuda_skinny_gemm_sm90_48"),       skinny_row<64, false>("cuda_skinny_gemm_sm90_64"),
-    skinny_row<96, false>("cuda_skinny_gemm_sm90_96"),       skinny_row<128, false>("cuda_skinny_gemm_sm90_128"),
-    skinny_row<16, true>("cuda_skinny_gemm_sm90_turned_16"), skinny_row<32, true>("cuda_skinny_gemm_sm90_turned_32"),
-    skinny_row<48, true>("cuda_skinny_gemm_sm90_turned_48"), skinny_row<64, true>("cuda_skinny_gemm_sm90_turned_64"),
-    skinny_row<96, true>("cuda_skinny_gemm_sm90_turned_96"),
+    skinny_row<96, false>("cuda_skinny_gemm_sm90_96"),       skinny_row<16, true>("cuda_skinny_gemm_sm90_turned_16"),
+    skinny_row<32, true>("cuda_skinny_gemm_sm90_turned_32"), skinny_row<48, true>("cuda_skinny_gemm_sm90_turned_48"),
+    skinny_row<64, true>("cuda_skinny_gemm_sm90_turned_64"), skinny_row<96, true>("cuda_skinny_gemm_sm90_turned_96"),
 };
 // One round of its tiles, be it full or not, takes as long as tiles of 64x64 take for half of a full one (H100).
 bool gemm_ieee_128x256_prefers(const Gemm &g) {

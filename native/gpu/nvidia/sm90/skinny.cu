@@ -4,7 +4,7 @@
 //   D = +0 or y;  D = step(D, x[m, 16i .. 16i+15], w[n, 16i .. 16i+15]) for i ascending            without k_chunk
 //   D = +0 or y;  D = D + s_c for chunks c ascending, s_c = such a chain from +0 over its own k    with k_chunk
 //
-// x is the 64-row operand of wgmma, one warpgroup for each 64, and w its n = 16 to 128, so that tiles can be so narrow
+// x is the 64-row operand of wgmma, one warpgroup for each 64, and w its n = 16 to 96, so that tiles can be so narrow
 // that every SM has one. (The rows of that operand that x does not have are whatever lies behind it in shared memory;
 // nothing of theirs is stored.) skinny.h has the rings that the operands come through. What is left of the time where N
 // is small is the chain: 25 cycles a step, 3.6 us for K = 4096. wgmma alone takes 20, which is the time to read 64 rows
@@ -252,8 +252,7 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
               if (plan.parts > 1) return go(std::true_type(), few);
             return go(std::false_type(), few);
           });
-        else if constexpr (skinny_has_registers(chunked, two, rows)) return go(std::false_type(), std::false_type());
-        else return pydet_status(PYDET_UNSUPPORTED);  // skinny_sm90_choose has refused it
+        else return go(std::false_type(), std::false_type());
       });
     });
   });
@@ -273,9 +272,6 @@ template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &g, const C
 template pydet_status skinny_sm90<48, kTurned>(const Gemm &, const Choice &);
 template pydet_status skinny_sm90<64, kTurned>(const Gemm &, const Choice &);
 template pydet_status skinny_sm90<96, kTurned>(const Gemm &, const Choice &);
-#if !PYDET_SKINNY_ALONG_N
-template pydet_status skinny_sm90<128, kTurned>(const Gemm &, const Choice &);
-#endif
 #else
 template pydet_status skinny_sm90<16, kTurned>(const Gemm &, const Choice &);
 template pydet_status skinny_sm90<32, kTurned>(const Gemm &, const Choice &);

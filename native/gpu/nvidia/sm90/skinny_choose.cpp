@@ -111,8 +111,7 @@ template <bool turned> Choice skinny_sm90_choose(const Gemm &g, int rows) {
   if (!takes(g, turned)) return {};
   SkinnyPlan plan = turned ? choose_turned(g) : choose(g);
   if (rows != kAnyVariant && plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};
-  const bool fits = skinny_has_registers(g.k_chunk != 0, g.m > kSkinnyWarpgroupRows, plan.rows);
-  return plan.rows && fits ? Choice(plan.rows, cut_of(g, plan, turned)) : Choice();
+  return plan.rows ? Choice(plan.rows, cut_of(g, plan, turned)) : Choice();
 }
 
 template Choice skinny_sm90_choose<false>(const Gemm &, int);

@@ -23,9 +23,4 @@ struct SkinnyCut {
   int64_t k_chunk;
 };
 
-// Two warpgroups leave 168 registers a thread: too few for a chunk's accumulators beside the sum's of the widest tile.
-constexpr bool skinny_has_registers(bool chunked, bool two_warpgroups, int rows) {
-  return !chunked || !two_warpgroups || rows < 128;
-}
-
 }  // namespace pydet
