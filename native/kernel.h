@@ -111,8 +111,10 @@ struct Backend {
   Table<LayerNormBackward> layernorm_backward;
   Table<ScaledGroupedGemm> scaled_grouped_gemm;
   pydet_status (*round_elements)(const Rounding &);
-  // Bytes with which every kernel for this product of one matrix can run, whatever its device; NULL: no kernel wants any.
-  uint64_t (*gemm_workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked) = nullptr;
+  // Bytes that the kernel which is asked for by name, or else whichever may be chosen, uses for this product of one
+  // matrix, whatever its device; NULL: no kernel wants any.
+  uint64_t (*gemm_workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked,
+                             const char *kernel) = nullptr;
 };
 
 const Backend &cpu_backend();

@@ -13,6 +13,7 @@ from test_cuda_tiles import OTHER, UNSUPPORTED, compare, operand, torch  # noqa:
 
 SUFFIX = "_handover"
 STAGE = 64  # of k
+LONGEST = 1 << 20  # k that is handed over
 
 
 def tiles():
@@ -83,6 +84,33 @@ def test_what_it_refuses(torch, name):
             pydet.gemm(a, b, kernel=name, **options)
 
 
+def workspace_for(lib, m, n, k, name=None, **options):
+    size = capi.ffi.new("uint64_t *")
+    given = capi.options("pydet_gemm_options", kernel=name or capi.ffi.NULL, **options)
+    assert lib.pydet_gemm_workspace(1, m, n, k, given, size) == 0
+    return size[0]
+
+
+def test_size_of_the_workspace():
+    """What the kernel that is asked for wants; else nothing, where no layout's choice hands over. Without a GPU."""
+    path = pathlib.Path(pydet.__file__).parent / "libpydet_cuda.so"
+    if not path.exists() or not tiles():
+        pytest.skip("libpydet_cuda.so is not built")
+    lib = capi.ffi.dlopen(str(path))
+    for _ in range(2):  # the second time from memory
+        assert workspace_for(lib, 303, 17408, 5120) > 0
+        assert workspace_for(lib, 4096, 4096, 4096) == 0
+    for kernel in tiles():
+        assert workspace_for(lib, 4096, 4096, 4096, kernel.name) == workspace_for(lib, 303, 17408, 5120)
+        assert workspace_for(lib, 4096, 4096, 4096, kernel.name.removesuffix(SUFFIX)) == 0
+    for options in ({"k_chunk": 1024}, {"arithmetic": 1}, {"name": OTHER}):
+        assert workspace_for(lib, 303, 17408, 5120, **options) == 0
+    assert workspace_for(lib, 303, 17408, 5120, k_chunk=5120) > 0
+    name = tiles()[0].name
+    assert workspace_for(lib, 8192, 8192, LONGEST, name) > 0 == workspace_for(lib, 8192, 8192, LONGEST + 1, name)
+    assert workspace_for(lib, 1 << 40, 1 << 40, 1 << 20) == workspace_for(lib, 8, 8, 1 << 20, name) == 0
+
+
 class Call:
     """One product by the C interface, on a workspace of its own between two guards."""
 
@@ -94,9 +122,7 @@ class Call:
         self.a, self.b = operands(torch, m, n, k, torch.bfloat16)
         self.out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
         self.expected = words(pydet.gemm(self.a, self.b, kernel=OTHER))
-        size = capi.ffi.new("uint64_t *")
-        assert self.lib.pydet_gemm_workspace(1, m, n, k, capi.ffi.NULL, size) == 0
-        self.size = size[0]
+        self.size = workspace_for(self.lib, m, n, k, name)
         assert self.size > 0
         self.memory = torch.full((self.size + 2 * self.GUARD,), 255, dtype=torch.uint8, device="cuda")
         at = capi.ffi.cast("void *", self.memory.data_ptr() + self.GUARD)
@@ -138,7 +164,8 @@ def test_workspace(torch, name):
         call.check(f"workspace of {fill}")
     short = Call(torch, name, *shape(torch, name, 33), missing=16)
     assert short() == UNSUPPORTED
-    without = Call(torch, None, *shape(torch, name, 33), missing=16)
+    without = Call(torch, name, *shape(torch, name, 33), missing=16)
+    without.options.kernel = capi.ffi.NULL
     assert without() == 0
     without.check("a workspace that is too small")
 
@@ -188,6 +215,32 @@ def test_few_blocks_resident(torch, name, busy):
         assert call(mine) == 0
     torch.cuda.synchronize()
     call.check(f"beside {busy} clusters")
+
+
+@names
+def test_longest(torch, name):
+    """The longest k that is handed over, and a longer one, which is not. Rows overlap, which are only read."""
+    m, n, _ = shape(torch, name, 1)
+    for k in (LONGEST, LONGEST + STAGE):
+        a, b = (torch.randn(8 * rows + k, device="cuda").to(torch.bfloat16) for rows in (m, n))
+        a, b = a.as_strided((m, k), (8, 1)), b.as_strided((n, k), (8, 1)).T
+        expected = words(pydet.gemm(a, b, kernel=OTHER))
+        if k == LONGEST:
+            assert torch.equal(words(pydet.gemm(a, b, kernel=name)), expected)
+        else:
+            with pytest.raises(pydet.Error, match=name):
+                pydet.gemm(a, b, kernel=name)
+        assert torch.equal(words(pydet.gemm(a, b)), expected)
+
+
+def test_nothing_is_allocated_in_vain(torch):
+    """Python's workspace, only where the choice may hand over."""
+    a, b = operands(torch, 4096, 4096, 4096, torch.bfloat16)
+    out = torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    pydet.gemm(a, b, out=out)
+    assert not pydet.last_kernel().endswith(SUFFIX) and torch.cuda.max_memory_allocated() == before
 
 
 def test_it_is_chosen(torch):

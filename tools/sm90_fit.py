@@ -6,8 +6,10 @@ less the further it is behind the problem's best. The problems are divided at ra
 chosen tile's time over the best one's) is of rates that were fitted to three quarters of them, for these and for the
 others; what it writes was fitted to all. --check fits nothing: it compares the choices by the rates that stand in
 rates.h with those that the library made in the sweep. --only EXPRESSION fits the tiles in whose
-names it is found, from a sweep of these beside the library's choice, brought to the level of the other tiles' rates,
-which stay; --margin 1.03 makes such tiles 3 % slower than their times, since what few problems show is less certain.
+names it is found, from a sweep of these beside others, brought to the level of the tiles' rates; the others' stay.
+--hold 1 holds the fit to the rates that stand, which a sweep of few problems only moves where it says something: each
+then counts as one problem would. --margin 1.03 makes the tiles 3 % slower than their times, as what few problems show
+is less certain.
 """
 
 import argparse
@@ -75,18 +77,27 @@ def not_negative(a, b, turns=300):
     return x
 
 
-def fit(data, use):
+def fit(data, use, hold=0.0):
     """Rates by tile, from the problems of the mask `use`; the others' as they stand. A term that none of a tile's
-    problems has gets the highest rate of these."""
-    rates = {name: rate for name, rate in written().items() if name in tiles() and name not in data}
+    problems has gets the highest rate of these. `hold`: how much those that stand count."""
+    stand = {name: rate for name, rate in written().items() if name in tiles()}
+    rates = {name: rate for name, rate in stand.items() if name not in data}
     highest = np.max(list(rates.values()) or [np.zeros(len(TERMS))], axis=0)
+    usual = np.maximum(np.median(list(stand.values()), axis=0), 0.02 * np.mean(list(stand.values()), axis=0))
     for name, (rows, its_terms, times, behind) in data.items():
         mine = use[rows]
-        if not mine.any():
+        if not mine.any() and not hold:
             raise SystemExit(f"{name} was timed on no problem")
         weight = np.sqrt(np.exp(-behind[mine] / NEAR))
-        its = not_negative(its_terms[mine] * (weight / times[mine])[:, None], weight)
-        rates[name] = np.where(its_terms[mine].any(axis=0), its, highest)
+        a, b = its_terms[mine] * (weight / times[mine])[:, None], weight
+        if hold:
+            scale = np.maximum(stand[name], usual)
+            held = math.sqrt(hold) * np.eye(len(TERMS))
+            rates[name] = scale * not_negative(
+                np.vstack([a * scale, held]), np.concatenate([b, math.sqrt(hold) * stand[name] / scale])
+            )
+        else:
+            rates[name] = np.where(its_terms[mine].any(axis=0), not_negative(a, b), highest)
     return rates
 
 
@@ -103,11 +114,13 @@ def arrange(problems, table, clusters):
 
 
 def at_level(problems, table, clusters):
-    """The problems, their times as on the card that the rates were fitted to, by those of the library's choices."""
-    rates = written()
-    known = [p for p in problems if p["chosen"] in rates and p["chosen"] in table]
-    of = [terms(p, table[p["chosen"]], clusters) @ rates[p["chosen"]] / 1e3 / p["us"]["chosen"] for p in known]
-    level = math.exp(np.log(of).mean())
+    """The problems, their times as on the card that the rates were fitted to, by those of the fastest tiles."""
+    rates, of = written(), []
+    for p in problems:
+        times = {name: us for name, us in p["us"].items() if name in table and name in rates}
+        near = [name for name, us in times.items() if us < 1.1 * min(times.values())]
+        of += [terms(p, table[name], clusters) @ rates[name] / 1e3 / times[name] for name in near]
+    level = float(np.median(of))
     print(f"the sweep's times are brought to the rates' level by {level:.3f}")
     return [{**p, "us": {name: us * level for name, us in p["us"].items()}} for p in problems]
 
@@ -166,6 +179,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("times", nargs="+", type=Path)
     parser.add_argument("--only", default="", help="the tiles to fit: an expression found in their names")
+    parser.add_argument("--hold", type=float, default=0, help="how much the rates that stand count")
     parser.add_argument("--margin", type=float, default=1, help="by which the tiles to fit must seem to be ahead")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--clusters", type=json.loads, default=CLUSTERS, help='such as {"2": 66, "4": 30, "8": 15}')
@@ -173,7 +187,7 @@ def main():
     clusters = {int(size): count for size, count in options.clusters.items()}
     problems = [json.loads(line) for path in options.times for line in path.read_text().splitlines()]
     fitted = {name: tile for name, tile in tiles().items() if re.search(options.only, name)}
-    if options.only:
+    if options.only or options.hold:
         problems = at_level(problems, tiles(), clusters)
     data = arrange(problems, fitted, clusters)
     if options.check:
@@ -183,10 +197,10 @@ def main():
         describe("by the rates", regret)
         return
     train = np.random.default_rng(0).permutation(len(problems)) % 4 > 0
-    _, regret = choices(len(problems), data, fit(data, train))
+    _, regret = choices(len(problems), data, fit(data, train, options.hold))
     describe("problems of the fit", regret[train])
     describe("other problems", regret[~train])
-    rates = fit(data, np.full(len(problems), True))
+    rates = fit(data, np.full(len(problems), True), options.hold)
     rates = {name: rate * (options.margin if name in fitted else 1) for name, rate in rates.items()}
     describe("fitted to all", choices(len(problems), data, rates)[1])
     write(rates)

@@ -149,14 +149,14 @@ pydet_status run_skinny_gemm(void *stream, const pydet_tensor *x_tensor, const p
 }
 
 pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k, int32_t arithmetic,
-                            int64_t k_chunk, bool from_initial, uint64_t *bytes) {
+                            int64_t k_chunk, const char *kernel, bool from_initial, uint64_t *bytes) {
   PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
   PYDET_TRY(check_chunk(op, k_chunk, kChunkMultiple));
   const Backend *gpu = gpu_backend();  // the CPU's kernels want none
   const bool asks = gpu && gpu->gemm_workspace && batch == 1 && m > 0 && n > 0 && k > 0;
   uint64_t sums = 0;
   if (from_initial) PYDET_TRY(bytes_of_sums(op, batch, m, n, &sums));
-  *bytes = sums + (asks ? gpu->gemm_workspace(m, n, k, k_chunk, Arithmetic(arithmetic)) : 0);
+  *bytes = sums + (asks ? gpu->gemm_workspace(m, n, k, k_chunk, Arithmetic(arithmetic), kernel) : 0);
   return PYDET_OK;
 }
 
@@ -186,7 +186,8 @@ pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k
   PYDET_TRY(read_options("gemm_workspace", given, &options));
   PYDET_TRY(check_arithmetic("gemm_workspace", options.arithmetic));
   PYDET_TRY(check_flag("gemm_workspace", "accumulate", options.accumulate));
-  return gemm_workspace("gemm_workspace", batch, m, n, k, options.arithmetic, options.k_chunk, options.initial, bytes);
+  return gemm_workspace("gemm_workspace", batch, m, n, k, options.arithmetic, options.k_chunk, options.kernel,
+                        options.initial, bytes);
 }
 
 pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_tensor *w, const pydet_tensor *bias,
@@ -202,5 +203,5 @@ pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t k, const 
   PYDET_TRY(check_arithmetic(op, options.arithmetic));
   PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
   PYDET_TRY(check_skinny_options(op, options));
-  return gemm_workspace(op, 1, m, n, k, options.arithmetic, options.k_chunk, options.initial, bytes);
+  return gemm_workspace(op, 1, m, n, k, options.arithmetic, options.k_chunk, options.kernel, options.initial, bytes);
 }

@@ -10,7 +10,7 @@ class Choice;  // kernel.h
 // nvidia/sm90/gemm.cu, whose variants are the tiles of nvidia/sm90/tiles.h (plan.cpp).
 Choice gemm_sm90_choose(const Gemm &, int tile);
 pydet_status gemm_sm90(const Gemm &, const Choice &);
-uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked);  // clusters.cu
+uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
 
 // nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a; `turned`: they
 // have n adjacent, not k.

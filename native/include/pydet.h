@@ -196,9 +196,9 @@ PYDET_API pydet_status pydet_gemm_da(void *stream, const pydet_tensor *dc, const
 PYDET_API pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const pydet_tensor *dc,
                                      const pydet_tensor *db, const pydet_gemm_options *options);
 
-/* Bytes of workspace with which every gemm kernel of this build can run on these extents in the options' arithmetic and
- * k_chunk; depends on nothing else. With an initial, of which nothing is read, it has room for the sums of an out that is
- * not fp32, too. */
+/* Bytes of workspace that options.kernel can use on these extents in the options' arithmetic and k_chunk, or if it is NULL
+ * a kernel that the library may choose; depends on nothing else. With an initial, of which nothing is read, it has room
+ * for the sums of an out that is not fp32, too. */
 PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                             const pydet_gemm_options *options, uint64_t *bytes);
 

@@ -168,7 +168,7 @@ Arithmetic tensor_cores(int32_t id) {
   }
 }
 
-uint64_t gemm_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic arithmetic) {
+uint64_t gemm_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic arithmetic, const char *) {
   const bool matrix_cores =
       arithmetic == Arithmetic::automatic || arithmetic == Arithmetic::cdna3 || arithmetic == Arithmetic::cdna2;
   return matrix_cores ? skinny_mfma_workspace(m, n, k, k_chunk) : 0;

@@ -7,7 +7,7 @@
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/groups.h"
-#include "gpu/nvidia/sm90/tiles.h"
+#include "gpu/nvidia/sm90/choose.h"
 #include "grouped.h"
 #include "kernel.h"
 #include "scaled_grouped.h"
@@ -38,7 +38,7 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
   return {kSm90Tiles[tile].name,
           kHalfTypes,
           Arithmetic::sm90,
-          kSm90Tiles[tile].chunked_layouts ? kAllOfGemm : kOneChain,
+          sm90_layouts(tile, true) ? kAllOfGemm : kOneChain,
           "sm_90a",
           is_sm90,
           nullptr,

@@ -7,6 +7,7 @@
 // grow with how full a wave is; so each tile has its rates (rates.h), which a fit to measured times finds.
 
 #include <array>
+#include <cstring>
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/gemm.h"
@@ -77,6 +78,38 @@ double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int
   return time + memory * element_rate;
 }
 
+using Clusters = int[9];  // by their size, how many a device runs at once
+
+// The tile for a product of which hands_over(tile) says whether it can be handed over.
+template <class F> int fastest_tile(const Extents &own, bool chunked, const Clusters &clusters, F hands_over) {
+  const Extents swapped = {own.n, own.m, own.k, own.chunk, own.batches, own.b_k_adjacent, own.a_k_adjacent};
+  const double multiprocessors = 2.0 * clusters[2];
+  int best = 0;
+  double least = -1;
+  for (int i = 0; i < kSm90TileCount; ++i) {
+    const Sm90Tile &tile = kSm90Tiles[i];
+    const Extents &e = tile.swapped ? swapped : own;
+    if (!(sm90_layouts(i, chunked) & layout_bit(e.a_k_adjacent, e.b_k_adjacent))) continue;
+    if (tile.hands_over && !hands_over(i)) continue;
+    const double time = time_of(tile, kRates[i], e, clusters[tile.cluster()], multiprocessors);
+    if (least < 0 || time < least) best = i, least = time;
+  }
+  return best;
+}
+
+// Whether the choice hands over, in one of the layouts, on a device of 132 multiprocessors.
+bool may_hand_over(int m, int n, int k) {
+  constexpr Clusters clusters = {0, 0, 66, 0, 30, 0, 0, 0, 15};
+  for (bool a_k_adjacent : {true, false})
+    for (bool b_k_adjacent : {true, false}) {
+      const int tile = fastest_tile({m, n, k, 0, 1, a_k_adjacent, b_k_adjacent}, false, clusters, [&](int i) {
+        return sm90_shares_out(kSm90Tiles[i], m, n, clusters[kSm90Tiles[i].cluster()]);
+      });
+      if (kSm90Tiles[tile].hands_over) return true;
+    }
+  return false;
+}
+
 }  // namespace
 
 int sm90_fastest_tile(const Gemm &g, const Sm90Operands &operands) {
@@ -87,21 +120,32 @@ int sm90_fastest_tile(const Gemm &g, const Sm90Operands &operands) {
                        double(g.batch.count),
                        operands.a.k_adjacent,
                        operands.b.k_adjacent};
-  const Extents swapped = {own.n, own.m, own.k, own.chunk, own.batches, own.b_k_adjacent, own.a_k_adjacent};
-  int clusters[9] = {};
+  Clusters clusters = {};
   for (int size : {2, 4, 8}) clusters[size] = sm90_clusters(g.device.id, size);
-  const double multiprocessors = 2.0 * clusters[2];
-  int best = 0;
-  double least = -1;
-  for (int i = 0; i < kSm90TileCount; ++i) {
-    const Sm90Tile &tile = kSm90Tiles[i];
-    const Extents &e = tile.swapped ? swapped : own;
-    if (!(tile.layouts_of(g.k_chunk != 0) & layout_bit(e.a_k_adjacent, e.b_k_adjacent))) continue;
-    if (tile.hands_over && !sm90_hands_over(g, i)) continue;
-    const double time = time_of(tile, kRates[i], e, clusters[tile.cluster()], multiprocessors);
-    if (least < 0 || time < least) best = i, least = time;
+  return fastest_tile(own, g.k_chunk != 0, clusters, [&](int i) { return sm90_hands_over(g, i); });
+}
+
+uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic arithmetic,
+                             const char *kernel) {
+  constexpr int64_t kMost = int64_t(1) << 30;
+  const bool tensor_cores = arithmetic == Arithmetic::automatic || arithmetic == Arithmetic::sm90;
+  const uint64_t bytes = sm90_handover_bytes(m, n, k, k_chunk);
+  if (!tensor_cores || bytes == 0 || m > kMost || n > kMost) return 0;
+  if (kernel) {
+    for (const Sm90Tile &tile : kSm90Tiles)
+      if (tile.hands_over && !strcmp(tile.name, kernel)) return bytes;
+    return 0;
   }
-  return best;
+  // The layers of a model ask in turn.
+  struct Answer {
+    int64_t m, n, k;
+    bool hands_over;
+  };
+  constexpr int kAnswers = 16;
+  thread_local Answer answers[kAnswers];
+  Answer &known = answers[(m / 8 + n / 16 + 5 * (n / 256) + k / 64) % kAnswers];
+  if (known.m != m || known.n != n || known.k != k) known = {m, n, k, may_hand_over(int(m), int(n), int(k))};
+  return known.hands_over ? bytes : 0;
 }
 
 // ---- fp8 ---------------------------------------------------------------------------------------------------------

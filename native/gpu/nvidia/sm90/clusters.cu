@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <utility>
 
 #include "gpu/device.h"
-#include "gpu/nvidia/sm90/gemm.h"
+#include "gpu/nvidia/sm90/choose.h"
 
 namespace pydet {
 namespace {
@@ -66,23 +67,24 @@ constexpr uint64_t kFlagBytes = kMostBlocks * kMostWarps * 4;
 constexpr uint64_t kHandoverBytes = kFlagBytes + uint64_t(kMostBlocks) * kMostTile * 4;
 }  // namespace
 
-uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic arithmetic) {
+uint64_t sm90_handover_bytes(int64_t m, int64_t n, int64_t k, int64_t k_chunk) {
   constexpr double kLeastWork = 1e10;  // less is done in 30 us, of which a launch more would be too much
-  const bool tensor_cores = arithmetic == Arithmetic::automatic || arithmetic == Arithmetic::sm90;
-  if (!tensor_cores || (k_chunk && k_chunk < k) || k > kMostHandedOver ||
-      double(m) * double(n) * double(k) < kLeastWork)
-    return 0;
-  return kHandoverBytes;
+  constexpr int64_t kLeast = 2048;     // what is handed on outweighs what is gained of less k
+  const bool one_chain = k_chunk == 0 || k_chunk >= k, enough = double(m) * double(n) * double(k) >= kLeastWork;
+  return one_chain && enough && k >= kLeast && k <= kMostHandedOver ? kHandoverBytes : 0;
+}
+
+bool sm90_shares_out(const Sm90Tile &tile, int64_t m, int64_t n, int clusters) {
+  if (tile.swapped) std::swap(m, n);
+  const int64_t tiles = divide_up(m, tile.m * tile.cluster_m) * divide_up(n, tile.n * tile.cluster_n);
+  return clusters * tile.cluster() <= kMostBlocks && tiles > clusters && tiles % clusters;
 }
 
 bool sm90_hands_over(const Gemm &g, int index) {
   const Sm90Tile &tile = kSm90Tiles[index];
-  const uint64_t wanted = gemm_sm90_workspace(g.m, g.n, g.k, g.k_chunk, Arithmetic::sm90);
-  if (g.batch.count > 1 || wanted == 0 || g.workspace_size < wanted) return false;
-  const int64_t m = tile.swapped ? g.n : g.m, n = tile.swapped ? g.m : g.n;
-  const int64_t tiles = divide_up(m, tile.m * tile.cluster_m) * divide_up(n, tile.n * tile.cluster_n);
-  const int clusters = sm90_clusters(g.device.id, tile.cluster());
-  return clusters * tile.cluster() <= kMostBlocks && tiles > clusters && tiles % clusters;
+  const uint64_t wanted = sm90_handover_bytes(g.m, g.n, g.k, g.k_chunk);
+  return g.batch.count == 1 && wanted > 0 && g.workspace_size >= wanted &&
+         sm90_shares_out(tile, g.m, g.n, sm90_clusters(g.device.id, tile.cluster()));
 }
 
 pydet_status sm90_begin_handover(const Gemm &g, int index, int clusters, Sm90Problem *p) {

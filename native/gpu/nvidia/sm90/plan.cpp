@@ -100,7 +100,7 @@ Choice gemm_sm90_choose(const Gemm &g, int tile) {
   if (t.hands_over && !sm90_hands_over(g, tile)) return {};
   const bool a_k_adjacent = operands.a.k_adjacent, b_k_adjacent = operands.b.k_adjacent;
   const uint32_t layout = t.swapped ? layout_bit(b_k_adjacent, a_k_adjacent) : layout_bit(a_k_adjacent, b_k_adjacent);
-  return t.layouts_of(g.k_chunk != 0) & layout ? Choice(tile, operands) : Choice();
+  return sm90_layouts(tile, g.k_chunk != 0) & layout ? Choice(tile, operands) : Choice();
 }
 
 pydet_status gemm_sm90(const Gemm &g, const Choice &choice) {

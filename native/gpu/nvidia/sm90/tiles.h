@@ -15,7 +15,7 @@ constexpr uint32_t kBothTurned = layout_bit(false, false);
 // Rows by columns of out that a block works on at a time. `cluster_m` blocks under each other share their loads of b,
 // `cluster_n` side by side those of a. A swapped tile is one of out^T = b^T a^T: the rows of out are its columns, which
 // few rows of out fit better. It has kernels for some layouts, and for some with k_chunk, which takes twice the
-// accumulators.
+// accumulators; tiles of one size share theirs (choose.h).
 struct Sm90Tile {
   const char *name;
   int m, n, cluster_m, cluster_n;
@@ -92,14 +92,10 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_128x128_2x2", 128, 128, 2, 2, false, kForward | kTurnedB, kNoLayout},
     {"cuda_gemm_sm90_256x144", 256, 144, 2, 1, false, kForward, kNoLayout},
     {"cuda_gemm_sm90_192x112_wide", 192, 112, 1, 2, false, kForward, kNoLayout},
-    {"cuda_gemm_sm90_128x256_handover", 128, 256, 2, 1, false, kAnyLayout, kNoLayout, true},
-    {"cuda_gemm_sm90_128x256_wide_handover", 128, 256, 1, 2, false, kForward | kTurnedB, kNoLayout, true},
-    {"cuda_gemm_sm90_192x128_wide_handover", 192, 128, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout, true},
+    {"cuda_gemm_sm90_192x128_wide_handover", 192, 128, 1, 2, false, kForward | kTurnedB, kNoLayout, true},
     {"cuda_gemm_sm90_192x192_handover", 192, 192, 2, 1, false, kForward | kTurnedB, kNoLayout, true},
     {"cuda_gemm_sm90_192x192_wide_handover", 192, 192, 1, 2, false, kForward | kTurnedB, kNoLayout, true},
-    {"cuda_gemm_sm90_128x192_wide_handover", 128, 192, 1, 2, false, kForward | kTurnedB | kBothTurned, kNoLayout, true},
-    {"cuda_gemm_sm90_128x160_wide_swapped_handover", 128, 160, 1, 2, true, kForward | kTurnedA | kBothTurned, kNoLayout,
-     true},
+    {"cuda_gemm_sm90_128x160_wide_swapped_handover", 128, 160, 1, 2, true, kForward | kTurnedA, kNoLayout, true},
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 
