@@ -18,6 +18,7 @@ L2_BYTES = 50 << 20
 NORM_M = [4096, 16384, 65536]
 NORM_N = [256, 512, 1024, 2048, 4096, 8192, 16384]
 EPS = 1e-6
+LIGER_SOFTMAX_N = 65536  # longer rows it refuses
 
 try:
     from quack.rmsnorm import layernorm_bwd as quack_layer_backward
@@ -278,7 +279,7 @@ def softmax_forward(name, m, n):
     variants = [Variant("pydet", ours), Variant("torch", peers), Variant("copy", ceiling)]
     if name == "softmax":
         variants += by_quack(n, quack_softmax_forward, [(x,) for x in xs])
-    if liger_softmax and name == "softmax":
+    if liger_softmax and name == "softmax" and n <= LIGER_SOFTMAX_N:
         variants.append(Variant("liger", [partial(liger_softmax._softmax_forward, x) for x in xs]))
     work = (2 if name == "log_prob" else 4) * m * n
     return Row(name, f"{m} x {n}", "bf16", variants, "copy", work, "GB/s")
@@ -294,7 +295,7 @@ def softmax_backward(name, m, n):
     ]
     if name == "softmax":
         variants += by_quack(n, quack_softmax_backward, sets)
-    if liger_softmax and name == "softmax":
+    if liger_softmax and name == "softmax" and n <= LIGER_SOFTMAX_N:
         settings = liger_softmax._softmax_forward(sets[0][1])[1:]
         variants.append(
             Variant("liger", [partial(liger_softmax._softmax_backward, dy, y, *settings) for dy, y in sets])

@@ -5,8 +5,10 @@ import pytest
 import pydet
 from test_cuda import torch  # noqa: F401
 
-# A row of n may lie in one vector of 8 more than it fills: n + 7 is up to each team's width, or past it.
+# Of teams that hold whole vectors a row of n may lie in one of 8 more than it fills: n + 7 is up to a team's width, or
+# past it. Of those that hold single elements n is.
 WIDTHS = [9, 121, 122, 249, 250, 505, 506, 1017, 1018, 2041, 2042, 4089, 4090, 8185, 8186, 16377, 16378, 20001]
+WIDTHS += [width + more for width in (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192) for more in (0, 1)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -27,7 +29,8 @@ def test_rows_that_begin_anywhere(torch, dtype):
             found = [y, rstd, total, *pydet.rmsnorm(x, w, eps=1e-6, out=(dx, rstd.clone()))]
             found = [one.clone() for one in found]
             # Each kernel that such rows may go to, whichever is chosen.
-            longest = {"shifted": 4089 if dtype == torch.float32 else 8185, "unaligned": 8192, "apart": 16377}
+            held = {"strided": 4096, "unaligned": 8192, "apart": 16377}
+            longest = {"shifted": 0 if dtype == torch.float32 else 8185, **held}
             for way, most in longest.items():
                 kernel = f"cuda_rmsnorm_backward_{way}" if device == "cuda" and n <= most else None
                 gradients = pydet.rmsnorm_backward(dy, x, w, rstd, dresidual=added, out=dx, kernel=kernel)
@@ -37,7 +40,7 @@ def test_rows_that_begin_anywhere(torch, dtype):
             found += [y, mean, rstd, total, pydet.layernorm(x, eps=1e-6)[0]]
             # Without a residual, in another place than x too, by each kernel.
             out = added.new_zeros(m, n + 1)[:, :n]
-            for way, most in (("staged", 50000), ("shifted", 16377)):
+            for way, most in (("staged", 50000), ("unaligned", 8192)):
                 forced = device == "cuda" and n <= most
                 for target in (dx, out) if way == "staged" else (dx,):
                     kernel = f"cuda_rmsnorm_{way}" if forced else None
@@ -48,7 +51,7 @@ def test_rows_that_begin_anywhere(torch, dtype):
                     places = (target, mean.clone(), rstd.clone())
                     found += [one.clone() for one in pydet.layernorm(x, w, b, eps=1e-6, out=places, kernel=kernel)]
             found.append(pydet.layernorm(x, eps=1e-6, kernel="cuda_layernorm_staged" if device == "cuda" else None)[0])
-            longest = {"rows": longest["shifted"], "unaligned": 8192, "apart": 16377}
+            longest = {"rows": longest["shifted"], **held}
             for way, most in longest.items():
                 kernel = f"cuda_layernorm_backward_{way}" if device == "cuda" and n <= most else None
                 gradients = pydet.layernorm_backward(

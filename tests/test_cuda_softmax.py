@@ -47,21 +47,51 @@ def test_backward(device, kernel, dtype):
 # Around the turns of `softmax_staged`, 2048 elements, what its gradients' teams hold, and what a cluster holds; each in
 # rows of odd lengths too.
 TEAMS = [1, 5, 15, 129, 255, 513, 1023, 1025, 2041, 2048, 2049, 4095, 4097, 6145, 8191, 8193, 16383, 16384]
-# Around what a team of `softmax_shifted` holds: a row of n may lie in one vector of 8 more than it fills.
-SHIFTED = [1, 3, 7, 8, 57, 58, 63, 121, 122, 128, 200, 249, 250, 505, 506, 512, 777, 1017, 1018, 1024, 1500, 2040, 2041]
+# Around what the teams of `softmax_held` hold of rows that begin anywhere, and those of `softmax_strided`.
+HELD = [1, 3, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32]
+STRIDED = [
+    1,
+    9,
+    31,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    200,
+    256,
+    257,
+    319,
+    320,
+    321,
+    384,
+    385,
+    512,
+    513,
+    768,
+    769,
+    1023,
+    1024,
+    1025,
+]
+STRIDED += [1535, 1536, 1537, 2047, 2048, 2049, 3072, 3073, 4096, 4097, 6144, 6145, 8192, 8193, 12288, 12289, 16384]
+# More than 512 rows have teams of their own.
+MANY = [257, 320, 321, 384, 385, 512, 513, 768, 769, 1024]
 CLUSTERS = [3, 250, 263, 2047, 2057, 16385, 32767, 32769, 65535, 65539, 131071, 131072]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("way", ["shifted", "staged", "cluster"])
+@pytest.mark.parametrize("way", ["held", "strided", "staged", "cluster"])
 def test_rows_that_begin_anywhere(torch, dtype, way):
     """x, y, dy and dx each from another place on, rows behind each other and with gaps: alike, and each otherwise."""
     forward, backward = f"cuda_softmax_{way}", f"cuda_softmax_backward_{way}"
     if way == "cluster" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters need sm_90 or later")
     dtype = getattr(torch, dtype)
-    for i, n in enumerate({"shifted": SHIFTED, "staged": TEAMS, "cluster": CLUSTERS}[way]):
+    for i, n in enumerate({"held": HELD, "strided": STRIDED + MANY, "staged": TEAMS, "cluster": CLUSTERS}[way]):
         m = 1 if n > 70000 else (1, 3, 9, 34)[i % 4]
+        m = 513 if way == "strided" and i >= len(STRIDED) else m
         gaps = [(0, 0, 0, 0), (3, 3, 3, 3), (0, 1, 5, 2)][i % 3]
         starts = [(0, 0, 0, 0), (5, 5, 5, 5), (1, 2, 0, 7), (0, 3, 3, 6)][i % 4]
         x, dy = torch.randn(m, n).mul(3).to(dtype), torch.randn(m, n).to(dtype)
@@ -85,7 +115,8 @@ def test_rows_that_begin_anywhere(torch, dtype, way):
             out, around = rows(3, torch.zeros_like(y), 7.0)
             expected = rows(3, dx, 7.0)[1]
             inputs = rows(2, dy)[0], rows(1, y)[0]
-            getattr(pydet, f"{log}softmax_backward")(*inputs, out=out, kernel=backward)
+            forced = backward if way != "strided" or n <= 8192 else None
+            getattr(pydet, f"{log}softmax_backward")(*inputs, out=out, kernel=forced)
             assert around.view(torch.uint8).equal(expected.view(torch.uint8)), f"{log}softmax_backward {m}x{n}"
         columns = pydet.log_prob(rows(0, x)[0], index.cuda(), kernel=forward)
         assert columns.cpu().view(torch.int32).equal(pydet.log_prob(x, index).view(torch.int32)), f"log_prob {m}x{n}"
@@ -95,7 +126,7 @@ def test_rows_that_begin_anywhere(torch, dtype, way):
         assert out.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"log_prob_backward {m}x{n}"
 
 
-@pytest.mark.parametrize("way", ["shifted", "staged"])
+@pytest.mark.parametrize("way", ["strided", "staged"])
 def test_rows_that_overlap(torch, way):
     """One row for all, and rows that begin three elements behind each other: there is nothing to read around them."""
     memory = torch.randn(3000, device="cuda").bfloat16()

@@ -136,17 +136,21 @@ pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
 // any/norm_unaligned.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
 pydet_status rmsnorm_unaligned(const RmsNorm &);
+bool layernorm_unaligned_takes(const LayerNorm &);
+pydet_status layernorm_unaligned(const LayerNorm &);
 bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &);
 bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
-// any/norm_shifted.cu
-bool rmsnorm_shifted_takes(const RmsNorm &);
-pydet_status rmsnorm_shifted(const RmsNorm &);
-bool layernorm_shifted_takes(const LayerNorm &);
-pydet_status layernorm_shifted(const LayerNorm &);
+// any/norm_backward_strided.cu
+bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
+bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_strided(const RmsNormBackward &);
+bool layernorm_backward_strided_takes(const LayerNormBackward &);
+bool layernorm_backward_strided_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_strided(const LayerNormBackward &);
 
 // any/rmsnorm_backward_rows.cu
 bool rmsnorm_backward_shifted_takes(const RmsNormBackward &);
@@ -199,13 +203,13 @@ bool layernorm_staged_takes(const LayerNorm &);
 bool layernorm_staged_prefers(const LayerNorm &);
 pydet_status layernorm_staged(const LayerNorm &);
 
-// nvidia/softmax_shifted.cu
-bool softmax_shifted_takes(const Softmax &);
-bool softmax_shifted_prefers(const Softmax &);
-pydet_status softmax_shifted(const Softmax &);
-bool softmax_backward_shifted_takes(const SoftmaxBackward &);
-bool softmax_backward_shifted_prefers(const SoftmaxBackward &);
-pydet_status softmax_backward_shifted(const SoftmaxBackward &);
+// nvidia/softmax_strided.cu
+bool softmax_strided_takes(const Softmax &);
+bool softmax_strided_prefers(const Softmax &);
+pydet_status softmax_strided(const Softmax &);
+bool softmax_backward_strided_takes(const SoftmaxBackward &);
+bool softmax_backward_strided_prefers(const SoftmaxBackward &);
+pydet_status softmax_backward_strided(const SoftmaxBackward &);
 
 // any/fold.cu
 pydet_status fold(const Fold &);

@@ -14,12 +14,6 @@ namespace {
 
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 
-__device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
-
-__device__ __forceinline__ void store_of_row(const Vector &values, int64_t r, float value) {
-  if (values.data) reinterpret_cast<float *>(values.data)[r] = canonical(value);
-}
-
 template <Type type, int T, int V>
 __global__ void __launch_bounds__(kBlock<T>) layernorm_kernel(const __grid_constant__ LayerNorm p) {
   constexpr int W = kVector, kBytes = size_of(type), kVectorStep = T * W * kBytes, kTeams = kBlock<T> / T;

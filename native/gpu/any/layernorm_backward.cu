@@ -18,10 +18,6 @@ namespace {
 
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 
-__device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
-  return reinterpret_cast<const float *>(values.data)[r];
-}
-
 // ---- dx ----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float dx_of(float xhat, float g, float rstd, float a, float c, bool added, float dresidual) {

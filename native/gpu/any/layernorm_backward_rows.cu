@@ -5,20 +5,23 @@
 namespace pydet {
 namespace {
 
+// Of rows that begin anywhere, of 16 bits alone: shorter ones are faster by norm_backward_strided.cu.
+using LongRow = RowShape<512, 4, 4, 1>;
+
 // Of fp32 no longer row has registers.
 int64_t longest(Type type) { return type == Type::f32 ? 4096 : 8192; }
 
-// Calls f with a team that holds `most` elements.
-template <Type type, class F> pydet_status with_shape(int64_t most, const F &f) {
-  if (most <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
-  if (most <= 32 * 8) return f(RowShape<32, 8, 1, 2>{});
-  if (most <= 64 * 8) return f(RowShape<64, 8, 1, 2>{});
-  if (most <= 128 * 8) return f(RowShape<128, 8, 1, 2>{});
-  if (most <= 256 * 8) return f(RowShape<256, 8, 1, 2>{});
+// Calls f with a team that holds a row of n.
+template <Type type, class F> pydet_status with_shape(int64_t n, const F &f) {
+  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
+  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 2>{});
+  if (n <= 64 * 8) return f(RowShape<64, 8, 1, 2>{});
+  if (n <= 128 * 8) return f(RowShape<128, 8, 1, 2>{});
+  if (n <= 256 * 8) return f(RowShape<256, 8, 1, 2>{});
   if constexpr (type == Type::f32) {
     return f(RowShape<512, 4, 2, 1>{});
   } else {
-    if (most <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
+    if (n <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
     return f(RowShape<512, 4, 4, 1>{});
   }
 }
@@ -34,10 +37,10 @@ bool layernorm_backward_rows_takes(const LayerNormBackward &p) {
   const int64_t bytes = kVector * size_of(p.x.type);
   if (!vector_aligned(p.weight)) return false;
   return whole(p) ? p.n <= longest(p.x.type)
-                  : p.n <= longest(p.x.type) - (kVector - 1) && rows_agree(p.dy, p.x, bytes) &&
-                        rows_agree(p.dresidual, p.x, bytes) && rows_agree(p.dx, p.x, bytes) &&
-                        rows_ascend(p.x, p.inner, p.rows, p.n) && rows_ascend(p.dy, p.inner, p.rows, p.n) &&
-                        rows_ascend(p.dresidual, p.inner, p.rows, p.n);
+                  : p.n <= LongRow::T * LongRow::W * LongRow::V - (kVector - 1) && p.x.type != Type::f32 &&
+                        rows_agree(p.dy, p.x, bytes) && rows_agree(p.dresidual, p.x, bytes) &&
+                        rows_agree(p.dx, p.x, bytes) && rows_ascend(p.x, p.inner, p.rows, p.n) &&
+                        rows_ascend(p.dy, p.inner, p.rows, p.n) && rows_ascend(p.dresidual, p.inner, p.rows, p.n);
 }
 
 pydet_status layernorm_backward_rows(const LayerNormBackward &p) {
@@ -47,13 +50,16 @@ pydet_status layernorm_backward_rows(const LayerNormBackward &p) {
   if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
   const bool aligned = whole(p);
   if (p.rows > 0) {
-    const pydet_status launched = with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      return with_shape<type>(aligned ? p.n : p.n + kVector - 1, [&](auto shape) {
-        using Shape = decltype(shape);
-        return aligned ? launch_rows<LayerNormBackward, type, Shape, false>("layernorm_backward_rows", p)
-                       : launch_rows<LayerNormBackward, type, Shape, true>("layernorm_backward_rows", p);
+    auto of_whole_rows = [&](auto type) {
+      return with_shape<type>(p.n, [&](auto shape) {
+        return launch_rows<LayerNormBackward, type, decltype(shape), false>("layernorm_backward_rows", p);
       });
-    });
+    };
+    auto of_others = [&](auto type) {
+      return launch_rows<LayerNormBackward, type, LongRow, true>("layernorm_backward_rows", p);
+    };
+    const pydet_status launched =
+        aligned ? with_type<kUnscaledTypes>(p.x.type, of_whole_rows) : with_type<kHalfTypes>(p.x.type, of_others);
     if (launched != PYDET_OK) return launched;
   }
   return join_partials(sums, 1);

@@ -20,15 +20,10 @@ namespace pydet {
 namespace {
 
 constexpr int kThreads = 256;
-template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNormBackward>;
 // Blocks a multiprocessor is to hold.
 template <class P, Type type, int V, bool shifted>
 constexpr int kBlocks = V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2 : 1;
 template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
-
-__device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
-  return reinterpret_cast<const float *>(values.data)[r];
-}
 
 // Columns of a block: `lanes` threads with W columns each stand side by side, `workers` such rows of threads one below
 // the other. At once: rows whose elements are on their way.

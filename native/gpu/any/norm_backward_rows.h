@@ -25,7 +25,6 @@ constexpr int kBlocks = !shifted ? 0
                                     : T < 256         ? 384
                                                       : 512) /
                                        kBlock<T>;
-template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNormBackward>;
 
 // How often `part` goes into x. A division of 64 bits takes as long as a load.
 __device__ __forceinline__ int64_t quotient(int64_t x, int64_t part) {
@@ -54,10 +53,6 @@ template <class P, bool shifted> __device__ __forceinline__ Place place_of(const
 template <Type type> __device__ __forceinline__ char *row_at(const Rows &rows, const Place &at) {
   return rows.data +
          (at.far * rows.far_stride + at.outer * rows.outer_stride + at.inner * rows.inner_stride) * size_of(type);
-}
-
-__device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
-  return reinterpret_cast<const float *>(values.data)[r];
 }
 
 template <class P, Type type, int T, int W, int V, int R, bool shifted>

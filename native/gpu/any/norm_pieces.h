@@ -1,5 +1,5 @@
-// Rows that begin anywhere, read and written by whole vectors of memory. Shared by norm_shifted.cu and
-// norm_backward_rows.h.
+// Rows that begin anywhere, read and written by whole vectors of memory. Shared by nvidia/staged_row.h,
+// norm_backward_rows.h and norm_backward_apart.h.
 //
 // Vector i of memory, W elements, holds elements W i - shift to W i - shift + W - 1 of a row: shift is what the row lies
 // behind a whole vector. A thread takes such a vector, and with the one behind it makes elements W i to W i + W - 1 of

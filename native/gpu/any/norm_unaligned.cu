@@ -1,137 +1,96 @@
-// RMSNorm and the gradients of norms for rows of up to 8192 that are not whole pieces of 16 bytes, odd in length or in
-// place: the CPU's bits. The formulas are those of rmsnorm.cu, rmsnorm_backward.cu and layernorm_backward.cu.
+// RMSNorm, LayerNorm and their gradients for rows of up to 8192 that are not whole pieces of 16 bytes, odd in length or
+// in place: the CPU's bits. The formulas are those of rmsnorm.cu, layernorm.cu and their gradients.
 //
-// A team holds a row in registers, which it reads and writes element by element. dweight and dbias need no sum along a
-// row, as mean and rstd are given: blocks of the same launch go down columns, a thread one column of a chain of 16 rows,
-// and leave the chains' sums in the workspace, which rmsnorm_dweight.cu joins.
+// A team holds a row in registers, which it reads and writes element by element (strided_row.h). dweight and dbias need
+// no sum along a row, as mean and rstd are given: blocks of the same launch go down columns, a thread one column of a
+// chain of 16 rows, and leave the chains' sums in the workspace, which rmsnorm_dweight.cu joins.
 
 #include <type_traits>
 
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_partials.h"
-#include "gpu/any/rmsnorm_rows.h"
+#include "gpu/any/strided_row.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kThreads = 256;
-// Blocks a multiprocessor is to hold, 0: as the compiler likes. Where it likes more than registers allow, it spills.
-#if defined(__CUDA_ARCH__)
-constexpr int kBlocks = __CUDA_ARCH__ < 900 ? 2 : 0;
-#else
-constexpr int kBlocks = 0;
-#endif
+template <int T> constexpr int kBlock = T < 256 ? 256 : T;  // several small teams share one
 
-__device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
-
-// The `left` elements of a vector that are the row's; the others are +0.
-template <Type type>
-__device__ __forceinline__ Packed<type, kVector> load_elements_of(const char *at, int left) {
-  Packed<type, kVector> packed = {};
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) {
-    if (e >= left) continue;
-    if constexpr (type == Type::f32) packed.word[e] = reinterpret_cast<const uint32_t *>(at)[e];
-    else packed.word[e / 2] |= uint32_t(reinterpret_cast<const uint16_t *>(at)[e]) << e % 2 * 16;
-  }
-  return packed;
-}
-template <Type type>
-__device__ __forceinline__ void store_elements_of(char *at, int left, const Packed<type, kVector> &packed) {
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) {
-    if (e >= left) continue;
-    if constexpr (type == Type::f32) reinterpret_cast<uint32_t *>(at)[e] = packed.word[e];
-    else reinterpret_cast<uint16_t *>(at)[e] = uint16_t(packed.word[e / 2] >> e % 2 * 16);
-  }
-}
-
-// Where vector v of thread t of a row is, and how many of its elements are the row's (not positive: none).
-template <int T> struct Place {
-  int t, n;
-  __device__ __forceinline__ int column(int v) const { return kVector * (t + T * v); }
-  __device__ __forceinline__ int left(int v) const { return n - column(v); }
-};
-
-// Adds x y, vector v, of which `left` elements are the row's: the others must not reach their lanes.
-template <int T, int V>
-__device__ __forceinline__ void add_left_of(Lanes<T, kVector, V> &lanes, int v, int left, const float (&x)[kVector],
-                                            const float (&y)[kVector]) {
-  float(&s)[kVector] = lanes.lane[v % Lanes<T, kVector, V>::kSlots];
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) s[e] = e < left ? fmaf(x[e], y[e], s[e]) : s[e];
-}
-
-template <Type type, int T, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks) rmsnorm_unaligned_kernel(const __grid_constant__ RmsNorm p) {
-  constexpr int kBytes = size_of(type), kTeams = kThreads / T;
-  __shared__ float exchange[kTeams * kExchange<T, 1> + 1];
+template <class P, int size, int T, int V, int F>
+__global__ void __launch_bounds__(kBlock<T>) norm_unaligned_kernel(const __grid_constant__ P p) {
+  constexpr bool centred = std::is_same_v<P, LayerNorm>;
+  constexpr int kTeams = kBlock<T> / T, kRoom = kStridedExchange<T, 1>;
+  __shared__ float of_mean[centred ? kTeams * kRoom + 1 : 1], of_squares[kTeams * kRoom + 1];
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int team = int(threadIdx.x) / T;
-  const Place<T> place = {int(threadIdx.x) % T, int(p.n)};
+  const Strided<size, T, V, F> columns = {int(threadIdx.x) % T, int(p.n)};
   const int64_t r = block_number() * kTeams + team, last = p.rows - 1;
   const bool there = r <= last;
   const RowIndex where = row_index(p.inner, there ? r : last);
-  auto at = [&](const Rows &rows, int v) { return row_at(rows, kBytes, where) + place.column(v) * kBytes; };
-  Packed<type, kVector> x[V];
+  ElementBits<size> bits[V];
+  columns.load(row_at(p.x, size, where), bits);
+  float x[V], scale[V], bias[V], mean[1] = {}, rstd[1];
+  floats_of<size>(p.x.type, bits, x);
+  if (p.residual.data) {
+    float other[V];
+    columns.load(row_at(p.residual, size, where), bits);
+    floats_of<size>(p.x.type, bits, other);
 #pragma unroll
-  for (int v = 0; v < V; ++v) x[v] = load_elements_of<type>(at(p.x, v), place.left(v));
-  if (p.residual.data)
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      float one[kVector], other[kVector];
-      unpack(x[v], one);
-      unpack(load_elements_of<type>(at(p.residual, v), place.left(v)), other);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) one[e] += other[e];
-      x[v] = pack<type>(one);
-      if (there) store_elements_of<type>(at(p.sum, v), place.left(v), x[v]);
-    }
-  Lanes<T, kVector, V> lanes[1];
-  float rstd[1];
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    float one[kVector];
-    unpack(x[v], one);
-    lanes[0].add(v, true, one, one);  // past the row's end +0: no lane is ever -0 here
+    for (int i = 0; i < V; ++i) x[i] += other[i];
+    rounded<size>(p.x.type, x, bits);
+    if (there) columns.store(row_at(p.sum, size, where), bits);
+    floats_of<size>(p.x.type, bits, x);
   }
-  join(lanes, exchange + team * kExchange<T, 1>, [&](float sum) { return rstd_of(sum, p.n, p.eps); }, rstd);
+  columns.load_scale(p.weight, p.weight_offset, scale);
+  constexpr float kNothing = -0.0f;  // which changes no number that it is added to
+  if constexpr (centred) columns.load_scale(p.bias, kNothing, bias);
+  StridedLanes<T, V> squares[1];
+  if constexpr (centred) {
+    StridedLanes<T, V> lanes[1];
+#pragma unroll
+    for (int i = 0; i < V; ++i) lanes[0].add(i, columns.inside(i), x[i], 1.0f);
+    join_strided(lanes, of_mean + team * kRoom, [&](float sum) { return sum / float(p.n); }, mean);
+#pragma unroll
+    for (int i = 0; i < V; ++i) x[i] -= mean[0];
+  }
+#pragma unroll
+  for (int i = 0; i < V; ++i) squares[0].add(i, columns.inside(i), x[i], x[i]);
+  join_strided(squares, of_squares + team * kRoom, [&](float sum) { return rstd_of(sum, p.n, p.eps); }, rstd);
   if (!there) return;
-  if (p.rstd.data && place.t == 0) reinterpret_cast<float *>(p.rstd.data)[r] = canonical(rstd[0]);
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    float y[kVector], scale[kVector];
-    unpack(x[v], y);
-    load_scale(p.weight, p.weight_offset, place.column(v), p.n, scale);
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) y[e] = y[e] * rstd[0] * scale[e];
-    store_elements_of<type>(at(p.y, v), place.left(v), pack<type>(y));
+  if (columns.t == 0) {
+    if constexpr (centred) store_of_row(p.mean, r, mean[0]);
+    store_of_row(p.rstd, r, rstd[0]);
   }
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    x[i] *= rstd[0];
+    if (centred && p.bias.data) x[i] = fmaf(x[i], scale[i], bias[i]);
+    else x[i] *= scale[i];
+  }
+  rounded<size>(p.x.type, x, bits);
+  columns.store(row_at(p.y, size, where), bits);
 }
 
 // ---- Gradients ---------------------------------------------------------------------------------------------------
 
-template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNormBackward>;
 template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
 
-__device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
-  return reinterpret_cast<const float *>(values.data)[r];
-}
-
 // One column of one chain a thread.
-template <class P, Type type> __device__ __forceinline__ void go_down(const P &p, int64_t job) {
-  constexpr int kBytes = size_of(type);
+template <class P, int size> __device__ __forceinline__ void go_down(const P &p, int64_t job) {
   const int64_t chain_number = job / p.n, column = job - chain_number * p.n, first = chain_number * kDweightChainRows;
   if (first >= p.rows) return;
   const int64_t last = p.rows - 1;
+  ElementBits<size> x_bits[kDweightChainRows], dy_bits[kDweightChainRows];
   float x[kDweightChainRows], dy[kDweightChainRows], chain[2] = {};
 #pragma unroll
   for (int i = 0; i < kDweightChainRows; ++i) {
     const RowIndex row = row_index(p.inner, first + i <= last ? first + i : last);
-    x[i] = load_f32(row_at(p.x, kBytes, row), type, column);
-    dy[i] = load_f32(row_at(p.dy, kBytes, row), type, column);
+    x_bits[i] = reinterpret_cast<const ElementBits<size> *>(row_at(p.x, size, row))[column];
+    dy_bits[i] = reinterpret_cast<const ElementBits<size> *>(row_at(p.dy, size, row))[column];
   }
+  floats_of<size>(p.x.type, x_bits, x);
+  floats_of<size>(p.x.type, dy_bits, dy);
 #pragma unroll
   for (int i = 0; i < kDweightChainRows; ++i) {
     if (first + i > last) continue;
@@ -151,81 +110,77 @@ template <class P, Type type> __device__ __forceinline__ void go_down(const P &p
 }
 
 // The first `column_blocks` go down columns, the others along rows.
-template <class P, Type type, int T, int V>
-__global__ void __launch_bounds__(kThreads)
+template <class P, int size, int T, int V, int F>
+__global__ void __launch_bounds__(kBlock<T>)
     norm_backward_unaligned_kernel(const __grid_constant__ P p, int64_t column_blocks) {
-  constexpr int kBytes = size_of(type), kTeams = kThreads / T;
-  __shared__ __align__(16) float exchange[kTeams * kExchange<T, kSums<P>> + 4];
+  constexpr int kTeams = kBlock<T> / T;
+  __shared__ float exchange[kTeams * kStridedExchange<T, kSums<P>> + 1];
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (block_number() < column_blocks) return go_down<P, type>(p, block_number() * kThreads + threadIdx.x);
+  if (block_number() < column_blocks) return go_down<P, size>(p, block_number() * kBlock<T> + threadIdx.x);
   const int team = int(threadIdx.x) / T;
-  const Place<T> place = {int(threadIdx.x) % T, int(p.n)};
+  const Strided<size, T, V, F> columns = {int(threadIdx.x) % T, int(p.n)};
   const int64_t r = (block_number() - column_blocks) * kTeams + team, last = p.rows - 1;
   const RowIndex where = row_index(p.inner, r <= last ? r : last);
   const float rstd = of_row(p.rstd, r <= last ? r : last);
   float mean = 0.0f;
   if constexpr (kCentred<P>) mean = of_row(p.mean, r <= last ? r : last);
-  auto at = [&](const Rows &rows, int v) { return row_at(rows, kBytes, where) + place.column(v) * kBytes; };
-  Packed<type, kVector> x[V], dy[V];
+  ElementBits<size> x_bits[V], dy_bits[V];
+  columns.load(row_at(p.x, size, where), x_bits);
+  columns.load(row_at(p.dy, size, where), dy_bits);
+  float xhat[V], g[V], scale[V], sums[kSums<P>];
+  columns.load_scale(p.weight, p.weight_offset, scale);
+  floats_of<size>(p.x.type, x_bits, xhat);
+  floats_of<size>(p.x.type, dy_bits, g);
+  StridedLanes<T, V> lanes[kSums<P>];
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    x[v] = load_elements_of<type>(at(p.x, v), place.left(v));
-    dy[v] = load_elements_of<type>(at(p.dy, v), place.left(v));
+  for (int i = 0; i < V; ++i) {
+    xhat[i] = (kCentred<P> ? xhat[i] - mean : xhat[i]) * rstd;
+    g[i] *= scale[i];
+    lanes[0].add(i, columns.inside(i), g[i], xhat[i]);
+    if constexpr (kCentred<P>) lanes[1].add(i, columns.inside(i), g[i], 1.0f);
   }
-  auto load_xhat_and_g = [&](int v, float(&xhat)[kVector], float(&g)[kVector]) {
-    float scale[kVector];
-    load_scale(p.weight, p.weight_offset, place.column(v), p.n, scale);
-    unpack(x[v], xhat);
-    unpack(dy[v], g);
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      xhat[e] = (kCentred<P> ? xhat[e] - mean : xhat[e]) * rstd;
-      g[e] *= scale[e];
-    }
-  };
-  Lanes<T, kVector, V> lanes[kSums<P>];
-  float ones[kVector], sums[kSums<P>];
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) ones[e] = 1.0f;
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    float xhat[kVector], g[kVector];
-    load_xhat_and_g(v, xhat, g);
-    add_left_of(lanes[0], v, place.left(v), g, xhat);
-    if constexpr (kCentred<P>) add_left_of(lanes[1], v, place.left(v), g, ones);
-  }
-  join(lanes, exchange + team * kExchange<T, kSums<P>>, [&](float sum) { return sum / float(p.n); }, sums);
+  join_strided(
+      lanes, exchange + team * kStridedExchange<T, kSums<P>>, [&](float sum) { return sum / float(p.n); }, sums);
   if (r > last) return;
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    float xhat[kVector], g[kVector], dresidual[kVector] = {};
-    load_xhat_and_g(v, xhat, g);
-    if (p.dresidual.data) unpack(load_elements_of<type>(at(p.dresidual, v), place.left(v)), dresidual);
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      float d = fmaf(-xhat[e], sums[0], g[e]);
-      if constexpr (kCentred<P>) d -= sums[1];
-      g[e] = p.dresidual.data ? fmaf(rstd, d, dresidual[e]) : rstd * d;
-    }
-    store_elements_of<type>(at(p.dx, v), place.left(v), pack<type>(g));
+  for (int i = 0; i < V; ++i) {
+    g[i] = fmaf(-xhat[i], sums[0], g[i]);
+    if constexpr (kCentred<P>) g[i] -= sums[1];
   }
+  if (p.dresidual.data) {
+    float dresidual[V];
+    columns.load(row_at(p.dresidual, size, where), x_bits);
+    floats_of<size>(p.x.type, x_bits, dresidual);
+#pragma unroll
+    for (int i = 0; i < V; ++i) g[i] = fmaf(rstd, g[i], dresidual[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) g[i] *= rstd;
+  }
+  rounded<size>(p.x.type, g, x_bits);
+  columns.store(row_at(p.dx, size, where), x_bits);
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 1>{});
-  if (n <= 64 * 8) return f(RowShape<64, 8, 1, 1>{});
-  if (n <= 256 * 8) return f(RowShape<256, 8, 1, 1>{});
-  if (n <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
-  return f(RowShape<256, 8, 4, 1>{});
+  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
+  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
+  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
+  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
+  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
+  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
+  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
+  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
+  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
+  return f(StridedShape<512, 16, 12>{});
 }
 
 bool holds(int64_t rows, int64_t n) {
   constexpr int64_t kLongest = 8192, kMostElements = int64_t(1) << 40;  // of all rows: their blocks are one grid
-  return n <= kLongest && rows <= most_blocks(kThreads) / 2 && rows * n <= kMostElements;
+  return n <= kLongest && rows <= most_blocks(256) / 2 && rows * n <= kMostElements;
 }
 
 // `sums`: those over rows, as rmsnorm_dweight.cu joins them, if any are wanted.
@@ -235,38 +190,46 @@ pydet_status backward_unaligned(const char *name, const P &p, const RmsNormBackw
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   pydet_status status = ready_to_join(sums);
   if (status != PYDET_OK) return status;
-  const int64_t column_blocks = wanted ? divide_up(divide_up(p.rows, kDweightChainRows) * p.n, kThreads) : 0;
+  const int64_t jobs = wanted ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
   if (p.rows > 0 && (wanted || p.dx.data)) {
-    status = with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      return with_shape(p.n, [&](auto shape) {
-        const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kThreads / shape.T) : 0;
-        Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(column_blocks + row_blocks, kThreads),
-                        dim3(kThreads)};
-        where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-        return launch(where, norm_backward_unaligned_kernel<P, type, shape.T, shape.V>, p, column_blocks);
-      });
+    status = with_shape(p.n, [&](auto shape) {
+      constexpr int T = shape.T, kThreads = kBlock<T>;
+      const int64_t column_blocks = divide_up(jobs, kThreads),
+                    row_blocks = p.dx.data ? divide_up(p.rows, kThreads / T) : 0;
+      Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(column_blocks + row_blocks, kThreads),
+                      dim3(kThreads)};
+      where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+      return launch(where,
+                    p.x.type == Type::f32 ? norm_backward_unaligned_kernel<P, 4, T, shape.V, shape.F>
+                                          : norm_backward_unaligned_kernel<P, 2, T, shape.V, shape.F>,
+                    p, column_blocks);
     });
     if (status != PYDET_OK) return status;
   }
   return join_partials(sums, 1);
 }
 
+template <class P> pydet_status norm_unaligned(const char *name, const P &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  return with_shape(p.n, [&](auto shape) {
+    constexpr int T = shape.T, kThreads = kBlock<T>;
+    Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.rows, kThreads / T), kThreads),
+                    dim3(kThreads)};
+    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+    return launch(where,
+                  p.x.type == Type::f32 ? norm_unaligned_kernel<P, 4, T, shape.V, shape.F>
+                                        : norm_unaligned_kernel<P, 2, T, shape.V, shape.F>,
+                  p);
+  });
+}
+
 }  // namespace
 
 bool rmsnorm_unaligned_takes(const RmsNorm &p) { return holds(p.rows, p.n); }
-
-pydet_status rmsnorm_unaligned(const RmsNorm &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("rmsnorm_unaligned", guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return with_shape(p.n, [&](auto shape) {
-      Launch where = {"rmsnorm_unaligned", static_cast<gpu_stream>(p.stream),
-                      grid_of(divide_up(p.rows, kThreads / shape.T), kThreads), dim3(kThreads)};
-      where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-      return launch(where, rmsnorm_unaligned_kernel<type, shape.T, shape.V>, p);
-    });
-  });
-}
+pydet_status rmsnorm_unaligned(const RmsNorm &p) { return norm_unaligned("rmsnorm_unaligned", p); }
+bool layernorm_unaligned_takes(const LayerNorm &p) { return holds(p.rows, p.n); }
+pydet_status layernorm_unaligned(const LayerNorm &p) { return norm_unaligned("layernorm_unaligned", p); }
 
 bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &p) { return holds(p.rows, p.n); }
 pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &p) {
@@ -280,7 +243,8 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &p) { return hol
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &p) {
   const bool whole =
       p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.x) && rows_aligned(p.dresidual) && rows_aligned(p.dx);
-  return !whole && p.rows > 16 && p.n < 3072 && p.rows * p.n <= (p.n + kVector - 1 <= 32 * 8 ? 4'000'000 : 4'500'000);
+  return !whole && p.n <= 8192 && p.rows > (p.n < 3072 ? 16 : 128) &&
+         p.rows * p.n <= (p.n <= 4096 ? 4'000'000 : 12'000'000);
 }
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &p) {
   return backward_unaligned("layernorm_backward_unaligned", p, sums_over_rows(p), p.dweight.data || p.dbias.data);

@@ -14,8 +14,6 @@
 namespace pydet {
 namespace {
 
-__device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
-
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 
 template <Type type, int T, int W, int V, int R, bool residual>

@@ -9,9 +9,9 @@ bool rmsnorm_backward_apart_takes(const RmsNormBackward &p) { return apart_takes
 // Of few rows. More of them go down a column one after the other, and what is read twice falls out of the L2.
 bool rmsnorm_backward_apart_prefers(const RmsNormBackward &p) {
   constexpr int64_t kMostRows = 1024, kMostBytes = 12 << 20;  // of x
-  // Of other rows, measured on an H100: rmsnorm_backward_unaligned takes 868x174 in 5.9 us, this kernel in 22.5, 934x1595
-  // in 15 and 25, but 700x5001 in 44 and 33, 3x421 in 4.5 and 3.7.
-  if (p.dweight.data && p.rows > 16 && p.n < 3072 && !rows_whole(p)) return false;
+  // Of other rows, measured on an H100: rmsnorm_backward_unaligned takes 868x174 in 5.4 us, this kernel in 23, 934x1595
+  // in 10.6 and 25, 700x5001 in 21 and 34, but 64x4095 in 8.4 and 7.3.
+  if (p.dweight.data && p.n <= 8192 && p.rows > (p.n < 3072 ? 16 : 128) && !rows_whole(p)) return false;
   return p.rows <= kMostRows && (!p.dweight.data || p.rows * p.n * size_of(p.x.type) <= kMostBytes);
 }
 

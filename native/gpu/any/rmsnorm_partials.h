@@ -2,12 +2,16 @@
 // of 16 rows or one for each group of 64, and the kernel that joins them. No bit depends on which.
 #pragma once
 
+#include <type_traits>
+
 #include "gpu/device.h"
 
 namespace pydet {
 
 constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
 constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
+
+template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNormBackward>;
 
 // The sums over rows of LayerNorm, as rmsnorm_dweight.cu joins them.
 inline RmsNormBackward sums_over_rows(const LayerNormBackward &p) {

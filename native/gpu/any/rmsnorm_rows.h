@@ -126,6 +126,18 @@ struct RowPlace {
   int element_bytes;
 };
 
+// ---- What a row has one of: mean, rstd ---------------------------------------------------------------------------
+
+__device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
+
+__device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
+  return reinterpret_cast<const float *>(values.data)[r];
+}
+
+__device__ __forceinline__ void store_of_row(const Vector &values, int64_t r, float value) {
+  if (values.data) reinterpret_cast<float *>(values.data)[r] = canonical(value);
+}
+
 // ---- The sum along a row -----------------------------------------------------------------------------------------
 
 // The lanes of one thread: of `kSlots` of its groups, the rest of them empty.

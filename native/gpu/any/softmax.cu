@@ -6,9 +6,11 @@
 //   log_prob y = (x[index] - m) - log(s)           its gradient dx = round(fmaf(-(e / s), g, j = index ? g : 0))
 //   backward c = rowsum(dy, y), dx = round(y (dy - c));   of the log: c = rowsum(dy, 1), dx = round(fmaf(-exp(y), c, dy))
 //
-// Rows up to 16384 are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are passed over three
-// times, the gradients' twice; by whole vectors where they are aligned. CUDA has other kernels for most of them
-// (nvidia/softmax_staged.cu).
+// Rows up to 16384 are held in registers by their team (rmsnorm_rows.h), up to 32 wherever they begin. Others are passed
+// over three times, the gradients' twice; by whole vectors where they are aligned. CUDA has other kernels for most of
+// them (nvidia/softmax_strided.cu, nvidia/softmax_staged.cu).
+
+#include <type_traits>
 
 #include "gpu/kernels.h"
 #include "gpu/any/softmax_row.h"
@@ -39,7 +41,29 @@ template <int T> __device__ __forceinline__ float team_max(float largest, float 
   return largest + 0.0f;  // which zero is the largest would depend on the order
 }
 
-template <Type type, int T, int V>
+// Elements j .. j + W - 1 of a short row of n that begins anywhere, one by one; past its end the last once more.
+template <Type type, int W> __device__ __forceinline__ Packed<type, W> load_singly(const char *row, int j, int n) {
+  Packed<type, W> packed = {};
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    const int at = j + e < n ? j + e : n - 1;
+    if constexpr (type == Type::f32) packed.word[e] = reinterpret_cast<const uint32_t *>(row)[at];
+    else packed.word[e / 2] |= uint32_t(reinterpret_cast<const uint16_t *>(row)[at]) << e % 2 * 16;
+  }
+  return packed;
+}
+template <Type type, int W>
+__device__ __forceinline__ void store_singly(char *row, int j, int n, const Packed<type, W> &packed) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    if (j + e >= n) continue;
+    if constexpr (type == Type::f32) reinterpret_cast<uint32_t *>(row)[j + e] = packed.word[e];
+    else reinterpret_cast<uint16_t *>(row)[j + e] = uint16_t(packed.word[e / 2] >> e % 2 * 16);
+  }
+}
+
+// `singly`: short rows that begin anywhere.
+template <Type type, int T, int V, bool singly>
 __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constant__ Softmax p) {
   constexpr int W = kVector, kBytes = size_of(type), kVectorStep = T * W * kBytes, kTeams = kBlock<T> / T;
   __shared__ float sums[kTeams * kExchange<T, 1> + 1], largest[kBlock<T> / kLogicalWarp];
@@ -53,7 +77,8 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
   Packed<type, W> x[V] = {};
 #pragma unroll
   for (int v = 0; v < V; ++v)
-    if (W * (t + T * v) < n) x[v] = load_packed<type, W>(x_row + t * W * kBytes + v * kVectorStep);
+    if constexpr (singly) x[v] = load_singly<type, W>(x_row, W * (t + T * v), n);
+    else if (W * (t + T * v) < n) x[v] = load_packed<type, W>(x_row + t * W * kBytes + v * kVectorStep);
   Finish finish(p, there ? r : last);
 
   float most = kLowest;
@@ -63,7 +88,7 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
     unpack(x[v], one);
 #pragma unroll
     for (int e = 0; e < W; ++e)
-      if (W * (t + T * v) < n) most = fmaxf(most, one[e]);
+      if (singly || W * (t + T * v) < n) most = fmaxf(most, one[e]);
   }
   const float max = team_max<T>(most, largest);
   Lanes<T, W, V> lanes[1];
@@ -76,7 +101,8 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
     float one[W];
     unpack(x[v], one);
     normal[v] = exps_of(one, max, exps[v]);
-    lanes[0].add(v, W * (t + T * v) < n, exps[v], ones);
+    if constexpr (singly) lanes[0].add_left(n - W * t, exps[v], ones);
+    else lanes[0].add(v, W * (t + T * v) < n, exps[v], ones);
   }
   join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, sum);
   finish.known(max, sum[0]);
@@ -85,14 +111,15 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
     if (t == 0) finish.store_log_prob(x_row);
     return;
   }
-  char *y_row = row_at(p.y, kBytes, where) + t * W * kBytes;
+  char *y_row = row_at(p.y, kBytes, where);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     if (W * (t + T * v) >= n) continue;
     float one[W];
     unpack(x[v], one);
     finish.elements<1>(W * (t + T * v), exps[v], normal[v], one);
-    store_packed<type>(y_row + v * kVectorStep, one);
+    if constexpr (singly) store_singly<type, W>(y_row, W * t, n, pack<type>(one));
+    else store_packed<type>(y_row + t * W * kBytes + v * kVectorStep, one);
   }
 }
 
@@ -178,7 +205,7 @@ __global__ void __launch_bounds__(kMaxTeam, kLongBlocks) softmax_long_kernel(con
 
 // ---- Gradients from y --------------------------------------------------------------------------------------------
 
-template <Type type, int T, int V>
+template <Type type, int T, int V, bool singly>
 __global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __grid_constant__ SoftmaxBackward p) {
   constexpr int W = kVector, kBytes = size_of(type), kVectorStep = T * W * kBytes, kTeams = kBlock<T> / T;
   __shared__ float sums[kTeams * kExchange<T, 1> + 1];
@@ -187,15 +214,19 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __gri
   const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
   const int64_t r = int64_t(blockIdx.x) * kTeams + team, last = p.rows - 1;
   const RowIndex where = row_index(p.inner, r <= last ? r : last);
-  const char *dy_row = row_at(p.dy, kBytes, where) + t * W * kBytes,
-             *y_row = row_at(p.y, kBytes, where) + t * W * kBytes;
+  const char *dy_row = row_at(p.dy, kBytes, where), *y_row = row_at(p.y, kBytes, where);
   Packed<type, W> dy[V] = {}, y[V] = {};
 #pragma unroll
-  for (int v = 0; v < V; ++v)
-    if (W * (t + T * v) < n) {
-      dy[v] = load_packed<type, W>(dy_row + v * kVectorStep);
-      y[v] = load_packed<type, W>(y_row + v * kVectorStep);
+  for (int v = 0; v < V; ++v) {
+    const int j = W * (t + T * v);
+    if constexpr (singly) {
+      dy[v] = load_singly<type, W>(dy_row, j, n);
+      y[v] = load_singly<type, W>(y_row, j, n);
+    } else if (j < n) {
+      dy[v] = load_packed<type, W>(dy_row + t * W * kBytes + v * kVectorStep);
+      y[v] = load_packed<type, W>(y_row + t * W * kBytes + v * kVectorStep);
     }
+  }
   Lanes<T, W, V> lanes[1];
   float c[1];
 #pragma unroll
@@ -205,11 +236,12 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __gri
     unpack(y[v], second);
 #pragma unroll
     for (int e = 0; e < W; ++e) second[e] = second_of(p, second[e]);
-    lanes[0].add(v, W * (t + T * v) < n, first, second);
+    if constexpr (singly) lanes[0].add_left(n - W * t, first, second);
+    else lanes[0].add(v, W * (t + T * v) < n, first, second);
   }
   join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, c);
   if (r > last) return;
-  char *dx_row = row_at(p.dx, kBytes, where) + t * W * kBytes;
+  char *dx_row = row_at(p.dx, kBytes, where);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     if (W * (t + T * v) >= n) continue;
@@ -217,7 +249,8 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __gri
     unpack(dy[v], first);
     unpack(y[v], second);
     gradients_of(p, c[0], first, second);
-    store_packed<type>(dx_row + v * kVectorStep, first);
+    if constexpr (singly) store_singly<type, W>(dx_row, W * t, n, pack<type>(first));
+    else store_packed<type>(dx_row + t * W * kBytes + v * kVectorStep, first);
   }
 }
 
@@ -252,22 +285,34 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_backward_long_kernel(cons
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-// Calls f with a team that holds a row of n.
-template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if (n <= 8 * 8) return f(RowShape<8, 8, 1, 1>{});
-  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 1>{});
-  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{});
-  if (n <= 32 * 16) return f(RowShape<32, 8, 2, 1>{});
-  if (n <= 64 * 16) return f(RowShape<64, 8, 2, 1>{});
-  if (n <= 128 * 16) return f(RowShape<128, 8, 2, 1>{});
-  if (n <= 128 * 32) return f(RowShape<128, 8, 4, 1>{});
-  if (n <= 256 * 32) return f(RowShape<256, 8, 4, 1>{});
-  return f(RowShape<256, 8, 8, 1>{});
+// Calls f with a team that holds a row of n, and whether it reads single elements.
+template <class F> pydet_status with_shape(int64_t n, bool aligned, const F &f) {
+  auto short_shape = [&](auto singly) {
+    if (n <= 1 * 8) return f(RowShape<1, 8, 1, 1>{}, singly);
+    if (n <= 2 * 8) return f(RowShape<2, 8, 1, 1>{}, singly);
+    return f(RowShape<4, 8, 1, 1>{}, singly);
+  };
+  constexpr std::false_type whole{};
+  if (!aligned) return short_shape(std::true_type{});
+  if (n <= 4 * 8) return short_shape(whole);
+  if (n <= 8 * 8) return f(RowShape<8, 8, 1, 1>{}, whole);
+  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 1>{}, whole);
+  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{}, whole);
+  if (n <= 32 * 16) return f(RowShape<32, 8, 2, 1>{}, whole);
+  if (n <= 64 * 16) return f(RowShape<64, 8, 2, 1>{}, whole);
+  if (n <= 128 * 16) return f(RowShape<128, 8, 2, 1>{}, whole);
+  if (n <= 128 * 32) return f(RowShape<128, 8, 4, 1>{}, whole);
+  if (n <= 256 * 32) return f(RowShape<256, 8, 4, 1>{}, whole);
+  return f(RowShape<256, 8, 8, 1>{}, whole);
 }
 
-bool holds(int64_t rows, int64_t n) {
+bool holds(int64_t rows, int64_t n, bool aligned) {
   constexpr int64_t kMostThreads = int64_t(1) << 31;  // HIP wants fewer threads than 2^32 in a grid
-  return n % kVector == 0 && n <= kLongestHeldRow && rows <= kMostThreads / kMaxTeam;
+  return n <= (aligned ? kLongestHeldRow : kLongestSingly) && rows <= kMostThreads / kMaxTeam;
+}
+bool aligned(const Softmax &p) { return p.n % kVector == 0 && rows_aligned(p.x) && rows_aligned(p.y); }
+bool aligned(const SoftmaxBackward &p) {
+  return p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
 }
 
 template <class Problem> pydet_status launch_long(const char *name, const Problem &p, void (*kernel)(Problem)) {
@@ -287,14 +332,14 @@ template <int T, class Problem> pydet_status launch_held(const char *name, const
 
 }  // namespace
 
-bool softmax_held_takes(const Softmax &p) { return holds(p.rows, p.n) && rows_aligned(p.x) && rows_aligned(p.y); }
+bool softmax_held_takes(const Softmax &p) { return holds(p.rows, p.n, aligned(p)); }
 
 pydet_status softmax_held(const Softmax &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("softmax_held", guard.error());
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return with_shape(p.n, [&](auto shape) {
-      return launch_held<shape.T>("softmax_held", p, softmax_kernel<type, shape.T, shape.V>);
+    return with_shape(p.n, aligned(p), [&](auto shape, auto singly) {
+      return launch_held<shape.T>("softmax_held", p, softmax_kernel<type, shape.T, shape.V, singly>);
     });
   });
 }
@@ -302,22 +347,20 @@ pydet_status softmax_held(const Softmax &p) {
 pydet_status softmax_long(const Softmax &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("softmax_long", guard.error());
-  const bool aligned = p.n % kVector == 0 && rows_aligned(p.x) && rows_aligned(p.y);
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return launch_long("softmax_long", p, aligned ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
+    return launch_long("softmax_long", p,
+                       aligned(p) ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
   });
 }
 
-bool softmax_backward_held_takes(const SoftmaxBackward &p) {
-  return holds(p.rows, p.n) && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
-}
+bool softmax_backward_held_takes(const SoftmaxBackward &p) { return holds(p.rows, p.n, aligned(p)); }
 
 pydet_status softmax_backward_held(const SoftmaxBackward &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("softmax_backward_held", guard.error());
   return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-    return with_shape(p.n, [&](auto shape) {
-      return launch_held<shape.T>("softmax_backward_held", p, softmax_backward_kernel<type, shape.T, shape.V>);
+    return with_shape(p.n, aligned(p), [&](auto shape, auto singly) {
+      return launch_held<shape.T>("softmax_backward_held", p, softmax_backward_kernel<type, shape.T, shape.V, singly>);
     });
   });
 }
@@ -325,10 +368,10 @@ pydet_status softmax_backward_held(const SoftmaxBackward &p) {
 pydet_status softmax_backward_long(const SoftmaxBackward &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("softmax_backward_long", guard.error());
-  const bool aligned = p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
   return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-    return launch_long("softmax_backward_long", p,
-                       aligned ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
+    return launch_long(
+        "softmax_backward_long", p,
+        aligned(p) ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
   });
 }
 

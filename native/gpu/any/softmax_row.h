@@ -9,6 +9,7 @@ namespace pydet {
 namespace {
 
 constexpr float kLowest = -INFINITY;
+constexpr int64_t kLongestSingly = 32;  // of rows that begin anywhere, which softmax_held reads element by element
 
 // exp of some elements, all of them from -69 to 0 where they are `normal`.
 template <int N> __device__ __forceinline__ void to_exps(bool normal, float (&x)[N]) {

@@ -156,8 +156,6 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
      nullptr, rmsnorm_held},
     {"cuda_rmsnorm_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
      rmsnorm_staged_takes, rmsnorm_staged_prefers, rmsnorm_staged},
-    {"cuda_rmsnorm_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
-     rmsnorm_shifted_takes, nullptr, rmsnorm_shifted},
     {"cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
      rmsnorm_unaligned_takes, nullptr, rmsnorm_unaligned},
     {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, nullptr, nullptr,
@@ -182,6 +180,8 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
      from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
     {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
+    {"cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
+     from_sm80, rmsnorm_backward_strided_takes, rmsnorm_backward_strided_prefers, rmsnorm_backward_strided},
     {"cuda_rmsnorm_backward_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_shifted_takes, rmsnorm_backward_shifted_prefers, rmsnorm_backward_shifted},
     {"cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
@@ -195,8 +195,8 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    {"cuda_softmax_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
-     softmax_shifted_takes, softmax_shifted_prefers, softmax_shifted},
+    {"cuda_softmax_strided", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
+     softmax_strided_takes, softmax_strided_prefers, softmax_strided},
     {"cuda_softmax_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_90 or later", from_sm90,
      softmax_cluster_takes, softmax_cluster_prefers, softmax_cluster},
     {"cuda_softmax_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
@@ -208,8 +208,8 @@ constexpr Kernel<Softmax> kSoftmax[] = {
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
-    {"cuda_softmax_backward_shifted", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
-     softmax_backward_shifted_takes, softmax_backward_shifted_prefers, softmax_backward_shifted},
+    {"cuda_softmax_backward_strided", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
+     softmax_backward_strided_takes, softmax_backward_strided_prefers, softmax_backward_strided},
     {"cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_90 or later", from_sm90,
      softmax_backward_cluster_takes, softmax_backward_cluster_prefers, softmax_backward_cluster},
     {"cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
@@ -275,8 +275,8 @@ constexpr Kernel<LayerNorm> kLayerNorm[] = {
      layernorm_held_takes, nullptr, layernorm_held},
     {"cuda_layernorm_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
      layernorm_staged_takes, layernorm_staged_prefers, layernorm_staged},
-    {"cuda_layernorm_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
-     layernorm_shifted_takes, nullptr, layernorm_shifted},
+    {"cuda_layernorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
+     layernorm_unaligned_takes, nullptr, layernorm_unaligned},
     {"cuda_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80, nullptr,
      nullptr, layernorm_long},
 };
@@ -284,6 +284,8 @@ constexpr Kernel<LayerNorm> kLayerNorm[] = {
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
     {"cuda_layernorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later",
      from_sm80, layernorm_backward_unaligned_takes, layernorm_backward_unaligned_prefers, layernorm_backward_unaligned},
+    {"cuda_layernorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later",
+     from_sm80, layernorm_backward_strided_takes, layernorm_backward_strided_prefers, layernorm_backward_strided},
     {"cuda_layernorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
      layernorm_backward_apart_takes, layernorm_backward_apart_prefers, layernorm_backward_apart},
     {"cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,

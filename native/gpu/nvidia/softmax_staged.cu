@@ -145,7 +145,7 @@ bool softmax_staged_takes(const Softmax &p) {
 // an H100, us, here, held in registers and read three times: 12932x8792 254, 522 and 273, 4407x15088 146, 211 and 150,
 // 300x12000 19, 19 and 16, 4096x8192 77, 73 and 80, 4096x32000 271 and 336, 1500x40000 148 and 180.
 bool softmax_staged_prefers(const Softmax &p) {
-  return !whole(p) || (p.n > 8192 && p.rows > 512 && bytes_of_row(p) <= 110 << 10);
+  return (!whole(p) && p.n > kLongestSingly) || (p.n > 8192 && p.rows > 132 && bytes_of_row(p) <= 110 << 10);
 }
 
 pydet_status softmax_staged(const Softmax &p) {
@@ -163,7 +163,7 @@ bool softmax_cluster_takes(const Softmax &p) {
 }
 // Few rows: meeting twice takes a cluster some us, which pays where there are no other rows for its blocks.
 bool softmax_cluster_prefers(const Softmax &p) {
-  return (p.rows <= 32 && p.n > 8192) || (p.rows <= 64 && p.n > kLongestHeldRow);
+  return (p.rows <= 24 && p.n > 8192) || (p.rows <= 64 && p.n > kLongestHeldRow);
 }
 
 pydet_status softmax_cluster(const Softmax &p) {

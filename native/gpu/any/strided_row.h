@@ -1,0 +1,191 @@
+// A row element by element: thread t of a team of T has elements t, t + T, ... of it, wherever it begins. Shared by
+// norm_unaligned.cu and nvidia/softmax_strided.cu.
+//
+// Neighbours read and write neighbours, and no element moves to another thread. Element j of a sum along a row is in lane
+// (g, e) with e = j mod 8 = t mod 8 (rmsnorm_rows.h): so e is joined over threads. Of eight lanes, half of the threads go
+// on with half of them, three times.
+#pragma once
+
+#include <type_traits>
+
+#include "gpu/any/rmsnorm_rows.h"
+
+namespace pydet {
+namespace {
+
+// Elements as they lie in memory: both types of 16 bits share kernels.
+template <int size> using ElementBits = std::conditional_t<size == 4, uint32_t, uint16_t>;
+
+template <int size, int V>
+__device__ __forceinline__ void floats_of(Type type, const ElementBits<size> (&bits)[V], float (&x)[V]) {
+  if constexpr (size == 4) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) x[i] = float_of(bits[i]);
+  } else if (type == Type::bf16) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) x[i] = f32_from_bf16(bits[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) x[i] = f32_from_f16(bits[i]);
+  }
+}
+
+template <Type type, int V>
+__device__ __forceinline__ void round_to(const float (&x)[V], ElementBits<size_of(type)> (&bits)[V]) {
+  static_assert(V % 2 == 0);
+#pragma unroll
+  for (int i = 0; i < V; i += 2) {
+    if constexpr (type == Type::f32) {
+      bits[i] = bits_of(canonical(x[i])), bits[i + 1] = bits_of(canonical(x[i + 1]));
+    } else {
+      const uint32_t pair = rounded_pair<type>(x[i], x[i + 1]);
+      bits[i] = uint16_t(pair), bits[i + 1] = uint16_t(pair >> 16);
+    }
+  }
+}
+template <int size, int V>
+__device__ __forceinline__ void rounded(Type type, const float (&x)[V], ElementBits<size> (&bits)[V]) {
+  if constexpr (size == 4) round_to<Type::f32>(x, bits);
+  else if (type == Type::bf16) round_to<Type::bf16>(x, bits);
+  else round_to<Type::f16>(x, bits);
+}
+
+// A thread's V elements of a row of n, of which the first F are always the row's.
+template <int size, int T, int V, int F> struct Strided {
+  int t, n;
+
+  __device__ __forceinline__ int column(int i) const { return t + T * i; }
+  __device__ __forceinline__ bool inside(int i) const { return i < F || column(i) < n; }
+
+  // Past the end the last element once more.
+  __device__ __forceinline__ void load(const char *row, ElementBits<size> (&bits)[V]) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      bits[i] = reinterpret_cast<const ElementBits<size> *>(row)[inside(i) ? column(i) : n - 1];
+  }
+  __device__ __forceinline__ void store(char *row, const ElementBits<size> (&bits)[V]) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      if (inside(i)) reinterpret_cast<ElementBits<size> *>(row)[column(i)] = bits[i];
+  }
+  // Elements of weights of any type, plus `offset`; 1 where there are none.
+  __device__ __forceinline__ void load_scale(const Vector &weight, float offset, float (&scale)[V]) const {
+    if (!weight.data) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) scale[i] = 1.0f;
+    } else if (weight.type == Type::f32) {
+      ElementBits<4> bits[V];
+      Strided<4, T, V, F>{t, n}.load(weight.data, bits);
+      floats_of<4>(Type::f32, bits, scale);
+    } else {
+      ElementBits<2> bits[V];
+      Strided<2, T, V, F>{t, n}.load(weight.data, bits);
+      floats_of<2>(weight.type, bits, scale);
+    }
+#pragma unroll
+    for (int i = 0; i < V; ++i) scale[i] += offset;
+  }
+};
+
+// The tree over e, 4, 2 and 1 apart, of S groups of eight neighbouring threads: thread e is left with that of group
+// e S / 8.
+template <int S> __device__ __forceinline__ float joined_over_e(float (&s)[S]) {
+  static_assert(S == 8 || S == 4 || S == 2);
+  int left = S;
+#pragma unroll
+  for (int apart = 4; apart > 0; apart /= 2) {
+    if (left > 1) {
+      left /= 2;
+      const bool upper = threadIdx.x & apart;
+#pragma unroll
+      for (int k = 0; k < left; ++k) {
+        const float keep = upper ? s[k + left] : s[k], give = upper ? s[k] : s[k + left];
+        s[k] = keep + gpu_shfl_xor(give, apart, kLogicalWarp);
+      }
+    } else {
+      s[0] += gpu_shfl_xor(s[0], apart, kLogicalWarp);
+    }
+  }
+  return s[0];
+}
+
+// The lanes of one thread.
+template <int T, int V> struct StridedLanes {
+  static constexpr int kOfThread = kRowLanes / T, kUsed = kOfThread < V ? kOfThread : V;
+  static constexpr int S = kUsed <= 2 ? 2 : kUsed <= 4 ? 4 : 8, kParts = (kUsed + S - 1) / S;
+  static_assert((T == 8 || T == 16 || T % kLogicalWarp == 0) && kParts <= 8);
+  float lane[kParts * S] = {};
+
+  __device__ __forceinline__ void add(int i, bool inside, float x, float y) {
+    float &s = lane[i % kUsed];
+    s = inside ? fmaf(x, y, s) : s;
+  }
+  // The sum of the groups of eight neighbouring threads, which all of them get.
+  __device__ __forceinline__ float own_sum() {
+    float part[kParts];
+#pragma unroll
+    for (int b = 0; b < kParts; ++b) {
+      float s[S];
+#pragma unroll
+      for (int i = 0; i < S; ++i) s[i] = lane[b * S + i];
+      part[b] = joined_over_e(s);
+    }
+    // Parts lie S T / 8 groups apart: by halves. What is absent is +0, which changes -0 alone, and once.
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2)
+#pragma unroll
+      for (int b = 0; b < apart && b + apart < kParts; ++b) part[b] += part[b + apart];
+    float sum = part[0];
+    if constexpr (kUsed < kOfThread) sum += 0.0f;
+#pragma unroll
+    for (int apart = 4; apart >= 8 / S; apart /= 2) sum += gpu_shfl_xor(sum, apart, kLogicalWarp);
+    return sum;
+  }
+};
+
+// Floats of shared memory that a team needs to join R sums.
+template <int T, int R> constexpr int kStridedExchange = T > kLogicalWarp ? R *T / 8 : 0;
+
+// Joins the lanes of R sums over the team: every thread gets finish(sum) of each. All threads of the block call it.
+template <int T, int V, int R, class F>
+__device__ __forceinline__ void join_strided(StridedLanes<T, V> (&lanes)[R], float *exchange, const F &finish,
+                                             float (&result)[R]) {
+  constexpr int kGroups = T / 8, kWidth = kGroups < kLogicalWarp ? kGroups : kLogicalWarp, kParts = kGroups / kWidth;
+  const int t = int(threadIdx.x) % T;
+#pragma unroll
+  for (int k = 0; k < R; ++k) result[k] = lanes[k].own_sum();
+  if constexpr (T > kLogicalWarp) {
+#pragma unroll
+    for (int k = 0; k < R; ++k)
+      if (t % 8 == 0) exchange[k * kGroups + t / 8] = result[k];
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      float part[kParts];
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) part[i] = exchange[k * kGroups + i * kWidth + t % kWidth];
+#pragma unroll
+      for (int apart = kParts / 2; apart > 0; apart /= 2)
+#pragma unroll
+        for (int i = 0; i < apart; ++i) part[i] += part[i + apart];
+      result[k] = part[0];
+#pragma unroll
+      for (int apart = kWidth / 2; apart > 0; apart /= 2) result[k] += gpu_shfl_xor(result[k], apart, kLogicalWarp);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < R; ++k)
+#pragma unroll
+      for (int apart = T / 2; apart >= 8; apart /= 2) result[k] += gpu_shfl_xor(result[k], apart, kLogicalWarp);
+  }
+#pragma unroll
+  for (int k = 0; k < R; ++k) result[k] = finish(result[k]);
+}
+
+// A team of T threads with V elements each, of which the first F are always the row's.
+template <int team, int elements, int full> struct StridedShape {
+  static constexpr int T = team, V = elements, F = full;
+};
+
+}  // namespace
+}  // namespace pydet

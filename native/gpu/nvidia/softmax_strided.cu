@@ -1,0 +1,210 @@
+// Softmax of rows that begin anywhere, and its gradients, element by element, in fp32 (NUMERICS.md, "Softmax"): the CPU's
+// bits. The formulas are those of softmax.cu.
+//
+// A team of T threads holds a row in registers, thread t elements t, t + T, ... (strided_row.h).
+
+#include "gpu/any/softmax_row.h"
+#include "gpu/any/strided_row.h"
+#include "gpu/kernels.h"
+
+namespace pydet {
+namespace {
+
+template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
+
+// The largest of the team's values. All threads of the block call it.
+template <int T> __device__ __forceinline__ float team_max(float most, float *of_warps) {
+  constexpr int kWarps = T / kLogicalWarp;
+#pragma unroll
+  for (int apart = (T < kLogicalWarp ? T : kLogicalWarp) / 2; apart > 0; apart /= 2)
+    most = fmaxf(most, gpu_shfl_xor(most, apart, kLogicalWarp));
+  if constexpr (kWarps > 1) {
+    static_assert(T == kBlock<T>, "a team of many warps has the block");
+    if (threadIdx.x % kLogicalWarp == 0) of_warps[threadIdx.x / kLogicalWarp] = most;
+    __syncthreads();
+    most = of_warps[threadIdx.x % kWarps];
+#pragma unroll
+    for (int apart = kWarps / 2; apart > 0; apart /= 2) most = fmaxf(most, gpu_shfl_xor(most, apart, kLogicalWarp));
+  }
+  return most + 0.0f;  // which zero is the largest would depend on the order
+}
+
+template <int T> __device__ __forceinline__ int64_t row_of_team() {
+  return int64_t(blockIdx.x) * (kBlock<T> / T) + int(threadIdx.x) / T;
+}
+
+// V elements a thread, of which the first F are always the row's.
+template <int size, int T, int V, int F>
+__global__ void __launch_bounds__(kBlock<T>) softmax_strided_kernel(const __grid_constant__ Softmax p) {
+  constexpr int kAtOnce = V < 8 ? V : 8;  // elements that choose the short ways of exp and of a division together
+  __shared__ float largest[T / kLogicalWarp + 1], of_groups[kStridedExchange<T, 1> + 1];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t mine = row_of_team<T>(), r = mine < p.rows ? mine : p.rows - 1;
+  const RowIndex where = row_index(p.inner, r);
+  const Strided<size, T, V, F> columns = {int(threadIdx.x) % T, int(p.n)};
+  const char *const x_row = row_at(p.x, size, where);
+  ElementBits<size> bits[V];
+  columns.load(x_row, bits);
+  Finish finish(p, r);
+  float x[V], most = kLowest, sum[1];
+  floats_of<size>(p.x.type, bits, x);
+#pragma unroll
+  for (int i = 0; i < V; ++i) most = fmaxf(most, x[i]);
+  const float max = team_max<T>(most, largest);
+
+  const bool keep_x = p.kind == SoftmaxKind::log_softmax;
+  StridedLanes<T, V> lanes[1];
+  bool normal[(V + kAtOnce - 1) / kAtOnce];
+#pragma unroll
+  for (int first = 0; first < V; first += kAtOnce) {
+    float exps[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) exps[i] = x[first + i < V ? first + i : 0];
+    normal[first / kAtOnce] = exps_of(exps, max, exps);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i >= V) continue;
+      lanes[0].add(first + i, columns.inside(first + i), exps[i], 1.0f);
+      if (!keep_x) x[first + i] = exps[i];
+    }
+  }
+  join_strided(lanes, of_groups, [](float s) { return s; }, sum);
+  finish.known(max, sum[0]);
+  if (mine >= p.rows) return;
+  if (p.kind == SoftmaxKind::log_prob) {
+    if (columns.t == 0) finish.store_log_prob(x_row);
+    return;
+  }
+#pragma unroll
+  for (int first = 0; first < V; first += kAtOnce) {
+    float exps[kAtOnce], y[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) exps[i] = y[i] = x[first + i < V ? first + i : 0];
+    finish.elements<T>(columns.column(first), exps, normal[first / kAtOnce], y);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i < V) x[first + i] = y[i];
+  }
+  rounded<size>(p.x.type, x, bits);
+  columns.store(row_at(p.y, size, where), bits);
+}
+
+template <int size, int T, int V, int F>
+__global__ void __launch_bounds__(kBlock<T>)
+    softmax_backward_strided_kernel(const __grid_constant__ SoftmaxBackward p) {
+  __shared__ float of_groups[kStridedExchange<T, 1> + 1];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t mine = row_of_team<T>(), r = mine < p.rows ? mine : p.rows - 1;
+  const RowIndex where = row_index(p.inner, r);
+  const Strided<size, T, V, F> columns = {int(threadIdx.x) % T, int(p.n)};
+  ElementBits<size> dy_bits[V], y_bits[V];
+  columns.load(row_at(p.dy, size, where), dy_bits);
+  columns.load(row_at(p.y, size, where), y_bits);
+  float dy[V], y[V], c[1];
+  floats_of<size>(p.dy.type, dy_bits, dy);
+  floats_of<size>(p.dy.type, y_bits, y);
+  StridedLanes<T, V> lanes[1];
+#pragma unroll
+  for (int i = 0; i < V; ++i) lanes[0].add(i, columns.inside(i), dy[i], second_of(p, y[i]));
+  join_strided(lanes, of_groups, [](float s) { return s; }, c);
+  if (mine >= p.rows) return;
+  gradients_of(p, c[0], dy, y);
+  rounded<size>(p.dy.type, dy, dy_bits);
+  columns.store(row_at(p.dx, size, where), dy_bits);
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kLongest = 16384, kLongestBackward = 8192;
+// Rows of up to 1024 by a warp each, where there are many.
+constexpr int64_t kFewRows = 512;
+
+// Calls f with a team that holds a row of n.
+template <class F> pydet_status with_shape(int64_t rows, int64_t n, const F &f) {
+  const bool few = rows <= kFewRows;
+  if (n <= 8 * 8) return f(StridedShape<8, 8, 0>{});
+  if (n <= 16 * 8) return f(StridedShape<16, 8, 4>{});
+  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
+  if (!few) {
+    if (n <= 32 * 10) return f(StridedShape<32, 10, 8>{});
+    if (n <= 32 * 12) return f(StridedShape<32, 12, 10>{});
+    if (n <= 32 * 16) return f(StridedShape<32, 16, 12>{});
+    if (n <= 32 * 24) return f(StridedShape<32, 24, 16>{});
+    if (n <= 32 * 32) return f(StridedShape<32, 32, 24>{});
+  }
+  if (n <= 128 * 8) return f(StridedShape<128, 8, 0>{});
+  if (n <= 128 * 12) return f(StridedShape<128, 12, 8>{});
+  return f(StridedShape<128, 16, 12>{});
+}
+template <int64_t longest, class F> pydet_status with_long_shape(int64_t n, const F &f) {
+  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
+  if (n <= 256 * 16) return f(StridedShape<256, 16, 12>{});
+  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
+  if constexpr (longest <= 512 * 16) {
+    return f(StridedShape<512, 16, 12>{});
+  } else {
+    if (n <= 512 * 16) return f(StridedShape<512, 16, 12>{});
+    if (n <= 1024 * 12) return f(StridedShape<1024, 12, 8>{});
+    return f(StridedShape<1024, 16, 12>{});
+  }
+}
+
+bool whole(const Rows &rows, int64_t n) { return n % kVector == 0 && rows_aligned(rows); }
+
+template <class Problem, class Shape>
+pydet_status launch_teams(const char *name, const Problem &p, Shape, void (*kernel)(Problem)) {
+  constexpr int T = Shape::T;
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kBlock<T> / T))),
+                  dim3(kBlock<T>)};
+  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+  return launch(where, kernel, p);
+}
+
+constexpr int64_t kMostRows = int64_t(1) << 31;
+
+}  // namespace
+
+bool softmax_strided_takes(const Softmax &p) { return p.n <= kLongest && p.rows < kMostRows; }
+
+// Measured on an H100, us, softmax here, as whole vectors in registers and in shared memory. Of odd rows: 124356x309 80
+// and 620 in shared memory, 49696x1381 158 and 390, 300x3001 5.3 and 8.7, 20000x3001 134 and 255, 3171x4994 49 and 58,
+// 1000x12001 43 and 44. Of whole ones 300x4096 5.3 and 5.9 in registers, 300x12000 15.6 and 19.3 (18.7 in shared memory),
+// 64x16384 6.5 and 7.8, but 200x10000 10.4 (9.9), 512x10000 20.8 (18.5), 16384x2048 65 and 59.
+bool softmax_strided_prefers(const Softmax &p) {
+  if (!whole(p.x, p.n) || !whole(p.y, p.n)) return p.n > kLongestSingly && (p.rows > 24 || p.n <= 8192);
+  if (p.n > 8192) return p.rows > 24 && p.rows <= (p.n > 10240 ? 300 : 132);
+  return p.n > 2048 && p.rows <= (p.n > 4096 ? 512 : 300);
+}
+
+pydet_status softmax_strided(const Softmax &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("softmax_strided", guard.error());
+  auto run = [&](auto shape) {
+    constexpr int T = shape.T, V = shape.V, F = shape.F;
+    return launch_teams(
+        "softmax_strided", p, shape,
+        p.x.type == Type::f32 ? softmax_strided_kernel<4, T, V, F> : softmax_strided_kernel<2, T, V, F>);
+  };
+  return p.n <= 2048 ? with_shape(p.rows, p.n, run) : with_long_shape<kLongest>(p.n, run);
+}
+
+bool softmax_backward_strided_takes(const SoftmaxBackward &p) { return p.n <= kLongestBackward && p.rows < kMostRows; }
+bool softmax_backward_strided_prefers(const SoftmaxBackward &p) {
+  return p.n > kLongestSingly && (!whole(p.dy, p.n) || !whole(p.y, p.n) || !whole(p.dx, p.n));
+}
+
+pydet_status softmax_backward_strided(const SoftmaxBackward &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("softmax_backward_strided", guard.error());
+  auto run = [&](auto shape) {
+    constexpr int T = shape.T, V = shape.V, F = shape.F;
+    return launch_teams("softmax_backward_strided", p, shape,
+                        p.dy.type == Type::f32 ? softmax_backward_strided_kernel<4, T, V, F>
+                                               : softmax_backward_strided_kernel<2, T, V, F>);
+  };
+  return p.n <= 2048 ? with_shape(p.rows, p.n, run) : with_long_shape<kLongestBackward>(p.n, run);
+}
+
+}  // namespace pydet
