@@ -85,8 +85,9 @@ def on_cpu(problem):
 
 
 def problems():
-    """Every boundary: tiles of 128 and 256 rows and of 64 and 128 columns, two and four of them, stages of 128 k, rings
-    of 4, 6 and 8, turns of 8 stages and what is left of one; chunks with weights and without."""
+    """Every boundary: tiles of 128 and 256 rows and of 64 to 128 columns, two and four of them, stages of 128 k, rings
+    of 4, 6 and 8, turns of 8 stages and what is left of one; chunks with weights, which come by fours, and without;
+    tiles that begin in each quarter and eighth of a block of scales."""
     cases = itertools.count()
     types, outs = itertools.cycle(itertools.product(TYPES, TYPES)), itertools.cycle(["bf16", "fp32", "fp16"])
     scales = itertools.cycle([("group", "block"), ("row", "row"), ("group", "group"), ("tensor", "tensor"),
@@ -107,6 +108,9 @@ def problems():
     for n in (1, 8, 16, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385, 520):
         yield make(70, n, 256)
         yield make(257, n, 144, a_scale="group", b_scale="block")
+    for n in (95, 96, 97, 111, 112, 113, 191, 193, 223, 225, 288, 289, 335, 337, 449, 897):
+        yield make(513, n, 640, a_scale="group", b_scale="block")
+        yield make(257, n, 272, a_scale="row", b_scale="row")
     for k in (0, 16, 32, 48, 112, 128, 144, 160, 256, 384, 512, 640, 768, 896, 1040, 1920, 2048):
         yield make(40, 72, k)
         yield make(300, 140, k, a_scale="group", b_scale="block")
@@ -265,6 +269,30 @@ def test_row_bits_do_not_depend_on_the_batch(torch, kernel, scales):
     for m in [*range(1, 34), 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 1024]:
         part = device.scaled_gemm(a[:m], b, a_scale=a_scale[:m], out_dtype=OUT_TYPES["bf16"], **options)
         assert_same_bits(part, whole[:m], f"{kernel}: M = {m}")
+
+
+@pytest.mark.parametrize("kernel", GEMM_KERNELS)
+@pytest.mark.parametrize("k", [384, 512, 640, 1040, 1152, 1536])
+def test_scales_lie_anywhere(torch, kernel, k):
+    """Rows of scales at every distance, whose fours are 16 aligned bytes or not, and columns of them."""
+    rows, columns = (64 if "skinny" in kernel else 300), 200
+    generator = torch.Generator(device="cuda").manual_seed(k)
+    x, w = (torch.randn(n, k, device="cuda", generator=generator).bfloat16() for n in (rows, columns))
+    (a, sa), (b, sb) = pydet.quantize(x, granularity="group"), pydet.quantize(w, granularity="block")
+
+    def placed(scale, first, distance):
+        room = torch.full((len(scale), distance), float("nan"), device="cuda")
+        room[:, first : first + scale.shape[1]] = scale
+        return room[:, first : first + scale.shape[1]]
+
+    whole = -(-sa.shape[1] // 4) * 4
+    places = [(0, whole), (4, whole + 4), (1, whole + 4), (3, whole + 3), (0, whole + 2)]
+    ways = [functools.partial(placed, first=first, distance=distance) for first, distance in places]
+    ways.append(lambda scale: scale.t().contiguous().t())
+    want = pydet.scaled_gemm(a, b.t(), a_scale=sa, b_scale=sb.t(), kernel=kernel)
+    for way, other in itertools.product(ways, ways):
+        got = pydet.scaled_gemm(a, b.t(), a_scale=way(sa), b_scale=other(sb).t(), kernel=kernel)
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 @pytest.mark.parametrize("kernel", GEMM_KERNELS)

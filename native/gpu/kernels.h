@@ -23,11 +23,13 @@ struct ScaledGroupedGemm;  // scaled_grouped.h
 struct Rounding;           // rounding.h
 
 // nvidia/sm90/scaled_tiles.cu
-constexpr int kScaledTiles = 3;  // variants 0 to 2: all but the last
+constexpr int kScaledTiles = 5;  // variants 0 to 4: all but the last
 Choice scaled_gemm_sm90_choose(const ScaledGemm &, int tile);
 pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &, const Choice &);
 pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &, const Choice &);
 pydet_status scaled_gemm_sm90_128x64(const ScaledGemm &, const Choice &);
+pydet_status scaled_gemm_sm90_128x192(const ScaledGemm &, const Choice &);
+pydet_status scaled_gemm_sm90_256x112(const ScaledGemm &, const Choice &);
 pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &);
 
 // nvidia/sm90/scaled_skinny.cu. Columns of b that a block works on at a time, for up to 128 rows of a.

@@ -331,6 +331,7 @@ int fastest_columns_of_e4m3(const ScaledGemm &g) {
   const int64_t sms = gpu_multiprocessors(g.device.id), width = divide_up(g.n, g.m > kWarpgroupRows ? sms / 2 : sms);
   if (width <= 16) return g.m > 32 && g.m <= kWarpgroupRows && width > 8 ? 32 : 16;
   if (width <= 32) return 32;
+  if (g.along_k && g.m > kWarpgroupRows && !(g.needs() & kColumnScales)) return 0;
   if (width <= 64) return 64;
   if (g.m > kWarpgroupRows && width <= 128) return g.k <= kMostTileK ? 0 : 128;
   if (g.m > kManyM && g.k <= kMostTileK) return 0;

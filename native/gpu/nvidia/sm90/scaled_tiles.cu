@@ -5,11 +5,11 @@
 //
 // One persistent block an SM, two blocks a cluster. A producer thread brings tiles of m by 128 k and 128 k by n into a
 // ring of stages by TMA; the blocks of a cluster lie under each other and each brings half of b's tile to both, or side
-// by side and halves of a's. Two warps put the weights of each stage beside it, or the scales of a tile, so that the
-// warpgroups that multiply only read them: where these loaded scales themselves, the kernel had half of its speed. The
-// additions, which are half as many instructions again, are made while the other warpgroup's chunk is on the tensor
-// cores, or this one's next. Adding zeros past the end of K changes nothing, since a step leaves c on a grid that the
-// next step keeps.
+// by side and halves of a's. Two warps put the weights of each chunk, or the scales of a tile, into shared memory, so
+// that the warpgroups that multiply only read them: where these loaded scales themselves, the kernel had half of its
+// speed. The additions, which are half as many instructions again, are made while the other warpgroup's chunk is on the
+// tensor cores, or this one's next. Adding zeros past the end of K changes nothing, since a step leaves c on a grid that
+// the next step keeps.
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scaled_tiles.h"
@@ -19,13 +19,27 @@
 namespace pydet {
 namespace {
 
-// total += w sum for a thread's part of 64 rows: rows lane / 4 and 8 on, of weights w[0] and w[1]. Where no chunk has
-// weights this is an addition, to the same bits: it reads two registers, not three, and 128x128 is 4 % faster by it.
-template <bool weighed, int registers>
-__device__ __forceinline__ void add_chunk(float (&total)[registers], const float (&sum)[registers],
-                                          const float (&w)[2]) {
+// What a thread's part of 64 rows of one chunk is weighed by: rows lane / 4 and 8 on, and of tiles that lie in two
+// blocks of scales those again for columns from `split` on.
+template <class S> struct Weights {
+  float w[2] = {1, 1}, next[2] = {1, 1};
+  __device__ __forceinline__ void load(uint32_t of_rows) {
+    w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
+    if (S::crosses) next[0] = load_word(of_rows + S::m * 4), next[1] = load_word(of_rows + (S::m + 8) * 4);
+  }
+};
+
+// total += w sum. Where no chunk has weights this is an addition, to the same bits: it reads two registers, not three,
+// and 128x128 is 4 % faster by it.
+template <class S>
+__device__ __forceinline__ void add_chunk(float (&total)[S::registers], const float (&sum)[S::registers],
+                                          const Weights<S> &weights, int split) {
 #pragma unroll
-  for (int i = 0; i < registers; ++i) total[i] = weighed ? fmaf(w[i % 4 / 2], sum[i], total[i]) : total[i] + sum[i];
+  for (int i = 0; i < S::registers; ++i) {
+    const int column = i / 4 * 8 / S::of_one * S::of_one, row = i % 4 / 2;
+    const float w = S::crosses && column >= split ? weights.next[row] : weights.w[row];
+    total[i] = S::weighed ? fmaf(w, sum[i], total[i]) : total[i] + sum[i];
+  }
 }
 
 template <class S>
@@ -37,6 +51,11 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
   const bool by_column = S::by_column && problem.along_k && by_columns(b_scale);
   const bool scaled_after = !problem.along_k && (a_scale.data || b_scale.data);
   Cursor<S> ring, done;
+  Round round;
+  auto free_weights = [&] {
+    if (lane == 0) barrier_arrive(read_barrier<S>(shared, round.stage));
+    round.next();
+  };
   auto give_turn = [](int to) {
     if (S::turns) named_arrive(kTurn + to, kConsumers * kWarpgroup);
   };
@@ -49,6 +68,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       const Tile tile = tile_of<S>(p, i, rank);
       return WarpRows<S>{p, tile, piece, tile.row + (warpgroup * S::blocks + block) * 64 + t / 32 * kWarpRows, t % 32};
     };
+    const int split = S::crosses ? kScaleGroup - tile_of<S>(p, index, rank).column % kScaleGroup : 0;
     float total[S::blocks][S::registers];
     float sum[S::ahead ? 1 : S::registers];
 #pragma unroll
@@ -81,40 +101,45 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
         wgmma_commit();
         ring.next();
       };
-      auto make_chunks = [&](auto chunks) {
+      // The first of them at `first` in a round of weights.
+      auto make_chunks = [&](auto chunks, int first) {
         constexpr int count = decltype(chunks)::value;
         begin(sums[0]);
 #pragma unroll
         for (int j = 0; j < count; ++j) {
           if (j + 1 < count) begin(sums[(j + 1) % 2]);
-          const uint32_t of_rows = shared + S::weights_at + done.stage * S::weight_bytes +
-                                   (warpgroup * 64 + thread / 32 * kWarpRows + lane / 4) * 4;
-          float w[2] = {1, 1};
-          if (S::weighed && problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
+          Weights<S> weights;
+          if (S::weighed && problem.along_k) {
+            if (j % kRound == 0) barrier_wait(weighed_barrier<S>(shared, round.stage), round.parity);
+            weights.load(shared + S::weights_at + (round.stage * kRound + first + j % kRound) * S::weight_bytes +
+                         (warpgroup * 64 + thread / 32 * kWarpRows + lane / 4) * 4);
+          }
           if (j + 1 < count) wgmma_wait<1>();
           else wgmma_wait<0>();
           if (lane < S::cluster) barrier_arrive(empty_barrier<S>(shared, done.stage), lane);
+          if (S::weighed && problem.along_k && j % kRound == kRound - 1) free_weights();
           done.next();
-          add_chunk<S::weighed>(total[0], sums[j % 2], w);
+          add_chunk<S>(total[0], sums[j % 2], weights, split);
         }
       };
-      static_assert(kAhead == 8, "turns of 8, 4, 2 and 1 chunks");
+      static_assert(kAhead == 8 && kRound == 4, "turns of 8, 4, 2 and 1 chunks, of which the last two share a round");
       // The first warpgroup begins with half a turn, so that the two are not both without products where a turn ends.
       bool half = warpgroup == 0;
       int left = p.k;
 #pragma unroll 1
       while (left >= kAhead / 2) {
         if (left >= kAhead && !half) {
-          make_chunks(std::integral_constant<int, kAhead>());
+          make_chunks(std::integral_constant<int, kAhead>(), 0);
           left -= kAhead;
         } else {
-          make_chunks(std::integral_constant<int, kAhead / 2>());
+          make_chunks(std::integral_constant<int, kAhead / 2>(), 0);
           left -= kAhead / 2;
         }
         half = false;
       }
-      if (left & 2) make_chunks(std::integral_constant<int, 2>());
-      if (left & 1) make_chunks(std::integral_constant<int, 1>());
+      if (left & 2) make_chunks(std::integral_constant<int, 2>(), 0);
+      if (left & 1) make_chunks(std::integral_constant<int, 1>(), left & 2);
+      if (S::weighed && problem.along_k && left) free_weights();
     } else {
       bool fresh = !problem.chain_from_out;
       int left = p.chunk;
@@ -122,7 +147,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       for (int i = 0; i < p.k; ++i) {
         const bool ends = !S::long_chunks || --left == 0 || i + 1 == p.k;
         const uint32_t at = shared + ring.stage * (S::a_bytes + S::b_bytes);
-        const uint32_t weights = shared + S::weights_at + ring.stage * S::weight_bytes;
+        const uint32_t weights_at = shared + S::weights_at + ring.stage * S::weight_bytes;
         barrier_wait(full_barrier<S>(shared, ring.stage), ring.parity);
 #pragma unroll
         for (int block = 0; block < S::blocks; ++block) {
@@ -136,22 +161,22 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
           wgmma_commit();
           give_turn((warpgroup + 1) % kConsumers);
           const uint32_t of_rows =
-              weights + ((warpgroup * S::blocks + block) * 64 + thread / 32 * kWarpRows + lane / 4) * 4;
-          float w[2] = {1, 1};
-          if (S::weighed && problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
+              weights_at + ((warpgroup * S::blocks + block) * 64 + thread / 32 * kWarpRows + lane / 4) * 4;
+          Weights<S> weights;
+          if (S::weighed && problem.along_k) weights.load(of_rows);
           wgmma_wait<0>();
           if (by_column) {
 #pragma unroll
             for (int j = 0; j < S::registers; j += 4) {
-              const float2 sb = load_pair(weights + (S::m + j * 2 + lane % 4 * 2) * 4);
-              total[block][j] = fmaf(w[0] * sb.x, sum[j], total[block][j]);
-              total[block][j + 1] = fmaf(w[0] * sb.y, sum[j + 1], total[block][j + 1]);
-              total[block][j + 2] = fmaf(w[1] * sb.x, sum[j + 2], total[block][j + 2]);
-              total[block][j + 3] = fmaf(w[1] * sb.y, sum[j + 3], total[block][j + 3]);
+              const float2 sb = load_pair(weights_at + (S::m + j * 2 + lane % 4 * 2) * 4);
+              total[block][j] = fmaf(weights.w[0] * sb.x, sum[j], total[block][j]);
+              total[block][j + 1] = fmaf(weights.w[0] * sb.y, sum[j + 1], total[block][j + 1]);
+              total[block][j + 2] = fmaf(weights.w[1] * sb.x, sum[j + 2], total[block][j + 2]);
+              total[block][j + 3] = fmaf(weights.w[1] * sb.y, sum[j + 3], total[block][j + 3]);
             }
           }
           if (block == S::blocks - 1 && lane < S::cluster) barrier_arrive(empty_barrier<S>(shared, ring.stage), lane);
-          if (ends && !by_column) add_chunk<S::weighed>(total[block], sum, w);
+          if (ends && !by_column) add_chunk<S>(total[block], sum, weights, split);
         }
         fresh = ends;
         if (ends) left = p.chunk;
@@ -195,8 +220,12 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const int rank = cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::stages; ++i) {
-      barrier_init(full_barrier<S>(shared, i), 1 + (p.along_k ? kWeighers / 32 : 0));
+      barrier_init(full_barrier<S>(shared, i), 1 + (p.along_k && !S::by_rounds ? kWeighers / 32 : 0));
       barrier_init(empty_barrier<S>(shared, i), kConsumers * 4 * S::cluster);
+    }
+    for (int i = 0; i < kRounds; ++i) {
+      barrier_init(weighed_barrier<S>(shared, i), kWeighers / 32);
+      barrier_init(read_barrier<S>(shared, i), kConsumers * 4);
     }
     fence_barrier_init();
     if (p.rows.k > 0) prefetch(&p.rows.a), prefetch(&p.rows.b);
@@ -206,15 +235,15 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / kWarpgroup, 0);
   wait_for_previous_kernel();
   if (warpgroup == 0) {
-    registers_down<40>();
+    registers_down<S::weigher_registers>();
     const int thread = int(threadIdx.x);
     if (thread == 0) produce<S>(p.rows, shared, rank);
-    else if (thread >= kWarpgroup - kWeighers && p.along_k)
+    else if (S::weighed && thread >= kWarpgroup - kWeighers && p.along_k)
       weigh<S>(p, shared, rank, thread - (kWarpgroup - kWeighers));
     else if (thread >= kWarpgroup - kWeighers && (p.a_scale.data || p.b_scale.data))
       bring_scales<S>(p, shared, rank, thread - (kWarpgroup - kWeighers));
   } else {
-    registers_up<232>();
+    registers_up<S::consumer_registers>();
     consume<S>(p, shared, rank, warpgroup - 1);
   }
 }
@@ -239,6 +268,15 @@ MapShape map_of(const ScaledGemm &g, const Matrix &matrix, int operand, int64_t 
       map.batch_stride[i] = g.batch.stride[operand][i];
     }
   return map;
+}
+
+bool by_fours(const ScaledGemm &g, const Scale &scale, int operand) {
+  if (!scale.data || scale.type != Type::f32 || scale.chunk_stride != 1 || scale.stride % kRound ||
+      reinterpret_cast<uintptr_t>(scale.data) % 16)
+    return false;
+  for (int i = 0; i < g.batch.dims; ++i)
+    if (g.batch.stride[operand][i] % kRound) return false;
+  return true;
 }
 
 template <class S> pydet_status launch_shape(const char *name, const ScaledGemm &g) {
@@ -280,6 +318,7 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
   }
   problem.a_scale = scale_of(g, g.a_scale, g.kAScale);
   problem.b_scale = scale_of(g, g.b_scale, g.kBScale);
+  problem.a_by_fours = by_fours(g, g.a_scale, g.kAScale), problem.b_by_fours = by_fours(g, g.b_scale, g.kBScale);
   problem.along_k = g.along_k;
   problem.chain_from_out = g.accumulate && g.k_chunk == 0 && g.k > 0;
   const int clusters = std::min(sm90_clusters(g.device.id, S::cluster), p.tiles);
@@ -336,6 +375,13 @@ pydet_status scaled_gemm_sm90_128x64(const ScaledGemm &g, const Choice &) {
   };
   return of_e4m3(g) && g.m <= 2 * 64 && waves(4) <= waves(2) ? launch_e4m3<64, 64, 1, 4, Way::ahead>(name, g)
                                                              : launch_fastest<64, 64, 1, 2, Way::ahead>(name, g);
+}
+// Where 128 columns make a wave that is not full.
+pydet_status scaled_gemm_sm90_128x192(const ScaledGemm &g, const Choice &) {
+  return launch_fastest<64, 192, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_128x192", g);
+}
+pydet_status scaled_gemm_sm90_256x112(const ScaledGemm &g, const Choice &) {
+  return launch_fastest<128, 112, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_256x112", g);
 }
 pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
   if (!readable(g)) return unreadable(g);

@@ -1,4 +1,6 @@
 // How scaled_tiles.cu's tiles lie in shared memory, and who fills them: the copy engine, and two warps for the weights.
+// These lie beside each stage, or in a ring of their own, four chunks a round, so that no product waits for them: the
+// tiles that are a chunk ahead are up to a fifth faster so, and those at will, whose stages take longer, slower.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +16,8 @@ constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;
 constexpr int kAhead = 8;                // chunks of one turn of the main loop, at whose end nothing is in flight
 constexpr int kWeighers = 64;            // threads
+constexpr int kRound = 4;                // chunks whose weights come together
+constexpr int kRounds = 3;               // of weights in shared memory
 constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 // Named barriers: scales that do not vary along k are there, have been read, and the first of those by which the
 // warpgroups take turns.
@@ -23,6 +27,7 @@ constexpr int kScalesThreads = kConsumers * kWarpgroup + kWeighers;
 struct ScaledProblem {
   Sm90Problem rows;  // where tiles and out lie; its k and chunk count stages
   DeviceScale a_scale, b_scale;
+  bool a_by_fours, b_by_fours;   // four scales of a row (a column), from a multiple of four on, are 16 aligned bytes
   bool along_k, chain_from_out;  // chain_from_out: the one chain starts from out, not D
 };
 
@@ -44,14 +49,25 @@ struct Shape {
   static constexpr int threads = kWarpgroup * (1 + kConsumers), registers = n / 2;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes;
   // Else there are registers for the chain of one stage, and for one weight a row, alone.
-  static constexpr bool long_chunks = blocks == 1 && !ahead, by_column = long_chunks;
-  static constexpr int weight_bytes = (m + (by_column ? n : 0)) * 4;  // of a stage: its rows', its columns'
+  static constexpr bool long_chunks = turns, by_column = long_chunks;
+  // Tiles of some widths lie in two blocks of scales, of which every so many columns lie in one.
+  static constexpr int of_one = n % kScaleGroup % 64 == 0 ? 64 : n % 32 == 0 ? 32 : 16;
+  static constexpr bool crosses = kScaleGroup % n != 0;
+  // Weights come by rounds of four chunks in a ring of their own, or each chunk's beside its stage.
+  static constexpr bool by_rounds = ahead;
+  static constexpr int weight_bytes = (m + (by_column ? n : crosses ? m : 0)) * 4;  // of a chunk, its rows' first
+  static constexpr int round_bytes = kRound * weight_bytes;
+  // Accumulators of the multiplying threads leave those that weigh more registers or fewer.
+  static constexpr bool full = registers * (blocks + 1 + ahead) >= 192;
+  static constexpr int weigher_registers = full ? 56 : 72, consumer_registers = full ? 224 : 216;
   static constexpr int staging_bytes = kConsumers * 4 * kPieceBytes, scale_bytes = (n + m) * 4;
   static constexpr int stages =
-      std::min(8, (kSharedBytes - staging_bytes - scale_bytes - 256) / (a_bytes + b_bytes + weight_bytes));
-  static constexpr int weights_at = stages * (a_bytes + b_bytes), staging_at = weights_at + stages * weight_bytes;
+      std::min(8, (kSharedBytes - staging_bytes - scale_bytes - 256 - (by_rounds ? kRounds * round_bytes : 0)) /
+                      (a_bytes + b_bytes + (by_rounds ? 0 : weight_bytes)));
+  static constexpr int all_weights_bytes = by_rounds ? kRounds * round_bytes : stages * weight_bytes;
+  static constexpr int weights_at = stages * (a_bytes + b_bytes), staging_at = weights_at + all_weights_bytes;
   static constexpr int scales_at = staging_at + staging_bytes, barriers_at = scales_at + scale_bytes;
-  static constexpr int shared_bytes = barriers_at + stages * 16;
+  static constexpr int shared_bytes = barriers_at + (stages + kRounds) * 16;
   static_assert(cluster_m == 1 || cluster_n == 1, "all blocks of a cluster share stages");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
 };
@@ -63,17 +79,26 @@ __device__ __forceinline__ int64_t batch_offset(const DeviceScale &scale, const 
 }
 
 // Where a ring stands.
-template <class S> struct Cursor {
+template <int stages> struct Ring {
   int stage = 0, parity = 0;
   __device__ __forceinline__ void next() {
-    if (++stage == S::stages) stage = 0, parity ^= 1;
+    if (++stage == stages) stage = 0, parity ^= 1;
   }
 };
+template <class S> using Cursor = Ring<S::stages>;
+using Round = Ring<kRounds>;
 template <class S> __device__ __forceinline__ uint32_t full_barrier(uint32_t shared, int stage) {
   return shared + S::barriers_at + stage * 8;
 }
 template <class S> __device__ __forceinline__ uint32_t empty_barrier(uint32_t shared, int stage) {
   return shared + S::barriers_at + (S::stages + stage) * 8;
+}
+
+template <class S> __device__ __forceinline__ uint32_t weighed_barrier(uint32_t shared, int round) {
+  return shared + S::barriers_at + (2 * S::stages + round) * 8;
+}
+template <class S> __device__ __forceinline__ uint32_t read_barrier(uint32_t shared, int round) {
+  return shared + S::barriers_at + (2 * S::stages + kRounds + round) * 8;
 }
 
 // One thread: the operands.
@@ -151,62 +176,80 @@ __device__ __forceinline__ void bring_scales(const ScaledProblem &problem, uint3
   }
 }
 
-// kWeighers threads: the weights of each stage, where scales vary along k. By column they are a's scales alone, and b's
-// stand behind them.
+// The scales of four chunks from `first` on, of `chunks`; past these the last one's.
+__device__ __forceinline__ void load_round(const DeviceScale &scale, bool by_fours, int64_t at, int first, int chunks,
+                                           float (&to)[kRound]) {
+  static_assert(kRound == 4, "16 bytes");
+  if (by_fours && first + kRound <= chunks) {
+    const float4 four = __ldg(reinterpret_cast<const float4 *>(scale.data + (at + first) * 4));
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    return;
+  }
+  int64_t each[kRound] = {at + first * scale.chunk_stride};
+#pragma unroll
+  for (int i = 1; i < kRound; ++i) each[i] = each[i - 1] + (first + i < chunks ? scale.chunk_stride : 0);
+  load_scales(scale, each, to);
+}
+
+// kWeighers threads: the weights of each chunk, where scales vary along k. By column they are a's scales alone, and b's
+// stand behind them. What is written past the end of k is not read.
 template <class S>
 __device__ __forceinline__ void weigh(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
-  constexpr int each = S::m / kWeighers, each_column = S::n / kWeighers;
+  constexpr int each = S::m / kWeighers, each_column = S::by_column ? S::n / kWeighers : 1;
   const Sm90Problem &p = problem.rows;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const bool by_column = S::by_column && by_columns(b_scale);
   Cursor<S> ring;
+  Round round;
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     const Tile tile = tile_of<S>(p, index, rank);
-    int64_t a_at[each], b_at[1], column_at[each_column];
-#pragma unroll
-    for (int j = 0; j < each; ++j)
-      a_at[j] = batch_offset(a_scale, tile) + min(tile.row + thread + j * kWeighers, p.m - 1) * a_scale.stride;
-    b_at[0] =
+    const int64_t a_offset = batch_offset(a_scale, tile);
+    const int64_t b_offset =
         batch_offset(b_scale, tile) + (b_scale.blocks ? min(tile.column, p.n - 1) / kScaleGroup * b_scale.stride : 0);
+    const int64_t b_next = b_scale.blocks && min(tile.column, p.n - 1) / kScaleGroup < (p.n - 1) / kScaleGroup
+                               ? b_offset + b_scale.stride
+                               : b_offset;
+    float a[each][kRound], b[1 + S::crosses][kRound], column[each_column][kRound];
+    auto load = [&](int first) {
 #pragma unroll
-    for (int j = 0; j < each_column; ++j)
-      column_at[j] = b_at[0] + min(tile.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
-    // Of stages whose scales are on their way: one alone took longer from the L2 than a stage of 128 rows multiplies.
-    constexpr int ahead = S::by_column ? 1 : 8 / each;
-    float a[ahead][each], b[ahead][1], column[each_column];
-    auto load = [&](int slot) {
-      load_scales(a_scale, a_at, a[slot]);
-      if (by_column) load_scales(b_scale, column_at, column);
-      else load_scales(b_scale, b_at, b[slot]);
+      for (int j = 0; j < each; ++j) {
+        const int64_t row = min(tile.row + thread + j * kWeighers, p.m - 1);
+        load_round(a_scale, problem.a_by_fours, a_offset + row * a_scale.stride, first, p.k, a[j]);
+      }
+      if (!by_column) load_round(b_scale, problem.b_by_fours, b_offset, first, p.k, b[0]);
+      if (S::crosses) load_round(b_scale, problem.b_by_fours, b_next, first, p.k, b[S::crosses]);
 #pragma unroll
-      for (int j = 0; j < each; ++j) a_at[j] += a_scale.chunk_stride;
-      b_at[0] += b_scale.chunk_stride;
-#pragma unroll
-      for (int j = 0; j < each_column; ++j) column_at[j] += b_scale.chunk_stride;
-    };
-#pragma unroll
-    for (int j = 0; j < ahead; ++j)
-      if (j < p.k) load(j);
-    for (int first = 0; first < p.k; first += ahead) {
-#pragma unroll
-      for (int slot = 0; slot < ahead; ++slot) {
-        if (first + slot >= p.k) break;
-        const uint32_t to = shared + S::weights_at + ring.stage * S::weight_bytes + thread * 4;
-        barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+      for (int j = 0; j < each_column; ++j)
         if (by_column) {
-#pragma unroll
-          for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[slot][j]);
-#pragma unroll
-          for (int j = 0; j < each_column; ++j) store_word(to + (S::m + j * kWeighers) * 4, column[j]);
-        } else {
-#pragma unroll
-          for (int j = 0; j < each; ++j) store_word(to + j * kWeighers * 4, a[slot][j] * b[slot][0]);
+          const int64_t at = min(tile.column + thread + j * kWeighers, p.n - 1);
+          load_round(b_scale, problem.b_by_fours, b_offset + at * b_scale.stride, first, p.k, column[j]);
         }
+    };
+    if (p.k) load(0);
+    for (int first = 0; first < p.k; first += kRound) {
+#pragma unroll
+      for (int i = 0; i < kRound; ++i) {
+        if (!S::by_rounds && first + i >= p.k) break;
+        if (!S::by_rounds) barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+        else if (i == 0) barrier_wait(read_barrier<S>(shared, round.stage), round.parity ^ 1);
+        const uint32_t to = shared + S::weights_at + thread * 4 +
+                            (S::by_rounds ? round.stage * kRound + i : ring.stage) * S::weight_bytes;
+#pragma unroll
+        for (int j = 0; j < each; ++j) {
+          store_word(to + j * kWeighers * 4, by_column ? a[j][i] : a[j][i] * b[0][i]);
+          if (S::crosses) store_word(to + (S::m + j * kWeighers) * 4, a[j][i] * b[S::crosses][i]);
+        }
+#pragma unroll
+        for (int j = 0; j < each_column; ++j)
+          if (by_column) store_word(to + (S::m + j * kWeighers) * 4, column[j][i]);
+        if (S::by_rounds && i + 1 < kRound) continue;
         __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(full_barrier<S>(shared, ring.stage));
-        if (first + slot + ahead < p.k) load(slot);
+        if (thread % 32 == 0)
+          barrier_arrive(S::by_rounds ? weighed_barrier<S>(shared, round.stage) : full_barrier<S>(shared, ring.stage));
         ring.next();
       }
+      round.next();
+      if (first + kRound < p.k) load(first + kRound);
     }
   }
 }
