@@ -3,8 +3,10 @@
 The bits are those of a kernel of mma.sync, which shares no code with them and is held to the CPU's by test_cuda.py.
 """
 
+import ctypes
 import pathlib
 
+import numpy as np
 import pytest
 
 import capi
@@ -116,10 +118,11 @@ class Call:
 
     GUARD = 4096
 
-    def __init__(self, torch, name, m, n, k, missing=0):
+    def __init__(self, torch, name, m, n, k, missing=0, a=None):
         self.torch = torch
         self.lib = capi.ffi.dlopen(str(pathlib.Path(pydet.__file__).parent / "libpydet_cuda.so"))
-        self.a, self.b = operands(torch, m, n, k, torch.bfloat16)
+        self.a, self.b = operands(torch, m if a is None else 1, n, k, torch.bfloat16)
+        self.a = self.a if a is None else a
         self.out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
         self.expected = words(pydet.gemm(self.a, self.b, kernel=OTHER))
         self.size = workspace_for(self.lib, m, n, k, name)
@@ -231,6 +234,46 @@ def test_longest(torch, name):
             with pytest.raises(pydet.Error, match=name):
                 pydet.gemm(a, b, kernel=name)
         assert torch.equal(words(pydet.gemm(a, b)), expected)
+
+
+def managed(torch, m, k):
+    """m x k of bf16 that may lie with the CPU or the GPU, page by page, and its bytes as the CPU sees them."""
+    torch.zeros(1, device="cuda")  # so that there is a context
+    cuda, at, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), 2 * m * k
+    if cuda.cuMemAllocManaged(ctypes.byref(at), ctypes.c_size_t(size), 1):
+        pytest.skip("no managed memory")
+
+    class Memory:
+        __cuda_array_interface__ = {"shape": (m, k), "typestr": "<i2", "data": (at.value, False), "version": 3}
+
+        def __del__(self):
+            cuda.cuMemFree_v2(at)
+
+    tensor = torch.as_tensor(Memory(), device="cuda").view(torch.bfloat16)
+    return tensor, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(at.value))
+
+
+@names
+def test_a_block_is_late(torch, name):
+    """Rows of a that lie with the CPU come page by page: their blocks are late, and those that go on wait for them."""
+    page, parts = 4096, 12
+    m, n, k = shape(torch, name, 33)
+    a, of_cpu = managed(torch, m, k)
+    a.copy_(torch.randn(m, k, device="cuda"))
+    call = Call(torch, name, m, n, k, a=a)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for part in (None, None, *range(parts)):
+        torch.cuda.synchronize()
+        if part is not None:
+            of_cpu[part * of_cpu.size // parts : (part + 1) * of_cpu.size // parts : page] ^= 0
+        begin.record()
+        assert call() == 0
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+        call.check(f"part {part} is late")
+    assert max(times[2:]) > 1.2 * times[1], times
 
 
 def test_nothing_is_allocated_in_vain(torch):
