@@ -15,7 +15,7 @@
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), TEST_JOBS (in how many processes; as many as cores, at
 # most 8), BUILD (where objects go), LIBRARY (where the libraries go; with both elsewhere, make cpu, cuda, hip and
-# install write nothing here), SANITIZE (address,undefined)
+# install write nothing here), SANITIZE (address,undefined), COMPRESS (how nvcc packs code: size, speed)
 
 PYTHON ?= python3
 CXX ?= g++
