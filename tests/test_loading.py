@@ -73,7 +73,7 @@ except ImportError:
     import _xxsubinterpreters as interpreters
     second = interpreters.create(isolated=False)
 a = numpy.ones((2, 2), numpy.float32)
-print(pydet.gemm(a, a)[0, 0])
+print(pydet.gemm(a, a)[0, 0], flush=True)
 interpreters.run_string(second, '''
 try:
     import pydet
