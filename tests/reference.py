@@ -182,8 +182,18 @@ def step(arithmetic, a, b, c):
 # ---- GEMM ----------------------------------------------------------------------------------------------------------
 
 
+LARGE = 1 << 14  # elements of 8 bytes: for larger arrays an allocator asks the system each time
+
+
 def chain(a, b, start, arithmetic):
     """The accumulator after all of k, from `start`. a [..., M, K], b [..., K, N]; K is zero-padded to whole steps."""
+    m, n = start.shape[-2:]
+    if start.size * STEP[arithmetic] > LARGE and max(m, n) > 1:  # halves of the longer side, each by itself
+        if m >= n:
+            halves = slice(m // 2), slice(m // 2, m)
+            return np.concatenate([chain(a[..., h, :], b, start[..., h, :], arithmetic) for h in halves], -2)
+        halves = slice(n // 2), slice(n // 2, n)
+        return np.concatenate([chain(a, b[..., h], start[..., h], arithmetic) for h in halves], -1)
     if arithmetic == "ieee":
         a, b = widen(a), widen(b)
         for k in range(a.shape[-1]):
