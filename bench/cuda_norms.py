@@ -54,9 +54,9 @@ def copying(tensors):
     return partial(target.copy_, source)
 
 
-def by_quack(n, function, arguments, **options):
-    """quack's variant of a row, if it is there and compiles the row: no odd number of columns (0.6.5)."""
-    if not function or n % 2:
+def by_quack(n, function, arguments, multiple=2, **options):
+    """quack's variant of a row, if it is there and compiles rows so long: even ones, softmax multiples of 8 (0.6.5)."""
+    if not function or n % multiple:
         return []
     return [Variant("quack", [partial(function, *call, **options) for call in arguments])]
 
@@ -278,7 +278,7 @@ def softmax_forward(name, m, n):
     ceiling = [copying((x,) if name == "log_prob" else (x, x)) for x in xs]
     variants = [Variant("pydet", ours), Variant("torch", peers), Variant("copy", ceiling)]
     if name == "softmax":
-        variants += by_quack(n, quack_softmax_forward, [(x,) for x in xs])
+        variants += by_quack(n, quack_softmax_forward, [(x,) for x in xs], multiple=8)
     if liger_softmax and name == "softmax" and n <= LIGER_SOFTMAX_N:
         variants.append(Variant("liger", [partial(liger_softmax._softmax_forward, x) for x in xs]))
     work = (2 if name == "log_prob" else 4) * m * n
@@ -294,7 +294,7 @@ def softmax_backward(name, m, n):
         Variant("copy", [copying((dy, y, y)) for dy, y in sets]),
     ]
     if name == "softmax":
-        variants += by_quack(n, quack_softmax_backward, sets)
+        variants += by_quack(n, quack_softmax_backward, sets, multiple=8)
     if liger_softmax and name == "softmax" and n <= LIGER_SOFTMAX_N:
         settings = liger_softmax._softmax_forward(sets[0][1])[1:]
         variants.append(
