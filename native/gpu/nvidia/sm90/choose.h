@@ -5,13 +5,13 @@
 
 namespace pydet {
 
-// The layouts that a tile takes: its own, and those of training (with k_chunk no dB) that another tile of its size has
-// kernels for. What a tile costs in the rest was not measured.
+// The layouts that a tile takes: its own, and those of training (with k_chunk or swapped no dB) that another tile of its
+// size has kernels for. What a tile costs in the rest was not measured, or by few problems.
 constexpr uint32_t sm90_layouts(int tile, bool chunked) {
   const Sm90Tile &its = kSm90Tiles[tile];
   const uint32_t own = its.layouts_of(chunked), size = kSm90Sizes.sizes[kSm90Sizes.of_tile[tile]].layouts_of(chunked);
   if (its.hands_over) return own;
-  return own | (size & (kForward | (its.swapped ? kTurnedA : kTurnedB) | (chunked ? 0 : kBothTurned)));
+  return own | (size & (kForward | (its.swapped ? kTurnedA : kTurnedB) | (chunked || its.swapped ? 0 : kBothTurned)));
 }
 
 // The bytes with which tiles may be handed over (clusters.cu); 0 where the product is none for it.
