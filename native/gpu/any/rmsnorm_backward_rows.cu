@@ -43,7 +43,7 @@ pydet_status backward_rows(const char *name, const P &p, bool shifted) {
 
 bool rmsnorm_backward_shifted_takes(const P &p) {
   const int64_t bytes = kVector * size_of(p.x.type);
-  return p.n <= kLongestShifted && p.x.type != Type::f32 && vector_aligned(p.weight) && rows_agree(p.dy, p.x, bytes) &&
+  return p.n <= kLongestShifted && vector_aligned(p.weight) && rows_agree(p.dy, p.x, bytes) &&
          rows_agree(p.dresidual, p.x, bytes) && rows_agree(p.dx, p.x, bytes) &&
          rows_ascend(p.x, p.inner, p.rows, p.n) && rows_ascend(p.dy, p.inner, p.rows, p.n) &&
          rows_ascend(p.dresidual, p.inner, p.rows, p.n);

@@ -186,7 +186,7 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
      from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
     {"cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_strided_takes, rmsnorm_backward_strided_prefers, rmsnorm_backward_strided},
-    {"cuda_rmsnorm_backward_shifted", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
+    {"cuda_rmsnorm_backward_shifted", kHalfTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_shifted_takes, rmsnorm_backward_shifted_prefers, rmsnorm_backward_shifted},
     {"cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
      from_sm80, rmsnorm_backward_unaligned_takes, nullptr, rmsnorm_backward_unaligned},
