@@ -26,21 +26,12 @@ template <Type type, class F> pydet_status with_shape(int64_t n, const F &f) {
   }
 }
 
-bool whole(const LayerNormBackward &p) {
-  return p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.x) && rows_aligned(p.dresidual) &&
-         rows_aligned(p.dx);
-}
-
 }  // namespace
 
 bool layernorm_backward_rows_takes(const LayerNormBackward &p) {
-  const int64_t bytes = kVector * size_of(p.x.type);
   if (!vector_aligned(p.weight)) return false;
-  return whole(p) ? p.n <= longest(p.x.type)
-                  : p.n <= LongRow::T * LongRow::W * LongRow::V - (kVector - 1) && p.x.type != Type::f32 &&
-                        rows_agree(p.dy, p.x, bytes) && rows_agree(p.dresidual, p.x, bytes) &&
-                        rows_agree(p.dx, p.x, bytes) && rows_ascend(p.x, p.inner, p.rows, p.n) &&
-                        rows_ascend(p.dy, p.inner, p.rows, p.n) && rows_ascend(p.dresidual, p.inner, p.rows, p.n);
+  if (rows_whole(p)) return p.n <= longest(p.x.type);
+  return p.n <= LongRow::T * LongRow::W * LongRow::V - (kVector - 1) && p.x.type != Type::f32 && all_rows_agree(p);
 }
 
 pydet_status layernorm_backward_rows(const LayerNormBackward &p) {
@@ -48,7 +39,7 @@ pydet_status layernorm_backward_rows(const LayerNormBackward &p) {
   if (guard.error() != kGpuSuccess) return device_error("layernorm_backward_rows", guard.error());
   const RmsNormBackward sums = sums_over_rows(p);
   if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
-  const bool aligned = whole(p);
+  const bool aligned = rows_whole(p);
   if (p.rows > 0) {
     auto of_whole_rows = [&](auto type) {
       return with_shape<type>(p.n, [&](auto shape) {

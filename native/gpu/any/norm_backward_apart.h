@@ -273,18 +273,6 @@ template <class S, Type type, bool shifted, class P> pydet_status launch_apart(c
   });
 }
 
-// Whether its rows are whole vectors in the places of all operands; and whether they are as far behind one.
-template <class P> bool rows_whole(const P &p) {
-  return p.n % kVector == 0 && rows_aligned(p.x) && rows_aligned(p.dy) && rows_aligned(p.dx) &&
-         rows_aligned(p.dresidual);
-}
-template <class P> bool all_rows_agree(const P &p) {
-  const int64_t bytes = kVector * size_of(p.x.type);
-  return rows_agree(p.dy, p.x, bytes) && rows_agree(p.dresidual, p.x, bytes) && rows_agree(p.dx, p.x, bytes) &&
-         rows_ascend(p.x, p.inner, p.rows, p.n) && rows_ascend(p.dy, p.inner, p.rows, p.n) &&
-         rows_ascend(p.dresidual, p.inner, p.rows, p.n);
-}
-
 template <class P> bool apart_takes(const P &p) {
   const int64_t longest = kLongestHeldRow - (rows_whole(p) ? 0 : kVector - 1);
   return p.n <= longest && vector_aligned(p.weight) && (rows_whole(p) || all_rows_agree(p)) &&

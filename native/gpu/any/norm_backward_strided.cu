@@ -148,9 +148,7 @@ pydet_status rmsnorm_backward_strided(const RmsNormBackward &p) {
 }
 bool layernorm_backward_strided_takes(const LayerNormBackward &p) { return p.n <= kLongest; }
 bool layernorm_backward_strided_prefers(const LayerNormBackward &p) {
-  const bool whole =
-      p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.x) && rows_aligned(p.dresidual) && rows_aligned(p.dx);
-  return !whole && p.rows * p.n > kManyElements;
+  return !rows_whole(p) && p.rows * p.n > kManyElements;
 }
 pydet_status layernorm_backward_strided(const LayerNormBackward &p) {
   return backward_strided("layernorm_backward_strided", p, sums_over_rows(p));

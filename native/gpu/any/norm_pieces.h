@@ -36,6 +36,14 @@ inline bool rows_ascend(const Rows &rows, int64_t inner, int64_t count, int64_t 
          (inner >= count || rows.outer_stride >= (inner == 1 ? n : inner * rows.inner_stride));
 }
 
+// Whether a gradient's rows are as far behind a whole vector in the places of all operands, and ascend.
+template <class P> bool all_rows_agree(const P &p) {
+  const int64_t bytes = kVector * size_of(p.x.type);
+  return rows_agree(p.dy, p.x, bytes) && rows_agree(p.dresidual, p.x, bytes) && rows_agree(p.dx, p.x, bytes) &&
+         rows_ascend(p.x, p.inner, p.rows, p.n) && rows_ascend(p.dy, p.inner, p.rows, p.n) &&
+         rows_ascend(p.dresidual, p.inner, p.rows, p.n);
+}
+
 // Elements first .. first + W - 1 of a row of n, a vector of memory. Those that are not the row's are anything where
 // `before` and `behind` say that there is memory, else +0.
 template <Type type, int W>

@@ -238,12 +238,11 @@ pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &p) {
 
 bool layernorm_backward_unaligned_takes(const LayerNormBackward &p) { return holds(p.rows, p.n); }
 // Of rows that are no whole pieces of 16 bytes, more than a chain of them, not long, and few elements, as they are
-// read twice. Measured on an H100, us, beside layernorm_backward_rows and _apart: 868x174 6.2, 25 and 23, 3319x434 15,
-// 24 and 75, 1364x2603 38, 49 and 43; but 153670x163 344, 192 and 5176, 450x3233 21, 43 and 17.
+// read twice. Measured on an H100, us, while a thread still read eight neighbours here, beside layernorm_backward_rows
+// and _apart: 868x174 6.2, 25 and 23, 3319x434 15, 24 and 75, 1364x2603 38, 49 and 43; but 153670x163 344, 192 and 5176,
+// 450x3233 21, 43 and 17.
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &p) {
-  const bool whole =
-      p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.x) && rows_aligned(p.dresidual) && rows_aligned(p.dx);
-  return !whole && p.n <= 8192 && p.rows > (p.n < 3072 ? 16 : 128) &&
+  return !rows_whole(p) && p.n <= 8192 && p.rows > (p.n < 3072 ? 16 : 128) &&
          p.rows * p.n <= (p.n <= 4096 ? 4'000'000 : 12'000'000);
 }
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &p) {

@@ -42,11 +42,7 @@ pydet_status backward_rows(const char *name, const P &p, bool shifted) {
 }  // namespace
 
 bool rmsnorm_backward_shifted_takes(const P &p) {
-  const int64_t bytes = kVector * size_of(p.x.type);
-  return p.n <= kLongestShifted && vector_aligned(p.weight) && rows_agree(p.dy, p.x, bytes) &&
-         rows_agree(p.dresidual, p.x, bytes) && rows_agree(p.dx, p.x, bytes) &&
-         rows_ascend(p.x, p.inner, p.rows, p.n) && rows_ascend(p.dy, p.inner, p.rows, p.n) &&
-         rows_ascend(p.dresidual, p.inner, p.rows, p.n);
+  return p.n <= kLongestShifted && vector_aligned(p.weight) && all_rows_agree(p);
 }
 // Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us:
 // 2000x5001 60 and 56, 8000x4001 112 and 169.
@@ -54,8 +50,7 @@ bool rmsnorm_backward_shifted_prefers(const P &p) { return p.rows * p.n > 12'000
 pydet_status rmsnorm_backward_shifted(const P &p) { return backward_rows("rmsnorm_backward_shifted", p, true); }
 
 bool rmsnorm_backward_heads_takes(const P &p) {
-  return p.n % kVector == 0 && p.n <= kLongestOfHeads && rows_aligned(p.dy) && rows_aligned(p.x) &&
-         rows_aligned(p.dresidual) && rows_aligned(p.dx) && vector_aligned(p.weight);
+  return p.n <= kLongestOfHeads && rows_whole(p) && vector_aligned(p.weight);
 }
 pydet_status rmsnorm_backward_heads(const P &p) { return backward_rows("rmsnorm_backward_heads", p, false); }
 

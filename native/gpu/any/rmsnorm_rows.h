@@ -268,6 +268,11 @@ inline bool rows_aligned(const Rows &rows) {
   return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.outer_stride * bytes % 16 == 0 &&
          rows.inner_stride * bytes % 16 == 0 && rows.far_stride * bytes % 16 == 0;
 }
+// Whether a gradient's rows are whole vectors in the places of all operands.
+template <class P> bool rows_whole(const P &p) {
+  return p.n % kRowLaneElements == 0 && rows_aligned(p.dy) && rows_aligned(p.x) && rows_aligned(p.dresidual) &&
+         rows_aligned(p.dx);
+}
 inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
 
 // ---- Long or misaligned rows -------------------------------------------------------------------------------------
