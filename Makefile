@@ -169,6 +169,27 @@ $(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 	@mkdir -p $(@D)
 	$(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
 
+# The kernels without tensor cores as C++, in place of their machine code, on that runtime (tests/emulated).
+.PHONY: cuda-emulated
+cuda-emulated: $(BUILD)/libpydet_cuda_emulated.so
+
+EMULATED := $(filter-out nvidia/sm90/% nvidia/gemm_mma.% nvidia/skinny_mma nvidia/fold_peers,$(CUDA_KERNELS))
+EMULATED_OBJECTS := $(EMULATED:%=$(BUILD)/emulated/%.o) $(BUILD)/emulated/block.o
+# Other compilers' warnings about nvcc's sources say nothing.
+EMULATED_FLAGS := -std=c++17 -O1 -fPIC -fvisibility=hidden -fno-extern-tls-init $(NUMERIC) -w -Itests/emulated -Inative -Inative/include
+
+$(BUILD)/emulated/block.o: tests/emulated/block.cpp
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) $(foreach flag,$(EMULATED_FLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+
+$(EMULATED:%=$(BUILD)/emulated/%.o): $(BUILD)/emulated/%.o: native/gpu/%.cu
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+
+$(BUILD)/libpydet_cuda_emulated.so: $(filter-out $(EMULATED:%=$(BUILD)/gpu/%.o),$(CUDA_OBJECTS)) $(EMULATED_OBJECTS) $(BUILD)/fakecuda.o
+	@mkdir -p $(@D)
+	$(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
+
 $(CUDA_HOST:%=$(BUILD)/gpu/%.o): $(BUILD)/gpu/%.o: native/gpu/%.cpp
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(foreach flag,$(CXXFLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
@@ -190,7 +211,7 @@ $(BUILD)/gpu/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
 
--include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d)
+-include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d)
 
 # ---- HIP: libpydet_hip.so, likewise; a clang object holds the code of all architectures in one bundle ----
 ROCM ?= $(firstword $(wildcard /opt/rocm) /usr)
@@ -331,8 +352,9 @@ stress:
 gpu-build: cpu cuda
 	$(PYTHON) -c "import setup; setup.write_declarations()"
 
-# What runs on a GPU where there is one; tests/test_cuda_distributed.py wants two, and tests/test_cuda_failures.py none.
-GPU_TESTS := $(filter-out tests/test_cuda_failures.py,$(wildcard tests/test_cuda*.py)) \
+# What runs on a GPU where there is one; tests/test_cuda_distributed.py wants two, and those of the
+# runtimes that are none want none.
+GPU_TESTS := $(filter-out %_failures.py %_emulated.py,$(wildcard tests/test_cuda*.py)) \
   $(filter-out %_distributed.py %_dtensor.py %_models.py,$(wildcard tests/test_torch*.py)) $(wildcard tests/test_jax*.py)
 gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
 	$(PYTHON) -m pytest -q $(GPU_TESTS)

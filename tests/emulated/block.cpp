@@ -1,0 +1,237 @@
+// Blocks of threads as fibers. A thread runs until it waits for others; the threads of a block are walked in ascending
+// order in one launch and in descending order in the next, so that a barrier that lacks is seen: a thread then
+// reads before another has written. Blocks run one after another, those of a cluster in turns, each as a thread of
+// the system, whose thread_local variables are its shared memory.
+#include "block.h"
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <condition_variable>
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+// Dynamic shared memory, by the names that kernels give it.
+constexpr size_t kMostShared = 227 << 10;
+alignas(128) thread_local char shared_memory[kMostShared] asm("_ZN5pydet12_GLOBAL__N_16sharedE");
+alignas(128) thread_local char staged_memory[kMostShared] asm("_ZN5pydet12_GLOBAL__N_18x_stagedE");
+
+thread_local uint3 threadIdx, blockIdx;
+thread_local dim3 blockDim, gridDim;
+
+namespace emulated {
+namespace {
+
+constexpr size_t kStack = 64 << 10;
+enum class State { begins, runs, waits, at_warp, at_block, ended };  // the first three may go on
+
+struct Fiber {
+  ucontext_t context;  // where it begins
+  jmp_buf at;
+  std::unique_ptr<char[]> stack;
+  State state;
+  uint3 index;
+  Copies copies;
+  int meetings;      // with other threads of the warp
+  int done[3];       // of what may be left out
+  int64_t arrivals;  // at the cluster's barrier
+};
+struct Warp {
+  uint32_t values[2][kWarp];
+  bool there[2][kWarp];
+};
+struct Cluster {
+  int blocks, turn = 0, idle = 0, left;
+  int64_t arrivals = 0;
+  const char *failure = nullptr;
+  std::vector<char *> anchors;
+  std::vector<bool> ended;
+  std::mutex mutex;
+  std::condition_variable turned;
+};
+
+// What each thread leaves out once, to see whether it is missed: its barrier, exchange or wait of this number.
+enum Omission { barrier, exchange, wait };
+int omitted = -1, omitted_number;
+
+// Of the block that runs in this thread of the system.
+thread_local char anchor;
+thread_local std::vector<Fiber> fibers;
+thread_local std::vector<Warp> warps;
+thread_local jmp_buf scheduler;
+thread_local int current, threads, rank;
+thread_local bool moved;
+thread_local Cluster *cluster;
+thread_local const std::function<void()> *body;
+
+void pause(State state) {
+  Fiber &fiber = fibers[current];
+  fiber.state = state;
+  if (!_setjmp(fiber.at)) _longjmp(scheduler, 1);  // swapcontext would ask the system for its mask of signals
+}
+bool omits(Omission what) { return fibers[current].done[what]++ == omitted_number && what == omitted; }
+void fail(const char *why) {
+  cluster->failure = why;
+  pause(State::waits);
+}
+void begin() {
+  for (;; pause(State::ended)) (*body)();
+}
+
+// Lets those of the threads `first` to `last` go on that have met, which are all that have not ended.
+void release(int first, int last, State state) {
+  int one = -1;
+  for (int i = first; i < last; ++i) {
+    if (fibers[i].state != state && fibers[i].state != State::ended) return;
+    if (fibers[i].state == state) one = i;
+  }
+  if (one < 0) return;
+  bool *const there = warps[first / kWarp].there[fibers[one].meetings % 2];
+  for (int i = first; i < last; ++i) {
+    if (state == State::at_warp) there[i - first] = fibers[i].state == state;
+    if (fibers[i].state == state) fibers[i].state = State::runs;
+  }
+  moved = true;
+}
+
+// Each thread once, as far as it goes. Whether some are left.
+bool walk(bool ascending) {
+  int left = 0;
+  moved = false;
+  for (int k = 0; k < threads && !cluster->failure; ++k) {
+    current = ascending ? k : threads - 1 - k;
+    Fiber &fiber = fibers[current];
+    if (fiber.state <= State::waits) {
+      moved |= fiber.state != State::waits;
+      threadIdx = fiber.index;
+      if (!_setjmp(scheduler)) {
+        if (fiber.state == State::begins) setcontext(&fiber.context);
+        _longjmp(fiber.at, 1);
+      }
+    }
+    left += fiber.state != State::ended;
+  }
+  for (int first = 0; first < threads; first += kWarp) release(first, std::min(first + kWarp, threads), State::at_warp);
+  release(0, threads, State::at_block);
+  return left > 0;
+}
+
+void run_block(bool ascending, size_t shared_bytes) {
+  threads = int(blockDim.x * blockDim.y * blockDim.z);
+  if (int(fibers.size()) < threads) fibers.resize(threads);
+  warps.assign((threads + kWarp - 1) / kWarp, Warp());
+  memset(shared_memory, 0x7F, shared_bytes);
+  memset(staged_memory, 0x7F, shared_bytes);
+  for (int i = 0; i < threads; ++i) {
+    Fiber &fiber = fibers[i];
+    const unsigned x = unsigned(i) % blockDim.x, rest = unsigned(i) / blockDim.x;
+    fiber.state = State::runs, fiber.index = {x, rest % blockDim.y, rest / blockDim.y};
+    fiber.copies = {}, fiber.meetings = 0, fiber.arrivals = 0, memset(fiber.done, 0, sizeof fiber.done);
+    if (fiber.stack) continue;
+    fiber.state = State::begins;
+    fiber.stack.reset(new char[kStack]);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = kStack;
+    makecontext(&fiber.context, begin, 0);
+  }
+  std::unique_lock<std::mutex> lock(cluster->mutex);
+  cluster->anchors[rank] = &anchor;
+  for (bool left = true; left && !cluster->failure;) {
+    cluster->turned.wait(lock, [] { return cluster->turn == rank || cluster->failure; });
+    ++cluster->idle;
+    for (moved = true; left && moved && !cluster->failure;) {
+      left = walk(ascending);
+      if (moved) cluster->idle = 0;
+    }
+    cluster->ended[rank] = !left, cluster->left -= !left;
+    if (cluster->idle > cluster->blocks && cluster->left > 0) cluster->failure = "threads wait for each other";
+    do cluster->turn = (cluster->turn + 1) % cluster->blocks;
+    while (cluster->left > 0 && cluster->ended[cluster->turn]);
+    cluster->turned.notify_all();
+  }
+}
+
+}  // namespace
+
+Copies &copies() { return fibers[current].copies; }
+
+const uint32_t *meet_warp(uint32_t mine, int from) {
+  const int turn = ++fibers[current].meetings % 2, lane = current % kWarp;
+  Warp &warp = warps[current / kWarp];
+  warp.values[turn][lane] = mine;
+  pause(State::at_warp);
+  if (from >= 0 && omits(exchange)) warp.values[turn][from] = mine;
+  if (from >= 0 && !warp.there[turn][from]) fail("a lane reads one that has ended");
+  return warp.values[turn];
+}
+void meet_block() {
+  if (!omits(barrier)) pause(State::at_block);
+}
+void wait_copies(int in_flight) {
+  if (omits(wait)) return;
+  Copies &copies = fibers[current].copies;
+  size_t kept = 0;
+  for (const Copy &copy : copies.pending) {
+    if (copy.group >= copies.groups - in_flight) {
+      copies.pending[kept++] = copy;
+    } else {
+      memset(copy.to, 0, size_t(copy.bytes));
+      memcpy(copy.to, copy.from, size_t(copy.valid));
+    }
+  }
+  copies.pending.resize(kept);
+}
+void wait_until(const std::function<bool()> &holds) {
+  while (!holds()) pause(State::waits);
+  moved = true;
+}
+int cluster_blocks() { return cluster->blocks; }
+void arrive_at_cluster() { ++cluster->arrivals, ++fibers[current].arrivals; }
+void meet_cluster() {
+  const int64_t all = fibers[current].arrivals * threads * cluster->blocks;
+  wait_until([all] { return cluster->arrivals >= all; });
+}
+void *in_block(int to, void *mine) {
+  if (cluster->ended[to]) fail("a block is sent something that has ended");
+  return cluster->anchors[to] + (static_cast<char *>(mine) - &anchor);
+}
+
+extern "C" __attribute__((visibility("default"))) void emulated_omit(int what, int number) {
+  omitted = what, omitted_number = number;
+}
+
+cudaError_t launch(const cudaLaunchConfig_t &config, const std::function<void()> &kernel) {
+  static bool ascending = false;
+  ascending = !ascending;
+  int size = 1;
+  for (unsigned i = 0; i < config.numAttrs; ++i)
+    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) size = int(config.attrs[i].val.clusterDim.x);
+  const dim3 grid = config.gridDim;
+  const int64_t count = int64_t(grid.x) * grid.y * grid.z / size;
+  std::deque<Cluster> clusters(count);
+  const char *failure = nullptr;
+  auto run = [&](int number) {
+    rank = number, body = &kernel, blockDim = config.blockDim, gridDim = grid;
+    for (int64_t k = 0; k < count && !failure; ++k) {
+      const unsigned at = unsigned((ascending ? k : count - 1 - k) * size + number);
+      blockIdx = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
+      cluster = &clusters[k];
+      run_block(ascending, config.dynamicSmemBytes);
+      if (cluster->failure) failure = cluster->failure;
+    }
+  };
+  for (Cluster &one : clusters) one.blocks = one.left = size, one.anchors.resize(size), one.ended.resize(size);
+  std::vector<std::thread> others;
+  for (int number = 1; number < size; ++number) others.emplace_back(run, number);
+  run(0);
+  for (std::thread &other : others) other.join();
+  if (!failure) return cudaSuccess;
+  fprintf(stderr, "%s\n", failure);
+  fibers.clear();
+  return cudaErrorLaunchFailure;
+}
+
+}  // namespace emulated

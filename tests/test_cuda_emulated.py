@@ -1,0 +1,276 @@
+"""CUDA's kernels without tensor cores on a machine without a GPU: their sources as C++, threads as fibers (emulated/).
+
+Each is forced by name and held to the CPU's bits. What the interpreter of AMD's machine code cannot see is seen here:
+kernels that CUDA alone has, warps of 32, copies that nobody has waited for, clusters. nvcc's code for them is not.
+
+PYDET_LIBRARY names the library that `make cuda-emulated` links.
+"""
+
+import ctypes
+import functools
+import itertools
+import os
+import random
+
+import numpy as np
+import pytest
+
+import capi
+import cases
+import interop
+import pydet
+import test_fold as folds
+from cases import DTYPES, assert_same_bits, data
+from pydet import frameworks
+from test_cuda import UNSUPPORTED, each
+
+pytestmark = pytest.mark.skipif(
+    "emulated" not in os.environ.get("PYDET_LIBRARY", ""), reason="PYDET_LIBRARY is not that of make cuda-emulated"
+)
+
+
+class Memory(interop.Producer):
+    """Memory of the CPU that is said to be a device's."""
+
+    def __init__(self, array):
+        super().__init__(capi.Tensor(array, device=(2, 0)))
+
+
+class Framework(frameworks.Framework):
+    name, number = "memory", 9
+
+    def stream(self, like, device_type, device_id):
+        return 0
+
+    def allocate(self, like, shape, index, op):
+        dtype = frameworks.numpy_dtype(index)
+        return Memory(np.full(int(np.prod(shape)) * dtype.itemsize, 0xFF, np.uint8).view(dtype).reshape(shape))
+
+
+class Emulated:
+    """pydet's operations by one kernel; by the CPU's where it refuses."""
+
+    def __init__(self, kernel):
+        self.kernel, self.taken = kernel, 0
+
+    def call(self, operation, *operands, **options):
+        def moved(value):
+            if isinstance(value, (tuple, list)):
+                return type(value)(map(moved, value))
+            return Memory(value) if isinstance(value, np.ndarray) else value
+
+        function = getattr(pydet, operation)
+        back = lambda value: value.tensor.array if isinstance(value, Memory) else value
+        try:
+            given = {name: moved(value) for name, value in options.items()}
+            results = function(*map(moved, operands), kernel=self.kernel, **given)
+        except pydet.Error as error:
+            if error.status != UNSUPPORTED:
+                raise
+            return function(*operands, **options)
+        self.taken += 1
+        return tuple(map(back, results)) if isinstance(results, tuple) else back(results)
+
+    def __getattr__(self, operation):
+        if operation.startswith("_"):
+            raise AttributeError(operation)
+        return functools.partial(self.call, operation)
+
+
+@pytest.fixture
+def device(kernel):
+    key = __name__, "Memory"
+    frameworks.FRAMEWORKS[key] = Framework
+    yield Emulated(kernel.name)
+    del frameworks.FRAMEWORKS[key]
+    interop.made.clear()
+
+
+# ---- Norms and softmax -----------------------------------------------------------------------------------------------
+
+# Around the teams of all kernels: whole vectors, an element less and more.
+WIDTHS = [1, 2, 7, 8, 9, 31, 32, 33, 40, 57, 63, 64, 65, 72, 120, 121, 127, 128, 129, 136, 248, 255, 256, 257, 264]
+WIDTHS += [319, 321, 383, 385, 504, 511, 512, 513, 520, 767, 769, 1000, 1016, 1023, 1024, 1025, 1032, 1535, 1537, 2040]
+WIDTHS += [2047, 2048, 2049, 2056, 3071, 3073, 4088, 4095, 4096, 4097, 4104, 6143, 6145, 8184, 8191, 8192, 8193, 8200]
+WIDTHS += [12288, 16376, 16383, 16384, 16385, 16392, 33001]
+SHAPES = [(m if m * n < 40000 else 1, n) for m, n in zip(itertools.cycle([1, 3, 17, 2, 33]), WIDTHS)]
+# Around chains, groups and blocks of rows, and what is given to teams of its own.
+SHAPES += zip([15, 16, 63, 65, 255, 257, 513, 1025, 530], itertools.cycle([72, 8, 33, 136]))
+SHAPES += itertools.product([17, 33, 130, 64], [8, 64, 72, 128])
+# Where the rows of each operand begin and how far behind another, in elements: as vectors, all alike, each otherwise.
+ALIGNED, PLACES = [(0, 0)], [[(3, 8)], [(0, 8)], [(1, 0)], [(0, 3), (5, 0), (1, 2), (2, 7)], [(3, 3)]]
+
+
+def placed(arrays, places):
+    """Copies at these places, in memory that is 7 elsewhere."""
+    copies = []
+    for array, (start, gap) in zip(arrays, itertools.cycle(places)):
+        m, n = array.shape
+        count = start + m * (n + gap) + 8
+        memory = np.zeros(count * array.itemsize + 16, np.uint8)
+        memory = memory[-memory.ctypes.data % 16 :][: count * array.itemsize].view(array.dtype)
+        memory[...] = 7
+        copies.append(memory[start : start + m * (n + gap)].reshape(m, n + gap)[:, :n])
+        copies[-1][...] = array
+    return copies
+
+
+def check(device, dtype, call, rows):
+    """call(pydet or the device, `rows` operands, out, index): its results, and what is around `out`, are the CPU's."""
+    for index, shape in enumerate(SHAPES):
+        if shape[0] > 300 and device.kernel.endswith(("long", "staged")):
+            continue  # each row is a block
+        if index % 3 != [*DTYPES].index(dtype):
+            continue  # the types share the shapes out
+        index //= 3
+        if "softmax" in device.kernel and "cluster" in device.kernel and (shape[0] > 3 or index % 5 > 2):
+            continue  # each row is 2048 threads
+        kind = ["normal", "wide", "normal", "specials"][index % 4]
+        arrays = [data(kind, shape, DTYPES[dtype], index + i) for i in range(rows)] + [np.zeros(shape, DTYPES[dtype])]
+        places = ALIGNED if shape[1] % 8 == 0 and index % 4 else PLACES[index % len(PLACES)]
+        found = []
+        for where in (pydet, device):
+            *operands, out = placed(arrays, places)
+            found.append([*call(where, *operands, out, index), capi.owner(out)])
+        for number, (want, got) in enumerate(zip(*found, strict=True)):
+            if want is not None:
+                assert_same_bits(np.asarray(got), np.asarray(want), f"result {number} of {shape} {kind}, case {index}")
+    assert device.taken
+
+
+def vector(n, index, dtype=None):
+    return data("normal", (n,), dtype or list(DTYPES.values())[index % 3], index)
+
+
+@each("softmax")
+def test_softmax(device, kernel, dtype):
+    def call(on, x, out, index):
+        columns = (
+            np.random.default_rng(index).integers(-1, x.shape[1] + 1, len(x)).astype([np.int64, np.int32][index % 2])
+        )
+        gradient = vector(len(x), index, np.float32)
+        yield on.softmax(x, out=out)
+        yield on.log_softmax(x)
+        yield on.log_prob(x, columns)
+        yield on.log_prob_backward(gradient, x, columns)
+
+    check(device, dtype, call, 1)
+
+
+@each("softmax_backward")
+def test_softmax_backward(device, kernel, dtype):
+    def call(on, dy, y, out, index):
+        yield on.softmax_backward(dy, y, out=out)
+        yield on.log_softmax_backward(dy, y)
+
+    check(device, dtype, call, 2)
+
+
+@each("rmsnorm")
+def test_rmsnorm(device, kernel, dtype):
+    def call(on, x, residual, out, index):
+        weight = vector(x.shape[1], index) if index % 4 else None
+        options = {"eps": 1e-6, **({"weight_offset": 1.0} if index % 4 == 1 else {})}
+        yield from on.rmsnorm(x, weight, out=(out, np.zeros(len(x), np.float32)), **options)
+        yield from on.rmsnorm(x, weight, residual=residual, **options)
+
+    check(device, dtype, call, 2)
+
+
+@each("rmsnorm_backward")
+def test_rmsnorm_backward(device, kernel, dtype):
+    def call(on, dy, x, dresidual, out, index):
+        n, rstd = x.shape[1], np.abs(vector(len(x), index, np.float32))
+        weight = vector(n, index) if index % 4 else None
+        options = {"dresidual": dresidual} if index % 3 else {}
+        if weight is not None and index % 5 == 0:
+            options |= {"dweight": vector(n, index + 1, np.float32), "accumulate": True}
+        yield from on.rmsnorm_backward(dy, x, weight, rstd, out=out, **options)
+
+    check(device, dtype, call, 3)
+
+
+@each("layernorm")
+def test_layernorm(device, kernel, dtype):
+    def call(on, x, residual, out, index):
+        n, sums = x.shape[1], (np.zeros(len(x), np.float32) for _ in range(2))
+        weight, bias = vector(n, index) if index % 4 else None, vector(n, index + 1) if index % 3 else None
+        yield from on.layernorm(x, weight, bias, eps=1e-5, out=(out, *sums))
+        yield from on.layernorm(x, weight, bias, eps=1e-5, residual=residual)
+
+    check(device, dtype, call, 2)
+
+
+@each("layernorm_backward")
+def test_layernorm_backward(device, kernel, dtype):
+    def call(on, dy, x, dresidual, out, index):
+        n, mean, rstd = x.shape[1], *(vector(len(x), index + i, np.float32) for i in range(2))
+        weight = vector(n, index) if index % 4 else None
+        options = {"dresidual": dresidual} if index % 3 else {}
+        if weight is not None:
+            options["has_bias"] = index % 2 == 0
+        yield from on.layernorm_backward(dy, x, weight, mean, np.abs(rstd), out=out, **options)
+
+    check(device, dtype, call, 3)
+
+
+# ---- The others ------------------------------------------------------------------------------------------------------
+
+
+@each("gemm")
+def test_gemm(device, kernel, dtype):
+    if kernel.arithmetic != "ieee":
+        pytest.skip("on tensor cores")
+    for number in range(30):
+        problem = cases.random_problem(random.Random(number), dtype, kernel.arithmetic, 150, 300, 200, 1 << 18)
+        assert_same_bits(cases.run(device.gemm, problem), cases.run(pydet.gemm, problem), str(problem))
+    assert device.taken > 5, device.taken
+
+
+@each("quantize")
+def test_quantize(device, kernel, dtype):
+    sizes = [(1, 16), (16, 128), (33, 144), (128, 256), (144, 528), (5, 4112), (7, 9), (130, 33)]
+    granularities, kinds = (
+        ["row", "group", "block", "tensor"],
+        itertools.cycle(["normal", "wide", "extremes", "specials"]),
+    )
+    for (m, k), granularity, transposed in itertools.product(sizes, granularities, (False, True)):
+        if not transposed or granularity in ("group", "block"):
+            options = {"granularity": granularity, "transposed": transposed, "power_of_two": m % 2 == 0}
+            x = data(next(kinds), (m, k), DTYPES[dtype], m)
+            for got, want in zip(device.quantize(x, **options), pydet.quantize(x, **options), strict=True):
+                assert_same_bits(got, want, f"{m} x {k} {options}")
+    assert device.taken > 5, device.taken
+
+
+@each("fold")
+def test_fold(device, kernel, dtype):
+    if kernel.name != "cuda_fold":
+        pytest.skip("between GPUs")
+    folds.check(device.fold)
+    assert device.taken > 300
+
+
+# ---- What is left out is seen ----------------------------------------------------------------------------------------
+
+OMISSIONS = ["barrier", "exchange", "wait"]
+
+
+@each("softmax")
+def test_an_omission_is_seen(device, kernel, dtype):
+    """The barriers, the warps' exchanges and the waits for copies, each in turn left out by all threads of a block."""
+    omit = ctypes.CDLL(os.environ["PYDET_LIBRARY"]).emulated_omit
+    x, seen = data("normal", (3, 1000), DTYPES[dtype]), dict.fromkeys(OMISSIONS, 0)
+    want = pydet.softmax(x)
+    try:
+        for (i, what), number in itertools.product(enumerate(OMISSIONS), range(6)):
+            omit(i, number)
+            for _ in range(2):  # in either order of the threads
+                try:
+                    seen[what] += device.softmax(x).tobytes() != want.tobytes()
+                except pydet.Error:  # the threads wait for each other
+                    seen[what] += 1
+    finally:
+        omit(-1, 0)
+    assert_same_bits(device.softmax(x), want)
+    assert seen["exchange"] and seen["barrier"] and (seen["wait"] or "staged" not in kernel.name), seen
