@@ -5,7 +5,8 @@
 # make cuda       pydet/libpydet_cuda.so (nvcc 13; no GPU needed)
 # make hip        pydet/libpydet_hip.so (ROCm 5.2 to 7, or its headers and clang; no GPU needed); ROCM, HIPCC, HIP_ARCHS
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
-#                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS
+#                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS;
+#                 GPU_WORKERS: in how many processes the tests run (one, without pytest-xdist), on all GPUs
 # make stress     on a machine with a GPU, after make cuda: mixed calls of all kernels for SECONDS (60), none may differ
 # make install    headers, the libraries that are built, pkg-config and CMake packages under PREFIX (/usr/local), its
 #                 libraries in LIBDIR (lib); DESTDIR goes before both
@@ -356,8 +357,14 @@ gpu-build: cpu cuda
 # runtimes that are none want none.
 GPU_TESTS := $(filter-out %_failures.py %_emulated.py,$(wildcard tests/test_cuda*.py)) \
   $(filter-out %_distributed.py %_dtensor.py %_models.py,$(wildcard tests/test_torch*.py)) $(wildcard tests/test_jax*.py)
+# In one process, or by pytest-xdist in GPU_WORKERS, which share out the machine's GPUs and cores; the tests that
+# want two GPUs follow.
+GPU_WORKERS ?=
 gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
-	$(PYTHON) -m pytest -q $(GPU_TESTS)
+	$(if $(GPU_WORKERS),GPU_WORKERS=$(GPU_WORKERS) XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	  PYDET_NUM_THREADS=$$(($$(nproc) / $(GPU_WORKERS) + 1)) )$(PYTHON) -m pytest -q \
+	  $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal )$(GPU_TESTS)
+	$(if $(GPU_WORKERS),$(PYTHON) -m pytest -q tests/test_cuda_distributed.py)
 
 gpu-sanitizer: $(filter gpu-build,$(PARTS:%=gpu-%))
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q $(SANITIZED)

@@ -7,6 +7,7 @@ operation that this machine can run, and once for each element type that the ker
 import contextlib
 import ctypes
 import functools
+import glob
 import os
 import pathlib
 import platform
@@ -17,6 +18,11 @@ import pytest
 
 import pydet
 from pydet import _native
+
+if os.environ.get("GPU_WORKERS") and "PYTEST_XDIST_WORKER" in os.environ:  # make gpu-tests: each process has one GPU
+    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    gpus = gpus or [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))] or ["0"]
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"][2:]) % len(gpus)]
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 sys.path.insert(
