@@ -1,4 +1,4 @@
-"""Deterministic, batch-invariant GEMM, skinny GEMM and RMSNorm for CPU, CUDA and HIP.
+"""Deterministic, batch-invariant GEMM, norms and softmax for CPU, CUDA and HIP.
 
 An output element is a pure function of its own row of A, its own column of B, the arithmetic and ``k_chunk``. So a row
 has the same bits alone, in any batch and at any place in it, on any kernel, with any number of threads, and in the next
