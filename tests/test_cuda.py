@@ -59,6 +59,8 @@ class OnDevice:
         """A tensor on a copy of the array's whole memory, and what writes that memory back."""
         if array.size == 0:
             return self.torch.empty(array.shape, dtype=self.torch_dtype(array.dtype), device="cuda"), lambda: None
+        if array.dtype.kind == "i":  # boundaries, columns
+            return self.torch.from_numpy(array.copy()).cuda(), lambda: None
         torch, memory, owner = self.torch, array, array.base
         while owner is not None:  # as_strided puts objects that are no arrays in between
             memory = owner if isinstance(owner, np.ndarray) else memory

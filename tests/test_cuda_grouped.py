@@ -11,24 +11,8 @@ import pydet
 import test_golden
 import test_grouped_gemm
 from cases import DTYPES, assert_same_bits, data
-from test_cuda import OnDevice, cuda_kernels, each, torch, words  # noqa: F401
+from test_cuda import cuda_kernels, device, each, torch, words  # noqa: F401
 from test_grouped_gemm import ROUTINGS, Grouped
-
-
-class Forced(OnDevice):
-    """As OnDevice, with boundaries moved as they are."""
-
-    def to_device(self, array):
-        if array.dtype.kind == "i":
-            return self.torch.from_numpy(array.copy()).cuda(), lambda: None
-        return super().to_device(array)
-
-
-@pytest.fixture
-def device(torch, kernel):
-    if not kernel.available:
-        pytest.skip(f"{kernel.name} needs {kernel.requires}")
-    return Forced(torch, kernel.name, kernel.arithmetic)
 
 
 def test_every_grouped_kernel_is_listed():

@@ -8,7 +8,7 @@ import reference
 import test_golden
 import test_layernorm
 from cases import DTYPES, assert_same_bits, data
-from test_cuda import OnDevice, cuda_kernels, each, torch  # noqa: F401
+from test_cuda import OnDevice, cuda_kernels, device, each, torch  # noqa: F401
 from test_rmsnorm import assert_all_same_bits
 
 # Around the teams of the held kernels (256, 2048 and 8192 columns), and chains of 16 rows, blocks of 256 of them.
@@ -17,13 +17,6 @@ SHAPES += [(m, n) for n in (248, 264, 2040, 2056, 4088, 8184) for m in (1, 2, 5)
 # And the longest row that is held, 16384 columns, to both sides.
 SHAPES += [(m, n) for n in (8193, 8200, 16376, 16383) for m in (1, 5)]
 SHAPES += [(m, 64) for m in (2, 31, 33, 128, 511, 513, 1025)] + [(4100, 40), (260, 2056), (17, 9704)]
-
-
-@pytest.fixture
-def device(torch, kernel):
-    if not kernel.available:
-        pytest.skip(f"{kernel.name} needs {kernel.requires}")
-    return OnDevice(torch, kernel.name)
 
 
 def test_every_layernorm_kernel_is_listed():

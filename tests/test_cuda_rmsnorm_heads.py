@@ -5,19 +5,12 @@ import pytest
 import pydet
 import test_rmsnorm_heads
 from cases import DTYPES
-from test_cuda import OnDevice, cuda_kernels, each, torch  # noqa: F401
+from test_cuda import OnDevice, cuda_kernels, device, each, torch  # noqa: F401
 
 SHAPES = test_rmsnorm_heads.SHAPES + test_rmsnorm_heads.LONG_SHAPES
 SHAPES += [(tokens, 4, n) for tokens in (31, 33, 511, 513) for n in (72, 120, 128)] + [
     (2, 3, n) for n in (248, 1032, 2040)
 ]
-
-
-@pytest.fixture
-def device(torch, kernel):
-    if not kernel.available:
-        pytest.skip(f"{kernel.name} needs {kernel.requires}")
-    return OnDevice(torch, kernel.name)
 
 
 def of_heads(operation):
