@@ -20,6 +20,10 @@ import cases
 import interop
 import pydet
 import test_fold as folds
+import test_grouped_gemm as groups
+import test_rmsnorm_heads as heads
+import test_scaled_gemm as scaled
+import test_scaled_grouped_gemm as scaled_groups
 from cases import DTYPES, assert_same_bits, data
 from pydet import frameworks
 from test_cuda import UNSUPPORTED, each
@@ -57,7 +61,7 @@ class Emulated:
         def moved(value):
             if isinstance(value, (tuple, list)):
                 return type(value)(map(moved, value))
-            return Memory(value) if isinstance(value, np.ndarray) else value
+            return Memory(np.asarray(value)) if isinstance(value, (np.ndarray, np.generic)) else value
 
         function = getattr(pydet, operation)
         back = lambda value: value.tensor.array if isinstance(value, Memory) else value
@@ -190,6 +194,22 @@ def test_rmsnorm_backward(device, kernel, dtype):
     check(device, dtype, call, 3)
 
 
+@each("rmsnorm")
+def test_rmsnorm_of_heads(device, kernel, dtype):
+    if "general" not in kernel.name:
+        pytest.skip("not a kernel of heads")
+    heads.check_forward(device.rmsnorm, dtype, heads.SHAPES[::2], ["normal"], expect=pydet.rmsnorm)
+    assert device.taken > 5, device.taken
+
+
+@each("rmsnorm_backward")
+def test_rmsnorm_backward_of_heads(device, kernel, dtype):
+    if not kernel.name.endswith(("general", "heads")):
+        pytest.skip("not a kernel of heads")
+    heads.check_backward(device.rmsnorm_backward, dtype, heads.SHAPES[1::2], ["normal"], expect=pydet.rmsnorm_backward)
+    assert device.taken > 5, device.taken
+
+
 @each("layernorm")
 def test_layernorm(device, kernel, dtype):
     def call(on, x, residual, out, index):
@@ -225,6 +245,36 @@ def test_gemm(device, kernel, dtype):
         problem = cases.random_problem(random.Random(number), dtype, kernel.arithmetic, 150, 300, 200, 1 << 18)
         assert_same_bits(cases.run(device.gemm, problem), cases.run(pydet.gemm, problem), str(problem))
     assert device.taken > 5, device.taken
+
+
+def same_products(device, module, operation, problems):
+    """Of the problems of an operation's own tests every other one."""
+    for problem in [*problems][::2]:
+        got, want = (module.run(getattr(on, operation), problem) for on in (device, pydet))
+        assert_same_bits(got, want, str(problem))
+    assert device.taken > 5, device.taken
+
+
+@each("grouped_gemm")
+def test_grouped_gemm(device, kernel, dtype):
+    if kernel.arithmetic != "ieee":
+        pytest.skip("on tensor cores")
+    same_products(device, groups, "grouped_gemm", groups.problems_of(dtype, "ieee"))
+
+
+@each("scaled_gemm")
+def test_scaled_gemm(device, kernel, dtype):
+    if kernel.arithmetic != "ieee":
+        pytest.skip("on tensor cores")
+    device.dtype, device.arithmetic = dtype, "ieee"
+    same_products(device, scaled, "scaled_gemm", scaled.problems_of(device))
+
+
+@each("scaled_grouped_gemm")
+def test_scaled_grouped_gemm(device, kernel, dtype):
+    if kernel.arithmetic != "ieee":
+        pytest.skip("on tensor cores")
+    same_products(device, scaled_groups, "scaled_grouped_gemm", scaled_groups.problems_of(dtype, "ieee"))
 
 
 @each("quantize")
