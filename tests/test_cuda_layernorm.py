@@ -71,6 +71,35 @@ def test_large_and_strided_rows_equal_the_cpu(torch, dtype):
         assert_all_same_bits(no_bias, pydet.layernorm_backward(*operands, has_bias=False), f"{m}x{n}, no bias")
 
 
+# Longest rows of each team of the held kernel, for few rows or for many.
+TEAMS = [64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("many", [False, True])
+def test_rows_around_each_team(torch, dtype, many):
+    """Whole rows; one all -0 but for an element, one with an Inf; in turns with a residual, without a bias or weights."""
+    dtype = getattr(torch, dtype)
+    for i, n in enumerate(team + more for team in TEAMS for more in (-8, 0, 8) if team + more <= TEAMS[-1]):
+        m = 3 if not many else max(4_600_000 // n, 250) if n > 4096 else 1027
+        x = torch.randn(m, n).add(i % 5).to(dtype)
+        x[0] = -0.0
+        x[0, i] = float(i % 2)
+        x[1, n - 1] = float("inf")
+        weight, bias = torch.randn(2, n).to(dtype if i % 2 else torch.float32)
+
+        def of(device, i=i, n=n, x=x, weight=weight, bias=bias):
+            x, weight, bias = (t.to(device) for t in (x, weight, bias))
+            kernel = "cuda_layernorm_held" if device == "cuda" else None
+            residual = x.flip(0) if i % 3 == 0 else None
+            return pydet.layernorm(
+                x, weight if i % 7 else None, bias if i % 4 else None, eps=1e-5, residual=residual, kernel=kernel
+            )
+
+        for ours, theirs in zip(of("cuda"), of("cpu"), strict=True):
+            assert ours.cpu().view(torch.uint8).equal(theirs.view(torch.uint8)), f"{m} x {n}"
+
+
 def test_graph_replays_have_the_same_bits(torch):
     x, dy = (torch.randn(600, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weight = torch.randn(768, device="cuda")

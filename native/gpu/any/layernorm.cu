@@ -3,8 +3,12 @@
 //   x = round(x + residual), mean = rowsum(x, 1) / n, d = x - mean, rstd = 1 / sqrt(rowsum(d, d) / n + eps)
 //   y = round(fmaf(d rstd, w + weight_offset, bias)), or round((d rstd) (w + weight_offset))
 //
-// Rows up to 8192, on CUDA 16384, are held in registers by their team (rmsnorm_rows.h). Longer or misaligned rows are
-// passed over three times, by single elements.
+// Rows up to 8192, on CUDA 16384, are held in registers by their team (rmsnorm_rows.h), one or two at a time, a warp's
+// where that is enough: then no barrier stands between the two sums, and as many rows are on their way as registers
+// allow. Few rows have wide teams and their weights ahead of the sums, since nothing else hides the memory's latency.
+// Longer or misaligned rows are passed over three times, by single elements.
+
+#include <type_traits>
 
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_rows.h"
@@ -14,96 +18,139 @@ namespace {
 
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 
-template <Type type, int T, int V>
+// Vectors whose weights are loaded together: of few rows all, of many one, whose wait others hide.
+template <int V, bool few> constexpr int kTogether = few ? V : 1;
+
+template <Type type, int T, int V, int R, bool few>
 __global__ void __launch_bounds__(kBlock<T>) layernorm_kernel(const __grid_constant__ LayerNorm p) {
   constexpr int W = kVector, kBytes = size_of(type), kVectorStep = T * W * kBytes, kTeams = kBlock<T> / T;
-  constexpr int kRoom = kTeams * kExchange<T, 1> + 1;
-  __shared__ float of_mean[kRoom], of_squares[kRoom];
+  constexpr int kRoom = kTeams * kExchange<T, R> + 1, kWhole = V <= 1 ? 1 : V <= 2 ? 2 : V <= 4 ? 4 : 8;
+  using Sums = Lanes<T, W, kWhole>;  // groups are joined by halves
+  __shared__ __align__(16) float of_mean[kRoom], of_squares[kRoom];
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
-  const int64_t r = block_number() * kTeams + team, last = p.rows - 1;
-  const bool there = r <= last;
-  const RowIndex where = row_index(p.inner, there ? r : last);
-
-  Packed<type, W> x[V] = {};
-  const char *x_row = row_at(p.x, kBytes, where) + t * W * kBytes;
+  const int64_t first = (block_number() * kTeams + team) * R;
+  bool inside[V], there[R];
+  RowIndex index[R];
 #pragma unroll
-  for (int v = 0; v < V; ++v)
-    if (W * (t + T * v) < n) x[v] = load_packed<type, W>(x_row + v * kVectorStep);
+  for (int v = 0; v < V; ++v) inside[v] = W * (t + T * v) < n;
+#pragma unroll
+  for (int k = 0; k < R; ++k) {
+    there[k] = first + k < p.rows;
+    index[k] = row_index(p.inner, first + k);
+  }
+
+  auto load = [&](const Rows &rows, Packed<type, W>(&to)[R][V]) {
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const char *row = row_at(rows, kBytes, index[k]) + t * W * kBytes;
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        if (there[k] && inside[v]) to[k][v] = load_packed<type, W>(row + v * kVectorStep);
+    }
+  };
+  Packed<type, W> x[R][V] = {};
+  load(p.x, x);
   if (p.residual.data) {
-    const char *residual_row = row_at(p.residual, kBytes, where) + t * W * kBytes;
-    char *sum_row = row_at(p.sum, kBytes, where) + t * W * kBytes;
+    Packed<type, W> added[R][V] = {};
+    load(p.residual, added);
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      char *row = row_at(p.sum, kBytes, index[k]) + t * W * kBytes;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        float one[W], other[W];
+        unpack(x[k][v], one);
+        unpack(added[k][v], other);
+#pragma unroll
+        for (int e = 0; e < W; ++e) one[e] += other[e];
+        x[k][v] = pack<type>(one);
+        if (there[k] && inside[v]) *reinterpret_cast<Packed<type, W> *>(row + v * kVectorStep) = x[k][v];
+      }
+    }
+  }
+
+  constexpr int G = kTogether<V, few>;
+  constexpr bool kEarly = few && V <= 2;  // else they would take registers of the row
+  struct Weights {
+    Scale<W> scale[G], shift[G];
+  };
+  auto load_weights = [&](int v0, Weights &to) {
+#pragma unroll
+    for (int v = v0; v < v0 + G && v < V; ++v) {
+      if (!inside[v]) continue;
+      to.scale[v - v0].load(p.weight, W * (t + T * v));
+      to.shift[v - v0].load(p.bias, W * (t + T * v));
+    }
+  };
+  Weights early;
+  if constexpr (kEarly) load_weights(0, early);
+
+  Sums lanes[R], squares[R];
+  float mean[R], rstd[R];
+#pragma unroll
+  for (int k = 0; k < R; ++k)
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      if (W * (t + T * v) >= n) continue;
-      float one[W], other[W];
-      unpack(x[v], one);
-      unpack(load_packed<type, W>(residual_row + v * kVectorStep), other);
+      float one[W];
+      unpack(x[k][v], one);
+      float(&lane)[W] = lanes[k].lane[v % Sums::kSlots];
 #pragma unroll
-      for (int e = 0; e < W; ++e) one[e] += other[e];
-      x[v] = pack<type>(one);
-      if (there) *reinterpret_cast<Packed<type, W> *>(sum_row + v * kVectorStep) = x[v];
+      for (int e = 0; e < W; ++e) lane[e] = v < Sums::kSlots ? one[e] : lane[e] + one[e];
     }
-  }
-
-  constexpr bool kEarly = kGpuDeviceType == PYDET_CUDA && V <= 2;  // else they would take registers of the row
-  Scale<W> weight[kEarly ? V : 1], bias[kEarly ? V : 1];
-  if constexpr (kEarly)
+  // Every lane begins with +0: that changes -0 alone, and once is enough. Past the row's end x is +0.
+  join(lanes, of_mean + team * kExchange<T, R>, [&](float sum) { return (sum + 0.0f) / float(p.n); }, mean);
 #pragma unroll
-    for (int v = 0; v < V; ++v)
-      if (W * (t + T * v) < n) {
-        weight[v].load(p.weight, W * (t + T * v));
-        bias[v].load(p.bias, W * (t + T * v));
+  for (int k = 0; k < R; ++k)
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if constexpr (!few) keep_packed(x[k][v]);
+      const float middle = inside[v] ? mean[k] : 0.0f;  // past the row's end d is +0 so, which no square notices
+      float d[W];
+      unpack(x[k][v], d);
+#pragma unroll
+      for (int e = 0; e < W; ++e) d[e] -= middle;
+      squares[k].add(v, true, d, d);
+      if constexpr (!few) keep_packed(x[k][v]);
+    }
+  join(squares, of_squares + team * kExchange<T, R>, [&](float sum) { return rstd_of(sum, p.n, p.eps); }, rstd);
+  if (t == 0)
+#pragma unroll
+    for (int k = 0; k < R; ++k)
+      if (there[k]) {
+        store_of_row(p.mean, first + k, mean[k]);
+        store_of_row(p.rstd, first + k, rstd[k]);
       }
-  Lanes<T, W, V> lanes[1], squares[1];
-  float ones[W], mean[1], rstd[1];
-#pragma unroll
-  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    float one[W];
-    unpack(x[v], one);
-    lanes[0].add(v, W * (t + T * v) < n, one, ones);
-  }
-  join(lanes, of_mean + team * kExchange<T, 1>, [&](float sum) { return sum / float(p.n); }, mean);
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    float d[W];
-    unpack(x[v], d);
-#pragma unroll
-    for (int e = 0; e < W; ++e) d[e] -= mean[0];
-    squares[0].add(v, W * (t + T * v) < n, d, d);
-  }
-  join(squares, of_squares + team * kExchange<T, 1>, [&](float sum) { return rstd_of(sum, p.n, p.eps); }, rstd);
-  if (!there) return;
-  if (t == 0) {
-    store_of_row(p.mean, r, mean[0]);
-    store_of_row(p.rstd, r, rstd[0]);
-  }
 
   constexpr float kNothing = -0.0f;  // which changes no number that it is added to
-  char *y_row = row_at(p.y, kBytes, where) + t * W * kBytes;
+  char *y_row[R];
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    const int j = W * (t + T * v);
-    if (j >= n) continue;
-    const int early = kEarly ? v : 0;
-    if constexpr (!kEarly) {
-      weight[0] = bias[0] = {};
-      weight[0].load(p.weight, j);
-      bias[0].load(p.bias, j);
-    }
-    float y[W], scale[W], shift[W];
-    unpack(x[v], y);
-    weight[early].unpack(p.weight, p.weight_offset, scale);
-    bias[early].unpack(p.bias, kNothing, shift);
+  for (int k = 0; k < R; ++k) y_row[k] = row_at(p.y, kBytes, index[k]) + t * W * kBytes;
 #pragma unroll
-    for (int e = 0; e < W; ++e) {
-      const float xhat = (y[e] - mean[0]) * rstd[0];
-      y[e] = p.bias.data ? fmaf(xhat, scale[e], shift[e]) : xhat * scale[e];
+  for (int v0 = 0; v0 < V; v0 += G) {
+    if (G == 1 && !inside[v0]) continue;
+    Weights weights;
+    if constexpr (kEarly) weights = early;
+    else load_weights(v0, weights);
+#pragma unroll
+    for (int v = v0; v < v0 + G && v < V; ++v) {
+      if (!inside[v]) continue;
+      float scale[W], shift[W];
+      weights.scale[v - v0].unpack(p.weight, p.weight_offset, scale);
+      weights.shift[v - v0].unpack(p.bias, kNothing, shift);
+#pragma unroll
+      for (int k = 0; k < R; ++k) {
+        float y[W];
+        unpack(x[k][v], y);
+#pragma unroll
+        for (int e = 0; e < W; ++e) {
+          const float xhat = (y[e] - mean[k]) * rstd[k];
+          y[e] = p.bias.data ? fmaf(xhat, scale[e], shift[e]) : xhat * scale[e];
+        }
+        if (there[k]) store_packed<type>(y_row[k] + v * kVectorStep, y);
+      }
     }
-    store_packed<type>(y_row + v * kVectorStep, y);
   }
 }
 
@@ -161,19 +208,47 @@ __global__ void __launch_bounds__(kMaxTeam, 2) layernorm_long_kernel(const __gri
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-// Calls f with a team that holds a row of n; on CUDA, where that was timed, with one that it fills better.
-template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if constexpr (kGpuDeviceType == PYDET_CUDA) {
-    if (n <= 16 * 8) return f(RowShape<16, 8, 1, 1>{});
-    if (n > 32 * 8 && n <= 64 * 8) return f(RowShape<64, 8, 1, 1>{});
-    if (n > 64 * 8 && n <= 128 * 8) return f(RowShape<128, 8, 1, 1>{});
-    if (n > 128 * 16 && n <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
+template <int T, int V, int R, bool few>
+struct LayerShape : RowShape<T, kVector, V, R>, std::bool_constant<few> {};
+
+// Whether so many rows leave much of the device idle. On an H100, us: 64x4096 2.6, and 3.1 with the shape of many rows,
+// 1000x1024 3.7 and 4.0, 64x8192 4.0 and 4.3; but 1000x1536 5.7 and 5.1, 2000x640 5.1 and 4.6, 512x6144 9.1 and 7.6,
+// 256x16384 13.9 and 11.7.
+[[maybe_unused]] bool few_rows(int64_t rows, int64_t n) {
+  return n <= 8192 && rows <= (n <= 1024 ? 1024 : 512) && rows * n <= 2'000'000;
+}
+
+// Calls f with a team that holds a row of n: on CUDA, where that was timed, of many rows few threads with much to do each.
+template <class F> pydet_status with_shape(int64_t rows, int64_t n, const F &f) {
+  if constexpr (kGpuDeviceType != PYDET_CUDA) {
+    if (n <= 32 * 8) return f(LayerShape<32, 1, 1, true>{});
+    if (n <= 128 * 16) return f(LayerShape<128, 2, 1, false>{});
+    return f(LayerShape<256, 4, 1, false>{});
+  } else if (few_rows(rows, n)) {
+    if (n <= 16 * 8) return f(LayerShape<16, 1, 1, true>{});
+    if (n <= 32 * 8) return f(LayerShape<32, 1, 1, true>{});
+    if (n <= 64 * 8) return f(LayerShape<64, 1, 1, true>{});
+    if (n <= 128 * 8) return f(LayerShape<128, 1, 1, true>{});
+    if (n <= 128 * 16) return f(LayerShape<128, 2, 1, true>{});
+    if (n <= 256 * 16) return f(LayerShape<256, 2, 1, true>{});
+    return f(LayerShape<256, 4, 1, true>{});
+  } else {
+    if (n <= 8 * 8) return f(LayerShape<8, 1, 2, false>{});
+    if (n <= 16 * 8) return f(LayerShape<16, 1, 2, false>{});
+    if (n <= 32 * 8) return f(LayerShape<32, 1, 2, false>{});
+    if (n <= 32 * 16) return f(LayerShape<32, 2, 2, false>{});
+    if (n <= 32 * 24) return f(LayerShape<32, 3, 2, false>{});
+    if (n <= 64 * 16) return f(LayerShape<64, 2, 2, false>{});
+    if (n <= 64 * 24) return f(LayerShape<64, 3, 1, false>{});
+    if (n <= 128 * 16) return f(LayerShape<128, 2, 2, false>{});
+    if (n <= 128 * 24) return f(LayerShape<128, 3, 1, false>{});
+    if (n <= 128 * 32) return f(LayerShape<128, 4, 1, false>{});
+    if (n <= 256 * 24) return f(LayerShape<256, 3, 1, false>{});
+    if (n <= 256 * 32) return f(LayerShape<256, 4, 1, false>{});
+    if (n <= 256 * 40) return f(LayerShape<256, 5, 1, false>{});
+    if (n <= 256 * 48) return f(LayerShape<256, 6, 1, false>{});
+    return f(LayerShape<256, 8, 1, false>{});
   }
-  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{});
-  if (n <= 128 * 16) return f(RowShape<128, 8, 2, 1>{});
-  if constexpr (kGpuDeviceType == PYDET_CUDA)
-    if (n > 256 * 32) return f(RowShape<256, 8, 8, 1>{});
-  return f(RowShape<256, 8, 4, 1>{});
 }
 
 bool holds(int64_t n) {
@@ -195,12 +270,12 @@ pydet_status layernorm_held(const LayerNorm &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("layernorm_held", guard.error());
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return with_shape(p.n, [&](auto shape) {
-      constexpr int T = shape.T, kTeams = kBlock<T> / T;
-      Launch where = {"layernorm_held", static_cast<gpu_stream>(p.stream),
-                      grid_of(divide_up(p.rows, kTeams), kBlock<T>), dim3(kBlock<T>)};
+    return with_shape(p.rows, p.n, [&](auto shape) {
+      constexpr int T = shape.T, R = type == Type::f32 ? 1 : shape.R, kRows = kBlock<T> / T * R;  // as much in bytes
+      Launch where = {"layernorm_held", static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.rows, kRows), kBlock<T>),
+                      dim3(kBlock<T>)};
       where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-      return launch(where, layernorm_kernel<type, T, shape.V>, p);
+      return launch(where, layernorm_kernel<type, T, shape.V, R, shape.value>, p);
     });
   });
 }

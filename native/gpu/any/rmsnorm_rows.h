@@ -53,6 +53,15 @@ template <Type type, int W> __device__ __forceinline__ void store_packed(char *t
   *reinterpret_cast<Packed<type, W> *>(to) = pack<type>(x);
 }
 
+// Has the compiler hold a vector as it lies in memory, not as numbers, while sums are joined: those would take more
+// registers than the row.
+template <Type type, int W> __device__ __forceinline__ void keep_packed([[maybe_unused]] Packed<type, W> &x) {
+#if !defined(__HIP_PLATFORM_AMD__)
+#pragma unroll
+  for (uint32_t &word : x.word) asm volatile("" : "+r"(word));
+#endif
+}
+
 // W elements of w + weight_offset; w is 1 where there is none. Loaded as they lie in memory, and made numbers later.
 template <int W> struct Scale {
   using Half = Packed<Type::f16, W>;
