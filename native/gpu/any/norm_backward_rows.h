@@ -18,13 +18,15 @@ namespace pydet {
 namespace {
 
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
+// Whether the rows of the next turn are on their way while this one's sums are joined.
+template <Type type, bool shifted> constexpr bool kAhead = !shifted && type != Type::f32;
 // Blocks a multiprocessor is to hold, 0: as the compiler likes, which is more than registers allow.
 template <Type type, int T, bool shifted>
-constexpr int kBlocks = !shifted ? 0
-                                 : (type == Type::f32 ? 256
-                                    : T < 256         ? 384
-                                                      : 512) /
-                                       kBlock<T>;
+constexpr int kBlocks = type == Type::f32 && !shifted ? 0
+                                                      : (type == Type::f32    ? 256
+                                                         : shifted && T < 256 ? 384
+                                                                              : 512) /
+                                                            kBlock<T>;
 
 // How often `part` goes into x. A division of 64 bits takes as long as a load.
 __device__ __forceinline__ int64_t quotient(int64_t x, int64_t part) {
@@ -92,40 +94,61 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, shifted>)
     }
   }
 
-#pragma unroll 1
-  for (int row0 = 0; row0 < kDweightChainRows; row0 += R) {
+  // Rows of a turn. One past the last has x = dy = +0; with -0 for its rstd it adds (+0)(-0) to a chain, which changes
+  // nothing.
+  struct Turn {
     Packed<type, W> x[R][V], dy[R][V];
     float mean[R], rstd[R];
+  };
+  auto place = [&](int i) { return place_of<P, shifted>(p, i < count ? row_of(i) : 0); };
+  auto fetch = [&](int row0, Turn &turn) {
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const bool there = row0 + k < count;
+      turn.rstd[k] = there ? of_row(p.rstd, row_of(row0 + k)) : -0.0f;
+      turn.mean[k] = 0.0f;
+      if constexpr (centred) turn.mean[k] = there ? of_row(p.mean, row_of(row0 + k)) : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const Place at = place(row0 + k);
+      const char *x_row = row_at<type>(p.x, at), *dy_row = row_at<type>(p.dy, at);
+      const int shift = shifted ? shift_of<type, W>(x_row) : 0;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int j = W * (t + T * v) - shift;
+        turn.x[k][v] = turn.dy[k][v] = {};
+        if (row0 + k >= count) continue;
+        turn.x[k][v] = load(x_row, j, row_of(row0 + k));
+        turn.dy[k][v] = load(dy_row, j, row_of(row0 + k));
+      }
+    }
+  };
+  Turn next;
+  if constexpr (kAhead<type, shifted>) fetch(0, next);
+
+#pragma unroll 1
+  for (int row0 = 0; row0 < kDweightChainRows; row0 += R) {
+    Turn turn;
+    if constexpr (kAhead<type, shifted>) {
+      turn = next;
+      if (row0 + R < kDweightChainRows) fetch(row0 + R, next);
+    } else {
+      fetch(row0, turn);
+    }
+    auto &[x, dy, mean, rstd] = turn;
     int shift[R];
-    Place at[R];
     bool there[R];
 #pragma unroll
     for (int k = 0; k < R; ++k) {
       there[k] = row0 + k < count;
-      const int64_t r = there[k] ? row_of(row0 + k) : 0;
-      at[k] = place_of<P, shifted>(p, r);
-      // A row past the last has x = dy = +0; with -0 for its rstd it adds (+0)(-0) to a chain, which changes nothing.
-      rstd[k] = there[k] ? of_row(p.rstd, r) : -0.0f;
-      mean[k] = 0.0f;
-      if constexpr (centred) mean[k] = there[k] ? of_row(p.mean, r) : 0.0f;
-      shift[k] = shifted ? shift_of<type, W>(row_at<type>(p.x, at[k])) : 0;
+      shift[k] = shifted ? shift_of<type, W>(row_at<type>(p.x, place(row0 + k))) : 0;
     }
     Lanes<T, W, V> lanes[R * kSums];
 #pragma unroll
     for (int k = 0; k < R; ++k) {
-      const char *x_row = row_at<type>(p.x, at[k]), *dy_row = row_at<type>(p.dy, at[k]);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int j = W * (t + T * v) - shift[k];
-        x[k][v] = dy[k][v] = {};
-        if (!there[k]) continue;
-        x[k][v] = load(x_row, j, row_of(row0 + k));
-        dy[k][v] = load(dy_row, j, row_of(row0 + k));
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < R; ++k) {
-      const char *x_row = row_at<type>(p.x, at[k]), *dy_row = row_at<type>(p.dy, at[k]);
+      const Place at = place(row0 + k);
+      const char *x_row = row_at<type>(p.x, at), *dy_row = row_at<type>(p.dy, at);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const int j = W * (t + T * v);
@@ -156,6 +179,11 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, shifted>)
       }
     }
     if (!p.dx.data) continue;
+    if constexpr (kAhead<type, shifted>)
+#pragma unroll
+      for (int k = 0; k < R; ++k)
+#pragma unroll
+        for (int v = 0; v < V; ++v) keep_packed(x[k][v]), keep_packed(dy[k][v]);
     float sums[R * kSums];
     join(
         lanes, exchange[row0 / R % 2] + team * kExchange<T, R * kSums>, [&](float sum) { return sum / float(n); },
@@ -163,7 +191,8 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, shifted>)
 #pragma unroll
     for (int k = 0; k < R; ++k) {
       if (!there[k]) continue;
-      char *dx_row = row_at<type>(p.dx, at[k]);
+      const Place at = place(row0 + k);
+      char *dx_row = row_at<type>(p.dx, at);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const int j = W * (t + T * v) - shift[k];
@@ -177,7 +206,7 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, shifted>)
         }
         unpack(x[k][v], xhat);
         unpack(dy[k][v], g);
-        if (p.dresidual.data) unpack(load(row_at<type>(p.dresidual, at[k]), j, row_of(row0 + k)), dresidual);
+        if (p.dresidual.data) unpack(load(row_at<type>(p.dresidual, at), j, row_of(row0 + k)), dresidual);
 #pragma unroll
         for (int e = 0; e < W; ++e) {
           xhat[e] = (centred ? xhat[e] - mean[k] : xhat[e]) * rstd[k];
