@@ -8,7 +8,8 @@ from test_cuda import torch  # noqa: F401
 # Of teams that hold whole vectors a row of n may lie in one of 8 more than it fills: n + 7 is up to a team's width, or
 # past it. Of those that hold single elements n is.
 WIDTHS = [9, 121, 122, 249, 250, 505, 506, 1017, 1018, 2041, 2042, 4089, 4090, 8185, 8186, 16377, 16378, 20001]
-WIDTHS += [width + more for width in (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192) for more in (0, 1)]
+TEAMS = [128, 256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384]
+WIDTHS += [width + more for width in TEAMS for more in (0, 1)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -29,7 +30,7 @@ def test_rows_that_begin_anywhere(torch, dtype):
             found = [y, rstd, total, *pydet.rmsnorm(x, w, eps=1e-6, out=(dx, rstd.clone()))]
             found = [one.clone() for one in found]
             # Each kernel that such rows may go to, whichever is chosen.
-            held = {"strided": 4096, "unaligned": 8192, "apart": 16377}
+            held = {"strided": 6144, "unaligned": 16384, "apart": 16377}
             longest = {"shifted": 0 if dtype == torch.float32 else 8185, **held}
             for way, most in longest.items():
                 kernel = f"cuda_rmsnorm_backward_{way}" if device == "cuda" and n <= most else None
@@ -40,7 +41,7 @@ def test_rows_that_begin_anywhere(torch, dtype):
             found += [y, mean, rstd, total, pydet.layernorm(x, eps=1e-6)[0]]
             # Without a residual, in another place than x too, by each kernel.
             out = added.new_zeros(m, n + 1)[:, :n]
-            for way, most in (("staged", 50000), ("unaligned", 8192)):
+            for way, most in (("staged", 50000), ("unaligned", 12288)):
                 forced = device == "cuda" and n <= most
                 for target in (dx, out) if way == "staged" else (dx,):
                     kernel = f"cuda_rmsnorm_{way}" if forced else None

@@ -3,7 +3,7 @@
 //
 // A team takes a chain of 16 rows, one at a time in registers, element by element (strided_row.h), and goes down its own
 // columns of them as well: a thread's share of the chains of dweight and dbias is in registers too, and ends in the
-// workspace, which rmsnorm_dweight.cu joins. The next row is on its way while this one's sum is joined.
+// workspace, which rmsnorm_dweight.cu joins. `ahead`: the next row is on its way while this one's sum is joined.
 
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_partials.h"
@@ -14,7 +14,7 @@ namespace {
 
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 
-template <class P, int size, int T, int V, int F>
+template <class P, int size, int T, int V, int F, bool ahead>
 __global__ void __launch_bounds__(kBlock<T>, 512 / kBlock<T>)
     norm_backward_strided_kernel(const __grid_constant__ P p) {
   constexpr bool centred = kCentred<P>;
@@ -47,10 +47,11 @@ __global__ void __launch_bounds__(kBlock<T>, 512 / kBlock<T>)
       for (int v = 0; v < V; ++v) x_bits[v] = dy_bits[v] = 0;
     }
   };
-  fetch(0);
+  if constexpr (ahead) fetch(0);
 
 #pragma unroll 1
   for (int i = 0; i < kDweightChainRows; ++i) {
+    if constexpr (!ahead) fetch(i);
     StridedLanes<T, V> lanes[kSums];
     float xhat[V], g[V], sums[kSums];
     const float mean = next_mean, rstd = next_rstd;
@@ -65,29 +66,11 @@ __global__ void __launch_bounds__(kBlock<T>, 512 / kBlock<T>)
       lanes[0].add(v, columns.inside(v), g[v], xhat[v]);
       if constexpr (centred) lanes[1].add(v, columns.inside(v), g[v], 1.0f);
     }
-    if (i + 1 < kDweightChainRows) fetch(i + 1);
+    if constexpr (ahead)
+      if (i + 1 < kDweightChainRows) fetch(i + 1);
     if (!p.dx.data) continue;
     join_strided(lanes, exchange[i % 2] + team * kRoom, [&](float sum) { return sum / float(n); }, sums);
-    if (i >= count) continue;
-    const RowIndex row = row_index(p.inner, first + i);
-    ElementBits<size> bits[V];
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      g[v] = fmaf(-xhat[v], sums[0], g[v]);
-      if constexpr (centred) g[v] -= sums[1];
-    }
-    if (p.dresidual.data) {
-      float dresidual[V];
-      columns.load(row_at(p.dresidual, size, row), bits);
-      floats_of<size>(p.x.type, bits, dresidual);
-#pragma unroll
-      for (int v = 0; v < V; ++v) g[v] = fmaf(rstd, g[v], dresidual[v]);
-    } else {
-#pragma unroll
-      for (int v = 0; v < V; ++v) g[v] *= rstd;
-    }
-    rounded<size>(p.x.type, g, bits);
-    columns.store(row_at(p.dx, size, row), bits);
+    if (i < count) store_dx(p, row_index(p.inner, first + i), columns, rstd, xhat, sums, g);
   }
 
   if (count <= 0) return;
@@ -103,7 +86,7 @@ __global__ void __launch_bounds__(kBlock<T>, 512 / kBlock<T>)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kLongest = 512 * 8, kManyElements = 4'000'000;
+constexpr int64_t kLongest = 512 * 12;
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape(int64_t n, const F &f) {
@@ -114,7 +97,9 @@ template <class F> pydet_status with_shape(int64_t n, const F &f) {
   if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
   if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
   if (n <= 512 * 6) return f(StridedShape<512, 6, 4>{});
-  return f(StridedShape<512, 8, 6>{});
+  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
+  if (n <= 512 * 10) return f(StridedShape<512, 10, 8>{});
+  return f(StridedShape<512, 12, 8>{});
 }
 
 template <class P> pydet_status backward_strided(const char *name, const P &p, const RmsNormBackward &sums) {
@@ -124,12 +109,13 @@ template <class P> pydet_status backward_strided(const char *name, const P &p, c
   if (p.rows > 0) {
     const pydet_status launched = with_shape(p.n, [&](auto shape) {
       constexpr int T = shape.T, V = shape.V, F = shape.F;
+      constexpr bool ahead = V <= 10;  // longer rows leave no registers for the next one
       Launch where = {name, static_cast<gpu_stream>(p.stream),
                       grid_of(divide_up(p.rows, kDweightChainRows * (kBlock<T> / T)), kBlock<T>), dim3(kBlock<T>)};
       where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
       return launch(where,
-                    p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F>
-                                          : norm_backward_strided_kernel<P, 2, T, V, F>,
+                    p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F, ahead>
+                                          : norm_backward_strided_kernel<P, 2, T, V, F, ahead>,
                     p);
     });
     if (launched != PYDET_OK) return launched;
@@ -137,18 +123,21 @@ template <class P> pydet_status backward_strided(const char *name, const P &p, c
   return join_partials(sums, 1);
 }
 
+// Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us, beside
+// it: 81818x1163 356 and 540, 8000x1023 29.5 and 43.4, 4096x1023 21.4 and 22.4, 1100x5001 26 and 31, 4000x6001 87 and 122,
+// but 1364x2603 21.2 and 19.5, 1100x6001 42 and 36.
+bool many_elements(int64_t rows, int64_t n) { return rows * n > (n <= 5120 ? 4'000'000 : 8'000'000); }
+
 }  // namespace
 
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &p) { return p.n <= kLongest; }
-// Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us, beside
-// it: 81818x1163 356 and 540, 8000x1023 29.5 and 43.4, 4096x1023 21.4 and 22.4, but 1364x2603 21.2 and 19.5.
-bool rmsnorm_backward_strided_prefers(const RmsNormBackward &p) { return p.rows * p.n > kManyElements; }
+bool rmsnorm_backward_strided_prefers(const RmsNormBackward &p) { return many_elements(p.rows, p.n); }
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &p) {
   return backward_strided("rmsnorm_backward_strided", p, p);
 }
 bool layernorm_backward_strided_takes(const LayerNormBackward &p) { return p.n <= kLongest; }
 bool layernorm_backward_strided_prefers(const LayerNormBackward &p) {
-  return !rows_whole(p) && p.rows * p.n > kManyElements;
+  return !rows_whole(p) && many_elements(p.rows, p.n);
 }
 pydet_status layernorm_backward_strided(const LayerNormBackward &p) {
   return backward_strided("layernorm_backward_strided", p, sums_over_rows(p));

@@ -11,7 +11,7 @@ bool rmsnorm_backward_apart_prefers(const RmsNormBackward &p) {
   constexpr int64_t kMostRows = 1024, kMostBytes = 12 << 20;  // of x
   // Of other rows, measured on an H100: rmsnorm_backward_unaligned takes 868x174 in 5.4 us, this kernel in 23, 934x1595
   // in 10.6 and 25, 700x5001 in 21 and 34, but 64x4095 in 8.4 and 7.3.
-  if (p.dweight.data && p.n <= 8192 && p.rows > (p.n < 3072 ? 16 : 128) && !rows_whole(p)) return false;
+  if (p.dweight.data && !rows_whole(p) && p.rows > (p.n > 8185 ? 0 : p.n < 3072 ? 16 : 128)) return false;
   return p.rows <= kMostRows && (!p.dweight.data || p.rows * p.n * size_of(p.x.type) <= kMostBytes);
 }
 

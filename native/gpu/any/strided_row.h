@@ -182,6 +182,30 @@ __device__ __forceinline__ void join_strided(StridedLanes<T, V> (&lanes)[R], flo
   for (int k = 0; k < R; ++k) result[k] = finish(result[k]);
 }
 
+// dx of a row of RMSNorm (one sum along it: c) or LayerNorm (and a), from xhat and g, in whose place it is made.
+template <class P, int size, int T, int V, int F, int R>
+__device__ __forceinline__ void store_dx(const P &p, const RowIndex &row, const Strided<size, T, V, F> &columns,
+                                         float rstd, const float (&xhat)[V], const float (&sums)[R], float (&g)[V]) {
+  ElementBits<size> bits[V];
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    g[i] = fmaf(-xhat[i], sums[0], g[i]);
+    if constexpr (R == 2) g[i] -= sums[1];
+  }
+  if (p.dresidual.data) {
+    float dresidual[V];
+    columns.load(row_at(p.dresidual, size, row), bits);
+    floats_of<size>(p.x.type, bits, dresidual);
+#pragma unroll
+    for (int i = 0; i < V; ++i) g[i] = fmaf(rstd, g[i], dresidual[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) g[i] *= rstd;
+  }
+  rounded<size>(p.x.type, g, bits);
+  columns.store(row_at(p.dx, size, row), bits);
+}
+
 // A team of T threads with V elements each, of which the first F are always the row's.
 template <int team, int elements, int full> struct StridedShape {
   static constexpr int T = team, V = elements, F = full;

@@ -82,8 +82,9 @@ template <class P> pydet_status norm_staged(const char *name, const P &p) {
 }
 
 // Beside the same rows in registers (norm_unaligned.cu), measured on an H100, us: RMSNorm 2000x5001 24.0 and 27.3,
-// 700x5001 both 11.9, 200x7001 6.7 and 5.6, 8000x4001 69.5 and 65.0; LayerNorm 2000x5001 both 33.5, 700x5001 15.5 and 14.2.
-bool prefers(int64_t rows, int64_t n) { return n > 8192 || (n > 4096 && rows > 1000); }
+// 700x5001 both 11.9, 200x7001 6.7 and 5.6, 8000x4001 69.5 and 65.0, 87x10469 5.4 and 6.7, 300x9001 11.7 and 10.2; LayerNorm
+// 2000x5001 both 33.5, 700x5001 15.5 and 14.2, 87x10469 6.1 and 9.7, 300x9001 14.1 and 14.4, 2000x9001 67 and 49.
+bool prefers(int64_t rows, int64_t n) { return rows > (n <= 8192 ? 1000 : n <= 12288 ? 200 : 0) && n > 4096; }
 
 }  // namespace
 
