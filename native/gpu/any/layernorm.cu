@@ -237,7 +237,7 @@ template <class F> pydet_status with_shape(int64_t rows, int64_t n, const F &f) 
     if (n <= 16 * 8) return f(LayerShape<16, 1, 2, false>{});
     if (n <= 32 * 8) return f(LayerShape<32, 1, 2, false>{});
     if (n <= 32 * 16) return f(LayerShape<32, 2, 2, false>{});
-    if (n <= 32 * 24) return f(LayerShape<32, 3, 2, false>{});
+    if (n <= 32 * 24 && rows > 8192) return f(LayerShape<32, 3, 2, false>{});  // 4096x768 8.0 us, by the next one 7.5
     if (n <= 64 * 16) return f(LayerShape<64, 2, 2, false>{});
     if (n <= 64 * 24) return f(LayerShape<64, 3, 1, false>{});
     if (n <= 128 * 16) return f(LayerShape<128, 2, 2, false>{});
