@@ -3,7 +3,7 @@
 //   D = +0 or out;  D = step(D, a[m, 16i .. 16i+15], b[16i .. 16i+15, n]) for i ascending            without k_chunk
 //   D = +0 or out;  D = D + s_c for chunks c ascending, s_c = such a chain from +0 over its own k    with k_chunk
 //
-// One persistent block an SM: a producer thread brings tiles of m by 64 and 64 by n into a ring of stages by TMA,
+// One persistent block an SM: one or two threads bring tiles of m by 64 and 64 by n into a ring of stages by TMA,
 // shared with the other blocks of the cluster by multicast; one to three warpgroups run wgmma m64nNk16 on their rows of
 // them, k ascending, and store their accumulators (warp_out.h). Either operand may have k adjacent or not: wgmma reads
 // both. Few rows of out fit the columns of a tile better than its rows: then the tile is one of out^T = b^T a^T.
@@ -45,7 +45,7 @@ template <int rows, int columns, Type input, bool a_adjacent, bool b_adjacent, b
   static constexpr int barriers_at = slot_barriers_at + kSlots * 16, shared_bytes = barriers_at + stages * 16;
   static_assert(m == 64 * consumers * blocks, "each warpgroup has as many blocks of 64 rows");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
-  static_assert(m % 64 == 0 && n % 16 == 0 && n >= 64, "whole warpgroups, whole pieces");
+  static_assert(m % 64 == 0 && n % 16 == 0 && n >= 32, "whole warpgroups, whole pieces");
 };
 
 // Where this block lies in its cluster: read again where it is asked for, rather than kept.
@@ -103,22 +103,25 @@ __device__ __forceinline__ void ask_for_operand(const CUtensorMap *map, int star
     prefetch_box(map, k_adjacent ? 0 : start + block * 64, share.first + (k_adjacent ? start : 0));
 }
 
-// One thread. What it does for a stage takes about as long as the products of the smallest tiles.
-template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared) {
+// One thread of each producing warp. They fill the ring's stages in turn: what one does for a stage takes as long as the
+// products of a tile of 64 x 128.
+template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int warp) {
   const Rank rank = rank_of(p);
   // The blocks beside this one share its rows of a, those under it its columns of b.
   const Share a_share = share_of<S::a_k_adjacent, S::m>(rank.column, p.cluster_n_log, p.row_mask << rank.row);
   const Share b_share = share_of<S::b_k_adjacent, S::n>(
       rank.row, p.cluster_m_log, ((1 << (1 << p.cluster_m_log)) - 1) << (rank.column << p.cluster_m_log));
   const Slots slots = {shared + S::slots_at, shared + S::slot_barriers_at};
-  int stage = 0, parity = 0;
+  const int warps = p.producers;
+  int stage = warp, parity = 0;
+  int others = warp;  // stages that other warps fill before this one's next
   uint32_t turn = 0;
   const Walk<S::hands_over> walk(p, cluster_index(p), cluster_count(p));
   for (Piece piece = walk.first(); walk.is_one(piece); walk.advance(&piece, ++turn)) {
     const Tile tile = tile_of<S>(p, piece.tile);
-    slots.put<S::hands_over>(turn, tile, piece.kind, piece.end - piece.begin);
+    if (warp == 0) slots.put<S::hands_over>(turn, tile, piece.kind, piece.end - piece.begin);
     if (turn == 0) {
-      if (!p.batched && p.k > 0) {
+      if (warp == 0 && !p.batched && p.k > 0) {
         ask_for_operand<S::a_k_adjacent, S::m>(&p.a, tile.row, a_share);
         ask_for_operand<S::b_k_adjacent, S::n>(&p.b, tile.column, b_share);
       }
@@ -131,24 +134,26 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
     }
     for (int chunk = piece.begin; chunk < piece.end; chunk += p.chunk) {
       int end = min(piece.end - chunk, p.chunk) + chunk;
+      int k = chunk + others * kBlockK;
 #pragma unroll 1
-      for (int k = chunk; k < end; k += kBlockK) {
+      for (; k < end; k += warps * kBlockK) {
         uint32_t full = shared + S::barriers_at + stage * 8, empty = full + S::stages * 8;
         uint32_t a = shared + stage * (S::a_bytes + S::b_bytes), b = a + S::a_bytes;
         barrier_wait(empty, parity ^ 1);
         barrier_expect(full, S::a_bytes + S::b_bytes);
         load_operand<S::a_k_adjacent, S::m>(&p.a, full, a, k, tile.row, a_share, p.batched, a_batch);
         load_operand<S::b_k_adjacent, S::n>(&p.b, full, b, k, tile.column, b_share, p.batched, b_batch);
-        if (++stage == S::stages) stage = 0, parity ^= 1;
+        if ((stage += warps) >= S::stages) stage -= S::stages, parity ^= 1;
       }
+      others = (k - end) / kBlockK;
     }
   }
-  slots.put(turn, {}, kNoTile);
-  // The block may end when every arrival that the others owe it has come.
+  if (warp == 0) slots.put(turn, {}, kNoTile);
+  // The block may end when every arrival that the others owe it has come: of the last turn of the ring, this warp's stages.
 #pragma unroll 1
-  for (int i = 0; i < S::stages; ++i) {
-    barrier_wait(shared + S::barriers_at + (S::stages + stage) * 8, parity ^ 1);
-    if (++stage == S::stages) stage = 0, parity ^= 1;
+  for (int back = warps - others; back <= S::stages; back += warps) {
+    if ((stage -= warps) < 0) stage += S::stages, parity ^= 1;
+    barrier_wait(shared + S::barriers_at + (S::stages + stage) * 8, parity);
   }
 }
 
@@ -316,10 +321,11 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     registers_down<S::producer_registers>();
-    if (threadIdx.x < 32 && elected()) produce<S>(p, shared);
+    const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
+    if (warp < p.producers && elected()) produce<S>(p, shared, warp);
   } else {
     registers_up<S::consumer_registers>();
-    consume<S>(p, shared, warpgroup - 1);
+    consume<S>(p, shared, S::consumers == 1 ? 0 : warpgroup - 1);  // the same for all, where the compiler can know
   }
 }
 

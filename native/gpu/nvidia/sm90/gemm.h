@@ -63,6 +63,7 @@ struct Sm90Problem {
   bool out_singles;  // out has fp32, in such units
   bool out_fours;    // its elements may be stored four at a time
   BiasWay bias_way;
+  uint8_t producers;  // warps that bring stages, of four; no more than a ring has stages
   Sm90Handover handover;
 };
 

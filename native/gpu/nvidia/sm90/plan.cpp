@@ -155,6 +155,8 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
                : g.n == 1 || p.bias_column_stride == 0 ? BiasWay::by_row
                                                        : BiasWay::any;
   p.transposes = tile.swapped;
+  // One thread fills a stage in about 140 ns, which is longer than the products of a small tile take.
+  p.producers = tile.m * tile.n <= 128 * 96 ? 2 : 1;
   const int64_t adjacent = tile.swapped ? g.m : g.n;
   p.out_halves = p.out_aligned && g.out.type == g.a.type && adjacent % kUnit == 0 && p.bias_way != BiasWay::any;
   p.out_fours = p.out_aligned && adjacent % 4 == 0;

@@ -103,7 +103,7 @@ template <class S> struct WarpOut {
   uint32_t piece;
   int row, lane;  // row: the first, in the matrix
 
-  static constexpr int kFloatColumns = 32, kHalfColumns = 64;
+  static constexpr int kFloatColumns = 32, kHalfColumns = S::n < 64 ? S::n : 64;
   template <int columns> static constexpr int pieces = (S::n + columns - 1) / columns;
   // The last piece may overlap the one before: it has the same bits there.
   template <int columns> __device__ static constexpr int start_of(int piece) {
@@ -114,16 +114,18 @@ template <class S> struct WarpOut {
     return S::n % columns && piece == pieces<columns> - 2 ? S::n % columns : columns;
   }
 
-  // A piece of floats: row r, 32 columns, the 16 bytes c / 4 of a row at c / 4 ^ (r % 8).
+  // A piece of floats: row r, 32 columns, the 16 bytes c / 4 of a row at c / 4 ^ 2 (r % 4 ^ r / 4). So neither the rows
+  // that a warp writes pairs of at once share banks, nor, for out^T, every fourth row, nor what lies along a row.
   __device__ __forceinline__ uint32_t float_address(int r, int c) const {
-    return piece + r * kRowBytes + (((c / 4) ^ (r & 7)) << 4) + c % 4 * 4;
+    return piece + r * kRowBytes + (((c / 4) ^ (((r ^ (r >> 2)) & 3) << 1)) << 4) + c % 4 * 4;
   }
   // f(d[i], address) of all d[i] and d[i + 1] in the piece whose first column in the tile is `start`.
   template <int start, class F> __device__ __forceinline__ void each_pair(F f) const {
+    const uint32_t first = float_address(lane / 4, lane % 4 * 2);  // 8 columns on are two units on, 8 rows four
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) f(start / 2 + 4 * j + 2 * h, float_address(lane / 4 + 8 * h, 8 * j + lane % 4 * 2));
+      for (int h = 0; h < 2; ++h) f(start / 2 + 4 * j + 2 * h, (first ^ (j << 5) ^ (h << 6)) + h * 8 * kRowBytes);
   }
   // Whether an element of the matrix is this tile's to store.
   __device__ __forceinline__ bool owns(int r, int c) const {
@@ -181,7 +183,7 @@ template <class S> struct WarpOut {
       auto stage = [&](auto index) {
         constexpr int start = start_of<kHalfColumns>(decltype(index)::value);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < kHalfColumns / 16; ++j) {
           const float *e = d + start / 2 + 8 * j;
           const uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
                                          round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
@@ -195,11 +197,12 @@ template <class S> struct WarpOut {
       };
       with_index(i, stage, std::make_integer_sequence<int, pieces<kHalfColumns>>());
       __syncwarp();
-      const bool inside = other < other_end;
+      const bool inside = other < other_end && (across || part * 8 < kHalfColumns);
       char *here = to;
 #pragma unroll
       for (int j = 0; j < 4; ++j, here += step * bytes)
-        if (inside && first + j * step < end) *reinterpret_cast<uint4 *>(here) = load_16_bytes(from[j % 2] + j * 512);
+        if (inside && first + j * step < end && (!across || j * 16 < kHalfColumns))
+          *reinterpret_cast<uint4 *>(here) = load_16_bytes(from[j % 2] + j * 512);
       const int columns = step_from<kHalfColumns>(i);
       to += columns * column_bytes, (across ? first : other) += columns;
       __syncwarp();
@@ -222,9 +225,7 @@ template <class S> struct WarpOut {
     // out^T four words of a column.
     const bool across = p.transposes;
     const int step = across ? 8 : 4, line = across ? lane / 4 : lane / 8, part = across ? lane % 4 : lane % 8;
-    uint32_t from[2];  // of even and of odd turns; for out^T the first word
-    for (int i = 0; i < 2; ++i)
-      from[i] = across ? float_address(part * 4, line + 8 * i) : float_address(line + 4 * i, part * 4);
+    const uint32_t from = across ? float_address(part * 4, line) : float_address(line, part * 4);
     // In the matrix, along and across what is adjacent.
     int first = (across ? tile.column : row) + line, other = (across ? row : tile.column) + part * 4;
     const int begin = across ? tile.first_column : tile.first_row, end = across ? p.n : p.m;
@@ -238,14 +239,14 @@ template <class S> struct WarpOut {
       if (across) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const uint32_t at = from[j % 2] ^ (j / 2 << 6);  // 8 columns on are two units on, 16 four
+          const uint32_t at = from ^ (j << 5);  // 8 columns on are two units on, as is the next row
           units[j] =
-              make_uint4(bits_of(load_word(at)), bits_of(load_word((at ^ 16) + kRowBytes)),
-                         bits_of(load_word((at ^ 32) + 2 * kRowBytes)), bits_of(load_word((at ^ 48) + 3 * kRowBytes)));
+              make_uint4(bits_of(load_word(at)), bits_of(load_word((at ^ 32) + kRowBytes)),
+                         bits_of(load_word((at ^ 64) + 2 * kRowBytes)), bits_of(load_word((at ^ 96) + 3 * kRowBytes)));
         }
       } else {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) units[j] = load_16_bytes(from[j % 2] + j / 2 * 8 * kRowBytes);
+        for (int j = 0; j < 4; ++j) units[j] = load_16_bytes((from ^ (j << 5)) + j * 4 * kRowBytes);
       }
       const bool inside = other >= other_begin && other < other_end;
       char *here = to;
