@@ -91,10 +91,11 @@ def fit(data, use, hold=0.0):
         weight = np.sqrt(np.exp(-behind[mine] / NEAR))
         a, b = its_terms[mine] * (weight / times[mine])[:, None], weight
         if hold:
-            scale = np.maximum(stand[name], usual)
+            its = stand.get(name, usual)  # those of a tile that has none yet: what tiles usually have
+            scale = np.maximum(its, usual)
             held = math.sqrt(hold) * np.eye(len(TERMS))
             rates[name] = scale * not_negative(
-                np.vstack([a * scale, held]), np.concatenate([b, math.sqrt(hold) * stand[name] / scale])
+                np.vstack([a * scale, held]), np.concatenate([b, math.sqrt(hold) * its / scale])
             )
         else:
             rates[name] = np.where(its_terms[mine].any(axis=0), not_negative(a, b), highest)
