@@ -17,6 +17,8 @@ from test_scaled_gemm import OUT_TYPES, TYPES, VECTORS, Scaled
 
 UNSUPPORTED = 11  # pydet.h
 GEMM_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm") if kernel.arithmetic == "sm90"]
+PLAIN_COLUMNS = (96, 144, 160)  # of tiles of 128 rows that take e4m3 without scales along k alone
+PLAIN_KERNELS = {f"cuda_scaled_gemm_sm90_128x{columns}": columns for columns in PLAIN_COLUMNS}
 IEEE_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm") if kernel.arithmetic == "ieee"]
 QUANTIZE_KERNELS = [kernel.name for kernel in cuda_kernels("quantize")]
 
@@ -146,6 +148,35 @@ def problems():
     yield make(3000, 2200, 384, a_scale="row", b_scale="row")
 
 
+def plain_problems(columns):
+    """What tiles of 128 rows by so many columns take: edges of tiles, of two and of 64 rows, stages, turns of 4
+    and 8 of them and what is left, one tile and more than there are blocks, results that are stored whole or not."""
+    cases, outs = itertools.count(2000), itertools.cycle(["bf16", "fp32", "fp16"])
+    scales = itertools.cycle([("row", "row"), ("tensor", "tensor"), ("none", "none"), ("row", "tensor")])
+
+    def make(m, n, k, **fields):
+        a_scale, b_scale = next(scales)
+        given = {"a_scale": a_scale, "b_scale": b_scale, "out_dtype": next(outs), "seed": next(cases), **fields}
+        return Scaled(m, n, k, a_type="e4m3", b_type="e4m3", **given)
+
+    for m in (1, 16, 63, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 513):
+        yield make(m, 2 * columns + 8, 400)
+    for n in (1, 8, 63, 64, 65, columns - 8, columns - 1, columns, columns + 1, 2 * columns, 2 * columns + 1, 520):
+        yield make(100, n, 272)
+        yield make(300, n, 1200)
+    for k in (0, 16, 48, 112, *range(128, 1408, 128), 2048, 2064):
+        yield make(300, 140, k)
+    for bias in ("n fp32", "n bf16", "mn fp16", "mn fp32"):
+        yield make(130, 200, 256, bias=bias)
+    for kind in ("near", "specials"):
+        yield make(131, 200, 272, kind=kind, a_scale="row", b_scale="row")
+    yield make(300, 260, 512, accumulate=True, out_dtype="fp32", a_scale="none", b_scale="none")
+    yield make(270, 200, 256, batch=(2, 2), bias="mn fp32")
+    yield make(70, 130, 256, batch=(3,), scale_type=E8M0)
+    for out_dtype in ("bf16", "fp32"):
+        yield make(3000, 2200, 384, out_dtype=out_dtype)
+
+
 def few_rows(types=(("e4m3", "e4m3"),)):
     """What the kernels for few rows of a take: their tiles of 16 to 128 columns, which may lie in two blocks of scales,
     stages of 128, 256 and 512 k, rings of 2 stages and more, one warpgroup, two, and two blocks, several tiles a block,
@@ -196,6 +227,8 @@ def few_rows(types=(("e4m3", "e4m3"),)):
 def test_scaled_gemm_equals_the_cpu(torch, kernel):
     device = OnDevice(torch, kernel)
     given = few_rows() if "skinny" in (kernel or "") else problems() if kernel else [*problems(), *few_rows()]
+    if kernel in PLAIN_KERNELS:
+        given = plain_problems(PLAIN_KERNELS[kernel])
     if kernel is None or kernel.endswith(("skinny_32", "skinny_64")):
         given = [*given, *few_rows([pair for pair in itertools.product(TYPES, TYPES) if pair != ("e4m3", "e4m3")])]
     for problem in given:
@@ -271,7 +304,7 @@ def test_row_bits_do_not_depend_on_the_batch(torch, kernel, scales):
         assert_same_bits(part, whole[:m], f"{kernel}: M = {m}")
 
 
-@pytest.mark.parametrize("kernel", GEMM_KERNELS)
+@pytest.mark.parametrize("kernel", [kernel for kernel in GEMM_KERNELS if kernel not in PLAIN_KERNELS])
 @pytest.mark.parametrize("k", [384, 512, 640, 1040, 1152, 1536])
 def test_scales_lie_anywhere(torch, kernel, k):
     """Rows of scales at every distance, whose fours are 16 aligned bytes or not, and columns of them."""
@@ -296,9 +329,32 @@ def test_scales_lie_anywhere(torch, kernel, k):
 
 
 @pytest.mark.parametrize("kernel", GEMM_KERNELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_out_lies_anywhere(torch, kernel, dtype):
+    """Rows of out of any length and distance, whole units of 16 bytes or not: the bits of a contiguous out, and nothing
+    written around it."""
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    x, w = (torch.randn(n, 400, device="cuda", generator=generator).bfloat16() for n in (600, 400))
+    (a, sa), (b, sb) = pydet.quantize(x, granularity="row"), pydet.quantize(w, granularity="row")
+    dtype = getattr(torch, dtype)
+    for m, n in itertools.product((1, 33, 64) if "skinny" in kernel else (1, 63, 130, 600), (8, 65, 120, 203, 400)):
+        given = {"a_scale": sa[:m], "b_scale": sb[:n].t(), "kernel": kernel}
+        want = pydet.scaled_gemm(a[:m], b[:n].t(), out_dtype=dtype, **given)
+        units = -(-n // 8) * 8
+        for first, distance in ((0, units), (8, units + 16), (0, units + 8), (1, units + 8), (0, n + 3)):
+            room = torch.full((m + 2, distance), 7, dtype=dtype, device="cuda")
+            out = room[1 : m + 1, first : first + n]
+            pydet.scaled_gemm(a[:m], b[:n].t(), out=out, **given)
+            assert torch.equal(out, want), (m, n, first, distance)
+            out.fill_(7)
+            assert (room == 7).all(), f"written around out: {m, n, first, distance}"
+
+
+@pytest.mark.parametrize("kernel", GEMM_KERNELS)
 def test_repeats(torch, kernel):
     """The same call many times, with the device busy: what is read too early shows now and then."""
-    a, b, options = Scaled(100 if "skinny" in kernel else 700, 520, 2048).operands()
+    scales = {"a_scale": "row", "b_scale": "row"} if kernel in PLAIN_KERNELS else {}
+    a, b, options = Scaled(100 if "skinny" in kernel else 700, 520, 2048, **scales).operands()
     del options["k_chunk"]
     given = [to_device(torch, x) for x in (a, b, options["a_scale"], options["b_scale"])]
     call = lambda: pydet.scaled_gemm(given[0], given[1], a_scale=given[2], b_scale=given[3], kernel=kernel)

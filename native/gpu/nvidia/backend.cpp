@@ -118,6 +118,19 @@ template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *n
   return {name,    scaled_skinny_types(rows), Arithmetic::sm90,          kScaledSkinny, "sm_90a", is_sm90, nullptr,
           nullptr, scaled_skinny_sm90<rows>,  scaled_skinny_sm90_choose, rows};
 }
+template <int tile> constexpr Kernel<ScaledGemm> scaled_plain_row() {
+  return {kPlainNames[tile],
+          bit(Type::e4m3),
+          Arithmetic::sm90,
+          kScaledTile,
+          "sm_90a",
+          is_sm90,
+          nullptr,
+          nullptr,
+          scaled_gemm_sm90_plain<tile>,
+          scaled_gemm_sm90_choose,
+          kScaledTiles + tile};
+}
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
     scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
@@ -135,6 +148,9 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
      scaled_gemm_sm90_128x192, scaled_gemm_sm90_choose, 3},
     {"cuda_scaled_gemm_sm90_256x112", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
      scaled_gemm_sm90_256x112, scaled_gemm_sm90_choose, 4},
+    scaled_plain_row<0>(),
+    scaled_plain_row<1>(),
+    scaled_plain_row<2>(),
     {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
      is_sm90, nullptr, nullptr, scaled_gemm_sm90_128x128},
     {"cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, "sm_80 or later", from_sm80, nullptr,

@@ -161,11 +161,12 @@ struct TileCost {
   int m, n;  // of a cluster
   StageCost along_k, otherwise;
 };
-constexpr TileCost kScaledCosts[kScaledTiles] = {{512, 128, {0.816, 3.2}, {0.781, 2.8}},
-                                                 {256, 128, {0.422, 1.4}, {0.415, 1.1}},
-                                                 {128, 128, {0.295, 0.7}, {0.280, 0.5}},
-                                                 {256, 192, {0.643, 2.1}, {0.564, 2.4}},
-                                                 {512, 112, {0.940, 2.2}, {0.759, 1.4}}};
+constexpr TileCost kScaledCosts[kScaledTiles + kPlainTiles] = {
+    {512, 128, {0.816, 3.2}, {0.781, 2.8}}, {256, 128, {0.422, 1.4}, {0.415, 1.1}},
+    {128, 128, {0.295, 0.7}, {0.280, 0.5}}, {256, 192, {0.643, 2.1}, {0.564, 2.4}},
+    {512, 112, {0.940, 2.2}, {0.759, 1.4}}, {256, 96, {}, {0.341, 1.1}},
+    {256, 144, {}, {0.453, 2.0}},           {256, 160, {}, {0.490, 2.1}},
+};
 
 }  // namespace
 
@@ -177,7 +178,8 @@ int fastest_scaled_tile(const ScaledGemm &g) {
     return double(divide_up(tiles, pairs)) * (cost.stage * double(stages) + cost.rest);
   };
   int best = 0;
-  for (int i = 1; i < kScaledTiles; ++i)
+  const int tiles = kScaledTiles + (scaled_plain_takes(g) ? kPlainTiles : 0);
+  for (int i = 1; i < tiles; ++i)
     if (time_of(kScaledCosts[i]) < time_of(kScaledCosts[best])) best = i;
   return best;
 }

@@ -23,8 +23,16 @@ bool sm90_shares_out(const Sm90Tile &, int64_t m, int64_t n, int clusters);
 // The index in kSm90Tiles of the tile that is predicted to be the fastest, for a problem that one of them takes.
 int sm90_fastest_tile(const Gemm &, const Sm90Operands &);
 
-// The same of the kScaledTiles tiles of scaled_tiles.cu.
+// The same of the tiles of scaled_tiles.cu: kScaledTiles for every problem, then the plain ones, of 128 rows by these
+// columns, for e4m3 without scales along k.
 struct ScaledGemm;
+constexpr int kPlainColumns[] = {96, 144, 160};
+constexpr const char *kPlainNames[] = {"cuda_scaled_gemm_sm90_128x96", "cuda_scaled_gemm_sm90_128x144",
+                                       "cuda_scaled_gemm_sm90_128x160"};
+constexpr int kPlainTiles = int(sizeof kPlainColumns / sizeof *kPlainColumns);
+static_assert(kPlainTiles == int(sizeof kPlainNames / sizeof *kPlainNames), "a name for each");
 int fastest_scaled_tile(const ScaledGemm &);
+bool scaled_plain_takes(const ScaledGemm &);
+template <int tile> pydet_status scaled_gemm_sm90_plain(const ScaledGemm &, const Choice &);
 
 }  // namespace pydet

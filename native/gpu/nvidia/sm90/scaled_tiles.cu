@@ -8,8 +8,9 @@
 // by side and halves of a's. Two warps put the weights of each chunk, or the scales of a tile, into shared memory, so
 // that the warpgroups that multiply only read them: where these loaded scales themselves, the kernel had half of its
 // speed. The additions, which are half as many instructions again, are made while the other warpgroup's chunk is on the
-// tensor cores, or this one's next. Adding zeros past the end of K changes nothing, since a step leaves c on a grid that
-// the next step keeps.
+// tensor cores, or this one's next. Results of 16 bits are stored by the copy engine from shared memory, while the next
+// tile's products begin: 2 to 4 % for short K, more where rows end within a box. Adding zeros past the end of K changes
+// nothing, since a step leaves c on a grid that the next step keeps.
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scaled_tiles.h"
@@ -42,11 +43,50 @@ __device__ __forceinline__ void add_chunk(float (&total)[S::registers], const fl
   }
 }
 
+// Until the copy engine has read what this warp left to it.
+__device__ __forceinline__ void wait_for_boxes(int lane) {
+  if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  __syncwarp();
+}
+// Rounds the accumulators of a warp's 16 rows, which the copy engine stores, or the warp where it cannot.
+template <bool bf16, class S>
+__device__ __forceinline__ void store_pieces(WarpRows<S> rows, const ScaledProblem &problem,
+                                             const float (&d)[S::registers]) {
+  auto start_of = [](int i) {
+    return min(i * kPieceColumns, S::n - kPieceColumns);
+  };  // what overlaps has the same bits
+#pragma unroll
+  for (int i = 0; i < S::block_pieces; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float *e = d + start_of(i) / 2 + 8 * j;
+      const uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
+                                     round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
+      const int r = rows.lane % 16, chunk = 2 * j + rows.lane / 16;
+      store_matrices(rows.piece + i * kPieceBytes + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
+    }
+  if (problem.out_mapped) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+  if (!problem.out_mapped) {
+#pragma unroll 1
+    for (int i = 0; i < S::block_pieces; ++i, rows.piece += kPieceBytes)
+      rows.template copy_out<2>(rows.tile.column + start_of(i));
+  } else if (rows.lane == 0) {
+#pragma unroll
+    for (int i = 0; i < S::block_pieces; ++i)
+      asm volatile(
+          "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&problem.out_map),
+          "r"(rows.tile.column + start_of(i)), "r"(rows.row), "r"(rows.piece + i * kPieceBytes)
+          : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
+
 template <class S>
 __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t shared, int rank, int warpgroup) {
   const Sm90Problem &p = problem.rows;
   const int thread = int(threadIdx.x) % kWarpgroup, lane = thread % 32;
-  const uint32_t piece = shared + S::staging_at + (warpgroup * 4 + thread / 32) * kPieceBytes;
+  const uint32_t pieces = shared + S::staging_at + (warpgroup * 4 + thread / 32) * S::warp_pieces * kPieceBytes;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const bool by_column = S::by_column && problem.along_k && by_columns(b_scale);
   const bool scaled_after = !problem.along_k && (a_scale.data || b_scale.data);
@@ -66,7 +106,8 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       int t = thread;
       asm volatile("" : "+r"(i), "+r"(t));
       const Tile tile = tile_of<S>(p, i, rank);
-      return WarpRows<S>{p, tile, piece, tile.row + (warpgroup * S::blocks + block) * 64 + t / 32 * kWarpRows, t % 32};
+      const int row = tile.row + (warpgroup * S::blocks + block) * 64 + t / 32 * kWarpRows;
+      return WarpRows<S>{p, tile, pieces + block * S::block_pieces * kPieceBytes, row, t % 32};
     };
     const int split = S::crosses ? kScaleGroup - tile_of<S>(p, index, rank).column % kScaleGroup : 0;
     float total[S::blocks][S::registers];
@@ -184,6 +225,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       }
     }
 
+    if (S::stores_boxes) wait_for_boxes(lane);  // of the tile before
     if (scaled_after) named_sync(kScalesReady, kScalesThreads);
 #pragma unroll
     for (int block = 0; block < S::blocks; ++block) {
@@ -206,11 +248,18 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       if (p.bias)
         rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
                           [&](int i, float bias) { x[i] = x[i] + bias; });
-      if (p.out_type == Type::bf16) rows.template store<2, true>(x);
-      else if (p.out_type == Type::f16) rows.template store<2, false>(x);
-      else if constexpr (S::stores_f32) rows.template store<4, false>(x);
+      if (p.out_type == Type::f32) {
+        if constexpr (S::stores_f32) rows.template store<4, false>(x);
+      } else if constexpr (S::stores_boxes) {
+        if (p.out_type == Type::bf16) store_pieces<true>(rows, problem, x);
+        else store_pieces<false>(rows, problem, x);
+      } else {
+        if (p.out_type == Type::bf16) rows.template store<2, true>(x);
+        else rows.template store<2, false>(x);
+      }
     }
   }
+  if (S::stores_boxes) wait_for_boxes(lane);
 }
 
 template <class S> __global__ void __launch_bounds__(S::threads, 1)
@@ -238,10 +287,13 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
     registers_down<S::weigher_registers>();
     const int thread = int(threadIdx.x);
     if (thread == 0) produce<S>(p.rows, shared, rank);
-    else if (S::weighed && thread >= kWarpgroup - kWeighers && p.along_k)
-      weigh<S>(p, shared, rank, thread - (kWarpgroup - kWeighers));
-    else if (thread >= kWarpgroup - kWeighers && (p.a_scale.data || p.b_scale.data))
-      bring_scales<S>(p, shared, rank, thread - (kWarpgroup - kWeighers));
+    const int weigher = thread - (kWarpgroup - kWeighers);
+    if (weigher >= 0 && !p.along_k && (p.a_scale.data || p.b_scale.data)) bring_scales<S>(p, shared, rank, weigher);
+    if constexpr (S::weighed)
+      if (weigher >= 0 && p.along_k) {
+        if (S::by_rounds || (!S::by_column && p.a_by_fours)) weigh_fours<S>(p, shared, rank, weigher);
+        else weigh_chunks<S>(p, shared, rank, weigher);
+      }
   } else {
     registers_up<S::consumer_registers>();
     consume<S>(p, shared, rank, warpgroup - 1);
@@ -277,6 +329,13 @@ bool by_fours(const ScaledGemm &g, const Scale &scale, int operand) {
   for (int i = 0; i < g.batch.dims; ++i)
     if (g.batch.stride[operand][i] % kRound) return false;
   return true;
+}
+
+// A single wave has nothing to hide the copy engine's stores behind, and uses their room for another stage. But boxes
+// may end anywhere, where a warp stores what is left of a piece element by element.
+template <class S> bool worth_boxes(const ScaledGemm &g) {
+  const int64_t tiles = divide_up(g.m, S::m * S::cluster_m) * divide_up(g.n, S::n * S::cluster_n) * g.batch.count;
+  return tiles > sm90_clusters(g.device.id, S::cluster) || g.n % kPieceColumns;
 }
 
 template <class S> pydet_status launch_shape(const char *name, const ScaledGemm &g) {
@@ -319,9 +378,16 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
   problem.a_scale = scale_of(g, g.a_scale, g.kAScale);
   problem.b_scale = scale_of(g, g.b_scale, g.kBScale);
   problem.a_by_fours = by_fours(g, g.a_scale, g.kAScale), problem.b_by_fours = by_fours(g, g.b_scale, g.kBScale);
+  const int clusters = std::min(sm90_clusters(g.device.id, S::cluster), p.tiles);
+  problem.out_mapped =
+      S::stores_boxes && g.out.type != Type::f32 && p.out_aligned && g.n % unit == 0 && !p.batched && worth_boxes<S>(g);
+  if (problem.out_mapped) {
+    const int64_t row_stride = g.m == 1 ? g.n : p.out_stride;
+    const MapShape out = {g.out.data, g.out.type, g.n, g.m, row_stride, kPieceColumns, kWarpRows, 2, {}, {}};
+    if (pydet_status status = make_map(name, encode, out, &problem.out_map)) return status;
+  }
   problem.along_k = g.along_k;
   problem.chain_from_out = g.accumulate && g.k_chunk == 0 && g.k > 0;
-  const int clusters = std::min(sm90_clusters(g.device.id, S::cluster), p.tiles);
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * S::cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
   shape.cluster = S::cluster;
@@ -345,9 +411,11 @@ bool of_e4m3(const ScaledGemm &g) { return g.a.type == Type::e4m3 && g.b.type ==
 template <int rows, int columns, int blocks_m, int blocks_n, Way how, bool stores_f32 = true>
 pydet_status launch_e4m3(const char *name, const ScaledGemm &g) {
   constexpr Type e4m3 = Type::e4m3;
-  return g.along_k
-             ? launch_shape<Shape<rows, columns, blocks_m, blocks_n, how, e4m3, e4m3, stores_f32, true>>(name, g)
-             : launch_shape<Shape<rows, columns, blocks_m, blocks_n, how, e4m3, e4m3, stores_f32, false>>(name, g);
+  using Plain = Shape<rows, columns, blocks_m, blocks_n, how, e4m3, e4m3, stores_f32, false>;
+  using Single = Shape<rows, columns, blocks_m, blocks_n, how, e4m3, e4m3, stores_f32, false, false>;
+  if (g.along_k)
+    return launch_shape<Shape<rows, columns, blocks_m, blocks_n, how, e4m3, e4m3, stores_f32, true>>(name, g);
+  return worth_boxes<Plain>(g) ? launch_shape<Plain>(name, g) : launch_shape<Single>(name, g);
 }
 template <int rows, int columns, int blocks_m, int blocks_n, Way how, bool stores_f32 = true>
 pydet_status launch_fastest(const char *name, const ScaledGemm &g) {
@@ -383,13 +451,26 @@ pydet_status scaled_gemm_sm90_128x192(const ScaledGemm &g, const Choice &) {
 pydet_status scaled_gemm_sm90_256x112(const ScaledGemm &g, const Choice &) {
   return launch_fastest<128, 112, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_256x112", g);
 }
+
+bool scaled_plain_takes(const ScaledGemm &g) { return !g.along_k && of_e4m3(g); }
+// Up to 128 columns leave registers to be a chunk ahead.
+template <int tile> pydet_status scaled_gemm_sm90_plain(const ScaledGemm &g, const Choice &) {
+  constexpr int columns = kPlainColumns[tile];
+  constexpr Way way = columns <= 128 ? Way::ahead : Way::at_will;
+  return launch_shape<Shape<64, columns, 2, 1, way, Type::e4m3, Type::e4m3, true, false>>(kPlainNames[tile], g);
+}
+template pydet_status scaled_gemm_sm90_plain<0>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90_plain<1>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90_plain<2>(const ScaledGemm &, const Choice &);
+static_assert(kPlainTiles == 3, "all of them");
+
 pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
   if (!readable(g)) return unreadable(g);
   return launch_types<64, 128, 1, 2, Way::in_turn>("cuda_scaled_gemm_sm90_128x128", g);
 }
 
 Choice scaled_gemm_sm90_choose(const ScaledGemm &g, int tile) {
-  if (!readable(g)) return {};
+  if (!readable(g) || (tile >= kScaledTiles && !scaled_plain_takes(g))) return {};
   return Choice(tile == kAnyVariant ? fastest_scaled_tile(g) : tile);
 }
 

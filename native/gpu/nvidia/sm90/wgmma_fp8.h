@@ -34,6 +34,10 @@ namespace pydet {
     if constexpr (n == 96) WGMMA("96", types, D5, "%48", "%49", "%50", R_16(0), R_16(16), R_16(32));             \
     if constexpr (n == 112)                                                                                      \
       WGMMA("112", types, D6, "%56", "%57", "%58", R_16(0), R_16(16), R_16(32), R_4(48), R_4(52));               \
+    if constexpr (n == 144)                                                                                      \
+      WGMMA("144", types, D8, "%72", "%73", "%74", R_16(0), R_16(16), R_16(32), R_16(48), R_4(64), R_4(68));     \
+    if constexpr (n == 160)                                                                                      \
+      WGMMA("160", types, D9, "%80", "%81", "%82", R_16(0), R_16(16), R_16(32), R_16(48), R_16(64));             \
     if constexpr (n == 192)                                                                                      \
       WGMMA("192", types, D11, "%96", "%97", "%98", R_16(0), R_16(16), R_16(32), R_16(48), R_16(64), R_16(80));  \
     if constexpr (n == 128) WGMMA("128", types, D7, "%64", "%65", "%66", R_16(0), R_16(16), R_16(32), R_16(48)); \
@@ -44,8 +48,9 @@ template <Type a_type, Type b_type, int registers>
 __device__ __forceinline__ void wgmma_fp8(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor,
                                           int add_to_d) {
   constexpr int n = 2 * registers;
-  static_assert(n == 16 || n == 32 || n == 48 || n == 64 || n == 96 || n == 112 || n == 128 || n == 192,
-                "no instruction here");
+  static_assert(
+      n == 16 || n == 32 || n == 48 || n == 64 || n == 96 || n == 112 || n == 128 || n == 144 || n == 160 || n == 192,
+      "no instruction here");
   if constexpr (a_type == Type::e4m3 && b_type == Type::e4m3) WGMMA_OF("e4m3.e4m3");
   else if constexpr (a_type == Type::e4m3) WGMMA_OF("e4m3.e5m2");
   else if constexpr (b_type == Type::e4m3) WGMMA_OF("e5m2.e4m3");
