@@ -16,11 +16,11 @@ PYDET_HD float power_of_two(int e) { return float_of(uint32_t(e + 127) << 23); }
 
 struct ExpParts {
   float e;           // e^x = 2^k e
-  uint32_t shifted;  // k in its low bits
+  uint32_t shifted;  // k, and what the shift has over kExpShift, in its low bits
 };
 constexpr float kExpShift = 0x1.8p+23f;  // what is added to it is rounded to a whole number
-PYDET_HD ExpParts exp_parts(float x) {
-  float shifted = fmaf(x, 0x1.715476p+0f, kExpShift), n = shifted - kExpShift;
+PYDET_HD ExpParts exp_parts(float x, float shift = kExpShift) {
+  float shifted = fmaf(x, 0x1.715476p+0f, shift), n = shifted - shift;
   float high = fmaf(-n, kLn2High, x), r = fmaf(-n, kLn2Low, high), l = fmaf(-n, kLn2Low, high - r);
   float p = 0x1.6a4d14p-10f;
   p = fmaf(p, r, 0x1.12398ap-7f);
@@ -44,8 +44,16 @@ PYDET_HD float normal_exp_f32(float x) {
   return float_of(bits_of(parts.e) + (parts.shifted << 23));
 }
 
+// The same for any x up to 0, all of them by one way: 2^(k + 64) e is no subnormal, so that 2^-64 of it is rounded once.
+// Of a NaN it makes +0.
+PYDET_HD float falling_exp_f32(float x) {
+  ExpParts parts = exp_parts(fmaxf(x, -104.0f), kExpShift + 64.0f);
+  return float_of(bits_of(parts.e) + (parts.shifted << 23)) * 0x1p-64f;
+}
+
 // a / b rounded as a division, for b from 1 to 2^64, a from 2^-100 to 1, and its reciprocal 1 / b rounded so: the first
 // step leaves an error below a unit in the last place, and from there one step is exact (Markstein).
+constexpr float kLeastDividend = 0x1p-100f;
 PYDET_HD float quotient_f32(float a, float b, float reciprocal) {
   float q = a * reciprocal;
   q = fmaf(fmaf(-b, q, a), reciprocal, q);

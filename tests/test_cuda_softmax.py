@@ -29,7 +29,7 @@ def test_every_softmax_kernel_is_listed():
     names = [kernel.name for operation in ("softmax", "softmax_backward") for kernel in cuda_kernels(operation)]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 12
 
 
 @each("softmax")
@@ -158,6 +158,75 @@ def test_whole_rows_that_are_staged(torch, dtype):
         out = pydet.log_prob_backward(gradient.cuda(), x.cuda(), index.cuda(), kernel=name)
         expected = pydet.log_prob_backward(gradient, x, index)
         assert out.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"log_prob_backward {m}x{n}"
+
+
+# Around what clusters of `softmax_spread` hold, and the parts of eight elements a thread that they pass over.
+SPREAD = [8, 16, 2040, 2048, 2056, 4096, 8184, 8192, 8196, 10236, 12288, 16380, 16384, 16386, 24574, 24578, 32766]
+SPREAD += [32768, 32770, 40958, 65534, 65536, 65538, 98306, 131070, 131072, 131074, 147458, 155646, 155648]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_spread_over_a_cluster(torch, dtype):
+    """Each with a masked part, one far below the maximum, and one of rows where nothing is a number."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need sm_90 or later")
+    dtype, name = getattr(torch, dtype), "cuda_softmax_spread"
+    for i, n in enumerate(SPREAD):
+        m = 8 if n < 10000 else 5
+        start, gap = ((0, 0), (2, 2), (0, 6))[i % 3] if n > 16384 else (0, 0)
+        x = torch.randn(m, n).mul(3).to(dtype)
+        x[0, n // 3 :] -= 80
+        x[1, n // 2 :] = -torch.inf
+        x[2, :: max(n // 5, 1)] = -torch.inf
+        x[3, n // 2] = (torch.nan, torch.inf, -torch.nan)[i % 3]
+        x[4] = -torch.inf
+        x[4, (i % 2) * (n - 1)] += (0.0, 0.0, torch.inf)[i % 3] if i % 4 else 0.0
+        index = torch.from_numpy(test_softmax.indices(m, n, n))
+        memory = torch.full((m * (n + gap) + start + 8,), 7.0, dtype=dtype, device="cuda")
+        rows = memory[start:][: m * (n + gap)].view(m, n + gap)[:, :n]
+        rows.copy_(x)
+        for call in (pydet.softmax, pydet.log_softmax):
+            out = memory.clone()
+            place = out[start:][: m * (n + gap)].view(m, n + gap)[:, :n]
+            call(rows, out=place, kernel=name)
+            expected = memory.cpu()
+            expected[start:][: m * (n + gap)].view(m, n + gap)[:, :n] = call(x)
+            assert out.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"{call.__name__} {m}x{n}"
+        columns = pydet.log_prob(rows, index.cuda(), kernel=name)
+        assert columns.cpu().view(torch.int32).equal(pydet.log_prob(x, index).view(torch.int32)), f"log_prob {m}x{n}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_spread_over_a_cluster(torch, dtype):
+    """Some with lanes that underflow to -0, with what is no number, and with a y of log_softmax above 0."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need sm_90 or later")
+    dtype, name = getattr(torch, dtype), "cuda_softmax_backward_spread"
+    for n in [n for n in SPREAD if n % 8 == 0] + [40960, 61440, 61448]:
+        if n > (32768 if dtype == torch.float32 else 65536):
+            continue
+        for log in ("", "log_"):
+            y = getattr(pydet, f"{log}softmax")(torch.randn(6, n).mul(3).to(dtype))
+            dy = torch.randn(6, n).to(dtype)
+            dy[1] = -1e-30
+            y[1] = 1e-30
+            dy[2, n // 2] = torch.nan
+            y[3, n - 1] = torch.inf
+            y[4, n // 3 :] = -90.0 if log else 0.0
+            y[5, 0] = 3.0
+            found = getattr(pydet, f"{log}softmax_backward")(dy.cuda(), y.cuda(), kernel=name).cpu()
+            expected = getattr(pydet, f"{log}softmax_backward")(dy, y)
+            assert found.view(torch.uint8).equal(expected.view(torch.uint8)), f"{log}softmax_backward {n}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_quotients_that_two_bounds_do_not_tell(torch, dtype):
+    """Four million of them, some hundreds of which lie beside the middle between two results."""
+    dtype = getattr(torch, dtype)
+    for scale in (0.1, 1.0, 10.0):
+        x = torch.randn(32, 131072).mul(scale).to(dtype)
+        found = pydet.softmax(x.cuda(), kernel="cuda_softmax_spread").cpu()
+        assert found.view(torch.int16).equal(pydet.softmax(x).view(torch.int16)), scale
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

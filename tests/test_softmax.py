@@ -2,6 +2,11 @@
 
 import ctypes
 import math
+import os
+import pathlib
+import re
+import shlex
+import subprocess
 
 import numpy as np
 import pytest
@@ -194,3 +199,15 @@ def test_an_index_that_lies_askew_is_refused():
     index = np.frombuffer((ctypes.c_char * 32).from_address(address), np.int64)
     with pytest.raises(pydet.Error, match="want a multiple of 8 bytes"):
         pydet.log_prob(random((4, 8)), index)
+
+
+@pytest.mark.parametrize("flags, step", [(["-O2"], 4001), (["-O3", "-march=native"], 61)])
+def test_exps_of_what_is_below_0_by_other_steps(flags, step, tmp_path):
+    """What the CUDA kernels do in place of exp; by hand, tests/exps.cpp tried all fp32 numbers."""
+    root, program = pathlib.Path(__file__).resolve().parent.parent, tmp_path / "exps"
+    command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-ffp-contract=off", *flags]
+    command += [f"-I{root}/native", f"-I{root}/native/include", str(root / "tests/exps.cpp")]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    said = subprocess.run([program, str(step)], check=True, capture_output=True, text=True).stdout
+    numbers, differ = map(int, re.findall(r"\d+", said))
+    assert numbers > 500_000 and differ == 0, said

@@ -48,6 +48,26 @@ __device__ __forceinline__ float gpu_shfl(float value, int lane, int width) {
 #endif
 }
 
+// The larger of two numbers. A NaN is, but on AMD's, where it has no say.
+__device__ __forceinline__ float larger(float a, float b) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return fmaxf(a, b);
+#else
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+#endif
+}
+#if !defined(__HIP_PLATFORM_AMD__)
+// The same of two elements of 16 bits each, as they lie in memory.
+template <Type type> __device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
+  uint32_t most;
+  if constexpr (is_bf16<type>()) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  else asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+}
+#endif
+
 // c[i] = fmaf(a, b[i], c[i]) of two neighbours, which AMD does by one instruction.
 __device__ __forceinline__ void fma_pair(float a, const float *b, float *c) {
 #if defined(__HIP_PLATFORM_AMD__)
@@ -133,6 +153,7 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 // The compiler forgets what it knows of the value.
 #if !defined(__HIP_PLATFORM_AMD__)
 __device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void make_opaque(uint32_t &value) { asm volatile("" : "+r"(value)); }
 #else
 __device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+v"(value)); }
 // And again in each turn of a loop, so that what follows from it is not computed before and kept in registers.

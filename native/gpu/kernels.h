@@ -205,6 +205,14 @@ bool layernorm_staged_takes(const LayerNorm &);
 bool layernorm_staged_prefers(const LayerNorm &);
 pydet_status layernorm_staged(const LayerNorm &);
 
+// nvidia/softmax_spread.cu
+bool softmax_spread_takes(const Softmax &);
+bool softmax_spread_prefers(const Softmax &);
+pydet_status softmax_spread(const Softmax &);
+bool softmax_backward_spread_takes(const SoftmaxBackward &);
+bool softmax_backward_spread_prefers(const SoftmaxBackward &);
+pydet_status softmax_backward_spread(const SoftmaxBackward &);
+
 // nvidia/softmax_strided.cu
 bool softmax_strided_takes(const Softmax &);
 bool softmax_strided_prefers(const Softmax &);

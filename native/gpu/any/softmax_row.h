@@ -11,6 +11,13 @@ namespace {
 constexpr float kLowest = -INFINITY;
 constexpr int64_t kLongestSingly = 32;  // of rows that begin anywhere, which softmax_held reads element by element
 
+// exp(x - max) of some elements. CUDA's does not show a NaN: the maximum is one then.
+template <int N> __device__ __forceinline__ void exps_of(const float (&x)[N], float max, float (&exps)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; ++e)
+    exps[e] = kGpuDeviceType == PYDET_CUDA ? falling_exp_f32(x[e] - max) : exp_f32(x[e] - max);
+}
+
 // exp of some elements, all of them from -69 to 0 where they are `normal`.
 template <int N> __device__ __forceinline__ void to_exps(bool normal, float (&x)[N]) {
   if (normal) {
@@ -21,12 +28,11 @@ template <int N> __device__ __forceinline__ void to_exps(bool normal, float (&x)
     for (int e = 0; e < N; ++e) x[e] = exp_f32(x[e]);
   }
 }
-
-// exp(x - max) of some elements. True where all of them may take the short ways of exp and of a division: what is
-// masked, or far below the maximum, may not.
+// The same as exps_of. True where all of them took the short way, and may take that of a division: what is masked, or
+// far below the maximum, may not. (softmax_strided.cu: exps_of is no faster there, and spills on Blackwell.)
 template <int N>
-__device__ __forceinline__ bool exps_of(const float (&x)[N], float max, float (&exps)[N]) {
-  bool normal = kGpuDeviceType == PYDET_CUDA;  // AMD's compiler has no registers for both
+__device__ __forceinline__ bool exps_by_ways(const float (&x)[N], float max, float (&exps)[N]) {
+  bool normal = kGpuDeviceType == PYDET_CUDA;
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     exps[e] = x[e] - max;
@@ -34,6 +40,15 @@ __device__ __forceinline__ bool exps_of(const float (&x)[N], float max, float (&
   }
   to_exps(normal, exps);
   return normal;
+}
+
+template <Type type, int N>
+__device__ __forceinline__ void round_words(const float (&x)[N], uint32_t (&y)[N * size_of(type) / 4]) {
+#pragma unroll
+  for (int i = 0; i < N * size_of(type) / 4; ++i) {
+    if constexpr (type == Type::f32) y[i] = bits_of(canonical(x[i]));
+    else y[i] = rounded_pair<type>(x[2 * i], x[2 * i + 1]);
+  }
 }
 
 // What is written of a row when its maximum and its sum are known.
@@ -51,19 +66,22 @@ struct Finish {
   }
   __device__ __forceinline__ void known(float largest, float total) {
     max = largest;
-    sum = total;
-    reciprocal = 1.0f / total;
-    log_sum = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob ? log_f32(total) : 0.0f;
+    sum = fabsf(largest) < INFINITY ? total : float_of(kNanF32);
+    reciprocal = 1.0f / sum;
+    log_sum = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob ? log_f32(sum) : 0.0f;
   }
-  // Makes the results of elements j, j + step, ... of them. `exps`: of what each is below the maximum, `normal` as
-  // exps_of says.
-  template <int step, int N>
-  __device__ __forceinline__ void elements(int64_t j, const float (&exps)[N], bool normal, float (&x)[N]) const {
-    if (p.kind == SoftmaxKind::log_softmax) {
+  template <int N> __device__ __forceinline__ void logarithms(float (&x)[N]) const {
 #pragma unroll
-      for (int e = 0; e < N; ++e) x[e] = (x[e] - max) - log_sum;
-      return;
-    }
+    for (int e = 0; e < N; ++e) x[e] = (x[e] - max) - log_sum;
+  }
+  template <int N> __device__ __forceinline__ void quotients(const float (&exps)[N], float (&x)[N]) const {
+    bool normal = kGpuDeviceType == PYDET_CUDA;  // AMD's compiler has no registers for both
+#pragma unroll
+    for (int e = 0; e < N; ++e) normal = normal & (exps[e] >= kLeastDividend);
+    quotients(exps, normal, x);
+  }
+  template <int N>
+  __device__ __forceinline__ void quotients(const float (&exps)[N], bool normal, float (&x)[N]) const {
     if (normal) {
 #pragma unroll
       for (int e = 0; e < N; ++e) x[e] = quotient_f32(exps[e], sum, reciprocal);
@@ -71,10 +89,48 @@ struct Finish {
 #pragma unroll
       for (int e = 0; e < N; ++e) x[e] = exps[e] / sum;
     }
+  }
+  // The same, rounded to 16 bits, as they lie in memory. Products with the numbers next to 1 / s enclose e / s: where they
+  // round to one y, that is it. One in some 15,000 elements does not tell, and then all of them are divided.
+  template <Type type, int N>
+  __device__ __forceinline__ void rounded_quotients(const float (&exps)[N], uint32_t (&y)[N / 2]) const {
+    const float low = reciprocal * (1.0f - 0x1p-23f), high = reciprocal * (1.0f + 0x1p-23f);
+    uint32_t differ = 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      y[i] = rounded_pair<type>(exps[2 * i] * low, exps[2 * i + 1] * low);
+      differ |= y[i] ^ rounded_pair<type>(exps[2 * i] * high, exps[2 * i + 1] * high);
+    }
+    if (differ)
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) y[i] = rounded_pair<type>(exps[2 * i] / sum, exps[2 * i + 1] / sum);
+  }
+  // Makes the results of elements j, j + step, ... of them. `exps`: as exps_of makes them; log_softmax needs none.
+  template <int step, int N>
+  __device__ __forceinline__ void elements(int64_t j, const float (&exps)[N], float (&x)[N]) const {
+    if (p.kind != SoftmaxKind::log_softmax) quotients(exps, x);
+    after_quotients<step>(j, x);
+  }
+  template <int step, int N>
+  __device__ __forceinline__ void elements(int64_t j, const float (&exps)[N], bool normal, float (&x)[N]) const {
+    if (p.kind != SoftmaxKind::log_softmax) quotients(exps, normal, x);
+    after_quotients<step>(j, x);
+  }
+  template <int step, int N> __device__ __forceinline__ void after_quotients(int64_t j, float (&x)[N]) const {
+    if (p.kind == SoftmaxKind::log_softmax) return logarithms(x);
     if (p.kind == SoftmaxKind::softmax) return;
 #pragma unroll
     for (int e = 0; e < N; ++e)
       x[e] = index < 0 ? 0.0f : fmaf(-x[e], gradient, j + e * step == index ? gradient : 0.0f);
+  }
+  // The same, rounded, as they lie in memory.
+  template <Type type, int step, int N>
+  __device__ __forceinline__ void rounded(int64_t j, const float (&exps)[N], float (&x)[N],
+                                          uint32_t (&y)[N * size_of(type) / 4]) const {
+    if constexpr (size_of(type) == 2 && kGpuDeviceType == PYDET_CUDA)
+      if (p.kind == SoftmaxKind::softmax) return rounded_quotients<type>(exps, y);
+    elements<step>(j, exps, x);
+    round_words<type>(x, y);
   }
   // log_prob: the column asked for is read again, by one thread.
   __device__ __forceinline__ void store_log_prob(const char *x_row) const {

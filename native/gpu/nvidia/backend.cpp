@@ -31,7 +31,8 @@ constexpr uint64_t kAllOfGradient = kGradientAlone | kResidual;
 constexpr uint64_t kOfHeads = kBias | kHeads | kWideSum;
 constexpr uint64_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
-constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
+constexpr uint64_t kSoftmaxForward = kTwoStrides | kLogarithm | kColumn;
+constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
@@ -215,6 +216,8 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
+    {"cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSoftmaxForward, "sm_90", is_sm90, softmax_spread_takes,
+     softmax_spread_prefers, softmax_spread},
     {"cuda_softmax_strided", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
      softmax_strided_takes, softmax_strided_prefers, softmax_strided},
     {"cuda_softmax_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_90 or later", from_sm90,
@@ -228,6 +231,8 @@ constexpr Kernel<Softmax> kSoftmax[] = {
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
+    {"cuda_softmax_backward_spread", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_90", is_sm90,
+     softmax_backward_spread_takes, softmax_backward_spread_prefers, softmax_backward_spread},
     {"cuda_softmax_backward_strided", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
      softmax_backward_strided_takes, softmax_backward_strided_prefers, softmax_backward_strided},
     {"cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_90 or later", from_sm90,

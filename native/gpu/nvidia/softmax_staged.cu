@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_staged_kernel(const __gri
   float most = kLowest;
   row.turns(0, kLowest, [&](int, const float(&x)[W]) {
 #pragma unroll
-    for (int e = 0; e < W; ++e) most = fmaxf(most, x[e]);
+    for (int e = 0; e < W; ++e) most = larger(most, x[e]);
   });
   const float max = most_of<T, 1>(most, of_warps, nullptr);
   Lanes<T, W, 1> lanes[1];
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_staged_kernel(const __gri
   char *const y_row = row_at(p.y, size_of(type), where);
   row.turns(Row::behind_whole(y_row), max, [&](int j, float(&x)[W]) {
     float exps[W];
-    const bool normal = p.kind != SoftmaxKind::log_softmax && exps_of(x, max, exps);
-    finish.elements<1>(j, exps, normal, x);
+    if (p.kind != SoftmaxKind::log_softmax) exps_of(x, max, exps);
+    finish.elements<1>(j, exps, x);
     row.store(y_row, j, x);
   });
 }
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kMaxTeam, 4)
   float most = kLowest, lane[S::kLanes] = {};
   turns(kLowest, [&](int, const float(&x)[kAtOnce]) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) most = fmaxf(most, x[i]);
+    for (int i = 0; i < kAtOnce; ++i) most = larger(most, x[i]);
   });
   const float max = most_of<T, C>(most, of_warps, &cluster);
   turns(max, [&](int first, const float(&x)[kAtOnce]) {
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kMaxTeam, 4)
   const int y_shift = S::shift_of(y_row);
   turns(max, [&](int first, float(&x)[kAtOnce]) {
     float exps[kAtOnce];
-    const bool normal = p.kind != SoftmaxKind::log_softmax && exps_of(x, max, exps);
-    finish.elements<kRowLanes>(stage.column(first), exps, normal, x);
+    if (p.kind != SoftmaxKind::log_softmax) exps_of(x, max, exps);
+    finish.elements<kRowLanes>(stage.column(first), exps, x);
     stage.store(y_staged, y_shift, first, x);
   });
   S::meet();

@@ -137,23 +137,23 @@ struct alignas(16) Exchange {
   uint64_t most_arrived, sums_arrived;
 };
 
-// The largest of the threads' values, of a team and of all blocks that share its row; a NaN has no say.
+// The largest of the threads' values, of a team and of all blocks that share its row.
 template <int T, int C> __device__ __forceinline__ float most_of(float most, float *exchange, Exchange *cluster) {
 #pragma unroll
   for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2)
-    most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, apart));
+    most = larger(most, __shfl_xor_sync(0xFFFFFFFFu, most, apart));
   if constexpr (T > kLogicalWarp) {
     if (threadIdx.x % kLogicalWarp == 0) exchange[threadIdx.x / kLogicalWarp] = most;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < T / kLogicalWarp; ++i) most = fmaxf(most, exchange[i]);
+    for (int i = 0; i < T / kLogicalWarp; ++i) most = larger(most, exchange[i]);
   }
   if constexpr (C > 1) {
     if (threadIdx.x < C)
       send(&cluster->most[blockIdx.x % C], make_float2(most, 0.0f), &cluster->most_arrived, int(threadIdx.x));
     wait_for_cluster(&cluster->most_arrived);
 #pragma unroll
-    for (int c = 0; c < C; ++c) most = fmaxf(most, cluster->most[c].x);
+    for (int c = 0; c < C; ++c) most = larger(most, cluster->most[c].x);
   }
   return most + 0.0f;  // which zero is the largest would depend on the order
 }

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_strided_kernel(const __grid
     float exps[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) exps[i] = x[first + i < V ? first + i : 0];
-    normal[first / kAtOnce] = exps_of(exps, max, exps);
+    normal[first / kAtOnce] = exps_by_ways(exps, max, exps);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (first + i >= V) continue;

@@ -14,6 +14,13 @@ template <Type type> uint32_t rounded_pair(float first, float second) {
   return is_bf16<type>() ? bf16_from_f32(first) | uint32_t(bf16_from_f32(second)) << 16
                          : f16_from_f32(first) | uint32_t(f16_from_f32(second)) << 16;
 }
+inline float larger(float a, float b) { return a != a || b != b ? float_of(kNanF32) : fmaxf(a, b); }
+template <Type type> uint32_t larger_pair(uint32_t a, uint32_t b) {
+  auto of = [](uint32_t half) {
+    return is_bf16<type>() ? f32_from_bf16(uint16_t(half)) : f32_from_f16(uint16_t(half));
+  };
+  return rounded_pair<type>(larger(of(a), of(b)), larger(of(a >> 16), of(b >> 16)));
+}
 
 // ---- Copies into shared memory -----------------------------------------------------------------------------------
 

@@ -1,0 +1,441 @@
+// Softmax of long rows, held in the registers of a cluster's blocks, in fp32 (NUMERICS.md, "Softmax"): the CPU's bits.
+//
+// C blocks share a row, which is read once: of each 2048 elements block c has those of 256 / C groups of lanes, and a
+// thread W adjacent ones, V times. The blocks send each other (cluster.h) the largest of theirs, then the sums of their
+// groups. exp is computed once and kept as fp32, for some vectors in shared memory, so that more rows are on their way.
+// Of log_softmax x is kept as it lies in memory, and so are dy and y of gradients.
+
+#include "gpu/any/softmax_row.h"
+#include "gpu/kernels.h"
+#include "gpu/nvidia/cluster.h"
+
+// Kernels of other machines are empty: Blackwell's would spill.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
+#define PYDET_HOPPER 1
+#endif
+
+namespace pydet {
+namespace {
+
+// What a block is sent by those of its cluster.
+template <int C> struct alignas(16) Received {
+  float sums[kRowLaneGroups];
+  float2 most[C];
+  uint64_t most_arrived, sums_arrived;
+};
+
+// Adjacent elements as they lie in memory.
+template <Type type, int W> struct alignas(W *size_of(type) < 16 ? W * size_of(type) : 16) Adjacent {
+  uint32_t word[W * size_of(type) / 4];
+};
+
+template <Type type, int W>
+__device__ __forceinline__ void to_floats(const Adjacent<type, W> &adjacent, float (&x)[W]) {
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    if constexpr (type == Type::f32) x[i] = float_of(adjacent.word[i]);
+    else x[i] = Element<type>::to_f32(uint16_t(i % 2 ? adjacent.word[i / 2] >> 16 : adjacent.word[i / 2]));
+  }
+}
+
+// The sum of a group's eight lanes, of which a thread has W. Each of the 8 / W threads gets it.
+template <int W> __device__ __forceinline__ float of_group(float (&s)[W]) {
+  auto from = [](float x, int apart) { return __shfl_xor_sync(0xFFFFFFFFu, x, apart); };
+  if constexpr (W == 8) {
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2)
+#pragma unroll
+      for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
+    return s[0];
+  } else if constexpr (W == 4) {  // the first of two threads goes on with lanes 0 and 2, the second with 1 and 3
+    const bool second = threadIdx.x % 2;
+    const float low = (second ? s[1] : s[0]) + from(second ? s[0] : s[1], 1);
+    const float high = (second ? s[3] : s[2]) + from(second ? s[2] : s[3], 1);
+    const float sum = low + high;
+    return sum + from(sum, 1);
+  } else {
+    static_assert(W == 2);
+    const bool upper = threadIdx.x & 2;
+    float sum = (upper ? s[1] : s[0]) + from(upper ? s[0] : s[1], 2);
+    sum += from(sum, 1);
+    return sum + from(sum, 2);
+  }
+}
+
+// A thread's pieces of a row, which begin at column `first` and lie 2048 apart. Past the row's end there is `outside`.
+template <Type type, int W, int V, bool whole>
+__device__ __forceinline__ void load_pieces(const char *row, int first, int n, uint32_t outside,
+                                            Adjacent<type, W> (&x)[V]) {
+  using Bits = typename Element<type>::Bits;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int j = first + kRowLanes * v;
+#pragma unroll
+    for (int i = 0; i < W * size_of(type) / 4; ++i) x[v].word[i] = outside;
+    if constexpr (whole) {
+      if (j < n) x[v] = *reinterpret_cast<const Adjacent<type, W> *>(row + int64_t(j) * size_of(type));
+    } else {
+      const Bits *const from = reinterpret_cast<const Bits *>(row);
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        const uint32_t one = j + e < n ? from[j + e] : Bits(outside);
+        if constexpr (size_of(type) == 4) x[v].word[e] = one;
+        else x[v].word[e / 2] = e % 2 ? x[v].word[e / 2] | one << 16 : one;
+      }
+    }
+  }
+}
+
+// Stores pieces from the v-th on.
+template <Type type, int W, bool whole, int N>
+__device__ __forceinline__ void store_pieces(char *row, int first, int n, int v, const Adjacent<type, N> &y) {
+  using Bits = typename Element<type>::Bits;
+  constexpr int kWords = W * size_of(type) / 4;
+#pragma unroll
+  for (int i = 0; i < N / W; ++i) {
+    const int j = first + kRowLanes * (v + i);
+    if constexpr (whole) {
+      Adjacent<type, W> piece;
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) piece.word[k] = y.word[i * kWords + k];
+      if (j < n) *reinterpret_cast<Adjacent<type, W> *>(row + int64_t(j) * size_of(type)) = piece;
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        const uint32_t word = y.word[(i * W + e) * size_of(type) / 4];
+        if (j + e < n)
+          reinterpret_cast<Bits *>(row)[j + e] = Bits(size_of(type) == 4 || e % 2 == 0 ? word : word >> 16);
+      }
+    }
+  }
+}
+
+// The sum along a row from the lanes of the cluster's threads, which all get it.
+template <int C, int W>
+__device__ __forceinline__ float row_sum(float (&lane)[W], Received<C> &received, int rank) {
+  const int t = int(threadIdx.x);
+  const float group = of_group(lane);
+  constexpr int kOfGroup = 8 / W;  // threads
+  if constexpr (C > 1) {           // those of a pair of groups send both sums to a block each
+    static_assert(2 * kOfGroup >= C);
+    const float neighbour = __shfl_xor_sync(0xFFFFFFFFu, group, kOfGroup);
+    const bool upper = t & kOfGroup;
+    meet_cluster();
+    if (t % (2 * kOfGroup) < C)
+      send(&received.sums[kRowLaneGroups / C * rank + t / (2 * kOfGroup) * 2],
+           make_float2(upper ? neighbour : group, upper ? group : neighbour), &received.sums_arrived,
+           t % (2 * kOfGroup));
+    wait_for_cluster(&received.sums_arrived);
+  } else {
+    if (t % kOfGroup == 0) received.sums[t / kOfGroup] = group;
+    __syncthreads();
+  }
+  float part[kRowLaneGroups / kLogicalWarp];
+#pragma unroll
+  for (int i = 0; i < kRowLaneGroups / kLogicalWarp; ++i) part[i] = received.sums[kLogicalWarp * i + t % kLogicalWarp];
+#pragma unroll
+  for (int apart = kRowLaneGroups / kLogicalWarp / 2; apart > 0; apart /= 2)
+#pragma unroll
+    for (int i = 0; i < apart; ++i) part[i] += part[i + apart];
+  float sum = part[0];
+#pragma unroll
+  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
+  return sum;
+}
+
+constexpr int more_of(int a, int b) { return a > b ? a : b; }
+
+// Threads that a multiprocessor is to hold, by the registers in which each of them keeps elements.
+constexpr int threads_for(int kept) {
+  return kept <= 16 ? 1280 : kept <= 32 ? 1024 : kept <= 64 ? 640 : kept <= 80 ? 512 : kept <= 128 ? 384 : 256;
+}
+
+template <Type type, int C, int W, int V, int S, bool log, bool whole> struct Registers {
+  static constexpr int T = kRowLanes / (W * C), kOfX = whole ? V * W * size_of(type) / 4 : V * W;
+  static constexpr int kMost = log ? kOfX : more_of(kOfX, (V - S) * W);
+  static constexpr int kBlocks = more_of(threads_for(kMost) / T, 1);
+};
+
+// The exps of the first S vectors are kept in shared memory. `whole`: rows begin and end at whole pieces of W elements.
+template <Type type, int C, int W, int V, int S, int kAtOnce, bool log, bool whole>
+__global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, S, log, whole>::kBlocks)
+    softmax_spread_kernel(const __grid_constant__ Softmax p) {
+#if defined(PYDET_HOPPER)
+  constexpr int T = kRowLanes / (W * C), kSize = size_of(type), kWords = W * kSize / 4;
+  static_assert(V % kAtOnce == 0 && S % kAtOnce == 0);  // vectors whose steps are computed together
+  constexpr int N = kAtOnce * W;
+  constexpr uint32_t kLowestWord = type == Type::f32 ? 0xFF800000u : type == Type::bf16 ? 0xFF80FF80u : 0xFC00FC00u;
+  __shared__ float of_warps[T / kLogicalWarp];
+  __shared__ Received<C> received;
+  __shared__ Adjacent<Type::f32, W> staged[log || S == 0 ? 1 : S][T];
+  if constexpr (C > 1) expect_from_cluster(&received.most_arrived, int(sizeof received.most));
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int rank = int(blockIdx.x) % C, n = int(p.n), t = int(threadIdx.x);
+  const int64_t r = blockIdx.x / C;
+  const RowIndex where = row_index(p.inner, r);
+  const char *const x_row = row_at(p.x, kSize, where);
+  const int first = W * (T * rank + t);  // the thread's column
+  Adjacent<type, W> x[V], top;
+  load_pieces<type, W, V, whole>(x_row, first, n, kLowestWord, x);
+  Finish finish(p, r);
+  if constexpr (C > 1) {
+    meet_cluster();
+    expect_from_cluster(&received.sums_arrived, int(sizeof received.sums));
+  }
+
+  top = x[0];
+#pragma unroll
+  for (int v = 1; v < V; ++v)
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (type == Type::f32) top.word[i] = bits_of(larger(float_of(top.word[i]), float_of(x[v].word[i])));
+      else top.word[i] = larger_pair<type>(top.word[i], x[v].word[i]);
+    }
+  float tops[W], max;
+  to_floats(top, tops);
+  max = tops[0];
+#pragma unroll
+  for (int e = 1; e < W; ++e) max = larger(max, tops[e]);
+#pragma unroll
+  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) max = larger(max, __shfl_xor_sync(0xFFFFFFFFu, max, apart));
+  if (t % kLogicalWarp == 0) of_warps[t / kLogicalWarp] = max;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < T / kLogicalWarp; ++i) max = larger(max, of_warps[i]);
+  if constexpr (C > 1) {
+    if (t < C) send(&received.most[rank], make_float2(max, 0.0f), &received.most_arrived, t);
+    wait_for_cluster(&received.most_arrived);
+#pragma unroll
+    for (int c = 0; c < C; ++c) max = larger(max, received.most[c].x);
+  }
+  max += 0.0f;  // which zero is the largest would depend on the order
+
+  float lane[W] = {}, kept[log ? 1 : V - S][W];
+#pragma unroll
+  for (int v = 0; v < V; v += kAtOnce) {
+    if (v > 0 && kRowLanes * v >= n) continue;
+    float exps[kAtOnce][W];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      to_floats(x[v + i], exps[i]);
+#pragma unroll
+      for (int e = 0; e < W; ++e) exps[i][e] = falling_exp_f32(exps[i][e] - max);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) lane[e] += exps[i][e];
+      if constexpr (!log) {
+        Adjacent<Type::f32, W> exps_bits;
+#pragma unroll
+        for (int e = 0; e < W; ++e) {
+          exps_bits.word[e] = bits_of(exps[i][e]);
+          if (v >= S) kept[v >= S ? v + i - S : 0][e] = exps[i][e];
+        }
+        if (v < S) staged[v < S ? v + i : 0][t] = exps_bits;
+      }
+    }
+  }
+  const float sum = row_sum<C, W>(lane, received, rank);
+  finish.known(max, sum);
+  if (p.kind == SoftmaxKind::log_prob) {
+    if (rank == 0 && t == 0) finish.store_log_prob(x_row);
+    return;
+  }
+
+  char *const y_row = row_at(p.y, kSize, where);
+#pragma unroll
+  for (int v = 0; v < V; v += kAtOnce) {
+    if (v > 0 && kRowLanes * v >= n) continue;
+    float one[N];
+    Adjacent<type, N> y;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float of_vector[W];
+      if constexpr (log) {
+        to_floats(x[v + i], of_vector);
+      } else if (v < S) {
+        to_floats(staged[v < S ? v + i : 0][t], of_vector);
+      } else {
+#pragma unroll
+        for (int e = 0; e < W; ++e) of_vector[e] = kept[v >= S ? v + i - S : 0][e];
+      }
+#pragma unroll
+      for (int e = 0; e < W; ++e) one[i * W + e] = of_vector[e];
+    }
+    if constexpr (!log && kSize == 2) {
+      finish.rounded_quotients<type>(one, y.word);
+    } else {
+      if constexpr (log) finish.logarithms(one);
+      else finish.quotients(one, one);
+      round_words<type>(one, y.word);
+    }
+    store_pieces<type, W, whole>(y_row, first, n, v, y);
+  }
+#endif
+}
+
+// Gradients. A row of dy and y is held as it lies in memory.
+template <Type type, int C, int W, int V, int kAtOnce, bool log>
+__global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, 2 * V, 0, true, true>::kBlocks)
+    softmax_backward_spread_kernel(const __grid_constant__ SoftmaxBackward p) {
+#if defined(PYDET_HOPPER)
+  SoftmaxBackward kind;
+  kind.log = log;
+  constexpr int T = kRowLanes / (W * C), kSize = size_of(type), N = kAtOnce * W;
+  constexpr uint32_t kMinusZero = type == Type::f32 ? 0x80000000u : 0x80008000u;
+  __shared__ Received<C> received;
+  if constexpr (C > 1) expect_from_cluster(&received.sums_arrived, int(sizeof received.sums));
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int rank = int(blockIdx.x) % C, n = int(p.n), first = W * (T * rank + int(threadIdx.x));
+  const RowIndex where = row_index(p.inner, blockIdx.x / C);
+  Adjacent<type, W> dy[V], y[V];  // past the row's end their product is -0, which changes no lane
+  load_pieces<type, W, V, true>(row_at(p.dy, kSize, where), first, n, kMinusZero, dy);
+  load_pieces<type, W, V, true>(row_at(p.y, kSize, where), first, n, 0, y);
+  float lane[W] = {};
+#pragma unroll
+  for (int v = 0; v < V; v += kAtOnce) {
+    if (v > 0 && kRowLanes * v >= n) continue;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float dy_of[W], y_of[W];
+      to_floats(dy[v + i], dy_of);
+      to_floats(y[v + i], y_of);
+#pragma unroll
+      for (int e = 0; e < W; ++e) lane[e] = fmaf(dy_of[e], second_of(kind, y_of[e]), lane[e]);
+    }
+  }
+  const float c = row_sum<C, W>(lane, received, rank);
+#pragma unroll
+  for (int v = 0; v < V; ++v)  // else the numbers are kept beside the words
+#pragma unroll
+    for (int i = 0; i < W * kSize / 4; ++i) make_opaque(dy[v].word[i]), make_opaque(y[v].word[i]);
+  char *const dx_row = row_at(p.dx, kSize, where);
+#pragma unroll
+  for (int v = 0; v < V; v += kAtOnce) {
+    if (v > 0 && kRowLanes * v >= n) continue;
+    float dy_of[N], y_of[N];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float one[W], other[W];
+      to_floats(dy[v + i], one);
+      to_floats(y[v + i], other);
+#pragma unroll
+      for (int e = 0; e < W; ++e) dy_of[i * W + e] = one[e], y_of[i * W + e] = other[e];
+    }
+    gradients_of(kind, c, dy_of, y_of);
+    Adjacent<type, N> dx;
+    round_words<type>(dy_of, dx.word);
+    store_pieces<type, W, true>(dx_row, first, n, v, dx);
+  }
+#endif
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kMostRows = int64_t(1) << 27;
+
+template <int blocks, int elements, int vectors, int shared, int at_once> struct Spread {
+  static constexpr int C = blocks, W = elements, V = vectors, S = shared, kAtOnce = at_once, T = kRowLanes / (W * C);
+};
+constexpr int64_t kLongest = 76 * kRowLanes;
+
+// Calls f with the cluster for rows of n, which are whole pieces of its W elements, or are read and written one by one.
+// Few rows are spread over more threads; where there are many, what they keep in shared memory lets more rows be held.
+template <class F> pydet_status with_cluster(int64_t rows, int64_t n, const F &f) {
+  if (n <= 2 * kRowLanes) return f(Spread<1, 8, 2, 0, 1>{});
+  if (n <= 4 * kRowLanes) return rows <= 112 ? f(Spread<4, 4, 4, 0, 1>{}) : f(Spread<1, 8, 4, 0, 1>{});
+  if (n <= 8 * kRowLanes) {
+    if (rows <= 40) return f(Spread<8, 2, 8, 0, 2>{});
+    return rows <= 120 ? f(Spread<4, 4, 8, 0, 2>{}) : f(Spread<2, 8, 8, 0, 1>{});
+  }
+  if (n <= 16 * kRowLanes) return rows <= 150 ? f(Spread<8, 2, 16, 0, 4>{}) : f(Spread<4, 4, 16, 8, 2>{});
+  if (n <= 32 * kRowLanes) return f(Spread<8, 2, 32, 16, 4>{});
+  if (n <= 64 * kRowLanes) return f(Spread<8, 2, 64, 32, 4>{});
+  return f(Spread<8, 2, 76, 36, 4>{});
+}
+template <class F> pydet_status with_cluster_of_singles(int64_t n, const F &f) {
+  if (n <= 8 * kRowLanes) return f(Spread<8, 2, 8, 0, 2>{});
+  if (n <= 16 * kRowLanes) return f(Spread<8, 2, 16, 0, 4>{});
+  if (n <= 32 * kRowLanes) return f(Spread<8, 2, 32, 0, 4>{});
+  if (n <= 64 * kRowLanes) return f(Spread<8, 2, 64, 0, 4>{});
+  return f(Spread<8, 2, 76, 0, 4>{});
+}
+template <class F> pydet_status with_gradient_cluster(int64_t n, const F &f) {
+  if (n <= 4 * kRowLanes) return f(Spread<2, 8, 4, 0, 1>{});
+  if (n <= 8 * kRowLanes) return f(Spread<4, 4, 8, 0, 1>{});
+  if (n <= 16 * kRowLanes) return f(Spread<4, 4, 16, 0, 1>{});
+  return f(Spread<4, 4, 32, 0, 1>{});
+}
+
+bool whole(const Softmax &p) { return p.n % 8 == 0 && rows_aligned(p.x) && rows_aligned(p.y); }
+bool whole(const SoftmaxBackward &p) {
+  return p.n % 8 == 0 && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
+}
+
+template <class Shape, class Problem>
+pydet_status launch_spread(const char *name, const Problem &p, Shape, void (*kernel)(Problem)) {
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(p.rows * Shape::C)), dim3(Shape::T)};
+  where.cluster = Shape::C;
+  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+  return launch(where, kernel, p);
+}
+
+}  // namespace
+
+bool softmax_spread_takes(const Softmax &p) { return p.n <= kLongest && p.rows <= kMostRows; }
+
+// Measured on an H100, us, softmax here and by the fastest of the others: 1024x128256 233 and 384, 2048x50304 165 and
+// 235, 4096x32000 182 and 275, 12932x8792 193 and 249, 4096x8192 50 and 73, 64x32000 8.1 and 13.0, 1x151936 8.6 and
+// 10.7, 16384x3072 92 and 95, but 16384x2048 67 and 59. Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42,
+// 1000x6657 30 and 20.
+bool softmax_spread_prefers(const Softmax &p) { return p.n > (whole(p) ? kRowLanes : 4 * kRowLanes); }
+
+pydet_status softmax_spread(const Softmax &p) {
+  const char *name = "softmax_spread";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    auto run = [&](auto shape, auto in_pieces) {
+      constexpr int C = shape.C, W = shape.W, V = shape.V, S = type == Type::f32 ? 0 : shape.S, A = shape.kAtOnce;
+      return launch_spread(name, p, shape,
+                           p.kind == SoftmaxKind::softmax
+                               ? softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>
+                               : softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>);
+    };
+    if (whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
+    return with_cluster_of_singles(p.n, [&](auto shape) { return run(shape, std::false_type{}); });
+  });
+}
+
+bool softmax_backward_spread_takes(const SoftmaxBackward &p) {
+  return whole(p) && p.n <= (p.dy.type == Type::f32 ? 16 : 32) * kRowLanes && p.rows <= kMostRows;
+}
+// Measured on an H100, us, gradients here and before: 4096x32000 260 and 342, of the logarithm 260 and 409, 64x32000 6.9
+// and 10.0, 2000x50304 201 and 251, 4096x16384 134 and 136, 64x8192 2.9 and 3.2; of the logarithm 1x50304 6.7 and 4.5.
+bool softmax_backward_spread_prefers(const SoftmaxBackward &p) {
+  return p.n > 2 * kRowLanes && !(p.log && p.rows <= 24 && p.n > 8 * kRowLanes);
+}
+
+pydet_status softmax_backward_spread(const SoftmaxBackward &p) {
+  const char *name = "softmax_backward_spread";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
+    return with_gradient_cluster(p.n, [&](auto shape) {
+      constexpr int C = shape.C, W = shape.W, V = shape.V, A = shape.kAtOnce;
+      static_assert(shape.S == 0);
+      if constexpr (type == Type::f32 && V > 16) {
+        return PYDET_UNSUPPORTED;
+      } else {
+        return launch_spread(name, p, shape,
+                             p.log ? softmax_backward_spread_kernel<type, C, W, V, A, true>
+                                   : softmax_backward_spread_kernel<type, C, W, V, A, false>);
+      }
+    });
+  });
+}
+
+}  // namespace pydet
