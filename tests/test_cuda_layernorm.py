@@ -78,7 +78,7 @@ TEAMS = [64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("many", [False, True])
 def test_rows_around_each_team(torch, dtype, many):
-    """Whole rows; one all -0 but for an element, one with an Inf; in turns with a residual, without a bias or weights."""
+    """Whole rows; one all -0 but for an element, one with an Inf; in turns with a residual, no bias, no weights."""
     dtype = getattr(torch, dtype)
     for i, n in enumerate(team + more for team in TEAMS for more in (-8, 0, 8) if team + more <= TEAMS[-1]):
         m = 3 if not many else max(4_600_000 // n, 250) if n > 4096 else 1027
