@@ -390,8 +390,11 @@ bool softmax_spread_takes(const Softmax &p) { return p.n <= kLongest && p.rows <
 // Measured on an H100, us, softmax here and by the fastest of the others: 1024x128256 233 and 384, 2048x50304 165 and
 // 235, 4096x32000 182 and 275, 12932x8792 193 and 249, 4096x8192 50 and 73, 64x32000 8.1 and 13.0, 1x151936 8.6 and
 // 10.7, 16384x3072 92 and 95, but 16384x2048 67 and 59. Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42,
-// 1000x6657 30 and 20.
-bool softmax_spread_prefers(const Softmax &p) { return p.n > (whole(p) ? kRowLanes : 4 * kRowLanes); }
+// 1000x6657 30 and 20; their log_softmax 700x50257 77 and 89, but 5780x33865 451 and 356, 1000x8201 32 and 25.
+bool softmax_spread_prefers(const Softmax &p) {
+  if (whole(p)) return p.n > kRowLanes;
+  return p.n > 4 * kRowLanes && (p.kind == SoftmaxKind::softmax || p.rows < 1000 || p.n > 45 * kRowLanes);
+}
 
 pydet_status softmax_spread(const Softmax &p) {
   const char *name = "softmax_spread";
