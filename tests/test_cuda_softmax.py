@@ -6,23 +6,7 @@ import pytest
 import pydet
 import test_softmax
 from cases import DTYPES, assert_same_bits, data
-from test_cuda import OnDevice, cuda_kernels, each, torch  # noqa: F401
-
-
-class Forced(OnDevice):
-    """As OnDevice, with column numbers moved as they are."""
-
-    def to_device(self, array):
-        if array.dtype.kind == "i":
-            return self.torch.from_numpy(array.copy()).cuda(), lambda: None
-        return super().to_device(array)
-
-
-@pytest.fixture
-def device(torch, kernel):
-    if not kernel.available:
-        pytest.skip(f"{kernel.name} needs {kernel.requires}")
-    return Forced(torch, kernel.name)
+from test_cuda import OnDevice, cuda_kernels, device, each, torch  # noqa: F401
 
 
 def test_every_softmax_kernel_is_listed():
@@ -232,7 +216,7 @@ def test_quotients_that_two_bounds_do_not_tell(torch, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_strided_rows_equal_the_cpu(torch, dtype):
     """A vocabulary, many rows, rows of two strides, of odd length, and at odd places."""
-    device = Forced(torch)
+    device = OnDevice(torch)
     for m, n, step in ((300, 32000, 1), (5000, 264, 2), (4099, 128, 1), (33, 50257, 1), (70, 4097, 3)):
         x = data("normal", (m * step, n), DTYPES[dtype], n)[::step]
         index = test_softmax.indices(m, n, n)
@@ -263,7 +247,7 @@ def test_numpy_bits_of_a_long_row(torch):
     """A row alone, in a batch, and with a masked tail."""
     x = np.random.default_rng(5).standard_normal((3, 128256)).astype(np.float32)
     masked = np.concatenate([x, np.full((3, 777), -np.inf, np.float32)], axis=1)
-    device = Forced(torch)
+    device = OnDevice(torch)
     whole = device.softmax(masked)[:, :128256]
     assert_same_bits(device.softmax(x), np.ascontiguousarray(whole))
     assert_same_bits(device.softmax(x[1:2]), np.ascontiguousarray(whole[1:2]))
