@@ -1,4 +1,4 @@
-/* pydet: deterministic, batch-invariant GEMM, skinny GEMM and RMSNorm for CPU, CUDA and HIP.
+/* pydet: deterministic, batch-invariant GEMM (plain, skinny, grouped, fp8), norms and softmax for CPU, CUDA and HIP.
  *
  * The promise. An output element is a pure function of its own row of A, its own column of B, the arithmetic and
  * k_chunk. Nothing else reaches its bits: not M or N, the place in the batch, padding, leading dimensions,
