@@ -311,10 +311,6 @@ bool holds(int64_t rows, int64_t n, bool aligned) {
   constexpr int64_t kMostThreads = int64_t(1) << 31;  // HIP wants fewer threads than 2^32 in a grid
   return n <= (aligned ? kLongestHeldRow : kLongestSingly) && rows <= kMostThreads / kMaxTeam;
 }
-bool aligned(const Softmax &p) { return p.n % kVector == 0 && rows_aligned(p.x) && rows_aligned(p.y); }
-bool aligned(const SoftmaxBackward &p) {
-  return p.n % kVector == 0 && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
-}
 
 template <class Problem> pydet_status launch_long(const char *name, const Problem &p, void (*kernel)(Problem)) {
   constexpr int64_t kMostBlocks = 1 << 20;  // more rows are walked in turns
@@ -333,7 +329,7 @@ template <int T, class Problem> pydet_status launch_held(const char *name, const
 
 }  // namespace
 
-bool softmax_held_takes(const Softmax &p) { return holds(p.rows, p.n, aligned(p)); }
+bool softmax_held_takes(const Softmax &p) { return holds(p.rows, p.n, rows_whole(p)); }
 
 pydet_status softmax_held(const Softmax &p) {
   DeviceGuard guard(p.device.id);
@@ -345,13 +341,13 @@ pydet_status softmax_held(const Softmax &p) {
     // Teams of half as many threads have more to do behind each exchange: 84512x144 from 40 to 35 us, 65536x256 33 to 30.
     if constexpr (kGpuDeviceType == PYDET_CUDA) {
       constexpr std::false_type whole{};
-      if (aligned(p) && p.n > 4 * 8 && p.n <= 32 * 8) {
+      if (rows_whole(p) && p.n > 4 * 8 && p.n <= 32 * 8) {
         if (p.n <= 8 * 8) return run(RowShape<4, 8, 2, 1>{}, whole);
         if (p.n <= 16 * 8) return run(RowShape<8, 8, 2, 1>{}, whole);
         return run(RowShape<16, 8, 2, 1>{}, whole);
       }
     }
-    return with_shape(p.n, aligned(p), run);
+    return with_shape(p.n, rows_whole(p), run);
   });
 }
 
@@ -360,17 +356,17 @@ pydet_status softmax_long(const Softmax &p) {
   if (guard.error() != kGpuSuccess) return device_error("softmax_long", guard.error());
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     return launch_long("softmax_long", p,
-                       aligned(p) ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
+                       rows_whole(p) ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
   });
 }
 
-bool softmax_backward_held_takes(const SoftmaxBackward &p) { return holds(p.rows, p.n, aligned(p)); }
+bool softmax_backward_held_takes(const SoftmaxBackward &p) { return holds(p.rows, p.n, rows_whole(p)); }
 
 pydet_status softmax_backward_held(const SoftmaxBackward &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("softmax_backward_held", guard.error());
   return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-    return with_shape(p.n, aligned(p), [&](auto shape, auto singly) {
+    return with_shape(p.n, rows_whole(p), [&](auto shape, auto singly) {
       return launch_held<shape.T>("softmax_backward_held", p, softmax_backward_kernel<type, shape.T, shape.V, singly>);
     });
   });
@@ -382,7 +378,7 @@ pydet_status softmax_backward_long(const SoftmaxBackward &p) {
   return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
     return launch_long(
         "softmax_backward_long", p,
-        aligned(p) ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
+        rows_whole(p) ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
   });
 }
 

@@ -11,6 +11,14 @@ namespace {
 constexpr float kLowest = -INFINITY;
 constexpr int64_t kLongestSingly = 32;  // of rows that begin anywhere, which softmax_held reads element by element
 
+// Whether rows are whole vectors in the places of all operands.
+inline bool rows_whole(const Softmax &p) {
+  return p.n % kRowLaneElements == 0 && rows_aligned(p.x) && rows_aligned(p.y);
+}
+inline bool rows_whole(const SoftmaxBackward &p) {
+  return p.n % kRowLaneElements == 0 && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
+}
+
 // exp(x - max) of some elements. CUDA's does not show a NaN: the maximum is one then.
 template <int N> __device__ __forceinline__ void exps_of(const float (&x)[N], float max, float (&exps)[N]) {
 #pragma unroll

@@ -370,11 +370,6 @@ template <class F> pydet_status with_gradient_cluster(int64_t n, const F &f) {
   return f(Spread<4, 4, 32, 0, 1>{});
 }
 
-bool whole(const Softmax &p) { return p.n % 8 == 0 && rows_aligned(p.x) && rows_aligned(p.y); }
-bool whole(const SoftmaxBackward &p) {
-  return p.n % 8 == 0 && rows_aligned(p.dy) && rows_aligned(p.y) && rows_aligned(p.dx);
-}
-
 template <class Shape, class Problem>
 pydet_status launch_spread(const char *name, const Problem &p, Shape, void (*kernel)(Problem)) {
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(p.rows * Shape::C)), dim3(Shape::T)};
@@ -392,7 +387,7 @@ bool softmax_spread_takes(const Softmax &p) { return p.n <= kLongest && p.rows <
 // 10.7, 16384x3072 92 and 95, but 16384x2048 67 and 59. Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42,
 // 1000x6657 30 and 20; their log_softmax 700x50257 77 and 89, but 5780x33865 451 and 356, 1000x8201 32 and 25.
 bool softmax_spread_prefers(const Softmax &p) {
-  if (whole(p)) return p.n > kRowLanes;
+  if (rows_whole(p)) return p.n > kRowLanes;
   return p.n > 4 * kRowLanes && (p.kind == SoftmaxKind::softmax || p.rows < 1000 || p.n > 45 * kRowLanes);
 }
 
@@ -408,13 +403,13 @@ pydet_status softmax_spread(const Softmax &p) {
                                ? softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>
                                : softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>);
     };
-    if (whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
+    if (rows_whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
     return with_cluster_of_singles(p.n, [&](auto shape) { return run(shape, std::false_type{}); });
   });
 }
 
 bool softmax_backward_spread_takes(const SoftmaxBackward &p) {
-  return whole(p) && p.n <= (p.dy.type == Type::f32 ? 16 : 32) * kRowLanes && p.rows <= kMostRows;
+  return rows_whole(p) && p.n <= (p.dy.type == Type::f32 ? 16 : 32) * kRowLanes && p.rows <= kMostRows;
 }
 // Measured on an H100, us, gradients here and before: 4096x32000 260 and 342, of the logarithm 260 and 409, 64x32000 6.9
 // and 10.0, 2000x50304 201 and 251, 4096x16384 134 and 136, 64x8192 2.9 and 3.2; of the logarithm 1x50304 6.7 and 4.5.

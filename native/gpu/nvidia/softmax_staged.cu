@@ -131,7 +131,6 @@ Launch shape_of(const char *name, const Softmax &p, int64_t blocks, int threads,
   return where;
 }
 
-bool whole(const Softmax &p) { return p.n % kVector == 0 && rows_aligned(p.x) && rows_aligned(p.y); }
 int64_t bytes_of_row(const Softmax &p) { return bytes_of_staged(p.n, p.x.type); }
 
 }  // namespace
@@ -145,7 +144,7 @@ bool softmax_staged_takes(const Softmax &p) {
 // an H100, us, here, held in registers and read three times: 12932x8792 254, 522 and 273, 4407x15088 146, 211 and 150,
 // 300x12000 19, 19 and 16, 4096x8192 77, 73 and 80, 4096x32000 271 and 336, 1500x40000 148 and 180.
 bool softmax_staged_prefers(const Softmax &p) {
-  return (!whole(p) && p.n > kLongestSingly) || (p.n > 8192 && p.rows > 132 && bytes_of_row(p) <= 110 << 10);
+  return (!rows_whole(p) && p.n > kLongestSingly) || (p.n > 8192 && p.rows > 132 && bytes_of_row(p) <= 110 << 10);
 }
 
 pydet_status softmax_staged(const Softmax &p) {
@@ -153,7 +152,7 @@ pydet_status softmax_staged(const Softmax &p) {
   if (guard.error() != kGpuSuccess) return device_error("softmax_staged", guard.error());
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     return launch(shape_of("softmax_staged", p, p.rows, kMaxTeam, int(bytes_of_row(p)), 1),
-                  whole(p) ? softmax_staged_kernel<type, false> : softmax_staged_kernel<type, true>, p,
+                  rows_whole(p) ? softmax_staged_kernel<type, false> : softmax_staged_kernel<type, true>, p,
                   rows_ascend(p.x, p.inner, p.rows, p.n));
   });
 }

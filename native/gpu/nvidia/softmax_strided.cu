@@ -151,8 +151,6 @@ template <int64_t longest, class F> pydet_status with_long_shape(int64_t n, cons
   }
 }
 
-bool whole(const Rows &rows, int64_t n) { return n % kVector == 0 && rows_aligned(rows); }
-
 template <class Problem, class Shape>
 pydet_status launch_teams(const char *name, const Problem &p, Shape, void (*kernel)(Problem)) {
   constexpr int T = Shape::T;
@@ -173,7 +171,7 @@ bool softmax_strided_takes(const Softmax &p) { return p.n <= kLongest && p.rows 
 // 1000x12001 43 and 44. Of whole ones 300x4096 5.3 and 5.9 in registers, 300x12000 15.6 and 19.3 (18.7 in shared memory),
 // 64x16384 6.5 and 7.8, but 200x10000 10.4 (9.9), 512x10000 20.8 (18.5), 16384x2048 65 and 59.
 bool softmax_strided_prefers(const Softmax &p) {
-  if (!whole(p.x, p.n) || !whole(p.y, p.n)) return p.n > kLongestSingly && (p.rows > 24 || p.n <= 8192);
+  if (!rows_whole(p)) return p.n > kLongestSingly && (p.rows > 24 || p.n <= 8192);
   if (p.n > 8192) return p.rows > 24 && p.rows <= (p.n > 10240 ? 300 : 132);
   return p.n > 2048 && p.rows <= (p.n > 4096 ? 512 : 300);
 }
@@ -191,9 +189,7 @@ pydet_status softmax_strided(const Softmax &p) {
 }
 
 bool softmax_backward_strided_takes(const SoftmaxBackward &p) { return p.n <= kLongestBackward && p.rows < kMostRows; }
-bool softmax_backward_strided_prefers(const SoftmaxBackward &p) {
-  return p.n > kLongestSingly && (!whole(p.dy, p.n) || !whole(p.y, p.n) || !whole(p.dx, p.n));
-}
+bool softmax_backward_strided_prefers(const SoftmaxBackward &p) { return p.n > kLongestSingly && !rows_whole(p); }
 
 pydet_status softmax_backward_strided(const SoftmaxBackward &p) {
   DeviceGuard guard(p.device.id);
