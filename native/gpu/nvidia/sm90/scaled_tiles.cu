@@ -52,19 +52,11 @@ __device__ __forceinline__ void wait_for_boxes(int lane) {
 template <bool bf16, class S>
 __device__ __forceinline__ void store_pieces(WarpRows<S> rows, const ScaledProblem &problem,
                                              const float (&d)[S::registers]) {
-  auto start_of = [](int i) {
-    return min(i * kPieceColumns, S::n - kPieceColumns);
-  };  // what overlaps has the same bits
+  // The last piece may overlap the one before: it has the same bits there.
+  auto start_of = [](int i) { return min(i * kPieceColumns, S::n - kPieceColumns); };
 #pragma unroll
   for (int i = 0; i < S::block_pieces; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float *e = d + start_of(i) / 2 + 8 * j;
-      const uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
-                                     round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
-      const int r = rows.lane % 16, chunk = 2 * j + rows.lane / 16;
-      store_matrices(rows.piece + i * kPieceBytes + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
-    }
+    rows.template stage_halves<bf16>(d + start_of(i) / 2, rows.piece + i * kPieceBytes);
   if (problem.out_mapped) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   if (!problem.out_mapped) {
