@@ -130,7 +130,7 @@ MMA_TYPES := 0 1
 CUDA_KERNELS := $(addprefix nvidia/,sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
   $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm norm_unaligned rmsnorm_general layernorm \
     norm_backward_strided layernorm_backward rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart) nvidia/gemm_ieee_fp32 \
-  $(addprefix nvidia/,softmax_staged softmax_strided softmax_spread softmax_backward_staged norm_staged) \
+  $(addprefix nvidia/,softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) \
   $(addprefix nvidia/,sm90/clusters skinny_mma quantize_packed fold_peers) \
   $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold rounding)

@@ -104,6 +104,11 @@ SHAPES += itertools.product([17, 33, 130, 64], [8, 64, 72, 128])
 # Where the rows of each operand begin and how far behind another, in elements: as vectors, all alike, each otherwise.
 ALIGNED, PLACES = [(0, 0)], [[(3, 8)], [(0, 8)], [(1, 0)], [(0, 3), (5, 0), (1, 2), (2, 7)], [(3, 3)]]
 
+# Around the teams of kernels for rows behind each other, and the rows that a warp has.
+ENDS = [48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560]
+ADJACENT = [33] + [end + more for end in (*ENDS, 3072, 4096) for more in (-1, 0, 1)]
+ADJACENT = [(m if m * n < 40000 else 2, n) for m, n in zip(itertools.cycle([1, 3, 17, 2, 33, 8, 9]), ADJACENT)]
+
 
 def placed(arrays, places):
     """Copies at these places, in memory that is 7 elsewhere."""
@@ -121,7 +126,8 @@ def placed(arrays, places):
 
 def check(device, dtype, call, rows):
     """call(pydet or the device, `rows` operands, out, index): its results, and what is around `out`, are the CPU's."""
-    for index, shape in enumerate(SHAPES):
+    adjacent = device.kernel.endswith("adjacent")
+    for index, shape in enumerate(ADJACENT * 3 if adjacent else SHAPES):
         if shape[0] > 300 and device.kernel.endswith(("long", "staged")):
             continue  # each row is a block
         if index % 3 != [*DTYPES].index(dtype):
@@ -136,6 +142,8 @@ def check(device, dtype, call, rows):
         kind = ["normal", "wide", "normal", "specials"][index % 4]
         arrays = [data(kind, shape, DTYPES[dtype], index + i) for i in range(rows)] + [np.zeros(shape, DTYPES[dtype])]
         places = ALIGNED if shape[1] % 8 == 0 and index % 4 else PLACES[index % len(PLACES)]
+        if adjacent:
+            places = [(index % 2 * (index % 8), 0)]
         found = []
         for where in (pydet, device):
             *operands, out = placed(arrays, places)
@@ -314,7 +322,8 @@ OMISSIONS = ["barrier", "exchange", "wait"]
 def test_an_omission_is_seen(device, kernel, dtype):
     """The barriers, the warps' exchanges and the waits for copies, each in turn left out by all threads of a block."""
     omit = ctypes.CDLL(os.environ["PYDET_LIBRARY"]).emulated_omit
-    x, seen = data("normal", (3, 1000), DTYPES[dtype]), dict.fromkeys(OMISSIONS, 0)
+    width = 300 if kernel.name.endswith("adjacent") else 1000
+    x, seen = data("normal", (3, width), DTYPES[dtype]), dict.fromkeys(OMISSIONS, 0)
     want = pydet.softmax(x)
     try:
         for (i, what), number in itertools.product(enumerate(OMISSIONS), range(6)):
@@ -327,4 +336,6 @@ def test_an_omission_is_seen(device, kernel, dtype):
     finally:
         omit(-1, 0)
     assert_same_bits(device.softmax(x), want)
-    assert seen["exchange"] and seen["barrier"] and (seen["wait"] or "staged" not in kernel.name), seen
+    assert (
+        seen["exchange"] and seen["barrier"] and (seen["wait"] or not kernel.name.endswith(("staged", "adjacent")))
+    ), seen

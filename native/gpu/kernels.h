@@ -190,6 +190,22 @@ bool softmax_cluster_takes(const Softmax &);
 bool softmax_cluster_prefers(const Softmax &);
 pydet_status softmax_cluster(const Softmax &);
 
+// nvidia/norm_adjacent.cu
+bool rmsnorm_adjacent_takes(const RmsNorm &);
+bool rmsnorm_adjacent_prefers(const RmsNorm &);
+pydet_status rmsnorm_adjacent(const RmsNorm &);
+bool layernorm_adjacent_takes(const LayerNorm &);
+bool layernorm_adjacent_prefers(const LayerNorm &);
+pydet_status layernorm_adjacent(const LayerNorm &);
+
+// nvidia/softmax_adjacent.cu
+bool softmax_adjacent_takes(const Softmax &);
+bool softmax_adjacent_prefers(const Softmax &);
+pydet_status softmax_adjacent(const Softmax &);
+bool softmax_backward_adjacent_takes(const SoftmaxBackward &);
+bool softmax_backward_adjacent_prefers(const SoftmaxBackward &);
+pydet_status softmax_backward_adjacent(const SoftmaxBackward &);
+
 // nvidia/softmax_backward_staged.cu
 bool softmax_backward_staged_takes(const SoftmaxBackward &);
 pydet_status softmax_backward_staged(const SoftmaxBackward &);

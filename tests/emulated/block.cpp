@@ -167,6 +167,9 @@ const uint32_t *meet_warp(uint32_t mine, int from) {
   if (from >= 0 && !warp.there[turn][from]) fail("a lane reads one that has ended");
   return warp.values[turn];
 }
+void sync_warp() {
+  if (!omits(barrier)) meet_warp(0, -1);
+}
 void meet_block() {
   if (!omits(barrier)) pause(State::at_block);
 }

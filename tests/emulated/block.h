@@ -46,6 +46,7 @@ void wait_copies(int in_flight);
 // Returns once all threads of the warp, or of the block, have called it; those that have ended are not waited for.
 // Of a warp: the values that its lanes gave. Lane `from` must be among them.
 const uint32_t *meet_warp(uint32_t mine, int from);
+void sync_warp();
 void meet_block();
 // Returns once it holds, which other threads see to.
 void wait_until(const std::function<bool()> &holds);
@@ -70,7 +71,7 @@ template <class T> T from_lane(T value, int from) {
 }  // namespace emulated
 
 inline void __syncthreads() { emulated::meet_block(); }
-inline void __syncwarp() { emulated::meet_warp(0, -1); }
+inline void __syncwarp() { emulated::sync_warp(); }
 template <class T> T __shfl_sync(unsigned, T value, int lane, int width = emulated::kWarp) {
   const int me = int(threadIdx.x) % emulated::kWarp;
   return emulated::from_lane(value, me / width * width + lane % width);

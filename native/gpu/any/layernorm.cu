@@ -237,9 +237,13 @@ template <class F> pydet_status with_shape(int64_t rows, int64_t n, const F &f) 
     if (n <= 16 * 8) return f(LayerShape<16, 1, 2, false>{});
     if (n <= 32 * 8) return f(LayerShape<32, 1, 2, false>{});
     if (n <= 32 * 16) return f(LayerShape<32, 2, 2, false>{});
-    if (n <= 32 * 24 && rows > 8192) return f(LayerShape<32, 3, 2, false>{});  // 4096x768 8.0 us, by the next one 7.5
+    // 2600x640 5.3 us, by the next one 6.2, 6000x640 8.6 and 9.2; but 4096x768 8.0 and 7.3.
+    const bool in_time = (rows > 2400 && rows <= 3600) || rows > 4500;
+    if (n <= 32 * 24 && in_time) return f(LayerShape<32, 3, 2, false>{});
     if (n <= 64 * 16) return f(LayerShape<64, 2, 2, false>{});
-    if (n <= 64 * 24) return f(LayerShape<64, 3, 1, false>{});
+    // 2300x1408 7.8 us, by the one after 7.1; 1300x1408 5.5 and 6.3, 4096x1536 13.1 and 12.1.
+    const bool wide = (rows > 1400 && rows <= 2400) || (n > 64 * 22 && rows > 3200 && rows <= 6000);
+    if (n <= 64 * 24 && !wide) return f(LayerShape<64, 3, 1, false>{});
     if (n <= 128 * 16) return f(LayerShape<128, 2, 2, false>{});
     if (n <= 128 * 24) return f(LayerShape<128, 3, 1, false>{});
     if (n <= 128 * 32) return f(LayerShape<128, 4, 1, false>{});

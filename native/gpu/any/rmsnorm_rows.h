@@ -190,14 +190,13 @@ template <int T, int W, int V> struct Lanes {
         group[i] = first + gpu_shfl_xor(first, 1, kLogicalWarp);
       }
     }
-    static_assert((kSlots & (kSlots - 1)) == 0, "groups are joined by halves");
     if constexpr (kSlots < kGroups)  // the groups that are empty, +0: they change -0 alone, and once
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) group[i] += 0.0f;
 #pragma unroll
-    for (int apart = kSlots / 2; apart > 0; apart /= 2)
+    for (int apart = kGroups / 2; apart > 0; apart /= 2)
 #pragma unroll
-      for (int i = 0; i < apart; ++i) group[i] += group[i + apart];
+      for (int i = 0; i < apart && i + apart < kSlots; ++i) group[i] += group[i + apart];
     return group[0];
   }
 };

@@ -1,0 +1,252 @@
+// Softmax of many short rows that lie one behind the other and begin anywhere, and its gradients, in fp32 (NUMERICS.md,
+// "Softmax"): the CPU's bits. The formulas are those of softmax.cu.
+//
+// A warp has some rows, in shared memory (adjacent_rows.h), and 2 to 8 threads a row in registers: the fewer, the more
+// rows share the steps of the maximum and of the sum. What a row's results need of x again is still there.
+
+#include "gpu/any/softmax_row.h"
+#include "gpu/kernels.h"
+#include "gpu/nvidia/adjacent_rows.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kWarps = 4, kBlock = kWarps * kLogicalWarp;
+
+// Minus infinity in the type of 16 bits.
+__device__ __forceinline__ uint16_t lowest_of(Type type) { return type == Type::bf16 ? 0xFF80 : 0xFC00; }
+
+template <int T, int V, int F>
+__global__ void __launch_bounds__(kBlock, kBlocks<V>)
+    softmax_adjacent_kernel(const __grid_constant__ Softmax p, int of_share) {
+  constexpr int kAtOnce = kLogicalWarp / T;
+  extern __shared__ __align__(16) char shared[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int lane = int(threadIdx.x) % kLogicalWarp, n = int(p.n);
+  const int64_t first = (int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kLogicalWarp) * of_share;
+  if (first >= p.rows) return;
+  const int rows = p.rows - first < of_share ? int(p.rows - first) : of_share;
+  char *const of_warp = shared + int(threadIdx.x) / kLogicalWarp * share_bytes<T, V>(of_share, n);
+  const Share<kLogicalWarp> x_share(p.x.data + first * n * 2, rows * n * 2);
+  x_share.bring(of_warp, first > 0, first + rows < p.rows);
+  commit_copies();
+  wait_copies<0>();
+  __syncwarp();
+
+  const SharedRow<T, V, F> columns = {lane % T, n};
+#pragma unroll 1
+  for (int turn = 0; turn * kAtOnce < rows; ++turn) {
+    const int mine = turn * kAtOnce + lane / T, r = mine < rows ? mine : rows - 1;
+    char *const row = of_warp + x_share.lead + r * n * 2;
+    Finish finish(p, first + r);
+    float x[V];
+    uint16_t bits[V];
+    columns.load(row, lowest_of(p.x.type), bits);
+    floats_of<2>(p.x.type, bits, x);
+    float most = kLowest;
+#pragma unroll
+    for (int i = 0; i < V; ++i) most = larger(most, x[i]);
+#pragma unroll
+    for (int apart = T / 2; apart > 0; apart /= 2) most = larger(most, gpu_shfl_xor(most, apart, kLogicalWarp));
+    const float max = most + 0.0f;  // which zero is the largest would depend on the order
+
+    SumOfLanes<T, V> sum;
+    float exps[sum.kChunks][kChunk];
+#pragma unroll
+    for (int c = 0; c < sum.kChunks; ++c) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k)
+        exps[c][k] = c * kChunk + k < V ? x[c * kChunk + k < V ? c * kChunk + k : 0] : kLowest;
+      exps_of(exps[c], max, exps[c]);
+      sum.add(c * kChunk, exps[c]);
+    }
+    finish.known(max, sum.total());
+    if (mine >= rows) continue;
+    if (p.kind == SoftmaxKind::log_prob) {
+      if (columns.t == 0) finish.store_log_prob(p.x.data + (first + r) * n * 2);
+      continue;
+    }
+    auto write = [&](const auto &make) {
+#pragma unroll
+      for (int c = 0; c < sum.kChunks; ++c) {
+        uint32_t pairs[kChunk / 2];
+        make(c * kChunk, exps[c], pairs);
+        columns.store_some(row, c * kChunk, pairs);
+      }
+    };
+    using Chunk = float[kChunk];
+    using Pairs = uint32_t[kChunk / 2];
+    if (p.kind == SoftmaxKind::softmax) {
+      if (p.x.type == Type::bf16)
+        write([&](int, const Chunk &e, Pairs &pairs) { finish.rounded_quotients<Type::bf16>(e, pairs); });
+      else write([&](int, const Chunk &e, Pairs &pairs) { finish.rounded_quotients<Type::f16>(e, pairs); });
+    } else if (p.kind == SoftmaxKind::log_softmax) {
+      write([&](int i, const Chunk &, Pairs &pairs) {
+        uint16_t again[kChunk];
+        Chunk y;
+        columns.load_some(row, i, again);
+        floats_of<2>(p.x.type, again, y);
+        finish.logarithms(y);
+        pairs_of(p.x.type, y, pairs);
+      });
+    } else {
+      write([&](int i, const Chunk &e, Pairs &pairs) {
+        Chunk y;
+        finish.elements<T>(columns.t + T * i, e, y);
+        pairs_of(p.x.type, y, pairs);
+      });
+    }
+  }
+  if (p.kind == SoftmaxKind::log_prob) return;
+  __syncwarp();
+  Share<kLogicalWarp>(p.y.data + first * n * 2, rows * n * 2).store(of_warp);
+}
+
+template <int T, int V, int F>
+__global__ void __launch_bounds__(kBlock, kBlocks<V>)
+    softmax_backward_adjacent_kernel(const __grid_constant__ SoftmaxBackward p, int of_share) {
+  constexpr int kAtOnce = kLogicalWarp / T;
+  extern __shared__ __align__(16) char shared[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int lane = int(threadIdx.x) % kLogicalWarp, n = int(p.n), bytes_of_share = share_bytes<T, V>(of_share, n);
+  const int64_t first = (int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kLogicalWarp) * of_share;
+  if (first >= p.rows) return;
+  const int rows = p.rows - first < of_share ? int(p.rows - first) : of_share;
+  char *const of_warp = shared + int(threadIdx.x) / kLogicalWarp * 2 * bytes_of_share;
+  const Share<kLogicalWarp> share(p.dy.data + first * n * 2, rows * n * 2);
+  share.bring(of_warp, first > 0, first + rows < p.rows);
+  Share<kLogicalWarp>(p.y.data + first * n * 2, rows * n * 2)
+      .bring(of_warp + bytes_of_share, first > 0, first + rows < p.rows);
+  commit_copies();
+  wait_copies<0>();
+  __syncwarp();
+
+  const SharedRow<T, V, F> columns = {lane % T, n};
+#pragma unroll 1
+  for (int turn = 0; turn * kAtOnce < rows; ++turn) {
+    const int mine = turn * kAtOnce + lane / T, r = mine < rows ? mine : rows - 1;
+    char *const dy_row = of_warp + share.lead + r * n * 2, *const y_row = dy_row + bytes_of_share;
+    uint16_t some[kChunk];
+    SumOfLanes<T, V> sum;
+#pragma unroll
+    for (int c = 0; c < sum.kChunks; ++c) {
+      float first_of[kChunk], second_of[kChunk];
+      columns.load_some(dy_row, c * kChunk, some);
+      floats_of<2>(p.dy.type, some, first_of);
+      if (!p.log) {
+        columns.load_some(y_row, c * kChunk, some);
+        floats_of<2>(p.dy.type, some, second_of);
+      }
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        const float product = fmaf(first_of[k], p.log ? 1.0f : second_of[k], 0.0f);
+        first_of[k] = columns.inside(c * kChunk + k) ? product : 0.0f;
+      }
+      sum.add(c * kChunk, first_of);
+    }
+    const float c = sum.total();
+    if (mine >= rows) continue;
+#pragma unroll
+    for (int i = 0; i < V; i += kChunk) {
+      float first_of[kChunk], second_of[kChunk];
+      uint32_t pairs[kChunk / 2];
+      columns.load_some(dy_row, i, some);
+      floats_of<2>(p.dy.type, some, first_of);
+      columns.load_some(y_row, i, some);
+      floats_of<2>(p.dy.type, some, second_of);
+      gradients_of(p, c, first_of, second_of);
+      pairs_of(p.dy.type, first_of, pairs);
+      columns.store_some(dy_row, i, pairs);
+    }
+  }
+  __syncwarp();
+  Share<kLogicalWarp>(p.dx.data + first * n * 2, rows * n * 2).store(of_warp);
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kLongest = 320;
+
+// Calls f with a team that holds a row of n.
+template <class F> pydet_status with_shape(int64_t n, const F &f) {
+  if (n <= 2 * 24) return f(AdjacentShape<2, 24, 16>{});
+  if (n <= 2 * 32) return f(AdjacentShape<2, 32, 24>{});
+  if (n <= 4 * 20) return f(AdjacentShape<4, 20, 16>{});
+  if (n <= 4 * 24) return f(AdjacentShape<4, 24, 20>{});
+  if (n <= 4 * 28) return f(AdjacentShape<4, 28, 24>{});
+  if (n <= 4 * 32) return f(AdjacentShape<4, 32, 28>{});
+  if (n <= 4 * 36) return f(AdjacentShape<4, 36, 32>{});
+  if (n <= 4 * 40) return f(AdjacentShape<4, 40, 36>{});
+  if (n <= 8 * 24) return f(AdjacentShape<8, 24, 20>{});
+  if (n <= 8 * 28) return f(AdjacentShape<8, 28, 24>{});
+  if (n <= 8 * 32) return f(AdjacentShape<8, 32, 28>{});
+  if (n <= 8 * 36) return f(AdjacentShape<8, 36, 32>{});
+  return f(AdjacentShape<8, 40, 36>{});
+}
+
+// A warp's share is rows of all its teams; of very many rows twice as many, so that it is whole pieces wherever they
+// begin: 190000x163 67 us with one row a team and 62 with two, but 24000x163 11.4 and 14.0.
+template <int operands, class Problem, class Shape>
+pydet_status launch_shares(const char *name, const Problem &p, Shape, void (*kernel)(Problem, int)) {
+  const int of_share = kLogicalWarp / Shape::T * (Shape::T == 8 && p.rows >= 80'000 ? 2 : 1);
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kWarps * of_share))),
+                  dim3(kBlock)};
+  where.shared_bytes = operands * kWarps * share_bytes<Shape::T, Shape::V>(of_share, int(p.n));
+  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+  return launch(where, kernel, p, of_share);
+}
+
+bool takes_rows(int64_t rows, int64_t n) { return n > 2 * 16 && n <= kLongest && rows < int64_t(1) << 31; }
+
+}  // namespace
+
+bool softmax_adjacent_takes(const Softmax &p) {
+  return takes_rows(p.rows, p.n) && rows_adjacent(p, p.x, p.x) && rows_adjacent(p, p.y, p.x);
+}
+// From so many rows on this is faster than softmax_strided. Measured on an H100, us, log_softmax here and there:
+// 183898x145 51 and 95 (a copy 46), 39647x130 14.0 and 21.9, 190000x65 36 and 50, 190000x203 72 and 100, 124356x309 69
+// and 80, but 16000x97 7.8 and 5.9, 48000x63 9.4 and 9.0, 16000x309 14.4 and 12.7, 4000x130 4.0 and 3.9.
+bool softmax_adjacent_prefers(const Softmax &p) {
+  constexpr struct {
+    int64_t longest, rows;
+  } kFrom[] = {{48, 24'000}, {64, 80'000},  {71, 28'000},  {96, 8'000},   {128, 40'000},
+               {160, 8'000}, {192, 14'000}, {256, 28'000}, {288, 24'000}, {320, 40'000}};
+  if (rows_whole(p)) return false;
+  for (const auto &from : kFrom)
+    if (p.n <= from.longest) return p.rows >= from.rows;
+  return false;
+}
+
+pydet_status softmax_adjacent(const Softmax &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("softmax_adjacent", guard.error());
+  return with_shape(p.n, [&](auto shape) {
+    return launch_shares<1>("softmax_adjacent", p, shape, softmax_adjacent_kernel<shape.T, shape.V, shape.F>);
+  });
+}
+
+bool softmax_backward_adjacent_takes(const SoftmaxBackward &p) {
+  return takes_rows(p.rows, p.n) && rows_adjacent(p, p.dy, p.dy) && rows_adjacent(p, p.y, p.dy) &&
+         rows_adjacent(p, p.dx, p.dy);
+}
+// Likewise, us: of the logarithm 183898x145 68 and 88, 39647x130 17.6 and 20.7, 190000x79 1.3 times as fast, 190000x183
+// 1.2, but 32000x145 and 100000x203 as fast, 190000x309 slower; of softmax itself 190000x145 1.14 times as fast.
+bool softmax_backward_adjacent_prefers(const SoftmaxBackward &p) {
+  if (rows_whole(p)) return false;
+  if (p.n > 71 && p.n <= 88) return p.rows >= (p.log ? 48'000 : 100'000);
+  if (p.n > 128 && p.n <= 160) return p.rows >= (p.log ? 36'000 : 64'000);
+  return p.n > 160 && p.n <= 192 && p.rows >= 80'000;
+}
+
+pydet_status softmax_backward_adjacent(const SoftmaxBackward &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error("softmax_backward_adjacent", guard.error());
+  return with_shape(p.n, [&](auto shape) {
+    return launch_shares<2>("softmax_backward_adjacent", p, shape,
+                            softmax_backward_adjacent_kernel<shape.T, shape.V, shape.F>);
+  });
+}
+
+}  // namespace pydet
