@@ -19,6 +19,7 @@ UNSUPPORTED = 11  # pydet.h
 GEMM_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm") if kernel.arithmetic == "sm90"]
 PLAIN_COLUMNS = (96, 144, 160)  # of tiles of 128 rows that take e4m3 without scales along k alone
 PLAIN_KERNELS = {f"cuda_scaled_gemm_sm90_128x{columns}": columns for columns in PLAIN_COLUMNS}
+LOW_KERNELS = {f"cuda_scaled_gemm_sm90_64x{columns}": columns for columns in (64, 128)}  # with scales along k alone
 IEEE_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm") if kernel.arithmetic == "ieee"]
 QUANTIZE_KERNELS = [kernel.name for kernel in cuda_kernels("quantize")]
 
@@ -144,7 +145,12 @@ def problems():
     yield make(65, 100, 256, scale_type=E8M0, a_scale="row", b_scale="row")
     yield make(70, 130, 256, batch=(3,), a_scale="group", b_scale="block")
     yield make(270, 130, 256, batch=(2, 2), a_scale="row", b_scale="row", bias="mn fp32")
-    yield make(1500, 1300, 640, a_scale="group", b_scale="block")  # more tiles than blocks
+    for k in (128, 384, 512, 640, 1152):
+        for a_scale, b_scale in (("group", "none"), ("group", "tensor"), ("none", "block")):
+            yield make(300, 260, k, a_scale=a_scale, b_scale=b_scale)
+        yield make(300, 260, k, scale_type=E8M0, a_scale="group", b_scale="block")
+        yield make(300, 140, k, scale_type=E8M0, a_scale="group", b_scale="group")
+        yield make(1500, 1300, k, a_scale="group", b_scale="block")  # more tiles than blocks
     yield make(3000, 2200, 384, a_scale="row", b_scale="row")
 
 
@@ -175,6 +181,39 @@ def plain_problems(columns):
     yield make(70, 130, 256, batch=(3,), scale_type=E8M0)
     for out_dtype in ("bf16", "fp32"):
         yield make(3000, 2200, 384, out_dtype=out_dtype)
+
+
+def low_problems(columns):
+    """What tiles of 64 rows by so many columns take: edges of tiles and of boxes that are cut off, stages and rings
+    of 8 and 12 of them, turns of 8, 4, 2 and 1, rounds of four chunks whole and not, one tile a block and more."""
+    cases, outs = itertools.count(3000), itertools.cycle(["bf16", "fp32", "fp16"])
+    scales = itertools.cycle(
+        [("group", "block"), ("group", "none"), ("group", "tensor"), ("none", "block"), ("row", "block")]
+    )
+
+    def make(m, n, k, **fields):
+        a_scale, b_scale = next(scales)
+        given = {"a_scale": a_scale, "b_scale": b_scale, "out_dtype": next(outs), "seed": next(cases), **fields}
+        return Scaled(m, n, k, a_type="e4m3", b_type="e4m3", **given)
+
+    for m in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 513):
+        yield make(m, 2 * columns + 8, 400)
+        yield make(m, columns, 640, a_scale="group", b_scale="block")
+    for n in (1, 8, 63, 64, 65, columns - 8, columns - 1, columns + 1, 2 * columns, 2 * columns + 1, 520):
+        yield make(50, n, 272)
+        yield make(200, n, 1200)
+    for k in (0, 16, 48, 112, *range(128, 2176, 128), 2064, 4224):
+        yield make(130, 140, k, a_scale="group", b_scale="block")
+    for bias in ("n fp32", "n bf16", "mn fp16", "mn fp32"):
+        yield make(130, 200, 256, bias=bias)
+    for kind in ("near", "specials"):
+        yield make(131, 200, 272, kind=kind, a_scale="group", b_scale="block")
+    yield make(300, 260, 512, accumulate=True, out_dtype="fp32")
+    yield make(270, 200, 256, batch=(2, 2), bias="mn fp32", a_scale="group", b_scale="block")
+    for k in (128, 640, 1040):
+        yield make(70, 130, k, batch=(3,), scale_type=E8M0, a_scale="group", b_scale="block")
+        for out_dtype in ("bf16", "fp32"):
+            yield make(1500, 1300, k, out_dtype=out_dtype, a_scale="group", b_scale="block")
 
 
 def few_rows(types=(("e4m3", "e4m3"),)):
@@ -229,6 +268,8 @@ def test_scaled_gemm_equals_the_cpu(torch, kernel):
     given = few_rows() if "skinny" in (kernel or "") else problems() if kernel else [*problems(), *few_rows()]
     if kernel in PLAIN_KERNELS:
         given = plain_problems(PLAIN_KERNELS[kernel])
+    if kernel in LOW_KERNELS:
+        given = low_problems(LOW_KERNELS[kernel])
     if kernel is None or kernel.endswith(("skinny_32", "skinny_64")):
         given = [*given, *few_rows([pair for pair in itertools.product(TYPES, TYPES) if pair != ("e4m3", "e4m3")])]
     for problem in given:
@@ -308,7 +349,11 @@ def test_row_bits_do_not_depend_on_the_batch(torch, kernel, scales):
 @pytest.mark.parametrize("k", [384, 512, 640, 1040, 1152, 1536])
 def test_scales_lie_anywhere(torch, kernel, k):
     """Rows of scales at every distance, whose fours are 16 aligned bytes or not, and columns of them."""
-    rows, columns = (64 if "skinny" in kernel else 300), 200
+    for rows in (63, 64) if "skinny" in kernel else (299, 300):
+        check_places(torch, kernel, rows, 200, k)
+
+
+def check_places(torch, kernel, rows, columns, k):
     generator = torch.Generator(device="cuda").manual_seed(k)
     x, w = (torch.randn(n, k, device="cuda", generator=generator).bfloat16() for n in (rows, columns))
     (a, sa), (b, sb) = pydet.quantize(x, granularity="group"), pydet.quantize(w, granularity="block")
@@ -318,10 +363,15 @@ def test_scales_lie_anywhere(torch, kernel, k):
         room[:, first : first + scale.shape[1]] = scale
         return room[:, first : first + scale.shape[1]]
 
+    def turned(scale, first, distance):
+        return placed(scale.t(), first, distance).t()
+
     whole = -(-sa.shape[1] // 4) * 4
     places = [(0, whole), (4, whole + 4), (1, whole + 4), (3, whole + 3), (0, whole + 2)]
     ways = [functools.partial(placed, first=first, distance=distance) for first, distance in places]
-    ways.append(lambda scale: scale.t().contiguous().t())
+    ways += [
+        functools.partial(turned, first=first, distance=320 + more) for first, more in [(0, 0), (4, 0), (1, 0), (4, 2)]
+    ]
     want = pydet.scaled_gemm(a, b.t(), a_scale=sa, b_scale=sb.t(), kernel=kernel)
     for way, other in itertools.product(ways, ways):
         got = pydet.scaled_gemm(a, b.t(), a_scale=way(sa), b_scale=other(sb).t(), kernel=kernel)
@@ -335,10 +385,12 @@ def test_out_lies_anywhere(torch, kernel, dtype):
     written around it."""
     generator = torch.Generator(device="cuda").manual_seed(5)
     x, w = (torch.randn(n, 400, device="cuda", generator=generator).bfloat16() for n in (600, 400))
-    (a, sa), (b, sb) = pydet.quantize(x, granularity="row"), pydet.quantize(w, granularity="row")
+    kinds = ("group", "block") if kernel in LOW_KERNELS else ("row", "row")
+    (a, sa), (b, sb) = (pydet.quantize(matrix, granularity=kind) for matrix, kind in zip((x, w), kinds, strict=True))
     dtype = getattr(torch, dtype)
     for m, n in itertools.product((1, 33, 64) if "skinny" in kernel else (1, 63, 130, 600), (8, 65, 120, 203, 400)):
-        given = {"a_scale": sa[:m], "b_scale": sb[:n].t(), "kernel": kernel}
+        its_sb = sb[: -(-n // 128)] if kernel in LOW_KERNELS else sb[:n]
+        given = {"a_scale": sa[:m], "b_scale": its_sb.t(), "kernel": kernel}
         want = pydet.scaled_gemm(a[:m], b[:n].t(), out_dtype=dtype, **given)
         units = -(-n // 8) * 8
         for first, distance in ((0, units), (8, units + 16), (0, units + 8), (1, units + 8), (0, n + 3)):

@@ -119,18 +119,15 @@ template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *n
   return {name,    scaled_skinny_types(rows), Arithmetic::sm90,          kScaledSkinny, "sm_90a", is_sm90, nullptr,
           nullptr, scaled_skinny_sm90<rows>,  scaled_skinny_sm90_choose, rows};
 }
+constexpr Kernel<ScaledGemm> scaled_e4m3_row(const char *name, Launcher<ScaledGemm> launch, int tile) {
+  return {name,    bit(Type::e4m3), Arithmetic::sm90,        kScaledTile, "sm_90a", is_sm90, nullptr,
+          nullptr, launch,          scaled_gemm_sm90_choose, tile};
+}
 template <int tile> constexpr Kernel<ScaledGemm> scaled_plain_row() {
-  return {kPlainNames[tile],
-          bit(Type::e4m3),
-          Arithmetic::sm90,
-          kScaledTile,
-          "sm_90a",
-          is_sm90,
-          nullptr,
-          nullptr,
-          scaled_gemm_sm90_plain<tile>,
-          scaled_gemm_sm90_choose,
-          kScaledTiles + tile};
+  return scaled_e4m3_row(kPlainNames[tile], scaled_gemm_sm90_plain<tile>, kScaledTiles + tile);
+}
+template <int tile> constexpr Kernel<ScaledGemm> scaled_low_row() {
+  return scaled_e4m3_row(kLowNames[tile], scaled_gemm_sm90_low<tile>, kScaledTiles + kPlainTiles + tile);
 }
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
@@ -152,6 +149,8 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_plain_row<0>(),
     scaled_plain_row<1>(),
     scaled_plain_row<2>(),
+    scaled_low_row<0>(),
+    scaled_low_row<1>(),
     {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
      is_sm90, nullptr, nullptr, scaled_gemm_sm90_128x128},
     {"cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, "sm_80 or later", from_sm80, nullptr,

@@ -10,6 +10,7 @@
 
 #include <utility>
 
+#include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scales.h"
 #include "gpu/nvidia/sm90/skinny.h"
 #include "gpu/nvidia/sm90/wgmma_fp8.h"
@@ -22,7 +23,9 @@ constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory
 constexpr int kMostTileK = 4096;           // up to which 128x64 of scaled_tiles.cu is faster for more than 64 rows,
-constexpr int kManyM = 96;                 // and for more than this where each SM has several tiles
+constexpr int kManyM = 96;                 // and for more than this where each SM has several tiles,
+constexpr int kMostShortK = 2048;          // or for more than 64 up to this one
+constexpr int kMostUnalignedK = 1536;      // and up to this one where rows do not begin lines, for more than 16
 constexpr int kPair = 2;                   // fp8 numbers in one of 16 bits
 constexpr int kAheadBytes = 32 << 10;      // of b's a block that are asked of the L2 while the kernel ahead ends
 constexpr int kFewM = 16;                  // past which half a multiprocessor asks for half of them
@@ -64,23 +67,50 @@ template <class S> struct Scales {
   __device__ __forceinline__ Scales(const SkinnyProblem &s, uint32_t at)
       : problem(s), a(at), b(at + s.p.m * (s.table_chunks | 1) * 4), pitch(s.table_chunks | 1) {}
 
-  // By all consumers, before their first tile: those of a, as many lanes a row as it has scales.
+  // Where they lie in global memory, in elements, and where they go.
+  __device__ __forceinline__ int64_t from_row(int row, int chunk) const {
+    return row * problem.a_scale.stride + chunk * problem.a_scale.chunk_stride;
+  }
+  template <int each> __device__ __forceinline__ int64_t from_column(int first_column, int index) const {
+    const int j = index % each;
+    const int column = problem.b_scale.blocks ? min(first_column / kScaleGroup + j, (problem.p.n - 1) / kScaleGroup)
+                                              : min(first_column + j, problem.p.n - 1);
+    return column * problem.b_scale.stride + index / each * problem.b_scale.chunk_stride;
+  }
+
+  // By all consumers, before their first tile: those of a, as many lanes a row as it has scales, or a chunk as it has
+  // rows where these are adjacent. Copied ones come until wait_for_words().
   __device__ __forceinline__ void load_rows(int thread) const {
-    constexpr int at_once = 8;
-    const int chunks = problem.table_chunks, log = chunks == 1 ? 0 : chunks <= 8 ? 3 : chunks <= 16 ? 4 : 5;
+    const int chunks = problem.table_chunks, rows = problem.p.m;
+    const bool down = problem.a_scale.stride < problem.a_scale.chunk_stride;
+    const int extent = down ? rows : chunks, others = down ? chunks : rows;
+    const int log = extent == 1 ? 0 : extent <= 8 ? 3 : extent <= 16 ? 4 : 5;
     const int first = thread >> log, step = S::consumers >> log, lanes = 1 << log;
-    for (int row = first; row < problem.p.m; row += at_once * step)
-      for (int chunk = thread % lanes; chunk < chunks; chunk += lanes) {
+    auto row_of = [&](int other, int inner) { return down ? inner : other; };
+    auto chunk_of = [&](int other, int inner) { return down ? other : inner; };
+    auto to = [&](int other, int inner) { return of_row(row_of(other, inner)) + chunk_of(other, inner) * 4; };
+    if (copied(problem.a_scale)) {
+#pragma unroll 2
+      for (int other = first; other < others; other += step)
+        for (int inner = thread % lanes; inner < extent; inner += lanes)
+          copy_word(to(other, inner),
+                    problem.a_scale.data + from_row(row_of(other, inner), chunk_of(other, inner)) * 4);
+      return;
+    }
+    constexpr int at_once = 8;
+    for (int other = first; other < others; other += at_once * step)
+      for (int inner = thread % lanes; inner < extent; inner += lanes) {
         int64_t from[at_once];
         float x[at_once];
 #pragma unroll
-        for (int i = 0; i < at_once; ++i)
-          from[i] =
-              min(row + i * step, problem.p.m - 1) * problem.a_scale.stride + chunk * problem.a_scale.chunk_stride;
+        for (int i = 0; i < at_once; ++i) {
+          const int here = min(other + i * step, others - 1);
+          from[i] = from_row(row_of(here, inner), chunk_of(here, inner));
+        }
         load_scales(problem.a_scale, from, x);
 #pragma unroll
         for (int i = 0; i < at_once; ++i)
-          if (row + i * step < problem.p.m) store_word(of_row(row + i * step) + chunk * 4, x[i]);
+          if (other + i * step < others) store_word(to(other + i * step, inner), x[i]);
       }
   }
   // And before each tile those of its columns, `each` of them a chunk.
@@ -88,16 +118,18 @@ template <class S> struct Scales {
     const DeviceScale &scale = problem.b_scale;
     constexpr int at_once = 4;
     const int count = each * problem.table_chunks;
+    if (copied(scale)) {
+#pragma unroll 1
+      for (int i = thread; i < count; i += S::consumers)
+        copy_word(b + i * 4, scale.data + from_column<each>(first_column, i) * 4);
+      return;
+    }
     for (int start = thread; start < count; start += at_once * S::consumers) {
       int64_t from[at_once];
       float x[at_once];
 #pragma unroll
-      for (int i = 0; i < at_once; ++i) {
-        const int index = min(start + i * S::consumers, count - 1), j = index % each;
-        const int column = scale.blocks ? min(first_column / kScaleGroup + j, (problem.p.n - 1) / kScaleGroup)
-                                        : min(first_column + j, problem.p.n - 1);
-        from[i] = column * scale.stride + index / each * scale.chunk_stride;
-      }
+      for (int i = 0; i < at_once; ++i)
+        from[i] = from_column<each>(first_column, min(start + i * S::consumers, count - 1));
       load_scales(scale, from, x);
 #pragma unroll
       for (int i = 0; i < at_once; ++i)
@@ -145,6 +177,7 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
     if (tile != int(blockIdx.x)) named_sync(kScales, S::consumers);
     if (two_blocks) scales.template load_columns<2>(thread, start_column);
     else scales.template load_columns<S::rows>(thread, start_column);
+    wait_for_words();
     named_sync(kScales, S::consumers);
 
     float d[S::registers];
@@ -326,13 +359,19 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
 
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) of five layers: so few columns that there is a tile for
 // every SM, or for every two of them where each has half of the rows; where there are several, those that leave the
-// fewest idle. 0: a tile of scaled_tiles.cu.
+// fewest idle. 0: a tile of scaled_tiles.cu. Where rows of k do not begin lines of the L2, these are faster, since they
+// read b for all rows at once.
 int fastest_columns_of_e4m3(const ScaledGemm &g) {
   const int64_t sms = gpu_multiprocessors(g.device.id), width = divide_up(g.n, g.m > kWarpgroupRows ? sms / 2 : sms);
+  if (!scaled_whole_lines(g)) {
+    if (g.m > kWarpgroupRows) return width <= 16 ? 48 : 0;
+    if (g.m > kFewM && g.k <= kMostUnalignedK && width > 32) return 0;
+  }
   if (width <= 16) return g.m > 32 && g.m <= kWarpgroupRows && width > 8 ? 32 : 16;
   if (width <= 32) return 32;
   if (g.along_k && g.m > kWarpgroupRows && !(g.needs() & kColumnScales)) return 0;
   if (width <= 64) return 64;
+  if (g.m > kWarpgroupRows && g.k <= kMostShortK) return 0;
   if (g.m > kWarpgroupRows && width <= 128) return g.k <= kMostTileK ? 0 : 128;
   if (g.m > kManyM && g.k <= kMostTileK) return 0;
   int best = 48;

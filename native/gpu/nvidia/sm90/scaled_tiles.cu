@@ -3,14 +3,14 @@
 //   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
 //   w_c = fl(sa[m, c] sb[c, n]) with scales along k, else 1;     then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 //
-// One persistent block an SM, two blocks a cluster. A producer thread brings tiles of m by 128 k and 128 k by n into a
+// One persistent block an SM, two blocks a cluster. Two threads bring tiles of m by 128 k and 128 k by n into a
 // ring of stages by TMA; the blocks of a cluster lie under each other and each brings half of b's tile to both, or side
-// by side and halves of a's. Two warps put the weights of each chunk, or the scales of a tile, into shared memory, so
-// that the warpgroups that multiply only read them: where these loaded scales themselves, the kernel had half of its
-// speed. The additions, which are half as many instructions again, are made while the other warpgroup's chunk is on the
-// tensor cores, or this one's next. Results of 16 bits are stored by the copy engine from shared memory, while the next
-// tile's products begin: 2 to 4 % for short K, more where rows end within a box. Adding zeros past the end of K changes
-// nothing, since a step leaves c on a grid that the next step keeps.
+// by side and halves of a's. A warp or two put the scales of each chunk, or of a tile, into shared memory, so that the
+// warpgroups that multiply only read them: where these loaded scales themselves, the kernel had half of its speed. The
+// additions, which are half as many instructions again, are made while the other warpgroup's chunk is on the tensor
+// cores, or this one's next. Results of 16 bits are stored by the copy engine from shared memory, while the next tile's
+// products begin: 2 to 4 % for short K, more where rows end within a box. Adding zeros past the end of K changes nothing,
+// since a step leaves c on a grid that the next step keeps.
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scaled_tiles.h"
@@ -20,14 +20,16 @@
 namespace pydet {
 namespace {
 
-// What a thread's part of 64 rows of one chunk is weighed by: rows lane / 4 and 8 on, and of tiles that lie in two
-// blocks of scales those again for columns from `split` on.
+// What a thread's part of 64 rows of one chunk is weighed by: a's scales of rows lane / 4 and 8 on, b's of the block of
+// columns that the tile begins in, and of the next one where it lies in two. By column b's do not stand here.
 template <class S> struct Weights {
-  float w[2] = {1, 1}, next[2] = {1, 1};
-  __device__ __forceinline__ void load(uint32_t of_rows) {
-    w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
-    if (S::crosses) next[0] = load_word(of_rows + S::m * 4), next[1] = load_word(of_rows + (S::m + 8) * 4);
+  float a[2] = {1, 1}, b[2] = {1, 1};
+  __device__ __forceinline__ void load(uint32_t of_rows, int pitch, uint32_t of_block) {
+    a[0] = load_word(of_rows), a[1] = load_word(of_rows + 8 * pitch);
+    b[0] = load_word(of_block);
+    if (S::crosses) b[1] = load_word(of_block + 4);
   }
+  __device__ __forceinline__ float of(int row, bool next) const { return a[row] * b[next]; }
 };
 
 // total += w sum. Where no chunk has weights this is an addition, to the same bits: it reads two registers, not three,
@@ -38,7 +40,7 @@ __device__ __forceinline__ void add_chunk(float (&total)[S::registers], const fl
 #pragma unroll
   for (int i = 0; i < S::registers; ++i) {
     const int column = i / 4 * 8 / S::of_one * S::of_one, row = i % 4 / 2;
-    const float w = S::crosses && column >= split ? weights.next[row] : weights.w[row];
+    const float w = S::crosses && column >= split ? weights.of(row, true) : weights.of(row, false);
     total[i] = S::weighed ? fmaf(w, sum[i], total[i]) : total[i] + sum[i];
   }
 }
@@ -81,17 +83,33 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
   const uint32_t pieces = shared + S::staging_at + (warpgroup * 4 + thread / 32) * S::warp_pieces * kPieceBytes;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const bool by_column = S::by_column && problem.along_k && by_columns(b_scale);
-  const bool scaled_after = !problem.along_k && (a_scale.data || b_scale.data);
-  Cursor<S> ring, done;
-  Round round;
-  auto free_weights = [&] {
-    if (lane == 0) barrier_arrive(read_barrier<S>(shared, round.stage));
-    round.next();
-  };
+  const bool along_k = S::weighed && (S::always_along_k || problem.along_k);
+  const bool scaled_after = !S::always_along_k && !problem.along_k && (a_scale.data || b_scale.data);
+  Cursor<S> ring, done, round;
   auto give_turn = [](int to) {
-    if (S::turns) named_arrive(kTurn + to, kConsumers * kWarpgroup);
+    if (S::turns) named_arrive(kTurn + to, S::consumers * kWarpgroup);
   };
-  if (warpgroup == kConsumers - 1) give_turn(0);
+  if (warpgroup == S::consumers - 1) give_turn(0);
+  // Scales that are not brought are 1.
+  if (S::weighed && !S::long_chunks && !along_k) {
+    for (int i = int(threadIdx.x) - kWarpgroup; i < S::rounds_bytes / 4; i += S::consumers * kWarpgroup)
+      store_word(shared + S::rounds_at + i * 4, 1);
+    if (thread < S::stages * S::chunk_bytes / 4) store_word(shared + S::chunks_at + thread * 4, 1);
+    named_sync(kTurn, S::consumers * kWarpgroup);
+  }
+  // The low words of the first stage's descriptors, made once and the same in all lanes: made anew in each stage, a chain
+  // of five instructions stands before its first product.
+  auto descriptor_word = [](uint32_t at) { return __shfl_sync(0xFFFFFFFFu, uint32_t(wgmma_descriptor<true>(at)), 0); };
+  auto descriptor = [](uint32_t word) { return wgmma_descriptor<true>(0) >> 32 << 32 | word; };
+  const uint32_t a_word = descriptor_word(shared + warpgroup * S::blocks * kBlockBytes);
+  const uint32_t b_word = descriptor_word(shared + S::a_bytes);
+  // Of chunk `i` of the round.
+  const RoundPitch pitch = round_pitch<S>(problem);
+  auto load_weights = [&](Weights<S> &weights, int stage, int i, int block) {
+    const int row = (warpgroup * S::blocks + block) * 64 + thread / 32 * kWarpRows + lane / 4;
+    weights.load(row_scales<S>(shared, round.stage) + row * pitch.row + i * pitch.chunk, pitch.row,
+                 column_scales<S>(shared, stage));
+  };
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
     auto rows_of = [&](int i, int block) {
@@ -123,18 +141,17 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
     if constexpr (S::ahead) {
       float sums[2][S::registers];
       auto begin = [&](float(&x)[S::registers]) {
-        const uint32_t at = shared + ring.stage * (S::a_bytes + S::b_bytes);
-        const uint64_t a = wgmma_descriptor<true>(at + warpgroup * kBlockBytes);
-        const uint64_t b = wgmma_descriptor<true>(at + S::a_bytes);
+        const uint32_t stage_words = ring.stage * ((S::a_bytes + S::b_bytes) / 16);
         barrier_wait(full_barrier<S>(shared, ring.stage), ring.parity);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kStageK / kFp8Step; ++step)
-          wgmma_fp8<S::a_type, S::b_type>(x, a + step * 2, b + step * 2, step);
+          wgmma_fp8<S::a_type, S::b_type>(x, descriptor(a_word + stage_words + step * 2),
+                                          descriptor(b_word + stage_words + step * 2), step);
         wgmma_commit();
         ring.next();
       };
-      // The first of them at `first` in a round of weights.
+      // The first of them is `first` in a round.
       auto make_chunks = [&](auto chunks, int first) {
         constexpr int count = decltype(chunks)::value;
         begin(sums[0]);
@@ -142,16 +159,12 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
         for (int j = 0; j < count; ++j) {
           if (j + 1 < count) begin(sums[(j + 1) % 2]);
           Weights<S> weights;
-          if (S::weighed && problem.along_k) {
-            if (j % kRound == 0) barrier_wait(weighed_barrier<S>(shared, round.stage), round.parity);
-            weights.load(shared + S::weights_at + (round.stage * kRound + first + j % kRound) * S::weight_bytes +
-                         (warpgroup * 64 + thread / 32 * kWarpRows + lane / 4) * 4);
-          }
+          if (S::weighed) load_weights(weights, done.stage, first + j % kRound, 0);
           if (j + 1 < count) wgmma_wait<1>();
           else wgmma_wait<0>();
           if (lane < S::cluster) barrier_arrive(empty_barrier<S>(shared, done.stage), lane);
-          if (S::weighed && problem.along_k && j % kRound == kRound - 1) free_weights();
           done.next();
+          if (j % kRound == kRound - 1) round.next();
           add_chunk<S>(total[0], sums[j % 2], weights, split);
         }
       };
@@ -172,40 +185,36 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       }
       if (left & 2) make_chunks(std::integral_constant<int, 2>(), 0);
       if (left & 1) make_chunks(std::integral_constant<int, 1>(), left & 2);
-      if (S::weighed && problem.along_k && left) free_weights();
+      if (left) round.next();
     } else {
       bool fresh = !problem.chain_from_out;
       int left = p.chunk;
-#pragma unroll S::unrolled
-      for (int i = 0; i < p.k; ++i) {
+      auto make_chunk = [&](int i, int of_round) {
         const bool ends = !S::long_chunks || --left == 0 || i + 1 == p.k;
-        const uint32_t at = shared + ring.stage * (S::a_bytes + S::b_bytes);
-        const uint32_t weights_at = shared + S::weights_at + ring.stage * S::weight_bytes;
+        const uint32_t stage_words = ring.stage * ((S::a_bytes + S::b_bytes) / 16);
         barrier_wait(full_barrier<S>(shared, ring.stage), ring.parity);
 #pragma unroll
         for (int block = 0; block < S::blocks; ++block) {
-          const uint64_t a = wgmma_descriptor<true>(at + (warpgroup * S::blocks + block) * kBlockBytes);
-          const uint64_t b = wgmma_descriptor<true>(at + S::a_bytes);
           if (S::turns) named_sync(kTurn + warpgroup, 256);
           wgmma_fence();
 #pragma unroll
           for (int step = 0; step < kStageK / kFp8Step; ++step)
-            wgmma_fp8<S::a_type, S::b_type>(sum, a + step * 2, b + step * 2, step || (S::long_chunks && !fresh));
+            wgmma_fp8<S::a_type, S::b_type>(
+                sum, descriptor(a_word + stage_words + block * (kBlockBytes / 16) + step * 2),
+                descriptor(b_word + stage_words + step * 2), step || (S::long_chunks && !fresh));
           wgmma_commit();
-          give_turn((warpgroup + 1) % kConsumers);
-          const uint32_t of_rows =
-              weights_at + ((warpgroup * S::blocks + block) * 64 + thread / 32 * kWarpRows + lane / 4) * 4;
+          give_turn((warpgroup + 1) % S::consumers);
           Weights<S> weights;
-          if (S::weighed && problem.along_k) weights.load(of_rows);
+          if (S::weighed && (!S::long_chunks || problem.along_k)) load_weights(weights, ring.stage, of_round, block);
           wgmma_wait<0>();
           if (by_column) {
 #pragma unroll
             for (int j = 0; j < S::registers; j += 4) {
-              const float2 sb = load_pair(weights_at + (S::m + j * 2 + lane % 4 * 2) * 4);
-              total[block][j] = fmaf(weights.w[0] * sb.x, sum[j], total[block][j]);
-              total[block][j + 1] = fmaf(weights.w[0] * sb.y, sum[j + 1], total[block][j + 1]);
-              total[block][j + 2] = fmaf(weights.w[1] * sb.x, sum[j + 2], total[block][j + 2]);
-              total[block][j + 3] = fmaf(weights.w[1] * sb.y, sum[j + 3], total[block][j + 3]);
+              const float2 sb = load_pair(column_scales<S>(shared, ring.stage) + (j * 2 + lane % 4 * 2) * 4);
+              total[block][j] = fmaf(weights.a[0] * sb.x, sum[j], total[block][j]);
+              total[block][j + 1] = fmaf(weights.a[0] * sb.y, sum[j + 1], total[block][j + 1]);
+              total[block][j + 2] = fmaf(weights.a[1] * sb.x, sum[j + 2], total[block][j + 2]);
+              total[block][j + 3] = fmaf(weights.a[1] * sb.y, sum[j + 3], total[block][j + 3]);
             }
           }
           if (block == S::blocks - 1 && lane < S::cluster) barrier_arrive(empty_barrier<S>(shared, ring.stage), lane);
@@ -214,15 +223,29 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
         fresh = ends;
         if (ends) left = p.chunk;
         ring.next();
-      }
+        if (of_round == kRound - 1) round.next();
+      };
+      // Turns of four stages without a way out, so that the next stage's barrier is asked between the last one's
+      // additions.
+      int i = 0;
+      if (!S::long_chunks)
+#pragma unroll 1
+        for (; i + S::unrolled <= p.k; i += S::unrolled)
+#pragma unroll
+          for (int j = 0; j < S::unrolled; ++j) make_chunk(i + j, j);
+#pragma unroll 1
+      for (; i < p.k; ++i) make_chunk(i, i % kRound);
+      if (p.k % kRound) round.next();
     }
 
     if (S::stores_boxes) wait_for_boxes(lane);  // of the tile before
-    if (scaled_after) named_sync(kScalesReady, kScalesThreads);
+    if (scaled_after) named_sync(kScalesReady, S::scales_threads);
+    const WarpRows<S> first_rows = rows_of(index, 0);
 #pragma unroll
     for (int block = 0; block < S::blocks; ++block) {
       float(&x)[S::registers] = total[block];
-      const WarpRows<S> rows = rows_of(index, block);
+      const WarpRows<S> rows = {p, first_rows.tile, first_rows.piece + block * S::block_pieces * kPieceBytes,
+                                first_rows.row + block * 64, first_rows.lane};
       if (scaled_after) {
         const uint32_t scales = shared + S::scales_at;
         const int row = (warpgroup * S::blocks + block) * 64 + thread / 32 * kWarpRows + lane / 4;
@@ -235,7 +258,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
           x[j + 2] = (x[j + 2] * sb.x) * sa_1;
           x[j + 3] = (x[j + 3] * sb.y) * sa_1;
         }
-        if (block == S::blocks - 1) named_arrive(kScalesRead, kScalesThreads);
+        if (block == S::blocks - 1) named_arrive(kScalesRead, S::scales_threads);
       }
       if (p.bias)
         rows.each_element(p.bias, p.bias_type, rows.tile.bias_offset, p.bias_row_stride, p.bias_column_stride,
@@ -261,12 +284,8 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const int rank = cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::stages; ++i) {
-      barrier_init(full_barrier<S>(shared, i), 1 + (p.along_k && !S::by_rounds ? kWeighers / 32 : 0));
-      barrier_init(empty_barrier<S>(shared, i), kConsumers * 4 * S::cluster);
-    }
-    for (int i = 0; i < kRounds; ++i) {
-      barrier_init(weighed_barrier<S>(shared, i), kWeighers / 32);
-      barrier_init(read_barrier<S>(shared, i), kConsumers * 4);
+      barrier_init(full_barrier<S>(shared, i), 2 + (S::weighed && p.along_k ? S::bringing_threads : 0));
+      barrier_init(empty_barrier<S>(shared, i), S::consumers * 4 * S::cluster);
     }
     fence_barrier_init();
     if (p.rows.k > 0) prefetch(&p.rows.a), prefetch(&p.rows.b);
@@ -276,18 +295,16 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / kWarpgroup, 0);
   wait_for_previous_kernel();
   if (warpgroup == 0) {
-    registers_down<S::weigher_registers>();
+    if constexpr (S::consumers > 1) registers_down<S::producer_registers>();
     const int thread = int(threadIdx.x);
-    if (thread == 0) produce<S>(p.rows, shared, rank);
-    const int weigher = thread - (kWarpgroup - kWeighers);
-    if (weigher >= 0 && !p.along_k && (p.a_scale.data || p.b_scale.data)) bring_scales<S>(p, shared, rank, weigher);
+    if (thread == 0) produce<S, false>(p, shared, rank);
+    if (thread == 32) produce<S, true>(p, shared, rank);
+    const int bringing = thread - (kWarpgroup - S::bringing_threads);
+    if (bringing >= 0 && !p.along_k && (p.a_scale.data || p.b_scale.data)) bring_scales<S>(p, shared, rank, bringing);
     if constexpr (S::weighed)
-      if (weigher >= 0 && p.along_k) {
-        if (S::by_rounds || (!S::by_column && p.a_by_fours)) weigh_fours<S>(p, shared, rank, weigher);
-        else weigh_chunks<S>(p, shared, rank, weigher);
-      }
+      if (bringing >= 0 && p.along_k) bring_chunks<S>(p, shared, rank, bringing);
   } else {
-    registers_up<S::consumer_registers>();
+    if constexpr (S::consumers > 1) registers_up<S::consumer_registers>();
     consume<S>(p, shared, rank, warpgroup - 1);
   }
 }
@@ -314,13 +331,15 @@ MapShape map_of(const ScaledGemm &g, const Matrix &matrix, int operand, int64_t 
   return map;
 }
 
-bool by_fours(const ScaledGemm &g, const Scale &scale, int operand) {
-  if (!scale.data || scale.type != Type::f32 || scale.chunk_stride != 1 || scale.stride % kRound ||
-      reinterpret_cast<uintptr_t>(scale.data) % 16)
-    return false;
-  for (int i = 0; i < g.batch.dims; ++i)
-    if (g.batch.stride[operand][i] % kRound) return false;
-  return true;
+Bring how_to_bring(const ScaledGemm &g) {
+  auto copied = [](const Scale &scale) { return scale.data && scale.type == Type::f32; };
+  if (!copied(g.a_scale) || !copied(g.b_scale)) return Bring::by_registers;
+  const Scale &a = g.a_scale;
+  bool aligned = reinterpret_cast<uintptr_t>(a.data) % 16 == 0;
+  for (int i = 0; i < g.batch.dims; ++i) aligned &= g.batch.stride[g.kAScale][i] % 4 == 0;
+  if (!aligned) return Bring::by_words;
+  if (a.chunk_stride == 1 && a.stride % 4 == 0 && divide_up(g.k, kStageK) % kRound == 0) return Bring::by_rounds;
+  return a.stride == 1 && a.chunk_stride % 4 == 0 && g.m % 4 == 0 ? Bring::by_fours : Bring::by_words;
 }
 
 // A single wave has nothing to hide the copy engine's stores behind, and uses their room for another stage. But boxes
@@ -338,10 +357,16 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
   if (g.k > 0) {
-    const MapShape a = map_of(g, g.a, g.kA, g.m, g.a.row_stride, S::m / S::cluster_n);
-    const MapShape b = map_of(g, g.b, g.kB, g.n, g.b.col_stride, S::n / S::cluster_m);
+    constexpr int a_share = S::m / S::cluster_n, b_share = S::n / S::cluster_m;
+    MapShape a = map_of(g, g.a, g.kA, g.m, g.a.row_stride, a_share);
+    MapShape b = map_of(g, g.b, g.kB, g.n, g.b.col_stride, b_share);
     if (pydet_status status = make_map(name, encode, a, &p.a)) return status;
     if (pydet_status status = make_map(name, encode, b, &p.b)) return status;
+    a.box_rows = int(g.m % a_share), b.box_rows = int(g.n % b_share);
+    if (g.m < S::m && a.box_rows)
+      if (pydet_status status = make_map(name, encode, a, &problem.a_rest)) return status;
+    if (b.box_rows)
+      if (pydet_status status = make_map(name, encode, b, &problem.b_rest)) return status;
   }
   const int64_t unit = kScaledUnit / size_of(g.out.type);
   p.out_stride = g.out.row_stride;  // between rows, since out is along n
@@ -369,7 +394,7 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
   }
   problem.a_scale = scale_of(g, g.a_scale, g.kAScale);
   problem.b_scale = scale_of(g, g.b_scale, g.kBScale);
-  problem.a_by_fours = by_fours(g, g.a_scale, g.kAScale), problem.b_by_fours = by_fours(g, g.b_scale, g.kBScale);
+  problem.bring = how_to_bring(g);
   const int clusters = std::min(sm90_clusters(g.device.id, S::cluster), p.tiles);
   problem.out_mapped =
       S::stores_boxes && g.out.type != Type::f32 && p.out_aligned && g.n % unit == 0 && !p.batched && worth_boxes<S>(g);
@@ -417,15 +442,18 @@ pydet_status launch_fastest(const char *name, const ScaledGemm &g) {
 
 }  // namespace
 
-// fp32 has a kernel of its own. It is stored from two registers at once, which ties D to the banks of registers that the
+// fp32 has kernels of its own. It is stored from two registers at once, which ties D to the banks of registers that the
 // chunk's sums lie in; else ptxas puts nearly each element and its sum into different banks.
+template <int rows, int columns, int blocks_m, int blocks_n, Way how>
+pydet_status launch_apart(const char *name, const ScaledGemm &g) {
+  return g.out.type == Type::f32 ? launch_types<rows, columns, blocks_m, blocks_n, how>(name, g)
+                                 : launch_fastest<rows, columns, blocks_m, blocks_n, how, false>(name, g);
+}
 pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &g, const Choice &) {
-  const char *name = "cuda_scaled_gemm_sm90_256x128";
-  return g.out.type == Type::f32 ? launch_types<128, 128, 2, 1, Way::at_will>(name, g)
-                                 : launch_fastest<128, 128, 2, 1, Way::at_will, false>(name, g);
+  return launch_apart<128, 128, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_256x128", g);
 }
 pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &g, const Choice &) {
-  return launch_fastest<64, 128, 2, 1, Way::ahead>("cuda_scaled_gemm_sm90_128x128_ahead", g);
+  return launch_apart<64, 128, 2, 1, Way::ahead>("cuda_scaled_gemm_sm90_128x128_ahead", g);
 }
 // For few tiles. Where all rows are in one, four blocks share them unless that takes more waves.
 pydet_status scaled_gemm_sm90_128x64(const ScaledGemm &g, const Choice &) {
@@ -433,18 +461,22 @@ pydet_status scaled_gemm_sm90_128x64(const ScaledGemm &g, const Choice &) {
   auto waves = [&](int blocks) {
     return divide_up(divide_up(g.n, 64 * blocks) * g.batch.count, sm90_clusters(g.device.id, blocks));
   };
-  return of_e4m3(g) && g.m <= 2 * 64 && waves(4) <= waves(2) ? launch_e4m3<64, 64, 1, 4, Way::ahead>(name, g)
-                                                             : launch_fastest<64, 64, 1, 2, Way::ahead>(name, g);
+  return of_e4m3(g) && g.out.type != Type::f32 && g.m <= 2 * 64 && waves(4) <= waves(2)
+             ? launch_e4m3<64, 64, 1, 4, Way::ahead, false>(name, g)
+             : launch_apart<64, 64, 1, 2, Way::ahead>(name, g);
 }
 // Where 128 columns make a wave that is not full.
 pydet_status scaled_gemm_sm90_128x192(const ScaledGemm &g, const Choice &) {
-  return launch_fastest<64, 192, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_128x192", g);
+  return launch_apart<64, 192, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_128x192", g);
 }
 pydet_status scaled_gemm_sm90_256x112(const ScaledGemm &g, const Choice &) {
-  return launch_fastest<128, 112, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_256x112", g);
+  return launch_apart<128, 112, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_256x112", g);
 }
 
-bool scaled_plain_takes(const ScaledGemm &g) { return !g.along_k && of_e4m3(g); }
+bool scaled_tile_takes(const ScaledGemm &g, int tile) {
+  if (tile < kScaledTiles) return true;
+  return of_e4m3(g) && g.along_k == (tile >= kScaledTiles + kPlainTiles);
+}
 // Up to 128 columns leave registers to be a chunk ahead.
 template <int tile> pydet_status scaled_gemm_sm90_plain(const ScaledGemm &g, const Choice &) {
   constexpr int columns = kPlainColumns[tile];
@@ -455,6 +487,17 @@ template pydet_status scaled_gemm_sm90_plain<0>(const ScaledGemm &, const Choice
 template pydet_status scaled_gemm_sm90_plain<1>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_gemm_sm90_plain<2>(const ScaledGemm &, const Choice &);
 static_assert(kPlainTiles == 3, "all of them");
+// For few tiles of few rows: one warpgroup multiplies, in a block of its own.
+template <int tile> pydet_status scaled_gemm_sm90_low(const ScaledGemm &g, const Choice &) {
+  constexpr int columns = kLowColumns[tile];
+  constexpr Type e4m3 = Type::e4m3;
+  return g.out.type == Type::f32
+             ? launch_shape<Shape<64, columns, 1, 1, Way::ahead, e4m3, e4m3, true, true, true, 1>>(kLowNames[tile], g)
+             : launch_shape<Shape<64, columns, 1, 1, Way::ahead, e4m3, e4m3, false, true, true, 1>>(kLowNames[tile], g);
+}
+template pydet_status scaled_gemm_sm90_low<0>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90_low<1>(const ScaledGemm &, const Choice &);
+static_assert(kLowTiles == 2, "all of them");
 
 pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
   if (!readable(g)) return unreadable(g);
@@ -462,8 +505,8 @@ pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
 }
 
 Choice scaled_gemm_sm90_choose(const ScaledGemm &g, int tile) {
-  if (!readable(g) || (tile >= kScaledTiles && !scaled_plain_takes(g))) return {};
-  return Choice(tile == kAnyVariant ? fastest_scaled_tile(g) : tile);
+  if (tile == kAnyVariant) return readable(g) ? Choice(fastest_scaled_tile(g)) : Choice();
+  return readable(g) && scaled_tile_takes(g, tile) ? Choice(tile) : Choice();
 }
 
 }  // namespace pydet

@@ -1,6 +1,6 @@
-// How scaled_tiles.cu's tiles lie in shared memory, and who fills them: the copy engine, and two warps for the weights.
-// These lie beside each stage, or in a ring of their own, four chunks a round, so that no product waits for them: the
-// tiles that are a chunk ahead are up to a fifth faster so, and those at will, whose stages take longer, slower.
+// How scaled_tiles.cu's tiles lie in shared memory, and who fills them: the copy engine, and a warp or two for the
+// scales, which copy them without passing registers, as many stages ahead as operands are. Through registers those of
+// two or four chunks were on their way, and tiles of few rows waited for them: 512x2048x7168 took 20.8 us, now 17.7.
 #pragma once
 
 #include <algorithm>
@@ -13,23 +13,27 @@ namespace {
 
 constexpr int kStageK = kScaleGroup;  // of k in a stage, 128 bytes
 constexpr int kWarpgroup = 128;
-constexpr int kConsumers = 2;
 constexpr int kAhead = 8;                     // chunks of one turn of the main loop, at whose end nothing is in flight
-constexpr int kWeighers = 64;                 // threads
-constexpr int kRound = 4;                     // chunks whose weights come together
-constexpr int kRounds = 3;                    // of weights in shared memory
+constexpr int kRound = 4;                     // chunks whose rows' scales lie together
 constexpr int kPieceColumns = kRowBytes / 2;  // of a piece of out, of 16 bits
 constexpr int kSharedBytes = 227 << 10;       // the most a block may have
 // Named barriers: scales that do not vary along k are there, have been read, and the first of those by which the
 // warpgroups take turns.
 constexpr int kScalesReady = 1, kScalesRead = 2, kTurn = 4;
-constexpr int kScalesThreads = kConsumers * kWarpgroup + kWeighers;
+
+// How scales that vary along k come to shared memory: through registers, or copied, which both must be of fp32 for; of
+// a's each by itself, or four at once where these are 16 aligned bytes: a row's of a round, of which all are whole, or
+// four rows' of a chunk.
+enum class Bring { by_registers, by_words, by_rounds, by_fours };
 
 struct ScaledProblem {
   Sm90Problem rows;     // where tiles and out lie; its k and chunk count stages
   CUtensorMap out_map;  // where the copy engine stores it
+  // Boxes of as many rows of a, and columns of b, as are left where a block's share of a tile passes their end: the copy
+  // engine would fill the rest with zeros, which takes longer than to bring it.
+  CUtensorMap a_rest, b_rest;
   DeviceScale a_scale, b_scale;
-  bool a_by_fours, b_by_fours;   // four scales of a row (a column), from a multiple of four on, are 16 aligned bytes
+  Bring bring;
   bool along_k, chain_from_out;  // chain_from_out: the one chain starts from out, not D
   bool out_mapped;
 };
@@ -41,42 +45,47 @@ enum class Way { in_turn, at_will, ahead };
 // `f32`: out may be of it, not of 16-bit types alone. `weights`: chunks may have them; else they are added as they are.
 // `boxes`: the copy engine may store results of 16 bits.
 template <int rows_a_warpgroup, int columns, int blocks_m, int blocks_n, Way how, Type a, Type b, bool f32,
-          bool weights, bool boxes = true>
+          bool weights, bool boxes = true, int warpgroups = 2>
 struct Shape {
+  static constexpr int consumers = warpgroups;
+  static constexpr int bringing_threads = consumers * rows_a_warpgroup > 128 ? 64 : 32;  // threads that bring scales
+  static constexpr int scales_threads = consumers * kWarpgroup + bringing_threads;
   static constexpr Type a_type = a, b_type = b;
   static constexpr bool stores_f32 = f32, weighed = weights;
+  // Products of e4m3 without weights have kernels of their own.
+  static constexpr bool always_along_k = weights && !f32 && a == Type::e4m3 && b == Type::e4m3;
   static constexpr int unrolled = how == Way::at_will ? 4 : 1;  // stages of the main loop
   static constexpr bool turns = how == Way::in_turn, ahead = how == Way::ahead;
   static constexpr int blocks = rows_a_warpgroup / 64;  // of 64 rows
-  static constexpr int m = kConsumers * rows_a_warpgroup, n = columns;
+  static constexpr int m = consumers * rows_a_warpgroup, n = columns;
   static constexpr int cluster_m = blocks_m, cluster_n = blocks_n, cluster = cluster_m * cluster_n;
-  static constexpr int threads = kWarpgroup * (1 + kConsumers), registers = n / 2;
+  static constexpr int threads = kWarpgroup * (1 + consumers), registers = n / 2;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes;
   // Else there are registers for the chain of one stage, and for one weight a row, alone.
   static constexpr bool long_chunks = turns, by_column = long_chunks;
   // Tiles of some widths lie in two blocks of scales, of which every so many columns lie in one.
   static constexpr int of_one = n % kScaleGroup % 64 == 0 ? 64 : n % 32 == 0 ? 32 : 16;
   static constexpr bool crosses = kScaleGroup % n != 0;
-  // Weights come by rounds of four chunks in a ring of their own, or each chunk's beside its stage.
-  static constexpr bool by_rounds = ahead;
-  static constexpr int weight_bytes = (m + (by_column ? n : crosses ? m : 0)) * 4;  // of a chunk, its rows' first
-  static constexpr int round_bytes = kRound * weight_bytes;
-  // Accumulators of the multiplying threads leave those that weigh more registers or fewer.
+  // Scales along k: of a round's rows, and of a stage's columns, or of the one or two blocks that it lies in. There are
+  // as many rounds as stages, so that a round of a single chunk is not written before it has been read.
+  static constexpr int round_bytes = weighed ? m * kRound * 4 : 0, chunk_bytes = by_column ? n * 4 : 8;
+  // Accumulators of the multiplying threads leave those that bring more registers or fewer.
   static constexpr bool full = registers * (blocks + 1 + ahead) >= 192;
-  static constexpr int weigher_registers = full ? 56 : 72, consumer_registers = full ? 224 : 216;
+  static constexpr int producer_registers = full ? 56 : 72, consumer_registers = full ? 224 : 216;
   // A warp's pieces of out: of 16 bits all of a tile's, which the copy engine stores while the next tile's products
   // begin, or one, which the warp stores.
   static constexpr bool stores_boxes = boxes && !turns && (blocks == 1 || n != 128 || !stores_f32);
   static constexpr int block_pieces = stores_boxes ? (n + kPieceColumns - 1) / kPieceColumns : 0;
   static constexpr int warp_pieces = std::max(1, block_pieces *blocks);
-  static constexpr int staging_bytes = kConsumers * 4 * warp_pieces * kPieceBytes, scale_bytes = (n + m) * 4;
+  static constexpr int staging_bytes = consumers * 4 * warp_pieces * kPieceBytes, scale_bytes = (n + m) * 4;
   static constexpr int stages =
-      std::min(8, (kSharedBytes - staging_bytes - scale_bytes - 256 - (by_rounds ? kRounds * round_bytes : 0)) /
-                      (a_bytes + b_bytes + (by_rounds ? 0 : weight_bytes)));
-  static constexpr int all_weights_bytes = by_rounds ? kRounds * round_bytes : stages * weight_bytes;
-  static constexpr int weights_at = stages * (a_bytes + b_bytes), staging_at = weights_at + all_weights_bytes;
-  static constexpr int scales_at = staging_at + staging_bytes, barriers_at = scales_at + scale_bytes;
-  static constexpr int shared_bytes = barriers_at + (stages + kRounds) * 16;
+      std::min(consumers == 1 ? 12 : 8, (kSharedBytes - staging_bytes - scale_bytes - 16 * 8 - 1024) /
+                                            (a_bytes + b_bytes + round_bytes + chunk_bytes));
+  static constexpr int rounds_at = stages * (a_bytes + b_bytes), rounds_bytes = stages * round_bytes;
+  static constexpr int staging_at = (rounds_at + rounds_bytes + 1023) / 1024 * 1024;
+  static constexpr int scales_at = staging_at + staging_bytes, chunks_at = scales_at + scale_bytes;
+  static constexpr int barriers_at = chunks_at + stages * chunk_bytes;
+  static constexpr int shared_bytes = barriers_at + stages * 16;
   static_assert(staging_at % 1024 == 0, "the copy engine's swizzle goes by addresses");
   static_assert(cluster_m == 1 || cluster_n == 1, "all blocks of a cluster share stages");
   static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
@@ -88,15 +97,13 @@ __device__ __forceinline__ int64_t batch_offset(const DeviceScale &scale, const 
   return offset;
 }
 
-// Where a ring stands.
-template <int stages> struct Ring {
+// Where a ring stands: of stages, or of rounds, of which there are as many.
+template <class S> struct Cursor {
   int stage = 0, parity = 0;
   __device__ __forceinline__ void next() {
-    if (++stage == stages) stage = 0, parity ^= 1;
+    if (++stage == S::stages) stage = 0, parity ^= 1;
   }
 };
-template <class S> using Cursor = Ring<S::stages>;
-using Round = Ring<kRounds>;
 template <class S> __device__ __forceinline__ uint32_t full_barrier(uint32_t shared, int stage) {
   return shared + S::barriers_at + stage * 8;
 }
@@ -104,46 +111,55 @@ template <class S> __device__ __forceinline__ uint32_t empty_barrier(uint32_t sh
   return shared + S::barriers_at + (S::stages + stage) * 8;
 }
 
-template <class S> __device__ __forceinline__ uint32_t weighed_barrier(uint32_t shared, int round) {
-  return shared + S::barriers_at + (2 * S::stages + round) * 8;
+// Where scales along k lie in shared memory: of the rows of chunk `i` of a round, and of a stage's columns or blocks of
+// them. A row's of a round are adjacent where they are so in global memory, else a chunk's.
+struct RoundPitch {
+  int row, chunk;  // bytes
+};
+template <class S> __device__ __forceinline__ RoundPitch round_pitch(const ScaledProblem &problem) {
+  return problem.bring == Bring::by_rounds ? RoundPitch{kRound * 4, 4} : RoundPitch{4, S::m * 4};
 }
-template <class S> __device__ __forceinline__ uint32_t read_barrier(uint32_t shared, int round) {
-  return shared + S::barriers_at + (2 * S::stages + kRounds + round) * 8;
+template <class S> __device__ __forceinline__ uint32_t row_scales(uint32_t shared, int round) {
+  return shared + S::rounds_at + round * S::round_bytes;
+}
+template <class S> __device__ __forceinline__ uint32_t column_scales(uint32_t shared, int stage) {
+  return shared + S::chunks_at + stage * S::chunk_bytes;
 }
 
-// One thread: the operands.
-template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int rank) {
-  constexpr int a_share = S::m / S::cluster_n, b_share = S::n / S::cluster_m;
-  const int row_rank = rank % S::cluster_m, column_rank = rank / S::cluster_m;
-  uint16_t a_mask = 0, b_mask = 0;
-  for (int i = 0; i < S::cluster_n; ++i) a_mask |= uint16_t(1 << (row_rank + i * S::cluster_m));
-  for (int i = 0; i < S::cluster_m; ++i) b_mask |= uint16_t(1 << (column_rank * S::cluster_m + i));
+// One thread each: a, or b. Where one brought both, tiles of short stages waited for it. What a tile has past the end of
+// an operand stays what it was in shared memory, and is not stored.
+template <class S, bool of_b>
+__device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t shared, int rank) {
+  const Sm90Problem &p = problem.rows;
+  // The blocks of a cluster that lie beside each other share a; those that lie under each other, b.
+  constexpr int sharing = of_b ? S::cluster_m : S::cluster_n, extent = of_b ? S::n : S::m, share = extent / sharing;
+  const int row_rank = rank % S::cluster_m, column_rank = rank / S::cluster_m, part = of_b ? row_rank : column_rank;
+  uint16_t mask = 0;
+  for (int i = 0; i < sharing; ++i)
+    mask |= uint16_t(1 << (of_b ? column_rank * S::cluster_m + i : row_rank + i * S::cluster_m));
   Cursor<S> ring;
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     const Tile tile = tile_of<S>(p, index, rank);
-    Place a_place = {}, b_place = {};
-    for (int d = 0; d < kSm90MaxBatch; ++d) {
-      a_place.batch[d] = p.a_moves[d] ? tile.batch[d] : 0;
-      b_place.batch[d] = p.b_moves[d] ? tile.batch[d] : 0;
-    }
-    a_place.y = tile.row + column_rank * a_share, b_place.y = tile.column + row_rank * b_share;
-    for (int i = 0; i < p.k; ++i) {
-      const uint32_t full = full_barrier<S>(shared, ring.stage),
-                     stage = shared + ring.stage * (S::a_bytes + S::b_bytes);
-      const uint32_t a = stage + column_rank * a_share * kRowBytes,
-                     b = stage + S::a_bytes + row_rank * b_share * kRowBytes;
-      a_place.x = b_place.x = i * kStageK;
-      barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
-      barrier_expect(full, S::a_bytes + S::b_bytes);
-      if (p.batched) {
-        load_box<5, (S::cluster_n > 1)>(a, &p.a, full, a_place, a_mask);
-        load_box<5, (S::cluster_m > 1)>(b, &p.b, full, b_place, b_mask);
-      } else {
-        load_box<2, (S::cluster_n > 1)>(a, &p.a, full, a_place, a_mask);
-        load_box<2, (S::cluster_m > 1)>(b, &p.b, full, b_place, b_mask);
+    const int end = of_b ? p.n : p.m, first = of_b ? tile.column : tile.row;
+    Place place = {};
+    for (int d = 0; d < kSm90MaxBatch; ++d) place.batch[d] = (of_b ? p.b_moves : p.a_moves)[d] ? tile.batch[d] : 0;
+    place.y = first + part * share;
+    const int bytes = max(0, min(extent, end - first)) * kRowBytes, inside = end - place.y;
+    const CUtensorMap *map = of_b ? (inside < share ? &problem.b_rest : &p.b) : inside < share ? &problem.a_rest : &p.a;
+    auto each_stage = [&](auto load) {
+      for (int i = 0; i < p.k; ++i, ring.next()) {
+        const uint32_t full = full_barrier<S>(shared, ring.stage);
+        place.x = i * kStageK;
+        barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+        barrier_expect(full, bytes);
+        load(shared + ring.stage * (S::a_bytes + S::b_bytes) + (of_b ? S::a_bytes : 0) + part * share * kRowBytes,
+             full);
       }
-      ring.next();
-    }
+    };
+    if (inside <= 0) each_stage([](uint32_t, uint32_t) {});
+    else if (p.batched)
+      each_stage([&](uint32_t to, uint32_t full) { load_box<5, (sharing > 1)>(to, map, full, place, mask); });
+    else each_stage([&](uint32_t to, uint32_t full) { load_box<2, (sharing > 1)>(to, map, full, place, mask); });
   }
   // The block may end when every arrival that the other owes it has come.
   for (int i = 0; i < S::stages; ++i) {
@@ -156,10 +172,11 @@ __device__ __forceinline__ void named_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// kWeighers threads: the scales of each tile, its columns' and then its rows', where they do not vary along k.
+// The bringing threads: the scales of each tile, its columns' and then its rows', where they do not vary along k.
 template <class S>
 __device__ __forceinline__ void bring_scales(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
-  constexpr int of_columns = (S::n + kWeighers - 1) / kWeighers, of_rows = S::m / kWeighers;
+  constexpr int of_columns = (S::n + S::bringing_threads - 1) / S::bringing_threads,
+                of_rows = S::m / S::bringing_threads;
   const Sm90Problem &p = problem.rows;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const uint32_t to = shared + S::scales_at + thread * 4;
@@ -170,19 +187,21 @@ __device__ __forceinline__ void bring_scales(const ScaledProblem &problem, uint3
     float column[of_columns], row[of_rows];
 #pragma unroll
     for (int j = 0; j < of_columns; ++j)
-      column_at[j] = batch_offset(b_scale, tile) + min(tile.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
+      column_at[j] =
+          batch_offset(b_scale, tile) + min(tile.column + thread + j * S::bringing_threads, p.n - 1) * b_scale.stride;
 #pragma unroll
     for (int j = 0; j < of_rows; ++j)
-      row_at[j] = batch_offset(a_scale, tile) + min(tile.row + thread + j * kWeighers, p.m - 1) * a_scale.stride;
+      row_at[j] =
+          batch_offset(a_scale, tile) + min(tile.row + thread + j * S::bringing_threads, p.m - 1) * a_scale.stride;
     load_scales(b_scale, column_at, column);
     load_scales(a_scale, row_at, row);
-    if (index != first) named_sync(kScalesRead, kScalesThreads);
+    if (index != first) named_sync(kScalesRead, S::scales_threads);
 #pragma unroll
     for (int j = 0; j < of_columns; ++j)
-      if (thread + j * kWeighers < S::n) store_word(to + j * kWeighers * 4, column[j]);
+      if (thread + j * S::bringing_threads < S::n) store_word(to + j * S::bringing_threads * 4, column[j]);
 #pragma unroll
-    for (int j = 0; j < of_rows; ++j) store_word(to + (S::n + j * kWeighers) * 4, row[j]);
-    named_arrive(kScalesReady, kScalesThreads);
+    for (int j = 0; j < of_rows; ++j) store_word(to + (S::n + j * S::bringing_threads) * 4, row[j]);
+    named_arrive(kScalesReady, S::scales_threads);
   }
 }
 
@@ -194,123 +213,120 @@ __device__ __forceinline__ int64_t b_offset_of(const DeviceScale &scale, const S
   return batch_offset(scale, tile) + min(block + next, last) * scale.stride;
 }
 
-// The scales of four chunks from `first` on, of `chunks`; past these the last one's.
-__device__ __forceinline__ void load_round(const DeviceScale &scale, bool by_fours, int64_t at, int first, int chunks,
-                                           float (&to)[kRound]) {
-  static_assert(kRound == 4, "16 bytes");
-  if (by_fours && first + kRound <= chunks) {
-    const float4 four = __ldg(reinterpret_cast<const float4 *>(scale.data + (at + first) * 4));
-    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-    return;
-  }
-  int64_t each[kRound] = {at + first * scale.chunk_stride};
-#pragma unroll
-  for (int i = 1; i < kRound; ++i) each[i] = each[i - 1] + (first + i < chunks ? scale.chunk_stride : 0);
-  load_scales(scale, each, to);
-}
+// What a thread of those that bring scales has to do for a tile: rows (by fours, where those are copied at once), and
+// columns or, by the first threads, one or two blocks of them. Rows that a does not have are not read: all blocks would
+// ask one place of the L2 for the last one's, which doubled the time of 64 rows.
+template <class S> struct Brought {
+  static constexpr int each = S::m / S::bringing_threads, each_column = S::by_column ? S::n / S::bringing_threads : 1;
+  const ScaledProblem &problem;
+  int thread;
+  int rows, columns;          // of the tile, that a and b have scales for
+  int64_t row_at, column_at;  // the thread's first in global memory, in elements
 
-// kWeighers threads: the weights of each chunk, where scales vary along k, from those of four chunks loaded at once. What
-// is written past the end of k is not read.
-template <class S>
-__device__ __forceinline__ void weigh_fours(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
-  constexpr int each = S::m / kWeighers;
-  const Sm90Problem &p = problem.rows;
-  const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
-  Cursor<S> ring;
-  Round round;
-  for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
-    const Tile tile = tile_of<S>(p, index, rank);
-    const int64_t a_offset = batch_offset(a_scale, tile);
-    const int64_t b_offset = b_offset_of(b_scale, p, tile, 0), b_next = b_offset_of(b_scale, p, tile, 1);
-    float a[each][kRound], b[1 + S::crosses][kRound];
-    auto load = [&](int first) {
+  __device__ __forceinline__ bool by_column() const { return S::by_column && by_columns(problem.b_scale); }
+  __device__ __forceinline__ void start(const Tile &tile) {
+    const Sm90Problem &p = problem.rows;
+    const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
+    rows = min(S::m, p.m - tile.row);
+    row_at =
+        batch_offset(a_scale, tile) + (tile.row + thread * (problem.bring == Bring::by_fours ? 4 : 1)) * a_scale.stride;
+    columns = by_column() ? min(S::n, p.n - tile.column) : 1 + S::crosses;
+    column_at = b_offset_of(b_scale, p, tile, by_column() ? 0 : min(thread, 1)) +
+                (by_column() ? (tile.column + thread) * b_scale.stride : 0);
+  }
+  // Of chunk `i`, to where its rows' and its columns' scales lie.
+  __device__ __forceinline__ void copy(int i, uint32_t of_rows, uint32_t of_columns) {
+    const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
+    const char *from = a_scale.data + row_at * 4;
+    row_at += a_scale.chunk_stride;
+    if (problem.bring == Bring::by_fours) {
 #pragma unroll
-      for (int j = 0; j < each; ++j) {
-        const int64_t row = min(tile.row + thread + j * kWeighers, p.m - 1);
-        load_round(a_scale, !S::by_rounds || problem.a_by_fours, a_offset + row * a_scale.stride, first, p.k, a[j]);
+      for (int j = 0; j < (each + 3) / 4; ++j, from += S::bringing_threads * 16)
+        if ((thread + j * S::bringing_threads) * 4 < rows)
+          copy_four_words(of_rows + (thread + j * S::bringing_threads) * 16, from);
+    } else if (problem.bring == Bring::by_words || i % kRound == 0) {
+#pragma unroll
+      for (int j = 0; j < each; ++j, from += S::bringing_threads * a_scale.stride * 4) {
+        const int row = thread + j * S::bringing_threads;
+        if (row >= rows) break;
+        if (problem.bring == Bring::by_rounds) copy_four_words(of_rows + row * (kRound * 4), from);
+        else copy_word(of_rows + row * 4, from);
       }
-      load_round(b_scale, problem.b_by_fours, b_offset, first, p.k, b[0]);
-      if (S::crosses) load_round(b_scale, problem.b_by_fours, b_next, first, p.k, b[S::crosses]);
-    };
-    if (p.k) load(0);
-    for (int first = 0; first < p.k; first += kRound) {
-#pragma unroll
-      for (int i = 0; i < kRound; ++i) {
-        if (!S::by_rounds && first + i >= p.k) break;
-        if (!S::by_rounds) barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
-        else if (i == 0) barrier_wait(read_barrier<S>(shared, round.stage), round.parity ^ 1);
-        const uint32_t to = shared + S::weights_at + thread * 4 +
-                            (S::by_rounds ? round.stage * kRound + i : ring.stage) * S::weight_bytes;
-#pragma unroll
-        for (int j = 0; j < each; ++j) {
-          store_word(to + j * kWeighers * 4, a[j][i] * b[0][i]);
-          if (S::crosses) store_word(to + (S::m + j * kWeighers) * 4, a[j][i] * b[S::crosses][i]);
-        }
-        if (S::by_rounds && i + 1 < kRound) continue;
-        __syncwarp();
-        if (thread % 32 == 0)
-          barrier_arrive(S::by_rounds ? weighed_barrier<S>(shared, round.stage) : full_barrier<S>(shared, ring.stage));
-        ring.next();
-      }
-      round.next();
-      if (first + kRound < p.k) load(first + kRound);
     }
+    from = b_scale.data + column_at * 4;
+    column_at += b_scale.chunk_stride;
+#pragma unroll
+    for (int j = 0; j < each_column; ++j, from += S::bringing_threads * b_scale.stride * 4)
+      if (thread + j * S::bringing_threads < columns)
+        copy_word(of_columns + (thread + j * S::bringing_threads) * 4, from);
   }
-}
-
-// The same beside each stage, where four of a's scales are not adjacent: those of two chunks are on their way, and each
-// that is written makes room for the next. By column the weights are a's scales alone, and b's stand behind them.
-template <class S>
-__device__ __forceinline__ void weigh_chunks(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
-  constexpr int each = S::m / kWeighers, each_column = S::by_column ? S::n / kWeighers : 1, on_their_way = 2;
-  const Sm90Problem &p = problem.rows;
-  const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
-  const bool by_column = S::by_column && by_columns(b_scale);
-  Cursor<S> ring;
-  for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
-    const Tile tile = tile_of<S>(p, index, rank);
-    int64_t a_at[each], b_at[1 + S::crosses], column_at[each_column];
+  // The next chunk's, those that cannot be copied, into registers. Past the last row or column the last one's again.
+  __device__ __forceinline__ void load(float (&a)[each], float (&b)[each_column]) {
+    int64_t a_from[each], b_from[each_column];
 #pragma unroll
     for (int j = 0; j < each; ++j)
-      a_at[j] = batch_offset(a_scale, tile) + min(tile.row + thread + j * kWeighers, p.m - 1) * a_scale.stride;
-#pragma unroll
-    for (int j = 0; j < 1 + S::crosses; ++j) b_at[j] = b_offset_of(b_scale, p, tile, j);
+      a_from[j] = row_at + (min(thread + j * S::bringing_threads, rows - 1) - thread) * problem.a_scale.stride;
 #pragma unroll
     for (int j = 0; j < each_column; ++j)
-      column_at[j] = b_at[0] + min(tile.column + thread + j * kWeighers, p.n - 1) * b_scale.stride;
-    float a[on_their_way][each], b[on_their_way][1 + S::crosses], column[on_their_way][each_column];
-    auto load = [&](int i) {
-      auto next = [](const DeviceScale &scale, auto &at, auto &to) {
-        load_scales(scale, at, to);
-        for (int64_t &x : at) x += scale.chunk_stride;
-      };
-      next(a_scale, a_at, a[i]);
-      if (!by_column) next(b_scale, b_at, b[i]);
-      else next(b_scale, column_at, column[i]);
+      b_from[j] =
+          column_at +
+          (by_column() ? (min(thread + j * S::bringing_threads, columns - 1) - thread) * problem.b_scale.stride : 0);
+    load_scales(problem.a_scale, a_from, a), load_scales(problem.b_scale, b_from, b);
+    row_at += problem.a_scale.chunk_stride, column_at += problem.b_scale.chunk_stride;
+  }
+  __device__ __forceinline__ void store(const float (&a)[each], const float (&b)[each_column], uint32_t of_rows,
+                                        uint32_t of_columns) const {
+#pragma unroll
+    for (int j = 0; j < each; ++j) store_word(of_rows + (thread + j * S::bringing_threads) * 4, a[j]);
+#pragma unroll
+    for (int j = 0; j < each_column; ++j)
+      if (thread + j * S::bringing_threads < columns)
+        store_word(of_columns + (thread + j * S::bringing_threads) * 4, b[j]);
+  }
+};
+
+// The bringing threads: the scales of each chunk, where they vary along k.
+template <class S>
+__device__ __forceinline__ void bring_chunks(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
+  const Sm90Problem &p = problem.rows;
+  const int pitch = round_pitch<S>(problem).chunk;
+  Cursor<S> ring, round;
+  Brought<S> scales = {problem, thread};
+  for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
+    scales.start(tile_of<S>(p, index, rank));
+    // bring(where the rows' of chunk `i` go, where its columns' go, the barrier to be told) when its stage is free.
+    auto into_stage = [&](int i, auto bring) {
+      barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+      bring(row_scales<S>(shared, round.stage) + i % kRound * pitch, column_scales<S>(shared, ring.stage),
+            full_barrier<S>(shared, ring.stage));
+      ring.next();
+      if (i % kRound == kRound - 1) round.next();
     };
+    if (problem.bring != Bring::by_registers) {
+#pragma unroll 1
+      for (int i = 0; i < p.k; ++i)
+        into_stage(i, [&](uint32_t of_rows, uint32_t of_columns, uint32_t full) {
+          scales.copy(i, of_rows, of_columns);
+          arrive_with_words(full);
+        });
+    } else {
+      constexpr int at_once = S::by_column ? 1 : 2;  // chunks that are loaded before the first of them is stored
+#pragma unroll 1
+      for (int i = 0; i < p.k; i += at_once) {
+        float a[at_once][Brought<S>::each], b[at_once][Brought<S>::each_column];
 #pragma unroll
-    for (int i = 0; i < on_their_way; ++i)
-      if (i < p.k) load(i);
-    for (int first = 0; first < p.k; first += on_their_way) {
+        for (int j = 0; j < at_once; ++j)
+          if (i + j < p.k) scales.load(a[j], b[j]);
 #pragma unroll
-      for (int i = 0; i < on_their_way; ++i) {
-        if (first + i >= p.k) break;
-        barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
-        const uint32_t to = shared + S::weights_at + thread * 4 + ring.stage * S::weight_bytes;
-#pragma unroll
-        for (int j = 0; j < each; ++j) {
-          store_word(to + j * kWeighers * 4, by_column ? a[i][j] : a[i][j] * b[i][0]);
-          if (S::crosses) store_word(to + (S::m + j * kWeighers) * 4, a[i][j] * b[i][S::crosses]);
-        }
-#pragma unroll
-        for (int j = 0; j < each_column; ++j)
-          if (by_column) store_word(to + (S::m + j * kWeighers) * 4, column[i][j]);
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(full_barrier<S>(shared, ring.stage));
-        ring.next();
-        if (first + i + on_their_way < p.k) load(i);
+        for (int j = 0; j < at_once; ++j)
+          if (i + j < p.k)
+            into_stage(i + j, [&](uint32_t of_rows, uint32_t of_columns, uint32_t full) {
+              scales.store(a[j], b[j], of_rows, of_columns);
+              barrier_arrive(full);
+            });
       }
     }
+    if (p.k % kRound) round.next();
   }
 }
 

@@ -41,6 +41,20 @@ __device__ __forceinline__ float load_word(uint32_t address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   return x;
 }
+// The same from global memory without passing registers, so that the thread goes on: a scale of fp32 alone. Who waits
+// for them does so by wait_for_words(), or on a barrier of which each copying thread's arrival is one.
+__device__ __forceinline__ void copy_word(uint32_t to, const char *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_four_words(uint32_t to, const char *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_for_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void arrive_with_words(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// Whether it can be copied so.
+__device__ __forceinline__ bool copied(const DeviceScale &scale) { return scale.data && scale.type == Type::f32; }
 // Each column has its own.
 __device__ __forceinline__ bool by_columns(const DeviceScale &scale) {
   return scale.data && !scale.blocks && scale.stride != 0;
