@@ -26,6 +26,13 @@ constexpr int kLongBlocks = __CUDA_ARCH__ >= 1000 ? 2 : 4;
 constexpr int kLongBlocks = 4;
 #endif
 
+// Of those that hold three vectors a thread, which are for many rows: 72 registers. Of two it makes few rows slower (0: as it comes).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+template <int T, int V> constexpr int kHeldBlocks = V == 3 ? 7 : 0;
+#else
+template <int T, int V> constexpr int kHeldBlocks = kGpuDeviceType == PYDET_CUDA ? 0 : 1;
+#endif
+
 // The largest of the team's values. All threads of the block call it.
 template <int T> __device__ __forceinline__ float team_max(float largest, float *exchange) {
 #pragma unroll
@@ -64,7 +71,7 @@ __device__ __forceinline__ void store_singly(char *row, int j, int n, const Pack
 
 // `singly`: short rows that begin anywhere.
 template <Type type, int T, int V, bool singly>
-__global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constant__ Softmax p) {
+__global__ void __launch_bounds__(kBlock<T>, (kHeldBlocks<T, V>)) softmax_kernel(const __grid_constant__ Softmax p) {
   constexpr int W = kVector, kBytes = size_of(type), kVectorStep = T * W * kBytes, kTeams = kBlock<T> / T;
   __shared__ float sums[kTeams * kExchange<T, 1> + 1], largest[kBlock<T> / kLogicalWarp];
   wait_for_previous_kernel();
@@ -112,11 +119,27 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_kernel(const __grid_constan
     return;
   }
   char *y_row = row_at(p.y, kBytes, where);
+  // x once more, from the cache: held beside the exps that others need, it would take registers.
+  constexpr bool again = V == 3 && kGpuDeviceType == PYDET_CUDA;
+  if constexpr (again) {
+    if (p.kind == SoftmaxKind::log_softmax) {
+      asm volatile("" ::: "memory");
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        if (W * (t + T * v) >= n) continue;
+        float one[W];
+        unpack(load_packed<type, W>(x_row + t * W * kBytes + v * kVectorStep), one);
+        finish.logarithms(one);
+        store_packed<type>(y_row + t * W * kBytes + v * kVectorStep, one);
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     if (W * (t + T * v) >= n) continue;
     float one[W];
-    unpack(x[v], one);
+    if constexpr (!again) unpack(x[v], one);
     Packed<type, W> y;
     finish.rounded<type, 1>(W * (t + T * v), exps[v], one, y.word);
     if constexpr (singly) store_singly<type, W>(y_row, W * t, n, y);
@@ -307,8 +330,8 @@ template <class F> pydet_status with_shape(int64_t n, bool aligned, const F &f) 
   return f(RowShape<256, 8, 8, 1>{}, whole);
 }
 
-// Threads of rows that fill a device. Measured on an H100, us: 190000x144 58 and 75 with two vectors, 16000x144 7.8
-// and 8.4, 8000x144 5.6 and 5.1; 100000x320 62 and 80, 64000x640 79 and 102, 32000x1280 89 and 96, 190000x72 31 and 39.
+// Threads of rows that fill a device. Measured on an H100, of the speed with two vectors: 190000x144 1.37, 12000x144
+// 1.07, 6000x144 0.95; 100000x320 1.34, 48000x640 1.36, 24000x1280 1.34, 190000x72 1.32, 24000x72 1.06, 12000x72 0.96.
 constexpr int64_t kManyThreads = 96'000;
 
 bool holds(int64_t rows, int64_t n, bool aligned) {

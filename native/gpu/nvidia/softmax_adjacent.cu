@@ -215,7 +215,7 @@ bool softmax_adjacent_prefers(const Softmax &p) {
                {160, 8'000}, {192, 14'000}, {256, 28'000}, {288, 24'000}, {320, 40'000}};
   if (rows_whole(p)) return false;
   for (const auto &from : kFrom)
-    if (p.n <= from.longest) return p.rows >= from.rows;
+    if (p.n <= from.longest) return p.rows >= from.rows * (p.kind == SoftmaxKind::log_prob_backward ? 2 : 1);
   return false;
 }
 
