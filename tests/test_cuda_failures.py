@@ -126,8 +126,9 @@ def problems(operation, name, dtype):
             )
         return
     if operation == "scaled_gemm":
-        for m in (256, 64):
-            operands = tensors([(m, 256), None, (256, 1024), None, None, ((m, 1024), "float32")], dtype)
+        by_blocks = ((256, 2), "float32"), ((2, 8), "float32")
+        for m, (a_scale, b_scale) in ((256, (None, None)), (64, (None, None)), (256, by_blocks)):
+            operands = tensors([(m, 256), a_scale, (256, 1024), b_scale, None, ((m, 1024), "float32")], dtype)
             operands[2].strides[0], operands[2].strides[1] = 1, 256  # k is adjacent
             given = capi.options("pydet_scaled_gemm_options", arithmetic=name[1], k_chunk=128, kernel=name[0])
             yield "pydet_scaled_gemm", operands, given
