@@ -5,10 +5,10 @@
 //   w_c = fl(sa[t, c] sb[g, c, n]) with scales along k, else 1;  then out = round(fl(fl(D sb[g, n]) sa[t]) + bias[g, n])
 //
 // The tiles of all groups, their pairs and strips, and who brings what are those of grouped.cu (group_jobs.h): 128
-// rows, or 256 where groups have many, by 128 columns, stages of 128 k. As in scaled_tiles.cu two warps put the weights
-// of each stage beside it, and of 128 rows a warpgroup adds a chunk while its next one is on the tensor cores (`ahead`).
-// Neither that nor 256 rows leave registers for scales of columns along k or for chains of more than a stage: those have
-// 128 rows and wait. A tile reads what follows its group, and its scales, and stores none of it.
+// rows, or 256 where groups have many, by 128 columns, stages of 128 k. Two warps put the weights of each stage beside
+// it, and as in scaled_tiles.cu, with 128 rows, a warpgroup adds a chunk while its next one is on the tensor cores
+// (`ahead`). Neither that nor 256 rows leave registers for scales of columns along k or for chains of more than a
+// stage: those have 128 rows and wait. A tile reads what follows its group, and its scales, and stores none of it.
 
 #include <algorithm>
 
