@@ -26,11 +26,12 @@ constexpr int kLongBlocks = __CUDA_ARCH__ >= 1000 ? 2 : 4;
 constexpr int kLongBlocks = 4;
 #endif
 
-// Of those that hold three vectors a thread, which are for many rows: 72 registers. Of two it makes few rows slower (0: as it comes).
+// Blocks of those that hold three vectors a thread, which are for many rows: 72 registers. Of two vectors it makes few
+// rows slower (0: as it comes).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
-template <int T, int V> constexpr int kHeldBlocks = V == 3 ? 7 : 0;
+template <int V> constexpr int kHeldBlocks = V == 3 ? 7 : 0;
 #else
-template <int T, int V> constexpr int kHeldBlocks = kGpuDeviceType == PYDET_CUDA ? 0 : 1;
+template <int V> constexpr int kHeldBlocks = kGpuDeviceType == PYDET_CUDA ? 0 : 1;
 #endif
 
 // The largest of the team's values. All threads of the block call it.
@@ -71,7 +72,7 @@ __device__ __forceinline__ void store_singly(char *row, int j, int n, const Pack
 
 // `singly`: short rows that begin anywhere.
 template <Type type, int T, int V, bool singly>
-__global__ void __launch_bounds__(kBlock<T>, (kHeldBlocks<T, V>)) softmax_kernel(const __grid_constant__ Softmax p) {
+__global__ void __launch_bounds__(kBlock<T>, kHeldBlocks<V>) softmax_kernel(const __grid_constant__ Softmax p) {
   constexpr int W = kVector, kBytes = size_of(type), kVectorStep = T * W * kBytes, kTeams = kBlock<T> / T;
   __shared__ float sums[kTeams * kExchange<T, 1> + 1], largest[kBlock<T> / kLogicalWarp];
   wait_for_previous_kernel();

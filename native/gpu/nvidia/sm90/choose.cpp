@@ -196,9 +196,12 @@ int fastest_scaled_tile(const ScaledGemm &g) {
     return double(divide_up(tiles, sm90_clusters(g.device.id, tile.blocks))) * (stage * double(stages) + cost.rest);
   };
   int best = 0;
-  for (int i = 1; i < kScaledTiles + kPlainTiles + kLowTiles; ++i)
-    if (scaled_tile_takes(g, i) && (i != kLow128 || g.m > 2 * kScaledCosts[i].m) && time_of(i) < time_of(best))
-      best = i;
+  double least = time_of(best);
+  for (int i = 1; i < kScaledTiles + kPlainTiles + kLowTiles; ++i) {
+    if (!scaled_tile_takes(g, i) || (i == kLow128 && g.m <= 2 * kScaledCosts[i].m)) continue;
+    const double time = time_of(i);
+    if (time < least) best = i, least = time;
+  }
   return best;
 }
 

@@ -23,8 +23,8 @@ bool sm90_shares_out(const Sm90Tile &, int64_t m, int64_t n, int clusters);
 // The index in kSm90Tiles of the tile that is predicted to be the fastest, for a problem that one of them takes.
 int sm90_fastest_tile(const Gemm &, const Sm90Operands &);
 
-// The same of the tiles of scaled_tiles.cu: kScaledTiles for every problem; then for e4m3 the plain ones, of 128 rows by
-// these columns, without scales along k; then the low ones, of 64 rows by these columns, with them.
+// The same of the tiles of scaled_tiles.cu: kScaledTiles for every problem; then for e4m3 the plain ones, of 128 rows
+// by these columns, without scales along k; then the low ones, of 64 rows by these columns, with them.
 struct ScaledGemm;
 constexpr int kPlainColumns[] = {96, 144, 160};
 constexpr const char *kPlainNames[] = {"cuda_scaled_gemm_sm90_128x96", "cuda_scaled_gemm_sm90_128x144",

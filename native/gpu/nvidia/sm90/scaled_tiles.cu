@@ -9,8 +9,8 @@
 // warpgroups that multiply only read them: where these loaded scales themselves, the kernel had half of its speed. The
 // additions, which are half as many instructions again, are made while the other warpgroup's chunk is on the tensor
 // cores, or this one's next. Results of 16 bits are stored by the copy engine from shared memory, while the next tile's
-// products begin: 2 to 4 % for short K, more where rows end within a box. Adding zeros past the end of K changes nothing,
-// since a step leaves c on a grid that the next step keeps.
+// products begin: 2 to 4 % for short K, more where rows end within a box. Adding zeros past the end of K changes
+// nothing, since a step leaves c on a grid that the next step keeps.
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scaled_tiles.h"
@@ -97,8 +97,8 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
     if (thread < S::stages * S::chunk_bytes / 4) store_word(shared + S::chunks_at + thread * 4, 1);
     named_sync(kTurn, S::consumers * kWarpgroup);
   }
-  // The low words of the first stage's descriptors, made once and the same in all lanes: made anew in each stage, a chain
-  // of five instructions stands before its first product.
+  // The low words of the first stage's descriptors, made once and the same in all lanes: made anew in each stage, a
+  // chain of five instructions stands before its first product.
   auto descriptor_word = [](uint32_t at) { return __shfl_sync(0xFFFFFFFFu, uint32_t(wgmma_descriptor<true>(at)), 0); };
   auto descriptor = [](uint32_t word) { return wgmma_descriptor<true>(0) >> 32 << 32 | word; };
   const uint32_t a_word = descriptor_word(shared + warpgroup * S::blocks * kBlockBytes);
@@ -332,7 +332,6 @@ MapShape map_of(const ScaledGemm &g, const Matrix &matrix, int operand, int64_t 
 }
 
 Bring how_to_bring(const ScaledGemm &g) {
-  auto copied = [](const Scale &scale) { return scale.data && scale.type == Type::f32; };
   if (!copied(g.a_scale) || !copied(g.b_scale)) return Bring::by_registers;
   const Scale &a = g.a_scale;
   bool aligned = reinterpret_cast<uintptr_t>(a.data) % 16 == 0;

@@ -29,8 +29,8 @@ enum class Bring { by_registers, by_words, by_rounds, by_fours };
 struct ScaledProblem {
   Sm90Problem rows;     // where tiles and out lie; its k and chunk count stages
   CUtensorMap out_map;  // where the copy engine stores it
-  // Boxes of as many rows of a, and columns of b, as are left where a block's share of a tile passes their end: the copy
-  // engine would fill the rest with zeros, which takes longer than to bring it.
+  // Boxes of as many rows of a, and columns of b, as are left where a block's share of a tile passes their end: the
+  // copy engine would fill the rest with zeros, which takes longer than to bring it.
   CUtensorMap a_rest, b_rest;
   DeviceScale a_scale, b_scale;
   Bring bring;
@@ -126,8 +126,8 @@ template <class S> __device__ __forceinline__ uint32_t column_scales(uint32_t sh
   return shared + S::chunks_at + stage * S::chunk_bytes;
 }
 
-// One thread each: a, or b. Where one brought both, tiles of short stages waited for it. What a tile has past the end of
-// an operand stays what it was in shared memory, and is not stored.
+// One thread each: a, or b. Where one brought both, tiles of short stages waited for it. What a tile has past the end
+// of an operand stays what it was in shared memory, and is not stored.
 template <class S, bool of_b>
 __device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t shared, int rank) {
   const Sm90Problem &p = problem.rows;

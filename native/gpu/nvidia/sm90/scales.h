@@ -53,8 +53,8 @@ __device__ __forceinline__ void wait_for_words() { asm volatile("cp.async.wait_a
 __device__ __forceinline__ void arrive_with_words(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// Whether it can be copied so.
-__device__ __forceinline__ bool copied(const DeviceScale &scale) { return scale.data && scale.type == Type::f32; }
+// Whether one, on the device or as the host has it, can be copied so.
+template <class AnyScale> PYDET_HD bool copied(const AnyScale &scale) { return scale.data && scale.type == Type::f32; }
 // Each column has its own.
 __device__ __forceinline__ bool by_columns(const DeviceScale &scale) {
   return scale.data && !scale.blocks && scale.stride != 0;
