@@ -1,14 +1,17 @@
 """The CPU kernels in a process: stacks, memory, threads. What runs here may break a process, so each has its own."""
 
+import inspect
 import multiprocessing
 import os
 import pathlib
+import re
 import resource
 import signal
 import subprocess
 import threading
 import time
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -310,6 +313,77 @@ def count_threads_of_gemm():
 def count_threads_of_rmsnorm():
     x = np.ones((1024, 1024), np.float32)
     count_threads(lambda: pydet.rmsnorm(x, eps=0))
+
+
+def large_calls():
+    """A call of every function of pydet, by its name; those that compute have work for several threads."""
+    x, row, index = np.ones((512, 512), np.float32), np.ones(512, np.float32), np.zeros(512, np.int32)
+    tall = np.ones((2048, 512), np.float32)  # a norm takes a row in no time
+    half = (x.view(np.uint32) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+    q, scale = pydet.quantize(x, granularity="group")
+    end, stack, experts = np.int32([256, 512]), np.stack([x, x]), np.stack([q, q]).swapaxes(1, 2)
+    scales = {"a_scale": scale, "b_scale": scale.T}
+    return {
+        "audit": lambda: pydet.audit(half, half, half, arithmetic="sm90", sample=512),
+        "audit_fold": lambda: pydet.audit_fold(np.stack([x, x, x]), x),
+        "audit_layernorm": lambda: pydet.audit_layernorm(tall, tall, eps=0),
+        "audit_rmsnorm": lambda: pydet.audit_rmsnorm(tall, tall, eps=0),
+        "devices": pydet.devices,
+        "fold": lambda: pydet.fold([x, x, x]),
+        "gemm": lambda: pydet.gemm(x, x),
+        "gemm_da": lambda: pydet.gemm_da(x, x),
+        "gemm_db": lambda: pydet.gemm_db(x, x),
+        "grouped_gemm": lambda: pydet.grouped_gemm(x, stack, end),
+        "kernels": pydet.kernels,
+        "last_kernel": pydet.last_kernel,
+        "layernorm": lambda: pydet.layernorm(tall, row, row, eps=0),
+        "layernorm_backward": lambda: pydet.layernorm_backward(x, x, row, row, row),
+        "log_prob": lambda: pydet.log_prob(x, index),
+        "log_prob_backward": lambda: pydet.log_prob_backward(row, x, index),
+        "log_softmax": lambda: pydet.log_softmax(x),
+        "log_softmax_backward": lambda: pydet.log_softmax_backward(x, x),
+        "quantize": lambda: pydet.quantize(x),
+        "resolve_arithmetic": lambda: pydet.resolve_arithmetic("float32", ("cpu", 0)),
+        "rmsnorm": lambda: pydet.rmsnorm(tall, row, eps=0),
+        "rmsnorm_backward": lambda: pydet.rmsnorm_backward(x, x, row, row),
+        "scaled_gemm": lambda: pydet.scaled_gemm(q, q.T, **scales),
+        "scaled_grouped_gemm": lambda: pydet.scaled_grouped_gemm(q, experts, end, **scales),
+        "skinny_gemm": lambda: pydet.skinny_gemm(x, x),
+        "softmax": lambda: pydet.softmax(x),
+        "softmax_backward": lambda: pydet.softmax_backward(x, x),
+    }
+
+
+COMPUTE_NOTHING = {"devices", "kernels", "last_kernel", "resolve_arithmetic"}
+
+
+def count_threads_of_every_function():
+    """Prints `name threads` for each, in a child that has made none so far."""
+    with threads(1):
+        calls = large_calls()
+    for name, call in calls.items():
+        child = os.fork()
+        if child == 0:
+            try:
+                call()
+                os._exit(min(tasks(), 100))
+            except BaseException as problem:
+                print(name, repr(problem), flush=True)
+                os._exit(101)
+        if (status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) <= 100:
+            print(name, status, flush=True)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_no_operation_makes_more_threads_than_said(limit):
+    """Each function of the library, by PYDET_NUM_THREADS: as many threads as that, the caller among them, and none
+    that stays beyond it."""
+    functions = {name for name in pydet.__all__ if inspect.isfunction(getattr(pydet, name))}
+    declared = set(re.findall(r"^PYDET_API pydet_status pydet_(\w+)\(void \*stream", HEADER.read_text(), re.M))
+    assert len(declared) >= 17 and declared <= functions, "an operation of the header that Python does not have"
+    said = in_own_process(count_threads_of_every_function, PYDET_NUM_THREADS=str(limit), OPENBLAS_NUM_THREADS="1")
+    counted = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert counted == {name: "1" if name in COMPUTE_NOTHING else str(limit) for name in functions}
 
 
 @pytest.mark.parametrize(

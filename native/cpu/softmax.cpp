@@ -118,11 +118,12 @@ template <class T> void backward_row(const SoftmaxBackward &problem, int64_t r, 
 
 // Calls row(number, r, lanes) for every row, a few at a time.
 template <class Row> void each_row(Type type, int64_t rows, int64_t n, const Row &row) {
-  constexpr int64_t kElementWork = 32;  // operations
+  constexpr double kElementWork = 32, kWorthAThread = 1 << 20;  // operations
+  const int64_t threads = threads_for(double(rows) * double(n) * kElementWork, kWorthAThread);
   const int64_t at_once = 1 + 4096 / n;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     dispatch(type, [&](auto number) {
-      parallel(divide_up(rows, at_once), rows * n * kElementWork, scratch, [&](int64_t i, Scratch &own) {
+      parallel(divide_up(rows, at_once), threads, scratch, [&](int64_t i, Scratch &own) {
         RowSum &lanes = *new (own.data) RowSum;
         for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r) row(number, r, lanes);
       });
