@@ -103,6 +103,10 @@ $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 	@mkdir -p $(@D)
 	$(CXX) $(OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -o $@
 
+# A Python that shuts down ends the threads that come back to it, by unwinding them: no destructor may then run, since it
+# would enter Python. Nothing here throws.
+$(filter $(BUILD)/entry/python/%,$(SHARED)): CXXFLAGS += -fno-exceptions
+
 $(BUILD)/%.o: native/%.cpp
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@

@@ -1,4 +1,5 @@
-"""The shared library that the Python package loads: missing, of another kind or release, wanted by two interpreters."""
+"""The shared library that the Python package loads: missing, of another kind or release, wanted by two interpreters,
+in use when its interpreter ends."""
 
 import re
 import subprocess
@@ -120,3 +121,72 @@ print(old is not pydet, old.gemm(a, a)[0, 0], pydet.gemm(a, a)[0, 0])
 """
     done = run_python("-c", code)
     assert done.stdout.split() == ["True", "2.0", "2.0"], (done.stdout, done.stderr)
+
+
+# ---- The end -----------------------------------------------------------------------------------------------------
+
+
+DAEMONS = """
+import os, sys, threading, time
+import numpy, pydet
+from capi import Tensor, ffi, lib, pointer
+
+class Carrier:  # read by a hook: Python runs inside the call, and may give the lock away there
+    def __init__(self, array): self.array = array
+    def __dlpack__(self, **options): return self.array.__dlpack__(**options)
+    def __dlpack_device__(self): return self.array.__dlpack_device__()
+
+class Sub(numpy.ndarray):
+    pass
+
+large, small = numpy.ones((400, 400), numpy.float32), numpy.ones((4, 4), numpy.float32)
+view, out, results = small.view(Sub), numpy.empty_like(small), [numpy.empty_like(large) for _ in range(4)]
+
+def computes(number):
+    pydet.gemm(large, large)
+
+def by_cffi(number):
+    operands = [Tensor(array) for array in (large, large, results[number])]
+    a, b, product = map(pointer, operands)
+    assert lib.pydet_gemm(ffi.NULL, a, b, ffi.NULL, product, ffi.NULL) == 0
+
+def enters_hooks(number):
+    pydet.gemm(view, view)
+    pydet.gemm(Carrier(small), Carrier(small), out=out)
+    pydet.fold([view] * 5)
+
+def is_refused(number):
+    try:
+        pydet.gemm(view, large)
+    except pydet.Error:
+        pass
+
+def loop(number, call):
+    while True:
+        call(number)
+
+def start():
+    for number in range(4):
+        threading.Thread(target=loop, args=(number, call), daemon=True).start()
+    time.sleep(0.05)
+
+call, forks = globals()[sys.argv[1]], sys.argv[2:] == ["forks"]
+start()
+if forks:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, "the child did not exit cleanly"
+    else:
+        start()
+print("main returns", flush=True)
+"""
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["", "forks"])
+@pytest.mark.parametrize("call", ["computes", "by_cffi", "enters_hooks", "is_refused"])
+def test_exit_while_daemon_threads_are_in_a_call(call, forks):
+    """Python ends such a thread where it asks for the lock again, by unwinding its stack: nothing of the library's may
+    run then. Where it is, is chance: a few times."""
+    for _ in range(3):
+        done = run_python("-W", "ignore", "-c", DAEMONS, call, *["forks"] * forks)
+        assert done.returncode == 0 and set(done.stdout.splitlines()) == {"main returns"}, (done.returncode, done.stderr)
+        assert not done.stderr, done.stderr

@@ -8,6 +8,10 @@
 #include "entry/python.h"
 #include "types.h"
 
+#ifdef __cpp_exceptions
+#error "compile with -fno-exceptions: a Python that shuts down unwinds threads, whose destructors would enter it"
+#endif
+
 namespace pydet {
 
 using Object = pydet_object;
