@@ -26,6 +26,7 @@ from pydet.protocols import (
     by_interface,
     cuda_device,
     exchange_api,
+    interface_address,
     root_of,
     type_name,
     unversioned,
@@ -92,8 +93,8 @@ class Framework:
             return by_dlpack(where, x, written, self.producer_stream(x) if on_gpu else None)
         interface = getattr(x, "__cuda_array_interface__", None)
         if interface is not None:
-            data = interface.get("data")
-            device = cuda_device(data[0]) if isinstance(data, tuple) and data[0] else 0
+            address, _ = interface_address(where, interface)
+            device = cuda_device(address) if address else 0
             return by_interface(where, x, interface, written, (constants.PYDET_CUDA, device))
         return by_interface(where, x, x.__array_interface__, written, CPU)
 
@@ -108,8 +109,8 @@ class Framework:
 
     def stream(self, like: Any, device_type: int, device_id: int) -> int:
         """The address of the framework's current stream."""
-        interface = getattr(like, "__cuda_array_interface__", None) or {}
-        return interface.get("stream") or 0
+        stream = (getattr(like, "__cuda_array_interface__", None) or {}).get("stream")
+        return 0 if stream is None else stream_address(stream)
 
     def scope(self, like: Any, stream: int) -> contextlib.AbstractContextManager[Any]:
         """Makes a stream the framework's current one, so that what it allocates belongs to that stream."""

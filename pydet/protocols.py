@@ -100,19 +100,33 @@ def _interface_dtype(where: str, x: Any, typestr: str) -> tuple[int, int]:
     return _CODES[kind], 8 * size
 
 
-def by_interface(
-    where: str, x: Any, interface: dict[str, Any], written: bool, device: tuple[int, int]
-) -> tuple[int, Any]:
+def interface_address(where: str, interface: Any) -> tuple[int, Any]:
+    """The "data" of an array interface: the address, and whether it is read-only. An object with the buffer protocol,
+    which NumPy's interface may have there, is refused: its bytes are no address."""
+    if not isinstance(interface, dict):
+        fail(INVALID_VALUE, f"{where} has an array interface that is {type_name(interface)}, want a dict")
+    data = interface.get("data")
+    if not isinstance(data, tuple) or len(data) != 2:
+        words = data if isinstance(data, tuple) else type_name(data)
+        fail(INVALID_VALUE, f"{where} has an array interface whose data is {words}, want (address, read-only)")
+    address, read_only = data
+    number = 0 if address is None else address.__index__() if hasattr(address, "__index__") else -1
+    if isinstance(address, bool) or not 0 <= number < 1 << 64:
+        fail(INVALID_VALUE, f"{where} has an array interface whose data is at {address!r}, want an address")
+    return number, read_only
+
+
+def by_interface(where: str, x: Any, interface: Any, written: bool, device: tuple[int, int]) -> tuple[int, Any]:
     """Reads an __array_interface__ or a __cuda_array_interface__."""
+    address, read_only = interface_address(where, interface)
     try:
         if interface.get("mask") is not None:
             fail(INVALID_VALUE, f"{where} has a mask, which is not supported")
-        address, read_only = interface["data"]
         if written and read_only:
             fail(INVALID_VALUE, f"{where} is read-only")
         dtype = _interface_dtype(where, x, interface["typestr"])
         shape, strides = tuple(interface["shape"]), interface.get("strides")
-        return _describe(where, address or 0, device, dtype, shape, strides, (x, interface))
+        return _describe(where, address, device, dtype, shape, strides, (x, interface))
     except _native.Error:
         raise
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as problem:

@@ -51,6 +51,23 @@ def test_layer_norm_gradient_by_hand_vmap_and_no_rows(eager):
     assert dx.shape == (0, 24) and not np.asarray(dweight).any()
 
 
+@pytest.mark.parametrize("number", [1e-40, 1e-45, 1e-5, 0.1, 1 + 2**-24, 1 + 3 * 2**-24, 3.4028235677973362e38])
+def test_floats_are_rounded_to_nearest(number):
+    """eps and weight_offset go to XLA in double precision, and its threads flush subnormals."""
+    line, zero, one, single = np.float32([[1, -1]]), np.zeros(1, np.float32), np.ones(1, np.float32), np.float32(number)
+    norm = {"eps": 0.0, "weight_offset": number}
+    for y in (
+        pj.rmsnorm(line, line[0] * 0, **norm)[0],
+        pj.layernorm(line, line[0] * 0, **norm)[0],
+        pj.rmsnorm_backward(line, line * 0, line[0] * 0, one, weight_offset=number)[0],
+        pj.layernorm_backward(line, line * 0, line[0] * 0, zero, one, weight_offset=number)[0],
+    ):
+        assert np.asarray(y).tobytes() == np.array([[single, -single]]).tobytes()
+    want = (1 / np.sqrt(single)).tobytes()
+    assert np.asarray(pj.rmsnorm(line * 0, eps=number)[1]).tobytes() == want
+    assert np.asarray(pj.layernorm(line * 0, eps=number)[2]).tobytes() == want
+
+
 def test_softmax(eager, dtype):
     x, dy = normal(4, 9, 40, dtype=dtype), normal(4, 9, 40, dtype=dtype, seed=1)
     for ours, name in ((pj.softmax, "softmax"), (pj.log_softmax, "log_softmax")):

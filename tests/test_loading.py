@@ -188,5 +188,8 @@ def test_exit_while_daemon_threads_are_in_a_call(call, forks):
     run then. Where it is, is chance: a few times."""
     for _ in range(3):
         done = run_python("-W", "ignore", "-c", DAEMONS, call, *["forks"] * forks)
-        assert done.returncode == 0 and set(done.stdout.splitlines()) == {"main returns"}, (done.returncode, done.stderr)
+        assert done.returncode == 0 and set(done.stdout.splitlines()) == {"main returns"}, (
+            done.returncode,
+            done.stderr,
+        )
         assert not done.stderr, done.stderr

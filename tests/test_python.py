@@ -23,7 +23,8 @@ import pytest
 
 import pydet
 from capi import Tensor, random
-from conftest import run_python
+from cases import random_words
+from conftest import run_python, unusual_float_environment
 from interop import Producer, jax, torch  # noqa: F401 (fixtures)
 from pydet import frameworks
 from reference import bits
@@ -574,6 +575,83 @@ def test_many_threads():
 
 
 run = functools.partial(run_python, "-m", "pydet")
+
+
+# ---- Floats ----------------------------------------------------------------------------------------------------------
+
+
+def doubles():
+    """Numbers in double precision that lie between two in fp32, or on neither: of every size, halfway, subnormal."""
+    words = random_words((400,), 7)
+    numbers = [*words.view(np.float64), *(words >> np.uint64(9) | np.uint64(0x3EE0 << 48)).view(np.float64)]
+    exponents = [*range(-152, -120), -20, 0, 20, 126, 127]
+    for fraction in (1, 1 + 2**-24, 1 + 2**-23, 1 + 2**-24 + 2**-50, 1 + 2**-24 - 2**-50, 1 + 3 * 2**-24, 2 - 2**-30):
+        numbers += [fraction * 2.0**exponent for exponent in exponents]
+    numbers += [1e-6, 1e-5, 1e-12, 0.1, 5e-324, 1e-310, 3.4028235677973366e38, 3.4028235677973362e38, 1e39, 1e308]
+    numbers = [sign * float(number) for number in numbers for sign in (1, -1) if np.isfinite(number)]
+    return [
+        number for number in numbers if number > 0 or number < -(2**-150)
+    ]  # none that becomes -0, which a sum loses
+
+
+def with_floats():
+    """(function, argument): a call that gives what it was given as that argument, in fp32."""
+    x, line, zeros = np.ones((1, 2), "f"), np.float32([[1, -1]]), np.zeros(2, "f")  # their xhat is what they are
+    zero, one = np.zeros(1, "f"), np.ones(1, "f")
+    return {
+        ("rmsnorm", "eps"): lambda v: pydet.rmsnorm(x * 0, eps=v)[1][0],
+        ("rmsnorm", "weight_offset"): lambda v: pydet.rmsnorm(x, zeros, eps=0, weight_offset=v)[0][0, 0],
+        ("rmsnorm_backward", "weight_offset"): lambda v: pydet.rmsnorm_backward(
+            line, line * 0, zeros, one, weight_offset=v
+        )[0][0, 0],
+        ("layernorm", "eps"): lambda v: pydet.layernorm(x, eps=v)[2][0],
+        ("layernorm", "weight_offset"): lambda v: pydet.layernorm(line, zeros, eps=0, weight_offset=v)[0][0, 0],
+        ("layernorm_backward", "weight_offset"): lambda v: pydet.layernorm_backward(
+            line, line * 0, zeros, zero, one, weight_offset=v
+        )[0][0, 0],
+    }
+
+
+@pytest.mark.parametrize("function, argument", with_floats())
+def test_floats_are_rounded_to_nearest_whatever_the_thread_has_set(function, argument):
+    """A float in double precision becomes fp32 to nearest even, also under another rounding mode and flush-to-zero."""
+    call, numbers = with_floats()[function, argument], doubles()
+    if argument == "eps":
+        numbers = [number for number in numbers if number > 0]
+
+    def result(number):
+        try:
+            return np.float32(call(number)).tobytes()
+        except pydet.Error as error:
+            assert "want a finite number" in str(error)
+            return "refused"
+
+    def expected(number):
+        with np.errstate(over="ignore"):
+            single = np.float32(number)
+        if not np.isfinite(single):
+            return "refused"
+        with np.errstate(divide="ignore"):
+            return (1 / np.sqrt(single) if argument == "eps" else single).tobytes()
+
+    want = [expected(number) for number in numbers]
+    assert [result(number) for number in numbers] == want
+    with unusual_float_environment():
+        got = [result(number) for number in numbers]
+    wrong = [number for number, a, b in zip(numbers, got, want) if a != b]
+    assert not wrong, f"{len(wrong)} of {len(numbers)}, the first: {wrong[:3]}"
+
+
+def test_every_float_is_tested():
+    """That test has each argument of a public function that is a float."""
+    floats = set()
+    for name in pydet.__all__:
+        if inspect.isfunction(thing := getattr(pydet, name)):
+            parameters = inspect.signature(thing).parameters.values()
+            floats |= {(name, p.name) for p in parameters if p.annotation in ("float", float, "float | None")}
+    audits = {pair for pair in floats if pair[0].startswith("audit_")}  # which hand them to these functions as they are
+    assert floats - audits == set(with_floats())
+    assert {(name.removeprefix("audit_"), argument) for name, argument in audits} <= set(with_floats())
 
 
 def test_a_name_that_cannot_be_one_is_refused_in_silence():

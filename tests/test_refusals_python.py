@@ -10,7 +10,9 @@ import pytest
 
 import pydet
 from capi import FLOAT32, Tensor, library_path, owner, random, status_name
+from conftest import run_python, unusual_float_environment
 from interop import Producer, jax, torch  # noqa: F401 (fixtures)
+from pydet import frameworks, hooks
 
 
 def raises(sentence, kind, call, *args, status=None, untouched=(), **keywords):
@@ -680,14 +682,6 @@ def test_array_interface_that_is_not_what_it_says():
     )
     raises(r"a has a mask", ValueError, pydet.gemm, Interface(mask=A), B, out=out)
     raises(
-        r"a has an array interface (without a pointer|that makes no sense)",
-        ValueError,
-        pydet.gemm,
-        Interface(data=None),
-        B,
-        out=out,
-    )
-    raises(
         r"out is read-only",
         ValueError,
         pydet.gemm,
@@ -701,3 +695,148 @@ def test_array_interface_that_is_not_what_it_says():
         r"want float32, bfloat16, float16, float8_e4m3fn", TypeError, pydet.gemm, Interface(typestr="<V2"), B, out=out
     )
     raises(r"a has NULL data", ValueError, pydet.gemm, Interface(data=(0, False)), B, out=out, untouched=[out])
+
+
+ADDRESS = A.ctypes.data
+NO_ADDRESS = {  # what an array interface's data is, and what is said of it
+    "a buffer": (bytearray(48), r"is bytearray, want \(address, read-only\)$"),
+    "two bytes": (b"ab", r"is bytes, want"),
+    "an array of two": (np.array([ADDRESS, 0]), r"is numpy.ndarray, want"),
+    "nothing": (None, r"is NoneType, want"),
+    "a list": ([ADDRESS, False], r"is list, want"),
+    "one": ((ADDRESS,), rf"is \({ADDRESS},\), want"),
+    "three": ((ADDRESS, False, 0), rf"is \({ADDRESS}, False, 0\), want"),
+    "a float": ((float(ADDRESS), False), rf"is at {ADDRESS}\.0, want an address$"),
+    "a NumPy float": ((np.float64(ADDRESS), False), r"is at .*, want an address$"),
+    "text": (("0", False), r"is at '0', want an address"),
+    "True": ((True, False), r"is at True, want an address"),
+    "negative": ((-1, False), r"is at -1, want an address"),
+    "past 64 bits": ((ADDRESS + 2**64, False), rf"is at {ADDRESS + 2**64}, want an address"),
+}
+
+
+@pytest.mark.parametrize("protocol", ["__array_interface__", "__cuda_array_interface__"])
+@pytest.mark.parametrize("data, sentence", NO_ADDRESS.values(), ids=NO_ADDRESS)
+def test_array_interface_without_an_address(protocol, data, sentence):
+    """NumPy's interface allows an object with the buffer protocol there; its first two bytes are no address."""
+    carrier = type("Carrier", (), {protocol: {**A.__array_interface__, "data": data}})()
+    out = random((3, 5))
+    sentence = "^gemm: a has an array interface whose data " + sentence
+    raises(sentence, ValueError, pydet.gemm, carrier, B, out=out, status="INVALID_VALUE", untouched=[out, A])
+
+
+def test_array_interface_that_is_no_dict():
+    for protocol in ("__array_interface__", "__cuda_array_interface__"):
+        carrier = type("Carrier", (), {protocol: [1, 2]})()
+        raises(r"^gemm: a has an array interface that is list, want a dict$", ValueError, pydet.gemm, carrier, B, out=B)
+
+
+def test_an_address_may_be_any_integer():
+    data = (np.uint64(ADDRESS), False)
+    carrier = type("Carrier", (), {"__array_interface__": {**A.__array_interface__, "data": data}})()
+    out = random((3, 5))
+    assert pydet.gemm(carrier, B, out=out).tobytes() == pydet.gemm(A, B).tobytes()
+
+
+@pytest.mark.parametrize("stream", [-1, 1 << 64, 1.0, "1", True])
+def test_a_stream_of_an_array_interface_that_is_no_address(stream):
+    carrier = type("Carrier", (), {"__cuda_array_interface__": {"stream": stream}})()
+    raises(r"^stream is .*, want an address", TypeError, frameworks.Framework().stream, carrier, 2, 0)
+    carrier.__cuda_array_interface__["stream"] = None
+    assert frameworks.Framework().stream(carrier, 2, 0) == 0
+
+
+# ---- Parts of one tensor -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", [2**62, 2**61, 2**63 - 1, 2**62 + 4, 2**61 - 1])
+@pytest.mark.parametrize("count", [2, 3, 5, 64])
+def test_a_first_stride_that_wraps(stride, count):
+    """Times the bytes of an element, some are 0 modulo 2^64: each part would be the first one."""
+    x, out = random((64, 4)), random((4,))
+    parts = Producer(Tensor(x, shape=(count, 4), strides=(stride, 1)))
+    sentence = rf"^fold: parts is a tensor of first stride {stride}, which reaches past 2\^63 - 1 bytes$"
+    if stride * 4 * (count - 1) < 2**63:  # said of the first part that does
+        sentence = r"^fold: parts\[\d+\] is 4, which reaches past 2\^63 - 1 bytes$"
+    raises(sentence, ValueError, pydet.fold, parts, out=out, status="OVERFLOW", untouched=[x, out])
+    for shape in ((1, 4), (count, 0)):  # nothing lies there
+        parts, out = Producer(Tensor(x, shape=shape, strides=(stride, 1))), random((shape[1],))
+        assert pydet.fold(parts, out=out).tobytes() == x[0, : shape[1]].tobytes()
+
+
+# ---- Numbers that only pydet itself gives --------------------------------------------------------------------------
+
+# A library that believed one would read past its own tables.
+PRIVATE = """
+import sys
+import numpy as np
+import pydet
+from pydet import _native, hooks
+
+x, row, one = np.ones((4, 4), np.float32), np.ones(4, np.float32), np.ones((1, 4), np.float32)
+index, q = np.zeros(4, np.int32), pydet.quantize(x)[0]
+operands = {
+    "product": [x, x], "scaled_gemm": [q, q.T], "quantize": [x], "rmsnorm": [x, row, 0], "softmax": [x],
+    "rmsnorm_backward": [x, x, row, row], "layernorm": [x, row, row, 0], "layernorm_backward": [x, x, row, row, row],
+    "softmax_backward": [x, x], "log_prob": [x, index], "log_prob_backward": [row, x, index],
+    "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],
+}
+kinds = {"gemm": "product", "gemm_da": "product", "gemm_db": "product", "skinny_gemm": "product"}
+kinds |= {"log_softmax": "softmax", "log_softmax_backward": "softmax_backward"}
+always = {"fold": {"is_tuple": True}, "quantize": {"granularity": "row"}}
+wrong = [-1, 2, 3, 6, 99, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64]
+wrong += [1.5, float("nan"), "x", (), (x,) * 65, object(), x, None]
+methods, _ = hooks._methods()
+refused = 0
+for name, method in methods.items():
+    kind = kinds.get(name, name)
+    given, base = operands[kind], always.get(kind, {})
+    method(*given, **base)
+    arguments = [name for name, _ in _native.ffi.typeof(f"pydet_{kind}_arguments").fields]
+    for place, argument in enumerate(arguments):
+        for value in wrong:
+            try:
+                if place < len(given):
+                    method(*given[:place], value, *given[place + 1 :], **base)
+                else:
+                    method(*given, **{**base, argument: value})
+            except (pydet.Error, TypeError, OverflowError) as problem:
+                refused += 1
+                assert not argument.endswith("dtype") or isinstance(problem, pydet.Error), (name, argument, value)
+                continue
+            assert not argument.endswith("dtype") or value is None or value in range(6), (name, argument, value)
+print(len(methods), refused)
+"""
+
+
+def test_private_numbers():
+    """Every argument of every method that the library gives to Python, as numbers and objects that none may be: taken
+    or refused, and the process lives."""
+    done = run_python("-W", "ignore", "-c", PRIVATE)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    methods, refused = map(int, done.stdout.split())
+    assert methods >= 19 and refused > 2000
+
+
+@pytest.mark.parametrize("index", [-1, 6, 99, 2**32, 2**63 - 1, -(2**63)])
+def test_type_indices(index):
+    """Without the check a table is read past its end, or 2^32 is float32."""
+    wrong = rf"dtype is {index}, want the index of an element type, 0 to 5$"
+    gemm, quantize, fold, backward = hooks.methods(("gemm", "quantize", "fold", "rmsnorm_backward"))
+    for given in ({}, {"out": np.zeros((3, 5), "f")}):
+        raises(rf"^gemm: out_{wrong}", TypeError, gemm, A, B, out_dtype=index, **given)
+    raises(rf"^quantize: {wrong}", TypeError, quantize, X, granularity="row", dtype=index)
+    raises(rf"^quantize: scale_{wrong}", TypeError, quantize, X, granularity="row", scale_dtype=index)
+    raises(rf"^fold: out_{wrong}", TypeError, fold, (A,), is_tuple=True, out_dtype=index)
+    raises(rf"^rmsnorm_backward: dweight_{wrong}", TypeError, backward, X, X, W, W[:3], dweight_dtype=index)
+
+
+# ---- Floats --------------------------------------------------------------------------------------------------------
+
+
+def test_eps_below_zero_where_subnormals_are_zeros():
+    """-1e-40 is no 0, though a thread that reads subnormals as zeros compares it so."""
+    with unusual_float_environment():
+        for call in (lambda: pydet.rmsnorm(X, eps=-1e-40), lambda: pydet.layernorm(X, eps=-1e-40)):
+            with pytest.raises(pydet.Error, match=r"norm: eps is .*, want a finite number, 0 or more"):
+                call()

@@ -108,13 +108,14 @@ inline pydet_status both_or_neither(const char *op, const View &residual, const 
               residual.present() ? "residual" : "sum", residual.present() ? "sum" : "residual");
 }
 
+// By the bits, since a thread that reads subnormals as zeros takes a negative one for 0.
 inline pydet_status check_eps(const char *op, float eps) {
-  if (eps >= 0 && eps - eps == 0) return PYDET_OK;
+  if (bits_of(eps) < 0x7F800000u || bits_of(eps) == 0x80000000u) return PYDET_OK;
   return fail(PYDET_INVALID_VALUE, "%s: eps is %g, want a finite number, 0 or more", op, double(eps));
 }
 
 inline pydet_status check_weight_offset(const char *op, float offset) {
-  if (offset - offset == 0) return PYDET_OK;
+  if ((bits_of(offset) & 0x7FFFFFFFu) < 0x7F800000u) return PYDET_OK;
   return fail(PYDET_INVALID_VALUE, "%s: weight_offset is %g, want a finite number", op, double(offset));
 }
 

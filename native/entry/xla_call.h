@@ -7,6 +7,7 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "entry/to_fp32.h"
 #include "types.h"
 
 namespace pydet {
@@ -58,7 +59,8 @@ class Call {
   bool failed() const { return *problem_; }
 
   int64_t integer(const char *name) { return scalar<int64_t>(name, PYDET_XLA_S64); }
-  double real(const char *name) { return scalar<double>(name, PYDET_XLA_F64); }
+  // In fp32; XLA's own threads flush subnormals.
+  float real(const char *name) { return f32_from_f64(scalar<double>(name, PYDET_XLA_F64)); }
 
   // options.kernel, which lives as long as the call; NULL for "".
   const char *kernel() {

@@ -101,8 +101,8 @@ template <class Run> void each_group(Call &call, const Groups &all, Run run) {
 template <class Options> Options forward_options(Call &call) {
   Options options = {};
   options.struct_size = sizeof options;
-  options.eps = float(call.real("eps"));
-  options.weight_offset = float(call.real("weight_offset"));
+  options.eps = call.real("eps");
+  options.weight_offset = call.real("weight_offset");
   options.kernel = call.kernel();
   return options;
 }
@@ -111,7 +111,7 @@ template <class Options> Options forward_options(Call &call) {
 template <class Options> Options backward_options(Call &call, const pydet_xla_buffer *workspace) {
   Options options = {};
   options.struct_size = sizeof options;
-  options.weight_offset = float(call.real("weight_offset"));
+  options.weight_offset = call.real("weight_offset");
   options.kernel = call.kernel();
   if (workspace) {
     options.workspace = workspace->data;

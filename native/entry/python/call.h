@@ -199,6 +199,15 @@ class PythonCall {
     *value = python().PyLong_AsLongLong(object);
     return *value != -1 || !python().PyErr_Occurred() || refuse(name, "no 64-bit integer");
   }
+  // An element type by its index.
+  bool type_of(const char *name, Object *object, int64_t *type) {
+    if (!integer_of(name, object, type)) return false;
+    if (!given(object) || (*type >= 0 && *type < kTypeCount)) return true;
+    char what[80];
+    snprintf(what, sizeof what, "%lld, want the index of an element type, 0 to %d", static_cast<long long>(*type),
+             kTypeCount - 1);
+    return refuse(name, what, PYDET_INVALID_DTYPE);
+  }
   bool flag_of(const char *name, Object *object, int32_t *value) {
     if (!object) return true;
     Owned asked(object == exchange->yes || object == exchange->no ? nullptr : ask(exchange->flag, object, name));
@@ -209,7 +218,7 @@ class PythonCall {
   bool float_of(const char *name, Object *object, float *value) {
     if (!object) return true;
     const double number = python().PyFloat_AsDouble(object);
-    *value = float(number);
+    *value = f32_from_f64(number);
     return number != -1 || !python().PyErr_Occurred() || refuse(name, "no number");
   }
   bool text_of(const char *name, Object *object, const char **value) {

@@ -34,7 +34,7 @@ Object *call_fold(Object *, Object *const *args, intptr_t count, Object *keyword
   pydet_fold_options options = {};
   options.struct_size = sizeof options;
   int64_t type = -1;
-  if (!call.integer_of("out_dtype", given.out_dtype, &type)) return nullptr;
+  if (!call.type_of("out_dtype", given.out_dtype, &type)) return nullptr;
   if (!call.number_of("order", exchange->orders, given.order, &options.order)) return nullptr;
   if (!call.flag_of("accumulate", given.accumulate, &options.accumulate)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
@@ -57,10 +57,19 @@ Object *call_fold(Object *, Object *const *args, intptr_t count, Object *keyword
     if (step < 0 && used > 1) return call.refuse("parts", "a tensor whose first stride is negative"), nullptr;
     like.ndim -= 1, like.shape += 1;
     if (like.strides) like.strides += 1;
-    const int64_t bytes = like.dtype.bits / 8;
+    int64_t pitch = 0, reach = 0;  // bytes from one part to the next, and to the last
+    uint64_t end = 0;
+    if (used > 1 && elements(like) != 0 &&
+        (__builtin_mul_overflow(step, like.dtype.bits / 8, &pitch) ||
+         __builtin_mul_overflow(pitch, used - 1, &reach) ||
+         __builtin_add_overflow(like.byte_offset, uint64_t(reach), &end))) {
+      snprintf(sentence, sizeof sentence, "a tensor of first stride %lld, which reaches past 2^63 - 1 bytes",
+               static_cast<long long>(step));
+      return call.refuse("parts", sentence, PYDET_OVERFLOW), nullptr;
+    }
     for (int32_t i = 0; i < used; ++i) {
       slices[i] = like;
-      slices[i].byte_offset += uint64_t(i) * uint64_t(step) * uint64_t(bytes);
+      slices[i].byte_offset += uint64_t(pitch) * uint64_t(i);
       parts[i] = &slices[i];
     }
   }

@@ -10,7 +10,7 @@ namespace {
 template <class Arguments, class Options>
 bool read_backward_options(PythonCall &call, const char *op, const Arguments &given, const Operand &dweight,
                            const Operand &dbias, Options *options, int64_t *type, int32_t *has_bias) {
-  if (!call.integer_of("dweight_dtype", given.dweight_dtype, type)) return false;
+  if (!call.type_of("dweight_dtype", given.dweight_dtype, type)) return false;
   if (!call.flag_of("has_bias", given.has_bias, has_bias)) return false;
   if (!call.float_of("weight_offset", given.weight_offset, &options->weight_offset)) return false;
   if (!call.flag_of("accumulate", given.accumulate, &options->accumulate)) return false;

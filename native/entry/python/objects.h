@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "entry/python.h"
+#include "entry/to_fp32.h"
 #include "types.h"
 
 #ifdef __cpp_exceptions

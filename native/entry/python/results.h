@@ -62,7 +62,7 @@ inline int64_t product_work(const pydet_tensor &out, int64_t depth) {
 // What all products' options have; *type stays as it is where no type of the result is asked for.
 template <class Given, class Options>
 inline bool read_sum_options(PythonCall &call, const Given &given, Options *options, int64_t *type) {
-  return call.integer_of("out_dtype", given.out_dtype, type) &&
+  return call.type_of("out_dtype", given.out_dtype, type) &&
          call.flag_of("accumulate", given.accumulate, &options->accumulate) &&
          call.number_of("arithmetic", exchange->arithmetics, given.arithmetic, &options->arithmetic) &&
          call.integer_of("k_chunk", given.k_chunk, &options->k_chunk);

@@ -112,8 +112,8 @@ Object *call_quantize(Object *, Object *const *args, intptr_t count, Object *key
   int64_t type = int64_t(Type::e4m3), scale_type = int64_t(Type::f32);
   int32_t turns = 0;
   if (!call.number_of("granularity", exchange->granularities, given.granularity, &options.granularity)) return nullptr;
-  if (!call.integer_of("dtype", given.dtype, &type)) return nullptr;
-  if (!call.integer_of("scale_dtype", given.scale_dtype, &scale_type)) return nullptr;
+  if (!call.type_of("dtype", given.dtype, &type)) return nullptr;
+  if (!call.type_of("scale_dtype", given.scale_dtype, &scale_type)) return nullptr;
   if (!call.flag_of("power_of_two", given.power_of_two, &options.power_of_two)) return nullptr;
   if (!call.flag_of("transposed", given.turns, &turns)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
