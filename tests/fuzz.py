@@ -309,7 +309,8 @@ def invoke_python(rng, call):
             keywords[name] = producers.pop(name)
     positional = [producers.pop(name) for name in ORDER[call.op] if name in producers]
     if call.op == "fold":
-        positional = [[producers.pop(name) for name in parts_of(call)]]
+        together = "parts" in call.inputs
+        positional = [producers["parts"] if together else [producers.pop(name) for name in parts_of(call)]]
     try:
         getattr(pydet, python_name(call))(*positional, **keywords)
         return 0, "", forbidden
@@ -551,11 +552,13 @@ def contiguous(rng, region, shape, dtype):
     return tensor
 
 
-def packed(rng, region, shape, dtype):
-    """In C order without padding, somewhere in the region."""
+def packed(rng, region, shape, dtype, gap=0):
+    """In C order without padding but for `gap` elements between the first dimension's, somewhere in the region."""
     region.bytes[:] = 0xFF
     strides, count = c_strides(shape), int(np.prod(shape, dtype=np.int64))
-    slack = REGION // dtype.itemsize - max(count, 1)
+    if gap:
+        strides[0] += gap
+    slack = REGION // dtype.itemsize - max(count, 1) - gap * (shape[0] if shape else 0)
     address = region.begin + rng.choice([0, slack, rng.randrange(slack + 1)]) * dtype.itemsize
     view = region.view(address, shape, strides, dtype)
     if view.size:
@@ -590,7 +593,11 @@ def make_fold(rng):
     shape = rng.choice([[], [1], [5], [16], [3, 7], [2, 33], [4, 0], [130], [2, 3, 11]])
     regions, kinds, fp32 = iter(rng.sample(REGIONS, 7)), list(DTYPES.values()), np.dtype(np.float32)
     accumulate = rng.random() < 0.3
-    inputs = {f"parts[{i}]": packed(rng, next(regions), shape, fp32) for i in range(rng.randint(1, 5))}
+    count = rng.randint(1, 5)
+    if rng.random() < 0.4:  # of one tensor, which Python alone takes
+        inputs = {"parts": packed(rng, next(regions), [count, *shape], fp32, gap=rng.choice([0, 0, 1, 7]))}
+    else:
+        inputs = {f"parts[{i}]": packed(rng, next(regions), shape, fp32) for i in range(count)}
     like = rng.choice([shape, shape[-1:]])
     inputs["bias"] = packed(rng, next(regions), like, rng.choice(kinds)) if rng.random() < 0.4 else None
     outputs = {"out": packed(rng, next(regions), shape, fp32 if accumulate else rng.choice(kinds))}
@@ -703,6 +710,7 @@ def mutate_tensor(rng, call):
             "shape",
             "stride",
             "stride",
+            "wrap",
             "ndim",
             "code",
             "bits",
@@ -733,6 +741,11 @@ def mutate_tensor(rng, call):
         d = rng.randrange(len(shape))
         c.strides = tensor.strides
         tensor.strides[d] = rng.choice([min(strides[d], MOST - 1) + 1, max(strides[d], -MOST) - 1, 0, rng.choice(ODD)])
+    elif kind == "wrap" and shape:  # times the bytes of an element and an index: 0 modulo 2^64, or nearly
+        c.strides = tensor.strides
+        tensor.strides[0 if rng.random() < 0.7 else len(shape) - 1] = 2 ** rng.randint(59, 62) + rng.choice(
+            [0, 0, 0, 1]
+        )
     elif kind == "ndim":
         c.ndim = rng.choice([-1, 0, len(shape) - 1, 9, 2**31 - 1, -(2**31)])
     elif kind == "code":
@@ -993,7 +1006,8 @@ def expected_quantize(call, before):
 
 def expected_fold(call, before):
     out, order = before["out"], ["ordered", "tree"][call.options.order]
-    parts, bias, accumulate = [before[name] for name in parts_of(call)], before.get("bias"), call.options.accumulate
+    parts = list(before["parts"]) if "parts" in before else [before[name] for name in parts_of(call)]
+    bias, accumulate = before.get("bias"), call.options.accumulate
     expect(all(part.shape == out.shape and part.dtype.itemsize == 4 for part in parts), "accepted parts unlike out")
     return {"out": reference.fold(parts, bias=bias, out=out, out_dtype=out.dtype, order=order, accumulate=accumulate)}
 
@@ -1151,12 +1165,12 @@ def run_case(seed, number):
     rng = random.Random(f"{seed}/{number}")
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
-    makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 1, make_grouped: 2}
+    makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
-    by_python = rng.random() < 0.4
+    by_python = rng.random() < 0.4 or "parts" in call.inputs
     for _ in range(mutations):
         change = mutate_tensor
         if not by_python:
