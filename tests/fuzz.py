@@ -257,10 +257,37 @@ def invoke(call):
     return function(ffi.NULL, *[pointer(tensors[name]) for name in ORDER[call.op]], given)
 
 
+class Interface:
+    """Offers a tensor by __array_interface__. With `wrong`, one entry of that makes no sense."""
+
+    def __init__(self, rng, described, wrong):
+        self.dtype, address, ndim = described.dtype, described.address, len(described.shape)
+        strides = tuple(stride * self.dtype.itemsize for stride in described.strides)
+        entries = {"shape": tuple(described.shape), "typestr": self.dtype.str, "data": (address, False), "version": 3}
+        self.__array_interface__ = entries | {"strides": strides}
+        if wrong:
+            data = [bytearray(64), b"ab", np.zeros(2), None, (address,), [address, False], (float(address), False)]
+            data += [(address + 2**64, False), (-1, False), ("0", False), (address, False, 0)]
+            shape = [None, "44", [1.5], (2**64,), (-1,) * (ndim + 1)]
+            strides = [(4,) * (ndim + 1), ("x",) * (ndim + 1), 4]
+            typestr = ["", "<f", "f4", 4, None, ">f4", "<f8", "<c8", "<V3"]
+            every = {"data": data, "shape": shape, "strides": strides, "typestr": typestr, "mask": [self]}
+            key = rng.choice(["data", *every])
+            self.__array_interface__[key] = rng.choice(every[key])
+
+
 def invoke_python(rng, call):
-    """The same by the Python function, from DLPack producers: (status, sentence, whether a flag alone forbids it)."""
+    """The same by the Python function, from DLPack producers or array interfaces: (status, sentence, whether what they
+    say forbids it)."""
     producers, forbidden = {}, False
     for name, tensor in {**call.inputs, **call.outputs}.items():
+        described = None if tensor is None else Described(tensor)
+        on_cpu = described and (tensor.c.device.device_type, tensor.c.device.device_id) == (1, 0)
+        if on_cpu and described.sense == "inside" and 0 not in described.shape and rng.random() < 0.2:
+            wrong = rng.random() < 0.1
+            producers[name] = Interface(rng, described, wrong)
+            forbidden |= wrong
+            continue
         kind = {"versioned": rng.random() < 0.5, "old": rng.random() < 0.2}
         if kind["versioned"] and rng.random() < 0.05:
             kind["flags"] = rng.choice([1, 2])
@@ -1205,7 +1232,7 @@ def run_case(seed, number):
         for region, old in zip(used, saved):
             expect((region.bytes == old).all(), "refused, yet memory changed:", sentence)
         return status_name(status) + (" (Python)" if by_python else "")
-    expect(not forbidden, "wrote what the producer said is read-only or a copy")
+    expect(not forbidden, "wrote what is read-only or a copy, or took an array interface that makes no sense")
     expect(not nonsense, "accepted nonsense in", nonsense)
     expect(not judge_overlap(call), "accepted an output that overlaps")
     expect(meaningless_options(call) is None, "accepted", meaningless_options(call))
