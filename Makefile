@@ -11,7 +11,8 @@
 # make install    headers, the libraries that are built, pkg-config and CMake packages under PREFIX (/usr/local), its
 #                 libraries in LIBDIR (lib); DESTDIR goes before both
 # make wheel      dist/pydet-*manylinux*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
-# make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++
+# make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++. Under SOURCE_DATE_EPOCH both are the same bytes
+#                 each time
 # make docs       the documentation as a site, build/site/index.html
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), TEST_JOBS (in how many processes; as many as cores, at
@@ -33,7 +34,7 @@ WARN := -Wall -Wextra -Werror
 NUMERIC := -ffp-contract=off -fno-fast-math
 CXXFLAGS := -std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection \
   -pthread $(NUMERIC) $(WARN) -Inative -Inative/include
-LDFLAGS := -shared -pthread -Wl$(comma)-z$(comma)now$(comma)-z$(comma)nodelete $(if $(SANITIZE),,-Wl$(comma)-z$(comma)defs) -Wl,--version-script=native/exports.map
+LDFLAGS := -shared -pthread -Wl$(comma)-z$(comma)now$(comma)-z$(comma)relro$(comma)-z$(comma)nodelete $(if $(SANITIZE),,-Wl$(comma)-z$(comma)defs) -Wl,--version-script=native/exports.map
 # A wheel's libraries: functions in the versions of an older glibc, from a folder of stubs. One word, which nvcc hands on.
 STUBS ?=
 LDFLAGS += $(if $(STUBS),$(subst $(subst ,, ),$(comma),-Wl --push-state --no-as-needed $(wildcard $(STUBS)/lib*.so.?) --pop-state))
@@ -64,6 +65,14 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import sys; sys.exit
   no Python 3.10 or later at '$(PYTHON)'. Name one: make PYTHON=python3.12)
 $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
+# Hardening, as far as this compiler and its libc know it; sanitizers check more. .ci/check_library.sh looks for it.
+ifeq ($(SANITIZE),)
+takes = $(shell $(CXX) -O1 -Werror $(1) -include cstring -x c++ -S /dev/null -o /dev/null 2>/dev/null && echo '$(1)')
+fortified = $(call takes,-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=$(1))
+CXXFLAGS += $(call takes,-fstack-protector-strong) $(or $(call fortified,3),$(call fortified,2)) \
+  $(if $(findstring x86_64,$(MACHINE)),$(call takes,-fcf-protection)) \
+  $(if $(findstring aarch64,$(MACHINE)),$(call takes,-mbranch-protection=standard))
+endif
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold rounding layernorm
 API := launch products scaled grouped norms softmax fold report
@@ -314,7 +323,7 @@ wheel: $(PACKAGER)/installed $(WHEEL_BUILDS)
 	$(PYTHON) packaging/old_glibc.py $(BUILD)/glibc $(CXX)
 	$(MAKE) --no-print-directory $(WHEEL_BUILDS) LIBRARY=$(BUILD)/wheel STUBS=$(abspath $(BUILD)/glibc)
 	PYDET_LIBRARIES="$$(echo $(abspath $(BUILD))/wheel/*.so)" $(PACKAGER)/bin/python -m build -q --wheel -o $(BUILD)/wheel .
-	PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel repair --strip --exclude 'libamdhip64.so*' -w $(BUILD)/wheel $(BUILD)/wheel/*-linux_*.whl
+	umask 022; PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel repair --strip --exclude 'libamdhip64.so*' -w $(BUILD)/wheel $(BUILD)/wheel/*-linux_*.whl
 	$(if $(filter hip,$(WHEEL_BUILDS)),,PATH="$(abspath $(PACKAGER))/bin:$$PATH" auditwheel show $(BUILD)/wheel/*-manylinux*.whl | \
 	  tr -s '\n' ' ' | grep -o 'is consistent with the following platform tag: "manylinux_2_17_[0-9_a-z]*"')
 	@mkdir -p dist

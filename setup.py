@@ -2,18 +2,23 @@
 
 A wheel holds that library and any other that lies in pydet/, or those that PYDET_LIBRARIES names (paths; `make wheel`,
 which has built them, does so); and for C and C++ the headers and a CMake package.
+
+Under SOURCE_DATE_EPOCH a wheel and a source archive are the same bytes whenever they are built of the same files.
 """
 
+import gzip
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -102,6 +107,8 @@ class build_native_then_py(build_py):
                 shutil.copy(path, package)
             shutil.copy(ROOT / "native/NUMERICS.md", package)
             self.pack_for_cpp(package)
+            for path in package.rglob("*"):  # as every umask makes them
+                path.chmod(0o755 if path.is_dir() or path.suffix == ".so" else 0o644)
 
     def pack_for_cpp(self, package: Path) -> None:
         """The headers, and the CMake package of packaging/ with the places that it has here."""
@@ -116,6 +123,38 @@ class build_native_then_py(build_py):
             (package / "cmake" / path.stem).write_text(text)
 
 
+class sdist_of_a_date(sdist):
+    """Dates the source archive by SOURCE_DATE_EPOCH, and leaves out whose files they are. A wheel does so itself."""
+
+    def make_archive(self, *arguments, **options) -> str:
+        path = super().make_archive(*arguments, **options)
+        date = os.environ.get("SOURCE_DATE_EPOCH")
+        if date is not None and path.endswith(".tar.gz"):
+            dated(Path(path), int(date))
+        return path
+
+
+def dated(archive: Path, date: int) -> None:
+    """Writes a .tar.gz anew: the same members by name, of this date, of nobody, readable by all."""
+
+    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.mtime, member.uid, member.gid, member.uname, member.gname = date, 0, 0, "", ""
+        member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+        member.pax_headers = {}
+        return member
+
+    fresh = archive.with_suffix(".new")
+    with (
+        tarfile.open(archive) as old,
+        open(fresh, "wb") as file,
+        gzip.GzipFile("", "wb", mtime=date, fileobj=file) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new,
+    ):
+        for member in sorted(old.getmembers(), key=lambda member: member.name):
+            new.addfile(plain(member), old.extractfile(member) if member.isfile() else None)
+    fresh.replace(archive)
+
+
 class BinaryDistribution(Distribution):
     """A package that holds machine code, though no extension module."""
 
@@ -125,6 +164,13 @@ class BinaryDistribution(Distribution):
 
 class wheel_for_any_python(bdist_wheel):
     """One wheel for every Python 3 on this platform: nothing in it is compiled against Python."""
+
+    def run(self) -> None:
+        before = os.umask(0o022)  # of what it writes beside the package
+        try:
+            super().run()
+        finally:
+            os.umask(before)
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -136,5 +182,5 @@ if __name__ == "__main__":
         long_description=description(),
         long_description_content_type="text/markdown",
         distclass=BinaryDistribution,
-        cmdclass={"build_py": build_native_then_py, "bdist_wheel": wheel_for_any_python},
+        cmdclass={"build_py": build_native_then_py, "bdist_wheel": wheel_for_any_python, "sdist": sdist_of_a_date},
     )

@@ -2,6 +2,8 @@
 # check_library.sh LIBRARY [OBJECTS]: what the built library shows to the linker is only what it promises.
 # - it exports pydet_* and nothing else, and every function that pydet.h, entry/python.h and entry/xla_ffi.h declare;
 # - it needs only libc, libm, libstdc++, libgcc_s, libpthread and the loader (of CUDA and HIP, what their builds name);
+# - it is hardened: addresses bound at the start and then read-only, no executable stack, guards of stacks, checked copies,
+#   and on x86-64 marks where an indirect call may land;
 # - OBJECTS (the build folder): code for a wider instruction set defines no weak symbol, which the linker could pick
 #   for an older CPU (DW.ref.*, the compiler's pointers to its exception routine, are data), and no other code uses its
 #   registers.
@@ -31,6 +33,16 @@ other=$(grep -Ev "$allowed" <<<"$needed" || true)
 [ -z "$(readelf -d "$library" | grep -E 'R(UN)?PATH|TEXTREL' || true)" ] ||
   complain "has a run path or text relocations"
 readelf -lW "$library" | grep -q 'GNU_STACK.* RW ' || complain "asks for an executable stack"
+readelf -lW "$library" | grep -q GNU_RELRO || complain "leaves its relocated addresses writable"
+readelf -dW "$library" | grep -q 'FLAGS.*NOW' || complain "binds functions late"
+imported=$(nm -D --undefined-only "$library" | sed 's/.* //; s/@.*//')
+grep -qx __stack_chk_fail <<<"$imported" || complain "has no guards of stacks (-fstack-protector-strong)"
+grep -qE '^__[a-z]+_chk$' <<<"$imported" || complain "has no checked copies (_FORTIFY_SOURCE)"
+if [ "$(uname -m)" = x86_64 ]; then
+  unmarked=$(objdump -d --no-show-raw-insn "$library" |
+    awk '/^[0-9a-f]+ <pydet_[a-z_]+>:$/ { name = $2; getline; if (!/endbr64/) print name }')
+  [ -z "$unmarked" ] || complain "no endbr64 (-fcf-protection) in" $unmarked
+fi
 
 count() { grep -c "$@" || true; }
 if [ -n "$objects" ]; then

@@ -1,6 +1,8 @@
-"""What a C or C++ program gets: make install, pkg-config, CMake, pydet.hpp, python -m pydet --cflags --libs."""
+"""What a C or C++ program gets: make install, pkg-config, CMake, pydet.hpp, python -m pydet --cflags --libs; and the
+packages of Python."""
 
 import importlib.util
+import io
 import os
 import pathlib
 import re
@@ -8,10 +10,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 
 import pytest
 
 import pydet
+import setup
 from capi import HEADER, ROOT, library_path
 
 STRICT = ["-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
@@ -352,6 +356,44 @@ def test_a_wheel_holds_what_was_named(build, tool, tmp_path):
     tool("cmake")
     settings = [f"-Dpydet_DIR={package}/cmake", "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON"]
     assert f"[{package}]" in cmake_example("", tmp_path / "example", *settings)  # where the program looks for it
+
+
+@pytest.mark.parametrize("package", ["sdist", "bdist_wheel"])
+def test_packages_of_a_date(package, need, tmp_path):
+    """Under SOURCE_DATE_EPOCH two builds are the same bytes, whenever they are and whatever the umask is."""
+    need(importlib.util.find_spec("setuptools"), "packages", "setuptools is not installed")
+    shutil.copy(library_path(), library := tmp_path / "libpydet_cpu.so")
+    built = []
+    for umask in (0o022, 0o077):
+        folder = tmp_path / f"{umask:03o}"
+        os.utime(library, (umask, umask + 2**30))
+        folders = ["build", "--build-base", folder / "build", "egg_info", "--egg-base", tmp_path]
+        more = ["--bdist-dir", folder / "wheel"] * (package == "bdist_wheel")
+        command = [sys.executable, "setup.py", "-q", *folders, package, "-d", folder, *more]
+        tmp_path.joinpath("pydet.egg-info").mkdir(exist_ok=True)
+        settings = {"PYDET_LIBRARIES": str(library), "SOURCE_DATE_EPOCH": "1700000000"}
+        run(*command, env=settings, cwd=ROOT, umask=umask)
+        built += [path.read_bytes() for path in folder.glob("pydet-*")]
+    assert len(built) == 2 and len(built[0]) > 10**5
+    assert built[0] == built[1], "the packages differ"
+
+
+def test_source_archives_of_a_date(tmp_path):
+    """Owners, dates, modes and the order of an archive are not of its files."""
+    for number in range(2):
+        with tarfile.open(tmp_path / f"{number}.tar.gz", "w:gz") as archive:
+            for name in ["pydet/b", "pydet/a"][:: 1 - 2 * number]:
+                member = tarfile.TarInfo(name)
+                member.mtime, member.uid, member.uname = 1e9 + number + 0.5, number, f"user{number}"
+                member.mode, member.size = (0o700, 0o755)[number] if name == "pydet/b" else (0o600, 0o644)[number], 1
+                archive.addfile(member, io.BytesIO(name[-1:].encode()))
+        setup.dated(tmp_path / f"{number}.tar.gz", 1700000000)
+    first, second = (tmp_path / f"{number}.tar.gz" for number in range(2))
+    assert first.read_bytes() == second.read_bytes()
+    with tarfile.open(first) as archive:
+        members = {member.name: (member.mode, member.mtime) for member in archive}
+        assert members == {"pydet/a": (0o644, 1700000000), "pydet/b": (0o755, 1700000000)}
+        assert archive.extractfile("pydet/a").read() == b"a"
 
 
 def test_a_wheel_of_a_library_that_is_not_there(build, tmp_path):

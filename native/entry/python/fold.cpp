@@ -60,8 +60,7 @@ Object *call_fold(Object *, Object *const *args, intptr_t count, Object *keyword
     int64_t pitch = 0, reach = 0;  // bytes from one part to the next, and to the last
     uint64_t end = 0;
     if (used > 1 && elements(like) != 0 &&
-        (__builtin_mul_overflow(step, like.dtype.bits / 8, &pitch) ||
-         __builtin_mul_overflow(pitch, used - 1, &reach) ||
+        (__builtin_mul_overflow(step, like.dtype.bits / 8, &pitch) || __builtin_mul_overflow(pitch, used - 1, &reach) ||
          __builtin_add_overflow(like.byte_offset, uint64_t(reach), &end))) {
       snprintf(sentence, sizeof sentence, "a tensor of first stride %lld, which reaches past 2^63 - 1 bytes",
                static_cast<long long>(step));
