@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import pathlib
+import platform
 import subprocess
 
 import numpy as np
@@ -217,6 +218,21 @@ def test_the_check_itself_can_fail(tmp_path):
     subprocess.run(["c++", "-c", "-O0", "-mavx2", source, "-o", objects / "stray.avx2.o"], check=True)
     done = subprocess.run([CHECK, library, objects], capture_output=True, text=True)
     assert "stray.avx2.o defines weak symbols" in done.stderr
+
+
+def test_the_check_sees_what_is_not_hardened(tmp_path):
+    source, library = tmp_path / "soft.c", tmp_path / "libsoft.so"
+    source.write_text("int pydet_soft(int n) { return n; }\n")
+    flags = ["-O1", "-fno-stack-protector", "-U_FORTIFY_SOURCE", "-Wl,-z,lazy,-z,norelro"]
+    sentences = ["relocated addresses writable", "binds functions late", "no guards of stacks", "no checked copies"]
+    if platform.machine() == "x86_64":
+        flags, sentences = (
+            [*flags, "-fcf-protection=none"],
+            [*sentences, "no endbr64 (-fcf-protection)"],
+        )
+    subprocess.run(["cc", "-shared", "-fPIC", *flags, source, "-o", library], check=True)
+    done = subprocess.run([CHECK, library], capture_output=True, text=True)
+    assert done.returncode == 1 and all(sentence in done.stderr for sentence in sentences), done.stderr
 
 
 # ---- Tables --------------------------------------------------------------------------------------------------------
