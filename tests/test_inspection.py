@@ -40,8 +40,8 @@ def test_globals_can_be_asked_for_any_attribute(name):
     try:
         module = importlib.import_module(name)
     except ImportError as problem:
-        assert (problem.name or "").partition(".")[0] in OPTIONAL, problem
-        pytest.skip(f"no {problem.name} here")
+        assert any(package in str(problem).lower() for package in OPTIONAL), problem
+        pytest.skip(str(problem))
     assert not raised(vars(module))
     for value in vars(module).values():
         if callable(value):
