@@ -27,11 +27,12 @@ from pydet.torch.functions import (
     softmax,
 )
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
+from pydet.torch.modules import Accumulating, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
 
 __all__ = [
+    "Accumulating",
     "Conv1D",
     "Conversion",
     "Fp8Experts",
