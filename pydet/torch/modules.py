@@ -207,7 +207,8 @@ def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Mo
                 fail(
                     UNSUPPORTED,
                     f"{place} has a {own} that is a DTensor, whose gradient fully_shard reduces in grad; want a model "
-                    "that is not sharded, and main_grad summed over the ranks (distributed.all_reduce of main_grad[None])",
+                    "that is not sharded, and main_grad summed over the ranks (distributed.all_reduce of "
+                    "main_grad[None])",
                 )
             ours[parameter] = f"{name}.{own}".lstrip(".")
     for name, module in model.named_modules():
