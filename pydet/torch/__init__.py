@@ -30,6 +30,7 @@ from pydet.torch.grouped import grouped_mm
 from pydet.torch.modules import Accumulating, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
+from pydet.torch.trainers import check_trainer
 
 __all__ = [
     "Accumulating",
@@ -42,6 +43,7 @@ __all__ = [
     "RMSNorm",
     "accumulate_gradients",
     "attention",
+    "check_trainer",
     "convert",
     "fp8_linear",
     "gemm",
