@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from pydet._native import UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import functions
-from pydet.torch.accumulate import AccumulatingExperts, AccumulatingLinear, Accumulation
+from pydet.torch.accumulate import AccumulatingExperts, AccumulatingLinear
 from pydet.torch.experts_fp8 import Fp8Experts
 
 Tensor: TypeAlias = torch.Tensor
@@ -190,7 +190,7 @@ class Router(torch.nn.Module):
     arithmetic: Arithmetic
     k_chunk: int | None
     weight: torch.nn.Parameter
-    accumulates: Accumulation | bool = False  # see accumulate_gradients()
+    accumulates = False  # see accumulate_gradients()
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         with _Linears(self):

@@ -13,7 +13,7 @@ import torch
 import pydet
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import Accumulation, check_own, main_grad
+from pydet.torch.accumulate import check_own, main_grad
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, SCALES, empty_rows, groups
 
@@ -100,7 +100,7 @@ class Fp8Experts(torch.nn.Module):
 
     arithmetic: Arithmetic
     power_of_two: bool
-    accumulates: Accumulation | bool = False  # see accumulate_gradients()
+    accumulates = False  # see accumulate_gradients()
 
     def product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
         """The rows of each group by its expert's matrix of that name."""

@@ -14,7 +14,7 @@ import pydet
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import Accumulation, check_own, main_grad
+from pydet.torch.accumulate import check_own, main_grad
 from pydet.torch.ops import DTYPES, matrix, sum_rows
 from pydet.torch.ops.scaled import FP8, GROUP, empty_rows, groups
 
@@ -323,7 +323,7 @@ class Fp8Linear(torch.nn.Linear):
         power_of_two: scales are powers of two.
     """
 
-    accumulates: Accumulation | bool = False  # see accumulate_gradients()
+    accumulates = False  # see accumulate_gradients()
     weight_scale_inv: torch.Tensor | None
 
     def __init__(

@@ -206,9 +206,9 @@ def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Mo
             if "DTensor" in repr(type(parameter)):
                 fail(
                     UNSUPPORTED,
-                    f"{place} has a {own} that is a DTensor, whose gradient fully_shard reduces in grad; want a model "
-                    "that is not sharded, and main_grad summed over the ranks (distributed.all_reduce of "
-                    "main_grad[None])",
+                    f"{place} has a {own} that is a DTensor, of fully_shard or parallelize_module, whose gradient goes "
+                    "to grad; want a model that is not sharded, and main_grad summed over the ranks "
+                    "(distributed.all_reduce of main_grad[None])",
                 )
             ours[parameter] = f"{name}.{own}".lstrip(".")
     for name, module in model.named_modules():
