@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,16 @@ BUILDS = (
 )
 
 ffi: Any = _cdef.ffi  # cffi's view of the headers
-constants: Any = ffi.dlopen(None)  # for the header's enumerators alone
+
+
+def _enumerators() -> types.SimpleNamespace:
+    """The header's enumerators by name. cffi's own object for them is not for a global: what asks each global of each
+    module for ``__dict__`` (vLLM's worker does) would have it look for that symbol in the process, and raise."""
+    declared = ffi.dlopen(None)
+    return types.SimpleNamespace(**{name: getattr(declared, name) for name in dir(declared) if name[:6] == "PYDET_"})
+
+
+constants: Any = _enumerators()
 DEVICE_TYPES = (constants.PYDET_CPU, constants.PYDET_CUDA, constants.PYDET_ROCM)
 
 

@@ -294,9 +294,49 @@ def test_strict_and_verdict():
     assert pt.convert(net).attention == {"1": "Attention by 'sdpa'"}
     net[1].config._attn_implementation = "pydet"
     report = pt.convert(net, strict=True)
-    assert str(report) == "swapped 0, left 0\n" + report.verdict() and report.verdict().startswith("Every matrix")
+    assert (
+        str(report) == "swapped 0, left 0\n" + report.verdict()
+        and "Every matrix, norm and attention that was found is pydet's." in report.verdict()
+    )
     many = pt.convert(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5))))
     assert "  5 x Linear -> pydet: 0, 1, 2 and 2 more\n" in str(many)
+
+
+ACTIVATIONS = {  # of Transformers' models, by what of PyTorch they call
+    **{
+        name: getattr(torch.nn.functional, name) for name in ("silu", "gelu", "softplus", "elu", "selu", "mish", "relu")
+    },
+    **{name: getattr(torch.nn.functional, name) for name in ("leaky_relu", "hardswish", "relu6", "logsigmoid")},
+    **{
+        name: getattr(torch, name)
+        for name in ("sigmoid", "tanh", "exp", "exp2", "rsqrt", "sqrt", "sin", "cos", "square")
+    },
+    "gelu, by tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "sigmoid, as of quick GELU": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def depends_on_the_place(function, dtype):
+    """Whether a number has more than one result, in tensors of other extents."""
+    for x in normal(200).abs().to(dtype) * 3:
+        results = [function(x.repeat(n)).float() for n in (1, 31, 37, 67)]
+        if any((y != results[0][0]).any() for y in results):
+            return True
+    return False
+
+
+def test_the_verdict_names_what_depends_on_the_place():
+    """Of the activations of models those that give an element other bits by its place, here on this CPU."""
+    report = pt.convert(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    found = {
+        name for name, function in ACTIVATIONS.items()
+        for dtype in (torch.float32, torch.bfloat16) if depends_on_the_place(function, dtype)
+    }  # fmt: skip
+    named = report.verdict().partition("PyTorch's: on a CPU its ")[2].partition(" and the like")[0].split(", ")
+    assert len(named) > 5 and {name.partition(",")[0] for name in found} <= set(named)
+    assert depends_on_the_place(lambda x: x + torch.arange(len(x)), torch.float32)
+    left = pt.convert(torch.nn.Sequential(torch.nn.GroupNorm(2, 8)))
+    assert named == left.verdict().partition("on a CPU its ")[2].partition(" and the like")[0].split(", ")
 
 
 def test_a_model_that_is_one_layer():

@@ -27,11 +27,13 @@ from pydet.torch.functions import (
     softmax,
 )
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
+from pydet.torch.modules import Accumulating, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
+from pydet.torch.trainers import check_trainer
 
 __all__ = [
+    "Accumulating",
     "Conv1D",
     "Conversion",
     "Fp8Experts",
@@ -41,6 +43,7 @@ __all__ = [
     "RMSNorm",
     "accumulate_gradients",
     "attention",
+    "check_trainer",
     "convert",
     "fp8_linear",
     "gemm",

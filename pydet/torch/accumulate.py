@@ -2,19 +2,107 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import functools
+import weakref
+from typing import Any, NoReturn
 
 import torch
 
 import pydet
+from pydet._native import UNSUPPORTED, fail
 from pydet.torch.ops import matrix
 
 
 def main_grad(parameter: Any) -> Any:
-    """The sum of a parameter, from zeros where it has none: the copy of a model has new parameters."""
+    """The sum of a parameter that accumulates, from zeros where it has none yet: one of a copied model."""
     if not hasattr(parameter, "main_grad"):
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     return parameter.main_grad
+
+
+class _FromOutside:
+    """Hook of a parameter that accumulates: a gradient that autograd has for it is one that main_grad lacks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            fail(
+                UNSUPPORTED,
+                f"accumulate_gradients: {self.name} got a gradient from outside its module's forward, as of tied "
+                "weights or a fused head that multiplies it itself, and main_grad would lack it; want the module "
+                "called, or accumulate_gradients of modules without it",
+            )
+
+
+class Accumulation:
+    """What a module has as ``accumulates``: its parameters that have sums, by name. Those of a copied module have sums
+    of their own, from zeros, made in its first backward; those of a pickled one keep theirs. A module that has another
+    ``accumulates`` again, as False, lets this one go, and with it the hooks."""
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self.parameters = parameters
+        for name, parameter in parameters.items():
+            parameter.pydet_accumulates = True
+            trained = parameter.requires_grad
+            hook = parameter.requires_grad_(True).register_hook(_FromOutside(name))
+            parameter.requires_grad_(trained)
+            weakref.finalize(self, hook.remove).atexit = False
+
+    def __deepcopy__(self, memo: Any) -> Accumulation:
+        return Accumulation({name: copy.deepcopy(x, memo) for name, x in self.parameters.items()})
+
+    def __reduce__(self) -> Any:
+        return Accumulation, (self.parameters,)
+
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def wrapper(module: Any) -> str | None:
+    """The name of a wrapper of PyTorch's that reduces grad, and never sees main_grad; None for other modules."""
+    names = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
+    return next((name for name in names if name in _WRAPPERS), None)
+
+
+def refuse_wrapper(name: str) -> NoReturn:
+    """Says that a wrapper's reduction passes main_grad by."""
+    fail(
+        UNSUPPORTED,
+        f"accumulate_gradients: the model is in {name}, which reduces grad and never main_grad; want the module "
+        "itself, and main_grad summed over the ranks after backward (distributed.all_reduce of main_grad[None])",
+    )
+
+
+def _watch_registered(parent: torch.nn.Module, _: str, module: torch.nn.Module | None) -> None:
+    """A wrapper takes a module into itself, as it is made."""
+    name = wrapper(parent) if module is not None else None
+    if module is not None and name and any(getattr(inner, "accumulates", False) for inner in module.modules()):
+        refuse_wrapper(name)
+
+
+@functools.cache
+def watch_for_wrappers() -> Any:
+    """Once in a process."""
+    return torch.nn.modules.module.register_module_module_registration_hook(_watch_registered)
+
+
+def check_own(operation: str, **parameters: Any) -> None:
+    """In a forward whose backward will add to sums: the parameters have them, and nothing is to reduce grad."""
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.requires_grad and not hasattr(parameter, "pydet_accumulates"):
+            fail(
+                UNSUPPORTED,
+                f"{operation}: its {name} has no main_grad, and its gradient would be lost: something other than the "
+                "parameter of accumulate_gradients() is in its place (put there by fully_shard, DataParallel, "
+                "functional_call, weight_norm or an assignment); want that parameter, or accumulate_gradients(model) "
+                "after an assignment",
+            )
+    parallel = getattr(torch.nn.parallel.distributed, "DistributedDataParallel", None)
+    if getattr(parallel, "_active_ddp_module", None) is not None:
+        refuse_wrapper(_WRAPPERS[0])
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +124,7 @@ class AccumulatingLinear(torch.autograd.Function):
         k_chunk: int | None,
         read_as: torch.dtype | None = None,
     ) -> torch.Tensor:
+        check_own("Linear", weight=w, bias=bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x)
@@ -70,6 +159,7 @@ class AccumulatingExperts(torch.autograd.Function):
         arithmetic: str,
         k_chunk: int | None,
     ) -> torch.Tensor:
+        check_own("experts", matrices=w, bias=bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x, group_end)
@@ -99,6 +189,7 @@ class AccumulatingRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
+        check_own("RMSNorm", weight=weight)
         y, rstd = torch.ops.pydet.rmsnorm(x, weight, eps, weight_offset)
         ctx.save_for_backward(x, rstd)
         ctx.weight, ctx.weight_offset = weight, weight_offset
@@ -118,6 +209,7 @@ class AccumulatingLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        check_own("LayerNorm", weight=weight, bias=bias)
         y, mean, rstd = torch.ops.pydet.layernorm(x, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias = weight, bias

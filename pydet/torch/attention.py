@@ -62,13 +62,66 @@ def attention(
 # ---- Transformers ----------------------------------------------------------------------------------------------------
 
 
+# What Transformers gives an attention beside its operands, and no weight or sum depends on.
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("position_ids", "seq_idx"),  # for flash attention, which has no mask: the mask was made of the positions
+        *("max_length_q", "max_length_k"),  # of packed sequences, for the grid of a kernel
+        *("use_cache", "cache_position"),  # the cache was written, and read into key and value, before
+        "encoder_hidden_states",  # key and value were made of them
+        *("num_items_in_batch", "output_hidden_states", "output_router_logits"),  # the loss's, and other modules'
+        "deterministic",  # of flash attention's backward: pydet's always is
+    )
+)
+
+
+def _check_options(options: dict[str, Any], mask: Tensor | None, keys: int) -> None:
+    """Refuses each keyword that would change the result if it were computed, and each that nobody knows."""
+    window = options.pop("sliding_window", None)
+    if window is not None and mask is None and keys > window:
+        fail(
+            UNSUPPORTED,
+            f"attention: sliding_window is {window}, with {keys} keys and no mask; want the mask, which says where it "
+            "begins",
+        )
+    if options.pop("output_attentions", None):
+        fail(
+            UNSUPPORTED,
+            "attention: output_attentions is True, and pydet's attention keeps no weights; want False, or "
+            "model.set_attn_implementation('eager') under override_aten()",
+        )
+    for name, value in options.items():
+        if value is not None and name not in _WITHOUT_EFFECT:
+            fail(
+                UNSUPPORTED,
+                f"attention: the model has {name}, which pydet's attention does not take; "
+                "model.set_attn_implementation('eager') under override_aten() may",
+            )
+
+
+def _of_one_sequence(ends_q: Tensor | None, ends_k: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """``[1, 1, Q, K]``: whether query and key are of one of the sequences that are packed in a row, as the cumulative
+    lengths of flash attention say; None where none are."""
+    if ends_q is None and ends_k is None:
+        return None
+    if ends_q is None or ends_k is None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        given = f"cu_seq_lens_q is {'none' if ends_q is None else 'there'}, cu_seq_lens_k is "
+        given += f"{'none' if ends_k is None else 'there'}, q is {tuple(query.shape)}, k is {tuple(key.shape)}"
+        fail(UNSUPPORTED, f"attention: {given}; want both, a batch of 1, and as many keys as queries")
+    places = torch.arange(query.shape[2], device=query.device)
+    of_q, of_k = (torch.searchsorted(ends.to(places.dtype), places, right=True) for ends in (ends_q, ends_k))
+    return (of_q[:, None] == of_k)[None, None]
+
+
 def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", k_chunk: int | None = None) -> None:
     """Registers :func:`attention` with Transformers, for ``model.set_attn_implementation(name)``.
 
     From then on attention in that model has bits that do not depend on the batch, on padding, or on whether a token
-    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in every forward call. Sinks (gpt-oss)
-    and soft-capped scores (Gemma 2) are taken; attention dropout and position biases are refused when they are met,
-    with a sentence.
+    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in every forward call. Sinks (gpt-oss),
+    soft-capped scores (Gemma 2) and packed sequences (``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``position_ids``
+    alone) are taken. Refused when they are met, with a sentence: attention dropout, position biases, additive masks,
+    the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of MiniMax-M3),
+    ``output_attentions``, paged caches, and every keyword that is not known to leave the result alone.
 
     Args:
         name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
@@ -92,13 +145,15 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         if dropout:
             fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
-        for option in ("position_bias", "head_mask"):
-            if options.get(option) is not None:
-                fail(UNSUPPORTED, f"attention: the model has {option}, which pydet's attention does not take")
+        _check_options(options, attention_mask, key.shape[2])
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is None and causal and query.shape[2] > 1:
             shape = (query.shape[2], key.shape[2])
@@ -107,10 +162,12 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
             ]
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        how: dict[str, Any] = {"sinks": options.get("s_aux"), "softcap": options.get("softcap")}
-        how |= {"arithmetic": arithmetic, "k_chunk": k_chunk}
-        y = attention(query, key, value, attention_mask, scale=scale, **how)
+        together = _of_one_sequence(cu_seq_lens_q, cu_seq_lens_k, query, key)
+        if together is not None:
+            attention_mask = together if attention_mask is None else attention_mask.masked_fill(~together, False)
+        how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
+        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "k_chunk": k_chunk}
+        y = attention(query, key, value, attention_mask, **how)
         return y.transpose(1, 2).contiguous(), None
 
     def mask(*arguments: Any, **options: Any) -> Tensor | None:

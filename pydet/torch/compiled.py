@@ -12,7 +12,8 @@ def warn_of_fusion() -> None:
     """Called while an operator of pydet's is traced: its bits are safe, those of what is fused around it are not.
 
     Inductor keeps fp32 between element-wise steps that it fuses, where eager mode rounds to bfloat16 or float16, and
-    contracts products and sums; what it fuses may change with the shapes. With emulate_precision_casts it does neither.
+    contracts products and sums; what it fuses may change with the shapes. With emulate_precision_casts it does neither;
+    its own formulas stay other than PyTorch's, in fp32 those of cos, sin and tanh-GELU, and of some gradients.
     """
     dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
     inductor = sys.modules.get("torch._inductor.config")

@@ -20,6 +20,7 @@ from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, groups
 
+_BY_PLACE = ("silu", "gelu", "sigmoid", "softplus", "elu", "selu", "mish", "exp2", "rsqrt")  # PyTorch's, on a CPU
 _ATTENTION = "pydet"  # the name under which register_attention() tells Transformers of pydet's
 
 
@@ -48,7 +49,17 @@ class Conversion:
         return lines + [f"  {count} x {kind}: {names}" for count, kind, names in _grouped(self.attention)]
 
     def verdict(self) -> str:
-        """What of the model now has bits that do not depend on the batch, in a sentence or two."""
+        """What of the model now has bits that do not depend on the batch, and what that rests on, in a few sentences.
+
+        It speaks of the modules that were found. The steps between them are PyTorch's; those that depend on an
+        element's place are named: on a CPU PyTorch works in vectors, and what is left of a thread's share goes by
+        another formula. A GPU has one formula for all.
+        """
+        between = (
+            f"The steps between are PyTorch's: on a CPU its {', '.join(_BY_PLACE)} and the like give an element other "
+            "bits by its place in the tensor, in fp32 and some in bf16, unless there is one thread and rows are "
+            "multiples of 32 elements."
+        )
         sentences = []
         if self.left:
             sentences.append(
@@ -63,8 +74,8 @@ class Conversion:
                 "products and a softmax, under override_aten()."
             )
         if not sentences:
-            return "Every matrix, norm and attention that was found is pydet's: a row has the same bits in any batch."
-        return "pydet's modules are batch-invariant. " + " ".join(sentences)
+            sentences.append("Every matrix, norm and attention that was found is pydet's.")
+        return " ".join(["pydet's modules give a row the same bits in any batch.", *sentences, between])
 
 
 def _grouped(names: dict[str, str]) -> Iterator[tuple[int, str, str]]:

@@ -13,7 +13,7 @@ import torch
 import pydet
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import main_grad
+from pydet.torch.accumulate import check_own, main_grad
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, SCALES, empty_rows, groups
 
@@ -44,6 +44,8 @@ class _Products(torch.autograd.Function):
         power_of_two: bool,
         accumulates: bool,
     ) -> Tensor:
+        if accumulates:
+            check_own("Fp8Experts", matrices=w, bias=bias)
         made = (None, None, power_of_two)
         q, scale = torch.ops.pydet.quantize(x, "group", *made)
         w_t, matrices = None, w.mT if transposed else w
@@ -110,7 +112,7 @@ class Fp8Experts(torch.nn.Module):
         elif scale is None:
             rows = rows.to(w.dtype)
         how = (module.is_transposed, self.arithmetic, self.power_of_two)
-        accumulates = self.accumulates and torch.is_grad_enabled()
+        accumulates = bool(self.accumulates) and torch.is_grad_enabled()
         y: Tensor = _Products.apply(rows.contiguous(), w, scale, bias, ends, *how, accumulates)
         return y
 

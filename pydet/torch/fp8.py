@@ -14,7 +14,7 @@ import pydet
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import main_grad
+from pydet.torch.accumulate import check_own, main_grad
 from pydet.torch.ops import DTYPES, matrix, sum_rows
 from pydet.torch.ops.scaled import FP8, GROUP, empty_rows, groups
 
@@ -191,6 +191,8 @@ class _Fp8Linear(torch.autograd.Function):
         power_of_two: bool,
         accumulates: bool,
     ) -> torch.Tensor:
+        if accumulates:
+            check_own("Fp8Linear", weight=w, bias=bias)
         wants_dx, wants_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         rows, made = matrix(x), (None, None, power_of_two)
         x_t = x_t_scale = w_t = None
@@ -391,7 +393,7 @@ class Fp8Linear(torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        accumulates = self.accumulates and torch.is_grad_enabled()
+        accumulates = bool(self.accumulates) and torch.is_grad_enabled()
         return _linear(
             x, self.weight, self.weight_scale_inv, self.bias, self.arithmetic, self.power_of_two, accumulates
         )

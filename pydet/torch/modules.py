@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._jit_internal import is_scripting
 
-from pydet._native import INVALID_VALUE, fail
+from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import functions
-from pydet.torch.accumulate import AccumulatingLayerNorm, AccumulatingLinear, AccumulatingRmsNorm, main_grad
+from pydet.torch.accumulate import (
+    AccumulatingLayerNorm,
+    AccumulatingLinear,
+    AccumulatingRmsNorm,
+    Accumulation,
+    main_grad,
+    refuse_wrapper,
+    watch_for_wrappers,
+    wrapper,
+)
 from pydet.torch.experts import Router, of_pydet
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.ops import matrix
@@ -154,7 +164,66 @@ class LayerNorm(torch.nn.LayerNorm):
         return y
 
 
-def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+class Accumulating(list[torch.nn.Parameter]):
+    """The parameters that have a ``main_grad``, as :func:`accumulate_gradients` returns them.
+
+    Attributes:
+        outside: the names of the other parameters that are trained, whose gradients go to ``grad``, each with the class
+            of its module: embeddings, GPT-2's Conv1D, attention sinks, whatever is not pydet's.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], outside: dict[str, str]) -> None:
+        super().__init__(parameters)
+        self.outside = outside
+
+
+def _with_sums(module: Any) -> list[str] | None:
+    """Of a module that takes part, the names of its parameters that its backward can add to sums."""
+    if isinstance(module, Linear | Fp8Linear | RMSNorm | LayerNorm | Router):
+        names = ["weight", "bias"]
+    elif of_pydet(module):
+        names = [f"{name}{end}" for name in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")]
+    else:
+        return None
+    own = dict(module.named_parameters(recurse=False))
+    return [name for name in names if name in own and f"{name}_scale_inv" not in own]
+
+
+def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Module, list[str]]]) -> None:
+    """Wrappers, sharded and computed weights, and weights that are tied to modules that know no main_grad."""
+    for module in model.modules():
+        if name := wrapper(module):
+            refuse_wrapper(name)
+    ours: dict[torch.nn.Parameter, str] = {}
+    for name, (module, names) in of.items():
+        place = f"accumulate_gradients: {name or 'the model'}"
+        if getattr(module, "weight", None) is not None and "weight" not in module._parameters:
+            fail(
+                UNSUPPORTED, f"{place} computes its weight (weight_norm or the like); want a weight that is a parameter"
+            )
+        for own in names:
+            parameter: Any = getattr(module, own)
+            if "DTensor" in repr(type(parameter)):
+                fail(
+                    UNSUPPORTED,
+                    f"{place} has a {own} that is a DTensor, of fully_shard or parallelize_module, whose gradient goes "
+                    "to grad; want a model that is not sharded, and main_grad summed over the ranks "
+                    "(distributed.all_reduce of main_grad[None])",
+                )
+            ours[parameter] = f"{name}.{own}".lstrip(".")
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            taken = own in of[name][1] if name in of else False
+            if parameter in ours and not taken and parameter.requires_grad:
+                fail(
+                    UNSUPPORTED,
+                    f"accumulate_gradients: {ours[parameter]} is tied to {name}.{own} of {type(module).__qualname__}, "
+                    "whose share of the gradient main_grad would lack; want weights that are not tied, or "
+                    "accumulate_gradients of modules without it, as model.model, and its whole gradient in grad",
+                )
+
+
+def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     """From now on pydet's modules in ``model`` sum their parameters' gradients in fp32, in ``parameter.main_grad``.
 
     ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
@@ -167,33 +236,44 @@ def accumulate_gradients(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
     ``torch.compile`` leaves these modules to eager mode, and refuses them under ``fullgraph=True``.
 
-    A parameter of several modules (tied weights) sums them in the order in which backward reaches them, which is then
-    part of the bits.
+    A parameter of several of these modules sums them in the order in which backward reaches them, which is then part of
+    the bits. One that is tied to a module of another kind, as an embedding, is refused, for half of its gradient would
+    be elsewhere; so is, in backward, one that anything but its module multiplies, as the fused heads of TRL and Liger
+    do with ``lm_head.weight``. DistributedDataParallel and fully_shard reduce ``grad``, and never see ``main_grad``:
+    a model in them is refused, here or as it is wrapped or called.
 
     Args:
-        model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in experts)
-            and :class:`RMSNorm` take part, and the routers and experts that :func:`convert` swapped.
+        model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
+            experts), :class:`RMSNorm` and :class:`LayerNorm` take part, and the routers and experts that
+            :func:`convert` swapped.
 
     Returns:
-        The parameters that have a ``main_grad`` now; those of other modules keep their ``grad``.
+        The parameters that have a ``main_grad`` now, a list. Its ``outside`` names the others that are trained, which
+        keep their ``grad``: embeddings, :class:`Conv1D`, sinks.
 
     Raises:
-        Error: ``model`` is no module, or there is no module of pydet's in it.
+        Error: ``model`` is no module, there is no module of pydet's in it, a gradient would be lost; then nothing is
+            changed.
     """
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
-    parameters: list[torch.nn.Parameter] = []
-    module: Any
-    for module in model.modules():
-        if isinstance(module, Linear | Fp8Linear | RMSNorm | LayerNorm | Router) or of_pydet(module):
-            module.accumulates = True
-            own = dict(module.named_parameters(recurse=False))
-            scales = [name for name in own if name.endswith("_scale_inv")]
-            frozen = [*scales, *(name.removesuffix("_scale_inv") for name in scales)]
-            for name, parameter in own.items():
-                if name not in frozen and not hasattr(parameter, "main_grad"):
-                    main_grad(parameter)
-                    parameters.append(parameter)
-    if not parameters:
+    found = [(name, module, _with_sums(module)) for name, module in model.named_modules()]
+    of = {name: (module, names) for name, module, names in found if names is not None}
+    _refuse_what_is_lost(model, of)
+    if not any(names for _, names in of.values()):
         fail(INVALID_VALUE, "accumulate_gradients: no Linear or norm of pydet's in the model; convert() it first")
-    return parameters
+    watch_for_wrappers()
+    parameters: dict[torch.nn.Parameter, None] = {}
+    for name, (taking_part, names) in of.items():
+        module: Any = taking_part
+        module.accumulates = Accumulation({f"{name}.{own}".lstrip("."): getattr(module, own) for own in names})
+        for parameter in module.accumulates.parameters.values():
+            main_grad(parameter)
+            parameters[parameter] = None
+    outside = {
+        f"{name}.{own}".lstrip("."): type(module).__qualname__
+        for name, module in model.named_modules()
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad and parameter not in parameters
+    }
+    return Accumulating(parameters, outside)

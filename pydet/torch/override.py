@@ -40,6 +40,11 @@ _LEFT = (  # multiply matrices inside a kernel of PyTorch's own
 )
 
 
+def is_active() -> bool:
+    """Whether :func:`override_aten` is, in this thread or another."""
+    return _active.locked()
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """A matrix as the kernels read it: one of its last two strides is 1."""
     return x if x.stride(-1) == 1 or x.stride(-2) == 1 else x.contiguous()

@@ -1,0 +1,73 @@
+"""What trainers of other packages do beside the modules that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+
+from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
+from pydet.torch import override
+from pydet.torch.fp8 import Fp8Linear
+from pydet.torch.modules import Linear
+
+_HEADS = {"lm_head", "get_output_embeddings"}  # by one of these names a forward gets hold of the head
+
+
+def _codes(function: Any) -> Iterator[tuple[CodeType, str]]:
+    """The code of a function and of those that it wraps, each with the module that it is from."""
+    while function is not None:
+        inner = getattr(function, "__func__", function)
+        if isinstance(code := getattr(inner, "__code__", None), CodeType):
+            yield code, inner.__globals__.get("__name__", "?")
+        function = getattr(function, "__wrapped__", None)
+
+
+def _bypass(model: torch.nn.Module) -> str | None:
+    """The module whose code multiplies the weight of a converted head without calling it; None where none does."""
+    module: Any
+    for module in model.modules():
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        if not isinstance(head, Linear | Fp8Linear):
+            continue
+        own = {kind.__module__ for kind in type(module).__mro__}
+        as_written = [code for code, place in _codes(type(module).forward) if place in own]
+        for code, place in _codes(module.forward):  # the model's own may read the type of a weight, and call the head
+            if code not in as_written and "weight" in code.co_names and _HEADS.intersection(code.co_names):
+                return place
+    return None
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuses a trainer whose log-probabilities would not be those that the converted model samples with.
+
+    TRL's trainers (from 1.16) and Liger's kernels replace a model's forward by one that multiplies ``lm_head.weight``
+    itself, in tiles with a softmax behind: the converted ``lm_head`` is never called, and the product is PyTorch's.
+    :func:`override_aten` takes it over, and then both have the same logits. Call this when the trainer is made::
+
+        with pydet.torch.override_aten():
+            trainer = trl.GRPOTrainer(model, ...)
+            pydet.torch.check_trainer(trainer)
+            trainer.train()
+
+    Args:
+        trainer: what has a ``model``, and perhaps a ``ref_model``.
+
+    Raises:
+        Error: ``trainer`` has no model; or one of them has a converted head that its forward does not call, and
+            :func:`override_aten` is not active.
+    """
+    if not isinstance(getattr(trainer, "model", None), torch.nn.Module):
+        fail(INVALID_VALUE, f"check_trainer: trainer is {type(trainer).__qualname__}, want one that has a model")
+    for name in ("model", "ref_model"):
+        model = getattr(trainer, name, None)
+        place = _bypass(model) if isinstance(model, torch.nn.Module) else None
+        if place and not override.is_active():
+            fail(
+                UNSUPPORTED,
+                f"check_trainer: the {name} of {type(trainer).__qualname__} has a forward of {place}, which multiplies "
+                "the weight of the converted head itself and never calls it, so that log-probabilities differ from the "
+                "sampler's; want the trainer made and run under pydet.torch.override_aten()",
+            )

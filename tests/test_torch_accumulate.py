@@ -1,0 +1,288 @@
+"""pydet.torch.accumulate_gradients: main_grad is the whole gradient of a parameter, or there is a refusal; what keeps
+its gradient in grad is named."""
+
+import copy
+import io
+import os
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
+
+import pydet  # noqa: E402
+import pydet.torch as pt  # noqa: E402
+from torch_bits import normal, same  # noqa: E402
+
+LOST = (
+    r"has no main_grad, and its gradient would be lost: something other than the parameter of accumulate_gradients\(\)"
+)
+NEVER = r"^accumulate_gradients: the model is in {}, which reduces grad and never main_grad; want the module itself"
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(pt.Linear(16, 16), pt.RMSNorm(16), pt.LayerNorm(16), pt.Linear(16, 8))
+
+
+def whole(net, x):
+    """The gradients of all parameters by autograd, without sums."""
+    twin = copy.deepcopy(net)
+    for module in twin.modules():
+        module.accumulates = False
+    twin(x).square().sum().backward()
+    return [p.grad for p in twin.parameters()]
+
+
+def holds_the_gradient(net, x):
+    """A backward adds each parameter's gradient to its main_grad, and to nothing else."""
+    for p in net.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    net(x).square().sum().backward()
+    for p, want in zip(net.parameters(), whole(net, x), strict=True):
+        assert p.grad is None
+        torch.testing.assert_close(p.main_grad, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of one process, on the CPU."""
+    dist = torch.distributed
+    if not dist.is_available():
+        pytest.skip("PyTorch without torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def refuses(words, call, *arguments, **options):
+    with pytest.raises(pydet.Error, match=words) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_main_grad_is_the_whole_gradient():
+    net, x = network(), normal(12, 16)
+    assert pt.accumulate_gradients(net) == list(net.parameters())
+    holds_the_gradient(net, x)
+    assert pt.accumulate_gradients(net) == list(net.parameters()), "a second time it says the same"
+    holds_the_gradient(net, x)
+    for module in net.modules():
+        module.accumulates = False
+    net(x).square().sum().backward()
+    assert all(p.grad is not None for p in net.parameters()), "and it can be taken back"
+
+
+def test_copies_and_pickles():
+    net, x = network(), normal(12, 16)
+    pt.accumulate_gradients(net)
+    net(x).square().sum().backward()
+    twin, file = copy.deepcopy(net), io.BytesIO()
+    assert not any(hasattr(p, "main_grad") for p in twin.parameters()), "a rollout's copy wants no room for sums"
+    twin(x).square().sum().backward()
+    torch.save(net, file)
+    file.seek(0)
+    loaded = [torch.load(file, weights_only=False), pickle.loads(pickle.dumps(net))]
+    for p, q, *others in zip(net.parameters(), *(m.parameters() for m in (twin, *loaded)), strict=True):
+        assert p.main_grad is not q.main_grad
+        for other in (q, *others):
+            same(other.main_grad, p.main_grad)
+    for other in (twin, *loaded):
+        holds_the_gradient(other, x)
+        refuses(r"0\.weight got a gradient from outside its module's forward", (x @ other[0].weight).sum().backward)
+
+
+def test_what_keeps_grad_is_named():
+    net = torch.nn.Module()
+    net.embedding, net.head = torch.nn.Embedding(7, 16), pt.Linear(16, 8, bias=False)
+    net.sinks, net.frozen = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    net.plain = torch.nn.Linear(2, 2)
+    found = pt.accumulate_gradients(net)
+    assert found == [net.head.weight]
+    left = {"sinks": "Module", "embedding.weight": "Embedding", "plain.weight": "Linear", "plain.bias": "Linear"}
+    assert found.outside == left
+
+
+# ---- Wrappers that reduce grad ---------------------------------------------------------------------------------------
+
+
+def test_distributed_data_parallel(group):
+    from torch.nn.parallel import DistributedDataParallel
+
+    x = normal(4, 16)
+    refuses(NEVER.format("DistributedDataParallel"), pt.accumulate_gradients, DistributedDataParallel(network()))
+    holder = torch.nn.Sequential(DistributedDataParallel(network()))
+    refuses(NEVER.format("DistributedDataParallel"), pt.accumulate_gradients, holder)
+    net = network()
+    pt.accumulate_gradients(net)
+    refuses(NEVER.format("DistributedDataParallel"), DistributedDataParallel, net)
+    holds_the_gradient(net, x)
+    outer = DistributedDataParallel(network())
+    pt.accumulate_gradients(outer.module)  # which cannot see what it is in
+    refuses(NEVER.format("DistributedDataParallel"), outer, x)
+    with torch.no_grad():
+        outer(x)
+    plain = DistributedDataParallel(network())
+    plain(x).sum().backward()
+    assert all(p.grad is not None for p in plain.parameters())
+
+
+def test_fully_shard(group):
+    from torch.distributed.fsdp import fully_shard
+
+    x, first = normal(4, 16), network()
+    fully_shard(first, mesh=group)
+    words = r"^accumulate_gradients: 0 has a weight that is a DTensor, of fully_shard or parallelize_module, whose"
+    refuses(words, pt.accumulate_gradients, first)
+    first(x).sum().backward()
+    assert all(p.grad is not None for p in first.parameters()), "refused, and as it was"
+    later = network()
+    pt.accumulate_gradients(later)
+    fully_shard(later, mesh=group)
+    refuses(rf"^Linear: its weight {LOST}", later, x)
+    for index, kind in ((1, "RMSNorm"), (2, "LayerNorm")):
+        part = network()
+        pt.accumulate_gradients(part)
+        fully_shard(part[index], mesh=group)
+        refuses(rf"^{kind}: its weight {LOST}", part, x)
+
+
+def test_fully_sharded_data_parallel(group):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for own in (True, False):
+        options = {"device_id": torch.device("cpu"), "use_orig_params": own}
+        first = FullyShardedDataParallel(network(), **options)
+        refuses(NEVER.format("FullyShardedDataParallel"), pt.accumulate_gradients, first)
+        with pytest.raises(pydet.Error, match=r"computes its weight|has no main_grad"):
+            pt.accumulate_gradients(first.module)  # which cannot see what it is in
+            first(normal(4, 16))
+        net = network()
+        pt.accumulate_gradients(net)
+        refuses(NEVER.format("FullyShardedDataParallel"), FullyShardedDataParallel, net, **options)
+
+
+# ---- Other tensors in a parameter's place ----------------------------------------------------------------------------
+
+
+def test_other_tensors_in_the_place_of_a_parameter():
+    net, x = network(), normal(4, 16)
+    pt.accumulate_gradients(net)
+    others = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+    refuses(rf"^Linear: its weight {LOST}", torch.func.functional_call, net, others, (x,))
+    constants = {name: p.detach() for name, p in others.items()}
+    torch.func.functional_call(net, constants, (x,))
+    net.load_state_dict(net.state_dict(), assign=True)
+    refuses(rf"^Linear: its weight {LOST}", net, x)
+    with torch.no_grad():
+        net(x)
+    assert pt.accumulate_gradients(net) == list(net.parameters())
+    holds_the_gradient(net, x)
+    net[3].bias = torch.nn.Parameter(torch.zeros(8))
+    refuses(rf"^Linear: its bias {LOST}", net, x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_is_computed():
+    late, early = network(), network()
+    torch.nn.utils.weight_norm(late[0])
+    words = r"^accumulate_gradients: 0 computes its weight.*; want a weight that is a parameter"
+    refuses(words, pt.accumulate_gradients, late)
+    assert not any(getattr(m, "accumulates", False) for m in late.modules())
+    pt.accumulate_gradients(early)
+    torch.nn.utils.weight_norm(early[3])
+    refuses(rf"^Linear: its weight {LOST}", early, normal(4, 16))
+
+
+def test_other_layers_refuse_too():
+    layer = pt.Fp8Linear(128, 128)
+    pt.accumulate_gradients(layer)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    refuses(rf"^Fp8Linear: its weight {LOST}", layer, normal(4, 128))
+
+
+# ---- Weights that more than one module has ---------------------------------------------------------------------------
+
+
+def test_tied_weights_of_modules_that_accumulate():
+    net, x = torch.nn.Sequential(pt.Linear(16, 16, bias=False), pt.Linear(16, 16, bias=False)), normal(12, 16)
+    net[1].weight = net[0].weight
+    assert pt.accumulate_gradients(net) == [net[0].weight]
+    holds_the_gradient(net, x)
+
+
+def tied(transformers, kind):
+    sizes = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
+    if kind == "GPT2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=64, **sizes)
+    else:
+        more = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(**sizes, **more, num_key_value_heads=2)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_tied_embeddings(need, kind):
+    try:
+        import transformers
+    except ImportError:
+        need(False, "models", "no Transformers here")
+    model, ids = tied(transformers, kind), torch.randint(3, 64, (2, 16))
+    body, name = (model.model, "model.embed_tokens") if kind == "Llama" else (model.transformer, "transformer.wte")
+    pt.convert(model)
+    words = (
+        rf"^accumulate_gradients: lm_head\.weight is tied to {name}\.weight of Embedding, whose share of the gradient"
+    )
+    refuses(words, pt.accumulate_gradients, model)
+    assert not any(getattr(m, "accumulates", False) for m in model.modules())
+    assert not any(hasattr(p, "main_grad") for p in model.parameters()), "refused, and as it was"
+    model.eval()(ids, labels=ids).loss.backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    found = pt.accumulate_gradients(body)  # what the sentence says
+    assert f"{name.partition('.')[2]}.weight" in found.outside
+    assert kind == "Llama" or set(found.outside.values()) == {"Embedding", "Conv1D"}
+    model(ids, labels=ids).loss.backward()
+    for name, p in model.named_parameters():
+        got = p.main_grad if hasattr(p, "main_grad") else p.grad
+        torch.testing.assert_close(got, want[name], rtol=1e-4, atol=1e-6)
+        assert not hasattr(p, "main_grad") or p.grad is None
+    untied = tied(transformers, kind)
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
+    pt.convert(untied)
+    assert any(p is untied.lm_head.weight for p in pt.accumulate_gradients(untied))
+    net, x = torch.nn.Sequential(torch.nn.Embedding(8, 16), pt.Linear(16, 8, bias=False)), torch.arange(8)
+    pt.accumulate_gradients(net)
+    net[0].weight = net[1].weight  # tied afterwards
+    refuses(r"1\.weight got a gradient from outside its module's forward, as of tied weights", net(x).sum().backward)
+
+
+def test_a_head_that_multiplies_the_weight_itself():
+    """As the fused heads of TRL and Liger do: the module is never called."""
+    net, x = network(), normal(4, 16)
+    pt.accumulate_gradients(net)
+    body, head = net[:3], net[3]
+    loss = torch.nn.functional.linear(body(x), head.weight, head.bias).sum()
+    words = (
+        r"^accumulate_gradients: 3\.(weight|bias) got a gradient from outside its module's forward, as of tied weights "
+    )
+    refuses(words + r"or a fused head that multiplies it itself, and main_grad would lack it; want", loss.backward)
+    assert all(p.grad is None for p in head.parameters())
+    with torch.no_grad():
+        torch.nn.functional.linear(body(x), head.weight)
+    frozen = network()
+    pt.accumulate_gradients(frozen)
+    frozen[3].weight.requires_grad_(False)
+    frozen[3].bias.requires_grad_(False)
+    torch.nn.functional.linear(frozen[:3](x), frozen[3].weight).sum().backward()
+    frozen[3].weight.requires_grad_(True)
+    refuses(r"3\.weight got a gradient", (normal(4, 16) @ frozen[3].weight.T).sum().backward)
+
+
+def test_a_parameter_that_is_frozen_at_first():
+    net = network()
+    net[0].weight.requires_grad_(False)
+    pt.accumulate_gradients(net)
+    assert not net[0].weight.requires_grad
+    refuses(r"0\.weight got a gradient", lambda w: (normal(4, 16) @ w).sum().backward(), net[0].weight.requires_grad_())
