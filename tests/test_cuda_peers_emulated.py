@@ -1,7 +1,7 @@
 """Folds with peers on a machine without a GPU: each rank's launches run in threads of their own (emulated/).
 
-What ranks do that agree, that do not, that come late and that launch twice at a time. PYDET_LIBRARY names the library that
-`make cuda-emulated` links.
+What ranks do that agree, that do not, that come late and that launch twice at a time. PYDET_LIBRARY names the library
+that `make cuda-emulated` links.
 """
 
 import ctypes
@@ -131,18 +131,17 @@ def test_sums_of_several_rounds(count, kernel):
         right(ranks, random((count, 1025), seed=n), kernel=kernel)
 
 
-def test_shares(count=3):
-    ranks = Ranks(count, 2 * count)
-    for rows, columns in ((3, 1), (12, 1024), (15, 77)):
-        parts, each = random((2 * count, rows, columns)), rows // count
-        want = pydet.fold(parts)
-        scattered = [np.zeros((each, columns), np.float32) for _ in range(count)]
-        ranks.all(lambda r: ranks.fold(r, list(parts[2 * r : 2 * r + 2]), scattered[r], 1, scatter=1))
-        assert np.concatenate(scattered).tobytes() == want.tobytes()
-        whole = [np.zeros((rows, columns), np.float32) for _ in range(count)]
-        rows_of = lambda r: [np.ascontiguousarray(part[r * each : (r + 1) * each]) for part in parts]
-        ranks.all(lambda r: ranks.fold(r, rows_of(r), whole[r], 2, gathered=1))
-        assert all(out.tobytes() == want.tobytes() for out in whole)
+@pytest.mark.parametrize("rows, columns", [(3, 1), (12, 1024), (15, 77)])
+def test_shares(rows, columns, count=3):
+    ranks, parts, each = Ranks(count, 2 * count), random((2 * count, rows, columns)), rows // count
+    want = pydet.fold(parts)
+    scattered = [np.zeros((each, columns), np.float32) for _ in range(count)]
+    ranks.all(lambda r: ranks.fold(r, list(parts[2 * r : 2 * r + 2]), scattered[r], 1, scatter=1))
+    assert np.concatenate(scattered).tobytes() == want.tobytes()
+    whole = [np.zeros((rows, columns), np.float32) for _ in range(count)]
+    rows_of = lambda r: [np.ascontiguousarray(part[r * each : (r + 1) * each]) for part in parts]
+    ranks.all(lambda r: ranks.fold(r, rows_of(r), whole[r], 2, gathered=1))
+    assert all(out.tobytes() == want.tobytes() for out in whole)
 
 
 # ---- Ranks that disagree -------------------------------------------------------------------------------------------
