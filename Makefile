@@ -365,6 +365,7 @@ gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
 	  PYDET_NUM_THREADS=$$(($$(nproc) / $(GPU_WORKERS) + 1)) )$(PYTHON) -m pytest -q \
 	  $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal )$(GPU_TESTS)
 	$(if $(GPU_WORKERS),$(PYTHON) -m pytest -q tests/test_cuda_distributed.py)
+	PYTHONPATH=. $(PYTHON) tests/stress_exchange.py --seconds 60
 
 gpu-sanitizer: $(filter gpu-build,$(PARTS:%=gpu-%))
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q $(SANITIZED)

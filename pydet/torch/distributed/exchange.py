@@ -72,8 +72,9 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     key = hashlib.sha256(f"{op} {word}".encode()).digest()
     known = _agreed.setdefault(group if group is not None else dist.group.WORLD, set())
-    if world > 1 and (problem or device.type == "cpu" or key not in known):
-        if device.type != "cpu" and capturing():
+    on_gpu = device.type != "cpu" or peers is not None
+    if world > 1 and (problem or not on_gpu or key not in known):
+        if on_gpu and capturing():
             fail(INVALID_VALUE, f"{op}: its first call is under graph capture; call it once before")
         if peers is not None:
             try:
@@ -91,7 +92,7 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
                 fail(INVALID_VALUE, f"{op}: the ranks do not agree: rank {rank} has {mine}; rank {other} has {theirs}")
     if problem is not None:
         raise problem
-    if device.type != "cpu":
+    if on_gpu:
         known.add(key)
     if peers is not None:
         peers.means(key, f"{op}: {word}")

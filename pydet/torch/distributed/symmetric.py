@@ -313,7 +313,7 @@ def _timeout_ms(group: Group, device: torch.device) -> int:
 def _tensor(x: Tensor, alive: list[Any]) -> Any:
     tensor, shape = ffi.new("pydet_tensor *"), ffi.new("int64_t[]", list(x.shape))
     tensor.data = ffi.cast("void *", x.data_ptr())
-    tensor.device.device_type, tensor.device.device_id = constants.PYDET_CUDA, x.device.index
+    tensor.device.device_type, tensor.device.device_id = constants.PYDET_CUDA, x.device.index or 0
     tensor.dtype.code, tensor.dtype.bits = _CODES[x.dtype]
     tensor.dtype.lanes = 1
     tensor.ndim, tensor.shape = x.dim(), shape
