@@ -192,6 +192,45 @@ def large_sums(group):
         assert shard.equal(again), f"reduce_scatter {elements}"
 
 
+def streams(group):
+    """Calls of a group on four streams, by every method that GPUs have; this rank's sleep now and then."""
+    import random
+
+    import torch
+    import torch.distributed as dist
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    own, draw = random.Random(dist.get_rank(group)), random.Random(0)
+    all_streams = [torch.cuda.Stream() for _ in range(4)]
+    problems = []
+    for m, n, k in ((64, 256, 2048), (128, 520, 1024)):
+        x, w = tensors(m, (m, k), (n, k), dtype=torch.bfloat16)
+        one = pydet.gemm(x, w.t(), k_chunk=k // SEGMENTS)
+        problems.append((columns(x, group).detach(), columns(w, group).detach(), one, k))
+    wrong = torch.zeros(4, dtype=torch.int64)
+    for method in methods_of(group, 64):
+        for x, w, _, k in problems:
+            pd.row_parallel_linear(x, w, in_features=k, method=method, group=group)
+    torch.cuda.synchronize()
+    for _ in range(400):
+        number, (x, w, one, k) = draw.randrange(4), draw.choice(problems)
+        with torch.cuda.stream(all_streams[number]):
+            if own.random() < 0.1:
+                torch.cuda._sleep(own.randint(1000, 1000000))
+            y = pd.row_parallel_linear(x, w, in_features=k, method=draw.choice(methods_of(group, 64)), group=group)
+            wrong[number] += (y.view(torch.int16) != one.view(torch.int16)).sum()
+    torch.cuda.synchronize()
+    assert not wrong.any(), wrong
+    if "push" in methods_of(group, 64):
+        graph = torch.cuda.CUDAGraph()
+        sentence = "method is 'push' under graph capture"
+        with pytest.raises(pydet.Error, match=sentence), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            pd.row_parallel_linear(x, w, in_features=k, method="push", group=group)
+    yield "streams", wrong
+
+
 def along_rows(group):
     """The norm of shared rows, the log-probability over a shared vocabulary, with gradients."""
     import torch
@@ -606,6 +645,7 @@ def work(rank, kind, sizes, shapes, port, queue):
                     note(size, check(group))
                 if kind == "cuda":
                     note(size, large_sums(group))
+                    note(size, streams(group))
                 note(size, model_step(mesh, None))
                 for wrapper in ("ddp", "fsdp", "plain"):
                     note(size, wrapped(wrapper, mesh, group))

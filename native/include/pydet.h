@@ -509,8 +509,8 @@ enum { PYDET_FOLD_PARTS = 64 };
  * word of each rank's latest call. On a device no more than two folds may run at a time, on memory of their own; a fold has
  * a block for each 1024 elements of a rank's share, PYDET_FOLD_BLOCKS at most, and those of many small folds count as one.
  * fault: NULL, or PYDET_FOLD_FAULT words, zeros before, that the device writes and the host reads when it likes: why a fold
- * gave no result. All of its out is NaN then, and so is that of each later fold on this memory, on any rank, until the host
- * has waited for all ranks' devices, zeroed the words and the signals of all, and waited for that. [0] is
+ * was not finished. What it lacks of out is NaN, and so is all of out of each later fold on this memory, on any rank, until
+ * the host has waited for all ranks' devices, zeroed the words and the signals of all, and waited for that. [0] is
  *   PYDET_FOLD_DISAGREES   rank [1] came with other sizes, counts, types, options or another word
  *   PYDET_FOLD_LATE        rank [1] did not come in timeout_ms; this rank itself: another fold on its memory did not end
  *   PYDET_FOLD_LEFT        rank [1] waited longer than that, for this rank or another

@@ -134,7 +134,8 @@ void run_block(bool ascending, size_t shared_bytes) {
     Fiber &fiber = fibers[i];
     const unsigned x = unsigned(i) % blockDim.x, rest = unsigned(i) / blockDim.x;
     fiber.state = State::runs, fiber.index = {x, rest % blockDim.y, rest / blockDim.y};
-    fiber.copies = {}, fiber.meetings = 0, fiber.votes = 0, fiber.arrivals = 0, memset(fiber.done, 0, sizeof fiber.done);
+    fiber.copies = {}, fiber.meetings = 0, fiber.votes = 0, fiber.arrivals = 0,
+    memset(fiber.done, 0, sizeof fiber.done);
     if (fiber.stack) continue;
     fiber.state = State::begins;
     fiber.stack.reset(new char[kStack]);

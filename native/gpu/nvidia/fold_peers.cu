@@ -46,9 +46,9 @@ namespace pydet {
 namespace {
 
 constexpr int kThreads = 256, kMostBlocks = PYDET_FOLD_BLOCKS, kUnit = 4;  // elements of a thread
-constexpr int kMostTurns = 12;  // units of a thread in a round
-constexpr int kSlot = kThreads * kUnit * int(sizeof(float));  // bytes of a part of a block's unit
-constexpr int kRoomSlots = 3;                                 // of each area, for a part: what PYDET_FOLD_ROOM holds
+constexpr int kMostTurns = 12;                                             // units of a thread in a round
+constexpr int kSlot = kThreads * kUnit * int(sizeof(float));               // bytes of a part of a block's unit
+constexpr int kRoomSlots = 3;  // of each area, for a part: what PYDET_FOLD_ROOM holds
 constexpr uint32_t kAskedBeforeLook = 64, kAskedBeforeTime = 1024;  // the clock takes longer to read than a signal
 constexpr int64_t kOneShotElements = 1 << 19;                       // of all parts: up to here one shot is the faster
 static_assert(2 * kMostBlocks * kRoomSlots * kSlot == PYDET_FOLD_ROOM, "two areas a block");
@@ -56,9 +56,9 @@ static_assert(2 * kMostBlocks * kRoomSlots * kSlot == PYDET_FOLD_ROOM, "two area
 // What a rank's memory begins with. All zeros at first.
 struct Board {
   uint64_t signal[kMostBlocks][PYDET_FOLD_RANKS];  // from each rank: the meeting's number, the tag
-  uint64_t state[kMostBlocks];                     // kTaken, kSecondArea for the next fold, the number of its last meeting
-  uint64_t failed;    // 2 + r: rank r found that it must not go on
-  uint64_t reported;  // 1: to this rank's host
+  uint64_t state[kMostBlocks];  // kTaken, kSecondArea for the next fold, the number of its last meeting
+  uint64_t failed;              // 2 + r: rank r found that it must not go on
+  uint64_t reported;            // 1: to this rank's host
   char unused[PYDET_FOLD_SIGNALS - (kMostBlocks * (PYDET_FOLD_RANKS + 1) + 2 + PYDET_FOLD_RANKS) * sizeof(uint64_t)];
   uint64_t word[PYDET_FOLD_RANKS];  // that each rank came with, to the latest fold
 };
@@ -97,7 +97,12 @@ __device__ __forceinline__ int after(const Peers &peers, int step) {
 
 // ---- Meetings, and what goes wrong -----------------------------------------------------------------------------------
 
-enum Outcome : uint64_t { kMet = 0, kDisagrees = PYDET_FOLD_DISAGREES, kLate = PYDET_FOLD_LATE, kLeft = PYDET_FOLD_LEFT };
+enum Outcome : uint64_t {
+  kMet = 0,
+  kDisagrees = PYDET_FOLD_DISAGREES,
+  kLate = PYDET_FOLD_LATE,
+  kLeft = PYDET_FOLD_LEFT
+};
 
 // Asks done() until it holds, or this rank has failed, or it takes too long.
 template <class Done> __device__ __forceinline__ Outcome wait_for(const Peers &peers, const Done &done) {
@@ -367,10 +372,10 @@ struct Hash {
 uint32_t tag_of(const Fold &p, const Plan &plan, int64_t blocks) {
   const Peers &peers = p.peers;
   Hash hash;
-  for (int64_t word : {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size, int64_t(p.count),
-                       int64_t(plan.two_shot), int64_t(p.tree), int64_t(p.accumulate), int64_t(peers.gathered),
-                       int64_t(peers.scatter), int64_t(p.out.type), int64_t(p.bias.data != nullptr), p.bias_period,
-                       plan.area, int64_t(plan.turns), blocks})
+  for (int64_t word :
+       {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size, int64_t(p.count),
+        int64_t(plan.two_shot), int64_t(p.tree), int64_t(p.accumulate), int64_t(peers.gathered), int64_t(peers.scatter),
+        int64_t(p.out.type), int64_t(p.bias.data != nullptr), p.bias_period, plan.area, int64_t(plan.turns), blocks})
     hash.add(word);
   return uint32_t(hash.value ^ hash.value >> 32);
 }
