@@ -108,6 +108,7 @@ class ColwiseParallel(ParallelStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         _check(module, device_mesh, self, "out_features")
         if self.parts:
+            assert isinstance(module, torch.nn.Linear)
             if sum(self.parts) != module.out_features:
                 got, want = f"{list(self.parts)}", f"{module.out_features} rows"
                 fail(

@@ -79,11 +79,12 @@ class Peers:
         self.size = self.parts = 0
         self.staged: tuple[Tensor, list[Tensor]] | None = None
         self.kept: list[Any] = []  # captured graphs have the addresses of what was outgrown
+        self.boards: list[int] = []  # where this rank's signals lie, of all memory so far
         self.timeout_ms = _timeout_ms(group, device)
         self.turns = _turns.setdefault(device, Turns(torch.cuda.Event))
         self.calls = 0  # folds so far, the same on all ranks
         self.terms, self.meanings = 1, {_ASKS: "terms that are new to it"}
-        self.fault = torch.zeros(constants.PYDET_FOLD_FAULT, dtype=torch.int64, pin_memory=True)
+        self.fault = torch.zeros(constants.PYDET_FOLD_FAULT, dtype=torch.int64, device="cpu", pin_memory=True)
         self.reason = self.fault.numpy()  # the device writes there
         self.failed = False
 
@@ -98,6 +99,7 @@ class Peers:
         if pointers is None:
             return False
         self.addresses = ffi.new("void *[]", [ffi.cast("void *", p) for p in pointers])
+        self.boards.append(pointers[self.rank])
         self.size, self.parts = size, parts
         return True
 
@@ -203,7 +205,7 @@ class Peers:
         if not kind:
             return
         if kind == constants.PYDET_FOLD_DISAGREES:
-            words = self._words()
+            words = self._words(other)
             mine, theirs = (self._meaning(words[rank]) for rank in (self.rank, other))
             sentence = f"the ranks did not agree at a call: rank {self.rank} had {mine}; rank {other} had {theirs}"
         elif kind == constants.PYDET_FOLD_LEFT:
@@ -222,14 +224,16 @@ class Peers:
         meaning = self.meanings.get(word & 0xFFFFFFFF, "other terms")
         return f"{meaning} (call {word >> 32} of the group)"
 
-    def _words(self) -> list[int]:
-        """What each rank came with to the latest fold."""
+    def _words(self, other: int) -> list[int]:
+        """What each rank came with to the latest fold, on the memory where rank `other` came with something else."""
         words = (ctypes.c_uint64 * MOST_RANKS)()
-        if not capturing():
-            at = int(ffi.cast("uintptr_t", self.addresses[self.rank])) + constants.PYDET_FOLD_SIGNALS
-            with torch.cuda.device(self.device):
-                size = ctypes.sizeof(words)
-                driver("cuMemcpyDtoH_v2", words, ctypes.c_uint64(at - size), ctypes.c_size_t(size))
+        size = ctypes.sizeof(words)
+        with torch.cuda.device(self.device):
+            for board in reversed(self.boards if not capturing() else []):
+                at = ctypes.c_uint64(board + constants.PYDET_FOLD_SIGNALS - size)
+                driver("cuMemcpyDtoH_v2", words, at, ctypes.c_size_t(size))
+                if words[self.rank] != words[other]:
+                    break
         return list(words)
 
     def _begin_anew(self) -> None:
@@ -238,10 +242,10 @@ class Peers:
         torch.cuda.synchronize(self.device)
         dist.all_reduce(meeting, group=self.group)
         torch.cuda.synchronize(self.device)
-        at = int(ffi.cast("uintptr_t", self.addresses[self.rank]))
         with torch.cuda.device(self.device):
-            size = ctypes.c_size_t(constants.PYDET_FOLD_SIGNALS)
-            driver("cuMemsetD8_v2", ctypes.c_uint64(at), ctypes.c_ubyte(0), size)
+            for board in self.boards:
+                size = ctypes.c_size_t(constants.PYDET_FOLD_SIGNALS)
+                driver("cuMemsetD8_v2", ctypes.c_uint64(board), ctypes.c_ubyte(0), size)
             torch.cuda.synchronize(self.device)
         self.reason[:], self.failed, self.calls = 0, False, 0
         dist.all_reduce(meeting, group=self.group)
