@@ -187,7 +187,7 @@ $(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 .PHONY: cuda-emulated
 cuda-emulated: $(BUILD)/libpydet_cuda_emulated.so
 
-EMULATED := $(filter-out nvidia/sm90/% nvidia/gemm_mma.% nvidia/skinny_mma nvidia/fold_peers,$(CUDA_KERNELS))
+EMULATED := $(filter-out nvidia/sm90/% nvidia/gemm_mma.% nvidia/skinny_mma,$(CUDA_KERNELS))
 EMULATED_OBJECTS := $(EMULATED:%=$(BUILD)/emulated/%.o) $(BUILD)/emulated/block.o
 # Other compilers' warnings about nvcc's sources say nothing.
 EMULATED_FLAGS := -std=c++17 -O1 -fPIC -fvisibility=hidden -fno-extern-tls-init $(NUMERIC) -w -Itests/emulated -Inative -Inative/include
@@ -378,6 +378,7 @@ gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
 	  PYDET_NUM_THREADS=$$(($$(nproc) / $(GPU_WORKERS) + 1)) )$(PYTHON) -m pytest -q \
 	  $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal )$(GPU_TESTS)
 	$(if $(GPU_WORKERS),$(PYTHON) -m pytest -q tests/test_cuda_distributed.py)
+	PYTHONPATH=. $(PYTHON) tests/stress_exchange.py --seconds 60
 
 gpu-sanitizer: $(filter gpu-build,$(PARTS:%=gpu-%))
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q $(SANITIZED)

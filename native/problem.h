@@ -300,6 +300,8 @@ struct Peers {
   uint32_t timeout_ms;
   char *memory[PYDET_FOLD_RANKS];  // of each rank
   uint64_t memory_size;
+  uint64_t word;
+  uint64_t *fault;
 };
 
 // out[i] = round(D + bias[i % bias_period]), D the sum of the parts' element i. All contiguous, `size` elements of out.

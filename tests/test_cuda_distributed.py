@@ -1,8 +1,14 @@
-"""pydet.torch.distributed over NCCL and over peers' memory, on the GPUs of this machine: 2 or more, a process each.
+"""pydet.torch.distributed over NCCL and over peers' memory, on the GPUs of this machine: 2 or more, a process each. Of
+one GPU two processes share its memory: the stress alone.
 
 The checks are those of test_torch_distributed.py, on CUDA tensors, by every method that GPUs have; the sizes are the
 powers of two up to the number of GPUs. A group of one has the bits of one GPU.
 """
+
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -74,3 +80,15 @@ def test_a_rank_that_refuses_tells_the_others(found, sizes):
 def test_a_killed_rank_leaves_nobody_hanging(method):
     gpus()
     check_survivor("cuda", method)
+
+
+def test_the_stress_of_exchanges():
+    """Four streams, graphs, sleeping ranks, NCCL beside, ranks that disagree: tests/stress_exchange.py, for 10 s."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    program = pathlib.Path(__file__).with_name("stress_exchange.py")
+    path = os.pathsep.join([str(program.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    asked = [sys.executable, str(program), "--seconds", "10"]
+    ran = subprocess.run(asked, capture_output=True, text=True, timeout=400, env={**os.environ, "PYTHONPATH": path})
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]

@@ -226,6 +226,11 @@ PEERS_MEMORY = lib.PYDET_FOLD_SIGNALS + 4 * lib.PYDET_FOLD_ROOM  # of 2 parts on
         ({"memory": ffi.NULL}, "PYDET_NULL_POINTER", "peers.memory is NULL, want an array of addresses"),
         ({"memory": [16, 0]}, "PYDET_NULL_POINTER", "peers.memory[1] is NULL"),
         ({"memory": [8, 16]}, "PYDET_MISALIGNED", "peers.memory[0] is at 0x8, want a multiple of 16 bytes"),
+        (
+            {"fault": ffi.cast("uint64_t *", 20)},
+            "PYDET_MISALIGNED",
+            "peers.fault is at 0x14, want a multiple of 8 bytes",
+        ),
         ({"memory_size": PEERS_MEMORY - 1}, "PYDET_WORKSPACE_TOO_SMALL", f"want {PEERS_MEMORY}"),
         ({"scatter": 1}, "PYDET_INVALID_SHAPE", "parts[0] is 8, want 16"),
         ({"gathered": 1}, "PYDET_INVALID_SHAPE", "parts[0] is 8, want 4"),

@@ -192,6 +192,45 @@ def large_sums(group):
         assert shard.equal(again), f"reduce_scatter {elements}"
 
 
+def streams(group):
+    """Calls of a group on four streams, by every method that GPUs have; this rank's sleep now and then."""
+    import random
+
+    import torch
+    import torch.distributed as dist
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    own, draw = random.Random(dist.get_rank(group)), random.Random(0)
+    all_streams = [torch.cuda.Stream() for _ in range(4)]
+    problems = []
+    for m, n, k in ((64, 256, 2048), (128, 520, 1024)):
+        x, w = tensors(m, (m, k), (n, k), dtype=torch.bfloat16)
+        one = pydet.gemm(x, w.t(), k_chunk=k // SEGMENTS)
+        problems.append((columns(x, group).detach(), columns(w, group).detach(), one, k))
+    wrong = torch.zeros(4, dtype=torch.int64)
+    for method in methods_of(group, 64):
+        for x, w, _, k in problems:
+            pd.row_parallel_linear(x, w, in_features=k, method=method, group=group)
+    torch.cuda.synchronize()
+    for _ in range(400):
+        number, (x, w, one, k) = draw.randrange(4), draw.choice(problems)
+        with torch.cuda.stream(all_streams[number]):
+            if own.random() < 0.1:
+                torch.cuda._sleep(own.randint(1000, 1000000))
+            y = pd.row_parallel_linear(x, w, in_features=k, method=draw.choice(methods_of(group, 64)), group=group)
+            wrong[number] += (y.view(torch.int16) != one.view(torch.int16)).sum()
+    torch.cuda.synchronize()
+    assert not wrong.any(), wrong
+    if "push" in methods_of(group, 64):
+        graph = torch.cuda.CUDAGraph()
+        sentence = "method is 'push' under graph capture"
+        with pytest.raises(pydet.Error, match=sentence), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            pd.row_parallel_linear(x, w, in_features=k, method="push", group=group)
+    yield "streams", wrong
+
+
 def along_rows(group):
     """The norm of shared rows, the log-probability over a shared vocabulary, with gradients."""
     import torch
@@ -307,6 +346,63 @@ def together(group):
     ):
         with pytest.raises(pydet.Error, match=re.escape(sentence)):
             call()
+
+
+def styles(group):
+    """Layers of extents that 16 segments' steps do not divide: as many bits on any number of ranks; or on none."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    mesh = DeviceMesh.from_group(group, torch.get_default_device().type)
+    for dtype, arithmetic in ((torch.bfloat16, "sm90"), (torch.float32, "ieee")):
+        for extent, rows in ((2880, 3), (1144, 70), (32064, 1), (1024, 5)):
+            x, w, b, dy = tensors(extent, (rows, extent), (24, extent), (24,), (rows, 24), dtype=dtype)
+            part = lambda t, dim=1: t.chunk(world, dim)[rank].contiguous()
+            linear = torch.nn.Linear(extent, 24, dtype=dtype)
+            linear.weight.data, linear.bias.data = w.clone(), b.clone()
+            pd.RowwiseParallel(SEGMENTS, arithmetic=arithmetic)._apply(linear, mesh)
+            given = part(x).requires_grad_()
+            y = linear(given)
+            y.backward(dy)
+            of_segments = zip(x.chunk(SEGMENTS, 1), w.chunk(SEGMENTS, 1), strict=True)
+            sums = [pydet.gemm(a, c.t(), out_dtype="float32", arithmetic=arithmetic) for a, c in of_segments]
+            assert y.equal(pydet.fold(sums, bias=b, out_dtype=dtype)), f"{extent} {arithmetic}"
+            if extent % (16 * SEGMENTS) == 0:  # today's bits
+                assert y.equal(pydet.gemm(x, w.t(), bias=b, k_chunk=extent // SEGMENTS, arithmetic=arithmetic))
+            name = f"{extent} {arithmetic}"
+            yield f"style row {name}", y
+            yield f"style row dx {name}", whole(given.grad, group, 1)
+            yield f"style row dw {name}", linear.weight.grad.full_tensor()
+            linear = torch.nn.Linear(24, extent, bias=False, dtype=dtype)
+            linear.weight.data = w.t().contiguous()
+            pd.ColwiseParallel(SEGMENTS, arithmetic=arithmetic)._apply(linear, mesh)
+            given = dy.clone().requires_grad_()
+            y = linear(given)
+            y.backward(part(x))
+            yield f"style column {name}", whole(y, group, 1)
+            yield f"style column dx {name}", given.grad
+            yield f"style column dw {name}", linear.weight.grad.full_tensor()
+            assert given.grad.equal(pydet.fold(sums, out_dtype=dtype))
+
+    def sentence(style, shape):
+        linear = torch.nn.Linear(*shape, bias=False)
+        before = linear.weight.detach().clone()
+        with pytest.raises(pydet.Error) as refused:
+            style._apply(linear, mesh)
+        assert type(linear) is torch.nn.Linear and linear.weight.equal(before)
+        return str(refused.value)
+
+    wanted = "is 1145, want a multiple of the 8 segments"
+    assert sentence(pd.ColwiseParallel(SEGMENTS), (16, 1145)) == f"ColwiseParallel: out_features {wanted}"
+    assert sentence(pd.RowwiseParallel(SEGMENTS), (1145, 16)) == f"RowwiseParallel: in_features {wanted}"
+    if world > 1:
+        said = sentence(pd.ColwiseParallel(world + 1, parts=(16 * (world + 1),) * 2), (16, 32 * (world + 1)))
+        assert said == f"ColwiseParallel: segments is {world + 1}, want a multiple of the {world} ranks of the group"
 
 
 # ---- A model -------------------------------------------------------------------------------------------------------
@@ -545,10 +641,11 @@ def work(rank, kind, sizes, shapes, port, queue):
         for size, mesh in meshes.items():
             if rank < size:
                 group = mesh.get_group()
-                for check in (linears, shared_rows, sums, along_rows, together):
+                for check in (linears, shared_rows, sums, along_rows, together, styles):
                     note(size, check(group))
                 if kind == "cuda":
                     note(size, large_sums(group))
+                    note(size, streams(group))
                 note(size, model_step(mesh, None))
                 for wrapper in ("ddp", "fsdp", "plain"):
                     note(size, wrapped(wrapper, mesh, group))

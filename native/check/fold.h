@@ -37,9 +37,13 @@ inline pydet_status peers_of(const char *op, const pydet_fold_peers *given, int3
   if (given->memory_size < wanted)
     return fail(PYDET_WORKSPACE_TOO_SMALL, "%s: peers.memory_size is %" PRIu64 ", want %" PRIu64, op,
                 given->memory_size, wanted);
+  if (reinterpret_cast<uintptr_t>(given->fault) % sizeof(uint64_t))
+    return fail(PYDET_MISALIGNED, "%s: peers.fault is at %p, want a multiple of 8 bytes", op,
+                static_cast<void *>(given->fault));
   peers->ranks = given->ranks, peers->rank = given->rank;
   peers->gathered = given->gathered != 0, peers->scatter = given->scatter != 0;
   peers->timeout_ms = given->timeout_ms, peers->memory_size = given->memory_size;
+  peers->word = given->word, peers->fault = given->fault;
   return PYDET_OK;
 }
 

@@ -505,8 +505,19 @@ enum { PYDET_FOLD_PARTS = 64 };
  * with the same counts, shapes, types and options: a rank waits on its device until the others have come. CUDA only.
  * memory: of each rank, reached by all the others, at multiples of 16 bytes; its first PYDET_FOLD_SIGNALS bytes are zeros
  * before the first call, the rest may hold anything; used by one sequence of calls, with one memory_size, which is at least
- * PYDET_FOLD_SIGNALS + (all ranks' parts + ranks) PYDET_FOLD_ROOM. */
+ * PYDET_FOLD_SIGNALS + (all ranks' parts + ranks) PYDET_FOLD_ROOM. The last 8 PYDET_FOLD_RANKS bytes of the signals are the
+ * word of each rank's latest call. On a device no more than two folds may run at a time, on memory of their own; a fold has
+ * a block for each 1024 elements of a rank's share, PYDET_FOLD_BLOCKS at most, and those of many small folds count as one.
+ * fault: NULL, or PYDET_FOLD_FAULT words, zeros before, that the device writes and the host reads when it likes: why a fold
+ * was not finished. What it lacks of out is NaN, and so is all of out of each later fold on this memory, on any rank, until
+ * the host has waited for all ranks' devices, zeroed the words and the signals of all, and waited for that. [0] is
+ *   PYDET_FOLD_DISAGREES   rank [1] came with other sizes, counts, types, options or another word
+ *   PYDET_FOLD_LATE        rank [1] did not come in timeout_ms; this rank itself: another fold on its memory did not end
+ *   PYDET_FOLD_LEFT        rank [1] waited longer than that, for this rank or another
+ * Without it such a fold ends with an error of its device, which is lost to the process. */
 enum { PYDET_FOLD_RANKS = 16, PYDET_FOLD_SIGNALS = 1 << 17, PYDET_FOLD_ROOM = 3 << 20 };
+enum { PYDET_FOLD_BLOCKS = 128, PYDET_FOLD_FAULT = 2 };
+enum { PYDET_FOLD_DISAGREES = 1, PYDET_FOLD_LATE = 2, PYDET_FOLD_LEFT = 3 };
 
 typedef struct pydet_fold_peers {
   uint32_t struct_size;
@@ -514,9 +525,11 @@ typedef struct pydet_fold_peers {
   int32_t rank;     /* this one */
   int32_t gathered; /* 1: parts are all ranks', of this rank's share of out alone, which the others wrote here before */
   int32_t scatter;  /* 1: out is this rank's share alone. A share: as many rows of the first dimension for each rank */
-  uint32_t timeout_ms; /* a rank that waits longer ends with an error of its device, which is lost; 0: waits for ever */
+  uint32_t timeout_ms; /* a rank waits no longer for another; 0: for ever */
   void *const *memory; /* [ranks] */
   uint64_t memory_size;
+  uint64_t word;   /* the same on every rank: what the call is and which of them, by its caller's count */
+  uint64_t *fault; /* NULL, or this rank's words */
 } pydet_fold_peers;
 
 typedef struct pydet_fold_options {

@@ -1,6 +1,7 @@
 // Blocks of threads as fibers. A thread runs until it waits for others; the threads of a block are walked in ascending
 // order in one launch and in descending order in the next, so that a barrier that lacks is seen: a thread then
-// reads before another has written. Blocks run one after another, those of a cluster in turns, each as a thread of
+// reads before another has written. Blocks run one after another, in either order too (or in the one that a GPU keeps to,
+// where a test asks for it); those of a cluster in turns, each as a thread of
 // the system, whose thread_local variables are its shared memory.
 #include "block.h"
 
@@ -37,6 +38,7 @@ struct Fiber {
   Copies copies;
   int meetings;      // with other threads of the warp
   int done[3];       // of what may be left out
+  int votes;         // of the block
   int64_t arrivals;  // at the cluster's barrier
 };
 struct Warp {
@@ -56,6 +58,7 @@ struct Cluster {
 // What each thread leaves out once, to see whether it is missed: its barrier, exchange or wait of this number.
 enum Omission { barrier, exchange, wait };
 int omitted = -1, omitted_number;
+bool in_order;  // blocks start as their numbers ascend
 
 // Of the block that runs in this thread of the system.
 thread_local char anchor;
@@ -63,6 +66,7 @@ thread_local std::vector<Fiber> fibers;
 thread_local std::vector<Warp> warps;
 thread_local jmp_buf scheduler;
 thread_local int current, threads, rank;
+thread_local int against[3];  // votes of the block: of this one, of one that some have not read, of one that all have
 thread_local bool moved;
 thread_local Cluster *cluster;
 thread_local const std::function<void()> *body;
@@ -123,13 +127,15 @@ void run_block(bool ascending, size_t shared_bytes) {
   threads = int(blockDim.x * blockDim.y * blockDim.z);
   if (int(fibers.size()) < threads) fibers.resize(threads);
   warps.assign((threads + kWarp - 1) / kWarp, Warp());
+  memset(against, 0, sizeof against);
   memset(shared_memory, 0x7F, shared_bytes);
   memset(staged_memory, 0x7F, shared_bytes);
   for (int i = 0; i < threads; ++i) {
     Fiber &fiber = fibers[i];
     const unsigned x = unsigned(i) % blockDim.x, rest = unsigned(i) / blockDim.x;
     fiber.state = State::runs, fiber.index = {x, rest % blockDim.y, rest / blockDim.y};
-    fiber.copies = {}, fiber.meetings = 0, fiber.arrivals = 0, memset(fiber.done, 0, sizeof fiber.done);
+    fiber.copies = {}, fiber.meetings = 0, fiber.votes = 0, fiber.arrivals = 0,
+    memset(fiber.done, 0, sizeof fiber.done);
     if (fiber.stack) continue;
     fiber.state = State::begins;
     fiber.stack.reset(new char[kStack]);
@@ -173,6 +179,12 @@ void sync_warp() {
 void meet_block() {
   if (!omits(barrier)) pause(State::at_block);
 }
+bool all_of_block(bool holds) {
+  const int turn = fibers[current].votes++ % 3;
+  against[turn] += !holds, against[(turn + 1) % 3] = 0;
+  pause(State::at_block);
+  return against[turn] == 0;
+}
 void wait_copies(int in_flight) {
   if (omits(wait)) return;
   Copies &copies = fibers[current].copies;
@@ -205,10 +217,12 @@ void *in_block(int to, void *mine) {
 extern "C" __attribute__((visibility("default"))) void emulated_omit(int what, int number) {
   omitted = what, omitted_number = number;
 }
+extern "C" __attribute__((visibility("default"))) void emulated_in_order(int on) { in_order = on != 0; }
 
 cudaError_t launch(const cudaLaunchConfig_t &config, const std::function<void()> &kernel) {
-  static bool ascending = false;
-  ascending = !ascending;
+  thread_local bool other_way = false;
+  other_way = !other_way;
+  const bool ascending = other_way;
   int size = 1;
   for (unsigned i = 0; i < config.numAttrs; ++i)
     if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) size = int(config.attrs[i].val.clusterDim.x);
@@ -219,7 +233,7 @@ cudaError_t launch(const cudaLaunchConfig_t &config, const std::function<void()>
   auto run = [&](int number) {
     rank = number, body = &kernel, blockDim = config.blockDim, gridDim = grid;
     for (int64_t k = 0; k < count && !failure; ++k) {
-      const unsigned at = unsigned((ascending ? k : count - 1 - k) * size + number);
+      const unsigned at = unsigned((ascending || in_order ? k : count - 1 - k) * size + number);
       blockIdx = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
       cluster = &clusters[k];
       run_block(ascending, config.dynamicSmemBytes);

@@ -20,6 +20,8 @@
 #define __grid_constant__
 #undef __forceinline__
 #define __forceinline__ inline
+#undef __noinline__
+#define __noinline__
 #define launch launch_emulated  // its instances are not nvcc's, with which the linker would merge them
 #define cudaLaunchKernelExC(config, function, pointers) emulated::launch(*config, [&] { kernel(arguments...); })
 
@@ -48,6 +50,7 @@ void wait_copies(int in_flight);
 const uint32_t *meet_warp(uint32_t mine, int from);
 void sync_warp();
 void meet_block();
+bool all_of_block(bool holds);
 // Returns once it holds, which other threads see to.
 void wait_until(const std::function<bool()> &holds);
 
@@ -71,6 +74,7 @@ template <class T> T from_lane(T value, int from) {
 }  // namespace emulated
 
 inline void __syncthreads() { emulated::meet_block(); }
+inline int __syncthreads_and(int holds) { return emulated::all_of_block(holds != 0); }
 inline void __syncwarp() { emulated::sync_warp(); }
 template <class T> T __shfl_sync(unsigned, T value, int lane, int width = emulated::kWarp) {
   const int me = int(threadIdx.x) % emulated::kWarp;

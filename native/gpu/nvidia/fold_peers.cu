@@ -21,22 +21,49 @@
 // A meeting: every thread of the block is past its stores and loads (bar.sync), then thread t writes the meeting's number
 // to rank t's signal with st.release.sys, which orders after it what the block did before, and reads its own signal from
 // rank t with ld.acquire.sys until the number is there; then bar.sync. Loads of what peers wrote come after, and are plain.
+//
+// Ranks that disagree. Beside the number a signal has the fold's tag, a hash of all that decides who sends what where, and
+// of the caller's word. A rank that reads this meeting's number beside another tag does not go on; nor does the other, for
+// it reads this rank's. (One that is past this meeting has seen this rank's tag and found it right.) Blocks that one rank
+// alone has see that their own rank has failed. Nothing was written to out before the first meeting; NaN is written now,
+// peers.fault says why, and every fold on this memory gives NaN until the host, on all ranks, has zeroed its signals.
+//
+// Two launches on one memory at a time, of a graph's replay and of another stream, say: a block takes the word of its
+// number and gives it back at its end, so that one of them waits. Where the ranks differ in which, their words do too.
+//
+// Why folds cannot hang beside each other. A fold ends if on each rank one of its blocks has a place to run: blocks start
+// in the order of their numbers (as CUB's scans count on), so the lowest block that has not ended on some rank runs, or
+// comes next, on every rank, whatever else waits. So it hangs only where others that wait leave it not one place. A block
+// of any of these kernels takes half a multiprocessor at most, and a fold has 128: another fold leaves it 68 of an H100's
+// 132 multiprocessors, of which NCCL's kernels, which wait too, take 16 to 32. Two others leave four. So two folds may run
+// at a time beside anything, and pydet.torch.distributed sees to it that no more do (symmetric.py, Turns).
 
 #include "gpu/any/fold.h"
 #include "gpu/kernels.h"
+#include "gpu/nvidia/signals.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kThreads = 256, kMostBlocks = 384, kUnit = 4;  // elements of a thread
-constexpr int kMostTurns = 4;  // units of a thread in a round: 16.8 million elements of 2 ranks take 187 us, 239 by one
-constexpr int kSlot = kThreads * kUnit * int(sizeof(float));  // bytes of a part of a block's unit
-constexpr uint32_t kAskedBeforeTime = 1024;                   // the clock takes longer to read than a signal
-constexpr int64_t kOneShotElements = 1 << 19;                 // of all parts: up to here one shot is the faster
-// The signals: [block][rank], then for each block the numbers of its latest meeting and of its next area.
-constexpr int kCounts = kMostBlocks * PYDET_FOLD_RANKS;
-static_assert((kCounts + 2 * kMostBlocks) * int(sizeof(uint32_t)) <= PYDET_FOLD_SIGNALS, "the signals have room");
-static_assert(2 * kMostBlocks * kSlot == PYDET_FOLD_ROOM, "two areas a block have room for one slot each");
+constexpr int kThreads = 256, kMostBlocks = PYDET_FOLD_BLOCKS, kUnit = 4;  // elements of a thread
+constexpr int kMostTurns = 12;                                             // units of a thread in a round
+constexpr int kSlot = kThreads * kUnit * int(sizeof(float));               // bytes of a part of a block's unit
+constexpr int kRoomSlots = 3;  // of each area, for a part: what PYDET_FOLD_ROOM holds
+constexpr uint32_t kAskedBeforeLook = 64, kAskedBeforeTime = 1024;  // the clock takes longer to read than a signal
+constexpr int64_t kOneShotElements = 1 << 19;                       // of all parts: up to here one shot is the faster
+static_assert(2 * kMostBlocks * kRoomSlots * kSlot == PYDET_FOLD_ROOM, "two areas a block");
+
+// What a rank's memory begins with. All zeros at first.
+struct Board {
+  uint64_t signal[kMostBlocks][PYDET_FOLD_RANKS];  // from each rank: the meeting's number, the tag
+  uint64_t state[kMostBlocks];  // kTaken, kSecondArea for the next fold, the number of its last meeting
+  uint64_t failed;              // 2 + r: rank r found that it must not go on
+  uint64_t reported;            // 1: to this rank's host
+  char unused[PYDET_FOLD_SIGNALS - (kMostBlocks * (PYDET_FOLD_RANKS + 1) + 2 + PYDET_FOLD_RANKS) * sizeof(uint64_t)];
+  uint64_t word[PYDET_FOLD_RANKS];  // that each rank came with, to the latest fold
+};
+static_assert(sizeof(Board) == PYDET_FOLD_SIGNALS, "the words are the last ones of the signals");
+constexpr uint64_t kTaken = 1ull << 63, kSecondArea = 1ull << 62;
 
 // What all ranks have alike: a function of the sizes.
 struct Plan {
@@ -46,6 +73,7 @@ struct Plan {
   int32_t turns;  // units of a thread in a round
   int32_t rounds;
   int32_t total;  // parts of all ranks
+  uint32_t tag;   // a hash of all of it, and of the call
   bool two_shot;
   bool prefix;  // rank 0 sends the fold of its parts
 
@@ -58,21 +86,8 @@ struct Plan {
   }
 };
 
-__device__ __forceinline__ void put_signal(uint32_t *to, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint32_t get_signal(const uint32_t *from) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time)::"memory");
-  return time;
-}
-__device__ __forceinline__ uint32_t *signals(const Peers &peers, int rank) {
-  return reinterpret_cast<uint32_t *>(peers.memory[rank]);
+__device__ __forceinline__ Board &board_of(const Peers &peers, int rank) {
+  return *reinterpret_cast<Board *>(peers.memory[rank]);
 }
 
 // The rank that is `step` after this one, in a ring: so that not all write to one at a time.
@@ -80,21 +95,74 @@ __device__ __forceinline__ int after(const Peers &peers, int step) {
   return peers.rank + step < peers.ranks ? peers.rank + step : peers.rank + step - peers.ranks;
 }
 
-__device__ __forceinline__ void meet(const Peers &peers, uint32_t number) {
-  __syncthreads();
-  if (int(threadIdx.x) < peers.ranks) {
-    const int other = threadIdx.x, at = int(blockIdx.x) * PYDET_FOLD_RANKS;
-    put_signal(signals(peers, other) + at + peers.rank, number);
-    const uint32_t *const signal = signals(peers, peers.rank) + at + other;
-    uint64_t start = 0;
-    for (uint32_t asked = 1; int32_t(get_signal(signal) - number) < 0; ++asked) {
-      if (asked % kAskedBeforeTime || !peers.timeout_ms) continue;
-      const uint64_t now = nanoseconds();
-      start = start ? start : now;
-      if (now - start > peers.timeout_ms * uint64_t(1000000)) __trap();
-    }
+// ---- Meetings, and what goes wrong -----------------------------------------------------------------------------------
+
+enum Outcome : uint64_t {
+  kMet = 0,
+  kDisagrees = PYDET_FOLD_DISAGREES,
+  kLate = PYDET_FOLD_LATE,
+  kLeft = PYDET_FOLD_LEFT
+};
+
+// Asks done() until it holds, or this rank has failed, or it takes too long.
+template <class Done> __device__ __forceinline__ Outcome wait_for(const Peers &peers, const Done &done) {
+  uint64_t start = 0;
+  for (uint32_t asked = 1; !done(); ++asked) {
+    if (asked % kAskedBeforeLook) continue;
+    if (see_word(&board_of(peers, peers.rank).failed)) return kLeft;
+    if (asked % kAskedBeforeTime || !peers.timeout_ms) continue;
+    const uint64_t now = nanoseconds();
+    start = start ? start : now;
+    if (now - start > peers.timeout_ms * uint64_t(1000000)) return kLate;
   }
+  return kMet;
+}
+
+// The first of this rank's threads that finds something wrong says it, and that rank `other` has to do with it. After a
+// rank that waited too long none of the others is to wait.
+__device__ __forceinline__ void report(const Peers &peers, Outcome outcome, int other) {
+  Board &board = board_of(peers, peers.rank);
+  const uint64_t failed = see_word(&board.failed);
+  if (take_word(&board.reported, 1) == 0) {
+    if (!peers.fault) lose_device();
+    peers.fault[1] = failed ? failed - 2 : uint64_t(other);
+    put_signal(peers.fault, failed ? kLeft : outcome);
+  }
+  if (failed == 0) put_signal(&board.failed, uint64_t(2 + peers.rank));
+  if (failed || outcome != kLate) return;
+  for (int step = 1; step < peers.ranks; ++step)
+    put_signal(&board_of(peers, after(peers, step)).failed, uint64_t(2 + peers.rank));
+}
+
+// False where this block must not go on.
+__device__ __forceinline__ bool meet(const Peers &peers, uint32_t number, uint32_t tag) {
   __syncthreads();
+  Outcome outcome = kMet;
+  if (int(threadIdx.x) < peers.ranks) {
+    const int other = threadIdx.x;
+    put_signal(&board_of(peers, other).signal[blockIdx.x][peers.rank], uint64_t(number) << 32 | tag);
+    const uint64_t *const signal = &board_of(peers, peers.rank).signal[blockIdx.x][other];
+    uint64_t got = 0;
+    outcome = wait_for(peers, [&] { return int32_t(uint32_t((got = get_signal(signal)) >> 32) - number) >= 0; });
+    if (outcome == kMet && uint32_t(got >> 32) == number && uint32_t(got) != tag) outcome = kDisagrees;
+    if (outcome) report(peers, outcome, other);
+  }
+  return __syncthreads_and(outcome == kMet);
+}
+
+// One thread's: the state of this block's number, which is now this launch's; kTaken where it must not go on.
+__device__ __forceinline__ uint64_t enter(const Peers &peers) {
+  Board &board = board_of(peers, peers.rank);
+  uint64_t *const state = &board.state[blockIdx.x], found = kTaken;
+  const uint64_t failed = see_word(&board.failed);  // it travels beside the other word
+  Outcome outcome = wait_for(peers, [&] { return ((found = take_word(state, kTaken)) & kTaken) == 0; });
+  if (outcome == kMet && failed) {
+    give_word(state, found);
+    outcome = kLeft;
+  }
+  if (outcome == kMet) return found;
+  report(peers, outcome, peers.rank);
+  return kTaken;
 }
 
 // Elements [at, at + 4) of a tensor of this rank's own that ends at `end`; those beyond are 0.
@@ -157,17 +225,29 @@ __device__ __noinline__ void send_prefix(const Fold &p, const Plan &plan, int64_
   }
 }
 
-// Blocks a multiprocessor is to hold of the kernel in whole units: with three, Blackwell's code spills.
-#if defined(__CUDA_ARCH__)
-constexpr int kBlocksByFour = __CUDA_ARCH__ >= 1000 ? 2 : 3;
-#else
-constexpr int kBlocksByFour = 3;
-#endif
+// NaN to all that this block has of out: the ranks disagree, or one did not come.
+__device__ __noinline__ void spoil(const Fold &p, const Plan &plan) {
+  const Peers &peers = p.peers;
+  const bool shares = plan.two_shot && !peers.scatter;
+  const int64_t n = peers.scatter ? p.size * peers.ranks : p.size;
+  for (int rank = shares ? 0 : peers.rank; rank < (shares ? peers.ranks : peers.rank + 1); ++rank) {
+    const int64_t begin = plan.begin_of(rank), size = plan.end_of(rank, n) - begin;
+    for (int64_t unit = blockIdx.x; unit * kThreads * kUnit < size; unit += gridDim.x) {
+      for (int e = 0; e < kUnit; ++e) {
+        const int64_t at = (unit * kUnit + e) * kThreads + threadIdx.x;
+        if (at < size) store_rounded(p.out.data, p.out.type, (peers.scatter ? 0 : begin) + at, NAN);
+      }
+    }
+  }
+}
+
+constexpr int kBlocksHeld = 2;  // by a multiprocessor
 
 template <bool as_tree, bool by_four>
-__global__ void __launch_bounds__(kThreads, by_four && !as_tree ? kBlocksByFour : 2)
+__global__ void __launch_bounds__(kThreads, kBlocksHeld)
     fold_peers_kernel(const __grid_constant__ Fold p, const __grid_constant__ Plan plan) {
   __shared__ const char *sources[PYDET_FOLD_PARTS];
+  __shared__ uint64_t entered;
   const Peers &peers = p.peers;
   const int rank = peers.rank, ranks = peers.ranks;
   const bool meets = ranks > 1, sends = meets && !peers.gathered, shares = meets && plan.two_shot && !peers.scatter;
@@ -178,16 +258,24 @@ __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? kBlocksByFour 
   const int skipped = plan.prefix && rank > 0 ? p.count - 1 : 0, folded = plan.total - skipped;
   const int own_first = peers.gathered ? 0 : rank * p.count - skipped, own_end = own_first + p.count;
 
-  uint32_t *const counts = meets ? signals(peers, rank) + kCounts + 2 * blockIdx.x : nullptr;
-  uint32_t meeting = meets ? counts[0] : 0, next_area = meets ? counts[1] : 0;
-  const auto area_of = [&](int round) {
-    return PYDET_FOLD_SIGNALS + (2 * int64_t(blockIdx.x) + (next_area + uint32_t(round)) % 2) * plan.area;
-  };
+  if (meets && threadIdx.x == 0) entered = enter(peers);
   // Part s of what is folded, at the first element of its own tensor or, of an area, at its first slot.
   for (int s = threadIdx.x; s < folded; s += kThreads) {
     if (s < own_first || s >= own_end) sources[s] = peers.memory[rank] + (s ? s + skipped : 0) * part_bytes;
     else sources[s] = reinterpret_cast<const char *>(p.parts[s - own_first] + (peers.gathered ? 0 : begin));
   }
+  __syncthreads();
+  const uint64_t state = meets ? entered : 0;
+  if (state & kTaken) {
+    spoil(p, plan);
+    return;
+  }
+  if (meets && blockIdx.x == 0 && int(threadIdx.x) < ranks) board_of(peers, threadIdx.x).word[rank] = peers.word;
+  uint32_t meeting = uint32_t(state);
+  const int first_area = state & kSecondArea ? 1 : 0;
+  const auto area_of = [&](int round) {
+    return PYDET_FOLD_SIGNALS + (2 * int64_t(blockIdx.x) + (first_area + round) % 2) * plan.area;
+  };
   // A thread's first element of a turn, from the start of a share, and where its unit lies in a part's slots.
   const auto element = [&](int round, int turn) {
     const int64_t unit = (int64_t(round) * plan.turns + turn) * gridDim.x + blockIdx.x;
@@ -213,10 +301,9 @@ __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? kBlocksByFour 
     }
   };
   if (sends) send_round(0);
-  if (meets) meet(peers, ++meeting);
-  else __syncthreads();
+  bool met = !meets || meet(peers, ++meeting, plan.tag);
 
-  for (int round = 0; round < plan.rounds; ++round) {
+  for (int round = 0; met && round < plan.rounds; ++round) {
     const bool last = round + 1 == plan.rounds;
     if (sends && !last) send_round(round + 1);
     const int64_t area = area_of(round);
@@ -247,9 +334,9 @@ __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? kBlocksByFour 
       }
     }
     // Gathered parts may be written again once all ranks are past their last meeting.
-    if (meets && (shares || (sends && !last) || (peers.gathered && last))) meet(peers, ++meeting);
+    if (meets && (shares || (sends && !last) || (peers.gathered && last))) met = meet(peers, ++meeting, plan.tag);
 
-    for (int turn = 0; shares && turn < plan.turns; ++turn) {
+    for (int turn = 0; met && shares && turn < plan.turns; ++turn) {
       const int64_t at = element(round, turn);
       if (at >= plan.share) break;
       for (int step = 1; step < ranks; ++step) {
@@ -269,7 +356,28 @@ __global__ void __launch_bounds__(kThreads, by_four && !as_tree ? kBlocksByFour 
       }
     }
   }
-  if (meets && threadIdx.x == 0) counts[0] = meeting, counts[1] = next_area + uint32_t(plan.rounds);
+  if (!met) spoil(p, plan);
+  __syncthreads();
+  if (meets && threadIdx.x == 0)
+    give_word(&board_of(peers, rank).state[blockIdx.x], meeting | ((first_area + plan.rounds) % 2 ? kSecondArea : 0));
+}
+
+// FNV-1a over 64-bit words.
+struct Hash {
+  uint64_t value = 0xCBF29CE484222325u;
+  void add(int64_t word) { value = (value ^ uint64_t(word)) * 0x100000001B3u, value ^= value >> 29; }
+};
+
+// What must be the same on all ranks. Addresses are a rank's own.
+uint32_t tag_of(const Fold &p, const Plan &plan, int64_t blocks) {
+  const Peers &peers = p.peers;
+  Hash hash;
+  for (int64_t word :
+       {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size, int64_t(p.count),
+        int64_t(plan.two_shot), int64_t(p.tree), int64_t(p.accumulate), int64_t(peers.gathered), int64_t(peers.scatter),
+        int64_t(p.out.type), int64_t(p.bias.data != nullptr), p.bias_period, plan.area, int64_t(plan.turns), blocks})
+    hash.add(word);
+  return uint32_t(hash.value ^ hash.value >> 32);
 }
 
 bool aligned(const void *data, int bytes) { return reinterpret_cast<uintptr_t>(data) % uintptr_t(bytes) == 0; }
@@ -303,6 +411,7 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
     ++plan.turns;
   }
   plan.rounds = int32_t(divide_up(blocks_wanted, blocks * plan.turns));
+  plan.tag = tag_of(p, plan, blocks);
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(kThreads)};
   if (by_four) return launch(where, p.tree ? fold_peers_kernel<true, true> : fold_peers_kernel<false, true>, p, plan);
   return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);

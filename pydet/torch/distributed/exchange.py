@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from pydet._native import INVALID_VALUE, Error, constants, fail
 from pydet.ops import FOLD_PARTS, NUMERICS, Order, fold
-from pydet.torch.distributed.symmetric import MOST_RANKS, Peers, capturing, peers_of
+from pydet.torch.distributed.symmetric import MOST_RANKS, Peers, capturing, known_peers, peers_of
 
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any  # a ProcessGroup, or None for the default one
@@ -57,7 +57,11 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     Every rank tells the others its terms (after the first, which is the rank's own result), or the sentence of its
     refusal; so either all ranks go on to the exchange or all raise, and none waits for one that left. On the CPU it is
     asked at every call; on a GPU, where an answer takes a wait for the device, at the first call with these terms.
+    After that, ranks with memory of each other compare the terms of each fold on their GPUs (:class:`Peers`).
     """
+    peers = peers_of(group, device)
+    if peers is not None:
+        peers.begin(op)
     problem: Exception | None = None
     found: tuple[Any, ...] = ()
     try:
@@ -66,12 +70,17 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     except (Error, ValueError, TypeError, RuntimeError) as caught:
         problem, word = caught, str(caught)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    peers_of(group, device)
     key = hashlib.sha256(f"{op} {word}".encode()).digest()
     known = _agreed.setdefault(group if group is not None else dist.group.WORLD, set())
-    if world > 1 and (problem or device.type == "cpu" or key not in known):
-        if device.type != "cpu" and capturing():
+    on_gpu = device.type != "cpu" or peers is not None
+    if world > 1 and (problem or not on_gpu or key not in known):
+        if on_gpu and capturing():
             fail(INVALID_VALUE, f"{op}: its first call is under graph capture; call it once before")
+        if peers is not None:
+            try:
+                peers.ask(op)
+            except Error as disagreement:
+                raise problem or disagreement from None
         words = _tell_all(group, device, problem is not None, word)
         refused = [(r, text) for r, (bad, text) in enumerate(words) if bad and r != rank]
         if problem is None and refused:
@@ -83,9 +92,33 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
                 fail(INVALID_VALUE, f"{op}: the ranks do not agree: rank {rank} has {mine}; rank {other} has {theirs}")
     if problem is not None:
         raise problem
-    if device.type != "cpu":
+    if on_gpu:
         known.add(key)
+    if peers is not None:
+        peers.means(key, f"{op}: {word}")
     return found
+
+
+def check_exchanges(device: torch.device | None = None, *, group: Group = None) -> None:
+    """Waits for the device, and raises why an exchange of the group failed there, as its next call would.
+
+    Ranks that come to a call with different shapes, types or options after the first call with each of them find out on
+    their GPUs: their results are NaN, and each rank's next call of the group raises the reason, or this one. On a CPU
+    every call raises its own.
+
+    Args:
+        device: the GPU, the current one if None.
+        group: a process group, the default one if None.
+
+    Raises:
+        Error: what went wrong, and on which rank.
+    """
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        torch.cuda.synchronize(device)
+        peers = known_peers(group)
+        if peers is not None:
+            peers.check("check_exchanges")
 
 
 def _tell_all(group: Group, device: torch.device, bad: bool, text: str) -> list[tuple[bool, str]]:
@@ -134,10 +167,10 @@ def fold_all(
     return fold(parts, bias=bias, out_dtype=out_dtype, order=order)
 
 
-def shared(total: int, world: int, op: str, what: str) -> int:
+def shared(total: int, world: int, op: str, what: str, among: str = "ranks of the group") -> int:
     """How many of `total` a rank has; refused where the ranks do not divide them."""
     if total < 1 or total % world:
-        fail(INVALID_VALUE, f"{op}: {what} is {total}, want a multiple of the {world} ranks of the group")
+        fail(INVALID_VALUE, f"{op}: {what} is {total}, want a multiple of the {world} {among}")
     return total // world
 
 

@@ -23,7 +23,7 @@ class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
-def _call(name: str, *arguments: Any) -> None:
+def driver(name: str, *arguments: Any) -> None:
     """A function of the driver, which PyTorch has loaded."""
     status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
     if status:
@@ -34,17 +34,17 @@ def _own(size: int, device: torch.device) -> tuple[int, bytes]:
     """The address of so many zeros on the device, and their handle."""
     torch.cuda.synchronize(device)  # which also makes the device's context the thread's
     address, handle = ctypes.c_uint64(), _Handle()
-    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-    _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+    driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+    driver("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
     torch.cuda.synchronize(device)
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    driver("cuIpcGetMemHandle", ctypes.byref(handle), address)
     return address.value, bytes(handle.data)
 
 
 def _opened(handle: bytes) -> int:
     address = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle)
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS))
+    driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS))
     return address.value
 
 

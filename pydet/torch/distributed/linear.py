@@ -2,7 +2,8 @@
 
 ``k_chunk`` is a function of the extent that is summed over and of ``segments`` alone: ceil(extent / segments), up to
 the next multiple of 16. A rank holds whole segments; where they do not divide the extent evenly (2880 in 8), the last
-rank's shard is the shorter one (:func:`shard_bounds`).
+rank's shard is the shorter one (:func:`shard_bounds`). With ``even`` all segments have extent / segments, a multiple of
+16 or not (360), and all shards are alike, as DTensor shards them: the bits are the fold of the segments' products.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from pydet.torch.distributed.exchange import (
     Method,
     Tensor,
     choose,
+    fold_all,
     gather,
     reduce_sums,
     shared,
     together,
 )
-from pydet.torch.distributed.symmetric import Peers, peers_of
+from pydet.torch.distributed.symmetric import Peers, capturing, peers_of
 from pydet.torch.ops import matrix
 
 Rows: TypeAlias = Literal["replicate", "shard_rows"]
@@ -32,29 +34,31 @@ STEP = 16  # segments are multiples of it
 _FEW_ROWS = 64  # up to here a product for each segment, which is bound by its weights, is faster than a batch of them
 
 
-def segment_length(extent: int, segments: int) -> int:
-    """``k_chunk`` of a sum over `extent` in so many segments; the last may be shorter."""
+def segment_length(extent: int, segments: int, even: bool = False) -> int:
+    """``k_chunk`` of a sum over `extent` in so many segments; the last may be shorter, unless they are even."""
+    if even:
+        return shared(extent, segments, "segment_length", "the extent", "segments")
     return -(-extent // (segments * STEP)) * STEP
 
 
-def shard_bounds(extent: int, segments: int, rank: int, world: int) -> tuple[int, int]:
+def shard_bounds(extent: int, segments: int, rank: int, world: int, even: bool = False) -> tuple[int, int]:
     """The part of `extent` that a rank holds: segments rank * segments / world and following."""
-    each = segment_length(extent, segments) * shared(segments, world, "shard_bounds", "segments")
+    each = segment_length(extent, segments, even) * shared(segments, world, "shard_bounds", "segments")
     return min(extent, rank * each), min(extent, (rank + 1) * each)
 
 
-def _check_shard(op: str, name: str, have: int, extent: int, segments: int, group: Group) -> int:
+def _check_shard(op: str, name: str, have: int, extent: int, segments: int, even: bool, group: Group) -> int:
     """The length of a segment; refuses a shard that is not this rank's."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     shared(segments, world, op, "segments")
-    begin, end = shard_bounds(extent, segments, rank, world)
+    begin, end = shard_bounds(extent, segments, rank, world, even)
     if have != end - begin:
         fail(
             constants.PYDET_INVALID_SHAPE,
             f"{op}: {name} of rank {rank} is {have}, want {end - begin}: {segments} segments of "
-            f"{segment_length(extent, segments)} of {extent} over {world} ranks",
+            f"{segment_length(extent, segments, even)} of {extent} over {world} ranks",
         )
-    return segment_length(extent, segments)
+    return segment_length(extent, segments, even)
 
 
 def _segment_sums(
@@ -81,13 +85,16 @@ def _push(
     """Each rank's rows of the sums are made in its memory by all ranks, and folded there."""
     each, first = x.shape[0] // peers.world, peers.rank * count
     staged = peers.staging((count * peers.world, each, w.shape[1]))
-    for step in range(1, peers.world + 1):
-        owner = (peers.rank + step) % peers.world
-        mine = x[owner * each : (owner + 1) * each]
-        _segment_sums(mine, w, chunk, count, arithmetic, staged[owner][first : first + count])
     peers.reserve(count * peers.world)
     out = x.new_empty(each if rows else x.shape[0], w.shape[1])
-    return peers.fold(staged[peers.rank], out, bias=bias, gathered=True, scatter=rows)
+    # The peers' memory is written from here on: only once the group's earlier fold is over, which read it.
+    with peers.turn(x.shape[0] * w.shape[1]) as stream:
+        for step in range(1, peers.world + 1):
+            owner = (peers.rank + step) % peers.world
+            mine = x[owner * each : (owner + 1) * each]
+            _segment_sums(mine, w, chunk, count, arithmetic, staged[owner][first : first + count])
+        peers.launch(stream, staged[peers.rank], out, bias, gathered=True, scatter=rows)
+    return out
 
 
 def _parallel_product(
@@ -97,6 +104,7 @@ def _parallel_product(
     bias: Tensor | None,
     extent: int,
     segments: int,
+    even: bool,
     group: Group,
     out: str,
     method: str,
@@ -113,19 +121,26 @@ def _parallel_product(
         if w.dim() != 2 or x.shape[1] != w.shape[0]:
             got, want = tuple(x.shape), w.shape[0] if w.dim() == 2 else "a matrix w"
             fail(constants.PYDET_INVALID_SHAPE, f"{op}: this rank's factor is {got}, want {want} columns, as w has")
-        chunk = _check_shard(op, "the shard", x.shape[1], extent, segments, group)
+        chunk = _check_shard(op, "the shard", x.shape[1], extent, segments, even, group)
         if out not in ("replicate", "shard_rows"):
             fail(INVALID_VALUE, f"{op}: out is {out!r}, want 'replicate' or 'shard_rows'")
         if out == "shard_rows":
             shared(x.shape[0], world, op, "the number of rows")
-        if world == 1:
+        if world == 1 and chunk % STEP == 0:
             result = gemm(x, w, bias=bias, k_chunk=chunk, arithmetic=arithmetic)
+        elif world == 1:
+            result = fold_all(_segment_sums(x, w, chunk, segments, arithmetic), bias, x.dtype)
         elif chosen() == "push":
+            if capturing():
+                fail(
+                    INVALID_VALUE,
+                    f"{op}: method is 'push' under graph capture, whose products nothing orders in a replay",
+                )
             shared(x.shape[0], world, op, "the number of rows")
             result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)  # refuses what the products would
         else:
             result = _segment_sums(x, w, chunk, segments // world, arithmetic)
-        shape = f"{x.shape[0]} rows, {w.shape[1]} columns, {extent} summed in {segments} segments"
+        shape = f"{x.shape[0]} rows, {w.shape[1]} columns, {extent} summed in {segments} segments of {chunk}"
         return result, shape, x.dtype, f"bias {bias is not None}", f"arithmetic {arithmetic}", out, method
 
     result: Tensor = together(op, group, x.device, terms)[0]
@@ -133,7 +148,7 @@ def _parallel_product(
         return result
     if peers is not None and chosen() == "push":
         count = segments // world
-        chunk = segment_length(extent, segments)
+        chunk = segment_length(extent, segments, even)
         return _push(x, w, chunk, count, arithmetic, bias, peers, out == "shard_rows")
     return reduce_sums(op, result, group, bias, x.dtype, "ordered", method, rows=out == "shard_rows")
 
@@ -150,15 +165,13 @@ def _all_rows(x: Tensor, group: Group) -> Tensor:
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
-        extent, segments, group, out, method, arithmetic = options
         ctx.save_for_backward(x, w)
         ctx.options, ctx.has_bias = options, bias is not None
-        op = "row_parallel_linear"
-        return _parallel_product(op, x, w.t(), bias, extent, segments, group, out, method, arithmetic)
+        return _parallel_product("row_parallel_linear", x, w.t(), bias, *options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (x, w), (_, _, group, out, _, arithmetic) = ctx.saved_tensors, ctx.options
+        (x, w), (_, _, _, group, out, _, arithmetic) = ctx.saved_tensors, ctx.options
         dy = gradients[0].contiguous()
         dy = _all_rows(dy, group) if out == "shard_rows" else dy
         dx = gemm(dy, w, arithmetic=arithmetic) if ctx.needs_input_grad[0] else None
@@ -169,15 +182,15 @@ class _RowParallel(torch.autograd.Function):
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
-        extent, segments, group, rows, method, arithmetic = options
+        extent, segments, even, group, rows, method, arithmetic = options
         op = "column_parallel_linear"
 
         def terms() -> tuple[Any, ...]:
-            _check_shard(op, "w", w.shape[0], extent, segments, group)
+            chunk = _check_shard(op, "w", w.shape[0], extent, segments, even, group)
             if rows not in ("replicate", "shard_rows"):
                 fail(INVALID_VALUE, f"{op}: rows is {rows!r}, want 'replicate' or 'shard_rows'")
             y = gemm(x, w.t(), bias=bias, arithmetic=arithmetic)  # under shard_rows it only shows that x and w fit
-            shape = f"{x.shape[0]} rows of {x.shape[1]}, {extent} columns in {segments} segments"
+            shape = f"{x.shape[0]} rows of {x.shape[1]}, {extent} columns in {segments} segments of {chunk}"
             return y, shape, x.dtype, f"bias {bias is not None}", f"arithmetic {arithmetic}", rows, method
 
         y: Tensor = together(op, group, x.device, terms)[0]
@@ -190,11 +203,10 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (x, w), (extent, segments, group, rows, method, arithmetic) = ctx.saved_tensors, ctx.options
+        (x, w), arithmetic = ctx.saved_tensors, ctx.options[-1]
         dy, dx = gradients[0].contiguous(), None
         if ctx.needs_input_grad[0]:
-            op = "column_parallel_linear"
-            dx = _parallel_product(op, dy, w, None, extent, segments, group, rows, method, arithmetic)
+            dx = _parallel_product("column_parallel_linear", dy, w, None, *ctx.options)
         dw = gemm_db(dy, x, arithmetic=arithmetic) if ctx.needs_input_grad[1] else None
         return dx, dw, _sum_rows(dy) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
 
@@ -207,6 +219,7 @@ def row_parallel_linear(
     group: Group = None,
     segments: int = 8,
     in_features: int | None = None,
+    even: bool = False,
     out: Rows = "replicate",
     method: Method = "auto",
     arithmetic: Arithmetic = "auto",
@@ -224,6 +237,8 @@ def row_parallel_linear(
         group: a process group, the default one if None.
         segments: how many segments K has: a multiple of the number of ranks. It decides bits.
         in_features: K. k times the number of ranks by default, which is right unless the last shard is shorter.
+        even: K has segments of K / segments each, whether that is a multiple of 16 or not (pass it to ``shard_bounds``,
+            too). It decides bits where it is not.
         out: ``"replicate"``: all of y on every rank. ``"shard_rows"``: y's rows ``[M / W, N]`` of this rank.
         method: how the sums travel (the table in :mod:`pydet.torch.distributed.exchange`); it decides no bits.
             ``"auto"``: by their size and by what the group's ranks reach. ``"push"`` wants rows that W divides.
@@ -233,7 +248,8 @@ def row_parallel_linear(
         Error: on every rank, where one has other shapes, types or options, or refuses.
     """
     world, flat = dist.get_world_size(group), matrix(x)
-    options = x.shape[-1] * world if in_features is None else in_features, segments, group, out, method, arithmetic
+    extent = x.shape[-1] * world if in_features is None else in_features
+    options = extent, segments, even, group, out, method, arithmetic
     y: Tensor = _RowParallel.apply(flat, w, bias, options)
     return y if out == "shard_rows" else y.view(*x.shape[:-1], w.shape[0])
 
@@ -246,6 +262,7 @@ def column_parallel_linear(
     group: Group = None,
     segments: int = 8,
     out_features: int | None = None,
+    even: bool = False,
     rows: Rows = "replicate",
     method: Method = "auto",
     arithmetic: Arithmetic = "auto",
@@ -261,6 +278,7 @@ def column_parallel_linear(
         bias: ``[n]``: likewise.
         segments: how many segments N has: a multiple of the number of ranks. It decides the bits of x's gradient.
         out_features: N. n times the number of ranks by default.
+        even: N has segments of N / segments each, as in :func:`row_parallel_linear`.
         rows: ``"shard_rows"``: ``x`` is gathered in forward, and its gradient is left sharded by rows.
         group, method, arithmetic: as in :func:`row_parallel_linear`.
 
@@ -269,5 +287,5 @@ def column_parallel_linear(
     """
     world, flat = dist.get_world_size(group), matrix(x)
     extent = w.shape[0] * world if out_features is None else out_features
-    y: Tensor = _ColumnParallel.apply(flat, w, bias, (extent, segments, group, rows, method, arithmetic))
+    y: Tensor = _ColumnParallel.apply(flat, w, bias, (extent, segments, even, group, rows, method, arithmetic))
     return y if rows == "shard_rows" else y.view(*x.shape[:-1], w.shape[0])

@@ -4,7 +4,8 @@
     parallelize_module(model, init_device_mesh("cuda", (W,)), plan)
 
 The parameters become DTensors, sharded as PyTorch's own styles of these names shard them; activations are plain
-tensors.
+tensors. The extent that is shared out is cut into equal segments (``even=True``), 2880 into eight of 360: what they
+divide runs on any number of ranks that divides them, with the same bits, and the rest on none, one rank among them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import Arithmetic
-from pydet.torch.distributed.exchange import Method, Tensor
+from pydet.torch.distributed.exchange import Method, Tensor, shared
 from pydet.torch.distributed.heads import segment_order, split_segments
 from pydet.torch.distributed.linear import Rows, column_parallel_linear, row_parallel_linear
 
@@ -38,8 +39,8 @@ class ColumnParallelLinear(torch.nn.Linear):
         weight, bias = _local(self.weight), _local(self.bias)
         assert weight is not None
         y = column_parallel_linear(
-            x, weight, bias, group=group, segments=style.segments, out_features=self.out_features, rows=style.rows,
-            method=style.method, arithmetic=style.arithmetic,
+            x, weight, bias, group=group, segments=style.segments, out_features=self.out_features, even=True,
+            rows=style.rows, method=style.method, arithmetic=style.arithmetic,
         )  # fmt: skip
         return torch.cat(split_segments(y, style.parts, style.segments), -1) if style.parts else y
 
@@ -55,16 +56,22 @@ class RowParallelLinear(torch.nn.Linear):
         weight, bias = _local(self.weight), _local(self.bias)
         assert weight is not None
         return row_parallel_linear(
-            x, weight, bias, group=group, segments=style.segments, in_features=self.in_features, out=style.out,
-            method=style.method, arithmetic=style.arithmetic,
+            x, weight, bias, group=group, segments=style.segments, in_features=self.in_features, even=True,
+            out=style.out, method=style.method, arithmetic=style.arithmetic,
         )  # fmt: skip
 
 
-def _parallelize(module: torch.nn.Module, mesh: Any, kind: type, style: Any, weight: Any, bias: Any) -> torch.nn.Module:
+def _check(module: torch.nn.Module, mesh: Any, style: Any, extent: str) -> None:
+    """Refuses what any number of ranks would, before anything is changed."""
     if not isinstance(module, torch.nn.Linear):
         fail(INVALID_VALUE, f"{type(style).__name__}: the module is {type(module).__qualname__}, want nn.Linear")
     if mesh.ndim != 1:
         fail(INVALID_VALUE, f"{type(style).__name__}: the mesh has {mesh.ndim} dimensions, want 1 (mesh['tp'])")
+    shared(style.segments, mesh.size(), type(style).__name__, "segments")
+    shared(getattr(module, extent), style.segments, type(style).__name__, extent, "segments")
+
+
+def _parallelize(module: torch.nn.Module, mesh: Any, kind: type, style: Any, weight: Any, bias: Any) -> torch.nn.Module:
     for name, placement in (("weight", weight), ("bias", bias)):
         parameter = getattr(module, name)
         if parameter is not None:
@@ -99,7 +106,9 @@ class ColwiseParallel(ParallelStyle):
         self.parts = tuple(parts)
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
-        if self.parts and isinstance(module, torch.nn.Linear):
+        _check(module, device_mesh, self, "out_features")
+        if self.parts:
+            assert isinstance(module, torch.nn.Linear)
             if sum(self.parts) != module.out_features:
                 got, want = f"{list(self.parts)}", f"{module.out_features} rows"
                 fail(
@@ -126,4 +135,5 @@ class RowwiseParallel(ParallelStyle):
         self.segments, self.out, self.method, self.arithmetic = segments, out, method, arithmetic
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        _check(module, device_mesh, self, "in_features")
         return _parallelize(module, device_mesh, RowParallelLinear, self, Shard(1), Replicate())

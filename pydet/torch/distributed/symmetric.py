@@ -4,11 +4,18 @@ On NVIDIA GPUs of one NVLink domain every rank has the addresses of all the othe
 memory in the group of all ranks, by CUDA's handles in a group of some (:mod:`pydet.torch.distributed.ipc` says why).
 pydet_fold with peers (pydet.h) then carries the sums, meets the other ranks and folds, in one kernel that a CUDA graph
 may hold. Where there is no such memory a group has no :class:`Peers`, and the methods over collectives do the same.
+
+With each fold goes a word: a hash of the call's terms, and the number of the call. Ranks that come with different ones
+write NaN and a reason that the host finds at its next call. It raises that once; the call after it begins anew, on all
+ranks, with signals of zeros.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +24,8 @@ import torch.distributed as dist
 from pydet import _native
 from pydet._native import constants, fail, ffi
 from pydet.ops import FOLD_PARTS, Order
-from pydet.torch.distributed.ipc import shared_addresses
+from pydet.torch.distributed.ipc import driver, shared_addresses
+from pydet.torch.distributed.turns import Turns, blocks_of
 
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any
@@ -26,11 +34,23 @@ MOST_RANKS: int = constants.PYDET_FOLD_RANKS
 _PARTS = 16  # of all ranks, for which a group's memory has room at once
 _CODES = {torch.float32: (constants.PYDET_FLOAT, 32), torch.bfloat16: (constants.PYDET_BFLOAT, 16)}
 _CODES[torch.float16] = (constants.PYDET_FLOAT, 16)
+_ASKS = 0  # in a word, in the place of terms: a rank asks the others about terms that are new to it
 _peers: dict[Any, Peers | None] = {}
+_turns: dict[torch.device, Turns] = {}
 
 
 def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def capture_number(stream: Any) -> int:
+    """Which capture this stream is part of; 0 if none."""
+    if not capturing():
+        return 0
+    status, number, unread = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    driver("cuStreamGetCaptureInfo_v2", handle, ctypes.byref(status), ctypes.byref(number), unread, unread, unread)
+    return number.value if status.value else 0
 
 
 def _shared_memory(elements: int, dtype: torch.dtype, group: Group, device: torch.device) -> tuple[Tensor, Any] | None:
@@ -59,8 +79,14 @@ class Peers:
         self.size = self.parts = 0
         self.staged: tuple[Tensor, list[Tensor]] | None = None
         self.kept: list[Any] = []  # captured graphs have the addresses of what was outgrown
-        self.stream: Any = None
+        self.boards: list[int] = []  # where this rank's signals lie, of all memory so far
         self.timeout_ms = _timeout_ms(group, device)
+        self.turns = _turns.setdefault(device, Turns(torch.cuda.Event))
+        self.calls = 0  # folds so far, the same on all ranks
+        self.terms, self.meanings = 1, {_ASKS: "terms that are new to it"}
+        self.fault = torch.zeros(constants.PYDET_FOLD_FAULT, dtype=torch.int64, device="cpu", pin_memory=True)
+        self.reason = self.fault.numpy()  # the device writes there
+        self.failed = False
 
     def reserve(self, parts: int) -> bool:
         """Room for folds of so many parts of all ranks. Every rank asks for the same; False where there is none."""
@@ -73,6 +99,7 @@ class Peers:
         if pointers is None:
             return False
         self.addresses = ffi.new("void *[]", [ffi.cast("void *", p) for p in pointers])
+        self.boards.append(pointers[self.rank])
         self.size, self.parts = size, parts
         return True
 
@@ -114,16 +141,115 @@ class Peers:
         kernel: str | None = None,
     ) -> Tensor:
         """pydet_fold with peers: this rank's parts ``[s, ...]`` and all others', into ``out``; see pydet.h."""
+        with self.turn(out.numel() * (self.world if scatter else 1)) as stream:
+            self.launch(stream, parts, out, bias, order, accumulate, gathered, scatter, kernel)
+        return out
+
+    @contextlib.contextmanager
+    def turn(self, elements: int) -> Iterator[Any]:
+        """The current stream, when a fold of so many elements is next of its group, until it is launched."""
         stream = torch.cuda.current_stream(self.device)
-        if self.stream is not None and self.stream != stream and not capturing():
-            stream.wait_stream(self.stream)  # one sequence of calls
-        self.stream = stream
+        with self.turns.turn(self, stream, blocks_of(elements), capture_number(stream)):
+            yield stream
+
+    def launch(
+        self,
+        stream: Any,
+        parts: Tensor,
+        out: Tensor,
+        bias: Tensor | None = None,
+        order: Order = "ordered",
+        accumulate: bool = False,
+        gathered: bool = False,
+        scatter: bool = False,
+        kernel: str | None = None,
+    ) -> None:
+        """The fold itself, inside of its turn."""
         peers = ffi.new("pydet_fold_peers *")
         peers.ranks, peers.rank, peers.timeout_ms = self.world, self.rank, self.timeout_ms
         peers.gathered, peers.scatter = gathered, scatter
         peers.memory, peers.memory_size = self.addresses, self.size
+        peers.word = ((self.calls + 1) % 2**32) << 32 | self.terms
+        peers.fault = ffi.cast("uint64_t *", self.fault.data_ptr())
         fold_with_peers(stream, peers, parts, out, bias, order, accumulate, kernel)
-        return out
+        self.calls += 1
+
+    # ---- Agreement ----
+
+    def begin(self, op: str) -> None:
+        """At the start of a call: raises why an earlier one failed; after that begins anew, with all ranks."""
+        self.check(op)
+        if self.failed:
+            if capturing():
+                fail(
+                    constants.PYDET_INVALID_VALUE, f"{op}: an earlier call failed; call it once outside of the capture"
+                )
+            self._begin_anew()
+
+    def means(self, key: bytes, meaning: str) -> None:
+        """The terms of the folds that follow: their hash, which goes with each, and what a sentence says of them."""
+        self.terms = int.from_bytes(key[:4], "little") or 1
+        self.meanings[self.terms] = meaning
+
+    def ask(self, op: str) -> None:
+        """Meets ranks that ask, too. Raises where one goes on with terms that it knows, which hears of it as well."""
+        self.terms = _ASKS
+        nothing = torch.zeros(1, 1, device=self.device)
+        self.fold(nothing, nothing[0].clone())
+        torch.cuda.current_stream(self.device).synchronize()
+        self.check(op)
+
+    def check(self, op: str) -> None:
+        """Raises why a fold that has ended failed; once. Until all ranks have begun anew folds give NaN."""
+        kind, other = map(int, self.reason)
+        if not kind:
+            return
+        if kind == constants.PYDET_FOLD_DISAGREES:
+            words = self._words(other)
+            mine, theirs = (self._meaning(words[rank]) for rank in (self.rank, other))
+            sentence = f"the ranks did not agree at a call: rank {self.rank} had {mine}; rank {other} had {theirs}"
+        elif kind == constants.PYDET_FOLD_LEFT:
+            sentence = f"rank {other} waited {self.timeout_ms / 1000:g} s at a call for one of the others, and left"
+        elif other == self.rank:
+            sentence = f"a call on another stream did not end in {self.timeout_ms / 1000:g} s"
+        else:
+            sentence = f"rank {other} did not come to a call in {self.timeout_ms / 1000:g} s"
+        self.reason[:], self.failed = 0, True
+        fail(
+            constants.PYDET_INVALID_VALUE,
+            f"{op}: {sentence}. Its results are NaN, and all since; the next call begins anew",
+        )
+
+    def _meaning(self, word: int) -> str:
+        meaning = self.meanings.get(word & 0xFFFFFFFF, "other terms")
+        return f"{meaning} (call {word >> 32} of the group)"
+
+    def _words(self, other: int) -> list[int]:
+        """What each rank came with to the latest fold, on the memory where rank `other` came with something else."""
+        words = (ctypes.c_uint64 * MOST_RANKS)()
+        size = ctypes.sizeof(words)
+        with torch.cuda.device(self.device):
+            for board in reversed(self.boards if not capturing() else []):
+                at = ctypes.c_uint64(board + constants.PYDET_FOLD_SIGNALS - size)
+                driver("cuMemcpyDtoH_v2", words, at, ctypes.c_size_t(size))
+                if words[self.rank] != words[other]:
+                    break
+        return list(words)
+
+    def _begin_anew(self) -> None:
+        """All ranks: no fold runs any more; zeros; then the first of a new count may come."""
+        meeting = torch.zeros(1, device=self.device)
+        torch.cuda.synchronize(self.device)
+        dist.all_reduce(meeting, group=self.group)
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device):
+            for board in self.boards:
+                size = ctypes.c_size_t(constants.PYDET_FOLD_SIGNALS)
+                driver("cuMemsetD8_v2", ctypes.c_uint64(board), ctypes.c_ubyte(0), size)
+            torch.cuda.synchronize(self.device)
+        self.reason[:], self.failed, self.calls = 0, False, 0
+        dist.all_reduce(meeting, group=self.group)
+        torch.cuda.synchronize(self.device)
 
     def _outside_capture(self) -> None:
         if capturing():
@@ -169,6 +295,11 @@ def peers_of(group: Group, device: torch.device) -> Peers | None:
     return _peers[key]
 
 
+def known_peers(group: Group) -> Peers | None:
+    """The group's, if it had a call."""
+    return _peers.get(group if group is not None else dist.group.WORLD)
+
+
 def _find(group: Group, device: torch.device) -> Peers | None:
     world = dist.get_world_size(group)
     if device.type != "cuda" or torch.version.cuda is None or not 1 < world <= MOST_RANKS:
@@ -186,7 +317,7 @@ def _timeout_ms(group: Group, device: torch.device) -> int:
 def _tensor(x: Tensor, alive: list[Any]) -> Any:
     tensor, shape = ffi.new("pydet_tensor *"), ffi.new("int64_t[]", list(x.shape))
     tensor.data = ffi.cast("void *", x.data_ptr())
-    tensor.device.device_type, tensor.device.device_id = constants.PYDET_CUDA, x.device.index
+    tensor.device.device_type, tensor.device.device_id = constants.PYDET_CUDA, x.device.index or 0
     tensor.dtype.code, tensor.dtype.bits = _CODES[x.dtype]
     tensor.dtype.lanes = 1
     tensor.ndim, tensor.shape = x.dim(), shape

@@ -1,0 +1,259 @@
+"""Folds with peers on a machine without a GPU: each rank's launches run in threads of their own (emulated/).
+
+What ranks do that agree, that do not, that come late and that launch twice at a time. PYDET_LIBRARY names the library
+that `make cuda-emulated` links.
+"""
+
+import ctypes
+import itertools
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import pydet
+from capi import Tensor, ffi, last_error, lib, options, random
+
+pytestmark = pytest.mark.skipif(
+    "emulated" not in os.environ.get("PYDET_LIBRARY", ""), reason="PYDET_LIBRARY is not that of make cuda-emulated"
+)
+
+DISAGREES, LATE, LEFT = lib.PYDET_FOLD_DISAGREES, lib.PYDET_FOLD_LATE, lib.PYDET_FOLD_LEFT
+KERNELS = ["cuda_fold_one_shot", "cuda_fold_two_shot"]
+
+
+@pytest.fixture(autouse=True)
+def blocks_in_order():
+    """Blocks of ranks that wait for each other start as a GPU starts them."""
+    in_order = ctypes.CDLL(os.environ["PYDET_LIBRARY"]).emulated_in_order
+    in_order(1)
+    yield
+    in_order(0)
+
+
+class Ranks:
+    """The memory of so many ranks, and their calls."""
+
+    def __init__(self, count, parts):
+        self.count, self.size = count, lib.PYDET_FOLD_SIGNALS + (parts + count) * lib.PYDET_FOLD_ROOM
+        self.memory = [np.full(self.size // 8 + 1, 0x7F7F7F7F7F7F7F7F, np.uint64) for _ in range(count)]
+        at = [m.ctypes.data + m.ctypes.data % 16 for m in self.memory]
+        self.addresses = ffi.new("void *[]", [ffi.cast("void *", address) for address in at])
+        self.signals = [m[m.ctypes.data % 16 // 8 :][: lib.PYDET_FOLD_SIGNALS // 8] for m in self.memory]
+        self.faults = [np.zeros(lib.PYDET_FOLD_FAULT, np.uint64) for _ in range(count)]
+        self.reset()
+
+    def reset(self):
+        for words in self.signals + self.faults:
+            words[...] = 0
+
+    def said(self, rank):
+        """The words that the ranks came with, as this one knows them."""
+        return [int(word) for word in self.signals[rank][-lib.PYDET_FOLD_RANKS :][: self.count]]
+
+    def fold(self, rank, parts, out, word=0, wait_ms=20000, order=0, accumulate=0, kernel=None, bias=None, **peers):
+        given = options(
+            "pydet_fold_peers",
+            ranks=self.count,
+            rank=rank,
+            timeout_ms=wait_ms,
+            memory=self.addresses,
+            memory_size=self.size,
+            word=word,
+            fault=ffi.cast("uint64_t *", self.faults[rank].ctypes.data),
+            **peers,
+        )
+        of_gpu = lambda array: Tensor(array, device=(2, 0))
+        tensors = [of_gpu(part) for part in parts]
+        pointers = ffi.new("const pydet_tensor *[]", [t.c for t in tensors])
+        into, addend = of_gpu(out), None if bias is None else of_gpu(bias)
+        asked = {"kernel": kernel} if kernel else {}
+        asked = options("pydet_fold_options", order=order, accumulate=accumulate, peers=given, **asked)
+        status = lib.pydet_fold(ffi.NULL, pointers, len(parts), addend.c if addend else ffi.NULL, into.c, asked)
+        assert status == 0, last_error()
+
+    def all(self, call):
+        """call(rank) of each in a thread of its own."""
+        problems = []
+
+        def run(rank):
+            try:
+                call(rank)
+            except BaseException as problem:
+                problems.append(problem)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if problems:
+            raise problems[0]
+
+    def kinds(self):
+        return [int(words[0]) for words in self.faults]
+
+
+def folded(ranks, parts, kernel=None, order="ordered", word=1, dtype="float32", bias=None):
+    """What each rank gets of parts [ranks * own, n]."""
+    own, n = len(parts) // ranks.count, parts.shape[1]
+    outs = [np.full(n, 7, dtype) for _ in range(ranks.count)]
+    mine = lambda rank: list(parts[rank * own : (rank + 1) * own])
+    tree = {"ordered": 0, "tree": 1}[order]
+    ranks.all(lambda rank: ranks.fold(rank, mine(rank), outs[rank], word, kernel=kernel, order=tree, bias=bias))
+    return outs
+
+
+def right(ranks, parts, **how):
+    want = pydet.fold(parts, order=how.get("order", "ordered"), bias=how.get("bias"))
+    for rank, out in enumerate(folded(ranks, parts, **how)):
+        assert out.tobytes() == want.tobytes(), f"rank {rank} of {ranks.count}: {parts.shape} {how}"
+    assert ranks.kinds() == [0] * ranks.count
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_ranks_fold_to_the_bits_of_one_fold(count, kernel):
+    ranks = Ranks(count, 4 * count)
+    for own, n, order in itertools.product((1, 3, 4), (1, 7, 1000, 4096, 25025), ("ordered", "tree")):
+        right(ranks, random((count * own, n), seed=n), kernel=kernel, order=order, bias=random((n,), seed=1))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_of_several_rounds(count, kernel):
+    """Blocks come with several units in several rounds, aligned and not; with small folds between, of few blocks."""
+    ranks, rooms = Ranks(count, count), lib.PYDET_FOLD_BLOCKS * 3 * 1024
+    for n in (rooms, 2 * rooms + 4, 3 * rooms - 5, 9):
+        right(ranks, random((count, n), seed=n), kernel=kernel)
+        right(ranks, random((count, 1025), seed=n), kernel=kernel)
+
+
+@pytest.mark.parametrize("rows, columns", [(3, 1), (12, 1024), (15, 77)])
+def test_shares(rows, columns, count=3):
+    ranks, parts, each = Ranks(count, 2 * count), random((2 * count, rows, columns)), rows // count
+    want = pydet.fold(parts)
+    scattered = [np.zeros((each, columns), np.float32) for _ in range(count)]
+    ranks.all(lambda r: ranks.fold(r, list(parts[2 * r : 2 * r + 2]), scattered[r], 1, scatter=1))
+    assert np.concatenate(scattered).tobytes() == want.tobytes()
+    whole = [np.zeros((rows, columns), np.float32) for _ in range(count)]
+    rows_of = lambda r: [np.ascontiguousarray(part[r * each : (r + 1) * each]) for part in parts]
+    ranks.all(lambda r: ranks.fold(r, rows_of(r), whole[r], 2, gathered=1))
+    assert all(out.tobytes() == want.tobytes() for out in whole)
+
+
+# ---- Ranks that disagree -------------------------------------------------------------------------------------------
+
+PAIRS = {  # what rank 0 has, and the last rank: (parts, n, word, options)
+    "shapes of as many elements": ((1, (8, 64), 5, {}), (1, (4, 128), 6, {})),
+    "sizes": ((1, (1000,), 5, {}), (1, (1004,), 5, {})),
+    "blocks": ((1, (9,), 5, {}), (1, (200000,), 5, {})),
+    "blocks the other way": ((2, (200000,), 5, {}), (2, (9,), 5, {})),
+    "counts": ((1, (64,), 5, {}), (2, (64,), 5, {})),
+    "orders": ((2, (64,), 5, {}), (2, (64,), 5, {"order": 1})),
+    "accumulate": ((1, (64,), 5, {}), (1, (64,), 5, {"accumulate": 1})),
+    "kernels": ((1, (4096,), 5, {"kernel": KERNELS[0]}), (1, (4096,), 5, {"kernel": KERNELS[1]})),
+    "types": ((1, (64,), 5, {}), (1, (64,), 5, {"dtype": "float16"})),
+    "words": ((1, (64,), 5, {}), (1, (64,), 6, {})),
+}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", PAIRS)
+def test_ranks_that_disagree_hear_of_it_at_once(name, count):
+    """NaN on all of them and the reason, as soon as all have come; then on, until the signals are zeros again."""
+    first, other = PAIRS[name]
+    ranks = Ranks(count, 2 * count)
+    right(ranks, random((count, 300)))
+    outs, start = [None] * count, time.monotonic()
+
+    def call(rank):
+        own, shape, word, how = other if rank == count - 1 else first
+        how = dict(how)
+        outs[rank] = np.zeros(shape, how.pop("dtype", "float32"))
+        ranks.fold(rank, [random(shape, seed=rank + i) for i in range(own)], outs[rank], word, wait_ms=60000, **how)
+
+    ranks.all(call)
+    assert time.monotonic() - start < 30
+    assert all(np.isnan(out.astype(np.float32)).all() for out in outs), [int(np.isnan(out).sum()) for out in outs]
+    assert ranks.kinds() == [DISAGREES] * count
+    for rank in range(count):
+        assert int(ranks.faults[rank][1]) == count - 1 if rank < count - 1 else int(ranks.faults[rank][1]) < count - 1
+        assert ranks.said(rank) == [first[2]] * (count - 1) + [other[2]]
+    again = folded(ranks, random((count, 500)))
+    assert all(np.isnan(out).all() for out in again), "a fold went on after a failure"
+    ranks.reset()
+    for n in (500, 30000, 500):
+        right(ranks, random((count, n)))
+
+
+def test_a_rank_that_does_not_come(count=3):
+    """The others end at the limit; it hears of that when it comes, and so does who waits for it."""
+    ranks = Ranks(count, count)
+    right(ranks, random((count, 3000)))
+    outs, start = [np.zeros(3000, np.float32) for _ in range(count)], time.monotonic()
+    ranks.all(lambda r: r < 2 and ranks.fold(r, [outs[2]], outs[r], 9, wait_ms=500))
+    assert time.monotonic() - start < 20
+    assert all(np.isnan(out).all() for out in outs[:2]) and not outs[2].any()
+    assert sorted(ranks.kinds()[:2]) in ([LATE, LATE], [LATE, LEFT])
+    late = ranks.kinds().index(LATE)
+    assert int(ranks.faults[late][1]) == 2
+    ranks.fold(2, [np.zeros(3000, np.float32)], outs[2], 9, wait_ms=60000)
+    assert np.isnan(outs[2]).all() and ranks.kinds()[2] == LEFT and int(ranks.faults[2][1]) < 2
+    ranks.reset()
+    right(ranks, random((count, 3000)))
+
+
+# ---- Two launches at a time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_launches_at_a_time_are_ordered_or_refused(seed, count=2):
+    """As of a graph's replay beside another stream: each result is right, or NaN and there is a reason."""
+    ranks, rng, wrong, done = Ranks(count, count), np.random.default_rng(seed), [], [0, 0]
+    sizes = [[int(n) for n in rng.integers(1, 9000, 25)] for _ in range(2)]
+    pauses = rng.random((count, 2, 25)) * 0.01
+
+    def stream(rank, which):
+        for i, n in enumerate(sizes[which]):
+            time.sleep(pauses[rank, which, i])
+            parts, out = random((count, n), seed=1000 * which + i), np.zeros(n, np.float32)
+            ranks.fold(rank, [parts[rank]], out, 1000 * which + i + 1)
+            if np.isnan(out).all():
+                if not ranks.kinds()[rank]:
+                    wrong.append((rank, which, i, "NaN without a reason"))
+                return
+            done[rank] += 1
+            if out.tobytes() != pydet.fold(parts).tobytes():
+                wrong.append((rank, which, i, "other bits"))
+
+    threads = [threading.Thread(target=stream, args=where) for where in itertools.product(range(count), range(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    assert ranks.kinds() in ([0, 0], [DISAGREES] * 2) and (done == [50, 50] or all(ranks.kinds()))
+
+
+def test_a_launch_waits_for_the_one_ahead():
+    """A replay waits in the middle for a peer that is late; an eager call of this rank comes meanwhile, and is next."""
+    ranks, parts = Ranks(2, 2), [random((2, 700), seed=i) for i in range(2)]
+    outs = [[np.zeros(700, np.float32) for _ in range(2)] for _ in range(2)]
+    call = lambda rank, i: ranks.fold(rank, [parts[i][rank]], outs[i][rank], i + 1)
+    ahead, behind = (threading.Thread(target=call, args=(0, i)) for i in range(2))
+    ahead.start()
+    time.sleep(0.3)
+    behind.start()
+    time.sleep(0.3)
+    assert not outs[0][0].any() and not outs[1][0].any()
+    call(1, 0)
+    call(1, 1)
+    ahead.join()
+    behind.join()
+    for i in range(2):
+        want = pydet.fold(parts[i])
+        assert all(out.tobytes() == want.tobytes() for out in outs[i])
+    assert ranks.kinds() == [0, 0]

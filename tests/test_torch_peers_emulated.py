@@ -1,0 +1,180 @@
+"""pydet.torch.distributed through peers' memory on a machine without a GPU: processes that share memory, over gloo.
+
+The kernel is C++ (emulated/), streams do what they are told at once; the rest is what runs on GPUs: the agreement on
+new terms, the words of folds, what each rank hears where they disagree, and the calls after that. PYDET_LIBRARY names
+the library that `make cuda-emulated` links.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import mmap
+import os
+import traceback
+
+import pytest
+
+from test_torch_distributed import free_port, start
+
+pytestmark = pytest.mark.skipif(
+    "emulated" not in os.environ.get("PYDET_LIBRARY", ""), reason="PYDET_LIBRARY is not that of make cuda-emulated"
+)
+LIMIT_S = 60
+
+
+class Stream:
+    cuda_stream = 0
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+def at_once(monkey, folder):
+    """What the package asks of CUDA, where memory is the CPU's and everything has ended when it returns."""
+    import torch
+
+    from pydet.torch.distributed import symmetric
+
+    monkey.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkey.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkey.setattr(torch.cuda, "Event", object)
+    monkey.setattr(torch.cuda, "is_available", lambda: True)
+    monkey.setattr(torch.cuda, "current_device", lambda: 0)
+    monkey.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkey.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    zeros = torch.zeros
+    monkey.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
+    copies = {
+        "cuMemcpyDtoH_v2": lambda to, at, size: ctypes.memmove(to, at.value, size.value),
+        "cuMemsetD8_v2": lambda at, value, size: ctypes.memset(at.value, value.value, size.value),
+    }
+    monkey.setattr(symmetric, "driver", lambda name, *arguments: copies[name](*arguments))
+    monkey.setattr(symmetric, "_find", lambda group, device: Shared.of(group, device, folder))
+
+
+class Shared:
+    """Peers of processes, whose memory lies in files that all of them map."""
+
+    @staticmethod
+    def of(group, device, folder):
+        import torch.distributed as dist
+
+        from pydet.torch.distributed import symmetric
+
+        class Peers(symmetric.Peers):
+            def _pointers(self, size):
+                kept, found = [], []
+                for rank in range(self.world):
+                    with open(f"{folder}/{rank}-{size}", "ab+") as file:
+                        file.truncate(size)
+                        kept.append(mmap.mmap(file.fileno(), size))
+                    found.append(ctypes.addressof(ctypes.c_char.from_buffer(kept[-1])))
+                self.kept.append(kept)
+                dist.barrier(self.group)
+                return found
+
+        if dist.get_world_size(group) == 1:
+            return None
+        made = Peers(group, device)
+        made.timeout_ms = 1000 * LIMIT_S
+        assert made.reserve(16)
+        return made
+
+
+def rank_main(rank, world, folder, port, queue):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYDET_NUM_THREADS="1")
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        ctypes.CDLL(os.environ["PYDET_LIBRARY"]).emulated_in_order(1)
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=LIMIT_S))
+        with pytest.MonkeyPatch.context() as monkey:
+            at_once(monkey, folder)
+            queue.put((rank, list(disagreements(rank, world)), None))
+            dist.barrier()
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))
+
+
+def disagreements(rank, world):
+    """(what the last rank does otherwise, what this rank hears, whether its results were NaN, the wrong ones later)."""
+    import time
+
+    import torch
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    last = rank == world - 1
+    sums = lambda *shape: torch.ones(2, *shape)
+
+    def heard(call):
+        try:
+            return call(), ""
+        except pydet.Error as problem:
+            return None, str(problem)
+
+    def later():
+        """Each of the known terms, and new ones, some calls ahead of the check."""
+        wrong = 0
+        for shape in ((8, 64), (4, 128), (3, 1000), (8, 64)):
+            wrong += int((pd.all_reduce(sums(*shape)) != 2 * world).sum())
+        shard = torch.zeros(500)
+        pd.reduce_scatter(torch.ones(500 * world), shard)
+        return wrong + int((shard != world).sum())
+
+    assert later() == 0
+
+    def tell(name, mine, others):
+        begun = time.monotonic()
+        out, sentence = heard(others if last else mine)
+        if out is not None:
+            sentence = heard(pd.check_exchanges)[1]
+        assert time.monotonic() - begun < LIMIT_S / 2, f"{name} took as long as the limit"
+        return name, sentence, None if out is None else bool(out.isnan().all()), later()
+
+    usual = lambda: pd.all_reduce(sums(8, 64))
+    yield tell("two shapes that both know", usual, lambda: pd.all_reduce(sums(4, 128)))
+    yield tell("terms that one knows", usual, lambda: pd.all_reduce(sums(5, 77)))
+    yield tell("what one refuses", usual, lambda: pd.all_reduce(sums(8, 64).double()))
+    shard = torch.zeros(500)
+    yield tell("two functions", usual, lambda: pd.reduce_scatter(torch.ones(500 * world), shard))
+    out = usual() if not last else pd.all_reduce(sums(4, 128))
+    sentence = heard(lambda: pd.all_reduce(sums(3, 1000)))[1]
+    yield "without a check the next call says it", sentence, bool(out.isnan().all()), later()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_disagree_after_the_first_call(world, tmp_path):
+    pytest.importorskip("torch")
+    processes, queue = start(world, rank_main, world, str(tmp_path), free_port())
+    answers = {}
+    for _ in processes:
+        rank, found, problem = queue.get(timeout=180)
+        assert problem is None, f"rank {rank}:\n{problem}"
+        answers[rank] = {name: rest for name, *rest in found}
+    for rank, found in answers.items():
+        last = rank == world - 1
+        other = world - 1 if not last else None
+        for name, (sentence, nan, wrong) in found.items():
+            assert wrong == 0, f"{name}: {wrong} wrong results later"
+            if name == "what one refuses" and last:
+                assert sentence.startswith("all_reduce: sums is torch.float64, want float32"), sentence
+                continue
+            assert "the ranks did not agree at a call: " in sentence, f"{name}: {sentence!r}"
+            assert "results are NaN" in sentence and f"rank {rank} had " in sentence
+            assert other is None or f"rank {other} had " in sentence
+            if "know" in name or "check" in name:
+                assert nan or (last and name == "terms that one knows"), name
+        assert "sums (2, 8, 64)" in found["two shapes that both know"][0]
+        assert "sums (2, 4, 128)" in found["two shapes that both know"][0]
+        assert "terms that are new to it" in found["terms that one knows"][0]
+        assert "reduce_scatter" in found["two functions"][0] and "all_reduce" in found["two functions"][0]
