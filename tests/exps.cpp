@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "elementary.h"
+#include "contract/elementary.h"
 
 using namespace pydet;
 

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <random>
 
-#include "scaled.h"
+#include "ops/scaled/problem.h"
 
 using namespace pydet;
 

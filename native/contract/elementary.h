@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "numerics.h"
+#include "contract/numerics.h"
 
 namespace pydet {
 

@@ -2,7 +2,7 @@
 // How numbers become fp32 and back is types.h.
 #pragma once
 
-#include "types.h"
+#include "contract/types.h"
 
 namespace pydet {
 

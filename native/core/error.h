@@ -5,7 +5,8 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "kernel.h"
+#include "contract/arithmetic.h"
+#include "contract/status.h"
 
 namespace pydet {
 

@@ -1,43 +1,19 @@
-// What a backend provides: tables of kernels for checked problems. api/ checks, chooses a row and launches it.
+// The tables of kernels: one row a kernel, for checked problems.
 #pragma once
 
-#include <cstring>
-#include <type_traits>
+#include <array>
 
-#include "problem.h"
+#include "contract/arithmetic.h"
+#include "contract/operand.h"
+#include "core/choice.h"
 
 namespace pydet {
 
-struct GroupedGemm;  // grouped.h
-struct ScaledGemm;   // scaled.h
-struct Quantize;
-struct ScaledGroupedGemm;  // scaled_grouped.h
-struct Rounding;           // rounding.h
-
-// Which of the variants of a kernel computes a problem, and how it cuts it. A variant's launch receives it, so that nothing
-// is worked out twice.
-class Choice {
- public:
-  int variant = -1;  // none takes the problem
-
-  Choice() = default;
-  template <class Cut> Choice(int chosen, const Cut &cut) : variant(chosen) {
-    static_assert(std::is_trivially_copyable_v<Cut> && sizeof cut <= sizeof cut_, "carried as bytes");
-    memcpy(cut_, &cut, sizeof cut);
-  }
-  explicit Choice(int chosen) : variant(chosen) {}
-
-  // As it was given.
-  template <class Cut> Cut cut() const {
-    Cut cut;
-    memcpy(&cut, cut_, sizeof cut);
-    return cut;
-  }
-
- private:
-  unsigned char cut_[64] = {};
+// What a kernel needs of the machine.
+struct Machine {
+  const char *name;             // "avx512", "sm_80 or later"
+  bool (*has)(const Device &);  // reports nothing
 };
-constexpr int kAnyVariant = -1;  // the fastest
 
 // How a row is launched: a variant with what was chosen, others with the problem alone.
 template <class Problem> class Launcher {
@@ -56,21 +32,19 @@ template <class Problem> class Launcher {
 
 // One row: what the kernel computes, where it runs, which problems it takes, and how to launch it. Any row that takes a
 // problem gives the same bits, so `takes` may ask anything, and rows are tried from the top: the fastest first.
-template <class Problem>
-struct Kernel {
+template <class Problem> struct Kernel {
   const char *name;
   uint32_t types;  // of the inputs, bit(Type) each
   Arithmetic arithmetic;
-  uint64_t features;                 // what it does, of the problem's needs (problem.h)
-  const char *requires_;             // "avx512", "sm_90a"
-  bool (*runs_on)(const Device &);   // the machine has what it requires; reports nothing
-  bool (*takes)(const Problem &);    // shape, layout and workspace fit; NULL: whatever the columns before this let pass
-  bool (*prefers)(const Problem &);  // worth choosing by itself here; NULL: always. Forced by name it need not be
-  Launcher<Problem> launch;
+  Machine machine;
+  uint64_t features;                           // what it does, of the problem's needs (contract/features.h)
+  bool (*takes)(const Problem &) = nullptr;    // shape, layout and workspace fit; NULL: whatever the rest lets pass
+  bool (*prefers)(const Problem &) = nullptr;  // worth choosing by itself; NULL: always. Forced by name it need not be
   // Rows that are variants of one kernel, such as its tiles, stand together and share `choose`: how this variant
   // computes the problem, or which is the fastest for kAnyVariant, which is asked once for all of them. NULL: no such.
   Choice (*choose)(const Problem &, int variant) = nullptr;
   int variant = 0;
+  Launcher<Problem> launch = {};
 
   // Whether shape and layout let it. Of a variant it fills the choice that the launch receives.
   bool accepts(const Problem &problem, Choice *choice) const {
@@ -79,52 +53,83 @@ struct Kernel {
   }
 };
 
-template <class Problem>
-struct Table {
+// How a row is written: Row(name, types, arithmetic, machine, features), then what it takes and prefers or which variant
+// it chooses, where it asks for any, and at the end what it launches, which makes it a Kernel.
+template <class Problem> class RowOf {
+ public:
+  constexpr explicit RowOf(const Kernel<Problem> &kernel) : kernel_(kernel) {}
+  constexpr RowOf takes(bool (*takes)(const Problem &)) const {
+    RowOf row = *this;
+    row.kernel_.takes = takes;
+    return row;
+  }
+  constexpr RowOf prefers(bool (*prefers)(const Problem &)) const {
+    RowOf row = *this;
+    row.kernel_.prefers = prefers;
+    return row;
+  }
+  constexpr RowOf chooses(Choice (*choose)(const Problem &, int), int variant) const {
+    RowOf row = *this;
+    row.kernel_.choose = choose, row.kernel_.variant = variant;
+    return row;
+  }
+  constexpr Kernel<Problem> launches(Launcher<Problem> launch) const {
+    Kernel<Problem> kernel = kernel_;
+    kernel.launch = launch;
+    return kernel;
+  }
+
+ private:
+  Kernel<Problem> kernel_;
+};
+
+// The first function that is named tells which problem it is of.
+class Row {
+ public:
+  constexpr Row(const char *name, uint32_t types, Arithmetic arithmetic, Machine machine, uint64_t features)
+      : name_(name), types_(types), arithmetic_(arithmetic), machine_(machine), features_(features) {}
+  template <class Problem> constexpr RowOf<Problem> takes(bool (*takes)(const Problem &)) const {
+    return of<Problem>().takes(takes);
+  }
+  template <class Problem> constexpr RowOf<Problem> prefers(bool (*prefers)(const Problem &)) const {
+    return of<Problem>().prefers(prefers);
+  }
+  template <class Problem> constexpr RowOf<Problem> chooses(Choice (*choose)(const Problem &, int), int variant) const {
+    return of<Problem>().chooses(choose, variant);
+  }
+  template <class Problem> constexpr Kernel<Problem> launches(pydet_status (*launch)(const Problem &)) const {
+    return of<Problem>().launches(launch);
+  }
+
+ private:
+  template <class Problem> constexpr RowOf<Problem> of() const {
+    return RowOf<Problem>({name_, types_, arithmetic_, machine_, features_});
+  }
+
+  const char *name_;
+  uint32_t types_;
+  Arithmetic arithmetic_;
+  Machine machine_;
+  uint64_t features_;
+};
+
+// What an operation asks of a backend beside rows; in the operation's own header, where it asks for anything.
+template <class Problem> struct Hooks;
+
+template <class Problem> struct Table {
   const Kernel<Problem> *rows;
   int count;
-};
-template <class Problem, int count> constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count]) {
-  return {rows, count};
-}
-
-struct Backend {
-  int32_t device_type;
-  const char *name;  // "CPU", "CUDA", "HIP"
-  pydet_status (*device_count)(int32_t *);
-  pydet_status (*query_device)(int32_t id, pydet_device_info *);  // id is in range
-  Arithmetic (*tensor_cores)(int32_t id);     // what AUTO means for bf16 and fp16; `automatic` where
-                                              // the device does not answer: no kernel has that
-  bool (*reaches)(int32_t id, const void *);  // whether kernels there can use this memory; NULL: not to be known
-  void (*forget)();                           // what was remembered of devices; NULL: nothing is
-  const char *built_for;  // architectures, and the setting that names them; NULL: any of its devices
-  Table<Gemm> gemm;
-  Table<ScaledGemm> scaled_gemm;
-  Table<Quantize> quantize;
-  Table<RmsNorm> rmsnorm;
-  Table<RmsNormBackward> rmsnorm_backward;
-  Table<Softmax> softmax;
-  Table<SoftmaxBackward> softmax_backward;
-  Table<GroupedGemm> grouped_gemm;
-  Table<Fold> fold;
-  Table<LayerNorm> layernorm;
-  Table<LayerNormBackward> layernorm_backward;
-  Table<ScaledGroupedGemm> scaled_grouped_gemm;
-  pydet_status (*round_elements)(const Rounding &);
-  // Bytes that the kernel which is asked for by name, or else whichever may be chosen, uses for this product of one
-  // matrix, whatever its device; NULL: no kernel wants any.
-  uint64_t (*gemm_workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked,
-                             const char *kernel) = nullptr;
+  const Hooks<Problem> *hooks;  // NULL: none
 };
 
-const Backend &cpu_backend();
-const Backend *gpu_backend();  // NULL in libpydet_cpu.so
-
-// NULL where this build does not serve such devices.
-inline const Backend *backend_for(int32_t device_type) {
-  if (device_type == PYDET_CPU) return &cpu_backend();
-  const Backend *gpu = gpu_backend();
-  return gpu && gpu->device_type == device_type ? gpu : nullptr;
+template <class Problem, int count>
+constexpr Table<Problem> table(const Kernel<Problem> (&rows)[count], const Hooks<Problem> *hooks = nullptr) {
+  return {rows, count, hooks};
 }
+template <class Problem, size_t count>
+constexpr Table<Problem> table(const std::array<Kernel<Problem>, count> &rows, const Hooks<Problem> *hooks = nullptr) {
+  return {rows.data(), int(count), hooks};
+}
+template <class Problem> constexpr Table<Problem> no_kernels() { return {nullptr, 0, nullptr}; }
 
 }  // namespace pydet

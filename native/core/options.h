@@ -1,7 +1,7 @@
 // Options: structures whose size the caller states, flags, and the workspace.
 #pragma once
 
-#include "check/operand.h"
+#include "core/view.h"
 
 namespace pydet {
 

@@ -1,7 +1,7 @@
 // What the library says of itself: version, words, threads, devices, kernels.
 
-#include "api/operations.h"
-#include "check/gemm.h"
+#include "core/backend.h"
+#include "ops/gemm/check.h"
 #include "cpu/pool.h"
 
 namespace pydet {
@@ -138,9 +138,9 @@ pydet_status pydet_query_kernel(int32_t index, pydet_kernel_info *info) {
     if (i++ != index) return;
     int32_t devices = 0, available = 0;
     if (backend.device_count(&devices) == PYDET_OK)
-      for (int32_t id = 0; id < devices; ++id) available |= row.runs_on({backend.device_type, id});
+      for (int32_t id = 0; id < devices; ++id) available |= row.machine.has({backend.device_type, id});
     write_info({sizeof *info, backend.device_type, available, int32_t(row.arithmetic), row.name, operation,
-                kTypeLists.text[row.types], row.requires_},
+                kTypeLists.text[row.types], row.machine.name},
                info);
   });
   return PYDET_OK;

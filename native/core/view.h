@@ -5,7 +5,8 @@
 #include <initializer_list>
 #include <limits>
 
-#include "check/error.h"
+#include "core/backend.h"
+#include "core/error.h"
 
 namespace pydet {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/scaled_kernels.h"
-#include "scaled_grouped.h"
+#include "ops/scaled_grouped/problem.h"
 
 namespace pydet {
 

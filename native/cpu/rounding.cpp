@@ -2,7 +2,7 @@
 
 #include "cpu/parallel.h"
 #include "cpu/rows.h"
-#include "rounding.h"
+#include "ops/gemm/rounding.h"
 
 namespace pydet {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
-#include "scaled.h"
+#include "ops/scaled/problem.h"
 
 namespace pydet {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "types.h"
+#include "contract/types.h"
 
 namespace pydet {
 

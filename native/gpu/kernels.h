@@ -1,11 +1,24 @@
 // The GPU kernels as backend.cpp's table sees them: host functions, one .cu file below each comment.
 #pragma once
 
-#include "problem.h"
+#include "contract/arithmetic.h"
+#include "core/choice.h"
 
 namespace pydet {
 
-class Choice;  // kernel.h
+struct Gemm;  // ops/*/problem.h, as all of these
+struct Rounding;
+struct GroupedGemm;
+struct ScaledGemm;
+struct Quantize;
+struct ScaledGroupedGemm;
+struct RmsNorm;
+struct RmsNormBackward;
+struct LayerNorm;
+struct LayerNormBackward;
+struct Softmax;
+struct SoftmaxBackward;
+struct Fold;
 
 // nvidia/sm90/gemm.cu, whose variants are the tiles of nvidia/sm90/tiles.h (plan.cpp).
 Choice gemm_sm90_choose(const Gemm &, int tile);
@@ -16,11 +29,6 @@ uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, A
 // have n adjacent, not k.
 template <bool turned> Choice skinny_sm90_choose(const Gemm &, int rows);
 template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &, const Choice &);
-
-struct ScaledGemm;  // scaled.h
-struct Quantize;
-struct ScaledGroupedGemm;  // scaled_grouped.h
-struct Rounding;           // rounding.h
 
 // nvidia/sm90/scaled_tiles.cu
 constexpr int kScaledTiles = 5;  // variants 0 to 4: all but the last
@@ -70,7 +78,6 @@ pydet_status gemm_mma_64(const Gemm &);
 bool gemm_mma_128_takes(const Gemm &);
 pydet_status gemm_mma_128(const Gemm &);
 
-struct GroupedGemm;  // grouped.h
 pydet_status grouped_gemm_mma_64(const GroupedGemm &);
 bool grouped_gemm_mma_128_takes(const GroupedGemm &);
 bool grouped_gemm_mma_128_prefers(const GroupedGemm &);

@@ -4,7 +4,8 @@
 // Called with the GIL held, as any Python method; it is released around work that is large or goes to a GPU.
 #include "entry/python/methods.h"
 
-#include "check/error.h"
+#include "core/backend.h"
+#include "core/error.h"
 
 namespace pydet {
 namespace {

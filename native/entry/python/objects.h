@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "entry/python.h"
-#include "types.h"
+#include "contract/types.h"
 
 namespace pydet {
 

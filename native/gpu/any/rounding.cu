@@ -2,7 +2,7 @@
 //
 // A thread takes four neighbouring elements of a row, or one where something is not aligned for that.
 
-#include "rounding.h"
+#include "ops/gemm/rounding.h"
 
 #include "gpu/any/fold.h"
 #include "gpu/kernels.h"

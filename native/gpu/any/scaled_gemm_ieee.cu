@@ -16,7 +16,7 @@
 #include "gpu/any/epilogue.h"
 #include "gpu/any/quads.h"
 #include "gpu/kernels.h"
-#include "scaled_grouped.h"
+#include "ops/scaled_grouped/problem.h"
 
 namespace pydet {
 namespace {

@@ -1,7 +1,7 @@
 // The sum of parts in a fixed order.
 
-#include "api/launch.h"
-#include "check/fold.h"
+#include "core/launch.h"
+#include "ops/fold/check.h"
 
 using namespace pydet;
 

@@ -1,7 +1,7 @@
 // Argument checks of fold.
 #pragma once
 
-#include "check/norm.h"
+#include "ops/norm/check.h"
 
 namespace pydet {
 

@@ -1,7 +1,7 @@
 // GEMM, its two gradients and skinny GEMM: one problem under four names.
 
-#include "api/launch.h"
-#include "check/initial.h"
+#include "core/launch.h"
+#include "ops/gemm/initial.h"
 
 namespace pydet {
 namespace {
@@ -31,6 +31,33 @@ pydet_status finish_reading(const GemmWords &words, const View &initial, const V
   work->none = gemm.m == 0 || gemm.n == 0 || gemm.batch.count == 0;
   work->from_initial = initial.present() && !work->none;
   return work->from_initial ? start_from(words, initial, out, &gemm, &work->steps) : PYDET_OK;
+}
+
+// The passes, each off the stack again when the product runs.
+__attribute__((noinline)) pydet_status check_reach_of_passes(const char *op, const Backend &backend, const Gemm &sums,
+                                                             const FromInitial &steps) {
+  PYDET_TRY(check_reach(op, backend, steps.before(sums)));
+  return check_reach(op, backend, steps.after(sums));
+}
+__attribute__((noinline)) pydet_status begin_sums(const Backend &backend, const Gemm &sums, const FromInitial &steps) {
+  return backend.table<Gemm>().hooks->round_elements(steps.before(sums));
+}
+__attribute__((noinline)) pydet_status end_sums(const Backend &backend, const Gemm &sums, const FromInitial &steps) {
+  return backend.table<Gemm>().hooks->round_elements(steps.after(sums));
+}
+
+// launch() of a product that computes the sums of a result that begins at a tensor of its own.
+pydet_status launch_from(const char *op, const Gemm &sums, const FromInitial &steps, const char *forced) {
+  const Backend &backend = *backend_for(sums.device.type);
+  Choice choice;
+  const Kernel<Gemm> *row = nullptr;
+  PYDET_TRY(find(op, sums, forced, &row, &choice));
+  PYDET_TRY(check_reach_of_passes(op, backend, sums, steps));
+  PYDET_TRY(begin_sums(backend, sums, steps));
+  PYDET_TRY(row->launch(sums, choice));
+  if (steps.ends) PYDET_TRY(end_sums(backend, sums, steps));
+  last_kernel = row->name;
+  return PYDET_OK;
 }
 
 pydet_status run(const char *op, const Work &work, const char *kernel) {
@@ -153,10 +180,10 @@ pydet_status gemm_workspace(const char *op, int64_t batch, int64_t m, int64_t n,
   PYDET_TRY(check_extents(op, batch, m, n, k, bytes));
   PYDET_TRY(check_chunk(op, k_chunk, kChunkMultiple));
   const Backend *gpu = gpu_backend();  // the CPU's kernels want none
-  const bool asks = gpu && gpu->gemm_workspace && batch == 1 && m > 0 && n > 0 && k > 0;
+  const bool asks = gpu && batch == 1 && m > 0 && n > 0 && k > 0;
   uint64_t sums = 0;
   if (from_initial) PYDET_TRY(bytes_of_sums(op, batch, m, n, &sums));
-  *bytes = sums + (asks ? gpu->gemm_workspace(m, n, k, k_chunk, Arithmetic(arithmetic), kernel) : 0);
+  *bytes = sums + (asks ? gpu->table<Gemm>().hooks->workspace(m, n, k, k_chunk, Arithmetic(arithmetic), kernel) : 0);
   return PYDET_OK;
 }
 

@@ -1,7 +1,7 @@
 // GEMM: Views become the problem, in the orientation that kernels take.
 #pragma once
 
-#include "check/options.h"
+#include "core/options.h"
 
 namespace pydet {
 
@@ -13,9 +13,9 @@ inline pydet_status check_arithmetic(const char *op, int32_t asked) {
 
 // What AUTO means for fp8 on a GPU: the arithmetic of its tensor cores where there are kernels for it, else ieee.
 inline Arithmetic of_fp8(Device device) {
-  const Table<ScaledGemm> &table = backend_for(device.type)->scaled_gemm;
+  const Table<ScaledGemm> &table = backend_for(device.type)->table<ScaledGemm>();
   for (int i = 0; i < table.count; ++i)
-    if (table.rows[i].arithmetic != Arithmetic::ieee && table.rows[i].runs_on(device)) return table.rows[i].arithmetic;
+    if (table.rows[i].arithmetic != Arithmetic::ieee && table.rows[i].machine.has(device)) return table.rows[i].arithmetic;
   return Arithmetic::ieee;
 }
 

@@ -1,8 +1,8 @@
 // A product whose sums begin at a tensor of their own: what that tensor must be, and the three steps that compute it.
 #pragma once
 
-#include "check/gemm.h"
-#include "rounding.h"
+#include "ops/gemm/check.h"
+#include "ops/gemm/rounding.h"
 
 namespace pydet {
 

@@ -2,7 +2,7 @@
 // another rounds them from there.
 #pragma once
 
-#include "problem.h"
+#include "ops/gemm/problem.h"
 
 namespace pydet {
 
@@ -14,6 +14,11 @@ struct Rounding {
   Matrix from, bias, to;
   Batch batch;
   int64_t m, n;
+};
+
+// No operation of its own, and no table.
+template <> struct Operation<Rounding> {
+  template <class Show> static void memory(const Rounding &r, Show show) { show(r.from.data, r.bias.data, r.to.data); }
 };
 
 // The strides of matrices of m x n that lie one after the other.

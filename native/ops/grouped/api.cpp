@@ -1,7 +1,7 @@
 // Grouped GEMM, and the same of scaled fp8 factors.
 
-#include "api/launch.h"
-#include "check/check_scaled_grouped.h"
+#include "core/launch.h"
+#include "ops/scaled_grouped/check.h"
 
 namespace pydet {
 namespace {

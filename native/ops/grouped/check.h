@@ -1,8 +1,8 @@
 // Grouped GEMM: Views become the problem.
 #pragma once
 
-#include "check/gemm.h"
-#include "grouped.h"
+#include "ops/gemm/check.h"
+#include "ops/grouped/problem.h"
 
 namespace pydet {
 

@@ -2,7 +2,7 @@
 // backend walks the groups (NUMERICS.md, "Grouped GEMM").
 #pragma once
 
-#include "kernel.h"
+#include "ops/gemm/problem.h"
 
 namespace pydet {
 
@@ -18,6 +18,14 @@ struct GroupedGemm : Gemm {
 
   uint64_t needs() const {
     return Gemm::needs() | when(depth, kDepth) | when(out.col_stride != 1 && n > 1, kOutAlongM);
+  }
+};
+
+template <> struct Operation<GroupedGemm> : AsAsked {
+  static constexpr const char *name = "grouped_gemm";
+  static Type input(const GroupedGemm &g) { return g.a.type; }
+  template <class Show> static void memory(const GroupedGemm &g, Show show) {
+    show(g.a.data, g.b.data, g.bias.data, g.out.data, g.start, g.end);
   }
 };
 

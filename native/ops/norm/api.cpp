@@ -1,7 +1,7 @@
 // RMSNorm and LayerNorm, with their gradients.
 
-#include "api/launch.h"
-#include "check/norm.h"
+#include "core/launch.h"
+#include "ops/norm/check.h"
 
 namespace pydet {
 namespace {

@@ -1,7 +1,7 @@
 // Norms: how the rows of all operands are walked together, and what the operands ask of each other.
 #pragma once
 
-#include "check/options.h"
+#include "core/options.h"
 
 namespace pydet {
 

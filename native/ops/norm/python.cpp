@@ -1,7 +1,7 @@
 // RMSNorm and LayerNorm, with their gradients.
 #include "entry/python/methods.h"
 #include "entry/python/results.h"
-#include "numerics.h"
+#include "contract/numerics.h"
 
 namespace pydet {
 namespace {

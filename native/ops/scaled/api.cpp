@@ -1,7 +1,7 @@
 // Scaled GEMM, and the quantisation that makes its operands.
 
-#include "api/launch.h"
-#include "check/check_scaled.h"
+#include "core/launch.h"
+#include "ops/scaled/check.h"
 
 using namespace pydet;
 

@@ -1,8 +1,8 @@
 // Argument checks of the scaled product and of quantisation: Views become the problems of scaled.h.
 #pragma once
 
-#include "check/gemm.h"
-#include "scaled.h"
+#include "ops/gemm/check.h"
+#include "ops/scaled/problem.h"
 
 namespace pydet {
 

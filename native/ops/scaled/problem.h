@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "kernel.h"
+#include "core/operation.h"
 
 namespace pydet {
 
@@ -62,6 +62,14 @@ struct ScaledGemm {
   }
 };
 
+template <> struct Operation<ScaledGemm> : AsAsked {
+  static constexpr const char *name = "scaled_gemm";
+  static Type input(const ScaledGemm &g) { return g.a.type; }
+  template <class Show> static void memory(const ScaledGemm &g, Show show) {
+    show(g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data);
+  }
+};
+
 constexpr uint64_t kScaledGemmFeatures =
     kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
 
@@ -90,6 +98,14 @@ struct Quantize {
     constexpr Feature kFound[] = {kRowScales, kGroupScales, kBlockScales, kTensorScale};
     return when(batch.dims > 0, kBatch) | when(transposed.data, kTransposedCopy) |
            uint32_t(given ? kGivenScales : kFound[int(granularity)]);
+  }
+};
+
+template <> struct Operation<Quantize> : AlwaysIeee {
+  static constexpr const char *name = "quantize";
+  static Type input(const Quantize &q) { return q.x.type; }
+  template <class Show> static void memory(const Quantize &q, Show show) {
+    show(q.x.data, q.out.data, q.scale.data, q.transposed.data, q.transposed_scale.data);
   }
 };
 

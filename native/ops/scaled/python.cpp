@@ -1,7 +1,7 @@
 // Scaled GEMM, and the quantisation that makes its operands.
 #include "entry/python/methods.h"
 #include "entry/python/results.h"
-#include "scaled.h"
+#include "ops/scaled/problem.h"
 
 #include <type_traits>
 

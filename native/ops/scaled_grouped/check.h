@@ -1,9 +1,9 @@
 // Argument checks of the scaled product of groups: Views become the problem of scaled_grouped.h.
 #pragma once
 
-#include "check/check_grouped.h"
-#include "check/check_scaled.h"
-#include "scaled_grouped.h"
+#include "ops/grouped/check.h"
+#include "ops/scaled/check.h"
+#include "ops/scaled_grouped/problem.h"
 
 namespace pydet {
 

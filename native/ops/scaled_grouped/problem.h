@@ -2,8 +2,8 @@
 // grouped GEMM").
 #pragma once
 
-#include "grouped.h"
-#include "scaled.h"
+#include "ops/grouped/problem.h"
+#include "ops/scaled/problem.h"
 
 namespace pydet {
 
@@ -13,6 +13,14 @@ struct ScaledGroupedGemm : ScaledGemm {
   int64_t groups, tokens;
   const int32_t *start, *end;                     // on the device; start NULL: the end before
   int64_t b_stride, b_scale_stride, bias_stride;  // from group to group, in elements
+};
+
+template <> struct Operation<ScaledGroupedGemm> : AsAsked {
+  static constexpr const char *name = "scaled_grouped_gemm";
+  static Type input(const ScaledGroupedGemm &g) { return g.a.type; }
+  template <class Show> static void memory(const ScaledGroupedGemm &g, Show show) {
+    show(g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data, g.start, g.end);
+  }
 };
 
 // Where a group's operands begin, in elements.

@@ -1,7 +1,7 @@
 // Softmax, its logarithm, one column of that, and their gradients.
 
-#include "api/launch.h"
-#include "check/softmax.h"
+#include "core/launch.h"
+#include "ops/softmax/check.h"
 
 using namespace pydet;
 

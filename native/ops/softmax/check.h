@@ -1,7 +1,7 @@
 // Argument checks of the softmax family, over those of the norms.
 #pragma once
 
-#include "check/norm.h"
+#include "ops/norm/check.h"
 
 namespace pydet {
 
