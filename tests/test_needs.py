@@ -1,7 +1,8 @@
 """A kernel refuses a problem that needs what its row does not name.
 
-A field that is added to a problem gets a feature and a term in its needs() (native/ops/*/problem.h). Here every problem is
-given a need that no release has: each row of each kernel table must then refuse, and takes the same problem without it.
+A field that is added to a problem gets a feature and a term in its needs() (native/ops/*/problem.h). Here every problem
+is given a need that no release has: each row of each kernel table must then refuse, and takes the same problem without
+it.
 """
 
 import functools

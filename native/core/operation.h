@@ -7,6 +7,9 @@
 #include "contract/features.h"
 #include "contract/operand.h"
 
+struct pydet_exchange_method;  // entry/python.h
+struct pydet_xla_handler;      // entry/xla_ffi.h
+
 namespace pydet {
 
 // Strides and addresses that can be in no kernel's way: all begins at multiples of `kRoom` elements.
@@ -21,6 +24,20 @@ inline void give_room(Rows &rows) {
   rows.inner_stride = with_room(rows.inner_stride);
 }
 
+// Those of an array, be it none.
+template <class Item> struct Items {
+  const Item *first = nullptr;
+  int count = 0;
+
+  constexpr Items() = default;
+  template <int size> constexpr Items(const Item (&items)[size]) : first(items), count(size) {}
+  const Item *begin() const { return first; }
+  const Item *end() const { return first + count; }
+};
+
+// Functions of pydet.h.
+template <auto... functions> struct FunctionList {};
+
 // `name`, of the table; `input`: the type by which kernels are chosen; `arithmetic` likewise; `memory` shows the data of all
 // operands. What else there is, it has of AnyOperation.
 template <class Problem> struct Operation;
@@ -31,6 +48,10 @@ struct AnyOperation {
   template <class Problem> static bool lay_well(Problem &) { return false; }
   // Takes its k_chunk away; false where it has none.
   template <class Problem> static bool drop_chunks(Problem &) { return false; }
+
+  using Functions = FunctionList<>;              // that its methods call
+  static Items<pydet_exchange_method> python();  // its folder's, of one operation of the folder: here none
+  static Items<pydet_xla_handler> xla();         // likewise
 };
 
 // The arithmetic by which kernels are chosen.

@@ -19,9 +19,7 @@ template <class... Problems> struct Operations {
 
   // Whether these are all of them, each once.
   template <class... Given> static constexpr bool are() {
-    const auto times = [](auto *problem) {
-      return (int(std::is_same_v<decltype(problem), Given *>) + ... + 0);
-    };
+    const auto times = [](auto *problem) { return (int(std::is_same_v<decltype(problem), Given *>) + ... + 0); };
     return sizeof...(Given) == sizeof...(Problems) && ((times(static_cast<Problems *>(nullptr)) == 1) && ...);
   }
 };

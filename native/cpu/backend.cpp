@@ -55,13 +55,19 @@ constexpr Kernel<Gemm> kGemm[] = {
 
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
 #if defined(__x86_64__)
-    Row("cpu_scaled_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kAvx512, kScaledGemmFeatures).launches(scaled_gemm_ieee<Avx512>),
-    Row("cpu_scaled_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kAvx2, kScaledGemmFeatures).launches(scaled_gemm_ieee<Avx2>),
-    Row("cpu_scaled_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kAvx512, kScaledGemmFeatures).launches(scaled_gemm_sm90<Avx512>),
-    Row("cpu_scaled_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kAvx2, kScaledGemmFeatures).launches(scaled_gemm_sm90<Avx2>),
+    Row("cpu_scaled_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kAvx512, kScaledGemmFeatures)
+        .launches(scaled_gemm_ieee<Avx512>),
+    Row("cpu_scaled_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kAvx2, kScaledGemmFeatures)
+        .launches(scaled_gemm_ieee<Avx2>),
+    Row("cpu_scaled_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kAvx512, kScaledGemmFeatures)
+        .launches(scaled_gemm_sm90<Avx512>),
+    Row("cpu_scaled_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kAvx2, kScaledGemmFeatures)
+        .launches(scaled_gemm_sm90<Avx2>),
 #endif
-    Row("cpu_scaled_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kAnyCpu, kScaledGemmFeatures).launches(scaled_gemm_ieee<Scalar>),
-    Row("cpu_scaled_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kAnyCpu, kScaledGemmFeatures).launches(scaled_gemm_sm90<Scalar>),
+    Row("cpu_scaled_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kAnyCpu, kScaledGemmFeatures)
+        .launches(scaled_gemm_ieee<Scalar>),
+    Row("cpu_scaled_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kAnyCpu, kScaledGemmFeatures)
+        .launches(scaled_gemm_sm90<Scalar>),
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {
@@ -82,10 +88,13 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 #if defined(__x86_64__)
-    Row("cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGradientFeatures).launches(rmsnorm_backward<Avx512>),
-    Row("cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kGradientFeatures).launches(rmsnorm_backward<Avx2>),
+    Row("cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGradientFeatures)
+        .launches(rmsnorm_backward<Avx512>),
+    Row("cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kGradientFeatures)
+        .launches(rmsnorm_backward<Avx2>),
 #endif
-    Row("cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kGradientFeatures).launches(rmsnorm_backward<Scalar>),
+    Row("cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kGradientFeatures)
+        .launches(rmsnorm_backward<Scalar>),
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
@@ -98,41 +107,65 @@ constexpr Kernel<Softmax> kSoftmax[] = {
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
 #if defined(__x86_64__)
-    Row("cpu_softmax_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSoftmaxGradient).launches(softmax_backward<Avx512>),
-    Row("cpu_softmax_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSoftmaxGradient).launches(softmax_backward<Avx2>),
+    Row("cpu_softmax_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSoftmaxGradient)
+        .launches(softmax_backward<Avx512>),
+    Row("cpu_softmax_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSoftmaxGradient)
+        .launches(softmax_backward<Avx2>),
 #endif
-    Row("cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSoftmaxGradient).launches(softmax_backward<Scalar>),
+    Row("cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSoftmaxGradient)
+        .launches(softmax_backward<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
 #if defined(__x86_64__)
-    Row("cpu_grouped_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGroupedGemmFeatures).launches(each_group<gemm_ieee<Avx512>>),
-    Row("cpu_grouped_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kGroupedGemmFeatures).launches(each_group<gemm_ieee<Avx2>>),
-    Row("cpu_grouped_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kGroupedGemmFeatures).launches(each_group<gemm_sm90<Avx512>>),
-    Row("cpu_grouped_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kGroupedGemmFeatures).launches(each_group<gemm_sm90<Avx2>>),
-    Row("cpu_grouped_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kGroupedGemmFeatures).launches(each_group<gemm_sm80<Avx512>>),
-    Row("cpu_grouped_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kGroupedGemmFeatures).launches(each_group<gemm_sm80<Avx2>>),
-    Row("cpu_grouped_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kGroupedGemmFeatures).launches(each_group<gemm_cdna3<Avx512>>),
-    Row("cpu_grouped_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kGroupedGemmFeatures).launches(each_group<gemm_cdna3<Avx2>>),
-    Row("cpu_grouped_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kGroupedGemmFeatures).launches(each_group<gemm_cdna2<Avx512>>),
-    Row("cpu_grouped_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kGroupedGemmFeatures).launches(each_group<gemm_cdna2<Avx2>>),
+    Row("cpu_grouped_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_ieee<Avx512>>),
+    Row("cpu_grouped_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_ieee<Avx2>>),
+    Row("cpu_grouped_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm90<Avx512>>),
+    Row("cpu_grouped_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm90<Avx2>>),
+    Row("cpu_grouped_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm80<Avx512>>),
+    Row("cpu_grouped_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm80<Avx2>>),
+    Row("cpu_grouped_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna3<Avx512>>),
+    Row("cpu_grouped_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna3<Avx2>>),
+    Row("cpu_grouped_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna2<Avx512>>),
+    Row("cpu_grouped_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna2<Avx2>>),
 #endif
-    Row("cpu_grouped_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kGroupedGemmFeatures).launches(each_group<gemm_ieee<Scalar>>),
-    Row("cpu_grouped_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kGroupedGemmFeatures).launches(each_group<gemm_sm90<Scalar>>),
-    Row("cpu_grouped_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kGroupedGemmFeatures).launches(each_group<gemm_sm80<Scalar>>),
-    Row("cpu_grouped_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kGroupedGemmFeatures).launches(each_group<gemm_cdna3<Scalar>>),
-    Row("cpu_grouped_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kGroupedGemmFeatures).launches(each_group<gemm_cdna2<Scalar>>),
+    Row("cpu_grouped_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_ieee<Scalar>>),
+    Row("cpu_grouped_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm90<Scalar>>),
+    Row("cpu_grouped_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm80<Scalar>>),
+    Row("cpu_grouped_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna3<Scalar>>),
+    Row("cpu_grouped_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna2<Scalar>>),
 };
 
 constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
 #if defined(__x86_64__)
-    Row("cpu_scaled_grouped_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kAvx512, kScaledGroupedGemmFeatures).launches(each_scaled_group<scaled_gemm_ieee<Avx512>>),
-    Row("cpu_scaled_grouped_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kAvx2, kScaledGroupedGemmFeatures).launches(each_scaled_group<scaled_gemm_ieee<Avx2>>),
-    Row("cpu_scaled_grouped_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kAvx512, kScaledGroupedGemmFeatures).launches(each_scaled_group<scaled_gemm_sm90<Avx512>>),
-    Row("cpu_scaled_grouped_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kAvx2, kScaledGroupedGemmFeatures).launches(each_scaled_group<scaled_gemm_sm90<Avx2>>),
+    Row("cpu_scaled_grouped_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kAvx512, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_ieee<Avx512>>),
+    Row("cpu_scaled_grouped_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kAvx2, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_ieee<Avx2>>),
+    Row("cpu_scaled_grouped_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kAvx512, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_sm90<Avx512>>),
+    Row("cpu_scaled_grouped_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kAvx2, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_sm90<Avx2>>),
 #endif
-    Row("cpu_scaled_grouped_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kAnyCpu, kScaledGroupedGemmFeatures).launches(each_scaled_group<scaled_gemm_ieee<Scalar>>),
-    Row("cpu_scaled_grouped_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kAnyCpu, kScaledGroupedGemmFeatures).launches(each_scaled_group<scaled_gemm_sm90<Scalar>>),
+    Row("cpu_scaled_grouped_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kAnyCpu, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_ieee<Scalar>>),
+    Row("cpu_scaled_grouped_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kAnyCpu, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_sm90<Scalar>>),
 };
 
 constexpr uint64_t kFoldFeatures = kBias | kAccumulate | kTree;
@@ -146,18 +179,23 @@ constexpr Kernel<Fold> kFold[] = {
 
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
 #if defined(__x86_64__)
-    Row("cpu_layernorm_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kLayerNormFeatures).launches(layernorm<Avx512>),
+    Row("cpu_layernorm_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kLayerNormFeatures)
+        .launches(layernorm<Avx512>),
     Row("cpu_layernorm_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kLayerNormFeatures).launches(layernorm<Avx2>),
 #endif
-    Row("cpu_layernorm_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kLayerNormFeatures).launches(layernorm<Scalar>),
+    Row("cpu_layernorm_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kLayerNormFeatures)
+        .launches(layernorm<Scalar>),
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
 #if defined(__x86_64__)
-    Row("cpu_layernorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kLayerNormGradient).launches(layernorm_backward<Avx512>),
-    Row("cpu_layernorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kLayerNormGradient).launches(layernorm_backward<Avx2>),
+    Row("cpu_layernorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kLayerNormGradient)
+        .launches(layernorm_backward<Avx512>),
+    Row("cpu_layernorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kLayerNormGradient)
+        .launches(layernorm_backward<Avx2>),
 #endif
-    Row("cpu_layernorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kLayerNormGradient).launches(layernorm_backward<Scalar>),
+    Row("cpu_layernorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kLayerNormGradient)
+        .launches(layernorm_backward<Scalar>),
 };
 
 pydet_status device_count(int32_t *count) {

@@ -43,63 +43,106 @@ constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGrad
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 constexpr Kernel<Gemm> kGemm[] = {
-    Row("hip_skinny_gemm_cdna3_mfma_chunks", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneMatrix).takes(skinny_mfma_chunks_takes).prefers(skinny_mfma_chunks_prefers).launches(skinny_mfma_chunks),
-    Row("hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneMatrix).takes(skinny_mfma_takes).prefers(skinny_cdna3_prefers).launches(skinny_mfma),
-    Row("hip_skinny_gemm_cdna2_mfma_chunks", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneMatrix).takes(skinny_mfma_chunks_takes).prefers(skinny_mfma_chunks_prefers).launches(skinny_mfma_chunks),
-    Row("hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneMatrix).takes(skinny_mfma_takes).prefers(skinny_cdna2_prefers).launches(skinny_mfma),
-    Row("hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneChain).prefers(fills_device<128, 128>).launches(gemm_mfma_128),
+    Row("hip_skinny_gemm_cdna3_mfma_chunks", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneMatrix)
+        .takes(skinny_mfma_chunks_takes)
+        .prefers(skinny_mfma_chunks_prefers)
+        .launches(skinny_mfma_chunks),
+    Row("hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneMatrix)
+        .takes(skinny_mfma_takes)
+        .prefers(skinny_cdna3_prefers)
+        .launches(skinny_mfma),
+    Row("hip_skinny_gemm_cdna2_mfma_chunks", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneMatrix)
+        .takes(skinny_mfma_chunks_takes)
+        .prefers(skinny_mfma_chunks_prefers)
+        .launches(skinny_mfma_chunks),
+    Row("hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneMatrix)
+        .takes(skinny_mfma_takes)
+        .prefers(skinny_cdna2_prefers)
+        .launches(skinny_mfma),
+    Row("hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneChain)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_mfma_128),
     Row("hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kGfx942, kAllOfGemm).launches(gemm_mfma_64),
-    Row("hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneChain).prefers(fills_device<128, 128>).launches(gemm_mfma_128),
+    Row("hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneChain)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_mfma_128),
     Row("hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kGfx90a, kAllOfGemm).launches(gemm_mfma_64),
-    Row("hip_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kBuilt, kOneMatrix).takes(skinny_ieee_takes).launches(skinny_ieee),
-    Row("hip_gemm_ieee_128x128", kUnscaledTypes, Arithmetic::ieee, kBuilt, kOneChain).prefers(fills_device<128, 128>).launches(gemm_ieee_128x128),
+    Row("hip_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kBuilt, kOneMatrix)
+        .takes(skinny_ieee_takes)
+        .launches(skinny_ieee),
+    Row("hip_gemm_ieee_128x128", kUnscaledTypes, Arithmetic::ieee, kBuilt, kOneChain)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_ieee_128x128),
     Row("hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGemm).launches(gemm_ieee_64x64),
 };
 
 constexpr uint64_t kAllOfScaled =
     kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
-    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kAllOfScaled).launches(scaled_gemm_ieee_64x64),
+    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kAllOfScaled)
+        .launches(scaled_gemm_ieee_64x64),
 };
 
 constexpr uint64_t kAllOfTiles = kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy;
 constexpr Kernel<Quantize> kQuantize[] = {
-    Row("hip_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBuilt, kBatch | kRowScales).takes(quantize_rows_takes).launches(quantize_by_rows),
+    Row("hip_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBuilt, kBatch | kRowScales)
+        .takes(quantize_rows_takes)
+        .launches(quantize_by_rows),
     Row("hip_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfTiles).launches(quantize_tiled),
 };
 
 constexpr uint64_t kAllOfGroups = kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth;
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
-    Row("hip_grouped_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kGfx942, kAllOfGroups).launches(grouped_gemm_mfma_64),
-    Row("hip_grouped_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kGfx90a, kAllOfGroups).launches(grouped_gemm_mfma_64),
-    Row("hip_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGroups).launches(grouped_gemm_ieee_64x64),
+    Row("hip_grouped_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kGfx942, kAllOfGroups)
+        .launches(grouped_gemm_mfma_64),
+    Row("hip_grouped_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kGfx90a, kAllOfGroups)
+        .launches(grouped_gemm_mfma_64),
+    Row("hip_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGroups)
+        .launches(grouped_gemm_ieee_64x64),
 };
 
 constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
-    Row("hip_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kScaledGroupedGemmFeatures).launches(scaled_grouped_gemm_ieee_64x64),
+    Row("hip_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kScaledGroupedGemmFeatures)
+        .launches(scaled_grouped_gemm_ieee_64x64),
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    Row("hip_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm).takes(rmsnorm_held_takes).launches(rmsnorm_held),
+    Row("hip_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm)
+        .takes(rmsnorm_held_takes)
+        .launches(rmsnorm_held),
     Row("hip_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm).launches(rmsnorm_long),
-    Row("hip_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm | kOfHeads).launches(rmsnorm_general),
+    Row("hip_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm | kOfHeads)
+        .launches(rmsnorm_general),
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    Row("hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_held_takes).prefers(rmsnorm_backward_chain_prefers).launches(rmsnorm_backward_chain),
-    Row("hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_held_takes).launches(rmsnorm_backward_group),
-    Row("hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums).launches(rmsnorm_backward_long),
-    Row("hip_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient | kOfHeads | kBlockSums).launches(rmsnorm_backward_general),
+    Row("hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_held_takes)
+        .prefers(rmsnorm_backward_chain_prefers)
+        .launches(rmsnorm_backward_chain),
+    Row("hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_held_takes)
+        .launches(rmsnorm_backward_group),
+    Row("hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
+        .launches(rmsnorm_backward_long),
+    Row("hip_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kBuilt,
+        kLayerNormGradient | kOfHeads | kBlockSums)
+        .launches(rmsnorm_backward_general),
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    Row("hip_softmax_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfSoftmax).takes(softmax_held_takes).launches(softmax_held),
+    Row("hip_softmax_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfSoftmax)
+        .takes(softmax_held_takes)
+        .launches(softmax_held),
     Row("hip_softmax_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfSoftmax).launches(softmax_long),
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
-    Row("hip_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kSoftmaxGradient).takes(softmax_backward_held_takes).launches(softmax_backward_held),
-    Row("hip_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kSoftmaxGradient).launches(softmax_backward_long),
+    Row("hip_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kSoftmaxGradient)
+        .takes(softmax_backward_held_takes)
+        .launches(softmax_backward_held),
+    Row("hip_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kSoftmaxGradient)
+        .launches(softmax_backward_long),
 };
 
 constexpr Kernel<Fold> kFold[] = {
@@ -107,13 +150,18 @@ constexpr Kernel<Fold> kFold[] = {
 };
 
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
-    Row("hip_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm).takes(layernorm_held_takes).launches(layernorm_held),
+    Row("hip_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm)
+        .takes(layernorm_held_takes)
+        .launches(layernorm_held),
     Row("hip_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm).launches(layernorm_long),
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
-    Row("hip_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient).takes(layernorm_backward_held_takes).launches(layernorm_backward_held),
-    Row("hip_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient).launches(layernorm_backward_long),
+    Row("hip_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient)
+        .takes(layernorm_backward_held_takes)
+        .launches(layernorm_backward_held),
+    Row("hip_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient)
+        .launches(layernorm_backward_long),
 };
 
 pydet_status query_device(int32_t id, pydet_device_info *info) {

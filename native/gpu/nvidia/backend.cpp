@@ -39,11 +39,16 @@ constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
-  return Row(kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90a, sm90_layouts(tile, true) ? kAllOfGemm : kOneChain).chooses(gemm_sm90_choose, tile).launches(gemm_sm90);
+  return Row(kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90a,
+             sm90_layouts(tile, true) ? kAllOfGemm : kOneChain)
+      .chooses(gemm_sm90_choose, tile)
+      .launches(gemm_sm90);
 }
 
 template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *name) {
-  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix).chooses(skinny_sm90_choose<turned>, rows).launches(skinny_sm90<rows, turned>);
+  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix)
+      .chooses(skinny_sm90_choose<turned>, rows)
+      .launches(skinny_sm90<rows, turned>);
 }
 
 constexpr Kernel<Gemm> kSkinnyRows[] = {
@@ -59,14 +64,31 @@ bool gemm_ieee_128x256_prefers(const Gemm &g) {
 }
 
 constexpr Kernel<Gemm> kOtherRows[] = {
-    Row("cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneMatrix).takes(skinny_mma_takes).prefers(skinny_mma_prefers).launches(skinny_mma),
-    Row("cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneChain).takes(gemm_mma_128_takes).prefers(fills_device<128, 128>).launches(gemm_mma_128),
+    Row("cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneMatrix)
+        .takes(skinny_mma_takes)
+        .prefers(skinny_mma_prefers)
+        .launches(skinny_mma),
+    Row("cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneChain)
+        .takes(gemm_mma_128_takes)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_mma_128),
     Row("cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kFromSm90, kAllOfGemm).launches(gemm_mma_64),
-    Row("cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, kSm80To89, kOneMatrix).takes(skinny_mma_takes).prefers(skinny_mma_prefers).launches(skinny_mma),
-    Row("cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kSm80To89, kOneChain).takes(gemm_mma_128_takes).prefers(fills_device<128, 128>).launches(gemm_mma_128),
+    Row("cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, kSm80To89, kOneMatrix)
+        .takes(skinny_mma_takes)
+        .prefers(skinny_mma_prefers)
+        .launches(skinny_mma),
+    Row("cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kSm80To89, kOneChain)
+        .takes(gemm_mma_128_takes)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_mma_128),
     Row("cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kSm80To89, kAllOfGemm).launches(gemm_mma_64),
-    Row("cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kOneMatrix).takes(skinny_ieee_takes).launches(skinny_ieee),
-    Row("cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kFromSm80, kOneChain).takes(gemm_ieee_128x256_takes).prefers(gemm_ieee_128x256_prefers).launches(gemm_ieee_128x256),
+    Row("cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kOneMatrix)
+        .takes(skinny_ieee_takes)
+        .launches(skinny_ieee),
+    Row("cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kFromSm80, kOneChain)
+        .takes(gemm_ieee_128x256_takes)
+        .prefers(gemm_ieee_128x256_prefers)
+        .launches(gemm_ieee_128x256),
     Row("cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGemm).launches(gemm_ieee_64x64),
 };
 
@@ -88,10 +110,14 @@ constexpr uint64_t kAllOfScaled =
     kScaledTile | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 constexpr uint64_t kScaledSkinny = kBias | kAccumulate | kColumnScales;
 template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
-  return Row(name, scaled_skinny_types(rows), Arithmetic::sm90, kSm90a, kScaledSkinny).chooses(scaled_skinny_sm90_choose, rows).launches(scaled_skinny_sm90<rows>);
+  return Row(name, scaled_skinny_types(rows), Arithmetic::sm90, kSm90a, kScaledSkinny)
+      .chooses(scaled_skinny_sm90_choose, rows)
+      .launches(scaled_skinny_sm90<rows>);
 }
 constexpr Kernel<ScaledGemm> scaled_e4m3_row(const char *name, Launcher<ScaledGemm> launch, int tile) {
-  return Row(name, bit(Type::e4m3), Arithmetic::sm90, kSm90a, kScaledTile).chooses(scaled_gemm_sm90_choose, tile).launches(launch);
+  return Row(name, bit(Type::e4m3), Arithmetic::sm90, kSm90a, kScaledTile)
+      .chooses(scaled_gemm_sm90_choose, tile)
+      .launches(launch);
 }
 template <int tile> constexpr Kernel<ScaledGemm> scaled_plain_row() {
   return scaled_e4m3_row(kPlainNames[tile], scaled_gemm_sm90_plain<tile>, kScaledTiles + tile);
@@ -106,116 +132,265 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
     scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
     scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
-    Row("cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile).chooses(scaled_gemm_sm90_choose, 0).launches(scaled_gemm_sm90_256x128),
-    Row("cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile).chooses(scaled_gemm_sm90_choose, 1).launches(scaled_gemm_sm90_128x128_ahead),
-    Row("cuda_scaled_gemm_sm90_128x64", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile).chooses(scaled_gemm_sm90_choose, 2).launches(scaled_gemm_sm90_128x64),
-    Row("cuda_scaled_gemm_sm90_128x192", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile).chooses(scaled_gemm_sm90_choose, 3).launches(scaled_gemm_sm90_128x192),
-    Row("cuda_scaled_gemm_sm90_256x112", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile).chooses(scaled_gemm_sm90_choose, 4).launches(scaled_gemm_sm90_256x112),
+    Row("cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 0)
+        .launches(scaled_gemm_sm90_256x128),
+    Row("cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 1)
+        .launches(scaled_gemm_sm90_128x128_ahead),
+    Row("cuda_scaled_gemm_sm90_128x64", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 2)
+        .launches(scaled_gemm_sm90_128x64),
+    Row("cuda_scaled_gemm_sm90_128x192", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 3)
+        .launches(scaled_gemm_sm90_128x192),
+    Row("cuda_scaled_gemm_sm90_256x112", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 4)
+        .launches(scaled_gemm_sm90_256x112),
     scaled_plain_row<0>(),
     scaled_plain_row<1>(),
     scaled_plain_row<2>(),
     scaled_low_row<0>(),
     scaled_low_row<1>(),
-    Row("cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales).launches(scaled_gemm_sm90_128x128),
-    Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kAllOfScaled).launches(scaled_gemm_ieee_64x64),
+    Row("cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)
+        .launches(scaled_gemm_sm90_128x128),
+    Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kAllOfScaled)
+        .launches(scaled_gemm_ieee_64x64),
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {
-    Row("cuda_quantize_rows_packed", kHalfTypes, Arithmetic::ieee, kFromSm80, kRowScales).takes(quantize_rows_packed_takes).launches(quantize_rows_packed),
-    Row("cuda_quantize_groups_packed", kHalfTypes, Arithmetic::ieee, kFromSm80, kGroupScales).takes(quantize_groups_packed_takes).launches(quantize_groups_packed),
-    Row("cuda_quantize_tiles_packed", kHalfTypes, Arithmetic::ieee, kFromSm80, kGroupScales | kBlockScales | kTransposedCopy).takes(quantize_tiles_packed_takes).launches(quantize_tiles_packed),
-    Row("cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kBatch | kRowScales).takes(quantize_rows_takes).launches(quantize_by_rows),
-    Row("cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy).launches(quantize_tiled),
+    Row("cuda_quantize_rows_packed", kHalfTypes, Arithmetic::ieee, kFromSm80, kRowScales)
+        .takes(quantize_rows_packed_takes)
+        .launches(quantize_rows_packed),
+    Row("cuda_quantize_groups_packed", kHalfTypes, Arithmetic::ieee, kFromSm80, kGroupScales)
+        .takes(quantize_groups_packed_takes)
+        .launches(quantize_groups_packed),
+    Row("cuda_quantize_tiles_packed", kHalfTypes, Arithmetic::ieee, kFromSm80,
+        kGroupScales | kBlockScales | kTransposedCopy)
+        .takes(quantize_tiles_packed_takes)
+        .launches(quantize_tiles_packed),
+    Row("cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kBatch | kRowScales)
+        .takes(quantize_rows_takes)
+        .launches(quantize_by_rows),
+    Row("cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy)
+        .launches(quantize_tiled),
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    Row("cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm).takes(rmsnorm_held_takes).launches(rmsnorm_held),
-    Row("cuda_rmsnorm_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm).takes(rmsnorm_staged_takes).prefers(rmsnorm_staged_prefers).launches(rmsnorm_staged),
-    Row("cuda_rmsnorm_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm & ~kResidual).takes(rmsnorm_adjacent_takes).prefers(rmsnorm_adjacent_prefers).launches(rmsnorm_adjacent),
-    Row("cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm).takes(rmsnorm_unaligned_takes).launches(rmsnorm_unaligned),
+    Row("cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm)
+        .takes(rmsnorm_held_takes)
+        .launches(rmsnorm_held),
+    Row("cuda_rmsnorm_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm)
+        .takes(rmsnorm_staged_takes)
+        .prefers(rmsnorm_staged_prefers)
+        .launches(rmsnorm_staged),
+    Row("cuda_rmsnorm_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm & ~kResidual)
+        .takes(rmsnorm_adjacent_takes)
+        .prefers(rmsnorm_adjacent_prefers)
+        .launches(rmsnorm_adjacent),
+    Row("cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm)
+        .takes(rmsnorm_unaligned_takes)
+        .launches(rmsnorm_unaligned),
     Row("cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm).launches(rmsnorm_long),
-    Row("cuda_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm | kOfHeads).launches(rmsnorm_general),
+    Row("cuda_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm | kOfHeads)
+        .launches(rmsnorm_general),
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    Row("cuda_rmsnorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient).takes(rmsnorm_backward_apart_takes).prefers(rmsnorm_backward_apart_prefers).launches(rmsnorm_backward_apart),
-    Row("cuda_rmsnorm_backward_narrow", kHalfTypes, Arithmetic::ieee, kFromSm80, kGradientAlone | kBlockSums).takes(rmsnorm_backward_narrow_takes).prefers(rmsnorm_backward_narrow_prefers).launches(rmsnorm_backward_narrow),
-    Row("cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_short_takes).prefers(rmsnorm_backward_short_chain_prefers).launches(rmsnorm_backward_short_chain),
-    Row("cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_short_takes).launches(rmsnorm_backward_short_cluster),
-    Row("cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_held_takes).prefers(rmsnorm_backward_chain_prefers).launches(rmsnorm_backward_chain),
-    Row("cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_cluster_takes).prefers(rmsnorm_backward_cluster_prefers).launches(rmsnorm_backward_cluster),
-    Row("cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_held_takes).launches(rmsnorm_backward_group),
-    Row("cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_strided_takes).prefers(rmsnorm_backward_strided_prefers).launches(rmsnorm_backward_strided),
-    Row("cuda_rmsnorm_backward_shifted", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_shifted_takes).prefers(rmsnorm_backward_shifted_prefers).launches(rmsnorm_backward_shifted),
-    Row("cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums).takes(rmsnorm_backward_unaligned_takes).launches(rmsnorm_backward_unaligned),
-    Row("cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums).launches(rmsnorm_backward_long),
-    Row("cuda_rmsnorm_backward_heads", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient | kHeads | kBlockSums).takes(rmsnorm_backward_heads_takes).launches(rmsnorm_backward_heads),
-    Row("cuda_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient | kOfHeads | kBlockSums).launches(rmsnorm_backward_general),
+    Row("cuda_rmsnorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient)
+        .takes(rmsnorm_backward_apart_takes)
+        .prefers(rmsnorm_backward_apart_prefers)
+        .launches(rmsnorm_backward_apart),
+    Row("cuda_rmsnorm_backward_narrow", kHalfTypes, Arithmetic::ieee, kFromSm80, kGradientAlone | kBlockSums)
+        .takes(rmsnorm_backward_narrow_takes)
+        .prefers(rmsnorm_backward_narrow_prefers)
+        .launches(rmsnorm_backward_narrow),
+    Row("cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_short_takes)
+        .prefers(rmsnorm_backward_short_chain_prefers)
+        .launches(rmsnorm_backward_short_chain),
+    Row("cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_short_takes)
+        .launches(rmsnorm_backward_short_cluster),
+    Row("cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_held_takes)
+        .prefers(rmsnorm_backward_chain_prefers)
+        .launches(rmsnorm_backward_chain),
+    Row("cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_cluster_takes)
+        .prefers(rmsnorm_backward_cluster_prefers)
+        .launches(rmsnorm_backward_cluster),
+    Row("cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_held_takes)
+        .launches(rmsnorm_backward_group),
+    Row("cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_strided_takes)
+        .prefers(rmsnorm_backward_strided_prefers)
+        .launches(rmsnorm_backward_strided),
+    Row("cuda_rmsnorm_backward_shifted", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_shifted_takes)
+        .prefers(rmsnorm_backward_shifted_prefers)
+        .launches(rmsnorm_backward_shifted),
+    Row("cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_unaligned_takes)
+        .launches(rmsnorm_backward_unaligned),
+    Row("cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .launches(rmsnorm_backward_long),
+    Row("cuda_rmsnorm_backward_heads", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kLayerNormGradient | kHeads | kBlockSums)
+        .takes(rmsnorm_backward_heads_takes)
+        .launches(rmsnorm_backward_heads),
+    Row("cuda_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kLayerNormGradient | kOfHeads | kBlockSums)
+        .launches(rmsnorm_backward_general),
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward).takes(softmax_spread_takes).prefers(softmax_spread_prefers).launches(softmax_spread),
-    Row("cuda_softmax_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax).takes(softmax_adjacent_takes).prefers(softmax_adjacent_prefers).launches(softmax_adjacent),
-    Row("cuda_softmax_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax).takes(softmax_strided_takes).prefers(softmax_strided_prefers).launches(softmax_strided),
-    Row("cuda_softmax_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfSoftmax).takes(softmax_cluster_takes).prefers(softmax_cluster_prefers).launches(softmax_cluster),
-    Row("cuda_softmax_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax).takes(softmax_staged_takes).prefers(softmax_staged_prefers).launches(softmax_staged),
-    Row("cuda_softmax_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax).takes(softmax_held_takes).launches(softmax_held),
+    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
+        .takes(softmax_spread_takes)
+        .prefers(softmax_spread_prefers)
+        .launches(softmax_spread),
+    Row("cuda_softmax_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
+        .takes(softmax_adjacent_takes)
+        .prefers(softmax_adjacent_prefers)
+        .launches(softmax_adjacent),
+    Row("cuda_softmax_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
+        .takes(softmax_strided_takes)
+        .prefers(softmax_strided_prefers)
+        .launches(softmax_strided),
+    Row("cuda_softmax_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfSoftmax)
+        .takes(softmax_cluster_takes)
+        .prefers(softmax_cluster_prefers)
+        .launches(softmax_cluster),
+    Row("cuda_softmax_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
+        .takes(softmax_staged_takes)
+        .prefers(softmax_staged_prefers)
+        .launches(softmax_staged),
+    Row("cuda_softmax_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
+        .takes(softmax_held_takes)
+        .launches(softmax_held),
     Row("cuda_softmax_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax).launches(softmax_long),
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
-    Row("cuda_softmax_backward_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxGradient).takes(softmax_backward_spread_takes).prefers(softmax_backward_spread_prefers).launches(softmax_backward_spread),
-    Row("cuda_softmax_backward_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient).takes(softmax_backward_adjacent_takes).prefers(softmax_backward_adjacent_prefers).launches(softmax_backward_adjacent),
-    Row("cuda_softmax_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient).takes(softmax_backward_strided_takes).prefers(softmax_backward_strided_prefers).launches(softmax_backward_strided),
-    Row("cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kSoftmaxGradient).takes(softmax_backward_cluster_takes).prefers(softmax_backward_cluster_prefers).launches(softmax_backward_cluster),
-    Row("cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient).takes(softmax_backward_held_takes).launches(softmax_backward_held),
-    Row("cuda_softmax_backward_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient).takes(softmax_backward_staged_takes).launches(softmax_backward_staged),
-    Row("cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient).launches(softmax_backward_long),
+    Row("cuda_softmax_backward_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxGradient)
+        .takes(softmax_backward_spread_takes)
+        .prefers(softmax_backward_spread_prefers)
+        .launches(softmax_backward_spread),
+    Row("cuda_softmax_backward_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_adjacent_takes)
+        .prefers(softmax_backward_adjacent_prefers)
+        .launches(softmax_backward_adjacent),
+    Row("cuda_softmax_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_strided_takes)
+        .prefers(softmax_backward_strided_prefers)
+        .launches(softmax_backward_strided),
+    Row("cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kSoftmaxGradient)
+        .takes(softmax_backward_cluster_takes)
+        .prefers(softmax_backward_cluster_prefers)
+        .launches(softmax_backward_cluster),
+    Row("cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_held_takes)
+        .launches(softmax_backward_held),
+    Row("cuda_softmax_backward_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_staged_takes)
+        .launches(softmax_backward_staged),
+    Row("cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .launches(softmax_backward_long),
 };
 
 constexpr Kernel<Fold> kFold[] = {
     Row("cuda_fold", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree).launches(fold),
-    Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers).takes(fold_one_shot_takes).prefers(fold_one_shot_prefers).launches(fold_one_shot),
-    Row("cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers).launches(fold_two_shot),
+    Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .takes(fold_one_shot_takes)
+        .prefers(fold_one_shot_prefers)
+        .launches(fold_one_shot),
+    Row("cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .launches(fold_two_shot),
 };
 
 constexpr uint64_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;
 constexpr uint64_t kGroupsTile = kBias | kAccumulate | kAlongM | kAlongN | kDepth;
 template <int tile> constexpr Kernel<GroupedGemm> groups_row() {
-  return Row(kGroupedTiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90a, kGroupsTile | when(kGroupedTiles[tile].chunks, kChunks)).chooses(grouped_sm90_choose, tile).launches(grouped_sm90<tile>);
+  return Row(kGroupedTiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90a,
+             kGroupsTile | when(kGroupedTiles[tile].chunks, kChunks))
+      .chooses(grouped_sm90_choose, tile)
+      .launches(grouped_sm90<tile>);
 }
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
     groups_row<0>(),
     groups_row<1>(),
-    Row("cuda_grouped_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kFromSm90, kGroupsOneChain).takes(grouped_gemm_mma_128_takes).prefers(grouped_gemm_mma_128_prefers).launches(grouped_gemm_mma_128),
-    Row("cuda_grouped_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kFromSm90, kGroupsOneChain | kChunks).launches(grouped_gemm_mma_64),
-    Row("cuda_grouped_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kSm80To89, kGroupsOneChain).takes(grouped_gemm_mma_128_takes).prefers(grouped_gemm_mma_128_prefers).launches(grouped_gemm_mma_128),
-    Row("cuda_grouped_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kSm80To89, kGroupsOneChain | kChunks).launches(grouped_gemm_mma_64),
-    Row("cuda_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kGroupsOneChain | kChunks).launches(grouped_gemm_ieee_64x64),
+    Row("cuda_grouped_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kFromSm90, kGroupsOneChain)
+        .takes(grouped_gemm_mma_128_takes)
+        .prefers(grouped_gemm_mma_128_prefers)
+        .launches(grouped_gemm_mma_128),
+    Row("cuda_grouped_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kFromSm90, kGroupsOneChain | kChunks)
+        .launches(grouped_gemm_mma_64),
+    Row("cuda_grouped_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kSm80To89, kGroupsOneChain)
+        .takes(grouped_gemm_mma_128_takes)
+        .prefers(grouped_gemm_mma_128_prefers)
+        .launches(grouped_gemm_mma_128),
+    Row("cuda_grouped_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kSm80To89, kGroupsOneChain | kChunks)
+        .launches(grouped_gemm_mma_64),
+    Row("cuda_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kGroupsOneChain | kChunks)
+        .launches(grouped_gemm_ieee_64x64),
 };
 
 constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
-    Row("cuda_scaled_grouped_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kSm90a, kBias | kAccumulate).takes(scaled_groups_takes).prefers(scaled_groups_tall_prefers).launches(scaled_groups_tall),
-    Row("cuda_scaled_grouped_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kSm90a, kBias | kAccumulate).takes(scaled_groups_takes).launches(scaled_groups_ahead),
-    Row("cuda_scaled_grouped_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kSm90a, kBias | kAccumulate | kChunks | kColumnScales).launches(scaled_groups_any),
-    Row("cuda_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledGroupedGemmFeatures).launches(scaled_grouped_gemm_ieee_64x64),
+    Row("cuda_scaled_grouped_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kSm90a, kBias | kAccumulate)
+        .takes(scaled_groups_takes)
+        .prefers(scaled_groups_tall_prefers)
+        .launches(scaled_groups_tall),
+    Row("cuda_scaled_grouped_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kSm90a, kBias | kAccumulate)
+        .takes(scaled_groups_takes)
+        .launches(scaled_groups_ahead),
+    Row("cuda_scaled_grouped_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kSm90a,
+        kBias | kAccumulate | kChunks | kColumnScales)
+        .launches(scaled_groups_any),
+    Row("cuda_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledGroupedGemmFeatures)
+        .launches(scaled_grouped_gemm_ieee_64x64),
 };
 
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
-    Row("cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm).takes(layernorm_held_takes).launches(layernorm_held),
-    Row("cuda_layernorm_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm).takes(layernorm_staged_takes).prefers(layernorm_staged_prefers).launches(layernorm_staged),
-    Row("cuda_layernorm_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm & ~kResidual).takes(layernorm_adjacent_takes).prefers(layernorm_adjacent_prefers).launches(layernorm_adjacent),
-    Row("cuda_layernorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm).takes(layernorm_unaligned_takes).launches(layernorm_unaligned),
+    Row("cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
+        .takes(layernorm_held_takes)
+        .launches(layernorm_held),
+    Row("cuda_layernorm_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
+        .takes(layernorm_staged_takes)
+        .prefers(layernorm_staged_prefers)
+        .launches(layernorm_staged),
+    Row("cuda_layernorm_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm & ~kResidual)
+        .takes(layernorm_adjacent_takes)
+        .prefers(layernorm_adjacent_prefers)
+        .launches(layernorm_adjacent),
+    Row("cuda_layernorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
+        .takes(layernorm_unaligned_takes)
+        .launches(layernorm_unaligned),
     Row("cuda_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm).launches(layernorm_long),
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
-    Row("cuda_layernorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient).takes(layernorm_backward_unaligned_takes).prefers(layernorm_backward_unaligned_prefers).launches(layernorm_backward_unaligned),
-    Row("cuda_layernorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient).takes(layernorm_backward_strided_takes).prefers(layernorm_backward_strided_prefers).launches(layernorm_backward_strided),
-    Row("cuda_layernorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient).takes(layernorm_backward_apart_takes).prefers(layernorm_backward_apart_prefers).launches(layernorm_backward_apart),
-    Row("cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient).takes(layernorm_backward_rows_takes).launches(layernorm_backward_rows),
-    Row("cuda_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient).takes(layernorm_backward_held_takes).launches(layernorm_backward_held),
-    Row("cuda_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient).launches(layernorm_backward_long),
+    Row("cuda_layernorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_unaligned_takes)
+        .prefers(layernorm_backward_unaligned_prefers)
+        .launches(layernorm_backward_unaligned),
+    Row("cuda_layernorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_strided_takes)
+        .prefers(layernorm_backward_strided_prefers)
+        .launches(layernorm_backward_strided),
+    Row("cuda_layernorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_apart_takes)
+        .prefers(layernorm_backward_apart_prefers)
+        .launches(layernorm_backward_apart),
+    Row("cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_rows_takes)
+        .launches(layernorm_backward_rows),
+    Row("cuda_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_held_takes)
+        .launches(layernorm_backward_held),
+    Row("cuda_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .launches(layernorm_backward_long),
 };
 
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.

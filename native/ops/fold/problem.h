@@ -38,6 +38,8 @@ template <> struct Operation<Fold> : AlwaysIeee {
     if (f.peers.ranks) show(f.peers.memory[f.peers.rank]);
     show(f.bias.data, f.out.data);
   }
+  using Functions = FunctionList<pydet_fold>;
+  static Items<pydet_exchange_method> python();
 };
 
 }  // namespace pydet

@@ -1,16 +1,23 @@
 // The sum of parts in a fixed order.
 #include "entry/python/methods.h"
-#include "entry/python/results.h"
 
 namespace pydet {
+namespace {
+
+struct FoldArguments {
+  PYDET_ARGUMENTS(parts,  // positional: a tensor whose first dimension counts the parts, or a tuple of tensors
+                  is_tuple, bias, out,
+                  out_dtype,  // a type index or None
+                  order, accumulate, kernel, stream);
+};
 
 // -> out
 Object *call_fold(Object *, Object *const *args, intptr_t count, Object *keywords) {
   constexpr int kMost = PYDET_FOLD_PARTS;
   Operand room[kMost];
   PythonCall call("fold", room);
-  pydet_fold_arguments given;
-  if (!call.arguments(exchange->fold_names, 1, args, count, keywords, &given)) return nullptr;
+  FoldArguments given;
+  if (!call.arguments(names_of<FoldArguments>, 1, args, count, keywords, &given)) return nullptr;
   pydet_tensor slices[kMost];
   const pydet_tensor *parts[kMost];
   int32_t is_tuple = 0;
@@ -69,9 +76,17 @@ Object *call_fold(Object *, Object *const *args, intptr_t count, Object *keyword
     return nullptr;
   const int64_t work = elements(like);  // of extents that are refused below: anything
   const bool done = call.run(work > 0 && work < kGilWork ? work * used : work, [&](void *stream) {
-    return call.library().fold(stream, parts, used, tensor_of(bias), tensor_of(out), &options);
+    return call.library().call<pydet_fold>(stream, parts, used, tensor_of(bias), tensor_of(out), &options);
   });
   return done ? call.result(out) : nullptr;
 }
+
+constexpr pydet_exchange_method kMethods[] = {
+    method<FoldArguments>("fold", call_fold),
+};
+
+}  // namespace
+
+Items<pydet_exchange_method> Operation<Fold>::python() { return kMethods; }
 
 }  // namespace pydet

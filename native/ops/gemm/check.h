@@ -15,7 +15,8 @@ inline pydet_status check_arithmetic(const char *op, int32_t asked) {
 inline Arithmetic of_fp8(Device device) {
   const Table<ScaledGemm> &table = backend_for(device.type)->table<ScaledGemm>();
   for (int i = 0; i < table.count; ++i)
-    if (table.rows[i].arithmetic != Arithmetic::ieee && table.rows[i].machine.has(device)) return table.rows[i].arithmetic;
+    if (table.rows[i].arithmetic != Arithmetic::ieee && table.rows[i].machine.has(device))
+      return table.rows[i].arithmetic;
   return Arithmetic::ieee;
 }
 

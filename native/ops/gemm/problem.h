@@ -45,6 +45,10 @@ template <> struct Operation<Gemm> : AsAsked {
     return true;
   }
   static bool drop_chunks(Gemm &g) { return g.k_chunk != 0 && (g.k_chunk = 0, true); }
+  using Functions = FunctionList<pydet_gemm, pydet_gemm_da, pydet_gemm_db, pydet_gemm_workspace, pydet_skinny_gemm,
+                                 pydet_skinny_gemm_workspace>;
+  static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 struct Rounding;  // ops/gemm/rounding.h

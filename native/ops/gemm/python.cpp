@@ -1,9 +1,20 @@
-// GEMM, its two gradients, skinny GEMM; grouped GEMM.
+// GEMM, its two gradients, skinny GEMM.
 #include "entry/python/methods.h"
-#include "entry/python/results.h"
 
 namespace pydet {
 namespace {
+
+// In this order in every method: a and b, dc and b, a and dc, x and w. Tensors may be None but for these two.
+struct ProductArguments {
+  PYDET_ARGUMENTS(first, second,  // positional
+                  bias, out,
+                  out_dtype,  // a type index or None
+                  accumulate, arithmetic,
+                  k_chunk,  // or None
+                  initial, mode, weights_constant,
+                  kernel,   // or None
+                  stream);  // an address or None
+};
 
 struct ProductWords {
   const char *op, *first, *second;
@@ -11,14 +22,12 @@ struct ProductWords {
 constexpr ProductWords kProductWords[] = {
     {"gemm", "a", "b"}, {"gemm_da", "dc", "b"}, {"gemm_db", "a", "dc"}, {"skinny_gemm", "x", "w"}};
 
-}  // namespace
-
 template <Product product> Object *call_product(Object *, Object *const *args, intptr_t count, Object *keywords) {
   constexpr ProductWords words = kProductWords[int(product)];
   constexpr bool skinny = product == Product::skinny_gemm;
   PythonCall call(words.op);
-  pydet_product_arguments given;
-  if (!call.arguments(exchange->product_names, 2, args, count, keywords, &given)) return nullptr;
+  ProductArguments given;
+  if (!call.arguments(names_of<ProductArguments>, 2, args, count, keywords, &given)) return nullptr;
   Operand *x = call.read(words.first, given.first);
   Operand *y = x ? call.read(words.second, given.second) : nullptr;
   Operand *bias = y ? call.read_optional("bias", given.bias) : nullptr;
@@ -62,8 +71,8 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
     const int64_t n = result.shape[result.ndim - 1], m = result.ndim < 2 ? 1 : result.shape[result.ndim - 2];
     const int64_t batch = m > 0 && n > 0 ? elements(result) / m / n : 0;
     uint64_t bytes = 0;
-    pydet_status status = skinny ? library.skinny_gemm_workspace(batch * m, n, depth, &options, &bytes)
-                                 : library.gemm_workspace(batch, m, n, depth, &plain, &bytes);
+    pydet_status status = skinny ? library.call<pydet_skinny_gemm_workspace>(batch * m, n, depth, &options, &bytes)
+                                 : library.call<pydet_gemm_workspace>(batch, m, n, depth, &plain, &bytes);
     if (status != PYDET_OK) bytes = 0;  // the operation will say it better
     if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;
     plain.workspace = options.workspace;
@@ -74,55 +83,25 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
   const pydet_tensor *px = tensor_of(x), *py = tensor_of(y), *pbias = tensor_of(bias), *pout = tensor_of(out);
   const bool done = call.run(work, [&](void *stream) {
     switch (product) {
-      case Product::gemm: return library.gemm(stream, px, py, pbias, pout, &plain);
-      case Product::gemm_da: return library.gemm_da(stream, px, py, pout, &plain);
-      case Product::gemm_db: return library.gemm_db(stream, px, py, pout, &plain);
-      case Product::skinny_gemm: return library.skinny_gemm(stream, px, py, pbias, pout, &options);
+      case Product::gemm: return library.call<pydet_gemm>(stream, px, py, pbias, pout, &plain);
+      case Product::gemm_da: return library.call<pydet_gemm_da>(stream, px, py, pout, &plain);
+      case Product::gemm_db: return library.call<pydet_gemm_db>(stream, px, py, pout, &plain);
+      case Product::skinny_gemm: return library.call<pydet_skinny_gemm>(stream, px, py, pbias, pout, &options);
     }
     return pydet_status(PYDET_INVALID_VALUE);
   });
   return done ? call.result(out) : nullptr;
 }
 
-template Object *call_product<Product::gemm>(Object *, Object *const *, intptr_t, Object *);
-template Object *call_product<Product::gemm_da>(Object *, Object *const *, intptr_t, Object *);
-template Object *call_product<Product::gemm_db>(Object *, Object *const *, intptr_t, Object *);
-template Object *call_product<Product::skinny_gemm>(Object *, Object *const *, intptr_t, Object *);
+constexpr pydet_exchange_method kMethods[] = {
+    method<ProductArguments>("gemm", call_product<Product::gemm>),
+    method<ProductArguments>("gemm_da", call_product<Product::gemm_da>),
+    method<ProductArguments>("gemm_db", call_product<Product::gemm_db>),
+    method<ProductArguments>("skinny_gemm", call_product<Product::skinny_gemm>),
+};
 
-Object *call_grouped_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
-  PythonCall call("grouped_gemm");
-  pydet_grouped_gemm_arguments given;
-  if (!call.arguments(exchange->grouped_gemm_names, 3, args, count, keywords, &given)) return nullptr;
-  Operand *a = call.read("a", given.a);
-  Operand *b = a ? call.read("b", given.b) : nullptr;
-  Operand *end = b ? call.read("group_end", given.group_end) : nullptr;
-  Operand *start = end ? call.read_optional("group_start", given.group_start) : nullptr;
-  Operand *bias = start ? call.read_optional("bias", given.bias) : nullptr;
-  Operand *out = bias ? call.read_optional("out", given.out, true) : nullptr;
-  if (!out) return nullptr;
-  pydet_grouped_gemm_options options = {};
-  options.struct_size = sizeof options;
-  int64_t type = -1;
-  if (!read_sum_options(call, given, &options, &type)) return nullptr;
-  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
-  if (!call.choose_library(given.stream) || !type_agrees(call, "out", *out, type)) return nullptr;
-  const pydet_tensor &x = a->tensor, &y = b->tensor;
-  if (!out->present) {
-    if (!starts_from_zero(call, "grouped_gemm", options.accumulate)) return nullptr;
-    const bool rows = y.ndim == 3, depth = y.ndim == 2 && end->tensor.ndim == 1;
-    if (x.ndim == 2 && (rows || depth) && sound(x, 2) && sound(y, 2)) {
-      const int64_t groups = depth ? end->tensor.shape[0] : 0;
-      int64_t shape[3] = {rows ? x.shape[0] : groups, rows ? y.shape[2] : x.shape[0], y.shape[y.ndim - 1]};
-      if (groups < 0) return call.refuse("group_end", "of a negative extent", PYDET_INVALID_SHAPE), nullptr;
-      if (!(out = call.make(rows ? 2 : 3, shape, type < 0 ? type_index(x.dtype) : int(type)))) return nullptr;
-    }
-  }
-  const int64_t most = sound(x, 2) && sound(y, 2) ? product_work(x, y.shape[y.ndim - 1]) : 0;  // of every token
-  const bool done = call.run(most, [&](void *stream) {
-    return call.library().grouped_gemm(stream, tensor_of(a), tensor_of(b), tensor_of(bias), tensor_of(start),
-                                       tensor_of(end), tensor_of(out), &options);
-  });
-  return done ? call.result(out) : nullptr;
-}
+}  // namespace
+
+Items<pydet_exchange_method> Operation<Gemm>::python() { return kMethods; }
 
 }  // namespace pydet

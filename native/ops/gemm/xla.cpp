@@ -1,30 +1,10 @@
-// Handlers for XLA's foreign function interface: each reads its buffers and attributes, calls the C function of its
-// name, and turns its status and sentence into XLA's error. They keep nothing and allocate nothing. Products are here,
-// those of fp8 in xla_scaled.cpp, what works row by row in xla_norms.cpp.
+// What XLA asks of products.
 
-#include "entry/xla_call.h"
+#include "core/operations.h"
+#include "ops/gemm/xla.h"
 
+namespace pydet {
 namespace {
-
-using namespace pydet;
-
-pydet_tensor matrix(Call &call, const pydet_xla_buffer &buffer, bool transposed, Shape *shape) {
-  const int rank = int(buffer.rank);
-  if (rank < 2 || rank > kMaxRank) {
-    call.fail("gemm: want matrices, with at most 6 leading dimensions");
-    return {};
-  }
-  std::memcpy(shape->dims, buffer.dims, size_t(rank) * sizeof *buffer.dims);
-  lay_out(shape, rank);
-  if (transposed) {
-    for (int64_t *values : {shape->dims, shape->strides}) {
-      const int64_t last = values[rank - 1];
-      values[rank - 1] = values[rank - 2];
-      values[rank - 2] = last;
-    }
-  }
-  return call.tensor(buffer, shape, rank);
-}
 
 // A bias as it broadcasts against out: [N] where it has no more, else out's shape with steps of 0.
 pydet_tensor bias_of(Call &call, const pydet_xla_buffer &bias, const pydet_xla_buffer &out, Shape *shape) {
@@ -58,6 +38,10 @@ bool as_one_matrix(pydet_tensor *w) {
   return true;
 }
 
+// Operands: a, b, then a bias if has_bias, what to continue from if accumulate; one result. transpose_a, transpose_b:
+// the matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
+// rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
+// not take, goes to pydet_gemm. No workspace: a kernel that wants one (pydet_gemm_workspace) is not chosen.
 void gemm(Call &call) {
   const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
   const bool transpose_a = call.integer("transpose_a"), transpose_b = call.integer("transpose_b");
@@ -96,67 +80,12 @@ void gemm(Call &call) {
   call.check(pydet_gemm(stream, &a, &b, given_bias, &out, &plain));
 }
 
-// Products of groups of tokens, whose ends are on the device.
-void grouped_gemm(Call &call) {
-  const bool depth = call.integer("depth"), transpose_b = call.integer("transpose_b");
-  Shape shapes[4];
-  const pydet_xla_buffer &ends = call.argument(2), &result = call.result(0);
-  const pydet_tensor a = matrix(call, call.argument(0), depth, &shapes[0]);
-  const pydet_tensor b = matrix(call, call.argument(1), transpose_b, &shapes[1]);
-  const pydet_tensor out = matrix(call, result, false, &shapes[2]);
-  shapes[3] = {{elements(ends)}, {1}};
-  pydet_tensor group_end = call.tensor(ends, &shapes[3], 1);
-  if (ends.dtype == PYDET_XLA_S32) group_end.dtype = {PYDET_INT, 32, 1};
-  expect_in_place(call, call.argument(3), result);
-  pydet_grouped_gemm_options options = {};
-  options.struct_size = sizeof options;
-  options.arithmetic = int32_t(call.integer("arithmetic"));
-  options.k_chunk = call.integer("k_chunk");
-  options.kernel = call.kernel();
-  void *stream = call.stream();
-  if (call.failed()) return;
-  call.check(pydet_grouped_gemm(stream, &a, &b, nullptr, nullptr, &group_end, &out, &options));
-}
+constexpr pydet_xla_handler kHandlers[] = {
+    handler<gemm>("gemm"),
+};
 
 }  // namespace
 
-pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call) { return handle(call, false, gemm); }
-pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call) { return handle(call, false, grouped_gemm); }
-pydet_xla_error *pydet_xla_cpu_scaled_gemm(pydet_xla_call *call) { return handle(call, false, xla_scaled_gemm); }
-pydet_xla_error *pydet_xla_cpu_quantize(pydet_xla_call *call) { return handle(call, false, xla_quantize); }
-pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call) { return handle(call, false, xla_rmsnorm); }
-pydet_xla_error *pydet_xla_cpu_rmsnorm_backward(pydet_xla_call *call) {
-  return handle(call, false, xla_rmsnorm_backward);
-}
-pydet_xla_error *pydet_xla_cpu_layernorm(pydet_xla_call *call) { return handle(call, false, xla_layernorm); }
-pydet_xla_error *pydet_xla_cpu_layernorm_backward(pydet_xla_call *call) {
-  return handle(call, false, xla_layernorm_backward);
-}
-pydet_xla_error *pydet_xla_cpu_softmax(pydet_xla_call *call) { return handle(call, false, xla_softmax); }
-pydet_xla_error *pydet_xla_cpu_softmax_backward(pydet_xla_call *call) {
-  return handle(call, false, xla_softmax_backward);
-}
-pydet_xla_error *pydet_xla_cpu_log_prob(pydet_xla_call *call) { return handle(call, false, xla_log_prob); }
-pydet_xla_error *pydet_xla_cpu_log_prob_backward(pydet_xla_call *call) {
-  return handle(call, false, xla_log_prob_backward);
-}
-pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call) { return handle(call, true, gemm); }
-pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call) { return handle(call, true, grouped_gemm); }
-pydet_xla_error *pydet_xla_gpu_scaled_gemm(pydet_xla_call *call) { return handle(call, true, xla_scaled_gemm); }
-pydet_xla_error *pydet_xla_gpu_quantize(pydet_xla_call *call) { return handle(call, true, xla_quantize); }
-pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call) { return handle(call, true, xla_rmsnorm); }
-pydet_xla_error *pydet_xla_gpu_rmsnorm_backward(pydet_xla_call *call) {
-  return handle(call, true, xla_rmsnorm_backward);
-}
-pydet_xla_error *pydet_xla_gpu_layernorm(pydet_xla_call *call) { return handle(call, true, xla_layernorm); }
-pydet_xla_error *pydet_xla_gpu_layernorm_backward(pydet_xla_call *call) {
-  return handle(call, true, xla_layernorm_backward);
-}
-pydet_xla_error *pydet_xla_gpu_softmax(pydet_xla_call *call) { return handle(call, true, xla_softmax); }
-pydet_xla_error *pydet_xla_gpu_softmax_backward(pydet_xla_call *call) {
-  return handle(call, true, xla_softmax_backward);
-}
-pydet_xla_error *pydet_xla_gpu_log_prob(pydet_xla_call *call) { return handle(call, true, xla_log_prob); }
-pydet_xla_error *pydet_xla_gpu_log_prob_backward(pydet_xla_call *call) {
-  return handle(call, true, xla_log_prob_backward);
-}
+Items<pydet_xla_handler> Operation<Gemm>::xla() { return kHandlers; }
+
+}  // namespace pydet

@@ -27,6 +27,9 @@ template <> struct Operation<GroupedGemm> : AsAsked {
   template <class Show> static void memory(const GroupedGemm &g, Show show) {
     show(g.a.data, g.b.data, g.bias.data, g.out.data, g.start, g.end);
   }
+  using Functions = FunctionList<pydet_grouped_gemm>;
+  static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 constexpr uint64_t kGroupedGemmFeatures =

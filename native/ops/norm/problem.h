@@ -31,6 +31,9 @@ template <> struct Operation<RmsNorm> : AlwaysIeee {
     for (Rows *rows : {&norm.x, &norm.residual, &norm.y, &norm.sum}) give_room(*rows);
     return give_room(norm.weight.data), true;
   }
+  using Functions = FunctionList<pydet_rmsnorm>;
+  static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 struct RmsNormBackward {
@@ -65,6 +68,7 @@ template <> struct Operation<RmsNormBackward> : AlwaysIeee {
     for (Rows *rows : {&norm.dy, &norm.x, &norm.dresidual, &norm.dx}) give_room(*rows);
     return give_room(norm.weight.data), true;
   }
+  using Functions = FunctionList<pydet_rmsnorm_backward, pydet_rmsnorm_backward_workspace>;
 };
 
 struct LayerNorm {
@@ -87,6 +91,7 @@ template <> struct Operation<LayerNorm> : AlwaysIeee {
   template <class Show> static void memory(const LayerNorm &n, Show show) {
     show(n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data, n.bias.data, n.mean.data, n.rstd.data);
   }
+  using Functions = FunctionList<pydet_layernorm>;
 };
 
 struct LayerNormBackward {
@@ -114,6 +119,7 @@ template <> struct Operation<LayerNormBackward> : AlwaysIeee {
     show(n.dy.data, n.x.data, n.dresidual.data, n.dx.data, n.weight.data, n.mean.data, n.rstd.data, n.dweight.data,
          n.dbias.data);
   }
+  using Functions = FunctionList<pydet_layernorm_backward, pydet_layernorm_backward_workspace>;
 };
 
 }  // namespace pydet

@@ -1,10 +1,36 @@
 // RMSNorm and LayerNorm, with their gradients.
 #include "entry/python/methods.h"
-#include "entry/python/results.h"
-#include "contract/numerics.h"
 
 namespace pydet {
 namespace {
+
+struct RmsNormArguments {
+  PYDET_ARGUMENTS(x, weight, eps,  // positional
+                  bias, weight_offset, residual, out, rstd, sum, kernel, stream);
+};
+
+struct RmsNormBackwardArguments {
+  PYDET_ARGUMENTS(dy, x, weight, rstd,  // positional
+                  weight_offset, dresidual,
+                  has_bias,  // whether dbias is made where it is not given
+                  out, dweight, dbias,
+                  dweight_dtype,  // of both; a type index or None
+                  accumulate, block_sums, kernel, stream);
+};
+
+struct LayerNormArguments {
+  PYDET_ARGUMENTS(x, weight, bias, eps,  // positional
+                  weight_offset, residual, out, mean, rstd, sum, kernel, stream);
+};
+
+struct LayerNormBackwardArguments {
+  PYDET_ARGUMENTS(dy, x, weight, mean, rstd,  // positional
+                  weight_offset, dresidual,
+                  has_bias,  // whether dbias is made where dweight is
+                  out, dweight, dbias,
+                  dweight_dtype,  // of both; a type index or None
+                  accumulate, kernel, stream);
+};
 
 // The options of both gradients. dweight and dbias are read, and made later where they are not given.
 template <class Arguments, class Options>
@@ -23,13 +49,11 @@ bool read_backward_options(PythonCall &call, const char *op, const Arguments &gi
   return call.fail(PYDET_INVALID_VALUE, sentence);
 }
 
-}  // namespace
-
 // -> (y, rstd), and sum where there is a residual
 Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("rmsnorm");
-  pydet_rmsnorm_arguments given;
-  if (!call.arguments(exchange->rmsnorm_names, 3, args, count, keywords, &given)) return nullptr;
+  RmsNormArguments given;
+  if (!call.arguments(names_of<RmsNormArguments>, 3, args, count, keywords, &given)) return nullptr;
   Operand *x = call.read("x", given.x);
   Operand *residual = x ? call.read_optional("residual", given.residual) : nullptr;
   Operand *weight = residual ? call.read_optional("weight", given.weight) : nullptr;
@@ -53,8 +77,8 @@ Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keyw
   options.bias = tensor_of(bias);
 
   const bool done = call.run(elements(x->tensor), [&](void *stream) {
-    return call.library().rmsnorm(stream, tensor_of(x), tensor_of(residual), tensor_of(weight), tensor_of(y),
-                                  tensor_of(rstd), tensor_of(sum), &options);
+    return call.library().call<pydet_rmsnorm>(stream, tensor_of(x), tensor_of(residual), tensor_of(weight),
+                                              tensor_of(y), tensor_of(rstd), tensor_of(sum), &options);
   });
   Operand *results[] = {y, rstd, sum};
   return done ? call.results(results, sum->present ? 3 : 2) : nullptr;
@@ -63,8 +87,8 @@ Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keyw
 // -> (dx, dweight or None), and dbias where there is one
 Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("rmsnorm_backward");
-  pydet_rmsnorm_backward_arguments given;
-  if (!call.arguments(exchange->rmsnorm_backward_names, 4, args, count, keywords, &given)) return nullptr;
+  RmsNormBackwardArguments given;
+  if (!call.arguments(names_of<RmsNormBackwardArguments>, 4, args, count, keywords, &given)) return nullptr;
   Operand *dy = call.read("dy", given.dy);
   Operand *x = dy ? call.read("x", given.x) : nullptr;
   Operand *weight = x ? call.read_optional("weight", given.weight) : nullptr;
@@ -105,15 +129,16 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
     int64_t columns = 0;
     uint64_t bytes = 0;
     if (__builtin_mul_overflow(heads, n, &columns) ||
-        call.library().rmsnorm_backward_workspace(total / n / heads, columns, &bytes) != PYDET_OK)
+        call.library().call<pydet_rmsnorm_backward_workspace>(total / n / heads, columns, &bytes) != PYDET_OK)
       bytes = 0;
     if (dbias->present) bytes *= 2;
     if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;
   }
 
   const bool done = call.run(total, [&](void *stream) {
-    return call.library().rmsnorm_backward(stream, tensor_of(dy), tensor_of(x), tensor_of(weight), tensor_of(rstd),
-                                           tensor_of(dresidual), tensor_of(dx), tensor_of(dweight), &options);
+    return call.library().call<pydet_rmsnorm_backward>(stream, tensor_of(dy), tensor_of(x), tensor_of(weight),
+                                                       tensor_of(rstd), tensor_of(dresidual), tensor_of(dx),
+                                                       tensor_of(dweight), &options);
   });
   Operand *results[] = {dx, dweight, dbias};
   return done ? call.results(results, dbias->present ? 3 : 2) : nullptr;
@@ -124,8 +149,8 @@ Object *call_rmsnorm_backward(Object *, Object *const *args, intptr_t count, Obj
 // -> (y, mean, rstd), and sum where there is a residual
 Object *call_layernorm(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("layernorm");
-  pydet_layernorm_arguments given;
-  if (!call.arguments(exchange->layernorm_names, 4, args, count, keywords, &given)) return nullptr;
+  LayerNormArguments given;
+  if (!call.arguments(names_of<LayerNormArguments>, 4, args, count, keywords, &given)) return nullptr;
   Operand *x = call.read("x", given.x);
   Operand *residual = x ? call.read_optional("residual", given.residual) : nullptr;
   Operand *weight = residual ? call.read_optional("weight", given.weight) : nullptr;
@@ -149,8 +174,9 @@ Object *call_layernorm(Object *, Object *const *args, intptr_t count, Object *ke
   if (residual->present && !make_like(call, x->tensor, x->tensor.ndim, type, &sum)) return nullptr;
 
   const bool done = call.run(elements(x->tensor), [&](void *stream) {
-    return call.library().layernorm(stream, tensor_of(x), tensor_of(residual), tensor_of(weight), tensor_of(bias),
-                                    tensor_of(y), tensor_of(mean), tensor_of(rstd), tensor_of(sum), &options);
+    return call.library().call<pydet_layernorm>(stream, tensor_of(x), tensor_of(residual), tensor_of(weight),
+                                                tensor_of(bias), tensor_of(y), tensor_of(mean), tensor_of(rstd),
+                                                tensor_of(sum), &options);
   });
   Operand *results[] = {y, mean, rstd, sum};
   return done ? call.results(results, sum->present ? 4 : 3) : nullptr;
@@ -159,8 +185,8 @@ Object *call_layernorm(Object *, Object *const *args, intptr_t count, Object *ke
 // -> (dx, dweight or None, dbias or None)
 Object *call_layernorm_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("layernorm_backward");
-  pydet_layernorm_backward_arguments given;
-  if (!call.arguments(exchange->layernorm_backward_names, 5, args, count, keywords, &given)) return nullptr;
+  LayerNormBackwardArguments given;
+  if (!call.arguments(names_of<LayerNormBackwardArguments>, 5, args, count, keywords, &given)) return nullptr;
   Operand *dy = call.read("dy", given.dy);
   Operand *x = dy ? call.read("x", given.x) : nullptr;
   Operand *weight = x ? call.read_optional("weight", given.weight) : nullptr;
@@ -186,17 +212,28 @@ Object *call_layernorm_backward(Object *, Object *const *args, intptr_t count, O
   const int64_t total = elements(x->tensor), n = sound(x->tensor, 1) ? x->tensor.shape[x->tensor.ndim - 1] : 0;
   if ((dweight->present || dbias->present) && n > 0) {
     uint64_t bytes = 0;
-    if (call.library().layernorm_backward_workspace(total / n, n, &bytes) != PYDET_OK) bytes = 0;
+    if (call.library().call<pydet_layernorm_backward_workspace>(total / n, n, &bytes) != PYDET_OK) bytes = 0;
     if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;
   }
 
   const bool done = call.run(total, [&](void *stream) {
-    return call.library().layernorm_backward(stream, tensor_of(dy), tensor_of(x), tensor_of(weight), tensor_of(mean),
-                                             tensor_of(rstd), tensor_of(dresidual), tensor_of(dx), tensor_of(dweight),
-                                             tensor_of(dbias), &options);
+    return call.library().call<pydet_layernorm_backward>(stream, tensor_of(dy), tensor_of(x), tensor_of(weight),
+                                                         tensor_of(mean), tensor_of(rstd), tensor_of(dresidual),
+                                                         tensor_of(dx), tensor_of(dweight), tensor_of(dbias), &options);
   });
   Operand *results[] = {dx, dweight, dbias};
   return done ? call.results(results, 3) : nullptr;
 }
+
+constexpr pydet_exchange_method kMethods[] = {
+    method<RmsNormArguments>("rmsnorm", call_rmsnorm),
+    method<RmsNormBackwardArguments>("rmsnorm_backward", call_rmsnorm_backward),
+    method<LayerNormArguments>("layernorm", call_layernorm),
+    method<LayerNormBackwardArguments>("layernorm_backward", call_layernorm_backward),
+};
+
+}  // namespace
+
+Items<pydet_exchange_method> Operation<RmsNorm>::python() { return kMethods; }
 
 }  // namespace pydet

@@ -1,5 +1,7 @@
-// What XLA asks of the operations that work row by row.
+// What XLA asks of the norms. A weight or bias [groups, n] means that many problems, each with rows / groups rows of the
+// others.
 
+#include "core/operations.h"
 #include "entry/xla_call.h"
 
 namespace pydet {
@@ -120,9 +122,9 @@ template <class Options> Options backward_options(Call &call, const pydet_xla_bu
   return options;
 }
 
-}  // namespace
-
-void xla_rmsnorm(Call &call) {
+// Operands: x, then a residual if has_residual, a weight if has_weight, a bias if has_bias; y, rstd, and the sum if
+// has_residual. eps, weight_offset. heads: how many a weight or bias has, 0 where it is [n].
+void rmsnorm(Call &call) {
   Buffers of = {call};
   const pydet_xla_buffer *x = of.argument(), *residual = of.argument("has_residual"),
                          *weight = of.argument("has_weight"), *bias = of.argument("has_bias"), *y = of.result(),
@@ -140,7 +142,10 @@ void xla_rmsnorm(Call &call) {
   });
 }
 
-void xla_rmsnorm_backward(Call &call) {
+// Operands: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual, a dweight to continue from if
+// accumulate; dx, then dweight if has_weight, dbias if has_bias, and a workspace of bytes if either. weight_offset,
+// heads.
+void rmsnorm_backward(Call &call) {
   Buffers of = {call};
   const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
   const pydet_xla_buffer *dy = of.argument(), *x = of.argument(), *rstd = of.argument(),
@@ -163,7 +168,9 @@ void xla_rmsnorm_backward(Call &call) {
   });
 }
 
-void xla_layernorm(Call &call) {
+// Operands: x, then a residual if has_residual, a weight if has_weight, a bias if has_bias; y, mean, rstd, and the
+// sum if has_residual. eps, weight_offset.
+void layernorm(Call &call) {
   Buffers of = {call};
   const pydet_xla_buffer *x = of.argument(), *residual = of.argument("has_residual"),
                          *weight = of.argument("has_weight"), *bias = of.argument("has_bias"), *y = of.result(),
@@ -180,7 +187,9 @@ void xla_layernorm(Call &call) {
   });
 }
 
-void xla_layernorm_backward(Call &call) {
+// Operands: dy, x, mean, rstd, then a weight if has_weight, dresidual if has_dresidual; dx, then dweight if
+// has_weight, dbias if has_bias, and a workspace of bytes if either. weight_offset.
+void layernorm_backward(Call &call) {
   Buffers of = {call};
   const pydet_xla_buffer *dy = of.argument(), *x = of.argument(), *mean = of.argument(), *rstd = of.argument(),
                          *weight = of.argument("has_weight"), *dresidual = of.argument("has_dresidual"),
@@ -199,71 +208,15 @@ void xla_layernorm_backward(Call &call) {
   });
 }
 
-// The softmax family: buffers of rows, whatever their leading dimensions.
-namespace {
-
-pydet_tensor as_rows(Call &call, const pydet_xla_buffer &buffer, Shape *shape) {
-  const int64_t n = buffer.rank ? buffer.dims[buffer.rank - 1] : 0;
-  *shape = {{n ? elements(buffer) / n : 0, n}, {n, 1}};
-  return call.tensor(buffer, shape, 2);
-}
-pydet_tensor as_values(Call &call, const pydet_xla_buffer &buffer, Shape *shape) {
-  *shape = {{elements(buffer)}, {1}};
-  pydet_tensor values = call.tensor(buffer, shape, 1);
-  if (buffer.dtype == PYDET_XLA_S32) values.dtype = {PYDET_INT, 32, 1};
-  if (buffer.dtype == PYDET_XLA_S64) values.dtype = {PYDET_INT, 64, 1};
-  return values;
-}
-
-pydet_softmax_options softmax_options(Call &call) {
-  pydet_softmax_options options = {};
-  options.struct_size = sizeof options;
-  options.log = int32_t(call.integer("log"));
-  options.kernel = call.kernel();
-  return options;
-}
-pydet_log_prob_options log_prob_options(Call &call) {
-  pydet_log_prob_options options = {};
-  options.struct_size = sizeof options;
-  options.kernel = call.kernel();
-  return options;
-}
+constexpr pydet_xla_handler kHandlers[] = {
+    handler<rmsnorm>("rmsnorm"),
+    handler<rmsnorm_backward>("rmsnorm_backward"),
+    handler<layernorm>("layernorm"),
+    handler<layernorm_backward>("layernorm_backward"),
+};
 
 }  // namespace
 
-void xla_softmax(Call &call) {
-  const pydet_softmax_options options = softmax_options(call);
-  Shape s[2];
-  const pydet_tensor x = as_rows(call, call.argument(0), &s[0]), y = as_rows(call, call.result(0), &s[1]);
-  void *stream = call.stream();
-  if (!call.failed()) call.check(pydet_softmax(stream, &x, &y, &options));
-}
-
-void xla_softmax_backward(Call &call) {
-  const pydet_softmax_options options = softmax_options(call);
-  Shape s[3];
-  const pydet_tensor dy = as_rows(call, call.argument(0), &s[0]), y = as_rows(call, call.argument(1), &s[1]),
-                     dx = as_rows(call, call.result(0), &s[2]);
-  void *stream = call.stream();
-  if (!call.failed()) call.check(pydet_softmax_backward(stream, &dy, &y, &dx, &options));
-}
-
-void xla_log_prob(Call &call) {
-  const pydet_log_prob_options options = log_prob_options(call);
-  Shape s[3];
-  const pydet_tensor x = as_rows(call, call.argument(0), &s[0]), index = as_values(call, call.argument(1), &s[1]),
-                     found = as_values(call, call.result(0), &s[2]);
-  void *stream = call.stream();
-  if (!call.failed()) call.check(pydet_log_prob(stream, &x, &index, &found, &options));
-}
-
-void xla_log_prob_backward(Call &call) {
-  const pydet_log_prob_options options = log_prob_options(call);
-  Shape s[4];
-  const pydet_tensor given = as_values(call, call.argument(0), &s[0]), x = as_rows(call, call.argument(1), &s[1]),
-                     index = as_values(call, call.argument(2), &s[2]), dx = as_rows(call, call.result(0), &s[3]);
-  void *stream = call.stream();
-  if (!call.failed()) call.check(pydet_log_prob_backward(stream, &given, &x, &index, &dx, &options));
-}
+Items<pydet_xla_handler> Operation<RmsNorm>::xla() { return kHandlers; }
 
 }  // namespace pydet

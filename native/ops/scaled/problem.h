@@ -68,6 +68,9 @@ template <> struct Operation<ScaledGemm> : AsAsked {
   template <class Show> static void memory(const ScaledGemm &g, Show show) {
     show(g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data);
   }
+  using Functions = FunctionList<pydet_scaled_gemm>;
+  static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 constexpr uint64_t kScaledGemmFeatures =
@@ -107,6 +110,7 @@ template <> struct Operation<Quantize> : AlwaysIeee {
   template <class Show> static void memory(const Quantize &q, Show show) {
     show(q.x.data, q.out.data, q.scale.data, q.transposed.data, q.transposed_scale.data);
   }
+  using Functions = FunctionList<pydet_quantize>;
 };
 
 constexpr uint64_t kQuantizeFeatures =

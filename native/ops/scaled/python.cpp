@@ -1,12 +1,27 @@
 // Scaled GEMM, and the quantisation that makes its operands.
-#include "entry/python/methods.h"
-#include "entry/python/results.h"
-#include "ops/scaled/problem.h"
-
-#include <type_traits>
+#include "ops/scaled/python.h"
 
 namespace pydet {
 namespace {
+
+struct ScaledGemmArguments {
+  PYDET_ARGUMENTS(a, b,  // positional
+                  a_scale, b_scale, bias, out,
+                  out_dtype,  // a type index or None
+                  accumulate, arithmetic,
+                  k_chunk,  // None: 128
+                  kernel, stream);
+};
+
+struct QuantizeArguments {
+  PYDET_ARGUMENTS(x,  // positional
+                  granularity,
+                  given,  // the scale to read, or None; the rest are outputs
+                  out, scale, transposed, transposed_scale, dtype, scale_dtype,  // type indices
+                  power_of_two,
+                  turns,  // whether to make a transposed copy
+                  kernel, stream);
+};
 
 // Makes the scale of x [m, k], dimension `m` of its last two, where it is not there.
 bool make_scale(PythonCall &call, const pydet_tensor &x, bool turned, int32_t granularity, int type, Operand **scale) {
@@ -24,43 +39,11 @@ bool make_scale(PythonCall &call, const pydet_tensor &x, bool turned, int32_t gr
   return *scale != nullptr;
 }
 
-// A scaled product: its operands in the order of its arguments, its options, and the library for them.
-template <class Options> struct ScaledCall {
-  Operand *a = nullptr, *b = nullptr, *group_end = nullptr, *group_start = nullptr;  // the last two where it has groups
-  Operand *a_scale = nullptr, *b_scale = nullptr, *bias = nullptr, *out = nullptr;
-  Options options = {};
-  int64_t type = -1;
-
-  template <class Arguments> bool read(PythonCall &call, const Arguments &given) {
-    if (!(a = call.read("a", given.a)) || !(b = call.read("b", given.b))) return false;
-    if constexpr (std::is_same_v<Arguments, pydet_scaled_grouped_gemm_arguments>)
-      if (!(group_end = call.read("group_end", given.group_end)) ||
-          !(group_start = call.read_optional("group_start", given.group_start)))
-        return false;
-    if (!(a_scale = call.read_optional("a_scale", given.a_scale)) ||
-        !(b_scale = call.read_optional("b_scale", given.b_scale)) || !(bias = call.read_optional("bias", given.bias)) ||
-        !(out = call.read_optional("out", given.out, true)))
-      return false;
-    options.struct_size = sizeof options;
-    options.k_chunk = kScaleGroup;
-    return read_sum_options(call, given, &options, &type) && call.text_of("kernel", given.kernel, &options.kernel) &&
-           call.choose_library(given.stream) && type_agrees(call, "out", *out, type);
-  }
-  // Makes out of the given shape, if it is not there; `sound`: the operands have a shape by which that is known.
-  bool make_out(PythonCall &call, const char *op, bool sound, int ndim, const int64_t *shape) {
-    if (out->present) return true;
-    if (!starts_from_zero(call, op, options.accumulate)) return false;
-    return !sound || (out = call.make(ndim, shape, type < 0 ? int(Type::bf16) : int(type)));
-  }
-};
-
-}  // namespace
-
 Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("scaled_gemm");
-  pydet_scaled_gemm_arguments given;
+  ScaledGemmArguments given;
   ScaledCall<pydet_scaled_gemm_options> of;
-  if (!call.arguments(exchange->scaled_gemm_names, 2, args, count, keywords, &given)) return nullptr;
+  if (!call.arguments(names_of<ScaledGemmArguments>, 2, args, count, keywords, &given)) return nullptr;
   if (!of.read(call, given)) return nullptr;
   const pydet_tensor &a = of.a->tensor, &b = of.b->tensor;
   const bool matrices = sound(a, 2) && sound(b, 2);
@@ -70,26 +53,9 @@ Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *
   if (!of.make_out(call, "scaled_gemm", matrices, ndim, shape)) return nullptr;
   const int64_t depth = sound(a, 1) ? a.shape[a.ndim - 1] : 0;
   const bool done = call.run(of.out->present ? product_work(of.out->tensor, depth) : 0, [&](void *stream) {
-    return call.library().scaled_gemm(stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b),
-                                      tensor_of(of.b_scale), tensor_of(of.bias), tensor_of(of.out), &of.options);
-  });
-  return done ? call.result(of.out) : nullptr;
-}
-
-Object *call_scaled_grouped_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
-  PythonCall call("scaled_grouped_gemm");
-  pydet_scaled_grouped_gemm_arguments given;
-  ScaledCall<pydet_scaled_grouped_gemm_options> of;
-  if (!call.arguments(exchange->scaled_grouped_gemm_names, 3, args, count, keywords, &given)) return nullptr;
-  if (!of.read(call, given)) return nullptr;
-  const pydet_tensor &a = of.a->tensor, &b = of.b->tensor;
-  const bool rows = a.ndim == 2 && b.ndim == 3 && sound(a, 2) && sound(b, 2);
-  const int64_t shape[2] = {rows ? a.shape[0] : 0, rows ? b.shape[2] : 0};
-  if (!of.make_out(call, "scaled_grouped_gemm", rows, 2, shape)) return nullptr;
-  const bool done = call.run(rows ? product_work(a, b.shape[2]) : 0, [&](void *stream) {
-    return call.library().scaled_grouped_gemm(stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b),
-                                              tensor_of(of.b_scale), tensor_of(of.bias), tensor_of(of.group_start),
-                                              tensor_of(of.group_end), tensor_of(of.out), &of.options);
+    return call.library().call<pydet_scaled_gemm>(stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b),
+                                                  tensor_of(of.b_scale), tensor_of(of.bias), tensor_of(of.out),
+                                                  &of.options);
   });
   return done ? call.result(of.out) : nullptr;
 }
@@ -97,8 +63,8 @@ Object *call_scaled_grouped_gemm(Object *, Object *const *args, intptr_t count, 
 // -> (out, scale), and the transposed two where they are asked for
 Object *call_quantize(Object *, Object *const *args, intptr_t count, Object *keywords) {
   PythonCall call("quantize");
-  pydet_quantize_arguments given;
-  if (!call.arguments(exchange->quantize_names, 1, args, count, keywords, &given)) return nullptr;
+  QuantizeArguments given;
+  if (!call.arguments(names_of<QuantizeArguments>, 1, args, count, keywords, &given)) return nullptr;
   Operand *x = call.read("x", given.x);
   Operand *known = x ? call.read_optional("scale", given.given) : nullptr;
   Operand *out = known ? call.read_optional("out", given.out, true) : nullptr;
@@ -134,11 +100,20 @@ Object *call_quantize(Object *, Object *const *args, intptr_t count, Object *key
     if (turns && !make_scale(call, like, true, options.granularity, int(scale_type), &turned_scale)) return nullptr;
   }
   const bool done = call.run(elements(x->tensor), [&](void *stream) {
-    return call.library().quantize(stream, tensor_of(x), tensor_of(out), tensor_of(scale), tensor_of(turned),
-                                   tensor_of(turned_scale), &options);
+    return call.library().call<pydet_quantize>(stream, tensor_of(x), tensor_of(out), tensor_of(scale),
+                                               tensor_of(turned), tensor_of(turned_scale), &options);
   });
   Operand *results[] = {out, scale, turned, turned_scale};
   return done ? call.results(results, turned->present ? 4 : 2) : nullptr;
 }
+
+constexpr pydet_exchange_method kMethods[] = {
+    method<ScaledGemmArguments>("scaled_gemm", call_scaled_gemm),
+    method<QuantizeArguments>("quantize", call_quantize),
+};
+
+}  // namespace
+
+Items<pydet_exchange_method> Operation<ScaledGemm>::python() { return kMethods; }
 
 }  // namespace pydet

@@ -1,7 +1,8 @@
-// Handlers for XLA's foreign function interface: products of scaled fp8 factors, and the quantisation that makes them.
+// What XLA asks of products of scaled fp8 factors, and of the quantisation that makes them.
 
 #include <utility>
 
+#include "core/operations.h"
 #include "entry/xla_call.h"
 
 namespace pydet {
@@ -24,9 +25,10 @@ pydet_tensor as_it_lies(Call &call, const pydet_xla_buffer &buffer, bool turned,
   return call.tensor(buffer, shape, rank);
 }
 
-}  // namespace
-
-void xla_scaled_gemm(Call &call) {
+// Operands: a, b, whose last two dimensions lie in column order (k adjacent), then a_scale if has_a_scale, b_scale if
+// has_b_scale, a bias if has_bias, what to continue from if accumulate; one result. arithmetic, k_chunk as in
+// pydet_scaled_gemm_options.
+void scaled_gemm(Call &call) {
   const bool has_a_scale = call.integer("has_a_scale"), has_b_scale = call.integer("has_b_scale");
   const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
   Shape shapes[6];
@@ -51,7 +53,9 @@ void xla_scaled_gemm(Call &call) {
                                has_bias ? &bias : nullptr, &out, &options));
 }
 
-void xla_quantize(Call &call) {
+// Operands: x, then the scale if given; out, then the scale if not given, the transposed copy and its scale if
+// transposed. granularity, power_of_two as in pydet_quantize_options.
+void quantize(Call &call) {
   const bool given = call.integer("given"), transposed = call.integer("transposed");
   Shape shapes[5];
   const pydet_tensor x = as_it_lies(call, call.argument(0), false, &shapes[0]);
@@ -73,5 +77,14 @@ void xla_quantize(Call &call) {
   call.check(pydet_quantize(stream, &x, &out, &scale, transposed ? &turned : nullptr,
                             transposed ? &turned_scale : nullptr, &options));
 }
+
+constexpr pydet_xla_handler kHandlers[] = {
+    handler<scaled_gemm>("scaled_gemm"),
+    handler<quantize>("quantize"),
+};
+
+}  // namespace
+
+Items<pydet_xla_handler> Operation<ScaledGemm>::xla() { return kHandlers; }
 
 }  // namespace pydet

@@ -21,6 +21,8 @@ template <> struct Operation<ScaledGroupedGemm> : AsAsked {
   template <class Show> static void memory(const ScaledGroupedGemm &g, Show show) {
     show(g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data, g.start, g.end);
   }
+  using Functions = FunctionList<pydet_scaled_grouped_gemm>;
+  static Items<pydet_exchange_method> python();
 };
 
 // Where a group's operands begin, in elements.

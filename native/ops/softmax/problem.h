@@ -29,6 +29,9 @@ template <> struct Operation<Softmax> : AlwaysIeee {
     show(s.x.data, s.y.data, s.index.data, s.log_prob.data, s.dlog_prob.data);
   }
   static bool lay_well(Softmax &softmax) { return give_room(softmax.x), give_room(softmax.y), true; }
+  using Functions = FunctionList<pydet_softmax, pydet_log_prob, pydet_log_prob_backward>;
+  static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 struct SoftmaxBackward {
@@ -50,6 +53,7 @@ template <> struct Operation<SoftmaxBackward> : AlwaysIeee {
   static bool lay_well(SoftmaxBackward &softmax) {
     return give_room(softmax.dy), give_room(softmax.y), give_room(softmax.dx), true;
   }
+  using Functions = FunctionList<pydet_softmax_backward>;
 };
 
 }  // namespace pydet
