@@ -97,3 +97,23 @@ def test_a_refused_kernel_says_what_it_lacks(tmp_path):
         f"rmsnorm: kernel held does not take this problem: {strides}",
         "rmsnorm: kernel held does not take this problem: not of this shape",
     ]
+
+
+def test_a_backend_has_a_table_for_each_operation_once(tmp_path):
+    listed = re.search(r"AllOperations = Operations<(.*?)>;", (ROOT / "native/core/operations.h").read_text(), re.S)[1]
+    problems = [name.strip() for name in listed.split(",")]
+    assert len(problems) > 10 and "Gemm" in problems
+
+    def said_of(names):
+        tables = ", ".join(f"no_kernels<{name}>()" for name in names)
+        source = tmp_path / "tables.cpp"
+        source.write_text(
+            f'#include "core/backend.h"\nnamespace pydet {{ constexpr Tables kTables = tables({tables}); }}\n'
+        )
+        command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-fsyntax-only", f"-I{ROOT}/native"]
+        done = subprocess.run([*command, f"-I{ROOT}/native/include", source], capture_output=True, text=True)
+        return done.stderr if done.returncode else ""
+
+    assert said_of(problems) == said_of(problems[::-1]) == ""
+    for wrong in (problems[1:], [*problems, problems[0]], [*problems[1:], problems[1]]):
+        assert "one table an operation" in said_of(wrong)

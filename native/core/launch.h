@@ -1,5 +1,5 @@
-// What every function of the C ABI ends with, once its arguments are checked: choosing a kernel for the problem, launching
-// it, and saying why there is none.
+// What every function of the C ABI ends with, once its arguments are checked: choosing a kernel for the problem,
+// launching it, and saying why there is none.
 #pragma once
 
 #include "core/backend.h"
@@ -147,8 +147,8 @@ pydet_status find(const char *op, const Problem &problem, const char *forced, co
   return check_reach(op, backend, problem);
 }
 
-// Runs the problem by the kernel of that name, or where `forced` is NULL by the one that suits it best. Never a part of its
-// caller, whose views are off the stack when a kernel runs.
+// Runs the problem by the kernel of that name, or where `forced` is NULL by the one that suits it best. Never a part of
+// its caller, whose views are off the stack when a kernel runs.
 template <class Problem>
 __attribute__((noinline)) pydet_status launch(const char *op, const Problem &problem, const char *forced) {
   Choice choice;

@@ -38,13 +38,13 @@ template <class Item> struct Items {
 // Functions of pydet.h.
 template <auto... functions> struct FunctionList {};
 
-// `name`, of the table; `input`: the type by which kernels are chosen; `arithmetic` likewise; `memory` shows the data of all
-// operands. What else there is, it has of AnyOperation.
+// `name`, of the table; `input`: the type by which kernels are chosen; `arithmetic` likewise; `memory` shows the data of
+// all operands. What else there is, it has of AnyOperation.
 template <class Problem> struct Operation;
 
 struct AnyOperation {
-  // Makes of a problem the same where no stride and no address can be in a kernel's way: elements along k or along the row
-  // are adjacent. Of no use but to be shown to a row. False where these are not known to matter.
+  // Makes of a problem the same where no stride and no address can be in a kernel's way: elements along k or along the
+  // row are adjacent. Of no use but to be shown to a row. False where these are not known to matter.
   template <class Problem> static bool lay_well(Problem &) { return false; }
   // Takes its k_chunk away; false where it has none.
   template <class Problem> static bool drop_chunks(Problem &) { return false; }

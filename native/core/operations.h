@@ -1,5 +1,5 @@
-// The one list of operations. Tables, backends, the ways in from Python and XLA and what the library says of itself are made
-// of it.
+// The one list of operations, of which tables, backends, the ways in from Python and XLA, and what the library says of
+// itself are made.
 #pragma once
 
 #include <type_traits>

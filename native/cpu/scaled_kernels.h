@@ -1,4 +1,4 @@
-// The CPU kernels of scaled.h's problems, once per instruction set, as those of kernels.h.
+// The CPU kernels of scaled GEMM and quantisation, once per instruction set, as those of kernels.h.
 #pragma once
 
 #include "cpu/kernels.h"

@@ -46,8 +46,8 @@ typedef struct pydet_exchange_python {
   void (*PyEval_RestoreThread)(void *);
 } pydet_exchange_python;
 
-/* A method, of which the first four members are CPython's PyMethodDef. The first arguments are positional, the rest keywords
- * in any order; one that is not given is the operation's default. Options have the names that they have in pydet.h. */
+/* A method, of which the first four members are CPython's PyMethodDef. The first arguments are positional, the rest
+ * keywords in any order; one that is not given is the operation's default. Options are named as in pydet.h. */
 typedef struct pydet_exchange_method {
   const char *name; /* NULL: the end of the methods */
   pydet_object *(*call)(pydet_object *self, pydet_object *const *arguments, intptr_t count, pydet_object *keywords);
@@ -77,7 +77,7 @@ typedef void (*pydet_exchange_function)(void);
 
 enum { PYDET_EXCHANGE_CPU = 0, PYDET_EXCHANGE_CUDA = 1, PYDET_EXCHANGE_ROCM = 2, PYDET_EXCHANGE_LIBRARIES = 3 };
 
-enum { PYDET_EXCHANGE_TYPES = 6 }; /* element types; a type index counts them in the order of types.h */
+enum { PYDET_EXCHANGE_TYPES = 6 }; /* element types; a type index counts them in the order of contract/types.h */
 
 /* Everything an operation needs of Python. A hook is a callable; each returns what is said here or raises. `op` and
  * `name` are the operation's and the argument's, for sentences. */
@@ -115,12 +115,12 @@ typedef struct pydet_exchange {
       *libraries[PYDET_EXCHANGE_LIBRARIES]; /* pydet_exchange_functions(); NULL until loaded */
 } pydet_exchange;
 
-/* The methods of all operations; NULL, and pydet_last_error(), if struct_size is not this library's or another interpreter
- * of the process has them: the hooks are one interpreter's. The table must outlive every call. */
+/* The methods of all operations; NULL, and pydet_last_error(), if struct_size is not this library's or another
+ * interpreter of the process has them: the hooks are one interpreter's. The table must outlive every call. */
 PYDET_API const pydet_exchange_method *pydet_exchange_methods(const pydet_exchange *exchange);
 
-/* What the methods call in the library that serves their tensors: that library's functions. *operations is a number of which
- * operations it has: the methods are to be those of a library with the same. */
+/* What the methods call in the library that serves their tensors: that library's functions. *operations is a number
+ * that says which operations it has: the methods are to be those of a library with the same. */
 PYDET_API const pydet_exchange_function *pydet_exchange_functions(uint32_t *operations);
 
 /* The library index that this thread's last successful method call went to, -1 before the first. */

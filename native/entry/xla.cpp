@@ -1,5 +1,5 @@
-// The handlers for XLA's foreign function interface: each reads its buffers and attributes, calls the C function of its name,
-// and turns its status and sentence into XLA's error. They keep nothing and allocate nothing.
+// The handlers for XLA's foreign function interface: each reads its buffers and attributes, calls the C function of its
+// name, and turns its status and sentence into XLA's error. They keep nothing and allocate nothing.
 
 #include "entry/xla_call.h"
 

@@ -1,4 +1,4 @@
-// A pass over the elements of a product (rounding.h): to = round(from + bias).
+// A pass over the elements of a product (ops/gemm/rounding.h): to = round(from + bias).
 //
 // A thread takes four neighbouring elements of a row, or one where something is not aligned for that.
 

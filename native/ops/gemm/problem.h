@@ -51,12 +51,12 @@ template <> struct Operation<Gemm> : AsAsked {
   static Items<pydet_xla_handler> xla();
 };
 
-struct Rounding;  // ops/gemm/rounding.h
-template <class Problem> struct Hooks;
+struct Rounding;                        // ops/gemm/rounding.h
+template <class Problem> struct Hooks;  // core/kernel.h
 template <> struct Hooks<Gemm> {
   pydet_status (*round_elements)(const Rounding &);
-  // Bytes that the kernel which is asked for by name, or else whichever may be chosen, uses for a product of one matrix,
-  // whatever its device; NULL: no kernel wants any.
+  // Bytes that the kernel which is asked for by name, or else whichever may be chosen, uses for a product of one
+  // matrix, whatever its device; NULL: no kernel wants any.
   uint64_t (*workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
 };
 

@@ -43,8 +43,8 @@ Object *call_grouped_gemm(Object *, Object *const *args, intptr_t count, Object 
   }
   const int64_t most = sound(x, 2) && sound(y, 2) ? product_work(x, y.shape[y.ndim - 1]) : 0;  // of every token
   const bool done = call.run(most, [&](void *stream) {
-    return call.library().call<pydet_grouped_gemm>(stream, tensor_of(a), tensor_of(b), tensor_of(bias), tensor_of(start),
-                                       tensor_of(end), tensor_of(out), &options);
+    return call.library().call<pydet_grouped_gemm>(stream, tensor_of(a), tensor_of(b), tensor_of(bias),
+                                                   tensor_of(start), tensor_of(end), tensor_of(out), &options);
   });
   return done ? call.result(out) : nullptr;
 }

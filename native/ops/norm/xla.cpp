@@ -1,5 +1,5 @@
-// What XLA asks of the norms. A weight or bias [groups, n] means that many problems, each with rows / groups rows of the
-// others.
+// What XLA asks of the norms. A weight or bias [groups, n] means that many problems, each with rows / groups rows of
+// the others.
 
 #include "core/operations.h"
 #include "entry/xla_call.h"

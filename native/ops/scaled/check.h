@@ -1,4 +1,4 @@
-// Argument checks of the scaled product and of quantisation: Views become the problems of scaled.h.
+// Argument checks of the scaled product and of quantisation: Views become the problems.
 #pragma once
 
 #include "ops/gemm/check.h"

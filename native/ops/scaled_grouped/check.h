@@ -1,4 +1,4 @@
-// Argument checks of the scaled product of groups: Views become the problem of scaled_grouped.h.
+// Argument checks of the scaled product of groups: Views become the problem.
 #pragma once
 
 #include "ops/grouped/check.h"

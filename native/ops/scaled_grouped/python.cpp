@@ -24,9 +24,9 @@ Object *call_scaled_grouped_gemm(Object *, Object *const *args, intptr_t count, 
   const int64_t shape[2] = {rows ? a.shape[0] : 0, rows ? b.shape[2] : 0};
   if (!of.make_out(call, "scaled_grouped_gemm", rows, 2, shape)) return nullptr;
   const bool done = call.run(rows ? product_work(a, b.shape[2]) : 0, [&](void *stream) {
-    return call.library().call<pydet_scaled_grouped_gemm>(stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b),
-                                              tensor_of(of.b_scale), tensor_of(of.bias), tensor_of(of.group_start),
-                                              tensor_of(of.group_end), tensor_of(of.out), &of.options);
+    return call.library().call<pydet_scaled_grouped_gemm>(
+        stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b), tensor_of(of.b_scale), tensor_of(of.bias),
+        tensor_of(of.group_start), tensor_of(of.group_end), tensor_of(of.out), &of.options);
   });
   return done ? call.result(of.out) : nullptr;
 }

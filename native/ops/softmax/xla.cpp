@@ -1,5 +1,5 @@
-// What XLA asks of softmax, its logarithm, one column of that, and their gradients: buffers of rows, whatever their leading
-// dimensions.
+// What XLA asks of softmax, its logarithm, one column of that, and their gradients: buffers of rows, whatever their
+// leading dimensions.
 
 #include "core/operations.h"
 #include "entry/xla_call.h"
