@@ -1,9 +1,13 @@
 // For tests/test_needs.py: rows that refuse a problem for one reason each. Prints the sentence of each.
-#include "core/reason.h"
-#include "ops/gemm/problem.h"
-#include "ops/norm/problem.h"
+#include "core/launch.cpp"
 
 using namespace pydet;
+
+const Backend &pydet::cpu_backend() {
+  static const Backend none = {};
+  return none;
+}
+const Backend *pydet::gpu_backend() { return nullptr; }
 
 namespace {
 
@@ -54,5 +58,13 @@ int main() {
   printf("%s\n", last_error);
   norm.n = 80;
   refuse_row("rmsnorm", held, norm, Type::f32, Arithmetic::ieee);
+  printf("%s\n", last_error);
+
+  Backend backend = {PYDET_ROCM, "HIP"};
+  backend.device_count = [](int32_t *count) { return *count = 1, pydet_status(PYDET_OK); };
+  backend.built_for = "HIP_ARCHS=\"gfx942\"";
+  Fold fold = {};
+  fold.device = {PYDET_ROCM, 0};
+  refuse("fold", fold, backend, no_kernels<Fold>());
   printf("%s\n", last_error);
 }

@@ -64,7 +64,7 @@ pydet_status refuse(const char *op, const Problem &problem, const Backend &backe
     used += size_t(snprintf(have.text + used, sizeof have.text - used, "%s%s", used ? ", " : "", name));
     if (used >= sizeof have.text) break;
   }
-  if (pydet_device_info info = {}; !runs && backend.built_for) {
+  if (pydet_device_info info = {}; table.count && !runs && backend.built_for) {
     PYDET_TRY(backend.query_device(problem.device.id, &info));
     return fail(PYDET_UNSUPPORTED, "%s: %s is a %s, and this library was built with %s, which does not name it", op,
                 device_text(problem.device.type, problem.device.id).text, info.arch, backend.built_for);
