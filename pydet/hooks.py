@@ -210,12 +210,13 @@ def _methods() -> tuple[dict[str, Callable[..., Any]], str]:
         return {}, f"{library.path}: {_native.text(library.lib.pydet_last_error())}"
     new = ctypes.pythonapi["PyCFunction_NewEx"]
     new.argtypes, new.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p], ctypes.py_object
-    method = table
+    method, methods = table, {}
     while method.name != ffi.NULL:
         for place, name in enumerate(_native.text(method.arguments).split(", ")):
             method.names[place] = _handle(sys.intern(name))  # as the keywords of a call are
-        _present[_native.text(method.name)] = new(int(ffi.cast("uintptr_t", method)), None, None)
+        methods[_native.text(method.name)] = new(int(ffi.cast("uintptr_t", method)), None, None)
         method += 1
+    _present.update(methods)
     return _present, ""
 
 

@@ -22,12 +22,12 @@ struct Backend {
   const char *name;  // "CPU", "CUDA", "HIP"
   pydet_status (*device_count)(int32_t *) = nullptr;
   pydet_status (*query_device)(int32_t id, pydet_device_info *) = nullptr;  // id is in range
-  Arithmetic (*tensor_cores)(int32_t id) = nullptr;  // what AUTO means for bf16 and fp16; `automatic` where
-                                                     // the device does not answer: no kernel has that
-  bool (*reaches)(int32_t id,
-                  const void *) = nullptr;  // whether kernels there can use this memory; NULL: not to be known
-  void (*forget)() = nullptr;               // what was remembered of devices; NULL: nothing is
-  const char *built_for = nullptr;          // architectures, and the setting that names them; NULL: any of its devices
+  // What AUTO means for bf16 and fp16; `automatic` where the device does not answer: no kernel has that.
+  Arithmetic (*tensor_cores)(int32_t id) = nullptr;
+  // Whether its kernels can use this memory; NULL: not to be known.
+  bool (*reaches)(int32_t id, const void *) = nullptr;
+  void (*forget)() = nullptr;       // what was remembered of devices; NULL: nothing is
+  const char *built_for = nullptr;  // architectures, and the setting that names them; NULL: any of its devices
   Tables tables = {};
 
   template <class Problem> const Table<Problem> &table() const { return tables; }
