@@ -126,23 +126,23 @@ pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 // any/rmsnorm_backward_long.cu
 pydet_status rmsnorm_backward_long(const RmsNormBackward &);
 
-// any/rmsnorm_backward_short.cu
+// nvidia/rmsnorm_backward_short.cu
 bool rmsnorm_backward_short_takes(const RmsNormBackward &);
 bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
-// any/rmsnorm_backward_apart.cu
+// nvidia/rmsnorm_backward_apart.cu
 bool rmsnorm_backward_apart_takes(const RmsNormBackward &);
 bool rmsnorm_backward_apart_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_apart(const RmsNormBackward &);
 
-// any/rmsnorm_backward_narrow.cu
+// nvidia/rmsnorm_backward_narrow.cu
 bool rmsnorm_backward_narrow_takes(const RmsNormBackward &);
 bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
 
-// any/norm_unaligned.cu
+// nvidia/norm_unaligned.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
 pydet_status rmsnorm_unaligned(const RmsNorm &);
 bool layernorm_unaligned_takes(const LayerNorm &);
@@ -153,7 +153,7 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
-// any/norm_backward_strided.cu
+// nvidia/norm_backward_strided.cu
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
 bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &);
@@ -161,19 +161,19 @@ bool layernorm_backward_strided_takes(const LayerNormBackward &);
 bool layernorm_backward_strided_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_strided(const LayerNormBackward &);
 
-// any/rmsnorm_backward_rows.cu
+// nvidia/rmsnorm_backward_rows.cu
 bool rmsnorm_backward_shifted_takes(const RmsNormBackward &);
 bool rmsnorm_backward_shifted_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_shifted(const RmsNormBackward &);
 bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
 
-// any/layernorm_backward_apart.cu
+// nvidia/layernorm_backward_apart.cu
 bool layernorm_backward_apart_takes(const LayerNormBackward &);
 bool layernorm_backward_apart_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_apart(const LayerNormBackward &);
 
-// any/layernorm_backward_rows.cu
+// nvidia/layernorm_backward_rows.cu
 bool layernorm_backward_rows_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_rows(const LayerNormBackward &);
 

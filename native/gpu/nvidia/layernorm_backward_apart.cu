@@ -1,6 +1,6 @@
 // Gradients of LayerNorm, dx and the sums over rows apart (norm_backward_apart.h).
 
-#include "gpu/any/norm_backward_apart.h"
+#include "gpu/nvidia/norm_backward_apart.h"
 
 namespace pydet {
 

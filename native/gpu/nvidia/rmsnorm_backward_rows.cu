@@ -1,6 +1,6 @@
 // Gradients of RMSNorm in one pass (norm_backward_rows.h): of rows that begin anywhere, and of heads.
 
-#include "gpu/any/norm_backward_rows.h"
+#include "gpu/nvidia/norm_backward_rows.h"
 
 namespace pydet {
 namespace {

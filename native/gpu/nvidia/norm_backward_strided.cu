@@ -7,7 +7,7 @@
 
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_partials.h"
-#include "gpu/any/strided_row.h"
+#include "gpu/nvidia/strided_row.h"
 
 namespace pydet {
 namespace {

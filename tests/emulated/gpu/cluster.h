@@ -1,4 +1,4 @@
-// native/gpu/nvidia/cluster.h on a CPU: what arrives is counted in the word of the mbarrier.
+// native/gpu/cluster.h on a CPU: what arrives is counted in the word of the mbarrier.
 #pragma once
 
 #include "gpu/device.h"

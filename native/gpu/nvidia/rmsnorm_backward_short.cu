@@ -7,7 +7,7 @@
 // may be a cluster and leave the sum of their group instead of their chains: the columns of a quarter of the threads
 // are sent to one of them each, while the rows are made.
 
-#include "gpu/nvidia/cluster.h"
+#include "gpu/cluster.h"
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_partials.h"
 #include "gpu/any/rmsnorm_rows.h"

@@ -1,6 +1,6 @@
 // Gradients of LayerNorm in one pass, for rows of up to 8192 that begin anywhere (norm_backward_rows.h).
 
-#include "gpu/any/norm_backward_rows.h"
+#include "gpu/nvidia/norm_backward_rows.h"
 
 namespace pydet {
 namespace {

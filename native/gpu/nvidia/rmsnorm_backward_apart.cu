@@ -1,6 +1,6 @@
 // Gradients of RMSNorm, dx and dweight apart (norm_backward_apart.h).
 
-#include "gpu/any/norm_backward_apart.h"
+#include "gpu/nvidia/norm_backward_apart.h"
 
 namespace pydet {
 

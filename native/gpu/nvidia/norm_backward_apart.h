@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "gpu/kernels.h"
-#include "gpu/any/norm_pieces.h"
+#include "gpu/nvidia/norm_pieces.h"
 #include "gpu/any/rmsnorm_partials.h"
 
 namespace pydet {
