@@ -74,13 +74,12 @@ CXXFLAGS += $(call takes,-fstack-protector-strong) $(or $(call fortified,3),$(ca
   $(if $(findstring aarch64,$(MACHINE)),$(call takes,-mbranch-protection=standard))
 endif
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
-KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold rounding layernorm
-API := launch products scaled grouped norms softmax fold report
-ENTRIES := $(addprefix python/,methods products scaled norms softmax fold) xla_ffi xla_norms xla_scaled
-POOL := pool scratch thread_count
-# Objects that every library holds; then what makes each library its own.
-SHARED := $(API:%=$(BUILD)/api/%.o) $(ENTRIES:%=$(BUILD)/entry/%.o) $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
-  $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
+# A file of these folders is an object of every library; one of native/cpu is one too, or a kernel, which is compiled once
+# an instruction set.
+named = $(patsubst native/%.cpp,%,$(wildcard $(1:%=native/%.cpp)))
+HOST := $(call named,core/* entry/* entry/*/* ops/*/*) $(addprefix cpu/,backend pool scratch thread_count)
+KERNELS := $(filter-out $(HOST),$(call named,cpu/*))
+SHARED := $(HOST:%=$(BUILD)/%.o) $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/%.$(isa).o))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
@@ -114,7 +113,7 @@ $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 
 # A Python that shuts down ends the threads that come back to it, by unwinding them: no destructor may then run, since it
 # would enter Python. Nothing here throws.
-$(filter $(BUILD)/entry/python/%,$(SHARED)): CXXFLAGS += -fno-exceptions
+$(patsubst native/%.cpp,$(BUILD)/%.o,$(wildcard native/entry/python/*.cpp native/ops/*/python.cpp)): CXXFLAGS += -fno-exceptions
 
 $(BUILD)/%.o: native/%.cpp
 	@mkdir -p $(@D)
@@ -136,17 +135,17 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
 # sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu once for each type. What takes
-# longest comes first.
+# longest comes first, and is named; any other kernel of any/ and nvidia/ follows.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
-CUDA_KERNELS := $(addprefix nvidia/,sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
-  $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm norm_unaligned rmsnorm_general layernorm \
-    norm_backward_strided layernorm_backward rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart) nvidia/gemm_ieee_fp32 \
-  $(addprefix nvidia/,softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
-  $(SM90_GROUPS:%=nvidia/sm90/gemm.%) \
-  $(addprefix nvidia/,sm90/clusters skinny_mma quantize_packed fold_peers) \
-  $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold rounding)
+SLOW_KERNELS := $(addprefix nvidia/,sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
+  any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
+  nvidia/norm_backward_strided any/layernorm_backward $(addprefix nvidia/,rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart \
+    gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
+  $(SM90_GROUPS:%=nvidia/sm90/gemm.%) nvidia/sm90/clusters
+kernels = $(patsubst native/gpu/%.cu,%,$(wildcard $(1:%=native/gpu/%/*.cu)))
+CUDA_KERNELS := $(SLOW_KERNELS) $(filter-out $(SLOW_KERNELS) nvidia/gemm_mma,$(call kernels,nvidia any))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
 CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
@@ -234,9 +233,7 @@ HIPCC ?= $(firstword $(wildcard $(ROCM)/llvm/bin/clang++ $(ROCM)/lib/llvm/bin/cl
   $(shell for name in clang++-21 clang++-20 clang++-19 hipcc; do command -v $$name && break; done))
 # Of these, what the compiler knows.
 HIP_ARCHS ?= gfx90a gfx942 gfx950 gfx1100 gfx1201
-HIP_KERNELS := $(addprefix amd/,gemm_mfma skinny_mfma) \
-  $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm rmsnorm_backward rmsnorm_backward_long rmsnorm_general rmsnorm_dweight softmax \
-    fold rounding layernorm layernorm_backward)
+HIP_KERNELS := $(call kernels,amd any)
 HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip/%.o)
 # As nvcc does with its own header, the runtime's comes first. Two warnings mean nothing here: a loop that is not unrolled
 # is as right as one that is, and the host's half of a file does not use the device's constants.

@@ -47,7 +47,7 @@ fi
 count() { grep -c "$@" || true; }
 if [ -n "$objects" ]; then
   wide=0 narrow=0
-  for object in $(find "$objects" -name '*.o' \( -path "$objects/entry/*" -o -not -path "$objects/*/*/*" \)); do
+  for object in $(find "$objects" -name '*.o' \( -path "$objects/entry/*" -o -path "$objects/ops/*" -o -not -path "$objects/*/*/*" \)); do
     case $object in
       *.avx2.o | *.avx512.o)
         wide=$((wide + 1))

@@ -121,11 +121,20 @@ def load(device_type: int, op: str) -> None:
     library, problem = _native.try_load(index)
     if library is None:
         fail(UNSUPPORTED, f"{op}: {problem}")
-    table = ffi.new("pydet_exchange_library *")
-    _native.keep_for_ever(table)
-    for member, _ in ffi.typeof("pydet_exchange_library").fields:
-        setattr(table, member, ffi.addressof(library.lib, f"pydet_{member}"))
-    exchange.libraries[index] = table
+    own, _ = _native.try_load(constants.PYDET_EXCHANGE_CPU)  # whose methods these are
+    functions, operations = _functions(library)
+    if own is None or operations != _functions(own)[1]:
+        fail(UNSUPPORTED, f"{op}: {library.path} has other operations than the library of the CPU; build both anew")
+    exchange.libraries[index] = functions
+
+
+def _functions(library: _native.Library) -> tuple[Any, int]:
+    """What the methods call in a library; and the number that says which operations it has, 0 of an older build."""
+    number = ffi.new("uint32_t *")
+    try:
+        return library.lib.pydet_exchange_functions(number), int(number[0])
+    except (AttributeError, ffi.error):
+        return ffi.NULL, 0
 
 
 # ---- The table -------------------------------------------------------------------------------------------------------
@@ -138,13 +147,6 @@ def _handle(x: Any) -> Any:
     """A PyObject pointer, to an object that from now on lives for ever."""
     _native.keep_for_ever(x)
     return ffi.cast("void *", id(x))
-
-
-def _names_of(arguments: str) -> Any:
-    """The members of a struct of arguments, as the interned strings that a call's keywords are."""
-    names = ffi.new("void *[]", [_handle(sys.intern(name)) for name, _ in ffi.typeof(arguments).fields])
-    _native.keep_for_ever(names)
-    return names
 
 
 def _interpreter() -> int:
@@ -164,11 +166,6 @@ def _fill_exchange() -> None:
     exchange.requires_grad, exchange.current_level, exchange.dtype = (
         _handle(sys.intern(name)) for name in ("requires_grad", "_current_level", "dtype")
     )
-    products = ["product", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm"]
-    rows = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "log_prob", "log_prob_backward", "fold"]
-    rows += ["layernorm", "layernorm_backward"]
-    for operation in products + rows:
-        setattr(exchange, f"{operation}_names", _names_of(f"pydet_{operation}_arguments"))
     exchange.frameworks, exchange.arithmetics, exchange.modes = map(_handle, (_addresses, _arithmetics, MODES))
     exchange.granularities, exchange.orders = _handle(GRANULARITIES), _handle(ORDERS)
     hooks: dict[str, Callable[..., Any]] = {
@@ -192,12 +189,16 @@ def _fill_exchange() -> None:
 
 # ---- The library's methods -------------------------------------------------------------------------------------------
 
+_present: dict[str, Callable[..., Any]] = {}
+
 
 def _methods() -> tuple[dict[str, Callable[..., Any]], str]:
     """The methods of the library that serves the CPU, or why there are none.
 
     They become builtin functions of Python, called without ctypes or cffi.
     """
+    if _present:
+        return _present, ""
     library, problem = _native.try_load(constants.PYDET_EXCHANGE_CPU)
     if library is None:
         return {}, problem
@@ -209,12 +210,14 @@ def _methods() -> tuple[dict[str, Callable[..., Any]], str]:
         return {}, f"{library.path}: {_native.text(library.lib.pydet_last_error())}"
     new = ctypes.pythonapi["PyCFunction_NewEx"]
     new.argtypes, new.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p], ctypes.py_object
-    method, methods = ffi.cast("const char **", table), {}
-    words = 4  # of a PyMethodDef: name, function, flags, documentation
-    while method[0] != ffi.NULL:
-        methods[_native.text(method[0])] = new(int(ffi.cast("uintptr_t", method)), None, None)
-        method += words
-    return methods, ""
+    method, methods = table, {}
+    while method.name != ffi.NULL:
+        for place, name in enumerate(_native.text(method.arguments).split(", ")):
+            method.names[place] = _handle(sys.intern(name))  # as the keywords of a call are
+        methods[_native.text(method.name)] = new(int(ffi.cast("uintptr_t", method)), None, None)
+        method += 1
+    _present.update(methods)
+    return _present, ""
 
 
 def _absent(name: str) -> Callable[..., Any]:
@@ -231,7 +234,7 @@ def _absent(name: str) -> Callable[..., Any]:
 
 
 def methods(names: tuple[str, ...]) -> list[Callable[..., Any]]:
-    """The named methods, which take the arguments of their struct in python.h: the first by place, the rest by name.
+    """The named methods, with the arguments that ``native/ops/*/python.cpp`` lists: the first by place, others by name.
 
     Without a library each raises, when it is called, the sentence that says what was sought.
     """

@@ -14,7 +14,8 @@ from typing import Any
 from pydet import _native
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, constants, fail, ffi
 
-# Element types as native/types.h has them, in its order: an index into these is a type index. A test compares the two.
+# Element types as native/contract/types.h has them, in its order: an index into these is a type index. A test compares
+# the two.
 TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 UNSCALED = TYPES[:3]  # of gemm and the norms: all but the types of scaled_gemm
 DTYPES = (  # DLPack's code, bits

@@ -1,7 +1,7 @@
 """The library's rules about shapes and types, for where there is no memory yet: while a framework traces.
 
 Operands are names, shapes and types. Each function gives the shape of the result, and refuses what the library would
-refuse, in its words (``native/check``); ``tests/test_shapes.py`` shows both the same operands. Strides, devices and
+refuse, in its words (``native/ops``); ``tests/test_shapes.py`` shows both the same operands. Strides, devices and
 memory are no matter of these rules.
 """
 

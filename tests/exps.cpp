@@ -1,9 +1,9 @@
-// For tests/test_softmax.py: falling_exp_f32 and normal_exp_f32 (native/elementary.h) against exp_f32, for every STEP-th
+// For tests/test_softmax.py: falling_exp_f32 and normal_exp_f32 (native/contract/elementary.h) against exp_f32, for every STEP-th
 // fp32 number from -0 down to -Inf. Prints how many there were and how many differ.  exps [STEP]
 #include <cstdio>
 #include <cstdlib>
 
-#include "elementary.h"
+#include "contract/elementary.h"
 
 using namespace pydet;
 

@@ -1,7 +1,7 @@
 // For tests/test_needs.py: hands every row of this build's kernel tables to the library's choice, with a problem that
 // needs nothing of a kernel. Each row is opened as far as it goes beside its features, so these alone decide. Prints
 // "name status sentence" a row. No kernel is linked, and none is launched.
-#include "api/launch.cpp"
+#include "core/launch.cpp"
 
 namespace pydet {
 namespace {
@@ -23,11 +23,11 @@ template <class Problem> void show(const Backend &backend, const Kernel<Problem>
   Kernel<Problem> open = row;
   open.types = bit(input_type(problem));
   open.arithmetic = arithmetic_of(problem);
-  open.runs_on = [](const Device &) { return true; };
+  open.machine = {"", [](const Device &) { return true; }};
   open.takes = nullptr, open.prefers = nullptr, open.choose = nullptr;
   const Kernel<Problem> *chosen = nullptr;
   Choice choice;
-  const Table<Problem> alone = {&open, 1};
+  const Table<Problem> alone = {&open, 1, nullptr};
   const pydet_status status = choose_by_name("needs", alone, problem, row.name, &chosen, &choice);
   const bool by_itself = choose(alone, problem, &choice) == &open;
   if (by_itself != (status == PYDET_OK)) printf("by name and by itself differ: ");

@@ -1,7 +1,7 @@
 // For tests/test_options.py: structures that grew after a release. Prints one line a case: what was read, or the sentence.
 #include <initializer_list>
 
-#include "check/options.h"
+#include "core/options.h"
 
 namespace pydet {
 

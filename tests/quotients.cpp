@@ -1,4 +1,4 @@
-// For tests/test_quantize.py: quotient_of (native/scaled.h) against a division. Mantissas: all of x, of fp16 and so of
+// For tests/test_quantize.py: quotient_of (native/ops/scaled/problem.h) against a division. Mantissas: all of x, of fp16 and so of
 // bf16 too, by every STEP-th of s and those next to powers of two, with the quotient's bits. Exponents: x and scales as
 // quantisation makes them, zeros, subnormals and what is not finite, with the bytes of both fp8 types. Prints the pairs
 // and how many differ, and how many would without the correction.  quotients [STEP]
@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <random>
 
-#include "scaled.h"
+#include "ops/scaled/problem.h"
 
 using namespace pydet;
 

@@ -199,7 +199,7 @@ def test_exports_and_needed_libraries(plain_library):
 
 def test_no_wide_code_can_reach_a_narrow_cpu(plain_library):
     build = ROOT / "build"
-    if not (build / "api/launch.o").exists():
+    if not (build / "core/launch.o").exists():
         pytest.skip("no build folder with objects here")
     done = subprocess.run([CHECK, plain_library, build], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

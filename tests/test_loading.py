@@ -123,6 +123,28 @@ print(old is not pydet, old.gemm(a, a)[0, 0], pydet.gemm(a, a)[0, 0])
     assert done.stdout.split() == ["True", "2.0", "2.0"], (done.stdout, done.stderr)
 
 
+@pytest.mark.parametrize("functions", [{}, {"pydet_exchange_functions": 1}])
+def test_a_gpu_library_with_other_operations_is_refused(tmp_path, functions):
+    library = library_of(tmp_path, pydet_abi=pydet.ABI, pydet_numerics=pydet.NUMERICS, **functions)
+    done = run_python(
+        "-c",
+        f"""
+import pathlib, pydet
+from pydet import _native, hooks
+candidates = _native.candidates
+_native.candidates = lambda index: candidates(index) if index == 0 else [pathlib.Path({str(library)!r})]
+hooks.load(hooks.constants.PYDET_CPU, "gemm")
+for device_type in (hooks.constants.PYDET_CUDA, hooks.constants.PYDET_ROCM):
+    try:
+        hooks.load(device_type, "gemm")
+    except pydet.Error as error:
+        print(error.status_name, error)
+""",
+    )
+    refused = f"PYDET_UNSUPPORTED gemm: {library} has other operations than the library of the CPU; build both anew\n"
+    assert done.stdout == 2 * refused, done.stderr
+
+
 # ---- The end -----------------------------------------------------------------------------------------------------
 
 

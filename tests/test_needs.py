@@ -1,7 +1,8 @@
 """A kernel refuses a problem that needs what its row does not name.
 
-A field that is added to a problem gets a feature and a term in its needs() (native/problem.h). Here every problem is
-given a need that no release has: each row of each kernel table must then refuse, and takes the same problem without it.
+A field that is added to a problem gets a feature and a term in its needs() (native/ops/*/problem.h). Here every problem
+is given a need that no release has: each row of each kernel table must then refuse, and takes the same problem without
+it.
 """
 
 import functools
@@ -95,4 +96,25 @@ def test_a_refused_kernel_says_what_it_lacks(tmp_path):
         f"gemm: kernel tiled does not take this problem: {strides}",
         f"rmsnorm: kernel held does not take this problem: {strides}",
         "rmsnorm: kernel held does not take this problem: not of this shape",
+        "fold: no kernel for arithmetic ieee on float32 inputs on ROCm device 0; it has none for these inputs",
     ]
+
+
+def test_a_backend_has_a_table_for_each_operation_once(tmp_path):
+    listed = re.search(r"AllOperations = Operations<(.*?)>;", (ROOT / "native/core/operations.h").read_text(), re.S)[1]
+    problems = [name.strip() for name in listed.split(",")]
+    assert len(problems) > 10 and "Gemm" in problems
+
+    def said_of(names):
+        tables = ", ".join(f"no_kernels<{name}>()" for name in names)
+        source = tmp_path / "tables.cpp"
+        source.write_text(
+            f'#include "core/backend.h"\nnamespace pydet {{ constexpr Tables kTables = tables({tables}); }}\n'
+        )
+        command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-fsyntax-only", f"-I{ROOT}/native"]
+        done = subprocess.run([*command, f"-I{ROOT}/native/include", source], capture_output=True, text=True)
+        return done.stderr if done.returncode else ""
+
+    assert said_of(problems) == said_of(problems[::-1]) == ""
+    for wrong in (problems[1:], [*problems, problems[0]], [*problems[1:], problems[1]]):
+        assert "one table an operation" in said_of(wrong)

@@ -3,8 +3,8 @@
 #include <cstdio>
 #include <thread>
 
+#include "core/backend.h"
 #include "cpu/grouped_kernels.h"
-#include "kernel.h"
 
 namespace pydet {
 namespace {
@@ -19,7 +19,9 @@ bool has_avx512(const Device &device) {
   return has_avx2(device) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+constexpr Machine kAvx512 = {"avx512", has_avx512}, kAvx2 = {"avx2", has_avx2};
 #endif
+constexpr Machine kAnyCpu = {"any CPU", has_scalar};
 
 constexpr uint64_t kGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kAlongM | kAlongN;
 constexpr uint64_t kLayerNormFeatures = kResidual | kWeight | kWeightOffset | kBias | kMean | kRstd | kTwoStrides;
@@ -31,197 +33,169 @@ constexpr uint64_t kGradientFeatures = kLayerNormGradient | kOfHeads | kBlockSum
 constexpr uint64_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
-// Columns: name, input types, arithmetic, features, requires, runs_on, takes (all), prefers (all), launch.
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
-    {"cpu_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
-     gemm_ieee<Avx512>},
-    {"cpu_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
-     gemm_ieee<Avx2>},
-    {"cpu_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
-     gemm_sm90<Avx512>},
-    {"cpu_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
-     gemm_sm90<Avx2>},
-    {"cpu_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
-     gemm_sm80<Avx512>},
-    {"cpu_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
-     gemm_sm80<Avx2>},
-    {"cpu_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
-     gemm_cdna3<Avx512>},
-    {"cpu_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
-     gemm_cdna3<Avx2>},
-    {"cpu_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "avx512", has_avx512, nullptr, nullptr,
-     gemm_cdna2<Avx512>},
-    {"cpu_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
-     gemm_cdna2<Avx2>},
+    Row("cpu_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGemmFeatures).launches(gemm_ieee<Avx512>),
+    Row("cpu_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kGemmFeatures).launches(gemm_ieee<Avx2>),
+    Row("cpu_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kGemmFeatures).launches(gemm_sm90<Avx512>),
+    Row("cpu_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kGemmFeatures).launches(gemm_sm90<Avx2>),
+    Row("cpu_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kGemmFeatures).launches(gemm_sm80<Avx512>),
+    Row("cpu_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kGemmFeatures).launches(gemm_sm80<Avx2>),
+    Row("cpu_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kGemmFeatures).launches(gemm_cdna3<Avx512>),
+    Row("cpu_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kGemmFeatures).launches(gemm_cdna3<Avx2>),
+    Row("cpu_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kGemmFeatures).launches(gemm_cdna2<Avx512>),
+    Row("cpu_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kGemmFeatures).launches(gemm_cdna2<Avx2>),
 #endif
-    {"cpu_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
-     gemm_ieee<Scalar>},
-    {"cpu_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
-     gemm_sm90<Scalar>},
-    {"cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
-     gemm_sm80<Scalar>},
-    {"cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
-     gemm_cdna3<Scalar>},
-    {"cpu_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kGemmFeatures, "any CPU", has_scalar, nullptr, nullptr,
-     gemm_cdna2<Scalar>},
+    Row("cpu_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kGemmFeatures).launches(gemm_ieee<Scalar>),
+    Row("cpu_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kGemmFeatures).launches(gemm_sm90<Scalar>),
+    Row("cpu_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kGemmFeatures).launches(gemm_sm80<Scalar>),
+    Row("cpu_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kGemmFeatures).launches(gemm_cdna3<Scalar>),
+    Row("cpu_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kGemmFeatures).launches(gemm_cdna2<Scalar>),
 };
 
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
 #if defined(__x86_64__)
-    {"cpu_scaled_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "avx512", has_avx512, nullptr,
-     nullptr, scaled_gemm_ieee<Avx512>},
-    {"cpu_scaled_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
-     scaled_gemm_ieee<Avx2>},
-    {"cpu_scaled_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "avx512", has_avx512, nullptr,
-     nullptr, scaled_gemm_sm90<Avx512>},
-    {"cpu_scaled_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "avx2", has_avx2, nullptr, nullptr,
-     scaled_gemm_sm90<Avx2>},
+    Row("cpu_scaled_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kAvx512, kScaledGemmFeatures)
+        .launches(scaled_gemm_ieee<Avx512>),
+    Row("cpu_scaled_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kAvx2, kScaledGemmFeatures)
+        .launches(scaled_gemm_ieee<Avx2>),
+    Row("cpu_scaled_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kAvx512, kScaledGemmFeatures)
+        .launches(scaled_gemm_sm90<Avx512>),
+    Row("cpu_scaled_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kAvx2, kScaledGemmFeatures)
+        .launches(scaled_gemm_sm90<Avx2>),
 #endif
-    {"cpu_scaled_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kScaledGemmFeatures, "any CPU", has_scalar, nullptr,
-     nullptr, scaled_gemm_ieee<Scalar>},
-    {"cpu_scaled_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kScaledGemmFeatures, "any CPU", has_scalar, nullptr,
-     nullptr, scaled_gemm_sm90<Scalar>},
+    Row("cpu_scaled_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kAnyCpu, kScaledGemmFeatures)
+        .launches(scaled_gemm_ieee<Scalar>),
+    Row("cpu_scaled_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kAnyCpu, kScaledGemmFeatures)
+        .launches(scaled_gemm_sm90<Scalar>),
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {
 #if defined(__x86_64__)
-    {"cpu_quantize_avx512", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "avx512", has_avx512, nullptr, nullptr,
-     quantize<Avx512>},
-    {"cpu_quantize_avx2", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "avx2", has_avx2, nullptr, nullptr,
-     quantize<Avx2>},
+    Row("cpu_quantize_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kQuantizeFeatures).launches(quantize<Avx512>),
+    Row("cpu_quantize_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kQuantizeFeatures).launches(quantize<Avx2>),
 #endif
-    {"cpu_quantize_scalar", kUnscaledTypes, Arithmetic::ieee, kQuantizeFeatures, "any CPU", has_scalar, nullptr,
-     nullptr, quantize<Scalar>},
+    Row("cpu_quantize_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kQuantizeFeatures).launches(quantize<Scalar>),
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
 #if defined(__x86_64__)
-    {"cpu_rmsnorm_avx512", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "avx512", has_avx512, nullptr, nullptr,
-     rmsnorm<Avx512>},
-    {"cpu_rmsnorm_avx2", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "avx2", has_avx2, nullptr, nullptr,
-     rmsnorm<Avx2>},
+    Row("cpu_rmsnorm_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kNormFeatures).launches(rmsnorm<Avx512>),
+    Row("cpu_rmsnorm_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kNormFeatures).launches(rmsnorm<Avx2>),
 #endif
-    {"cpu_rmsnorm_scalar", kUnscaledTypes, Arithmetic::ieee, kNormFeatures, "any CPU", has_scalar, nullptr, nullptr,
-     rmsnorm<Scalar>},
+    Row("cpu_rmsnorm_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kNormFeatures).launches(rmsnorm<Scalar>),
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 #if defined(__x86_64__)
-    {"cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "avx512", has_avx512, nullptr,
-     nullptr, rmsnorm_backward<Avx512>},
-    {"cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "avx2", has_avx2, nullptr,
-     nullptr, rmsnorm_backward<Avx2>},
+    Row("cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGradientFeatures)
+        .launches(rmsnorm_backward<Avx512>),
+    Row("cpu_rmsnorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kGradientFeatures)
+        .launches(rmsnorm_backward<Avx2>),
 #endif
-    {"cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kGradientFeatures, "any CPU", has_scalar, nullptr,
-     nullptr, rmsnorm_backward<Scalar>},
+    Row("cpu_rmsnorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kGradientFeatures)
+        .launches(rmsnorm_backward<Scalar>),
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
 #if defined(__x86_64__)
-    {"cpu_softmax_avx512", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "avx512", has_avx512, nullptr, nullptr,
-     softmax<Avx512>},
-    {"cpu_softmax_avx2", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "avx2", has_avx2, nullptr, nullptr,
-     softmax<Avx2>},
+    Row("cpu_softmax_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSoftmaxFeatures).launches(softmax<Avx512>),
+    Row("cpu_softmax_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSoftmaxFeatures).launches(softmax<Avx2>),
 #endif
-    {"cpu_softmax_scalar", kUnscaledTypes, Arithmetic::ieee, kSoftmaxFeatures, "any CPU", has_scalar, nullptr, nullptr,
-     softmax<Scalar>},
+    Row("cpu_softmax_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSoftmaxFeatures).launches(softmax<Scalar>),
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
 #if defined(__x86_64__)
-    {"cpu_softmax_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "avx512", has_avx512, nullptr,
-     nullptr, softmax_backward<Avx512>},
-    {"cpu_softmax_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "avx2", has_avx2, nullptr,
-     nullptr, softmax_backward<Avx2>},
+    Row("cpu_softmax_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSoftmaxGradient)
+        .launches(softmax_backward<Avx512>),
+    Row("cpu_softmax_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSoftmaxGradient)
+        .launches(softmax_backward<Avx2>),
 #endif
-    {"cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "any CPU", has_scalar, nullptr,
-     nullptr, softmax_backward<Scalar>},
+    Row("cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSoftmaxGradient)
+        .launches(softmax_backward<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
 #if defined(__x86_64__)
-    {"cpu_grouped_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kGroupedGemmFeatures, "avx512", has_avx512,
-     nullptr, nullptr, each_group<gemm_ieee<Avx512>>},
-    {"cpu_grouped_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
-     nullptr, each_group<gemm_ieee<Avx2>>},
-    {"cpu_grouped_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kGroupedGemmFeatures, "avx512", has_avx512, nullptr,
-     nullptr, each_group<gemm_sm90<Avx512>>},
-    {"cpu_grouped_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
-     nullptr, each_group<gemm_sm90<Avx2>>},
-    {"cpu_grouped_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kGroupedGemmFeatures, "avx512", has_avx512, nullptr,
-     nullptr, each_group<gemm_sm80<Avx512>>},
-    {"cpu_grouped_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
-     nullptr, each_group<gemm_sm80<Avx2>>},
-    {"cpu_grouped_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kGroupedGemmFeatures, "avx512", has_avx512,
-     nullptr, nullptr, each_group<gemm_cdna3<Avx512>>},
-    {"cpu_grouped_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
-     nullptr, each_group<gemm_cdna3<Avx2>>},
-    {"cpu_grouped_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kGroupedGemmFeatures, "avx512", has_avx512,
-     nullptr, nullptr, each_group<gemm_cdna2<Avx512>>},
-    {"cpu_grouped_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kGroupedGemmFeatures, "avx2", has_avx2, nullptr,
-     nullptr, each_group<gemm_cdna2<Avx2>>},
+    Row("cpu_grouped_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_ieee<Avx512>>),
+    Row("cpu_grouped_gemm_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_ieee<Avx2>>),
+    Row("cpu_grouped_gemm_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm90<Avx512>>),
+    Row("cpu_grouped_gemm_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm90<Avx2>>),
+    Row("cpu_grouped_gemm_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm80<Avx512>>),
+    Row("cpu_grouped_gemm_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm80<Avx2>>),
+    Row("cpu_grouped_gemm_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna3<Avx512>>),
+    Row("cpu_grouped_gemm_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna3<Avx2>>),
+    Row("cpu_grouped_gemm_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna2<Avx512>>),
+    Row("cpu_grouped_gemm_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna2<Avx2>>),
 #endif
-    {"cpu_grouped_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kGroupedGemmFeatures, "any CPU", has_scalar,
-     nullptr, nullptr, each_group<gemm_ieee<Scalar>>},
-    {"cpu_grouped_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kGroupedGemmFeatures, "any CPU", has_scalar, nullptr,
-     nullptr, each_group<gemm_sm90<Scalar>>},
-    {"cpu_grouped_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kGroupedGemmFeatures, "any CPU", has_scalar, nullptr,
-     nullptr, each_group<gemm_sm80<Scalar>>},
-    {"cpu_grouped_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kGroupedGemmFeatures, "any CPU", has_scalar,
-     nullptr, nullptr, each_group<gemm_cdna3<Scalar>>},
-    {"cpu_grouped_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kGroupedGemmFeatures, "any CPU", has_scalar,
-     nullptr, nullptr, each_group<gemm_cdna2<Scalar>>},
+    Row("cpu_grouped_gemm_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_ieee<Scalar>>),
+    Row("cpu_grouped_gemm_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm90<Scalar>>),
+    Row("cpu_grouped_gemm_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_sm80<Scalar>>),
+    Row("cpu_grouped_gemm_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna3<Scalar>>),
+    Row("cpu_grouped_gemm_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kGroupedGemmFeatures)
+        .launches(each_group<gemm_cdna2<Scalar>>),
 };
 
 constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
 #if defined(__x86_64__)
-    {"cpu_scaled_grouped_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, "avx512",
-     has_avx512, nullptr, nullptr, each_scaled_group<scaled_gemm_ieee<Avx512>>},
-    {"cpu_scaled_grouped_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, "avx2", has_avx2,
-     nullptr, nullptr, each_scaled_group<scaled_gemm_ieee<Avx2>>},
-    {"cpu_scaled_grouped_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kScaledGroupedGemmFeatures, "avx512",
-     has_avx512, nullptr, nullptr, each_scaled_group<scaled_gemm_sm90<Avx512>>},
-    {"cpu_scaled_grouped_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kScaledGroupedGemmFeatures, "avx2", has_avx2,
-     nullptr, nullptr, each_scaled_group<scaled_gemm_sm90<Avx2>>},
+    Row("cpu_scaled_grouped_gemm_ieee_avx512", kFp8Types, Arithmetic::ieee, kAvx512, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_ieee<Avx512>>),
+    Row("cpu_scaled_grouped_gemm_ieee_avx2", kFp8Types, Arithmetic::ieee, kAvx2, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_ieee<Avx2>>),
+    Row("cpu_scaled_grouped_gemm_sm90_avx512", kFp8Types, Arithmetic::sm90, kAvx512, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_sm90<Avx512>>),
+    Row("cpu_scaled_grouped_gemm_sm90_avx2", kFp8Types, Arithmetic::sm90, kAvx2, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_sm90<Avx2>>),
 #endif
-    {"cpu_scaled_grouped_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, "any CPU",
-     has_scalar, nullptr, nullptr, each_scaled_group<scaled_gemm_ieee<Scalar>>},
-    {"cpu_scaled_grouped_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kScaledGroupedGemmFeatures, "any CPU",
-     has_scalar, nullptr, nullptr, each_scaled_group<scaled_gemm_sm90<Scalar>>},
+    Row("cpu_scaled_grouped_gemm_ieee_scalar", kFp8Types, Arithmetic::ieee, kAnyCpu, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_ieee<Scalar>>),
+    Row("cpu_scaled_grouped_gemm_sm90_scalar", kFp8Types, Arithmetic::sm90, kAnyCpu, kScaledGroupedGemmFeatures)
+        .launches(each_scaled_group<scaled_gemm_sm90<Scalar>>),
 };
 
 constexpr uint64_t kFoldFeatures = kBias | kAccumulate | kTree;
 constexpr Kernel<Fold> kFold[] = {
 #if defined(__x86_64__)
-    {"cpu_fold_avx512", bit(Type::f32), Arithmetic::ieee, kFoldFeatures, "avx512", has_avx512, nullptr, nullptr,
-     fold<Avx512>},
-    {"cpu_fold_avx2", bit(Type::f32), Arithmetic::ieee, kFoldFeatures, "avx2", has_avx2, nullptr, nullptr, fold<Avx2>},
+    Row("cpu_fold_avx512", bit(Type::f32), Arithmetic::ieee, kAvx512, kFoldFeatures).launches(fold<Avx512>),
+    Row("cpu_fold_avx2", bit(Type::f32), Arithmetic::ieee, kAvx2, kFoldFeatures).launches(fold<Avx2>),
 #endif
-    {"cpu_fold_scalar", bit(Type::f32), Arithmetic::ieee, kFoldFeatures, "any CPU", has_scalar, nullptr, nullptr,
-     fold<Scalar>},
+    Row("cpu_fold_scalar", bit(Type::f32), Arithmetic::ieee, kAnyCpu, kFoldFeatures).launches(fold<Scalar>),
 };
 
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
 #if defined(__x86_64__)
-    {"cpu_layernorm_avx512", kUnscaledTypes, Arithmetic::ieee, kLayerNormFeatures, "avx512", has_avx512, nullptr,
-     nullptr, layernorm<Avx512>},
-    {"cpu_layernorm_avx2", kUnscaledTypes, Arithmetic::ieee, kLayerNormFeatures, "avx2", has_avx2, nullptr, nullptr,
-     layernorm<Avx2>},
+    Row("cpu_layernorm_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kLayerNormFeatures)
+        .launches(layernorm<Avx512>),
+    Row("cpu_layernorm_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kLayerNormFeatures).launches(layernorm<Avx2>),
 #endif
-    {"cpu_layernorm_scalar", kUnscaledTypes, Arithmetic::ieee, kLayerNormFeatures, "any CPU", has_scalar, nullptr,
-     nullptr, layernorm<Scalar>},
+    Row("cpu_layernorm_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kLayerNormFeatures)
+        .launches(layernorm<Scalar>),
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
 #if defined(__x86_64__)
-    {"cpu_layernorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "avx512", has_avx512,
-     nullptr, nullptr, layernorm_backward<Avx512>},
-    {"cpu_layernorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "avx2", has_avx2, nullptr,
-     nullptr, layernorm_backward<Avx2>},
+    Row("cpu_layernorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kLayerNormGradient)
+        .launches(layernorm_backward<Avx512>),
+    Row("cpu_layernorm_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kLayerNormGradient)
+        .launches(layernorm_backward<Avx2>),
 #endif
-    {"cpu_layernorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "any CPU", has_scalar,
-     nullptr, nullptr, layernorm_backward<Scalar>},
+    Row("cpu_layernorm_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kLayerNormGradient)
+        .launches(layernorm_backward<Scalar>),
 };
 
 pydet_status device_count(int32_t *count) {
@@ -254,30 +228,23 @@ pydet_status round_here(const Rounding &problem) {
   return round_elements<Scalar>(problem);
 }
 
+constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr};
+
+constexpr Backend cpu() {
+  Backend backend = {PYDET_CPU, "CPU"};
+  backend.device_count = device_count;
+  backend.query_device = query_device;
+  backend.tensor_cores = tensor_cores;
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm));
+  return backend;
+}
+
 }  // namespace
 
 const Backend &cpu_backend() {
-  static constexpr Backend backend = {PYDET_CPU,
-                                      "CPU",
-                                      device_count,
-                                      query_device,
-                                      tensor_cores,
-                                      nullptr,
-                                      nullptr,
-                                      nullptr,
-                                      table(kGemm),
-                                      table(kScaledGemm),
-                                      table(kQuantize),
-                                      table(kRmsNorm),
-                                      table(kRmsNormBackward),
-                                      table(kSoftmax),
-                                      table(kSoftmaxBackward),
-                                      table(kGroupedGemm),
-                                      table(kFold),
-                                      table(kLayerNorm),
-                                      table(kLayerNormBackward),
-                                      table(kScaledGroupedGemm),
-                                      round_here};
+  static constexpr Backend backend = cpu();
   return backend;
 }
 

@@ -1,8 +1,8 @@
-// The CPU kernels of the problems of grouped.h and scaled_grouped.h: those of GEMM and of scaled GEMM.
+// The CPU kernels of products of groups, scaled or not: those of GEMM and of scaled GEMM.
 #pragma once
 
 #include "cpu/scaled_kernels.h"
-#include "scaled_grouped.h"
+#include "ops/scaled_grouped/problem.h"
 
 namespace pydet {
 

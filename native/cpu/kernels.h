@@ -2,7 +2,10 @@
 // (simd.h), with everything else in an unnamed namespace; backend.cpp makes the table.
 #pragma once
 
-#include "rounding.h"
+#include "ops/fold/problem.h"
+#include "ops/gemm/rounding.h"
+#include "ops/norm/problem.h"
+#include "ops/softmax/problem.h"
 
 namespace pydet {
 

@@ -1,8 +1,8 @@
-// A pass over the elements of a product (rounding.h): to = round(from + bias), row by row.
+// A pass over the elements of a product (ops/gemm/rounding.h): to = round(from + bias), row by row.
 
 #include "cpu/parallel.h"
 #include "cpu/rows.h"
-#include "rounding.h"
+#include "ops/gemm/rounding.h"
 
 namespace pydet {
 namespace {

@@ -1,8 +1,8 @@
-// The CPU kernels of scaled.h's problems, once per instruction set, as those of kernels.h.
+// The CPU kernels of scaled GEMM and quantisation, once per instruction set, as those of kernels.h.
 #pragma once
 
 #include "cpu/kernels.h"
-#include "scaled.h"
+#include "ops/scaled/problem.h"
 
 namespace pydet {
 

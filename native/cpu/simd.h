@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-#include "numerics.h"
+#include "contract/numerics.h"
 #include "cpu/kernels.h"
 
 #if defined(__AVX2__)

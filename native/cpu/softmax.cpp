@@ -13,7 +13,7 @@
 
 #include "cpu/parallel.h"
 #include "cpu/rows.h"
-#include "elementary.h"
+#include "contract/elementary.h"
 
 namespace pydet {
 namespace {

@@ -46,119 +46,16 @@ typedef struct pydet_exchange_python {
   void (*PyEval_RestoreThread)(void *);
 } pydet_exchange_python;
 
-/* The arguments of each method, by name. The first ones are positional, the rest keywords in any order; one that is not
- * given is NULL here, and the operation's default. Options have the names that they have in pydet.h. */
-typedef struct pydet_product_arguments { /* gemm, gemm_da, gemm_db, skinny_gemm */
-  pydet_object *first, *second;          /* a and b, dc and b, a and dc, x and w; positional */
-  pydet_object *bias;                    /* a tensor or None, as every tensor from here on */
-  pydet_object *out;
-  pydet_object *out_dtype; /* a type index or None */
-  pydet_object *accumulate, *arithmetic;
-  pydet_object *k_chunk; /* or None */
-  pydet_object *initial;
-  pydet_object *mode, *weights_constant;
-  pydet_object *kernel; /* or None */
-  pydet_object *stream; /* an address or None */
-} pydet_product_arguments;
-
-typedef struct pydet_rmsnorm_arguments {
-  pydet_object *x, *weight, *eps; /* positional */
-  pydet_object *bias, *weight_offset, *residual;
-  pydet_object *out, *rstd, *sum;
-  pydet_object *kernel, *stream;
-} pydet_rmsnorm_arguments;
-
-typedef struct pydet_rmsnorm_backward_arguments {
-  pydet_object *dy, *x, *weight, *rstd; /* positional */
-  pydet_object *weight_offset, *dresidual;
-  pydet_object *has_bias; /* whether dbias is made where it is not given */
-  pydet_object *out, *dweight, *dbias;
-  pydet_object *dweight_dtype; /* of both; a type index or None */
-  pydet_object *accumulate, *block_sums, *kernel, *stream;
-} pydet_rmsnorm_backward_arguments;
-
-typedef struct pydet_layernorm_arguments {
-  pydet_object *x, *weight, *bias, *eps; /* positional */
-  pydet_object *weight_offset, *residual;
-  pydet_object *out, *mean, *rstd, *sum;
-  pydet_object *kernel, *stream;
-} pydet_layernorm_arguments;
-
-typedef struct pydet_layernorm_backward_arguments {
-  pydet_object *dy, *x, *weight, *mean, *rstd; /* positional */
-  pydet_object *weight_offset, *dresidual;
-  pydet_object *has_bias; /* whether dbias is made where dweight is */
-  pydet_object *out, *dweight, *dbias;
-  pydet_object *dweight_dtype; /* of both; a type index or None */
-  pydet_object *accumulate, *kernel, *stream;
-} pydet_layernorm_backward_arguments;
-
-typedef struct pydet_softmax_arguments { /* of softmax and log_softmax */
-  pydet_object *x;                       /* positional */
-  pydet_object *out, *kernel, *stream;
-} pydet_softmax_arguments;
-
-typedef struct pydet_softmax_backward_arguments { /* of both */
-  pydet_object *dy, *y;                           /* positional */
-  pydet_object *out, *kernel, *stream;
-} pydet_softmax_backward_arguments;
-
-typedef struct pydet_log_prob_arguments {
-  pydet_object *x, *index; /* positional */
-  pydet_object *out, *kernel, *stream;
-} pydet_log_prob_arguments;
-
-typedef struct pydet_log_prob_backward_arguments {
-  pydet_object *dlog_prob, *x, *index; /* positional */
-  pydet_object *out, *kernel, *stream;
-} pydet_log_prob_backward_arguments;
-
-typedef struct pydet_scaled_gemm_arguments {
-  pydet_object *a, *b; /* positional */
-  pydet_object *a_scale, *b_scale, *bias;
-  pydet_object *out, *out_dtype; /* a type index or None */
-  pydet_object *accumulate, *arithmetic;
-  pydet_object *k_chunk; /* None: 128 */
-  pydet_object *kernel, *stream;
-} pydet_scaled_gemm_arguments;
-
-typedef struct pydet_grouped_gemm_arguments {
-  pydet_object *a, *b, *group_end; /* positional */
-  pydet_object *group_start, *bias;
-  pydet_object *out, *out_dtype; /* a type index or None */
-  pydet_object *accumulate, *arithmetic;
-  pydet_object *k_chunk; /* or None */
-  pydet_object *kernel, *stream;
-} pydet_grouped_gemm_arguments;
-
-typedef struct pydet_scaled_grouped_gemm_arguments {
-  pydet_object *a, *b, *group_end; /* positional */
-  pydet_object *group_start, *a_scale, *b_scale, *bias;
-  pydet_object *out, *out_dtype; /* a type index or None */
-  pydet_object *accumulate, *arithmetic;
-  pydet_object *k_chunk; /* None: 128 */
-  pydet_object *kernel, *stream;
-} pydet_scaled_grouped_gemm_arguments;
-
-typedef struct pydet_quantize_arguments {
-  pydet_object *x; /* positional */
-  pydet_object *granularity;
-  pydet_object *given; /* the scale to read, or None; the rest are outputs */
-  pydet_object *out, *scale, *transposed, *transposed_scale;
-  pydet_object *dtype, *scale_dtype; /* type indices */
-  pydet_object *power_of_two;
-  pydet_object *turns; /* whether to make a transposed copy */
-  pydet_object *kernel, *stream;
-} pydet_quantize_arguments;
-
-typedef struct pydet_fold_arguments {
-  pydet_object *parts; /* positional: a tensor whose first dimension counts the parts, or a tuple of tensors */
-  pydet_object *is_tuple;
-  pydet_object *bias;
-  pydet_object *out, *out_dtype; /* a type index or None */
-  pydet_object *order, *accumulate;
-  pydet_object *kernel, *stream;
-} pydet_fold_arguments;
+/* A method, of which the first four members are CPython's PyMethodDef. The first arguments are positional, the rest
+ * keywords in any order; one that is not given is the operation's default. Options are named as in pydet.h. */
+typedef struct pydet_exchange_method {
+  const char *name; /* NULL: the end of the methods */
+  pydet_object *(*call)(pydet_object *self, pydet_object *const *arguments, intptr_t count, pydet_object *keywords);
+  int flags;
+  const char *doc;
+  const char *arguments; /* "a, b, out": the names of all, in their order */
+  pydet_object **names;  /* the same as interned strings, one a place: the binding's to fill in before the first call */
+} pydet_exchange_method;
 
 /* How tensors of one Python type are read and made. */
 enum {
@@ -175,61 +72,12 @@ typedef struct pydet_exchange_framework {
   const void *api; /* a DLPackExchangeAPI, for PYDET_EXCHANGE_API */
 } pydet_exchange_framework;
 
-/* The operations of one loaded library. */
-typedef struct pydet_exchange_library {
-  pydet_status (*gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                       const pydet_gemm_options *);
-  pydet_status (*gemm_da)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                          const pydet_gemm_options *);
-  pydet_status (*gemm_db)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                          const pydet_gemm_options *);
-  pydet_status (*gemm_workspace)(int64_t, int64_t, int64_t, int64_t, const pydet_gemm_options *, uint64_t *);
-  pydet_status (*skinny_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                              const pydet_tensor *, const pydet_skinny_gemm_options *);
-  pydet_status (*skinny_gemm_workspace)(int64_t, int64_t, int64_t, const pydet_skinny_gemm_options *, uint64_t *);
-  pydet_status (*scaled_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                              const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                              const pydet_scaled_gemm_options *);
-  pydet_status (*quantize)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                           const pydet_tensor *, const pydet_tensor *, const pydet_quantize_options *);
-  pydet_status (*rmsnorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                          const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                          const pydet_rmsnorm_options *);
-  pydet_status (*rmsnorm_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                   const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                   const pydet_tensor *, const pydet_rmsnorm_backward_options *);
-  pydet_status (*rmsnorm_backward_workspace)(int64_t, int64_t, uint64_t *);
-  pydet_status (*softmax)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_softmax_options *);
-  pydet_status (*softmax_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                   const pydet_softmax_options *);
-  pydet_status (*log_prob)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                           const pydet_log_prob_options *);
-  pydet_status (*log_prob_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                    const pydet_tensor *, const pydet_log_prob_options *);
-  pydet_status (*grouped_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                               const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                               const pydet_grouped_gemm_options *);
-  pydet_status (*scaled_grouped_gemm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                      const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                      const pydet_tensor *, const pydet_tensor *,
-                                      const pydet_scaled_grouped_gemm_options *);
-  pydet_status (*fold)(void *, const pydet_tensor *const *, int32_t, const pydet_tensor *, const pydet_tensor *,
-                       const pydet_fold_options *);
-  pydet_status (*layernorm)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                            const pydet_tensor *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                            const pydet_tensor *, const pydet_layernorm_options *);
-  pydet_status (*layernorm_backward)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                     const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                     const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
-                                     const pydet_layernorm_backward_options *);
-  pydet_status (*layernorm_backward_workspace)(int64_t, int64_t, uint64_t *);
-  const char *(*last_error)(void);
-  const char *(*last_kernel)(void);
-} pydet_exchange_library;
+/* A function of pydet.h in one loaded library, whichever its arguments. */
+typedef void (*pydet_exchange_function)(void);
 
 enum { PYDET_EXCHANGE_CPU = 0, PYDET_EXCHANGE_CUDA = 1, PYDET_EXCHANGE_ROCM = 2, PYDET_EXCHANGE_LIBRARIES = 3 };
 
-enum { PYDET_EXCHANGE_TYPES = 6 }; /* element types; a type index counts them in the order of types.h */
+enum { PYDET_EXCHANGE_TYPES = 6 }; /* element types; a type index counts them in the order of contract/types.h */
 
 /* Everything an operation needs of Python. A hook is a callable; each returns what is said here or raises. `op` and
  * `name` are the operation's and the argument's, for sentences. */
@@ -241,20 +89,6 @@ typedef struct pydet_exchange {
   pydet_object *requires_grad; /* the strings "requires_grad", "_current_level" and "dtype" */
   pydet_object *current_level;
   pydet_object *dtype;
-  pydet_object *const *product_names; /* the members of the structs of arguments, as interned strings */
-  pydet_object *const *scaled_gemm_names;
-  pydet_object *const *quantize_names;
-  pydet_object *const *rmsnorm_names;
-  pydet_object *const *rmsnorm_backward_names;
-  pydet_object *const *layernorm_names;
-  pydet_object *const *layernorm_backward_names;
-  pydet_object *const *softmax_names;
-  pydet_object *const *softmax_backward_names;
-  pydet_object *const *log_prob_names;
-  pydet_object *const *log_prob_backward_names;
-  pydet_object *const *grouped_gemm_names;
-  pydet_object *const *scaled_grouped_gemm_names;
-  pydet_object *const *fold_names;
   pydet_object *is_neg;      /* torch.Tensor.is_neg, NULL until torch is seen */
   pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */
   pydet_object *numpy_empty; /* numpy.empty and the dtype of each type index, NULL until seen */
@@ -277,13 +111,17 @@ typedef struct pydet_exchange {
   pydet_object *stream;        /* (like, device type, device id) -> address of the framework's current stream */
   pydet_object *load;          /* (device type, op): fills in the library that serves it */
   pydet_object *fail;          /* (status, sentence): raises */
-  const pydet_exchange_library *libraries[PYDET_EXCHANGE_LIBRARIES]; /* NULL until loaded */
+  const pydet_exchange_function
+      *libraries[PYDET_EXCHANGE_LIBRARIES]; /* pydet_exchange_functions(); NULL until loaded */
 } pydet_exchange;
 
-/* The methods, as a PyMethodDef array that ends with a NULL name; NULL, and pydet_last_error(), if struct_size is not
- * this library's or another interpreter of the process has them: the hooks are one interpreter's. The table must
- * outlive every call. */
-PYDET_API const void *pydet_exchange_methods(const pydet_exchange *exchange);
+/* The methods of all operations; NULL, and pydet_last_error(), if struct_size is not this library's or another
+ * interpreter of the process has them: the hooks are one interpreter's. The table must outlive every call. */
+PYDET_API const pydet_exchange_method *pydet_exchange_methods(const pydet_exchange *exchange);
+
+/* What the methods call in the library that serves their tensors: that library's functions. *operations is a number
+ * that says which operations it has: the methods are to be those of a library with the same. */
+PYDET_API const pydet_exchange_function *pydet_exchange_functions(uint32_t *operations);
 
 /* The library index that this thread's last successful method call went to, -1 before the first. */
 PYDET_API int32_t pydet_exchange_last_library(void);

@@ -1,7 +1,7 @@
 // Numbers that Python and XLA hand over in double precision.
 #pragma once
 
-#include "types.h"
+#include "contract/types.h"
 
 namespace pydet {
 

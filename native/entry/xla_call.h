@@ -7,8 +7,8 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "contract/types.h"
 #include "entry/to_fp32.h"
-#include "types.h"
 
 namespace pydet {
 
@@ -167,18 +167,11 @@ inline pydet_xla_error *handle(pydet_xla_call *call, bool gpu, void (*operation)
   return described.finish();
 }
 
-// xla_scaled.cpp
-void xla_scaled_gemm(Call &);
-void xla_quantize(Call &);
-
-// xla_norms.cpp
-void xla_rmsnorm(Call &);
-void xla_rmsnorm_backward(Call &);
-void xla_layernorm(Call &);
-void xla_layernorm_backward(Call &);
-void xla_softmax(Call &);
-void xla_softmax_backward(Call &);
-void xla_log_prob(Call &);
-void xla_log_prob_backward(Call &);
+template <void (*operation)(Call &), bool gpu> pydet_xla_error *handled(pydet_xla_call *call) {
+  return handle(call, gpu, operation);
+}
+template <void (*operation)(Call &)> constexpr pydet_xla_handler handler(const char *name) {
+  return {name, handled<operation, false>, handled<operation, true>};
+}
 
 }  // namespace pydet

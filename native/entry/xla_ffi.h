@@ -1,7 +1,7 @@
-/* What XLA's foreign function interface hands to a handler and takes from it, as far as xla_ffi.cpp uses it: a stable C
+/* What XLA's foreign function interface hands to a handler and takes from it, as far as xla_call.h uses it: a stable C
  * interface (major version 0), whose structures only grow at their ends. The names are ours, the layout is its public
  * header's; tests/test_jax.py compares the two where JAX is installed.
- * Also the handlers, which pydet/jax.py registers by name. */
+ * Also the handlers, which pydet/jax/calls.py registers by name. */
 #ifndef PYDET_XLA_FFI_H
 #define PYDET_XLA_FFI_H
 
@@ -141,59 +141,19 @@ typedef struct pydet_xla_call {
 
 enum { PYDET_XLA_EXECUTE = 3 };
 
-/* The handlers, on the CPU and on a GPU. Operands are in C order; integers are attributes of 64 bits, floats of 64.
- *
- * gemm: a, b, then a bias if has_bias, what to continue from if accumulate; one result. transpose_a, transpose_b: the
- *   matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
- *   rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
- *   not take, goes to pydet_gemm. No workspace: a kernel that wants one (pydet_gemm_workspace) is not chosen.
- * rmsnorm: x, then a residual if has_residual, a weight if has_weight, a bias if has_bias; y, rstd, and the sum if
- *   has_residual. eps, weight_offset. heads: how many a weight or bias has, 0 where it is [n].
- * rmsnorm_backward: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual, a dweight to continue from if
- *   accumulate; dx, then dweight if has_weight, dbias if has_bias, and a workspace of bytes if either. weight_offset,
- *   heads.
- * layernorm: x, then a residual if has_residual, a weight if has_weight, a bias if has_bias; y, mean, rstd, and the sum
- *   if has_residual. eps, weight_offset.
- * layernorm_backward: dy, x, mean, rstd, then a weight if has_weight, dresidual if has_dresidual; dx, then dweight if
- *   has_weight, dbias if has_bias, and a workspace of bytes if either. weight_offset.
- * softmax: x; y. log. softmax_backward: dy, y; dx. log.
- * log_prob: x, index (int32 or int64); the column of each row. log_prob_backward: dlog_prob, x, index; dx.
- * grouped_gemm: a, b, group_end (int32), and what lies in the result before: rows of no group keep it. depth: a lies as
- *   [T, M] and is read transposed, with b [T, N]. transpose_b: b lies as [G, N, K].
- * scaled_gemm: a, b, whose last two dimensions lie in column order (k adjacent), then a_scale if has_a_scale, b_scale if
- *   has_b_scale, a bias if has_bias, what to continue from if accumulate; one result. arithmetic, k_chunk as in
- *   pydet_scaled_gemm_options.
- * quantize: x, then the scale if given; out, then the scale if not given, the transposed copy and its scale if
- *   transposed. granularity, power_of_two as in pydet_quantize_options.
- * A weight or bias [groups, n] means that many problems, each with rows / groups rows of the others. All take kernel, a string
- * as in the options, "" for none. What is continued from must lie where its result does: XLA's aliasing sees to it. */
+/* What XLA calls for a custom call of this name. Operands are in C order; integers are attributes of 64 bits, floats of
+ * 64; all take kernel, a string as in the options, "" for none. What else there is stands at each, in ops/X/xla.cpp.
+ * What is continued from must lie where its result does: XLA's aliasing sees to it. */
+typedef pydet_xla_error *(*pydet_xla_function)(pydet_xla_call *call);
+typedef struct pydet_xla_handler {
+  const char *name; /* NULL: the end of the handlers */
+  pydet_xla_function on_cpu, on_gpu;
+} pydet_xla_handler;
+
 #ifndef PYDET_API
 #define PYDET_API __attribute__((visibility("default")))
 #endif
-PYDET_API pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_scaled_gemm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_quantize(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_rmsnorm_backward(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_layernorm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_layernorm_backward(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_softmax(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_softmax_backward(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_log_prob(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_cpu_log_prob_backward(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_scaled_gemm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_quantize(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_rmsnorm_backward(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_layernorm(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_layernorm_backward(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_softmax(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_softmax_backward(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_log_prob(pydet_xla_call *call);
-PYDET_API pydet_xla_error *pydet_xla_gpu_log_prob_backward(pydet_xla_call *call);
+PYDET_API const pydet_xla_handler *pydet_xla_handlers(void);
 
 #ifdef __cplusplus
 }

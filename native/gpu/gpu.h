@@ -10,7 +10,8 @@
 #include <cstdlib>
 #include <type_traits>
 
-#include "problem.h"
+#include "contract/operand.h"
+#include "contract/status.h"
 
 #if defined(__HIP_PLATFORM_AMD__)
 #include <hip/hip_runtime.h>
@@ -183,12 +184,6 @@ constexpr int gpu_stages(int wanted, int stage_bytes) {
 #else
 constexpr int gpu_stages(int wanted, int) { return wanted; }
 #endif
-
-// Enough tiles to give every multiprocessor (compute unit) one: else smaller tiles are faster.
-template <int tile_m, int tile_n> bool fills_device(const Gemm &problem) {
-  int64_t tiles = divide_up(problem.m, tile_m) * divide_up(problem.n, tile_n) * problem.batch.count;
-  return tiles >= gpu_multiprocessors(problem.device.id);
-}
 
 inline pydet_status device_error(const char *kernel, gpu_error error) {
   return fail(PYDET_DEVICE_ERROR, "%s: the launch failed: %s (%d); the cause may be older work on this device", kernel,

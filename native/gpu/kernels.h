@@ -1,11 +1,24 @@
 // The GPU kernels as backend.cpp's table sees them: host functions, one .cu file below each comment.
 #pragma once
 
-#include "problem.h"
+#include "contract/arithmetic.h"
+#include "core/choice.h"
 
 namespace pydet {
 
-class Choice;  // kernel.h
+struct Gemm;  // ops/*/problem.h, as all of these
+struct Rounding;
+struct GroupedGemm;
+struct ScaledGemm;
+struct Quantize;
+struct ScaledGroupedGemm;
+struct RmsNorm;
+struct RmsNormBackward;
+struct LayerNorm;
+struct LayerNormBackward;
+struct Softmax;
+struct SoftmaxBackward;
+struct Fold;
 
 // nvidia/sm90/gemm.cu, whose variants are the tiles of nvidia/sm90/tiles.h (plan.cpp).
 Choice gemm_sm90_choose(const Gemm &, int tile);
@@ -16,11 +29,6 @@ uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, A
 // have n adjacent, not k.
 template <bool turned> Choice skinny_sm90_choose(const Gemm &, int rows);
 template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &, const Choice &);
-
-struct ScaledGemm;  // scaled.h
-struct Quantize;
-struct ScaledGroupedGemm;  // scaled_grouped.h
-struct Rounding;           // rounding.h
 
 // nvidia/sm90/scaled_tiles.cu
 constexpr int kScaledTiles = 5;  // variants 0 to 4: all but the last
@@ -70,7 +78,6 @@ pydet_status gemm_mma_64(const Gemm &);
 bool gemm_mma_128_takes(const Gemm &);
 pydet_status gemm_mma_128(const Gemm &);
 
-struct GroupedGemm;  // grouped.h
 pydet_status grouped_gemm_mma_64(const GroupedGemm &);
 bool grouped_gemm_mma_128_takes(const GroupedGemm &);
 bool grouped_gemm_mma_128_prefers(const GroupedGemm &);
@@ -119,23 +126,23 @@ pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 // any/rmsnorm_backward_long.cu
 pydet_status rmsnorm_backward_long(const RmsNormBackward &);
 
-// any/rmsnorm_backward_short.cu
+// nvidia/rmsnorm_backward_short.cu
 bool rmsnorm_backward_short_takes(const RmsNormBackward &);
 bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
-// any/rmsnorm_backward_apart.cu
+// nvidia/rmsnorm_backward_apart.cu
 bool rmsnorm_backward_apart_takes(const RmsNormBackward &);
 bool rmsnorm_backward_apart_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_apart(const RmsNormBackward &);
 
-// any/rmsnorm_backward_narrow.cu
+// nvidia/rmsnorm_backward_narrow.cu
 bool rmsnorm_backward_narrow_takes(const RmsNormBackward &);
 bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
 
-// any/norm_unaligned.cu
+// nvidia/norm_unaligned.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
 pydet_status rmsnorm_unaligned(const RmsNorm &);
 bool layernorm_unaligned_takes(const LayerNorm &);
@@ -146,7 +153,7 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
-// any/norm_backward_strided.cu
+// nvidia/norm_backward_strided.cu
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
 bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &);
@@ -154,19 +161,19 @@ bool layernorm_backward_strided_takes(const LayerNormBackward &);
 bool layernorm_backward_strided_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_strided(const LayerNormBackward &);
 
-// any/rmsnorm_backward_rows.cu
+// nvidia/rmsnorm_backward_rows.cu
 bool rmsnorm_backward_shifted_takes(const RmsNormBackward &);
 bool rmsnorm_backward_shifted_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_shifted(const RmsNormBackward &);
 bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
 
-// any/layernorm_backward_apart.cu
+// nvidia/layernorm_backward_apart.cu
 bool layernorm_backward_apart_takes(const LayerNormBackward &);
 bool layernorm_backward_apart_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_apart(const LayerNormBackward &);
 
-// any/layernorm_backward_rows.cu
+// nvidia/layernorm_backward_rows.cu
 bool layernorm_backward_rows_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_rows(const LayerNormBackward &);
 

@@ -1,5 +1,5 @@
 // libpydet_cpu.so has no GPU backend.
 
-#include "kernel.h"
+#include "core/backend.h"
 
 const pydet::Backend *pydet::gpu_backend() { return nullptr; }

@@ -5,7 +5,7 @@
     loss = lambda x, w: pydet.jax.linear(pydet.jax.rms_norm(x, eps=1e-6), w).sum()
     jax.jit(jax.grad(loss))(x, w)
 
-They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/entry/xla_ffi.cpp``); on
+They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/ops/*/xla.cpp``); on
 the CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or
 for a norm with weights one call for each. Operands are float32, bfloat16 or float16 arrays of one type, of
 :func:`scaled_gemm` fp8.

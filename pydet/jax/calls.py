@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -24,20 +25,6 @@ from pydet.shapes import RULES, Operand, text
 
 Array: TypeAlias = Any
 
-_TARGETS = (
-    "gemm",
-    "grouped_gemm",
-    "scaled_gemm",
-    "quantize",
-    "rmsnorm",
-    "rmsnorm_backward",
-    "layernorm",
-    "layernorm_backward",
-    "softmax",
-    "softmax_backward",
-    "log_prob",
-    "log_prob_backward",
-)
 _PLATFORMS = (
     (constants.PYDET_EXCHANGE_CPU, "cpu", "cpu"),
     (constants.PYDET_EXCHANGE_CUDA, "gpu", "CUDA"),
@@ -45,6 +32,12 @@ _PLATFORMS = (
 )
 INVALID_SHAPE: int = constants.PYDET_INVALID_SHAPE
 _served: set[str] = set()  # the platforms of devices that have handlers
+
+
+class _Handler(ctypes.Structure):
+    """pydet_xla_handler of ``native/entry/xla_ffi.h``."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("on_cpu", ctypes.c_void_p), ("on_gpu", ctypes.c_void_p))
 
 
 def _register() -> None:
@@ -55,11 +48,12 @@ def _register() -> None:
             continue
         functions = ctypes.CDLL(str(library.path))
         _served.add(kind)
-        if not hasattr(functions, "pydet_xla_cpu_quantize"):
+        if not hasattr(functions, "pydet_xla_handlers"):
             fail(UNSUPPORTED, f"{library.path} is of an older build, which has no handlers for XLA; build it anew")
-        for name in _TARGETS:
-            handler = jax.ffi.pycapsule(getattr(functions, f"pydet_xla_{kind}_{name}"))
-            jax.ffi.register_ffi_target(f"pydet_{name}", handler, platform=platform)
+        functions.pydet_xla_handlers.restype = ctypes.POINTER(_Handler)
+        for handler in itertools.takewhile(lambda handler: handler.name, functions.pydet_xla_handlers()):
+            name, address = handler.name.decode(), getattr(handler, f"on_{kind}")
+            jax.ffi.register_ffi_target(f"pydet_{name}", jax.ffi.pycapsule(address), platform=platform)
 
 
 _register()

@@ -149,7 +149,7 @@ class PythonCall {
     } else {
       status = operation(stream_);
     }
-    if (status != PYDET_OK) return fail(status, library_->last_error());
+    if (status != PYDET_OK) return fail(status, library_.call<pydet_last_error>());
     last_library = library_number_;
     return true;
   }
@@ -240,7 +240,7 @@ class PythonCall {
     return known;
   }
 
-  const Library &library() const { return *library_; }
+  const Library &library() const { return library_; }
   bool on_gpu() const { return on_gpu_; }
   bool can_allocate() const { return first_->reader != PYDET_EXCHANGE_HOOK || first_->id != 0; }
 
@@ -255,7 +255,7 @@ class PythonCall {
     return operand;
   }
 
-  static const Library *loaded(int index) { return __atomic_load_n(&exchange->libraries[index], __ATOMIC_ACQUIRE); }
+  static Library loaded(int index) { return Library(__atomic_load_n(&exchange->libraries[index], __ATOMIC_ACQUIRE)); }
 
   // Calls a hook of (object, op, name).
   Object *ask(Object *hook, Object *object, const char *name) {
@@ -374,7 +374,7 @@ class PythonCall {
   int32_t id_ = 0;  // of the first operand that is no bare carrier, and which that was
   Object *known_ = nullptr;
   const char *known_name_ = nullptr;
-  const Library *library_ = nullptr;
+  Library library_ = Library(nullptr);
   int32_t library_number_ = -1;
   int tangents_ = -1;  // whether a tensor may have one now; -1: not asked yet
   void *stream_ = nullptr;

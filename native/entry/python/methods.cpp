@@ -4,38 +4,49 @@
 // Called with the GIL held, as any Python method; it is released around work that is large or goes to a GPU.
 #include "entry/python/methods.h"
 
-#include "check/error.h"
+#include "core/backend.h"
+#include "core/error.h"
 
 namespace pydet {
 namespace {
 
-const MethodDef kMethods[] = {
-    {"gemm", call_product<Product::gemm>, kFastCallKeywords, nullptr},
-    {"gemm_da", call_product<Product::gemm_da>, kFastCallKeywords, nullptr},
-    {"gemm_db", call_product<Product::gemm_db>, kFastCallKeywords, nullptr},
-    {"skinny_gemm", call_product<Product::skinny_gemm>, kFastCallKeywords, nullptr},
-    {"scaled_gemm", call_scaled_gemm, kFastCallKeywords, nullptr},
-    {"quantize", call_quantize, kFastCallKeywords, nullptr},
-    {"rmsnorm", call_rmsnorm, kFastCallKeywords, nullptr},
-    {"rmsnorm_backward", call_rmsnorm_backward, kFastCallKeywords, nullptr},
-    {"layernorm", call_layernorm, kFastCallKeywords, nullptr},
-    {"layernorm_backward", call_layernorm_backward, kFastCallKeywords, nullptr},
-    {"softmax", call_softmax<false>, kFastCallKeywords, nullptr},
-    {"log_softmax", call_softmax<true>, kFastCallKeywords, nullptr},
-    {"softmax_backward", call_softmax_backward<false>, kFastCallKeywords, nullptr},
-    {"log_softmax_backward", call_softmax_backward<true>, kFastCallKeywords, nullptr},
-    {"log_prob", call_log_prob, kFastCallKeywords, nullptr},
-    {"log_prob_backward", call_log_prob_backward, kFastCallKeywords, nullptr},
-    {"grouped_gemm", call_grouped_gemm, kFastCallKeywords, nullptr},
-    {"scaled_grouped_gemm", call_scaled_grouped_gemm, kFastCallKeywords, nullptr},
-    {"fold", call_fold, kFastCallKeywords, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
+// The methods of all operations; the first one without a name ends them.
+template <class... Problems> const pydet_exchange_method *methods_of(Operations<Problems...>) {
+  const int count = (0 + ... + Operation<Problems>::python().count);
+  auto *const methods = new pydet_exchange_method[size_t(count) + 1]();  // for ever: Python's functions point into it
+  auto *next = methods;
+  for (const auto &own : {Operation<Problems>::python()...})
+    for (const pydet_exchange_method &method : own) *next++ = method;
+  return methods;
+}
+
+template <auto... functions> const pydet_exchange_function *addresses(FunctionList<functions...>) {
+  static const pydet_exchange_function all[] = {reinterpret_cast<pydet_exchange_function>(functions)...};
+  return all;
+}
+
+// FNV-1a of the operations' names and of how many functions each has, in the list's order.
+template <auto... functions> constexpr uint32_t size_of_list(FunctionList<functions...>) {
+  return sizeof...(functions);
+}
+template <class... Problems> constexpr uint32_t number_of(Operations<Problems...>) {
+  uint32_t number = 2166136261u;
+  const auto add = [&](uint32_t word) { number = (number ^ word) * 16777619u; };
+  const auto add_operation = [&](const char *name, uint32_t functions) {
+    for (; *name; ++name) add(uint8_t(*name));
+    add(functions);
+  };
+  (add_operation(Operation<Problems>::name, size_of_list(typename Operation<Problems>::Functions{})), ...);
+  return number;
+}
 
 }  // namespace
+
+Items<pydet_exchange_method> AnyOperation::python() { return {}; }
+
 }  // namespace pydet
 
-const void *pydet_exchange_methods(const pydet_exchange *exchange) {
+const pydet_exchange_method *pydet_exchange_methods(const pydet_exchange *exchange) {
   using namespace pydet;
   static int64_t owner = -1;  // the interpreter that may use the hooks
   if (exchange->struct_size != sizeof(pydet_exchange)) {
@@ -48,8 +59,16 @@ const void *pydet_exchange_methods(const pydet_exchange *exchange) {
     fail(PYDET_UNSUPPORTED, "pydet is in use by another interpreter of this process; import it in one of them only");
     return nullptr;
   }
+  static const pydet_exchange_method *const methods = methods_of(AllOperations{});
   pydet::exchange = exchange;
-  return kMethods;
+  return methods;
+}
+
+const pydet_exchange_function *pydet_exchange_functions(uint32_t *operations) {
+  using namespace pydet;
+  constexpr uint32_t number = number_of(AllOperations{});
+  *operations = number;
+  return addresses(all_functions(AllOperations{}));
 }
 
 void pydet_exchange_forget_devices(void) {

@@ -5,9 +5,10 @@
 #include <cstdio>
 #include <cstring>
 
+#include "contract/types.h"
+#include "core/operations.h"
 #include "entry/python.h"
 #include "entry/to_fp32.h"
-#include "types.h"
 
 #ifdef __cpp_exceptions
 #error "compile with -fno-exceptions: a Python that shuts down unwinds threads, whose destructors would enter it"
@@ -17,21 +18,46 @@ namespace pydet {
 
 using Object = pydet_object;
 using Framework = pydet_exchange_framework;
-using Library = pydet_exchange_library;
 
 inline const pydet_exchange *exchange;  // set by pydet_exchange_methods
 inline thread_local int32_t last_library = -1;
 
 inline const pydet_exchange_python &python() { return exchange->python; }
 
+// ---- The functions of a loaded library ------------------------------------------------------------------------------
+
+template <auto... first, auto... second>
+constexpr FunctionList<first..., second...> operator+(FunctionList<first...>, FunctionList<second...>) {
+  return {};
+}
+template <class... Problems> constexpr auto all_functions(Operations<Problems...>) {
+  return (FunctionList<pydet_last_error>{} + ... + typename Operation<Problems>::Functions{});
+}
+
+// Its place in the list; -1 where it is in none.
+template <auto function, auto... all> constexpr int place_of(FunctionList<all...>) {
+  int place = -1, i = 0;
+  ((std::is_same_v<FunctionList<function>, FunctionList<all>> ? place = i : 0, ++i), ...);
+  return place;
+}
+
+// What a library gave as its functions (python.h).
+class Library {
+ public:
+  explicit Library(const pydet_exchange_function *functions) : functions_(functions) {}
+  explicit operator bool() const { return functions_; }
+  template <auto function, class... Arguments> auto call(Arguments... arguments) const {
+    constexpr int place = place_of<function>(all_functions(AllOperations{}));
+    static_assert(place >= 0, "a function that no Operation names");
+    return reinterpret_cast<decltype(function)>(functions_[place])(arguments...);
+  }
+
+ private:
+  const pydet_exchange_function *functions_;
+};
+
 // ---- Layouts that others have written down -----------------------------------------------------------------------
 
-struct MethodDef {  // CPython's PyMethodDef
-  const char *name;
-  Object *(*call)(Object *self, Object *const *args, intptr_t count, Object *keywords);
-  int flags;
-  const char *doc;
-};
 constexpr int kFastCallKeywords = 0x82;  // METH_FASTCALL | METH_KEYWORDS
 constexpr int kEqual = 2;                // Py_EQ
 

@@ -2,11 +2,9 @@
 
 #include <cstring>
 
-#include "gpu/gpu.h"
+#include "core/backend.h"
+#include "gpu/backend.h"
 #include "gpu/kernels.h"
-#include "grouped.h"
-#include "kernel.h"
-#include "scaled_grouped.h"
 
 namespace pydet {
 namespace {
@@ -21,6 +19,7 @@ bool is_built(const Device &device) {
 }
 bool is_gfx942(const Device &device) { return gpu_facts(device.id).arch == 0x942 && is_built(device); }
 bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a && is_built(device); }
+constexpr Machine kGfx942 = {"gfx942", is_gfx942}, kGfx90a = {"gfx90a", is_gfx90a}, kBuilt = {kBuiltFor, is_built};
 
 // Every wave reads all of x. From 65 rows on tiles of 64x64 are faster, on gfx942 where K is whole stages of theirs or
 // the tiles fill the device (estimated: bench/README.md).
@@ -43,113 +42,126 @@ constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
-// Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch.
 constexpr Kernel<Gemm> kGemm[] = {
-    {"hip_skinny_gemm_cdna3_mfma_chunks", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942,
-     skinny_mfma_chunks_takes, skinny_mfma_chunks_prefers, skinny_mfma_chunks},
-    {"hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kOneMatrix, "gfx942", is_gfx942, skinny_mfma_takes,
-     skinny_cdna3_prefers, skinny_mfma},
-    {"hip_skinny_gemm_cdna2_mfma_chunks", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a,
-     skinny_mfma_chunks_takes, skinny_mfma_chunks_prefers, skinny_mfma_chunks},
-    {"hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kOneMatrix, "gfx90a", is_gfx90a, skinny_mfma_takes,
-     skinny_cdna2_prefers, skinny_mfma},
-    {"hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kOneChain, "gfx942", is_gfx942, nullptr,
-     fills_device<128, 128>, gemm_mfma_128},
-    {"hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGemm, "gfx942", is_gfx942, nullptr, nullptr,
-     gemm_mfma_64},
-    {"hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, kOneChain, "gfx90a", is_gfx90a, nullptr,
-     fills_device<128, 128>, gemm_mfma_128},
-    {"hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kAllOfGemm, "gfx90a", is_gfx90a, nullptr, nullptr,
-     gemm_mfma_64},
-    {"hip_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kOneMatrix, kBuiltFor, is_built, skinny_ieee_takes,
-     nullptr, skinny_ieee},
-    {"hip_gemm_ieee_128x128", kUnscaledTypes, Arithmetic::ieee, kOneChain, kBuiltFor, is_built, nullptr,
-     fills_device<128, 128>, gemm_ieee_128x128},
-    {"hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, kBuiltFor, is_built, nullptr, nullptr,
-     gemm_ieee_64x64},
+    Row("hip_skinny_gemm_cdna3_mfma_chunks", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneMatrix)
+        .takes(skinny_mfma_chunks_takes)
+        .prefers(skinny_mfma_chunks_prefers)
+        .launches(skinny_mfma_chunks),
+    Row("hip_skinny_gemm_cdna3_mfma", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneMatrix)
+        .takes(skinny_mfma_takes)
+        .prefers(skinny_cdna3_prefers)
+        .launches(skinny_mfma),
+    Row("hip_skinny_gemm_cdna2_mfma_chunks", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneMatrix)
+        .takes(skinny_mfma_chunks_takes)
+        .prefers(skinny_mfma_chunks_prefers)
+        .launches(skinny_mfma_chunks),
+    Row("hip_skinny_gemm_cdna2_mfma", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneMatrix)
+        .takes(skinny_mfma_takes)
+        .prefers(skinny_cdna2_prefers)
+        .launches(skinny_mfma),
+    Row("hip_gemm_cdna3_mfma_128x128", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneChain)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_mfma_128),
+    Row("hip_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kGfx942, kAllOfGemm).launches(gemm_mfma_64),
+    Row("hip_gemm_cdna2_mfma_128x128", kHalfTypes, Arithmetic::cdna2, kGfx90a, kOneChain)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_mfma_128),
+    Row("hip_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kGfx90a, kAllOfGemm).launches(gemm_mfma_64),
+    Row("hip_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kBuilt, kOneMatrix)
+        .takes(skinny_ieee_takes)
+        .launches(skinny_ieee),
+    Row("hip_gemm_ieee_128x128", kUnscaledTypes, Arithmetic::ieee, kBuilt, kOneChain)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_ieee_128x128),
+    Row("hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGemm).launches(gemm_ieee_64x64),
 };
 
 constexpr uint64_t kAllOfScaled =
     kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
-    {"hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, kBuiltFor, is_built, nullptr, nullptr,
-     scaled_gemm_ieee_64x64},
+    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kAllOfScaled)
+        .launches(scaled_gemm_ieee_64x64),
 };
 
 constexpr uint64_t kAllOfTiles = kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy;
 constexpr Kernel<Quantize> kQuantize[] = {
-    {"hip_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, kBuiltFor, is_built,
-     quantize_rows_takes, nullptr, quantize_by_rows},
-    {"hip_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kAllOfTiles, kBuiltFor, is_built, nullptr, nullptr,
-     quantize_tiled},
+    Row("hip_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBuilt, kBatch | kRowScales)
+        .takes(quantize_rows_takes)
+        .launches(quantize_by_rows),
+    Row("hip_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfTiles).launches(quantize_tiled),
 };
 
 constexpr uint64_t kAllOfGroups = kBias | kAccumulate | kChunks | kAlongM | kAlongN | kOutAlongM | kDepth;
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
-    {"hip_grouped_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kAllOfGroups, "gfx942", is_gfx942, nullptr,
-     nullptr, grouped_gemm_mfma_64},
-    {"hip_grouped_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kAllOfGroups, "gfx90a", is_gfx90a, nullptr,
-     nullptr, grouped_gemm_mfma_64},
-    {"hip_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGroups, kBuiltFor, is_built, nullptr,
-     nullptr, grouped_gemm_ieee_64x64},
+    Row("hip_grouped_gemm_cdna3_mfma_64x64", kHalfTypes, Arithmetic::cdna3, kGfx942, kAllOfGroups)
+        .launches(grouped_gemm_mfma_64),
+    Row("hip_grouped_gemm_cdna2_mfma_64x64", kHalfTypes, Arithmetic::cdna2, kGfx90a, kAllOfGroups)
+        .launches(grouped_gemm_mfma_64),
+    Row("hip_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGroups)
+        .launches(grouped_gemm_ieee_64x64),
 };
 
 constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
-    {"hip_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, kBuiltFor, is_built,
-     nullptr, nullptr, scaled_grouped_gemm_ieee_64x64},
+    Row("hip_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kScaledGroupedGemmFeatures)
+        .launches(scaled_grouped_gemm_ieee_64x64),
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    {"hip_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, kBuiltFor, is_built, rmsnorm_held_takes, nullptr,
-     rmsnorm_held},
-    {"hip_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, kBuiltFor, is_built, nullptr, nullptr,
-     rmsnorm_long},
-    {"hip_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm | kOfHeads, kBuiltFor, is_built, nullptr,
-     nullptr, rmsnorm_general},
+    Row("hip_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm)
+        .takes(rmsnorm_held_takes)
+        .launches(rmsnorm_held),
+    Row("hip_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm).launches(rmsnorm_long),
+    Row("hip_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm | kOfHeads)
+        .launches(rmsnorm_general),
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    {"hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, kBuiltFor, is_built,
-     rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, kBuiltFor, is_built,
-     rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, kBuiltFor, is_built,
-     nullptr, nullptr, rmsnorm_backward_long},
-    {"hip_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads | kBlockSums,
-     kBuiltFor, is_built, nullptr, nullptr, rmsnorm_backward_general},
+    Row("hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_held_takes)
+        .prefers(rmsnorm_backward_chain_prefers)
+        .launches(rmsnorm_backward_chain),
+    Row("hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_held_takes)
+        .launches(rmsnorm_backward_group),
+    Row("hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
+        .launches(rmsnorm_backward_long),
+    Row("hip_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kBuilt,
+        kLayerNormGradient | kOfHeads | kBlockSums)
+        .launches(rmsnorm_backward_general),
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    {"hip_softmax_held", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, kBuiltFor, is_built, softmax_held_takes,
-     nullptr, softmax_held},
-    {"hip_softmax_long", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, kBuiltFor, is_built, nullptr, nullptr,
-     softmax_long},
+    Row("hip_softmax_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfSoftmax)
+        .takes(softmax_held_takes)
+        .launches(softmax_held),
+    Row("hip_softmax_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfSoftmax).launches(softmax_long),
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
-    {"hip_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, kBuiltFor, is_built,
-     softmax_backward_held_takes, nullptr, softmax_backward_held},
-    {"hip_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, kBuiltFor, is_built, nullptr,
-     nullptr, softmax_backward_long},
+    Row("hip_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kSoftmaxGradient)
+        .takes(softmax_backward_held_takes)
+        .launches(softmax_backward_held),
+    Row("hip_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kSoftmaxGradient)
+        .launches(softmax_backward_long),
 };
 
 constexpr Kernel<Fold> kFold[] = {
-    {"hip_fold", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree, kBuiltFor, is_built, nullptr, nullptr,
-     fold},
+    Row("hip_fold", bit(Type::f32), Arithmetic::ieee, kBuilt, kBias | kAccumulate | kTree).launches(fold),
 };
 
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
-    {"hip_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, kBuiltFor, is_built, layernorm_held_takes,
-     nullptr, layernorm_held},
-    {"hip_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, kBuiltFor, is_built, nullptr, nullptr,
-     layernorm_long},
+    Row("hip_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm)
+        .takes(layernorm_held_takes)
+        .launches(layernorm_held),
+    Row("hip_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm).launches(layernorm_long),
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
-    {"hip_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, kBuiltFor, is_built,
-     layernorm_backward_held_takes, nullptr, layernorm_backward_held},
-    {"hip_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, kBuiltFor, is_built, nullptr,
-     nullptr, layernorm_backward_long},
+    Row("hip_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient)
+        .takes(layernorm_backward_held_takes)
+        .launches(layernorm_backward_held),
+    Row("hip_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient)
+        .launches(layernorm_backward_long),
 };
 
 pydet_status query_device(int32_t id, pydet_device_info *info) {
@@ -174,31 +186,26 @@ uint64_t gemm_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithm
   return matrix_cores ? skinny_mfma_workspace(m, n, k, k_chunk) : 0;
 }
 
+constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_workspace};
+
+constexpr Backend hip() {
+  Backend backend = {PYDET_ROCM, "HIP"};
+  backend.device_count = gpu_device_count;
+  backend.query_device = query_device;
+  backend.tensor_cores = tensor_cores;
+  backend.built_for = "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"";
+  backend.reaches = gpu_reaches;
+  backend.forget = gpu_forget;
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm));
+  return backend;
+}
+
 }  // namespace
 
 const Backend *gpu_backend() {
-  static constexpr Backend backend = {PYDET_ROCM,
-                                      "HIP",
-                                      gpu_device_count,
-                                      query_device,
-                                      tensor_cores,
-                                      gpu_reaches,
-                                      gpu_forget,
-                                      "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"",
-                                      table(kGemm),
-                                      table(kScaledGemm),
-                                      table(kQuantize),
-                                      table(kRmsNorm),
-                                      table(kRmsNormBackward),
-                                      table(kSoftmax),
-                                      table(kSoftmaxBackward),
-                                      table(kGroupedGemm),
-                                      table(kFold),
-                                      table(kLayerNorm),
-                                      table(kLayerNormBackward),
-                                      table(kScaledGroupedGemm),
-                                      round_elements,
-                                      gemm_workspace};
+  static constexpr Backend backend = hip();
   return &backend;
 }
 

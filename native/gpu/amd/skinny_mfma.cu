@@ -16,6 +16,7 @@
 
 #include "gpu/kernels.h"
 #include "gpu/amd/mfma.h"
+#include "ops/gemm/problem.h"
 
 namespace pydet {
 namespace {

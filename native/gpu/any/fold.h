@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gpu/any/epilogue.h"
+#include "ops/fold/problem.h"
 
 namespace pydet {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "gpu/device.h"
-#include "grouped.h"
+#include "ops/grouped/problem.h"
 
 namespace pydet {
 

@@ -3,7 +3,7 @@
 
 #include "gpu/device.h"
 #include "gpu/kernels.h"
-#include "scaled.h"
+#include "ops/scaled/problem.h"
 
 namespace pydet {
 namespace {

@@ -12,7 +12,7 @@
 // larger team is its block, takes the chains one after the other, and keeps their sum in shared memory. cp.async keeps
 // the next rows in flight, in slots that only their own thread reads, so that no barrier stands between copy and use.
 
-#include "gpu/nvidia/cluster.h"
+#include "gpu/cluster.h"
 #include "gpu/kernels.h"
 #include "gpu/any/rmsnorm_partials.h"
 #include "gpu/any/rmsnorm_rows.h"

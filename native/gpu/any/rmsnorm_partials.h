@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "gpu/device.h"
+#include "ops/norm/problem.h"
 
 namespace pydet {
 

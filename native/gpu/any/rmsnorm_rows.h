@@ -10,6 +10,7 @@
 #pragma once
 
 #include "gpu/any/epilogue.h"
+#include "ops/norm/problem.h"
 
 namespace pydet {
 namespace {

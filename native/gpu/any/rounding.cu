@@ -1,8 +1,8 @@
-// A pass over the elements of a product (rounding.h): to = round(from + bias).
+// A pass over the elements of a product (ops/gemm/rounding.h): to = round(from + bias).
 //
 // A thread takes four neighbouring elements of a row, or one where something is not aligned for that.
 
-#include "rounding.h"
+#include "ops/gemm/rounding.h"
 
 #include "gpu/any/fold.h"
 #include "gpu/kernels.h"

@@ -4,7 +4,7 @@
 //   s_c: s = fmaf(a[m, k], b[k, n], s), k ascending over chunk c, from +0; one chain over all k may start from out
 //   D = fmaf(fl(sa[m, c] sb[c, n]), s_c, D) or fl(D + s_c), c ascending;   then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 //
-// Of one product, a batch of them, or groups of tokens (scaled_grouped.h), whose boundaries the device alone knows.
+// Of one product, a batch of them, or groups of tokens (ops/scaled_grouped), whose boundaries the device alone knows.
 //
 // A block of 256 threads makes a tile of 64x64, 4x4 a thread. A stage is 32 k: of each operand a thread reads 8 bytes,
 // neighbours in memory, and converts them to fp32 on their way to shared memory, k-major whatever the operand's layout;
@@ -16,7 +16,7 @@
 #include "gpu/any/epilogue.h"
 #include "gpu/any/quads.h"
 #include "gpu/kernels.h"
-#include "scaled_grouped.h"
+#include "ops/scaled_grouped/problem.h"
 
 namespace pydet {
 namespace {

@@ -12,6 +12,7 @@
 
 #include "gpu/any/epilogue.h"
 #include "gpu/kernels.h"
+#include "ops/gemm/problem.h"
 
 namespace pydet {
 namespace {

@@ -2,8 +2,9 @@
 // the kernels of nvidia/softmax_staged.h.
 #pragma once
 
-#include "elementary.h"
+#include "contract/elementary.h"
 #include "gpu/any/rmsnorm_rows.h"
+#include "ops/softmax/problem.h"
 
 namespace pydet {
 namespace {

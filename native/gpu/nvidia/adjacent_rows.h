@@ -5,7 +5,7 @@
 // banks.
 #pragma once
 
-#include "gpu/any/strided_row.h"
+#include "gpu/nvidia/strided_row.h"
 
 namespace pydet {
 namespace {

@@ -4,13 +4,11 @@
 #include <cstdio>
 #include <utility>
 
-#include "gpu/gpu.h"
+#include "core/backend.h"
+#include "gpu/backend.h"
 #include "gpu/kernels.h"
-#include "gpu/nvidia/sm90/groups.h"
 #include "gpu/nvidia/sm90/choose.h"
-#include "grouped.h"
-#include "kernel.h"
-#include "scaled_grouped.h"
+#include "gpu/nvidia/sm90/groups.h"
 
 namespace pydet {
 namespace {
@@ -19,6 +17,11 @@ bool is_sm90(const Device &device) { return compute_capability(device.id) == 90;
 bool from_sm90(const Device &device) { return compute_capability(device.id) >= 90; }
 bool from_sm80(const Device &device) { return compute_capability(device.id) >= 80; }
 bool is_sm80_to_89(const Device &device) { return from_sm80(device) && !from_sm90(device); }
+constexpr Machine kSm90a = {"sm_90a", is_sm90};  // by instructions of that architecture alone
+constexpr Machine kSm90 = {"sm_90", is_sm90};
+constexpr Machine kFromSm90 = {"sm_90 or later", from_sm90};
+constexpr Machine kFromSm80 = {"sm_80 or later", from_sm80};
+constexpr Machine kSm80To89 = {"sm_80 to sm_89", is_sm80_to_89};
 
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.
 constexpr uint64_t kOneMatrix = kBias | kAccumulate | kChunks;  // x and w of a skinny product, both along k
@@ -36,35 +39,18 @@ constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
-  return {kSm90Tiles[tile].name,
-          kHalfTypes,
-          Arithmetic::sm90,
-          sm90_layouts(tile, true) ? kAllOfGemm : kOneChain,
-          "sm_90a",
-          is_sm90,
-          nullptr,
-          nullptr,
-          gemm_sm90,
-          gemm_sm90_choose,
-          tile};
+  return Row(kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90a,
+             sm90_layouts(tile, true) ? kAllOfGemm : kOneChain)
+      .chooses(gemm_sm90_choose, tile)
+      .launches(gemm_sm90);
 }
 
 template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *name) {
-  return {name,
-          kHalfTypes,
-          Arithmetic::sm90,
-          turned ? kOneMatrix | kAlongN : kOneMatrix,
-          "sm_90a",
-          is_sm90,
-          nullptr,
-          nullptr,
-          skinny_sm90<rows, turned>,
-          skinny_sm90_choose<turned>,
-          rows};
+  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix)
+      .chooses(skinny_sm90_choose<turned>, rows)
+      .launches(skinny_sm90<rows, turned>);
 }
 
-// Columns: name, input types, arithmetic, features, requires, runs_on, takes, prefers, launch, and of variants choose, in
-// place of takes and prefers, and variant.
 constexpr Kernel<Gemm> kSkinnyRows[] = {
     skinny_row<16, false>("cuda_skinny_gemm_sm90_16"),       skinny_row<32, false>("cuda_skinny_gemm_sm90_32"),
     skinny_row<48, false>("cuda_skinny_gemm_sm90_48"),       skinny_row<64, false>("cuda_skinny_gemm_sm90_64"),
@@ -78,24 +64,32 @@ bool gemm_ieee_128x256_prefers(const Gemm &g) {
 }
 
 constexpr Kernel<Gemm> kOtherRows[] = {
-    {"cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kOneMatrix, "sm_90 or later", from_sm90,
-     skinny_mma_takes, skinny_mma_prefers, skinny_mma},
-    {"cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kOneChain, "sm_90 or later", from_sm90,
-     gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
-    {"cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kAllOfGemm, "sm_90 or later", from_sm90, nullptr,
-     nullptr, gemm_mma_64},
-    {"cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, kOneMatrix, "sm_80 to sm_89", is_sm80_to_89,
-     skinny_mma_takes, skinny_mma_prefers, skinny_mma},
-    {"cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kOneChain, "sm_80 to sm_89", is_sm80_to_89,
-     gemm_mma_128_takes, fills_device<128, 128>, gemm_mma_128},
-    {"cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kAllOfGemm, "sm_80 to sm_89", is_sm80_to_89, nullptr,
-     nullptr, gemm_mma_64},
-    {"cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kOneMatrix, "sm_80 or later", from_sm80,
-     skinny_ieee_takes, nullptr, skinny_ieee},
-    {"cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kOneChain, "sm_80 or later", from_sm80,
-     gemm_ieee_128x256_takes, gemm_ieee_128x256_prefers, gemm_ieee_128x256},
-    {"cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kAllOfGemm, "sm_80 or later", from_sm80, nullptr,
-     nullptr, gemm_ieee_64x64},
+    Row("cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneMatrix)
+        .takes(skinny_mma_takes)
+        .prefers(skinny_mma_prefers)
+        .launches(skinny_mma),
+    Row("cuda_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneChain)
+        .takes(gemm_mma_128_takes)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_mma_128),
+    Row("cuda_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kFromSm90, kAllOfGemm).launches(gemm_mma_64),
+    Row("cuda_skinny_gemm_sm80_mma", kHalfTypes, Arithmetic::sm80, kSm80To89, kOneMatrix)
+        .takes(skinny_mma_takes)
+        .prefers(skinny_mma_prefers)
+        .launches(skinny_mma),
+    Row("cuda_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kSm80To89, kOneChain)
+        .takes(gemm_mma_128_takes)
+        .prefers(fills_device<128, 128>)
+        .launches(gemm_mma_128),
+    Row("cuda_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kSm80To89, kAllOfGemm).launches(gemm_mma_64),
+    Row("cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kOneMatrix)
+        .takes(skinny_ieee_takes)
+        .launches(skinny_ieee),
+    Row("cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kFromSm80, kOneChain)
+        .takes(gemm_ieee_128x256_takes)
+        .prefers(gemm_ieee_128x256_prefers)
+        .launches(gemm_ieee_128x256),
+    Row("cuda_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGemm).launches(gemm_ieee_64x64),
 };
 
 // The skinny kernels, the tiles of sm90/tiles.h, and the rest.
@@ -116,12 +110,14 @@ constexpr uint64_t kAllOfScaled =
     kScaledTile | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 constexpr uint64_t kScaledSkinny = kBias | kAccumulate | kColumnScales;
 template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
-  return {name,    scaled_skinny_types(rows), Arithmetic::sm90,          kScaledSkinny, "sm_90a", is_sm90, nullptr,
-          nullptr, scaled_skinny_sm90<rows>,  scaled_skinny_sm90_choose, rows};
+  return Row(name, scaled_skinny_types(rows), Arithmetic::sm90, kSm90a, kScaledSkinny)
+      .chooses(scaled_skinny_sm90_choose, rows)
+      .launches(scaled_skinny_sm90<rows>);
 }
 constexpr Kernel<ScaledGemm> scaled_e4m3_row(const char *name, Launcher<ScaledGemm> launch, int tile) {
-  return {name,    bit(Type::e4m3), Arithmetic::sm90,        kScaledTile, "sm_90a", is_sm90, nullptr,
-          nullptr, launch,          scaled_gemm_sm90_choose, tile};
+  return Row(name, bit(Type::e4m3), Arithmetic::sm90, kSm90a, kScaledTile)
+      .chooses(scaled_gemm_sm90_choose, tile)
+      .launches(launch);
 }
 template <int tile> constexpr Kernel<ScaledGemm> scaled_plain_row() {
   return scaled_e4m3_row(kPlainNames[tile], scaled_gemm_sm90_plain<tile>, kScaledTiles + tile);
@@ -136,196 +132,265 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
     scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
     scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
-    {"cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
-     scaled_gemm_sm90_256x128, scaled_gemm_sm90_choose, 0},
-    {"cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr,
-     nullptr, scaled_gemm_sm90_128x128_ahead, scaled_gemm_sm90_choose, 1},
-    {"cuda_scaled_gemm_sm90_128x64", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
-     scaled_gemm_sm90_128x64, scaled_gemm_sm90_choose, 2},
-    {"cuda_scaled_gemm_sm90_128x192", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
-     scaled_gemm_sm90_128x192, scaled_gemm_sm90_choose, 3},
-    {"cuda_scaled_gemm_sm90_256x112", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
-     scaled_gemm_sm90_256x112, scaled_gemm_sm90_choose, 4},
+    Row("cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 0)
+        .launches(scaled_gemm_sm90_256x128),
+    Row("cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 1)
+        .launches(scaled_gemm_sm90_128x128_ahead),
+    Row("cuda_scaled_gemm_sm90_128x64", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 2)
+        .launches(scaled_gemm_sm90_128x64),
+    Row("cuda_scaled_gemm_sm90_128x192", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 3)
+        .launches(scaled_gemm_sm90_128x192),
+    Row("cuda_scaled_gemm_sm90_256x112", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
+        .chooses(scaled_gemm_sm90_choose, 4)
+        .launches(scaled_gemm_sm90_256x112),
     scaled_plain_row<0>(),
     scaled_plain_row<1>(),
     scaled_plain_row<2>(),
     scaled_low_row<0>(),
     scaled_low_row<1>(),
-    {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
-     is_sm90, nullptr, nullptr, scaled_gemm_sm90_128x128},
-    {"cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, "sm_80 or later", from_sm80, nullptr,
-     nullptr, scaled_gemm_ieee_64x64},
+    Row("cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)
+        .launches(scaled_gemm_sm90_128x128),
+    Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kAllOfScaled)
+        .launches(scaled_gemm_ieee_64x64),
 };
 
 constexpr Kernel<Quantize> kQuantize[] = {
-    {"cuda_quantize_rows_packed", kHalfTypes, Arithmetic::ieee, kRowScales, "sm_80 or later", from_sm80,
-     quantize_rows_packed_takes, nullptr, quantize_rows_packed},
-    {"cuda_quantize_groups_packed", kHalfTypes, Arithmetic::ieee, kGroupScales, "sm_80 or later", from_sm80,
-     quantize_groups_packed_takes, nullptr, quantize_groups_packed},
-    {"cuda_quantize_tiles_packed", kHalfTypes, Arithmetic::ieee, kGroupScales | kBlockScales | kTransposedCopy,
-     "sm_80 or later", from_sm80, quantize_tiles_packed_takes, nullptr, quantize_tiles_packed},
-    {"cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, "sm_80 or later", from_sm80,
-     quantize_rows_takes, nullptr, quantize_by_rows},
-    {"cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee,
-     kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy, "sm_80 or later", from_sm80, nullptr,
-     nullptr, quantize_tiled},
+    Row("cuda_quantize_rows_packed", kHalfTypes, Arithmetic::ieee, kFromSm80, kRowScales)
+        .takes(quantize_rows_packed_takes)
+        .launches(quantize_rows_packed),
+    Row("cuda_quantize_groups_packed", kHalfTypes, Arithmetic::ieee, kFromSm80, kGroupScales)
+        .takes(quantize_groups_packed_takes)
+        .launches(quantize_groups_packed),
+    Row("cuda_quantize_tiles_packed", kHalfTypes, Arithmetic::ieee, kFromSm80,
+        kGroupScales | kBlockScales | kTransposedCopy)
+        .takes(quantize_tiles_packed_takes)
+        .launches(quantize_tiles_packed),
+    Row("cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kBatch | kRowScales)
+        .takes(quantize_rows_takes)
+        .launches(quantize_by_rows),
+    Row("cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy)
+        .launches(quantize_tiled),
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
-    {"cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, rmsnorm_held_takes,
-     nullptr, rmsnorm_held},
-    {"cuda_rmsnorm_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
-     rmsnorm_staged_takes, rmsnorm_staged_prefers, rmsnorm_staged},
-    {"cuda_rmsnorm_adjacent", kHalfTypes, Arithmetic::ieee, kAllOfNorm & ~kResidual, "sm_80 or later", from_sm80,
-     rmsnorm_adjacent_takes, rmsnorm_adjacent_prefers, rmsnorm_adjacent},
-    {"cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80,
-     rmsnorm_unaligned_takes, nullptr, rmsnorm_unaligned},
-    {"cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm, "sm_80 or later", from_sm80, nullptr, nullptr,
-     rmsnorm_long},
-    {"cuda_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kAllOfNorm | kOfHeads, "sm_80 or later", from_sm80,
-     nullptr, nullptr, rmsnorm_general},
+    Row("cuda_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm)
+        .takes(rmsnorm_held_takes)
+        .launches(rmsnorm_held),
+    Row("cuda_rmsnorm_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm)
+        .takes(rmsnorm_staged_takes)
+        .prefers(rmsnorm_staged_prefers)
+        .launches(rmsnorm_staged),
+    Row("cuda_rmsnorm_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm & ~kResidual)
+        .takes(rmsnorm_adjacent_takes)
+        .prefers(rmsnorm_adjacent_prefers)
+        .launches(rmsnorm_adjacent),
+    Row("cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm)
+        .takes(rmsnorm_unaligned_takes)
+        .launches(rmsnorm_unaligned),
+    Row("cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm).launches(rmsnorm_long),
+    Row("cuda_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm | kOfHeads)
+        .launches(rmsnorm_general),
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
-    {"cuda_rmsnorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient, "sm_80 or later", from_sm80,
-     rmsnorm_backward_apart_takes, rmsnorm_backward_apart_prefers, rmsnorm_backward_apart},
-    {"cuda_rmsnorm_backward_narrow", kHalfTypes, Arithmetic::ieee, kGradientAlone | kBlockSums, "sm_80 or later",
-     from_sm80, rmsnorm_backward_narrow_takes, rmsnorm_backward_narrow_prefers, rmsnorm_backward_narrow},
-    {"cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums,
-     "sm_80 or later", from_sm80, rmsnorm_backward_short_takes, rmsnorm_backward_short_chain_prefers,
-     rmsnorm_backward_short_chain},
-    {"cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums,
-     "sm_90 or later", from_sm90, rmsnorm_backward_short_takes, nullptr, rmsnorm_backward_short_cluster},
-    {"cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
-     from_sm80, rmsnorm_backward_held_takes, rmsnorm_backward_chain_prefers, rmsnorm_backward_chain},
-    {"cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_90 or later",
-     from_sm90, rmsnorm_backward_cluster_takes, rmsnorm_backward_cluster_prefers, rmsnorm_backward_cluster},
-    {"cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
-     from_sm80, rmsnorm_backward_held_takes, nullptr, rmsnorm_backward_group},
-    {"cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
-     from_sm80, rmsnorm_backward_strided_takes, rmsnorm_backward_strided_prefers, rmsnorm_backward_strided},
-    {"cuda_rmsnorm_backward_shifted", kHalfTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
-     from_sm80, rmsnorm_backward_shifted_takes, rmsnorm_backward_shifted_prefers, rmsnorm_backward_shifted},
-    {"cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
-     from_sm80, rmsnorm_backward_unaligned_takes, nullptr, rmsnorm_backward_unaligned},
-    {"cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kAllOfGradient | kBlockSums, "sm_80 or later",
-     from_sm80, nullptr, nullptr, rmsnorm_backward_long},
-    {"cuda_rmsnorm_backward_heads", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kHeads | kBlockSums,
-     "sm_80 or later", from_sm80, rmsnorm_backward_heads_takes, nullptr, rmsnorm_backward_heads},
-    {"cuda_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient | kOfHeads | kBlockSums,
-     "sm_80 or later", from_sm80, nullptr, nullptr, rmsnorm_backward_general},
+    Row("cuda_rmsnorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient)
+        .takes(rmsnorm_backward_apart_takes)
+        .prefers(rmsnorm_backward_apart_prefers)
+        .launches(rmsnorm_backward_apart),
+    Row("cuda_rmsnorm_backward_narrow", kHalfTypes, Arithmetic::ieee, kFromSm80, kGradientAlone | kBlockSums)
+        .takes(rmsnorm_backward_narrow_takes)
+        .prefers(rmsnorm_backward_narrow_prefers)
+        .launches(rmsnorm_backward_narrow),
+    Row("cuda_rmsnorm_backward_short_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_short_takes)
+        .prefers(rmsnorm_backward_short_chain_prefers)
+        .launches(rmsnorm_backward_short_chain),
+    Row("cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_short_takes)
+        .launches(rmsnorm_backward_short_cluster),
+    Row("cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_held_takes)
+        .prefers(rmsnorm_backward_chain_prefers)
+        .launches(rmsnorm_backward_chain),
+    Row("cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_cluster_takes)
+        .prefers(rmsnorm_backward_cluster_prefers)
+        .launches(rmsnorm_backward_cluster),
+    Row("cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_held_takes)
+        .launches(rmsnorm_backward_group),
+    Row("cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_strided_takes)
+        .prefers(rmsnorm_backward_strided_prefers)
+        .launches(rmsnorm_backward_strided),
+    Row("cuda_rmsnorm_backward_shifted", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_shifted_takes)
+        .prefers(rmsnorm_backward_shifted_prefers)
+        .launches(rmsnorm_backward_shifted),
+    Row("cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_unaligned_takes)
+        .launches(rmsnorm_backward_unaligned),
+    Row("cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .launches(rmsnorm_backward_long),
+    Row("cuda_rmsnorm_backward_heads", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kLayerNormGradient | kHeads | kBlockSums)
+        .takes(rmsnorm_backward_heads_takes)
+        .launches(rmsnorm_backward_heads),
+    Row("cuda_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kLayerNormGradient | kOfHeads | kBlockSums)
+        .launches(rmsnorm_backward_general),
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    {"cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSoftmaxForward, "sm_90", is_sm90, softmax_spread_takes,
-     softmax_spread_prefers, softmax_spread},
-    {"cuda_softmax_adjacent", kHalfTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
-     softmax_adjacent_takes, softmax_adjacent_prefers, softmax_adjacent},
-    {"cuda_softmax_strided", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
-     softmax_strided_takes, softmax_strided_prefers, softmax_strided},
-    {"cuda_softmax_cluster", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_90 or later", from_sm90,
-     softmax_cluster_takes, softmax_cluster_prefers, softmax_cluster},
-    {"cuda_softmax_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
-     softmax_staged_takes, softmax_staged_prefers, softmax_staged},
-    {"cuda_softmax_held", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80,
-     softmax_held_takes, nullptr, softmax_held},
-    {"cuda_softmax_long", kUnscaledTypes, Arithmetic::ieee, kAllOfSoftmax, "sm_80 or later", from_sm80, nullptr,
-     nullptr, softmax_long},
+    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
+        .takes(softmax_spread_takes)
+        .prefers(softmax_spread_prefers)
+        .launches(softmax_spread),
+    Row("cuda_softmax_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
+        .takes(softmax_adjacent_takes)
+        .prefers(softmax_adjacent_prefers)
+        .launches(softmax_adjacent),
+    Row("cuda_softmax_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
+        .takes(softmax_strided_takes)
+        .prefers(softmax_strided_prefers)
+        .launches(softmax_strided),
+    Row("cuda_softmax_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfSoftmax)
+        .takes(softmax_cluster_takes)
+        .prefers(softmax_cluster_prefers)
+        .launches(softmax_cluster),
+    Row("cuda_softmax_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
+        .takes(softmax_staged_takes)
+        .prefers(softmax_staged_prefers)
+        .launches(softmax_staged),
+    Row("cuda_softmax_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
+        .takes(softmax_held_takes)
+        .launches(softmax_held),
+    Row("cuda_softmax_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax).launches(softmax_long),
 };
 
 constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
-    {"cuda_softmax_backward_spread", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_90", is_sm90,
-     softmax_backward_spread_takes, softmax_backward_spread_prefers, softmax_backward_spread},
-    {"cuda_softmax_backward_adjacent", kHalfTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
-     softmax_backward_adjacent_takes, softmax_backward_adjacent_prefers, softmax_backward_adjacent},
-    {"cuda_softmax_backward_strided", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
-     softmax_backward_strided_takes, softmax_backward_strided_prefers, softmax_backward_strided},
-    {"cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_90 or later", from_sm90,
-     softmax_backward_cluster_takes, softmax_backward_cluster_prefers, softmax_backward_cluster},
-    {"cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
-     softmax_backward_held_takes, nullptr, softmax_backward_held},
-    {"cuda_softmax_backward_staged", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
-     softmax_backward_staged_takes, nullptr, softmax_backward_staged},
-    {"cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kSoftmaxGradient, "sm_80 or later", from_sm80,
-     nullptr, nullptr, softmax_backward_long},
+    Row("cuda_softmax_backward_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxGradient)
+        .takes(softmax_backward_spread_takes)
+        .prefers(softmax_backward_spread_prefers)
+        .launches(softmax_backward_spread),
+    Row("cuda_softmax_backward_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_adjacent_takes)
+        .prefers(softmax_backward_adjacent_prefers)
+        .launches(softmax_backward_adjacent),
+    Row("cuda_softmax_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_strided_takes)
+        .prefers(softmax_backward_strided_prefers)
+        .launches(softmax_backward_strided),
+    Row("cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kSoftmaxGradient)
+        .takes(softmax_backward_cluster_takes)
+        .prefers(softmax_backward_cluster_prefers)
+        .launches(softmax_backward_cluster),
+    Row("cuda_softmax_backward_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_held_takes)
+        .launches(softmax_backward_held),
+    Row("cuda_softmax_backward_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_staged_takes)
+        .launches(softmax_backward_staged),
+    Row("cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .launches(softmax_backward_long),
 };
 
 constexpr Kernel<Fold> kFold[] = {
-    {"cuda_fold", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree, "sm_80 or later", from_sm80, nullptr,
-     nullptr, fold},
-    {"cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree | kPeers, "sm_80 or later",
-     from_sm80, fold_one_shot_takes, fold_one_shot_prefers, fold_one_shot},
-    {"cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree | kPeers, "sm_80 or later",
-     from_sm80, nullptr, nullptr, fold_two_shot},
+    Row("cuda_fold", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree).launches(fold),
+    Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .takes(fold_one_shot_takes)
+        .prefers(fold_one_shot_prefers)
+        .launches(fold_one_shot),
+    Row("cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .launches(fold_two_shot),
 };
 
 constexpr uint64_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;
 constexpr uint64_t kGroupsTile = kBias | kAccumulate | kAlongM | kAlongN | kDepth;
 template <int tile> constexpr Kernel<GroupedGemm> groups_row() {
-  return {kGroupedTiles[tile].name,
-          kHalfTypes,
-          Arithmetic::sm90,
-          kGroupsTile | when(kGroupedTiles[tile].chunks, kChunks),
-          "sm_90a",
-          is_sm90,
-          nullptr,
-          nullptr,
-          grouped_sm90<tile>,
-          grouped_sm90_choose,
-          tile};
+  return Row(kGroupedTiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90a,
+             kGroupsTile | when(kGroupedTiles[tile].chunks, kChunks))
+      .chooses(grouped_sm90_choose, tile)
+      .launches(grouped_sm90<tile>);
 }
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
     groups_row<0>(),
     groups_row<1>(),
-    {"cuda_grouped_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kGroupsOneChain, "sm_90 or later", from_sm90,
-     grouped_gemm_mma_128_takes, grouped_gemm_mma_128_prefers, grouped_gemm_mma_128},
-    {"cuda_grouped_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kGroupsOneChain | kChunks, "sm_90 or later",
-     from_sm90, nullptr, nullptr, grouped_gemm_mma_64},
-    {"cuda_grouped_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kGroupsOneChain, "sm_80 to sm_89",
-     is_sm80_to_89, grouped_gemm_mma_128_takes, grouped_gemm_mma_128_prefers, grouped_gemm_mma_128},
-    {"cuda_grouped_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kGroupsOneChain | kChunks, "sm_80 to sm_89",
-     is_sm80_to_89, nullptr, nullptr, grouped_gemm_mma_64},
-    {"cuda_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kGroupsOneChain | kChunks, "sm_80 or later",
-     from_sm80, nullptr, nullptr, grouped_gemm_ieee_64x64},
+    Row("cuda_grouped_gemm_sm90_mma_128x128", kHalfTypes, Arithmetic::sm90, kFromSm90, kGroupsOneChain)
+        .takes(grouped_gemm_mma_128_takes)
+        .prefers(grouped_gemm_mma_128_prefers)
+        .launches(grouped_gemm_mma_128),
+    Row("cuda_grouped_gemm_sm90_mma_64x64", kHalfTypes, Arithmetic::sm90, kFromSm90, kGroupsOneChain | kChunks)
+        .launches(grouped_gemm_mma_64),
+    Row("cuda_grouped_gemm_sm80_mma_128x128", kHalfTypes, Arithmetic::sm80, kSm80To89, kGroupsOneChain)
+        .takes(grouped_gemm_mma_128_takes)
+        .prefers(grouped_gemm_mma_128_prefers)
+        .launches(grouped_gemm_mma_128),
+    Row("cuda_grouped_gemm_sm80_mma_64x64", kHalfTypes, Arithmetic::sm80, kSm80To89, kGroupsOneChain | kChunks)
+        .launches(grouped_gemm_mma_64),
+    Row("cuda_grouped_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kGroupsOneChain | kChunks)
+        .launches(grouped_gemm_ieee_64x64),
 };
 
 constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
-    {"cuda_scaled_grouped_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kBias | kAccumulate, "sm_90a", is_sm90,
-     scaled_groups_takes, scaled_groups_tall_prefers, scaled_groups_tall},
-    {"cuda_scaled_grouped_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kBias | kAccumulate, "sm_90a", is_sm90,
-     scaled_groups_takes, nullptr, scaled_groups_ahead},
-    {"cuda_scaled_grouped_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90,
-     kBias | kAccumulate | kChunks | kColumnScales, "sm_90a", is_sm90, nullptr, nullptr, scaled_groups_any},
-    {"cuda_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kScaledGroupedGemmFeatures, "sm_80 or later",
-     from_sm80, nullptr, nullptr, scaled_grouped_gemm_ieee_64x64},
+    Row("cuda_scaled_grouped_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kSm90a, kBias | kAccumulate)
+        .takes(scaled_groups_takes)
+        .prefers(scaled_groups_tall_prefers)
+        .launches(scaled_groups_tall),
+    Row("cuda_scaled_grouped_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kSm90a, kBias | kAccumulate)
+        .takes(scaled_groups_takes)
+        .launches(scaled_groups_ahead),
+    Row("cuda_scaled_grouped_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kSm90a,
+        kBias | kAccumulate | kChunks | kColumnScales)
+        .launches(scaled_groups_any),
+    Row("cuda_scaled_grouped_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledGroupedGemmFeatures)
+        .launches(scaled_grouped_gemm_ieee_64x64),
 };
 
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
-    {"cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
-     layernorm_held_takes, nullptr, layernorm_held},
-    {"cuda_layernorm_staged", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
-     layernorm_staged_takes, layernorm_staged_prefers, layernorm_staged},
-    {"cuda_layernorm_adjacent", kHalfTypes, Arithmetic::ieee, kAllOfLayerNorm & ~kResidual, "sm_80 or later", from_sm80,
-     layernorm_adjacent_takes, layernorm_adjacent_prefers, layernorm_adjacent},
-    {"cuda_layernorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80,
-     layernorm_unaligned_takes, nullptr, layernorm_unaligned},
-    {"cuda_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kAllOfLayerNorm, "sm_80 or later", from_sm80, nullptr,
-     nullptr, layernorm_long},
+    Row("cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
+        .takes(layernorm_held_takes)
+        .launches(layernorm_held),
+    Row("cuda_layernorm_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
+        .takes(layernorm_staged_takes)
+        .prefers(layernorm_staged_prefers)
+        .launches(layernorm_staged),
+    Row("cuda_layernorm_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm & ~kResidual)
+        .takes(layernorm_adjacent_takes)
+        .prefers(layernorm_adjacent_prefers)
+        .launches(layernorm_adjacent),
+    Row("cuda_layernorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
+        .takes(layernorm_unaligned_takes)
+        .launches(layernorm_unaligned),
+    Row("cuda_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm).launches(layernorm_long),
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
-    {"cuda_layernorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later",
-     from_sm80, layernorm_backward_unaligned_takes, layernorm_backward_unaligned_prefers, layernorm_backward_unaligned},
-    {"cuda_layernorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later",
-     from_sm80, layernorm_backward_strided_takes, layernorm_backward_strided_prefers, layernorm_backward_strided},
-    {"cuda_layernorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
-     layernorm_backward_apart_takes, layernorm_backward_apart_prefers, layernorm_backward_apart},
-    {"cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
-     layernorm_backward_rows_takes, nullptr, layernorm_backward_rows},
-    {"cuda_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
-     layernorm_backward_held_takes, nullptr, layernorm_backward_held},
-    {"cuda_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kLayerNormGradient, "sm_80 or later", from_sm80,
-     nullptr, nullptr, layernorm_backward_long},
+    Row("cuda_layernorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_unaligned_takes)
+        .prefers(layernorm_backward_unaligned_prefers)
+        .launches(layernorm_backward_unaligned),
+    Row("cuda_layernorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_strided_takes)
+        .prefers(layernorm_backward_strided_prefers)
+        .launches(layernorm_backward_strided),
+    Row("cuda_layernorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_apart_takes)
+        .prefers(layernorm_backward_apart_prefers)
+        .launches(layernorm_backward_apart),
+    Row("cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_rows_takes)
+        .launches(layernorm_backward_rows),
+    Row("cuda_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_held_takes)
+        .launches(layernorm_backward_held),
+    Row("cuda_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .launches(layernorm_backward_long),
 };
 
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
@@ -367,31 +432,25 @@ Arithmetic tensor_cores(int32_t id) {
   return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
 }
 
+constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace};
+
+constexpr Backend cuda() {
+  Backend backend = {PYDET_CUDA, "CUDA"};
+  backend.device_count = device_count;
+  backend.query_device = query_device;
+  backend.tensor_cores = tensor_cores;
+  backend.reaches = gpu_reaches;
+  backend.forget = gpu_forget;
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm));
+  return backend;
+}
+
 }  // namespace
 
 const Backend *gpu_backend() {
-  static constexpr Backend backend = {PYDET_CUDA,
-                                      "CUDA",
-                                      device_count,
-                                      query_device,
-                                      tensor_cores,
-                                      gpu_reaches,
-                                      gpu_forget,
-                                      nullptr,
-                                      {kGemm.data(), int(kGemm.size())},
-                                      table(kScaledGemm),
-                                      table(kQuantize),
-                                      table(kRmsNorm),
-                                      table(kRmsNormBackward),
-                                      table(kSoftmax),
-                                      table(kSoftmaxBackward),
-                                      table(kGroupedGemm),
-                                      table(kFold),
-                                      table(kLayerNorm),
-                                      table(kLayerNormBackward),
-                                      table(kScaledGroupedGemm),
-                                      round_elements,
-                                      gemm_sm90_workspace};
+  static constexpr Backend backend = cuda();
   return &backend;
 }
 

@@ -14,6 +14,7 @@
 #include "gpu/any/epilogue.h"
 #include "gpu/kernels.h"
 #include "gpu/any/quads.h"
+#include "ops/gemm/problem.h"
 
 namespace pydet {
 namespace {

@@ -1,7 +1,7 @@
 // The objects that gemm_mma.cu is compiled to, one a type, and who calls them (gemm_mma.cpp).
 #pragma once
 
-#include "grouped.h"
+#include "ops/grouped/problem.h"
 
 namespace pydet {
 

@@ -5,6 +5,7 @@
 #include "gpu/any/epilogue.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/mma.h"
+#include "ops/gemm/problem.h"
 
 namespace pydet {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "gpu/any/softmax_row.h"
 #include "gpu/kernels.h"
-#include "gpu/nvidia/cluster.h"
+#include "gpu/cluster.h"
 
 // Kernels of other machines are empty: Blackwell's would spill.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9

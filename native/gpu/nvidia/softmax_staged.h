@@ -8,7 +8,7 @@
 #pragma once
 
 #include "gpu/any/softmax_row.h"
-#include "gpu/nvidia/cluster.h"
+#include "gpu/cluster.h"
 
 namespace pydet {
 namespace {

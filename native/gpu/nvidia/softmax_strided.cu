@@ -4,7 +4,7 @@
 // A team of T threads holds a row in registers, thread t elements t, t + T, ... (strided_row.h).
 
 #include "gpu/any/softmax_row.h"
-#include "gpu/any/strided_row.h"
+#include "gpu/nvidia/strided_row.h"
 #include "gpu/kernels.h"
 
 namespace pydet {

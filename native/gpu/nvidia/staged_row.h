@@ -2,7 +2,7 @@
 // softmax_staged.cu and norm_staged.cu.
 #pragma once
 
-#include "gpu/any/norm_pieces.h"
+#include "gpu/nvidia/norm_pieces.h"
 
 namespace pydet {
 namespace {

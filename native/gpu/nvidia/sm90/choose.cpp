@@ -13,7 +13,7 @@
 #include "gpu/nvidia/sm90/gemm.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/rates.h"
-#include "scaled.h"
+#include "ops/scaled/problem.h"
 
 namespace pydet {
 namespace {

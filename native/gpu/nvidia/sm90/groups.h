@@ -4,7 +4,7 @@
 #include <cuda.h>
 
 #include "gpu/kernels.h"
-#include "grouped.h"
+#include "ops/grouped/problem.h"
 
 namespace pydet {
 

@@ -7,7 +7,7 @@
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/gemm.h"
 #include "gpu/nvidia/tensor_map.h"
-#include "kernel.h"
+#include "core/backend.h"
 
 namespace pydet {
 namespace {

@@ -5,7 +5,7 @@
 #include "gpu/nvidia/sm90/group_rows.h"
 #include "gpu/nvidia/sm90/scales.h"
 #include "gpu/nvidia/sm90/wgmma_fp8.h"
-#include "scaled_grouped.h"
+#include "ops/scaled_grouped/problem.h"
 
 namespace pydet {
 namespace {

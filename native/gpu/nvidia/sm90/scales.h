@@ -3,7 +3,7 @@
 
 #include "gpu/nvidia/sm90/gemm.h"
 #include "gpu/nvidia/sm90/hopper.h"
-#include "scaled.h"
+#include "ops/scaled/problem.h"
 
 namespace pydet {
 namespace {

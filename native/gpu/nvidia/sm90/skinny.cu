@@ -11,7 +11,7 @@
 // of x from shared memory; bench/README.md says what the other 5 are. The file is compiled twice: for weights with k
 // adjacent, and with n adjacent, as the gradient of x has them.
 
-#include "gpu/nvidia/cluster.h"
+#include "gpu/cluster.h"
 #include "gpu/nvidia/sm90/skinny.h"
 
 namespace pydet {

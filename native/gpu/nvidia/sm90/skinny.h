@@ -14,7 +14,7 @@
 #include "gpu/nvidia/sm90/skinny_cut.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/tensor_map.h"
-#include "kernel.h"
+#include "core/backend.h"
 
 namespace pydet {
 namespace {

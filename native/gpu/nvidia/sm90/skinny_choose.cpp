@@ -5,7 +5,7 @@
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/skinny_cut.h"
-#include "kernel.h"
+#include "core/backend.h"
 
 namespace pydet {
 namespace {

@@ -1,7 +1,7 @@
 // The tiles of gemm.cu, one row each. What a tile costs stands in rates.h, under its name.
 #pragma once
 
-#include "problem.h"
+#include "ops/gemm/problem.h"
 
 namespace pydet {
 

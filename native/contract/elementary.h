@@ -1,0 +1,85 @@
+// exp and log of one fp32 number as formulas: the same bits on every backend (NUMERICS.md, "exp and log"). Every step is
+// an fmaf, a sum, a product or a move of bits, so that a compiler may make vectors of them.
+#pragma once
+
+#include <math.h>
+
+#include "contract/numerics.h"
+
+namespace pydet {
+
+// ln 2 in two parts. The first has 15 bits: its product with a whole number below 512 is exact.
+constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
+
+// 2^e for e from -126 to 127.
+PYDET_HD float power_of_two(int e) { return float_of(uint32_t(e + 127) << 23); }
+
+struct ExpParts {
+  float e;           // e^x = 2^k e
+  uint32_t shifted;  // k, and what the shift has over kExpShift, in its low bits
+};
+constexpr float kExpShift = 0x1.8p+23f;  // what is added to it is rounded to a whole number
+PYDET_HD ExpParts exp_parts(float x, float shift = kExpShift) {
+  float shifted = fmaf(x, 0x1.715476p+0f, shift), n = shifted - shift;
+  float high = fmaf(-n, kLn2High, x), r = fmaf(-n, kLn2Low, high), l = fmaf(-n, kLn2Low, high - r);
+  float p = 0x1.6a4d14p-10f;
+  p = fmaf(p, r, 0x1.12398ap-7f);
+  p = fmaf(p, r, 0x1.5558b0p-5f);
+  p = fmaf(p, r, 0x1.555492p-3f);
+  p = fmaf(p, r, 0x1.fffffcp-2f);
+  return {fmaf(r * r, p, l) + r + 1.0f, bits_of(shifted)};
+}
+// At most 0.88 ulp from e^x, subnormal results included. +0 from -104 down, Inf from 88.73 up, NaN for NaN.
+//   n = x / ln 2 to the nearest whole number,   r + l = x - n ln 2,   e^x = 2^n (1 + (r + (l + r^2 p(r))))
+PYDET_HD float exp_f32(float x) {
+  ExpParts parts = exp_parts(x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x);
+  int k = int(parts.shifted - bits_of(kExpShift)), half = k >> 1;  // 2^k itself may be no fp32 number
+  return parts.e * power_of_two(half) * power_of_two(k - half);
+}
+
+// The same where x is from -69 to 0, so that the result is from 2^-100 to 1: k is added to the exponent of e.
+constexpr float kLowestNormalExp = -69.0f;
+PYDET_HD float normal_exp_f32(float x) {
+  ExpParts parts = exp_parts(x);
+  return float_of(bits_of(parts.e) + (parts.shifted << 23));
+}
+
+// The same for any x up to 0, all of them by one way: 2^(k + 64) e is no subnormal, so that 2^-64 of it is rounded once.
+// Of a NaN it makes +0.
+PYDET_HD float falling_exp_f32(float x) {
+  ExpParts parts = exp_parts(fmaxf(x, -104.0f), kExpShift + 64.0f);
+  return float_of(bits_of(parts.e) + (parts.shifted << 23)) * 0x1p-64f;
+}
+
+// a / b rounded as a division, for b from 1 to 2^64, a from 2^-100 to 1, and its reciprocal 1 / b rounded so: the first
+// step leaves an error below a unit in the last place, and from there one step is exact (Markstein).
+constexpr float kLeastDividend = 0x1p-100f;
+PYDET_HD float quotient_f32(float a, float b, float reciprocal) {
+  float q = a * reciprocal;
+  q = fmaf(fmaf(-b, q, a), reciprocal, q);
+  return fmaf(fmaf(-b, q, a), reciprocal, q);
+}
+
+// At most 0.81 ulp from ln x. -Inf for 0, NaN for what is negative, Inf and NaN for themselves.
+//   x = 2^k (1 + f) with sqrt(1/2) <= 1 + f < sqrt(2),   ln x = k ln 2 + f - f^2 / 2 + f^3 q(f)
+PYDET_HD float log_f32(float x) {
+  constexpr uint32_t kRootHalf = 0x3F3504F3u;
+  bool small = x < 0x1p-126f;
+  uint32_t u = bits_of(small ? x * 0x1p23f : x);
+  int k = int(u - kRootHalf) >> 23;
+  float f = float_of(u - (uint32_t(k) << 23)) - 1.0f, square = f * f, whole = float(small ? k - 23 : k);
+  float q = 0x1.14733ep-4f;
+  q = fmaf(q, f, -0x1.de01dcp-4f);
+  q = fmaf(q, f, 0x1.e6c00ap-4f);
+  q = fmaf(q, f, -0x1.fc28cap-4f);
+  q = fmaf(q, f, 0x1.233ba2p-3f);
+  q = fmaf(q, f, -0x1.555c44p-3f);
+  q = fmaf(q, f, 0x1.99a476p-3f);
+  q = fmaf(q, f, -0x1.000006p-2f);
+  q = fmaf(q, f, 0x1.555548p-2f);
+  float low = fmaf(square, -0.5f, fmaf(whole, kLn2Low, square * f * q)) + f;
+  float result = fmaf(whole, kLn2High, low);
+  return !(x > 0.0f) ? (x == 0.0f ? -INFINITY : float_of(kNanF32)) : x > 0x1.fffffep+127f ? x : result;
+}
+
+}  // namespace pydet

@@ -1,0 +1,91 @@
+// What XLA asks of products.
+
+#include "core/operations.h"
+#include "ops/gemm/xla.h"
+
+namespace pydet {
+namespace {
+
+// A bias as it broadcasts against out: [N] where it has no more, else out's shape with steps of 0.
+pydet_tensor bias_of(Call &call, const pydet_xla_buffer &bias, const pydet_xla_buffer &out, Shape *shape) {
+  const int rank = int(out.rank), missing = rank - int(bias.rank);
+  if (missing < 0 || bias.rank < 1) {
+    call.fail("gemm: bias has more dimensions than the result, or none");
+    return {};
+  }
+  Shape own = {};
+  std::memcpy(own.dims, bias.dims, size_t(bias.rank) * sizeof *bias.dims);
+  lay_out(&own, int(bias.rank));
+  for (int i = 0; i < rank; ++i) {
+    const int64_t extent = i < missing ? 1 : own.dims[i - missing];
+    if (extent != out.dims[i] && extent != 1) call.fail("gemm: bias does not broadcast to the result");
+    shape->dims[i] = out.dims[i];
+    shape->strides[i] = extent == 1 ? 0 : own.strides[i - missing];
+  }
+  if (elements(bias) != out.dims[rank - 1]) return call.tensor(bias, shape, rank);
+  shape->dims[0] = out.dims[rank - 1];
+  shape->strides[0] = 1;
+  return call.tensor(bias, shape, 1);
+}
+
+// The weights of a skinny product as its function takes them: a matrix. False for a batch of them.
+bool as_one_matrix(pydet_tensor *w) {
+  for (int i = 0; i + 2 < w->ndim; ++i)
+    if (w->shape[i] != 1) return false;
+  w->shape += w->ndim - 2;
+  w->strides += w->ndim - 2;
+  w->ndim = 2;
+  return true;
+}
+
+// Operands: a, b, then a bias if has_bias, what to continue from if accumulate; one result. transpose_a, transpose_b:
+// the matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
+// rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
+// not take, goes to pydet_gemm. No workspace: a kernel that wants one (pydet_gemm_workspace) is not chosen.
+void gemm(Call &call) {
+  const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
+  const bool transpose_a = call.integer("transpose_a"), transpose_b = call.integer("transpose_b");
+  const bool skinny = call.integer("skinny");
+  Shape shapes[4];
+  const pydet_xla_buffer &result = call.result(0);
+  const pydet_tensor a = matrix(call, call.argument(0), transpose_a, &shapes[0]);
+  const pydet_tensor b = matrix(call, call.argument(1), transpose_b, &shapes[1]);
+  const pydet_tensor out = matrix(call, result, false, &shapes[2]);
+  pydet_tensor bias = {};
+  if (has_bias && !call.failed()) bias = bias_of(call, call.argument(2), result, &shapes[3]);
+  if (accumulate) expect_in_place(call, call.argument(2 + has_bias), result);
+  pydet_skinny_gemm_options options = {};
+  options.struct_size = sizeof options;
+  options.arithmetic = int32_t(call.integer("arithmetic"));
+  options.k_chunk = call.integer("k_chunk");
+  options.accumulate = accumulate;
+  options.mode = int32_t(call.integer("mode"));
+  options.weights_constant = int32_t(call.integer("weights_constant"));
+  options.kernel = call.kernel();
+  if (skinny && (transpose_a || !transpose_b)) call.fail("skinny_gemm: want a and b^T as they lie");
+  void *stream = call.stream();
+  if (call.failed()) return;
+  const pydet_tensor *given_bias = has_bias ? &bias : nullptr;
+  if (skinny) {
+    Shape shape;
+    pydet_tensor w = matrix(call, call.argument(1), false, &shape);
+    if (as_one_matrix(&w)) return call.check(pydet_skinny_gemm(stream, &a, &w, given_bias, &out, &options));
+  }
+  pydet_gemm_options plain = {};
+  plain.struct_size = sizeof plain;
+  plain.arithmetic = options.arithmetic;
+  plain.k_chunk = options.k_chunk;
+  plain.accumulate = options.accumulate;
+  plain.kernel = options.kernel;
+  call.check(pydet_gemm(stream, &a, &b, given_bias, &out, &plain));
+}
+
+constexpr pydet_xla_handler kHandlers[] = {
+    handler<gemm>("gemm"),
+};
+
+}  // namespace
+
+Items<pydet_xla_handler> Operation<Gemm>::xla() { return kHandlers; }
+
+}  // namespace pydet

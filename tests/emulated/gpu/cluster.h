@@ -1,0 +1,27 @@
+// native/gpu/cluster.h on a CPU: what arrives is counted in the word of the mbarrier.
+#pragma once
+
+#include "gpu/device.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kClusterBlocks = 4;  // of the norms
+
+inline bool in_cluster() { return emulated::cluster_blocks() > 1; }
+inline void expect_from_cluster(uint64_t *arrived, int bytes) {
+  if (threadIdx.x == 0) *arrived = uint64_t(bytes);
+  __syncwarp();
+  emulated::arrive_at_cluster();
+}
+inline void meet_cluster() { emulated::meet_cluster(); }
+template <class Piece> void send(void *to, const Piece &piece, uint64_t *arrived, int rank) {
+  *static_cast<Piece *>(emulated::in_block(rank, to)) = piece;
+  *static_cast<uint64_t *>(emulated::in_block(rank, arrived)) -= sizeof piece;
+}
+inline void wait_for_cluster(uint64_t *arrived) {
+  emulated::wait_until([arrived] { return *arrived == 0; });
+}
+
+}  // namespace
+}  // namespace pydet
