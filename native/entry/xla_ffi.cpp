@@ -11,7 +11,7 @@ using namespace pydet;
 pydet_tensor matrix(Call &call, const pydet_xla_buffer &buffer, bool transposed, Shape *shape) {
   const int rank = int(buffer.rank);
   if (rank < 2 || rank > kMaxRank) {
-    call.fail("gemm: want matrices, with at most 6 leading dimensions");
+    call.fail("want matrices, with at most 6 leading dimensions");
     return {};
   }
   std::memcpy(shape->dims, buffer.dims, size_t(rank) * sizeof *buffer.dims);
@@ -30,7 +30,7 @@ pydet_tensor matrix(Call &call, const pydet_xla_buffer &buffer, bool transposed,
 pydet_tensor bias_of(Call &call, const pydet_xla_buffer &bias, const pydet_xla_buffer &out, Shape *shape) {
   const int rank = int(out.rank), missing = rank - int(bias.rank);
   if (missing < 0 || bias.rank < 1) {
-    call.fail("gemm: bias has more dimensions than the result, or none");
+    call.fail("bias has more dimensions than the result, or none");
     return {};
   }
   Shape own = {};
@@ -38,11 +38,12 @@ pydet_tensor bias_of(Call &call, const pydet_xla_buffer &bias, const pydet_xla_b
   lay_out(&own, int(bias.rank));
   for (int i = 0; i < rank; ++i) {
     const int64_t extent = i < missing ? 1 : own.dims[i - missing];
-    if (extent != out.dims[i] && extent != 1) call.fail("gemm: bias does not broadcast to the result");
+    if (extent != out.dims[i] && extent != 1) call.fail("bias does not broadcast to the result");
     shape->dims[i] = out.dims[i];
     shape->strides[i] = extent == 1 ? 0 : own.strides[i - missing];
   }
-  if (elements(bias) != out.dims[rank - 1]) return call.tensor(bias, shape, rank);
+  const bool of_columns = bias.dims[bias.rank - 1] == out.dims[rank - 1] && elements(bias) == out.dims[rank - 1];
+  if (!of_columns) return call.tensor(bias, shape, rank);
   shape->dims[0] = out.dims[rank - 1];
   shape->strides[0] = 1;
   return call.tensor(bias, shape, 1);
@@ -59,9 +60,9 @@ bool as_one_matrix(pydet_tensor *w) {
 }
 
 void gemm(Call &call) {
-  const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
-  const bool transpose_a = call.integer("transpose_a"), transpose_b = call.integer("transpose_b");
-  const bool skinny = call.integer("skinny");
+  const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate");
+  const bool transpose_a = call.flag("transpose_a"), transpose_b = call.flag("transpose_b");
+  const bool skinny = call.flag("skinny");
   Shape shapes[4];
   const pydet_xla_buffer &result = call.result(0);
   const pydet_tensor a = matrix(call, call.argument(0), transpose_a, &shapes[0]);
@@ -72,13 +73,17 @@ void gemm(Call &call) {
   if (accumulate) expect_in_place(call, call.argument(2 + has_bias), result);
   pydet_skinny_gemm_options options = {};
   options.struct_size = sizeof options;
-  options.arithmetic = int32_t(call.integer("arithmetic"));
+  options.arithmetic = call.number("arithmetic");
   options.k_chunk = call.integer("k_chunk");
   options.accumulate = accumulate;
-  options.mode = int32_t(call.integer("mode"));
-  options.weights_constant = int32_t(call.integer("weights_constant"));
+  options.mode = call.number("mode");
+  options.weights_constant = call.flag("weights_constant");
   options.kernel = call.kernel();
-  if (skinny && (transpose_a || !transpose_b)) call.fail("skinny_gemm: want a and b^T as they lie");
+  if (options.mode != PYDET_DETERMINISTIC && options.mode != PYDET_FAST)  // a batch of b does not get to its function
+    call.fail("attribute mode is %d, want 0 (deterministic) or 1 (fast)", int(options.mode));
+  if (!skinny && (options.mode || options.weights_constant))
+    call.fail("attribute %s is 1 without skinny, want 0", options.mode ? "mode" : "weights_constant");
+  if (skinny && (transpose_a || !transpose_b)) call.fail("attribute skinny is 1 with other than a and b^T as they lie");
   void *stream = call.stream();
   if (call.failed()) return;
   const pydet_tensor *given_bias = has_bias ? &bias : nullptr;
@@ -98,19 +103,20 @@ void gemm(Call &call) {
 
 // Products of groups of tokens, whose ends are on the device.
 void grouped_gemm(Call &call) {
-  const bool depth = call.integer("depth"), transpose_b = call.integer("transpose_b");
+  const bool depth = call.flag("depth"), transpose_b = call.flag("transpose_b");
   Shape shapes[4];
   const pydet_xla_buffer &ends = call.argument(2), &result = call.result(0);
   const pydet_tensor a = matrix(call, call.argument(0), depth, &shapes[0]);
   const pydet_tensor b = matrix(call, call.argument(1), transpose_b, &shapes[1]);
   const pydet_tensor out = matrix(call, result, false, &shapes[2]);
+  if (ends.rank != 1) call.fail("group_end is %s, want one dimension", ShapeWords(ends.dims, ends.rank).text);
   shapes[3] = {{elements(ends)}, {1}};
   pydet_tensor group_end = call.tensor(ends, &shapes[3], 1);
   if (ends.dtype == PYDET_XLA_S32) group_end.dtype = {PYDET_INT, 32, 1};
   expect_in_place(call, call.argument(3), result);
   pydet_grouped_gemm_options options = {};
   options.struct_size = sizeof options;
-  options.arithmetic = int32_t(call.integer("arithmetic"));
+  options.arithmetic = call.number("arithmetic");
   options.k_chunk = call.integer("k_chunk");
   options.kernel = call.kernel();
   void *stream = call.stream();
@@ -120,43 +126,55 @@ void grouped_gemm(Call &call) {
 
 }  // namespace
 
-pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call) { return handle(call, false, gemm); }
-pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call) { return handle(call, false, grouped_gemm); }
-pydet_xla_error *pydet_xla_cpu_scaled_gemm(pydet_xla_call *call) { return handle(call, false, xla_scaled_gemm); }
-pydet_xla_error *pydet_xla_cpu_quantize(pydet_xla_call *call) { return handle(call, false, xla_quantize); }
-pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call) { return handle(call, false, xla_rmsnorm); }
+pydet_xla_error *pydet_xla_cpu_gemm(pydet_xla_call *call) { return handle(call, false, "gemm", gemm); }
+pydet_xla_error *pydet_xla_cpu_grouped_gemm(pydet_xla_call *call) {
+  return handle(call, false, "grouped_gemm", grouped_gemm);
+}
+pydet_xla_error *pydet_xla_cpu_scaled_gemm(pydet_xla_call *call) {
+  return handle(call, false, "scaled_gemm", xla_scaled_gemm);
+}
+pydet_xla_error *pydet_xla_cpu_quantize(pydet_xla_call *call) { return handle(call, false, "quantize", xla_quantize); }
+pydet_xla_error *pydet_xla_cpu_rmsnorm(pydet_xla_call *call) { return handle(call, false, "rmsnorm", xla_rmsnorm); }
 pydet_xla_error *pydet_xla_cpu_rmsnorm_backward(pydet_xla_call *call) {
-  return handle(call, false, xla_rmsnorm_backward);
+  return handle(call, false, "rmsnorm_backward", xla_rmsnorm_backward);
 }
-pydet_xla_error *pydet_xla_cpu_layernorm(pydet_xla_call *call) { return handle(call, false, xla_layernorm); }
+pydet_xla_error *pydet_xla_cpu_layernorm(pydet_xla_call *call) {
+  return handle(call, false, "layernorm", xla_layernorm);
+}
 pydet_xla_error *pydet_xla_cpu_layernorm_backward(pydet_xla_call *call) {
-  return handle(call, false, xla_layernorm_backward);
+  return handle(call, false, "layernorm_backward", xla_layernorm_backward);
 }
-pydet_xla_error *pydet_xla_cpu_softmax(pydet_xla_call *call) { return handle(call, false, xla_softmax); }
+pydet_xla_error *pydet_xla_cpu_softmax(pydet_xla_call *call) { return handle(call, false, "softmax", xla_softmax); }
 pydet_xla_error *pydet_xla_cpu_softmax_backward(pydet_xla_call *call) {
-  return handle(call, false, xla_softmax_backward);
+  return handle(call, false, "softmax_backward", xla_softmax_backward);
 }
-pydet_xla_error *pydet_xla_cpu_log_prob(pydet_xla_call *call) { return handle(call, false, xla_log_prob); }
+pydet_xla_error *pydet_xla_cpu_log_prob(pydet_xla_call *call) { return handle(call, false, "log_prob", xla_log_prob); }
 pydet_xla_error *pydet_xla_cpu_log_prob_backward(pydet_xla_call *call) {
-  return handle(call, false, xla_log_prob_backward);
+  return handle(call, false, "log_prob_backward", xla_log_prob_backward);
 }
-pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call) { return handle(call, true, gemm); }
-pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call) { return handle(call, true, grouped_gemm); }
-pydet_xla_error *pydet_xla_gpu_scaled_gemm(pydet_xla_call *call) { return handle(call, true, xla_scaled_gemm); }
-pydet_xla_error *pydet_xla_gpu_quantize(pydet_xla_call *call) { return handle(call, true, xla_quantize); }
-pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call) { return handle(call, true, xla_rmsnorm); }
+pydet_xla_error *pydet_xla_gpu_gemm(pydet_xla_call *call) { return handle(call, true, "gemm", gemm); }
+pydet_xla_error *pydet_xla_gpu_grouped_gemm(pydet_xla_call *call) {
+  return handle(call, true, "grouped_gemm", grouped_gemm);
+}
+pydet_xla_error *pydet_xla_gpu_scaled_gemm(pydet_xla_call *call) {
+  return handle(call, true, "scaled_gemm", xla_scaled_gemm);
+}
+pydet_xla_error *pydet_xla_gpu_quantize(pydet_xla_call *call) { return handle(call, true, "quantize", xla_quantize); }
+pydet_xla_error *pydet_xla_gpu_rmsnorm(pydet_xla_call *call) { return handle(call, true, "rmsnorm", xla_rmsnorm); }
 pydet_xla_error *pydet_xla_gpu_rmsnorm_backward(pydet_xla_call *call) {
-  return handle(call, true, xla_rmsnorm_backward);
+  return handle(call, true, "rmsnorm_backward", xla_rmsnorm_backward);
 }
-pydet_xla_error *pydet_xla_gpu_layernorm(pydet_xla_call *call) { return handle(call, true, xla_layernorm); }
+pydet_xla_error *pydet_xla_gpu_layernorm(pydet_xla_call *call) {
+  return handle(call, true, "layernorm", xla_layernorm);
+}
 pydet_xla_error *pydet_xla_gpu_layernorm_backward(pydet_xla_call *call) {
-  return handle(call, true, xla_layernorm_backward);
+  return handle(call, true, "layernorm_backward", xla_layernorm_backward);
 }
-pydet_xla_error *pydet_xla_gpu_softmax(pydet_xla_call *call) { return handle(call, true, xla_softmax); }
+pydet_xla_error *pydet_xla_gpu_softmax(pydet_xla_call *call) { return handle(call, true, "softmax", xla_softmax); }
 pydet_xla_error *pydet_xla_gpu_softmax_backward(pydet_xla_call *call) {
-  return handle(call, true, xla_softmax_backward);
+  return handle(call, true, "softmax_backward", xla_softmax_backward);
 }
-pydet_xla_error *pydet_xla_gpu_log_prob(pydet_xla_call *call) { return handle(call, true, xla_log_prob); }
+pydet_xla_error *pydet_xla_gpu_log_prob(pydet_xla_call *call) { return handle(call, true, "log_prob", xla_log_prob); }
 pydet_xla_error *pydet_xla_gpu_log_prob_backward(pydet_xla_call *call) {
-  return handle(call, true, xla_log_prob_backward);
+  return handle(call, true, "log_prob_backward", xla_log_prob_backward);
 }

@@ -165,8 +165,9 @@ enum { PYDET_XLA_EXECUTE = 3 };
  *   pydet_scaled_gemm_options.
  * quantize: x, then the scale if given; out, then the scale if not given, the transposed copy and its scale if
  *   transposed. granularity, power_of_two as in pydet_quantize_options.
- * A weight or bias [groups, n] means that many problems, each with rows / groups rows of the others. All take kernel, a string
- * as in the options, "" for none. What is continued from must lie where its result does: XLA's aliasing sees to it. */
+ * A weight or bias [groups, ..., n] means that many problems: its leading dimensions are the rows' first ones. All take
+ * kernel, a string as in the options, "" for none. What is continued from must lie where its result does: XLA's aliasing
+ * sees to it. Flags are 0 or 1; what a handler does not read, attribute, operand or result, is refused. */
 #ifndef PYDET_API
 #define PYDET_API __attribute__((visibility("default")))
 #endif
