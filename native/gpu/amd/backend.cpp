@@ -76,7 +76,7 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
      scaled_gemm_ieee_64x64},
 };
 
-constexpr uint64_t kAllOfTiles = kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy;
+constexpr uint64_t kAllOfTiles = kBatch | kGivenScales | kGroupScales | kBlockScales | kTensorScale | kTransposedCopy;
 constexpr Kernel<Quantize> kQuantize[] = {
     {"hip_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, kBuiltFor, is_built,
      quantize_rows_takes, nullptr, quantize_by_rows},

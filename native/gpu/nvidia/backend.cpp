@@ -167,8 +167,8 @@ constexpr Kernel<Quantize> kQuantize[] = {
     {"cuda_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBatch | kRowScales, "sm_80 or later", from_sm80,
      quantize_rows_takes, nullptr, quantize_by_rows},
     {"cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee,
-     kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy, "sm_80 or later", from_sm80, nullptr,
-     nullptr, quantize_tiled},
+     kBatch | kGivenScales | kGroupScales | kBlockScales | kTensorScale | kTransposedCopy, "sm_80 or later", from_sm80,
+     nullptr, nullptr, quantize_tiled},
 };
 
 constexpr Kernel<RmsNorm> kRmsNorm[] = {
