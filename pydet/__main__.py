@@ -111,14 +111,10 @@ def info(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     given = parser.parse_args(arguments)
     found = report()
-    try:
-        if given.json:
-            print(json.dumps(found, indent=2))
-        else:
-            print_report(found)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough; what is left in the buffer has nowhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if given.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print_report(found)
     return 0
 
 
@@ -131,10 +127,25 @@ COMMANDS = {
 
 
 def run(command: str, arguments: list[str]) -> int:
-    """A command, imported only now: some need NumPy."""
-    if command == "info":
-        return info(arguments)
-    return int(importlib.import_module(f"pydet.{command}").main(arguments) or 0)
+    """A command, imported only now: some need NumPy. What keeps it from its work is a sentence and status 2."""
+    try:
+        main = info if command == "info" else importlib.import_module(f"pydet.{command}").main
+        status = int(main(arguments) or 0)
+        sys.stdout.flush()
+        return status
+    except OSError as error:  # of the output, as a rule: audit sees to its own files
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
+        if command == "info" and isinstance(error, BrokenPipeError):
+            return 0  # the reader has seen enough
+        problem = f"pydet {command}: {error}"
+    except (MemoryError, _native.Error) as error:
+        problem = f"pydet {command}: {str(error) or type(error).__name__}"
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        problem = end.code  # a sentence: what is not installed
+    print(problem, file=sys.stderr)
+    return 2
 
 
 def main(arguments: list[str]) -> int:
@@ -168,7 +179,7 @@ def main(arguments: list[str]) -> int:
             print(f"python -m pydet: {problem}", file=sys.stderr)
             return 1
         return 0
-    return info(["--json"] if given.json else [])
+    return run("info", ["--json"] if given.json else [])
 
 
 if __name__ == "__main__":

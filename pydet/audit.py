@@ -70,7 +70,7 @@ def audit(
     a_scale: Any = None,
     b_scale: Any = None,
     bias: Any = None,
-    arithmetic: ops.Arithmetic = "sm90",
+    arithmetic: ops.Arithmetic | None = None,
     k_chunk: int | None = None,
     sample: int | None = None,
     seed: int = 0,
@@ -85,8 +85,9 @@ def audit(
         c: ``[..., M, N]``, the result to check: float32, bfloat16 or float16.
         a_scale, b_scale: as they went into :func:`pydet.scaled_gemm`.
         bias: ``[N]`` or ``[..., M, N]``, as it went into the product.
-        arithmetic, k_chunk: those of the product; see :func:`pydet.gemm` and :func:`pydet.scaled_gemm`. ``"auto"``
-            means what it means on the CPU.
+        arithmetic, k_chunk: those of the product; see :func:`pydet.gemm` and :func:`pydet.scaled_gemm`. By default
+            ``"sm90"``, or ``"ieee"`` for float32, which no tensor core takes. ``"auto"`` means what it means on the
+            CPU, wherever ``c`` was computed: name the arithmetic of a GPU.
         sample: check so many rows by so many columns, of so many matrices of the batch, picked at random; None for all.
         seed: of the random choice; the same seed picks the same elements.
 
@@ -106,6 +107,8 @@ def audit(
     if scales and not scaled:
         fail(INVALID_DTYPE, f"audit: a is {TYPES[host['a'].index]} and has scales, want float8, or none")
     shape, c_type = host["c"].bits.shape, host["c"].index
+    if arithmetic is None:
+        arithmetic = "ieee" if TYPES[host["a"].index] == "float32" else "sm90"
     number = unknown(arithmetic, "audit", "arithmetic")
     if sample is not None:
         if sample < 1:
@@ -410,9 +413,16 @@ def _load(path: str, dtype: str | None, notes: list[str]) -> Memory:
     """A .npy file. NumPy saves bfloat16 as two bytes of nothing ("|V2"), e4m3 as one, so those are read as these."""
     import numpy
 
-    array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as problem:
+        raise ValueError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except Exception as problem:  # a damaged header raises what its text happens to be read as
+        words = str(problem).partition("\n")[0] or type(problem).__name__
+        raise ValueError(f"{path} is no whole .npy file of numbers: {words}") from None
     if not isinstance(array, numpy.ndarray):
-        raise ValueError(f"{path} holds {type(array).__name__}, want one array")
+        array.close()
+        raise ValueError(f"{path} holds {type(array).__name__}, want one array: a .npy file")
     kind, size = array.dtype.kind, array.dtype.itemsize
     asked = None if dtype is None else type_index(dtype, "audit", "dtype")
     if asked is not None and (DTYPES[asked][1] == 8) != (size == 1):
@@ -467,6 +477,8 @@ def main(arguments: list[str]) -> int:
     given = _parser().parse_args(arguments)
     notes: list[str] = []
     try:
+        if given.arithmetic == "auto":
+            raise ValueError("--arithmetic is auto, want the arithmetic that computed C: on this CPU auto is ieee")
         a, b, c = (_load(path, given.dtype, notes) for path in (given.a, given.b, given.c))
         bias = _load(given.bias, given.dtype, notes) if given.bias else None
         scales = {
@@ -489,8 +501,8 @@ def main(arguments: list[str]) -> int:
             sample=given.sample,
             seed=given.seed,
         )
-    except (OSError, EOFError, ValueError, _native.Error, ImportError) as problem:
-        print(f"pydet audit: {problem}", file=sys.stderr)
+    except (OSError, ValueError, MemoryError, _native.Error, ImportError) as problem:
+        print(f"pydet audit: {str(problem) or type(problem).__name__}", file=sys.stderr)
         return 2
     if given.json:
         print(json.dumps(dataclasses.asdict(result) | {"all_equal": result.all_equal, "notes": notes}, indent=2))

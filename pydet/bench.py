@@ -114,14 +114,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pydet bench",
         description="Time pydet on this CPU beside NumPy, and check the bits of what was timed.",
-        epilog="Exit status: 0, or 1 if a row alone has other bits than in the batch. The sources have a longer bench, "
-        "for GPUs too: make bench, python -m bench.cuda.",
+        epilog="Exit status: 0, 1 if a row alone has other bits than in the batch, 2 if it cannot run. The sources "
+        "have a longer bench, for GPUs too: make bench, python -m bench.cuda.",
     )
     parser.add_argument("--seconds", type=float, default=0.3, help="for each variant of each row (default: 0.3)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     given = parser.parse_args(arguments)
-    if given.seconds <= 0:
-        parser.error("--seconds must be positive")
+    if not 0 < given.seconds < float("inf"):
+        parser.error("--seconds must be positive and finite")
     rows = measure(given.seconds)
     if given.json:
         print(json.dumps({"pydet": pydet.__version__, "numerics": pydet.NUMERICS, "rows": rows}, indent=2))

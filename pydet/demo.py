@@ -371,13 +371,19 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pydet demo", description=__doc__.splitlines()[0].split(": ")[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m pydet demo",
+        description=__doc__.splitlines()[0].split(": ")[1],
+        epilog="Exit status: 0 if all of pydet's counts are 0, 1 if one is not, 2 if it cannot run.",
+    )
     parser.add_argument("--seconds", type=float, default=5, help="of training with NumPy; pydet takes as many steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args(argv)
-    if options.seconds <= 0:
-        parser.error("--seconds must be positive")
+    if not 0 < options.seconds < float("inf"):
+        parser.error("--seconds must be positive and finite")
+    if options.seed < 0:
+        parser.error("--seed must not be negative")
     result = run(options.seconds, options.seed)
     if options.json:
         print(json.dumps(result, indent=2))

@@ -305,6 +305,55 @@ def test_quantize(device, kernel, dtype):
     assert device.taken > 5, device.taken
 
 
+@each("quantize")
+def test_quantize_finds_the_scale_of_a_tensor(device, kernel, dtype):
+    """Pieces and what is left besides, matrices too small to keep their magnitude in q, batches, columns, nothing."""
+    if "tiles" not in kernel.name or "packed" in kernel.name:
+        pytest.skip("has no scale of a tensor")
+    shapes = [
+        (1, 1),
+        (1, 3),
+        (3, 1),
+        (1, 4),
+        (2, 2),
+        (5, 3, 1),
+        (7, 1, 2, 1),
+        (127, 129),
+        (255, 130),
+        (257, 7),
+        (1, 999),
+    ]
+    shapes += [(3, 40, 264), (2, 3, 130, 5), (0, 8), (8, 0), (3, 0, 4)]
+    kinds = itertools.cycle(["normal", "wide", "extremes", "specials", "tiny"])
+    options = [{}, {"power_of_two": True}, {"scale_dtype": scaled.E8M0}, {"dtype": scaled.E5M2}]
+    for (shape, layout), more in itertools.product(itertools.product(shapes, ["row", "col"]), options):
+        x = cases.lay(data(next(kinds), shape, DTYPES[dtype], len(shape)), layout)
+        for got, want in zip(
+            device.quantize(x, granularity="tensor", **more),
+            pydet.quantize(x, granularity="tensor", **more),
+            strict=True,
+        ):
+            assert_same_bits(got, np.asarray(want), f"{shape} {layout} {more}")
+    for place, odd in itertools.product((0, 129 * 200 + 7, -1), (np.nan, -np.inf, 3e4)):  # in any piece
+        x = np.ones((260, 200), DTYPES[dtype])
+        x.reshape(-1)[place] = odd
+        for got, want in zip(
+            device.quantize(x, granularity="tensor"), pydet.quantize(x, granularity="tensor"), strict=True
+        ):
+            assert_same_bits(got, np.asarray(want), f"{odd} at {place}")
+    assert device.taken == 2 * len(shapes) * len(options) + 9
+
+
+@each("quantize")
+def test_quantize_rows_of_nothing(device, kernel, dtype):
+    if "rows" not in kernel.name:
+        pytest.skip("not of rows")
+    x = np.ones((5, 0), DTYPES[dtype])
+    got, want = device.quantize(x, granularity="row"), pydet.quantize(x, granularity="row")
+    assert_same_bits(got[1], want[1], kernel.name)
+    assert device.taken == ("packed" not in kernel.name) and (want[1] == np.float32(1e-10) / np.float32(448)).all()
+
+
 @each("fold")
 def test_fold(device, kernel, dtype):
     if kernel.name != "cuda_fold":

@@ -430,8 +430,6 @@ def test_refusals(torch):
     ):
         with pytest.raises(pydet.Error, match=words):
             pydet.scaled_gemm(*operands, **scale, **options)
-    with pytest.raises(pydet.Error, match="takes the scale of a tensor, which is to be given"):
-        pydet.quantize(torch.zeros(64, 256, device="cuda"), granularity="tensor")
 
 
 @pytest.mark.parametrize("kernel", [*QUANTIZE_KERNELS, None])
@@ -467,6 +465,30 @@ def test_quantize_equals_the_cpu(torch, kernel, dtype):
                                 pydet.quantize(x, granularity="group", transposed=True), strict=True):  # fmt: skip
             assert_same_bits(mine, theirs, "a batch")
     assert taken >= len(sizes)
+
+
+@pytest.mark.parametrize("scale_dtype", [FLOAT32, E8M0])
+def test_scale_of_a_tensor_in_a_graph(torch, scale_dtype):
+    """Three launches without a workspace: captured, replayed with other numbers, and beside another stream's."""
+    shape = (1000, 1003)
+    inputs = [data(kind, shape, DTYPES["bf16"], seed) for seed, kind in enumerate(("normal", "wide", "specials"))]
+    want = [pydet.quantize(x, granularity="tensor", scale_dtype=scale_dtype) for x in inputs]
+    there = [to_device(torch, x) for x in inputs]
+    x, options = torch.empty_like(there[0]), {"granularity": "tensor", "scale_dtype": np.dtype(scale_dtype).name}
+    out, graph = pydet.quantize(there[0], **options), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pydet.quantize(x, out=out, **options)
+    other = torch.cuda.Stream()
+    for given, expected in zip(there, want, strict=True):
+        x.copy_(given)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            beside = [pydet.quantize(there[0], **options) for _ in range(20)]
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, of in [(out, expected), *((each, want[0]) for each in beside)]:
+            for mine, theirs in zip(got, of, strict=True):
+                assert_same_bits(to_host(torch, mine, theirs.dtype), np.asarray(theirs))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

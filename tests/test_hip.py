@@ -774,6 +774,8 @@ QUANTIZED = [  # of these types: every granularity and layout; one element, whol
     ("fp32", (1, 1), "block", {"power_of_two": True}),
     ("fp32", (17, 140), "group", {"given": True, "layout": "col", "kind": "specials"}),
     ("fp16", (9, 33), "tensor", {"given": True}),
+    ("fp32 bf16 fp16", (140, 131), "tensor", {"kind": "wide", "power_of_two": True}),
+    ("bf16", (2, 1, 3), "tensor", {"scale_dtype": test_scaled_gemm.E8M0}),
 ]
 
 
@@ -790,7 +792,7 @@ def test_quantize_equals_cpu(hip):
             if of_x not in types.split() or ("rows" in kernel) != (granularity == "row" and not given):
                 continue
             x = cases.lay(cases.data(kind, shape, DTYPES[of_x], index), layout)
-            if granularity == "tensor":
+            if granularity == "tensor" and given:
                 options["scale"] = np.array(0.02, np.float32)
             elif given:
                 options["scale"] = pydet.quantize(x, granularity=granularity)[1]
@@ -801,7 +803,8 @@ def test_quantize_equals_cpu(hip):
                 assert_same_bits(ours, np.asarray(theirs), f"{kernel}, {name} of {of_x} {shape} {more} on {hip.arch}")
             took[kernel] = took.get(kernel, 0) + 1
     assert min(took.values()) >= 3 and len(took) == 2
-    assert hip.ran >= instances(hip, "quantize_rows_kernel", "quantize_tiles_kernel")
+    finds = ("quantize_pieces_kernel", "quantize_tensor_scale_kernel")
+    assert hip.ran >= instances(hip, "quantize_rows_kernel", "quantize_tiles_kernel", *finds)
 
 
 def layernorm(hip, x, weight, bias, residual, where, kernel=None, **fields):

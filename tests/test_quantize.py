@@ -188,4 +188,10 @@ def test_other_inputs_are_refused():
     with pytest.raises(pydet.Error, match="out shares memory with x"):
         pydet.quantize(x, out=x.view(E4M3)[:, :128])
     assert pydet.quantize(np.ones((0, 8), np.float32))[0].shape == (0, 8)
+    for shape, granularity in (((0, 8), "tensor"), ((8, 0), "tensor"), ((3, 0), "row"), ((2, 3, 0), "row")):
+        for given in (np.nan, 7):  # what lay there
+            like = pydet.quantize(np.ones(shape, np.float32), granularity=granularity)
+            out = like[0], np.full(like[1].shape, given, np.float32)
+            scale = pydet.quantize(np.ones(shape, np.float32), granularity=granularity, out=out)[1]
+            assert (scale == np.float32(1e-10) / np.float32(448)).all(), (shape, scale)
     assert groups(0) == 0

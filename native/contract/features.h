@@ -70,7 +70,7 @@ constexpr FeatureRow kFeatures[] = {
     {kRowScales, "scales of rows"},
     {kGroupScales, "scales of groups"},
     {kBlockScales, "scales of blocks"},
-    {kTensorScale, "the scale of a tensor, which is to be given"},
+    {kTensorScale, "the scale of a tensor"},
     {kTransposedCopy, "a transposed copy"},
     {kDepth, "groups along K"},
     {kTree, "the order tree"},

@@ -3,6 +3,8 @@
 
 #include "entry/xla_ffi.h"
 
+#include <cinttypes>
+#include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
@@ -30,10 +32,29 @@ struct Shape {
   int64_t dims[kMaxRank], strides[kMaxRank];
 };
 
-// A call that fails remembers why, and everything after that does nothing.
+// "3x4" for a sentence; "()" of a scalar.
+struct ShapeWords {
+  char text[96] = "()";
+  ShapeWords(const int64_t *dims, int64_t rank) {
+    int length = 0;
+    for (int64_t i = 0; i < rank && length < int(sizeof text) - 24; ++i)
+      length += std::snprintf(text + length, sizeof text - size_t(length), "%s%" PRId64, i ? "x" : "", dims[i]);
+  }
+};
+
+inline int64_t elements(const pydet_xla_buffer &buffer) {
+  for (int64_t i = 0; i < buffer.rank; ++i)
+    if (buffer.dims[i] == 0) return 0;  // however vast the others are
+  int64_t count = 1;
+  for (int64_t i = 0; i < buffer.rank; ++i) count *= buffer.dims[i];
+  return count;
+}
+
+// A call that fails remembers why, and everything after that does nothing. What is read of it is checked there; that
+// there is nothing else, in stream().
 class Call {
  public:
-  Call(pydet_xla_call *call, bool gpu) : call_(call), gpu_(gpu), device_{PYDET_CPU, 0} {
+  Call(pydet_xla_call *call, bool gpu, const char *op) : call_(call), gpu_(gpu), op_(op), device_{PYDET_CPU, 0} {
     if (!gpu) return;
     int32_t count = 0;
     const bool rocm = pydet_device_count(PYDET_ROCM, &count) == PYDET_OK && count > 0;
@@ -49,16 +70,36 @@ class Call {
                                            ours_ ? PYDET_XLA_INTERNAL : PYDET_XLA_INVALID_ARGUMENT};
     return call_->api->make_error(&arguments);
   }
-  void fail(const char *sentence) {
-    if (!*problem_) std::snprintf(problem_, sizeof problem_, "%s", sentence);
+  __attribute__((format(printf, 2, 3))) void fail(const char *format, ...) {
+    if (*problem_) return;
+    const int length = std::snprintf(problem_, sizeof problem_, "%s: ", op_);
+    va_list values;
+    va_start(values, format);
+    std::vsnprintf(problem_ + length, sizeof problem_ - size_t(length), format, values);
+    va_end(values);
   }
   void check(pydet_status status) {
-    if (status != PYDET_OK) fail(pydet_last_error());
+    if (status != PYDET_OK && !*problem_) std::snprintf(problem_, sizeof problem_, "%s", pydet_last_error());
     ours_ |= status == PYDET_DEVICE_ERROR;
+  }
+  void expect_shape(const char *name, const pydet_xla_buffer &buffer, const int64_t *want, int64_t rank) {
+    bool fits = buffer.rank == rank;
+    for (int64_t i = 0; fits && i < rank; ++i) fits = buffer.dims[i] == want[i];
+    if (!fits) fail("%s is %s, want %s", name, ShapeWords(buffer.dims, buffer.rank).text, ShapeWords(want, rank).text);
   }
   bool failed() const { return *problem_; }
 
   int64_t integer(const char *name) { return scalar<int64_t>(name, PYDET_XLA_S64); }
+  int32_t number(const char *name) {  // of the options that have 32 bits
+    const int64_t value = integer(name);
+    if (value != int32_t(value)) fail("attribute %s is %" PRId64 ", want a number of 32 bits", name, value);
+    return int32_t(value);
+  }
+  bool flag(const char *name) {
+    const int64_t value = integer(name);
+    if (value != 0 && value != 1) fail("attribute %s is %" PRId64 ", want 0 or 1", name, value);
+    return value == 1;
+  }
   // In fp32; XLA's own threads flush subnormals.
   float real(const char *name) { return f32_from_f64(scalar<double>(name, PYDET_XLA_F64)); }
 
@@ -66,16 +107,25 @@ class Call {
   const char *kernel() {
     const auto *name = static_cast<const pydet_xla_name *>(attribute("kernel", PYDET_XLA_STRING));
     if (!name || !name->length) return nullptr;
-    if (name->length >= sizeof kernel_) fail("kernel is longer than any name of a kernel");
+    if (name->length >= sizeof kernel_) fail("attribute kernel is longer than any name of a kernel");
+    else if (std::memchr(name->text, 0, name->length)) fail("attribute kernel has a NUL character in it");
     std::snprintf(kernel_, sizeof kernel_, "%.*s", int(name->length), name->text);
     return kernel_;
   }
 
   // Argument or result i; an empty one where there is none, which fails the call.
-  const pydet_xla_buffer &argument(int64_t i) { return item(call_->arguments, i); }
-  const pydet_xla_buffer &result(int64_t i) { return item(call_->results, i); }
+  const pydet_xla_buffer &argument(int64_t i) { return item("operands", call_->arguments, i, &arguments_); }
+  const pydet_xla_buffer &result(int64_t i) { return item("results", call_->results, i, &results_); }
 
+  // Once everything has been read: what is given beside that fails the call, since nothing would come of it.
   void *stream() {
+    surplus("operands", call_->arguments.size, arguments_);
+    surplus("results", call_->results.size, results_);
+    for (int64_t i = 0; i < call_->attributes.size; ++i) {
+      const pydet_xla_name &own = *call_->attributes.names[i];
+      if (i >= 64 || !(attributes_ >> i & 1))
+        fail("attribute %.*s is unknown", int(own.length < 64 ? own.length : 64), own.text);
+    }
     if (!gpu_ || failed()) return nullptr;
     pydet_xla_stream_arguments arguments = {sizeof arguments, nullptr, call_->context, nullptr};
     if (call_->api->get_stream(&arguments)) fail("XLA gives no stream");
@@ -104,13 +154,12 @@ class Call {
     for (int64_t i = 0; i < all.size; ++i) {
       const pydet_xla_name &own = *all.names[i];
       if (own.length != std::strlen(name) || std::memcmp(own.text, name, own.length)) continue;
+      if (i < 64) attributes_ |= uint64_t(1) << i;
       if (all.types[i] != type) break;
       const auto *value = static_cast<const pydet_xla_scalar *>(all.items[i]);
       if (type != PYDET_XLA_SCALAR || value->dtype == dtype) return value;
     }
-    char sentence[96];
-    std::snprintf(sentence, sizeof sentence, "attribute %s is missing or of another type", name);
-    fail(sentence);
+    fail("attribute %s is missing or of another type", name);
     return nullptr;
   }
   template <class T> T scalar(const char *name, int32_t dtype) {
@@ -118,29 +167,40 @@ class Call {
     return found ? *static_cast<const T *>(found->value) : 0;
   }
 
-  const pydet_xla_buffer &item(const pydet_xla_list &list, int64_t i) {
+  const pydet_xla_buffer &item(const char *what, const pydet_xla_list &list, int64_t i, int64_t *read) {
     static const pydet_xla_buffer none = {};
+    if (*read <= i) *read = i + 1;
     if (i < list.size) return *list.items[i];
-    fail("an operand is missing");
+    fail("got %" PRId64 " %s, want %" PRId64 " or more", list.size, what, i + 1);
     return none;
+  }
+  void surplus(const char *what, int64_t size, int64_t read) {
+    if (size > read) fail("got %" PRId64 " %s, want %" PRId64, size, what, read);
   }
 
   pydet_xla_call *call_;
   bool gpu_, ours_ = false;
+  const char *op_;
+  int64_t arguments_ = 0, results_ = 0;  // how many have been read
+  uint64_t attributes_ = 0;              // which
   pydet_device device_;
   char problem_[512] = "", kernel_[64];
 };
 
-inline int64_t elements(const pydet_xla_buffer &buffer) {
-  int64_t count = 1;
-  for (int64_t i = 0; i < buffer.rank; ++i) count *= buffer.dims[i];
-  return count;
-}
-
 // What is continued from is the result's own buffer.
 inline void expect_in_place(Call &call, const pydet_xla_buffer &argument, const pydet_xla_buffer &result) {
+  call.expect_shape("what is continued from", argument, result.dims, result.rank);
+  if (argument.dtype != result.dtype) call.fail("what is continued from and the result are of different types");
   if (argument.data != result.data && elements(result))
     call.fail("XLA gave what is continued from and the result different memory");
+}
+
+// Extents beside a 0 may be any, and their product more than 64 bits.
+inline int64_t product(Call &call, const int64_t *dims, int64_t count) {
+  int64_t all = 1;
+  for (int64_t i = 0; i < count; ++i)
+    if (__builtin_mul_overflow(all, dims[i], &all)) call.fail("an operand has 2^63 elements or more");
+  return all;
 }
 
 // C order.
@@ -152,7 +212,7 @@ inline void lay_out(Shape *shape, int rank) {
   }
 }
 
-inline pydet_xla_error *handle(pydet_xla_call *call, bool gpu, void (*operation)(Call &)) {
+inline pydet_xla_error *handle(pydet_xla_call *call, bool gpu, const char *op, void (*operation)(Call &)) {
   for (pydet_xla_extension *e = call->extensions; e; e = e->next) {
     if (e->type != PYDET_XLA_METADATA) continue;
     pydet_xla_metadata *metadata = reinterpret_cast<pydet_xla_metadata_extension *>(e)->metadata;
@@ -162,16 +222,16 @@ inline pydet_xla_error *handle(pydet_xla_call *call, bool gpu, void (*operation)
     return nullptr;
   }
   if (call->stage != PYDET_XLA_EXECUTE) return nullptr;
-  Call described(call, gpu);
+  Call described(call, gpu, op);
   operation(described);
   return described.finish();
 }
 
-template <void (*operation)(Call &), bool gpu> pydet_xla_error *handled(pydet_xla_call *call) {
-  return handle(call, gpu, operation);
+template <const char *name, void (*operation)(Call &), bool gpu> pydet_xla_error *handled(pydet_xla_call *call) {
+  return handle(call, gpu, name, operation);
 }
-template <void (*operation)(Call &)> constexpr pydet_xla_handler handler(const char *name) {
-  return {name, handled<operation, false>, handled<operation, true>};
+template <const char *name, void (*operation)(Call &)> constexpr pydet_xla_handler handler() {
+  return {name, handled<name, operation, false>, handled<name, operation, true>};
 }
 
 }  // namespace pydet

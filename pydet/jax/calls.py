@@ -31,6 +31,7 @@ _PLATFORMS = (
     (constants.PYDET_EXCHANGE_ROCM, "gpu", "ROCM"),
 )
 INVALID_SHAPE: int = constants.PYDET_INVALID_SHAPE
+_targets: set[str] = set()  # the names that XLA has handlers of
 _served: set[str] = set()  # the platforms of devices that have handlers
 
 
@@ -54,6 +55,7 @@ def _register() -> None:
         for handler in itertools.takewhile(lambda handler: handler.name, functions.pydet_xla_handlers()):
             name, address = handler.name.decode(), getattr(handler, f"on_{kind}")
             jax.ffi.register_ffi_target(f"pydet_{name}", jax.ffi.pycapsule(address), platform=platform)
+            _targets.add(name)
 
 
 _register()

@@ -83,7 +83,7 @@ constexpr Kernel<ScaledGemm> kScaledGemm[] = {
         .launches(scaled_gemm_ieee_64x64),
 };
 
-constexpr uint64_t kAllOfTiles = kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy;
+constexpr uint64_t kAllOfTiles = kBatch | kGivenScales | kGroupScales | kBlockScales | kTensorScale | kTransposedCopy;
 constexpr Kernel<Quantize> kQuantize[] = {
     Row("hip_quantize_rows", kUnscaledTypes, Arithmetic::ieee, kBuilt, kBatch | kRowScales)
         .takes(quantize_rows_takes)

@@ -23,6 +23,7 @@ struct Call {
   bool x_vectors, out_vectors, transposed_vectors;  // rows begin at multiples of 16 (x), 8 and 16 bytes
   bool inverse;                                     // s is a power of two: x (1 / s) is x / s
   int64_t stripes;                                  // of 128 rows
+  int64_t pieces;                                   // of a tensor whose scale is to be found; 0 if it is too small
 };
 
 // x[0 .. kUnit), zeros from `count` on.
@@ -256,14 +257,89 @@ template <Type type> __global__ void __launch_bounds__(kThreads) quantize_rows_k
   }
 }
 
+// ---- Tensors: the scale of one, which the tiles then take as given ------------------------------------------------
+
+// A piece: 128 x 128 of x, and at the far ends what is left besides. So it has four elements or more where a matrix has,
+// and the bits of its largest magnitude fit into the first four of q, which nothing else needs before q is written.
+constexpr int kKept = 4;
+
+struct Piece {
+  int64_t at[Quantize::kOperands], m, k;
+  int rows, cols;
+};
+
+__device__ __forceinline__ Piece piece_at(const Quantize &p, int64_t index) {
+  const int64_t across = max(p.k / kSide, int64_t(1)), down = max(p.m / kSide, int64_t(1));
+  Piece piece;
+  p.batch.at(index / across / down, piece.at);
+  piece.k = index % across * kSide, piece.m = index / across % down * kSide;
+  piece.cols = int(index % across == across - 1 ? p.k - piece.k : kSide);
+  piece.rows = int(index / across % down == down - 1 ? p.m - piece.m : kSide);
+  return piece;
+}
+__device__ __forceinline__ char *byte_kept(const Quantize &p, const Piece &piece, int i) {
+  return p.out.data + piece.at[p.kOut] + (piece.m + i / piece.cols) * p.out.row_stride +
+         (piece.k + i % piece.cols) * p.out.col_stride;
+}
+
+template <Type type> __global__ void __launch_bounds__(kThreads)
+    quantize_pieces_kernel(const __grid_constant__ Call c) {
+  __shared__ uint32_t of_warp[kWarps];
+  const Quantize &p = c.p;
+  const int64_t index = block_number();
+  if (index >= c.pieces) return;
+  const Piece piece = piece_at(p, index);
+  const int thread = int(threadIdx.x);
+  uint32_t amax = 0;
+  for (int column = thread % kLanes * kUnit; column < piece.cols; column += kSide) {
+#pragma unroll 4
+    for (int row = thread / kLanes; row < piece.rows; row += kRowsApart) {
+      float v[kUnit];
+      load_unit<type>(p.x.data, piece.at[p.kX] + (piece.m + row) * p.x.row_stride + (piece.k + column) * p.x.col_stride,
+                      p.x.col_stride, piece.cols - column, c.x_vectors, v);
+      amax = max(amax, largest_of(v));
+    }
+  }
+  amax = most_of_block(amax, of_warp);
+  if (thread < kKept) *byte_kept(p, piece, thread) = char(amax >> thread * 8);
+}
+
+// One block, for what the pieces keep; where there are none, matrices are so small that it reads x.
+template <Type type> __global__ void __launch_bounds__(kThreads)
+    quantize_tensor_scale_kernel(const __grid_constant__ Call c) {
+  __shared__ uint32_t of_warp[kWarps];
+  const Quantize &p = c.p;
+  uint32_t amax = 0;
+  for (int64_t i = threadIdx.x; i < c.pieces; i += kThreads) {
+    const Piece piece = piece_at(p, i);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int j = 0; j < kKept; ++j) bits |= uint32_t(uint8_t(*byte_kept(p, piece, j))) << j * 8;
+    amax = max(amax, bits);
+  }
+  const int64_t of_matrix = c.pieces || !p.batch.count ? 0 : p.m * p.k;
+  for (int64_t i = threadIdx.x; i < of_matrix * p.batch.count; i += kThreads) {
+    int64_t at[Quantize::kOperands];
+    p.batch.at(i / of_matrix, at);
+    const int64_t row = i % of_matrix / p.k, column = i % of_matrix % p.k;
+    float v[kUnit];
+    load_unit<type>(p.x.data, at[p.kX] + row * p.x.row_stride + column * p.x.col_stride, p.x.col_stride, 1, false, v);
+    amax = max(amax, largest_of(v));
+  }
+  amax = most_of_block(amax, of_warp);
+  if (threadIdx.x == 0) write_scale(p.scale, 0, scale_of(amax, pydet::largest_of(p.out.type), p.power_of_two));
+}
+
 // ---- Host --------------------------------------------------------------------------------------------------------
 
 Call call_of(const Quantize &p) {
-  Call call = {p, vectors(p, p.x, p.kX, 16), vectors(p, p.out, p.kOut, 8), false, false, (p.m + kSide - 1) / kSide};
+  Call call = {p, vectors(p, p.x, p.kX, 16), vectors(p, p.out, p.kOut, 8), false, false, (p.m + kSide - 1) / kSide, 0};
   if (p.transposed.data) call.transposed_vectors = vectors(p, p.transposed, p.kTransposed, 16);
   call.inverse = p.given ? p.scale.type == Type::e8m0 : p.power_of_two;
   return call;
 }
+
+int64_t at_least_one(int64_t count) { return count > 1 ? count : 1; }
 
 template <Type type> void (*tiles_kernel(bool transposes))(Call) {
   return transposes ? quantize_tiles_kernel<type, true> : quantize_tiles_kernel<type, false>;
@@ -275,7 +351,7 @@ pydet_status quantize_tiled(const Quantize &p) {
   const char *name = "quantize_tiles";
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const Call call = call_of(p);
+  Call call = call_of(p);
   constexpr int64_t kMostBlocks = 65535;
   const int64_t groups = (p.k + kSide - 1) / kSide, stripes = call.stripes * p.batch.count;
   const int64_t layers = (stripes + kMostBlocks - 1) / kMostBlocks;
@@ -284,8 +360,26 @@ pydet_status quantize_tiled(const Quantize &p) {
   Launch shape = {name, gpu_stream(p.stream),
                   dim3(unsigned(groups), unsigned(layers > 1 ? kMostBlocks : stripes), unsigned(layers)),
                   dim3(kThreads)};
+  const bool found = p.granularity == Granularity::tensor && !p.given, empty = !p.batch.count || !p.m || !p.k;
+  if (found && !empty && (p.m >= kKept || p.k >= kKept || p.m * p.k >= kKept))
+    call.pieces = p.batch.count * at_least_one(p.k / kSide) * at_least_one(p.m / kSide);
+  if (call.pieces > most_blocks(kThreads))
+    return fail(PYDET_UNSUPPORTED, "quantize: x has too many elements for a GPU");
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return launch(shape, tiles_kernel<decltype(type)::value>(p.transposed.data != nullptr), call);
+    constexpr Type of_x = decltype(type)::value;
+    const auto tiles = tiles_kernel<of_x>(p.transposed.data != nullptr);
+    if (!found) return launch(shape, tiles, call);
+    for (auto kernel : {quantize_pieces_kernel<of_x>, quantize_tensor_scale_kernel<of_x>, tiles})
+      if (const pydet_status ready = load(name, kernel); ready != PYDET_OK) return ready;
+    pydet_status done = PYDET_OK;
+    const Launch of_pieces = {name, shape.stream, grid_of(call.pieces, kThreads), dim3(kThreads)};
+    if (call.pieces) done = launch(of_pieces, quantize_pieces_kernel<of_x>, call);
+    const Launch of_scale = {name, shape.stream, dim3(1), dim3(kThreads)};
+    if (done == PYDET_OK) done = launch(of_scale, quantize_tensor_scale_kernel<of_x>, call);
+    if (empty || done != PYDET_OK) return done;
+    Quantize given = p;
+    given.given = true;
+    return launch(shape, tiles, call_of(given));
   });
 }
 

@@ -173,7 +173,7 @@ constexpr Kernel<Quantize> kQuantize[] = {
         .takes(quantize_rows_takes)
         .launches(quantize_by_rows),
     Row("cuda_quantize_tiles", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
-        kBatch | kGivenScales | kGroupScales | kBlockScales | kTransposedCopy)
+        kBatch | kGivenScales | kGroupScales | kBlockScales | kTensorScale | kTransposedCopy)
         .launches(quantize_tiled),
 };
 

@@ -307,7 +307,7 @@ pydet_status start(const char *name, const Quantize &p, dim3 grid, int threads, 
 }
 
 bool is_packed(const Quantize &p) {
-  return p.m <= kMost && p.k <= kMost && p.m * divide_up(p.k, kSide) <= kMost && p.k % kUnit == 0 &&
+  return p.k > 0 && p.m <= kMost && p.k <= kMost && p.m * divide_up(p.k, kSide) <= kMost && p.k % kUnit == 0 &&
          vectors(p, p.x, p.kX, 16) && vectors(p, p.out, p.kOut, 8);
 }
 

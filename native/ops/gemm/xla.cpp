@@ -10,7 +10,7 @@ namespace {
 pydet_tensor bias_of(Call &call, const pydet_xla_buffer &bias, const pydet_xla_buffer &out, Shape *shape) {
   const int rank = int(out.rank), missing = rank - int(bias.rank);
   if (missing < 0 || bias.rank < 1) {
-    call.fail("gemm: bias has more dimensions than the result, or none");
+    call.fail("bias has more dimensions than the result, or none");
     return {};
   }
   Shape own = {};
@@ -18,11 +18,12 @@ pydet_tensor bias_of(Call &call, const pydet_xla_buffer &bias, const pydet_xla_b
   lay_out(&own, int(bias.rank));
   for (int i = 0; i < rank; ++i) {
     const int64_t extent = i < missing ? 1 : own.dims[i - missing];
-    if (extent != out.dims[i] && extent != 1) call.fail("gemm: bias does not broadcast to the result");
+    if (extent != out.dims[i] && extent != 1) call.fail("bias does not broadcast to the result");
     shape->dims[i] = out.dims[i];
     shape->strides[i] = extent == 1 ? 0 : own.strides[i - missing];
   }
-  if (elements(bias) != out.dims[rank - 1]) return call.tensor(bias, shape, rank);
+  const bool of_columns = bias.dims[bias.rank - 1] == out.dims[rank - 1] && elements(bias) == out.dims[rank - 1];
+  if (!of_columns) return call.tensor(bias, shape, rank);
   shape->dims[0] = out.dims[rank - 1];
   shape->strides[0] = 1;
   return call.tensor(bias, shape, 1);
@@ -43,9 +44,9 @@ bool as_one_matrix(pydet_tensor *w) {
 // rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
 // not take, goes to pydet_gemm. No workspace: a kernel that wants one (pydet_gemm_workspace) is not chosen.
 void gemm(Call &call) {
-  const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
-  const bool transpose_a = call.integer("transpose_a"), transpose_b = call.integer("transpose_b");
-  const bool skinny = call.integer("skinny");
+  const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate");
+  const bool transpose_a = call.flag("transpose_a"), transpose_b = call.flag("transpose_b");
+  const bool skinny = call.flag("skinny");
   Shape shapes[4];
   const pydet_xla_buffer &result = call.result(0);
   const pydet_tensor a = matrix(call, call.argument(0), transpose_a, &shapes[0]);
@@ -56,13 +57,17 @@ void gemm(Call &call) {
   if (accumulate) expect_in_place(call, call.argument(2 + has_bias), result);
   pydet_skinny_gemm_options options = {};
   options.struct_size = sizeof options;
-  options.arithmetic = int32_t(call.integer("arithmetic"));
+  options.arithmetic = call.number("arithmetic");
   options.k_chunk = call.integer("k_chunk");
   options.accumulate = accumulate;
-  options.mode = int32_t(call.integer("mode"));
-  options.weights_constant = int32_t(call.integer("weights_constant"));
+  options.mode = call.number("mode");
+  options.weights_constant = call.flag("weights_constant");
   options.kernel = call.kernel();
-  if (skinny && (transpose_a || !transpose_b)) call.fail("skinny_gemm: want a and b^T as they lie");
+  if (options.mode != PYDET_DETERMINISTIC && options.mode != PYDET_FAST)  // a batch of b does not get to its function
+    call.fail("attribute mode is %d, want 0 (deterministic) or 1 (fast)", int(options.mode));
+  if (!skinny && (options.mode || options.weights_constant))
+    call.fail("attribute %s is 1 without skinny, want 0", options.mode ? "mode" : "weights_constant");
+  if (skinny && (transpose_a || !transpose_b)) call.fail("attribute skinny is 1 with other than a and b^T as they lie");
   void *stream = call.stream();
   if (call.failed()) return;
   const pydet_tensor *given_bias = has_bias ? &bias : nullptr;
@@ -80,8 +85,9 @@ void gemm(Call &call) {
   call.check(pydet_gemm(stream, &a, &b, given_bias, &out, &plain));
 }
 
+constexpr char kGemm[] = "gemm";
 constexpr pydet_xla_handler kHandlers[] = {
-    handler<gemm>("gemm"),
+    handler<kGemm, gemm>(),
 };
 
 }  // namespace

@@ -8,7 +8,7 @@ namespace pydet {
 inline pydet_tensor matrix(Call &call, const pydet_xla_buffer &buffer, bool transposed, Shape *shape) {
   const int rank = int(buffer.rank);
   if (rank < 2 || rank > kMaxRank) {
-    call.fail("gemm: want matrices, with at most 6 leading dimensions");
+    call.fail("want matrices, with at most 6 leading dimensions");
     return {};
   }
   std::memcpy(shape->dims, buffer.dims, size_t(rank) * sizeof *buffer.dims);

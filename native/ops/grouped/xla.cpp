@@ -10,19 +10,20 @@ namespace {
 // result before: rows of no group keep it. depth: a lies as [T, M] and is read transposed, with b [T, N].
 // transpose_b: b lies as [G, N, K].
 void grouped_gemm(Call &call) {
-  const bool depth = call.integer("depth"), transpose_b = call.integer("transpose_b");
+  const bool depth = call.flag("depth"), transpose_b = call.flag("transpose_b");
   Shape shapes[4];
   const pydet_xla_buffer &ends = call.argument(2), &result = call.result(0);
   const pydet_tensor a = matrix(call, call.argument(0), depth, &shapes[0]);
   const pydet_tensor b = matrix(call, call.argument(1), transpose_b, &shapes[1]);
   const pydet_tensor out = matrix(call, result, false, &shapes[2]);
+  if (ends.rank != 1) call.fail("group_end is %s, want one dimension", ShapeWords(ends.dims, ends.rank).text);
   shapes[3] = {{elements(ends)}, {1}};
   pydet_tensor group_end = call.tensor(ends, &shapes[3], 1);
   if (ends.dtype == PYDET_XLA_S32) group_end.dtype = {PYDET_INT, 32, 1};
   expect_in_place(call, call.argument(3), result);
   pydet_grouped_gemm_options options = {};
   options.struct_size = sizeof options;
-  options.arithmetic = int32_t(call.integer("arithmetic"));
+  options.arithmetic = call.number("arithmetic");
   options.k_chunk = call.integer("k_chunk");
   options.kernel = call.kernel();
   void *stream = call.stream();
@@ -30,8 +31,9 @@ void grouped_gemm(Call &call) {
   call.check(pydet_grouped_gemm(stream, &a, &b, nullptr, nullptr, &group_end, &out, &options));
 }
 
+constexpr char kGroupedGemm[] = "grouped_gemm";
 constexpr pydet_xla_handler kHandlers[] = {
-    handler<grouped_gemm>("grouped_gemm"),
+    handler<kGroupedGemm, grouped_gemm>(),
 };
 
 }  // namespace

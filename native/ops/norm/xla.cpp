@@ -1,5 +1,5 @@
-// What XLA asks of the norms. A weight or bias [groups, n] means that many problems, each with rows / groups rows of
-// the others.
+// What XLA asks of the norms. A weight or bias [groups, ..., n] means that many problems: its leading dimensions are
+// the rows' first ones.
 
 #include "core/operations.h"
 #include "entry/xla_call.h"
@@ -13,26 +13,21 @@ struct Groups {
   int64_t n, groups, rows;  // rows of a group
   int64_t heads;            // 0: weights are not of heads
 
-  // The tensor of group g of a buffer of rows (or of one value a row): the whole of it where it has just one group.
+  // The tensor of group g of a buffer of rows (or of one value a row), whose shape is checked.
   pydet_tensor rows_of(Call &call, const pydet_xla_buffer &buffer, int64_t g, bool values, Shape *shape) const {
     const int64_t each = values ? rows * (heads ? heads : 1) : rows * n;
-    if (elements(buffer) != each && elements(buffer) != each * groups) {
-      call.fail("an operand does not fit the others");
-      return {};
-    }
     *shape = {{rows, n}, {n, 1}};
     if (values) shape->strides[0] = 1;
     if (heads) {
       *shape = {{rows, heads, n / heads}, {n, n / heads, 1}};
       if (values) shape->strides[0] = heads, shape->strides[1] = 1;
     }
-    return call.tensor(buffer, shape, (values ? 1 : 2) + (heads != 0), elements(buffer) == each ? 0 : g * each);
+    return call.tensor(buffer, shape, (values ? 1 : 2) + (heads != 0), g * each);
   }
   pydet_tensor weight_of(Call &call, const pydet_xla_buffer &buffer, int64_t g, Shape *shape) const {
-    if (elements(buffer) != n && elements(buffer) != n * groups) call.fail("a weight does not fit the rows");
     *shape = {{n}, {1}};
     if (heads) *shape = {{heads, n / heads}, {n / heads, 1}};
-    return call.tensor(buffer, shape, heads ? 2 : 1, elements(buffer) == n ? 0 : g * n);
+    return call.tensor(buffer, shape, heads ? 2 : 1, g * n);
   }
 };
 
@@ -42,25 +37,52 @@ struct Buffers {
   int64_t arguments = 0, results = 0;
 
   const pydet_xla_buffer *argument(bool present = true) { return present ? &call.argument(arguments++) : nullptr; }
-  const pydet_xla_buffer *argument(const char *has) { return argument(call.integer(has) != 0); }
+  const pydet_xla_buffer *argument(const char *has) { return argument(call.flag(has)); }
   const pydet_xla_buffer *result(bool present = true) { return present ? &call.result(results++) : nullptr; }
 };
 
-// What a result of rows has, against the smallest of the arguments of rows and the largest of the weights.
-Groups groups_of(Call &call, const pydet_xla_buffer &result, std::initializer_list<const pydet_xla_buffer *> operands,
-                 std::initializer_list<const pydet_xla_buffer *> weights, int64_t heads) {
-  int64_t least = elements(result), most = 0;
-  for (const pydet_xla_buffer *x : operands)
-    if (x) least = elements(*x) < least ? elements(*x) : least;
-  for (const pydet_xla_buffer *w : weights)
-    if (w) most = elements(*w) > most ? elements(*w) : most;
-  const int64_t n = (result.rank ? result.dims[result.rank - 1] : 0) * (heads ? heads : 1);
-  if (n == 0) return {0, 0, 0, heads};
-  if (elements(result) == 0) return {n, most > n ? most / n : 1, 0, heads};  // sums over no rows are written too
-  int64_t groups = least ? elements(result) / least : 1;
-  if (most / n > groups) groups = most / n;
-  if (elements(result) % (groups * n)) call.fail("the operands do not fit each other");
-  return {n, groups, elements(result) / (groups * n), heads};
+struct Named {
+  const char *name;
+  const pydet_xla_buffer *buffer;  // NULL: not there
+};
+
+// How the rows of a result go with the others: `rows` have its shape, `values` one a row, and weights its last dimension
+// (or two, of heads), behind the first of its dimensions where groups of rows have weights of their own.
+Groups groups_of(Call &call, const Named &like, std::initializer_list<Named> rows, std::initializer_list<Named> values,
+                 std::initializer_list<Named> weights, int64_t heads) {
+  const pydet_xla_buffer &result = *like.buffer;
+  const int64_t last = result.rank - 1, tail = heads ? 2 : 1;
+  if (result.rank < tail) {
+    call.fail("%s is %s, want %d dimension%s or more", like.name, ShapeWords(result.dims, result.rank).text, int(tail),
+              tail > 1 ? "s" : "");
+    return {};
+  }
+  if (heads && (heads < 0 || result.dims[last - 1] != heads))
+    call.fail("attribute heads is %" PRId64 ", want 0, or %" PRId64 " as %s has", heads, result.dims[last - 1],
+              like.name);
+  for (const Named &x : rows)
+    if (x.buffer) call.expect_shape(x.name, *x.buffer, result.dims, result.rank);
+  for (const Named &x : values)
+    if (x.buffer) call.expect_shape(x.name, *x.buffer, result.dims, last);
+
+  const int64_t within = result.rank - tail;  // the dimensions that count rows
+  const pydet_xla_buffer *first = nullptr;
+  int64_t lead = 0;
+  for (const Named &w : weights) {
+    if (!w.buffer) continue;
+    if (!first) first = w.buffer, lead = first->rank - tail;
+    int64_t want[kMaxRank];
+    if (lead < 0 || lead > within || first->rank > kMaxRank) {
+      call.fail("%s is %s, which does not go with %s", w.name, ShapeWords(w.buffer->dims, w.buffer->rank).text,
+                ShapeWords(result.dims, result.rank).text);
+      return {};
+    }
+    for (int64_t i = 0; i < first->rank; ++i) want[i] = result.dims[i < lead ? i : i + within - lead];
+    call.expect_shape(w.name, *w.buffer, want, first->rank);
+  }
+  if (call.failed()) return {};
+  const int64_t n = product(call, result.dims + within, tail);
+  return {n, product(call, result.dims, lead), product(call, result.dims + lead, within - lead), heads};
 }
 
 // The tensors of group g, one after the other; NULL of a buffer that is not there.
@@ -116,6 +138,7 @@ template <class Options> Options backward_options(Call &call, const pydet_xla_bu
   options.weight_offset = call.real("weight_offset");
   options.kernel = call.kernel();
   if (workspace) {
+    if (workspace->dtype != PYDET_XLA_U8) call.fail("the workspace is no result of bytes (uint8)");
     options.workspace = workspace->data;
     options.workspace_size = uint64_t(elements(*workspace));
   }
@@ -133,7 +156,9 @@ void rmsnorm(Call &call) {
   const int64_t heads = call.integer("heads");
   void *stream = call.stream();
   if (call.failed()) return;
-  each_group(call, groups_of(call, *y, {x, residual}, {weight, bias}, heads), [&](Part &part) {
+  const Groups all = groups_of(call, {"y", y}, {{"x", x}, {"residual", residual}, {"sum", sum}}, {{"rstd", rstd}},
+                               {{"weight", weight}, {"bias", bias}}, heads);
+  each_group(call, all, [&](Part &part) {
     const pydet_tensor *x_part = part.rows(x), *residual_part = part.rows(residual), *w = part.weight(weight),
                        *y_part = part.rows(y), *rstd_part = part.values(rstd), *sum_part = part.rows(sum);
     options.bias = part.weight(bias);
@@ -147,7 +172,7 @@ void rmsnorm(Call &call) {
 // heads.
 void rmsnorm_backward(Call &call) {
   Buffers of = {call};
-  const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
+  const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate");
   const pydet_xla_buffer *dy = of.argument(), *x = of.argument(), *rstd = of.argument(),
                          *weight = of.argument("has_weight"), *dresidual = of.argument("has_dresidual"),
                          *start = of.argument(accumulate), *dx = of.result(), *dweight = of.result(weight),
@@ -158,7 +183,9 @@ void rmsnorm_backward(Call &call) {
   const int64_t heads = call.integer("heads");
   void *stream = call.stream();
   if (call.failed()) return;
-  each_group(call, groups_of(call, *dx, {dy, x, dresidual}, {dweight, dbias}, heads), [&](Part &part) {
+  const Groups all = groups_of(call, {"dx", dx}, {{"dy", dy}, {"x", x}, {"dresidual", dresidual}}, {{"rstd", rstd}},
+                               {{"weight", weight}, {"dweight", dweight}, {"dbias", dbias}}, heads);
+  each_group(call, all, [&](Part &part) {
     const pydet_tensor *dy_part = part.rows(dy), *x_part = part.rows(x), *w = part.weight(weight),
                        *rstd_part = part.values(rstd), *dresidual_part = part.rows(dresidual), *dx_part = part.rows(dx),
                        *dw = part.weight(dweight);
@@ -178,7 +205,9 @@ void layernorm(Call &call) {
   const auto options = forward_options<pydet_layernorm_options>(call);
   void *stream = call.stream();
   if (call.failed()) return;
-  each_group(call, groups_of(call, *y, {x, residual}, {weight, bias}, 0), [&](Part &part) {
+  const Groups all = groups_of(call, {"y", y}, {{"x", x}, {"residual", residual}, {"sum", sum}},
+                               {{"mean", mean}, {"rstd", rstd}}, {{"weight", weight}, {"bias", bias}}, 0);
+  each_group(call, all, [&](Part &part) {
     const pydet_tensor *x_part = part.rows(x), *residual_part = part.rows(residual), *w = part.weight(weight),
                        *b = part.weight(bias), *y_part = part.rows(y), *mean_part = part.values(mean),
                        *rstd_part = part.values(rstd), *sum_part = part.rows(sum);
@@ -193,11 +222,14 @@ void layernorm_backward(Call &call) {
   Buffers of = {call};
   const pydet_xla_buffer *dy = of.argument(), *x = of.argument(), *mean = of.argument(), *rstd = of.argument(),
                          *weight = of.argument("has_weight"), *dresidual = of.argument("has_dresidual"),
-                         *dx = of.result(), *dweight = of.result(weight), *dbias = of.result(call.integer("has_bias"));
+                         *dx = of.result(), *dweight = of.result(weight), *dbias = of.result(call.flag("has_bias"));
   const auto options = backward_options<pydet_layernorm_backward_options>(call, of.result(dweight || dbias));
   void *stream = call.stream();
   if (call.failed()) return;
-  each_group(call, groups_of(call, *dx, {dy, x, dresidual}, {dweight, dbias}, 0), [&](Part &part) {
+  const Groups all =
+      groups_of(call, {"dx", dx}, {{"dy", dy}, {"x", x}, {"dresidual", dresidual}}, {{"mean", mean}, {"rstd", rstd}},
+                {{"weight", weight}, {"dweight", dweight}, {"dbias", dbias}}, 0);
+  each_group(call, all, [&](Part &part) {
     const pydet_tensor *dy_part = part.rows(dy), *x_part = part.rows(x), *w = part.weight(weight),
                        *mean_part = part.values(mean), *rstd_part = part.values(rstd),
                        *dresidual_part = part.rows(dresidual), *dx_part = part.rows(dx), *dw = part.weight(dweight),
@@ -208,11 +240,15 @@ void layernorm_backward(Call &call) {
   });
 }
 
+constexpr char kRmsnorm[] = "rmsnorm";
+constexpr char kRmsnormBackward[] = "rmsnorm_backward";
+constexpr char kLayernorm[] = "layernorm";
+constexpr char kLayernormBackward[] = "layernorm_backward";
 constexpr pydet_xla_handler kHandlers[] = {
-    handler<rmsnorm>("rmsnorm"),
-    handler<rmsnorm_backward>("rmsnorm_backward"),
-    handler<layernorm>("layernorm"),
-    handler<layernorm_backward>("layernorm_backward"),
+    handler<kRmsnorm, rmsnorm>(),
+    handler<kRmsnormBackward, rmsnorm_backward>(),
+    handler<kLayernorm, layernorm>(),
+    handler<kLayernormBackward, layernorm_backward>(),
 };
 
 }  // namespace

@@ -42,6 +42,6 @@ pydet_status pydet_quantize(void *stream, const pydet_tensor *x_tensor, const py
   Quantize problem = {};
   problem.stream = stream;
   PYDET_TRY(quantize_of(x, out, scale, transposed, transposed_scale, options, &problem));
-  if (x.empty()) return nothing_to_write();
+  if (x.empty() && (problem.given || scale.empty())) return nothing_to_write();  // else the scale of nothing is
   return launch(op, problem, options.kernel);
 }

@@ -219,7 +219,8 @@ inline pydet_status quantize_of(const View &x, const View &out, const View &scal
   }
   const View *const views[] = {&x, &out, &scale, &transposed_out, &transposed_scale};
   const int inner[] = {2, 2, 2, 2, 2};
-  PYDET_TRY(walk_of(views, inner, x.shape, x.ndim - 2, out, &problem->batch));
+  const View &written = problem->granularity == Granularity::row ? scale : out;  // rows of nothing have scales
+  PYDET_TRY(walk_of(views, inner, x.shape, x.ndim - 2, written, &problem->batch));
   problem->device = x.device;
   problem->m = m, problem->k = k;
   problem->given = options.given != 0;

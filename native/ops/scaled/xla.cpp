@@ -12,7 +12,7 @@ namespace {
 pydet_tensor as_it_lies(Call &call, const pydet_xla_buffer &buffer, bool turned, Shape *shape) {
   const int rank = int(buffer.rank);
   if (rank > kMaxRank || (turned && rank < 2)) {
-    call.fail(turned && rank < 2 ? "scaled_gemm: want a matrix" : "want 8 dimensions at most");
+    call.fail(turned && rank < 2 ? "want a matrix" : "want 8 dimensions at most");
     return {};
   }
   std::memcpy(shape->dims, buffer.dims, size_t(rank) * sizeof *buffer.dims);
@@ -29,8 +29,8 @@ pydet_tensor as_it_lies(Call &call, const pydet_xla_buffer &buffer, bool turned,
 // has_b_scale, a bias if has_bias, what to continue from if accumulate; one result. arithmetic, k_chunk as in
 // pydet_scaled_gemm_options.
 void scaled_gemm(Call &call) {
-  const bool has_a_scale = call.integer("has_a_scale"), has_b_scale = call.integer("has_b_scale");
-  const bool has_bias = call.integer("has_bias"), accumulate = call.integer("accumulate");
+  const bool has_a_scale = call.flag("has_a_scale"), has_b_scale = call.flag("has_b_scale");
+  const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate");
   Shape shapes[6];
   int next = 2;
   const pydet_tensor a = as_it_lies(call, call.argument(0), false, &shapes[0]);
@@ -43,7 +43,7 @@ void scaled_gemm(Call &call) {
   const pydet_tensor out = as_it_lies(call, call.result(0), false, &shapes[5]);
   pydet_scaled_gemm_options options = {};
   options.struct_size = sizeof options;
-  options.arithmetic = int32_t(call.integer("arithmetic"));
+  options.arithmetic = call.number("arithmetic");
   options.k_chunk = call.integer("k_chunk");
   options.accumulate = accumulate;
   options.kernel = call.kernel();
@@ -56,7 +56,7 @@ void scaled_gemm(Call &call) {
 // Operands: x, then the scale if given; out, then the scale if not given, the transposed copy and its scale if
 // transposed. granularity, power_of_two as in pydet_quantize_options.
 void quantize(Call &call) {
-  const bool given = call.integer("given"), transposed = call.integer("transposed");
+  const bool given = call.flag("given"), transposed = call.flag("transposed");
   Shape shapes[5];
   const pydet_tensor x = as_it_lies(call, call.argument(0), false, &shapes[0]);
   const pydet_tensor out = as_it_lies(call, call.result(0), false, &shapes[1]);
@@ -68,8 +68,8 @@ void quantize(Call &call) {
   }
   pydet_quantize_options options = {};
   options.struct_size = sizeof options;
-  options.granularity = int32_t(call.integer("granularity"));
-  options.power_of_two = int32_t(call.integer("power_of_two"));
+  options.granularity = call.number("granularity");
+  options.power_of_two = call.flag("power_of_two");
   options.given = given;
   options.kernel = call.kernel();
   void *stream = call.stream();
@@ -78,9 +78,11 @@ void quantize(Call &call) {
                             transposed ? &turned_scale : nullptr, &options));
 }
 
+constexpr char kScaledGemm[] = "scaled_gemm";
+constexpr char kQuantize[] = "quantize";
 constexpr pydet_xla_handler kHandlers[] = {
-    handler<scaled_gemm>("scaled_gemm"),
-    handler<quantize>("quantize"),
+    handler<kScaledGemm, scaled_gemm>(),
+    handler<kQuantize, quantize>(),
 };
 
 }  // namespace

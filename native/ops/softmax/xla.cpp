@@ -1,5 +1,5 @@
-// What XLA asks of softmax, its logarithm, one column of that, and their gradients: buffers of rows, whatever their
-// leading dimensions.
+// What XLA asks of softmax, its logarithm, one column of that, and their gradients: buffers of rows, whatever their leading
+// dimensions.
 
 #include "core/operations.h"
 #include "entry/xla_call.h"
@@ -8,11 +8,18 @@ namespace pydet {
 namespace {
 
 pydet_tensor as_rows(Call &call, const pydet_xla_buffer &buffer, Shape *shape) {
-  const int64_t n = buffer.rank ? buffer.dims[buffer.rank - 1] : 0;
-  *shape = {{n ? elements(buffer) / n : 0, n}, {n, 1}};
+  if (buffer.rank < 1) {
+    call.fail("want rows, got a scalar");
+    return {};
+  }
+  const int64_t last = buffer.rank - 1;
+  *shape = {{product(call, buffer.dims, last), buffer.dims[last]}, {buffer.dims[last], 1}};
   return call.tensor(buffer, shape, 2);
 }
-pydet_tensor as_values(Call &call, const pydet_xla_buffer &buffer, Shape *shape) {
+// One a row of `rows`.
+pydet_tensor as_values(Call &call, const char *name, const pydet_xla_buffer &buffer, const pydet_xla_buffer &rows,
+                       Shape *shape) {
+  call.expect_shape(name, buffer, rows.dims, rows.rank ? rows.rank - 1 : 0);
   *shape = {{elements(buffer)}, {1}};
   pydet_tensor values = call.tensor(buffer, shape, 1);
   if (buffer.dtype == PYDET_XLA_S32) values.dtype = {PYDET_INT, 32, 1};
@@ -23,7 +30,7 @@ pydet_tensor as_values(Call &call, const pydet_xla_buffer &buffer, Shape *shape)
 pydet_softmax_options softmax_options(Call &call) {
   pydet_softmax_options options = {};
   options.struct_size = sizeof options;
-  options.log = int32_t(call.integer("log"));
+  options.log = call.flag("log");
   options.kernel = call.kernel();
   return options;
 }
@@ -37,8 +44,10 @@ pydet_log_prob_options log_prob_options(Call &call) {
 // Operands: x; y. log.
 void softmax(Call &call) {
   const pydet_softmax_options options = softmax_options(call);
+  const pydet_xla_buffer &x_rows = call.argument(0), &y_rows = call.result(0);
   Shape s[2];
-  const pydet_tensor x = as_rows(call, call.argument(0), &s[0]), y = as_rows(call, call.result(0), &s[1]);
+  const pydet_tensor x = as_rows(call, x_rows, &s[0]), y = as_rows(call, y_rows, &s[1]);
+  call.expect_shape("y", y_rows, x_rows.dims, x_rows.rank);
   void *stream = call.stream();
   if (!call.failed()) call.check(pydet_softmax(stream, &x, &y, &options));
 }
@@ -46,9 +55,12 @@ void softmax(Call &call) {
 // Operands: dy, y; dx. log.
 void softmax_backward(Call &call) {
   const pydet_softmax_options options = softmax_options(call);
+  const pydet_xla_buffer &dy_rows = call.argument(0), &y_rows = call.argument(1), &dx_rows = call.result(0);
   Shape s[3];
-  const pydet_tensor dy = as_rows(call, call.argument(0), &s[0]), y = as_rows(call, call.argument(1), &s[1]),
-                     dx = as_rows(call, call.result(0), &s[2]);
+  const pydet_tensor dy = as_rows(call, dy_rows, &s[0]), y = as_rows(call, y_rows, &s[1]),
+                     dx = as_rows(call, dx_rows, &s[2]);
+  call.expect_shape("dy", dy_rows, y_rows.dims, y_rows.rank);
+  call.expect_shape("dx", dx_rows, y_rows.dims, y_rows.rank);
   void *stream = call.stream();
   if (!call.failed()) call.check(pydet_softmax_backward(stream, &dy, &y, &dx, &options));
 }
@@ -56,9 +68,10 @@ void softmax_backward(Call &call) {
 // Operands: x, index (int32 or int64); the column of each row.
 void log_prob(Call &call) {
   const pydet_log_prob_options options = log_prob_options(call);
+  const pydet_xla_buffer &rows = call.argument(0);
   Shape s[3];
-  const pydet_tensor x = as_rows(call, call.argument(0), &s[0]), index = as_values(call, call.argument(1), &s[1]),
-                     found = as_values(call, call.result(0), &s[2]);
+  const pydet_tensor x = as_rows(call, rows, &s[0]), index = as_values(call, "index", call.argument(1), rows, &s[1]),
+                     found = as_values(call, "log_prob", call.result(0), rows, &s[2]);
   void *stream = call.stream();
   if (!call.failed()) call.check(pydet_log_prob(stream, &x, &index, &found, &options));
 }
@@ -66,18 +79,25 @@ void log_prob(Call &call) {
 // Operands: dlog_prob, x, index; dx.
 void log_prob_backward(Call &call) {
   const pydet_log_prob_options options = log_prob_options(call);
+  const pydet_xla_buffer &given_values = call.argument(0), &rows = call.argument(1), &dx_rows = call.result(0);
   Shape s[4];
-  const pydet_tensor given = as_values(call, call.argument(0), &s[0]), x = as_rows(call, call.argument(1), &s[1]),
-                     index = as_values(call, call.argument(2), &s[2]), dx = as_rows(call, call.result(0), &s[3]);
+  const pydet_tensor given = as_values(call, "dlog_prob", given_values, rows, &s[0]), x = as_rows(call, rows, &s[1]),
+                     index = as_values(call, "index", call.argument(2), rows, &s[2]),
+                     dx = as_rows(call, dx_rows, &s[3]);
+  call.expect_shape("dx", dx_rows, rows.dims, rows.rank);
   void *stream = call.stream();
   if (!call.failed()) call.check(pydet_log_prob_backward(stream, &given, &x, &index, &dx, &options));
 }
 
+constexpr char kSoftmax[] = "softmax";
+constexpr char kSoftmaxBackward[] = "softmax_backward";
+constexpr char kLogProb[] = "log_prob";
+constexpr char kLogProbBackward[] = "log_prob_backward";
 constexpr pydet_xla_handler kHandlers[] = {
-    handler<softmax>("softmax"),
-    handler<softmax_backward>("softmax_backward"),
-    handler<log_prob>("log_prob"),
-    handler<log_prob_backward>("log_prob_backward"),
+    handler<kSoftmax, softmax>(),
+    handler<kSoftmaxBackward, softmax_backward>(),
+    handler<kLogProb, log_prob>(),
+    handler<kLogProbBackward, log_prob_backward>(),
 };
 
 }  // namespace
