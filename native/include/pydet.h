@@ -253,7 +253,8 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *              b_scale  []: all of b; [..., 1, N]: a column; [..., ceil(K/128), N]: a column's 128 along k;
  *                       [..., ceil(K/128), ceil(N/128)]: a block of 128 x 128
  *            A scale is along k if its second extent (b: first) is ceil(K/128). So for K <= 128, where rows and groups are
- *            the same, every scale but [] is; for K = 0 only one with an extent of 0 is. With N <= 128 a b_scale of [ceil(K/128), 1] is by blocks.
+ *            the same, every scale but [] is; for K = 0 only one with an extent of 0 is. With N <= 128 a b_scale of
+ *            [ceil(K/128), 1] is by blocks.
  * Batch      Leading dimensions as in pydet_gemm; those of scales broadcast likewise.
  * Empty, NaN, Stream   As in pydet_gemm.
  *
