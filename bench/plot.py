@@ -134,6 +134,15 @@ def rows(name):
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
+SHOWN = ("h100_skinny_gemm", "h100_gemm_random", "h100_equality")
+
+
+def release():
+    """The one whose results the figure shows."""
+    (version,) = {json.loads((RESULTS / f"{name}.json").read_text())["versions"]["pydet"] for name in SHOWN}
+    return version
+
+
 def ratios_by_m(entries, variant):
     found = collections.defaultdict(list)
     for entry in entries:
@@ -144,30 +153,32 @@ def ratios_by_m(entries, variant):
 
 def overview(path=OVERVIEW):
     """Left, speed beside cuBLAS by M; right, how many elements of a product have other bits than the same rows have in
-    a large one."""
-    gemm = [entry for entry in rows("h100_gemm") if entry["op"] == "gemm forward"]
+    a large one. Above the M of few rows, products drawn at random: those of an M from each power of two to the next."""
     few = ratios_by_m(rows("h100_skinny_gemm"), "pydet, weights_constant")
-    many = {m: ratios for m, ratios in ratios_by_m(gemm, "pydet").items() if m > max(few)}
-    pydet, triton = few | many, ratios_by_m(gemm, "triton")
+    drawn = [entry for entry in rows("h100_gemm_random") if entry["op"] == "gemm forward"]
+    many = collections.defaultdict(list)
+    for m, ratios in ratios_by_m(drawn, "pydet").items():
+        if m > max(few):
+            many[1 << (m - 1).bit_length()] += ratios
+    pydet = few | dict(sorted(many.items()))
 
     plt = pyplot()
     figure, (speed, bits) = plt.subplots(
         1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained", facecolor="white"
     )
-    for name, ratios, color in (("pydet", pydet, GREEN), ("a plain Triton kernel", triton, GREY)):
-        means = [statistics.geometric_mean(found) for found in ratios.values()]
-        speed.plot(list(ratios), means, color=color, linewidth=2, marker="o", markersize=4, label=name)
-        speed.fill_between(
-            list(ratios), [min(found) for found in ratios.values()], [max(found) for found in ratios.values()],
-            color=color, alpha=0.15, linewidth=0,
-        )  # fmt: skip
+    means = [statistics.geometric_mean(found) for found in pydet.values()]
+    speed.plot(list(pydet), means, color=GREEN, linewidth=2, marker="o", markersize=4, label=f"pydet {release()}")
+    speed.fill_between(
+        list(pydet), [min(found) for found in pydet.values()], [max(found) for found in pydet.values()],
+        color=GREEN, alpha=0.15, linewidth=0,
+    )  # fmt: skip
     speed.axhline(1, color="black", linewidth=1)
     speed.annotate("cuBLAS", (1, 1), (0, -11), textcoords="offset points", fontsize=9)
     speed.set_xscale("log", base=2)
     ticks = [m for m in pydet if m & (m - 1) == 0]
     speed.set_xticks(ticks, [str(m) for m in ticks], fontsize=8)
     speed.set_ylim(0, None)
-    speed.set_xlabel("rows, M")
+    speed.set_xlabel(f"rows, M (above {max(few)}: up to M)")
     speed.set_ylabel("times as fast as cuBLAS")
     speed.set_title("Speed: x @ w.T, bf16, H100 (mean, worst and best shape)", fontsize=10)
     speed.legend(fontsize=9, loc="upper right")

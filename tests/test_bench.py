@@ -1,12 +1,18 @@
 """The bench's own checks: it tells a changed bit, two kernels that disagree, and a peer's speed."""
 
 import importlib.util
+import json
+import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import pydet
 from bench import harness, latency, plot
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +124,7 @@ def test_plots_can_be_read_however_many_rows(need, tmp_path):
         plot.write(path, entries)
         assert max(png_size(path)) <= 2000 and min(png_size(path)) > 100
     plot.overview(tmp_path / "overview.svg")
-    assert "a plain Triton kernel" in (tmp_path / "overview.svg").read_text()
+    assert f"pydet {plot.release()}" in (tmp_path / "overview.svg").read_text()
 
 
 def test_committed_plots_can_be_read():
@@ -132,3 +138,56 @@ def test_latency_reports_every_situation():
     found = list(latency.rows(calls=20))
     assert [row[1] for row in found] == list(latency.SITUATIONS) * len(latency.SHAPES)
     assert all(0 < median <= late for *_, median, late in found)
+
+
+# ---- What the pages say of results -----------------------------------------------------------------------------------
+
+
+def release_of(name):
+    return json.loads((plot.RESULTS / f"{name}.json").read_text())["versions"]["pydet"]
+
+
+def test_the_figure_says_what_its_results_do():
+    """Of this release, in its caption too."""
+    few = plot.ratios_by_m(plot.rows("h100_skinny_gemm"), "pydet, weights_constant")
+    drawn = [entry for entry in plot.rows("h100_gemm_random") if entry["op"] == "gemm forward"]
+    many = [x for m, ratios in plot.ratios_by_m(drawn, "pydet").items() if m > max(few) for x in ratios]
+    up_to_32 = statistics.geometric_mean(x for m, ratios in few.items() if m <= 32 for x in ratios)
+    changed = [round(1e4 * row["differ"] / row["elements"]) for row in plot.rows("h100_equality") if row["differ"]]
+    caption = (
+        f"![On an H100, release {plot.release()}, for shapes of known models, pydet is {up_to_32:.1f} times as fast as "
+        f"cuBLAS up to 32 rows and {statistics.geometric_mean(many):.2f} times above 128. cuBLAS changes "
+        f"{min(changed)} to {max(changed)} of 10,000 elements where it splits K; pydet changes none.]"
+    )
+    assert plot.release() == pydet.__version__ and caption in (ROOT / "README.md").read_text()
+    figure = plot.OVERVIEW.read_text()
+    assert f">pydet {plot.release()}<" in figure and all(f"> {count}<" in figure for count in changed)
+
+
+def test_pages_name_the_release_of_their_numbers():
+    readme, calls = (ROOT / "README.md").read_text(), (ROOT / "docs/calls.md").read_text()
+    assert f"release {release_of('cpu')} (fp8: {release_of('cpu_fp8')})" in readme
+    assert f"On an H100, release {pydet.__version__}," in readme and f"release {pydet.__version__}, beside" in calls
+    for name in (
+        "gemm_random",
+        "skinny_gemm",
+        "rmsnorm",
+        "rmsnorm_random",
+        "layernorm_random",
+        "softmax_random",
+        "fold",
+    ):
+        assert release_of(f"h100_{name}") == pydet.__version__, name
+
+
+def test_the_training_step_is_that_of_the_results():
+    found = json.loads((plot.RESULTS / "h100_rl_alignment.json").read_text())
+    ours, theirs = found["pydet"], found["torch"]
+    step = [x["gradients, one batch and four micro-batches"]["ms a step"] for x in (ours, theirs)]
+    text = " ".join((ROOT / "docs/calls.md").read_text().split())
+    assert f"{step[0]:.1f} ms converted, {step[1]:.1f} ms not" in text
+    ratios = [
+        ours[f"decode in batches of {n}"]["tokens a second"] / theirs[f"decode in batches of {n}"]["tokens a second"]
+        for n in (1, 3, 64)
+    ]
+    assert "Decoding 1, 3 and 64 sequences: {:.2f}, {:.2f} and {:.2f} of".format(*ratios) in text

@@ -151,8 +151,8 @@ def problems(operation, name, dtype):
         yield "pydet_scaled_grouped_gemm", operands, given
         return
     if operation == "quantize":
-        for granularity, groups in ((0, 1), (1, 2)):
-            shapes = [(64, 256), ((64, 256), "float8_e4m3fn"), ((64, groups), "float32"), None, None]
+        for granularity, of_scale in ((3, ()), (0, (64, 1)), (1, (64, 2))):  # the first that a kernel takes counts
+            shapes = [(64, 256), ((64, 256), "float8_e4m3fn"), (of_scale, "float32"), None, None]
             given = capi.options("pydet_quantize_options", granularity=granularity, kernel=name[0])
             yield "pydet_quantize", tensors(shapes, dtype), given
         return

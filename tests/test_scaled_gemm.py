@@ -454,3 +454,30 @@ def test_audit_command(tmp_path, capsys):
     scales = ["--a-scale", at["sa"], "--b-scale", at["sb"]]
     assert sys.modules["pydet.audit"].main([*arguments, *scales]) == 0, capsys.readouterr()
     assert sys.modules["pydet.audit"].main(arguments) == 1
+
+
+def test_no_k_has_no_scales_along_it():
+    """Under accumulate out stays as it is, with scales of an extent of 0 or none; a row's is not along k there."""
+    a, b = np.zeros((3, 0), E4M3), np.zeros((0, 5), E4M3)
+    for a_scale, b_scale in ((None, None), ((3, 0), None), (None, (0, 5)), ((3, 0), (0, 1))):
+        scales = [None if shape is None else np.ones(shape, np.float32) for shape in (a_scale, b_scale)]
+        out = pydet.scaled_gemm(a, b, a_scale=scales[0], b_scale=scales[1], out=np.full((3, 5), 7, np.float32),
+                                accumulate=True)  # fmt: skip
+        assert (out == 7).all(), (a_scale, b_scale)
+    for shape in ((3, 1), ()):
+        with pytest.raises(pydet.Error, match="want scales along k, or none, under accumulate"):
+            pydet.scaled_gemm(a, b, a_scale=np.ones(shape, np.float32), b_scale=None, accumulate=True,
+                              out=np.zeros((3, 5), np.float32))  # fmt: skip
+
+
+def test_what_a_hopper_refuses_is_written_down():
+    """The sentences of the header and the docstring are those of the sources."""
+    flat = lambda text: " ".join(text.replace("*", " ").split())
+    root = pathlib.Path(__file__).parent.parent
+    header, said = flat((root / "native/include/pydet.h").read_text()), flat(pydet.scaled_gemm.__doc__)
+    features = (root / "native/problem.h").read_text()
+    for words in ("a left operand along M", "a right operand along N", "an out along M",
+                  "a k_chunk that is no multiple of 128"):  # fmt: skip
+        assert f'"{words}"' in features and f'"{words}"' in header and f'"{words}"' in said, words
+    words = "the tensor cores do not read a, want its data and strides in multiples of 16 bytes"
+    assert words in header and words in said

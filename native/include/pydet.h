@@ -242,14 +242,19 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *   otherwise        D = fl(D + s_c), chunks of k_chunk;           out = round(fl(fl(D sb) sa) + bias)
  *
  * Operands   a [..., M, K] and b [..., K, N], e4m3fn or e5m2, each its own. out and bias as in pydet_gemm. One of the last
- *            two strides of a, b and out is 1. Hopper's tensor cores (SM90) read k alone: there a's last stride is 1, and b's
- *            last but one.
+ *            two strides of a, b and out is 1.
+ * Hopper     SM90 on a GPU takes less than on a CPU, and refuses the rest with PYDET_UNSUPPORTED and its reason; IEEE takes
+ *            all of it. The data and strides of a and b, in bytes, are multiples of 16, else "the tensor cores do not read a,
+ *            want its data and strides in multiples of 16 bytes". No kernel takes "a left operand along M" or "a right
+ *            operand along N" (k is adjacent in both: a's last stride is 1, and b's last but one), "an out along M" (out's
+ *            last stride is 1), or "a k_chunk that is no multiple of 128".
  * Scales     fp32 or e8m0fnu, of any strides; NULL for none. Their shapes say what shares one:
  *              a_scale  []: all of a; [..., M, 1]: a row; [..., M, ceil(K/128)]: a row's 128 elements along k
  *              b_scale  []: all of b; [..., 1, N]: a column; [..., ceil(K/128), N]: a column's 128 along k;
  *                       [..., ceil(K/128), ceil(N/128)]: a block of 128 x 128
  *            A scale is along k if its second extent (b: first) is ceil(K/128). So for K <= 128, where rows and groups are
- *            the same, every scale but [] is. With N <= 128 a b_scale of [ceil(K/128), 1] is by blocks.
+ *            the same, every scale but [] is; for K = 0 only one with an extent of 0 is. With N <= 128 a b_scale of
+ *            [ceil(K/128), 1] is by blocks.
  * Batch      Leading dimensions as in pydet_gemm; those of scales broadcast likewise.
  * Empty, NaN, Stream   As in pydet_gemm.
  *
@@ -278,7 +283,8 @@ PYDET_API pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a, co
  * transposed and transposed_scale, both or neither NULL: what the call would give of x transposed, [..., K, M] and its
  * scale, in the same pass; GROUP and BLOCK. The products of a gradient need k adjacent on the other side.
  * NaN in x makes NaN of all that share its scale; Inf becomes NaN, and the finite beside it 0, or NaN if the scale is to be
- * a power of two. */
+ * a power of two. The amax of no elements is 0: a TENSOR's scale is written where x is empty, and so is a ROW's where K = 0.
+ * On a GPU the scale of a TENSOR takes three launches in the stream; out holds what is in between. */
 enum { PYDET_ROW = 0, PYDET_GROUP = 1, PYDET_BLOCK = 2, PYDET_TENSOR = 3 };
 
 typedef struct pydet_quantize_options {

@@ -31,11 +31,16 @@ def scaled_gemm(
 
     Chains over chunks of k, each from +0, are combined in ascending order (NUMERICS.md, "Scaled GEMM"). The shape of a
     scale says what shares one. A scale whose extent along k is ``ceil(K/128)`` varies along k, and multiplies the sums
-    of chunks; the others multiply the whole sum. So for ``K <= 128`` every scale but ``[]`` varies along k.
+    of chunks; the others multiply the whole sum. So for ``1 <= K <= 128`` every scale but ``[]`` varies along k.
+
+    On a Hopper ``"sm90"`` takes less than on a CPU, and ``"ieee"`` takes all of it. The rest is refused in these words:
+    "the tensor cores do not read a, want its data and strides in multiples of 16 bytes" (or b), and no kernel takes "a
+    left operand along M", "a right operand along N" (k is adjacent in both: ``w.T``), "an out along M" (an ``out`` with
+    adjacent columns) or "a k_chunk that is no multiple of 128".
 
     Args:
         a: ``[..., M, K]``, float8_e4m3fn or float8_e5m2.
-        b: ``[..., K, N]``, either type. Leading dimensions broadcast. On a GPU k is adjacent in both (``w.T``).
+        b: ``[..., K, N]``, either type. Leading dimensions broadcast.
         a_scale: float32 or float8_e8m0fnu, or None for 1: ``[]``, ``[..., M, 1]`` or ``[..., M, ceil(K/128)]``.
         b_scale: likewise: ``[]``, ``[..., 1, N]``, ``[..., ceil(K/128), N]`` or ``[..., ceil(K/128), ceil(N/128)]``.
         bias: ``[N]`` or ``[..., M, N]``, float32, bfloat16 or float16, added in fp32 before the one rounding.
@@ -44,7 +49,8 @@ def scaled_gemm(
         accumulate: start from ``out``, then given and float32, instead of +0. Scales are then along k, or None.
         arithmetic: ``"ieee"``, ``"sm90"`` (Hopper's tensor cores), or ``"auto"``: ``"sm90"`` on a Hopper, else
             ``"ieee"``. It decides bits.
-        k_chunk: None for 128, 0 for one chain, or a multiple of 32. Scales along k want 128. It decides bits.
+        k_chunk: None for 128, 0 for one chain, or a multiple of 32, on a Hopper's tensor cores of 128. Scales along k
+            want 128. It decides bits.
         kernel, stream: as in :func:`gemm`.
 
     Returns:
@@ -90,7 +96,8 @@ def quantize(
     Args:
         x: ``[..., M, K]``, float32, bfloat16 or float16; one of its last two strides is 1.
         granularity: what shares a scale, and so its shape: ``"row"`` ``[..., M, 1]``, ``"group"``
-            ``[..., M, ceil(K/128)]``, ``"block"`` ``[..., ceil(M/128), ceil(K/128)]`` or ``"tensor"`` ``[]``.
+            ``[..., M, ceil(K/128)]``, ``"block"`` ``[..., ceil(M/128), ceil(K/128)]`` or ``"tensor"`` ``[]``. The
+            ``amax`` of no elements is 0.
         dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
         scale_dtype: ``"float32"``, or ``"float8_e8m0fnu"``: powers of two.
         power_of_two: round the scale up to a power of two.
