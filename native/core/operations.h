@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "ops/attention/problem.h"
 #include "ops/fold/problem.h"
 #include "ops/gemm/problem.h"
 #include "ops/grouped/problem.h"
@@ -26,6 +27,6 @@ template <class... Problems> struct Operations {
 
 // In the order of pydet_kernel_name.
 using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
-                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm>;
+                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention>;
 
 }  // namespace pydet

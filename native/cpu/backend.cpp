@@ -5,6 +5,7 @@
 
 #include "core/backend.h"
 #include "cpu/grouped_kernels.h"
+#include "ops/attention/formulas.h"
 
 namespace pydet {
 namespace {
@@ -198,6 +199,43 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .launches(layernorm_backward<Scalar>),
 };
 
+constexpr uint64_t kAttentionFeatures =
+    kLogSumExp | kPacked | kLengths | kFirstKey | kPages | kWindow | kMask | kBias | kSinks | kSoftcap;
+constexpr Kernel<Attention> kAttention[] = {
+#if defined(__x86_64__)
+    Row("cpu_attention_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kAttentionFeatures)
+        .launches(attention_ieee<Avx512>),
+    Row("cpu_attention_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kAttentionFeatures)
+        .launches(attention_ieee<Avx2>),
+    Row("cpu_attention_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kAttentionFeatures)
+        .launches(attention_sm90<Avx512>),
+    Row("cpu_attention_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kAttentionFeatures)
+        .launches(attention_sm90<Avx2>),
+    Row("cpu_attention_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kAttentionFeatures)
+        .launches(attention_sm80<Avx512>),
+    Row("cpu_attention_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kAttentionFeatures)
+        .launches(attention_sm80<Avx2>),
+    Row("cpu_attention_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kAttentionFeatures)
+        .launches(attention_cdna3<Avx512>),
+    Row("cpu_attention_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kAttentionFeatures)
+        .launches(attention_cdna3<Avx2>),
+    Row("cpu_attention_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kAttentionFeatures)
+        .launches(attention_cdna2<Avx512>),
+    Row("cpu_attention_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kAttentionFeatures)
+        .launches(attention_cdna2<Avx2>),
+#endif
+    Row("cpu_attention_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kAttentionFeatures)
+        .launches(attention_ieee<Scalar>),
+    Row("cpu_attention_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kAttentionFeatures)
+        .launches(attention_sm90<Scalar>),
+    Row("cpu_attention_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kAttentionFeatures)
+        .launches(attention_sm80<Scalar>),
+    Row("cpu_attention_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kAttentionFeatures)
+        .launches(attention_cdna3<Scalar>),
+    Row("cpu_attention_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kAttentionFeatures)
+        .launches(attention_cdna2<Scalar>),
+};
+
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;
@@ -220,6 +258,13 @@ pydet_status query_device(int32_t, pydet_device_info *info) {
 
 Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
 
+// For the parts of few queries of long sequences, whose segments are shared out.
+uint64_t attention_workspace(const Attention &a, const char *) {
+  constexpr int64_t kFewRows = 4096;
+  const int64_t tokens = a.q_start ? a.queries : a.sequences * a.queries;
+  return a.keys > a.kv_chunk && tokens * a.heads <= kFewRows ? bytes_of_parts(a) : 0;
+}
+
 pydet_status round_here(const Rounding &problem) {
 #if defined(__x86_64__)
   if (has_avx512(problem.device)) return round_elements<Avx512>(problem);
@@ -229,15 +274,17 @@ pydet_status round_here(const Rounding &problem) {
 }
 
 constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr};
+constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 
 constexpr Backend cpu() {
   Backend backend = {PYDET_CPU, "CPU"};
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks));
   return backend;
 }
 
