@@ -77,7 +77,8 @@ void pack_keys(const char *const *keys, int64_t count, int64_t d, int64_t depth,
 // Values behind each other: panels[column / panel][key][column mod panel], keys and columns padded with +0 to `depth` and a
 // panel; keys that `left_out` names are +0 too.
 template <class T, int64_t panel>
-void pack_values(const char *const *values, int64_t count, int64_t e, int64_t depth, const uint8_t *left_out, float *to) {
+void pack_values(const char *const *values, int64_t count, int64_t e, int64_t depth, const uint8_t *left_out,
+                 float *to) {
   using Stored = typename T::Stored;
   const int64_t columns = round_up(e, panel);
   for (int64_t key = 0; key < depth; ++key) {
@@ -141,8 +142,8 @@ template <class T> struct Ieee {
       chain(steps);
     }
   }
-  // The same of few rows from the keys where they lie, kWidth keys by kWidth elements turned in registers: each key is
-  // read once, and nothing is packed.
+  // The same of few rows from the keys where they lie, kWidth keys by kWidth elements turned in registers: each is read
+  // once, and nothing is packed.
   static constexpr int64_t kFewRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 0;
   template <int rows>
   static void scores_of(const float *q, const char *const *keys, int64_t count, int64_t d, float *s) {
@@ -181,6 +182,51 @@ template <class T> struct Ieee {
     if constexpr (rows > 0) {
       if (count_rows == rows) return scores_of<rows>(q, keys, count, d, s);
       if constexpr (rows > 1) return scores_of_few<rows - 1>(count_rows, keys, count, d, s);
+    }
+  }
+
+  // o += weights and values of few rows, from the values where they lie: each is read once, for all rows.
+  template <int rows, int vectors>
+  static void weigh_columns(const float *s, const char *const *values, int64_t keys, int64_t at, int64_t e, float *o) {
+    Floats sum[rows][vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) sum[r][v] = load(o + r * kSide + v * kWidth);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      const typename T::Stored *value = (const typename T::Stored *)values[j] + at;
+      Floats row[vectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) row[v] = T::load(value + v * kWidth, vectors == 1 ? e - at : kWidth);
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) {
+        const Floats weight = broadcast(s[r * kSide + j]);
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; ++v) sum[r][v] = fma(weight, row[v], sum[r][v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) store(o + r * kSide + v * kWidth, canonical(sum[r][v]));
+    }
+  }
+  template <int rows>
+  static void weigh_rows(const float *s, const char *const *values, int64_t keys, int64_t e, float *o, int64_t apart) {
+    constexpr int kVectors = rows == 1 ? 8 : rows > 4 || kWidth < 16 ? 2 : 4, kColumns = kVectors * kWidth;
+    static_assert(kSide % kColumns == 0, "columns of a vector lie together");
+    int64_t c = 0;
+    for (; c + kColumns <= e; c += kColumns)
+      weigh_columns<rows, kVectors>(s, values, keys, c, e, o + c / kSide * apart + c % kSide);
+    for (; c < e; c += kWidth) weigh_columns<rows, 1>(s, values, keys, c, e, o + c / kSide * apart + c % kSide);
+  }
+  template <int rows = int(kFewRows)>
+  void weigh_few(int64_t count_rows, const float *s, const char *const *values, int64_t keys, int64_t e, float *o,
+                 int64_t apart) const {
+    if constexpr (rows > 0) {
+      if (count_rows == rows) return weigh_rows<rows>(s, values, keys, e, o, apart);
+      if constexpr (rows > 1) return weigh_few<rows - 1>(count_rows, s, values, keys, e, o, apart);
     }
   }
 
@@ -291,13 +337,14 @@ template <class T, class Model_> struct TensorCore {
       for (int64_t begin = 0; begin < d; begin += kDepth) {
         const int64_t of_q = (begin / kDepth * all_rows + first) * kDepth, of_k = (j / kPanel * depth + begin) * kPanel;
         Panels panels = {};
-        panels.a = (float (*)[kDepth])(q + of_q), panels.a_exponent = (int32_t (*)[kDepth])(q_exponent + of_q);
-        panels.b = (float (*)[kTile])(k + of_k), panels.b_exponent = (int16_t (*)[kTile])(k_exponent + of_k);
+        panels.a = (float(*)[kDepth])(q + of_q), panels.a_exponent = (int32_t(*)[kDepth])(q_exponent + of_q);
+        panels.b = (float(*)[kTile])(k + of_k), panels.b_exponent = (int16_t(*)[kTile])(k_exponent + of_k);
         walk_rows(panels, rows, least(kDepth, d - begin), s + j);
       }
     }
   }
   void scores_of_few(int64_t, const char *const *, int64_t, int64_t, float *) const {}
+  void weigh_few(int64_t, const float *, const char *const *, int64_t, int64_t, float *, int64_t) const {}
 
   // They stay where they are, with their exponents beside them.
   void pack_weights(float *s, int64_t rows, int64_t) {
@@ -309,8 +356,8 @@ template <class T, class Model_> struct TensorCore {
     for (int64_t c = 0; c < e; c += kPanel) {
       const int64_t of_v = c * depth;
       Panels panels = {};
-      panels.a = (float (*)[kDepth])p, panels.a_exponent = (int32_t (*)[kDepth])p_exponent;
-      panels.b = (float (*)[kTile])(v + of_v), panels.b_exponent = (int16_t (*)[kTile])(v_exponent + of_v);
+      panels.a = (float(*)[kDepth])p, panels.a_exponent = (int32_t(*)[kDepth])p_exponent;
+      panels.b = (float(*)[kTile])(v + of_v), panels.b_exponent = (int16_t(*)[kTile])(v_exponent + of_v);
       walk_rows(panels, rows, keys, o + c / kSide * apart + c % kSide);
     }
   }

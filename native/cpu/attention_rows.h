@@ -20,8 +20,8 @@ inline const char *pair_at(const Pairs &pairs, const Row &row, int64_t place) {
 
 // Scores of keys first ... first + count - 1 become what exp2 is taken of, but for the factor `c` and the reference; keys
 // that the row may not see, and those up to a multiple of 16 behind the last, become -Inf.
-inline void mask_scores(const Attention &a, const ScoreScale &scale, const Extent &extent, const Row &row, int64_t first,
-                        int64_t count, float *s) {
+inline void mask_scores(const Attention &a, const ScoreScale &scale, const Extent &extent, const Row &row,
+                        int64_t first, int64_t count, float *s) {
   if (scale.softcap != 0)
     for (int64_t j = 0; j < count; ++j) s[j] = capped(s[j], scale);
   if (a.bias.data)
@@ -112,8 +112,8 @@ void finish_row(const Attention &a, const Extent &extent, const Row &row, RowSoF
   const int64_t token = extent.q_begin + row.query;
   dispatch(a.out.type, [&](auto number) {
     using T = decltype(number);
-    auto *out = (typename T::Stored *)a.out.data + row.sequence * a.out.sequence_stride +
-                row.head * a.out.head_stride + token * a.out.token_stride;
+    auto *out = (typename T::Stored *)a.out.data + row.sequence * a.out.sequence_stride + row.head * a.out.head_stride +
+                token * a.out.token_stride;
     for (int64_t begin = 0; begin < a.e; begin += kSide, o += apart) {
       const int64_t columns = least(a.e - begin, kSide);
       for (int64_t c = 0; c < columns; ++c) o[c] = none ? 0.0f : weighed(o[c], inverse);

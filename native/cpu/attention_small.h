@@ -80,11 +80,10 @@ __attribute__((noinline)) void small_row(const Attention &a, const Extent &exten
       const int64_t count = least(at + block, end) - at, padded = round_up(count, 16);
       for (int64_t j = 0; j < count; ++j) {
         const Stored *k = vector_at(a.k, at + j);
-        desk.s[j] = at + j < row.keys.first
-                        ? 0.0f
-                        : desk.chain(
-                              0.0f, a.d, [&](int64_t i) { return T::get(q + i); },
-                              [&](int64_t i) { return T::get(k + i); });
+        desk.s[j] = at + j < row.keys.first ? 0.0f
+                                            : desk.chain(
+                                                  0.0f, a.d, [&](int64_t i) { return T::get(q + i); },
+                                                  [&](int64_t i) { return T::get(k + i); });
       }
       mask_scores(a, scale, extent, row, at, count, desk.s);
       const float reference = reference_of(m, c * top_of(desk.s, padded).score);

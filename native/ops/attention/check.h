@@ -144,7 +144,7 @@ inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_
   const View &q = x.q;
   const char *op = q.op;
   const bool packed = x.q_start.present();
-  const View *inputs[] = {&q,       &x.k,         &x.v,       &x.sinks,   &x.allowed, &x.bias,
+  const View *inputs[] = {&q,           &x.k,       &x.v,       &x.sinks,    &x.allowed, &x.bias,
                           &x.first_key, &x.q_start, &x.k_start, &x.k_length, &x.pages};
   const View *outputs[] = {&x.out, &x.lse};
   for (const View *other : inputs) PYDET_TRY(same_device(q, *other));
@@ -187,8 +187,8 @@ inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_
   for (const View *view : {&x.first_key, &x.q_start, &x.k_start, &x.k_length}) PYDET_TRY(contiguous(*view));
   for (const View *view : {&x.allowed, &x.bias})
     if (view->present() && (packed || x.k_start.present()))
-      return fail(PYDET_UNSUPPORTED, "%s: %s is given with packed sequences, want none with cu_seqlens_q or cu_seqlens_k",
-                  op, view->name);
+      return fail(PYDET_UNSUPPORTED,
+                  "%s: %s is given with packed sequences, want none with cu_seqlens_q or cu_seqlens_k", op, view->name);
   PYDET_TRY(pairs_of(x.allowed, *a, &a->allowed));
   PYDET_TRY(pairs_of(x.bias, *a, &a->bias));
   PYDET_TRY(outputs_apart(inputs, outputs));
