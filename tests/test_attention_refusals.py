@@ -101,7 +101,7 @@ REFUSED = {
     ),
     "kv_chunk": ({}, {"kv_chunk": 64}, "INVALID_VALUE", "kv_chunk is 64, want a positive multiple of 128"),
     "negative kv_chunk": ({}, {"kv_chunk": -128}, "INVALID_VALUE", "kv_chunk is -128, want a positive multiple of 128"),
-    "arithmetic": ({}, {"arithmetic": 9}, "INVALID_VALUE", "arithmetic is 9, want 0 to 5"),
+    "arithmetic": ({}, {"arithmetic": 9}, "INVALID_VALUE", "arithmetic is 9, want 0 (auto) to 5 (cdna2)"),
     "reserved": ({}, {"reserved": 1}, "INVALID_VALUE", "options.reserved is 1, want 0"),
     "kernel": (
         {},
