@@ -16,6 +16,8 @@ void suit(const Kernel<Quantize> &row, Quantize &problem) {
     problem.granularity = Granularity(i);
 }
 
+void suit(const Kernel<Attention> &, Attention &problem) { problem.window_left = problem.window_right = kNoWindow; }
+
 template <class Problem> void show(const Backend &backend, const Kernel<Problem> &row) {
   Problem problem = {};
   problem.device = {backend.device_type, 0};

@@ -70,6 +70,7 @@ def test_tensor_layout_is_that_of_the_real_header(tmp_path, need):
         ("PYDET_CUDA_MANAGED", "kDLCUDAManaged"),
         ("PYDET_FLOAT", "kDLFloat"),
         ("PYDET_BFLOAT", "kDLBfloat"),
+        ("PYDET_BOOL", "kDLBool"),
     ]:
         checks.append(f"(int){ours} == (int){theirs}")
     source.write_text(
@@ -100,6 +101,7 @@ SIZES = {
     "pydet_rmsnorm_backward_options": 56,
     "pydet_layernorm_options": 24,
     "pydet_layernorm_backward_options": 40,
+    "pydet_attention_options": 144,
     "pydet_device_info": 104,
     "pydet_kernel_info": 48,
 }
@@ -157,6 +159,7 @@ def test_enumerators_are_pinned():
         "CUDA_MANAGED": 13,
         "FLOAT": 2,
         "BFLOAT": 4,
+        "BOOL": 6,
         "DWEIGHT_ROWS": 256,
     }
     assert {name: getattr(lib, f"PYDET_{name}") for name in pinned} == pinned
@@ -245,7 +248,7 @@ def test_kernel_table_ends_and_describes_itself():
         assert lib.pydet_query_kernel(len(names), info) == lib.PYDET_OK
         assert c_string(info.name) == c_string(name)
         operations = {"gemm", "scaled_gemm", "quantize", "rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward"}
-        operations |= {"grouped_gemm", "scaled_grouped_gemm", "fold", "layernorm", "layernorm_backward"}
+        operations |= {"grouped_gemm", "scaled_grouped_gemm", "fold", "layernorm", "layernorm_backward", "attention"}
         assert c_string(info.operation) in operations
         assert set(c_string(info.dtypes).split()) <= {"fp32", "bf16", "fp16", "e4m3", "e5m2"} and c_string(info.dtypes)
         assert info.available in (0, 1) and c_string(lib.pydet_arithmetic_name(info.arithmetic)) != "auto"

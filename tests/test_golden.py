@@ -12,9 +12,11 @@ import pathlib
 import numpy as np
 import pytest
 
+import attention_cases
 import cases
 import pydet
 import reference
+import reference_attention
 import reference_fp8
 import test_grouped_gemm as grouped_cases
 import test_scaled_gemm as scaled_cases
@@ -204,6 +206,14 @@ def fold_digests(fold, arithmetic, dtype):
     return digests
 
 
+def attention_digests(functions, arithmetic, dtype):
+    """functions: an object with attention, attention_varlen and attention_paged."""
+    return {
+        f"{arithmetic} {dtype} {name}": digest(*attention_cases.run(functions, *problem, arithmetic))
+        for name, *problem in attention_cases.problems(dtype)
+    }
+
+
 DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
@@ -219,12 +229,14 @@ DIGESTS = {
     "fold": fold_digests,
     "layernorm": layernorm_digests,
     "layernorm_backward": layernorm_backward_digests,
+    "attention": attention_digests,
 }
 
 
 def all_digests(operation, function):
     """Every case of an operation, by one implementation of all its arithmetics."""
-    arithmetics = ARITHMETICS if "gemm" in operation else {dtype: ["ieee"] for dtype in DTYPES}
+    every = "gemm" in operation or operation == "attention"
+    arithmetics = ARITHMETICS if every else {dtype: ["ieee"] for dtype in DTYPES}
     if operation in ("scaled_gemm", "scaled_grouped_gemm"):
         arithmetics = {dtype: ["ieee", "sm90"] for dtype in TYPES}
     return {
@@ -236,6 +248,8 @@ def all_digests(operation, function):
 
 
 def reference_of(operation):
+    if operation == "attention":
+        return reference_attention
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -309,6 +323,10 @@ def test_layernorm(layernorm_kernel):
 def test_layernorm_backward(layernorm_backward_kernel):
     kernel = layernorm_backward_kernel
     check_golden("layernorm_backward", kernel.layernorm_backward, "ieee", kernel.dtype)
+
+
+def test_attention(attention_kernel):
+    check_golden("attention", attention_kernel, attention_kernel.arithmetic, attention_kernel.dtype)
 
 
 @pytest.mark.parametrize("operation", DIGESTS)

@@ -161,6 +161,14 @@ def every_kernel():
                         tensors = [tensor(a), tensor(b), None, None, tensor(end), tensor(out)]
                         yield lib.pydet_grouped_gemm, tensors, chosen, [out]
                     continue
+                if kernel.operation == "attention":
+                    for d, e in ((8 * (k % 30 + 1), 40), (576, 512))[: 1 if m > 3 else 2]:
+                        q, keys = values(1, 2, m, d, dtype=dtype), values(1, 1, n, d, dtype=dtype)
+                        v, out, lse = values(1, 1, n, e, dtype=dtype), values(1, 2, m, e, dtype=dtype), values(1, 2, m)
+                        chosen = options("pydet_attention_options", kernel=kernel.name, kv_chunk=128, causal=n % 2)
+                        chosen.arithmetic = getattr(lib, f"PYDET_{kernel.arithmetic.upper()}")
+                        yield lib.pydet_attention, list(map(tensor, (q, keys, v, out, lse))), chosen, [out, lse]
+                    continue
                 if kernel.operation == "scaled_gemm":
                     a, b, out = values(m, k, dtype=dtype), values(n, k, dtype=dtype).T, values(m, n)
                     chosen = options("pydet_scaled_gemm_options", kernel=kernel.name, k_chunk=128)

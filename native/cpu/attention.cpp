@@ -148,6 +148,7 @@ template <class Engine, class Exp2> struct Walk {
     }
     bool careful = false;
     if (excludes) {
+      if (!packed) desk.engine.pack_values(desk.value, block_count, a.e, nullptr), packed = true;
       if (finite < 0) finite = all_finite(desk.engine.packed_values(), values_packed);
       careful = !finite;
     }
@@ -170,6 +171,7 @@ template <class Engine, class Exp2> struct Walk {
       weigh_scores<Exp2>(s, padded, c, reference, l);
       round_weights<T>(s, padded);
     }
+    if (!careful && few) return desk.engine.weigh_few(rows, desk.s, desk.value, count, a.e, desk.o, apart);
     if (!careful) {
       if (!packed) desk.engine.pack_values(desk.value, block_count, a.e, nullptr), packed = true;
       desk.engine.pack_weights(desk.s, rows, padded);
@@ -196,21 +198,26 @@ template <class Engine, class Exp2> struct Walk {
       block_count = least(at + block, end) - first;
       find_keys(first, block_count);
       if (!few) desk.engine.pack_keys(desk.key, block_count, a.d, desk.turn);
-      desk.engine.pack_values(desk.value, block_count, a.e, nullptr);
       values_packed = round_up(a.e, Engine::kPanel) * round_up(block_count, 16);
-      bool packed = true;
+      bool packed = false;
       int finite = -1;
       for (int64_t r = 0; r < task.rows; r += Engine::kStrip)
         strip(r, least(Engine::kStrip, task.rows - r), first, block_count, few, packed, finite);
     }
   }
 
-  // Where keys and values lie.
+  // Where keys and values lie, run by run: to the end of a page, or of all.
   void find_keys(int64_t first, int64_t count) {
     const int64_t size = size_of(a.k.type), base = task.extent.k_begin + task.extent.first + first;
-    for (int64_t j = 0; j < count; ++j) {
-      desk.key[j] = a.k.data + (key_offset(a, a.k, task.sequence, base + j) + task.group * a.k.head_stride) * size;
-      desk.value[j] = a.v.data + (key_offset(a, a.v, task.sequence, base + j) + task.group * a.v.head_stride) * size;
+    const char *key = nullptr, *value = nullptr;
+    for (int64_t j = 0, run = 0; j < count;
+         ++j, --run, key += a.k.token_stride * size, value += a.v.token_stride * size) {
+      if (run == 0) {
+        key = a.k.data + (key_offset(a, a.k, task.sequence, base + j) + task.group * a.k.head_stride) * size;
+        value = a.v.data + (key_offset(a, a.v, task.sequence, base + j) + task.group * a.v.head_stride) * size;
+        run = a.pages ? a.page_size - (base + j) % a.page_size : count;
+      }
+      desk.key[j] = key, desk.value[j] = value;
     }
   }
 
@@ -292,7 +299,8 @@ template <class Engine, class Exp2> pydet_status run(const Attention &a) {
   count_tasks();
   const double work = double(rows) * double(a.keys) * double(a.d + a.e);
   const int64_t threads = threads_for(work, kWorthAThread);
-  plan.split = tasks < 2 * threads && plan.segments > 1 && a.workspace && a.workspace_size >= bytes_of_parts(a);
+  const uint64_t parts = bytes_of_parts(a);
+  plan.split = tasks < 2 * threads && parts && a.workspace && a.workspace_size >= parts;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     if (!scratch.large()) {
       plan.rows = 1, plan.split = false;

@@ -142,8 +142,8 @@ template <class T> struct Ieee {
       chain(steps);
     }
   }
-  // The same of few rows from the keys where they lie, kWidth keys by kWidth elements turned in registers: each key is
-  // read once, and nothing is packed.
+  // The same of few rows from the keys where they lie, kWidth keys by kWidth elements turned in registers: each is read
+  // once, and nothing is packed.
   static constexpr int64_t kFewRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 0;
   template <int rows>
   static void scores_of(const float *q, const char *const *keys, int64_t count, int64_t d, float *s) {
@@ -182,6 +182,51 @@ template <class T> struct Ieee {
     if constexpr (rows > 0) {
       if (count_rows == rows) return scores_of<rows>(q, keys, count, d, s);
       if constexpr (rows > 1) return scores_of_few<rows - 1>(count_rows, keys, count, d, s);
+    }
+  }
+
+  // o += weights and values of few rows, from the values where they lie: each is read once, for all rows.
+  template <int rows, int vectors>
+  static void weigh_columns(const float *s, const char *const *values, int64_t keys, int64_t at, int64_t e, float *o) {
+    Floats sum[rows][vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) sum[r][v] = load(o + r * kSide + v * kWidth);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      const typename T::Stored *value = (const typename T::Stored *)values[j] + at;
+      Floats row[vectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) row[v] = T::load(value + v * kWidth, vectors == 1 ? e - at : kWidth);
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) {
+        const Floats weight = broadcast(s[r * kSide + j]);
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; ++v) sum[r][v] = fma(weight, row[v], sum[r][v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) store(o + r * kSide + v * kWidth, canonical(sum[r][v]));
+    }
+  }
+  template <int rows>
+  static void weigh_rows(const float *s, const char *const *values, int64_t keys, int64_t e, float *o, int64_t apart) {
+    constexpr int kVectors = rows == 1 ? 8 : rows > 4 || kWidth < 16 ? 2 : 4, kColumns = kVectors * kWidth;
+    static_assert(kSide % kColumns == 0, "columns of a vector lie together");
+    int64_t c = 0;
+    for (; c + kColumns <= e; c += kColumns)
+      weigh_columns<rows, kVectors>(s, values, keys, c, e, o + c / kSide * apart + c % kSide);
+    for (; c < e; c += kWidth) weigh_columns<rows, 1>(s, values, keys, c, e, o + c / kSide * apart + c % kSide);
+  }
+  template <int rows = int(kFewRows)>
+  void weigh_few(int64_t count_rows, const float *s, const char *const *values, int64_t keys, int64_t e, float *o,
+                 int64_t apart) const {
+    if constexpr (rows > 0) {
+      if (count_rows == rows) return weigh_rows<rows>(s, values, keys, e, o, apart);
+      if constexpr (rows > 1) return weigh_few<rows - 1>(count_rows, s, values, keys, e, o, apart);
     }
   }
 
@@ -299,6 +344,7 @@ template <class T, class Model_> struct TensorCore {
     }
   }
   void scores_of_few(int64_t, const char *const *, int64_t, int64_t, float *) const {}
+  void weigh_few(int64_t, const float *, const char *const *, int64_t, int64_t, float *, int64_t) const {}
 
   // They stay where they are, with their exponents beside them.
   void pack_weights(float *s, int64_t rows, int64_t) {

@@ -258,12 +258,7 @@ pydet_status query_device(int32_t, pydet_device_info *info) {
 
 Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
 
-// For the parts of few queries of long sequences, whose segments are shared out.
-uint64_t attention_workspace(const Attention &a, const char *) {
-  constexpr int64_t kFewRows = 4096;
-  const int64_t tokens = a.q_start ? a.queries : a.sequences * a.queries;
-  return a.keys > a.kv_chunk && tokens * a.heads <= kFewRows ? bytes_of_parts(a) : 0;
-}
+uint64_t attention_workspace(const Attention &a, const char *) { return bytes_of_parts(a); }
 
 pydet_status round_here(const Rounding &problem) {
 #if defined(__x86_64__)

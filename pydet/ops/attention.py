@@ -50,7 +50,7 @@ def attention(
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> Any:
-    """Attention: ``out[i] = sum_j p_j v[j] / sum_j p_j``, ``p_j = exp(scale q[i] . k[j])``, over the keys j that i may see.
+    """Attention: ``out[i] = sum_j p_j v[j] / sum_j p_j``, ``p_j = exp(scale q[i] . k[j])``, over keys j that i may see.
 
     A query's result is a function of its own row of ``q`` and of its own keys and values, counted from its sequence's
     first key, of the arithmetic and of ``kv_chunk`` (NUMERICS.md, "Attention"): not of other queries, of the batch, of
@@ -78,8 +78,8 @@ def attention(
         seqlens_k: ``[B]``, int32, contiguous, on the device of ``q``: how many of the K keys are there, as in a cache;
             all if None. The rest is not read.
         arithmetic: as in :func:`gemm`; exp2 is the arithmetic's own.
-        kv_chunk: keys of a segment, a multiple of 128. Segments are summed apart and joined in order, so it changes bits,
-            and decoding can be shared out.
+        kv_chunk: keys of a segment, a multiple of 128. Segments are summed apart and joined in order: it changes bits,
+            and lets decoding be shared out.
         out: ``[B, H, Q, E]``, of the type of ``q``; made if None.
         return_lse: also return the logarithm of the sum of ``exp(score)``, sinks included.
         kernel, stream: as in :func:`gemm`.
@@ -136,8 +136,8 @@ def attention_varlen(
     Args:
         q: ``[T, H, D]``, the tokens of all sequences behind each other.
         k, v: ``[U, G, D]`` and ``[U, G, E]``, likewise.
-        cu_seqlens_q, cu_seqlens_k: ``[B + 1]``, int32, contiguous, on the device of ``q``: cumulative lengths, read when
-            the work runs.
+        cu_seqlens_q, cu_seqlens_k: ``[B + 1]``, int32, contiguous, on the device of ``q``: cumulative lengths, read
+            when the work runs.
         scale, causal, window, softcap, sinks, arithmetic, kv_chunk, kernel, stream: as in :func:`attention`.
         out: ``[T, H, E]``; made if None. Tokens that are in no sequence are not written.
         return_lse: also return lse, ``[T, H]`` in float32.
@@ -197,8 +197,8 @@ def attention_paged(
     Args:
         q: ``[B, H, Q, D]``, or ``[T, H, D]`` with ``cu_seqlens_q``.
         k_cache, v_cache: ``[P, S, G, D]`` and ``[P, S, G, E]``.
-        block_table: ``[B, N]``, int32, each row contiguous, on the device of ``q``. A number that is no page is the nearest
-            that is one.
+        block_table: ``[B, N]``, int32, each row contiguous, on the device of ``q``. A number that is no page is the
+            nearest that is one.
         seqlens_k: ``[B]``, int32: the keys of each sequence, the queries' own among them.
         cu_seqlens_q: ``[B + 1]``, int32: cumulative lengths of packed queries.
         causal: true here unless it is said otherwise.

@@ -70,7 +70,7 @@ PYDET_HD int64_t key_offset(const Attention &a, const Heads &heads, int64_t sequ
 struct ScoreScale {
   float c, before_tanh, softcap;  // softcap 0: none
 };
-inline ScoreScale score_scale(const Attention &a) {
+PYDET_HD ScoreScale score_scale(const Attention &a) {
   if (a.softcap == 0) return {a.scale * kLog2e, 0, 0};
   return {kLog2e, a.scale / a.softcap, a.softcap};
 }
@@ -94,10 +94,15 @@ PYDET_HD float joined(const float *l) { return ((l[0] + l[1]) + (l[2] + l[3])) +
 
 // ---- Rows ----------------------------------------------------------------------------------------------------------
 
-// Bytes for the parts of all rows, a segment each: m, l and o in fp32.
-inline uint64_t bytes_of_parts(const Attention &a) {
-  const uint64_t tokens = uint64_t(a.q_start ? a.queries : a.sequences * a.queries);
-  return tokens * uint64_t(a.heads) * uint64_t(divide_up(a.keys, a.kv_chunk)) * uint64_t(a.e + 2) * sizeof(float);
+// Bytes for the parts of few rows of long sequences, a segment each, which are computed apart: m, l and o in fp32. 0 where
+// there is one segment, or so many parts that there is enough to share out without.
+constexpr double kMostParts = 1 << 16;
+PYDET_HD uint64_t bytes_of_parts(const Attention &a) {
+  const int64_t segments = divide_up(a.keys, a.kv_chunk);
+  const double tokens = double(a.q_start ? 1 : a.sequences) * double(a.queries);
+  const double parts = tokens * double(a.heads) * double(segments);
+  if (segments < 2 || parts > kMostParts) return 0;
+  return uint64_t(parts) * uint64_t(a.e + 2) * sizeof(float);
 }
 
 // What is known of a row: o / l is its result so far, m the reference of both. Of no key: {-Inf, 0}, and o is 0.
