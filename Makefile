@@ -65,12 +65,12 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import sys; sys.exit
 $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
-KERNELS := gemm_ieee gemm_tensorcore scaled_gemm quantize rmsnorm softmax fold rounding layernorm
+KERNELS := gemm_ieee gemm_tensorcore attention scaled_gemm quantize rmsnorm softmax fold rounding layernorm
 API := launch products scaled grouped norms softmax fold report
 ENTRIES := $(addprefix python/,methods products scaled norms softmax fold) xla_ffi xla_norms xla_scaled
 POOL := pool scratch thread_count
 # Objects that every library holds; then what makes each library its own.
-SHARED := $(API:%=$(BUILD)/api/%.o) $(ENTRIES:%=$(BUILD)/entry/%.o) $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
+SHARED := $(API:%=$(BUILD)/api/%.o) $(addprefix $(BUILD)/ops/attention/,api.o python.o) $(ENTRIES:%=$(BUILD)/entry/%.o) $(BUILD)/cpu/backend.o $(POOL:%=$(BUILD)/cpu/%.o) \
   $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/cpu/%.$(isa).o))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 

@@ -1,4 +1,4 @@
-// exp and log of one fp32 number as formulas: the same bits on every backend (NUMERICS.md, "exp and log"). Every step is
+// exp, exp2, log and tanh of one fp32 number as formulas: the same bits on every backend (NUMERICS.md, "exp and log"). Every step is
 // an fmaf, a sum, a product or a move of bits, so that a compiler may make vectors of them.
 #pragma once
 
@@ -80,6 +80,53 @@ PYDET_HD float log_f32(float x) {
   float low = fmaf(square, -0.5f, fmaf(whole, kLn2Low, square * f * q)) + f;
   float result = fmaf(whole, kLn2High, low);
   return !(x > 0.0f) ? (x == 0.0f ? -INFINITY : float_of(kNanF32)) : x > 0x1.fffffep+127f ? x : result;
+}
+
+// ---- exp2 and tanh, for attention --------------------------------------------------------------------------------------
+
+constexpr float kLog2e = 0x1.715476p+0f, kLn2 = 0x1.62e430p-1f;
+
+// 2^t = power 2^f. t is taken as 127 above that and as -120 below; there the functions below are +0.
+struct Exp2Parts {
+  float f, power;
+};
+constexpr float kLowestExp2 = -120.0f;
+PYDET_HD Exp2Parts exp2_parts(float t) {
+  float within = t < kLowestExp2 ? kLowestExp2 : t > 127.0f ? 127.0f : t;  // a NaN is neither
+  float shifted = within + kExpShift, n = shifted - kExpShift;
+  return {within - n, float_of((bits_of(shifted) << 23) + 0x3F800000u)};
+}
+// At most 0.6 ulp from 2^t for t from -120 to 127. NaN for NaN. 2^0 is 1.
+PYDET_HD float exp2_f32(float t) {
+  Exp2Parts parts = exp2_parts(t);
+  float f = parts.f, p = 0x1.470b48p-13f;
+  p = fmaf(p, f, 0x1.5f7276p-10f);
+  p = fmaf(p, f, 0x1.3b270ep-7f);
+  p = fmaf(p, f, 0x1.c6ae72p-5f);
+  p = fmaf(p, f, 0x1.ebfbe2p-3f);
+  p = fmaf(p, f, 0x1.62e432p-1f);
+  p = fmaf(p, f, 1.0f);
+  return t < kLowestExp2 ? 0.0f : p * parts.power;
+}
+// The same to 1.02e-4, for what is then rounded to 16 bits.
+PYDET_HD float coarse_exp2_f32(float t) {
+  Exp2Parts parts = exp2_parts(t);
+  float p = fmaf(fmaf(fmaf(0x1.c2a218p-5f, parts.f, 0x1.f00c4ep-3f), parts.f, 0x1.62f5fap-1f), parts.f, 1.0f);
+  return t < kLowestExp2 ? 0.0f : p * parts.power;
+}
+
+// tanh x, at most 2 ulp off. NaN for NaN, 1 from 10 on.
+PYDET_HD float tanh_f32(float x) {
+  float size = x < 0.0f ? -x : x, square = x * x;
+  float p = -0x1.76ac1cp-8f;
+  p = fmaf(p, square, 0x1.5256d8p-6f);
+  p = fmaf(p, square, -0x1.b84448p-5f);
+  p = fmaf(p, square, 0x1.110768p-3f);
+  p = fmaf(p, square, -0x1.555534p-2f);
+  float near = fmaf(x * square, p, x);
+  float far = fmaf(-2.0f, 1.0f / (exp_f32(2.0f * (size > 10.0f ? 10.0f : size)) + 1.0f), 1.0f);
+  far = size > 10.0f ? 1.0f : far;
+  return size > 0.625f ? (x < 0.0f ? -far : far) : near;
 }
 
 }  // namespace pydet

@@ -8,6 +8,7 @@
 
 namespace pydet {
 
+struct Attention;    // ops/attention/problem.h
 struct GroupedGemm;  // grouped.h
 struct ScaledGemm;   // scaled.h
 struct Quantize;
@@ -115,6 +116,9 @@ struct Backend {
   // matrix, whatever its device; NULL: no kernel wants any.
   uint64_t (*gemm_workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked,
                              const char *kernel) = nullptr;
+  Table<Attention> attention = {};
+  // The same of attention; of the problem the extents, types, arithmetic and lengths are there, and no data.
+  uint64_t (*attention_workspace)(const Attention &, const char *kernel) = nullptr;
 };
 
 const Backend &cpu_backend();

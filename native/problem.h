@@ -79,10 +79,19 @@ enum Feature : uint64_t {
   kTree = 1 << 25,   // the order of a fold
   kMean = 1 << 26,   // is stored
   kBiasGradient = 1 << 27,
-  kPeers = 1 << 28,        // of a fold: other ranks' parts
-  kHeads = 1 << 29,        // of a norm: weights of each head, or rows of three strides
-  kWideSum = 1 << 30,      // of a norm: x + residual in fp32, y (or dy) of another type
-  kBlockSums = 1ull << 31  // of a norm's gradient: a dweight (or dbias) for each block of rows
+  kPeers = 1 << 28,         // of a fold: other ranks' parts
+  kHeads = 1 << 29,         // of a norm: weights of each head, or rows of three strides
+  kWideSum = 1 << 30,       // of a norm: x + residual in fp32, y (or dy) of another type
+  kBlockSums = 1ull << 31,  // of a norm's gradient: a dweight (or dbias) for each block of rows
+  kLogSumExp = 1ull << 32,  // of attention, as all from here on: lse is stored
+  kPacked = 1ull << 33,     // sequences of one pack, of queries or of keys
+  kLengths = 1ull << 34,    // of the keys of each sequence
+  kFirstKey = 1ull << 35,
+  kPages = 1ull << 36,
+  kWindow = 1ull << 37,
+  kMask = 1ull << 38,
+  kSinks = 1ull << 39,
+  kSoftcap = 1ull << 40
 };
 struct FeatureRow {
   Feature feature;
@@ -121,6 +130,15 @@ constexpr FeatureRow kFeatures[] = {
     {kHeads, "weights of heads, or rows of three strides"},
     {kWideSum, "a sum in float32 beside another type"},
     {kBlockSums, "sums of blocks"},
+    {kLogSumExp, "lse"},
+    {kPacked, "packed sequences"},
+    {kLengths, "lengths of the keys"},
+    {kFirstKey, "a first key"},
+    {kPages, "pages"},
+    {kWindow, "a window"},
+    {kMask, "a mask"},
+    {kSinks, "sinks"},
+    {kSoftcap, "a softcap"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

@@ -166,7 +166,7 @@ def _fill_exchange() -> None:
     )
     products = ["product", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm"]
     rows = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "log_prob", "log_prob_backward", "fold"]
-    rows += ["layernorm", "layernorm_backward"]
+    rows += ["layernorm", "layernorm_backward", "attention"]
     for operation in products + rows:
         setattr(exchange, f"{operation}_names", _names_of(f"pydet_{operation}_arguments"))
     exchange.frameworks, exchange.arithmetics, exchange.modes = map(_handle, (_addresses, _arithmetics, MODES))

@@ -210,6 +210,7 @@ template pydet_status launch(const char *, const Fold &, const char *);
 template pydet_status launch(const char *, const LayerNorm &, const char *);
 template pydet_status launch(const char *, const LayerNormBackward &, const char *);
 template pydet_status launch(const char *, const ScaledGroupedGemm &, const char *);
+template pydet_status launch(const char *, const Attention &, const char *);
 
 pydet_status nothing_to_write() {
   last_kernel = "";

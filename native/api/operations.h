@@ -3,6 +3,7 @@
 
 #include "grouped.h"
 #include "kernel.h"
+#include "ops/attention/problem.h"
 #include "rounding.h"
 #include "scaled_grouped.h"
 
@@ -130,6 +131,16 @@ template <> struct Operation<ScaledGroupedGemm> : AsAsked {
   }
 };
 
+template <> struct Operation<Attention> : AsAsked {
+  static constexpr const char *name = "attention";
+  static constexpr auto table = &Backend::attention;
+  static Type input(const Attention &a) { return a.q.type; }
+  template <class Show> static void memory(const Attention &a, Show show) {
+    show(a.q.data, a.k.data, a.v.data, a.out.data, a.lse.data, a.q_start, a.k_start, a.k_length, a.first_key, a.pages,
+         a.allowed.data, a.bias.data, a.sinks.data);
+  }
+};
+
 // No operation of its own, and no table.
 template <> struct Operation<Rounding> {
   template <class Show> static void memory(const Rounding &r, Show show) { show(r.from.data, r.bias.data, r.to.data); }
@@ -138,7 +149,7 @@ template <> struct Operation<Rounding> {
 // One type an operation, in the order of pydet_kernel_name.
 template <class... Problems> struct Operations {};
 using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
-                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm>;
+                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention>;
 
 template <class... Problems, class F> void each_row_of(Operations<Problems...>, const Backend &backend, F f) {
   const auto rows_of = [&](auto operation) {

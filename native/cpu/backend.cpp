@@ -5,6 +5,7 @@
 
 #include "cpu/grouped_kernels.h"
 #include "kernel.h"
+#include "ops/attention/formulas.h"
 
 namespace pydet {
 namespace {
@@ -224,6 +225,43 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
      nullptr, nullptr, layernorm_backward<Scalar>},
 };
 
+constexpr uint64_t kAttentionFeatures =
+    kLogSumExp | kPacked | kLengths | kFirstKey | kPages | kWindow | kMask | kBias | kSinks | kSoftcap;
+constexpr Kernel<Attention> kAttention[] = {
+#if defined(__x86_64__)
+    {"cpu_attention_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAttentionFeatures, "avx512", has_avx512, nullptr,
+     nullptr, attention_ieee<Avx512>},
+    {"cpu_attention_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAttentionFeatures, "avx2", has_avx2, nullptr,
+     nullptr, attention_ieee<Avx2>},
+    {"cpu_attention_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAttentionFeatures, "avx512", has_avx512, nullptr,
+     nullptr, attention_sm90<Avx512>},
+    {"cpu_attention_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAttentionFeatures, "avx2", has_avx2, nullptr, nullptr,
+     attention_sm90<Avx2>},
+    {"cpu_attention_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAttentionFeatures, "avx512", has_avx512, nullptr,
+     nullptr, attention_sm80<Avx512>},
+    {"cpu_attention_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAttentionFeatures, "avx2", has_avx2, nullptr, nullptr,
+     attention_sm80<Avx2>},
+    {"cpu_attention_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAttentionFeatures, "avx512", has_avx512, nullptr,
+     nullptr, attention_cdna3<Avx512>},
+    {"cpu_attention_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAttentionFeatures, "avx2", has_avx2, nullptr, nullptr,
+     attention_cdna3<Avx2>},
+    {"cpu_attention_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAttentionFeatures, "avx512", has_avx512, nullptr,
+     nullptr, attention_cdna2<Avx512>},
+    {"cpu_attention_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAttentionFeatures, "avx2", has_avx2, nullptr, nullptr,
+     attention_cdna2<Avx2>},
+#endif
+    {"cpu_attention_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAttentionFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, attention_ieee<Scalar>},
+    {"cpu_attention_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAttentionFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, attention_sm90<Scalar>},
+    {"cpu_attention_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAttentionFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, attention_sm80<Scalar>},
+    {"cpu_attention_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAttentionFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, attention_cdna3<Scalar>},
+    {"cpu_attention_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAttentionFeatures, "any CPU", has_scalar, nullptr,
+     nullptr, attention_cdna2<Scalar>},
+};
+
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;
@@ -245,6 +283,13 @@ pydet_status query_device(int32_t, pydet_device_info *info) {
 }
 
 Arithmetic tensor_cores(int32_t) { return Arithmetic::ieee; }
+
+// For the parts of few queries of long sequences, whose segments are shared out.
+uint64_t attention_workspace(const Attention &a, const char *) {
+  constexpr int64_t kFewRows = 4096;
+  const int64_t tokens = a.q_start ? a.queries : a.sequences * a.queries;
+  return a.keys > a.kv_chunk && tokens * a.heads <= kFewRows ? bytes_of_parts(a) : 0;
+}
 
 pydet_status round_here(const Rounding &problem) {
 #if defined(__x86_64__)
@@ -277,7 +322,10 @@ const Backend &cpu_backend() {
                                       table(kLayerNorm),
                                       table(kLayerNormBackward),
                                       table(kScaledGroupedGemm),
-                                      round_here};
+                                      round_here,
+                                      nullptr,
+                                      table(kAttention),
+                                      attention_workspace};
   return backend;
 }
 

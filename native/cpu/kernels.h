@@ -2,6 +2,7 @@
 // (simd.h), with everything else in an unnamed namespace; backend.cpp makes the table.
 #pragma once
 
+#include "ops/attention/problem.h"
 #include "rounding.h"
 
 namespace pydet {
@@ -15,6 +16,11 @@ template <class Isa> pydet_status gemm_sm90(const Gemm &);
 template <class Isa> pydet_status gemm_sm80(const Gemm &);
 template <class Isa> pydet_status gemm_cdna3(const Gemm &);
 template <class Isa> pydet_status gemm_cdna2(const Gemm &);
+template <class Isa> pydet_status attention_ieee(const Attention &);
+template <class Isa> pydet_status attention_sm90(const Attention &);
+template <class Isa> pydet_status attention_sm80(const Attention &);
+template <class Isa> pydet_status attention_cdna3(const Attention &);
+template <class Isa> pydet_status attention_cdna2(const Attention &);
 template <class Isa> pydet_status rmsnorm(const RmsNorm &);
 template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);

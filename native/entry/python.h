@@ -160,6 +160,19 @@ typedef struct pydet_fold_arguments {
   pydet_object *kernel, *stream;
 } pydet_fold_arguments;
 
+typedef struct pydet_attention_arguments {
+  pydet_object *q, *k, *v;       /* positional */
+  pydet_object *scale, *softcap; /* or None, as all from here on but the flags and arithmetic */
+  pydet_object *causal;
+  pydet_object *window_left, *window_right;
+  pydet_object *sinks, *allowed, *bias, *first_key;
+  pydet_object *cu_seqlens_q, *cu_seqlens_k, *seqlens_k, *block_table;
+  pydet_object *arithmetic;
+  pydet_object *kv_chunk, *out;
+  pydet_object *return_lse;
+  pydet_object *kernel, *stream;
+} pydet_attention_arguments;
+
 /* How tensors of one Python type are read and made. */
 enum {
   PYDET_EXCHANGE_ARRAY = 0, /* numpy.ndarray: the buffer protocol, and numpy.empty */
@@ -223,6 +236,10 @@ typedef struct pydet_exchange_library {
                                      const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
                                      const pydet_layernorm_backward_options *);
   pydet_status (*layernorm_backward_workspace)(int64_t, int64_t, uint64_t *);
+  pydet_status (*attention)(void *, const pydet_tensor *, const pydet_tensor *, const pydet_tensor *,
+                            const pydet_tensor *, const pydet_tensor *, const pydet_attention_options *);
+  pydet_status (*attention_workspace)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                                      const pydet_attention_options *, uint64_t *);
   const char *(*last_error)(void);
   const char *(*last_kernel)(void);
 } pydet_exchange_library;
@@ -255,6 +272,7 @@ typedef struct pydet_exchange {
   pydet_object *const *grouped_gemm_names;
   pydet_object *const *scaled_grouped_gemm_names;
   pydet_object *const *fold_names;
+  pydet_object *const *attention_names;
   pydet_object *is_neg;      /* torch.Tensor.is_neg, NULL until torch is seen */
   pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */
   pydet_object *numpy_empty; /* numpy.empty and the dtype of each type index, NULL until seen */

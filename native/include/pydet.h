@@ -56,7 +56,7 @@ enum {
   PYDET_VERSION_MINOR = 2,
   PYDET_VERSION_PATCH = 0,
   PYDET_ABI = 1,
-  PYDET_NUMERICS = 1,
+  PYDET_NUMERICS = 2,
 };
 
 /* The same three, of the library that was loaded. */
@@ -105,11 +105,13 @@ enum {
   PYDET_ROCM_HOST = 11,
   PYDET_CUDA_MANAGED = 13
 };
-/* dtype codes: FLOAT of 32 or 16 bits, BFLOAT of 16, the FLOAT8 of 8; INT of 32 or 64 for column numbers alone */
+/* dtype codes: FLOAT of 32 or 16 bits, BFLOAT of 16, the FLOAT8 of 8; INT of 32 or 64 for numbers of columns, keys and
+ * pages, BOOL of 8 for masks */
 enum {
   PYDET_INT = 0,
   PYDET_FLOAT = 2,
   PYDET_BFLOAT = 4,
+  PYDET_BOOL = 6,
   PYDET_FLOAT8_E4M3FN = 10,
   PYDET_FLOAT8_E5M2 = 12,
   PYDET_FLOAT8_E8M0FNU = 14 /* a power of two: for scales alone */
@@ -426,6 +428,71 @@ PYDET_API pydet_status pydet_log_prob(void *stream, const pydet_tensor *x, const
 PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor *dlog_prob, const pydet_tensor *x,
                                                const pydet_tensor *index, const pydet_tensor *dx,
                                                const pydet_log_prob_options *options);
+
+/* ---- Attention ------------------------------------------------------------------------------------------------
+ *   out[i, :] = sum_j p_j v[j, :] / sum_j p_j,   p_j = exp(scale q[i, :] k[j, :]),   over the keys j that query i may see
+ *
+ * of each head of each sequence. A query's result is a function of its own row of q and of its own keys and values, counted
+ * from its sequence's first key, of the arithmetic and of kv_chunk: not of other queries, of the batch, of where keys lie
+ * (dense, packed, in pages, behind padding) or of how the work was shared out (NUMERICS.md, "Attention"). So a decoded
+ * token has the bits of a prefill's last row.
+ *
+ * Operands   q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E], out [B, H, Q, E], all fp32, bf16 or fp16, the same type; lse
+ *            NULL or [B, H, Q] in fp32: the natural logarithm of the sum of exp(score). H is a multiple of G: head h has
+ *            the keys of head h / (H / G). D and E are multiples of 8 from 8 to 256, or 576 and 512. The last stride of q, k,
+ *            v and out is 1, others are any.
+ * Packed     With cu_seqlens_q [B + 1], int32: q [T, H, D], out [T, H, E], lse [T, H], and sequence s has the tokens
+ *            cu_seqlens_q[s] to cu_seqlens_q[s + 1]. With cu_seqlens_k k and v [T, G, D or E] likewise. Tokens that are in no
+ *            sequence are not written.
+ * Pages      With block_table [B, N], int32: k and v [P, S, G, D or E], P pages of any S keys, and key j of sequence s is
+ *            in page block_table[s, j / S]. seqlens_k must be there.
+ * Lengths    seqlens_k [B], int32: the keys of each sequence's storage that are there; K, or N S, if NULL. first_key [B],
+ *            int32: where in it the sequence's own keys begin, what is before being padding; 0 if NULL. What lies past the
+ *            last key is not read. All these integers are contiguous (of block_table each row), on the tensors' device, and
+ *            read when the work runs, never by the host. Whatever they hold is safe: each is clamped to what is there. Of
+ *            boundaries that descend, tokens may be written by either of two sequences.
+ * Masks      With the K own keys and Q queries of its sequence, query i stands at key K - Q + i. causal: it sees none after
+ *            that. window: none further than window_left before it or window_right after it. allowed, bool, or bias, fp32,
+ *            bf16 or fp16, added to the score after scale: of any shape that broadcasts to [B, H, Q, K], K by the place in
+ *            storage; not of packed sequences. A bias of -Inf, as any score of -Inf, is a key that is not allowed.
+ *            Values of keys that are not allowed do not matter, even if they are NaN. No key allowed: out 0, lse -Inf.
+ * Softcap    softcap tanh(score / softcap) in place of a score, before bias and masks.
+ * Sinks      [H], fp32, bf16 or fp16, contiguous: a score of one key more for every query of the head, of value 0.
+ * NaN        A NaN or +Inf among a query's scores makes its row NaN. NaN results are stored as in pydet_gemm.
+ * Stream     As in pydet_gemm. */
+typedef struct pydet_attention_options {
+  uint32_t struct_size;
+  int32_t arithmetic;
+  float scale;         /* 0: 1 / sqrt(D) */
+  float softcap;       /* 0: none */
+  int32_t causal;      /* 1: no key after the query's own place */
+  int32_t window;      /* 1: window_left and window_right hold */
+  int64_t window_left; /* keys; -1: any number */
+  int64_t window_right;
+  int64_t kv_chunk; /* keys of a segment, a multiple of 128; 0: 1024. It changes bits: segments are summed apart */
+  const pydet_tensor *sinks;   /* this and all that follow: NULL for none */
+  const pydet_tensor *allowed; /* 1: the query may see the key */
+  const pydet_tensor *bias;
+  const pydet_tensor *first_key;
+  const pydet_tensor *cu_seqlens_q;
+  const pydet_tensor *cu_seqlens_k;
+  const pydet_tensor *seqlens_k;
+  const pydet_tensor *block_table;
+  const char *kernel;
+  void *workspace; /* as in pydet_gemm_options: never changes a bit */
+  uint64_t workspace_size;
+  int64_t reserved; /* 0 */
+} pydet_attention_options;
+
+PYDET_API pydet_status pydet_attention(void *stream, const pydet_tensor *q, const pydet_tensor *k,
+                                       const pydet_tensor *v, const pydet_tensor *out, const pydet_tensor *lse,
+                                       const pydet_attention_options *options);
+
+/* Bytes of workspace that a kernel can use: a function of the extents and of the options' arithmetic, kv_chunk and kernel,
+ * and of whether cu_seqlens_q is there. queries: of each sequence, or of the whole pack; keys: the most of any. */
+PYDET_API pydet_status pydet_attention_workspace(int64_t sequences, int64_t heads, int64_t groups, int64_t queries,
+                                                 int64_t keys, int64_t d, int64_t e,
+                                                 const pydet_attention_options *options, uint64_t *bytes);
 
 /* ---- Grouped GEMM ---------------------------------------------------------------------------------------------
  *   rows    out[t, :] = round( chain_k(a[t, k], b[g, k, :]) + bias[g, :] )      a [T, K], b [G, K, N], out [T, N]

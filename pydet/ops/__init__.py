@@ -20,6 +20,7 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 *Autograd.* These functions record no gradient, and refuse PyTorch tensors that ask for one.
 """
 
+from pydet.ops.attention import attention, attention_paged, attention_varlen
 from pydet.ops.fold import fold
 from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
 from pydet.ops.layernorm import layernorm, layernorm_backward
@@ -54,6 +55,9 @@ __all__ = [
     "Order",
     "Stream",
     "__version__",
+    "attention",
+    "attention_paged",
+    "attention_varlen",
     "devices",
     "fold",
     "gemm",

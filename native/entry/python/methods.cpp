@@ -29,6 +29,7 @@ const MethodDef kMethods[] = {
     {"grouped_gemm", call_grouped_gemm, kFastCallKeywords, nullptr},
     {"scaled_grouped_gemm", call_scaled_grouped_gemm, kFastCallKeywords, nullptr},
     {"fold", call_fold, kFastCallKeywords, nullptr},
+    {"attention", call_attention, kFastCallKeywords, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

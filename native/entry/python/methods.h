@@ -14,5 +14,6 @@ template <bool log> Object *call_softmax(Object *self, Object *const *args, intp
 template <bool log> Object *call_softmax_backward(Object *self, Object *const *args, intptr_t count, Object *keywords);
 Method call_log_prob, call_log_prob_backward;
 Method call_fold;
+Method call_attention;
 
 }  // namespace pydet

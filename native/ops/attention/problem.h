@@ -1,7 +1,7 @@
 // Attention, once it is checked: what the kernels take.
 #pragma once
 
-#include "problem.h"
+#include "../../problem.h"
 
 namespace pydet {
 
@@ -37,19 +37,27 @@ struct Attention {
   const int32_t *k_start;    // packed keys likewise; NULL: `keys` each, or k_length
   const int32_t *k_length;   // keys of each sequence, counted from where its storage begins; NULL: `keys`
   const int32_t *first_key;  // left padding: its first key lies at this place of its storage; NULL: 0
-  const int32_t *pages;      // sequence s has page pages[s pages_stride + i] for its tokens from i page_size on; NULL: none.
-  int64_t pages_stride;      // Of k and v sequence_stride is then between pages, token_stride inside one
-  int64_t page_size;
-  bool causal;                         // query i of Q sees keys up to K - Q + i
-  int64_t window_left, window_right;   // and none further than so many before and after that one; kNoWindow: any
-  Pairs allowed;                       // bool; data NULL: all
-  Pairs bias;                          // fp32, bf16 or fp16, added to the score after the scale
-  Vector sinks;                        // one logit a head
-  float scale, softcap;                // softcap 0: none
+  const int32_t
+      *pages;  // sequence s has page pages[s pages_stride + i] for its tokens from i page_size on; NULL: none.
+  int64_t pages_stride;               // Of k and v sequence_stride is then between pages, token_stride inside one
+  int64_t page_size, page_count;      // a number that is none of the page_count pages is the nearest that is
+  bool causal;                        // query i of Q sees keys up to K - Q + i
+  int64_t window_left, window_right;  // and none further than so many before and after that one; kNoWindow: any
+  Pairs allowed;                      // bool; data NULL: all
+  Pairs bias;                         // fp32, bf16 or fp16, added to the score after the scale
+  Vector sinks;                       // one logit a head
+  float scale, softcap;               // softcap 0: none
   Arithmetic arithmetic;
   int64_t kv_chunk;  // keys of a segment, a multiple of 128
   void *workspace;
   uint64_t workspace_size;
+
+  uint64_t needs() const {
+    return when(lse.data, kLogSumExp) | when(q_start || k_start, kPacked) | when(k_length, kLengths) |
+           when(first_key, kFirstKey) | when(pages, kPages) |
+           when(window_left != kNoWindow || window_right != kNoWindow, kWindow) | when(allowed.data, kMask) |
+           when(bias.data, kBias) | when(sinks.data, kSinks) | when(softcap != 0, kSoftcap);
+  }
 };
 
 }  // namespace pydet

@@ -1,0 +1,343 @@
+// Attention (NUMERICS.md, "Attention"), in every arithmetic:
+//
+//   per segment of kv_chunk keys, per block of 128 (D <= 128) or 64:  n = max(m, fl(c max s));  a = exp2(fl(m - n));  m = n
+//     o = fl(o a);  l = fl(l a);  p_j = exp2(fmaf(s_j, c, -m));  l[j mod 8] += p_j;  o = chain of round(p_j), v_j, from o
+//   segments join in ascending order;  out = round(fl(O fl(1 / L)))
+//
+// A task is some rows (the heads of a group for some queries) of one sequence. Block by block it packs the keys and values
+// once for all its rows, then goes through the rows strip by strip: scores, weights, values. So memory is that of a few
+// rows and one block, whatever the lengths. Few queries of long sequences are shared out by segments as well, whose parts
+// wait in the workspace. A value that is not finite is kept from the rows that may not see its key, which are then computed
+// one by one.
+
+#include "cpu/attention_rows.h"
+#include "cpu/attention_small.h"
+
+namespace pydet {
+namespace {
+
+// How a problem is shared out among tasks.
+struct Plan {
+  int64_t rows;      // of a task, at most
+  int64_t segments;  // of the longest sequence
+  bool split;        // each segment is a task, whose part goes to the workspace
+};
+
+struct Task {
+  int64_t sequence, group, first, rows;  // rows: of a group, query by query
+  Extent extent;
+};
+
+inline Row row_of(const Attention &a, const Task &task, int64_t r) {
+  const int64_t of_group = a.heads / a.groups, at = task.first + r;
+  return {task.sequence, task.group * of_group + at % of_group, at / of_group,
+          keys_of(a, task.extent, at / of_group)};
+}
+
+// The rows of a sequence's group, in tasks; the last ones first, which see most keys under causal.
+inline int64_t tasks_of(const Attention &a, const Plan &plan, const Extent &extent) {
+  return divide_up(extent.queries * (a.heads / a.groups), plan.rows) * a.groups;
+}
+inline bool find_task(const Attention &a, const Plan &plan, int64_t index, Task *task) {
+  int64_t s = 0;
+  if (!a.q_start) {
+    const int64_t each = divide_up(a.queries * (a.heads / a.groups), plan.rows) * a.groups;
+    s = index / each, index %= each;
+  }
+  for (; s < a.sequences; ++s) {
+    const Extent extent = extent_of(a, s);
+    const int64_t tasks = tasks_of(a, plan, extent);
+    if (index >= tasks) {
+      index -= tasks;
+      continue;
+    }
+    const int64_t blocks = tasks / a.groups, rows = extent.queries * (a.heads / a.groups);
+    const int64_t first = (blocks - 1 - index % blocks) * plan.rows;
+    *task = {s, index / blocks, first, least(plan.rows, rows - first), extent};
+    return true;
+  }
+  return false;
+}
+
+inline const char *query_at(const Attention &a, const Task &task, const Row &row) {
+  const int64_t token = task.extent.q_begin + row.query;
+  return a.q.data + (row.sequence * a.q.sequence_stride + row.head * a.q.head_stride + token * a.q.token_stride) *
+                        size_of(a.q.type);
+}
+
+// Parts of rows in the workspace: m and l, then o, of each segment of each row.
+struct Parts {
+  float *at(const Attention &a, const Plan &plan, const Task &task, const Row &row, int64_t segment) const {
+    const int64_t token = (a.q_start ? 0 : row.sequence * a.queries) + task.extent.q_begin + row.query;
+    return (float *)a.workspace + ((token * a.heads + row.head) * plan.segments + segment) * (a.e + 2);
+  }
+};
+
+// ---- A task --------------------------------------------------------------------------------------------------------
+
+// What a task works in. Of as many rows as fit in scratch memory beside one block.
+template <class Engine> struct Desk {
+  Engine engine;
+  float *turn, *s, *o, *total;
+  const char **key, **value;
+  uint8_t *left_out;  // of each row of a strip, keys that are not allowed
+  float *m, *l;
+  RowSoFar *so_far;
+
+  static int64_t columns(int64_t e) { return round_up(e, kSide); }
+  void take(Arena &arena, const Attention &a, int64_t rows) {
+    const int64_t keys = block_keys(a.d);
+    engine.take_panels(arena, a.d, a.e, keys);
+    turn = arena.take<float>(kTurnFloats);
+    s = arena.take<float>(round_up(Engine::kStrip, kWidth) * kSide);
+    key = arena.take<const char *>(keys + kWidth), value = arena.take<const char *>(keys);
+    left_out = arena.take<uint8_t>(Engine::kStrip * kSide);
+    engine.take_rows(arena, rows, a.d);
+    o = arena.take<float>(rows * columns(a.e)), total = arena.take<float>(rows * columns(a.e));
+    m = arena.take<float>(rows), l = arena.take<float>(rows * kWeightLanes);
+    so_far = arena.take<RowSoFar>(rows);
+  }
+  // The most rows for which all fits: strips, if there is room for one.
+  static int64_t most_rows(const Attention &a) {
+    auto fits = [&](int64_t rows) {
+      Arena arena(nullptr);
+      Desk desk;
+      desk.take(arena, a, rows);
+      return arena.used() <= Scratch::kLarge;
+    };
+    int64_t rows = 1;
+    while (rows < Engine::kStrip && fits(rows + 1)) ++rows;
+    while (rows % Engine::kStrip == 0 && rows < 256 && fits(rows + Engine::kStrip)) rows += Engine::kStrip;
+    return rows;
+  }
+};
+
+template <class Engine, class Exp2> struct Walk {
+  const Attention &a;
+  const Task &task;
+  const ScoreScale scale;
+  Desk<Engine> &desk;
+  const float c = a.bias.data ? 1.0f : scale.c;  // what a score still wants once it is masked
+  const int64_t apart = task.rows * kSide;
+
+  void begin() {
+    for (int64_t r = 0; r < task.rows; ++r)
+      desk.engine.pack_query(query_at(a, task, row_of(a, task, r)), r, task.rows, a.d);
+  }
+
+  // One strip of rows against keys first ... first + count - 1 of a block.
+  void strip(int64_t begin, int64_t rows, int64_t first, int64_t count, bool few, bool &packed, int &finite) {
+    using T = typename Engine::Number;
+    int64_t low = first + count, high = first;
+    for (int64_t r = 0; r < rows; ++r) {
+      const KeyRange keys = row_of(a, task, begin + r).keys;
+      if (keys.first < keys.end) low = least(low, keys.first), high = most(high, keys.end);
+    }
+    count = least(count, high - first);
+    if (count <= 0 || low >= first + count) return;
+    const int64_t padded = round_up(count, 16);
+    if (few) desk.engine.scores_of_few(rows, desk.key, count, a.d, desk.s);
+    else desk.engine.scores(begin, rows, count, a.d, task.rows, desk.s);
+
+    Top top[Engine::kStrip];
+    bool excludes = false;
+    for (int64_t r = 0; r < rows; ++r) {
+      float *s = desk.s + r * kSide;
+      mask_scores(a, scale, task.extent, row_of(a, task, begin + r), first, count, s);
+      top[r] = top_of(s, padded);
+      excludes |= top[r].excludes || c * top[r].score == -INFINITY;
+    }
+    bool careful = false;
+    if (excludes) {
+      if (finite < 0) finite = all_finite(desk.engine.packed_values(), values_packed);
+      careful = !finite;
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      float *s = desk.s + r * kSide, &m = desk.m[begin + r], *l = desk.l + (begin + r) * kWeightLanes;
+      const float reference = reference_of(m, c * top[r].score);
+      const bool none = reference == -INFINITY;
+      if (careful)
+        for (int64_t j = 0; j < padded; ++j) desk.left_out[r * kSide + j] = none || s[j] == -INFINITY;
+      if (none) {
+        memset(s, 0, size_t(padded) * sizeof(float));
+        continue;
+      }
+      const float factor = Exp2::of(m - reference);
+      if (factor != 1.0f) {
+        for (int i = 0; i < kWeightLanes; ++i) l[i] *= factor;
+        scale_row<Engine::kFlushes>(desk.o + (begin + r) * kSide, apart, a.e, factor);
+      }
+      m = reference;
+      weigh_scores<Exp2>(s, padded, c, reference, l);
+      round_weights<T>(s, padded);
+    }
+    if (!careful) {
+      if (!packed) desk.engine.pack_values(desk.value, block_count, a.e, nullptr), packed = true;
+      desk.engine.pack_weights(desk.s, rows, padded);
+      desk.engine.weigh(rows, count, block_count, a.e, desk.o + begin * kSide, apart);
+      return;
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      desk.engine.pack_values(desk.value, count, a.e, desk.left_out + r * kSide);
+      desk.engine.pack_weights(desk.s + r * kSide, 1, padded);
+      desk.engine.weigh(1, count, count, a.e, desk.o + (begin + r) * kSide, apart);
+    }
+    packed = false;
+  }
+
+  // Rows' m, l and o of the keys [begin, end) of one segment.
+  void segment(int64_t begin, int64_t end) {
+    for (int64_t r = 0; r < task.rows; ++r) desk.m[r] = -INFINITY;
+    memset(desk.l, 0, size_t(task.rows) * kWeightLanes * sizeof(float));
+    memset(desk.o, 0, size_t(task.rows * Desk<Engine>::columns(a.e)) * sizeof(float));
+    const int64_t block = block_keys(a.d);
+    const bool few = task.rows <= Engine::kFewRows;
+    for (int64_t at = begin / block * block; at < end; at += block) {
+      const int64_t first = most(at, begin) / 16 * 16;
+      block_count = least(at + block, end) - first;
+      find_keys(first, block_count);
+      if (!few) desk.engine.pack_keys(desk.key, block_count, a.d, desk.turn);
+      desk.engine.pack_values(desk.value, block_count, a.e, nullptr);
+      values_packed = round_up(a.e, Engine::kPanel) * round_up(block_count, 16);
+      bool packed = true;
+      int finite = -1;
+      for (int64_t r = 0; r < task.rows; r += Engine::kStrip)
+        strip(r, least(Engine::kStrip, task.rows - r), first, block_count, few, packed, finite);
+    }
+  }
+
+  // Where keys and values lie.
+  void find_keys(int64_t first, int64_t count) {
+    const int64_t size = size_of(a.k.type), base = task.extent.k_begin + task.extent.first + first;
+    for (int64_t j = 0; j < count; ++j) {
+      desk.key[j] = a.k.data + (key_offset(a, a.k, task.sequence, base + j) + task.group * a.k.head_stride) * size;
+      desk.value[j] = a.v.data + (key_offset(a, a.v, task.sequence, base + j) + task.group * a.v.head_stride) * size;
+    }
+  }
+
+  int64_t block_count = 0, values_packed = 0;
+};
+
+// The keys that any row of the task sees.
+inline KeyRange keys_of_task(const Attention &a, const Task &task) {
+  KeyRange all = {task.extent.keys, 0};
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const KeyRange keys = row_of(a, task, r).keys;
+    if (keys.first < keys.end) all = {least(all.first, keys.first), most(all.end, keys.end)};
+  }
+  return all;
+}
+
+// All segments of a task, or the one that is asked for, whose parts go to the workspace.
+template <class Engine, class Exp2>
+__attribute__((noinline)) void run_task(const Attention &a, const Plan &plan, const Task &task, int64_t only,
+                                        Scratch &scratch) {
+  Arena arena(scratch.data);
+  Desk<Engine> desk;
+  desk.take(arena, a, task.rows);
+  const KeyRange keys = keys_of_task(a, task);
+  const int64_t h = a.kv_chunk, first = only >= 0 ? only : keys.first / h;
+  const int64_t end = only >= 0 ? only + 1 : divide_up(keys.end, h), columns = Desk<Engine>::columns(a.e);
+  Walk<Engine, Exp2> walk = {a, task, score_scale(a), desk};
+  walk.begin();
+  const bool one = only < 0 && end - first <= 1;
+  for (int64_t r = 0; r < task.rows; ++r) desk.so_far[r] = {-INFINITY, 0};
+  if (!one) memset(desk.total, 0, size_t(task.rows * columns) * sizeof(float));
+  for (int64_t segment = first; segment < end; ++segment) {
+    walk.segment(most(keys.first, segment * h), least(keys.end, (segment + 1) * h));
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const RowSoFar part = {desk.m[r], joined(desk.l + r * kWeightLanes)};
+      float *o = desk.o + r * kSide;
+      if (only >= 0) {
+        float *to = Parts().at(a, plan, task, row_of(a, task, r), only);
+        to[0] = part.m, to[1] = part.l;
+        for (int64_t e = 0; e < a.e; ++e) to[2 + e] = o[e / kSide * walk.apart + e % kSide];
+      } else if (one) {
+        desk.so_far[r] = part;
+      } else {
+        join_segment<Exp2>(part, o, desk.so_far[r], desk.total + r * kSide, walk.apart, a.e);
+      }
+    }
+  }
+  if (only >= 0) return;
+  for (int64_t r = 0; r < task.rows; ++r) {
+    float *o = (one ? desk.o : desk.total) + r * kSide;
+    finish_row<Exp2>(a, task.extent, row_of(a, task, r), desk.so_far[r], o, walk.apart);
+  }
+}
+
+// The parts of a task's rows, joined.
+template <class Exp2> void join_parts(const Attention &a, const Plan &plan, const Task &task, Scratch &scratch) {
+  float *o = (float *)scratch.data;
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const Row row = row_of(a, task, r);
+    RowSoFar so_far = {-INFINITY, 0};
+    memset(o, 0, size_t(a.e) * sizeof(float));
+    for (int64_t segment = 0; segment < plan.segments; ++segment) {
+      const float *part = Parts().at(a, plan, task, row, segment);
+      join_segment<Exp2>({part[0], part[1]}, part + 2, so_far, o, kSide, a.e);
+    }
+    finish_row<Exp2>(a, task.extent, row, so_far, o, kSide);
+  }
+}
+
+template <class Engine, class Exp2> pydet_status run(const Attention &a) {
+  constexpr double kWorthAThread = 1 << 18;
+  Plan plan = {Desk<Engine>::most_rows(a), divide_up(a.keys, a.kv_chunk), false};
+  int64_t tasks = 0, rows = 0;
+  for (int64_t s = 0; s < a.sequences; ++s) rows += extent_of(a, s).queries * a.heads;
+  auto count_tasks = [&] {
+    tasks = 0;
+    for (int64_t s = 0; s < a.sequences; ++s) tasks += tasks_of(a, plan, extent_of(a, s));
+  };
+  count_tasks();
+  const double work = double(rows) * double(a.keys) * double(a.d + a.e);
+  const int64_t threads = threads_for(work, kWorthAThread);
+  plan.split = tasks < 2 * threads && plan.segments > 1 && a.workspace && a.workspace_size >= bytes_of_parts(a);
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    if (!scratch.large()) {
+      plan.rows = 1, plan.split = false;
+      count_tasks();
+      for (int64_t i = 0; i < tasks; ++i) {
+        Task task;
+        if (find_task(a, plan, i, &task)) small_row<Engine, Exp2>(a, task.extent, row_of(a, task, 0), scratch);
+      }
+      return;
+    }
+    if (!plan.split && threads > 1)  // some tasks for every thread
+      while (plan.rows > 2 * Engine::kStrip && tasks < 4 * threads) {
+        plan.rows = round_up(plan.rows / 2, Engine::kStrip);
+        count_tasks();
+      }
+    const int64_t each = plan.split ? plan.segments : 1;
+    parallel(tasks * each, threads, scratch, [&](int64_t i, Scratch &own) {
+      Task task;
+      if (find_task(a, plan, i / each, &task)) run_task<Engine, Exp2>(a, plan, task, plan.split ? i % each : -1, own);
+    });
+    if (!plan.split) return;
+    parallel(tasks, threads, scratch, [&](int64_t i, Scratch &own) {
+      Task task;
+      if (find_task(a, plan, i, &task)) join_parts<Exp2>(a, plan, task, own);
+    });
+  });
+  return PYDET_OK;
+}
+
+template <class Model, class Exp2> pydet_status run_model(const Attention &a) {
+  return with_type<kHalfTypes>(a.q.type, [&](auto type) { return run<TensorCore<Number<type>, Model>, Exp2>(a); });
+}
+
+}  // namespace
+
+template <> pydet_status attention_ieee<Isa>(const Attention &a) {
+  return with_type<kUnscaledTypes>(a.q.type, [&](auto type) {
+    constexpr bool kWide = type == Type::f32;
+    return run<Ieee<Number<type>>, std::conditional_t<kWide, FineExp2, CoarseExp2>>(a);
+  });
+}
+template <> pydet_status attention_sm90<Isa>(const Attention &a) { return run_model<Sm90, HopperExp2>(a); }
+template <> pydet_status attention_sm80<Isa>(const Attention &a) { return run_model<Sm80, CoarseExp2>(a); }
+template <> pydet_status attention_cdna3<Isa>(const Attention &a) { return run_model<Cdna3, CoarseExp2>(a); }
+template <> pydet_status attention_cdna2<Isa>(const Attention &a) { return run_model<Cdna2, CoarseExp2>(a); }
+
+}  // namespace pydet

@@ -1,0 +1,124 @@
+// Attention's formulas, the same on every backend (NUMERICS.md, "Attention"): which keys a query may see, how its row of
+// scores becomes weights, and how the parts of a row are joined.
+#pragma once
+
+#include "elementary.h"
+#include "ex2.h"
+#include "ops/attention/problem.h"
+
+namespace pydet {
+
+constexpr int kKeysBlock = 128;    // the most keys of a block
+constexpr int kWeightLanes = 8;    // in which a row's weights are added: key j goes to lane j mod 8
+constexpr int kSegmentMultiple = 128;
+constexpr int64_t kSegmentDefault = 1024;
+
+// Keys of a block: a row's reference and its sums are scaled once a block.
+PYDET_HD constexpr int block_keys(int64_t d) { return d <= 128 ? kKeysBlock : 64; }
+
+// ---- Sequences -----------------------------------------------------------------------------------------------------
+
+// One sequence, whatever the boundaries on the device hold. Its keys lie from place k_begin + first of its storage on.
+struct Extent {
+  int64_t q_begin, queries;      // in the pack, 0 without one
+  int64_t k_begin, first, keys;  // first: keys of padding before its own
+};
+PYDET_HD int64_t within(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+PYDET_HD Extent extent_of(const Attention &a, int64_t sequence) {
+  Extent x = {0, a.queries, 0, 0, a.keys};
+  if (a.q_start) {
+    x.q_begin = within(a.q_start[sequence], 0, a.queries);
+    x.queries = within(a.q_start[sequence + 1], x.q_begin, a.queries) - x.q_begin;
+  }
+  if (a.k_start) {
+    x.k_begin = within(a.k_start[sequence], 0, a.keys);
+    x.keys = within(a.k_start[sequence + 1], x.k_begin, a.keys) - x.k_begin;
+  }
+  if (a.k_length) x.keys = within(a.k_length[sequence], 0, x.keys);
+  if (a.first_key) {
+    x.first = within(a.first_key[sequence], 0, x.keys);
+    x.keys -= x.first;
+  }
+  return x;
+}
+
+// Keys [first, end) of the sequence's own, which causal and window leave to query i of it. Never less with a larger i.
+struct KeyRange {
+  int64_t first, end;
+};
+PYDET_HD KeyRange keys_of(const Attention &a, const Extent &x, int64_t query) {
+  const int64_t here = x.keys - x.queries + query;  // the key that is as far from the last one as the query is
+  KeyRange range = {0, x.keys};
+  if (a.window_left != kNoWindow) range.first = within(here - a.window_left, 0, x.keys);
+  if (a.window_right != kNoWindow) range.end = within(here + a.window_right + 1, 0, x.keys);
+  if (a.causal) range.end = within(here + 1, 0, range.end);
+  if (range.end < range.first) range.end = range.first;
+  return range;
+}
+
+// Where vector `place` of a sequence's storage begins, in elements of `heads`, head 0.
+PYDET_HD int64_t key_offset(const Attention &a, const Heads &heads, int64_t sequence, int64_t place) {
+  if (!a.pages) return sequence * heads.sequence_stride + place * heads.token_stride;
+  const int64_t page = within(a.pages[sequence * a.pages_stride + place / a.page_size], 0, a.page_count - 1);
+  return page * heads.sequence_stride + place % a.page_size * heads.token_stride;
+}
+
+// ---- Scores and weights --------------------------------------------------------------------------------------------
+
+// x = s scale in powers of two, before the reference m is taken off: fl(c s). Under a softcap s is first
+// fl(softcap tanh(fl(s before_tanh))).
+struct ScoreScale {
+  float c, before_tanh, softcap;  // softcap 0: none
+};
+inline ScoreScale score_scale(const Attention &a) {
+  if (a.softcap == 0) return {a.scale * kLog2e, 0, 0};
+  return {kLog2e, a.scale / a.softcap, a.softcap};
+}
+PYDET_HD float capped(float s, const ScoreScale &scale) { return scale.softcap * tanh_f32(s * scale.before_tanh); }
+
+// The larger of a reference and a score; a NaN stays.
+PYDET_HD float reference_of(float m, float x) { return x > m || x != x ? x : m; }
+
+// exp2 belongs to the arithmetic.
+struct HopperExp2 {
+  static PYDET_INLINE float of(float t) { return ex2_f32(t); }
+};
+struct CoarseExp2 {
+  static PYDET_INLINE float of(float t) { return coarse_exp2_f32(t); }
+};
+struct FineExp2 {
+  static PYDET_INLINE float of(float t) { return exp2_f32(t); }
+};
+
+PYDET_HD float joined(const float *l) { return ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7])); }
+
+// ---- Rows ----------------------------------------------------------------------------------------------------------
+
+// Bytes for the parts of all rows, a segment each: m, l and o in fp32.
+inline uint64_t bytes_of_parts(const Attention &a) {
+  const uint64_t tokens = uint64_t(a.q_start ? a.queries : a.sequences * a.queries);
+  return tokens * uint64_t(a.heads) * uint64_t(divide_up(a.keys, a.kv_chunk)) * uint64_t(a.e + 2) * sizeof(float);
+}
+
+// What is known of a row: o / l is its result so far, m the reference of both. Of no key: {-Inf, 0}, and o is 0.
+struct RowSoFar {
+  float m, l;
+};
+
+// How two parts are joined: o = fl(fl(o of_first) + fl(o' of_second)), l likewise. Neither has a key: `none`.
+struct Join {
+  float m, of_first, of_second;
+  bool none;
+};
+template <class Exp2> PYDET_HD Join join(float first, float second) {
+  const float m = reference_of(first, second);
+  return {m, Exp2::of(first - m), Exp2::of(second - m), m == -INFINITY};
+}
+
+// ln of the sum of exp(score) over the keys; -Inf where there is none.
+PYDET_HD float log_sum_exp(const RowSoFar &row) { return fmaf(row.m, kLn2, log_f32(row.l)); }
+
+// One element of the result, before it is rounded to its type; `inverse` is fl(1 / l).
+PYDET_HD float weighed(float o, float inverse) { return (o + 0.0f) * inverse; }
+
+}  // namespace pydet
