@@ -266,4 +266,11 @@ bool layernorm_backward_held_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_held(const LayerNormBackward &);
 pydet_status layernorm_backward_long(const LayerNormBackward &);
 
+// any/attention_ieee.cu, nvidia/attention_mma.cu
+struct Attention;  // ops/attention/problem.h
+bool attention_ieee_takes(const Attention &);
+pydet_status attention_ieee(const Attention &);
+bool attention_mma_takes(const Attention &);
+pydet_status attention_mma(const Attention &);
+
 }  // namespace pydet
