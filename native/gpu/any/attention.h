@@ -15,11 +15,11 @@ PYDET_HD int64_t segments_of(const Attention &p) { return (p.keys + p.kv_chunk -
 
 // ---- Segments that are made apart --------------------------------------------------------------------------------
 
-// Of each row of each group of each sequence its segments, of each of them e elements of o, then m and l.
+// Of each query of each head its segments, of each of them e elements of o, then m and l.
 PYDET_HD int64_t floats_of_part(const Attention &p) { return p.e + 2; }
 inline uint64_t bytes_of_parts(const Attention &p) {
-  return uint64_t(p.sequences * p.groups * rows_of_group(p)) * uint64_t(segments_of(p) * floats_of_part(p)) *
-         sizeof(float);
+  const int64_t queries = p.q_start ? p.queries : p.sequences * p.queries;
+  return uint64_t(queries * p.heads) * uint64_t(segments_of(p) * floats_of_part(p)) * sizeof(float);
 }
 // Whether so few blocks would run that each segment is worth one, and there is room for what they make.
 bool splits_segments(const Attention &, int64_t blocks);
@@ -28,12 +28,6 @@ pydet_status load_combine(const char *name, const Attention &);
 pydet_status combine_segments(const char *name, const Attention &);
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
-
-__device__ __forceinline__ float *part_of(const Attention &p, int64_t sequence, int64_t group, int64_t row,
-                                          int64_t segment) {
-  const int64_t place = ((sequence * p.groups + group) * rows_of_group(p) + row) * segments_of(p) + segment;
-  return static_cast<float *>(p.workspace) + place * floats_of_part(p);
-}
 
 // ---- Rows --------------------------------------------------------------------------------------------------------
 
@@ -50,6 +44,12 @@ __device__ __forceinline__ Row row_of(const Attention &p, const Extent &extent, 
 // Where its vector begins.
 __device__ __forceinline__ int64_t row_offset(const Heads &x, int64_t sequence, const Extent &extent, const Row &row) {
   return sequence * x.sequence_stride + row.head * x.head_stride + (extent.q_begin + row.query) * x.token_stride;
+}
+
+// Where its segments lie.
+__device__ __forceinline__ float *parts_of(const Attention &p, int64_t sequence, const Extent &extent, const Row &row) {
+  const int64_t query = row.query + (p.q_start ? extent.q_begin : sequence * p.queries);
+  return static_cast<float *>(p.workspace) + (query * p.heads + row.head) * segments_of(p) * floats_of_part(p);
 }
 
 // Of a mask or a bias.

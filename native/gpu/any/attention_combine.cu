@@ -16,14 +16,14 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const Extent extent = extent_of(p, s);
   if (number % rows >= extent.queries * heads_of_group(p)) return;
   const Row row = row_of(p, extent, group, number % rows);
-  const float *part = part_of(p, s, group, number % rows, 0);
+  const float *parts = parts_of(p, s, extent, row);
   const int64_t first = row.keys.first / p.kv_chunk,
                 last = row.keys.end > row.keys.first ? divide_up(row.keys.end, p.kv_chunk) : first;
   for (int64_t e = threadIdx.x; e < p.e; e += kThreads) {
     RowSoFar sum = {-INFINITY, 0.0f};
     float o = 0.0f;
     for (int64_t segment = first; segment < last; ++segment) {
-      const float *next = part + segment * floats_of_part(p);
+      const float *next = parts + segment * floats_of_part(p);
       const Joined<Exp2> joined(sum.m, next[p.e]);
       sum = {joined.m, joined.sum(sum.l, next[p.e + 1])}, o = joined.sum(o, next[e]);
     }

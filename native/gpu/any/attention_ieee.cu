@@ -101,14 +101,17 @@ template <Type type, int block> class Tile {
 
   // Of one segment, for the kernel that folds them.
   __device__ void store_part(int64_t segment) {
-    float *part = part_of(p_, s_, group_, row0_, segment);
-    const int64_t step = segments_of(p_) * floats_of_part(p_);
+    if (lane() == 0)
+      shared_.out_begin[my_row()] =
+          parts_of(p_, s_, extent_, mine_) + segment * floats_of_part(p_) - static_cast<float *>(p_.workspace);
+    __syncthreads();
+    float *parts = static_cast<float *>(p_.workspace);
     if (column_ < p_.e)
       each(total_, [&](float x, int r) {
-        if (r < rows_) part[r * step + column_] = x;
+        if (r < rows_) parts[shared_.out_begin[r] + column_] = x;
       });
     if (column_ >= kThreads || lane() != 0 || my_row() >= rows_) return;
-    part[my_row() * step + p_.e] = total_m_, part[my_row() * step + p_.e + 1] = total_l_;
+    parts[shared_.out_begin[my_row()] + p_.e] = total_m_, parts[shared_.out_begin[my_row()] + p_.e + 1] = total_l_;
   }
 
   __device__ void store() {

@@ -123,7 +123,7 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (my_row(h) >= rows_) continue;
-      float *to = part_of(p_, s_, group_, row0_ + my_row(h), segment);
+      float *to = parts_of(p_, s_, extent_, tile_row(my_row(h))) + segment * floats_of_part(p_);
 #pragma unroll
       for (int i = 0; i < kColumns / 8; ++i)
 #pragma unroll
