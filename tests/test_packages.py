@@ -250,6 +250,14 @@ int main() {
   expect(PYDET_INVALID_STRIDE, [&] { pydet::tensor(b, {3, 2}, {2}); });
   std::printf("%d\n", int(pydet::rmsnorm_backward_workspace(512, 64)));
   std::printf("%d\n", pydet::device_count(PYDET_CPU));
+  static float v[16] = {1, 2, 3, 4, 5, 6, 7, 8}, out[8], lse[1];
+  static const bool first[2] = {true, false};
+  pydet::tensor Q(v, {1, 1, 1, 8}), K(v, {1, 1, 2, 8}), O(out, {1, 1, 1, 8}), allowed(first, {1, 2});
+  auto masked = pydet::options<pydet_attention_options>();
+  auto description = allowed.describe();
+  masked.allowed = description;
+  pydet::attention(nullptr, Q, K, K, O, pydet::tensor(lse, {1, 1, 1}), &masked);
+  std::printf("%g %g %d\n", out[0], out[7], int(pydet::attention_workspace(1, 1, 1, 1, 2048, 8, 8)));
 }
 """
 
@@ -271,7 +279,7 @@ def test_the_wrapper_computes_and_refuses(prefix, refusals):
     assert lines[5] == "PYDET_INVALID_SHAPE: pydet::tensor::transposed: rank 1, want 2 to 8"
     assert lines[6] == "PYDET_INVALID_SHAPE: pydet::tensor: rank 9, want 0 to 8"
     assert lines[7] == "PYDET_INVALID_STRIDE: pydet::tensor: 1 strides, want 2"
-    assert int(lines[8]) > 0 and lines[9:] == ["1"]
+    assert int(lines[8]) > 0 and lines[9:] == ["1", "1 8 80"]
 
 
 def test_the_wrapper_refuses_another_library(prefix, refusals, tmp_path):

@@ -248,7 +248,7 @@ __attribute__((noinline)) void run_task(const Attention &a, const Plan &plan, co
   walk.begin();
   const bool one = only < 0 && end - first <= 1;
   for (int64_t r = 0; r < task.rows; ++r) desk.so_far[r] = {-INFINITY, 0};
-  if (!one) memset(desk.total, 0, size_t(task.rows * columns) * sizeof(float));
+  if (!one || end <= first) memset(one ? desk.o : desk.total, 0, size_t(task.rows * columns) * sizeof(float));
   for (int64_t segment = first; segment < end; ++segment) {
     walk.segment(most(keys.first, segment * h), least(keys.end, (segment + 1) * h));
     for (int64_t r = 0; r < task.rows; ++r) {

@@ -65,6 +65,10 @@ template <> struct dtype_of<float16> {
 template <> struct dtype_of<int32_t> {
   static constexpr pydet_dtype value{PYDET_INT, 32, 1};
 };
+template <> struct dtype_of<bool> {
+  static_assert(sizeof(bool) == 1, "a byte each");
+  static constexpr pydet_dtype value{PYDET_BOOL, 8, 1};
+};
 template <> struct dtype_of<bfloat16> {
   static constexpr pydet_dtype value{PYDET_BFLOAT, 16, 1};
 };
@@ -224,8 +228,19 @@ inline void layernorm_backward(void *stream, const tensor &dy, const tensor &x, 
   call(pydet_layernorm_backward, stream, dy.describe(), x.describe(), weight.describe(), mean.describe(),
        rstd.describe(), dresidual.describe(), dx.describe(), dweight.describe(), dbias.describe(), options);
 }
+// Of the tensors that options point to, `describe()` gives the descriptors.
+inline void attention(void *stream, const tensor &q, const tensor &k, const tensor &v, const tensor &out,
+                      const tensor &lse, const pydet_attention_options *options = nullptr) {
+  call(pydet_attention, stream, q.describe(), k.describe(), v.describe(), out.describe(), lse.describe(), options);
+}
 
 // Bytes of workspace, as pydet.h says.
+inline uint64_t attention_workspace(int64_t sequences, int64_t heads, int64_t groups, int64_t queries, int64_t keys,
+                                    int64_t d, int64_t e, const pydet_attention_options *options = nullptr) {
+  uint64_t bytes = 0;
+  call(pydet_attention_workspace, sequences, heads, groups, queries, keys, d, e, options, &bytes);
+  return bytes;
+}
 inline uint64_t gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                const pydet_gemm_options *options = nullptr) {
   uint64_t bytes = 0;
