@@ -7,7 +7,7 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/groups.h"
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/gemm.h"
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/gemm.h"
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "scaled.h"
 
 namespace pydet {

@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "gpu/any/epilogue.h"
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "gpu/nvidia/sm90/skinny_cut.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/tensor_map.h"

@@ -1,7 +1,7 @@
 // wgmma on fp8 operands, both with k adjacent: a step of 32 (NUMERICS.md, "Scaled GEMM").
 #pragma once
 
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 
