@@ -12,12 +12,11 @@
 #include <algorithm>
 
 #include "gpu/nvidia/sm90/handover.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kStep = 16;
-constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
 // This object's part of the kernels: those of one type, of the sizes kFirstSize, kFirstSize + kSm90SizeGroups, ...
 constexpr int kGroup = PYDET_SM90_GROUP, kFirstSize = kGroup / 2;
@@ -38,13 +37,13 @@ template <int rows, int columns, Type input, bool a_adjacent, bool b_adjacent, b
   static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes;
   static constexpr int warps = consumers * 4, staging_bytes = warps * kPieceBytes, bias_bytes = consumers * n * 4;
   static constexpr int slot_bytes = kSlots * kSlotBytes;
-  static constexpr int stages =
-      std::min(12, (kSharedBytes - staging_bytes - bias_bytes - slot_bytes - (12 + kSlots) * 16) / (a_bytes + b_bytes));
+  static constexpr int stages = std::min(
+      12, (kMostSharedBytes - staging_bytes - bias_bytes - slot_bytes - (12 + kSlots) * 16) / (a_bytes + b_bytes));
   static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
   static constexpr int slots_at = bias_at + bias_bytes, slot_barriers_at = slots_at + slot_bytes;
   static constexpr int barriers_at = slot_barriers_at + kSlots * 16, shared_bytes = barriers_at + stages * 16;
   static_assert(m == 64 * consumers * blocks, "each warpgroup has as many blocks of 64 rows");
-  static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
+  static_assert(stages >= 3 && shared_bytes <= kMostSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 16 == 0 && n >= 32, "whole warpgroups, whole pieces");
 };
 

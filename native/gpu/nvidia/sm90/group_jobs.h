@@ -7,7 +7,7 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/groups.h"
-#include "gpu/nvidia/sm90/pipe/wgmma.h"
+#include "gpu/nvidia/sm90/pipe/jobs.h"
 
 namespace pydet {
 namespace {
@@ -169,23 +169,6 @@ struct Slots {
     return spot;
   }
 };
-
-// A box of one group's matrix of b.
-template <bool multicast> __device__ __forceinline__ void load_of_matrix(uint32_t to, const CUtensorMap *map,
-                                                                         uint32_t barrier, int x, int y, int matrix) {
-  if constexpr (multicast)
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix), "h"(kBoth)
-        : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix)
-        : "memory");
-}
 
 }  // namespace
 }  // namespace pydet

@@ -2,12 +2,10 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/groups.h"
-#include "gpu/nvidia/sm90/rows.h"
+#include "gpu/nvidia/sm90/pipe/out.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kWarpgroup = 128;
 
 // Of its 16 rows `rows` are the group's. Lane t holds in d[4 i + 2 h + e] row t / 4 + 8 h, column 8 i + 2 (t % 4) + e.
 template <class S> struct WarpTile {

@@ -16,11 +16,11 @@
 #include "gpu/any/jobs.h"
 #include "gpu/nvidia/sm90/group_jobs.h"
 #include "gpu/nvidia/sm90/group_rows.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kStep = 16;  // of k
 
 template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent, bool chunks> struct Shape {
   static constexpr Type type = input;

@@ -3,17 +3,17 @@
 
 #include "gpu/nvidia/sm90/group_jobs.h"
 #include "gpu/nvidia/sm90/group_rows.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
 #include "gpu/nvidia/sm90/scales.h"
-#include "gpu/nvidia/sm90/wgmma_fp8.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "scaled_grouped.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kStageK = kScaleGroup;     // of k in a stage, 128 bytes
-constexpr int kAhead = 8;                // chunks of one turn of the main loop, at whose end nothing is in flight
-constexpr int kWeighers = 64;            // threads
-constexpr int kSharedBytes = 227 << 10;  // the most a block may have
+constexpr int kStageK = kScaleGroup;  // of k in a stage, 128 bytes
+constexpr int kAhead = 8;             // chunks of one turn of the main loop, at whose end nothing is in flight
+constexpr int kWeighers = 64;         // threads
 
 // The k and chunk of `groups` count stages. In b_scale the first batch stride is that from group to group.
 struct ScaledGroupsProblem {
@@ -46,12 +46,12 @@ template <int rows_a_warpgroup, Way how, Type a, Type b, uint32_t stored> struct
   static constexpr int weight_bytes = (m + (by_column ? n : 0)) * 4;  // of a stage: its rows', its columns'
   static constexpr int stage_bytes = a_bytes + b_bytes, staging_bytes = kBlockBytes;
   static constexpr int stages =
-      (kSharedBytes - consumers * staging_bytes - table_bytes - 512) / (stage_bytes + weight_bytes);
+      (kMostSharedBytes - consumers * staging_bytes - table_bytes - 512) / (stage_bytes + weight_bytes);
   static constexpr int staging_at = stages * stage_bytes, weights_at = staging_at + consumers * staging_bytes;
   static constexpr int table_at = weights_at + stages * weight_bytes, barriers_at = table_at + table_bytes;
   static constexpr int slots_at = barriers_at + stages * 16;
   static constexpr int shared_bytes = slots_at + kSlots * (16 + int(sizeof(Spot)));
-  static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
+  static_assert(stages >= 3 && shared_bytes <= kMostSharedBytes, "the ring must fit");
 };
 
 // Where a ring stands.

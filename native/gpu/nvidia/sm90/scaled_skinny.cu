@@ -13,12 +13,11 @@
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scales.h"
 #include "gpu/nvidia/sm90/skinny.h"
-#include "gpu/nvidia/sm90/wgmma_fp8.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory

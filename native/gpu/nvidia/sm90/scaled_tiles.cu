@@ -14,7 +14,7 @@
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scaled_tiles.h"
-#include "gpu/nvidia/sm90/wgmma_fp8.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "gpu/nvidia/tensor_map.h"
 
 namespace pydet {

@@ -5,18 +5,17 @@
 
 #include <algorithm>
 
+#include "gpu/nvidia/sm90/pipe/operand.h"
 #include "gpu/nvidia/sm90/rows.h"
 #include "gpu/nvidia/sm90/scales.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kStageK = kScaleGroup;  // of k in a stage, 128 bytes
-constexpr int kWarpgroup = 128;
+constexpr int kStageK = kScaleGroup;          // of k in a stage, 128 bytes
 constexpr int kAhead = 8;                     // chunks of one turn of the main loop, at whose end nothing is in flight
 constexpr int kRound = 4;                     // chunks whose rows' scales lie together
 constexpr int kPieceColumns = kRowBytes / 2;  // of a piece of out, of 16 bits
-constexpr int kSharedBytes = 227 << 10;       // the most a block may have
 // Named barriers: scales that do not vary along k are there, have been read, and the first of those by which the
 // warpgroups take turns.
 constexpr int kScalesReady = 1, kScalesRead = 2, kTurn = 4;
@@ -79,7 +78,7 @@ struct Shape {
   static constexpr int warp_pieces = std::max(1, block_pieces *blocks);
   static constexpr int staging_bytes = consumers * 4 * warp_pieces * kPieceBytes, scale_bytes = (n + m) * 4;
   static constexpr int stages =
-      std::min(consumers == 1 ? 12 : 8, (kSharedBytes - staging_bytes - scale_bytes - 16 * 8 - 1024) /
+      std::min(consumers == 1 ? 12 : 8, (kMostSharedBytes - staging_bytes - scale_bytes - 16 * 8 - 1024) /
                                             (a_bytes + b_bytes + round_bytes + chunk_bytes));
   static constexpr int rounds_at = stages * (a_bytes + b_bytes), rounds_bytes = stages * round_bytes;
   static constexpr int staging_at = (rounds_at + rounds_bytes + 1023) / 1024 * 1024;
@@ -88,7 +87,7 @@ struct Shape {
   static constexpr int shared_bytes = barriers_at + stages * 16;
   static_assert(staging_at % 1024 == 0, "the copy engine's swizzle goes by addresses");
   static_assert(cluster_m == 1 || cluster_n == 1, "all blocks of a cluster share stages");
-  static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
+  static_assert(stages >= 3 && shared_bytes <= kMostSharedBytes, "the ring must fit");
 };
 
 __device__ __forceinline__ int64_t batch_offset(const DeviceScale &scale, const Tile &tile) {

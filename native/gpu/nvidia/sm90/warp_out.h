@@ -12,8 +12,6 @@
 namespace pydet {
 namespace {
 
-constexpr int kWarpgroup = 128;
-
 // Of the warpgroups that consume: read again where it is asked for, rather than kept.
 __device__ __forceinline__ uint32_t thread_number() {
   uint32_t thread;
@@ -30,12 +28,6 @@ __device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) ->
 template <class F, int... i>
 __device__ __forceinline__ void with_index(int which, F f, std::integer_sequence<int, i...>) {
   ((which == i ? f(std::integral_constant<int, i>()) : void()), ...);
-}
-
-__device__ __forceinline__ float load_word(uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
 }
 
 // The tiles that the producer has begun, for the consumers: to work one out takes longer than its pieces take to store. A

@@ -1,164 +1,35 @@
-// Hopper's own instructions under plain names: mbarriers, the bulk tensor copy engine (TMA), wgmma, stmatrix.
-//
-// Shared addresses are 32-bit. Tiles of operands lie in shared memory as TMA's 128-byte swizzle writes them: rows of 64
-// 16-bit elements along whichever of k or m (n) is adjacent in memory, 8 rows to a 1024-byte atom.
+// Hopper's tensor cores (wgmma): a warpgroup's products of a, in shared memory or registers, by b, in shared memory, of
+// 16-bit operands (a step of 16 k) or fp8 (a step of 32). Tiles lie as operand.h brings them.
 #pragma once
 
 #include "gpu/nvidia/mma.h"
-#include "gpu/nvidia/tensor_map.h"
+#include "gpu/nvidia/sm90/pipe/shape.h"
 
 namespace pydet {
 
-// ---- Barriers ----------------------------------------------------------------------------------------------------
-// Beside those of mma.h. The plain forms carry release and acquire at the scope they need. An explicit .release.cluster
-// on the arrive becomes MEMBAR.ALL.GPU and halves a GEMM (315 against 628 TFLOP/s).
-
-// Makes initialised barriers visible to the cluster and to the copy engine.
-__device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Whether a wait would return at once.
-__device__ __forceinline__ bool barrier_ready(uint32_t barrier, int parity) {
-  uint32_t ready;
-  asm volatile(
-      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-      : "=r"(ready)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return ready;
-}
-
-// Arrives at the barrier at the same offset in block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, "
-      "[remote];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-// The same address in block `rank` of the cluster.
-__device__ __forceinline__ uint32_t in_block(uint32_t address, int rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-
-// One thread of a whole warp, of which the compiler knows that it is one.
-__device__ __forceinline__ bool elected() {
-  uint32_t one;
-  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(one));
-  return one;
-}
-
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// All threads of the cluster. Relaxed: orders no memory but the barriers that fence_barrier_init made visible; the form
-// that releases costs a MEMBAR.ALL.GPU, about 1000 cycles.
-__device__ __forceinline__ void cluster_sync_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// Registers a thread of this warpgroup may use from here on.
-template <int count> __device__ __forceinline__ void registers_up() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
-}
-template <int count> __device__ __forceinline__ void registers_down() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
-}
-
-// ---- The copy engine ---------------------------------------------------------------------------------------------
-
-// A place in a tensor map: x along the adjacent dimension, y along the other, then up to three batch dimensions.
-struct Place {
-  int x, y;
-  int batch[3];
-};
-
-__device__ __forceinline__ void prefetch(const CUtensorMap *map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// Brings a box of two dimensions into the L2.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap *map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
-}
-
-// Loads a box into shared memory and counts its bytes on `barrier`; what lies outside of the tensor reads as zero. With
-// a mask of more than this block, the same box and count arrive in every block of the mask.
-template <int rank, bool multicast> __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map,
-                                                                             uint32_t barrier, const Place &at,
-                                                                             uint16_t mask) {
-  if constexpr (rank == 2 && !multicast)
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            to),
-        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y)
-        : "memory");
-  else if constexpr (rank == 2)
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "h"(mask)
-        : "memory");
-  else if constexpr (!multicast)
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(at.batch[1]), "r"(at.batch[2])
-        : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(at.batch[1]), "r"(at.batch[2]), "h"(mask)
-        : "memory");
-}
-
-// Four 8x8 matrices of 16-bit elements from a warp's fragments to shared memory; lane l gives the address of row l % 8
-// of matrix l / 8.
-// `transposed`: of its column l % 8.
-template <bool transposed = false>
-__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&fragments)[4]) {
-  if constexpr (transposed)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(fragments[0]),
-                 "r"(fragments[1]), "r"(fragments[2]), "r"(fragments[3])
-                 : "memory");
-  else
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(fragments[0]),
-                 "r"(fragments[1]), "r"(fragments[2]), "r"(fragments[3])
-                 : "memory");
-}
-
-// ---- wgmma -------------------------------------------------------------------------------------------------------
-
 // How wgmma finds a tile in shared memory. Rows along k (k is adjacent): 8-row atoms follow each other at 1024 bytes.
-// Rows along m or n: blocks of 64 by 64 at kBlockBytes, 8 k to an atom.
-constexpr int kBlockBytes = 64 * 64 * 2;
-template <bool k_adjacent> __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kAtomStride = uint64_t(1024 >> 4) << 32;
-  constexpr uint64_t kBlockStride = uint64_t(k_adjacent ? 1 : kBlockBytes >> 4) << 16;
-  return kSwizzle128 | kAtomStride | kBlockStride | (address & 0x3FFFF) >> 4;  // above: the block's rank in its cluster
+// Rows along m or n: blocks of `columns` by `depth` k follow each other, 8 k to an atom, in the swizzle of 2 `columns`
+// bytes.
+template <bool k_adjacent, int columns = 64, int depth = 64>
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
+  static_assert(columns == 64 || (!k_adjacent && (columns == 32 || columns == 16)), "a swizzle's width");
+  constexpr uint64_t kSwizzle = uint64_t(columns == 64 ? 1 : columns == 32 ? 2 : 3) << 62;
+  constexpr uint64_t kAtomStride = uint64_t(columns * 2 * 8 >> 4) << 32;
+  constexpr uint64_t kBlockStride = uint64_t(k_adjacent ? 1 : columns * depth * 2 >> 4) << 16;
+  return kSwizzle | kAtomStride | kBlockStride | (address & 0x3FFFF) >> 4;  // above: the block's rank in its cluster
 }
-// Added to a descriptor to move on by 16 k.
+// Added to a descriptor to move on by 16 k, with blocks of 64 columns.
 template <bool k_adjacent> constexpr uint64_t kDescriptorStep = (k_adjacent ? 16 * 2 : 16 * 128) >> 4;
 
+// Before the first of a group of products, and whenever their registers have been written.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int groups> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
-// The accumulators of m64nNk16 as text and as operands, 8 more a line, then one instruction; undefined again below.
+// The accumulators of m64nN as text and as operands, 8 more a line; then X(n, type, text, the numbers of the operands
+// after them, accumulators) for the n that is meant. Undefined again below.
 #define D_4 "%0, %1, %2, %3"
 #define D0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define D1 D0 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -193,12 +64,44 @@ template <int groups> __device__ __forceinline__ void wgmma_wait() {
 #define R13 R12, R_4(104), R_4(108)
 #define R14 R13, R_4(112), R_4(116)
 #define R15 R14, R_4(120), R_4(124)
-#define WGMMA(n, type, text, a, b, add, ta, tb, ...)                                                               \
+#define WGMMA(X, type)                                                                                        \
+  do {                                                                                                        \
+    if constexpr (n == 8) X("8", type, D_4, "%4", "%5", "%6", "%7", "%8", "%9", "%10", R_4(0));               \
+    if constexpr (n == 16) X("16", type, D0, "%8", "%9", "%10", "%11", "%12", "%13", "%14", R0);              \
+    if constexpr (n == 32) X("32", type, D1, "%16", "%17", "%18", "%19", "%20", "%21", "%22", R1);            \
+    if constexpr (n == 48) X("48", type, D2, "%24", "%25", "%26", "%27", "%28", "%29", "%30", R2);            \
+    if constexpr (n == 64) X("64", type, D3, "%32", "%33", "%34", "%35", "%36", "%37", "%38", R3);            \
+    if constexpr (n == 80) X("80", type, D4, "%40", "%41", "%42", "%43", "%44", "%45", "%46", R4);            \
+    if constexpr (n == 96) X("96", type, D5, "%48", "%49", "%50", "%51", "%52", "%53", "%54", R5);            \
+    if constexpr (n == 112) X("112", type, D6, "%56", "%57", "%58", "%59", "%60", "%61", "%62", R6);          \
+    if constexpr (n == 128) X("128", type, D7, "%64", "%65", "%66", "%67", "%68", "%69", "%70", R7);          \
+    if constexpr (n == 144) X("144", type, D8, "%72", "%73", "%74", "%75", "%76", "%77", "%78", R8);          \
+    if constexpr (n == 160) X("160", type, D9, "%80", "%81", "%82", "%83", "%84", "%85", "%86", R9);          \
+    if constexpr (n == 176) X("176", type, D10, "%88", "%89", "%90", "%91", "%92", "%93", "%94", R10);        \
+    if constexpr (n == 192) X("192", type, D11, "%96", "%97", "%98", "%99", "%100", "%101", "%102", R11);     \
+    if constexpr (n == 208) X("208", type, D12, "%104", "%105", "%106", "%107", "%108", "%109", "%110", R12); \
+    if constexpr (n == 224) X("224", type, D13, "%112", "%113", "%114", "%115", "%116", "%117", "%118", R13); \
+    if constexpr (n == 256) X("256", type, D15, "%128", "%129", "%130", "%131", "%132", "%133", "%134", R15); \
+  } while (0)
+#define SHARED_16(n, type, text, a, b, add, ta, tb, o5, o6, ...)                                                   \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
                "." type " {" text "}, " a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                   \
                : __VA_ARGS__                                                                                       \
                : "l"(a_descriptor), "l"(b_descriptor), "r"(add_to_d), "n"(int(!a_k_adjacent)),                     \
                  "n"(int(!b_k_adjacent)))
+#define REGISTERS_16(n, type, text, a0, a1, a2, a3, b, add, tb, ...)                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
+               "." type " {" text "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", p, 1, 1, " tb ";\n}"                \
+               : __VA_ARGS__                                                                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(add_to_d),                     \
+                 "n"(int(!b_k_adjacent)))
+#define SHARED_8(n, types, text, a, b, add, o3, o4, o5, o6, ...)                                                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k32.f32." types \
+               " {" text "}, " a ", " b ", p, 1, 1;\n}"                                                             \
+               : __VA_ARGS__                                                                                        \
+               : "l"(a_descriptor), "l"(b_descriptor), "r"(add_to_d))
+
+template <int n> constexpr bool kHasWgmma = n == 8 || (n % 16 == 0 && n <= 256 && n != 240);
 
 // d = a b, or d + a b, for a warpgroup: 64 rows, n columns, 16 k. Thread t of the warpgroup holds in d[4 i + 2 h + e]
 // row 16 (t / 32) + t % 32 / 4 + 8 h, column 8 i + 2 (t % 4) + e.
@@ -206,44 +109,38 @@ template <Type type, bool a_k_adjacent, bool b_k_adjacent, int registers>
 __device__ __forceinline__ void wgmma(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor,
                                       int add_to_d) {
   constexpr int n = 2 * registers;
-  static_assert(n == 8 || (n % 16 == 0 && n <= 256 && n != 240), "no instruction here");
-  if constexpr (is_bf16<type>()) {
-    if constexpr (n == 8) WGMMA("8", "bf16", D_4, "%4", "%5", "%6", "%7", "%8", R_4(0));
-    if constexpr (n == 16) WGMMA("16", "bf16", D0, "%8", "%9", "%10", "%11", "%12", R0);
-    if constexpr (n == 32) WGMMA("32", "bf16", D1, "%16", "%17", "%18", "%19", "%20", R1);
-    if constexpr (n == 48) WGMMA("48", "bf16", D2, "%24", "%25", "%26", "%27", "%28", R2);
-    if constexpr (n == 64) WGMMA("64", "bf16", D3, "%32", "%33", "%34", "%35", "%36", R3);
-    if constexpr (n == 80) WGMMA("80", "bf16", D4, "%40", "%41", "%42", "%43", "%44", R4);
-    if constexpr (n == 96) WGMMA("96", "bf16", D5, "%48", "%49", "%50", "%51", "%52", R5);
-    if constexpr (n == 112) WGMMA("112", "bf16", D6, "%56", "%57", "%58", "%59", "%60", R6);
-    if constexpr (n == 128) WGMMA("128", "bf16", D7, "%64", "%65", "%66", "%67", "%68", R7);
-    if constexpr (n == 144) WGMMA("144", "bf16", D8, "%72", "%73", "%74", "%75", "%76", R8);
-    if constexpr (n == 160) WGMMA("160", "bf16", D9, "%80", "%81", "%82", "%83", "%84", R9);
-    if constexpr (n == 176) WGMMA("176", "bf16", D10, "%88", "%89", "%90", "%91", "%92", R10);
-    if constexpr (n == 192) WGMMA("192", "bf16", D11, "%96", "%97", "%98", "%99", "%100", R11);
-    if constexpr (n == 208) WGMMA("208", "bf16", D12, "%104", "%105", "%106", "%107", "%108", R12);
-    if constexpr (n == 224) WGMMA("224", "bf16", D13, "%112", "%113", "%114", "%115", "%116", R13);
-    if constexpr (n == 256) WGMMA("256", "bf16", D15, "%128", "%129", "%130", "%131", "%132", R15);
-  } else {
-    if constexpr (n == 8) WGMMA("8", "f16", D_4, "%4", "%5", "%6", "%7", "%8", R_4(0));
-    if constexpr (n == 16) WGMMA("16", "f16", D0, "%8", "%9", "%10", "%11", "%12", R0);
-    if constexpr (n == 32) WGMMA("32", "f16", D1, "%16", "%17", "%18", "%19", "%20", R1);
-    if constexpr (n == 48) WGMMA("48", "f16", D2, "%24", "%25", "%26", "%27", "%28", R2);
-    if constexpr (n == 64) WGMMA("64", "f16", D3, "%32", "%33", "%34", "%35", "%36", R3);
-    if constexpr (n == 80) WGMMA("80", "f16", D4, "%40", "%41", "%42", "%43", "%44", R4);
-    if constexpr (n == 96) WGMMA("96", "f16", D5, "%48", "%49", "%50", "%51", "%52", R5);
-    if constexpr (n == 112) WGMMA("112", "f16", D6, "%56", "%57", "%58", "%59", "%60", R6);
-    if constexpr (n == 128) WGMMA("128", "f16", D7, "%64", "%65", "%66", "%67", "%68", R7);
-    if constexpr (n == 144) WGMMA("144", "f16", D8, "%72", "%73", "%74", "%75", "%76", R8);
-    if constexpr (n == 160) WGMMA("160", "f16", D9, "%80", "%81", "%82", "%83", "%84", R9);
-    if constexpr (n == 176) WGMMA("176", "f16", D10, "%88", "%89", "%90", "%91", "%92", R10);
-    if constexpr (n == 192) WGMMA("192", "f16", D11, "%96", "%97", "%98", "%99", "%100", R11);
-    if constexpr (n == 208) WGMMA("208", "f16", D12, "%104", "%105", "%106", "%107", "%108", R12);
-    if constexpr (n == 224) WGMMA("224", "f16", D13, "%112", "%113", "%114", "%115", "%116", R13);
-    if constexpr (n == 256) WGMMA("256", "f16", D15, "%128", "%129", "%130", "%131", "%132", R15);
-  }
+  static_assert(kHasWgmma<n>, "no instruction here");
+  if constexpr (is_bf16<type>()) WGMMA(SHARED_16, "bf16");
+  else WGMMA(SHARED_16, "f16");
 }
 
+// The same of an a in registers, two elements in each: a[2 j + h] holds row 16 (t / 32) + t % 32 / 4 + 8 h, columns
+// 8 j + 2 (t % 4) and the next. So d[8 i] to d[8 i + 7] of a product, rounded two by two, are step i's a of the next
+// product. They stay as they are until the group has been waited for.
+template <Type type, bool b_k_adjacent, int registers>
+__device__ __forceinline__ void wgmma_from_registers(float (&d)[registers], const uint32_t (&a)[4],
+                                                     uint64_t b_descriptor, int add_to_d) {
+  constexpr int n = 2 * registers;
+  static_assert(kHasWgmma<n>, "no instruction here");
+  if constexpr (is_bf16<type>()) WGMMA(REGISTERS_16, "bf16");
+  else WGMMA(REGISTERS_16, "f16");
+}
+
+// The same of fp8, both operands with k adjacent: a step of 32 (NUMERICS.md, "Scaled GEMM").
+template <Type a_type, Type b_type, int registers>
+__device__ __forceinline__ void wgmma_fp8(float (&d)[registers], uint64_t a_descriptor, uint64_t b_descriptor,
+                                          int add_to_d) {
+  constexpr int n = 2 * registers;
+  static_assert(kHasWgmma<n>, "no instruction here");
+  if constexpr (a_type == Type::e4m3 && b_type == Type::e4m3) WGMMA(SHARED_8, "e4m3.e4m3");
+  else if constexpr (a_type == Type::e4m3) WGMMA(SHARED_8, "e4m3.e5m2");
+  else if constexpr (b_type == Type::e4m3) WGMMA(SHARED_8, "e5m2.e4m3");
+  else WGMMA(SHARED_8, "e5m2.e5m2");
+}
+
+#undef SHARED_8
+#undef REGISTERS_16
+#undef SHARED_16
 #undef WGMMA
 #undef R15
 #undef D15
