@@ -23,15 +23,15 @@ namespace {
 template <class S> struct Consumer {
   const ScaledGroupsProblem &problem;
   Slots slots;
-  Cursor<S> ring, done;  // done: whose weights and chains are still to be added
+  WeightedRing<S> ring, done;  // done: whose weights and chains are still to be added
   int warpgroup;
 
   __device__ __forceinline__ int thread() const { return int(threadIdx.x) % kWarpgroup; }
 
   // The stage's four steps for 64 of the warpgroup's rows, the first step from +0 if `fresh`.
   __device__ __forceinline__ void issue(float (&sum)[S::registers], bool fresh, int block = 0) {
-    const uint64_t a = wgmma_descriptor<true>(ring.operands() + (warpgroup * S::blocks + block) * kBlockBytes);
-    const uint64_t b = wgmma_descriptor<true>(ring.operands() + S::a_bytes);
+    const uint64_t a = wgmma_descriptor<true>(ring.a() + (warpgroup * S::blocks + block) * kBlockBytes);
+    const uint64_t b = wgmma_descriptor<true>(ring.b());
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kStageK / kFp8Step; ++step)
@@ -45,7 +45,7 @@ template <class S> struct Consumer {
   }
 
   // The weights of the thread's two rows of those 64.
-  __device__ __forceinline__ void load_weights(const Cursor<S> &at, int block, float (&w)[2]) const {
+  __device__ __forceinline__ void load_weights(const WeightedRing<S> &at, int block, float (&w)[2]) const {
     const int lane = thread() % 32;
     const uint32_t of_rows =
         at.weights() + ((warpgroup * S::blocks + block) * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
@@ -244,10 +244,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const uint32_t shared = shared_address(memory);
   const int rank = cluster_rank(), weighers = problem.along_k ? kWeighers / 32 : 0;  // warps
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::stages; ++i) {
-      barrier_init(shared + S::barriers_at + i * 8, 1 + weighers);
-      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * 4 * kCluster);
-    }
+    Ring<S>::begin(shared, 1 + weighers, S::consumers * 4 * kCluster);
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(shared + S::slots_at + i * 8, 1);
       barrier_init(shared + S::slots_at + (kSlots + i) * 8, S::consumers * 4 + weighers);
@@ -270,7 +267,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
       weigh<S>(problem, slots, shared, thread - (kWarpgroup - kWeighers));
   } else {
     registers_up<232>();
-    Consumer<S>{problem, slots, {shared}, {shared}, warpgroup - 1}.run(shared);
+    Consumer<S>{problem, slots, WeightedRing<S>(shared), WeightedRing<S>(shared), warpgroup - 1}.run(shared);
   }
 }
 

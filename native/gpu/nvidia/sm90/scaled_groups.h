@@ -54,22 +54,15 @@ template <int rows_a_warpgroup, Way how, Type a, Type b, uint32_t stored> struct
   static_assert(stages >= 3 && shared_bytes <= kMostSharedBytes, "the ring must fit");
 };
 
-// Where a ring stands.
-template <class S> struct Cursor {
-  uint32_t shared;
-  int stage = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == S::stages) stage = 0, parity ^= 1;
+// The ring, and beside each stage its weights.
+template <class S> struct WeightedRing : Ring<S> {
+  using Ring<S>::Ring;
+  __device__ __forceinline__ uint32_t weights() const {
+    return this->shared + S::weights_at + this->stage * S::weight_bytes;
   }
-  __device__ __forceinline__ uint32_t operands() const { return shared + stage * S::stage_bytes; }
-  __device__ __forceinline__ uint32_t weights() const { return shared + S::weights_at + stage * S::weight_bytes; }
-  __device__ __forceinline__ uint32_t full() const { return shared + S::barriers_at + stage * 8; }
-  __device__ __forceinline__ uint32_t empty() const { return full() + S::stages * 8; }
-  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
   // A warp of a consumer has read the stage: tells both blocks, either of which may write into it.
   __device__ __forceinline__ void release() const {
-    if (int(threadIdx.x) % 32 < kCluster) barrier_arrive(empty(), int(threadIdx.x) % 32);
+    if (int(threadIdx.x) % 32 < kCluster) barrier_arrive(this->empty(), int(threadIdx.x) % 32);
   }
 };
 
@@ -82,7 +75,7 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
                                         uint32_t shared, int rank) {
   const GroupedProblem &p = problem.groups;
   constexpr int kHalf = S::n / 2;
-  Cursor<S> ring = {shared};
+  WeightedRing<S> ring(shared);
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
     const Spot at = spot_of<S>(p, groups, index, rank);
     slots.put(at);
@@ -93,13 +86,13 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
       for (int i = 0; i < at.depth; ++i) {
         ring.wait_empty();
         barrier_expect(ring.full(), a_bytes + S::b_bytes);
-        load(ring.full(), ring.operands(), i * kStageK);
+        load(ring.full(), ring.a(), i * kStageK);
         ring.next();
       }
     };
     const auto load_half_of_b = [&](uint32_t full, uint32_t stage, int k) {
       const int first = rank * kHalf;
-      load_of_matrix<true>(stage + S::a_bytes + first * kRowBytes, &p.b, full, k, at.column + first, at.group);
+      load_box<3, true>(stage + S::a_bytes + first * kRowBytes, &p.b, full, {k, at.column + first, {at.group}}, kBoth);
     };
     if (at.strip) {
       each_stage(boxes * S::a_box_bytes, [&](uint32_t full, uint32_t stage, int k) {
@@ -108,7 +101,8 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
           load_box<2, true>(stage + box * S::a_box_bytes, &p.a, full, {k, at.row + box * kGroupedTokenBox, {}}, kBoth);
 #pragma unroll
         for (int first = 0; first < S::n; first += kHalf)
-          load_of_matrix<false>(stage + S::a_bytes + first * kRowBytes, &p.b, full, k, at.column + first, at.group);
+          load_box<3, false>(stage + S::a_bytes + first * kRowBytes, &p.b, full, {k, at.column + first, {at.group}},
+                             kBoth);
       });
     } else if (boxes > 2) {
       each_stage(S::a_bytes, [&](uint32_t full, uint32_t stage, int k) {
@@ -127,11 +121,7 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
   Spot none = {};
   none.group = kNoGroup;
   slots.put(none);
-  // The block may end when every arrival that the other owes it has come.
-  for (int i = 0; i < S::stages; ++i) {
-    ring.wait_empty();
-    ring.next();
-  }
+  ring.end();
 }
 
 // kWeighers threads: the weights of each stage, where scales vary along k. By column they are a's scales alone, and b's
@@ -142,7 +132,7 @@ __device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, Slots 
   const GroupedProblem &p = problem.groups;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const bool by_column = S::by_column && by_columns(b_scale);
-  Cursor<S> ring = {shared};
+  WeightedRing<S> ring(shared);
   for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     int64_t a_at[each], b_at[1], column_at[each_column];
 #pragma unroll

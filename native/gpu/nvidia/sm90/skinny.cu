@@ -47,7 +47,7 @@ template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bo
 template <class S> struct Reader {
   const Layout<S> &at;
   const int warpgroup, thread;
-  Cursor x, w;
+  Cursor<kAnyCount> x, w;
   uint32_t x_reading = 0, w_reading = 0;
   bool x_ready = false, w_ready = false;  // the next stage, as far as is known
 

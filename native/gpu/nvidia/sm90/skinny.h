@@ -45,15 +45,6 @@ struct Problem {
   int64_t out_stride, bias_row_stride, bias_column_stride;
 };
 
-// A place in a ring of `stages`.
-struct Cursor {
-  int stages, stage = 0, parity = 0;
-  __device__ __forceinline__ explicit Cursor(int count) : stages(count) {}
-  __device__ __forceinline__ void next() {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
 // Addresses in shared memory: x's ring, then w's, then the barriers, then, in a cluster's first block, the sums of the
 // other blocks. What the tensor cores read of x's rows past x's ring lies in w's, which is at least that long.
 template <class S> struct Layout {
@@ -122,7 +113,7 @@ template <class S> __device__ __forceinline__ void load_weights(const Problem &p
     if constexpr (S::prefetches) prefetch_weights<S>(p);
     wait_for_previous_kernel();
   }
-  Cursor ring(p.w_stages);
+  Cursor<kAnyCount> ring(p.w_stages);
   for (int tile = int(blockIdx.x) / p.parts; tile < p.tiles; tile += int(gridDim.x)) {
     const int row = first_of_w<S>(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {
@@ -153,7 +144,7 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
   prefetch(&p.x);
   wait_for_previous_kernel();
   if (p.early) let_next_kernel_start();
-  Cursor ring(p.x_stages);
+  Cursor<kAnyCount> ring(p.x_stages);
   for (int tile = int(blockIdx.x) / p.parts; tile < p.tiles; tile += int(gridDim.x)) {
     const int row = first_of_x(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {

@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "gpu/nvidia/sm90/rows.h"
 
 namespace pydet {
@@ -18,12 +19,6 @@ __device__ __forceinline__ uint32_t thread_number() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread - kWarpgroup;
 }
-// The accumulators of one block of 64 rows.
-template <class S>
-__device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) -> float (&)[S::block_registers] {
-  return *reinterpret_cast<float(*)[S::block_registers]>(d + block * S::block_registers);
-}
-
 // f(integral_constant i) for the i that `which` is.
 template <class F, int... i>
 __device__ __forceinline__ void with_index(int which, F f, std::integer_sequence<int, i...>) {

@@ -41,6 +41,18 @@ template <int rank, bool multicast> __device__ __forceinline__ void load_box(uin
         "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
         "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "h"(mask)
         : "memory");
+  else if constexpr (rank == 3 && !multicast)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.batch[0])
+        : "memory");
+  else if constexpr (rank == 3)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.batch[0]), "h"(mask)
+        : "memory");
   else if constexpr (!multicast)
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -52,23 +64,6 @@ template <int rank, bool multicast> __device__ __forceinline__ void load_box(uin
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
         "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(at.batch[1]), "r"(at.batch[2]), "h"(mask)
-        : "memory");
-}
-
-// The same of three dimensions, for both blocks of a cluster of two.
-template <bool multicast> __device__ __forceinline__ void load_of_matrix(uint32_t to, const CUtensorMap *map,
-                                                                         uint32_t barrier, int x, int y, int matrix) {
-  if constexpr (multicast)
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix), "h"(uint16_t(3))
-        : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix)
         : "memory");
 }
 

@@ -28,6 +28,12 @@ template <int groups> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
+// Of a warpgroup's accumulators those of one of its blocks of 64 rows.
+template <class S>
+__device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) -> float (&)[S::registers / S::blocks] {
+  return *reinterpret_cast<float(*)[S::registers / S::blocks]>(d + block * (S::registers / S::blocks));
+}
+
 // The accumulators of m64nN as text and as operands, 8 more a line; then X(n, type, text, the numbers of the operands
 // after them, accumulators) for the n that is meant. Undefined again below.
 #define D_4 "%0, %1, %2, %3"
