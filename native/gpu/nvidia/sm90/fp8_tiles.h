@@ -16,8 +16,8 @@ struct Fp8Cost {
 };
 constexpr Fp8Cost kNoKernel = {};
 
-// Rows by columns of out that a block works on at a time, in clusters as in tiles.h; 64 rows are one warpgroup's, others
-// two's. A tile has kernels for types of a and b and, where it has a cost, for scales along k, for others, or for both.
+// Rows by columns of out that a block works on at a time, in clusters as in tiles.h; 64 rows are one warpgroup's, more
+// are two's. A tile has kernels for types of a and b and, where it has a cost, for scales along k, for others, or both.
 struct Fp8Tile {
   const char *name;
   int m, n, cluster_m, cluster_n;

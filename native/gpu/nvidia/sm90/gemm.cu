@@ -68,49 +68,15 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p,
   return tile_of(p, index, S::m, S::n, 1 << p.cluster_m_log, 1 << p.cluster_n_log, rank.row, rank.column);
 }
 
-// This block's share of an operand's tiles, which it loads for the blocks of `mask`, itself among them: from row `first`
-// of the box that one block alone would load.
-struct Share {
-  int first, mask;
-  bool with_others;
-};
-
-template <bool k_adjacent, int extent>
-__device__ __forceinline__ Share share_of(int rank, int blocks_log, int mask) {
-  return {rank * ((k_adjacent ? extent : kBlockK) >> blocks_log), mask, blocks_log > 0};
-}
-
-// `extent` along m or n, 64 along k. `start`: of the tile.
-template <bool k_adjacent, int extent>
-__device__ __forceinline__ void load_operand(const CUtensorMap *map, uint32_t barrier, uint32_t to, int k, int start,
-                                             const Share &share, bool batched, const int (&batch)[kSm90MaxBatch]) {
-  to += share.first * kRowBytes;
-  Place place = {k_adjacent ? k : start, share.first + (k_adjacent ? start : k), {batch[0], batch[1], batch[2]}};
-#pragma unroll
-  for (int block = 0; block < (k_adjacent ? 1 : (extent + 63) / 64); ++block, place.x += 64, to += kBlockBytes) {
-    if (batched) load_box<5, true>(to, map, barrier, place, uint16_t(share.mask));
-    else if (share.with_others) load_box<2, true>(to, map, barrier, place, uint16_t(share.mask));
-    else load_box<2, false>(to, map, barrier, place, uint16_t(share.mask));
-  }
-}
-
-// The same share of the first stage, to the L2: while the kernel ahead ends, whose writes the L2 sees.
-template <bool k_adjacent, int extent>
-__device__ __forceinline__ void ask_for_operand(const CUtensorMap *map, int start, const Share &share) {
-#pragma unroll
-  for (int block = 0; block < (k_adjacent ? 1 : (extent + 63) / 64); ++block)
-    prefetch_box(map, k_adjacent ? 0 : start + block * 64, share.first + (k_adjacent ? start : 0));
-}
-
 // One thread of each producing warp. They fill the ring's stages in turn: what one does for a stage takes as long as the
 // products of a tile of 64 x 128.
 template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int warp) {
   const Rank rank = rank_of(p);
   // The blocks beside this one share its rows of a, those under it its columns of b.
-  const Share a_share = share_of<S::a_k_adjacent, S::m>(rank.column, p.cluster_n_log, p.row_mask << rank.row);
-  const Share b_share = share_of<S::b_k_adjacent, S::n>(
+  const OperandShare a_share = share_of<S::a_k_adjacent, S::m>(rank.column, p.cluster_n_log, p.row_mask << rank.row);
+  const OperandShare b_share = share_of<S::b_k_adjacent, S::n>(
       rank.row, p.cluster_m_log, ((1 << (1 << p.cluster_m_log)) - 1) << (rank.column << p.cluster_m_log));
-  const Slots slots = {shared + S::slots_at, shared + S::slot_barriers_at};
+  const TileSlots slots = {{shared + S::slot_barriers_at}, shared + S::slots_at};
   const int warps = p.producers;
   Ring<S> ring(shared);
   ring.stage = warp;
@@ -184,7 +150,7 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
     return WarpOut<S>{p, tile, shared + S::staging_at + warp * kPieceBytes,
                       tile.row + (warp / 4 * S::blocks + block) * 64 + warp % 4 * kWarpRows, lane};
   };
-  const Slots slots = {shared + S::slots_at, shared + S::slot_barriers_at};
+  const TileSlots slots = {{shared + S::slot_barriers_at}, shared + S::slots_at};
   wait_for_previous_kernel();
   for (uint32_t turn = 0; slots.wait(turn); ++turn) {
     float d[S::registers];

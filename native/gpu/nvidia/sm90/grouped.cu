@@ -74,7 +74,7 @@ template <class S> __device__ __forceinline__ int next_stage(int k, int chunk) {
 }
 
 template <class S>
-__device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &groups, Slots slots, uint32_t shared,
+__device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &groups, SpotSlots slots, uint32_t shared,
                                         int rank) {
   Ring<S> ring(shared);
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void zero_after(const Ring<S> &ring, int warpgroup, i
   };
   zero(ring.a() + warpgroup * kBlockBytes);
   for (int i = 0; i < S::n / 64; ++i) zero(ring.b() + i * kBlockBytes);
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before wgmma reads, and the next load writes
+  fence_stores();  // before wgmma reads, and the next load writes
   named_sync(1 + warpgroup, kWarpgroup);
 }
 
@@ -134,7 +134,7 @@ __device__ __forceinline__ void skip_tile(Chain<S, Tell<S>> &chain, int depth, i
 }
 
 template <class S>
-__device__ __forceinline__ void consume(const GroupedProblem &p, Slots slots, uint32_t shared, int warpgroup) {
+__device__ __forceinline__ void consume(const GroupedProblem &p, SpotSlots slots, uint32_t shared, int warpgroup) {
   const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32;
   const uint32_t staging = shared + S::staging_at + warpgroup * S::staging_bytes;
   Chain<S, Tell<S>> chain = {Ring<S>(shared), warpgroup, {shared, thread}};
@@ -164,7 +164,7 @@ __device__ __forceinline__ void consume(const GroupedProblem &p, Slots slots, ui
     else if (p.out_type == Type::f16) tile.template store_half<false>(d);
     else tile.store_f32(d);
   }
-  if (S::stores_by_tma && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (S::stores_by_tma && thread == 0) wait_until_stored();
 }
 
 template <class S>
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(S::threads, 1) grouped_kernel(const __grid_con
   wait_for_previous_kernel();
   const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
 
-  const Slots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
+  const SpotSlots slots = {{shared + S::slots_at}, reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16)};
 
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {

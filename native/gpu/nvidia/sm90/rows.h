@@ -93,18 +93,6 @@ template <class S> struct WarpRows {
     }
   }
 
-  // Rounds the accumulators of 64 columns to 16 bits, which fill the piece at `to`.
-  template <bool bf16> __device__ __forceinline__ void stage_halves(const float *d, uint32_t to) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float *e = d + 8 * j;
-      uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]), round_pair<bf16>(e[4], e[5]),
-                               round_pair<bf16>(e[6], e[7])};
-      int r = lane % 16, chunk = 2 * j + lane / 16;
-      store_matrices(to + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
-    }
-  }
-
   // Rounds and stores the accumulators, piece by piece. `columns` of `size` bytes fill one.
   template <int size, bool bf16> __device__ __forceinline__ void store(const float (&d)[S::n / 2]) const {
     constexpr int columns = kRowBytes / size, last = S::n - columns;
@@ -118,7 +106,7 @@ template <class S> struct WarpRows {
           for (int h = 0; h < 2; ++h)
             store_pair(pair_address(j, h), d[start / 2 + 4 * j + 2 * h], d[start / 2 + 4 * j + 2 * h + 1]);
       } else {
-        stage_halves<bf16>(d + start / 2, piece);
+        stage_halves<bf16>(d + start / 2, piece, lane);
       }
       __syncwarp();
       copy_out<size>(tile.column + start);

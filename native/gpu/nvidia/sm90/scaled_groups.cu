@@ -22,7 +22,7 @@ namespace {
 // One of the warpgroups that multiply: 64 rows of each tile.
 template <class S> struct Consumer {
   const ScaledGroupsProblem &problem;
-  Slots slots;
+  SpotSlots slots;
   WeightedRing<S> ring, done;  // done: whose weights and chains are still to be added
   int warpgroup;
 
@@ -257,7 +257,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   wait_for_previous_kernel();
   const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
 
-  const Slots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
+  const SpotSlots slots = {{shared + S::slots_at}, reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16)};
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     registers_down<40>();

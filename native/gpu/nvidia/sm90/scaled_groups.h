@@ -71,7 +71,7 @@ template <class S> struct WeightedRing : Ring<S> {
 // One thread: the operands. Of what the two blocks share each brings half, for both. Boxes take the thread its time, so a
 // tile with many rows of its group is brought as one, which may have others'.
 template <class S>
-__device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, const Groups &groups, Slots slots,
+__device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, const Groups &groups, SpotSlots slots,
                                         uint32_t shared, int rank) {
   const GroupedProblem &p = problem.groups;
   constexpr int kHalf = S::n / 2;
@@ -127,7 +127,8 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
 // kWeighers threads: the weights of each stage, where scales vary along k. By column they are a's scales alone, and b's
 // stand behind them.
 template <class S>
-__device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, Slots slots, uint32_t shared, int thread) {
+__device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, SpotSlots slots, uint32_t shared,
+                                      int thread) {
   constexpr int each = S::m / kWeighers, each_column = S::n / kWeighers;
   const GroupedProblem &p = problem.groups;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;

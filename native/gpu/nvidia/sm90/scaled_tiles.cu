@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_chunk(float (&total)[S::registers], const fl
 
 // Until the copy engine has read what this warp left to it.
 __device__ __forceinline__ void wait_for_boxes(int lane) {
-  if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  if (lane == 0) wait_until_read();
   __syncwarp();
 }
 // Rounds the accumulators of a warp's 16 rows, which the copy engine stores, or the warp where it cannot.
@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_pieces(WarpRows<S> rows, const ScaledProbl
   auto start_of = [](int i) { return min(i * kPieceColumns, S::n - kPieceColumns); };
 #pragma unroll
   for (int i = 0; i < S::block_pieces; ++i)
-    rows.template stage_halves<bf16>(d + start_of(i) / 2, rows.piece + i * kPieceBytes);
-  if (problem.out_mapped) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    stage_halves<bf16>(d + start_of(i) / 2, rows.piece + i * kPieceBytes, rows.lane);
+  if (problem.out_mapped) fence_stores();
   __syncwarp();
   if (!problem.out_mapped) {
 #pragma unroll 1
@@ -68,11 +68,8 @@ __device__ __forceinline__ void store_pieces(WarpRows<S> rows, const ScaledProbl
   } else if (rows.lane == 0) {
 #pragma unroll
     for (int i = 0; i < S::block_pieces; ++i)
-      asm volatile(
-          "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&problem.out_map),
-          "r"(rows.tile.column + start_of(i)), "r"(rows.row), "r"(rows.piece + i * kPieceBytes)
-          : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      store_box<2>(&problem.out_map, {rows.tile.column + start_of(i), rows.row, {}}, rows.piece + i * kPieceBytes);
+    commit_boxes();
   }
 }
 

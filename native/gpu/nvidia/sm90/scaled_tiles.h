@@ -130,9 +130,10 @@ __device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t s
     auto each_stage = [&](auto load) {
       for (int i = 0; i < p.k; ++i, ring.next()) {
         place.x = i * kStageK;
+        const uint32_t full = ring.full();
         ring.wait_empty();
-        barrier_expect(ring.full(), bytes);
-        load((of_b ? ring.b() : ring.a()) + part * share * kRowBytes, ring.full());
+        barrier_expect(full, bytes);
+        load((of_b ? ring.b() : ring.a()) + part * share * kRowBytes, full);
       }
     };
     if (inside <= 0) each_stage([](uint32_t, uint32_t) {});

@@ -1,4 +1,5 @@
-// What a kernel's blocks have to do, one job after another.
+// What a kernel's blocks have to do, one job after another: a thread of the warpgroup that fills the ring takes jobs, and
+// hands them to the consumers.
 #pragma once
 
 #include "gpu/nvidia/sm90/pipe/ring.h"
@@ -19,5 +20,19 @@ template <bool quick> __device__ __forceinline__ int quotient_of(int a, int b) {
     return quotient;
   }
 }
+
+// The jobs that the producer has begun, for the consumers, which would stand still while they worked them out: a ring of
+// `count` slots of shared memory. `turn` counts jobs. Each warp that reads a slot gives it back.
+template <int count, class Turn> struct Slots {
+  uint32_t barriers;
+  __device__ __forceinline__ uint32_t full(Turn turn) const { return barriers + turn % count * 8; }
+  __device__ __forceinline__ uint32_t empty(Turn turn) const { return full(turn) + count * 8; }
+  __device__ __forceinline__ void wait_full(Turn turn) const { barrier_wait(full(turn), turn / count & 1); }
+  __device__ __forceinline__ void wait_empty(Turn turn) const { barrier_wait(empty(turn), (turn / count & 1) ^ 1); }
+  __device__ __forceinline__ void give_back(Turn turn) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty(turn));
+  }
+};
 
 }  // namespace pydet

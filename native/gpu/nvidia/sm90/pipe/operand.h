@@ -77,4 +77,38 @@ __device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *ma
       : "memory");
 }
 
+// This block's share of an operand's tiles, which it loads for the blocks of `mask`, itself among them: from row `first`
+// of the box that one block alone would load.
+struct OperandShare {
+  int first, mask;
+  bool with_others;
+};
+
+template <bool k_adjacent, int extent>
+__device__ __forceinline__ OperandShare share_of(int rank, int blocks_log, int mask) {
+  return {rank * ((k_adjacent ? extent : kBlockK) >> blocks_log), mask, blocks_log > 0};
+}
+
+// `extent` along m or n, 64 along k. `start`: of the tile.
+template <bool k_adjacent, int extent>
+__device__ __forceinline__ void load_operand(const CUtensorMap *map, uint32_t barrier, uint32_t to, int k, int start,
+                                             const OperandShare &share, bool batched, const int (&batch)[3]) {
+  to += share.first * kRowBytes;
+  Place place = {k_adjacent ? k : start, share.first + (k_adjacent ? start : k), {batch[0], batch[1], batch[2]}};
+#pragma unroll
+  for (int block = 0; block < (k_adjacent ? 1 : (extent + 63) / 64); ++block, place.x += 64, to += kBlockBytes) {
+    if (batched) load_box<5, true>(to, map, barrier, place, uint16_t(share.mask));
+    else if (share.with_others) load_box<2, true>(to, map, barrier, place, uint16_t(share.mask));
+    else load_box<2, false>(to, map, barrier, place, uint16_t(share.mask));
+  }
+}
+
+// The same share of the first stage, to the L2: while the kernel ahead ends, whose writes the L2 sees.
+template <bool k_adjacent, int extent>
+__device__ __forceinline__ void ask_for_operand(const CUtensorMap *map, int start, const OperandShare &share) {
+#pragma unroll
+  for (int block = 0; block < (k_adjacent ? 1 : (extent + 63) / 64); ++block)
+    prefetch_box(map, k_adjacent ? 0 : start + block * 64, share.first + (k_adjacent ? start : 0));
+}
+
 }  // namespace pydet

@@ -2,7 +2,7 @@
 // lie there as the copy engine's swizzle has them: the 16-byte chunk c of row r at c ^ (r % 8).
 #pragma once
 
-#include "gpu/nvidia/mma.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
 #include "gpu/nvidia/sm90/pipe/shape.h"
 
 namespace pydet {
@@ -63,5 +63,38 @@ template <bool bf16> __device__ __forceinline__ uint32_t round_pair(float x, flo
   else asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
   return pair;
 }
+
+// Where the 16-byte chunk `chunk` of a piece's row r lies.
+__device__ __forceinline__ uint32_t chunk_of(uint32_t piece, int r, int chunk) {
+  return piece + r * kRowBytes + ((chunk ^ (r & 7)) << 4);
+}
+
+// Rounds a warp's accumulators of 64 columns to 16 bits, which fill a piece.
+template <bool bf16> __device__ __forceinline__ void stage_halves(const float *d, uint32_t piece, int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float *e = d + 8 * j;
+    const uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
+                                   round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
+    store_matrices(chunk_of(piece, lane % 16, 2 * j + lane / 16), fragments);
+  }
+}
+
+// Has the copy engine store a box from shared memory, which others wrote before fence_stores and a barrier.
+__device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+template <int rank> __device__ __forceinline__ void store_box(const CUtensorMap *map, const Place &at, uint32_t from) {
+  if constexpr (rank == 2)
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(at.x),
+                 "r"(at.y), "r"(from)
+                 : "memory");
+  else
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+                 "r"(at.x), "r"(at.y), "r"(at.batch[0]), "r"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void commit_boxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all boxes that this thread has committed have been read, or stored.
+__device__ __forceinline__ void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace pydet
