@@ -6,8 +6,8 @@
 
 namespace pydet {
 
-// Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads. tell(stage) tells every
-// block that writes into a stage that it has been read; nothing where that is negative.
+// Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads. tell(stage) tells all
+// blocks that write into a stage that it has been read; where that is negative, nothing.
 template <class S, class Tell> struct Chain {
   Ring<S> ring;
   int warpgroup;
@@ -49,9 +49,9 @@ template <class S, class Tell> struct Chain {
     reading = -1;
   }
 
-  // d = the chain over `depth` k, or the sum of its chunks, from d; a chain that is `fresh` from +0, whatever d is. A chunk
-  // ends with a step, the last one past the end. If S::ragged, what lies there is not zeros: before_end(k) before a stage
-  // whose last step, or which, has k left that it does not fill.
+  // d = the chain over `depth` k, or the sum of its chunks, from d; a chain that is `fresh` from +0, whatever d is. A
+  // chunk ends with a step, the last one past the end. If S::ragged, what lies there are not zeros: then before_end(k)
+  // comes before a stage, or with chunks before one whose last step, has only k left.
   template <bool fresh, class F>
   __device__ __forceinline__ void run(float (&d)[S::registers], int depth, int chunk, F before_end) {
     if constexpr (S::chunked) {

@@ -1,5 +1,5 @@
-// What a kernel's blocks have to do, one job after another: a thread of the warpgroup that fills the ring takes jobs, and
-// hands them to the consumers.
+// What a kernel's blocks have to do, one job after another. A thread of the warpgroup that fills the ring takes them,
+// and tells the consumers.
 #pragma once
 
 #include "gpu/nvidia/sm90/pipe/ring.h"
@@ -21,8 +21,8 @@ template <bool quick> __device__ __forceinline__ int quotient_of(int a, int b) {
   }
 }
 
-// The jobs that the producer has begun, for the consumers, which would stand still while they worked them out: a ring of
-// `count` slots of shared memory. `turn` counts jobs. Each warp that reads a slot gives it back.
+// The jobs that the producer has begun, for the consumers, which would stand still while they worked them out: `count`
+// slots of shared memory, in a ring. `turn` counts jobs. Each warp that reads a slot gives it back.
 template <int count, class Turn> struct Slots {
   uint32_t barriers;
   __device__ __forceinline__ uint32_t full(Turn turn) const { return barriers + turn % count * 8; }

@@ -77,8 +77,8 @@ __device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *ma
       : "memory");
 }
 
-// This block's share of an operand's tiles, which it loads for the blocks of `mask`, itself among them: from row `first`
-// of the box that one block alone would load.
+// This block's share of an operand's tiles, which it loads for the blocks of `mask`, itself among them: from row
+// `first` of the box that one block alone would load.
 struct OperandShare {
   int first, mask;
   bool with_others;

@@ -76,8 +76,8 @@ template <int count> __device__ __forceinline__ void registers_down() {
 
 // ---- Rings -------------------------------------------------------------------------------------------------------
 
-// A place in a ring of `count` stages, or of kAnyCount, which the kernel is told: which stage is next, and the parity of
-// the phase that its barriers then end.
+// A place in a ring of `count` stages, or of as many as the kernel is told: which is next, and the parity of the phase
+// that its barriers then end.
 constexpr int kAnyCount = 0;
 template <int count> struct Cursor {
   int stage = 0, parity = 0;
@@ -100,8 +100,8 @@ template <> struct Cursor<kAnyCount> {
   }
 };
 
-// S::stages stages of S::stage_bytes each, from `shared` on: a's rows, S::a_bytes of them, then b's. From S::barriers_at
-// on each stage's barrier that it is full, then each one's that it is empty.
+// S::stages stages of S::stage_bytes each, from `shared` on: S::a_bytes of a's rows, then b's. From S::barriers_at on
+// each stage's barrier that it is full, then each one's that it is empty.
 template <class S> struct Ring : Cursor<S::stages> {
   uint32_t shared;
   __device__ __forceinline__ explicit Ring(uint32_t start) : shared(start) {}
