@@ -63,12 +63,19 @@ template <class S> struct WarpTile {
     });
   }
 
-  // The columns from `start` on, 64 of them, pass through a piece of the warp's.
-  __device__ __forceinline__ uint32_t piece_of(int start) const {
-    return staging + (S::stores_by_tma ? start / 64 * kBlockBytes : 0) + warp * kWarpRows * kRowBytes;
+  // The columns from `start` on, 64 of them, pass through a block of shared memory, swizzled as TMA does it.
+  __device__ __forceinline__ uint32_t staged(int start, int r, int chunk) const {
+    const int block = S::stores_by_tma ? start / 64 * kBlockBytes : 0;
+    return staging + block + (warp * kWarpRows + r) * kRowBytes + ((chunk ^ (r & 7)) << 4);
   }
   template <bool bf16> __device__ __forceinline__ void stage(const float (&d)[S::registers], int start) const {
-    stage_halves<bf16>(d + start / 2, piece_of(start), lane);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float *e = d + start / 2 + 8 * j;
+      const uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
+                                     round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
+      store_matrices(staged(start, lane % 16, 2 * j + lane / 16), fragments);
+    }
     __syncwarp();
   }
   __device__ __forceinline__ void copy_out(int start) const {
@@ -78,7 +85,7 @@ template <class S> struct WarpTile {
       const int r = 4 * i + lane / 8;
       if (r >= rows || c >= p.n) continue;
       uint16_t *to = reinterpret_cast<uint16_t *>(p.out) + out + r * p.out_row_stride + c;
-      const uint4 words = load_16_bytes(chunk_of(piece_of(start), r, lane % 8));
+      const uint4 words = load_16_bytes(staged(start, r, lane % 8));
       if (p.out_aligned && c + 8 <= p.n) {
         *reinterpret_cast<uint4 *>(to) = words;
       } else {
@@ -115,7 +122,7 @@ template <class S> struct WarpTile {
       // Blocks past the last column too: under a condition ptxas 13.0 left the coordinates of some out.
 #pragma unroll
       for (int start = 0; start < S::n; start += 64)
-        store_box<3>(&p.out_map, {column + start, row, {group}}, staging + start / 64 * kBlockBytes);
+        store_box<3>(&p.out_map, {column + start, row, {group}}, staged(start, 0, 0));
       commit_boxes();
     }
   }

@@ -112,12 +112,13 @@ template <class S> struct Tell {
 template <class S>
 __device__ __forceinline__ void zero_after(const Ring<S> &ring, int warpgroup, int thread, int tokens) {
   ring.wait_full();
+  const uint32_t at = ring.a();
   auto zero = [&](uint32_t block) {
     for (int i = tokens * kRowBytes + thread * 16; i < kBlockBytes; i += kWarpgroup * 16)
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(block + i), "r"(0) : "memory");
   };
-  zero(ring.a() + warpgroup * kBlockBytes);
-  for (int i = 0; i < S::n / 64; ++i) zero(ring.b() + i * kBlockBytes);
+  zero(at + warpgroup * kBlockBytes);
+  for (int i = 0; i < S::n / 64; ++i) zero(at + S::a_bytes + i * kBlockBytes);
   fence_stores();  // before wgmma reads, and the next load writes
   named_sync(1 + warpgroup, kWarpgroup);
 }

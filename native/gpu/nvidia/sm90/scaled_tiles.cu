@@ -82,8 +82,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
   const bool by_column = S::by_column && problem.along_k && by_columns(b_scale);
   const bool along_k = S::weighed && (S::always_along_k || problem.along_k);
   const bool scaled_after = !S::always_along_k && !problem.along_k && (a_scale.data || b_scale.data);
-  Ring<S> ring(shared), done(shared);  // done: whose chunks are still to be added
-  Cursor<S::stages> round;
+  Cursor<S::stages> ring, done, round;  // done: whose chunks are still to be added
   auto give_turn = [](int to) {
     if (S::turns) named_arrive(kTurn + to, S::consumers * kWarpgroup);
   };
@@ -140,7 +139,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       float sums[2][S::registers];
       auto begin = [&](float(&x)[S::registers]) {
         const uint32_t stage_words = ring.stage * (S::stage_bytes / 16);
-        ring.wait_full();
+        barrier_wait(Ring<S>::full_of(shared, ring.stage), ring.parity);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kStageK / kFp8Step; ++step)
@@ -160,7 +159,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
           if (S::weighed) load_weights(weights, done.stage, first + j % kRound, 0);
           if (j + 1 < count) wgmma_wait<1>();
           else wgmma_wait<0>();
-          if (lane < S::cluster) barrier_arrive(done.empty(), lane);
+          if (lane < S::cluster) barrier_arrive(Ring<S>::empty_of(shared, done.stage), lane);
           done.next();
           if (j % kRound == kRound - 1) round.next();
           add_chunk<S>(total[0], sums[j % 2], weights, split);
@@ -190,7 +189,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       auto make_chunk = [&](int i, int of_round) {
         const bool ends = !S::long_chunks || --left == 0 || i + 1 == p.k;
         const uint32_t stage_words = ring.stage * (S::stage_bytes / 16);
-        ring.wait_full();
+        barrier_wait(Ring<S>::full_of(shared, ring.stage), ring.parity);
 #pragma unroll
         for (int block = 0; block < S::blocks; ++block) {
           if (S::turns) named_sync(kTurn + warpgroup, 256);
@@ -215,7 +214,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
               total[block][j + 3] = fmaf(weights.a[1] * sb.y, sum[j + 3], total[block][j + 3]);
             }
           }
-          if (block == S::blocks - 1 && lane < S::cluster) barrier_arrive(ring.empty(), lane);
+          if (block == S::blocks - 1 && lane < S::cluster) barrier_arrive(Ring<S>::empty_of(shared, ring.stage), lane);
           if (ends && !by_column) add_chunk<S>(total[block], sum, weights, split);
         }
         fresh = ends;
@@ -281,7 +280,10 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const uint32_t shared = shared_address(memory);
   const int rank = cluster_rank();
   if (threadIdx.x == 0) {
-    Ring<S>::begin(shared, 2 + (S::weighed && p.along_k ? S::bringing_threads : 0), S::consumers * 4 * S::cluster);
+    for (int i = 0; i < S::stages; ++i) {
+      barrier_init(Ring<S>::full_of(shared, i), 2 + (S::weighed && p.along_k ? S::bringing_threads : 0));
+      barrier_init(Ring<S>::empty_of(shared, i), S::consumers * 4 * S::cluster);
+    }
     fence_barrier_init();
     if (p.rows.k > 0) prefetch(&p.rows.a), prefetch(&p.rows.b);
   }

@@ -118,7 +118,7 @@ __device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t s
   uint16_t mask = 0;
   for (int i = 0; i < sharing; ++i)
     mask |= uint16_t(1 << (of_b ? column_rank * S::cluster_m + i : row_rank + i * S::cluster_m));
-  Ring<S> ring(shared);
+  Cursor<S::stages> ring;
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     const Tile tile = tile_of<S>(p, index, rank);
     const int end = of_b ? p.n : p.m, first = of_b ? tile.column : tile.row;
@@ -130,10 +130,10 @@ __device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t s
     auto each_stage = [&](auto load) {
       for (int i = 0; i < p.k; ++i, ring.next()) {
         place.x = i * kStageK;
-        const uint32_t full = ring.full();
-        ring.wait_empty();
+        const uint32_t full = Ring<S>::full_of(shared, ring.stage);
+        barrier_wait(Ring<S>::empty_of(shared, ring.stage), ring.parity ^ 1);
         barrier_expect(full, bytes);
-        load((of_b ? ring.b() : ring.a()) + part * share * kRowBytes, full);
+        load(shared + ring.stage * S::stage_bytes + (of_b ? S::a_bytes : 0) + part * share * kRowBytes, full);
       }
     };
     if (inside <= 0) each_stage([](uint32_t, uint32_t) {});
@@ -141,7 +141,11 @@ __device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t s
       each_stage([&](uint32_t to, uint32_t full) { load_box<5, (sharing > 1)>(to, map, full, place, mask); });
     else each_stage([&](uint32_t to, uint32_t full) { load_box<2, (sharing > 1)>(to, map, full, place, mask); });
   }
-  ring.end();
+  // The block may end when every arrival that the other owes it has come.
+  for (int i = 0; i < S::stages; ++i) {
+    barrier_wait(Ring<S>::empty_of(shared, ring.stage), ring.parity ^ 1);
+    ring.next();
+  }
 }
 
 __device__ __forceinline__ void named_arrive(int barrier, int threads) {
@@ -266,15 +270,15 @@ template <class S>
 __device__ __forceinline__ void bring_chunks(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
   const Sm90Problem &p = problem.rows;
   const int pitch = round_pitch<S>(problem).chunk;
-  Ring<S> ring(shared);
-  Cursor<S::stages> round;
+  Cursor<S::stages> ring, round;
   Brought<S> scales = {problem, thread};
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     scales.start(tile_of<S>(p, index, rank));
     // bring(where the rows' of chunk `i` go, where its columns' go, the barrier to be told) when its stage is free.
     auto into_stage = [&](int i, auto bring) {
-      ring.wait_empty();
-      bring(row_scales<S>(shared, round.stage) + i % kRound * pitch, column_scales<S>(shared, ring.stage), ring.full());
+      barrier_wait(Ring<S>::empty_of(shared, ring.stage), ring.parity ^ 1);
+      bring(row_scales<S>(shared, round.stage) + i % kRound * pitch, column_scales<S>(shared, ring.stage),
+            Ring<S>::full_of(shared, ring.stage));
       ring.next();
       if (i % kRound == kRound - 1) round.next();
     };

@@ -108,10 +108,10 @@ template <class S> struct Ring : Cursor<S::stages> {
 
   __device__ __forceinline__ static uint32_t full_of(uint32_t start, int i) { return start + S::barriers_at + i * 8; }
   __device__ __forceinline__ static uint32_t empty_of(uint32_t start, int i) {
-    return full_of(start, i) + S::stages * 8;
+    return start + S::barriers_at + (S::stages + i) * 8;
   }
   __device__ __forceinline__ uint32_t full() const { return full_of(shared, this->stage); }
-  __device__ __forceinline__ uint32_t empty() const { return empty_of(shared, this->stage); }
+  __device__ __forceinline__ uint32_t empty() const { return full() + S::stages * 8; }
   __device__ __forceinline__ uint32_t a() const { return shared + this->stage * S::stage_bytes; }
   __device__ __forceinline__ uint32_t b() const { return a() + S::a_bytes; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), this->parity); }
