@@ -26,7 +26,7 @@ static_assert(kFirstSize >= 0 && kFirstSize < kSm90SizeGroups, "the Makefile cou
 template <int rows, int columns, Type input, bool a_adjacent, bool b_adjacent, bool chunks, bool parts> struct Shape {
   static constexpr Type type = input;
   static constexpr bool a_k_adjacent = a_adjacent, b_k_adjacent = b_adjacent, chunked = chunks;
-  static constexpr bool hands_over = parts, ragged = false;
+  static constexpr bool hands_over = parts;
   static constexpr int m = rows, n = columns;
   static constexpr int consumers = m == 64 ? 1 : m % 192 ? 2 : 3, threads = kWarpgroup * (1 + consumers);
   static constexpr int blocks = m / 64 / consumers, block_registers = n / 2;  // blocks of 64 rows a warpgroup
@@ -143,7 +143,6 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
       (thread & ((1 << p.cluster_m_log) - 1)) == rank.row || thread >> p.cluster_m_log == rank.column;
   const bool tells = writes_here && thread < 1 << (p.cluster_m_log + p.cluster_n_log);
   Chain<S, Tell> chain = {Ring<S>(shared), warpgroup, {tells ? in_block(Ring<S>::empty_of(shared, 0), thread) : 0}};
-  const auto as_it_is = [](int) {};
   // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
   auto rows_of = [&](const Tile &tile, int block) {
     const int warp = int(thread_number() / 32), lane = int(thread_number() % 32);
@@ -163,12 +162,12 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (S::hands_over && slots.kind(turn) == kTail) {
       take_over<S>(p, d);
-      chain.template run<false>(d, depth, p.chunk, as_it_is);
+      chain.template run<false>(d, depth, p.chunk);
     } else if (p.accumulate) {
       const Tile tile = slots.look(turn);
 #pragma unroll
       for (int block = 0; block < S::blocks; ++block) rows_of(tile, block).begin_at_out(block_of<S>(d, block));
-      chain.template run<false>(d, depth, p.chunk, as_it_is);
+      chain.template run<false>(d, depth, p.chunk);
     } else {
       if constexpr (S::chunked) {
 #pragma unroll
@@ -178,7 +177,7 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
 #pragma unroll
         for (int i = 0; i < S::registers; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
       }
-      if (depth > 0) chain.template run<true>(d, depth, p.chunk, as_it_is);
+      if (depth > 0) chain.template run<true>(d, depth, p.chunk);
     }
 
     if (S::hands_over && slots.kind(turn) == kHead) {

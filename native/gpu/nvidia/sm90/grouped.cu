@@ -16,8 +16,8 @@
 #include "gpu/any/jobs.h"
 #include "gpu/nvidia/sm90/group_jobs.h"
 #include "gpu/nvidia/sm90/group_rows.h"
-#include "gpu/nvidia/sm90/pipe/chain.h"
 #include "gpu/nvidia/sm90/pipe/operand.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {
@@ -26,8 +26,7 @@ template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent,
   static constexpr Type type = input;
   static constexpr int m = tile_m, n = tile_n;
   static constexpr bool depth = along_depth, a_k_adjacent = !depth, b_k_adjacent = b_adjacent, chunked = chunks;
-  static constexpr bool ragged = depth;  // tokens of the next group follow
-  static constexpr int consumers = m / 64, threads = kWarpgroup * (1 + consumers), registers = n / 2, blocks = 1;
+  static constexpr int consumers = m / 64, threads = kWarpgroup * (1 + consumers), registers = n / 2;
   static constexpr int producer_registers = 40, consumer_registers = 232;
   // Boxes of TMA along m and n. A tile brings the boxes of a that have rows of its group.
   static constexpr int a_box = depth ? 64 : kGroupedTokenBox, a_boxes = m / a_box, a_box_bytes = a_box * kRowBytes;
@@ -76,74 +75,139 @@ template <class S> __device__ __forceinline__ int next_stage(int k, int chunk) {
 template <class S>
 __device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &groups, SpotSlots slots, uint32_t shared,
                                         int rank) {
-  Ring<S> ring(shared);
+  int stage = 0, parity = 0;
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
     const Spot at = spot_of<S>(p, groups, index, rank);
     slots.put(at);
     const int boxes = min(S::a_boxes, divide_up_int(at.end - at.row, S::a_box));
     for (int k = 0; k < at.depth; k = next_stage<S>(k, p.chunk)) {
-      const uint32_t full = ring.full(), to = ring.a();
-      ring.wait_empty();
+      const uint32_t full = shared + S::barriers_at + stage * 8, to = shared + stage * S::stage_bytes;
+      barrier_wait(full + S::stages * 8, parity ^ 1);
       barrier_expect(full, boxes * S::a_box_bytes + S::b_bytes);
       if (at.strip) load_stage<S, true>(p, at, to, full, k, boxes, rank);
       else load_stage<S, false>(p, at, to, full, k, boxes, rank);
-      ring.next();
+      if (++stage == S::stages) stage = 0, parity ^= 1;
     }
   }
   Spot none = {};
   none.group = kNoGroup;
   slots.put(none);
-  ring.end();
+  // The block may end when every arrival that the other owes it has come.
+  for (int i = 0; i < S::stages; ++i) {
+    barrier_wait(shared + S::barriers_at + (S::stages + stage) * 8, parity ^ 1);
+    if (++stage == S::stages) stage = 0, parity ^= 1;
+  }
 }
 
 // ---- Products ----------------------------------------------------------------------------------------------------
 
-// Of a warpgroup that has read a stage: tells both blocks, either of which may write into it.
-template <class S> struct Tell {
+// Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads.
+template <class S> struct Reader {
   uint32_t shared;
-  int thread;
-  __device__ __forceinline__ void operator()(int stage) const {
-    if (stage >= 0 && thread < kCluster) barrier_arrive(Ring<S>::empty_of(shared, stage), thread);
+  int warpgroup, thread;
+  int stage = 0, parity = 0, reading = -1;
+
+  __device__ __forceinline__ uint32_t full() const { return shared + S::barriers_at + stage * 8; }
+  __device__ __forceinline__ void next() {
+    if (++stage == S::stages) stage = 0, parity ^= 1;
+  }
+  // The warpgroup has read the stage: tells both blocks, either of which may write into it.
+  __device__ __forceinline__ void release(int read) {
+    if (read >= 0 && thread < kCluster) barrier_arrive(shared + S::barriers_at + (S::stages + read) * 8, thread);
+  }
+
+  // A stage on, or `steps` steps of it, the first from +0 if `fresh`; the stage before is free.
+  template <bool whole> __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
+    barrier_wait(full(), parity);
+    const uint32_t at = shared + stage * S::stage_bytes;
+    const uint64_t a = wgmma_descriptor<S::a_k_adjacent>(at + warpgroup * kBlockBytes);
+    const uint64_t b = wgmma_descriptor<S::b_k_adjacent>(at + S::a_bytes);
+    auto step = [&](int i) {
+      wgmma<S::type, S::a_k_adjacent, S::b_k_adjacent>(d, a + i * kDescriptorStep<S::a_k_adjacent>,
+                                                       b + i * kDescriptorStep<S::b_k_adjacent>, i || !fresh);
+    };
+    wgmma_fence();
+    if constexpr (whole) {
+#pragma unroll
+      for (int i = 0; i < kBlockK / kStep; ++i) step(i);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < steps; ++i) step(i);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    release(reading);
+    reading = stage;
+    next();
+  }
+
+  // +0 for what the next stage has of tokens from `tokens` on: this warpgroup's rows of a, and b, where both
+  // warpgroups write the same.
+  __device__ __forceinline__ void zero_after(int tokens) {
+    barrier_wait(full(), parity);
+    const uint32_t at = shared + stage * S::stage_bytes;
+    auto zero = [&](uint32_t block) {
+      for (int i = tokens * kRowBytes + thread * 16; i < kBlockBytes; i += kWarpgroup * 16)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(block + i), "r"(0) : "memory");
+    };
+    zero(at + warpgroup * kBlockBytes);
+    for (int i = 0; i < S::n / 64; ++i) zero(at + S::a_bytes + i * kBlockBytes);
+    fence_stores();  // before wgmma reads, and the next load writes
+    named_sync(1 + warpgroup, kWarpgroup);
+  }
+
+  // The accumulators may be read.
+  __device__ __forceinline__ void finish() {
+    wgmma_wait<0>();
+    release(reading);
+    reading = -1;
+  }
+
+  // d = the chain of one tile, or the sum of its chunks, from d. A chunk ends with a step, the last one past the end.
+  __device__ __forceinline__ void chain(float (&d)[S::registers], int depth, int chunk) {
+    if constexpr (S::chunked) {
+#pragma unroll 1
+      for (int start = 0; start < depth; start += chunk) {
+        float sum[S::registers];
+        const int here = min(chunk, depth - start), whole = here / kBlockK, rest = here % kBlockK;
+#pragma unroll 1
+        for (int i = 0; i < whole; ++i) advance<true>(sum, 0, i == 0);
+        if (S::depth && rest % kStep) zero_after(rest);
+        if (rest) advance<false>(sum, (rest + kStep - 1) / kStep, whole == 0);
+        finish();
+#pragma unroll
+        for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
+      }
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < depth; k += kBlockK) {
+        if (S::depth && depth - k < kBlockK) zero_after(depth - k);
+        advance<true>(d, 0, false);
+      }
+      finish();
+    }
+  }
+
+  // Leaves out as many stages.
+  __device__ __forceinline__ void skip(int depth, int chunk) {
+#pragma unroll 1
+    for (int k = 0; k < depth; k = next_stage<S>(k, chunk)) {
+      barrier_wait(full(), parity);
+      release(stage);
+      next();
+    }
   }
 };
-
-// +0 for what the next stage has of tokens from `tokens` on: this warpgroup's rows of a, and b, where both warpgroups
-// write the same.
-template <class S>
-__device__ __forceinline__ void zero_after(const Ring<S> &ring, int warpgroup, int thread, int tokens) {
-  ring.wait_full();
-  const uint32_t at = ring.a();
-  auto zero = [&](uint32_t block) {
-    for (int i = tokens * kRowBytes + thread * 16; i < kBlockBytes; i += kWarpgroup * 16)
-      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(block + i), "r"(0) : "memory");
-  };
-  zero(at + warpgroup * kBlockBytes);
-  for (int i = 0; i < S::n / 64; ++i) zero(at + S::a_bytes + i * kBlockBytes);
-  fence_stores();  // before wgmma reads, and the next load writes
-  named_sync(1 + warpgroup, kWarpgroup);
-}
-
-// Leaves out as many stages as a tile has.
-template <class S>
-__device__ __forceinline__ void skip_tile(Chain<S, Tell<S>> &chain, int depth, int chunk) {
-#pragma unroll 1
-  for (int k = 0; k < depth; k = next_stage<S>(k, chunk)) {
-    chain.ring.wait_full();
-    chain.tell(chain.ring.stage);
-    chain.ring.next();
-  }
-}
 
 template <class S>
 __device__ __forceinline__ void consume(const GroupedProblem &p, SpotSlots slots, uint32_t shared, int warpgroup) {
   const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32;
   const uint32_t staging = shared + S::staging_at + warpgroup * S::staging_bytes;
-  Chain<S, Tell<S>> chain = {Ring<S>(shared), warpgroup, {shared, thread}};
-  const auto zero_rest = [&](int tokens) { zero_after(chain.ring, warpgroup, thread, tokens); };
+  Reader<S> ring = {shared, warpgroup, thread};
   for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     const int row = at.row + warpgroup * 64;
     if (row >= at.end || at.column >= p.n) {
-      skip_tile(chain, at.depth, p.chunk);
+      ring.skip(at.depth, p.chunk);
       continue;
     }
     const int warp_row = row + warp * kWarpRows;
@@ -154,11 +218,11 @@ __device__ __forceinline__ void consume(const GroupedProblem &p, SpotSlots slots
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (p.accumulate) {
       tile.begin_at_out(d);
-      chain.template run<false>(d, at.depth, p.chunk, zero_rest);
+      ring.chain(d, at.depth, p.chunk);
     } else {
 #pragma unroll
       for (int i = 0; i < S::registers; ++i) d[i] = 0;
-      chain.template run<false>(d, at.depth, p.chunk, zero_rest);
+      ring.chain(d, at.depth, p.chunk);
     }
     if (p.bias) tile.add_bias(d);
     if (p.out_type == Type::bf16) tile.template store_half<true>(d);
@@ -174,7 +238,10 @@ __global__ void __launch_bounds__(S::threads, 1) grouped_kernel(const __grid_con
   const uint32_t shared = shared_address(memory);
   const int rank = cluster_rank();
   if (threadIdx.x == 0) {
-    Ring<S>::begin(shared, 1, S::consumers * kCluster);
+    for (int i = 0; i < S::stages; ++i) {
+      barrier_init(shared + S::barriers_at + i * 8, 1);
+      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * kCluster);
+    }
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(shared + S::slots_at + i * 8, 1);
       barrier_init(shared + S::slots_at + (kSlots + i) * 8, S::consumers * 4);

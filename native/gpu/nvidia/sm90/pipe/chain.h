@@ -49,21 +49,16 @@ template <class S, class Tell> struct Chain {
     reading = -1;
   }
 
-  // d = the chain over `depth` k, or the sum of its chunks, from d; a chain that is `fresh` from +0, whatever d is. A
-  // chunk ends with a step, the last one past the end. If S::ragged, what lies there are not zeros: then before_end(k)
-  // comes before a stage, or with chunks before one whose last step, has only k left.
-  template <bool fresh, class F>
-  __device__ __forceinline__ void run(float (&d)[S::registers], int depth, int chunk, F before_end) {
+  // d = the chain over `depth` k, or the sum of its chunks, from d; a chain that is `fresh` from +0, whatever d is.
+  template <bool fresh> __device__ __forceinline__ void run(float (&d)[S::registers], int depth, int chunk) {
     if constexpr (S::chunked) {
 #pragma unroll 1
       for (int start = 0; start < depth; start += chunk) {
         float sum[S::registers];
-        const int here = min(depth - start, chunk), whole = here / kBlockK, rest = here % kBlockK;
-        const int steps = (rest + kStep - 1) / kStep;
+        const int here = min(depth - start, chunk), whole = here / kBlockK;
+        const int steps = (here % kBlockK + kStep - 1) / kStep;
 #pragma unroll 1
         for (int i = 0; i < whole; ++i) advance<true>(sum, 0, i == 0);
-        if constexpr (S::ragged)
-          if (rest % kStep) before_end(rest);
         if (steps) advance<false>(sum, steps, whole == 0);
         finish();
 #pragma unroll
@@ -71,11 +66,7 @@ template <class S, class Tell> struct Chain {
       }
     } else {
 #pragma unroll 1
-      for (int k = 0; k < depth; k += kBlockK) {
-        if constexpr (S::ragged)
-          if (depth - k < kBlockK) before_end(depth - k);
-        advance<true>(d, 0, fresh && k == 0);
-      }
+      for (int k = 0; k < depth; k += kBlockK) advance<true>(d, 0, fresh && k == 0);
       finish();
     }
   }
