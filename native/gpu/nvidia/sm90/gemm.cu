@@ -78,7 +78,7 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
       rank.row, p.cluster_m_log, ((1 << (1 << p.cluster_m_log)) - 1) << (rank.column << p.cluster_m_log));
   const TileSlots slots = {{shared + S::slot_barriers_at}, shared + S::slots_at};
   const int warps = p.producers;
-  Ring<S> ring(shared);
+  Ring<S> ring = {shared};
   ring.stage = warp;
   int others = warp;  // stages that other warps fill before this one's next
   uint32_t turn = 0;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
   const bool writes_here =
       (thread & ((1 << p.cluster_m_log) - 1)) == rank.row || thread >> p.cluster_m_log == rank.column;
   const bool tells = writes_here && thread < 1 << (p.cluster_m_log + p.cluster_n_log);
-  Chain<S, Tell> chain = {Ring<S>(shared), warpgroup, {tells ? in_block(Ring<S>::empty_of(shared, 0), thread) : 0}};
+  Chain<S, Tell> chain = {{shared}, warpgroup, {tells ? in_block(Ring<S>::empty_of(shared, 0), thread) : 0}};
   // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
   auto rows_of = [&](const Tile &tile, int block) {
     const int warp = int(thread_number() / 32), lane = int(thread_number() % 32);

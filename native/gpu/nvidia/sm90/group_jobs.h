@@ -153,7 +153,10 @@ struct SpotSlots : Slots<kSlots, int> {
     wait_full(turn);
     return spots[turn % kSlots];
   }
-  __device__ __forceinline__ void give_back() { Slots::give_back(turn++); }
+  __device__ __forceinline__ void give_back() {
+    Slots::give_back(turn);
+    ++turn;
+  }
   __device__ __forceinline__ Spot take() {
     const Spot spot = look();
     give_back();

@@ -244,7 +244,10 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const uint32_t shared = shared_address(memory);
   const int rank = cluster_rank(), weighers = problem.along_k ? kWeighers / 32 : 0;  // warps
   if (threadIdx.x == 0) {
-    Ring<S>::begin(shared, 1 + weighers, S::consumers * 4 * kCluster);
+    for (int i = 0; i < S::stages; ++i) {
+      barrier_init(Ring<S>::full_of(shared, i), 1 + weighers);
+      barrier_init(Ring<S>::empty_of(shared, i), S::consumers * 4 * kCluster);
+    }
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(shared + S::slots_at + i * 8, 1);
       barrier_init(shared + S::slots_at + (kSlots + i) * 8, S::consumers * 4 + weighers);
@@ -267,7 +270,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
       weigh<S>(problem, slots, shared, thread - (kWarpgroup - kWeighers));
   } else {
     registers_up<232>();
-    Consumer<S>{problem, slots, WeightedRing<S>(shared), WeightedRing<S>(shared), warpgroup - 1}.run(shared);
+    Consumer<S>{problem, slots, {{shared}}, {{shared}}, warpgroup - 1}.run(shared);
   }
 }
 

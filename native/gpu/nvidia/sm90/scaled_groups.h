@@ -56,7 +56,6 @@ template <int rows_a_warpgroup, Way how, Type a, Type b, uint32_t stored> struct
 
 // The ring, and beside each stage its weights.
 template <class S> struct WeightedRing : Ring<S> {
-  using Ring<S>::Ring;
   __device__ __forceinline__ uint32_t weights() const {
     return this->shared + S::weights_at + this->stage * S::weight_bytes;
   }
@@ -75,7 +74,7 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
                                         uint32_t shared, int rank) {
   const GroupedProblem &p = problem.groups;
   constexpr int kHalf = S::n / 2;
-  WeightedRing<S> ring(shared);
+  WeightedRing<S> ring = {{shared}};
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
     const Spot at = spot_of<S>(p, groups, index, rank);
     slots.put(at);
@@ -133,7 +132,7 @@ __device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, SpotSl
   const GroupedProblem &p = problem.groups;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const bool by_column = S::by_column && by_columns(b_scale);
-  WeightedRing<S> ring(shared);
+  WeightedRing<S> ring = {{shared}};
   for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     int64_t a_at[each], b_at[1], column_at[each_column];
 #pragma unroll

@@ -84,13 +84,6 @@ template <int count> struct Cursor {
   __device__ __forceinline__ void next() {
     if (++stage == count) stage = 0, parity ^= 1;
   }
-  // On by fewer than all stages, and back.
-  __device__ __forceinline__ void skip(int stages) {
-    if ((stage += stages) >= count) stage -= count, parity ^= 1;
-  }
-  __device__ __forceinline__ void back(int stages) {
-    if ((stage -= stages) < 0) stage += count, parity ^= 1;
-  }
 };
 template <> struct Cursor<kAnyCount> {
   int count, stage = 0, parity = 0;
@@ -102,33 +95,37 @@ template <> struct Cursor<kAnyCount> {
 
 // S::stages stages of S::stage_bytes each, from `shared` on: S::a_bytes of a's rows, then b's. From S::barriers_at on
 // each stage's barrier that it is full, then each one's that it is empty.
-template <class S> struct Ring : Cursor<S::stages> {
+template <class S> struct Ring {
   uint32_t shared;
-  __device__ __forceinline__ explicit Ring(uint32_t start) : shared(start) {}
+  int stage = 0, parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == S::stages) stage = 0, parity ^= 1;
+  }
+  // On by fewer than all stages, and back.
+  __device__ __forceinline__ void skip(int stages) {
+    if ((stage += stages) >= S::stages) stage -= S::stages, parity ^= 1;
+  }
+  __device__ __forceinline__ void back(int stages) {
+    if ((stage -= stages) < 0) stage += S::stages, parity ^= 1;
+  }
 
   __device__ __forceinline__ static uint32_t full_of(uint32_t start, int i) { return start + S::barriers_at + i * 8; }
   __device__ __forceinline__ static uint32_t empty_of(uint32_t start, int i) {
     return start + S::barriers_at + (S::stages + i) * 8;
   }
-  __device__ __forceinline__ uint32_t full() const { return full_of(shared, this->stage); }
+  __device__ __forceinline__ uint32_t full() const { return shared + S::barriers_at + stage * 8; }
   __device__ __forceinline__ uint32_t empty() const { return full() + S::stages * 8; }
-  __device__ __forceinline__ uint32_t a() const { return shared + this->stage * S::stage_bytes; }
+  __device__ __forceinline__ uint32_t a() const { return shared + stage * S::stage_bytes; }
   __device__ __forceinline__ uint32_t b() const { return a() + S::a_bytes; }
-  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), this->parity); }
-  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), this->parity ^ 1); }
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
 
-  // One thread, before any other: how many arrive for a stage to be full, beside its bytes, and for it to be empty.
-  __device__ __forceinline__ static void begin(uint32_t start, int fills, int reads) {
-    for (int i = 0; i < S::stages; ++i) {
-      barrier_init(full_of(start, i), fills);
-      barrier_init(empty_of(start, i), reads);
-    }
-  }
   // Who fills it, after the last stage: a block may end when every arrival that others owe it has come.
   __device__ __forceinline__ void end() {
     for (int i = 0; i < S::stages; ++i) {
       wait_empty();
-      this->next();
+      next();
     }
   }
 };
