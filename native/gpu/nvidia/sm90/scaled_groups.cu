@@ -23,7 +23,7 @@ namespace {
 template <class S> struct Consumer {
   const ScaledGroupsProblem &problem;
   SpotSlots slots;
-  WeightedRing<S> ring, done;  // done: whose weights and chains are still to be added
+  Ring<S> ring, done;  // done: whose weights and chains are still to be added
   int warpgroup;
 
   __device__ __forceinline__ int thread() const { return int(threadIdx.x) % kWarpgroup; }
@@ -45,10 +45,10 @@ template <class S> struct Consumer {
   }
 
   // The weights of the thread's two rows of those 64.
-  __device__ __forceinline__ void load_weights(const WeightedRing<S> &at, int block, float (&w)[2]) const {
+  __device__ __forceinline__ void load_weights(const Ring<S> &at, int block, float (&w)[2]) const {
     const int lane = thread() % 32;
     const uint32_t of_rows =
-        at.weights() + ((warpgroup * S::blocks + block) * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
+        weights_of(at) + ((warpgroup * S::blocks + block) * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
     w[0] = w[1] = 1;
     if (problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
   }
@@ -74,14 +74,14 @@ template <class S> struct Consumer {
     if (by_column) {
 #pragma unroll
       for (int j = 0; j < S::registers; j += 4) {
-        const float2 sb = load_pair(done.weights() + (S::m + j * 2 + thread() % 4 * 2) * 4);
+        const float2 sb = load_pair(weights_of(done) + (S::m + j * 2 + thread() % 4 * 2) * 4);
         total[j] = fmaf(w[0] * sb.x, sum[j], total[j]);
         total[j + 1] = fmaf(w[0] * sb.y, sum[j + 1], total[j + 1]);
         total[j + 2] = fmaf(w[1] * sb.x, sum[j + 2], total[j + 2]);
         total[j + 3] = fmaf(w[1] * sb.y, sum[j + 3], total[j + 3]);
       }
     }
-    done.release();
+    release(done);
     done.next();
     if (ends && !by_column) add_chunk(total, sum, w);
   }
@@ -121,7 +121,7 @@ template <class S> struct Consumer {
           float w[2];
           load_weights(ring, block, w);
           wgmma_wait<0>();
-          if (block == S::blocks - 1) ring.release();
+          if (block == S::blocks - 1) release(ring);
           add_chunk(totals[block], sum, w);
         }
         ring.next();
@@ -178,7 +178,7 @@ template <class S> struct Consumer {
 #pragma unroll 1
     for (int i = 0; i < depth; ++i) {
       ring.wait_full();
-      ring.release();
+      release(ring);
       ring.next();
     }
     done = ring;
@@ -270,7 +270,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
       weigh<S>(problem, slots, shared, thread - (kWarpgroup - kWeighers));
   } else {
     registers_up<232>();
-    Consumer<S>{problem, slots, {{shared}}, {{shared}}, warpgroup - 1}.run(shared);
+    Consumer<S>{problem, slots, {shared}, {shared}, warpgroup - 1}.run(shared);
   }
 }
 

@@ -54,16 +54,14 @@ template <int rows_a_warpgroup, Way how, Type a, Type b, uint32_t stored> struct
   static_assert(stages >= 3 && shared_bytes <= kMostSharedBytes, "the ring must fit");
 };
 
-// The ring, and beside each stage its weights.
-template <class S> struct WeightedRing : Ring<S> {
-  __device__ __forceinline__ uint32_t weights() const {
-    return this->shared + S::weights_at + this->stage * S::weight_bytes;
-  }
-  // A warp of a consumer has read the stage: tells both blocks, either of which may write into it.
-  __device__ __forceinline__ void release() const {
-    if (int(threadIdx.x) % 32 < kCluster) barrier_arrive(this->empty(), int(threadIdx.x) % 32);
-  }
-};
+// The weights beside the next stage.
+template <class S> __device__ __forceinline__ uint32_t weights_of(const Ring<S> &ring) {
+  return ring.shared + S::weights_at + ring.stage * S::weight_bytes;
+}
+// A warp of a consumer has read the stage: tells both blocks, either of which may write into it.
+template <class S> __device__ __forceinline__ void release(const Ring<S> &ring) {
+  if (int(threadIdx.x) % 32 < kCluster) barrier_arrive(ring.empty(), int(threadIdx.x) % 32);
+}
 
 // ---- Loads -------------------------------------------------------------------------------------------------------
 
@@ -74,7 +72,7 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
                                         uint32_t shared, int rank) {
   const GroupedProblem &p = problem.groups;
   constexpr int kHalf = S::n / 2;
-  WeightedRing<S> ring = {{shared}};
+  Ring<S> ring = {shared};
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
     const Spot at = spot_of<S>(p, groups, index, rank);
     slots.put(at);
@@ -132,7 +130,7 @@ __device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, SpotSl
   const GroupedProblem &p = problem.groups;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const bool by_column = S::by_column && by_columns(b_scale);
-  WeightedRing<S> ring = {{shared}};
+  Ring<S> ring = {shared};
   for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     int64_t a_at[each], b_at[1], column_at[each_column];
 #pragma unroll
@@ -162,7 +160,7 @@ __device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, SpotSl
 #pragma unroll
       for (int slot = 0; slot < ahead; ++slot) {
         if (first + slot >= at.depth) break;
-        const uint32_t to = ring.weights() + thread * 4;
+        const uint32_t to = weights_of(ring) + thread * 4;
         ring.wait_empty();
 #pragma unroll
         for (int j = 0; j < each; ++j)

@@ -287,7 +287,20 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
       for (int i = 0; i < S::registers; ++i)
         d[i] = (d[i] * load_word(of_columns + (i / 4 * 8 + i % 2) * 4)) * sa[i % 4 / 2];
     }
-    finish_pairs(p, d, each_pair);
+    if (p.bias)
+      with_type<kUnscaledTypes>(p.bias_type, [&](auto type) {
+        each_pair([&](int i, int row, int column) {
+          d[i] = d[i] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column));
+          if (column + 1 < p.n)
+            d[i + 1] = d[i + 1] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column + 1));
+        });
+      });
+    with_type<kUnscaledTypes>(p.out_type, [&](auto type) {
+      each_pair([&](int i, int row, int column) {
+        const int64_t index = row * p.out_stride + column;
+        store_pair<decltype(type)::value>(p.out, index, d[i], d[i + 1], p.pairs, column + 1 < p.n);
+      });
+    });
   }
 }
 

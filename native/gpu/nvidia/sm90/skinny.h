@@ -224,26 +224,6 @@ __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, fl
   }
 }
 
-// Adds the bias to a thread's accumulators, rounds and stores them. each_pair(f) calls f(i, row, column) for d[i] and
-// d[i + 1] of neighbours in a row of y. This runs once: where the code was long, fetching its instructions took 4 us.
-template <int registers, class F>
-__device__ __forceinline__ void finish_pairs(const Problem &p, float (&d)[registers], F each_pair) {
-  if (p.bias)
-    with_type<kUnscaledTypes>(p.bias_type, [&](auto type) {
-      each_pair([&](int i, int row, int column) {
-        d[i] = d[i] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column));
-        if (column + 1 < p.n)
-          d[i + 1] = d[i + 1] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column + 1));
-      });
-    });
-  with_type<kUnscaledTypes>(p.out_type, [&](auto type) {
-    each_pair([&](int i, int row, int column) {
-      const int64_t index = row * p.out_stride + column;
-      store_pair<decltype(type)::value>(p.out, index, d[i], d[i + 1], p.pairs, column + 1 < p.n);
-    });
-  });
-}
-
 // ---- Host --------------------------------------------------------------------------------------------------------
 
 MapShape map_of(const Gemm &g, const Matrix &matrix, int64_t count, int64_t stride, int box_rows) {
