@@ -138,23 +138,29 @@ __device__ __forceinline__ Spot spot_of(const GroupedProblem &p, const Groups &g
 }
 
 // The tiles that the producer has begun; what has no group follows the last.
-struct SpotSlots : Slots<kSlots, int> {
+struct SpotSlots {
   Spot *spots;
+  uint32_t barriers;
   int turn = 0;
 
+  __device__ __forceinline__ uint32_t full() const { return barriers + turn % kSlots * 8; }
+  __device__ __forceinline__ uint32_t empty() const { return full() + kSlots * 8; }
+  __device__ __forceinline__ int parity() const { return turn / kSlots & 1; }
+
   __device__ __forceinline__ void put(const Spot &spot) {
-    wait_empty(turn);
+    barrier_wait(empty(), parity() ^ 1);
     spots[turn % kSlots] = spot;
-    barrier_arrive(full(turn));
+    barrier_arrive(full());
     ++turn;
   }
   // All threads of the consumers: the tile, which stays until it is given back.
   __device__ __forceinline__ const Spot &look() const {
-    wait_full(turn);
+    barrier_wait(full(), parity());
     return spots[turn % kSlots];
   }
   __device__ __forceinline__ void give_back() {
-    Slots::give_back(turn);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
     ++turn;
   }
   __device__ __forceinline__ Spot take() {

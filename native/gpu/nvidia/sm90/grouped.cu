@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(S::threads, 1) grouped_kernel(const __grid_con
   wait_for_previous_kernel();
   const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
 
-  const SpotSlots slots = {{shared + S::slots_at}, reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16)};
+  const SpotSlots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
 
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {

@@ -31,7 +31,7 @@ template <class S> struct Consumer {
   // The stage's four steps for 64 of the warpgroup's rows, the first step from +0 if `fresh`.
   __device__ __forceinline__ void issue(float (&sum)[S::registers], bool fresh, int block = 0) {
     const uint64_t a = wgmma_descriptor<true>(ring.a() + (warpgroup * S::blocks + block) * kBlockBytes);
-    const uint64_t b = wgmma_descriptor<true>(ring.b());
+    const uint64_t b = wgmma_descriptor<true>(ring.a() + S::a_bytes);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kStageK / kFp8Step; ++step)
@@ -260,7 +260,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   wait_for_previous_kernel();
   const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
 
-  const SpotSlots slots = {{shared + S::slots_at}, reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16)};
+  const SpotSlots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     registers_down<40>();
