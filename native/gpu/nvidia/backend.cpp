@@ -114,49 +114,30 @@ template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *n
       .chooses(scaled_skinny_sm90_choose, rows)
       .launches(scaled_skinny_sm90<rows>);
 }
-constexpr Kernel<ScaledGemm> scaled_e4m3_row(const char *name, Launcher<ScaledGemm> launch, int tile) {
-  return Row(name, bit(Type::e4m3), Arithmetic::sm90, kSm90a, kScaledTile)
+template <int tile> constexpr Kernel<ScaledGemm> scaled_tile_row() {
+  return Row(kFp8Tiles[tile].name, kFp8Tiles[tile].types, Arithmetic::sm90, kSm90a, kScaledTile)
       .chooses(scaled_gemm_sm90_choose, tile)
-      .launches(launch);
+      .launches(scaled_gemm_sm90<tile>);
 }
-template <int tile> constexpr Kernel<ScaledGemm> scaled_plain_row() {
-  return scaled_e4m3_row(kPlainNames[tile], scaled_gemm_sm90_plain<tile>, kScaledTiles + tile);
+constexpr int kScaledOthers = 8;
+template <int... tiles>
+constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scaled_rows(
+    std::integer_sequence<int, tiles...>) {
+  return {{
+      scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
+      scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
+      scaled_skinny_row<48>("cuda_scaled_gemm_sm90_skinny_48"),
+      scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
+      scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
+      scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
+      scaled_tile_row<tiles>()...,
+      Row(kFp8Rest.name, kFp8Rest.types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)
+          .launches(scaled_gemm_sm90_rest),
+      Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kAllOfScaled)
+          .launches(scaled_gemm_ieee_64x64),
+  }};
 }
-template <int tile> constexpr Kernel<ScaledGemm> scaled_low_row() {
-  return scaled_e4m3_row(kLowNames[tile], scaled_gemm_sm90_low<tile>, kScaledTiles + kPlainTiles + tile);
-}
-constexpr Kernel<ScaledGemm> kScaledGemm[] = {
-    scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
-    scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
-    scaled_skinny_row<48>("cuda_scaled_gemm_sm90_skinny_48"),
-    scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
-    scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
-    scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
-    Row("cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
-        .chooses(scaled_gemm_sm90_choose, 0)
-        .launches(scaled_gemm_sm90_256x128),
-    Row("cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
-        .chooses(scaled_gemm_sm90_choose, 1)
-        .launches(scaled_gemm_sm90_128x128_ahead),
-    Row("cuda_scaled_gemm_sm90_128x64", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
-        .chooses(scaled_gemm_sm90_choose, 2)
-        .launches(scaled_gemm_sm90_128x64),
-    Row("cuda_scaled_gemm_sm90_128x192", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
-        .chooses(scaled_gemm_sm90_choose, 3)
-        .launches(scaled_gemm_sm90_128x192),
-    Row("cuda_scaled_gemm_sm90_256x112", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile)
-        .chooses(scaled_gemm_sm90_choose, 4)
-        .launches(scaled_gemm_sm90_256x112),
-    scaled_plain_row<0>(),
-    scaled_plain_row<1>(),
-    scaled_plain_row<2>(),
-    scaled_low_row<0>(),
-    scaled_low_row<1>(),
-    Row("cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)
-        .launches(scaled_gemm_sm90_128x128),
-    Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kAllOfScaled)
-        .launches(scaled_gemm_ieee_64x64),
-};
+constexpr auto kScaledGemm = scaled_rows(std::make_integer_sequence<int, kFp8TileCount>());
 
 constexpr Kernel<Quantize> kQuantize[] = {
     Row("cuda_quantize_rows_packed", kHalfTypes, Arithmetic::ieee, kFromSm80, kRowScales)

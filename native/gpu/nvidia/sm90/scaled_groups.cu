@@ -22,16 +22,16 @@ namespace {
 // One of the warpgroups that multiply: 64 rows of each tile.
 template <class S> struct Consumer {
   const ScaledGroupsProblem &problem;
-  Slots slots;
-  Cursor<S> ring, done;  // done: whose weights and chains are still to be added
+  SpotSlots slots;
+  Ring<S> ring, done;  // done: whose weights and chains are still to be added
   int warpgroup;
 
   __device__ __forceinline__ int thread() const { return int(threadIdx.x) % kWarpgroup; }
 
   // The stage's four steps for 64 of the warpgroup's rows, the first step from +0 if `fresh`.
   __device__ __forceinline__ void issue(float (&sum)[S::registers], bool fresh, int block = 0) {
-    const uint64_t a = wgmma_descriptor<true>(ring.operands() + (warpgroup * S::blocks + block) * kBlockBytes);
-    const uint64_t b = wgmma_descriptor<true>(ring.operands() + S::a_bytes);
+    const uint64_t a = wgmma_descriptor<true>(ring.a() + (warpgroup * S::blocks + block) * kBlockBytes);
+    const uint64_t b = wgmma_descriptor<true>(ring.a() + S::a_bytes);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kStageK / kFp8Step; ++step)
@@ -45,10 +45,10 @@ template <class S> struct Consumer {
   }
 
   // The weights of the thread's two rows of those 64.
-  __device__ __forceinline__ void load_weights(const Cursor<S> &at, int block, float (&w)[2]) const {
+  __device__ __forceinline__ void load_weights(const Ring<S> &at, int block, float (&w)[2]) const {
     const int lane = thread() % 32;
     const uint32_t of_rows =
-        at.weights() + ((warpgroup * S::blocks + block) * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
+        weights_of(at) + ((warpgroup * S::blocks + block) * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
     w[0] = w[1] = 1;
     if (problem.along_k) w[0] = load_word(of_rows), w[1] = load_word(of_rows + 8 * 4);
   }
@@ -74,14 +74,14 @@ template <class S> struct Consumer {
     if (by_column) {
 #pragma unroll
       for (int j = 0; j < S::registers; j += 4) {
-        const float2 sb = load_pair(done.weights() + (S::m + j * 2 + thread() % 4 * 2) * 4);
+        const float2 sb = load_pair(weights_of(done) + (S::m + j * 2 + thread() % 4 * 2) * 4);
         total[j] = fmaf(w[0] * sb.x, sum[j], total[j]);
         total[j + 1] = fmaf(w[0] * sb.y, sum[j + 1], total[j + 1]);
         total[j + 2] = fmaf(w[1] * sb.x, sum[j + 2], total[j + 2]);
         total[j + 3] = fmaf(w[1] * sb.y, sum[j + 3], total[j + 3]);
       }
     }
-    done.release();
+    release(done);
     done.next();
     if (ends && !by_column) add_chunk(total, sum, w);
   }
@@ -121,7 +121,7 @@ template <class S> struct Consumer {
           float w[2];
           load_weights(ring, block, w);
           wgmma_wait<0>();
-          if (block == S::blocks - 1) ring.release();
+          if (block == S::blocks - 1) release(ring);
           add_chunk(totals[block], sum, w);
         }
         ring.next();
@@ -178,7 +178,7 @@ template <class S> struct Consumer {
 #pragma unroll 1
     for (int i = 0; i < depth; ++i) {
       ring.wait_full();
-      ring.release();
+      release(ring);
       ring.next();
     }
     done = ring;
@@ -245,8 +245,8 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const int rank = cluster_rank(), weighers = problem.along_k ? kWeighers / 32 : 0;  // warps
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::stages; ++i) {
-      barrier_init(shared + S::barriers_at + i * 8, 1 + weighers);
-      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * 4 * kCluster);
+      barrier_init(Ring<S>::full_of(shared, i), 1 + weighers);
+      barrier_init(Ring<S>::empty_of(shared, i), S::consumers * 4 * kCluster);
     }
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(shared + S::slots_at + i * 8, 1);
@@ -260,7 +260,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   wait_for_previous_kernel();
   const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
 
-  const Slots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
+  const SpotSlots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     registers_down<40>();
