@@ -22,15 +22,10 @@ struct Quantize;
 struct ScaledGroupedGemm;  // scaled_grouped.h
 struct Rounding;           // rounding.h
 
-// nvidia/sm90/scaled_tiles.cu
-constexpr int kScaledTiles = 5;  // variants 0 to 4: all but the last
+// nvidia/sm90/scaled_tiles.cu, whose variants are the tiles of nvidia/sm90/fp8_tiles.h, and its kernel for the rest.
 Choice scaled_gemm_sm90_choose(const ScaledGemm &, int tile);
-pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &, const Choice &);
-pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &, const Choice &);
-pydet_status scaled_gemm_sm90_128x64(const ScaledGemm &, const Choice &);
-pydet_status scaled_gemm_sm90_128x192(const ScaledGemm &, const Choice &);
-pydet_status scaled_gemm_sm90_256x112(const ScaledGemm &, const Choice &);
-pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &);
+template <int tile> pydet_status scaled_gemm_sm90(const ScaledGemm &, const Choice &);
+pydet_status scaled_gemm_sm90_rest(const ScaledGemm &);
 
 // nvidia/sm90/scaled_skinny.cu. Columns of b that a block works on at a time, for up to 128 rows of a.
 constexpr uint32_t scaled_skinny_types(int columns) {  // others would only take longer to compile

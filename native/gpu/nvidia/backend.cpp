@@ -119,43 +119,39 @@ template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *n
   return {name,    scaled_skinny_types(rows), Arithmetic::sm90,          kScaledSkinny, "sm_90a", is_sm90, nullptr,
           nullptr, scaled_skinny_sm90<rows>,  scaled_skinny_sm90_choose, rows};
 }
-constexpr Kernel<ScaledGemm> scaled_e4m3_row(const char *name, Launcher<ScaledGemm> launch, int tile) {
-  return {name,    bit(Type::e4m3), Arithmetic::sm90,        kScaledTile, "sm_90a", is_sm90, nullptr,
-          nullptr, launch,          scaled_gemm_sm90_choose, tile};
+template <int tile> constexpr Kernel<ScaledGemm> scaled_tile_row() {
+  constexpr const Fp8Tile &its = kFp8Tiles[tile];
+  return {its.name,
+          its.types,
+          Arithmetic::sm90,
+          kScaledTile,
+          "sm_90a",
+          is_sm90,
+          nullptr,
+          nullptr,
+          scaled_gemm_sm90<tile>,
+          scaled_gemm_sm90_choose,
+          tile};
 }
-template <int tile> constexpr Kernel<ScaledGemm> scaled_plain_row() {
-  return scaled_e4m3_row(kPlainNames[tile], scaled_gemm_sm90_plain<tile>, kScaledTiles + tile);
+constexpr int kScaledOthers = 8;
+template <int... tiles>
+constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scaled_rows(
+    std::integer_sequence<int, tiles...>) {
+  return {{
+      scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
+      scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
+      scaled_skinny_row<48>("cuda_scaled_gemm_sm90_skinny_48"),
+      scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
+      scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
+      scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
+      scaled_tile_row<tiles>()...,
+      {kFp8Rest.name, kFp8Rest.types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a", is_sm90,
+       nullptr, nullptr, scaled_gemm_sm90_rest},
+      {"cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, "sm_80 or later", from_sm80, nullptr,
+       nullptr, scaled_gemm_ieee_64x64},
+  }};
 }
-template <int tile> constexpr Kernel<ScaledGemm> scaled_low_row() {
-  return scaled_e4m3_row(kLowNames[tile], scaled_gemm_sm90_low<tile>, kScaledTiles + kPlainTiles + tile);
-}
-constexpr Kernel<ScaledGemm> kScaledGemm[] = {
-    scaled_skinny_row<16>("cuda_scaled_gemm_sm90_skinny_16"),
-    scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
-    scaled_skinny_row<48>("cuda_scaled_gemm_sm90_skinny_48"),
-    scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
-    scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
-    scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
-    {"cuda_scaled_gemm_sm90_256x128", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
-     scaled_gemm_sm90_256x128, scaled_gemm_sm90_choose, 0},
-    {"cuda_scaled_gemm_sm90_128x128_ahead", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr,
-     nullptr, scaled_gemm_sm90_128x128_ahead, scaled_gemm_sm90_choose, 1},
-    {"cuda_scaled_gemm_sm90_128x64", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
-     scaled_gemm_sm90_128x64, scaled_gemm_sm90_choose, 2},
-    {"cuda_scaled_gemm_sm90_128x192", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
-     scaled_gemm_sm90_128x192, scaled_gemm_sm90_choose, 3},
-    {"cuda_scaled_gemm_sm90_256x112", kFp8Types, Arithmetic::sm90, kScaledTile, "sm_90a", is_sm90, nullptr, nullptr,
-     scaled_gemm_sm90_256x112, scaled_gemm_sm90_choose, 4},
-    scaled_plain_row<0>(),
-    scaled_plain_row<1>(),
-    scaled_plain_row<2>(),
-    scaled_low_row<0>(),
-    scaled_low_row<1>(),
-    {"cuda_scaled_gemm_sm90_128x128", kFp8Types, Arithmetic::sm90, kScaledTile | kChunks | kColumnScales, "sm_90a",
-     is_sm90, nullptr, nullptr, scaled_gemm_sm90_128x128},
-    {"cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kAllOfScaled, "sm_80 or later", from_sm80, nullptr,
-     nullptr, scaled_gemm_ieee_64x64},
-};
+constexpr auto kScaledGemm = scaled_rows(std::make_integer_sequence<int, kFp8TileCount>());
 
 constexpr Kernel<Quantize> kQuantize[] = {
     {"cuda_quantize_rows_packed", kHalfTypes, Arithmetic::ieee, kRowScales, "sm_80 or later", from_sm80,
@@ -379,7 +375,7 @@ const Backend *gpu_backend() {
                                       gpu_forget,
                                       nullptr,
                                       {kGemm.data(), int(kGemm.size())},
-                                      table(kScaledGemm),
+                                      {kScaledGemm.data(), int(kScaledGemm.size())},
                                       table(kQuantize),
                                       table(kRmsNorm),
                                       table(kRmsNormBackward),

@@ -150,56 +150,30 @@ uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, A
 
 // ---- fp8 ---------------------------------------------------------------------------------------------------------
 
-namespace {
-
-// Of a tile, in us: of a stage of 128 k, and of what comes before and after; with scales along k, and without. Measured
-// on an H100, all tiles on the same problems of 128 to 8192 rows.
-struct StageCost {
-  double stage, rest;
-};
-struct TileCost {
-  int m, n, blocks;  // of a cluster
-  StageCost along_k, otherwise;
-};
-constexpr TileCost kScaledCosts[kScaledTiles + kPlainTiles + kLowTiles] = {
-    {512, 128, 2, {0.777, 2.0}, {0.725, 2.4}},
-    {256, 128, 2, {0.432, 1.0}, {0.399, 1.3}},
-    {128, 128, 2, {0.319, 0.6}, {0.291, 0.7}},
-    {256, 192, 2, {0.553, 1.6}, {0.531, 2.1}},
-    {512, 112, 2, {0.758, 1.8}, {0.672, 2.1}},
-    {256, 96, 2, {}, {0.361, 1.1}},
-    {256, 144, 2, {}, {0.427, 1.8}},
-    {256, 160, 2, {}, {0.468, 1.8}},
-    {64, 64, 1, {0.242, 0.4}, {}},
-    {64, 128, 1, {0.292, 0.6}, {}},
-};
-constexpr int kLow128 = kScaledTiles + kPlainTiles + 1;
-static_assert(kScaledCosts[kLow128].m == 64 && kScaledCosts[kLow128].n == 128, "the tile meant");
-// Of its stage, which brings more for its products than the others', where a row of k does not begin a line of the L2.
-// With no more rows than two tiles have it is not the fastest, though it is predicted to be.
-constexpr double kLow128Unaligned = 1.35;
-
-}  // namespace
-
 bool scaled_whole_lines(const ScaledGemm &g) {
   constexpr int64_t kLine = 128;  // bytes
   return (g.m == 1 || g.a.row_stride % kLine == 0) && g.b.col_stride % kLine == 0;
 }
 
+bool scaled_tile_takes(const ScaledGemm &g, int tile) {
+  const Fp8Tile &its = kFp8Tiles[tile];
+  return (its.types & bit(g.a.type)) && (its.types & bit(g.b.type)) && its.takes(g.along_k);
+}
+
 int fastest_scaled_tile(const ScaledGemm &g) {
   const int64_t stages = divide_up(g.k, kScaleGroup);
-  auto time_of = [&](int i) {
-    const TileCost &tile = kScaledCosts[i];
-    const int64_t tiles = divide_up(g.m, tile.m) * divide_up(g.n, tile.n) * g.batch.count;
-    const StageCost &cost = g.along_k ? tile.along_k : tile.otherwise;
-    const double stage = cost.stage * (i == kLow128 && !scaled_whole_lines(g) ? kLow128Unaligned : 1);
-    return double(divide_up(tiles, sm90_clusters(g.device.id, tile.blocks))) * (stage * double(stages) + cost.rest);
+  auto time_of = [&](const Fp8Tile &tile) {
+    const int64_t tiles =
+        divide_up(g.m, tile.m * tile.cluster_m) * divide_up(g.n, tile.n * tile.cluster_n) * g.batch.count;
+    const Fp8Cost &cost = tile.cost(g.along_k);
+    const double stage = cost.stage * (scaled_whole_lines(g) ? 1 : tile.unaligned);
+    return double(divide_up(tiles, sm90_clusters(g.device.id, tile.cluster()))) * (stage * double(stages) + cost.rest);
   };
   int best = 0;
-  double least = time_of(best);
-  for (int i = 1; i < kScaledTiles + kPlainTiles + kLowTiles; ++i) {
-    if (!scaled_tile_takes(g, i) || (i == kLow128 && g.m <= 2 * kScaledCosts[i].m)) continue;
-    const double time = time_of(i);
+  double least = time_of(kFp8Tiles[best]);
+  for (int i = 1; i < kFp8TileCount; ++i) {
+    if (!scaled_tile_takes(g, i) || g.m <= kFp8Tiles[i].too_few_rows) continue;
+    const double time = time_of(kFp8Tiles[i]);
     if (time < least) best = i, least = time;
   }
   return best;

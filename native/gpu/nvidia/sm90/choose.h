@@ -1,6 +1,7 @@
 // Which tile a problem is computed by (choose.cpp).
 #pragma once
 
+#include "gpu/nvidia/sm90/fp8_tiles.h"
 #include "gpu/nvidia/sm90/gemm.h"
 
 namespace pydet {
@@ -23,23 +24,11 @@ bool sm90_shares_out(const Sm90Tile &, int64_t m, int64_t n, int clusters);
 // The index in kSm90Tiles of the tile that is predicted to be the fastest, for a problem that one of them takes.
 int sm90_fastest_tile(const Gemm &, const Sm90Operands &);
 
-// The same of the tiles of scaled_tiles.cu: kScaledTiles for every problem; then for e4m3 the plain ones, of 128 rows
-// by these columns, without scales along k; then the low ones, of 64 rows by these columns, with them.
+// The same of kFp8Tiles (fp8_tiles.h), of a problem of fp8.
 struct ScaledGemm;
-constexpr int kPlainColumns[] = {96, 144, 160};
-constexpr const char *kPlainNames[] = {"cuda_scaled_gemm_sm90_128x96", "cuda_scaled_gemm_sm90_128x144",
-                                       "cuda_scaled_gemm_sm90_128x160"};
-constexpr int kPlainTiles = int(sizeof kPlainColumns / sizeof *kPlainColumns);
-static_assert(kPlainTiles == int(sizeof kPlainNames / sizeof *kPlainNames), "a name for each");
-constexpr int kLowColumns[] = {64, 128};
-constexpr const char *kLowNames[] = {"cuda_scaled_gemm_sm90_64x64", "cuda_scaled_gemm_sm90_64x128"};
-constexpr int kLowTiles = int(sizeof kLowColumns / sizeof *kLowColumns);
-static_assert(kLowTiles == int(sizeof kLowNames / sizeof *kLowNames), "a name for each");
 int fastest_scaled_tile(const ScaledGemm &);
 // Whether each row of a's k, and column of b's, begins a line of the L2: else its boxes are of twice as many lines.
 bool scaled_whole_lines(const ScaledGemm &);
 bool scaled_tile_takes(const ScaledGemm &, int tile);
-template <int tile> pydet_status scaled_gemm_sm90_plain(const ScaledGemm &, const Choice &);
-template <int tile> pydet_status scaled_gemm_sm90_low(const ScaledGemm &, const Choice &);
 
 }  // namespace pydet

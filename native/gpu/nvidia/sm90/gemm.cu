@@ -12,12 +12,11 @@
 #include <algorithm>
 
 #include "gpu/nvidia/sm90/handover.h"
+#include "gpu/nvidia/sm90/pipe/chain.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kStep = 16;
-constexpr int kSharedBytes = 227 << 10;  // the most a block may have
 
 // This object's part of the kernels: those of one type, of the sizes kFirstSize, kFirstSize + kSm90SizeGroups, ...
 constexpr int kGroup = PYDET_SM90_GROUP, kFirstSize = kGroup / 2;
@@ -35,16 +34,16 @@ template <int rows, int columns, Type input, bool a_adjacent, bool b_adjacent, b
   // What the 64 Ki registers of an SM leave: at launch all threads have as many, then the producer gives some back.
   static constexpr int producer_registers = consumers == 3 ? 32 : 40, consumer_registers = consumers == 3 ? 160 : 232;
   static constexpr int a_bytes = m * kRowBytes;
-  static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes;
+  static constexpr int b_bytes = (b_k_adjacent ? n : (n + 63) / 64 * 64) * kRowBytes, stage_bytes = a_bytes + b_bytes;
   static constexpr int warps = consumers * 4, staging_bytes = warps * kPieceBytes, bias_bytes = consumers * n * 4;
   static constexpr int slot_bytes = kSlots * kSlotBytes;
   static constexpr int stages =
-      std::min(12, (kSharedBytes - staging_bytes - bias_bytes - slot_bytes - (12 + kSlots) * 16) / (a_bytes + b_bytes));
-  static constexpr int staging_at = stages * (a_bytes + b_bytes), bias_at = staging_at + staging_bytes;
+      std::min(12, (kMostSharedBytes - staging_bytes - bias_bytes - slot_bytes - (12 + kSlots) * 16) / stage_bytes);
+  static constexpr int staging_at = stages * stage_bytes, bias_at = staging_at + staging_bytes;
   static constexpr int slots_at = bias_at + bias_bytes, slot_barriers_at = slots_at + slot_bytes;
   static constexpr int barriers_at = slot_barriers_at + kSlots * 16, shared_bytes = barriers_at + stages * 16;
   static_assert(m == 64 * consumers * blocks, "each warpgroup has as many blocks of 64 rows");
-  static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
+  static_assert(stages >= 3 && shared_bytes <= kMostSharedBytes, "the ring must fit");
   static_assert(m % 64 == 0 && n % 16 == 0 && n >= 32, "whole warpgroups, whole pieces");
 };
 
@@ -69,51 +68,18 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p,
   return tile_of(p, index, S::m, S::n, 1 << p.cluster_m_log, 1 << p.cluster_n_log, rank.row, rank.column);
 }
 
-// This block's share of an operand's tiles, which it loads for the blocks of `mask`, itself among them: from row `first`
-// of the box that one block alone would load.
-struct Share {
-  int first, mask;
-  bool with_others;
-};
-
-template <bool k_adjacent, int extent>
-__device__ __forceinline__ Share share_of(int rank, int blocks_log, int mask) {
-  return {rank * ((k_adjacent ? extent : kBlockK) >> blocks_log), mask, blocks_log > 0};
-}
-
-// `extent` along m or n, 64 along k. `start`: of the tile.
-template <bool k_adjacent, int extent>
-__device__ __forceinline__ void load_operand(const CUtensorMap *map, uint32_t barrier, uint32_t to, int k, int start,
-                                             const Share &share, bool batched, const int (&batch)[kSm90MaxBatch]) {
-  to += share.first * kRowBytes;
-  Place place = {k_adjacent ? k : start, share.first + (k_adjacent ? start : k), {batch[0], batch[1], batch[2]}};
-#pragma unroll
-  for (int block = 0; block < (k_adjacent ? 1 : (extent + 63) / 64); ++block, place.x += 64, to += kBlockBytes) {
-    if (batched) load_box<5, true>(to, map, barrier, place, uint16_t(share.mask));
-    else if (share.with_others) load_box<2, true>(to, map, barrier, place, uint16_t(share.mask));
-    else load_box<2, false>(to, map, barrier, place, uint16_t(share.mask));
-  }
-}
-
-// The same share of the first stage, to the L2: while the kernel ahead ends, whose writes the L2 sees.
-template <bool k_adjacent, int extent>
-__device__ __forceinline__ void ask_for_operand(const CUtensorMap *map, int start, const Share &share) {
-#pragma unroll
-  for (int block = 0; block < (k_adjacent ? 1 : (extent + 63) / 64); ++block)
-    prefetch_box(map, k_adjacent ? 0 : start + block * 64, share.first + (k_adjacent ? start : 0));
-}
-
 // One thread of each producing warp. They fill the ring's stages in turn: what one does for a stage takes as long as the
 // products of a tile of 64 x 128.
 template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int warp) {
   const Rank rank = rank_of(p);
   // The blocks beside this one share its rows of a, those under it its columns of b.
-  const Share a_share = share_of<S::a_k_adjacent, S::m>(rank.column, p.cluster_n_log, p.row_mask << rank.row);
-  const Share b_share = share_of<S::b_k_adjacent, S::n>(
+  const OperandShare a_share = share_of<S::a_k_adjacent, S::m>(rank.column, p.cluster_n_log, p.row_mask << rank.row);
+  const OperandShare b_share = share_of<S::b_k_adjacent, S::n>(
       rank.row, p.cluster_m_log, ((1 << (1 << p.cluster_m_log)) - 1) << (rank.column << p.cluster_m_log));
-  const Slots slots = {shared + S::slots_at, shared + S::slot_barriers_at};
+  const TileSlots slots = {{shared + S::slot_barriers_at}, shared + S::slots_at};
   const int warps = p.producers;
-  int stage = warp, parity = 0;
+  Ring<S> ring = {shared};
+  ring.stage = warp;
   int others = warp;  // stages that other warps fill before this one's next
   uint32_t turn = 0;
   const Walk<S::hands_over> walk(p, cluster_index(p), cluster_count(p));
@@ -137,13 +103,12 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
       int k = chunk + others * kBlockK;
 #pragma unroll 1
       for (; k < end; k += warps * kBlockK) {
-        uint32_t full = shared + S::barriers_at + stage * 8, empty = full + S::stages * 8;
-        uint32_t a = shared + stage * (S::a_bytes + S::b_bytes), b = a + S::a_bytes;
-        barrier_wait(empty, parity ^ 1);
-        barrier_expect(full, S::a_bytes + S::b_bytes);
+        const uint32_t full = ring.full(), a = ring.a(), b = ring.b();
+        ring.wait_empty();
+        barrier_expect(full, S::stage_bytes);
         load_operand<S::a_k_adjacent, S::m>(&p.a, full, a, k, tile.row, a_share, p.batched, a_batch);
         load_operand<S::b_k_adjacent, S::n>(&p.b, full, b, k, tile.column, b_share, p.batched, b_batch);
-        if ((stage += warps) >= S::stages) stage -= S::stages, parity ^= 1;
+        ring.skip(warps);
       }
       others = (k - end) / kBlockK;
     }
@@ -152,83 +117,21 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
   // The block may end when every arrival that the others owe it has come: of the last turn of the ring, this warp's stages.
 #pragma unroll 1
   for (int back = warps - others; back <= S::stages; back += warps) {
-    if ((stage -= warps) < 0) stage += S::stages, parity ^= 1;
-    barrier_wait(shared + S::barriers_at + (S::stages + stage) * 8, parity);
+    ring.back(warps);
+    barrier_wait(ring.empty(), ring.parity);
   }
 }
 
-// Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads.
-template <class S> struct Ring {
-  uint32_t shared;
-  int warpgroup;
-  uint32_t told;  // the first stage's barrier in a block that writes into this one's stages; 0: other threads tell it
-  int stage = 0, parity = 0, reading = -1;
-
-  // All four warps have read the stage: tells every block that writes into it.
-  __device__ __forceinline__ void release() {
+// Where a thread tells a block that writes into this one's stages that one has been read.
+struct Tell {
+  uint32_t told;  // the first stage's barrier in that block; 0: other threads tell it
+  // All four warps have read the stage.
+  __device__ __forceinline__ void operator()(int stage) const {
     asm volatile(
         "{\n.reg .pred tells;\nsetp.ne.u32 tells, %0, 0;\n@tells mbarrier.arrive.shared::cluster.b64 _, [%1];\n}" ::"r"(
-            reading < 0 ? 0 : told),
-        "r"(told + reading * 8)
+            stage < 0 ? 0 : told),
+        "r"(told + stage * 8)
         : "memory");
-  }
-
-  // Starts `steps` steps of 16 on the next stage, the first from +0 if `fresh`, and frees the stage before it. Whole
-  // stages are unrolled.
-  template <bool whole> __device__ __forceinline__ void advance(float (&d)[S::registers], int steps, bool fresh) {
-    barrier_wait(shared + S::barriers_at + stage * 8, parity);
-    uint32_t at = shared + stage * (S::a_bytes + S::b_bytes);
-    uint64_t a = wgmma_descriptor<S::a_k_adjacent>(at + warpgroup * S::blocks * kBlockBytes);
-    uint64_t b = wgmma_descriptor<S::b_k_adjacent>(at + S::a_bytes);
-    wgmma_fence();
-    auto step = [&](int i) {
-#pragma unroll
-      for (int block = 0; block < S::blocks; ++block)
-        wgmma<S::type, S::a_k_adjacent, S::b_k_adjacent>(
-            block_of<S>(d, block), a + i * kDescriptorStep<S::a_k_adjacent> + (block * kBlockBytes >> 4),
-            b + i * kDescriptorStep<S::b_k_adjacent>, i || !fresh);
-    };
-    if constexpr (whole) {
-#pragma unroll
-      for (int i = 0; i < kBlockK / kStep; ++i) step(i);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < steps; ++i) step(i);
-    }
-    wgmma_commit();
-    wgmma_wait<1>();
-    release();
-    reading = stage;
-    if (++stage == S::stages) stage = 0, parity ^= 1;
-  }
-
-  // d = the chain of one tile, or the sum of its chunks, from d; a chain that is fresh from +0, whatever d is.
-  template <bool fresh>
-  __device__ __forceinline__ void chain(float (&d)[S::registers], int k_end, int chunk_size) {
-    if constexpr (S::chunked) {
-      float sum[S::registers];
-      for (int chunk = 0; chunk < k_end; chunk += chunk_size) {
-        const int k_here = min(k_end - chunk, chunk_size), whole = k_here / kBlockK,
-                  steps = (k_here % kBlockK + kStep - 1) / kStep;
-#pragma unroll 1
-        for (int i = 0; i < whole; ++i) advance<true>(sum, 0, i == 0);
-        if (steps) advance<false>(sum, steps, whole == 0);
-        finish();
-#pragma unroll
-        for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
-      }
-    } else {
-#pragma unroll 1
-      for (int k = 0; k < k_end; k += kBlockK) advance<true>(d, 0, fresh && k == 0);
-      finish();
-    }
-  }
-
-  // The accumulators may be read.
-  __device__ __forceinline__ void finish() {
-    wgmma_wait<0>();
-    release();
-    reading = -1;
   }
 };
 
@@ -239,14 +142,14 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
   const bool writes_here =
       (thread & ((1 << p.cluster_m_log) - 1)) == rank.row || thread >> p.cluster_m_log == rank.column;
   const bool tells = writes_here && thread < 1 << (p.cluster_m_log + p.cluster_n_log);
-  Ring<S> ring = {shared, warpgroup, tells ? in_block(shared + S::barriers_at + S::stages * 8, thread) : 0};
+  Chain<S, Tell> chain = {{shared}, warpgroup, {tells ? in_block(Ring<S>::empty_of(shared, 0), thread) : 0}};
   // Worked out anew on each side of the main loop, which leaves no registers to keep it in.
   auto rows_of = [&](const Tile &tile, int block) {
     const int warp = int(thread_number() / 32), lane = int(thread_number() % 32);
     return WarpOut<S>{p, tile, shared + S::staging_at + warp * kPieceBytes,
                       tile.row + (warp / 4 * S::blocks + block) * 64 + warp % 4 * kWarpRows, lane};
   };
-  const Slots slots = {shared + S::slots_at, shared + S::slot_barriers_at};
+  const TileSlots slots = {{shared + S::slot_barriers_at}, shared + S::slots_at};
   wait_for_previous_kernel();
   for (uint32_t turn = 0; slots.wait(turn); ++turn) {
     float d[S::registers];
@@ -259,12 +162,12 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
     // ptxas keeps wgmma asynchronous only where each way of setting the accumulators has its own main loop
     if (S::hands_over && slots.kind(turn) == kTail) {
       take_over<S>(p, d);
-      ring.template chain<false>(d, depth, p.chunk);
+      chain.template run<false>(d, depth, p.chunk);
     } else if (p.accumulate) {
       const Tile tile = slots.look(turn);
 #pragma unroll
       for (int block = 0; block < S::blocks; ++block) rows_of(tile, block).begin_at_out(block_of<S>(d, block));
-      ring.template chain<false>(d, depth, p.chunk);
+      chain.template run<false>(d, depth, p.chunk);
     } else {
       if constexpr (S::chunked) {
 #pragma unroll
@@ -274,7 +177,7 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
 #pragma unroll
         for (int i = 0; i < S::registers; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
       }
-      if (depth > 0) ring.template chain<true>(d, depth, p.chunk);
+      if (depth > 0) chain.template run<true>(d, depth, p.chunk);
     }
 
     if (S::hands_over && slots.kind(turn) == kHead) {
@@ -304,8 +207,8 @@ __global__ void __launch_bounds__(S::threads, 1) gemm_kernel(const __grid_consta
     const int sharers = (1 << p.cluster_m_log) + (1 << p.cluster_n_log) - 1;
 #pragma unroll
     for (int i = 0; i < S::stages; ++i) {
-      barrier_init(shared + S::barriers_at + i * 8, 1);
-      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * sharers);
+      barrier_init(Ring<S>::full_of(shared, i), 1);
+      barrier_init(Ring<S>::empty_of(shared, i), S::consumers * sharers);
     }
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {

@@ -4,13 +4,11 @@
 #include <cuda.h>
 
 #include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/pipe/shape.h"
 #include "gpu/nvidia/sm90/tiles.h"
 
 namespace pydet {
 
-constexpr int kBlockK = 64;       // of k in a stage
-constexpr int kRowBytes = 128;    // a row of every box that TMA moves
-constexpr int kWarpRows = 16;     // of out that a warp stores at once
 constexpr int kSm90MaxBatch = 3;  // dimensions, beside the two of a matrix
 
 // How a bias is added: to columns of a tile, to its rows, or element by element as they are stored.

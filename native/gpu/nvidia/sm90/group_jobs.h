@@ -7,7 +7,7 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/groups.h"
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/jobs.h"
 
 namespace pydet {
 namespace {
@@ -137,30 +137,24 @@ __device__ __forceinline__ Spot spot_of(const GroupedProblem &p, const Groups &g
       p.first_group + group, base + share.pairs * 2 * S::m, base + rows, (2 * two + rank) * S::n, first, depth, true};
 }
 
-// The tiles that the producer has begun, for the consumers, which would stand still while they worked them out.
-struct Slots {
+// The tiles that the producer has begun; what has no group follows the last.
+struct SpotSlots : Slots<kSlots, int> {
   Spot *spots;
-  uint32_t barriers;
   int turn = 0;
 
-  __device__ __forceinline__ uint32_t full() const { return barriers + turn % kSlots * 8; }
-  __device__ __forceinline__ uint32_t empty() const { return full() + kSlots * 8; }
-  __device__ __forceinline__ int parity() const { return turn / kSlots & 1; }
-
   __device__ __forceinline__ void put(const Spot &spot) {
-    barrier_wait(empty(), parity() ^ 1);
+    wait_empty(turn);
     spots[turn % kSlots] = spot;
-    barrier_arrive(full());
+    barrier_arrive(full(turn));
     ++turn;
   }
   // All threads of the consumers: the tile, which stays until it is given back.
   __device__ __forceinline__ const Spot &look() const {
-    barrier_wait(full(), parity());
+    wait_full(turn);
     return spots[turn % kSlots];
   }
   __device__ __forceinline__ void give_back() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
+    Slots::give_back(turn);
     ++turn;
   }
   __device__ __forceinline__ Spot take() {
@@ -169,23 +163,6 @@ struct Slots {
     return spot;
   }
 };
-
-// A box of one group's matrix of b.
-template <bool multicast> __device__ __forceinline__ void load_of_matrix(uint32_t to, const CUtensorMap *map,
-                                                                         uint32_t barrier, int x, int y, int matrix) {
-  if constexpr (multicast)
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix), "h"(kBoth)
-        : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(matrix)
-        : "memory");
-}
 
 }  // namespace
 }  // namespace pydet

@@ -2,12 +2,10 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/groups.h"
-#include "gpu/nvidia/sm90/rows.h"
+#include "gpu/nvidia/sm90/pipe/out.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kWarpgroup = 128;
 
 // Of its 16 rows `rows` are the group's. Lane t holds in d[4 i + 2 h + e] row t / 4 + 8 h, column 8 i + 2 (t % 4) + e.
 template <class S> struct WarpTile {
@@ -109,7 +107,7 @@ template <class S> struct WarpTile {
       }
     } else {
       const bool first = warp == 0 && lane == 0;
-      if (first) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the tile before has been read
+      if (first) wait_until_read();  // of the tile before
       named_sync(sync, kWarpgroup);
 #pragma unroll
       for (int start = 0; start < S::n; start += 64) stage<bf16>(d, start);
@@ -118,17 +116,14 @@ template <class S> struct WarpTile {
         for (int start = 0; start < S::n; start += 64) copy_out(start);
         return;
       }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      fence_stores();
       named_sync(sync, kWarpgroup);
       if (!first) return;
       // Blocks past the last column too: under a condition ptxas 13.0 left the coordinates of some out.
 #pragma unroll
       for (int start = 0; start < S::n; start += 64)
-        asm volatile(
-            "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&p.out_map),
-            "r"(column + start), "r"(row), "r"(group), "r"(staged(start, 0, 0))
-            : "memory");
-      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        store_box<3>(&p.out_map, {column + start, row, {group}}, staged(start, 0, 0));
+      commit_boxes();
     }
   }
 };

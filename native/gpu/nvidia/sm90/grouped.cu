@@ -16,11 +16,11 @@
 #include "gpu/any/jobs.h"
 #include "gpu/nvidia/sm90/group_jobs.h"
 #include "gpu/nvidia/sm90/group_rows.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kStep = 16;  // of k
 
 template <Type input, int tile_m, int tile_n, bool along_depth, bool b_adjacent, bool chunks> struct Shape {
   static constexpr Type type = input;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void load_stage(const GroupedProblem &p, const Spot &
   for (int i = 0; i < S::b_boxes; ++i) {
     if (!strip && i / (S::b_boxes / 2) != rank) continue;
     const int column = at.column + i * S::b_box, row = S::depth ? at.first + k : k, matrix = S::depth ? 0 : at.group;
-    load_of_matrix<!strip>(to + S::a_bytes + i * S::b_box * kRowBytes, &p.b, full, S::b_k_adjacent ? row : column,
-                           S::b_k_adjacent ? column : row, matrix);
+    const Place place = S::b_k_adjacent ? Place{row, column, {matrix}} : Place{column, row, {matrix}};
+    load_box<3, !strip>(to + S::a_bytes + i * S::b_box * kRowBytes, &p.b, full, place, kBoth);
   }
 }
 
@@ -73,7 +73,7 @@ template <class S> __device__ __forceinline__ int next_stage(int k, int chunk) {
 }
 
 template <class S>
-__device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &groups, Slots slots, uint32_t shared,
+__device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &groups, SpotSlots slots, uint32_t shared,
                                         int rank) {
   int stage = 0, parity = 0;
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &g
 // ---- Products ----------------------------------------------------------------------------------------------------
 
 // Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads.
-template <class S> struct Ring {
+template <class S> struct Reader {
   uint32_t shared;
   int warpgroup, thread;
   int stage = 0, parity = 0, reading = -1;
@@ -152,7 +152,7 @@ template <class S> struct Ring {
     };
     zero(at + warpgroup * kBlockBytes);
     for (int i = 0; i < S::n / 64; ++i) zero(at + S::a_bytes + i * kBlockBytes);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before wgmma reads, and the next load writes
+    fence_stores();  // before wgmma reads, and the next load writes
     named_sync(1 + warpgroup, kWarpgroup);
   }
 
@@ -200,10 +200,10 @@ template <class S> struct Ring {
 };
 
 template <class S>
-__device__ __forceinline__ void consume(const GroupedProblem &p, Slots slots, uint32_t shared, int warpgroup) {
+__device__ __forceinline__ void consume(const GroupedProblem &p, SpotSlots slots, uint32_t shared, int warpgroup) {
   const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32;
   const uint32_t staging = shared + S::staging_at + warpgroup * S::staging_bytes;
-  Ring<S> ring = {shared, warpgroup, thread};
+  Reader<S> ring = {shared, warpgroup, thread};
   for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     const int row = at.row + warpgroup * 64;
     if (row >= at.end || at.column >= p.n) {
@@ -229,7 +229,7 @@ __device__ __forceinline__ void consume(const GroupedProblem &p, Slots slots, ui
     else if (p.out_type == Type::f16) tile.template store_half<false>(d);
     else tile.store_f32(d);
   }
-  if (S::stores_by_tma && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (S::stores_by_tma && thread == 0) wait_until_stored();
 }
 
 template <class S>
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(S::threads, 1) grouped_kernel(const __grid_con
   wait_for_previous_kernel();
   const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
 
-  const Slots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
+  const SpotSlots slots = {{shared + S::slots_at}, reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16)};
 
   const int warpgroup = int(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {

@@ -1,14 +1,13 @@
-// Where tiles of the Hopper kernels lie, and what one warp of scaled_tiles.cu does with its 16 rows of one before and
-// after the main loop.
+// Where tiles of gemm.cu and scaled_tiles.cu lie, and what one warp of scaled_tiles.cu does with its 16 rows of one
+// before and after the main loop.
 #pragma once
 
 #include "gpu/nvidia/sm90/gemm.h"
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/jobs.h"
+#include "gpu/nvidia/sm90/pipe/out.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kPieceBytes = kWarpRows * kRowBytes;
 
 // Where a tile lies, and its batch. A tile that would pass an edge is moved back to end there, since boxes that TMA has to
 // fill with zeros cost more than whole ones; it then makes again, to the same bits, what its neighbour makes. Only what
@@ -19,21 +18,6 @@ struct Tile {
   int batch[kSm90MaxBatch];
   int64_t out_offset, bias_offset;
 };
-
-// a / b of 0 <= a and 0 < b. `quick`: by a reciprocal, one off at most below 2^22, and counted to the end beyond: a
-// division takes some 150 cycles.
-template <bool quick> __device__ __forceinline__ int quotient_of(int a, int b) {
-  if constexpr (!quick) {
-    return a / b;
-  } else {
-    float reciprocal;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(float(b)));
-    int quotient = int(float(a) * reciprocal);
-    while (quotient * b > a) --quotient;
-    while ((quotient + 1) * b <= a) ++quotient;
-    return quotient;
-  }
-}
 
 // Of m by n, in a cluster of cluster_m by cluster_n of them.
 template <bool quick = false>
@@ -63,39 +47,8 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p,
   return tile_of<true>(p, index, S::m, S::n, S::cluster_m, S::cluster_n, rank % S::cluster_m, rank / S::cluster_m);
 }
 
-__device__ __forceinline__ uint32_t load_raw(const char *data, int64_t index, Type type) {
-  return type == Type::f32 ? reinterpret_cast<const uint32_t *>(data)[index]
-                           : reinterpret_cast<const uint16_t *>(data)[index];
-}
-__device__ __forceinline__ float f32_from_raw(uint32_t raw, Type type) {
-  return type == Type::f32    ? float_of(raw)
-         : type == Type::bf16 ? f32_from_bf16(uint16_t(raw))
-                              : f32_from_f16(uint16_t(raw));
-}
-__device__ __forceinline__ void store_pair(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-__device__ __forceinline__ float2 load_pair(uint32_t address) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
-  return pair;
-}
-__device__ __forceinline__ uint4 load_16_bytes(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-// The kernels that store through Rows name each type of out.
+// The kernels that store through WarpRows name each type of out.
 static_assert(types_for(kResult) == (bit(Type::f32) | bit(Type::bf16) | bit(Type::f16)), "what they name");
-template <bool bf16> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
-  uint32_t pair;
-  if (bf16) asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
-  else asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(x), "f"(y));
-  return pair;
-}
 
 // What one warp does with its 16 rows of a tile outside of the main loop. A piece is 16 rows of 128 bytes in shared
 // memory, swizzled as TMA does it: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
@@ -140,18 +93,6 @@ template <class S> struct WarpRows {
     }
   }
 
-  // Rounds the accumulators of 64 columns to 16 bits, which fill the piece at `to`.
-  template <bool bf16> __device__ __forceinline__ void stage_halves(const float *d, uint32_t to) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float *e = d + 8 * j;
-      uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]), round_pair<bf16>(e[4], e[5]),
-                               round_pair<bf16>(e[6], e[7])};
-      int r = lane % 16, chunk = 2 * j + lane / 16;
-      store_matrices(to + r * kRowBytes + ((chunk ^ (r & 7)) << 4), fragments);
-    }
-  }
-
   // Rounds and stores the accumulators, piece by piece. `columns` of `size` bytes fill one.
   template <int size, bool bf16> __device__ __forceinline__ void store(const float (&d)[S::n / 2]) const {
     constexpr int columns = kRowBytes / size, last = S::n - columns;
@@ -165,7 +106,7 @@ template <class S> struct WarpRows {
           for (int h = 0; h < 2; ++h)
             store_pair(pair_address(j, h), d[start / 2 + 4 * j + 2 * h], d[start / 2 + 4 * j + 2 * h + 1]);
       } else {
-        stage_halves<bf16>(d + start / 2, piece);
+        stage_halves<bf16>(d + start / 2, piece, lane);
       }
       __syncwarp();
       copy_out<size>(tile.column + start);

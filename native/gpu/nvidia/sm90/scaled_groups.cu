@@ -22,16 +22,16 @@ namespace {
 // One of the warpgroups that multiply: 64 rows of each tile.
 template <class S> struct Consumer {
   const ScaledGroupsProblem &problem;
-  Slots slots;
-  Cursor<S> ring, done;  // done: whose weights and chains are still to be added
+  SpotSlots slots;
+  WeightedRing<S> ring, done;  // done: whose weights and chains are still to be added
   int warpgroup;
 
   __device__ __forceinline__ int thread() const { return int(threadIdx.x) % kWarpgroup; }
 
   // The stage's four steps for 64 of the warpgroup's rows, the first step from +0 if `fresh`.
   __device__ __forceinline__ void issue(float (&sum)[S::registers], bool fresh, int block = 0) {
-    const uint64_t a = wgmma_descriptor<true>(ring.operands() + (warpgroup * S::blocks + block) * kBlockBytes);
-    const uint64_t b = wgmma_descriptor<true>(ring.operands() + S::a_bytes);
+    const uint64_t a = wgmma_descriptor<true>(ring.a() + (warpgroup * S::blocks + block) * kBlockBytes);
+    const uint64_t b = wgmma_descriptor<true>(ring.b());
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kStageK / kFp8Step; ++step)
@@ -45,7 +45,7 @@ template <class S> struct Consumer {
   }
 
   // The weights of the thread's two rows of those 64.
-  __device__ __forceinline__ void load_weights(const Cursor<S> &at, int block, float (&w)[2]) const {
+  __device__ __forceinline__ void load_weights(const WeightedRing<S> &at, int block, float (&w)[2]) const {
     const int lane = thread() % 32;
     const uint32_t of_rows =
         at.weights() + ((warpgroup * S::blocks + block) * 64 + thread() / 32 * kWarpRows + lane / 4) * 4;
@@ -245,8 +245,8 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const int rank = cluster_rank(), weighers = problem.along_k ? kWeighers / 32 : 0;  // warps
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::stages; ++i) {
-      barrier_init(shared + S::barriers_at + i * 8, 1 + weighers);
-      barrier_init(shared + S::barriers_at + (S::stages + i) * 8, S::consumers * 4 * kCluster);
+      barrier_init(Ring<S>::full_of(shared, i), 1 + weighers);
+      barrier_init(Ring<S>::empty_of(shared, i), S::consumers * 4 * kCluster);
     }
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(shared + S::slots_at + i * 8, 1);
@@ -260,7 +260,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   wait_for_previous_kernel();
   const Groups groups = find_groups<S>(p, reinterpret_cast<int *>(memory + S::table_at));
 
-  const Slots slots = {reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16), shared + S::slots_at};
+  const SpotSlots slots = {{shared + S::slots_at}, reinterpret_cast<Spot *>(memory + S::slots_at + kSlots * 16)};
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     registers_down<40>();
@@ -270,7 +270,7 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
       weigh<S>(problem, slots, shared, thread - (kWarpgroup - kWeighers));
   } else {
     registers_up<232>();
-    Consumer<S>{problem, slots, {shared}, {shared}, warpgroup - 1}.run(shared);
+    Consumer<S>{problem, slots, {{shared}}, {{shared}}, warpgroup - 1}.run(shared);
   }
 }
 

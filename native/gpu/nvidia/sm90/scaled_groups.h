@@ -3,17 +3,17 @@
 
 #include "gpu/nvidia/sm90/group_jobs.h"
 #include "gpu/nvidia/sm90/group_rows.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
 #include "gpu/nvidia/sm90/scales.h"
-#include "gpu/nvidia/sm90/wgmma_fp8.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "scaled_grouped.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kStageK = kScaleGroup;     // of k in a stage, 128 bytes
-constexpr int kAhead = 8;                // chunks of one turn of the main loop, at whose end nothing is in flight
-constexpr int kWeighers = 64;            // threads
-constexpr int kSharedBytes = 227 << 10;  // the most a block may have
+constexpr int kStageK = kScaleGroup;  // of k in a stage, 128 bytes
+constexpr int kAhead = 8;             // chunks of one turn of the main loop, at whose end nothing is in flight
+constexpr int kWeighers = 64;         // threads
 
 // The k and chunk of `groups` count stages. In b_scale the first batch stride is that from group to group.
 struct ScaledGroupsProblem {
@@ -46,30 +46,22 @@ template <int rows_a_warpgroup, Way how, Type a, Type b, uint32_t stored> struct
   static constexpr int weight_bytes = (m + (by_column ? n : 0)) * 4;  // of a stage: its rows', its columns'
   static constexpr int stage_bytes = a_bytes + b_bytes, staging_bytes = kBlockBytes;
   static constexpr int stages =
-      (kSharedBytes - consumers * staging_bytes - table_bytes - 512) / (stage_bytes + weight_bytes);
+      (kMostSharedBytes - consumers * staging_bytes - table_bytes - 512) / (stage_bytes + weight_bytes);
   static constexpr int staging_at = stages * stage_bytes, weights_at = staging_at + consumers * staging_bytes;
   static constexpr int table_at = weights_at + stages * weight_bytes, barriers_at = table_at + table_bytes;
   static constexpr int slots_at = barriers_at + stages * 16;
   static constexpr int shared_bytes = slots_at + kSlots * (16 + int(sizeof(Spot)));
-  static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
+  static_assert(stages >= 3 && shared_bytes <= kMostSharedBytes, "the ring must fit");
 };
 
-// Where a ring stands.
-template <class S> struct Cursor {
-  uint32_t shared;
-  int stage = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == S::stages) stage = 0, parity ^= 1;
+// The ring, and beside each stage its weights.
+template <class S> struct WeightedRing : Ring<S> {
+  __device__ __forceinline__ uint32_t weights() const {
+    return this->shared + S::weights_at + this->stage * S::weight_bytes;
   }
-  __device__ __forceinline__ uint32_t operands() const { return shared + stage * S::stage_bytes; }
-  __device__ __forceinline__ uint32_t weights() const { return shared + S::weights_at + stage * S::weight_bytes; }
-  __device__ __forceinline__ uint32_t full() const { return shared + S::barriers_at + stage * 8; }
-  __device__ __forceinline__ uint32_t empty() const { return full() + S::stages * 8; }
-  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
   // A warp of a consumer has read the stage: tells both blocks, either of which may write into it.
   __device__ __forceinline__ void release() const {
-    if (int(threadIdx.x) % 32 < kCluster) barrier_arrive(empty(), int(threadIdx.x) % 32);
+    if (int(threadIdx.x) % 32 < kCluster) barrier_arrive(this->empty(), int(threadIdx.x) % 32);
   }
 };
 
@@ -78,11 +70,11 @@ template <class S> struct Cursor {
 // One thread: the operands. Of what the two blocks share each brings half, for both. Boxes take the thread its time, so a
 // tile with many rows of its group is brought as one, which may have others'.
 template <class S>
-__device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, const Groups &groups, Slots slots,
+__device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, const Groups &groups, SpotSlots slots,
                                         uint32_t shared, int rank) {
   const GroupedProblem &p = problem.groups;
   constexpr int kHalf = S::n / 2;
-  Cursor<S> ring = {shared};
+  WeightedRing<S> ring = {{shared}};
   for (int index = int(blockIdx.x) / kCluster; index < groups.jobs; index += int(gridDim.x) / kCluster) {
     const Spot at = spot_of<S>(p, groups, index, rank);
     slots.put(at);
@@ -93,13 +85,13 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
       for (int i = 0; i < at.depth; ++i) {
         ring.wait_empty();
         barrier_expect(ring.full(), a_bytes + S::b_bytes);
-        load(ring.full(), ring.operands(), i * kStageK);
+        load(ring.full(), ring.a(), i * kStageK);
         ring.next();
       }
     };
     const auto load_half_of_b = [&](uint32_t full, uint32_t stage, int k) {
       const int first = rank * kHalf;
-      load_of_matrix<true>(stage + S::a_bytes + first * kRowBytes, &p.b, full, k, at.column + first, at.group);
+      load_box<3, true>(stage + S::a_bytes + first * kRowBytes, &p.b, full, {k, at.column + first, {at.group}}, kBoth);
     };
     if (at.strip) {
       each_stage(boxes * S::a_box_bytes, [&](uint32_t full, uint32_t stage, int k) {
@@ -108,7 +100,8 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
           load_box<2, true>(stage + box * S::a_box_bytes, &p.a, full, {k, at.row + box * kGroupedTokenBox, {}}, kBoth);
 #pragma unroll
         for (int first = 0; first < S::n; first += kHalf)
-          load_of_matrix<false>(stage + S::a_bytes + first * kRowBytes, &p.b, full, k, at.column + first, at.group);
+          load_box<3, false>(stage + S::a_bytes + first * kRowBytes, &p.b, full, {k, at.column + first, {at.group}},
+                             kBoth);
       });
     } else if (boxes > 2) {
       each_stage(S::a_bytes, [&](uint32_t full, uint32_t stage, int k) {
@@ -127,22 +120,19 @@ __device__ __forceinline__ void produce(const ScaledGroupsProblem &problem, cons
   Spot none = {};
   none.group = kNoGroup;
   slots.put(none);
-  // The block may end when every arrival that the other owes it has come.
-  for (int i = 0; i < S::stages; ++i) {
-    ring.wait_empty();
-    ring.next();
-  }
+  ring.end();
 }
 
 // kWeighers threads: the weights of each stage, where scales vary along k. By column they are a's scales alone, and b's
 // stand behind them.
 template <class S>
-__device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, Slots slots, uint32_t shared, int thread) {
+__device__ __forceinline__ void weigh(const ScaledGroupsProblem &problem, SpotSlots slots, uint32_t shared,
+                                      int thread) {
   constexpr int each = S::m / kWeighers, each_column = S::n / kWeighers;
   const GroupedProblem &p = problem.groups;
   const DeviceScale &a_scale = problem.a_scale, &b_scale = problem.b_scale;
   const bool by_column = S::by_column && by_columns(b_scale);
-  Cursor<S> ring = {shared};
+  WeightedRing<S> ring = {{shared}};
   for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
     int64_t a_at[each], b_at[1], column_at[each_column];
 #pragma unroll

@@ -13,12 +13,11 @@
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scales.h"
 #include "gpu/nvidia/sm90/skinny.h"
-#include "gpu/nvidia/sm90/wgmma_fp8.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory
@@ -154,7 +153,7 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
   const Scales<S> scales(problem, at.sums);
   const bool two_blocks = problem.b_scales == 2, by_column = problem.along_k && !two_blocks;
   const uint32_t of_columns = scales.b + lane % 4 * 8;
-  Cursor x(p.x_stages), w(p.w_stages);
+  Cursor<kAnyCount> x(p.x_stages), w(p.w_stages);
   scales.load_rows(thread);
   for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
     const int first_row = first_of_x(p, tile) + warp * kWarpRows + lane / 4;
@@ -233,7 +232,7 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
     auto run_stages = [&](auto stages, int chunk) {
       constexpr int count = decltype(stages)::value * S::stage_blocks;
       float sum[count][S::registers], weight[count][2][2];
-      Cursor x_read = x, w_read = w;
+      Cursor<kAnyCount> x_read = x, w_read = w;
       each_of<count>([&](auto index) {
         constexpr int i = decltype(index)::value;
         if (i % S::stage_blocks == 0) {
@@ -288,20 +287,7 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
       for (int i = 0; i < S::registers; ++i)
         d[i] = (d[i] * load_word(of_columns + (i / 4 * 8 + i % 2) * 4)) * sa[i % 4 / 2];
     }
-    if (p.bias)
-      with_type<kUnscaledTypes>(p.bias_type, [&](auto type) {
-        each_pair([&](int i, int row, int column) {
-          d[i] = d[i] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column));
-          if (column + 1 < p.n)
-            d[i + 1] = d[i + 1] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column + 1));
-        });
-      });
-    with_type<kUnscaledTypes>(p.out_type, [&](auto type) {
-      each_pair([&](int i, int row, int column) {
-        const int64_t index = row * p.out_stride + column;
-        store_pair<decltype(type)::value>(p.out, index, d[i], d[i + 1], p.pairs, column + 1 < p.n);
-      });
-    });
+    finish_pairs(p, d, each_pair);
   }
 }
 

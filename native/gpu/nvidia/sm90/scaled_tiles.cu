@@ -14,7 +14,7 @@
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scaled_tiles.h"
-#include "gpu/nvidia/sm90/wgmma_fp8.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "gpu/nvidia/tensor_map.h"
 
 namespace pydet {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_chunk(float (&total)[S::registers], const fl
 
 // Until the copy engine has read what this warp left to it.
 __device__ __forceinline__ void wait_for_boxes(int lane) {
-  if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  if (lane == 0) wait_until_read();
   __syncwarp();
 }
 // Rounds the accumulators of a warp's 16 rows, which the copy engine stores, or the warp where it cannot.
@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_pieces(WarpRows<S> rows, const ScaledProbl
   auto start_of = [](int i) { return min(i * kPieceColumns, S::n - kPieceColumns); };
 #pragma unroll
   for (int i = 0; i < S::block_pieces; ++i)
-    rows.template stage_halves<bf16>(d + start_of(i) / 2, rows.piece + i * kPieceBytes);
-  if (problem.out_mapped) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    stage_halves<bf16>(d + start_of(i) / 2, rows.piece + i * kPieceBytes, rows.lane);
+  if (problem.out_mapped) fence_stores();
   __syncwarp();
   if (!problem.out_mapped) {
 #pragma unroll 1
@@ -68,11 +68,8 @@ __device__ __forceinline__ void store_pieces(WarpRows<S> rows, const ScaledProbl
   } else if (rows.lane == 0) {
 #pragma unroll
     for (int i = 0; i < S::block_pieces; ++i)
-      asm volatile(
-          "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&problem.out_map),
-          "r"(rows.tile.column + start_of(i)), "r"(rows.row), "r"(rows.piece + i * kPieceBytes)
-          : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      store_box<2>(&problem.out_map, {rows.tile.column + start_of(i), rows.row, {}}, rows.piece + i * kPieceBytes);
+    commit_boxes();
   }
 }
 
@@ -85,7 +82,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
   const bool by_column = S::by_column && problem.along_k && by_columns(b_scale);
   const bool along_k = S::weighed && (S::always_along_k || problem.along_k);
   const bool scaled_after = !S::always_along_k && !problem.along_k && (a_scale.data || b_scale.data);
-  Cursor<S> ring, done, round;
+  Cursor<S::stages> ring, done, round;  // done: whose chunks are still to be added
   auto give_turn = [](int to) {
     if (S::turns) named_arrive(kTurn + to, S::consumers * kWarpgroup);
   };
@@ -141,8 +138,8 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
     if constexpr (S::ahead) {
       float sums[2][S::registers];
       auto begin = [&](float(&x)[S::registers]) {
-        const uint32_t stage_words = ring.stage * ((S::a_bytes + S::b_bytes) / 16);
-        barrier_wait(full_barrier<S>(shared, ring.stage), ring.parity);
+        const uint32_t stage_words = ring.stage * (S::stage_bytes / 16);
+        barrier_wait(Ring<S>::full_of(shared, ring.stage), ring.parity);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kStageK / kFp8Step; ++step)
@@ -162,7 +159,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
           if (S::weighed) load_weights(weights, done.stage, first + j % kRound, 0);
           if (j + 1 < count) wgmma_wait<1>();
           else wgmma_wait<0>();
-          if (lane < S::cluster) barrier_arrive(empty_barrier<S>(shared, done.stage), lane);
+          if (lane < S::cluster) barrier_arrive(Ring<S>::empty_of(shared, done.stage), lane);
           done.next();
           if (j % kRound == kRound - 1) round.next();
           add_chunk<S>(total[0], sums[j % 2], weights, split);
@@ -191,8 +188,8 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
       int left = p.chunk;
       auto make_chunk = [&](int i, int of_round) {
         const bool ends = !S::long_chunks || --left == 0 || i + 1 == p.k;
-        const uint32_t stage_words = ring.stage * ((S::a_bytes + S::b_bytes) / 16);
-        barrier_wait(full_barrier<S>(shared, ring.stage), ring.parity);
+        const uint32_t stage_words = ring.stage * (S::stage_bytes / 16);
+        barrier_wait(Ring<S>::full_of(shared, ring.stage), ring.parity);
 #pragma unroll
         for (int block = 0; block < S::blocks; ++block) {
           if (S::turns) named_sync(kTurn + warpgroup, 256);
@@ -217,7 +214,7 @@ __device__ __forceinline__ void consume(const ScaledProblem &problem, uint32_t s
               total[block][j + 3] = fmaf(weights.a[1] * sb.y, sum[j + 3], total[block][j + 3]);
             }
           }
-          if (block == S::blocks - 1 && lane < S::cluster) barrier_arrive(empty_barrier<S>(shared, ring.stage), lane);
+          if (block == S::blocks - 1 && lane < S::cluster) barrier_arrive(Ring<S>::empty_of(shared, ring.stage), lane);
           if (ends && !by_column) add_chunk<S>(total[block], sum, weights, split);
         }
         fresh = ends;
@@ -284,8 +281,8 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
   const int rank = cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::stages; ++i) {
-      barrier_init(full_barrier<S>(shared, i), 2 + (S::weighed && p.along_k ? S::bringing_threads : 0));
-      barrier_init(empty_barrier<S>(shared, i), S::consumers * 4 * S::cluster);
+      barrier_init(Ring<S>::full_of(shared, i), 2 + (S::weighed && p.along_k ? S::bringing_threads : 0));
+      barrier_init(Ring<S>::empty_of(shared, i), S::consumers * 4 * S::cluster);
     }
     fence_barrier_init();
     if (p.rows.k > 0) prefetch(&p.rows.a), prefetch(&p.rows.b);
@@ -348,7 +345,8 @@ template <class S> bool worth_boxes(const ScaledGemm &g) {
   return tiles > sm90_clusters(g.device.id, S::cluster) || g.n % kPieceColumns;
 }
 
-template <class S> pydet_status launch_shape(const char *name, const ScaledGemm &g) {
+template <class S> pydet_status launch_shape(const ScaledGemm &g) {
+  const char *const name = S::tile.name;
   DeviceGuard guard(g.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   ScaledProblem problem = {};
@@ -411,96 +409,74 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGemm 
   return launch(shape, scaled_gemm_kernel<S>, problem);
 }
 
-template <int rows, int columns, int blocks_m, int blocks_n, Way how, bool stores_f32 = true>
-pydet_status launch_types(const char *name, const ScaledGemm &g) {
+// Of the list, or the rest's; with as many blocks side by side as its clusters have.
+template <int index, int blocks_n = 0> struct Of {
+  static constexpr Fp8Tile tile = index < kFp8TileCount ? kFp8Tiles[index % kFp8TileCount] : kFp8Rest;
+  static constexpr int cluster_n = blocks_n ? blocks_n : tile.cluster_n;
+};
+constexpr Type kE4m3 = Type::e4m3;
+
+bool of_e4m3(const ScaledGemm &g) { return g.a.type == kE4m3 && g.b.type == kE4m3; }
+
+template <class Its, bool stores_f32 = true> pydet_status launch_types(const ScaledGemm &g) {
   return with_type<kFp8Types>(g.a.type, [&](auto a) {
     return with_type<kFp8Types>(g.b.type, [&](auto b) {
-      constexpr Type a_type = decltype(a)::value, b_type = decltype(b)::value;
-      return launch_shape<Shape<rows, columns, blocks_m, blocks_n, how, a_type, b_type, stores_f32, true>>(name, g);
+      return launch_shape<Shape<Its, decltype(a)::value, decltype(b)::value, stores_f32, true>>(g);
     });
   });
 }
 
-bool of_e4m3(const ScaledGemm &g) { return g.a.type == Type::e4m3 && g.b.type == Type::e4m3; }
-
-// e4m3 alone, of which most products are: without weights where no scale varies along k.
-template <int rows, int columns, int blocks_m, int blocks_n, Way how, bool stores_f32 = true>
-pydet_status launch_e4m3(const char *name, const ScaledGemm &g) {
-  constexpr Type e4m3 = Type::e4m3;
-  using Plain = Shape<rows, columns, blocks_m, blocks_n, how, e4m3, e4m3, stores_f32, false>;
-  using Single = Shape<rows, columns, blocks_m, blocks_n, how, e4m3, e4m3, stores_f32, false, false>;
-  if (g.along_k)
-    return launch_shape<Shape<rows, columns, blocks_m, blocks_n, how, e4m3, e4m3, stores_f32, true>>(name, g);
-  return worth_boxes<Plain>(g) ? launch_shape<Plain>(name, g) : launch_shape<Single>(name, g);
+// 16 bits of e4m3 alone, of which most products are: without weights where no scale varies along k.
+template <class Its> pydet_status launch_e4m3(const ScaledGemm &g) {
+  using Plain = Shape<Its, kE4m3, kE4m3, false, false>;
+  using Single = Shape<Its, kE4m3, kE4m3, false, false, false>;
+  if (g.along_k) return launch_shape<Shape<Its, kE4m3, kE4m3, false, true>>(g);
+  return worth_boxes<Plain>(g) ? launch_shape<Plain>(g) : launch_shape<Single>(g);
 }
-template <int rows, int columns, int blocks_m, int blocks_n, Way how, bool stores_f32 = true>
-pydet_status launch_fastest(const char *name, const ScaledGemm &g) {
-  return of_e4m3(g) ? launch_e4m3<rows, columns, blocks_m, blocks_n, how, stores_f32>(name, g)
-                    : launch_types<rows, columns, blocks_m, blocks_n, how, stores_f32>(name, g);
+
+// Where all rows are in one tile, more blocks share them unless that takes more waves.
+template <class Its> bool worth_wide_clusters(const ScaledGemm &g) {
+  auto waves = [&](int blocks) {
+    return divide_up(divide_up(g.n, Its::tile.n * blocks) * g.batch.count, sm90_clusters(g.device.id, blocks));
+  };
+  return g.m <= Its::tile.m && waves(Its::tile.cluster_n_of_one_row) <= waves(Its::tile.cluster_n);
 }
 
 }  // namespace
 
 // fp32 has kernels of its own. It is stored from two registers at once, which ties D to the banks of registers that the
 // chunk's sums lie in; else ptxas puts nearly each element and its sum into different banks.
-template <int rows, int columns, int blocks_m, int blocks_n, Way how>
-pydet_status launch_apart(const char *name, const ScaledGemm &g) {
-  return g.out.type == Type::f32 ? launch_types<rows, columns, blocks_m, blocks_n, how>(name, g)
-                                 : launch_fastest<rows, columns, blocks_m, blocks_n, how, false>(name, g);
+template <int index> pydet_status scaled_gemm_sm90(const ScaledGemm &g, const Choice &) {
+  using Its = Of<index>;
+  constexpr Fp8Tile tile = Its::tile;
+  if constexpr (tile.types == kFp8Types) {
+    if (g.out.type == Type::f32) return launch_types<Its>(g);
+    if (!of_e4m3(g)) return launch_types<Its, false>(g);
+    if constexpr (tile.cluster_n_of_one_row != tile.cluster_n)
+      if (worth_wide_clusters<Its>(g)) return launch_e4m3<Of<index, tile.cluster_n_of_one_row>>(g);
+    return launch_e4m3<Its>(g);
+  } else if constexpr (!tile.takes(true)) {
+    return launch_shape<Shape<Its, kE4m3, kE4m3, true, false>>(g);
+  } else {
+    return g.out.type == Type::f32 ? launch_shape<Shape<Its, kE4m3, kE4m3, true, true>>(g)
+                                   : launch_shape<Shape<Its, kE4m3, kE4m3, false, true>>(g);
+  }
 }
-pydet_status scaled_gemm_sm90_256x128(const ScaledGemm &g, const Choice &) {
-  return launch_apart<128, 128, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_256x128", g);
-}
-pydet_status scaled_gemm_sm90_128x128_ahead(const ScaledGemm &g, const Choice &) {
-  return launch_apart<64, 128, 2, 1, Way::ahead>("cuda_scaled_gemm_sm90_128x128_ahead", g);
-}
-// For few tiles. Where all rows are in one, four blocks share them unless that takes more waves.
-pydet_status scaled_gemm_sm90_128x64(const ScaledGemm &g, const Choice &) {
-  const char *name = "cuda_scaled_gemm_sm90_128x64";
-  auto waves = [&](int blocks) {
-    return divide_up(divide_up(g.n, 64 * blocks) * g.batch.count, sm90_clusters(g.device.id, blocks));
-  };
-  return of_e4m3(g) && g.out.type != Type::f32 && g.m <= 2 * 64 && waves(4) <= waves(2)
-             ? launch_e4m3<64, 64, 1, 4, Way::ahead, false>(name, g)
-             : launch_apart<64, 64, 1, 2, Way::ahead>(name, g);
-}
-// Where 128 columns make a wave that is not full.
-pydet_status scaled_gemm_sm90_128x192(const ScaledGemm &g, const Choice &) {
-  return launch_apart<64, 192, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_128x192", g);
-}
-pydet_status scaled_gemm_sm90_256x112(const ScaledGemm &g, const Choice &) {
-  return launch_apart<128, 112, 2, 1, Way::at_will>("cuda_scaled_gemm_sm90_256x112", g);
-}
+template pydet_status scaled_gemm_sm90<0>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<1>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<2>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<3>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<4>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<5>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<6>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<7>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<8>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_gemm_sm90<9>(const ScaledGemm &, const Choice &);
+static_assert(kFp8TileCount == 10, "each is instantiated");
 
-bool scaled_tile_takes(const ScaledGemm &g, int tile) {
-  if (tile < kScaledTiles) return true;
-  return of_e4m3(g) && g.along_k == (tile >= kScaledTiles + kPlainTiles);
-}
-// Up to 128 columns leave registers to be a chunk ahead.
-template <int tile> pydet_status scaled_gemm_sm90_plain(const ScaledGemm &g, const Choice &) {
-  constexpr int columns = kPlainColumns[tile];
-  constexpr Way way = columns <= 128 ? Way::ahead : Way::at_will;
-  return launch_shape<Shape<64, columns, 2, 1, way, Type::e4m3, Type::e4m3, true, false>>(kPlainNames[tile], g);
-}
-template pydet_status scaled_gemm_sm90_plain<0>(const ScaledGemm &, const Choice &);
-template pydet_status scaled_gemm_sm90_plain<1>(const ScaledGemm &, const Choice &);
-template pydet_status scaled_gemm_sm90_plain<2>(const ScaledGemm &, const Choice &);
-static_assert(kPlainTiles == 3, "all of them");
-// For few tiles of few rows: one warpgroup multiplies, in a block of its own.
-template <int tile> pydet_status scaled_gemm_sm90_low(const ScaledGemm &g, const Choice &) {
-  constexpr int columns = kLowColumns[tile];
-  constexpr Type e4m3 = Type::e4m3;
-  return g.out.type == Type::f32
-             ? launch_shape<Shape<64, columns, 1, 1, Way::ahead, e4m3, e4m3, true, true, true, 1>>(kLowNames[tile], g)
-             : launch_shape<Shape<64, columns, 1, 1, Way::ahead, e4m3, e4m3, false, true, true, 1>>(kLowNames[tile], g);
-}
-template pydet_status scaled_gemm_sm90_low<0>(const ScaledGemm &, const Choice &);
-template pydet_status scaled_gemm_sm90_low<1>(const ScaledGemm &, const Choice &);
-static_assert(kLowTiles == 2, "all of them");
-
-pydet_status scaled_gemm_sm90_128x128(const ScaledGemm &g) {
+pydet_status scaled_gemm_sm90_rest(const ScaledGemm &g) {
   if (!readable(g)) return unreadable(g);
-  return launch_types<64, 128, 1, 2, Way::in_turn>("cuda_scaled_gemm_sm90_128x128", g);
+  return launch_types<Of<kFp8TileCount>>(g);
 }
 
 Choice scaled_gemm_sm90_choose(const ScaledGemm &g, int tile) {

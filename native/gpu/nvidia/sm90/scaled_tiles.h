@@ -5,18 +5,18 @@
 
 #include <algorithm>
 
+#include "gpu/nvidia/sm90/fp8_tiles.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
 #include "gpu/nvidia/sm90/rows.h"
 #include "gpu/nvidia/sm90/scales.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kStageK = kScaleGroup;  // of k in a stage, 128 bytes
-constexpr int kWarpgroup = 128;
+constexpr int kStageK = kScaleGroup;          // of k in a stage, 128 bytes
 constexpr int kAhead = 8;                     // chunks of one turn of the main loop, at whose end nothing is in flight
 constexpr int kRound = 4;                     // chunks whose rows' scales lie together
 constexpr int kPieceColumns = kRowBytes / 2;  // of a piece of out, of 16 bits
-constexpr int kSharedBytes = 227 << 10;       // the most a block may have
 // Named barriers: scales that do not vary along k are there, have been read, and the first of those by which the
 // warpgroups take turns.
 constexpr int kScalesReady = 1, kScalesRead = 2, kTurn = 4;
@@ -38,17 +38,14 @@ struct ScaledProblem {
   bool out_mapped;
 };
 
-// How the additions find time beside the tensor cores: the two warpgroups take turns to issue their products, or each
-// issues them as it comes, or the next chunk's before it adds the last's, which takes accumulators for both.
-enum class Way { in_turn, at_will, ahead };
-
-// `f32`: out may be of it, not of 16-bit types alone. `weights`: chunks may have them; else they are added as they are.
-// `boxes`: the copy engine may store results of 16 bits.
-template <int rows_a_warpgroup, int columns, int blocks_m, int blocks_n, Way how, Type a, Type b, bool f32,
-          bool weights, bool boxes = true, int warpgroups = 2>
-struct Shape {
-  static constexpr int consumers = warpgroups;
-  static constexpr int bringing_threads = consumers * rows_a_warpgroup > 128 ? 64 : 32;  // threads that bring scales
+// A kernel of `Its::tile`, with Its::cluster_n blocks side by side. `f32`: out may be of it, not of 16-bit types alone.
+// `weights`: chunks may have them; else they are added as they are. `boxes`: the copy engine may store 16-bit results.
+template <class Its, Type a, Type b, bool f32, bool weights, bool boxes = true> struct Shape {
+  static constexpr Fp8Tile tile = Its::tile;
+  static constexpr Way how = tile.way;
+  static constexpr int m = tile.m, n = tile.n, consumers = tile.warpgroups();
+  static constexpr int cluster_m = tile.cluster_m, cluster_n = Its::cluster_n, cluster = cluster_m * cluster_n;
+  static constexpr int bringing_threads = m > 128 ? 64 : 32;  // threads that bring scales
   static constexpr int scales_threads = consumers * kWarpgroup + bringing_threads;
   static constexpr Type a_type = a, b_type = b;
   static constexpr bool stores_f32 = f32, weighed = weights;
@@ -56,11 +53,9 @@ struct Shape {
   static constexpr bool always_along_k = weights && !f32 && a == Type::e4m3 && b == Type::e4m3;
   static constexpr int unrolled = how == Way::at_will ? 4 : 1;  // stages of the main loop
   static constexpr bool turns = how == Way::in_turn, ahead = how == Way::ahead;
-  static constexpr int blocks = rows_a_warpgroup / 64;  // of 64 rows
-  static constexpr int m = consumers * rows_a_warpgroup, n = columns;
-  static constexpr int cluster_m = blocks_m, cluster_n = blocks_n, cluster = cluster_m * cluster_n;
+  static constexpr int blocks = m / 64 / consumers;  // of 64 rows
   static constexpr int threads = kWarpgroup * (1 + consumers), registers = n / 2;
-  static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes;
+  static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes, stage_bytes = a_bytes + b_bytes;
   // Else there are registers for the chain of one stage, and for one weight a row, alone.
   static constexpr bool long_chunks = turns, by_column = long_chunks;
   // Tiles of some widths lie in two blocks of scales, of which every so many columns lie in one.
@@ -79,36 +74,22 @@ struct Shape {
   static constexpr int warp_pieces = std::max(1, block_pieces *blocks);
   static constexpr int staging_bytes = consumers * 4 * warp_pieces * kPieceBytes, scale_bytes = (n + m) * 4;
   static constexpr int stages =
-      std::min(consumers == 1 ? 12 : 8, (kSharedBytes - staging_bytes - scale_bytes - 16 * 8 - 1024) /
-                                            (a_bytes + b_bytes + round_bytes + chunk_bytes));
-  static constexpr int rounds_at = stages * (a_bytes + b_bytes), rounds_bytes = stages * round_bytes;
+      std::min(consumers == 1 ? 12 : 8, (kMostSharedBytes - staging_bytes - scale_bytes - 16 * 8 - 1024) /
+                                            (stage_bytes + round_bytes + chunk_bytes));
+  static constexpr int rounds_at = stages * stage_bytes, rounds_bytes = stages * round_bytes;
   static constexpr int staging_at = (rounds_at + rounds_bytes + 1023) / 1024 * 1024;
   static constexpr int scales_at = staging_at + staging_bytes, chunks_at = scales_at + scale_bytes;
   static constexpr int barriers_at = chunks_at + stages * chunk_bytes;
   static constexpr int shared_bytes = barriers_at + stages * 16;
   static_assert(staging_at % 1024 == 0, "the copy engine's swizzle goes by addresses");
   static_assert(cluster_m == 1 || cluster_n == 1, "all blocks of a cluster share stages");
-  static_assert(stages >= 3 && shared_bytes <= kSharedBytes, "the ring must fit");
+  static_assert(stages >= 3 && shared_bytes <= kMostSharedBytes, "the ring must fit");
 };
 
 __device__ __forceinline__ int64_t batch_offset(const DeviceScale &scale, const Tile &tile) {
   int64_t offset = 0;
   for (int d = 0; d < kSm90MaxBatch; ++d) offset += tile.batch[d] * scale.batch_stride[d];
   return offset;
-}
-
-// Where a ring stands: of stages, or of rounds, of which there are as many.
-template <class S> struct Cursor {
-  int stage = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == S::stages) stage = 0, parity ^= 1;
-  }
-};
-template <class S> __device__ __forceinline__ uint32_t full_barrier(uint32_t shared, int stage) {
-  return shared + S::barriers_at + stage * 8;
-}
-template <class S> __device__ __forceinline__ uint32_t empty_barrier(uint32_t shared, int stage) {
-  return shared + S::barriers_at + (S::stages + stage) * 8;
 }
 
 // Where scales along k lie in shared memory: of the rows of chunk `i` of a round, and of a stage's columns or blocks of
@@ -137,7 +118,7 @@ __device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t s
   uint16_t mask = 0;
   for (int i = 0; i < sharing; ++i)
     mask |= uint16_t(1 << (of_b ? column_rank * S::cluster_m + i : row_rank + i * S::cluster_m));
-  Cursor<S> ring;
+  Cursor<S::stages> ring;
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     const Tile tile = tile_of<S>(p, index, rank);
     const int end = of_b ? p.n : p.m, first = of_b ? tile.column : tile.row;
@@ -148,12 +129,11 @@ __device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t s
     const CUtensorMap *map = of_b ? (inside < share ? &problem.b_rest : &p.b) : inside < share ? &problem.a_rest : &p.a;
     auto each_stage = [&](auto load) {
       for (int i = 0; i < p.k; ++i, ring.next()) {
-        const uint32_t full = full_barrier<S>(shared, ring.stage);
         place.x = i * kStageK;
-        barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+        const uint32_t full = Ring<S>::full_of(shared, ring.stage);
+        barrier_wait(Ring<S>::empty_of(shared, ring.stage), ring.parity ^ 1);
         barrier_expect(full, bytes);
-        load(shared + ring.stage * (S::a_bytes + S::b_bytes) + (of_b ? S::a_bytes : 0) + part * share * kRowBytes,
-             full);
+        load(shared + ring.stage * S::stage_bytes + (of_b ? S::a_bytes : 0) + part * share * kRowBytes, full);
       }
     };
     if (inside <= 0) each_stage([](uint32_t, uint32_t) {});
@@ -163,7 +143,7 @@ __device__ __forceinline__ void produce(const ScaledProblem &problem, uint32_t s
   }
   // The block may end when every arrival that the other owes it has come.
   for (int i = 0; i < S::stages; ++i) {
-    barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+    barrier_wait(Ring<S>::empty_of(shared, ring.stage), ring.parity ^ 1);
     ring.next();
   }
 }
@@ -290,15 +270,15 @@ template <class S>
 __device__ __forceinline__ void bring_chunks(const ScaledProblem &problem, uint32_t shared, int rank, int thread) {
   const Sm90Problem &p = problem.rows;
   const int pitch = round_pitch<S>(problem).chunk;
-  Cursor<S> ring, round;
+  Cursor<S::stages> ring, round;
   Brought<S> scales = {problem, thread};
   for (int index = int(blockIdx.x) / S::cluster; index < p.tiles; index += int(gridDim.x) / S::cluster) {
     scales.start(tile_of<S>(p, index, rank));
     // bring(where the rows' of chunk `i` go, where its columns' go, the barrier to be told) when its stage is free.
     auto into_stage = [&](int i, auto bring) {
-      barrier_wait(empty_barrier<S>(shared, ring.stage), ring.parity ^ 1);
+      barrier_wait(Ring<S>::empty_of(shared, ring.stage), ring.parity ^ 1);
       bring(row_scales<S>(shared, round.stage) + i % kRound * pitch, column_scales<S>(shared, ring.stage),
-            full_barrier<S>(shared, ring.stage));
+            Ring<S>::full_of(shared, ring.stage));
       ring.next();
       if (i % kRound == kRound - 1) round.next();
     };

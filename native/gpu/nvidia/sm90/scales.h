@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/gemm.h"
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/out.h"
 #include "scaled.h"
 
 namespace pydet {
@@ -32,14 +32,6 @@ __device__ __forceinline__ void load_scales(const DeviceScale &scale, const int6
 #pragma unroll
     for (int i = 0; i < count; ++i) to[i] = f32_from_e8m0(uint8_t(byte[i]));
   }
-}
-__device__ __forceinline__ void store_word(uint32_t address, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-}
-__device__ __forceinline__ float load_word(uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
 }
 // The same from global memory without passing registers, so that the thread goes on: a scale of fp32 alone. Who waits
 // for them does so by wait_for_words(), or on a barrier of which each copying thread's arrival is one.

@@ -12,13 +12,13 @@
 // adjacent, and with n adjacent, as the gradient of x has them.
 
 #include "gpu/nvidia/cluster.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "gpu/nvidia/sm90/skinny.h"
 
 namespace pydet {
 namespace {
 
 constexpr bool kTurned = PYDET_SKINNY_ALONG_N;  // this object's kernels: w has n adjacent, not k
-constexpr int kWarpgroup = 128;
 constexpr int kWarpgroupRows = kSkinnyWarpgroupRows, kNarrowRows = kSkinnyNarrowRows;
 constexpr int kFewM = 32;  // of which long stages have room in shared memory
 
@@ -47,7 +47,7 @@ template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bo
 template <class S> struct Reader {
   const Layout<S> &at;
   const int warpgroup, thread;
-  Cursor x, w;
+  Cursor<kAnyCount> x, w;
   uint32_t x_reading = 0, w_reading = 0;
   bool x_ready = false, w_ready = false;  // the next stage, as far as is known
 
@@ -81,8 +81,7 @@ template <class S> struct Reader {
     if (!w_ready) barrier_wait(at.w_full(w.stage), w.parity);
     if (!x_ready) barrier_wait(at.x_full(x.stage), x.parity);
     const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x.stage) + warpgroup * kWarpgroupRows * kRowBytes);
-    const uint64_t w_tile = S::turned ? turned_descriptor<S::box_columns>(at.w_stage(w.stage))
-                                      : wgmma_descriptor<true>(at.w_stage(w.stage));
+    const uint64_t w_tile = wgmma_descriptor<!S::turned, S::turned ? S::box_columns : 64>(at.w_stage(w.stage));
     wgmma_fence();
     if (!S::chunked || steps == S::stage_steps) {
 #pragma unroll
@@ -216,21 +215,7 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
     }
 
     if (S::split && cluster_rank() > 0) continue;  // the sums are the first block's
-    // The code below runs once: where it was long, fetching its instructions took 4 us.
-    if (p.bias)
-      with_type<kUnscaledTypes>(p.bias_type, [&](auto type) {
-        each_pair([&](int i, int row, int column) {
-          d[i] = d[i] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column));
-          if (column + 1 < p.n)
-            d[i + 1] = d[i + 1] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column + 1));
-        });
-      });
-    with_type<kUnscaledTypes>(p.out_type, [&](auto type) {
-      each_pair([&](int i, int row, int column) {
-        const int64_t index = row * p.out_stride + column;
-        store_pair<decltype(type)::value>(p.out, index, d[i], d[i + 1], p.pairs, column + 1 < p.n);
-      });
-    });
+    finish_pairs(p, d, each_pair);
   }
 }
 

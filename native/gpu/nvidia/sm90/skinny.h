@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "gpu/any/epilogue.h"
-#include "gpu/nvidia/sm90/hopper.h"
+#include "gpu/nvidia/sm90/pipe/operand.h"
 #include "gpu/nvidia/sm90/skinny_cut.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/tensor_map.h"
@@ -19,11 +19,7 @@
 namespace pydet {
 namespace {
 
-constexpr int kStep = 16;    // of one tensor-core instruction along k
-constexpr int kBlockK = 64;  // of one box: a row of 128 bytes
-constexpr int kRowBytes = kBlockK * 2;
 constexpr int kBlockSteps = kBlockK / kStep;
-constexpr int kAtomRows = 8;     // of the 128-byte swizzle
 constexpr int kMostStages = 64;  // of a ring
 constexpr int kBarrierBytes = 4 * kMostStages * 8 + 16;
 constexpr int kReservedBytes = kBarrierBytes + 1024;  // beside the rings; 1024 are the system's own
@@ -49,15 +45,6 @@ struct Problem {
   int64_t out_stride, bias_row_stride, bias_column_stride;
 };
 
-// A place in a ring of `stages`.
-struct Cursor {
-  int stages, stage = 0, parity = 0;
-  __device__ __forceinline__ explicit Cursor(int count) : stages(count) {}
-  __device__ __forceinline__ void next() {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
 // Addresses in shared memory: x's ring, then w's, then the barriers, then, in a cluster's first block, the sums of the
 // other blocks. What the tensor cores read of x's rows past x's ring lies in w's, which is at least that long.
 template <class S> struct Layout {
@@ -77,15 +64,6 @@ template <class S> struct Layout {
   __device__ __forceinline__ uint32_t w_empty(int i) const { return barriers + (3 * kMostStages + i) * 8; }
   __device__ __forceinline__ uint32_t sums_full() const { return barriers + 4 * kMostStages * 8; }
 };
-
-__device__ __forceinline__ void load_evicting(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y,
-                                              uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
-      : "memory");
-}
 
 // The first row of w and of x that a tile multiplies. A box that reaches past the last row takes twice as long, so
 // tiles at an edge begin earlier, and leave what they have in common with the one before to that.
@@ -135,7 +113,7 @@ template <class S> __device__ __forceinline__ void load_weights(const Problem &p
     if constexpr (S::prefetches) prefetch_weights<S>(p);
     wait_for_previous_kernel();
   }
-  Cursor ring(p.w_stages);
+  Cursor<kAnyCount> ring(p.w_stages);
   for (int tile = int(blockIdx.x) / p.parts; tile < p.tiles; tile += int(gridDim.x)) {
     const int row = first_of_w<S>(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {
@@ -166,7 +144,7 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
   prefetch(&p.x);
   wait_for_previous_kernel();
   if (p.early) let_next_kernel_start();
-  Cursor ring(p.x_stages);
+  Cursor<kAnyCount> ring(p.x_stages);
   for (int tile = int(blockIdx.x) / p.parts; tile < p.tiles; tile += int(gridDim.x)) {
     const int row = first_of_x(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {
@@ -183,7 +161,6 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
 
 // Of the chunks' sums that the first block of a cluster receives: those of the others' chunks, from the warps that have
 // rows of x.
-constexpr int kWarpRows = 16;
 template <class S> __host__ __device__ constexpr int sum_bytes(int m) {
   return (m + kWarpRows - 1) / kWarpRows * 32 * S::registers * 4;
 }
@@ -221,13 +198,6 @@ __device__ __forceinline__ int64_t bias_at(const Problem &p, int row, int column
   return row * p.bias_row_stride + column * p.bias_column_stride;
 }
 
-// How wgmma finds w where n is adjacent: boxes of `columns` rows of it by 64 k follow each other, 8 k are an atom.
-template <int columns> __device__ __forceinline__ uint64_t turned_descriptor(uint32_t address) {
-  constexpr uint64_t kSwizzle = uint64_t(columns == 64 ? 1 : columns == 32 ? 2 : 3) << 62;
-  constexpr uint64_t kAtomStride = uint64_t(columns * 2 * 8 >> 4) << 32, kBoxStride = columns * kRowBytes >> 4 << 16;
-  return kSwizzle | kAtomStride | kBoxStride | (address & 0x3FFFF) >> 4;
-}
-
 // Rounds and stores x and, if there is one, its neighbour y, at once where `pairs` are aligned. cvt makes a NaN 0x7FFF.
 template <Type type>
 __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, float y, bool pairs, bool both) {
@@ -252,6 +222,26 @@ __device__ __forceinline__ void store_pair(char *out, int64_t index, float x, fl
       if (both) to[1] = uint16_t(pair >> 16);
     }
   }
+}
+
+// Adds the bias to a thread's accumulators, rounds and stores them. each_pair(f) calls f(i, row, column) for d[i] and
+// d[i + 1] of neighbours in a row of y. This runs once: where the code was long, fetching its instructions took 4 us.
+template <int registers, class F>
+__device__ __forceinline__ void finish_pairs(const Problem &p, float (&d)[registers], F each_pair) {
+  if (p.bias)
+    with_type<kUnscaledTypes>(p.bias_type, [&](auto type) {
+      each_pair([&](int i, int row, int column) {
+        d[i] = d[i] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column));
+        if (column + 1 < p.n)
+          d[i + 1] = d[i + 1] + load_f32(p.bias, decltype(type)::value, bias_at(p, row, column + 1));
+      });
+    });
+  with_type<kUnscaledTypes>(p.out_type, [&](auto type) {
+    each_pair([&](int i, int row, int column) {
+      const int64_t index = row * p.out_stride + column;
+      store_pair<decltype(type)::value>(p.out, index, d[i], d[i + 1], p.pairs, column + 1 < p.n);
+    });
+  });
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------

@@ -7,12 +7,11 @@
 
 #include <utility>
 
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 #include "gpu/nvidia/sm90/rows.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kWarpgroup = 128;
 
 // Of the warpgroups that consume: read again where it is asked for, rather than kept.
 __device__ __forceinline__ uint32_t thread_number() {
@@ -20,38 +19,22 @@ __device__ __forceinline__ uint32_t thread_number() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread - kWarpgroup;
 }
-// The accumulators of one block of 64 rows.
-template <class S>
-__device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) -> float (&)[S::block_registers] {
-  return *reinterpret_cast<float(*)[S::block_registers]>(d + block * S::block_registers);
-}
-
 // f(integral_constant i) for the i that `which` is.
 template <class F, int... i>
 __device__ __forceinline__ void with_index(int which, F f, std::integer_sequence<int, i...>) {
   ((which == i ? f(std::integral_constant<int, i>()) : void()), ...);
 }
 
-__device__ __forceinline__ float load_word(uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
-}
-
-// The tiles that the producer has begun, for the consumers: to work one out takes longer than its pieces take to store. A
-// slot is 48 bytes of shared memory; one that holds no tile follows the last.
+// The tiles that the producer has begun. A slot is 48 bytes of shared memory; one that holds no tile follows the last.
 constexpr int kSlots = 8, kSlotBytes = 48;
-struct Slots {
-  uint32_t slots, barriers;
-
+struct TileSlots : Slots<kSlots, uint32_t> {
+  uint32_t slots;
   __device__ __forceinline__ uint32_t slot(uint32_t turn) const { return slots + turn % kSlots * kSlotBytes; }
-  __device__ __forceinline__ uint32_t full(uint32_t turn) const { return barriers + turn % kSlots * 8; }
-  __device__ __forceinline__ uint32_t empty(uint32_t turn) const { return full(turn) + kSlots * 8; }
 
   // One thread. `kind`: 0 where there is no tile. Of a part of a tile also how many k it has.
   template <bool has_depth = false>
   __device__ __forceinline__ void put(uint32_t turn, const Tile &tile, int kind, int depth = 0) const {
-    barrier_wait(empty(turn), (turn / kSlots & 1) ^ 1);
+    wait_empty(turn);
     const uint32_t at = slot(turn);
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(tile.row), "r"(tile.column),
                  "r"(tile.first_row), "r"(tile.first_column)
@@ -65,7 +48,7 @@ struct Slots {
 
   // All threads of the consumers: whether there is a tile, which stays until it is given back.
   __device__ __forceinline__ bool wait(uint32_t turn) const {
-    barrier_wait(full(turn), turn / kSlots & 1);
+    wait_full(turn);
     return kind(turn);
   }
   __device__ __forceinline__ int kind(uint32_t turn) const {
@@ -89,10 +72,6 @@ struct Slots {
                  : "r"(slot(turn) + 16)
                  : "memory");
     return tile;
-  }
-  __device__ __forceinline__ void give_back(uint32_t turn) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty(turn));
   }
 };
 
