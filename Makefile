@@ -122,12 +122,14 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
-# sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu once for each type. What takes
+# sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu and sm90/attention/forward.cu
+# once for each type. What takes
 # longest comes first.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
-CUDA_KERNELS := $(addprefix nvidia/,sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
+SM90_ATTENTION := sm90/attention/forward.1 sm90/attention/forward.2
+CUDA_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) sm90/attention/combine sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
   $(addprefix any/,rmsnorm_backward rmsnorm_backward_apart softmax rmsnorm norm_unaligned rmsnorm_general layernorm \
     norm_backward_strided layernorm_backward rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart) nvidia/gemm_ieee_fp32 \
   $(addprefix nvidia/,softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
@@ -135,7 +137,7 @@ CUDA_KERNELS := $(addprefix nvidia/,sm90/scaled_tiles sm90/scaled_skinny $(SM90_
   $(addprefix nvidia/,sm90/clusters skinny_mma quantize_packed fold_peers) \
   $(addprefix any/,gemm_ieee skinny_ieee scaled_gemm_ieee quantize rmsnorm_backward_short rmsnorm_backward_narrow rmsnorm_backward_long rmsnorm_dweight fold rounding)
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups
+CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups nvidia/sm90/attention/plan
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 # How nvcc packs the code: for size it takes up to 6 s an object; for speed next to none, and the library is over three
 # times as large.
@@ -203,6 +205,11 @@ $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
 	  -DPYDET_SKINNY_WIDE=$(if $(filter %_wide,$*),1,0) -MMD -MP -c $< -o $@
+
+# Two of its tiles spill what is looked at once a job; their loop over blocks has no access to local memory.
+$(SM90_ATTENTION:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/attention/forward.%.o: native/gpu/nvidia/sm90/attention/forward.cu
+	@mkdir -p $(@D)
+	$(NVCC) -ccbin $(CXX) $(subst -Xptxas -warn-spills,,$(NVCCFLAGS)) $(GENCODE) -DPYDET_ATTENTION_TYPE=$* -MMD -MP -c $< -o $@
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)

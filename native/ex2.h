@@ -31,7 +31,9 @@ constexpr Ex2Tables kEx2 = {
 // d^2 2^-19 of 17 bits, by a squarer that lacks the columns below 2^19.
 PYDET_HD uint32_t ex2_square(uint32_t d) {
   uint32_t square = 0;
+#if !defined(__CUDACC__)
 #pragma GCC unroll 7
+#endif
   for (int j = 10; j < 17; ++j)
     square += (((d & ((1u << j) - 1)) >> (18 - j)) + (1u << (2 * j - 19))) & (0u - (d >> j & 1));
   return square;

@@ -17,6 +17,13 @@ uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, A
 template <bool turned> Choice skinny_sm90_choose(const Gemm &, int rows);
 template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &, const Choice &);
 
+struct Attention;  // ops/attention/problem.h
+
+// nvidia/sm90/attention/forward.cu, in variants (plan.h).
+Choice attention_sm90_choose(const Attention &, int variant);
+pydet_status attention_sm90(const Attention &, const Choice &);
+uint64_t attention_sm90_workspace(const Attention &, const char *kernel);
+
 struct ScaledGemm;  // scaled.h
 struct Quantize;
 struct ScaledGroupedGemm;  // scaled_grouped.h

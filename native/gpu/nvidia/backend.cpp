@@ -6,6 +6,7 @@
 
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/attention/plan.h"
 #include "gpu/nvidia/sm90/groups.h"
 #include "gpu/nvidia/sm90/choose.h"
 #include "grouped.h"
@@ -246,6 +247,24 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
      nullptr, nullptr, softmax_backward_long},
 };
 
+// Masks, biases, sinks and softcaps are none of theirs.
+constexpr uint64_t kAttentionTile = kLogSumExp | kPacked | kLengths | kFirstKey | kPages | kWindow;
+constexpr Kernel<Attention> attention_row(int variant) {
+  return {kAttentionNames[variant],
+          kHalfTypes,
+          Arithmetic::sm90,
+          kAttentionTile,
+          "sm_90a",
+          is_sm90,
+          nullptr,
+          nullptr,
+          attention_sm90,
+          attention_sm90_choose,
+          variant};
+}
+constexpr Kernel<Attention> kAttention[] = {attention_row(kAttentionWide), attention_row(kAttentionFew),
+                                            attention_row(kAttentionWideSplit), attention_row(kAttentionFewSplit)};
+
 constexpr Kernel<Fold> kFold[] = {
     {"cuda_fold", bit(Type::f32), Arithmetic::ieee, kBias | kAccumulate | kTree, "sm_80 or later", from_sm80, nullptr,
      nullptr, fold},
@@ -387,7 +406,9 @@ const Backend *gpu_backend() {
                                       table(kLayerNormBackward),
                                       table(kScaledGroupedGemm),
                                       round_elements,
-                                      gemm_sm90_workspace};
+                                      gemm_sm90_workspace,
+                                      table(kAttention),
+                                      attention_sm90_workspace};
   return &backend;
 }
 
