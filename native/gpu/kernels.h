@@ -30,6 +30,11 @@ uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, A
 template <bool turned> Choice skinny_sm90_choose(const Gemm &, int rows);
 template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &, const Choice &);
 
+// nvidia/sm90/attention/forward.cu, in variants (plan.h).
+Choice attention_sm90_choose(const Attention &, int variant);
+pydet_status attention_sm90(const Attention &, const Choice &);
+uint64_t attention_sm90_workspace(const Attention &, const char *kernel);
+
 // nvidia/sm90/scaled_tiles.cu, whose variants are the tiles of nvidia/sm90/fp8_tiles.h, and its kernel for the rest.
 Choice scaled_gemm_sm90_choose(const ScaledGemm &, int tile);
 template <int tile> pydet_status scaled_gemm_sm90(const ScaledGemm &, const Choice &);
@@ -262,7 +267,6 @@ pydet_status layernorm_backward_held(const LayerNormBackward &);
 pydet_status layernorm_backward_long(const LayerNormBackward &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
-struct Attention;  // ops/attention/problem.h
 bool attention_ieee_takes(const Attention &);
 pydet_status attention_ieee(const Attention &);
 bool attention_mma_takes(const Attention &);

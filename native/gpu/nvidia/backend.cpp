@@ -1,5 +1,6 @@
 // The CUDA table of kernels, the fastest first, and what is asked of the runtime about devices.
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <utility>
@@ -7,6 +8,7 @@
 #include "core/backend.h"
 #include "gpu/backend.h"
 #include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/attention/plan.h"
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/groups.h"
 
@@ -281,6 +283,33 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
         .launches(softmax_backward_long),
 };
 
+// Masks, biases, sinks and softcaps are the general kernels'.
+constexpr uint64_t kAttentionTile = kLogSumExp | kPacked | kLengths | kFirstKey | kPages | kWindow;
+constexpr uint64_t kAllOfAttention = kAttentionTile | kMask | kBias | kSinks | kSoftcap;
+constexpr Kernel<Attention> attention_row(int variant) {
+  return Row(kAttentionNames[variant], kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionTile)
+      .chooses(attention_sm90_choose, variant)
+      .launches(attention_sm90);
+}
+constexpr Kernel<Attention> kAttention[] = {
+    attention_row(kAttentionWide),
+    attention_row(kAttentionFew),
+    attention_row(kAttentionWideSplit),
+    attention_row(kAttentionFewSplit),
+    Row("cuda_attention_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kAllOfAttention)
+        .takes(attention_mma_takes)
+        .launches(attention_mma),
+    Row("cuda_attention_sm80_mma", kHalfTypes, Arithmetic::sm80, kSm80To89, kAllOfAttention)
+        .takes(attention_mma_takes)
+        .launches(attention_mma),
+    Row("cuda_attention_ieee", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfAttention)
+        .takes(attention_ieee_takes)
+        .launches(attention_ieee),
+};
+uint64_t attention_workspace(const Attention &a, const char *kernel) {
+  return std::max(attention_sm90_workspace(a, kernel), bytes_of_parts(a));
+}
+
 constexpr Kernel<Fold> kFold[] = {
     Row("cuda_fold", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree).launches(fold),
     Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
@@ -414,6 +443,7 @@ Arithmetic tensor_cores(int32_t id) {
 }
 
 constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace};
+constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 
 constexpr Backend cuda() {
   Backend backend = {PYDET_CUDA, "CUDA"};
@@ -425,7 +455,7 @@ constexpr Backend cuda() {
   backend.tables =
       tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), no_kernels<Attention>());
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks));
   return backend;
 }
 

@@ -21,6 +21,7 @@ struct MapShape {
   int rank;
   int64_t batch_shape[3], batch_stride[3];
   int swizzle_bytes = 128;
+  int box_batch = 1;  // of the first batch dimension
 };
 
 using EncodeTensorMap = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
@@ -49,7 +50,8 @@ inline pydet_status make_map(const char *kernel, EncodeTensorMap encode, const M
   int64_t size = size_of(shape.type);
   cuuint64_t extents[5] = {cuuint64_t(shape.extent), cuuint64_t(shape.rows)},
              strides[4] = {cuuint64_t(shape.row_stride * size)};
-  cuuint32_t box[5] = {cuuint32_t(shape.box_extent), cuuint32_t(shape.box_rows), 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  cuuint32_t box[5] = {cuuint32_t(shape.box_extent), cuuint32_t(shape.box_rows), cuuint32_t(shape.box_batch), 1, 1},
+             steps[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < 3; ++i) {
     extents[2 + i] = cuuint64_t(shape.batch_shape[i]);
     strides[1 + i] = cuuint64_t(shape.batch_stride[i] * size);

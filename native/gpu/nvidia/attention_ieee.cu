@@ -9,7 +9,7 @@
 // A key that a row may not see has weight 0, and 0 times a value is 0 unless that is Inf or NaN. A tile with a result that
 // is not finite is therefore made again with such keys left out by a branch.
 
-#include "gpu/any/attention.h"
+#include "gpu/nvidia/attention.h"
 #include "gpu/device.h"
 #include "gpu/kernels.h"
 

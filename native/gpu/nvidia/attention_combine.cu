@@ -1,6 +1,6 @@
 // Attention's segments, which blocks of their own made, folded in ascending order: a block a row, a thread some columns.
 
-#include "gpu/any/attention.h"
+#include "gpu/nvidia/attention.h"
 #include "gpu/device.h"
 
 namespace pydet {
@@ -36,9 +36,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 using Kernel = void (*)(Attention);
 
 template <Type type> Kernel kernel_of(const Attention &p) {
-#if defined(__CUDACC__)
   if (p.arithmetic == Arithmetic::sm90) return combine_kernel<type, HopperExp2>;
-#endif
   return combine_kernel<type, std::conditional_t<type == Type::f32, FineExp2, CoarseExp2>>;
 }
 Kernel kernel_for(const Attention &p) {
@@ -48,7 +46,8 @@ Kernel kernel_for(const Attention &p) {
 }  // namespace
 
 bool splits_segments(const Attention &p, int64_t blocks) {
-  return segments_of(p) > 1 && p.workspace && p.workspace_size >= bytes_of_parts(p) &&
+  const uint64_t wanted = bytes_of_parts(p);
+  return wanted > 0 && p.workspace_size >= wanted &&
          blocks < 2 * gpu_multiprocessors(p.device.id);
 }
 

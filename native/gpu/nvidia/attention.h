@@ -17,11 +17,7 @@ PYDET_HD int64_t segments_of(const Attention &p) { return (p.keys + p.kv_chunk -
 
 // Of each query of each head its segments, of each of them e elements of o, then m and l.
 PYDET_HD int64_t floats_of_part(const Attention &p) { return p.e + 2; }
-inline uint64_t bytes_of_parts(const Attention &p) {
-  const int64_t queries = p.q_start ? p.queries : p.sequences * p.queries;
-  return uint64_t(queries * p.heads) * uint64_t(segments_of(p) * floats_of_part(p)) * sizeof(float);
-}
-// Whether so few blocks would run that each segment is worth one, and there is room for what they make.
+// Whether so few blocks would run that each segment is worth one, and there is room for what they make (bytes_of_parts).
 bool splits_segments(const Attention &, int64_t blocks);
 // Folds them into out and lse, once its kernel is there. The device is current.
 pydet_status load_combine(const char *name, const Attention &);

@@ -1,0 +1,186 @@
+// What a block of attention has to do: jobs, worked out on the device from the sequences' lengths by the warp that loads,
+// and handed to the warpgroups that multiply by slots in shared memory.
+#pragma once
+
+#include "gpu/nvidia/sm90/attention/tiles.h"
+#include "gpu/nvidia/sm90/pipe/ring.h"
+
+namespace pydet {
+namespace {
+
+__device__ __forceinline__ int clamped(int x, int low, int high) { return min(max(x, low), high); }
+
+// One sequence, as extent_of in formulas.h has it: its extents, and where its first query and key lie.
+struct Lengths {
+  int queries, keys, q_first, k_first;
+};
+__device__ __forceinline__ Lengths lengths_of(const AttentionPlan &p, int sequence) {
+  Lengths x = {p.queries, p.keys, 0, 0};
+  if (p.q_start) {
+    x.q_first = clamped(p.q_start[sequence], 0, p.queries);
+    x.queries = clamped(p.q_start[sequence + 1], x.q_first, p.queries) - x.q_first;
+  }
+  if (p.k_start) {
+    x.k_first = clamped(p.k_start[sequence], 0, p.keys);
+    x.keys = clamped(p.k_start[sequence + 1], x.k_first, p.keys) - x.k_first;
+  }
+  if (p.k_length) x.keys = clamped(p.k_length[sequence], 0, x.keys);
+  if (p.first_key) {
+    const int first = clamped(p.first_key[sequence], 0, x.keys);
+    x.k_first += first, x.keys -= first;
+  }
+  return x;
+}
+
+__device__ __forceinline__ int tiles_of(const AttentionPlan &p, const Lengths &x) {
+  return (x.queries + p.job_queries - 1) / p.job_queries;
+}
+__device__ __forceinline__ int segments_of(const AttentionPlan &p, int keys) {
+  return max((keys + p.segment_keys - 1) / p.segment_keys, 1);
+}
+// Jobs of a sequence for each of its job_heads.
+__device__ __forceinline__ int units_of(const AttentionPlan &p, const Lengths &x) {
+  return tiles_of(p, x) * (p.split ? segments_of(p, x.keys) : 1);
+}
+
+struct Job {
+  int sequence, head;  // the first of its heads
+  int query, segment;  // the first of its queries; where split
+  int begin, end;      // blocks of keys; at least one
+  int queries, keys;   // of the sequence
+  int q_first, k_first;
+};
+
+// The keys that query `first` sees from, and `last` to, of those the sequence has.
+struct Keys {
+  int begin, end;
+};
+__device__ __forceinline__ Keys keys_of(const AttentionPlan &p, const Job &job, int first, int last) {
+  const int place = job.keys - job.queries;
+  return {max(place + first - p.left, 0), min(place + last + p.right, job.keys - 1) + 1};
+}
+
+template <int n>
+__device__ __forceinline__ Job job_of(const AttentionPlan &p, const Lengths &x, int sequence, int unit, int head_job) {
+  Job job;
+  job.sequence = sequence, job.head = head_job * p.pack;
+  const int tiles = p.split ? tiles_of(p, x) : 0;
+  job.segment = p.split ? unit / tiles : 0;
+  job.query = (unit - job.segment * tiles) * p.job_queries;
+  job.queries = x.queries, job.keys = x.keys, job.q_first = x.q_first, job.k_first = x.k_first;
+  const Keys keys = keys_of(p, job, job.query, min(job.query + p.job_queries, job.queries) - 1);
+  job.begin = keys.begin / n, job.end = (keys.end + n - 1) / n;
+  if (p.split) {
+    job.begin = max(job.begin, job.segment * p.segment_blocks);
+    job.end = min(job.end, (job.segment + 1) * p.segment_blocks);
+  }
+  if (job.end <= job.begin) {  // nothing to see: one block of which all is masked
+    if (p.split) job.begin = min(job.begin, (job.segment + 1) * p.segment_blocks - 1);
+    job.end = job.begin + 1;
+  }
+  return job;
+}
+
+// The jobs of this block, all lanes of a warp together: every gridDim-th, in the order of units from the last to the
+// first, of all sequences that have that one, of all heads. So tiles that see many keys come first, and those that read the
+// same keys stand together.
+template <int n> class Walk {
+ public:
+  __device__ __forceinline__ explicit Walk(const AttentionPlan &plan) : p(plan), number(int(blockIdx.x)) {
+    if (p.uniform) {
+      level = units_of(p, lengths_of(p, 0));
+    } else {
+      for (int i = 0; i < p.sequences; i += 32) level = max(level, __reduce_max_sync(0xFFFFFFFFu, units(i)));
+    }
+  }
+
+  // False: there are no more.
+  __device__ __forceinline__ bool next(Job *job) {
+    if (p.uniform) {
+      const int per_level = p.sequences * p.job_heads, down = number / per_level;
+      if (down >= level) return false;
+      const int rest = number - down * per_level, sequence = rest / p.job_heads;
+      *job = job_of<n>(p, lengths_of(p, sequence), sequence, level - 1 - down, rest - sequence * p.job_heads);
+    } else {
+      while (number - level_first >= level_sequences * p.job_heads) {
+        if (--level < 0) return false;
+        level_first += level_sequences * p.job_heads;
+        level_sequences = 0;
+        for (int i = 0; i < p.sequences; i += 32) level_sequences += __popc(having(i));
+      }
+      int rank = (number - level_first) / p.job_heads, i = 0;
+      const int head_job = number - level_first - rank * p.job_heads;
+      uint32_t who = having(0);
+      while (rank >= __popc(who)) rank -= __popc(who), i += 32, who = having(i);
+      for (; rank > 0; --rank) who &= who - 1;
+      const int sequence = i + __ffs(int(who)) - 1;
+      *job = job_of<n>(p, lengths_of(p, sequence), sequence, level, head_job);
+    }
+    number += int(gridDim.x);
+    return true;
+  }
+
+ private:
+  const AttentionPlan &p;
+  int number, level = 0, level_first = 0, level_sequences = 0;
+
+  // Of this lane's among the 32 sequences from i on.
+  __device__ __forceinline__ int units(int i) const {
+    const int sequence = i + int(threadIdx.x % 32);
+    return sequence < p.sequences ? units_of(p, lengths_of(p, sequence)) : 0;
+  }
+  // Which of them have a unit `level`.
+  __device__ __forceinline__ uint32_t having(int i) const { return __ballot_sync(0xFFFFFFFFu, units(i) > level); }
+};
+
+// A ring of jobs. A slot whose `end` is 0 holds none and follows the last.
+template <class S> struct AttentionSlots {
+  uint32_t slots, full_barriers, empty_barriers;
+
+  __device__ __forceinline__ uint32_t slot(int turn) const { return slots + turn % S::kSlots * S::kSlotBytes; }
+  __device__ __forceinline__ uint32_t full(int turn) const { return full_barriers + turn % S::kSlots * 8; }
+  __device__ __forceinline__ uint32_t empty(int turn) const { return empty_barriers + turn % S::kSlots * 8; }
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < S::kSlots; ++i) barrier_init(full(i), 1), barrier_init(empty(i), S::consumer_warps);
+  }
+
+  // All lanes of the warp that loads.
+  __device__ __forceinline__ void put(int turn, const Job &job) const {
+    barrier_wait(empty(turn), (turn / S::kSlots & 1) ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      const uint32_t at = slot(turn);
+      asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(job.sequence), "r"(job.head),
+                   "r"(job.query), "r"(job.segment)
+                   : "memory");
+      asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(at + 16), "r"(job.begin), "r"(job.end),
+                   "r"(job.queries), "r"(job.keys)
+                   : "memory");
+      asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(at + 32), "r"(job.q_first), "r"(job.k_first) : "memory");
+      barrier_arrive(full(turn));
+    }
+  }
+
+  // All threads that multiply.
+  __device__ __forceinline__ void wait(int turn) const { barrier_wait(full(turn), turn / S::kSlots & 1); }
+  __device__ __forceinline__ Job look(int turn) const {
+    Job job;
+    const uint32_t at = slot(turn);
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(job.sequence), "=r"(job.head), "=r"(job.query), "=r"(job.segment)
+                 : "r"(at)
+                 : "memory");
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(job.begin), "=r"(job.end), "=r"(job.queries), "=r"(job.keys)
+                 : "r"(at + 16)
+                 : "memory");
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(job.q_first), "=r"(job.k_first) : "r"(at + 32) : "memory");
+    return job;
+  }
+  __device__ __forceinline__ void give_back(int turn) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty(turn));
+  }
+};
+
+}  // namespace
+}  // namespace pydet

@@ -1,0 +1,208 @@
+// Which attention the Hopper kernel takes, how it is shared out, and the tensor maps.
+
+#include <algorithm>
+#include <cstring>
+
+#include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/attention/plan.h"
+#include "gpu/nvidia/sm90/pipe/shape.h"
+#include "gpu/nvidia/tensor_map.h"
+#include "core/choice.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kUnit = 8;                     // 16 bytes of an operand
+constexpr int64_t kMost = int64_t(1) << 30;  // of tokens
+constexpr int64_t kMostD = 256, kNarrowD = 128;
+// Blocks that have an O of their own in the workspace, of which one is as large as two warpgroups' accumulators.
+constexpr int kRunningBlocks = 132;
+constexpr uint64_t kRunningBytes = 2 * kAttentionWarpgroupRows * kMostD * sizeof(float);
+constexpr int64_t kMostMultiprocessors = 144;  // of a Hopper
+
+bool aligned(const Heads &heads, int64_t sequences, int64_t head_count, int64_t tokens) {
+  const auto stride = [](int64_t stride, int64_t extent) {
+    return extent <= 1 || (stride % kUnit == 0 && stride >= 0 && stride < int64_t(1) << 38);
+  };
+  return reinterpret_cast<uintptr_t>(heads.data) % 16 == 0 && stride(heads.sequence_stride, sequences) &&
+         stride(heads.head_stride, head_count) && stride(heads.token_stride, tokens) &&
+         (tokens <= 1 || heads.token_stride > 0);
+}
+
+// A page is as many boxes of a block as it takes, or a block as many pages.
+bool pages_fit(const Attention &a) {
+  const int64_t block = block_keys(a.d);
+  return !a.first_key && !a.k_start && a.page_count > 0 &&
+         (a.page_size % block == 0 || (block % a.page_size == 0 && a.page_size >= kAtomRows));
+}
+
+bool takes(const Attention &a) {
+  const int64_t group_heads = a.heads / a.groups, padded = a.d <= 64 ? 64 : a.d <= kNarrowD ? kNarrowD : kMostD;
+  if (a.d > kMostD || a.d % kUnit || a.e > padded || a.e % kUnit || a.e <= 0 || a.d <= 0) return false;
+  if (a.queries <= 0 || a.keys <= 0 || a.sequences <= 0 || a.heads <= 0) return false;
+  if (a.queries > kMost || a.keys > kMost || a.sequences > kMost || a.heads > kMost / std::max(a.queries, a.sequences))
+    return false;
+  if (a.pages && !pages_fit(a)) return false;
+  const int64_t stored = a.pages ? a.page_count : a.sequences, tokens = a.pages ? a.page_size : a.keys;
+  return aligned(a.q, a.sequences, a.heads, a.queries) && aligned(a.k, stored, a.groups, tokens) &&
+         aligned(a.v, stored, a.groups, tokens) && aligned(a.out, a.sequences, a.heads, a.queries) && group_heads > 0 &&
+         a.q.head_stride > 0;
+}
+
+// How rows become tiles.
+struct Cut {
+  int pack, warpgroup_queries, job_queries;
+  int64_t tiles;  // about so many in all, of all heads
+  bool wide, split;
+};
+
+int64_t tiles_of(const Attention &a, int pack, int job_queries) {
+  const int64_t heads = a.sequences * (a.heads / pack);
+  if (!a.q_start) return heads * divide_up(a.queries, job_queries);
+  return (a.heads / pack) * (divide_up(a.queries, job_queries) + a.sequences / 2);
+}
+
+int warpgroups_of(const Attention &a, bool wide) { return !wide ? 1 : a.d <= 64 ? 3 : 2; }
+
+// The heads of a group go into one tile where that makes fewer.
+Cut cut_rows(const Attention &a, bool wide) {
+  const int64_t group_heads = a.heads / a.groups;
+  const auto cut = [&](int pack) {
+    const int queries = kAttentionWarpgroupRows / pack, all = queries * warpgroups_of(a, wide);
+    return Cut{pack, queries, all, tiles_of(a, pack, all), wide, false};
+  };
+  const Cut apart = cut(1);
+  if (group_heads == 1 || group_heads > kAttentionWarpgroupRows) return apart;
+  const Cut packed = cut(int(group_heads));
+  return packed.tiles < apart.tiles ? packed : apart;
+}
+
+// m and l, and o, of each segment of each row.
+int64_t rows_of(const Attention &a) { return (a.q_start ? 1 : a.sequences) * a.queries * a.heads; }
+uint64_t bytes_split(const Attention &a) {
+  return uint64_t(rows_of(a)) * uint64_t(divide_up(a.keys, a.kv_chunk)) * uint64_t(a.e + 2) * sizeof(float);
+}
+uint64_t bytes_of_running(const Attention &a) {
+  return a.d > kNarrowD && a.keys > a.kv_chunk ? kRunningBlocks * kRunningBytes : 0;
+}
+
+// Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles leave
+// multiprocessors idle; sequences whose lengths only the device knows may leave more so.
+Cut fastest(const Attention &a, int64_t sms) {
+  const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
+  Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
+  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
+  cut.split = a.keys > a.kv_chunk && cut.tiles < (cut.wide || known ? sms * 3 / 4 : 2 * sms);
+  return cut;
+}
+
+uint64_t workspace_of(const Attention &a, const Cut &cut) {
+  return cut.split ? bytes_split(a) : cut.wide ? bytes_of_running(a) : 0;
+}
+
+MapShape map_of(const Heads &heads, int64_t extent, int64_t tokens, int64_t head_count, int64_t sequences, int box) {
+  const auto stride = [](int64_t stride, int64_t extent) { return extent > 1 && stride > 0 ? stride : int64_t(kUnit); };
+  const bool head_moves = head_count > 1 && heads.head_stride > 0,
+             sequence_moves = sequences > 1 && heads.sequence_stride > 0;
+  return {heads.data,
+          heads.type,
+          extent,
+          tokens,
+          stride(heads.token_stride, tokens),
+          kBlockK,
+          box,
+          5,
+          {head_moves ? head_count : 1, sequence_moves ? sequences : 1, 1},
+          {stride(heads.head_stride, head_count), stride(heads.sequence_stride, sequences), kUnit}};
+}
+
+}  // namespace
+
+Choice attention_sm90_choose(const Attention &a, int variant) {
+  if (!takes(a)) return {};
+  Cut cut = fastest(a, gpu_multiprocessors(a.device.id));
+  if (variant == kAnyVariant) {
+    if (a.workspace_size < workspace_of(a, cut)) cut.split = false;
+  } else {
+    cut = cut_rows(a, variant == kAttentionWide || variant == kAttentionWideSplit);
+    cut.split = variant == kAttentionWideSplit || variant == kAttentionFewSplit;
+  }
+  if (a.workspace_size < workspace_of(a, cut)) return {};
+  return Choice(
+      cut.wide ? (cut.split ? kAttentionWideSplit : kAttentionWide) : (cut.split ? kAttentionFewSplit : kAttentionFew),
+      cut);
+}
+
+// Of every variant that may be chosen, or of the one that is asked for, on any Hopper.
+uint64_t attention_sm90_workspace(const Attention &a, const char *kernel) {
+  if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
+  const auto is = [&](int variant) { return kernel && strcmp(kernel, kAttentionNames[variant]) == 0; };
+  if (is(kAttentionWideSplit) || is(kAttentionFewSplit)) return bytes_split(a);
+  if (is(kAttentionFew)) return 0;
+  const bool splits = !kernel && fastest(a, kMostMultiprocessors).split;
+  return std::max(splits ? bytes_split(a) : 0, bytes_of_running(a));
+}
+
+pydet_status attention_sm90(const Attention &a, const Choice &choice) {
+  const char *name = kAttentionNames[choice.variant];
+  const auto cut = choice.cut<Cut>();
+  const int block = block_keys(a.d);
+  const int64_t group_heads = a.heads / a.groups;
+  AttentionPlan p = {};
+  EncodeTensorMap encode = nullptr;
+  if (pydet_status status = find_encoder(name, &encode)) return status;
+  p.box_keys = int(a.pages ? std::min<int64_t>(block, a.page_size) : block);
+  const int64_t stored = a.pages ? a.page_count : a.sequences, tokens = a.pages ? a.page_size : a.keys;
+  const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys),
+                 v = map_of(a.v, a.e, tokens, a.groups, stored, p.box_keys);
+  // The heads of a group, and then tokens: so a box has the rows of a tile as they lie in it.
+  MapShape q = map_of(a.q, a.d, group_heads, a.queries, a.sequences, cut.pack);
+  q.row_stride = group_heads > 1 ? a.q.head_stride : kUnit;
+  q.box_batch = cut.warpgroup_queries;
+  p.sequence_moves_q = q.batch_shape[1] > 1;
+  q.batch_shape[0] = a.queries, q.batch_shape[1] = a.groups, q.batch_shape[2] = p.sequence_moves_q ? a.sequences : 1;
+  q.batch_stride[2] = q.batch_stride[1];
+  q.batch_stride[0] = a.queries > 1 ? a.q.token_stride : kUnit;
+  q.batch_stride[1] = a.groups > 1 ? group_heads * a.q.head_stride : kUnit;
+  if (pydet_status status = make_map(name, encode, q, &p.q)) return status;
+  if (pydet_status status = make_map(name, encode, k, &p.k)) return status;
+  if (pydet_status status = make_map(name, encode, v, &p.v)) return status;
+  p.group_moves_k = k.batch_shape[0] > 1, p.sequence_moves_k = k.batch_shape[1] > 1;
+  p.group_moves_v = v.batch_shape[0] > 1, p.sequence_moves_v = v.batch_shape[1] > 1;
+
+  p.sequences = int(a.sequences), p.queries = int(a.queries), p.keys = int(a.keys);
+  p.heads = int(a.heads), p.group_heads = int(group_heads), p.d = int(a.d), p.e = int(a.e);
+  p.q_start = a.q_start, p.k_start = a.k_start, p.k_length = a.k_length, p.first_key = a.first_key, p.pages = a.pages;
+  p.pages_stride = a.pages_stride, p.page_size = int(a.page_size), p.page_count = int(a.page_count);
+  p.uniform = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
+  p.pack = cut.pack, p.job_heads = int(a.heads / cut.pack);
+  p.warpgroup_queries = cut.warpgroup_queries, p.job_queries = cut.job_queries;
+  p.segment_keys = int(std::min(a.kv_chunk, kMost)), p.segment_blocks = p.segment_keys / block;
+  p.split = cut.split;
+  const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
+  p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
+  p.c = score_scale(a).c;
+  p.in_q = a.q, p.in_k = a.k, p.in_v = a.v, p.out = a.out, p.lse = a.lse;
+  p.part_count = rows_of(a);
+  if (p.split) {
+    p.part_o = static_cast<float *>(a.workspace);
+    p.parts = p.part_o + p.part_count * divide_up(a.keys, a.kv_chunk) * a.e;
+  } else {
+    p.running = static_cast<float *>(a.workspace);
+  }
+
+  const int64_t most_jobs =
+      cut.tiles * (p.split ? divide_up(a.keys, a.kv_chunk) : 1) + (a.q_start ? a.sequences * p.job_heads : 0);
+  int64_t blocks = std::min<int64_t>(gpu_multiprocessors(a.device.id), most_jobs);
+  if (!p.split && cut.wide && bytes_of_running(a)) blocks = std::min<int64_t>(blocks, kRunningBlocks);
+  Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
+  launch.overlaps_previous = true;
+  const auto run = [&](auto type) {
+    constexpr Type kType = decltype(type)::value;
+    const pydet_status status = attention_forward_sm90<kType>(launch, p, cut.wide);
+    return status || !p.split ? status : attention_combine_sm90<kType>(launch, p);
+  };
+  return with_type<kHalfTypes>(a.q.type, run);
+}
+
+}  // namespace pydet
