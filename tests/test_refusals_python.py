@@ -787,13 +787,17 @@ always = {"fold": {"is_tuple": True}, "quantize": {"granularity": "row"}}
 wrong = [-1, 2, 3, 6, 99, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64]
 wrong += [1.5, float("nan"), "x", (), (x,) * 65, object(), x, None]
 methods, _ = hooks._methods()
+table = _native.try_load(hooks.constants.PYDET_EXCHANGE_CPU)[0].lib.pydet_exchange_methods(hooks.exchange)
+names = {}
+while len(names) < len(methods):
+    names[_native.text(table.name)] = _native.text(table.arguments).split(", ")
+    table += 1
 refused = 0
 for name, method in methods.items():
     kind = kinds.get(name, name)
     given, base = operands[kind], always.get(kind, {})
     method(*given, **base)
-    arguments = [name for name, _ in _native.ffi.typeof(f"pydet_{kind}_arguments").fields]
-    for place, argument in enumerate(arguments):
+    for place, argument in enumerate(names[name]):
         for value in wrong:
             try:
                 if place < len(given):

@@ -475,7 +475,7 @@ def test_what_a_hopper_refuses_is_written_down():
     flat = lambda text: " ".join(text.replace("*", " ").split())
     root = pathlib.Path(__file__).parent.parent
     header, said = flat((root / "native/include/pydet.h").read_text()), flat(pydet.scaled_gemm.__doc__)
-    features = (root / "native/problem.h").read_text()
+    features = (root / "native/contract/features.h").read_text()
     for words in ("a left operand along M", "a right operand along N", "an out along M",
                   "a k_chunk that is no multiple of 128"):  # fmt: skip
         assert f'"{words}"' in features and f'"{words}"' in header and f'"{words}"' in said, words
