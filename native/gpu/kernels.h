@@ -6,7 +6,8 @@
 
 namespace pydet {
 
-struct Gemm;  // ops/*/problem.h, as all of these
+struct Attention;  // ops/*/problem.h, as all of these
+struct Gemm;
 struct Rounding;
 struct GroupedGemm;
 struct ScaledGemm;
