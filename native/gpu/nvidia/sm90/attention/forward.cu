@@ -305,21 +305,15 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   };
   // For the products, whose sums are then worth a[h] if any reference has moved. A wait in either branch, and each worded
   // in its own way: ptxas moves a wait, but not across a branch, to before the weights that are made beside the products.
-  const auto wait_and_rescale = [&](bool moved, const float(&a)[2]) {
+  const auto wait_and_rescale = [&](bool moved, const Step &step) {
     if (__any_sync(0xFFFFFFFFu, moved)) {
       wgmma_wait<0>();
 #pragma unroll
-      for (int i = 0; i < S::d / 2; ++i) o[i] = o[i] * a[i / 2 % 2];
+      for (int i = 0; i < S::d / 2; ++i) o[i] = o[i] * step.worth[i / 2 % 2];
     } else {
       asm volatile("wgmma.wait_group.sync.aligned 0;  // nothing moved" ::: "memory");
     }
   };
-  const auto round_weights = [&](const float(&a)[2]) {
-    add_weights(s, sums.l, a);
-#pragma unroll
-    for (int i = 0; i < S::n / 4; ++i) weights[i / 4][i % 4] = rounded_pair<S::type>(s[2 * i], s[2 * i + 1]);
-  };
-
   take_job();
   if (S::warpgroups > 1 && warpgroup == S::warpgroups - 1) named_arrive(1, 2 * kWarpgroup);
   while (more || behind) {
@@ -338,11 +332,14 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         your_turn();
         wgmma_wait<1>();
         release(at.empty(ring.stage));
-        float a[2];
-        const bool moved = softmax_block(s, sums.m, p.c, a);
-        wait_and_rescale(moved, a);
+        Step step;
+        const bool moved = move_references(s, sums.m, p.c, step);
+        weigh_scores<0, S::ahead>(s, p.c, step);
+        wait_and_rescale(moved, step);
         release(at.empty(values.stage));
-        round_weights(a);
+        scale_sums(sums.l, step);
+        weigh_scores<S::ahead, 8>(s, p.c, step);
+        add_weights<S::type, 0, 8>(s, sums.l, weights);
         first_values = false;
         ring = values;
         ring.next();
@@ -367,8 +364,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     }
 
     bool moved = false;
-    float a[2];
-    const auto weigh_scores = [&] {
+    Step step;
+    const auto softmax = [&] {
       release(at.empty(ring.stage));
       if (block + 1 == sight.end) release(at.q_empty(warpgroup));
       if (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end) {
@@ -378,7 +375,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
                     block * S::n + thread % 4 * 2);
       }
       if (begins) sums.clear();
-      moved = softmax_block(s, sums.m, p.c, a);
+      moved = move_references(s, sums.m, p.c, step);
+      weigh_scores<0, 8>(s, p.c, step);
     };
     my_turn();
     if (live && weighted) {
@@ -386,13 +384,13 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       products(values.stage);
       your_turn();
       wgmma_wait<1>();
-      weigh_scores();
-      wait_and_rescale(moved && !closes, a);
+      softmax();
+      wait_and_rescale(moved && !closes, step);
     } else if (live) {
       scores(ring.stage);
       your_turn();
       wgmma_wait<0>();
-      weigh_scores();
+      softmax();
     } else {
       if (weighted) {
         products(values.stage);
@@ -433,7 +431,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         totals.clear();
         totals_so_far.store(totals);
       }
-      round_weights(a);
+      scale_sums(sums.l, step);
+      add_weights<S::type, 0, 8>(s, sums.l, weights);
       turn_of_weights = turn, fresh = false, first_values = begins;
     }
     weighted = live;

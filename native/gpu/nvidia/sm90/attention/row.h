@@ -88,11 +88,14 @@ __device__ __noinline__ void compute_row(const AttentionPlan &p, const Lengths x
         bool out[n / 8][2];  // keys that have no part in the row
 #pragma unroll
         for (int i = 0; i < n / 8; ++i) out[i][0] = s[4 * i] == -INFINITY, out[i][1] = s[4 * i + 1] == -INFINITY;
-        float a[2];
-        softmax_block(s, sums.m, p.c, a);
-        add_weights(s, sums.l, a);
+        Step step;
+        move_references(s, sums.m, p.c, step);
+        weigh_scores<0, 8>(s, p.c, step);
+        scale_sums(sums.l, step);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) o[e] = o[e] * a[0];
+        for (int i = 0; i < n / 2; ++i) sums.l[i / 2 % 2][i % 2] = sums.l[i / 2 % 2][i % 2] + s[i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[e] = o[e] * step.worth[0];
 #pragma unroll
         for (int i = 0; i < n / 16; ++i) {
           uint32_t v[2];
