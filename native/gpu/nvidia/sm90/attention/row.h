@@ -1,6 +1,6 @@
-// One row of attention by one warp, from memory: slow, and exact in what the tiles are not. A key that the row does not see
-// has no part in it, whatever its value holds; in a tile a weight of 0 makes NaN of an Inf. So a row of a tile's that is not
-// finite is done again here.
+// One row of attention by one warp, from memory: slow, and exact in what the tiles are not. A key that the row does
+// not see has no part in it, whatever its value holds; in a tile a weight of 0 makes NaN of an Inf. So a row of a
+// tile's that is not finite is done again here.
 #pragma once
 
 #include "gpu/nvidia/sm90/attention/mask.h"
@@ -29,8 +29,8 @@ template <Type type> __device__ __forceinline__ bool row_is_finite(const Attenti
   return __all_sync(0xFFFFFFFFu, finite);
 }
 
-// All 16 rows of the products' left operands are this one: so a lane has the scores and weights of the keys whose values it
-// loads. n: keys of a block.
+// All 16 rows of the products' left operands are this one: so a lane has the scores and weights of the keys whose
+// values it loads. n: keys of a block.
 template <Type type, int n>
 __device__ __noinline__ void compute_row(const AttentionPlan &p, const Lengths x, int sequence, int query, int head) {
   const int lane = int(threadIdx.x % 32), pair = lane % 4 * 2, group = head / p.group_heads;

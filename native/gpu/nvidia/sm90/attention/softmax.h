@@ -7,8 +7,8 @@
 namespace pydet {
 namespace {
 
-// Of a thread's two rows: the largest score so far times c, and the sums of the weights of its keys, which are 2 of every
-// 8: key j belongs to sum j mod 8.
+// Of a thread's two rows: the largest score so far times c, and the sums of the weights of its keys, which are 2 of
+// every 8: key j belongs to sum j mod 8.
 struct RowSums {
   float m[2], l[2][2];
   __device__ __forceinline__ void clear() {
@@ -29,8 +29,8 @@ __device__ __forceinline__ float sum_of_row(const float (&l)[2]) {
   return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
-// Moves the references of a thread's rows on to what the scores of a block ask for. Returns whether one has moved; `worth`
-// is what the sums so far, and O, then are, and `taken` what is taken off the block's scores.
+// Moves the references of a thread's rows on to what the scores of a block ask for. Returns whether one has moved;
+// `worth` is what the sums so far, and O, then are, and `taken` what is taken off the block's scores.
 struct Step {
   float worth[2], taken[2];
 };
@@ -98,8 +98,8 @@ struct Totals {
   }
 };
 
-// What a segment and those before it are worth beside each other: `now` and `past`; the totals become those of both. One
-// without any key is left out.
+// What a segment and those before it are worth beside each other: `now` and `past`; the totals become those of both.
+// One without any key is left out.
 __device__ __forceinline__ void weigh(Totals &totals, const RowSums &sums, float (&past)[2], float (&now)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
