@@ -1,22 +1,20 @@
 // Attention, forward, on Hopper's tensor cores: out = softmax(q k^T) v for one tile of rows after another.
 //
-//   A block is persistent. One warp loads by TMA: a job's queries, and through one ring its blocks of keys and of values, in
-//   the order in which they are multiplied: the scores of a block come before the values of the block ahead of it.
-//   Warpgroups of 64 rows take turns on the tensor cores: in its turn one starts the scores of its next block (q and k from
-//   shared memory) and the product of the last one's weights, which are in its registers, with their values. While another
-//   has its turn it makes weights of the scores. All of a block's jobs are one such loop: the first scores of a job lie
-//   beside the last values of the one before.
-//   Keys longer than a segment: o is folded into O, which lies in shared memory, or for d = 256 in the L2, each element where
-//   the thread that has it finds it again.
-//   Measured: bench/README.md.
+//   A block is persistent. One warp loads by TMA: a job's queries, and through one ring its blocks of keys and of
+//   values, in the order in which they are multiplied: the scores of a block come before the values of the block ahead
+//   of it. Warpgroups of 64 rows take turns on the tensor cores: in its turn one starts the scores of its next block
+//   (q and k from shared memory) and the product of the last one's weights, which are in its registers, with their
+//   values. While another has its turn it makes weights of the scores. All of a block's jobs are one such loop: the
+//   first scores of a job lie beside the last values of the one before. Keys longer than a segment: o is folded into
+//   O, which lies in shared memory, or for d = 256 in the L2, each element where the thread that has it finds it
+//   again. Measured: bench/README.md.
 //
 // The order of every sum is NUMERICS.md's, "Attention".
 
 #include "contract/elementary.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/attention/kv.h"
-#include "gpu/nvidia/sm90/attention/row.h"
-#include "gpu/nvidia/sm90/pipe/out.h"
+#include "gpu/nvidia/sm90/attention/tile_out.h"
 #include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
@@ -31,19 +29,6 @@ template <int stages> struct RingPlace {
   int stage = 0, parity = 0;
   __device__ __forceinline__ void next() {
     if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-template <class S> struct Layout {
-  uint32_t base;
-  __device__ __forceinline__ uint32_t q(int warpgroup) const { return base + S::q_at + warpgroup * S::q_bytes; }
-  __device__ __forceinline__ uint32_t stage(int i) const { return base + S::ring_at + i * S::stage_bytes; }
-  __device__ __forceinline__ uint32_t q_full(int warpgroup) const { return base + S::q_full_at + warpgroup * 8; }
-  __device__ __forceinline__ uint32_t q_empty(int warpgroup) const { return base + S::q_empty_at + warpgroup * 8; }
-  __device__ __forceinline__ uint32_t full(int i) const { return base + S::full_at + i * 8; }
-  __device__ __forceinline__ uint32_t empty(int i) const { return base + S::empty_at + i * 8; }
-  __device__ __forceinline__ AttentionSlots<S> slots() const {
-    return {base + S::slots_at, base + S::slot_full_at, base + S::slot_empty_at};
   }
 };
 
@@ -86,165 +71,6 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
 }
 
 // ---- The warpgroups that multiply --------------------------------------------------------------------------------
-
-// Of the warpgroups that multiply. Asked for again where it is seldom wanted: else what can be worked out from it is kept in
-// registers through the loop over blocks.
-__device__ __forceinline__ int thread_number() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-// The first of a thread's two rows of its warpgroup.
-__device__ __forceinline__ int row_of(int thread) { return thread % kWarpgroup / 32 * kWarpRows + thread % 32 / 4; }
-
-// O of the segments so far: a thread's own elements, four at a time.
-template <class S> struct RunningO {
-  uint32_t shared;
-  float4 *global;
-  __device__ __forceinline__ RunningO(const AttentionPlan &p, const Layout<S> &at) {
-    const int thread = thread_number(), warp = thread / 32, lane = thread % 32;
-    shared = at.base + S::out_at + warp * S::out_warp_bytes + lane * 16;
-    global = reinterpret_cast<float4 *>(p.running) +
-             (int64_t(blockIdx.x) * S::consumer_warps + warp) * (S::running_bytes / 4 / 16) + lane;
-  }
-  __device__ __forceinline__ float4 load(int i) const {
-    if (i >= S::held) return __ldcg(global + i * 32);
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(shared + i * 512)
-                 : "memory");
-    return x;
-  }
-  __device__ __forceinline__ void store(int i, const float4 &x) const {
-    if (i >= S::held) __stcg(global + i * 32, x);
-    else
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared + i * 512), "f"(x.x), "f"(x.y), "f"(x.z),
-                   "f"(x.w)
-                   : "memory");
-  }
-};
-
-// The totals of a thread's two rows, which are seldom looked at; the four lanes of a row have the same.
-template <class S> struct SharedTotals {
-  uint32_t base;
-  __device__ __forceinline__ uint32_t address(int thread) const {
-    return base + S::totals_at + (thread / kWarpgroup * kAttentionWarpgroupRows + row_of(thread)) * 8;
-  }
-  __device__ __forceinline__ Totals load() const {
-    const uint32_t shared = address(thread_number());
-    Totals x;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.m[h]), "=f"(x.l[h]) : "r"(shared + h * 64) : "memory");
-    return x;
-  }
-  __device__ __forceinline__ void store(const Totals &x) const {
-    __syncwarp();  // the lanes beside have read what was there
-    const int thread = thread_number();
-    if (thread % 4 == 0) {
-      const uint32_t shared = address(thread);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) store_pair(shared + h * 64, x.m[h], x.l[h]);
-    }
-    __syncwarp();
-  }
-};
-
-// The tile's results, or what its segment leaves to combine.cu. False: one of them is not finite.
-template <class S>
-__device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<S> &at, const Job &job, int warpgroup,
-                                           float (&o)[S::d / 2], const Totals &totals) {
-  const int thread = thread_number(), lane = thread % 32, warp = thread / 32, first = warp % 4 * kWarpRows;
-  const int first_query = job.query + warpgroup * p.warpgroup_queries;
-  const auto has = [&](const RowPlace &at_row) {
-    return at_row.query < p.warpgroup_queries && first_query + at_row.query < job.queries;
-  };
-  if (p.split) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const RowPlace at_row = row_place(p, first + lane / 4 + 8 * h);
-      if (!has(at_row)) continue;
-      const int64_t part =
-          part_of(p, job.segment, job.sequence, job.q_first + first_query + at_row.query, job.head + at_row.head);
-      if (lane % 4 == 0) *reinterpret_cast<float2 *>(p.parts + 2 * part) = make_float2(totals.m[h], totals.l[h]);
-      float *to = p.part_o + part * p.e + lane % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < S::d / 8; ++i)
-        if (i * 8 < p.e) *reinterpret_cast<float2 *>(to + i * 8) = make_float2(o[4 * i + 2 * h], o[4 * i + 2 * h + 1]);
-    }
-    return true;
-  }
-  float zero = 0;  // times what is finite
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const bool none = totals.m[h] == -INFINITY;
-    const float reciprocal = none ? 0.0f : __frcp_rn(totals.l[h]);
-#pragma unroll
-    for (int i = 0; i < S::d / 8; ++i)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float &x = o[4 * i + 2 * h + e];
-        x = none ? 0.0f : weighed(x, reciprocal);
-        zero = fmaf(x, 0.0f, zero);
-      }
-    const RowPlace at_row = row_place(p, first + lane / 4 + 8 * h);
-    if (p.lse.data && lane % 4 == 0 && has(at_row))
-      reinterpret_cast<float *>(
-          p.lse.data)[job.sequence * p.lse.sequence_stride + (job.head + at_row.head) * p.lse.head_stride +
-                      (job.q_first + first_query + at_row.query) * p.lse.token_stride] =
-          none ? -INFINITY : canonical(log_sum_exp({totals.m[h], totals.l[h]}));
-  }
-  const uint32_t piece = at.base + S::out_at + warp * S::out_warp_bytes;
-#pragma unroll
-  for (int chunk = 0; chunk < S::chunks; ++chunk) {
-    __syncwarp();  // the piece, or O that lay there, has been read
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t fragments[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int i = (chunk * 8 + 2 * j + k / 2) * 4 + k % 2 * 2;
-        fragments[k] = rounded_pair<S::type>(o[i], o[i + 1]);
-      }
-      const int row = lane % 16;
-      store_matrices(piece + row * kRowBytes + ((2 * j + lane / 16) ^ (row % 8)) * 16, fragments);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = 4 * i + lane / 8;
-      const RowPlace at_row = row_place(p, first + row);
-      uint4 x;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                   : "r"(piece + row * kRowBytes + ((lane % 8) ^ (row % 8)) * 16)
-                   : "memory");
-      const int column = chunk * kBlockK + lane % 8 * 8;
-      if (has(at_row) && column < p.e)
-        *reinterpret_cast<uint4 *>(
-            p.out.data + 2 * (job.sequence * p.out.sequence_stride + (job.head + at_row.head) * p.out.head_stride +
-                              (job.q_first + first_query + at_row.query) * p.out.token_stride + column)) = x;
-    }
-  }
-  return __all_sync(0xFFFFFFFFu, zero == 0.0f);
-}
-
-// Once all jobs are done: a warp's rows that are not finite, again.
-template <class S> __device__ __forceinline__ void repair_rows(const AttentionPlan &p, int warp) {
-  Walk<S::n> walk(p);
-  Job job;
-  while (walk.next(&job)) {
-    const Lengths x = {job.queries, job.keys, job.q_first, job.k_first};
-    for (int row = 0; row < kWarpRows; ++row) {
-      const RowPlace at_row = row_place(p, warp % 4 * kWarpRows + row);
-      const int query = job.query + warp / 4 * p.warpgroup_queries + at_row.query, head = job.head + at_row.head;
-      if (at_row.query < p.warpgroup_queries && query < job.queries &&
-          !row_is_finite<S::type>(p, result_at(p, job.sequence, job.q_first + query, head)))
-        compute_row<S::type, S::n>(p, x, job.sequence, query, head);
-    }
-  }
-}
 
 template <class S>
 __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layout<S> &at, int warpgroup) {
@@ -303,23 +129,18 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       wgmma_from_registers<S::type, false>(o, weights[i], v + (i * kStep * kRowBytes >> 4), i > 0 || !first_values);
     wgmma_commit();
   };
-  // For the products, whose sums are then worth a[h] if any reference has moved. A wait in either branch, and each worded
-  // in its own way: ptxas moves a wait, but not across a branch, to before the weights that are made beside the products.
-  const auto wait_and_rescale = [&](bool moved, const float(&a)[2]) {
+  // For the products, whose sums are then worth less if a reference has moved. A wait in either branch, and each worded
+  // in its own way: ptxas moves a wait, but not across a branch, to before the weights that are made beside the
+  // products.
+  const auto wait_and_rescale = [&](bool moved, const Step &step) {
     if (__any_sync(0xFFFFFFFFu, moved)) {
       wgmma_wait<0>();
 #pragma unroll
-      for (int i = 0; i < S::d / 2; ++i) o[i] = o[i] * a[i / 2 % 2];
+      for (int i = 0; i < S::d / 2; ++i) o[i] = o[i] * step.worth[i / 2 % 2];
     } else {
       asm volatile("wgmma.wait_group.sync.aligned 0;  // nothing moved" ::: "memory");
     }
   };
-  const auto round_weights = [&](const float(&a)[2]) {
-    add_weights(s, sums.l, a);
-#pragma unroll
-    for (int i = 0; i < S::n / 4; ++i) weights[i / 4][i % 4] = rounded_pair<S::type>(s[2 * i], s[2 * i + 1]);
-  };
-
   take_job();
   if (S::warpgroups > 1 && warpgroup == S::warpgroups - 1) named_arrive(1, 2 * kWarpgroup);
   while (more || behind) {
@@ -338,11 +159,14 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         your_turn();
         wgmma_wait<1>();
         release(at.empty(ring.stage));
-        float a[2];
-        const bool moved = softmax_block(s, sums.m, p.c, a);
-        wait_and_rescale(moved, a);
+        Step step;
+        const bool moved = move_references(s, sums.m, p.c, step);
+        weigh_scores<0, S::ahead>(s, p.c, step);
+        wait_and_rescale(moved, step);
         release(at.empty(values.stage));
-        round_weights(a);
+        scale_sums(sums.l, step);
+        weigh_scores<S::ahead, 8>(s, p.c, step);
+        add_weights<S::type, 0, 8>(s, sums.l, weights);
         first_values = false;
         ring = values;
         ring.next();
@@ -367,8 +191,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     }
 
     bool moved = false;
-    float a[2];
-    const auto weigh_scores = [&] {
+    Step step;
+    const auto softmax = [&] {
       release(at.empty(ring.stage));
       if (block + 1 == sight.end) release(at.q_empty(warpgroup));
       if (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end) {
@@ -378,7 +202,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
                     block * S::n + thread % 4 * 2);
       }
       if (begins) sums.clear();
-      moved = softmax_block(s, sums.m, p.c, a);
+      moved = move_references(s, sums.m, p.c, step);
+      weigh_scores<0, 8>(s, p.c, step);
     };
     my_turn();
     if (live && weighted) {
@@ -386,13 +211,13 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       products(values.stage);
       your_turn();
       wgmma_wait<1>();
-      weigh_scores();
-      wait_and_rescale(moved && !closes, a);
+      softmax();
+      wait_and_rescale(moved && !closes, step);
     } else if (live) {
       scores(ring.stage);
       your_turn();
       wgmma_wait<0>();
-      weigh_scores();
+      softmax();
     } else {
       if (weighted) {
         products(values.stage);
@@ -433,7 +258,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         totals.clear();
         totals_so_far.store(totals);
       }
-      round_weights(a);
+      scale_sums(sums.l, step);
+      add_weights<S::type, 0, 8>(s, sums.l, weights);
       turn_of_weights = turn, fresh = false, first_values = begins;
     }
     weighted = live;

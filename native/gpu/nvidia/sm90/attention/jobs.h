@@ -1,5 +1,5 @@
-// What a block of attention has to do: jobs, worked out on the device from the sequences' lengths by the warp that loads,
-// and handed to the warpgroups that multiply by slots in shared memory.
+// What a block of attention has to do: jobs, worked out on the device from the sequences' lengths by the warp that
+// loads, and handed to the warpgroups that multiply by slots in shared memory.
 #pragma once
 
 #include "gpu/nvidia/sm90/attention/tiles.h"
@@ -82,8 +82,8 @@ __device__ __forceinline__ Job job_of(const AttentionPlan &p, const Lengths &x, 
 }
 
 // The jobs of this block, all lanes of a warp together: every gridDim-th, in the order of units from the last to the
-// first, of all sequences that have that one, of all heads. So tiles that see many keys come first, and those that read the
-// same keys stand together.
+// first, of all sequences that have that one, of all heads. So tiles that see many keys come first, and those that
+// read the same keys stand together.
 template <int n> class Walk {
  public:
   __device__ __forceinline__ explicit Walk(const AttentionPlan &plan) : p(plan), number(int(blockIdx.x)) {
@@ -179,6 +179,20 @@ template <class S> struct AttentionSlots {
   __device__ __forceinline__ void give_back(int turn) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty(turn));
+  }
+};
+
+// Where the parts of a block's shared memory lie.
+template <class S> struct Layout {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t q(int warpgroup) const { return base + S::q_at + warpgroup * S::q_bytes; }
+  __device__ __forceinline__ uint32_t stage(int i) const { return base + S::ring_at + i * S::stage_bytes; }
+  __device__ __forceinline__ uint32_t q_full(int warpgroup) const { return base + S::q_full_at + warpgroup * 8; }
+  __device__ __forceinline__ uint32_t q_empty(int warpgroup) const { return base + S::q_empty_at + warpgroup * 8; }
+  __device__ __forceinline__ uint32_t full(int i) const { return base + S::full_at + i * 8; }
+  __device__ __forceinline__ uint32_t empty(int i) const { return base + S::empty_at + i * 8; }
+  __device__ __forceinline__ AttentionSlots<S> slots() const {
+    return {base + S::slots_at, base + S::slot_full_at, base + S::slot_empty_at};
   }
 };
 

@@ -1,5 +1,5 @@
-// The readers of attention: queries, and blocks of keys and of values, from dense tensors, packs of sequences or pages, by
-// TMA's boxes.
+// The readers of attention: queries, and blocks of keys and of values, from dense tensors, packs of sequences or
+// pages, by TMA's boxes.
 #pragma once
 
 #include "gpu/nvidia/sm90/attention/jobs.h"
@@ -22,8 +22,8 @@ __device__ __forceinline__ void load_queries(const AttentionPlan &p, const Job &
                        Place{i * kBlockK, at.y, {at.batch[0], at.batch[1], at.batch[2]}}, 0);
 }
 
-// Where the lanes' boxes of a block lie: lane i has keys i box_keys to (i + 1) box_keys of it. What is past the last key
-// reads as zeros; the rest of a box that holds it may be anything.
+// Where the lanes' boxes of a block lie: lane i has keys i box_keys to (i + 1) box_keys of it. What is past the last
+// key reads as zeros; the rest of a box that holds it may be anything.
 struct Boxes {
   int token, sequence;  // or page
 };

@@ -16,8 +16,8 @@ __device__ __forceinline__ RowPlace row_place(const AttentionPlan &p, int row) {
   return {query, row - query * p.pack};
 }
 
-// What the rows of a warpgroup see of a job's keys: the blocks of which any row sees a key, at least one, and the keys that
-// all of them see.
+// What the rows of a warpgroup see of a job's keys: the blocks of which any row sees a key, at least one, and the keys
+// that all of them see.
 struct Sight {
   int begin, end;
   int whole_begin, whole_end;
@@ -34,7 +34,8 @@ __device__ __forceinline__ Sight sight_of(const AttentionPlan &p, const Job &job
   return x;
 }
 
-// Scores of keys that a row does not see become -Inf. s[4 i + 2 h + e] is that of row `row` + 8 h, key `first` + 8 i + e.
+// Scores of keys that a row does not see become -Inf. s[4 i + 2 h + e] is that of row `row` + 8 h, key `first` + 8 i +
+// e.
 template <int registers>
 __device__ __forceinline__ void mask_scores(const AttentionPlan &p, const Job &job, float (&s)[registers],
                                             int first_query, int row, int first) {

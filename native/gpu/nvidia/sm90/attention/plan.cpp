@@ -86,8 +86,8 @@ uint64_t bytes_of_running(const Attention &a) {
   return a.d > kNarrowD && a.keys > a.kv_chunk ? kRunningBlocks * kRunningBytes : 0;
 }
 
-// Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles leave
-// multiprocessors idle; sequences whose lengths only the device knows may leave more so.
+// Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles
+// leave multiprocessors idle; sequences whose lengths only the device knows may leave more so.
 Cut fastest(const Attention &a, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);

@@ -1,6 +1,6 @@
-// One row of attention by one warp, from memory: slow, and exact in what the tiles are not. A key that the row does not see
-// has no part in it, whatever its value holds; in a tile a weight of 0 makes NaN of an Inf. So a row of a tile's that is not
-// finite is done again here.
+// One row of attention by one warp, from memory: slow, and exact in what the tiles are not. A key that the row does
+// not see has no part in it, whatever its value holds; in a tile a weight of 0 makes NaN of an Inf. So a row of a
+// tile's that is not finite is done again here.
 #pragma once
 
 #include "gpu/nvidia/sm90/attention/mask.h"
@@ -29,8 +29,8 @@ template <Type type> __device__ __forceinline__ bool row_is_finite(const Attenti
   return __all_sync(0xFFFFFFFFu, finite);
 }
 
-// All 16 rows of the products' left operands are this one: so a lane has the scores and weights of the keys whose values it
-// loads. n: keys of a block.
+// All 16 rows of the products' left operands are this one: so a lane has the scores and weights of the keys whose
+// values it loads. n: keys of a block.
 template <Type type, int n>
 __device__ __noinline__ void compute_row(const AttentionPlan &p, const Lengths x, int sequence, int query, int head) {
   const int lane = int(threadIdx.x % 32), pair = lane % 4 * 2, group = head / p.group_heads;
@@ -88,11 +88,14 @@ __device__ __noinline__ void compute_row(const AttentionPlan &p, const Lengths x
         bool out[n / 8][2];  // keys that have no part in the row
 #pragma unroll
         for (int i = 0; i < n / 8; ++i) out[i][0] = s[4 * i] == -INFINITY, out[i][1] = s[4 * i + 1] == -INFINITY;
-        float a[2];
-        softmax_block(s, sums.m, p.c, a);
-        add_weights(s, sums.l, a);
+        Step step;
+        move_references(s, sums.m, p.c, step);
+        weigh_scores<0, 8>(s, p.c, step);
+        scale_sums(sums.l, step);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) o[e] = o[e] * a[0];
+        for (int i = 0; i < n / 2; ++i) sums.l[i / 2 % 2][i % 2] = sums.l[i / 2 % 2][i % 2] + s[i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[e] = o[e] * step.worth[0];
 #pragma unroll
         for (int i = 0; i < n / 16; ++i) {
           uint32_t v[2];

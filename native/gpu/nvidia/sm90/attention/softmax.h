@@ -7,8 +7,8 @@
 namespace pydet {
 namespace {
 
-// Of a thread's two rows: the largest score so far times c, and the sums of the weights of its keys, which are 2 of every
-// 8: key j belongs to sum j mod 8.
+// Of a thread's two rows: the largest score so far times c, and the sums of the weights of its keys, which are 2 of
+// every 8: key j belongs to sum j mod 8.
 struct RowSums {
   float m[2], l[2][2];
   __device__ __forceinline__ void clear() {
@@ -29,10 +29,14 @@ __device__ __forceinline__ float sum_of_row(const float (&l)[2]) {
   return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
-// Scores become weights. Returns whether the largest score of a row has grown; a[h] is what the sums before it, and O, are
-// then worth.
+// Moves the references of a thread's rows on to what the scores of a block ask for. Returns whether one has moved;
+// `worth` is what the sums so far, and O, then are, and `taken` what is taken off the block's scores.
+struct Step {
+  float worth[2], taken[2];
+};
 template <int registers>
-__device__ __forceinline__ bool softmax_block(float (&s)[registers], float (&reference)[2], float c, float (&a)[2]) {
+__device__ __forceinline__ bool move_references(const float (&s)[registers], float (&reference)[2], float c,
+                                                Step &step) {
   static_assert(registers % 8 == 0, "two chains of pairs a row");
   float most[2][2];
 #pragma unroll
@@ -51,35 +55,38 @@ __device__ __forceinline__ bool softmax_block(float (&s)[registers], float (&ref
   for (int h = 0; h < 2; ++h) {
     const float n = larger(reference[h], m[h] * c);
     moved |= n != reference[h];
-    a[h] = n == -INFINITY ? 1.0f : ex2_f32(reference[h] - n);
+    step.worth[h] = n == -INFINITY ? 1.0f : ex2_f32(reference[h] - n);
+    step.taken[h] = n == -INFINITY ? 0.0f : n;  // nothing seen yet: all weights are 0
     reference[h] = n;
-    m[h] = n == -INFINITY ? 0.0f : n;  // nothing seen yet: all weights are 0
   }
-#pragma unroll
-  for (int i = 0; i < registers / 4; ++i)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float &x = s[4 * i + 2 * h + e];
-        x = ex2_f32(fmaf(x, c, -m[h]));
-      }
   return moved;
 }
 
-// The weights of a block join the sums, which are then worth a[h] of what they were.
-template <int registers>
-__device__ __forceinline__ void add_weights(const float (&s)[registers], float (&l)[2][2], const float (&a)[2]) {
+// Scores become weights: those from `first` to `last`, in eighths of all.
+template <int first, int last, int registers>
+__device__ __forceinline__ void weigh_scores(float (&s)[registers], float c, const Step &step) {
+#pragma unroll
+  for (int i = registers / 8 * first; i < registers / 8 * last; ++i) {
+    s[i] = ex2_f32(fmaf(s[i], c, -step.taken[i / 2 % 2]));
+  }
+}
+
+// They join the sums of their rows, and are rounded to what the tensor cores take.
+template <Type type, int first, int last, int registers>
+__device__ __forceinline__ void add_weights(const float (&s)[registers], float (&l)[2][2],
+                                            uint32_t (&rounded)[registers / 8][4]) {
+#pragma unroll
+  for (int i = registers / 8 * first; i < registers / 8 * last; i += 2) {
+    l[i / 2 % 2][0] = l[i / 2 % 2][0] + s[i];
+    l[i / 2 % 2][1] = l[i / 2 % 2][1] + s[i + 1];
+    rounded[i / 8][i / 2 % 4] = rounded_pair<type>(s[i], s[i + 1]);
+  }
+}
+__device__ __forceinline__ void scale_sums(float (&l)[2][2], const Step &step) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) l[h][e] = l[h][e] * a[h];
-#pragma unroll
-  for (int i = 0; i < registers / 4; ++i)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) l[h][e] = l[h][e] + s[4 * i + 2 * h + e];
+    for (int e = 0; e < 2; ++e) l[h][e] = l[h][e] * step.worth[h];
 }
 
 // Of a thread's two rows, over the segments so far.
@@ -91,8 +98,8 @@ struct Totals {
   }
 };
 
-// What a segment and those before it are worth beside each other: `now` and `past`; the totals become those of both. One
-// without any key is left out.
+// What a segment and those before it are worth beside each other: `now` and `past`; the totals become those of both.
+// One without any key is left out.
 __device__ __forceinline__ void weigh(Totals &totals, const RowSums &sums, float (&past)[2], float (&now)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -1,0 +1,170 @@
+// What a warpgroup of attention keeps of a tile beside its registers, and how its results come to memory.
+#pragma once
+
+#include "gpu/nvidia/sm90/attention/row.h"
+#include "gpu/nvidia/sm90/pipe/out.h"
+
+namespace pydet {
+namespace {
+
+// Of the warpgroups that multiply. Asked for again where it is seldom wanted: else what can be worked out from it is
+// kept in registers through the loop over blocks.
+__device__ __forceinline__ int thread_number() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+// The first of a thread's two rows of its warpgroup.
+__device__ __forceinline__ int row_of(int thread) { return thread % kWarpgroup / 32 * kWarpRows + thread % 32 / 4; }
+
+// O of the segments so far: a thread's own elements, four at a time.
+template <class S> struct RunningO {
+  uint32_t shared;
+  float4 *global;
+  __device__ __forceinline__ RunningO(const AttentionPlan &p, const Layout<S> &at) {
+    const int thread = thread_number(), warp = thread / 32, lane = thread % 32;
+    shared = at.base + S::out_at + warp * S::out_warp_bytes + lane * 16;
+    global = reinterpret_cast<float4 *>(p.running) +
+             (int64_t(blockIdx.x) * S::consumer_warps + warp) * (S::running_bytes / 4 / 16) + lane;
+  }
+  __device__ __forceinline__ float4 load(int i) const {
+    if (i >= S::held) return __ldcg(global + i * 32);
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(shared + i * 512)
+                 : "memory");
+    return x;
+  }
+  __device__ __forceinline__ void store(int i, const float4 &x) const {
+    if (i >= S::held) __stcg(global + i * 32, x);
+    else
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared + i * 512), "f"(x.x), "f"(x.y), "f"(x.z),
+                   "f"(x.w)
+                   : "memory");
+  }
+};
+
+// The totals of a thread's two rows, which are seldom looked at; the four lanes of a row have the same.
+template <class S> struct SharedTotals {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t address(int thread) const {
+    return base + S::totals_at + (thread / kWarpgroup * kAttentionWarpgroupRows + row_of(thread)) * 8;
+  }
+  __device__ __forceinline__ Totals load() const {
+    const uint32_t shared = address(thread_number());
+    Totals x;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.m[h]), "=f"(x.l[h]) : "r"(shared + h * 64) : "memory");
+    return x;
+  }
+  __device__ __forceinline__ void store(const Totals &x) const {
+    __syncwarp();  // the lanes beside have read what was there
+    const int thread = thread_number();
+    if (thread % 4 == 0) {
+      const uint32_t shared = address(thread);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) store_pair(shared + h * 64, x.m[h], x.l[h]);
+    }
+    __syncwarp();
+  }
+};
+
+// The tile's results, or what its segment leaves to combine.cu. False: one of them is not finite.
+template <class S>
+__device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<S> &at, const Job &job, int warpgroup,
+                                           float (&o)[S::d / 2], const Totals &totals) {
+  const int thread = thread_number(), lane = thread % 32, warp = thread / 32, first = warp % 4 * kWarpRows;
+  const int first_query = job.query + warpgroup * p.warpgroup_queries;
+  const auto has = [&](const RowPlace &at_row) {
+    return at_row.query < p.warpgroup_queries && first_query + at_row.query < job.queries;
+  };
+  if (p.split) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowPlace at_row = row_place(p, first + lane / 4 + 8 * h);
+      if (!has(at_row)) continue;
+      const int64_t part =
+          part_of(p, job.segment, job.sequence, job.q_first + first_query + at_row.query, job.head + at_row.head);
+      if (lane % 4 == 0) *reinterpret_cast<float2 *>(p.parts + 2 * part) = make_float2(totals.m[h], totals.l[h]);
+      float *to = p.part_o + part * p.e + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < S::d / 8; ++i)
+        if (i * 8 < p.e) *reinterpret_cast<float2 *>(to + i * 8) = make_float2(o[4 * i + 2 * h], o[4 * i + 2 * h + 1]);
+    }
+    return true;
+  }
+  float zero = 0;  // times what is finite
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const bool none = totals.m[h] == -INFINITY;
+    const float reciprocal = none ? 0.0f : __frcp_rn(totals.l[h]);
+#pragma unroll
+    for (int i = 0; i < S::d / 8; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float &x = o[4 * i + 2 * h + e];
+        x = none ? 0.0f : weighed(x, reciprocal);
+        zero = fmaf(x, 0.0f, zero);
+      }
+    const RowPlace at_row = row_place(p, first + lane / 4 + 8 * h);
+    if (p.lse.data && lane % 4 == 0 && has(at_row))
+      reinterpret_cast<float *>(
+          p.lse.data)[job.sequence * p.lse.sequence_stride + (job.head + at_row.head) * p.lse.head_stride +
+                      (job.q_first + first_query + at_row.query) * p.lse.token_stride] =
+          none ? -INFINITY : canonical(log_sum_exp({totals.m[h], totals.l[h]}));
+  }
+  const uint32_t piece = at.base + S::out_at + warp * S::out_warp_bytes;
+#pragma unroll
+  for (int chunk = 0; chunk < S::chunks; ++chunk) {
+    __syncwarp();  // the piece, or O that lay there, has been read
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t fragments[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int i = (chunk * 8 + 2 * j + k / 2) * 4 + k % 2 * 2;
+        fragments[k] = rounded_pair<S::type>(o[i], o[i + 1]);
+      }
+      const int row = lane % 16;
+      store_matrices(piece + row * kRowBytes + ((2 * j + lane / 16) ^ (row % 8)) * 16, fragments);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 4 * i + lane / 8;
+      const RowPlace at_row = row_place(p, first + row);
+      uint4 x;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                   : "r"(piece + row * kRowBytes + ((lane % 8) ^ (row % 8)) * 16)
+                   : "memory");
+      const int column = chunk * kBlockK + lane % 8 * 8;
+      if (has(at_row) && column < p.e)
+        *reinterpret_cast<uint4 *>(
+            p.out.data + 2 * (job.sequence * p.out.sequence_stride + (job.head + at_row.head) * p.out.head_stride +
+                              (job.q_first + first_query + at_row.query) * p.out.token_stride + column)) = x;
+    }
+  }
+  return __all_sync(0xFFFFFFFFu, zero == 0.0f);
+}
+
+// Once all jobs are done: a warp's rows that are not finite, again.
+template <class S> __device__ __forceinline__ void repair_rows(const AttentionPlan &p, int warp) {
+  Walk<S::n> walk(p);
+  Job job;
+  while (walk.next(&job)) {
+    const Lengths x = {job.queries, job.keys, job.q_first, job.k_first};
+    for (int row = 0; row < kWarpRows; ++row) {
+      const RowPlace at_row = row_place(p, warp % 4 * kWarpRows + row);
+      const int query = job.query + warp / 4 * p.warpgroup_queries + at_row.query, head = job.head + at_row.head;
+      if (at_row.query < p.warpgroup_queries && query < job.queries &&
+          !row_is_finite<S::type>(p, result_at(p, job.sequence, job.q_first + query, head)))
+        compute_row<S::type, S::n>(p, x, job.sequence, query, head);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pydet

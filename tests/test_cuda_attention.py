@@ -1,0 +1,140 @@
+"""The CUDA kernels of attention, forced by name, against the CPU's bit for bit, in every layout that they take."""
+
+import itertools
+
+import pytest
+
+import pydet
+from test_cuda import cuda_kernels, device, each, torch, words  # noqa: F401
+
+
+def test_every_attention_kernel_is_listed():
+    names = [kernel.name for kernel in cuda_kernels("attention")]
+    if not names:
+        pytest.skip("libpydet_cuda.so is not built (make cuda)")
+    assert names == [f"cuda_attention_sm90_{name}" for name in ("wide", "few", "wide_split", "few_split")]
+
+
+class Runs:
+    """Problems of one kernel and type: each is computed on the GPU and on the CPU."""
+
+    def __init__(self, torch, kernel, dtype):
+        self.torch, self.kernel = torch, kernel
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        self.random = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape, spread=1.0):
+        return (self.torch.randn(shape, generator=self.random) * spread).to(self.dtype)
+
+    def integers(self, *values):
+        return self.torch.tensor(values, dtype=self.torch.int32)
+
+    def check(self, operation, *tensors, what, **options):
+        options = {**options, "arithmetic": "sm90", "return_lse": True}
+        moved = [tensor.cuda() for tensor in tensors]
+        there = {name: x.cuda() if self.torch.is_tensor(x) else x for name, x in options.items()}
+        got = getattr(pydet, operation)(*moved, **there, kernel=self.kernel.name)
+        want = getattr(pydet, operation)(*tensors, **options)
+        for part, one, other in zip(("out", "lse"), got, want, strict=True):
+            differ = int((words(one.cpu()) != words(other)).sum())
+            assert not differ, f"{what}: {differ} of {other.numel()} elements of {part} differ"
+
+
+@pytest.fixture
+def runs(device, torch, kernel, dtype):
+    return Runs(torch, kernel, dtype)
+
+
+def dense(runs, batch, heads, groups, queries, keys, d, e=None, tokens_first=False):
+    if tokens_first:
+        shapes = (batch, queries, heads, d), (batch, keys, groups, d), (batch, keys, groups, e or d)
+        return [runs.normal(*shape, spread=1.5 if i == 0 else 1).transpose(1, 2) for i, shape in enumerate(shapes)]
+    shapes = (batch, heads, queries, d), (batch, groups, keys, d), (batch, groups, keys, e or d)
+    return [runs.normal(*shape, spread=1.5 if i == 0 else 1) for i, shape in enumerate(shapes)]
+
+
+# One less, equal, one more: rows of a warpgroup and of a tile, blocks, segments.
+EXTENTS = [(1, 1), (1, 127), (1, 128), (1, 129), (2, 1024), (3, 1025), (5, 2049), (63, 63), (64, 65), (65, 2100)]
+EXTENTS += [(128, 127), (129, 129), (191, 192), (193, 300), (300, 100)]
+
+
+@each("attention")
+def test_extents(runs):
+    for d, (queries, keys), causal in itertools.product((64, 128, 256), EXTENTS, (False, True)):
+        tensors = dense(runs, 1, 8, 2, queries, keys, d, tokens_first=queries % 2 == 0)
+        runs.check("attention", *tensors, causal=causal, what=f"d {d}, {queries} x {keys}, causal {causal}")
+
+
+@each("attention")
+def test_widths_heads_and_segments(runs):
+    for d in (8, 40, 72, 96, 112, 160, 192, 248):
+        runs.check("attention", *dense(runs, 1, 4, 2, 200, 1100, d), causal=True, what=f"d {d}")
+    runs.check("attention", *dense(runs, 1, 4, 2, 200, 1100, 192, 128), causal=True, what="d 192, e 128")
+    for heads, groups, queries in ((7, 1, 9), (28, 4, 33), (4, 4, 70), (64, 1, 3)):
+        runs.check("attention", *dense(runs, 2, heads, groups, queries, 700, 128), what=f"{heads} heads of {groups}")
+    for d, kv_chunk in itertools.product((64, 128, 256), (128, 256, 4096)):
+        tensors = dense(runs, 1, 4, 2, 200, 1300, d)
+        runs.check("attention", *tensors, causal=True, kv_chunk=kv_chunk, what=f"d {d}, kv_chunk {kv_chunk}")
+
+
+@each("attention")
+def test_windows(runs):
+    windows = [(100, 0), (127, None), (128, 128), (0, 0), (1023, None), (5, 3000), (None, 17)]
+    for d, window, causal in itertools.product((64, 128, 256), windows, (False, True)):
+        tensors = dense(runs, 1, 4, 2, 500, 1700, d)
+        runs.check("attention", *tensors, window=window, causal=causal, what=f"d {d}, window {window}, causal {causal}")
+
+
+@each("attention")
+def test_lengths_packs_and_pages(runs):
+    for d in (64, 128, 256):
+        ends_q, ends_k = (
+            runs.integers(0, 1, 131, 131, 208, 508, 572, 573),
+            runs.integers(0, 1, 131, 181, 1381, 1681, 1681, 3981),
+        )
+        tokens = [runs.normal(573, 4, d), runs.normal(3981, 2, d), runs.normal(3981, 2, d)]
+        runs.check("attention_varlen", *tokens, ends_q, ends_k, causal=True, what=f"d {d}, a pack")
+        lengths = runs.integers(1100, 0, 1, 1024, 777)
+        runs.check(
+            "attention", *dense(runs, 5, 8, 2, 3, 1100, d), seqlens_k=lengths, causal=True, what=f"d {d}, lengths"
+        )
+        padding = runs.integers(0, 299, 100, 128, 300)
+        runs.check(
+            "attention", *dense(runs, 5, 8, 2, 200, 300, d), first_key=padding, causal=True, what=f"d {d}, padding"
+        )
+        for page in (8, 16, 64, 128, 256):
+            count = -(-1300 // page)
+            order = runs.torch.randperm(4 * count + 3, generator=runs.random)[: 4 * count].reshape(4, count).int()
+            caches = [runs.normal(4 * count + 3, page, 2, d) for _ in range(2)]
+            lengths = runs.integers(1300, 1, 1024, 777)
+            runs.check(
+                "attention_paged", runs.normal(4, 2, 8, d), *caches, order, lengths, what=f"d {d}, pages of {page}"
+            )
+
+
+@each("attention")
+def test_values_that_nobody_sees(runs):
+    """A future token's or another sequence's Inf and NaN reach no row; those of an allowed key do."""
+    for d, causal in itertools.product((64, 128, 256), (False, True)):
+        q, k, v = dense(runs, 1, 4, 2, 300, 1500, d)
+        v[:, :, 1400], v[:, :, 1300, 3], k[:, 1, 1450], q[:, 1, 7] = (
+            float("inf"),
+            float("nan"),
+            float("nan"),
+            float("inf"),
+        )
+        runs.check("attention", q, k, v, causal=causal, what=f"d {d}, causal {causal}")
+
+
+@each("attention")
+def test_two_calls_have_the_same_bits(runs, torch):
+    """Beside other work on another stream, and whatever the memory held before."""
+    q, k, v = (x.cuda() for x in dense(runs, 2, 8, 2, 700, 2500, 128))
+    first = pydet.attention(q, k, v, causal=True, arithmetic="sm90", kernel=runs.kernel.name)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        for _ in range(20):
+            q.float() @ k[:, :1].float().transpose(-1, -2)
+    out = torch.full_like(first, float("nan"))
+    pydet.attention(q, k, v, causal=True, arithmetic="sm90", kernel=runs.kernel.name, out=out)
+    assert torch.equal(words(first), words(out))
