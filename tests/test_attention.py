@@ -244,11 +244,11 @@ def test_every_row_of_a_prefill_is_decoded():
 # ---- Negative controls ---------------------------------------------------------------------------------------------
 
 
-def from_reference(change):
-    """The three functions by the reference with one change: change(q, k, v, options) -> q, k, v, options."""
+def changed(change, function=pydet.attention):
+    """The three functions with one change: change(q, k, v, options) -> q, k, v, options."""
 
     def attention(q, k, v, **given):
-        return reference_attention.attention(*(parts := change(q, k, v, given))[:3], **parts[3])
+        return function(*(parts := change(q, k, v, given))[:3], **parts[3])
 
     def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given):
         out = np.empty_like(q)
@@ -296,9 +296,9 @@ BROKEN = [split_by_queries, from_the_last_key, padding_has_places]
 @pytest.mark.parametrize("change", BROKEN)
 def test_the_promise_refuses(change, monkeypatch):
     monkeypatch.setattr("test_attention.sequence", small_sequence)
-    check_one_function(*from_reference(lambda q, k, v, given: (q, k, v, given)), "bf16")
+    check_one_function(*changed(lambda q, k, v, given: (q, k, v, given)), "bf16")
     with pytest.raises(AssertionError):
-        check_one_function(*from_reference(change), "bf16")
+        check_one_function(*changed(change), "bf16")
 
 
 @functools.cache
@@ -311,7 +311,7 @@ def test_a_zero_times_nan_is_noticed(monkeypatch):
     monkeypatch.setattr("test_attention.sequence", small_sequence)
     monkeypatch.setattr(reference_attention, "weighed_values", leaky_values)
     with pytest.raises(AssertionError):
-        check_one_function(*from_reference(lambda q, k, v, given: (q, k, v, given)), "bf16")
+        check_one_function(*changed(lambda q, k, v, given: (q, k, v, given), reference_attention.attention), "bf16")
 
 
 def leaky_values(p, v, allowed, o, arithmetic):

@@ -16,9 +16,11 @@
 namespace pydet {
 namespace {
 
-// How a problem is shared out among tasks.
+// How a problem is shared out among tasks: as many blocks of rows of each group as the longest sequence has, of which a
+// shorter one's last have nothing to do.
 struct Plan {
   int64_t rows;      // of a task, at most
+  int64_t blocks;    // of a group
   int64_t segments;  // of the longest sequence
   bool split;        // each segment is a task, whose part goes to the workspace
 };
@@ -33,29 +35,16 @@ inline Row row_of(const Attention &a, const Task &task, int64_t r) {
   return {task.sequence, task.group * of_group + at % of_group, at / of_group, keys_of(a, task.extent, at / of_group)};
 }
 
-// The rows of a sequence's group, in tasks; the last ones first, which see most keys under causal.
-inline int64_t tasks_of(const Attention &a, const Plan &plan, const Extent &extent) {
-  return divide_up(extent.queries * (a.heads / a.groups), plan.rows) * a.groups;
-}
+inline int64_t rows_of(const Attention &a, const Extent &extent) { return extent.queries * (a.heads / a.groups); }
+
+// False: there is nothing to do. The last rows come first, which see most keys under causal.
 inline bool find_task(const Attention &a, const Plan &plan, int64_t index, Task *task) {
-  int64_t s = 0;
-  if (!a.q_start) {
-    const int64_t each = divide_up(a.queries * (a.heads / a.groups), plan.rows) * a.groups;
-    s = index / each, index %= each;
-  }
-  for (; s < a.sequences; ++s) {
-    const Extent extent = extent_of(a, s);
-    const int64_t tasks = tasks_of(a, plan, extent);
-    if (index >= tasks) {
-      index -= tasks;
-      continue;
-    }
-    const int64_t blocks = tasks / a.groups, rows = extent.queries * (a.heads / a.groups);
-    const int64_t first = (blocks - 1 - index % blocks) * plan.rows;
-    *task = {s, index / blocks, first, least(plan.rows, rows - first), extent};
-    return true;
-  }
-  return false;
+  const int64_t sequence = index / plan.blocks / a.groups;
+  const Extent extent = extent_of(a, sequence);
+  const int64_t rows = rows_of(a, extent), first = (divide_up(rows, plan.rows) - 1 - index % plan.blocks) * plan.rows;
+  if (first < 0) return false;
+  *task = {sequence, index / plan.blocks % a.groups, first, least(plan.rows, rows - first), extent};
+  return true;
 }
 
 inline const char *query_at(const Attention &a, const Task &task, const Row &row) {
@@ -289,22 +278,26 @@ template <class Exp2> void join_parts(const Attention &a, const Plan &plan, cons
 
 template <class Engine, class Exp2> pydet_status run(const Attention &a) {
   constexpr double kWorthAThread = 1 << 18;
-  Plan plan = {Desk<Engine>::most_rows(a), divide_up(a.keys, a.kv_chunk), false};
-  int64_t tasks = 0, rows = 0;
-  for (int64_t s = 0; s < a.sequences; ++s) rows += extent_of(a, s).queries * a.heads;
-  auto count_tasks = [&] {
-    tasks = 0;
-    for (int64_t s = 0; s < a.sequences; ++s) tasks += tasks_of(a, plan, extent_of(a, s));
+  Plan plan = {Desk<Engine>::most_rows(a), 0, divide_up(a.keys, a.kv_chunk), false};
+  int64_t tasks = 0, busy = 0, rows = 0;
+  auto cut = [&](int64_t of_task) {
+    plan.rows = of_task;
+    plan.blocks = busy = rows = 0;
+    for (int64_t s = 0; s < a.sequences; ++s) {
+      const int64_t own = rows_of(a, extent_of(a, s)), blocks = divide_up(own, of_task);
+      plan.blocks = most(plan.blocks, blocks), busy += blocks * a.groups, rows += own * a.groups;
+    }
+    tasks = plan.blocks * a.groups * a.sequences;
   };
-  count_tasks();
+  cut(plan.rows);
   const double work = double(rows) * double(a.keys) * double(a.d + a.e);
   const int64_t threads = threads_for(work, kWorthAThread);
   const uint64_t parts = bytes_of_parts(a);
-  plan.split = tasks < 2 * threads && parts && a.workspace && a.workspace_size >= parts;
+  plan.split = busy < 2 * threads && parts && a.workspace && a.workspace_size >= parts;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
     if (!scratch.large()) {
-      plan.rows = 1, plan.split = false;
-      count_tasks();
+      plan.split = false;
+      cut(1);
       for (int64_t i = 0; i < tasks; ++i) {
         Task task;
         if (find_task(a, plan, i, &task)) small_row<Engine, Exp2>(a, task.extent, row_of(a, task, 0), scratch);
@@ -312,10 +305,7 @@ template <class Engine, class Exp2> pydet_status run(const Attention &a) {
       return;
     }
     if (!plan.split && threads > 1)  // some tasks for every thread
-      while (plan.rows > 2 * Engine::kStrip && tasks < 4 * threads) {
-        plan.rows = round_up(plan.rows / 2, Engine::kStrip);
-        count_tasks();
-      }
+      while (plan.rows > 2 * Engine::kStrip && busy < 4 * threads) cut(round_up(plan.rows / 2, Engine::kStrip));
     const int64_t each = plan.split ? plan.segments : 1;
     parallel(tasks * each, threads, scratch, [&](int64_t i, Scratch &own) {
       Task task;
