@@ -47,8 +47,7 @@ Kernel kernel_for(const Attention &p) {
 
 bool splits_segments(const Attention &p, int64_t blocks) {
   const uint64_t wanted = bytes_of_parts(p);
-  return wanted > 0 && p.workspace_size >= wanted &&
-         blocks < 2 * gpu_multiprocessors(p.device.id);
+  return wanted > 0 && p.workspace_size >= wanted && blocks < 2 * gpu_multiprocessors(p.device.id);
 }
 
 pydet_status load_combine(const char *name, const Attention &p) { return load(name, kernel_for(p)); }
