@@ -28,33 +28,35 @@ pydet_status combine_segments(const char *name, const Attention &);
 // ---- Rows --------------------------------------------------------------------------------------------------------
 
 // A row of a group, and the keys that it may see, a mask aside.
-struct Row {
+struct QueryRow {
   int64_t query, head;
   KeyRange keys;
 };
-__device__ __forceinline__ Row row_of(const Attention &p, const Extent &extent, int64_t group, int64_t row) {
+__device__ __forceinline__ QueryRow row_of(const Attention &p, const Extent &extent, int64_t group, int64_t row) {
   const int64_t heads = heads_of_group(p), query = row / heads;
   return {query, group * heads + row % heads, keys_of(p, extent, query)};
 }
 
 // Where its vector begins.
-__device__ __forceinline__ int64_t row_offset(const Heads &x, int64_t sequence, const Extent &extent, const Row &row) {
+__device__ __forceinline__ int64_t row_offset(const Heads &x, int64_t sequence, const Extent &extent,
+                                              const QueryRow &row) {
   return sequence * x.sequence_stride + row.head * x.head_stride + (extent.q_begin + row.query) * x.token_stride;
 }
 
 // Where its segments lie.
-__device__ __forceinline__ float *parts_of(const Attention &p, int64_t sequence, const Extent &extent, const Row &row) {
+__device__ __forceinline__ float *parts_of(const Attention &p, int64_t sequence, const Extent &extent,
+                                           const QueryRow &row) {
   const int64_t query = row.query + (p.q_start ? extent.q_begin : sequence * p.queries);
   return static_cast<float *>(p.workspace) + (query * p.heads + row.head) * segments_of(p) * floats_of_part(p);
 }
 
 // Of a mask or a bias.
-__device__ __forceinline__ int64_t pair_offset(const Pairs &x, int64_t sequence, const Extent &extent, const Row &row,
-                                               int64_t key) {
+__device__ __forceinline__ int64_t pair_offset(const Pairs &x, int64_t sequence, const Extent &extent,
+                                               const QueryRow &row, int64_t key) {
   return sequence * x.sequence_stride + row.head * x.head_stride + row.query * x.query_stride +
          (extent.first + key) * x.key_stride;
 }
-__device__ __forceinline__ bool sees(const Attention &p, int64_t sequence, const Extent &extent, const Row &row,
+__device__ __forceinline__ bool sees(const Attention &p, int64_t sequence, const Extent &extent, const QueryRow &row,
                                      int64_t key) {
   if (key < row.keys.first || key >= row.keys.end) return false;
   return !p.allowed.data || p.allowed.data[pair_offset(p.allowed, sequence, extent, row, key)] != 0;
@@ -62,7 +64,7 @@ __device__ __forceinline__ bool sees(const Attention &p, int64_t sequence, const
 
 // Scores as exponents, before a row's reference is taken off; with a bias they have their factor already.
 __device__ __forceinline__ float biased(const Attention &p, const ScoreScale &scale, int64_t sequence,
-                                        const Extent &extent, const Row &row, int64_t key, float score) {
+                                        const Extent &extent, const QueryRow &row, int64_t key, float score) {
   if (scale.softcap != 0.0f) score = capped(score, scale);
   if (!p.bias.data) return score;
   const float bias = load_f32(p.bias.data, p.bias.type, pair_offset(p.bias, sequence, extent, row, key));
@@ -109,7 +111,7 @@ template <class Exp2> struct RowEnd {
       row = {joined.m, joined.sum(row.l, 1.0f)}, scale = joined.of_first;
     }
     inverse = row.m == -INFINITY ? 0.0f : 1.0f / row.l;
-    lse = row.m == -INFINITY ? -INFINITY : log_sum_exp(row);
+    lse = row.m == -INFINITY ? -INFINITY : canonical(log_sum_exp(row));
   }
   __device__ __forceinline__ float element(float o) const { return weighed(o * scale, inverse); }
 };

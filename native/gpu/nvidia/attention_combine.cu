@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   if (s >= p.sequences) return;
   const Extent extent = extent_of(p, s);
   if (number % rows >= extent.queries * heads_of_group(p)) return;
-  const Row row = row_of(p, extent, group, number % rows);
+  const QueryRow row = row_of(p, extent, group, number % rows);
   const float *parts = parts_of(p, s, extent, row);
   const int64_t first = row.keys.first / p.kv_chunk,
                 last = row.keys.end > row.keys.first ? divide_up(row.keys.end, p.kv_chunk) : first;

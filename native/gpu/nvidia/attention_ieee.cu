@@ -131,7 +131,7 @@ template <Type type, int block> class Tile {
   }
 
  private:
-  __device__ Row tile_row(int r) const { return row_of(p_, extent_, group_, row0_ + r); }
+  __device__ QueryRow tile_row(int r) const { return row_of(p_, extent_, group_, row0_ + r); }
   // While weights are made: eight threads a row.
   __device__ static int my_row() { return int(threadIdx.x) / kWeightLanes; }
   __device__ static int lane() { return int(threadIdx.x) % kWeightLanes; }
@@ -190,7 +190,7 @@ template <Type type, int block> class Tile {
       const bool sees_it = sees(p_, s_, extent_, mine_, j0 + j);
       x[i] = sees_it ? biased(p_, scale_, s_, extent_, mine_, j0 + j, shared_.weights[j][my_row()]) : -INFINITY;
       largest = reference_of(largest, x[i]);
-      seen |= uint32_t(sees_it) << i;
+      seen |= uint32_t(x[i] != -INFINITY) << i;
     }
 #pragma unroll
     for (int mask = 1; mask < kWeightLanes; mask *= 2)
@@ -254,7 +254,7 @@ template <Type type, int block> class Tile {
   int64_t row0_;
   int rows_;
   int64_t from_, to_;                // keys that any row may see
-  Row mine_;                         // my_row()
+  QueryRow mine_;                    // my_row()
   float m_, l_, total_m_, total_l_;  // of it; l_: partial sum lane()
   float o_[kRows], total_[kRows];    // of column_
 };
@@ -265,7 +265,7 @@ template <Type type, int block>
 __global__ void __launch_bounds__(kThreads)
     attention_ieee_kernel(const __grid_constant__ Attention p, const ScoreScale scale, const int64_t tiles,
                           const bool split) {
-  extern __shared__ __align__(16) char memory[];
+  extern __shared__ __align__(16) char shared[];
   const int64_t slices = (p.e + kThreads - 1) / kThreads;
   int64_t number = block_number();
   const int64_t slice = number % slices, group = number / slices % p.groups;
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t s = number % p.sequences, tile_number = tiles - 1 - number / p.sequences % tiles,
                 segment = number / p.sequences / tiles;
   if (segment >= (split ? segments_of(p) : 1)) return;
-  Tile<type, block> tile(p, scale, *reinterpret_cast<Shared<block> *>(memory), tile_number, s, group, slice);
+  Tile<type, block> tile(p, scale, *reinterpret_cast<Shared<block> *>(shared), tile_number, s, group, slice);
   if (tile.empty()) return;
   const int64_t first = split ? segment : 0, last = split ? segment + 1 : segments_of(p);
   bool careful = false;

@@ -25,14 +25,16 @@ constexpr int kColumns = 64;   // of the result; for more a thread has no regist
 constexpr int kStep = 16;      // of one mma, along d and along keys
 constexpr int kVector = 8;     // elements in 16 bytes
 constexpr int kPad = kVector;  // so that eight rows at one column lie in all banks
+constexpr int kSeenBytes = kRows * kKeysBlock / 8;
 
 // Elements of a row of q and k in shared memory, and those that are computed with.
 PYDET_HD int used(int64_t d) { return int((d + kStep - 1) / kStep * kStep); }
 PYDET_HD int stride_of(int64_t d) { return used(d) + kPad; }
 
-// A row's sums so far wait there while the next segment is made, where there is one.
+// Beside q, k and v: which keys the rows see (kSeenBytes), and, where there is a next segment, a row's sums so far.
 template <int block> int shared_bytes(int64_t d, bool folds) {
-  return 2 * ((kRows + block) * stride_of(d) + block * (kColumns + kPad)) + (folds ? 4 * kRows * kColumns : 0);
+  return kSeenBytes + 2 * ((kRows + block) * stride_of(d) + block * (kColumns + kPad)) +
+         (folds ? 4 * kRows * kColumns : 0);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -48,7 +50,8 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
       : p_(problem),
         scale_(scale),
         stride_(stride_of(problem.d)),
-        q_(shared),
+        seen_(reinterpret_cast<uint32_t *>(shared)),
+        q_(shared + kSeenBytes / 2),
         k_(q_ + kRows * stride_),
         v_(k_ + block * stride_),
         total_(reinterpret_cast<float *>(v_ + block * (kColumns + kPad))),
@@ -94,7 +97,7 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
       const bool last_block = j0 + block >= end;
       if (!last_block) load_keys(j0 + block);
       commit_copies();
-      make_weights(j0);
+      make_weights(j0, careful);
       wait_copies<1>();
       __syncthreads();  // values have landed
       if (careful) add_values_by_rows(j0);
@@ -137,7 +140,7 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (my_row(h) >= rows_) continue;
-      const Row row = tile_row(my_row(h));
+      const QueryRow row = tile_row(my_row(h));
       const RowEnd<Exp2> end(p_, row.head, {m_[h], l_[h][0]});
       const int64_t begin = row_offset(p_.out, s_, extent_, row);
 #pragma unroll
@@ -151,7 +154,7 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
     }
   }
 
-  __device__ Row tile_row(int r) const { return row_of(p_, extent_, group_, row0_ + r); }
+  __device__ QueryRow tile_row(int r) const { return row_of(p_, extent_, group_, row0_ + r); }
   __device__ static int lane() { return int(threadIdx.x) % kWarp; }
   __device__ static int warp() { return int(threadIdx.x) / kWarp; }
   // Element 2 h + e of a fragment: this row of the tile, and the piece's column lane() % 4 * 2 + e.
@@ -211,13 +214,12 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
       copy_vector(v_ + j * (kColumns + kPad) + e, p_.v.data, there ? offset_of(p_.v, j0 + j) + column0_ + e : 0, there);
     }
   }
-  // Those that row r sees. What is known of it is found again for each element: there are no registers for it.
+  // Those that row r sees: bit 2 (j / 8) + j % 2 of word j % 8 / 2.
   __device__ void load_values_of(int j0, int r) {
 #pragma unroll 1
     for (int i = int(threadIdx.x); i < block * kColumns; i += kThreads) {
-      make_opaque(r);
       const int j = i / kColumns, e = i % kColumns;
-      const bool there = column0_ + e < p_.e && sees(p_, s_, extent_, tile_row(r), j0 + j);
+      const bool there = column0_ + e < p_.e && seen_[4 * r + j % 8 / 2] >> (j / 8 * 2 + j % 2) & 1;
       v_[j * (kColumns + kPad) + e] =
           there ? reinterpret_cast<const uint16_t *>(p_.v.data)[offset_of(p_.v, j0 + j) + column0_ + e] : 0;
     }
@@ -253,13 +255,13 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
   }
 
   // From scores to weights, and the references; sums so far are scaled to them.
-  __device__ void make_weights(int j0) {
+  __device__ void make_weights(int j0, bool careful) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool plain = !adjusts && !p_.allowed.data && j0 >= first_[h] && j0 + block <= end_[h];
       if (!plain) {
         const int j = j0 + lane() % 4 * 2;
-        Row row = tile_row(mine_[h]);
+        QueryRow row = tile_row(mine_[h]);
         row.keys = {first_[h], end_[h]};
         uint32_t seen = 0;
 #pragma unroll 2
@@ -272,6 +274,12 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
             if (!(seen >> (2 * i + e) & 1)) x = -INFINITY;
             else if (adjusts) x = biased(p_, scale_, s_, extent_, row, j + 8 * i + e, x);
           }
+      }
+      if (careful) {
+        uint32_t seen = 0;
+#pragma unroll
+        for (int i = 0; i < block / 4; ++i) seen |= uint32_t(x_[i / 2][2 * h + i % 2] != -INFINITY) << i;
+        seen_[my_row(h) * 4 + lane() % 4] = seen;
       }
       float largest = -INFINITY;
 #pragma unroll
@@ -343,7 +351,7 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
     }
   }
 
-  // Row after row, with zeros for the values of keys that it does not see.
+  // QueryRow after row, with zeros for the values of keys that it does not see.
   __device__ void add_values_by_rows(int j0) {
     uint32_t weights[block / kStep][4];
 #pragma unroll
@@ -387,6 +395,7 @@ template <Type type, int block, bool aligned, bool adjusts> class Tile {
   const Attention &p_;
   const ScoreScale &scale_;
   const int stride_;  // of q_ and k_
+  uint32_t *seen_;    // of each row a bit a key, four words, while rows are made one by one
   uint16_t *q_, *k_, *v_;
   float *total_;  // of each thread its pieces of o
   const int s_, group_, column0_;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gpu/nvidia/sm90/pipe/ring.h"
+#include "gpu/nvidia/sm90/pipe/shape.h"
 #include "gpu/nvidia/tensor_map.h"
 
 namespace pydet {
