@@ -2,8 +2,10 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
+import attention_cases
 import pydet
 from test_cuda import cuda_kernels, device, each, torch, words  # noqa: F401
 
@@ -12,7 +14,8 @@ def test_every_attention_kernel_is_listed():
     names = [kernel.name for kernel in cuda_kernels("attention")]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert names == [f"cuda_attention_sm90_{name}" for name in ("wide", "few", "wide_split", "few_split")]
+    of_hopper = [f"sm90_{name}" for name in ("wide", "few", "wide_split", "few_split")]
+    assert names == [f"cuda_attention_{name}" for name in (*of_hopper, "sm90_mma", "sm80_mma", "ieee")]
 
 
 class Runs:
@@ -20,7 +23,7 @@ class Runs:
 
     def __init__(self, torch, kernel, dtype):
         self.torch, self.kernel = torch, kernel
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         self.random = torch.Generator().manual_seed(0)
 
     def normal(self, *shape, spread=1.0):
@@ -30,7 +33,7 @@ class Runs:
         return self.torch.tensor(values, dtype=self.torch.int32)
 
     def check(self, operation, *tensors, what, **options):
-        options = {**options, "arithmetic": "sm90", "return_lse": True}
+        options = {**options, "arithmetic": self.kernel.arithmetic, "return_lse": True}
         moved = [tensor.cuda() for tensor in tensors]
         there = {name: x.cuda() if self.torch.is_tensor(x) else x for name, x in options.items()}
         got = getattr(pydet, operation)(*moved, **there, kernel=self.kernel.name)
@@ -51,6 +54,46 @@ def dense(runs, batch, heads, groups, queries, keys, d, e=None, tokens_first=Fal
         return [runs.normal(*shape, spread=1.5 if i == 0 else 1).transpose(1, 2) for i, shape in enumerate(shapes)]
     shapes = (batch, heads, queries, d), (batch, groups, keys, d), (batch, groups, keys, e or d)
     return [runs.normal(*shape, spread=1.5 if i == 0 else 1) for i, shape in enumerate(shapes)]
+
+
+def moved(torch, array):
+    if not isinstance(array, np.ndarray):
+        return array
+    array = np.ascontiguousarray(array)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).cuda()
+    return torch.from_numpy(array).cuda()
+
+
+@each("attention")
+def test_every_option(device, torch, kernel, dtype):
+    """The problems that the CPU's kernels are held to: a kernel takes each or says what it lacks, a general one takes
+    all."""
+    taken = 0
+    for name, operation, arguments, options in attention_cases.problems(dtype):
+        want = attention_cases.run(pydet, operation, arguments, options, kernel.arithmetic)
+        there = [moved(torch, x) for x in arguments], {key: moved(torch, x) for key, x in options.items()}
+        try:
+            if operation == "attention_varlen":
+                out = torch.full((*there[0][0].shape[:2], there[0][2].shape[2]), float("nan"), device="cuda")
+                there[1]["out"] = out.to(there[0][0].dtype)
+            got = getattr(pydet, operation)(*there[0], **there[1], arithmetic=kernel.arithmetic, kernel=kernel.name)
+        except pydet.Error as refusal:
+            assert refusal.status_name == "PYDET_UNSUPPORTED" and kernel.name.split("_")[-1] not in ("mma", "ieee"), (
+                name, refusal)  # fmt: skip
+            continue
+        taken += 1
+        for part, one, other in zip(("out", "lse"), got, want, strict=True):
+            one, other = one.float().cpu().numpy(), np.asarray(other, np.float32)
+            if operation == "attention_varlen":
+                written = attention_cases.written_of(arguments[3], len(one))
+                one, other = one[written], other[written]
+            differ = int(((one != other) & ~(np.isnan(one) & np.isnan(other))).sum())
+            assert not differ, f"{name}: {differ} of {other.size} elements of {part} differ"
+            assert (np.signbit(one) == np.signbit(other))[one == 0].all(), (
+                f"{name}: a zero of {part} has the other sign"
+            )
+    assert taken > 10
 
 
 # One less, equal, one more: rows of a warpgroup and of a tile, blocks, segments.
@@ -130,11 +173,11 @@ def test_values_that_nobody_sees(runs):
 def test_two_calls_have_the_same_bits(runs, torch):
     """Beside other work on another stream, and whatever the memory held before."""
     q, k, v = (x.cuda() for x in dense(runs, 2, 8, 2, 700, 2500, 128))
-    first = pydet.attention(q, k, v, causal=True, arithmetic="sm90", kernel=runs.kernel.name)
+    first = pydet.attention(q, k, v, causal=True, arithmetic=runs.kernel.arithmetic, kernel=runs.kernel.name)
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
         for _ in range(20):
             q.float() @ k[:, :1].float().transpose(-1, -2)
     out = torch.full_like(first, float("nan"))
-    pydet.attention(q, k, v, causal=True, arithmetic="sm90", kernel=runs.kernel.name, out=out)
+    pydet.attention(q, k, v, causal=True, arithmetic=runs.kernel.arithmetic, kernel=runs.kernel.name, out=out)
     assert torch.equal(words(first), words(out))
