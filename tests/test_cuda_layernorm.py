@@ -112,6 +112,7 @@ def test_graph_replays_have_the_same_bits(torch):
         pydet.layernorm_backward(dy, x, weight, mean, rstd, out=dx, dweight=dweight, dbias=dbias)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which makes the operands
     with torch.cuda.stream(stream):
         step()
         graph = torch.cuda.CUDAGraph()
