@@ -190,6 +190,10 @@ def register_attention(
         # Without padding, and with as many keys as queries, a causal mask says nothing that `causal` does not.
         lengths = [options.get(x) for x in ("q_length", "kv_length")]
         plain = not arguments and options.get("attention_mask") is None and lengths[0] == lengths[1] not in (None, 1)
+        config = options.get("config")  # OLMoE hands a window to its attention and none to its mask
+        plain = plain and (
+            getattr(config, "sliding_window", None) is None or bool(getattr(config, "layer_types", None))
+        )
         options["allow_is_causal_skip"] = plain and options.get("allow_is_causal_skip", True)
         made: Tensor | None = sdpa_mask(*arguments, **options)
         return made

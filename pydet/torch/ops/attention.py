@@ -132,7 +132,7 @@ def _run_from_first(
     first_key = torch.where(allowed, places, keys).amin(-1)
     seqlens_k = torch.where(allowed, places + 1, 0).amax(-1)
     if queries == 1 and allowed.shape[1] == 1:
-        lengths = {"first_key": first_key.view(-1), "seqlens_k": seqlens_k.view(-1)}
+        lengths: dict[str, Any] = {"first_key": first_key.view(-1), "seqlens_k": seqlens_k.view(-1)}
         y, log = pydet.attention(q, k, v, allowed=allowed, return_lse=True, **lengths, **options)
         out.copy_(y[..., : out.shape[-1]]), lse.copy_(log)
         return
@@ -148,7 +148,8 @@ def _run_from_first(
     pages = torch.arange(batch, dtype=torch.int32, device=q.device).repeat_interleave(queries)[:, None]
     y, log = pydet.attention_paged(
         rows,
-        *cache,
+        cache[0],
+        cache[1],
         pages,
         seqlens_k.view(-1),
         causal=False,
