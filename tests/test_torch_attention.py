@@ -62,8 +62,7 @@ def test_the_operator_is_the_librarys(dtype, device):
                 got = torch.ops.pydet.attention(*x, allowed, 0.3, arithmetic, 128, sink, softcap, causally)
                 for ours, theirs in zip(got, want, strict=True):
                     same(ours, theirs)
-    odd = [torch.nn.functional.pad(x, (0, 8 - n)) for x, n in ((q[..., :13], 3), (k[..., :13], 3))]
-    odd = [torch.nn.functional.pad(x[..., :13], (0, 3)) for x in odd]
+    odd = [torch.nn.functional.pad(x[..., :13], (0, 3)) for x in (q, k)]
     want = pydet.attention(*odd, v, scale=0.3)[..., :20]
     same(pt.attention(q[..., :13], k[..., :13], v[..., :20], scale=0.3), want)
 
@@ -342,7 +341,11 @@ def test_operators_and_graphs():
     )
     arguments = (q, k, v, None, 0.3, "auto", None, normal(6).requires_grad_())
     torch.library.opcheck(torch.ops.pydet.attention.default, arguments, test_utils=checks)
+    for more in ((None, 0.3, "auto", 128, None, None, True), (causal(5, 7), 0.3, "auto", 128, None, None, False, True)):
+        torch.library.opcheck(torch.ops.pydet.attention.default, (q, k, v, *more), test_utils=checks)
     torch._dynamo.reset()
+    plain = torch.compile(lambda *x: pt.attention(*x, scale=0.3, causal=True), backend="aot_eager", fullgraph=True)
+    same(plain(q, k, v), pt.attention(q, k, v, scale=0.3, causal=True))
     compiled = torch.compile(lambda *x: pt.attention(*x, scale=0.3), backend="aot_eager", fullgraph=True)
     y = compiled(q, k, v, causal(5, 7))
     same(y, pt.attention(q, k, v, causal(5, 7), scale=0.3))
