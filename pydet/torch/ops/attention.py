@@ -13,7 +13,7 @@ from pydet.hooks import unknown
 from pydet.torch.ops.products import run_gemm
 from pydet.torch.ops.register import DTYPES, Call, Tensor, define
 
-_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # that backward holds at a time, in elements; decides no bits
+_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # of the queries that are computed at a time; decides no bits
 
 # ---- The softmax, for backward ---------------------------------------------------------------------------------------
 
@@ -121,12 +121,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _run_from_first(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, causal: bool, out: Tensor, lse: Tensor, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, out: Tensor, lse: Tensor, options: dict[str, Any]
 ) -> None:
     """Each query a sequence of its own, of the keys from the first to the last that it may see."""
     (batch, heads, queries, width), (groups, keys) = q.shape, k.shape[1:3]
-    if causal:
-        allowed = allowed & _rows_of(q, k, 0, queries)[0]
     allowed = allowed.expand(batch, -1, -1, -1)
     places = torch.arange(keys, dtype=torch.int32, device=q.device)
     first_key = torch.where(allowed, places, keys).amin(-1)
@@ -141,7 +139,7 @@ def _run_from_first(
         for head in range(heads):
             one, of = slice(head, head + 1), slice(head // members, head // members + 1)
             own = options | {"sinks": None if sinks is None else sinks[one]}
-            _run_from_first(q[:, one], k[:, of], v[:, of], allowed[:, one], False, out[:, one], lse[:, one], own)
+            _run_from_first(q[:, one], k[:, of], v[:, of], allowed[:, one], out[:, one], lse[:, one], own)
         return
     # A sequence's keys are one page, that its queries share.
     rows, cache = q.transpose(1, 2).reshape(-1, heads, 1, width), [x.transpose(1, 2) for x in (k, v)]
@@ -187,7 +185,12 @@ def _run_attention(
     if allowed is not None and allowed.shape[1] > 1 and allowed.stride(1) == 0:
         allowed = allowed[:, :1]
     if allowed is not None and from_first:
-        _run_from_first(q, k, v, allowed, causal, out, lse, options)
+        for first, last in _blocks(q, k, q.shape[1]):
+            rows = allowed[:, :, first:last]
+            if causal:
+                rows = rows & _rows_of(q, k, first, last)[0]
+            of = slice(None), slice(None), slice(first, last)
+            _run_from_first(q[of], k, v, rows, out[of], lse[of], options)
         return out, lse
     y, log = pydet.attention(q, k, v, allowed=allowed, causal=causal, return_lse=True, **options)
     return y[..., : out.shape[-1]].contiguous(), log
