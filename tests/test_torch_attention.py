@@ -36,17 +36,92 @@ def causal(queries, keys, device="cpu"):
 
 
 def test_exponential():
-    exp = attention_module._exp_
-    x = torch.cat([-torch.rand(5000, generator=torch.Generator().manual_seed(0)) * 88, -torch.logspace(-9, 0, 500)])
-    want = torch.exp(x.double())
-    got = exp(x.clone())
-    normal_range = want > 2.0**-126
-    relative = ((got.double() - want) / want)[normal_range].abs().max()
-    assert relative < 1.6 * 2.0**-24, relative
+    exp2 = attention_module._exp2_
+    x = torch.cat([-torch.rand(5000, generator=torch.Generator().manual_seed(0)) * 126, -torch.logspace(-9, 0, 500)])
+    want = torch.exp2(x.double())
+    got = exp2(x.clone())
+    relative = ((got.double() - want) / want)[want > 2.0**-126].abs().max()
+    assert relative < 2.0 * 2.0**-24, relative
     for i in range(0, len(x), 97):  # an element's bits are those of its value, wherever it stands
-        same(exp(x[i : i + 1].clone()), got[i : i + 1])
-    edges = exp(torch.tensor([0.0, -0.0, float("-inf"), -1e30, -88.0, float("nan")]))
+        same(exp2(x[i : i + 1].clone()), got[i : i + 1])
+    edges = exp2(torch.tensor([0.0, -0.0, float("-inf"), -1e30, -127.0, float("nan")]))
     assert edges[:5].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0] and bool(edges[5].isnan())
+
+
+def test_the_operator_is_the_librarys(dtype, device):
+    """Its bits, in every option, and of strided operands; padded widths are those that are not padded."""
+    q, k, v = qkv(2, 37, 150, dtype, device, out_width=24)
+    sinks = normal(6, dtype=dtype, device=device)
+    mask = torch.rand(2, 1, 37, 150, generator=torch.Generator().manual_seed(0)).to(device) < 0.7
+    for arithmetic in ("auto", "ieee") if dtype == torch.float32 else ("auto", "ieee", "sm90"):
+        for allowed, causally in ((None, False), (None, True), (mask, False), (mask, True)):
+            for sink, softcap in ((None, None), (sinks, 3.0)):
+                how = {"scale": 0.3, "arithmetic": arithmetic, "kv_chunk": 128, "softcap": softcap, "sinks": sink}
+                want = pydet.attention(q, k, v, allowed=allowed, causal=causally, return_lse=True, **how)
+                x = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in (q, k, v)]
+                got = torch.ops.pydet.attention(*x, allowed, 0.3, arithmetic, 128, sink, softcap, causally)
+                for ours, theirs in zip(got, want, strict=True):
+                    same(ours, theirs)
+    odd = [torch.nn.functional.pad(x[..., :13], (0, 3)) for x in (q, k)]
+    want = pydet.attention(*odd, v, scale=0.3)[..., :20]
+    same(pt.attention(q[..., :13], k[..., :13], v[..., :20], scale=0.3), want)
+
+
+def test_a_query_under_a_mask_counts_from_its_first_key(dtype, device):
+    """Past a block and a segment; and the library's own mask, which counts from key 0, would show."""
+    q, k, v = qkv(2, 3, 300, dtype, device)
+    sinks = normal(6, dtype=dtype, device=device)
+    allowed = torch.zeros(2, 6, 3, 300, dtype=torch.bool, device=device)
+    differ = 0
+    for b in range(2):
+        for i in range(3):
+            allowed[b, :, i, 7 + 40 * i + b : 250 + i] = True
+    allowed[:, :, :, 100] = False
+    for mask in (allowed, allowed[:, :1]):
+        got = pt.attention(q, k, v, mask, scale=0.3, kv_chunk=128, sinks=sinks)
+        decoded = pt.attention(q[:, :, 1:2], k, v, mask[:, :, 1:2], scale=0.3, kv_chunk=128, sinks=sinks)
+        same(decoded, got[:, :, 1:2])
+        for b in range(2):
+            for i in range(3):
+                own = slice(7 + 40 * i + b, 250 + i)
+                alone = [q[b : b + 1, :, i : i + 1], k[b : b + 1, :, own], v[b : b + 1, :, own]]
+                alone[2] = torch.nn.functional.pad(alone[2], (0, 4))
+                how = {"scale": 0.3, "kv_chunk": 128, "sinks": sinks}
+                want = pydet.attention(*alone, allowed=allowed[b : b + 1, :1, i : i + 1, own], **how)
+                same(got[b : b + 1, :, i : i + 1], want[..., :20])
+        from_zero = torch.ops.pydet.attention(q, k, v, mask, 0.3, "auto", 128, sinks)[0]
+        differ += int((from_zero != got).sum())
+    assert dtype != torch.float32 or differ > 0
+
+
+def test_causal_is_its_mask(dtype, device):
+    """Gradients as well, with fewer, as many and more queries than keys."""
+    for queries, keys in ((21, 21), (5, 150), (9, 4)):
+        q, k, v = qkv(2, queries, keys, dtype, device)
+        mask, dy = causal(queries, keys, device), normal(2, 6, queries, 20, dtype=dtype, device=device, seed=9)
+        same(pt.attention(q, k, v, scale=0.3, causal=True), pt.attention(q, k, v, mask, scale=0.3))
+        window = mask.triu(keys - queries - 8)
+        same(
+            pt.attention(q, k, v, torch.ones_like(mask).triu(keys - queries - 8), scale=0.3, causal=True),
+            pt.attention(q, k, v, window, scale=0.3),
+        )
+        pairs = zip(gradients(q, k, v, None, dy, causal=True), gradients(q, k, v, mask, dy), strict=True)
+        for ours, theirs in pairs:
+            same(ours, theirs)
+
+
+def test_vmap(device):
+    q, k, v = (x.to(device) for x in qkv(6, 5, 7, torch.float32))
+    split = [x.unflatten(0, (3, 2)) for x in (q, k, v)]
+    over = torch.vmap(lambda a, b, c: pt.attention(a, b, c, scale=0.3, causal=True))
+    same(over(*split).flatten(0, 1), pt.attention(q, k, v, scale=0.3, causal=True))
+    mask = causal(5, 7, device)
+    shared = torch.vmap(lambda a, m: pt.attention(a, k[:2], v[:2], m, scale=0.3), in_dims=(1, 0))
+    got = shared(split[0].transpose(0, 1), mask.expand(3, 1, 1, 5, 7))
+    for i in range(3):
+        same(got[i], pt.attention(split[0][i], k[:2], v[:2], mask, scale=0.3))
+    with pytest.raises(pydet.Error, match=r"^attention: vmap over the sinks is not defined"):
+        torch.vmap(lambda s: pt.attention(q, k, v, scale=0.3, sinks=s))(normal(2, 6, device=device))
 
 
 def test_against_float64(dtype):
@@ -266,7 +341,11 @@ def test_operators_and_graphs():
     )
     arguments = (q, k, v, None, 0.3, "auto", None, normal(6).requires_grad_())
     torch.library.opcheck(torch.ops.pydet.attention.default, arguments, test_utils=checks)
+    for more in ((None, 0.3, "auto", 128, None, None, True), (causal(5, 7), 0.3, "auto", 128, None, None, False, True)):
+        torch.library.opcheck(torch.ops.pydet.attention.default, (q, k, v, *more), test_utils=checks)
     torch._dynamo.reset()
+    plain = torch.compile(lambda *x: pt.attention(*x, scale=0.3, causal=True), backend="aot_eager", fullgraph=True)
+    same(plain(q, k, v), pt.attention(q, k, v, scale=0.3, causal=True))
     compiled = torch.compile(lambda *x: pt.attention(*x, scale=0.3), backend="aot_eager", fullgraph=True)
     y = compiled(q, k, v, causal(5, 7))
     same(y, pt.attention(q, k, v, causal(5, 7), scale=0.3))
@@ -300,6 +379,10 @@ def test_refusals():
     refuses(r"the mask is \(3, 1, 5, 7\), want \(2, 6, 5, 7\)", q, k, v, causal(5, 7).expand(3, 1, 5, 7))
     for sinks in (torch.zeros(5), torch.zeros(6, 1), torch.zeros(6, dtype=torch.int32)):
         refuses(r"attention: sinks is torch\..*, want one number a head, \(6,\)", q, k, v, sinks=sinks)
+    refuses(r"^attention: k_chunk is 64, want None; kv_chunk says how many keys", q, k, v, k_chunk=64)
+    for chunk in (0, -128, 64):
+        refuses(rf"^attention: kv_chunk is {chunk}, want a positive multiple of 128$", q, k, v, kv_chunk=chunk)
+    refuses(r"^attention: scale is -1, want a number from 2\^-100 to 2\^100", q, k, v, scale=-1.0)
     refuses(r"arithmetic is 'sm91'", q, k, v, arithmetic="sm91")
     for softcap in (0.0, -1.0, float("inf"), float("nan")):
         refuses(r"^attention: softcap is .*, want a positive number, or None$", q, k, v, softcap=softcap)

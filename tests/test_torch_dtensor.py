@@ -41,6 +41,8 @@ SHARED = {  # places that some result has
     "layernorm_backward": ["R", "S(0)"],
     "attention": ["S(0)", "S(1)", "S(2)"],
     "attention of odd heads": ["S(0)", "S(2)"],
+    "attention, causal": ["S(0)", "S(1)"],
+    "attention of odd heads, causal": ["S(0)"],
     "attention_backward": ["S(1)"],
     "attention_backward, no sinks": ["S(0)", "S(1)"],
     "scaled_gemm row": ["S(0)", "S(1)"],
@@ -121,13 +123,15 @@ def attentions(check):
         for with_sinks in (None, sinks):
             rest = (*options, with_sinks)
             yield f"attention{name}", check("attention", [q, k, v, allowed], rest, 7)
-        out, total = torch.ops.pydet.attention(q, k, v, allowed, *options, sinks)
-        given = [dout, q, k, v, allowed, out, total]
+            causal = check("attention", [q, k, v, allowed], (*rest, *[None] * (4 - len(rest)), None, True), 7)
+            yield f"attention{name}, causal", causal
+        out, lse = torch.ops.pydet.attention(q, k, v, allowed, *options, sinks)
+        given = [dout, q, k, v, allowed, out, lse]
         if not name:
-            yield "attention_backward", check("attention_backward", given, (*options, sinks), 1201)
-            out, total = torch.ops.pydet.attention(q, k, v, allowed, *options)
-            given[5:] = out, total
-            yield "attention_backward, no sinks", check("attention_backward", given, options, 1201)
+            yield "attention_backward", check("attention_backward", given, (*options[:2], sinks), 1201)
+            out, lse = torch.ops.pydet.attention(q, k, v, allowed, *options)
+            given[5:] = out, lse
+            yield "attention_backward, no sinks", check("attention_backward", given, options[:2], 1201)
 
 
 def products_of_fp8(check):

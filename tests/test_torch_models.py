@@ -1,5 +1,6 @@
 """pydet.torch with Transformers, PEFT, Accelerate and TRL: tiny models on the CPU, their logits compared bit by bit."""
 
+import importlib
 import importlib.util
 import os
 import warnings
@@ -194,6 +195,30 @@ def test_static_caches_and_long_contexts(transformers):
             static = transformers.StaticCache(config=model.config, max_cache_len=room)
             for cache in (None, static):
                 assert differing(decoded(model, rows, length - 2, cache)[:, -3:], want) == 0
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral", "OLMoE"])
+def test_a_causal_prefill_without_padding_makes_no_mask(transformers, monkeypatch, name):
+    """Where no layer has a window that its mask does not show; a padding of no tokens makes one, of the same bits."""
+    module = importlib.import_module("pydet.torch.attention")
+    seen, ours = [], module.attention
+
+    def recorded(q, k, v, allowed, **options):
+        seen.append((allowed is None, options["causal"]))
+        return ours(q, k, v, allowed, **options)
+
+    monkeypatch.setattr(module, "attention", recorded)
+    monkeypatch.setitem(MODELS, "OLMoE", ("OlmoeConfig", {**WINDOW, "num_experts": 4, "num_experts_per_tok": 2}))
+    model, rows = build(transformers, name), tokens(2)
+    model.set_attn_implementation("pydet")
+    pt.convert(model)
+    with torch.no_grad():
+        plain = model(rows).logits
+        layers = {"Llama": [True, True], "Gemma3": [False, True]}.get(name, [False, False])
+        assert seen == [(x, x) for x in layers]
+        seen.clear()
+        assert differing(model(rows, attention_mask=torch.ones_like(rows)).logits, plain) == 0
+    assert seen == [(False, False)] * 2
 
 
 def test_training_with_the_attention(transformers):

@@ -1,9 +1,8 @@
 """Attention whose bits are a query's own: the same in a prefill, in a decoding step, in any batch, under any padding.
 
-Scores are products of pydet; a weight is ``exp(score - largest)`` by a formula of exactly rounded steps, and exactly 0
-where a key is not allowed; the sums over keys, of the weights and of the values times them, are chains of ``ieee``,
-which keys of weight 0 do not change wherever they stand. So a query's result does not depend on other queries, on the
-length of the cache, or on how many keys are masked before, between or after its own.
+It is the library's attention (NUMERICS.md, "Attention"). Under a mask a query's keys are counted from the first that it
+may see. So a query's result does not depend on other queries, on the length of the cache, or on how many keys are
+masked before or after its own.
 
 :func:`register_attention` gives it to Transformers as ``attn_implementation="pydet"``.
 """
@@ -30,33 +29,50 @@ def attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = False,
     arithmetic: Arithmetic = "auto",
-    k_chunk: int | None = None,
+    kv_chunk: int = 1024,
+    k_chunk: None = None,
 ) -> Tensor:
     """``softmax(scale q k^T) v`` over the keys that are allowed, with a gradient by q, k, v and sinks.
 
-    The sums over keys are ``ieee`` chains in fp32 on every device; the result is rounded once. A query with no allowed
-    key gives zeros. Memory beyond the result: blocks of queries of about 2^20 scores on the CPU and 2^26 on a GPU, and
-    v in fp32.
+    Forward is :func:`pydet.attention`. Under a mask a query has the bits of :func:`pydet.attention` of itself alone and
+    the keys from the first to the last that it may see: padding, packed documents and windows that a cache cut change
+    none. That takes more time than `causal` without a mask. A query with no allowed key gives zeros.
+
+    Backward is made of products and exactly rounded steps in fp32, from q, k, v, the result and its ``lse``: a row's
+    gradient by q depends on nothing beyond them, its mask, the options and its row of the result's gradient; those by
+    k and v are ``ieee`` chains over the heads of a group, then queries. It holds blocks of about 2^20 scores on the CPU
+    and 2^26 on a GPU.
 
     Args:
-        q: ``[B, H, Q, D]``, float32, bfloat16 or float16.
+        q: ``[B, H, Q, D]``, float32, bfloat16 or float16. Widths that are no multiple of 8 are padded in a copy.
         k: ``[B, G, K, D]`` of the type of q; H is a multiple of G, and H / G heads of q share one of k.
         v: ``[B, G, K, E]`` of the type of q.
         allowed: bool, ``[B or 1, H or 1, Q, K]``: which keys take part; None for all.
-        scale: of the scores.
-        softcap: scores become ``softcap tanh(scale q k^T / softcap)``, as in Gemma 2; positive. 1 / softcap is rounded
-            to fp32, and tanh a formula of exactly rounded steps.
+        scale: of the scores, from 2^-100 to 2^100.
+        softcap: scores become ``softcap tanh(scale q k^T / softcap)``, as in Gemma 2; positive.
         sinks: ``[H]``, any of the three types: for each head the score of one more key, whose value is zero.
-        arithmetic, k_chunk: of the products ``q k^T`` and of their gradient ``dout v^T``, as in :func:`pydet.gemm`.
+        causal: query i sees no key after ``K - Q + i``; with `allowed` both hold.
+        arithmetic: of all products of forward, and of the scores and ``dout v^T`` in backward, as in
+            :func:`pydet.gemm`.
+        kv_chunk: keys of a segment, as in :func:`pydet.attention`.
+        k_chunk: refused; the scores are single chains.
 
     Returns:
         ``[B, H, Q, E]``, of the type of q.
 
     Raises:
-        Error: shapes or types that do not fit.
+        Error: shapes, types or options that do not fit.
     """
-    return torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, k_chunk, sinks, softcap)[0]
+    _refuse_k_chunk("attention", k_chunk)
+    how = scale, arithmetic, kv_chunk, sinks, softcap, causal, allowed is not None
+    return torch.ops.pydet.attention(q, k, v, allowed, *how)[0]
+
+
+def _refuse_k_chunk(what: str, k_chunk: Any) -> None:
+    if k_chunk is not None:
+        fail(UNSUPPORTED, f"{what}: k_chunk is {k_chunk}, want None; kv_chunk says how many keys are summed apart")
 
 
 # ---- Transformers ----------------------------------------------------------------------------------------------------
@@ -113,11 +129,14 @@ def _of_one_sequence(ends_q: Tensor | None, ends_k: Tensor | None, query: Tensor
     return (of_q[:, None] == of_k)[None, None]
 
 
-def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", k_chunk: int | None = None) -> None:
+def register_attention(
+    name: str = "pydet", *, arithmetic: Arithmetic = "auto", kv_chunk: int = 1024, k_chunk: None = None
+) -> None:
     """Registers :func:`attention` with Transformers, for ``model.set_attn_implementation(name)``.
 
     From then on attention in that model has bits that do not depend on the batch, on padding, or on whether a token
-    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in every forward call. Sinks (gpt-oss),
+    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in a
+    forward call, but for a causal prefill without padding. Sinks (gpt-oss),
     soft-capped scores (Gemma 2) and packed sequences (``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``position_ids``
     alone) are taken. Refused when they are met, with a sentence: attention dropout, position biases, additive masks,
     the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of MiniMax-M3),
@@ -125,11 +144,12 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
 
     Args:
         name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
-        arithmetic, k_chunk: as in :func:`attention`.
+        arithmetic, kv_chunk, k_chunk: as in :func:`attention`.
 
     Raises:
         Error: Transformers (4.53 or later) is not here.
     """
+    _refuse_k_chunk("register_attention", k_chunk)
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -155,23 +175,26 @@ def register_attention(name: str = "pydet", *, arithmetic: Arithmetic = "auto", 
             fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
         _check_options(options, attention_mask, key.shape[2])
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if attention_mask is None and causal and query.shape[2] > 1:
-            shape = (query.shape[2], key.shape[2])
-            attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])[
-                None, None
-            ]
+        plain = attention_mask is None and bool(causal) and query.shape[2] > 1
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
         together = _of_one_sequence(cu_seq_lens_q, cu_seq_lens_k, query, key)
         if together is not None:
             attention_mask = together if attention_mask is None else attention_mask.masked_fill(~together, False)
         how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
-        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "k_chunk": k_chunk}
+        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk, "causal": plain}
         y = attention(query, key, value, attention_mask, **how)
         return y.transpose(1, 2).contiguous(), None
 
     def mask(*arguments: Any, **options: Any) -> Tensor | None:
-        options |= {"allow_is_causal_skip": False}
+        # Without padding, and with as many keys as queries, a causal mask says nothing that `causal` does not.
+        lengths = [options.get(x) for x in ("q_length", "kv_length")]
+        plain = not arguments and options.get("attention_mask") is None and lengths[0] == lengths[1] not in (None, 1)
+        config = options.get("config")  # OLMoE hands a window to its attention and none to its mask
+        plain = plain and (
+            getattr(config, "sliding_window", None) is None or bool(getattr(config, "layer_types", None))
+        )
+        options["allow_is_causal_skip"] = plain and options.get("allow_is_causal_skip", True)
         made: Tensor | None = sdpa_mask(*arguments, **options)
         return made
 

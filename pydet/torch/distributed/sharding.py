@@ -109,10 +109,11 @@ def _mask(allowed: Any, q: Any, dim: int, argument: int) -> dict[str, Any]:
 
 
 def _attention(q: Any, k: Any, v: Any, allowed: Any, *rest: Any) -> list[Rule]:
-    has_sinks = len(rest) > 3 and rest[3] is not None  # after scale, arithmetic and k_chunk
+    has_sinks = len(rest) > 3 and rest[3] is not None  # after scale, arithmetic and kv_chunk
+    causal = len(rest) > 5 and rest[5]  # counts places from the last query
     shared: list[dict[str, Any]] = []
     for dim in (0, 1, 2):
-        if dim != 1 or _divide(k, k.shape[1]):
+        if dim == 0 or (dim == 1 and _divide(k, k.shape[1])) or (dim == 2 and not causal):
             keys = {"1": dim, "2": dim} if dim < 2 else {}
             sinks = {"7": 0} if has_sinks and dim == 1 else {}
             shared.append({"out": [dim, dim], "0": dim, **keys, **_mask(allowed, q, dim, 3), **sinks})
@@ -120,13 +121,13 @@ def _attention(q: Any, k: Any, v: Any, allowed: Any, *rest: Any) -> list[Rule]:
 
 
 def _attention_backward(dout: Any, q: Any, k: Any, v: Any, allowed: Any, *rest: Any) -> list[Rule]:
-    has_sinks = len(rest) > 5 and rest[5] is not None  # after out, total, scale, arithmetic and k_chunk
+    has_sinks = len(rest) > 4 and rest[4] is not None  # after out, lse, scale and arithmetic
     shared: list[dict[str, Any]] = []
     for dim in (0, 1):
         if _divide(k, k.shape[1]) if dim == 1 else not has_sinks:
-            sinks = {"10": 0} if has_sinks else {}
+            sinks = {"9": 0} if has_sinks else {}
             given = {str(i): dim for i in (0, 1, 2, 3, 5, 6)}
-            shared.append({"out": [dim, dim, dim, sinks.get("10")], **given, **_mask(allowed, q, dim, 4), **sinks})
+            shared.append({"out": [dim, dim, dim, sinks.get("9")], **given, **_mask(allowed, q, dim, 4), **sinks})
     return _rules(4, (dout, q, k, v, allowed, *rest), *shared)
 
 
@@ -222,13 +223,13 @@ def register() -> None:
         _product(name)
     for name, rule in {
         "skinny_gemm": _skinny_gemm,
-        "attention": _attention,
         "attention_backward": _attention_backward,
         "scaled_gemm": _scaled_gemm,
         "grouped_gemm": _grouped_gemm,
         "scaled_grouped_gemm": _scaled_grouped_gemm,
     }.items():
         register_sharding(getattr(torch.ops.pydet, name).default)(rule)
+    _by_word("attention", _attention, 9, 2)  # causal
     _by_word("quantize", _quantize, 1, 2)
     _by_word("quantize_transposed", _quantize_transposed, 1, 4)
     _by_word("quantize_given", _quantize_given, 2, 1)

@@ -1,4 +1,4 @@
-"""``attention`` and ``attention_backward``: pydet's products, and steps that are exactly rounded on every device."""
+"""``attention``: the library's kernels. ``attention_backward``: its products, and steps that are exactly rounded."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from typing import Any
 import torch
 
 import pydet
-from pydet._native import INVALID_DTYPE, INVALID_VALUE, Error, constants, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
+from pydet.hooks import unknown
 from pydet.torch.ops.products import run_gemm
-from pydet.torch.ops.register import DTYPES, Tensor, define
+from pydet.torch.ops.register import DTYPES, Call, Tensor, define
 
-_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # that are held at a time, in elements; decides no bits
+_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # of the queries that are computed at a time; decides no bits
 
-# ---- The softmax -----------------------------------------------------------------------------------------------------
+# ---- The softmax, for backward ---------------------------------------------------------------------------------------
 
-_LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_LOG2E = float.fromhex("0x1.715476p+0")  # NUMERICS.md's, as are the coefficients of its fine exp2
+_EXP2 = tuple(
+    float.fromhex(x)
+    for x in ("0x1.470b48p-13", "0x1.5f7276p-10", "0x1.3b270ep-7", "0x1.c6ae72p-5", "0x1.ebfbe2p-3", "0x1.62e432p-1")
+)
 
 
-def _exp_(x: Tensor) -> Tensor:
-    """exp(x) for x <= 0 in fp32, in place: each step is one exactly rounded operation on an element, so that an
-    element's bits depend on its value alone. Exactly 1 at 0, and exactly 0 below -87.7.
+def _exp2_(x: Tensor) -> Tensor:
+    """2^x in fp32, in place: each step is one exactly rounded operation on an element, so that an element's bits depend
+    on its value alone. Exactly 1 at 0, and exactly 0 below -126.5.
 
-    exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, ln 2 in two parts, exp(r) by a polynomial.
+    2^x = 2^n 2^f with n = round(x) and f = x - n, 2^f by a polynomial.
     """
-    x.clamp_(min=-88.0)
-    n = (x * _LOG2E).round_()
-    step = n * _LN2_HIGH
-    x.sub_(step)
-    torch.mul(n, _LN2_LOW, out=step)
-    x.sub_(step)
-    p = torch.mul(x, _EXP[0], out=step)
-    for coefficient in _EXP[1:-1]:
+    x.clamp_(-127.0, 127.0)
+    n = x.round()
+    x.sub_(n)
+    p = x * _EXP2[0]
+    for coefficient in _EXP2[1:]:
         p.add_(coefficient).mul_(x)
-    p.add_(_EXP[-1]).mul_(x).mul_(x).add_(x).add_(1.0)
+    p.add_(1.0)
     power = n.add_(127.0).to(torch.int32).mul_(1 << 23).view(torch.float32)  # 2^n; 0 for n = -127
     return torch.mul(p, power, out=x)
 
@@ -44,7 +45,7 @@ _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """tanh(x) in fp32, of exactly rounded steps as `_exp_` is: a polynomial below 0.625, from there on
+    """tanh(x) in fp32, of exactly rounded steps as `_exp2_` is: a polynomial below 0.625, from there on
     (1 - e) / (1 + e) with e = exp(-2 |x|)."""
     square = x * x
     small = square * _TANH[0]
@@ -52,43 +53,35 @@ def _tanh(x: Tensor) -> Tensor:
         small.add_(coefficient).mul_(square)
     small.mul_(x).add_(x)
     size = x.abs()
-    e = _exp_(size * -2.0)
+    e = _exp2_(size * (-2.0 * _LOG2E))
     large = torch.copysign((1.0 - e).div_(e + 1.0), x)
     return torch.where(size < 0.625, small, large)
 
 
 def _scores_(products: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Products as scores, in place, and the tanh that is in them. A factor of 1 / softcap, since a GPU divides by a
-    number of Python's as a product with its reciprocal."""
-    products.mul_(scale)
+    """Products as scores of base 2, in place, and the tanh that is in them."""
     if softcap is None:
-        return products, None
-    tanh = _tanh(products.mul_(1.0 / softcap))
-    return torch.mul(tanh, softcap, out=products), tanh
+        return products.mul_(scale * _LOG2E), None
+    tanh = _tanh(products.mul_(scale / softcap))
+    return torch.mul(tanh, softcap, out=products).mul_(_LOG2E), tanh
 
 
-def _weights_(scores: Tensor, allowed: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """exp(score - the largest of its row), in place; exactly 0 where not allowed. Not divided by their sum. And that of
-    the sink's score, of which each row has one."""
-    if allowed is not None:
-        scores.masked_fill_(~allowed, float("-inf"))
-    largest = scores.amax(-1, keepdim=True)
-    if sink is not None:
-        largest = torch.maximum(largest, sink)
-    largest.masked_fill_(largest == float("-inf"), 0.0)  # a row of no keys
-    return _exp_(scores.sub_(largest)), None if sink is None else _exp_(sink - largest)
+def _weights_(scores: Tensor, allowed: Tensor | None, logs: Tensor) -> Tensor:
+    """2^(score - the row's lse in base 2), in place; exactly 0 where not allowed."""
+    scores.sub_(logs)
+    return _exp2_(scores if allowed is None else scores.masked_fill_(~allowed, float("-inf")))
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _gemm(a: Tensor, b: Tensor, dtype: Any, arithmetic: str, k_chunk: int | None = None) -> Tensor:
+def _gemm(a: Tensor, b: Tensor, dtype: Any, arithmetic: str) -> Tensor:
     try:
-        return run_gemm(a, b, None, dtype, arithmetic, k_chunk)
+        return run_gemm(a, b, None, dtype, arithmetic, None)
     except Error as problem:
         if problem.status != constants.PYDET_INVALID_STRIDE:
             raise
-    return run_gemm(a.contiguous(), b.contiguous(), None, dtype, arithmetic, k_chunk)
+    return run_gemm(a.contiguous(), b.contiguous(), None, dtype, arithmetic, None)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -112,13 +105,59 @@ def _blocks(q: Tensor, k: Tensor, heads: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + block, q.shape[2])
 
 
-def _with_ones(v: Tensor) -> Tensor:
-    """v in fp32, then a column of ones, whose product with weights is their sum, and zeros up to a multiple of 4."""
-    width = v.shape[-1]
-    wide = torch.zeros(*v.shape[:-1], (width + 4) // 4 * 4, dtype=torch.float32, device=v.device)
-    wide[..., :width] = v
-    wide[..., width] = 1.0
-    return wide
+def _rows_of(q: Tensor, k: Tensor, first: int, last: int) -> Tensor:
+    """The rows of the causal mask for a block of queries: [1, 1, 1, queries, K]."""
+    places = torch.arange(first, last, device=q.device) + (k.shape[2] - q.shape[2])
+    return (torch.arange(k.shape[2], device=q.device) <= places[:, None])[None, None, None]
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With zeros up to widths that the library takes; they change no chain."""
+    widths = [-(-x.shape[-1] // 8) * 8 for x in (q, v)]
+    if max(widths) > 256 and widths[0] <= 576 and widths[1] <= 512:
+        widths = [576, 512]
+    fit = lambda x, width: x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))  # noqa: E731
+    return fit(q, widths[0]), fit(k, widths[0]), fit(v, widths[1])
+
+
+def _run_from_first(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, out: Tensor, lse: Tensor, options: dict[str, Any]
+) -> None:
+    """Each query a sequence of its own, of the keys from the first to the last that it may see."""
+    (batch, heads, queries, width), (groups, keys) = q.shape, k.shape[1:3]
+    allowed = allowed.expand(batch, -1, -1, -1)
+    places = torch.arange(keys, dtype=torch.int32, device=q.device)
+    first_key = torch.where(allowed, places, keys).amin(-1)
+    seqlens_k = torch.where(allowed, places + 1, 0).amax(-1)
+    if queries == 1 and allowed.shape[1] == 1:
+        lengths: dict[str, Any] = {"first_key": first_key.view(-1), "seqlens_k": seqlens_k.view(-1)}
+        y, log = pydet.attention(q, k, v, allowed=allowed, return_lse=True, **lengths, **options)
+        out.copy_(y[..., : out.shape[-1]]), lse.copy_(log)
+        return
+    if allowed.shape[1] > 1:
+        sinks, members = options["sinks"], heads // groups
+        for head in range(heads):
+            one, of = slice(head, head + 1), slice(head // members, head // members + 1)
+            own = options | {"sinks": None if sinks is None else sinks[one]}
+            _run_from_first(q[:, one], k[:, of], v[:, of], allowed[:, one], out[:, one], lse[:, one], own)
+        return
+    # A sequence's keys are one page, that its queries share.
+    rows, cache = q.transpose(1, 2).reshape(-1, heads, 1, width), [x.transpose(1, 2) for x in (k, v)]
+    pages = torch.arange(batch, dtype=torch.int32, device=q.device).repeat_interleave(queries)[:, None]
+    y, log = pydet.attention_paged(
+        rows,
+        cache[0],
+        cache[1],
+        pages,
+        seqlens_k.view(-1),
+        causal=False,
+        allowed=allowed[:, 0].flatten(0, 1)[:, None, None],
+        first_key=first_key.view(-1),
+        return_lse=True,
+        **options,
+    )
+    out.copy_(y[:, :, 0, : out.shape[-1]].unflatten(0, (batch, queries)).transpose(1, 2))
+    lse.copy_(log[:, :, 0].unflatten(0, (batch, queries)).transpose(1, 2))
 
 
 def _run_attention(
@@ -128,29 +167,33 @@ def _run_attention(
     allowed: Tensor | None,
     scale: float,
     arithmetic: str,
-    k_chunk: int | None,
+    kv_chunk: int | None,
     sinks: Tensor | None,
     softcap: float | None,
+    causal: bool,
+    from_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    (batch, heads, _, _), groups, out_width = q.shape, k.shape[1], v.shape[-1]
-    out, total = _fake_attention(q, k, v, allowed, scale, arithmetic, k_chunk, sinks, softcap)
+    out, lse = _fake_attention(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first)
     if out.numel() == 0 or k.shape[2] == 0:
-        return out.zero_(), total.fill_(1.0)
-    values, keys = _with_ones(v), k.mT
-    sink = None if sinks is None else sinks.float().view(groups, -1, 1, 1)
-    for first, last in _blocks(q, k, heads):
-        rows = _by_group(q[:, :, first:last], groups).flatten(2, 3)
-        scores, _ = _scores_(_gemm(rows, keys, torch.float32, arithmetic, k_chunk), scale, softcap)
-        shape = (batch, groups, heads // groups, last - first, k.shape[2])
-        weights, of_sink = _weights_(scores.view(shape), _mask_of(allowed, groups, first, last), sink)
-        sums = _gemm(weights.view(scores.shape), values, None, "ieee").view(batch, heads, last - first, -1)
-        divisor = sums[..., out_width : out_width + 1]
-        if of_sink is not None:
-            divisor.add_(of_sink.view(divisor.shape))
-        divisor.masked_fill_(divisor == 0.0, 1.0)
-        total[:, :, first:last] = divisor[..., 0]
-        out[:, :, first:last] = sums[..., :out_width] / divisor
-    return out, total
+        if sinks is None:
+            return out.zero_(), lse.fill_(float("-inf"))
+        return out.zero_(), lse.copy_(sinks.detach().float()[:, None].expand_as(lse))
+    q, k, v = _padded(q.detach(), k.detach(), v.detach())
+    sinks = None if sinks is None else sinks.detach().contiguous()
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "arithmetic": arithmetic}
+    options["kv_chunk"] = 1024 if kv_chunk is None else kv_chunk
+    if allowed is not None and allowed.shape[1] > 1 and allowed.stride(1) == 0:
+        allowed = allowed[:, :1]
+    if allowed is not None and from_first:
+        for first, last in _blocks(q, k, q.shape[1]):
+            rows = allowed[:, :, first:last]
+            if causal:
+                rows = rows & _rows_of(q, k, first, last)[0]
+            of = slice(None), slice(None), slice(first, last)
+            _run_from_first(q[of], k, v, rows, out[of], lse[of], options)
+        return out, lse
+    y, log = pydet.attention(q, k, v, allowed=allowed, causal=causal, return_lse=True, **options)
+    return y[..., : out.shape[-1]].contiguous(), log
 
 
 def _run_attention_backward(
@@ -160,15 +203,15 @@ def _run_attention_backward(
     v: Tensor,
     allowed: Tensor | None,
     out: Tensor,
-    total: Tensor,
+    lse: Tensor,
     scale: float,
     arithmetic: str,
-    k_chunk: int | None,
     sinks: Tensor | None,
     softcap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """With p = weights / total: dv = p^T dout, ds = scale p (dout v^T - sum(dout out)), dq = ds k, dk = ds^T q; and for
-    a sink, whose p is one more of a row's, dsink = -sum(p sum(dout out)). Under a softcap ds takes 1 - tanh^2 too.
+    """With p = exp(score - lse): dv = p^T dout, ds = scale p (dout v^T - sum(dout out)), dq = ds k, dk = ds^T q; and
+    for a sink, whose p is one more of a row's, dsink = -sum(p sum(dout out)). Under a softcap ds takes 1 - tanh^2 too.
 
     dk and dv sum over the heads of a group, one after the other, and in each over its queries in their order; dsink
     over all queries of its head, sequence after sequence.
@@ -176,28 +219,33 @@ def _run_attention_backward(
     batch, groups, single = q.shape[0], k.shape[1], torch.float32
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=single, device=x.device) for x in (k, v))
-    of_sinks = torch.zeros((0,) if sinks is None else total.shape, dtype=single, device=q.device)
+    of_sinks = torch.zeros((0,) if sinks is None else lse.shape, dtype=single, device=q.device)
     if out.numel() == 0 or k.shape[2] == 0:
         return dq, dk.to(k.dtype), dv.to(v.dtype), _sum_of_sinks(of_sinks, sinks)
     keys = k.to(single).contiguous()
     ones = torch.ones(v.shape[-1], 1, dtype=single, device=v.device)
-    by_group = [_by_group(x, groups) for x in (dout, q, out, total, dq)]
-    sink = None if sinks is None else sinks.float().view(groups, -1, 1, 1)
+    logs = lse.masked_fill(lse == float("-inf"), 0.0).mul_(_LOG2E)  # 0 for a row of no keys
+    by_group = [_by_group(x, groups) for x in (dout, q, out, logs, dq)]
+    sink = None if sinks is None else (sinks.float() * _LOG2E).view(groups, -1, 1, 1)
     for member in range(q.shape[1] // groups):
         for first, last in _blocks(q, k, groups):
-            douts, queries, outs, totals, dqs = (x[:, :, member, first:last] for x in by_group)
+            douts, queries, outs, row_logs, dqs = (x[:, :, member, first:last] for x in by_group)
             mask = _mask_of(allowed, groups, first, last)
             if mask is not None:
                 mask = mask[:, :, member if mask.shape[2] > 1 else 0]
-            scores, tanh = _scores_(_gemm(queries, k.mT, single, arithmetic, k_chunk), scale, softcap)
-            p, of_sink = _weights_(scores, mask, None if sink is None else sink[:, member])
-            p.div_(totals[..., None])
-            ds = _gemm(douts, v.mT, single, arithmetic, k_chunk)
+            scores, tanh = _scores_(_gemm(queries, k.mT, single, arithmetic), scale, softcap)
+            if causal:
+                rows = _rows_of(q, k, first, last)[0]
+                mask = rows if mask is None else mask & rows
+            p = _weights_(scores, mask, row_logs[..., None])
+            ds = _gemm(douts, v.mT, single, arithmetic)
             wide = douts.to(single).contiguous()
             delta = _gemm(wide * outs.to(single), ones.expand(batch, groups, -1, -1), None, "ieee")
             ds.sub_(delta)
-            if of_sink is not None:
-                _by_group(of_sinks, groups)[:, :, member, first:last] = (of_sink[..., 0] / totals).mul_(delta[..., 0])
+            if sink is not None:
+                _by_group(of_sinks, groups)[:, :, member, first:last] = _exp2_(sink[:, member, :, 0] - row_logs).mul_(
+                    delta[..., 0]
+                )
             ds.mul_(p).mul_(scale)
             if tanh is not None:
                 ds.mul_(1.0 - tanh.mul_(tanh))
@@ -225,9 +273,11 @@ def _fake_attention(
     allowed: Tensor | None,
     scale: float,
     arithmetic: str,
-    k_chunk: int | None,
+    kv_chunk: int | None,
     sinks: Tensor | None,
     softcap: float | None,
+    causal: bool,
+    from_first: bool,
 ) -> tuple[Tensor, Tensor]:
     shapes = ", ".join(f"{name} {'x'.join(map(str, x.shape))}" for name, x in (("q", q), ("k", k), ("v", v)))
     fits = (
@@ -244,6 +294,9 @@ def _fake_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             fail(INVALID_DTYPE, f"attention: {name} is {x.dtype}, want float32, bfloat16 or float16, the same of all")
+    unknown(arithmetic, "attention", "arithmetic")
+    if kv_chunk is not None and (kv_chunk <= 0 or kv_chunk % 128):
+        fail(INVALID_VALUE, f"attention: kv_chunk is {kv_chunk}, want a positive multiple of 128")
     if sinks is not None and (tuple(sinks.shape) != (q.shape[1],) or sinks.dtype not in DTYPES):
         got = f"{sinks.dtype} {tuple(sinks.shape)}"
         fail(constants.PYDET_INVALID_SHAPE, f"attention: sinks is {got}, want one number a head, ({q.shape[1]},)")
@@ -264,9 +317,28 @@ def _fake_attention(
 
 
 def _fake_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    sinks = rest[6]
+    sinks = rest[5]
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     return *gradients, q.new_empty(0, dtype=torch.float32) if sinks is None else torch.empty_like(sinks)
+
+
+def _vmap_attention(operator: Any) -> Call:
+    """The batched dimension becomes a part of the batch."""
+
+    def rule(info: Any, dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+        if len(dims) > 7 and dims[7] is not None:
+            fail(UNSUPPORTED, "attention: vmap over the sinks is not defined; it is over q, k, v and the mask")
+
+        def joined(x: Tensor, dim: int | None, batch: int) -> Tensor:
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.expand(-1, batch, *x.shape[2:]).flatten(0, 1)
+
+        batch = given[0].shape[1 if dims[0] == 0 else 0]
+        four = [None if x is None else joined(x, dim, batch) for x, dim in zip(given[:4], dims[:4], strict=True)]
+        results = operator(*four, *given[4:])
+        return tuple(x.unflatten(0, (info.batch_size, batch)) for x in results), (0, 0)
+
+    return rule
 
 
 class _Attention(torch.autograd.Function):
@@ -279,39 +351,43 @@ class _Attention(torch.autograd.Function):
         allowed: Tensor | None,
         scale: float,
         arithmetic: str,
-        k_chunk: int | None,
+        kv_chunk: int | None,
         sinks: Tensor | None,
         softcap: float | None,
+        causal: bool,
+        from_first: bool,
     ) -> Any:
-        ctx.options = scale, arithmetic, k_chunk
-        out, total = _below(q, k, v, allowed, *ctx.options, sinks, softcap)
-        ctx.save_for_backward(q, k, v, allowed, out, total, sinks)
-        ctx.softcap = softcap
-        ctx.mark_non_differentiable(total)
-        return out, total
+        out, lse = _below(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first)
+        ctx.save_for_backward(q, k, v, allowed, out, lse, sinks)
+        ctx.options, ctx.more = (scale, arithmetic), (softcap, causal)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
-        q, k, v, allowed, out, total, sinks = ctx.saved_tensors
+        q, k, v, allowed, out, lse, sinks = ctx.saved_tensors
         *gradients, dsinks = torch.ops.pydet.attention_backward(
-            dout, q, k, v, allowed, out, total, *ctx.options, sinks, ctx.softcap
+            dout, q, k, v, allowed, out, lse, *ctx.options, sinks, *ctx.more
         )
-        return *gradients, None, None, None, None, None if sinks is None else dsinks, None
+        return *gradients, None, None, None, None, None if sinks is None else dsinks, None, None, None
 
 
 # ---- The operators ---------------------------------------------------------------------------------------------------
 
-_HOW = "float scale, str arithmetic, int? k_chunk, Tensor? sinks=None, float? softcap=None"
+_MORE = "Tensor? sinks=None, float? softcap=None, bool causal=False"
+_HOW = f"float scale, str arithmetic, int? kv_chunk, {_MORE}, bool from_first=False"
 _below = define(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor? allowed, {_HOW}) -> (Tensor, Tensor)",
     _run_attention,
     _fake_attention,
     gradient=_Attention.apply,
+    vmap=_vmap_attention,
     autocast=3,
     composite=True,
 )
 define(
-    f"attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor total, {_HOW})"
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor lse, "
+    f"float scale, str arithmetic, {_MORE})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_attention_backward,
     _fake_attention_backward,
