@@ -1,6 +1,7 @@
 """check_cuda.py TOOLS LIBRARY [OBJECT...]: what nvcc made of the kernels, read by cuobjdump, in the folder TOOLS.
 
-- No kernel spills, of the library or of an object: none uses local memory or stack.
+- No kernel spills, of the library or of an object: none uses local memory or stack. Those of SPILL_OUTSIDE may, but not
+  in an innermost loop around an HGMMA or a UTMALDG.
 - The Hopper GEMM runs on the tensor cores and is fed by TMA: it has HGMMA and UTMALDG.
 - No loop around an HGMMA or a UTMALDG holds MEMBAR.ALL.GPU, which once halved the speed of that loop.
 """
@@ -12,6 +13,8 @@ import subprocess
 import sys
 
 FED = ("HGMMA", "UTMALDG")
+SPILL_OUTSIDE = ("attention_forward",)  # what they keep of a tile between its loops
+LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
 def run(tools, *arguments):
@@ -27,7 +30,7 @@ def spills(text):
         if found := re.match(r"\s*Function (\S+):", line):
             name = found[1]
         found = re.search(r"STACK:(\d+).* LOCAL:(\d+)", line)
-        if found and found.groups() != ("0", "0"):
+        if found and found.groups() != ("0", "0") and not any(word in name for word in SPILL_OUTSIDE):
             yield f"{arch} {name}: {found[1]} bytes of stack, {found[2]} of local memory"
 
 
@@ -60,6 +63,11 @@ def smallest_loops(body):
     return found - {None}
 
 
+def innermost(loops):
+    """Those with no other of them inside."""
+    return [(x, y) for x, y in loops if not any(x <= a and b <= y and (a, b) != (x, y) for a, b in loops)]
+
+
 def main(tools, library, *objects):
     problems, kernels = [], 0
     for path in (library, *objects):
@@ -79,6 +87,9 @@ def main(tools, library, *objects):
         for begin, end in smallest_loops(body):
             if any(begin <= at <= end and "MEMBAR" in text and ".GPU" in text for at, text in body):
                 problems.append(f"{library}: sm_90a {name}: MEMBAR.GPU in the loop from {begin:#x} to {end:#x}")
+        for begin, end in innermost(smallest_loops(body)):
+            if any(begin <= at <= end and LOCAL.search(text) for at, text in body):
+                problems.append(f"{library}: sm_90a {name}: local memory in the loop from {begin:#x} to {end:#x}")
     for word in FED:
         if not counts[word]:
             problems.append(f"{library}: sm_90a: no {word} anywhere")
