@@ -38,8 +38,8 @@ CPU = (1, 0)
 
 def dtype_of(array) -> tuple[int, int, int]:
     fp8 = {"float8_e4m3fn": (10, 8, 1), "float8_e5m2": (12, 8, 1), "float8_e8m0fnu": (14, 8, 1)}
-    integers = {"int32": (0, 32, 1), "int64": (0, 64, 1)}
-    return {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, **fp8, **integers}[array.dtype.name]
+    others = {"int32": (0, 32, 1), "int64": (0, 64, 1), "bool": (6, 8, 1)}
+    return {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, **fp8, **others}[array.dtype.name]
 
 
 class Tensor:

@@ -15,6 +15,7 @@ import random
 import numpy as np
 import pytest
 
+import attention_cases
 import capi
 import cases
 import interop
@@ -88,6 +89,23 @@ def device(kernel):
     yield Emulated(kernel.name)
     del frameworks.FRAMEWORKS[key]
     interop.made.clear()
+
+
+# ---- Attention -------------------------------------------------------------------------------------------------------
+
+
+@each("attention")
+def test_attention(device, kernel, dtype):
+    """The problems that the CPU's kernels are held to, each with no tensor cores in it."""
+    if kernel.arithmetic != "ieee":
+        pytest.skip(f"{kernel.name} is one of tensor cores")
+    problems = list(attention_cases.problems(dtype))
+    for name, operation, arguments, options in problems:
+        want = attention_cases.run(pydet, operation, arguments, options, "ieee")
+        got = attention_cases.run(device, operation, arguments, options, "ieee")
+        for part, ours, theirs in zip(("out", "lse"), got, want, strict=True):
+            assert_same_bits(ours, theirs, f"{name}: {part}")
+    assert device.taken == len(problems) > 40
 
 
 # ---- Norms and softmax -----------------------------------------------------------------------------------------------

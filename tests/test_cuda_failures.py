@@ -156,6 +156,17 @@ def problems(operation, name, dtype):
             given = capi.options("pydet_quantize_options", granularity=granularity, kernel=name[0])
             yield "pydet_quantize", tensors(shapes, dtype), given
         return
+    if operation == "attention":
+        for queries in (3, 300):
+            shapes = [(1, 4, queries, 64), (1, 2, 2100, 64), (1, 2, 2100, 64), (1, 4, queries, 64), None]
+            room = np.zeros((1 << 24) + 256, np.uint8)  # more than any kernel wants for these
+            at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
+            given = capi.options(
+                "pydet_attention_options", arithmetic=name[1], kernel=name[0], workspace=at, workspace_size=1 << 24
+            )
+            capi._alive[given] = capi._alive[given], room
+            yield "pydet_attention", tensors(shapes, dtype), given
+        return
     if operation == "fold":
         for order in (0, 1):
             yield (

@@ -148,6 +148,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   const auto cut = choice.cut<Cut>();
   const int block = block_keys(a.d);
   const int64_t group_heads = a.heads / a.groups;
+  DeviceGuard guard(a.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   AttentionPlan p = {};
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
