@@ -331,7 +331,12 @@ def large_calls():
     q, scale = pydet.quantize(x, granularity="group")
     end, stack, experts = np.int32([256, 512]), np.stack([x, x]), np.stack([q, q]).swapaxes(1, 2)
     scales = {"a_scale": scale, "b_scale": scale.T}
+    heads, ends, pages = x.reshape(1, 8, 512, 64), np.int32([0, 512]), np.arange(8, dtype=np.int32)[None]
+    packed, cache = x.reshape(512, 8, 64), x.reshape(8, 64, 8, 64)
     return {
+        "attention": lambda: pydet.attention(heads, heads, heads),
+        "attention_paged": lambda: pydet.attention_paged(heads, cache, cache, pages, ends[1:]),
+        "attention_varlen": lambda: pydet.attention_varlen(packed, packed, packed, ends, ends),
         "audit": lambda: pydet.audit(half, half, half, arithmetic="sm90", sample=512),
         "audit_fold": lambda: pydet.audit_fold(np.stack([x, x, x]), x),
         "audit_layernorm": lambda: pydet.audit_layernorm(tall, tall, eps=0),

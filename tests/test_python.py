@@ -642,6 +642,33 @@ def test_floats_are_rounded_to_nearest_whatever_the_thread_has_set(function, arg
     assert not wrong, f"{len(wrong)} of {len(numbers)}, the first: {wrong[:3]}"
 
 
+def attention_floats():
+    """(function, argument) -> what calls it with that number, and returns lse of one query and one key."""
+    x, one = np.ones((1, 1, 1, 8), "f"), np.int32([1])
+    ends, packed, cache = np.int32([0, 1]), x[0], x.reshape(1, 1, 1, 8)
+    found = {}
+    for argument in ("scale", "softcap"):
+        of = lambda function, *operands, argument=argument: (
+            lambda v: function(*operands, return_lse=True, **{argument: v})[1].item()
+        )
+        found["attention", argument] = of(pydet.attention, x, x, x)
+        found["attention_varlen", argument] = of(pydet.attention_varlen, packed, packed, packed, ends, ends)
+        found["attention_paged", argument] = of(pydet.attention_paged, x, cache, cache, np.int32([[0]]), one)
+    return found
+
+
+@pytest.mark.parametrize("function, argument", attention_floats())
+def test_floats_of_attention_are_rounded_to_nearest_whatever_the_thread_has_set(function, argument):
+    call = attention_floats()[function, argument]
+    with np.errstate(over="ignore"):
+        pairs = [(number, float(np.float32(number))) for number in doubles() if 2.0**-99 < abs(number) < 2.0**99]
+    pairs = [(abs(number), abs(single)) for number, single in pairs]
+    want = [call(single) for _, single in pairs]
+    assert len(set(want)) > 10 and [call(number) for number, _ in pairs] == want
+    with unusual_float_environment():
+        assert [call(number) for number, _ in pairs] == want
+
+
 def test_every_float_is_tested():
     """That test has each argument of a public function that is a float."""
     floats = set()
@@ -650,7 +677,7 @@ def test_every_float_is_tested():
             parameters = inspect.signature(thing).parameters.values()
             floats |= {(name, p.name) for p in parameters if p.annotation in ("float", float, "float | None")}
     audits = {pair for pair in floats if pair[0].startswith("audit_")}  # which hand them to these functions as they are
-    assert floats - audits == set(with_floats())
+    assert floats - audits == set(with_floats()) | set(attention_floats())
     assert {(name.removeprefix("audit_"), argument) for name, argument in audits} <= set(with_floats())
 
 

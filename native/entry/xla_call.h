@@ -10,7 +10,7 @@
 #include <initializer_list>
 
 #include "contract/types.h"
-#include "entry/to_fp32.h"
+#include "contract/to_fp32.h"
 
 namespace pydet {
 

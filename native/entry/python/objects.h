@@ -8,7 +8,7 @@
 #include "contract/types.h"
 #include "core/operations.h"
 #include "entry/python.h"
-#include "entry/to_fp32.h"
+#include "contract/to_fp32.h"
 
 #ifdef __cpp_exceptions
 #error "compile with -fno-exceptions: a Python that shuts down unwinds threads, whose destructors would enter it"

@@ -202,7 +202,7 @@ inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_
   PYDET_TRY(check_window_side(op, "window_left", options.window_left));
   PYDET_TRY(check_window_side(op, "window_right", options.window_right));
   PYDET_TRY(check_segment(op, options.kv_chunk, &a->kv_chunk));
-  a->scale = options.scale != 0 ? options.scale : float(1.0 / __builtin_sqrt(double(a->d)));
+  a->scale = options.scale != 0 ? options.scale : f32_from_f64(1.0 / __builtin_sqrt(double(a->d)));
   a->softcap = options.softcap;
   a->causal = options.causal != 0;
   a->window_left = options.window ? options.window_left : kNoWindow;

@@ -4,6 +4,7 @@
 
 #include "contract/elementary.h"
 #include "contract/ex2.h"
+#include "contract/to_fp32.h"
 #include "ops/attention/problem.h"
 
 namespace pydet {
