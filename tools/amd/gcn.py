@@ -651,6 +651,7 @@ SCALARS = {
     "s_mov_b32": lambda a: (a, None),
     "s_mov_b64": lambda a: (a, None),
     "s_movk_i32": lambda a: (signed(a & 0xFFFF, 16), None),
+    "s_abs_i32": lambda a: (abs(signed(a)) & M32, a != 0),
     "s_not_b32": lambda a: (~a & M32, (~a & M32) != 0),
     "s_not_b64": lambda a: (~a & M64, (~a & M64) != 0),
     "s_brev_b32": lambda a: (int(f"{a:032b}"[::-1], 2), None),
