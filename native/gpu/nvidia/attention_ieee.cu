@@ -1,4 +1,4 @@
-// Attention by fmaf chains, on any GPU, for every type, layout and option: the general kernel of arithmetic ieee.
+// Attention by fmaf chains, on any NVIDIA GPU, for every type, layout and option: the general kernel of arithmetic ieee.
 //
 //   NUMERICS.md, "Attention", has the formula. A block makes 16 rows, each a query of one of a group's heads. It walks the
 //   keys that any of them sees in the contract's blocks of 64 or 128: their scores (a thread has a key and all rows, or half
