@@ -38,7 +38,9 @@ def attention(
 
     Forward is :func:`pydet.attention`. Under a mask a query has the bits of :func:`pydet.attention` of itself alone and
     the keys from the first to the last that it may see: padding, packed documents and windows that a cache cut change
-    none. That takes more time than `causal` without a mask. A query with no allowed key gives zeros.
+    none. A query with no allowed key gives zeros. Rows of a mask that are ranges of keys (padding on either side,
+    packed sequences, a cache with room, windows) are found and computed together, at about the speed of `causal`; for
+    that the host reads a mask once while it lives, but not in a CUDA graph. Other rows are computed one by one.
 
     Backward is made of products and exactly rounded steps in fp32, from q, k, v, the result and its ``lse``: a row's
     gradient by q depends on nothing beyond them, its mask, the options and its row of the result's gradient; those by
