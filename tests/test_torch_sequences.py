@@ -106,6 +106,19 @@ def test_any_strides(device):
         same(ours, theirs)
 
 
+def test_any_width(device):
+    """Of packed sequences; a cache is not copied."""
+    q, k, v, *ends = packed(device=device)
+    q, k, v = (torch.nn.functional.pad(x[..., :width], (0, 3)) for x, width in ((q, 13), (k, 13), (v, 21)))
+    want, want_lse = pydet.attention_varlen(q, k, v, *ends, scale=13**-0.5, return_lse=True)
+    out, lse = OPS.attention_varlen(q[..., :13], k[..., :13], v[..., :21], *ends)
+    same(out, want[..., :21].contiguous())
+    same(lse, want_lse)
+    rows, keys, *rest = paged(device=device)
+    with pytest.raises(pydet.Error, match=r"heads of q and k have 60 elements and those of v 64, want multiples of 8"):
+        OPS.attention_paged(rows[..., :60], keys[..., :60], *rest)
+
+
 def test_operators_and_graphs(device):
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     cases = [

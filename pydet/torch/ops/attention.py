@@ -112,7 +112,7 @@ def _rows_of(q: Tensor, k: Tensor, first: int, last: int) -> Tensor:
     return (torch.arange(k.shape[2], device=q.device) <= places[:, None])[None, None, None]
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """With zeros up to widths that the library takes; they change no chain."""
     widths = [-(-x.shape[-1] // 8) * 8 for x in (q, v)]
     if max(widths) > 256 and widths[0] <= 576 and widths[1] <= 512:
@@ -222,7 +222,7 @@ def _run_attention(
         if sinks is None:
             return out.zero_(), lse.fill_(float("-inf"))
         return out.zero_(), lse.copy_(sinks.detach().float()[:, None].expand_as(lse))
-    q, k, v = _padded(q.detach(), k.detach(), v.detach())
+    q, k, v = padded(q.detach(), k.detach(), v.detach())
     sinks = None if sinks is None else sinks.detach().contiguous()
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "arithmetic": arithmetic}
     options["kv_chunk"] = 1024 if kv_chunk is None else kv_chunk

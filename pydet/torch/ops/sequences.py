@@ -5,6 +5,7 @@ They have no gradient yet; :func:`pydet.torch.attention` has one, under a mask o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import pydet
 from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.hooks import unknown
+from pydet.torch.ops.attention import padded
 from pydet.torch.ops.register import DTYPES, Call, Tensor, define
 
 _HOW = (
@@ -55,9 +57,14 @@ def _run_varlen(
     arithmetic: str,
     kv_chunk: int,
 ) -> tuple[Tensor, Tensor]:
+    width = v.shape[-1] if v.dim() == 3 else 0
+    if scale is None and q.dim() == 3 and q.shape[-1] % 8:
+        scale = 1.0 / math.sqrt(q.shape[-1])  # before zeros
+    q, k, v = padded(q, k, v)
     how: dict[str, Any] = {"scale": scale, "causal": causal, "window": (window_left, window_right), "softcap": softcap}
     how |= {"sinks": sinks, "arithmetic": arithmetic, "kv_chunk": kv_chunk, "return_lse": True}
-    return _whole(pydet.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **how), cu_seqlens_q)
+    out, lse = _whole(pydet.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **how), cu_seqlens_q)
+    return out[..., :width].contiguous(), lse
 
 
 def _run_paged(
