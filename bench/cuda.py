@@ -5,7 +5,8 @@ they are installed, and a device-to-device copy as the ceiling of what only move
 random numbers; buffers rotate past the L2. `equality` counts the elements in which cuBLAS has other bits than the
 natural chain. `--quick` takes a few shapes of each operation. `gemm --random N --seed S` times N products drawn from
 the layers of published models (model_shapes.py) instead of the list: M log-uniform, each direction, types, k_chunk;
-`rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py); so layernorm and softmax.
+`rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py); so layernorm and softmax; `attention --random N
+--seed S` N prefills of published models' heads (cuda_attention.py), and so attention_varlen, _decode and _paged.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 
 import pydet
 import pydet.torch
-from bench import cuda_fold, cuda_fp8, cuda_grouped, cuda_norms, harness, model_shapes, plot
+from bench import cuda_attention, cuda_fold, cuda_fp8, cuda_grouped, cuda_norms, harness, model_shapes, plot
 from bench.cuda_norms import copying, normal, sets_of
 from bench.harness import Row, Variant
 
@@ -453,11 +454,13 @@ ROWS = {
     **cuda_fp8.ROWS,
     **cuda_grouped.ROWS,
     **cuda_fold.ROWS,
+    **cuda_attention.ROWS,
 }
 
 # What --random draws, and what is said of it.
 RANDOM = {"gemm": (random_rows, random_summary)}
 RANDOM |= {name: (draw, cuda_norms.random_summary) for name, draw in cuda_norms.RANDOM.items()}
+RANDOM |= {name: (draw, cuda_attention.random_summary) for name, draw in cuda_attention.RANDOM.items()}
 
 
 def summary(entries):

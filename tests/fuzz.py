@@ -31,6 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import interop
 import reference
+import reference_attention
 import reference_fp8
 from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
 
@@ -44,7 +45,8 @@ DTYPES = {FLOAT32: np.dtype(np.float32), FLOAT16: np.dtype(np.float16), BFLOAT16
 FP8 = {(10, 8, 1): reference_fp8.E4M3, (12, 8, 1): reference_fp8.E5M2}
 SCALES = {FLOAT32: DTYPES[FLOAT32], (14, 8, 1): reference_fp8.E8M0}
 BOUNDARY = np.dtype(np.int32)
-TYPES = {**DTYPES, **FP8, **SCALES, (0, 32, 1): BOUNDARY, (0, 64, 1): np.dtype(np.int64)}
+BOOL = np.dtype(np.bool_)
+TYPES = {**DTYPES, **FP8, **SCALES, (0, 32, 1): BOUNDARY, (0, 64, 1): np.dtype(np.int64), (6, 8, 1): BOOL}
 GRANULARITIES = ["row", "group", "block", "tensor"]
 ARITHMETICS = ["auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"]
 
@@ -92,6 +94,8 @@ def values(rng, count, dtype):
     """Elements of one kind: any bits, normal numbers, small integers, or the special ones."""
     kind = rng.choice(["bits", "normal", "normal", "integers", "special"]) if dtype.kind != "i" else "integers"
     numbers = np.random.default_rng(rng.getrandbits(64))
+    if dtype == BOOL:
+        return numbers.integers(0, 2, count).astype(dtype)
     if kind == "bits":
         return numbers.integers(0, 1 << (8 * dtype.itemsize), count, f"u{dtype.itemsize}").view(dtype)
     if kind == "normal":
@@ -228,7 +232,9 @@ ORDER = {  # how each operation takes its tensors
     "softmax_backward": ["dy", "y", "dx"],
     "log_prob": ["x", "index", "log_prob"],
     "log_prob_backward": ["dlog_prob", "x", "index", "dx"],
+    "attention": ["q", "k", "v", "out", "lse"],
 }
+OF_ATTENTION = ("sinks", "allowed", "bias", "first_key", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
 
 
 def python_name(call):
@@ -254,6 +260,8 @@ def invoke(call):
         given.bias = pointer(tensors["bias"])
     if call.op == "rmsnorm_backward":
         given.dbias = pointer(tensors["dbias"])
+    for name in OF_ATTENTION if call.op == "attention" else ():
+        setattr(given, name, pointer(tensors[name]))
     return function(ffi.NULL, *[pointer(tensors[name]) for name in ORDER[call.op]], given)
 
 
@@ -305,6 +313,10 @@ def invoke_python(rng, call):
         "weight_offset": float,
         "weights_constant": bool,
         "order": lambda v: ["ordered", "tree"][v],
+        "causal": bool,
+        "scale": lambda v: v or None,
+        "softcap": lambda v: v or None,
+        "kv_chunk": lambda v: v or 1024,
     }
     keywords = (
         {}
@@ -322,6 +334,12 @@ def invoke_python(rng, call):
             producers["scale"] = None
         keywords["transposed"] = producers["transposed"] is not None
         keywords["out"] = tuple(producers.pop(name) for name in outs)
+    elif call.op == "attention":
+        keywords["out"] = producers.pop("out")
+        del producers["lse"]
+        if given.window:
+            keywords["window"] = tuple(None if x < 0 else x for x in (given.window_left, given.window_right))
+        keywords |= {name: producers.pop(name) for name in ("sinks", "allowed", "bias", "first_key")}
     elif call.op == "rmsnorm":
         keywords["out"] = tuple(producers.pop(name) for name in ("y", "rstd", "sum"))
     elif call.op == "layernorm":
@@ -335,11 +353,22 @@ def invoke_python(rng, call):
         if name in producers:
             keywords[name] = producers.pop(name)
     positional = [producers.pop(name) for name in ORDER[call.op] if name in producers]
+    function = python_name(call)
+    if call.op == "attention":
+        more = {"block_table": ("block_table", "seqlens_k", "cu_seqlens_q"), "cu_seqlens_k": OF_ATTENTION[4:6]}
+        kind = next((name for name in more if call.inputs[name] is not None), None)
+        function += {None: "", "block_table": "_paged", "cu_seqlens_k": "_varlen"}[kind]
+        positional += [producers.pop(name) for name in more.get(kind, ())]
+        if kind is None:
+            keywords["seqlens_k"] = producers.pop("seqlens_k")
+        elif kind == "cu_seqlens_k":
+            for name in ("allowed", "bias", "first_key"):
+                expect(keywords.pop(name) is None, "made a pack with", name)
     if call.op == "fold":
         together = "parts" in call.inputs
         positional = [producers["parts"] if together else [producers.pop(name) for name in parts_of(call)]]
     try:
-        getattr(pydet, python_name(call))(*positional, **keywords)
+        getattr(pydet, function)(*positional, **keywords)
         return 0, "", forbidden
     except pydet.Error as error:
         return error.status, str(error), forbidden
@@ -353,7 +382,9 @@ def invoke_python(rng, call):
 def python_can(call):
     """The Python function has nothing to make here, for which it would need the caller's framework."""
     fixed = {"rmsnorm": ["y", "rstd"], "layernorm": ["y", "mean", "rstd"], "quantize": ["x", "out", "scale"]}
-    fixed |= {"rmsnorm_backward": ["dx"], "layernorm_backward": ["dx"]}
+    fixed |= {"rmsnorm_backward": ["dx"], "layernorm_backward": ["dx"], "attention": ["out"]}
+    if call.op == "attention" and call.outputs["lse"] is not None:
+        return False  # Python makes it
     required = fixed.get(call.op, ORDER[call.op][-1:])
     tensors = {**call.inputs, **call.outputs}
     whole = all(tensors[name] is not None for name in required + parts_of(call))
@@ -702,6 +733,97 @@ def make_scaled_grouped(rng):
     return Call("scaled_grouped_gemm", inputs, outputs, given)
 
 
+def numbers(rng, region, shape, numbers):
+    """These, int32 and contiguous."""
+    tensor = packed(rng, region, shape, BOUNDARY)
+    if 0 not in shape:
+        Described(tensor).view()[...] = np.reshape(numbers, shape)
+    return tensor
+
+
+def make_attention(rng):
+    kind = rng.choice(["dense", "dense", "varlen", "paged", "paged"])
+    sequences, groups, members = rng.choice([0, 1, 1, 2, 3]), rng.choice([1, 1, 2]), rng.choice([1, 1, 2, 3])
+    heads, d, e = groups * members, rng.choice([8, 16, 24, 64]), rng.choice([8, 16, 40])
+    queries, keys = rng.choice([0, 1, 2, 5, 9]), rng.choice([0, 1, 2, 7, 15, 16, 17, 33])
+    if sequences == 1 and heads == 1 and rng.random() < 0.3:
+        d, keys = 8, rng.choice([127, 128, 129, 260])  # what fills a region
+    dtype, single = rng.choice(list(DTYPES.values())), np.dtype(np.float32)
+    arithmetic = rng.choice(ARITHMETICS if dtype.itemsize == 2 else ARITHMETICS[:2])
+    regions = iter(rng.sample(REGIONS, 10))
+    heads_of = lambda shape, kind: place(rng, next(regions), shape, kind)
+    few = lambda: [rng.choice([-(2**31), -1, 0, 1, keys // 2, keys, keys + 1, 2**31 - 1]) for _ in range(sequences)]
+    inputs, optional = dict.fromkeys(("q", "k", "v", *OF_ATTENTION)), []
+    packed_q, page = kind == "varlen" or (kind == "paged" and rng.random() < 0.4), rng.choice([1, 3, 8])
+    if packed_q:
+        rows = [sequences * queries, heads]
+        ends = sorted(rng.randint(0, sequences * queries) for _ in range(sequences + 1))
+        inputs["cu_seqlens_q"] = numbers(rng, next(regions), [sequences + 1], ends)
+    else:
+        rows = [sequences, heads, queries]
+    if kind == "varlen":
+        tokens = sequences * keys
+        ends = [rng.choice([-5, 0, 0]), *sorted(rng.randint(0, tokens) for _ in range(sequences))]
+        inputs["cu_seqlens_k"] = numbers(rng, next(regions), [sequences + 1], ends)
+        of_keys = [tokens, groups]
+    elif kind == "paged":
+        pages = rng.choice([1, 2, 3])
+        count = max(1, sequences * pages)
+        table = [rng.choice([-1, count, *range(count)]) for _ in range(sequences * pages)]
+        inputs["block_table"] = numbers(rng, next(regions), [sequences, pages], table)
+        keys = page * pages
+        inputs["seqlens_k"] = numbers(rng, next(regions), [sequences], few())
+        of_keys = [count, page, groups]
+    else:
+        of_keys, optional = [sequences, groups, keys], ["seqlens_k"]
+    inputs["q"], inputs["k"], inputs["v"] = (
+        heads_of([*shape, width], dtype) for shape, width in ((rows, d), (of_keys, d), (of_keys, e))
+    )
+    outputs = {"out": heads_of([*rows, e], dtype), "lse": None}
+    optional += ["sinks", "lse"] + ["first_key"] * (kind != "varlen")
+    if kind != "varlen" and not packed_q:
+        optional += ["allowed", "bias"]
+    rng.shuffle(optional)
+    pairs = [rng.choice([1, extent]) for extent in (sequences, heads, queries, keys)][rng.choice([0, 0, 2, 3]) :]
+    for name in optional[: rng.choice([0, 0, 1, 2, 3])]:
+        region = next(regions, None)
+        if region is None:
+            break
+        if name == "lse":
+            outputs["lse"] = place(rng, region, rows, single)
+        elif name in ("first_key", "seqlens_k"):
+            inputs[name] = numbers(rng, region, [sequences], few())
+        elif name == "sinks":
+            inputs[name] = packed(rng, region, [heads], rng.choice(list(DTYPES.values())))
+        else:
+            inputs[name] = place(rng, region, pairs, BOOL if name == "allowed" else rng.choice(list(DTYPES.values())))
+    given = options(
+        "pydet_attention_options",
+        arithmetic=ARITHMETICS.index(arithmetic),
+        causal=rng.randrange(2),
+        kv_chunk=rng.choice([0, 128, 256]),
+        softcap=rng.choice([0, 0, 0, 2.5]),
+        scale=rng.choice([0, 0, 0.3, 4.0]),
+    )
+    if rng.random() < 0.3:
+        given.window, given.window_left, given.window_right = 1, rng.choice([-1, 0, 1, 9]), rng.choice([-1, 0, 3])
+    need = ffi.new("uint64_t *")
+    extents = (
+        1 if packed_q else sequences,
+        heads,
+        groups,
+        rows[0] if packed_q else queries,
+        max(keys, of_keys[0]),
+        d,
+        e,
+    )
+    expect(lib.pydet_attention_workspace(*extents, given, need) == 0, last_error())
+    if need[0] and rng.random() < 0.7:
+        workspace = WORKSPACES[id(given)] = Workspace(need[0])
+        given.workspace, given.workspace_size = workspace.pointer, need[0]
+    return Call("attention", inputs, outputs, given)
+
+
 class Workspace:
     """A workspace with guard bytes on both sides and rubbish inside."""
 
@@ -816,7 +938,13 @@ def mutate_options(rng, call):
     if given is None:
         return
     fields = dict(ffi.typeof(given).item.fields)
-    held = ("peers", "bias", "dbias", "initial")  # the first would be believed, the others are set by invoke
+    held = (
+        "peers",
+        "bias",
+        "dbias",
+        "initial",
+        *OF_ATTENTION,
+    )  # the first would be believed, the others are set by invoke
     name = rng.choice([name for name in fields if name not in held])
     if name == "kernel":
         listed = [
@@ -835,8 +963,10 @@ def mutate_options(rng, call):
             given.workspace, given.workspace_size = given.workspace + shift, given.workspace_size - shift
     elif name == "workspace_size":
         given.workspace_size = rng.choice([0, 1, given.workspace_size // 2])
-    elif name in ("eps", "weight_offset"):
+    elif name in ("eps", "weight_offset", "scale", "softcap"):
         setattr(given, name, rng.choice([-1.0, -0.0, 0.0, float("nan"), float("inf"), -float("inf"), 1e30, 2.5]))
+    elif name in ("kv_chunk", "window_left", "window_right"):
+        setattr(given, name, rng.choice([*ODD, 64, 128, 200, 384]))
     elif name == "k_chunk":
         given.k_chunk = rng.choice([*ODD, 8, 24, 33, 1024])
     elif name == "struct_size":
@@ -878,6 +1008,13 @@ def meaningless_options(call):
         "power_of_two": lambda v: v in (0, 1),
         "given": lambda v: v in (0, 1),
         "order": lambda v: v in (0, 1),
+        "causal": lambda v: v in (0, 1),
+        "window": lambda v: v in (0, 1),
+        "window_left": lambda v: -1 <= v <= 2**40,
+        "window_right": lambda v: -1 <= v <= 2**40,
+        "kv_chunk": lambda v: v >= 0 and v % 128 == 0,
+        "scale": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
+        "softcap": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
         "log": lambda v: v in (0, 1),
         "accumulate": lambda v: v in (0, 1),
         "mode": lambda v: v in (0, 1),
@@ -1149,7 +1286,76 @@ def expected_scaled_grouped_gemm(call, before):
     return {"out": result}
 
 
+def expected_attention(call, before):
+    """Each sequence by itself, wherever its tokens lie."""
+    q, k, v, out = (before[name] for name in ("q", "k", "v", "out"))
+    of_q, of_k, table, lengths, first = (
+        before.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k", "first_key")
+    )
+    given = call.options
+    expect(q.dtype == k.dtype == v.dtype == out.dtype and q.dtype in DTYPES.values(), "accepted types")
+    expect(q.ndim == (4 if of_q is None else 3) and k.ndim == v.ndim == (4 if of_k is None else 3), "accepted ranks")
+    sequences = len(q) if of_q is None else len(of_q) - 1
+    wanted = {"cu_seqlens_q": (sequences + 1,), "cu_seqlens_k": (sequences + 1,), "seqlens_k": (sequences,)}
+    wanted |= {"first_key": (sequences,), "block_table": (sequences, 0 if table is None else table.shape[1])}
+    for name, shape in wanted.items():
+        fits = name not in before or (before[name].dtype == BOUNDARY and before[name].shape == shape)
+        expect(fits, "accepted", name, "that does not fit")
+    expect(of_k is None or (table is None and lengths is None), "accepted a pack with pages or lengths")
+    expect(table is None or lengths is not None, "accepted pages without lengths")
+    groups = k.shape[1 if table is None else 2]
+    heads, token = q.shape[1], 0 if of_q is not None else 2
+    expect(k.shape[:-1] == v.shape[:-1] and k.shape[-1] == q.shape[-1], "accepted k and v unlike q")
+    expect(groups > 0 and heads % groups == 0, "accepted heads")
+    expect(out.shape == (*q.shape[:-1], v.shape[-1]), "accepted out")
+    lse = before.get("lse")
+    expect(lse is None or (lse.shape == q.shape[:-1] and lse.dtype == np.float32), "accepted lse")
+    arithmetic = ARITHMETICS[given.arithmetic or 1]
+    expect(arithmetic == "ieee" or q.dtype.itemsize == 2, "took fp32 in", arithmetic)
+    sinks, pairs = before.get("sinks"), {name: before[name] for name in ("allowed", "bias") if name in before}
+    expect(sinks is None or (sinks.shape == (heads,) and sinks.dtype in DTYPES.values()), "accepted sinks")
+    expect("allowed" not in pairs or pairs["allowed"].dtype == BOOL, "accepted a mask of another type")
+    expect("bias" not in pairs or pairs["bias"].dtype in DTYPES.values(), "accepted a bias of another type")
+    expect(not pairs or (of_q is None and of_k is None), "accepted a mask or bias of a pack")
+    keys = k.shape[1] * table.shape[1] if table is not None else k.shape[0 if of_k is not None else 2]
+    if table is not None and 0 in k.shape:
+        keys = 0
+    for name, x in pairs.items():
+        full = (sequences, heads, q.shape[token], keys)
+        expect(x.ndim <= 4 and np.broadcast_shapes(x.shape, full) == full, "accepted", name, x.shape)
+        pairs[name] = np.broadcast_to(x.view(np.uint8) != 0 if name == "allowed" else x, full)
+    window = tuple(None if x < 0 else x for x in (given.window_left, given.window_right)) if given.window else None
+    how = {"scale": given.scale or None, "causal": bool(given.causal), "window": window, "sinks": sinks}
+    how |= {"softcap": given.softcap or None, "arithmetic": arithmetic, "kv_chunk": given.kv_chunk or 1024}
+    own = lambda ends, s, tokens: slice(*(min(max(int(x), 0), tokens) for x in (ends[s], max(ends[s], ends[s + 1]))))
+    results = {"out": copy_of(out), "lse": None if lse is None else lse.copy()}
+    for s in range(sequences):
+        mine = slice(s, s + 1) if of_q is None else own(of_q, s, len(q))
+        rows = q[mine][0] if of_q is None else q[mine].swapaxes(0, 1)
+        if not rows.size:
+            continue
+        if of_k is not None:
+            alone = [x[own(of_k, s, len(k))].swapaxes(0, 1) for x in (k, v)]
+        elif table is not None:
+            pages = [min(max(int(page), 0), len(k) - 1) for page in table[s]] if keys else []
+            alone = [
+                np.concatenate([x[:0].reshape(0, *x.shape[2:]), *(x[page] for page in pages)]).swapaxes(0, 1)
+                for x in (k, v)
+            ]
+        else:
+            alone = [k[s], v[s]]
+        one = {name: x[s : s + 1] for name, x in pairs.items()}
+        for name, x in (("first_key", first), ("seqlens_k", lengths)):
+            one[name] = None if x is None else x[s : s + 1]
+        found = reference_attention.attention(rows[None], *(x[None] for x in alone), return_lse=True, **one, **how)
+        for name, x in zip(("out", "lse"), found):
+            if results[name] is not None:
+                results[name][mine] = x if of_q is None else x[0].swapaxes(0, 1)
+    return {name: x for name, x in results.items() if x is not None}
+
+
 EXPECTED = {
+    "attention": expected_attention,
     "scaled_grouped_gemm": expected_scaled_grouped_gemm,
     "grouped_gemm": expected_grouped_gemm,
     "rmsnorm": expected_rmsnorm,
@@ -1193,7 +1399,7 @@ def run_case(seed, number):
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
-    makers |= {make_scaled_grouped: 1, make_softmax: 1}
+    makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
@@ -1239,7 +1445,9 @@ def run_case(seed, number):
     forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
     expect(by_python or forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
     fp8 = call.op in ("scaled_gemm", "scaled_grouped_gemm", "quantize")
-    numbers = [x for name, x in before.items() if not name.startswith("group_") and name != "index"]
+    numbers = [
+        x for name, x in before.items() if not name.startswith("group_") and name not in ("index", *OF_ATTENTION[1:])
+    ]
     expect(fp8 or all(x.dtype in DTYPES.values() for x in numbers), "accepted a type that is no float of 16 or 32 bits")
     vast = any(d.sense == "vast" for d in sense.values())
     expected = {} if vast else EXPECTED.get(call.op, expected_gemm)(call, before)

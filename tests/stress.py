@@ -24,7 +24,7 @@ import pydet
 SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
 OPERATIONS = (  # of the kernel table
     *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
-    *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward"),
+    *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
@@ -189,6 +189,44 @@ def quantize_cases(dtype, generator, device):
             )
 
 
+def attention_cases(dtype, generator, device):
+    """Prefill, decoding over segments, a pack, and pages."""
+    make = lambda *shape: tensor(generator, shape, dtype, device)
+    integers = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device=device)
+    for batch, heads, groups, queries, keys, d, options in (
+        (1, 4, 2, 130, 130, 64, {"causal": True}),
+        (2, 4, 1, 65, 300, 128, {"causal": True, "window": (100, None)}),
+        (1, 2, 1, 33, 200, 256, {}),
+        (1, 8, 2, 1, 3000, 128, {"kv_chunk": 256}),
+        (3, 8, 2, 4, 700, 64, {"causal": True, "kv_chunk": 128}),
+        (2, 4, 4, 40, 90, 96, {"softcap": 3.0, "causal": True}),
+    ):
+        q, k, v = make(batch, queries, heads, d), make(batch, keys, groups, d), make(batch, keys, groups, d)
+        yield (
+            "attention",
+            [((batch, queries, heads, d), dtype)],
+            lambda o, given=(q, k, v), options=options, **k: pydet.attention(
+                *(x.transpose(1, 2) for x in given), out=o[0].transpose(1, 2), **options, **k
+            ),
+        )
+    ends_q, ends_k = integers(0, 1, 66, 66, 200), integers(0, 300, 428, 500, 634)
+    q, k, v = make(200, 4, 64), make(634, 2, 64), make(634, 2, 64)
+    yield (
+        "attention_varlen",
+        [((200, 4, 64), dtype)],
+        lambda o, given=(q, k, v, ends_q, ends_k), **k: pydet.attention_varlen(*given, causal=True, out=o[0], **k),
+    )
+    for page in (16, 128):
+        pages = -(-700 // page)
+        q, k, v = make(2, 4, 3, 128), make(2 * pages, page, 2, 128), make(2 * pages, page, 2, 128)
+        table = torch.randperm(2 * pages, generator=generator).view(2, pages).int().to(device), integers(700, 129)
+        yield (
+            f"attention_paged, {page}",
+            [((2, 4, 3, 128), dtype)],
+            lambda o, given=(q, k, v, *table), **k: pydet.attention_paged(*given, out=o[0], **k),
+        )
+
+
 def outputs_in(slots, first, wanted):
     """Views of the slots from `first` on, of these shapes and types."""
     views = []
@@ -221,7 +259,7 @@ def make_cases(device, seed, only):
             if brief not in kinds:
                 continue
             keywords, key = {"kernel": kernel.name}, (kernel.operation, "skinny" in kernel.name, brief)
-            if kernel.operation in ("gemm", "scaled_gemm", "grouped_gemm", "scaled_grouped_gemm"):
+            if kernel.operation in ("gemm", "scaled_gemm", "grouped_gemm", "scaled_grouped_gemm", "attention"):
                 keywords["arithmetic"] = kernel.arithmetic
             if key not in made:
                 makes = {
@@ -230,6 +268,7 @@ def make_cases(device, seed, only):
                     "quantize": quantize_cases,
                     "grouped_gemm": grouped_cases,
                     "scaled_grouped_gemm": scaled_grouped_cases,
+                    "attention": attention_cases,
                 }
                 rows = norm_cases if "rmsnorm" in key[0] else layer_cases if "layer" in key[0] else softmax_cases
                 make = makes.get(key[0]) or functools.partial(rows, key[0])

@@ -301,6 +301,58 @@ def test_the_promise_refuses(change, monkeypatch):
         check_one_function(*changed(change), "bf16")
 
 
+# Each way to compute a row, and what tells its call from the others.
+WAYS = {
+    r"decoded \d+:": lambda q, k, given: q.shape[2] == 1 and "seqlens_k" not in given,
+    r"decoded \d+ from a cache": lambda q, k, given: q.shape[2] == 1 and k.shape[2] == 310 and "seqlens_k" in given,
+    r"chunk \d+ to \d+": lambda q, k, given: 1 < q.shape[2] < 200,
+    "prefill with NaN": lambda q, k, given: q.shape[2] == 310 and np.isnan(k[0, 0, -1, 0]),
+    "padded on the left": lambda q, k, given: "first_key" in given,
+    "padded on the right": lambda q, k, given: q.shape[2] > 310 and "first_key" not in given,
+    "in a batch": lambda q, k, given: len(q) > 1,
+    "head 0 alone": lambda q, k, given: q.shape[1] == 1,
+    "other strides": lambda q, k, given: not q.flags.c_contiguous and q.shape[2] == 310,
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "packed", *(rf"decoded \d+ from pages of {size}" for size in (1, 16, 64, 256))])
+def test_each_way_is_looked_at(way, monkeypatch):
+    """A sum in longer segments in one way alone is found in that way."""
+    monkeypatch.setattr("test_attention.sequence", small_sequence)
+    longer = lambda function: lambda *x, **given: function(*x, **{**given, "kv_chunk": 256})
+    dense, varlen, paged = changed(
+        lambda q, k, v, given: (q, k, v, {**given, "kv_chunk": 256} if WAYS.get(way, never)(q, k, given) else given)
+    )
+    plain, sound, in_pages = changed(lambda q, k, v, given: (q, k, v, given))
+    size = int(way.rsplit(" ", 1)[1]) if "pages" in way else 0
+    varlen = longer(sound) if way == "packed" else sound
+    paged = lambda q, k, *rest, **given: (longer(in_pages) if k.shape[1] == size else in_pages)(q, k, *rest, **given)
+    check_one_function(plain, sound, in_pages, "bf16")
+    with pytest.raises(AssertionError, match=way):
+        check_one_function(dense, varlen, paged, "bf16")
+
+
+def never(*_):
+    return False
+
+
+def test_a_shared_prefix_changes_nothing():
+    """Sequences whose first pages are the same ones, beside copies of their own; a prefix that differs shows."""
+    q, k, v = small_sequence("bf16")
+    rows = np.concatenate([q[:, :, -3:], q[:, :, 100:103]])
+    caches = [x[0].swapaxes(0, 1)[:304].reshape(19, 16, 1, 8) for x in (k, v)]
+    shared = np.stack([np.arange(10), np.r_[np.arange(6), 15:19]]).astype(np.int32)
+    copies = [np.concatenate([x, x[:6]]) for x in caches]
+    own = np.stack([np.arange(10), np.r_[19:25, 15:19]]).astype(np.int32)
+    lengths = integers(160, 150)
+    want = pydet.attention_paged(rows, *copies, own, lengths, kv_chunk=128)
+    assert_same_bits(pydet.attention_paged(rows, *caches, shared, lengths, kv_chunk=128), want)
+    copies[1][20] += 1
+    changed_prefix = pydet.attention_paged(rows, *copies, own, lengths, kv_chunk=128)
+    assert_same_bits(changed_prefix[:1], want[:1])
+    assert (changed_prefix[1] != want[1]).any()
+
+
 @functools.cache
 def small_sequence(dtype):
     return operands(Shape(heads=2, groups=1, queries=310, keys=310, d=8, e=8), dtype)

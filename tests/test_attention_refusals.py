@@ -209,7 +209,9 @@ def test_outputs_apart():
     assert status in ("OVERLAP", "INVALID_STRIDE") and sentence.startswith("attention: lse")
     work = np.zeros(64, np.uint8)
     at = ffi.cast("void *", work.ctypes.data + -work.ctypes.data % 16 + 1)
-    assert refusal({"workspace": at, "workspace_size": 8})[0] == "MISALIGNED"
+    status, sentence = refusal({"workspace": at, "workspace_size": 8})
+    assert status == "MISALIGNED" and sentence.startswith("attention: workspace is at 0x")
+    assert sentence.endswith(", want a multiple of 16 bytes")
     assert refusal({"workspace_size": 8}) == ("NULL_POINTER", "attention: workspace is NULL, workspace_size 8")
 
 

@@ -191,12 +191,46 @@ def test_keywords_that_change_the_result_are_refused():
         given(a_flag=False)
     with pytest.raises(pydet.Error, match=r"^attention: output_attentions is True.*want False"):
         given(output_attentions=True)
-    with pytest.raises(pydet.Error, match=r"^attention: sliding_window is 5, with 12 keys and no mask; want the mask"):
-        given(sliding_window=5)
-    near = torch.ones(12, 12, dtype=torch.bool).tril().triu(-4)[None, None]
-    assert not torch.equal(given(sliding_window=5, mask=near), given(sliding_window=12))
+    for window in (0, -1):
+        with pytest.raises(
+            pydet.Error, match=f"^attention: sliding_window is {window}, want a positive number of keys"
+        ):
+            given(sliding_window=window)
     for name in _WITHOUT_EFFECT:
         assert torch.equal(given(**{name: torch.ones(1, 12)}), given())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_is_its_mask(causal):
+    """As flash attention counts: to both sides where nothing is causal, in each sequence of a pack."""
+    near = torch.ones(12, 12, dtype=torch.bool).triu(-4).tril(0 if causal else 4)[None, None]
+    want = given(mask=near, is_causal=causal)
+    assert torch.equal(given(sliding_window=5, is_causal=causal), want)
+    assert not torch.equal(want, given(sliding_window=12, is_causal=causal))
+    assert torch.equal(given(sliding_window=12, is_causal=causal), given(is_causal=causal))
+    ends = torch.tensor([0, 7, 12], dtype=torch.int32)
+    places = torch.searchsorted(ends, torch.arange(12), right=True)
+    packed = given(sliding_window=5, is_causal=causal, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    assert torch.equal(packed, given(mask=near & (places[:, None] == places), is_causal=causal))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [8, 20])
+def test_a_pack_needs_no_mask(causal, width):
+    """Without a gradient it is attention_varlen; with one it is under the mask, and has the same bits."""
+    pt.register_attention()
+    attend, module = transformers.AttentionInterface()["pydet"], torch.nn.Identity()
+    q, k, v = (torch.randn(1, heads, 300, width, generator=torch.Generator().manual_seed(2)) for heads in (4, 2, 2))
+    for cut, cut_k in (((0, 5, 250, 300), None), ((7, 9, 200), None), ((0, 300), None), ((0, 100, 300), (0, 130, 300))):
+        ends, ends_k = (torch.tensor(x, dtype=torch.int32) for x in (cut, cut_k or cut))
+        packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends_k, "is_causal": causal, "softcap": 4.0}
+        with torch.no_grad():
+            want = attend(module, q, k, v, None, s_aux=torch.ones(4), **packed)[0]
+        tracked = q.clone().requires_grad_()
+        got = attend(module, tracked, k, v, None, s_aux=torch.ones(4), **packed)[0]
+        assert torch.equal(got, want)
+        got.sum().backward()
+        assert bool(tracked.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("causal", [True, False])

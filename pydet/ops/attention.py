@@ -23,10 +23,13 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
     return window[0], window[1]
 
 
-def _call(q: Any, k: Any, v: Any, window: Any, stream: Any, options: dict[str, Any]) -> Any:
-    left, right = _sides(window)
+def _call(q: Any, k: Any, v: Any, given: dict[str, Any], *operands: str) -> Any:
+    """given: the arguments of the function, by name; operands: those of q, k and v, which the method takes by place."""
+    options = {name: x for name, x in given.items() if name not in ("q", *operands, "window", "stream")}
+    options["window_left"], options["window_right"] = _sides(given["window"])
+    stream = given["stream"]
     method = _attention if stream is None else on_stream(_attention, q, stream)
-    return method(q, k, v, window_left=left, window_right=right, **options)
+    return method(q, k, v, **options)
 
 
 def attention(
@@ -92,22 +95,8 @@ def attention(
         Error: shapes, types, strides, devices, memory or options that do not fit. Lengths and places on the device are
             never read by the host: whatever they hold is clamped to what is there.
     """
-    given = {
-        "scale": scale,
-        "softcap": softcap,
-        "causal": causal,
-        "sinks": sinks,
-        "allowed": allowed,
-        "bias": bias,
-        "first_key": first_key,
-        "seqlens_k": seqlens_k,
-        "arithmetic": arithmetic,
-        "kv_chunk": kv_chunk,
-        "out": out,
-        "return_lse": return_lse,
-        "kernel": kernel,
-    }
-    return _call(q, k, v, window, stream, given)
+    given = locals()
+    return _call(q, k, v, given, "k", "v")
 
 
 def attention_varlen(
@@ -148,23 +137,11 @@ def attention_varlen(
     Raises:
         Error: as :func:`attention`.
     """
-    given = {
-        "scale": scale,
-        "softcap": softcap,
-        "causal": causal,
-        "sinks": sinks,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "arithmetic": arithmetic,
-        "kv_chunk": kv_chunk,
-        "out": out,
-        "return_lse": return_lse,
-        "kernel": kernel,
-    }
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if given[name] is None:
+    given = locals()
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x is None:
             fail(INVALID_VALUE, f"attention: {name} is None, want cumulative lengths")
-    return _call(q, k, v, window, stream, given)
+    return _call(q, k, v, given, "k", "v")
 
 
 def attention_paged(
@@ -213,23 +190,7 @@ def attention_paged(
     Raises:
         Error: as :func:`attention`.
     """
-    given = {
-        "scale": scale,
-        "softcap": softcap,
-        "causal": causal,
-        "sinks": sinks,
-        "allowed": allowed,
-        "bias": bias,
-        "first_key": first_key,
-        "cu_seqlens_q": cu_seqlens_q,
-        "seqlens_k": seqlens_k,
-        "block_table": block_table,
-        "arithmetic": arithmetic,
-        "kv_chunk": kv_chunk,
-        "out": out,
-        "return_lse": return_lse,
-        "kernel": kernel,
-    }
+    given = locals()
     if block_table is None:
         fail(INVALID_VALUE, "attention: block_table is None, want the pages of each sequence")
-    return _call(q, k_cache, v_cache, window, stream, given)
+    return _call(q, k_cache, v_cache, given, "k_cache", "v_cache")

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pydet._native import UNSUPPORTED, fail
+from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 
@@ -38,7 +38,9 @@ def attention(
 
     Forward is :func:`pydet.attention`. Under a mask a query has the bits of :func:`pydet.attention` of itself alone and
     the keys from the first to the last that it may see: padding, packed documents and windows that a cache cut change
-    none. That takes more time than `causal` without a mask. A query with no allowed key gives zeros.
+    none. A query with no allowed key gives zeros. Rows of a mask that are ranges of keys (padding on either side,
+    packed sequences, a cache with room, windows) are found and computed together, at about the speed of `causal`; for
+    that the host reads a mask once while it lives, but not in a CUDA graph. Other rows are computed one by one.
 
     Backward is made of products and exactly rounded steps in fp32, from q, k, v, the result and its ``lse``: a row's
     gradient by q depends on nothing beyond them, its mask, the options and its row of the result's gradient; those by
@@ -91,15 +93,8 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def _check_options(options: dict[str, Any], mask: Tensor | None, keys: int) -> None:
+def _check_options(options: dict[str, Any]) -> None:
     """Refuses each keyword that would change the result if it were computed, and each that nobody knows."""
-    window = options.pop("sliding_window", None)
-    if window is not None and mask is None and keys > window:
-        fail(
-            UNSUPPORTED,
-            f"attention: sliding_window is {window}, with {keys} keys and no mask; want the mask, which says where it "
-            "begins",
-        )
     if options.pop("output_attentions", None):
         fail(
             UNSUPPORTED,
@@ -115,18 +110,39 @@ def _check_options(options: dict[str, Any], mask: Tensor | None, keys: int) -> N
             )
 
 
-def _of_one_sequence(ends_q: Tensor | None, ends_k: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """``[1, 1, Q, K]``: whether query and key are of one of the sequences that are packed in a row, as the cumulative
-    lengths of flash attention say; None where none are."""
-    if ends_q is None and ends_k is None:
-        return None
+def _near(query: Tensor, key: Tensor, window: Any, causal: bool) -> Tensor:
+    """``[1, 1, Q, K]``: the keys that are fewer than `window` from a query's own place, as flash attention counts."""
+    if not isinstance(window, int) or window < 1:
+        fail(INVALID_VALUE, f"attention: sliding_window is {window}, want a positive number of keys, or None")
+    keys = torch.arange(key.shape[2], device=query.device)
+    before = torch.arange(query.shape[2], device=query.device)[:, None] + (key.shape[2] - query.shape[2]) - keys
+    return (before < window if causal else before.abs() < window)[None, None]
+
+
+def _check_packed(ends_q: Tensor | None, ends_k: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The cumulative lengths of flash attention, from 0 on and to the last token."""
     if ends_q is None or ends_k is None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         given = f"cu_seq_lens_q is {'none' if ends_q is None else 'there'}, cu_seq_lens_k is "
         given += f"{'none' if ends_k is None else 'there'}, q is {tuple(query.shape)}, k is {tuple(key.shape)}"
         fail(UNSUPPORTED, f"attention: {given}; want both, a batch of 1, and as many keys as queries")
-    places = torch.arange(query.shape[2], device=query.device)
-    of_q, of_k = (torch.searchsorted(ends.to(places.dtype), places, right=True) for ends in (ends_q, ends_k))
-    return (of_q[:, None] == of_k)[None, None]
+    whole = lambda x: torch.nn.functional.pad(torch.nn.functional.pad(x.int(), (1, 0)), (0, 1), value=query.shape[2])  # noqa: E731
+    return whole(ends_q), whole(ends_k)
+
+
+def _tracked(*given: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+
+
+def _of_one_sequence(ends_q: Tensor, ends_k: Tensor, tokens: int, causal: bool) -> Tensor:
+    """``[1, 1, Q, K]``: whether query and key are of one of the sequences that are packed in a row; causal: and the key
+    is not behind the query, aligned to the last key of the sequence."""
+    places = torch.arange(tokens, dtype=torch.int32, device=ends_q.device)
+    of_q, of_k = (torch.searchsorted(ends, places, right=True) - 1 for ends in (ends_q, ends_k))
+    together = of_q[:, None] == of_k
+    if causal:
+        last_q, last_k = (ends[1:][of_q.clamp(max=len(ends) - 2)] for ends in (ends_q, ends_k))
+        together &= places - last_k[:, None] <= (places - last_q)[:, None]
+    return together[None, None]
 
 
 def register_attention(
@@ -135,11 +151,11 @@ def register_attention(
     """Registers :func:`attention` with Transformers, for ``model.set_attn_implementation(name)``.
 
     From then on attention in that model has bits that do not depend on the batch, on padding, or on whether a token
-    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in a
-    forward call, but for a causal prefill without padding. Sinks (gpt-oss),
-    soft-capped scores (Gemma 2) and packed sequences (``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``position_ids``
-    alone) are taken. Refused when they are met, with a sentence: attention dropout, position biases, additive masks,
-    the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of MiniMax-M3),
+    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in a forward call, but for a causal prefill
+    without padding. Padding on either side and packed sequences (``cu_seq_lens_q`` and ``cu_seq_lens_k``, or
+    ``position_ids`` alone) are computed as sequences of their lengths. Sinks (gpt-oss), soft-capped scores (Gemma 2)
+    and windows are taken. Refused when they are met, with a sentence: attention dropout, position biases, additive
+    masks, the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of MiniMax-M3),
     ``output_attentions``, paged caches, and every keyword that is not known to leave the result alone.
 
     Args:
@@ -167,22 +183,32 @@ def register_attention(
         is_causal: bool | None = None,
         s_aux: Tensor | None = None,
         softcap: float | None = None,
+        sliding_window: int | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         if dropout:
             fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
-        _check_options(options, attention_mask, key.shape[2])
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        plain = attention_mask is None and bool(causal) and query.shape[2] > 1
+        _check_options(options)
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        plain = attention_mask is None and causal and query.shape[2] > 1
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
-        together = _of_one_sequence(cu_seq_lens_q, cu_seq_lens_k, query, key)
-        if together is not None:
-            attention_mask = together if attention_mask is None else attention_mask.masked_fill(~together, False)
+        elif attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
+            attention_mask = _near(query, key, sliding_window, causal)
         how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
-        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk, "causal": plain}
+        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            ends = _check_packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
+            if attention_mask is None and not _tracked(query, key, value, s_aux):
+                rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+                found: Tensor = torch.ops.pydet.attention_varlen(*rows, *ends, causal=causal, **how)[0]
+                return found[None], None
+            together = _of_one_sequence(*ends, query.shape[2], plain)
+            attention_mask = together if attention_mask is None else attention_mask.masked_fill(~together, False)
+            plain = False
+        how["causal"] = plain
         y = attention(query, key, value, attention_mask, **how)
         return y.transpose(1, 2).contiguous(), None
 

@@ -10,6 +10,7 @@ import torch
 import pydet
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
 from pydet.hooks import unknown
+from pydet.torch.ops import masks
 from pydet.torch.ops.products import run_gemm
 from pydet.torch.ops.register import DTYPES, Call, Tensor, define
 
@@ -111,13 +112,56 @@ def _rows_of(q: Tensor, k: Tensor, first: int, last: int) -> Tensor:
     return (torch.arange(k.shape[2], device=q.device) <= places[:, None])[None, None, None]
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """With zeros up to widths that the library takes; they change no chain."""
     widths = [-(-x.shape[-1] // 8) * 8 for x in (q, v)]
     if max(widths) > 256 and widths[0] <= 576 and widths[1] <= 512:
         widths = [576, 512]
     fit = lambda x, width: x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))  # noqa: E731
     return fit(q, widths[0]), fit(k, widths[0]), fit(v, widths[1])
+
+
+def _run_planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    plan: masks.Plan,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """The rows of a mask as sequences; `allowed` is what the plan was made of."""
+    (batch, heads, queries, _), width = q.shape, out.shape[-1]
+    results = out.transpose(1, 2), lse.transpose(1, 2)
+    for part in plan:
+        how: dict[str, Any] = {**options, **part.lengths, "causal": part.causal, "return_lse": True}
+        if part.kind == "dense":
+            y, log = pydet.attention(q, k, v, allowed=allowed if part.masked else None, **how)
+            return y[..., :width].contiguous(), log
+        rows = q.transpose(1, 2).reshape(batch * queries, heads, -1)
+        rows = rows if part.rows is None else rows[part.rows]
+        cache = [x.transpose(1, 2) for x in (k, v)]
+        if part.kind == "packed":
+            y, log = pydet.attention_varlen(rows, *[x.flatten(0, 1) for x in cache], **how)
+        else:
+            y, log = pydet.attention_paged(rows, *cache, **how)
+        for result, found in zip(results, (y[..., :width], log), strict=True):
+            if part.rows is None:
+                result.copy_(found.unflatten(0, (batch, queries)))
+            else:
+                result[part.rows // queries, part.rows % queries] = found
+    return out, lse
+
+
+def _captured(x: Tensor) -> bool:
+    """A CUDA graph is being made: what a mask holds is known when it runs."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _behind_each_other(x: Tensor) -> bool:
+    """[B, G, K, D]: the keys of a sequence lie behind those of the one before it."""
+    return x.shape[0] == 1 or x.stride(0) == x.shape[2] * x.stride(2)
 
 
 def _run_from_first(
@@ -178,12 +222,18 @@ def _run_attention(
         if sinks is None:
             return out.zero_(), lse.fill_(float("-inf"))
         return out.zero_(), lse.copy_(sinks.detach().float()[:, None].expand_as(lse))
-    q, k, v = _padded(q.detach(), k.detach(), v.detach())
+    q, k, v = padded(q.detach(), k.detach(), v.detach())
     sinks = None if sinks is None else sinks.detach().contiguous()
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "arithmetic": arithmetic}
     options["kv_chunk"] = 1024 if kv_chunk is None else kv_chunk
+    given = allowed
     if allowed is not None and allowed.shape[1] > 1 and allowed.stride(1) == 0:
         allowed = allowed[:, :1]
+    if given is not None and allowed is not None and from_first and allowed.shape[1] == 1 and not _captured(q):
+        follow = _behind_each_other(k) and _behind_each_other(v)
+        plan = masks.plan_of(given, q.shape[0], causal, follow, options["kv_chunk"])
+        if plan is not None:
+            return _run_planned(q, k, v, allowed, plan, out, lse, options)
     if allowed is not None and from_first:
         for first, last in _blocks(q, k, q.shape[1]):
             rows = allowed[:, :, first:last]
