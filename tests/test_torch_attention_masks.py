@@ -1,6 +1,7 @@
 """Masks whose rows are ranges of keys: they become lengths, and every query keeps the bits that it has row by row."""
 
 import importlib
+import itertools
 import os
 
 import pytest
@@ -225,7 +226,7 @@ def test_packed_sequences_have_the_gradients_that_they_have_alone():
         got = of_mask(q, k, v, mask, dy)
         for b in range(BATCH):
             borders = [0, *ends[b, 0].tolist(), QUERIES]
-            for begin, end in zip(borders, borders[1:], strict=False):
+            for begin, end in itertools.pairwise(borders):
                 if begin == end:
                     continue
                 alone = [x[b : b + 1, :, begin:end] for x in (q, k, v, dy)]
