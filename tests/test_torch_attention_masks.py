@@ -234,6 +234,16 @@ def test_packed_sequences_have_the_gradients_that_they_have_alone():
                     same(ours, theirs[b : b + 1, :, begin:end])
 
 
+def test_a_sequence_of_nothing_beside_one_with_holes():
+    """Of the first no row sees a key, the second is computed under its mask."""
+    mask = torch.cat([torch.zeros(1, 1, QUERIES, QUERIES, dtype=torch.bool), made()["holes"][0]])
+    q, k, v, dy = (normal(2, n, QUERIES, 16, seed=i) for i, n in enumerate((6, 2, 2, 6)))
+    got = of_mask(q, k, v, mask, dy)
+    for ours, theirs in zip(of_mask(q[1:], k[1:], v[1:], mask[1:], dy[1:]), got, strict=True):
+        same(ours, theirs[1:])
+        assert not bool(theirs[0].any())
+
+
 def test_a_mask_has_no_gradient_in_a_graph(monkeypatch):
     q, k, v = (normal(BATCH, heads, QUERIES, 16) for heads in (6, 2, 2))
     monkeypatch.setattr(operators, "_captured", lambda x: True)

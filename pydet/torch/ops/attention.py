@@ -13,6 +13,8 @@ from pydet.hooks import unknown
 from pydet.torch.ops import masks
 from pydet.torch.ops.register import DTYPES, Call, Tensor, define
 
+_backward: Any = pydet.attention_backward
+_varlen_backward: Any = pydet.attention_varlen_backward
 _SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # of the queries that are computed at a time; decides no bits
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def _run_attention_backward(
         plan = masks.gradient_plan_of(allowed, q.shape[0], causal)
         found = _planned_backward(rows, allowed, plan, causal, sinks, options)
     else:
-        found = pydet.attention_backward(*rows, allowed=allowed, causal=causal, sinks=sinks, **options)
+        found = _backward(*rows, allowed=allowed, causal=causal, sinks=sinks, **options)
     dq, dk, dv, *dsinks = found
     dq, dk, dv = (x[..., :n].contiguous() for x, n in zip((dq, dk, dv), (widths[0], *widths), strict=True))
     return dq, dk, dv, dsinks[0] if dsinks else of_sinks
@@ -222,9 +224,10 @@ def _planned_backward(
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """rows: dout, q, k, v, out, lse. The gradient of the sinks is a sum over all of them, in their order."""
-    if len(plan) == 1 and plan[0].kind == "dense":
+    if len(plan) == 1 and plan[0].kind == "dense" and plan[0].rows is None:
         of = {**plan[0].lengths, "causal": plan[0].causal, "allowed": allowed if plan[0].masked else None}
-        return pydet.attention_backward(*rows, **of, sinks=sinks, **options)  # type: ignore[no-any-return]
+        found: tuple[Tensor, ...] = _backward(*rows, **of, sinks=sinks, **options)
+        return found
     _, q, k, v, *_ = rows
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     packed = [part for part in plan if part.kind == "packed"]
@@ -238,12 +241,12 @@ def _planned_backward(
             its = part.rows
             mask = allowed if allowed.shape[0] == 1 else allowed[its]
             of = {**part.lengths, "causal": part.causal, "allowed": mask}
-            found = pydet.attention_backward(*[x[its] for x in rows], **of, **options)
+            found = _backward(*[x[its] for x in rows], **of, **options)
             dq[its], dk[its], dv[its] = found
     if sinks is None:
         return dq, dk, dv
-    of = {"allowed": allowed, "causal": causal, "sinks": sinks, "only": "sinks"}
-    return dq, dk, dv, pydet.attention_backward(*rows, **of, **options)[3]
+    more: dict[str, Any] = {"allowed": allowed, "causal": causal, "sinks": sinks, "only": "sinks"}
+    return dq, dk, dv, _backward(*rows, **more, **options)[3]
 
 
 def _packed_backward(
@@ -263,7 +266,7 @@ def _packed_backward(
         of = [x if i in (2, 3) else x[its] for i, x in enumerate(flat)]
         how: dict[str, Any] = {**part.lengths, "causal": part.causal, "accumulate": several}
         own = torch.zeros_like(of[1], memory_format=torch.contiguous_format)
-        pydet.attention_varlen_backward(*of, **how, dq=own, dk=packed_k, dv=packed_v, **options)
+        _varlen_backward(*of, **how, dq=own, dk=packed_k, dv=packed_v, **options)
         if part.rows is None:
             dq.copy_(own.unflatten(0, (-1, queries)).transpose(1, 2))
         else:
