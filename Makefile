@@ -135,13 +135,13 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
 # sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu and
-# sm90/attention/forward.cu once for each type. What takes longest comes first, and is named; any other kernel of any/ and
+# forward, backward_keys and backward_queries of sm90/attention once for each type. What takes longest comes first, and is named; any other kernel of any/ and
 # nvidia/ follows.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
-SM90_ATTENTION := sm90/attention/forward.1 sm90/attention/forward.2
-SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_mma sm90/attention/combine sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
+SM90_ATTENTION := $(foreach kernel,forward backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
+SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_mma sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
   nvidia/attention_ieee any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
   nvidia/norm_backward_strided any/layernorm_backward $(addprefix nvidia/,rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart \
     gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
@@ -149,7 +149,8 @@ SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_mma sm90/attenti
 kernels = $(patsubst native/gpu/%.cu,%,$(wildcard $(1:%=native/gpu/%/*.cu)))
 CUDA_KERNELS := $(SLOW_KERNELS) $(filter-out $(SLOW_KERNELS) nvidia/gemm_mma,$(call kernels,nvidia any))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups nvidia/sm90/attention/plan
+CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups nvidia/sm90/attention/plan \
+  nvidia/sm90/attention/backward
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 # How nvcc packs the code: for size it takes up to 6 s an object; for speed next to none, and the library is over three
 # times as large.
@@ -218,10 +219,13 @@ $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
 	  -DPYDET_SKINNY_WIDE=$(if $(filter %_wide,$*),1,0) -MMD -MP -c $< -o $@
 
-# Two of its tiles spill what is looked at once a job; their loop over blocks has no access to local memory.
-$(SM90_ATTENTION:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/attention/forward.%.o: native/gpu/nvidia/sm90/attention/forward.cu
-	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(subst -Xptxas -warn-spills,,$(NVCCFLAGS)) $(GENCODE) -DPYDET_ATTENTION_TYPE=$* -MMD -MP -c $< -o $@
+# Two tiles of forward.cu spill what is looked at once a job; their loop over blocks has no access to local memory.
+define attention_rule
+$$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUILD)/gpu/nvidia/%.o)): $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%.o: native/gpu/nvidia/sm90/attention/$(1).cu
+	@mkdir -p $$(@D)
+	$$(NVCC) -ccbin $$(CXX) $$(subst $$(if $$(filter forward,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
+endef
+$(foreach kernel,forward backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)

@@ -37,6 +37,11 @@ Choice attention_sm90_choose(const Attention &, int variant);
 pydet_status attention_sm90(const Attention &, const Choice &);
 uint64_t attention_sm90_workspace(const Attention &, const char *kernel);
 
+// nvidia/sm90/attention/backward*.cu
+bool attention_backward_sm90_takes(const AttentionBackward &);
+pydet_status attention_backward_sm90(const AttentionBackward &);
+uint64_t attention_backward_sm90_workspace(const AttentionBackward &, const char *kernel);
+
 // nvidia/sm90/scaled_tiles.cu, whose variants are the tiles of nvidia/sm90/fp8_tiles.h, and its kernel for the rest.
 Choice scaled_gemm_sm90_choose(const ScaledGemm &, int tile);
 template <int tile> pydet_status scaled_gemm_sm90(const ScaledGemm &, const Choice &);

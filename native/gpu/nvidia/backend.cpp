@@ -8,7 +8,7 @@
 #include "core/backend.h"
 #include "gpu/backend.h"
 #include "gpu/kernels.h"
-#include "gpu/nvidia/sm90/attention/plan.h"
+#include "gpu/nvidia/sm90/attention/backward.h"
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/groups.h"
 
@@ -306,6 +306,12 @@ constexpr Kernel<Attention> kAttention[] = {
         .takes(attention_ieee_takes)
         .launches(attention_ieee),
 };
+constexpr uint64_t kAttentionBackwardTile = kPacked | kLengths | kFirstKey | kWindow | kAccumulate;
+constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
+    Row(kAttentionBackwardName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
+        .takes(attention_backward_sm90_takes)
+        .launches(attention_backward_sm90),
+};
 uint64_t attention_workspace(const Attention &a, const char *kernel) {
   return std::max(attention_sm90_workspace(a, kernel), bytes_of_parts(a));
 }
@@ -444,6 +450,7 @@ Arithmetic tensor_cores(int32_t id) {
 
 constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
+constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_sm90_workspace};
 
 constexpr Backend cuda() {
   Backend backend = {PYDET_CUDA, "CUDA"};
@@ -455,7 +462,7 @@ constexpr Backend cuda() {
   backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
                           table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
                           table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), no_kernels<AttentionBackward>());
+                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks));
   return backend;
 }
 

@@ -4,30 +4,18 @@
 #include <cstring>
 
 #include "gpu/kernels.h"
-#include "gpu/nvidia/sm90/attention/plan.h"
-#include "gpu/nvidia/sm90/pipe/shape.h"
-#include "gpu/nvidia/tensor_map.h"
+#include "gpu/nvidia/sm90/attention/maps.h"
 #include "core/choice.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kUnit = 8;                     // 16 bytes of an operand
 constexpr int64_t kMost = int64_t(1) << 30;  // of tokens
 constexpr int64_t kMostD = 256, kNarrowD = 128;
 // Blocks that have an O of their own in the workspace, of which one is as large as two warpgroups' accumulators.
 constexpr int kRunningBlocks = 132;
 constexpr uint64_t kRunningBytes = 2 * kAttentionWarpgroupRows * kMostD * sizeof(float);
 constexpr int64_t kMostMultiprocessors = 144;  // of a Hopper
-
-bool aligned(const Heads &heads, int64_t sequences, int64_t head_count, int64_t tokens) {
-  const auto stride = [](int64_t stride, int64_t extent) {
-    return extent <= 1 || (stride % kUnit == 0 && stride >= 0 && stride < int64_t(1) << 38);
-  };
-  return reinterpret_cast<uintptr_t>(heads.data) % 16 == 0 && stride(heads.sequence_stride, sequences) &&
-         stride(heads.head_stride, head_count) && stride(heads.token_stride, tokens) &&
-         (tokens <= 1 || heads.token_stride > 0);
-}
 
 // A page is as many boxes of a block as it takes, or a block as many pages.
 bool pages_fit(const Attention &a) {
@@ -98,22 +86,6 @@ Cut fastest(const Attention &a, int64_t sms) {
 
 uint64_t workspace_of(const Attention &a, const Cut &cut) {
   return cut.split ? bytes_split(a) : cut.wide ? bytes_of_running(a) : 0;
-}
-
-MapShape map_of(const Heads &heads, int64_t extent, int64_t tokens, int64_t head_count, int64_t sequences, int box) {
-  const auto stride = [](int64_t stride, int64_t extent) { return extent > 1 && stride > 0 ? stride : int64_t(kUnit); };
-  const bool head_moves = head_count > 1 && heads.head_stride > 0,
-             sequence_moves = sequences > 1 && heads.sequence_stride > 0;
-  return {heads.data,
-          heads.type,
-          extent,
-          tokens,
-          stride(heads.token_stride, tokens),
-          kBlockK,
-          box,
-          5,
-          {head_moves ? head_count : 1, sequence_moves ? sequences : 1, 1},
-          {stride(heads.head_stride, head_count), stride(heads.sequence_stride, sequences), kUnit}};
 }
 
 }  // namespace

@@ -1,0 +1,267 @@
+// The gradient of queries on Hopper's tensor cores: dq = ds k, a block a tile of 128 queries of one head.
+//
+//   One warp loads by TMA: the tile's queries and their dout once, then through a ring the blocks of keys and of values
+//   that the tile sees, from the last to the first. Two warpgroups have 64 queries each. A step: scores and products of
+//   dout and v of a block of 128 keys, of which the gradients of scores are made in registers, and their product with the
+//   block's keys, a sum of its own, which runs beside the next block's scores and is then added to dq.
+//
+// The order of every sum is NUMERICS.md's, "Attention, backward".
+
+#include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/attention/backward_row.h"
+
+namespace pydet {
+namespace {
+
+// A tile's queries, and the blocks of keys that any of them sees.
+struct QueryTile {
+  int sequence, head, query, begin, end;
+  Lengths x;
+};
+
+template <Type type_, int d_> struct QueriesShape {
+  static constexpr Type type = type_;
+  static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4, n = block_keys(d);
+  static constexpr int threads = (warpgroups + 1) * kWarpgroup, producer_registers = 24, consumer_registers = 240;
+  static constexpr int q_box_bytes = 64 * kRowBytes, q_bytes = chunks * q_box_bytes;  // of a warpgroup
+  static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes, stages = d == 64 ? 8 : 4;
+  static constexpr int dout_at = warpgroups * q_bytes, ring_at = 2 * dout_at, full_at = ring_at + stages * stage_bytes,
+                       empty_at = full_at + stages * 8, queries_full_at = empty_at + stages * 8,
+                       tile_at = queries_full_at + 8, shared_bytes = tile_at + int(sizeof(QueryTile));
+  static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
+};
+
+__device__ __forceinline__ Job job_of_tile(const QueryTile &tile) {
+  Job job = {};
+  job.queries = tile.x.queries, job.keys = tile.x.keys;
+  return job;
+}
+
+template <class S> __device__ __forceinline__ bool query_tile_of(const AttentionBackwardPlan &p, QueryTile *to) {
+  BackwardTile tile;
+  const auto tiles = [](const Lengths &x) { return backward_tiles(x.queries); };
+  if (!tile_of<true>(p.a, int(blockIdx.x), p.a.heads, tiles, &tile)) return false;
+  to->sequence = tile.sequence, to->head = tile.head, to->query = tile.tile * kBackwardTile, to->x = tile.x;
+  const Keys keys =
+      keys_of(p.a, job_of_tile(*to), to->query, min(to->query + kBackwardTile, tile.x.queries) - 1);
+  const bool none = keys.begin >= keys.end;
+  to->begin = none ? 0 : keys.begin / S::n, to->end = none ? 0 : (keys.end + S::n - 1) / S::n;
+  return true;
+}
+
+template <class S> __device__ __forceinline__ void load_blocks(const AttentionBackwardPlan &p, uint32_t base,
+                                                               const QueryTile &tile) {
+  if (tile.begin == tile.end) return;
+  const uint32_t queries_full = base + S::queries_full_at;
+  barrier_expect(queries_full, 2 * S::dout_at);
+#pragma unroll
+  for (int w = 0; w < S::warpgroups; ++w) {
+    const int token = tile.x.q_first + tile.query + w * 64;
+    load_heads<S::chunks>(&p.a.q, base + w * S::q_bytes, queries_full, 64, token, place_if(p.head_moves_q, tile.head),
+                          place_if(p.a.sequence_moves_q, tile.sequence));
+    load_heads<S::chunks>(&p.dout, base + S::dout_at + w * S::q_bytes, queries_full, 64, token,
+                          place_if(p.head_moves_dout, tile.head), place_if(p.sequence_moves_dout, tile.sequence));
+  }
+  const int group = tile.head / p.a.group_heads;
+  Cursor<S::stages> ring;
+  const auto load = [&](const CUtensorMap *map, bool group_moves, bool sequence_moves, int block) {
+    const uint32_t full = base + S::full_at + ring.stage * 8;
+    barrier_wait(base + S::empty_at + ring.stage * 8, ring.parity ^ 1);
+    barrier_expect(full, S::stage_bytes);
+    load_heads<S::chunks>(map, base + S::ring_at + ring.stage * S::stage_bytes, full, S::n, tile.x.k_first + block * S::n,
+                          place_if(group_moves, group), place_if(sequence_moves, tile.sequence));
+    ring.next();
+  };
+  for (int block = tile.end - 1; block >= tile.begin; --block) {
+    load(&p.a.k, p.a.group_moves_k, p.a.sequence_moves_k, block);
+    load(&p.a.v, p.a.group_moves_v, p.a.sequence_moves_v, block);
+  }
+}
+
+template <bool first, class First, class Second> __device__ __forceinline__ auto &one_of(First &x, Second &y) {
+  if constexpr (first) return x;
+  else return y;
+}
+
+template <class S>
+__device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, uint32_t base, int warpgroup) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  float dq[S::d / 2], twos[2], delta[2];
+  int block, begin, whole_begin, whole_end;
+  {
+    const auto tile = load_struct<QueryTile>(base + S::tile_at);
+    begin = same_in_warp(tile.begin), block = same_in_warp(tile.end) - 1;
+    const Job job = job_of_tile(tile);
+    const int last = tile.x.queries - 1, from = min(tile.query + warpgroup * 64, last), to = min(from + 63, last);
+    whole_begin = same_in_warp(keys_of(p.a, job, to, to).begin);
+    whole_end = same_in_warp(keys_of(p.a, job, from, from).end);
+    const float *piece = row_piece(p, tile.sequence, tile.head, tile.x.q_first, tile.query + warpgroup * 64) +
+                         row_of(int(threadIdx.x));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) twos[h] = piece[8 * h], delta[h] = piece[kBackwardQueries + 8 * h];
+  }
+#pragma unroll
+  for (int i = 0; i < S::d / 2; ++i) dq[i] = 0;
+
+  // Of d = 128 the sum of a block takes the place of the products: there are no registers for both.
+  float s[S::n / 2], g[S::n / 2], of_block[S::d == 64 ? S::d / 2 : 2];
+  float(&sum)[S::d / 2] = one_of<S::d == 64>(of_block, g);
+  uint32_t ds16[S::n / 16][4];
+  Cursor<S::stages> keys, values;
+  values.next();
+  const auto multiply = [&](float (&to)[S::n / 2], uint32_t queries, const Cursor<S::stages> &ring) {
+    const uint64_t x = wgmma_descriptor<true>(queries),
+                   y = wgmma_descriptor<true>(base + S::ring_at + ring.stage * S::stage_bytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < S::d / kStep; ++i)
+      wgmma<S::type, true, true>(to, x + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4),
+                                 y + ((i / 4 * S::box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
+    wgmma_commit();
+  };
+  const auto wait = [&](const Cursor<S::stages> &ring) { barrier_wait(base + S::full_at + ring.stage * 8, ring.parity); };
+  const auto release = [&](int stage) {
+    if (first_lane) barrier_arrive(base + S::empty_at + stage * 8);
+  };
+  const auto start_scores = [&] {
+    wait(keys);
+    multiply(s, base + warpgroup * S::q_bytes, keys);
+  };
+  const auto start_products = [&] {
+    wait(values);
+    multiply(g, base + S::dout_at + warpgroup * S::q_bytes, values);
+  };
+  // Of s, and of g behind it, both on their way.
+  const auto weigh = [&] {
+    wgmma_wait<1>();
+    if (block * S::n < whole_begin || (block + 1) * S::n > whole_end) {
+      const auto tile = load_struct<QueryTile>(base + S::tile_at);
+      const int thread = thread_number(), first = block * S::n + thread % 4 * 2;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int query = min(tile.query + warpgroup * 64 + row_of(thread) + 8 * h, tile.x.queries - 1);
+        const Keys seen = keys_of(p.a, job_of_tile(tile), query, query);
+        const int from = seen.begin - first, to = seen.end - first;
+#pragma unroll
+        for (int i = 0; i < S::n / 8; ++i)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (8 * i + e < from || 8 * i + e >= to) s[4 * i + 2 * h + e] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < S::n / 2; ++i) s[i] = ex2_f32(fmaf(s[i], p.a.c, -twos[i / 2 % 2]));
+    wgmma_wait<0>();
+    release(values.stage);
+#pragma unroll
+    for (int i = 0; i < S::n / 2; i += 2) {
+      const int h = i / 2 % 2;
+      ds16[i / 8][i / 2 % 4] = rounded_pair<S::type>(s[i] * fmaf(g[i], p.scale, -delta[h]),
+                                                     s[i + 1] * fmaf(g[i + 1], p.scale, -delta[h]));
+    }
+  };
+  const auto start_sum = [&](int stage) {
+    const uint64_t k = wgmma_descriptor<false, 64, S::n>(base + S::ring_at + stage * S::stage_bytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < S::n / kStep; ++i)
+      wgmma_from_registers<S::type, false>(sum, ds16[i], k + (i * kStep * kRowBytes >> 4), i > 0);
+    wgmma_commit();
+  };
+  const auto add = [&] {
+#pragma unroll
+    for (int i = 0; i < S::d / 2; ++i) dq[i] = dq[i] + sum[i];
+  };
+
+  if (block >= begin) {
+    barrier_wait(base + S::queries_full_at, 0);
+    start_scores();
+    start_products();
+    weigh();
+#pragma unroll 1
+    for (--block; block >= begin; --block) {
+      const int behind = keys.stage;
+      keys.next(), keys.next(), values.next(), values.next();
+      start_sum(behind);
+      if constexpr (S::d == 64) {
+        start_scores();
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      release(behind);
+      add();
+      if constexpr (S::d > 64) start_scores();
+      start_products();
+      weigh();
+    }
+    start_sum(keys.stage);
+    wgmma_wait<0>();
+    add();
+  }
+  const auto tile = load_struct<QueryTile>(base + S::tile_at);  // again: not kept through the loop
+  const int lane = thread_number() % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int query = tile.query + warpgroup * 64 + row_of(thread_number()) + 8 * h;
+    const bool own = query < tile.x.queries, finite = row_is_finite(dq, h);
+    if (own && finite)
+      store_row<S::type>(dq, h, vector_at(p.dq, tile.sequence, tile.head, tile.x.q_first + query), p.dq.type, true,
+                         p.a.d);
+    uint32_t again = __ballot_sync(0xFFFFFFFFu, own && !finite && lane % 4 == 0);
+    for (; again; again &= again - 1)
+      careful_query<S::type>(p, tile.x, tile.sequence, tile.head, query - lane / 4 + (__ffs(int(again)) - 1) / 4, S::n);
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::threads, 1)
+    attention_backward_queries_kernel(const __grid_constant__ AttentionBackwardPlan p) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const uint32_t base = shared_address(memory);
+  const int warp = same_in_warp(int(threadIdx.x) / 32);
+  if (threadIdx.x == S::consumer_warps * 32) {
+    barrier_init(base + S::queries_full_at, 1);
+    for (int i = 0; i < S::stages; ++i)
+      barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
+    fence_barrier_init();
+  }
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  {
+    QueryTile tile;
+    if (!query_tile_of<S>(p, &tile)) return;
+    if (threadIdx.x == 0) store_struct(base + S::tile_at, tile);
+  }
+  __syncthreads();
+  if (warp >= S::consumer_warps) {
+    registers_down<S::producer_registers>();
+    if (warp == S::consumer_warps && threadIdx.x % 32 == 0)
+      load_blocks<S>(p, base, load_struct<QueryTile>(base + S::tile_at));
+  } else {
+    registers_up<S::consumer_registers>();
+    multiply_blocks<S>(p, base, warp / 4);
+  }
+}
+
+template <class S> pydet_status launch_shape(const Launch &launch, const AttentionBackwardPlan &plan) {
+  Launch shape = launch;
+  shape.block = dim3(S::threads);
+  shape.shared_bytes = S::shared_bytes;
+  return pydet::launch(shape, attention_backward_queries_kernel<S>, plan);
+}
+
+}  // namespace
+
+#ifndef PYDET_ATTENTION_TYPE
+#error "one object a type: 1 bf16, 2 fp16"
+#endif
+template <Type type> pydet_status attention_backward_queries(const Launch &launch, const AttentionBackwardPlan &plan) {
+  return plan.a.d <= 64 && plan.a.e <= 64 ? launch_shape<QueriesShape<type, 64>>(launch, plan)
+                                          : launch_shape<QueriesShape<type, 128>>(launch, plan);
+}
+
+template pydet_status attention_backward_queries<Type(PYDET_ATTENTION_TYPE)>(const Launch &,
+                                                                             const AttentionBackwardPlan &);
+
+}  // namespace pydet
