@@ -2,6 +2,8 @@
 
 #include "gpu/nvidia/sm90/attention/backward.h"
 
+#include <algorithm>
+
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/attention/maps.h"
 
@@ -67,10 +69,10 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
     return make_map(name, encode, shape, map);
   };
   AttentionPlan &to = p.a;
-  PYDET_TRY(make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q));
-  PYDET_TRY(make(b.dout, a.e, a.queries, a.heads, kBackwardQueries, &p.dout, &p.head_moves_dout, &p.sequence_moves_dout));
-  PYDET_TRY(make(a.k, a.d, a.keys, a.groups, kBackwardTile, &to.k, &to.group_moves_k, &to.sequence_moves_k));
-  PYDET_TRY(make(a.v, a.e, a.keys, a.groups, kBackwardTile, &to.v, &to.group_moves_v, &to.sequence_moves_v));
+  if (pydet_status status = make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q)) return status;
+  if (pydet_status status = make(b.dout, a.e, a.queries, a.heads, kBackwardQueries, &p.dout, &p.head_moves_dout, &p.sequence_moves_dout)) return status;
+  if (pydet_status status = make(a.k, a.d, a.keys, a.groups, kBackwardTile, &to.k, &to.group_moves_k, &to.sequence_moves_k)) return status;
+  if (pydet_status status = make(a.v, a.e, a.keys, a.groups, kBackwardTile, &to.v, &to.group_moves_v, &to.sequence_moves_v)) return status;
 
   to.sequences = int(a.sequences), to.queries = int(a.queries), to.keys = int(a.keys);
   to.heads = int(a.heads), to.group_heads = int(group_heads), to.d = int(a.d), to.e = int(a.e);
@@ -91,12 +93,12 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   const int64_t query_tiles = a.q_start ? row_tiles_of(a) : row_tiles_of(a) * a.sequences;
   Launch launch = {name, static_cast<gpu_stream>(b.stream), dim3(1), dim3(1)};
   launch.overlaps_previous = true;
-  const auto run = [&](auto type) {
+  const auto run = [&](auto type) -> pydet_status {
     constexpr Type kType = decltype(type)::value;
-    PYDET_TRY(attention_backward_rows<kType>(launch, p));
+    if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
     if (b.dk.data) {
       launch.grid = dim3(unsigned(key_tiles * a.groups));
-      PYDET_TRY(attention_backward_keys<kType>(launch, p));
+      if (pydet_status status = attention_backward_keys<kType>(launch, p)) return status;
     }
     if (!b.dq.data) return PYDET_OK;
     launch.grid = dim3(unsigned(query_tiles * a.heads));
