@@ -41,7 +41,7 @@ __device__ __forceinline__ bool key_tile_of(const AttentionBackwardPlan &p, KeyT
   const bool packed = p.a.k_start != nullptr;
   const auto tiles = [&](const Lengths &x) { return backward_tiles(packed ? x.keys : p.a.keys); };
   if (!tile_of<false>(p.a, int(blockIdx.x), p.a.heads / p.a.group_heads, tiles, &tile)) return false;
-  const Lengths &x = tile.x;
+  const Lengths x = from_first_query(p.a, tile.x);
   const int base = packed ? x.k_first : 0;
   to->sequence = same_in_warp(tile.sequence), to->group = same_in_warp(tile.head), to->x = x;
   to->place = same_in_warp(base + tile.tile * kBackwardTile);
@@ -98,7 +98,7 @@ template <class S> __device__ __forceinline__ void load_steps(const AttentionBac
                           place_if(p.a.sequence_moves_q, tile.sequence));
     load_heads<S::chunks>(&p.dout, to + S::q_bytes, full, kBackwardQueries, tile.x.q_first + query,
                           place_if(p.head_moves_dout, head), place_if(p.sequence_moves_dout, tile.sequence));
-    load_bytes(rows, row_piece(p, tile.sequence, head, tile.x.q_first, query), full, kRowPieceBytes);
+    load_bytes(rows, row_piece(p, tile.sequence, head, tile.x, query), full, kRowPieceBytes);
   }
 }
 

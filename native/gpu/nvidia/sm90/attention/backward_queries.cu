@@ -95,10 +95,16 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
     const int last = tile.x.queries - 1, from = min(tile.query + warpgroup * 64, last), to = min(from + 63, last);
     whole_begin = same_in_warp(keys_of(p.a, job, to, to).begin);
     whole_end = same_in_warp(keys_of(p.a, job, from, from).end);
-    const float *piece = row_piece(p, tile.sequence, tile.head, tile.x.q_first, tile.query + warpgroup * 64) +
-                         row_of(int(threadIdx.x));
+    const Lengths seen = from_first_query(p.a, tile.x);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) twos[h] = piece[8 * h], delta[h] = piece[kBackwardQueries + 8 * h];
+    for (int h = 0; h < 2; ++h) {
+      const int query = tile.query + warpgroup * 64 + row_of(int(threadIdx.x)) + 8 * h + seen.queries - tile.x.queries;
+      twos[h] = INFINITY, delta[h] = 0;
+      if (query < 0 || query >= seen.queries) continue;
+      const float *at = row_piece(p, tile.sequence, tile.head, seen, query / kBackwardQueries * kBackwardQueries) +
+                        query % kBackwardQueries;
+      twos[h] = at[0], delta[h] = at[kBackwardQueries];
+    }
   }
 #pragma unroll
   for (int i = 0; i < S::d / 2; ++i) dq[i] = 0;
@@ -209,8 +215,10 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
       store_row<S::type>(dq, h, vector_at(p.dq, tile.sequence, tile.head, tile.x.q_first + query), p.dq.type, true,
                          p.a.d);
     uint32_t again = __ballot_sync(0xFFFFFFFFu, own && !finite && lane % 4 == 0);
+    const Lengths seen = from_first_query(p.a, tile.x);
     for (; again; again &= again - 1)
-      careful_query<S::type>(p, tile.x, tile.sequence, tile.head, query - lane / 4 + (__ffs(int(again)) - 1) / 4, S::n);
+      careful_query<S::type>(p, seen, tile.sequence, tile.head,
+                             query + seen.queries - tile.x.queries - lane / 4 + (__ffs(int(again)) - 1) / 4, S::n);
   }
 }
 

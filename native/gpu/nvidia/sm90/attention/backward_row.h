@@ -55,10 +55,10 @@ __device__ __forceinline__ const uint16_t *half_at(const Heads &heads, int seque
   return reinterpret_cast<const uint16_t *>(vector_at(heads, sequence, head, token));
 }
 
-// Query `query` of `head` and the sequence's own key `key`, whose products are s and dp.
+// x, here and below: from the sequence's first query that has a key on. Query `query` of `head` and the sequence's own key `key`, whose products are s and dp.
 __device__ __forceinline__ PairGradient careful_pair(const AttentionBackwardPlan &p, const Lengths &x, int sequence,
                                                      int head, int query, float s, float dp) {
-  const float *piece = row_piece(p, sequence, head, x.q_first, query / kBackwardQueries * kBackwardQueries);
+  const float *piece = row_piece(p, sequence, head, x, query / kBackwardQueries * kBackwardQueries);
   const int at = query % kBackwardQueries;
   const float weight = ex2_f32(fmaf(s, p.a.c, -piece[at]));
   return {weight, weight * fmaf(dp, p.scale, -piece[kBackwardQueries + at])};

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kBackwardTile) attention_backward_rows_kernel(
       const int mine = i + lane;
       int first = 0, tiles = 0;
       if (mine < p.a.sequences) {
-        const Lengths x = lengths_of(p.a, mine);
+        const Lengths x = from_first_query(p.a, lengths_of(p.a, mine));
         first = x.q_first / kBackwardTile + mine, tiles = backward_tiles(x.queries);
       }
       const uint32_t has = __ballot_sync(0xFFFFFFFFu, tile >= first && tile < first + tiles);
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kBackwardTile) attention_backward_rows_kernel(
       break;
     }
   }
-  const Lengths x = lengths_of(p.a, sequence);
+  const Lengths x = from_first_query(p.a, lengths_of(p.a, sequence));
   const int query = tile * kBackwardTile + int(threadIdx.x);
   float twos = INFINITY, delta_scale = 0;
   if (query < x.queries) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kBackwardTile) attention_backward_rows_kernel(
       twos = row.twos, delta_scale = row.delta_scale;
     }
   }
-  float *piece = row_piece(p, sequence, head, x.q_first, query / kBackwardQueries * kBackwardQueries);
+  float *piece = row_piece(p, sequence, head, x, query / kBackwardQueries * kBackwardQueries);
   piece[query % kBackwardQueries] = twos;
   piece[kBackwardQueries + query % kBackwardQueries] = delta_scale;
 }

@@ -57,14 +57,22 @@ __device__ __forceinline__ bool tile_of(const AttentionPlan &p, int number, int 
   return true;
 }
 
+// Without the queries in front to which causal and window leave no key: blocks of queries are counted from the first that
+// has one (first_query in formulas.h).
+__device__ __forceinline__ Lengths from_first_query(const AttentionPlan &p, Lengths x) {
+  const int first = clamped(x.queries - x.keys - p.right, 0, x.queries);
+  x.q_first += first, x.queries -= first;
+  return x;
+}
+
 __device__ __forceinline__ int backward_tiles(int extent) { return (extent + kBackwardTile - 1) / kBackwardTile; }
 
-// The piece that holds row `query`, a multiple of 64, of a head. A packed sequence begins at a tile of its own: in front of
+// The piece that holds row `query`, a multiple of 64, of a head; x: from its first query on. A packed sequence begins at a tile of its own: in front of
 // it lie no more than its place in the pack and a tile for each sequence.
-__device__ __forceinline__ float *row_piece(const AttentionBackwardPlan &p, int sequence, int head, int q_first,
-                                            int query) {
+__device__ __forceinline__ float *row_piece(const AttentionBackwardPlan &p, int sequence, int head,
+                                            const Lengths &x, int query) {
   const int64_t of_head = p.a.q_start ? head : int64_t(sequence) * p.a.heads + head;
-  const int64_t tile = p.a.q_start ? q_first / kBackwardTile + sequence : 0;
+  const int64_t tile = p.a.q_start ? x.q_first / kBackwardTile + sequence : 0;
   return p.rows + ((of_head * p.row_tiles + tile) * 2 + query / kBackwardQueries) * kRowPieceFloats;
 }
 
