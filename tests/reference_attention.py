@@ -294,8 +294,8 @@ def gradients_of_scores(dout, q, k, v, out, lse, visible, scale, softcap, bias, 
 
 
 def group_backward(dout, q, k, v, pairs, origin, dk, dv, arithmetic):
-    """dq [heads, Q, D], dk and dv [K, ...] in fp32, of one group of heads; pairs: gradients_of_scores of each; origin: the
-    first query to which causal and window leave a key."""
+    """dq [heads, Q, D], dk and dv [K, ...] in fp32, of one group of heads; pairs: gradients_of_scores of each; origin:
+    the first query to which causal and window leave a key."""
     (heads, queries, d), dq = q.shape, np.zeros(q.shape, f32)
     if arithmetic == "cdna2":
         dk, dv = flush(dk), flush(dv)
@@ -354,8 +354,8 @@ def attention_backward(dout, q, k, v, out, lse, *, scale=None, causal=False, win
                 for h in range(heads)[mine]
             ]  # fmt: skip
             dq_of[s, mine], dk_of[s, g, own], dv_of[s, g, own] = group_backward(
-                dout[s, mine], q[s, mine], k[s, g, own], v[s, g, own], pairs, origin, dk_of[s, g, own], dv_of[s, g, own],
-                arithmetic,
+                dout[s, mine], q[s, mine], k[s, g, own], v[s, g, own], pairs, origin,
+                dk_of[s, g, own], dv_of[s, g, own], arithmetic,
             )  # fmt: skip
         for h in range(heads if sinks is not None else 0):
             sink = widen(sinks)[h]
