@@ -7,6 +7,8 @@
 //
 // The order of every sum is NUMERICS.md's, "Attention, backward".
 
+#include <algorithm>
+
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/attention/backward_row.h"
 
@@ -24,7 +26,8 @@ template <Type type_, int d_> struct QueriesShape {
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4, n = block_keys(d);
   static constexpr int threads = (warpgroups + 1) * kWarpgroup, producer_registers = 24, consumer_registers = 240;
   static constexpr int q_box_bytes = 64 * kRowBytes, q_bytes = chunks * q_box_bytes;  // of a warpgroup
-  static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes, stages = d == 64 ? 8 : 4;
+  static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes, stages = d == 64 ? 8 : d == 128 ? 4 : 3;
+  static constexpr int sum = d == 64 ? 64 : n;  // columns of dq of which the sums of a block are made at a time
   static constexpr int dout_at = warpgroups * q_bytes, ring_at = 2 * dout_at, full_at = ring_at + stages * stage_bytes,
                        empty_at = full_at + stages * 8, queries_full_at = empty_at + stages * 8,
                        tile_at = queries_full_at + 8, shared_bytes = tile_at + int(sizeof(QueryTile));
@@ -78,11 +81,6 @@ template <class S> __device__ __forceinline__ void load_blocks(const AttentionBa
   }
 }
 
-template <bool first, class First, class Second> __device__ __forceinline__ auto &one_of(First &x, Second &y) {
-  if constexpr (first) return x;
-  else return y;
-}
-
 template <class S>
 __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, uint32_t base, int warpgroup) {
   const bool first_lane = threadIdx.x % 32 == 0;
@@ -109,14 +107,14 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
 #pragma unroll
   for (int i = 0; i < S::d / 2; ++i) dq[i] = 0;
 
-  // Of d = 128 the sum of a block takes the place of the products: there are no registers for both.
-  float s[S::n / 2], g[S::n / 2], of_block[S::d == 64 ? S::d / 2 : 2];
-  float(&sum)[S::d / 2] = one_of<S::d == 64>(of_block, g);
+  // Of d = 128 and 256 the sums of a block take the places of its scores and products: there are no registers for more.
+  float s[S::n / 2], g[S::n / 2];
   uint32_t ds16[S::n / 16][4];
   Cursor<S::stages> keys, values;
   values.next();
   const auto multiply = [&](float (&to)[S::n / 2], uint32_t queries, const Cursor<S::stages> &ring) {
-    const uint64_t x = wgmma_descriptor<true>(queries),
+    make_opaque(queries);  // else its descriptors are kept in registers
+    const uint64_t x = wgmma_descriptor<true>(uint32_t(same_in_warp(int(queries)))),
                    y = wgmma_descriptor<true>(base + S::ring_at + ring.stage * S::stage_bytes);
     wgmma_fence();
 #pragma unroll
@@ -140,7 +138,8 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
   // Of s, and of g behind it, both on their way.
   const auto weigh = [&] {
     wgmma_wait<1>();
-    if (block * S::n < whole_begin || (block + 1) * S::n > whole_end) {
+    const bool masked = block * S::n < whole_begin || (block + 1) * S::n > whole_end;
+    if (masked) {
       const auto tile = load_struct<QueryTile>(base + S::tile_at);
       const int thread = thread_number(), first = block * S::n + thread % 4 * 2;
 #pragma unroll
@@ -157,7 +156,7 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
     }
 #pragma unroll
     for (int i = 0; i < S::n / 2; ++i) s[i] = ex2_f32(fmaf(s[i], p.a.c, -twos[i / 2 % 2]));
-    wgmma_wait<0>();
+    wait_apart<0>(masked);
     release(values.stage);
 #pragma unroll
     for (int i = 0; i < S::n / 2; i += 2) {
@@ -166,17 +165,30 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
                                                      s[i + 1] * fmaf(g[i + 1], p.scale, -delta[h]));
     }
   };
-  const auto start_sum = [&](int stage) {
-    const uint64_t k = wgmma_descriptor<false, 64, S::n>(base + S::ring_at + stage * S::stage_bytes);
+  const auto start_sum = [&](float (&sum)[S::sum / 2], int stage, int part) {
+    const uint64_t k = wgmma_descriptor<false, 64, S::n>(base + S::ring_at + stage * S::stage_bytes +
+                                                         part * (S::sum / kBlockK) * S::box_bytes);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::n / kStep; ++i)
       wgmma_from_registers<S::type, false>(sum, ds16[i], k + (i * kStep * kRowBytes >> 4), i > 0);
     wgmma_commit();
   };
-  const auto add = [&] {
+  const auto add = [&](const float (&sum)[S::sum / 2], int part) {
 #pragma unroll
-    for (int i = 0; i < S::d / 2; ++i) dq[i] = dq[i] + sum[i];
+    for (int i = 0; i < S::sum / 2; ++i) dq[part * (S::sum / 2) + i] = dq[part * (S::sum / 2) + i] + sum[i];
+  };
+  const auto add_block = [&](int stage, float (&last)[S::sum / 2], float (&other)[S::sum / 2]) {
+    constexpr int parts = S::d / S::sum;
+    start_sum(parts % 2 ? last : other, stage, 0);
+#pragma unroll
+    for (int part = 1; part < parts; ++part) {
+      start_sum((parts - part) % 2 ? last : other, stage, part);
+      wgmma_wait<1>();
+      add((parts - part) % 2 ? other : last, part - 1);
+    }
+    wgmma_wait<0>();
+    add(last, parts - 1);
   };
 
   if (block >= begin) {
@@ -188,22 +200,27 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
     for (--block; block >= begin; --block) {
       const int behind = keys.stage;
       keys.next(), keys.next(), values.next(), values.next();
-      start_sum(behind);
-      if constexpr (S::d == 64) {
+      if constexpr (S::d == 64) {  // of others there are no registers for both
+        float sum[S::sum / 2];
+        start_sum(sum, behind, 0);
         start_scores();
         wgmma_wait<1>();
+        release(behind);
+        add(sum, 0);
       } else {
-        wgmma_wait<0>();
+        add_block(behind, g, s);
+        release(behind);
+        start_scores();
       }
-      release(behind);
-      add();
-      if constexpr (S::d > 64) start_scores();
       start_products();
       weigh();
     }
-    start_sum(keys.stage);
-    wgmma_wait<0>();
-    add();
+    if constexpr (S::d == 64) {
+      float sum[S::sum / 2];
+      add_block(keys.stage, sum, sum);
+    } else {
+      add_block(keys.stage, g, s);
+    }
   }
   const auto tile = load_struct<QueryTile>(base + S::tile_at);  // again: not kept through the loop
   const int lane = thread_number() % 32;
@@ -265,8 +282,10 @@ template <class S> pydet_status launch_shape(const Launch &launch, const Attenti
 #error "one object a type: 1 bf16, 2 fp16"
 #endif
 template <Type type> pydet_status attention_backward_queries(const Launch &launch, const AttentionBackwardPlan &plan) {
-  return plan.a.d <= 64 && plan.a.e <= 64 ? launch_shape<QueriesShape<type, 64>>(launch, plan)
-                                          : launch_shape<QueriesShape<type, 128>>(launch, plan);
+  const int most = std::max(plan.a.d, plan.a.e);
+  return most <= 64    ? launch_shape<QueriesShape<type, 64>>(launch, plan)
+         : most <= 128 ? launch_shape<QueriesShape<type, 128>>(launch, plan)
+                       : launch_shape<QueriesShape<type, 256>>(launch, plan);
 }
 
 template pydet_status attention_backward_queries<Type(PYDET_ATTENTION_TYPE)>(const Launch &,

@@ -94,6 +94,13 @@ __device__ __forceinline__ void load_bytes(uint32_t to, const void *from, uint32
                : "memory");
 }
 
+// Waits in either branch, each worded in its own way: ptxas moves a wait to before the arithmetic that is to run beside the
+// products, but not across a branch.
+template <int groups> __device__ __forceinline__ void wait_apart(bool either) {
+  if (either) asm volatile("wgmma.wait_group.sync.aligned %0;  // apart" ::"n"(groups) : "memory");
+  else wgmma_wait<groups>();
+}
+
 __device__ __forceinline__ int load_int(uint32_t address) {
   int x;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
