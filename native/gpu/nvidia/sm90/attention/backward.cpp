@@ -14,9 +14,7 @@ constexpr int64_t kMost = int64_t(1) << 28;  // of tokens
 constexpr int64_t kMostD = 128;
 
 // Of a head: tiles of rows that have numbers in the workspace.
-int64_t row_tiles_of(const Attention &a) {
-  return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0);
-}
+int64_t row_tiles_of(const Attention &a) { return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0); }
 int64_t row_heads_of(const Attention &a) { return a.heads * (a.q_start ? 1 : a.sequences); }
 
 // Two neighbours of a row are stored at once.
@@ -43,8 +41,8 @@ bool attention_backward_sm90_takes(const AttentionBackward &b) {
          aligned(a.v, a.sequences, a.groups, a.keys) && aligned(a.out, a.sequences, a.heads, a.queries) &&
          aligned(b.dout, a.sequences, a.heads, a.queries) &&
          (!b.dq.data || stores_pairs(b.dq, a.sequences, a.heads, a.queries)) &&
-         (!b.dk.data || (stores_pairs(b.dk, a.sequences, a.groups, a.keys) &&
-                         stores_pairs(b.dv, a.sequences, a.groups, a.keys)));
+         (!b.dk.data ||
+          (stores_pairs(b.dk, a.sequences, a.groups, a.keys) && stores_pairs(b.dv, a.sequences, a.groups, a.keys)));
 }
 
 uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const char *) {
@@ -69,10 +67,18 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
     return make_map(name, encode, shape, map);
   };
   AttentionPlan &to = p.a;
-  if (pydet_status status = make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q)) return status;
-  if (pydet_status status = make(b.dout, a.e, a.queries, a.heads, kBackwardQueries, &p.dout, &p.head_moves_dout, &p.sequence_moves_dout)) return status;
-  if (pydet_status status = make(a.k, a.d, a.keys, a.groups, kBackwardTile, &to.k, &to.group_moves_k, &to.sequence_moves_k)) return status;
-  if (pydet_status status = make(a.v, a.e, a.keys, a.groups, kBackwardTile, &to.v, &to.group_moves_v, &to.sequence_moves_v)) return status;
+  if (pydet_status status =
+          make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q))
+    return status;
+  if (pydet_status status =
+          make(b.dout, a.e, a.queries, a.heads, kBackwardQueries, &p.dout, &p.head_moves_dout, &p.sequence_moves_dout))
+    return status;
+  if (pydet_status status =
+          make(a.k, a.d, a.keys, a.groups, kBackwardTile, &to.k, &to.group_moves_k, &to.sequence_moves_k))
+    return status;
+  if (pydet_status status =
+          make(a.v, a.e, a.keys, a.groups, kBackwardTile, &to.v, &to.group_moves_v, &to.sequence_moves_v))
+    return status;
 
   to.sequences = int(a.sequences), to.queries = int(a.queries), to.keys = int(a.keys);
   to.heads = int(a.heads), to.group_heads = int(group_heads), to.d = int(a.d), to.e = int(a.e);

@@ -11,9 +11,9 @@ namespace pydet {
 
 constexpr const char *kAttentionBackwardName = "cuda_attention_backward_sm90";
 
-constexpr int kBackwardTile = 128;                         // keys, or queries, of a block: two warpgroups of 64
-constexpr int kBackwardQueries = 64;                       // that a block of keys looks at in a step
-constexpr int kRowPieceFloats = 2 * kBackwardQueries;      // of so many rows: of each lse in twos, then delta times scale
+constexpr int kBackwardTile = 128;                     // keys, or queries, of a block: two warpgroups of 64
+constexpr int kBackwardQueries = 64;                   // that a block of keys looks at in a step
+constexpr int kRowPieceFloats = 2 * kBackwardQueries;  // of so many rows: of each lse in twos, then delta times scale
 constexpr int kRowPieceBytes = kRowPieceFloats * 4;
 
 struct AttentionBackwardPlan {

@@ -30,8 +30,8 @@ template <Type type_, int d_> struct KeysShape {
   static constexpr int q_box_bytes = kBackwardQueries * kRowBytes, q_bytes = chunks * q_box_bytes;
   static constexpr int stages = d == 64 ? 8 : 4, stage_bytes = 2 * q_bytes;
   static constexpr int ring_at = 2 * k_bytes, rows_at = ring_at + stages * stage_bytes,
-                       rows_bytes = kRowPieceBytes + 16, keys_full_at = rows_at + stages * rows_bytes, full_at = keys_full_at + 8,
-                       empty_at = full_at + stages * 8, tile_at = empty_at + stages * 8,
+                       rows_bytes = kRowPieceBytes + 16, keys_full_at = rows_at + stages * rows_bytes,
+                       full_at = keys_full_at + 8, empty_at = full_at + stages * 8, tile_at = empty_at + stages * 8,
                        shared_bytes = tile_at + int(sizeof(KeyTile));
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
 };
@@ -48,7 +48,8 @@ __device__ __forceinline__ bool key_tile_of(const AttentionBackwardPlan &p, KeyT
   to->end_place = same_in_warp(packed ? x.k_first + x.keys : p.a.keys);
   to->key = same_in_warp(to->place - x.k_first);
   const int first = max(to->key, 0), last = min(to->key + kBackwardTile, x.keys) - 1, ahead = x.queries - x.keys;
-  const int begin = clamped(first + ahead - p.a.right, 0, x.queries), end = clamped(last + ahead + p.a.left + 1, 0, x.queries);
+  const int begin = clamped(first + ahead - p.a.right, 0, x.queries),
+            end = clamped(last + ahead + p.a.left + 1, 0, x.queries);
   const bool none = first > last || begin >= end;
   to->begin = same_in_warp(none ? 0 : begin / kBackwardQueries);
   to->end = same_in_warp(none ? 0 : (end + kBackwardQueries - 1) / kBackwardQueries);
@@ -88,10 +89,9 @@ template <class S> __device__ __forceinline__ void load_steps(const AttentionBac
     const uint32_t rows = base + S::rows_at + ring.stage * S::rows_bytes;
     int masked[S::warpgroups];
     for (int w = 0; w < S::warpgroups; ++w)
-      masked[w] = query < sees + w * 64 + 63 ||
-                  query + kBackwardQueries > sees + w * 64 + p.a.right + p.a.left + 1;
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(rows + kRowPieceBytes), "r"(masked[0]), "r"(masked[1]),
-                 "r"(query - sees)
+      masked[w] = query < sees + w * 64 + 63 || query + kBackwardQueries > sees + w * 64 + p.a.right + p.a.left + 1;
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(rows + kRowPieceBytes), "r"(masked[0]),
+                 "r"(masked[1]), "r"(query - sees)
                  : "memory");
     barrier_expect(full, S::stage_bytes + kRowPieceBytes);
     load_heads<S::chunks>(&p.a.q, to, full, kBackwardQueries, tile.x.q_first + query, place_if(p.head_moves_q, head),
@@ -104,8 +104,8 @@ template <class S> __device__ __forceinline__ void load_steps(const AttentionBac
 
 // What a sum begins with.
 template <int registers>
-__device__ __forceinline__ void begin_sums(float (&sums)[registers], const AttentionBackwardPlan &p,
-                                           const Heads &heads, const KeyTile &tile, int extent) {
+__device__ __forceinline__ void begin_sums(float (&sums)[registers], const AttentionBackwardPlan &p, const Heads &heads,
+                                           const KeyTile &tile, int extent) {
   const int row = int(threadIdx.x) / kWarpgroup * 64 + row_of(int(threadIdx.x));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
                                  dout + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
     wgmma_commit();
   };
-  const auto add = [&](float (&sums)[S::d / 2], const uint32_t (&weights)[kBackwardQueries / 16][4], int at) {
+  const auto add = [&](float(&sums)[S::d / 2], const uint32_t(&weights)[kBackwardQueries / 16][4], int at) {
     const uint64_t vectors = wgmma_descriptor<false>(base + S::ring_at + at);
     wgmma_fence();
 #pragma unroll
@@ -172,7 +172,8 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
       const int thread = thread_number(), first = load_int(rows + kRowPieceBytes + 8) + thread % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int from = thread / kWarpgroup * 64 + row_of(thread) + 8 * h - first, to = from + p.a.right + p.a.left + 1;
+        const int from = thread / kWarpgroup * 64 + row_of(thread) + 8 * h - first,
+                  to = from + p.a.right + p.a.left + 1;
 #pragma unroll
         for (int i = 0; i < kBackwardQueries / 8; ++i)
 #pragma unroll
@@ -290,6 +291,7 @@ template <Type type> pydet_status attention_backward_keys(const Launch &launch, 
                                           : launch_shape<KeysShape<type, 128>>(launch, plan);
 }
 
-template pydet_status attention_backward_keys<Type(PYDET_ATTENTION_TYPE)>(const Launch &, const AttentionBackwardPlan &);
+template pydet_status attention_backward_keys<Type(PYDET_ATTENTION_TYPE)>(const Launch &,
+                                                                          const AttentionBackwardPlan &);
 
 }  // namespace pydet

@@ -26,7 +26,10 @@ template <Type type_, int d_> struct QueriesShape {
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4, n = block_keys(d);
   static constexpr int threads = (warpgroups + 1) * kWarpgroup, producer_registers = 24, consumer_registers = 240;
   static constexpr int q_box_bytes = 64 * kRowBytes, q_bytes = chunks * q_box_bytes;  // of a warpgroup
-  static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes, stages = d == 64 ? 8 : d == 128 ? 4 : 3;
+  static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes,
+                       stages = d == 64    ? 8
+                                : d == 128 ? 4
+                                           : 3;
   static constexpr int sum = d == 64 ? 64 : n;  // columns of dq of which the sums of a block are made at a time
   static constexpr int dout_at = warpgroups * q_bytes, ring_at = 2 * dout_at, full_at = ring_at + stages * stage_bytes,
                        empty_at = full_at + stages * 8, queries_full_at = empty_at + stages * 8,
@@ -45,8 +48,7 @@ template <class S> __device__ __forceinline__ bool query_tile_of(const Attention
   const auto tiles = [](const Lengths &x) { return backward_tiles(x.queries); };
   if (!tile_of<true>(p.a, int(blockIdx.x), p.a.heads, tiles, &tile)) return false;
   to->sequence = tile.sequence, to->head = tile.head, to->query = tile.tile * kBackwardTile, to->x = tile.x;
-  const Keys keys =
-      keys_of(p.a, job_of_tile(*to), to->query, min(to->query + kBackwardTile, tile.x.queries) - 1);
+  const Keys keys = keys_of(p.a, job_of_tile(*to), to->query, min(to->query + kBackwardTile, tile.x.queries) - 1);
   const bool none = keys.begin >= keys.end;
   to->begin = none ? 0 : keys.begin / S::n, to->end = none ? 0 : (keys.end + S::n - 1) / S::n;
   return true;
@@ -71,8 +73,9 @@ template <class S> __device__ __forceinline__ void load_blocks(const AttentionBa
     const uint32_t full = base + S::full_at + ring.stage * 8;
     barrier_wait(base + S::empty_at + ring.stage * 8, ring.parity ^ 1);
     barrier_expect(full, S::stage_bytes);
-    load_heads<S::chunks>(map, base + S::ring_at + ring.stage * S::stage_bytes, full, S::n, tile.x.k_first + block * S::n,
-                          place_if(group_moves, group), place_if(sequence_moves, tile.sequence));
+    load_heads<S::chunks>(map, base + S::ring_at + ring.stage * S::stage_bytes, full, S::n,
+                          tile.x.k_first + block * S::n, place_if(group_moves, group),
+                          place_if(sequence_moves, tile.sequence));
     ring.next();
   };
   for (int block = tile.end - 1; block >= tile.begin; --block) {
@@ -112,7 +115,7 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
   uint32_t ds16[S::n / 16][4];
   Cursor<S::stages> keys, values;
   values.next();
-  const auto multiply = [&](float (&to)[S::n / 2], uint32_t queries, const Cursor<S::stages> &ring) {
+  const auto multiply = [&](float(&to)[S::n / 2], uint32_t queries, const Cursor<S::stages> &ring) {
     make_opaque(queries);  // else its descriptors are kept in registers
     const uint64_t x = wgmma_descriptor<true>(uint32_t(same_in_warp(int(queries)))),
                    y = wgmma_descriptor<true>(base + S::ring_at + ring.stage * S::stage_bytes);
@@ -123,7 +126,9 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
                                  y + ((i / 4 * S::box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
     wgmma_commit();
   };
-  const auto wait = [&](const Cursor<S::stages> &ring) { barrier_wait(base + S::full_at + ring.stage * 8, ring.parity); };
+  const auto wait = [&](const Cursor<S::stages> &ring) {
+    barrier_wait(base + S::full_at + ring.stage * 8, ring.parity);
+  };
   const auto release = [&](int stage) {
     if (first_lane) barrier_arrive(base + S::empty_at + stage * 8);
   };
@@ -161,11 +166,11 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
 #pragma unroll
     for (int i = 0; i < S::n / 2; i += 2) {
       const int h = i / 2 % 2;
-      ds16[i / 8][i / 2 % 4] = rounded_pair<S::type>(s[i] * fmaf(g[i], p.scale, -delta[h]),
-                                                     s[i + 1] * fmaf(g[i + 1], p.scale, -delta[h]));
+      ds16[i / 8][i / 2 % 4] =
+          rounded_pair<S::type>(s[i] * fmaf(g[i], p.scale, -delta[h]), s[i + 1] * fmaf(g[i + 1], p.scale, -delta[h]));
     }
   };
-  const auto start_sum = [&](float (&sum)[S::sum / 2], int stage, int part) {
+  const auto start_sum = [&](float(&sum)[S::sum / 2], int stage, int part) {
     const uint64_t k = wgmma_descriptor<false, 64, S::n>(base + S::ring_at + stage * S::stage_bytes +
                                                          part * (S::sum / kBlockK) * S::box_bytes);
     wgmma_fence();
@@ -174,11 +179,11 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
       wgmma_from_registers<S::type, false>(sum, ds16[i], k + (i * kStep * kRowBytes >> 4), i > 0);
     wgmma_commit();
   };
-  const auto add = [&](const float (&sum)[S::sum / 2], int part) {
+  const auto add = [&](const float(&sum)[S::sum / 2], int part) {
 #pragma unroll
     for (int i = 0; i < S::sum / 2; ++i) dq[part * (S::sum / 2) + i] = dq[part * (S::sum / 2) + i] + sum[i];
   };
-  const auto add_block = [&](int stage, float (&last)[S::sum / 2], float (&other)[S::sum / 2]) {
+  const auto add_block = [&](int stage, float(&last)[S::sum / 2], float(&other)[S::sum / 2]) {
     constexpr int parts = S::d / S::sum;
     start_sum(parts % 2 ? last : other, stage, 0);
 #pragma unroll

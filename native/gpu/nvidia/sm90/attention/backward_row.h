@@ -101,16 +101,14 @@ __device__ __noinline__ void careful_key(const AttentionBackwardPlan &p, const L
           for (int half = 0; half < 2; ++half) {
             float s[4], dp[4];
             const auto token = [&](int i) { return x.q_first + min(first + 8 * half + i, x.queries - 1); };
-            careful_products<type>(
-                s, k, [&](int i) { return half_at(p.a.in_q, sequence, head, token(i)); }, p.a.d);
-            careful_products<type>(
-                dp, v, [&](int i) { return half_at(p.in_dout, sequence, head, token(i)); }, p.a.e);
+            careful_products<type>(s, k, [&](int i) { return half_at(p.a.in_q, sequence, head, token(i)); }, p.a.d);
+            careful_products<type>(dp, v, [&](int i) { return half_at(p.in_dout, sequence, head, token(i)); }, p.a.e);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const int query = first + 8 * half + pair + e, i = 2 * half + e;
               allowed[i] = query >= from && query < to && has_keys(p, x, sequence, head, query);
-              const PairGradient one = allowed[i] ? careful_pair(p, x, sequence, head, query, s[e], dp[e])
-                                                  : PairGradient{0, 0};
+              const PairGradient one =
+                  allowed[i] ? careful_pair(p, x, sequence, head, query, s[e], dp[e]) : PairGradient{0, 0};
               weights[i] = one.p, gradients[i] = one.ds;
             }
           }
@@ -152,10 +150,8 @@ __device__ __noinline__ void careful_query(const AttentionBackwardPlan &p, const
         for (int half = 0; half < 2; ++half) {
           float s[4], dp[4];
           const auto token = [&](int i) { return x.k_first + min(first + 8 * half + i, x.keys - 1); };
-          careful_products<type>(
-              s, q, [&](int i) { return half_at(p.a.in_k, sequence, group, token(i)); }, p.a.d);
-          careful_products<type>(
-              dp, dout, [&](int i) { return half_at(p.a.in_v, sequence, group, token(i)); }, p.a.e);
+          careful_products<type>(s, q, [&](int i) { return half_at(p.a.in_k, sequence, group, token(i)); }, p.a.d);
+          careful_products<type>(dp, dout, [&](int i) { return half_at(p.a.in_v, sequence, group, token(i)); }, p.a.e);
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int key = first + 8 * half + pair + e, i = 2 * half + e;

@@ -12,8 +12,8 @@ namespace {
 constexpr int kAhead = 4;  // pieces of 16 bytes of either operand, on their way
 
 template <Type type>
-__global__ void __launch_bounds__(kBackwardTile) attention_backward_rows_kernel(
-    const __grid_constant__ AttentionBackwardPlan p) {
+__global__ void __launch_bounds__(kBackwardTile)
+    attention_backward_rows_kernel(const __grid_constant__ AttentionBackwardPlan p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   int sequence = int(blockIdx.z), tile = int(blockIdx.x);

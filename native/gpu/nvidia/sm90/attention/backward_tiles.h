@@ -69,8 +69,8 @@ __device__ __forceinline__ int backward_tiles(int extent) { return (extent + kBa
 
 // The piece that holds row `query`, a multiple of 64, of a head; x: from its first query on. A packed sequence begins at a tile of its own: in front of
 // it lie no more than its place in the pack and a tile for each sequence.
-__device__ __forceinline__ float *row_piece(const AttentionBackwardPlan &p, int sequence, int head,
-                                            const Lengths &x, int query) {
+__device__ __forceinline__ float *row_piece(const AttentionBackwardPlan &p, int sequence, int head, const Lengths &x,
+                                            int query) {
   const int64_t of_head = p.a.q_start ? head : int64_t(sequence) * p.a.heads + head;
   const int64_t tile = p.a.q_start ? x.q_first / kBackwardTile + sequence : 0;
   return p.rows + ((of_head * p.row_tiles + tile) * 2 + query / kBackwardQueries) * kRowPieceFloats;
@@ -122,27 +122,15 @@ template <class Ints> __device__ __forceinline__ Ints load_struct(uint32_t addre
   return x;
 }
 
-// Of the warpgroups that multiply. Asked for again where it is seldom wanted: else what can be worked out from it is kept
-// in registers through the loop.
-__device__ __forceinline__ int thread_number() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-// The first of a thread's two rows of its warpgroup.
-__device__ __forceinline__ int row_of(int thread) { return thread % kWarpgroup / 32 * kWarpRows + thread % 32 / 4; }
-
 __device__ __forceinline__ char *vector_at(const Heads &heads, int64_t sequence, int head, int64_t token) {
-  return heads.data + size_of(heads.type) * (sequence * heads.sequence_stride + head * heads.head_stride +
-                                             token * heads.token_stride);
+  return heads.data + size_of(heads.type) *
+                          (sequence * heads.sequence_stride + head * heads.head_stride + token * heads.token_stride);
 }
 
 // Two neighbours of a gradient.
 template <Type type> __device__ __forceinline__ void store_two(char *row, Type to, int column, float x, float y) {
-  if (to == Type::f32)
-    *reinterpret_cast<float2 *>(row + 4 * column) = make_float2(canonical(x), canonical(y));
-  else
-    *reinterpret_cast<uint32_t *>(row + 2 * column) = rounded_pair<type>(x, y);
+  if (to == Type::f32) *reinterpret_cast<float2 *>(row + 4 * column) = make_float2(canonical(x), canonical(y));
+  else *reinterpret_cast<uint32_t *>(row + 2 * column) = rounded_pair<type>(x, y);
 }
 
 // Whether the results of a thread's row h, and of the lanes beside it, are finite.

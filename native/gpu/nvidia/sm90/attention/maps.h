@@ -19,7 +19,8 @@ inline bool aligned(const Heads &heads, int64_t sequences, int64_t head_count, i
 }
 
 // Boxes of 64 elements of `box` tokens. Dimensions along which nothing moves are left at one place.
-inline MapShape map_of(const Heads &heads, int64_t extent, int64_t tokens, int64_t head_count, int64_t sequences, int box) {
+inline MapShape map_of(const Heads &heads, int64_t extent, int64_t tokens, int64_t head_count, int64_t sequences,
+                       int box) {
   const auto stride = [](int64_t stride, int64_t extent) { return extent > 1 && stride > 0 ? stride : int64_t(kUnit); };
   const bool head_moves = head_count > 1 && heads.head_stride > 0,
              sequence_moves = sequences > 1 && heads.sequence_stride > 0;

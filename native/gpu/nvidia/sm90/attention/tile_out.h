@@ -7,16 +7,6 @@
 namespace pydet {
 namespace {
 
-// Of the warpgroups that multiply. Asked for again where it is seldom wanted: else what can be worked out from it is
-// kept in registers through the loop over blocks.
-__device__ __forceinline__ int thread_number() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-// The first of a thread's two rows of its warpgroup.
-__device__ __forceinline__ int row_of(int thread) { return thread % kWarpgroup / 32 * kWarpRows + thread % 32 / 4; }
-
 // O of the segments so far: a thread's own elements, four at a time.
 template <class S> struct RunningO {
   uint32_t shared;
