@@ -367,7 +367,7 @@ def rows_agree(p, x, arithmetic):
 
 
 def gradients_agree(p, x, arithmetic):
-    """Whether the last sequence's gradients have the bits that it has alone, and on the CPU, if that is soon computed."""
+    """Whether the last sequence's gradients have the bits that it has alone, and on the CPU, if soon computed."""
     own = slice(int(x.starts[-2]), int(x.starts[-1])) if p.lengths else slice(p.sequences - 1, p.sequences)
 
     def alone(t):
