@@ -219,11 +219,12 @@ $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
 	  -DPYDET_SKINNY_WIDE=$(if $(filter %_wide,$*),1,0) -MMD -MP -c $< -o $@
 
-# Two tiles of forward.cu spill what is looked at once a job; their loop over blocks has no access to local memory.
+# Some tiles of forward.cu and backward_queries.cu spill what is looked at once a job; their loops over blocks have no access
+# to local memory.
 define attention_rule
 $$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUILD)/gpu/nvidia/%.o)): $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%.o: native/gpu/nvidia/sm90/attention/$(1).cu
 	@mkdir -p $$(@D)
-	$$(NVCC) -ccbin $$(CXX) $$(subst $$(if $$(filter forward,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
+	$$(NVCC) -ccbin $$(CXX) $$(subst $$(if $$(filter forward backward_queries,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
 endef
 $(foreach kernel,forward backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
 

@@ -89,7 +89,7 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   to.c = score_scale(a).c;
   to.in_q = a.q, to.in_k = a.k, to.in_v = a.v, to.out = a.out, to.lse = a.lse;
   p.in_dout = b.dout, p.dq = b.dq, p.dk = b.dk, p.dv = b.dv;
-  p.scale = a.scale, p.accumulate = b.accumulate;
+  p.scale = a.scale, p.accumulate = b.accumulate, p.behind_keys = b.dk.data != nullptr;
   p.row_tiles = int(row_tiles_of(a));
   p.rows = static_cast<float *>(b.workspace);
 

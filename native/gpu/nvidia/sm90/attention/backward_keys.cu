@@ -124,7 +124,7 @@ __device__ __forceinline__ void begin_sums(float (&sums)[registers], const Atten
 template <class S>
 __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, uint32_t base, int warpgroup) {
   const bool first_lane = threadIdx.x % 32 == 0;
-  const int lane_column = int(threadIdx.x % 4) * 2;
+  
   float dk[S::d / 2], dv[S::d / 2];
   int steps;
   {
@@ -138,23 +138,18 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
   uint32_t p16[kBackwardQueries / 16][4], ds16[kBackwardQueries / 16][4];
   Cursor<S::stages> ring;
 
-  const auto start_scores = [&] {
-    const uint32_t at = base + S::ring_at + ring.stage * S::stage_bytes;
-    const uint64_t k = wgmma_descriptor<true>(base + warpgroup * 64 * kRowBytes),
-                   v = wgmma_descriptor<true>(base + S::k_bytes + warpgroup * 64 * kRowBytes),
-                   q = wgmma_descriptor<true>(at), dout = wgmma_descriptor<true>(at + S::q_bytes);
+  const auto multiply = [&](float (&to)[kBackwardQueries / 2], uint32_t keys, uint32_t queries) {
+    const uint64_t x = wgmma_descriptor<true>(base + keys + warpgroup * 64 * kRowBytes),
+                   y = wgmma_descriptor<true>(base + S::ring_at + ring.stage * S::stage_bytes + queries);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::d / kStep; ++i)
-      wgmma<S::type, true, true>(s, k + ((i / 4 * S::k_box_bytes + i % 4 * kStep * 2) >> 4),
-                                 q + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
-    wgmma_commit();
-#pragma unroll
-    for (int i = 0; i < S::d / kStep; ++i)
-      wgmma<S::type, true, true>(g, v + ((i / 4 * S::k_box_bytes + i % 4 * kStep * 2) >> 4),
-                                 dout + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
+      wgmma<S::type, true, true>(to, x + ((i / 4 * S::k_box_bytes + i % 4 * kStep * 2) >> 4),
+                                 y + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
     wgmma_commit();
   };
+  const auto start_scores = [&] { multiply(s, 0, 0); };
+  const auto start_products = [&] { multiply(g, S::k_bytes, S::q_bytes); };
   const auto add = [&](float(&sums)[S::d / 2], const uint32_t(&weights)[kBackwardQueries / 16][4], int at) {
     const uint64_t vectors = wgmma_descriptor<false>(base + S::ring_at + at);
     wgmma_fence();
@@ -163,11 +158,11 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
       wgmma_from_registers<S::type, false>(sums, weights[i], vectors + (i * kStep * kRowBytes >> 4), 1);
     wgmma_commit();
   };
-  // Of the scores in s and the products in g, which are on their way, behind what added the step before to dk. Ends with
-  // the product that adds to dv on its way.
+  // Scores become weights.
+  bool masked;
   const auto weigh = [&] {
-    const uint32_t rows = base + S::rows_at + ring.stage * S::rows_bytes, numbers = rows + lane_column * 4;
-    const bool masked = __any_sync(0xFFFFFFFFu, load_int(rows + kRowPieceBytes + warpgroup * 4));
+    const uint32_t rows = base + S::rows_at + ring.stage * S::rows_bytes, numbers = rows + thread_number() % 4 * 8;
+    masked = __any_sync(0xFFFFFFFFu, load_int(rows + kRowPieceBytes + warpgroup * 4));
     if (masked) {
       const int thread = thread_number(), first = load_int(rows + kRowPieceBytes + 8) + thread % 4 * 2;
 #pragma unroll
@@ -188,14 +183,22 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
       for (int h = 0; h < 2; ++h) {
         s[4 * i + 2 * h] = ex2_f32(fmaf(s[4 * i + 2 * h], p.a.c, -twos.x));
         s[4 * i + 2 * h + 1] = ex2_f32(fmaf(s[4 * i + 2 * h + 1], p.a.c, -twos.y));
-        p16[i / 2][i % 2 * 2 + h] = rounded_pair<S::type>(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]);
       }
     }
+  };
+  // They add to dv. Products of dout and v, which are on their way, become gradients of scores.
+  const auto derive = [&] {
+    const uint32_t numbers = base + S::rows_at + ring.stage * S::rows_bytes + kBackwardQueries * 4 + thread_number() % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < kBackwardQueries / 8; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        p16[i / 2][i % 2 * 2 + h] = rounded_pair<S::type>(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]);
     add(dv, p16, ring.stage * S::stage_bytes + S::q_bytes);
     wgmma_wait<S::d == 64>();
 #pragma unroll
     for (int i = 0; i < kBackwardQueries / 8; ++i) {
-      const float2 delta = load_pair(numbers + kBackwardQueries * 4 + 32 * i);
+      const float2 delta = load_pair(numbers + 32 * i);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         ds16[i / 2][i % 2 * 2 + h] =
@@ -209,37 +212,45 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
     barrier_wait(base + S::keys_full_at, 0);
     barrier_wait(base + S::full_at, 0);
     start_scores();
+    start_products();
     wgmma_wait<1>();
     weigh();
+    derive();
 #pragma unroll 1
     for (int i = 1; i < steps; ++i) {
       const int behind = ring.stage;
       ring.next();
       barrier_wait(base + S::full_at + ring.stage * 8, ring.parity);
-      add(dk, ds16, behind * S::stage_bytes);
       start_scores();
-      wgmma_wait<1>();
-      if (first_lane) barrier_arrive(base + S::empty_at + behind * 8);
+      add(dk, ds16, behind * S::stage_bytes);
+      start_products();
+      wgmma_wait<2>();
       weigh();
+      wait_apart<1>(masked);
+      if (first_lane) barrier_arrive(base + S::empty_at + behind * 8);
+      derive();
     }
     add(dk, ds16, ring.stage * S::stage_bytes);
     wgmma_wait<0>();
   }
   const auto tile = load_struct<KeyTile>(base + S::tile_at);  // again: not kept through the loop
-  const int lane = thread_number() % 32, row = warpgroup * 64 + row_of(thread_number());
+  uint32_t again[2];  // lanes whose row is not finite
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int key = tile.key + row + 8 * h, place = tile.place + row + 8 * h;
+    const int row = warpgroup * 64 + row_of(thread_number()) + 8 * h, key = tile.key + row, place = tile.place + row;
     const bool own = key >= 0 && key < tile.x.keys, finite = row_is_finite(dk, h) && row_is_finite(dv, h);
     if (place < tile.end_place && (own ? finite : !p.accumulate)) {
       store_row<S::type>(dk, h, vector_at(p.dk, tile.sequence, tile.group, place), p.dk.type, own, p.a.d);
       store_row<S::type>(dv, h, vector_at(p.dv, tile.sequence, tile.group, place), p.dv.type, own, p.a.e);
     }
-    uint32_t again = __ballot_sync(0xFFFFFFFFu, own && !finite && lane % 4 == 0);
-    for (; again; again &= again - 1) {
-      const int which = (__ffs(int(again)) - 1) / 4;
-      careful_key<S::type>(p, tile.x, tile.sequence, tile.group, key - lane / 4 + which);
-    }
+    again[h] = __ballot_sync(0xFFFFFFFFu, own && !finite && thread_number() % 4 == 0);
+  }
+  if (again[0] | again[1]) {
+    const int first = tile.key + warpgroup * 64 + thread_number() % kWarpgroup / 32 * kWarpRows;
+#pragma unroll 1
+    for (int i = 0; i < kWarpRows; ++i)
+      if ((i < 8 ? again[0] : again[1]) >> i % 8 * 4 & 1)
+        careful_key<S::type>(p, tile.x, tile.sequence, tile.group, first + i);
   }
 }
 

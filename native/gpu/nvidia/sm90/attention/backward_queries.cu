@@ -256,11 +256,15 @@ __global__ void __launch_bounds__(S::threads, 1)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
     fence_barrier_init();
   }
-  wait_for_previous_kernel();
+  // Behind the kernel of keys, which has begun in all of its blocks, the numbers of rows are there; only the end waits.
+  if (!p.behind_keys) wait_for_previous_kernel();
   let_next_kernel_start();
   {
     QueryTile tile;
-    if (!query_tile_of<S>(p, &tile)) return;
+    if (!query_tile_of<S>(p, &tile)) {
+      wait_for_previous_kernel();
+      return;
+    }
     if (threadIdx.x == 0) store_struct(base + S::tile_at, tile);
   }
   __syncthreads();
@@ -268,6 +272,7 @@ __global__ void __launch_bounds__(S::threads, 1)
     registers_down<S::producer_registers>();
     if (warp == S::consumer_warps && threadIdx.x % 32 == 0)
       load_blocks<S>(p, base, load_struct<QueryTile>(base + S::tile_at));
+    wait_for_previous_kernel();
   } else {
     registers_up<S::consumer_registers>();
     multiply_blocks<S>(p, base, warp / 4);
