@@ -11,7 +11,7 @@ namespace pydet {
 namespace {
 
 constexpr int64_t kMost = int64_t(1) << 28;  // of tokens
-constexpr int64_t kMostD = 128;
+constexpr int64_t kMostD = 256;
 
 // Of a head: tiles of rows that have numbers in the workspace.
 int64_t row_tiles_of(const Attention &a) { return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0); }
@@ -30,11 +30,12 @@ bool stores_pairs(const Heads &heads, int64_t sequences, int64_t head_count, int
 bool attention_backward_sm90_takes(const AttentionBackward &b) {
   const Attention &a = b.forward;
   if (a.d > kMostD || a.d % kUnit || a.e > kMostD || a.e % kUnit || a.d <= 0 || a.e <= 0) return false;
+  if (a.e > kKeysBlock && a.d <= kKeysBlock) return false;  // a tile has the blocks of its width
   if (a.queries <= 0 || a.keys <= 0 || a.sequences <= 0 || a.heads <= 0) return false;
   if (a.queries > kMost || a.keys > kMost || a.sequences > kMost || a.heads > 65535) return false;
   if (!a.q_start && a.sequences > 65535) return false;
   if (a.k_start && a.first_key) return false;
-  const int64_t most_tiles = (row_tiles_of(a) + divide_up(a.keys, kBackwardTile) + a.sequences) * row_heads_of(a);
+  const int64_t most_tiles = (row_tiles_of(a) + divide_up(a.keys, block_keys(a.d)) + a.sequences) * row_heads_of(a);
   if (most_tiles > kMost) return false;
   if (b.workspace_size < attention_backward_sm90_workspace(b, nullptr)) return false;
   return aligned(a.q, a.sequences, a.heads, a.queries) && aligned(a.k, a.sequences, a.groups, a.keys) &&
@@ -67,17 +68,16 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
     return make_map(name, encode, shape, map);
   };
   AttentionPlan &to = p.a;
+  const int block = block_keys(a.d);  // and keys of a tile
   if (pydet_status status =
           make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q))
     return status;
   if (pydet_status status =
           make(b.dout, a.e, a.queries, a.heads, kBackwardQueries, &p.dout, &p.head_moves_dout, &p.sequence_moves_dout))
     return status;
-  if (pydet_status status =
-          make(a.k, a.d, a.keys, a.groups, kBackwardTile, &to.k, &to.group_moves_k, &to.sequence_moves_k))
+  if (pydet_status status = make(a.k, a.d, a.keys, a.groups, block, &to.k, &to.group_moves_k, &to.sequence_moves_k))
     return status;
-  if (pydet_status status =
-          make(a.v, a.e, a.keys, a.groups, kBackwardTile, &to.v, &to.group_moves_v, &to.sequence_moves_v))
+  if (pydet_status status = make(a.v, a.e, a.keys, a.groups, block, &to.v, &to.group_moves_v, &to.sequence_moves_v))
     return status;
 
   to.sequences = int(a.sequences), to.queries = int(a.queries), to.keys = int(a.keys);
@@ -94,8 +94,8 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   p.rows = static_cast<float *>(b.workspace);
 
   const int64_t sequences_of_packs = a.sequences;
-  const int64_t key_tiles = a.k_start ? divide_up(a.keys, kBackwardTile) + sequences_of_packs
-                                      : divide_up(a.keys, kBackwardTile) * a.sequences;
+  const int64_t key_tiles =
+      a.k_start ? divide_up(a.keys, block) + sequences_of_packs : divide_up(a.keys, block) * a.sequences;
   const int64_t query_tiles = a.q_start ? row_tiles_of(a) : row_tiles_of(a) * a.sequences;
   Launch launch = {name, static_cast<gpu_stream>(b.stream), dim3(1), dim3(1)};
   launch.overlaps_previous = true;
