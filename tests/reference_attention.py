@@ -367,7 +367,7 @@ def attention_backward(dout, q, k, v, out, lse, *, scale=None, causal=False, win
 
 
 def attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *, sinks=None, accumulate=False,
-                              dq=None, dk=None, dv=None, dsinks=None, **options):  # fmt: skip
+                              only=None, dq=None, dk=None, dv=None, dsinks=None, **options):  # fmt: skip
     """Tokens of no sequence are NaN, or what dk and dv hold under accumulate."""
     all_dq, all_dk, all_dv = (np.full(x.shape, np.nan, f32) for x in (q, k, v))
     if accumulate:
@@ -385,5 +385,6 @@ def attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_
         all_dq[mine], all_dk[keys], all_dv[keys] = (np.swapaxes(x[0], 0, 1) for x in (one_dq, one_dk, one_dv))
         sums = one_sums[0] if one_sums else sums
     typed = lambda x, given, like: round_to(x, like.dtype if given is None else given.dtype)
-    found = typed(all_dq, dq, q), typed(all_dk, dk, k), typed(all_dv, dv, v)
+    found = [typed(all_dq, dq, q), typed(all_dk, dk, k), typed(all_dv, dv, v)]
+    found = (None, *found[1:]) if only == "kv" else (found[0], None, None) if only == "q" else tuple(found)
     return found if sinks is None else (*found, typed(sums + f32(0), dsinks, sinks))

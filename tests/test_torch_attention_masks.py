@@ -1,6 +1,7 @@
 """Masks whose rows are ranges of keys: they become lengths, and every query keeps the bits that it has row by row."""
 
 import importlib
+import itertools
 import os
 
 import pytest
@@ -196,7 +197,7 @@ def test_gradients_are_the_sequences_own(name):
     mask = mask.expand(BATCH, -1, -1, -1)
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v, dy = (normal(BATCH, n, QUERIES, 16, dtype=dtype, seed=i) for i, n in enumerate((6, 2, 2, 6)))
-        dy = dy * mask.any(-1).mT  # rows of padding have none
+        dy = dy * mask.any(-1)[..., None]  # rows of padding have none
         if name == "padding on the right":
             dy[1, :, 110:], dy[2, :, 1:] = 0, 0
         got = of_mask(q, k, v, mask, dy)
@@ -225,7 +226,7 @@ def test_packed_sequences_have_the_gradients_that_they_have_alone():
         got = of_mask(q, k, v, mask, dy)
         for b in range(BATCH):
             borders = [0, *ends[b, 0].tolist(), QUERIES]
-            for begin, end in zip(borders, borders[1:], strict=False):
+            for begin, end in itertools.pairwise(borders):
                 if begin == end:
                     continue
                 alone = [x[b : b + 1, :, begin:end] for x in (q, k, v, dy)]
