@@ -9,7 +9,8 @@
 namespace pydet {
 namespace {
 
-constexpr int kAhead = 4;  // pieces of 16 bytes of either operand, on their way
+constexpr int kPieces = 8;                   // of 16 bytes of a row, that lie in shared memory at a time
+constexpr int kRowInts = (kPieces + 1) * 4;  // with room, so that rows begin in other banks
 
 template <Type type>
 __global__ void __launch_bounds__(kBackwardTile)
@@ -35,30 +36,36 @@ __global__ void __launch_bounds__(kBackwardTile)
     }
   }
   const Lengths x = from_first_query(p.a, lengths_of(p.a, sequence));
-  const int query = tile * kBackwardTile + int(threadIdx.x);
+  const int first_row = tile * kBackwardTile, query = first_row + int(threadIdx.x);
+  __shared__ __align__(16) int rows[2][kBackwardTile][kRowInts];
+  float l[kDeltaLanes] = {};
+  for (int first = 0; first < p.a.e / kDeltaLanes; first += kPieces) {
+    __syncthreads();  // what was there has been read
+#pragma unroll
+    for (int i = 0; i < 2 * kPieces; ++i) {
+      const int number = i / 2 * kBackwardTile + int(threadIdx.x), row = number / kPieces, k = number % kPieces;
+      if (first_row + row < x.queries && first + k < p.a.e / kDeltaLanes)
+        copy_async_16(
+            &rows[i % 2][row][k * 4],
+            vector_at(i % 2 ? p.a.out : p.in_dout, sequence, head, x.q_first + first_row + row) + (first + k) * 16, 16);
+    }
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+    if (query < x.queries)
+      for (int k = 0; k < min(kPieces, p.a.e / kDeltaLanes - first); ++k) {
+        const uint4 a = *reinterpret_cast<const uint4 *>(&rows[0][threadIdx.x][k * 4]),
+                    b = *reinterpret_cast<const uint4 *>(&rows[1][threadIdx.x][k * 4]);
+        const uint32_t wa[4] = {a.x, a.y, a.z, a.w}, wb[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int lane_of = 0; lane_of < kDeltaLanes; ++lane_of)
+          l[lane_of] = fmaf(Element<type>::to_f32(uint16_t(wa[lane_of / 2] >> lane_of % 2 * 16)),
+                            Element<type>::to_f32(uint16_t(wb[lane_of / 2] >> lane_of % 2 * 16)), l[lane_of]);
+      }
+  }
   float twos = INFINITY, delta_scale = 0;
   if (query < x.queries) {
-    const int token = x.q_first + query;
-    const uint4 *one = reinterpret_cast<const uint4 *>(vector_at(p.in_dout, sequence, head, token)),
-                *other = reinterpret_cast<const uint4 *>(vector_at(p.a.out, sequence, head, token));
-    const float lse = *reinterpret_cast<const float *>(vector_at(p.a.lse, sequence, head, token));
-    float l[kDeltaLanes] = {};
-    const int count = p.a.e / kDeltaLanes;
-    for (int first = 0; first < count; first += kAhead) {
-      uint4 a[kAhead], b[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        if (first + i < count) a[i] = one[first + i], b[i] = other[first + i];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        if (first + i < count) {
-          const uint32_t wa[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, wb[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
-#pragma unroll
-          for (int k = 0; k < kDeltaLanes; ++k)
-            l[k] = fmaf(Element<type>::to_f32(uint16_t(wa[k / 2] >> k % 2 * 16)),
-                        Element<type>::to_f32(uint16_t(wb[k / 2] >> k % 2 * 16)), l[k]);
-        }
-    }
+    const float lse = *reinterpret_cast<const float *>(vector_at(p.a.lse, sequence, head, x.q_first + query));
     if (lse != -INFINITY) {
       const RowBehind row = row_behind(lse, joined(l), p.scale);
       twos = row.twos, delta_scale = row.delta_scale;
