@@ -96,7 +96,7 @@ def test_a_row(p, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert all(f"{name} is left out where it says" in said for name in ("fa3", "flash"))
     first, *others = entries
-    kernel = first["note"].removeprefix("kernel cpu_attention_")
+    kernel = first["note"].removeprefix("kernel cpu_attention_").removeprefix("backward_")
     assert first["variant"] == f"pydet, {kernel}" and kernel and first["bits_ok"] is True and first["op"] == p.op
     cached = p.kind in ("decode", "paged")
     assert first["unit"] == ("GB/s" if cached else "GFLOP/s") and first["rate"] > 0
