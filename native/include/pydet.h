@@ -512,9 +512,9 @@ PYDET_API pydet_status pydet_attention_workspace(int64_t sequences, int64_t head
  *            dv both or neither. dsinks NULL or [H], fp32, bf16 or fp16, contiguous; it wants sinks.
  * Written    Packed: the tokens that are in a sequence. Otherwise all; rows of dk and dv that are no own key of a sequence +0,
  *            or kept under accumulate. A query that sees no key has dq 0.
- * Cuts       accumulate: dk, dv and dsinks, then fp32, are continued, not replaced; dq is written. So calls of some of the
- *            sequences each, or of some of a sequence's queries each, cut at multiples of 128 and in order, have the bits of
- *            one call. (A call of some queries has its keys cut by causal or windows as seqlens_k and allowed say.)
+ * Cuts       accumulate: dk, dv and dsinks, then fp32, are continued, not replaced; dq is written. So calls of some sequences
+ *            each, in order, have the bits of one call; and so have calls of some of a sequence's queries each, in order and
+ *            cut at multiples of 128. (Under causal or a window such a call ends at the key where its last query stands.)
  * NaN        A NaN or Inf in a row of dout, q, k or v reaches only what its pairs that are allowed reach.
  * Stream     As in pydet_gemm. */
 typedef struct pydet_attention_backward_options {

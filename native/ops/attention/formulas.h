@@ -150,7 +150,7 @@ constexpr int kDeltaLanes = 8;      // in which delta is summed: element e goes 
 // The row's lse in powers of two: weights are exp2 of x - this.
 PYDET_HD float lse_in_twos(float lse) { return lse * kLog2e; }
 
-// What a row's weights and gradients of scores are made with. A row of lse = -Inf has no allowed key.
+// What a row's weights and gradients of scores are made with. A row whose `twos` is -Inf has no allowed key.
 struct RowBehind {
   float twos;         // lse_in_twos
   float delta_scale;  // fl(delta scale)

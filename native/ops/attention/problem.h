@@ -75,11 +75,12 @@ template <> struct Operation<Attention> : AsAsked {
 struct AttentionBackward {
   Device device;
   void *stream;
-  Attention
-      forward;  // as it was called, of the same device and stream: out and lse are what it gave. No pages; kv_chunk and workspace are unused
-  Heads dout;   // of the operands' type
-  Heads dq, dk, dv;  // each fp32 or of the operands' type; data NULL where not asked for (or of no elements)
-  Vector dsinks;     // one a head; data NULL where not asked for
+  // As it was called, of the same device and stream. out and lse are read: what it gave. There are no pages, and kv_chunk
+  // and its workspace are unused.
+  Attention forward;
+  Heads dout;        // of the operands' type
+  Heads dq, dk, dv;  // each fp32 or of the operands' type; data NULL where not asked for, or of no elements
+  Vector dsinks;     // one a head; data NULL likewise
   bool accumulate;   // dk, dv and dsinks, then fp32, continue from what they hold
   void *workspace;
   uint64_t workspace_size;
