@@ -55,8 +55,8 @@ __device__ __forceinline__ float lse_of(const Attention &p, int64_t sequence, co
 }
 
 // A row whose lse is -Inf has no allowed key.
-__device__ __forceinline__ void close(QueryRow &row, float lse) {
-  if (lse == -INFINITY) row.keys.end = row.keys.first;
+__device__ __forceinline__ void close(QueryRow &row, const RowBehind &behind) {
+  if (behind.twos == -INFINITY) row.keys.end = row.keys.first;
 }
 
 // ---- Keys --------------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ template <int block> struct Shared {
   float weights[block][kRows], gradients[block][kRows];
   uint32_t seen[block][kRows / 4];  // whether a pair is allowed, a byte each
   Places<block> first, second;      // of q and k; of dout and v
-  float delta[kThreads], lse[kThreads];
+  float delta[block];         // of rows that are walked
+  RowBehind behind[kRows];    // of the tile's
   int astray;  // whether a result was not finite
 };
 
@@ -209,9 +210,6 @@ template <Type type> class Keys {
     mine_ = {i0 + (there ? me : first), head, {0, 0}};
     shared_.first.walked[me] = there ? row_offset(f_.q, s_, extent_, mine_) : -1;
     shared_.second.walked[me] = there ? row_offset(p_.dout, s_, extent_, mine_) : -1;
-    const float lse = lse_of(f_, s_, extent_, mine_);
-    if (there) mine_.keys = keys_of(f_, extent_, mine_.query);
-    close(mine_, lse);
     const float *deltas = deltas_of(p_);
     if (!deltas) {
       const int lane = me % kDeltaLanes;
@@ -223,7 +221,9 @@ template <Type type> class Keys {
       __syncthreads();
     }
     const float delta = deltas ? deltas[delta_place(f_, s_, extent_, mine_)] : shared_.delta[there ? me : first];
-    behind_ = row_behind(lse, delta, f_.scale);
+    behind_ = row_behind(lse_of(f_, s_, extent_, mine_), delta, f_.scale);
+    if (there) mine_.keys = keys_of(f_, extent_, mine_.query);
+    close(mine_, behind_);
   }
 
   __device__ void weigh() {
@@ -295,8 +295,7 @@ template <Type type, int block> class Queries {
     if (lane == 0) {
       shared_.first.tile[r] = r < rows_ ? row_offset(f_.q, s_, extent_, row) : -1;
       shared_.second.tile[r] = r < rows_ ? row_offset(p_.dout, s_, extent_, row) : -1;
-      shared_.lse[r] = r < rows_ ? lse_of(f_, s_, extent_, row) : -INFINITY;
-      shared_.delta[r] = delta;
+      shared_.behind[r] = row_behind(r < rows_ ? lse_of(f_, s_, extent_, row) : -INFINITY, delta, f_.scale);
     }
     __syncthreads();
   }
@@ -355,9 +354,9 @@ template <Type type, int block> class Queries {
     const int64_t key = j0 + pairs.walked();
     pairs.hand_out(shared_, [&](int r, bool &allowed, float &score, float &gradient) {
       QueryRow row = tile_row(r < rows_ ? r : 0);
-      close(row, shared_.lse[r]);
+      const RowBehind behind = shared_.behind[r];
+      close(row, behind);
       allowed = sees(f_, s_, extent_, row, key);
-      const RowBehind behind = row_behind(shared_.lse[r], shared_.delta[r], f_.scale);
       weigh_pair<Exp2<type>>(p_, scale_, s_, extent_, row, behind, key, allowed, score, gradient);
     });
   }
@@ -402,7 +401,8 @@ template <Type type, int block> pydet_status run(const AttentionBackward &p) {
   const Attention &f = p.forward;
   DeviceGuard guard(f.device.id);
   if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
-  const bool keys = p.dk.data && f.keys > 0, queries = p.dq.data && f.queries > 0;
+  const bool keys = p.dk.data && f.sequences * f.groups * f.keys > 0,
+             queries = p.dq.data && f.sequences * rows_of_group(f) > 0;
   PYDET_TRY(load_rows(kName, p));
   if (keys) PYDET_TRY(load(kName, keys_kernel<type>));
   if (queries) PYDET_TRY(load(kName, queries_kernel<type, block>));

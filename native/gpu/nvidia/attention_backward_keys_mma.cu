@@ -144,11 +144,11 @@ template <Type type, int columns, bool adjusts> class Keys {
                                                           : delta_of<type, 1>(p_, s_, extent_, row, part);
       if (part != 0) continue;
       if (there) row.keys = keys_of(f_, extent_, row.query);
-      const float lse = lse_of(f_, s_, extent_, row);
-      close(row, lse);
+      const RowBehind behind = row_behind(lse_of(f_, s_, extent_, row), delta, f_.scale);
+      close(row, behind);
       shared_.walked[0][i] = there ? row_offset(f_.q, s_, extent_, row) : -1;
       shared_.walked[1][i] = there ? row_offset(p_.dout, s_, extent_, row) : -1;
-      shared_.behind[i] = row_behind(lse, delta, f_.scale);
+      shared_.behind[i] = behind;
       shared_.first[i] = int(row.keys.first), shared_.end[i] = int(row.keys.end);
     }
   }

@@ -28,7 +28,8 @@ pydet_status attention_backward_mma(const AttentionBackward &p) {
   const Attention &f = p.forward;
   DeviceGuard guard(f.device.id);
   if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
-  const bool keys = p.dk.data && f.keys > 0, queries = p.dq.data && f.queries > 0;
+  const bool keys = p.dk.data && f.sequences * f.groups * f.keys > 0,
+             queries = p.dq.data && f.sequences * rows_of_group(f) > 0;
   PYDET_TRY(load_rows(kName, p));
   if (keys) PYDET_TRY(load_keys_mma(kName, p));
   if (queries) PYDET_TRY(load_queries_mma(kName, p));

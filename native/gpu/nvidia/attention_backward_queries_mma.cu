@@ -32,9 +32,9 @@ template <Type type, int columns, bool adjusts> class Queries {
     for (int h = 0; h < 2; ++h) {
       QueryRow row = tile_row(my_row(h) < rows_ ? my_row(h) : 0);
       const float lse = my_row(h) < rows_ ? lse_of(f_, s_, extent_, row) : -INFINITY;
-      close(row, lse);
-      first_[h] = int(row.keys.first), end_[h] = int(row.keys.end);
       behind_[h] = row_behind(lse, delta(row), f_.scale);
+      close(row, behind_[h]);
+      first_[h] = int(row.keys.first), end_[h] = int(row.keys.end);
     }
   }
 

@@ -31,7 +31,7 @@ template <Type type> __global__ void __launch_bounds__(kThreads) deltas_kernel(c
 
 template <Type type, class Exp2>
 __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__ AttentionBackward p) {
-  __shared__ float lse[kRows], delta[kRows];
+  __shared__ float twos[kRows], delta[kRows];
   const Attention &f = p.forward;
   const int64_t head = block_number();
   if (head >= f.heads) return;
@@ -43,11 +43,12 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
       const bool there = first + my_row() < extent.queries;
       const QueryRow row = {there ? first + my_row() : first, head, {0, 0}};
       const float mine = deltas ? deltas[delta_place(f, s, extent, row)] : delta_of<type>(p, s, extent, row, lane());
-      if (lane() == 0) delta[my_row()] = mine, lse[my_row()] = there ? lse_of(f, s, extent, row) : -INFINITY;
+      if (lane() == 0)
+        delta[my_row()] = mine, twos[my_row()] = there ? lse_in_twos(lse_of(f, s, extent, row)) : -INFINITY;
       __syncthreads();
       if (threadIdx.x == 0)
         for (int r = 0; r < kRows; ++r)
-          if (lse[r] != -INFINITY) sum = sink_step<Exp2>(sum, sink, lse_in_twos(lse[r]), delta[r]);
+          if (twos[r] != -INFINITY) sum = sink_step<Exp2>(sum, sink, twos[r], delta[r]);
       __syncthreads();
     }
   }
@@ -77,15 +78,15 @@ pydet_status load_rows(const char *name, const AttentionBackward &p) {
 
 pydet_status make_deltas(const char *name, const AttentionBackward &p) {
   const Attention &f = p.forward;
-  if (!deltas_of(p) || f.queries == 0) return PYDET_OK;
   const int64_t blocks = f.sequences * divide_up(f.queries * f.heads, kRows);
+  if (!deltas_of(p) || blocks == 0) return PYDET_OK;
   const Launch shape = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, kThreads), dim3(kThreads)};
   return launch(shape, deltas_for(f), p);
 }
 
 pydet_status make_sink_gradients(const char *name, const AttentionBackward &p) {
-  if (!p.dsinks.data) return PYDET_OK;
   const Attention &f = p.forward;
+  if (!p.dsinks.data || f.heads == 0) return PYDET_OK;
   const Launch shape = {name, static_cast<gpu_stream>(f.stream), grid_of(f.heads, kThreads), dim3(kThreads)};
   return launch(shape, sinks_for(f), p);
 }
