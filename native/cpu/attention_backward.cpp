@@ -26,12 +26,12 @@ template <bool of_keys> int64_t rows_of(const Attention &a, const Extent &extent
 }
 
 // How one kind of tasks is shared out: as many blocks of rows of each group as the longest sequence has, of which a shorter
-// one's last have nothing to do. One block there is at least, which writes what has no rows.
+// one's last have nothing to do.
 template <bool of_keys> struct Share {
   int64_t rows, blocks, busy;
 
   void cut(const Attention &a, int64_t of_task) {
-    rows = of_task, blocks = 1, busy = 0;
+    rows = of_task, blocks = busy = 0;
     for (int64_t s = 0; s < a.sequences; ++s) {
       const int64_t own = divide_up(rows_of<of_keys>(a, extent_of(a, s)), of_task);
       blocks = most(blocks, own), busy += own * a.groups;
@@ -249,8 +249,8 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
   // Tiles of one block of queries or keys, as far as they are in [low, high).
   void tiles(int64_t block, int64_t size, int64_t low, int64_t high) {
     const int64_t end = least(block + size, high);
-    for (int64_t at = most(block, low / desk.tile * desk.tile); at < end; at += desk.tile)
-      tile(at, least(desk.tile, end - at));
+    const int64_t begin = block + most(low - block, 0) / desk.tile * desk.tile;
+    for (int64_t at = begin; at < end; at += desk.tile) tile(at, least(desk.tile, end - at));
   }
 
   void all() {
@@ -260,7 +260,7 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
       if (const auto [first, end] = seen(r); first < end) low = least(low, first), high = most(high, end);
     const int64_t size = of_keys ? kQueriesBlock : block_keys(a.d);
     if constexpr (of_keys) {
-      for (int64_t block = low / size * size; block < high; block += size)
+      for (int64_t block = first_query(a, task.extent); block < high; block += size)
         for (int64_t h = 0; h < of_group; ++h) head = task.group * of_group + h, tiles(block, size, low, high);
     } else {
       for (int64_t block = divide_up(high, size) * size - size; block + size > low && block >= 0; block -= size) {
@@ -330,8 +330,7 @@ template <class Engine, class Exp2> pydet_status run(const AttentionBackward &b)
       parallel(first + then, threads, scratch, [&](int64_t i, Scratch &own) {
         Task task;
         if (i < first && of_keys.find(a, i, &task)) run_task<Engine, Exp2, true>(b, task, key_tile, own);
-        if (i >= first && of_queries.find(a, i - first, &task))
-          run_task<Engine, Exp2, false>(b, task, query_tile, own);
+        if (i >= first && of_queries.find(a, i - first, &task)) run_task<Engine, Exp2, false>(b, task, query_tile, own);
       });
     }
     if (b.dsinks.data)

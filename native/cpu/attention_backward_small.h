@@ -67,7 +67,7 @@ __attribute__((noinline)) void small_key(const AttentionBackward &b, const Exten
       char *to = vector_at(*result, sequence, group, place) + column * size_of(result->type);
       for (int64_t c = 0; c < columns; ++c)
         desk.sums[c] = b.accumulate ? begun<Engine::kFlushes>(((const float *)to)[c]) : 0.0f;
-      for (int64_t block = seen.first / kQueriesBlock * kQueriesBlock; block < seen.end; block += kQueriesBlock)
+      for (int64_t block = first_query(a, extent); block < seen.end; block += kQueriesBlock)
         for (int64_t head = group * of_group; head < (group + 1) * of_group; ++head)
           for (int64_t first = block; first < least(block + kQueriesBlock, seen.end); first += Desk::kRun) {
             const int64_t count = least(Desk::kRun, extent.queries - first);

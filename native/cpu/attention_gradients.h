@@ -20,8 +20,8 @@ inline Run run_of_key(const Attention &a, const Extent &extent, int64_t sequence
 }
 
 inline char *vector_at(const Heads &heads, int64_t sequence, int64_t head, int64_t token) {
-  return heads.data +
-         (sequence * heads.sequence_stride + head * heads.head_stride + token * heads.token_stride) * size_of(heads.type);
+  return heads.data + (sequence * heads.sequence_stride + head * heads.head_stride + token * heads.token_stride) *
+                          size_of(heads.type);
 }
 inline int64_t key_place(const Extent &extent, int64_t key) { return extent.k_begin + extent.first + key; }
 
@@ -53,8 +53,8 @@ float delta_of_row(const AttentionBackward &b, const Extent &extent, int64_t seq
 }
 template <class T>
 RowBehind behind(const AttentionBackward &b, const Extent &extent, int64_t sequence, int64_t head, int64_t query) {
-  return row_behind(lse_of(b.forward, extent, sequence, head, query),
-                    delta_of_row<T>(b, extent, sequence, head, query), b.forward.scale);
+  return row_behind(lse_of(b.forward, extent, sequence, head, query), delta_of_row<T>(b, extent, sequence, head, query),
+                    b.forward.scale);
 }
 
 // ---- A run of pairs ------------------------------------------------------------------------------------------------

@@ -272,6 +272,8 @@ inline pydet_status attention_backward_of(const AttentionBackwardViews &b,
                 b.dk.present() ? "dk" : "dv", b.dk.present() ? "dv" : "dk");
   if (!b.dq.present() && !b.dk.present() && !b.dsinks.present())
     return fail(PYDET_NULL_POINTER, "%s: dq, dk, dv and dsinks are NULL, want one of them", op);
+  if (to->accumulate && !b.dk.present() && !b.dsinks.present())
+    return fail(PYDET_NULL_POINTER, "%s: dk, dv and dsinks are NULL, want some of them under accumulate", op);
   PYDET_TRY(check_gradient(b.dq, x.q, false));
   PYDET_TRY(check_gradient(b.dk, x.k, to->accumulate));
   PYDET_TRY(check_gradient(b.dv, x.v, to->accumulate));

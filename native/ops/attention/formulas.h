@@ -145,7 +145,12 @@ PYDET_HD float weighed(float o, float inverse) { return (o + 0.0f) * inverse; }
 // ---- Backward ------------------------------------------------------------------------------------------------------
 
 constexpr int kQueriesBlock = 128;  // sums of dk and dv take the heads of a group by blocks of so many queries
-constexpr int kDeltaLanes = 8;      // in which delta is summed: element e goes to lane e mod 8, by fmaf; then joined()
+
+// The query from which those blocks are counted: the first to which causal and window leave a key, so that queries of left
+// padding have no part in it.
+PYDET_HD int64_t first_query(const Attention &a, const Extent &x) { return queries_of(a, x, 0).first; }
+
+constexpr int kDeltaLanes = 8;  // in which delta is summed: element e goes to lane e mod 8, by fmaf; then joined()
 
 // The row's lse in powers of two: weights are exp2 of x - this.
 PYDET_HD float lse_in_twos(float lse) { return lse * kLog2e; }
