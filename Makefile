@@ -188,7 +188,7 @@ $(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 .PHONY: cuda-emulated
 cuda-emulated: $(BUILD)/libpydet_cuda_emulated.so
 
-EMULATED := $(filter-out nvidia/sm90/% nvidia/gemm_mma.% nvidia/attention_mma nvidia/attention_backward_keys_mma nvidia/attention_backward_queries_mma nvidia/skinny_mma,$(CUDA_KERNELS))
+EMULATED := $(filter-out nvidia/sm90/% nvidia/gemm_mma.% nvidia/skinny_mma,$(CUDA_KERNELS))
 EMULATED_OBJECTS := $(EMULATED:%=$(BUILD)/emulated/%.o) $(BUILD)/emulated/block.o
 # Other compilers' warnings about nvcc's sources say nothing.
 EMULATED_FLAGS := -std=c++17 -O1 -fPIC -fvisibility=hidden -fno-extern-tls-init $(NUMERIC) -w -Itests/emulated -Inative -Inative/include

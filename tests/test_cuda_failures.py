@@ -167,6 +167,24 @@ def problems(operation, name, dtype):
             capi._alive[given] = capi._alive[given], room
             yield "pydet_attention", tensors(shapes, dtype), given
         return
+    if operation == "attention_backward":
+        shapes = [(1, 4, 30, 64), (1, 4, 30, 64), *[(1, 2, 70, 64)] * 2, (1, 4, 30, 64), ((1, 4, 30), "float32")]
+        shapes += [(1, 4, 30, 64), *[(1, 2, 70, 64)] * 2]
+        sinks, dsinks = tensors([(4,)] * 2, dtype)
+        room = np.zeros((1 << 24) + 256, np.uint8)
+        at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
+        given = capi.options(
+            "pydet_attention_backward_options",
+            arithmetic=name[1],
+            kernel=name[0],
+            sinks=sinks.c,
+            dsinks=dsinks.c,
+            workspace=at,
+            workspace_size=1 << 24,
+        )
+        capi._alive[given] = capi._alive[given], room, sinks, dsinks
+        yield "pydet_attention_backward", tensors(shapes, dtype), given
+        return
     if operation == "fold":
         for order in (0, 1):
             yield (

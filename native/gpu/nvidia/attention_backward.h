@@ -67,13 +67,15 @@ struct KeysTile {
   int places;          // that are there
   int own, own_end;    // of them those with a key of the sequence; the others' rows are zeros
   QueryRange queries;
+  int64_t block;       // the contract's block of queries in which the first of them is begins here
 
   __device__ __forceinline__ KeysTile(const Attention &p, const Extent &extent, int64_t tile, int size)
-      : place(tile * size), key(tile * size - extent.first), queries{0, 0} {
+      : place(tile * size), key(tile * size - extent.first), queries{0, 0}, block(0) {
     places = int(within(places_of(p, extent) - place, 0, size));
     own = int(within(-key, 0, places)), own_end = int(within(extent.keys - key, own, places));
-    if (own < own_end)
-      queries = {queries_of(p, extent, key + own).first, queries_of(p, extent, key + own_end - 1).end};
+    if (own == own_end) return;
+    queries = {queries_of(p, extent, key + own).first, queries_of(p, extent, key + own_end - 1).end};
+    block = queries.first - (queries.first - first_query(p, extent)) % kQueriesBlock;
   }
   __device__ __forceinline__ bool empty() const { return places == 0; }
   __device__ __forceinline__ bool owns(int r) const { return r >= own && r < own_end; }

@@ -160,7 +160,7 @@ template <Type type> class Keys {
     begin(dk_, p_.dk, f_.d);
     begin(dv_, p_.dv, f_.e);
     const int64_t from = tile_.queries.first, to = tile_.queries.end;
-    for (int64_t i0 = from / kQueriesBlock * kQueriesBlock; i0 < to; i0 += kQueriesBlock)
+    for (int64_t i0 = tile_.block; i0 < to; i0 += kQueriesBlock)
       for (int64_t h = 0; h < heads_of_group(f_); ++h) {
         const int first = i0 < from ? int(from - i0) : 0, last = to - i0 < kQueriesBlock ? int(to - i0) : kQueriesBlock;
         find_rows(i0, group_ * heads_of_group(f_) + h, first, last);

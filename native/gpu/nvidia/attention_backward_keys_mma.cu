@@ -1,5 +1,5 @@
-// dk and dv of attention on tensor cores (attention_backward_mma.h): a block has 64 places of a sequence's keys and 64 or 128
-// columns of dk and dv. It walks the queries that see any of them in the contract's order: by 128, heads, queries.
+// dk and dv of attention on tensor cores (attention_backward_mma.h): a block has 64 places of a sequence's keys and 64
+// columns of dk and dv: for more a thread has no registers. It walks the queries that see any of them in the contract's order: by 128, heads, queries.
 
 #include "gpu/nvidia/attention_backward_mma.h"
 #include "gpu/device.h"
@@ -43,7 +43,7 @@ template <Type type, int columns, bool adjusts> class Keys {
     products_.load_tile(1, f_.v.data);
     const int heads = int(heads_of_group(f_));
 #pragma unroll 1
-    for (int i0 = from / kQueriesBlock * kQueriesBlock; i0 < to; i0 += kQueriesBlock)
+    for (int i0 = int(tile_.block); i0 < to; i0 += kQueriesBlock)
 #pragma unroll 1
       for (int h = 0; h < heads; ++h)
 #pragma unroll 1
@@ -187,8 +187,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <class F> pydet_status with_kernel(const AttentionBackward &p, F f) {
   return with_type<kHalfTypes>(p.forward.q.type, [&](auto element) {
     constexpr Type type = decltype(element)::value;
-    if (p.forward.bias.data || p.forward.softcap != 0.0f) return f(keys_kernel<type, 64, true>, 64);
-    return has_64_columns(p.forward) ? f(keys_kernel<type, 64, false>, 64) : f(keys_kernel<type, 128, false>, 128);
+    return adjusts_scores(p.forward) ? f(keys_kernel<type, 64, true>, 64) : f(keys_kernel<type, 64, false>, 64);
   });
 }
 

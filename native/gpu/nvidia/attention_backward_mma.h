@@ -22,10 +22,7 @@ struct AttentionBackwardWay {
   int width;     // columns of a vector in shared memory
   bool aligned;  // vectors of eight elements begin at multiples of 16 bytes
 };
-// Of 64 columns where heads have no more, and where scores are adjusted, of which a kernel a type is enough; else of 128.
-inline bool has_64_columns(const Attention &p) {
-  return (p.d <= 64 && p.e <= 64) || p.bias.data || p.softcap != 0.0f;
-}
+inline bool adjusts_scores(const Attention &p) { return p.bias.data || p.softcap != 0.0f; }
 
 pydet_status load_keys_mma(const char *name, const AttentionBackward &);
 pydet_status make_keys_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);

@@ -188,9 +188,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <class F> pydet_status with_kernel(const AttentionBackward &p, F f) {
   return with_type<kHalfTypes>(p.forward.q.type, [&](auto element) {
     constexpr Type type = decltype(element)::value;
-    if (p.forward.bias.data || p.forward.softcap != 0.0f) return f(queries_kernel<type, 64, true>, 64);
-    return has_64_columns(p.forward) ? f(queries_kernel<type, 64, false>, 64)
-                                     : f(queries_kernel<type, 128, false>, 128);
+    if (adjusts_scores(p.forward)) return f(queries_kernel<type, 64, true>, 64);
+    return p.forward.d <= 64 ? f(queries_kernel<type, 64, false>, 64) : f(queries_kernel<type, 128, false>, 128);
   });
 }
 
