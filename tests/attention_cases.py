@@ -168,7 +168,7 @@ def written_of(ends, tokens):
 
 
 def backward_dense_problems(dtype):
-    """Name -> (arguments, options) of the forward, whose gradients are asked for, and of those what they are asked with."""
+    """Name -> (arguments, options) of the forward whose gradients are asked for."""
 
     def of(shape=Shape(), kind="normal", seed=0, **options):
         return operands(shape, dtype, kind, seed), options
@@ -219,7 +219,7 @@ ASKED = ("all", "float32", "continued", "q", "kv")
 
 
 def backward_problems(dtype):
-    """(name, operation, arguments, options, what is asked for); arguments end with dout. Each problem of another way."""
+    """(name, operation, arguments and options of the forward, what is asked for)."""
     for operation, found in (
         ("attention", backward_dense_problems(dtype)),
         ("attention_varlen", varlen_problems(dtype)),

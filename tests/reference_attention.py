@@ -294,8 +294,8 @@ def gradients_of_scores(dout, q, k, v, out, lse, visible, scale, softcap, bias, 
 
 
 def group_backward(dout, q, k, v, pairs, origin, dk, dv, arithmetic):
-    """dq [heads, Q, D], dk and dv [K, ...] in fp32, of one group of heads; pairs: gradients_of_scores of each; origin: the
-    first query to which causal and window leave a key."""
+    """dq [heads, Q, D], dk and dv [K, ...] in fp32, of one group of heads; pairs: gradients_of_scores of each; origin:
+    the first query to which causal and window leave a key."""
     (heads, queries, d), dq = q.shape, np.zeros(q.shape, f32)
     if arithmetic == "cdna2":
         dk, dv = flush(dk), flush(dv)
@@ -354,8 +354,8 @@ def attention_backward(dout, q, k, v, out, lse, *, scale=None, causal=False, win
                 for h in range(heads)[mine]
             ]  # fmt: skip
             dq_of[s, mine], dk_of[s, g, own], dv_of[s, g, own] = group_backward(
-                dout[s, mine], q[s, mine], k[s, g, own], v[s, g, own], pairs, origin, dk_of[s, g, own], dv_of[s, g, own],
-                arithmetic,
+                dout[s, mine], q[s, mine], k[s, g, own], v[s, g, own], pairs, origin,
+                dk_of[s, g, own], dv_of[s, g, own], arithmetic,
             )  # fmt: skip
         for h in range(heads if sinks is not None else 0):
             sink = widen(sinks)[h]
@@ -367,7 +367,7 @@ def attention_backward(dout, q, k, v, out, lse, *, scale=None, causal=False, win
 
 
 def attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *, sinks=None, accumulate=False,
-                              dq=None, dk=None, dv=None, dsinks=None, **options):  # fmt: skip
+                              only=None, dq=None, dk=None, dv=None, dsinks=None, **options):  # fmt: skip
     """Tokens of no sequence are NaN, or what dk and dv hold under accumulate."""
     all_dq, all_dk, all_dv = (np.full(x.shape, np.nan, f32) for x in (q, k, v))
     if accumulate:
@@ -385,5 +385,6 @@ def attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_
         all_dq[mine], all_dk[keys], all_dv[keys] = (np.swapaxes(x[0], 0, 1) for x in (one_dq, one_dk, one_dv))
         sums = one_sums[0] if one_sums else sums
     typed = lambda x, given, like: round_to(x, like.dtype if given is None else given.dtype)
-    found = typed(all_dq, dq, q), typed(all_dk, dk, k), typed(all_dv, dv, v)
+    found = [typed(all_dq, dq, q), typed(all_dk, dk, k), typed(all_dv, dv, v)]
+    found = (None, *found[1:]) if only == "kv" else (found[0], None, None) if only == "q" else tuple(found)
     return found if sinks is None else (*found, typed(sums + f32(0), dsinks, sinks))

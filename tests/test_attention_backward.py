@@ -32,7 +32,7 @@ def expected_of(arithmetic, dtype):
 
 def same(got, want, what):
     assert len(got) == len(want), what
-    for name, one, other in zip(NAMES, got, want):  # noqa: B905
+    for name, one, other in zip(NAMES, got, want):
         assert (one is None) == (other is None), f"{what}: {name}"
         if one is not None:
             assert one.dtype == other.dtype, f"{what}: {name}"
@@ -102,7 +102,7 @@ def test_error_against_float64(arithmetic, dtype):
         q, k, v = operands(shape, dtype)
         dout = dout_of(q, v)
         got = gradients(dout, q, k, v, arithmetic=arithmetic, **given)
-        for name, one, exact in zip(NAMES, got, exact_gradients(dout, q, k, v, **given)):  # noqa: B905
+        for name, one, exact in zip(NAMES, got, exact_gradients(dout, q, k, v, **given)):
             error = np.sqrt(((one.astype(np.float64) - exact) ** 2).mean() / (exact**2).mean())
             assert error <= most, (shape, name, error)
 
@@ -141,7 +141,7 @@ def test_error_is_at_most_that_of_pytorch():
         leaves = [x.clone().requires_grad_() for x in given[:3]]
         torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True).backward(given[3])
         exact = [exact_gradients(*(x[:, h : h + 1] for x in (dout, q, k, v)), causal=True)[:3] for h in range(4)]
-        for name, one, leaf, *heads in zip(NAMES, got, leaves, *exact):  # noqa: B905
+        for name, one, leaf, *heads in zip(NAMES, got, leaves, *exact):
             want = np.concatenate(heads, 1)
             theirs = leaf.grad.double().numpy()
             errors = [np.sqrt(((x - want) ** 2).mean()) for x in (one.astype(np.float64), theirs)]
@@ -244,7 +244,7 @@ def test_queries_may_be_cut_at_multiples_of_128(arithmetic, dtype):
 
 @pytest.mark.parametrize("arithmetic, dtype", FEW_PAIRS)
 def test_micro_batches_are_one_call(arithmetic, dtype):
-    """Sums over sequences are those of the sinks alone; what each sequence has is its own. Several calls continue both."""
+    """Sums over sequences are those of the sinks alone; what each sequence has is its own. Calls continue both."""
     shape = Shape(batch=3, heads=4, groups=2, queries=40, keys=60, d=16, e=16)
     q, k, v = operands(shape, dtype)
     dout, sinks = dout_of(q, v), data("normal", (4,), FLOAT32, 3)
@@ -357,7 +357,7 @@ def test_the_reference_is_told_from_other_orders(monkeypatch):
     def differs():
         got = reference_attention.attention_backward(dout, q, k, v, out, lse, **given)
         return {
-            name for name, one, other in zip(NAMES, got, want)  # noqa: B905
+            name for name, one, other in zip(NAMES, got, want)
             if reference.bits(one).tobytes() != reference.bits(other).tobytes()
         }  # fmt: skip
 
@@ -492,6 +492,7 @@ def test_what_is_not_asked_for_is_not_made():
     want = gradients(dout, q, k, v, sinks=sinks)
     same(gradients(dout, q, k, v, more={"only": "q"}, sinks=sinks), (want[0], None, None, want[3]), "q")
     same(gradients(dout, q, k, v, more={"only": "kv"}, sinks=sinks), (None, *want[1:]), "kv")
+    same(gradients(dout, q, k, v, more={"only": "sinks"}, sinks=sinks), (None, None, None, want[3]), "sinks")
 
 
 def test_workspace_is_a_function_of_the_shapes():
@@ -613,8 +614,8 @@ def test_outputs_apart():
 
 PYTHON_REFUSED = [
     ({"window": 3}, "window is 3, want a pair (left, right), None on a side for any"),
-    ({"only": "v"}, "only is 'v', want 'q', 'kv' or None"),
-    ({"only": 1}, "only is int, want 'q', 'kv' or None"),
+    ({"only": "v"}, "only is 'v', want 'q', 'kv', 'sinks' or None"),
+    ({"only": 1}, "only is int, want 'q', 'kv', 'sinks' or None"),
     ({"only": "q", "dk": np.zeros((1, 1, 150, 64), "f")}, "dk is given with only='q', want none"),
     ({"only": "kv", "dq": np.zeros((1, 2, 5, 64), "f")}, "dq is given with only='kv', want none"),
     ({"accumulate": True}, "accumulate needs dk and dv, the float32 tensors to continue from"),

@@ -50,7 +50,7 @@ def test_every_option(device, torch, kernel, dtype):
     for name, *problem in attention_cases.backward_problems(dtype):
         want = attention_cases.run_backward(pydet, *problem, kernel.arithmetic)
         got = attention_cases.run_backward(OnGpu(torch, kernel.name), *problem, kernel.arithmetic)
-        for part, one, other in zip(NAMES, got, want):  # noqa: B905
+        for part, one, other in zip(NAMES, got, want):
             assert (one is None) == (other is None)
             if other is not None:
                 assert_same_bits(np.ascontiguousarray(one), np.ascontiguousarray(other), f"{name}: {part}")
@@ -90,7 +90,7 @@ class Runs:
         want = backward(*operands, **options)
         there = {name: x.cuda() if self.torch.is_tensor(x) else x for name, x in options.items()}
         got = backward(*(x.cuda() for x in operands), **there, kernel=self.kernel.name)
-        for part, one, other in zip(NAMES, got, want):  # noqa: B905
+        for part, one, other in zip(NAMES, got, want):
             differ = int((words(one.cpu()) != words(other)).sum())
             assert not differ, f"{what}: {differ} of {other.numel()} elements of {part} differ"
 
@@ -158,7 +158,7 @@ def test_two_calls_have_the_same_bits(runs, torch):
     with torch.cuda.stream(other):
         for _ in range(20):
             q.float() @ k[:, :1].float().transpose(-1, -2)
-    results = {name: torch.full_like(x, float("nan")) for name, x in zip(NAMES, first)}  # noqa: B905
+    results = {name: torch.full_like(x, float("nan")) for name, x in zip(NAMES, first)}
     again = pydet.attention_backward(dout, q, k, v, out, lse, **given, **results, kernel=runs.kernel.name)
-    for name, one, two in zip(NAMES, first, again):  # noqa: B905
+    for name, one, two in zip(NAMES, first, again):
         assert torch.equal(words(one), words(two)), name

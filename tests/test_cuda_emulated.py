@@ -1,5 +1,5 @@
-"""CUDA's kernels on a machine without a GPU: their sources as C++, threads as fibers (emulated/). Of those on tensor cores
-the ones of attention by mma.sync, each of which is there one step of sm90.
+"""CUDA's kernels on a machine without a GPU: their sources as C++, threads as fibers (emulated/). Of those on tensor
+cores the ones of attention by mma.sync, each of which is there one step of sm90.
 
 Each is forced by name and held to the CPU's bits. What the interpreter of AMD's machine code cannot see is seen here:
 kernels that CUDA alone has, warps of 32, copies that nobody has waited for, clusters. nvcc's code for them is not.
@@ -128,7 +128,7 @@ def test_attention_backward(device, kernel, dtype):
 
 
 def same_gradients(got, want, what):
-    for name, one, other in zip(("dq", "dk", "dv", "dsinks"), got, want):  # noqa: B905
+    for name, one, other in zip(("dq", "dk", "dv", "dsinks"), got, want):
         if other is not None:
             assert_same_bits(np.ascontiguousarray(one), np.ascontiguousarray(other), f"{what}: {name}")
 
@@ -146,7 +146,7 @@ def test_attention_backward_at_edges(device, kernel, dtype):
     skip_others(kernel)
     extents = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 161, 257]
     widths = itertools.cycle([(8, 8), (64, 64), (72, 64), (24, 128), (128, 16), (136, 40), (16, 136), (264 - 8, 8)])
-    for seed, (extent, (d, e)) in enumerate(zip(extents, widths)):  # noqa: B905
+    for seed, (extent, (d, e)) in enumerate(zip(extents, widths)):
         other = 1 + seed * 7 % 30
         queries, keys = (extent, other) if seed % 2 else (other, extent)
         shape = attention_cases.Shape(heads=1 + seed % 3, queries=queries, keys=keys, d=d, e=e)

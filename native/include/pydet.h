@@ -514,7 +514,8 @@ PYDET_API pydet_status pydet_attention_workspace(int64_t sequences, int64_t head
  *            or kept under accumulate. A query that sees no key has dq 0.
  * Cuts       accumulate: dk, dv and dsinks, then fp32, are continued, not replaced; dq is written. So calls of some sequences
  *            each, in order, have the bits of one call; and so have calls of some of a sequence's queries each, in order and
- *            cut at multiples of 128. (Under causal or a window such a call ends at the key where its last query stands.)
+ *            cut at multiples of 128. (Under causal or a window such a call ends at the key where its last query stands.
+ *            With more queries than keys under causal, multiples are counted from the first that sees a key.)
  * NaN        A NaN or Inf in a row of dout, q, k or v reaches only what its pairs that are allowed reach.
  * Stream     As in pydet_gemm. */
 typedef struct pydet_attention_backward_options {

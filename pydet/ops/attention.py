@@ -40,13 +40,13 @@ def _call_backward(given: dict[str, Any]) -> Any:
     options = {name: x for name, x in given.items() if name not in (*_PLACES, "window", "only", "stream")}
     options["window_left"], options["window_right"] = _sides("attention_backward", given["window"])
     only, stream = given["only"], given["stream"]
-    if only not in (None, "q", "kv"):
+    if only not in (None, "q", "kv", "sinks"):
         what = repr(only) if isinstance(only, str) else type_name(only)
-        fail(INVALID_VALUE, f"attention_backward: only is {what}, want 'q', 'kv' or None")
-    for name in {"q": ("dk", "dv"), "kv": ("dq",)}.get(only, ()):
+        fail(INVALID_VALUE, f"attention_backward: only is {what}, want 'q', 'kv', 'sinks' or None")
+    for name in {"q": ("dk", "dv"), "kv": ("dq",), "sinks": ("dq", "dk", "dv")}.get(only, ()):
         if given[name] is not None:
             fail(INVALID_VALUE, f"attention_backward: {name} is given with only={only!r}, want none")
-    options |= {"without_q": only == "kv", "without_kv": only == "q"}
+    options |= {"without_q": only in ("kv", "sinks"), "without_kv": only in ("q", "sinks")}
     method = _backward if stream is None else on_stream(_backward, given["dout"], stream)
     return method(*(given[name] for name in _PLACES), **options)
 
@@ -234,7 +234,7 @@ def attention_backward(
     seqlens_k: Any = None,
     arithmetic: Arithmetic = "auto",
     accumulate: bool = False,
-    only: Literal["q", "kv"] | None = None,
+    only: Literal["q", "kv", "sinks"] | None = None,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
@@ -245,8 +245,8 @@ def attention_backward(
     """The gradients of :func:`attention`: dq, dk and dv from ``dout``, that of ``out``.
 
     A row of dq is a function of its own query and of its own keys and values, a row of dk or dv of its own sequence
-    (NUMERICS.md, "Attention, backward"): not of the batch, of where anything lies, or of threads and kernels. Scores are
-    made again from q, k and ``lse``, so memory does not grow with Q K. ``kv_chunk`` has no part in it.
+    (NUMERICS.md, "Attention, backward"): not of the batch, of where anything lies, or of threads and kernels. Scores
+    are made again from q, k and ``lse``, so memory does not grow with Q K. ``kv_chunk`` has no part in it.
 
     Args:
         dout: ``[B, H, Q, E]``, of the type of ``q``, elements of a head adjacent.
@@ -256,17 +256,18 @@ def attention_backward(
         accumulate: dk, dv and dsinks, then given and float32, are continued, not replaced; dq is written. Calls of some
             sequences each, in order, then have the bits of one; and so have calls of some of a sequence's queries each,
             cut at multiples of 128 and in order. (Under causal or a window such a call's keys end where its last query
-            stands.)
-        only: ``"q"``: dq alone is made, ``"kv"``: dk and dv alone; the others are None.
+            stands. With more queries than keys under causal, multiples from the first that sees a key.)
+        only: ``"q"``: dq alone is made, ``"kv"``: dk and dv alone, ``"sinks"``: neither; the others are None. dsinks is
+            made wherever there are sinks.
         dq, dk, dv: shaped like ``q``, ``k`` and ``v``, each float32 or of their type; made, of their type, if None.
             Elements of a head are adjacent.
         dsinks: ``[H]``, any of the three types, contiguous; where there are sinks it is made, of their type, if None.
         kernel, stream: as in :func:`gemm`.
 
     Returns:
-        ``(dq, dk, dv)``, or ``(dq, dk, dv, dsinks)`` with sinks. Rows of dk and dv that are no own key of their sequence
-        are 0, or kept under ``accumulate``; a query that sees no key has dq 0. A NaN or inf in a row of any operand
-        reaches what pairs of it that are allowed reach, and nothing else.
+        ``(dq, dk, dv)``, or ``(dq, dk, dv, dsinks)`` with sinks. Rows of dk and dv that are no own key of their
+        sequence are 0, or kept under ``accumulate``; a query that sees no key has dq 0. A NaN or inf in a row of any
+        operand reaches what pairs of it that are allowed reach, and nothing else.
 
     Raises:
         Error: shapes, types, strides, devices, memory or options that do not fit.
@@ -291,7 +292,7 @@ def attention_varlen_backward(
     sinks: Any = None,
     arithmetic: Arithmetic = "auto",
     accumulate: bool = False,
-    only: Literal["q", "kv"] | None = None,
+    only: Literal["q", "kv", "sinks"] | None = None,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
@@ -305,8 +306,8 @@ def attention_varlen_backward(
         dout: ``[T, H, E]``, of the type of ``q``, elements of a head adjacent.
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k: what :func:`attention_varlen` took, and gave with ``return_lse``.
         scale, causal, window, softcap, sinks, arithmetic: as they were given to it.
-        accumulate, only, dsinks, kernel, stream: as in :func:`attention_backward`. Sums of sinks are over all sequences,
-            in order.
+        accumulate, only, dsinks, kernel, stream: as in :func:`attention_backward`. Sums of sinks are over all
+            sequences, in order.
         dq, dk, dv: as in :func:`attention_backward`. Tokens that are in no sequence are not written.
 
     Returns:
