@@ -18,7 +18,7 @@ PYDET_HD uint64_t bytes_of_deltas(const Attention &p) {
 }
 PYDET_HD const float *deltas_of(const AttentionBackward &p) {
   return p.workspace && p.workspace_size >= bytes_of_deltas(p.forward) ? static_cast<const float *>(p.workspace)
-                                                                      : nullptr;
+                                                                       : nullptr;
 }
 
 // What comes before and after the products, once its kernels are there. The device is current.
@@ -39,7 +39,8 @@ __device__ __forceinline__ int64_t delta_place(const Attention &p, int64_t seque
 template <Type type, int unrolled = 8>
 __device__ __forceinline__ float delta_of(const AttentionBackward &p, int64_t sequence, const Extent &extent,
                                           const QueryRow &row, int lane) {
-  const int64_t dout = row_offset(p.dout, sequence, extent, row), out = row_offset(p.forward.out, sequence, extent, row);
+  const int64_t dout = row_offset(p.dout, sequence, extent, row),
+                out = row_offset(p.forward.out, sequence, extent, row);
   float sum = 0.0f;
 #pragma unroll unrolled
   for (int64_t e = lane; e < p.forward.e; e += kDeltaLanes)
@@ -67,7 +68,7 @@ struct KeysTile {
   int places;          // that are there
   int own, own_end;    // of them those with a key of the sequence; the others' rows are zeros
   QueryRange queries;
-  int64_t block;       // the contract's block of queries in which the first of them is begins here
+  int64_t block;  // the contract's block of queries in which the first of them is begins here
 
   __device__ __forceinline__ KeysTile(const Attention &p, const Extent &extent, int64_t tile, int size)
       : place(tile * size), key(tile * size - extent.first), queries{0, 0}, block(0) {

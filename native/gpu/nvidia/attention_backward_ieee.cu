@@ -42,9 +42,9 @@ template <int block> struct Shared {
   float weights[block][kRows], gradients[block][kRows];
   uint32_t seen[block][kRows / 4];  // whether a pair is allowed, a byte each
   Places<block> first, second;      // of q and k; of dout and v
-  float delta[block];         // of rows that are walked
-  RowBehind behind[kRows];    // of the tile's
-  int astray;  // whether a result was not finite
+  float delta[block];               // of rows that are walked
+  RowBehind behind[kRows];          // of the tile's
+  int astray;                       // whether a result was not finite
 };
 
 // The sums of a thread's walked vector and kEach of the tile's.
@@ -188,7 +188,9 @@ template <Type type> class Keys {
   }
 
  private:
-  __device__ int64_t place(const Heads &x, int r) const { return place_offset(x, s_, extent_, group_, tile_.place + r); }
+  __device__ int64_t place(const Heads &x, int r) const {
+    return place_offset(x, s_, extent_, group_, tile_.place + r);
+  }
 
   __device__ void begin(float (&sums)[kRows], const Heads &to, int64_t width) const {
 #pragma unroll
@@ -290,8 +292,8 @@ template <Type type, int block> class Queries {
     from_ = tile_row(0).keys.first, to_ = tile_row(rows_ - 1).keys.end;
     const int r = int(threadIdx.x) / kDeltaLanes, lane = int(threadIdx.x) % kDeltaLanes;
     const QueryRow row = tile_row(r < rows_ ? r : 0);
-    const float *deltas = deltas_of(p_), delta = deltas ? deltas[delta_place(f_, s_, extent_, row)]
-                                                        : delta_of<type>(p_, s_, extent_, row, lane);
+    const float *deltas = deltas_of(p_),
+                delta = deltas ? deltas[delta_place(f_, s_, extent_, row)] : delta_of<type>(p_, s_, extent_, row, lane);
     if (lane == 0) {
       shared_.first.tile[r] = r < rows_ ? row_offset(f_.q, s_, extent_, row) : -1;
       shared_.second.tile[r] = r < rows_ ? row_offset(p_.dout, s_, extent_, row) : -1;
@@ -431,7 +433,8 @@ template <Type type> pydet_status run_type(const AttentionBackward &p) {
 }  // namespace
 
 pydet_status attention_backward_ieee(const AttentionBackward &p) {
-  return with_type<kUnscaledTypes>(p.forward.q.type, [&](auto element) { return run_type<decltype(element)::value>(p); });
+  return with_type<kUnscaledTypes>(p.forward.q.type,
+                                   [&](auto element) { return run_type<decltype(element)::value>(p); });
 }
 
 }  // namespace pydet

@@ -9,8 +9,8 @@ namespace {
 
 template <Type type, int columns, bool adjusts> class Keys {
  public:
-  __device__ Keys(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared, const AttentionBackwardWay &way,
-                  int64_t tile, int64_t s, int64_t group, int column0)
+  __device__ Keys(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared,
+                  const AttentionBackwardWay &way, int64_t tile, int64_t s, int64_t group, int column0)
       : p_(problem),
         f_(problem.forward),
         scale_(scale),
@@ -63,15 +63,15 @@ template <Type type, int columns, bool adjusts> class Keys {
     const Keys &keys;
     int i0;
     int64_t head;
-    __device__ QueryRow row(int w, int) const {
-      return {i0 + w, head, {keys.shared_.first[w], keys.shared_.end[w]}};
-    }
+    __device__ QueryRow row(int w, int) const { return {i0 + w, head, {keys.shared_.first[w], keys.shared_.end[w]}}; }
     __device__ RowBehind behind(int w, int) const { return keys.shared_.behind[w]; }
     __device__ int64_t key(int, int h) const { return keys.key(h); }
   };
 
   __device__ int key(int h) const { return int(tile_.key) + my_row(h); }
-  __device__ int64_t place(const Heads &x, int r) const { return place_offset(x, s_, extent_, group_, tile_.place + r); }
+  __device__ int64_t place(const Heads &x, int r) const {
+    return place_offset(x, s_, extent_, group_, tile_.place + r);
+  }
 
   // f(sum, row, column) for a thread's sums.
   template <class S, class F> __device__ void each(S &sums, int64_t width, F f) const {

@@ -207,8 +207,8 @@ template <Type type, int columns> class Products {
 #pragma unroll 1
     for (int d = 0; d < depth; d += kStep) {
       uint32_t a[4];
-      load_matrices<false>(
-          a, shared_address(tile(which) + (16 * warp() + lane() % 16) * stride_ + d + lane() / 16 * 8));
+      load_matrices<false>(a,
+                           shared_address(tile(which) + (16 * warp() + lane() % 16) * stride_ + d + lane() / 16 * 8));
 #pragma unroll
       for (int i = 0; i < kWalked / 16; ++i) {
         uint32_t b[4];

@@ -9,8 +9,8 @@ namespace {
 
 template <Type type, int columns, bool adjusts> class Queries {
  public:
-  __device__ Queries(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared, const AttentionBackwardWay &way,
-                     int64_t tile, int64_t s, int64_t group, int column0)
+  __device__ Queries(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared,
+                     const AttentionBackwardWay &way, int64_t tile, int64_t s, int64_t group, int column0)
       : p_(problem),
         f_(problem.forward),
         scale_(scale),
@@ -158,7 +158,7 @@ template <Type type, int columns, bool adjusts> class Queries {
   const Extent &extent_;
   const int64_t row0_;
   int rows_;
-  int from_, to_;            // keys that any row may see
+  int from_, to_;          // keys that any row may see
   int first_[2], end_[2];  // those that my_row(h) may see
   RowBehind behind_[2];
   Sums<columns> dq_;

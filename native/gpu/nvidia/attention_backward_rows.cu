@@ -16,7 +16,8 @@ constexpr int kRows = kThreads / kDeltaLanes;
 __device__ __forceinline__ int lane() { return int(threadIdx.x) % kDeltaLanes; }
 __device__ __forceinline__ int my_row() { return int(threadIdx.x) / kDeltaLanes; }
 
-template <Type type> __global__ void __launch_bounds__(kThreads) deltas_kernel(const __grid_constant__ AttentionBackward p) {
+template <Type type> __global__ void __launch_bounds__(kThreads)
+    deltas_kernel(const __grid_constant__ AttentionBackward p) {
   const Attention &f = p.forward;
   const int64_t of_sequence = divide_up(f.queries * f.heads, kRows), s = block_number() / of_sequence;
   if (s >= f.sequences) return;
@@ -65,8 +66,7 @@ Kernel sinks_for(const Attention &f) {
   return with_type<kUnscaledTypes>(f.q.type, [&](auto type) { return sinks_of<decltype(type)::value>(f); });
 }
 Kernel deltas_for(const Attention &f) {
-  return with_type<kUnscaledTypes>(f.q.type,
-                                   [&](auto type) -> Kernel { return deltas_kernel<decltype(type)::value>; });
+  return with_type<kUnscaledTypes>(f.q.type, [&](auto type) -> Kernel { return deltas_kernel<decltype(type)::value>; });
 }
 
 }  // namespace
