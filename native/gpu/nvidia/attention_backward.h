@@ -1,5 +1,6 @@
-// What GPU kernels of attention's gradients share beside its formulas: the tiles of rows and of keys, the pairs of both, and
-// the two parts that are no product: delta of every row, and the gradients of the sinks (attention_backward_rows.cu).
+// What GPU kernels of attention's gradients share beside its formulas: the tiles of rows and of keys, the pairs of
+// both, and the two parts that are no product: delta of every row, and the gradients of the sinks
+// (attention_backward_rows.cu).
 #pragma once
 
 #include "core/error.h"
@@ -98,8 +99,9 @@ __device__ __forceinline__ float begin_sum(const AttentionBackward &p, const Hea
 
 // ---- Pairs -------------------------------------------------------------------------------------------------------
 
-// From the chains of q, k and of dout, v to a pair's weight and the gradient of its score, neither rounded. Of a pair that is
-// not allowed both are +0; `allowed` comes as causal, window and mask let it, and says in the end whether it is.
+// From the chains of q, k and of dout, v to a pair's weight and the gradient of its score, neither rounded. Of a pair
+// that is not allowed both are +0; `allowed` comes as causal, window and mask let it, and says in the end whether it
+// is.
 template <class Exp2, bool adjusts = true>
 __device__ __forceinline__ void weigh_pair(const AttentionBackward &b, const ScoreScale &scale, int64_t sequence,
                                            const Extent &extent, const QueryRow &row, const RowBehind &behind,

@@ -1,15 +1,15 @@
 // Attention's gradients by fmaf chains, on any NVIDIA GPU, for every type, layout and option: the general kernels of
 // arithmetic ieee.
 //
-//   NUMERICS.md, "Attention, backward", has the formulas. Two kernels make the scores again, and the products of dout and v.
-//   Keys: a block has 16 places of a sequence's keys and walks the queries that see any of them, in the contract's blocks of
-//   128 of a head; dk and dv grow in registers, a thread a column of each and all places. Queries: a block has 16 rows, each
-//   a query of one of a group's heads, and walks the blocks of keys from the last; a thread has a column of dq and all rows.
-//   More than 128 columns are shared out among blocks. In both a thread makes the sums of one vector that is walked with the
-//   tile's 16, or with half of them.
+//   NUMERICS.md, "Attention, backward", has the formulas. Two kernels make the scores again, and the products of dout
+//   and v. Keys: a block has 16 places of a sequence's keys and walks the queries that see any of them, in the
+//   contract's blocks of 128 of a head; dk and dv grow in registers, a thread a column of each and all places. Queries:
+//   a block has 16 rows, each a query of one of a group's heads, and walks the blocks of keys from the last; a thread
+//   has a column of dq and all rows. More than 128 columns are shared out among blocks. In both a thread makes the sums
+//   of one vector that is walked with the tile's 16, or with half of them.
 //
-// A pair that is not allowed has weight 0, and 0 times a number is 0 unless that is Inf or NaN. A tile with a result that
-// is not finite is therefore made again with such pairs left out by a branch.
+// A pair that is not allowed has weight 0, and 0 times a number is 0 unless that is Inf or NaN. A tile with a result
+// that is not finite is therefore made again with such pairs left out by a branch.
 
 #include "gpu/nvidia/attention_backward.h"
 #include "gpu/device.h"
@@ -81,8 +81,8 @@ template <Type type, int block> struct WalkedPairs {
     }
   }
 
-  // Into shared memory as factors of the last products. weigh(r, allowed, score, gradient) has the formula, which is there
-  // once: it is long.
+  // Into shared memory as factors of the last products. weigh(r, allowed, score, gradient) has the formula, which is
+  // there once: it is long.
   template <class F> __device__ void hand_out(Shared<block> &shared, F weigh) const {
     float *weight = shared.weights[walked()] + tile0(), *gradient = shared.gradients[walked()] + tile0();
     uint8_t *seen = reinterpret_cast<uint8_t *>(shared.seen[walked()]) + tile0();
@@ -99,8 +99,8 @@ template <Type type, int block> struct WalkedPairs {
   }
 };
 
-// sums[r] = chain over the walked vectors first ... last - 1 of factors[j][r] and their element `column`. Careful: of allowed
-// pairs alone.
+// sums[r] = chain over the walked vectors first ... last - 1 of factors[j][r] and their element `column`. Careful: of
+// allowed pairs alone.
 template <Type type, int block>
 __device__ __forceinline__ void add_products(const Shared<block> &shared, float (&sums)[kRows],
                                              const float (&factors)[block][kRows], const char *data,
@@ -251,8 +251,8 @@ template <Type type> class Keys {
   float dk_[kRows], dv_[kRows];  // of column_
 };
 
-// Blocks: slices of columns, groups and sequences beside each other, then tiles from the first, which most queries see where
-// attention is causal.
+// Blocks: slices of columns, groups and sequences beside each other, then tiles from the first, which most queries see
+// where attention is causal.
 template <Type type>
 __global__ void __launch_bounds__(kThreads)
     keys_kernel(const __grid_constant__ AttentionBackward p, const ScoreScale scale, const int64_t slices) {
@@ -270,7 +270,8 @@ __global__ void __launch_bounds__(kThreads)
   keys.store();
 }
 
-// ---- Queries: dq -----------------------------------------------------------------------------------------------------
+// ---- Queries: dq
+// -----------------------------------------------------------------------------------------------------
 
 template <Type type, int block> class Queries {
  public:
@@ -395,7 +396,8 @@ __global__ void __launch_bounds__(kThreads)
   queries.store();
 }
 
-// ---- Launch ----------------------------------------------------------------------------------------------------------
+// ---- Launch
+// ----------------------------------------------------------------------------------------------------------
 
 constexpr const char *kName = "attention_backward_ieee";
 

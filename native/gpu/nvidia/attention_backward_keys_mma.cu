@@ -1,5 +1,6 @@
 // dk and dv of attention on tensor cores (attention_backward_mma.h): a block has 64 places of a sequence's keys and 64
-// columns of dk and dv: for more a thread has no registers. It walks the queries that see any of them in the contract's order: by 128, heads, queries.
+// columns of dk and dv: for more a thread has no registers. It walks the queries that see any of them in the contract's
+// order: by 128, heads, queries.
 
 #include "gpu/nvidia/attention_backward_mma.h"
 #include "gpu/device.h"
@@ -164,8 +165,8 @@ template <Type type, int columns, bool adjusts> class Keys {
   Sums<columns> dk_, dv_;
 };
 
-// Blocks: slices of columns, groups and sequences beside each other, then tiles from the first, which most queries see where
-// attention is causal.
+// Blocks: slices of columns, groups and sequences beside each other, then tiles from the first, which most queries see
+// where attention is causal.
 template <Type type, int columns, bool adjusts>
 __global__ void __launch_bounds__(kThreads, 2)
     keys_kernel(const __grid_constant__ AttentionBackward p, const ScoreScale scale, const AttentionBackwardWay way,

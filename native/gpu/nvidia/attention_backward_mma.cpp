@@ -1,5 +1,5 @@
-// Attention's gradients on tensor cores through mma.sync, for every layout, option and width: the general kernels of sm90
-// and sm80, one after the other.
+// Attention's gradients on tensor cores through mma.sync, for every layout, option and width: the general kernels of
+// sm90 and sm80, one after the other.
 
 #include "gpu/kernels.h"
 #include "gpu/nvidia/attention_backward_mma.h"

@@ -1,15 +1,15 @@
 // What the two kernels of attention's gradients by mma.sync share (attention_backward_keys_mma.cu,
 // attention_backward_queries_mma.cu).
 //
-//   A block of four warps has a tile of 64 vectors, a warp 16 of them, of one side (keys, or queries); it walks vectors of the
-//   other side, 32 at a time. Both sides have two operands: first q or k, second dout or v. The products of a warp's vectors
-//   and those that are walked are its scores and what their gradients are made of; rounded, they are operands as they
-//   lie in registers, of the products that the results are summed from. Where a head fits, the tile stays in shared
-//   memory; else both sides come in pieces of 128 columns. An m16n8k16 is one step of sm90 on Hopper and later, two of sm80
-//   before (gemm_mma.cu).
+//   A block of four warps has a tile of 64 vectors, a warp 16 of them, of one side (keys, or queries); it walks vectors
+//   of the other side, 32 at a time. Both sides have two operands: first q or k, second dout or v. The products of a
+//   warp's vectors and those that are walked are its scores and what their gradients are made of; rounded, they are
+//   operands as they lie in registers, of the products that the results are summed from. Where a head fits, the tile
+//   stays in shared memory; else both sides come in pieces of 128 columns. An m16n8k16 is one step of sm90 on Hopper
+//   and later, two of sm80 before (gemm_mma.cu).
 //
-// A pair that is not allowed has weight 0, and 0 times a number is 0 unless that is Inf or NaN. A tile with a result that
-// is not finite is therefore made again row by row, with zeros for what such pairs would meet.
+// A pair that is not allowed has weight 0, and 0 times a number is 0 unless that is Inf or NaN. A tile with a result
+// that is not finite is therefore made again row by row, with zeros for what such pairs would meet.
 #pragma once
 
 #include "gpu/nvidia/attention_backward.h"
@@ -258,9 +258,9 @@ template <int columns> __device__ __forceinline__ bool not_finite(const Sums<col
 
 // ---- Pairs ---------------------------------------------------------------------------------------------------------
 
-// A thread's scores become weights, and their gradients. seen: which of its pairs are allowed, bit 2 i + e of seen[h] for
-// element 2 h + e of piece i; it comes as causal and window let them. `at` says what meets at vector w that is walked and
-// my_row(h): at.row(w, h), at.behind(w, h), at.key(w, h).
+// A thread's scores become weights, and their gradients. seen: which of its pairs are allowed, bit 2 i + e of seen[h]
+// for element 2 h + e of piece i; it comes as causal and window let them. `at` says what meets at vector w that is
+// walked and my_row(h): at.row(w, h), at.behind(w, h), at.key(w, h).
 template <bool adjusts, class Meeting>
 __device__ __forceinline__ void weigh_pairs(const AttentionBackward &p, const ScoreScale &scale, int64_t sequence,
                                             const Extent &extent, uint32_t (&seen)[2], Scores &scores,

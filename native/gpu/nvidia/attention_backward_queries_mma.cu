@@ -1,5 +1,5 @@
-// dq of attention on tensor cores (attention_backward_mma.h): a block has 64 rows, each a query of one of a group's heads,
-// and 64 or 128 columns of dq. It walks the contract's blocks of keys from the last, each from its first key.
+// dq of attention on tensor cores (attention_backward_mma.h): a block has 64 rows, each a query of one of a group's
+// heads, and 64 or 128 columns of dq. It walks the contract's blocks of keys from the last, each from its first key.
 
 #include "gpu/nvidia/attention_backward_mma.h"
 #include "gpu/device.h"

@@ -1,8 +1,9 @@
-// Of attention's gradients what is no product: delta of each row, where there is a workspace for it, and the gradients of the
-// sinks.
+// Of attention's gradients what is no product: delta of each row, where there is a workspace for it, and the gradients
+// of the sinks.
 //
 //   delta_i  = sum over e of dout_ie out_ie in eight lanes (NUMERICS.md, "Attention, backward"): a thread a lane
-//   dsinks_h = chain over the tokens, ascending: a block a head makes the terms of 32 tokens at a time, one thread adds them
+//   dsinks_h = chain over the tokens, ascending: a block a head makes the terms of 32 tokens at a time, one thread adds
+//   them
 
 #include "gpu/nvidia/attention_backward.h"
 #include "gpu/device.h"
