@@ -223,6 +223,9 @@ $(SM90_ATTENTION:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/attention/
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(subst -Xptxas -warn-spills,,$(NVCCFLAGS)) $(GENCODE) -DPYDET_ATTENTION_TYPE=$* -MMD -MP -c $< -o $@
 
+# Its 128 columns spill some registers, and are 1.6 times as fast as 64 without.
+$(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
+
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@

@@ -30,7 +30,7 @@ template <bool transpose> void load_matrices(uint32_t (&r)[4], uint32_t row) {
 template <Type type> float mma_step(const uint16_t *a, const uint16_t *b, float c) {
   constexpr int kFraction = 25, kLeast = is_bf16<type>() ? -126 : -14;
   const auto number = [](uint16_t x) { return is_bf16<type>() ? f32_from_bf16(x) : f32_from_f16(x); };
-  const auto exponent = [](float x, int least) { return std::max(std::ilogb(x), least); };
+  const auto exponent = [](float x, int least) { return std::max(int(bits_of(x) >> 23 & 255) - 127, least); };
   int top = -133;
   float odd = std::isfinite(c) ? 0.0f : c;
   if (c != 0.0f && std::isfinite(c)) top = std::max(top, exponent(c, -126));
@@ -40,8 +40,9 @@ template <Type type> float mma_step(const uint16_t *a, const uint16_t *b, float 
     else if (x != 0.0f && y != 0.0f) top = std::max(top, exponent(x, kLeast) + exponent(y, kLeast));
   }
   if (!(odd == 0.0f)) return odd;
-  int64_t sum = int64_t(std::ldexp(double(c), kFraction - top));
-  for (int k = 0; k < 16; ++k) sum += int64_t(std::ldexp(double(number(a[k])) * double(number(b[k])), kFraction - top));
+  const double per_unit = std::ldexp(1.0, kFraction - top);
+  int64_t sum = int64_t(double(c) * per_unit);
+  for (int k = 0; k < 16; ++k) sum += int64_t(double(number(a[k])) * double(number(b[k])) * per_unit);
   const double exact = std::ldexp(double(sum), top - kFraction);
   float nearest = float(exact);
   if (std::fabs(exact) >= 0x1p128) return nearest;
