@@ -1,6 +1,7 @@
 // dk and dv of attention on tensor cores (attention_backward_mma.h): a block has 64 places of a sequence's keys and 64
-// or 128 columns of dk and dv. It walks the queries that see any of them in the contract's order: by 128, heads, queries.
-// 128 columns spill some registers, and are 1.6 times as fast for heads of 128 as two blocks of 64 columns (H100).
+// or 128 columns of dk and dv. It walks the queries that see any of them in the contract's order: by 128, heads,
+// queries. 128 columns spill some registers, and are 1.6 times as fast for heads of 128 as two blocks of 64 columns
+// (H100).
 
 #include "gpu/nvidia/attention_backward_mma.h"
 #include "gpu/device.h"

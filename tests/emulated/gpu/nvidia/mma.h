@@ -1,5 +1,5 @@
-// native/gpu/nvidia/mma.h on a CPU, but for its barriers in memory. An m16n8k16 is one step of sm90 (NUMERICS.md, "GEMM"),
-// as on Hopper.
+// native/gpu/nvidia/mma.h on a CPU, but for its barriers in memory. An m16n8k16 is one step of sm90 (NUMERICS.md,
+// "GEMM"), as on Hopper.
 #pragma once
 
 #include "gpu/device.h"
@@ -11,8 +11,8 @@ inline uint32_t shared_address(const void *p) {
   return uint32_t(static_cast<const char *>(p) - emulated::shared_begin());
 }
 
-// Lane l gives the address of row l % 8 of matrix l / 8; it takes elements 2 (l % 4) and one more of row l / 4, or, turned,
-// of column l / 4.
+// Lane l gives the address of row l % 8 of matrix l / 8; it takes elements 2 (l % 4) and one more of row l / 4, or,
+// turned, of column l / 4.
 template <bool transpose> void load_matrices(uint32_t (&r)[4], uint32_t row) {
   const int lane = int(threadIdx.x) % emulated::kWarp;
   const uint32_t *rows = emulated::meet_warp(row, -1);
