@@ -174,7 +174,7 @@ def problems(operation, name, dtype):
             shapes = [of_q, of_q, of_k, of_k, of_q, (of_q[:3], "float32"), of_q, of_k, of_k]
             room = np.zeros((1 << 24) + 256, np.uint8)  # more than any kernel wants for these
             at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
-            sinks = dict(zip(("sinks", "dsinks"), tensors([(4,)] * 2, dtype))) if has_sinks else {}
+            sinks = dict(zip(("sinks", "dsinks"), tensors([((4,), "float32")] * 2, dtype))) if has_sinks else {}
             given = capi.options(
                 "pydet_attention_backward_options",
                 arithmetic=name[1],
