@@ -184,7 +184,8 @@ $(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 	@mkdir -p $(@D)
 	$(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
 
-# The kernels without tensor cores, and attention's by mma.sync, as C++, in place of their machine code, on that runtime (tests/emulated).
+# The kernels without tensor cores, and attention's by mma.sync, as C++, in place of their machine code, on that
+# runtime (tests/emulated).
 .PHONY: cuda-emulated
 cuda-emulated: $(BUILD)/libpydet_cuda_emulated.so
 
