@@ -77,7 +77,9 @@ def test_edges(attention_backward_kernel):
 @pytest.mark.parametrize("arithmetic, dtype", PAIRS)
 def test_error_against_float64(arithmetic, dtype):
     """Roundings of the weights and of the gradients of scores, of out and of the results, and no more."""
-    most = {"fp32": 4e-6, "bf16": 6e-3, "fp16": 9e-4}[dtype]
+    most = {"fp32": 1e-6, "bf16": 4e-3, "fp16": 9e-4}[dtype]
+    if (arithmetic, dtype) == ("cdna2", "fp16"):
+        most = 2e-3  # gradients of scores below 2^-14 are flushed
     for shape, given in (
         (Shape(queries=60, keys=300, d=64), {"causal": True}),
         (Shape(queries=150, keys=150, d=128, e=128), {"window": (70, None)}),
