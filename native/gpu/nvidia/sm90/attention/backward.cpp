@@ -3,6 +3,7 @@
 #include "gpu/nvidia/sm90/attention/backward.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/attention/maps.h"
@@ -46,8 +47,9 @@ bool attention_backward_sm90_takes(const AttentionBackward &b) {
           (stores_pairs(b.dk, a.sequences, a.groups, a.keys) && stores_pairs(b.dv, a.sequences, a.groups, a.keys)));
 }
 
-uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const char *) {
+uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const char *kernel) {
   const Attention &a = b.forward;
+  if (kernel && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
   return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
 }
