@@ -1,7 +1,7 @@
 # make            build libpydet_cpu.so, install into .venv, run the demo
 # make test       the test suite
 # make cpu        only pydet/libpydet_cpu.so
-# make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/results/
+# make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/raw/
 # make cuda       pydet/libpydet_cuda.so (nvcc 13; no GPU needed)
 # make hip        pydet/libpydet_hip.so (ROCm 5.2 to 7, or its headers and clang; no GPU needed); ROCM, HIPCC, HIP_ARCHS
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
