@@ -13,7 +13,8 @@
 # make wheel      dist/pydet-*manylinux*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
 # make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++. Under SOURCE_DATE_EPOCH both are the same bytes
 #                 each time
-# make docs       the documentation as a site, build/site/index.html
+# make docs       the documentation as a site, build/site/index.html; SITE_URL: where it will stand, REPO_URL: where the
+#                 sources do, which its pages then link
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), TEST_JOBS (in how many processes; as many as cores, at
 # most 8), BUILD (where objects go), LIBRARY (where the libraries go; with both elsewhere, make cpu, cuda, hip and
