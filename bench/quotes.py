@@ -11,7 +11,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench import plot, summary
+from bench import distributed_tables, plot, summary
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -164,6 +164,22 @@ def of_ranks():
         yield f"{ranks} ranks: results", f"{bits['elements']:,}"
         yield f"{ranks} ranks: fp32 sums", f"{bits['controls']['all_reduce of fp32 sums']:,}"
         yield f"{ranks} ranks: rounded sums", f"{bits['controls']['all_reduce, rounded']:,}"
+    for ranks in (2, 4, 8):
+        rows = [row for row in summary.rows(f"h100x{ranks}_distributed") if row["part"] == "row"]
+        for n, k in {(row["n"], row["k"]): None for row in rows}:
+            here = {row["m"]: row for row in rows if (row["n"], row["k"]) == (n, k)}
+            counts = distributed_tables.segments_of(here[1])
+            us = {m: distributed_tables.columns(row, counts) for m, row in here.items()}
+            title, *others = us[1]
+            speeds = {other: {m: its[title] / its[other] for m, its in us.items()} for other in others}
+            ours = [f"row_parallel_linear, {count} segments" for count in counts]
+            name = f"{ranks} ranks, {n} x {k}"
+            both = ("; ".join(f"{speeds[one][m]:.2f}" for one in ours) for m in (1, 16, 64, 512, 4096))
+            yield name, " | ".join(both)
+            shown = (1, 4, 16, 64, 256, 512, 4096)
+            yield f"{name}: us", " | ".join(f"{us[m][title]:.{1 if us[m][title] < 100 else 0}f}" for m in shown)
+            for other in others:
+                yield f"{name}: {other}", " | ".join(f"{speeds[other][m]:.2f}" for m in shown)
 
 
 def of_hand():
@@ -204,6 +220,9 @@ QUOTES = {
         "| 2 and 8 H100s against one, {2 ranks: results} and {8 ranks: results} results of 100 random shapes |",
         "| an all-reduce of the fp32 partial sums | {2 ranks: fp32 sums}, {8 ranks: fp32 sums} |",
         "| an all-reduce of rounded ones | {2 ranks: rounded sums}, {8 ranks: rounded sums} |",
+        "| 2 H100s, a segment each; 8 segments | {2 ranks, 4096 x 14336} |",
+        "| 4 H100s, a segment each; 8 segments (an older library) | {4 ranks, 4096 x 14336} |",
+        "| 8 H100s, a segment each (an older library) | {8 ranks, 4096 x 14336} |",
         "On two cores of an AMD EPYC (AVX-512), release {release of cpu} (fp8: {release of cpu_fp8}), from "
         "[bench/results/cpu.md](bench/results/cpu.md), `make bench`, NumPy 2.4 with its own OpenBLAS and PyTorch 2.13",
         "| fp32 GEMM, 512x4096x4096, 1024^3, 2048^3, beside NumPy | {cpu gemm, 1} | {cpu gemm, 2} |",
@@ -264,18 +283,29 @@ QUOTES = {
         "a training step {fp8: step} ms instead of {converted: step}",
     ],
     "docs/distributed.md": [
+        "| torch.mm + NCCL all-reduce in bf16, us | {8 ranks, 4096 x 14336: us} |",
+        "| the same in fp32 | {8 ranks, 4096 x 14336: the same in fp32} |",
+        "| torch's symmetric-memory all-reduce in bf16 | "
+        "{8 ranks, 4096 x 14336: with torch's symmetric-memory all-reduce} |",
+        "| `row_parallel_linear` | {8 ranks, 4096 x 14336: row_parallel_linear, 8 segments} |",
+        "| `row_parallel_linear`, S = 4 | {4 ranks, 4096 x 14336: row_parallel_linear, 4 segments} | "
+        "| S = 8 | {4 ranks, 4096 x 14336: row_parallel_linear, 8 segments} |",
+        "| N, K = 4096, 14336, S = 2 | {2 ranks, 4096 x 14336: row_parallel_linear, 2 segments} | "
+        "| S = 8 | {2 ranks, 4096 x 14336: row_parallel_linear, 8 segments} |",
+        "| N, K = 8192, 8192, S = 2 | {2 ranks, 8192 x 8192: row_parallel_linear, 2 segments} | "
+        "| S = 8 | {2 ranks, 8192 x 8192: row_parallel_linear, 8 segments} |",
         "all-reduce of the same fp32 sums differs in {8 ranks: fp32 sums}, of rounded ones in {8 ranks: rounded sums}",
         "of all-reduced fp32 sums {2 ranks: fp32 sums}, of rounded ones {2 ranks: rounded sums}",
     ],
 }
 # Sections in which no measured number may stand outside of a quote.
 MEASURED = {
-    "README.md": ["## Speed"],
+    "README.md": ["## Speed", "### Across GPUs"],
     "docs/calls.md": ["## What it costs"],
     "docs/faq.md": ["## Is it slower?"],
 }
-ONE = r"\d+(?:,\d{3})*(?:\.\d+)?(?: \(\d+\.\d+\))?"
-FIGURE = rf"({ONE}(?:(?:,| and| to)\s+{ONE})*|{ONE} million|\d+x\d+x\d+: {ONE}|\d+\.\d+\.\d+)"
+ONE = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?: \(\d+\.\d+\))?"
+FIGURE = rf"({ONE}(?:(?:,|;| and| to| \|)\s+{ONE})*|{ONE} million|\d+x\d+x\d+: {ONE}|\d+\.\d+\.\d+)"
 NUMBER = r"\d*\.\d+|\d+(?= (?:us|ms|%|times|GMAC/s|GB/s|TB/s|TFLOP/s|GFLOP/s)\b)"
 
 

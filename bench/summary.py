@@ -88,7 +88,9 @@ def operation(name):
 def condensed(name, raw):
     """A run of a summary, of the raw results of that name."""
     if isinstance(raw, list):  # of bench.distributed
-        return {"name": name, "rows": raw}
+        from bench import distributed_tables  # which asks PyTorch's part of pydet
+
+        return {"name": name, "rows": distributed_tables.chosen(raw)}
     run = {"name": name} | {key: raw[key] for key in ("command", "date", "machine", "versions") if key in raw}
     if "rows" not in raw:  # of examples/rl_alignment.py
         left_out = {*run, "card before", "card after"}

@@ -208,9 +208,7 @@ def test_the_tree_has_summaries_alone():
 
 
 @pytest.mark.parametrize("path", sorted(summary.FOLDER.glob("*.md")), ids=lambda path: path.stem)
-def test_a_summarys_tables_are_those_of_its_numbers(path, need):
-    if path.stem == "distributed":
-        need(importlib.util.find_spec("torch"), "torch", "PyTorch is not installed")
+def test_a_summarys_tables_are_those_of_its_numbers(path):
     runs = list(summary.load(path.stem).values())
     again = "python -m bench.summary --tables"
     assert path.read_text() == "\n".join(summary.page(path.stem, runs)) + "\n", again
