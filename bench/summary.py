@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import harness
+from bench import distributed_tables, harness
 
 FOLDER = Path(__file__).resolve().parent / "results"
 # Whose summary has the runs of what goes by another name.
@@ -88,8 +88,6 @@ def operation(name):
 def condensed(name, raw):
     """A run of a summary, of the raw results of that name."""
     if isinstance(raw, list):  # of bench.distributed
-        from bench import distributed_tables  # which asks PyTorch's part of pydet
-
         return {"name": name, "rows": distributed_tables.chosen(raw)}
     run = {"name": name} | {key: raw[key] for key in ("command", "date", "machine", "versions") if key in raw}
     if "rows" not in raw:  # of examples/rl_alignment.py
@@ -222,8 +220,6 @@ def page(name, runs):
             if not run["name"].endswith("_random"):
                 yield from times(found)
         elif name == "distributed":
-            from bench import distributed_tables
-
             yield from distributed_tables.report(run["rows"])
         elif name == "rl_alignment":
             yield "```json"

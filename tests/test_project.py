@@ -83,3 +83,12 @@ def test_what_is_for_any_gpu_is_in_both_tables():
             helpers = {"ready_to_join", "join_partials"}  # what other kernels launch
             assert makers or name in helpers, f"{path.name}: {name} is in no table"
     assert found == of_one
+
+
+def test_each_word_of_a_row_kernels_name_is_in_the_glossary():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    glossary = {word for row in re.findall(r"^\| ([a-z, ]+) \|", text, flags=re.M) for word in row.split(", ")}
+    table = (ROOT / "native/gpu/nvidia/backend.cpp").read_text()
+    names = re.findall(r'"cuda_(?:rmsnorm|layernorm|softmax)_(\w+)"', table)
+    words = {word for name in names for word in name.split("_")} - {"backward"}
+    assert len(words) > 10 and words <= glossary, words - glossary
