@@ -145,12 +145,27 @@ def of_training():
         yield f"{name}: tokens a second", ", ".join(f"{d['tokens a second']:.0f}" for d in decode)
         yield f"{name}: step", f"{its[step]['ms a step']:.0f}"
         yield f"{name}: exact step", f"{its[step]['ms a step']:.1f}"
-    speed = [
-        found["pydet"][f"decode in batches of {n}"]["tokens a second"]
-        / found["torch"][f"decode in batches of {n}"]["tokens a second"]
-        for n in batches
-    ]
-    yield "decoding", "{:.2f}, {:.2f} and {:.2f}".format(*speed)
+
+    def tokens(way):
+        return [found[way][f"decode in batches of {n}"]["tokens a second"] for n in batches]
+
+    def times(one, other):
+        return [x / y for x, y in zip(tokens(one), tokens(other), strict=True)]
+
+    def percent(ratio):
+        return f"{100 * (ratio - 1):.0f}"
+
+    ours, theirs = found["pydet"][step], found["torch"][step]
+    yield "decoding", "{:.2f}, {:.2f} and {:.2f}".format(*times("pydet", "torch"))
+    yield "fp8: slower decoding", " to ".join(percent(end(times("pydet", "pydet, fp8"))) for end in (min, max))
+    yield "converted: slower step", percent(ours["ms a step"] / theirs["ms a step"])
+    yield "converted: slower step in four", percent(ours["ms a step in four"] / theirs["ms a step in four"])
+    (both,) = summary.rows("h100x2_rl_alignment")
+    for name, way in (("PyTorch", "torch, all-reduces"), ("pydet", "pydet")):
+        decode = [both[way][f"decode in batches of {n}"] for n in batches]
+        yield f"2 ranks, {name}: log-probabilities", ", ".join(str(d["differ from the trainer's"]) for d in decode)
+        yield f"2 ranks, {name}: sequences", ", ".join(str(d["not those of the largest batch"]) for d in decode[:2])
+        yield f"2 ranks, {name}: tokens a second", ", ".join(f"{d['tokens a second']:.0f}" for d in decode)
 
 
 def millions(count):
@@ -280,9 +295,16 @@ QUOTES = {
     "bench/README.md": [CAPTION],
     "docs/rl.md": [
         "Sampling was {decoding} times as fast as PyTorch's",
+        "a training step {converted: slower step} % slower, and one of four micro-batches "
+        "{converted: slower step in four} %",
+        "sampling takes {fp8: slower decoding} % longer",
         "a training step {fp8: step} ms instead of {converted: step}",
     ],
     "docs/distributed.md": [
+        "batches of 1, 3, 64 | {2 ranks, PyTorch: log-probabilities} of 6243 | {2 ranks, pydet: log-probabilities} |",
+        "not those of the batch of 64 | {2 ranks, PyTorch: sequences} | {2 ranks, pydet: sequences} |",
+        "| tokens a second, batches of 1, 3, 64 | {2 ranks, PyTorch: tokens a second} | "
+        "{2 ranks, pydet: tokens a second} |",
         "| torch.mm + NCCL all-reduce in bf16, us | {8 ranks, 4096 x 14336: us} |",
         "| the same in fp32 | {8 ranks, 4096 x 14336: the same in fp32} |",
         "| torch's symmetric-memory all-reduce in bf16 | "
