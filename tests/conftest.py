@@ -51,6 +51,7 @@ def forced_kernels(operation):
 
 def pytest_generate_tests(metafunc):
     norms = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "layernorm", "layernorm_backward", "fold"]
+    norms += ["activation", "activation_backward"]
     for operation in ["gemm", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm", "attention", *norms]:
         if f"{operation}_kernel" in metafunc.fixturenames:
             kernels = forced_kernels(operation)

@@ -116,15 +116,18 @@ PYDET_HD float coarse_exp2_f32(float t) {
   return t < kLowestExp2 ? 0.0f : p * parts.power;
 }
 
-// At most 1.3 ulp from tanh x. NaN for NaN, 1 from 10 on.
-PYDET_HD float tanh_f32(float x) {
-  float size = x < 0.0f ? -x : x, square = x * x;
-  float p = -0x1.76ac1cp-8f;
+// tanh x for x from -0.625 to 0.625.
+PYDET_HD float near_tanh_f32(float x) {
+  float square = x * x, p = -0x1.76ac1cp-8f;
   p = fmaf(p, square, 0x1.5256d8p-6f);
   p = fmaf(p, square, -0x1.b84448p-5f);
   p = fmaf(p, square, 0x1.110768p-3f);
   p = fmaf(p, square, -0x1.555534p-2f);
-  float near = fmaf(x * square, p, x);
+  return fmaf(x * square, p, x);
+}
+// At most 1.3 ulp from tanh x. NaN for NaN, 1 from 10 on.
+PYDET_HD float tanh_f32(float x) {
+  float size = x < 0.0f ? -x : x, near = near_tanh_f32(x);
   float far = fmaf(-2.0f, 1.0f / (exp_f32(2.0f * (size > 10.0f ? 10.0f : size)) + 1.0f), 1.0f);
   far = size > 10.0f ? 1.0f : far;
   return size > 0.625f ? (x < 0.0f ? -far : far) : near;
