@@ -66,36 +66,48 @@ template <Type type> __device__ __forceinline__ float round_to(float x) {
   else return Element<type>::to_f32(Element<type>::from_f32(x));
 }
 
-// Where a thread's elements begin: in bytes from the begin of a tensor's rows, and how many are left of the row.
+// How vectors are counted through all rows.
+struct Count {
+  int64_t vectors, in_row;
+  bool narrow;  // numbers of 32 bits hold what is divided and multiplied
+};
+
+// Where a thread's elements are in a tensor, and how many are left of the row.
 struct Place {
   int64_t outer, inner, column, left;
+  bool narrow;
   template <Type type> __device__ __forceinline__ char *in(const Rows &rows) const {
-    return rows.data + (outer * rows.outer_stride + inner * rows.inner_stride + column) * size_of(type);
+    int64_t at = column;
+    if (narrow) {
+      at += int64_t(uint64_t(uint32_t(inner)) * uint32_t(rows.inner_stride));
+      if (outer) at += int64_t(uint64_t(uint32_t(outer)) * uint32_t(rows.outer_stride));
+    } else {
+      at += outer * rows.outer_stride + inner * rows.inner_stride;
+    }
+    return rows.data + at * size_of(type);
   }
 };
 
-// Vector i of W elements, counted through all rows. `narrow`: numbers of 32 bits hold what is divided.
-template <int W, class Problem> __device__ __forceinline__ Place place_of(const Problem &p, int64_t i, bool narrow) {
-  if (p.rows == 1) return {0, 0, i * W, p.n - i * W};
-  const int64_t in_row = (p.n + W - 1) / W;
-  int64_t row, outer;
-  if (narrow) {
-    row = uint32_t(i) / uint32_t(in_row);
-    outer = p.inner == p.rows ? 0 : uint32_t(row) / uint32_t(p.inner);
+// Of vector i of W elements.
+template <int W, class Problem>
+__device__ __forceinline__ Place place_of(const Problem &p, const Count &count, int64_t i) {
+  if (i >= count.vectors) return {0, 0, 0, 0, true};
+  if (p.rows == 1) return {0, 0, i * W, p.n - i * W, true};
+  int64_t row, outer = 0;
+  if (count.narrow) {
+    row = uint32_t(i) / uint32_t(count.in_row);
+    if (p.inner != p.rows) outer = uint32_t(row) / uint32_t(p.inner);
   } else {
-    row = i / in_row;
-    outer = p.inner == p.rows ? 0 : row / p.inner;
+    row = i / count.in_row;
+    if (p.inner != p.rows) outer = row / p.inner;
   }
-  const int64_t column = (i - row * in_row) * W;
-  return {outer, row - outer * p.inner, column, p.n - column};
+  const int64_t column = (i - row * count.in_row) * W;
+  return {outer, row - outer * p.inner, column, p.n - column, count.narrow};
 }
-
-template <class Problem, int W> int64_t vectors_of(const Problem &p) { return p.rows * divide_up(p.n, W); }
-constexpr int64_t kNarrow = int64_t(1) << 31;
 
 // A block takes kTurns times as many vectors as it has threads: all are asked for before the first is worked on.
 template <Type type, int W, int kTurns, bool gated>
-__global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_constant__ Activation p, int64_t vectors) {
+__global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_constant__ Activation p, const __grid_constant__ Count count) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t first = block_number() * (kThreads * kTurns) + threadIdx.x;
@@ -103,8 +115,7 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_const
   Elements<type, W> x[kTurns], up[kTurns];
 #pragma unroll
   for (int k = 0; k < kTurns; ++k) {
-    const int64_t i = first + k * kThreads;
-    at[k] = i < vectors ? place_of<W>(p, i, vectors < kNarrow) : Place{0, 0, 0, 0};
+    at[k] = place_of<W>(p, count, first + k * kThreads);
     x[k] = load_elements<type, W>(at[k].template in<type>(p.x), at[k].left);
     if constexpr (gated) up[k] = load_elements<type, W>(at[k].template in<type>(p.up), at[k].left);
   }
@@ -127,7 +138,7 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_const
 
 template <Type type, int W, int kTurns, bool gated>
 __global__ void __launch_bounds__(kThreads)
-    activation_backward_kernel(const __grid_constant__ ActivationBackward p, int64_t vectors) {
+    activation_backward_kernel(const __grid_constant__ ActivationBackward p, const __grid_constant__ Count count) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t first = block_number() * (kThreads * kTurns) + threadIdx.x;
@@ -135,8 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   Elements<type, W> dy[kTurns], x[kTurns], up[kTurns];
 #pragma unroll
   for (int k = 0; k < kTurns; ++k) {
-    const int64_t i = first + k * kThreads;
-    at[k] = i < vectors ? place_of<W>(p, i, vectors < kNarrow) : Place{0, 0, 0, 0};
+    at[k] = place_of<W>(p, count, first + k * kThreads);
     dy[k] = load_elements<type, W>(at[k].template in<type>(p.dy), at[k].left);
     x[k] = load_elements<type, W>(at[k].template in<type>(p.x), at[k].left);
     if constexpr (gated) up[k] = load_elements<type, W>(at[k].template in<type>(p.up), at[k].left);
@@ -172,13 +182,18 @@ bool aligned(const Rows &rows, int64_t count, int64_t inner) {
          (inner >= count || whole(rows.outer_stride));
 }
 
-template <int W, int kTurns, class Problem>
-pydet_status launch_vectors(const char *name, const Problem &p, void (*kernel)(Problem, int64_t)) {
-  const int64_t vectors = vectors_of<Problem, W>(p);
-  Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(vectors, kThreads * kTurns), kThreads),
+template <int W, int kTurns, class Problem, size_t operands>
+pydet_status launch_vectors(const char *name, const Problem &p, const Rows *const (&all)[operands],
+                            void (*kernel)(Problem, Count)) {
+  constexpr int64_t kNarrow = int64_t(1) << 31;
+  const int64_t in_row = divide_up(p.n, W);
+  Count count = {p.rows * in_row, in_row, true};
+  count.narrow = count.vectors + kThreads * kTurns < kNarrow;
+  for (const Rows *rows : all) count.narrow &= rows->inner_stride < kNarrow && rows->outer_stride < kNarrow;
+  Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(count.vectors, kThreads * kTurns), kThreads),
                   dim3(kThreads)};
   where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-  return launch(where, kernel, p, vectors);
+  return launch(where, kernel, p, count);
 }
 
 }  // namespace
@@ -186,12 +201,14 @@ pydet_status launch_vectors(const char *name, const Problem &p, void (*kernel)(P
 pydet_status activation(const Activation &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("activation", guard.error());
-  const bool whole = aligned(p.x, p.rows, p.inner) && aligned(p.up, p.rows, p.inner) && aligned(p.y, p.rows, p.inner);
+  const Rows *const all[] = {&p.x, &p.up, &p.y};
+  bool whole = true;
+  for (const Rows *rows : all) whole = whole && aligned(*rows, p.rows, p.inner);
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     constexpr int W = kVectorBytes / size_of(type);
     auto run = [&](auto gated) {
-      return whole ? launch_vectors<W, 2>("activation", p, activation_kernel<type, W, 2, gated>)
-                   : launch_vectors<1, 4>("activation", p, activation_kernel<type, 1, 4, gated>);
+      return whole ? launch_vectors<W, 2>("activation", p, all, activation_kernel<type, W, 2, gated>)
+                   : launch_vectors<1, 4>("activation", p, all, activation_kernel<type, 1, 4, gated>);
     };
     return p.up.data ? run(std::true_type{}) : run(std::false_type{});
   });
@@ -200,13 +217,14 @@ pydet_status activation(const Activation &p) {
 pydet_status activation_backward(const ActivationBackward &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("activation_backward", guard.error());
+  const Rows *const all[] = {&p.dy, &p.x, &p.up, &p.dx, &p.dup};
   bool whole = true;
-  for (const Rows *rows : {&p.dy, &p.x, &p.up, &p.dx, &p.dup}) whole = whole && aligned(*rows, p.rows, p.inner);
+  for (const Rows *rows : all) whole = whole && aligned(*rows, p.rows, p.inner);
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     constexpr int W = kVectorBytes / size_of(type);
     auto run = [&](auto gated) {
-      return whole ? launch_vectors<W, 1>("activation_backward", p, activation_backward_kernel<type, W, 1, gated>)
-                   : launch_vectors<1, 4>("activation_backward", p, activation_backward_kernel<type, 1, 4, gated>);
+      return whole ? launch_vectors<W, 1>("activation_backward", p, all, activation_backward_kernel<type, W, 1, gated>)
+                   : launch_vectors<1, 4>("activation_backward", p, all, activation_backward_kernel<type, 1, 4, gated>);
     };
     return p.up.data ? run(std::true_type{}) : run(std::false_type{});
   });
