@@ -125,7 +125,10 @@ def softmax_cases(operation, dtype, generator, device):
 def activation_cases(operation, dtype, generator, device):
     for number, (rows, n) in enumerate(((1, 4096), (33, 256), (65, 1024), (200, 96), (290, 40), (2, 20000), (3, 1001))):
         x, up, dy = (tensor(generator, (rows, n), dtype, device) for _ in range(3))
-        like, kind = ((rows, n), dtype), ("silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh", "softplus")[number]
+        like, kind = (
+            ((rows, n), dtype),
+            ("silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh", "softplus")[number],
+        )
         if operation == "activation":
             yield operation, [like], lambda o, x=x, f=kind, **k: pydet.activation(x, f, out=o[0], **k)
             yield (
@@ -292,7 +295,12 @@ def make_cases(device, seed, only):
                     "scaled_grouped_gemm": scaled_grouped_cases,
                     "attention": attention_cases,
                 }
-                by_name = {"rmsnorm": norm_cases, "layer": layer_cases, "softmax": softmax_cases, "act": activation_cases}
+                by_name = {
+                    "rmsnorm": norm_cases,
+                    "layer": layer_cases,
+                    "softmax": softmax_cases,
+                    "act": activation_cases,
+                }
                 rows = next(cases_of for name, cases_of in by_name.items() if name in key[0])
                 make = makes.get(key[0]) or functools.partial(rows, key[0])
                 made[key] = list(make(kinds[brief], generator, device))

@@ -35,13 +35,17 @@ def check(functions, dtype, shapes, kinds=KINDS):
         x, up, dy = (data(sort if i == 0 else "normal", (m, n), DTYPES[dtype], seed + i) for i in range(3))
         what = f"{kind} {m}x{n} {sort}"
         if "backward" in functions.name:
-            assert_same_bits(functions.activation_backward(dy, x, kind), reference.activation_backward(dy, x, kind), what)
+            assert_same_bits(
+                functions.activation_backward(dy, x, kind), reference.activation_backward(dy, x, kind), what
+            )
             got = functions.activation_backward(dy, x, kind, up=up)
             for part, want in zip(got, reference.activation_backward(dy, x, kind, up=up), strict=True):
                 assert_same_bits(part, want, f"{what}, gated")
         else:
             assert_same_bits(functions.activation(x, kind), reference.activation(x, kind), what)
-            assert_same_bits(functions.activation(x, kind, up=up), reference.activation(x, kind, up=up), f"{what}, gated")
+            assert_same_bits(
+                functions.activation(x, kind, up=up), reference.activation(x, kind, up=up), f"{what}, gated"
+            )
 
 
 SHAPES = [(m, n) for n in WIDTHS for m in (1, 3)] + [(0, 5), (17, 0), (130, 40), (2, 8191), (1, 8193), (1, 20001)]
@@ -103,7 +107,9 @@ def test_an_element_has_the_bits_that_it_has_alone(dtype):
             one = np.s_[r : r + 1, c : c + 1]
             alone = [np.ascontiguousarray(t[one]) for t in (x, up, dy)]
             assert_same_bits(pydet.activation(alone[0], kind, up=alone[1]), y[one])
-            for got, want in zip(pydet.activation_backward(alone[2], alone[0], kind, up=alone[1]), (dx, dup), strict=True):
+            for got, want in zip(
+                pydet.activation_backward(alone[2], alone[0], kind, up=alone[1]), (dx, dup), strict=True
+            ):
                 assert_same_bits(got, want[one])
         assert_same_bits(pydet.activation(x.ravel(), kind, up=up.ravel()), y.ravel())
         for count in (1, 2, 7):
@@ -217,7 +223,16 @@ def exact(kind, x):
 
 
 # Units in the last place, of results that are no subnormal; those of a formula whose argument is rounded grow with it.
-MOST_ULPS = {"silu": 3.2, "sigmoid": 2.5, "tanh": 1.4, "softplus": 2, "exp": 0.9, "gelu": 5.9, "gelu_tanh": 6, "quick_gelu": 5}
+MOST_ULPS = {
+    "silu": 3.2,
+    "sigmoid": 2.5,
+    "tanh": 1.4,
+    "softplus": 2,
+    "exp": 0.9,
+    "gelu": 5.9,
+    "gelu_tanh": 6,
+    "quick_gelu": 5,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

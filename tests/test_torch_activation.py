@@ -81,13 +81,18 @@ def test_strides_scalars_vmap_compile_and_refusals():
     same(pt.silu(x[0, 0, 0]), pydet.silu(x)[0, 0, 0])
     same(pt.swiglu(x[0, 0, 0], up[0, 0, 0]), pydet.swiglu(x, up)[0, 0, 0])
     scalar = x[0, 0, 0].clone().requires_grad_()
-    same(torch.autograd.grad(pt.gelu(scalar), scalar)[0], pydet.activation_backward(torch.ones_like(x), x, "gelu")[0, 0, 0])
+    same(
+        torch.autograd.grad(pt.gelu(scalar), scalar)[0],
+        pydet.activation_backward(torch.ones_like(x), x, "gelu")[0, 0, 0],
+    )
     same(torch.vmap(pt.gelu)(x), pydet.gelu(x))
     same(torch.vmap(pt.swiglu)(x, up), pydet.swiglu(x, up))
     loss = lambda x, up: (pt.swiglu(x, up) + pt.gelu(x)).sum()
     leaves = x.clone().requires_grad_(), up.clone().requires_grad_()
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves)
-    for got, want in zip(torch.autograd.grad(compiled, leaves), torch.autograd.grad(loss(*leaves), leaves), strict=True):
+    for got, want in zip(
+        torch.autograd.grad(compiled, leaves), torch.autograd.grad(loss(*leaves), leaves), strict=True
+    ):
         same(got, want)
     meta = lambda *shape, **more: torch.empty(shape, device="meta", **more)
     assert pt.swiglu(meta(3, 4), meta(3, 4)).shape == (3, 4)
@@ -96,7 +101,9 @@ def test_strides_scalars_vmap_compile_and_refusals():
     refuses(r"activation: x is float64, want float32", pt.silu, meta(3, dtype=torch.float64))
     refuses(r"activation: kind is 'relu', want one of silu", pt.activation, x, "relu")
     refuses(r"Activation: kind is 'relu', want one of silu", pt.Activation, "relu")
-    refuses(r"gated_activation_backward: an operand requires grad", OPS.gated_activation_backward, leaves[0], x, up, "silu")
+    refuses(
+        r"gated_activation_backward: an operand requires grad", OPS.gated_activation_backward, leaves[0], x, up, "silu"
+    )
 
 
 # ---- convert ---------------------------------------------------------------------------------------------------------
@@ -158,7 +165,9 @@ def test_a_converted_models_bits_are_its_rows_own(family, need):
 
     pt.register_attention()
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**FAMILIES[family], bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = getattr(transformers, f"{family}Config")(
+        **FAMILIES[family], bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -221,7 +230,13 @@ def test_override_aten_takes_over_activations(dtype):
                 written = y.clone(memory_format=torch.preserve_format)
                 assert in_place(written) is written
                 same(written, pydet.activation(y.contiguous(), kind))
-    assert caught == {"aten::gelu": 1, "aten::gelu_backward": 1, "aten::silu_": 2, "aten::gelu_": 2, "aten::sigmoid_": 2}
+    assert caught == {
+        "aten::gelu": 1,
+        "aten::gelu_backward": 1,
+        "aten::silu_": 2,
+        "aten::gelu_": 2,
+        "aten::sigmoid_": 2,
+    }
 
 
 def test_override_aten_leaves_what_pydet_has_not():

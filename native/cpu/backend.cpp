@@ -123,8 +123,7 @@ constexpr Kernel<Activation> kActivation[] = {
 #if defined(__x86_64__)
     Row("cpu_activation_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kActivationFeatures)
         .launches(activation<Avx512>),
-    Row("cpu_activation_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kActivationFeatures)
-        .launches(activation<Avx2>),
+    Row("cpu_activation_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kActivationFeatures).launches(activation<Avx2>),
 #endif
     Row("cpu_activation_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kActivationFeatures)
         .launches(activation<Scalar>),
@@ -300,11 +299,10 @@ constexpr Backend cpu() {
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kActivation), table(kActivationBackward));
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          table(kAttention, &kAttentionHooks), table(kActivation), table(kActivationBackward));
   return backend;
 }
 

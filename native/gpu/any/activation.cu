@@ -107,7 +107,8 @@ __device__ __forceinline__ Place place_of(const Problem &p, const Count &count, 
 
 // A block takes kTurns times as many vectors as it has threads: all are asked for before the first is worked on.
 template <Type type, int W, int kTurns, bool gated>
-__global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_constant__ Activation p, const __grid_constant__ Count count) {
+__global__ void __launch_bounds__(kThreads)
+    activation_kernel(const __grid_constant__ Activation p, const __grid_constant__ Count count) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t first = block_number() * (kThreads * kTurns) + threadIdx.x;
@@ -190,8 +191,8 @@ pydet_status launch_vectors(const char *name, const Problem &p, const Rows *cons
   Count count = {p.rows * in_row, in_row, true};
   count.narrow = count.vectors + kThreads * kTurns < kNarrow;
   for (const Rows *rows : all) count.narrow &= rows->inner_stride < kNarrow && rows->outer_stride < kNarrow;
-  Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(count.vectors, kThreads * kTurns), kThreads),
-                  dim3(kThreads)};
+  Launch where = {name, static_cast<gpu_stream>(p.stream),
+                  grid_of(divide_up(count.vectors, kThreads * kTurns), kThreads), dim3(kThreads)};
   where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
   return launch(where, kernel, p, count);
 }

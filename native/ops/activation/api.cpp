@@ -53,9 +53,9 @@ pydet_status pydet_activation_backward(void *stream, const pydet_tensor *dy_tens
   }
   PYDET_TRY(disjoint(dx, dup));
   if (walk.rows == 0) return nothing_to_write();
-  return launch(op,
-                ActivationBackward{x.device, stream, walk.rows, walk.inner, n, ActivationKind(options.kind),
-                                   rows_of(dy, walk, 1), rows_of(x, walk, 0), rows_of(up, walk, 2),
-                                   rows_of(dx, walk, 3), rows_of(dup, walk, 4)},
-                options.kernel);
+  return launch(
+      op,
+      ActivationBackward{x.device, stream, walk.rows, walk.inner, n, ActivationKind(options.kind), rows_of(dy, walk, 1),
+                         rows_of(x, walk, 0), rows_of(up, walk, 2), rows_of(dx, walk, 3), rows_of(dup, walk, 4)},
+      options.kernel);
 }

@@ -28,9 +28,8 @@ template <size_t count> pydet_status walk_elements(const View *const (&views)[co
   *n = x.cols();
   bool dense = walk->rows > 0;
   for (size_t i = 0; i < count; ++i)
-    dense = dense && (!views[i]->present() ||
-                      ((walk->inner == 1 || walk->inner_stride[i] == *n) &&
-                       (walk->outer == 1 || walk->outer_stride[i] == walk->inner * *n)));
+    dense = dense && (!views[i]->present() || ((walk->inner == 1 || walk->inner_stride[i] == *n) &&
+                                               (walk->outer == 1 || walk->outer_stride[i] == walk->inner * *n)));
   if (dense) {
     *n *= walk->rows;
     walk->rows = walk->inner = 1;

@@ -9,9 +9,8 @@ struct ActivationArguments {
                   up, out, kind, kernel, stream);
 };
 struct ActivationBackwardArguments {
-  PYDET_ARGUMENTS(dy, x,  // positional
-                  up, dx, dup,
-                  wants_dx, wants_dup,  // flags: made where none is given
+  PYDET_ARGUMENTS(dy, x,                             // positional
+                  up, dx, dup, wants_dx, wants_dup,  // flags: made where none is given
                   kind, kernel, stream);
 };
 
