@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from reference import LN2_HIGH, LN2_LOW, EXP, exp, fma, polynomial, quiet, round_to, widen
+from reference import EXP, LN2_HIGH, LN2_LOW, exp, fma, polynomial, quiet, round_to, widen
 
 KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh", "softplus", "exp")
 LOG1P = ["-0x1.a92c84p-9", "0x1.453d86p-6", "-0x1.d29deap-5", "0x1.b2557ap-4", "-0x1.39768cp-3", "0x1.92f73ap-3"]

@@ -99,7 +99,7 @@ def test_other_formulas_are_refused_by_the_tests_above(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_has_the_bits_that_it_has_alone(dtype):
-    """At any place, in any shape, by any number of threads; PyTorch's on a CPU have not (tests/test_torch_activation.py)."""
+    """At any place, in any shape, by any number of threads."""
     x, up, dy = (data("normal", (7, 9001), DTYPES[dtype], seed) for seed in range(3))
     for kind in KINDS:
         y, (dx, dup) = pydet.activation(x, kind, up=up), pydet.activation_backward(dy, x, kind, up=up)
@@ -281,8 +281,10 @@ REFUSED = [
     ("activation", {"up": rows(3, 8, dtype=np.float16)}, "INVALID_DTYPE", "up is float16, want float32 as x is"),
     ("activation", {"y": rows(3, 7)}, "INVALID_SHAPE", "y is 3x7, want 3x8"),
     ("activation", {"up": rows(24)}, "INVALID_SHAPE", "up is 24, want 3x8"),
-    ("activation", {"x": rows(3, 16)[:, ::2]}, "INVALID_STRIDE", "x has stride 2 in its last dimension, want 1, as a contiguous copy has"),
-    ("activation", {"y": np.broadcast_to(rows(8), (3, 8))}, "INVALID_STRIDE", "y has stride 0 in dimension 0, so its elements overlap"),
+    ("activation", {"x": rows(3, 16)[:, ::2]}, "INVALID_STRIDE",
+     "x has stride 2 in its last dimension, want 1, as a contiguous copy has"),
+    ("activation", {"y": np.broadcast_to(rows(8), (3, 8))}, "INVALID_STRIDE",
+     "y has stride 0 in dimension 0, so its elements overlap"),
     ("activation", {"x": one[:3], "y": one[1:4]}, "OVERLAP", "y shares memory with x, want it apart"),
     ("activation", {"up": one[:3], "y": one[2:5]}, "OVERLAP", "y shares memory with up, want it apart"),
     ("activation", {"kind": -1}, "INVALID_VALUE", "options.kind is -1, want 0 (silu) to 7 (exp)"),
@@ -308,7 +310,9 @@ def test_refusals_in_python():
         lambda: pydet.activation(x, "relu"): f"activation: kind is 'relu', want one of {known}",
         lambda: pydet.activation_backward(x, x, 3): f"activation_backward: kind is 3, want one of {known}",
         lambda: pydet.gelu(x, "erf"): "gelu: approximate is 'erf', want 'none' or 'tanh'",
-        lambda: pydet.activation_backward(x, x, dup=x.copy()): "activation_backward: dup is given without up, want both or neither",
+        lambda: pydet.activation_backward(x, x, dup=x.copy()): (
+            "activation_backward: dup is given without up, want both or neither"
+        ),
         lambda: pydet.silu(np.float32(1)): "activation: x has 0 dimensions, want 1 to 8",
     }.items():  # fmt: skip
         with pytest.raises(pydet.Error) as caught:

@@ -59,7 +59,7 @@ def test_the_gradient_of_every_number(device, kernel, dtype):
 
 
 @each("activation")
-def test_large_and_narrow_and_shifted(device, kernel, dtype, torch):  # noqa: F811
+def test_large_and_narrow_and_shifted(device, kernel, dtype, torch):
     """More than a block's vectors, rows of halves, and memory that begins anywhere: on the device against the CPU."""
     kinds = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
     for rows, n in ((70, 3000), (4097, 24), (300, 1001)):

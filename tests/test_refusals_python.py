@@ -778,7 +778,8 @@ index, q = np.zeros(4, np.int32), pydet.quantize(x)[0]
 operands = {
     "product": [x, x], "scaled_gemm": [q, q.T], "quantize": [x], "rmsnorm": [x, row, 0], "softmax": [x],
     "rmsnorm_backward": [x, x, row, row], "layernorm": [x, row, row, 0], "layernorm_backward": [x, x, row, row, row],
-    "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x], "log_prob": [x, index], "log_prob_backward": [row, x, index],
+    "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x],
+    "log_prob": [x, index], "log_prob_backward": [row, x, index],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],
 }

@@ -1,4 +1,4 @@
-"""pydet.torch's activations: the bits of the C calls, gradients, operators, vmap, convert, override_aten, whole models."""
+"""pydet.torch's activations: the bits of the C calls, gradients, operators, vmap, convert, override_aten, models."""
 
 import importlib.util
 import os
@@ -147,7 +147,7 @@ def test_convert_swaps_activations_of_transformers(need):
         assert not pt.convert(torch.nn.Sequential(ACT2FN[name])).swapped
 
 
-WIDE = dict(vocab_size=61, hidden_size=36, intermediate_size=77, num_hidden_layers=2, num_attention_heads=3)
+WIDE = {"vocab_size": 61, "hidden_size": 36, "intermediate_size": 77, "num_hidden_layers": 2, "num_attention_heads": 3}
 FAMILIES = {
     "Llama": {**WIDE, "num_key_value_heads": 3},
     "Gemma2": {**WIDE, "num_key_value_heads": 3, "head_dim": 16},

@@ -31,9 +31,9 @@ def activation(
 
     Args:
         x: ``[..., N]``, float32, bfloat16 or float16; elements of a row adjacent.
-        kind: ``"silu"``: x / (1 + e^-x). ``"gelu"``: x P(a normal number is below x); ``"gelu_tanh"``: its approximation
-            by tanh; ``"quick_gelu"``: x / (1 + e^(-1.702 x)). ``"sigmoid"``, ``"tanh"``, ``"softplus"``: log(1 + e^x),
-            ``"exp"``.
+        kind: ``"silu"``: x / (1 + e^-x). ``"gelu"``: x P(a normal number is below x); ``"gelu_tanh"``: what
+            approximates it by tanh; ``"quick_gelu"``: x / (1 + e^(-1.702 x)). ``"sigmoid"``, ``"tanh"``,
+            ``"softplus"``: log(1 + e^x), ``"exp"``.
         up: like ``x``.
         out: like ``x``; made if None. It may be ``x`` or ``up`` itself.
         kernel, stream: as in :func:`gemm`.
@@ -73,7 +73,7 @@ def activation_backward(
     method = _activation_backward if stream is None else on_stream(_activation_backward, dy, stream)
     both = up is not None
     dx, other = method(dy, x, up=up, dx=out, dup=dup, wants_dx=True, wants_dup=both, kind=kind, kernel=kernel)
-    return (dx, other) if both else dx  # type: ignore[return-value]
+    return (dx, other) if both else dx
 
 
 def silu(x: Tensor, *, out: Tensor | None = None, stream: Stream | None = None) -> Tensor:

@@ -167,7 +167,8 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class Activation(torch.nn.Module):
-    """``f(x)`` of each element, on :func:`pydet.torch.activation`: :func:`convert` makes these of SiLU, GELU and the like.
+    """``f(x)`` of each element, on :func:`pydet.torch.activation`. :func:`convert` makes these of SiLU, GELU and the
+    like.
 
     Args:
         kind: as in :func:`pydet.activation`.

@@ -40,7 +40,8 @@ _LEFT = (  # multiply matrices inside a kernel of PyTorch's own
 )
 
 
-_ACTIVATIONS = {  # whose kernels on a CPU give an element other bits by its place: forms, and how many operands are like x
+# Whose kernels on a CPU give an element other bits by its place: their forms, and how many operands are like x.
+_ACTIVATIONS = {
     "silu": (("default", "out"), 1),
     "silu_": (("default",), 1),
     "gelu": (("default", "out"), 1),
@@ -218,8 +219,8 @@ def _take_over_activation(
         caught[full] += 1
         with torch.no_grad():
             dense = [t.contiguous().view(-1) for t in given]
-            call = pydet.activation if operands == 1 else pydet.activation_backward
-            result = call(*dense, kind).view(x.shape)  # type: ignore[operator, union-attr, arg-type]
+            call: Callable[..., Any] = pydet.activation if operands == 1 else pydet.activation_backward
+            result = call(*dense, kind).view(x.shape)
             if out is None and not x.is_contiguous():
                 out = torch.empty_like(x)  # with the strides that PyTorch's result has
             return _into(result, out)
