@@ -69,6 +69,7 @@ template <> struct Operation<Attention> : AsAsked {
   }
   using Functions = FunctionList<pydet_attention, pydet_attention_workspace>;
   static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 template <class Problem> struct Hooks;  // core/kernel.h
