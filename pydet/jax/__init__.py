@@ -22,6 +22,8 @@ Every option is static: a Python value, not a traced one. Errors are :class:`pyd
 and XLA's own error with pydet's sentence in it afterwards.
 """
 
+from pydet.jax import calls  # noqa: F401 -- the first to want JAX, it says so
+from pydet.jax.attention import attention, dot_product_attention
 from pydet.jax.calls import Array
 from pydet.jax.fp8 import quantize, scaled_gemm
 from pydet.jax.groups import ragged_dot
@@ -29,9 +31,13 @@ from pydet.jax.layernorm import layer_norm, layernorm, layernorm_backward
 from pydet.jax.products import gemm, gemm_da, gemm_db, linear, skinny_gemm
 from pydet.jax.rmsnorm import rms_norm, rmsnorm, rmsnorm_backward
 from pydet.jax.softmax import log_prob, log_softmax, softmax
+from pydet.ops import DWEIGHT_ROWS
 
 __all__ = [
+    "DWEIGHT_ROWS",
     "Array",
+    "attention",
+    "dot_product_attention",
     "gemm",
     "gemm_da",
     "gemm_db",

@@ -10,7 +10,19 @@ import jax.numpy as jnp
 
 from pydet._native import UNSUPPORTED, fail
 from pydet.hooks import unknown
-from pydet.jax.calls import Array, Options, as_rows, call_handler, continued, operands_of, options_of, static, to_array
+from pydet.jax.calls import (
+    Array,
+    Options,
+    as_rows,
+    call_handler,
+    compiled,
+    continued,
+    name_of,
+    operands_of,
+    options_of,
+    static,
+    to_array,
+)
 from pydet.ops import Arithmetic
 from pydet.shapes import RULES, text
 
@@ -85,6 +97,16 @@ def _product_backward(dtype: str, layout: _Layout, options: Options, saved: Any,
 
 
 _product.defvjp(_product_forward, _product_backward)
+_run_product = compiled(4, 5, 6)(_product)
+
+
+@compiled(4, 5)
+def _run_layer(x: Array, w: Array, bias: Array | None, start: Array | None, dtype: str, options: Options) -> Array:
+    """A product of rows of any leading dimensions, with weights ``[N, K]``."""
+    bias = bias if bias is None or bias.ndim == 1 else as_rows(bias)
+    start = None if start is None else as_rows(start)
+    y: Array = _product(as_rows(x), w, bias, start, dtype, _Layout(transpose_b=True), options)
+    return y.reshape(*x.shape[:-1], w.shape[0])
 
 
 def _matrix_product(
@@ -101,8 +123,9 @@ def _matrix_product(
     a, b = to_array(op, *first), to_array(op, *second)
     added = None if bias is None else to_array(op, "bias", bias)
     shape = RULES.product(op, *operands_of((first[0], a), (second[0], b), ("bias", added)))
-    start, dtype = continued(op, accumulate, shape, out_dtype, a.dtype.name)
-    return _product(a, b, added, start, dtype, layout, options_of(op, *how))
+    start, dtype = continued(op, accumulate, shape, out_dtype, name_of(a.dtype))
+    result: Array = _run_product(a, b, added, start, dtype, layout, options_of(op, *how))
+    return result
 
 
 def gemm(
@@ -232,12 +255,11 @@ def _skinny(
     x, w = to_array(op, "x", x), to_array(op, "w", w)
     bias = None if bias is None else to_array(op, "bias", bias)
     shape = RULES.skinny_product(op, *operands_of(("x", x), ("w", w), ("bias", bias)))
-    start, dtype = continued(op, accumulate, shape, out_dtype, x.dtype.name)
+    start, dtype = continued(op, accumulate, shape, out_dtype, name_of(x.dtype))
     options = options_of(op, arithmetic, k_chunk, kernel)._replace(
         skinny=True,
         mode=unknown(static(op, "mode", mode, str, "a name"), op, "mode"),
         weights_constant=static(op, "weights_constant", weights_constant, bool, "True or False"),
     )
-    bias = bias if bias is None or bias.ndim == 1 else as_rows(bias)
-    start = None if start is None else as_rows(start)
-    return _product(as_rows(x), w, bias, start, dtype, _Layout(transpose_b=True), options).reshape(shape)
+    y: Array = _run_layer(x, w, bias, start, dtype, options)
+    return y
