@@ -7,6 +7,7 @@
 namespace pydet {
 
 struct Attention;  // ops/*/problem.h, as all of these
+struct AttentionBackward;
 struct Gemm;
 struct Rounding;
 struct GroupedGemm;

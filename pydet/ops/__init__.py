@@ -20,7 +20,13 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 *Autograd.* These functions record no gradient, and refuse PyTorch tensors that ask for one.
 """
 
-from pydet.ops.attention import attention, attention_paged, attention_varlen
+from pydet.ops.attention import (
+    attention,
+    attention_backward,
+    attention_paged,
+    attention_varlen,
+    attention_varlen_backward,
+)
 from pydet.ops.fold import fold
 from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
 from pydet.ops.layernorm import layernorm, layernorm_backward
@@ -56,8 +62,10 @@ __all__ = [
     "Stream",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_paged",
     "attention_varlen",
+    "attention_varlen_backward",
     "devices",
     "fold",
     "gemm",

@@ -196,10 +196,10 @@ constexpr Backend hip() {
   backend.built_for = "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"";
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), no_kernels<Attention>());
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          no_kernels<Attention>(), no_kernels<AttentionBackward>());
   return backend;
 }
 

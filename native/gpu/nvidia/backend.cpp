@@ -452,10 +452,10 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks));
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          table(kAttention, &kAttentionHooks), no_kernels<AttentionBackward>());
   return backend;
 }
 
