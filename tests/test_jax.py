@@ -384,7 +384,7 @@ def test_accumulate_in_a_batch_and_with_a_bias(eager, dtype, arithmetic):
 
 def test_micro_batches_in_a_scan(eager, dtype, arithmetic):
     """Gradients of weights summed in a scan's carry, in place, have the bits of one batch."""
-    parts, rows = 4, 256
+    parts, rows = 4, pj.DWEIGHT_ROWS
     x, dy = normal(parts * rows, 32, dtype=dtype), normal(parts * rows, 24, dtype=dtype)
     dh, weight = normal(parts * rows, 32, dtype=dtype, seed=1), normal(32)
     _, rstd = eager.rmsnorm(x, weight, eps=1e-5)

@@ -108,6 +108,93 @@ def test_shapes_that_are_symbols(device):
         same(program.call(*cut), pydet.attention(*cut, causal=True))
 
 
+# ---- Gradients -------------------------------------------------------------------------------------------------------
+
+
+def gradients(eager, operands, dout, **options):
+    """(dq, dk, dv), and dsinks where there are sinks, of pydet's own calls."""
+    out, lse = eager.attention(*operands, return_lse=True, **options)
+    options.pop("kv_chunk", None)
+    return eager.attention_backward(dout, *operands, out, lse, **options)
+
+
+@pytest.mark.parametrize("part,kind", list(enumerate(TYPES)))
+def test_gradients_of_every_problem(eager, part, kind):
+    for name, (operands, options) in list(attention_cases.dense_problems(kind).items())[part :: len(TYPES)]:
+        q, k, v = operands
+        options = options | {"arithmetic": TYPES[kind]}
+        dout = normal(*q.shape[:3], v.shape[3], seed=9).astype(q.dtype)
+        sinks = options.pop("sinks", None)
+        call = lambda *given, options=options: pj.attention(*given[:3], sinks=(*given, None)[3], **options)
+        given = operands if sinks is None else (*operands, sinks)
+        found = jax.jit(lambda dout, *x, call=call: jax.vjp(call, *x)[1](dout))(dout, *given)
+        want = gradients(eager, operands, dout, sinks=sinks, **options)
+        for ours, theirs in zip(found, want, strict=True):
+            assert np.asarray(ours).tobytes() == theirs.tobytes(), name
+
+
+def test_gradients_in_transforms(eager):
+    operands = [np.stack([x, x[::-1], 2 * x]) for x in problem(keys=140)]
+    sinks, dout, lengths = normal(3, 4), normal(3, 2, 4, 5, 64, seed=4), np.array([140, 77], np.int32)
+    each = [
+        gradients(eager, [x[i] for x in operands], dout[i], sinks=sinks[i], causal=True, seqlens_k=lengths)
+        for i in range(3)
+    ]
+    want = [np.stack(x) for x in zip(*each, strict=True)]
+
+    def pull(q, k, v, sinks, dout):
+        call = lambda q, k, v, sinks: pj.attention(q, k, v, sinks=sinks, causal=True, seqlens_k=lengths)
+        return jax.vjp(call, q, k, v, sinks)[1](dout)
+
+    for function in (pull, jax.checkpoint(pull)):
+        for ours, theirs in zip(jax.jit(jax.vmap(function))(*operands, sinks, dout), want, strict=True):
+            same(ours, theirs)
+    scanned = jax.lax.scan(lambda carry, x: (carry, pull(*x)), 0, (*operands, sinks, dout))[1]
+    for ours, theirs in zip(scanned, want, strict=True):
+        same(ours, theirs)
+    # Without sinks, batches are more sequences.
+    plain = lambda q, k, v, dout: jax.vjp(lambda *x: pj.attention(*x, causal=True), q, k, v)[1](dout)
+    each = [gradients(eager, [x[i] for x in operands], dout[i], causal=True) for i in range(3)]
+    for ours, theirs in zip(jax.vmap(plain)(*operands, dout), zip(*each, strict=True), strict=True):
+        same(ours, np.stack(theirs))
+
+
+def test_gradients_of_dot_product_attention(eager):
+    q, k, v = problem(queries=9, keys=9)
+    mask, lengths, dout = normal(2, 1, 9, 9) > -1, np.array([9, 4], np.int32), normal(2, 4, 9, 64, seed=8)
+    call = lambda q, k, v: pj.dot_product_attention(
+        q, k, v, mask=mask, is_causal=True, query_seq_lengths=lengths, local_window_size=(5, 0)
+    )
+    found = jax.vjp(call, *(tokens_first(x) for x in (q, k, v)))[1](jnp.asarray(tokens_first(dout)))
+    seen = by_mask(9, 9, True, (5, 0), lengths, None, mask)
+    for ours, theirs in zip(found, gradients(eager, (q, k, v), dout, allowed=seen), strict=True):
+        same(ours, tokens_first(theirs))
+    theirs = jax.vjp(
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), *map(tokens_first, (q, k, v))
+    )
+    ours = jax.vjp(lambda q, k, v: pj.dot_product_attention(q, k, v, is_causal=True), *map(tokens_first, (q, k, v)))
+    for one, other in zip(*(pull(jnp.asarray(tokens_first(dout))) for _, pull in (ours, theirs)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+
+
+def test_gradients_that_are_not_there():
+    q, k, v = problem()
+    bias = normal(5, 150)
+    loss = lambda q, bias: pj.attention(q, k, v, bias=bias).sum()
+    for refused in (jax.grad(loss, 1), jax.grad(loss, (0, 1)), jax.jit(jax.grad(loss, 1))):
+        refuses("^attention: no gradient by bias; want a bias that is constant, or jax.lax.stop_grad", refused, q, bias)
+    kept = jax.grad(lambda q, bias: loss(q, jax.lax.stop_gradient(bias)), (0, 1))(q, bias)
+    same(kept[0], jax.grad(loss)(q, bias)), same(kept[1], np.zeros_like(bias))
+    of_lse = lambda q: pj.attention(q, k, v, return_lse=True)[1].sum()
+    refuses("^attention: no gradient of lse", jax.grad(of_lse), q)
+    both = lambda q: (lambda out, lse: out.sum() + jax.lax.stop_gradient(lse).sum())(
+        *pj.attention(q, k, v, return_lse=True)
+    )
+    same(jax.grad(both)(q), jax.grad(lambda q: pj.attention(q, k, v).sum())(q))
+    second = jax.grad(lambda q: jax.grad(lambda q: (pj.attention(q, k, v) ** 2).sum())(q).sum())
+    refuses("^attention_backward: no derivative of this gradient; attention has first gradients", second, q)
+
+
 # ---- jax.nn ----------------------------------------------------------------------------------------------------------
 
 

@@ -147,6 +147,16 @@ def attention(*, fronts=(), kinds=(), lse=1, tokens_first=0, **changed):
     return Call(tuple(arguments), tuple(results), {**attributes, "kernel": ""}, (), values, True)
 
 
+def attention_backward(**options):
+    forward = attention(**options)
+    q, k, v, *more = forward.arguments
+    out, lse = forward.results[:2]
+    sinks = more[: forward.attributes["has_sinks"]]
+    attributes = {name: x for name, x in forward.attributes.items() if name not in ("has_lse", "kv_chunk")}
+    values = tuple((place + 3, numbers) for place, numbers in forward.values)
+    return Call((out, q, k, v, out, lse, *more), (q, k, v, *sinks, forward.results[-1]), attributes, (), values, True)
+
+
 ROWS, INDEX, VALUES = (F32, (2, 3, 4)), (S32, (2, 3)), (F32, (2, 3))
 BESIDE = [("allowed", PRED, (2, 1, 3, 9)), ("bias", F32, (1, 4, 3, 1)), ("first_key", S32, (2,)),
           ("seqlens_k", S32, (2,))]  # fmt: skip
@@ -155,6 +165,11 @@ CALLS = {
         attention(),
         attention(kinds=BESIDE, tokens_first=1),
         attention(kinds=[("sinks", F32, (4,)), *BESIDE], fronts=(2, 1), lse=0),
+    ],
+    "attention_backward": [
+        attention_backward(),
+        attention_backward(kinds=BESIDE, tokens_first=1),
+        attention_backward(kinds=[("sinks", F32, (4,)), *BESIDE], fronts=(2, 1)),
     ],
     "gemm": [
         gemm((3, 7), (7, 5), (3, 5)),

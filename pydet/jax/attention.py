@@ -1,12 +1,14 @@
-"""Attention: pydet's own, and in the words of jax.nn."""
+"""Attention with gradients: pydet's own, and in the words of jax.nn."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from pydet import _native
 from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
@@ -56,22 +58,26 @@ class _Beside(NamedTuple):
     seqlens_k: Array | None
 
 
-def _workspace(q: Array, k: Array, v: Array, options: _Options) -> int:
+def _workspace(name: str, q: Array, k: Array, v: Array, options: _Options, kernel: str) -> int:
     """Bytes that a kernel can use, of any library here; none where extents are symbols. It decides no bit."""
     queries, keys = (x.shape[1 if options.tokens_first else 2] for x in (q, k))
     heads, groups = (x.shape[2 if options.tokens_first else 1] for x in (q, k))
     extents = (q.shape[0], heads, groups, queries, keys, q.shape[3], v.shape[3])
     if not all(isinstance(x, int) for x in extents):
         return 0
-    given, most = ffi.new("pydet_attention_options *"), 0
-    kernel = ffi.new("char[]", options.kernel.encode())
-    given.struct_size = ffi.sizeof("pydet_attention_options")
-    given.arithmetic, given.kv_chunk = options.arithmetic, options.kv_chunk
-    given.kernel = kernel if options.kernel else ffi.NULL
+    given, most = ffi.new(f"pydet_{name}_options *"), 0
+    text_of_kernel = ffi.new("char[]", kernel.encode())
+    given.struct_size = ffi.sizeof(f"pydet_{name}_options")
+    given.arithmetic = options.arithmetic
+    if name == "attention":
+        given.kv_chunk = options.kv_chunk
+    given.kernel = text_of_kernel if kernel else ffi.NULL
     for index in (constants.PYDET_EXCHANGE_CPU, constants.PYDET_EXCHANGE_CUDA, constants.PYDET_EXCHANGE_ROCM):
         library, _ = _native.try_load(index)
+        if library is None:
+            continue
         size = ffi.new("uint64_t *")
-        if library is not None and library.lib.pydet_attention_workspace(*extents, given, size) == constants.PYDET_OK:
+        if getattr(library.lib, f"pydet_{name}_workspace")(*extents, given, size) == constants.PYDET_OK:
             most = max(most, int(size[0]))
     return most
 
@@ -81,12 +87,50 @@ def _call(q: Array, k: Array, v: Array, beside: _Beside, options: _Options) -> t
     results = (
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
         jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
-        jax.ShapeDtypeStruct((_workspace(q, k, v, options),), jnp.uint8),
+        jax.ShapeDtypeStruct((_workspace("attention", q, k, v, options, options.kernel),), jnp.uint8),
     )
     has = {f"has_{name}": x is not None for name, x in beside._asdict().items()}
     operands = [q, k, v, *(x for x in beside if x is not None)]
     out, lse, _ = call_handler("attention", results, operands, {}, {**has, "has_lse": True, **options._asdict()})
     return out, lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, beside: _Beside, options: _Options) -> tuple[Array, Array]:
+    return _call(q, k, v, beside, options)
+
+
+def _attend_forward(q: Any, k: Any, v: Any, beside: Any, options: _Options) -> tuple[tuple[Array, Array], Any]:
+    if beside.bias is not None and beside.bias.perturbed:
+        want = "want a bias that is constant, or jax.lax.stop_gradient(bias)"
+        fail(UNSUPPORTED, f"attention: no gradient by bias; {want}")
+    q, k, v = q.value, k.value, v.value
+    beside = _Beside(*(None if x is None else x.value for x in beside))
+    out, lse = _call(q, k, v, beside, options)
+    return (out, lse), (q, k, v, out, lse, beside)
+
+
+def _attend_backward(options: _Options, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
+    q, k, v, out, lse, beside = saved
+    dout, dlse = gradients
+    if not isinstance(dlse, SymbolicZero):
+        fail(UNSUPPORTED, "attention: no gradient of lse")
+    dout = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, beside.sinks) if x is not None]
+    size = _workspace("attention_backward", q, k, v, options, "")
+    has = {f"has_{name}": x is not None for name, x in beside._asdict().items()}
+    told = {name: x for name, x in options._asdict().items() if name not in ("kv_chunk", "kernel")}
+    dq, dk, dv, *dsinks, _ = call_handler(
+        "attention_backward",
+        (*like, jax.ShapeDtypeStruct((size,), jnp.uint8)),
+        [dout, q, k, v, out, lse, *(x for x in beside if x is not None)],
+        {},
+        {**has, **told, "kernel": ""},
+    )
+    return dq, dk, dv, _Beside(dsinks[0] if dsinks else None, None, None, None, None)
+
+
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 @compiled(8)
@@ -102,7 +146,8 @@ def _attention(
     options: _Options,
 ) -> tuple[Array, Array]:
     allowed, bias = (None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (allowed, bias))
-    return _call(q, k, v, _Beside(sinks, allowed, bias, first_key, seqlens_k), options)
+    found: tuple[Array, Array] = _attend(q, k, v, _Beside(sinks, allowed, bias, first_key, seqlens_k), options)
+    return found
 
 
 def _number(name: str, x: Any, none: str) -> Real:
@@ -167,9 +212,10 @@ def attention(
     return_lse: bool = False,
     kernel: str | None = None,
 ) -> Array | tuple[Array, Array]:
-    """``softmax(scale q k^T) v`` over the keys that a query may see: :func:`pydet.attention`.
+    """``softmax(scale q k^T) v`` over the keys that a query may see: :func:`pydet.attention` with a gradient.
 
-    A query has the bits that it has alone: decoded, in a prefill, in a batch, behind padding.
+    A query has the bits that it has alone: decoded, in a prefill, in a batch, behind padding. The gradients by q, k, v
+    and sinks are those of :func:`pydet.attention_backward`; by a bias there is none.
 
     Args:
         q: ``[B, H, Q, D]``.
@@ -340,5 +386,5 @@ def _named_attention(
         window_right=_ANY if causal or right == _ANY else right - ahead,
         tokens_first=True,
     )
-    out, lse = _call(q, k, v, _Beside(None, mask, bias, None, key_lengths), options)
+    out, lse = _attend(q, k, v, _Beside(None, mask, bias, None, key_lengths), options)
     return out.reshape(*given[:-1], v.shape[3]), lse.reshape(given[:-1])

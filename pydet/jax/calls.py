@@ -200,6 +200,7 @@ _NO_DERIVATIVE = {  # of what has no gradient of its own, or no second one
     "layernorm_backward": "layernorm_backward: no derivative of this gradient; layer_norm has first gradients",
     "softmax_backward": "softmax_backward: no derivative of this gradient",
     "log_prob_backward": "log_prob_backward: no derivative of this gradient",
+    "attention_backward": "attention_backward: no derivative of this gradient; attention has first gradients",
 }
 
 

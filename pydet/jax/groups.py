@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pydet._native import INVALID_DTYPE, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, fail
 from pydet.frameworks import type_index
 from pydet.jax.calls import (
     INVALID_SHAPE,
@@ -22,6 +22,7 @@ from pydet.jax.calls import (
     to_array,
     unwrapped,
 )
+from pydet.jax.general import check_precision
 from pydet.ops import Arithmetic
 from pydet.protocols import TYPES, type_name
 from pydet.shapes import text
@@ -91,6 +92,8 @@ def ragged_dot(
     group_sizes: Array,
     *,
     out_dtype: Any = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     kernel: str | None = None,
@@ -105,7 +108,8 @@ def ragged_dot(
         rhs: ``[G, K, N]``, of the type of ``lhs``.
         group_sizes: ``[G]``, int32: how many rows each group has. They may be traced, and sum to less than T: rows past
             the last group are zeros, and so are their gradients.
-        out_dtype: that of the result; ``lhs``'s by default.
+        out_dtype, or preferred_element_type: that of the result; ``lhs``'s by default.
+        precision: as in :func:`dot_general`.
         arithmetic, k_chunk, kernel: as in :func:`gemm`.
 
     Returns:
@@ -125,7 +129,12 @@ def ragged_dot(
         fail(INVALID_DTYPE, f"ragged_dot: group_sizes is {got}, want an int32 array")
     if group_sizes.shape != rhs.shape[:1]:
         fail(INVALID_SHAPE, f"ragged_dot: group_sizes is {text(group_sizes.shape)}, want {rhs.shape[0]}")
-    dtype = name_of(lhs.dtype) if out_dtype is None else TYPES[type_index(out_dtype, "ragged_dot")]
+    check_precision("ragged_dot", precision)
+    if out_dtype is not None and preferred_element_type is not None:
+        fail(INVALID_VALUE, "ragged_dot: preferred_element_type is given with out_dtype, want one of them")
+    dtype = name_of(lhs.dtype)
+    for name, given in (("out_dtype", out_dtype), ("preferred_element_type", preferred_element_type)):
+        dtype = dtype if given is None else TYPES[type_index(given, "ragged_dot", name)]
     options = options_of("ragged_dot", arithmetic, k_chunk, kernel)
     result: Array = _run_ragged(lhs, rhs, jnp.asarray(group_sizes), dtype, options)
     return result

@@ -47,8 +47,8 @@ class Part {
   bool tokens_first_;
   int64_t at_;
   int count_ = 0;
-  Shape shapes_[10];
-  pydet_tensor tensors_[10];
+  Shape shapes_[16];
+  pydet_tensor tensors_[16];
 };
 
 struct Given {
@@ -86,20 +86,23 @@ bool joins(const Fronts &fronts, const pydet_xla_buffer &q, const pydet_xla_buff
   return true;
 }
 
-// Operands: q, k, v, then each that has its flag: sinks, allowed and bias (of 4 dimensions), first_key, seqlens_k; out,
-// lse if has_lse, and a workspace of bytes, which may be empty. tokens_first: the buffers of heads are [B, Q, H, D] and
-// lse [B, Q, H]. scale and softcap: 0 as in pydet_attention_options. window_left, window_right: -1 for any.
-void attention(Call &call) {
-  int64_t arguments = 3, results = 1;
-  auto optional = [&](const char *has) { return call.flag(has) ? &call.argument(arguments++) : nullptr; };
-  const pydet_xla_buffer &q = call.argument(0), &k = call.argument(1), &v = call.argument(2), &out = call.result(0);
+// What a call has beside q, k and v, each where its flag is 1; and what it is told of all of them.
+struct Beside {
+  const pydet_xla_buffer *sinks, *allowed, *bias, *first_key, *seqlens_k;
+  bool tokens_first;
+};
+
+// The operands from `first` on.
+Beside read_beside(Call &call, int64_t first) {
+  auto optional = [&](const char *has) { return call.flag(has) ? &call.argument(first++) : nullptr; };
   const pydet_xla_buffer *sinks = optional("has_sinks"), *allowed = optional("has_allowed"),
                          *bias = optional("has_bias"), *first_key = optional("has_first_key"),
                          *seqlens_k = optional("has_seqlens_k");
-  const pydet_xla_buffer *lse = call.flag("has_lse") ? &call.result(results++) : nullptr;
-  const pydet_xla_buffer &workspace = call.result(results);
-  const bool tokens_first = call.flag("tokens_first");
-  pydet_attention_options options = {};
+  return {sinks, allowed, bias, first_key, seqlens_k, call.flag("tokens_first")};
+}
+
+template <class Options> Options read_options(Call &call, const pydet_xla_buffer &workspace) {
+  Options options = {};
   options.struct_size = sizeof options;
   options.arithmetic = call.number("arithmetic");
   options.scale = call.real("scale");
@@ -108,44 +111,88 @@ void attention(Call &call) {
   options.window = 1;
   options.window_left = call.integer("window_left");
   options.window_right = call.integer("window_right");
-  options.kv_chunk = call.integer("kv_chunk");
   options.kernel = call.kernel();
   if (workspace.dtype != PYDET_XLA_U8) call.fail("the workspace is no result of bytes (uint8)");
-  void *stream = call.stream();
+  return options;
+}
+
+// Calls `run` with each part of what there is to do. `heads` are the buffers of heads and lse beside q, k and v.
+template <class Options, class Run>
+void each_part(Call &call, const Beside &beside, const pydet_xla_buffer &workspace, std::initializer_list<Given> heads,
+               Options *options, Run run) {
+  const pydet_xla_buffer &q = *heads.begin()->buffer;
+  const Given more[] = {{"sinks", beside.sinks, 1},         {"allowed", beside.allowed, 4},
+                        {"bias", beside.bias, 4},           {"first_key", beside.first_key, 1},
+                        {"seqlens_k", beside.seqlens_k, 1}, {"the workspace", &workspace, 1}};
+  Fronts fronts = fronts_of(call, heads.begin(), int(heads.size()), q);
+  fronts_of(call, more, int(sizeof more / sizeof *more), q);
   if (call.failed()) return;
-  const Given given[] = {{"q", &q, 4},
-                         {"k", &k, 4},
-                         {"v", &v, 4},
-                         {"out", &out, 4},
-                         {"lse", lse, 3},
-                         {"sinks", sinks, 1},
-                         {"allowed", allowed, 4},
-                         {"bias", bias, 4},
-                         {"first_key", first_key, 1},
-                         {"seqlens_k", seqlens_k, 1},
-                         {"the workspace", &workspace, 1}};
-  Fronts fronts = fronts_of(call, given, int(sizeof given / sizeof *given), q);
-  if (call.failed()) return;
-  if (fronts.batches != 1 && !joins(fronts, q, sinks, {allowed, bias})) fronts.calls = fronts.batches;
-  options.workspace_size = uint64_t(elements(workspace));
-  options.workspace = options.workspace_size ? workspace.data : nullptr;
+  if (fronts.batches != 1 && !joins(fronts, q, beside.sinks, {beside.allowed, beside.bias}))
+    fronts.calls = fronts.batches;
+  options->workspace_size = uint64_t(elements(workspace));
+  options->workspace = options->workspace_size ? workspace.data : nullptr;
   for (int64_t i = 0; i < fronts.calls && !call.failed(); ++i) {
-    Part part(call, fronts, tokens_first, i);
-    const pydet_tensor *q_part = part.heads(q, 4), *k_part = part.heads(k, 4), *v_part = part.heads(v, 4),
-                       *out_part = part.heads(out, 4), *lse_part = lse ? part.heads(*lse, 3) : nullptr;
-    options.sinks = sinks ? part.plain(*sinks, 1) : nullptr;
-    options.allowed = allowed ? part.plain(*allowed, 4) : nullptr;
-    options.bias = bias ? part.plain(*bias, 4) : nullptr;
-    options.first_key = first_key ? part.plain(*first_key, 1) : nullptr;
-    options.seqlens_k = seqlens_k ? part.plain(*seqlens_k, 1) : nullptr;
-    if (call.failed()) return;
-    call.check(pydet_attention(stream, q_part, k_part, v_part, out_part, lse_part, &options));
+    Part part(call, fronts, beside.tokens_first, i);
+    options->sinks = beside.sinks ? part.plain(*beside.sinks, 1) : nullptr;
+    options->allowed = beside.allowed ? part.plain(*beside.allowed, 4) : nullptr;
+    options->bias = beside.bias ? part.plain(*beside.bias, 4) : nullptr;
+    options->first_key = beside.first_key ? part.plain(*beside.first_key, 1) : nullptr;
+    options->seqlens_k = beside.seqlens_k ? part.plain(*beside.seqlens_k, 1) : nullptr;
+    run(part);
   }
 }
 
+// Operands: q, k, v, then each that has its flag: sinks, allowed and bias (of 4 dimensions), first_key, seqlens_k; out,
+// lse if has_lse, and a workspace of bytes, which may be empty. tokens_first: the buffers of heads are [B, Q, H, D] and
+// lse [B, Q, H]. scale and softcap: 0 as in pydet_attention_options. window_left, window_right: -1 for any.
+void attention(Call &call) {
+  const pydet_xla_buffer &q = call.argument(0), &k = call.argument(1), &v = call.argument(2), &out = call.result(0);
+  const Beside beside = read_beside(call, 3);
+  const pydet_xla_buffer *lse = call.flag("has_lse") ? &call.result(1) : nullptr;
+  const pydet_xla_buffer &workspace = call.result(lse ? 2 : 1);
+  auto options = read_options<pydet_attention_options>(call, workspace);
+  options.kv_chunk = call.integer("kv_chunk");
+  void *stream = call.stream();
+  if (call.failed()) return;
+  const std::initializer_list<Given> heads = {
+      {"q", &q, 4}, {"k", &k, 4}, {"v", &v, 4}, {"out", &out, 4}, {"lse", lse, 3}};
+  each_part(call, beside, workspace, heads, &options, [&](Part &part) {
+    const pydet_tensor *q_part = part.heads(q, 4), *k_part = part.heads(k, 4), *v_part = part.heads(v, 4),
+                       *out_part = part.heads(out, 4), *lse_part = lse ? part.heads(*lse, 3) : nullptr;
+    if (!call.failed()) call.check(pydet_attention(stream, q_part, k_part, v_part, out_part, lse_part, &options));
+  });
+}
+
+// Operands: dout, q, k, v, out, lse, then as above; dq, dk, dv, dsinks if has_sinks, and a workspace.
+void attention_backward(Call &call) {
+  const pydet_xla_buffer &dout = call.argument(0), &q = call.argument(1), &k = call.argument(2), &v = call.argument(3),
+                         &out = call.argument(4), &lse = call.argument(5), &dq = call.result(0), &dk = call.result(1),
+                         &dv = call.result(2);
+  const Beside beside = read_beside(call, 6);
+  const pydet_xla_buffer *dsinks = beside.sinks ? &call.result(3) : nullptr;
+  const pydet_xla_buffer &workspace = call.result(dsinks ? 4 : 3);
+  auto options = read_options<pydet_attention_backward_options>(call, workspace);
+  void *stream = call.stream();
+  if (call.failed()) return;
+  const std::initializer_list<Given> heads = {
+      {"q", &q, 4},     {"k", &k, 4},   {"v", &v, 4},   {"dout", &dout, 4}, {"out", &out, 4},
+      {"lse", &lse, 3}, {"dq", &dq, 4}, {"dk", &dk, 4}, {"dv", &dv, 4},     {"dsinks", dsinks, 1}};
+  each_part(call, beside, workspace, heads, &options, [&](Part &part) {
+    options.dsinks = dsinks ? part.plain(*dsinks, 1) : nullptr;
+    const pydet_tensor *dout_part = part.heads(dout, 4), *q_part = part.heads(q, 4), *k_part = part.heads(k, 4),
+                       *v_part = part.heads(v, 4), *out_part = part.heads(out, 4), *lse_part = part.heads(lse, 3),
+                       *dq_part = part.heads(dq, 4), *dk_part = part.heads(dk, 4), *dv_part = part.heads(dv, 4);
+    if (call.failed()) return;
+    call.check(pydet_attention_backward(stream, dout_part, q_part, k_part, v_part, out_part, lse_part, dq_part, dk_part,
+                                        dv_part, &options));
+  });
+}
+
 constexpr char kAttention[] = "attention";
+constexpr char kAttentionBackward[] = "attention_backward";
 constexpr pydet_xla_handler kHandlers[] = {
     handler<kAttention, attention>(),
+    handler<kAttentionBackward, attention_backward>(),
 };
 
 }  // namespace
