@@ -112,6 +112,7 @@ def log_prob(x: Array, index: Array, *, kernel: str | None = None) -> Array:
 
 def _kept(index: Any) -> Array:
     """A NumPy array as JAX's, which narrows int64 where it is not enabled: what int32 does not hold is no column."""
-    if name_of(index.dtype) == "int64" and not jax.config.jax_enable_x64:
+    config: Any = jax.config
+    if name_of(index.dtype) == "int64" and not config.jax_enable_x64:
         index = np.where(index == index.astype(np.int32), index, -1).astype(np.int32)
     return jnp.asarray(index)
