@@ -235,14 +235,14 @@ class Rules:
         op = "attention"
         for x in (q, k, v):
             self.read(op, x, 3)
-        for x, least, types in ((sinks, 1, UNSCALED), (allowed, 0, ("bool",)), (bias, 0, UNSCALED)):
-            if x is not None:
-                self._read_kind(op, x, least, types)
-        for x in (first_key, seqlens_k):
-            if x is not None:
-                self._read_kind(op, x, 1, ("int32",))
-                if len(x.shape) != 1:
-                    fail(_INVALID_SHAPE, f"{op}: {x.name} has {len(x.shape)} dimensions, want 1")
+        for other, least, types in ((sinks, 1, UNSCALED), (allowed, 0, ("bool",)), (bias, 0, UNSCALED)):
+            if other is not None:
+                self._read_kind(op, other, least, types)
+        lengths = [x for x in (seqlens_k, first_key) if x is not None]
+        for x in reversed(lengths):
+            self._read_kind(op, x, 1, ("int32",))
+            if len(x.shape) != 1:
+                fail(_INVALID_SHAPE, f"{op}: {x.name} has {len(x.shape)} dimensions, want 1")
         for x in (k, v):
             self.same_type(op, q, x)
         for x, want in ((q, "BxHxQxD"), (k, "BxGxKxD")):
@@ -251,9 +251,8 @@ class Rules:
         self.want(op, v, (*k.shape[:3], v.shape[-1] if len(v.shape) == 4 else k.shape[3]))
         (batch, heads, queries, d), (groups, keys) = q.shape, k.shape[1:3]
         self.require(k.shape[0] == batch, lambda: f"{op}: k is {text(k.shape)}, want one of {batch} sequences")
-        for x in (seqlens_k, first_key):
-            if x is not None:
-                self.want(op, x, (batch,))
+        for x in lengths:
+            self.want(op, x, (batch,))
         shared = f"{op}: q has {heads} heads, want a multiple of the {groups} of k and v"
         self.require(groups != 0 and heads % groups == 0, lambda: shared)
         self.require(k.shape[3] == d, lambda: f"{op}: k is {text(k.shape)}, want heads of {d} elements as q's")
@@ -264,8 +263,8 @@ class Rules:
         if sinks is not None:
             self.want(op, sinks, (heads,))
         full = (batch, heads, queries, keys)
-        for x in (allowed, bias):
-            if x is not None and (len(x.shape) > 4 or self.broadcast(x.shape, full) != full):
+        for x in [pair for pair in (allowed, bias) if pair is not None]:
+            if len(x.shape) > 4 or self.broadcast(x.shape, full) != full:
                 fail(_INVALID_SHAPE, f"{op}: {x.name} is {text(x.shape)}, want one that broadcasts to {text(full)}")
         return (batch, heads, queries, e)
 
