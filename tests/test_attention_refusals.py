@@ -1,5 +1,7 @@
 """Attention's bad input: each kind has its status and its sentence, and leaves every byte as it was."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ import pydet
 from attention_cases import Shape, integers, operands
 from capi import Tensor, ffi, last_error, lib, options, pointer, status_name
 from cases import DTYPES, data
+from conftest import unusual_float_environment
 
 
 def arrays(**changes):
@@ -14,8 +17,8 @@ def arrays(**changes):
     return {"q": q, "k": k, "v": v, "out": np.zeros_like(q), "lse": np.zeros(q.shape[:3], np.float32), **changes}
 
 
-def refusal(given=None, **changes):
-    """(status, sentence) of a call in C with these arrays or Tensors; nothing was written."""
+def refusal(given=None, *, within=contextlib.nullcontext, **changes):
+    """(status, sentence) of a call in C with these arrays or Tensors, made `within` that; nothing was written."""
     held = arrays(**changes)
     tensors = {name: Tensor(x) if isinstance(x, np.ndarray) else x for name, x in held.items()}
     chosen, keep = options("pydet_attention_options"), []
@@ -34,7 +37,8 @@ def refusal(given=None, **changes):
     ]
     before = [x.tobytes() for x in outputs]
     order = [pointer(tensors[name]) for name in ("q", "k", "v", "out", "lse")]
-    status = lib.pydet_attention(ffi.NULL, *order, chosen)
+    with within():
+        status = lib.pydet_attention(ffi.NULL, *order, chosen)
     assert status != 0 and [x.tobytes() for x in outputs] == before
     return status_name(status).removeprefix("PYDET_"), last_error()
 
@@ -197,6 +201,18 @@ REFUSED = {
 def test_refusals(name):
     changes, given, status, sentence = REFUSED[name]
     assert refusal(given, **changes) == (status, f"attention: {sentence}")
+
+
+@pytest.mark.parametrize("argument", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [1e-40, -1e-40, 1e-45, 2.0**-101, 2.0**101])
+def test_a_subnormal_factor_is_not_none(argument, value):
+    """On a thread that reads subnormals as zeros it would be taken for 0, and 1 / sqrt(D) or no cap for it."""
+    status, sentence = refusal({argument: value})
+    assert status == "INVALID_VALUE" and sentence.endswith("want a number from 2^-100 to 2^100")
+    status, sentence = refusal({argument: value}, within=unusual_float_environment)
+    assert status == "INVALID_VALUE" and sentence.startswith(f"attention: {argument} is ")
+    with unusual_float_environment(), pytest.raises(pydet.Error, match=f"^attention: {argument} is "):
+        pydet.attention(*operands(Shape(), "fp32"), **{argument: value})
 
 
 def test_outputs_apart():
