@@ -256,6 +256,52 @@ def test_refusals_in_python(given, sentence):
     assert str(raised.value) == f"attention: {sentence}"
 
 
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+OPERANDS = {
+    "attention": {
+        **{"q": ones(2, 4, 3, 16), "k": ones(2, 2, 10, 16), "v": ones(2, 2, 10, 16), "sinks": ones(4)},
+        **{"allowed": ones(3, 10, dtype=bool), "bias": ones(3, 10), "out": ones(2, 4, 3, 16)},
+        **{"first_key": integers(0, 1), "seqlens_k": integers(10, 10)},
+    },
+    "attention_varlen": {
+        **{"q": ones(6, 4, 16), "k": ones(20, 2, 16), "v": ones(20, 2, 16), "out": ones(6, 4, 16)},
+        **{"cu_seqlens_q": integers(0, 3, 6), "cu_seqlens_k": integers(0, 10, 20)},
+    },
+    "attention_paged": {
+        **{"q": ones(2, 4, 3, 16), "k_cache": ones(5, 4, 2, 16), "v_cache": ones(5, 4, 2, 16)},
+        **{"block_table": np.zeros((2, 3), np.int32), "seqlens_k": integers(10, 12), "out": ones(2, 4, 3, 16)},
+    },
+}
+
+
+@pytest.mark.parametrize("function", OPERANDS)
+def test_array_interfaces_that_are_not_what_they_say(function):
+    """Of every operand: data that is no address, extents and strides that wrap, types that it is not."""
+
+    def call(operand, **change):
+        given = dict(OPERANDS[function])
+        interface = {**given[operand].__array_interface__, "strides": given[operand].strides, **change}
+        given[operand] = type("Carrier", (), {"__array_interface__": interface})()
+        return getattr(pydet, function)(*[given.pop(name) for name in list(given)[:3]], **given)
+
+    for name, array in OPERANDS[function].items():
+        call(name)
+        address, many = array.ctypes.data, array.ndim
+        wrong = [{"data": data} for data in (bytearray(64), None, (float(address), False), (address + 2**64, False))]
+        wrong += [{"data": (place, False)} for place in (-1, 0)] + [{"mask": array}]
+        wrong += [{"typestr": typestr} for typestr in ("<f8", "|i1", "|V4", ">f4", "")]
+        wrong += [{"shape": (extent,) * many} for extent in (2**62, 2**64, -1, 1.5)] + [{"shape": (1,) * 9}]
+        wrong += [{"strides": (stride,) * many} for stride in (2**62, -(2**63))] + [{"strides": (*array.strides, 4)}]
+        for change in wrong:
+            before = OPERANDS[function]["out"].tobytes()
+            with pytest.raises(pydet.Error, match=r"^attention: "):
+                call(name, **change)
+            assert OPERANDS[function]["out"].tobytes() == before
+
+
 def test_what_the_other_two_cannot_do_without():
     q, k, v = (x[0].swapaxes(0, 1) for x in operands(Shape(), "fp32"))
     for call in (
