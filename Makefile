@@ -70,9 +70,10 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) 
 ifeq ($(SANITIZE),)
 takes = $(shell $(CXX) -O1 -Werror $(1) -include cstring -x c++ -S /dev/null -o /dev/null 2>/dev/null && echo '$(1)')
 fortified = $(call takes,-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=$(1))
-CXXFLAGS += $(call takes,-fstack-protector-strong) $(or $(call fortified,3),$(call fortified,2)) \
+HARDENED := $(call takes,-fstack-protector-strong) \
   $(if $(findstring x86_64,$(MACHINE)),$(call takes,-fcf-protection)) \
   $(if $(findstring aarch64,$(MACHINE)),$(call takes,-mbranch-protection=standard))
+CXXFLAGS += $(HARDENED) $(or $(call fortified,3),$(call fortified,2))
 endif
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 # A file of these folders is an object of every library; one of native/cpu is one too, or a kernel, which is compiled once
@@ -155,9 +156,10 @@ CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUI
 # How nvcc packs the code: for size it takes up to 6 s an object; for speed next to none, and the library is over three
 # times as large.
 COMPRESS ?= size
-# -O1 is of the host's half, which launches: the device's is -O3 whatever is said here.
+# -O1 is of the host's half, which launches: the device's is -O3 whatever is said here. That half is hardened too, but for
+# checked copies: their header is the device's as well.
 NVCCFLAGS := -std=c++17 -O1 --fmad=false --compress-mode=$(COMPRESS) -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
-  -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(NUMERIC) -Wall -Wextra -Werror"
+  -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(HARDENED) $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
 $(BUILD)/gpu/nvidia/sm90/%.o: GENCODE := $(call gencode,90a)
 # PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.
@@ -250,7 +252,7 @@ HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip
 # is as right as one that is, and the host's half of a file does not use the device's constants.
 HIPFLAGS = -x hip $(addprefix --offload-arch=,$(shell cat $(BUILD)/hip/archs)) --rocm-path=$(ROCM) \
   --rocm-device-lib-path=$(BUILD)/hip/bitcode -D__HIP_PLATFORM_AMD__ -include hip/hip_runtime.h -std=c++17 -O3 -fPIC \
-  -fvisibility=hidden -fvisibility-inlines-hidden -Xarch_host -fstack-clash-protection $(NUMERIC) -fhip-fp32-correctly-rounded-divide-sqrt \
+  -fvisibility=hidden -fvisibility-inlines-hidden $(patsubst %,-Xarch_host %,-fstack-clash-protection $(HARDENED)) $(NUMERIC) -fhip-fp32-correctly-rounded-divide-sqrt \
   -fno-gpu-flush-denormals-to-zero $(WARN) -Wno-pass-failed -Wno-unused-const-variable -Inative -Inative/include
 HIP_BITCODE = $(firstword $(wildcard $(ROCM)/amdgcn/bitcode $(ROCM)/lib/llvm/lib/clang/*/lib/amdgcn/bitcode \
   $(ROCM)/lib/*/amdgcn/bitcode $(ROCM)/lib/llvm-*/lib/clang/*/amdgcn/bitcode))
