@@ -322,14 +322,13 @@ constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
     Row("cuda_attention_backward_ieee", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfAttentionGradient)
         .launches(attention_backward_ieee),
 };
-uint64_t attention_gradient_workspace(const AttentionBackward &b, const char *kernel) {
-  return std::max(attention_backward_sm90_workspace(b, kernel), attention_backward_workspace(b, kernel));
-}
 uint64_t attention_workspace(const Attention &a, const char *kernel) {
   return std::max(attention_sm90_workspace(a, kernel), bytes_of_parts(a));
 }
 
-uint64_t attention_backward_workspace(const AttentionBackward &b, const char *) { return bytes_of_deltas(b.forward); }
+uint64_t attention_backward_workspace(const AttentionBackward &b, const char *kernel) {
+  return std::max(attention_backward_sm90_workspace(b, kernel), bytes_of_deltas(b.forward));
+}
 
 constexpr Kernel<Activation> kActivation[] = {
     Row("cuda_activation", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfActivation).launches(activation),
@@ -474,7 +473,7 @@ Arithmetic tensor_cores(int32_t id) {
 
 constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
-constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_gradient_workspace};
+constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 
 constexpr Backend cuda() {
   Backend backend = {PYDET_CUDA, "CUDA"};
@@ -483,11 +482,11 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
-                          table(kActivation), table(kActivationBackward));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward));
   return backend;
 }
 
