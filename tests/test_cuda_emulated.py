@@ -21,6 +21,7 @@ import capi
 import cases
 import interop
 import pydet
+import test_activation as activations
 import test_fold as folds
 import test_grouped_gemm as groups
 import test_rmsnorm_heads as heads
@@ -28,6 +29,7 @@ import test_scaled_gemm as scaled
 import test_scaled_grouped_gemm as scaled_groups
 from cases import DTYPES, assert_same_bits, data
 from pydet import frameworks
+from reference_activation import KINDS
 from test_cuda import UNSUPPORTED, each
 
 pytestmark = pytest.mark.skipif(
@@ -275,6 +277,48 @@ def test_softmax_backward(device, kernel, dtype):
         yield on.log_softmax_backward(dy, y)
 
     check(device, dtype, call, 2)
+
+
+@each("activation")
+def test_activation(device, kernel, dtype):
+    def call(on, x, up, out, index):
+        kind = KINDS[index % len(KINDS)]
+        yield on.activation(x, kind, out=out)
+        yield on.activation(x, kind, up=up)
+
+    check(device, dtype, call, 2)
+
+
+@each("activation_backward")
+def test_activation_backward(device, kernel, dtype):
+    def call(on, dy, x, up, out, index):
+        kind = KINDS[index % len(KINDS)]
+        yield on.activation_backward(dy, x, kind, out=out)
+        yield from on.activation_backward(dy, x, kind, up=up)
+
+    check(device, dtype, call, 3)
+
+
+@each("activation")
+def test_activation_of_every_number(device, kernel, dtype):
+    x = activations.every_number(dtype)
+    for kind in KINDS:
+        assert_same_bits(device.activation(x, kind), pydet.activation(x, kind), kind)
+
+
+@each("activation_backward")
+def test_activation_walks_rows_of_two_strides(device, kernel, dtype):
+    """Halves of one tensor whose rows are turned over, in place."""
+    for n in (8, 24, 7):
+        results = []
+        for on in (pydet, device):
+            both = data("normal", (5, 3, 2 * n), DTYPES[dtype]).copy()
+            dy, gate, up = data("normal", (3, 5, n), DTYPES[dtype], 1), both[..., :n], both[..., n:]
+            gate, up = gate.swapaxes(0, 1), up.swapaxes(0, 1)
+            on.activation_backward(dy, gate, "silu", up=up, out=gate, dup=up)
+            results.append(both)
+        assert_same_bits(*results)
+    assert device.taken == 3
 
 
 @each("rmsnorm")

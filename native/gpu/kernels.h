@@ -8,6 +8,8 @@ namespace pydet {
 
 struct Attention;  // ops/*/problem.h, as all of these
 struct AttentionBackward;
+struct Activation;
+struct ActivationBackward;
 struct Gemm;
 struct Rounding;
 struct GroupedGemm;
@@ -267,6 +269,10 @@ pydet_status layernorm_long(const LayerNorm &);
 bool layernorm_backward_held_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_held(const LayerNormBackward &);
 pydet_status layernorm_backward_long(const LayerNormBackward &);
+
+// any/activation.cu
+pydet_status activation(const Activation &);
+pydet_status activation_backward(const ActivationBackward &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);

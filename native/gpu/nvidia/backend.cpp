@@ -40,6 +40,8 @@ constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint64_t kSoftmaxForward = kTwoStrides | kLogarithm | kColumn;
 constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
+constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
 
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
   return Row(kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90a,
@@ -322,6 +324,15 @@ uint64_t attention_workspace(const Attention &a, const char *kernel) {
 
 uint64_t attention_backward_workspace(const AttentionBackward &b, const char *) { return bytes_of_deltas(b.forward); }
 
+constexpr Kernel<Activation> kActivation[] = {
+    Row("cuda_activation", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfActivation).launches(activation),
+};
+
+constexpr Kernel<ActivationBackward> kActivationBackward[] = {
+    Row("cuda_activation_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kActivationGradient)
+        .launches(activation_backward),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("cuda_fold", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree).launches(fold),
     Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
@@ -468,7 +479,8 @@ constexpr Backend cuda() {
   backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
                           table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
                           table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks));
+                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
+                          table(kActivation), table(kActivationBackward));
   return backend;
 }
 
