@@ -121,7 +121,7 @@ def reference_of(m, x):
 def weighed_values(p, v, allowed, o, arithmetic):
     """The chain of the second product, from o: a key that is not allowed is a zero times a zero."""
     p = np.where(allowed, p, p.dtype.type(0))
-    if np.isfinite(widen(v)).all():
+    if not len(p) or np.isfinite(widen(v)).all():
         return chain(p, v, o, arithmetic)
     rows = [chain(p[i : i + 1], np.where(allowed[i][:, None], v, v.dtype.type(0)), o[i : i + 1], arithmetic)
             for i in range(len(p))]  # fmt: skip
@@ -312,7 +312,7 @@ def group_backward(dout, q, k, v, pairs, origin, dk, dv, arithmetic):
             at = slice(first, first + block)
             start = np.zeros((queries, d), f32)
             dq[h] += weighed_values(ds[:, at], k[at], allowed[:, at], start, arithmetic)
-    return dq + f32(0), dk + f32(0), dv + f32(0)
+    return dq + f32(0), *(round_to(x + f32(0), FLOAT32) for x in (dk, dv))
 
 
 def sum_of_sinks(dsink, sink, dout, out, lse, exp2):
@@ -361,7 +361,8 @@ def attention_backward(dout, q, k, v, out, lse, *, scale=None, causal=False, win
             sink = widen(sinks)[h]
             sums[h] = sum_of_sinks(sums[h], sink, dout[s, h], out[s, h], lse[s, h], exp2_of(arithmetic, q.dtype))
     typed = lambda x, given, like: round_to(x, like.dtype if given is None else given.dtype)
-    found = typed(dq_of, dq, q), typed(dk_of, dk, k), typed(dv_of, dv, v)
+    of_keys = (dk_of, dv_of) if accumulate else (typed(dk_of, dk, k), typed(dv_of, dv, v))  # what is kept has its bits
+    found = typed(dq_of, dq, q), *of_keys
     found = (None, *found[1:]) if only == "kv" else (found[0], None, None) if only == "q" else found
     return found if sinks is None else (*found, typed(sums + f32(0), dsinks, sinks))
 
@@ -385,6 +386,7 @@ def attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_
         all_dq[mine], all_dk[keys], all_dv[keys] = (np.swapaxes(x[0], 0, 1) for x in (one_dq, one_dk, one_dv))
         sums = one_sums[0] if one_sums else sums
     typed = lambda x, given, like: round_to(x, like.dtype if given is None else given.dtype)
-    found = [typed(all_dq, dq, q), typed(all_dk, dk, k), typed(all_dv, dv, v)]
+    of_keys = (all_dk, all_dv) if accumulate else (typed(all_dk, dk, k), typed(all_dv, dv, v))
+    found = [typed(all_dq, dq, q), *of_keys]
     found = (None, *found[1:]) if only == "kv" else (found[0], None, None) if only == "q" else tuple(found)
     return found if sinks is None else (*found, typed(sums + f32(0), dsinks, sinks))
