@@ -152,7 +152,6 @@ DAEMONS = """
 import os, random, sys, threading, time
 import numpy, pydet
 from capi import Tensor, ffi, lib, pointer
-from test_process import large_calls
 
 class Carrier:  # read by a hook: Python runs inside the call, and may give the lock away there
     def __init__(self, array): self.array = array
@@ -189,7 +188,10 @@ def is_refused(number):
     except pydet.Error:
         pass
 
-every = list(large_calls().values()) if sys.argv[1] == "every_function" else []
+every = []
+if sys.argv[1] == "every_function":
+    from test_process import large_calls
+    every = list(large_calls().values())
 
 def every_function(number):
     random.choice(every)()

@@ -20,6 +20,7 @@ SIZES = {PRED: 1, S32: 4, S64: 8, U8: 1, F16: 2, F32: 4, F64: 8, BF16: 2, E5M2: 
 SCALAR, STRING, EXECUTE = 3, 4, 3
 WILD = [0, -1, 2**31, 2**32, 2**61, 2**62, -(2**63), 2**63 - 1, 7]
 WILD_REALS = [float("nan"), float("inf"), -float("inf"), 1e300]
+WILD_FACTORS = [-1.0, 1e-60, -1e-60, 5e-324, 1e-40, 2.0**-101]  # of which 0 says that there is none
 
 
 class Buffer(ctypes.Structure):
@@ -355,7 +356,7 @@ class Attack:
                 for wrong in ("x" * 100, "nonsense", b"cpu\0gemm"):
                     assert not self.attempt(changed(wrong)), wrong
             elif isinstance(value, float):
-                for wild in WILD_REALS:
+                for wild in WILD_REALS + (WILD_FACTORS if name in ("scale", "softcap") else []):
                     assert not self.attempt(changed(wild)), (name, wild)
             else:
                 chained = name == "k_chunk" and call.attributes.get("accumulate")  # one chain then starts elsewhere

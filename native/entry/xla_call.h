@@ -102,6 +102,15 @@ class Call {
   }
   // In fp32; XLA's own threads flush subnormals.
   float real(const char *name) { return f32_from_f64(scalar<double>(name, PYDET_XLA_F64)); }
+  // Where 0 says that there is none: no other number may become it.
+  float real_or_none(const char *name) {
+    const double value = scalar<double>(name, PYDET_XLA_F64);
+    uint64_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const float single = f32_from_f64(value);
+    if (bits << 1 && !(bits_of(single) << 1)) fail("attribute %s is %g, which is 0 in float32", name, value);
+    return single;
+  }
 
   // options.kernel, which lives as long as the call; NULL for "".
   const char *kernel() {

@@ -105,8 +105,8 @@ template <class Options> Options read_options(Call &call, const pydet_xla_buffer
   Options options = {};
   options.struct_size = sizeof options;
   options.arithmetic = call.number("arithmetic");
-  options.scale = call.real("scale");
-  options.softcap = call.real("softcap");
+  options.scale = call.real_or_none("scale");
+  options.softcap = call.real_or_none("softcap");
   options.causal = call.flag("causal");
   options.window = 1;
   options.window_left = call.integer("window_left");
