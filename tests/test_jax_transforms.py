@@ -10,10 +10,12 @@ from test_jax import device, dtype, eager, in_another_process, jax, jnp, normal,
 
 def exported(function, target, *arrays):
     """The function for any number of rows."""
-    (rows,) = jax.export.symbolic_shape("b")
+    from jax import export
+
+    (rows,) = export.symbolic_shape("b")
     shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim > 1 else x.shape, x.dtype) for x in arrays]
-    known = [jax.export.DisabledSafetyCheck.custom_call(f"pydet_{name}") for name in target]
-    return jax.export.export(jax.jit(function), disabled_checks=known)(*shapes).call
+    known = [export.DisabledSafetyCheck.custom_call(f"pydet_{name}") for name in target]
+    return export.export(jax.jit(function), disabled_checks=known)(*shapes).call
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------
