@@ -1,4 +1,7 @@
-"""Attention's gradients: every kernel, forced by name, against the reference; and what only this contract can pass."""
+"""Attention's gradients: every kernel, forced by name, against the reference; and what only this contract can pass.
+
+The problems of attention_cases.py are in tests/test_golden.py.
+"""
 
 import functools
 import itertools
@@ -21,15 +24,6 @@ FEW_PAIRS = [("ieee", "fp32"), ("ieee", "bf16"), ("sm90", "bf16"), ("cdna2", "fp
 NAMES = ("dq", "dk", "dv", "dsinks")
 
 
-@functools.cache
-def expected_of(arithmetic, dtype):
-    """[(problem, what the reference says)] of all problems."""
-    return [
-        (problem, attention_cases.run_backward(reference_attention, *problem[1:], arithmetic))
-        for problem in attention_cases.backward_problems(dtype)
-    ]
-
-
 def same(got, want, what):
     assert len(got) == len(want), what
     for name, one, other in zip(NAMES, got, want):
@@ -50,16 +44,6 @@ def dout_of(q, v, seed=11):
 
 
 # ---- Against the reference -----------------------------------------------------------------------------------------
-
-
-def check_problems(functions, arithmetic, dtype):
-    for problem, want in expected_of(arithmetic, dtype):
-        same(attention_cases.run_backward(functions, *problem[1:], arithmetic), want, problem[0])
-
-
-def test_problems(attention_backward_kernel):
-    kernel = attention_backward_kernel
-    check_problems(kernel, kernel.arithmetic, kernel.dtype)
 
 
 # One less, equal, one more: of steps of 16, blocks of 64 and 128, strips of 8 and 14 rows, panels of 32.
@@ -93,7 +77,9 @@ def test_edges(attention_backward_kernel):
 @pytest.mark.parametrize("arithmetic, dtype", PAIRS)
 def test_error_against_float64(arithmetic, dtype):
     """Roundings of the weights and of the gradients of scores, of out and of the results, and no more."""
-    most = {"fp32": 4e-6, "bf16": 6e-3, "fp16": 9e-4}[dtype]
+    most = {"fp32": 1e-6, "bf16": 4e-3, "fp16": 9e-4}[dtype]
+    if (arithmetic, dtype) == ("cdna2", "fp16"):
+        most = 2e-3  # gradients of scores below 2^-14 are flushed
     for shape, given in (
         (Shape(queries=60, keys=300, d=64), {"causal": True}),
         (Shape(queries=150, keys=150, d=128, e=128), {"window": (70, None)}),
@@ -330,8 +316,7 @@ def test_each_way_is_looked_at(way, monkeypatch):
     def spoiled(found):
         found = [x.copy() for x in found]
         for x in found:
-            reference.bits(x)[..., 60:70, :1, :1] ^= 1
-            reference.bits(x)[..., -60:, 1] ^= 1
+            (reference.bits(x) if x.ndim == 3 else reference.bits(x).swapaxes(0, 2))[60:70, ..., 1] ^= 1
         return found
 
     def dense(dout, q, k, v, **given):

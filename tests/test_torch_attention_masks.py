@@ -197,7 +197,7 @@ def test_gradients_are_the_sequences_own(name):
     mask = mask.expand(BATCH, -1, -1, -1)
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v, dy = (normal(BATCH, n, QUERIES, 16, dtype=dtype, seed=i) for i, n in enumerate((6, 2, 2, 6)))
-        dy = dy * mask.any(-1).mT  # rows of padding have none
+        dy = dy * mask.any(-1)[..., None]  # rows of padding have none
         if name == "padding on the right":
             dy[1, :, 110:], dy[2, :, 1:] = 0, 0
         got = of_mask(q, k, v, mask, dy)
