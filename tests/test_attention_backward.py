@@ -9,7 +9,6 @@ import itertools
 import numpy as np
 import pytest
 
-import attention_cases
 import pydet
 import reference
 import reference_attention

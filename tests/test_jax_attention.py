@@ -97,12 +97,14 @@ def test_kernels_by_name(device):
 
 
 def test_shapes_that_are_symbols(device):
+    from jax import export
+
     q, k, v = problem()
-    b, s = jax.export.symbolic_shape("b, s")
+    b, s = export.symbolic_shape("b, s")
     shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:2], n, 64), x.dtype) for x, n in ((q, 5), (k, s), (v, s))]
-    known = [jax.export.DisabledSafetyCheck.custom_call("pydet_attention")]
+    known = [export.DisabledSafetyCheck.custom_call("pydet_attention")]
     function = jax.jit(lambda q, k, v: pj.attention(q, k, v, causal=True))
-    program = jax.export.export(function, disabled_checks=known)(*shapes)
+    program = export.export(function, disabled_checks=known)(*shapes)
     for batch, keys in ((2, 150), (1, 7)):
         cut = q[:batch], k[:batch, :, :keys].copy(), v[:batch, :, :keys].copy()
         same(program.call(*cut), pydet.attention(*cut, causal=True))

@@ -10,10 +10,12 @@ from test_jax import device, dtype, eager, in_another_process, jax, jnp, normal,
 
 def exported(function, target, *arrays):
     """The function for any number of rows."""
-    (rows,) = jax.export.symbolic_shape("b")
+    from jax import export
+
+    (rows,) = export.symbolic_shape("b")
     shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim > 1 else x.shape, x.dtype) for x in arrays]
-    known = [jax.export.DisabledSafetyCheck.custom_call(f"pydet_{name}") for name in target]
-    return jax.export.export(jax.jit(function), disabled_checks=known)(*shapes).call
+    known = [export.DisabledSafetyCheck.custom_call(f"pydet_{name}") for name in target]
+    return export.export(jax.jit(function), disabled_checks=known)(*shapes).call
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------
@@ -121,7 +123,8 @@ def test_gradients_in_shard_map():
         wanted = [np.concatenate([half[0] for half in halves]), *(a + b for a, b in zip(*(h[1:] for h in halves)))]
         outside = jax.vjp(lambda *given: cut(layer, in_specs=specs, out_specs=P("rows"))(*given, index), *operands[:4])
         for ours, again, want in zip(found, outside[1](jnp.asarray(dy)), wanted, strict=True):
-            assert np.asarray(ours).tobytes() == np.asarray(want).tobytes() == np.asarray(again).tobytes()
+            assert np.asarray(ours).tobytes() == np.asarray(want).tobytes()
+            np.testing.assert_allclose(again, want, rtol=1e-5, atol=1e-5)  # JAX adds y's three gradients in its order
 
         # A result of what varies does, and JAX refuses to take it for one that does not.
         try:
