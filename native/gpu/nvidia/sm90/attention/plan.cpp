@@ -15,9 +15,6 @@ namespace {
 constexpr int kUnit = 8;                     // 16 bytes of an operand
 constexpr int64_t kMost = int64_t(1) << 30;  // of tokens
 constexpr int64_t kMostD = 256, kNarrowD = 128;
-// Blocks that have an O of their own in the workspace, of which one is as large as two warpgroups' accumulators.
-constexpr int kRunningBlocks = 132;
-constexpr uint64_t kRunningBytes = 2 * kAttentionWarpgroupRows * kMostD * sizeof(float);
 constexpr int64_t kMostMultiprocessors = 144;  // of a Hopper
 
 bool aligned(const Heads &heads, int64_t sequences, int64_t head_count, int64_t tokens) {
@@ -83,7 +80,7 @@ uint64_t bytes_split(const Attention &a) {
   return uint64_t(rows_of(a)) * uint64_t(divide_up(a.keys, a.kv_chunk)) * uint64_t(a.e + 2) * sizeof(float);
 }
 uint64_t bytes_of_running(const Attention &a) {
-  return a.d > kNarrowD && a.keys > a.kv_chunk ? kRunningBlocks * kRunningBytes : 0;
+  return a.d > kNarrowD && a.keys > a.kv_chunk ? 2 * uint64_t(kRunningBlocks) * kRunningBytes : 0;
 }
 
 // Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles

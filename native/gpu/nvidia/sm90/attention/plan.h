@@ -14,6 +14,9 @@ struct Launch;  // gpu/gpu.h
 class Choice;   // kernel.h
 
 constexpr int kAttentionWarpgroupRows = 64;  // of a tile, that one warpgroup has
+// Blocks that have an O in the workspace, and as much again for a segment's o, each as large as two warpgroups'
+// accumulators.
+constexpr int kRunningBlocks = 132, kRunningBytes = 2 * kAttentionWarpgroupRows * 256 * int(sizeof(float));
 
 // The variants of the kernel, which are rows of the table: tiles of several warpgroups or of one, whole or split.
 enum AttentionVariant : int { kAttentionWide, kAttentionFew, kAttentionWideSplit, kAttentionFewSplit };
