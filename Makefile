@@ -141,7 +141,7 @@ SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
 SM90_ATTENTION := sm90/attention/forward.1 sm90/attention/forward.2
-SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_mma sm90/attention/combine sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
+SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_mma sm90/attention/decode sm90/attention/combine sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
   nvidia/attention_ieee any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
   nvidia/norm_backward_strided any/layernorm_backward $(addprefix nvidia/,rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart \
     gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \

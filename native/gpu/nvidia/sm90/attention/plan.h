@@ -54,6 +54,8 @@ struct AttentionPlan {
 template <Type type>
 pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide);
 template <Type type>
+pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan, int row_tiles);
+template <Type type>
 pydet_status attention_combine_sm90(const Launch &launch, const AttentionPlan &plan);
 
 }  // namespace pydet
