@@ -33,12 +33,12 @@ template <Type type_, int d_, int row_tiles_> struct DecodeShape {
   static constexpr int q_box_bytes = rows * kRowBytes, q_bytes = chunks * q_box_bytes;
   static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes;
   static constexpr int keys = units * kUnit;
-  static constexpr int q_at = 0, ring_at = q_at + q_bytes, rounded_at = ring_at + stages * stage_bytes,
+  static constexpr int q_at = 0, second_q_at = q_at, ring_at = q_at + q_bytes, rounded_at = ring_at + stages * stage_bytes,
                        weights_at = rounded_at + keys * rows * 2, largest_at = weights_at + keys * rows * 4,
                        worth_at = largest_at + units * warps * rows * 4, sums_at = worth_at + units * blocks * rows * 4,
                        slots_at = sums_at + rows * 4, kSlots = 4, kSlotBytes = 48,
-                       barriers_at = slots_at + kSlots * kSlotBytes, q_full_at = barriers_at, q_empty_at = q_full_at + 8,
-                       full_at = q_empty_at + 8, empty_at = full_at + stages * 8, slot_full_at = empty_at + stages * 8,
+                       barriers_at = slots_at + kSlots * kSlotBytes, q_full_at = barriers_at, q_empty_at = q_full_at + 16,
+                       full_at = q_empty_at + 16, empty_at = full_at + stages * 8, slot_full_at = empty_at + stages * 8,
                        slot_empty_at = slot_full_at + kSlots * 8, flag_at = slot_empty_at + kSlots * 8,
                        shared_bytes = flag_at + 16;
   static_assert(ring_at % 1024 == 0 && slots_at % 16 == 0, "boxes lie in atoms of 1024 bytes");

@@ -37,6 +37,7 @@ template <int stages> struct RingPlace {
 template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan &p, const Layout<S> &at) {
   const AttentionSlots<S> slots = at.slots();
   const bool one = threadIdx.x % 32 == 0;
+  const int rank = p.pairs ? cluster_rank() : -1;
   RingPlace<S::stages> ring;
   Walk<S::n> walk(p);
   Job job;
@@ -44,7 +45,7 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
   int values_group = -1, turn = 0;
   const auto load = [&](const CUtensorMap *map, bool sequence_moves, bool group_moves, const Boxes &boxes, int group) {
     barrier_wait(at.empty(ring.stage), ring.parity ^ 1);
-    load_block<S>(p, map, sequence_moves, group_moves, boxes, group, at.stage(ring.stage), at.full(ring.stage));
+    load_block<S>(p, map, sequence_moves, group_moves, boxes, group, at.stage(ring.stage), at.full(ring.stage), rank);
     ring.next();
   };
   const auto load_values = [&] { load(&p.v, p.sequence_moves_v, p.group_moves_v, values, values_group); };
@@ -55,10 +56,11 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
       const Boxes boxes = boxes_of<S>(p, job, block);
       load(&p.k, p.sequence_moves_k, p.group_moves_k, boxes, group);
       if (block == job.begin) {
+        const QueryPlace q(S::has_second_q && p.second_q, turn);
 #pragma unroll 1
         for (int i = 0; i < S::warpgroups; ++i) {
-          barrier_wait(at.q_empty(i), (turn & 1) ^ 1);
-          if (one) load_queries<S>(p, job, i, at.q(i), at.q_full(i));
+          barrier_wait(at.q_empty(i, q.place), q.parity ^ 1);
+          if (one) load_queries<S>(p, job, i, at.q(i, q.place), at.q_full(i, q.place));
         }
       }
       if (values_group >= 0) load_values();
@@ -90,6 +92,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   bool finite = true;        // so far, all results of this warp
   bool closing = false;      // and o holds the segment before it, which joins O when o is wanted
   Fold<S> fold;
+  uint32_t queries = 0;  // where they lie
 
   const auto take_job = [&] {
     slots.wait(turn);
@@ -97,6 +100,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     end = same_in_warp(job.end), more = end > 0;
     if (!more) return;
     block = same_in_warp(job.begin), fresh = true;
+    queries = at.q(warpgroup, QueryPlace(S::has_second_q && p.second_q, turn).place);
     next_segment = same_in_warp((job.begin / p.segment_blocks + 1) * p.segment_blocks);
     const Sight seen = sight_of<S>(p, job, warpgroup);
     sight = {same_in_warp(seen.begin), same_in_warp(seen.end), same_in_warp(seen.whole_begin),
@@ -111,8 +115,16 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   const auto release = [&](uint32_t barrier) {
     if (first_lane) barrier_arrive(barrier);
   };
+  // Of the ring: to the other block of a pair too, which loads half of it.
+  const int other = p.pairs ? cluster_rank() ^ 1 : 0;
+  const auto release_stage = [&](int stage) {
+    if (first_lane) {
+      barrier_arrive(at.empty(stage));
+      if (p.pairs) barrier_arrive(at.empty(stage), other);
+    }
+  };
   const auto scores = [&](int stage) {
-    const uint64_t q = wgmma_descriptor<true>(at.q(warpgroup)), k = wgmma_descriptor<true>(at.stage(stage));
+    const uint64_t q = wgmma_descriptor<true>(queries), k = wgmma_descriptor<true>(at.stage(stage));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::d / kStep; ++i)
@@ -176,7 +188,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           next_segment += p.segment_blocks;
         }
         wgmma_wait<1>();
-        release(at.empty(ring.stage));
+        release_stage(ring.stage);
         Step step;
         const bool moved = move_references(s, sums.m, p.c, step);
 #ifdef PYDET_SUM64
@@ -191,7 +203,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           // Sums are never negative, which ptxas does not know: so it makes them before the branch.
           const bool negative = sums.l[0][0] < 0 || sums.l[0][1] < 0 || sums.l[1][0] < 0 || sums.l[1][1] < 0;
           wait_and_rescale((moved && !begins) || negative, step);
-          release(at.empty(values.stage));
+          release_stage(values.stage);
           sum_weights<7, 8>(s, sums.l);
           round_weights<S::type>(s, weights);
         } else
@@ -199,7 +211,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         {
         weigh_scores<0, S::ahead>(s, p.c, step);
         wait_and_rescale(moved && !begins, step);
-        release(at.empty(values.stage));
+        release_stage(values.stage);
         scale_sums(sums.l, step);
         weigh_scores<S::ahead, 8>(s, p.c, step);
         add_weights<S::type>(s, sums.l, weights);
@@ -216,7 +228,10 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     RingPlace<S::stages> values = ring;
     if (more) {
       values.next();
-      if (live && fresh) barrier_wait(at.q_full(warpgroup), turn & 1);
+      if (live && fresh) {
+        const QueryPlace q(S::has_second_q && p.second_q, turn);
+        barrier_wait(at.q_full(warpgroup, q.place), q.parity);
+      }
       barrier_wait(at.full(ring.stage), ring.parity);
     }
     if (behind) barrier_wait(at.full(values.stage), values.parity);
@@ -224,8 +239,9 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     bool moved = false;
     Step step;
     const auto softmax = [&] {
-      release(at.empty(ring.stage));
-      if (block + 1 == sight.end) release(at.q_empty(warpgroup));
+      release_stage(ring.stage);
+      if (block + 1 == sight.end)
+        release(at.q_empty(warpgroup, QueryPlace(S::has_second_q && p.second_q, turn).place));
       if (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end) {
         const Job job = slots.look(turn);
         const int thread = thread_number();
@@ -239,9 +255,11 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     my_turn();
     if (live && weighted) {
       scores(ring.stage);
-      your_turn();
+      const bool early = closing || S::d == 64;
+      if (early) your_turn();
       if (closing) close();
       products(values.stage);
+      if (!early) your_turn();
       if (closes) total();
       wgmma_wait<1>();
       softmax();
@@ -261,9 +279,9 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       } else {
         your_turn();
       }
-      if (more) release(at.empty(ring.stage));
+      if (more) release_stage(ring.stage);
     }
-    if (behind) release(at.empty(values.stage));
+    if (behind) release_stage(values.stage);
     closing = closes && live && !fresh;
     if (closes && !closing) {
       fold.end(p, at, o);
@@ -298,20 +316,27 @@ __global__ void __launch_bounds__(S::threads, 1) attention_forward(const __grid_
   const Layout<S> at = {shared_address(memory)};
   const int warp = same_in_warp(int(threadIdx.x) / 32);
   if (threadIdx.x == S::consumer_warps * 32) {
-    for (int i = 0; i < S::warpgroups; ++i) barrier_init(at.q_full(i), 1), barrier_init(at.q_empty(i), 4);
-    for (int i = 0; i < S::stages; ++i) barrier_init(at.full(i), 1), barrier_init(at.empty(i), S::consumer_warps);
+    for (int i = 0; i < S::warpgroups; ++i)
+      for (int k = 0; k < 2; ++k) barrier_init(at.q_full(i, k), 1), barrier_init(at.q_empty(i, k), 4);
+    for (int i = 0; i < S::stages; ++i)
+      barrier_init(at.full(i), 1), barrier_init(at.empty(i), S::consumer_warps * (p.pairs ? 2 : 1));
     at.slots().init();
     fence_barrier_init();
   }
   __syncthreads();
+  if (p.pairs) cluster_sync_relaxed();
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (warp >= S::consumer_warps) {
     if constexpr (S::moves_registers) registers_down<S::producer_registers>();
     if (warp == S::consumer_warps) load_jobs<S>(p, at);
+    __syncwarp();
+    if (p.pairs) cluster_sync_relaxed();  // the other one still counts on barriers here
   } else {
     if constexpr (S::moves_registers) registers_up<S::consumer_registers>();
     multiply_jobs<S>(p, at, warp / 4);
+    __syncwarp();
+    if (p.pairs) cluster_sync_relaxed();
   }
 }
 
@@ -319,6 +344,7 @@ template <class S> pydet_status launch_shape(const Launch &launch, const Attenti
   Launch shape = launch;
   shape.block = dim3(S::threads);
   shape.shared_bytes = S::shared_bytes;
+  shape.cluster = plan.pairs ? 2 : 1;
   return pydet::launch(shape, attention_forward<S>, plan);
 }
 

@@ -9,6 +9,9 @@
 #include "gpu/nvidia/tensor_map.h"
 #include "core/choice.h"
 
+#ifndef PYDET_PAIRS
+#define PYDET_PAIRS (a.d > 64)
+#endif
 namespace pydet {
 namespace {
 
@@ -162,7 +165,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   AttentionPlan p = {};
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
-  const int most_keys = cut.row_tiles ? kDecodeBox : block;
+  p.pairs = cut.wide && cut.pack == 1 && group_heads % 2 == 0 && PYDET_PAIRS;
+  const int most_keys = cut.row_tiles ? kDecodeBox : p.pairs ? block / 2 : block;
   p.box_keys = int(a.pages ? std::min<int64_t>(most_keys, a.page_size) : most_keys);
   const int64_t stored = a.pages ? a.page_count : a.sequences, tokens = a.pages ? a.page_size : a.keys;
   const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys),
@@ -191,6 +195,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.warpgroup_queries = cut.warpgroup_queries, p.job_queries = cut.job_queries;
   p.segment_keys = int(std::min(a.kv_chunk, kMost)), p.segment_blocks = p.segment_keys / block;
   p.split = cut.split;
+  p.second_q = cut.wide && a.d <= kNarrowD && (cut.split || a.keys <= a.kv_chunk);
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
   p.c = score_scale(a).c;
@@ -208,6 +213,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   int64_t blocks = std::min<int64_t>(
       gpu_multiprocessors(a.device.id) * (cut.row_tiles ? decode_blocks(a) : 1), most_jobs);
   if (!p.split && cut.wide && bytes_of_running(a)) blocks = std::min<int64_t>(blocks, kRunningBlocks);
+  if (p.pairs) blocks -= blocks % 2;
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
   launch.overlaps_previous = true;
   const auto run = [&](auto type) {

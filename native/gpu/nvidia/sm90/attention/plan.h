@@ -39,6 +39,8 @@ struct AttentionPlan {
   int segment_blocks, segment_keys;
   bool uniform;  // lengths are the host's
   bool split;
+  bool pairs;     // two blocks, with two heads that share keys, load them together
+  bool second_q;  // queries have two places in shared memory
 
   int left, right;  // keys that a query sees before and after its own place
   float c;          // scale log2 e

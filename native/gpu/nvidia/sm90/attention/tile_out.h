@@ -106,7 +106,10 @@ template <class S> struct SharedTotals {
 // segment, a few elements in each.
 template <class S> struct Fold {
   static constexpr int fours = S::d / 8, ahead = 2;
-  static constexpr bool waits = S::held < fours;
+#ifndef PYDET_WAITS
+#define PYDET_WAITS 1
+#endif
+  static constexpr bool waits = S::held < fours && PYDET_WAITS;
   bool runs = false;  // O has segments
   int next = fours;   // of the o that waits
   struct Share {
@@ -220,7 +223,8 @@ __device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<
                       (job.q_first + first_query + at_row.query) * p.lse.token_stride] =
           none ? -INFINITY : canonical(log_sum_exp({totals.m[h], totals.l[h]}));
   }
-  const uint32_t piece = at.base + S::out_at + warp * S::out_warp_bytes;
+  const bool o_has_q = S::has_second_q && p.second_q;
+  const uint32_t piece = at.base + S::out_at + warp * (o_has_q ? S::out_bytes : S::out_warp_bytes);
 #pragma unroll
   for (int chunk = 0; chunk < S::chunks; ++chunk) {
     __syncwarp();  // the piece, or O that lay there, has been read
