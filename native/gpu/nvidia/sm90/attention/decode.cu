@@ -26,21 +26,21 @@ template <Type type_, int d_, int row_tiles_> struct DecodeShape {
   static constexpr int block = block_keys(d), blocks = kUnit / block;  // of a unit
   static constexpr int units = 4 / row_tiles;                          // between two meetings
   static constexpr int column_tiles = d == 256 ? 2 : 1;                // of 16, a warp's
-  static constexpr int warps = 8, consumer_warps = warps + 1;  // of which one walks sums
+  static constexpr int warps = 8, consumer_warps = warps + 1;          // of which one walks sums
   static constexpr int threads = (consumer_warps + 1) * 32, warps_that_meet = consumer_warps * 32;
   static constexpr int blocks_an_sm = d == 256 ? 1 : 2, stages = d == 64 ? 10 : 5;
 
   static constexpr int q_box_bytes = rows * kRowBytes, q_bytes = chunks * q_box_bytes;
   static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes;
   static constexpr int keys = units * kUnit;
-  static constexpr int q_at = 0, second_q_at = q_at, ring_at = q_at + q_bytes, rounded_at = ring_at + stages * stage_bytes,
-                       weights_at = rounded_at + keys * rows * 2, largest_at = weights_at + keys * rows * 4,
-                       worth_at = largest_at + units * warps * rows * 4, sums_at = worth_at + units * blocks * rows * 4,
-                       slots_at = sums_at + rows * 4, kSlots = 4, kSlotBytes = 48,
-                       barriers_at = slots_at + kSlots * kSlotBytes, q_full_at = barriers_at, q_empty_at = q_full_at + 16,
-                       full_at = q_empty_at + 16, empty_at = full_at + stages * 8, slot_full_at = empty_at + stages * 8,
-                       slot_empty_at = slot_full_at + kSlots * 8, flag_at = slot_empty_at + kSlots * 8,
-                       shared_bytes = flag_at + 16;
+  static constexpr int q_at = 0, second_q_at = q_at, ring_at = q_at + q_bytes,
+                       rounded_at = ring_at + stages * stage_bytes, weights_at = rounded_at + keys * rows * 2,
+                       largest_at = weights_at + keys * rows * 4, worth_at = largest_at + units * warps * rows * 4,
+                       sums_at = worth_at + units * blocks * rows * 4, slots_at = sums_at + rows * 4, kSlots = 4,
+                       kSlotBytes = 48, barriers_at = slots_at + kSlots * kSlotBytes, q_full_at = barriers_at,
+                       q_empty_at = q_full_at + 16, full_at = q_empty_at + 16, empty_at = full_at + stages * 8,
+                       slot_full_at = empty_at + stages * 8, slot_empty_at = slot_full_at + kSlots * 8,
+                       flag_at = slot_empty_at + kSlots * 8, shared_bytes = flag_at + 16;
   static_assert(ring_at % 1024 == 0 && slots_at % 16 == 0, "boxes lie in atoms of 1024 bytes");
   static_assert((shared_bytes + 1024) * blocks_an_sm <= (kMostSharedBytes + 1024), "blocks of an SM");
 };
@@ -155,7 +155,8 @@ __device__ __forceinline__ uint32_t place_in(uint32_t tile, int box_bytes, int r
   return tile + chunk / 8 * box_bytes + row * kRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
-template <class S> __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layout<S> &at, int warp) {
+template <class S> __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layout<S> &at,
+                                                                 int warp) {
   const AttentionSlots<S> slots = at.slots();
   const int lane = int(threadIdx.x % 32), pair = lane % 4 * 2, eighth = lane / 4;
   const int first_column = warp * 16 * S::column_tiles;
@@ -261,8 +262,8 @@ template <class S> __device__ __forceinline__ void multiply_jobs(const Attention
               float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
               for (int w = 0; w < kSharing; ++w) {
-                const float2 x = load_pair(
-                    at.base + S::largest_at + ((i * S::warps + b * kSharing + w) * S::rows + t * 8 + pair) * 4);
+                const float2 x = load_pair(at.base + S::largest_at +
+                                           ((i * S::warps + b * kSharing + w) * S::rows + t * 8 + pair) * 4);
                 most[0] = larger(most[0], x.x), most[1] = larger(most[1], x.y);
               }
 #pragma unroll
@@ -284,8 +285,7 @@ template <class S> __device__ __forceinline__ void multiply_jobs(const Attention
                           second = ex2_f32(fmaf(s[i][t][2 * h + 1], p.c, -taken.x[t][1]));
               const int place = (t * S::keys + i * kUnit + warp * 16 + eighth + 8 * h) * 8 + pair;
               store_pair(at.base + S::weights_at + place * 4, first, second);
-              store_word(at.base + S::rounded_at + place * 2,
-                         __uint_as_float(rounded_pair<S::type>(first, second)));
+              store_word(at.base + S::rounded_at + place * 2, __uint_as_float(rounded_pair<S::type>(first, second)));
             }
         }
       named_sync(2, S::warps_that_meet);
@@ -316,9 +316,9 @@ template <class S> __device__ __forceinline__ void multiply_jobs(const Attention
 #pragma unroll
                 for (int c = 0; c < S::column_tiles; ++c) {
                   uint32_t a[4];
-                  load_matrices<true>(a, place_in(at.stage(ring.stage), S::box_bytes,
-                                                  k * kStep + lane % 8 + lane / 16 * 8,
-                                                  first_column / 8 + 2 * c + lane / 8 % 2));
+                  load_matrices<true>(a,
+                                      place_in(at.stage(ring.stage), S::box_bytes, k * kStep + lane % 8 + lane / 16 * 8,
+                                               first_column / 8 + 2 * c + lane / 8 % 2));
 #pragma unroll
                   for (int t = 0; t < S::row_tiles; ++t) mma<S::type>(o[c][t], a, b[t][k % 2 * 2], b[t][k % 2 * 2 + 1]);
                 }
@@ -417,7 +417,8 @@ template <class S> __device__ __forceinline__ void multiply_jobs(const Attention
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::threads, S::blocks_an_sm) attention_decode(const __grid_constant__ AttentionPlan p) {
+__global__ void __launch_bounds__(S::threads, S::blocks_an_sm)
+    attention_decode(const __grid_constant__ AttentionPlan p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Layout<S> at = {shared_address(memory)};
   const int warp = same_in_warp(int(threadIdx.x) / 32);

@@ -191,8 +191,9 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         release_stage(ring.stage);
         Step step;
         const bool moved = move_references(s, sums.m, p.c, step);
-#ifdef PYDET_SUM64
         if constexpr (S::ahead == 8) {
+          // Sums between exponentials that are some way ahead of them. They are never negative, which ptxas does not
+          // know, so it makes them before the branch too.
           scale_sums(sums.l, step);
           weigh_scores<0, 4>(s, p.c, step);
           sum_weights<0, 3>(s, sums.l);
@@ -200,21 +201,18 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           sum_weights<3, 5>(s, sums.l);
           weigh_scores<6, 8>(s, p.c, step);
           sum_weights<5, 7>(s, sums.l);
-          // Sums are never negative, which ptxas does not know: so it makes them before the branch.
           const bool negative = sums.l[0][0] < 0 || sums.l[0][1] < 0 || sums.l[1][0] < 0 || sums.l[1][1] < 0;
           wait_and_rescale((moved && !begins) || negative, step);
           release_stage(values.stage);
           sum_weights<7, 8>(s, sums.l);
           round_weights<S::type>(s, weights);
-        } else
-#endif
-        {
-        weigh_scores<0, S::ahead>(s, p.c, step);
-        wait_and_rescale(moved && !begins, step);
-        release_stage(values.stage);
-        scale_sums(sums.l, step);
-        weigh_scores<S::ahead, 8>(s, p.c, step);
-        add_weights<S::type>(s, sums.l, weights);
+        } else {
+          weigh_scores<0, S::ahead>(s, p.c, step);
+          wait_and_rescale(moved && !begins, step);
+          release_stage(values.stage);
+          scale_sums(sums.l, step);
+          weigh_scores<S::ahead, 8>(s, p.c, step);
+          add_weights<S::type>(s, sums.l, weights);
         }
         fold.fold(p, at, share);
         first_values = closing = begins;
@@ -240,8 +238,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     Step step;
     const auto softmax = [&] {
       release_stage(ring.stage);
-      if (block + 1 == sight.end)
-        release(at.q_empty(warpgroup, QueryPlace(S::has_second_q && p.second_q, turn).place));
+      if (block + 1 == sight.end) release(at.q_empty(warpgroup, QueryPlace(S::has_second_q && p.second_q, turn).place));
       if (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end) {
         const Job job = slots.look(turn);
         const int thread = thread_number();
@@ -360,13 +357,9 @@ pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &p
     return wide ? launch_shape<AttentionTile<type, d, true>>(launch, plan)
                 : launch_shape<AttentionTile<type, d, false>>(launch, plan);
   };
-#ifdef PYDET_ONLY
-  return launch_shape<AttentionTile<type, PYDET_ONLY, true>>(launch, plan);
-#else
   return plan.d <= 64    ? sized(std::integral_constant<int, 64>())
          : plan.d <= 128 ? sized(std::integral_constant<int, 128>())
                          : sized(std::integral_constant<int, 256>());
-#endif
 }
 
 template pydet_status attention_forward_sm90<Type(PYDET_ATTENTION_TYPE)>(const Launch &, const AttentionPlan &, bool);

@@ -18,7 +18,7 @@ namespace {
 constexpr int kUnit = 8;                     // 16 bytes of an operand
 constexpr int64_t kMost = int64_t(1) << 30;  // of tokens
 constexpr int64_t kMostD = 256, kNarrowD = 128;
-constexpr int64_t kMostMultiprocessors = 144;  // of a Hopper
+constexpr int64_t kMostMultiprocessors = 144;                      // of a Hopper
 constexpr int kDecodeRows = 8, kMostDecodeRows = 2 * kDecodeRows;  // of a tile of decode.cu
 constexpr int kDecodeUnit = 128, kDecodeBox = 64;                  // keys
 
@@ -103,8 +103,9 @@ Cut fastest(const Attention &a, int64_t sms) {
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
   const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
   const int64_t slots = cut.row_tiles ? sms * decode_blocks(a) : sms;
-  cut.split = a.keys > a.kv_chunk &&
-              cut.tiles < (cut.row_tiles ? (known ? slots * 3 / 2 : slots * 3) : cut.wide || known ? sms * 3 / 4 : 2 * sms);
+  cut.split = a.keys > a.kv_chunk && cut.tiles < (cut.row_tiles       ? (known ? slots * 3 / 2 : slots * 3)
+                                                  : cut.wide || known ? sms * 3 / 4
+                                                                      : 2 * sms);
   return cut;
 }
 
@@ -210,8 +211,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
 
   const int64_t most_jobs =
       cut.tiles * (p.split ? divide_up(a.keys, a.kv_chunk) : 1) + (a.q_start ? a.sequences * p.job_heads : 0);
-  int64_t blocks = std::min<int64_t>(
-      gpu_multiprocessors(a.device.id) * (cut.row_tiles ? decode_blocks(a) : 1), most_jobs);
+  int64_t blocks =
+      std::min<int64_t>(gpu_multiprocessors(a.device.id) * (cut.row_tiles ? decode_blocks(a) : 1), most_jobs);
   if (!p.split && cut.wide && bytes_of_running(a)) blocks = std::min<int64_t>(blocks, kRunningBlocks);
   if (p.pairs) blocks -= blocks % 2;
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};

@@ -44,7 +44,9 @@ template <class S> struct RunningO {
                    : "memory");
   }
   // A segment's o that waits to be folded.
-  __device__ __forceinline__ float4 *waiting(int i) const { return global + kRunningBytes / 16 * kRunningBlocks + i * 32; }
+  __device__ __forceinline__ float4 *waiting(int i) const {
+    return global + kRunningBytes / 16 * kRunningBlocks + i * 32;
+  }
 };
 
 // What O and a segment's o are worth beside each other, of a thread's two rows.

@@ -16,10 +16,7 @@ template <Type type_, int d_, int warpgroups_, int stages_> struct AttentionShap
   static constexpr int consumer_warps = warpgroups * kWarpgroup / 32;
   // One warp loads. Beside several warpgroups it is one of four, since registers are moved by warpgroups.
   static constexpr bool moves_registers = warpgroups > 1;
-#ifndef PYDET_TURNS
-#define PYDET_TURNS (d < 256)
-#endif
-  static constexpr bool turns = warpgroups > 1 && PYDET_TURNS;
+  static constexpr bool turns = warpgroups > 1 && d < 256;  // at 256 they are better off without
   static constexpr int threads = warpgroups * kWarpgroup + (moves_registers ? kWarpgroup : 32);
   static constexpr int producer_registers = warpgroups == 2 ? 40 : 32, consumer_registers = warpgroups == 2 ? 232 : 160;
 
@@ -42,7 +39,8 @@ template <Type type_, int d_, int warpgroups_, int stages_> struct AttentionShap
 
   static constexpr int q_at = 0, ring_at = q_at + warpgroups * q_bytes, out_at = ring_at + stages * stage_bytes,
                        out_warp_bytes = held ? held * 512 : out_bytes,
-                       totals_at = out_at + consumer_warps * out_warp_bytes, second_q_at = out_at + consumer_warps * out_bytes, slots_at = totals_at + rows * 16,
+                       second_q_at = out_at + consumer_warps * out_bytes,
+                       totals_at = out_at + consumer_warps * out_warp_bytes, slots_at = totals_at + rows * 16,
                        kSlots = 4, kSlotBytes = 48, barriers_at = slots_at + kSlots * kSlotBytes,
                        q_full_at = barriers_at, q_empty_at = q_full_at + warpgroups * 16,
                        full_at = q_empty_at + warpgroups * 16, empty_at = full_at + stages * 8,
