@@ -129,6 +129,9 @@ def test_few_rows(runs):
             what = f"{heads} heads of {groups}, {queries} queries, d {d}"
             runs.check("attention", *tensors, causal=causal, what=what)
             runs.check("attention", *tensors, causal=causal, window=(300, None), kv_chunk=256, what=f"{what}, a window")
+    for d, keys in itertools.product((64, 128, 256), (129, 1100)):  # more tiles than multiprocessors
+        tensors = dense(runs, 75, 8, 4, 1, keys, d)
+        runs.check("attention", *tensors, what=f"75 sequences of {keys} keys, d {d}")
 
 
 @each("attention")

@@ -19,12 +19,12 @@ namespace {
 
 constexpr int kUnit = 128;  // keys of a unit: 16 a warp, two stages of the ring
 
-template <Type type_, int d_, int row_tiles_> struct DecodeShape {
+template <Type type_, int d_> struct DecodeShape {
   static constexpr Type type = type_;
-  static constexpr int d = d_, row_tiles = row_tiles_, rows = 8 * row_tiles;
+  static constexpr int d = d_, row_tiles = 1, rows = 8 * row_tiles;  // two spill
   static constexpr int n = kUnit / 2, chunks = d / kBlockK;
   static constexpr int block = block_keys(d), blocks = kUnit / block;  // of a unit
-  static constexpr int units = 4 / row_tiles;                          // between two meetings
+  static constexpr int units = 4;                                      // between two meetings
   static constexpr int column_tiles = d == 256 ? 2 : 1;                // of 16, a warp's
   static constexpr int warps = 8, consumer_warps = warps + 1;          // of which one walks sums
   static constexpr int threads = (consumer_warps + 1) * 32, warps_that_meet = consumer_warps * 32;
@@ -33,12 +33,12 @@ template <Type type_, int d_, int row_tiles_> struct DecodeShape {
   static constexpr int q_box_bytes = rows * kRowBytes, q_bytes = chunks * q_box_bytes;
   static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes;
   static constexpr int keys = units * kUnit;
-  static constexpr int q_at = 0, second_q_at = q_at, ring_at = q_at + q_bytes,
-                       rounded_at = ring_at + stages * stage_bytes, weights_at = rounded_at + keys * rows * 2,
-                       largest_at = weights_at + keys * rows * 4, worth_at = largest_at + units * warps * rows * 4,
-                       sums_at = worth_at + units * blocks * rows * 4, slots_at = sums_at + rows * 4, kSlots = 4,
-                       kSlotBytes = 48, barriers_at = slots_at + kSlots * kSlotBytes, q_full_at = barriers_at,
-                       q_empty_at = q_full_at + 16, full_at = q_empty_at + 16, empty_at = full_at + stages * 8,
+  static constexpr int q_at = 0, ring_at = q_at + q_bytes, rounded_at = ring_at + stages * stage_bytes,
+                       weights_at = rounded_at + keys * rows * 2, largest_at = weights_at + keys * rows * 4,
+                       worth_at = largest_at + units * warps * rows * 4, sums_at = worth_at + units * blocks * rows * 4,
+                       slots_at = sums_at + rows * 4, kSlots = 4, kSlotBytes = 48,
+                       barriers_at = slots_at + kSlots * kSlotBytes, q_full_at = barriers_at,
+                       q_empty_at = q_full_at + 8, full_at = q_empty_at + 8, empty_at = full_at + stages * 8,
                        slot_full_at = empty_at + stages * 8, slot_empty_at = slot_full_at + kSlots * 8,
                        flag_at = slot_empty_at + kSlots * 8, shared_bytes = flag_at + 16;
   static_assert(ring_at % 1024 == 0 && slots_at % 16 == 0, "boxes lie in atoms of 1024 bytes");
@@ -446,19 +446,13 @@ template <class S> pydet_status launch_shape(const Launch &launch, const Attenti
 
 }  // namespace
 
-template <Type type>
-pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan, int row_tiles) {
-  const auto sized = [&](auto constant) {
-    constexpr int d = decltype(constant)::value;
-    return row_tiles == 1 ? launch_shape<DecodeShape<type, d, 1>>(launch, plan)
-                          : launch_shape<DecodeShape<type, d, 2>>(launch, plan);
-  };
-  return plan.d <= 64    ? sized(std::integral_constant<int, 64>())
-         : plan.d <= 128 ? sized(std::integral_constant<int, 128>())
-                         : sized(std::integral_constant<int, 256>());
+template <Type type> pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan) {
+  return plan.d <= 64    ? launch_shape<DecodeShape<type, 64>>(launch, plan)
+         : plan.d <= 128 ? launch_shape<DecodeShape<type, 128>>(launch, plan)
+                         : launch_shape<DecodeShape<type, 256>>(launch, plan);
 }
 
-template pydet_status attention_decode_sm90<Type::bf16>(const Launch &, const AttentionPlan &, int);
-template pydet_status attention_decode_sm90<Type::f16>(const Launch &, const AttentionPlan &, int);
+template pydet_status attention_decode_sm90<Type::bf16>(const Launch &, const AttentionPlan &);
+template pydet_status attention_decode_sm90<Type::f16>(const Launch &, const AttentionPlan &);
 
 }  // namespace pydet

@@ -37,7 +37,6 @@ template <int stages> struct RingPlace {
 template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan &p, const Layout<S> &at) {
   const AttentionSlots<S> slots = at.slots();
   const bool one = threadIdx.x % 32 == 0;
-  const int rank = p.pairs ? cluster_rank() : -1;
   RingPlace<S::stages> ring;
   Walk<S::n> walk(p);
   Job job;
@@ -45,7 +44,7 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
   int values_group = -1, turn = 0;
   const auto load = [&](const CUtensorMap *map, bool sequence_moves, bool group_moves, const Boxes &boxes, int group) {
     barrier_wait(at.empty(ring.stage), ring.parity ^ 1);
-    load_block<S>(p, map, sequence_moves, group_moves, boxes, group, at.stage(ring.stage), at.full(ring.stage), rank);
+    load_block<S>(p, map, sequence_moves, group_moves, boxes, group, at.stage(ring.stage), at.full(ring.stage));
     ring.next();
   };
   const auto load_values = [&] { load(&p.v, p.sequence_moves_v, p.group_moves_v, values, values_group); };
@@ -56,11 +55,10 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
       const Boxes boxes = boxes_of<S>(p, job, block);
       load(&p.k, p.sequence_moves_k, p.group_moves_k, boxes, group);
       if (block == job.begin) {
-        const QueryPlace q(S::has_second_q && p.second_q, turn);
 #pragma unroll 1
         for (int i = 0; i < S::warpgroups; ++i) {
-          barrier_wait(at.q_empty(i, q.place), q.parity ^ 1);
-          if (one) load_queries<S>(p, job, i, at.q(i, q.place), at.q_full(i, q.place));
+          barrier_wait(at.q_empty(i), (turn & 1) ^ 1);
+          if (one) load_queries<S>(p, job, i, at.q(i), at.q_full(i));
         }
       }
       if (values_group >= 0) load_values();
@@ -92,7 +90,9 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   bool finite = true;        // so far, all results of this warp
   bool closing = false;      // and o holds the segment before it, which joins O when o is wanted
   Fold<S> fold;
-  uint32_t queries = 0;  // where they lie
+  // At d = 256 the host chooses between turns and a fold at once, and neither.
+  const bool turns = S::warpgroups > 1 && !(S::through && Fold<S>::waits && p.folds_later);
+  const bool through = S::through && (!Fold<S>::waits || p.folds_later);
 
   const auto take_job = [&] {
     slots.wait(turn);
@@ -100,31 +100,22 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     end = same_in_warp(job.end), more = end > 0;
     if (!more) return;
     block = same_in_warp(job.begin), fresh = true;
-    queries = at.q(warpgroup, QueryPlace(S::has_second_q && p.second_q, turn).place);
     next_segment = same_in_warp((job.begin / p.segment_blocks + 1) * p.segment_blocks);
     const Sight seen = sight_of<S>(p, job, warpgroup);
     sight = {same_in_warp(seen.begin), same_in_warp(seen.end), same_in_warp(seen.whole_begin),
              same_in_warp(seen.whole_end)};
   };
   const auto my_turn = [&] {
-    if constexpr (S::turns) named_sync(1 + warpgroup, 2 * kWarpgroup);
+    if (turns) named_sync(1 + warpgroup, 2 * kWarpgroup);
   };
   const auto your_turn = [&] {
-    if constexpr (S::turns) named_arrive(1 + (warpgroup == S::warpgroups - 1 ? 0 : warpgroup + 1), 2 * kWarpgroup);
+    if (turns) named_arrive(1 + (warpgroup == S::warpgroups - 1 ? 0 : warpgroup + 1), 2 * kWarpgroup);
   };
   const auto release = [&](uint32_t barrier) {
     if (first_lane) barrier_arrive(barrier);
   };
-  // Of the ring: to the other block of a pair too, which loads half of it.
-  const int other = p.pairs ? cluster_rank() ^ 1 : 0;
-  const auto release_stage = [&](int stage) {
-    if (first_lane) {
-      barrier_arrive(at.empty(stage));
-      if (p.pairs) barrier_arrive(at.empty(stage), other);
-    }
-  };
   const auto scores = [&](int stage) {
-    const uint64_t q = wgmma_descriptor<true>(queries), k = wgmma_descriptor<true>(at.stage(stage));
+    const uint64_t q = wgmma_descriptor<true>(at.q(warpgroup)), k = wgmma_descriptor<true>(at.stage(stage));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::d / kStep; ++i)
@@ -157,23 +148,23 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     fold.finish(p, at);
     SharedTotals<S>{at.base}.join(sums);
   };
-  const auto close = [&] { fold.put(p, at, o); };
+  const auto close = [&] { fold.template put<true>(p, at, o); };
   take_job();
-  if (S::turns && warpgroup == S::warpgroups - 1) named_arrive(1, 2 * kWarpgroup);
+  if (turns && warpgroup == S::warpgroups - 1) named_arrive(1, 2 * kWarpgroup);
   while (more || behind) {
     // Blocks that all rows see: most of them.
     if (weighted && !fresh && block * S::n >= sight.whole_begin) {
-      const int plain_end = min(sight.whole_end / S::n, sight.end - 1);
+      const int most = min(sight.whole_end / S::n, sight.end - 1), plain_end = through ? most : min(most, next_segment);
 #pragma unroll 1
       for (; block < plain_end; ++block) {
         RingPlace<S::stages> values = ring;
         values.next();
-        const bool begins = block == next_segment;
+        const bool begins = S::through && block == next_segment;
         barrier_wait(at.full(ring.stage), ring.parity);
         barrier_wait(at.full(values.stage), values.parity);
         my_turn();
         scores(ring.stage);
-        const bool closed = closing;
+        const bool closed = S::through && closing;
         if (closed) {
           your_turn();
           close();
@@ -188,7 +179,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           next_segment += p.segment_blocks;
         }
         wgmma_wait<1>();
-        release_stage(ring.stage);
+        release(at.empty(ring.stage));
         Step step;
         const bool moved = move_references(s, sums.m, p.c, step);
         if constexpr (S::ahead == 8) {
@@ -203,13 +194,13 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           sum_weights<5, 7>(s, sums.l);
           const bool negative = sums.l[0][0] < 0 || sums.l[0][1] < 0 || sums.l[1][0] < 0 || sums.l[1][1] < 0;
           wait_and_rescale((moved && !begins) || negative, step);
-          release_stage(values.stage);
+          release(at.empty(values.stage));
           sum_weights<7, 8>(s, sums.l);
           round_weights<S::type>(s, weights);
         } else {
           weigh_scores<0, S::ahead>(s, p.c, step);
           wait_and_rescale(moved && !begins, step);
-          release_stage(values.stage);
+          release(at.empty(values.stage));
           scale_sums(sums.l, step);
           weigh_scores<S::ahead, 8>(s, p.c, step);
           add_weights<S::type>(s, sums.l, weights);
@@ -226,10 +217,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     RingPlace<S::stages> values = ring;
     if (more) {
       values.next();
-      if (live && fresh) {
-        const QueryPlace q(S::has_second_q && p.second_q, turn);
-        barrier_wait(at.q_full(warpgroup, q.place), q.parity);
-      }
+      if (live && fresh) barrier_wait(at.q_full(warpgroup), turn & 1);
       barrier_wait(at.full(ring.stage), ring.parity);
     }
     if (behind) barrier_wait(at.full(values.stage), values.parity);
@@ -237,8 +225,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     bool moved = false;
     Step step;
     const auto softmax = [&] {
-      release_stage(ring.stage);
-      if (block + 1 == sight.end) release(at.q_empty(warpgroup, QueryPlace(S::has_second_q && p.second_q, turn).place));
+      release(at.empty(ring.stage));
+      if (block + 1 == sight.end) release(at.q_empty(warpgroup));
       if (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end) {
         const Job job = slots.look(turn);
         const int thread = thread_number();
@@ -252,9 +240,9 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     my_turn();
     if (live && weighted) {
       scores(ring.stage);
-      const bool early = closing || S::d == 64;
+      const bool early = S::d == 64 || (S::through && closing);
       if (early) your_turn();
-      if (closing) close();
+      if (S::through && closing) close();
       products(values.stage);
       if (!early) your_turn();
       if (closes) total();
@@ -268,7 +256,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       softmax();
     } else {
       if (weighted) {
-        if (closing) close();
+        if (S::through && closing) close();
         products(values.stage);
         your_turn();
         total();
@@ -276,11 +264,13 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       } else {
         your_turn();
       }
-      if (more) release_stage(ring.stage);
+      if (more) release(at.empty(ring.stage));
     }
-    if (behind) release_stage(values.stage);
-    closing = closes && live && !fresh;
-    if (closes && !closing) {
+    if (behind) release(at.empty(values.stage));
+    closing = through && closes && live && !fresh;
+    if (closes && live && !fresh) {
+      if (!through) fold.template put<false>(p, at, o);
+    } else if (closes) {
       fold.end(p, at, o);
       finite &= store_tile(p, at, slots.look(turn_of_weights), warpgroup, o, SharedTotals<S>{at.base}.load());
       slots.give_back(turn_of_weights);
@@ -303,7 +293,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     if (block == next_segment) next_segment += p.segment_blocks;
     if (more && ++block == end) ++turn, take_job();
   }
-  if (S::turns && warpgroup == 0) named_sync(1, 2 * kWarpgroup);
+  if (turns && warpgroup == 0) named_sync(1, 2 * kWarpgroup);
   if (!finite) repair_rows<S>(p, thread_number() / 32);
 }
 
@@ -313,27 +303,20 @@ __global__ void __launch_bounds__(S::threads, 1) attention_forward(const __grid_
   const Layout<S> at = {shared_address(memory)};
   const int warp = same_in_warp(int(threadIdx.x) / 32);
   if (threadIdx.x == S::consumer_warps * 32) {
-    for (int i = 0; i < S::warpgroups; ++i)
-      for (int k = 0; k < 2; ++k) barrier_init(at.q_full(i, k), 1), barrier_init(at.q_empty(i, k), 4);
-    for (int i = 0; i < S::stages; ++i)
-      barrier_init(at.full(i), 1), barrier_init(at.empty(i), S::consumer_warps * (p.pairs ? 2 : 1));
+    for (int i = 0; i < S::warpgroups; ++i) barrier_init(at.q_full(i), 1), barrier_init(at.q_empty(i), 4);
+    for (int i = 0; i < S::stages; ++i) barrier_init(at.full(i), 1), barrier_init(at.empty(i), S::consumer_warps);
     at.slots().init();
     fence_barrier_init();
   }
   __syncthreads();
-  if (p.pairs) cluster_sync_relaxed();
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (warp >= S::consumer_warps) {
     if constexpr (S::moves_registers) registers_down<S::producer_registers>();
     if (warp == S::consumer_warps) load_jobs<S>(p, at);
-    __syncwarp();
-    if (p.pairs) cluster_sync_relaxed();  // the other one still counts on barriers here
   } else {
     if constexpr (S::moves_registers) registers_up<S::consumer_registers>();
     multiply_jobs<S>(p, at, warp / 4);
-    __syncwarp();
-    if (p.pairs) cluster_sync_relaxed();
   }
 }
 
@@ -341,7 +324,6 @@ template <class S> pydet_status launch_shape(const Launch &launch, const Attenti
   Launch shape = launch;
   shape.block = dim3(S::threads);
   shape.shared_bytes = S::shared_bytes;
-  shape.cluster = plan.pairs ? 2 : 1;
   return pydet::launch(shape, attention_forward<S>, plan);
 }
 

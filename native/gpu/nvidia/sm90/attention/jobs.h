@@ -182,26 +182,13 @@ template <class S> struct AttentionSlots {
   }
 };
 
-// Where a job's queries lie, of one place or two, and the parity of the phase in which they do.
-struct QueryPlace {
-  int place, parity;
-  __device__ __forceinline__ QueryPlace(bool two, int turn)
-      : place(two ? turn & 1 : 0), parity(two ? turn >> 1 & 1 : turn & 1) {}
-};
-
 // Where the parts of a block's shared memory lie.
 template <class S> struct Layout {
   uint32_t base;
-  __device__ __forceinline__ uint32_t q(int warpgroup, int place = 0) const {
-    return base + (place ? S::second_q_at : S::q_at) + warpgroup * S::q_bytes;
-  }
+  __device__ __forceinline__ uint32_t q(int warpgroup) const { return base + S::q_at + warpgroup * S::q_bytes; }
   __device__ __forceinline__ uint32_t stage(int i) const { return base + S::ring_at + i * S::stage_bytes; }
-  __device__ __forceinline__ uint32_t q_full(int warpgroup, int place = 0) const {
-    return base + S::q_full_at + (2 * warpgroup + place) * 8;
-  }
-  __device__ __forceinline__ uint32_t q_empty(int warpgroup, int place = 0) const {
-    return base + S::q_empty_at + (2 * warpgroup + place) * 8;
-  }
+  __device__ __forceinline__ uint32_t q_full(int warpgroup) const { return base + S::q_full_at + warpgroup * 8; }
+  __device__ __forceinline__ uint32_t q_empty(int warpgroup) const { return base + S::q_empty_at + warpgroup * 8; }
   __device__ __forceinline__ uint32_t full(int i) const { return base + S::full_at + i * 8; }
   __device__ __forceinline__ uint32_t empty(int i) const { return base + S::empty_at + i * 8; }
   __device__ __forceinline__ AttentionSlots<S> slots() const {

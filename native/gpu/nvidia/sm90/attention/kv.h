@@ -36,25 +36,20 @@ __device__ __forceinline__ Boxes boxes_of(const AttentionPlan &p, const Job &job
   return {key - page * p.page_size, clamped(p.pages[job.sequence * p.pages_stride + page], 0, p.page_count - 1)};
 }
 
-// All lanes of the warp. rank: in a pair of blocks, each of which loads half of the keys for both; else below 0.
+// All lanes of the warp.
 template <class S>
 __device__ __forceinline__ void load_block(const AttentionPlan &p, const CUtensorMap *map, bool sequence_moves,
-                                           bool group_moves, const Boxes &at, int group, uint32_t to, uint32_t barrier,
-                                           int rank = -1) {
-  const int lane = int(threadIdx.x % 32), first = lane * p.box_keys;
+                                           bool group_moves, const Boxes &at, int group, uint32_t to,
+                                           uint32_t barrier) {
+  const int lane = int(threadIdx.x % 32);
   if (lane == 0) barrier_expect(barrier, S::stage_bytes);
   __syncwarp();
-  const Place place = {0, at.token, {group_moves ? group : 0, sequence_moves ? at.sequence : 0, 0}};
-  const auto load = [&](auto multicast) {
+  if (lane * p.box_keys < S::n) {
+    const Place place = {0, at.token, {group_moves ? group : 0, sequence_moves ? at.sequence : 0, 0}};
 #pragma unroll
     for (int i = 0; i < S::chunks; ++i)
-      load_box<5, decltype(multicast)::value>(to + i * S::box_bytes + first * kRowBytes, map, barrier,
-                                              Place{i * kBlockK, place.y, {place.batch[0], place.batch[1], 0}}, 3);
-  };
-  if (rank < 0) {
-    if (first < S::n) load(std::false_type());
-  } else if (first >= rank * (S::n / 2) && first < (rank + 1) * (S::n / 2)) {
-    load(std::true_type());
+      load_box<5, false>(to + i * S::box_bytes + lane * p.box_keys * kRowBytes, map, barrier,
+                         Place{i * kBlockK, place.y, {place.batch[0], place.batch[1], place.batch[2]}}, 0);
   }
 }
 

@@ -9,18 +9,14 @@
 #include "gpu/nvidia/tensor_map.h"
 #include "core/choice.h"
 
-#ifndef PYDET_PAIRS
-#define PYDET_PAIRS (a.d > 64)
-#endif
 namespace pydet {
 namespace {
 
 constexpr int kUnit = 8;                     // 16 bytes of an operand
 constexpr int64_t kMost = int64_t(1) << 30;  // of tokens
 constexpr int64_t kMostD = 256, kNarrowD = 128;
-constexpr int64_t kMostMultiprocessors = 144;                      // of a Hopper
-constexpr int kDecodeRows = 8, kMostDecodeRows = 2 * kDecodeRows;  // of a tile of decode.cu
-constexpr int kDecodeUnit = 128, kDecodeBox = 64;                  // keys
+constexpr int64_t kMostMultiprocessors = 144;                       // of a Hopper
+constexpr int kDecodeRows = 8, kDecodeUnit = 128, kDecodeBox = 64;  // of decode.cu: rows, and keys
 
 bool aligned(const Heads &heads, int64_t sequences, int64_t head_count, int64_t tokens) {
   const auto stride = [](int64_t stride, int64_t extent) {
@@ -56,7 +52,6 @@ struct Cut {
   int pack, warpgroup_queries, job_queries;
   int64_t tiles;  // about so many in all, of all heads
   bool wide, split;
-  int row_tiles;  // of decode.cu; 0: forward.cu has them
 };
 
 int64_t tiles_of(const Attention &a, int pack, int job_queries) {
@@ -72,13 +67,8 @@ Cut cut_rows(const Attention &a, bool wide) {
   const int64_t group_heads = a.heads / a.groups;
   const auto cut = [&](int pack) {
     const int queries = kAttentionWarpgroupRows / pack, all = queries * warpgroups_of(a, wide);
-    return Cut{pack, queries, all, tiles_of(a, pack, all), wide, false, 0};
+    return Cut{pack, queries, all, tiles_of(a, pack, all), wide, false};
   };
-  const int64_t rows = group_heads <= kMostDecodeRows ? group_heads * a.queries : a.queries + kMostDecodeRows;
-  if (!wide && !a.q_start && rows <= kMostDecodeRows) {
-    const int row_tiles = rows <= kDecodeRows ? 1 : 2, queries = row_tiles * kDecodeRows / int(group_heads);
-    return {int(group_heads), queries, queries, a.sequences * a.groups, false, false, row_tiles};
-  }
   const Cut apart = cut(1);
   if (group_heads == 1 || group_heads > kAttentionWarpgroupRows) return apart;
   const Cut packed = cut(int(group_heads));
@@ -94,19 +84,20 @@ uint64_t bytes_of_running(const Attention &a) {
   return a.d > kNarrowD && a.keys > a.kv_chunk ? 2 * uint64_t(kRunningBlocks) * kRunningBytes : 0;
 }
 
-int decode_blocks(const Attention &a) { return a.d > kNarrowD ? 1 : 2; }  // on a multiprocessor
-
 // Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles
 // leave multiprocessors idle; sequences whose lengths only the device knows may leave more so.
 Cut fastest(const Attention &a, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
   const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
-  const int64_t slots = cut.row_tiles ? sms * decode_blocks(a) : sms;
-  cut.split = a.keys > a.kv_chunk && cut.tiles < (cut.row_tiles       ? (known ? slots * 3 / 2 : slots * 3)
-                                                  : cut.wide || known ? sms * 3 / 4
-                                                                      : 2 * sms);
+  cut.split = a.keys > a.kv_chunk && cut.tiles < (cut.wide || known ? sms * 3 / 4 : 2 * sms);
   return cut;
+}
+
+// Whether decode.cu has them. What is between is as fast or faster as it is.
+bool decodes(const Attention &a, const Cut &cut, int64_t sms) {
+  return !cut.wide && !a.q_start && a.heads / a.groups * a.queries <= kDecodeRows &&
+         (cut.split || cut.tiles >= 2 * sms);
 }
 
 uint64_t workspace_of(const Attention &a, const Cut &cut) {
@@ -158,16 +149,17 @@ uint64_t attention_sm90_workspace(const Attention &a, const char *kernel) {
 
 pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   const char *name = kAttentionNames[choice.variant];
-  const auto cut = choice.cut<Cut>();
-  const int block = cut.row_tiles ? kDecodeUnit : block_keys(a.d);
-  const int64_t group_heads = a.heads / a.groups;
+  auto cut = choice.cut<Cut>();
+  const int64_t group_heads = a.heads / a.groups, sms = gpu_multiprocessors(a.device.id);
+  const bool decode = decodes(a, cut, sms);
+  if (decode) cut.pack = int(group_heads), cut.warpgroup_queries = cut.job_queries = kDecodeRows / cut.pack;
+  const int block = decode ? kDecodeUnit : block_keys(a.d);
   DeviceGuard guard(a.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   AttentionPlan p = {};
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
-  p.pairs = cut.wide && cut.pack == 1 && group_heads % 2 == 0 && PYDET_PAIRS;
-  const int most_keys = cut.row_tiles ? kDecodeBox : p.pairs ? block / 2 : block;
+  const int most_keys = decode ? kDecodeBox : block;
   p.box_keys = int(a.pages ? std::min<int64_t>(most_keys, a.page_size) : most_keys);
   const int64_t stored = a.pages ? a.page_count : a.sequences, tokens = a.pages ? a.page_size : a.keys;
   const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys),
@@ -196,7 +188,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.warpgroup_queries = cut.warpgroup_queries, p.job_queries = cut.job_queries;
   p.segment_keys = int(std::min(a.kv_chunk, kMost)), p.segment_blocks = p.segment_keys / block;
   p.split = cut.split;
-  p.second_q = cut.wide && a.d <= kNarrowD && (cut.split || a.keys <= a.kv_chunk);
+  p.folds_later = a.causal || a.keys < 4 * a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
   p.c = score_scale(a).c;
@@ -211,16 +203,14 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
 
   const int64_t most_jobs =
       cut.tiles * (p.split ? divide_up(a.keys, a.kv_chunk) : 1) + (a.q_start ? a.sequences * p.job_heads : 0);
-  int64_t blocks =
-      std::min<int64_t>(gpu_multiprocessors(a.device.id) * (cut.row_tiles ? decode_blocks(a) : 1), most_jobs);
+  int64_t blocks = std::min<int64_t>(decode && a.d <= kNarrowD ? 2 * sms : sms, most_jobs);
   if (!p.split && cut.wide && bytes_of_running(a)) blocks = std::min<int64_t>(blocks, kRunningBlocks);
-  if (p.pairs) blocks -= blocks % 2;
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
   launch.overlaps_previous = true;
   const auto run = [&](auto type) {
     constexpr Type kType = decltype(type)::value;
-    const pydet_status status = cut.row_tiles ? attention_decode_sm90<kType>(launch, p, cut.row_tiles)
-                                              : attention_forward_sm90<kType>(launch, p, cut.wide);
+    const pydet_status status =
+        decode ? attention_decode_sm90<kType>(launch, p) : attention_forward_sm90<kType>(launch, p, cut.wide);
     return status || !p.split ? status : attention_combine_sm90<kType>(launch, p);
   };
   return with_type<kHalfTypes>(a.q.type, run);

@@ -39,8 +39,7 @@ struct AttentionPlan {
   int segment_blocks, segment_keys;
   bool uniform;  // lengths are the host's
   bool split;
-  bool pairs;     // two blocks, with two heads that share keys, load them together
-  bool second_q;  // queries have two places in shared memory
+  bool folds_later;  // at d = 256: beside later blocks, and warpgroups take no turns
 
   int left, right;  // keys that a query sees before and after its own place
   float c;          // scale log2 e
@@ -56,7 +55,7 @@ struct AttentionPlan {
 template <Type type>
 pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide);
 template <Type type>
-pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan, int row_tiles);
+pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan);
 template <Type type>
 pydet_status attention_combine_sm90(const Launch &launch, const AttentionPlan &plan);
 

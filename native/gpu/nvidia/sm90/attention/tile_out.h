@@ -108,10 +108,7 @@ template <class S> struct SharedTotals {
 // segment, a few elements in each.
 template <class S> struct Fold {
   static constexpr int fours = S::d / 8, ahead = 2;
-#ifndef PYDET_WAITS
-#define PYDET_WAITS 1
-#endif
-  static constexpr bool waits = S::held < fours && PYDET_WAITS;
+  static constexpr bool waits = S::held < fours;
   bool runs = false;  // O has segments
   int next = fours;   // of the o that waits
   struct Share {
@@ -123,12 +120,13 @@ template <class S> struct Fold {
     return make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   }
   // Of all that waited before nothing is left.
-  __device__ __forceinline__ void put(const AttentionPlan &p, const Layout<S> &at, const float (&x)[S::d / 2]) {
+  template <bool later> __device__ __forceinline__ void put(const AttentionPlan &p, const Layout<S> &at,
+                                                            const float (&x)[S::d / 2]) {
     const RunningO<S> running(p, at);
     if (!runs) {
 #pragma unroll
       for (int i = 0; i < fours; ++i) running.store(i, four(x, i));
-    } else if constexpr (!waits) {
+    } else if constexpr (!waits || !later) {
       const Worth worth = SharedTotals<S>{at.base}.worth();
 #pragma unroll
       for (int i = 0; i < fours; ++i) running.store(i, worth.folded(running.load(i), four(x, i)));
@@ -225,8 +223,7 @@ __device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<
                       (job.q_first + first_query + at_row.query) * p.lse.token_stride] =
           none ? -INFINITY : canonical(log_sum_exp({totals.m[h], totals.l[h]}));
   }
-  const bool o_has_q = S::has_second_q && p.second_q;
-  const uint32_t piece = at.base + S::out_at + warp * (o_has_q ? S::out_bytes : S::out_warp_bytes);
+  const uint32_t piece = at.base + S::out_at + warp * S::out_warp_bytes;
 #pragma unroll
   for (int chunk = 0; chunk < S::chunks; ++chunk) {
     __syncwarp();  // the piece, or O that lay there, has been read

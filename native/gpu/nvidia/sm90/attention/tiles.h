@@ -16,7 +16,8 @@ template <Type type_, int d_, int warpgroups_, int stages_> struct AttentionShap
   static constexpr int consumer_warps = warpgroups * kWarpgroup / 32;
   // One warp loads. Beside several warpgroups it is one of four, since registers are moved by warpgroups.
   static constexpr bool moves_registers = warpgroups > 1;
-  static constexpr bool turns = warpgroups > 1 && d < 256;  // at 256 they are better off without
+  // Whether the loop over blocks that all rows see runs through the ends of segments.
+  static constexpr bool through = d != 128 && warpgroups > 1;
   static constexpr int threads = warpgroups * kWarpgroup + (moves_registers ? kWarpgroup : 32);
   static constexpr int producer_registers = warpgroups == 2 ? 40 : 32, consumer_registers = warpgroups == 2 ? 232 : 160;
 
@@ -33,22 +34,15 @@ template <Type type_, int d_, int warpgroups_, int stages_> struct AttentionShap
   // Of a warp: 16 rows of 64 results on their way out, in place of its O where that is here.
   static constexpr int out_bytes = kWarpRows * kRowBytes;
 
-  // Of keys of one segment the next job's queries are loaded while this one's are at work: behind the results on their
-  // way out, where else O lies.
-  static constexpr bool has_second_q = warpgroups > 1 && d <= 128;
-
   static constexpr int q_at = 0, ring_at = q_at + warpgroups * q_bytes, out_at = ring_at + stages * stage_bytes,
                        out_warp_bytes = held ? held * 512 : out_bytes,
-                       second_q_at = out_at + consumer_warps * out_bytes,
                        totals_at = out_at + consumer_warps * out_warp_bytes, slots_at = totals_at + rows * 16,
                        kSlots = 4, kSlotBytes = 48, barriers_at = slots_at + kSlots * kSlotBytes,
-                       q_full_at = barriers_at, q_empty_at = q_full_at + warpgroups * 16,
-                       full_at = q_empty_at + warpgroups * 16, empty_at = full_at + stages * 8,
+                       q_full_at = barriers_at, q_empty_at = q_full_at + warpgroups * 8,
+                       full_at = q_empty_at + warpgroups * 8, empty_at = full_at + stages * 8,
                        slot_full_at = empty_at + stages * 8, slot_empty_at = slot_full_at + kSlots * 8,
                        shared_bytes = slot_empty_at + kSlots * 8;
   static_assert(out_warp_bytes >= out_bytes, "a warp's O makes room for its results");
-  static_assert(!has_second_q || (second_q_at % 1024 == 0 && second_q_at + warpgroups * q_bytes <= totals_at),
-                "O makes room for queries");
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
 };
 
