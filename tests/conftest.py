@@ -51,7 +51,9 @@ def forced_kernels(operation):
 
 def pytest_generate_tests(metafunc):
     norms = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "layernorm", "layernorm_backward", "fold"]
-    for operation in ["gemm", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm", "attention", *norms]:
+    norms += ["activation", "activation_backward"]
+    products = ["gemm", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm"]
+    for operation in [*products, "attention", "attention_backward", *norms]:
         if f"{operation}_kernel" in metafunc.fixturenames:
             kernels = forced_kernels(operation)
             assert kernels, f"no kernel of {operation} can run here"

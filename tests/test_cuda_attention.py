@@ -7,6 +7,7 @@ import pytest
 
 import attention_cases
 import pydet
+from conftest import unusual_float_environment
 from test_cuda import cuda_kernels, device, each, torch, words  # noqa: F401
 
 
@@ -196,6 +197,25 @@ def test_values_that_nobody_sees(runs):
             float("inf"),
         )
         runs.check("attention", q, k, v, causal=causal, what=f"d {d}, causal {causal}")
+
+
+@each("attention")
+def test_the_callers_rounding_is_ignored(runs):
+    """The factors of the scores are made on the host, on the calling thread."""
+    tensors, taken = dense(runs, 1, 4, 2, 37, 300, 64), 0
+    there, how = [x.cuda() for x in tensors], {"arithmetic": runs.kernel.arithmetic}
+    for given in ({}, {"scale": 0.11}, {"scale": 0.13}, {"scale": 0.17}, {"scale": 0.19, "softcap": 7.0}):
+        with unusual_float_environment() as still_set:
+            try:
+                got = pydet.attention(*there, **given, **how, kernel=runs.kernel.name)
+            except pydet.Error as refusal:
+                assert refusal.status_name == "PYDET_UNSUPPORTED" and "softcap" in given, given
+                continue
+            assert still_set()
+        taken += 1
+        differ = int((words(got.cpu()) != words(pydet.attention(*tensors, **given, **how))).sum())
+        assert not differ, f"{given}: {differ} of {got.numel()} elements differ"
+    assert taken >= 4
 
 
 @each("attention")

@@ -16,6 +16,7 @@ import attention_cases
 import cases
 import pydet
 import reference
+import reference_activation
 import reference_attention
 import reference_fp8
 import test_grouped_gemm as grouped_cases
@@ -145,6 +146,26 @@ def softmax_backward_digests(softmax_backward, arithmetic, dtype):
     return digests
 
 
+def activation_digests(activation, arithmetic, dtype):
+    digests = {}
+    for kind, m, n in NORMS:
+        x, up = data(kind, (m, n), DTYPES[dtype]), data("normal", (m, n), DTYPES[dtype], 1)
+        for function in reference_activation.KINDS:
+            name = f"{dtype} {function} {kind} {m}x{n}"
+            digests[name] = digest(activation(x, function), activation(x, function, up=up))
+    return digests
+
+
+def activation_backward_digests(activation_backward, arithmetic, dtype):
+    digests = {}
+    for kind, m, n in NORMS:
+        x, (up, dy) = data(kind, (m, n), DTYPES[dtype]), (data("normal", (m, n), DTYPES[dtype], i) for i in (1, 2))
+        for function in reference_activation.KINDS:
+            results = activation_backward(dy, x, function), *activation_backward(dy, x, function, up=up)
+            digests[f"{dtype} {function} {kind} {m}x{n}"] = digest(*results)
+    return digests
+
+
 def scaled_gemm_digests(scaled_gemm, arithmetic, dtype):
     digests = {}
     for (a_scale, b_scale), kind, out_dtype in itertools.product(
@@ -214,6 +235,15 @@ def attention_digests(functions, arithmetic, dtype):
     }
 
 
+def attention_backward_digests(functions, arithmetic, dtype):
+    return {
+        f"{arithmetic} {dtype} {name}, {problem[-1]}": digest(
+            *attention_cases.run_backward(functions, *problem, arithmetic)
+        )
+        for name, *problem in attention_cases.backward_problems(dtype)
+    }
+
+
 DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
@@ -230,12 +260,15 @@ DIGESTS = {
     "layernorm": layernorm_digests,
     "layernorm_backward": layernorm_backward_digests,
     "attention": attention_digests,
+    "attention_backward": attention_backward_digests,
+    "activation": activation_digests,
+    "activation_backward": activation_backward_digests,
 }
 
 
 def all_digests(operation, function):
     """Every case of an operation, by one implementation of all its arithmetics."""
-    every = "gemm" in operation or operation == "attention"
+    every = "gemm" in operation or "attention" in operation
     arithmetics = ARITHMETICS if every else {dtype: ["ieee"] for dtype in DTYPES}
     if operation in ("scaled_gemm", "scaled_grouped_gemm"):
         arithmetics = {dtype: ["ieee", "sm90"] for dtype in TYPES}
@@ -248,8 +281,10 @@ def all_digests(operation, function):
 
 
 def reference_of(operation):
-    if operation == "attention":
+    if "attention" in operation:
         return reference_attention
+    if operation.startswith("activation"):
+        return getattr(reference_activation, operation)
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -325,8 +360,22 @@ def test_layernorm_backward(layernorm_backward_kernel):
     check_golden("layernorm_backward", kernel.layernorm_backward, "ieee", kernel.dtype)
 
 
+def test_activation(activation_kernel):
+    check_golden("activation", activation_kernel.activation, "ieee", activation_kernel.dtype)
+
+
+def test_activation_backward(activation_backward_kernel):
+    kernel = activation_backward_kernel
+    check_golden("activation_backward", kernel.activation_backward, "ieee", kernel.dtype)
+
+
 def test_attention(attention_kernel):
     check_golden("attention", attention_kernel, attention_kernel.arithmetic, attention_kernel.dtype)
+
+
+def test_attention_backward(attention_backward_kernel):
+    kernel = attention_backward_kernel
+    check_golden("attention_backward", kernel, kernel.arithmetic, kernel.dtype)
 
 
 @pytest.mark.parametrize("operation", DIGESTS)

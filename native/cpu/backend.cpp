@@ -33,6 +33,8 @@ constexpr uint64_t kNormFeatures = kResidual | kWeight | kWeightOffset | kBias |
 constexpr uint64_t kGradientFeatures = kLayerNormGradient | kOfHeads | kBlockSums;
 constexpr uint64_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kActivationFeatures = kTwoStrides | kGate;
+constexpr uint64_t kActivationGradient = kActivationFeatures | kRowGradient;
 
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
@@ -115,6 +117,27 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
 #endif
     Row("cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSoftmaxGradient)
         .launches(softmax_backward<Scalar>),
+};
+
+constexpr Kernel<Activation> kActivation[] = {
+#if defined(__x86_64__)
+    Row("cpu_activation_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kActivationFeatures)
+        .launches(activation<Avx512>),
+    Row("cpu_activation_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kActivationFeatures).launches(activation<Avx2>),
+#endif
+    Row("cpu_activation_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kActivationFeatures)
+        .launches(activation<Scalar>),
+};
+
+constexpr Kernel<ActivationBackward> kActivationBackward[] = {
+#if defined(__x86_64__)
+    Row("cpu_activation_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kActivationGradient)
+        .launches(activation_backward<Avx512>),
+    Row("cpu_activation_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kActivationGradient)
+        .launches(activation_backward<Avx2>),
+#endif
+    Row("cpu_activation_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kActivationGradient)
+        .launches(activation_backward<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
@@ -236,6 +259,42 @@ constexpr Kernel<Attention> kAttention[] = {
         .launches(attention_cdna2<Scalar>),
 };
 
+constexpr uint64_t kAttentionGradient = (kAttentionFeatures & ~uint64_t(kLogSumExp | kPages)) | kAccumulate;
+constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
+#if defined(__x86_64__)
+    Row("cpu_attention_backward_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kAttentionGradient)
+        .launches(attention_backward_ieee<Avx512>),
+    Row("cpu_attention_backward_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kAttentionGradient)
+        .launches(attention_backward_ieee<Avx2>),
+    Row("cpu_attention_backward_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kAttentionGradient)
+        .launches(attention_backward_sm90<Avx512>),
+    Row("cpu_attention_backward_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kAttentionGradient)
+        .launches(attention_backward_sm90<Avx2>),
+    Row("cpu_attention_backward_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kAttentionGradient)
+        .launches(attention_backward_sm80<Avx512>),
+    Row("cpu_attention_backward_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kAttentionGradient)
+        .launches(attention_backward_sm80<Avx2>),
+    Row("cpu_attention_backward_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kAttentionGradient)
+        .launches(attention_backward_cdna3<Avx512>),
+    Row("cpu_attention_backward_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kAttentionGradient)
+        .launches(attention_backward_cdna3<Avx2>),
+    Row("cpu_attention_backward_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kAttentionGradient)
+        .launches(attention_backward_cdna2<Avx512>),
+    Row("cpu_attention_backward_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kAttentionGradient)
+        .launches(attention_backward_cdna2<Avx2>),
+#endif
+    Row("cpu_attention_backward_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_ieee<Scalar>),
+    Row("cpu_attention_backward_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_sm90<Scalar>),
+    Row("cpu_attention_backward_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_sm80<Scalar>),
+    Row("cpu_attention_backward_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_cdna3<Scalar>),
+    Row("cpu_attention_backward_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_cdna2<Scalar>),
+};
+
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;
@@ -276,10 +335,11 @@ constexpr Backend cpu() {
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks));
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          table(kAttention, &kAttentionHooks), table(kAttentionBackward), table(kActivation),
+                          table(kActivationBackward));
   return backend;
 }
 

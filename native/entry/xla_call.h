@@ -135,9 +135,12 @@ class Call {
   // The tensor of a buffer from element `offset` on, with these dimensions.
   pydet_tensor tensor(const pydet_xla_buffer &buffer, Shape *shape, int rank, int64_t offset = 0) {
     pydet_tensor t = {};
-    t.dtype = {0, 8, 1};  // none of ours
+    t.dtype = {PYDET_INT, 8, 1};  // none of ours
     for (const TypeRow &row : kTypes)
       if (xla_of(row.type) == buffer.dtype) t.dtype = {row.code, row.bits, 1};
+    if (buffer.dtype == PYDET_XLA_S32) t.dtype = {PYDET_INT, 32, 1};
+    if (buffer.dtype == PYDET_XLA_S64) t.dtype = {PYDET_INT, 64, 1};
+    if (buffer.dtype == PYDET_XLA_PRED) t.dtype = {PYDET_BOOL, 8, 1};
     t.data = static_cast<char *>(buffer.data) + offset * (t.dtype.bits / 8);
     t.device = device_;
     t.ndim = rank;

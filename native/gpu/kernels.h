@@ -7,6 +7,9 @@
 namespace pydet {
 
 struct Attention;  // ops/*/problem.h, as all of these
+struct AttentionBackward;
+struct Activation;
+struct ActivationBackward;
 struct Gemm;
 struct Rounding;
 struct GroupedGemm;
@@ -267,10 +270,18 @@ bool layernorm_backward_held_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_held(const LayerNormBackward &);
 pydet_status layernorm_backward_long(const LayerNormBackward &);
 
+// any/activation.cu
+pydet_status activation(const Activation &);
+pydet_status activation_backward(const ActivationBackward &);
+
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);
 pydet_status attention_ieee(const Attention &);
 bool attention_mma_takes(const Attention &);
 pydet_status attention_mma(const Attention &);
+
+// nvidia/attention_backward_ieee.cu, nvidia/attention_backward_mma.cu
+pydet_status attention_backward_ieee(const AttentionBackward &);
+pydet_status attention_backward_mma(const AttentionBackward &);
 
 }  // namespace pydet

@@ -20,7 +20,14 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 *Autograd.* These functions record no gradient, and refuse PyTorch tensors that ask for one.
 """
 
-from pydet.ops.attention import attention, attention_paged, attention_varlen
+from pydet.ops.activation import activation, activation_backward, geglu, gelu, sigmoid, silu, softplus, swiglu
+from pydet.ops.attention import (
+    attention,
+    attention_backward,
+    attention_paged,
+    attention_varlen,
+    attention_varlen_backward,
+)
 from pydet.ops.fold import fold
 from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
 from pydet.ops.layernorm import layernorm, layernorm_backward
@@ -55,11 +62,17 @@ __all__ = [
     "Order",
     "Stream",
     "__version__",
+    "activation",
+    "activation_backward",
     "attention",
+    "attention_backward",
     "attention_paged",
     "attention_varlen",
+    "attention_varlen_backward",
     "devices",
     "fold",
+    "geglu",
+    "gelu",
     "gemm",
     "gemm_da",
     "gemm_db",
@@ -78,7 +91,11 @@ __all__ = [
     "rmsnorm_backward",
     "scaled_gemm",
     "scaled_grouped_gemm",
+    "sigmoid",
+    "silu",
     "skinny_gemm",
     "softmax",
     "softmax_backward",
+    "softplus",
+    "swiglu",
 ]
