@@ -188,7 +188,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.warpgroup_queries = cut.warpgroup_queries, p.job_queries = cut.job_queries;
   p.segment_keys = int(std::min(a.kv_chunk, kMost)), p.segment_blocks = p.segment_keys / block;
   p.split = cut.split;
-  p.folds_later = a.causal || a.keys < 4 * a.kv_chunk;
+  p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
   p.c = score_scale(a).c;
