@@ -1,4 +1,4 @@
-"""Deterministic, batch-invariant GEMM, norms and softmax for CPU, CUDA and HIP.
+"""Deterministic, batch-invariant GEMM, norms, softmax and activations for CPU, CUDA and HIP.
 
 An output element is a pure function of its own row of A, its own column of B, the arithmetic and ``k_chunk``. So a row
 has the same bits alone, in any batch and at any place in it, on any kernel, with any number of threads, and in the next
@@ -21,6 +21,8 @@ from pydet.ops import (
     Device,
     Kernel,
     __version__,
+    activation,
+    activation_backward,
     attention,
     attention_backward,
     attention_paged,
@@ -28,6 +30,8 @@ from pydet.ops import (
     attention_varlen_backward,
     devices,
     fold,
+    geglu,
+    gelu,
     gemm,
     gemm_da,
     gemm_db,
@@ -46,9 +50,13 @@ from pydet.ops import (
     rmsnorm_backward,
     scaled_gemm,
     scaled_grouped_gemm,
+    sigmoid,
+    silu,
     skinny_gemm,
     softmax,
     softmax_backward,
+    softplus,
+    swiglu,
 )
 
 __all__ = [
@@ -64,6 +72,8 @@ __all__ = [
     "InvalidValue",
     "Kernel",
     "__version__",
+    "activation",
+    "activation_backward",
     "attention",
     "attention_backward",
     "attention_paged",
@@ -75,6 +85,8 @@ __all__ = [
     "audit_rmsnorm",
     "devices",
     "fold",
+    "geglu",
+    "gelu",
     "gemm",
     "gemm_da",
     "gemm_db",
@@ -93,7 +105,11 @@ __all__ = [
     "rmsnorm_backward",
     "scaled_gemm",
     "scaled_grouped_gemm",
+    "sigmoid",
+    "silu",
     "skinny_gemm",
     "softmax",
     "softmax_backward",
+    "softplus",
+    "swiglu",
 ]

@@ -30,6 +30,10 @@ from pydet.protocols import TYPES, type_name
 MODES = {"deterministic": int(constants.PYDET_DETERMINISTIC), "fast": int(constants.PYDET_FAST)}
 GRANULARITIES = {name: int(getattr(constants, f"PYDET_{name.upper()}")) for name in ("row", "group", "block", "tensor")}
 ORDERS = {name: int(getattr(constants, f"PYDET_{name.upper()}")) for name in ("ordered", "tree")}
+KINDS = {  # of activations
+    name: int(getattr(constants, f"PYDET_{name.upper()}"))
+    for name in ("silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh", "softplus", "exp")
+}
 _arithmetics: dict[str, int] = {}
 _addresses: dict[type, int] = {}  # of the records of frameworks, by the types that they are of and that live for ever
 
@@ -69,7 +73,8 @@ def borrow(x: Any, op: str, name: str, written: int) -> tuple[int, Any]:
 
 def unknown(given: Any, op: str, name: str) -> int:
     """Looks a name up, and refuses one that there is not with those that there are."""
-    known = {"mode": MODES, "granularity": GRANULARITIES, "order": ORDERS}.get(name) or arithmetics()
+    tables = {"mode": MODES, "granularity": GRANULARITIES, "order": ORDERS, "kind": KINDS}
+    known = tables.get(name) or arithmetics()
     if not isinstance(given, str) or given not in known:
         words = repr(given) if isinstance(given, (str, int)) else type_name(given)
         fail(INVALID_VALUE, f"{op}: {name} is {words}, want one of {', '.join(known)}")
@@ -167,7 +172,7 @@ def _fill_exchange() -> None:
         _handle(sys.intern(name)) for name in ("requires_grad", "_current_level", "dtype")
     )
     exchange.frameworks, exchange.arithmetics, exchange.modes = map(_handle, (_addresses, _arithmetics, MODES))
-    exchange.granularities, exchange.orders = _handle(GRANULARITIES), _handle(ORDERS)
+    exchange.granularities, exchange.orders, exchange.kinds = map(_handle, (GRANULARITIES, ORDERS, KINDS))
     hooks: dict[str, Callable[..., Any]] = {
         "classify": classify,
         "borrow": borrow,

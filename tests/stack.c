@@ -148,6 +148,17 @@ static void run(void) {
       pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype);
       options.log = call.k_chunk != 0, options.kernel = call.kernel;
       call.status = pydet_softmax_backward(NULL, &dy, &x, &y, &options);
+    } else if (!strcmp(call.operation, "activation")) {
+      pydet_activation_options options = {sizeof options, 0, NULL, 0};
+      pydet_tensor up = tensor(b, 2, of_c, NULL, call.dtype);
+      options.kind = (int32_t)(call.n % 8), options.kernel = call.kernel;
+      call.status = pydet_activation(NULL, &x, call.transposed ? &up : NULL, &y, &options);
+    } else if (!strcmp(call.operation, "activation_backward")) {
+      pydet_activation_options options = {sizeof options, 0, NULL, 0};
+      pydet_tensor dy = tensor(b, 2, of_c, NULL, call.dtype), dup = tensor(workspace, 2, of_c, NULL, call.dtype);
+      options.kind = (int32_t)(call.n % 8), options.kernel = call.kernel;
+      call.status = pydet_activation_backward(NULL, &dy, &x, call.transposed ? &dy : NULL, &y,
+                                              call.transposed ? &dup : NULL, &options);
     } else if (!strcmp(call.operation, "layernorm")) {
       pydet_layernorm_options options = {sizeof options, 1e-5f, 0, 0, NULL};
       options.kernel = call.kernel;

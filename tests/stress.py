@@ -25,7 +25,7 @@ SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
 OPERATIONS = (  # of the kernel table
     *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
-    "attention_backward",
+    *("attention_backward", "activation", "activation_backward"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
@@ -120,6 +120,30 @@ def softmax_cases(operation, dtype, generator, device):
             for name in ("softmax", "log_softmax"):
                 y, f = getattr(pydet, name)(x.cpu()).to(device), getattr(pydet, f"{name}_backward")
                 yield f"{name}_backward", like, lambda o, dy=dy, y=y, f=f, **k: f(dy, y, out=o[0], **k)
+
+
+def activation_cases(operation, dtype, generator, device):
+    for number, (rows, n) in enumerate(((1, 4096), (33, 256), (65, 1024), (200, 96), (290, 40), (2, 20000), (3, 1001))):
+        x, up, dy = (tensor(generator, (rows, n), dtype, device) for _ in range(3))
+        like, kind = (
+            ((rows, n), dtype),
+            ("silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh", "softplus")[number],
+        )
+        if operation == "activation":
+            yield operation, [like], lambda o, x=x, f=kind, **k: pydet.activation(x, f, out=o[0], **k)
+            yield (
+                f"{operation}, gated",
+                [like],
+                lambda o, x=x, up=up, f=kind, **k: pydet.activation(x, f, up=up, out=o[0], **k),
+            )
+        else:
+            yield (
+                f"{operation}, gated",
+                [like, like],
+                lambda o, dy=dy, x=x, up=up, f=kind, **k: pydet.activation_backward(
+                    dy, x, f, up=up, out=o[0], dup=o[1], **k
+                ),
+            )
 
 
 def scaled_cases(dtype, generator, device):
@@ -322,7 +346,13 @@ def make_cases(device, seed, only):
                     "attention": attention_cases,
                     "attention_backward": attention_backward_cases,
                 }
-                rows = norm_cases if "rmsnorm" in key[0] else layer_cases if "layer" in key[0] else softmax_cases
+                by_name = {
+                    "rmsnorm": norm_cases,
+                    "layer": layer_cases,
+                    "softmax": softmax_cases,
+                    "act": activation_cases,
+                }
+                rows = next(cases_of for name, cases_of in by_name.items() if name in key[0])
                 make = makes.get(key[0]) or functools.partial(rows, key[0])
                 made[key] = list(make(kinds[brief], generator, device))
             for number, (operation, shapes, call) in enumerate(made[key]):

@@ -16,6 +16,7 @@ import attention_cases
 import cases
 import pydet
 import reference
+import reference_activation
 import reference_attention
 import reference_fp8
 import test_grouped_gemm as grouped_cases
@@ -145,6 +146,26 @@ def softmax_backward_digests(softmax_backward, arithmetic, dtype):
     return digests
 
 
+def activation_digests(activation, arithmetic, dtype):
+    digests = {}
+    for kind, m, n in NORMS:
+        x, up = data(kind, (m, n), DTYPES[dtype]), data("normal", (m, n), DTYPES[dtype], 1)
+        for function in reference_activation.KINDS:
+            name = f"{dtype} {function} {kind} {m}x{n}"
+            digests[name] = digest(activation(x, function), activation(x, function, up=up))
+    return digests
+
+
+def activation_backward_digests(activation_backward, arithmetic, dtype):
+    digests = {}
+    for kind, m, n in NORMS:
+        x, (up, dy) = data(kind, (m, n), DTYPES[dtype]), (data("normal", (m, n), DTYPES[dtype], i) for i in (1, 2))
+        for function in reference_activation.KINDS:
+            results = activation_backward(dy, x, function), *activation_backward(dy, x, function, up=up)
+            digests[f"{dtype} {function} {kind} {m}x{n}"] = digest(*results)
+    return digests
+
+
 def scaled_gemm_digests(scaled_gemm, arithmetic, dtype):
     digests = {}
     for (a_scale, b_scale), kind, out_dtype in itertools.product(
@@ -240,6 +261,8 @@ DIGESTS = {
     "layernorm_backward": layernorm_backward_digests,
     "attention": attention_digests,
     "attention_backward": attention_backward_digests,
+    "activation": activation_digests,
+    "activation_backward": activation_backward_digests,
 }
 
 
@@ -260,6 +283,8 @@ def all_digests(operation, function):
 def reference_of(operation):
     if "attention" in operation:
         return reference_attention
+    if operation.startswith("activation"):
+        return getattr(reference_activation, operation)
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -333,6 +358,15 @@ def test_layernorm(layernorm_kernel):
 def test_layernorm_backward(layernorm_backward_kernel):
     kernel = layernorm_backward_kernel
     check_golden("layernorm_backward", kernel.layernorm_backward, "ieee", kernel.dtype)
+
+
+def test_activation(activation_kernel):
+    check_golden("activation", activation_kernel.activation, "ieee", activation_kernel.dtype)
+
+
+def test_activation_backward(activation_backward_kernel):
+    kernel = activation_backward_kernel
+    check_golden("activation_backward", kernel.activation_backward, "ieee", kernel.dtype)
 
 
 def test_attention(attention_kernel):

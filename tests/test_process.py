@@ -223,6 +223,12 @@ def every_kernel():
                     inputs = (dy, x) if kernel.operation.endswith("backward") else (x,)
                     yield function, [*map(tensor, inputs), tensor(y)], chosen, [y]
                     continue
+                if kernel.operation.startswith("activation"):
+                    chosen = options("pydet_activation_options", kernel=kernel.name, kind=n % 8)
+                    function, more = getattr(lib, f"pydet_{kernel.operation}"), values(m, n, dtype=dtype)
+                    inputs, outs = ((dy, x, x), (y, more)) if kernel.operation.endswith("backward") else ((x, dy), (y,))
+                    yield function, list(map(tensor, inputs + outs)), chosen, list(outs)
+                    continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
                     chosen = options("pydet_rmsnorm_options", eps=1e-6, kernel=kernel.name)
@@ -345,6 +351,8 @@ def large_calls():
     packed, cache = x.reshape(512, 8, 64), x.reshape(8, 64, 8, 64)
     lse, packed_lse = np.ones((1, 8, 512), np.float32), np.ones((512, 8), np.float32)
     return {
+        "activation": lambda: pydet.activation(x),
+        "activation_backward": lambda: pydet.activation_backward(x, x),
         "attention": lambda: pydet.attention(heads, heads, heads),
         "attention_backward": lambda: pydet.attention_backward(heads, heads, heads, heads, heads, lse),
         "attention_paged": lambda: pydet.attention_paged(heads, cache, cache, pages, ends[1:]),
@@ -356,6 +364,8 @@ def large_calls():
         "audit_rmsnorm": lambda: pydet.audit_rmsnorm(tall, tall, eps=0),
         "devices": pydet.devices,
         "fold": lambda: pydet.fold([x, x, x]),
+        "geglu": lambda: pydet.geglu(x, x),
+        "gelu": lambda: pydet.gelu(x),
         "gemm": lambda: pydet.gemm(x, x),
         "gemm_da": lambda: pydet.gemm_da(x, x),
         "gemm_db": lambda: pydet.gemm_db(x, x),
@@ -374,9 +384,13 @@ def large_calls():
         "rmsnorm_backward": lambda: pydet.rmsnorm_backward(x, x, row, row),
         "scaled_gemm": lambda: pydet.scaled_gemm(q, q.T, **scales),
         "scaled_grouped_gemm": lambda: pydet.scaled_grouped_gemm(q, experts, end, **scales),
+        "sigmoid": lambda: pydet.sigmoid(x),
+        "silu": lambda: pydet.silu(x),
         "skinny_gemm": lambda: pydet.skinny_gemm(x, x),
         "softmax": lambda: pydet.softmax(x),
         "softmax_backward": lambda: pydet.softmax_backward(x, x),
+        "softplus": lambda: pydet.softplus(x),
+        "swiglu": lambda: pydet.swiglu(x, x),
     }
 
 

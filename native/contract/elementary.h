@@ -44,12 +44,13 @@ PYDET_HD float normal_exp_f32(float x) {
   return float_of(bits_of(parts.e) + (parts.shifted << 23));
 }
 
-// The same for any x up to 0, all of them by one way: 2^(k + 64) e is no subnormal, so that 2^-64 of it is rounded once.
-// Of a NaN it makes +0.
-PYDET_HD float falling_exp_f32(float x) {
-  ExpParts parts = exp_parts(fmaxf(x, -104.0f), kExpShift + 64.0f);
-  return float_of(bits_of(parts.e) + (parts.shifted << 23)) * 0x1p-64f;
+// 2^64 e^x for x from -130 to 0, which is no subnormal. Of a NaN it makes anything.
+PYDET_HD float scaled_exp_f32(float x) {
+  ExpParts parts = exp_parts(x, kExpShift + 64.0f);
+  return float_of(bits_of(parts.e) + (parts.shifted << 23));
 }
+// exp_f32 for any x up to 0, all of them by one way: 2^-64 of what is no subnormal is rounded once. Of a NaN it makes +0.
+PYDET_HD float falling_exp_f32(float x) { return scaled_exp_f32(fmaxf(x, -104.0f)) * 0x1p-64f; }
 
 // a / b rounded as a division, for b from 1 to 2^64, a from 2^-100 to 1, and its reciprocal 1 / b rounded so: the first
 // step leaves an error below a unit in the last place, and from there one step is exact (Markstein).
@@ -115,15 +116,18 @@ PYDET_HD float coarse_exp2_f32(float t) {
   return t < kLowestExp2 ? 0.0f : p * parts.power;
 }
 
-// At most 1.3 ulp from tanh x. NaN for NaN, 1 from 10 on.
-PYDET_HD float tanh_f32(float x) {
-  float size = x < 0.0f ? -x : x, square = x * x;
-  float p = -0x1.76ac1cp-8f;
+// tanh x for x from -0.625 to 0.625.
+PYDET_HD float near_tanh_f32(float x) {
+  float square = x * x, p = -0x1.76ac1cp-8f;
   p = fmaf(p, square, 0x1.5256d8p-6f);
   p = fmaf(p, square, -0x1.b84448p-5f);
   p = fmaf(p, square, 0x1.110768p-3f);
   p = fmaf(p, square, -0x1.555534p-2f);
-  float near = fmaf(x * square, p, x);
+  return fmaf(x * square, p, x);
+}
+// At most 1.3 ulp from tanh x. NaN for NaN, 1 from 10 on.
+PYDET_HD float tanh_f32(float x) {
+  float size = x < 0.0f ? -x : x, near = near_tanh_f32(x);
   float far = fmaf(-2.0f, 1.0f / (exp_f32(2.0f * (size > 10.0f ? 10.0f : size)) + 1.0f), 1.0f);
   far = size > 10.0f ? 1.0f : far;
   return size > 0.625f ? (x < 0.0f ? -far : far) : near;

@@ -50,7 +50,8 @@ enum Feature : uint64_t {
   kWindow = 1ull << 37,
   kMask = 1ull << 38,
   kSinks = 1ull << 39,
-  kSoftcap = 1ull << 40
+  kSoftcap = 1ull << 40,
+  kGate = 1ull << 41  // of an activation: another factor
 };
 struct FeatureRow {
   Feature feature;
@@ -98,6 +99,7 @@ constexpr FeatureRow kFeatures[] = {
     {kMask, "a mask"},
     {kSinks, "sinks"},
     {kSoftcap, "a softcap"},
+    {kGate, "another factor beside the gate"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

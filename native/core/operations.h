@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "ops/activation/problem.h"
 #include "ops/attention/problem.h"
 #include "ops/fold/problem.h"
 #include "ops/gemm/problem.h"
@@ -26,8 +27,8 @@ template <class... Problems> struct Operations {
 };
 
 // In the order of pydet_kernel_name.
-using AllOperations =
-    Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
-               LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward>;
+using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
+                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
+                                 AttentionBackward, Activation, ActivationBackward>;
 
 }  // namespace pydet

@@ -33,6 +33,8 @@ constexpr uint64_t kNormFeatures = kResidual | kWeight | kWeightOffset | kBias |
 constexpr uint64_t kGradientFeatures = kLayerNormGradient | kOfHeads | kBlockSums;
 constexpr uint64_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kActivationFeatures = kTwoStrides | kGate;
+constexpr uint64_t kActivationGradient = kActivationFeatures | kRowGradient;
 
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
@@ -115,6 +117,27 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
 #endif
     Row("cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSoftmaxGradient)
         .launches(softmax_backward<Scalar>),
+};
+
+constexpr Kernel<Activation> kActivation[] = {
+#if defined(__x86_64__)
+    Row("cpu_activation_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kActivationFeatures)
+        .launches(activation<Avx512>),
+    Row("cpu_activation_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kActivationFeatures).launches(activation<Avx2>),
+#endif
+    Row("cpu_activation_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kActivationFeatures)
+        .launches(activation<Scalar>),
+};
+
+constexpr Kernel<ActivationBackward> kActivationBackward[] = {
+#if defined(__x86_64__)
+    Row("cpu_activation_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kActivationGradient)
+        .launches(activation_backward<Avx512>),
+    Row("cpu_activation_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kActivationGradient)
+        .launches(activation_backward<Avx2>),
+#endif
+    Row("cpu_activation_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kActivationGradient)
+        .launches(activation_backward<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
@@ -312,10 +335,11 @@ constexpr Backend cpu() {
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward), table(kActivation), table(kActivationBackward));
   return backend;
 }
 

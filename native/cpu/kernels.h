@@ -2,6 +2,7 @@
 // (simd.h), with everything else in an unnamed namespace; backend.cpp makes the table.
 #pragma once
 
+#include "ops/activation/problem.h"
 #include "ops/attention/problem.h"
 #include "ops/fold/problem.h"
 #include "ops/gemm/rounding.h"
@@ -33,6 +34,8 @@ template <class Isa> pydet_status rmsnorm(const RmsNorm &);
 template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
+template <class Isa> pydet_status activation(const Activation &);
+template <class Isa> pydet_status activation_backward(const ActivationBackward &);
 template <class Isa> pydet_status fold(const Fold &);
 template <class Isa> pydet_status round_elements(const Rounding &);
 template <class Isa> pydet_status layernorm(const LayerNorm &);

@@ -12,32 +12,11 @@
 #include <new>
 
 #include "cpu/parallel.h"
-#include "cpu/rows.h"
+#include "cpu/piece.h"
 #include "contract/elementary.h"
 
 namespace pydet {
 namespace {
-
-constexpr int kPiece = 128;
-static_assert(kRowLanes % kPiece == 0 && kPiece % kWidth == 0, "a piece lies in adjacent lanes");
-
-// Elements of a row as floats. Those past the end, of which something is computed too, are zeros.
-struct alignas(64) Piece {
-  float x[kPiece];
-
-  template <class T> void load(const typename T::Stored *from, int64_t count) {
-    if (count < kPiece) memset(x, 0, sizeof x);
-    along(count, [&](int64_t j, auto v) { set<Partial>(x + j, get<T>(from + j, v)); });
-  }
-  template <class T> void store(typename T::Stored *to, int64_t count) const {
-    along(count, [&](int64_t j, auto v) { set<T>(to + j, get<Partial>(x + j, v)); });
-  }
-};
-
-// Calls body(j, count) for the pieces of a row of n.
-template <class Body> inline void pieces(int64_t n, const Body &body) {
-  for (int64_t j = 0; j < n; j += kPiece) body(j, n - j < kPiece ? n - j : int64_t(kPiece));
-}
 
 // The column that log_prob asks for in row r; -1 where it is none of the row's.
 int64_t column_of(const Softmax &problem, int64_t r) {

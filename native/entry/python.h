@@ -98,6 +98,7 @@ typedef struct pydet_exchange {
   pydet_object *modes;         /* dict: name -> number */
   pydet_object *granularities; /* dict: name -> number */
   pydet_object *orders;        /* dict: name -> number */
+  pydet_object *kinds;         /* dict: name -> number, of activations */
   pydet_object *classify;      /* (object, op, name) -> that address, for any type */
   pydet_object *borrow;        /* (object, op, name, written) -> (address of a pydet_tensor, what keeps it alive) */
   pydet_object *unknown;       /* (object, op, name) -> the number of a name that the dict does not have */

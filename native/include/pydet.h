@@ -1,4 +1,5 @@
-/* pydet: deterministic, batch-invariant GEMM (plain, skinny, grouped, fp8), norms and softmax for CPU, CUDA and HIP.
+/* pydet: deterministic, batch-invariant GEMM (plain, skinny, grouped, fp8), norms, softmax and activations for CPU, CUDA
+ * and HIP.
  *
  * The promise. An output element is a pure function of its own row of A, its own column of B, the arithmetic and
  * k_chunk. Nothing else reaches its bits: not M or N, the place in the batch, padding, leading dimensions,
@@ -434,6 +435,44 @@ PYDET_API pydet_status pydet_log_prob(void *stream, const pydet_tensor *x, const
 PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor *dlog_prob, const pydet_tensor *x,
                                                const pydet_tensor *index, const pydet_tensor *dx,
                                                const pydet_log_prob_options *options);
+
+/* ---- Activations ----------------------------------------------------------------------------------------------
+ *   y = f(x), or as the gate of another factor: y = f(x) up        element by element
+ *
+ *   SILU        x / (1 + e^-x)                     SIGMOID   1 / (1 + e^-x)
+ *   GELU        x P(a normal number is below x)    TANH      tanh(x)
+ *   GELU_TANH   its approximation by tanh          SOFTPLUS  log(1 + e^x)
+ *   QUICK_GELU  x / (1 + e^(-1.702 x))             EXP       e^x
+ *
+ * In fp32 by formulas, with the same bits on every backend and at every place (NUMERICS.md, "Activations"), rounded once;
+ * with up f(x) is rounded, and the product, as if by two calls. x [..., N] as of pydet_softmax, of any N; up NULL or like
+ * x; y like x. y may be x or up itself, with its strides; else it is apart from both. */
+enum {
+  PYDET_SILU = 0,
+  PYDET_GELU = 1,
+  PYDET_GELU_TANH = 2,
+  PYDET_QUICK_GELU = 3,
+  PYDET_SIGMOID = 4,
+  PYDET_TANH = 5,
+  PYDET_SOFTPLUS = 6,
+  PYDET_EXP = 7
+};
+
+typedef struct pydet_activation_options {
+  uint32_t struct_size;
+  int32_t kind; /* PYDET_SILU, ... */
+  const char *kernel;
+  int64_t reserved; /* 0 */
+} pydet_activation_options;
+
+PYDET_API pydet_status pydet_activation(void *stream, const pydet_tensor *x, const pydet_tensor *up,
+                                        const pydet_tensor *y, const pydet_activation_options *options);
+
+/* dx = dy f'(x); with up: g = dy up, rounded, then dx = g f'(x) and dup = dy f(x), f(x) rounded. dx and dup like x, either
+ * NULL, not both; no dup without up. Each may be dy, x or up itself, as y may be; the two are apart. */
+PYDET_API pydet_status pydet_activation_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *x,
+                                                 const pydet_tensor *up, const pydet_tensor *dx,
+                                                 const pydet_tensor *dup, const pydet_activation_options *options);
 
 /* ---- Attention ------------------------------------------------------------------------------------------------
  *   out[i, :] = sum_j p_j v[j, :] / sum_j p_j,   p_j = exp(scale q[i, :] k[j, :]),   over the keys j that query i may see

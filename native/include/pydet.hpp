@@ -228,6 +228,15 @@ inline void layernorm_backward(void *stream, const tensor &dy, const tensor &x, 
   call(pydet_layernorm_backward, stream, dy.describe(), x.describe(), weight.describe(), mean.describe(),
        rstd.describe(), dresidual.describe(), dx.describe(), dweight.describe(), dbias.describe(), options);
 }
+inline void activation(void *stream, const tensor &x, const tensor &up, const tensor &y,
+                       const pydet_activation_options *options = nullptr) {
+  call(pydet_activation, stream, x.describe(), up.describe(), y.describe(), options);
+}
+inline void activation_backward(void *stream, const tensor &dy, const tensor &x, const tensor &up, const tensor &dx,
+                                const tensor &dup, const pydet_activation_options *options = nullptr) {
+  call(pydet_activation_backward, stream, dy.describe(), x.describe(), up.describe(), dx.describe(), dup.describe(),
+       options);
+}
 // Of the tensors that options point to, `describe()` gives the descriptors.
 inline void attention(void *stream, const tensor &q, const tensor &k, const tensor &v, const tensor &out,
                       const tensor &lse, const pydet_attention_options *options = nullptr) {

@@ -20,6 +20,7 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 *Autograd.* These functions record no gradient, and refuse PyTorch tensors that ask for one.
 """
 
+from pydet.ops.activation import activation, activation_backward, geglu, gelu, sigmoid, silu, softplus, swiglu
 from pydet.ops.attention import (
     attention,
     attention_backward,
@@ -61,6 +62,8 @@ __all__ = [
     "Order",
     "Stream",
     "__version__",
+    "activation",
+    "activation_backward",
     "attention",
     "attention_backward",
     "attention_paged",
@@ -68,6 +71,8 @@ __all__ = [
     "attention_varlen_backward",
     "devices",
     "fold",
+    "geglu",
+    "gelu",
     "gemm",
     "gemm_da",
     "gemm_db",
@@ -86,7 +91,11 @@ __all__ = [
     "rmsnorm_backward",
     "scaled_gemm",
     "scaled_grouped_gemm",
+    "sigmoid",
+    "silu",
     "skinny_gemm",
     "softmax",
     "softmax_backward",
+    "softplus",
+    "swiglu",
 ]

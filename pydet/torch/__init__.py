@@ -17,23 +17,31 @@ from pydet.torch.experts import register_experts
 from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import (
+    activation,
+    geglu,
+    gelu,
     gemm,
     layer_norm,
     linear,
     log_prob,
     log_softmax,
     rms_norm,
+    sigmoid,
+    silu,
     skinny_linear,
     softmax,
+    softplus,
+    swiglu,
 )
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.modules import Accumulating, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
+from pydet.torch.modules import Accumulating, Activation, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
 from pydet.torch.trainers import check_trainer
 
 __all__ = [
     "Accumulating",
+    "Activation",
     "Conv1D",
     "Conversion",
     "Fp8Experts",
@@ -42,10 +50,13 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "accumulate_gradients",
+    "activation",
     "attention",
     "check_trainer",
     "convert",
     "fp8_linear",
+    "geglu",
+    "gelu",
     "gemm",
     "grouped_mm",
     "layer_norm",
@@ -58,6 +69,10 @@ __all__ = [
     "rms_norm",
     "scaled_grouped_mm",
     "scaled_mm",
+    "sigmoid",
+    "silu",
     "skinny_linear",
     "softmax",
+    "softplus",
+    "swiglu",
 ]

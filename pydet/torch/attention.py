@@ -209,9 +209,11 @@ def register_attention(
         return y.transpose(1, 2).contiguous(), None
 
     def mask(*arguments: Any, **options: Any) -> Tensor | None:
-        # Without padding, and with as many keys as queries, a causal mask says nothing that `causal` does not.
+        # Without padding, a causal mask says nothing that `causal` does not where there are as many keys as queries, or
+        # one query behind a cache that grows (of a cache with room Transformers asks for the mask).
         lengths = [options.get(x) for x in ("q_length", "kv_length")]
-        plain = not arguments and options.get("attention_mask") is None and lengths[0] == lengths[1] not in (None, 1)
+        plain = not arguments and options.get("attention_mask") is None
+        plain = plain and (lengths[0] == lengths[1] is not None or lengths[0] == 1)
         config = options.get("config")  # OLMoE hands a window to its attention and none to its mask
         plain = plain and (
             getattr(config, "sliding_window", None) is None or bool(getattr(config, "layer_types", None))

@@ -16,11 +16,19 @@ from pydet.ops import Arithmetic
 from pydet.torch import experts, experts_fp8
 from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear
-from pydet.torch.modules import Conv1D, LayerNorm, Linear, RMSNorm
+from pydet.torch.modules import Activation, Conv1D, LayerNorm, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, groups
 
-_BY_PLACE = ("silu", "gelu", "sigmoid", "softplus", "elu", "selu", "mish", "exp2", "rsqrt")  # PyTorch's, on a CPU
+# PyTorch's, on a CPU. Of those that are functions in a model's own code override_aten() takes over the first four.
+_BY_PLACE = ("silu", "gelu", "sigmoid", "softplus", "elu", "selu", "mish", "exp2", "rsqrt")
+_TRANSFORMERS_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    **dict.fromkeys(("GELUTanh", "PytorchGELUTanh", "NewGELUActivation", "FastGELUActivation"), "gelu_tanh"),
+    "AccurateGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+}
 _ATTENTION = "pydet"  # the name under which register_attention() tells Transformers of pydet's
 
 
@@ -56,9 +64,9 @@ class Conversion:
         another formula. A GPU has one formula for all.
         """
         between = (
-            f"The steps between are PyTorch's: on a CPU its {', '.join(_BY_PLACE)} and the like give an element other "
-            "bits by its place in the tensor, in fp32 and some in bf16, unless there is one thread and rows are "
-            "multiples of 32 elements."
+            f"The steps between are PyTorch's: on a CPU its {', '.join(_BY_PLACE)} and the like, where the model's own "
+            "code calls them, give an element other bits by its place in the tensor, in fp32 and some in bf16, unless "
+            "there is one thread and rows are multiples of 32 elements. override_aten() takes over the first four."
         )
         sentences = []
         if self.left:
@@ -132,7 +140,7 @@ def _becomes(
             return (_obstacle(module) if not in_fp8 else None) or experts_fp8.becomes(module, arithmetic)
         if in_fp8:
             return "its matrices are fp8, with scales; convert(model, fp8=True)"
-    own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | experts.Router
+    own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router
     if isinstance(module, own_kinds) or experts.of_pydet(module):
         return None
     if _is_block_scaled(module):
@@ -151,6 +159,8 @@ def _becomes(
         return _obstacle(module) or _layer_norm(module)
     if _is_norm(module):
         return _obstacle(module) or _norm(module)
+    if function := _activation(module):
+        return _obstacle(module) or (Activation, {"kind": function})
     return _reason_to_leave(module, may_multiply)
 
 
@@ -171,6 +181,20 @@ def _block_scaled(module: torch.nn.Module, arithmetic: Arithmetic) -> tuple[type
         return f"its weight_scale_inv is {scale.dtype} {tuple(scale.shape)}, want float32 {want}: blocks of {GROUP}"
     features = {"in_features": k, "out_features": n}
     return Fp8Linear, {"arithmetic": arithmetic, "power_of_two": scale.dtype != torch.float32, **features}
+
+
+def _activation(module: Any) -> str | None:
+    """The kind of an activation that is pydet's too; None of another, and of one that writes into what it is given."""
+    kind = type(module)
+    if getattr(module, "inplace", False):
+        return None
+    if kind is torch.nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    if kind is torch.nn.Softplus:
+        return "softplus" if (module.beta, module.threshold) == (1, 20) else None
+    if kind.__module__ == "transformers.activations":
+        return _TRANSFORMERS_ACTIVATIONS.get(kind.__name__)
+    return {torch.nn.SiLU: "silu", torch.nn.Sigmoid: "sigmoid", torch.nn.Tanh: "tanh"}.get(kind)
 
 
 def _is_norm(module: torch.nn.Module) -> bool:

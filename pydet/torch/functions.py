@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from pydet.ops import Arithmetic
+from pydet.ops.activation import Approximate, Kind, gelu_kind
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 
 
@@ -160,3 +161,50 @@ def log_prob(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ``[...]``, float32. No other column is written to memory.
     """
     return torch.ops.pydet.log_prob(x, index)
+
+
+def activation(x: torch.Tensor, kind: Kind = "silu", *, up: torch.Tensor | None = None) -> torch.Tensor:
+    """``f(x)`` of each element, or as a gate ``f(x) up``: :func:`pydet.activation` with a gradient.
+
+    Args:
+        x: of any shape, float32, bfloat16 or float16.
+        kind: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"quick_gelu"``, ``"sigmoid"``, ``"tanh"``, ``"softplus"`` or
+            ``"exp"``.
+        up: like ``x``. The bits are those of the two steps, forward and backward, in one pass.
+
+    Returns:
+        Like ``x``. An element's bits depend on it alone: not on its place, on the device, on threads or on compilation.
+    """
+    if up is None:
+        return torch.ops.pydet.activation(x, kind)
+    return torch.ops.pydet.gated_activation(x, up, kind)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """``x / (1 + e^-x)``: :func:`activation` of kind ``"silu"``."""
+    return activation(x, "silu")
+
+
+def gelu(x: torch.Tensor, approximate: Approximate = "none") -> torch.Tensor:
+    """:func:`activation` of kind ``"gelu"`` or, with ``approximate="tanh"``, ``"gelu_tanh"``."""
+    return activation(x, gelu_kind("gelu", approximate))
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """``1 / (1 + e^-x)``: :func:`activation` of kind ``"sigmoid"``."""
+    return activation(x, "sigmoid")
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """``log(1 + e^x)``: :func:`activation` of kind ``"softplus"``."""
+    return activation(x, "softplus")
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) up``, in one pass forward and one backward. Both may be halves of one tensor's rows."""
+    return activation(gate, "silu", up=up)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: Approximate = "none") -> torch.Tensor:
+    """``gelu(gate) up``, likewise."""
+    return activation(gate, gelu_kind("geglu", approximate), up=up)

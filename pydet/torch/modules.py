@@ -9,7 +9,9 @@ import torch
 from torch._jit_internal import is_scripting
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
+from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
+from pydet.ops.activation import Kind
 from pydet.torch import functions
 from pydet.torch.accumulate import (
     AccumulatingLayerNorm,
@@ -162,6 +164,29 @@ class LayerNorm(torch.nn.LayerNorm):
         else:
             y = torch.ops.pydet.layernorm(x, self.weight, self.bias, self.eps)[0]
         return y
+
+
+class Activation(torch.nn.Module):
+    """``f(x)`` of each element, on :func:`pydet.torch.activation`. :func:`convert` makes these of SiLU, GELU and the
+    like.
+
+    Args:
+        kind: as in :func:`pydet.activation`.
+    """
+
+    if TYPE_CHECKING:  # torch.jit.script reads annotations, and does not know this one
+        kind: Kind
+
+    def __init__(self, kind: Kind = "silu") -> None:
+        super().__init__()
+        known(kind, "Activation", "kind")
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.pydet.activation(x, self.kind)
+
+    def extra_repr(self) -> str:
+        return str(self.kind)
 
 
 class Accumulating(list[torch.nn.Parameter]):

@@ -40,6 +40,21 @@ _LEFT = (  # multiply matrices inside a kernel of PyTorch's own
 )
 
 
+# Whose kernels on a CPU give an element other bits by its place: their forms, and how many operands are like x.
+_ACTIVATIONS = {
+    "silu": (("default", "out"), 1),
+    "silu_": (("default",), 1),
+    "gelu": (("default", "out"), 1),
+    "gelu_": (("default",), 1),
+    "sigmoid": (("default", "out"), 1),
+    "sigmoid_": (("default",), 1),
+    "softplus": (("default", "out"), 1),
+    "silu_backward": (("default", "grad_input"), 2),
+    "gelu_backward": (("default", "grad_input"), 2),
+    "softplus_backward": (("default", "grad_input"), 2),
+}
+
+
 def is_active() -> bool:
     """Whether :func:`override_aten` is, in this thread or another."""
     return _active.locked()
@@ -52,7 +67,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None) -> Iterator[Counter[str]]:
-    """While active, PyTorch's matrix products run on pydet.
+    """While active, PyTorch's matrix products run on pydet, and its activations.
 
     ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, ``mv``, ``addmv``, ``dot`` and ``_grouped_mm``. Their ``out``,
     ``out_dtype`` and in-place forms do too. These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``, ``linear`` and
@@ -72,6 +87,11 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
     kernel for them: by scales of tensors, rows, groups of 128 and blocks of 128x128, with ``use_fast_accum`` for one
     chain over K, and without it for chains of 128, whatever ``k_chunk`` is. ``_scaled_grouped_mm`` and
     ``_scaled_grouped_mm_v2`` do likewise on :func:`pydet.torch.scaled_grouped_mm`, where groups are rows or a batch.
+
+    ``aten::silu``, ``gelu`` (both), ``sigmoid`` and ``softplus`` (of beta 1 and threshold 20) run on
+    :func:`pydet.activation`, as do their in-place and ``out`` forms, and the gradients of silu, gelu and softplus:
+    PyTorch's on a CPU give an element other bits by its place. (Its tanh, exp and gradient of sigmoid do not.) A graph
+    of Inductor has kernels of its own for them, which come to no operator.
 
     Left to PyTorch, and counted as that: types other than float32, bfloat16 and float16; fused attention
     (``scaled_dot_product_attention`` but in its math backend, whose products are caught), convolutions, recurrent
@@ -104,6 +124,9 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
                         _take_over(library, key, name, form, options, caught)
                 for name in _LEFT:
                     _count(library, key, name, caught)
+                for name, (forms, operands) in _ACTIVATIONS.items():
+                    for form in forms:
+                        _take_over_activation(library, key, name, form, operands, caught)
                 _take_over_linear_out(library, key)
                 _take_over_scaled(library, key, arithmetic, caught)
                 _take_over_grouped(library, key, options, caught)
@@ -161,6 +184,48 @@ def _take_over(
             return compute(operands, written, {**options, "out_dtype": out_dtype}, **scaled)
 
     library.impl(full, kernel, key, with_keyset=True, allow_override=True)  # also over another Python override
+
+
+# ---- Activations -----------------------------------------------------------------------------------------------------
+
+
+def _kind_of(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str | None:
+    """The kind of a call; None of a softplus that pydet has not. `arguments` follow the operands."""
+    if name == "gelu":
+        return "gelu_tanh" if keywords.get("approximate", "none") == "tanh" else "gelu"
+    if name == "softplus":
+        given = dict(zip(("beta", "threshold"), arguments, strict=False)) | keywords
+        return "softplus" if (given.get("beta", 1), given.get("threshold", 20)) == (1, 20) else None
+    return name
+
+
+def _take_over_activation(
+    library: torch.library.Library, key: str, name: str, form: str, operands: int, caught: Counter[str]
+) -> None:
+    original = _original(name, form, key)
+    if original is None:
+        return
+    full = f"aten::{name}" if form == "default" else f"aten::{name}.{form}"
+    in_place, function = name.endswith("_"), name.rstrip("_").removesuffix("_backward")
+
+    def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        given, x = arguments[:operands], arguments[operands - 1]
+        out = keywords.get(form) if form != "default" else x if in_place else None
+        kind = _kind_of(function, arguments[operands:], keywords)
+        like = all(t.dtype == x.dtype and t.shape == x.shape and t.device == x.device for t in given)
+        if kind is None or not like or x.dtype not in DTYPES or (out is not None and out.dtype != x.dtype):
+            caught[f"{full} (left to PyTorch)"] += 1
+            return original.call_boxed(keyset, *arguments, **keywords)
+        caught[full] += 1
+        with torch.no_grad():
+            dense = [t.contiguous().view(-1) for t in given]
+            call: Callable[..., Any] = pydet.activation if operands == 1 else pydet.activation_backward
+            result = call(*dense, kind).view(x.shape)
+            if out is None and not x.is_contiguous():
+                out = torch.empty_like(x)  # with the strides that PyTorch's result has
+            return _into(result, out)
+
+    library.impl(full, kernel, key, with_keyset=True, allow_override=True)
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------

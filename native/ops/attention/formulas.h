@@ -86,9 +86,11 @@ PYDET_HD int64_t key_offset(const Attention &a, const Heads &heads, int64_t sequ
 struct ScoreScale {
   float c, before_tanh, softcap;  // softcap 0: none
 };
-PYDET_HD ScoreScale score_scale(const Attention &a) {
-  if (a.softcap == 0) return {a.scale * kLog2e, 0, 0};
-  return {kLog2e, a.scale / a.softcap, a.softcap};
+// On the host, for GPUs on the calling thread, which may round otherwise and flush: in double precision a product of two
+// fp32 numbers is exact, and their quotient no nearer to a half way in fp32 than its rounding moves it.
+inline ScoreScale score_scale(const Attention &a) {
+  if (a.softcap == 0) return {f32_from_f64(double(a.scale) * double(kLog2e)), 0, 0};
+  return {kLog2e, f32_from_f64(double(a.scale) / double(a.softcap)), a.softcap};
 }
 PYDET_HD float capped(float s, const ScoreScale &scale) { return scale.softcap * tanh_f32(s * scale.before_tanh); }
 

@@ -69,6 +69,7 @@ template <> struct Operation<Attention> : AsAsked {
   }
   using Functions = FunctionList<pydet_attention, pydet_attention_workspace>;
   static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 // The gradients of q, k, v and the sinks from that of out. NUMERICS.md, "Attention, backward", has the order of every sum.

@@ -101,6 +101,16 @@ def _rows(
     register_sharding(getattr(torch.ops.pydet, name).default)(rule)
 
 
+def _elements(name: str, results: int, tensors: int) -> None:
+    """An operator that works element by element on its first arguments."""
+
+    def rule(*arguments: Any) -> list[Rule]:
+        shared = [{"out": [d] * results, **{str(i): d for i in range(tensors)}} for d in range(len(arguments[0].shape))]
+        return _rules(results, arguments, *shared)
+
+    register_sharding(getattr(torch.ops.pydet, name).default)(rule)
+
+
 # ---- Attention: batches, heads where the ranks divide those of k, and queries where no gradient sums over them -------
 
 
@@ -242,5 +252,8 @@ def register() -> None:
     for name in ("softmax", "log_softmax"):
         _rows(name, 1, (0,))
         _rows(f"{name}_backward", 1, (0, 1))
+    for name, tensors in {"": 1, "gated_": 2}.items():
+        _elements(f"{name}activation", 1, tensors)
+        _elements(f"{name}activation_backward", tensors, 1 + tensors)
     _rows("log_prob", 1, (0, 1))
     _rows("log_prob_backward", 1, (1, 0, 2))
