@@ -602,7 +602,8 @@ def test_override_catches_every_product_of_a_model(llama):
     with pt.override_aten() as caught:
         ours = compiled(rows, layout)
         ours.sum().backward()
-    assert dict(caught) == report["caught in a training step"]
+    assert {**caught, "aten::silu": 2} == report["caught in a training step"]
+    assert caught["aten::silu"] in (2, 4)  # a graph may compute it again in backward instead of keeping it
     with pt.override_aten():
         same(model(rows, layout), ours)
 
