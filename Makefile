@@ -1,7 +1,7 @@
 # make            build libpydet_cpu.so, install into .venv, run the demo
 # make test       the test suite
 # make cpu        only pydet/libpydet_cpu.so
-# make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/results/
+# make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/raw/
 # make cuda       pydet/libpydet_cuda.so (nvcc 13; no GPU needed)
 # make hip        pydet/libpydet_hip.so (ROCm 5.2 to 7, or its headers and clang; no GPU needed); ROCM, HIPCC, HIP_ARCHS
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
@@ -13,7 +13,8 @@
 # make wheel      dist/pydet-*manylinux*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
 # make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++. Under SOURCE_DATE_EPOCH both are the same bytes
 #                 each time
-# make docs       the documentation as a site, build/site/index.html
+# make docs       the documentation as a site, build/site/index.html; SITE_URL: where it will stand, REPO_URL: where the
+#                 sources do, which its pages then link
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), TEST_JOBS (in how many processes; as many as cores, at
 # most 8), BUILD (where objects go), LIBRARY (where the libraries go; with both elsewhere, make cpu, cuda, hip and
@@ -69,9 +70,10 @@ $(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) 
 ifeq ($(SANITIZE),)
 takes = $(shell $(CXX) -O1 -Werror $(1) -include cstring -x c++ -S /dev/null -o /dev/null 2>/dev/null && echo '$(1)')
 fortified = $(call takes,-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=$(1))
-CXXFLAGS += $(call takes,-fstack-protector-strong) $(or $(call fortified,3),$(call fortified,2)) \
+HARDENED := $(call takes,-fstack-protector-strong) \
   $(if $(findstring x86_64,$(MACHINE)),$(call takes,-fcf-protection)) \
   $(if $(findstring aarch64,$(MACHINE)),$(call takes,-mbranch-protection=standard))
+CXXFLAGS += $(HARDENED) $(or $(call fortified,3),$(call fortified,2))
 endif
 ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 # A file of these folders is an object of every library; one of native/cpu is one too, or a kernel, which is compiled once
@@ -135,28 +137,30 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
 # sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu and
-# sm90/attention/forward.cu once for each type. What takes longest comes first, and is named; any other kernel of any/ and
+# forward, backward_keys and backward_queries of sm90/attention once for each type. What takes longest comes first, and is named; any other kernel of any/ and
 # nvidia/ follows.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
-SM90_ATTENTION := sm90/attention/forward.1 sm90/attention/forward.2
-SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_mma sm90/attention/combine sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
-  nvidia/attention_ieee any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
+SM90_ATTENTION := $(foreach kernel,forward backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
+SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_backward_keys_mma attention_backward_queries_mma attention_mma sm90/attention/decode sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
+  nvidia/attention_ieee nvidia/attention_backward_ieee any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
   nvidia/norm_backward_strided any/layernorm_backward $(addprefix nvidia/,rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart \
     gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) nvidia/sm90/clusters
 kernels = $(patsubst native/gpu/%.cu,%,$(wildcard $(1:%=native/gpu/%/*.cu)))
 CUDA_KERNELS := $(SLOW_KERNELS) $(filter-out $(SLOW_KERNELS) nvidia/gemm_mma,$(call kernels,nvidia any))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups nvidia/sm90/attention/plan
+CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/attention_backward_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups nvidia/sm90/attention/plan \
+  nvidia/sm90/attention/backward
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 # How nvcc packs the code: for size it takes up to 6 s an object; for speed next to none, and the library is over three
 # times as large.
 COMPRESS ?= size
-# -O1 is of the host's half, which launches: the device's is -O3 whatever is said here.
+# -O1 is of the host's half, which launches: the device's is -O3 whatever is said here. That half is hardened too, but for
+# checked copies: their header is the device's as well.
 NVCCFLAGS := -std=c++17 -O1 --fmad=false --compress-mode=$(COMPRESS) -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
-  -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(NUMERIC) -Wall -Wextra -Werror"
+  -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(HARDENED) $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
 $(BUILD)/gpu/nvidia/sm90/%.o: GENCODE := $(call gencode,90a)
 # PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.
@@ -184,11 +188,12 @@ $(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 	@mkdir -p $(@D)
 	$(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
 
-# The kernels without tensor cores as C++, in place of their machine code, on that runtime (tests/emulated).
+# The kernels without tensor cores, and attention's by mma.sync, as C++, in place of their machine code, on that
+# runtime (tests/emulated).
 .PHONY: cuda-emulated
 cuda-emulated: $(BUILD)/libpydet_cuda_emulated.so
 
-EMULATED := $(filter-out nvidia/sm90/% nvidia/gemm_mma.% nvidia/attention_mma nvidia/skinny_mma,$(CUDA_KERNELS))
+EMULATED := $(filter-out nvidia/sm90/% nvidia/gemm_mma.% nvidia/skinny_mma,$(CUDA_KERNELS))
 EMULATED_OBJECTS := $(EMULATED:%=$(BUILD)/emulated/%.o) $(BUILD)/emulated/block.o
 # Other compilers' warnings about nvcc's sources say nothing.
 EMULATED_FLAGS := -std=c++17 -O1 -fPIC -fvisibility=hidden -fno-extern-tls-init $(NUMERIC) -w -Itests/emulated -Inative -Inative/include
@@ -218,10 +223,19 @@ $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
 	  -DPYDET_SKINNY_WIDE=$(if $(filter %_wide,$*),1,0) -MMD -MP -c $< -o $@
 
-# Two of its tiles spill what is looked at once a job; their loop over blocks has no access to local memory.
-$(SM90_ATTENTION:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/attention/forward.%.o: native/gpu/nvidia/sm90/attention/forward.cu
-	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(subst -Xptxas -warn-spills,,$(NVCCFLAGS)) $(GENCODE) -DPYDET_ATTENTION_TYPE=$* -MMD -MP -c $< -o $@
+# Some tiles of forward.cu and backward_queries.cu spill what is looked at once a job, or by the warp that loads; their
+# loops over blocks have no access to local memory.
+define attention_rule
+$$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUILD)/gpu/nvidia/%.o)): $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%.o: native/gpu/nvidia/sm90/attention/$(1).cu
+	@mkdir -p $$(@D)
+	$$(NVCC) -ccbin $$(CXX) $$(subst $$(if $$(filter forward backward_queries,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
+endef
+$(foreach kernel,forward backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
+
+# decode.cu spills around the call that computes a row again. attention_backward_keys_mma's 128 columns spill some
+# registers, and are 1.6 times as fast as 64 without.
+$(BUILD)/gpu/nvidia/sm90/attention/decode.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
+$(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)
@@ -246,7 +260,7 @@ HIP_OBJECTS := $(SHARED) $(BUILD)/hip/amd/backend.o $(HIP_KERNELS:%=$(BUILD)/hip
 # is as right as one that is, and the host's half of a file does not use the device's constants.
 HIPFLAGS = -x hip $(addprefix --offload-arch=,$(shell cat $(BUILD)/hip/archs)) --rocm-path=$(ROCM) \
   --rocm-device-lib-path=$(BUILD)/hip/bitcode -D__HIP_PLATFORM_AMD__ -include hip/hip_runtime.h -std=c++17 -O3 -fPIC \
-  -fvisibility=hidden -fvisibility-inlines-hidden -Xarch_host -fstack-clash-protection $(NUMERIC) -fhip-fp32-correctly-rounded-divide-sqrt \
+  -fvisibility=hidden -fvisibility-inlines-hidden $(patsubst %,-Xarch_host %,-fstack-clash-protection $(HARDENED)) $(NUMERIC) -fhip-fp32-correctly-rounded-divide-sqrt \
   -fno-gpu-flush-denormals-to-zero $(WARN) -Wno-pass-failed -Wno-unused-const-variable -Inative -Inative/include
 HIP_BITCODE = $(firstword $(wildcard $(ROCM)/amdgcn/bitcode $(ROCM)/lib/llvm/lib/clang/*/lib/amdgcn/bitcode \
   $(ROCM)/lib/*/amdgcn/bitcode $(ROCM)/lib/llvm-*/lib/clang/*/amdgcn/bitcode))

@@ -1,13 +1,13 @@
 """check_hip.py LIBRARY: what the code objects of libpydet_hip.so may use, and what they must hold.
 
 For every architecture and kernel, from metadata and disassembly: no scratch, no spilled vector registers, and at most
-the vector registers, spilled scalars and static LDS of the table in bench/README.md; matrix instructions in the
+the vector registers, spilled scalars and static LDS of the table in tools/amd/limits.md; matrix instructions in the
 kernels whose name says so; no product that is fused with a sum of +0, which loses the sign of -0. An architecture
 without a matrix instruction of its own makes such a kernel an error, since a body that the preprocessor left out
 compiles to nothing.
 
 And what a stage of the matrix kernels' loops does, by tools/amd/estimate.py: at most the vector instructions of that
-README's second table, at least its products (matrix instructions, or FMA of fp32) while loads are on the way and its
+file's second table, at least its products (matrix instructions, or FMA of fp32) while loads are on the way and its
 loads that waits leave there, and at most a fifth more than its estimated time.
 """
 
@@ -27,6 +27,7 @@ MATRIX_KERNELS = r"mfma"
 # fmaf alone: that is a sum which begins with +0.)
 ADDS_ZERO = r"v_(fma|mad)_mix(?:lo|hi)\w* \w+, (?!(\w+), \2, 0($| op_sel(:\[0,0|:\[1,1|_hi)))[^,]+, [^,]+, 0( |$)"
 ARCHS = ("gfx90a", "gfx942")
+LIMITS = "tools/amd/limits.md"
 
 
 def family(name):
@@ -38,7 +39,7 @@ def family(name):
 
 def budget():
     """{(family, architecture): (vector registers, spilled scalars, bytes of static LDS)} of the table."""
-    text = (ROOT / "bench/README.md").read_text()
+    text = (ROOT / LIMITS).read_text()
     rows = re.findall(r"^\| `(\w+_kernel)`" + r" \| (\d+)" * (len(ARCHS) + 2) + r" \|", text, re.M)
     return {
         (name, arch): (int(numbers[i]), int(numbers[-2]), int(numbers[-1]))
@@ -50,7 +51,7 @@ def budget():
 def stages():
     """[(kernel, (M, N, K), type, k_chunk, architecture, products, VALU, products under way, loads left, us)] of the
     second table."""
-    text = (ROOT / "bench/README.md").read_text()
+    text = (ROOT / LIMITS).read_text()
     shape = r"(\d+)x(\d+)x(\d+)(?:, (fp32))?(?:, `k_chunk` (\d+))?"
     rows = re.findall(r"^\| `(hip_\w+)` \| " + shape + r" \| (gfx\w+)" + r" \| ([\d.]+)" * 5 + r" \|", text, re.M)
     return [
@@ -61,7 +62,7 @@ def stages():
 
 def check_stages(library, folder):
     problems, rows = [], stages()
-    assert {row[4] for row in rows} == set(ARCHS), "bench/README.md has no table of stages for every architecture"
+    assert {row[4] for row in rows} == set(ARCHS), f"{LIMITS} has no table of stages for every architecture"
     runtime = estimate.Library(library.resolve(), ARCHS[0], folder)
     rows.sort(key=lambda row: row[4])
     for name, shape, dtype, chunk, arch, products, most_valu, least_covered, least_left, most_us in rows:
@@ -103,7 +104,7 @@ def main():
                     if kernel.scratch or spills:
                         problems.append(f"{where}: {kernel.scratch} bytes of scratch, {spills} spilled registers")
                     if of not in allowed:
-                        problems.append(f"{where}: no row for {of[0]} in bench/README.md")
+                        problems.append(f"{where}: no row for {of[0]} in {LIMITS}")
                     elif any(used > most for used, most in zip(uses, allowed[of], strict=True)):
                         problems.append(
                             f"{where}: {registers} vector registers, {scalars} spilled scalars, {kernel.lds} bytes of "
@@ -118,7 +119,7 @@ def main():
                     if not any(text == "s_endpgm" for text in kernel.code.values()) or len(kernel.code) < 20:
                         problems.append(f"{where}: no code")
     for name, arch in sorted(set(allowed) - set(seen)):
-        problems.append(f"bench/README.md has a row for {name}, which is not there on {arch}")
+        problems.append(f"{LIMITS} has a row for {name}, which is not there on {arch}")
     for (name, arch), (registers, scalars, lds) in sorted(seen.items()):
         print(f"{name}, {arch}: at most {registers} vector registers, {scalars} spilled scalars, {lds} bytes of LDS")
     print(

@@ -38,7 +38,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0].split(": ")[1])
     parser.add_argument("operations", nargs="*", metavar="operation", help=f"of {', '.join(OPERATIONS)}; default all")
     parser.add_argument("--threads", type=int, action="append", help="default: as many as cores, and 1")
-    parser.add_argument("--name", default="cpu", help="of the files in bench/results/: NAME.json, NAME.md and NAME.png")
+    parser.add_argument("--name", default="cpu", help="of the files in bench/raw/: NAME.json, NAME.md and NAME.png")
     parser.add_argument("--entries", type=Path, help=argparse.SUPPRESS)  # of the process that measures
     options = parser.parse_args()
     if unknown := set(options.operations) - set(OPERATIONS):
@@ -53,12 +53,12 @@ def main():
         for threads in options.threads or dict.fromkeys((len(os.sched_getaffinity(0)), 1)):
             entries += measure_in_own_process(operations, threads, Path(folder) / "entries.json")
     command = " ".join(["python -m bench", *sys.argv[1:]])
-    harness.RESULTS.mkdir(exist_ok=True)
+    harness.RESULTS.mkdir(exist_ok=True, parents=True)
     state = {"load_average_at_start": load_average}
     harness.write_json(harness.RESULTS / f"{options.name}.json", command, entries, state)
     harness.write_table(harness.RESULTS / f"{options.name}.md", entries)
     plot.write(harness.RESULTS / f"{options.name}.png", entries)
-    print(f"\nLoad average at the start: {load_average[0]}. Written: bench/results/{options.name}.json, .md and .png.")
+    print(f"\nLoad average at the start: {load_average[0]}. Written: bench/raw/{options.name}.json, .md and .png.")
     wrong = [e for e in entries if e["bits_ok"] is False]
     return f"bench: {len(wrong)} variants changed bits" if wrong else 0
 

@@ -6,7 +6,8 @@ random numbers; buffers rotate past the L2. `equality` counts the elements in wh
 natural chain. `--quick` takes a few shapes of each operation. `gemm --random N --seed S` times N products drawn from
 the layers of published models (model_shapes.py) instead of the list: M log-uniform, each direction, types, k_chunk;
 `rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py); so layernorm and softmax; `attention --random N
---seed S` N prefills of published models' heads (cuda_attention.py), and so attention_varlen, _decode and _paged.
+--seed S` N prefills of published models' heads (cuda_attention.py), and so attention_varlen, _backward,
+_backward_varlen, _decode and _paged.
 """
 
 import argparse

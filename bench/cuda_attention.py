@@ -1,4 +1,5 @@
-"""Attention on one NVIDIA GPU: prefill, packed sequences, decoding from a dense cache and from pages, beside its peers.
+"""Attention on one NVIDIA GPU: prefill, packed sequences, gradients, decoding from a dense cache and from pages, beside
+its peers.
 
 The peers are PyTorch's cuDNN and FlashAttention-2, and FlashAttention-3 and FlashInfer where they are installed; a peer
 that refuses a problem is left out of its row, and said so once. A shape is sequences x queries x keys x heads x heads
@@ -29,7 +30,8 @@ ON_CPU = 1 << 24  # multiply-adds of a row that is compared with the CPU's as we
 
 @dataclass(frozen=True)
 class Drawn:
-    """kind: "prefill", "varlen", "decode" or "paged". lengths: of a pack. window: keys before a query that it sees."""
+    """kind: "prefill", "varlen", "backward", "backward_varlen", "decode" or "paged". lengths: of a pack. window: keys
+    before a query that it sees."""
 
     kind: str
     heads: int
@@ -47,7 +49,7 @@ class Drawn:
     @property
     def op(self):
         seen = "window" if self.window is not None else "causal" if self.causal else "full"
-        kind = {"prefill": "attention", "varlen": "varlen"}.get(self.kind, self.kind)
+        kind = {"prefill": "attention", "backward_varlen": "backward, varlen"}.get(self.kind, self.kind)
         of = f", pages of {self.page}" if self.page else "" if self.kind == "decode" else f", {seen}"
         return f"{kind} {self.d}{of}"
 
@@ -70,6 +72,10 @@ class Drawn:
 
         return sum(of(n, n) for n in self.lengths) or self.sequences * of(self.queries, self.keys)
 
+    @property
+    def backward(self):
+        return self.kind.startswith("backward")
+
     def cache_bytes(self):
         return 4 * self.sequences * self.keys * self.groups * self.d
 
@@ -88,15 +94,15 @@ def draw(kind, count, seed):
         *_, heads, groups, d = MODELS[chance.choice(models)]
         dtype = chance.choices(("bf16", "fp16"), (85, 15))[0]
         one = Drawn(kind, heads, groups, d, 1, 1, 1, dtype=dtype)
-        if kind in ("prefill", "varlen"):
+        if kind not in ("decode", "paged"):
             tokens = log_uniform(chance, 128, MOST_TOKENS)
             seen = chance.choices(("causal", "full", "window"), (60, 20, 20))[0]
             window = log_uniform(chance, 64, 4096) if seen == "window" else None
             one = replace(one, causal=seen != "full", window=window)
-        if kind == "prefill":
+        if kind in ("prefill", "backward"):
             sequences = log_uniform(chance, 1, MOST_TOKENS // tokens)
             one = replace(one, sequences=sequences, queries=tokens, keys=tokens)
-        elif kind == "varlen":
+        elif kind in ("varlen", "backward_varlen"):
             lengths = []
             while len(lengths) < 64 and sum(lengths) < tokens:
                 lengths.append(min(log_uniform(chance, 16, tokens), tokens - sum(lengths)))
@@ -117,12 +123,12 @@ def draw(kind, count, seed):
 def listed(kind, quick):
     """The shapes of a run without --random."""
     widths = ((64, 32, 8), (128, 32, 8), (256, 16, 4))
-    if kind == "prefill":
+    if kind in ("prefill", "backward"):
         for d, heads, groups in widths[1:2] if quick else widths:
             for sequences, tokens in ((8, 512), (16, 1536), (8, 3072), (4, 6144), (2, 12288))[:: 2 if quick else 1]:
                 for causal in (True, False):
                     yield Drawn(kind, heads, groups, d, sequences, tokens, tokens, causal)
-    elif kind == "varlen":
+    elif kind in ("varlen", "backward_varlen"):
         lengths = (131, 1517, 40, 4096, 777, 2048, 300, 5000, 16, 2459)
         for d, heads, groups in widths[1:2] if quick else widths:
             yield Drawn(kind, heads, groups, d, len(lengths), max(lengths), max(lengths), lengths=lengths)
@@ -139,7 +145,8 @@ def listed(kind, quick):
 
 @dataclass
 class Operands:
-    """q, k, v and out with tokens before heads; of pages k and v are the caches. starts: cumulative lengths."""
+    """q, k, v and out with tokens before heads; of pages k and v are the caches. starts: cumulative lengths. Of
+    gradients dout, what the forward gave, and dq, dk, dv."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -148,9 +155,23 @@ class Operands:
     starts: torch.Tensor | None = None
     table: torch.Tensor | None = None
     held: torch.Tensor | None = None  # keys of each sequence
+    dout: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    gradients: tuple[torch.Tensor, ...] = ()
+
+    def results(self):
+        return list(self.gradients or (self.out,))
 
 
 def operands(p):
+    x = of_forward(p)
+    if p.backward:
+        x.dout, x.gradients = torch.randn_like(x.q), tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
+        x.lse = forward(p, x, return_lse=True)()[1]
+    return x
+
+
+def of_forward(p):
     def make(*shape):
         return torch.randn(*shape, device=DEVICE).to(DTYPES[p.dtype])
 
@@ -187,8 +208,23 @@ def sequence_of(p, x, s):
 
 
 def ours(p, x):
-    turned = [t.transpose(1, 2) for t in (x.q, x.k, x.v, x.out)]
+    return backward(p, x) if p.backward else forward(p, x)
+
+
+def backward(p, x):
     how = {"causal": p.causal, "window": None if p.window is None else (p.window, None)}
+    operands = x.dout, x.q, x.k, x.v, x.out
+    if p.lengths:
+        call = partial(pydet.attention_varlen_backward, *operands, x.lse, x.starts, x.starts)
+        return partial(call, **how, **dict(zip(("dq", "dk", "dv"), x.gradients, strict=True)))
+    turned = [t.transpose(1, 2) for t in operands]
+    results = {name: t.transpose(1, 2) for name, t in zip(("dq", "dk", "dv"), x.gradients, strict=True)}
+    return partial(pydet.attention_backward, *turned, x.lse, **how, **results)
+
+
+def forward(p, x, **more):
+    turned = [t.transpose(1, 2) for t in (x.q, x.k, x.v, x.out)]
+    how = {"causal": p.causal, "window": None if p.window is None else (p.window, None), **more}
     if p.lengths:
         return partial(pydet.attention_varlen, x.q, x.k, x.v, x.starts, x.starts, out=x.out, **how)
     if p.page:
@@ -202,6 +238,12 @@ def cudnn(p, x):
     if p.causal and 1 < p.queries < p.keys:
         raise NotImplementedError("torch aligns cuDNN's causal mask to the first key")
     turned = [t.transpose(1, 2) for t in (x.q, x.k, x.v)]
+    if p.backward:
+        out, *behind = torch.ops.aten._scaled_dot_product_cudnn_attention(*turned, None, True, 0.0, p.causal, False)
+        lse, starts_q, starts_k, most_q, most_k, seed, offset = behind[:7]
+        places = (out, lse, seed, offset, None, starts_q, starts_k, most_q, most_k, 0.0, p.causal)
+        call = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        return partial(call, x.dout.transpose(1, 2), *turned, *places)
 
     def call():
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -219,10 +261,17 @@ def flash(p, x):
     sides = {} if p.window is None else {"window_size_left": p.window, "window_size_right": 0}
     causal = p.causal and p.window is None
     call = torch.ops.aten._flash_attention_forward
-    return partial(call, x.q, x.k, x.v, x.starts, x.starts, p.queries, p.keys, 0.0, causal, False, **sides)
+    call = partial(call, x.q, x.k, x.v, x.starts, x.starts, p.queries, p.keys, 0.0, causal, False, **sides)
+    if not p.backward:
+        return call
+    out, lse, *state, _ = call()
+    places = (out, lse, x.starts, x.starts, p.queries, p.keys, 0.0, causal, *state)
+    return partial(torch.ops.aten._flash_attention_backward, x.dout, x.q, x.k, x.v, *places, **sides)
 
 
 def fa3(p, x):
+    if p.backward:
+        raise NotImplementedError("its gradients are not compared")
     import flash_attn_interface as module
 
     how = {"causal": p.causal, "window_size": (-1, -1) if p.window is None else (p.window, 0)}
@@ -243,6 +292,8 @@ def room_of_flashinfer():
 
 
 def flashinfer(p, x):
+    if p.backward:
+        raise NotImplementedError("it makes no gradients")
     import flashinfer as module
 
     room = room_of_flashinfer()
@@ -315,22 +366,46 @@ def rows_agree(p, x, arithmetic):
     return True
 
 
+def gradients_agree(p, x, arithmetic):
+    """Whether the last sequence's gradients have the bits that it has alone, and on the CPU, if soon computed."""
+    own = slice(int(x.starts[-2]), int(x.starts[-1])) if p.lengths else slice(p.sequences - 1, p.sequences)
+
+    def alone(t):
+        return (t[own][None] if p.lengths else t[own]).transpose(1, 2)
+
+    operands = [alone(t) for t in (x.dout, x.q, x.k, x.v, x.out)]
+    lse = x.lse[own].transpose(0, 1)[None] if p.lengths else x.lse[own]
+    window = None if p.window is None else (p.window, None)
+    call = partial(pydet.attention_backward, window=window, causal=p.causal, arithmetic=arithmetic)
+    found = [call(*operands, lse)]
+    if operands[1].shape[2] ** 2 * p.heads * p.d <= ON_CPU:
+        found.append(call(*(t.cpu() for t in operands), lse.cpu()))
+    words = [[t.contiguous().view(torch.int16).cpu() for t in map(alone, x.gradients)]]
+    words += [[t.contiguous().view(torch.int16).cpu() for t in one] for one in found]
+    return all(torch.equal(one, other) for some in words[1:] for one, other in zip(words[0], some, strict=True))
+
+
 def row(p):
     caches = p.kind in ("decode", "paged")
     moved = p.cache_bytes() + 4 * p.sequences * p.queries * p.heads * p.d
-    size = moved if caches else 4 * (sum(p.lengths) or p.sequences * p.queries) * (p.heads + p.groups) * p.d
+    size = (
+        moved
+        if caches
+        else (2 if p.backward else 1) * 4 * (sum(p.lengths) or p.sequences * p.queries) * (p.heads + p.groups) * p.d
+    )
     sets = [operands(p) for _ in range(sets_of(size))]
     calls = [ours(p, x) for x in sets]
     calls[0]()
     kernel = pydet.last_kernel()
     arithmetic = next(one.arithmetic for one in pydet.kernels() if one.name == kernel)
-    name = kernel.removeprefix("cuda_attention_").removeprefix("cpu_attention_")
-    variants = [Variant(f"pydet, {name}", calls, [sets[0].out]), *of_peers(p, sets)]
+    name = kernel.removeprefix("cuda_attention_").removeprefix("cpu_attention_").removeprefix("backward_")
+    variants = [Variant(f"pydet, {name}", calls, sets[0].results()), *of_peers(p, sets)]
     if caches:
         variants.append(Variant("copy", [copying_of(x) for x in sets]))
     peers = [v.name for v in variants if v.name in PEERS]
-    work, unit = (moved, "GB/s") if caches else (4 * p.d * p.heads * p.pairs(), "GFLOP/s")
-    agrees = partial(rows_agree, p, sets[0], arithmetic)
+    products = 5 if p.backward else 2
+    work, unit = (moved, "GB/s") if caches else (2 * products * p.d * p.heads * p.pairs(), "GFLOP/s")
+    agrees = partial(gradients_agree if p.backward else rows_agree, p, sets[0], arithmetic)
     return Row(p.op, p.shape, p.dtype, variants, peers[0] if peers else "none", work, unit, agrees, f"kernel {kernel}")
 
 
@@ -397,6 +472,8 @@ def random_summary(entries):
 _KINDS = {
     "attention": "prefill",
     "attention_varlen": "varlen",
+    "attention_backward": "backward",
+    "attention_backward_varlen": "backward_varlen",
     "attention_decode": "decode",
     "attention_paged": "paged",
 }

@@ -11,16 +11,30 @@ def best(us, names):
     return min((us[name] for name in names if name in us), default=None)
 
 
-def columns(entry, segments, ranks):
-    """What is shown of one row: title -> us. Of pydet, the method that "auto" is by today's limits."""
+def segments_of(entry):
+    return sorted({int(name.split()[1]) for name in entry["us"] if name.startswith("auto")})
+
+
+def chosen(entries):
+    """The entries, each row with the method that "auto" is by today's limits, for each count of segments."""
     from pydet.torch.distributed.exchange import choose
 
-    us, elements = entry["us"], entry["m"] * entry["n"]
+    ranks = next(e for e in entries if e["part"] == "machine")["ranks"]
+
+    def methods(entry):
+        size = entry["m"] * entry["n"]
+        return {str(n): choose("row", "auto", "ordered", n, size, ranks, True) for n in segments_of(entry)}
+
+    return [entry | {"auto": methods(entry)} if entry["part"] == "row" else entry for entry in entries]
+
+
+def columns(entry, segments):
+    """What is shown of one row: title -> us."""
+    us = entry["us"]
     found = {"torch.mm + NCCL all-reduce, bf16": us[PLAIN], "the same in fp32": us["mm + NCCL all_reduce fp32"]}
     found["with torch's symmetric-memory all-reduce"] = best(us, [name for name in us if "symmetric" in name])
     for count in segments:
-        chosen = choose("row", "auto", "ordered", count, elements, ranks, True)
-        time = us.get(f"{chosen}, {count} segments", us[f"auto, {count} segments"])
+        time = us.get(f"{entry['auto'][str(count)]}, {count} segments", us[f"auto, {count} segments"])
         found[f"row_parallel_linear, {count} segments"] = time
     return {title: time for title, time in found.items() if time is not None}
 
@@ -39,16 +53,16 @@ def report(entries):
     for e in (e for e in entries if e["part"] == "mesh"):
         yield f"\nA model on {e['tp']} x {e['dp']} ranks (tensor x data): {e['elements']} outputs and gradients."
         yield f"Those whose bits are not one rank's: {times(e['differ'])}; with all-reduces {times(e['controls'])}."
-    rows, ranks = [e for e in entries if e["part"] == "row"], machine["ranks"]
+    rows = [e for e in entries if e["part"] == "row"]
     for n, k in sorted({(e["n"], e["k"]) for e in rows}):
         here = [e for e in rows if (e["n"], e["k"]) == (n, k)]
-        segments = sorted({int(name.split()[1]) for name in here[0]["us"] if name.startswith("auto")})
-        titles = list(columns(here[0], segments, ranks))
+        segments = segments_of(here[0])
+        titles = list(columns(here[0], segments))
         yield f"\nRow-parallel layer, N, K = {n}, {k}: us (in brackets: speed over the first)\n"
         yield f"| M | {' | '.join(titles)} |"
         yield "|---|" + "---|" * len(titles)
         for e in here:
-            us = columns(e, segments, ranks)
+            us = columns(e, segments)
             first = us[titles[0]]
             cells = [f"{us[t]:.1f} ({first / us[t]:.2f})" if t in us else "-" for t in titles]
             yield f"| {e['m']} | {' | '.join(cells)} |"
@@ -77,9 +91,9 @@ def plot(entries, path):
     )
     for axes, layer in zip(panels[0], layers, strict=True):
         here = [e for e in rows if (e["n"], e["k"]) == layer]
-        segments = sorted({int(name.split()[1]) for name in here[0]["us"] if name.startswith("auto")})
-        for color, title in zip((GREY, *COLORS), list(columns(here[0], segments, ranks))[1:], strict=False):
-            points = [(e["m"], columns(e, segments, ranks)) for e in here]
+        segments = segments_of(here[0])
+        for color, title in zip((GREY, *COLORS), list(columns(here[0], segments))[1:], strict=False):
+            points = [(e["m"], columns(e, segments)) for e in here]
             shown = [(m, us["torch.mm + NCCL all-reduce, bf16"] / us[title]) for m, us in points if title in us]
             axes.plot(*zip(*shown, strict=True), marker="o", markersize=3, color=color, label=title)
         axes.axhline(1, color="black", linewidth=0.8)
@@ -92,7 +106,7 @@ def plot(entries, path):
 
 
 def main(path):
-    entries = json.loads(path.read_text())
+    entries = chosen(json.loads(path.read_text()))
     path.with_suffix(".md").write_text("\n".join(report(entries)) + "\n")
     if any(e["part"] == "row" for e in entries):
         plot(entries, path.with_suffix(".png"))

@@ -1,7 +1,7 @@
 """Plots of results, drawn from their JSON:
 
-python -m bench.plot bench/results/h100_gemm.json   # NAME.png beside each file named
-python -m bench.plot --overview                     # docs/speed.svg, the README's figure, from results of the H100
+python -m bench.plot bench/raw/h100_gemm.json   # NAME.png beside each raw result named
+python -m bench.plot --overview                   # docs/speed.svg, the README's figure, from the summaries
 """
 
 import argparse
@@ -13,8 +13,9 @@ import statistics
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-RESULTS, OVERVIEW = FOLDER / "results", FOLDER.parent / "docs" / "speed.svg"
+from bench import summary
+
+OVERVIEW = Path(__file__).resolve().parent.parent / "docs" / "speed.svg"
 MAX_BARS = 60  # with more ratios than these, a panel for each operation instead of a bar for each ratio
 GREEN, RED, GREY = "#2a7f62", "#b5533c", "#8a8a8a"
 COLORS = (GREEN, "#3565a8", "#c98a1b", RED, "#7a4fa0", "#4f9fa8")
@@ -130,36 +131,38 @@ def panel(axes, op, variants):
 # ---- The README's figure ---------------------------------------------------------------------------------------------
 
 
-def rows(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-
-
 SHOWN = ("h100_skinny_gemm", "h100_gemm_random", "h100_equality")
 
 
 def release():
     """The one whose results the figure shows."""
-    (version,) = {json.loads((RESULTS / f"{name}.json").read_text())["versions"]["pydet"] for name in SHOWN}
+    (version,) = {summary.release(name) for name in SHOWN}
     return version
 
 
-def ratios_by_m(entries, variant):
+def ratios_by_m(problems, variant):
     found = collections.defaultdict(list)
-    for entry in entries:
-        if entry["variant"] == variant and entry["times_peer"]:
-            found[extents(entry["shape"])[0]].append(entry["times_peer"])
+    for problem in problems:
+        if variant in problem.us:
+            found[problem.extents[0]].append(problem.us[problem.peer] / problem.us[variant])
     return dict(sorted(found.items()))
+
+
+def few_and_many():
+    """How many times as fast as cuBLAS forward products are: {M: ratios} of few rows, of models' layers; and of more
+    rows, drawn at random."""
+    few = ratios_by_m(summary.problems("h100_skinny_gemm"), "pydet, weights_constant")
+    drawn = [problem for problem in summary.problems("h100_gemm_random") if problem.op == "gemm forward"]
+    return few, {m: ratios for m, ratios in ratios_by_m(drawn, "pydet").items() if m > max(few)}
 
 
 def overview(path=OVERVIEW):
     """Left, speed beside cuBLAS by M; right, how many elements of a product have other bits than the same rows have in
     a large one. Above the M of few rows, products drawn at random: those of an M from each power of two to the next."""
-    few = ratios_by_m(rows("h100_skinny_gemm"), "pydet, weights_constant")
-    drawn = [entry for entry in rows("h100_gemm_random") if entry["op"] == "gemm forward"]
+    few, drawn = few_and_many()
     many = collections.defaultdict(list)
-    for m, ratios in ratios_by_m(drawn, "pydet").items():
-        if m > max(few):
-            many[1 << (m - 1).bit_length()] += ratios
+    for m, ratios in drawn.items():
+        many[1 << (m - 1).bit_length()] += ratios
     pydet = few | dict(sorted(many.items()))
 
     plt = pyplot()
@@ -184,7 +187,7 @@ def overview(path=OVERVIEW):
     speed.legend(fontsize=9, loc="upper right")
 
     # In the order of the results: the largest M first. pydet's own count is 0 by test, on every shape.
-    split = [row for row in rows("h100_equality") if row["differ"]]
+    split = [row for row in summary.rows("h100_equality") if row["differ"]]
     split.sort(key=lambda row: (extents(row["shape"])[0], row["shape"]))
     names = ["x".join(map(str, extents(row["shape"]))) for row in split]
     places = range(len(split))

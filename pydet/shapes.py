@@ -220,5 +220,59 @@ class Rules:
                 fail(INVALID_DTYPE, f"{op}: {rstd.name} is {rstd.dtype}, want float32")
         return x.shape
 
+    def attention(
+        self,
+        q: Operand,
+        k: Operand,
+        v: Operand,
+        sinks: Operand | None = None,
+        allowed: Operand | None = None,
+        bias: Operand | None = None,
+        first_key: Operand | None = None,
+        seqlens_k: Operand | None = None,
+    ) -> Shape:
+        """Of attention over sequences that are not packed."""
+        op = "attention"
+        for x in (q, k, v):
+            self.read(op, x, 3)
+        for other, least, types in ((sinks, 1, UNSCALED), (allowed, 0, ("bool",)), (bias, 0, UNSCALED)):
+            if other is not None:
+                self._read_kind(op, other, least, types)
+        lengths = [x for x in (seqlens_k, first_key) if x is not None]
+        for x in reversed(lengths):
+            self._read_kind(op, x, 1, ("int32",))
+            if len(x.shape) != 1:
+                fail(_INVALID_SHAPE, f"{op}: {x.name} has {len(x.shape)} dimensions, want 1")
+        for x in (k, v):
+            self.same_type(op, q, x)
+        for x, want in ((q, "BxHxQxD"), (k, "BxGxKxD")):
+            if len(x.shape) != 4:
+                fail(_INVALID_SHAPE, f"{op}: {x.name} is {text(x.shape)}, want {want}")
+        self.want(op, v, (*k.shape[:3], v.shape[-1] if len(v.shape) == 4 else k.shape[3]))
+        (batch, heads, queries, d), (groups, keys) = q.shape, k.shape[1:3]
+        self.require(k.shape[0] == batch, lambda: f"{op}: k is {text(k.shape)}, want one of {batch} sequences")
+        for x in lengths:
+            self.want(op, x, (batch,))
+        shared = f"{op}: q has {heads} heads, want a multiple of the {groups} of k and v"
+        self.require(groups != 0 and heads % groups == 0, lambda: shared)
+        self.require(k.shape[3] == d, lambda: f"{op}: k is {text(k.shape)}, want heads of {d} elements as q's")
+        e = v.shape[3]
+        if not all(8 <= x <= 256 and x % 8 == 0 for x in (d, e)) and (d, e) != (576, 512):
+            got = f"heads of q and k have {d} elements and those of v {e}"
+            fail(_INVALID_SHAPE, f"{op}: {got}, want multiples of 8 from 8 to 256, or 576 and 512")
+        if sinks is not None:
+            self.want(op, sinks, (heads,))
+        full = (batch, heads, queries, keys)
+        for x in [pair for pair in (allowed, bias) if pair is not None]:
+            if len(x.shape) > 4 or self.broadcast(x.shape, full) != full:
+                fail(_INVALID_SHAPE, f"{op}: {x.name} is {text(x.shape)}, want one that broadcasts to {text(full)}")
+        return (batch, heads, queries, e)
+
+    def _read_kind(self, op: str, x: Operand, min_ndim: int, types: tuple[str, ...]) -> None:
+        """As `read` of an operand whose type is looked at first where it is one of a kind."""
+        if len(types) == 1 and x.dtype != types[0]:
+            fail(INVALID_DTYPE, f"{op}: {x.name} is {x.dtype}, want {types[0]}")
+        self.read(op, x._replace(dtype="float32") if len(types) == 1 else x, min_ndim)
+
 
 RULES = Rules()

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 
+import pydet
 import reference_attention
 from cases import DTYPES, data, random_words
 from reference import FLOAT32, round_to
@@ -161,3 +162,101 @@ def written_of(ends, tokens):
     for begin, end in itertools.pairwise(clipped):
         written[begin : max(begin, end)] = True
     return written
+
+
+# ---- Backward ------------------------------------------------------------------------------------------------------
+
+
+def backward_dense_problems(dtype):
+    """Name -> (arguments, options) of the forward whose gradients are asked for."""
+
+    def of(shape=Shape(), kind="normal", seed=0, **options):
+        return operands(shape, dtype, kind, seed), options
+
+    two = Shape(batch=2, heads=4, groups=2)
+    sinks = data("normal", (4,), DTYPES[dtype], 5)
+    bias = data("normal", (2, 1, 5, 150), FLOAT32, 7)
+    found = {
+        "plain": of(),
+        "one query, one key, 8 wide": of(Shape(queries=1, keys=1, d=8, e=8)),
+        "causal": of(two, causal=True),
+        "causal, more queries than keys": of(Shape(queries=20, keys=9), causal=True),
+        "causal, 130 queries": of(Shape(queries=130, keys=131, d=40, e=32), causal=True),
+        "300 queries of groups": of(Shape(heads=4, groups=2, queries=300, keys=40, d=16, e=24)),
+        "D 192, E 128": of(Shape(d=192, e=128, keys=200), causal=True),
+        "D 40, E 136": of(Shape(d=40, e=136)),
+        "D 576, E 512": of(Shape(d=576, e=512, keys=67, queries=2, heads=3)),
+        "window": of(Shape(queries=40, keys=300), window=(70, 3)),
+        "window of one": of(Shape(heads=1, queries=131, keys=131, d=16, e=16), window=(0, 0)),
+        "window to the left, causal": of(Shape(heads=1, queries=140, keys=160, d=24), window=(20, None), causal=True),
+        "softcap, scale": of(two, softcap=1.5, scale=0.7, causal=True),
+        "sinks": of(two, sinks=sinks),
+        "sinks, nothing allowed": of(two, sinks=sinks, allowed=np.zeros((1, 1), bool)),
+        "nothing allowed": of(two, allowed=np.zeros((1, 1), bool)),
+        "mask": of(two, allowed=coin((2, 4, 5, 150))),
+        "mask of keys": of(two, allowed=coin((150,), 3), causal=True),
+        "bias of heads, -inf": of(
+            two, bias=np.where(coin((4, 5, 150), 3), MASKED, data("normal", (4, 5, 150), FLOAT32)).astype(DTYPES[dtype])
+        ),
+        "bias, softcap, sinks, mask": of(
+            two, bias=bias, softcap=2.0, sinks=data("normal", (4,), FLOAT32, 5), allowed=coin((5, 150)), causal=True
+        ),
+        "left padding": of(two, first_key=integers(37, 150), causal=True),
+        "lengths, padding, mask": of(
+            two, seqlens_k=integers(140, 131), first_key=integers(3, 17), allowed=coin((2, 1, 5, 150))
+        ),
+        "numbers beyond what is there": of(two, seqlens_k=integers(-5, 1000), first_key=integers(7, -1)),
+        "peaked": of(two, scale=30.0),
+    }
+    for kind in ("extremes", "specials", "tiny"):
+        found[kind] = of(two, kind, 3, causal=True)
+    found["specials, mask"] = of(two, "specials", 9, allowed=coin((5, 150), 3))
+    return found
+
+
+# What of a problem's gradients is asked for, and how, in turn.
+ASKED = ("all", "float32", "continued", "q", "kv")
+
+
+def backward_problems(dtype):
+    """(name, operation, arguments and options of the forward, what is asked for)."""
+    for operation, found in (
+        ("attention", backward_dense_problems(dtype)),
+        ("attention_varlen", varlen_problems(dtype)),
+    ):
+        for i, (name, (arguments, options)) in enumerate(found.items()):
+            if "kv_chunk" in options:
+                continue
+            yield name, operation, arguments, options, ASKED[i % len(ASKED)]
+
+
+def run_backward(functions, operation, arguments, options, asked, arithmetic):
+    """[dq, dk, dv] and dsinks, those that are asked for. out and lse are those of the CPU, tested by themselves."""
+    q, k, v = arguments[:3]
+    seed, packed = len(q) + k.shape[-2], operation == "attention_varlen"
+    out = np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+    forward = getattr(pydet, operation)
+    _, lse = forward(*arguments, **options, arithmetic=arithmetic, out=out, return_lse=True)
+    dout = data("normal", out.shape, q.dtype, seed)
+    given = dict(options)
+    types = [FLOAT32 if asked in ("float32", "continued") else x.dtype for x in (q, k, v)]
+    if asked == "continued":
+        starts = [data("normal", x.shape, FLOAT32, seed + i) for i, x in enumerate((k, v))]
+        starts[0].flat[::7] = np.float32(-0.0)
+        given |= {"accumulate": True, "dk": starts[0], "dv": starts[1], "dq": np.full(q.shape, np.nan, FLOAT32)}
+        if "sinks" in options:
+            given["dsinks"] = np.float32([1, -2, 0, 3])
+    elif asked in ("q", "kv"):
+        given["only"] = asked
+    elif packed or asked == "float32":
+        given |= {
+            name: np.full(x.shape, np.nan, t) for name, x, t in zip(("dq", "dk", "dv"), (q, k, v), types, strict=True)
+        }
+    if packed and asked in ("q", "kv"):
+        given |= {
+            name: np.full(x.shape, np.nan, x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v)) if name[1] in asked
+        }
+    found = getattr(functions, f"{operation}_backward")(
+        dout, q, k, v, out, lse, *arguments[3:], **given, arithmetic=arithmetic
+    )
+    return [x if x is None else round_to(x.astype(np.float32), x.dtype) for x in found]

@@ -52,7 +52,8 @@ def forced_kernels(operation):
 def pytest_generate_tests(metafunc):
     norms = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "layernorm", "layernorm_backward", "fold"]
     norms += ["activation", "activation_backward"]
-    for operation in ["gemm", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm", "attention", *norms]:
+    products = ["gemm", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm"]
+    for operation in [*products, "attention", "attention_backward", *norms]:
         if f"{operation}_kernel" in metafunc.fixturenames:
             kernels = forced_kernels(operation)
             assert kernels, f"no kernel of {operation} can run here"

@@ -87,7 +87,7 @@ class Region:
         return np.lib.stride_tricks.as_strided(words, shape, [s * size for s in strides]).view(dtype)
 
 
-REGIONS = [Region() for _ in range(10)]
+REGIONS = [Region() for _ in range(14)]
 
 
 def values(rng, count, dtype):
@@ -233,8 +233,10 @@ ORDER = {  # how each operation takes its tensors
     "log_prob": ["x", "index", "log_prob"],
     "log_prob_backward": ["dlog_prob", "x", "index", "dx"],
     "attention": ["q", "k", "v", "out", "lse"],
+    "attention_backward": ["dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"],
 }
 OF_ATTENTION = ("sinks", "allowed", "bias", "first_key", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
+NAMED = {"attention": OF_ATTENTION, "attention_backward": (*OF_ATTENTION[:-1], "dsinks")}  # by the options
 
 
 def python_name(call):
@@ -260,7 +262,7 @@ def invoke(call):
         given.bias = pointer(tensors["bias"])
     if call.op == "rmsnorm_backward":
         given.dbias = pointer(tensors["dbias"])
-    for name in OF_ATTENTION if call.op == "attention" else ():
+    for name in NAMED.get(call.op, ()):
         setattr(given, name, pointer(tensors[name]))
     return function(ffi.NULL, *[pointer(tensors[name]) for name in ORDER[call.op]], given)
 
@@ -340,6 +342,11 @@ def invoke_python(rng, call):
         if given.window:
             keywords["window"] = tuple(None if x < 0 else x for x in (given.window_left, given.window_right))
         keywords |= {name: producers.pop(name) for name in ("sinks", "allowed", "bias", "first_key")}
+    elif call.op == "attention_backward":
+        if given.window:
+            keywords["window"] = tuple(None if x < 0 else x for x in (given.window_left, given.window_right))
+        keywords |= {name: producers.pop(name) for name in ("sinks", "allowed", "bias", "first_key")}
+        keywords |= {name: producers.pop(name) for name in call.outputs}
     elif call.op == "rmsnorm":
         keywords["out"] = tuple(producers.pop(name) for name in ("y", "rstd", "sum"))
     elif call.op == "layernorm":
@@ -364,6 +371,13 @@ def invoke_python(rng, call):
         elif kind == "cu_seqlens_k":
             for name in ("allowed", "bias", "first_key"):
                 expect(keywords.pop(name) is None, "made a pack with", name)
+    if call.op == "attention_backward" and call.inputs["cu_seqlens_k"] is None:
+        keywords["seqlens_k"] = producers.pop("seqlens_k")
+    elif call.op == "attention_backward":
+        function = "attention_varlen_backward"
+        positional += [producers.pop(name) for name in OF_ATTENTION[4:6]]
+        for name in ("allowed", "bias", "first_key"):
+            expect(keywords.pop(name) is None, "made a pack with", name)
     if call.op == "fold":
         together = "parts" in call.inputs
         positional = [producers["parts"] if together else [producers.pop(name) for name in parts_of(call)]]
@@ -383,8 +397,15 @@ def python_can(call):
     """The Python function has nothing to make here, for which it would need the caller's framework."""
     fixed = {"rmsnorm": ["y", "rstd"], "layernorm": ["y", "mean", "rstd"], "quantize": ["x", "out", "scale"]}
     fixed |= {"rmsnorm_backward": ["dx"], "layernorm_backward": ["dx"], "attention": ["out"]}
+    fixed |= {"attention_backward": ["lse", "dq", "dk", "dv"]}
     if call.op == "attention" and call.outputs["lse"] is not None:
         return False  # Python makes it
+    if call.op == "attention_backward":
+        packs = [call.inputs[name] is None for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        if packs[0] != packs[1] or (not packs[0] and any(call.inputs[x] is not None for x in NO_PACK)):
+            return False  # it has no such function
+        if (call.inputs["sinks"] is None) != (call.outputs["dsinks"] is None):
+            return False
     required = fixed.get(call.op, ORDER[call.op][-1:])
     tensors = {**call.inputs, **call.outputs}
     whole = all(tensors[name] is not None for name in required + parts_of(call))
@@ -824,6 +845,61 @@ def make_attention(rng):
     return Call("attention", inputs, outputs, given)
 
 
+NO_PACK = ("seqlens_k", "first_key", "allowed", "bias")  # of the backward function of packs
+
+
+def make_attention_backward(rng):
+    packs = rng.random() < 0.3
+    sequences, groups, members = rng.choice([0, 1, 1, 2, 3]), rng.choice([1, 1, 2]), rng.choice([1, 1, 2, 3])
+    heads, d, e = groups * members, rng.choice([8, 16, 24]), rng.choice([8, 16])
+    queries, keys = rng.choice([0, 1, 2, 5, 9]), rng.choice([0, 1, 2, 7, 15, 16, 17, 33])
+    if sequences == 1 and heads == 1 and rng.random() < 0.3:
+        d, queries, keys = 8, *rng.choice([(127, 3), (130, 5), (2, 129)])
+    dtype, single = rng.choice(list(DTYPES.values())), np.dtype(np.float32)
+    arithmetic = rng.choice(ARITHMETICS if dtype.itemsize == 2 else ARITHMETICS[:2])
+    regions, accumulate = iter(rng.sample(REGIONS, 14)), rng.random() < 0.3
+    inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", *OF_ATTENTION[:-1]))
+    rows, of_keys = [sequences, heads, queries], [sequences, groups, keys]
+    if packs:
+        rows, of_keys = [sequences * queries, heads], [sequences * keys, groups]
+        for name, tokens in (("cu_seqlens_q", rows[0]), ("cu_seqlens_k", of_keys[0])):
+            ends = [rng.choice([-5, 0, 0]), *sorted(rng.randint(0, tokens) for _ in range(sequences))]
+            inputs[name] = numbers(rng, next(regions), [sequences + 1], ends)
+    for name, shape, width in (
+        *(("dout", rows, e), ("q", rows, d), ("k", of_keys, d)),
+        *(("v", of_keys, e), ("out", rows, e)),
+    ):
+        inputs[name] = place(rng, next(regions), [*shape, width], dtype)
+    inputs["lse"] = place(rng, next(regions), rows, single)
+    kinds = [dtype, single]
+    outputs = {"dq": place(rng, next(regions), [*rows, d], rng.choice(kinds)), "dsinks": None}
+    for name, width in (("dk", d), ("dv", e)):
+        outputs[name] = place(rng, next(regions), [*of_keys, width], single if accumulate else rng.choice(kinds))
+    if rng.random() < 0.3:
+        inputs["sinks"] = packed(rng, next(regions), [heads], rng.choice(list(DTYPES.values())))
+        outputs["dsinks"] = packed(rng, next(regions), [heads], single if accumulate else rng.choice(kinds))
+    elif not packs:
+        few = [rng.choice([-(2**31), -1, 0, 1, keys // 2, keys, keys + 1, 2**31 - 1]) for _ in range(sequences)]
+        pairs = [rng.choice([1, extent]) for extent in (sequences, heads, queries, keys)][rng.choice([0, 0, 2, 3]) :]
+        for name in rng.sample(NO_PACK, rng.choice([0, 1, 2])):
+            if name in ("allowed", "bias"):
+                kind = BOOL if name == "allowed" else rng.choice(list(DTYPES.values()))
+                inputs[name] = place(rng, next(regions), pairs, kind)
+            else:
+                inputs[name] = numbers(rng, next(regions), [sequences], few)
+    given = options(
+        "pydet_attention_backward_options",
+        arithmetic=ARITHMETICS.index(arithmetic),
+        causal=rng.randrange(2),
+        accumulate=int(accumulate),
+        softcap=rng.choice([0, 0, 0, 2.5]),
+        scale=rng.choice([0, 0, 0.3, 4.0]),
+    )
+    if rng.random() < 0.3:
+        given.window, given.window_left, given.window_right = 1, rng.choice([-1, 0, 1, 9]), rng.choice([-1, 0, 3])
+    return Call("attention_backward", inputs, outputs, given)
+
+
 class Workspace:
     """A workspace with guard bytes on both sides and rubbish inside."""
 
@@ -944,6 +1020,7 @@ def mutate_options(rng, call):
         "dbias",
         "initial",
         *OF_ATTENTION,
+        "dsinks",
     )  # the first would be believed, the others are set by invoke
     name = rng.choice([name for name in fields if name not in held])
     if name == "kernel":
@@ -1354,8 +1431,86 @@ def expected_attention(call, before):
     return {name: x for name, x in results.items() if x is not None}
 
 
+def expected_attention_backward(call, before):
+    names = ("dout", "q", "k", "v", "out", "lse")
+    dout, q, k, v, out, lse = operands = [before[name] for name in names]
+    of_q, of_k, lengths, first = (
+        before.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "first_key")
+    )
+    given = call.options
+    expect(len({x.dtype for x in operands[:5]}) == 1 and q.dtype in DTYPES.values(), "accepted types")
+    expect(q.ndim == (4 if of_q is None else 3) and k.ndim == v.ndim == (4 if of_k is None else 3), "accepted ranks")
+    sequences = len(q) if of_q is None else len(of_q) - 1
+    wanted = {"cu_seqlens_q": (sequences + 1,), "cu_seqlens_k": (sequences + 1,)}
+    for name, shape in (wanted | {"seqlens_k": (sequences,), "first_key": (sequences,)}).items():
+        fits = name not in before or (before[name].dtype == BOUNDARY and before[name].shape == shape)
+        expect(fits, "accepted", name, "that does not fit")
+    expect(of_k is None or lengths is None, "accepted a pack with lengths")
+    heads, groups = q.shape[1], k.shape[1]
+    expect(k.shape[:-1] == v.shape[:-1] and k.shape[-1] == q.shape[-1], "accepted k and v unlike q")
+    expect(groups > 0 and heads % groups == 0, "accepted heads")
+    expect(out.shape == dout.shape == (*q.shape[:-1], v.shape[-1]), "accepted out and dout")
+    expect(lse.shape == q.shape[:-1] and lse.dtype == np.float32, "accepted lse")
+    results = {name: before[name] for name in ("dq", "dk", "dv", "dsinks") if name in before}
+    expect(results and ("dk" in results) == ("dv" in results), "accepted results")
+    for name, like in (("dq", q), ("dk", k), ("dv", v)):
+        if name in results:
+            kinds = [np.float32] if given.accumulate and name != "dq" else [np.float32, q.dtype]
+            expect(results[name].shape == like.shape and results[name].dtype in kinds, "accepted", name)
+    arithmetic = ARITHMETICS[given.arithmetic or 1]
+    expect(arithmetic == "ieee" or q.dtype.itemsize == 2, "took fp32 in", arithmetic)
+    sinks, pairs = before.get("sinks"), {name: before[name] for name in ("allowed", "bias") if name in before}
+    expect(sinks is None or (sinks.shape == (heads,) and sinks.dtype in DTYPES.values()), "accepted sinks")
+    dsinks = results.get("dsinks")
+    expect(dsinks is None or (sinks is not None and dsinks.shape == (heads,)), "accepted dsinks")
+    expect(dsinks is None or not given.accumulate or dsinks.dtype == np.float32, "accepted dsinks of", dsinks)
+    expect("allowed" not in pairs or pairs["allowed"].dtype == BOOL, "accepted a mask of another type")
+    expect("bias" not in pairs or pairs["bias"].dtype in DTYPES.values(), "accepted a bias of another type")
+    expect(not pairs or (of_q is None and of_k is None), "accepted a mask or bias of a pack")
+    for name, x in pairs.items():
+        full = (sequences, heads, q.shape[2], k.shape[2])
+        expect(x.ndim <= 4 and np.broadcast_shapes(x.shape, full) == full, "accepted", name, x.shape)
+        pairs[name] = np.broadcast_to(x.view(np.uint8) != 0 if name == "allowed" else x, full)
+    window = tuple(None if x < 0 else x for x in (given.window_left, given.window_right)) if given.window else None
+    how = {"scale": given.scale or None, "causal": bool(given.causal), "window": window}
+    how |= {"softcap": given.softcap or None, "arithmetic": arithmetic}
+    own = lambda ends, s, tokens: slice(*(min(max(int(x), 0), tokens) for x in (ends[s], max(ends[s], ends[s + 1]))))
+    found = {name: copy_of(x) for name, x in results.items()}
+    # Each sequence by itself, and sums of sinks from one to the next.
+    sums = np.zeros(heads, np.float32)
+    if dsinks is not None and given.accumulate:
+        sums = dsinks.copy()
+    for s in range(sequences):
+        rows = slice(s, s + 1) if of_q is None else own(of_q, s, len(q))
+        keys = slice(s, s + 1) if of_k is None else own(of_k, s, len(k))
+        of_rows, of_keys = (
+            (lambda x: x) if ends is None else (lambda x: x.swapaxes(0, 1)[None]) for ends in (of_q, of_k)
+        )
+        alone = [(of_keys(x[keys]) if x is k or x is v else of_rows(x[rows])) for x in operands]
+        one = {name: x[s : s + 1] for name, x in pairs.items()}
+        for name, x in (("first_key", first), ("seqlens_k", lengths)):
+            one[name] = None if x is None else x[s : s + 1]
+        starts = {name: np.zeros(x.shape, np.float32) for name, x in (("dk", alone[2]), ("dv", alone[3]))}
+        if given.accumulate and "dk" in results:
+            starts = {name: of_keys(found[name][keys]).copy() for name in ("dk", "dv")}
+        got = reference_attention.attention_backward(
+            *alone, **one, **how, sinks=sinks, accumulate=True, dq=np.zeros(0, np.float32), dsinks=sums, **starts
+        )
+        sums = got[3] if sinks is not None else sums
+        for name, x in zip(("dq", "dk", "dv"), got):
+            if name in found:
+                at, ends = (rows, of_q) if name == "dq" else (keys, of_k)
+                x = x if ends is None else x[0].swapaxes(0, 1)
+                kept = given.accumulate and name != "dq"
+                found[name][at] = x if kept else reference.round_to(x, found[name].dtype)
+    if dsinks is not None:
+        found["dsinks"] = reference.round_to(sums + np.float32(0), dsinks.dtype)
+    return found
+
+
 EXPECTED = {
     "attention": expected_attention,
+    "attention_backward": expected_attention_backward,
     "scaled_grouped_gemm": expected_scaled_grouped_gemm,
     "grouped_gemm": expected_grouped_gemm,
     "rmsnorm": expected_rmsnorm,
@@ -1399,7 +1554,7 @@ def run_case(seed, number):
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
-    makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2}
+    makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])

@@ -121,7 +121,7 @@ def reference_of(m, x):
 def weighed_values(p, v, allowed, o, arithmetic):
     """The chain of the second product, from o: a key that is not allowed is a zero times a zero."""
     p = np.where(allowed, p, p.dtype.type(0))
-    if np.isfinite(widen(v)).all():
+    if not len(p) or np.isfinite(widen(v)).all():
         return chain(p, v, o, arithmetic)
     rows = [chain(p[i : i + 1], np.where(allowed[i][:, None], v, v.dtype.type(0)), o[i : i + 1], arithmetic)
             for i in range(len(p))]  # fmt: skip
@@ -260,3 +260,133 @@ def attention_paged(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q=No
         out[mine] = one_out[0].swapaxes(0, 1) if packed else one_out[0]
         lse[mine] = one_lse[0].swapaxes(0, 1) if packed else one_lse[0]
     return (out, lse) if return_lse else out
+
+
+# ---- Backward ------------------------------------------------------------------------------------------------------
+
+
+def row_deltas(dout, out):
+    x, y, lanes = widen(dout), widen(out), np.zeros((len(dout), 8), f32)
+    for e in range(x.shape[1]):
+        lanes[:, e % 8] = fma(x[:, e], y[:, e], lanes[:, e % 8])
+    lanes = lanes[:, 0::2] + lanes[:, 1::2]
+    lanes = lanes[:, 0::2] + lanes[:, 1::2]
+    return lanes[:, 0] + lanes[:, 1]
+
+
+def gradients_of_scores(dout, q, k, v, out, lse, visible, scale, softcap, bias, arithmetic):
+    """(which pairs are allowed, round(p), round(ds)) of one head, all [Q, K]."""
+    zeros, exp2 = np.zeros((len(q), len(k)), f32), exp2_of(arithmetic, q.dtype)
+    c = LOG2E if softcap else f32(scale) * LOG2E
+    x, dp = chain(q, k.swapaxes(0, 1), zeros, arithmetic), chain(dout, v.swapaxes(0, 1), zeros, arithmetic)
+    if softcap:
+        t = tanh(x * (f32(scale) / f32(softcap)))
+        x = f32(softcap) * t
+    if bias is not None:
+        x, c = fma(x, full(c, x), widen(bias) * LOG2E), f32(1)
+    behind, delta = np.broadcast_to((lse * LOG2E)[:, None], x.shape), row_deltas(dout, out) * f32(scale)
+    allowed = visible & (x != -np.inf) & (behind != -np.inf)
+    p = exp2(fma(x, full(c, x), -behind))
+    ds = p * fma(dp, full(scale, dp), np.broadcast_to(-delta[:, None], x.shape))
+    if softcap:
+        ds = ds * fma(-t, t, full(1, t))
+    return (allowed, *(round_to(np.where(allowed, y, f32(0)), q.dtype) for y in (p, ds)))
+
+
+def group_backward(dout, q, k, v, pairs, origin, dk, dv, arithmetic):
+    """dq [heads, Q, D], dk and dv [K, ...] in fp32, of one group of heads; pairs: gradients_of_scores of each; origin:
+    the first query to which causal and window leave a key."""
+    (heads, queries, d), dq = q.shape, np.zeros(q.shape, f32)
+    if arithmetic == "cdna2":
+        dk, dv = flush(dk), flush(dv)
+    for first in range(origin, queries, 128):
+        at = slice(first, first + 128)
+        for h in range(heads):
+            allowed, p, ds = (x[at].swapaxes(0, 1) for x in pairs[h])
+            dv = weighed_values(p, dout[h, at], allowed, dv, arithmetic)
+            dk = weighed_values(ds, q[h, at], allowed, dk, arithmetic)
+    block = 128 if d <= 128 else 64
+    for h in range(heads):
+        allowed, _, ds = pairs[h]
+        for first in reversed(range(0, len(k), block)):
+            at = slice(first, first + block)
+            start = np.zeros((queries, d), f32)
+            dq[h] += weighed_values(ds[:, at], k[at], allowed[:, at], start, arithmetic)
+    return dq + f32(0), *(round_to(x + f32(0), FLOAT32) for x in (dk, dv))
+
+
+def sum_of_sinks(dsink, sink, dout, out, lse, exp2):
+    behind, delta = lse * LOG2E, row_deltas(dout, out)
+    for i in np.flatnonzero(behind != -np.inf):
+        w = exp2(fma(np.array([sink], f32), LOG2E[None], -behind[i : i + 1]))
+        dsink = fma(-w, delta[i : i + 1], np.array([dsink], f32))[0]
+    return dsink
+
+
+@quiet
+def attention_backward(dout, q, k, v, out, lse, *, scale=None, causal=False, window=None, softcap=None, sinks=None,
+                       allowed=None, bias=None, first_key=None, seqlens_k=None, arithmetic="ieee", accumulate=False,
+                       only=None, dq=None, dk=None, dv=None, dsinks=None):  # fmt: skip
+    """New arrays, whatever is given; of the types of those that are given."""
+    (batch, heads, queries, d), (_, groups, places, _) = q.shape, k.shape
+    of_group = heads // groups
+    scale = f32(1 / np.sqrt(float(d))) if scale is None else f32(scale)
+    dq_of = np.zeros(q.shape, f32)
+    dk_of, dv_of = (given.copy() if accumulate and only != "q" else np.zeros(x.shape, f32)
+                    for given, x in ((dk, k), (dv, v)))  # fmt: skip
+    full_shape = (batch, heads, queries, places)
+    allowed = None if allowed is None else np.broadcast_to(allowed, full_shape)
+    bias = None if bias is None else np.broadcast_to(bias, full_shape)
+    sums = dsinks.copy() if accumulate and sinks is not None else np.zeros(heads, f32)
+    for s in range(batch):
+        end = places if seqlens_k is None else clamped(seqlens_k[s], 0, places)
+        own = slice(0 if first_key is None else clamped(first_key[s], 0, end), end)
+        seen = visible_of(queries, end - own.start, causal, window)
+        origin = int(seen.any(1).argmax()) if seen.any() else queries
+        for g in range(groups):
+            mine = slice(g * of_group, (g + 1) * of_group)
+            pairs = [
+                gradients_of_scores(
+                    dout[s, h], q[s, h], k[s, g, own], v[s, g, own], out[s, h], lse[s, h],
+                    seen if allowed is None else seen & allowed[s, h][:, own], scale, softcap,
+                    None if bias is None else bias[s, h][:, own], arithmetic,
+                )
+                for h in range(heads)[mine]
+            ]  # fmt: skip
+            dq_of[s, mine], dk_of[s, g, own], dv_of[s, g, own] = group_backward(
+                dout[s, mine], q[s, mine], k[s, g, own], v[s, g, own], pairs, origin,
+                dk_of[s, g, own], dv_of[s, g, own], arithmetic,
+            )  # fmt: skip
+        for h in range(heads if sinks is not None else 0):
+            sink = widen(sinks)[h]
+            sums[h] = sum_of_sinks(sums[h], sink, dout[s, h], out[s, h], lse[s, h], exp2_of(arithmetic, q.dtype))
+    typed = lambda x, given, like: round_to(x, like.dtype if given is None else given.dtype)
+    of_keys = (dk_of, dv_of) if accumulate else (typed(dk_of, dk, k), typed(dv_of, dv, v))  # what is kept has its bits
+    found = typed(dq_of, dq, q), *of_keys
+    found = (None, *found[1:]) if only == "kv" else (found[0], None, None) if only == "q" else found
+    return found if sinks is None else (*found, typed(sums + f32(0), dsinks, sinks))
+
+
+def attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *, sinks=None, accumulate=False,
+                              only=None, dq=None, dk=None, dv=None, dsinks=None, **options):  # fmt: skip
+    """Tokens of no sequence are NaN, or what dk and dv hold under accumulate."""
+    all_dq, all_dk, all_dv = (np.full(x.shape, np.nan, f32) for x in (q, k, v))
+    if accumulate:
+        all_dk, all_dv = dk.copy(), dv.copy()
+    sums = dsinks if accumulate else np.zeros(q.shape[1], f32)
+    ends = [[clamped(x, 0, len(tokens)) for x in cu] for cu, tokens in ((cu_seqlens_q, q), (cu_seqlens_k, k))]
+    turn = lambda x: np.swapaxes(x, 0, 1)[None]
+    for s in range(len(cu_seqlens_q) - 1):
+        mine, keys = (slice(end[s], max(end[s], end[s + 1])) for end in ends)
+        rows = [turn(x[at]) for x, at in ((dout, mine), (q, mine), (k, keys), (v, keys), (out, mine), (lse, mine))]
+        starts = [turn(x[keys] if accumulate else np.zeros_like(x[keys])) for x in (all_dk, all_dv)]
+        one_dq, one_dk, one_dv, *one_sums = attention_backward(
+            *rows, sinks=sinks, accumulate=True, dq=np.zeros(0, f32), dk=starts[0], dv=starts[1], dsinks=sums, **options
+        )
+        all_dq[mine], all_dk[keys], all_dv[keys] = (np.swapaxes(x[0], 0, 1) for x in (one_dq, one_dk, one_dv))
+        sums = one_sums[0] if one_sums else sums
+    typed = lambda x, given, like: round_to(x, like.dtype if given is None else given.dtype)
+    of_keys = (all_dk, all_dv) if accumulate else (typed(all_dk, dk, k), typed(all_dv, dv, v))
+    found = [typed(all_dq, dq, q), *of_keys]
+    found = (None, *found[1:]) if only == "kv" else (found[0], None, None) if only == "q" else tuple(found)
+    return found if sinks is None else (*found, typed(sums + f32(0), dsinks, sinks))

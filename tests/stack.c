@@ -88,6 +88,21 @@ static void run(void) {
     options.struct_size = sizeof options, options.arithmetic = arithmetic_of(call.kernel);
     options.kernel = call.kernel, options.kv_chunk = call.k_chunk ? 128 : 0, options.causal = wide;
     call.status = pydet_attention(NULL, &q, &k, &v, &out, &lse, &options);
+  } else if (!strcmp(call.operation, "attention_backward")) {
+    pydet_attention_backward_options options = {0};
+    const int wide = call.transposed;
+    int64_t of_q[4] = {1, 2, 0, 0}, of_k[4] = {1, 1, 0, 0}, of_v[4] = {1, 1, 0, 0}, of_out[4] = {1, 2, 0, 0};
+    int64_t of_lse[3] = {1, 2, 0};
+    pydet_tensor q = tensor(a, 4, of_q, NULL, call.dtype), k = tensor(b, 4, of_k, NULL, call.dtype);
+    pydet_tensor v = tensor(b, 4, of_v, NULL, call.dtype), out = tensor(a, 4, of_out, NULL, call.dtype);
+    pydet_tensor lse = tensor(bias, 3, of_lse, NULL, fp32), dq = tensor(c, 4, of_q, NULL, call.dtype);
+    pydet_tensor dk = tensor(workspace, 4, of_k, NULL, call.dtype);
+    pydet_tensor dv = tensor(workspace + kMost / 2, 4, of_v, NULL, call.dtype);
+    of_q[2] = of_out[2] = of_lse[2] = call.m % 40 + 1, of_k[2] = of_v[2] = call.k % 500 + 1;
+    of_q[3] = of_k[3] = wide ? 576 : 72, of_v[3] = of_out[3] = wide ? 512 : 40;
+    options.struct_size = sizeof options, options.arithmetic = arithmetic_of(call.kernel);
+    options.kernel = call.kernel, options.causal = wide;
+    call.status = pydet_attention_backward(NULL, &out, &q, &k, &v, &out, &lse, &dq, &dk, &dv, &options);
   } else if (!strcmp(call.operation, "gemm")) {
     pydet_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0, NULL};
     int64_t *strides = call.transposed ? columns : NULL;

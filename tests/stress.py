@@ -25,7 +25,7 @@ SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
 OPERATIONS = (  # of the kernel table
     *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
-    *("activation", "activation_backward"),
+    *("attention_backward", "activation", "activation_backward"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
@@ -252,6 +252,53 @@ def attention_cases(dtype, generator, device):
         )
 
 
+def attention_backward_cases(dtype, generator, device):
+    """A batch, few queries, many, a window, sums that are continued, and a pack."""
+    make = lambda *shape: tensor(generator, shape, dtype, device)
+    integers = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device=device)
+    cpu = lambda *given: [x.cpu() for x in given]
+    for batch, heads, groups, queries, keys, d, options in (
+        (1, 4, 2, 130, 130, 64, {"causal": True}),
+        (2, 4, 1, 65, 200, 128, {"causal": True, "window": (100, None)}),
+        (1, 2, 1, 33, 100, 256, {}),
+        (3, 8, 2, 4, 150, 64, {"causal": True}),
+        (2, 4, 4, 200, 90, 96, {"softcap": 3.0, "causal": True}),
+    ):
+        q, k, v, dout = (
+            make(batch, n, t, d) for n, t in ((heads, queries), (groups, keys), (groups, keys), (heads, queries))
+        )
+        out, lse = (x.to(device) for x in pydet.attention(*cpu(q, k, v), return_lse=True, **options))
+        given = dout, q, k, v, out, lse
+        yield (
+            "attention_backward",
+            [(tuple(x.shape), dtype) for x in (q, k, v)],
+            lambda o, given=given, options=options, **k: pydet.attention_backward(
+                *given, dq=o[0], dk=o[1], dv=o[2], **options, **k
+            ),
+        )
+    starts = [tensor(generator, tuple(x.shape), torch.float32, device) for x in (k, v)]
+    yield (
+        "attention_backward, accumulate",
+        [(tuple(q.shape), dtype), *((tuple(x.shape), torch.float32) for x in (k, v))],
+        lambda o, given=given, options=options, starts=starts, **k: (
+            o[1].copy_(starts[0]),
+            o[2].copy_(starts[1]),
+            pydet.attention_backward(*given, dq=o[0], dk=o[1], dv=o[2], accumulate=True, **options, **k),
+        ),
+    )
+    ends = integers(0, 1, 66, 66, 200), integers(0, 100, 228, 300, 334)
+    q, k, v, dout = make(200, 4, 64), make(334, 2, 64), make(334, 2, 64), make(200, 4, 64)
+    out, lse = (x.to(device) for x in pydet.attention_varlen(*cpu(q, k, v, *ends), causal=True, return_lse=True))
+    given = dout, q, k, v, out, lse, *ends
+    yield (
+        "attention_varlen_backward",
+        [(tuple(x.shape), dtype) for x in (q, k, v)],
+        lambda o, given=given, **k: pydet.attention_varlen_backward(
+            *given, causal=True, dq=o[0], dk=o[1], dv=o[2], **k
+        ),
+    )
+
+
 def outputs_in(slots, first, wanted):
     """Views of the slots from `first` on, of these shapes and types."""
     views = []
@@ -284,7 +331,10 @@ def make_cases(device, seed, only):
             if brief not in kinds:
                 continue
             keywords, key = {"kernel": kernel.name}, (kernel.operation, "skinny" in kernel.name, brief)
-            if kernel.operation in ("gemm", "scaled_gemm", "grouped_gemm", "scaled_grouped_gemm", "attention"):
+            if (
+                kernel.operation in ("gemm", "scaled_gemm", "grouped_gemm", "scaled_grouped_gemm")
+                or "attention" in key[0]
+            ):
                 keywords["arithmetic"] = kernel.arithmetic
             if key not in made:
                 makes = {
@@ -294,6 +344,7 @@ def make_cases(device, seed, only):
                     "grouped_gemm": grouped_cases,
                     "scaled_grouped_gemm": scaled_grouped_cases,
                     "attention": attention_cases,
+                    "attention_backward": attention_backward_cases,
                 }
                 by_name = {
                     "rmsnorm": norm_cases,

@@ -2,6 +2,10 @@
 
 import functools
 import itertools
+import os
+import pathlib
+import shlex
+import subprocess
 
 import numpy as np
 import pytest
@@ -450,6 +454,26 @@ def test_kernels_ignore_the_callers_rounding():
         got = pydet.attention(*problem)
         assert still_set()
     assert_same_bits(got, want)
+
+
+def test_the_scale_of_every_width_ignores_it_too():
+    """1 / sqrt(D) is made on the calling thread."""
+    for d in (*range(8, 257, 8), 576):
+        problem = operands(Shape(queries=1, keys=2, d=d, e=512 if d == 576 else 8), "fp32")
+        want = pydet.attention(*problem, scale=1 / d**0.5, return_lse=True)
+        with unusual_float_environment():
+            got = pydet.attention(*problem, return_lse=True)
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other, d)
+
+
+def test_launches_ignore_the_callers_rounding(tmp_path):
+    """What GPUs' launches make of scale and softcap on the host: tests/score_scale.cpp, in every rounding mode."""
+    root, program = pathlib.Path(__file__).resolve().parent.parent, tmp_path / "score_scale"
+    command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O2", "-frounding-math", "-ffp-contract=off"]
+    command += ["-Wall", "-Wextra", "-Werror", f"-I{root}/native", f"-I{root}/native/include"]
+    subprocess.run([*command, str(root / "tests/score_scale.cpp"), "-o", str(program)], check=True)
+    assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == "1600000 0\n"
 
 
 # ---- Surroundings --------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Attention's bad input: each kind has its status and its sentence, and leaves every byte as it was."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ import pydet
 from attention_cases import Shape, integers, operands
 from capi import Tensor, ffi, last_error, lib, options, pointer, status_name
 from cases import DTYPES, data
+from conftest import unusual_float_environment
 
 
 def arrays(**changes):
@@ -14,8 +17,8 @@ def arrays(**changes):
     return {"q": q, "k": k, "v": v, "out": np.zeros_like(q), "lse": np.zeros(q.shape[:3], np.float32), **changes}
 
 
-def refusal(given=None, **changes):
-    """(status, sentence) of a call in C with these arrays or Tensors; nothing was written."""
+def refusal(given=None, *, within=contextlib.nullcontext, **changes):
+    """(status, sentence) of a call in C with these arrays or Tensors, made `within` that; nothing was written."""
     held = arrays(**changes)
     tensors = {name: Tensor(x) if isinstance(x, np.ndarray) else x for name, x in held.items()}
     chosen, keep = options("pydet_attention_options"), []
@@ -34,7 +37,8 @@ def refusal(given=None, **changes):
     ]
     before = [x.tobytes() for x in outputs]
     order = [pointer(tensors[name]) for name in ("q", "k", "v", "out", "lse")]
-    status = lib.pydet_attention(ffi.NULL, *order, chosen)
+    with within():
+        status = lib.pydet_attention(ffi.NULL, *order, chosen)
     assert status != 0 and [x.tobytes() for x in outputs] == before
     return status_name(status).removeprefix("PYDET_"), last_error()
 
@@ -199,6 +203,18 @@ def test_refusals(name):
     assert refusal(given, **changes) == (status, f"attention: {sentence}")
 
 
+@pytest.mark.parametrize("argument", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [1e-40, -1e-40, 1e-45, 2.0**-101, 2.0**101])
+def test_a_subnormal_factor_is_not_none(argument, value):
+    """On a thread that reads subnormals as zeros it would be taken for 0, and 1 / sqrt(D) or no cap for it."""
+    status, sentence = refusal({argument: value})
+    assert status == "INVALID_VALUE" and sentence.endswith("want a number from 2^-100 to 2^100")
+    status, sentence = refusal({argument: value}, within=unusual_float_environment)
+    assert status == "INVALID_VALUE" and sentence.startswith(f"attention: {argument} is ")
+    with unusual_float_environment(), pytest.raises(pydet.Error, match=f"^attention: {argument} is "):
+        pydet.attention(*operands(Shape(), "fp32"), **{argument: value})
+
+
 def test_outputs_apart():
     same = arrays()
     assert refusal(q=same["q"], out=same["q"]) == ("OVERLAP", "attention: out shares memory with q, want it apart")
@@ -238,6 +254,52 @@ def test_refusals_in_python(given, sentence):
     with pytest.raises(pydet.Error) as raised:
         pydet.attention(*operands(Shape(), "fp32"), **given)
     assert str(raised.value) == f"attention: {sentence}"
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+OPERANDS = {
+    "attention": {
+        **{"q": ones(2, 4, 3, 16), "k": ones(2, 2, 10, 16), "v": ones(2, 2, 10, 16), "sinks": ones(4)},
+        **{"allowed": ones(3, 10, dtype=bool), "bias": ones(3, 10), "out": ones(2, 4, 3, 16)},
+        **{"first_key": integers(0, 1), "seqlens_k": integers(10, 10)},
+    },
+    "attention_varlen": {
+        **{"q": ones(6, 4, 16), "k": ones(20, 2, 16), "v": ones(20, 2, 16), "out": ones(6, 4, 16)},
+        **{"cu_seqlens_q": integers(0, 3, 6), "cu_seqlens_k": integers(0, 10, 20)},
+    },
+    "attention_paged": {
+        **{"q": ones(2, 4, 3, 16), "k_cache": ones(5, 4, 2, 16), "v_cache": ones(5, 4, 2, 16)},
+        **{"block_table": np.zeros((2, 3), np.int32), "seqlens_k": integers(10, 12), "out": ones(2, 4, 3, 16)},
+    },
+}
+
+
+@pytest.mark.parametrize("function", OPERANDS)
+def test_array_interfaces_that_are_not_what_they_say(function):
+    """Of every operand: data that is no address, extents and strides that wrap, types that it is not."""
+
+    def call(operand, **change):
+        given = dict(OPERANDS[function])
+        interface = {**given[operand].__array_interface__, "strides": given[operand].strides, **change}
+        given[operand] = type("Carrier", (), {"__array_interface__": interface})()
+        return getattr(pydet, function)(*[given.pop(name) for name in list(given)[:3]], **given)
+
+    for name, array in OPERANDS[function].items():
+        call(name)
+        address, many = array.ctypes.data, array.ndim
+        wrong = [{"data": data} for data in (bytearray(64), None, (float(address), False), (address + 2**64, False))]
+        wrong += [{"data": (place, False)} for place in (-1, 0)] + [{"mask": array}]
+        wrong += [{"typestr": typestr} for typestr in ("<f8", "|i1", "|V4", ">f4", "")]
+        wrong += [{"shape": (extent,) * many} for extent in (2**62, 2**64, -1, 1.5)] + [{"shape": (1,) * 9}]
+        wrong += [{"strides": (stride,) * many} for stride in (2**62, -(2**63))] + [{"strides": (*array.strides, 4)}]
+        for change in wrong:
+            before = OPERANDS[function]["out"].tobytes()
+            with pytest.raises(pydet.Error, match=r"^attention: "):
+                call(name, **change)
+            assert OPERANDS[function]["out"].tobytes() == before
 
 
 def test_what_the_other_two_cannot_do_without():

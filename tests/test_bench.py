@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import statistics
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 import pydet
-from bench import harness, latency, plot
+from bench import harness, latency, plot, quotes, summary
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,6 +100,10 @@ def entry(shape, ratio, variant="pydet", op="gemm forward"):
     }  # fmt: skip
 
 
+def problem(shape, **us):
+    return summary.Problem("gemm forward", shape, "bf16", 0, "cublas", {"cublas": 3, **us})
+
+
 def png_size(path):
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
@@ -111,8 +114,9 @@ def test_what_a_plot_shows_of_a_shape():
     assert plot.along("gemm forward", "512 x 6144 x 4096") == ("M", 512)
     assert plot.along("gemm dB", "6144 x 4096 x 512") == ("M (summed)", 512)
     assert plot.along("rmsnorm_backward", "4096 x 256") == ("N", 256)
-    entries = [entry("2 x 8 x 8", 1.5), entry("1 x 8 x 8", 0.5), entry("1 x 9 x 9", 2.0), entry("1 x 8 x 8", 3.0, "x")]
-    assert plot.ratios_by_m(entries, "pydet") == {1: [0.5, 2.0], 2: [1.5]}
+    problems = [problem("2 x 8 x 8", pydet=2), problem("1 x 8 x 8", pydet=6, x=1), problem("1 x 9 x 9", x=1)]
+    assert plot.ratios_by_m(problems, "pydet") == {1: [0.5], 2: [1.5]}
+    assert plot.ratios_by_m(problems, "x") == {1: [3, 3]}
 
 
 def test_plots_can_be_read_however_many_rows(need, tmp_path):
@@ -127,67 +131,142 @@ def test_plots_can_be_read_however_many_rows(need, tmp_path):
     assert f"pydet {plot.release()}" in (tmp_path / "overview.svg").read_text()
 
 
-def test_committed_plots_can_be_read():
-    plots = list(plot.RESULTS.glob("*.png"))
-    assert plots and plot.OVERVIEW.is_file()
-    for path in plots:
-        assert max(png_size(path)) <= 2000, path.name
-
-
 def test_latency_reports_every_situation():
     found = list(latency.rows(calls=20))
     assert [row[1] for row in found] == list(latency.SITUATIONS) * len(latency.SHAPES)
     assert all(0 < median <= late for *_, median, late in found)
 
 
+# ---- What the tree keeps of results ----------------------------------------------------------------------------------
+
+
+def raw(*rows):
+    about = {"command": "python -m bench.cuda gemm", "date": "2026-01-01", "versions": {"pydet": "0.2.0"}}
+    machine = {"cpu": "x", "card_before": {"copy_gb_per_s": 1, "clocks.sm": 2}}
+    return about | {"machine": machine, "rows": [{"rate": None, "unit": "", "bits_ok": True} | row for row in rows]}
+
+
+def written(entries):
+    return [entry | {"us": us} for entry, us in entries]
+
+
+def test_a_summary_keeps_each_problem_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(summary, "FOLDER", tmp_path / "results")
+    shape, peer = "2 x 8 x 8", {"peer": None}
+    first = written([(entry(shape, 2), 2.0), (entry(shape, None, "cublas") | peer, 4.0)])
+    again = written([(entry(shape, 4), 1.0), (entry(shape, None, "cublas") | peer, 4.0), (entry("1 x 8 x 8", 2), 7.5)])
+    again[0] |= {"rate": 3.0, "unit": "GFLOP/s"}
+    (tmp_path / "h100_gemm_random.json").write_text(json.dumps(raw(*first, *again)))
+    (tmp_path / "h100_overhead.json").write_text(json.dumps(raw() | {"rows": [{"call": "gemm", "us": 5}]}))
+    summary.main([str(tmp_path)])
+    found = summary.problems("h100_gemm_random")
+    assert [p.shape for p in found] == [shape, shape, "1 x 8 x 8"]
+    assert [p.us for p in found] == [{"pydet": 2.0, "cublas": 4.0}, {"pydet": 1.0, "cublas": 4.0}, {"pydet": 7.5}]
+    assert found[0].peer == "cublas" and found[1].rate("pydet") == pytest.approx(3.0)
+    assert summary.rows("h100_overhead") == [{"call": "gemm", "us": 5}]
+    assert "| 2 | 2.828 | 2.00 | 2.00 (2x8x8) | 4.00 (2x8x8) |" in (tmp_path / "results/gemm.md").read_text()
+
+    # Another run stands beside it, the same run in its place.
+    for name, us in (("h100_gemm", 1.5), ("h100_gemm_random", 2.5)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(raw(*written([(entry(shape, 2), us)]))))
+        summary.main([str(tmp_path / f"{name}.json")])
+    assert [run["name"] for run in summary.load("gemm").values()] == ["h100_gemm_random", "h100_gemm"]
+    assert [p.us for p in summary.problems("h100_gemm_random")] == [{"pydet": 2.5}]
+    assert summary.load("gemm")["h100_gemm"]["machine"] == {"cpu": "x", "card_before": {"copy_gb_per_s": 1}}
+
+
+def test_a_run_with_changed_bits_is_no_result():
+    changed = entry("2 x 8 x 8", 2) | {"us": 1.0, "bits_ok": False}
+    with pytest.raises(SystemExit, match="1 variants changed bits"):
+        summary.condensed("h100_gemm", raw(changed))
+
+
+@pytest.mark.parametrize(
+    "name, whose",
+    [
+        ("h100_gemm_random", "gemm"),
+        ("h200_fp8_decode", "scaled_gemm"),
+        ("cpu_fp8", "cpu"),
+        ("cpu", "cpu"),
+        ("h100x2_distributed", "distributed"),
+        ("h200_attention_paged_random", "attention"),
+    ],
+)
+def test_whose_summary_a_run_is_in(name, whose):
+    assert summary.operation(name) == whose
+
+
+def test_the_tree_has_summaries_alone():
+    files = sorted(summary.FOLDER.iterdir())
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+    operations = {path.stem for path in files if path.suffix == ".json"} - {"by_hand"}
+    assert {path.name for path in files} == {f"{x}.{end}" for x in operations for end in ("json", "md")} | {
+        "by_hand.json"
+    }
+    for name in operations:
+        assert all(summary.operation(run) == name for run in summary.load(name))
+
+
+@pytest.mark.parametrize("path", sorted(summary.FOLDER.glob("*.md")), ids=lambda path: path.stem)
+def test_a_summarys_tables_are_those_of_its_numbers(path):
+    runs = list(summary.load(path.stem).values())
+    again = "python -m bench.summary --tables"
+    assert path.read_text() == "\n".join(summary.page(path.stem, runs)) + "\n", again
+    assert path.with_suffix(".json").read_text() == summary.lines(runs), again
+
+
 # ---- What the pages say of results -----------------------------------------------------------------------------------
 
 
-def release_of(name):
-    return json.loads((plot.RESULTS / f"{name}.json").read_text())["versions"]["pydet"]
+@pytest.fixture(scope="module")
+def known():
+    return quotes.figures()
+
+
+@pytest.mark.parametrize("page", quotes.QUOTES)
+def test_pages_say_what_the_results_do(page, known):
+    text = (ROOT / page).read_text()
+    assert quotes.examine(page, text, known) == (text, [])
+
+
+def test_a_page_that_parts_from_the_results_is_found(known):
+    page = "README.md"
+    text = (ROOT / page).read_text()
+    wrong = text.replace(known["forward 129 to 512"], "1.99 (0.87)")
+    mended, problems = quotes.examine(page, wrong, known)
+    assert problems == [f"README.md: 1.99 (0.87), results: {known['forward 129 to 512']} (forward 129 to 512)"]
+    assert wrong != text and mended == text
+    for replaced, says in (
+        ("of cuBLAS's speed in our results", "want once, found 0 times"),
+        ("\n## Neighbours", "README.md: 1.37 is no quote of a result"),
+    ):
+        other = "Now 1.37 times as fast.\n" + replaced if "Neigh" in replaced else "gone"
+        (problem,) = quotes.examine(page, text.replace(replaced, other), known)[1]
+        assert says in problem
+
+
+def test_every_figure_is_quoted(known):
+    quoted = {name for of_page in quotes.QUOTES.values() for quote in of_page for name in quotes.pattern(quote)[1]}
+    by_hand = json.loads((summary.FOLDER / "by_hand.json").read_text())
+    assert quoted <= set(known) and set(by_hand) <= quoted
+    assert all(set(figure) == {"says", "of"} for figure in by_hand.values())
 
 
 def test_the_figure_says_what_its_results_do():
-    """Of this release, in its caption too."""
-    few = plot.ratios_by_m(plot.rows("h100_skinny_gemm"), "pydet, weights_constant")
-    drawn = [entry for entry in plot.rows("h100_gemm_random") if entry["op"] == "gemm forward"]
-    many = [x for m, ratios in plot.ratios_by_m(drawn, "pydet").items() if m > max(few) for x in ratios]
-    up_to_32 = statistics.geometric_mean(x for m, ratios in few.items() if m <= 32 for x in ratios)
-    changed = [round(1e4 * row["differ"] / row["elements"]) for row in plot.rows("h100_equality") if row["differ"]]
-    caption = (
-        f"![On an H100, release {plot.release()}, for shapes of known models, pydet is {up_to_32:.1f} times as fast as "
-        f"cuBLAS up to 32 rows and {statistics.geometric_mean(many):.2f} times above 128. cuBLAS changes "
-        f"{min(changed)} to {max(changed)} of 10,000 elements where it splits K; pydet changes none.]"
-    )
-    assert plot.release() == pydet.__version__ and caption in (ROOT / "README.md").read_text()
+    changed = [round(1e4 * row["differ"] / row["elements"]) for row in summary.rows("h100_equality") if row["differ"]]
     figure = plot.OVERVIEW.read_text()
     assert f">pydet {plot.release()}<" in figure and all(f"> {count}<" in figure for count in changed)
 
 
-def test_pages_name_the_release_of_their_numbers():
-    readme, calls = (ROOT / "README.md").read_text(), (ROOT / "docs/calls.md").read_text()
-    assert f"release {release_of('cpu')} (fp8: {release_of('cpu_fp8')})" in readme
-    assert f"On an H100, release {pydet.__version__}," in readme and f"release {pydet.__version__}, beside" in calls
+def test_results_are_of_this_release():
     for name in (
         "gemm_random",
         "skinny_gemm",
+        "equality",
         "rmsnorm",
         "rmsnorm_random",
         "layernorm_random",
         "softmax_random",
         "fold",
     ):
-        assert release_of(f"h100_{name}") == pydet.__version__, name
-
-
-def test_the_training_step_is_that_of_the_results():
-    found = json.loads((plot.RESULTS / "h100_rl_alignment.json").read_text())
-    ours, theirs = found["pydet"], found["torch"]
-    step = [x["gradients, one batch and four micro-batches"]["ms a step"] for x in (ours, theirs)]
-    text = " ".join((ROOT / "docs/calls.md").read_text().split())
-    assert f"{step[0]:.1f} ms converted, {step[1]:.1f} ms not" in text
-    ratios = [
-        ours[f"decode in batches of {n}"]["tokens a second"] / theirs[f"decode in batches of {n}"]["tokens a second"]
-        for n in (1, 3, 64)
-    ]
-    assert "Decoding 1, 3 and 64 sequences: {:.2f}, {:.2f} and {:.2f} of".format(*ratios) in text
+        assert summary.release(f"h100_{name}") == pydet.__version__, name

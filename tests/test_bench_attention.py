@@ -15,6 +15,9 @@ SMALL = [
     Drawn("prefill", 4, 1, 128, 1, 140, 140, causal=False, dtype="fp16"),
     Drawn("prefill", 4, 2, 64, 1, 150, 150, window=20),
     Drawn("varlen", 4, 2, 64, 3, 130, 130, lengths=(5, 130, 40)),
+    Drawn("backward", 4, 2, 64, 2, 70, 70),
+    Drawn("backward", 4, 1, 128, 1, 140, 140, causal=False, dtype="fp16"),
+    Drawn("backward_varlen", 4, 2, 64, 3, 130, 130, lengths=(5, 130, 40)),
     Drawn("decode", 8, 2, 64, 3, 1, 1100),
     Drawn("decode", 8, 2, 64, 2, 5, 600),
     Drawn("paged", 8, 2, 64, 2, 3, 320, page=16),
@@ -53,17 +56,17 @@ def copied(p, x):
     return lambda: x.q.clone()
 
 
-@pytest.mark.parametrize("kind", ["prefill", "varlen", "decode", "paged"])
+@pytest.mark.parametrize("kind", ["prefill", "varlen", "backward", "backward_varlen", "decode", "paged"])
 def test_draws(kind):
     drawn = cuda_attention.draw(kind, 300, 5)
     assert drawn == cuda_attention.draw(kind, 300, 5) != cuda_attention.draw(kind, 300, 6)
     heads = {tuple(sizes[2:]) for sizes in MODELS.values()}
     assert all((p.heads, p.groups, p.d) in heads for p in drawn) and len({p.d for p in drawn}) == 4
     assert {p.dtype for p in drawn} == {"bf16", "fp16"}
-    if kind in ("prefill", "varlen"):
+    if kind not in ("decode", "paged"):
         assert {(p.causal, p.window is None) for p in drawn} == {(True, True), (False, True), (True, False)}
-        tokens = [p.sequences * p.keys if kind == "prefill" else sum(p.lengths) for p in drawn]
-        assert max(tokens) <= 16384 and min(p.keys for p in drawn) < 300 and max(p.keys for p in drawn) > 12000
+        tokens = [sum(p.lengths) or p.sequences * p.keys for p in drawn]
+        assert max(tokens) <= 16384 and min(p.keys for p in drawn) < 300 and max(p.keys for p in drawn) > 10000
     else:
         assert all(1 <= p.queries <= 16 and 512 <= p.keys <= 131072 + 256 for p in drawn)
         assert max(p.sequences for p in drawn) > 128 and max(p.cache_bytes() for p in drawn) <= 1 << 32
@@ -93,7 +96,7 @@ def test_a_row(p, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert all(f"{name} is left out where it says" in said for name in ("fa3", "flash"))
     first, *others = entries
-    kernel = first["note"].removeprefix("kernel cpu_attention_")
+    kernel = first["note"].removeprefix("kernel cpu_attention_").removeprefix("backward_")
     assert first["variant"] == f"pydet, {kernel}" and kernel and first["bits_ok"] is True and first["op"] == p.op
     cached = p.kind in ("decode", "paged")
     assert first["unit"] == ("GB/s" if cached else "GFLOP/s") and first["rate"] > 0
@@ -105,6 +108,15 @@ def test_rows_of_other_bits_are_found(p):
     """The negative control: one bit of a row that is looked at."""
     x = cuda_attention.operands(p)
     cuda_attention.ours(p, x)()
+    if p.backward:
+        assert cuda_attention.gradients_agree(p, x, "ieee")
+        for part in x.gradients:
+            last = part.view(torch.int16)[-1].reshape(-1)
+            last[-3] ^= 1
+            assert not cuda_attention.gradients_agree(p, x, "ieee")
+            last[-3] ^= 1
+        assert cuda_attention.gradients_agree(p, x, "ieee")
+        return
     assert cuda_attention.rows_agree(p, x, "ieee")
     for s, i in cuda_attention.places_of(p):
         part = cuda_attention.sequence_of(p, x, s)[3][0, -1, i].view(torch.int16)
@@ -118,6 +130,8 @@ def test_peers_get_what_they_take(monkeypatch):
     """Their calls are made without a GPU; what a kernel says of them, only one can tell."""
     for p in SMALL:
         x = cuda_attention.operands(p)
+        if p.backward:  # their calls are made of what their forward gave
+            continue
         makes = {"cudnn": not (p.lengths or p.page or p.window or 1 < p.queries < p.keys), "flash": not p.page}
         for name, fits in makes.items():
             if fits:
@@ -153,4 +167,5 @@ def test_the_command_knows_it():
     from bench import cuda
 
     names = {"attention", "attention_varlen", "attention_decode", "attention_paged"}
+    names |= {"attention_backward", "attention_backward_varlen"}
     assert names <= set(cuda.ROWS) and names <= set(cuda.RANDOM)

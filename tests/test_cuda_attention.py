@@ -7,6 +7,7 @@ import pytest
 
 import attention_cases
 import pydet
+from conftest import unusual_float_environment
 from test_cuda import cuda_kernels, device, each, torch, words  # noqa: F401
 
 
@@ -121,6 +122,35 @@ def test_widths_heads_and_segments(runs):
 
 
 @each("attention")
+def test_few_rows(runs):
+    """One less, equal, one more of what a tile for decoding holds, of queries and of the heads of a group."""
+    for heads, groups, queries in ((7, 1, 1), (8, 1, 1), (9, 1, 1), (3, 1, 5), (4, 2, 4), (12, 4, 3), (16, 1, 1)):
+        for d, keys, causal in ((64, 1025, True), (128, 2200, False), (256, 1100, True)):
+            tensors = dense(runs, 2, heads, groups, queries, keys, d, tokens_first=True)
+            what = f"{heads} heads of {groups}, {queries} queries, d {d}"
+            runs.check("attention", *tensors, causal=causal, what=what)
+            runs.check("attention", *tensors, causal=causal, window=(300, None), kv_chunk=256, what=f"{what}, a window")
+    for d, keys in itertools.product((64, 128, 256), (129, 1100)):  # more tiles than multiprocessors
+        tensors = dense(runs, 75, 8, 4, 1, keys, d)
+        runs.check("attention", *tensors, what=f"75 sequences of {keys} keys, d {d}")
+
+
+@each("attention")
+def test_many_tiles(runs, torch):
+    """More than multiprocessors, so blocks go from one to the next; also of heads that stand alone in their group."""
+    if runs.kernel.arithmetic != "sm90" or runs.kernel.name.endswith("mma"):
+        pytest.skip("one kernel of an arithmetic is compared with another")
+    for d, (heads, groups), tokens in itertools.product((64, 128, 256), ((16, 4), (9, 3)), (300, 1200)):
+        q, k, v = (x.cuda() for x in dense(runs, 6, heads, groups, tokens, tokens, d))
+        one, other = (
+            pydet.attention(q, k, v, causal=True, kernel=name, arithmetic="sm90")
+            for name in (runs.kernel.name, "cuda_attention_sm90_mma")
+        )
+        differ = int((words(one) != words(other)).sum())
+        assert not differ, f"d {d}, {heads} heads of {groups}, {tokens} tokens: {differ} elements differ"
+
+
+@each("attention")
 def test_windows(runs):
     windows = [(100, 0), (127, None), (128, 128), (0, 0), (1023, None), (5, 3000), (None, 17)]
     for d, window, causal in itertools.product((64, 128, 256), windows, (False, True)):
@@ -167,6 +197,25 @@ def test_values_that_nobody_sees(runs):
             float("inf"),
         )
         runs.check("attention", q, k, v, causal=causal, what=f"d {d}, causal {causal}")
+
+
+@each("attention")
+def test_the_callers_rounding_is_ignored(runs):
+    """The factors of the scores are made on the host, on the calling thread."""
+    tensors, taken = dense(runs, 1, 4, 2, 37, 300, 64), 0
+    there, how = [x.cuda() for x in tensors], {"arithmetic": runs.kernel.arithmetic}
+    for given in ({}, {"scale": 0.11}, {"scale": 0.13}, {"scale": 0.17}, {"scale": 0.19, "softcap": 7.0}):
+        with unusual_float_environment() as still_set:
+            try:
+                got = pydet.attention(*there, **given, **how, kernel=runs.kernel.name)
+            except pydet.Error as refusal:
+                assert refusal.status_name == "PYDET_UNSUPPORTED" and "softcap" in given, given
+                continue
+            assert still_set()
+        taken += 1
+        differ = int((words(got.cpu()) != words(pydet.attention(*tensors, **given, **how))).sum())
+        assert not differ, f"{given}: {differ} of {got.numel()} elements differ"
+    assert taken >= 4
 
 
 @each("attention")

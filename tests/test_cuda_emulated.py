@@ -1,4 +1,5 @@
-"""CUDA's kernels without tensor cores on a machine without a GPU: their sources as C++, threads as fibers (emulated/).
+"""CUDA's kernels on a machine without a GPU: their sources as C++, threads as fibers (emulated/). Of those on tensor
+cores the ones of attention by mma.sync, each of which is there one step of sm90.
 
 Each is forced by name and held to the CPU's bits. What the interpreter of AMD's machine code cannot see is seen here:
 kernels that CUDA alone has, warps of 32, copies that nobody has waited for, clusters. nvcc's code for them is not.
@@ -96,18 +97,94 @@ def device(kernel):
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
 
+def skip_others(kernel):
+    if kernel.arithmetic != "ieee" and not kernel.name.endswith("sm90_mma"):
+        pytest.skip(f"{kernel.name} is one of other tensor cores")
+
+
+def shared_out(problems, kernel, dtype):
+    """All; steps of tensor cores take long here, so their two types share them out."""
+    return [*problems] if kernel.arithmetic == "ieee" else [*problems][dtype == "fp16" :: 2]
+
+
 @each("attention")
 def test_attention(device, kernel, dtype):
-    """The problems that the CPU's kernels are held to, each with no tensor cores in it."""
-    if kernel.arithmetic != "ieee":
-        pytest.skip(f"{kernel.name} is one of tensor cores")
-    problems = list(attention_cases.problems(dtype))
+    """The problems that the CPU's kernels are held to."""
+    skip_others(kernel)
+    problems = shared_out(attention_cases.problems(dtype), kernel, dtype)
     for name, operation, arguments, options in problems:
-        want = attention_cases.run(pydet, operation, arguments, options, "ieee")
-        got = attention_cases.run(device, operation, arguments, options, "ieee")
+        want = attention_cases.run(pydet, operation, arguments, options, kernel.arithmetic)
+        got = attention_cases.run(device, operation, arguments, options, kernel.arithmetic)
         for part, ours, theirs in zip(("out", "lse"), got, want, strict=True):
             assert_same_bits(ours, theirs, f"{name}: {part}")
-    assert device.taken == len(problems) > 40
+    assert device.taken == len(problems) > 20
+
+
+@each("attention_backward")
+def test_attention_backward(device, kernel, dtype):
+    """Likewise: every option, dense and packed, of a result each in turn."""
+    skip_others(kernel)
+    problems = shared_out(attention_cases.backward_problems(dtype), kernel, dtype)
+    for name, *problem in problems:
+        want = attention_cases.run_backward(pydet, *problem, kernel.arithmetic)
+        got = attention_cases.run_backward(device, *problem, kernel.arithmetic)
+        same_gradients(got, want, name)
+    assert device.taken == len(problems) > 12
+
+
+def same_gradients(got, want, what):
+    for name, one, other in zip(("dq", "dk", "dv", "dsinks"), got, want):
+        if other is not None:
+            assert_same_bits(np.ascontiguousarray(one), np.ascontiguousarray(other), f"{what}: {name}")
+
+
+def backward_of(shape, dtype, arithmetic, seed, **given):
+    """dout, q, k, v, and out and lse as the CPU gives them."""
+    q, k, v = attention_cases.operands(shape, dtype, seed=seed)
+    out, lse = pydet.attention(q, k, v, arithmetic=arithmetic, return_lse=True, **given)
+    return data("normal", out.shape, q.dtype, seed + 1), q, k, v, out, lse
+
+
+@each("attention_backward")
+def test_attention_backward_at_edges(device, kernel, dtype):
+    """One less, equal, one more: steps, what is walked at a time, tiles, blocks, columns of a block."""
+    skip_others(kernel)
+    extents = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 161, 257]
+    widths = itertools.cycle([(8, 8), (64, 64), (72, 64), (24, 128), (128, 16), (136, 40), (16, 136), (264 - 8, 8)])
+    for seed, (extent, (d, e)) in enumerate(zip(extents, widths)):
+        other = 1 + seed * 7 % 30
+        queries, keys = (extent, other) if seed % 2 else (other, extent)
+        shape = attention_cases.Shape(heads=1 + seed % 3, queries=queries, keys=keys, d=d, e=e)
+        given = {"causal": seed % 4 < 2, "window": (None, (40, 7))[seed % 5 == 0]}
+        arguments = backward_of(shape, dtype, kernel.arithmetic, seed, **given)
+        want, got = (f.attention_backward(*arguments, arithmetic=kernel.arithmetic, **given) for f in (pydet, device))
+        same_gradients(got, want, f"{shape} {given}")
+    assert device.taken == len(extents)
+
+
+@each("attention_backward")
+def test_attention_backward_without_workspace(device, kernel, dtype, monkeypatch):
+    """Which the C interface may be called without: the same bits."""
+    skip_others(kernel)
+    shape = attention_cases.Shape(heads=4, groups=2, queries=40, keys=70)
+    sinks = np.float32([1, -2, 0, 3])
+    arguments = backward_of(shape, dtype, kernel.arithmetic, 3, causal=True, sinks=sinks)
+    want = pydet.attention_backward(*arguments, arithmetic=kernel.arithmetic, causal=True, sinks=sinks)
+    found = [np.zeros_like(x) for x in want]
+    tensors = [capi.Tensor(x, device=(2, 0)) for x in (*arguments, *found[:3])]
+    ends = [capi.Tensor(x, device=(2, 0)) for x in (sinks, found[3])]
+    arithmetic = getattr(capi.lib, f"PYDET_{kernel.arithmetic.upper()}")
+    given = capi.options(
+        "pydet_attention_backward_options",
+        arithmetic=arithmetic,
+        kernel=kernel.name,
+        causal=1,
+        sinks=ends[0].c,
+        dsinks=ends[1].c,
+    )
+    status = capi.lib.pydet_attention_backward(capi.ffi.NULL, *(x.c for x in tensors), given)
+    assert status == 0, capi.last_error()
+    same_gradients(found, want, "without a workspace")
 
 
 # ---- Norms and softmax -----------------------------------------------------------------------------------------------

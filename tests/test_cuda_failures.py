@@ -7,6 +7,7 @@ PYDET_CUDA_STAND_IN names the library that `make cuda-stand-in` links.
 """
 
 import ctypes
+import itertools
 import os
 import pathlib
 import re
@@ -166,6 +167,24 @@ def problems(operation, name, dtype):
             )
             capi._alive[given] = capi._alive[given], room
             yield "pydet_attention", tensors(shapes, dtype), given
+        return
+    if operation == "attention_backward":
+        for queries, has_sinks in itertools.product((3, 300), (True, False)):
+            of_q, of_k = (1, 4, queries, 64), (1, 2, 2100, 64)
+            shapes = [of_q, of_q, of_k, of_k, of_q, (of_q[:3], "float32"), of_q, of_k, of_k]
+            room = np.zeros((1 << 24) + 256, np.uint8)  # more than any kernel wants for these
+            at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
+            sinks = dict(zip(("sinks", "dsinks"), tensors([((4,), "float32")] * 2, dtype))) if has_sinks else {}
+            given = capi.options(
+                "pydet_attention_backward_options",
+                arithmetic=name[1],
+                kernel=name[0],
+                workspace=at,
+                workspace_size=1 << 24,
+                **{key: tensor.c for key, tensor in sinks.items()},
+            )
+            capi._alive[given] = capi._alive[given], room, sinks
+            yield "pydet_attention_backward", tensors(shapes, dtype), given
         return
     if operation == "fold":
         for order in (0, 1):

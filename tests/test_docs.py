@@ -70,6 +70,16 @@ def test_cpp_says_what_the_page_shows(tmp_path):
 def test_every_page_is_in_the_site():
     listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
     files = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    files |= {f"reference/results/{path.name}" for path in ROOT.glob("bench/results/*.md")}
     assert files <= set(listed) and len(listed) == len(set(listed))
     for made in set(listed) - files:
         assert f'"{made}"' in (ROOT / "docs" / "generate.py").read_text(), made
+
+
+def test_tables_are_not_cut_off():
+    """The theme keeps every cell on one line, whose end nobody sees."""
+    assert "\nextra_css: [style.css]\n" in (ROOT / "mkdocs.yml").read_text()
+    everywhere = (ROOT / "docs/style.css").read_text().partition("@media")[0]
+    rules = dict(re.findall(r"^([^{}/]+) \{([^}]*)\}", everywhere, flags=re.M))
+    (cells,) = [its for selector, its in rules.items() if "table td," in selector and "table th" in selector]
+    assert "white-space: normal" in cells and "max-width: 1100px" in rules[".wy-nav-content"]

@@ -235,6 +235,15 @@ def attention_digests(functions, arithmetic, dtype):
     }
 
 
+def attention_backward_digests(functions, arithmetic, dtype):
+    return {
+        f"{arithmetic} {dtype} {name}, {problem[-1]}": digest(
+            *attention_cases.run_backward(functions, *problem, arithmetic)
+        )
+        for name, *problem in attention_cases.backward_problems(dtype)
+    }
+
+
 DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
@@ -251,6 +260,7 @@ DIGESTS = {
     "layernorm": layernorm_digests,
     "layernorm_backward": layernorm_backward_digests,
     "attention": attention_digests,
+    "attention_backward": attention_backward_digests,
     "activation": activation_digests,
     "activation_backward": activation_backward_digests,
 }
@@ -258,7 +268,7 @@ DIGESTS = {
 
 def all_digests(operation, function):
     """Every case of an operation, by one implementation of all its arithmetics."""
-    every = "gemm" in operation or operation == "attention"
+    every = "gemm" in operation or "attention" in operation
     arithmetics = ARITHMETICS if every else {dtype: ["ieee"] for dtype in DTYPES}
     if operation in ("scaled_gemm", "scaled_grouped_gemm"):
         arithmetics = {dtype: ["ieee", "sm90"] for dtype in TYPES}
@@ -271,7 +281,7 @@ def all_digests(operation, function):
 
 
 def reference_of(operation):
-    if operation == "attention":
+    if "attention" in operation:
         return reference_attention
     if operation.startswith("activation"):
         return getattr(reference_activation, operation)
@@ -361,6 +371,11 @@ def test_activation_backward(activation_backward_kernel):
 
 def test_attention(attention_kernel):
     check_golden("attention", attention_kernel, attention_kernel.arithmetic, attention_kernel.dtype)
+
+
+def test_attention_backward(attention_backward_kernel):
+    kernel = attention_backward_kernel
+    check_golden("attention_backward", kernel, kernel.arithmetic, kernel.dtype)
 
 
 @pytest.mark.parametrize("operation", DIGESTS)

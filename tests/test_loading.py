@@ -149,7 +149,7 @@ for device_type in (hooks.constants.PYDET_CUDA, hooks.constants.PYDET_ROCM):
 
 
 DAEMONS = """
-import os, sys, threading, time
+import os, random, sys, threading, time
 import numpy, pydet
 from capi import Tensor, ffi, lib, pointer
 
@@ -177,11 +177,24 @@ def enters_hooks(number):
     pydet.gemm(Carrier(small), Carrier(small), out=out)
     pydet.fold([view] * 5)
 
+def attends(number):
+    mask = numpy.ones((4, 4), bool)
+    pydet.attention(large.reshape(1, 10, 250, 64), *[large.reshape(1, 5, 500, 64)] * 2, causal=True)
+    pydet.attention(*[numpy.ones((1, 1, 4, 8), numpy.float32).view(Sub)] * 3, allowed=mask.view(Sub), return_lse=True)
+
 def is_refused(number):
     try:
         pydet.gemm(view, large)
     except pydet.Error:
         pass
+
+every = []
+if sys.argv[1] == "every_function":
+    from test_process import large_calls
+    every = list(large_calls().values())
+
+def every_function(number):
+    random.choice(every)()
 
 def loop(number, call):
     while True:
@@ -204,7 +217,7 @@ print("main returns", flush=True)
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["", "forks"])
-@pytest.mark.parametrize("call", ["computes", "by_cffi", "enters_hooks", "is_refused"])
+@pytest.mark.parametrize("call", ["computes", "by_cffi", "enters_hooks", "is_refused", "attends", "every_function"])
 def test_exit_while_daemon_threads_are_in_a_call(call, forks):
     """Python ends such a thread where it asks for the lock again, by unwinding its stack: nothing of the library's may
     run then. Where it is, is chance: a few times."""

@@ -1,6 +1,7 @@
 """What make says before it compiles anything, where it writes, and which glibc a wheel's library asks for."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -62,6 +63,16 @@ def test_a_tree_that_is_only_read(tmp_path):
     said = make("-B", "cpu", f"BUILD={tmp_path}/b", f"LIBRARY={tmp_path}/l")
     written = re.findall(r"(?:-o|mkdir -p) (\S+)", said)
     assert len(written) > 10 and all(path.startswith(f"{tmp_path}/") for path in written)
+
+
+@pytest.mark.parametrize("goal", ["cpu", "cuda"])
+def test_every_object_is_hardened(goal, tmp_path):
+    """Of kernels the half of the host, too: .ci/check_library.sh sees what is linked, not of which objects."""
+    said = make("-B", goal, f"BUILD={tmp_path}/b", f"LIBRARY={tmp_path}/l", "NVCC=true", "CUDA_ARCHS=90a")
+    compiled = [line for line in said.replace("\\\n", " ").splitlines() if " -c native/" in line]
+    assert len(compiled) > (100 if goal == "cuda" else 40)
+    wanted = ["-fstack-protector-strong", *(["-fcf-protection"] if platform.machine() == "x86_64" else [])]
+    assert not [line for line in compiled if not all(flag in line for flag in wanted)]
 
 
 PROGRAM = """

@@ -258,6 +258,13 @@ int main() {
   masked.allowed = description;
   pydet::attention(nullptr, Q, K, K, O, pydet::tensor(lse, {1, 1, 1}), &masked);
   std::printf("%g %g %d\n", out[0], out[7], int(pydet::attention_workspace(1, 1, 1, 1, 2048, 8, 8)));
+  static float dq[8], dk[16], dv[16];
+  auto of = pydet::options<pydet_attention_backward_options>();
+  of.allowed = description;
+  pydet::tensor dK(dk, {1, 1, 2, 8}), dV(dv, {1, 1, 2, 8});
+  pydet::tensor dQ(dq, {1, 1, 1, 8}), L(lse, {1, 1, 1});
+  pydet::attention_backward(nullptr, O, Q, K, K, O, L, dQ, dK, dV, &of);
+  std::printf("%.3f %g %d\n", dv[7], dv[8], int(pydet::attention_backward_workspace(1, 1, 1, 1, 2, 8, 8)));
 }
 """
 
@@ -279,7 +286,7 @@ def test_the_wrapper_computes_and_refuses(prefix, refusals):
     assert lines[5] == "PYDET_INVALID_SHAPE: pydet::tensor::transposed: rank 1, want 2 to 8"
     assert lines[6] == "PYDET_INVALID_SHAPE: pydet::tensor: rank 9, want 0 to 8"
     assert lines[7] == "PYDET_INVALID_STRIDE: pydet::tensor: 1 strides, want 2"
-    assert int(lines[8]) > 0 and lines[9:] == ["1", "1 8 80"]
+    assert int(lines[8]) > 0 and lines[9:] == ["1", "1 8 80", "8.000 0 0"]
 
 
 def test_the_wrapper_refuses_another_library(prefix, refusals, tmp_path):

@@ -169,6 +169,16 @@ def every_kernel():
                         chosen.arithmetic = getattr(lib, f"PYDET_{kernel.arithmetic.upper()}")
                         yield lib.pydet_attention, list(map(tensor, (q, keys, v, out, lse))), chosen, [out, lse]
                     continue
+                if kernel.operation == "attention_backward":
+                    for d, e in ((8 * (k % 30 + 1), 40), (576, 512))[: 1 if m > 3 else 2]:
+                        q, keys = values(1, 2, m, d, dtype=dtype), values(1, 1, n, d, dtype=dtype)
+                        v, out, lse = values(1, 1, n, e, dtype=dtype), values(1, 2, m, e, dtype=dtype), values(1, 2, m)
+                        results = [np.empty_like(x) for x in (q, keys, v)]
+                        chosen = options("pydet_attention_backward_options", kernel=kernel.name, causal=n % 2)
+                        chosen.arithmetic = getattr(lib, f"PYDET_{kernel.arithmetic.upper()}")
+                        tensors = list(map(tensor, (out, q, keys, v, out, lse, *results)))
+                        yield lib.pydet_attention_backward, tensors, chosen, results
+                    continue
                 if kernel.operation == "scaled_gemm":
                     a, b, out = values(m, k, dtype=dtype), values(n, k, dtype=dtype).T, values(m, n)
                     chosen = options("pydet_scaled_gemm_options", kernel=kernel.name, k_chunk=128)
@@ -339,12 +349,15 @@ def large_calls():
     scales = {"a_scale": scale, "b_scale": scale.T}
     heads, ends, pages = x.reshape(1, 8, 512, 64), np.int32([0, 512]), np.arange(8, dtype=np.int32)[None]
     packed, cache = x.reshape(512, 8, 64), x.reshape(8, 64, 8, 64)
+    lse, packed_lse = np.ones((1, 8, 512), np.float32), np.ones((512, 8), np.float32)
     return {
         "activation": lambda: pydet.activation(x),
         "activation_backward": lambda: pydet.activation_backward(x, x),
         "attention": lambda: pydet.attention(heads, heads, heads),
+        "attention_backward": lambda: pydet.attention_backward(heads, heads, heads, heads, heads, lse),
         "attention_paged": lambda: pydet.attention_paged(heads, cache, cache, pages, ends[1:]),
         "attention_varlen": lambda: pydet.attention_varlen(packed, packed, packed, ends, ends),
+        "attention_varlen_backward": lambda: pydet.attention_varlen_backward(*[packed] * 5, packed_lse, ends, ends),
         "audit": lambda: pydet.audit(half, half, half, arithmetic="sm90", sample=512),
         "audit_fold": lambda: pydet.audit_fold(np.stack([x, x, x]), x),
         "audit_layernorm": lambda: pydet.audit_layernorm(tall, tall, eps=0),

@@ -64,3 +64,31 @@ def test_metadata():
     )
     assert done.returncode == 0, done.stderr
     assert "the pydet authors" in done.stdout and "Typing :: Typed" in done.stdout
+
+
+def test_what_is_for_any_gpu_is_in_both_tables():
+    """native/gpu/any has no kernel of one maker's, but for these, which are other instances of a kernel of both."""
+    of_one = {
+        "gemm_ieee_128x128",  # AMD's: for NVIDIA gemm_ieee_fp32.cu is faster
+        "rmsnorm_backward_cluster",  # NVIDIA's: four blocks of the chains' kernel that join their sums
+    }
+    tables = {maker: (ROOT / f"native/gpu/{maker}/backend.cpp").read_text() for maker in ("nvidia", "amd")}
+    found = set()
+    for path in sorted((ROOT / "native/gpu/any").iterdir()):
+        text = path.read_text()
+        assert not re.search(r'#include "gpu/(nvidia|amd)/', text), path
+        for name in re.findall(r"^pydet_status (\w+)\(const \w+ &\w*\) \{", text, flags=re.M):
+            makers = {maker for maker, table in tables.items() if re.search(rf"\b{name}\b", table)}
+            found |= {name} if len(makers) == 1 else set()
+            helpers = {"ready_to_join", "join_partials"}  # what other kernels launch
+            assert makers or name in helpers, f"{path.name}: {name} is in no table"
+    assert found == of_one
+
+
+def test_each_word_of_a_row_kernels_name_is_in_the_glossary():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    glossary = {word for row in re.findall(r"^\| ([a-z, ]+) \|", text, flags=re.M) for word in row.split(", ")}
+    table = (ROOT / "native/gpu/nvidia/backend.cpp").read_text()
+    names = re.findall(r'"cuda_(?:rmsnorm|layernorm|softmax)_(\w+)"', table)
+    words = {word for name in names for word in name.split("_")} - {"backward"}
+    assert len(words) > 10 and words <= glossary, words - glossary

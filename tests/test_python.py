@@ -654,6 +654,15 @@ def attention_floats():
         found["attention", argument] = of(pydet.attention, x, x, x)
         found["attention_varlen", argument] = of(pydet.attention_varlen, packed, packed, packed, ends, ends)
         found["attention_paged", argument] = of(pydet.attention_paged, x, cache, cache, np.int32([[0]]), one)
+        # of two keys: their weights, and with them dq, say what the number was
+        pair, lse = np.float32([[[[1] * 8, [0.5] * 8]]]), np.full((1, 1, 1), 3, "f")
+        first = lambda function, *given, argument=argument: (
+            lambda v: function(*given, only="q", **{argument: v})[0].flat[0].item()
+        )
+        found["attention_backward", argument] = first(pydet.attention_backward, x, x, pair, pair, x, lse)
+        packs, ends_k = pair[0].swapaxes(0, 1), np.int32([0, 2])
+        varlen = packed, packed, packs, packs, packed, lse[0], ends, ends_k
+        found["attention_varlen_backward", argument] = first(pydet.attention_varlen_backward, *varlen)
     return found
 
 

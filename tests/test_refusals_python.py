@@ -781,6 +781,7 @@ operands = {
     "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x],
     "log_prob": [x, index], "log_prob_backward": [row, x, index],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
+    "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],
 }
 kinds = {"gemm": "product", "gemm_da": "product", "gemm_db": "product", "skinny_gemm": "product"}

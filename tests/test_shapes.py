@@ -145,7 +145,29 @@ def norm_backward(rng):
     )
 
 
+def attention(rng):
+    (batch, queries, keys), groups = extents(rng, 3), rng.choice([1, 2])
+    heads, (d, e) = groups * rng.choice([1, 2]), rng.choice([(8, 8), (8, 16), (24, 8)])
+    q, k, v = (
+        draw(rng, shape) for shape in ((batch, heads, queries, d), (batch, groups, keys, d), (batch, groups, keys, e))
+    )
+    full, some = (batch, heads, queries, keys), lambda x: x if rng.random() < 0.2 else None
+    pairs = [draw(rng, [rng.choice([1, n]) for n in full][rng.randrange(4) :]) for _ in range(2)]
+    given = {
+        "sinks": some(draw(rng, (heads,))),
+        "allowed": some(pairs[0].astype(bool) if rng.random() < 0.9 else pairs[0]),
+        "bias": some(pairs[1]),
+        "first_key": some(draw(rng, (batch,), "int32")),
+        "seqlens_k": some(draw(rng, (batch,), "int32")),
+    }
+    return agree(
+        lambda: RULES.attention(*(operand(*pair) for pair in (("q", q), ("k", k), ("v", v), *given.items()))),
+        lambda: pydet.attention(q, k, v, **given).shape,
+    )
+
+
 OPERATIONS = {
+    "attention": attention,
     **{kind: lambda rng, kind=kind: product(rng, kind) for kind in ("gemm", "gemm_da", "gemm_db")},
     "skinny_gemm": skinny,
     "scaled_gemm": scaled,
@@ -153,6 +175,22 @@ OPERATIONS = {
     "rmsnorm_backward": norm_backward,
 }
 PHRASES = {  # that the drawn operands bring out of each
+    "attention": (
+        "dimensions, want 3 to 8",
+        "as q is",
+        "want BxHxQxD",
+        "want BxGxKxD",
+        "v is",
+        "sequences",
+        "a multiple of the",
+        "elements as q's",
+        "want multiples of 8",
+        "sinks is",
+        "want bool",
+        "want int32",
+        "dimensions, want 1",
+        "one that broadcasts to",
+    ),
     "gemm": ("dimensions, want 2 to 8", "is float64, want", "xN", " or ", "leading dimensions", "broadcasts to"),
     "gemm_da": ("dimensions, want 2 to 8", "as dc is", "want Kx", "leading dimensions"),
     "gemm_db": ("dimensions, want 2 to 8", "as a is", "xN", "leading dimensions"),

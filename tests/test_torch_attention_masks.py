@@ -1,6 +1,7 @@
 """Masks whose rows are ranges of keys: they become lengths, and every query keeps the bits that it has row by row."""
 
 import importlib
+import itertools
 import os
 
 import pytest
@@ -179,6 +180,65 @@ def test_a_mask_is_read_once_while_it_lives(monkeypatch):
     del mask, wider
     masks._cache.keep((q, ()), None)
     assert len(masks._cache.entries) <= 2
+
+
+def of_mask(q, k, v, mask, dy, **options):
+    tracked = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    pt.attention(*tracked, mask, scale=0.3, **options).backward(dy)
+    return [x.grad for x in tracked]
+
+
+@pytest.mark.parametrize(
+    "name", ["padding on the left", "padding on the right", "packed and padded", "prefixes", "holes"]
+)
+def test_gradients_are_the_sequences_own(name):
+    """Of a sequence of the batch alone, whatever is beside it; and cut to its own tokens where it is padded."""
+    mask = made()[name][0]
+    mask = mask.expand(BATCH, -1, -1, -1)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, dy = (normal(BATCH, n, QUERIES, 16, dtype=dtype, seed=i) for i, n in enumerate((6, 2, 2, 6)))
+        dy = dy * mask.any(-1)[..., None]  # rows of padding have none
+        if name == "padding on the right":
+            dy[1, :, 110:], dy[2, :, 1:] = 0, 0
+        got = of_mask(q, k, v, mask, dy)
+        mixed = torch.cat([mask, *(made()[other][0][:1].expand(1, -1, -1, -1) for other in ("holes", "a window"))])
+        more = [torch.cat([x, x[:2]]) for x in (q, k, v)]
+        for ours, theirs in zip(of_mask(*more, mixed, torch.cat([dy, dy[:2]])), got, strict=True):
+            same(ours[:BATCH], theirs)
+        for b in range(BATCH):
+            one = slice(b, b + 1)
+            for ours, theirs in zip(of_mask(q[one], k[one], v[one], mask[one], dy[one]), got, strict=True):
+                same(ours, theirs[one])
+        if not name.startswith("padding"):
+            continue
+        for b, cut in ((1, 40), (2, 149)):
+            own = slice(cut, None) if "left" in name else slice(0, QUERIES - cut)
+            alone = [x[b : b + 1, :, own] for x in (q, k, v, dy)]
+            for ours, theirs in zip(of_mask(*alone[:3], None, alone[3], causal=True), got, strict=True):
+                same(ours, theirs[b : b + 1, :, own])
+
+
+def test_packed_sequences_have_the_gradients_that_they_have_alone():
+    keys, queries = places()
+    for causally in (True, False):
+        mask, ends = packed(5, causally), documents(5)
+        q, k, v, dy = (normal(BATCH, n, QUERIES, 16, dtype=torch.bfloat16, seed=i) for i, n in enumerate((6, 2, 2, 6)))
+        got = of_mask(q, k, v, mask, dy)
+        for b in range(BATCH):
+            borders = [0, *ends[b, 0].tolist(), QUERIES]
+            for begin, end in itertools.pairwise(borders):
+                if begin == end:
+                    continue
+                alone = [x[b : b + 1, :, begin:end] for x in (q, k, v, dy)]
+                for ours, theirs in zip(of_mask(*alone[:3], None, alone[3], causal=causally), got, strict=True):
+                    same(ours, theirs[b : b + 1, :, begin:end])
+
+
+def test_a_mask_has_no_gradient_in_a_graph(monkeypatch):
+    q, k, v = (normal(BATCH, heads, QUERIES, 16) for heads in (6, 2, 2))
+    monkeypatch.setattr(operators, "_captured", lambda x: True)
+    with pytest.raises(Exception, match="attention_backward: a mask is not read while a CUDA graph is made of it"):
+        of_mask(q, k, v, made()["padding on the left"][0], torch.ones_like(q))
 
 
 def test_gradients_are_those_of_the_mask():

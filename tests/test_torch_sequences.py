@@ -70,13 +70,74 @@ def test_the_functions_bits(dtype, device):
 
 
 def test_a_sequence_has_the_bits_that_it_has_alone(device):
-    """And those of the operator for dense sequences, which has the gradient."""
+    """And those of the operator for dense sequences."""
     q, k, v, of_q, of_k = packed(torch.bfloat16, device)
     got = OPS.attention_varlen(q, k, v, of_q, of_k, causal=True)[0]
     for s in range(4):
         rows, keys = slice(of_q[s], of_q[s + 1]), slice(of_k[s], of_k[s + 1])
         alone = [x[None].transpose(1, 2) for x in (q[rows], k[keys], v[keys])]
         same(got[rows], pydet.torch.attention(*alone, scale=0.125, causal=True)[0].transpose(0, 1))
+
+
+def varlen_gradients(q, k, v, *ends, dy, sinks=None, **options):
+    tracked = [x.detach().clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    options |= {} if sinks is None else {"sinks": tracked[3]}
+    OPS.attention_varlen(*tracked[:3], *ends, **options)[0].backward(dy)
+    return [x.grad for x in tracked]
+
+
+def test_gradients_are_the_functions_and_the_sequences_own(dtype, device):
+    """The library's bits; alone in a dense call; under the mask of the same sequences."""
+    q, k, v, of_q, of_k = given = packed(dtype, device)
+    dy, sinks = normal(TOKENS, 4, 64, dtype=dtype, device=device, seed=4), normal(4, device=device)
+    how = {"causal": True, "softcap": 2.0, "sinks": sinks, "scale": 0.3}
+    out, lse = OPS.attention_varlen(*given, **how)
+    want = pydet.attention_varlen_backward(dy, q, k, v, out, lse, of_q, of_k, **how)
+    got = varlen_gradients(*given, dy=dy, **how)
+    for ours, theirs in zip(got, want, strict=True):
+        same(ours, theirs)
+    plain = varlen_gradients(*given, dy=dy, causal=True, scale=0.3, window_left=40)
+    windowed = pydet.attention_varlen(*given, causal=True, scale=0.3, window=(40, None), return_lse=True)
+    more = {"causal": True, "scale": 0.3, "window": (40, None)}
+    for ours, theirs in zip(
+        plain, pydet.attention_varlen_backward(dy, q, k, v, *windowed, of_q, of_k, **more), strict=True
+    ):
+        same(ours, theirs)
+    turn = lambda x: x[None].transpose(1, 2)
+    for s in range(4):
+        rows, keys = slice(of_q[s], of_q[s + 1]), slice(of_k[s], of_k[s + 1])
+        alone = [turn(x).detach().clone().requires_grad_() for x in (q[rows], k[keys], v[keys])]
+        pydet.torch.attention(*alone, scale=0.3, causal=True, softcap=2.0, sinks=sinks).backward(turn(dy[rows]))
+        for x, y, at in zip(alone, got, (rows, keys, keys), strict=False):
+            same(turn(y[at]).contiguous(), x.grad.contiguous())
+
+
+def test_packed_rows_and_their_mask_have_the_same_gradients(dtype, device):
+    ends = integers(0, 1, 140, 140, 291, device=device)
+    q, k, v = (normal(291, h, 16, dtype=dtype, device=device, seed=i) for i, h in enumerate((4, 2, 2)))
+    dy = normal(291, 4, 16, dtype=dtype, device=device, seed=4)
+    want = varlen_gradients(q, k, v, ends, ends, dy=dy, causal=True, scale=0.3)
+    places = torch.arange(291, device=device)
+    of = torch.searchsorted(ends.long(), places, right=True)
+    mask = ((of[:, None] == of) & (places[:, None] >= places))[None, None]
+    turn = lambda x: x[None].transpose(1, 2)
+    tracked = [turn(x).detach().clone().requires_grad_() for x in (q, k, v)]
+    pydet.torch.attention(*tracked, mask, scale=0.3).backward(turn(dy))
+    for ours, theirs in zip(tracked, want, strict=True):
+        same(ours.grad.contiguous(), turn(theirs).contiguous())
+    tracked = [turn(x).detach().clone().requires_grad_() for x in (q, k, v)]
+    from_zero = torch.ops.pydet.attention_backward  # the negative control: rows counted from the first of all
+    out, lse = torch.ops.pydet.attention(*(x.detach() for x in tracked), mask, 0.3, "auto", 1024, from_first=True)
+    moved = from_zero(turn(dy), *(x.detach() for x in tracked), mask, out, lse, 0.3, "auto")
+    assert dtype != torch.float32 or not torch.equal(moved[1].contiguous(), turn(want[1]).contiguous())
+
+
+def test_tokens_of_no_sequence_have_no_gradient(device):
+    q, k, v, *_ = packed(torch.bfloat16, device)
+    gaps = integers(5, 9, 40, 40, 50, device=device), integers(3, 200, 260, 300, 300, device=device)
+    found = varlen_gradients(q, k, v, *gaps, dy=torch.ones_like(q))
+    for x, first, last in zip(found, (5, 3, 3), (50, 300, 300), strict=True):
+        assert not bool(x[:first].any() | x[last:].any()) and bool(x[first:last].any())
 
 
 def test_tokens_of_no_sequence_are_zeros(device):
@@ -125,6 +186,14 @@ def test_operators_and_graphs(device):
         (OPS.attention_varlen, packed(device=device), {"causal": True, "sinks": normal(4, device=device)}),
         (OPS.attention_paged, paged(device=device), {"window_left": 9, "first_key": integers(3, 4, device=device)}),
     ]
+    q, k, v, *ends = packed(device=device)
+    out, lse = OPS.attention_varlen(q, k, v, *ends, causal=True)
+    cases.append((OPS.attention_varlen_backward, (torch.ones_like(out), q, k, v, out, lse, *ends), {"causal": True}))
+    tracked = [x.clone().requires_grad_() for x in (q, k, v)]
+    compiled = torch.compile(lambda *x: OPS.attention_varlen(*x, causal=True)[0], backend="aot_eager", fullgraph=True)
+    compiled(*tracked, *ends).sum().backward()
+    for x, theirs in zip(tracked, varlen_gradients(q, k, v, *ends, dy=torch.ones_like(out), causal=True), strict=True):
+        same(x.grad, theirs)
     q, *cache = paged(device=device)
     rows = q.transpose(1, 2).flatten(0, 1)
     cases.append((OPS.attention_paged, (rows, *cache, integers(0, 3, 6, device=device)), {}))
@@ -171,12 +240,11 @@ def test_autocast_takes_its_type(device):
 
 def test_what_is_not_defined():
     q, k, v, *ends = packed()
-    with pytest.raises(pydet.Error, match=r"^attention_varlen: an operand requires grad, and this has no gradient yet"):
-        OPS.attention_varlen(q.requires_grad_(), k, v, *ends)
-    with torch.no_grad():
-        OPS.attention_varlen(q, k, v, *ends)
+    tracked = q.clone().requires_grad_()
+    with pytest.raises(pydet.Error, match=r"create_graph=True"):
+        torch.autograd.grad(OPS.attention_varlen(tracked, k, v, *ends)[0].sum(), tracked, create_graph=True)
     rows, *cache = paged()
-    with pytest.raises(pydet.Error, match=r"^attention_paged: an operand requires grad.*under a mask of the same"):
+    with pytest.raises(pydet.Error, match=r"^attention_paged: an operand requires grad, and keys in pages have"):
         OPS.attention_paged(rows, *cache, sinks=torch.zeros(4, requires_grad=True))
     for name, call in (
         ("attention_varlen", lambda x: OPS.attention_varlen(x, k, v, *ends)),

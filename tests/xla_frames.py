@@ -15,11 +15,12 @@ import numpy as np
 
 from pydet import _native
 
-S32, S64, U8, F16, F32, F64, BF16, E5M2, E4M3, E8M0 = 4, 5, 6, 10, 11, 12, 16, 19, 20, 33
-SIZES = {S32: 4, S64: 8, U8: 1, F16: 2, F32: 4, F64: 8, BF16: 2, E5M2: 1, E4M3: 1, E8M0: 1}
+PRED, S32, S64, U8, F16, F32, F64, BF16, E5M2, E4M3, E8M0 = 1, 4, 5, 6, 10, 11, 12, 16, 19, 20, 33
+SIZES = {PRED: 1, S32: 4, S64: 8, U8: 1, F16: 2, F32: 4, F64: 8, BF16: 2, E5M2: 1, E4M3: 1, E8M0: 1}
 SCALAR, STRING, EXECUTE = 3, 4, 3
 WILD = [0, -1, 2**31, 2**32, 2**61, 2**62, -(2**63), 2**63 - 1, 7]
 WILD_REALS = [float("nan"), float("inf"), -float("inf"), 1e300]
+WILD_FACTORS = [-1.0, 1e-60, -1e-60, 5e-324, 1e-40, 2.0**-101]  # of which 0 says that there is none
 
 
 class Buffer(ctypes.Structure):
@@ -132,8 +133,45 @@ def quantize(granularity, scale, *, given=0, transposed=(), of=F32):
     return Call(((F32, (3, 200)), *([(of, scale)] if given else [])), tuple(results), {**attributes, "kernel": ""})
 
 
+def attention(*, fronts=(), kinds=(), lse=1, tokens_first=0, **changed):
+    """kinds: what is there beside q, k and v, as (name, type, shape)."""
+    names = ("sinks", "allowed", "bias", "first_key", "seqlens_k")
+    attributes = {f"has_{name}": int(name in [kind for kind, *_ in kinds]) for name in names}
+    attributes |= {"has_lse": lse, "tokens_first": tokens_first, "arithmetic": 0, "scale": 0.5, "softcap": 0.0}
+    attributes |= {"causal": 0, "window_left": -1, "window_right": -1, "kv_chunk": 0} | changed
+    turned = lambda *shape: (*fronts, shape[0], *(shape[2:0:-1] if tokens_first else shape[1:3]), *shape[3:])
+    arguments = [(F32, turned(2, h, n, d)) for h, n, d in ((4, 3, 8), (2, 9, 8), (2, 9, 16))]
+    arguments += [(dtype, (*fronts, *shape)) for _, dtype, shape in kinds]
+    results = [(F32, turned(2, 4, 3, 16))] + [(F32, turned(2, 4, 3))] * lse + [(U8, (*fronts, 256))]
+    lengths = [i + 3 for i, (name, *_) in enumerate(kinds) if name == "seqlens_k"]
+    values = tuple((i, np.full(64, 7, np.int32)) for i in lengths)
+    return Call(tuple(arguments), tuple(results), {**attributes, "kernel": ""}, (), values, True)
+
+
+def attention_backward(**options):
+    forward = attention(**options)
+    q, k, v, *more = forward.arguments
+    out, lse = forward.results[:2]
+    sinks = more[: forward.attributes["has_sinks"]]
+    attributes = {name: x for name, x in forward.attributes.items() if name not in ("has_lse", "kv_chunk")}
+    values = tuple((place + 3, numbers) for place, numbers in forward.values)
+    return Call((out, q, k, v, out, lse, *more), (q, k, v, *sinks, forward.results[-1]), attributes, (), values, True)
+
+
 ROWS, INDEX, VALUES = (F32, (2, 3, 4)), (S32, (2, 3)), (F32, (2, 3))
+BESIDE = [("allowed", PRED, (2, 1, 3, 9)), ("bias", F32, (1, 4, 3, 1)), ("first_key", S32, (2,)),
+          ("seqlens_k", S32, (2,))]  # fmt: skip
 CALLS = {
+    "attention": [
+        attention(),
+        attention(kinds=BESIDE, tokens_first=1),
+        attention(kinds=[("sinks", F32, (4,)), *BESIDE], fronts=(2, 1), lse=0),
+    ],
+    "attention_backward": [
+        attention_backward(),
+        attention_backward(kinds=BESIDE, tokens_first=1),
+        attention_backward(kinds=[("sinks", F32, (4,)), *BESIDE], fronts=(2, 1)),
+    ],
     "gemm": [
         gemm((3, 7), (7, 5), (3, 5)),
         gemm((2, 7, 3), (2, 5, 7), (2, 3, 5), [(1, 1, 5)], transpose_a=1, transpose_b=1, has_bias=1),
@@ -203,7 +241,15 @@ def memory(spec, poison=None):
     one = {F64: 1.0, S32: 1, S64: 1}.get(dtype)
     if one is not None:
         return np.full(count // SIZES[dtype] + 1, one, {F64: "f8", S32: "i4", S64: "i8"}[dtype]).view(np.uint8)
-    pattern = {U8: [1], F16: [0, 0x3C], BF16: [0x80, 0x3F], E4M3: [0x38, 0x3C, 0xB1], E5M2: [0x3C], E8M0: [127]}[dtype]
+    pattern = {
+        PRED: [1, 1, 0],
+        U8: [1],
+        F16: [0, 0x3C],
+        BF16: [0x80, 0x3F],
+        E4M3: [0x38, 0x3C, 0xB1],
+        E5M2: [0x3C],
+        E8M0: [127],
+    }[dtype]
     return np.resize(np.array(pattern, np.uint8), count)
 
 
@@ -310,12 +356,13 @@ class Attack:
                 for wrong in ("x" * 100, "nonsense", b"cpu\0gemm"):
                     assert not self.attempt(changed(wrong)), wrong
             elif isinstance(value, float):
-                for wild in WILD_REALS:
+                for wild in WILD_REALS + (WILD_FACTORS if name in ("scale", "softcap") else []):
                     assert not self.attempt(changed(wild)), (name, wild)
             else:
                 chained = name == "k_chunk" and call.attributes.get("accumulate")  # one chain then starts elsewhere
+                other = chained or name in ("window_left", "window_right")  # which decide what is seen
                 for wild in WILD:
-                    self.attempt(changed(wild), None if chained and wild >= 0 else bits)
+                    self.attempt(changed(wild), None if other and wild >= 0 else bits)
             assert not self.attempt(changed(np.int32(0))), f"{name} of 32 bits"
             left = {key: x for key, x in call.attributes.items() if key != name}
             assert not self.attempt(dataclasses.replace(call, attributes=left)), f"without {name}"
@@ -348,6 +395,8 @@ class Attack:
         specs = [*call.arguments, *call.results]
         sizes = sorted({n for _, shape in specs for n in shape})
         new = {n: choice.choice([n, 0, 0, 1, 2, 130]) for n in sizes}
+        if any(np.prod([new[n] for n in shape], dtype=object) > 1 << 20 for _, shape in specs):
+            return
         if call.workspace:
             new[1 << 16] = 1 << 16
         resize = lambda group: tuple((dtype, tuple(new[n] for n in shape)) for dtype, shape in group)

@@ -33,4 +33,14 @@ static_assert((1 << (kFoldLevels - 1)) == PYDET_FOLD_PARTS, "a full tree is a su
 
 constexpr int kChunkMultiple = 16;  // k_chunk is a multiple of every arithmetic's step
 
+// k_chunk as a call gives it. A kernel that counts k in steps or stages is told how many one chain takes of them: those
+// of a chunk; all of K where there is no k_chunk, or one that K does not fill.
+struct Chunk {
+  int64_t k_chunk;  // 0: none
+  constexpr bool one_chain(int64_t k) const { return k_chunk == 0 || k_chunk >= k; }
+  constexpr int64_t of_chain(int64_t k, int64_t unit = 1) const {
+    return one_chain(k) ? divide_up(k, unit) : k_chunk / unit;
+  }
+};
+
 }  // namespace pydet

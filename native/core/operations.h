@@ -27,8 +27,8 @@ template <class... Problems> struct Operations {
 };
 
 // In the order of pydet_kernel_name.
-using AllOperations =
-    Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
-               LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, Activation, ActivationBackward>;
+using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
+                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
+                                 AttentionBackward, Activation, ActivationBackward>;
 
 }  // namespace pydet

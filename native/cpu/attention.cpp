@@ -131,7 +131,7 @@ template <class Engine, class Exp2> struct Walk {
     bool excludes = false;
     for (int64_t r = 0; r < rows; ++r) {
       float *s = desk.s + r * kSide;
-      mask_scores(a, scale, task.extent, row_of(a, task, begin + r), first, count, s);
+      mask_scores(a, scale, run_of(a, task.extent, row_of(a, task, begin + r), first, count), count, s);
       top[r] = top_of(s, padded);
       excludes |= top[r].excludes || c * top[r].score == -INFINITY;
     }

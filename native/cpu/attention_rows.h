@@ -12,31 +12,49 @@ struct Row {
   KeyRange keys;
 };
 
-inline const char *pair_at(const Pairs &pairs, const Row &row, int64_t place) {
-  return pairs.data + (row.sequence * pairs.sequence_stride + row.head * pairs.head_stride +
-                       row.query * pairs.query_stride + place * pairs.key_stride) *
+// A run of pairs: of a query with neighbouring keys, or of a key with neighbouring queries.
+struct Run {
+  const char *bias, *allowed;           // of its first pair, where there are any
+  int64_t bias_stride, allowed_stride;  // in elements
+  int64_t begin, end;                   // what causal and window leave of it
+};
+
+inline const char *pair_at(const Pairs &pairs, int64_t sequence, int64_t head, int64_t query, int64_t place) {
+  if (!pairs.data) return nullptr;
+  return pairs.data + (sequence * pairs.sequence_stride + head * pairs.head_stride + query * pairs.query_stride +
+                       place * pairs.key_stride) *
                           (pairs.type == Type::e4m3 ? 1 : size_of(pairs.type));
 }
 
-// Scores of keys first ... first + count - 1 become what exp2 is taken of, but for the factor `c` and the reference; keys
-// that the row may not see, and those up to a multiple of 16 behind the last, become -Inf.
-inline void mask_scores(const Attention &a, const ScoreScale &scale, const Extent &extent, const Row &row,
-                        int64_t first, int64_t count, float *s) {
+// Of a row and the keys first ... first + count - 1.
+inline Run run_of(const Attention &a, const Extent &extent, const Row &row, int64_t first, int64_t count) {
+  const int64_t place = extent.first + first, begin = within(row.keys.first - first, 0, count);
+  return {pair_at(a.bias, row.sequence, row.head, row.query, place),
+          pair_at(a.allowed, row.sequence, row.head, row.query, place),
+          a.bias.key_stride,
+          a.allowed.key_stride,
+          begin,
+          within(row.keys.end - first, begin, count)};
+}
+
+// Scores of a run become what exp2 is taken of, but for the factor `c` and the reference; pairs that are not allowed, and
+// those up to a multiple of 16 behind the last, become -Inf. Under a softcap the tanh of each goes to `tanhs`, if asked for.
+inline void mask_scores(const Attention &a, const ScoreScale &scale, const Run &run, int64_t count, float *s,
+                        float *tanhs = nullptr) {
+  if (scale.softcap != 0 && tanhs)
+    for (int64_t j = 0; j < count; ++j) tanhs[j] = tanh_f32(s[j] * scale.before_tanh);
   if (scale.softcap != 0)
     for (int64_t j = 0; j < count; ++j) s[j] = capped(s[j], scale);
   if (a.bias.data)
     dispatch(a.bias.type, [&](auto number) {
       using T = decltype(number);
-      auto *bias = (const typename T::Stored *)pair_at(a.bias, row, extent.first + first);
-      for (int64_t j = 0; j < count; ++j) s[j] = fmaf(s[j], scale.c, T::get(bias + j * a.bias.key_stride) * kLog2e);
+      auto *bias = (const typename T::Stored *)run.bias;
+      for (int64_t j = 0; j < count; ++j) s[j] = fmaf(s[j], scale.c, T::get(bias + j * run.bias_stride) * kLog2e);
     });
-  if (a.allowed.data) {
-    const char *allowed = pair_at(a.allowed, row, extent.first + first);
-    for (int64_t j = 0; j < count; ++j) s[j] = allowed[j * a.allowed.key_stride] ? s[j] : -INFINITY;
-  }
-  const int64_t begin = within(row.keys.first - first, 0, count), end = within(row.keys.end - first, begin, count);
-  for (int64_t j = 0; j < begin; ++j) s[j] = -INFINITY;
-  for (int64_t j = end; j < round_up(count, 16); ++j) s[j] = -INFINITY;
+  if (a.allowed.data)
+    for (int64_t j = 0; j < count; ++j) s[j] = run.allowed[j * run.allowed_stride] ? s[j] : -INFINITY;
+  for (int64_t j = 0; j < run.begin; ++j) s[j] = -INFINITY;
+  for (int64_t j = run.end; j < round_up(count, 16); ++j) s[j] = -INFINITY;
 }
 
 // The largest of so many scores, a multiple of 16, NaN if one is; and whether any is -Inf.

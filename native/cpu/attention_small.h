@@ -85,7 +85,7 @@ __attribute__((noinline)) void small_row(const Attention &a, const Extent &exten
                                                   0.0f, a.d, [&](int64_t i) { return T::get(q + i); },
                                                   [&](int64_t i) { return T::get(k + i); });
       }
-      mask_scores(a, scale, extent, row, at, count, desk.s);
+      mask_scores(a, scale, run_of(a, extent, row, at, count), count, desk.s);
       const float reference = reference_of(m, c * top_of(desk.s, padded).score);
       if (reference == -INFINITY) continue;
       for (int64_t j = 0; j < padded; ++j) desk.left_out[j] = desk.s[j] == -INFINITY;

@@ -259,6 +259,42 @@ constexpr Kernel<Attention> kAttention[] = {
         .launches(attention_cdna2<Scalar>),
 };
 
+constexpr uint64_t kAttentionGradient = (kAttentionFeatures & ~uint64_t(kLogSumExp | kPages)) | kAccumulate;
+constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
+#if defined(__x86_64__)
+    Row("cpu_attention_backward_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kAttentionGradient)
+        .launches(attention_backward_ieee<Avx512>),
+    Row("cpu_attention_backward_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kAttentionGradient)
+        .launches(attention_backward_ieee<Avx2>),
+    Row("cpu_attention_backward_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kAttentionGradient)
+        .launches(attention_backward_sm90<Avx512>),
+    Row("cpu_attention_backward_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kAttentionGradient)
+        .launches(attention_backward_sm90<Avx2>),
+    Row("cpu_attention_backward_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kAttentionGradient)
+        .launches(attention_backward_sm80<Avx512>),
+    Row("cpu_attention_backward_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kAttentionGradient)
+        .launches(attention_backward_sm80<Avx2>),
+    Row("cpu_attention_backward_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kAttentionGradient)
+        .launches(attention_backward_cdna3<Avx512>),
+    Row("cpu_attention_backward_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kAttentionGradient)
+        .launches(attention_backward_cdna3<Avx2>),
+    Row("cpu_attention_backward_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kAttentionGradient)
+        .launches(attention_backward_cdna2<Avx512>),
+    Row("cpu_attention_backward_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kAttentionGradient)
+        .launches(attention_backward_cdna2<Avx2>),
+#endif
+    Row("cpu_attention_backward_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_ieee<Scalar>),
+    Row("cpu_attention_backward_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_sm90<Scalar>),
+    Row("cpu_attention_backward_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_sm80<Scalar>),
+    Row("cpu_attention_backward_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_cdna3<Scalar>),
+    Row("cpu_attention_backward_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kAttentionGradient)
+        .launches(attention_backward_cdna2<Scalar>),
+};
+
 pydet_status device_count(int32_t *count) {
   *count = 1;
   return PYDET_OK;
@@ -299,10 +335,11 @@ constexpr Backend cpu() {
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kActivation), table(kActivationBackward));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward), table(kActivation), table(kActivationBackward));
   return backend;
 }
 

@@ -102,6 +102,15 @@ class Call {
   }
   // In fp32; XLA's own threads flush subnormals.
   float real(const char *name) { return f32_from_f64(scalar<double>(name, PYDET_XLA_F64)); }
+  // Where 0 says that there is none: no other number may become it.
+  float real_or_none(const char *name) {
+    const double value = scalar<double>(name, PYDET_XLA_F64);
+    uint64_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const float single = f32_from_f64(value);
+    if (bits << 1 && !(bits_of(single) << 1)) fail("attribute %s is %g, which is 0 in float32", name, value);
+    return single;
+  }
 
   // options.kernel, which lives as long as the call; NULL for "".
   const char *kernel() {
@@ -135,9 +144,12 @@ class Call {
   // The tensor of a buffer from element `offset` on, with these dimensions.
   pydet_tensor tensor(const pydet_xla_buffer &buffer, Shape *shape, int rank, int64_t offset = 0) {
     pydet_tensor t = {};
-    t.dtype = {0, 8, 1};  // none of ours
+    t.dtype = {PYDET_INT, 8, 1};  // none of ours
     for (const TypeRow &row : kTypes)
       if (xla_of(row.type) == buffer.dtype) t.dtype = {row.code, row.bits, 1};
+    if (buffer.dtype == PYDET_XLA_S32) t.dtype = {PYDET_INT, 32, 1};
+    if (buffer.dtype == PYDET_XLA_S64) t.dtype = {PYDET_INT, 64, 1};
+    if (buffer.dtype == PYDET_XLA_PRED) t.dtype = {PYDET_BOOL, 8, 1};
     t.data = static_cast<char *>(buffer.data) + offset * (t.dtype.bits / 8);
     t.device = device_;
     t.ndim = rank;

@@ -40,6 +40,7 @@ typedef struct pydet_xla_metadata_extension {
 
 /* Of elements. */
 enum {
+  PYDET_XLA_PRED = 1, /* bool, a byte */
   PYDET_XLA_S32 = 4,
   PYDET_XLA_S64 = 5,
   PYDET_XLA_U8 = 6,

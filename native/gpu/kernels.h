@@ -7,6 +7,7 @@
 namespace pydet {
 
 struct Attention;  // ops/*/problem.h, as all of these
+struct AttentionBackward;
 struct Activation;
 struct ActivationBackward;
 struct Gemm;
@@ -37,6 +38,11 @@ template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &, const Ch
 Choice attention_sm90_choose(const Attention &, int variant);
 pydet_status attention_sm90(const Attention &, const Choice &);
 uint64_t attention_sm90_workspace(const Attention &, const char *kernel);
+
+// nvidia/sm90/attention/backward*.cu
+bool attention_backward_sm90_takes(const AttentionBackward &);
+pydet_status attention_backward_sm90(const AttentionBackward &);
+uint64_t attention_backward_sm90_workspace(const AttentionBackward &, const char *kernel);
 
 // nvidia/sm90/scaled_tiles.cu, whose variants are the tiles of nvidia/sm90/fp8_tiles.h, and its kernel for the rest.
 Choice scaled_gemm_sm90_choose(const ScaledGemm &, int tile);
@@ -278,5 +284,9 @@ bool attention_ieee_takes(const Attention &);
 pydet_status attention_ieee(const Attention &);
 bool attention_mma_takes(const Attention &);
 pydet_status attention_mma(const Attention &);
+
+// nvidia/attention_backward_ieee.cu, nvidia/attention_backward_mma.cu
+pydet_status attention_backward_ieee(const AttentionBackward &);
+pydet_status attention_backward_mma(const AttentionBackward &);
 
 }  // namespace pydet

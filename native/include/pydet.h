@@ -539,6 +539,61 @@ PYDET_API pydet_status pydet_attention_workspace(int64_t sequences, int64_t head
                                                  int64_t keys, int64_t d, int64_t e,
                                                  const pydet_attention_options *options, uint64_t *bytes);
 
+/* ---- Attention, backward ---------------------------------------------------------------------------------------
+ * The gradients of q, k, v and the sinks of a pydet_attention from dout, that of out, and from out and lse as it gave them.
+ * A row of dq is a function of its own query and of its own keys and values; a row of dk and dv of its own sequence: of the
+ * queries by blocks of 128, counted from its first one. Not of the batch, of where anything lies, or of how the work was
+ * shared out (NUMERICS.md, "Attention, backward").
+ *
+ * Operands   q, k, v, out, lse and what the options name as in pydet_attention; dout as out, of the same type. lse must be
+ *            there. Pages are not taken. allowed and bias make the scores again; no gradient of bias is made.
+ * Results    dq as q, dk as k, dv as v, each fp32 or of the operands' type, the last stride 1. dq NULL: not asked for; dk and
+ *            dv both or neither. dsinks NULL or [H], fp32, bf16 or fp16, contiguous; it wants sinks.
+ * Written    Packed: the tokens that are in a sequence. Otherwise all; rows of dk and dv that are no own key of a sequence +0,
+ *            or kept under accumulate. A query that sees no key has dq 0.
+ * Cuts       accumulate: dk, dv and dsinks, then fp32, are continued, not replaced; dq is written. So calls of some sequences
+ *            each, in order, have the bits of one call; and so have calls of some of a sequence's queries each, in order and
+ *            cut at multiples of 128. (Under causal or a window such a call ends at the key where its last query stands.
+ *            With more queries than keys under causal, multiples are counted from the first that sees a key.)
+ * NaN        A NaN or Inf in a row of dout, q, k or v reaches only what its pairs that are allowed reach.
+ * Stream     As in pydet_gemm. */
+typedef struct pydet_attention_backward_options {
+  uint32_t struct_size;
+  int32_t arithmetic; /* down to window_right as in pydet_attention_options */
+  float scale;
+  float softcap;
+  int32_t causal;
+  int32_t window;
+  int64_t window_left;
+  int64_t window_right;
+  int32_t accumulate;        /* 1: dk, dv and dsinks begin at what they hold */
+  int32_t reserved;          /* 0 */
+  const pydet_tensor *sinks; /* this and all that follow: NULL for none */
+  const pydet_tensor *dsinks;
+  const pydet_tensor *allowed;
+  const pydet_tensor *bias;
+  const pydet_tensor *first_key;
+  const pydet_tensor *cu_seqlens_q;
+  const pydet_tensor *cu_seqlens_k;
+  const pydet_tensor *seqlens_k;
+  const char *kernel;
+  void *workspace; /* as in pydet_gemm_options: never changes a bit */
+  uint64_t workspace_size;
+} pydet_attention_backward_options;
+
+PYDET_API pydet_status pydet_attention_backward(void *stream, const pydet_tensor *dout, const pydet_tensor *q,
+                                                const pydet_tensor *k, const pydet_tensor *v, const pydet_tensor *out,
+                                                const pydet_tensor *lse, const pydet_tensor *dq, const pydet_tensor *dk,
+                                                const pydet_tensor *dv,
+                                                const pydet_attention_backward_options *options);
+
+/* Bytes of workspace that a kernel can use: a function of the extents and of the options' arithmetic and kernel, and of
+ * whether cu_seqlens_q and cu_seqlens_k are there. queries and keys: of each sequence, or of the whole pack. */
+PYDET_API pydet_status pydet_attention_backward_workspace(int64_t sequences, int64_t heads, int64_t groups,
+                                                          int64_t queries, int64_t keys, int64_t d, int64_t e,
+                                                          const pydet_attention_backward_options *options,
+                                                          uint64_t *bytes);
+
 /* ---- Grouped GEMM ---------------------------------------------------------------------------------------------
  *   rows    out[t, :] = round( chain_k(a[t, k], b[g, k, :]) + bias[g, :] )      a [T, K], b [G, K, N], out [T, N]
  *   depth   out[g, :, :] = round( chain_t(a[:, t], b[t, :]) + bias[g, :] )      a [M, T], b [T, N], out [G, M, N]

@@ -243,11 +243,25 @@ inline void attention(void *stream, const tensor &q, const tensor &k, const tens
   call(pydet_attention, stream, q.describe(), k.describe(), v.describe(), out.describe(), lse.describe(), options);
 }
 
+inline void attention_backward(void *stream, const tensor &dout, const tensor &q, const tensor &k, const tensor &v,
+                               const tensor &out, const tensor &lse, const tensor &dq, const tensor &dk,
+                               const tensor &dv, const pydet_attention_backward_options *options = nullptr) {
+  call(pydet_attention_backward, stream, dout.describe(), q.describe(), k.describe(), v.describe(), out.describe(),
+       lse.describe(), dq.describe(), dk.describe(), dv.describe(), options);
+}
+
 // Bytes of workspace, as pydet.h says.
 inline uint64_t attention_workspace(int64_t sequences, int64_t heads, int64_t groups, int64_t queries, int64_t keys,
                                     int64_t d, int64_t e, const pydet_attention_options *options = nullptr) {
   uint64_t bytes = 0;
   call(pydet_attention_workspace, sequences, heads, groups, queries, keys, d, e, options, &bytes);
+  return bytes;
+}
+inline uint64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t groups, int64_t queries,
+                                             int64_t keys, int64_t d, int64_t e,
+                                             const pydet_attention_backward_options *options = nullptr) {
+  uint64_t bytes = 0;
+  call(pydet_attention_backward_workspace, sequences, heads, groups, queries, keys, d, e, options, &bytes);
   return bytes;
 }
 inline uint64_t gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,

@@ -7,31 +7,40 @@
 
 They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/ops/*/xla.cpp``); on
 the CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or
-for a norm with weights one call for each. Operands are float32, bfloat16 or float16 arrays of one type, of
-:func:`scaled_gemm` fp8.
+for a norm with weights, and attention with sinks, one call for each. Operands are float32, bfloat16 or float16 arrays
+of one type, of :func:`scaled_gemm` fp8.
 
 Common to the products: ``arithmetic`` and ``k_chunk`` are as in :func:`pydet.gemm`, decide bits, and hold for backward
 too. ``accumulate`` is an array to continue from, like the result and float32; the result takes its memory where nothing
 else needs it, as in the carry of a scan or for a donated argument. ``kernel`` forces a kernel by name, for tests and
 benchmarks, and not in backward.
 
-Sharded arrays are gathered by XLA, which knows no way to cut these calls; ``jax.shard_map(..., check_vma=False)`` runs
-them on each device's part.
+Sharded arrays are gathered by XLA, which knows no way to cut these calls; ``jax.shard_map`` runs them on each device's
+part. Under its ``check_vma=True`` the gradient of what all devices share is summed by XLA, in an order of its own;
+``pydet.jax_distributed`` has one that no number of devices changes.
 
 Every option is static: a Python value, not a traced one. Errors are :class:`pydet.Error` while a function is traced,
 and XLA's own error with pydet's sentence in it afterwards.
 """
 
+from pydet.jax import calls  # noqa: F401 -- the first to want JAX, it says so
+from pydet.jax.attention import attention, dot_product_attention
 from pydet.jax.calls import Array
 from pydet.jax.fp8 import quantize, scaled_gemm
+from pydet.jax.general import dot_general
 from pydet.jax.groups import ragged_dot
 from pydet.jax.layernorm import layer_norm, layernorm, layernorm_backward
 from pydet.jax.products import gemm, gemm_da, gemm_db, linear, skinny_gemm
 from pydet.jax.rmsnorm import rms_norm, rmsnorm, rmsnorm_backward
 from pydet.jax.softmax import log_prob, log_softmax, softmax
+from pydet.ops import DWEIGHT_ROWS
 
 __all__ = [
+    "DWEIGHT_ROWS",
     "Array",
+    "attention",
+    "dot_general",
+    "dot_product_attention",
     "gemm",
     "gemm_da",
     "gemm_db",

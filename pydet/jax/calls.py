@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 try:
     import jax
@@ -21,7 +22,7 @@ from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, 
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
 from pydet.protocols import TYPES, UNSCALED, type_name
-from pydet.shapes import RULES, Operand, text
+from pydet.shapes import MAX_DIMS, RULES, Operand, text
 
 Array: TypeAlias = Any
 
@@ -64,15 +65,52 @@ _register()
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 
 
+_concrete: set[type] = set()  # the classes of JAX's arrays that are no tracers
+_names: dict[Any, str] = {}  # of element types; NumPy makes a type's name anew each time, at a cost
+
+
+def name_of(dtype: Any) -> str:
+    """The name of an element type."""
+    name = _names.get(dtype)
+    if name is None:
+        name = _names[dtype] = str(dtype.name)
+    return name
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def unwrapped(x: Any) -> Any:
+    """The array that something holds which is one to JAX, such as Flax's nnx.Param."""
+    return x.__jax_array__() if not is_array(x) and hasattr(type(x), "__jax_array__") else x
+
+
 def to_array(op: str, name: str, x: Any, types: tuple[str, ...] = UNSCALED) -> Array:
     """x as an array of one of the types."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+    if type(x) in _concrete and name_of(x.dtype) in types and x.ndim <= MAX_DIMS:
+        return _served_here(op, name, x)  # what follows would say the same, at five times the cost
+    x = unwrapped(x)
+    if not is_array(x):
         fail(INVALID_DTYPE, f"{op}: {name} is {type_name(x)}, want an array of JAX or NumPy")
     if isinstance(x, np.ma.MaskedArray):
         fail(INVALID_VALUE, f"{op}: {name} is a masked array, which is not supported; use .filled() or .data")
-    RULES.read(op, Operand(name, x.shape, x.dtype.name), 0, types)
-    x = jnp.asarray(x)  # not before: it narrows float64 without a word
-    if not isinstance(x, jax.core.Tracer):
+    RULES.read(op, Operand(name, x.shape, name_of(x.dtype)), 0, types)
+    return _served_here(op, name, x if isinstance(x, jax.Array) else jnp.asarray(x))  # which narrows float64, not taken
+
+
+def to_kind(op: str, name: str, x: Any, kind: str) -> Array:
+    """x as an array of int32 or bool."""
+    x = unwrapped(x)
+    if not is_array(x) or name_of(x.dtype) != kind:
+        got = name_of(x.dtype) if is_array(x) else type_name(x)
+        fail(INVALID_DTYPE, f"{op}: {name} is {got}, want {kind}")
+    return _served_here(op, name, x if isinstance(x, jax.Array) else jnp.asarray(x))
+
+
+def _served_here(op: str, name: str, x: Array) -> Array:
+    if type(x) in _concrete or not isinstance(x, jax.core.Tracer):
+        _concrete.add(type(x))
         device = next(iter(x.devices()))
         if device.platform not in _served:
             reason = _native.try_load(constants.PYDET_EXCHANGE_CUDA)[1] if device.platform == "gpu" else ""
@@ -82,7 +120,7 @@ def to_array(op: str, name: str, x: Any, types: tuple[str, ...] = UNSCALED) -> A
 
 def operands_of(*given: tuple[str, Array | None]) -> list[Any]:
     """What the rules read of named arrays."""
-    return [None if x is None else Operand(name, x.shape, x.dtype.name) for name, x in given]
+    return [None if x is None else Operand(name, x.shape, name_of(x.dtype)) for name, x in given]
 
 
 def static(op: str, name: str, x: Any, convert: Callable[[Any], Any], want: str) -> Any:
@@ -94,6 +132,16 @@ def static(op: str, name: str, x: Any, convert: Callable[[Any], Any], want: str)
     except (TypeError, ValueError):
         pass
     fail(INVALID_VALUE, f"{op}: {name} is {x!r}, want {want}")
+
+
+class Real(float):
+    """A number that is static: it equals those of its own bits, where 0.0 == -0.0 would take one's program for both."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Real) and self.hex() == other.hex()
+
+    def __hash__(self) -> int:
+        return hash(self.hex())
 
 
 def kernel_name(op: str, kernel: str | None) -> str:
@@ -133,7 +181,7 @@ def continued(
         fail(INVALID_VALUE, f"{op}: accumulate is {accumulate}, want None or the float32 array to continue from")
     accumulate = to_array(op, "accumulate", accumulate)
     if accumulate.dtype != jnp.float32 or wanted not in (None, "float32"):
-        got = f"{accumulate.dtype.name}, and the result {wanted or accumulate.dtype.name}"
+        got = f"{name_of(accumulate.dtype)}, and the result {wanted or name_of(accumulate.dtype)}"
         fail(INVALID_DTYPE, f"{op}: accumulate is {got}, want float32")
     if accumulate.shape != shape:
         fail(INVALID_SHAPE, f"{op}: accumulate is {text(accumulate.shape)}, want {text(shape)}")
@@ -147,20 +195,70 @@ def as_rows(x: Array) -> Array:
 # ---- The call -------------------------------------------------------------------------------------------------------
 
 
-_NO_DERIVATIVE = {
-    "gemm": "gemm: no forward-mode derivative (jax.jvp), only gradients (jax.grad, jax.vjp)",
-    "grouped_gemm": "ragged_dot: no forward-mode derivative (jax.jvp), only gradients (jax.grad, jax.vjp)",
+_NO_DERIVATIVE = {  # of what has no gradient of its own, or no second one
     "scaled_gemm": "scaled_gemm: no derivative, nor has quantize",
     "quantize": "quantize: no derivative",
     "rmsnorm": "rmsnorm: no derivative; rms_norm has first gradients (jax.grad, jax.vjp)",
-    "rmsnorm_backward": "rmsnorm_backward: no derivative of this gradient",
+    "rmsnorm_backward": "rmsnorm_backward: no derivative of this gradient; rms_norm has first gradients",
     "layernorm": "layernorm: no derivative; layer_norm has first gradients (jax.grad, jax.vjp)",
-    "layernorm_backward": "layernorm_backward: no derivative of this gradient",
-    "softmax": "softmax: no forward-mode derivative (jax.jvp), only first gradients (jax.grad, jax.vjp)",
+    "layernorm_backward": "layernorm_backward: no derivative of this gradient; layer_norm has first gradients",
     "softmax_backward": "softmax_backward: no derivative of this gradient",
-    "log_prob": "log_prob: no forward-mode derivative (jax.jvp), only first gradients (jax.grad, jax.vjp)",
     "log_prob_backward": "log_prob_backward: no derivative of this gradient",
+    "attention_backward": "attention_backward: no derivative of this gradient; attention has first gradients",
 }
+
+
+def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: a call outside of any program is one, which JAX keeps; inside of one nothing is seen of it. What is
+    not static is an array or None. Within ``shard_map`` all arrays vary over the same axes from then on, so that the
+    gradient of one that did not is summed over the devices."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*given: Any) -> Any:
+            arrays = iter(_aligned([x for i, x in enumerate(given) if i not in static and x is not None]))
+            return function(*(x if i in static or x is None else next(arrays) for i, x in enumerate(given)))
+
+        return jax.jit(run, static_argnums=static, inline=True)
+
+    return decorate
+
+
+_core: Any = jax.core
+_typeof: Any = getattr(jax, "typeof", None) or _core.get_aval
+
+
+def _axes(x: Array) -> frozenset[str]:
+    """The axes of ``shard_map`` that an array varies over, where JAX checks that."""
+    aval = _typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
+
+
+def _aligned(arrays: list[Array]) -> list[Array]:
+    """Arrays that vary over the same axes."""
+    axes = [_axes(x) for x in arrays]
+    if len(set(axes)) < 2:
+        return arrays
+    every = frozenset[str]().union(*axes)
+    return [_varying(x, tuple(sorted(every - own))) for x, own in zip(arrays, axes, strict=True)]
+
+
+def _varying(x: Array, axes: tuple[str, ...]) -> Array:
+    lax: Any = jax.lax
+    if not axes:
+        return x
+    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
+
+
+def _like(result: Any, x: Array) -> Any:
+    """What a result is, over the axes that an operand varies over."""
+    if not _axes(x):
+        return result
+    aval = _typeof(x)
+    name = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
+    where = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=where, **{name: getattr(aval, name)})
 
 
 def call_handler(
@@ -175,15 +273,32 @@ def call_handler(
     gemm broadcasts what is unbatched, and products of groups and of fp8 are made one by one. A norm takes a weight a
     group of rows, which nested batches keep in order only where all operands have every batch dimension; and what lies
     in a result's memory must have its shape."""
-    typed = {
-        key: x if isinstance(x, str) else np.float64(x) if isinstance(x, float) else np.int64(x)
-        for key, x in attributes.items()
-    }
+    typed = tuple((key, Real(x) if isinstance(x, float) else x) for key, x in attributes.items())
+    return _call(target, results, tuple(aliases.items()), typed, layouts, *operands)
+
+
+@compiled(0, 1, 2, 3, 4)
+def _call(target: str, results: Any, aliases: Any, attributes: Any, layouts: Any, *operands: Array) -> Any:
     method = "expand_dims" if target == "gemm" and not aliases else "broadcast_all"
     method = "sequential" if target in ("grouped_gemm", "scaled_gemm", "quantize") else method
+    several = isinstance(results, tuple)
+    typed = {
+        key: x if isinstance(x, str) else np.float64(x) if isinstance(x, float) else np.int64(x)
+        for key, x in attributes
+    }
+    made = [_like(result, operands[0]) for result in (results if several else (results,))]
     call = jax.ffi.ffi_call(
-        f"pydet_{target}", results, vmap_method=method, input_output_aliases=aliases, input_layouts=layouts
+        f"pydet_{target}",
+        tuple(made) if several else made[0],
+        vmap_method=method,
+        input_output_aliases=dict(aliases),
+        input_layouts=layouts,
     )
-    guarded = jax.custom_jvp(lambda *given: call(*given, **typed))
-    guarded.defjvp(lambda primals, tangents: fail(UNSUPPORTED, _NO_DERIVATIVE[target]))
+
+    # A gradient is refused when it is asked for, not where it is cut off (jax.lax.stop_gradient).
+    def refuse(saved: None, gradient: Any) -> NoReturn:
+        fail(UNSUPPORTED, _NO_DERIVATIVE.get(target, f"{target}: no derivative"))
+
+    guarded = jax.custom_vjp(lambda *given: call(*given, **typed))
+    guarded.defvjp(lambda *given: (call(*given, **typed), None), refuse)
     return guarded(*operands)

@@ -9,9 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pydet._native import INVALID_DTYPE, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, fail
 from pydet.frameworks import type_index
-from pydet.jax.calls import INVALID_SHAPE, Array, Options, call_handler, options_of, to_array
+from pydet.jax.calls import (
+    INVALID_SHAPE,
+    Array,
+    Options,
+    call_handler,
+    compiled,
+    name_of,
+    options_of,
+    to_array,
+    unwrapped,
+)
+from pydet.jax.general import check_precision
 from pydet.ops import Arithmetic
 from pydet.protocols import TYPES, type_name
 from pydet.shapes import text
@@ -69,12 +80,20 @@ _rows_by_group.defvjp(_rows_by_group_forward, _rows_by_group_backward)
 _sums_by_group.defvjp(_sums_by_group_forward, _sums_by_group_backward)
 
 
+@compiled(3, 4)
+def _run_ragged(lhs: Array, rhs: Array, sizes: Array, dtype: str, options: Options) -> Array:
+    result: Array = _rows_by_group(lhs, rhs, jnp.cumsum(sizes, dtype=jnp.int32), dtype, False, options)
+    return result
+
+
 def ragged_dot(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
     *,
     out_dtype: Any = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     kernel: str | None = None,
@@ -89,7 +108,8 @@ def ragged_dot(
         rhs: ``[G, K, N]``, of the type of ``lhs``.
         group_sizes: ``[G]``, int32: how many rows each group has. They may be traced, and sum to less than T: rows past
             the last group are zeros, and so are their gradients.
-        out_dtype: that of the result; ``lhs``'s by default.
+        out_dtype, or preferred_element_type: that of the result; ``lhs``'s by default.
+        precision: as in :func:`dot_general`.
         arithmetic, k_chunk, kernel: as in :func:`gemm`.
 
     Returns:
@@ -103,11 +123,18 @@ def ragged_dot(
         fail(INVALID_DTYPE, f"ragged_dot: rhs is {rhs.dtype.name}, want {lhs.dtype.name} as lhs")
     if rhs.shape[1] != lhs.shape[1]:
         fail(INVALID_SHAPE, f"ragged_dot: rhs is {text(rhs.shape)}, want Gx{lhs.shape[1]}xN")
-    if not isinstance(group_sizes, jax.Array | np.ndarray) or group_sizes.dtype.name != "int32":
+    group_sizes = unwrapped(group_sizes)
+    if not isinstance(group_sizes, jax.Array | np.ndarray) or name_of(group_sizes.dtype) != "int32":
         got = group_sizes.dtype.name if hasattr(group_sizes, "dtype") else type_name(group_sizes)
         fail(INVALID_DTYPE, f"ragged_dot: group_sizes is {got}, want an int32 array")
     if group_sizes.shape != rhs.shape[:1]:
         fail(INVALID_SHAPE, f"ragged_dot: group_sizes is {text(group_sizes.shape)}, want {rhs.shape[0]}")
-    dtype = lhs.dtype.name if out_dtype is None else TYPES[type_index(out_dtype, "ragged_dot")]
-    ends = jnp.cumsum(jnp.asarray(group_sizes), dtype=jnp.int32)
-    return _rows_by_group(lhs, rhs, ends, dtype, False, options_of("ragged_dot", arithmetic, k_chunk, kernel))
+    check_precision("ragged_dot", precision)
+    if out_dtype is not None and preferred_element_type is not None:
+        fail(INVALID_VALUE, "ragged_dot: preferred_element_type is given with out_dtype, want one of them")
+    dtype = name_of(lhs.dtype)
+    for name, given in (("out_dtype", out_dtype), ("preferred_element_type", preferred_element_type)):
+        dtype = dtype if given is None else TYPES[type_index(given, "ragged_dot", name)]
+    options = options_of("ragged_dot", arithmetic, k_chunk, kernel)
+    result: Array = _run_ragged(lhs, rhs, jnp.asarray(group_sizes), dtype, options)
+    return result

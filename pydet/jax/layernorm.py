@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pydet import _native
-from pydet._native import constants, ffi
 from pydet.frameworks import type_index
-from pydet.jax.calls import Array, call_handler, kernel_name, operands_of, static, to_array
-from pydet.jax.rmsnorm import norm_operands, norm_options
+from pydet.jax.calls import Array, Real, call_handler, compiled, kernel_name, name_of, operands_of, static, to_array
+from pydet.jax.rmsnorm import norm_operands, norm_options, sums_workspace
 from pydet.protocols import TYPES
 from pydet.shapes import RULES
 
@@ -57,9 +55,7 @@ def _layer_backward(
     if dbias_dtype is not None:
         results.append(jax.ShapeDtypeStruct((n,), dbias_dtype))
     if len(results) > 1:
-        size, library = ffi.new("uint64_t *"), _native.load(constants.PYDET_EXCHANGE_CPU)
-        library.check(library.lib.pydet_layernorm_backward_workspace(math.prod(x.shape[:-1]), n, size))
-        results.append(jax.ShapeDtypeStruct((size[0],), jnp.uint8))
+        results.append(jax.ShapeDtypeStruct((sums_workspace("layernorm", math.prod(x.shape[:-1]), n),), jnp.uint8))
     has = {
         "has_weight": weight is not None,
         "has_bias": dbias_dtype is not None,
@@ -117,6 +113,7 @@ def _layer_norm_backward(
 
 
 _layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+_run_layer_norm = compiled(4, 5, 6)(_layer_norm)
 
 
 def _layer_operands(op: str, x: Any, weight: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
@@ -150,7 +147,7 @@ def layer_norm(
     """
     x, weight, bias, residual = _layer_operands("layer_norm", x, weight, bias, residual)
     options = (*norm_options("layer_norm", eps, weight_offset), kernel_name("layer_norm", kernel))
-    y, *total = _layer_norm(x, residual, weight, bias, *options)
+    y, *total = _run_layer_norm(x, residual, weight, bias, *options)
     return (y, *total) if total else y
 
 
@@ -215,9 +212,9 @@ def layernorm_backward(
     RULES.norm(op, rows, (gradient, added), weights, of_rows)
     RULES.norm(op, rows, (), None, means)
     has_bias = static(op, "has_bias", has_bias, bool, "True or False")
-    dtype = (x if weight is None else weight).dtype.name
+    dtype = name_of((x if weight is None else weight).dtype)
     if dweight_dtype is not None:
         dtype = TYPES[type_index(dweight_dtype, op, "dweight_dtype")]
-    offset = static(op, "weight_offset", weight_offset, float, "a number")
+    offset = Real(static(op, "weight_offset", weight_offset, float, "a number"))
     operands = (dy, x, mean, rstd, weight, dtype if has_bias else None, dresidual, offset, dtype)
     return _layer_backward(*operands, kernel_name(op, kernel))

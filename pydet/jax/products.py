@@ -10,12 +10,24 @@ import jax.numpy as jnp
 
 from pydet._native import UNSUPPORTED, fail
 from pydet.hooks import unknown
-from pydet.jax.calls import Array, Options, as_rows, call_handler, continued, operands_of, options_of, static, to_array
+from pydet.jax.calls import (
+    Array,
+    Options,
+    as_rows,
+    call_handler,
+    compiled,
+    continued,
+    name_of,
+    operands_of,
+    options_of,
+    static,
+    to_array,
+)
 from pydet.ops import Arithmetic
 from pydet.shapes import RULES, text
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """How the matrices of a product lie: as a and b, or as their transposes."""
 
     transpose_a: bool = False
@@ -23,9 +35,10 @@ class _Layout(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _product(
-    a: Array, b: Array, bias: Array | None, start: Array | None, dtype: str, layout: _Layout, options: Options
+def product(
+    a: Array, b: Array, bias: Array | None, start: Array | None, dtype: str, layout: Layout, options: Options
 ) -> Array:
+    """Of matrices, or batches whose leading dimensions broadcast, with gradients; `start`: to continue from."""
     m, n = a.shape[-1 if layout.transpose_a else -2], b.shape[-2 if layout.transpose_b else -1]
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     # All of one rank, so that what vmap puts in front of them meets.
@@ -41,7 +54,7 @@ def _product(
 
 
 def _product_forward(
-    a: Array, b: Array, bias: Array | None, start: Array | None, dtype: str, layout: _Layout, options: Options
+    a: Array, b: Array, bias: Array | None, start: Array | None, dtype: str, layout: Layout, options: Options
 ) -> tuple[Array, Any]:
     if a.shape[:-2] != b.shape[:-2] and (b.ndim > 2 or layout.transpose_a):
         fail(
@@ -49,7 +62,7 @@ def _product_forward(
             f"gemm: no gradient where batch dimensions broadcast ({a.shape}, {b.shape}) unless b is a matrix; "
             "broadcast them with jnp.broadcast_to",
         )
-    result = _product(a, b, bias, start, dtype, layout, options)
+    result = product(a, b, bias, start, dtype, layout, options)
     if bias is not None and bias.ndim > 1 and bias.shape != result.shape:
         fail(
             UNSUPPORTED,
@@ -59,32 +72,39 @@ def _product_forward(
     return result, (a, b, bias)
 
 
-def _product_backward(dtype: str, layout: _Layout, options: Options, saved: Any, dc: Array) -> tuple[Any, ...]:
+def _product_backward(dtype: str, layout: Layout, options: Options, saved: Any, dc: Array) -> tuple[Any, ...]:
     a, b, bias = saved
     given, dc, options = dc, dc.astype(a.dtype), options.of_backward()
 
-    def product(left: Array, right: Array, transpose_left: bool, transpose_right: bool) -> Array:
-        return _product(left, right, None, None, a.dtype.name, _Layout(transpose_left, transpose_right), options)
+    def times(left: Array, right: Array, transpose_left: bool, transpose_right: bool) -> Array:
+        return product(left, right, None, None, a.dtype.name, Layout(transpose_left, transpose_right), options)
 
-    if layout.transpose_a:
-        da = product(b, dc, layout.transpose_b, True)
-    else:
-        da = product(dc, b, False, not layout.transpose_b)
+    da = times(b, dc, layout.transpose_b, True) if layout.transpose_a else times(dc, b, False, not layout.transpose_b)
     rows, drows = (a, dc) if a.ndim == b.ndim else (as_rows(a), as_rows(dc))
     if layout.transpose_b:
-        db = product(drows, rows, True, layout.transpose_a)
+        db = times(drows, rows, True, layout.transpose_a)
     else:
-        db = product(rows, drows, not layout.transpose_a, False)
+        db = times(rows, drows, not layout.transpose_a, False)
     dbias = None
     if bias is not None and bias.ndim > 1:
         dbias = given.astype(bias.dtype)
     elif bias is not None:  # rows are summed as one chain of products with 1
         ones = jnp.ones((as_rows(dc).shape[0], 1), dc.dtype)
-        dbias = _product(ones, as_rows(dc), None, None, bias.dtype.name, _Layout(True), options)[0]
+        dbias = product(ones, as_rows(dc), None, None, bias.dtype.name, Layout(True), options)[0]
     return da, db, dbias, given
 
 
-_product.defvjp(_product_forward, _product_backward)
+product.defvjp(_product_forward, _product_backward)
+_run_product = compiled(4, 5, 6)(product)
+
+
+@compiled(4, 5)
+def _run_layer(x: Array, w: Array, bias: Array | None, start: Array | None, dtype: str, options: Options) -> Array:
+    """A product of rows of any leading dimensions, with weights ``[N, K]``."""
+    bias = bias if bias is None or bias.ndim == 1 else as_rows(bias)
+    start = None if start is None else as_rows(start)
+    y: Array = product(as_rows(x), w, bias, start, dtype, Layout(transpose_b=True), options)
+    return y.reshape(*x.shape[:-1], w.shape[0])
 
 
 def _matrix_product(
@@ -95,14 +115,15 @@ def _matrix_product(
     out_dtype: Any,
     accumulate: Any,
     how: tuple[Any, Any, Any],
-    layout: _Layout,
+    layout: Layout,
 ) -> Array:
     """The product of two named matrices or batches, which lie as `layout` says; `how`: arithmetic, k_chunk, kernel."""
     a, b = to_array(op, *first), to_array(op, *second)
     added = None if bias is None else to_array(op, "bias", bias)
     shape = RULES.product(op, *operands_of((first[0], a), (second[0], b), ("bias", added)))
-    start, dtype = continued(op, accumulate, shape, out_dtype, a.dtype.name)
-    return _product(a, b, added, start, dtype, layout, options_of(op, *how))
+    start, dtype = continued(op, accumulate, shape, out_dtype, name_of(a.dtype))
+    result: Array = _run_product(a, b, added, start, dtype, layout, options_of(op, *how))
+    return result
 
 
 def gemm(
@@ -126,7 +147,7 @@ def gemm(
         accumulate, arithmetic, k_chunk, kernel: see above.
     """
     how = arithmetic, k_chunk, kernel
-    return _matrix_product("gemm", ("a", a), ("b", b), bias, out_dtype, accumulate, how, _Layout())
+    return _matrix_product("gemm", ("a", a), ("b", b), bias, out_dtype, accumulate, how, Layout())
 
 
 def gemm_da(
@@ -146,7 +167,7 @@ def gemm_da(
         b: ``[..., K, N]``, as it went into :func:`gemm`; of the type of ``dc``.
         out_dtype, accumulate, arithmetic, k_chunk, kernel: as in :func:`gemm`.
     """
-    how, layout = (arithmetic, k_chunk, kernel), _Layout(transpose_b=True)
+    how, layout = (arithmetic, k_chunk, kernel), Layout(transpose_b=True)
     return _matrix_product("gemm_da", ("dc", dc), ("b", b), None, out_dtype, accumulate, how, layout)
 
 
@@ -170,7 +191,7 @@ def gemm_db(
         dc: ``[..., M, N]``, of the type of ``a``.
         out_dtype, accumulate, arithmetic, k_chunk, kernel: as in :func:`gemm`.
     """
-    how, layout = (arithmetic, k_chunk, kernel), _Layout(transpose_a=True)
+    how, layout = (arithmetic, k_chunk, kernel), Layout(transpose_a=True)
     return _matrix_product("gemm_db", ("a", a), ("dc", dc), None, out_dtype, accumulate, how, layout)
 
 
@@ -232,12 +253,11 @@ def _skinny(
     x, w = to_array(op, "x", x), to_array(op, "w", w)
     bias = None if bias is None else to_array(op, "bias", bias)
     shape = RULES.skinny_product(op, *operands_of(("x", x), ("w", w), ("bias", bias)))
-    start, dtype = continued(op, accumulate, shape, out_dtype, x.dtype.name)
+    start, dtype = continued(op, accumulate, shape, out_dtype, name_of(x.dtype))
     options = options_of(op, arithmetic, k_chunk, kernel)._replace(
         skinny=True,
         mode=unknown(static(op, "mode", mode, str, "a name"), op, "mode"),
         weights_constant=static(op, "weights_constant", weights_constant, bool, "True or False"),
     )
-    bias = bias if bias is None or bias.ndim == 1 else as_rows(bias)
-    start = None if start is None else as_rows(start)
-    return _product(as_rows(x), w, bias, start, dtype, _Layout(transpose_b=True), options).reshape(shape)
+    y: Array = _run_layer(x, w, bias, start, dtype, options)
+    return y

@@ -11,7 +11,19 @@ import jax.numpy as jnp
 
 from pydet import _native
 from pydet._native import INVALID_VALUE, constants, fail, ffi
-from pydet.jax.calls import Array, call_handler, continued, kernel_name, operands_of, static, to_array
+from pydet.jax.calls import (
+    Array,
+    Real,
+    call_handler,
+    compiled,
+    continued,
+    kernel_name,
+    name_of,
+    operands_of,
+    static,
+    to_array,
+)
+from pydet.ops import DWEIGHT_ROWS
 from pydet.shapes import RULES
 
 
@@ -41,6 +53,15 @@ def _norm(
     )
 
 
+def sums_workspace(norm: str, rows: Any, columns: Any) -> Any:
+    """Bytes of workspace for sums over rows. Where extents are symbols, those of whole blocks of DWEIGHT_ROWS."""
+    library, size = _native.load(constants.PYDET_EXCHANGE_CPU), ffi.new("uint64_t *")
+    symbols = not (isinstance(rows, int) and isinstance(columns, int))
+    extents = (DWEIGHT_ROWS, 1) if symbols else (rows, max(columns, 1))
+    library.check(getattr(library.lib, f"pydet_{norm}_backward_workspace")(*extents, size))
+    return -(-rows // DWEIGHT_ROWS) * columns * int(size[0]) if symbols else int(size[0])
+
+
 def _norm_backward(
     dy: Array,
     x: Array,
@@ -60,11 +81,9 @@ def _norm_backward(
     if bias is not None:
         results.append(bias)
     if len(results) > 1:
-        columns, size = math.prod(results[1].shape), ffi.new("uint64_t *")
-        library = _native.load(constants.PYDET_EXCHANGE_CPU)
-        rows = x.size // columns if columns else 0
-        library.check(library.lib.pydet_rmsnorm_backward_workspace(rows, max(columns, 1), size))
-        results.append(jax.ShapeDtypeStruct((size[0] * (1 if bias is None else 2),), jnp.uint8))
+        tail = len(results[1].shape)
+        of_one = sums_workspace("rmsnorm", math.prod(x.shape[: x.ndim - tail]), math.prod(x.shape[x.ndim - tail :]))
+        results.append(jax.ShapeDtypeStruct((of_one * (1 if bias is None else 2),), jnp.uint8))
     operands = [operand for operand in (dy, x, rstd, weight, dresidual, start) if operand is not None]
     has = {
         "has_weight": weight is not None,
@@ -124,6 +143,7 @@ def _rms_norm_backward(
 
 
 _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+_run_rms_norm = compiled(4, 5, 6)(_rms_norm)
 
 
 def norm_operands(
@@ -145,7 +165,7 @@ def norm_options(op: str, eps: Any, weight_offset: Any) -> tuple[float, float]:
     )
     if not eps >= 0:
         fail(INVALID_VALUE, f"{op}: eps is {eps}, want a number that is not negative")
-    return eps, weight_offset
+    return Real(eps), Real(weight_offset)
 
 
 def rms_norm(
@@ -174,7 +194,7 @@ def rms_norm(
     """
     x, weight, residual, bias = norm_operands("rms_norm", x, weight, residual, bias, True)
     options = (*norm_options("rms_norm", eps, weight_offset), kernel_name("rms_norm", kernel))
-    y, *total = _rms_norm(x, residual, weight, bias, *options)
+    y, *total = _run_rms_norm(x, residual, weight, bias, *options)
     return (y, *total) if total else y
 
 
@@ -248,8 +268,8 @@ def rmsnorm_backward(
         fail(INVALID_VALUE, f"{op}: accumulate continues dweight alone, want has_bias=False")
     sample = x if weight is None else weight
     shape = x.shape[-1:] if weight is None else weight.shape
-    start, dtype = continued(op, accumulate, shape, dweight_dtype, sample.dtype.name, "dweight_dtype")
-    offset = static(op, "weight_offset", weight_offset, float, "a number")
+    start, dtype = continued(op, accumulate, shape, dweight_dtype, name_of(sample.dtype), "dweight_dtype")
+    offset = Real(static(op, "weight_offset", weight_offset, float, "a number"))
     bias = jax.ShapeDtypeStruct(shape, dtype) if has_bias else None
     found = _norm_backward(dy, x, rstd, weight, bias, dresidual, offset, start, dtype, kernel_name(op, kernel))
     return found if has_bias else found[:2]

@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pydet._native import INVALID_DTYPE, fail
-from pydet.jax.calls import INVALID_SHAPE, Array, call_handler, kernel_name, operands_of, to_array
+from pydet.jax.calls import (
+    INVALID_SHAPE,
+    Array,
+    call_handler,
+    compiled,
+    kernel_name,
+    name_of,
+    operands_of,
+    to_array,
+    unwrapped,
+)
 from pydet.protocols import type_name
 from pydet.shapes import RULES, text
 
@@ -34,6 +44,7 @@ def _soft_backward(log: bool, kernel: str, y: Array, dy: Array) -> tuple[Array]:
 
 
 _soft.defvjp(_soft_forward, _soft_backward)
+_run_soft = compiled(1, 2)(_soft)
 
 
 def _soft_operand(op: str, x: Any) -> Array:
@@ -49,12 +60,12 @@ def softmax(x: Array, *, kernel: str | None = None) -> Array:
         x: ``[..., N]``.
         kernel: as in :func:`gemm`.
     """
-    return _soft(_soft_operand("softmax", x), False, kernel_name("softmax", kernel))
+    return _run_soft(_soft_operand("softmax", x), False, kernel_name("softmax", kernel))
 
 
 def log_softmax(x: Array, *, kernel: str | None = None) -> Array:
     """The logarithm of :func:`softmax`: :func:`pydet.log_softmax` with a gradient. Arguments as there."""
-    return _soft(_soft_operand("log_softmax", x), True, kernel_name("log_softmax", kernel))
+    return _run_soft(_soft_operand("log_softmax", x), True, kernel_name("log_softmax", kernel))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -73,6 +84,7 @@ def _column_backward(kernel: str, saved: Any, dlog_prob: Array) -> tuple[Array, 
 
 
 _column.defvjp(_column_forward, _column_backward)
+_run_column = compiled(2)(_column)
 
 
 def log_prob(x: Array, index: Array, *, kernel: str | None = None) -> Array:
@@ -87,9 +99,20 @@ def log_prob(x: Array, index: Array, *, kernel: str | None = None) -> Array:
         ``[...]``, float32.
     """
     x = _soft_operand("log_prob", x)
-    if not isinstance(index, jax.Array | np.ndarray) or index.dtype.name not in ("int32", "int64"):
+    index = unwrapped(index)
+    if not isinstance(index, jax.Array | np.ndarray) or name_of(index.dtype) not in ("int32", "int64"):
         got = index.dtype.name if hasattr(index, "dtype") else type_name(index)
         fail(INVALID_DTYPE, f"log_prob: index is {got}, want an array of int32 or int64")
     if index.shape != x.shape[:-1]:
         fail(INVALID_SHAPE, f"log_prob: index is {text(index.shape)}, want {text(x.shape[:-1])}")
-    return _column(x, jnp.asarray(index), kernel_name("log_prob", kernel))
+    if isinstance(index, np.ndarray):
+        index = _kept(index)
+    return _run_column(x, index, kernel_name("log_prob", kernel))
+
+
+def _kept(index: Any) -> Array:
+    """A NumPy array as JAX's, which narrows int64 where it is not enabled: what int32 does not hold is no column."""
+    config: Any = jax.config
+    if name_of(index.dtype) == "int64" and not config.jax_enable_x64:
+        index = np.where(index == index.astype(np.int32), index, -1).astype(np.int32)
+    return jnp.asarray(index)

@@ -21,7 +21,13 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 """
 
 from pydet.ops.activation import activation, activation_backward, geglu, gelu, sigmoid, silu, softplus, swiglu
-from pydet.ops.attention import attention, attention_paged, attention_varlen
+from pydet.ops.attention import (
+    attention,
+    attention_backward,
+    attention_paged,
+    attention_varlen,
+    attention_varlen_backward,
+)
 from pydet.ops.fold import fold
 from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
 from pydet.ops.layernorm import layernorm, layernorm_backward
@@ -59,8 +65,10 @@ __all__ = [
     "activation",
     "activation_backward",
     "attention",
+    "attention_backward",
     "attention_paged",
     "attention_varlen",
+    "attention_varlen_backward",
     "devices",
     "fold",
     "geglu",

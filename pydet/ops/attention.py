@@ -1,35 +1,54 @@
-"""Attention, forward: dense, packed and paged keys."""
+"""Attention of dense, packed and paged keys, and its gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydet._native import INVALID_VALUE, fail
 from pydet.hooks import methods, on_stream
 from pydet.ops.types import Arithmetic, Stream, Tensor
 from pydet.protocols import type_name
 
-(_attention,) = methods(("attention",))
+_attention, _backward = methods(("attention", "attention_backward"))
 Window = tuple[int | None, int | None]
 
 
-def _sides(window: Any) -> tuple[int | None, int | None]:
+def _sides(op: str, window: Any) -> tuple[int | None, int | None]:
     """The two sides of a window."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         what = repr(window) if isinstance(window, (int, tuple, list)) else type_name(window)
-        fail(INVALID_VALUE, f"attention: window is {what}, want a pair (left, right), None on a side for any")
+        fail(INVALID_VALUE, f"{op}: window is {what}, want a pair (left, right), None on a side for any")
     return window[0], window[1]
 
 
 def _call(q: Any, k: Any, v: Any, given: dict[str, Any], *operands: str) -> Any:
     """given: the arguments of the function, by name; operands: those of q, k and v, which the method takes by place."""
     options = {name: x for name, x in given.items() if name not in ("q", *operands, "window", "stream")}
-    options["window_left"], options["window_right"] = _sides(given["window"])
+    options["window_left"], options["window_right"] = _sides("attention", given["window"])
     stream = given["stream"]
     method = _attention if stream is None else on_stream(_attention, q, stream)
     return method(q, k, v, **options)
+
+
+_PLACES = ("dout", "q", "k", "v", "out", "lse")
+
+
+def _call_backward(given: dict[str, Any]) -> Any:
+    """given: the arguments of the function, by name."""
+    options = {name: x for name, x in given.items() if name not in (*_PLACES, "window", "only", "stream")}
+    options["window_left"], options["window_right"] = _sides("attention_backward", given["window"])
+    only, stream = given["only"], given["stream"]
+    if only not in (None, "q", "kv", "sinks"):
+        what = repr(only) if isinstance(only, str) else type_name(only)
+        fail(INVALID_VALUE, f"attention_backward: only is {what}, want 'q', 'kv', 'sinks' or None")
+    for name in {"q": ("dk", "dv"), "kv": ("dq",), "sinks": ("dq", "dk", "dv")}.get(only, ()):
+        if given[name] is not None:
+            fail(INVALID_VALUE, f"attention_backward: {name} is given with only={only!r}, want none")
+    options |= {"without_q": only in ("kv", "sinks"), "without_kv": only in ("q", "sinks")}
+    method = _backward if stream is None else on_stream(_backward, given["dout"], stream)
+    return method(*(given[name] for name in _PLACES), **options)
 
 
 def attention(
@@ -194,3 +213,111 @@ def attention_paged(
     if block_table is None:
         fail(INVALID_VALUE, "attention: block_table is None, want the pages of each sequence")
     return _call(q, k_cache, v_cache, given, "k_cache", "v_cache")
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    allowed: Any = None,
+    bias: Any = None,
+    first_key: Any = None,
+    seqlens_k: Any = None,
+    arithmetic: Arithmetic = "auto",
+    accumulate: bool = False,
+    only: Literal["q", "kv", "sinks"] | None = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dsinks: Any = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> Any:
+    """The gradients of :func:`attention`: dq, dk and dv from ``dout``, that of ``out``.
+
+    A row of dq is a function of its own query and of its own keys and values, a row of dk or dv of its own sequence
+    (NUMERICS.md, "Attention, backward"): not of the batch, of where anything lies, or of threads and kernels. Scores
+    are made again from q, k and ``lse``, so memory does not grow with Q K. ``kv_chunk`` has no part in it.
+
+    Args:
+        dout: ``[B, H, Q, E]``, of the type of ``q``, elements of a head adjacent.
+        q, k, v, out, lse: what :func:`attention` took, and gave with ``return_lse``.
+        scale, causal, window, softcap, sinks, allowed, bias, first_key, seqlens_k, arithmetic: as they were given to
+            :func:`attention`. bias has no gradient here.
+        accumulate: dk, dv and dsinks, then given and float32, are continued, not replaced; dq is written. Calls of some
+            sequences each, in order, then have the bits of one; and so have calls of some of a sequence's queries each,
+            cut at multiples of 128 and in order. (Under causal or a window such a call's keys end where its last query
+            stands. With more queries than keys under causal, multiples from the first that sees a key.)
+        only: ``"q"``: dq alone is made, ``"kv"``: dk and dv alone, ``"sinks"``: neither; the others are None. dsinks is
+            made wherever there are sinks.
+        dq, dk, dv: shaped like ``q``, ``k`` and ``v``, each float32 or of their type; made, of their type, if None.
+            Elements of a head are adjacent.
+        dsinks: ``[H]``, any of the three types, contiguous; where there are sinks it is made, of their type, if None.
+        kernel, stream: as in :func:`gemm`.
+
+    Returns:
+        ``(dq, dk, dv)``, or ``(dq, dk, dv, dsinks)`` with sinks. Rows of dk and dv that are no own key of their
+        sequence are 0, or kept under ``accumulate``; a query that sees no key has dq 0. A NaN or inf in a row of any
+        operand reaches what pairs of it that are allowed reach, and nothing else.
+
+    Raises:
+        Error: shapes, types, strides, devices, memory or options that do not fit.
+    """
+    return _call_backward(locals())
+
+
+def attention_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    arithmetic: Arithmetic = "auto",
+    accumulate: bool = False,
+    only: Literal["q", "kv", "sinks"] | None = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dsinks: Any = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> Any:
+    """The gradients of :func:`attention_varlen`. A sequence has the bits that it has alone.
+
+    Args:
+        dout: ``[T, H, E]``, of the type of ``q``, elements of a head adjacent.
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k: what :func:`attention_varlen` took, and gave with ``return_lse``.
+        scale, causal, window, softcap, sinks, arithmetic: as they were given to it.
+        accumulate, only, dsinks, kernel, stream: as in :func:`attention_backward`. Sums of sinks are over all
+            sequences, in order.
+        dq, dk, dv: as in :func:`attention_backward`. Tokens that are in no sequence are not written.
+
+    Returns:
+        ``(dq, dk, dv)``, or ``(dq, dk, dv, dsinks)`` with sinks.
+
+    Raises:
+        Error: as :func:`attention_backward`.
+    """
+    given = locals()
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x is None:
+            fail(INVALID_VALUE, f"attention_backward: {name} is None, want cumulative lengths")
+    return _call_backward(given)

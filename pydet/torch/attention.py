@@ -42,10 +42,11 @@ def attention(
     packed sequences, a cache with room, windows) are found and computed together, at about the speed of `causal`; for
     that the host reads a mask once while it lives, but not in a CUDA graph. Other rows are computed one by one.
 
-    Backward is made of products and exactly rounded steps in fp32, from q, k, v, the result and its ``lse``: a row's
-    gradient by q depends on nothing beyond them, its mask, the options and its row of the result's gradient; those by
-    k and v are ``ieee`` chains over the heads of a group, then queries. It holds blocks of about 2^20 scores on the CPU
-    and 2^26 on a GPU.
+    Backward is :func:`pydet.attention_backward`, in the same arithmetic, and its memory does not grow with Q K. The
+    gradients of a sequence by q, k and v have the bits that they have alone: in a batch, behind padding on either side
+    (whose rows get a gradient of 0), packed with others under a mask that lets each see no key of another. Under a mask
+    whose rows are no such ranges (trees, prefixes, windows over packed sequences) queries are counted from the first of
+    the row, keys from the first that any may see. In a CUDA graph a mask has no gradient.
 
     Args:
         q: ``[B, H, Q, D]``, float32, bfloat16 or float16. Widths that are no multiple of 8 are padded in a copy.
@@ -56,8 +57,7 @@ def attention(
         softcap: scores become ``softcap tanh(scale q k^T / softcap)``, as in Gemma 2; positive.
         sinks: ``[H]``, any of the three types: for each head the score of one more key, whose value is zero.
         causal: query i sees no key after ``K - Q + i``; with `allowed` both hold.
-        arithmetic: of all products of forward, and of the scores and ``dout v^T`` in backward, as in
-            :func:`pydet.gemm`.
+        arithmetic: as in :func:`pydet.gemm`.
         kv_chunk: keys of a segment, as in :func:`pydet.attention`.
         k_chunk: refused; the scores are single chains.
 
@@ -129,10 +129,6 @@ def _check_packed(ends_q: Tensor | None, ends_k: Tensor | None, query: Tensor, k
     return whole(ends_q), whole(ends_k)
 
 
-def _tracked(*given: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-
-
 def _of_one_sequence(ends_q: Tensor, ends_k: Tensor, tokens: int, causal: bool) -> Tensor:
     """``[1, 1, Q, K]``: whether query and key are of one of the sequences that are packed in a row; causal: and the key
     is not behind the query, aligned to the last key of the sequence."""
@@ -201,7 +197,7 @@ def register_attention(
         how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             ends = _check_packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
-            if attention_mask is None and not _tracked(query, key, value, s_aux):
+            if attention_mask is None:
                 rows = [x[0].transpose(0, 1) for x in (query, key, value)]
                 found: Tensor = torch.ops.pydet.attention_varlen(*rows, *ends, causal=causal, **how)[0]
                 return found[None], None
@@ -213,9 +209,11 @@ def register_attention(
         return y.transpose(1, 2).contiguous(), None
 
     def mask(*arguments: Any, **options: Any) -> Tensor | None:
-        # Without padding, and with as many keys as queries, a causal mask says nothing that `causal` does not.
+        # Without padding, a causal mask says nothing that `causal` does not where there are as many keys as queries, or
+        # one query behind a cache that grows (of a cache with room Transformers asks for the mask).
         lengths = [options.get(x) for x in ("q_length", "kv_length")]
-        plain = not arguments and options.get("attention_mask") is None and lengths[0] == lengths[1] not in (None, 1)
+        plain = not arguments and options.get("attention_mask") is None
+        plain = plain and (lengths[0] == lengths[1] is not None or lengths[0] == 1)
         config = options.get("config")  # OLMoE hands a window to its attention and none to its mask
         plain = plain and (
             getattr(config, "sliding_window", None) is None or bool(getattr(config, "layer_types", None))

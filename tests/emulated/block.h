@@ -51,6 +51,7 @@ const uint32_t *meet_warp(uint32_t mine, int from);
 void sync_warp();
 void meet_block();
 bool all_of_block(bool holds);
+char *shared_begin();  // of the block's dynamic shared memory
 // Returns once it holds, which other threads see to.
 void wait_until(const std::function<bool()> &holds);
 
@@ -75,6 +76,7 @@ template <class T> T from_lane(T value, int from) {
 
 inline void __syncthreads() { emulated::meet_block(); }
 inline int __syncthreads_and(int holds) { return emulated::all_of_block(holds != 0); }
+inline int __syncthreads_or(int holds) { return !emulated::all_of_block(holds == 0); }
 inline void __syncwarp() { emulated::sync_warp(); }
 template <class T> T __shfl_sync(unsigned, T value, int lane, int width = emulated::kWarp) {
   const int me = int(threadIdx.x) % emulated::kWarp;

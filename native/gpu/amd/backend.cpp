@@ -22,7 +22,7 @@ bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a
 constexpr Machine kGfx942 = {"gfx942", is_gfx942}, kGfx90a = {"gfx90a", is_gfx90a}, kBuilt = {kBuiltFor, is_built};
 
 // Every wave reads all of x. From 65 rows on tiles of 64x64 are faster, on gfx942 where K is whole stages of theirs or
-// the tiles fill the device (estimated: bench/README.md).
+// the tiles fill the device (estimated: tools/amd/limits.md).
 bool skinny_cdna2_prefers(const Gemm &g) { return g.m <= 64; }
 bool skinny_cdna3_prefers(const Gemm &g) {
   const bool whole = g.k % 64 == 0 && g.k_chunk == 0;
@@ -207,10 +207,11 @@ constexpr Backend hip() {
   backend.built_for = "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"";
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          no_kernels<Attention>(), table(kActivation), table(kActivationBackward));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), no_kernels<Attention>(),
+             no_kernels<AttentionBackward>(), table(kActivation), table(kActivationBackward));
   return backend;
 }
 

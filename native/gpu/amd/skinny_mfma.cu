@@ -39,7 +39,7 @@ constexpr int kAhead = chunked ? (tiles == 1   ? 16
 template <int tiles> constexpr int kChunkWaves = tiles == kMostTiles ? 4 : 8;  // more leave too little shared memory
 
 // A block a chunk is offered for more chunks than the blocks of Chunks::beside make in one round, or two where rows are
-// few: below, the second kernel's launch is not paid for (estimated: bench/README.md).
+// few: below, the second kernel's launch is not paid for (estimated: tools/amd/limits.md).
 constexpr int64_t least_apart(int64_t m) { return 1 + (m <= kRows ? 16 : m <= 4 * kRows ? 8 : 4); }
 constexpr int64_t kMostApart = 2560;  // rows of w: for more, there is work for every compute unit as it is
 constexpr int kJoinThreads = 64;

@@ -105,7 +105,7 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
     quantize_tiles_kernel(const __grid_constant__ Call c) {
   __shared__ uint32_t of_warp[kWarps], column_amax[transposes ? kWarps : 1][kSide];
   __shared__ float column_scale[kSide];
-  __shared__ __align__(16) uint8_t turned[transposes ? kSide * kPitch : 16];
+  __shared__ __align__(16) uint8_t transposed[transposes ? kSide * kPitch : 16];
   const Quantize &p = c.p;
   const int64_t group_k = blockIdx.x, group_m = int64_t(blockIdx.y) + int64_t(blockIdx.z) * gridDim.y;
   if (group_m >= c.stripes * p.batch.count) return;
@@ -192,7 +192,7 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
       for (int i = 0; i < kRowsEach; i += 2) {
         const uint32_t pair =
             round_pair(p.out.type, quotient<type>(c, v[i][j], s, by), quotient<type>(c, v[i + 1][j], s, by));
-        uint8_t *to = turned + (column + j) * kPitch + thread / kLanes + i * kRowsApart;
+        uint8_t *to = transposed + (column + j) * kPitch + thread / kLanes + i * kRowsApart;
         to[0] = uint8_t(pair), to[kRowsApart] = uint8_t(pair >> 8);
       }
     }
@@ -202,7 +202,7 @@ template <Type type, bool transposes> __global__ void __launch_bounds__(kThreads
     for (int i = 0; i < kSide * kSide / 16 / kThreads; ++i) {
       const int row = thread / 8 + i * (kThreads / 8), from = thread % 8 * 16;  // of x^T, within the tile
       if (row >= cols || from >= rows) continue;
-      const uint8_t *bytes = turned + row * kPitch + from;
+      const uint8_t *bytes = transposed + row * kPitch + from;
       char *to = out.data + at[p.kTransposed] + (first_k + row) * out.row_stride + (first_m + from) * out.col_stride;
       if (c.transposed_vectors && from + 16 <= rows) {
         *reinterpret_cast<uint4 *>(to) = *reinterpret_cast<const uint4 *>(bytes);

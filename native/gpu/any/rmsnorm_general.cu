@@ -215,7 +215,8 @@ constexpr int kChainThreads = 128, kChainBlocks = __CUDA_ARCH__ != 900 ? 4 : 0;
 constexpr int kChainThreads = 128, kChainBlocks = 0;
 #endif
 
-// Elements from one row of a head to its next, and from a head to the next, where they are the same everywhere.
+// How x and dy are walked where they are `even`: one stride leads from every row of a head to its next, and one from
+// every head to the next. These strides, in elements. Else each row's place is worked out.
 struct Steps {
   bool even;
   int64_t x_row, x_head, dy_row, dy_head;

@@ -8,7 +8,8 @@
 #include "core/backend.h"
 #include "gpu/backend.h"
 #include "gpu/kernels.h"
-#include "gpu/nvidia/sm90/attention/plan.h"
+#include "gpu/nvidia/attention_backward.h"
+#include "gpu/nvidia/sm90/attention/backward.h"
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/groups.h"
 
@@ -308,8 +309,25 @@ constexpr Kernel<Attention> kAttention[] = {
         .takes(attention_ieee_takes)
         .launches(attention_ieee),
 };
+constexpr uint64_t kAttentionBackwardTile = kPacked | kLengths | kFirstKey | kWindow | kAccumulate;
+constexpr uint64_t kAllOfAttentionGradient = (kAllOfAttention & ~(kLogSumExp | kPages)) | kAccumulate;
+constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
+    Row(kAttentionBackwardName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
+        .takes(attention_backward_sm90_takes)
+        .launches(attention_backward_sm90),
+    Row("cuda_attention_backward_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kAllOfAttentionGradient)
+        .launches(attention_backward_mma),
+    Row("cuda_attention_backward_sm80_mma", kHalfTypes, Arithmetic::sm80, kSm80To89, kAllOfAttentionGradient)
+        .launches(attention_backward_mma),
+    Row("cuda_attention_backward_ieee", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfAttentionGradient)
+        .launches(attention_backward_ieee),
+};
 uint64_t attention_workspace(const Attention &a, const char *kernel) {
   return std::max(attention_sm90_workspace(a, kernel), bytes_of_parts(a));
+}
+
+uint64_t attention_backward_workspace(const AttentionBackward &b, const char *kernel) {
+  return std::max(attention_backward_sm90_workspace(b, kernel), bytes_of_deltas(b.forward));
 }
 
 constexpr Kernel<Activation> kActivation[] = {
@@ -455,6 +473,7 @@ Arithmetic tensor_cores(int32_t id) {
 
 constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
+constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 
 constexpr Backend cuda() {
   Backend backend = {PYDET_CUDA, "CUDA"};
@@ -463,10 +482,11 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kActivation), table(kActivationBackward));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward));
   return backend;
 }
 

@@ -55,8 +55,8 @@ struct Operand {
 // Otherwise rows of `tile` outers. Eight rows at one 16-byte column never share a bank.
 template <bool k_contiguous, int tile> __device__ __forceinline__ int place(int o, int k) {
   int row = k_contiguous ? o : k, along = k_contiguous ? k : o;
-  int chunk = along / kChunkElements, turned = k_contiguous ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
-  return row * (k_contiguous ? kStageK : tile) + turned * kChunkElements + along % kChunkElements;
+  int chunk = along / kChunkElements, swizzled = k_contiguous ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
+  return row * (k_contiguous ? kStageK : tile) + swizzled * kChunkElements + along % kChunkElements;
 }
 
 // Fills one operand's stage with outers [o0, o0 + tile) and k [k0, k0 + 32), zeros past the extents.

@@ -155,7 +155,7 @@ template <Type type, Type fp8, bool transposes> __global__ void __launch_bounds_
   __shared__ uint32_t block_amax;
   __shared__ __align__(16) uint32_t of_warp[transposes ? kThreads / 32 : 1][kSide / 2];
   __shared__ __align__(16) float2 by_column[transposes ? kSide : 2];
-  __shared__ __align__(16) uint8_t turned[transposes ? kSide * kSide : 16];
+  __shared__ __align__(16) uint8_t transposed[transposes ? kSide * kSide : 16];
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int thread = int(threadIdx.x), lane = thread % kHalf, warp = thread / 32;
@@ -256,8 +256,8 @@ template <Type type, Type fp8, bool transposes> __global__ void __launch_bounds_
         pairs[i / 2] = round_pair<fp8>(quotient_of(j % 2 ? high<type>(upper) : low<type>(upper), by),
                                        quotient_of(j % 2 ? high<type>(under) : low<type>(under), by));
       }
-      *reinterpret_cast<uint2 *>(turned + cell_at(lane * kUnit + j, thread / kHalf)) = {pairs[0] | pairs[1] << 16,
-                                                                                        pairs[2] | pairs[3] << 16};
+      *reinterpret_cast<uint2 *>(transposed + cell_at(lane * kUnit + j, thread / kHalf)) = {pairs[0] | pairs[1] << 16,
+                                                                                            pairs[2] | pairs[3] << 16};
     }
     __syncthreads();
 #pragma unroll
@@ -265,8 +265,8 @@ template <Type type, Type fp8, bool transposes> __global__ void __launch_bounds_
       const int column = thread / 8 + i * (kThreads / 8), cell = thread % 8 * 2;
       const int to_row = group_k * kSide + column, to_column = group_m * kSide + cell * 8;
       if (to_row >= p.k || to_column >= p.m) continue;
-      const uint2 a = *reinterpret_cast<const uint2 *>(turned + cell_at(column, cell));
-      const uint2 b = *reinterpret_cast<const uint2 *>(turned + cell_at(column, cell + 1));
+      const uint2 a = *reinterpret_cast<const uint2 *>(transposed + cell_at(column, cell));
+      const uint2 b = *reinterpret_cast<const uint2 *>(transposed + cell_at(column, cell + 1));
       *reinterpret_cast<uint4 *>(p.transposed + to_row * p.transposed_stride + to_column) = {a.x, a.y, b.x, b.y};
     }
   }

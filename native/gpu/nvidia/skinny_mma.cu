@@ -300,7 +300,7 @@ template <class S> pydet_status launch_shape(const Gemm &g, Plan p) {
   constexpr int kFewestChunk = 2 * S::stage_steps, kRowsAtOnce = 64;
   const int warps = p.warps_w * p.warps_x;
   p.steps = int(divide_up(g.k, kStep));
-  p.chunk_steps = g.k_chunk ? int(std::min<int64_t>(g.k_chunk / kStep, p.steps)) : p.steps;
+  p.chunk_steps = int(Chunk{g.k_chunk}.of_chain(g.k, kStep));
   // Chains of so many rows keep the memory busy as they are, and short chunks would meet too often.
   p.groups = 1;
   while (p.groups * p.rows < kRowsAtOnce && p.chunk_steps >= kFewestChunk && p.groups * p.chunk_steps < p.steps &&

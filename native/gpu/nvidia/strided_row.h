@@ -87,8 +87,9 @@ template <int size, int T, int V, int F> struct Strided {
   }
 };
 
-// The tree over e, 4, 2 and 1 apart, of S groups of eight neighbouring threads: thread e is left with that of group
-// e S / 8.
+// Joins the lanes e of a group, partners 4, 2 and 1 apart (NUMERICS.md, "RMSNorm"). Of eight neighbouring threads each
+// has lane e of S groups, s[0] to s[S - 1], e being its number among them. In a step it gives its partner half of its
+// groups and keeps the other half. Thread e ends with the sum of group e S / 8.
 template <int S> __device__ __forceinline__ float joined_over_e(float (&s)[S]) {
   static_assert(S == 8 || S == 4 || S == 2);
   int left = S;

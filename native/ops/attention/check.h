@@ -77,6 +77,11 @@ inline pydet_status pairs_of(const View &view, const Attention &a, Pairs *pairs)
   return PYDET_OK;
 }
 
+// Vectors of heads: [B, H, T, ...], or [T, H, ...] of a pack.
+inline Heads heads_of(const View &view, bool packed) {
+  return {view.data, view.type, packed ? 0 : view.stride[0], view.stride[1], view.stride[packed ? 0 : 2]};
+}
+
 // Sequences, their keys and where those lie.
 inline pydet_status keys_of_views(const AttentionViews &x, Attention *a) {
   const char *op = x.q.op;
@@ -122,8 +127,9 @@ inline pydet_status keys_of_views(const AttentionViews &x, Attention *a) {
   return PYDET_OK;
 }
 
+// 0 by its bits, since a thread that reads subnormals as zeros takes one for none.
 inline pydet_status check_scale(const char *op, const char *name, float value, bool or_none) {
-  if ((or_none && value == 0) || (value >= 0x1p-100f && value <= 0x1p100f)) return PYDET_OK;
+  if ((or_none && bits_of(value) << 1 == 0) || (value >= 0x1p-100f && value <= 0x1p100f)) return PYDET_OK;
   return fail(PYDET_INVALID_VALUE, "%s: %s is %g, want a number from 2^-100 to 2^100", op, name, double(value));
 }
 
@@ -140,15 +146,14 @@ inline pydet_status check_segment(const char *op, int64_t kv_chunk, int64_t *use
   return PYDET_OK;
 }
 
-inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_options &options, Attention *a) {
+// The operands that the forward has, and where they lie.
+inline pydet_status operands_of(const AttentionViews &x, Attention *a) {
   const View &q = x.q;
   const char *op = q.op;
   const bool packed = x.q_start.present();
-  const View *inputs[] = {&q,           &x.k,       &x.v,       &x.sinks,    &x.allowed, &x.bias,
-                          &x.first_key, &x.q_start, &x.k_start, &x.k_length, &x.pages};
-  const View *outputs[] = {&x.out, &x.lse};
-  for (const View *other : inputs) PYDET_TRY(same_device(q, *other));
-  for (const View *other : outputs) PYDET_TRY(same_device(q, *other));
+  for (const View *other : {&x.k, &x.v, &x.sinks, &x.allowed, &x.bias, &x.first_key, &x.q_start, &x.k_start,
+                            &x.k_length, &x.pages, &x.out, &x.lse})
+    PYDET_TRY(same_device(q, *other));
   for (const View *other : {&x.k, &x.v, &x.out}) PYDET_TRY(same_type(q, *other));
   PYDET_TRY(want_ndim(q, packed ? 3 : 4, packed ? "TxHxD, since cu_seqlens_q is given" : "BxHxQxD"));
   const int token = packed ? 0 : 2;
@@ -174,11 +179,8 @@ inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_
   like_q[q.ndim - 1] = a->e;
   PYDET_TRY(want_shape(x.out, like_q, q.ndim));
   for (const View *view : {&q, &x.k, &x.v, &x.out}) PYDET_TRY(unit_last_stride(*view));
-  auto heads_of = [&](const View &view) {
-    return Heads{view.data, view.type, packed ? 0 : view.stride[0], view.stride[1], view.stride[token]};
-  };
-  a->q = heads_of(q), a->out = heads_of(x.out);
-  if (x.lse.present()) a->lse = heads_of(x.lse);
+  a->q = heads_of(q, packed), a->out = heads_of(x.out, packed);
+  if (x.lse.present()) a->lse = heads_of(x.lse, packed);
   if (x.sinks.present()) {
     PYDET_TRY(want_shape(x.sinks, &a->heads, 1));
     PYDET_TRY(contiguous(x.sinks));
@@ -190,9 +192,14 @@ inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_
       return fail(PYDET_UNSUPPORTED,
                   "%s: %s is given with packed sequences, want none with cu_seqlens_q or cu_seqlens_k", op, view->name);
   PYDET_TRY(pairs_of(x.allowed, *a, &a->allowed));
-  PYDET_TRY(pairs_of(x.bias, *a, &a->bias));
-  PYDET_TRY(outputs_apart(inputs, outputs));
+  return pairs_of(x.bias, *a, &a->bias);
+}
 
+// What the options of both directions say alike. inputs, outputs: what the workspace is to be apart from.
+template <class Options, size_t in, size_t out>
+pydet_status settings_of(const View &q, const Options &options, const View *const (&inputs)[in],
+                         const View *const (&outputs)[out], Attention *a) {
+  const char *op = q.op;
   a->device = q.device;
   PYDET_TRY(resolve(op, a->device, q.type, options.arithmetic, &a->arithmetic));
   PYDET_TRY(check_scale(op, "scale", options.scale, true));
@@ -201,7 +208,6 @@ inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_
   PYDET_TRY(check_flag(op, "window", options.window));
   PYDET_TRY(check_window_side(op, "window_left", options.window_left));
   PYDET_TRY(check_window_side(op, "window_right", options.window_right));
-  PYDET_TRY(check_segment(op, options.kv_chunk, &a->kv_chunk));
   a->scale = options.scale != 0 ? options.scale : f32_from_f64(1.0 / __builtin_sqrt(double(a->d)));
   a->softcap = options.softcap;
   a->causal = options.causal != 0;
@@ -210,7 +216,85 @@ inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_
   PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
   for (const View *view : inputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
   for (const View *view : outputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
+  return PYDET_OK;
+}
+
+inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_options &options, Attention *a) {
+  const View *inputs[] = {&x.q,         &x.k,       &x.v,       &x.sinks,    &x.allowed, &x.bias,
+                          &x.first_key, &x.q_start, &x.k_start, &x.k_length, &x.pages};
+  const View *outputs[] = {&x.out, &x.lse};
+  PYDET_TRY(operands_of(x, a));
+  PYDET_TRY(outputs_apart(inputs, outputs));
+  PYDET_TRY(settings_of(x.q, options, inputs, outputs, a));
+  PYDET_TRY(check_segment(x.q.op, options.kv_chunk, &a->kv_chunk));
   a->workspace = options.workspace, a->workspace_size = options.workspace_size;
+  return PYDET_OK;
+}
+
+// ---- Backward ------------------------------------------------------------------------------------------------------
+
+struct AttentionBackwardViews {
+  AttentionViews forward;
+  View dout, dq, dk, dv, dsinks;
+};
+
+// A gradient of `like`, of its shape: in fp32, or of its type unless it `continues`.
+inline pydet_status check_gradient(const View &gradient, const View &like, bool continues) {
+  if (!gradient.present()) return PYDET_OK;
+  PYDET_TRY(same_device(like, gradient));
+  PYDET_TRY(want_shape(gradient, like.shape, like.ndim));
+  if (gradient.type == Type::f32) return unit_last_stride(gradient);
+  if (continues)
+    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", gradient.op, gradient.name,
+                type_name(gradient.type));
+  if (gradient.type != like.type)
+    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want %s as %s is, or float32", gradient.op, gradient.name,
+                type_name(gradient.type), type_name(like.type), like.name);
+  return unit_last_stride(gradient);
+}
+
+inline pydet_status attention_backward_of(const AttentionBackwardViews &b,
+                                          const pydet_attention_backward_options &options, AttentionBackward *to) {
+  const AttentionViews &x = b.forward;
+  Attention &a = to->forward;
+  const char *op = x.q.op;
+  const View *inputs[] = {&x.q,       &x.k,    &x.v,         &x.out,     &x.lse,     &b.dout,    &x.sinks,
+                          &x.allowed, &x.bias, &x.first_key, &x.q_start, &x.k_start, &x.k_length};
+  const View *outputs[] = {&b.dq, &b.dk, &b.dv, &b.dsinks};
+  PYDET_TRY(operands_of(x, &a));
+  PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
+  to->accumulate = options.accumulate != 0;
+  PYDET_TRY(same_device(x.q, b.dout));
+  PYDET_TRY(same_type(x.q, b.dout));
+  PYDET_TRY(want_shape(b.dout, x.out.shape, x.out.ndim));
+  PYDET_TRY(unit_last_stride(b.dout));
+  if (b.dk.present() != b.dv.present())
+    return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
+                b.dk.present() ? "dk" : "dv", b.dk.present() ? "dv" : "dk");
+  if (!b.dq.present() && !b.dk.present() && !b.dsinks.present())
+    return fail(PYDET_NULL_POINTER, "%s: dq, dk, dv and dsinks are NULL, want one of them", op);
+  if (to->accumulate && !b.dk.present() && !b.dsinks.present())
+    return fail(PYDET_NULL_POINTER, "%s: dk, dv and dsinks are NULL, want some of them under accumulate", op);
+  PYDET_TRY(check_gradient(b.dq, x.q, false));
+  PYDET_TRY(check_gradient(b.dk, x.k, to->accumulate));
+  PYDET_TRY(check_gradient(b.dv, x.v, to->accumulate));
+  if (b.dsinks.present()) {
+    if (!x.sinks.present()) return fail(PYDET_NULL_POINTER, "%s: dsinks is given without sinks, want both", op);
+    PYDET_TRY(same_device(x.q, b.dsinks));
+    PYDET_TRY(want_shape(b.dsinks, &a.heads, 1));
+    PYDET_TRY(contiguous(b.dsinks));
+    if (to->accumulate && b.dsinks.type != Type::f32)
+      return fail(PYDET_INVALID_DTYPE, "%s: dsinks is %s, want float32 under accumulate", op, type_name(b.dsinks.type));
+  }
+  PYDET_TRY(outputs_apart(inputs, outputs));
+  PYDET_TRY(settings_of(x.q, options, inputs, outputs, &a));
+  to->device = a.device;
+  const bool packed_q = x.q_start.present(), packed_k = x.k_start.present();
+  to->dout = heads_of(b.dout, packed_q);
+  if (b.dq.present()) to->dq = heads_of(b.dq, packed_q);
+  if (b.dk.present()) to->dk = heads_of(b.dk, packed_k), to->dv = heads_of(b.dv, packed_k);
+  to->dsinks = vector_of(b.dsinks);
+  to->workspace = options.workspace, to->workspace_size = options.workspace_size;
   return PYDET_OK;
 }
 

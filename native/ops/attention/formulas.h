@@ -57,6 +57,21 @@ PYDET_HD KeyRange keys_of(const Attention &a, const Extent &x, int64_t query) {
   return range;
 }
 
+// Queries [first, end) of the sequence, to which causal and window leave its own key `key`: those whose keys_of holds it.
+// Never less with a larger key.
+struct QueryRange {
+  int64_t first, end;
+};
+PYDET_HD QueryRange queries_of(const Attention &a, const Extent &x, int64_t key) {
+  const int64_t here = key - x.keys + x.queries;  // the query that stands at the key
+  QueryRange range = {0, x.queries};
+  if (a.window_left != kNoWindow) range.end = within(here + a.window_left + 1, 0, x.queries);
+  if (a.window_right != kNoWindow) range.first = within(here - a.window_right, 0, x.queries);
+  if (a.causal) range.first = within(here, range.first, x.queries);
+  if (range.end < range.first) range.end = range.first;
+  return range;
+}
+
 // Where vector `place` of a sequence's storage begins, in elements of `heads`, head 0.
 PYDET_HD int64_t key_offset(const Attention &a, const Heads &heads, int64_t sequence, int64_t place) {
   if (!a.pages) return sequence * heads.sequence_stride + place * heads.token_stride;
@@ -71,9 +86,11 @@ PYDET_HD int64_t key_offset(const Attention &a, const Heads &heads, int64_t sequ
 struct ScoreScale {
   float c, before_tanh, softcap;  // softcap 0: none
 };
-PYDET_HD ScoreScale score_scale(const Attention &a) {
-  if (a.softcap == 0) return {a.scale * kLog2e, 0, 0};
-  return {kLog2e, a.scale / a.softcap, a.softcap};
+// On the host, for GPUs on the calling thread, which may round otherwise and flush: in double precision a product of two
+// fp32 numbers is exact, and their quotient no nearer to a half way in fp32 than its rounding moves it.
+inline ScoreScale score_scale(const Attention &a) {
+  if (a.softcap == 0) return {f32_from_f64(double(a.scale) * double(kLog2e)), 0, 0};
+  return {kLog2e, f32_from_f64(double(a.scale) / double(a.softcap)), a.softcap};
 }
 PYDET_HD float capped(float s, const ScoreScale &scale) { return scale.softcap * tanh_f32(s * scale.before_tanh); }
 
@@ -126,5 +143,44 @@ PYDET_HD float log_sum_exp(const RowSoFar &row) { return fmaf(row.m, kLn2, log_f
 
 // One element of the result, before it is rounded to its type; `inverse` is fl(1 / l).
 PYDET_HD float weighed(float o, float inverse) { return (o + 0.0f) * inverse; }
+
+// ---- Backward ------------------------------------------------------------------------------------------------------
+
+constexpr int kQueriesBlock = 128;  // sums of dk and dv take the heads of a group by blocks of so many queries
+
+// The query from which those blocks are counted: the first to which causal and window leave a key, so that queries of left
+// padding have no part in it.
+PYDET_HD int64_t first_query(const Attention &a, const Extent &x) { return queries_of(a, x, 0).first; }
+
+constexpr int kDeltaLanes = 8;  // in which delta is summed: element e goes to lane e mod 8, by fmaf; then joined()
+
+// The row's lse in powers of two: weights are exp2 of x - this.
+PYDET_HD float lse_in_twos(float lse) { return lse * kLog2e; }
+
+// What a row's weights and gradients of scores are made with. A row whose `twos` is -Inf has no allowed key.
+struct RowBehind {
+  float twos;         // lse_in_twos
+  float delta_scale;  // fl(delta scale)
+};
+PYDET_HD RowBehind row_behind(float lse, float delta, float scale) { return {lse_in_twos(lse), delta * scale}; }
+
+// p_ij of an allowed pair. x: the score as the forward's exp2 takes it, but for its factor c.
+template <class Exp2> PYDET_HD float weight_again(float x, float c, const RowBehind &row) {
+  return Exp2::of(fmaf(x, c, -row.twos));
+}
+// ds_ij of an allowed pair, before it is rounded, where there is no softcap; dp: the chain of dout_i and v_j.
+PYDET_HD float score_gradient(float p, float dp, float scale, const RowBehind &row) {
+  return p * fmaf(dp, scale, -row.delta_scale);
+}
+// The same under a softcap; t: the tanh of which the score was made.
+PYDET_HD float capped_gradient(float ds, float t) { return ds * fmaf(-t, t, 1.0f); }
+
+// One step of the chain of dsinks. sink: as fp32.
+template <class Exp2> PYDET_HD float sink_step(float sum, float sink, float twos, float delta) {
+  return fmaf(-Exp2::of(fmaf(sink, kLog2e, -twos)), delta, sum);
+}
+
+// A sum that is done, before it is rounded to its type: never -0, so that steps of zeros may be left out.
+PYDET_HD float settled(float sum) { return sum + 0.0f; }
 
 }  // namespace pydet

@@ -69,6 +69,38 @@ template <> struct Operation<Attention> : AsAsked {
   }
   using Functions = FunctionList<pydet_attention, pydet_attention_workspace>;
   static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
+};
+
+// The gradients of q, k, v and the sinks from that of out. NUMERICS.md, "Attention, backward", has the order of every sum.
+struct AttentionBackward {
+  Device device;
+  void *stream;
+  // As it was called, of the same device and stream. out and lse are read: what it gave. There are no pages, and kv_chunk
+  // and its workspace are unused.
+  Attention forward;
+  Heads dout;        // of the operands' type
+  Heads dq, dk, dv;  // each fp32 or of the operands' type; data NULL where not asked for, or of no elements
+  Vector dsinks;     // one a head; data NULL likewise
+  bool accumulate;   // dk, dv and dsinks, then fp32, continue from what they hold
+  void *workspace;
+  uint64_t workspace_size;
+
+  uint64_t needs() const {
+    return (forward.needs() & ~uint64_t(kLogSumExp | kSinks)) | when(dsinks.data, kSinks) |
+           when(accumulate, kAccumulate);
+  }
+};
+
+template <> struct Operation<AttentionBackward> : AnyOperation {
+  static constexpr const char *name = "attention_backward";
+  static Type input(const AttentionBackward &b) { return b.forward.q.type; }
+  static Arithmetic arithmetic(const AttentionBackward &b) { return b.forward.arithmetic; }
+  template <class Show> static void memory(const AttentionBackward &b, Show show) {
+    Operation<Attention>::memory(b.forward, show);
+    show(b.dout.data, b.dq.data, b.dk.data, b.dv.data, b.dsinks.data);
+  }
+  using Functions = FunctionList<pydet_attention_backward, pydet_attention_backward_workspace>;
 };
 
 template <class Problem> struct Hooks;  // core/kernel.h
@@ -76,6 +108,9 @@ template <> struct Hooks<Attention> {
   // Bytes that the kernel which is asked for by name, or else whichever may be chosen, uses; of the problem the extents,
   // types, arithmetic and lengths are there, and no data.
   uint64_t (*workspace)(const Attention &, const char *kernel);
+};
+template <> struct Hooks<AttentionBackward> {
+  uint64_t (*workspace)(const AttentionBackward &, const char *kernel);  // likewise
 };
 
 }  // namespace pydet

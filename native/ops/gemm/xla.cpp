@@ -39,6 +39,13 @@ bool as_one_matrix(pydet_tensor *w) {
   return true;
 }
 
+// Dimensions in front that only the result and a bias have, as vmap over a bias alone makes them: a repeats along them.
+void spread(pydet_tensor *a, const pydet_tensor &b, const pydet_tensor &out) {
+  if (a->ndim != out.ndim || b.ndim != out.ndim) return;
+  for (int i = 0; i + 2 < out.ndim; ++i)
+    if (a->shape[i] == 1 && b.shape[i] == 1 && out.shape[i] != 1) a->shape[i] = out.shape[i], a->strides[i] = 0;
+}
+
 // Operands: a, b, then a bias if has_bias, what to continue from if accumulate; one result. transpose_a, transpose_b:
 // the matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
 // rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
@@ -49,9 +56,10 @@ void gemm(Call &call) {
   const bool skinny = call.flag("skinny");
   Shape shapes[4];
   const pydet_xla_buffer &result = call.result(0);
-  const pydet_tensor a = matrix(call, call.argument(0), transpose_a, &shapes[0]);
+  pydet_tensor a = matrix(call, call.argument(0), transpose_a, &shapes[0]);
   const pydet_tensor b = matrix(call, call.argument(1), transpose_b, &shapes[1]);
   const pydet_tensor out = matrix(call, result, false, &shapes[2]);
+  if (!call.failed()) spread(&a, b, out);
   pydet_tensor bias = {};
   if (has_bias && !call.failed()) bias = bias_of(call, call.argument(2), result, &shapes[3]);
   if (accumulate) expect_in_place(call, call.argument(2 + has_bias), result);

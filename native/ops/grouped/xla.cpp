@@ -18,8 +18,7 @@ void grouped_gemm(Call &call) {
   const pydet_tensor out = matrix(call, result, false, &shapes[2]);
   if (ends.rank != 1) call.fail("group_end is %s, want one dimension", ShapeWords(ends.dims, ends.rank).text);
   shapes[3] = {{elements(ends)}, {1}};
-  pydet_tensor group_end = call.tensor(ends, &shapes[3], 1);
-  if (ends.dtype == PYDET_XLA_S32) group_end.dtype = {PYDET_INT, 32, 1};
+  const pydet_tensor group_end = call.tensor(ends, &shapes[3], 1);
   expect_in_place(call, call.argument(3), result);
   pydet_grouped_gemm_options options = {};
   options.struct_size = sizeof options;

@@ -21,10 +21,7 @@ pydet_tensor as_values(Call &call, const char *name, const pydet_xla_buffer &buf
                        Shape *shape) {
   call.expect_shape(name, buffer, rows.dims, rows.rank ? rows.rank - 1 : 0);
   *shape = {{elements(buffer)}, {1}};
-  pydet_tensor values = call.tensor(buffer, shape, 1);
-  if (buffer.dtype == PYDET_XLA_S32) values.dtype = {PYDET_INT, 32, 1};
-  if (buffer.dtype == PYDET_XLA_S64) values.dtype = {PYDET_INT, 64, 1};
-  return values;
+  return call.tensor(buffer, shape, 1);
 }
 
 pydet_softmax_options softmax_options(Call &call) {

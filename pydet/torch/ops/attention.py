@@ -1,4 +1,4 @@
-"""``attention``: the library's kernels. ``attention_backward``: its products, and steps that are exactly rounded."""
+"""``attention`` and ``attention_backward``: the library's kernels, and what a mask says of sequences."""
 
 from __future__ import annotations
 
@@ -8,94 +8,14 @@ from typing import Any
 import torch
 
 import pydet
-from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.hooks import unknown
 from pydet.torch.ops import masks
-from pydet.torch.ops.products import run_gemm
 from pydet.torch.ops.register import DTYPES, Call, Tensor, define
 
 _SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # of the queries that are computed at a time; decides no bits
 
-# ---- The softmax, for backward ---------------------------------------------------------------------------------------
-
-_LOG2E = float.fromhex("0x1.715476p+0")  # NUMERICS.md's, as are the coefficients of its fine exp2
-_EXP2 = tuple(
-    float.fromhex(x)
-    for x in ("0x1.470b48p-13", "0x1.5f7276p-10", "0x1.3b270ep-7", "0x1.c6ae72p-5", "0x1.ebfbe2p-3", "0x1.62e432p-1")
-)
-
-
-def _exp2_(x: Tensor) -> Tensor:
-    """2^x in fp32, in place: each step is one exactly rounded operation on an element, so that an element's bits depend
-    on its value alone. Exactly 1 at 0, and exactly 0 below -126.5.
-
-    2^x = 2^n 2^f with n = round(x) and f = x - n, 2^f by a polynomial.
-    """
-    x.clamp_(-127.0, 127.0)
-    n = x.round()
-    x.sub_(n)
-    p = x * _EXP2[0]
-    for coefficient in _EXP2[1:]:
-        p.add_(coefficient).mul_(x)
-    p.add_(1.0)
-    power = n.add_(127.0).to(torch.int32).mul_(1 << 23).view(torch.float32)  # 2^n; 0 for n = -127
-    return torch.mul(p, power, out=x)
-
-
-_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-
-
-def _tanh(x: Tensor) -> Tensor:
-    """tanh(x) in fp32, of exactly rounded steps as `_exp2_` is: a polynomial below 0.625, from there on
-    (1 - e) / (1 + e) with e = exp(-2 |x|)."""
-    square = x * x
-    small = square * _TANH[0]
-    for coefficient in _TANH[1:]:
-        small.add_(coefficient).mul_(square)
-    small.mul_(x).add_(x)
-    size = x.abs()
-    e = _exp2_(size * (-2.0 * _LOG2E))
-    large = torch.copysign((1.0 - e).div_(e + 1.0), x)
-    return torch.where(size < 0.625, small, large)
-
-
-def _scores_(products: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Products as scores of base 2, in place, and the tanh that is in them."""
-    if softcap is None:
-        return products.mul_(scale * _LOG2E), None
-    tanh = _tanh(products.mul_(scale / softcap))
-    return torch.mul(tanh, softcap, out=products).mul_(_LOG2E), tanh
-
-
-def _weights_(scores: Tensor, allowed: Tensor | None, logs: Tensor) -> Tensor:
-    """2^(score - the row's lse in base 2), in place; exactly 0 where not allowed."""
-    scores.sub_(logs)
-    return _exp2_(scores if allowed is None else scores.masked_fill_(~allowed, float("-inf")))
-
-
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-def _gemm(a: Tensor, b: Tensor, dtype: Any, arithmetic: str) -> Tensor:
-    try:
-        return run_gemm(a, b, None, dtype, arithmetic, None)
-    except Error as problem:
-        if problem.status != constants.PYDET_INVALID_STRIDE:
-            raise
-    return run_gemm(a.contiguous(), b.contiguous(), None, dtype, arithmetic, None)
-
-
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[B, H, ...] as [B, G, H / G, ...]."""
-    return x.unflatten(1, (groups, x.shape[1] // groups))
-
-
-def _mask_of(allowed: Tensor | None, groups: int, first: int, last: int) -> Tensor | None:
-    """The rows of the mask for a block of queries, to go with scores [B, G, H / G, queries, K]."""
-    if allowed is None:
-        return None
-    rows = allowed[:, :, first:last]
-    return rows[:, :, None] if rows.shape[1] == 1 else _by_group(rows, groups)
 
 
 def _blocks(q: Tensor, k: Tensor, heads: int) -> Iterator[tuple[int, int]]:
@@ -246,6 +166,11 @@ def _run_attention(
     return y[..., : out.shape[-1]].contiguous(), log
 
 
+def adjacent(x: Tensor) -> Tensor:
+    """With the elements of a head behind each other, as a gradient that was expanded has them not."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
 def _run_attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -259,58 +184,92 @@ def _run_attention_backward(
     sinks: Tensor | None,
     softcap: float | None,
     causal: bool,
+    from_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """With p = exp(score - lse): dv = p^T dout, ds = scale p (dout v^T - sum(dout out)), dq = ds k, dk = ds^T q; and
-    for a sink, whose p is one more of a row's, dsink = -sum(p sum(dout out)). Under a softcap ds takes 1 - tanh^2 too.
-
-    dk and dv sum over the heads of a group, one after the other, and in each over its queries in their order; dsink
-    over all queries of its head, sequence after sequence.
-    """
-    batch, groups, single = q.shape[0], k.shape[1], torch.float32
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape, dtype=single, device=x.device) for x in (k, v))
-    of_sinks = torch.zeros((0,) if sinks is None else lse.shape, dtype=single, device=q.device)
+    """from_first: rows of a mask that are sequences are counted as those, each from its first query and key."""
+    results = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    of_sinks = torch.zeros(0, dtype=torch.float32, device=q.device) if sinks is None else torch.zeros_like(sinks)
     if out.numel() == 0 or k.shape[2] == 0:
-        return dq, dk.to(k.dtype), dv.to(v.dtype), _sum_of_sinks(of_sinks, sinks)
-    keys = k.to(single).contiguous()
-    ones = torch.ones(v.shape[-1], 1, dtype=single, device=v.device)
-    logs = lse.masked_fill(lse == float("-inf"), 0.0).mul_(_LOG2E)  # 0 for a row of no keys
-    by_group = [_by_group(x, groups) for x in (dout, q, out, logs, dq)]
-    sink = None if sinks is None else (sinks.float() * _LOG2E).view(groups, -1, 1, 1)
-    for member in range(q.shape[1] // groups):
-        for first, last in _blocks(q, k, groups):
-            douts, queries, outs, row_logs, dqs = (x[:, :, member, first:last] for x in by_group)
-            mask = _mask_of(allowed, groups, first, last)
-            if mask is not None:
-                mask = mask[:, :, member if mask.shape[2] > 1 else 0]
-            scores, tanh = _scores_(_gemm(queries, k.mT, single, arithmetic), scale, softcap)
-            if causal:
-                rows = _rows_of(q, k, first, last)[0]
-                mask = rows if mask is None else mask & rows
-            p = _weights_(scores, mask, row_logs[..., None])
-            ds = _gemm(douts, v.mT, single, arithmetic)
-            wide = douts.to(single).contiguous()
-            delta = _gemm(wide * outs.to(single), ones.expand(batch, groups, -1, -1), None, "ieee")
-            ds.sub_(delta)
-            if sink is not None:
-                _by_group(of_sinks, groups)[:, :, member, first:last] = _exp2_(sink[:, member, :, 0] - row_logs).mul_(
-                    delta[..., 0]
-                )
-            ds.mul_(p).mul_(scale)
-            if tanh is not None:
-                ds.mul_(1.0 - tanh.mul_(tanh))
-            dqs.copy_(_gemm(ds, keys, q.dtype, "ieee"))
-            pydet.gemm_db(p, wide, out=dv, accumulate=True, arithmetic="ieee")
-            pydet.gemm_db(ds, queries.to(single).contiguous(), out=dk, accumulate=True, arithmetic="ieee")
-    return dq, dk.to(k.dtype), dv.to(v.dtype), _sum_of_sinks(of_sinks, sinks)
+        return *results, of_sinks  # type: ignore[return-value]
+    widths = q.shape[-1], v.shape[-1]
+    q, k, v = (adjacent(x) for x in padded(q, k, v))
+    dout, out = (adjacent(torch.nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1]))) for x in (dout, out))
+    sinks = None if sinks is None else sinks.contiguous()
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "arithmetic": arithmetic}
+    rows = dout, q, k, v, out, lse
+    if allowed is not None and from_first:
+        if _captured(q):
+            fail(
+                UNSUPPORTED,
+                "attention_backward: a mask is not read while a CUDA graph is made of it; want causal=True, or packed "
+                "sequences in attention_varlen",
+            )
+        plan = masks.gradient_plan_of(allowed, q.shape[0], causal)
+        found = _planned_backward(rows, allowed, plan, causal, sinks, options)
+    else:
+        found = pydet.attention_backward(*rows, allowed=allowed, causal=causal, sinks=sinks, **options)
+    dq, dk, dv, *dsinks = found
+    dq, dk, dv = (x[..., :n].contiguous() for x, n in zip((dq, dk, dv), (widths[0], *widths), strict=True))
+    return dq, dk, dv, dsinks[0] if dsinks else of_sinks
 
 
-def _sum_of_sinks(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """The gradient of the sinks, of what each query [B, H, Q] has of it; no elements where there are none."""
+def _planned_backward(
+    rows: tuple[Tensor, ...],
+    allowed: Tensor,
+    plan: masks.Plan,
+    causal: bool,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """rows: dout, q, k, v, out, lse. The gradient of the sinks is a sum over all of them, in their order."""
+    if len(plan) == 1 and plan[0].kind == "dense":
+        of = {**plan[0].lengths, "causal": plan[0].causal, "allowed": allowed if plan[0].masked else None}
+        return pydet.attention_backward(*rows, **of, sinks=sinks, **options)  # type: ignore[no-any-return]
+    _, q, k, v, *_ = rows
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    packed = [part for part in plan if part.kind == "packed"]
+    of_keys = torch.float32 if len(packed) > 1 else q.dtype  # one that several calls continue
+    dk, dv = (torch.zeros(x.shape, dtype=of_keys, device=x.device) for x in (k, v))
+    if packed:
+        _packed_backward(rows, packed, dq, dk, dv, options)
+    dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+    for part in plan:
+        if part.kind == "dense" and part.rows is not None:
+            its = part.rows
+            mask = allowed if allowed.shape[0] == 1 else allowed[its]
+            of = {**part.lengths, "causal": part.causal, "allowed": mask}
+            found = pydet.attention_backward(*[x[its] for x in rows], **of, **options)
+            dq[its], dk[its], dv[its] = found
     if sinks is None:
-        return parts
-    rows = parts.transpose(1, 2).reshape(-1, parts.shape[1])
-    return pydet.gemm_db(rows.new_full((rows.shape[0], 1), -1.0), rows, out_dtype=sinks.dtype, arithmetic="ieee")[0]
+        return dq, dk, dv
+    of = {"allowed": allowed, "causal": causal, "sinks": sinks, "only": "sinks"}
+    return dq, dk, dv, pydet.attention_backward(*rows, **of, **options)[3]
+
+
+def _packed_backward(
+    rows: tuple[Tensor, ...],
+    parts: list[masks.Part],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Into dq, dk and dv, which are 0, of rows that are sequences with keys of their own."""
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in rows]
+    queries, several = rows[1].shape[2], len(parts) > 1
+    packed_k, packed_v = (x.new_zeros(y.shape) for x, y in ((dk, flat[2]), (dv, flat[3])))
+    for part in parts:
+        its = slice(None) if part.rows is None else part.rows
+        of = [x if i in (2, 3) else x[its] for i, x in enumerate(flat)]
+        how: dict[str, Any] = {**part.lengths, "causal": part.causal, "accumulate": several}
+        own = torch.zeros_like(of[1], memory_format=torch.contiguous_format)
+        pydet.attention_varlen_backward(*of, **how, dq=own, dk=packed_k, dv=packed_v, **options)
+        if part.rows is None:
+            dq.copy_(own.unflatten(0, (-1, queries)).transpose(1, 2))
+        else:
+            dq.transpose(1, 2)[part.rows // queries, part.rows % queries] = own
+    for whole, found in ((dk, packed_k), (dv, packed_v)):
+        whole.copy_(found.unflatten(0, (-1, whole.shape[2])).transpose(1, 2))
 
 
 # ---- Shapes and gradient ---------------------------------------------------------------------------------------------
@@ -409,7 +368,7 @@ class _Attention(torch.autograd.Function):
     ) -> Any:
         out, lse = _below(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first)
         ctx.save_for_backward(q, k, v, allowed, out, lse, sinks)
-        ctx.options, ctx.more = (scale, arithmetic), (softcap, causal)
+        ctx.options, ctx.more = (scale, arithmetic), (softcap, causal, from_first)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -437,7 +396,7 @@ _below = define(
 )
 define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor lse, "
-    f"float scale, str arithmetic, {_MORE})"
+    f"float scale, str arithmetic, {_MORE}, bool from_first=False)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_attention_backward,
     _fake_attention_backward,

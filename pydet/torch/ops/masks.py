@@ -25,13 +25,15 @@ Array = np.ndarray[Any, Any]
 @dataclass(frozen=True)
 class Part:
     """One call. kind: "dense" (all queries), "packed" or "paged". rows: which of the B Q rows it computes, None for
-    all. masked: under the mask as well. lengths: what the function takes, on the device of the mask."""
+    all. masked: under the mask as well. lengths: what the function takes, on the device of the mask. sees: some row
+    has a key."""
 
     kind: str
     causal: bool
     lengths: dict[str, Tensor]
     rows: Tensor | None = None
     masked: bool = False
+    sees: bool = True
 
 
 Plan = tuple[Part, ...]
@@ -85,6 +87,71 @@ def plan_of(given: Tensor, batch: int, causal: bool, keys_follow: bool, kv_chunk
     if key is not None:
         _cache.keep(key, plan)
     return plan
+
+
+def gradient_plan_of(given: Tensor, batch: int, causal: bool) -> Plan:
+    """The calls that make the gradients under a mask ``[B or 1, H or 1, Q, K]``, whose results are put together.
+
+    "packed": rows that are sequences which share no key, so that each is counted from its own first query. "dense":
+    sequences of the batch (`rows`, None for all), under the mask where it says more than lengths. Which of them it is,
+    a sequence of the batch says by itself, whatever the others are.
+    """
+    key = _cache.key_of(given, (batch, causal, "gradient"))
+    if key is not None:
+        known, plan = _cache.find(key)
+        if known and plan is not None:
+            return plan
+    found = _gradient_plan(given, batch, causal)
+    if key is not None:
+        _cache.keep(key, found)
+    return found
+
+
+def _gradient_plan(given: Tensor, batch: int, causal: bool) -> Plan:
+    shared = given.shape[1] == 1 or given.stride(1) == 0
+    mask = given[:, 0] if shared else given.any(1)
+    first, last, count = (np.broadcast_to(x, (batch, x.shape[1])) for x in _ranges(mask, causal))
+    keys, queries, device, seen = mask.shape[2], mask.shape[1], mask.device, count > 0
+    begin = np.where(seen, first, keys).min(1)
+    packed = np.zeros(batch, bool)
+    if shared:
+        whole = (last - first == count).all()
+        dense = _dense(first, last, seen, begin) if whole else None
+        if dense is not None:
+            full, length = dense
+            return (Part("dense", not full, _on(device, {"first_key": begin, "seqlens_k": length})),)
+        packed = (last - first == count).all(1) & _apart(first, last, seen)
+    parts = []
+    if packed.any():
+        of = packed[:, None] & seen
+        runs = _runs(np.where(of, first, 0), np.where(of, last, 0), of, keys, True, device)
+        parts += [part for part in runs if part.sees]
+        assert all(part.kind == "packed" for part in parts)
+    ends = np.arange(1, queries + 1) + (keys - queries)
+    behind = causal | ((last <= ends) | ~seen).all(1)  # causal says nothing more then, but where a query stands
+    for kind in (False, True):
+        its = np.flatnonzero(~packed & (behind == kind))
+        if len(its):
+            rows = None if len(its) == batch else torch.from_numpy(its).to(device)
+            parts.append(Part("dense", kind, _on(device, {"first_key": begin[its]}), rows, masked=True))
+    return tuple(parts)
+
+
+def _apart(first: Array, last: Array, seen: Array) -> Array:
+    """[B]: whether runs of a sequence's rows share no key, and come in the order of their keys. Rows of a run begin at
+    one key, and their ends move by one or stay."""
+    behind = np.maximum.accumulate(np.where(seen, last, 0), 1)
+    of_before = np.concatenate([np.zeros_like(first[:, :1]), first[:, :-1]], 1)
+    end_before = np.concatenate([np.zeros_like(last[:, :1]), last[:, :-1]], 1)
+    seen_before = np.concatenate([np.zeros_like(seen[:, :1]), seen[:, :-1]], 1)
+    all_before = np.concatenate([np.zeros_like(behind[:, :1]), behind[:, :-1]], 1)
+    step = last - end_before
+    goes_on = seen_before & (first == of_before) & (step >= 0) & (step <= 1)
+    # a run is causal or full: its steps are all 1, or all 0
+    step_before = np.concatenate([np.full_like(step[:, :1], -1), step[:, :-1]], 1)
+    on_before = np.concatenate([np.zeros_like(goes_on[:, :1]), goes_on[:, :-1]], 1)
+    goes_on &= ~on_before | (step == step_before)
+    return ((goes_on | (first >= all_before)) | ~seen).all(1)
 
 
 def _plan(mask: Tensor, batch: int, causal: bool, keys_follow: bool, kv_chunk: int) -> Plan | None:
@@ -165,12 +232,13 @@ def _runs(first: Array, last: Array, seen: Array, keys: int, keys_follow: bool, 
         at, size = heads[its], sizes[its]
         begin, end, of = starts[at], ends[at + size - 1], at // queries
         cumulative = np.append(0, np.cumsum(size))
+        sees = bool((end > begin).any())
         packed = _packed(begin + of * keys, end + of * keys, end > begin, cumulative) if keys_follow else None
         if packed is not None:
-            parts.append(Part("packed", not kind, _on(device, packed), rows))
+            parts.append(Part("packed", not kind, _on(device, packed), rows, sees=sees))
             continue
         lengths = {"block_table": of[:, None], "seqlens_k": end, "first_key": begin, "cu_seqlens_q": cumulative}
-        parts.append(Part("paged", not kind, _on(device, lengths), rows))
+        parts.append(Part("paged", not kind, _on(device, lengths), rows, sees=sees))
     return parts
 
 

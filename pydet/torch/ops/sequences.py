@@ -1,6 +1,6 @@
 """``attention_varlen`` and ``attention_paged``: packed sequences, and keys in pages, with their lengths on the device.
 
-They have no gradient yet; :func:`pydet.torch.attention` has one, under a mask of the same sequences.
+Packed sequences have gradients; keys in pages have none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import pydet
 from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.hooks import unknown
-from pydet.torch.ops.attention import padded
+from pydet.torch.ops.attention import adjacent, padded
 from pydet.torch.ops.register import DTYPES, Call, Tensor, define
 
 _HOW = (
@@ -21,6 +21,7 @@ _HOW = (
     'Tensor? sinks=None, {more}str arithmetic="auto", int kv_chunk=1024'
 )
 _NO_LSE = float("-inf")
+_DENSE = torch.contiguous_format
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
@@ -65,6 +66,37 @@ def _run_varlen(
     how |= {"sinks": sinks, "arithmetic": arithmetic, "kv_chunk": kv_chunk, "return_lse": True}
     out, lse = _whole(pydet.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **how), cu_seqlens_q)
     return out[..., :width].contiguous(), lse
+
+
+def _run_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float | None,
+    causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    arithmetic: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens of no sequence have gradients of 0."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    widths = q.shape[-1], v.shape[-1]
+    q, k, v = (adjacent(x) for x in padded(q, k, v))
+    dout, out = (adjacent(torch.nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1]))) for x in (dout, out))
+    how: dict[str, Any] = {"scale": scale, "causal": causal, "window": (window_left, window_right), "softcap": softcap}
+    how |= {"sinks": None if sinks is None else sinks.contiguous(), "arithmetic": arithmetic}
+    how |= {f"d{name}": torch.zeros_like(x, memory_format=_DENSE) for name, x in (("q", q), ("k", k), ("v", v))}
+    ends = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    dq, dk, dv, *dsinks = pydet.attention_varlen_backward(dout, q, k, v, out, lse, *ends, **how)
+    dq, dk, dv = (x[..., :n].contiguous() for x, n in zip((dq, dk, dv), (widths[0], *widths), strict=True))
+    return dq, dk, dv, dsinks[0] if dsinks else torch.zeros(0, dtype=torch.float32, device=q.device)
 
 
 def _run_paged(
@@ -153,6 +185,12 @@ def _fake_varlen(
     return _results(q, v)
 
 
+def _fake_varlen_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    sinks = rest[9]
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    return *gradients, q.new_empty(0, dtype=torch.float32) if sinks is None else torch.empty_like(sinks)
+
+
 def _fake_paged(
     q: Tensor,
     k_cache: Tensor,
@@ -195,22 +233,48 @@ def _no_gradient(name: str) -> Call:
     def refuse(*_: Any) -> Any:
         fail(
             UNSUPPORTED,
-            f"{name}: an operand requires grad, and this has no gradient yet; use torch.no_grad() or .detach(), or "
-            "pydet.torch.attention under a mask of the same sequences",
+            f"{name}: an operand requires grad, and keys in pages have no gradient; use torch.no_grad() or .detach(), "
+            "or attention_varlen of packed keys",
         )
 
     return refuse
 
 
-define(
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *how: Any
+    ) -> Any:
+        out, lse = _varlen_below(q, k, v, cu_seqlens_q, cu_seqlens_k, *how)
+        *ctx.how, sinks, ctx.arithmetic, _ = how
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
+        *saved, sinks = ctx.saved_tensors
+        gradient = torch.ops.pydet.attention_varlen_backward
+        dq, dk, dv, dsinks = gradient(dout, *saved, *ctx.how, sinks, ctx.arithmetic)
+        return dq, dk, dv, *[None] * 7, None if sinks is None else dsinks, None, None
+
+
+_varlen_below = define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     f"{_HOW.format(causal=False, more='')}) -> (Tensor, Tensor)",
     _run_varlen,
     _fake_varlen,
-    gradient=_no_gradient("attention_varlen"),
+    gradient=_Varlen.apply,
     vmap=_no_vmap,
     autocast=3,
     composite=True,
+)
+define(
+    "attention_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, float? scale=None, bool causal=False, int? window_left=None, int? window_right=None, "
+    'float? softcap=None, Tensor? sinks=None, str arithmetic="auto") -> (Tensor, Tensor, Tensor, Tensor)',
+    _run_varlen_backward,
+    _fake_varlen_backward,
 )
 _MORE = "Tensor? allowed=None, Tensor? bias=None, Tensor? first_key=None, "
 define(

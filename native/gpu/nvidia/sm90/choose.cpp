@@ -116,7 +116,7 @@ int sm90_fastest_tile(const Gemm &g, const Sm90Operands &operands) {
   const Extents own = {int(g.m),
                        int(g.n),
                        int(g.k),
-                       int(g.k_chunk < g.k ? g.k_chunk : 0),
+                       Chunk{g.k_chunk}.one_chain(g.k) ? 0 : int(g.k_chunk),
                        double(g.batch.count),
                        operands.a.k_adjacent,
                        operands.b.k_adjacent};

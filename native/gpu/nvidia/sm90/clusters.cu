@@ -70,8 +70,8 @@ constexpr uint64_t kHandoverBytes = kFlagBytes + uint64_t(kMostBlocks) * kMostTi
 uint64_t sm90_handover_bytes(int64_t m, int64_t n, int64_t k, int64_t k_chunk) {
   constexpr double kLeastWork = 1e10;  // less is done in 30 us, of which a launch more would be too much
   constexpr int64_t kLeast = 2048;     // what is handed on outweighs what is gained of less k
-  const bool one_chain = k_chunk == 0 || k_chunk >= k, enough = double(m) * double(n) * double(k) >= kLeastWork;
-  return one_chain && enough && k >= kLeast && k <= kMostHandedOver ? kHandoverBytes : 0;
+  const bool enough = double(m) * double(n) * double(k) >= kLeastWork;
+  return Chunk{k_chunk}.one_chain(k) && enough && k >= kLeast && k <= kMostHandedOver ? kHandoverBytes : 0;
 }
 
 bool sm90_shares_out(const Sm90Tile &tile, int64_t m, int64_t n, int clusters) {

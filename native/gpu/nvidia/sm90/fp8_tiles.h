@@ -26,8 +26,9 @@ struct Fp8Tile {
   Fp8Cost along_k, otherwise;
   // Blocks side by side where e4m3's rows of out all lie in one tile, unless that takes more waves.
   int cluster_n_of_one_row = cluster_n;
-  // What a stage takes more where a row of k does not begin a line of the L2, if the tile brings more for its products
-  // than others; and up to how many rows it is not the fastest, though it is predicted to be.
+  // A stage takes `unaligned` times as long where the operands' rows do not begin at lines of the L2, 128 bytes: more
+  // of them are read. Up to `too_few_rows` rows the tile is not chosen: its costs say that it is the fastest, and it
+  // was measured not to be.
   double unaligned = 1;
   int too_few_rows = 0;
   constexpr int cluster() const { return cluster_m * cluster_n; }

@@ -39,7 +39,7 @@ PYDET_HD Sm90Cut sm90_cut(int cluster, int clusters, int tiles, int stages) {
 // The part of a problem that the device sees. Strides are in elements.
 struct Sm90Problem {
   CUtensorMap a, b;
-  int m, n, k, chunk;                        // chunk = k where there is none
+  int m, n, k, chunk;                        // chunk: k of one chain (contract/numerics.h)
   int cluster_rows, cluster_columns, tiles;  // tiles of a whole cluster in one matrix, and in all
   int band;                                  // cluster rows that are walked together, for the L2
   bool batched, accumulate;
@@ -56,7 +56,7 @@ struct Sm90Problem {
   // Of gemm.cu alone. A cluster has 1 << cluster_m_log blocks under each other, 1 << cluster_n_log side by side.
   int cluster_m_log, cluster_n_log;
   int row_mask;      // the blocks of a cluster that have the first one's rows
-  bool transposes;   // the tile is one of out^T
+  bool swapped;      // the tile is one of out^T
   bool out_halves;   // out has the operands' type, in whole aligned units of 16 bytes
   bool out_singles;  // out has fp32, in such units
   bool out_fours;    // its elements may be stored four at a time

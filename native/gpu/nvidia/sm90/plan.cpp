@@ -135,7 +135,7 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
   p.m = int(g.m);
   p.n = int(g.n);
   p.k = int(g.k);
-  p.chunk = int(std::max<int64_t>(1, g.k_chunk ? std::min(g.k_chunk, g.k) : g.k));
+  p.chunk = std::max(1, int(Chunk{g.k_chunk}.of_chain(g.k)));
   p.cluster_rows = int(divide_up(g.m, tile.m * tile.cluster_m));
   p.cluster_columns = int(divide_up(g.n, tile.n * tile.cluster_n));
   p.tiles = int(p.cluster_rows * p.cluster_columns * g.batch.count);
@@ -154,7 +154,7 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
                : p.bias_row_stride == 0                ? BiasWay::by_column
                : g.n == 1 || p.bias_column_stride == 0 ? BiasWay::by_row
                                                        : BiasWay::any;
-  p.transposes = tile.swapped;
+  p.swapped = tile.swapped;
   // One thread fills a stage in about 140 ns, which is longer than the products of a small tile take.
   p.producers = tile.m * tile.n <= 128 * 96 ? 2 : 1;
   const int64_t adjacent = tile.swapped ? g.m : g.n;

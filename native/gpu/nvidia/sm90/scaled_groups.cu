@@ -338,7 +338,7 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGroup
   p.out_type = g.out.type, p.out = g.out.data, p.out_row_stride = g.out.row_stride;
   p.bias = g.bias.data, p.bias_type = g.bias.type;
   p.bias_stride = g.bias_stride, p.bias_column_stride = g.bias.col_stride;
-  p.chunk = std::max(1, g.k_chunk ? int(std::min(g.k_chunk, g.k + kStageK) / kStageK) : p.k);
+  p.chunk = std::max(1, int(Chunk{g.k_chunk}.of_chain(g.k, kStageK)));
   const auto scale_of = [](const Scale &scale, int64_t group_stride) {
     return DeviceScale{scale.data, scale.type, scale.blocks, scale.stride, scale.chunk_stride, {group_stride}};
   };

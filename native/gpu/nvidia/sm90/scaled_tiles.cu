@@ -20,8 +20,9 @@
 namespace pydet {
 namespace {
 
-// What a thread's part of 64 rows of one chunk is weighed by: a's scales of rows lane / 4 and 8 on, b's of the block of
-// columns that the tile begins in, and of the next one where it lies in two. By column b's do not stand here.
+// The scales of one chunk that a thread needs for its two rows of 64, lane / 4 and 8 further on: a[row] is the row's.
+// b[0] is that of the block of 128 columns in which the tile begins, b[1] that of the next block, for a tile that lies
+// in two. Where b has a scale for each column they are not here, but read as columns are added.
 template <class S> struct Weights {
   float a[2] = {1, 1}, b[2] = {1, 1};
   __device__ __forceinline__ void load(uint32_t of_rows, int pitch, uint32_t of_block) {
@@ -371,7 +372,7 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g) {
   for (int i = 0; i < g.batch.dims; ++i) p.out_aligned &= g.batch.stride[g.kOut][i] % unit == 0;
   p.rows_move = true;  // but not columns, which share scales
   p.m = int(g.m), p.n = int(g.n), p.k = int(divide_up(g.k, kStageK));
-  p.chunk = std::max(1, g.k_chunk ? int(std::min(g.k_chunk, g.k + kStageK) / kStageK) : p.k);
+  p.chunk = std::max(1, int(Chunk{g.k_chunk}.of_chain(g.k, kStageK)));
   p.cluster_rows = int(divide_up(g.m, S::m * S::cluster_m));
   p.cluster_columns = int(divide_up(g.n, S::n * S::cluster_n));
   p.tiles = int(p.cluster_rows * p.cluster_columns * g.batch.count);

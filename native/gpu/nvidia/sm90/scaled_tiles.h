@@ -56,15 +56,17 @@ template <class Its, Type a, Type b, bool f32, bool weights, bool boxes = true> 
   static constexpr int blocks = m / 64 / consumers;  // of 64 rows
   static constexpr int threads = kWarpgroup * (1 + consumers), registers = n / 2;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes, stage_bytes = a_bytes + b_bytes;
-  // Else there are registers for the chain of one stage, and for one weight a row, alone.
+  // Chunks of more than one stage, and scales of single columns: kernels in which warpgroups take turns have the
+  // registers for them, the others do not.
   static constexpr bool long_chunks = turns, by_column = long_chunks;
-  // Tiles of some widths lie in two blocks of scales, of which every so many columns lie in one.
+  // b has a scale for each block of 128 columns. A tile whose width does not divide 128 may lie in two of them; so many
+  // columns, from a multiple of them on, are always of one.
   static constexpr int of_one = n % kScaleGroup % 64 == 0 ? 64 : n % 32 == 0 ? 32 : 16;
   static constexpr bool crosses = kScaleGroup % n != 0;
   // Scales along k: of a round's rows, and of a stage's columns, or of the one or two blocks that it lies in. There are
   // as many rounds as stages, so that a round of a single chunk is not written before it has been read.
   static constexpr int round_bytes = weighed ? m * kRound * 4 : 0, chunk_bytes = by_column ? n * 4 : 8;
-  // Accumulators of the multiplying threads leave those that bring more registers or fewer.
+  // The multiplying threads get the registers that their accumulators need, those that bring get what is left.
   static constexpr bool full = registers * (blocks + 1 + ahead) >= 192;
   static constexpr int producer_registers = full ? 56 : 72, consumer_registers = full ? 224 : 216;
   // A warp's pieces of out: of 16 bits all of a tile's, which the copy engine stores while the next tile's products

@@ -8,8 +8,8 @@
 // that every SM has one. (The rows of that operand that x does not have are whatever lies behind it in shared memory;
 // nothing of theirs is stored.) skinny.h has the rings that the operands come through. What is left of the time where N
 // is small is the chain: 25 cycles a step, 3.6 us for K = 4096. wgmma alone takes 20, which is the time to read 64 rows
-// of x from shared memory; bench/README.md says what the other 5 are. The file is compiled twice: for weights with k
-// adjacent, and with n adjacent, as the gradient of x has them.
+// of x from shared memory. The file is compiled twice: for weights with k adjacent, and with n adjacent, as the gradient
+// of x has them.
 
 #include "gpu/cluster.h"
 #include "gpu/nvidia/sm90/pipe/wgmma.h"

@@ -28,7 +28,7 @@ constexpr int kTileRows = 64;                         // of x that the tensor co
 // The part of a problem that the device sees. Strides are in elements.
 struct Problem {
   CUtensorMap x, w;
-  int m, n, steps, chunk_steps;  // steps of 16 k; chunk_steps = steps where there is no k_chunk
+  int m, n, steps, chunk_steps;  // steps of 16 k, of all and of one chain
   int tiles;                     // of y, in all
   int parts;                     // blocks of a cluster, each of which makes some of the chunks of one tile
   int part_steps;                // of each but the last; = steps where parts = 1
@@ -246,7 +246,7 @@ pydet_status prepare(const char *name, const Gemm &g, const SkinnyPlan &plan, Pr
   p.m = int(g.m);
   p.n = int(g.n);
   p.steps = int(divide_up(g.k, kStep));
-  p.chunk_steps = g.k_chunk ? int(std::min<int64_t>(g.k_chunk / kStep, p.steps)) : p.steps;
+  p.chunk_steps = int(Chunk{g.k_chunk}.of_chain(g.k, kStep));
   p.x_split = plan.x_split;
   p.box_rows = plan.x_split ? kTileRows : p.m;
   p.x_rows = int(divide_up(p.box_rows, kAtomRows)) * kAtomRows;

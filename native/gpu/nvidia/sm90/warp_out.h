@@ -111,7 +111,7 @@ template <class S> struct WarpOut {
     return r >= tile.first_row && r < p.m && c >= tile.first_column && c < p.n;
   }
   __device__ __forceinline__ int64_t place(int r, int c) const {
-    return tile.out_offset + (p.transposes ? c * p.out_stride + r : r * p.out_stride + c);
+    return tile.out_offset + (p.swapped ? c * p.out_stride + r : r * p.out_stride + c);
   }
 
   // Accumulators that continue out's elements, in fp32.
@@ -121,8 +121,7 @@ template <class S> struct WarpOut {
       const int start = start_of<kFloatColumns>(i);
 #pragma unroll 4
       for (int j = lane; j < kWarpRows * kFloatColumns; j += 32) {
-        const int r = p.transposes ? j % kWarpRows : j / kFloatColumns,
-                  c = p.transposes ? j / kWarpRows : j % kFloatColumns;
+        const int r = p.swapped ? j % kWarpRows : j / kFloatColumns, c = p.swapped ? j / kWarpRows : j % kFloatColumns;
         const bool inside = row + r < p.m && tile.column + start + c < p.n;
         const float x = inside ? reinterpret_cast<const float *>(p.out)[place(row + r, tile.column + start + c)] : 0;
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(float_address(r, c)), "f"(canonical(x)) : "memory");
@@ -145,17 +144,17 @@ template <class S> struct WarpOut {
     constexpr bool bf16 = is_bf16<S::type>();
     // A piece lies as rows of 128 bytes, 16-byte part c of row r at c ^ (r % 8), or for out^T as 64 rows of 32 bytes,
     // half h of row r at h ^ (r / 4 % 2). A lane takes four parts, `step` rows of memory from each other.
-    const bool across = p.transposes;
-    const int step = across ? 16 : 4, line = across ? lane / 2 : lane / 8, part = across ? lane % 2 : lane % 8;
+    const bool swapped = p.swapped;
+    const int step = swapped ? 16 : 4, line = swapped ? lane / 2 : lane / 8, part = swapped ? lane % 2 : lane % 8;
     uint32_t from[2];  // of even and of odd turns
     from[0] = piece + lane / 2 * 32 + ((lane % 2 ^ (lane / 8 & 1)) << 4);
     from[1] = from[0];
-    if (!across)
+    if (!swapped)
       for (int i = 0; i < 2; ++i) from[i] = piece + lane / 8 * kRowBytes + ((part ^ (lane / 8 + 4 * i)) << 4);
-    // In the matrix, along and across what is adjacent.
-    int first = (across ? tile.column : row) + line, other = (across ? row : tile.column) + part * 8;
-    const int end = across ? p.n : p.m, other_end = across ? p.m : p.n;
-    const int64_t bytes = p.out_stride * 2, column_bytes = across ? bytes : 2;
+    // In the matrix, across what is adjacent, and along it.
+    int first = (swapped ? tile.column : row) + line, other = (swapped ? row : tile.column) + part * 8;
+    const int end = swapped ? p.n : p.m, other_end = swapped ? p.m : p.n;
+    const int64_t bytes = p.out_stride * 2, column_bytes = swapped ? bytes : 2;
     char *to = p.out + (tile.out_offset + first * p.out_stride + other) * 2;
 #pragma unroll 1
     for (int i = 0; i < pieces<kHalfColumns>; ++i) {
@@ -167,7 +166,7 @@ template <class S> struct WarpOut {
           const uint32_t fragments[4] = {round_pair<bf16>(e[0], e[1]), round_pair<bf16>(e[2], e[3]),
                                          round_pair<bf16>(e[4], e[5]), round_pair<bf16>(e[6], e[7])};
           const int r = lane % 16, c = 2 * j + lane / 16;
-          if (across)
+          if (swapped)
             store_matrices<true>(
                 piece + j * 512 + (lane / 16 * 8 + lane % 8) * 32 + (((lane / 8 & 1) ^ (lane / 4 & 1)) << 4),
                 fragments);
@@ -176,14 +175,14 @@ template <class S> struct WarpOut {
       };
       with_index(i, stage, std::make_integer_sequence<int, pieces<kHalfColumns>>());
       __syncwarp();
-      const bool inside = other < other_end && (across || part * 8 < kHalfColumns);
+      const bool inside = other < other_end && (swapped || part * 8 < kHalfColumns);
       char *here = to;
 #pragma unroll
       for (int j = 0; j < 4; ++j, here += step * bytes)
-        if (inside && first + j * step < end && (!across || j * 16 < kHalfColumns))
+        if (inside && first + j * step < end && (!swapped || j * 16 < kHalfColumns))
           *reinterpret_cast<uint4 *>(here) = load_16_bytes(from[j % 2] + j * 512);
       const int columns = step_from<kHalfColumns>(i);
-      to += columns * column_bytes, (across ? first : other) += columns;
+      to += columns * column_bytes, (swapped ? first : other) += columns;
       __syncwarp();
     }
   }
@@ -202,20 +201,20 @@ template <class S> struct WarpOut {
   __device__ __forceinline__ void store_singles(const float (&d)[S::n / 2]) const {
     // A lane takes four units of a piece, `step` rows of memory from each other: 16 bytes of a row of the piece, or for
     // out^T four words of a column.
-    const bool across = p.transposes;
-    const int step = across ? 8 : 4, line = across ? lane / 4 : lane / 8, part = across ? lane % 4 : lane % 8;
-    const uint32_t from = across ? float_address(part * 4, line) : float_address(line, part * 4);
-    // In the matrix, along and across what is adjacent.
-    int first = (across ? tile.column : row) + line, other = (across ? row : tile.column) + part * 4;
-    const int begin = across ? tile.first_column : tile.first_row, end = across ? p.n : p.m;
-    const int other_begin = across ? tile.first_row : tile.first_column, other_end = across ? p.m : p.n;
-    const int64_t bytes = p.out_stride * 4, column_bytes = across ? bytes : 4;
+    const bool swapped = p.swapped;
+    const int step = swapped ? 8 : 4, line = swapped ? lane / 4 : lane / 8, part = swapped ? lane % 4 : lane % 8;
+    const uint32_t from = swapped ? float_address(part * 4, line) : float_address(line, part * 4);
+    // In the matrix, across what is adjacent, and along it.
+    int first = (swapped ? tile.column : row) + line, other = (swapped ? row : tile.column) + part * 4;
+    const int begin = swapped ? tile.first_column : tile.first_row, end = swapped ? p.n : p.m;
+    const int other_begin = swapped ? tile.first_row : tile.first_column, other_end = swapped ? p.m : p.n;
+    const int64_t bytes = p.out_stride * 4, column_bytes = swapped ? bytes : 4;
     char *to = p.out + (tile.out_offset + first * p.out_stride + other) * 4;
 #pragma unroll 1
     for (int i = 0; i < pieces<kFloatColumns>; ++i) {
       stage_floats(d, i);
       uint4 units[4];
-      if (across) {
+      if (swapped) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const uint32_t at = from ^ (j << 5);  // 8 columns on are two units on, as is the next row
@@ -235,7 +234,7 @@ template <class S> struct WarpOut {
         if (inside && line_here >= begin && line_here < end) *reinterpret_cast<uint4 *>(here) = units[j];
       }
       const int columns = step_from<kFloatColumns>(i);
-      to += columns * column_bytes, (across ? first : other) += columns;
+      to += columns * column_bytes, (swapped ? first : other) += columns;
       __syncwarp();
     }
   }
@@ -252,15 +251,15 @@ template <class S> struct WarpOut {
 
   // The piece of floats to its place in out, four adjacent elements a lane.
   __device__ __forceinline__ void store_floats(int column) const {
-    const bool across = p.transposes;
+    const bool swapped = p.swapped;
 #pragma unroll 1
     for (int j = lane; j < kWarpRows * kFloatColumns / 4; j += 32) {
-      const int r = across ? j % 4 * 4 : j / 8, c = across ? j / 4 : j % 8 * 4;
+      const int r = swapped ? j % 4 * 4 : j / 8, c = swapped ? j / 4 : j % 8 * 4;
       float x[4];
       bool inside[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int at_r = r + (across ? e : 0), at_c = c + (across ? 0 : e);
+        const int at_r = r + (swapped ? e : 0), at_c = c + (swapped ? 0 : e);
         x[e] = load_word(float_address(at_r, at_c));
         inside[e] = owns(row + at_r, column + at_c);
         if (p.bias_way == BiasWay::any && inside[e]) {

@@ -76,7 +76,6 @@ template <class S>
 __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layout<S> &at, int warpgroup) {
   const AttentionSlots<S> slots = at.slots();
   const bool first_lane = threadIdx.x % 32 == 0;
-  const SharedTotals<S> totals_so_far = {at.base};
   RingPlace<S::stages> ring;
   float o[S::d / 2], s[S::n / 2];
   uint32_t weights[S::n / 16][4];
@@ -88,8 +87,12 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   bool behind = false;       // a block's values come next
   bool weighted = false;     // and this warpgroup has weights for them
   bool first_values = true;  // which are the first of a segment
-  bool runs = false;         // O has segments
   bool finite = true;        // so far, all results of this warp
+  bool closing = false;      // and o holds the segment before it, which joins O when o is wanted
+  Fold<S> fold;
+  // At d = 256 the host chooses between turns and a fold at once, and neither.
+  const bool turns = S::warpgroups > 1 && !(S::through && Fold<S>::waits && p.folds_later);
+  const bool through = S::through && (!Fold<S>::waits || p.folds_later);
 
   const auto take_job = [&] {
     slots.wait(turn);
@@ -103,11 +106,10 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
              same_in_warp(seen.whole_end)};
   };
   const auto my_turn = [&] {
-    if constexpr (S::warpgroups > 1) named_sync(1 + warpgroup, 2 * kWarpgroup);
+    if (turns) named_sync(1 + warpgroup, 2 * kWarpgroup);
   };
   const auto your_turn = [&] {
-    if constexpr (S::warpgroups > 1)
-      named_arrive(1 + (warpgroup == S::warpgroups - 1 ? 0 : warpgroup + 1), 2 * kWarpgroup);
+    if (turns) named_arrive(1 + (warpgroup == S::warpgroups - 1 ? 0 : warpgroup + 1), 2 * kWarpgroup);
   };
   const auto release = [&](uint32_t barrier) {
     if (first_lane) barrier_arrive(barrier);
@@ -141,33 +143,70 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       asm volatile("wgmma.wait_group.sync.aligned 0;  // nothing moved" ::: "memory");
     }
   };
+  // The segment behind joins the totals of its rows, and later o joins O.
+  const auto total = [&] {
+    fold.finish(p, at);
+    SharedTotals<S>{at.base}.join(sums);
+  };
+  const auto close = [&] { fold.template put<true>(p, at, o); };
   take_job();
-  if (S::warpgroups > 1 && warpgroup == S::warpgroups - 1) named_arrive(1, 2 * kWarpgroup);
+  if (turns && warpgroup == S::warpgroups - 1) named_arrive(1, 2 * kWarpgroup);
   while (more || behind) {
-    // Blocks that all rows see, between others of the same segment: most of them.
+    // Blocks that all rows see: most of them.
     if (weighted && !fresh && block * S::n >= sight.whole_begin) {
-      const int plain_end = min(min(sight.whole_end / S::n, sight.end - 1), next_segment);
+      const int most = min(sight.whole_end / S::n, sight.end - 1), plain_end = through ? most : min(most, next_segment);
 #pragma unroll 1
       for (; block < plain_end; ++block) {
         RingPlace<S::stages> values = ring;
         values.next();
+        const bool begins = S::through && block == next_segment;
         barrier_wait(at.full(ring.stage), ring.parity);
         barrier_wait(at.full(values.stage), values.parity);
         my_turn();
         scores(ring.stage);
+        const bool closed = S::through && closing;
+        if (closed) {
+          your_turn();
+          close();
+        }
         products(values.stage);
-        your_turn();
+        if (!closed) your_turn();
+        if (begins) fold.finish(p, at, fold.fours - fold.ahead);
+        const typename Fold<S>::Share share = fold.ask(p, at);
+        if (begins) {
+          SharedTotals<S>{at.base}.join(sums);
+          sums.clear();
+          next_segment += p.segment_blocks;
+        }
         wgmma_wait<1>();
         release(at.empty(ring.stage));
         Step step;
         const bool moved = move_references(s, sums.m, p.c, step);
-        weigh_scores<0, S::ahead>(s, p.c, step);
-        wait_and_rescale(moved, step);
-        release(at.empty(values.stage));
-        scale_sums(sums.l, step);
-        weigh_scores<S::ahead, 8>(s, p.c, step);
-        add_weights<S::type, 0, 8>(s, sums.l, weights);
-        first_values = false;
+        if constexpr (S::ahead == 8) {
+          // Sums between exponentials that are some way ahead of them. They are never negative, which ptxas does not
+          // know, so it makes them before the branch too.
+          scale_sums(sums.l, step);
+          weigh_scores<0, 4>(s, p.c, step);
+          sum_weights<0, 3>(s, sums.l);
+          weigh_scores<4, 6>(s, p.c, step);
+          sum_weights<3, 5>(s, sums.l);
+          weigh_scores<6, 8>(s, p.c, step);
+          sum_weights<5, 7>(s, sums.l);
+          const bool negative = sums.l[0][0] < 0 || sums.l[0][1] < 0 || sums.l[1][0] < 0 || sums.l[1][1] < 0;
+          wait_and_rescale((moved && !begins) || negative, step);
+          release(at.empty(values.stage));
+          sum_weights<7, 8>(s, sums.l);
+          round_weights<S::type>(s, weights);
+        } else {
+          weigh_scores<0, S::ahead>(s, p.c, step);
+          wait_and_rescale(moved && !begins, step);
+          release(at.empty(values.stage));
+          scale_sums(sums.l, step);
+          weigh_scores<S::ahead, 8>(s, p.c, step);
+          add_weights<S::type>(s, sums.l, weights);
+        }
+        fold.fold(p, at, share);
+        first_values = closing = begins;
         ring = values;
         ring.next();
       }
@@ -182,13 +221,6 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       barrier_wait(at.full(ring.stage), ring.parity);
     }
     if (behind) barrier_wait(at.full(values.stage), values.parity);
-    float past[2], now[2];  // what O, and the segment behind, are worth
-    const bool folds = runs;
-    if (closes) {
-      Totals totals = totals_so_far.load();
-      weigh(totals, sums, past, now);
-      totals_so_far.store(totals);
-    }
 
     bool moved = false;
     Step step;
@@ -208,8 +240,12 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     my_turn();
     if (live && weighted) {
       scores(ring.stage);
+      const bool early = S::d == 64 || (S::through && closing);
+      if (early) your_turn();
+      if (S::through && closing) close();
       products(values.stage);
-      your_turn();
+      if (!early) your_turn();
+      if (closes) total();
       wgmma_wait<1>();
       softmax();
       wait_and_rescale(moved && !closes, step);
@@ -220,8 +256,10 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       softmax();
     } else {
       if (weighted) {
+        if (S::through && closing) close();
         products(values.stage);
         your_turn();
+        total();
         wgmma_wait<0>();
       } else {
         your_turn();
@@ -229,37 +267,22 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       if (more) release(at.empty(ring.stage));
     }
     if (behind) release(at.empty(values.stage));
-    if (closes) {
-      const RunningO<S> running(p, at);
-      if (folds) {
-#pragma unroll
-        for (int i = 0; i < S::d / 8; ++i) {
-          const float4 x = running.load(i);
-          o[4 * i] = x.x * past[0] + o[4 * i] * now[0];
-          o[4 * i + 1] = x.y * past[0] + o[4 * i + 1] * now[0];
-          o[4 * i + 2] = x.z * past[1] + o[4 * i + 2] * now[1];
-          o[4 * i + 3] = x.w * past[1] + o[4 * i + 3] * now[1];
-        }
-      }
-      if (!live || fresh) {
-        finite &= store_tile(p, at, slots.look(turn_of_weights), warpgroup, o, totals_so_far.load());
-        slots.give_back(turn_of_weights);
-        runs = false;
-      } else {
-#pragma unroll
-        for (int i = 0; i < S::d / 8; ++i)
-          running.store(i, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
-        runs = true;
-      }
+    closing = through && closes && live && !fresh;
+    if (closes && live && !fresh) {
+      if (!through) fold.template put<false>(p, at, o);
+    } else if (closes) {
+      fold.end(p, at, o);
+      finite &= store_tile(p, at, slots.look(turn_of_weights), warpgroup, o, SharedTotals<S>{at.base}.load());
+      slots.give_back(turn_of_weights);
     }
     if (live) {
       if (fresh) {
         Totals totals;
         totals.clear();
-        totals_so_far.store(totals);
+        SharedTotals<S>{at.base}.store(totals);
       }
       scale_sums(sums.l, step);
-      add_weights<S::type, 0, 8>(s, sums.l, weights);
+      add_weights<S::type>(s, sums.l, weights);
       turn_of_weights = turn, fresh = false, first_values = begins;
     }
     weighted = live;
@@ -270,7 +293,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     if (block == next_segment) next_segment += p.segment_blocks;
     if (more && ++block == end) ++turn, take_job();
   }
-  if (S::warpgroups > 1 && warpgroup == 0) named_sync(1, 2 * kWarpgroup);
+  if (turns && warpgroup == 0) named_sync(1, 2 * kWarpgroup);
   if (!finite) repair_rows<S>(p, thread_number() / 32);
 }
 

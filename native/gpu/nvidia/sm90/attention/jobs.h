@@ -182,6 +182,16 @@ template <class S> struct AttentionSlots {
   }
 };
 
+// Of the warpgroups that multiply. Asked for again where it is seldom wanted: else what can be worked out from it is
+// kept in registers through the loop over blocks.
+__device__ __forceinline__ int thread_number() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+// The first of a thread's two rows of its warpgroup.
+__device__ __forceinline__ int row_of(int thread) { return thread % kWarpgroup / 32 * kWarpRows + thread % 32 / 4; }
+
 // Where the parts of a block's shared memory lie.
 template <class S> struct Layout {
   uint32_t base;

@@ -4,30 +4,16 @@
 #include <cstring>
 
 #include "gpu/kernels.h"
-#include "gpu/nvidia/sm90/attention/plan.h"
-#include "gpu/nvidia/sm90/pipe/shape.h"
-#include "gpu/nvidia/tensor_map.h"
+#include "gpu/nvidia/sm90/attention/maps.h"
 #include "core/choice.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kUnit = 8;                     // 16 bytes of an operand
 constexpr int64_t kMost = int64_t(1) << 30;  // of tokens
 constexpr int64_t kMostD = 256, kNarrowD = 128;
-// Blocks that have an O of their own in the workspace, of which one is as large as two warpgroups' accumulators.
-constexpr int kRunningBlocks = 132;
-constexpr uint64_t kRunningBytes = 2 * kAttentionWarpgroupRows * kMostD * sizeof(float);
-constexpr int64_t kMostMultiprocessors = 144;  // of a Hopper
-
-bool aligned(const Heads &heads, int64_t sequences, int64_t head_count, int64_t tokens) {
-  const auto stride = [](int64_t stride, int64_t extent) {
-    return extent <= 1 || (stride % kUnit == 0 && stride >= 0 && stride < int64_t(1) << 38);
-  };
-  return reinterpret_cast<uintptr_t>(heads.data) % 16 == 0 && stride(heads.sequence_stride, sequences) &&
-         stride(heads.head_stride, head_count) && stride(heads.token_stride, tokens) &&
-         (tokens <= 1 || heads.token_stride > 0);
-}
+constexpr int64_t kMostMultiprocessors = 144;                       // of a Hopper
+constexpr int kDecodeRows = 8, kDecodeUnit = 128, kDecodeBox = 64;  // of decode.cu: rows, and keys
 
 // A page is as many boxes of a block as it takes, or a block as many pages.
 bool pages_fit(const Attention &a) {
@@ -83,7 +69,7 @@ uint64_t bytes_split(const Attention &a) {
   return uint64_t(rows_of(a)) * uint64_t(divide_up(a.keys, a.kv_chunk)) * uint64_t(a.e + 2) * sizeof(float);
 }
 uint64_t bytes_of_running(const Attention &a) {
-  return a.d > kNarrowD && a.keys > a.kv_chunk ? kRunningBlocks * kRunningBytes : 0;
+  return a.d > kNarrowD && a.keys > a.kv_chunk ? 2 * uint64_t(kRunningBlocks) * kRunningBytes : 0;
 }
 
 // Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles
@@ -96,24 +82,14 @@ Cut fastest(const Attention &a, int64_t sms) {
   return cut;
 }
 
-uint64_t workspace_of(const Attention &a, const Cut &cut) {
-  return cut.split ? bytes_split(a) : cut.wide ? bytes_of_running(a) : 0;
+// Whether decode.cu has them. What is between is as fast or faster as it is.
+bool decodes(const Attention &a, const Cut &cut, int64_t sms) {
+  return !cut.wide && !a.q_start && a.heads / a.groups * a.queries <= kDecodeRows &&
+         (cut.split || cut.tiles >= 2 * sms);
 }
 
-MapShape map_of(const Heads &heads, int64_t extent, int64_t tokens, int64_t head_count, int64_t sequences, int box) {
-  const auto stride = [](int64_t stride, int64_t extent) { return extent > 1 && stride > 0 ? stride : int64_t(kUnit); };
-  const bool head_moves = head_count > 1 && heads.head_stride > 0,
-             sequence_moves = sequences > 1 && heads.sequence_stride > 0;
-  return {heads.data,
-          heads.type,
-          extent,
-          tokens,
-          stride(heads.token_stride, tokens),
-          kBlockK,
-          box,
-          5,
-          {head_moves ? head_count : 1, sequence_moves ? sequences : 1, 1},
-          {stride(heads.head_stride, head_count), stride(heads.sequence_stride, sequences), kUnit}};
+uint64_t workspace_of(const Attention &a, const Cut &cut) {
+  return cut.split ? bytes_split(a) : cut.wide ? bytes_of_running(a) : 0;
 }
 
 }  // namespace
@@ -145,15 +121,18 @@ uint64_t attention_sm90_workspace(const Attention &a, const char *kernel) {
 
 pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   const char *name = kAttentionNames[choice.variant];
-  const auto cut = choice.cut<Cut>();
-  const int block = block_keys(a.d);
-  const int64_t group_heads = a.heads / a.groups;
+  auto cut = choice.cut<Cut>();
+  const int64_t group_heads = a.heads / a.groups, sms = gpu_multiprocessors(a.device.id);
+  const bool decode = decodes(a, cut, sms);
+  if (decode) cut.pack = int(group_heads), cut.warpgroup_queries = cut.job_queries = kDecodeRows / cut.pack;
+  const int block = decode ? kDecodeUnit : block_keys(a.d);
   DeviceGuard guard(a.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   AttentionPlan p = {};
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
-  p.box_keys = int(a.pages ? std::min<int64_t>(block, a.page_size) : block);
+  const int most_keys = decode ? kDecodeBox : block;
+  p.box_keys = int(a.pages ? std::min<int64_t>(most_keys, a.page_size) : most_keys);
   const int64_t stored = a.pages ? a.page_count : a.sequences, tokens = a.pages ? a.page_size : a.keys;
   const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys),
                  v = map_of(a.v, a.e, tokens, a.groups, stored, p.box_keys);
@@ -181,6 +160,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.warpgroup_queries = cut.warpgroup_queries, p.job_queries = cut.job_queries;
   p.segment_keys = int(std::min(a.kv_chunk, kMost)), p.segment_blocks = p.segment_keys / block;
   p.split = cut.split;
+  p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
   p.c = score_scale(a).c;
@@ -195,13 +175,14 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
 
   const int64_t most_jobs =
       cut.tiles * (p.split ? divide_up(a.keys, a.kv_chunk) : 1) + (a.q_start ? a.sequences * p.job_heads : 0);
-  int64_t blocks = std::min<int64_t>(gpu_multiprocessors(a.device.id), most_jobs);
+  int64_t blocks = std::min<int64_t>(decode && a.d <= kNarrowD ? 2 * sms : sms, most_jobs);
   if (!p.split && cut.wide && bytes_of_running(a)) blocks = std::min<int64_t>(blocks, kRunningBlocks);
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
   launch.overlaps_previous = true;
   const auto run = [&](auto type) {
     constexpr Type kType = decltype(type)::value;
-    const pydet_status status = attention_forward_sm90<kType>(launch, p, cut.wide);
+    const pydet_status status =
+        decode ? attention_decode_sm90<kType>(launch, p) : attention_forward_sm90<kType>(launch, p, cut.wide);
     return status || !p.split ? status : attention_combine_sm90<kType>(launch, p);
   };
   return with_type<kHalfTypes>(a.q.type, run);

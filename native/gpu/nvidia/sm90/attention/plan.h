@@ -14,6 +14,9 @@ struct Launch;  // gpu/gpu.h
 class Choice;   // kernel.h
 
 constexpr int kAttentionWarpgroupRows = 64;  // of a tile, that one warpgroup has
+// Blocks that have an O in the workspace, and as much again for a segment's o, each as large as two warpgroups'
+// accumulators.
+constexpr int kRunningBlocks = 132, kRunningBytes = 2 * kAttentionWarpgroupRows * 256 * int(sizeof(float));
 
 // The variants of the kernel, which are rows of the table: tiles of several warpgroups or of one, whole or split.
 enum AttentionVariant : int { kAttentionWide, kAttentionFew, kAttentionWideSplit, kAttentionFewSplit };
@@ -36,6 +39,7 @@ struct AttentionPlan {
   int segment_blocks, segment_keys;
   bool uniform;  // lengths are the host's
   bool split;
+  bool folds_later;  // at d = 256: beside later blocks, and warpgroups take no turns
 
   int left, right;  // keys that a query sees before and after its own place
   float c;          // scale log2 e
@@ -50,6 +54,8 @@ struct AttentionPlan {
 
 template <Type type>
 pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide);
+template <Type type>
+pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan);
 template <Type type>
 pydet_status attention_combine_sm90(const Launch &launch, const AttentionPlan &plan);
 

@@ -71,12 +71,23 @@ __device__ __forceinline__ void weigh_scores(float (&s)[registers], float c, con
   }
 }
 
-// They join the sums of their rows, and are rounded to what the tensor cores take.
-template <Type type, int first, int last, int registers>
+// They join the sums of their rows.
+template <int first, int last, int registers>
+__device__ __forceinline__ void sum_weights(const float (&s)[registers], float (&l)[2][2]) {
+#pragma unroll
+  for (int i = registers / 8 * first; i < registers / 8 * last; ++i) l[i / 2 % 2][i % 2] = l[i / 2 % 2][i % 2] + s[i];
+}
+// And are rounded to what the tensor cores take.
+template <Type type, int registers>
+__device__ __forceinline__ void round_weights(const float (&s)[registers], uint32_t (&rounded)[registers / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < registers; i += 2) rounded[i / 8][i / 2 % 4] = rounded_pair<type>(s[i], s[i + 1]);
+}
+template <Type type, int registers>
 __device__ __forceinline__ void add_weights(const float (&s)[registers], float (&l)[2][2],
                                             uint32_t (&rounded)[registers / 8][4]) {
 #pragma unroll
-  for (int i = registers / 8 * first; i < registers / 8 * last; i += 2) {
+  for (int i = 0; i < registers; i += 2) {
     l[i / 2 % 2][0] = l[i / 2 % 2][0] + s[i];
     l[i / 2 % 2][1] = l[i / 2 % 2][1] + s[i + 1];
     rounded[i / 8][i / 2 % 4] = rounded_pair<type>(s[i], s[i + 1]);

@@ -7,16 +7,6 @@
 namespace pydet {
 namespace {
 
-// Of the warpgroups that multiply. Asked for again where it is seldom wanted: else what can be worked out from it is
-// kept in registers through the loop over blocks.
-__device__ __forceinline__ int thread_number() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-// The first of a thread's two rows of its warpgroup.
-__device__ __forceinline__ int row_of(int thread) { return thread % kWarpgroup / 32 * kWarpRows + thread % 32 / 4; }
-
 // O of the segments so far: a thread's own elements, four at a time.
 template <class S> struct RunningO {
   uint32_t shared;
@@ -43,6 +33,19 @@ template <class S> struct RunningO {
                    "f"(x.w)
                    : "memory");
   }
+  // A segment's o that waits to be folded.
+  __device__ __forceinline__ float4 *waiting(int i) const {
+    return global + kRunningBytes / 16 * kRunningBlocks + i * 32;
+  }
+};
+
+// What O and a segment's o are worth beside each other, of a thread's two rows.
+struct Worth {
+  float past[2], now[2];
+  __device__ __forceinline__ float4 folded(const float4 &all, const float4 &o) const {
+    return {all.x * past[0] + o.x * now[0], all.y * past[0] + o.y * now[0], all.z * past[1] + o.z * now[1],
+            all.w * past[1] + o.w * now[1]};
+  }
 };
 
 // The totals of a thread's two rows, which are seldom looked at; the four lanes of a row have the same.
@@ -61,13 +64,108 @@ template <class S> struct SharedTotals {
   }
   __device__ __forceinline__ void store(const Totals &x) const {
     __syncwarp();  // the lanes beside have read what was there
-    const int thread = thread_number();
-    if (thread % 4 == 0) {
-      const uint32_t shared = address(thread);
+    const uint32_t shared = address(thread_number());
 #pragma unroll
-      for (int h = 0; h < 2; ++h) store_pair(shared + h * 64, x.m[h], x.l[h]);
-    }
+    for (int h = 0; h < 2; ++h) store_pair(shared + h * 64, x.m[h], x.l[h]);
     __syncwarp();
+  }
+  // Of the latest segment.
+  __device__ __forceinline__ Worth worth() const {
+    const uint32_t shared = address(thread_number()) + S::rows * 8;
+    Worth x;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(x.past[h]), "=f"(x.now[h])
+                   : "r"(shared + h * 64)
+                   : "memory");
+    return x;
+  }
+  __device__ __forceinline__ void join(const RowSums &sums) const {
+    Totals totals = load();
+    float past[2], now[2];
+    weigh(totals, sums, past, now);
+    store(totals);
+    const uint32_t shared = address(thread_number()) + S::rows * 8;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) store_pair(shared + h * 64, past[h], now[h]);
+    __syncwarp();
+  }
+};
+
+// How a finished segment's o joins O, which is then worth `past` and o `now`. What lies in shared memory is folded at
+// once. What lies in the L2 is far: o goes there too, without waiting, and is folded beside the blocks of the next
+// segment, a few elements in each.
+template <class S> struct Fold {
+  static constexpr int fours = S::d / 8, ahead = 2;
+  static constexpr bool waits = S::held < fours;
+  bool runs = false;  // O has segments
+  int next = fours;   // of the o that waits
+  struct Share {
+    Worth worth;
+    float4 all[ahead], o[ahead];
+  };
+
+  __device__ __forceinline__ static float4 four(const float (&x)[S::d / 2], int i) {
+    return make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+  }
+  // Of all that waited before nothing is left.
+  template <bool later> __device__ __forceinline__ void put(const AttentionPlan &p, const Layout<S> &at,
+                                                            const float (&x)[S::d / 2]) {
+    const RunningO<S> running(p, at);
+    if (!runs) {
+#pragma unroll
+      for (int i = 0; i < fours; ++i) running.store(i, four(x, i));
+    } else if constexpr (!waits || !later) {
+      const Worth worth = SharedTotals<S>{at.base}.worth();
+#pragma unroll
+      for (int i = 0; i < fours; ++i) running.store(i, worth.folded(running.load(i), four(x, i)));
+    } else {
+#pragma unroll
+      for (int i = 0; i < fours; ++i) __stcg(running.waiting(i), four(x, i));
+      next = 0;
+    }
+    runs = true;
+  }
+  // Beside a block: its share is asked for, and later folded.
+  __device__ __forceinline__ Share ask(const AttentionPlan &p, const Layout<S> &at) const {
+    Share x = {};
+    if constexpr (waits) {
+      if (next == fours) return x;
+      const RunningO<S> running(p, at);
+      x.worth = SharedTotals<S>{at.base}.worth();
+#pragma unroll
+      for (int k = 0; k < ahead; ++k) x.all[k] = running.load(next + k), x.o[k] = __ldcg(running.waiting(next + k));
+    }
+    return x;
+  }
+  __device__ __forceinline__ void fold(const AttentionPlan &p, const Layout<S> &at, const Share &x) {
+    if constexpr (waits) {
+      if (next == fours) return;
+      const RunningO<S> running(p, at);
+#pragma unroll
+      for (int k = 0; k < ahead; ++k) running.store(next + k, x.worth.folded(x.all[k], x.o[k]));
+      next += ahead;
+    }
+  }
+  __device__ __forceinline__ void finish(const AttentionPlan &p, const Layout<S> &at, int most = fours) {
+    if constexpr (waits) {
+#pragma unroll 1
+      while (next < most) fold(p, at, ask(p, at));
+    }
+  }
+  // The tile's last segment: x becomes O.
+  __device__ __forceinline__ void end(const AttentionPlan &p, const Layout<S> &at, float (&x)[S::d / 2]) {
+    if (runs) {
+      const RunningO<S> running(p, at);
+      const Worth worth = SharedTotals<S>{at.base}.worth();
+#pragma unroll
+      for (int i = 0; i < fours; ++i) {
+        const float4 sum = worth.folded(running.load(i), four(x, i));
+        x[4 * i] = sum.x, x[4 * i + 1] = sum.y, x[4 * i + 2] = sum.z, x[4 * i + 3] = sum.w;
+      }
+    }
+    runs = false;
   }
 };
 

@@ -16,6 +16,8 @@ template <Type type_, int d_, int warpgroups_, int stages_> struct AttentionShap
   static constexpr int consumer_warps = warpgroups * kWarpgroup / 32;
   // One warp loads. Beside several warpgroups it is one of four, since registers are moved by warpgroups.
   static constexpr bool moves_registers = warpgroups > 1;
+  // Whether the loop over blocks that all rows see runs through the ends of segments.
+  static constexpr bool through = d != 128 && warpgroups > 1;
   static constexpr int threads = warpgroups * kWarpgroup + (moves_registers ? kWarpgroup : 32);
   static constexpr int producer_registers = warpgroups == 2 ? 40 : 32, consumer_registers = warpgroups == 2 ? 232 : 160;
 
@@ -34,7 +36,7 @@ template <Type type_, int d_, int warpgroups_, int stages_> struct AttentionShap
 
   static constexpr int q_at = 0, ring_at = q_at + warpgroups * q_bytes, out_at = ring_at + stages * stage_bytes,
                        out_warp_bytes = held ? held * 512 : out_bytes,
-                       totals_at = out_at + consumer_warps * out_warp_bytes, slots_at = totals_at + rows * 8,
+                       totals_at = out_at + consumer_warps * out_warp_bytes, slots_at = totals_at + rows * 16,
                        kSlots = 4, kSlotBytes = 48, barriers_at = slots_at + kSlots * kSlotBytes,
                        q_full_at = barriers_at, q_empty_at = q_full_at + warpgroups * 8,
                        full_at = q_empty_at + warpgroups * 8, empty_at = full_at + stages * 8,

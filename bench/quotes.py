@@ -1,0 +1,396 @@
+"""The measured numbers that pages quote: each stands once in bench/results, and here in the sentence that quotes it.
+
+python -m bench.quotes           # where pages and results part; exit status 1 if they do
+python -m bench.quotes --write   # writes the numbers of bench/results into the pages
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from bench import distributed_tables, plot, summary
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# ---- Figures ---------------------------------------------------------------------------------------------------------
+
+
+def mean(ratios):
+    return statistics.geometric_mean(ratios)
+
+
+def mean_and_worst(ratios):
+    ratios = list(ratios)
+    return f"{mean(ratios):.2f} ({min(ratios):.2f})"
+
+
+def faster(problems, variant="pydet", peers=()):
+    """How many times as fast the variant is as the fastest of these peers, or as the row's own."""
+    return [min(p.us[peer] for peer in peers or [p.peer]) / p.us[variant] for p in problems]
+
+
+def rows_between(problems, least, most):
+    return [p for p in problems if least <= p.extents[0] <= most]
+
+
+def of_products():
+    drawn = summary.problems("h100_gemm_random")
+    plain = [p for p in drawn if "," not in p.op]  # results of 16 bits, no k_chunk
+    forward = [p for p in plain if p.op.startswith(("skinny_gemm", "gemm forward"))]
+    tiles = [p for p in drawn if not p.op.startswith("skinny_gemm")]
+    yield "drawn", mean_and_worst(faster(drawn))
+    yield "drawn, mean", f"{mean(faster(drawn)):.2f}"
+    yield "drawn, worst", f"{min(faster(drawn)):.2f}"
+    yield "drawn, 5th percentile", f"{sorted(faster(drawn))[len(drawn) // 20]:.2f}"
+    for least, most in ((1, 64), (129, 512), (513, 8192)):
+        yield f"forward {least} to {most}", mean_and_worst(faster(rows_between(forward, least, most)))
+    for name, least, most in (("few", 1, 128), ("many", 129, sys.maxsize)):
+        yield f"dA {name}", mean_and_worst(faster(rows_between([p for p in plain if " dA" in p.op], least, most)))
+    yield "dB", mean_and_worst(faster([p for p in plain if " dB" in p.op]))
+    yield "fp32 results", mean_and_worst(faster([p for p in tiles if "fp32 out" in p.op]))
+    yield "chunks", mean_and_worst(faster([p for p in tiles if "k_chunk" in p.op]))
+    worst = min((p for p in plain if " dA" in p.op), key=lambda p: faster([p])[0])
+    yield "worst product", f"{worst.shape.replace(' x ', 'x')}: {faster([worst])[0]:.2f}"
+    constant = "pydet, weights_constant"
+    few = summary.problems("h100_skinny_gemm")
+    yield "few rows", mean_and_worst(faster(rows_between(few, 1, 64), constant))
+    yield "128 rows", mean_and_worst(faster(rows_between(few, 128, 128), constant))
+    ratios, many = plot.few_and_many()
+    yield "up to 32 rows", f"{mean(x for m, found in ratios.items() if m <= 32 for x in found):.1f}"
+    yield "above 128 rows", f"{mean(x for found in many.values() for x in found):.2f}"
+    changed = [round(1e4 * row["differ"] / row["elements"]) for row in summary.rows("h100_equality") if row["differ"]]
+    yield "cuBLAS changes", f"{min(changed)} to {max(changed)}"
+    forward = [p for p in summary.problems("h100_gemm") if p.op == "gemm forward" and "triton" in p.us]
+    yield "Triton", f"{mean(p.us['cublas'] / p.us['triton'] for p in forward):.2f}"
+
+
+def of_groups_and_fp8():
+    found = summary.problems("h100_grouped_gemm")
+    yield "groups", mean_and_worst(faster([p for p in found if "depth" not in p.op]))
+    yield "sums over groups", mean_and_worst(faster([p for p in found if "depth" in p.op]))
+    for run, name in (("scaled_grouped_gemm", "fp8 groups"), ("scaled_gemm", "fp8"), ("fp8_decode", "fp8 few rows")):
+        found = [p for p in summary.problems(f"h100_{run}") if p.peer.startswith("torch")]
+        for scales in ("blocks", "rows", "one scale"):
+            if its := [p for p in found if p.op.endswith(scales)]:
+                yield f"{name}, {scales}", mean_and_worst(faster(its))
+    found = [p for p in summary.problems("h100_quantize") if p.extents[0] > 64]
+    yield "quantize", mean_and_worst(faster([p for p in found if "both" not in p.shape]))
+    yield "quantize both", mean_and_worst(faster([p for p in found if "both" in p.shape]))
+
+
+def of_rows():
+    for name, op in (("rmsnorm", "rmsnorm"), ("rmsnorm gradients", "rmsnorm_backward")):
+        found = [p for p in summary.problems("h100_rmsnorm") if p.op == op]
+        yield f"{name}, a copy", mean_and_worst(faster(found, peers=["copy"]))
+        yield f"{name}, the fastest", mean_and_worst(faster(found, peers=["torch", "quack", "liger"]))
+    for run, names in {
+        "rmsnorm": {"rmsnorm": ["rmsnorm"], "rmsnorm gradients": ["rmsnorm_backward"]},
+        "layernorm": {"layernorm": ["layernorm"], "layernorm gradients": ["layernorm_backward"]},
+        "softmax": {
+            "log_prob": ["log_prob"],
+            "softmax": ["softmax", "log_softmax"],
+            "softmax gradients": ["softmax_backward", "log_softmax_backward"],
+        },
+    }.items():
+        for name, ops in names.items():
+            found = [p for p in summary.problems(f"h100_{run}_random") if p.op in ops]
+            odd = [p for p in found if p.extents[1] % 8]
+            yield f"{name}, whole", mean_and_worst(faster([p for p in found if p not in odd], peers=["torch"]))
+            yield f"{name}, odd", mean_and_worst(faster(odd, peers=["torch"]))
+    found = summary.problems("h100_fold")
+    yield "fold", mean_and_worst(faster(found))
+    yield "fold, tree", mean_and_worst(faster(found, "pydet, tree"))
+
+
+def of_calls_and_cpu():
+    us = {row["call"]: row["us"] for row in summary.rows("h100_overhead")}
+    yield "a call", f"{us['pydet.gemm, out=']:.1f}"
+    yield "a call of torch.mm", f"{us['torch.mm, out=']:.1f}"
+    found = summary.problems("cpu")
+    for threads in (1, 2):
+        here = [p for p in found if p.threads == threads]
+        products = [p for p in here if p.op == "gemm" and p.dtype == "fp32" and "," not in p.shape]
+        yield f"cpu gemm, {threads}", ", ".join(f"{x:.2f}" for x in faster(products))
+        for m in (1, 8):
+            few = [next(p for p in here if p.shape == f"{m} x 4096 x 4096, {b}") for b in ("w[N,K]", "b[K,N]")]
+            yield f"cpu {m} rows, {threads}", ", ".join(f"{x:.2f}" for x in faster(few))
+        norms = [next(p for p in here if (p.op, p.dtype) == ("rmsnorm_backward", t)) for t in ("fp32", "bf16")]
+        yield f"cpu norms, {threads}", ", ".join(f"{x:.1f}" for x in faster(norms))
+    model = next(p for p in found if (p.op, p.dtype) == ("gemm sm90", "bf16"))
+    yield "cpu model", f"{model.rate('cpu_gemm_sm90_avx512'):.0f}"
+    yield "cpu model, AVX2", f"{model.rate('cpu_gemm_sm90_avx2'):.0f}"
+    model = next(p for p in summary.problems("cpu_fp8") if "sm90" in p.op and "group" in p.shape)
+    yield "cpu fp8 model", f"{model.rate('cpu_scaled_gemm_sm90_avx512'):.1f}"
+    yield "cpu fp8 model, AVX2", f"{model.rate('cpu_scaled_gemm_sm90_avx2'):.1f}"
+    calls = {p.shape: p.us for p in found if p.op == "call"}
+    yield "cpu call, NumPy", f"{calls['NumPy arrays, out=']['pydet']:.2f}"
+    yield "cpu call, torch", f"{calls['torch tensors, out=']['pydet']:.2f}"
+    yield "cpu call, torch.mm", f"{calls['torch tensors, out=']['torch.mm']:.2f}"
+    yield "release of cpu", summary.release("cpu")
+    yield "release of cpu_fp8", summary.release("cpu_fp8")
+
+
+def of_training():
+    """A rollout and its trainer, on one GPU."""
+    (found,) = summary.rows("h100_rl_alignment")
+    batches, step = (1, 3, 64), "gradients, one batch and four micro-batches"
+    ways = {"PyTorch": "torch", "override": "override_aten", "converted": "pydet", "fp8": "pydet, fp8"}
+    for name, way in ways.items():
+        its = found[way]
+        decode = [its[f"decode in batches of {n}"] for n in batches]
+        yield f"{name}: sequences", ", ".join(str(d["not those of the largest batch"]) for d in decode[:2])
+        yield f"{name}: log-probabilities", ", ".join(str(d["differ from the trainer's"]) for d in decode)
+        yield f"{name}: gradients", millions(its[step]["differ"])
+        yield f"{name}: tokens a second", ", ".join(f"{d['tokens a second']:.0f}" for d in decode)
+        yield f"{name}: step", f"{its[step]['ms a step']:.0f}"
+        yield f"{name}: exact step", f"{its[step]['ms a step']:.1f}"
+
+    def tokens(way):
+        return [found[way][f"decode in batches of {n}"]["tokens a second"] for n in batches]
+
+    def times(one, other):
+        return [x / y for x, y in zip(tokens(one), tokens(other), strict=True)]
+
+    def percent(ratio):
+        return f"{100 * (ratio - 1):.0f}"
+
+    ours, theirs = found["pydet"][step], found["torch"][step]
+    yield "decoding", "{:.2f}, {:.2f} and {:.2f}".format(*times("pydet", "torch"))
+    yield "fp8: slower decoding", " to ".join(percent(end(times("pydet", "pydet, fp8"))) for end in (min, max))
+    yield "converted: slower step", percent(ours["ms a step"] / theirs["ms a step"])
+    yield "converted: slower step in four", percent(ours["ms a step in four"] / theirs["ms a step in four"])
+    (both,) = summary.rows("h100x2_rl_alignment")
+    for name, way in (("PyTorch", "torch, all-reduces"), ("pydet", "pydet")):
+        decode = [both[way][f"decode in batches of {n}"] for n in batches]
+        yield f"2 ranks, {name}: log-probabilities", ", ".join(str(d["differ from the trainer's"]) for d in decode)
+        yield f"2 ranks, {name}: sequences", ", ".join(str(d["not those of the largest batch"]) for d in decode[:2])
+        yield f"2 ranks, {name}: tokens a second", ", ".join(f"{d['tokens a second']:.0f}" for d in decode)
+
+
+def millions(count):
+    return f"{count / 1e6:.0f} million" if count else "0"
+
+
+def of_ranks():
+    for ranks in (2, 8):
+        rows = summary.rows(f"h100x{ranks}_distributed")
+        bits = next(row for row in rows if row["part"] == "bits" and row.get("ranks", ranks) == ranks)
+        yield f"{ranks} ranks: results", f"{bits['elements']:,}"
+        yield f"{ranks} ranks: fp32 sums", f"{bits['controls']['all_reduce of fp32 sums']:,}"
+        yield f"{ranks} ranks: rounded sums", f"{bits['controls']['all_reduce, rounded']:,}"
+    for ranks in (2, 4, 8):
+        rows = [row for row in summary.rows(f"h100x{ranks}_distributed") if row["part"] == "row"]
+        for n, k in {(row["n"], row["k"]): None for row in rows}:
+            here = {row["m"]: row for row in rows if (row["n"], row["k"]) == (n, k)}
+            counts = distributed_tables.segments_of(here[1])
+            us = {m: distributed_tables.columns(row, counts) for m, row in here.items()}
+            title, *others = us[1]
+            speeds = {other: {m: its[title] / its[other] for m, its in us.items()} for other in others}
+            ours = [f"row_parallel_linear, {count} segments" for count in counts]
+            name = f"{ranks} ranks, {n} x {k}"
+            both = ("; ".join(f"{speeds[one][m]:.2f}" for one in ours) for m in (1, 16, 64, 512, 4096))
+            yield name, " | ".join(both)
+            shown = (1, 4, 16, 64, 256, 512, 4096)
+            yield f"{name}: us", " | ".join(f"{us[m][title]:.{1 if us[m][title] < 100 else 0}f}" for m in shown)
+            for other in others:
+                yield f"{name}: {other}", " | ".join(f"{speeds[other][m]:.2f}" for m in shown)
+
+
+def of_hand():
+    """What no command of bench/ measures: bench/results/by_hand.json says of each how."""
+    for name, figure in json.loads((summary.FOLDER / "by_hand.json").read_text()).items():
+        yield name, figure["says"]
+
+
+def figures():
+    found = {"release of the H100": plot.release()}
+    for part in (of_products, of_groups_and_fp8, of_rows, of_calls_and_cpu, of_training, of_ranks, of_hand):
+        for name, says in part():
+            assert name not in found, name
+            found[name] = says
+    return found
+
+
+# ---- Pages -----------------------------------------------------------------------------------------------------------
+
+CAPTION = (
+    "![On an H100, release {release of the H100}, for shapes of known models, pydet is {up to 32 rows} times as "
+    "fast as cuBLAS up to 32 rows and {above 128 rows} times above 128. cuBLAS changes {cuBLAS changes} of 10,000 "
+    "elements where it splits K; pydet changes none.]"
+)
+# Page: the sentences and lines of tables that quote results, {name} where a figure stands.
+QUOTES = {
+    "README.md": [
+        CAPTION,
+        "| sequences of batches of 1, 3 that are not those of the batch of 64 | {PyTorch: sequences} | "
+        "{override: sequences} | {converted: sequences} | {fp8: sequences} |",
+        "| log-probabilities that differ, batches of 1, 3, 64 | {PyTorch: log-probabilities} | "
+        "{override: log-probabilities} | {converted: log-probabilities} | {fp8: log-probabilities} |",
+        "| gradient elements that differ | {PyTorch: gradients} | {override: gradients} | {converted: gradients} | "
+        "{fp8: gradients} |",
+        "| tokens a second, batches of 1, 3, 64 | {PyTorch: tokens a second} | {override: tokens a second} | "
+        "{converted: tokens a second} | {fp8: tokens a second} |",
+        "| ms a training step | {PyTorch: step} | {override: step} | {converted: step} | {fp8: step} |",
+        "| 2 and 8 H100s against one, {2 ranks: results} and {8 ranks: results} results of 100 random shapes |",
+        "| an all-reduce of the fp32 partial sums | {2 ranks: fp32 sums}, {8 ranks: fp32 sums} |",
+        "| an all-reduce of rounded ones | {2 ranks: rounded sums}, {8 ranks: rounded sums} |",
+        "| 2 H100s, a segment each; 8 segments | {2 ranks, 4096 x 14336} |",
+        "| 4 H100s, a segment each; 8 segments (an older library) | {4 ranks, 4096 x 14336} |",
+        "| 8 H100s, a segment each (an older library) | {8 ranks, 4096 x 14336} |",
+        "On two cores of an AMD EPYC (AVX-512), release {release of cpu} (fp8: {release of cpu_fp8}), from "
+        "[bench/results/cpu.md](bench/results/cpu.md), `make bench`, NumPy 2.4 with its own OpenBLAS and PyTorch 2.13",
+        "| fp32 GEMM, 512x4096x4096, 1024^3, 2048^3, beside NumPy | {cpu gemm, 1} | {cpu gemm, 2} |",
+        "| 8 rows by 4096x4096 weights, w [N, K] and b [K, N], beside NumPy | {cpu 8 rows, 1} | {cpu 8 rows, 2} |",
+        "| **1 row, the same** (the worst) | {cpu 1 rows, 1} | {cpu 1 rows, 2} |",
+        "| RMSNorm backward, 4096x4096, fp32 and bf16, beside PyTorch | {cpu norms, 1} | {cpu norms, 2} |",
+        "| the model of Hopper's tensor cores, bf16 | {cpu model} GMAC/s (AVX2: {cpu model, AVX2}) | |",
+        "| the same in fp8, by groups and blocks (one core) | {cpu fp8 model} GMAC/s (AVX2: {cpu fp8 model, AVX2}) | |",
+        "| a call on 4x4 arrays with `out=` | NumPy {cpu call, NumPy} us, torch {cpu call, torch} us "
+        "(torch.mm {cpu call, torch.mm}) | |",
+        "On an H100, release {release of the H100}, from [bench/results](bench/results)",
+        "beside cuBLAS: all; 5th percentile {drawn, 5th percentile} | {drawn} |",
+        "1 to 64 rows, 129 to 512, 513 to 8192 | {forward 1 to 64}, {forward 129 to 512}, {forward 513 to 8192} |",
+        "| of these, dA: 1 to 128 rows, more; dB | {dA few}, {dA many}; {dB} |",
+        "| of these, results in fp32; **tiles with `k_chunk` of 1024** | {fp32 results}; {chunks} |",
+        "| few rows on constant weights, beside cuBLAS: 1 to 64, 128 | {few rows}, {128 rows} |",
+        "4096x4096x4096 and 8192x8192x2048 in three layouts | {ieee} |",
+        "| groups of tokens beside `torch._grouped_mm`: products, sums over groups | {groups}, {sums over groups} |",
+        "with fast accumulation: by blocks, by rows | {fp8 groups, blocks}, {fp8 groups, rows} |",
+        "512 rows and more: by blocks, by rows, one scale | {fp8, blocks}, {fp8, rows}, {fp8, one scale} |",
+        "| up to 128 rows: by blocks, by rows | {fp8 few rows, blocks}, {fp8 few rows, rows} |",
+        "by blocks beside DeepGEMM**: 512 rows and more, up to 128 | {DeepGEMM}, {DeepGEMM few rows} |",
+        "of the speed of a copy: alone, with the transposed copy | {quantize}, {quantize both} |",
+        "forward and backward, of the speed of a copy | {rmsnorm, a copy}, {rmsnorm gradients, a copy} |",
+        "PyTorch, quack and Liger | {rmsnorm, the fastest}, {rmsnorm gradients, the fastest} |",
+        "| RMSNorm at random sizes beside quack, forward, backward | {rmsnorm, quack}, {rmsnorm gradients, quack} |",
+        "| RMSNorm at random sizes beside PyTorch, forward, backward: rows of whole pieces of 16 bytes | "
+        "{rmsnorm, whole}, {rmsnorm gradients, whole} |",
+        "| **the same: other rows** (worst: 191379x2300, since {rmsnorm 191379x2300}; 8x319) | "
+        "{rmsnorm, odd}, {rmsnorm gradients, odd} |",
+        "| LayerNorm at random sizes beside PyTorch, forward, backward: rows of whole pieces of 16 bytes | "
+        "{layernorm, whole}, {layernorm gradients, whole} |",
+        "(17 and 14 sizes; worst: 191379x2300, since {layernorm 191379x2300}; 8x319) | "
+        "{layernorm, odd}, {layernorm gradients, odd} |",
+        "forward, gradients; softmax likewise | {layernorm, quack}, {layernorm gradients, quack}; {softmax, quack}, "
+        "{softmax gradients, quack} |",
+        "rows of whole pieces of 16 bytes | {log_prob, whole}; {softmax, whole}; {softmax gradients, whole} |",
+        "(worst: 2083x61534, 39647x130) | {log_prob, odd}; {softmax, odd}; {softmax gradients, odd} |",
+        "beside `torch.sum` over them: in order, as a tree | {fold}, {fold, tree} |",
+        "| host time of a call with `out=` | {a call} us (torch.mm {a call of torch.mm}) |",
+        "fill less than half of the GPU (512x512x2048: {ieee 512x512x2048})",
+        "which pydet does not split (dA, {worst product})",
+        "log_softmax on many rows of 65 to 300 columns and on odd ones of more than 33000 ({slow log_softmax} of its "
+        "speed",
+        "A plain Triton product has {Triton} of cuBLAS's speed in our results.",
+    ],
+    "docs/calls.md": [
+        "Products drawn at random have {chunks} of cuBLAS's speed with it.",
+        "On an H100, bf16, release {release of the H100}, beside cuBLAS",
+        "a Llama of 4 layers, 64 x 384 tokens, {compiled Llama} ms (eager {eager Llama})",
+        "A training step of a Llama of 672 million parameters: {converted: exact step} ms converted, "
+        "{PyTorch: exact step} ms not. Decoding 1, 3 and 64 sequences: {decoding} of PyTorch's tokens a second.",
+    ],
+    "docs/faq.md": [
+        "it is as fast as cuBLAS, {drawn, mean} times in the mean",
+        "and slowest ({drawn, worst}) where few outputs have long sums",
+    ],
+    "docs/index.md": [CAPTION],
+    "bench/README.md": [CAPTION],
+    "docs/rl.md": [
+        "Sampling was {decoding} times as fast as PyTorch's",
+        "a training step {converted: slower step} % slower, and one of four micro-batches "
+        "{converted: slower step in four} %",
+        "sampling takes {fp8: slower decoding} % longer",
+        "a training step {fp8: step} ms instead of {converted: step}",
+    ],
+    "docs/distributed.md": [
+        "batches of 1, 3, 64 | {2 ranks, PyTorch: log-probabilities} of 6243 | {2 ranks, pydet: log-probabilities} |",
+        "not those of the batch of 64 | {2 ranks, PyTorch: sequences} | {2 ranks, pydet: sequences} |",
+        "| tokens a second, batches of 1, 3, 64 | {2 ranks, PyTorch: tokens a second} | "
+        "{2 ranks, pydet: tokens a second} |",
+        "| torch.mm + NCCL all-reduce in bf16, us | {8 ranks, 4096 x 14336: us} |",
+        "| the same in fp32 | {8 ranks, 4096 x 14336: the same in fp32} |",
+        "| torch's symmetric-memory all-reduce in bf16 | "
+        "{8 ranks, 4096 x 14336: with torch's symmetric-memory all-reduce} |",
+        "| `row_parallel_linear` | {8 ranks, 4096 x 14336: row_parallel_linear, 8 segments} |",
+        "| `row_parallel_linear`, S = 4 | {4 ranks, 4096 x 14336: row_parallel_linear, 4 segments} | "
+        "| S = 8 | {4 ranks, 4096 x 14336: row_parallel_linear, 8 segments} |",
+        "| N, K = 4096, 14336, S = 2 | {2 ranks, 4096 x 14336: row_parallel_linear, 2 segments} | "
+        "| S = 8 | {2 ranks, 4096 x 14336: row_parallel_linear, 8 segments} |",
+        "| N, K = 8192, 8192, S = 2 | {2 ranks, 8192 x 8192: row_parallel_linear, 2 segments} | "
+        "| S = 8 | {2 ranks, 8192 x 8192: row_parallel_linear, 8 segments} |",
+        "all-reduce of the same fp32 sums differs in {8 ranks: fp32 sums}, of rounded ones in {8 ranks: rounded sums}",
+        "of all-reduced fp32 sums {2 ranks: fp32 sums}, of rounded ones {2 ranks: rounded sums}",
+    ],
+}
+# Sections in which no measured number may stand outside of a quote.
+MEASURED = {
+    "README.md": ["## Speed", "### Across GPUs"],
+    "docs/calls.md": ["## Which arithmetic", "## What it costs"],
+    "docs/faq.md": ["## Is it slower?"],
+}
+ONE = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?: \(\d+\.\d+\))?"
+FIGURE = rf"({ONE}(?:(?:,|;| and| to| \|)\s+{ONE})*|{ONE} million|\d+x\d+x\d+: {ONE}|\d+\.\d+\.\d+)"
+NUMBER = r"\d*\.\d+|\d+(?= (?:us|ms|%|times|GMAC/s|GB/s|TB/s|TFLOP/s|GFLOP/s)\b)"
+
+
+def pattern(quote):
+    """A regular expression of the quote in a page, whatever its figures and its line breaks."""
+    parts = re.split(r"\{([^}]+)\}", quote)
+    words = [re.sub(r"(?:\\ |\s)+", lambda _: r"\s+", re.escape(part)) for part in parts[::2]]
+    return FIGURE.join(words), parts[1::2]
+
+
+def section(text, title):
+    """Where a section lies in a page."""
+    start = text.index(f"{title}\n")
+    end = re.compile(rf"^#{{1,{title.count('#')}}} ", re.M).search(text, start + len(title))
+    return start, end.start() if end else len(text)
+
+
+def examine(page, text, known):
+    """The page's text with today's figures, and what is wrong with it."""
+    problems, changes, quoted = [], [], []
+    for quote in QUOTES[page]:
+        expression, names = pattern(quote)
+        found = list(re.finditer(expression, text))
+        if len(found) != 1:
+            problems.append(f"{page}: want once, found {len(found)} times: {quote}")
+            continue
+        (match,) = found
+        quoted.append(match.span())
+        for number, name in enumerate(names, 1):
+            if " ".join(match[number].split()) != known[name]:
+                problems.append(f"{page}: {match[number]}, results: {known[name]} ({name})")
+                changes.append((*match.span(number), known[name]))
+    for title in MEASURED.get(page, ()):
+        start, end = section(text, title)
+        for number in re.compile(NUMBER).finditer(text, start, end):
+            if not any(first <= number.start() < last for first, last in quoted):
+                line = text[text.rindex("\n", 0, number.start()) + 1 : text.index("\n", number.end())]
+                problems.append(f"{page}: {number[0]} is no quote of a result: {line}")
+    for first, last, says in sorted(changes, reverse=True):
+        text = text[:first] + says + text[last:]
+    return text, problems
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.quotes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write the figures into the pages")
+    given, known, problems = parser.parse_args(arguments), figures(), []
+    for page in QUOTES:
+        text, found = examine(page, (ROOT / page).read_text(), known)
+        if given.write:
+            (ROOT / page).write_text(text)
+            found = examine(page, text, known)[1]
+        problems += found
+    return "\n".join(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) or 0)

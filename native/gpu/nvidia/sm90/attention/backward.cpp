@@ -1,0 +1,120 @@
+// Which gradients of attention the Hopper kernels take, and what they are told.
+
+#include "gpu/nvidia/sm90/attention/backward.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/attention/maps.h"
+
+namespace pydet {
+namespace {
+
+constexpr int64_t kMost = int64_t(1) << 28;  // of tokens
+constexpr int64_t kMostD = 256;
+
+// Of a head: tiles of rows that have numbers in the workspace.
+int64_t row_tiles_of(const Attention &a) { return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0); }
+int64_t row_heads_of(const Attention &a) { return a.heads * (a.q_start ? 1 : a.sequences); }
+
+// Two neighbours of a row are stored at once.
+bool stores_pairs(const Heads &heads, int64_t sequences, int64_t head_count, int64_t tokens) {
+  const auto even = [](int64_t stride, int64_t extent) { return extent <= 1 || stride % 2 == 0; };
+  return reinterpret_cast<uintptr_t>(heads.data) % (2 * size_of(heads.type)) == 0 &&
+         even(heads.sequence_stride, sequences) && even(heads.head_stride, head_count) &&
+         even(heads.token_stride, tokens);
+}
+
+}  // namespace
+
+bool attention_backward_sm90_takes(const AttentionBackward &b) {
+  const Attention &a = b.forward;
+  if (a.d > kMostD || a.d % kUnit || a.e > kMostD || a.e % kUnit || a.d <= 0 || a.e <= 0) return false;
+  if (a.e > kKeysBlock && a.d <= kKeysBlock) return false;  // a tile has the blocks of its width
+  if (a.queries <= 0 || a.keys <= 0 || a.sequences <= 0 || a.heads <= 0) return false;
+  if (a.queries > kMost || a.keys > kMost || a.sequences > kMost || a.heads > 65535) return false;
+  if (!a.q_start && a.sequences > 65535) return false;
+  if (a.k_start && a.first_key) return false;
+  const int64_t most_tiles = (row_tiles_of(a) + divide_up(a.keys, block_keys(a.d)) + a.sequences) * row_heads_of(a);
+  if (most_tiles > kMost) return false;
+  if (b.workspace_size < attention_backward_sm90_workspace(b, nullptr)) return false;
+  return aligned(a.q, a.sequences, a.heads, a.queries) && aligned(a.k, a.sequences, a.groups, a.keys) &&
+         aligned(a.v, a.sequences, a.groups, a.keys) && aligned(a.out, a.sequences, a.heads, a.queries) &&
+         aligned(b.dout, a.sequences, a.heads, a.queries) &&
+         (!b.dq.data || stores_pairs(b.dq, a.sequences, a.heads, a.queries)) &&
+         (!b.dk.data ||
+          (stores_pairs(b.dk, a.sequences, a.groups, a.keys) && stores_pairs(b.dv, a.sequences, a.groups, a.keys)));
+}
+
+uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const char *kernel) {
+  const Attention &a = b.forward;
+  if (kernel && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
+  if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
+  return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
+}
+
+pydet_status attention_backward_sm90(const AttentionBackward &b) {
+  const char *name = kAttentionBackwardName;
+  const Attention &a = b.forward;
+  const int64_t group_heads = a.heads / a.groups;
+  DeviceGuard guard(a.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  AttentionBackwardPlan p = {};
+  EncodeTensorMap encode = nullptr;
+  if (pydet_status status = find_encoder(name, &encode)) return status;
+  const auto make = [&](const Heads &heads, int64_t extent, int64_t tokens, int64_t head_count, int box,
+                        CUtensorMap *map, bool *head_moves, bool *sequence_moves) {
+    const MapShape shape = map_of(heads, extent, tokens, head_count, a.sequences, box);
+    *head_moves = shape.batch_shape[0] > 1, *sequence_moves = shape.batch_shape[1] > 1;
+    return make_map(name, encode, shape, map);
+  };
+  AttentionPlan &to = p.a;
+  const int block = block_keys(a.d);  // and keys of a tile
+  if (pydet_status status =
+          make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q))
+    return status;
+  if (pydet_status status =
+          make(b.dout, a.e, a.queries, a.heads, kBackwardQueries, &p.dout, &p.head_moves_dout, &p.sequence_moves_dout))
+    return status;
+  if (pydet_status status = make(a.k, a.d, a.keys, a.groups, block, &to.k, &to.group_moves_k, &to.sequence_moves_k))
+    return status;
+  if (pydet_status status = make(a.v, a.e, a.keys, a.groups, block, &to.v, &to.group_moves_v, &to.sequence_moves_v))
+    return status;
+
+  to.sequences = int(a.sequences), to.queries = int(a.queries), to.keys = int(a.keys);
+  to.heads = int(a.heads), to.group_heads = int(group_heads), to.d = int(a.d), to.e = int(a.e);
+  to.q_start = a.q_start, to.k_start = a.k_start, to.k_length = a.k_length, to.first_key = a.first_key;
+  to.uniform = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
+  const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
+  to.left = side(a.window_left), to.right = a.causal ? 0 : side(a.window_right);
+  to.c = score_scale(a).c;
+  to.in_q = a.q, to.in_k = a.k, to.in_v = a.v, to.out = a.out, to.lse = a.lse;
+  p.in_dout = b.dout, p.dq = b.dq, p.dk = b.dk, p.dv = b.dv;
+  p.scale = a.scale, p.accumulate = b.accumulate, p.behind_keys = b.dk.data != nullptr;
+  p.row_tiles = int(row_tiles_of(a));
+  p.rows = static_cast<float *>(b.workspace);
+
+  const int64_t sequences_of_packs = a.sequences;
+  const int64_t key_tiles =
+      a.k_start ? divide_up(a.keys, block) + sequences_of_packs : divide_up(a.keys, block) * a.sequences;
+  const int64_t query_tiles = a.q_start ? row_tiles_of(a) : row_tiles_of(a) * a.sequences;
+  Launch launch = {name, static_cast<gpu_stream>(b.stream), dim3(1), dim3(1)};
+  launch.overlaps_previous = true;
+  const auto run = [&](auto type) -> pydet_status {
+    constexpr Type kType = decltype(type)::value;
+    if (b.dk.data && b.dq.data)
+      if (pydet_status status = load_attention_backward_queries<kType>(name, p)) return status;
+    if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
+    if (b.dk.data) {
+      launch.grid = dim3(unsigned(key_tiles * a.groups));
+      if (pydet_status status = attention_backward_keys<kType>(launch, p)) return status;
+    }
+    if (!b.dq.data) return PYDET_OK;
+    launch.grid = dim3(unsigned(query_tiles * a.heads));
+    return attention_backward_queries<kType>(launch, p);
+  };
+  return with_type<kHalfTypes>(a.q.type, run);
+}
+
+}  // namespace pydet

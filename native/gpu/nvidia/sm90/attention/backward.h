@@ -1,0 +1,38 @@
+// How the gradients of attention are shared out on Hopper: what the kernels are told.
+//
+// Three launches. backward_rows.cu makes of lse, out and dout the two numbers that a row's weights and gradients of scores
+// are made with. backward_keys.cu has a tile of keys a block, walks the queries that see them, upward, and makes dk and
+// dv. backward_queries.cu has a tile of queries of one head a block, walks the keys that they see, downward, and makes dq.
+#pragma once
+
+#include "gpu/nvidia/sm90/attention/plan.h"
+
+namespace pydet {
+
+constexpr const char *kAttentionBackwardName = "cuda_attention_backward_sm90";
+
+constexpr int kBackwardTile = 128;                     // keys, or queries, of a block: two warpgroups of 64
+constexpr int kBackwardQueries = 64;                   // that a block of keys looks at in a step
+constexpr int kRowPieceFloats = 2 * kBackwardQueries;  // of so many rows: of each lse in twos, then delta times scale
+constexpr int kRowPieceBytes = kRowPieceFloats * 4;
+
+struct AttentionBackwardPlan {
+  AttentionPlan a;  // the forward's operands; maps of q, k, v in boxes of 64 or 128 tokens
+  CUtensorMap dout;
+  Heads in_dout;
+  Heads dq, dk, dv;
+  float scale;
+  bool accumulate;
+  bool behind_keys;  // backward_queries.cu runs behind backward_keys.cu
+  bool sequence_moves_dout, head_moves_q, head_moves_dout;
+  int row_tiles;  // of kBackwardTile rows, that the rows of a head take: of a sequence, or of a pack
+  float *rows;    // of each head of each sequence, or of a pack, so many tiles of two pieces each
+};
+
+template <Type type> pydet_status attention_backward_rows(const Launch &launch, const AttentionBackwardPlan &plan);
+template <Type type> pydet_status attention_backward_keys(const Launch &launch, const AttentionBackwardPlan &plan);
+template <Type type> pydet_status attention_backward_queries(const Launch &launch, const AttentionBackwardPlan &plan);
+// Before another kernel has written anything.
+template <Type type> pydet_status load_attention_backward_queries(const char *name, const AttentionBackwardPlan &plan);
+
+}  // namespace pydet
