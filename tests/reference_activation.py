@@ -49,11 +49,11 @@ def swish(x, bound, t, times_slope):
 
 
 def gelu(x):
-    down = down_from(x, -16.0)
+    down = down_from(x, -14.875)
     z = -down
     square = z * z
     rest, c = fma(z, z, -square), np.float32(-0.5) * square
-    e = scaled_exp(np.where(c < -112, np.float32(-112), c))
+    e = scaled_exp(c)
     e = fma(e, np.float32(-0.5) * rest, e)
     w = ONE / fma(z, full(0.34375, x), full(1, x))
     below, density = e * (w * polynomial(NORMAL, w)), e * DENSITY

@@ -352,7 +352,7 @@ def make_cases(device, seed, only):
                     "softmax": softmax_cases,
                     "act": activation_cases,
                 }
-                rows = next(cases_of for name, cases_of in by_name.items() if name in key[0])
+                rows = next((cases_of for name, cases_of in by_name.items() if name in key[0]), None)
                 make = makes.get(key[0]) or functools.partial(rows, key[0])
                 made[key] = list(make(kinds[brief], generator, device))
             for number, (operation, shapes, call) in enumerate(made[key]):

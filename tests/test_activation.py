@@ -23,7 +23,7 @@ def every_number(dtype):
     if dtype != "fp32":
         return np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
     words = np.arange(0, 1 << 32, 32771, dtype=np.uint64).astype(np.uint32)
-    edges = np.array([0, 0.625, 11, 16, 20, 56, 65, 69, 88.5, 104, 112], np.float32).view(np.uint32)
+    edges = np.array([0, 0.625, 11, 14.875, 20, 56, 65, 69, 88.5, 104, 112], np.float32).view(np.uint32)
     near = (edges[:, None] + np.arange(-40, 40, dtype=np.int64)).astype(np.uint32).ravel()
     return np.concatenate([words, near, near ^ np.uint32(1 << 31)]).view(np.float32)
 

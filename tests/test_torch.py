@@ -592,7 +592,8 @@ def test_override_catches_every_product_of_a_model(llama):
     report = llama.caught_in_step(model, tokens, lengths, weights)
     products = 7 * 2 + 1
     # Forward, and the two gradients of each; attention's are two products a layer.
-    assert report["caught in a training step"] == {"aten::mm": 3 * products, "aten::bmm": 3 * 2 * 2}
+    of_silu = {"aten::silu": 2, "aten::silu_backward": 2}
+    assert report["caught in a training step"] == {"aten::mm": 3 * products, "aten::bmm": 3 * 2 * 2, **of_silu}
     assert report["not caught"] == {}
     layout = llama.Packed(llama.SMALL, [lengths], "cpu", llama.TORCH)
     rows = layout.pad(tokens.flatten()[: sum(lengths)])
@@ -601,7 +602,8 @@ def test_override_catches_every_product_of_a_model(llama):
     with pt.override_aten() as caught:
         ours = compiled(rows, layout)
         ours.sum().backward()
-    assert dict(caught) == report["caught in a training step"]
+    assert {**caught, "aten::silu": 2} == report["caught in a training step"]
+    assert caught["aten::silu"] in (2, 4)  # a graph may compute it again in backward instead of keeping it
     with pt.override_aten():
         same(model(rows, layout), ours)
 

@@ -104,6 +104,19 @@ __device__ __forceinline__ Place place_of(const Problem &p, const Count &count, 
   const int64_t column = (i - row * count.in_row) * W;
   return {outer, row - outer * p.inner, column, p.n - column, count.narrow};
 }
+// Of vector i, `step` behind `before`: without a division where rows have so many vectors.
+template <int W, int step, class Problem>
+__device__ __forceinline__ Place next_place(const Problem &p, const Count &count, const Place &before, int64_t i) {
+  if (p.rows == 1 || count.in_row < step || i >= count.vectors) return place_of<W>(p, count, i);
+  Place at = before;
+  at.column += step * W;
+  if (at.column >= count.in_row * W) {
+    at.column -= count.in_row * W;
+    if (++at.inner == p.inner) at.inner = 0, ++at.outer;
+  }
+  at.left = p.n - at.column;
+  return at;
+}
 
 // A block takes kTurns times as many vectors as it has threads: all are asked for before the first is worked on.
 template <Type type, int W, int kTurns, bool gated>
@@ -116,7 +129,8 @@ __global__ void __launch_bounds__(kThreads)
   Elements<type, W> x[kTurns], up[kTurns];
 #pragma unroll
   for (int k = 0; k < kTurns; ++k) {
-    at[k] = place_of<W>(p, count, first + k * kThreads);
+    if (k == 0) at[k] = place_of<W>(p, count, first);
+    else at[k] = next_place<W, kThreads>(p, count, at[k - 1], first + k * kThreads);
     x[k] = load_elements<type, W>(at[k].template in<type>(p.x), at[k].left);
     if constexpr (gated) up[k] = load_elements<type, W>(at[k].template in<type>(p.up), at[k].left);
   }
@@ -147,7 +161,8 @@ __global__ void __launch_bounds__(kThreads)
   Elements<type, W> dy[kTurns], x[kTurns], up[kTurns];
 #pragma unroll
   for (int k = 0; k < kTurns; ++k) {
-    at[k] = place_of<W>(p, count, first + k * kThreads);
+    if (k == 0) at[k] = place_of<W>(p, count, first);
+    else at[k] = next_place<W, kThreads>(p, count, at[k - 1], first + k * kThreads);
     dy[k] = load_elements<type, W>(at[k].template in<type>(p.dy), at[k].left);
     x[k] = load_elements<type, W>(at[k].template in<type>(p.x), at[k].left);
     if constexpr (gated) up[k] = load_elements<type, W>(at[k].template in<type>(p.up), at[k].left);

@@ -73,7 +73,7 @@ struct Normal {
 };
 PYDET_HD Normal normal_f32(float z) {
   const float square = z * z, rest = fmaf(z, z, -square), c = -0.5f * square;
-  float e = scaled_exp_f32(c < kLowest ? kLowest : c);
+  float e = scaled_exp_f32(c);
   e = fmaf(e, -0.5f * rest, e);
   const float w = reciprocal_f32(fmaf(z, 0.34375f, 1.0f));
   float q = -0x1.b9afe8p-6f;
@@ -129,7 +129,7 @@ template <ActivationKind kind> PYDET_HD Activated activated(float x) {
     const float e = exp_f32(x);
     return {e, e};
   } else if constexpr (kind == Kind::gelu) {
-    const float down = down_from(x, -16.0f);
+    const float down = down_from(x, -14.875f);  // from there down f(x) is 0
     const Normal normal = normal_f32(-down);
     const float upper = fmaf(normal.below, -0x1p-64f, 1.0f), density = normal.density * 0x1p-64f;
     return {unscaled(x, falls ? down * normal.below : x * upper),
