@@ -2,8 +2,8 @@
 
 Four layers of Llama at 8B width (hidden 4096, 32 heads, 8 of k and v, 14336, vocabulary 128256), random weights, bf16.
 Three models take turns, call by call: stock with PyTorch's attention, converted with PyTorch's attention, and converted
-with pydet's (`register_attention`). A figure is the median in ms of the device's time from the first launch of a call to
-the end of its last kernel, so it has the host's time where the device waits for it.
+with pydet's (`register_attention`). A figure is the median in ms of the device's time from the first launch of a call
+to the end of its last kernel, so it has the host's time where the device waits for it.
 
 - prefill: a forward of B sequences of T tokens; logits of the last token only.
 - decode: one token each of B sequences, behind a cache of T keys, which each call grows and cuts back.

@@ -32,9 +32,11 @@ bool make_room(PythonCall &call, const Operand &q, const Operand &k, const Opera
   int64_t most = keys.shape[packed_k ? 0 : paged ? 1 : 2];
   if (paged && (table->tensor.ndim != 2 || __builtin_mul_overflow(most, table->tensor.shape[1], &most))) return true;
   const int64_t d = keys.shape[keys.ndim - 1], e = v.tensor.shape[v.tensor.ndim - 1];
+  if (packed_q && (options->cu_seqlens_q->ndim != 1 || options->cu_seqlens_q->shape[0] < 1)) return true;
+  const int64_t sequences = packed_q ? options->cu_seqlens_q->shape[0] - 1 : queries.shape[0];
   uint64_t bytes = 0;
-  const pydet_status status = call.library().call<workspace>(
-      packed_q ? 1 : queries.shape[0], heads, groups, queries.shape[packed_q ? 0 : 2], most, d, e, options, &bytes);
+  const pydet_status status = call.library().call<workspace>(sequences, heads, groups, queries.shape[packed_q ? 0 : 2],
+                                                             most, d, e, options, &bytes);
   return status != PYDET_OK || call.make_workspace(bytes, &options->workspace, &options->workspace_size);
 }
 
