@@ -104,7 +104,7 @@ def test_shapes_that_are_symbols(device):
     shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:2], n, 64), x.dtype) for x, n in ((q, 5), (k, s), (v, s))]
     known = [export.DisabledSafetyCheck.custom_call("pydet_attention")]
     function = jax.jit(lambda q, k, v: pj.attention(q, k, v, causal=True))
-    program = export.export(function, disabled_checks=known)(*shapes)
+    program = export.export(function, platforms=[device], disabled_checks=known)(*shapes)
     for batch, keys in ((2, 150), (1, 7)):
         cut = q[:batch], k[:batch, :, :keys].copy(), v[:batch, :, :keys].copy()
         same(program.call(*cut), pydet.attention(*cut, causal=True))
@@ -171,12 +171,12 @@ def test_gradients_of_dot_product_attention(eager):
     seen = by_mask(9, 9, True, (5, 0), lengths, None, mask)
     for ours, theirs in zip(found, gradients(eager, (q, k, v), dout, allowed=seen), strict=True):
         same(ours, tokens_first(theirs))
-    theirs = jax.vjp(
-        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), *map(tokens_first, (q, k, v))
-    )
-    ours = jax.vjp(lambda q, k, v: pj.dot_product_attention(q, k, v, is_causal=True), *map(tokens_first, (q, k, v)))
-    for one, other in zip(*(pull(jnp.asarray(tokens_first(dout))) for _, pull in (ours, theirs)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    operands = [tokens_first(x) for x in (q, k, v)]
+    with jax.default_matmul_precision("highest"):  # else JAX's own products on a GPU have 10 bits
+        theirs = jax.vjp(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), *operands)
+        ours = jax.vjp(lambda q, k, v: pj.dot_product_attention(q, k, v, is_causal=True), *operands)
+        for one, other in zip(*(pull(jnp.asarray(tokens_first(dout))) for _, pull in (ours, theirs)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
 
 
 def test_gradients_that_are_not_there():
@@ -238,7 +238,8 @@ def test_dot_product_attention(eager, queries, keys):
         seen = by_mask(queries, keys, causal, window, given, key_given, mask)
         want, logs = eager.attention(q, k, v, allowed=seen, bias=options["bias"], return_lse=True)
         same(out, tokens_first(want)), same(lse, tokens_first(logs))
-        theirs = np.asarray(jax.nn.dot_product_attention(*turned, **options))
+        with jax.default_matmul_precision("highest"):  # else JAX's own products on a GPU have 10 bits
+            theirs = np.asarray(jax.nn.dot_product_attention(*turned, **options))
         there = np.broadcast_to(seen, (2, 4, queries, keys)).any(-1).swapaxes(1, 2)[..., None]
         np.testing.assert_allclose(out, np.where(there, theirs, 0), rtol=1e-4, atol=1e-5)
     one = jax.jit(pj.dot_product_attention)(*(x[0] for x in turned))

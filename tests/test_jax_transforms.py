@@ -4,18 +4,29 @@ symbolic shapes, objects that stand for arrays, and what a call outside of any p
 import numpy as np
 import pytest
 
-import pydet.jax as pj
-from test_jax import device, dtype, eager, in_another_process, jax, jnp, normal, refuses, same, vjp  # noqa: F401
+from test_jax import (  # noqa: F401
+    device,
+    dtype,
+    eager,
+    in_another_process,
+    jax,
+    jnp,
+    normal,
+    pj,
+    refuses,
+    same,
+    vjp,
+)
 
 
-def exported(function, target, *arrays):
-    """The function for any number of rows."""
+def exported(function, target, device, *arrays):
+    """The function for any number of rows, on a device of a name."""
     from jax import export
 
     (rows,) = export.symbolic_shape("b")
     shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim > 1 else x.shape, x.dtype) for x in arrays]
     known = [export.DisabledSafetyCheck.custom_call(f"pydet_{name}") for name in target]
-    return export.export(jax.jit(function), disabled_checks=known)(*shapes).call
+    return export.export(jax.jit(function), platforms=[device], disabled_checks=known)(*shapes).call
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------
@@ -162,7 +173,7 @@ def test_gradients_of_norms_for_any_number_of_rows(device, rows):
         return jax.vjp(lambda *o: pj.layer_norm(*o, eps=1e-5), x, weight, bias)[1](dy)
 
     for function, name in ((rms, "rmsnorm"), (layer, "layernorm")):
-        program = exported(function, (name, f"{name}_backward"), x, weight, bias, dy)
+        program = exported(function, (name, f"{name}_backward"), device, x, weight, bias, dy)
         for ours, want in zip(program(x, weight, bias, dy), function(x, weight, bias, dy), strict=True):
             same(ours, want)
 
