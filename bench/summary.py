@@ -31,6 +31,7 @@ PART_OF = {
     "attention_varlen": "attention",
     "attention_decode": "attention",
     "attention_paged": "attention",
+    "attention_backward_varlen": "attention_backward",
 }
 DIGITS = 6  # of a time, which are more than it has
 BANDS = {"1 to 64 rows": 64, "65 to 128": 128, "129 to 512": 512, "513 to 2048": 2048, "more": sys.maxsize}
