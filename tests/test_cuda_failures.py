@@ -194,6 +194,10 @@ def problems(operation, name, dtype):
                 capi.options("pydet_fold_options", kernel=name[0], order=order),
             )
         return
+    if operation.startswith("activation"):
+        shapes = [(64, 256)] * (5 if operation == "activation_backward" else 3)
+        yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_activation_options", kernel=name[0])
+        return
     if operation.startswith("softmax"):
         shapes = [(64, 256)] * (3 if operation == "softmax_backward" else 2)
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_softmax_options", kernel=name[0])

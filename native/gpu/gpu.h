@@ -220,7 +220,17 @@ struct Launch {
   int shared_bytes = 0;            // dynamic
   int cluster = 1;                 // blocks in a cluster, along x
   bool overlaps_previous = false;  // programmatic dependent launch: the kernel itself waits for the one ahead
+  bool loaded = false;             // by load(), with its shared memory
 };
+
+#if !defined(__HIP_PLATFORM_AMD__)
+// More dynamic shared memory than a kernel has without asking.
+inline gpu_error ask_for_shared(const void *function, int bytes) {
+  constexpr int kSharedWithoutAsking = 48 << 10;
+  if (bytes <= kSharedWithoutAsking) return kGpuSuccess;
+  return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+#endif
 
 template <class... Parameters, class... Arguments>
 pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Arguments &...arguments) {
@@ -232,9 +242,8 @@ pydet_status launch(const Launch &shape, void (*kernel)(Parameters...), const Ar
                                     size_t(shape.shared_bytes), shape.stream);
 #else
   const void *function = reinterpret_cast<const void *>(kernel);
-  constexpr int kSharedWithoutAsking = 48 << 10;
-  if (shape.shared_bytes > kSharedWithoutAsking) {
-    gpu_error error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+  if (!shape.loaded) {
+    gpu_error error = ask_for_shared(function, shape.shared_bytes);
     if (error != kGpuSuccess) return device_error(shape.kernel, error);
   }
   cudaLaunchAttribute attributes[2];
@@ -278,8 +287,10 @@ inline dim3 grid_of(int64_t blocks, int threads) {
 }
 
 // Brings a kernel's code to the device, which its first launch would do otherwise: what is launched in more than one
-// part asks for all of it first, so that a part that cannot be loaded is known before another has written anything.
-template <class... Parameters> pydet_status load(const char *name, void (*kernel)(Parameters...)) {
+// part asks for all of it first, so that a part that cannot be loaded is known before another has written anything. With
+// shared_bytes its shared memory too, which a launch that says so (`loaded`) then does not ask for.
+template <class... Parameters>
+pydet_status load(const char *name, void (*kernel)(Parameters...), [[maybe_unused]] int shared_bytes = 0) {
   const void *function = reinterpret_cast<const void *>(kernel);
 #if defined(__HIP_PLATFORM_AMD__)
   hipFuncAttributes attributes;
@@ -287,6 +298,7 @@ template <class... Parameters> pydet_status load(const char *name, void (*kernel
 #else
   cudaFuncAttributes attributes;
   gpu_error error = cudaFuncGetAttributes(&attributes, function);
+  if (error == kGpuSuccess) error = ask_for_shared(function, shared_bytes);
 #endif
   return error == kGpuSuccess ? PYDET_OK : device_error(name, error);
 }

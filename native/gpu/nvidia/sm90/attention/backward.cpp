@@ -103,7 +103,9 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   launch.overlaps_previous = true;
   const auto run = [&](auto type) -> pydet_status {
     constexpr Type kType = decltype(type)::value;
-    if (b.dk.data && b.dq.data)
+    if (b.dk.data)
+      if (pydet_status status = load_attention_backward_keys<kType>(name, p)) return status;
+    if (b.dq.data)
       if (pydet_status status = load_attention_backward_queries<kType>(name, p)) return status;
     if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
     if (b.dk.data) {

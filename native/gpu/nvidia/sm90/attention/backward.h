@@ -33,6 +33,7 @@ template <Type type> pydet_status attention_backward_rows(const Launch &launch, 
 template <Type type> pydet_status attention_backward_keys(const Launch &launch, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status attention_backward_queries(const Launch &launch, const AttentionBackwardPlan &plan);
 // Before another kernel has written anything.
+template <Type type> pydet_status load_attention_backward_keys(const char *name, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status load_attention_backward_queries(const char *name, const AttentionBackwardPlan &plan);
 
 }  // namespace pydet

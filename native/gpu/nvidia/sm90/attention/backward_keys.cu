@@ -418,11 +418,11 @@ __global__ void __launch_bounds__(S::threads, 1)
   }
 }
 
-template <class S> pydet_status launch_shape(const Launch &launch, const AttentionBackwardPlan &plan) {
-  Launch shape = launch;
-  shape.block = dim3(S::threads);
-  shape.shared_bytes = S::shared_bytes;
-  return pydet::launch(shape, attention_backward_keys_kernel<S>, plan);
+template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
+  const int most = std::max(plan.a.d, plan.a.e);
+  return most <= 64    ? function(KeysShape<type, 64>())
+         : most <= 128 ? function(KeysShape<type, 128>())
+                       : function(KeysShape<type, 256>());
 }
 
 }  // namespace
@@ -431,13 +431,25 @@ template <class S> pydet_status launch_shape(const Launch &launch, const Attenti
 #error "one object a type: 1 bf16, 2 fp16"
 #endif
 template <Type type> pydet_status attention_backward_keys(const Launch &launch, const AttentionBackwardPlan &plan) {
-  const int most = std::max(plan.a.d, plan.a.e);
-  return most <= 64    ? launch_shape<KeysShape<type, 64>>(launch, plan)
-         : most <= 128 ? launch_shape<KeysShape<type, 128>>(launch, plan)
-                       : launch_shape<KeysShape<type, 256>>(launch, plan);
+  return with_shape<type>(plan, [&](auto shape) {
+    using S = decltype(shape);
+    Launch one = launch;
+    one.block = dim3(S::threads);
+    one.shared_bytes = S::shared_bytes;
+    one.loaded = true;
+    return pydet::launch(one, attention_backward_keys_kernel<S>, plan);
+  });
+}
+template <Type type> pydet_status load_attention_backward_keys(const char *name, const AttentionBackwardPlan &plan) {
+  return with_shape<type>(plan, [&](auto shape) {
+    using S = decltype(shape);
+    return load(name, attention_backward_keys_kernel<S>, S::shared_bytes);
+  });
 }
 
 template pydet_status attention_backward_keys<Type(PYDET_ATTENTION_TYPE)>(const Launch &,
                                                                           const AttentionBackwardPlan &);
+template pydet_status load_attention_backward_keys<Type(PYDET_ATTENTION_TYPE)>(const char *,
+                                                                               const AttentionBackwardPlan &);
 
 }  // namespace pydet

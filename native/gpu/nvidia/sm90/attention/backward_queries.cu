@@ -298,12 +298,15 @@ template <Type type> pydet_status attention_backward_queries(const Launch &launc
     Launch one = launch;
     one.block = dim3(S::threads);
     one.shared_bytes = S::shared_bytes;
+    one.loaded = true;
     return pydet::launch(one, attention_backward_queries_kernel<S>, plan);
   });
 }
 template <Type type> pydet_status load_attention_backward_queries(const char *name, const AttentionBackwardPlan &plan) {
-  return with_shape<type>(plan,
-                          [&](auto shape) { return load(name, attention_backward_queries_kernel<decltype(shape)>); });
+  return with_shape<type>(plan, [&](auto shape) {
+    using S = decltype(shape);
+    return load(name, attention_backward_queries_kernel<S>, S::shared_bytes);
+  });
 }
 
 template pydet_status attention_backward_queries<Type(PYDET_ATTENTION_TYPE)>(const Launch &,
