@@ -142,7 +142,8 @@ inline pydet_status check_segment(const char *op, int64_t kv_chunk, int64_t *use
   if (kv_chunk < 0 || kv_chunk % kSegmentMultiple)
     return fail(PYDET_INVALID_VALUE, "%s: kv_chunk is %" PRId64 ", want a positive multiple of %d", op, kv_chunk,
                 kSegmentMultiple);
-  *used = kv_chunk ? kv_chunk : kSegmentDefault;
+  constexpr int64_t kMost = int64_t(1) << 40;  // no memory holds more keys, so a longer segment is the same
+  *used = kv_chunk == 0 ? kSegmentDefault : kv_chunk < kMost ? kv_chunk : kMost;
   return PYDET_OK;
 }
 
