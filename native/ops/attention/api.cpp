@@ -72,7 +72,8 @@ pydet_status read_extents(const char *op, int64_t sequences, int64_t heads, int6
   PYDET_TRY(check_widths(op, d, e));
   static const int32_t kPacked = 0;  // to be told from NULL; nobody reads it
   a->sequences = sequences, a->heads = heads, a->groups = groups;
-  a->queries = queries, a->keys = keys, a->d = d, a->e = e;
+  const auto held = [](int64_t tokens) { return tokens < kMostTokens ? tokens : kMostTokens; };
+  a->queries = held(queries), a->keys = held(keys), a->d = d, a->e = e;
   a->q_start = options.cu_seqlens_q ? &kPacked : nullptr;
   a->k_start = options.cu_seqlens_k ? &kPacked : nullptr;
   a->arithmetic = Arithmetic(options.arithmetic);

@@ -138,12 +138,14 @@ inline pydet_status check_window_side(const char *op, const char *name, int64_t 
   return fail(PYDET_INVALID_VALUE, "%s: options.%s is %" PRId64 ", want 0 to 2^40 keys, or -1 for any", op, name, keys);
 }
 
+// No memory holds more; counts of what is longer do not overflow.
+constexpr int64_t kMostTokens = int64_t(1) << 40;
+
 inline pydet_status check_segment(const char *op, int64_t kv_chunk, int64_t *used) {
   if (kv_chunk < 0 || kv_chunk % kSegmentMultiple)
     return fail(PYDET_INVALID_VALUE, "%s: kv_chunk is %" PRId64 ", want a positive multiple of %d", op, kv_chunk,
                 kSegmentMultiple);
-  constexpr int64_t kMost = int64_t(1) << 40;  // no memory holds more keys, so a longer segment is the same
-  *used = kv_chunk == 0 ? kSegmentDefault : kv_chunk < kMost ? kv_chunk : kMost;
+  *used = kv_chunk == 0 ? kSegmentDefault : kv_chunk < kMostTokens ? kv_chunk : kMostTokens;
   return PYDET_OK;
 }
 
