@@ -2,6 +2,7 @@
 # check_library.sh LIBRARY [OBJECTS]: what the built library shows to the linker is only what it promises.
 # - it exports pydet_* and nothing else, and every function that pydet.h, entry/python.h and entry/xla_ffi.h declare;
 # - it needs only libc, libm, libstdc++, libgcc_s, libpthread and the loader (of CUDA and HIP, what their builds name);
+# - of libstdc++ it needs no symbol that a wheel for manylinux_2_17 may not (glibc's are mended by packaging/old_glibc.py);
 # - it is hardened: addresses bound at the start and then read-only, no executable stack, guards of stacks, checked copies,
 #   and on x86-64 marks where an indirect call may land;
 # - OBJECTS (the build folder): code for a wider instruction set defines no weak symbol, which the linker could pick
@@ -35,6 +36,9 @@ other=$(grep -Ev "$allowed" <<<"$needed" || true)
 readelf -lW "$library" | grep -q 'GNU_STACK.* RW ' || complain "asks for an executable stack"
 readelf -lW "$library" | grep -q GNU_RELRO || complain "leaves its relocated addresses writable"
 readelf -dW "$library" | grep -q 'FLAGS.*NOW' || complain "binds functions late"
+newer=$(nm -D --undefined-only --with-symbol-versions "$library" |
+  grep -E '@(GLIBCXX_3\.4\.[2-9][0-9]|CXXABI_1\.3\.([89]|[1-9][0-9]))$' || true)
+[ -z "$newer" ] || complain "needs a newer libstdc++ than a wheel for manylinux_2_17 may:" $newer
 imported=$(nm -D --undefined-only "$library" | sed 's/.* //; s/@.*//')
 grep -qx __stack_chk_fail <<<"$imported" || complain "has no guards of stacks (-fstack-protector-strong)"
 grep -qE '^__[a-z]+_chk$' <<<"$imported" || complain "has no checked copies (_FORTIFY_SOURCE)"

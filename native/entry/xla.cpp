@@ -3,19 +3,14 @@
 
 #include "entry/xla_call.h"
 
+#include "core/joined.h"
 #include "core/operations.h"
 
 namespace pydet {
 namespace {
 
-// Those of all operations; the first one without a name ends them.
 template <class... Problems> const pydet_xla_handler *handlers_of(Operations<Problems...>) {
-  const int count = (0 + ... + Operation<Problems>::xla().count);
-  auto *const handlers = new pydet_xla_handler[size_t(count) + 1]();  // for ever
-  auto *next = handlers;
-  for (const auto &own : {Operation<Problems>::xla()...})
-    for (const pydet_xla_handler &handler : own) *next++ = handler;
-  return handlers;
+  return joined<pydet_xla_handler>({Operation<Problems>::xla()...});
 }
 
 }  // namespace

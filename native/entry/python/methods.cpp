@@ -6,18 +6,13 @@
 
 #include "core/backend.h"
 #include "core/error.h"
+#include "core/joined.h"
 
 namespace pydet {
 namespace {
 
-// The methods of all operations; the first one without a name ends them.
 template <class... Problems> const pydet_exchange_method *methods_of(Operations<Problems...>) {
-  const int count = (0 + ... + Operation<Problems>::python().count);
-  auto *const methods = new pydet_exchange_method[size_t(count) + 1]();  // for ever: Python's functions point into it
-  auto *next = methods;
-  for (const auto &own : {Operation<Problems>::python()...})
-    for (const pydet_exchange_method &method : own) *next++ = method;
-  return methods;
+  return joined<pydet_exchange_method>({Operation<Problems>::python()...});
 }
 
 template <auto... functions> const pydet_exchange_function *addresses(FunctionList<functions...>) {
