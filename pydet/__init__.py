@@ -48,6 +48,7 @@ from pydet.ops import (
     resolve_arithmetic,
     rmsnorm,
     rmsnorm_backward,
+    sample,
     scaled_gemm,
     scaled_grouped_gemm,
     sigmoid,
@@ -57,6 +58,7 @@ from pydet.ops import (
     softmax_backward,
     softplus,
     swiglu,
+    topk,
 )
 
 __all__ = [
@@ -103,6 +105,7 @@ __all__ = [
     "resolve_arithmetic",
     "rmsnorm",
     "rmsnorm_backward",
+    "sample",
     "scaled_gemm",
     "scaled_grouped_gemm",
     "sigmoid",
@@ -112,4 +115,5 @@ __all__ = [
     "softmax_backward",
     "softplus",
     "swiglu",
+    "topk",
 ]

@@ -20,6 +20,7 @@ from pydet.protocols import (
     CPU,
     DTYPES,
     NAMES,
+    RESULTS,
     TYPES,
     Memory,
     by_dlpack,
@@ -35,6 +36,8 @@ from pydet.protocols import (
 GPU = (constants.PYDET_CUDA, constants.PYDET_CUDA_MANAGED, constants.PYDET_ROCM)
 _TYPE_OF = {name: index for names in (TYPES, BRIEF) for index, name in enumerate(names)}
 
+_NUMPYS_OWN = ("float32", "float16", "int64")
+
 _override = threading.local()  # .stream: the address that the caller's stream= named, while its call runs
 
 
@@ -49,11 +52,11 @@ def type_index(dtype: Any, op: str, name: str = "out_dtype") -> int:
 
 
 def numpy_dtype(index: int, op: str = "pydet") -> Any:
-    """The NumPy dtype of a type index."""
+    """The NumPy dtype of a type index, or of whole numbers behind them."""
     import numpy
 
-    if TYPES[index] in ("float32", "float16"):
-        return numpy.dtype(TYPES[index])
+    if RESULTS[index] in _NUMPYS_OWN:
+        return numpy.dtype(RESULTS[index])
     try:
         import ml_dtypes
     except ImportError:
@@ -193,7 +196,7 @@ class TorchSubclass(Framework):
     def allocate(self, like: Any, shape: tuple[int, ...], index: int, op: str) -> Any:
         """Tensor.new_empty."""
         torch = sys.modules["torch"]
-        return like.detach().as_subclass(torch.Tensor).new_empty(shape, dtype=getattr(torch, TYPES[index]))
+        return like.detach().as_subclass(torch.Tensor).new_empty(shape, dtype=getattr(torch, RESULTS[index]))
 
 
 class Torch(TorchSubclass):
@@ -295,7 +298,7 @@ class _Export:
         import numpy
 
         dtype = self.array.dtype
-        if dtype.name in ("float32", "float16"):
+        if dtype.name in _NUMPYS_OWN:
             return self.array.__dlpack__()
         capsule = self.array.view(numpy.uint16 if dtype.itemsize == 2 else numpy.uint8).__dlpack__()
         code, _ = DTYPES[TYPES.index(dtype.name)]

@@ -26,6 +26,7 @@ DTYPES = (  # DLPack's code, bits
     (constants.PYDET_FLOAT8_E5M2, 8),
     (constants.PYDET_FLOAT8_E8M0FNU, 8),
 )
+RESULTS = (*TYPES, "int64")  # of what is made for the library: behind the type indices are whole numbers
 BRIEF = ("fp32", "bf16", "fp16", "e4m3", "e5m2", "e8m0")  # other names that a dtype may be given by
 CPU = (constants.PYDET_CPU, 0)
 _CODES = {"f": constants.PYDET_FLOAT, "i": 0, "u": 1, "c": 5, "b": 6}  # a typestr's kind -> DLPack's dtype code

@@ -25,6 +25,7 @@ import test_activation as activations
 import test_fold as folds
 import test_grouped_gemm as groups
 import test_rmsnorm_heads as heads
+import test_sample as samples
 import test_scaled_gemm as scaled
 import test_scaled_grouped_gemm as scaled_groups
 from cases import DTYPES, assert_same_bits, data
@@ -319,6 +320,37 @@ def test_activation_walks_rows_of_two_strides(device, kernel, dtype):
             results.append(both)
         assert_same_bits(*results)
     assert device.taken == 3
+
+
+@each("sample")
+def test_sample(device, kernel, dtype):
+    """Aligned and not, on either side of a vector of every thread of a block; every filter; rows of nothing."""
+    for number, n in enumerate((1, 2, 7, 8, 9, 64, 70, 1023, 1024, 1025, 2047, 2048, 2056, 4096, 5001)):
+        for options in samples.FILTERS[number % 3 :: 3]:
+            x, (seed, position) = data("normal", (3, n), DTYPES[dtype], number), samples.keys(3, number)
+            x = samples.coarse(x, dtype) if number % 2 else x
+            samples.same(device.sample(x, seed, position, **options), pydet.sample(x, seed, position, **options), n)
+    device.dtype = dtype
+    samples.test_options_of_rows(device)
+    samples.test_rows_with_nothing_to_draw_from(device)
+    samples.test_greedy_is_the_first_of_the_largest(device)
+    x, (seed, position) = data("normal", (2, 3, 40), DTYPES[dtype]).swapaxes(0, 1), samples.keys((3, 2))
+    samples.same(device.sample(x, seed, position, top_k=7), pydet.sample(x, seed, position, top_k=7))
+    assert device.taken > 80
+
+
+@each("topk")
+def test_topk(device, kernel, dtype):
+    samples.check_topk(device, dtype, [1, 2, 5, 8, 9, 70, 1024, 2049])
+    for x, k in (
+        (data("normal", (2, 6000), DTYPES[dtype]), 2048),
+        (data("integers", (2, 6000), DTYPES[dtype]), 2049),
+        (data("specials", (1, 5001), DTYPES[dtype]), 5001),
+        (np.zeros((2, 3000), DTYPES[dtype]), 7),
+    ):
+        for got, want in zip(device.topk(x, k), pydet.topk(x, k), strict=True):
+            assert got.tobytes() == want.tobytes(), k
+    assert device.taken > 30
 
 
 @each("rmsnorm")

@@ -61,14 +61,20 @@ PYDET_HD float quotient_f32(float a, float b, float reciprocal) {
   return fmaf(fmaf(-b, q, a), reciprocal, q);
 }
 
-// At most 0.81 ulp from ln x. -Inf for 0, NaN for what is negative, Inf and NaN for themselves.
-//   x = 2^k (1 + f) with sqrt(1/2) <= 1 + f < sqrt(2),   ln x = k ln 2 + f - f^2 / 2 + f^3 q(f)
-PYDET_HD float log_f32(float x) {
+// x as 2^whole (1 + f) with sqrt(1/2) <= 1 + f < sqrt(2), for x above 0 and finite.
+struct LogParts {
+  float f, whole;
+};
+PYDET_HD LogParts log_parts(float x) {
   constexpr uint32_t kRootHalf = 0x3F3504F3u;
   bool small = x < 0x1p-126f;
   uint32_t u = bits_of(small ? x * 0x1p23f : x);
   int k = int(u - kRootHalf) >> 23;
-  float f = float_of(u - (uint32_t(k) << 23)) - 1.0f, square = f * f, whole = float(small ? k - 23 : k);
+  return {float_of(u - (uint32_t(k) << 23)) - 1.0f, float(small ? k - 23 : k)};
+}
+//   ln x = whole ln 2 + f - f^2 / 2 + f^3 q(f)
+PYDET_HD float log_of(LogParts parts) {
+  float f = parts.f, square = f * f;
   float q = 0x1.14733ep-4f;
   q = fmaf(q, f, -0x1.de01dcp-4f);
   q = fmaf(q, f, 0x1.e6c00ap-4f);
@@ -78,8 +84,12 @@ PYDET_HD float log_f32(float x) {
   q = fmaf(q, f, 0x1.99a476p-3f);
   q = fmaf(q, f, -0x1.000006p-2f);
   q = fmaf(q, f, 0x1.555548p-2f);
-  float low = fmaf(square, -0.5f, fmaf(whole, kLn2Low, square * f * q)) + f;
-  float result = fmaf(whole, kLn2High, low);
+  float low = fmaf(square, -0.5f, fmaf(parts.whole, kLn2Low, square * f * q)) + f;
+  return fmaf(parts.whole, kLn2High, low);
+}
+// At most 0.81 ulp from ln x. -Inf for 0, NaN for what is negative, Inf and NaN for themselves.
+PYDET_HD float log_f32(float x) {
+  float result = log_of(log_parts(x));
   return !(x > 0.0f) ? (x == 0.0f ? -INFINITY : float_of(kNanF32)) : x > 0x1.fffffep+127f ? x : result;
 }
 

@@ -10,6 +10,7 @@
 #include "ops/gemm/problem.h"
 #include "ops/grouped/problem.h"
 #include "ops/norm/problem.h"
+#include "ops/sample/problem.h"
 #include "ops/scaled/problem.h"
 #include "ops/scaled_grouped/problem.h"
 #include "ops/softmax/problem.h"
@@ -29,6 +30,6 @@ template <class... Problems> struct Operations {
 // In the order of pydet_kernel_name.
 using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
                                  GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
-                                 AttentionBackward, Activation, ActivationBackward>;
+                                 AttentionBackward, Activation, ActivationBackward, Sample, TopK>;
 
 }  // namespace pydet

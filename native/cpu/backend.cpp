@@ -35,6 +35,7 @@ constexpr uint64_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowG
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kActivationFeatures = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kActivationFeatures | kRowGradient;
+constexpr uint64_t kSampleFeatures = kTwoStrides | kFilters | kLogProbs;
 
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
@@ -138,6 +139,22 @@ constexpr Kernel<ActivationBackward> kActivationBackward[] = {
 #endif
     Row("cpu_activation_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kActivationGradient)
         .launches(activation_backward<Scalar>),
+};
+
+constexpr Kernel<Sample> kSample[] = {
+#if defined(__x86_64__)
+    Row("cpu_sample_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSampleFeatures).launches(sample<Avx512>),
+    Row("cpu_sample_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSampleFeatures).launches(sample<Avx2>),
+#endif
+    Row("cpu_sample_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSampleFeatures).launches(sample<Scalar>),
+};
+
+constexpr Kernel<TopK> kTopK[] = {
+#if defined(__x86_64__)
+    Row("cpu_topk_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kTwoStrides).launches(topk<Avx512>),
+    Row("cpu_topk_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kTwoStrides).launches(topk<Avx2>),
+#endif
+    Row("cpu_topk_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kTwoStrides).launches(topk<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
@@ -339,7 +356,7 @@ constexpr Backend cpu() {
       tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward), table(kActivation), table(kActivationBackward));
+             table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK));
   return backend;
 }
 

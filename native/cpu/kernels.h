@@ -7,6 +7,7 @@
 #include "ops/fold/problem.h"
 #include "ops/gemm/rounding.h"
 #include "ops/norm/problem.h"
+#include "ops/sample/problem.h"
 #include "ops/softmax/problem.h"
 
 namespace pydet {
@@ -34,6 +35,8 @@ template <class Isa> pydet_status rmsnorm(const RmsNorm &);
 template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
+template <class Isa> pydet_status sample(const Sample &);
+template <class Isa> pydet_status topk(const TopK &);
 template <class Isa> pydet_status activation(const Activation &);
 template <class Isa> pydet_status activation_backward(const ActivationBackward &);
 template <class Isa> pydet_status fold(const Fold &);

@@ -9,10 +9,7 @@
 // A row is passed over three times, a gradient's twice, in pieces that become floats on the stack: what is done to a
 // piece is a loop over them, of which the compiler makes vectors.
 
-#include <new>
-
-#include "cpu/parallel.h"
-#include "cpu/piece.h"
+#include "cpu/each_row.h"
 #include "contract/elementary.h"
 
 namespace pydet {
@@ -23,18 +20,6 @@ int64_t column_of(const Softmax &problem, int64_t r) {
   int64_t asked =
       problem.index.wide ? ((const int64_t *)problem.index.data)[r] : ((const int32_t *)problem.index.data)[r];
   return asked >= 0 && asked < problem.n ? asked : -1;
-}
-
-// A NaN has no say in the maximum: it shows in the sum.
-template <class T> float row_max(const typename T::Stored *x, int64_t n, Piece &piece) {
-  float most[kPiece];
-  for (float &m : most) m = -INFINITY;
-  pieces(n, [&](int64_t j, int64_t count) {
-    piece.load<T>(x + j, count);
-    for (int i = 0; i < count; ++i) most[i] = piece.x[i] > most[i] ? piece.x[i] : most[i];
-  });
-  for (int i = 1; i < kPiece; ++i) most[0] = most[i] > most[0] ? most[i] : most[0];
-  return most[0] + 0.0f;  // which zero is the largest would depend on the order
 }
 
 template <class T> void softmax_row(const Softmax &problem, int64_t r, RowSum &lanes) {
@@ -92,21 +77,6 @@ template <class T> void backward_row(const SoftmaxBackward &problem, int64_t r, 
     else
       for (int i = 0; i < kPiece; ++i) first.x[i] = second.x[i] * (first.x[i] - c);
     first.store<T>(dx + j, count);
-  });
-}
-
-// Calls row(number, r, lanes) for every row, a few at a time.
-template <class Row> void each_row(Type type, int64_t rows, int64_t n, const Row &row) {
-  constexpr double kElementWork = 32, kWorthAThread = 1 << 20;  // operations
-  const int64_t threads = threads_for(double(rows) * double(n) * kElementWork, kWorthAThread);
-  const int64_t at_once = 1 + 4096 / n;
-  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    dispatch(type, [&](auto number) {
-      parallel(divide_up(rows, at_once), threads, scratch, [&](int64_t i, Scratch &own) {
-        RowSum &lanes = *new (own.data) RowSum;
-        for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r) row(number, r, lanes);
-      });
-    });
   });
 }
 

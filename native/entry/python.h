@@ -106,7 +106,8 @@ typedef struct pydet_exchange {
   pydet_object *check;         /* (object, op, name): raises if the torch tensor is not to be read as plain memory */
   pydet_object *unreadable;    /* (object, op, name): raises; the exchange API refused the object */
   pydet_object *mixed;         /* (op, first name, first object, name, object): raises */
-  pydet_object *allocate;      /* (like, shape, type index, op) -> a new tensor of like's framework and device */
+  pydet_object *allocate;      /* (like, shape, type index, op) -> a new tensor of like's framework and device;
+                                  behind the type indices is int64 */
   pydet_object *scratch;       /* (like, device type, bytes, op) -> (address, what keeps it alive), for bare carriers */
   pydet_object *adopt;         /* (like, result) -> what the caller gets */
   pydet_object *stream;        /* (like, device type, device id) -> address of the framework's current stream */

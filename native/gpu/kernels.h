@@ -9,6 +9,8 @@ namespace pydet {
 struct Attention;  // ops/*/problem.h, as all of these
 struct AttentionBackward;
 struct Activation;
+struct Sample;
+struct TopK;
 struct ActivationBackward;
 struct Gemm;
 struct Rounding;
@@ -278,6 +280,10 @@ pydet_status layernorm_backward_long(const LayerNormBackward &);
 // any/activation.cu
 pydet_status activation(const Activation &);
 pydet_status activation_backward(const ActivationBackward &);
+
+// any/sample.cu
+pydet_status sample(const Sample &);
+pydet_status topk(const TopK &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);

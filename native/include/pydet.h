@@ -436,6 +436,55 @@ PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor 
                                                const pydet_tensor *index, const pydet_tensor *dx,
                                                const pydet_log_prob_options *options);
 
+/* ---- Sampling --------------------------------------------------------------------------------------------------
+ * A token of each row of logits x [..., N], N up to 8,388,608, drawn with the probabilities of softmax(x / temperature) and
+ * the filters below: a function of the row, its seed, its position and its options alone. The same token on every backend,
+ * in any batch (NUMERICS.md, "Sampling").
+ *
+ *   z = x / temperature,   token = the column of the largest z - max(z) + g, the lowest of equal ones
+ *   g = -log(-log(u)),     u of Philox4x32-10: seed is the key, position and column are the counter
+ *
+ * Filters keep the first columns in the order of x descending, equal ones by ascending number: top_k that many (0: all); of
+ * these top_p the fewest whose probability reaches top_p of theirs, at least one (1: all); of these min_p what is at least
+ * min_p as probable as the likeliest (0: all). temperature 0 takes the largest x, the first of equal ones, unfiltered.
+ *
+ * seed, position [...] in int32 or int64, contiguous: any numbers. token [...] in int64, contiguous. log_prob and
+ * filtered_log_prob [...] in fp32, contiguous, either may be NULL: that of the token before the filters, as pydet_log_prob
+ * of x / temperature in fp32 has it (at temperature 0 of x), and after them (at temperature 0 it is 0). A row with a NaN or
+ * +Inf, or of nothing but -Inf, or whose own options are out of their ranges, has token -1 and log-probabilities NaN.
+ *
+ * NULL options, and all 0, are greedy: the largest x. Who asks for another temperature wants top_p = 1, or less. */
+typedef struct pydet_sample_options {
+  uint32_t struct_size;
+  float temperature;                /* 0 or more */
+  float top_p;                      /* 0 to 1 */
+  float min_p;                      /* 0 to 1 */
+  int64_t top_k;                    /* 0 or more */
+  const pydet_tensor *temperatures; /* [...], fp32, contiguous: each row's, in the place of the number; or NULL */
+  const pydet_tensor *top_ks;       /* [...], int32 or int64; or NULL */
+  const pydet_tensor *top_ps;       /* [...], fp32; or NULL */
+  const pydet_tensor *min_ps;       /* [...], fp32; or NULL */
+  const char *kernel;
+  int64_t reserved; /* 0 */
+} pydet_sample_options;
+
+PYDET_API pydet_status pydet_sample(void *stream, const pydet_tensor *x, const pydet_tensor *seed,
+                                    const pydet_tensor *position, const pydet_tensor *token,
+                                    const pydet_tensor *log_prob, const pydet_tensor *filtered_log_prob,
+                                    const pydet_sample_options *options);
+
+/* The k largest of each row of x [..., N], N below 2^31, descending, equal ones by ascending column: values [..., k] of x's
+ * type and index [..., k] in int64, both contiguous, 1 <= k <= N. -0 equals +0; a NaN is larger than all else, and equal to
+ * any other. */
+typedef struct pydet_topk_options {
+  uint32_t struct_size;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+} pydet_topk_options;
+
+PYDET_API pydet_status pydet_topk(void *stream, const pydet_tensor *x, const pydet_tensor *values,
+                                  const pydet_tensor *index, const pydet_topk_options *options);
+
 /* ---- Activations ----------------------------------------------------------------------------------------------
  *   y = f(x), or as the gate of another factor: y = f(x) up        element by element
  *

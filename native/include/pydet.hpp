@@ -228,6 +228,16 @@ inline void layernorm_backward(void *stream, const tensor &dy, const tensor &x, 
   call(pydet_layernorm_backward, stream, dy.describe(), x.describe(), weight.describe(), mean.describe(),
        rstd.describe(), dresidual.describe(), dx.describe(), dweight.describe(), dbias.describe(), options);
 }
+inline void sample(void *stream, const tensor &x, const tensor &seed, const tensor &position, const tensor &token,
+                   const tensor &log_prob, const tensor &filtered_log_prob,
+                   const pydet_sample_options *options = nullptr) {
+  call(pydet_sample, stream, x.describe(), seed.describe(), position.describe(), token.describe(), log_prob.describe(),
+       filtered_log_prob.describe(), options);
+}
+inline void topk(void *stream, const tensor &x, const tensor &values, const tensor &index,
+                 const pydet_topk_options *options = nullptr) {
+  call(pydet_topk, stream, x.describe(), values.describe(), index.describe(), options);
+}
 inline void activation(void *stream, const tensor &x, const tensor &up, const tensor &y,
                        const pydet_activation_options *options = nullptr) {
   call(pydet_activation, stream, x.describe(), up.describe(), y.describe(), options);

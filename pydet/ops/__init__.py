@@ -34,6 +34,7 @@ from pydet.ops.layernorm import layernorm, layernorm_backward
 from pydet.ops.libraries import Device, Kernel, devices, kernels, last_kernel, resolve_arithmetic
 from pydet.ops.products import gemm, gemm_da, gemm_db, skinny_gemm
 from pydet.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from pydet.ops.sample import sample, topk
 from pydet.ops.scaled import quantize, scaled_gemm
 from pydet.ops.softmax import log_prob, log_prob_backward, log_softmax, log_softmax_backward, softmax, softmax_backward
 from pydet.ops.types import (
@@ -89,6 +90,7 @@ __all__ = [
     "resolve_arithmetic",
     "rmsnorm",
     "rmsnorm_backward",
+    "sample",
     "scaled_gemm",
     "scaled_grouped_gemm",
     "sigmoid",
@@ -98,4 +100,5 @@ __all__ = [
     "softmax_backward",
     "softplus",
     "swiglu",
+    "topk",
 ]

@@ -104,6 +104,11 @@ inline uint32_t __float_as_uint(float x) {
   return bits;
 }
 template <class T> T __ldg(const T *from) { return *from; }
+template <class T> T atomicAdd(T *to, T value) {
+  const T before = *to;
+  *to = before + value;
+  return before;
+}
 template <class T> T atomicMax(T *to, T value) {
   const T before = *to;
   *to = before < value ? value : before;

@@ -61,7 +61,7 @@ class PythonCall {
     return given(object) ? read(name, object, written) : add(object);
   }
 
-  // A new tensor of the first operand's framework, on its device.
+  // A new tensor of the first operand's framework, on its device. `type`: a type index, or kWholeNumbers.
   Operand *make(int ndim, const int64_t *shape, int type) {
     Operand *operand = add(nullptr);
     const Operand &like = operands_[0];
@@ -73,7 +73,7 @@ class PythonCall {
       if (!extent) return nullptr;
       python().PyTuple_SetItem(extents, i, extent);
     }
-    if (first_->reader == PYDET_EXCHANGE_ARRAY && exchange->numpy_dtypes[type]) {
+    if (first_->reader == PYDET_EXCHANGE_ARRAY && type < kTypeCount && exchange->numpy_dtypes[type]) {
       Object *dtype = exchange->numpy_dtypes[type];
       operand->object = call_python(exchange->numpy_empty, static_cast<Object *>(extents), dtype);
     } else {

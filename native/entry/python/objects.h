@@ -145,7 +145,12 @@ constexpr int64_t kGilWork = 1 << 16;  // multiply-adds or elements under which 
 
 static_assert(kTypeCount == PYDET_EXCHANGE_TYPES, "as python.h says");
 
-inline pydet_dtype dtype_of(int type) { return {kTypes[type].code, kTypes[type].bits, 1}; }
+// The place behind the type indices: of results that are int64, such as tokens.
+constexpr int kWholeNumbers = kTypeCount;
+inline pydet_dtype dtype_of(int type) {
+  if (type == kWholeNumbers) return {PYDET_INT, 64, 1};
+  return {kTypes[type].code, kTypes[type].bits, 1};
+}
 
 inline int type_index(pydet_dtype dtype) {  // -1: none of ours
   Type type;

@@ -43,6 +43,7 @@ constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGrad
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
+constexpr uint64_t kAllOfSampling = kTwoStrides | kFilters | kLogProbs;
 
 constexpr Kernel<Gemm> kGemm[] = {
     Row("hip_skinny_gemm_cdna3_mfma_chunks", kHalfTypes, Arithmetic::cdna3, kGfx942, kOneMatrix)
@@ -156,6 +157,14 @@ constexpr Kernel<ActivationBackward> kActivationBackward[] = {
         .launches(activation_backward),
 };
 
+constexpr Kernel<Sample> kSample[] = {
+    Row("hip_sample", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfSampling).launches(sample),
+};
+
+constexpr Kernel<TopK> kTopK[] = {
+    Row("hip_topk", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides).launches(topk),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("hip_fold", bit(Type::f32), Arithmetic::ieee, kBuilt, kBias | kAccumulate | kTree).launches(fold),
 };
@@ -211,7 +220,7 @@ constexpr Backend hip() {
       tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), no_kernels<Attention>(),
-             no_kernels<AttentionBackward>(), table(kActivation), table(kActivationBackward));
+             no_kernels<AttentionBackward>(), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK));
   return backend;
 }
 

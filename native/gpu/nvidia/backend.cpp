@@ -42,6 +42,7 @@ constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
+constexpr uint64_t kAllOfSampling = kTwoStrides | kFilters | kLogProbs;
 
 template <int tile> constexpr Kernel<Gemm> sm90_row() {
   return Row(kSm90Tiles[tile].name, kHalfTypes, Arithmetic::sm90, kSm90a,
@@ -339,6 +340,14 @@ constexpr Kernel<ActivationBackward> kActivationBackward[] = {
         .launches(activation_backward),
 };
 
+constexpr Kernel<Sample> kSample[] = {
+    Row("cuda_sample", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSampling).launches(sample),
+};
+
+constexpr Kernel<TopK> kTopK[] = {
+    Row("cuda_topk", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(topk),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("cuda_fold", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree).launches(fold),
     Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
@@ -486,7 +495,7 @@ constexpr Backend cuda() {
       tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward));
+             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK));
   return backend;
 }
 

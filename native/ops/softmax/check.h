@@ -25,50 +25,78 @@ inline pydet_status softmax_of(void *stream, const View &x, const View &like_x, 
   return PYDET_OK;
 }
 
+// Whole numbers of x's device: int64, or int32 where they may be narrow. Of as many dimensions as x, or one less. They are
+// seen as the words of 4 bytes that they are made of, which lie along one dimension more.
+struct WholeNumbers {
+  View words;
+  bool wide;
+};
+inline pydet_status whole_numbers(const View &x, const char *name, const pydet_tensor *tensor, const int64_t *want,
+                                  int ndim, bool may_be_narrow, WholeNumbers *numbers) {
+  if (!tensor) return fail(PYDET_NULL_POINTER, "%s: %s is NULL, want a tensor", x.op, name);
+  const bool integers = tensor->dtype.code == PYDET_INT && tensor->dtype.lanes == 1;
+  if (!integers || !(tensor->dtype.bits == 64 || (may_be_narrow && tensor->dtype.bits == 32)))
+    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want %sint64", x.op, name, dtype_text(tensor->dtype).text,
+                may_be_narrow ? "int32 or " : "");
+  if (tensor->ndim != ndim || (ndim > 0 && !tensor->shape))
+    return fail(PYDET_INVALID_SHAPE, "%s: %s has %d dimensions, want %d, %s", x.op, name, int(tensor->ndim), ndim,
+                ndim < x.ndim ? "one less than x" : "as x has");
+  for (int i = 0; i < ndim; ++i)
+    if (tensor->shape[i] != want[i])
+      return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want %s", x.op, name, shape_text(tensor->shape, ndim).text,
+                  shape_text(want, ndim).text);
+  const int64_t words = tensor->dtype.bits / 32;
+  int64_t shape[kMaxDims], stride[kMaxDims];
+  for (int i = 0; i < ndim; ++i) {
+    shape[i] = tensor->shape[i];
+    stride[i] = 0;
+    if (tensor->strides && __builtin_mul_overflow(tensor->strides[i], words, &stride[i]))
+      return fail(PYDET_OVERFLOW, "%s: %s has stride %" PRId64 " in dimension %d, which reaches past 2^63 - 1 bytes",
+                  x.op, name, tensor->strides[i], i);
+  }
+  int dims = ndim;
+  if (ndim == kMaxDims) {  // one more there may not be: they lie along the last
+    if (__builtin_mul_overflow(shape[ndim - 1], words, &shape[ndim - 1]))
+      return fail(PYDET_OVERFLOW, "%s: %s is %s, which reaches past 2^63 - 1 bytes", x.op, name,
+                  shape_text(want, ndim).text);
+    if (tensor->strides && (want[ndim - 1] <= 1 || tensor->strides[ndim - 1] == 1)) stride[ndim - 1] = 1;
+  } else {
+    shape[ndim] = words;
+    stride[dims++] = 1;
+  }
+  pydet_tensor as_words = {tensor->data,          tensor->device, dims,
+                           {PYDET_FLOAT, 32, 1}, shape,          tensor->strides ? stride : nullptr,
+                           tensor->byte_offset};
+  View &view = numbers->words;
+  PYDET_TRY(read(x.op, name, kNormVector, &as_words, 1, &view));
+  PYDET_TRY(same_device(x, view));
+  PYDET_TRY(contiguous(view));
+  if (reinterpret_cast<uintptr_t>(view.data) % uintptr_t(4 * words))
+    return fail(PYDET_MISALIGNED, "%s: %s has data at %p, want a multiple of %d bytes", x.op, name,
+                static_cast<void *>(view.data), int(4 * words));
+  numbers->wide = words == 2;
+  return PYDET_OK;
+}
+
+// One number a row of x [..., N], in fp32 and contiguous; it may be absent.
+inline pydet_status one_a_row(const View &x, const View &vector) {
+  if (!vector.present()) return PYDET_OK;
+  PYDET_TRY(same_device(x, vector));
+  PYDET_TRY(want_shape(vector, x.shape, x.ndim - 1));
+  PYDET_TRY(contiguous(vector));
+  if (vector.type == Type::f32) return PYDET_OK;
+  return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32", x.op, vector.name, type_name(vector.type));
+}
+
 // What goes with each row of x [..., N]: `vector` [...] in fp32, and the column numbers, [...] in int32 or int64, apart
 // from `written`.
 inline pydet_status columns_of(const View &x, const pydet_tensor *index, const View &vector, const View &written,
                                Columns *columns) {
-  const int ndim = x.ndim - 1;
-  PYDET_TRY(same_device(x, vector));
-  PYDET_TRY(want_shape(vector, x.shape, ndim));
-  PYDET_TRY(contiguous(vector));
-  if (vector.type != Type::f32)
-    return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32", x.op, vector.name, type_name(vector.type));
-  if (!index) return fail(PYDET_NULL_POINTER, "%s: index is NULL, want a tensor", x.op);
-  const bool integers = index->dtype.code == PYDET_INT && index->dtype.lanes == 1;
-  if (!integers || (index->dtype.bits != 32 && index->dtype.bits != 64))
-    return fail(PYDET_INVALID_DTYPE, "%s: index is %s, want int32 or int64", x.op, dtype_text(index->dtype).text);
-  if (index->ndim != ndim || (ndim > 0 && !index->shape))
-    return fail(PYDET_INVALID_SHAPE, "%s: index has %d dimensions, want %d, one less than x", x.op, int(index->ndim),
-                ndim);
-  for (int i = 0; i < ndim; ++i)
-    if (index->shape[i] != x.shape[i])
-      return fail(PYDET_INVALID_SHAPE, "%s: index is %s, want %s", x.op, shape_text(index->shape, ndim).text,
-                  shape_text(x.shape, ndim).text);
-  // Checked as the words of 4 bytes that it is made of, which lie along one dimension more.
-  const int64_t words = index->dtype.bits / 32;
-  int64_t shape[kMaxDims], stride[kMaxDims];
-  for (int i = 0; i < ndim; ++i) {
-    shape[i] = index->shape[i];
-    if (index->strides && __builtin_mul_overflow(index->strides[i], words, &stride[i]))
-      return fail(PYDET_OVERFLOW, "%s: index has stride %" PRId64 " in dimension %d, which reaches past 2^63 - 1 bytes",
-                  x.op, index->strides[i], i);
-  }
-  shape[ndim] = words;
-  stride[ndim] = 1;
-  pydet_tensor as_words = {index->data,          index->device, ndim + 1,
-                           {PYDET_FLOAT, 32, 1}, shape,         index->strides ? stride : nullptr,
-                           index->byte_offset};
-  View view;
-  PYDET_TRY(read(x.op, "index", kNormVector, &as_words, 1, &view));
-  PYDET_TRY(same_device(x, view));
-  PYDET_TRY(contiguous(view));
-  PYDET_TRY(disjoint(written, view));
-  if (reinterpret_cast<uintptr_t>(view.data) % uintptr_t(4 * words))
-    return fail(PYDET_MISALIGNED, "%s: index has data at %p, want a multiple of %d bytes", x.op,
-                static_cast<void *>(view.data), int(4 * words));
-  *columns = {view.data, words == 2};
+  PYDET_TRY(one_a_row(x, vector));
+  WholeNumbers numbers = {};
+  PYDET_TRY(whole_numbers(x, "index", index, x.shape, x.ndim - 1, true, &numbers));
+  PYDET_TRY(disjoint(written, numbers.words));
+  *columns = {numbers.words.data, numbers.wide};
   return PYDET_OK;
 }
 
