@@ -38,7 +38,9 @@ def quiet(function):
 
 def bits(array):
     """The bit patterns as unsigned integers of the element's size."""
-    return np.ascontiguousarray(array).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+    return np.ascontiguousarray(array).view(
+        {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize]
+    )
 
 
 def widen(array):

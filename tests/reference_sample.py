@@ -43,6 +43,7 @@ def noise(seed, position, n):
     return gumbel(philox(seed, position, np.arange(-(-n // 4))).ravel()[:n])
 
 
+@quiet
 def descending(x):
     """The columns from the largest x down, equal ones ascending; a NaN above all."""
     key = np.where(np.isnan(x), np.inf, x.astype(np.float64))

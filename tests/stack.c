@@ -159,6 +159,19 @@ static void run(void) {
       options.kind = (int32_t)(call.n % 8), options.kernel = call.kernel;
       call.status = pydet_activation_backward(NULL, &dy, &x, call.transposed ? &dy : NULL, &y,
                                               call.transposed ? &dup : NULL, &options);
+    } else if (!strcmp(call.operation, "sample")) {
+      pydet_sample_options options = {sizeof options, 0.8f, 0.9f, 0.01f, 3, NULL, NULL, NULL, NULL, NULL, 0};
+      const pydet_dtype whole = {PYDET_INT, 64, 1};
+      pydet_tensor seed = tensor(b, 1, of_rows, NULL, whole), token = tensor(c, 1, of_rows, NULL, whole);
+      pydet_tensor first = tensor(workspace, 1, of_rows, NULL, fp32);
+      pydet_tensor second = tensor(workspace + kMost / 2, 1, of_rows, NULL, fp32);
+      options.kernel = call.kernel;
+      call.status = pydet_sample(NULL, &x, &seed, &seed, &token, &first, call.transposed ? &second : NULL, &options);
+    } else if (!strcmp(call.operation, "topk")) {
+      pydet_topk_options options = {sizeof options, 0, NULL};
+      pydet_tensor index = tensor(workspace, 2, of_c, NULL, (pydet_dtype){PYDET_INT, 64, 1});
+      options.kernel = call.kernel;
+      call.status = pydet_topk(NULL, &x, &y, &index, &options);
     } else if (!strcmp(call.operation, "layernorm")) {
       pydet_layernorm_options options = {sizeof options, 1e-5f, 0, 0, NULL};
       options.kernel = call.kernel;

@@ -25,7 +25,7 @@ SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
 OPERATIONS = (  # of the kernel table
     *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
-    *("attention_backward", "activation", "activation_backward"),
+    *("attention_backward", "activation", "activation_backward", "sample", "topk"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
@@ -142,6 +142,28 @@ def activation_cases(operation, dtype, generator, device):
                 [like, like],
                 lambda o, dy=dy, x=x, up=up, f=kind, **k: pydet.activation_backward(
                     dy, x, f, up=up, out=o[0], dup=o[1], **k
+                ),
+            )
+
+
+def sampling_cases(operation, dtype, generator, device):
+    for rows, n in ((1, 4096), (33, 256), (65, 1024), (200, 96), (290, 40), (2, 20000), (3, 1001)):
+        x = tensor(generator, (rows, n), dtype, device)
+        if operation == "topk":
+            k = min(n, 50)
+            yield (
+                operation,
+                [((rows, k), dtype), ((rows, k), torch.int64)],
+                lambda o, x=x, k=k, **given: pydet.topk(x, k, values=o[0], index=o[1], **given),
+            )
+            continue
+        number = torch.arange(rows).to(device)
+        for options in ({}, {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01}):
+            yield (
+                operation,
+                [((rows,), torch.int64)],
+                lambda o, x=x, i=number, options=options, **k: pydet.sample(
+                    x, i, i, out=o[0], return_log_prob=False, **options, **k
                 ),
             )
 
@@ -351,6 +373,8 @@ def make_cases(device, seed, only):
                     "layer": layer_cases,
                     "softmax": softmax_cases,
                     "act": activation_cases,
+                    "sample": sampling_cases,
+                    "topk": sampling_cases,
                 }
                 rows = next((cases_of for name, cases_of in by_name.items() if name in key[0]), None)
                 make = makes.get(key[0]) or functools.partial(rows, key[0])

@@ -198,6 +198,15 @@ def problems(operation, name, dtype):
         shapes = [(64, 256)] * (5 if operation == "activation_backward" else 3)
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_activation_options", kernel=name[0])
         return
+    if operation == "sample":
+        x, whole, one = (64, 256), ((64,), "int64"), ((64,), "float32")
+        given = capi.options("pydet_sample_options", kernel=name[0], temperature=0.8, top_k=9, top_p=0.9)
+        yield "pydet_sample", tensors([x, whole, whole, whole, one, one], dtype), given
+        return
+    if operation == "topk":
+        shapes = [(64, 256), (64, 9), ((64, 9), "int64")]
+        yield "pydet_topk", tensors(shapes, dtype), capi.options("pydet_topk_options", kernel=name[0])
+        return
     if operation.startswith("softmax"):
         shapes = [(64, 256)] * (3 if operation == "softmax_backward" else 2)
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_softmax_options", kernel=name[0])

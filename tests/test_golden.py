@@ -19,7 +19,9 @@ import reference
 import reference_activation
 import reference_attention
 import reference_fp8
+import reference_sample
 import test_grouped_gemm as grouped_cases
+import test_sample as sample_cases
 import test_scaled_gemm as scaled_cases
 import test_scaled_grouped_gemm as scaled_grouped_cases
 from cases import ARITHMETICS, DTYPES, Problem, data
@@ -166,6 +168,23 @@ def activation_backward_digests(activation_backward, arithmetic, dtype):
     return digests
 
 
+SAMPLED = [(kind, m, n) for kind in ("normal", "integers", "specials") for m, n in [(3, 5000), (9, 257), (20, 33)]]
+
+
+def sample_digests(sample, arithmetic, dtype):
+    digests = {}
+    for kind, m, n in SAMPLED:
+        x, (seed, position) = data(kind, (m, n), DTYPES[dtype]), sample_cases.keys(m)
+        for number, options in enumerate(sample_cases.FILTERS):
+            digests[f"{dtype} {number} {kind} {m}x{n}"] = digest(*sample(x, seed, position, **options))
+    return digests
+
+
+def topk_digests(topk, arithmetic, dtype):
+    rows = lambda kind, m, n: data(kind, (m, n), DTYPES[dtype])
+    return {f"{dtype} {kind} {m}x{n}": digest(*topk(rows(kind, m, n), min(n, 40))) for kind, m, n in SAMPLED}
+
+
 def scaled_gemm_digests(scaled_gemm, arithmetic, dtype):
     digests = {}
     for (a_scale, b_scale), kind, out_dtype in itertools.product(
@@ -263,6 +282,8 @@ DIGESTS = {
     "attention_backward": attention_backward_digests,
     "activation": activation_digests,
     "activation_backward": activation_backward_digests,
+    "sample": sample_digests,
+    "topk": topk_digests,
 }
 
 
@@ -285,6 +306,8 @@ def reference_of(operation):
         return reference_attention
     if operation.startswith("activation"):
         return getattr(reference_activation, operation)
+    if operation in ("sample", "topk"):
+        return getattr(reference_sample, operation)
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -362,6 +385,14 @@ def test_layernorm_backward(layernorm_backward_kernel):
 
 def test_activation(activation_kernel):
     check_golden("activation", activation_kernel.activation, "ieee", activation_kernel.dtype)
+
+
+def test_sample(sample_kernel):
+    check_golden("sample", sample_kernel.sample, "ieee", sample_kernel.dtype)
+
+
+def test_topk(topk_kernel):
+    check_golden("topk", topk_kernel.topk, "ieee", topk_kernel.dtype)
 
 
 def test_activation_backward(activation_backward_kernel):

@@ -126,7 +126,7 @@ def every_kernel():
 
     def tensor(array):
         types = {"float32": FLOAT32, "float16": FLOAT16, "uint16": BFLOAT16, "uint8": (10, 8, 1)}
-        types["int32"] = (0, 32, 1)
+        types |= {"int32": (0, 32, 1), "int64": (0, 64, 1)}
         return Tensor(array, dtype=types[array.dtype.name])
 
     for kernel in pydet.kernels():
@@ -228,6 +228,17 @@ def every_kernel():
                     function, more = getattr(lib, f"pydet_{kernel.operation}"), values(m, n, dtype=dtype)
                     inputs, outs = ((dy, x, x), (y, more)) if kernel.operation.endswith("backward") else ((x, dy), (y,))
                     yield function, list(map(tensor, inputs + outs)), chosen, list(outs)
+                    continue
+                if kernel.operation in ("sample", "topk"):
+                    whole = [np.arange(m * 3, dtype=np.int64).reshape(3, m)[i] for i in range(3)]
+                    chosen = options(f"pydet_{kernel.operation}_options", kernel=kernel.name)
+                    if kernel.operation == "sample":
+                        chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p = 0.8, 0.9, 1 + n // 2, 0.01
+                        outs = whole[2], values(m), values(m)
+                        yield lib.pydet_sample, list(map(tensor, (x, *whole[:2], *outs))), chosen, list(outs)
+                    else:
+                        outs = values(m, 1, dtype=dtype), whole[2].reshape(m, 1)
+                        yield lib.pydet_topk, list(map(tensor, (x, *outs))), chosen, list(outs)
                     continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
@@ -382,6 +393,7 @@ def large_calls():
         "resolve_arithmetic": lambda: pydet.resolve_arithmetic("float32", ("cpu", 0)),
         "rmsnorm": lambda: pydet.rmsnorm(tall, row, eps=0),
         "rmsnorm_backward": lambda: pydet.rmsnorm_backward(x, x, row, row),
+        "sample": lambda: pydet.sample(x, index, index, temperature=0.5, top_k=99, top_p=0.9, min_p=0.01),
         "scaled_gemm": lambda: pydet.scaled_gemm(q, q.T, **scales),
         "scaled_grouped_gemm": lambda: pydet.scaled_grouped_gemm(q, experts, end, **scales),
         "sigmoid": lambda: pydet.sigmoid(x),
@@ -391,6 +403,7 @@ def large_calls():
         "softmax_backward": lambda: pydet.softmax_backward(x, x),
         "softplus": lambda: pydet.softplus(x),
         "swiglu": lambda: pydet.swiglu(x, x),
+        "topk": lambda: pydet.topk(x, 99),
     }
 
 

@@ -779,7 +779,7 @@ operands = {
     "product": [x, x], "scaled_gemm": [q, q.T], "quantize": [x], "rmsnorm": [x, row, 0], "softmax": [x],
     "rmsnorm_backward": [x, x, row, row], "layernorm": [x, row, row, 0], "layernorm_backward": [x, x, row, row, row],
     "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x],
-    "log_prob": [x, index], "log_prob_backward": [row, x, index],
+    "log_prob": [x, index], "log_prob_backward": [row, x, index], "sample": [x, index, index], "topk": [x, 2],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],

@@ -255,8 +255,8 @@ def test_topk_given_its_results():
     values, index = np.zeros((4, 2, 9), np.float32), np.zeros((4, 2, 9), np.int64)
     got = pydet.topk(x, 9, values=values, index=index)
     assert got[0] is values and got[1] is index and np.array_equal(index, reference_sample.topk(x, 9)[1])
-    token = np.zeros((4, 2), np.int64)
-    assert pydet.sample(x, *keys((4, 2)), out=token)[0] is token and np.array_equal(pydet.sample(x, *keys((4, 2)))[0], token)
+    token, given = np.zeros((4, 2), np.int64), keys((4, 2))
+    assert pydet.sample(x, *given, out=token)[0] is token and np.array_equal(pydet.sample(x, *given)[0], token)
 
 
 # ---- Refusals ------------------------------------------------------------------------------------------------------

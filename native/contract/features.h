@@ -51,9 +51,9 @@ enum Feature : uint64_t {
   kMask = 1ull << 38,
   kSinks = 1ull << 39,
   kSoftcap = 1ull << 40,
-  kGate = 1ull << 41,      // of an activation: another factor
-  kFilters = 1ull << 42,   // of sampling: top_k, top_p or min_p
-  kLogProbs = 1ull << 43   // of sampling: log-probabilities
+  kGate = 1ull << 41,     // of an activation: another factor
+  kFilters = 1ull << 42,  // of sampling: top_k, top_p or min_p
+  kLogProbs = 1ull << 43  // of sampling: log-probabilities
 };
 struct FeatureRow {
   Feature feature;

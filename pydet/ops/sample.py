@@ -28,19 +28,19 @@ def sample(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Draws a token of each row of logits: a function of the row, its seed, its position and its options alone.
 
-    So a sequence has the same tokens alone and in any batch, on the CPU, CUDA and HIP. The noise is Philox4x32-10 of the
-    seed (its key), the position and the column (its counter), made Gumbel's by formulas (NUMERICS.md, "Sampling"); the
-    token is the column of the largest ``(z - max(z)) + noise``, ``z = logits / temperature`` in fp32, the lowest of equal
-    ones.
+    So a sequence has the same tokens alone and in any batch, on the CPU, CUDA and HIP. The noise is Philox4x32-10 of
+    the seed (its key), the position and the column (its counter), made Gumbel's by formulas (NUMERICS.md, "Sampling");
+    the token is the column of the largest ``(z - max(z)) + noise``, ``z = logits / temperature`` in fp32, the lowest
+    of equal ones.
 
-    Filters keep the first columns in descending order of the logits, equal ones by ascending number: ``top_k`` of them; of
-    these the fewest whose probability reaches ``top_p`` of theirs, at least one; of these what is at least ``min_p`` as
-    probable as the likeliest. Sums for ``top_p`` are of whole numbers, which have no order.
+    Filters keep the first columns in descending order of the logits, equal ones by ascending number: ``top_k`` of them;
+    of these the fewest whose probability reaches ``top_p`` of theirs, at least one; of these what is at least ``min_p``
+    as probable as the likeliest. Sums for ``top_p`` are of whole numbers, which have no order.
 
     Args:
         logits: ``[..., N]``, float32, bfloat16 or float16; elements of a row adjacent; N up to 8,388,608.
-        seed, position: ``[...]``, int32 or int64, contiguous: any numbers. Two rows of one seed and one position have the
-            same noise.
+        seed, position: ``[...]``, int32 or int64, contiguous: any numbers. Two rows of one seed and one position have
+            the same noise.
         temperature: a number, or ``[...]`` float32 for each row's own; so are the next three. 0: the largest logit, the
             first of equal ones, whatever the filters.
         top_k: 0: all. As a tensor int32 or int64.

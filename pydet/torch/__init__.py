@@ -26,12 +26,14 @@ from pydet.torch.functions import (
     log_prob,
     log_softmax,
     rms_norm,
+    sample,
     sigmoid,
     silu,
     skinny_linear,
     softmax,
     softplus,
     swiglu,
+    topk,
 )
 from pydet.torch.grouped import grouped_mm
 from pydet.torch.modules import Accumulating, Activation, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
@@ -67,6 +69,7 @@ __all__ = [
     "register_attention",
     "register_experts",
     "rms_norm",
+    "sample",
     "scaled_grouped_mm",
     "scaled_mm",
     "sigmoid",
@@ -75,4 +78,5 @@ __all__ = [
     "softmax",
     "softplus",
     "swiglu",
+    "topk",
 ]

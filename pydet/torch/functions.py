@@ -8,6 +8,8 @@ where a batch multiplies one matrix, that matrix's gradient is one sum over all 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pydet.ops import Arithmetic
@@ -161,6 +163,46 @@ def log_prob(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ``[...]``, float32. No other column is written to memory.
     """
     return torch.ops.pydet.log_prob(x, index)
+
+
+def sample(
+    logits: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor = 0,
+    top_p: float | torch.Tensor = 1.0,
+    min_p: float | torch.Tensor = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token of each row of logits, of the row, its seed, its position and its options alone: :func:`pydet.sample`.
+
+    Args:
+        logits: ``[..., N]``, float32, bfloat16 or float16. No gradient is made.
+        seed, position: ``[...]``, int32 or int64.
+        temperature, top_k, top_p, min_p: a number, or ``[...]`` for each row's own.
+
+    Returns:
+        ``(token, log_prob, filtered_log_prob)``, ``[...]``: int64, and float32 twice. ``log_prob`` has the bits of
+        :func:`log_prob` of ``logits / temperature`` in float32.
+    """
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = {f"{name}s" if torch.is_tensor(value) else name: value for name, value in options.items()}
+    return torch.ops.pydet.sample(logits.detach(), seed, position, **options)  # type: ignore[no-any-return]
+
+
+def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k`` largest of each row, descending, equal ones by ascending column: :func:`pydet.topk`.
+
+    With a gradient by ``x``: values are taken from ``x`` by their columns.
+
+    Returns:
+        ``(values, index)``, ``[..., k]``, of ``x``'s type and int64.
+    """
+    values, index = torch.ops.pydet.topk(x.detach(), k)
+    if torch.is_grad_enabled() and x.requires_grad:
+        values = x.gather(-1, index)
+    return values, index
 
 
 def activation(x: torch.Tensor, kind: Kind = "silu", *, up: torch.Tensor | None = None) -> torch.Tensor:

@@ -216,11 +216,11 @@ constexpr Backend hip() {
   backend.built_for = "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"";
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), no_kernels<Attention>(),
-             no_kernels<AttentionBackward>(), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK));
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          no_kernels<Attention>(), no_kernels<AttentionBackward>(), table(kActivation),
+                          table(kActivationBackward), table(kSample), table(kTopK));
   return backend;
 }
 

@@ -239,8 +239,7 @@ __global__ void __launch_bounds__(T) sample_kernel(const __grid_constant__ Sampl
 #pragma unroll
         for (int e = 0; e < kNoiseBlock; ++e) may |= !(distance[block * kNoiseBlock + e] + kMostNoise < best);
         if (!may) continue;
-        const NoiseBlock noise =
-            philox(choice.seed, choice.position, uint32_t(j / kNoiseBlock + block));
+        const NoiseBlock noise = philox(choice.seed, choice.position, uint32_t(j / kNoiseBlock + block));
 #pragma unroll
         for (int e = 0; e < kNoiseBlock; ++e) {
           const float here = distance[block * kNoiseBlock + e];

@@ -29,8 +29,7 @@ pydet_status pydet_sample(void *stream, const pydet_tensor *x_tensor, const pyde
   WholeNumbers seed = {}, position = {}, top_ks = {}, token = {};
   PYDET_TRY(whole_numbers_of_rows(x, "seed", seed_tensor, &seed, &sample.seed));
   PYDET_TRY(whole_numbers_of_rows(x, "position", position_tensor, &position, &sample.position));
-  if (options.top_ks)
-    PYDET_TRY(whole_numbers_of_rows(x, "top_ks", options.top_ks, &top_ks, &sample.top_ks));
+  if (options.top_ks) PYDET_TRY(whole_numbers_of_rows(x, "top_ks", options.top_ks, &top_ks, &sample.top_ks));
   PYDET_TRY(whole_numbers(x, "token", token_tensor, x.shape, x.ndim - 1, false, &token));
   for (const View *vector : {&log_prob, &filtered_log_prob, &temperatures, &top_ps, &min_ps})
     PYDET_TRY(one_a_row(x, *vector));

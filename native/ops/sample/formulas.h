@@ -106,10 +106,14 @@ PYDET_HD RowChoice choice_of(const Sample &p, int64_t row) {
   const int64_t top_k = p.top_ks.data ? number_of(p.top_ks, row) : p.top_k;
   const bool serves = temperature_serves(temperature) && part_serves(top_p) && part_serves(min_p) && top_k >= 0;
   const bool greedy = temperature == 0.0f;
-  return {greedy ? 1.0f : temperature,         greedy ? 1.0f : top_p,
-          greedy ? 0.0f : min_p,               greedy || top_k >= p.n ? 0 : top_k,
-          uint64_t(number_of(p.seed, row)), uint64_t(number_of(p.position, row)),
-          serves,                              greedy};
+  return {greedy ? 1.0f : temperature,
+          greedy ? 1.0f : top_p,
+          greedy ? 0.0f : min_p,
+          greedy || top_k >= p.n ? 0 : top_k,
+          uint64_t(number_of(p.seed, row)),
+          uint64_t(number_of(p.position, row)),
+          serves,
+          greedy};
 }
 
 }  // namespace pydet

@@ -21,9 +21,7 @@ struct Sample {
   Vector log_prob, filtered_log_prob;   // one a row, fp32; may be absent
   char *token;                          // one a row, int64
 
-  bool filters() const {
-    return top_k || top_p < 1.0f || min_p > 0.0f || top_ks.data || top_ps.data || min_ps.data;
-  }
+  bool filters() const { return top_k || top_p < 1.0f || min_p > 0.0f || top_ks.data || top_ps.data || min_ps.data; }
   uint64_t needs() const {
     return when(inner < rows, kTwoStrides) | when(filters(), kFilters) |
            when(log_prob.data || filtered_log_prob.data, kLogProbs);

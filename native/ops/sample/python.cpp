@@ -7,8 +7,8 @@ namespace {
 struct SampleArguments {
   PYDET_ARGUMENTS(x, seed, position,  // positional
                   out, log_prob, filtered_log_prob,
-                  wants_log_prob,                     // a flag: both are made where none is given
-                  temperature, top_k, top_p, min_p,   // numbers
+                  wants_log_prob,                        // a flag: both are made where none is given
+                  temperature, top_k, top_p, min_p,      // numbers
                   temperatures, top_ks, top_ps, min_ps,  // tensors in their place
                   kernel, stream);
 };

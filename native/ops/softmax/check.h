@@ -64,7 +64,7 @@ inline pydet_status whole_numbers(const View &x, const char *name, const pydet_t
     shape[ndim] = words;
     stride[dims++] = 1;
   }
-  pydet_tensor as_words = {tensor->data,          tensor->device, dims,
+  pydet_tensor as_words = {tensor->data,         tensor->device, dims,
                            {PYDET_FLOAT, 32, 1}, shape,          tensor->strides ? stride : nullptr,
                            tensor->byte_offset};
   View &view = numbers->words;

@@ -12,7 +12,18 @@ rows, and not over the weights of ``skinny_gemm`` and of norms. Under ``torch.au
 its type.
 """
 
-from pydet.torch.ops import activation, attention, grouped, layernorm, products, rmsnorm, scaled, sequences, softmax
+from pydet.torch.ops import (
+    activation,
+    attention,
+    grouped,
+    layernorm,
+    products,
+    rmsnorm,
+    sample,
+    scaled,
+    sequences,
+    softmax,
+)
 from pydet.torch.ops.products import matrix, sum_rows
 from pydet.torch.ops.register import DTYPES
 
@@ -25,6 +36,7 @@ __all__ = [
     "matrix",
     "products",
     "rmsnorm",
+    "sample",
     "scaled",
     "sequences",
     "softmax",
