@@ -188,7 +188,7 @@ def sample(
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {f"{name}s" if torch.is_tensor(value) else name: value for name, value in options.items()}
-    return torch.ops.pydet.sample(logits.detach(), seed, position, **options)  # type: ignore[no-any-return]
+    return torch.ops.pydet.sample(logits.detach(), seed, position, **options)
 
 
 def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,7 +74,7 @@ def _run_sample(
     min_ps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_rows = {"temperatures": temperatures, "top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps}
-    return _sample(  # type: ignore[no-any-return]
+    return _sample(
         x,
         seed.contiguous(),
         position.contiguous(),
@@ -88,7 +88,7 @@ def _run_sample(
 
 
 def _run_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return _topk(x, k)  # type: ignore[no-any-return]
+    return _topk(x, k)
 
 
 # ---- The operators ---------------------------------------------------------------------------------------------------
