@@ -41,6 +41,25 @@ static int32_t arithmetic_of(const char *kernel) {
   return PYDET_AUTO;
 }
 
+/* Apart from run(), whose stack is that of all operations. */
+__attribute__((noinline)) static void run_sample(const pydet_tensor *x, int64_t *of_rows) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1}, whole = {PYDET_INT, 64, 1};
+  pydet_sample_options options = {sizeof options, 0.8f, 0.9f, 0.01f, 3, NULL, NULL, NULL, NULL, NULL, 0};
+  pydet_tensor seed = tensor(b, 1, of_rows, NULL, whole), token = tensor(c, 1, of_rows, NULL, whole);
+  pydet_tensor first = tensor(workspace, 1, of_rows, NULL, fp32);
+  pydet_tensor second = tensor(workspace + kMost / 2, 1, of_rows, NULL, fp32);
+  options.kernel = call.kernel;
+  call.status = pydet_sample(NULL, x, &seed, &seed, &token, &first, call.transposed ? &second : NULL, &options);
+}
+
+__attribute__((noinline)) static void run_topk(const pydet_tensor *x, const pydet_tensor *values) {
+  const pydet_dtype whole = {PYDET_INT, 64, 1};
+  pydet_topk_options options = {sizeof options, 0, NULL};
+  pydet_tensor index = tensor(workspace, 2, values->shape, NULL, whole);
+  options.kernel = call.kernel;
+  call.status = pydet_topk(NULL, x, values, &index, &options);
+}
+
 static void run(void) {
   pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
   int64_t of_a[] = {call.m, call.k}, of_b[] = {call.k, call.n}, of_c[] = {call.m, call.n}, of_row[] = {call.n};
@@ -160,18 +179,9 @@ static void run(void) {
       call.status = pydet_activation_backward(NULL, &dy, &x, call.transposed ? &dy : NULL, &y,
                                               call.transposed ? &dup : NULL, &options);
     } else if (!strcmp(call.operation, "sample")) {
-      pydet_sample_options options = {sizeof options, 0.8f, 0.9f, 0.01f, 3, NULL, NULL, NULL, NULL, NULL, 0};
-      const pydet_dtype whole = {PYDET_INT, 64, 1};
-      pydet_tensor seed = tensor(b, 1, of_rows, NULL, whole), token = tensor(c, 1, of_rows, NULL, whole);
-      pydet_tensor first = tensor(workspace, 1, of_rows, NULL, fp32);
-      pydet_tensor second = tensor(workspace + kMost / 2, 1, of_rows, NULL, fp32);
-      options.kernel = call.kernel;
-      call.status = pydet_sample(NULL, &x, &seed, &seed, &token, &first, call.transposed ? &second : NULL, &options);
+      run_sample(&x, of_rows);
     } else if (!strcmp(call.operation, "topk")) {
-      pydet_topk_options options = {sizeof options, 0, NULL};
-      pydet_tensor index = tensor(workspace, 2, of_c, NULL, (pydet_dtype){PYDET_INT, 64, 1});
-      options.kernel = call.kernel;
-      call.status = pydet_topk(NULL, &x, &y, &index, &options);
+      run_topk(&x, &y);
     } else if (!strcmp(call.operation, "layernorm")) {
       pydet_layernorm_options options = {sizeof options, 1e-5f, 0, 0, NULL};
       options.kernel = call.kernel;

@@ -61,7 +61,9 @@ Weighed threshold(const typename T::Stored *x, int64_t n, uint64_t (&digits)[kDi
 }
 
 // The first k columns.
-template <class T> Leading leading_of(const typename T::Stored *x, int64_t n, int64_t k, uint64_t (&digits)[kDigits]) {
+template <class T>
+__attribute__((noinline)) Leading leading_of(const typename T::Stored *x, int64_t n, int64_t k,
+                                             uint64_t (&digits)[kDigits]) {
   const Weighed found = threshold<T>(
       x, n, digits, {0, 0}, [&](uint64_t) { return uint64_t(k); },
       [](const Piece &, int64_t count, const uint32_t *order, const uint32_t *differ, int shift, uint64_t *to) {
@@ -71,7 +73,7 @@ template <class T> Leading leading_of(const typename T::Stored *x, int64_t n, in
   return {found.order, k - int64_t(found.weight)};
 }
 
-// A row as it is drawn from.
+// A row as it is drawn from. Its passes are no parts of their caller: only one of them is on the stack.
 template <class T> struct SampledRow {
   const Sample &p;
   RowChoice choice;
@@ -87,7 +89,8 @@ template <class T> struct SampledRow {
   uint64_t mass_in(uint32_t order) const { return mass_of(exp_f32(in_order(order) / choice.divisor - max)); }
 
   // m, and whether there is anything to draw from.
-  bool find_max(Piece &piece) {
+  __attribute__((noinline)) bool find_max() {
+    Piece piece;
     const float largest = row_max<T>(x, p.n, piece);
     int nans = 0;
     pieces(p.n, [&](int64_t j, int64_t count) {
@@ -98,7 +101,8 @@ template <class T> struct SampledRow {
     return !nans && fabsf(max) < INFINITY;
   }
 
-  int64_t first_largest(Piece &piece) const {
+  __attribute__((noinline)) int64_t first_largest() const {
+    Piece piece;
     int64_t first = -1;
     for (int64_t j = 0; first < 0 && j < p.n; j += kPiece) {
       const int64_t count = p.n - j < kPiece ? p.n - j : int64_t(kPiece);
@@ -110,7 +114,7 @@ template <class T> struct SampledRow {
   }
 
   // Of the columns that `within` holds, the first whose masses reach top_p of theirs.
-  Leading leading_mass(const Leading &within, uint64_t (&digits)[kDigits]) const {
+  __attribute__((noinline)) Leading leading_mass(const Leading &within, uint64_t (&digits)[kDigits]) const {
     const bool all = within.equal == kAllColumns;
     const Weighed equal = {within.order, all ? 0 : uint64_t(within.equal) * mass_in(within.order)};
     uint64_t reach = 0;
@@ -128,7 +132,7 @@ template <class T> struct SampledRow {
   }
 
   // s of all columns.
-  float sum_of_all(RowSum &lanes) const {
+  __attribute__((noinline)) float sum_of_all(RowSum &lanes) const {
     Piece piece;
     lanes.clear(p.n);
     pieces(p.n, [&](int64_t j, int64_t count) {
@@ -144,7 +148,7 @@ template <class T> struct SampledRow {
   }
 
   // The token, and s of the columns that are kept, if it is wanted.
-  int64_t draw(const Leading &leading, RowSum *lanes, float *sum) const {
+  __attribute__((noinline)) int64_t draw(const Leading &leading, RowSum *lanes, float *sum) const {
     const bool cut = leading.equal != kAllColumns;
     const float least = cut ? in_order(leading.order) : 0.0f;
     int64_t equal = 0, token = -1;
@@ -194,8 +198,7 @@ template <class T> void sample_row(const Sample &p, int64_t r, RowSum &lanes) {
   SampledRow<T> row = {p, choice_of(p, r), pydet::row<T>(p.x, p.inner, r)};
   auto *all = (float *)p.log_prob.data, *filtered = (float *)p.filtered_log_prob.data;
   auto &token = ((int64_t *)p.token)[r];
-  Piece piece;
-  if (!row.choice.serves || !row.find_max(piece)) {
+  if (!row.choice.serves || !row.find_max()) {
     token = -1;
     for (float *log_prob : {all, filtered})
       if (log_prob) log_prob[r] = float_of(kNanF32);
@@ -205,7 +208,7 @@ template <class T> void sample_row(const Sample &p, int64_t r, RowSum &lanes) {
   float sum = 0, kept_sum = 0;
   if (all && (filters || row.choice.greedy)) sum = row.sum_of_all(lanes);
   if (row.choice.greedy) {
-    token = row.first_largest(piece);
+    token = row.first_largest();
   } else {
     auto &digits = *new (&lanes) uint64_t[1][kDigits];
     Leading leading = kEverything;

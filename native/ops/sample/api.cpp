@@ -5,13 +5,15 @@
 
 using namespace pydet;
 
-pydet_status pydet_sample(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *seed_tensor,
-                          const pydet_tensor *position_tensor, const pydet_tensor *token_tensor,
-                          const pydet_tensor *log_prob_tensor, const pydet_tensor *filtered_log_prob_tensor,
-                          const pydet_sample_options *given) {
-  const char *op = "sample";
-  pydet_sample_options options = {};
-  PYDET_TRY(read_options(op, given, &options));
+namespace {
+
+// The problems as they are checked, rows 0 where there is nothing to write. Never a part of their callers, whose stack is
+// what a kernel has beside its own.
+__attribute__((noinline)) pydet_status sample_of(const char *op, const pydet_tensor *x_tensor,
+                                                 const pydet_tensor *seed_tensor, const pydet_tensor *position_tensor,
+                                                 const pydet_tensor *token_tensor, const pydet_tensor *log_prob_tensor,
+                                                 const pydet_tensor *filtered_log_prob_tensor,
+                                                 const pydet_sample_options &options, Sample *sample) {
   PYDET_TRY(check_temperature(op, options.temperature));
   PYDET_TRY(check_top_k(op, options.top_k));
   PYDET_TRY(check_part(op, "top_p", options.top_p));
@@ -25,11 +27,10 @@ pydet_status pydet_sample(void *stream, const pydet_tensor *x_tensor, const pyde
   PYDET_TRY(read_optional(op, "min_ps", kNormVector, options.min_ps, 0, &min_ps));
   PYDET_TRY(unit_last_stride(x));
   PYDET_TRY(check_columns(x, kMostColumns));
-  Sample sample = {};
   WholeNumbers seed = {}, position = {}, top_ks = {}, token = {};
-  PYDET_TRY(whole_numbers_of_rows(x, "seed", seed_tensor, &seed, &sample.seed));
-  PYDET_TRY(whole_numbers_of_rows(x, "position", position_tensor, &position, &sample.position));
-  if (options.top_ks) PYDET_TRY(whole_numbers_of_rows(x, "top_ks", options.top_ks, &top_ks, &sample.top_ks));
+  PYDET_TRY(whole_numbers_of_rows(x, "seed", seed_tensor, &seed, &sample->seed));
+  PYDET_TRY(whole_numbers_of_rows(x, "position", position_tensor, &position, &sample->position));
+  if (options.top_ks) PYDET_TRY(whole_numbers_of_rows(x, "top_ks", options.top_ks, &top_ks, &sample->top_ks));
   PYDET_TRY(whole_numbers(x, "token", token_tensor, x.shape, x.ndim - 1, false, &token));
   for (const View *vector : {&log_prob, &filtered_log_prob, &temperatures, &top_ps, &min_ps})
     PYDET_TRY(one_a_row(x, *vector));
@@ -38,32 +39,28 @@ pydet_status pydet_sample(void *stream, const pydet_tensor *x_tensor, const pyde
   RowWalk walk;
   const View *walked[] = {&x};
   PYDET_TRY(walk_rows(walked, 1, &walk));
-  if (walk.rows == 0) return nothing_to_write();
-  sample.device = x.device;
-  sample.stream = stream;
-  sample.rows = walk.rows;
-  sample.inner = walk.inner;
-  sample.n = x.cols();
-  sample.x = rows_of(x, walk, 0);
-  sample.temperature = options.temperature;
-  sample.top_p = options.top_p;
-  sample.min_p = options.min_p;
-  sample.top_k = options.top_k;
-  sample.temperatures = vector_of(temperatures);
-  sample.top_ps = vector_of(top_ps);
-  sample.min_ps = vector_of(min_ps);
-  sample.log_prob = vector_of(log_prob);
-  sample.filtered_log_prob = vector_of(filtered_log_prob);
-  sample.token = token.words.data;
-  return launch(op, sample, options.kernel);
+  sample->device = x.device;
+  sample->rows = walk.rows;
+  sample->inner = walk.inner;
+  sample->n = x.cols();
+  sample->x = rows_of(x, walk, 0);
+  sample->temperature = options.temperature;
+  sample->top_p = options.top_p;
+  sample->min_p = options.min_p;
+  sample->top_k = options.top_k;
+  sample->temperatures = vector_of(temperatures);
+  sample->top_ps = vector_of(top_ps);
+  sample->min_ps = vector_of(min_ps);
+  sample->log_prob = vector_of(log_prob);
+  sample->filtered_log_prob = vector_of(filtered_log_prob);
+  sample->token = token.words.data;
+  return PYDET_OK;
 }
 
-pydet_status pydet_topk(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *values_tensor,
-                        const pydet_tensor *index_tensor, const pydet_topk_options *given) {
-  const char *op = "topk";
+__attribute__((noinline)) pydet_status topk_of(const char *op, const pydet_tensor *x_tensor,
+                                               const pydet_tensor *values_tensor, const pydet_tensor *index_tensor,
+                                               TopK *topk) {
   constexpr int64_t kMost = (int64_t(1) << 31) - 1;
-  pydet_topk_options options = {};
-  PYDET_TRY(read_options(op, given, &options));
   View x, values;
   PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
   PYDET_TRY(read(op, "values", kNormRow, values_tensor, 1, &values));
@@ -86,9 +83,32 @@ pydet_status pydet_topk(void *stream, const pydet_tensor *x_tensor, const pydet_
   RowWalk walk;
   const View *walked[] = {&x};
   PYDET_TRY(walk_rows(walked, 1, &walk));
-  if (walk.rows == 0) return nothing_to_write();
-  return launch(op,
-                TopK{x.device, stream, walk.rows, walk.inner, x.cols(), k, rows_of(x, walk, 0), vector_of(values),
-                     index.words.data},
-                options.kernel);
+  *topk = {x.device,          nullptr,         walk.rows, walk.inner, x.cols(), k, rows_of(x, walk, 0),
+           vector_of(values), index.words.data};
+  return PYDET_OK;
+}
+
+}  // namespace
+
+pydet_status pydet_sample(void *stream, const pydet_tensor *x, const pydet_tensor *seed, const pydet_tensor *position,
+                          const pydet_tensor *token, const pydet_tensor *log_prob,
+                          const pydet_tensor *filtered_log_prob, const pydet_sample_options *given) {
+  const char *op = "sample";
+  pydet_sample_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  Sample sample = {};
+  PYDET_TRY(sample_of(op, x, seed, position, token, log_prob, filtered_log_prob, options, &sample));
+  sample.stream = stream;
+  return sample.rows ? launch(op, sample, options.kernel) : nothing_to_write();
+}
+
+pydet_status pydet_topk(void *stream, const pydet_tensor *x, const pydet_tensor *values, const pydet_tensor *index,
+                        const pydet_topk_options *given) {
+  const char *op = "topk";
+  pydet_topk_options options = {};
+  PYDET_TRY(read_options(op, given, &options));
+  TopK topk = {};
+  PYDET_TRY(topk_of(op, x, values, index, &topk));
+  topk.stream = stream;
+  return topk.rows ? launch(op, topk, options.kernel) : nothing_to_write();
 }
