@@ -34,6 +34,7 @@ from pydet.torch.functions import (
     swiglu,
 )
 from pydet.torch.grouped import grouped_mm
+from pydet.torch.head import linear_cross_entropy, linear_log_prob
 from pydet.torch.modules import Accumulating, Activation, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
@@ -61,6 +62,8 @@ __all__ = [
     "grouped_mm",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "linear_log_prob",
     "log_prob",
     "log_softmax",
     "override_aten",

@@ -51,9 +51,7 @@ class _AccumulatingHead(torch.autograd.Function):
         dw = main_grad(w) if w.requires_grad else None
         dbias = main_grad(bias) if bias is not None and bias.requires_grad else None
         weight, row = w.detach().to(x.dtype), None if bias is None else bias.detach()
-        dx = gradients(
-            dlog_prob, others, x, weight, index, row, Head(*ctx.how), ctx.needs_input_grad[0], dw, dbias
-        )
+        dx = gradients(dlog_prob, others, x, weight, index, row, Head(*ctx.how), ctx.needs_input_grad[0], dw, dbias)
         return dx, *[None] * 13
 
 
@@ -87,8 +85,8 @@ def head_of(
         made = _AccumulatingHead.apply(x, w, bias, index, *how)
     else:
         made = torch.ops.pydet.linear_log_prob(x, w, index, bias, *how)
-    asked = (True, entropy, lse, mean, greedy)
-    return Answers(*(y if wanted else None for y, wanted in zip(made, asked, strict=True)))
+    asked = (entropy, lse, mean, greedy)
+    return Answers(made[0], *(y if wanted else None for y, wanted in zip(made[1:], asked, strict=True)))
 
 
 def linear_log_prob(
@@ -118,7 +116,7 @@ def linear_log_prob(
         index: ``[...]``, int32 or int64: the column of each row. One that is none of the row's (-100) gives NaN, and
             zeros in the gradient.
         bias: ``[N]``.
-        logits_dtype: the type that logits are rounded to; that of ``x`` by default, as :func:`linear` does. What follows
+        logits_dtype: the type that logits are rounded to; that of ``x`` by default, as in :func:`linear`. What follows
             is float32.
         temperature: logits are divided by it, after they were rounded and capped.
         softcap: logits become ``softcap tanh(logits / softcap)``.
@@ -130,8 +128,9 @@ def linear_log_prob(
     Returns:
         ``[...]``, float32; with ``return_entropy`` a pair of them.
     """
-    how = {"logits_dtype": logits_dtype, "temperature": temperature, "softcap": softcap, "arithmetic": arithmetic}
-    made = head_of(x, w, index, bias, entropy=return_entropy, k_chunk=k_chunk, workspace=workspace, **how)
+    how: dict[str, Any] = {"logits_dtype": logits_dtype, "temperature": temperature, "softcap": softcap}
+    how |= {"arithmetic": arithmetic, "k_chunk": k_chunk, "workspace": workspace}
+    made = head_of(x, w, index, bias, entropy=return_entropy, **how)
     return (made.log_prob, made.entropy) if return_entropy else made.log_prob
 
 
@@ -183,17 +182,20 @@ def linear_cross_entropy(
         fail(INVALID_VALUE, f"linear_cross_entropy: label_smoothing is {label_smoothing}, want a number from 0 to 1")
     if not 0.0 <= z_loss < float("inf"):
         fail(INVALID_VALUE, f"linear_cross_entropy: z_loss is {z_loss}, want a number from 0 up")
-    how = {"logits_dtype": logits_dtype, "temperature": temperature, "softcap": softcap, "arithmetic": arithmetic}
     smooths = label_smoothing > 0
+    how: dict[str, Any] = {"logits_dtype": logits_dtype, "temperature": temperature, "softcap": softcap}
+    how |= {"arithmetic": arithmetic, "k_chunk": k_chunk, "workspace": workspace}
+    how |= {"lse": smooths or z_loss > 0, "mean": smooths}
     ignored = target == ignore_index
     index = target.masked_fill(ignored, -1)
-    asks = {"lse": smooths or z_loss > 0, "mean": smooths}
-    made = head_of(x, w, index, bias, k_chunk=k_chunk, workspace=workspace, **asks, **how)
+    made = head_of(x, w, index, bias, **how)
     loss = -made.log_prob
-    if smooths and made.lse is not None and made.mean is not None:
-        loss = loss * (1.0 - label_smoothing) + (made.lse - made.mean) * label_smoothing
-    if z_loss > 0 and made.lse is not None:
-        loss = loss + (made.lse * made.lse) * z_loss
+    if made.lse is not None:
+        lse = made.lse.masked_fill(ignored, 0.0)  # a product with a NaN would be one in the gradient
+        if made.mean is not None:
+            loss = loss * (1.0 - label_smoothing) + (lse - made.mean) * label_smoothing
+        if z_loss > 0:
+            loss = loss + (lse * lse) * z_loss
     loss = loss.masked_fill(ignored, 0.0)
     if reduction == "none":
         return loss

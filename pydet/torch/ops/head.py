@@ -151,7 +151,7 @@ def _row_bytes(n: int, x: Tensor, head: Head) -> int:
     return n * (dtype.itemsize + (4 if head.scales else 0) + (4 if head.softcap is not None else 0))
 
 
-# ---- What rows are asked -----------------------------------------------------------------------------------------------
+# ---- What rows are asked ---------------------------------------------------------------------------------------------
 
 
 class _Spread(NamedTuple):
@@ -177,7 +177,7 @@ def _spread(read: Tensor, room: _Room) -> _Spread:
 def _entropy(spread: _Spread, room: _Room) -> Tensor:
     """-rowsum(p, log p): the gradient of softmax at the column more, whose p is 1 and whose gradient is 0."""
     probs, logs = spread.wide
-    sums = room.take("sums", *probs.shape, torch.float32)
+    sums = room.take("sums", probs.shape[0], probs.shape[1], torch.float32)
     return _softmax_backward(logs, probs, out=sums)[:, -1]
 
 
@@ -302,7 +302,7 @@ def _sum(rows: Tensor, columns: Tensor, into: Tensor, head: Head) -> None:
 
 
 def _rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
-    """Sums over rows that are done, in the type of their parameter: products over no more rows, a few columns at once."""
+    """Sums over rows that are done, in the type of their parameter: products over no more rows, some at a time."""
     if dtype == torch.float32:
         return sums
     out = sums.new_empty(sums.shape, dtype=dtype)
