@@ -12,6 +12,7 @@ import numpy as np  # noqa: E402
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
+from pydet.torch import ops  # noqa: E402
 from pydet.torch.head import head_of, sum_of_rows  # noqa: E402
 from test_torch import OPS, device, dtype, normal, refuses, same  # noqa: E402, F401
 from torch_bits import differ  # noqa: E402
@@ -80,6 +81,23 @@ def test_the_workspace_is_what_is_taken():
         lambda: gradients(pt.linear_log_prob(x, fixed, index, workspace=199), [x], dy),
     )
     assert pt.linear_log_prob.__kwdefaults__["workspace"] == 256 << 20
+
+
+@pytest.mark.parametrize("temperature, softcap", [(1.0, None), (0.5, None), (0.5, 3.0)])
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("logits_dtype", [F32, BF16, None])
+def test_no_more_than_the_workspace_is_taken(monkeypatch, dtype, logits_dtype, more, temperature, softcap):
+    """What chunks write, forward and backward; and most of it is used."""
+    rooms, room_of = [], ops.head._Room
+    monkeypatch.setattr(ops.head, "_Room", lambda like: rooms.append(room_of(like)) or rooms[-1])
+    (x, w, _), index, dy = head(100, 8, 200, dtype=dtype)
+    how = {"logits_dtype": logits_dtype, "temperature": temperature, "softcap": softcap}
+    made = head_of(x, w, index, workspace=200_000, entropy=more, lse=more, mean=more, **how)
+    torch.autograd.grad(made[: 4 if more else 1], (x, w), (dy,) * (4 if more else 1))
+    assert len(rooms) == 2
+    for taken in rooms:
+        used = sum(t.numel() * t.element_size() for t in taken._made.values())
+        assert 80_000 < used <= 200_000 or taken._made["logits"].shape[0] == 100 and used <= 200_000
 
 
 def test_a_sum_that_is_cut_elsewhere_has_other_bits():

@@ -231,7 +231,7 @@ def _run_forward(
     log_prob = x.new_empty(count, dtype=torch.float32)
     others = [x.new_empty(count if wants else 0, dtype=torch.float32) for wants in asked]
     chosen = x.new_empty(count if greedy else 0, dtype=torch.int64)
-    row_bytes = _row_bytes(n, x, head) + (16 * (n + 1) if asked.spreads else 0) + (n * 10 if lse or greedy else 0)
+    row_bytes = _row_bytes(n, x, head) + (17 * (n + 1) if asked.spreads else 0) + (n * 10 if lse or greedy else 0)
     room = _Room(x)
     for part in _chunks(count, row_bytes, 1, head):
         read = _logits(rows[part], w, bias, head, room).read
@@ -290,7 +290,7 @@ def _gradient_bytes(n: int, x: Tensor, head: Head, asks_more: bool) -> int:
     size += 4 * n if head.softcap is not None else 0
     size += n * logits if first != logits else 0
     size += n * x.dtype.itemsize if logits != x.dtype.itemsize or (head.logits_dtype or x.dtype) != x.dtype else 0
-    return size + (20 * (n + 1) if asks_more else 0)
+    return size + (21 * (n + 1) if asks_more else 0)
 
 
 # ---- Sums over rows --------------------------------------------------------------------------------------------------
