@@ -97,7 +97,7 @@ def test_no_more_than_the_workspace_is_taken(monkeypatch, dtype, logits_dtype, m
     assert len(rooms) == 2
     for taken in rooms:
         used = sum(t.numel() * t.element_size() for t in taken._made.values())
-        assert 80_000 < used <= 200_000 or taken._made["logits"].shape[0] == 100 and used <= 200_000
+        assert 80_000 < used <= 200_000 or (taken._made["logits"].shape[0] == 100 and used <= 200_000)
 
 
 def test_a_sum_that_is_cut_elsewhere_has_other_bits():
