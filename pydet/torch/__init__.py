@@ -33,6 +33,7 @@ from pydet.torch.functions import (
     softplus,
     swiglu,
 )
+from pydet.torch.fused import fuse_loss
 from pydet.torch.grouped import grouped_mm
 from pydet.torch.head import linear_cross_entropy, linear_log_prob
 from pydet.torch.modules import Accumulating, Activation, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
@@ -56,6 +57,7 @@ __all__ = [
     "check_trainer",
     "convert",
     "fp8_linear",
+    "fuse_loss",
     "geglu",
     "gelu",
     "gemm",

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from pydet._native import UNSUPPORTED, fail
-from pydet.torch.head import head_of
+from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
+from pydet.torch.functions import log_prob
+from pydet.torch.head import head_of, sum_of_rows
 from pydet.torch.modules import Linear
 
 TRL = "trl.trainer.utils"  # whose forward asks `_ChunkedLogProbFunction.apply` for log-probabilities
 _FUNCTION = "_ChunkedLogProbFunction"
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # beside each other, in this order
 _LACKS = {"log_sum_sq_probs"}
+_LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils, whose place in a model `fuse_loss` takes
 _head: contextvars.ContextVar[Linear | None] = contextvars.ContextVar("pydet_head", default=None)
 
 
@@ -113,3 +115,125 @@ def can_route(model: Any, place: str) -> bool:
     return (
         place == TRL and hasattr(sys.modules.get(TRL), _FUNCTION) and isinstance(model.get_output_embeddings(), Linear)
     )
+
+
+# ---- The loss of Transformers' causal language models ----------------------------------------------------------------
+
+
+class _Kept:
+    """What came to a head that was not to multiply it, while a forward runs."""
+
+    def __init__(self) -> None:
+        self.hidden: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = x
+        return x
+
+
+_kept: contextvars.ContextVar[_Kept | None] = contextvars.ContextVar("pydet_kept", default=None)
+
+
+def _whole(parameter: Any) -> Any:
+    """Of a parameter that fully_shard has cut, all of it."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def _log_probs(head: Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    how = {"arithmetic": head.arithmetic, "k_chunk": head.k_chunk}
+    return head_of(hidden, _whole(head.weight), labels, _whole(head.bias), **how).log_prob  # type: ignore[arg-type]
+
+
+class _Loss:
+    """In the place of ForCausalLMLoss: the bits of log_prob of the logits, whether they are there or not."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        kept = _kept.get()
+        if kept is not None and logits is not kept.hidden:
+            fail(
+                UNSUPPORTED,
+                f"fuse_loss: {type(self.model).__qualname__} changes the logits between head and loss (by a softcap, a "
+                "scale, another type), want one whose loss is of lm_head's own result",
+            )
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        target = shift_labels.to(logits.device).reshape(-1)
+        rows = logits.reshape(-1, logits.shape[-1])
+        ignored = target == ignore_index
+        index = target.masked_fill(ignored, -1)
+        head = self.model.get_output_embeddings()
+        made = log_prob(rows, index) if kept is None else _log_probs(head, rows, index)
+        total = sum_of_rows((-made).masked_fill(ignored, 0.0))
+        if num_items_in_batch is None:
+            return total / (~ignored).sum().to(torch.float32)
+        return total / (
+            num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
+        )
+
+
+def fuse_loss(model: Any) -> None:
+    """Has a causal language model of Transformers make its loss without the logits, by pydet.
+
+    In place, after :func:`convert`. While the model trains, a forward with labels is :func:`linear_log_prob` of the
+    hidden states, and its ``logits`` are absent; its weight's gradient comes to ``main_grad`` where the model has
+    :func:`accumulate_gradients`. In evaluation the logits are there, and the loss has the bits that it has in training.
+    Rows are summed in order (NUMERICS.md, "Head"), and divided by ``num_items_in_batch`` where the trainer gives it.
+
+    Args:
+        model: what has ``get_output_embeddings()``, whose head :func:`convert` has swapped, and the loss of causal
+            language models.
+
+    Raises:
+        Error: another head or loss. In a forward: logits that the model changes before the loss takes them.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, Linear):
+        got = type(head).__qualname__ if head is not None else f"{type(model).__qualname__}, which has none"
+        fail(INVALID_VALUE, f"fuse_loss: the head is {got}, want a pydet.torch.Linear, as convert() makes it")
+    loss = getattr(model, "loss_function", None)
+    if isinstance(loss, _Loss):
+        return
+    if getattr(loss, "__name__", None) != _LOSS:
+        fail(UNSUPPORTED, f"fuse_loss: the loss is {getattr(loss, '__name__', loss)}, want Transformers' {_LOSS}")
+    model.loss_function = _Loss(model)
+    inner = model.forward
+    own = inner.__func__ if getattr(inner, "__self__", None) is model else None
+
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        call = inner if own is None else functools.partial(own, self)
+        if not self.training or options.get("labels") is None:
+            return call(*args, **options)
+        return _without_logits(self, call, args, options)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _without_logits(model: Any, call: Any, args: Any, options: Any) -> Any:
+    head, kept = model.get_output_embeddings(), _Kept()
+    if "forward" in head.__dict__:
+        fail(
+            UNSUPPORTED,
+            "fuse_loss: the head has a forward set on the instance, which would not be called; want its own",
+        )
+    head.forward, token = kept, _kept.set(kept)
+    try:
+        output = call(*args, **options)
+    finally:
+        del head.forward
+        _kept.reset(token)
+    if not hasattr(output, "items"):
+        fail(UNSUPPORTED, f"fuse_loss: the forward gave a {type(output).__qualname__}, want return_dict=True")
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
