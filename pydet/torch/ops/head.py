@@ -301,7 +301,7 @@ def _sum(rows: Tensor, columns: Tensor, into: Tensor, head: Head) -> None:
     _gemm_db(rows, columns, out=into, accumulate=True, **head.products)
 
 
-def _rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
+def rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
     """Sums over rows that are done, in the type of their parameter: products over no more rows, some at a time."""
     if dtype == torch.float32:
         return sums
@@ -325,14 +325,15 @@ def gradients(
     of_x: bool,
     dw: Tensor | None,
     dbias: Tensor | None,
+    dx_dtype: Dtype = None,
 ) -> Tensor | None:
-    """-> dx. Continues the sums in dw ``[N, K]`` and dbias ``[N]``, where given: they are float32."""
+    """-> dx, of the type of x or another. Continues the sums in dw ``[N, K]`` and dbias ``[N]``, float32, if given."""
     rows, n = _matrix(x), w.shape[0]
     wanted, given = index.reshape(-1).contiguous(), dlog_prob.reshape(-1).to(torch.float32).contiguous()
     more = Asked(*(None if g is None else g.reshape(-1).to(torch.float32) for g in others))
     sums_rows = dw is not None or dbias is not None
     unit = (head.k_chunk or ROWS) if sums_rows else 1
-    dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if of_x else None
+    dx = rows.new_empty(rows.shape, dtype=dx_dtype or x.dtype) if of_x else None
     size = _gradient_bytes(n, x, head, any(g is not None for g in more))
     room = _Room(x)
     for part in _chunks(rows.shape[0], size, unit, head):
@@ -407,8 +408,8 @@ def _run_backward(
     nothing = x.new_empty(0)
     return (
         nothing if dx is None else dx,
-        w.new_empty(0) if dw is None else _rounded(dw, w.dtype, head),
-        nothing.new_empty(0) if dbias is None or bias is None else _rounded(dbias[None], bias.dtype, head)[0],
+        w.new_empty(0) if dw is None else rounded(dw, w.dtype, head),
+        nothing.new_empty(0) if dbias is None or bias is None else rounded(dbias[None], bias.dtype, head)[0],
     )
 
 
