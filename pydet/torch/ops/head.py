@@ -296,9 +296,9 @@ def _gradient_bytes(n: int, x: Tensor, head: Head, asks_more: bool) -> int:
 # ---- Sums over rows --------------------------------------------------------------------------------------------------
 
 
-def _sum(rows: Tensor, columns: Tensor, into: Tensor, head: Head) -> None:
-    """Continues the sums of rows^T columns, in fp32."""
-    _gemm_db(rows, columns, out=into, accumulate=True, **head.products)
+def _sum(rows: Tensor, columns: Tensor, into: Tensor, continues: bool, head: Head) -> None:
+    """The sums of rows^T columns, from those that are there or from zero."""
+    _gemm_db(rows, columns, out=into, accumulate=continues, **head.products)
 
 
 def rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
@@ -326,8 +326,10 @@ def gradients(
     dw: Tensor | None,
     dbias: Tensor | None,
     dx_dtype: Dtype = None,
+    continues: bool = True,
 ) -> Tensor | None:
-    """-> dx, of the type of x or another. Continues the sums in dw ``[N, K]`` and dbias ``[N]``, float32, if given."""
+    """-> dx, of the type of x or another. Continues the sums in dw ``[N, K]`` and dbias ``[N]``, float32, if given; or
+    writes them, in any type, where all rows are one chunk."""
     rows, n = _matrix(x), w.shape[0]
     wanted, given = index.reshape(-1).contiguous(), dlog_prob.reshape(-1).to(torch.float32).contiguous()
     more = Asked(*(None if g is None else g.reshape(-1).to(torch.float32) for g in others))
@@ -343,9 +345,9 @@ def gradients(
         if dx is not None:
             _gemm(d, w, out=dx[part], **head.products)
         if dw is not None:
-            _sum(d, rows[part], dw, head)
+            _sum(d, rows[part], dw, continues, head)
         if dbias is not None:
-            _sum(d.new_ones((d.shape[0], 1)), d, dbias[None], head)
+            _sum(d.new_ones((d.shape[0], 1)), d, dbias[None], continues, head)
     return None if dx is None else dx.view(x.shape)
 
 
@@ -400,17 +402,22 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     head = Head(logits_dtype, temperature, softcap, arithmetic, k_chunk, workspace)
     _check(x, w, index, bias, head)
-    dw = torch.zeros(w.shape, dtype=torch.float32, device=w.device) if of_w else None
-    dbias = None
+    others, count = Asked(dentropy, dlse, dmean), index.numel()
+    asks_more = any(g is not None for g in others)
+    cut = not 0 < count * _gradient_bytes(w.shape[0], x, head, asks_more) <= workspace  # or there is nothing to write
+    dw = dbias = None
+    if of_w:
+        dw = torch.zeros_like(w, dtype=torch.float32) if cut else torch.empty_like(w)
     if bias is not None and of_bias:
-        dbias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-    dx = gradients(dlog_prob, Asked(dentropy, dlse, dmean), x, w, index, bias, head, of_x, dw, dbias)
-    nothing = x.new_empty(0)
-    return (
-        nothing if dx is None else dx,
-        w.new_empty(0) if dw is None else rounded(dw, w.dtype, head),
-        nothing.new_empty(0) if dbias is None or bias is None else rounded(dbias[None], bias.dtype, head)[0],
-    )
+        dbias = torch.zeros_like(bias, dtype=torch.float32) if cut else torch.empty_like(bias)
+    dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=cut)
+    if cut and dw is not None:
+        dw = rounded(dw, w.dtype, head)
+    if cut and dbias is not None and bias is not None:
+        dbias = rounded(dbias[None], bias.dtype, head)[0]
+    made = [(dx, x), (dw, w), (dbias, x)]
+    first, second, third = (like.new_empty(0) if g is None else g for g, like in made)
+    return first, second, third
 
 
 def _fake_backward(
