@@ -212,21 +212,26 @@ def test_trainers_run_by_the_routed_head(packages, tmp_path, kind):
 def test_what_a_routed_head_is_asked_and_has_not(packages, tmp_path):
     import trl.trainer.utils as utils
 
+    lacks = (
+        r"^check_trainer: TRL's fused head is asked for log_sum_sq_probs, want of log_probs, entropy, mean_logits, is"
+    )
+    changes = r"^check_trainer: TRL's fused head has a logit_scale of {} and a softcap of {}, want 1 and None"
     for config, outputs, sentence in (
-        (
-            {},
-            ("log_probs", "log_sum_sq_probs"),
-            r"^check_trainer: TRL's fused head is asked for log_sum_sq_probs, want of",
-        ),
-        (
-            {"logit_scale": 0.5},
-            ("log_probs",),
-            r"^check_trainer: TRL's fused head multiplies logits by 0\.5, want a model",
-        ),
+        ({}, ("log_probs", "log_sum_sq_probs"), lacks),
+        ({"logit_scale": 0.5}, ("log_probs",), changes.format(r"0\.5", "None")),
+        ({"final_logit_softcapping": 30.0}, ("log_probs",), changes.format(r"1\.0", r"30\.0")),
     ):
         model, ids = converted_llama(32, **config), some_ids()
         utils.add_fused_lm_head(model, outputs=outputs)
-        pt.check_trainer(types.SimpleNamespace(model=model))
+        trainer = types.SimpleNamespace(model=model)
+        if config:  # is not routed
+            with pytest.raises(pydet.Error, match=BYPASSED.format("model", "SimpleNamespace", r"trl\.trainer\.utils")):
+                pt.check_trainer(trainer)
+            with pt.override_aten():
+                pt.check_trainer(trainer)
+                assert model(ids, labels=ids, fused_lm_head=True).loss.isfinite()
+            setattr(model.config, next(iter(config)), None)  # nor can it be told otherwise
+        pt.check_trainer(trainer)
         with pytest.raises(pydet.Error, match=sentence):
             model(ids, labels=ids, fused_lm_head=True)
     plain = converted_llama(32)

@@ -60,11 +60,11 @@ class _Routed:
         if head is None:
             how = (temperature, chunk_size, softcap, logit_scale, outputs)
             return self.theirs.apply(hidden, weight, bias, targets, *how)
-        if logit_scale != 1:
+        if logit_scale != 1 or softcap is not None:
             fail(
                 UNSUPPORTED,
-                f"check_trainer: TRL's fused head multiplies logits by {logit_scale}, want a model whose "
-                "logits are not scaled, or one without a route (under override_aten(), without check_trainer)",
+                f"check_trainer: TRL's fused head has a logit_scale of {logit_scale} and a softcap of {softcap}, want "
+                "1 and None: what the sampler's own code does to logits has PyTorch's bits",
             )
         if lacks := [name for name in outputs if name in _LACKS or name not in _OUTPUTS]:
             have = ", ".join(name for name in _OUTPUTS if name not in _LACKS)
@@ -75,7 +75,6 @@ class _Routed:
             targets,
             bias,
             temperature=temperature,
-            softcap=softcap,
             entropy="entropy" in outputs,
             mean="mean_logits" in outputs,
             greedy="is_top1" in outputs,
@@ -110,11 +109,19 @@ def route(model: Any) -> None:
     model.forward = types.MethodType(forward, model)
 
 
+# By these a configuration says that its model's code changes logits, and by which value that it does not.
+_CHANGES_LOGITS: dict[str, float | None] = {"final_logit_softcapping": None}
+_CHANGES_LOGITS |= dict.fromkeys(("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"), 1.0)
+
+
 def can_route(model: Any, place: str) -> bool:
-    """Whether the forward is TRL's, by a function that is there to be replaced, and the head a linear layer."""
-    return (
-        place == TRL and hasattr(sys.modules.get(TRL), _FUNCTION) and isinstance(model.get_output_embeddings(), Linear)
-    )
+    """Whether the forward is TRL's, by a function that is there to be replaced, and the head a linear layer whose
+    result is the logits: what the model's code made of it otherwise, for the sampler, would have PyTorch's bits."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    unchanged = all(getattr(config, name, none) in (none, None) for name, none in _CHANGES_LOGITS.items())
+    has_function = place == TRL and hasattr(sys.modules.get(TRL), _FUNCTION)
+    return has_function and unchanged and isinstance(model.get_output_embeddings(), Linear)
 
 
 # ---- The loss of Transformers' causal language models ----------------------------------------------------------------
