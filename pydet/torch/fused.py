@@ -128,9 +128,10 @@ def can_route(model: Any, place: str) -> bool:
 
 
 class _Kept:
-    """What came to a head that was not to multiply it, while a forward runs."""
+    """What came to a model's head that was not to multiply it, while a forward runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
+        self.head, self.of = model.get_output_embeddings(), type(model).__qualname__
         self.hidden: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,9 +155,6 @@ def _log_probs(head: Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torc
 class _Loss:
     """In the place of ForCausalLMLoss: the bits of log_prob of the logits, whether they are there or not."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
     def __call__(
         self,
         logits: torch.Tensor,
@@ -171,7 +169,7 @@ class _Loss:
         if kept is not None and logits is not kept.hidden:
             fail(
                 UNSUPPORTED,
-                f"fuse_loss: {type(self.model).__qualname__} changes the logits between head and loss (by a softcap, a "
+                f"fuse_loss: {kept.of} changes the logits between head and loss (by a softcap, a "
                 "scale, another type), want one whose loss is of lm_head's own result",
             )
         if shift_labels is None:
@@ -180,14 +178,12 @@ class _Loss:
         rows = logits.reshape(-1, logits.shape[-1])
         ignored = target == ignore_index
         index = target.masked_fill(ignored, -1)
-        head = self.model.get_output_embeddings()
-        made = log_prob(rows, index) if kept is None else _log_probs(head, rows, index)
+        made = log_prob(rows, index) if kept is None else _log_probs(kept.head, rows, index)
         total = sum_of_rows((-made).masked_fill(ignored, 0.0))
-        if num_items_in_batch is None:
-            return total / (~ignored).sum().to(torch.float32)
-        return total / (
-            num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-        )
+        items = (~ignored).sum() if num_items_in_batch is None else num_items_in_batch
+        if not torch.is_tensor(items):  # by a number of Python a GPU divides as a product with its inverse
+            items = torch.full((), items, device=total.device)
+        return total / items.to(total.device, torch.float32)
 
 
 def fuse_loss(model: Any) -> None:
@@ -214,7 +210,7 @@ def fuse_loss(model: Any) -> None:
         return
     if getattr(loss, "__name__", None) != _LOSS:
         fail(UNSUPPORTED, f"fuse_loss: the loss is {getattr(loss, '__name__', loss)}, want Transformers' {_LOSS}")
-    model.loss_function = _Loss(model)
+    model.loss_function = _Loss()
     inner = model.forward
     own = inner.__func__ if getattr(inner, "__self__", None) is model else None
 
@@ -229,7 +225,8 @@ def fuse_loss(model: Any) -> None:
 
 
 def _without_logits(model: Any, call: Any, args: Any, options: Any) -> Any:
-    head, kept = model.get_output_embeddings(), _Kept()
+    kept = _Kept(model)
+    head = kept.head
     if "forward" in head.__dict__:
         fail(
             UNSUPPORTED,
