@@ -109,8 +109,7 @@ def test_the_result_is_drawn(result):
     lines = demo.drawn(result).splitlines()[2:]
     ways = len(result["runs"][0]["log_probabilities"]) + 1
     assert len(lines) == 2 * ways and all(line.count("|") == 2 for line in lines)
-    assert all(line.endswith("0") and "#" not in line for line in lines[1::2])  # pydet's
-    assert lines[-2].count("#") > 10 and lines[-2].endswith(" %")  # NumPy's gradients
+    assert all(line.endswith("      0") and "#" not in line for line in lines[1::2])  # pydet's
     one = {"name": "x", "log_probabilities": {"y": 1}, "log_probability_elements": 10**6}
     one |= {"gradients": {"w": 10}, "gradient_elements": 10}
     few, _, all_of_them, _ = (line for line in demo.drawn({"runs": [one, one]}).splitlines()[2:])
