@@ -22,7 +22,8 @@ def check_ends(op: str, a: Any, b: Any, group_end: Any) -> None:
         return
     if package not in ("numpy", "torch") or len(group_end.shape) != 1 or group_end.shape[0] == 0:
         return
-    rows, matrices = getattr(a, "shape", ()), getattr(b, "shape", ())
+    rows: Any = getattr(a, "shape", ())
+    matrices: Any = getattr(b, "shape", ())
     summed = op == "grouped_gemm" and len(matrices) == 2
     if len(rows) == 2 and (len(matrices) == 3 or (summed and rows[1] == matrices[0])):
         tokens, most = (rows if len(matrices) == 3 else matrices)[0], int(group_end.max())
