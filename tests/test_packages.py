@@ -329,7 +329,7 @@ def test_flags_of_the_source_tree(tmp_path):
             assert flags("--libs", build) == f"-L{folder} -lpydet_{build} -Wl,-rpath,{folder}"
         else:
             said = flags("--libs", build, fails=True)
-            assert said.startswith(f"python -m pydet: there is no libpydet_{build}.so in {folder}, which has: ")
+            assert said.startswith(f"pydet: there is no libpydet_{build}.so in {folder}, which has: ")
     assert "invalid choice: 'metal'" in flags("--libs", "metal", fails=True)
 
 
