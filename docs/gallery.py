@@ -264,6 +264,16 @@ def sums() -> dict[str, Figure]:
                 ("divide, round", "once"),
             ],
         ),
+        "sum-head": stages(
+            "The head: log-probability of a token, without keeping the logits",
+            [
+                ("row of x", "hidden state"),
+                ("logits", "a chain each,\nrounded"),
+                ("softmax of the row", "the sum above"),
+                ("one column", "the token's"),
+            ],
+            "Rows are independent: taken all at once, or in chunks of any size, they have the same bits.",
+        ),
         "sum-attention": stages(
             "Attention of one query",
             [

@@ -53,7 +53,7 @@ def test_every_sum_of_the_standard_has_a_figure():
     headings = set(re.findall(r"^## (.*)$", (ROOT / "native" / "NUMERICS.md").read_text(), flags=re.M))
     said = {
         "GEMM": "gemm", "Grouped GEMM": "grouped", "Scaled GEMM": "scaled", "Scaled grouped GEMM": "scaled",
-        "Quantisation": "quantize", "RMSNorm": "row", "LayerNorm": "row", "Softmax": "softmax",
+        "Quantisation": "quantize", "RMSNorm": "row", "LayerNorm": "row", "Softmax": "softmax", "Head": "head",
         "Activations": "activation", "Attention": "attention", "Fold": "fold", "exp and log": "activation",
     }  # fmt: skip
     others = {"What the bits may depend on", "Special values", "Evidence", "Why not"}
