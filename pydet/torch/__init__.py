@@ -12,6 +12,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 """
 
 from pydet.torch.attention import attention, register_attention
+from pydet.torch.checking import Check, check
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.experts import register_experts
 from pydet.torch.experts_fp8 import Fp8Experts
@@ -42,6 +43,7 @@ from pydet.torch.trainers import check_trainer
 __all__ = [
     "Accumulating",
     "Activation",
+    "Check",
     "Conv1D",
     "Conversion",
     "Fp8Experts",
@@ -52,6 +54,7 @@ __all__ = [
     "accumulate_gradients",
     "activation",
     "attention",
+    "check",
     "check_trainer",
     "convert",
     "fp8_linear",
