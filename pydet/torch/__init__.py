@@ -35,7 +35,16 @@ from pydet.torch.functions import (
     swiglu,
 )
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.modules import Accumulating, Activation, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
+from pydet.torch.modules import (
+    Accumulating,
+    Activation,
+    Conv1D,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    accumulate_gradients,
+)
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
 from pydet.torch.trainers import check_trainer
@@ -46,6 +55,7 @@ __all__ = [
     "Check",
     "Conv1D",
     "Conversion",
+    "Embedding",
     "Fp8Experts",
     "Fp8Linear",
     "LayerNorm",
