@@ -8,21 +8,22 @@
 
 A model of Llama's architecture with random weights (bf16, grouped-query attention, static cache) samples sequences in
 batches of 1, 3 and all, one token at a time, in CUDA graphs on a GPU; a sequence has the same noise in every batch.
-Then the trainer computes the log-probabilities of the sampled tokens in one packed forward, and gradients of a
-policy-gradient step: in one backward, and in four micro-batches that are accumulated. Printed and written to --out: how
-many log-probabilities and gradient elements differ in bits, how many sequences came out otherwise than in the largest
-batch, tokens a second, and the time of a training step.
+Then the trainer computes the log-probabilities of the sampled tokens in one packed forward, and gradients of a policy-
+gradient step: in one backward, and in four micro-batches that are accumulated. Printed and written to --out: how many
+log-probabilities and gradient elements differ in bits, how many sequences came out otherwise than in the largest batch,
+tokens a second, and the time of a training step.
 
-This three times: with PyTorch alone, whose gradients add up in the parameters' type; with PyTorch's modules under
-pydet.torch.override_aten(), which takes over the products and leaves the adding up to PyTorch; and converted, with
-gradients that add up in fp32. With --fp8 also converted to Fp8Linear, all layers but lm_head: the trainer quantises its
-bf16 weights in every call, and the rollout has a copy of the model that keeps them quantised.
+This three times: with PyTorch alone and its scaled_dot_product_attention, whose gradients add up in the parameters'
+type; with PyTorch's modules and attention as products under pydet.torch.override_aten(), which takes the products over
+and leaves the adding up to PyTorch; and converted, with pydet's attention and gradients that add up in fp32. With --fp8
+also converted to Fp8Linear, all layers but lm_head: the trainer quantises its bf16 weights in every call, and the
+rollout has a copy of the model that keeps them quantised.
 
-What is between works row by row: rotary embedding, SiLU, and softmax over the whole cache, whose length is the same
-everywhere. Converted, attention's softmax is pydet.torch.softmax, and the log-probabilities of the tokens are
-pydet.torch.log_prob, which writes none of the others. Micro-batches are padded to a multiple of pydet.DWEIGHT_ROWS
-rows, and the embedding's gradient is a product with one-hot rows; so all gradients are sums that go on from one
-micro-batch to the next.
+What is between works row by row: rotary embedding, SiLU. Converted, a decoding step is pydet.attention of a cache and
+the lengths of its sequences, and the trainer's forward is attention_varlen of sequences that are packed behind each
+other; the log-probabilities of the tokens are pydet.torch.log_prob, which writes none of the others. Micro-batches are
+padded to a multiple of pydet.DWEIGHT_ROWS rows, and the embedding's gradient is a product with one-hot rows; so all
+gradients are sums that go on from one micro-batch to the next.
 """
 
 import argparse
@@ -38,7 +39,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,26 +83,66 @@ class Config:
 
 @dataclass(frozen=True)
 class Operations:
-    """What a model takes beside its modules: batched products, softmax, and one column of log_softmax for each row."""
+    """What a model takes beside its modules: attention of one query a sequence, attention of packed sequences, and one
+    column of log_softmax for each row."""
 
-    product: Callable[..., torch.Tensor]
-    softmax: Callable[[torch.Tensor], torch.Tensor]
+    decode: Callable[..., torch.Tensor]
+    packed: Callable[..., torch.Tensor]
     log_prob: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-TORCH = Operations(
-    torch.matmul,
-    partial(torch.softmax, dim=-1),
-    lambda x, index: x.log_softmax(-1).gather(-1, index[:, None])[:, 0],
-)
-PYDET = Operations(pydet.torch.gemm, pydet.torch.softmax, pydet.torch.log_prob)
+def per_query_head(q, keys):
+    """Keys or values [batch, kv heads, keys, head_dim], once for each head of q."""
+    return keys.repeat_interleave(q.shape[1] // keys.shape[1], 1)
+
+
+def stock_decode(q, k, v, layout):
+    k, v = per_query_head(q, k), per_query_head(q, v)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=layout.seen)
+
+
+def stock_packed(q, k, v, layout):
+    q, k, v = (layout.spread(x) for x in (q, k, v))
+    return layout.gather(functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+
+
+def products(q, k, v, seen):
+    """Two products and a softmax; queries of one key-value head lie under each other."""
+    kv, queries, width = k.shape[1], q.shape[2], q.shape[3]
+    scores = torch.matmul(q.unflatten(1, (kv, -1)).flatten(2, 3), k.mT) * width**-0.5
+    scores = scores.unflatten(2, (-1, queries)).float().masked_fill(~seen[:, :, None], float("-inf"))
+    out = torch.matmul(torch.softmax(scores, -1).to(v.dtype).flatten(2, 3), v)
+    return out.unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+def products_decode(q, k, v, layout):
+    return products(q, k, v, layout.seen)
+
+
+def products_packed(q, k, v, layout):
+    return layout.gather(products(*(layout.spread(x) for x in (q, k, v)), layout.seen))
+
+
+def pydet_decode(q, k, v, layout):
+    return pydet.attention(q, k, v, seqlens_k=layout.lengths)
+
+
+def pydet_packed(q, k, v, layout):
+    return torch.ops.pydet.attention_varlen(q, k, v, layout.ends, layout.ends, causal=True)[0]
+
+
+def stock_log_prob(logits, index):
+    return logits.log_softmax(-1).gather(-1, index[:, None])[:, 0]
+
+
+TORCH = Operations(stock_decode, stock_packed, stock_log_prob)
+PRODUCTS = Operations(products_decode, products_packed, stock_log_prob)
+PYDET = Operations(pydet_decode, pydet_packed, pydet.torch.log_prob)
 PARTS = 4  # micro-batches of a training step
 SMALL = Config(256, 64, 128, 2, 4, 2, max_length=64)
 
 
 class Attention(nn.Module):
-    """Queries of one key-value head lie under each other: [batch, kv heads, group x tokens, head_dim]."""
-
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -118,18 +158,11 @@ class Attention(nn.Module):
         return heads
 
     def forward(self, x, layout):
-        kv, head = self.config.num_key_value_heads, self.config.head_dim
+        head = self.config.head_dim
         q = rotate(self.q_proj(x).unflatten(-1, (-1, head)), layout.rotation)
         k = self.share(rotate(self.k_proj(x).unflatten(-1, (-1, head)), layout.rotation))
         v = self.share(self.v_proj(x).unflatten(-1, (-1, head)))
-        q, (k, v) = layout.spread(q), layout.keys_and_values(self, k, v)  # [batch, tokens, heads, head]
-        batch, tokens = q.shape[:2]
-        q = q.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).reshape(batch, kv, -1, head)
-        scores = layout.operations.product(q, k.transpose(1, 2).mT) * head**-0.5
-        scores = scores.unflatten(2, (-1, tokens)).float().masked_fill(layout.hidden, float("-inf"))
-        weights = layout.operations.softmax(scores).to(x.dtype).flatten(2, 3)
-        out = layout.operations.product(weights, v.transpose(1, 2)).unflatten(2, (-1, tokens))
-        return self.o_proj(layout.gather(out.permute(0, 3, 1, 2, 4).flatten(2)))
+        return self.o_proj(layout.attend(self, q, k, v).flatten(-2))
 
 
 def rotate(x, rotation):
@@ -194,57 +227,63 @@ class Decoding:
 
     def start_step(self):
         self.rotation = angles(self.config, self.positions)
+        self.lengths = (self.positions + 1).int()
         slots = torch.arange(self.config.max_length, device=self.positions.device)
-        self.hidden = (slots > self.positions[:, None])[:, None, None, None, :]
+        self.seen = (slots <= self.positions[:, None])[:, None, None]
 
-    def spread(self, q):
-        return q[:, None]
-
-    def gather(self, out):
-        return out[:, 0]
-
-    def keys_and_values(self, attention, k, v):
-        for cached, new in zip(self.cache[attention], (k, v), strict=True):
-            cached[self.rows, self.positions] = new
-        return self.cache[attention]
+    def attend(self, attention, q, k, v):
+        """Of q [batch, heads, head_dim] and the cache, with k and v in it: like q."""
+        cached = self.cache[attention]
+        for cache, new in zip(cached, (k, v), strict=True):
+            cache[self.rows, self.positions] = new
+        return self.operations.decode(q[:, :, None], *(x.transpose(1, 2) for x in cached), self)[:, :, 0]
 
 
 class Packed:
-    """Sequences behind each other without padding between them; attention spreads them over the cache's length.
+    """Sequences behind each other without padding between them.
 
     `groups` are lists of lengths. After each group come rows of padding, up to a multiple of pydet.DWEIGHT_ROWS; their
-    gradients are zero. A batch of several groups thus has the rows of those groups one by one.
+    gradients are zero, and in attention they are a sequence. So a batch of several groups has the rows of those groups
+    one by one.
     """
 
     def __init__(self, config, groups, device, operations):
-        self.operations, longest, unit = operations, config.max_length, pydet.DWEIGHT_ROWS
-        rows, positions, start = [], [], 0
+        self.operations, unit = operations, pydet.DWEIGHT_ROWS
+        rows, positions, ends, start = [], [], [0], 0
         for lengths in groups:
             rows += range(start, start + sum(lengths))
             positions += [t for n in lengths for t in range(n)]
-            start += -(-sum(lengths) // unit) * unit
+            padding = -sum(lengths) % unit
+            for n in [*lengths, padding] if padding else lengths:
+                ends.append(ends[-1] + n)
+            start = ends[-1]
         self.rows, self.total = torch.tensor(rows, device=device), start
+        self.ends = torch.tensor(ends, dtype=torch.int32, device=device)
         lengths = torch.tensor([n for lengths in groups for n in lengths], device=device)
+        longest = int(lengths.max())
         sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
         positions = torch.tensor(positions, device=device)
         self.place, self.shape = sequence * longest + positions, (len(lengths), longest)
         self.rotation = angles(config, self.pad(positions))
         slots = torch.arange(longest, device=device)
-        self.hidden = slots > slots[:, None]
+        self.seen = (slots <= slots[:, None])[None, None]
 
     def pad(self, x):
         """The rows of the sequences at their places between the padding."""
         return x.new_zeros(self.total, *x.shape[1:]).index_copy(0, self.rows, x)
 
     def spread(self, x):
+        """Rows [total, heads, head_dim] as sequences of one length, with zeros behind the shorter: [sequences, heads,
+        length, head_dim]."""
         spread = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
-        return spread.index_copy(0, self.place, x[self.rows]).unflatten(0, self.shape)
+        return spread.index_copy(0, self.place, x[self.rows]).unflatten(0, self.shape).transpose(1, 2)
 
-    def gather(self, out):
-        return self.pad(out.flatten(0, 1)[self.place])
+    def gather(self, spread):
+        return self.pad(spread.transpose(1, 2).flatten(0, 1)[self.place])
 
-    def keys_and_values(self, attention, k, v):
-        return self.spread(k), self.spread(v)
+    def attend(self, _, q, k, v):
+        """Of q, k and v [total, heads, head_dim]: like q."""
+        return self.operations.packed(q, k, v, self)
 
 
 class OneHotEmbedding(torch.autograd.Function):
@@ -385,7 +424,7 @@ class Products(TorchDispatchMode):
 def caught_in_step(model, tokens, lengths, weights):
     """Which products of a forward and a backward override_aten() took over, and which it did not."""
     with pydet.torch.override_aten() as caught, Products() as products:
-        trainer_loss(model, tokens, lengths, weights, PARTS, TORCH)[1].backward()
+        trainer_loss(model, tokens, lengths, weights, PARTS, PRODUCTS)[1].backward()
     return {"caught in a training step": dict(caught), "not caught": dict(products.seen - caught)}
 
 
@@ -500,7 +539,7 @@ def main():
     report["torch"] = compare(model, tokens, lengths, weights, noise, TORCH, batches)
     report["override_aten"] = caught_in_step(model, tokens, lengths, weights)
     with pydet.torch.override_aten():
-        report["override_aten"] |= compare(model, tokens, lengths, weights, noise, TORCH, batches)
+        report["override_aten"] |= compare(model, tokens, lengths, weights, noise, PRODUCTS, batches)
     conversion = pydet.torch.convert(model)
     embedding = Embedding(config.vocab_size, config.hidden_size, _weight=model.embed_tokens.weight)
     model.embed_tokens = embedding

@@ -595,7 +595,7 @@ def test_override_catches_every_product_of_a_model(llama):
     of_silu = {"aten::silu": 2, "aten::silu_backward": 2}
     assert report["caught in a training step"] == {"aten::mm": 3 * products, "aten::bmm": 3 * 2 * 2, **of_silu}
     assert report["not caught"] == {}
-    layout = llama.Packed(llama.SMALL, [lengths], "cpu", llama.TORCH)
+    layout = llama.Packed(llama.SMALL, [lengths], "cpu", llama.PRODUCTS)
     rows = layout.pad(tokens.flatten()[: sum(lengths)])
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
