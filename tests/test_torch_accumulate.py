@@ -358,17 +358,50 @@ def test_embeddings_of_other_classes():
     assert net[0].weight.grad[:, 0].tolist() == [0, 3, 0, 0, 6, 0]
 
 
+def test_sinks_of_attention_that_is_not_pydets(need):
+    try:
+        import transformers
+    except ImportError:
+        need(False, "models", "no Transformers here")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**SIZES)).eval()
+    pt.convert(model)
+    found, ids = pt.accumulate_gradients(model), torch.randint(3, 64, (2, 16))
+    assert found.outside == {"model.layers.0.self_attn.sinks": "GptOssAttention"}
+    model(ids).logits.sum().backward()
+    assert found.arrived == {"model.layers.0.self_attn.sinks": 1}
+    want = model.model.layers[0].self_attn.sinks.grad
+    pt.register_attention()
+    model.set_attn_implementation("pydet")
+    found, mask = pt.accumulate_gradients(model), torch.ones(2, 16, dtype=torch.long)
+    sinks = model.model.layers[0].self_attn.sinks
+    assert not found.outside and any(p is sinks for p in found)
+    sinks.grad = None
+    model(ids).logits.sum().backward()
+    torch.testing.assert_close(sinks.main_grad, want, rtol=1e-4, atol=1e-6)
+    assert sinks.grad is None
+    mask[1, :5] = 0
+    sinks.main_grad.zero_()
+    model(ids, attention_mask=mask).logits[mask == 1].sum().backward()
+    whole = sinks.main_grad.clone()
+    sinks.main_grad.zero_()
+    for i in range(2):
+        model(ids[i : i + 1], attention_mask=mask[i : i + 1]).logits[mask[i : i + 1] == 1].sum().backward()
+    same(sinks.main_grad, whole)
+    model.set_attn_implementation("eager")
+    refuses(r"sinks got a gradient from outside its module's forward", model(ids).logits.sum().backward)
+
+
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": True},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "num_experts": 4, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 16},
+    **{"moe_intermediate_size": 16, "num_local_experts": 4},
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "opt", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "opt", "qwen3_moe", "gpt_oss"])
 def test_micro_batches_are_one_batch(need, family):
-    """For every parameter, whatever the cut: tied heads, embeddings of tokens and positions, norms, biases, experts."""
+    """For every parameter, whatever the cut: tied heads, embeddings, norms, biases, experts, sinks."""
     try:
         import transformers
     except ImportError:

@@ -12,6 +12,7 @@ import torch
 import pydet
 from pydet._native import UNSUPPORTED, fail
 from pydet.torch.ops import matrix
+from pydet.torch.ops.attention import adjacent, padded
 
 
 def main_grad(parameter: Any) -> Any:
@@ -321,6 +322,48 @@ class AccumulatingExperts(torch.autograd.Function):
             ones = rows.new_ones((1, rows.shape[0]))
             pydet.grouped_gemm(ones, rows, ends, out=main_grad(bias)[:, None], **into)
         return dx, None, None, None, None, None, None
+
+
+class AccumulatingAttention(torch.autograd.Function):
+    """:func:`pydet.torch.attention` with sinks, whose backward continues the sum over sequences in theirs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        allowed: torch.Tensor | None,
+        sinks: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        causal: bool,
+        arithmetic: str,
+        kv_chunk: int,
+    ) -> torch.Tensor:
+        check_own("attention", sinks=sinks)
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        ctx.sinks, ctx.options = sinks, {"scale": scale, "softcap": softcap, "arithmetic": arithmetic}
+        more = sinks.detach(), softcap, causal, allowed is not None
+        out, lse = torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, kv_chunk, *more)
+        ctx.save_for_backward(q, k, v, allowed, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        (q, k, v, allowed, out, lse), sinks = ctx.saved_tensors, ctx.sinks
+        scale, softcap, arithmetic = (ctx.options[name] for name in ("scale", "softcap", "arithmetic"))
+        more = None, softcap, ctx.causal, allowed is not None
+        *gradients, _ = torch.ops.pydet.attention_backward(dout, q, k, v, allowed, out, lse, scale, arithmetic, *more)
+        if sinks.requires_grad and out.numel() and k.shape[2]:
+            q, k, v = (adjacent(x) for x in padded(q, k, v))
+            dout, out = (adjacent(torch.nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1]))) for x in (dout, out))
+            of = {"allowed": allowed, "causal": ctx.causal, "sinks": sinks.detach().contiguous(), "only": "sinks"}
+            into = {"dsinks": main_grad(sinks), "accumulate": True}
+            pydet.attention_backward(dout, q, k, v, out, lse, **of, **into, **ctx.options)
+        return *gradients, None, None, None, None, None, None, None
 
 
 class AccumulatingRmsNorm(torch.autograd.Function):

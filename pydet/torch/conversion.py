@@ -21,7 +21,7 @@ from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Activation, Conv1D, LayerNorm, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, groups
-from pydet.torch.stock import become, remember
+from pydet.torch.stock import PYDET, become, remember
 
 # PyTorch's, on a CPU. Of those that are functions in a model's own code override_aten() takes over the first four.
 _BY_PLACE = ("silu", "gelu", "sigmoid", "softplus", "elu", "selu", "mish", "exp2", "rsqrt")
@@ -32,7 +32,6 @@ _TRANSFORMERS_ACTIVATIONS = {
     "AccurateGELUActivation": "gelu_tanh",
     "QuickGELUActivation": "quick_gelu",
 }
-_ATTENTION = "pydet"  # the name under which register_attention() tells Transformers of pydet's
 
 
 @dataclass
@@ -331,7 +330,7 @@ def _attention(module: torch.nn.Module) -> str | None:
         if any("attention" in type(x).__qualname__.lower() for x in module.modules() if x is not module):
             return None  # that one computes it
     by = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return None if by == _ATTENTION else f"{kind} by {repr(by) if by else 'code of its own'}"
+    return None if by == PYDET else f"{kind} by {repr(by) if by else 'code of its own'}"
 
 
 def _own_code(module: torch.nn.Module) -> str | None:

@@ -15,7 +15,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Kind
-from pydet.torch import functions
+from pydet.torch import code, functions
 from pydet.torch.accumulate import (
     AccumulatingConv1D,
     AccumulatingEmbedding,
@@ -32,7 +32,7 @@ from pydet.torch.accumulate import (
 from pydet.torch.experts import Router, of_pydet
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.ops import matrix
-from pydet.torch.stock import become
+from pydet.torch.stock import PYDET, become
 
 
 class Linear(torch.nn.Linear):
@@ -253,7 +253,7 @@ class Accumulating(list[torch.nn.Parameter]):
 
     Attributes:
         outside: the names of the other parameters that are trained, whose gradients go to ``grad``, each with the class
-            of its module: attention sinks, convolutions, whatever is not pydet's.
+            of its module: convolutions, norms of other formulas, whatever is not pydet's.
         arrived: how often each of these got a gradient, which micro-batches add in its own type.
     """
 
@@ -276,10 +276,18 @@ def _count(arrived: Counter[str], name: str, parameter: torch.Tensor) -> None:
     arrived[name] += 1
 
 
+def _has_sinks(module: Any) -> bool:
+    """Attention of Transformers' that asks for pydet's by name, and hands it sinks."""
+    by = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return "sinks" in module._parameters and by == PYDET and code.asks_interface(module)
+
+
 def _with_sums(module: Any) -> list[str] | None:
     """Of a module that takes part, the names of its parameters that its backward can add to sums."""
     if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Router) or _is_embedding(module):
         names = ["weight", "bias"]
+    elif _has_sinks(module):
+        names = ["sinks"]
     elif of_pydet(module):
         names = [f"{name}{end}" for name in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")]
     else:
@@ -362,12 +370,13 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     Args:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
             experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the routers and experts that
-            :func:`convert` swapped, and PyTorch's embeddings, which become :class:`Embedding` (but for ``max_norm``,
-            ``sparse`` and ``scale_grad_by_freq``). The tokens of an id are added in their order, cut anywhere.
+            :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, and PyTorch's embeddings,
+            which become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``). The tokens of
+            an id are added in their order, cut anywhere, and sinks are summed over sequences, cut between them.
 
     Returns:
         The parameters that have a ``main_grad`` now, a list; ``print()`` it. Its ``outside`` names the others that are
-        trained, which keep their ``grad``, as sinks, and its ``arrived`` counts the gradients that came there.
+        trained, which keep their ``grad``, as convolutions, and its ``arrived`` counts the gradients that came there.
 
     Raises:
         Error: ``model`` is no module, there is no module of pydet's in it, a gradient would be lost; then nothing is

@@ -10,7 +10,7 @@ import torch
 
 _KEY = "_pydet_was"  # in the __dict__ of a module that was converted
 _MISSING = object()
-_PYDET = "pydet"  # the name of attention and of experts in Transformers' configurations
+PYDET = "pydet"  # the name of attention and of experts in Transformers' configurations
 _IN_CONFIG = ("_attn_implementation", "_experts_implementation")
 
 
@@ -79,12 +79,12 @@ def _rename(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     experts: dict[int, Any] = {}
     for module in model.modules():
         noted, config = was(module), getattr(module, "config", None)
-        if noted is not None and config is not None and noted.experts not in (None, _PYDET):
+        if noted is not None and config is not None and noted.experts not in (None, PYDET):
             experts.setdefault(id(config), noted.experts)
     undo: list[tuple[Any, str, Any]] = []
     for config in _configs(model):
         for name in _IN_CONFIG:
-            if getattr(config, name, None) != _PYDET:
+            if getattr(config, name, None) != PYDET:
                 continue
             # straight into it: the setters of Transformers write into the configurations within as well
             own = f"{name}_internal" if f"{name}_internal" in vars(config) else name
