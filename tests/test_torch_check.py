@@ -4,6 +4,8 @@ import copy
 import os
 import pickle
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -384,3 +386,70 @@ def test_a_model_of_transformers(need, dtype):
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("sdpa")
     assert any("_scaled_dot_product" in what for what in pt.check(eager, ids).left.values())
+
+
+LOADED = """
+import pickle, sys, torch
+model, ids, want = torch.load(sys.argv[1], weights_only=False)
+got = model(ids).logits
+assert torch.equal(got, want), (got - want).abs().max()
+import pydet.torch
+print(type(model.lm_head).__module__, pydet.torch.stock.registered)
+"""
+
+
+def test_a_pickled_model_in_a_new_process(need, tmp_path):
+    """Its configuration names attention and experts that the process has not registered; options decide bits."""
+    try:
+        import transformers
+    except ImportError:
+        need(False, "models", "no Transformers here")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 64}
+    config = transformers.Qwen3MoeConfig(**sizes, **moe, num_key_value_heads=2, head_dim=8)
+    model, ids = transformers.Qwen3MoeForCausalLM(config).eval(), torch.randint(3, 64, (2, 9))
+    pt.register_attention(kv_chunk=128)
+    try:
+        model.set_attn_implementation("pydet")
+        pt.convert(model)
+        with torch.no_grad():
+            torch.save((model, ids, model(ids).logits), tmp_path / "model")
+    finally:
+        pt.register_attention()
+    root = os.path.dirname(os.path.dirname(pydet.__file__))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", LOADED, tmp_path / "model"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "pydet.torch.modules {'pydet': ('auto', 128)}"
+    with pytest.warns(
+        UserWarning, match=r"registered with arithmetic and kv_chunk \('auto', 128\), and here it is with"
+    ):
+        torch.load(tmp_path / "model", weights_only=False)
+
+
+def test_a_model_dispatched_from_disk(need, tmp_path):
+    """accelerate's hooks call the forward that the module had; converted after, they call pydet's."""
+    try:
+        from accelerate import disk_offload
+        from accelerate.hooks import remove_hook_from_submodules
+    except ImportError:
+        need(False, "models", "no accelerate here")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.RMSNorm(16, eps=1e-6), torch.nn.LayerNorm(16))
+    x, twin = normal(4, 16), copy.deepcopy(net)
+    stock = twin(x)
+    pt.convert(twin)
+    disk_offload(net, str(tmp_path), execution_device=torch.device("cpu"))
+    assert net[0].weight.is_meta
+    report = pt.convert(net, strict=True)
+    assert report.swapped == {"0": "Linear", "1": "RMSNorm", "2": "LayerNorm"}
+    same(net(x), twin(x))
+    with as_stock(net):
+        same(net(x), stock)
+    same(net(x), twin(x))
+    hooked = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    disk_offload(hooked, str(tmp_path / "other"), execution_device=torch.device("cpu"))
+    remove_hook_from_submodules(hooked)
+    assert "forward" in vars(hooked[0]) and not pt.convert(hooked).left, "what the hooks leave is the class's own"
+    same(hooked[0](x), pt.linear(x, hooked[0].weight, hooked[0].bias))

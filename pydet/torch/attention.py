@@ -17,6 +17,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 from pydet.torch.accumulate import AccumulatingAttention
+from pydet.torch.stock import registered
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -228,3 +229,4 @@ def register_attention(
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
+    registered[name] = arithmetic, kv_chunk

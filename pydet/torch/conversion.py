@@ -117,10 +117,19 @@ def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return own if not isinstance(weight, torch.Tensor) else {**own, "weight": weight}
 
 
+def _own_forward(module: torch.nn.Module) -> str | None:
+    """Of a module with a forward of its own the attribute that is its class's forward, which the other one calls:
+    accelerate's hooks keep it so, as for weights that are on a disk, and leave it when they go."""
+    name = "_old_forward" if {"_hf_hook", "_old_forward"} <= module.__dict__.keys() else "forward"
+    bound = module.__dict__.get(name)
+    is_own = getattr(bound, "__func__", None) is type(module).forward and getattr(bound, "__self__", None) is module
+    return name if is_own else None
+
+
 def _obstacle(module: torch.nn.Module) -> str | None:
     """Why a module that pydet could compute must stay as it is."""
-    if "forward" in module.__dict__:
-        return "its forward is one set on the instance (accelerate's hooks and patches do that); convert before"
+    if "forward" in module.__dict__ and _own_forward(module) is None:
+        return "its forward is one set on the instance (patches do that); convert before"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "its parameters are parametrized"
     for name, parameter in _parameters(module).items():
@@ -361,7 +370,7 @@ def convert(
     is left alone, with the reason. Experts are those that ask Transformers' experts interface (Mixtral, Qwen3-MoE,
     DeepSeek-V3, gpt-oss and others); their configuration, and so models that share it, then say ``"pydet"``.
 
-    Convert before ``fully_shard``, ``accelerate``'s hooks and quantization, and after ``peft.get_peft_model`` (or again
+    Convert before ``fully_shard`` and quantization, and after ``peft.get_peft_model`` (or again
     after it: adapters that are attached later are PyTorch's until then).
 
     Args:
@@ -409,7 +418,10 @@ def convert(
     try:
         for module, plan in plans.items():
             if isinstance(plan, tuple):
-                become(module, *plan)
+                kind, attributes = plan
+                if (name := _own_forward(module)) is not None:
+                    attributes = {**attributes, name: kind.forward.__get__(module)}  # type: ignore[attr-defined]
+                become(module, kind, attributes)
                 if experts.is_experts(module):
                     experts.use_pydet(module)
         if sample is not None:

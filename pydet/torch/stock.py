@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,16 +18,38 @@ _IN_CONFIG = ("_attn_implementation", "_experts_implementation")
 class Was:
     """The class of a module before, what its ``__dict__`` had of the attributes that convert set, and, of experts, the
     name by which their configuration called others. A pickle does not hold it: a class that a pickle cannot name would
-    take the module with it."""
+    take the module with it. It holds what was registered with Transformers, for a process in which nothing is."""
 
     def __init__(self, kind: type | None = None, attributes: dict[str, Any] | None = None, experts: Any = None) -> None:
         self.kind, self.attributes, self.experts = kind, attributes or {}, experts
 
     def __reduce__(self) -> Any:
-        return Was, ()
+        return _loaded, (dict(registered), self.experts is not None)
 
     def __deepcopy__(self, memo: Any) -> Was:
         return self
+
+
+registered: dict[str, tuple[Any, ...]] = {}  # attention, by its name in Transformers: arithmetic and kv_chunk
+
+
+def _loaded(attention: dict[str, tuple[Any, ...]], has_experts: bool) -> Was:
+    """Of a module of a pickled model: its configuration names what this process may not have registered yet."""
+    from pydet.torch import experts  # which imports this, as the next
+    from pydet.torch.attention import register_attention
+
+    for name, (arithmetic, kv_chunk) in attention.items():
+        if name not in registered:
+            register_attention(name, arithmetic=arithmetic, kv_chunk=kv_chunk)
+        elif registered[name] != (arithmetic, kv_chunk):
+            warnings.warn(
+                f"pydet.torch: a pickled model was made where attention {name!r} was registered with arithmetic and "
+                f"kv_chunk {(arithmetic, kv_chunk)}, and here it is with {registered[name]}, which decide its bits",
+                stacklevel=2,
+            )
+    if has_experts:
+        experts.know_pydet()
+    return Was()
 
 
 def become(module: Any, kind: type, attributes: dict[str, Any]) -> None:
