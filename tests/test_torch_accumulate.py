@@ -291,6 +291,20 @@ def test_parts_of_a_tied_weight():
     refuses(words, (net(ids) * dy).sum().backward)
 
 
+def test_a_fused_head_adds_to_the_heads_part():
+    net, ids = tied_by_hand(), torch.randint(0, 8, (48,))
+    w = net[2].weight
+    pt.log_prob(net(ids), ids).sum().backward()
+    want, parts = w.main_grad.clone(), [x.clone() for x in w.main_grad_parts.sums]
+    for twin in (net, copy.deepcopy(net)):
+        w = twin[2].weight
+        w.main_grad = None
+        pt.linear_log_prob(twin[:2](ids), w, ids).sum().backward()
+        same(w.main_grad, want)
+        for x, y in zip(w.main_grad_parts.sums, parts):
+            same(x, y)
+
+
 def test_tied_to_what_takes_no_part():
     net = torch.nn.Module()
     net.own, net.plain = pt.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)

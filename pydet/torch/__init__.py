@@ -34,7 +34,9 @@ from pydet.torch.functions import (
     softplus,
     swiglu,
 )
+from pydet.torch.fused import fuse_loss
 from pydet.torch.grouped import grouped_mm
+from pydet.torch.head import linear_cross_entropy, linear_log_prob
 from pydet.torch.modules import (
     Accumulating,
     Activation,
@@ -68,12 +70,15 @@ __all__ = [
     "check_trainer",
     "convert",
     "fp8_linear",
+    "fuse_loss",
     "geglu",
     "gelu",
     "gemm",
     "grouped_mm",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "linear_log_prob",
     "log_prob",
     "log_softmax",
     "override_aten",

@@ -100,25 +100,34 @@ class Accumulation:
     of their own, from zeros, made in its first backward; those of a pickled one keep theirs. A module that has another
     ``accumulates`` again, as False, lets this one go, and with it the hooks. ``part`` is that of its weight."""
 
-    def __init__(self, parameters: dict[str, Any], part: Part = None) -> None:
-        self.parameters, self.part = parameters, part
+    def __init__(self, parameters: dict[str, Any], part: Part = None, multiplies: bool = True) -> None:
+        self.parameters, self.part, self.multiplies = parameters, part, multiplies
         for name, parameter in parameters.items():
             parameter.pydet_accumulates = True
+            if multiplies and parameter.dim() > 1:
+                parameter.pydet_part = part
             trained = parameter.requires_grad
             hook = parameter.requires_grad_(True).register_hook(_FromOutside(name))
             parameter.requires_grad_(trained)
             weakref.finalize(self, hook.remove).atexit = False
 
     def __deepcopy__(self, memo: Any) -> Accumulation:
-        return Accumulation({name: copy.deepcopy(x, memo) for name, x in self.parameters.items()}, self.part)
+        own = {name: copy.deepcopy(x, memo) for name, x in self.parameters.items()}
+        return Accumulation(own, self.part, self.multiplies)
 
     def __reduce__(self) -> Any:
-        return Accumulation, (self.parameters, self.part)
+        return Accumulation, (self.parameters, self.part, self.multiplies)
 
 
 def part_of(module: Any) -> Part:
     """That of a module's weight, where other modules have the weight too."""
     part: Part = getattr(module.accumulates, "part", None)
+    return part
+
+
+def part_of_product(parameter: Any) -> Part:
+    """That of the linear layer whose weight something else multiplies in its place, as a fused head."""
+    part: Part = getattr(parameter, "pydet_part", None)
     return part
 
 

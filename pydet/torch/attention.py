@@ -89,7 +89,8 @@ _WITHOUT_EFFECT = frozenset(
         *("max_length_q", "max_length_k"),  # of packed sequences, for the grid of a kernel
         *("use_cache", "cache_position"),  # the cache was written, and read into key and value, before
         "encoder_hidden_states",  # key and value were made of them
-        *("num_items_in_batch", "output_hidden_states", "output_router_logits"),  # the loss's, and other modules'
+        *("num_items_in_batch", "shift_labels"),  # the loss's
+        *("output_hidden_states", "output_router_logits"),  # other modules'
         "deterministic",  # of flash attention's backward: pydet's always is
     )
 )

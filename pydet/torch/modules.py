@@ -397,7 +397,7 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
         if _is_embedding(module) and not isinstance(module, Embedding):
             become(module, _embedding_class(type(module)), {})
         named = {f"{name}.{own}".lstrip("."): getattr(module, own) for own in names}
-        module.accumulates = Accumulation(named, parts.get(name))
+        module.accumulates = Accumulation(named, parts.get(name), not _is_embedding(module))
         for parameter in module.accumulates.parameters.values():
             main_grad(parameter)
             parameters[parameter] = None
