@@ -12,6 +12,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 """
 
 from pydet.torch.attention import attention, register_attention
+from pydet.torch.checking import Check, check
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.experts import register_experts
 from pydet.torch.experts_fp8 import Fp8Experts
@@ -36,7 +37,16 @@ from pydet.torch.functions import (
 from pydet.torch.fused import fuse_loss
 from pydet.torch.grouped import grouped_mm
 from pydet.torch.head import linear_cross_entropy, linear_log_prob
-from pydet.torch.modules import Accumulating, Activation, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
+from pydet.torch.modules import (
+    Accumulating,
+    Activation,
+    Conv1D,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    accumulate_gradients,
+)
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
 from pydet.torch.trainers import check_trainer
@@ -44,8 +54,10 @@ from pydet.torch.trainers import check_trainer
 __all__ = [
     "Accumulating",
     "Activation",
+    "Check",
     "Conv1D",
     "Conversion",
+    "Embedding",
     "Fp8Experts",
     "Fp8Linear",
     "LayerNorm",
@@ -54,6 +66,7 @@ __all__ = [
     "accumulate_gradients",
     "activation",
     "attention",
+    "check",
     "check_trainer",
     "convert",
     "fp8_linear",

@@ -8,7 +8,7 @@ import torch
 
 from pydet._native import INVALID_VALUE, fail
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import check_own, main_grad
+from pydet.torch.accumulate import check_own, fold, main_grad, part_of_product, sum_of
 from pydet.torch.ops.head import WORKSPACE, Asked, Head, gradients
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -48,10 +48,13 @@ class _AccumulatingHead(torch.autograd.Function):
         others = Asked(*(g if asked else None for g, asked in zip(given, ctx.asked, strict=False)))
         if dlog_prob is None:
             dlog_prob = torch.zeros(index.shape, dtype=torch.float32, device=x.device)
-        dw = main_grad(w) if w.requires_grad else None
+        part = part_of_product(w)
+        dw = sum_of(w, part) if w.requires_grad else None
         dbias = main_grad(bias) if bias is not None and bias.requires_grad else None
         weight, row = w.detach().to(x.dtype), None if bias is None else bias.detach()
         dx = gradients(dlog_prob, others, x, weight, index, row, Head(*ctx.how), ctx.needs_input_grad[0], dw, dbias)
+        if dw is not None:
+            fold(w, part)
         return dx, *[None] * 13
 
 
