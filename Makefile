@@ -13,12 +13,15 @@
 # make wheel      dist/pydet-*manylinux*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
 # make sdist      dist/pydet-*.tar.gz, which pip builds with make and g++. Under SOURCE_DATE_EPOCH both are the same bytes
 #                 each time
+# make release    all that a release uploads, under dist/: wheel, sdist, SBOM, notes, sums. Built twice, the same bytes,
+#                 and checked in clean environments. It uploads nothing
 # make docs       the documentation as a site, build/site/index.html; SITE_URL: where it will stand, REPO_URL: where the
 #                 sources do, which its pages then link
 # make clean      remove everything that was built
 # Settings: PYTHON (3.10 or later), CXX, TESTS (what pytest runs), TEST_JOBS (in how many processes; as many as cores, at
-# most 8), BUILD (where objects go), LIBRARY (where the libraries go; with both elsewhere, make cpu, cuda, hip and
-# install write nothing here), SANITIZE (address,undefined), COMPRESS (how nvcc packs code: size, speed)
+# most 8), BUILD (where objects and make.log go), LIBRARY (where the libraries go; with both elsewhere, make cpu, cuda,
+# hip and install write nothing here), SANITIZE (address,undefined), COMPRESS (how nvcc packs code: size, speed), V (1:
+# show every command). It compiles on all cores, or on as many as -j says
 
 PYTHON ?= python3
 CXX ?= g++
@@ -30,6 +33,10 @@ TEST_JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 LIBRARY ?= pydet
 
 comma := ,
+# A command as one line, `compile cpu/gemm.avx2`; all that it is and says goes to the log. V=1 shows it.
+export V ?=
+LOG := $(BUILD)/make.log
+LINE = sh native/line.sh $(LOG) '$(if $(filter %.so,$@),link,compile) $(patsubst $(BUILD)/%,%,$(@:.o=))'
 WARN := -Wall -Wextra -Werror
 # The contract: no contraction, no fast-math, no -march=native; instruction sets are chosen at run time.
 NUMERIC := -ffp-contract=off -fno-fast-math
@@ -59,12 +66,19 @@ folder = $(if $(shell mkdir -p '$(2)' 2>/dev/null && [ -w '$(2)' ] || echo no),$
   cannot write to $(1)=$(2). Name folders that can be written: make cpu BUILD=/tmp/pydet LIBRARY=/tmp/pydet))
 $(call folder,BUILD,$(BUILD))
 $(call folder,LIBRARY,$(LIBRARY))
+# The log is of this make, all processors compile, unless -j says otherwise or only shown (-n) is what make would do.
+ifeq ($(MAKELEVEL)$(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),0)
+$(shell : >'$(LOG)')
+ifeq ($(filter-out all cpu cuda hip test bench,$(GOALS)),)
+MAKEFLAGS += -j$(shell nproc)
+endif
+endif
 endif
 $(call needed,all test bench,[ -w . ],cannot write to $(CURDIR)$(comma) where '.venv' goes. Copy the tree$(comma) or \
   build the library alone: make cpu BUILD=/tmp/pydet LIBRARY=/tmp/pydet)
-$(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
+$(call needed,all test bench docs wheel sdist release,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
   no Python 3.10 or later at '$(PYTHON)'. Name one: make PYTHON=python3.12)
-$(call needed,all test bench docs wheel sdist,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
+$(call needed,all test bench docs wheel sdist release,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 # Hardening, as far as this compiler and its libc know it; sanitizers check more. .ci/check_library.sh looks for it.
 ifeq ($(SANITIZE),)
@@ -111,7 +125,7 @@ bench: $(VENV)/installed cpu
 
 $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 	@mkdir -p $(@D)
-	$(CXX) $(OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -o $@
+	@$(LINE) $(CXX) $(OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -o $@
 
 # A Python that shuts down ends the threads that come back to it, by unwinding them: no destructor may then run, since it
 # would enter Python. Nothing here throws.
@@ -119,19 +133,19 @@ $(patsubst native/%.cpp,$(BUILD)/%.o,$(wildcard native/entry/python/*.cpp native
 
 $(BUILD)/%.o: native/%.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
+	@$(LINE) $(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
 
 $(BUILD)/cpu/%.scalar.o: native/cpu/%.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
+	@$(LINE) $(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
 
 $(BUILD)/cpu/%.avx2.o: native/cpu/%.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) $(AVX2) -MMD -MP -c $< -o $@
+	@$(LINE) $(CXX) $(CXXFLAGS) $(AVX2) -MMD -MP -c $< -o $@
 
 $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) $(AVX512) -MMD -MP -c $< -o $@
+	@$(LINE) $(CXX) $(CXXFLAGS) $(AVX512) -MMD -MP -c $< -o $@
 
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
@@ -144,7 +158,7 @@ SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide
 MMA_TYPES := 0 1
 SM90_ATTENTION := $(foreach kernel,forward backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
 SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_backward_keys_mma attention_backward_queries_mma attention_mma sm90/attention/decode sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
-  nvidia/attention_ieee nvidia/attention_backward_ieee any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
+  any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
   nvidia/norm_backward_strided any/layernorm_backward $(addprefix nvidia/,rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart \
     gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) nvidia/sm90/clusters
@@ -174,7 +188,7 @@ cuda: $(LIBRARY)/libpydet_cuda.so
 
 $(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F)$(SONAME),-Xcompiler '"$(flag)"') -o $@
+	@$(LINE) $(NVCC) -ccbin $(CXX) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F)$(SONAME),-Xcompiler '"$(flag)"') -o $@
 
 # The same objects on a runtime that is none, for tests of the host's half (tests/fakecuda.c).
 .PHONY: cuda-stand-in
@@ -182,11 +196,11 @@ cuda-stand-in: $(BUILD)/libpydet_cuda_stand_in.so
 
 $(BUILD)/fakecuda.o: tests/fakecuda.c tests/failing_calls.h
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) -x c -Xcompiler -fPIC,-Wall,-Wextra,-Werror -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(CXX) -x c -Xcompiler -fPIC,-Wall,-Wextra,-Werror -c $< -o $@
 
 $(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 	@mkdir -p $(@D)
-	$(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
+	@$(LINE) $(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
 
 # The kernels without tensor cores, and attention's by mma.sync, as C++, in place of their machine code, on that
 # runtime (tests/emulated).
@@ -200,27 +214,27 @@ EMULATED_FLAGS := -std=c++17 -O1 -fPIC -fvisibility=hidden -fno-extern-tls-init 
 
 $(BUILD)/emulated/block.o: tests/emulated/block.cpp
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(foreach flag,$(EMULATED_FLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(CXX) $(foreach flag,$(EMULATED_FLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
 $(EMULATED:%=$(BUILD)/emulated/%.o): $(BUILD)/emulated/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(CXX) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
 $(BUILD)/libpydet_cuda_emulated.so: $(filter-out $(EMULATED:%=$(BUILD)/gpu/%.o),$(CUDA_OBJECTS)) $(EMULATED_OBJECTS) $(BUILD)/fakecuda.o
 	@mkdir -p $(@D)
-	$(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
+	@$(LINE) $(CXX) $^ $(filter-out %version-script=native/exports.map,$(LDFLAGS)) -o $@
 
 $(CUDA_HOST:%=$(BUILD)/gpu/%.o): $(BUILD)/gpu/%.o: native/gpu/%.cpp
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(foreach flag,$(CXXFLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(CXX) $(foreach flag,$(CXXFLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
 $(SM90_GROUPS:%=$(BUILD)/gpu/nvidia/sm90/gemm.%.o): $(BUILD)/gpu/nvidia/sm90/gemm.%.o: native/gpu/nvidia/sm90/gemm.cu
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SM90_GROUP=$* -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SM90_GROUP=$* -MMD -MP -c $< -o $@
 
 $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_%.o: native/gpu/nvidia/sm90/skinny.cu
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
+	@$(LINE) $(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
 	  -DPYDET_SKINNY_WIDE=$(if $(filter %_wide,$*),1,0) -MMD -MP -c $< -o $@
 
 # Some tiles of forward.cu and backward_queries.cu spill what is looked at once a job, or by the warp that loads; their
@@ -228,7 +242,7 @@ $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_
 define attention_rule
 $$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUILD)/gpu/nvidia/%.o)): $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%.o: native/gpu/nvidia/sm90/attention/$(1).cu
 	@mkdir -p $$(@D)
-	$$(NVCC) -ccbin $$(CXX) $$(subst $$(if $$(filter forward backward_queries,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
+	@$$(LINE) $$(NVCC) -ccbin $$(CXX) $$(subst $$(if $$(filter forward backward_queries,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
 endef
 $(foreach kernel,forward backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
 
@@ -239,11 +253,11 @@ $(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas 
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
 
 $(BUILD)/gpu/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
 
 -include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d)
 
@@ -271,7 +285,7 @@ hip: $(LIBRARY)/libpydet_hip.so
 
 $(LIBRARY)/libpydet_hip.so: $(HIP_OBJECTS) native/exports.map
 	@mkdir -p $(@D)
-	$(CXX) $(HIP_OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -L$(ROCM)/lib -lamdhip64 -o $@
+	@$(LINE) $(CXX) $(HIP_OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -L$(ROCM)/lib -lamdhip64 -o $@
 	@echo "$@: $$(cat $(BUILD)/hip/archs), by $(HIPCC)"
 
 # The architectures that are built, and their device libraries.
@@ -283,12 +297,12 @@ $(BUILD)/hip/archs: Makefile native/gpu/amd/device_libraries.sh
 
 $(BUILD)/hip/amd/backend.o: native/gpu/amd/backend.cpp $(BUILD)/hip/archs
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -D__HIP_PLATFORM_AMD__ $(if $(filter /usr,$(ROCM)),,-isystem $(ROCM)/include) \
+	@$(LINE) $(CXX) $(CXXFLAGS) -D__HIP_PLATFORM_AMD__ $(if $(filter /usr,$(ROCM)),,-isystem $(ROCM)/include) \
 	  -DPYDET_HIP_ARCHS='"$(shell cat $(BUILD)/hip/archs)"' -MMD -MP -c $< -o $@
 
 $(BUILD)/hip/%.o: native/gpu/%.cu $(BUILD)/hip/archs
 	@mkdir -p $(@D)
-	$(HIPCC) $(HIPFLAGS) -MMD -MP -c $< -o $@
+	@$(LINE) $(HIPCC) $(HIPFLAGS) -MMD -MP -c $< -o $@
 
 -include $(HIP_OBJECTS:.o=.d)
 
@@ -351,6 +365,15 @@ wheel: $(PACKAGER)/installed $(WHEEL_BUILDS)
 sdist: $(PACKAGER)/installed
 	$(PACKAGER)/bin/python -m build -q --sdist -o dist .
 
+# All of a release, built twice and checked; nothing is uploaded (packaging/release.py, docs/releasing.md).
+$(PACKAGER)/release: $(PACKAGER)/installed
+	$(PACKAGER)/bin/python -m pip install -q --disable-pip-version-check 'twine>=6' 'cyclonedx-bom==7.*'
+	touch $@
+
+.PHONY: release
+release: $(PACKAGER)/release
+	PYTHON='$(PYTHON)' NVCC='$(NVCC)' $(PYTHON) packaging/release.py --tools $(PACKAGER)/bin --make '$(MAKE) --no-print-directory -j$(shell nproc)'
+
 # ---- Documentation: docs/, the docstrings, pydet.h and NUMERICS.md as a site; a warning is an error ----
 DOCS := $(BUILD)/docs-venv
 
@@ -368,7 +391,7 @@ docs: $(DOCS)/installed
 PARTS ?= build tests sanitizer bench
 SANITIZED := tests/test_cuda.py::test_misaligned_and_odd_strides tests/test_cuda.py::test_empty tests/test_cuda.py::test_gradients_are_gemm_on_views tests/test_cuda_grouped.py::test_random_boundaries tests/test_cuda_scaled_grouped.py::test_random_boundaries
 
-$(call needed,cuda $(if $(filter cuda,$(WHEEL_BUILDS)),wheel) $(if $(filter build,$(PARTS)),gpu-check gpu-build), \
+$(call needed,cuda $(if $(filter cuda,$(WHEEL_BUILDS)),wheel release) $(if $(filter build,$(PARTS)),gpu-check gpu-build), \
   command -v $(lastword $(NVCC)) >/dev/null,no CUDA compiler '$(NVCC)'. Install CUDA 13$(comma) or name it: make \
   NVCC=/usr/local/cuda/bin/nvcc)
 

@@ -2,9 +2,9 @@
 
 For every architecture and kernel, from metadata and disassembly: no scratch, no spilled vector registers, and at most
 the vector registers, spilled scalars and static LDS of the table in tools/amd/limits.md; matrix instructions in the
-kernels whose name says so; no product that is fused with a sum of +0, which loses the sign of -0. An architecture
-without a matrix instruction of its own makes such a kernel an error, since a body that the preprocessor left out
-compiles to nothing.
+kernels whose name says so; no product that is fused with a sum of +0, which loses the sign of -0; no shifts of vectors
+of 16-bit numbers. An architecture without a matrix instruction of its own makes such a kernel an error, since a body
+that the preprocessor left out compiles to nothing.
 
 And what a stage of the matrix kernels' loops does, by tools/amd/estimate.py: at most the vector instructions of that
 file's second table, at least its products (matrix instructions, or FMA of fp32) while loads are on the way and its
@@ -26,6 +26,9 @@ MATRIX_KERNELS = r"mfma"
 # What the compiler makes of a product that is rounded to fp16; a square is never -0. (The like in fp32 it makes of an
 # fmaf alone: that is a sum which begins with +0.)
 ADDS_ZERO = r"v_(fma|mad)_mix(?:lo|hi)\w* \w+, (?!(\w+), \2, 0($| op_sel(:\[0,0|:\[1,1|_hi)))[^,]+, [^,]+, 0( |$)"
+# Of words that the source takes for arrays of 16-bit numbers clang 19 makes vectors, with shifts whose result it
+# takes for 0 where the hardware's is not; the source is to take words apart itself.
+SHIFTS_HALVES = r"v_pk_(lshl|lshr|ashr)rev_"
 ARCHS = ("gfx90a", "gfx942")
 LIMITS = "tools/amd/limits.md"
 
@@ -116,6 +119,8 @@ def main():
                         problems.append(f"{where}: {count} matrix instructions")
                     if fused := [text for text in kernel.code.values() if re.match(ADDS_ZERO, text)]:
                         problems.append(f"{where}: {fused[0]} makes a product of -0 into +0")
+                    if shifts := [text for text in kernel.code.values() if re.match(SHIFTS_HALVES, text)]:
+                        problems.append(f"{where}: {shifts[0]} may shift a neighbour's bits in")
                     if not any(text == "s_endpgm" for text in kernel.code.values()) or len(kernel.code) < 20:
                         problems.append(f"{where}: no code")
     for name, arch in sorted(set(allowed) - set(seen)):

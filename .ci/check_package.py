@@ -28,6 +28,10 @@ def main(builds):
     assert folder.parent.name == "site-packages", folder
     assert {path.name for path in folder.glob("*.so")} == {f"libpydet_{build}.so" for build in builds}
 
+    command = pathlib.Path(sys.executable).parent / "pydet"
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    assert version == said("--version") + "\n" == f"pydet {pydet.__version__}\n", version
+
     a = np.random.default_rng(0).standard_normal((64, 512), np.float32)
     b = np.random.default_rng(1).standard_normal((512, 256), np.float32)
     batch = pydet.gemm(a, b)

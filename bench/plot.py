@@ -131,7 +131,7 @@ def panel(axes, op, variants):
 # ---- The README's figure ---------------------------------------------------------------------------------------------
 
 
-SHOWN = ("h100_skinny_gemm", "h100_gemm_random", "h100_equality")
+SHOWN = ("h100_skinny_gemm", "h100_gemm_random", "h100_equality", "h100_attention_random")
 
 
 def release():
@@ -156,9 +156,32 @@ def few_and_many():
     return few, {m: ratios for m, ratios in ratios_by_m(drawn, "pydet").items() if m > max(few)}
 
 
+def own(us):
+    """The time of pydet's own choice among the variants of a problem of attention, whose name has the kernel."""
+    return min(time for name, time in us.items() if name.startswith("pydet"))
+
+
+def attention_by_length(peer, run="h100_attention_random"):
+    """How many times as fast as this peer attention is over sequences drawn at random: {tokens, up to: ratios}."""
+    found = collections.defaultdict(list)
+    for problem in summary.problems(run):
+        if peer in problem.us:
+            found[1 << (problem.extents[1] - 1).bit_length()].append(problem.us[peer] / own(problem.us))
+    return dict(sorted(found.items()))
+
+
+def curve(axes, ratios, color, label):
+    """A line through the geometric means, and the band from the worst to the best."""
+    places, found = list(ratios), list(ratios.values())
+    means = [statistics.geometric_mean(its) for its in found]
+    axes.plot(places, means, color=color, linewidth=2, marker="o", markersize=4, label=label)
+    axes.fill_between(places, [min(x) for x in found], [max(x) for x in found], color=color, alpha=0.15, linewidth=0)
+
+
 def overview(path=OVERVIEW):
-    """Left, speed beside cuBLAS by M; right, how many elements of a product have other bits than the same rows have in
-    a large one. Above the M of few rows, products drawn at random: those of an M from each power of two to the next."""
+    """Left, speed beside cuBLAS by M; then attention's beside cuDNN by length; right, how many elements of a product
+    have other bits than the same rows have in a large one. Above the M of few rows, products drawn at random: those of
+    an M from each power of two to the next."""
     few, drawn = few_and_many()
     many = collections.defaultdict(list)
     for m, ratios in drawn.items():
@@ -166,15 +189,10 @@ def overview(path=OVERVIEW):
     pydet = few | dict(sorted(many.items()))
 
     plt = pyplot()
-    figure, (speed, bits) = plt.subplots(
-        1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained", facecolor="white"
+    figure, (speed, attention, bits) = plt.subplots(
+        1, 3, figsize=(13, 4.2), width_ratios=(5, 4, 4), layout="constrained", facecolor="white"
     )
-    means = [statistics.geometric_mean(found) for found in pydet.values()]
-    speed.plot(list(pydet), means, color=GREEN, linewidth=2, marker="o", markersize=4, label=f"pydet {release()}")
-    speed.fill_between(
-        list(pydet), [min(found) for found in pydet.values()], [max(found) for found in pydet.values()],
-        color=GREEN, alpha=0.15, linewidth=0,
-    )  # fmt: skip
+    curve(speed, pydet, GREEN, f"pydet {release()}")
     speed.axhline(1, color="black", linewidth=1)
     speed.annotate("cuBLAS", (1, 1), (0, -11), textcoords="offset points", fontsize=9)
     speed.set_xscale("log", base=2)
@@ -183,8 +201,20 @@ def overview(path=OVERVIEW):
     speed.set_ylim(0, None)
     speed.set_xlabel(f"rows, M (above {max(few)}: up to M)")
     speed.set_ylabel("times as fast as cuBLAS")
-    speed.set_title("Speed: x @ w.T, bf16, H100 (mean, worst and best shape)", fontsize=10)
+    speed.set_title("Products x @ w.T, bf16, H100: mean, worst, best", fontsize=10)
     speed.legend(fontsize=9, loc="upper right")
+
+    for peer, color, name in (("cudnn", GREEN, "cuDNN"), ("flash", COLORS[1], "PyTorch's flash")):
+        curve(attention, attention_by_length(peer), color, f"pydet beside {name}")
+    attention.axhline(1, color="black", linewidth=1)
+    attention.set_xscale("log", base=2)
+    ticks = list(attention_by_length("flash"))
+    attention.set_xticks(ticks, [str(tokens) for tokens in ticks], fontsize=8)
+    attention.set_ylim(0, None)
+    attention.set_xlabel("tokens of a sequence, up to")
+    attention.set_ylabel("times as fast")
+    attention.set_title("Attention, drawn at random, 16 bits, H100", fontsize=10)
+    attention.legend(fontsize=9, loc="lower right")
 
     # In the order of the results: the largest M first. pydet's own count is 0 by test, on every shape.
     split = [row for row in summary.rows("h100_equality") if row["differ"]]
@@ -200,9 +230,9 @@ def overview(path=OVERVIEW):
     bits.set_yticks(list(places), names, fontsize=8)
     bits.invert_yaxis()
     bits.set_xlabel("of 10,000 bf16 elements")
-    bits.set_title("Bits that differ from the same rows' in a large batch", fontsize=10)
+    bits.set_title("Bits that differ from those in a large batch", fontsize=10)
     bits.legend(fontsize=9, loc="lower right")
-    for axes in (speed, bits):
+    for axes in (speed, attention, bits):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)

@@ -105,6 +105,21 @@ def of_rows():
     yield "fold, tree", mean_and_worst(faster(found, "pydet, tree"))
 
 
+def of_attention():
+    """Beside each peer, where it takes the problem at all."""
+    for name, run in (
+        ("attention", "attention"),
+        ("attention gradients", "attention_backward"),
+        ("decode", "attention_decode"),
+        ("packed", "attention_varlen"),
+    ):
+        found = summary.problems(f"h100_{run}_random")
+        for peer in ("cudnn", "flash"):
+            if its := [p.us[peer] / plot.own(p.us) for p in found if peer in p.us]:
+                yield f"{name}, {peer}", mean_and_worst(its)
+                yield f"{name}, {peer}, mean", f"{mean(its):.2f}"
+
+
 def of_calls_and_cpu():
     us = {row["call"]: row["us"] for row in summary.rows("h100_overhead")}
     yield "a call", f"{us['pydet.gemm, out=']:.1f}"
@@ -207,7 +222,16 @@ def of_hand():
 
 def figures():
     found = {"release of the H100": plot.release()}
-    for part in (of_products, of_groups_and_fp8, of_rows, of_calls_and_cpu, of_training, of_ranks, of_hand):
+    for part in (
+        of_products,
+        of_groups_and_fp8,
+        of_rows,
+        of_attention,
+        of_calls_and_cpu,
+        of_training,
+        of_ranks,
+        of_hand,
+    ):
         for name, says in part():
             assert name not in found, name
             found[name] = says
@@ -218,13 +242,37 @@ def figures():
 
 CAPTION = (
     "![On an H100, release {release of the H100}, for shapes of known models, pydet is {up to 32 rows} times as "
-    "fast as cuBLAS up to 32 rows and {above 128 rows} times above 128. cuBLAS changes {cuBLAS changes} of 10,000 "
-    "elements where it splits K; pydet changes none.]"
+    "fast as cuBLAS up to 32 rows and {above 128 rows} times above 128. Its attention has {attention, cudnn, mean} of "
+    "cuDNN's speed, and {attention, flash, mean} times that of PyTorch's flash. cuBLAS changes {cuBLAS changes} of "
+    "10,000 elements where it splits K; pydet changes none.]"
 )
 # Page: the sentences and lines of tables that quote results, {name} where a figure stands.
 QUOTES = {
     "README.md": [
         CAPTION,
+        "On an H100, release {release of the H100}, in 16 bits",
+        "| 300 products of published models, drawn at random | cuBLAS | {drawn} |",
+        "| of these, 1 to 64 rows; 513 to 8192 rows | cuBLAS | {forward 1 to 64}; {forward 513 to 8192} |",
+        "| experts' groups of tokens | `torch._grouped_mm` | {groups} |",
+        "| fp8 by blocks, 512 rows and more; few rows | cuBLASLt | {fp8, blocks}; {fp8 few rows, blocks} |",
+        "| attention of whole sequences; its gradients | cuDNN | {attention, cudnn}; {attention gradients, cudnn} |",
+        "| the same | PyTorch's flash | {attention, flash}; {attention gradients, flash} |",
+        "| decoding | cuDNN; PyTorch's flash | {decode, cudnn}; {decode, flash} |",
+        "| RMSNorm, forward; backward | the fastest of PyTorch, quack, Liger | {rmsnorm, the fastest}; "
+        "{rmsnorm gradients, the fastest} |",
+        "| fp32 products on a CPU, two threads | NumPy's OpenBLAS | {cpu gemm, 2} |",
+        "a training step of four layers of Llama at 8B width takes {models: pydet step} ms, stock {models: stock step}",
+    ],
+    "docs/neighbours.md": ["A plain Triton product has {Triton} of cuBLAS's speed in our results."],
+    "docs/speed.md": [
+        CAPTION,
+        "| prefill, 1 x 4096 and 2 x 8192 tokens | {models: stock prefill} | {models: pydet prefill} |",
+        "| decode of 64 sequences, 1024 and 4096 keys | {models: stock decode} | {models: pydet decode} |",
+        "| training step, 2 x 2048 | {models: stock step} | {models: pydet step} |",
+        "| attention of sequences beside cuDNN, PyTorch's flash | {attention, cudnn}, {attention, flash} |",
+        "| its gradients | {attention gradients, cudnn}, {attention gradients, flash} |",
+        "| decoding: 1 to 16 queries of a sequence, long caches | {decode, cudnn}, {decode, flash} |",
+        "| packed sequences beside PyTorch's flash | {packed, flash} |",
         "| sequences of batches of 1, 3 that are not those of the batch of 64 | {PyTorch: sequences} | "
         "{override: sequences} | {converted: sequences} | {fp8: sequences} |",
         "| log-probabilities that differ, batches of 1, 3, 64 | {PyTorch: log-probabilities} | "
@@ -241,7 +289,7 @@ QUOTES = {
         "| 4 H100s, a segment each; 8 segments (an older library) | {4 ranks, 4096 x 14336} |",
         "| 8 H100s, a segment each (an older library) | {8 ranks, 4096 x 14336} |",
         "On two cores of an AMD EPYC (AVX-512), release {release of cpu} (fp8: {release of cpu_fp8}), from "
-        "[bench/results/cpu.md](bench/results/cpu.md), `make bench`, NumPy 2.4 with its own OpenBLAS and PyTorch 2.13",
+        "[its results](reference/results/cpu.md), `make bench`, NumPy 2.4 with its own OpenBLAS and PyTorch 2.13",
         "| fp32 GEMM, 512x4096x4096, 1024^3, 2048^3, beside NumPy | {cpu gemm, 1} | {cpu gemm, 2} |",
         "| 8 rows by 4096x4096 weights, w [N, K] and b [K, N], beside NumPy | {cpu 8 rows, 1} | {cpu 8 rows, 2} |",
         "| **1 row, the same** (the worst) | {cpu 1 rows, 1} | {cpu 1 rows, 2} |",
@@ -250,7 +298,7 @@ QUOTES = {
         "| the same in fp8, by groups and blocks (one core) | {cpu fp8 model} GMAC/s (AVX2: {cpu fp8 model, AVX2}) | |",
         "| a call on 4x4 arrays with `out=` | NumPy {cpu call, NumPy} us, torch {cpu call, torch} us "
         "(torch.mm {cpu call, torch.mm}) | |",
-        "On an H100, release {release of the H100}, from [bench/results](bench/results)",
+        "On an H100, release {release of the H100}, `python -m bench.cuda`",
         "beside cuBLAS: all; 5th percentile {drawn, 5th percentile} | {drawn} |",
         "1 to 64 rows, 129 to 512, 513 to 8192 | {forward 1 to 64}, {forward 129 to 512}, {forward 513 to 8192} |",
         "| of these, dA: 1 to 128 rows, more; dB | {dA few}, {dA many}; {dB} |",
@@ -284,7 +332,6 @@ QUOTES = {
         "which pydet does not split (dA, {worst product})",
         "log_softmax on many rows of 65 to 300 columns and on odd ones of more than 33000 ({slow log_softmax} of its "
         "speed",
-        "A plain Triton product has {Triton} of cuBLAS's speed in our results.",
     ],
     "docs/calls.md": [
         "Products drawn at random have {chunks} of cuBLAS's speed with it.",
@@ -328,7 +375,8 @@ QUOTES = {
 }
 # Sections in which no measured number may stand outside of a quote.
 MEASURED = {
-    "README.md": ["## Speed", "### Across GPUs"],
+    "README.md": ["## Speed"],
+    "docs/speed.md": ["## On an H100", "## On a CPU", "## Across GPUs"],
     "docs/calls.md": ["## Which arithmetic", "## What it costs"],
     "docs/faq.md": ["## Is it slower?"],
 }

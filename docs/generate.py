@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = os.environ.get("REPO_URL", "").rstrip("/")
 # What pages name by number: papers and issues.
 NAMED = {
+    r"(?<!\[)PyTorch issues (\d+), (\d+)": r"PyTorch issues [\1](https://github.com/pytorch/pytorch/issues/\1), "
+    r"[\2](https://github.com/pytorch/pytorch/issues/\2)",
     r"arXiv[: ](\d{4}\.\d{5})": r"[\g<0>](https://arxiv.org/abs/\1)",
     r"(?<!\[)\bvllm#(\d+)": r"[\g<0>](https://github.com/vllm-project/vllm/issues/\1)",
     r"(?<!\[)\bflashinfer#(\d+)": r"[\g<0>](https://github.com/flashinfer-ai/flashinfer/issues/\1)",

@@ -21,9 +21,10 @@ rollout has a copy of the model that keeps them quantised.
 
 What is between works row by row: rotary embedding, SiLU. Converted, a decoding step is pydet.attention of a cache and
 the lengths of its sequences, and the trainer's forward is attention_varlen of sequences that are packed behind each
-other; the log-probabilities of the tokens are pydet.torch.log_prob, which writes none of the others. Micro-batches are
-padded to a multiple of pydet.DWEIGHT_ROWS rows, and the embedding's gradient is a product with one-hot rows; so all
-gradients are sums that go on from one micro-batch to the next.
+other; the log-probabilities of the tokens are pydet.torch.log_prob, which writes none of the others, and the trainer's
+pydet.torch.linear_log_prob, which has the logits of a few rows at a time in memory. Micro-batches are padded to a
+multiple of pydet.DWEIGHT_ROWS rows, and the embedding's gradient is a product with one-hot rows; so all gradients are
+sums that go on from one micro-batch to the next.
 """
 
 import argparse
@@ -83,12 +84,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Operations:
-    """What a model takes beside its modules: attention of one query a sequence, attention of packed sequences, and one
-    column of log_softmax for each row."""
+    """What a model takes beside its modules: attention of one query a sequence, attention of packed sequences, one
+    column of log_softmax for each row, and that of a head's result: from head, input, columns and which rows."""
 
     decode: Callable[..., torch.Tensor]
     packed: Callable[..., torch.Tensor]
     log_prob: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    head_log_prob: Callable[..., torch.Tensor]
 
 
 def per_query_head(q, keys):
@@ -135,9 +137,18 @@ def stock_log_prob(logits, index):
     return logits.log_softmax(-1).gather(-1, index[:, None])[:, 0]
 
 
-TORCH = Operations(stock_decode, stock_packed, stock_log_prob)
-PRODUCTS = Operations(products_decode, products_packed, stock_log_prob)
-PYDET = Operations(pydet_decode, pydet_packed, pydet.torch.log_prob)
+def stock_head_log_prob(head, hidden, index, rows):
+    return stock_log_prob(head(hidden).float()[rows], index[rows])
+
+
+def pydet_head_log_prob(head, hidden, index, rows):
+    """Of all rows: those of the padding have their places in the sum of the weight's gradient."""
+    return pydet.torch.linear_log_prob(hidden, head.weight, index)[rows]
+
+
+TORCH = Operations(stock_decode, stock_packed, stock_log_prob, stock_head_log_prob)
+PRODUCTS = Operations(products_decode, products_packed, stock_log_prob, stock_head_log_prob)
+PYDET = Operations(pydet_decode, pydet_packed, pydet.torch.log_prob, pydet_head_log_prob)
 PARTS = 4  # micro-batches of a training step
 SMALL = Config(256, 64, 128, 2, 4, 2, max_length=64)
 
@@ -196,12 +207,16 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens, layout):
-        """Logits [rows, vocabulary] after each of the tokens [rows]."""
+    def hidden(self, tokens, layout):
+        """What the head takes, [rows, hidden]."""
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, layout)
-        return self.lm_head(self.norm(x)).float()
+        return self.norm(x)
+
+    def forward(self, tokens, layout):
+        """Logits [rows, vocabulary] after each of the tokens [rows]."""
+        return self.lm_head(self.hidden(tokens, layout)).float()
 
 
 def angles(config, positions):
@@ -382,12 +397,14 @@ def trainer_loss(model, tokens, lengths, weights, groups, operations):
         tokens.device,
         operations,
     )
-    chosen = operations.log_prob(model(layout.pad(inputs), layout)[layout.rows], wanted)
+    hidden, wanted = model.hidden(layout.pad(inputs), layout), layout.pad(wanted)
+    chosen = operations.head_log_prob(model.lm_head, hidden, wanted, layout.rows)
     return chosen, -(chosen * scales).sum()
 
 
 def gradients(model, tokens, lengths, weights, parts, operations):
-    """The gradients of a step whose batch comes in this many parts, by parameter, and the step's time."""
+    """The gradients of a step whose batch comes in this many parts, by parameter, the step's time, and on a GPU the MB
+    that were allocated at most."""
     parameters = dict(model.named_parameters())
     size = len(tokens) // parts
 
@@ -400,9 +417,13 @@ def gradients(model, tokens, lengths, weights, parts, operations):
             here = slice(i, i + size)
             trainer_loss(model, tokens[here], lengths[here], weights[here], PARTS // parts, operations)[1].backward()
 
-    took = seconds(step, tokens.device.type, 1 if tokens.device.type == "cpu" else 3)
+    on_gpu = tokens.is_cuda
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    took = seconds(step, tokens.device.type, 3 if on_gpu else 1)
+    most = round(torch.cuda.max_memory_allocated() / 1e6) if on_gpu else None
     found = {name: getattr(p, "main_grad", p.grad).clone() for name, p in parameters.items()}
-    return found, took
+    return found, took, most
 
 
 class Products(TorchDispatchMode):
@@ -461,13 +482,14 @@ def compare_rollouts(rollout, model, tokens, lengths, weights, noise, operations
 def compare(model, tokens, lengths, weights, noise, operations, batches, rollout=None):
     """All the counts of one way to compute. `rollout` samples, if it is given, and else the model."""
     result = compare_rollouts(rollout or model, model, tokens, lengths, weights, noise, operations, batches)
-    whole, took = gradients(model, tokens, lengths, weights, 1, operations)
-    parts, took_parts = gradients(model, tokens, lengths, weights, PARTS, operations)
+    whole, took, most = gradients(model, tokens, lengths, weights, 1, operations)
+    parts, took_parts, most_parts = gradients(model, tokens, lengths, weights, PARTS, operations)
     result["gradients, one batch and four micro-batches"] = {
         "elements": sum(g.numel() for g in whole.values()),
         "differ": sum(differing(whole[name], parts[name]) for name in whole),
         "ms a step": round(1e3 * took, 2),
         "ms a step in four": round(1e3 * took_parts, 2),
+        "MB at most": [most, most_parts],
     }
     return result
 

@@ -93,7 +93,7 @@ def compare(this, model, trainer_ranks, tokens, lengths, weights, noise, batches
     report = {"pydet": this.compare_rollouts(rollout, trainer, *given, this.PYDET, batches)}
     found, took = {}, {}
     for name, one in (("rollout", rollout), ("trainer", trainer)):
-        gradients, took[name] = this.gradients(one, tokens, lengths, weights, 1, this.PYDET)
+        gradients, took[name], _ = this.gradients(one, tokens, lengths, weights, 1, this.PYDET)
         found[name] = {key: g.full_tensor() if hasattr(g, "full_tensor") else g for key, g in gradients.items()}
     report["pydet"][f"gradients on {world} ranks and on {trainer_ranks}"] = {
         "elements": sum(g.numel() for g in found["trainer"].values()),

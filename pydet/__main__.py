@@ -1,4 +1,4 @@
-"""``python -m pydet COMMAND``: info (which needs no word), demo, audit, bench."""
+"""``pydet COMMAND``, or ``python -m pydet COMMAND``: info (which needs no word), demo, audit, bench."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydet.protocols import TYPES
 
 
 def report() -> dict[str, Any]:
-    """Everything that `python -m pydet` prints. It raises nothing: a problem is a sentence in it."""
+    """Everything that `pydet` prints. It raises nothing: a problem is a sentence in it."""
     found: dict[str, Any] = {
         "version": pydet.__version__,
         "abi": pydet.ABI,
@@ -103,9 +103,9 @@ def compiler_flags(given: argparse.Namespace) -> str:
 
 
 def info(arguments: list[str]) -> int:
-    """`python -m pydet info`: shows what is here, as text or JSON."""
+    """`pydet info`: shows what is here, as text or JSON."""
     parser = argparse.ArgumentParser(
-        prog="python -m pydet info",
+        prog="pydet info",
         description="Show the libraries, devices, arithmetics and kernels that pydet finds here.",
     )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
@@ -153,8 +153,8 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         return run(arguments[0], arguments[1:])
     parser = argparse.ArgumentParser(
-        prog="python -m pydet",
-        usage="python -m pydet [COMMAND] [--help] [--version] [--json] [--cflags] [--libs [BUILD]] [--cmakedir]",
+        prog="pydet",
+        usage="pydet [COMMAND] [--help] [--version] [--json] [--cflags] [--libs [BUILD]] [--cmakedir]",
         epilog="Commands; each has its own --help:\n"
         + "\n".join(f"  {name:8}{words}" for name, words in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="COMMAND", help="see below")
     parser.add_argument("--version", action="version", version=f"pydet {pydet.__version__}")
     parser.add_argument("--json", action="store_true", help="without a command: what is here, as JSON")
-    building = parser.add_argument_group("for C and C++ programs: c++ x.cpp $(python -m pydet --cflags --libs)")
+    building = parser.add_argument_group("for C and C++ programs: c++ x.cpp $(pydet --cflags --libs)")
     building.add_argument("--cflags", action="store_true", help="print the compiler's flags")
     builds = [name.removeprefix("libpydet_").removesuffix(".so") for name in _native.BUILDS[0]]
     building.add_argument(
@@ -171,16 +171,21 @@ def main(arguments: list[str]) -> int:
     building.add_argument("--cmakedir", action="store_true", help="print the folder to give CMake as pydet_DIR")
     given = parser.parse_args(arguments)
     if given.command:  # after an option
-        parser.error(f"{given.command} comes first: python -m pydet {given.command} ...")
+        parser.error(f"{given.command} comes first: pydet {given.command} ...")
     if given.cflags or given.libs or given.cmakedir:
         try:
             print(compiler_flags(given))
         except ValueError as problem:
-            print(f"python -m pydet: {problem}", file=sys.stderr)
+            print(f"pydet: {problem}", file=sys.stderr)
             return 1
         return 0
     return run("info", ["--json"] if given.json else [])
 
 
+def command() -> int:
+    """The command `pydet` that an installation has: the same as `python -m pydet`."""
+    return main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command())

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import types
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -133,6 +135,15 @@ class Library:
 _loaded: dict[Path, Library] = {}
 
 
+def warn_of_threads() -> None:
+    """Says that PYDET_NUM_THREADS is no number, where it is none: the library, which prints nothing, passes it over."""
+    said = os.environ.get("PYDET_NUM_THREADS", "")
+    number = re.fullmatch(r"[ \t\n\v\f\r]*\+?(\d+) *(,.*)?", said, flags=re.ASCII | re.DOTALL)
+    if said and not (number and int(number[1]) >= 1):
+        sentence = f"PYDET_NUM_THREADS is {said!r}, want a number from 1; it is passed over, as if it were not set"
+        warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+
+
 def candidates(index: int) -> list[Path]:
     """The files that may serve a device (an index into DEVICE_NAMES), the first choice first."""
     named = os.environ.get("PYDET_LIBRARY")
@@ -145,6 +156,8 @@ def load_file(path: Path) -> Library:
         if not path.is_file():
             named = os.environ.get("PYDET_LIBRARY")
             raise Error(f"{path} is not there" + (", which PYDET_LIBRARY names" if named else ""), UNSUPPORTED)
+        if not _loaded:
+            warn_of_threads()
         _loaded[path] = Library(path)
     return _loaded[path]
 

@@ -1,6 +1,6 @@
 """Recomputing a saved result on the CPU, bit for bit.
 
-    python -m pydet audit A.npy B.npy C.npy --arithmetic sm90
+    pydet audit A.npy B.npy C.npy --arithmetic sm90
 
 An output element is a function of its own row of A and its own column of B. So a sample of rows and columns is computed
 by itself, at the cost of that sample, and gives the very bits of the whole product.
@@ -406,13 +406,21 @@ def _shown(bits: Any, index: int) -> tuple[str, float]:
     return f"0x{int(bits):0{2 * bits.itemsize}X}", float(value)
 
 
-# ---- python -m pydet audit -------------------------------------------------------------------------------------------
+# ---- pydet audit -----------------------------------------------------------------------------------------------------
 
 
 def _load(path: str, dtype: str | None, notes: list[str]) -> Memory:
     """A .npy file. NumPy saves bfloat16 as two bytes of nothing ("|V2"), e4m3 as one, so those are read as these."""
     import numpy
 
+    try:
+        with open(path, "rb") as file:
+            first = file.read(6)
+    except OSError as problem:
+        raise ValueError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    if first != b"\x93NUMPY" and first[:2] != b"PK":  # numpy would take it for a pickle, and speak of that
+        starts = f"begins with {first!r}" if first else "is empty"
+        raise ValueError(f"{path} is no .npy file: it {starts}, want an array as numpy.save writes it")
     try:
         array = numpy.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as problem:
@@ -445,14 +453,16 @@ def _load(path: str, dtype: str | None, notes: list[str]) -> Memory:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pydet audit",
+        prog="pydet audit",
         description="Recompute C = A B on the CPU, in the arithmetic that made it, and compare every bit.",
         epilog="Exit status: 0 if no element differs, 1 if any does, 2 for input that cannot be audited.",
     )
     parser.add_argument("a", metavar="A.npy", help="[..., M, K]; float32, bfloat16 or float16")
     parser.add_argument("b", metavar="B.npy", help="[..., K, N], of the same type ([..., N, K] with --transpose-b)")
     parser.add_argument("c", metavar="C.npy", help="[..., M, N], the result to check")
-    parser.add_argument("--arithmetic", required=True, help="ieee, sm90, sm80, cdna3 or cdna2: how C was computed")
+    parser.add_argument(
+        "--arithmetic", help="ieee, sm90, sm80, cdna3 or cdna2: how C was computed; float32 can do without: ieee"
+    )
     parser.add_argument("--k-chunk", type=int, metavar="N", help="the k_chunk that C was computed with")
     for operand, extents in (
         ("a", "[], [..., M, 1] or [..., M, K/128]"),
@@ -480,6 +490,10 @@ def main(arguments: list[str]) -> int:
         if given.arithmetic == "auto":
             raise ValueError("--arithmetic is auto, want the arithmetic that computed C: on this CPU auto is ieee")
         a, b, c = (_load(path, given.dtype, notes) for path in (given.a, given.b, given.c))
+        if given.arithmetic is None and TYPES[a.index] != "float32":
+            raise ValueError(
+                f"{given.a} is {TYPES[a.index]}, of which --arithmetic must say how C was computed, as sm90"
+            )
         bias = _load(given.bias, given.dtype, notes) if given.bias else None
         scales = {
             name: _load(path, "float8_e8m0fnu", notes)

@@ -1,4 +1,4 @@
-"""python -m pydet bench: how fast pydet is on this CPU, beside NumPy, and whether the bits that it timed are right.
+"""pydet bench: how fast pydet is on this CPU, beside NumPy, and whether the bits that it timed are right.
 
 A small bench of what an installed package has: a few seconds, NumPy as the one peer. That of the sources (`make bench`,
 `python -m bench.cuda`) has more shapes and peers, GPUs, buffers that pass the caches, and samples that it takes again
@@ -18,7 +18,7 @@ try:
     import ml_dtypes
     import numpy as np
 except ImportError as missing:
-    raise SystemExit(f"pydet bench: needs numpy and ml_dtypes ({missing}): pip install 'pydet[numpy]'") from None
+    raise SystemExit(f"pydet bench: needs numpy and ml_dtypes ({missing}): pip install numpy ml_dtypes") from None
 
 import pydet
 
@@ -112,7 +112,7 @@ def measure(seconds: float) -> list[dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m pydet bench",
+        prog="pydet bench",
         description="Time pydet on this CPU beside NumPy, and check the bits of what was timed.",
         epilog="Exit status: 0, 1 if a row alone has other bits than in the batch, 2 if it cannot run. The sources "
         "have a longer bench, for GPUs too: make bench, python -m bench.cuda.",

@@ -1,4 +1,4 @@
-"""python -m pydet demo: train a small language model twice and count the bits that batching changed.
+"""pydet demo: train a small language model twice and count the bits that batching changed.
 
 The model reads 16 bytes of Python source and predicts the next one:
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import sysconfig
 import time
@@ -28,7 +29,7 @@ try:
     import ml_dtypes
     import numpy as np
 except ImportError as missing:
-    raise SystemExit(f"pydet demo: needs numpy and ml_dtypes ({missing}): pip install 'pydet[test]'") from None
+    raise SystemExit(f"pydet demo: needs numpy and ml_dtypes ({missing}): pip install numpy ml_dtypes") from None
 
 import pydet
 
@@ -207,15 +208,17 @@ def rows_at(text: Array, random: np.random.Generator, count: int) -> tuple[Array
 
 
 class Progress:
-    """A bar on standard error, where that is a terminal."""
+    """What goes on, on standard error: a bar where that is a terminal, else a line when it begins."""
 
     def __init__(self, title: str) -> None:
         self.title, self.shown = title, sys.stderr.isatty()
+        if not self.shown:
+            print(f"{title} ...", file=sys.stderr, flush=True)
 
-    def show(self, done: float, note: str) -> None:
+    def show(self, done: float, note: str = "") -> None:
         if self.shown:
             filled = int(30 * min(done, 1.0))
-            print(f"\r{self.title:22} [{'#' * filled:30}] {note} ", end="", file=sys.stderr, flush=True)
+            print(f"\r{self.title:30} [{'#' * filled:30}] {note} ", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.shown:
@@ -265,9 +268,14 @@ def count_log_probabilities(ops: Operations, p: Parameters, context: Array) -> t
     """Differing log-probabilities between the training step's forward pass and smaller batches of the same rows."""
     step, _ = forward(ops, p, context)
     counts = {}
-    for label, size in (("one token at a time", 1), ("batches of 7", 7), ("batches of 64", 64)):
-        parts = [forward(ops, p, context[i : i + size])[0] for i in range(0, len(context), size)]
+    progress = Progress(f"counting bits of {ops.name}")
+    for place, (label, size) in enumerate((("one token at a time", 1), ("batches of 7", 7), ("batches of 64", 64))):
+        parts = []
+        for i in range(0, len(context), size):
+            progress.show((place + i / len(context)) / 3, label)
+            parts.append(forward(ops, p, context[i : i + size])[0])
         counts[label] = differing(np.concatenate(parts), step)
+    progress.close()
     return counts, step.size
 
 
@@ -323,6 +331,26 @@ def measure(
     }
 
 
+WIDTH_OF_A_BAR = 40
+
+
+def drawn(result: dict[str, Any]) -> str:
+    """How much of what must not change did, as bars: a line for each way of computing it and each of the two."""
+    runs, lines = result["runs"], ["", "What the batch alone changed"]
+    kinds = {
+        f"log-probabilities, {label}": [r["log_probabilities"][label] / r["log_probability_elements"] for r in runs]
+        for label in runs[0]["log_probabilities"]
+    }
+    parts = f"gradients, micro-batches of {MICRO_BATCH}"
+    kinds[parts] = [sum(r["gradients"].values()) / r["gradient_elements"] for r in runs]
+    for title, shares in kinds.items():
+        for run, share in zip(runs, shares, strict=True):
+            bar = "#" * math.ceil(WIDTH_OF_A_BAR * share)  # what is not 0 is seen
+            said = f"{100 * share:.1f} %" if share else "0"
+            lines.append(f"  {title if run is runs[0] else '':38} {run['name']:6} |{bar:{WIDTH_OF_A_BAR}}| {said:>6}")
+    return "\n".join(lines)
+
+
 def report(result: dict[str, Any]) -> None:
     results, replay = result["runs"], result["sm90"]
     columns = "".join(f"{r['name']:>14}" for r in results)
@@ -349,10 +377,12 @@ def report(result: dict[str, Any]) -> None:
     )
     for label, count in replay["differing"].items():
         line(f"  {label}", ["", f"{count:,}"])
+    print(drawn(result))
     print("\nEvery count that pydet promises is 0." if result["kept"] else "\nA promise of pydet is BROKEN.")
 
 
 def run(seconds: float, seed: int) -> dict[str, Any]:
+    pydet.resolve_arithmetic("float32")  # a library that is missing is said now, not after the training with NumPy
     text = source_text()
     _, numpy_run = measure(NumPy(), text, seed, seconds=seconds)
     p, pydet_run = measure(Pydet(), text, seed, steps=numpy_run["steps"])
@@ -372,7 +402,7 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pydet demo",
+        prog="pydet demo",
         description=__doc__.splitlines()[0].split(": ")[1],
         epilog="Exit status: 0 if all of pydet's counts are 0, 1 if one is not, 2 if it cannot run.",
     )

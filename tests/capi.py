@@ -103,6 +103,32 @@ def random(shape, dtype="float32", seed=0):
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(kind)
 
 
+def in_c(operation):
+    """A Python function of groups of tokens, or one with its kernel forced, as a call of the C function itself: Python
+    refuses ends beyond the tokens on the CPU, where C clamps them."""
+    from pydet.hooks import arithmetics
+
+    name = getattr(operation, "func", operation).__name__
+    kernel = getattr(operation, "keywords", {}).get("kernel")
+    scaled = name.startswith("scaled")
+
+    def call(a, b, end, start=None, *, out, arithmetic, k_chunk=None, accumulate=False, **others):
+        given = {key: None if x is None else Tensor(x) for key, x in others.items()}
+        a, b, end, out = (Tensor(x) for x in (a, b, end, out))
+        scales = [given.pop("a_scale", None), given.pop("b_scale", None)] if scaled else []
+        factors = [a, scales[0], b, scales[1]] if scaled else [a, b]
+        tensors = [*factors, given.pop("bias", None), None if start is None else Tensor(start), end, out]
+        assert not given, given
+        k_chunk = (128 if scaled else 0) if k_chunk is None else k_chunk
+        how = {"arithmetic": arithmetics()[arithmetic], "k_chunk": k_chunk, "accumulate": accumulate}
+        how |= {} if kernel is None else {"kernel": kernel}
+        made = options(f"pydet_{name}_options", **how)
+        status = getattr(lib, f"pydet_{name}")(ffi.NULL, *map(pointer, tensors), made)
+        assert status == 0, last_error()
+
+    return call
+
+
 def owner(array):
     """The array whose memory this is a view of."""
     while array.base is not None:

@@ -230,17 +230,17 @@ def test_pages_say_what_the_results_do(page, known):
 
 
 def test_a_page_that_parts_from_the_results_is_found(known):
-    page = "README.md"
+    page = "docs/speed.md"
     text = (ROOT / page).read_text()
     wrong = text.replace(known["forward 129 to 512"], "1.99 (0.87)")
     mended, problems = quotes.examine(page, wrong, known)
-    assert problems == [f"README.md: 1.99 (0.87), results: {known['forward 129 to 512']} (forward 129 to 512)"]
+    assert problems == [f"docs/speed.md: 1.99 (0.87), results: {known['forward 129 to 512']} (forward 129 to 512)"]
     assert wrong != text and mended == text
     for replaced, says in (
-        ("of cuBLAS's speed in our results", "want once, found 0 times"),
-        ("\n## Neighbours", "README.md: 1.37 is no quote of a result"),
+        ("gradient elements that differ", "want once, found 0 times"),
+        ("\n## On a CPU", "docs/speed.md: 1.37 is no quote of a result"),
     ):
-        other = "Now 1.37 times as fast.\n" + replaced if "Neigh" in replaced else "gone"
+        other = "Now 1.37 times as fast.\n" + replaced if "CPU" in replaced else "gone"
         (problem,) = quotes.examine(page, text.replace(replaced, other), known)[1]
         assert says in problem
 
@@ -256,6 +256,14 @@ def test_the_figure_says_what_its_results_do():
     changed = [round(1e4 * row["differ"] / row["elements"]) for row in summary.rows("h100_equality") if row["differ"]]
     figure = plot.OVERVIEW.read_text()
     assert f">pydet {plot.release()}<" in figure and all(f"> {count}<" in figure for count in changed)
+    assert all(f">pydet beside {peer}<" in figure for peer in ("cuDNN", "PyTorch's flash"))
+
+
+def test_attention_by_length():
+    found = plot.attention_by_length("flash")
+    assert list(found) == sorted(found) and all(tokens & (tokens - 1) == 0 for tokens in found)
+    assert sum(map(len, found.values())) == len(summary.problems("h100_attention_random"))
+    assert plot.own({"pydet, sm90_wide": 2.0, "cudnn": 1.0, "pydet, sm90_few": 1.5}) == 1.5
 
 
 def test_results_are_of_this_release():
@@ -268,5 +276,8 @@ def test_results_are_of_this_release():
         "layernorm_random",
         "softmax_random",
         "fold",
+        "attention_random",
+        "attention_backward_random",
+        "attention_decode_random",
     ):
         assert summary.release(f"h100_{name}") == pydet.__version__, name

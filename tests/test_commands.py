@@ -1,4 +1,4 @@
-"""python -m pydet: its commands, their help, and what it says to a word that is none."""
+"""pydet, or python -m pydet: its commands, their help, and what it says to a word that is none."""
 
 import io
 import json
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import pydet
+from capi import ROOT
 from pydet import __main__ as command_line
 from pydet import bench
 
@@ -35,7 +36,20 @@ def test_help_lists_the_commands(capsys):
 @pytest.mark.parametrize("command", ["info", "demo", "audit", "bench"])
 def test_each_command_has_help(capsys, command):
     status, out, _ = run(capsys, command, "--help")
-    assert status == 0 and f"python -m pydet {command}" in out and "--json" in out
+    assert status == 0 and f"usage: pydet {command}" in out and "--json" in out
+
+
+def test_the_command_is_the_module():
+    """What an installation calls `pydet`: with no word, what is here; --version; and the exit status."""
+    (named,) = re.findall(r'^pydet = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.M)
+    assert named == ("pydet.__main__", "command")
+    source = "import sys; from pydet.__main__ import command; sys.exit(command())"
+    for arguments, status in ([["--version"], 0], [["info", "--json"], 0], [["tune"], 2]):
+        done = subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True)
+        same = python(*arguments, stdout=subprocess.PIPE)
+        assert done.returncode == same.returncode == status
+        assert (done.stdout, done.stderr) == (same.stdout, same.stderr)
+    assert python("--version", stdout=subprocess.PIPE).stdout == f"pydet {pydet.__version__}\n"
 
 
 def test_info_needs_no_word(capsys):
@@ -49,7 +63,7 @@ def test_info_needs_no_word(capsys):
     ("arguments", "sentence"),
     [
         (["tune"], "invalid choice: 'tune' (choose from"),
-        (["--json", "demo"], "demo comes first: python -m pydet demo ..."),
+        (["--json", "demo"], "demo comes first: pydet demo ..."),
         (["info", "demo"], "unrecognized arguments: demo"),
         (["bench", "--seconds", "0"], "--seconds must be positive"),
         (["--libs", "metal"], "invalid choice: 'metal'"),
@@ -185,6 +199,33 @@ def test_audit_refuses(capsys, saved, tmp_path):
     assert run(capsys, "audit", a, b, c, "--arithmetic", "ieee")[0] == 0
 
 
+def test_audit_of_what_is_no_npy_says_so(capsys, saved, tmp_path):
+    a, b, c = saved
+    for content, words in (
+        (b"a letter", "begins with b'a lett'"),
+        (b"", "is empty"),
+        (pickle.dumps([1]), "begins with"),
+    ):
+        (tmp_path / "x.npy").write_bytes(content)
+        error = refused(capsys, "audit", a, str(tmp_path / "x.npy"), c)
+        assert f"x.npy is no .npy file: it {words}" in error and "want an array as numpy.save writes it" in error
+        assert "pickle" not in error.partition(" is no ")[2]
+
+
+def test_audit_of_fp32_names_no_arithmetic_that_was_not_asked_for(capsys, saved, tmp_path):
+    status, out, error = run(capsys, "audit", *saved)
+    assert status == 0 and error == "" and "sm90" not in out and "recomputed in ieee" in out
+    wrong = np.load(saved[2])
+    wrong[3, 5] = 0
+    np.save(tmp_path / "wrong.npy", wrong)
+    status, out, error = run(capsys, "audit", *saved[:2], str(tmp_path / "wrong.npy"))
+    assert status == 1 and error == "" and "sm90" not in out
+    assert "sm90" not in refused(capsys, "audit", *saved, "--k-chunk", "-16")
+    half = str(tmp_path / "half.npy")
+    np.save(half, np.load(saved[0]).astype(np.float16))
+    assert "is float16, of which --arithmetic must say how C was computed" in refused(capsys, "audit", half, half, half)
+
+
 def test_audit_of_fp32_needs_no_arithmetic(saved):
     a, b, c = (np.load(path) for path in saved)
     assert pydet.audit(a, b, c).arithmetic == "ieee" and pydet.audit(a, b, c).all_equal
@@ -215,7 +256,9 @@ def test_output_that_cannot_be_written(command, saved):
     arguments = {"audit": [*saved, "--arithmetic", "ieee"], "info": []}.get(command, ["--seconds", "0.01"])
     with open("/dev/full", "w") as full:
         done = python(command, *arguments, stdout=full)
-    assert done.returncode == 2 and done.stderr == f"pydet {command}: [Errno 28] No space left on device\n"
+    *progress, last = done.stderr.splitlines()
+    assert done.returncode == 2 and last == f"pydet {command}: [Errno 28] No space left on device"
+    assert not progress or (command == "demo" and all(line.endswith(" ...") for line in progress))
 
 
 @pytest.mark.parametrize("command", ["bench", "demo"])
@@ -228,6 +271,7 @@ def test_commands_without_what_they_need(command, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", source, command], capture_output=True, text=True)
     assert done.returncode == 2 and f"pydet {command}: needs numpy and ml_dtypes" in done.stderr
+    assert "pip install numpy ml_dtypes" in done.stderr and "pydet[" not in done.stderr  # which is on no index
 
 
 @pytest.mark.parametrize("command", ["audit", "bench", "demo"])

@@ -1,6 +1,8 @@
 """The demo keeps its promises, learns, and its counts do find a backend that breaks them."""
 
+import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -101,6 +103,36 @@ def test_table(result, capsys):
     demo.report(result)
     table = capsys.readouterr().out
     assert "one token at a time" in table and "Every count that pydet promises is 0." in table
+
+
+def test_the_result_is_drawn(result):
+    lines = demo.drawn(result).splitlines()[2:]
+    ways = len(result["runs"][0]["log_probabilities"]) + 1
+    assert len(lines) == 2 * ways and all(line.count("|") == 2 for line in lines)
+    assert all(line.endswith("      0") and "#" not in line for line in lines[1::2])  # pydet's
+    one = {"name": "x", "log_probabilities": {"y": 1}, "log_probability_elements": 10**6}
+    one |= {"gradients": {"w": 10}, "gradient_elements": 10}
+    few, _, all_of_them, _ = (line for line in demo.drawn({"runs": [one, one]}).splitlines()[2:])
+    assert few.count("#") == 1 and all_of_them.count("#") == demo.WIDTH_OF_A_BAR
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress(monkeypatch):
+    """Of training and of counting: a bar that moves on a terminal, a line each elsewhere."""
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", stream)
+        demo.measure(demo.Pydet(), demo.source_text(), seed=0, steps=2)
+        said = stream.getvalue()
+        if stream.isatty():
+            filled = [bar.count("#") for bar in re.findall(r"counting bits of pydet +\[([# ]*)\] ", said)]
+            assert filled == sorted(filled) and len(set(filled)) > 15
+            assert "training with pydet" in said and said.endswith("\r\033[K")
+        else:
+            assert said == "training with pydet ...\ncounting bits of pydet ...\n"
 
 
 def test_json_and_exit_status(capsys):

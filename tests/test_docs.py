@@ -30,6 +30,20 @@ def cpp(code, folder):
     return subprocess.run([program], check=True, capture_output=True, text=True).stdout
 
 
+def c(code, folder):
+    """As C99 and as C++11."""
+    source, library, said = folder / "example.c", library_path().resolve(), set()
+    source.write_text(code)
+    for compiler in (["cc", "-std=c99"], ["c++", "-x", "c++", "-std=c++11"]):
+        command = [*compiler, "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{HEADER.parent}", source, "-x", "none"]
+        command += [library, f"-Wl,-rpath,{library.parent}", "-o", folder / "example"]
+        built = subprocess.run(command, capture_output=True, text=True)
+        assert built.returncode == 0, built.stderr
+        said.add(subprocess.run([folder / "example"], check=True, capture_output=True, text=True).stdout)
+    (same,) = said
+    return same
+
+
 def shell(code, folder):
     clean = code.replace("python -m", f"{shlex.quote(sys.executable)} -m")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -53,7 +67,7 @@ def test_examples(page, need, tmp_path, monkeypatch):
         elif language == "python":
             exec(compile(code, str(page), "exec"), names)
         else:
-            said = {"cpp": cpp, "sh": shell}[language](code, tmp_path)
+            said = {"c": c, "cpp": cpp, "sh": shell}[language](code, tmp_path)
             promised = re.search(r"output: ([^\n]*) -->", marks)
             assert promised is None or promised[1] in said, said
     for package in missing:

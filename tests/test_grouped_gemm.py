@@ -8,12 +8,13 @@ import dataclasses
 import shlex
 import subprocess
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import pydet
 import reference
-from capi import HEADER, ROOT, Tensor, ffi, last_error, lib, library_path, options, status_name
+from capi import HEADER, ROOT, Tensor, ffi, in_c, last_error, lib, library_path, options, status_name
 from cases import DTYPES, assert_same_bits, data, place
 from conftest import threads
 
@@ -105,6 +106,13 @@ class Grouped:
         )
 
 
+def as_it_takes(operation, problem):
+    """pydet's own function on the CPU, alone or with a kernel forced, by C where Python refuses the ends."""
+    tokens, end, _ = problem.boundaries()
+    own = getattr(getattr(operation, "func", operation), "__module__", "").startswith("pydet.")
+    return in_c(operation) if own and max(end, default=0) > tokens else operation
+
+
 def run(grouped_gemm, problem):
     """The implementation's result, after checking that it wrote its elements and nothing beside them."""
     a, b, given = problem.operands()
@@ -113,7 +121,7 @@ def run(grouped_gemm, problem):
     out[...] = problem.start()
     before = memory.copy()
     inputs = [x.tobytes() for x in (a, b, end)]
-    grouped_gemm(a, b, end, start, out=out, accumulate=problem.accumulate, **given)
+    as_it_takes(grouped_gemm, problem)(a, b, end, start, out=out, accumulate=problem.accumulate, **given)
     result = np.array(out, order="C")
     first = out.ctypes.data - memory.ctypes.data
     np.lib.stride_tricks.as_strided(before[first:].view(out.dtype), out.shape, out.strides)[...] = out
@@ -306,8 +314,9 @@ def test_empty_extents():
     bias = np.float32([[1, 2, 3], [4, 5, 6]])
     want = np.repeat(bias, 2, axis=0)
     assert_same_bits(pydet.grouped_gemm(ones(4, 0), ones(2, 0, 3), end, bias=bias), want)
-    assert_same_bits(pydet.grouped_gemm(ones(3, 0), ones(0, 2), end), np.zeros((2, 3, 2), np.float32))
-    assert pydet.grouped_gemm(ones(0, 5), ones(2, 5, 3), end).shape == (0, 3)
+    nobody = np.int32([0, 0])
+    assert_same_bits(pydet.grouped_gemm(ones(3, 0), ones(0, 2), nobody), np.zeros((2, 3, 2), np.float32))
+    assert pydet.grouped_gemm(ones(0, 5), ones(2, 5, 3), nobody).shape == (0, 3)
     assert pydet.grouped_gemm(ones(4, 5), ones(2, 5, 0), end).shape == (4, 0)
     assert pydet.grouped_gemm(ones(4, 5), ones(5, 3), np.zeros(0, np.int32)).shape == (0, 4, 3)
     none = np.full((4, 3), 7, np.float32)
@@ -357,8 +366,9 @@ def test_refusals():
     assert refused(a, b, end, bias=f32(5)) == "grouped_gemm: bias has 1 dimensions, want 2 to 8"
     assert refused(a, b, end, bias=f32(2, 5)) == "grouped_gemm: bias is 2x5, want 3x5"
     assert refused(a, b, end, out=f32(6, 4)) == "grouped_gemm: out is 6x4, want 6x5"
-    assert refused(a, f32(4, 5), end) == "grouped_gemm: out is 6x5, want Gx6x5"
-    assert refused(a, f32(4, 5), end, out=f32(2, 6, 5)) == "grouped_gemm: group_end is 3, want 2"
+    few = np.int32([1, 2, 4])
+    assert refused(a, f32(4, 5), few) == "grouped_gemm: out is 6x5, want Gx6x5"
+    assert refused(a, f32(4, 5), few, out=f32(2, 6, 5)) == "grouped_gemm: group_end is 3, want 2"
     assert (
         refused(a, b, end, k_chunk=24)
         == "grouped_gemm: k_chunk is 24, want a positive multiple of 16, or none (0 in C, None in Python)"
@@ -368,12 +378,30 @@ def test_refusals():
         "grouped_gemm: kernel cpu_gemm_ieee_scalar is not a grouped_gemm kernel"
     )
     assert "accumulate needs out" in refused(a, b, end, out=None, accumulate=True)
-    memory = f32(60)
+    memory = np.zeros(60, np.float32)
     assert "out shares memory with a" in refused(memory[6:30].reshape(6, 4), b, end, out=memory[:30].reshape(6, 5))
     assert "out shares memory with group_end" in refused(
         a, b, memory.view(np.int32)[2:5], out=memory[:30].reshape(6, 5)
     )
     assert "strides" in refused(f32(12, 8)[::2, ::2], b, end)
+
+
+def test_python_refuses_ends_beyond_the_tokens():
+    """On the CPU, where the host may read them; one more than there are, as the last and before it. C clamps them."""
+    f32 = lambda *shape: np.ones(shape, np.float32)
+    for ends in ([1, 2, 7], [1, 2**31 - 1, 6]):
+        words = f"group_end has {max(ends)}, want 6 or less, the number of tokens"
+        assert refused(f32(6, 4), f32(3, 4, 5), np.int32(ends)) == f"grouped_gemm: {words}"
+        assert refused(f32(4, 6), f32(6, 5), np.int32(ends), out=f32(3, 4, 5)) == f"grouped_gemm: {words}"
+        fp8, one = np.ones((6, 128), ml_dtypes.float8_e4m3fn), np.float32(1)
+        with pytest.raises(ValueError, match=f"^scaled_grouped_gemm: {words}$"):
+            b = np.ones((3, 128, 16), ml_dtypes.float8_e4m3fn)
+            pydet.scaled_grouped_gemm(fp8, b, np.int32(ends), a_scale=one, b_scale=one)
+    for ends in ([1, 2, 6], [6, 6, 6], [-1, 0, 6]):
+        assert pydet.grouped_gemm(f32(6, 4), f32(3, 4, 5), np.int32(ends)).shape == (6, 5)
+    out, clamped = f32(6, 5), pydet.grouped_gemm(f32(6, 4), f32(3, 4, 5), np.int32([1, 2, 6]))
+    in_c(pydet.grouped_gemm)(f32(6, 4), f32(3, 4, 5), np.int32([1, 2, 7]), out=out, arithmetic="ieee")
+    assert_same_bits(out, clamped, "in C")
 
 
 def test_c_refuses_and_touches_nothing():

@@ -90,6 +90,9 @@ class Hip(fakehip.StandIn):
         return ffi.string(self.lib.pydet_last_error()).decode()
 
 
+_library = []
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     wanted = "hip" in os.environ.get("PYDET_TEST_EXTRAS", "")
@@ -97,7 +100,9 @@ def library(tmp_path_factory):
     if missing and not wanted:
         pytest.skip("; ".join(missing))
     assert not missing, missing
-    return Hip(tmp_path_factory.mktemp("hip"))
+    if not _library:  # a process loads it once, for all files of tests
+        _library.append(Hip(tmp_path_factory.mktemp("hip")))
+    return _library[0]
 
 
 @pytest.fixture(params=ARCHS)
@@ -917,6 +922,31 @@ def test_softmax_equals_cpu(hip, dtype):
     same_softmax(hip, "softmax_backward", cases.data("wide", (1, 2049), DTYPES[dtype], 1), "hip_softmax_backward_long")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_equals_cpu(hip, dtype):
+    """Each kind, alone and gated, with its gradients: whole vectors and a rest, rows that lie apart, special values."""
+    hip.order = in_reverse
+    kinds = ("SILU", "GELU", "GELU_TANH", "QUICK_GELU", "SIGMOID", "TANH", "SOFTPLUS", "EXP")
+    for number, kind in enumerate(kinds):
+        shape = (3, 264) if number % 2 else (5, 77)
+        x, up, dy = (cases.data("specials" if i == 0 else "normal", shape, DTYPES[dtype], number + i) for i in range(3))
+        up = up if number % 3 else None
+        if number % 4 == 0:
+            x = np.concatenate([x, x], 1)[:, : shape[1]]
+        found = {}
+        for where in (ROCM, CPU):
+            y, dx, dup = (np.full(shape, 7, x.dtype) for _ in range(3))
+            dup = None if up is None else dup
+            given = lambda kind=kind: capi.options("pydet_activation_options", kind=getattr(hip.lib, f"PYDET_{kind}"))
+            hip.check("pydet_activation", given(), x, up, y, kind=where)
+            assert where == CPU or last_kernel(hip) == "hip_activation"
+            hip.check("pydet_activation_backward", given(), dy, x, up, dx, dup, kind=where)
+            assert where == CPU or last_kernel(hip) == "hip_activation_backward"
+            found[where] = [y, dx] + ([] if dup is None else [dup])
+        for result, (ours, theirs) in enumerate(zip(found[ROCM], found[CPU], strict=True)):
+            assert_same_bits(ours, theirs, f"{kind}, {dtype} {shape}, result {result} on {hip.arch}")
+
+
 # Rows of single elements and of whole vectors for teams of one, two and four threads, which share a block of 128.
 SHORT_WIDTHS = (1, 7, 8, 9, 15, 16, 17, 31, 32)
 
@@ -1181,6 +1211,8 @@ def operations(hip, device=0, stream=0):
     workspace = np.zeros(size[0] // 4 + 8, np.float32)
     start = ffi.cast("void *", workspace.ctypes.data + -workspace.ctypes.data % 16)
     backward = capi.options("pydet_rmsnorm_backward_options", workspace=start, workspace_size=size[0])
+    a8, lse = normal(4, 8), np.zeros(4, np.float32)
+    out8, dq8, dk8, dv8 = (np.full((4, 8), 7, np.float32) for _ in range(4))
     where = {"device": device, "stream": stream}
     gemm_options = lambda: capi.options("pydet_gemm_options")
     return {
@@ -1277,6 +1309,37 @@ def operations(hip, device=0, stream=0):
                 **where,
             ),
             [bytes_of_x.view(np.uint8), rstd[:1]],
+        ),
+        "attention": (
+            lambda: hip.call(
+                "pydet_attention",
+                capi.options("pydet_attention_options"),
+                *(x[None, None] for x in (a8, a8, a8, out8)),
+                None,
+                **where,
+            ),
+            [out8],
+        ),
+        "attention_backward": (
+            lambda: hip.call(
+                "pydet_attention_backward",
+                capi.options("pydet_attention_backward_options"),
+                *(x[None, None] for x in (a8, a8, a8, a8, a8)),
+                lse[None, None],
+                *(x[None, None] for x in (dq8, dk8, dv8)),
+                **where,
+            ),
+            [dq8, dk8, dv8],
+        ),
+        "activation": (
+            lambda: hip.call("pydet_activation", capi.options("pydet_activation_options"), x, x, y, **where),
+            [y],
+        ),
+        "activation_backward": (
+            lambda: hip.call(
+                "pydet_activation_backward", capi.options("pydet_activation_options"), x, x, y_row, dx, None, **where
+            ),
+            [dx],
         ),
         "log_prob": (
             lambda: hip.call("pydet_log_prob", capi.options("pydet_log_prob_options"), x, index, log_prob, **where),
@@ -1412,7 +1475,7 @@ def test_every_call_of_the_runtime_may_fail(hip):
             else:
                 assert status in (NO_DEVICE, DEVICE_ERROR, UNSUPPORTED), what
                 if launched:  # what else may fail is asked for before the first launch
-                    assert log[i] == "hipLaunchKernel" and name == "rmsnorm_backward", what
+                    assert log[i] == "hipLaunchKernel" and name in ("rmsnorm_backward", "attention_backward"), what
                 else:
                     assert all((x == 7).all() for x in outputs), what
                 said = "made to fail" in hip.sentence() or "does not say what it is" in hip.sentence()

@@ -53,6 +53,60 @@ def test_a_python_without_venv(tmp_path):
     assert sentence not in make("cpu", f"PYTHON={python}")
 
 
+def test_a_line_a_file_and_a_log(tmp_path):
+    """Commands and what they say go to the log; to the screen where one fails or complains, and under V=1."""
+    log, line = tmp_path / "make.log", ["sh", ROOT / "native" / "line.sh"]
+
+    def said(*command, **environment):
+        clean = {name: value for name, value in os.environ.items() if name != "V"}
+        done = subprocess.run(
+            [*line, log, "compile x", *command], capture_output=True, text=True, env=clean | environment
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    assert said("true", "-O3") == (0, "compile x\n", "")
+    assert said("echo", "a warning") == (0, "compile x\n", "a warning\n")
+    assert said("true", "-O3", V="1") == (0, "true -O3\n", "")
+    status, out, error = said("sh", "-c", "echo wrong >&2; exit 3")
+    assert status == 3 and out == "compile x\n"
+    assert error.splitlines()[1:] == ["wrong", f"make: this failed with status 3; {log} has all commands"]
+    assert log.read_text().splitlines()[:4] == ["true -O3", "echo a warning", "a warning", "true -O3"]
+
+
+def test_make_says_a_line_a_file(tmp_path):
+    said = make("-B", "cpu", f"BUILD={tmp_path}/b", f"LIBRARY={tmp_path}/l")
+    lines = re.findall(r"sh native/line\.sh (\S+) '(compile|link) (\S+)' ", said)
+    assert {log for log, _, _ in lines} == {f"{tmp_path}/b/make.log"}
+    assert len(lines) == said.count(" -o ") and [what for _, what, _ in lines].count("link") == 1
+    assert ("compile", "cpu/gemm_tensorcore.scalar") in {line[1:] for line in lines}
+
+
+def test_all_cores_unless_asked(tmp_path):
+    """Jobs of the goals that compile, and as many as -j says."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+
+    show = tmp_path / "show.mk"
+    show.write_text('include Makefile\nshow: ; @echo "flags: $(MAKEFLAGS)"\n')
+
+    def flags(goal, *options):
+        command = [
+            "make",
+            "-f",
+            show,
+            "show",
+            f"MAKECMDGOALS={goal}",
+            *options,
+            f"BUILD={tmp_path}/b",
+            f"LIBRARY={tmp_path}/l",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=clean, cwd=ROOT)
+        return re.search(r"flags: (.*)", done.stdout)[1]
+
+    cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
+    assert f"-j{cores} " in flags("cpu") + " "
+    assert "-j7" in flags("cpu", "-j7") and "-j" not in flags("docs")
+
+
 def test_help_and_clean_need_nothing():
     assert "sed -n" in make("help", "CXX=no-g++", "BUILD=/proc/x")
     assert "rm -rf" in make("clean", "CXX=no-g++", "BUILD=/proc/x")

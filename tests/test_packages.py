@@ -119,10 +119,10 @@ def test_pkg_config(prefix, tool, tmp_path):
     assert f"libpydet_cpu.so.{pydet.ABI}: cannot open shared object file" in said
 
 
-def test_pkg_config_as_the_readme_writes_it(prefix, tool, tmp_path):
+def test_pkg_config_as_the_page_writes_it(prefix, tool, tmp_path):
     """Its two lines, with the place that pydet has here; the program needs no LD_LIBRARY_PATH."""
     tool("pkg-config")
-    for page in ("README.md", "docs/cpp.md"):
+    for page in ("docs/build.md", "docs/cpp.md"):
         text = (ROOT / page).read_text()
         (export,) = re.findall(r"^ {4}(export PKG_CONFIG_PATH=.*)$", text, flags=re.M)
         (build,) = re.findall(r"^ {4}(c\+\+ .*pkg-config.*)$", text, flags=re.M)
@@ -329,7 +329,7 @@ def test_flags_of_the_source_tree(tmp_path):
             assert flags("--libs", build) == f"-L{folder} -lpydet_{build} -Wl,-rpath,{folder}"
         else:
             said = flags("--libs", build, fails=True)
-            assert said.startswith(f"python -m pydet: there is no libpydet_{build}.so in {folder}, which has: ")
+            assert said.startswith(f"pydet: there is no libpydet_{build}.so in {folder}, which has: ")
     assert "invalid choice: 'metal'" in flags("--libs", "metal", fails=True)
 
 

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -454,6 +455,21 @@ def test_no_operation_makes_more_threads_than_said(limit):
 def test_thread_count_of_the_environment(pydet_says, openmp_says, want):
     said = in_own_process(print_thread_count, PYDET_NUM_THREADS=pydet_says, OMP_NUM_THREADS=openmp_says)
     assert said.split() == [str(want)]
+
+
+@pytest.mark.parametrize(
+    ("says", "warned"),
+    [("x", True), ("0", True), ("-1", True), ("3x", True), (" ", True), ("3", False), ("4 ", False), ("5,2", False)]
+    + [("", False), ("+2", False), (" 2", False), ("9999999", False)],
+)
+def test_a_number_of_threads_that_is_none_is_said(says, warned):
+    """By Python, once, in one sentence; of what the library takes for a number nothing is said."""
+    source = "import pydet; pydet.devices(); pydet.devices()"
+    environment = {**os.environ, "PYDET_NUM_THREADS": says}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0
+    sentence = f"PYDET_NUM_THREADS is {says!r}, want a number from 1; it is passed over, as if it were not set"
+    assert done.stderr.count(sentence) == done.stderr.count("Warning") == int(warned)
 
 
 def print_thread_count():

@@ -17,7 +17,7 @@ from capi import Tensor, ffi, last_error, lib, options, status_name
 from cases import assert_same_bits, lay
 from conftest import threads
 from reference_fp8 import E8M0, groups
-from test_grouped_gemm import ROUTINGS, shuffled
+from test_grouped_gemm import ROUTINGS, as_it_takes, shuffled
 from test_scaled_gemm import A_SCALES, B_SCALES, FLOAT32, OUT_TYPES, TYPES, fp8, scales
 
 # ---- Problems --------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def run(scaled_grouped_gemm, problem):
     memory, out = cases.place(problem.shape, OUT_TYPES[problem.out_dtype], problem.out_layout)
     out[...] = problem.start()
     before, inputs = memory.copy(), [x.tobytes() for x in (a, b, end)]
-    scaled_grouped_gemm(a, b, end, start, out=out, accumulate=problem.accumulate, **given)
+    as_it_takes(scaled_grouped_gemm, problem)(a, b, end, start, out=out, accumulate=problem.accumulate, **given)
     result = np.array(out, order="C")
     first = out.ctypes.data - memory.ctypes.data
     np.lib.stride_tricks.as_strided(before[first:].view(out.dtype), out.shape, out.strides)[...] = out
@@ -264,7 +264,7 @@ def test_empty_extents():
     bias = np.float32([[1, 2, 3], [4, 5, 6]])
     got = pydet.scaled_grouped_gemm(of(4, 0), of(2, 0, 3), end, bias=bias, **f32)
     assert_same_bits(got, np.repeat(bias, 2, axis=0))
-    assert pydet.scaled_grouped_gemm(of(0, 5), of(2, 5, 3), end, **none).shape == (0, 3)
+    assert pydet.scaled_grouped_gemm(of(0, 5), of(2, 5, 3), np.int32([0, 0]), **none).shape == (0, 3)
     assert pydet.scaled_grouped_gemm(of(4, 5), of(2, 5, 0), end, **none).shape == (4, 0)
     kept = np.full((4, 3), 7, np.float32)
     pydet.scaled_grouped_gemm(of(4, 5), of(0, 5, 3), np.zeros(0, np.int32), out=kept, **none)

@@ -753,6 +753,7 @@ def test_what_the_readme_shows_runs():
     code = text.split("## In PyTorch\n\n")[1].split("\n\n")[0]
     net, x = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 4)), normal(3, 8)
     names = {"model": net, "x": x, "batch": x, "w": normal(4, 8), "bias": normal(4), "loss": torch.sum}
+    names["target"] = torch.tensor([0, 3, 1])
     exec(textwrap.dedent(code), names)
     assert len(names["report"].swapped) == 2 and type(net[1]) is pt.Fp8Linear and net[1].accumulates
     same(names["y"], pydet.skinny_gemm(x, names["w"], bias=names["bias"]))

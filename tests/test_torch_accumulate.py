@@ -97,10 +97,16 @@ def test_what_keeps_grad_is_named():
     net.embedding, net.head = torch.nn.Embedding(7, 16), pt.Linear(16, 8, bias=False)
     net.sinks, net.frozen = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     net.plain = torch.nn.Linear(2, 2)
+    net.odd = torch.nn.Embedding(7, 16, max_norm=1.0)
     found = pt.accumulate_gradients(net)
-    assert found == [net.head.weight]
-    left = {"sinks": "Module", "embedding.weight": "Embedding", "plain.weight": "Linear", "plain.bias": "Linear"}
-    assert found.outside == left
+    assert found == [net.embedding.weight, net.head.weight] and type(net.embedding) is pt.Embedding
+    left = {"sinks": "Module", "plain.weight": "Linear", "plain.bias": "Linear", "odd.weight": "Embedding"}
+    assert found.outside == left and not found.arrived
+    for _ in range(2):
+        (net.plain(normal(3, 2)).sum() * net.sinks.sum() + net.head(net.embedding(torch.arange(4))).sum()).backward()
+    assert found.arrived == {"sinks": 2, "plain.weight": 2, "plain.bias": 2} and net.embedding.weight.grad is None
+    assert "2 parameters have a main_grad, 4 keep their grad\n  sinks of Module: 2 gradients came" in str(found)
+    assert "  odd.weight of Embedding: 0 gradients came to its grad" in str(found)
 
 
 # ---- Wrappers that reduce grad ---------------------------------------------------------------------------------------
@@ -229,33 +235,217 @@ def test_tied_embeddings(need, kind):
     except ImportError:
         need(False, "models", "no Transformers here")
     model, ids = tied(transformers, kind), torch.randint(3, 64, (2, 16))
-    body, name = (model.model, "model.embed_tokens") if kind == "Llama" else (model.transformer, "transformer.wte")
     pt.convert(model)
-    words = (
-        rf"^accumulate_gradients: lm_head\.weight is tied to {name}\.weight of Embedding, whose share of the gradient"
-    )
-    refuses(words, pt.accumulate_gradients, model)
-    assert not any(getattr(m, "accumulates", False) for m in model.modules())
-    assert not any(hasattr(p, "main_grad") for p in model.parameters()), "refused, and as it was"
     model.eval()(ids, labels=ids).loss.backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    found = pt.accumulate_gradients(body)  # what the sentence says
-    assert f"{name.partition('.')[2]}.weight" in found.outside
-    assert kind == "Llama" or set(found.outside.values()) == {"Embedding", "Conv1D"}
-    model(ids, labels=ids).loss.backward()
-    for name, p in model.named_parameters():
-        got = p.main_grad if hasattr(p, "main_grad") else p.grad
-        torch.testing.assert_close(got, want[name], rtol=1e-4, atol=1e-6)
-        assert not hasattr(p, "main_grad") or p.grad is None
+    found = pt.accumulate_gradients(model)
+    assert not found.outside and len(found) == len(want)
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.main_grad, want[name], rtol=1e-4, atol=1e-6)
+            assert p.grad is None
+            p.main_grad.zero_()
+    parts = model.lm_head.weight.main_grad_parts.sums
+    assert len(parts) == 2 and all(part.any() for part in parts)
+    with torch.no_grad():
+        model(ids)
     untied = tied(transformers, kind)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
     pt.convert(untied)
     assert any(p is untied.lm_head.weight for p in pt.accumulate_gradients(untied))
-    net, x = torch.nn.Sequential(torch.nn.Embedding(8, 16), pt.Linear(16, 8, bias=False)), torch.arange(8)
+
+
+def tied_by_hand():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(8, 16), pt.RMSNorm(16), pt.Linear(16, 8, bias=False))
+    net[0].weight = net[2].weight
     pt.accumulate_gradients(net)
-    net[0].weight = net[1].weight  # tied afterwards
-    refuses(r"1\.weight got a gradient from outside its module's forward, as of tied weights", net(x).sum().backward)
+    return net
+
+
+def test_parts_of_a_tied_weight():
+    """In micro-batches neither the head's addends nor the embedding's come between the other's."""
+    net, ids = tied_by_hand(), torch.randint(0, 8, (48,))
+    w, dy = net[2].weight, normal(48, 8)
+    (net(ids) * dy).sum().backward()
+    parts, whole = [x.clone() for x in w.main_grad_parts.sums], w.main_grad.clone()
+    same(whole, parts[0] + parts[1])
+    w.main_grad.zero_()
+    for i in (0, 16, 32):
+        (net(ids[i : i + 16]) * dy[i : i + 16]).sum().backward()
+    same(w.main_grad, whole)
+    w.main_grad = None  # as zero_grad(set_to_none=True) does
+    (net(ids) * dy).sum().backward()
+    same(w.main_grad, whole)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        if hasattr(twin[2].weight, "main_grad"):
+            same(twin[2].weight.main_grad, whole)
+            twin[2].weight.main_grad.zero_()
+        (twin(ids) * dy).sum().backward()
+        same(twin[2].weight.main_grad, whole)
+        assert twin[0].weight is twin[2].weight and type(twin[0]) is pt.Embedding
+    w.main_grad *= 2
+    words = r"^accumulate_gradients: main_grad of a weight that several modules have was written, and is not zero"
+    refuses(words, (net(ids) * dy).sum().backward)
+
+
+def test_a_fused_head_adds_to_the_heads_part():
+    net, ids = tied_by_hand(), torch.randint(0, 8, (48,))
+    w = net[2].weight
+    pt.log_prob(net(ids), ids).sum().backward()
+    want, parts = w.main_grad.clone(), [x.clone() for x in w.main_grad_parts.sums]
+    for twin in (net, copy.deepcopy(net)):
+        w = twin[2].weight
+        w.main_grad = None
+        pt.linear_log_prob(twin[:2](ids), w, ids).sum().backward()
+        same(w.main_grad, want)
+        for x, y in zip(w.main_grad_parts.sums, parts):
+            same(x, y)
+
+
+def test_tied_to_what_takes_no_part():
+    net = torch.nn.Module()
+    net.own, net.plain = pt.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+    net.plain.weight = net.own.weight
+    words = r"^accumulate_gradients: own\.weight is tied to plain\.weight of Linear, whose share of the gradient"
+    refuses(words, pt.accumulate_gradients, net)
+    assert not hasattr(net.own.weight, "main_grad") and not net.own.accumulates, "refused, and as it was"
+    only = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4))
+    refuses(r"no Linear or norm of pydet's in the model; convert\(\) it first", pt.accumulate_gradients, only)
+    assert type(only[0]) is torch.nn.Embedding
+
+
+# ---- Embeddings, and whole models in micro-batches -------------------------------------------------------------------
+
+
+class Scaled(torch.nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids + 1) * 3
+
+
+class OfItsOwn(torch.nn.Embedding):
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+def test_tokens_of_an_id_are_added_in_their_order():
+    for dtype in (torch.float32, torch.bfloat16):
+        net = torch.nn.Sequential(torch.nn.Embedding(6, 5, padding_idx=2), pt.Linear(5, 5)).to(dtype)
+        pt.accumulate_gradients(net)
+        ids = torch.tensor([[3, 0, 3, 2, 3], [0, 3, 5, 3, 2]])
+        dy, w = normal(2, 5, 5, dtype=dtype), net[0].weight
+        want = torch.zeros(6, 5)
+        for i, row in zip(ids.flatten().tolist(), dy.float().view(-1, 5)):
+            if i != 2:
+                want[i] += row
+        net[0](ids).backward(dy)
+        same(w.main_grad, want)
+        w.main_grad.zero_()
+        for i in range(2):  # cut anywhere
+            net[0](ids[i, :3]).backward(dy[i, :3])
+            net[0](ids[i, 3:]).backward(dy[i, 3:])
+        same(w.main_grad, want)
+        net[0](ids[:0]).backward(dy[:0])
+        same(w.main_grad, want)
+        assert w.grad is None and net[0](ids).dtype == dtype
+        differs = torch.zeros(6, 5)
+        for i, row in zip(ids.flatten().flip(0).tolist(), dy.float().view(-1, 5).flip(0)):
+            differs[i] += row if i != 2 else 0
+        assert dtype == torch.bfloat16 or not torch.equal(differs, want), "this would see no other order"
+
+
+def test_embeddings_of_other_classes():
+    net, ids = torch.nn.ModuleList([Scaled(6, 5), OfItsOwn(6, 5), pt.Linear(5, 5)]), torch.tensor([3, 0, 3])
+    found = pt.accumulate_gradients(net)
+    assert isinstance(net[0], Scaled) and isinstance(net[0], pt.Embedding) and found.outside == {"1.weight": "OfItsOwn"}
+    (net[0](ids).sum() + net[1](ids).sum()).backward()
+    assert net[0].weight.main_grad[:, 0].tolist() == [0, 3, 0, 0, 6, 0] and net[0].weight.grad is None
+    assert net[1].weight.grad[:, 0].tolist() == [1, 0, 0, 2, 0, 0] and found.arrived == {"1.weight": 1}
+    twin = pickle.loads(pickle.dumps(net))
+    assert type(twin[0]) is type(net[0]) and type(copy.deepcopy(net)[0]) is type(net[0])
+    same(twin[0](ids), net[0](ids))
+    for module in net:
+        module.accumulates = False
+    net[0](ids).sum().backward()
+    assert net[0].weight.grad[:, 0].tolist() == [0, 3, 0, 0, 6, 0]
+
+
+def test_sinks_of_attention_that_is_not_pydets(need):
+    try:
+        import transformers
+    except ImportError:
+        need(False, "models", "no Transformers here")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**SIZES)).eval()
+    pt.convert(model)
+    found, ids = pt.accumulate_gradients(model), torch.randint(3, 64, (2, 16))
+    assert found.outside == {"model.layers.0.self_attn.sinks": "GptOssAttention"}
+    model(ids).logits.sum().backward()
+    assert found.arrived == {"model.layers.0.self_attn.sinks": 1}
+    want = model.model.layers[0].self_attn.sinks.grad
+    pt.register_attention()
+    model.set_attn_implementation("pydet")
+    found, mask = pt.accumulate_gradients(model), torch.ones(2, 16, dtype=torch.long)
+    sinks = model.model.layers[0].self_attn.sinks
+    assert not found.outside and any(p is sinks for p in found)
+    sinks.grad = None
+    model(ids).logits.sum().backward()
+    torch.testing.assert_close(sinks.main_grad, want, rtol=1e-4, atol=1e-6)
+    assert sinks.grad is None
+    mask[1, :5] = 0
+    sinks.main_grad.zero_()
+    model(ids, attention_mask=mask).logits[mask == 1].sum().backward()
+    whole = sinks.main_grad.clone()
+    sinks.main_grad.zero_()
+    for i in range(2):
+        model(ids[i : i + 1], attention_mask=mask[i : i + 1]).logits[mask[i : i + 1] == 1].sum().backward()
+    same(sinks.main_grad, whole)
+    model.set_attn_implementation("eager")
+    refuses(r"sinks got a gradient from outside its module's forward", model(ids).logits.sum().backward)
+
+
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": True},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 16, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "opt", "qwen3_moe", "gpt_oss"])
+def test_micro_batches_are_one_batch(need, family):
+    """For every parameter, whatever the cut: tied heads, embeddings, norms, biases, experts, sinks."""
+    try:
+        import transformers
+    except ImportError:
+        need(False, "models", "no Transformers here")
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[family](**SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    pt.register_attention()
+    model.set_attn_implementation("pydet")
+    pt.convert(model)
+    found, tokens = pt.accumulate_gradients(model), pydet.DWEIGHT_ROWS
+    ids = torch.randint(0, 64, (3, tokens))
+    assert not found.outside and model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+    def gradients(cut):
+        for p in found:
+            p.main_grad.zero_()
+        for rows in ids.split(cut):
+            places = torch.arange(tokens).expand(rows.shape)
+            with pt.override_aten():
+                logits = model(rows, position_ids=places, use_cache=False).logits
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="sum").backward()
+        assert all(p.grad is None for p in model.parameters())
+        return {name: p.main_grad.clone() for name, p in model.named_parameters()}
+
+    whole = gradients(3)
+    assert all(x.any() for name, x in whole.items() if "bias" not in name)
+    for cut in (1, [1, 2]):
+        for name, x in gradients(cut).items():
+            same(x, whole[name])
 
 
 def test_a_head_that_multiplies_the_weight_itself():

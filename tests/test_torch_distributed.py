@@ -262,6 +262,52 @@ def along_rows(group):
     yield "log_prob dx", dx
 
 
+def shared_head(group):
+    """From hidden states to the log-probability over a shared vocabulary, with gradients; chunks differ by ranks."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    for dtype, how in ((torch.float32, {}), (torch.bfloat16, {"temperature": 0.8, "softcap": 4.0})):
+        x, w, b, gradient = tensors(4, (40, 24), (128, 24), (128,), (40,), dtype=dtype)
+        index = integers(128, (40,), 5)
+        index[:2] = torch.tensor([-100, 128])
+        xr, wr, br = (t.clone().requires_grad_() for t in (x, w.chunk(world)[rank], b.chunk(world)[rank]))
+        options = {"group": group, "segments": SEGMENTS, "workspace": 1 << 28 if world == 1 else 11000 + 3000 * rank}
+        y = pd.vocab_parallel_linear_log_prob(xr.view(4, 10, 24), wr, index.view(4, 10), br, **how, **options).view(40)
+        y.backward(gradient)
+        exact = [t.double().requires_grad_() for t in (x, w, b)]
+        logits = torch.nn.functional.linear(*exact)
+        if how:
+            logits = 4.0 * torch.tanh(logits / 4.0) / 0.8
+        else:
+            of_columns = pd.column_parallel_linear(
+                x, wr.detach(), br.detach(), group=group, segments=SEGMENTS, even=True
+            )
+            parallel = pd.vocab_parallel_log_prob(of_columns, index, group=group, segments=SEGMENTS)
+            assert y.detach().view(torch.int32)[2:].equal(parallel.view(torch.int32)[2:])
+        picked = logits.log_softmax(-1)[torch.arange(2, 40), index[2:]]
+        picked.backward(gradient[2:].double())
+        made = (y[2:], xr.grad, whole(wr.grad, group), whole(br.grad, group))
+        for mine, other in zip(made, (picked, *(t.grad for t in exact)), strict=True):
+            error = 5e-2 if how else 2e-5
+            torch.testing.assert_close(mine.double(), other.detach(), rtol=error, atol=error)
+        assert y[:2].isnan().all() and not xr.grad[:2].any()
+        for name, value in zip(("y", "dx", "dw", "dbias"), (y, *made[1:]), strict=True):
+            yield f"shared head {name} {dtype}", value
+    for rows, segments in (
+        (129, SEGMENTS) if world < SEGMENTS else (128, 9),
+        (128, world + 1) if world > 1 else (3, 2),
+    ):
+        with pytest.raises(pydet.Error, match=r"^vocab_parallel_linear_log_prob: .*(in segments|segments)"):
+            pd.vocab_parallel_linear_log_prob(
+                x, tensors(1, (rows, 24), dtype=x.dtype)[0], index, segments=segments, group=group
+            )
+
+
 def together(group):
     """Fused gate and up, with gradients; two key heads under attention of eight segments; what they refuse."""
     import torch
@@ -641,7 +687,7 @@ def work(rank, kind, sizes, shapes, port, queue):
         for size, mesh in meshes.items():
             if rank < size:
                 group = mesh.get_group()
-                for check in (linears, shared_rows, sums, along_rows, together, styles):
+                for check in (linears, shared_rows, sums, along_rows, shared_head, together, styles):
                     note(size, check(group))
                 if kind == "cuda":
                     note(size, large_sums(group))

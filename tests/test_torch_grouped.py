@@ -17,7 +17,7 @@ KERNELS = [k for k in pydet.kernels() if k.operation == "grouped_gemm" and k.dev
 CUDA = torch.cuda.is_available() and {"ieee", "sm90"} <= {kernel.arithmetic for kernel in KERNELS}
 DEVICES = ["cpu", *(["cuda"] if CUDA else [])]
 GROUPED = torch.ops.pydet.grouped_gemm
-ENDS = ([3, 3, 20, 33], [0, 0, 0, 0], [33, 33, 33, 33], [1, 2, 17, 30], [7, 2, 40, -1])
+ENDS = ([3, 3, 20, 33], [0, 0, 0, 0], [33, 33, 33, 33], [1, 2, 17, 30], [7, 2, 33, -1])
 FORMS = {
     "rows": ((33, 24), (4, 24, 20)),
     "depth": ((19, 33), (33, 20)),

@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TES
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
+import pydet.torch.fused  # noqa: E402
+from torch_bits import same  # noqa: E402
 
 BYPASSED = r"^check_trainer: the {} of {} has a forward of {}, which multiplies the weight of the converted head itself"
 
@@ -72,14 +74,33 @@ def test_a_head_that_is_never_called_is_seen():
             pt.check_trainer(wrong)
 
 
-HIDDEN, LENGTH, KEPT = 512, 12, 8
+LENGTH, KEPT = 12, 8
+TOKENIZER = {"pad_token": "<pad>", "bos_token": "<eos>", "eos_token": "<eos>"}
 
 
 @pytest.fixture
-def trainer(need, tmp_path):
-    """GRPO's, of a converted Llama."""
+def packages(need):
     for package in ("trl", "datasets", "transformers", "tokenizers"):
         need(importlib.util.find_spec(package), "trl", f"no {package} here")
+
+
+def converted_llama(hidden, **more):
+    import transformers
+
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64, **ids, **more)
+    )
+    pt.register_attention()
+    model.set_attn_implementation("pydet")
+    pt.convert(model, strict=True)
+    return model
+
+
+def trainer_of(kind, model, directory):
+    """GRPO's or SFT's."""
     import datasets
     import tokenizers
     import transformers
@@ -88,77 +109,147 @@ def trainer(need, tmp_path):
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 64)}}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<eos>"
-    )
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=0, eos_token_id=1, bos_token_id=1
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **TOKENIZER)
+    options = {"per_device_train_batch_size": 4, "max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none"}
+    options |= {"save_strategy": "no", "disable_tqdm": True}
+    texts = ["w3 w4 w5", "w6 w7 w8"] * 4
+    if kind == "SFT":
+        return trl.SFTTrainer(
+            model,
+            args=trl.SFTConfig(str(directory), **options),
+            train_dataset=datasets.Dataset.from_dict({"text": texts}),
+            processing_class=tokenizer,
         )
-    )
-    pt.register_attention()
-    model.set_attn_implementation("pydet")
-    pt.convert(model, strict=True)
-    options = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": KEPT, "max_steps": 1}
-    options |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    made = trl.GRPOTrainer(
+    options |= {"num_generations": 4, "max_completion_length": KEPT, "temperature": 0.9}
+    return trl.GRPOTrainer(
         model,
         reward_funcs=lambda completions, **more: [float(len(set(text.split()))) for text in completions],
-        args=trl.GRPOConfig(str(tmp_path), **options),
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["w3 w4 w5", "w6 w7 w8"] * 4}),
+        args=trl.GRPOConfig(str(directory), **options),
+        train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
         processing_class=tokenizer,
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # PyTorch's own exp has other bits at the end of a thread's share
-    yield made
-    torch.set_num_threads(threads)
 
 
 @torch.no_grad()
 def sampled(trainer, ids):
-    """The log-probabilities of a rollout, one token at a time, by the formula of TRL's fused head."""
+    """The log-probabilities of a rollout, one token at a time, from the logits that the sampler's head gives."""
     cache, logits = None, []
     for i in range(ids.shape[1] - 1):
         step = trainer.model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
         cache = step.past_key_values
         logits.append(step.logits[:, -1])
-    z = torch.stack(logits, 1).float() * (1 / trainer.temperature)
-    largest = z.amax(-1)
-    sums = (z - largest[..., None]).exp().sum(-1)
-    return (z.gather(-1, ids[:, 1:, None])[..., 0] - (largest + sums.log()))[:, -KEPT:]
+    z = torch.stack(logits, 1).float() / torch.tensor(trainer.temperature)
+    return pydet.log_prob(z, ids[:, 1:].contiguous())[:, -KEPT:]
 
 
-@torch.no_grad()
-def learned(trainer, ids):
-    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), KEPT)[0]
+def learned(trainer, ids, entropy=False):
+    given = {"compute_entropy": True} if entropy else {}
+    made = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), KEPT, **given)
+    return made[:2] if entropy else made[0]
 
 
-def test_the_log_probabilities_of_trainer_and_sampler(trainer):
-    """The same bits at hidden 512 under override_aten. Without it they differ, and the check speaks."""
-    ids = torch.randint(2, 64, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+def some_ids(rows=4, length=LENGTH):
+    return torch.randint(2, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("hidden", [512, 1000])
+def test_the_log_probabilities_of_trainer_and_sampler(packages, tmp_path, hidden):
+    """The same bits, by the head that check_trainer routes; without it they differ."""
+    trainer, ids = trainer_of("GRPO", converted_llama(hidden), tmp_path), some_ids()
     trainer.model.eval()
     calls = []
     trainer.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    assert not torch.equal(learned(trainer, ids), sampled(trainer, ids)), "then the check is needless"
-    assert len(calls) == LENGTH - 1, "the sampler's alone"
-    with pytest.raises(pydet.Error, match=BYPASSED.format("model", "GRPOTrainer", r"trl\.trainer\.utils")):
+    theirs = sampled(trainer, ids)
+    with torch.no_grad():
+        assert not torch.equal(learned(trainer, ids), theirs), "then the route is needless"
+        assert len(calls) == LENGTH - 1, "the sampler's alone"
         pt.check_trainer(trainer)
-    with pt.override_aten() as caught:
-        pt.check_trainer(trainer)
-        mine, theirs = learned(trainer, ids), sampled(trainer, ids)
+        pt.check_trainer(trainer)  # once more is no more
+        mine, entropy = learned(trainer, ids, entropy=True)
+        assert mine.shape == (4, KEPT) and bool(mine.isfinite().all())
+        same(mine, theirs)
         for n in (1, 3):  # of fewer sequences too
-            assert torch.equal(learned(trainer, ids[:n]), mine[:n])
-    assert caught["aten::mm.out"] > 0
-    assert mine.shape == (4, KEPT) and bool(mine.isfinite().all()) and torch.equal(mine, theirs)
+            some, entropies = learned(trainer, ids[:n], entropy=True)
+            same(some, theirs[:n]), same(entropies, entropy[:n])
+        same(sampled(trainer, ids), theirs)
 
 
-def test_main_grad_of_a_head_that_is_never_called(trainer):
-    """A loss of TRL's fused head under accumulate_gradients is refused: main_grad would stay zero."""
-    ids = torch.randint(2, 64, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+def test_gradients_of_micro_batches_of_a_trainer(packages, tmp_path):
+    """Under accumulate_gradients every main_grad of one batch is that of micro-batches, at hidden 512 and 1000. A
+    micro-batch has 256 rows, at which norms may be cut; the head's, in ieee, may be cut anywhere."""
+    for hidden in (512, 1000):
+        sums = []
+        for size in (4, 2):
+            trainer, ids = trainer_of("GRPO", converted_llama(hidden), tmp_path), some_ids(4, 128)
+            pt.check_trainer(trainer)
+            pt.accumulate_gradients(trainer.model)
+            for start in range(0, 4, size):
+                logps, entropy = learned(trainer, ids[start : start + size], entropy=True)
+                (logps.sum() * 0.25 + entropy.sum() * 0.125).backward()
+            head = trainer.model.lm_head.weight
+            assert head.grad is None and head.main_grad.any()
+            sums.append({n: p.main_grad for n, p in trainer.model.named_parameters() if hasattr(p, "main_grad")})
+        assert len(sums[0]) > 8
+        for name, value in sums[0].items():
+            same(sums[1][name], value)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
+def test_trainers_run_by_the_routed_head(packages, tmp_path, kind):
+    model = converted_llama(32)
+    trainer = trainer_of(kind, model, tmp_path)
+    pt.check_trainer(trainer)
+    before, asked = model.lm_head.weight.detach().clone(), []
+    head_of = pt.fused.head_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pt.fused, "head_of", lambda *given, **more: asked.append(more) or head_of(*given, **more))
+        trainer.train()
+    assert trainer.state.global_step == 1 and asked and asked[0]["entropy"]
+    assert kind == "GRPO" or asked[0]["greedy"]
+    assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_what_a_routed_head_is_asked_and_has_not(packages, tmp_path):
+    import trl.trainer.utils as utils
+
+    lacks = (
+        r"^check_trainer: TRL's fused head is asked for log_sum_sq_probs, want of log_probs, entropy, mean_logits, is"
+    )
+    changes = r"^check_trainer: TRL's fused head has a logit_scale of {} and a softcap of {}, want 1 and None"
+    for config, outputs, sentence in (
+        ({}, ("log_probs", "log_sum_sq_probs"), lacks),
+        ({"logit_scale": 0.5}, ("log_probs",), changes.format(r"0\.5", "None")),
+        ({"final_logit_softcapping": 30.0}, ("log_probs",), changes.format(r"1\.0", r"30\.0")),
+    ):
+        model, ids = converted_llama(32, **config), some_ids()
+        utils.add_fused_lm_head(model, outputs=outputs)
+        trainer = types.SimpleNamespace(model=model)
+        if config:  # is not routed
+            with pytest.raises(pydet.Error, match=BYPASSED.format("model", "SimpleNamespace", r"trl\.trainer\.utils")):
+                pt.check_trainer(trainer)
+            with pt.override_aten():
+                pt.check_trainer(trainer)
+                assert model(ids, labels=ids, fused_lm_head=True).loss.isfinite()
+            setattr(model.config, next(iter(config)), None)  # nor can it be told otherwise
+        pt.check_trainer(trainer)
+        with pytest.raises(pydet.Error, match=sentence):
+            model(ids, labels=ids, fused_lm_head=True)
+    plain = converted_llama(32)
+    utils.add_fused_lm_head(plain, outputs=("log_probs", "mean_logits", "is_top1"))
+    theirs = plain(ids, labels=ids, fused_lm_head=True)  # of a model without a route TRL's function answers
+    pt.check_trainer(types.SimpleNamespace(model=plain))
+    mine = plain(ids, labels=ids, fused_lm_head=True)
+    for name in ("log_probs", "mean_logits", "loss"):
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-5)
+    assert torch.equal(mine.is_top1, theirs.is_top1) and not torch.equal(mine.log_probs, theirs.log_probs)
+    logits = plain(ids).logits[:, :-1].detach()
+    same(mine.log_probs.detach(), pydet.log_prob(logits.contiguous(), ids[:, 1:].contiguous()))
+
+
+def test_main_grad_of_a_head_that_is_never_called(packages, tmp_path):
+    """A loss of TRL's fused head under accumulate_gradients is refused without a route: main_grad would stay zero."""
+    trainer, ids = trainer_of("GRPO", converted_llama(32), tmp_path), some_ids()
     parameters = pt.accumulate_gradients(trainer.model)
     assert any(p is trainer.model.lm_head.weight for p in parameters)
-    loss = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), KEPT)[0].sum()
     with pytest.raises(pydet.Error, match=r"lm_head\.weight got a gradient from outside its module's forward"):
-        loss.backward()
+        learned(trainer, ids).sum().backward()

@@ -291,7 +291,7 @@ pydet_status attention_ieee(const Attention &);
 bool attention_mma_takes(const Attention &);
 pydet_status attention_mma(const Attention &);
 
-// nvidia/attention_backward_ieee.cu, nvidia/attention_backward_mma.cu
+// any/attention_backward_ieee.cu, nvidia/attention_backward_mma.cu
 pydet_status attention_backward_ieee(const AttentionBackward &);
 pydet_status attention_backward_mma(const AttentionBackward &);
 

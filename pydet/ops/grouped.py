@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydet._native import INVALID_VALUE, fail
 from pydet.frameworks import type_index
 from pydet.hooks import methods, on_stream
 from pydet.ops.types import Arithmetic, Stream, Tensor
 
 _grouped_gemm, _scaled_grouped_gemm = methods(("grouped_gemm", "scaled_grouped_gemm"))
+
+
+def check_ends(op: str, a: Any, b: Any, group_end: Any) -> None:
+    """Ends of groups in host memory are no more than the tokens there are: one beyond is a caller's mistake. Those on a
+    GPU no host reads, and a kernel clamps them, as the C functions promise for all."""
+    package = type(group_end).__module__.partition(".")[0]
+    if package == "torch" and (group_end.device.type != "cpu" or str(group_end.dtype) != "torch.int32"):
+        return
+    if package == "numpy" and group_end.dtype != "int32":
+        return
+    if package not in ("numpy", "torch") or len(group_end.shape) != 1 or group_end.shape[0] == 0:
+        return
+    rows: Any = getattr(a, "shape", ())
+    matrices: Any = getattr(b, "shape", ())
+    summed = op == "grouped_gemm" and len(matrices) == 2
+    if len(rows) == 2 and (len(matrices) == 3 or (summed and rows[1] == matrices[0])):
+        tokens, most = (rows if len(matrices) == 3 else matrices)[0], int(group_end.max())
+        if most > tokens:
+            fail(INVALID_VALUE, f"{op}: group_end has {most}, want {tokens} or less, the number of tokens")
 
 
 def grouped_gemm(
@@ -43,7 +63,8 @@ def grouped_gemm(
         group_end: ``[G]``, int32, contiguous, on the device of ``a``: where each group's tokens end. Any boundary will
             do; none need be aligned.
         group_start: where they begin, likewise; None: where the latest group with tokens ended. Whatever the two hold
-            is safe: a start is clamped to the end of the latest group with tokens and T, an end to its start and T.
+            is safe: a start is clamped to the end of the latest group with tokens and T, an end to its start and T. On
+            the CPU an end beyond T is refused, in an array or tensor of NumPy and PyTorch; a GPU's no host reads.
         bias: ``[G, N]``, float32, bfloat16 or float16, added in fp32 before the one rounding.
         out: ``[T, N]`` (or ``[G, M, N]``), of any of the three types; made if None. Rows that are in no group are not
             written: in a tensor that is made here they hold whatever its memory held. A group without tokens gives
@@ -54,8 +75,10 @@ def grouped_gemm(
         ``out``, or the new tensor ``[T, N]`` (or ``[G, M, N]``).
 
     Raises:
-        Error: as :func:`gemm`; boundaries that are not int32, contiguous and of the shape ``[G]``.
+        Error: as :func:`gemm`; boundaries that are not int32, contiguous and of the shape ``[G]``; on the CPU an end
+            beyond the tokens.
     """
+    check_ends("grouped_gemm", a, b, group_end)
     method = _grouped_gemm if stream is None else on_stream(_grouped_gemm, a, stream)
     return method(  # type: ignore[no-any-return]
         a,
@@ -114,6 +137,7 @@ def scaled_grouped_gemm(
         Error: as :func:`scaled_gemm` and :func:`grouped_gemm`; a ``b`` of two dimensions, whose groups would lie along
             what is summed.
     """
+    check_ends("scaled_grouped_gemm", a, b, group_end)
     method = _scaled_grouped_gemm if stream is None else on_stream(_scaled_grouped_gemm, a, stream)
     return method(  # type: ignore[no-any-return]
         a,

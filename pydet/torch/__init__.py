@@ -12,6 +12,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 """
 
 from pydet.torch.attention import attention, register_attention
+from pydet.torch.checking import Check, check
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.experts import register_experts
 from pydet.torch.experts_fp8 import Fp8Experts
@@ -35,8 +36,19 @@ from pydet.torch.functions import (
     swiglu,
     topk,
 )
+from pydet.torch.fused import fuse_loss
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.modules import Accumulating, Activation, Conv1D, LayerNorm, Linear, RMSNorm, accumulate_gradients
+from pydet.torch.head import linear_cross_entropy, linear_log_prob
+from pydet.torch.modules import (
+    Accumulating,
+    Activation,
+    Conv1D,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    accumulate_gradients,
+)
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
 from pydet.torch.trainers import check_trainer
@@ -44,8 +56,10 @@ from pydet.torch.trainers import check_trainer
 __all__ = [
     "Accumulating",
     "Activation",
+    "Check",
     "Conv1D",
     "Conversion",
+    "Embedding",
     "Fp8Experts",
     "Fp8Linear",
     "LayerNorm",
@@ -54,15 +68,19 @@ __all__ = [
     "accumulate_gradients",
     "activation",
     "attention",
+    "check",
     "check_trainer",
     "convert",
     "fp8_linear",
+    "fuse_loss",
     "geglu",
     "gelu",
     "gemm",
     "grouped_mm",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "linear_log_prob",
     "log_prob",
     "log_softmax",
     "override_aten",

@@ -5,20 +5,78 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
 import pydet
 from pydet._native import UNSUPPORTED, fail
 from pydet.torch.ops import matrix
+from pydet.torch.ops.attention import adjacent, padded
 
 
 def main_grad(parameter: Any) -> Any:
     """The sum of a parameter that accumulates, from zeros where it has none yet: one of a copied model."""
-    if not hasattr(parameter, "main_grad"):
+    if getattr(parameter, "main_grad", None) is None:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     return parameter.main_grad
+
+
+class Parts:
+    """The sums of a parameter that several modules have, one for each in the order of ``named_modules``: ``main_grad``
+    is their sum in that order, folded anew after each backward. So neither comes between the other's addends, and
+    micro-batches have the bits of one batch."""
+
+    def __init__(self, parameter: Any, count: int) -> None:
+        self.sums = [torch.zeros_like(parameter, dtype=torch.float32) for _ in range(count)]
+        self.main: Any = None
+        self.version = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.version = 0 if self.main is None else self.main._version
+
+    def follow(self, main: Any) -> None:
+        """Who zeroes main_grad between steps knows nothing of its parts."""
+        if main is self.main and main._version == self.version:
+            return
+        if bool(main.any()):
+            fail(
+                UNSUPPORTED,
+                "accumulate_gradients: main_grad of a weight that several modules have was written, and is not zero; "
+                "its parts are sums of their own, so want it zeroed after a step, or left alone",
+            )
+        for part in self.sums:
+            part.zero_()
+
+    def fold(self, main: Any) -> None:
+        """``((part 0 + part 1) + part 2) ...``, each rounded."""
+        torch.add(self.sums[0], self.sums[1], out=main)
+        for part in self.sums[2:]:
+            main.add_(part)
+        self.main, self.version = main, main._version
+
+
+Part: TypeAlias = tuple[int, int] | None  # which part of how many; None where main_grad has no parts
+
+
+def sum_of(parameter: Any, part: Part) -> Any:
+    """What a module's backward adds to."""
+    main = main_grad(parameter)
+    if part is None:
+        return main
+    parts = getattr(parameter, "main_grad_parts", None)
+    if not isinstance(parts, Parts) or len(parts.sums) != part[1]:
+        parts = parameter.main_grad_parts = Parts(parameter, part[1])
+    parts.follow(main)
+    parts.main, parts.version = main, main._version
+    return parts.sums[part[0]]
+
+
+def fold(parameter: Any, part: Part) -> None:
+    """After it has added."""
+    if part is not None:
+        parameter.main_grad_parts.fold(main_grad(parameter))
 
 
 class _FromOutside:
@@ -40,22 +98,37 @@ class _FromOutside:
 class Accumulation:
     """What a module has as ``accumulates``: its parameters that have sums, by name. Those of a copied module have sums
     of their own, from zeros, made in its first backward; those of a pickled one keep theirs. A module that has another
-    ``accumulates`` again, as False, lets this one go, and with it the hooks."""
+    ``accumulates`` again, as False, lets this one go, and with it the hooks. ``part`` is that of its weight."""
 
-    def __init__(self, parameters: dict[str, Any]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: dict[str, Any], part: Part = None, multiplies: bool = True) -> None:
+        self.parameters, self.part, self.multiplies = parameters, part, multiplies
         for name, parameter in parameters.items():
             parameter.pydet_accumulates = True
+            if multiplies and parameter.dim() > 1:
+                parameter.pydet_part = part
             trained = parameter.requires_grad
             hook = parameter.requires_grad_(True).register_hook(_FromOutside(name))
             parameter.requires_grad_(trained)
             weakref.finalize(self, hook.remove).atexit = False
 
     def __deepcopy__(self, memo: Any) -> Accumulation:
-        return Accumulation({name: copy.deepcopy(x, memo) for name, x in self.parameters.items()})
+        own = {name: copy.deepcopy(x, memo) for name, x in self.parameters.items()}
+        return Accumulation(own, self.part, self.multiplies)
 
     def __reduce__(self) -> Any:
-        return Accumulation, (self.parameters,)
+        return Accumulation, (self.parameters, self.part, self.multiplies)
+
+
+def part_of(module: Any) -> Part:
+    """That of a module's weight, where other modules have the weight too."""
+    part: Part = getattr(module.accumulates, "part", None)
+    return part
+
+
+def part_of_product(parameter: Any) -> Part:
+    """That of the linear layer whose weight something else multiplies in its place, as a fused head."""
+    part: Part = getattr(parameter, "pydet_part", None)
+    return part
 
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
@@ -123,12 +196,13 @@ class AccumulatingLinear(torch.autograd.Function):
         arithmetic: str,
         k_chunk: int | None,
         read_as: torch.dtype | None = None,
+        part: Part = None,
     ) -> torch.Tensor:
         check_own("Linear", weight=w, bias=bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x)
-        ctx.w, ctx.bias, ctx.options = w, bias, {"arithmetic": arithmetic, "k_chunk": k_chunk}
+        ctx.w, ctx.bias, ctx.part, ctx.options = w, bias, part, {"arithmetic": arithmetic, "k_chunk": k_chunk}
         return torch.ops.pydet.skinny_gemm(x, w.to(read_as or w.dtype), bias, None, arithmetic, k_chunk)
 
     @staticmethod
@@ -138,11 +212,86 @@ class AccumulatingLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = pydet.gemm(rows, w.detach().to(x.dtype), **ctx.options).view(x.shape)
         if w.requires_grad:
-            pydet.gemm_db(rows, _rows(x), out=main_grad(w), accumulate=True, **ctx.options)
+            pydet.gemm_db(rows, _rows(x), out=sum_of(w, ctx.part), accumulate=True, **ctx.options)
+            fold(w, ctx.part)
         if bias is not None and bias.requires_grad:
             ones = torch.ones_like(rows[:, :1])
             pydet.gemm_db(ones, rows, out=main_grad(bias)[None], accumulate=True, **ctx.options)
+        return dx, None, None, None, None, None, None
+
+
+class AccumulatingConv1D(torch.autograd.Function):
+    """``x w + bias``, whose weight is stored the other way round, likewise."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor,
+        arithmetic: str,
+        k_chunk: int | None,
+        part: Part = None,
+    ) -> torch.Tensor:
+        check_own("Conv1D", weight=w, bias=bias)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        ctx.save_for_backward(x)
+        ctx.w, ctx.bias, ctx.part, ctx.options = w, bias, part, {"arithmetic": arithmetic, "k_chunk": k_chunk}
+        y = torch.ops.pydet.gemm(matrix(x), w, bias, None, arithmetic, k_chunk)
+        return y.view(*x.shape[:-1], w.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        (x,), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
+        rows, dx = _rows(dy.to(x.dtype)), None
+        if ctx.needs_input_grad[0]:
+            dx = pydet.gemm(rows, w.detach().to(x.dtype).t(), **ctx.options).view(x.shape)
+        if w.requires_grad:
+            pydet.gemm_db(_rows(x), rows, out=sum_of(w, ctx.part), accumulate=True, **ctx.options)
+            fold(w, ctx.part)
+        if bias.requires_grad:
+            ones = torch.ones_like(rows[:, :1])
+            pydet.gemm_db(ones, rows, out=main_grad(bias)[None], accumulate=True, **ctx.options)
         return dx, None, None, None, None, None
+
+
+def add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """``total[ids[t]] += rows[t]`` for t = 0, 1, ... in fp32: of an id the earlier tokens first, an addition each.
+
+    The k-th tokens of all ids are added at once, as no two of them have the same id.
+    """
+    ids, order = torch.sort(ids, stable=True)
+    numbers, counts = torch.unique_consecutive(ids, return_counts=True)
+    at, k = counts.cumsum(0) - counts, 0
+    while len(numbers):
+        total[numbers] = total[numbers] + rows[order[at + k]].float()
+        k += 1
+        more = counts > k
+        numbers, counts, at = numbers[more], counts[more], at[more]
+
+
+class AccumulatingEmbedding(torch.autograd.Function):
+    """Rows of a table, whose backward continues the sums of its rows in ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, w: torch.Tensor, padding: int | None, part: Part = None) -> torch.Tensor:
+        check_own("Embedding", weight=w)
+        ctx.save_for_backward(ids)
+        ctx.w, ctx.padding, ctx.part = w, padding, part
+        return torch.nn.functional.embedding(ids, w)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        (ids,), w = ctx.saved_tensors, ctx.w
+        ids, rows = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
+        if ctx.padding is not None:
+            taken = ids != ctx.padding
+            ids, rows = ids[taken], rows[taken]
+        if w.requires_grad:
+            add_rows(sum_of(w, ctx.part), ids, rows)
+            fold(w, ctx.part)
+        return None, None, None, None
 
 
 class AccumulatingExperts(torch.autograd.Function):
@@ -182,6 +331,48 @@ class AccumulatingExperts(torch.autograd.Function):
             ones = rows.new_ones((1, rows.shape[0]))
             pydet.grouped_gemm(ones, rows, ends, out=main_grad(bias)[:, None], **into)
         return dx, None, None, None, None, None, None
+
+
+class AccumulatingAttention(torch.autograd.Function):
+    """:func:`pydet.torch.attention` with sinks, whose backward continues the sum over sequences in theirs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        allowed: torch.Tensor | None,
+        sinks: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        causal: bool,
+        arithmetic: str,
+        kv_chunk: int,
+    ) -> torch.Tensor:
+        check_own("attention", sinks=sinks)
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        ctx.sinks, ctx.options = sinks, {"scale": scale, "softcap": softcap, "arithmetic": arithmetic}
+        more = sinks.detach(), softcap, causal, allowed is not None
+        out, lse = torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, kv_chunk, *more)
+        ctx.save_for_backward(q, k, v, allowed, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        (q, k, v, allowed, out, lse), sinks = ctx.saved_tensors, ctx.sinks
+        scale, softcap, arithmetic = (ctx.options[name] for name in ("scale", "softcap", "arithmetic"))
+        more = None, softcap, ctx.causal, allowed is not None
+        *gradients, _ = torch.ops.pydet.attention_backward(dout, q, k, v, allowed, out, lse, scale, arithmetic, *more)
+        if sinks.requires_grad and out.numel() and k.shape[2]:
+            q, k, v = (adjacent(x) for x in padded(q, k, v))
+            dout, out = (adjacent(torch.nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1]))) for x in (dout, out))
+            of = {"allowed": allowed, "causal": ctx.causal, "sinks": sinks.detach().contiguous(), "only": "sinks"}
+            into = {"dsinks": main_grad(sinks), "accumulate": True}
+            pydet.attention_backward(dout, q, k, v, out, lse, **of, **into, **ctx.options)
+        return *gradients, None, None, None, None, None, None, None
 
 
 class AccumulatingRmsNorm(torch.autograd.Function):

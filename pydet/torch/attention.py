@@ -16,6 +16,8 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
+from pydet.torch.accumulate import AccumulatingAttention
+from pydet.torch.stock import registered
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -87,7 +89,8 @@ _WITHOUT_EFFECT = frozenset(
         *("max_length_q", "max_length_k"),  # of packed sequences, for the grid of a kernel
         *("use_cache", "cache_position"),  # the cache was written, and read into key and value, before
         "encoder_hidden_states",  # key and value were made of them
-        *("num_items_in_batch", "output_hidden_states", "output_router_logits"),  # the loss's, and other modules'
+        *("num_items_in_batch", "shift_labels"),  # the loss's
+        *("output_hidden_states", "output_router_logits"),  # other modules'
         "deterministic",  # of flash attention's backward: pydet's always is
     )
 )
@@ -204,8 +207,11 @@ def register_attention(
             together = _of_one_sequence(*ends, query.shape[2], plain)
             attention_mask = together if attention_mask is None else attention_mask.masked_fill(~together, False)
             plain = False
-        how["causal"] = plain
-        y = attention(query, key, value, attention_mask, **how)
+        if s_aux is not None and hasattr(s_aux, "pydet_accumulates") and torch.is_grad_enabled():
+            more = how["scale"], softcap, plain, arithmetic, kv_chunk
+            y = AccumulatingAttention.apply(query, key, value, attention_mask, s_aux, *more)
+        else:
+            y = attention(query, key, value, attention_mask, causal=plain, **how)
         return y.transpose(1, 2).contiguous(), None
 
     def mask(*arguments: Any, **options: Any) -> Tensor | None:
@@ -224,3 +230,4 @@ def register_attention(
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
+    registered[name] = arithmetic, kv_chunk

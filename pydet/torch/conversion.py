@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,12 +14,14 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch import experts, experts_fp8
+from pydet.torch import checking, code, experts, experts_fp8
+from pydet.torch.checking import Check
 from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Activation, Conv1D, LayerNorm, Linear, RMSNorm
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, groups
+from pydet.torch.stock import PYDET, become, remember
 
 # PyTorch's, on a CPU. Of those that are functions in a model's own code override_aten() takes over the first four.
 _BY_PLACE = ("silu", "gelu", "sigmoid", "softplus", "elu", "selu", "mish", "exp2", "rsqrt")
@@ -29,7 +32,6 @@ _TRANSFORMERS_ACTIVATIONS = {
     "AccurateGELUActivation": "gelu_tanh",
     "QuickGELUActivation": "quick_gelu",
 }
-_ATTENTION = "pydet"  # the name under which register_attention() tells Transformers of pydet's
 
 
 @dataclass
@@ -40,16 +42,18 @@ class Conversion:
         swapped: the names of the modules that are pydet's now, each with the class it had.
         left: the names of modules that multiply or normalise and are as they were, each with the reason.
         attention: the names of attention modules whose products and softmax are not pydet's, each with what they are.
+        seen: what a forward of the sample showed; None where there was none.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
+    seen: Check | None = None
 
     def __str__(self) -> str:
         lines = [f"swapped {len(self.swapped)}, left {len(self.left)}"]
         lines += [f"  {count} x {kind} -> pydet: {names}" for count, kind, names in _grouped(self.swapped)]
-        return "\n".join([*lines, *self.remaining(), self.verdict()])
+        return "\n".join([*lines, *self.remaining(), self.verdict() if self.seen is None else str(self.seen)])
 
     def remaining(self) -> list[str]:
         """A line for each reason to leave modules, and for each kind of attention that is not pydet's."""
@@ -59,10 +63,13 @@ class Conversion:
     def verdict(self) -> str:
         """What of the model now has bits that do not depend on the batch, and what that rests on, in a few sentences.
 
-        It speaks of the modules that were found. The steps between them are PyTorch's; those that depend on an
+        With a sample it is that of what was seen. Without one it speaks of the modules that were found, by their
+        classes and names and by the names in their code. The steps between them are PyTorch's; those that depend on an
         element's place are named: on a CPU PyTorch works in vectors, and what is left of a thread's share goes by
         another formula. A GPU has one formula for all.
         """
+        if self.seen is not None:
+            return self.seen.verdict()
         between = (
             f"The steps between are PyTorch's: on a CPU its {', '.join(_BY_PLACE)} and the like, where the model's own "
             "code calls them, give an element other bits by its place in the tensor, in fp32 and some in bf16, unless "
@@ -83,7 +90,11 @@ class Conversion:
             )
         if not sentences:
             sentences.append("Every matrix, norm and attention that was found is pydet's.")
-        return " ".join(["pydet's modules give a row the same bits in any batch.", *sentences, between])
+        rests = (
+            "This rests on classes, names and the names in their code; nothing was run, and functions of other files "
+            "and packages were not read: convert(model, sample=batch) or check(model, batch) looks."
+        )
+        return " ".join(["pydet's modules give a row the same bits in any batch.", *sentences, between, rests])
 
 
 def _grouped(names: dict[str, str]) -> Iterator[tuple[int, str, str]]:
@@ -106,10 +117,19 @@ def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return own if not isinstance(weight, torch.Tensor) else {**own, "weight": weight}
 
 
+def _own_forward(module: torch.nn.Module) -> str | None:
+    """Of a module with a forward of its own the attribute that is its class's forward, which the other one calls:
+    accelerate's hooks keep it so, as for weights that are on a disk, and leave it when they go."""
+    name = "_old_forward" if {"_hf_hook", "_old_forward"} <= module.__dict__.keys() else "forward"
+    bound = module.__dict__.get(name)
+    is_own = getattr(bound, "__func__", None) is type(module).forward and getattr(bound, "__self__", None) is module
+    return name if is_own else None
+
+
 def _obstacle(module: torch.nn.Module) -> str | None:
     """Why a module that pydet could compute must stay as it is."""
-    if "forward" in module.__dict__:
-        return "its forward is one set on the instance (accelerate's hooks and patches do that); convert before"
+    if "forward" in module.__dict__ and _own_forward(module) is None:
+        return "its forward is one set on the instance (patches do that); convert before"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "its parameters are parametrized"
     for name, parameter in _parameters(module).items():
@@ -308,14 +328,27 @@ def _reason_to_leave(module: torch.nn.Module, may_multiply: bool) -> str | None:
 
 
 def _attention(module: torch.nn.Module) -> str | None:
-    """What computes the attention of an attention module whose projections are modules of their own."""
-    kind = type(module).__qualname__
-    if "attention" not in kind.lower() or not any(True for _ in module.children()):
-        return None
-    if any("attention" in type(x).__qualname__.lower() for x in module.modules() if x is not module):
-        return None  # that one computes it
+    """What computes the attention of a module that has it, by its name or by its code; None where that is pydet, and of
+    other modules."""
+    kind, by_code = type(module).__qualname__, code.of_its_own(module)
+    if by_code and by_code[0] == "attention":
+        return f"{kind} by code of its own ({by_code[1]})"
+    if not code.asks_interface(module):
+        if "attention" not in kind.lower() or not any(True for _ in module.children()):
+            return None
+        if any("attention" in type(x).__qualname__.lower() for x in module.modules() if x is not module):
+            return None  # that one computes it
     by = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return None if by == _ATTENTION else f"{kind} by {repr(by) if by else 'code of its own'}"
+    return None if by == PYDET else f"{kind} by {repr(by) if by else 'code of its own'}"
+
+
+def _own_code(module: torch.nn.Module) -> str | None:
+    """Why a module without matrices of its own is none of pydet's: its code multiplies or sums over tokens."""
+    found = code.of_its_own(module)
+    if found is None or found[0] == "attention" or experts.is_experts(module):
+        return None
+    kind, does = type(module).__qualname__, {"scan": "scans over tokens", "product": "multiplies"}[found[0]]
+    return f"{kind} {does} in code of its own ({found[1]}); override_aten() catches its mm, addmm and bmm"
 
 
 # ---- convert ---------------------------------------------------------------------------------------------------------
@@ -328,6 +361,7 @@ def convert(
     k_chunk: int | None = None,
     fp8: bool | Callable[[str, torch.nn.Module], bool] = False,
     strict: bool = False,
+    sample: Any = None,
 ) -> Conversion:
     """Makes linear layers, LayerNorms, RMSNorms by any name, GPT-2's Conv1D, and experts with their routers pydet's.
 
@@ -336,7 +370,7 @@ def convert(
     is left alone, with the reason. Experts are those that ask Transformers' experts interface (Mixtral, Qwen3-MoE,
     DeepSeek-V3, gpt-oss and others); their configuration, and so models that share it, then say ``"pydet"``.
 
-    Convert before ``fully_shard``, ``accelerate``'s hooks and quantization, and after ``peft.get_peft_model`` (or again
+    Convert before ``fully_shard`` and quantization, and after ``peft.get_peft_model`` (or again
     after it: adapters that are attached later are PyTorch's until then).
 
     Args:
@@ -346,13 +380,17 @@ def convert(
         fp8: True makes ``nn.Linear`` and :class:`Linear` to :class:`Fp8Linear`, experts to :class:`Fp8Experts`, and so
             the layers and experts of block-scaled checkpoints (a float8 ``weight`` and its ``weight_scale_inv``). A
             function of a module's name and the module says which: ``fp8=lambda name, _: name != "lm_head"``.
-        strict: raise, and change nothing, if a matrix, a norm or an attention of the model would not be pydet's.
+        strict: raise, and change nothing, if a matrix, a norm, an attention or a scan of the model would not be
+            pydet's; and with a sample if its results vary with the batch or are not those of the model before.
+        sample: a batch that the forward takes. Then :func:`check` runs it, before and after, and the report's ``seen``
+            says what it saw; without one the report rests on classes, names and code.
 
     Returns:
         What was swapped and what was left, and why; ``print()`` it.
 
     Raises:
-        Error: ``model`` is no module, the arithmetic is unknown, or ``strict`` and something would be left.
+        Error: ``model`` is no module, the arithmetic is unknown, or ``strict`` and something would be left; and what a
+            forward of the sample raises. Nothing is changed then.
     """
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"convert: model is {type(model).__qualname__}, want a torch.nn.Module")
@@ -370,19 +408,41 @@ def convert(
             report.left[name] = plan
         elif plan is not None:
             report.swapped[name] = type(module).__qualname__
-        if what := _attention(module):
+        if plan is None and (why := _own_code(module)):
+            report.left[name] = why
+        if not isinstance(plan, tuple) and (what := _attention(module)):
             report.attention[name] = what
     if strict and (report.left or report.attention):
         fail(UNSUPPORTED, "\n".join(["convert: strict, and this would be left:", *report.remaining()]))
-    for module, plan in plans.items():
-        if isinstance(plan, tuple):
-            module.__class__, attributes = plan
-            for name, value in attributes.items():
-                setattr(module, name, value)
-            if experts.is_experts(module):
-                experts.use_pydet(module)
+    undo = remember(model)
+    try:
+        for module, plan in plans.items():
+            if isinstance(plan, tuple):
+                kind, attributes = plan
+                if (name := _own_forward(module)) is not None:
+                    attributes = {**attributes, name: kind.forward.__get__(module)}  # type: ignore[attr-defined]
+                become(module, kind, attributes)
+                if experts.is_experts(module):
+                    experts.use_pydet(module)
+        if sample is not None:
+            report.seen = checking.check(model, sample)
+            if strict and (report.seen.varies or report.seen.differs):
+                fail(UNSUPPORTED, f"convert: strict, and this was seen: {report.seen.verdict()}")
+    except BaseException:
+        undo()
+        raise
     _watch_for_adapters()
     return report
+
+
+@contextlib.contextmanager
+def converted(model: torch.nn.Module) -> Iterator[Conversion]:
+    """A model that is converted for a while."""
+    undo = remember(model)
+    try:
+        yield convert(model)
+    finally:
+        undo()
 
 
 def _watch_for_adapters(watching: list[Any] = []) -> None:  # noqa: B006 -- once in a process

@@ -153,8 +153,8 @@ def register_experts(name: str = NAME, *, arithmetic: Arithmetic = "auto", k_chu
     type(_interface()).register(name, functools.partial(_forward, (arithmetic, k_chunk)))
 
 
-def use_pydet(module: Any) -> None:
-    """Has Transformers compute a layer of experts, and those that share its configuration, with pydet."""
+def know_pydet() -> None:
+    """Registers pydet's experts with Transformers, where they are not."""
     interface = _interface()
     if NAME not in interface:
         register_experts()
@@ -165,6 +165,11 @@ def use_pydet(module: Any) -> None:
     else:
         if NAME not in of_fp8:
             type(of_fp8).register(NAME, interface[NAME])
+
+
+def use_pydet(module: Any) -> None:
+    """Has Transformers compute a layer of experts, and those that share its configuration, with pydet."""
+    know_pydet()
     module.config._experts_implementation = NAME
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +15,16 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Kind
-from pydet.torch import functions
+from pydet.torch import code, functions
 from pydet.torch.accumulate import (
+    AccumulatingConv1D,
+    AccumulatingEmbedding,
     AccumulatingLayerNorm,
     AccumulatingLinear,
     AccumulatingRmsNorm,
     Accumulation,
     main_grad,
+    part_of,
     refuse_wrapper,
     watch_for_wrappers,
     wrapper,
@@ -26,6 +32,7 @@ from pydet.torch.accumulate import (
 from pydet.torch.experts import Router, of_pydet
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.ops import matrix
+from pydet.torch.stock import PYDET, become
 
 
 class Linear(torch.nn.Linear):
@@ -56,7 +63,8 @@ class Linear(torch.nn.Linear):
         if is_scripting():
             y = torch.ops.pydet.skinny_gemm(x, self.weight, self.bias, None, self.arithmetic, self.k_chunk)
         elif self.accumulates and torch.is_grad_enabled():
-            y = AccumulatingLinear.apply(x, self.weight, self.bias, self.arithmetic, self.k_chunk)
+            how = self.arithmetic, self.k_chunk, None, part_of(self)
+            y = AccumulatingLinear.apply(x, self.weight, self.bias, *how)
         else:
             y = functions.linear(x, self.weight, self.bias, arithmetic=self.arithmetic, k_chunk=self.k_chunk)
         return y
@@ -77,8 +85,12 @@ class Conv1D(torch.nn.Module):
         bias: torch.nn.Parameter
         arithmetic: Arithmetic
         k_chunk: int | None
+    accumulates = False  # see accumulate_gradients()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_scripting() and self.accumulates and torch.is_grad_enabled():
+            how = self.arithmetic, self.k_chunk, part_of(self)
+            return AccumulatingConv1D.apply(x, self.weight, self.bias, *how)
         y = functions.gemm(matrix(x), self.weight, self.bias, arithmetic=self.arithmetic, k_chunk=self.k_chunk)
         return y.view(*x.shape[:-1], self.weight.shape[1])
 
@@ -189,23 +201,93 @@ class Activation(torch.nn.Module):
         return str(self.kind)
 
 
+class Embedding(torch.nn.Embedding):
+    """``torch.nn.Embedding``, of which :func:`accumulate_gradients` makes these: rows are copied, and the gradient of a
+    row is the sum of its tokens in their order."""
+
+    accumulates = False  # see accumulate_gradients()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if not is_scripting() and self.accumulates and torch.is_grad_enabled():
+            return AccumulatingEmbedding.apply(ids, self.weight, self.padding_idx, part_of(self))
+        return super().forward(ids)
+
+    def __reduce__(self) -> Any:
+        kind = type(self)
+        return _new_embedding, (kind if kind.__module__ != __name__ else _former(kind),), self.__dict__
+
+
+_embedding_classes: dict[type, Any] = {torch.nn.Embedding: Embedding}
+
+
+def _former(kind: type) -> type:
+    return next(former for former, ours in _embedding_classes.items() if ours is kind)
+
+
+def _embedding_class(kind: type) -> Any:
+    """An embedding of the class `kind`, whose ``super().forward`` is ours."""
+    if kind not in _embedding_classes:
+        own = {"__module__": __name__}
+        _embedding_classes[kind] = type(f"{kind.__name__}OfPydet", (kind, Embedding), own)
+    return _embedding_classes[kind]
+
+
+def _new_embedding(kind: type) -> Any:
+    made = _embedding_class(kind)
+    return made.__new__(made)
+
+
+def _is_embedding(module: Any) -> bool:
+    """One that does no more than copy rows of its weight, by PyTorch's own forward."""
+    if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None or module.sparse:
+        return False
+    forward: Any = type(module).forward
+    own = forward is torch.nn.Embedding.forward or isinstance(module, Embedding)
+    asks = "super" in forward.__code__.co_names and "forward" in forward.__code__.co_names
+    return not module.scale_grad_by_freq and "forward" not in module.__dict__ and (own or asks)
+
+
 class Accumulating(list[torch.nn.Parameter]):
-    """The parameters that have a ``main_grad``, as :func:`accumulate_gradients` returns them.
+    """The parameters that have a ``main_grad``, as :func:`accumulate_gradients` returns them. ``str()`` of it says what
+    has none, and how often gradients came to that.
 
     Attributes:
         outside: the names of the other parameters that are trained, whose gradients go to ``grad``, each with the class
-            of its module: embeddings, GPT-2's Conv1D, attention sinks, whatever is not pydet's.
+            of its module: convolutions, norms of other formulas, whatever is not pydet's.
+        arrived: how often each of these got a gradient, which micro-batches add in its own type.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], outside: dict[str, str]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], outside: dict[str, tuple[str, Any]]) -> None:
         super().__init__(parameters)
-        self.outside = outside
+        self.outside = {name: kind for name, (kind, _) in outside.items()}
+        self.arrived: Counter[str] = Counter()
+        for name, (_, parameter) in outside.items():
+            count = functools.partial(_count, self.arrived, name)
+            weakref.finalize(self, parameter.register_post_accumulate_grad_hook(count).remove).atexit = False
+
+    def __str__(self) -> str:
+        lines = [f"{len(self)} parameters have a main_grad, {len(self.outside)} keep their grad"]
+        for name, kind in self.outside.items():
+            lines.append(f"  {name} of {kind}: {self.arrived[name]} gradients came to its grad")
+        return "\n".join(lines)
+
+
+def _count(arrived: Counter[str], name: str, parameter: torch.Tensor) -> None:
+    arrived[name] += 1
+
+
+def _has_sinks(module: Any) -> bool:
+    """Attention of Transformers' that asks for pydet's by name, and hands it sinks."""
+    by = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return "sinks" in module._parameters and by == PYDET and code.asks_interface(module)
 
 
 def _with_sums(module: Any) -> list[str] | None:
     """Of a module that takes part, the names of its parameters that its backward can add to sums."""
-    if isinstance(module, Linear | Fp8Linear | RMSNorm | LayerNorm | Router):
+    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Router) or _is_embedding(module):
         names = ["weight", "bias"]
+    elif _has_sinks(module):
+        names = ["sinks"]
     elif of_pydet(module):
         names = [f"{name}{end}" for name in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")]
     else:
@@ -248,6 +330,19 @@ def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Mo
                 )
 
 
+def _parts(of: dict[str, tuple[torch.nn.Module, list[str]]]) -> dict[str, tuple[int, int]]:
+    """For the modules whose weight others have as well: which of them it is, in this order, and how many they are."""
+    owners: dict[Any, list[str]] = {}
+    others = set()
+    for name, (module, names) in of.items():
+        if "weight" in names:
+            owners.setdefault(module.weight, []).append(name)
+            if not isinstance(module, Linear | Conv1D) and not _is_embedding(module):
+                others.add(module.weight)
+    tied = {weight: names for weight, names in owners.items() if len(names) > 1 and weight not in others}
+    return {name: (i, len(names)) for names in tied.values() for i, name in enumerate(names)}
+
+
 def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     """From now on pydet's modules in ``model`` sum their parameters' gradients in fp32, in ``parameter.main_grad``.
 
@@ -261,20 +356,27 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
 
     ``torch.compile`` leaves these modules to eager mode, and refuses them under ``fullgraph=True``.
 
-    A parameter of several of these modules sums them in the order in which backward reaches them, which is then part of
-    the bits. One that is tied to a module of another kind, as an embedding, is refused, for half of its gradient would
-    be elsewhere; so is, in backward, one that anything but its module multiplies, as the fused heads of TRL and Liger
-    do with ``lm_head.weight``. DistributedDataParallel and fully_shard reduce ``grad``, and never see ``main_grad``:
-    a model in them is refused, here or as it is wrapped or called.
+    A weight that several linear layers and embeddings have, as a tied head, has a sum for each of them
+    (``main_grad_parts``), and ``main_grad`` is their sum in the order of ``named_modules()``, folded anew after each
+    backward: zero it between steps, and write nothing else to it before the next. A parameter of several other modules,
+    and one of a module that is called several times in a forward, sums in the order in which backward reaches them,
+    which is then part of the bits. What PyTorch broadcast, as the positions of GPT-2 over a batch, it sums before they
+    come here: give ``position_ids`` for each row.
+
+    One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
+    multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
+    reduce ``grad``, and never see ``main_grad``: a model in them is refused, here or as it is wrapped or called.
 
     Args:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
-            experts), :class:`RMSNorm` and :class:`LayerNorm` take part, and the routers and experts that
-            :func:`convert` swapped.
+            experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the routers and experts that
+            :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, and PyTorch's embeddings,
+            which become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``). The tokens of
+            an id are added in their order, cut anywhere, and sinks are summed over sequences, cut between them.
 
     Returns:
-        The parameters that have a ``main_grad`` now, a list. Its ``outside`` names the others that are trained, which
-        keep their ``grad``: embeddings, :class:`Conv1D`, sinks.
+        The parameters that have a ``main_grad`` now, a list; ``print()`` it. Its ``outside`` names the others that are
+        trained, which keep their ``grad``, as convolutions, and its ``arrived`` counts the gradients that came there.
 
     Raises:
         Error: ``model`` is no module, there is no module of pydet's in it, a gradient would be lost; then nothing is
@@ -285,18 +387,22 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     found = [(name, module, _with_sums(module)) for name, module in model.named_modules()]
     of = {name: (module, names) for name, module, names in found if names is not None}
     _refuse_what_is_lost(model, of)
-    if not any(names for _, names in of.values()):
+    if not any(names and type(module) is not torch.nn.Embedding for module, names in of.values()):
         fail(INVALID_VALUE, "accumulate_gradients: no Linear or norm of pydet's in the model; convert() it first")
     watch_for_wrappers()
     parameters: dict[torch.nn.Parameter, None] = {}
+    parts = _parts(of)
     for name, (taking_part, names) in of.items():
         module: Any = taking_part
-        module.accumulates = Accumulation({f"{name}.{own}".lstrip("."): getattr(module, own) for own in names})
+        if _is_embedding(module) and not isinstance(module, Embedding):
+            become(module, _embedding_class(type(module)), {})
+        named = {f"{name}.{own}".lstrip("."): getattr(module, own) for own in names}
+        module.accumulates = Accumulation(named, parts.get(name), not _is_embedding(module))
         for parameter in module.accumulates.parameters.values():
             main_grad(parameter)
             parameters[parameter] = None
     outside = {
-        f"{name}.{own}".lstrip("."): type(module).__qualname__
+        f"{name}.{own}".lstrip("."): (type(module).__qualname__, parameter)
         for name, module in model.named_modules()
         for own, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad and parameter not in parameters

@@ -60,6 +60,11 @@ def is_active() -> bool:
     return _active.locked()
 
 
+def takes_over(name: str) -> bool:
+    """Whether :func:`override_aten` computes an operator of that name, of types that it has."""
+    return name in _DIMS or name in _ACTIVATIONS or name in ("linear", "_grouped_mm")
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """A matrix as the kernels read it: one of its last two strides is 1."""
     return x if x.stride(-1) == 1 or x.stride(-2) == 1 else x.contiguous()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
-from pydet.torch import override
+from pydet.torch import fused, override
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Linear
 
@@ -25,8 +25,9 @@ def _codes(function: Any) -> Iterator[tuple[CodeType, str]]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _bypass(model: torch.nn.Module) -> str | None:
-    """The module whose code multiplies the weight of a converted head without calling it; None where none does."""
+def _bypass(model: torch.nn.Module) -> tuple[torch.nn.Module, str] | None:
+    """Which module has a converted head, and of which package the code is that multiplies its weight without calling
+    it; None where none does."""
     module: Any
     for module in model.modules():
         head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
@@ -36,35 +37,42 @@ def _bypass(model: torch.nn.Module) -> str | None:
         as_written = [code for code, place in _codes(type(module).forward) if place in own]
         for code, place in _codes(module.forward):  # the model's own may read the type of a weight, and call the head
             if code not in as_written and "weight" in code.co_names and _HEADS.intersection(code.co_names):
-                return place
+                return module, place
     return None
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuses a trainer whose log-probabilities would not be those that the converted model samples with.
+    """Has a trainer's log-probabilities be those that the converted model samples with; refuses one where they are not.
 
     TRL's trainers (from 1.16) and Liger's kernels replace a model's forward by one that multiplies ``lm_head.weight``
-    itself, in tiles with a softmax behind: the converted ``lm_head`` is never called, and the product is PyTorch's.
-    :func:`override_aten` takes it over, and then both have the same logits. Call this when the trainer is made::
+    itself, in tiles with a softmax behind: the converted ``lm_head`` is never called, and the product is PyTorch's. The
+    fused head of TRL becomes :func:`linear_log_prob`, here, in the arithmetic of the converted head: its
+    log-probabilities are :func:`log_prob` of the sampler's logits, its gradients come to ``main_grad`` where the model
+    has :func:`accumulate_gradients`, and logits stay within the workspace. Others are refused. Call this when the
+    trainer is made::
 
-        with pydet.torch.override_aten():
-            trainer = trl.GRPOTrainer(model, ...)
-            pydet.torch.check_trainer(trainer)
-            trainer.train()
+        trainer = trl.GRPOTrainer(model, ...)
+        pydet.torch.check_trainer(trainer)
+        trainer.train()
 
     Args:
         trainer: what has a ``model``, and perhaps a ``ref_model``.
 
     Raises:
-        Error: ``trainer`` has no model; or one of them has a converted head that its forward does not call, and
-            :func:`override_aten` is not active.
+        Error: ``trainer`` has no model; or one of them has a converted head that its forward does not call, it is not
+            by TRL's, and :func:`override_aten` is not active.
     """
     if not isinstance(getattr(trainer, "model", None), torch.nn.Module):
         fail(INVALID_VALUE, f"check_trainer: trainer is {type(trainer).__qualname__}, want one that has a model")
     for name in ("model", "ref_model"):
         model = getattr(trainer, name, None)
-        place = _bypass(model) if isinstance(model, torch.nn.Module) else None
-        if place and not override.is_active():
+        found = _bypass(model) if isinstance(model, torch.nn.Module) else None
+        if found is None:
+            continue
+        module, place = found
+        if fused.can_route(module, place):
+            fused.route(module)
+        elif not override.is_active():
             fail(
                 UNSUPPORTED,
                 f"check_trainer: the {name} of {type(trainer).__qualname__} has a forward of {place}, which multiplies "

@@ -597,6 +597,7 @@ VALUES = {
     "v_bfe_i32": lambda a, b, c: bit_field(a, b, c),
     "v_xad_u32": lambda a, b, c: (a ^ b) + c,
     "v_add_u16": lambda a, b: a + b & U32(0xFFFF),
+    "v_sub_u16": lambda a, b: a - b & U32(0xFFFF),
     "v_ashrrev_i16": lambda a, b: (
         (i32(b << U32(16)) >> (shift(b, a, 16) + U32(16)).astype(I32)).view(U32) & U32(0xFFFF)
     ),
@@ -1232,6 +1233,18 @@ def vector_alu(name, operands, modifiers):
         return mixed
     if plain in ("v_pk_fma_f32", "v_pk_mul_f32", "v_pk_add_f32", "v_pk_mov_b32"):
         return packed(plain, operands, modifiers)
+    if plain == "v_pk_lshrrev_b16":
+        number, (by, x) = register(operands[0])[1], (vector(operand) for operand in operands[1:])
+        chosen = numbers(modifiers, "op_sel", [0] * 2), numbers(modifiers, "op_sel_hi", [1] * 2)
+
+        def shifted_halves(w):
+            distance, value, result = by(w), x(w), U32(0)
+            for place, (of_distance, of_value) in enumerate(chosen):
+                half_of_value = value >> U32(16 * of_value) & U32(0xFFFF)
+                result = result | half_of_value >> (distance >> U32(16 * of_distance) & U32(15)) << U32(16 * place)
+            w.put(number, result)
+
+        return shifted_halves
     if plain in WIDE:
         number, operation = register(operands[0])[1], WIDE[plain]
         shifted = plain != "v_mov_b64"

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "core/backend.h"
+#include "gpu/any/attention_backward.h"
 #include "gpu/backend.h"
 #include "gpu/kernels.h"
 
@@ -184,6 +185,24 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .launches(layernorm_backward_long),
 };
 
+constexpr uint64_t kAllOfAttention =
+    kLogSumExp | kPacked | kLengths | kFirstKey | kPages | kWindow | kMask | kBias | kSinks | kSoftcap;
+constexpr Kernel<Attention> kAttention[] = {
+    Row("hip_attention_ieee", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfAttention)
+        .takes(attention_ieee_takes)
+        .launches(attention_ieee),
+};
+uint64_t attention_workspace(const Attention &a, const char *) { return bytes_of_parts(a); }
+constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
+
+constexpr uint64_t kAllOfAttentionGradient = (kAllOfAttention & ~(kLogSumExp | kPages)) | kAccumulate;
+constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
+    Row("hip_attention_backward_ieee", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfAttentionGradient)
+        .launches(attention_backward_ieee),
+};
+uint64_t attention_backward_workspace(const AttentionBackward &b, const char *) { return bytes_of_deltas(b.forward); }
+constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
+
 pydet_status query_device(int32_t id, pydet_device_info *info) {
   gpu_error error = gpu_describe(id, info);
   if (error == kGpuSuccess) return PYDET_OK;
@@ -219,8 +238,8 @@ constexpr Backend hip() {
   backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
                           table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
                           table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          no_kernels<Attention>(), no_kernels<AttentionBackward>(), table(kActivation),
-                          table(kActivationBackward), table(kSample), table(kTopK));
+                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
+                          table(kActivation), table(kActivationBackward), table(kSample), table(kTopK));
   return backend;
 }
 

@@ -16,24 +16,30 @@ namespace {
 
 constexpr int kThreads = 256, kVectorBytes = 16;
 
-// W elements of a row as they lie in memory.
+// W elements of a row as they lie in memory, in words: of vectors of 16-bit numbers clang 19 makes moves of bytes, and on
+// AMD's GPUs one that lets a neighbour's sign into a number (tests/test_hip.py has seen it).
 template <Type type, int W> struct Elements {
-  using Bits = typename Element<type>::Bits;
-  Bits bits[W];
+  static constexpr int kPerWord = 4 / size_of(type);
+  uint32_t words[divide_up(W, kPerWord)];
+
+  __device__ __forceinline__ typename Element<type>::Bits bits(int e) const {
+    return typename Element<type>::Bits(words[e / kPerWord] >> e % kPerWord * 16);
+  }
 };
 // Of those from `from` on, `left` are the row's. Past its end there are zeros.
 template <Type type, int W>
 __device__ __forceinline__ Elements<type, W> load_elements(const char *from, int64_t left) {
   using Bits = typename Element<type>::Bits;
-  Elements<type, W> v;
+  Elements<type, W> v = {};
   if (W > 1 && left >= W) {
     if constexpr (W > 1) {
       const uint4 words = *reinterpret_cast<const uint4 *>(from);
-      memcpy(v.bits, &words, sizeof v.bits);
+      v.words[0] = words.x, v.words[1] = words.y, v.words[2] = words.z, v.words[3] = words.w;
     }
   } else {
 #pragma unroll
-    for (int e = 0; e < W; ++e) v.bits[e] = e < left ? reinterpret_cast<const Bits *>(from)[e] : Bits(0);
+    for (int e = 0; e < W; ++e)
+      if (e < left) v.words[e / v.kPerWord] |= uint32_t(reinterpret_cast<const Bits *>(from)[e]) << e % v.kPerWord * 16;
   }
   return v;
 }
@@ -58,7 +64,7 @@ __device__ __forceinline__ void store_elements(char *to, int64_t left, const flo
 }
 template <Type type, int W> __device__ __forceinline__ void unpack(const Elements<type, W> &v, float (&x)[W]) {
 #pragma unroll
-  for (int e = 0; e < W; ++e) x[e] = Element<type>::to_f32(v.bits[e]);
+  for (int e = 0; e < W; ++e) x[e] = Element<type>::to_f32(v.bits(e));
 }
 // To the type and back. In fp32 there is nothing to round, and a NaN need not be canonical before it is stored.
 template <Type type> __device__ __forceinline__ float round_to(float x) {

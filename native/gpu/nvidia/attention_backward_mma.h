@@ -12,7 +12,7 @@
 // that is not finite is therefore made again row by row, with zeros for what such pairs would meet.
 #pragma once
 
-#include "gpu/nvidia/attention_backward.h"
+#include "gpu/any/attention_backward.h"
 #include "gpu/nvidia/mma.h"
 
 namespace pydet {

@@ -10,7 +10,7 @@
 // is not finite is therefore made again row by row, with zeros for such keys' values. Not tuned for peak speed:
 // sm90/attention/ is.
 
-#include "gpu/nvidia/attention.h"
+#include "gpu/any/attention.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/mma.h"
 

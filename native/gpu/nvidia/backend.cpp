@@ -8,7 +8,7 @@
 #include "core/backend.h"
 #include "gpu/backend.h"
 #include "gpu/kernels.h"
-#include "gpu/nvidia/attention_backward.h"
+#include "gpu/any/attention_backward.h"
 #include "gpu/nvidia/sm90/attention/backward.h"
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/groups.h"

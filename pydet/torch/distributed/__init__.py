@@ -13,6 +13,7 @@ rank, with a sentence; a rank that died is the group's to notice, by its connect
 
 from pydet.torch.distributed import sharding
 from pydet.torch.distributed.exchange import all_reduce, check_exchanges, reduce_scatter
+from pydet.torch.distributed.head import vocab_parallel_linear_log_prob
 from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
 from pydet.torch.distributed.linear import column_parallel_linear, row_parallel_linear, segment_length, shard_bounds
 from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
@@ -39,5 +40,6 @@ __all__ = [
     "shard_bounds",
     "share_heads",
     "split_segments",
+    "vocab_parallel_linear_log_prob",
     "vocab_parallel_log_prob",
 ]

@@ -11,7 +11,7 @@ import torch
 
 from pydet._native import INVALID_DEVICE, INVALID_DTYPE, constants, fail
 from pydet.hooks import unknown
-from pydet.ops.grouped import _grouped_gemm
+from pydet.ops.grouped import _grouped_gemm, check_ends
 from pydet.torch.ops.register import GEMM_OPTIONS, Call, Dtype, Tensor, define, index_of
 from pydet.torch.ops.tracing import TRACED, operands
 
@@ -23,6 +23,7 @@ def _run_grouped_gemm(
 ) -> Tensor:
     options = {"bias": bias, "arithmetic": arithmetic, "k_chunk": k_chunk}
     group_end = group_end.contiguous()
+    check_ends(_OP, a, b, group_end)
     if a.dim() != 2 or b.dim() != 3:
         return _grouped_gemm(a, b, group_end, out_dtype=index_of(out_dtype), **options)
     out = a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)

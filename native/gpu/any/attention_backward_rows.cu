@@ -5,7 +5,7 @@
 //   dsinks_h = chain over the tokens, ascending: a block a head makes the terms of 32 tokens at a time, one thread adds
 //   them
 
-#include "gpu/nvidia/attention_backward.h"
+#include "gpu/any/attention_backward.h"
 #include "gpu/device.h"
 
 namespace pydet {
@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
 using Kernel = void (*)(AttentionBackward);
 
 template <Type type> Kernel sinks_of(const Attention &f) {
-  if (f.arithmetic == Arithmetic::sm90) return sinks_kernel<type, HopperExp2>;
+  if constexpr (kGpuDeviceType == PYDET_CUDA)
+    if (f.arithmetic == Arithmetic::sm90) return sinks_kernel<type, HopperExp2>;
   return sinks_kernel<type, std::conditional_t<type == Type::f32, FineExp2, CoarseExp2>>;
 }
 Kernel sinks_for(const Attention &f) {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "core/error.h"
-#include "gpu/nvidia/attention.h"
+#include "gpu/any/attention.h"
 
 namespace pydet {
 

@@ -1,6 +1,6 @@
 // Attention's segments, which blocks of their own made, folded in ascending order: a block a row, a thread some columns.
 
-#include "gpu/nvidia/attention.h"
+#include "gpu/any/attention.h"
 #include "gpu/device.h"
 
 namespace pydet {
@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 using Kernel = void (*)(Attention);
 
 template <Type type> Kernel kernel_of(const Attention &p) {
-  if (p.arithmetic == Arithmetic::sm90) return combine_kernel<type, HopperExp2>;
+  if constexpr (kGpuDeviceType == PYDET_CUDA)
+    if (p.arithmetic == Arithmetic::sm90) return combine_kernel<type, HopperExp2>;
   return combine_kernel<type, std::conditional_t<type == Type::f32, FineExp2, CoarseExp2>>;
 }
 Kernel kernel_for(const Attention &p) {

@@ -1,4 +1,4 @@
-// Attention by fmaf chains, on any NVIDIA GPU, for every type, layout and option: the general kernel of arithmetic ieee.
+// Attention by fmaf chains, on any GPU, for every type, layout and option: the general kernel of arithmetic ieee.
 //
 //   NUMERICS.md, "Attention", has the formula. A block makes 16 rows, each a query of one of a group's heads. It walks the
 //   keys that any of them sees in the contract's blocks of 64 or 128: their scores (a thread has a key and all rows, or half
@@ -9,7 +9,7 @@
 // A key that a row may not see has weight 0, and 0 times a value is 0 unless that is Inf or NaN. A tile with a result that
 // is not finite is therefore made again with such keys left out by a branch.
 
-#include "gpu/nvidia/attention.h"
+#include "gpu/any/attention.h"
 #include "gpu/device.h"
 #include "gpu/kernels.h"
 

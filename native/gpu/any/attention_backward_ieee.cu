@@ -1,4 +1,4 @@
-// Attention's gradients by fmaf chains, on any NVIDIA GPU, for every type, layout and option: the general kernels of
+// Attention's gradients by fmaf chains, on any GPU, for every type, layout and option: the general kernels of
 // arithmetic ieee.
 //
 //   NUMERICS.md, "Attention, backward", has the formulas. Two kernels make the scores again, and the products of dout
@@ -11,7 +11,7 @@
 // A pair that is not allowed has weight 0, and 0 times a number is 0 unless that is Inf or NaN. A tile with a result
 // that is not finite is therefore made again with such pairs left out by a branch.
 
-#include "gpu/nvidia/attention_backward.h"
+#include "gpu/any/attention_backward.h"
 #include "gpu/device.h"
 #include "gpu/kernels.h"
 

@@ -1,0 +1,301 @@
+"""python -m bench.families: minute models of the families of Transformers, converted, and what of their bits varies.
+
+Each family is made with random weights, two layers of width 32, in float32 and bfloat16, converted, with pydet's
+attention, and runs under override_aten(). A cell is the number of elements that differ, in float32 and in bfloat16:
+
+- alone: logits of three sequences, one of them padded on the left, in a batch and each alone (`pydet.torch.check`).
+- decode: logits of tokens that came one by one, with a cache, and in one prefill.
+- odd: as alone, at widths that are no multiples of 8, alone on 1 and in the batch on 2 threads of PyTorch.
+- training: gradients of all parameters, of a batch and of its sequences one by one (`accumulate_gradients`).
+
+A cell may say "refused" (by a sentence of pydet's) or "-" (the model does not run so, converted or not). The last
+columns are how far logits are from stock's, and what the model's modules leave to PyTorch.
+
+    python -m bench.families                     # all, into docs/families.md
+    python -m bench.families llama mamba2        # those, to the screen
+"""
+
+import argparse
+import inspect
+import pathlib
+import sys
+import time
+import warnings
+
+import torch
+import transformers
+
+import pydet
+import pydet.torch
+
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_bigcode",
+    "opt",
+    "bloom",
+    "stablelm",
+    "starcoder2",
+    "granite",
+    "glm",
+    "glm4",
+    "cohere",
+    "cohere2",
+    "nemotron",
+    "smollm3",
+    "helium",
+    "ernie4_5",
+    "persimmon",
+    "biogpt",
+    "codegen",
+    "gptj",
+    "falcon",
+    "mpt",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "granitemoe",
+    "gpt_oss",
+    "minimax_m2",
+    "deepseek_v3",
+    "jamba",
+    "mamba",
+    "mamba2",
+    "falcon_h1",
+    "bamba",
+    "qwen3_next",
+]
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2},
+    **{"pad_token_id": 0},
+}
+ODD = {"vocab_size": 61, "hidden_size": 36, "intermediate_size": 50, "head_dim": 10}
+EXPERTS = {
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+    **{"topk_group": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1, "decoder_sparse_step": 1},
+}
+OWN = {  # what else a family wants to be minute
+    "falcon": {"head_dim": None},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "n_positions": 512},
+    "codegen": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "n_positions": 512},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    "deepseek_v3": {
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        **{"num_key_value_heads": 4, "head_dim": None},
+    },
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8},
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 8,
+        "attn_layer_indices": [1],
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
+    "qwen3_next": {
+        **{
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        **{"layer_types": ["linear_attention", "full_attention"]},
+    },
+}
+OWN_ODD = {
+    "mamba2": {"num_heads": 9, "head_dim": 8},
+    "falcon": {"hidden_size": 40},
+    **{name: {"partial_rotary_factor": 0.4} for name in ("phi", "nemotron", "glm", "glm4", "persimmon")},
+    "bamba": {"mamba_n_heads": 9},
+    "falcon_h1": {"mamba_d_ssm": 72, "mamba_n_heads": 9},
+}
+COLUMNS = ("family", "alone", "decode", "odd", "training", "from stock", "left to PyTorch")
+
+
+def build(family: str, dtype: torch.dtype, **more: object) -> torch.nn.Module:
+    """A converted model, with its report."""
+    sizes = {**SIZES, **EXPERTS, **more, **OWN.get(family, {}), **(OWN_ODD.get(family, {}) if more else {})}
+    config = transformers.CONFIG_MAPPING[family](**{name: x for name, x in sizes.items() if x is not None})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # so that attention does more than average
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model = model.to(dtype)
+    pydet.torch.register_attention()
+    if "pydet" in transformers.AttentionInterface() and getattr(model, "_can_set_attn_implementation", lambda: True)():
+        model.set_attn_implementation("pydet")
+    pydet.torch.convert(model)
+    return model
+
+
+def ids_of(model: torch.nn.Module, rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(3, model.config.get_text_config().vocab_size, (rows, tokens))
+
+
+def seen(model: torch.nn.Module) -> pydet.torch.Check:
+    """Three sequences, of which the second is padded on the left."""
+    ids, mask = ids_of(model, 3, 11), torch.ones(3, 11, dtype=torch.long)
+    mask[1, :4] = 0
+    with pydet.torch.override_aten():
+        return pydet.torch.check(model, {"input_ids": ids, "attention_mask": mask, "use_cache": False})
+
+
+def decoded(model: torch.nn.Module) -> int:
+    ids, cache, steps = ids_of(model, 2, 9), None, []
+    with torch.no_grad(), pydet.torch.override_aten():
+        whole = model(ids, use_cache=False).logits
+        for i in range(ids.shape[1]):
+            step = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+            cache, logits = step.past_key_values, step.logits
+            steps.append(logits)
+    return int((torch.cat(steps, 1) != whole).sum())
+
+
+def trained(model: torch.nn.Module) -> int:
+    """Elements of gradients that differ, in main_grad or, of what accumulate_gradients leaves, in grad."""
+    found, tokens = pydet.torch.accumulate_gradients(model), pydet.DWEIGHT_ROWS
+    ids = ids_of(model, 2, tokens)
+
+    def gradients(cut: int) -> dict[str, torch.Tensor]:
+        for parameter in found:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        model.zero_grad()
+        for rows in ids.split(cut):
+            places = {"position_ids": torch.arange(tokens).expand(rows.shape)}
+            with pydet.torch.override_aten():
+                logits = model(rows, use_cache=False, **(places if takes_places else {})).logits
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="sum").backward()
+        both = {name: getattr(p, "main_grad", p.grad) for name, p in model.named_parameters()}
+        return {name: x.clone() for name, x in both.items() if x is not None}
+
+    takes_places = "position_ids" in inspect.signature(model.forward).parameters
+    whole, parts = gradients(2), gradients(1)
+    return sum(int((whole[name] != parts[name]).sum()) for name in whole)
+
+
+def cell(measure: object) -> str:
+    try:
+        return f"{measure():,}"  # type: ignore[operator]
+    except pydet.Error:
+        return "refused"
+    except Exception as problem:  # a family that does not run so
+        print(f"    {type(problem).__name__}: {problem}".splitlines()[0][:160], file=sys.stderr)
+        return "-"
+
+
+def odd_widths(family: str, dtype: torch.dtype) -> int:
+    model, threads = build(family, dtype, **ODD), torch.get_num_threads()
+    ids = ids_of(model, 3, 7)
+    try:
+        with torch.no_grad(), pydet.torch.override_aten():
+            torch.set_num_threads(2)
+            together = model(ids, use_cache=False).logits
+            torch.set_num_threads(1)
+            alone = torch.cat([model(row[None], use_cache=False).logits for row in ids])
+    finally:
+        torch.set_num_threads(threads)
+    return int((together != alone).sum())
+
+
+def row(family: str) -> list[str]:
+    """A line of the table."""
+    cells: dict[str, list[str]] = {name: [] for name in COLUMNS[1:5]}
+    far, left = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        try:
+            model = build(family, dtype)
+        except Exception as problem:  # a family that wants other settings
+            print(f"    {type(problem).__name__}: {problem}".splitlines()[0][:160], file=sys.stderr)
+            return [family, *["-"] * (len(COLUMNS) - 1)]
+        checked: list[pydet.torch.Check] = []
+
+        def alone(checked=checked, model=model) -> int:
+            checked.append(seen(model))
+            return checked[0].elements[0]
+
+        cells["alone"].append(cell(alone))
+        cells["decode"].append(cell(lambda model=model: decoded(model)))
+        cells["odd"].append(cell(lambda dtype=dtype: odd_widths(family, dtype)))
+        cells["training"].append(cell(lambda model=model: trained(model)))
+        far += [f"{x.difference:.1g} of {x.largest:.1g}" for x in checked if x.difference is not None]
+        modules = dict(model.named_modules())
+        of = [modules[name] for x in checked for name in x.left]
+        left += [type(module).__name__ for module in of if not isinstance(module, torch.nn.Embedding)]
+    what = ", ".join(dict.fromkeys(left)) or "nothing"
+    return [family, *(", ".join(cells[name]) for name in COLUMNS[1:5]), "; ".join(far) or "-", what]
+
+
+def table(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
+    return "\n".join(lines) + "\n"
+
+
+def page(rows: list[list[str]]) -> str:
+    """docs/families.md."""
+    cells = [x for line in rows for column in line[1:5] for x in column.split(", ") if x != "-"]
+    counted = {what: sum(x == what for x in cells) for what in ("0", "refused")}
+    other = len(cells) - sum(counted.values())
+    versions = f"Transformers {transformers.__version__}, PyTorch {torch.__version__.partition('+')[0]}, on a CPU"
+    ran = sum(line[1] != "-" for line in rows)
+    return (
+        "# Families of models\n\n"
+        "`python -m bench.families` makes this page. It makes minute models with random weights, two layers of width\n"
+        "32, converts them, and runs them under `override_aten()` with pydet's attention. A cell has the number of\n"
+        "elements that differ in float32, and in bfloat16.\n\n"
+        "- alone: logits of three sequences, one padded on the left, in a batch and each alone, with its padding and\n"
+        "  without it.\n"
+        "- decode: logits of tokens that came one by one, with a cache, and in one prefill.\n"
+        "- odd: as alone, at widths that are no multiples of 8, alone on one thread and in the batch on two.\n"
+        "- training: gradients of all parameters, of a batch and of its sequences one by one.\n\n"
+        "`-` is what did not run so minute. From stock: the largest difference of a logit, and the largest logit;\n"
+        "where a router chooses, rounding may change its choice in bfloat16. Left to PyTorch: the classes of modules\n"
+        "whose own code calls operators of PyTorch that sum, choose or depend on a place, without embeddings. Which\n"
+        "operators they are, and which parameters keep their gradient in `grad`, is what `check` and\n"
+        "`accumulate_gradients` say of a model.\n\n"
+        f"{versions}: {ran} families ran; of {len(cells)} cells {counted['0']} are 0,\n"
+        f"{counted['refused']} refused, and {other} have elements that differ.\n\n" + table(rows)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "families", nargs="*", metavar="family", help="as Transformers calls it; default: all, into docs"
+    )
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    if unknown := [name for name in options.families if name not in transformers.CONFIG_MAPPING]:
+        parser.error(f"no such family: {', '.join(unknown)}")
+    rows = []
+    for family in options.families or FAMILIES:
+        started = time.monotonic()
+        rows.append(row(family))
+        print(" | ".join(rows[-1]), f"({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
+    if options.families:
+        print(table(rows), end="")
+    else:
+        pathlib.Path(__file__).parents[1].joinpath("docs", "families.md").write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()

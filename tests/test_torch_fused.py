@@ -1,0 +1,126 @@
+"""pydet.torch.fuse_loss: the loss of Transformers' models without the logits, in training as in evaluation."""
+
+import copy
+import importlib.util
+import os
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
+
+import pydet  # noqa: E402
+import pydet.torch as pt  # noqa: E402
+from torch_bits import same  # noqa: E402
+
+
+def model_of(kind="Llama", hidden=64, dtype=torch.float32, convert=True, **more):
+    import transformers
+
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, vocab_size=96, **more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
+    pt.register_attention()
+    model.set_attn_implementation("pydet")
+    if convert:
+        pt.convert(model, strict=True)
+    return model
+
+
+@pytest.fixture
+def transformers(need):
+    need(importlib.util.find_spec("transformers"), "models", "no transformers here")
+
+
+def tokens(rows=4, length=12):
+    ids = torch.randint(2, 96, (rows, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return ids, labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_of_training_is_that_of_evaluation(transformers, dtype, tied):
+    """And of the logits; its gradients are those of the loss on the logits."""
+    ids, labels = tokens()
+    model = model_of(dtype=dtype, tie_word_embeddings=tied)
+    stock = model(ids, labels=labels).loss
+    pt.fuse_loss(model)
+    pt.fuse_loss(model)
+    calls = []
+    model.lm_head.register_forward_hook(lambda *given: calls.append(given[2].shape[-1]))
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    for given in ({}, {"num_items_in_batch": torch.tensor(17)}, {"num_items_in_batch": 17}, {"shift_labels": shifted}):
+        model.train()
+        made = model(ids, labels=labels, **given)
+        assert made.logits is None and "logits" not in made and calls.pop() == 64, "what came to the head went through"
+        mine = torch.autograd.grad(made.loss, list(model.parameters()))
+        model.eval()
+        other = model(ids, labels=labels, **given)
+        assert other.logits.shape == (4, 12, 96) and calls.pop() == 96
+        same(made.loss, other.loss)
+        each = pydet.log_prob(other.logits.detach()[:, :-1].contiguous(), labels[:, 1:].contiguous())
+        kept = labels[:, 1:] != -100
+        count = 17 if "num_items_in_batch" in given else int(kept.sum())
+        torch.testing.assert_close(made.loss, -each[kept].sum() / count, rtol=1e-6, atol=1e-6)
+        for got, want in zip(mine, torch.autograd.grad(other.loss, list(model.parameters())), strict=True):
+            same(got, want)
+    torch.testing.assert_close(stock, model(ids, labels=labels).loss, rtol=1e-6, atol=1e-6)
+    assert "forward" not in model.lm_head.__dict__ and model.train()(ids).logits.shape == (4, 12, 96)
+
+
+def test_micro_batches_have_the_sums_of_one_batch(transformers):
+    """Every main_grad; a micro-batch has 256 rows, as norms ask."""
+    ids, labels = tokens(4, 128)
+    sums = []
+    for hidden in (512, 1000):
+        for size in (4, 2):
+            model = model_of(hidden=hidden)
+            pt.fuse_loss(model)
+            pt.accumulate_gradients(model)
+            for start in range(0, 4, size):
+                part = slice(start, start + size)
+                model.train()(ids[part], labels=labels[part], num_items_in_batch=500).loss.backward()
+            assert model.lm_head.weight.grad is None
+            sums.append({n: p.main_grad for n, p in model.named_parameters() if hasattr(p, "main_grad")})
+        whole, parts = sums[-2:]
+        assert len(whole) > 8 and whole["lm_head.weight"].any()
+        for name, value in whole.items():
+            same(parts[name], value)
+
+
+def test_a_copy_has_its_own_head(transformers):
+    ids, labels = tokens()
+    model = model_of()
+    pt.fuse_loss(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(0)
+    loss = twin.train()(ids, labels=labels).loss
+    torch.testing.assert_close(loss, torch.tensor(96.0).log())
+    assert model.train()(ids, labels=labels).loss != loss
+
+
+def test_what_cannot_be_fused_is_refused(transformers):
+    ids, labels = tokens()
+    capped = model_of("Gemma2", head_dim=16, final_logit_softcapping=30.0)
+    pt.fuse_loss(capped)
+    with pytest.raises(pydet.Error, match=r"^fuse_loss: Gemma2ForCausalLM changes the logits between head and loss"):
+        capped.train()(ids, labels=labels)
+    assert "forward" not in capped.lm_head.__dict__ and capped.eval()(ids, labels=labels).loss.isfinite()
+    with pytest.raises(pydet.Error, match=r"^fuse_loss: the head is Linear, want a pydet.torch.Linear, as convert"):
+        pt.fuse_loss(model_of(convert=False))
+    with pytest.raises(pydet.Error, match=r"^fuse_loss: the head is Sequential, which has none, want a pydet"):
+        pt.fuse_loss(torch.nn.Sequential())
+    other = types.SimpleNamespace(get_output_embeddings=lambda: pt.Linear(4, 4), loss_function=max)
+    with pytest.raises(pydet.Error, match=r"^fuse_loss: the loss is max, want Transformers' ForCausalLMLoss$"):
+        pt.fuse_loss(other)
+    model = model_of()
+    pt.fuse_loss(model)
+    with pytest.raises(pydet.Error, match=r"^fuse_loss: the forward gave a tuple, want return_dict=True$"):
+        model.train()(ids, labels=labels, return_dict=False)
+    model.lm_head.forward = model.lm_head.forward
+    with pytest.raises(pydet.Error, match=r"^fuse_loss: the head has a forward set on the instance"):
+        model.train()(ids, labels=labels)
