@@ -202,6 +202,7 @@ _NO_DERIVATIVE = {  # of what has no gradient of its own, or no second one
     "rmsnorm_backward": "rmsnorm_backward: no derivative of this gradient; rms_norm has first gradients",
     "layernorm": "layernorm: no derivative; layer_norm has first gradients (jax.grad, jax.vjp)",
     "layernorm_backward": "layernorm_backward: no derivative of this gradient; layer_norm has first gradients",
+    "activation_backward": "activation_backward: no derivative of this gradient; activations have first gradients",
     "softmax_backward": "softmax_backward: no derivative of this gradient",
     "log_prob_backward": "log_prob_backward: no derivative of this gradient",
     "attention_backward": "attention_backward: no derivative of this gradient; attention has first gradients",
