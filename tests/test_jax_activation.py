@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from test_jax import device, dtype, eager, jax, jnp, normal, pj, refuses, same, vjp  # noqa: F401
-
 import pydet
 from pydet.hooks import KINDS
+from test_jax import device, dtype, eager, jax, jnp, normal, pj, refuses, same, vjp  # noqa: F401
 
 NAMED = {  # name -> (function, its kind, JAX's own)
     "silu": (pj.silu, "silu", jax.nn.silu),
@@ -92,10 +91,10 @@ def test_kernels_by_name(device, dtype):
     x = normal(8, 64, dtype=dtype)
     short, ran = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype.name], 0
     for kernel in pydet.kernels():
-        if kernel.device == device and kernel.available and kernel.operation == "activation":
-            if short in kernel.dtypes.split():
-                same(pj.activation(x, "gelu", kernel=kernel.name), pydet.activation(x, "gelu"))
-                ran += 1
+        here = kernel.device == device and kernel.available and kernel.operation == "activation"
+        if here and short in kernel.dtypes.split():
+            same(pj.activation(x, "gelu", kernel=kernel.name), pydet.activation(x, "gelu"))
+            ran += 1
     assert ran
     with pytest.raises(Exception, match="no_such_kernel"):
         jax.block_until_ready(pj.activation(x, kernel="no_such_kernel"))

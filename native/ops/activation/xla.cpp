@@ -50,7 +50,8 @@ void activation_backward(Call &call) {
   }
   void *stream = call.stream();
   if (!call.failed())
-    call.check(pydet_activation_backward(stream, &dy, &x, gated ? &up : nullptr, &dx, gated ? &dup : nullptr, &options));
+    call.check(
+        pydet_activation_backward(stream, &dy, &x, gated ? &up : nullptr, &dx, gated ? &dup : nullptr, &options));
 }
 
 constexpr char kActivation[] = "activation";
