@@ -35,7 +35,7 @@ def loss(params, tokens):
 
 @pytest.fixture(scope="module")
 def params():
-    return Model().init(jax.random.key(0), TOKENS)
+    return jax.jit(Model().init)(jax.random.key(0), TOKENS)
 
 
 def test_a_sequence_alone_and_in_the_batch(params):

@@ -24,6 +24,7 @@ and XLA's own error with pydet's sentence in it afterwards.
 """
 
 from pydet.jax import calls  # noqa: F401 -- the first to want JAX, it says so
+from pydet.jax.accumulated import accumulate_gradients
 from pydet.jax.activation import (
     activation,
     exp,
@@ -54,6 +55,7 @@ __all__ = [
     "Array",
     "Check",
     "Coverage",
+    "accumulate_gradients",
     "activation",
     "attention",
     "check",

@@ -50,15 +50,15 @@ def _floats(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _bound(equation: Any, operands: list[Any]) -> list[Any]:
-    """An equation as it is."""
+def as_it_is(equation: Any, operands: list[Any]) -> list[Any]:
+    """What an equation gives by itself."""
     bound = equation.primitive.get_bind_params(equation.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # as older releases have it
     found = equation.primitive.bind(*functions, *operands, **params)
     return list(found) if equation.primitive.multiple_results else [found]
 
 
-class _Walk:
+class Walk:
     """A program's equations one by one, some replaced, with the bodies of its loops, branches and calls."""
 
     def __init__(self, arithmetic: Arithmetic, k_chunk: int | None) -> None:
@@ -98,10 +98,12 @@ class _Walk:
         pydets = name == "ffi_call" and str(params.get("target_name", "")).startswith("pydet_")
         if name not in _EXACT and not pydets and any(_floats(x.aval) for x in equation.outvars if hasattr(x, "aval")):
             self.left[name] += 1
-        return _bound(equation, operands)
+        return as_it_is(equation, operands)
 
-    def number(self, name: str, params: dict[str, Any], operands: list[Any]) -> Array | None:
-        """What pydet makes of an operation that gives one array; None where it does not."""
+    def number(
+        self, name: str, params: dict[str, Any], operands: list[Any], accumulate: Array | None = None
+    ) -> Array | None:
+        """What pydet makes of an operation that gives one array; None where it does not. A sum may continue another."""
         if not operands or any(name_of(np.dtype(jnp.result_type(x))) not in UNSCALED for x in operands[:1]):
             return None
         x, more = jnp.asarray(operands[0]), operands[1:]
@@ -120,12 +122,13 @@ class _Walk:
         if name == "reduce_sum" and params.get("out_sharding") is None:
             axes = tuple(params["axes"])
             ones = jnp.ones([x.shape[i] for i in axes], x.dtype)
-            return dot_general(x, ones, ((axes, tuple(range(len(axes)))), ((), ())), **self.how)
+            return dot_general(x, ones, ((axes, tuple(range(len(axes)))), ((), ())), accumulate=accumulate, **self.how)
         if name == "dot_general" and params.get("out_sharding") is None:
             wide = params["preferred_element_type"]
             if jnp.result_type(more[0]) == x.dtype and (wide is None or name_of(np.dtype(wide)) in UNSCALED):
-                how = {**self.how, "preferred_element_type": wide}
-                return dot_general(x, jnp.asarray(more[0]), params["dimension_numbers"], params["precision"], **how)
+                how = {**self.how, "preferred_element_type": wide if accumulate is None else None}
+                numbers, precision = params["dimension_numbers"], params["precision"]
+                return dot_general(x, jnp.asarray(more[0]), numbers, precision, accumulate=accumulate, **how)
         return None
 
     # ---- Bodies ------------------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ def _array_like(x: Any) -> bool:
     return is_array(x) or (hasattr(type(x), "__jax_array__") and hasattr(x, "dtype"))
 
 
-def _traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Any], Any]:
+def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Any], Any]:
     """The program of a call, its operands, and the structure of its result. What is no array is static."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if _array_like(x)]
@@ -226,8 +229,8 @@ def _traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[A
     return program, operands, jax.tree.structure(shape)
 
 
-def _converted(how: tuple[Any, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    program, operands, tree = _traced(fn, args, kwargs)
+def converted(how: tuple[Any, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    program, operands, tree = traced(fn, args, kwargs)
     return jax.tree.unflatten(tree, _derived(how, program.jaxpr)(*program.consts, *operands))
 
 
@@ -241,7 +244,7 @@ def _derived(how: tuple[Any, Any], jaxpr: Any) -> Any:
 
     @jax.custom_vjp
     def call(*operands: Any) -> list[Any]:
-        return _Walk(*how).run(jaxpr, operands[:count], operands[count:])
+        return Walk(*how).run(jaxpr, operands[:count], operands[count:])
 
     def forward(*operands: Any) -> tuple[list[Any], Any]:
         differs = [_floats(jnp.asarray(x)) for x in operands]
@@ -256,7 +259,7 @@ def _derived(how: tuple[Any, Any], jaxpr: Any) -> Any:
 
             return jax.vjp(of_floats, *(x for x, d in zip(operands, differs, strict=True) if d), has_aux=True)
 
-        found, pull, rest = _converted(how, split, *operands)
+        found, pull, rest = converted(how, split, *operands)
         made, others = iter(found), iter(rest)
         like = [jnp.zeros((0,)) if d else None for d in differs]
         return [next(made) if f else next(others) for f in results], (pull, like)
@@ -264,7 +267,7 @@ def _derived(how: tuple[Any, Any], jaxpr: Any) -> Any:
     def backward(saved: Any, gradients: Any) -> tuple[Any, ...]:
         pull, like = saved
         given = [dy for dy, f in zip(gradients, results, strict=True) if f]
-        made = iter(_converted(how, lambda pull, given: pull(given), pull, given))
+        made = iter(converted(how, lambda pull, given: pull(given), pull, given))
         return tuple(None if x is None else next(made) for x in like)
 
     call.defvjp(forward, backward)
@@ -298,7 +301,7 @@ def convert(
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _converted((arithmetic, k_chunk), fn, *args, **kwargs)
+        return converted((arithmetic, k_chunk), fn, *args, **kwargs)
 
     run.__name__ = run.__qualname__ = name
     run.__doc__ = fn.__doc__
@@ -315,14 +318,14 @@ def coverage(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Coverage:
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     shaped = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    walk = _Walk("auto", None)
+    walk = Walk("auto", None)
 
     def run(structs: list[Any]) -> list[Any]:
         given = iter(structs)
         positional, named = jax.tree.unflatten(
             tree, [next(given) if s else x for s, x in zip(shaped, leaves, strict=True)]
         )
-        program, operands, _ = _traced(fn, positional, named)
+        program, operands, _ = traced(fn, positional, named)
         return walk.run(program.jaxpr, program.consts, operands)
 
     jax.eval_shape(run, [x for x, s in zip(leaves, shaped, strict=True) if s])
@@ -420,7 +423,7 @@ def _differing(whole: np.ndarray[Any, Any], own: np.ndarray[Any, Any]) -> int:
     return int((np.ascontiguousarray(whole).view(word) != np.ascontiguousarray(own).view(word)).sum())
 
 
-class _Kept(_Walk):
+class _Kept(Walk):
     """Keeps what every equation gives, outside of loops."""
 
     def __init__(self) -> None:
@@ -433,7 +436,7 @@ class _Kept(_Walk):
             return self.closed(equation.params["jaxpr"], operands)
         if name.startswith("custom_") and hasattr(equation.params.get("call_jaxpr"), "consts"):
             return self.closed(equation.params["call_jaxpr"], operands)
-        results = _bound(equation, operands)
+        results = as_it_is(equation, operands)
         self.kept.append((f"{name}{_line(equation)}", results))
         return results
 
@@ -453,7 +456,7 @@ def _first(
     names: list[str] = []
 
     def everything(params: Any, batch: Any) -> list[list[Any]]:
-        program, operands, _ = _traced(fn, (params, batch), {})
+        program, operands, _ = traced(fn, (params, batch), {})
         walk = _Kept()
         walk.run(program.jaxpr, program.consts, operands)
         names[:] = [name for name, _ in walk.kept]
