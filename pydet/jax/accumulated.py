@@ -178,8 +178,8 @@ def accumulate_gradients(
     Args:
         loss: ``loss(params, batch)``, the sum over rows of a loss of each row by itself: what mixes or numbers rows, or
             divides by their number as a mean does, is refused. Trees of arrays; the batch's are ``[B, ...]``.
-        micro_batches: how many; they divide B, and have 2 rows or more. For tensor cores the rows of each, times those dimensions of a sum that
-            are no rows, are a multiple of 16, or of ``k_chunk``.
+        micro_batches: how many; they divide B, and have 2 rows or more. For tensor cores the rows of each, times those
+            dimensions of a sum that are no rows, are a multiple of 16, or of ``k_chunk``.
         arithmetic, k_chunk: as in :func:`gemm`; they decide bits.
 
     Returns:
