@@ -151,3 +151,28 @@ def test_check_says_what_varies():
         ("convert: arithmetic is 'fast', want one of", pj.convert, (layers,), {"arithmetic": "fast"}),
     ):
         refuses(f"^{sentence}", call, *arguments, **options)
+
+
+def test_in_shard_map(eager):
+    from jax.sharding import Mesh, PartitionSpec
+
+    x, w = normal(6, 8), normal(8, 8)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("rows",))
+    cut = {"mesh": mesh, "in_specs": (PartitionSpec("rows"), PartitionSpec()), "out_specs": PartitionSpec("rows")}
+    layer = jax.shard_map(lambda x, w: jnp.tanh(x @ w), **cut)
+    want = eager.activation(eager.gemm(x, w), "tanh")
+    same(jax.jit(pj.convert(layer))(x, w), want)
+    assert pj.coverage(layer, x, w) == ({"dot_general": 1, "tanh": 1}, {})
+    total = pj.coverage(
+        jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "rows"), **cut | {"out_specs": PartitionSpec()}), x, w
+    )
+    assert set(total.left) & {"psum", "psum_invariant"}  # in XLA's own order
+
+
+def test_shardings_of_a_call_stay(device):
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    x, w = normal(6, 8), normal(8, 8)
+    here = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("rows",)), PartitionSpec("rows"))
+    inner = jax.jit(jnp.matmul, in_shardings=(here, None))
+    same(jax.jit(pj.convert(lambda x, w: inner(x, w)))(x, w), pj.gemm(x, w))

@@ -202,8 +202,9 @@ class Walk:
         def body(*given: Any) -> tuple[Any, ...]:
             return tuple(self.run(params["jaxpr"], (), given))
 
-        names = {"mesh", "in_specs", "out_specs", "check_vma"} & params.keys()
-        cut = jax.shard_map(body, axis_names=set(params["manual_axes"]), **{name: params[name] for name in names})
+        more = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+        axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+        cut = jax.shard_map(body, axis_names=set(axes), **more)
         return list(cut(*operands))
 
 
