@@ -266,3 +266,19 @@ def test_a_call_is_traced_once(monkeypatch, device):
     assert made == []
     pj.linear(x[:5], w)
     assert made == ["pydet_gemm"]
+
+
+def test_what_was_checked_once_is_not_taken_for_another(device):
+    """A call like an earlier one is not checked anew; 16.0 == 16 and True == 1, which are refused all the same."""
+    x, w = jax.device_put(normal(6, 16)), jax.device_put(normal(4, 16))
+    for call, more in ((pj.gemm, (x, w.T)), (pj.skinny_gemm, (x, w)), (pj.gemm_db, (x, x))):
+        for _ in range(2):
+            same(call(*more, k_chunk=16), call(*more, k_chunk=16, kernel=None))
+            refuses("k_chunk is 16.0, want None or an integer", call, *more, k_chunk=16.0)
+            refuses("arithmetic is b'auto', want", call, *more, arithmetic=b"auto")
+            refuses(r"kernel is \[\], want None or the name", call, *more, kernel=[])
+            assert call(*more, out_dtype="bfloat16").dtype == jnp.bfloat16 and call(*more).dtype == jnp.float32
+    same(pj.skinny_gemm(x, w, weights_constant=True), pj.skinny_gemm(x, w, weights_constant=False))
+    refuses("weights_constant is 1, want True or False", pj.skinny_gemm, x, w, weights_constant=1)
+    refuses("gemm: b is 4x16, want 16xN", pj.gemm, x, w)
+    refuses("x is int32, want float32", pj.linear, x.astype(jnp.int32), w)

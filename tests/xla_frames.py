@@ -162,6 +162,14 @@ ROWS, INDEX, VALUES = (F32, (2, 3, 4)), (S32, (2, 3)), (F32, (2, 3))
 BESIDE = [("allowed", PRED, (2, 1, 3, 9)), ("bias", F32, (1, 4, 3, 1)), ("first_key", S32, (2,)),
           ("seqlens_k", S32, (2,))]  # fmt: skip
 CALLS = {
+    "activation": [
+        Call((ROWS,), (ROWS,), {"kind": 1, "has_up": 0, "kernel": ""}),
+        Call(((F32, ()), (F32, ())), ((F32, ()),), {"kind": 0, "has_up": 1, "kernel": ""}),
+    ],
+    "activation_backward": [
+        Call((ROWS, ROWS), (ROWS,), {"kind": 6, "has_up": 0, "kernel": ""}),
+        Call((ROWS, ROWS, ROWS), (ROWS, ROWS), {"kind": 2, "has_up": 1, "kernel": ""}),
+    ],
     "attention": [
         attention(),
         attention(kinds=BESIDE, tokens_first=1),
@@ -360,7 +368,7 @@ class Attack:
                     assert not self.attempt(changed(wild)), (name, wild)
             else:
                 chained = name == "k_chunk" and call.attributes.get("accumulate")  # one chain then starts elsewhere
-                other = chained or name in ("window_left", "window_right")  # which decide what is seen
+                other = chained or name in ("window_left", "window_right", "kind")  # which decide what is made
                 for wild in WILD:
                     self.attempt(changed(wild), None if other and wild >= 0 else bits)
             assert not self.attempt(changed(np.int32(0))), f"{name} of 32 bits"

@@ -24,8 +24,23 @@ and XLA's own error with pydet's sentence in it afterwards.
 """
 
 from pydet.jax import calls  # noqa: F401 -- the first to want JAX, it says so
+from pydet.jax.accumulated import accumulate_gradients
+from pydet.jax.activation import (
+    activation,
+    exp,
+    geglu,
+    gelu,
+    log_sigmoid,
+    sigmoid,
+    silu,
+    softplus,
+    swiglu,
+    swish,
+    tanh,
+)
 from pydet.jax.attention import attention, dot_product_attention
 from pydet.jax.calls import Array
+from pydet.jax.converted import Check, Coverage, check, convert, coverage
 from pydet.jax.fp8 import quantize, scaled_gemm
 from pydet.jax.general import dot_general
 from pydet.jax.groups import ragged_dot
@@ -38,9 +53,19 @@ from pydet.ops import DWEIGHT_ROWS
 __all__ = [
     "DWEIGHT_ROWS",
     "Array",
+    "Check",
+    "Coverage",
+    "accumulate_gradients",
+    "activation",
     "attention",
+    "check",
+    "convert",
+    "coverage",
     "dot_general",
     "dot_product_attention",
+    "exp",
+    "geglu",
+    "gelu",
     "gemm",
     "gemm_da",
     "gemm_db",
@@ -49,6 +74,7 @@ __all__ = [
     "layernorm_backward",
     "linear",
     "log_prob",
+    "log_sigmoid",
     "log_softmax",
     "quantize",
     "ragged_dot",
@@ -56,6 +82,12 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_backward",
     "scaled_gemm",
+    "sigmoid",
+    "silu",
     "skinny_gemm",
     "softmax",
+    "softplus",
+    "swiglu",
+    "swish",
+    "tanh",
 ]

@@ -148,6 +148,28 @@ def kernel_name(op: str, kernel: str | None) -> str:
     return "" if kernel is None else str(static(op, "kernel", kernel, str, "None or the name of a kernel"))
 
 
+_ready: dict[Any, Any] = {}  # what the checks of a call found, by all that they read
+
+
+def remembered(op: str, x: Array, y: Array, given: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The key of a call of two arrays and what is static, or None, and what was found for it, or None."""
+    if type(x) not in _concrete or type(y) not in _concrete:
+        return None, None
+    key = (op, x.shape, x.dtype, y.shape, y.dtype, given, *map(type, given))  # 16 == 16.0, which is refused
+    try:
+        return key, _ready.get(key)
+    except TypeError:  # what is static has no hash, and is refused
+        return None, None
+
+
+def remember(key: Any, found: Any) -> Any:
+    if key is not None:
+        if len(_ready) >= 4096:
+            _ready.clear()
+        _ready[key] = found
+    return found
+
+
 class Options(NamedTuple):
     """What is static of a product, beside its type."""
 
@@ -202,6 +224,7 @@ _NO_DERIVATIVE = {  # of what has no gradient of its own, or no second one
     "rmsnorm_backward": "rmsnorm_backward: no derivative of this gradient; rms_norm has first gradients",
     "layernorm": "layernorm: no derivative; layer_norm has first gradients (jax.grad, jax.vjp)",
     "layernorm_backward": "layernorm_backward: no derivative of this gradient; layer_norm has first gradients",
+    "activation_backward": "activation_backward: no derivative of this gradient; activations have first gradients",
     "softmax_backward": "softmax_backward: no derivative of this gradient",
     "log_prob_backward": "log_prob_backward: no derivative of this gradient",
     "attention_backward": "attention_backward: no derivative of this gradient; attention has first gradients",

@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, fail
-from pydet.frameworks import type_index
-from pydet.jax.calls import INVALID_SHAPE, Array, Options, compiled, name_of, options_of, to_array
+from pydet.jax.calls import INVALID_SHAPE, Array, Options, compiled, continued, name_of, options_of, to_array
 from pydet.jax.products import Layout, product
 from pydet.ops import Arithmetic
-from pydet.protocols import TYPES
 from pydet.shapes import text
 
 _Places = tuple[int, ...]
@@ -40,10 +38,11 @@ def _matrices(x: Array, batch: _Places, free: _Places, contracting: _Places) -> 
     return x.reshape(*lead, *last), turned
 
 
-@compiled(2, 3, 4, 5)
+@compiled(3, 4, 5, 6)
 def _dot_general(
     lhs: Array,
     rhs: Array,
+    start: Array | None,
     contracting: tuple[_Places, _Places],
     batch: tuple[_Places, _Places],
     dtype: str,
@@ -62,7 +61,9 @@ def _dot_general(
     )
     layout = Layout(transpose_a=turned, transpose_b=not plain)
     few_rows = options._replace(skinny=not batch[0] and not turned and not plain)
-    result: Array = product(a, b, None, None, dtype, layout, few_rows)
+    if start is not None:
+        start = start.reshape(*a.shape[:-2], a.shape[-1 if turned else -2], b.shape[-1 if plain else -2])
+    result: Array = product(a, b, None, start, dtype, layout, few_rows)
     return result.reshape(shape)
 
 
@@ -87,6 +88,7 @@ def dot_general(
     preferred_element_type: Any = None,
     *,
     out_sharding: None = None,
+    accumulate: Array | None = None,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
 ) -> Array:
@@ -101,7 +103,7 @@ def dot_general(
         precision: any of JAX's; sums are always fp32, of exact products.
         preferred_element_type: the type of the result; that of ``lhs`` by default.
         out_sharding: None.
-        arithmetic, k_chunk: as in :func:`gemm`.
+        accumulate, arithmetic, k_chunk: as in :func:`gemm`.
 
     Returns:
         The batch dimensions, then the others of ``lhs``, then those of ``rhs``.
@@ -129,8 +131,11 @@ def dot_general(
     for name, summed, lead in (("lhs", pairs[0][0], pairs[1][0]), ("rhs", pairs[0][1], pairs[1][1])):
         if set(summed) & set(lead):
             fail(INVALID_SHAPE, f"{op}: dimension_numbers has dimensions of {name} twice, {summed} and {lead}")
-    dtype = name_of(lhs.dtype)
-    if preferred_element_type is not None:
-        dtype = TYPES[type_index(preferred_element_type, op, "preferred_element_type")]
-    result: Array = _dot_general(lhs, rhs, *pairs, dtype, options_of(op, arithmetic, k_chunk))
+    places = zip((lhs, rhs), *(zip(*pairs, strict=True),), strict=True)
+    shape = tuple(lhs.shape[i] for i in pairs[1][0])
+    shape += tuple(x.shape[i] for x, (summed, lead) in places for i in range(x.ndim) if i not in (*summed, *lead))
+    start, dtype = continued(
+        op, accumulate, shape, preferred_element_type, name_of(lhs.dtype), "preferred_element_type"
+    )
+    result: Array = _dot_general(lhs, rhs, start, *pairs, dtype, options_of(op, arithmetic, k_chunk))
     return result

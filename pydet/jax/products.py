@@ -20,6 +20,8 @@ from pydet.jax.calls import (
     name_of,
     operands_of,
     options_of,
+    remember,
+    remembered,
     static,
     to_array,
 )
@@ -119,10 +121,16 @@ def _matrix_product(
 ) -> Array:
     """The product of two named matrices or batches, which lie as `layout` says; `how`: arithmetic, k_chunk, kernel."""
     a, b = to_array(op, *first), to_array(op, *second)
+    key = None
+    if bias is None and accumulate is None:
+        key, ready = remembered(op, a, b, (out_dtype, *how))
+        if ready is not None:
+            return _run_product(a, b, None, None, ready[0], layout, ready[1])
     added = None if bias is None else to_array(op, "bias", bias)
     shape = RULES.product(op, *operands_of((first[0], a), (second[0], b), ("bias", added)))
     start, dtype = continued(op, accumulate, shape, out_dtype, name_of(a.dtype))
-    result: Array = _run_product(a, b, added, start, dtype, layout, options_of(op, *how))
+    dtype, options = remember(key, (dtype, options_of(op, *how)))
+    result: Array = _run_product(a, b, added, start, dtype, layout, options)
     return result
 
 
@@ -251,6 +259,11 @@ def _skinny(
     kernel: str | None,
 ) -> Array:
     x, w = to_array(op, "x", x), to_array(op, "w", w)
+    key = None
+    if bias is None and accumulate is None:
+        key, ready = remembered(op, x, w, (out_dtype, mode, arithmetic, k_chunk, weights_constant, kernel))
+        if ready is not None:
+            return _run_layer(x, w, None, None, *ready)
     bias = None if bias is None else to_array(op, "bias", bias)
     shape = RULES.skinny_product(op, *operands_of(("x", x), ("w", w), ("bias", bias)))
     start, dtype = continued(op, accumulate, shape, out_dtype, name_of(x.dtype))
@@ -259,5 +272,5 @@ def _skinny(
         mode=unknown(static(op, "mode", mode, str, "a name"), op, "mode"),
         weights_constant=static(op, "weights_constant", weights_constant, bool, "True or False"),
     )
-    y: Array = _run_layer(x, w, bias, start, dtype, options)
+    y: Array = _run_layer(x, w, bias, start, *remember(key, (dtype, options)))
     return y

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pydet._native import INVALID_DTYPE, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, fail
 from pydet.jax.calls import (
     INVALID_SHAPE,
     Array,
@@ -18,7 +20,9 @@ from pydet.jax.calls import (
     kernel_name,
     name_of,
     operands_of,
+    static,
     to_array,
+    to_kind,
     unwrapped,
 )
 from pydet.protocols import type_name
@@ -53,19 +57,69 @@ def _soft_operand(op: str, x: Any) -> Array:
     return x
 
 
-def softmax(x: Array, *, kernel: str | None = None) -> Array:
-    """``exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension: :func:`pydet.softmax` with a gradient.
+def softmax(
+    x: Array,
+    axis: int | tuple[int, ...] | None = -1,
+    where: Array | None = None,
+    *,
+    kernel: str | None = None,
+) -> Array:
+    """``exp(x - max(x)) / sum(exp(x - max(x)))``, as ``jax.nn.softmax``: :func:`pydet.softmax` with a gradient.
 
     Args:
         x: ``[..., N]``.
+        axis: the dimensions of a row; None for all. Rows that are not the last dimension are copied.
+        where: bool, of a shape that broadcasts to that of ``x``: what is not there gives 0.
         kernel: as in :func:`gemm`.
     """
-    return _run_soft(_soft_operand("softmax", x), False, kernel_name("softmax", kernel))
+    return _soft_along("softmax", x, axis, where, False, kernel)
 
 
-def log_softmax(x: Array, *, kernel: str | None = None) -> Array:
-    """The logarithm of :func:`softmax`: :func:`pydet.log_softmax` with a gradient. Arguments as there."""
-    return _run_soft(_soft_operand("log_softmax", x), True, kernel_name("log_softmax", kernel))
+def log_softmax(
+    x: Array,
+    axis: int | tuple[int, ...] | None = -1,
+    where: Array | None = None,
+    *,
+    kernel: str | None = None,
+) -> Array:
+    """The logarithm of :func:`softmax`, as ``jax.nn.log_softmax``: :func:`pydet.log_softmax` with a gradient. Arguments
+    as there; what is not there gives -inf."""
+    return _soft_along("log_softmax", x, axis, where, True, kernel)
+
+
+def _soft_along(op: str, x: Any, axis: Any, where: Any, log: bool, kernel: str | None) -> Array:
+    if isinstance(axis, int) and axis == -1 and where is None:
+        return _run_soft(_soft_operand(op, x), log, kernel_name(op, kernel))
+    x = to_array(op, "x", x)
+    if where is not None:
+        where = to_kind(op, "where", where, "bool")
+        if RULES.broadcast(where.shape, x.shape) != x.shape:
+            fail(INVALID_SHAPE, f"{op}: where is {text(where.shape)}, want one that broadcasts to {text(x.shape)}")
+        where = jnp.broadcast_to(where, x.shape)
+    places = _axes(op, axis, x)
+    order = (*(i for i in range(x.ndim) if i not in places), *places)
+    lead = [x.shape[i] for i in order[: x.ndim - len(places)]]
+
+    def rows(x: Array) -> Array:
+        return jnp.transpose(x, order).reshape(*lead, math.prod(x.shape[i] for i in places))
+
+    there = None if where is None else rows(where)
+    given = rows(x) if there is None else jnp.where(there, rows(x), -jnp.inf)
+    y = _run_soft(_soft_operand(op, given), log, kernel_name(op, kernel))
+    if there is not None:
+        y = jnp.where(there, y, -jnp.inf if log else 0)
+    return jnp.transpose(y.reshape([x.shape[i] for i in order]), [order.index(i) for i in range(x.ndim)])
+
+
+def _axes(op: str, axis: Any, x: Array) -> tuple[int, ...]:
+    """The dimensions of a row, ascending."""
+    given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    places = [static(op, "axis", i, operator.index, "dimensions, or None for all") for i in given]
+    if not all(-x.ndim <= i < x.ndim for i in places) or len({i % x.ndim for i in places}) != len(places):
+        fail(INVALID_VALUE, f"{op}: axis is {axis!r}, want dimensions of x, {text(x.shape)}, once")
+    if not places:
+        fail(INVALID_VALUE, f"{op}: axis is {axis!r}, want one dimension or more")
+    return tuple(sorted(i % x.ndim for i in places))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -29,6 +29,7 @@ template <> struct Operation<Activation> : AlwaysIeee {
   }
   using Functions = FunctionList<pydet_activation, pydet_activation_backward>;
   static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 // dx = round(fl(dy f'(x))); with the other factor g = round(fl(dy up)) in the place of dy, and dup = round(fl(dy round(f(x)))).
