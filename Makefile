@@ -188,7 +188,7 @@ cuda: $(LIBRARY)/libpydet_cuda.so
 
 $(LIBRARY)/libpydet_cuda.so: $(CUDA_OBJECTS) native/exports.map
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F)$(SONAME),-Xcompiler '"$(flag)"') -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) -cudart static $(CUDA_OBJECTS) $(foreach flag,$(LDFLAGS) -Wl$(comma)-soname$(comma)$(@F)$(SONAME),-Xcompiler '"$(flag)"') -o $@
 
 # The same objects on a runtime that is none, for tests of the host's half (tests/fakecuda.c).
 .PHONY: cuda-stand-in
@@ -196,7 +196,7 @@ cuda-stand-in: $(BUILD)/libpydet_cuda_stand_in.so
 
 $(BUILD)/fakecuda.o: tests/fakecuda.c tests/failing_calls.h
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) -x c -Xcompiler -fPIC,-Wall,-Wextra,-Werror -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) -x c -Xcompiler -fPIC,-Wall,-Wextra,-Werror -c $< -o $@
 
 $(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 	@mkdir -p $(@D)
@@ -214,11 +214,11 @@ EMULATED_FLAGS := -std=c++17 -O1 -fPIC -fvisibility=hidden -fno-extern-tls-init 
 
 $(BUILD)/emulated/block.o: tests/emulated/block.cpp
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) $(foreach flag,$(EMULATED_FLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(foreach flag,$(EMULATED_FLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
 $(EMULATED:%=$(BUILD)/emulated/%.o): $(BUILD)/emulated/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
 $(BUILD)/libpydet_cuda_emulated.so: $(filter-out $(EMULATED:%=$(BUILD)/gpu/%.o),$(CUDA_OBJECTS)) $(EMULATED_OBJECTS) $(BUILD)/fakecuda.o
 	@mkdir -p $(@D)
@@ -226,15 +226,15 @@ $(BUILD)/libpydet_cuda_emulated.so: $(filter-out $(EMULATED:%=$(BUILD)/gpu/%.o),
 
 $(CUDA_HOST:%=$(BUILD)/gpu/%.o): $(BUILD)/gpu/%.o: native/gpu/%.cpp
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) $(foreach flag,$(CXXFLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(foreach flag,$(CXXFLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
 $(SM90_GROUPS:%=$(BUILD)/gpu/nvidia/sm90/gemm.%.o): $(BUILD)/gpu/nvidia/sm90/gemm.%.o: native/gpu/nvidia/sm90/gemm.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SM90_GROUP=$* -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_SM90_GROUP=$* -MMD -MP -c $< -o $@
 
 $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_%.o: native/gpu/nvidia/sm90/skinny.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
 	  -DPYDET_SKINNY_WIDE=$(if $(filter %_wide,$*),1,0) -MMD -MP -c $< -o $@
 
 # Some tiles of forward.cu and backward_queries.cu spill what is looked at once a job, or by the warp that loads; their
@@ -253,11 +253,11 @@ $(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas 
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
 
 $(BUILD)/gpu/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
 
 -include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d)
 
