@@ -242,7 +242,7 @@ $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_
 define attention_rule
 $$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUILD)/gpu/nvidia/%.o)): $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%.o: native/gpu/nvidia/sm90/attention/$(1).cu
 	@mkdir -p $$(@D)
-	@$$(LINE) $$(NVCC) -ccbin $$(CXX) $$(subst $$(if $$(filter forward backward_queries,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
+	@$$(LINE) $$(NVCC) -ccbin $$(lastword $$(CXX)) $$(subst $$(if $$(filter forward backward_queries,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
 endef
 $(foreach kernel,forward backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
 
