@@ -31,8 +31,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import interop
 import reference
+import reference_activation
 import reference_attention
 import reference_fp8
+import reference_sample
 from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
 
 os.environ["PYDET_LIBRARY"] = str(library_path())  # one library for all devices that a descriptor may name
@@ -232,11 +234,18 @@ ORDER = {  # how each operation takes its tensors
     "softmax_backward": ["dy", "y", "dx"],
     "log_prob": ["x", "index", "log_prob"],
     "log_prob_backward": ["dlog_prob", "x", "index", "dx"],
+    "activation": ["x", "up", "y"],
+    "activation_backward": ["dy", "x", "up", "dx", "dup"],
+    "sample": ["x", "seed", "position", "token", "log_prob", "filtered_log_prob"],
+    "topk": ["x", "values", "index"],
     "attention": ["q", "k", "v", "out", "lse"],
     "attention_backward": ["dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"],
 }
 OF_ATTENTION = ("sinks", "allowed", "bias", "first_key", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
+OF_SAMPLE = {"temperatures": "temperature", "top_ks": "top_k", "top_ps": "top_p", "min_ps": "min_p"}
 NAMED = {"attention": OF_ATTENTION, "attention_backward": (*OF_ATTENTION[:-1], "dsinks")}  # by the options
+NAMED |= {"sample": tuple(OF_SAMPLE)}
+C_ALONE = ("activation", "activation_backward", "sample", "topk")  # their Python has tests of its own
 
 
 def python_name(call):
@@ -398,7 +407,7 @@ def python_can(call):
     fixed = {"rmsnorm": ["y", "rstd"], "layernorm": ["y", "mean", "rstd"], "quantize": ["x", "out", "scale"]}
     fixed |= {"rmsnorm_backward": ["dx"], "layernorm_backward": ["dx"], "attention": ["out"]}
     fixed |= {"attention_backward": ["lse", "dq", "dk", "dv"]}
-    if call.op == "attention" and call.outputs["lse"] is not None:
+    if call.op in C_ALONE or (call.op == "attention" and call.outputs["lse"] is not None):
         return False  # Python makes it
     if call.op == "attention_backward":
         packs = [call.inputs[name] is None for name in ("cu_seqlens_q", "cu_seqlens_k")]
@@ -666,6 +675,55 @@ def make_softmax(rng):
     if op == "log_prob":
         return Call(op, {"x": x, "index": index}, {"log_prob": of_row}, given)
     return Call(op, {"dlog_prob": of_row, "x": x, "index": index}, {"dx": like()}, given)
+
+
+def make_activation(rng):
+    """Gated or not; now and then a result in the place of an operand."""
+    op, n = rng.choice(["activation", "activation_backward"]), rng.choice([1, 2, 3, 7, 8, 9, 31, 64, 130, 257])
+    rows, kind = rng.choice([[0], [1], [2], [5], [2, 3], [17], []]), rng.choice(list(DTYPES.values()))
+    regions, gated = iter(rng.sample(REGIONS, 5)), rng.random() < 0.5
+    like = lambda: place(rng, next(regions), [*rows, n], kind)
+    inputs = {"x": like(), "up": like() if gated else None}
+    given = options("pydet_activation_options", kind=rng.randrange(len(reference_activation.KINDS)))
+    if op == "activation":
+        return Call(op, inputs, {"y": inputs["x"] if rng.random() < 0.1 else like()}, given)
+    inputs["dy"] = like()
+    dx = inputs["dy"] if rng.random() < 0.1 else like()
+    dup = inputs["x"] if gated and rng.random() < 0.1 else like() if gated and rng.random() < 0.8 else None
+    return Call(op, inputs, {"dx": None if dup is not None and rng.random() < 0.2 else dx, "dup": dup}, given)
+
+
+def make_sample(rng):
+    n, rows = rng.choice([1, 2, 3, 7, 8, 9, 31, 64, 130, 257, 1025]), rng.choice([[0], [1], [2], [5], [2, 3], []])
+    regions, kind = iter(rng.sample(REGIONS, 10)), rng.choice(list(DTYPES.values()))
+    x, whole = place(rng, next(regions), [*rows, n], kind), np.dtype(np.int64)
+    if rng.random() < 0.4:
+        k = rng.choice([1, min(2, n), n, rng.randint(1, n)])
+        outputs = {"values": packed(rng, next(regions), [*rows, k], kind)}
+        outputs["index"] = packed(rng, next(regions), [*rows, k], whole)
+        return Call("topk", {"x": x}, outputs, options("pydet_topk_options"))
+
+    def of_rows(dtype, draw):
+        tensor = packed(rng, next(regions), rows, dtype)
+        Described(tensor).view()[...] = draw(np.random.default_rng(rng.getrandbits(64)))
+        return tensor
+
+    inputs = {"x": x}
+    for name in ("seed", "position"):
+        dtype = rng.choice([BOUNDARY, whole])
+        inputs[name] = of_rows(dtype, lambda g, t=dtype: g.integers(np.iinfo(t).min, np.iinfo(t).max, rows, t))
+    fractions = lambda g: g.choice(np.float32([0, 0.2, 0.9, 1, 1, 2, np.nan]), rows)
+    draws = dict.fromkeys(OF_SAMPLE, fractions) | {"top_ks": lambda g: g.integers(-1, n + 2, rows)}
+    for name, draw in draws.items():
+        dtype = rng.choice([BOUNDARY, whole]) if name == "top_ks" else np.dtype(np.float32)
+        inputs[name] = of_rows(dtype, draw) if rng.random() < 0.3 else None
+    outputs = {"token": packed(rng, next(regions), rows, whole)}
+    for name in ("log_prob", "filtered_log_prob"):
+        there = rng.random() < 0.7
+        outputs[name] = packed(rng, next(regions), rows, np.dtype(np.float32)) if there else None
+    given = {"temperature": rng.choice([0, 0.7, 1, 3]), "top_k": rng.choice([0, 1, 5, n, 2**40])}
+    given |= {"top_p": rng.choice([0, 0.4, 1, 1]), "min_p": rng.choice([0, 0, 0.1, 1])}
+    return Call("sample", inputs, outputs, options("pydet_sample_options", **given))
 
 
 def make_fold(rng):
@@ -1020,6 +1078,7 @@ def mutate_options(rng, call):
         "dbias",
         "initial",
         *OF_ATTENTION,
+        *OF_SAMPLE,
         "dsinks",
     )  # the first would be believed, the others are set by invoke
     name = rng.choice([name for name in fields if name not in held])
@@ -1040,10 +1099,12 @@ def mutate_options(rng, call):
             given.workspace, given.workspace_size = given.workspace + shift, given.workspace_size - shift
     elif name == "workspace_size":
         given.workspace_size = rng.choice([0, 1, given.workspace_size // 2])
-    elif name in ("eps", "weight_offset", "scale", "softcap"):
+    elif name in ("eps", "weight_offset", "scale", "softcap", "temperature", "top_p", "min_p"):
         setattr(given, name, rng.choice([-1.0, -0.0, 0.0, float("nan"), float("inf"), -float("inf"), 1e30, 2.5]))
     elif name in ("kv_chunk", "window_left", "window_right"):
         setattr(given, name, rng.choice([*ODD, 64, 128, 200, 384]))
+    elif name == "top_k":
+        given.top_k = rng.choice([*ODD, 2**62])
     elif name == "k_chunk":
         given.k_chunk = rng.choice([*ODD, 8, 24, 33, 1024])
     elif name == "struct_size":
@@ -1093,6 +1154,11 @@ def meaningless_options(call):
         "scale": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
         "softcap": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
         "log": lambda v: v in (0, 1),
+        "kind": lambda v: 0 <= v < len(reference_activation.KINDS),
+        "temperature": lambda v: 0 <= v < float("inf") or call.inputs["temperatures"] is not None,
+        "top_p": lambda v: 0 <= v <= 1 or call.inputs["top_ps"] is not None,
+        "min_p": lambda v: 0 <= v <= 1 or call.inputs["min_ps"] is not None,
+        "top_k": lambda v: v >= 0 or call.inputs["top_ks"] is not None,
         "accumulate": lambda v: v in (0, 1),
         "mode": lambda v: v in (0, 1),
         "weights_constant": lambda v: v in (0, 1),
@@ -1291,6 +1357,34 @@ def expected_softmax(call, before):
         return {"dx": reference.softmax_backward(dy, y, log=bool(log)).reshape(rows.shape)}
     x = rows.reshape(-1, rows.shape[-1])
     return {"y": (reference.log_softmax if log else reference.softmax)(x).reshape(rows.shape)}
+
+
+def expected_activation(call, before):
+    x, up = before["x"], before.get("up")
+    expect(all(y.shape == x.shape and y.dtype == x.dtype for y in before.values()), "accepted unlike rows")
+    kind = reference_activation.KINDS[chosen(call, "kind")]
+    if call.op == "activation":
+        return {"y": reference_activation.activation(x, kind, up=up)}
+    found = reference_activation.activation_backward(before["dy"], x, kind, up=up)
+    found = {"dx": found} if up is None else dict(zip(("dx", "dup"), found, strict=True))
+    return {name: y for name, y in found.items() if name in before}
+
+
+def expected_sample(call, before):
+    x = before["x"]
+    others = {name: y for name, y in before.items() if name != "x"}
+    if call.op == "topk":
+        values, index = before["values"], before["index"]
+        fits = values.shape == index.shape and values.shape[:-1] == x.shape[:-1] and values.dtype == x.dtype
+        expect(fits and index.dtype == np.int64 and 1 <= values.shape[-1] <= x.shape[-1], "accepted an unlike result")
+        return dict(zip(("values", "index"), reference_sample.topk(x, values.shape[-1]), strict=True))
+    expect(all(y.shape == x.shape[:-1] for y in others.values()), "accepted unlike rows")
+    whole = {name for name in others if name in ("seed", "position", "token", "top_ks")}
+    expect(all((y.dtype.kind == "i") == (name in whole) for name, y in others.items()), "accepted unlike types")
+    given = {name: before.get(many, chosen(call, name)) for many, name in OF_SAMPLE.items()}
+    found = reference_sample.sample(x, before["seed"], before["position"], **given)
+    named = zip(("token", "log_prob", "filtered_log_prob"), found, strict=True)
+    return {name: y for name, y in named if name in before}
 
 
 def expected_log_prob(call, before):
@@ -1522,6 +1616,10 @@ EXPECTED = {
     "layernorm_backward": expected_layernorm_backward,
     "softmax": expected_softmax,
     "softmax_backward": expected_softmax,
+    "activation": expected_activation,
+    "activation_backward": expected_activation,
+    "sample": expected_sample,
+    "topk": expected_sample,
     "log_prob": expected_log_prob,
     "log_prob_backward": expected_log_prob,
 }
@@ -1534,7 +1632,8 @@ def given_tensors(call):
 
 
 def judge_overlap(call):
-    """True where an output shares a byte with another tensor or with itself: such a call must be refused."""
+    """True where an output shares a byte with another tensor or with itself: such a call must be refused. An operand's
+    place may be that of an activation's result."""
     described = {name: Described(t) for name, t in given_tensors(call).items()}
     reach = {name: d.offsets() for name, d in described.items() if d.sense == "inside" and 0 not in d.shape}
     for name in call.outputs:
@@ -1543,9 +1642,14 @@ def judge_overlap(call):
         if len(np.unique(reach[name])) != len(reach[name]):
             return True
         for other in reach:
-            if other != name and np.intersect1d(reach[name], reach[other]).size:
+            itself = call.op.startswith("activation") and other in call.inputs
+            itself = itself and np.array_equal(reach[name], reach[other])
+            if other != name and not itself and np.intersect1d(reach[name], reach[other]).size:
                 return True
     return False
+
+
+WITHOUT_NUMBERS = ("index", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
 
 
 def run_case(seed, number):
@@ -1555,6 +1659,7 @@ def run_case(seed, number):
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
+    makers |= {make_activation: 1, make_sample: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
@@ -1600,9 +1705,7 @@ def run_case(seed, number):
     forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
     expect(by_python or forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
     fp8 = call.op in ("scaled_gemm", "scaled_grouped_gemm", "quantize")
-    numbers = [
-        x for name, x in before.items() if not name.startswith("group_") and name not in ("index", *OF_ATTENTION[1:])
-    ]
+    numbers = [x for name, x in before.items() if not name.startswith("group_") and name not in WITHOUT_NUMBERS]
     expect(fp8 or all(x.dtype in DTYPES.values() for x in numbers), "accepted a type that is no float of 16 or 32 bits")
     vast = any(d.sense == "vast" for d in sense.values())
     expected = {} if vast else EXPECTED.get(call.op, expected_gemm)(call, before)
