@@ -274,6 +274,16 @@ def sums() -> dict[str, Figure]:
             ],
             "Rows are independent: taken all at once, or in chunks of any size, they have the same bits.",
         ),
+        "sum-sample": stages(
+            "Sampling: the token of a row",
+            [
+                ("row of logits", "/ temperature"),
+                ("filters", "by whole numbers,\nwithout an order"),
+                ("+ noise", "of seed, position\nand column"),
+                ("largest", "the first of equals"),
+            ],
+            "Nothing else decides: the same token alone, in a batch, on a CPU and on a GPU.",
+        ),
         "sum-attention": stages(
             "Attention of one query",
             [
