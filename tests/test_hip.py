@@ -947,6 +947,46 @@ def test_activation_equals_cpu(hip, dtype):
             assert_same_bits(ours, theirs, f"{kind}, {dtype} {shape}, result {result} on {hip.arch}")
 
 
+# Widths of rows around a vector and around all threads' vectors, and filters, in turn.
+SAMPLED = [(1, {}), (7, {"top_k": 3}), (130, {"top_p": 0.6}), (1029, {"temperature": 0.7, "min_p": 0.05})]
+SAMPLED += [(2056, {"top_k": 200, "top_p": 0.9, "temperature": 2.0}), (300, {"temperature": 0.0})]
+
+
+def test_sample_equals_cpu(hip):
+    """Each filter; equal elements, where a cut falls among them; a row that has no token; both log-probabilities."""
+    hip.order = in_reverse
+    for number, (n, given) in enumerate(SAMPLED):
+        x = normal(3, n, dtype=list(DTYPES)[number % 3], seed=number)
+        x = np.round(x.astype(np.float32) * 2).astype(x.dtype) if number % 2 else x
+        x[2, n // 2] = np.nan
+        seed, position = np.int64([5, -(2**62), 1]), np.int32([0, 1, -7])
+        found = {}
+        for where in (ROCM, CPU):
+            token, *log_probs = np.full(3, 7), np.full(3, 7, np.float32), np.full(3, 7, np.float32)
+            options = capi.options("pydet_sample_options", **{"temperature": 1, "top_p": 1, **given})
+            hip.check("pydet_sample", options, x, seed, position, token, *log_probs, kind=where)
+            assert where == CPU or last_kernel(hip) == "hip_sample"
+            found[where] = token, *log_probs
+        assert found[CPU][0][2] == -1 and (found[CPU][0][:2] >= 0).all()
+        for result, (ours, theirs) in enumerate(zip(found[ROCM], found[CPU], strict=True)):
+            assert_same_bits(ours, theirs, f"{given} of {n}, result {result} on {hip.arch}")
+
+
+def test_topk_equals_cpu(hip):
+    hip.order = in_reverse
+    for number, (n, k) in enumerate(((1, 1), (9, 9), (257, 5), (1030, 33))):
+        x = np.round(normal(2, n, seed=number) * 2).astype(list(DTYPES.values())[number % 3])
+        x[1, n // 2] = np.nan
+        found = {}
+        for where in (ROCM, CPU):
+            values, index = np.full((2, k), 7, x.dtype), np.full((2, k), 7)
+            hip.check("pydet_topk", capi.options("pydet_topk_options"), x, values, index, kind=where)
+            assert where == CPU or last_kernel(hip) == "hip_topk"
+            found[where] = values, index
+        for ours, theirs in zip(found[ROCM], found[CPU], strict=True):
+            assert_same_bits(ours, theirs, f"{k} of {n} on {hip.arch}")
+
+
 # Rows of single elements and of whole vectors for teams of one, two and four threads, which share a block of 128.
 SHORT_WIDTHS = (1, 7, 8, 9, 15, 16, 17, 31, 32)
 

@@ -212,9 +212,10 @@ IN_ORDER = {"global": "vmcnt", "lds": "lgkmcnt"}
 
 
 class Access:
-    def __init__(self, kind, registers, effect):
+    def __init__(self, kind, registers, effect, decides=None):
         self.kind, self.registers, self.effect = kind, registers, effect
-        self.left = set(COUNTERS[kind])  # the counters that have not been waited for
+        # The counters that are still to be waited for until it is done.
+        self.left = set(COUNTERS[kind] if decides is None else decides)
 
 
 class Wave:
@@ -244,15 +245,16 @@ class Wave:
         self.put(register, (x & U64(M32)).astype(U32))
         self.put(register + 1, (x >> U64(32)).astype(U32))
 
-    def issue(self, kind, registers, effect):
-        """An access starts: `effect` is what it does, to these registers among other things, once it is done."""
-        access = Access(kind, registers, effect)
+    def issue(self, kind, registers, effect, decides=None):
+        """An access starts: `effect` is what it does, to these registers among other things, once it is done: when these
+        counters say so, else all of its kind."""
+        access = Access(kind, registers, effect, decides)
         for register in registers:
             before = self.awaited.get(register)
             if before and (kind != before.kind or kind not in IN_ORDER):
                 raise AssertionError(f"{self.kernel.code[self.at]} before an earlier load of {register} is waited for")
             self.awaited[register] = access
-        for counter in access.left:
+        for counter in COUNTERS[kind]:
             self.on_the_way[counter].append(access)
 
     def wait(self, counter, count):
@@ -268,6 +270,8 @@ class Wave:
             first = ordered[: max(0, done - (len(queue) - len(ordered)))]
             queue[:] = [access for access in queue if access not in first]
         for access in first:
+            if counter not in access.left:
+                continue
             access.left.discard(counter)
             if not access.left:
                 access.effect()
@@ -558,6 +562,7 @@ VALUES = {
     "v_rcp_iflag_f32": lambda a: bits(F32(1) / f(a)),
     "v_sqrt_f32": lambda a: bits(np.sqrt(f(a))),
     "v_trunc_f32": lambda a: bits(np.trunc(f(a))),
+    "v_floor_f32": lambda a: bits(np.floor(f(a))),
     "v_and_b32": lambda a, b: a & b,
     "v_or_b32": lambda a, b: a | b,
     "v_xor_b32": lambda a, b: a ^ b,
@@ -958,7 +963,9 @@ def vector_memory(name, operands, modifiers):
         words = np.stack([w.v[first + i][w.mask] for i in range(-(-size // 4))], 1)
         if high:
             words = words >> U32(16)
-        w.issue(space, written, lambda: shared(w, where).store(where, words.view(np.uint8)[:, :size]))
+        # By a flat address into LDS: its counter says that it is there, as the compiler's model of memory has it.
+        decides = {"lgkmcnt"} if space == "flat" and shared(w, where) is not w.memory else None
+        w.issue(space, written, lambda: shared(w, where).store(where, words.view(np.uint8)[:, :size]), decides)
 
     def load(w):
         where, mask = addresses(w), w.mask
@@ -996,6 +1003,8 @@ def lds_memory(name, operands, modifiers):
             w.issue("lds", written, lambda: np.copyto(w.v[first], values, where=mask))
 
         return permute
+    if found := re.fullmatch(r"ds_(add|or)(_rtn)?_[ub](32|64)", name):
+        return lds_atomic(found, operands, modifiers)
     found = re.fullmatch(r"ds_(read|write)(2)?(st64)?_(b|u|i)(8|16|32|64|96|128)(_d16(?:_hi)?)?", name)
     if not found:
         return None
@@ -1048,6 +1057,34 @@ def lds_memory(name, operands, modifiers):
     return load
 
 
+def lds_atomic(found, operands, modifiers):
+    """Lane after lane, from the last: the hardware promises no order."""
+    combine = {"add": lambda a, b: a + b, "or": lambda a, b: a | b}[found[1]]
+    kind, returns = {"32": U32, "64": U64}[found[3]], found[2] is not None
+    assert not (returns and kind is U64)
+    offset, written = U32(int(modifiers.get("offset", "0"))), named(operands[:1]) if returns else ()
+    first = register(operands[0])[1] if returns else None
+    address, data = vector(operands[-2]), vector(operands[-1], kind is U64)
+
+    def atomic(w):
+        lanes = np.flatnonzero(w.mask)[::-1]
+        places = (in_lanes(address(w)) + offset).astype(U64)
+        values = np.broadcast_to(np.asarray(data(w), kind), (LANES,)).copy()
+
+        def done():
+            shared = Memory({0: w.lds})
+            for i in lanes:
+                at = places[i : i + 1]
+                old = shared.load(at, kind().itemsize).view(kind)[0]
+                shared.store(at, combine(old, values[i : i + 1]).view(np.uint8)[None])
+                if returns:
+                    w.v[first][i] = old[0]
+
+        w.issue("lds", written, done)
+
+    return atomic
+
+
 def matrix(name, operands, modifiers):
     """D = A B + C on matrix cores. a: row lane % M, k = 4 (lane / M) + j; b likewise by columns. D: column lane % N."""
     found = re.fullmatch(r"v_mfma_f32_(16x16x16|32x32x8)_?(bf16|f16)(?:_1k)?(?:_e64)?", name)
@@ -1087,6 +1124,8 @@ def matrix(name, operands, modifiers):
 def lane(name, operands, modifiers):
     """What moves between lanes and scalars, and what has no lanes."""
     plain = re.sub(r"_e(32|64)$", "", name)
+    if plain.endswith("_dpp"):
+        return of_another_lane(plain.removesuffix("_dpp"), operands, modifiers)
     if plain == "v_readfirstlane_b32":
         put, source = put_scalar(operands[0]), vector(operands[1])
 
@@ -1122,6 +1161,32 @@ def lane(name, operands, modifiers):
     if plain == "v_nop":
         return lambda w: None
     return None
+
+
+def of_another_lane(plain, operands, modifiers):
+    """DPP: the first operand is another lane's; 0 of a lane that is not there, or not active."""
+    lanes = np.arange(LANES)
+    rows = lanes // 16 * 16
+    if "row_shl" in modifiers:
+        source = lanes + int(modifiers.pop("row_shl"))
+        there = source < rows + 16
+    elif modifiers.pop("wave_shl", None) == "1":
+        source = lanes + 1
+        there = source < LANES
+    elif modifiers.pop("row_mirror", None):
+        source, there = rows + 15 - lanes % 16, np.full(LANES, True)
+    else:
+        raise NotImplementedError(f"{plain} with {modifiers}")
+    if modifiers != {"row_mask": "0xf", "bank_mask": "0xf", "bound_ctrl": "1"}:
+        raise NotImplementedError(f"{plain} with {modifiers}")
+    number, (moved, *others), operation = register(operands[0])[1], [vector(x) for x in operands[1:]], VALUES[plain]
+    source = source % LANES
+
+    def compute(w):
+        values = np.where(there & w.mask[source], in_lanes(moved(w))[source], U32(0))
+        w.put(number, operation(values, *(read(w) for read in others)))
+
+    return compute
 
 
 def selected(text, wide, choice):
