@@ -246,8 +246,8 @@ class Wave:
         self.put(register + 1, (x >> U64(32)).astype(U32))
 
     def issue(self, kind, registers, effect, decides=None):
-        """An access starts: `effect` is what it does, to these registers among other things, once it is done: when these
-        counters say so, else all of its kind."""
+        """An access starts: `effect` is what it does, to these registers among other things, once it is done, as these
+        counters say, or all of its kind."""
         access = Access(kind, registers, effect, decides)
         for register in registers:
             before = self.awaited.get(register)
