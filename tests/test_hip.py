@@ -1251,7 +1251,9 @@ def operations(hip, device=0, stream=0):
     workspace = np.zeros(size[0] // 4 + 8, np.float32)
     start = ffi.cast("void *", workspace.ctypes.data + -workspace.ctypes.data % 16)
     backward = capi.options("pydet_rmsnorm_backward_options", workspace=start, workspace_size=size[0])
-    a8, lse = normal(4, 8), np.zeros(4, np.float32)
+    dout8, q8, k8, v8, y8 = (normal(4, 8, seed=i) for i in range(5))
+    lse, seed, up, dy = np.zeros(4, np.float32), np.arange(4), normal(4, 40, seed=2), normal(4, 40, seed=3)
+    position, token, values, number = seed + 1, np.full(4, 7), np.full((4, 3), 7, np.float32), np.full((4, 3), 7)
     out8, dq8, dk8, dv8 = (np.full((4, 8), 7, np.float32) for _ in range(4))
     where = {"device": device, "stream": stream}
     gemm_options = lambda: capi.options("pydet_gemm_options")
@@ -1354,7 +1356,7 @@ def operations(hip, device=0, stream=0):
             lambda: hip.call(
                 "pydet_attention",
                 capi.options("pydet_attention_options"),
-                *(x[None, None] for x in (a8, a8, a8, out8)),
+                *(x[None, None] for x in (q8, k8, v8, out8)),
                 None,
                 **where,
             ),
@@ -1364,7 +1366,7 @@ def operations(hip, device=0, stream=0):
             lambda: hip.call(
                 "pydet_attention_backward",
                 capi.options("pydet_attention_backward_options"),
-                *(x[None, None] for x in (a8, a8, a8, a8, a8)),
+                *(x[None, None] for x in (dout8, q8, k8, v8, y8)),
                 lse[None, None],
                 *(x[None, None] for x in (dq8, dk8, dv8)),
                 **where,
@@ -1372,14 +1374,27 @@ def operations(hip, device=0, stream=0):
             [dq8, dk8, dv8],
         ),
         "activation": (
-            lambda: hip.call("pydet_activation", capi.options("pydet_activation_options"), x, x, y, **where),
+            lambda: hip.call("pydet_activation", capi.options("pydet_activation_options"), x, up, y, **where),
             [y],
         ),
         "activation_backward": (
             lambda: hip.call(
-                "pydet_activation_backward", capi.options("pydet_activation_options"), x, x, y_row, dx, None, **where
+                "pydet_activation_backward", capi.options("pydet_activation_options"), dy, x, up, dx, None, **where
             ),
             [dx],
+        ),
+        "sample": (
+            lambda: hip.call(
+                "pydet_sample",
+                capi.options("pydet_sample_options", temperature=1, top_p=1),
+                *(x, seed, position, token, None, None),
+                **where,
+            ),
+            [token],
+        ),
+        "topk": (
+            lambda: hip.call("pydet_topk", capi.options("pydet_topk_options"), x, values, number, **where),
+            [values, number],
         ),
         "log_prob": (
             lambda: hip.call("pydet_log_prob", capi.options("pydet_log_prob_options"), x, index, log_prob, **where),

@@ -430,7 +430,7 @@ def test_groups_of_new_boundaries(device, operation):
         out.memory.write(np.full((tokens, n), 7, np.float32))
         runtime.hipGraphLaunch(ready, stream)
         want = np.full((tokens, n), 7, np.float32)
-        function(a, b, boundaries, out=want, **more)
+        function(a, b, np.minimum(boundaries, tokens), out=want, **more)  # which a device makes of them itself
         assert_same_bits(out.numpy(), want, f"turn {turn}: {boundaries}")
     runtime.hipGraphExecDestroy(ready)
     runtime.hipGraphDestroy(graph)
