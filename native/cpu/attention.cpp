@@ -10,6 +10,7 @@
 // wait in the workspace. A value that is not finite is kept from the rows that may not see its key, which are then computed
 // one by one.
 
+#include "cpu/attention_few.h"
 #include "cpu/attention_rows.h"
 #include "cpu/attention_small.h"
 
@@ -64,8 +65,10 @@ struct Parts {
 // ---- A task --------------------------------------------------------------------------------------------------------
 
 // What a task works in. Of as many rows as fit in scratch memory beside one block.
-template <class Engine> struct Desk {
-  Engine engine;
+struct Desk {
+  explicit Desk(const Attention &a) : products(a) {}
+
+  Products products;
   float *turn, *s, *o, *total;
   const char **key, **value;
   uint8_t *left_out;  // of each row of a strip, keys that are not allowed
@@ -75,12 +78,12 @@ template <class Engine> struct Desk {
   static int64_t columns(int64_t e) { return round_up(e, kSide); }
   void take(Arena &arena, const Attention &a, int64_t rows) {
     const int64_t keys = block_keys(a.d);
-    engine.take_panels(arena, a.d, a.e, keys);
+    products.take_panels(arena, a.d, a.e, keys);
     turn = arena.take<float>(kTurnFloats);
-    s = arena.take<float>(round_up(Engine::kStrip, kWidth) * kSide);
+    s = arena.take<float>(round_up(products.strip, kWidth) * kSide);
     key = arena.take<const char *>(keys + kWidth), value = arena.take<const char *>(keys);
-    left_out = arena.take<uint8_t>(Engine::kStrip * kSide);
-    engine.take_rows(arena, rows, a.d);
+    left_out = arena.take<uint8_t>(products.strip * kSide);
+    products.take_rows(arena, rows, a.d);
     o = arena.take<float>(rows * columns(a.e)), total = arena.take<float>(rows * columns(a.e));
     m = arena.take<float>(rows), l = arena.take<float>(rows * kWeightLanes);
     so_far = arena.take<RowSoFar>(rows);
@@ -89,33 +92,33 @@ template <class Engine> struct Desk {
   static int64_t most_rows(const Attention &a) {
     auto fits = [&](int64_t rows) {
       Arena arena(nullptr);
-      Desk desk;
+      Desk desk(a);
       desk.take(arena, a, rows);
       return arena.used() <= Scratch::kLarge;
     };
+    const int64_t strip = Products(a).strip;
     int64_t rows = 1;
-    while (rows < Engine::kStrip && fits(rows + 1)) ++rows;
-    while (rows % Engine::kStrip == 0 && rows < 256 && fits(rows + Engine::kStrip)) rows += Engine::kStrip;
+    while (rows < strip && fits(rows + 1)) ++rows;
+    while (rows % strip == 0 && rows < 256 && fits(rows + strip)) rows += strip;
     return rows;
   }
 };
 
-template <class Engine, class Exp2> struct Walk {
+struct Walk {
   const Attention &a;
   const Task &task;
   const ScoreScale scale;
-  Desk<Engine> &desk;
+  Desk &desk;
   const float c = a.bias.data ? 1.0f : scale.c;  // what a score still wants once it is masked
   const int64_t apart = task.rows * kSide;
 
   void begin() {
     for (int64_t r = 0; r < task.rows; ++r)
-      desk.engine.pack_query(query_at(a, task, row_of(a, task, r)), r, task.rows, a.d);
+      desk.products.pack_query(query_at(a, task, row_of(a, task, r)), r, task.rows, a.d);
   }
 
   // One strip of rows against keys first ... first + count - 1 of a block.
   void strip(int64_t begin, int64_t rows, int64_t first, int64_t count, bool few, bool &packed, int &finite) {
-    using T = typename Engine::Number;
     int64_t low = first + count, high = first;
     for (int64_t r = 0; r < rows; ++r) {
       const KeyRange keys = row_of(a, task, begin + r).keys;
@@ -124,10 +127,13 @@ template <class Engine, class Exp2> struct Walk {
     count = least(count, high - first);
     if (count <= 0 || low >= first + count) return;
     const int64_t padded = round_up(count, 16);
-    if (few) desk.engine.scores_of_few(rows, desk.key, count, a.d, desk.s);
-    else desk.engine.scores(begin, rows, count, a.d, task.rows, desk.s);
+    if (few)
+      dispatch(a.q.type, [&](auto number) {
+        scores_of_few<decltype(number)>(rows, desk.products.q, desk.key, count, a.d, desk.s);
+      });
+    else desk.products.scores(begin, rows, count, a.d, task.rows, desk.s);
 
-    Top top[Engine::kStrip];
+    Top top[kMostStrip];
     bool excludes = false;
     for (int64_t r = 0; r < rows; ++r) {
       float *s = desk.s + r * kSide;
@@ -137,8 +143,8 @@ template <class Engine, class Exp2> struct Walk {
     }
     bool careful = false;
     if (excludes) {
-      if (!packed) desk.engine.pack_values(desk.value, block_count, a.e, nullptr), packed = true;
-      if (finite < 0) finite = all_finite(desk.engine.packed_values(), values_packed);
+      if (!packed) desk.products.pack_values(desk.value, block_count, a.e, nullptr), packed = true;
+      if (finite < 0) finite = all_finite(desk.products.v, values_packed);
       careful = !finite;
     }
     for (int64_t r = 0; r < rows; ++r) {
@@ -151,26 +157,32 @@ template <class Engine, class Exp2> struct Walk {
         memset(s, 0, size_t(padded) * sizeof(float));
         continue;
       }
-      const float factor = Exp2::of(m - reference);
-      if (factor != 1.0f) {
-        for (int i = 0; i < kWeightLanes; ++i) l[i] *= factor;
-        scale_row<Engine::kFlushes>(desk.o + (begin + r) * kSide, apart, a.e, factor);
-      }
-      m = reference;
-      weigh_scores<Exp2>(s, padded, c, reference, l);
-      round_weights<T>(s, padded);
+      with_exp2(a, [&](auto exp2) {
+        using Exp2 = decltype(exp2);
+        const float factor = Exp2::of(m - reference);
+        if (factor != 1.0f) {
+          for (int i = 0; i < kWeightLanes; ++i) l[i] *= factor;
+          scale_row(desk.products.flushes, desk.o + (begin + r) * kSide, apart, a.e, factor);
+        }
+        m = reference;
+        weigh_scores<Exp2>(s, padded, c, reference, l);
+      });
+      round_weights(a.q.type, s, padded);
     }
-    if (!careful && few) return desk.engine.weigh_few(rows, desk.s, desk.value, count, a.e, desk.o, apart);
+    if (!careful && few)
+      return dispatch(a.q.type, [&](auto number) {
+        weigh_few<decltype(number)>(rows, desk.s, desk.value, count, a.e, desk.o, apart);
+      });
     if (!careful) {
-      if (!packed) desk.engine.pack_values(desk.value, block_count, a.e, nullptr), packed = true;
-      desk.engine.pack_weights(desk.s, rows, padded);
-      desk.engine.weigh(rows, count, block_count, a.e, desk.o + begin * kSide, apart);
+      if (!packed) desk.products.pack_values(desk.value, block_count, a.e, nullptr), packed = true;
+      desk.products.pack_weights(desk.s, rows, padded);
+      desk.products.weigh(rows, count, block_count, a.e, desk.o + begin * kSide, apart);
       return;
     }
     for (int64_t r = 0; r < rows; ++r) {
-      desk.engine.pack_values(desk.value, count, a.e, desk.left_out + r * kSide);
-      desk.engine.pack_weights(desk.s + r * kSide, 1, padded);
-      desk.engine.weigh(1, count, count, a.e, desk.o + (begin + r) * kSide, apart);
+      desk.products.pack_values(desk.value, count, a.e, desk.left_out + r * kSide);
+      desk.products.pack_weights(desk.s + r * kSide, 1, padded);
+      desk.products.weigh(1, count, count, a.e, desk.o + (begin + r) * kSide, apart);
     }
     packed = false;
   }
@@ -179,19 +191,19 @@ template <class Engine, class Exp2> struct Walk {
   void segment(int64_t begin, int64_t end) {
     for (int64_t r = 0; r < task.rows; ++r) desk.m[r] = -INFINITY;
     memset(desk.l, 0, size_t(task.rows) * kWeightLanes * sizeof(float));
-    memset(desk.o, 0, size_t(task.rows * Desk<Engine>::columns(a.e)) * sizeof(float));
+    memset(desk.o, 0, size_t(task.rows * Desk::columns(a.e)) * sizeof(float));
     const int64_t block = block_keys(a.d);
-    const bool few = task.rows <= Engine::kFewRows;
+    const bool few = task.rows <= desk.products.few_rows;
     for (int64_t at = begin / block * block; at < end; at += block) {
       const int64_t first = most(at, begin) / 16 * 16;
       block_count = least(at + block, end) - first;
       find_keys(first, block_count);
-      if (!few) desk.engine.pack_keys(desk.key, block_count, a.d, desk.turn);
-      values_packed = round_up(a.e, Engine::kPanel) * round_up(block_count, 16);
+      if (!few) desk.products.pack_keys(desk.key, block_count, a.d, desk.turn);
+      values_packed = round_up(a.e, desk.products.panel) * round_up(block_count, 16);
       bool packed = false;
       int finite = -1;
-      for (int64_t r = 0; r < task.rows; r += Engine::kStrip)
-        strip(r, least(Engine::kStrip, task.rows - r), first, block_count, few, packed, finite);
+      for (int64_t r = 0; r < task.rows; r += desk.products.strip)
+        strip(r, least(desk.products.strip, task.rows - r), first, block_count, few, packed, finite);
     }
   }
 
@@ -224,16 +236,15 @@ inline KeyRange keys_of_task(const Attention &a, const Task &task) {
 }
 
 // All segments of a task, or the one that is asked for, whose parts go to the workspace.
-template <class Engine, class Exp2>
 __attribute__((noinline)) void run_task(const Attention &a, const Plan &plan, const Task &task, int64_t only,
                                         Scratch &scratch) {
   Arena arena(scratch.data);
-  Desk<Engine> desk;
+  Desk desk(a);
   desk.take(arena, a, task.rows);
   const KeyRange keys = keys_of_task(a, task);
   const int64_t h = a.kv_chunk, first = only >= 0 ? only : keys.first / h;
-  const int64_t end = only >= 0 ? only + 1 : divide_up(keys.end, h), columns = Desk<Engine>::columns(a.e);
-  Walk<Engine, Exp2> walk = {a, task, score_scale(a), desk};
+  const int64_t end = only >= 0 ? only + 1 : divide_up(keys.end, h), columns = Desk::columns(a.e);
+  Walk walk = {a, task, score_scale(a), desk};
   walk.begin();
   const bool one = only < 0 && end - first <= 1;
   for (int64_t r = 0; r < task.rows; ++r) desk.so_far[r] = {-INFINITY, 0};
@@ -250,19 +261,19 @@ __attribute__((noinline)) void run_task(const Attention &a, const Plan &plan, co
       } else if (one) {
         desk.so_far[r] = part;
       } else {
-        join_segment<Exp2>(part, o, desk.so_far[r], desk.total + r * kSide, walk.apart, a.e);
+        join_segment(a, part, o, desk.so_far[r], desk.total + r * kSide, walk.apart);
       }
     }
   }
   if (only >= 0) return;
   for (int64_t r = 0; r < task.rows; ++r) {
     float *o = (one ? desk.o : desk.total) + r * kSide;
-    finish_row<Exp2>(a, task.extent, row_of(a, task, r), desk.so_far[r], o, walk.apart);
+    finish_row(a, task.extent, row_of(a, task, r), desk.so_far[r], o, walk.apart);
   }
 }
 
 // The parts of a task's rows, joined.
-template <class Exp2> void join_parts(const Attention &a, const Plan &plan, const Task &task, Scratch &scratch) {
+void join_parts(const Attention &a, const Plan &plan, const Task &task, Scratch &scratch) {
   float *o = (float *)scratch.data;
   for (int64_t r = 0; r < task.rows; ++r) {
     const Row row = row_of(a, task, r);
@@ -270,15 +281,18 @@ template <class Exp2> void join_parts(const Attention &a, const Plan &plan, cons
     memset(o, 0, size_t(a.e) * sizeof(float));
     for (int64_t segment = 0; segment < plan.segments; ++segment) {
       const float *part = Parts().at(a, plan, task, row, segment);
-      join_segment<Exp2>({part[0], part[1]}, part + 2, so_far, o, kSide, a.e);
+      join_segment(a, {part[0], part[1]}, part + 2, so_far, o, kSide);
     }
-    finish_row<Exp2>(a, task.extent, row, so_far, o, kSide);
+    finish_row(a, task.extent, row, so_far, o, kSide);
   }
 }
 
-template <class Engine, class Exp2> pydet_status run(const Attention &a) {
+}  // namespace
+
+template <> pydet_status attention<Isa>(const Attention &a) {
   constexpr double kWorthAThread = 1 << 18;
-  Plan plan = {Desk<Engine>::most_rows(a), 0, divide_up(a.keys, a.kv_chunk), false};
+  const int64_t strip = Products(a).strip;
+  Plan plan = {Desk::most_rows(a), 0, divide_up(a.keys, a.kv_chunk), false};
   int64_t tasks = 0, busy = 0, rows = 0;
   auto cut = [&](int64_t of_task) {
     plan.rows = of_task;
@@ -300,41 +314,24 @@ template <class Engine, class Exp2> pydet_status run(const Attention &a) {
       cut(1);
       for (int64_t i = 0; i < tasks; ++i) {
         Task task;
-        if (find_task(a, plan, i, &task)) small_row<Engine, Exp2>(a, task.extent, row_of(a, task, 0), scratch);
+        if (find_task(a, plan, i, &task)) small_row(a, task.extent, row_of(a, task, 0), scratch);
       }
       return;
     }
     if (!plan.split && threads > 1)  // some tasks for every thread
-      while (plan.rows > 2 * Engine::kStrip && busy < 4 * threads) cut(round_up(plan.rows / 2, Engine::kStrip));
+      while (plan.rows > 2 * strip && busy < 4 * threads) cut(round_up(plan.rows / 2, strip));
     const int64_t each = plan.split ? plan.segments : 1;
     parallel(tasks * each, threads, scratch, [&](int64_t i, Scratch &own) {
       Task task;
-      if (find_task(a, plan, i / each, &task)) run_task<Engine, Exp2>(a, plan, task, plan.split ? i % each : -1, own);
+      if (find_task(a, plan, i / each, &task)) run_task(a, plan, task, plan.split ? i % each : -1, own);
     });
     if (!plan.split) return;
     parallel(tasks, threads, scratch, [&](int64_t i, Scratch &own) {
       Task task;
-      if (find_task(a, plan, i, &task)) join_parts<Exp2>(a, plan, task, own);
+      if (find_task(a, plan, i, &task)) join_parts(a, plan, task, own);
     });
   });
   return PYDET_OK;
 }
-
-template <class Model, class Exp2> pydet_status run_model(const Attention &a) {
-  return with_type<kHalfTypes>(a.q.type, [&](auto type) { return run<TensorCore<Number<type>, Model>, Exp2>(a); });
-}
-
-}  // namespace
-
-template <> pydet_status attention_ieee<Isa>(const Attention &a) {
-  return with_type<kUnscaledTypes>(a.q.type, [&](auto type) {
-    constexpr bool kWide = type == Type::f32;
-    return run<Ieee<Number<type>>, std::conditional_t<kWide, FineExp2, CoarseExp2>>(a);
-  });
-}
-template <> pydet_status attention_sm90<Isa>(const Attention &a) { return run_model<Sm90, HopperExp2>(a); }
-template <> pydet_status attention_sm80<Isa>(const Attention &a) { return run_model<Sm80, CoarseExp2>(a); }
-template <> pydet_status attention_cdna3<Isa>(const Attention &a) { return run_model<Cdna3, CoarseExp2>(a); }
-template <> pydet_status attention_cdna2<Isa>(const Attention &a) { return run_model<Cdna2, CoarseExp2>(a); }
 
 }  // namespace pydet

@@ -50,9 +50,11 @@ template <bool of_keys> struct Share {
   }
 };
 
-// What a task works in. Engine `one` makes scores and sums with out's columns, `two` dp and sums with those of q and k.
-template <class Engine, bool of_keys> struct Desk {
-  Engine one, two;
+// What a task works in. `one` makes scores and sums with out's columns, `two` dp and sums with those of q and k.
+template <bool of_keys> struct Desk {
+  explicit Desk(const Attention &a) : one(a), two(a) {}
+
+  Products one, two;
   float *turn, *s, *dp, *tanhs;
   const char **first, **second;  // the tile's vectors, of D and of E
   uint8_t *left_out;
@@ -66,10 +68,10 @@ template <class Engine, bool of_keys> struct Desk {
     tile = of_tile;
     one.take_panels(arena, a.d, of_keys ? a.e : 0, tile), two.take_panels(arena, a.e, a.d, tile);
     turn = arena.take<float>(kTurnFloats);
-    const int64_t strip = round_up(Engine::kStrip, kWidth) * kSide;
+    const int64_t strip = round_up(one.strip, kWidth) * kSide;
     s = arena.take<float>(strip), dp = arena.take<float>(strip), tanhs = arena.take<float>(a.softcap ? strip : 0);
     first = arena.take<const char *>(tile + kWidth), second = arena.take<const char *>(tile + kWidth);
-    left_out = arena.take<uint8_t>(Engine::kStrip * kSide);
+    left_out = arena.take<uint8_t>(one.strip * kSide);
     twos = arena.take<float>(kSide), deltas = arena.take<float>(kSide);
     one.take_rows(arena, rows, a.d), two.take_rows(arena, rows, a.e);
     row_twos = arena.take<float>(rows), row_deltas = arena.take<float>(rows);
@@ -79,13 +81,14 @@ template <class Engine, bool of_keys> struct Desk {
   static int64_t most_rows(const Attention &a, int64_t tile) {
     auto fits = [&](int64_t rows) {
       Arena arena(nullptr);
-      Desk desk;
+      Desk desk(a);
       desk.take(arena, a, rows, tile);
       return arena.used() <= Scratch::kLarge;
     };
+    const int64_t strip = Products(a).strip;
     int64_t rows = 1;
-    while (rows < Engine::kStrip && fits(rows + 1)) ++rows;
-    while (rows % Engine::kStrip == 0 && rows < 256 && fits(rows + Engine::kStrip)) rows += Engine::kStrip;
+    while (rows < strip && fits(rows + 1)) ++rows;
+    while (rows % strip == 0 && rows < 256 && fits(rows + strip)) rows += strip;
     return rows;
   }
   // A large tile is packed for many rows, which then need room too.
@@ -96,13 +99,11 @@ template <class Engine, bool of_keys> struct Desk {
   }
 };
 
-template <class Engine, class Exp2, bool of_keys> struct Walk {
-  using T = typename Engine::Number;
-
+template <bool of_keys> struct Walk {
   const AttentionBackward &b;
   const Attention &a;
   const Task &task;
-  Desk<Engine, of_keys> &desk;
+  Desk<of_keys> &desk;
   const ScoreScale scale = score_scale(a);
   const float c = a.bias.data ? 1.0f : scale.c;
   const int64_t apart = task.rows * kSide, of_group = a.heads / a.groups;
@@ -147,14 +148,14 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
         const int64_t key = task.first + r;
         desk.one.pack_query(key_at(a.k, key), r, task.rows, a.d);
         desk.two.pack_query(key_at(a.v, key), r, task.rows, a.e);
-        begin_sums<Engine::kFlushes>(key_at(b.dk, key), b.accumulate, a.d, desk.d_sums + r * kSide, apart);
-        begin_sums<Engine::kFlushes>(key_at(b.dv, key), b.accumulate, a.e, desk.more + r * kSide, apart);
+        begin_sums(desk.one.flushes, key_at(b.dk, key), b.accumulate, a.d, desk.d_sums + r * kSide, apart);
+        begin_sums(desk.one.flushes, key_at(b.dv, key), b.accumulate, a.e, desk.more + r * kSide, apart);
       } else {
         desk.one.pack_query(query_at(a.q, head_of(r), query_of(r)), r, task.rows, a.d);
         desk.two.pack_query(query_at(b.dout, head_of(r), query_of(r)), r, task.rows, a.e);
-        const RowBehind row = behind<T>(b, task.extent, task.sequence, head_of(r), query_of(r));
+        const RowBehind row = behind(b, task.extent, task.sequence, head_of(r), query_of(r));
         desk.row_twos[r] = row.twos, desk.row_deltas[r] = row.delta_scale;
-        begin_sums<false>(nullptr, false, a.d, desk.d_sums + r * kSide, apart);
+        begin_sums(false, nullptr, false, a.d, desk.d_sums + r * kSide, apart);
       }
     }
   }
@@ -177,8 +178,8 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
   }
   bool values_are_finite() {
     const int64_t deep = round_up(count, 16);
-    bool all = all_finite(desk.two.packed_values(), round_up(a.d, Engine::kPanel) * deep);
-    if constexpr (of_keys) all &= all_finite(desk.one.packed_values(), round_up(a.e, Engine::kPanel) * deep);
+    bool all = all_finite(desk.two.v, round_up(a.d, desk.one.panel) * deep);
+    if constexpr (of_keys) all &= all_finite(desk.one.v, round_up(a.e, desk.one.panel) * deep);
     return all;
   }
   // Sums of rows from `r` on take the weights and gradients that lie in `at`'s rows of the strip.
@@ -193,7 +194,7 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
   }
 
   void strip(int64_t begin, int64_t rows) {
-    Run runs[Engine::kStrip];
+    Run runs[kMostStrip];
     bool sees = false;
     for (int64_t r = 0; r < rows; ++r) runs[r] = run(begin + r), sees |= runs[r].begin < runs[r].end;
     if (!sees) return;
@@ -217,9 +218,9 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
       if (careful)
         for (int64_t j = 0; j < padded; ++j)
           desk.left_out[r * kSide + j] = s[j] == -INFINITY || desk.twos[j] == -INFINITY;
-      gradients<Exp2>(a, c, padded, desk.twos, desk.deltas, a.softcap ? desk.tanhs + r * kSide : nullptr, s, dp);
-      if constexpr (of_keys) round_weights<T>(s, padded);
-      round_weights<T>(dp, padded);
+      gradients(a, c, padded, desk.twos, desk.deltas, a.softcap ? desk.tanhs + r * kSide : nullptr, s, dp);
+      if constexpr (of_keys) round_weights(a.q.type, s, padded);
+      round_weights(a.q.type, dp, padded);
     }
     if (!careful) return add(begin, 0, rows);
     for (int64_t r = 0; r < rows; ++r) {
@@ -233,7 +234,7 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
     tile_first = first, count = of_tile, packed = false, some_absent = false, finite = -1;
     for (int64_t j = 0; j < count; ++j) {
       if constexpr (of_keys) {
-        const RowBehind row = behind<T>(b, task.extent, task.sequence, head, first + j);
+        const RowBehind row = behind(b, task.extent, task.sequence, head, first + j);
         desk.twos[j] = row.twos, desk.deltas[j] = row.delta_scale, some_absent |= row.twos == -INFINITY;
         desk.first[j] = query_at(a.q, head, first + j), desk.second[j] = query_at(b.dout, head, first + j);
       } else {
@@ -243,7 +244,7 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
     for (int64_t j = count; j < round_up(count, 16); ++j) desk.twos[j] = desk.deltas[j] = 0;
     desk.one.pack_keys(desk.first, count, a.d, desk.turn);
     desk.two.pack_keys(desk.second, count, a.e, desk.turn);
-    for (int64_t r = 0; r < task.rows; r += Engine::kStrip) strip(r, least(Engine::kStrip, task.rows - r));
+    for (int64_t r = 0; r < task.rows; r += desk.one.strip) strip(r, least(desk.one.strip, task.rows - r));
   }
 
   // Tiles of one block of queries or keys, as far as they are in [low, high).
@@ -274,40 +275,42 @@ template <class Engine, class Exp2, bool of_keys> struct Walk {
   }
 };
 
-template <class Engine, class Exp2, bool of_keys>
+template <bool of_keys>
 __attribute__((noinline)) void run_task(const AttentionBackward &b, const Task &task, int64_t tile, Scratch &scratch) {
   Arena arena(scratch.data);
-  Desk<Engine, of_keys> desk;
+  Desk<of_keys> desk(b.forward);
   desk.take(arena, b.forward, task.rows, tile);
-  Walk<Engine, Exp2, of_keys> walk = {b, b.forward, task, desk};
+  Walk<of_keys> walk = {b, b.forward, task, desk};
   walk.all();
 }
 
 // One after another in the smallest scratch memory.
-template <class Engine, class Exp2, bool of_keys>
+template <bool of_keys>
 void run_small(const AttentionBackward &b, const Share<of_keys> &share, Scratch &scratch) {
   const Attention &a = b.forward;
   for (int64_t i = 0; i < share.tasks(a); ++i) {
     Task task;
     if (!share.find(a, i, &task)) continue;
     const int64_t of_group = a.heads / a.groups;
-    if constexpr (of_keys) small_key<Engine, Exp2>(b, task.extent, task.sequence, task.group, task.first, scratch);
+    if constexpr (of_keys) small_key(b, task.extent, task.sequence, task.group, task.first, scratch);
     else
-      small_query<Engine, Exp2>(b, task.extent, task.sequence, task.group * of_group + task.first % of_group,
-                                task.first / of_group, scratch);
+      small_query(b, task.extent, task.sequence, task.group * of_group + task.first % of_group, task.first / of_group,
+                  scratch);
   }
 }
 
-template <class Engine, class Exp2> pydet_status run(const AttentionBackward &b) {
-  using T = typename Engine::Number;
+}  // namespace
+
+template <> pydet_status attention_backward<Isa>(const AttentionBackward &b) {
   constexpr double kWorthAThread = 1 << 18;
   const Attention &a = b.forward;
+  const int64_t strip = Products(a).strip;
   const bool keys = b.dk.data || b.dv.data, queries = b.dq.data;
-  const int64_t key_tile = Desk<Engine, true>::best_tile(a), query_tile = Desk<Engine, false>::best_tile(a);
+  const int64_t key_tile = Desk<true>::best_tile(a), query_tile = Desk<false>::best_tile(a);
   Share<true> of_keys = {};
   Share<false> of_queries = {};
-  of_keys.cut(a, Desk<Engine, true>::most_rows(a, key_tile));
-  of_queries.cut(a, Desk<Engine, false>::most_rows(a, query_tile));
+  of_keys.cut(a, Desk<true>::most_rows(a, key_tile));
+  of_queries.cut(a, Desk<false>::most_rows(a, query_tile));
   double rows = 0;
   for (int64_t s = 0; s < a.sequences; ++s) rows += double(rows_of<false>(a, extent_of(a, s)) * a.groups);
   const int64_t threads = threads_for(4 * rows * double(a.keys) * double(a.d + a.e), kWorthAThread);
@@ -318,51 +321,24 @@ template <class Engine, class Exp2> pydet_status run(const AttentionBackward &b)
         clear_padding(b, extent_of(a, i / a.groups), i / a.groups, i % a.groups);
     if (small) {
       of_keys.cut(a, 1), of_queries.cut(a, 1);
-      if (keys) run_small<Engine, Exp2>(b, of_keys, scratch);
-      if (queries) run_small<Engine, Exp2>(b, of_queries, scratch);
+      if (keys) run_small(b, of_keys, scratch);
+      if (queries) run_small(b, of_queries, scratch);
     } else {
       auto share_more = [&](auto &share) {  // some tasks for every thread
-        while (threads > 1 && share.rows > 2 * Engine::kStrip && share.busy < 4 * threads)
-          share.cut(a, round_up(share.rows / 2, Engine::kStrip));
+        while (threads > 1 && share.rows > 2 * strip && share.busy < 4 * threads)
+          share.cut(a, round_up(share.rows / 2, strip));
       };
       share_more(of_keys), share_more(of_queries);
       const int64_t first = keys ? of_keys.tasks(a) : 0, then = queries ? of_queries.tasks(a) : 0;
       parallel(first + then, threads, scratch, [&](int64_t i, Scratch &own) {
         Task task;
-        if (i < first && of_keys.find(a, i, &task)) run_task<Engine, Exp2, true>(b, task, key_tile, own);
-        if (i >= first && of_queries.find(a, i - first, &task)) run_task<Engine, Exp2, false>(b, task, query_tile, own);
+        if (i < first && of_keys.find(a, i, &task)) run_task<true>(b, task, key_tile, own);
+        if (i >= first && of_queries.find(a, i - first, &task)) run_task<false>(b, task, query_tile, own);
       });
     }
-    if (b.dsinks.data)
-      parallel(a.heads, threads, scratch, [&](int64_t head, Scratch &) { sum_sinks<T, Exp2>(b, head); });
+    if (b.dsinks.data) parallel(a.heads, threads, scratch, [&](int64_t head, Scratch &) { sum_sinks(b, head); });
   });
   return PYDET_OK;
-}
-
-template <class Model, class Exp2> pydet_status run_model(const AttentionBackward &b) {
-  return with_type<kHalfTypes>(b.forward.q.type,
-                               [&](auto type) { return run<TensorCore<Number<type>, Model>, Exp2>(b); });
-}
-
-}  // namespace
-
-template <> pydet_status attention_backward_ieee<Isa>(const AttentionBackward &b) {
-  return with_type<kUnscaledTypes>(b.forward.q.type, [&](auto type) {
-    constexpr bool kWide = type == Type::f32;
-    return run<Ieee<Number<type>>, std::conditional_t<kWide, FineExp2, CoarseExp2>>(b);
-  });
-}
-template <> pydet_status attention_backward_sm90<Isa>(const AttentionBackward &b) {
-  return run_model<Sm90, HopperExp2>(b);
-}
-template <> pydet_status attention_backward_sm80<Isa>(const AttentionBackward &b) {
-  return run_model<Sm80, CoarseExp2>(b);
-}
-template <> pydet_status attention_backward_cdna3<Isa>(const AttentionBackward &b) {
-  return run_model<Cdna3, CoarseExp2>(b);
-}
-template <> pydet_status attention_backward_cdna2<Isa>(const AttentionBackward &b) {
-  return run_model<Cdna2, CoarseExp2>(b);
 }
 
 }  // namespace pydet

@@ -45,15 +45,17 @@ template <class T> float delta_of(const char *dout, const char *out, int64_t e) 
 inline float lse_of(const Attention &a, const Extent &extent, int64_t sequence, int64_t head, int64_t query) {
   return *(const float *)vector_at(a.lse, sequence, head, extent.q_begin + query);
 }
-template <class T>
-float delta_of_row(const AttentionBackward &b, const Extent &extent, int64_t sequence, int64_t head, int64_t query) {
+inline float delta_of_row(const AttentionBackward &b, const Extent &extent, int64_t sequence, int64_t head,
+                          int64_t query) {
   const int64_t token = extent.q_begin + query;
-  return delta_of<T>(vector_at(b.dout, sequence, head, token), vector_at(b.forward.out, sequence, head, token),
-                     b.forward.e);
+  return dispatch(b.dout.type, [&](auto number) {
+    return delta_of<decltype(number)>(vector_at(b.dout, sequence, head, token),
+                                      vector_at(b.forward.out, sequence, head, token), b.forward.e);
+  });
 }
-template <class T>
-RowBehind behind(const AttentionBackward &b, const Extent &extent, int64_t sequence, int64_t head, int64_t query) {
-  return row_behind(lse_of(b.forward, extent, sequence, head, query), delta_of_row<T>(b, extent, sequence, head, query),
+inline RowBehind behind(const AttentionBackward &b, const Extent &extent, int64_t sequence, int64_t head,
+                        int64_t query) {
+  return row_behind(lse_of(b.forward, extent, sequence, head, query), delta_of_row(b, extent, sequence, head, query),
                     b.forward.scale);
 }
 
@@ -63,8 +65,8 @@ RowBehind behind(const AttentionBackward &b, const Extent &extent, int64_t seque
 // lies behind the row of each pair is in `twos` and `deltas`; tanhs: under a
 // softcap, else NULL. count: a multiple of 16.
 template <class Exp2>
-void gradients(const Attention &a, float c, int64_t count, const float *twos, const float *deltas, const float *tanhs,
-               float *s, float *dp) {
+void gradients_by(const Attention &a, float c, int64_t count, const float *twos, const float *deltas,
+                  const float *tanhs, float *s, float *dp) {
   for (int64_t j = 0; j < count; ++j) {
     const bool absent = s[j] == -INFINITY || twos[j] == -INFINITY;
     const RowBehind row = {twos[j], deltas[j]};
@@ -74,16 +76,19 @@ void gradients(const Attention &a, float c, int64_t count, const float *twos, co
     dp[j] = absent ? 0.0f : tanhs ? capped_gradient(ds, tanhs[j]) : ds;
   }
 }
+inline void gradients(const Attention &a, float c, int64_t count, const float *twos, const float *deltas,
+                      const float *tanhs, float *s, float *dp) {
+  with_exp2(a, [&](auto exp2) { gradients_by<decltype(exp2)>(a, c, count, twos, deltas, tanhs, s, dp); });
+}
 
 // ---- Sums ----------------------------------------------------------------------------------------------------------
 
-template <bool flushes> inline float begun(float x) { return flushes && fabsf(x) < 0x1p-126f ? 0.0f : x; }
+inline float begun(bool flushes, float x) { return flushes && fabsf(x) < 0x1p-126f ? 0.0f : x; }
 
 // A row of sums, their groups of kSide columns `apart`, begins at +0 or, where it continues, at what the result holds.
-template <bool flushes>
-void begin_sums(const char *result, bool continues, int64_t columns, float *sums, int64_t apart) {
+inline void begin_sums(bool flushes, const char *result, bool continues, int64_t columns, float *sums, int64_t apart) {
   for (int64_t c = 0; c < columns; ++c)
-    sums[c / kSide * apart + c % kSide] = continues ? begun<flushes>(((const float *)result)[c]) : 0.0f;
+    sums[c / kSide * apart + c % kSide] = continues ? begun(flushes, ((const float *)result)[c]) : 0.0f;
 }
 // It ends: rounded to the result's type.
 inline void end_sums(char *result, Type type, int64_t columns, float *sums, int64_t apart) {
@@ -113,7 +118,7 @@ inline void clear_padding(const AttentionBackward &b, const Extent &extent, int6
 }
 
 // dsinks of one head, in one chain over all rows.
-template <class T, class Exp2> void sum_sinks(const AttentionBackward &b, int64_t head) {
+inline void sum_sinks(const AttentionBackward &b, int64_t head) {
   const Attention &a = b.forward;
   float sink = 0, sum = 0;
   dispatch(a.sinks.type, [&](auto number) {
@@ -126,7 +131,8 @@ template <class T, class Exp2> void sum_sinks(const AttentionBackward &b, int64_
     for (int64_t i = 0; i < extent.queries; ++i) {
       const float twos = lse_in_twos(lse_of(a, extent, sequence, head, i));
       if (twos == -INFINITY) continue;
-      sum = sink_step<Exp2>(sum, sink, twos, delta_of_row<T>(b, extent, sequence, head, i));
+      const float delta = delta_of_row(b, extent, sequence, head, i);
+      sum = with_exp2(a, [&](auto exp2) { return sink_step<decltype(exp2)>(sum, sink, twos, delta); });
     }
   }
   dispatch(b.dsinks.type, [&](auto number) {

@@ -1,6 +1,7 @@
 // The two products of attention on the CPU, of one strip of query rows and one block of keys: scores s = q k^T, and
 // o = chain over the keys of weights and values, from o. Operands become fp32 panels in scratch memory, which all rows of
-// a task share; `Ieee` and `TensorCore` walk them by the chains of GEMM.
+// a task share, and are walked by the loops of GEMM. What has no part in those loops is the same code for every arithmetic
+// and type: it asks for them.
 #pragma once
 
 #include "cpu/gemm_ieee_chains.h"
@@ -65,8 +66,9 @@ void turn_lanes(const char *const *lanes, int64_t count, int64_t depth, float *t
 }
 
 // Keys beside each other: panels[key / panel][d][key mod panel], d and keys padded with +0 to `depth` and a panel.
-template <class T, int64_t panel>
-void pack_keys(const char *const *keys, int64_t count, int64_t d, int64_t depth, float *to, float *buffer) {
+template <class T>
+void pack_keys(const char *const *keys, int64_t count, int64_t d, int64_t depth, int64_t panel, float *to,
+               float *buffer) {
   for (int64_t first = 0; first < count; first += panel, to += panel * depth) {
     for (int64_t lane = 0; lane < panel; lane += kWidth)
       turn_lanes<T>(keys + first + lane, most(count - first - lane, 0), d, to + lane, panel, buffer);
@@ -76,18 +78,16 @@ void pack_keys(const char *const *keys, int64_t count, int64_t d, int64_t depth,
 
 // Values behind each other: panels[column / panel][key][column mod panel], keys and columns padded with +0 to `depth` and a
 // panel; keys that `left_out` names are +0 too.
-template <class T, int64_t panel>
+template <class T>
 void pack_values(const char *const *values, int64_t count, int64_t e, int64_t depth, const uint8_t *left_out,
-                 float *to) {
+                 int64_t panel, float *to) {
   using Stored = typename T::Stored;
-  const int64_t columns = round_up(e, panel);
   for (int64_t key = 0; key < depth; ++key) {
     const bool absent = key >= count || (left_out && left_out[key]);
     const Stored *row = absent ? nullptr : (const Stored *)values[key];
-    for (int64_t c = 0; c < columns; c += kWidth) {
-      float *at = to + (c / panel * depth + key) * panel + c % panel;
-      store(at, absent ? zero() : T::load(row + c, most(e - c, 0)));
-    }
+    for (int64_t first = 0; first < e; first += panel)
+      for (int64_t c = 0; c < panel; c += kWidth)
+        store(to + first * depth + key * panel + c, absent ? zero() : T::load(row + first + c, most(e - first - c, 0)));
   }
 }
 
@@ -101,137 +101,114 @@ inline bool all_finite(const float *x, int64_t count) {
   return most_bits < 0x7F800000u;
 }
 
-// ---- ieee ----------------------------------------------------------------------------------------------------------
+// ---- An arithmetic -----------------------------------------------------------------------------------------------------
 
-// An operand type, one fmaf a step. Rows lie in strips, the rows of one step adjacent.
-template <class T> struct Ieee {
-  using Number = T;
-  static constexpr int64_t kPanel = Tiles::kColumns, kStrip = Tiles::kRows, kStep = 1;
-  static constexpr bool kFlushes = false;
+// Few rows of ieee are multiplied from where keys and values lie (attention_few.h): this many.
+constexpr int64_t kFewRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 0;
+constexpr int64_t kTensorStrip = 8, kMostStrip = most(Tiles::kRows, kTensorStrip);
 
+// The products of one problem, and where their operands are packed.
+//   ieee           rows lie in strips, the rows of one step adjacent
+//   tensor cores   rows lie in slices of kDepth along d, with exponents beside all that is packed
+struct Products {
+  explicit Products(const Attention &a)
+      : type(a.q.type),
+        loops(a.arithmetic == Arithmetic::ieee ? nullptr : &tensor_core_loops<Isa>(a.arithmetic)),
+        flushes(a.arithmetic == Arithmetic::cdna2),
+        panel(loops ? kTile : Tiles::kColumns),
+        strip(loops ? kTensorStrip : Tiles::kRows),
+        few_rows(loops ? 0 : kFewRows) {}
+
+  Type type;
+  const TensorCoreLoops *loops;  // NULL: ieee
+  bool flushes;                  // what is subnormal
+  int64_t panel, strip, few_rows;
   float *q, *p, *k, *v;
+  int32_t *q_exponent, *p_exponent;
+  int16_t *k_exponent, *v_exponent;
 
+  int64_t depth(int64_t d) const { return loops ? round_up(d, 16) : d; }
   void take_panels(Arena &arena, int64_t d, int64_t e, int64_t keys) {
-    p = arena.take<float>(kStrip * kSide + kWidth);
-    k = arena.take<float>(round_up(keys, kPanel) * d);
-    v = arena.take<float>(keys * round_up(e, kPanel));
+    const int64_t of_k = round_up(keys, panel) * depth(d), of_v = keys * round_up(e, panel);
+    if (loops) p_exponent = arena.take<int32_t>(strip * kSide);
+    else p = arena.take<float>(strip * kSide + kWidth);
+    k = arena.take<float>(of_k), v = arena.take<float>(of_v);
+    if (loops) k_exponent = arena.take<int16_t>(of_k), v_exponent = arena.take<int16_t>(of_v);
   }
-  void take_rows(Arena &arena, int64_t rows, int64_t d) { q = arena.take<float>(rows * d); }
+  void take_rows(Arena &arena, int64_t rows, int64_t d) {
+    const int64_t of_row = loops ? round_up(d, kDepth) : d;
+    q = arena.take<float>(rows * of_row);
+    if (loops) q_exponent = arena.take<int32_t>(rows * of_row);
+  }
 
+  void add_exponents(float *values, int64_t count, int16_t *exponents) const {
+    exponents_of(type, flushes, values, count, exponents);
+  }
+  void spread_exponents(float *values, int32_t *exponents) const {  // of kDepth
+    int16_t own[kDepth];
+    add_exponents(values, kDepth, own);
+    for (int i = 0; i < kDepth; ++i) exponents[i] = int32_t(uint16_t(own[i]) * 0x10001u);
+  }
   void pack_query(const char *query, int64_t row, int64_t rows, int64_t d) {
-    const typename T::Stored *from = (const typename T::Stored *)query;
-    const int64_t first = row / kStrip * kStrip, height = least(kStrip, rows - first);
-    float *to = q + first * d + (row - first);
-    for (int64_t i = 0; i < d; ++i) to[i * height] = T::get(from + i);
+    if (!loops) {
+      const int64_t first = row / strip * strip, height = least(strip, rows - first);
+      float *to = q + first * d + (row - first);
+      return dispatch(type, [&](auto number) {
+        using T = decltype(number);
+        const typename T::Stored *from = (const typename T::Stored *)query;
+        for (int64_t i = 0; i < d; ++i) to[i * height] = T::get(from + i);
+      });
+    }
+    for (int64_t slice = 0; slice * kDepth < d; ++slice) {
+      const int64_t at = (slice * rows + row) * kDepth;
+      with_type<kHalfTypes>(type, [&](auto type) {
+        for (int64_t i = 0; i < kDepth; i += kWidth)
+          store(q + at + i,
+                Number<type>::load((const uint16_t *)query + slice * kDepth + i, most(d - slice * kDepth - i, 0)));
+      });
+      spread_exponents(q + at, q_exponent + at);
+    }
   }
   void pack_keys(const char *const *keys, int64_t count, int64_t d, float *buffer) {
-    pydet::pack_keys<T, kPanel>(keys, count, d, d, k, buffer);
+    dispatch(type,
+             [&](auto number) { pydet::pack_keys<decltype(number)>(keys, count, d, depth(d), panel, k, buffer); });
+    if (loops) add_exponents(k, round_up(count, panel) * depth(d), k_exponent);
   }
   void pack_values(const char *const *values, int64_t count, int64_t e, const uint8_t *left_out) {
-    pydet::pack_values<T, kPanel>(values, count, e, round_up(count, 16), left_out, v);
+    const int64_t deep = round_up(count, 16);
+    dispatch(type,
+             [&](auto number) { pydet::pack_values<decltype(number)>(values, count, e, deep, left_out, panel, v); });
+    if (loops) add_exponents(v, round_up(e, panel) * deep, v_exponent);
   }
 
   // s[r][j] of the strip's rows and the packed keys.
-  void scores(int64_t first, int64_t rows, int64_t keys, int64_t d, int64_t, float *s) const {
-    const auto chain = Tiles::chain<T>(rows);
-    Steps steps = {};
-    steps.depth = d, steps.columns = kPanel, steps.a = q + first * d, steps.b_stride = kPanel;
-    for (int64_t j = 0; j < keys; j += kPanel) {
-      steps.b = k + j * d;
-      steps.to = {s + j, kSide};
-      chain(steps);
-    }
-  }
-  // The same of few rows from the keys where they lie, kWidth keys by kWidth elements turned in registers: each is read
-  // once, and nothing is packed.
-  static constexpr int64_t kFewRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 0;
-  template <int rows>
-  static void scores_of(const float *q, const char *const *keys, int64_t count, int64_t d, float *s) {
-    using Stored = typename T::Stored;
-    for (int64_t j = 0; j < count; j += kWidth) {
-      Floats sum[rows];
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) sum[r] = zero();
-      for (int64_t i = 0; i < d; i += kWidth) {
-        Floats t[kWidth];
-        const int64_t rest = d - i;
-#pragma GCC unroll 16
-        for (int lane = 0; lane < kWidth; ++lane) {
-          const Stored *key = (const Stored *)keys[least(j + lane, count - 1)] + i;
-          prefetch(key, 4096);
-          t[lane] = rest >= kWidth ? T::load(key) : T::load(key, rest);
-        }
-        transpose(t);
-        if (rest >= kWidth) {
-#pragma GCC unroll 16
-          for (int step = 0; step < kWidth; ++step) {
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) sum[r] = fma(broadcast(q[(i + step) * rows + r]), t[step], sum[r]);
-          }
-        } else {
-          for (int64_t step = 0; step < rest; ++step)
-            for (int r = 0; r < rows; ++r) sum[r] = fma(broadcast(q[(i + step) * rows + r]), t[step], sum[r]);
-        }
+  void scores(int64_t first, int64_t rows, int64_t keys, int64_t d, int64_t all_rows, float *s) const {
+    if (!loops) {
+      const Chain chain = tile_chain<Isa>(rows);
+      Steps steps = {};
+      steps.depth = d, steps.columns = panel, steps.a = q + first * d, steps.b_stride = panel;
+      for (int64_t j = 0; j < keys; j += panel) {
+        steps.b = k + j * d;
+        steps.to = {s + j, kSide};
+        chain(steps);
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) store(s + r * kSide + j, sum[r]);
+      return;
     }
-  }
-  template <int rows = int(kFewRows)>
-  void scores_of_few(int64_t count_rows, const char *const *keys, int64_t count, int64_t d, float *s) const {
-    if constexpr (rows > 0) {
-      if (count_rows == rows) return scores_of<rows>(q, keys, count, d, s);
-      if constexpr (rows > 1) return scores_of_few<rows - 1>(count_rows, keys, count, d, s);
-    }
+    memset(s, 0, size_t(rows * kSide) * sizeof(float));
+    for (int64_t j = 0; j < keys; j += panel)
+      for (int64_t begin = 0; begin < d; begin += kDepth) {
+        const int64_t of_q = (begin / kDepth * all_rows + first) * kDepth, of_k = j * depth(d) + begin * panel;
+        loops->walk(q + of_q, q_exponent + of_q, k + of_k, k_exponent + of_k, rows, least(kDepth, d - begin), s + j);
+      }
   }
 
-  // o += weights and values of few rows, from the values where they lie: each is read once, for all rows.
-  template <int rows, int vectors>
-  static void weigh_columns(const float *s, const char *const *values, int64_t keys, int64_t at, int64_t e, float *o) {
-    Floats sum[rows][vectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < vectors; ++v) sum[r][v] = load(o + r * kSide + v * kWidth);
+  // Weights as the rows of the second product, from s[r][j]: the strip, or with exponents beside them where they are.
+  void pack_weights(float *s, int64_t rows, int64_t keys) {
+    if (loops) {
+      p = s;
+      for (int64_t r = 0; r < rows; ++r) spread_exponents(s + r * kSide, p_exponent + r * kSide);
+      return;
     }
-    for (int64_t j = 0; j < keys; ++j) {
-      const typename T::Stored *value = (const typename T::Stored *)values[j] + at;
-      Floats row[vectors];
-#pragma GCC unroll 8
-      for (int v = 0; v < vectors; ++v) row[v] = T::load(value + v * kWidth, vectors == 1 ? e - at : kWidth);
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) {
-        const Floats weight = broadcast(s[r * kSide + j]);
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; ++v) sum[r][v] = fma(weight, row[v], sum[r][v]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < vectors; ++v) store(o + r * kSide + v * kWidth, canonical(sum[r][v]));
-    }
-  }
-  template <int rows>
-  static void weigh_rows(const float *s, const char *const *values, int64_t keys, int64_t e, float *o, int64_t apart) {
-    constexpr int kVectors = rows == 1 ? 8 : rows > 4 || kWidth < 16 ? 2 : 4, kColumns = kVectors * kWidth;
-    static_assert(kSide % kColumns == 0, "columns of a vector lie together");
-    int64_t c = 0;
-    for (; c + kColumns <= e; c += kColumns)
-      weigh_columns<rows, kVectors>(s, values, keys, c, e, o + c / kSide * apart + c % kSide);
-    for (; c < e; c += kWidth) weigh_columns<rows, 1>(s, values, keys, c, e, o + c / kSide * apart + c % kSide);
-  }
-  template <int rows = int(kFewRows)>
-  void weigh_few(int64_t count_rows, const float *s, const char *const *values, int64_t keys, int64_t e, float *o,
-                 int64_t apart) const {
-    if constexpr (rows > 0) {
-      if (count_rows == rows) return weigh_rows<rows>(s, values, keys, e, o, apart);
-      if constexpr (rows > 1) return weigh_few<rows - 1>(count_rows, s, values, keys, e, o, apart);
-    }
-  }
-
-  // Weights as the strip of the second product, from s[r][j].
-  void pack_weights(const float *s, int64_t rows, int64_t keys) {
     if constexpr (kWidth == 1) {
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t j = 0; j < keys; ++j) p[j * rows + r] = s[r * kSide + j];
@@ -248,121 +225,51 @@ template <class T> struct Ieee {
   // o += weights and values; o[column / kSide][row][column mod kSide], the columns' groups `apart`.
   // Of the values `packed` keys are there.
   void weigh(int64_t rows, int64_t keys, int64_t packed, int64_t e, float *o, int64_t apart) const {
-    const auto chain = Tiles::chain<T>(rows);
+    const int64_t deep = round_up(packed, 16);
+    const Chain chain = loops ? nullptr : tile_chain<Isa>(rows);
     Steps steps = {};
-    steps.depth = keys, steps.columns = kPanel, steps.a = p, steps.b_stride = kPanel;
-    for (int64_t c = 0; c < e; c += kPanel) {
-      steps.b = v + c * round_up(packed, 16);
-      steps.start = steps.to = {o + c / kSide * apart + c % kSide, kSide};
-      chain(steps);
-    }
-  }
-  const float *packed_values() const { return v; }
-};
-
-// ---- Tensor cores --------------------------------------------------------------------------------------------------
-
-// The 16-bit exponents that steps want beside fp32 values of type T.
-template <class T, class Model> inline void exponents_of(float *values, int64_t count, int16_t *exponents) {
-  constexpr int kLeast = T::kIsBf16 ? -126 : -14;
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t size = bits_of(values[i]) & 0x7FFFFFFFu;
-    if (__is_same(Model, Cdna2)) {
-      const bool tiny = size < uint32_t(kLeast + 127) << 23;
-      values[i] = tiny ? 0.0f : values[i];
-      size = tiny ? 0 : size;
-    }
-    const int32_t exponent = int32_t(size >> 23) - 127;
-    const int32_t finite = exponent < kLeast ? kLeast : exponent;
-    exponents[i] = int16_t(size == 0 ? kNone : exponent == 128 ? kSpecial : finite);
-  }
-}
-
-// An operand type of 16 bits and a model. Rows lie in slices of kDepth along d.
-template <class T, class Model_> struct TensorCore {
-  using Number = T;
-  using Model = Model_;
-  static constexpr int64_t kPanel = kTile, kStrip = 8, kStep = Model::kStep, kFewRows = 0;
-  static constexpr bool kFlushes = __is_same(Model, Cdna2);
-
-  float *q, *k, *v, *p;
-  int32_t *q_exponent, *p_exponent;
-  int16_t *k_exponent, *v_exponent;
-
-  void take_panels(Arena &arena, int64_t d, int64_t e, int64_t keys) {
-    const int64_t of_k = round_up(keys, kPanel) * round_up(d, 16), of_v = keys * round_up(e, kPanel);
-    p_exponent = arena.take<int32_t>(kStrip * kSide);
-    k = arena.take<float>(of_k), v = arena.take<float>(of_v);
-    k_exponent = arena.take<int16_t>(of_k), v_exponent = arena.take<int16_t>(of_v);
-  }
-  void take_rows(Arena &arena, int64_t rows, int64_t d) {
-    q = arena.take<float>(rows * round_up(d, kDepth));
-    q_exponent = arena.take<int32_t>(rows * round_up(d, kDepth));
-  }
-
-  static void spread(float *values, int32_t *exponents) {
-    int16_t own[kDepth];
-    exponents_of<T, Model>(values, kDepth, own);
-    for (int i = 0; i < kDepth; ++i) exponents[i] = int32_t(uint16_t(own[i]) * 0x10001u);
-  }
-  void pack_query(const char *query, int64_t row, int64_t rows, int64_t d) {
-    const typename T::Stored *from = (const typename T::Stored *)query;
-    for (int64_t slice = 0; slice * kDepth < d; ++slice) {
-      const int64_t at = (slice * rows + row) * kDepth;
-      for (int64_t i = 0; i < kDepth; i += kWidth)
-        store(q + at + i, T::load(from + slice * kDepth + i, most(d - slice * kDepth - i, 0)));
-      spread(q + at, q_exponent + at);
-    }
-  }
-  void pack_keys(const char *const *keys, int64_t count, int64_t d, float *buffer) {
-    const int64_t depth = round_up(d, 16);
-    pydet::pack_keys<T, kPanel>(keys, count, d, depth, k, buffer);
-    exponents_of<T, Model>(k, round_up(count, kPanel) * depth, k_exponent);
-  }
-  void pack_values(const char *const *values, int64_t count, int64_t e, const uint8_t *left_out) {
-    const int64_t depth = round_up(count, 16);
-    pydet::pack_values<T, kPanel>(values, count, e, depth, left_out, v);
-    exponents_of<T, Model>(v, round_up(e, kPanel) * depth, v_exponent);
-  }
-
-  static void walk_rows(const Panels &panels, int64_t rows, int64_t depth, float *chain) {
-    int64_t r = 0;
-    for (; r + kGroup <= rows; r += kGroup) walk<Model, kGroup>(panels, int(r), 0, int(depth), chain + r * kSide);
-    for (; r < rows; ++r) walk<Model, 1>(panels, int(r), 0, int(depth), chain + r * kSide);
-  }
-  void scores(int64_t first, int64_t rows, int64_t keys, int64_t d, int64_t all_rows, float *s) const {
-    const int64_t depth = round_up(d, 16);
-    memset(s, 0, size_t(rows * kSide) * sizeof(float));
-    for (int64_t j = 0; j < keys; j += kPanel) {
-      for (int64_t begin = 0; begin < d; begin += kDepth) {
-        const int64_t of_q = (begin / kDepth * all_rows + first) * kDepth, of_k = (j / kPanel * depth + begin) * kPanel;
-        Panels panels = {};
-        panels.a = (float(*)[kDepth])(q + of_q), panels.a_exponent = (int32_t(*)[kDepth])(q_exponent + of_q);
-        panels.b = (float(*)[kTile])(k + of_k), panels.b_exponent = (int16_t(*)[kTile])(k_exponent + of_k);
-        walk_rows(panels, rows, least(kDepth, d - begin), s + j);
+    steps.depth = keys, steps.columns = panel, steps.a = p, steps.b_stride = panel;
+    for (int64_t c = 0; c < e; c += panel) {
+      float *to = o + c / kSide * apart + c % kSide;
+      if (loops) {
+        loops->walk(p, p_exponent, v + c * deep, v_exponent + c * deep, rows, keys, to);
+      } else {
+        steps.b = v + c * deep;
+        steps.start = steps.to = {to, kSide};
+        chain(steps);
       }
     }
   }
-  void scores_of_few(int64_t, const char *const *, int64_t, int64_t, float *) const {}
-  void weigh_few(int64_t, const float *, const char *const *, int64_t, int64_t, float *, int64_t) const {}
 
-  // They stay where they are, with their exponents beside them.
-  void pack_weights(float *s, int64_t rows, int64_t) {
-    p = s;
-    for (int64_t r = 0; r < rows; ++r) spread(s + r * kSide, p_exponent + r * kSide);
-  }
-  void weigh(int64_t rows, int64_t keys, int64_t packed, int64_t e, float *o, int64_t apart) const {
-    const int64_t depth = round_up(packed, 16);
-    for (int64_t c = 0; c < e; c += kPanel) {
-      const int64_t of_v = c * depth;
-      Panels panels = {};
-      panels.a = (float(*)[kDepth])p, panels.a_exponent = (int32_t(*)[kDepth])p_exponent;
-      panels.b = (float(*)[kTile])(v + of_v), panels.b_exponent = (int16_t(*)[kTile])(v_exponent + of_v);
-      walk_rows(panels, rows, keys, o + c / kSide * apart + c % kSide);
+  // One chain of `count` terms a(i), b(i), from c, number by number.
+  template <class A, class B> float chain(float c, int64_t count, const A &a, const B &b) const {
+    float x[16], y[16];
+    for (int64_t begin = 0; begin < count; begin += 16) {
+      const int64_t here = least(16, count - begin);
+      for (int64_t i = 0; i < here; ++i) x[i] = a(begin + i), y[i] = b(begin + i);
+      if (loops) {
+        c = loops->walk_one(type, x, y, here, c);
+      } else {
+        for (int64_t i = 0; i < here; ++i) c = fmaf(x[i], y[i], c);
+      }
     }
+    return c;
   }
-  const float *packed_values() const { return v; }
+  // Element i of a vector of an operand.
+  float get(const char *vector, int64_t i) const {
+    return dispatch(type, [&](auto number) {
+      using T = decltype(number);
+      return T::get((const typename T::Stored *)vector + i);
+    });
+  }
 };
+
+// exp2 belongs to the arithmetic. Calls f with it.
+template <class F> auto with_exp2(const Attention &a, F f) {
+  if (a.arithmetic == Arithmetic::sm90) return f(HopperExp2{});
+  if (a.arithmetic == Arithmetic::ieee && a.q.type == Type::f32) return f(FineExp2{});
+  return f(CoarseExp2{});
+}
 
 }  // namespace
 }  // namespace pydet

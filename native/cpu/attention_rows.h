@@ -77,7 +77,7 @@ inline Top top_of(const float *s, int64_t count) {
 }
 
 // Scores become weights, which join the row's sums.
-template <class Exp2> inline void weigh_scores(float *s, int64_t count, float c, float reference, float *l) {
+template <class Exp2> void weigh_scores(float *s, int64_t count, float c, float reference, float *l) {
   float lanes[kWeightLanes];
   for (int i = 0; i < kWeightLanes; ++i) lanes[i] = l[i];
   for (int64_t j = 0; j < count; ++j) s[j] = Exp2::of(fmaf(s[j], c, -reference));
@@ -87,18 +87,20 @@ template <class Exp2> inline void weigh_scores(float *s, int64_t count, float c,
 }
 
 // Rounded to the operands' type, as the second product takes them. count: a multiple of 16.
-template <class T> inline void round_weights(float *s, int64_t count) {
-  if constexpr (!__is_same(T, Number<Type::f32>)) {
+inline void round_weights(Type type, float *s, int64_t count) {
+  if (type == Type::f32) return;
+  with_type<kHalfTypes>(type, [&](auto half) {
+    using T = Number<half>;
     for (int64_t j = 0; j < count; j += kWidth) {
       uint16_t words[kWidth];
       T::store(words, load(s + j));
       store(s + j, T::load(words));
     }
-  }
+  });
 }
 
 // o *= factor: a row of `e` columns, their groups `apart`.
-template <bool flushes> inline void scale_row(float *o, int64_t apart, int64_t e, float factor) {
+inline void scale_row(bool flushes, float *o, int64_t apart, int64_t e, float factor) {
   for (int64_t begin = 0; begin < e; begin += kSide, o += apart) {
     const int64_t columns = least(e - begin, kSide);
     for (int64_t c = 0; c < columns; ++c) {
@@ -110,18 +112,22 @@ template <bool flushes> inline void scale_row(float *o, int64_t apart, int64_t e
 
 // ---- The end of a row ----------------------------------------------------------------------------------------------
 
+inline Join join_of(const Attention &a, float first, float second) {
+  return with_exp2(a, [&](auto exp2) { return pydet::join<decltype(exp2)>(first, second); });
+}
+
 // The sink joins, then the row is divided and stored, with its lse. o: columns in groups `apart`.
-template <class Exp2>
-void finish_row(const Attention &a, const Extent &extent, const Row &row, RowSoFar so_far, float *o, int64_t apart) {
+inline void finish_row(const Attention &a, const Extent &extent, const Row &row, RowSoFar so_far, float *o,
+                       int64_t apart) {
   if (a.sinks.data) {
     float sink = 0;
     dispatch(a.sinks.type, [&](auto number) {
       using T = decltype(number);
       sink = T::get((const typename T::Stored *)a.sinks.data + row.head);
     });
-    const Join join = pydet::join<Exp2>(so_far.m, sink * kLog2e);
+    const Join join = join_of(a, so_far.m, sink * kLog2e);
     if (!join.none) {
-      scale_row<false>(o, apart, a.e, join.of_first);
+      scale_row(false, o, apart, a.e, join.of_first);
       so_far = {join.m, so_far.l * join.of_first + join.of_second};
     }
   }
@@ -145,13 +151,13 @@ void finish_row(const Attention &a, const Extent &extent, const Row &row, RowSoF
 }
 
 // A segment joins the row: o = fl(fl(o of_first) + fl(part of_second)).
-template <class Exp2>
-void join_segment(const RowSoFar &part, const float *part_o, RowSoFar &so_far, float *o, int64_t apart, int64_t e) {
-  const Join join = pydet::join<Exp2>(so_far.m, part.m);
+inline void join_segment(const Attention &a, const RowSoFar &part, const float *part_o, RowSoFar &so_far, float *o,
+                         int64_t apart) {
+  const Join join = join_of(a, so_far.m, part.m);
   if (part.m == -INFINITY || join.none) return;
   so_far = {join.m, so_far.l * join.of_first + part.l * join.of_second};
-  for (int64_t begin = 0; begin < e; begin += kSide, o += apart, part_o += apart) {
-    const int64_t columns = least(e - begin, kSide);
+  for (int64_t begin = 0; begin < a.e; begin += kSide, o += apart, part_o += apart) {
+    const int64_t columns = least(a.e - begin, kSide);
     for (int64_t c = 0; c < columns; ++c) o[c] = o[c] * join.of_first + part_o[c] * join.of_second;
   }
 }

@@ -244,72 +244,68 @@ constexpr uint64_t kAttentionFeatures =
 constexpr Kernel<Attention> kAttention[] = {
 #if defined(__x86_64__)
     Row("cpu_attention_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kAttentionFeatures)
-        .launches(attention_ieee<Avx512>),
+        .launches(attention<Avx512>),
     Row("cpu_attention_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kAttentionFeatures)
-        .launches(attention_ieee<Avx2>),
+        .launches(attention<Avx2>),
     Row("cpu_attention_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kAttentionFeatures)
-        .launches(attention_sm90<Avx512>),
-    Row("cpu_attention_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kAttentionFeatures)
-        .launches(attention_sm90<Avx2>),
+        .launches(attention<Avx512>),
+    Row("cpu_attention_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kAttentionFeatures).launches(attention<Avx2>),
     Row("cpu_attention_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kAttentionFeatures)
-        .launches(attention_sm80<Avx512>),
-    Row("cpu_attention_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kAttentionFeatures)
-        .launches(attention_sm80<Avx2>),
+        .launches(attention<Avx512>),
+    Row("cpu_attention_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kAttentionFeatures).launches(attention<Avx2>),
     Row("cpu_attention_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kAttentionFeatures)
-        .launches(attention_cdna3<Avx512>),
-    Row("cpu_attention_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kAttentionFeatures)
-        .launches(attention_cdna3<Avx2>),
+        .launches(attention<Avx512>),
+    Row("cpu_attention_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kAttentionFeatures).launches(attention<Avx2>),
     Row("cpu_attention_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kAttentionFeatures)
-        .launches(attention_cdna2<Avx512>),
-    Row("cpu_attention_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kAttentionFeatures)
-        .launches(attention_cdna2<Avx2>),
+        .launches(attention<Avx512>),
+    Row("cpu_attention_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kAttentionFeatures).launches(attention<Avx2>),
 #endif
     Row("cpu_attention_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kAttentionFeatures)
-        .launches(attention_ieee<Scalar>),
+        .launches(attention<Scalar>),
     Row("cpu_attention_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kAttentionFeatures)
-        .launches(attention_sm90<Scalar>),
+        .launches(attention<Scalar>),
     Row("cpu_attention_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kAttentionFeatures)
-        .launches(attention_sm80<Scalar>),
+        .launches(attention<Scalar>),
     Row("cpu_attention_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kAttentionFeatures)
-        .launches(attention_cdna3<Scalar>),
+        .launches(attention<Scalar>),
     Row("cpu_attention_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kAttentionFeatures)
-        .launches(attention_cdna2<Scalar>),
+        .launches(attention<Scalar>),
 };
 
 constexpr uint64_t kAttentionGradient = (kAttentionFeatures & ~uint64_t(kLogSumExp | kPages)) | kAccumulate;
 constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
 #if defined(__x86_64__)
     Row("cpu_attention_backward_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kAttentionGradient)
-        .launches(attention_backward_ieee<Avx512>),
+        .launches(attention_backward<Avx512>),
     Row("cpu_attention_backward_ieee_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kAttentionGradient)
-        .launches(attention_backward_ieee<Avx2>),
+        .launches(attention_backward<Avx2>),
     Row("cpu_attention_backward_sm90_avx512", kHalfTypes, Arithmetic::sm90, kAvx512, kAttentionGradient)
-        .launches(attention_backward_sm90<Avx512>),
+        .launches(attention_backward<Avx512>),
     Row("cpu_attention_backward_sm90_avx2", kHalfTypes, Arithmetic::sm90, kAvx2, kAttentionGradient)
-        .launches(attention_backward_sm90<Avx2>),
+        .launches(attention_backward<Avx2>),
     Row("cpu_attention_backward_sm80_avx512", kHalfTypes, Arithmetic::sm80, kAvx512, kAttentionGradient)
-        .launches(attention_backward_sm80<Avx512>),
+        .launches(attention_backward<Avx512>),
     Row("cpu_attention_backward_sm80_avx2", kHalfTypes, Arithmetic::sm80, kAvx2, kAttentionGradient)
-        .launches(attention_backward_sm80<Avx2>),
+        .launches(attention_backward<Avx2>),
     Row("cpu_attention_backward_cdna3_avx512", kHalfTypes, Arithmetic::cdna3, kAvx512, kAttentionGradient)
-        .launches(attention_backward_cdna3<Avx512>),
+        .launches(attention_backward<Avx512>),
     Row("cpu_attention_backward_cdna3_avx2", kHalfTypes, Arithmetic::cdna3, kAvx2, kAttentionGradient)
-        .launches(attention_backward_cdna3<Avx2>),
+        .launches(attention_backward<Avx2>),
     Row("cpu_attention_backward_cdna2_avx512", kHalfTypes, Arithmetic::cdna2, kAvx512, kAttentionGradient)
-        .launches(attention_backward_cdna2<Avx512>),
+        .launches(attention_backward<Avx512>),
     Row("cpu_attention_backward_cdna2_avx2", kHalfTypes, Arithmetic::cdna2, kAvx2, kAttentionGradient)
-        .launches(attention_backward_cdna2<Avx2>),
+        .launches(attention_backward<Avx2>),
 #endif
     Row("cpu_attention_backward_ieee_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kAttentionGradient)
-        .launches(attention_backward_ieee<Scalar>),
+        .launches(attention_backward<Scalar>),
     Row("cpu_attention_backward_sm90_scalar", kHalfTypes, Arithmetic::sm90, kAnyCpu, kAttentionGradient)
-        .launches(attention_backward_sm90<Scalar>),
+        .launches(attention_backward<Scalar>),
     Row("cpu_attention_backward_sm80_scalar", kHalfTypes, Arithmetic::sm80, kAnyCpu, kAttentionGradient)
-        .launches(attention_backward_sm80<Scalar>),
+        .launches(attention_backward<Scalar>),
     Row("cpu_attention_backward_cdna3_scalar", kHalfTypes, Arithmetic::cdna3, kAnyCpu, kAttentionGradient)
-        .launches(attention_backward_cdna3<Scalar>),
+        .launches(attention_backward<Scalar>),
     Row("cpu_attention_backward_cdna2_scalar", kHalfTypes, Arithmetic::cdna2, kAnyCpu, kAttentionGradient)
-        .launches(attention_backward_cdna2<Scalar>),
+        .launches(attention_backward<Scalar>),
 };
 
 pydet_status device_count(int32_t *count) {

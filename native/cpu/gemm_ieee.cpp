@@ -159,8 +159,8 @@ struct Sums {
 
 // Takes a tile from step `begin` of k to `end`, in calls that end where chunks do. `steps` holds the columns and where
 // a and b are at `begin`; a_step and b_step are bytes from k to k.
-void advance(void (*chain)(const Steps &), Steps steps, int64_t a_step, int64_t b_step, const Gemm &gemm,
-             const Sums &sums, int64_t begin, int64_t end) {
+void advance(Chain chain, Steps steps, int64_t a_step, int64_t b_step, const Gemm &gemm, const Sums &sums,
+             int64_t begin, int64_t end) {
   const int64_t chunk = gemm.k ? gemm.k_chunk : 0;
   do {
     const bool opens = chunk && begin % chunk == 0;
@@ -321,6 +321,8 @@ template <class S> void compute(const Gemm &gemm, const Plan &plan, int64_t thre
 }
 
 }  // namespace
+
+template <> Chain tile_chain<Isa>(int64_t rows) { return Tiles::chain<Number<Type::f32>>(rows); }
 
 template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
   constexpr double kWorthAThread = 3 << 19;  // some 30 us, as long as a sleeping thread takes to come

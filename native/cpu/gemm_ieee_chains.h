@@ -5,6 +5,7 @@
 // row-major, else in squares that are transposed in registers.
 #pragma once
 
+#include "cpu/inner_loops.h"
 #include "cpu/simd.h"
 
 namespace pydet {
@@ -16,22 +17,6 @@ constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 // Asks for the line `bytes` on, whatever is there, before it is read. Into the caches, also where a line is read once:
 // past them (locality 0), Intel's Xeons drop lines of rows 16 KiB apart before they are read, and take 3 times as long.
 inline void prefetch(const void *p, int64_t bytes = 512) { __builtin_prefetch((const char *)p + bytes); }
-
-// Rows and columns of fp32, `stride` floats from row to row; p is NULL for all +0.
-struct Tile {
-  float *p;
-  int64_t stride;
-};
-
-// Some steps of k of one tile's chains: s = start, then fmaf over `depth` steps, then base + s if `fold`, into `to`.
-struct Steps {
-  int64_t depth, columns;
-  const float *a;  // a strip: its rows of one k are adjacent
-  const void *b;   // a panel: fp32, b_stride from k to k, columns adjacent; but see Way::transposed
-  int64_t b_stride;
-  Tile start, base, to;
-  bool fold;
-};
 
 inline Floats started(const Tile &tile, int64_t row, int64_t column) {
   return tile.p ? load(tile.p + row * tile.stride + column) : zero();
@@ -143,7 +128,7 @@ enum class Way { tiles, across, transposed };
 template <Way way, int rows, int vectors> struct Shape {
   static constexpr Way kWay = way;
   static constexpr int kRows = rows, kColumns = vectors * kWidth;
-  template <class T, int row = rows> static auto chain(int64_t count) -> void (*)(const Steps &) {
+  template <class T, int row = rows> static Chain chain(int64_t count) {
     if constexpr (row > 1) {
       if (count < row) return chain<T, row - 1>(count);
     }

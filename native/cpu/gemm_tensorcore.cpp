@@ -39,22 +39,23 @@ struct Block {
   int rows, cols;
 };
 
-template <class T, class Model>
+template <class T>
 void pack(const Gemm &g, const Block &block, int64_t k, int depth, const Panels &panels) {
+  const bool flushes = g.arithmetic == Arithmetic::cdna2;
   int padded = (depth + 15) / 16 * 16;  // of which walk takes the steps that it needs
   uint16_t *words = panels.words;
   alignas(64) int16_t exponents[kDepth];
   const uint16_t *a = (const uint16_t *)g.a.data + block.at.a + block.m * g.a.row_stride + k * g.a.col_stride;
   gather<kDepth>(a, g.a.row_stride, g.a.col_stride, block.rows, depth, block.rows, words);
   for (int r = 0; r < block.rows; ++r) {
-    unpack<T, Model>(words + r * kDepth, padded, panels.a[r], exponents);
+    unpack<T>(flushes, words + r * kDepth, padded, panels.a[r], exponents);
     for (int i = 0; i < padded; ++i) panels.a_exponent[r][i] = int32_t(uint16_t(exponents[i]) * 0x10001u);
   }
   const uint16_t *b = (const uint16_t *)g.b.data + block.at.b + k * g.b.row_stride + block.n * g.b.col_stride;
   gather<kTile>(b, g.b.row_stride, g.b.col_stride, depth, block.cols, padded, words);
   for (int strip = 0; strip * kTile < block.cols; ++strip)
-    unpack<T, Model>(words + strip * padded * kTile, padded * kTile, panels.b[strip * kDepth],
-                     panels.b_exponent[strip * kDepth]);
+    unpack<T>(flushes, words + strip * padded * kTile, padded * kTile, panels.b[strip * kDepth],
+              panels.b_exponent[strip * kDepth]);
 }
 
 // out = round(sum + bias) for one row of the block.
@@ -75,8 +76,8 @@ inline void finish_row(const Gemm &g, const Block &block, int row, float *sum) {
   });
 }
 
-template <class Model>
-__attribute__((noinline)) void run_block(const Gemm &g, const Block &block, const Panels &panels) {
+__attribute__((noinline)) void run_block(const Gemm &g, const Block &block, const Panels &panels,
+                                         TensorCoreLoops::Walk *walk) {
   auto *chain = panels.chain, *total = panels.total;
   auto *start = g.k_chunk ? total : chain;  // what accumulate continues
   for (int r = 0; r < block.rows; ++r) {
@@ -93,12 +94,11 @@ __attribute__((noinline)) void run_block(const Gemm &g, const Block &block, cons
     if (g.k_chunk) memset(chain, 0, sizeof(chain[0]) * block.rows);
     for (int64_t k = chunk_start; k < chunk_end; k += panels.depth) {
       int depth = chunk_end - k < panels.depth ? int(chunk_end - k) : panels.depth;
-      with_type<kHalfTypes>(g.a.type, [&](auto type) { pack<Number<type>, Model>(g, block, k, depth, panels); });
+      with_type<kHalfTypes>(g.a.type, [&](auto type) { pack<Number<type>>(g, block, k, depth, panels); });
       for (int first = 0; first < block.cols; first += kTile) {
-        int row = 0;
-        for (; row + kGroup <= block.rows; row += kGroup)
-          walk<Model, kGroup>(panels, row, first / kTile, depth, chain[row] + first);
-        for (; row < block.rows; ++row) walk<Model, 1>(panels, row, first / kTile, depth, chain[row] + first);
+        const int strip = first / kTile * kDepth;
+        walk(*panels.a, *panels.a_exponent, panels.b[strip], panels.b_exponent[strip], block.rows, depth,
+             chain[0] + first);
       }
     }
     if (g.k_chunk)
@@ -109,7 +109,7 @@ __attribute__((noinline)) void run_block(const Gemm &g, const Block &block, cons
 }
 
 // Blocks are as large as scratch memory allows, with fewer rows where that leaves too few of them to share.
-template <class Model> void compute(const Gemm &g, Scratch &scratch) {
+void compute(const Gemm &g, TensorCoreLoops::Walk *walk, Scratch &scratch) {
   const bool large = scratch.large();
   const Panels most = panels_in(scratch, large);
   int64_t col_blocks = divide_up(g.n, most.cols), rows = most.rows;
@@ -122,23 +122,58 @@ template <class Model> void compute(const Gemm &g, Scratch &scratch) {
     block.rows = int(g.m - block.m < rows ? g.m - block.m : rows);
     block.cols = int(g.n - block.n < most.cols ? g.n - block.n : most.cols);
     block.at = batch_offsets(g.batch, i / col_blocks / row_blocks);
-    run_block<Model>(g, block, panels_in(own, large));
+    run_block(g, block, panels_in(own, large), walk);
   };
   constexpr double kWorthAThread = 1 << 17;
   double work = double(g.batch.count) * double(g.m) * double(g.n) * double(g.k + 1);
   parallel(g.batch.count * row_blocks * col_blocks, threads_for(work, kWorthAThread), scratch, task);
 }
 
-template <class Model> pydet_status run(const Gemm &g) {
-  with_scratch([&](Scratch &scratch) __attribute__((noinline)) { compute<Model>(g, scratch); });
+pydet_status run(const Gemm &g, TensorCoreLoops::Walk *walk) {
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) { compute(g, walk, scratch); });
   return PYDET_OK;
 }
 
+// ---- The loops of each arithmetic ---------------------------------------------------------------------------------
+
+template <class Model>
+void walk_rows(const float *a, const int32_t *a_exponent, const float *b, const int16_t *b_exponent, int64_t rows,
+               int64_t depth, float *chain) {
+  const Operands operands = {(const float(*)[kDepth])a, (const int32_t(*)[kDepth])a_exponent, (const float(*)[kTile])b,
+                             (const int16_t(*)[kTile])b_exponent};
+  int r = 0;
+  for (; r + kGroup <= rows; r += kGroup) walk<Model, kGroup>(operands, r, int(depth), chain + r * kCols);
+  for (; r < rows; ++r) walk<Model, 1>(operands, r, int(depth), chain + r * kCols);
+}
+
+template <class Model> float walk_one(Type type, const float *a, const float *b, int64_t count, float c) {
+  constexpr bool kFlushes = __is_same(Model, Cdna2);
+  float x[16] = {}, y[16] = {};
+  int16_t of_x[16], of_y[16];
+  int32_t x_exponent[16];
+  for (int64_t i = 0; i < count; ++i) x[i] = a[i], y[i] = b[i];
+  exponents_of(type, kFlushes, x, 16, of_x), exponents_of(type, kFlushes, y, 16, of_y);
+  for (int i = 0; i < 16; ++i) x_exponent[i] = of_x[i];
+  for (int64_t i = 0; i < count; i += Model::kStep) c = Model::exact({x + i, x_exponent + i, y + i, of_y + i, 1}, c);
+  return c;
+}
+
+template <class Model> constexpr TensorCoreLoops kLoops = {walk_rows<Model>, walk_one<Model>};
+
 }  // namespace
 
-template <> pydet_status gemm_sm90<Isa>(const Gemm &g) { return run<Sm90>(g); }
-template <> pydet_status gemm_sm80<Isa>(const Gemm &g) { return run<Sm80>(g); }
-template <> pydet_status gemm_cdna3<Isa>(const Gemm &g) { return run<Cdna3>(g); }
-template <> pydet_status gemm_cdna2<Isa>(const Gemm &g) { return run<Cdna2>(g); }
+template <> const TensorCoreLoops &tensor_core_loops<Isa>(Arithmetic arithmetic) {
+  switch (arithmetic) {
+    case Arithmetic::sm90: return kLoops<Sm90>;
+    case Arithmetic::sm80: return kLoops<Sm80>;
+    case Arithmetic::cdna3: return kLoops<Cdna3>;
+    default: return kLoops<Cdna2>;
+  }
+}
+
+template <> pydet_status gemm_sm90<Isa>(const Gemm &g) { return run(g, walk_rows<Sm90>); }
+template <> pydet_status gemm_sm80<Isa>(const Gemm &g) { return run(g, walk_rows<Sm80>); }
+template <> pydet_status gemm_cdna3<Isa>(const Gemm &g) { return run(g, walk_rows<Cdna3>); }
+template <> pydet_status gemm_cdna2<Isa>(const Gemm &g) { return run(g, walk_rows<Cdna2>); }
 
 }  // namespace pydet

@@ -21,6 +21,7 @@
 #pragma once
 
 #include "cpu/exponents.h"
+#include "cpu/inner_loops.h"
 
 namespace pydet {
 namespace {
@@ -61,17 +62,27 @@ struct Panels {
   float (*chain)[kCols], (*total)[kCols];
 };
 
+// Those of one strip, as the steps take them.
+struct Operands {
+  const float (*a)[kDepth];
+  const int32_t (*a_exponent)[kDepth];
+  const float (*b)[kTile];
+  const int16_t (*b_exponent)[kTile];
+};
+
 // ---- The steps, exactly -------------------------------------------------------------------------------------------
 
 // One row of A and one column of B at the first k of a step.
 struct Terms {
   const float *a;
   const int32_t *a_exponent;
-  const float *b;  // kTile apart
+  const float *b;  // `apart` from k to k
   const int16_t *b_exponent;
+  int apart;
 
-  double product(int k) const { return double(a[k]) * double(b[k * kTile]); }
-  int exponent(int k) const { return int16_t(a_exponent[k]) + b_exponent[k * kTile]; }
+  float product_f32(int k) const { return a[k] * b[k * apart]; }
+  double product(int k) const { return double(a[k]) * double(b[k * apart]); }
+  int exponent(int k) const { return int16_t(a_exponent[k]) + b_exponent[k * apart]; }
 };
 
 inline int exponent_of(float c) {  // of a finite c; far below all others for 0
@@ -82,7 +93,7 @@ inline int exponent_of(float c) {  // of a finite c; far below all others for 0
 template <int kStep> float special(const Terms &x, float c) {
   float sum = c - c == 0 ? 0.0f : c;
   for (int k = 0; k < kStep; ++k)
-    if (x.exponent(k) > kHighest) sum += x.a[k] * x.b[k * kTile];
+    if (x.exponent(k) > kHighest) sum += x.product_f32(k);
   return sum;
 }
 
@@ -108,7 +119,7 @@ template <int kStep> float cdna3_step(const Terms &x, float c) {
   int top = 2 * kNone;
   for (int k = 0; k < kStep; ++k) {
     top = larger(top, x.exponent(k));
-    if (__builtin_fabs(x.product(k)) >= 0x1p128) infinite += x.a[k] * x.b[k * kTile];
+    if (__builtin_fabs(x.product(k)) >= 0x1p128) infinite += x.product_f32(k);
   }
   if (!(infinite == 0)) return infinite;
   if (top < kLowest) return c + 0.0f;
@@ -172,6 +183,12 @@ struct Cdna3 {
 
 struct Cdna2 {
   static constexpr int kStep = 4;
+  static float exact(const Terms &x, float c) {
+    auto flushed = [](float y) { return fabsf(y) < 0x1p-126f ? 0.0f : y; };
+    float p[4];
+    for (int k = 0; k < 4; ++k) p[k] = flushed(x.product_f32(k));
+    return flushed(flushed(c) + flushed(flushed(p[0] + p[1]) + flushed(p[2] + p[3])));
+  }
 };
 
 // The odd lanes again, exactly; but with nothing to add to an ordinary c (or 0) they were right.
@@ -181,19 +198,19 @@ __attribute__((noinline, cold)) void repair(Terms x, I16s products, int half, I3
     int column = half * kLanes + i, c_exponent = exponent_of(c[i]);
     bool ordinary = c[i] == 0 || (c_exponent >= kTopMin && c_exponent <= kTopMax);
     if (!odd[i] || (products[column] < kLowest && ordinary)) continue;
-    d[i] = Model::exact({x.a, x.a_exponent, x.b + column, x.b_exponent + column}, c[i]);
+    d[i] = Model::exact({x.a, x.a_exponent, x.b + column, x.b_exponent + column, kTile}, c[i]);
   }
 }
 
 template <class Model, int kHeight>
-inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHeight][2]) {
+inline void step(const Operands &x, int row, int k0, F32s (&c)[kHeight][2]) {
   I16s products[kHeight];  // the largest of their exponents
   for (int r = 0; r < kHeight; ++r) products[r] = I16s{} + int16_t(2 * kNone);
 #pragma GCC unroll 16
   for (int k = k0; k < k0 + Model::kStep; ++k) {
-    I16s b = load_vector<I16s>(panels.b_exponent[strip * kDepth + k]);
+    I16s b = load_vector<I16s>(x.b_exponent[k]);
     for (int r = 0; r < kHeight; ++r)
-      products[r] = larger(products[r], (I16s)(b + (I16s)(I32s{} + panels.a_exponent[row + r][k])));
+      products[r] = larger(products[r], (I16s)(b + (I16s)(I32s{} + x.a_exponent[row + r][k])));
   }
 
   I32s top[kHeight][2], odd[kHeight][2], odd_anywhere{};
@@ -210,8 +227,8 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
 #pragma GCC unroll 16
   for (int k = k0; k < k0 + Model::kStep; ++k)
     for (int v = 0; v < 2; ++v) {
-      F32s b = load_vector<F32s>(panels.b[strip * kDepth + k] + v * kLanes);
-      for (int r = 0; r < kHeight; ++r) sum[r][v] += (U32s)truncate((panels.a[row + r][k] * b) * scale[r][v]);
+      F32s b = load_vector<F32s>(x.b[k] + v * kLanes);
+      for (int r = 0; r < kHeight; ++r) sum[r][v] += (U32s)truncate((x.a[row + r][k] * b) * scale[r][v]);
     }
 
   for (int r = 0; r < kHeight; ++r)
@@ -223,9 +240,8 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
     for (int r = 0; r < kHeight; ++r)
       for (int v = 0; v < 2; ++v) {
         F32s repaired = d[r][v];  // a copy, so that d stays in registers
-        repair<Model>({panels.a[row + r] + k0, panels.a_exponent[row + r] + k0, panels.b[strip * kDepth + k0],
-                       panels.b_exponent[strip * kDepth + k0]},
-                      products[r], v, odd[r][v], c[r][v], repaired);
+        repair<Model>({x.a[row + r] + k0, x.a_exponent[row + r] + k0, x.b[k0], x.b_exponent[k0], kTile}, products[r], v,
+                      odd[r][v], c[r][v], repaired);
         d[r][v] = repaired;
       }
   for (int r = 0; r < kHeight; ++r)
@@ -234,24 +250,24 @@ inline void step(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHe
 
 inline F32s flush(F32s x) { return (F32s)((I32s)x & (((I32s)x & 0x7F800000) != 0)); }
 
-template <int kHeight> inline void step_cdna2(const Panels &panels, int row, int strip, int k0, F32s (&c)[kHeight][2]) {
+template <int kHeight> inline void step_cdna2(const Operands &x, int row, int k0, F32s (&c)[kHeight][2]) {
   for (int v = 0; v < 2; ++v)
     for (int r = 0; r < kHeight; ++r) {
       F32s p[4];
       for (int k = 0; k < 4; ++k)  // a and b were flushed when packed
-        p[k] = flush(panels.a[row + r][k0 + k] * load_vector<F32s>(panels.b[strip * kDepth + k0 + k] + v * kLanes));
+        p[k] = flush(x.a[row + r][k0 + k] * load_vector<F32s>(x.b[k0 + k] + v * kLanes));
       c[r][v] = flush(flush(c[r][v]) + flush(flush(p[0] + p[1]) + flush(p[2] + p[3])));
     }
 }
 
 // The chains of kHeight rows by kTile columns, `depth` further along k. chain: [row][kCols].
-template <class Model, int kHeight> void walk(const Panels &panels, int row, int strip, int depth, float *chain) {
+template <class Model, int kHeight> void walk(const Operands &x, int row, int depth, float *chain) {
   F32s c[kHeight][2];
   for (int r = 0; r < kHeight; ++r)
     for (int v = 0; v < 2; ++v) c[r][v] = load_vector<F32s>(chain + r * kCols + v * kLanes);
   for (int k = 0; k < depth; k += Model::kStep) {
-    if constexpr (__is_same(Model, Cdna2)) step_cdna2(panels, row, strip, k, c);
-    else step<Model>(panels, row, strip, k, c);
+    if constexpr (__is_same(Model, Cdna2)) step_cdna2(x, row, k, c);
+    else step<Model>(x, row, k, c);
   }
   for (int r = 0; r < kHeight; ++r)
     for (int v = 0; v < 2; ++v) memcpy(chain + r * kCols + v * kLanes, &c[r][v], sizeof(F32s));
@@ -259,17 +275,30 @@ template <class Model, int kHeight> void walk(const Panels &panels, int row, int
 
 // ---- Packing ------------------------------------------------------------------------------------------------------
 
-// count: a multiple of 16.
-template <class T, class Model> void unpack(uint16_t *words, int count, float *values, int16_t *exponents) {
+// Numbers of 16 bits as fp32, with their exponents. count: a multiple of 16. flushes: as cdna2 does.
+template <class T> void unpack(bool flushes, uint16_t *words, int count, float *values, int16_t *exponents) {
   constexpr bool kBf16 = __is_same(T, Number<Type::bf16>);
   constexpr int kMantissaBits = kBf16 ? 7 : 10, kFieldMax = kBf16 ? 255 : 31, kBias = kBf16 ? 127 : 15;
-  if (__is_same(Model, Cdna2))
+  if (flushes)
     for (int i = 0; i < count; ++i) words[i] = words[i] & kFieldMax << kMantissaBits ? words[i] : 0;
   for (int i = 0; i < count; i += kWidth) store(values + i, T::load(words + i));
   for (int i = 0; i < count; ++i) {
     int16_t field = words[i] >> kMantissaBits & kFieldMax;
     int16_t finite = int16_t((field > 1 ? field : 1) - kBias), nonzero = field == kFieldMax ? kSpecial : finite;
     exponents[i] = words[i] & 0x7FFF ? nonzero : kNone;
+  }
+}
+
+// The same of what is fp32 already, with the values of a `type` of 16 bits.
+inline void exponents_of(Type type, bool flushes, float *values, int64_t count, int16_t *exponents) {
+  const int32_t least = type == Type::bf16 ? -126 : -14;
+  if (flushes)
+    for (int64_t i = 0; i < count; ++i)
+      values[i] = (bits_of(values[i]) & 0x7FFFFFFFu) < uint32_t(least + 127) << 23 ? 0.0f : values[i];
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t size = bits_of(values[i]) & 0x7FFFFFFFu;
+    const int32_t exponent = int32_t(size >> 23) - 127, finite = exponent < least ? least : exponent;
+    exponents[i] = int16_t(size == 0 ? kNone : exponent == 128 ? kSpecial : finite);
   }
 }
 
