@@ -11,80 +11,91 @@
 namespace pydet {
 namespace {
 
-// To the number type and back. In fp32 there is nothing to round, and a NaN need not be canonical before it is stored.
-template <class T> void round_all(Piece &piece) {
-  if constexpr (!std::is_same_v<T, Number<Type::f32>>)
-    for (int i = 0; i < kPiece; i += kWidth) {
-      typename T::Stored stored[kWidth];
-      T::store(stored, load(piece.x + i));
-      store(piece.x + i, T::load(stored));
-    }
+// f of the elements of a piece, and its slopes: what is compiled for each kind.
+template <ActivationKind kind> void values_of(Piece &x) {
+  for (float &v : x.x) v = activated<kind>(v).value;
+}
+template <ActivationKind kind> void values_and_slopes_of(Piece &x, Piece &slope) {
+  for (int i = 0; i < kPiece; ++i) {
+    const Activated of = activated<kind>(x.x[i]);
+    x.x[i] = of.value, slope.x[i] = of.slope;
+  }
+}
+void multiply(Piece &x, const Piece &y) {
+  for (int i = 0; i < kPiece; ++i) x.x[i] = x.x[i] * y.x[i];
 }
 
-template <class T, ActivationKind kind> struct Forward {
-  static void run(const Activation &p, int64_t r, int64_t begin, int64_t end) {
-    const auto *x = row<T>(p.x, p.inner, r), *up = row<T>(p.up, p.inner, r);
-    auto *y = row<T>(p.y, p.inner, r);
+struct Forward {
+  explicit Forward(const Activation &p)
+      : p(p), type(p.x.type), values(with_kind(p.kind, [](auto kind) { return &values_of<kind>; })) {}
+
+  const Activation &p;
+  Type type;
+  void (*values)(Piece &);
+
+  void run(int64_t r, int64_t begin, int64_t end) const {
+    const char *x = row(p.x, p.inner, r), *up = row(p.up, p.inner, r);
+    char *y = row(p.y, p.inner, r);
     Piece value, factor;
     pieces(end - begin, [&](int64_t j, int64_t count) {
       j += begin;
-      value.load<T>(x + j, count);
-      for (float &v : value.x) v = activated<kind>(v).value;
+      value.load(type, x, j, count);
+      values(value);
       if (up) {
-        round_all<T>(value);
-        factor.load<T>(up + j, count);
-        for (int i = 0; i < kPiece; ++i) value.x[i] = value.x[i] * factor.x[i];
+        value.round(type);
+        factor.load(type, up, j, count);
+        multiply(value, factor);
       }
-      value.store<T>(y + j, count);
+      value.store(type, y, j, count);
     });
   }
 };
 
-template <class T, ActivationKind kind> struct Backward {
-  static void run(const ActivationBackward &p, int64_t r, int64_t begin, int64_t end) {
-    const auto *dy = row<T>(p.dy, p.inner, r), *x = row<T>(p.x, p.inner, r), *up = row<T>(p.up, p.inner, r);
-    auto *dx = row<T>(p.dx, p.inner, r), *dup = row<T>(p.dup, p.inner, r);
+struct Backward {
+  explicit Backward(const ActivationBackward &p)
+      : p(p), type(p.x.type), both(with_kind(p.kind, [](auto kind) { return &values_and_slopes_of<kind>; })) {}
+
+  const ActivationBackward &p;
+  Type type;
+  void (*both)(Piece &, Piece &);
+
+  void run(int64_t r, int64_t begin, int64_t end) const {
+    const char *dy = row(p.dy, p.inner, r), *x = row(p.x, p.inner, r), *up = row(p.up, p.inner, r);
+    char *dx = row(p.dx, p.inner, r), *dup = row(p.dup, p.inner, r);
     Piece given, value, slope, factor;
     pieces(end - begin, [&](int64_t j, int64_t count) {
       j += begin;
-      given.load<T>(dy + j, count);
-      value.load<T>(x + j, count);
-      for (int i = 0; i < kPiece; ++i) {
-        const Activated of = activated<kind>(value.x[i]);
-        value.x[i] = of.value, slope.x[i] = of.slope;
-      }
-      if (up) factor.load<T>(up + j, count);  // before anything is written, which may be there
+      given.load(type, dy, j, count);
+      value.load(type, x, j, count);
+      both(value, slope);
+      if (up) factor.load(type, up, j, count);  // before anything is written, which may be there
       if (dup) {
-        round_all<T>(value);
-        for (int i = 0; i < kPiece; ++i) value.x[i] = given.x[i] * value.x[i];
-        value.store<T>(dup + j, count);
+        value.round(type);
+        multiply(value, given);
+        value.store(type, dup, j, count);
       }
       if (!dx) return;
       if (up) {
-        for (int i = 0; i < kPiece; ++i) given.x[i] = given.x[i] * factor.x[i];
-        round_all<T>(given);
+        multiply(given, factor);
+        given.round(type);
       }
-      for (int i = 0; i < kPiece; ++i) given.x[i] = given.x[i] * slope.x[i];
-      given.store<T>(dx + j, count);
+      multiply(given, slope);
+      given.store(type, dx, j, count);
     });
   }
 };
 
-// Calls Pass::run for all elements of all rows, a few rows or a part of one at a time.
-template <template <class, ActivationKind> class Pass, class Problem> void each_part(const Problem &p) {
+// Calls pass.run for all elements of all rows, a few rows or a part of one at a time.
+template <class Pass, class Problem> void each_part(const Problem &p) {
   constexpr int64_t kPart = 8192;            // elements
   constexpr double kWorthAThread = 1 << 15;  // elements
   const int64_t threads = threads_for(double(p.rows) * double(p.n), kWorthAThread);
   const int64_t parts = divide_up(p.n, kPart), at_once = parts > 1 ? 1 : 1 + kPart / p.n;
   Scratch scratch;  // not worked in: where there is none, one thread computes
-  dispatch(p.x.type, [&](auto number) {
-    with_kind(p.kind, [&](auto kind) {
-      parallel(divide_up(p.rows, at_once) * parts, threads, scratch, [&](int64_t i, Scratch &) {
-        const int64_t begin = i % parts * kPart, end = p.n - begin < kPart ? p.n : begin + kPart;
-        for (int64_t r = i / parts * at_once; r < p.rows && r < (i / parts + 1) * at_once; ++r)
-          Pass<decltype(number), kind>::run(p, r, begin, end);
-      });
-    });
+  const Pass pass(p);
+  parallel(divide_up(p.rows, at_once) * parts, threads, scratch, [&](int64_t i, Scratch &) {
+    const int64_t begin = i % parts * kPart, end = p.n - begin < kPart ? p.n : begin + kPart;
+    for (int64_t r = i / parts * at_once; r < p.rows && r < (i / parts + 1) * at_once; ++r) pass.run(r, begin, end);
   });
 }
 

@@ -10,28 +10,26 @@ namespace pydet {
 namespace {
 
 // A NaN has no say in the maximum: it shows in the sum.
-template <class T> float row_max(const typename T::Stored *x, int64_t n, Piece &piece) {
+inline float row_max(Type type, const char *x, int64_t n, Piece &piece) {
   float most[kPiece];
   for (float &m : most) m = -INFINITY;
   pieces(n, [&](int64_t j, int64_t count) {
-    piece.load<T>(x + j, count);
+    piece.load(type, x, j, count);
     for (int i = 0; i < count; ++i) most[i] = piece.x[i] > most[i] ? piece.x[i] : most[i];
   });
   for (int i = 1; i < kPiece; ++i) most[0] = most[i] > most[0] ? most[i] : most[0];
   return most[0] + 0.0f;  // which zero is the largest would depend on the order
 }
 
-// Calls row(number, r, lanes) for every row, a few at a time.
-template <class Row> void each_row(Type type, int64_t rows, int64_t n, const Row &row) {
+// Calls row(r, lanes) for every row, a few at a time.
+template <class Row> void each_row(int64_t rows, int64_t n, const Row &row) {
   constexpr double kElementWork = 32, kWorthAThread = 1 << 20;  // operations
   const int64_t threads = threads_for(double(rows) * double(n) * kElementWork, kWorthAThread);
   const int64_t at_once = 1 + 4096 / n;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    dispatch(type, [&](auto number) {
-      parallel(divide_up(rows, at_once), threads, scratch, [&](int64_t i, Scratch &own) {
-        RowSum &lanes = *new (own.data) RowSum;
-        for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r) row(number, r, lanes);
-      });
+    parallel(divide_up(rows, at_once), threads, scratch, [&](int64_t i, Scratch &own) {
+      RowSum &lanes = *new (own.data) RowSum;
+      for (int64_t r = i * at_once; r < rows && r < (i + 1) * at_once; ++r) row(r, lanes);
     });
   });
 }

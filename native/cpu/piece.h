@@ -13,12 +13,30 @@ static_assert(kRowLanes % kPiece == 0 && kPiece % kWidth == 0, "a piece lies in 
 struct alignas(64) Piece {
   float x[kPiece];
 
+  template <class T> using Stored = typename T::Stored;
   template <class T> void load(const typename T::Stored *from, int64_t count) {
     if (count < kPiece) memset(x, 0, sizeof x);
     along(count, [&](int64_t j, auto v) { set<Partial>(x + j, get<T>(from + j, v)); });
   }
   template <class T> void store(typename T::Stored *to, int64_t count) const {
     along(count, [&](int64_t j, auto v) { set<T>(to + j, get<Partial>(x + j, v)); });
+  }
+
+  // Elements j, j + 1, ... of a row of `type`, for code that is compiled once for all types.
+  void load(Type type, const char *row, int64_t j, int64_t count) {
+    dispatch(type, [&](auto number) { load<decltype(number)>((const Stored<decltype(number)> *)row + j, count); });
+  }
+  void store(Type type, char *row, int64_t j, int64_t count) const {
+    dispatch(type, [&](auto number) { store<decltype(number)>((Stored<decltype(number)> *)row + j, count); });
+  }
+  // To the type and back. In fp32 there is nothing to round, and a NaN need not be canonical before it is stored.
+  void round(Type type) {
+    if (type == Type::f32) return;
+    with_type<kHalfTypes>(type, [&](auto half) {
+      uint16_t words[kPiece];
+      for (int i = 0; i < kPiece; i += kWidth) Number<half>::store(words + i, pydet::load(x + i));
+      for (int i = 0; i < kPiece; i += kWidth) pydet::store(x + i, Number<half>::load(words + i));
+    });
   }
 };
 

@@ -43,6 +43,19 @@ template <class T> inline typename T::Stored *row(const Rows &rows, int64_t inne
   return (typename T::Stored *)rows.data + r / inner * rows.outer_stride + r % inner * rows.inner_stride;
 }
 
+// The same for what is not told the type.
+inline char *row(const Rows &rows, int64_t inner, int64_t r) {
+  return with_type<kUnscaledTypes>(rows.type, [&](auto type) { return (char *)row<Number<type>>(rows, inner, r); });
+}
+
+// One element of a row of `type`.
+inline float element(Type type, const char *row, int64_t j) {
+  return dispatch(type, [&](auto number) {
+    using T = decltype(number);
+    return T::get((const typename T::Stored *)row + j);
+  });
+}
+
 // The same where rows have three strides: its place is found once for all operands of a problem.
 struct RowPlace {
   int64_t far, outer, inner;

@@ -26,8 +26,8 @@ struct Weighed {
 // The highest order such that what is of it or of a higher one weighs target(total) or more; and what the higher ones weigh
 // then. weigh(j, count, orders, prefix, shift, digits) adds the weights of a piece to the digits behind the prefix;
 // `extra` is what is there beside all pieces.
-template <class T, class Weigh, class Target>
-Weighed threshold(const typename T::Stored *x, int64_t n, uint64_t (&digits)[kDigits], const Weighed &extra,
+template <class Weigh, class Target>
+Weighed threshold(Type type, const char *x, int64_t n, uint64_t (&digits)[kDigits], const Weighed &extra,
                   const Target &target, const Weigh &weigh) {
   uint32_t prefix = 0;
   uint64_t above = 0, reach = 0;
@@ -38,7 +38,7 @@ Weighed threshold(const typename T::Stored *x, int64_t n, uint64_t (&digits)[kDi
     memset(digits, 0, sizeof digits);
     if (((extra.order ^ prefix) & mask) == 0) digits[extra.order >> shift & (kDigits - 1)] += extra.weight;
     pieces(n, [&](int64_t j, int64_t count) {
-      piece.load<T>(x + j, count);
+      piece.load(type, x, j, count);
       uint32_t differ[kPiece], none = mask;
       for (int i = 0; i < kPiece; ++i) {
         order[i] = order_of(piece.x[i]);
@@ -61,11 +61,10 @@ Weighed threshold(const typename T::Stored *x, int64_t n, uint64_t (&digits)[kDi
 }
 
 // The first k columns.
-template <class T>
-__attribute__((noinline)) Leading leading_of(const typename T::Stored *x, int64_t n, int64_t k,
+__attribute__((noinline)) Leading leading_of(Type type, const char *x, int64_t n, int64_t k,
                                              uint64_t (&digits)[kDigits]) {
-  const Weighed found = threshold<T>(
-      x, n, digits, {0, 0}, [&](uint64_t) { return uint64_t(k); },
+  const Weighed found = threshold(
+      type, x, n, digits, {0, 0}, [&](uint64_t) { return uint64_t(k); },
       [](const Piece &, int64_t count, const uint32_t *order, const uint32_t *differ, int shift, uint64_t *to) {
         for (int i = 0; i < count; ++i)
           if (differ[i] == 0) ++to[order[i] >> shift & (kDigits - 1)];
@@ -74,10 +73,11 @@ __attribute__((noinline)) Leading leading_of(const typename T::Stored *x, int64_
 }
 
 // A row as it is drawn from. Its passes are no parts of their caller: only one of them is on the stack.
-template <class T> struct SampledRow {
+struct SampledRow {
   const Sample &p;
   RowChoice choice;
-  const typename T::Stored *x;
+  Type type;
+  const char *x;
   float max = 0;  // m
 
   // z - m of a piece of x.
@@ -91,10 +91,10 @@ template <class T> struct SampledRow {
   // m, and whether there is anything to draw from.
   __attribute__((noinline)) bool find_max() {
     Piece piece;
-    const float largest = row_max<T>(x, p.n, piece);
+    const float largest = row_max(type, x, p.n, piece);
     int nans = 0;
     pieces(p.n, [&](int64_t j, int64_t count) {
-      piece.load<T>(x + j, count);
+      piece.load(type, x, j, count);
       for (float v : piece.x) nans |= v != v;
     });
     max = largest / choice.divisor + 0.0f;
@@ -106,7 +106,7 @@ template <class T> struct SampledRow {
     int64_t first = -1;
     for (int64_t j = 0; first < 0 && j < p.n; j += kPiece) {
       const int64_t count = p.n - j < kPiece ? p.n - j : int64_t(kPiece);
-      piece.load<T>(x + j, count);
+      piece.load(type, x, j, count);
       for (int i = 0; first < 0 && i < count; ++i)
         if (piece.x[i] == max) first = j + i;
     }
@@ -127,7 +127,7 @@ template <class T> struct SampledRow {
         if (differ[i] == 0 && (all || order[i] > within.order))
           to[order[i] >> shift & (kDigits - 1)] += mass_of(piece.x[i]);
     };
-    const Weighed found = threshold<T>(x, p.n, digits, equal, target, weigh);
+    const Weighed found = threshold(type, x, p.n, digits, equal, target, weigh);
     return {found.order, divide_up(int64_t(reach - found.weight), int64_t(mass_in(found.order)))};
   }
 
@@ -136,7 +136,7 @@ template <class T> struct SampledRow {
     Piece piece;
     lanes.clear(p.n);
     pieces(p.n, [&](int64_t j, int64_t count) {
-      piece.load<T>(x + j, count);
+      piece.load(type, x, j, count);
       distances(piece);
       add_exps(piece, j, count, lanes);
     });
@@ -156,7 +156,7 @@ template <class T> struct SampledRow {
     Piece piece, noise;
     if (lanes) lanes->clear(p.n);
     pieces(p.n, [&](int64_t j, int64_t count) {
-      piece.load<T>(x + j, count);
+      piece.load(type, x, j, count);
       bool keep[kPiece];
       for (int i = 0; i < kPiece; ++i) keep[i] = !cut || piece.x[i] > least;
       if (cut)
@@ -194,8 +194,8 @@ template <class T> struct SampledRow {
   }
 };
 
-template <class T> void sample_row(const Sample &p, int64_t r, RowSum &lanes) {
-  SampledRow<T> row = {p, choice_of(p, r), pydet::row<T>(p.x, p.inner, r)};
+void sample_row(const Sample &p, int64_t r, RowSum &lanes) {
+  SampledRow row = {p, choice_of(p, r), p.x.type, pydet::row(p.x, p.inner, r)};
   auto *all = (float *)p.log_prob.data, *filtered = (float *)p.filtered_log_prob.data;
   auto &token = ((int64_t *)p.token)[r];
   if (!row.choice.serves || !row.find_max()) {
@@ -212,48 +212,50 @@ template <class T> void sample_row(const Sample &p, int64_t r, RowSum &lanes) {
   } else {
     auto &digits = *new (&lanes) uint64_t[1][kDigits];
     Leading leading = kEverything;
-    if (row.choice.by_rank()) leading = leading_of<T>(row.x, p.n, row.choice.top_k, digits);
+    if (row.choice.by_rank()) leading = leading_of(row.type, row.x, p.n, row.choice.top_k, digits);
     if (row.choice.by_mass()) leading = row.leading_mass(leading, digits);
     const bool wanted = filters ? filtered != nullptr : all || filtered;
     token = row.draw(leading, wanted ? new (&lanes) RowSum : nullptr, &kept_sum);
     if (!filters) sum = kept_sum;
   }
-  const float distance = T::get(row.x + token) / row.choice.divisor - row.max;
+  const float distance = element(row.type, row.x, token) / row.choice.divisor - row.max;
   if (all) all[r] = distance - log_f32(sum);
   if (filtered) filtered[r] = row.choice.greedy ? 0.0f : distance - log_f32(kept_sum);
 }
 
-template <class T> void topk_row(const TopK &p, int64_t r, RowSum &memory) {
-  const auto *x = row<T>(p.x, p.inner, r);
-  const Leading leading = leading_of<T>(x, p.n, p.k, *new (&memory) uint64_t[1][kDigits]);
+void topk_row(const TopK &p, int64_t r, RowSum &memory) {
+  const Type type = p.x.type;
+  const char *x = row(p.x, p.inner, r);
+  const Leading leading = leading_of(type, x, p.n, p.k, *new (&memory) uint64_t[1][kDigits]);
   int64_t *index = (int64_t *)p.index + r * p.k, found = 0, equal = 0;
   Piece piece;
   pieces(p.n, [&](int64_t j, int64_t count) {
-    piece.load<T>(x + j, count);
+    piece.load(type, x, j, count);
     for (int i = 0; i < count; ++i) {
       const uint32_t order = order_of(piece.x[i]);
       if (order > leading.order || (order == leading.order && equal++ < leading.equal)) index[found++] = j + i;
     }
   });
   std::sort(index, index + p.k, [&](int64_t a, int64_t b) {
-    const uint32_t of_a = order_of(T::get(x + a)), of_b = order_of(T::get(x + b));
+    const uint32_t of_a = order_of(element(type, x, a)), of_b = order_of(element(type, x, b));
     return of_a > of_b || (of_a == of_b && a < b);
   });
-  auto *values = (typename T::Stored *)p.values.data + r * p.k;
-  for (int64_t i = 0; i < p.k; ++i) T::set(values + i, T::get(x + index[i]));
+  dispatch(type, [&](auto number) {
+    using T = decltype(number);
+    auto *values = (typename T::Stored *)p.values.data + r * p.k;
+    for (int64_t i = 0; i < p.k; ++i) T::set(values + i, T::get((const typename T::Stored *)x + index[i]));
+  });
 }
 
 }  // namespace
 
 template <> pydet_status sample<Isa>(const Sample &problem) {
-  each_row(problem.x.type, problem.rows, problem.n,
-           [&](auto number, int64_t r, RowSum &lanes) { sample_row<decltype(number)>(problem, r, lanes); });
+  each_row(problem.rows, problem.n, [&](int64_t r, RowSum &lanes) { sample_row(problem, r, lanes); });
   return PYDET_OK;
 }
 
 template <> pydet_status topk<Isa>(const TopK &problem) {
-  each_row(problem.x.type, problem.rows, problem.n,
-           [&](auto number, int64_t r, RowSum &lanes) { topk_row<decltype(number)>(problem, r, lanes); });
+  each_row(problem.rows, problem.n, [&](int64_t r, RowSum &lanes) { topk_row(problem, r, lanes); });
   return PYDET_OK;
 }
 

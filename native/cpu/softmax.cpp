@@ -22,14 +22,15 @@ int64_t column_of(const Softmax &problem, int64_t r) {
   return asked >= 0 && asked < problem.n ? asked : -1;
 }
 
-template <class T> void softmax_row(const Softmax &problem, int64_t r, RowSum &lanes) {
+void softmax_row(const Softmax &problem, int64_t r, RowSum &lanes) {
   const int64_t n = problem.n;
-  const auto *x = row<T>(problem.x, problem.inner, r);
+  const Type type = problem.x.type;
+  const char *x = row(problem.x, problem.inner, r);
   Piece piece;
-  const float max = row_max<T>(x, n, piece);
+  const float max = row_max(type, x, n, piece);
   lanes.clear(n);
   pieces(n, [&](int64_t j, int64_t count) {
-    piece.load<T>(x + j, count);
+    piece.load(type, x, j, count);
     for (float &e : piece.x) e = exp_f32(e - max);
     along(count, [&](int64_t i, auto v) { lanes.add(j + i, get<Partial>(piece.x + i, v), all(1.0f, v)); });
   });
@@ -37,16 +38,16 @@ template <class T> void softmax_row(const Softmax &problem, int64_t r, RowSum &l
 
   if (problem.kind == SoftmaxKind::log_prob) {
     const int64_t index = column_of(problem, r);
-    const float result = index < 0 ? float_of(kNanF32) : (T::get(x + index) - max) - log_sum;
+    const float result = index < 0 ? float_of(kNanF32) : (element(type, x, index) - max) - log_sum;
     ((float *)problem.log_prob.data)[r] = pydet::canonical(result);
     return;
   }
-  auto *y = row<T>(problem.y, problem.inner, r);
+  char *y = row(problem.y, problem.inner, r);
   auto write = [&](auto element) {
     pieces(n, [&](int64_t j, int64_t count) {
-      piece.load<T>(x + j, count);
+      piece.load(type, x, j, count);
       for (int i = 0; i < kPiece; ++i) piece.x[i] = element(j + i, piece.x[i]);
-      piece.store<T>(y + j, count);
+      piece.store(type, y, j, count);
     });
   };
   switch (problem.kind) {
@@ -61,36 +62,42 @@ template <class T> void softmax_row(const Softmax &problem, int64_t r, RowSum &l
   write([=](int64_t j, float v) { return fmaf(-(exp_f32(v - max) / sum), gradient, j == index ? gradient : 0.0f); });
 }
 
-template <class T> void backward_row(const SoftmaxBackward &problem, int64_t r, RowSum &lanes) {
+void backward_row(const SoftmaxBackward &problem, int64_t r, RowSum &lanes) {
   const int64_t n = problem.n;
-  const auto *dy = row<T>(problem.dy, problem.inner, r), *y = row<T>(problem.y, problem.inner, r);
-  auto *dx = row<T>(problem.dx, problem.inner, r);
-  lanes.clear(n);
-  along(n, [&](int64_t j, auto v) { lanes.add(j, get<T>(dy + j, v), problem.log ? all(1.0f, v) : get<T>(y + j, v)); });
-  const float c = lanes.joined(n);
+  const Type type = problem.dy.type;
+  const char *dy = row(problem.dy, problem.inner, r), *y = row(problem.y, problem.inner, r);
+  char *dx = row(problem.dx, problem.inner, r);
   Piece first, second;
+  lanes.clear(n);
   pieces(n, [&](int64_t j, int64_t count) {
-    first.load<T>(dy + j, count);
-    second.load<T>(y + j, count);
+    first.load(type, dy, j, count);
+    if (problem.log)
+      for (float &one : second.x) one = 1.0f;
+    else second.load(type, y, j, count);
+    along(count,
+          [&](int64_t i, auto v) { lanes.add(j + i, get<Partial>(first.x + i, v), get<Partial>(second.x + i, v)); });
+  });
+  const float c = lanes.joined(n);
+  pieces(n, [&](int64_t j, int64_t count) {
+    first.load(type, dy, j, count);
+    second.load(type, y, j, count);
     if (problem.log)
       for (int i = 0; i < kPiece; ++i) first.x[i] = fmaf(-exp_f32(second.x[i]), c, first.x[i]);
     else
       for (int i = 0; i < kPiece; ++i) first.x[i] = second.x[i] * (first.x[i] - c);
-    first.store<T>(dx + j, count);
+    first.store(type, dx, j, count);
   });
 }
 
 }  // namespace
 
 template <> pydet_status softmax<Isa>(const Softmax &problem) {
-  each_row(problem.x.type, problem.rows, problem.n,
-           [&](auto number, int64_t r, RowSum &lanes) { softmax_row<decltype(number)>(problem, r, lanes); });
+  each_row(problem.rows, problem.n, [&](int64_t r, RowSum &lanes) { softmax_row(problem, r, lanes); });
   return PYDET_OK;
 }
 
 template <> pydet_status softmax_backward<Isa>(const SoftmaxBackward &problem) {
-  each_row(problem.dy.type, problem.rows, problem.n,
-           [&](auto number, int64_t r, RowSum &lanes) { backward_row<decltype(number)>(problem, r, lanes); });
+  each_row(problem.rows, problem.n, [&](int64_t r, RowSum &lanes) { backward_row(problem, r, lanes); });
   return PYDET_OK;
 }
 
