@@ -113,8 +113,8 @@ struct Walk {
   const int64_t apart = task.rows * kSide;
 
   void begin() {
-    for (int64_t r = 0; r < task.rows; ++r)
-      desk.products.pack_query(query_at(a, task, row_of(a, task, r)), r, task.rows, a.d);
+    desk.products.pack_queries(task.rows, a.d, desk.turn,
+                               [&](int64_t r) { return query_at(a, task, row_of(a, task, r)); });
   }
 
   // One strip of rows against keys first ... first + count - 1 of a block.
@@ -199,7 +199,7 @@ struct Walk {
       block_count = least(at + block, end) - first;
       find_keys(first, block_count);
       if (!few) desk.products.pack_keys(desk.key, block_count, a.d, desk.turn);
-      values_packed = round_up(a.e, desk.products.panel) * round_up(block_count, 16);
+      values_packed = round_up(a.e, desk.products.panel()) * round_up(block_count, 16);
       bool packed = false;
       int finite = -1;
       for (int64_t r = 0; r < task.rows; r += desk.products.strip)

@@ -143,16 +143,18 @@ template <bool of_keys> struct Walk {
   }
 
   void begin() {
+    desk.one.pack_queries(task.rows, a.d, desk.turn, [&](int64_t r) {
+      return of_keys ? key_at(a.k, task.first + r) : query_at(a.q, head_of(r), query_of(r));
+    });
+    desk.two.pack_queries(task.rows, a.e, desk.turn, [&](int64_t r) {
+      return of_keys ? key_at(a.v, task.first + r) : query_at(b.dout, head_of(r), query_of(r));
+    });
     for (int64_t r = 0; r < task.rows; ++r) {
       if constexpr (of_keys) {
         const int64_t key = task.first + r;
-        desk.one.pack_query(key_at(a.k, key), r, task.rows, a.d);
-        desk.two.pack_query(key_at(a.v, key), r, task.rows, a.e);
         begin_sums(desk.one.flushes, key_at(b.dk, key), b.accumulate, a.d, desk.d_sums + r * kSide, apart);
         begin_sums(desk.one.flushes, key_at(b.dv, key), b.accumulate, a.e, desk.more + r * kSide, apart);
       } else {
-        desk.one.pack_query(query_at(a.q, head_of(r), query_of(r)), r, task.rows, a.d);
-        desk.two.pack_query(query_at(b.dout, head_of(r), query_of(r)), r, task.rows, a.e);
         const RowBehind row = behind(b, task.extent, task.sequence, head_of(r), query_of(r));
         desk.row_twos[r] = row.twos, desk.row_deltas[r] = row.delta_scale;
         begin_sums(false, nullptr, false, a.d, desk.d_sums + r * kSide, apart);
@@ -178,8 +180,8 @@ template <bool of_keys> struct Walk {
   }
   bool values_are_finite() {
     const int64_t deep = round_up(count, 16);
-    bool all = all_finite(desk.two.v, round_up(a.d, desk.one.panel) * deep);
-    if constexpr (of_keys) all &= all_finite(desk.one.v, round_up(a.e, desk.one.panel) * deep);
+    bool all = all_finite(desk.two.v, round_up(a.d, desk.one.panel()) * deep);
+    if constexpr (of_keys) all &= all_finite(desk.one.v, round_up(a.e, desk.one.panel()) * deep);
     return all;
   }
   // Sums of rows from `r` on take the weights and gradients that lie in `at`'s rows of the strip.

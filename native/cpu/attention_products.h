@@ -115,21 +115,22 @@ struct Products {
       : type(a.q.type),
         loops(a.arithmetic == Arithmetic::ieee ? nullptr : &tensor_core_loops<Isa>(a.arithmetic)),
         flushes(a.arithmetic == Arithmetic::cdna2),
-        panel(loops ? kTile : Tiles::kColumns),
         strip(loops ? kTensorStrip : Tiles::kRows),
         few_rows(loops ? 0 : kFewRows) {}
 
   Type type;
   const TensorCoreLoops *loops;  // NULL: ieee
   bool flushes;                  // what is subnormal
-  int64_t panel, strip, few_rows;
+  int64_t strip, few_rows;
   float *q, *p, *k, *v;
   int32_t *q_exponent, *p_exponent;
   int16_t *k_exponent, *v_exponent;
 
+  // Columns of a panel: with vectors it is a constant.
+  int64_t panel() const { return kTile == Tiles::kColumns || loops ? kTile : Tiles::kColumns; }
   int64_t depth(int64_t d) const { return loops ? round_up(d, 16) : d; }
   void take_panels(Arena &arena, int64_t d, int64_t e, int64_t keys) {
-    const int64_t of_k = round_up(keys, panel) * depth(d), of_v = keys * round_up(e, panel);
+    const int64_t of_k = round_up(keys, panel()) * depth(d), of_v = keys * round_up(e, panel());
     if (loops) p_exponent = arena.take<int32_t>(strip * kSide);
     else p = arena.take<float>(strip * kSide + kWidth);
     k = arena.take<float>(of_k), v = arena.take<float>(of_v);
@@ -137,7 +138,7 @@ struct Products {
   }
   void take_rows(Arena &arena, int64_t rows, int64_t d) {
     const int64_t of_row = loops ? round_up(d, kDepth) : d;
-    q = arena.take<float>(rows * of_row);
+    q = arena.take<float>(rows * of_row + (loops ? 0 : kWidth));
     if (loops) q_exponent = arena.take<int32_t>(rows * of_row);
   }
 
@@ -149,16 +150,24 @@ struct Products {
     add_exponents(values, kDepth, own);
     for (int i = 0; i < kDepth; ++i) exponents[i] = int32_t(uint16_t(own[i]) * 0x10001u);
   }
-  void pack_query(const char *query, int64_t row, int64_t rows, int64_t d) {
-    if (!loops) {
-      const int64_t first = row / strip * strip, height = least(strip, rows - first);
-      float *to = q + first * d + (row - first);
-      return dispatch(type, [&](auto number) {
-        using T = decltype(number);
-        const typename T::Stored *from = (const typename T::Stored *)query;
-        for (int64_t i = 0; i < d; ++i) to[i * height] = T::get(from + i);
-      });
+  // Rows of queries; at(r): where row r lies.
+  template <class At> void pack_queries(int64_t rows, int64_t d, float *buffer, const At &at) {
+    for (int64_t first = 0; first < rows; first += strip) {
+      const char *queries[kMostStrip];
+      const int64_t height = least(strip, rows - first);
+      for (int64_t r = 0; r < height; ++r) queries[r] = at(first + r);
+      if (loops)
+        for (int64_t r = 0; r < height; ++r) pack_slices(queries[r], first + r, rows, d);
+      else pack_strip(queries, height, d, q + first * d, buffer);
     }
+  }
+  void pack_strip(const char *const *queries, int64_t height, int64_t d, float *to, float *buffer) {
+    dispatch(type, [&](auto number) {  // what a step writes too much the next overwrites, or the next strip
+      for (int64_t lane = 0; lane < height; lane += kWidth)
+        turn_lanes<decltype(number)>(queries + lane, height - lane, d, to + lane, height, buffer);
+    });
+  }
+  void pack_slices(const char *query, int64_t row, int64_t rows, int64_t d) {
     for (int64_t slice = 0; slice * kDepth < d; ++slice) {
       const int64_t at = (slice * rows + row) * kDepth;
       with_type<kHalfTypes>(type, [&](auto type) {
@@ -171,14 +180,14 @@ struct Products {
   }
   void pack_keys(const char *const *keys, int64_t count, int64_t d, float *buffer) {
     dispatch(type,
-             [&](auto number) { pydet::pack_keys<decltype(number)>(keys, count, d, depth(d), panel, k, buffer); });
-    if (loops) add_exponents(k, round_up(count, panel) * depth(d), k_exponent);
+             [&](auto number) { pydet::pack_keys<decltype(number)>(keys, count, d, depth(d), panel(), k, buffer); });
+    if (loops) add_exponents(k, round_up(count, panel()) * depth(d), k_exponent);
   }
   void pack_values(const char *const *values, int64_t count, int64_t e, const uint8_t *left_out) {
     const int64_t deep = round_up(count, 16);
     dispatch(type,
-             [&](auto number) { pydet::pack_values<decltype(number)>(values, count, e, deep, left_out, panel, v); });
-    if (loops) add_exponents(v, round_up(e, panel) * deep, v_exponent);
+             [&](auto number) { pydet::pack_values<decltype(number)>(values, count, e, deep, left_out, panel(), v); });
+    if (loops) add_exponents(v, round_up(e, panel()) * deep, v_exponent);
   }
 
   // s[r][j] of the strip's rows and the packed keys.
@@ -186,8 +195,8 @@ struct Products {
     if (!loops) {
       const Chain chain = tile_chain<Isa>(rows);
       Steps steps = {};
-      steps.depth = d, steps.columns = panel, steps.a = q + first * d, steps.b_stride = panel;
-      for (int64_t j = 0; j < keys; j += panel) {
+      steps.depth = d, steps.columns = panel(), steps.a = q + first * d, steps.b_stride = panel();
+      for (int64_t j = 0; j < keys; j += panel()) {
         steps.b = k + j * d;
         steps.to = {s + j, kSide};
         chain(steps);
@@ -195,9 +204,9 @@ struct Products {
       return;
     }
     memset(s, 0, size_t(rows * kSide) * sizeof(float));
-    for (int64_t j = 0; j < keys; j += panel)
+    for (int64_t j = 0; j < keys; j += panel())
       for (int64_t begin = 0; begin < d; begin += kDepth) {
-        const int64_t of_q = (begin / kDepth * all_rows + first) * kDepth, of_k = j * depth(d) + begin * panel;
+        const int64_t of_q = (begin / kDepth * all_rows + first) * kDepth, of_k = j * depth(d) + begin * panel();
         loops->walk(q + of_q, q_exponent + of_q, k + of_k, k_exponent + of_k, rows, least(kDepth, d - begin), s + j);
       }
   }
@@ -228,8 +237,8 @@ struct Products {
     const int64_t deep = round_up(packed, 16);
     const Chain chain = loops ? nullptr : tile_chain<Isa>(rows);
     Steps steps = {};
-    steps.depth = keys, steps.columns = panel, steps.a = p, steps.b_stride = panel;
-    for (int64_t c = 0; c < e; c += panel) {
+    steps.depth = keys, steps.columns = panel(), steps.a = p, steps.b_stride = panel();
+    for (int64_t c = 0; c < e; c += panel()) {
       float *to = o + c / kSide * apart + c % kSide;
       if (loops) {
         loops->walk(p, p_exponent, v + c * deep, v_exponent + c * deep, rows, keys, to);

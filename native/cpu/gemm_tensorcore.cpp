@@ -40,7 +40,7 @@ struct Block {
 };
 
 template <class T>
-void pack(const Gemm &g, const Block &block, int64_t k, int depth, const Panels &panels) {
+__attribute__((noinline)) void pack(const Gemm &g, const Block &block, int64_t k, int depth, const Panels &panels) {
   const bool flushes = g.arithmetic == Arithmetic::cdna2;
   int padded = (depth + 15) / 16 * 16;  // of which walk takes the steps that it needs
   uint16_t *words = panels.words;
