@@ -12,6 +12,7 @@ rank, with a sentence; a rank that died is the group's to notice, by its connect
 """
 
 from pydet.torch.distributed import sharding
+from pydet.torch.distributed.context import context_parallel_attention, gather_context, shard_context
 from pydet.torch.distributed.exchange import all_reduce, check_exchanges, reduce_scatter
 from pydet.torch.distributed.head import vocab_parallel_linear_log_prob
 from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
@@ -31,6 +32,8 @@ __all__ = [
     "check_exchanges",
     "clip_grad_norm_",
     "column_parallel_linear",
+    "context_parallel_attention",
+    "gather_context",
     "ordered_hook",
     "reduce_scatter",
     "rms_norm",
@@ -38,6 +41,7 @@ __all__ = [
     "segment_length",
     "segment_order",
     "shard_bounds",
+    "shard_context",
     "share_heads",
     "split_segments",
     "vocab_parallel_linear_log_prob",
