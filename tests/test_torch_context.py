@@ -1,4 +1,4 @@
-"""Attention over tokens that ranks share: results and gradients with the bits of one process, on 2, 4 and 8.
+"""Attention over tokens that ranks share, and whole steps of data-parallel ranks: the bits of one, on 2, 4 and 8.
 
 Eight processes are started once, over gloo. Each check runs in groups of the first 1, 2, 4 and 8 of them, and gives
 whole tensors, put together from the ranks' parts: all must have the bits of the library's attention of the whole.
@@ -129,6 +129,73 @@ def control(group, world, rank, want):
     return wrong([merged, *sums], [want[0], *exact])
 
 
+def network(kind):
+    import torch
+
+    import pydet.torch
+
+    torch.manual_seed(5)
+    net = torch.nn.Sequential(torch.nn.Linear(24, 64), torch.nn.RMSNorm(64), torch.nn.Linear(64, 16, bias=False))
+    net.append(torch.nn.Conv1d(1, 8, 1))  # which keeps its grad
+    net = net.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    pydet.torch.convert(net)
+    return net
+
+
+def train(group, world, rank, kind):
+    """Parameters and norms after three steps over 8 segments; kind: a type, "ddp", "fsdp", or "all_reduce"."""
+    import contextlib
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    net = network(kind)
+    model, norms = net, []
+    (inputs,) = tensors(4, (3, 8, 16, 24), dtype=torch.float32)
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net, mesh=DeviceMesh.from_group(group, "cpu"))
+        net.set_custom_reduce_scatter(pd.OrderedReduceScatter(8 // world))
+        net.set_gradient_divide_factor(1.0)
+        net.set_force_sum_reduction_for_comms(True)
+    else:
+        found = pydet.torch.accumulate_gradients(net)
+        assert len(found) == 4 and len(found.outside) == 2
+        sums = pd.OrderedMainGrads(net.parameters(), group=group)
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
+    optimizer = pydet.torch.AdamW(net.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
+    for some in inputs:
+        optimizer.zero_grad()
+        for number in range(rank, 8, world):
+            with model.no_sync() if kind == "ddp" else contextlib.nullcontext():
+                x = some[number].to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+                model(x[:, None]).square().sum().backward()
+            if kind not in ("fsdp", "all_reduce"):
+                sums.add()
+        if kind == "all_reduce":
+            for p in net.parameters():
+                dist.all_reduce(p.grad if getattr(p, "main_grad", None) is None else p.main_grad, group=group)
+        elif kind != "fsdp":
+            sums.finish()
+        norms.append(pd.clip_grad_norm_(net.parameters(), 1.0, group=group))
+        optimizer.step()
+    yield torch.stack(norms)
+    for p in net.parameters():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        yield whole.detach()
+        if kind == "bfloat16":
+            yield optimizer.state[p]["master"]
+
+
+STEPS = ("float32", "bfloat16", "ddp", "fsdp")
+
+
 def refusals(group, world, rank):
     """What each rank hears."""
     import torch
@@ -192,6 +259,8 @@ def work(rank, port, queue):
                     for layout in layouts(name, size):
                         notes[f"{name} {layout}"] = wrong(shared(group, layout, *case), want[name])
                 notes["control"] = control(group, size, rank, want["full"])
+                for kind in (*STEPS, "all_reduce"):
+                    notes[f"step {kind}"] = [words(x).tolist() for x in train(group, size, rank, kind)]
                 if size > 1:
                     notes["refusals"] = dict(refusals(group, size, rank))
             dist.barrier()
@@ -242,6 +311,31 @@ def test_merging_by_lse_and_an_all_reduce_would_be_seen(found):
         assert out > 100, (size, out)
         if size > 2:
             assert dk > 20 and dv > 20, (size, dk, dv)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_has_the_bits_of_one_rank(found, kind):
+    """Gradients of 8 segments, the norm they are clipped by, and AdamW, sharded or not."""
+    want = found[0][1][f"step {kind}"]
+    assert len(want) == (13 if kind == "bfloat16" else 7) and all(norm > 0 for norm in want[0])
+    for size in SIZES:
+        for rank in range(size):
+            assert found[rank][size][f"step {kind}"] == want, f"{size} ranks, rank {rank}"
+    if kind == "ddp":
+        assert want == found[0][1]["step float32"]
+
+
+def test_a_step_by_all_reduce_would_be_seen(found):
+    def count(a, b):
+        return sum(
+            x != y for some, others in zip(a, b, strict=True) for x, y in zip(flat(some), flat(others), strict=True)
+        )
+
+    def flat(x):
+        return [z for y in x for z in flat(y)] if isinstance(x, list) else [x]
+
+    for size in SIZES[1:]:
+        assert count(found[0][size]["step all_reduce"], found[0][1]["step all_reduce"]) > 100, size
 
 
 def test_what_cannot_be_is_refused_on_every_rank(found):

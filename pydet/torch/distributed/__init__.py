@@ -17,6 +17,7 @@ from pydet.torch.distributed.exchange import all_reduce, check_exchanges, reduce
 from pydet.torch.distributed.head import vocab_parallel_linear_log_prob
 from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
 from pydet.torch.distributed.linear import column_parallel_linear, row_parallel_linear, segment_length, shard_bounds
+from pydet.torch.distributed.main_grad import OrderedMainGrads
 from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
 from pydet.torch.distributed.rows import rms_norm, vocab_parallel_log_prob
 from pydet.torch.distributed.styles import ColwiseParallel, RowwiseParallel
@@ -25,6 +26,7 @@ sharding.register()
 
 __all__ = [
     "ColwiseParallel",
+    "OrderedMainGrads",
     "OrderedReduceScatter",
     "OrderedState",
     "RowwiseParallel",
