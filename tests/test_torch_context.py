@@ -7,6 +7,7 @@ whole tensors, put together from the ranks' parts: all must have the bits of the
 import datetime
 import os
 import re
+import threading
 import time
 import traceback
 from queue import Empty
@@ -25,6 +26,12 @@ CASES = {
     "causal batch": ((2, 2, 1, 1024, 1024, 8, 8), "float32", "ieee", {"causal": True, "softcap": 3.0}),
     "window": ((1, 2, 2, 1024, 1024, 8, 8), "float16", "sm80", {"causal": True, "window": (300, 0), "kv_chunk": 128}),
     "sinks": ((2, 2, 1, 1024, 1024, 12, 20), "bfloat16", "ieee", {"causal": True, "kv_chunk": 384, "sinks": True}),
+    "heads by turns": (
+        (1, 6, 3, 1024, 1024, 8, 8),
+        "float16",
+        "sm90",
+        {"causal": True, "sinks": True, "key_heads_at_once": 2},
+    ),
     "full": ((2, 2, 1, 80, 624, 8, 8), "bfloat16", "sm90", {"kv_chunk": 128}),
     "full sinks": ((1, 2, 2, 16, 16, 8, 8), "float32", "ieee", {"sinks": True, "scale": 0.7}),
     "one token a chunk": ((1, 1, 1, 16, 2048, 8, 8), "bfloat16", "sm90", {"kv_chunk": 512}),
@@ -62,6 +69,7 @@ def alone(shape, dtype, arithmetic, options):
 
     q, k, v, dout, sinks = operands(shape, dtype, options)
     how = {"scale": shape[5] ** -0.5, "arithmetic": arithmetic} | options | {"sinks": sinks}
+    how.pop("key_heads_at_once", None)
     backward = {name: x for name, x in how.items() if name != "kv_chunk"}
     pq, pk, pv = padded(q, k, v)
     out, lse = pydet.attention(pq, pk, pv, return_lse=True, **how)
@@ -225,6 +233,7 @@ def refusals(group, world, rank):
     yield "a rank's kv_chunk", sentence(128, change={"kv_chunk": 256})
     yield "a rank's causal", sentence(128, change={"causal": True})
     yield "a rank's refusal", sentence(128, change={"arithmetic": "cubic"})
+    yield "heads", sentence(128, key_heads_at_once=0)
     yield "afterwards", sentence(256, causal=True, layout="zigzag")
     with torch.no_grad():
         yield "no gradient", sentence(96, causal=True)
@@ -352,6 +361,127 @@ def test_what_cannot_be_is_refused_on_every_rank(found):
             for name in ("a rank's layout", "a rank's kv_chunk", "a rank's causal"):
                 assert "the ranks do not agree" in said[name], said[name]
             assert ("cubic" if last else f"rank {size - 1} refused") in said["a rank's refusal"], said
+            assert "key_heads_at_once is 0, want a number from 1 up" in said["heads"]
             assert said["afterwards"] == said["no gradient"] == "accepted", said
             if 17 % (2 * size):
                 assert f"x has 17 tokens, want a multiple of {2 * size}" in said["shard"]
+
+
+# ---- One device by turns -------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Threads of one process in the place of ranks, on one device: what torch.distributed does, without it."""
+
+    def __init__(self, world):
+        self.world, self.barrier, self.here, self.given = world, threading.Barrier(world), threading.local(), {}
+
+    def get_world_size(self, group=None):
+        return self.world
+
+    def get_rank(self, group=None):
+        return self.here.rank
+
+    def gather(self, x, group):
+        import torch
+
+        self.given[self.here.rank] = x
+        self.barrier.wait(60)
+        everyone = torch.stack([self.given[rank] for rank in range(self.world)])
+        self.barrier.wait(60)
+        return everyone
+
+    def together(self, op, group, device, terms):
+        return terms()
+
+    def run(self, call):
+        """[call() of each rank]."""
+        found, problems = [None] * self.world, []
+
+        def one(rank):
+            self.here.rank = rank
+            try:
+                found[rank] = call()
+            except BaseException as problem:
+                problems.append(problem)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if problems:
+            raise problems[0]
+        return found
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_threads_in_the_place_of_ranks(device, monkeypatch):
+    """The calls of each rank on one device: on a GPU by the kernels that it has for their shapes, against itself."""
+    torch = pytest.importorskip("torch")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    import pydet
+    import pydet.torch.distributed.context as context
+
+    large = device == "cuda"
+    arithmetics = {"bfloat16": ("sm90", "ieee") if large else ("sm90",), "float32": ("ieee",)}
+    shapes = [(1, 2, 1, 512, 64)] if not large else [(1, 8, 2, 4096, 128), (2, 4, 4, 2048, 64), (1, 2, 1, 2048, 256)]
+    for b, h, g, tokens, d in shapes:
+        for dtype, names in arithmetics.items():
+            q, k, v, dout = (
+                x.to(device)
+                for x in tensors(
+                    tokens,
+                    (b, h, tokens, d),
+                    (b, g, tokens, d),
+                    (b, g, tokens, d),
+                    (b, h, tokens, d),
+                    dtype=getattr(torch, dtype),
+                )
+            )
+            for arithmetic in names:
+                for more in ({"causal": True}, {"causal": True, "window": (700, 0)}, {}):
+                    how = {"arithmetic": arithmetic, "kv_chunk": 512, "scale": d**-0.5} | more
+                    out, lse = pydet.attention(q, k, v, return_lse=True, **how)
+                    of = {name: x for name, x in how.items() if name != "kv_chunk"}
+                    want = out, *pydet.attention_backward(dout, q, k, v, out, lse, **of)
+                    for world in (1, 2, 4, 8) if large else (2,):
+                        ranks = Ranks(world)
+                        monkeypatch.setattr(context, "gather", ranks.gather)
+                        monkeypatch.setattr(context, "together", ranks.together)
+                        monkeypatch.setattr(context, "dist", ranks)
+                        for layout in ("contiguous", "zigzag"):
+
+                            def call(layout=layout, how=how, ranks=ranks, given=(q, k, v, dout)):
+                                place = {"dim": 2, "layout": layout}
+                                *own, d_own = (context.shard_context(x, **place) for x in given)
+                                asked = context._How(
+                                    how.get("causal", False),
+                                    how.get("window"),
+                                    layout,
+                                    how["scale"],
+                                    None,
+                                    how["arithmetic"],
+                                    how["kv_chunk"],
+                                )
+
+                                class Kept:
+                                    save_for_backward = lambda self, *x: setattr(self, "saved_tensors", x)
+                                    needs_input_grad = (True,) * 4
+
+                                kept = Kept()
+                                y = context._Attention.forward(kept, *own, None, asked, None, True)
+                                found = y, *context._Attention.backward(kept, d_own)[:3]
+                                return [context._whole(x, None, layout) for x in found]
+
+                            for found in ranks.run(call):
+                                assert wrong(found, want) == [0, 0, 0, 0], (
+                                    device,
+                                    world,
+                                    layout,
+                                    dtype,
+                                    arithmetic,
+                                    more,
+                                )

@@ -71,6 +71,13 @@ def test_an_element_depends_on_its_own_gradients_alone():
     same(run(start[:, 1::2], [g[:, 1::2] for g in gradients])[0], mine[:, 1::2])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_has_the_bits_of_the_cpu():
+    start, gradients = normal(100003, seed=1), [normal(100003, seed=s) for s in (2, 3, 4)]
+    gradients[1][0], gradients[2][-1] = 1e-30, 1e30
+    same(run(start.cuda(), [g.cuda() for g in gradients])[0].cpu(), run(start, gradients)[0])
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_parameters_of_two_bytes_follow_a_copy_in_float32(dtype):
     start, gradients = normal(300, seed=1).to(dtype), [normal(300, seed=s) * 1e-2 for s in range(2, 8)]

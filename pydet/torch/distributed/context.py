@@ -299,6 +299,7 @@ def context_parallel_attention(
     sinks: Tensor | None = None,
     arithmetic: Arithmetic = "auto",
     kv_chunk: int = 1024,
+    key_heads_at_once: int | None = None,
 ) -> Tensor:
     """:func:`pydet.torch.attention` of sequences whose tokens are shared out over the ranks, with gradients.
 
@@ -320,6 +321,8 @@ def context_parallel_attention(
         window: ``(left, right)``, under `causal` alone: as in :func:`pydet.attention`.
         softcap, arithmetic, kv_chunk: as in :func:`pydet.torch.attention`.
         sinks: ``[H]``, the same on every rank; its gradient is the whole one, on every rank: add it once.
+        key_heads_at_once: how many of the G heads are gathered at a time, with their queries' heads; all if None. Fewer
+            take less memory for the time of the call. It decides no bit.
 
     Returns:
         ``[B, H, Q / W, E]``, of the type of q.
@@ -330,5 +333,16 @@ def context_parallel_attention(
     width = q.shape[-1] if q.dim() and q.shape[-1] else 1
     how = _How(causal, window, layout, 1 / math.sqrt(width) if scale is None else scale, softcap, arithmetic, kv_chunk)
     needs = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    y: Tensor = _Attention.apply(q, k, v, sinks, how, group, torch.is_grad_enabled() and needs)
-    return y
+    differentiable = torch.is_grad_enabled() and needs
+    at_once = key_heads_at_once
+    if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
+        fail(INVALID_VALUE, f"{_OP}: key_heads_at_once is {at_once!r}, want a number from 1 up, or None for all")
+    heads = k.shape[1] if k.dim() == 4 else 0
+    if at_once is None or at_once >= heads or q.dim() != 4 or v.dim() != 4 or q.shape[1] % heads:
+        y: Tensor = _Attention.apply(q, k, v, sinks, how, group, differentiable)
+        return y
+    members = at_once * (q.shape[1] // heads)
+    some = [x.split(n, 1) for x, n in ((q, members), (k, at_once), (v, at_once))]
+    of_sinks = [None] * len(some[0]) if sinks is None else sinks.split(members)
+    parts = [_Attention.apply(*of, how, group, differentiable) for of in zip(*some, of_sinks, strict=True)]
+    return torch.cat(parts, 1)
