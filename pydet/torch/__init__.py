@@ -49,6 +49,7 @@ from pydet.torch.modules import (
     RMSNorm,
     accumulate_gradients,
 )
+from pydet.torch.optimizer import AdamW
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
 from pydet.torch.trainers import check_trainer
@@ -56,6 +57,7 @@ from pydet.torch.trainers import check_trainer
 __all__ = [
     "Accumulating",
     "Activation",
+    "AdamW",
     "Check",
     "Conv1D",
     "Conversion",
