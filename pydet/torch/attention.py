@@ -113,10 +113,15 @@ def _check_options(options: dict[str, Any]) -> None:
             )
 
 
-def _near(query: Tensor, key: Tensor, window: Any, causal: bool) -> Tensor:
-    """``[1, 1, Q, K]``: the keys that are fewer than `window` from a query's own place, as flash attention counts."""
+def _check_window(window: Any) -> int:
     if not isinstance(window, int) or window < 1:
         fail(INVALID_VALUE, f"attention: sliding_window is {window}, want a positive number of keys, or None")
+    return window
+
+
+def _near(query: Tensor, key: Tensor, window: Any, causal: bool) -> Tensor:
+    """``[1, 1, Q, K]``: the keys that are fewer than `window` from a query's own place, as flash attention counts."""
+    window = _check_window(window)
     keys = torch.arange(key.shape[2], device=query.device)
     before = torch.arange(query.shape[2], device=query.device)[:, None] + (key.shape[2] - query.shape[2]) - keys
     return (before < window if causal else before.abs() < window)[None, None]
@@ -142,6 +147,44 @@ def _of_one_sequence(ends_q: Tensor, ends_k: Tensor, tokens: int, causal: bool) 
         last_q, last_k = (ends[1:][of_q.clamp(max=len(ends) - 2)] for ends in (ends_q, ends_k))
         together &= places - last_k[:, None] <= (places - last_q)[:, None]
     return together[None, None]
+
+
+# What Transformers' continuous batching gives an attention beside its operands: its cache has read these by then.
+_OF_BATCHING = frozenset(("read_index", "write_index", "logits_indices", "logits_processor_args", "logits_to_keep"))
+
+
+def _in_pages(q: Tensor, k: Tensor, v: Tensor, cache: tuple[Any, Any], table: Tensor, ends: Tensor, how: Any) -> Tensor:
+    """One query for each sequence, ``[1, H, B, D]``, whose key and value are written into its page before. A sequence
+    without keys, which fills up a CUDA graph's batch, writes what the first does."""
+    lengths = ends[1:] - ends[:-1]
+    size, place = cache[0].shape[1], (lengths - 1).clamp(min=0)
+    page = table.gather(1, (place // size).long()[:, None])[:, 0]
+    row, there = page * size + place % size, lengths > 0
+    row = torch.where(there, row, row[:1]).long()
+    for pages, new in zip(cache, (k, v), strict=True):
+        rows = new[0].transpose(0, 1)
+        rows = torch.where(there[:, None, None], rows, rows[:1])
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, row, rows)
+    found = torch.ops.pydet.attention_paged(q[0].transpose(0, 1)[:, :, None], *cache, table, lengths, **how)[0]
+    return found[:, :, 0][None]
+
+
+def _of_batching(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], how: dict[str, Any]) -> Tensor:
+    """A step of Transformers' continuous batching: sequences packed in a row, whose keys of before their cache put
+    ahead of their own, or lie in pages. The causal keys of a window are the window's own last."""
+    ends_q, ends_k, table = (given.get(x) for x in ("cu_seq_lens_q", "cu_seq_lens_k", "block_table"))
+    if q.shape[0] != 1 or not isinstance(ends_q, Tensor) or not isinstance(ends_k, Tensor):
+        got = f"q is {tuple(q.shape)}, cu_seq_lens_k is {type(ends_k).__name__}"
+        fail(
+            UNSUPPORTED,
+            f"attention: continuous batching has {got}, want a batch of 1 and tensors of cumulative lengths: the "
+            "model's attention must have updated the paged cache",
+        )
+    if table is not None:
+        return _in_pages(q, k, v, (given.get("k_cache"), given.get("v_cache")), table, ends_k, how)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    found: Tensor = torch.ops.pydet.attention_varlen(*rows, ends_q, ends_k, **how)[0]
+    return found[None]
 
 
 def register_attention(
@@ -189,6 +232,16 @@ def register_attention(
     ) -> tuple[Tensor, None]:
         if dropout:
             fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
+        how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
+        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
+        if options.get("read_index") is not None:
+            batch = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+            batch |= {x: options.pop(x, None) for x in ("block_table", "k_cache", "v_cache")}
+            options = {x: value for x, value in options.items() if x not in _OF_BATCHING}
+            _check_options({"attention_mask": attention_mask, **options})
+            window = None if sliding_window is None else _check_window(sliding_window) - 1
+            how |= {"causal": bool(getattr(module, "is_causal", True)), "window_left": window}
+            return _of_batching(query, key, value, batch, how), None
         _check_options(options)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         plain = attention_mask is None and causal and query.shape[2] > 1
@@ -196,8 +249,6 @@ def register_attention(
             attention_mask = attention_mask[..., : key.shape[2]]
         elif attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
             attention_mask = _near(query, key, sliding_window, causal)
-        how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
-        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             ends = _check_packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
             if attention_mask is None:
