@@ -17,18 +17,18 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def is_batched(model: Any) -> bool:
-    """Whether a model's continuous batching is pydet's."""
-    return getattr(_base(model).__dict__.get(_HOOK), "pydet_batches", False)
+def attention_of(model: Any) -> Any:
+    """By which name its configuration calls it."""
+    return getattr(getattr(_base(model), "config", None), "_attn_implementation", None)
 
 
 def check_attention(what: str, model: Any) -> None:
     """Refuses a model whose attention is not one of pydet's."""
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    name = attention_of(model)
     if name not in registered:
         fail(
             INVALID_VALUE,
-            f"{what}: the attention of {type(model).__qualname__} is {name!r}, want one of register_attention(), set by "
+            f"{what}: the attention of {type(model).__qualname__} is {name!r}, want one of register_attention(), by "
             "model.set_attn_implementation('pydet')",
         )
 
@@ -39,16 +39,16 @@ def continuous_batching(model: Any) -> None:
 
     In place, after :func:`register_attention`, ``model.set_attn_implementation("pydet")`` and :func:`convert`. Then a
     token and its log-probability depend on the weights, the tokens before it, its place, its seed and its options: not
-    on what else is in the batch, on the order in which requests come, on where a prompt is cut, on a prefix that another
-    request left in the cache, on a request that had to make room and came back. Prefixes are forgotten where a manager
-    that was kept starts once more, since weights may have changed; within ``manager.pause()`` they are not.
+    on what else is in the batch, on the order in which requests come, on where a prompt is cut, on a prefix that
+    another request left in the cache, on having made room and come back. A manager that was kept forgets prefixes when
+    it starts once more, since weights may have changed; within ``manager.pause()`` it does not.
 
     Tokens are drawn by :func:`sample`, by the options ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of the
     generation config, or by a request's own: ``manager.add_request(ids, temperature=0.7, seed=3)``. The position is the
     token's place in its sequence. A request without a ``seed`` has one that is made of its name and of the ``seed`` of
     the batching config, which without one is drawn from PyTorch's generator; so have the further sequences of
-    ``num_return_sequences``. The ``logprobs`` that ``return_logprobs=True`` asks for are those before the filters, at the
-    temperature, the bits of :func:`log_prob` of ``logits / temperature``: what a trainer computes once more.
+    ``num_return_sequences``. The ``logprobs`` that ``return_logprobs=True`` asks for are those at the temperature and
+    before the filters, the bits of :func:`log_prob` of ``logits / temperature``: what a trainer computes once more.
 
     Args:
         model: of Transformers 5.24 or later, whose attention is :func:`register_attention`'s; or peft's around one.
@@ -75,5 +75,4 @@ def continuous_batching(model: Any) -> None:
     ) -> Any:
         return make(self, generation_config, continuous_batching_config, workload_hints)
 
-    init_continuous_batching.pydet_batches = True  # type: ignore[attr-defined]
     inner.init_continuous_batching = types.MethodType(init_continuous_batching, inner)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from pydet.torch.batching import check_attention
 from pydet.torch.functions import sample
 
 WHAT = "continuous_batching"
-_OPTIONS = {  # of a request: what it is without one, its type, its range
+_OPTIONS: dict[
+    str, tuple[Any, Any, str, Callable[[Any], bool]]
+] = {  # of a request: what it is without one, its type, its range
     "temperature": (1.0, (int, float), "a number above 0", lambda x: 0 < x < math.inf),
     "top_k": (0, int, "a number from 0 up to 2^31 - 1", lambda x: 0 <= x < 1 << 31),
     "top_p": (1.0, (int, float), "a number from 0 to 1", lambda x: 0 <= x <= 1),
