@@ -72,20 +72,51 @@ uint64_t bytes_of_running(const Attention &a) {
   return a.d > kNarrowD && a.keys > a.kv_chunk ? 2 * uint64_t(kRunningBlocks) * kRunningBytes : 0;
 }
 
+// Whether decode.cu has them, rather than a tile of 64 rows.
+bool decodes(const Attention &a, const Cut &cut) {
+  return !cut.wide && !a.q_start && a.heads / a.groups * a.queries <= kDecodeRows;
+}
+
 // Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles
-// leave multiprocessors idle; sequences whose lengths only the device knows may leave more so.
-Cut fastest(const Attention &a, int64_t sms) {
+// leave multiprocessors idle, or some with two where others have one; sequences whose lengths only the device knows may
+// leave more so. For so many multiprocessors, or at least and at most.
+Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
+  if (cut.wide && a.d <= 64 && a.keys <= a.kv_chunk) {
+    const Cut few = cut_rows(a, false);
+    if (2 * few.tiles <= sms) return few;
+  }
   const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
   cut.split = a.keys > a.kv_chunk && cut.tiles < (cut.wide || known ? sms * 3 / 4 : 2 * sms);
+  if (decodes(a, cut) && a.d > 64 && a.keys > 2 * a.kv_chunk) cut.split |= cut.tiles > least && cut.tiles < 2 * sms;
   return cut;
 }
 
-// Whether decode.cu has them. What is between is as fast or faster as it is.
-bool decodes(const Attention &a, const Cut &cut, int64_t sms) {
-  return !cut.wide && !a.q_start && a.heads / a.groups * a.queries <= kDecodeRows &&
-         (cut.split || cut.tiles >= 2 * sms);
+// Jobs of a unit that stand together. All of them, unless keys and values are more than the L2 holds, and each is read
+// again for every tile of queries. Of a causal mask, tiles see more or fewer keys: a section then is so large that blocks
+// come round at its end, else the same ones would have the larger tiles of each; and it is worth it only where jobs are
+// many, or a group has few heads to read its keys at a time.
+int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
+  constexpr int64_t kHeld = 24 << 20, kOfSection = 14 << 20;  // bytes
+  const int64_t jobs = a.sequences * (a.heads / cut.pack), of_group = a.heads / a.groups / cut.pack,
+                bytes = 2 * a.keys * (a.d + a.e);
+  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
+  if (!known || cut.split || !cut.wide || bytes > kHeld || a.sequences * a.groups * bytes <= kHeld) return jobs;
+  const int64_t about = std::max<int64_t>(kOfSection / bytes, 1) * of_group;
+  if (!a.causal || (a.window_left != kNoWindow && a.window_left < a.keys / 2))
+    return divide_up(jobs, divide_up(jobs, about));
+  if (jobs < (of_group <= 2 ? sms * 3 / 4 : 4 * sms)) return jobs;
+  const int64_t levels = divide_up(a.queries, cut.job_queries);
+  const auto rounds_up = [&](int64_t section) {
+    const int64_t past = section * levels % sms;
+    return std::min(past, sms - past) * 16 <= sms;
+  };
+  for (int64_t off = 0; off <= about; ++off) {
+    if (off <= about / 2 && rounds_up(about - off)) return about - off;
+    if (rounds_up(about + off)) return std::min(about + off, jobs);
+  }
+  return jobs;
 }
 
 uint64_t workspace_of(const Attention &a, const Cut &cut) {
@@ -96,7 +127,8 @@ uint64_t workspace_of(const Attention &a, const Cut &cut) {
 
 Choice attention_sm90_choose(const Attention &a, int variant) {
   if (!takes(a)) return {};
-  Cut cut = fastest(a, gpu_multiprocessors(a.device.id));
+  const int64_t sms = gpu_multiprocessors(a.device.id);
+  Cut cut = fastest(a, sms, sms);
   if (variant == kAnyVariant) {
     if (a.workspace_size < workspace_of(a, cut)) cut.split = false;
   } else {
@@ -115,7 +147,7 @@ uint64_t attention_sm90_workspace(const Attention &a, const char *kernel) {
   const auto is = [&](int variant) { return kernel && strcmp(kernel, kAttentionNames[variant]) == 0; };
   if (is(kAttentionWideSplit) || is(kAttentionFewSplit)) return bytes_split(a);
   if (is(kAttentionFew)) return 0;
-  const bool splits = !kernel && fastest(a, kMostMultiprocessors).split;
+  const bool splits = !kernel && fastest(a, 0, kMostMultiprocessors).split;
   return std::max(splits ? bytes_split(a) : 0, bytes_of_running(a));
 }
 
@@ -123,7 +155,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   const char *name = kAttentionNames[choice.variant];
   auto cut = choice.cut<Cut>();
   const int64_t group_heads = a.heads / a.groups, sms = gpu_multiprocessors(a.device.id);
-  const bool decode = decodes(a, cut, sms);
+  const bool decode = decodes(a, cut);
   if (decode) cut.pack = int(group_heads), cut.warpgroup_queries = cut.job_queries = kDecodeRows / cut.pack;
   const int block = decode ? kDecodeUnit : block_keys(a.d);
   DeviceGuard guard(a.device.id);
@@ -146,8 +178,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   q.batch_stride[0] = a.queries > 1 ? a.q.token_stride : kUnit;
   q.batch_stride[1] = a.groups > 1 ? group_heads * a.q.head_stride : kUnit;
   if (pydet_status status = make_map(name, encode, q, &p.q)) return status;
-  if (pydet_status status = make_map(name, encode, k, &p.k)) return status;
-  if (pydet_status status = make_map(name, encode, v, &p.v)) return status;
+  if (pydet_status status = make_map(name, encoder_for(a.k, a.d, encode), k, &p.k)) return status;
+  if (pydet_status status = make_map(name, encoder_for(a.v, a.e, encode), v, &p.v)) return status;
   p.group_moves_k = k.batch_shape[0] > 1, p.sequence_moves_k = k.batch_shape[1] > 1;
   p.group_moves_v = v.batch_shape[0] > 1, p.sequence_moves_v = v.batch_shape[1] > 1;
 
@@ -160,6 +192,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.warpgroup_queries = cut.warpgroup_queries, p.job_queries = cut.job_queries;
   p.segment_keys = int(std::min(a.kv_chunk, kMost)), p.segment_blocks = p.segment_keys / block;
   p.split = cut.split;
+  p.one_segment = cut.split || a.keys <= a.kv_chunk;
+  p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
   p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);

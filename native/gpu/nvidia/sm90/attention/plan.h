@@ -38,7 +38,9 @@ struct AttentionPlan {
   int warpgroup_queries, job_queries;  // of a warpgroup's rows, of a tile
   int segment_blocks, segment_keys;
   bool uniform;  // lengths are the host's
+  int section;   // jobs of a unit that stand together, of `sequences` times `job_heads`, where they are
   bool split;
+  bool one_segment;  // has all keys of a job
   bool folds_later;  // at d = 256: beside later blocks, and warpgroups take no turns
 
   int left, right;  // keys that a query sees before and after its own place
