@@ -149,8 +149,7 @@ template <Type type> __global__ void __launch_bounds__(256)
 #pragma unroll
       for (int k = few; k < few + kFew; ++k) {
         const float worth = __shfl_sync(0xFFFFFFFFu, past, k), share = __shfl_sync(0xFFFFFFFFu, now, k),
-                    joined = total * worth + o[k] * share,
-                    sum = totals.l[0] * worth + __shfl_sync(0xFFFFFFFFu, l, k);
+                    joined = total * worth + o[k] * share, sum = totals.l[0] * worth + __shfl_sync(0xFFFFFFFFu, l, k);
         const bool join = joins >> k & 1;
         total = join ? joined : total, totals.l[0] = join ? sum : totals.l[0];
       }
