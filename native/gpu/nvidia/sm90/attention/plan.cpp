@@ -78,8 +78,8 @@ bool decodes(const Attention &a, const Cut &cut) {
 }
 
 // Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles
-// leave multiprocessors idle, or some with two where others have one; sequences whose lengths only the device knows may
-// leave more so. For so many multiprocessors, or at least and at most.
+// leave multiprocessors idle that would load more, or give some two where others have one; sequences whose lengths only
+// the device knows may leave more so. For so many multiprocessors, or at least and at most.
 Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
@@ -87,36 +87,26 @@ Cut fastest(const Attention &a, int64_t least, int64_t sms) {
     const Cut few = cut_rows(a, false);
     if (2 * few.tiles <= sms) return few;
   }
-  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
-  cut.split = a.keys > a.kv_chunk && cut.tiles < (cut.wide || known ? sms * 3 / 4 : 2 * sms);
-  if (decodes(a, cut) && a.d > 64 && a.keys > 2 * a.kv_chunk) cut.split |= cut.tiles > least && cut.tiles < 2 * sms;
+  if (a.keys <= a.kv_chunk) return cut;
+  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key, narrow = a.d <= 64;
+  cut.split = cut.tiles < (!cut.wide && !known ? 2 * sms : cut.wide || narrow ? sms * 3 / 4 : sms * 3 / 8);
+  if (decodes(a, cut) && !narrow && a.keys > 2 * a.kv_chunk) cut.split |= cut.tiles > least && cut.tiles < 2 * sms;
   return cut;
 }
 
 // Jobs of a unit that stand together. All of them, unless keys and values are more than the L2 holds, and each is read
-// again for every tile of queries. Of a causal mask, tiles see more or fewer keys: a section then is so large that blocks
-// come round at its end, else the same ones would have the larger tiles of each; and it is worth it only where jobs are
-// many, or a group has few heads to read its keys at a time.
+// again for every tile of queries. Of a causal mask tiles see more or fewer keys, and sections of few jobs may leave some
+// blocks the larger tiles of each: only where jobs are many, or a group has few heads to read its keys at a time.
 int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
-  constexpr int64_t kHeld = 24 << 20, kOfSection = 14 << 20;  // bytes
-  const int64_t jobs = a.sequences * (a.heads / cut.pack), of_group = a.heads / a.groups / cut.pack,
+  constexpr int64_t kHeld = 24 << 20, kOfSection = 14 << 20, kOfCausalSection = 20 << 20;  // bytes
+  const int64_t of_group = a.heads / a.groups / cut.pack, groups = a.sequences * a.groups, jobs = groups * of_group,
                 bytes = 2 * a.keys * (a.d + a.e);
-  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
-  if (!known || cut.split || !cut.wide || bytes > kHeld || a.sequences * a.groups * bytes <= kHeld) return jobs;
-  const int64_t about = std::max<int64_t>(kOfSection / bytes, 1) * of_group;
-  if (!a.causal || (a.window_left != kNoWindow && a.window_left < a.keys / 2))
-    return divide_up(jobs, divide_up(jobs, about));
-  if (jobs < (of_group <= 2 ? sms * 3 / 4 : 4 * sms)) return jobs;
-  const int64_t levels = divide_up(a.queries, cut.job_queries);
-  const auto rounds_up = [&](int64_t section) {
-    const int64_t past = section * levels % sms;
-    return std::min(past, sms - past) * 16 <= sms;
-  };
-  for (int64_t off = 0; off <= about; ++off) {
-    if (off <= about / 2 && rounds_up(about - off)) return about - off;
-    if (rounds_up(about + off)) return std::min(about + off, jobs);
-  }
-  return jobs;
+  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key,
+             causal = a.causal && (a.window_left == kNoWindow || a.window_left >= a.keys / 2);
+  if (!known || cut.split || !cut.wide || bytes > kHeld || groups * bytes <= kHeld) return jobs;
+  if (causal && jobs < (of_group <= 2 ? sms * 3 / 4 : 4 * sms)) return jobs;
+  const int64_t at_once = std::max<int64_t>((causal ? kOfCausalSection : kOfSection) / bytes, 1);
+  return divide_up(groups, divide_up(groups, at_once)) * of_group;
 }
 
 uint64_t workspace_of(const Attention &a, const Cut &cut) {
