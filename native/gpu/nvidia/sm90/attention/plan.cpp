@@ -109,6 +109,12 @@ int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
   return divide_up(groups, divide_up(groups, at_once)) * of_group;
 }
 
+// Whether spread.cu has a split one: all clusters at once, a block a multiprocessor.
+bool spreads(const Attention &a, const Cut &cut, int64_t sms) {
+  return decodes(a, cut) && cut.split && a.kv_chunk == kSpreadKeys &&
+         a.sequences * a.groups * divide_up(a.keys, kSpreadKeys) * spread_parts(int(a.d)) <= sms;
+}
+
 uint64_t workspace_of(const Attention &a, const Cut &cut) {
   return cut.split ? bytes_split(a) : cut.wide ? bytes_of_running(a) : 0;
 }
@@ -145,9 +151,9 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   const char *name = kAttentionNames[choice.variant];
   auto cut = choice.cut<Cut>();
   const int64_t group_heads = a.heads / a.groups, sms = gpu_multiprocessors(a.device.id);
-  const bool decode = decodes(a, cut);
+  const bool decode = decodes(a, cut), spread = spreads(a, cut, sms);
   if (decode) cut.pack = int(group_heads), cut.warpgroup_queries = cut.job_queries = kDecodeRows / cut.pack;
-  const int block = decode ? kDecodeUnit : block_keys(a.d);
+  const int block = decode && !spread ? kDecodeUnit : block_keys(a.d);
   DeviceGuard guard(a.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   AttentionPlan p = {};
@@ -156,8 +162,9 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   const int most_keys = decode ? kDecodeBox : block;
   p.box_keys = int(a.pages ? std::min<int64_t>(most_keys, a.page_size) : most_keys);
   const int64_t stored = a.pages ? a.page_count : a.sequences, tokens = a.pages ? a.page_size : a.keys;
-  const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys),
-                 v = map_of(a.v, a.e, tokens, a.groups, stored, p.box_keys);
+  const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys);
+  MapShape v = map_of(a.v, a.e, tokens, a.groups, stored, p.box_keys);
+  if (spread) v.box_extent = kSpreadColumns, v.swizzle_bytes = 2 * kSpreadColumns;
   // The heads of a group, and then tokens: so a box has the rows of a tile as they lie in it.
   MapShape q = map_of(a.q, a.d, group_heads, a.queries, a.sequences, cut.pack);
   q.row_stride = group_heads > 1 ? a.q.head_stride : kUnit;
@@ -201,12 +208,14 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
       cut.tiles * (p.split ? divide_up(a.keys, a.kv_chunk) : 1) + (a.q_start ? a.sequences * p.job_heads : 0);
   int64_t blocks = std::min<int64_t>(decode && a.d <= kNarrowD ? 2 * sms : sms, most_jobs);
   if (!p.split && cut.wide && bytes_of_running(a)) blocks = std::min<int64_t>(blocks, kRunningBlocks);
+  if (spread) blocks = a.sequences * p.job_heads * divide_up(a.keys, kSpreadKeys);  // clusters
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
   launch.overlaps_previous = true;
   const auto run = [&](auto type) {
     constexpr Type kType = decltype(type)::value;
-    const pydet_status status =
-        decode ? attention_decode_sm90<kType>(launch, p) : attention_forward_sm90<kType>(launch, p, cut.wide);
+    const pydet_status status = spread   ? attention_spread_sm90<kType>(launch, p)
+                                : decode ? attention_decode_sm90<kType>(launch, p)
+                                         : attention_forward_sm90<kType>(launch, p, cut.wide);
     return status || !p.split ? status : attention_combine_sm90<kType>(launch, p);
   };
   return with_type<kHalfTypes>(a.q.type, run);

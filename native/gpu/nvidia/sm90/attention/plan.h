@@ -18,6 +18,10 @@ constexpr int kAttentionWarpgroupRows = 64;  // of a tile, that one warpgroup ha
 // accumulators.
 constexpr int kRunningBlocks = 132, kRunningBytes = 2 * kAttentionWarpgroupRows * 256 * int(sizeof(float));
 
+// Of spread.cu: rows and keys that a cluster has, keys of a box, columns of a block of it; and its blocks.
+constexpr int kSpreadRows = 8, kSpreadKeys = 1024, kSpreadBox = 64, kSpreadColumns = 32;
+constexpr int spread_parts(int d) { return (d <= 64 ? 64 : d <= 128 ? 128 : 256) / kSpreadColumns; }
+
 // The variants of the kernel, which are rows of the table: tiles of several warpgroups or of one, whole or split.
 enum AttentionVariant : int { kAttentionWide, kAttentionFew, kAttentionWideSplit, kAttentionFewSplit };
 constexpr const char *kAttentionNames[] = {"cuda_attention_sm90_wide", "cuda_attention_sm90_few",
@@ -58,6 +62,8 @@ template <Type type>
 pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide);
 template <Type type>
 pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan);
+template <Type type>
+pydet_status attention_spread_sm90(const Launch &launch, const AttentionPlan &plan);
 template <Type type>
 pydet_status attention_combine_sm90(const Launch &launch, const AttentionPlan &plan);
 
