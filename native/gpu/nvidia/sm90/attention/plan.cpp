@@ -98,14 +98,14 @@ Cut fastest(const Attention &a, int64_t least, int64_t sms) {
 // again for every tile of queries. Of a causal mask tiles see more or fewer keys, and sections of few jobs may leave some
 // blocks the larger tiles of each: only where jobs are many, or a group has few heads to read its keys at a time.
 int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
-  constexpr int64_t kHeld = 24 << 20, kOfSection = 14 << 20, kOfCausalSection = 20 << 20;  // bytes
+  constexpr int64_t kHeld = 24 << 20;  // bytes
   const int64_t of_group = a.heads / a.groups / cut.pack, groups = a.sequences * a.groups, jobs = groups * of_group,
                 bytes = 2 * a.keys * (a.d + a.e);
   const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key,
              causal = a.causal && (a.window_left == kNoWindow || a.window_left >= a.keys / 2);
   if (!known || cut.split || !cut.wide || bytes > kHeld || groups * bytes <= kHeld) return jobs;
-  if (causal && jobs < (of_group <= 2 ? sms * 3 / 4 : 4 * sms)) return jobs;
-  const int64_t at_once = std::max<int64_t>((causal ? kOfCausalSection : kOfSection) / bytes, 1);
+  if (causal && jobs < (of_group <= 2 ? sms / 2 : 4 * sms)) return jobs;
+  const int64_t at_once = std::max<int64_t>((!causal ? 14 << 20 : a.d > kNarrowD ? 12'000'000 : 20'000'000) / bytes, 1);
   return divide_up(groups, divide_up(groups, at_once)) * of_group;
 }
 
