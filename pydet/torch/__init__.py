@@ -12,6 +12,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 """
 
 from pydet.torch.attention import attention, register_attention
+from pydet.torch.batching import continuous_batching
 from pydet.torch.checking import Check, check
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.experts import register_experts
@@ -72,6 +73,7 @@ __all__ = [
     "attention",
     "check",
     "check_trainer",
+    "continuous_batching",
     "convert",
     "fp8_linear",
     "fuse_loss",
