@@ -19,6 +19,7 @@ from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import (
     activation,
+    embedding,
     geglu,
     gelu,
     gemm,
@@ -71,6 +72,7 @@ __all__ = [
     "check",
     "check_trainer",
     "convert",
+    "embedding",
     "fp8_linear",
     "fuse_loss",
     "geglu",
