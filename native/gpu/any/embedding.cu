@@ -263,7 +263,8 @@ __global__ void __launch_bounds__(kSumThreads)
 
 SumPlan plan_of(const EmbeddingBackward &p) {
   const int64_t vectors = divide_up(p.n, kVector);
-  SumPlan plan = {team_of(vectors, kSumThreads)};
+  SumPlan plan = {};
+  plan.team = team_of(vectors, kSumThreads);
   const int64_t teams = kSumThreads / plan.team;
   plan.parts = divide_up(vectors, plan.team);
   plan.adding = divide_up(p.rows, teams) * plan.parts;
