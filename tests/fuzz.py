@@ -15,6 +15,7 @@ import argparse
 import collections
 import ctypes
 import faulthandler
+import math
 import mmap
 import os
 import pathlib

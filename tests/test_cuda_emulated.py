@@ -373,7 +373,7 @@ def test_embedding(device, kernel, dtype):
 
 @each("embedding_backward")
 def test_embedding_backward(device, kernel, dtype):
-    """Tokens and tables around the steps of a warp and the ids of a block; many tokens of one id; other ids than rows."""
+    """Tokens and tables around the steps of a warp and the ids of a block; many tokens of an id; ids of no rows."""
     cases = [(t, v, n) for (t, v), n in zip(EMBEDDED, itertools.cycle((8, 5, 40, 1, 130, 1030, 9)))]
     embeddings.check_backward(device, dtype, cases)
     dout, ids = data("normal", (70, 16), DTYPES[dtype]), embeddings.ids_of(70, 9)

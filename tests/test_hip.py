@@ -988,7 +988,7 @@ def test_topk_equals_cpu(hip):
             assert_same_bits(ours, theirs, f"{k} of {n} on {hip.arch}")
 
 
-# Tokens, rows of a table and columns: teams of threads of several sizes, whole pieces of 16 bytes and not, two blocks of ids.
+# Tokens, rows of a table and columns: teams of threads of several sizes, pieces of 16 bytes, two blocks of ids.
 EMBEDDED = [(3, 2, 5), (33, 40, 8), (130, 5, 40), (70, 513, 24), (65, 3, 1040)]
 
 

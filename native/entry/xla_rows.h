@@ -15,8 +15,8 @@ inline pydet_tensor as_rows(Call &call, const pydet_xla_buffer &buffer, Shape *s
   return call.tensor(buffer, shape, 2);
 }
 // One a row of `rows`.
-inline pydet_tensor as_values(Call &call, const char *name, const pydet_xla_buffer &buffer, const pydet_xla_buffer &rows,
-                       Shape *shape) {
+inline pydet_tensor as_values(Call &call, const char *name, const pydet_xla_buffer &buffer,
+                              const pydet_xla_buffer &rows, Shape *shape) {
   call.expect_shape(name, buffer, rows.dims, rows.rank ? rows.rank - 1 : 0);
   *shape = {{elements(buffer)}, {1}};
   return call.tensor(buffer, shape, 1);

@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kCopyThreads)
   const int size = size_of(p.w.type);
   for (int64_t token = int64_t(blockIdx.x) * teams + int(threadIdx.x) / team; token < p.rows;
        token += int64_t(gridDim.x) * teams) {
-    const int64_t id = p.ids.wide ? static_cast<const int64_t *>(p.ids.data)[token]
-                                  : static_cast<const int32_t *>(p.ids.data)[token];
+    const int64_t id =
+        p.ids.wide ? static_cast<const int64_t *>(p.ids.data)[token] : static_cast<const int32_t *>(p.ids.data)[token];
     auto *to = reinterpret_cast<Piece *>(row_at(p.out, size, p.inner, token));
     if (id < 0 || id >= p.w.rows) {
       for (int64_t i = lane; i < pieces; i += team) to[i] = nan_of<Piece>(p.w.type);
@@ -170,7 +170,7 @@ constexpr int kClearedRows = 8;  // that a team looks at, whether they have to b
 // How the work is cut: teams of threads that have some columns of a row together.
 struct SumPlan {
   int team;
-  int64_t parts;          // of a row
+  int64_t parts;           // of a row
   int64_t adding, blocks;  // blocks that add, and with those that clear
 };
 
@@ -300,8 +300,8 @@ pydet_status embedding(const Embedding &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("embedding", guard.error());
   const int64_t size = size_of(p.w.type);
-  const bool whole = p.n * size % 16 == 0 && rows_aligned(p.out) &&
-                     reinterpret_cast<uintptr_t>(p.w.data) % 16 == 0 && p.w.row_stride * size % 16 == 0;
+  const bool whole = p.n * size % 16 == 0 && rows_aligned(p.out) && reinterpret_cast<uintptr_t>(p.w.data) % 16 == 0 &&
+                     p.w.row_stride * size % 16 == 0;
   if (whole) return launch_copy<uint4>(p);
   return size == 4 ? launch_copy<uint32_t>(p) : launch_copy<uint16_t>(p);
 }

@@ -26,8 +26,8 @@ pydet_status pydet_embedding(void *stream, const pydet_tensor *w_tensor, const p
   const Columns ids = {numbers.words.data, numbers.wide};
   PYDET_TRY(check_ids(op, out.device, ids, walk.rows, w.rows()));
   if (walk.rows == 0) return nothing_to_write();
-  const Embedding embedding = {out.device,  stream, walk.rows, walk.inner, out.cols(),
-                               table_of(w), ids,    rows_of(out, walk, 0)};
+  const Embedding embedding = {out.device, stream,      walk.rows, walk.inner,
+                               out.cols(), table_of(w), ids,       rows_of(out, walk, 0)};
   return launch(op, embedding, options.kernel);
 }
 

@@ -11,10 +11,10 @@ constexpr int64_t kMostCounted = (int64_t(1) << 31) - 1;
 // A table [rows, n] whose rows have adjacent elements, beside tokens [..., n] of them.
 inline pydet_status check_table(const View &table, const View &tokens) {
   PYDET_TRY(same_device(tokens, table));
-  const int64_t shape[] = {table.ndim == 2 ? table.rows() : 0, tokens.cols()};
   if (table.ndim != 2 || table.cols() != tokens.cols() || table.cols() < 1)
-    return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want 2 dimensions, the last of them %" PRId64 " (1 or more) as %s has",
-                table.op, table.name, shape_text(table).text, shape[1], tokens.name);
+    return fail(PYDET_INVALID_SHAPE,
+                "%s: %s is %s, want 2 dimensions, the last of them %" PRId64 " (1 or more) as %s has", table.op,
+                table.name, shape_text(table).text, tokens.cols(), tokens.name);
   return unit_last_stride(table);
 }
 
@@ -26,11 +26,11 @@ inline Matrix table_of(const View &table) {
 inline pydet_status check_ids(const char *op, const Device &device, const Columns &ids, int64_t tokens, int64_t rows) {
   if (device.type != PYDET_CPU) return PYDET_OK;
   for (int64_t t = 0; t < tokens; ++t) {
-    const int64_t id =
-        ids.wide ? static_cast<const int64_t *>(ids.data)[t] : static_cast<const int32_t *>(ids.data)[t];
+    const int64_t id = ids.wide ? static_cast<const int64_t *>(ids.data)[t] : static_cast<const int32_t *>(ids.data)[t];
     if (id < 0 || id >= rows)
-      return fail(PYDET_INVALID_VALUE, "%s: ids has %" PRId64 " at %" PRId64 ", want numbers of the table's %" PRId64
-                  " rows, from 0", op, id, t, rows);
+      return fail(PYDET_INVALID_VALUE,
+                  "%s: ids has %" PRId64 " at %" PRId64 ", want numbers of the table's %" PRId64 " rows, from 0", op,
+                  id, t, rows);
   }
   return PYDET_OK;
 }

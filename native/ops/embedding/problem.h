@@ -53,15 +53,14 @@ struct EmbeddingBackward {
   PYDET_INLINE uint32_t *count() const { return has_tokens() + (dw.rows + kTableWord - 1) / kTableWord; }
   // The id of a token, where it counts; -1 of another.
   PYDET_INLINE int64_t id_of(int64_t token) const {
-    const int64_t id = ids.wide ? static_cast<const int64_t *>(ids.data)[token]
-                                : static_cast<const int32_t *>(ids.data)[token];
+    const int64_t id =
+        ids.wide ? static_cast<const int64_t *>(ids.data)[token] : static_cast<const int32_t *>(ids.data)[token];
     return id >= 0 && id < dw.rows && id != padding ? id : -1;
   }
 };
 // Bytes of it for so many tokens and rows of the table, each of 32 bits.
 constexpr uint64_t embedding_workspace(int64_t tokens, int64_t rows) {
-  return sizeof(SortedToken) * uint64_t(tokens) +
-         sizeof(uint32_t) * (uint64_t(rows + kTableWord - 1) / kTableWord + 1);
+  return sizeof(SortedToken) * uint64_t(tokens) + sizeof(uint32_t) * (uint64_t(rows + kTableWord - 1) / kTableWord + 1);
 }
 
 template <> struct Operation<EmbeddingBackward> : AlwaysIeee {

@@ -9,9 +9,9 @@ struct EmbeddingArguments {
                   out, kernel, stream);
 };
 struct EmbeddingBackwardArguments {
-  PYDET_ARGUMENTS(dout, ids,                       // positional
-                  rows, padding_idx,               // numbers or None; rows: of dw, where it is not given
-                  out, out_dtype,                  // dw; a type index or None
+  PYDET_ARGUMENTS(dout, ids,          // positional
+                  rows, padding_idx,  // numbers or None; rows: of dw, where it is not given
+                  out, out_dtype,     // dw; a type index or None
                   accumulate, kernel, stream);
 };
 
@@ -29,7 +29,8 @@ Object *call_embedding(Object *, Object *const *args, intptr_t count, Object *ke
   if (!call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
   const pydet_tensor &table = w->tensor, &numbers = ids->tensor;
   if (!out->present) {
-    if (!sound(table, 2) || table.ndim != 2) return call.refuse("w", "no matrix of float32, bfloat16 or float16"), nullptr;
+    if (!sound(table, 2) || table.ndim != 2)
+      return call.refuse("w", "no matrix of float32, bfloat16 or float16"), nullptr;
     if (numbers.ndim >= kDims) return call.refuse("ids", "of too many dimensions", PYDET_INVALID_SHAPE), nullptr;
     int64_t shape[kDims];
     for (int i = 0; i < numbers.ndim; ++i) shape[i] = numbers.shape[i];

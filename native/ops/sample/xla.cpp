@@ -44,8 +44,7 @@ void sample(Call &call) {
                      filtered = as_values(call, "filtered_log_prob", call.result(2), rows, &s[4]);
   const pydet_tensor token = as_words(call, "token", call.result(0), rows.dims, lead, log_prob);
   void *stream = call.stream();
-  if (!call.failed())
-    call.check(pydet_sample(stream, &x, &seed, &position, &token, &log_prob, &filtered, &options));
+  if (!call.failed()) call.check(pydet_sample(stream, &x, &seed, &position, &token, &log_prob, &filtered, &options));
 }
 
 // Operands: x; values [..., k], and the two words of 32 bits of each index.
