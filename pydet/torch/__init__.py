@@ -12,6 +12,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 """
 
 from pydet.torch.attention import attention, register_attention
+from pydet.torch.batching import continuous_batching
 from pydet.torch.checking import Check, check
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.experts import register_experts
@@ -50,6 +51,7 @@ from pydet.torch.modules import (
     RMSNorm,
     accumulate_gradients,
 )
+from pydet.torch.optimizer import AdamW
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
 from pydet.torch.trainers import check_trainer
@@ -57,6 +59,7 @@ from pydet.torch.trainers import check_trainer
 __all__ = [
     "Accumulating",
     "Activation",
+    "AdamW",
     "Check",
     "Conv1D",
     "Conversion",
@@ -71,6 +74,7 @@ __all__ = [
     "attention",
     "check",
     "check_trainer",
+    "continuous_batching",
     "convert",
     "embedding",
     "fp8_linear",

@@ -131,7 +131,7 @@ def part_of_product(parameter: Any) -> Part:
     return part
 
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_WRAPPERS = ("FullyShardedDataParallel",)
 
 
 def wrapper(module: Any) -> str | None:
@@ -140,12 +140,12 @@ def wrapper(module: Any) -> str | None:
     return next((name for name in names if name in _WRAPPERS), None)
 
 
-def refuse_wrapper(name: str) -> NoReturn:
+def refuse_wrapper(name: str, wanted: str = "the module itself") -> NoReturn:
     """Says that a wrapper's reduction passes main_grad by."""
     fail(
         UNSUPPORTED,
-        f"accumulate_gradients: the model is in {name}, which reduces grad and never main_grad; want the module "
-        "itself, and main_grad summed over the ranks after backward (distributed.all_reduce of main_grad[None])",
+        f"accumulate_gradients: the model is in {name}, which reduces grad and never main_grad; want {wanted}, and "
+        "main_grad summed over the ranks by distributed.OrderedMainGrads",
     )
 
 
@@ -174,8 +174,9 @@ def check_own(operation: str, **parameters: Any) -> None:
                 "after an assignment",
             )
     parallel = getattr(torch.nn.parallel.distributed, "DistributedDataParallel", None)
-    if getattr(parallel, "_active_ddp_module", None) is not None:
-        refuse_wrapper(_WRAPPERS[0])
+    active = getattr(parallel, "_active_ddp_module", None)
+    if active is not None and active.require_backward_grad_sync:
+        refuse_wrapper("DistributedDataParallel", "it called and its backward run under its no_sync()")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -315,7 +315,7 @@ def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Mo
                     UNSUPPORTED,
                     f"{place} has a {own} that is a DTensor, of fully_shard or parallelize_module, whose gradient goes "
                     "to grad; want a model that is not sharded, and main_grad summed over the ranks "
-                    "(distributed.all_reduce of main_grad[None])",
+                    "by distributed.OrderedMainGrads",
                 )
             ours[parameter] = f"{name}.{own}".lstrip(".")
     for name, module in model.named_modules():
@@ -365,7 +365,9 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
 
     One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
     multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
-    reduce ``grad``, and never see ``main_grad``: a model in them is refused, here or as it is wrapped or called.
+    reduce ``grad``, and never see ``main_grad``: a model in fully_shard is refused, here or as it is wrapped or called,
+    and one in DistributedDataParallel where it is called outside ``no_sync()``. Data-parallel ranks sum ``main_grad``
+    by :class:`pydet.torch.distributed.OrderedMainGrads`.
 
     Args:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import gemm
 from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, fold_all, gather, together
+from pydet.torch.distributed.main_grad import own_gradient
 
 # ---- DDP -------------------------------------------------------------------------------------------------------------
 
@@ -179,7 +180,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
     mesh of one, so that the segments are the same.
 
     Args:
-        parameters: those with a ``grad``; plain tensors, the same on every rank, or DTensors of one mesh dimension.
+        parameters: those with a ``main_grad`` of :func:`pydet.torch.accumulate_gradients`, which is the gradient then,
+            or a ``grad``; plain tensors, the same on every rank, or DTensors of one mesh dimension.
         max_norm: gradients are scaled by ``min(1, max_norm / (norm + 1e-6))``, in place.
         group: the ranks that share the DTensors, the default group if None.
         segments: a multiple of the number of ranks that divides every sharded dimension.
@@ -190,7 +192,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
     from torch.distributed.tensor import DTensor
 
     op = "clip_grad_norm_"
-    gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
+    gradients: list[Any] = [x for x in map(own_gradient, parameters) if x is not None]
     if not gradients:
         return torch.zeros(())
     first = gradients[0].to_local() if isinstance(gradients[0], DTensor) else gradients[0]
