@@ -159,6 +159,8 @@ REFUSED = [
         lambda: pydet.embedding_backward(DOUT, IDS),
         "embedding_backward: rows is not given, want those of the table, or out",
     ),
+    (lambda: pydet.embedding_backward(DOUT, IDS, -1), "embedding_backward: rows is no number from 0 to 2147483647"),
+    (lambda: pydet.embedding_backward(DOUT, IDS, 2**31), "embedding_backward: rows is no number from 0 to 2147483647"),
     (
         lambda: pydet.embedding_backward(DOUT, IDS, 3),
         "embedding_backward: ids has 3 at 1, want numbers of the table's 3 rows",

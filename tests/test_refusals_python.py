@@ -788,6 +788,7 @@ operands = {
 kinds = {"gemm": "product", "gemm_da": "product", "gemm_db": "product", "skinny_gemm": "product"}
 kinds |= {"log_softmax": "softmax", "log_softmax_backward": "softmax_backward"}
 always = {"fold": {"is_tuple": True}, "quantize": {"granularity": "row"}, "activation_backward": {"wants_dx": True}}
+always |= {"embedding_backward": {"rows": 4}}
 wrong = [-1, 2, 3, 6, 99, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64]
 wrong += [1.5, float("nan"), "x", (), (x,) * 65, object(), x, None]
 methods, _ = hooks._methods()

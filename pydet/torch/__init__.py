@@ -40,7 +40,7 @@ from pydet.torch.functions import (
 )
 from pydet.torch.fused import fuse_loss
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.head import linear_cross_entropy, linear_log_prob
+from pydet.torch.head import linear_cross_entropy, linear_cross_entropy_and_gradients, linear_log_prob
 from pydet.torch.modules import (
     Accumulating,
     Activation,
@@ -86,6 +86,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_cross_entropy_and_gradients",
     "linear_log_prob",
     "log_prob",
     "log_softmax",

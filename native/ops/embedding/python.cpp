@@ -65,7 +65,10 @@ Object *call_embedding_backward(Object *, Object *const *args, intptr_t count, O
   const pydet_tensor &like = dout->tensor;
   if (!dw->present) {
     if (!starts_from_zero(call, op, options.accumulate)) return nullptr;
-    if (rows < 0) return call.refuse("rows", "not given, want those of the table, or out"), nullptr;
+    if (!given.rows || given.rows == exchange->none)
+      return call.refuse("rows", "not given, want those of the table, or out"), nullptr;
+    if (rows < 0 || rows != int32_t(rows))
+      return call.refuse("rows", "no number from 0 to 2147483647", PYDET_INVALID_SHAPE), nullptr;
     if (sound(like, 1)) {
       const int64_t shape[] = {rows, like.shape[like.ndim - 1]};
       if (!(dw = call.make(2, shape, type < 0 ? type_index(like.dtype) : int(type)))) return nullptr;
