@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pydet._native import constants, fail
-from pydet.ops import DWEIGHT_ROWS, Arithmetic, fold, gemm, gemm_db, layernorm, layernorm_backward
-from pydet.torch.accumulate import add_rows
+from pydet.ops import DWEIGHT_ROWS, Arithmetic, embedding_backward, gemm, gemm_db, layernorm, layernorm_backward
 from pydet.torch.distributed.context import Layout, check_layout, owners_of, whole
 from pydet.torch.distributed.exchange import Group, Tensor, fold_all, gather, split_sums, together
 
@@ -226,13 +225,8 @@ class _Embedding(torch.autograd.Function):
         ids, w = ctx.saved_tensors
         group, layout, padding = ctx.how
         all_ids, all_rows = (whole(x, group, layout, dim=1) for x in (ids, gradients[0].contiguous()))
-        all_ids, all_rows = all_ids.reshape(-1), all_rows.reshape(-1, w.shape[1])
-        if padding is not None:
-            taken = all_ids != padding
-            all_ids, all_rows = all_ids[taken], all_rows[taken]
-        total = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
-        add_rows(total, all_ids, all_rows)
-        return None, fold([total], out_dtype=w.dtype), None, None, None
+        flat = all_rows.reshape(-1, w.shape[1]), all_ids.reshape(-1).contiguous()
+        return None, embedding_backward(*flat, len(w), padding_idx=padding, out_dtype=w.dtype), None, None, None
 
 
 def context_parallel_embedding(
