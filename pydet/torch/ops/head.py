@@ -365,8 +365,8 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor]:
     """-> the loss of each row and dx, where `gradient` is that of each row's loss: a chunk's logits are made once.
 
-    loss_of(log_prob, lse, mean, rows), of which it `asks` for lse and mean, is differentiated by PyTorch, as it is where
-    gradients are made in backward. The sums in dw and dbias, float32, are continued.
+    loss_of(log_prob, lse, mean, rows), of which it `asks` for lse and mean, is differentiated by PyTorch, as it is
+    where gradients are made in backward. The sums in dw and dbias, float32, are continued.
     """
     _check(x, w, index, bias, head)
     rows, n, (lse, mean) = _matrix(x), w.shape[0], asks
