@@ -21,6 +21,7 @@ from pydet.torch.distributed.main_grad import OrderedMainGrads
 from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
 from pydet.torch.distributed.rows import rms_norm, vocab_parallel_log_prob
 from pydet.torch.distributed.styles import ColwiseParallel, RowwiseParallel
+from pydet.torch.distributed.tokens import context_parallel_embedding, context_parallel_linear, layer_norm
 
 sharding.register()
 
@@ -35,7 +36,10 @@ __all__ = [
     "clip_grad_norm_",
     "column_parallel_linear",
     "context_parallel_attention",
+    "context_parallel_embedding",
+    "context_parallel_linear",
     "gather_context",
+    "layer_norm",
     "ordered_hook",
     "reduce_scatter",
     "rms_norm",
