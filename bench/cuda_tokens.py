@@ -274,6 +274,7 @@ def head_step(tokens, hidden, vocabulary):
 
     variants = [
         Variant("pydet", [partial(step, pydet.torch.linear_cross_entropy)]),
+        Variant("pydet, at once", [partial(pydet.torch.linear_cross_entropy_and_gradients, x, w, target)]),
         Variant("stock, loss in fp32", [partial(step, stock_loss, True)]),
         Variant("stock, loss in bf16", [partial(step, stock_loss, False)]),
         Variant("three torch.mm", [products]),

@@ -39,8 +39,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# Tokens, and rows of a table.
-EMBEDDED = [(0, 3), (1, 1), (33, 40), (2049, 5), (700, 511), (513, 513), (3000, 1030), (64, 3000)]
+# Tokens, rows of a table, columns: many tokens of an id, around the groups of a thread's ring, are of whole vectors.
+EMBEDDED = [(0, 3, 8), (1, 1, 5), (33, 40, 40), (2049, 5, 1), (700, 511, 130), (513, 513, 1030), (3000, 1030, 9)]
+EMBEDDED += [
+    (64, 3000, 8),
+    (2049, 5, 40),
+    (1000, 2, 1032),
+    *((tokens, 1, 16) for tokens in (7, 8, 15, 16, 17, 23, 24, 33)),
+]
 
 
 class Memory(interop.Producer):
@@ -374,8 +380,7 @@ def test_embedding(device, kernel, dtype):
 @each("embedding_backward")
 def test_embedding_backward(device, kernel, dtype):
     """Tokens and tables around the steps of a warp and the ids of a block; many tokens of an id; ids of no rows."""
-    cases = [(t, v, n) for (t, v), n in zip(EMBEDDED, itertools.cycle((8, 5, 40, 1, 130, 1030, 9)))]
-    embeddings.check_backward(device, dtype, cases)
+    embeddings.check_backward(device, dtype, EMBEDDED)
     dout, ids = data("normal", (70, 16), DTYPES[dtype]), embeddings.ids_of(70, 9)
     ids[::3], ids[1::7] = -5, 9
     want = embeddings.reference.embedding_backward(dout, ids, 9)
@@ -383,7 +388,7 @@ def test_embedding_backward(device, kernel, dtype):
     far = data("normal", (7, 10, 32), DTYPES[dtype]).swapaxes(0, 1)[..., :16]
     want = embeddings.reference.embedding_backward(np.ascontiguousarray(far), ids.reshape(10, 7), 9)
     assert_same_bits(device.embedding_backward(far, ids.reshape(10, 7), 9), want, "rows of two strides")
-    assert device.taken == 2 * len(cases) + 2
+    assert device.taken == 2 * len(EMBEDDED) + 2
 
 
 @each("rmsnorm")

@@ -283,10 +283,16 @@ def linear_cross_entropy_and_gradients(
         if bias is not None:
             dbias = main_grad(bias) if sums_to else torch.zeros_like(bias, dtype=torch.float32)
         losses, dx = loss_and_gradients(
-            *(x.detach(), w.detach().to(x.dtype) if sums_to else w.detach(), index),
-            *(None if bias is None else bias.detach(), head, rule.lse, rule.mean),
+            x.detach(),
+            w.detach().to(x.dtype) if sums_to else w.detach(),
+            index,
+            None if bias is None else bias.detach(),
+            head,
             lambda log_prob, lse, mean, rows: rule(log_prob, lse, mean, ignored[rows]),
-            *(of_row, dw, dbias),
+            (rule.lse, rule.mean),
+            of_row,
+            dw,
+            dbias,
         )
         total = sum_of_rows(losses)
         loss = total / count if means else total

@@ -357,20 +357,19 @@ def loss_and_gradients(
     index: Tensor,
     bias: Tensor | None,
     head: Head,
-    lse: bool,
-    mean: bool,
     loss_of: Callable[[Tensor, Tensor | None, Tensor | None, slice], Tensor],
+    asks: tuple[bool, bool],
     gradient: Tensor,
     dw: Tensor,
     dbias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """-> the loss of each row and dx, where `gradient` is that of each row's loss: a chunk's logits are made once.
 
-    loss_of(log_prob, lse, mean, rows) is differentiated by PyTorch, as it is where gradients are made in backward. The
-    sums in dw and dbias, float32, are continued.
+    loss_of(log_prob, lse, mean, rows), of which it `asks` for lse and mean, is differentiated by PyTorch, as it is
+    where gradients are made in backward. The sums in dw and dbias, float32, are continued.
     """
     _check(x, w, index, bias, head)
-    rows, n = _matrix(x), w.shape[0]
+    rows, n, (lse, mean) = _matrix(x), w.shape[0], asks
     wanted = index.reshape(-1).contiguous()
     losses = rows.new_empty(rows.shape[0], dtype=torch.float32)
     dx = rows.new_empty(rows.shape)
@@ -378,16 +377,16 @@ def loss_and_gradients(
     room = _Room(x)
     for part in _chunks(rows.shape[0], size, head.k_chunk or ROWS, head):
         logits = _logits(rows[part], w, bias, head, room)
-        of_row = [_log_prob(logits.read, wanted[part]), _lse(logits.read) if lse else None]
-        of_row.append(_mean(logits.read, room) if mean else None)
-        leaves = [None if y is None else y.detach().requires_grad_() for y in of_row]
+        log_prob = _log_prob(logits.read, wanted[part]).requires_grad_()
+        of_lse = _lse(logits.read).requires_grad_() if lse else None
+        of_mean = _mean(logits.read, room).requires_grad_() if mean else None
         with torch.enable_grad():
-            loss = loss_of(*leaves, part)
-            there = [leaf for leaf in leaves if leaf is not None]
-            found = iter(torch.autograd.grad(loss, there, gradient.expand_as(loss)))
+            loss = loss_of(log_prob, of_lse, of_mean, part)
+            beside = [y for y in (of_lse, of_mean) if y is not None]
+            dlog_prob, *others = torch.autograd.grad(loss, [log_prob, *beside], gradient.expand_as(loss))
         losses[part] = loss.detach()
-        dlog_prob, dlse, dmean = (None if leaf is None else next(found) for leaf in leaves)
-        d = _gradient_of_rows(dlog_prob, Asked(None, dlse, dmean), wanted[part], logits, x, head, room)
+        more = Asked(None, others[0] if lse else None, others[-1] if mean else None)
+        d = _gradient_of_rows(dlog_prob, more, wanted[part], logits, x, head, room)
         _gemm(d, w, out=dx[part], **head.products)
         _sum(d, rows[part], dw, True, head)
         if dbias is not None:
