@@ -8,7 +8,7 @@ A Llama of random weights (2 layers, bf16) is to write letters of the alphabet's
 their share, 0.5 by chance. Each step Transformers' continuous batching (`generate_batch`) samples a group of
 completions for each prompt and gives the log-probability of each token; the trainer computes them once more, in padded
 micro-batches, and their ratio weighs the tokens, as in GRPO, clipped. Weights have not changed in between, so each
-ratio ought to be 1: with pydet it is, for every token of every step. Without, a third of them are not.
+ratio ought to be 1: with pydet it is, for every token of every step. Without, every fourth is not.
 
 With pydet gradients add up in fp32 from one micro-batch to the next. So the trained weights are a function of the
 prompts, the seeds and the arithmetic: their hash, which is printed, is the same for a --micro-batch of 32 and of 64
