@@ -181,8 +181,7 @@ def layers(group, world, rank, layout):
         want = pydet.gemm_db(dy_one[0], one[0], k_chunk=length // 16)
         assert wrong([own_w.grad], [want]) == [0]
         held = torch.nn.Parameter(table.detach().clone())
-        total = torch.zeros_like(held)
-        pydet.torch.accumulate.add_rows(total, ids.reshape(-1), dy.reshape(-1, width))
+        total = pydet.embedding_backward(dy, ids, len(held))
         pd.context_parallel_embedding(ids, held, **where).backward(dy)
         assert wrong([held.grad], [total]) == [0]
     return [*results, *(t.grad for t in weights)]
@@ -477,6 +476,20 @@ class Ranks:
     def together(self, op, group, device, terms):
         return terms()
 
+    def all_to_all_single(self, received, sent, group=None):
+        import torch
+
+        self.given[self.here.rank] = sent
+        self.barrier.wait(60)
+        received.copy_(torch.cat([self.given[r].chunk(self.world)[self.here.rank] for r in range(self.world)]))
+        self.barrier.wait(60)
+
+    def stand_in(self, monkeypatch, *modules):
+        for module in modules:
+            monkeypatch.setattr(module, "gather", self.gather, raising=False)
+            monkeypatch.setattr(module, "together", self.together)
+            monkeypatch.setattr(module, "dist", self)
+
     def run(self, call):
         """[call() of each rank]."""
         found, problems = [None] * self.world, []
@@ -532,9 +545,7 @@ def test_threads_in_the_place_of_ranks(device, monkeypatch):
                     want = out, *pydet.attention_backward(dout, q, k, v, out, lse, **of)
                     for world in (1, 2, 4, 8) if large else (2,):
                         ranks = Ranks(world)
-                        monkeypatch.setattr(context, "gather", ranks.gather)
-                        monkeypatch.setattr(context, "together", ranks.together)
-                        monkeypatch.setattr(context, "dist", ranks)
+                        ranks.stand_in(monkeypatch, context)
                         for layout in ("contiguous", "zigzag"):
 
                             def call(layout=layout, how=how, ranks=ranks, given=(q, k, v, dout)):
@@ -568,3 +579,102 @@ def test_threads_in_the_place_of_ranks(device, monkeypatch):
                                     arithmetic,
                                     more,
                                 )
+
+
+def small(family):
+    """A model of Transformers, converted."""
+    import torch
+    import transformers
+
+    import pydet.torch
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=1024,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+    else:
+        config = transformers.LlamaConfig(
+            **sizes, intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=family == "tied"
+        )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    pydet.torch.convert(model)
+    return model
+
+
+@pytest.mark.parametrize("family", ("llama", "tied", "gpt2"))
+def test_a_model_of_transformers(family, monkeypatch):
+    """Logits and all gradients of a converted model on 1 and 2 ranks, in both layouts; near the model's own."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import copy
+
+    import pydet.torch
+    import pydet.torch.distributed as pd
+    from pydet.torch.distributed import context, rows, tokens
+
+    model = small(family)
+    ids = torch.randint(0, 50, (2, 1024), generator=torch.Generator().manual_seed(1))
+    labels, places = ids.roll(-1, 1), torch.arange(1024).expand(2, -1)
+
+    def step(model, ids, labels, places):
+        logits = model(ids, position_ids=places, use_cache=False).logits
+        loss = -pydet.torch.log_prob(logits, labels).sum() / labels.numel() / ranks.world
+        loss.backward()
+        return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    found = {}
+    for world, layout in ((1, "contiguous"), (2, "contiguous"), (2, "zigzag")):
+        ranks = Ranks(world)
+        ranks.stand_in(monkeypatch, context, rows, tokens)
+        own = [copy.deepcopy(model) for _ in range(world)]
+
+        def call(layout=layout, own=own, ranks=ranks):
+            pd.context_parallel(own[ranks.get_rank()], layout=layout, segments=8, kv_chunk=256)
+            mine = [pd.shard_context(x, layout=layout) for x in (ids, labels, places)]
+            logits, gradients = step(own[ranks.get_rank()], *mine)
+            return context.whole(logits, None, layout, 1), gradients
+
+        found[world, layout] = ranks.run(call)
+    ((logits, gradients),) = found[1, "contiguous"]
+    for key, answers in found.items():
+        for other, others in answers:
+            assert wrong([other], [logits]) == [0], key
+            counts = dict(zip(gradients, wrong(others.values(), gradients.values()), strict=True))
+            assert not any(counts.values()), (key, counts)
+    ranks = Ranks(1)
+    alone, of_alone = step(model.train(), ids, labels, places)
+    assert words(alone).equal(words(logits)) or (alone - logits).abs().max() < 1e-5
+    for name, gradient in of_alone.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_that_cannot_be():
+    torch = pytest.importorskip("torch")
+    import pydet
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    def refuses(net, words):
+        kinds = [type(module) for module in net.modules()]
+        with pytest.raises(pydet.Error, match=words):
+            pd.context_parallel(net)
+        assert kinds == [type(module) for module in net.modules()]
+
+    linear = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    refuses(
+        linear, r"^context_parallel: 0 is Linear with weight, bias, whose gradient would be of this rank's tokens alone"
+    )
+    pydet.torch.convert(linear, k_chunk=16)
+    refuses(linear, r"^context_parallel: 0 has k_chunk 16, want none")
+    summed = torch.nn.Sequential(pydet.torch.Linear(8, 8))
+    pydet.torch.accumulate_gradients(summed)
+    refuses(summed, r"^context_parallel: 0 has accumulate_gradients")
+    odd = torch.nn.Sequential(torch.nn.Embedding(4, 8, max_norm=1.0))
+    refuses(odd, r"^context_parallel: 0 is Embedding with weight")
+    with pytest.raises(pydet.Error, match=r"^context_parallel: model is int, want a torch.nn.Module"):
+        pd.context_parallel(3)
+    with pytest.raises(pydet.Error, match=r"^context_parallel: layout is 'ring'"):
+        pd.context_parallel(torch.nn.Sequential(), layout="ring")

@@ -13,6 +13,7 @@ rank, with a sentence; a rank that died is the group's to notice, by its connect
 
 from pydet.torch.distributed import sharding
 from pydet.torch.distributed.context import context_parallel_attention, gather_context, shard_context
+from pydet.torch.distributed.context_model import context_parallel
 from pydet.torch.distributed.exchange import all_reduce, check_exchanges, reduce_scatter
 from pydet.torch.distributed.head import vocab_parallel_linear_log_prob
 from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
@@ -35,6 +36,7 @@ __all__ = [
     "check_exchanges",
     "clip_grad_norm_",
     "column_parallel_linear",
+    "context_parallel",
     "context_parallel_attention",
     "context_parallel_embedding",
     "context_parallel_linear",

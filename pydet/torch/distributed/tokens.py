@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pydet._native import constants, fail
-from pydet.ops import DWEIGHT_ROWS, Arithmetic, fold, gemm, gemm_db, layernorm, layernorm_backward
-from pydet.torch.accumulate import add_rows
+from pydet.ops import DWEIGHT_ROWS, Arithmetic, embedding_backward, gemm, gemm_db, layernorm, layernorm_backward
 from pydet.torch.distributed.context import Layout, check_layout, owners_of, whole
 from pydet.torch.distributed.exchange import Group, Tensor, fold_all, gather, split_sums, together
 
@@ -205,7 +204,7 @@ def layer_norm(
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, w: Tensor, group: Group, layout: str) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, w: Tensor, group: Group, layout: str, padding: int | None) -> Tensor:
         op = "context_parallel_embedding"
 
         def terms() -> tuple[Any, ...]:
@@ -213,24 +212,26 @@ class _Embedding(torch.autograd.Function):
                 got = f"ids is {tuple(ids.shape)}, w is {tuple(w.shape)}"
                 fail(constants.PYDET_INVALID_SHAPE, f"{op}: {got}, want [B, tokens] and [V, N]")
             check_tokens(op, ids[:, :, None], layout, group, 1, "each rank has two chunks")
-            return torch.nn.functional.embedding(ids, w), tuple(ids.shape), ids.dtype, tuple(w.shape), w.dtype, layout
+            made, shapes = torch.nn.functional.embedding(ids, w), (tuple(ids.shape), tuple(w.shape))
+            return made, shapes, ids.dtype, w.dtype, layout, padding
 
         y: Tensor = together(op, group, w.device, terms)[0]
         ctx.save_for_backward(ids, w)
-        ctx.how = group, layout
+        ctx.how = group, layout, padding
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ids, w = ctx.saved_tensors
-        group, layout = ctx.how
-        of_all = [whole(x, group, layout, dim=1) for x in (ids, gradients[0].contiguous())]
-        total = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
-        add_rows(total, of_all[0].reshape(-1), of_all[1].reshape(-1, w.shape[1]))
-        return None, fold([total], out_dtype=w.dtype), None, None
+        group, layout, padding = ctx.how
+        all_ids, all_rows = (whole(x, group, layout, dim=1) for x in (ids, gradients[0].contiguous()))
+        flat = all_rows.reshape(-1, w.shape[1]), all_ids.reshape(-1).contiguous()
+        return None, embedding_backward(*flat, len(w), padding_idx=padding, out_dtype=w.dtype), None, None, None
 
 
-def context_parallel_embedding(ids: Tensor, w: Tensor, *, group: Group = None, layout: Layout = "contiguous") -> Tensor:
+def context_parallel_embedding(
+    ids: Tensor, w: Tensor, *, padding: int | None = None, group: Group = None, layout: Layout = "contiguous"
+) -> Tensor:
     """Rows of a table for tokens that are shared out, with the table's gradient over all ranks' tokens.
 
     The gradients of an id's tokens are added in their order, an addition each, as by :class:`pydet.torch.Embedding`.
@@ -238,8 +239,9 @@ def context_parallel_embedding(ids: Tensor, w: Tensor, *, group: Group = None, l
     Args:
         ids: ``[B, S / W]``, int64: this rank's tokens.
         w: ``[V, N]``, the same on every rank. Its gradient is the whole one, on every rank: add it once.
+        padding: an id whose row gets no gradient.
         group: a process group, the default one if None.
         layout: as in :func:`context_parallel_attention`.
     """
-    y: Tensor = _Embedding.apply(ids, w, group, layout)
+    y: Tensor = _Embedding.apply(ids, w, group, layout, padding)
     return y
