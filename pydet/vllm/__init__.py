@@ -69,6 +69,8 @@ def parse(text: str) -> Settings | None:
             )
     settings = Settings(**given)  # type: ignore[arg-type]
     unknown(settings.arithmetic, VARIABLE, "arithmetic")
+    if settings.k_chunk == 0:
+        fail(INVALID_VALUE, f"{VARIABLE}: k_chunk is 0, want a positive number")
     if settings.kv_chunk <= 0 or settings.kv_chunk % 128:
         fail(INVALID_VALUE, f"{VARIABLE}: kv_chunk is {settings.kv_chunk}, want a positive multiple of 128")
     return settings
