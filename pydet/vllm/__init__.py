@@ -120,5 +120,7 @@ def enable(
     Raises:
         Error: as :func:`register`.
     """
-    os.environ[VARIABLE] = str(Settings(arithmetic, k_chunk, kv_chunk, strict))
+    text = str(Settings(arithmetic, k_chunk, kv_chunk, strict))
+    parse(text)
+    os.environ[VARIABLE] = text
     register()

@@ -107,6 +107,7 @@ _GEMMA_NORMS = {layernorm.GemmaRMSNorm: 1.0, fused_norms.TPAwareGemmaRMSNorm: 1.
 _ROTARY = (rotary_embedding.RotaryEmbedding, Llama3RotaryEmbedding)
 _PARTS = (ApplyRotaryEmb,)  # of a module above, which does not call them
 _EXACT = (activation.ReLUSquaredActivation,)  # steps that each are rounded once
+_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")  # in configurations of Transformers
 _LINEAR = (linear.ReplicatedLinear, linear.ColumnParallelLinear, linear.RowParallelLinear)
 
 
@@ -184,8 +185,10 @@ def check(config: VllmConfig) -> None:
     cache, mode = config.cache_config.cache_dtype, config.compilation_config.mode
     types = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     own = types.get(model.dtype, "none of pydet's types")
-    ropes = [x["rope_type"] for x in iter_rope_parameters(model.hf_config.get_text_config())]
+    text = model.hf_config.get_text_config()
+    ropes = [x["rope_type"] for x in iter_rope_parameters(text)]
     dynamic = next((x for x in ropes if x in ("dynamic", "longrope")), None)
+    scaled = next((x for x in _SCALES if getattr(text, x, None) not in (None, 1)), None)
     checks: tuple[tuple[bool, str, str], ...] = (
         (own not in types.values(), f"the model is {model.dtype}", "float32, bfloat16 or float16"),
         (model.runner_type != "generate", f"the runner is {model.runner_type!r}", "'generate'"),
@@ -213,6 +216,7 @@ def check(config: VllmConfig) -> None:
             f"logprobs_mode is {model.logprobs_mode!r}",
             "'raw_logprobs' or 'raw_logits'",
         ),
+        (scaled is not None, f"the model scales its logits ({scaled}), which vLLM does in another way", "plain logits"),
         (model.use_mla, "attention is MLA", "heads with keys and values of their own"),
         (dynamic is not None, f"the rotary embedding is {dynamic!r}, which looks at the longest of a batch", "another"),
         (config.use_v2_model_runner, "the second model runner has a sampler of its own", "VLLM_USE_V2_MODEL_RUNNER=0"),
