@@ -17,6 +17,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 from pydet.torch.accumulate import AccumulatingAttention
+from pydet.torch.ops.attention import padded
 from pydet.torch.stock import registered
 
 Tensor: TypeAlias = torch.Tensor
@@ -96,7 +97,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Refuses each keyword that would change the result if it were computed, and each that nobody knows."""
     if options.pop("output_attentions", None):
         fail(
@@ -113,10 +114,15 @@ def _check_options(options: dict[str, Any]) -> None:
             )
 
 
-def _near(query: Tensor, key: Tensor, window: Any, causal: bool) -> Tensor:
-    """``[1, 1, Q, K]``: the keys that are fewer than `window` from a query's own place, as flash attention counts."""
+def _check_window(window: Any) -> int:
     if not isinstance(window, int) or window < 1:
         fail(INVALID_VALUE, f"attention: sliding_window is {window}, want a positive number of keys, or None")
+    return window
+
+
+def _near(query: Tensor, key: Tensor, window: Any, causal: bool) -> Tensor:
+    """``[1, 1, Q, K]``: the keys that are fewer than `window` from a query's own place, as flash attention counts."""
+    window = _check_window(window)
     keys = torch.arange(key.shape[2], device=query.device)
     before = torch.arange(query.shape[2], device=query.device)[:, None] + (key.shape[2] - query.shape[2]) - keys
     return (before < window if causal else before.abs() < window)[None, None]
@@ -144,6 +150,77 @@ def _of_one_sequence(ends_q: Tensor, ends_k: Tensor, tokens: int, causal: bool) 
     return together[None, None]
 
 
+# What Transformers' continuous batching gives an attention beside its operands: its cache has read these by then.
+_OF_BATCHING = frozenset(("read_index", "write_index", "logits_indices", "logits_processor_args", "logits_to_keep"))
+_OF_PAGES = frozenset(("block_table", "k_cache", "v_cache", "max_length_k"))
+
+
+def _in_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: tuple[Tensor, Tensor],
+    table: Tensor,
+    ends: Tensor,
+    window: int | None,
+    how: dict[str, Any],
+) -> Tensor:
+    """One query for each sequence, ``[1, H, B, D]``, whose key and value are written into its page before. A sequence
+    without keys, which fills up a CUDA graph's batch, writes what the first does."""
+    lengths = ends[1:] - ends[:-1]
+    size, place = cache[0].shape[1], (lengths - 1).clamp(min=0)
+    page = table.gather(1, (place // size).long()[:, None])[:, 0]
+    row, there = page * size + place % size, lengths > 0
+    row = torch.where(there, row, row[:1]).long()
+    for pages, new in zip(cache, (k, v), strict=True):
+        rows = new[0].transpose(0, 1)
+        rows = torch.where(there[:, None, None], rows, rows[:1])
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, row, rows)
+    first = None if window is None else (lengths - window).clamp(min=0)
+    rows = q[0].transpose(0, 1)[:, :, None]
+    found: Tensor = torch.ops.pydet.attention_paged(rows, *cache, table, lengths, first_key=first, **how)[0]
+    return found[:, :, 0][None]
+
+
+def _of_batching(
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], window: int | None, how: dict[str, Any]
+) -> Tensor:
+    """A step of Transformers' continuous batching: sequences packed in a row, whose keys of before the cache has put
+    ahead of their own, or left in pages."""
+    ends_q, ends_k, table = (given.get(x) for x in ("cu_seq_lens_q", "cu_seq_lens_k", "block_table"))
+    if q.shape[0] != 1 or not isinstance(ends_q, Tensor) or not isinstance(ends_k, Tensor):
+        got = f"q is {tuple(q.shape)}, cu_seq_lens_k is {type(ends_k).__name__}"
+        fail(
+            UNSUPPORTED,
+            f"attention: continuous batching has {got}, want a batch of 1 and tensors of cumulative lengths: the "
+            "model's attention must have updated the paged cache",
+        )
+    if table is not None:
+        return _in_pages(q, k, v, (given["k_cache"], given["v_cache"]), table, ends_k, window, how)
+    if window is not None and given["max_length_k"] > window:
+        return _each_from_its_first(q, k, v, ends_q, ends_k, window, how)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    found: Tensor = torch.ops.pydet.attention_varlen(*rows, ends_q, ends_k, causal=True, **how)[0]
+    return found[None]
+
+
+def _each_from_its_first(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, window: int, how: dict[str, Any]
+) -> Tensor:
+    """Each query of a pack as a sequence of the keys of its window, counted from the first of them: all keys are one
+    page. A token of no sequence gives zeros."""
+    width, tokens = v.shape[-1], torch.arange(q.shape[2], dtype=torch.int32, device=q.device)
+    q, k, v = padded(q, k, v)
+    of = (torch.searchsorted(ends_q, tokens, right=True) - 1).clamp(max=len(ends_q) - 2)
+    end = (ends_k[of + 1] - (ends_q[of + 1] - 1 - tokens)).int()
+    end = end.masked_fill(tokens >= ends_q[-1], 0)
+    lengths: dict[str, Any] = {"first_key": torch.maximum(ends_k[of], end - window).int()}
+    lengths["cu_seqlens_q"] = torch.arange(q.shape[2] + 1, dtype=torch.int32, device=q.device)
+    cache, table = [x.transpose(1, 2) for x in (k, v)], torch.zeros_like(tokens)[:, None]
+    found: Tensor = torch.ops.pydet.attention_paged(q[0].transpose(0, 1), *cache, table, end, **lengths, **how)[0]
+    return found[None, ..., :width]
+
+
 def register_attention(
     name: str = "pydet", *, arithmetic: Arithmetic = "auto", kv_chunk: int = 1024, k_chunk: None = None
 ) -> None:
@@ -155,7 +232,8 @@ def register_attention(
     ``position_ids`` alone) are computed as sequences of their lengths. Sinks (gpt-oss), soft-capped scores (Gemma 2)
     and windows are taken. Refused when they are met, with a sentence: attention dropout, position biases, additive
     masks, the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of MiniMax-M3),
-    ``output_attentions``, paged caches, and every keyword that is not known to leave the result alone.
+    ``output_attentions``, and every keyword that is not known to leave the result alone. It knows the paged cache of
+    Transformers' continuous batching, which :func:`continuous_batching` has a model use with it.
 
     Args:
         name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
@@ -189,15 +267,23 @@ def register_attention(
     ) -> tuple[Tensor, None]:
         if dropout:
             fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
-        _check_options(options)
+        how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
+        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
+        if options.get("read_index") is not None:
+            if attention_mask is not None or is_causal is False:
+                fail(UNSUPPORTED, "attention: continuous batching has a mask, want causal attention without one")
+            batch = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+            batch |= {x: options.get(x) for x in _OF_PAGES}
+            check_options({x: value for x, value in options.items() if x not in _OF_PAGES | _OF_BATCHING})
+            window = None if sliding_window is None else _check_window(sliding_window)
+            return _of_batching(query, key, value, batch, window, how), None
+        check_options(options)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         plain = attention_mask is None and causal and query.shape[2] > 1
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
         elif attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
             attention_mask = _near(query, key, sliding_window, causal)
-        how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
-        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             ends = _check_packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
             if attention_mask is None:
