@@ -55,10 +55,15 @@ def test_an_unknown_version_is_refused(engine, version):
         pydet.vllm.register()
 
 
-def test_a_known_version_goes_on(engine):
+def test_a_known_version_goes_on(engine, monkeypatch):
     engine(f"{KNOWN}+cpu")
-    with pytest.raises(ImportError):  # of what the fake has not
-        pydet.vllm.register()
+    monkeypatch.setenv("PYDET_VLLM", "kv_chunk=256")
+    installed = []
+    fake = types.ModuleType("pydet.vllm.engine")
+    fake.install = installed.append
+    monkeypatch.setitem(sys.modules, "pydet.vllm.engine", fake)
+    pydet.vllm.register()
+    assert installed == [pydet.vllm.Settings(kv_chunk=256)]
 
 
 def test_without_vllm_it_is_refused(engine, monkeypatch):
