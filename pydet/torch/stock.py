@@ -162,10 +162,10 @@ class Derived:
         return _new_derived, type(self).__bases__, self.__dict__
 
 
-_derived: dict[tuple[type, type], type] = {}
+_derived: dict[tuple[type, type], Any] = {}
 
 
-def derived(ours: type, kind: type) -> type:
+def derived(ours: type, kind: type) -> Any:
     """The class of `ours` and then `kind`, and still a `kind`."""
     if (ours, kind) not in _derived:
         _derived[ours, kind] = type(f"{kind.__name__}OfPydet", (ours, kind), {"__module__": ours.__module__})
