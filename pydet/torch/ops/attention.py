@@ -418,11 +418,11 @@ def _fake_attention(
             lambda: f"attention: the mask is {tuple(allowed.shape)}, want {want_mask}",
         )
     if bias is not None:
-        want = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         if bias.dtype not in DTYPES:
             fail(INVALID_DTYPE, f"attention: bias is {bias.dtype}, want float32, bfloat16 or float16")
-        if bias.dim() != 4 or any(x not in (1, y) for x, y in zip(bias.shape, want, strict=True)):
-            fail(constants.PYDET_INVALID_SHAPE, f"attention: bias is {tuple(bias.shape)}, want {want}, or 1 for any")
+        if bias.dim() != 4 or any(x not in (1, y) for x, y in zip(bias.shape, extents, strict=True)):
+            fail(constants.PYDET_INVALID_SHAPE, f"attention: bias is {tuple(bias.shape)}, want {extents}, or 1 for any")
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
