@@ -347,7 +347,7 @@ def ranks() -> Figure:
             )
     figure.text(20, 192, "In which order they are added does not:", weight="bold")
     for segment in range(8):
-        figure.line(127 + 80 * segment, 154, 127 + 80 * segment, 206, GREY)
+        figure.line(127 + 80 * segment, 154 if segment > 2 else 196, 127 + 80 * segment, 206, GREY)
     figure.box(
         90, 208, 634, 28, PALE, GREEN, "0 + s0 → + s1 → + s2 → + s3 → + s4 → + s5 → + s6 → + s7 → + bias → round once"
     )

@@ -5,6 +5,7 @@ whole tensors, put together from the ranks' parts: all must have the bits of the
 """
 
 import datetime
+import hashlib
 import os
 import re
 import threading
@@ -104,6 +105,10 @@ def words(x):
     return x.detach().contiguous().view({4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
+def digest(x):
+    return hashlib.sha256(words(x).numpy().tobytes()).hexdigest()
+
+
 def wrong(found, want):
     """How many elements differ, of each result."""
     assert [x.shape for x in found] == [x.shape for x in want] and len(found) == len(want)
@@ -135,6 +140,51 @@ def control(group, world, rank, want):
     for x in sums:
         dist.all_reduce(x, group=group)
     return wrong([merged, *sums], [want[0], *exact])
+
+
+def layers(group, world, rank, layout):
+    """A decoder of one layer, of two sequences whose tokens ranks share: results, and the gradients of its weights."""
+    import torch
+
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    batch, length, width, heads = 2, 256 * 8, 16, 2
+    table, ones, offset, wide, w, back, bias, dy = tensors(
+        7, (40, width), (width,), (width,), (3 * width, width), (width, width), (width, width), (width,),
+        (batch, length, width), dtype=torch.float32,
+    )  # fmt: skip
+    ids = torch.randint(0, 40, (batch, length), generator=torch.Generator().manual_seed(1))
+    weights = [x.requires_grad_() for x in (table, ones, offset, wide, w, back, bias)]
+    where = {"group": group, "layout": layout}
+    own, dy = (pd.shard_context(x, **where) for x in (ids, dy))
+    x = pd.context_parallel_embedding(own, table, **where)
+    x.retain_grad()
+    y = pd.layer_norm(x, ones, offset, eps=1e-5, **where)
+    q, k, v = pd.context_parallel_linear(y, wide, **where).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    mixed = pd.context_parallel_attention(q, k, v, causal=True, kv_chunk=256, **where)
+    x1 = x + pd.context_parallel_linear(mixed.transpose(1, 2).flatten(2), w, **where)
+    y = x1 + pd.context_parallel_linear(pd.rms_norm(x1, ones, eps=1e-6, **where), back, bias, **where)
+    y.backward(dy)
+    results = [pd.gather_context(t, **where) for t in (y, x.grad)]
+    if world == 1:  # each by what one device has
+        normed = pydet.torch.layer_norm(x.detach(), ones, offset, eps=1e-5)
+        assert normed.equal(pd.layer_norm(x, ones, offset, eps=1e-5, **where))
+        alone = x.detach(), ones.detach().clone().requires_grad_(), offset.detach().clone().requires_grad_()
+        shared = x.detach(), ones.detach().clone().requires_grad_(), offset.detach().clone().requires_grad_()
+        pydet.torch.layer_norm(*alone, eps=1e-5).backward(dy)
+        pd.layer_norm(*shared, eps=1e-5, **where).backward(dy)
+        assert wrong([t.grad for t in shared[1:]], [t.grad for t in alone[1:]]) == [0, 0]
+        one, dy_one = x.detach()[:1], dy[:1]
+        own_w = w.detach().clone().requires_grad_()
+        pd.context_parallel_linear(one, own_w, **where).backward(dy_one)
+        want = pydet.gemm_db(dy_one[0], one[0], k_chunk=length // 16)
+        assert wrong([own_w.grad], [want]) == [0]
+        held = torch.nn.Parameter(table.detach().clone())
+        total = pydet.embedding_backward(dy, ids, len(held))
+        pd.context_parallel_embedding(ids, held, **where).backward(dy)
+        assert wrong([held.grad], [total]) == [0]
+    return [*results, *(t.grad for t in weights)]
 
 
 def network(kind):
@@ -237,6 +287,19 @@ def refusals(group, world, rank):
     yield "afterwards", sentence(256, causal=True, layout="zigzag")
     with torch.no_grad():
         yield "no gradient", sentence(96, causal=True)
+    x, w = torch.zeros(1, 24, 8), torch.zeros(8, 8)
+    own = {"group": group, "layout": "zigzag"}
+    for name, call in (
+        ("norm", lambda: pd.layer_norm(x, w[0], eps=1e-5, **own)),
+        ("rms", lambda: pd.rms_norm(x, w[0], eps=1e-5, **own)),
+        ("rms shape", lambda: pd.rms_norm(x[0], w[0], eps=1e-5, **own)),
+        ("segments", lambda: pd.context_parallel_linear(x, w, segments=7, **own)),
+        ("tokens", lambda: pd.context_parallel_linear(x[:, :1], w, **own)),
+        ("ids", lambda: pd.context_parallel_embedding(torch.zeros(3, dtype=torch.int64), w, **own)),
+    ):
+        with pytest.raises(pydet.Error) as caught:
+            call()
+        yield name, str(caught.value)
     try:
         pd.shard_context(torch.zeros(1, 17), group=group, layout="zigzag")
     except pydet.Error as problem:
@@ -268,6 +331,8 @@ def work(rank, port, queue):
                     for layout in layouts(name, size):
                         notes[f"{name} {layout}"] = wrong(shared(group, layout, *case), want[name])
                 notes["control"] = control(group, size, rank, want["full"])
+                for layout in ("contiguous", "zigzag") if size < 8 else ("contiguous",):  # 16 chunks want 4096 tokens
+                    notes[f"layers {layout}"] = [digest(x) for x in layers(group, size, rank, layout)]
                 for kind in (*STEPS, "all_reduce"):
                     notes[f"step {kind}"] = [words(x).tolist() for x in train(group, size, rank, kind)]
                 if size > 1:
@@ -322,6 +387,17 @@ def test_merging_by_lse_and_an_all_reduce_would_be_seen(found):
             assert dk > 20 and dv > 20, (size, dk, dv)
 
 
+def test_a_layer_of_shared_tokens_has_the_bits_of_one_rank(found):
+    """Embedding, norms, linear layers and attention, and the gradients of all their weights."""
+    want = found[0][1]["layers contiguous"]
+    assert len(want) == 9 and len(set(want)) == 9
+    for size in SIZES:
+        for rank in range(size):
+            for layout in ("contiguous", "zigzag") if size < 8 else ("contiguous",):
+                got = found[rank][size][f"layers {layout}"]
+                assert got == want, (size, rank, layout, [a == b for a, b in zip(got, want, strict=True)])
+
+
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_step_has_the_bits_of_one_rank(found, kind):
     """Gradients of 8 segments, the norm they are clipped by, and AdamW, sharded or not."""
@@ -361,6 +437,12 @@ def test_what_cannot_be_is_refused_on_every_rank(found):
             for name in ("a rank's layout", "a rank's kv_chunk", "a rank's causal"):
                 assert "the ranks do not agree" in said[name], said[name]
             assert ("cubic" if last else f"rank {size - 1} refused") in said["a rank's refusal"], said
+            assert "layer_norm: x has 24 tokens on a rank, want a multiple of 512 in zigzag" in said["norm"]
+            assert "rms_norm: x has 24 tokens on a rank, want a multiple of 512 in zigzag" in said["rms"]
+            assert "rms_norm: x is (24, 8), want [B, tokens, N]" in said["rms shape"]
+            assert f"segments is 7, want a multiple of the {2 * size} chunks on {size} ranks" in said["segments"]
+            assert f"x has 1 tokens on a rank, want a multiple of {16 // size} in zigzag" in said["tokens"]
+            assert "ids is (3,), w is (8, 8), want [B, tokens] and [V, N]" in said["ids"]
             assert "key_heads_at_once is 0, want a number from 1 up" in said["heads"]
             assert said["afterwards"] == said["no gradient"] == "accepted", said
             if 17 % (2 * size):
@@ -393,6 +475,20 @@ class Ranks:
 
     def together(self, op, group, device, terms):
         return terms()
+
+    def all_to_all_single(self, received, sent, group=None):
+        import torch
+
+        self.given[self.here.rank] = sent
+        self.barrier.wait(60)
+        received.copy_(torch.cat([self.given[r].chunk(self.world)[self.here.rank] for r in range(self.world)]))
+        self.barrier.wait(60)
+
+    def stand_in(self, monkeypatch, *modules):
+        for module in modules:
+            monkeypatch.setattr(module, "gather", self.gather, raising=False)
+            monkeypatch.setattr(module, "together", self.together)
+            monkeypatch.setattr(module, "dist", self)
 
     def run(self, call):
         """[call() of each rank]."""
@@ -449,9 +545,7 @@ def test_threads_in_the_place_of_ranks(device, monkeypatch):
                     want = out, *pydet.attention_backward(dout, q, k, v, out, lse, **of)
                     for world in (1, 2, 4, 8) if large else (2,):
                         ranks = Ranks(world)
-                        monkeypatch.setattr(context, "gather", ranks.gather)
-                        monkeypatch.setattr(context, "together", ranks.together)
-                        monkeypatch.setattr(context, "dist", ranks)
+                        ranks.stand_in(monkeypatch, context)
                         for layout in ("contiguous", "zigzag"):
 
                             def call(layout=layout, how=how, ranks=ranks, given=(q, k, v, dout)):
@@ -474,7 +568,7 @@ def test_threads_in_the_place_of_ranks(device, monkeypatch):
                                 kept = Kept()
                                 y = context._Attention.forward(kept, *own, None, asked, None, True)
                                 found = y, *context._Attention.backward(kept, d_own)[:3]
-                                return [context._whole(x, None, layout) for x in found]
+                                return [context.whole(x, None, layout) for x in found]
 
                             for found in ranks.run(call):
                                 assert wrong(found, want) == [0, 0, 0, 0], (
@@ -485,3 +579,102 @@ def test_threads_in_the_place_of_ranks(device, monkeypatch):
                                     arithmetic,
                                     more,
                                 )
+
+
+def small(family):
+    """A model of Transformers, converted."""
+    import torch
+    import transformers
+
+    import pydet.torch
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=1024,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+    else:
+        config = transformers.LlamaConfig(
+            **sizes, intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=family == "tied"
+        )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    pydet.torch.convert(model)
+    return model
+
+
+@pytest.mark.parametrize("family", ("llama", "tied", "gpt2"))
+def test_a_model_of_transformers(family, monkeypatch):
+    """Logits and all gradients of a converted model on 1 and 2 ranks, in both layouts; near the model's own."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import copy
+
+    import pydet.torch
+    import pydet.torch.distributed as pd
+    from pydet.torch.distributed import context, rows, tokens
+
+    model = small(family)
+    ids = torch.randint(0, 50, (2, 1024), generator=torch.Generator().manual_seed(1))
+    labels, places = ids.roll(-1, 1), torch.arange(1024).expand(2, -1)
+
+    def step(model, ids, labels, places):
+        logits = model(ids, position_ids=places, use_cache=False).logits
+        loss = -pydet.torch.log_prob(logits, labels).sum() / labels.numel() / ranks.world
+        loss.backward()
+        return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    found = {}
+    for world, layout in ((1, "contiguous"), (2, "contiguous"), (2, "zigzag")):
+        ranks = Ranks(world)
+        ranks.stand_in(monkeypatch, context, rows, tokens)
+        own = [copy.deepcopy(model) for _ in range(world)]
+
+        def call(layout=layout, own=own, ranks=ranks):
+            pd.context_parallel(own[ranks.get_rank()], layout=layout, segments=8, kv_chunk=256)
+            mine = [pd.shard_context(x, layout=layout) for x in (ids, labels, places)]
+            logits, gradients = step(own[ranks.get_rank()], *mine)
+            return context.whole(logits, None, layout, 1), gradients
+
+        found[world, layout] = ranks.run(call)
+    ((logits, gradients),) = found[1, "contiguous"]
+    for key, answers in found.items():
+        for other, others in answers:
+            assert wrong([other], [logits]) == [0], key
+            counts = dict(zip(gradients, wrong(others.values(), gradients.values()), strict=True))
+            assert not any(counts.values()), (key, counts)
+    ranks = Ranks(1)
+    alone, of_alone = step(model.train(), ids, labels, places)
+    assert words(alone).equal(words(logits)) or (alone - logits).abs().max() < 1e-5
+    for name, gradient in of_alone.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_that_cannot_be():
+    torch = pytest.importorskip("torch")
+    import pydet
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    def refuses(net, words):
+        kinds = [type(module) for module in net.modules()]
+        with pytest.raises(pydet.Error, match=words):
+            pd.context_parallel(net)
+        assert kinds == [type(module) for module in net.modules()]
+
+    linear = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    refuses(
+        linear, r"^context_parallel: 0 is Linear with weight, bias, whose gradient would be of this rank's tokens alone"
+    )
+    pydet.torch.convert(linear, k_chunk=16)
+    refuses(linear, r"^context_parallel: 0 has k_chunk 16, want none")
+    summed = torch.nn.Sequential(pydet.torch.Linear(8, 8))
+    pydet.torch.accumulate_gradients(summed)
+    refuses(summed, r"^context_parallel: 0 has accumulate_gradients")
+    odd = torch.nn.Sequential(torch.nn.Embedding(4, 8, max_norm=1.0))
+    refuses(odd, r"^context_parallel: 0 is Embedding with weight")
+    with pytest.raises(pydet.Error, match=r"^context_parallel: model is int, want a torch.nn.Module"):
+        pd.context_parallel(3)
+    with pytest.raises(pydet.Error, match=r"^context_parallel: layout is 'ring'"):
+        pd.context_parallel(torch.nn.Sequential(), layout="ring")

@@ -722,7 +722,7 @@ def free_port():
 def start(count, function, *arguments):
     """Processes that are forked from one which has imported torch."""
     context = multiprocessing.get_context("forkserver")
-    wrappers = ["torch.distributed.tensor", "torch.distributed.fsdp"]
+    wrappers = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
     context.set_forkserver_preload(["torch", *wrappers, "pydet.torch.distributed"])
     queue = context.Queue()
     processes = [context.Process(target=function, args=(rank, *arguments, queue), daemon=True) for rank in range(count)]

@@ -20,6 +20,7 @@ from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import (
     activation,
+    embedding,
     geglu,
     gelu,
     gemm,
@@ -39,7 +40,7 @@ from pydet.torch.functions import (
 )
 from pydet.torch.fused import fuse_loss
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.head import linear_cross_entropy, linear_log_prob
+from pydet.torch.head import linear_cross_entropy, linear_cross_entropy_and_gradients, linear_log_prob
 from pydet.torch.modules import (
     Accumulating,
     Activation,
@@ -75,6 +76,7 @@ __all__ = [
     "check_trainer",
     "continuous_batching",
     "convert",
+    "embedding",
     "fp8_linear",
     "fuse_loss",
     "geglu",
@@ -84,6 +86,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_cross_entropy_and_gradients",
     "linear_log_prob",
     "log_prob",
     "log_softmax",

@@ -11,7 +11,7 @@ import torch
 
 import pydet
 from pydet._native import UNSUPPORTED, fail
-from pydet.torch.ops import matrix
+from pydet.torch.ops import DTYPES, matrix
 from pydet.torch.ops.attention import adjacent, padded
 
 
@@ -257,21 +257,6 @@ class AccumulatingConv1D(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-def add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """``total[ids[t]] += rows[t]`` for t = 0, 1, ... in fp32: of an id the earlier tokens first, an addition each.
-
-    The k-th tokens of all ids are added at once, as no two of them have the same id.
-    """
-    ids, order = torch.sort(ids, stable=True)
-    numbers, counts = torch.unique_consecutive(ids, return_counts=True)
-    at, k = counts.cumsum(0) - counts, 0
-    while len(numbers):
-        total[numbers] = total[numbers] + rows[order[at + k]].float()
-        k += 1
-        more = counts > k
-        numbers, counts, at = numbers[more], counts[more], at[more]
-
-
 class AccumulatingEmbedding(torch.autograd.Function):
     """Rows of a table, whose backward continues the sums of its rows in ``main_grad``."""
 
@@ -285,12 +270,10 @@ class AccumulatingEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (ids,), w = ctx.saved_tensors, ctx.w
-        ids, rows = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
-        if ctx.padding is not None:
-            taken = ids != ctx.padding
-            ids, rows = ids[taken], rows[taken]
         if w.requires_grad:
-            add_rows(sum_of(w, ctx.part), ids, rows)
+            rows = _rows(dy if dy.dtype in DTYPES else dy.float())
+            into = {"out": sum_of(w, ctx.part), "accumulate": True}
+            pydet.embedding_backward(rows, ids.reshape(-1), padding_idx=ctx.padding, **into)
             fold(w, ctx.part)
         return None, None, None, None
 

@@ -106,7 +106,7 @@ _WITHOUT_EFFECT = frozenset(
 _ADDS_TO_ITS_MASK = frozenset(("doge",))  # models whose attention makes a bias of its mask, and so needs it whole
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Refuses each keyword that would change the result if it were computed, and each that nobody knows."""
     if options.pop("output_attentions", None):
         fail(
@@ -304,10 +304,10 @@ def register_attention(
                 fail(UNSUPPORTED, f"attention: continuous batching has {what}, want causal attention without one")
             batch = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
             batch |= {x: options.get(x) for x in _OF_PAGES}
-            _check_options({x: value for x, value in options.items() if x not in _OF_PAGES | _OF_BATCHING})
+            check_options({x: value for x, value in options.items() if x not in _OF_PAGES | _OF_BATCHING})
             window = None if sliding_window is None else _check_window(sliding_window)
             return _of_batching(query, key, value, batch, window, how), None
-        _check_options(options)
+        check_options(options)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         plain = attention_mask is None and causal and query.shape[2] > 1
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:

@@ -249,7 +249,7 @@ def _new_embedding(kind: type) -> Any:
     return made.__new__(made)
 
 
-def _is_embedding(module: Any) -> bool:
+def is_copying_embedding(module: Any) -> bool:
     """One that does no more than copy rows of its weight, by PyTorch's own forward."""
     if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None or module.sparse:
         return False
@@ -296,7 +296,7 @@ def _has_sinks(module: Any) -> bool:
 
 def _with_sums(module: Any) -> list[str] | None:
     """Of a module that takes part, the names of its parameters that its backward can add to sums."""
-    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Router) or _is_embedding(module):
+    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Router) or is_copying_embedding(module):
         names = ["weight", "bias"]
     elif _has_sinks(module):
         names = ["sinks"]
@@ -349,7 +349,7 @@ def _parts(of: dict[str, tuple[torch.nn.Module, list[str]]]) -> dict[str, tuple[
     for name, (module, names) in of.items():
         if "weight" in names:
             owners.setdefault(module.weight, []).append(name)
-            if not isinstance(module, Linear | Conv1D) and not _is_embedding(module):
+            if not isinstance(module, Linear | Conv1D) and not is_copying_embedding(module):
                 others.add(module.weight)
     tied = {weight: names for weight, names in owners.items() if len(names) > 1 and weight not in others}
     return {name: (i, len(names)) for names in tied.values() for i, name in enumerate(names)}
@@ -408,10 +408,10 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     parts = _parts(of)
     for name, (taking_part, names) in of.items():
         module: Any = taking_part
-        if _is_embedding(module) and not isinstance(module, Embedding):
+        if is_copying_embedding(module) and not isinstance(module, Embedding):
             become(module, _embedding_class(type(module)), {})
         named = {f"{name}.{own}".lstrip("."): getattr(module, own) for own in names}
-        module.accumulates = Accumulation(named, parts.get(name), not _is_embedding(module))
+        module.accumulates = Accumulation(named, parts.get(name), not is_copying_embedding(module))
         for parameter in module.accumulates.parameters.values():
             main_grad(parameter)
             parameters[parameter] = None

@@ -13,6 +13,7 @@ rank, with a sentence; a rank that died is the group's to notice, by its connect
 
 from pydet.torch.distributed import sharding
 from pydet.torch.distributed.context import context_parallel_attention, gather_context, shard_context
+from pydet.torch.distributed.context_model import context_parallel
 from pydet.torch.distributed.exchange import all_reduce, check_exchanges, reduce_scatter
 from pydet.torch.distributed.head import vocab_parallel_linear_log_prob
 from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
@@ -21,6 +22,7 @@ from pydet.torch.distributed.main_grad import OrderedMainGrads
 from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
 from pydet.torch.distributed.rows import rms_norm, vocab_parallel_log_prob
 from pydet.torch.distributed.styles import ColwiseParallel, RowwiseParallel
+from pydet.torch.distributed.tokens import context_parallel_embedding, context_parallel_linear, layer_norm
 
 sharding.register()
 
@@ -34,8 +36,12 @@ __all__ = [
     "check_exchanges",
     "clip_grad_norm_",
     "column_parallel_linear",
+    "context_parallel",
     "context_parallel_attention",
+    "context_parallel_embedding",
+    "context_parallel_linear",
     "gather_context",
+    "layer_norm",
     "ordered_hook",
     "reduce_scatter",
     "rms_norm",

@@ -33,12 +33,12 @@ _backward: Any = pydet.attention_backward
 # ---- Chunks ----------------------------------------------------------------------------------------------------------
 
 
-def _chunks(world: int, layout: str) -> list[int]:
+def owners_of(world: int, layout: str) -> list[int]:
     """The rank that has each chunk of a sequence."""
     return list(range(world)) if layout == "contiguous" or world == 1 else [*range(world), *reversed(range(world))]
 
 
-def _check_layout(op: str, layout: str) -> None:
+def check_layout(op: str, layout: str) -> None:
     if layout not in LAYOUTS:
         fail(INVALID_VALUE, f"{op}: layout is {layout!r}, want one of {', '.join(LAYOUTS)}")
 
@@ -55,8 +55,8 @@ def shard_context(x: Tensor, *, dim: int = 1, group: Group = None, layout: Layou
     Raises:
         Error: a number of tokens that the chunks do not divide.
     """
-    _check_layout("shard_context", layout)
-    owners, rank = _chunks(dist.get_world_size(group), layout), dist.get_rank(group)
+    check_layout("shard_context", layout)
+    owners, rank = owners_of(dist.get_world_size(group), layout), dist.get_rank(group)
     if x.shape[dim] % len(owners):
         got = x.shape[dim]
         fail(constants.PYDET_INVALID_SHAPE, f"shard_context: x has {got} tokens, want a multiple of {len(owners)}")
@@ -73,17 +73,18 @@ def gather_context(x: Tensor, *, dim: int = 1, group: Group = None, layout: Layo
     """
 
     def terms() -> tuple[Any, ...]:
-        _check_layout("gather_context", layout)
+        check_layout("gather_context", layout)
         if layout == "zigzag" and x.shape[dim] % 2 and dist.get_world_size(group) > 1:
             got = x.shape[dim]
             fail(constants.PYDET_INVALID_SHAPE, f"gather_context: x has {got} tokens, want an even number in zigzag")
         return None, tuple(x.shape), x.dtype, dim, layout
 
     together("gather_context", group, x.device, terms)
-    return _whole(x.detach(), group, layout, dim)
+    return whole(x.detach(), group, layout, dim)
 
 
-def _whole(x: Tensor, group: Group, layout: str, dim: int = 2) -> Tensor:
+def whole(x: Tensor, group: Group, layout: str, dim: int = 2) -> Tensor:
+    """All ranks' tokens, in the order of the sequence."""
     if dist.get_world_size(group) == 1:
         return x
     everyone = gather(x.movedim(dim, 0), group)
@@ -114,7 +115,7 @@ class _How(NamedTuple):
 
 def _check(q: Tensor, k: Tensor, v: Tensor, how: _How, world: int, gradient: bool) -> None:
     """What the library does not see of a call on one rank's tokens."""
-    _check_layout(_OP, how.layout)
+    check_layout(_OP, how.layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.device != q.device:
             fail(
@@ -129,7 +130,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, how: _How, world: int, gradient: boo
             constants.PYDET_INVALID_SHAPE,
             f"{_OP}: q has {tokens} tokens and k {keys} under causal, want as many of both on each rank",
         )
-    cuts = len(_chunks(world, how.layout)) // world
+    cuts = len(owners_of(world, how.layout)) // world
     if tokens % cuts or keys % cuts:
         fail(
             constants.PYDET_INVALID_SHAPE,
@@ -165,8 +166,8 @@ class _Attention(torch.autograd.Function):
             return None, shapes, q.dtype, how, f"gradients {differentiable}"
 
         together(_OP, group, q.device, terms)
-        keys, values = (_whole(x.detach(), group, how.layout) for x in (k, v))
-        owners = _chunks(world, how.layout)
+        keys, values = (whole(x.detach(), group, how.layout) for x in (k, v))
+        owners = owners_of(world, how.layout)
         own = [c for c, owner in enumerate(owners) if owner == rank]
         each, parts = q.shape[2] // len(own), []
         for c, some in zip(own, q.detach().chunk(len(own), 2), strict=True):
@@ -212,11 +213,11 @@ def _gradients(
     q, k, v = (adjacent(x.detach()) for x in padded(q, k, v))
     dout, out = (adjacent(torch.nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1]))) for x in (dout, out))
     options = how.options | {"causal": how.causal, "window": how.window}
-    owners = _chunks(world, how.layout)
+    owners = owners_of(world, how.layout)
     own = [c for c, owner in enumerate(owners) if owner == rank]
     queries, keys = q.shape[2] // len(own), k.shape[2] // len(own)
 
-    whole_k, whole_v = (_whole(x, group, how.layout) for x in (k, v))
+    whole_k, whole_v = (whole(x, group, how.layout) for x in (k, v))
     rows, dq = [x.chunk(len(own), 2) for x in (dout, q, out, lse)], []
     for i, c in enumerate(own):
         d, some, o, log = (x[i] for x in rows)
@@ -226,27 +227,27 @@ def _gradients(
     dsinks = _sinks_gradient(rows, whole_k, whole_v, sinks, how, group) if of_sinks and sinks is not None else None
     del whole_k, whole_v
 
-    whole = [_whole(x, group, how.layout) for x in (dout, q, out, lse)]
+    of_all = [whole(x, group, how.layout) for x in (dout, q, out, lse)]
     sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)]
     for i, c in enumerate(own):
         here = slice(i * keys, (i + 1) * keys)
         into = {name: x[:, :, here] for name, x in zip(("dk", "dv"), sums, strict=True)}
-        _keys_gradients(whole, (k[:, :, here], v[:, :, here]), into, c * keys, how)
+        _keys_gradients(of_all, (k[:, :, here], v[:, :, here]), into, c * keys, how)
     dk, dv = (fold([x], out_dtype=y.dtype) for x, y in zip(sums, (k, v), strict=True))
     found = torch.cat(dq, 2), dk, dv
     return *(x[..., :n].contiguous() for x, n in zip(found, (widths[0], *widths), strict=True)), dsinks
 
 
 def _keys_gradients(
-    whole: list[Tensor], keys: tuple[Tensor, ...], into: dict[str, Tensor], first: int, how: _How
+    of_all: list[Tensor], keys: tuple[Tensor, ...], into: dict[str, Tensor], first: int, how: _How
 ) -> None:
-    """Of keys from place `first` on, by the queries of all ranks in `whole` (dout, q, out, lse), ascending."""
+    """Of keys from place `first` on, by the queries of all ranks in `of_all` (dout, q, out, lse), ascending."""
     options: dict[str, Any] = how.options | {"only": "kv", "accumulate": True} | into
-    count, queries = keys[0].shape[2], whole[1].shape[2]
+    count, queries = keys[0].shape[2], of_all[1].shape[2]
     left = how.window[0] if how.window is not None else None
 
     def run(begin: int, end: int, **more: Any) -> None:
-        dout, q, out, lse = (x[:, :, begin:end] for x in whole)
+        dout, q, out, lse = (x[:, :, begin:end] for x in of_all)
         _backward(dout, q, *keys, out, lse, **more, **options)
 
     if count == queries or not how.causal:
@@ -267,7 +268,7 @@ def _sinks_gradient(
     """A chain over the sequences, and the queries of each, ascending: from rank to rank, and then to all."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     total = torch.zeros(sinks.shape, dtype=torch.float32, device=sinks.device)
-    walk = [(s, owner) for s in range(k.shape[0]) for owner in _chunks(world, how.layout)]
+    walk = [(s, owner) for s in range(k.shape[0]) for owner in owners_of(world, how.layout)]
     seen = [0] * k.shape[0]
     for at, (s, owner) in enumerate(walk):
         if owner != rank:

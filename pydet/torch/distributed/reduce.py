@@ -16,6 +16,7 @@ from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import gemm
 from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, fold_all, gather, together
 from pydet.torch.distributed.main_grad import own_gradient
+from pydet.torch.optimizer import exact_sqrt
 
 # ---- DDP -------------------------------------------------------------------------------------------------------------
 
@@ -215,8 +216,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
         everyone = gather(torch.stack([sums[i] for i in sharded]), group)  # [W, parameters, S / W]
         for place, i in enumerate(sharded):
             sums[i] = everyone[:, place].reshape(-1)
-    total = fold_all(torch.stack([fold_all(s) for s in sums])).sqrt()
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    total = exact_sqrt(fold_all(torch.stack([fold_all(s) for s in sums])))
+    scale = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         local.mul_(scale.to(local.device))
