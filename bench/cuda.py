@@ -7,7 +7,8 @@ natural chain. `--quick` takes a few shapes of each operation. `gemm --random N 
 the layers of published models (model_shapes.py) instead of the list: M log-uniform, each direction, types, k_chunk;
 `rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py); so layernorm and softmax; `attention --random N
 --seed S` N prefills of published models' heads (cuda_attention.py), and so attention_varlen, _backward,
-_backward_varlen, _decode and _paged.
+_backward_varlen, _decode and _paged. `sample`, `topk`, `activation`, `embedding` and `head` (cuda_tokens.py) have lists
+and draws alike.
 """
 
 import argparse
@@ -24,7 +25,17 @@ import torch
 
 import pydet
 import pydet.torch
-from bench import cuda_attention, cuda_fold, cuda_fp8, cuda_grouped, cuda_norms, harness, model_shapes, plot
+from bench import (
+    cuda_attention,
+    cuda_fold,
+    cuda_fp8,
+    cuda_grouped,
+    cuda_norms,
+    cuda_tokens,
+    harness,
+    model_shapes,
+    plot,
+)
 from bench.cuda_norms import copying, normal, sets_of
 from bench.harness import Row, Variant
 
@@ -100,13 +111,13 @@ class Cuda:
         return begin.elapsed_time(end) / 1e3 / count
 
     def clear(self, tensor):
-        tensor.fill_(float("nan"))
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
     def read(self, tensor):
         """A hash of all its words and their places, made on the device."""
         words = (
             tensor.contiguous()
-            .view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()])
+            .view({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()])
             .reshape(-1)
         )
         total = 0
@@ -456,12 +467,14 @@ ROWS = {
     **cuda_grouped.ROWS,
     **cuda_fold.ROWS,
     **cuda_attention.ROWS,
+    **cuda_tokens.ROWS,
 }
 
 # What --random draws, and what is said of it.
 RANDOM = {"gemm": (random_rows, random_summary)}
 RANDOM |= {name: (draw, cuda_norms.random_summary) for name, draw in cuda_norms.RANDOM.items()}
 RANDOM |= {name: (draw, cuda_attention.random_summary) for name, draw in cuda_attention.RANDOM.items()}
+RANDOM |= {name: (draw, cuda_tokens.random_summary) for name, draw in cuda_tokens.RANDOM.items()}
 
 
 def summary(entries):

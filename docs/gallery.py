@@ -328,6 +328,64 @@ def tree() -> Figure:
     return figure
 
 
+# ---- Across GPUs -----------------------------------------------------------------------------------------------------
+
+RANKS = (GREEN, BLUE, RED, GREY)
+
+
+def ranks() -> Figure:
+    """Eight segments on one, two and four ranks, and the one order in which their sums are folded."""
+    figure = Figure(760, 290, "Eight segments of a sum, shared out over ranks, are folded in one order")
+    figure.text(20, 28, "Eight segments of one sum. Who makes which follows from the number of ranks:", weight="bold")
+    for line, world in enumerate((1, 2, 4)):
+        y = 44 + 40 * line
+        figure.text(20, y + 20, f"{world} rank{'s' if world > 1 else ''}", 13)
+        for segment in range(8):
+            color = RANKS[segment * world // 8]
+            figure.box(
+                90 + 80 * segment, y, 74, 30, "white", color, f"s{segment}: rank {segment * world // 8}", color, 12
+            )
+    figure.text(20, 192, "In which order they are added does not:", weight="bold")
+    for segment in range(8):
+        figure.line(127 + 80 * segment, 154 if segment > 2 else 196, 127 + 80 * segment, 206, GREY)
+    figure.box(
+        90, 208, 634, 28, PALE, GREEN, "0 + s0 → + s1 → + s2 → + s3 → + s4 → + s5 → + s6 → + s7 → + bias → round once"
+    )
+    figure.text(
+        20, 266, "Each arrow is one addition in fp32. How the sums travel, and when they arrive, changes nothing."
+    )
+    return figure
+
+
+def context() -> Figure:
+    """Who has which chunk of a sequence, and how many chunks of keys its queries see."""
+    world = 4
+    layouts = {"contiguous": [0, 1, 2, 3], "zigzag": [0, 1, 2, 3, 3, 2, 1, 0]}
+    figure = Figure(760, 372, "Chunks of one sequence on four ranks: contiguous and zigzag")
+    figure.text(
+        20, 28, "Causal attention: a token sees the keys up to its own. So later chunks have more to do.", weight="bold"
+    )
+    for half, (name, owners) in enumerate(layouts.items()):
+        left, wide = 20 + 375 * half, 340 / len(owners)
+        work = [0.0] * world
+        for chunk, owner in enumerate(owners):
+            height = 150 * (chunk + 0.5) / len(owners)
+            work[owner] += (chunk + 0.5) * (8 / len(owners)) ** 2
+            color = RANKS[owner]
+            figure.box(left + wide * chunk, 214 - height, wide - 6, height, PALE, color)
+            figure.text(
+                left + wide * chunk + wide / 2 - 3, 232, f"rank {owner}", 11 if wide > 60 else 10, color, "middle"
+            )
+        figure.text(left, 258, f"{name}: " + ", ".join(f"{x:g}" for x in work) + " units of work on ranks 0 to 3", 12)
+    figure.text(20, 292, "Each rank gets all keys, and makes its own queries' rows: a row's bits are its own.")
+    figure.text(
+        20, 316, "Backward, it gets all queries too, and makes its own keys' gradients: a chain over the queries,"
+    )
+    figure.text(20, 340, "from the first on. Tokens travel between ranks, and no sum does. So 1, 2, 4 and 8 ranks have")
+    figure.text(20, 364, "the same bits, in either layout.")
+    return figure
+
+
 # ---- Speed, of bench/results -----------------------------------------------------------------------------------------
 
 
@@ -410,7 +468,15 @@ def by_keys(peer: str) -> dict[int, list[float]]:
 
 
 def figures() -> dict[str, str]:
-    made = {"batch": batch(), "chain": chain(), "row": row(), **sums(), **speeds()}
+    made = {
+        "batch": batch(),
+        "chain": chain(),
+        "row": row(),
+        **sums(),
+        **speeds(),
+        "ranks": ranks(),
+        "context": context(),
+    }
     return {f"{name}.svg": figure.svg() for name, figure in made.items()}
 
 

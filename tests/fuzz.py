@@ -15,6 +15,7 @@ import argparse
 import collections
 import ctypes
 import faulthandler
+import math
 import mmap
 import os
 import pathlib
@@ -33,6 +34,7 @@ import interop
 import reference
 import reference_activation
 import reference_attention
+import reference_embedding
 import reference_fp8
 import reference_sample
 from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
@@ -238,6 +240,8 @@ ORDER = {  # how each operation takes its tensors
     "activation_backward": ["dy", "x", "up", "dx", "dup"],
     "sample": ["x", "seed", "position", "token", "log_prob", "filtered_log_prob"],
     "topk": ["x", "values", "index"],
+    "embedding": ["w", "ids", "out"],
+    "embedding_backward": ["dout", "ids", "dw"],
     "attention": ["q", "k", "v", "out", "lse"],
     "attention_backward": ["dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"],
 }
@@ -245,7 +249,14 @@ OF_ATTENTION = ("sinks", "allowed", "bias", "first_key", "cu_seqlens_q", "cu_seq
 OF_SAMPLE = {"temperatures": "temperature", "top_ks": "top_k", "top_ps": "top_p", "min_ps": "min_p"}
 NAMED = {"attention": OF_ATTENTION, "attention_backward": (*OF_ATTENTION[:-1], "dsinks")}  # by the options
 NAMED |= {"sample": tuple(OF_SAMPLE)}
-C_ALONE = ("activation", "activation_backward", "sample", "topk")  # their Python has tests of its own
+C_ALONE = (
+    "activation",
+    "activation_backward",
+    "sample",
+    "topk",
+    "embedding",
+    "embedding_backward",
+)  # their Python has tests of its own
 
 
 def python_name(call):
@@ -726,6 +737,29 @@ def make_sample(rng):
     return Call("sample", inputs, outputs, options("pydet_sample_options", **given))
 
 
+def make_embedding(rng):
+    n, lead = rng.choice([1, 2, 3, 7, 8, 9, 31, 130, 257]), rng.choice([[0], [1], [2], [5], [2, 3], []])
+    n, lead = rng.choice([(n, lead), (n, lead), (9, [70])])
+    regions, kind = iter(rng.sample(REGIONS, 3)), rng.choice(list(DTYPES.values()))
+    table = rng.choice([1, 2, 5] if n > 31 else [1, 2, 5, 31, 32, 33])
+    ids = packed(rng, next(regions), lead, rng.choice([BOUNDARY, np.dtype(np.int64)]))
+    Described(ids).view()[...] = np.random.default_rng(rng.getrandbits(64)).integers(0, table, lead)
+    rows = place(rng, next(regions), [*lead, n], kind)
+    if rng.random() < 0.4:
+        w = place(rng, next(regions), [table, n], kind)
+        return Call("embedding", {"w": w, "ids": ids}, {"out": rows}, options("pydet_embedding_options"))
+    accumulate = rng.random() < 0.4
+    wide = accumulate or rng.random() < 0.4
+    dw = place(rng, next(regions), [table, n], np.dtype(np.float32) if wide else kind)
+    given = {"accumulate": int(accumulate), "has_padding": rng.randrange(2), "padding": rng.randrange(table)}
+    given = options("pydet_embedding_backward_options", **given)
+    need = ffi.new("uint64_t *")
+    expect(lib.pydet_embedding_backward_workspace(math.prod(lead), table, need) == 0, last_error())
+    workspace = WORKSPACES[id(given)] = Workspace(need[0])
+    given.workspace, given.workspace_size = workspace.pointer, need[0]
+    return Call("embedding_backward", {"dout": rows, "ids": ids}, {"dw": dw}, given)
+
+
 def make_fold(rng):
     shape = rng.choice([[], [1], [5], [16], [3, 7], [2, 33], [4, 0], [130], [2, 3, 11]])
     regions, kinds, fp32 = iter(rng.sample(REGIONS, 7)), list(DTYPES.values()), np.dtype(np.float32)
@@ -1160,6 +1194,7 @@ def meaningless_options(call):
         "min_p": lambda v: 0 <= v <= 1 or call.inputs["min_ps"] is not None,
         "top_k": lambda v: v >= 0 or call.inputs["top_ks"] is not None,
         "accumulate": lambda v: v in (0, 1),
+        "has_padding": lambda v: v in (0, 1),
         "mode": lambda v: v in (0, 1),
         "weights_constant": lambda v: v in (0, 1),
         "eps": lambda v: 0 <= v < float("inf"),
@@ -1385,6 +1420,25 @@ def expected_sample(call, before):
     found = reference_sample.sample(x, before["seed"], before["position"], **given)
     named = zip(("token", "log_prob", "filtered_log_prob"), found, strict=True)
     return {name: y for name, y in named if name in before}
+
+
+def expected_embedding(call, before):
+    ids, backward = before["ids"], call.op == "embedding_backward"
+    rows, table = (before["dout"], before["dw"]) if backward else (before["out"], before["w"])
+    expect(ids.dtype.kind == "i" and ids.shape == rows.shape[:-1], "accepted ids that do not fit")
+    expect(table.ndim == 2 and table.shape[1] == rows.shape[-1], "accepted a table that does not fit")
+    expect(((ids >= 0) & (ids < len(table))).all(), "accepted an id that is no row's")
+    if not backward:
+        expect(rows.dtype == table.dtype, "accepted another type")
+        return {"out": reference_embedding.embedding(table, ids)}
+    accumulate = bool(chosen(call, "accumulate"))
+    expect(
+        table.dtype == np.float32 or (table.dtype == rows.dtype and not accumulate), "accepted a sum of", table.dtype
+    )
+    padding = chosen(call, "padding") if chosen(call, "has_padding") else None
+    expect(padding is None or 0 <= padding < len(table), "accepted the padding id", padding)
+    given = {"padding_idx": padding, "out": table, "accumulate": accumulate}
+    return {"dw": reference_embedding.embedding_backward(rows, ids, **given)}
 
 
 def expected_log_prob(call, before):
@@ -1620,6 +1674,8 @@ EXPECTED = {
     "activation_backward": expected_activation,
     "sample": expected_sample,
     "topk": expected_sample,
+    "embedding": expected_embedding,
+    "embedding_backward": expected_embedding,
     "log_prob": expected_log_prob,
     "log_prob_backward": expected_log_prob,
 }
@@ -1649,7 +1705,7 @@ def judge_overlap(call):
     return False
 
 
-WITHOUT_NUMBERS = ("index", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
+WITHOUT_NUMBERS = ("index", "ids", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
 
 
 def run_case(seed, number):
@@ -1659,7 +1715,7 @@ def run_case(seed, number):
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
-    makers |= {make_activation: 1, make_sample: 1}
+    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])

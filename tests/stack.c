@@ -60,6 +60,17 @@ __attribute__((noinline)) static void run_topk(const pydet_tensor *x, const pyde
   call.status = pydet_topk(NULL, x, values, &index, &options);
 }
 
+__attribute__((noinline)) static void run_embedding(const pydet_tensor *x, int64_t *of_rows, const pydet_tensor *y) {
+  const pydet_dtype whole = {PYDET_INT, 64, 1};
+  pydet_embedding_backward_options options = {sizeof options, 0, 0, 0, 0, NULL, NULL, 0};
+  pydet_embedding_options forward = {sizeof forward, 0, NULL};
+  pydet_tensor ids = tensor(workspace, 1, of_rows, NULL, whole);
+  options.kernel = forward.kernel = call.kernel;
+  options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
+  if (!strcmp(call.operation, "embedding")) call.status = pydet_embedding(NULL, x, &ids, y, &forward);
+  else call.status = pydet_embedding_backward(NULL, x, &ids, y, &options);
+}
+
 static void run(void) {
   pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
   int64_t of_a[] = {call.m, call.k}, of_b[] = {call.k, call.n}, of_c[] = {call.m, call.n}, of_row[] = {call.n};
@@ -182,6 +193,8 @@ static void run(void) {
       run_sample(&x, of_rows);
     } else if (!strcmp(call.operation, "topk")) {
       run_topk(&x, &y);
+    } else if (!strncmp(call.operation, "embedding", 9)) {
+      run_embedding(&x, of_rows, &y);
     } else if (!strcmp(call.operation, "layernorm")) {
       pydet_layernorm_options options = {sizeof options, 1e-5f, 0, 0, NULL};
       options.kernel = call.kernel;

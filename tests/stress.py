@@ -26,6 +26,7 @@ OPERATIONS = (  # of the kernel table
     *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
     *("attention_backward", "activation", "activation_backward", "sample", "topk"),
+    *("embedding", "embedding_backward"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
@@ -166,6 +167,33 @@ def sampling_cases(operation, dtype, generator, device):
                     x, i, i, out=o[0], return_log_prob=False, **options, **k
                 ),
             )
+
+
+def embedding_cases(operation, dtype, generator, device):
+    for tokens, rows, n in (
+        (1, 3, 4096),
+        (33, 100, 256),
+        (700, 65, 1024),
+        (2000, 2000, 40),
+        (900, 5, 96),
+        (50, 300, 1001),
+    ):
+        n = min(n, SLOT // 4 // (tokens if operation == "embedding" else rows))
+        ids = torch.randint(0, rows, (tokens,), generator=generator).to(device)
+        if operation == "embedding":
+            w = tensor(generator, (rows, n), dtype, device)
+            yield (
+                operation,
+                [((tokens, n), dtype)],
+                lambda o, w=w, ids=ids, **given: pydet.embedding(w, ids, out=o[0], **given),
+            )
+            continue
+        dout = tensor(generator, (tokens, n), dtype, device)
+        yield (
+            operation,
+            [((rows, n), dtype)],
+            lambda o, dout=dout, ids=ids, **given: pydet.embedding_backward(dout, ids, out=o[0], **given),
+        )
 
 
 def scaled_cases(dtype, generator, device):
@@ -375,6 +403,7 @@ def make_cases(device, seed, only):
                     "act": activation_cases,
                     "sample": sampling_cases,
                     "topk": sampling_cases,
+                    "embedding": embedding_cases,
                 }
                 rows = next((cases_of for name, cases_of in by_name.items() if name in key[0]), None)
                 make = makes.get(key[0]) or functools.partial(rows, key[0])

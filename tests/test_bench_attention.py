@@ -38,7 +38,7 @@ class Device:
         return 1e-3
 
     def clear(self, tensor):
-        tensor.fill_(float("nan"))
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
     def read(self, tensor):
         return tensor.view(torch.int16).numpy().tobytes()

@@ -86,6 +86,8 @@ class OnDevice:
 
     def to_host(self, tensor):
         torch = self.torch
+        if not tensor.is_floating_point():  # tokens, columns
+            return tensor.cpu().numpy()
         words = tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16).cpu().numpy()
         dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[tensor.dtype]
         return words.view(DTYPES[dtype])

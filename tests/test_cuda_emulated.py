@@ -22,6 +22,7 @@ import cases
 import interop
 import pydet
 import test_activation as activations
+import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
 import test_rmsnorm_heads as heads
@@ -36,6 +37,16 @@ from test_cuda import UNSUPPORTED, each
 pytestmark = pytest.mark.skipif(
     "emulated" not in os.environ.get("PYDET_LIBRARY", ""), reason="PYDET_LIBRARY is not that of make cuda-emulated"
 )
+
+
+# Tokens, rows of a table, columns: many tokens of an id, around the groups of a thread's ring, are of whole vectors.
+EMBEDDED = [(0, 3, 8), (1, 1, 5), (33, 40, 40), (2049, 5, 1), (700, 511, 130), (513, 513, 1030), (3000, 1030, 9)]
+EMBEDDED += [
+    (64, 3000, 8),
+    (2049, 5, 40),
+    (1000, 2, 1032),
+    *((tokens, 1, 16) for tokens in (7, 8, 15, 16, 17, 23, 24, 33)),
+]
 
 
 class Memory(interop.Producer):
@@ -351,6 +362,33 @@ def test_topk(device, kernel, dtype):
         for got, want in zip(device.topk(x, k), pydet.topk(x, k), strict=True):
             assert got.tobytes() == want.tobytes(), k
     assert device.taken > 30
+
+
+@each("embedding")
+def test_embedding(device, kernel, dtype):
+    """Teams of threads from one up to a block's, and more columns than that; whole pieces of 16 bytes, and not."""
+    embeddings.check_forward(device, dtype, [1, 3, 8, 16, 24, 130, 513, 2056, 9000])
+    w, ids = data("normal", (20, 24), DTYPES[dtype])[::2, :8], embeddings.ids_of(12, 10)
+    out = device.embedding(w, ids.reshape(3, 4))
+    assert out.tobytes() == w[ids].tobytes()
+    lost = device.embedding(w, np.int64([0, -1, 10, 9]))  # numbers of none of the rows
+    bits = lost.view(np.uint32 if dtype == "fp32" else np.uint16)
+    assert (bits[1:3] == (0x7FFFFFFF if dtype == "fp32" else 0x7FFF)).all() and (lost[[0, 3]] == w[[0, 9]]).all()
+    assert device.taken == 11
+
+
+@each("embedding_backward")
+def test_embedding_backward(device, kernel, dtype):
+    """Tokens and tables around the steps of a warp and the ids of a block; many tokens of an id; ids of no rows."""
+    embeddings.check_backward(device, dtype, EMBEDDED)
+    dout, ids = data("normal", (70, 16), DTYPES[dtype]), embeddings.ids_of(70, 9)
+    ids[::3], ids[1::7] = -5, 9
+    want = embeddings.reference.embedding_backward(dout, ids, 9)
+    assert_same_bits(device.embedding_backward(dout, ids, 9), want, "ids of no rows")
+    far = data("normal", (7, 10, 32), DTYPES[dtype]).swapaxes(0, 1)[..., :16]
+    want = embeddings.reference.embedding_backward(np.ascontiguousarray(far), ids.reshape(10, 7), 9)
+    assert_same_bits(device.embedding_backward(far, ids.reshape(10, 7), 9), want, "rows of two strides")
+    assert device.taken == 2 * len(EMBEDDED) + 2
 
 
 @each("rmsnorm")

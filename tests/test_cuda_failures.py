@@ -207,6 +207,17 @@ def problems(operation, name, dtype):
         shapes = [(64, 256), (64, 9), ((64, 9), "int64")]
         yield "pydet_topk", tensors(shapes, dtype), capi.options("pydet_topk_options", kernel=name[0])
         return
+    if operation == "embedding":
+        shapes = [(100, 256), ((64,), "int64"), (64, 256)]
+        yield "pydet_embedding", tensors(shapes, dtype), capi.options("pydet_embedding_options", kernel=name[0])
+        return
+    if operation == "embedding_backward":
+        given = capi.options("pydet_embedding_backward_options", kernel=name[0])
+        room = np.zeros(1 << 12, np.uint8)
+        given.workspace, given.workspace_size = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data), 1 << 10
+        capi._alive[given] = capi._alive[given], room
+        yield "pydet_embedding_backward", tensors([(64, 256), ((64,), "int64"), (100, 256)], dtype), given
+        return
     if operation.startswith("softmax"):
         shapes = [(64, 256)] * (3 if operation == "softmax_backward" else 2)
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_softmax_options", kernel=name[0])

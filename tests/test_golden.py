@@ -18,8 +18,10 @@ import pydet
 import reference
 import reference_activation
 import reference_attention
+import reference_embedding
 import reference_fp8
 import reference_sample
+import test_embedding as embeddings
 import test_grouped_gemm as grouped_cases
 import test_sample as sample_cases
 import test_scaled_gemm as scaled_cases
@@ -185,6 +187,33 @@ def topk_digests(topk, arithmetic, dtype):
     return {f"{dtype} {kind} {m}x{n}": digest(*topk(rows(kind, m, n), min(n, 40))) for kind, m, n in SAMPLED}
 
 
+EMBEDDED = [("normal", 300, 70, 129), ("specials", 65, 600, 33), ("wide", 1000, 3, 8), ("normal", 1, 1, 1)]
+
+
+def embedding_digests(embedding, arithmetic, dtype):
+    return {
+        f"{dtype} {kind} {t} of {v}x{n}": digest(embedding(data(kind, (v, n), DTYPES[dtype]), embeddings.ids_of(t, v)))
+        for kind, t, v, n in EMBEDDED
+    }
+
+
+def embedding_backward_digests(embedding_backward, arithmetic, dtype):
+    digests = {}
+    for kind, t, v, n in EMBEDDED:
+        dout, ids, start = (
+            data(kind, (t, n), DTYPES[dtype]),
+            embeddings.ids_of(t, v),
+            data("normal", (v, n), np.float32),
+        )
+        for name, given in (
+            ("made", {"rows": v}),
+            ("fp32, without an id", {"rows": v, "out_dtype": np.float32, "padding_idx": int(ids[0])}),
+            ("continued", {"out": start, "accumulate": True}),
+        ):
+            digests[f"{dtype} {kind} {t} of {v}x{n}, {name}"] = digest(embedding_backward(dout, ids, **given))
+    return digests
+
+
 def scaled_gemm_digests(scaled_gemm, arithmetic, dtype):
     digests = {}
     for (a_scale, b_scale), kind, out_dtype in itertools.product(
@@ -284,6 +313,8 @@ DIGESTS = {
     "activation_backward": activation_backward_digests,
     "sample": sample_digests,
     "topk": topk_digests,
+    "embedding": embedding_digests,
+    "embedding_backward": embedding_backward_digests,
 }
 
 
@@ -308,6 +339,8 @@ def reference_of(operation):
         return getattr(reference_activation, operation)
     if operation in ("sample", "topk"):
         return getattr(reference_sample, operation)
+    if operation.startswith("embedding"):
+        return getattr(reference_embedding, operation)
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -393,6 +426,15 @@ def test_sample(sample_kernel):
 
 def test_topk(topk_kernel):
     check_golden("topk", topk_kernel.topk, "ieee", topk_kernel.dtype)
+
+
+def test_embedding(embedding_kernel):
+    check_golden("embedding", embedding_kernel.embedding, "ieee", embedding_kernel.dtype)
+
+
+def test_embedding_backward(embedding_backward_kernel):
+    kernel = embedding_backward_kernel
+    check_golden("embedding_backward", kernel.embedding_backward, "ieee", kernel.dtype)
 
 
 def test_activation_backward(activation_backward_kernel):

@@ -30,6 +30,7 @@ import cases
 import fakehip
 import interop
 import pydet
+import test_embedding
 import test_grouped_gemm
 import test_scaled_gemm
 import test_scaled_grouped_gemm
@@ -987,6 +988,43 @@ def test_topk_equals_cpu(hip):
             assert_same_bits(ours, theirs, f"{k} of {n} on {hip.arch}")
 
 
+# Tokens, rows of a table and columns: teams of threads of several sizes, pieces of 16 bytes, two blocks of ids.
+EMBEDDED = [(3, 2, 5), (33, 40, 8), (130, 5, 40), (70, 513, 24), (65, 3, 1040)]
+
+
+def test_embedding_equals_cpu(hip):
+    hip.order = in_reverse
+    for number, (tokens, rows, n) in enumerate(EMBEDDED):
+        w, ids = normal(rows, n, dtype=list(DTYPES)[number % 3]), test_embedding.ids_of(tokens, rows, number)
+        out = np.full((tokens, n), 7, w.dtype)
+        hip.check("pydet_embedding", capi.options("pydet_embedding_options"), w, ids, out)
+        assert last_kernel(hip) == "hip_embedding"
+        assert_same_bits(out, w[ids], f"{tokens} of {rows} rows of {n} on {hip.arch}")
+        hip.check("pydet_embedding", capi.options("pydet_embedding_options"), w, np.where(ids == ids[0], -1, ids), out)
+        assert np.isnan(out[0].astype(np.float32)).all() and not np.isnan(out[ids != ids[0]].astype(np.float32)).any()
+
+
+def test_embedding_backward_equals_cpu(hip):
+    """The sums made anew, an id left out; and continued."""
+    hip.order = in_reverse
+    for number, (tokens, rows, n) in enumerate(EMBEDDED):
+        dout = normal(tokens, n, dtype=list(DTYPES)[number % 3])
+        ids = test_embedding.ids_of(tokens, rows, number, (np.int64, np.int32)[number % 2])
+        found = {}
+        for where in (ROCM, CPU):
+            made, sums = np.full((rows, n), 7, dout.dtype), normal(rows, n, seed=1)
+            room = np.full(8 * tokens + 4 * (rows // 32 + 2), 0xA5, np.uint8)
+            given = {"workspace": ffi.cast("void *", room.ctypes.data), "workspace_size": room.nbytes}
+            apart = {"has_padding": 1, "padding": int(ids[0])}
+            function, struct = "pydet_embedding_backward", "pydet_embedding_backward_options"
+            hip.check(function, capi.options(struct, **given, **apart), dout, ids, made, kind=where)
+            assert where == CPU or last_kernel(hip) == "hip_embedding_backward"
+            hip.check(function, capi.options(struct, **given, accumulate=1), dout, ids, sums, kind=where)
+            found[where] = made, sums
+        for ours, theirs in zip(found[ROCM], found[CPU], strict=True):
+            assert_same_bits(ours, theirs, f"{tokens} of {rows} rows of {n} on {hip.arch}")
+
+
 # Rows of single elements and of whole vectors for teams of one, two and four threads, which share a block of 128.
 SHORT_WIDTHS = (1, 7, 8, 9, 15, 16, 17, 31, 32)
 
@@ -1396,6 +1434,19 @@ def operations(hip, device=0, stream=0):
             lambda: hip.call("pydet_topk", capi.options("pydet_topk_options"), x, values, number, **where),
             [values, number],
         ),
+        "embedding": (
+            lambda: hip.call("pydet_embedding", capi.options("pydet_embedding_options"), x, seed, y, **where),
+            [y],
+        ),
+        "embedding_backward": (
+            lambda: hip.call(
+                "pydet_embedding_backward",
+                capi.options("pydet_embedding_backward_options", workspace=start, workspace_size=size[0]),
+                *(x, seed, dx),
+                **where,
+            ),
+            [dx],
+        ),
         "log_prob": (
             lambda: hip.call("pydet_log_prob", capi.options("pydet_log_prob_options"), x, index, log_prob, **where),
             [log_prob],
@@ -1502,6 +1553,10 @@ def test_launches_go_to_the_stream_and_device_they_were_given(hip):
         assert hip.fake.fakehip_device() == 1, f"{name} leaves another device current"
 
 
+# Of which the second may fail when the first has run.
+TWO_LAUNCHES = ("rmsnorm_backward", "attention_backward", "embedding_backward")
+
+
 @pytest.mark.parametrize("hip", ["gfx90a"], indirect=True)  # the host's code is one
 def test_every_call_of_the_runtime_may_fail(hip):
     for name in operations(hip):
@@ -1530,7 +1585,7 @@ def test_every_call_of_the_runtime_may_fail(hip):
             else:
                 assert status in (NO_DEVICE, DEVICE_ERROR, UNSUPPORTED), what
                 if launched:  # what else may fail is asked for before the first launch
-                    assert log[i] == "hipLaunchKernel" and name in ("rmsnorm_backward", "attention_backward"), what
+                    assert log[i] == "hipLaunchKernel" and name in TWO_LAUNCHES, what
                 else:
                     assert all((x == 7).all() for x in outputs), what
                 said = "made to fail" in hip.sentence() or "does not say what it is" in hip.sentence()

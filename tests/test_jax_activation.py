@@ -72,7 +72,7 @@ def test_an_element_in_any_array(device):
     same(jax.jit(pj.gelu)(x[:, :1]), whole[:, :1])
 
 
-def test_in_loops_and_programs(eager):
+def test_in_loops_and_programs(eager, device):
     from jax import export
 
     x = normal(6, 9)
@@ -83,7 +83,9 @@ def test_in_loops_and_programs(eager):
     same(jax.grad(lambda x: jax.checkpoint(twice)(x).sum())(x), jax.grad(lambda x: twice(x).sum())(x))
     known = [export.DisabledSafetyCheck.custom_call("pydet_activation")]
     (rows,) = export.symbolic_shape("b")
-    program = export.export(jax.jit(twice), disabled_checks=known)(jax.ShapeDtypeStruct((rows, 9), np.float32))
+    program = export.export(jax.jit(twice), platforms=[device], disabled_checks=known)(
+        jax.ShapeDtypeStruct((rows, 9), np.float32)
+    )
     same(program.call(x), want)
 
 

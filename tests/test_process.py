@@ -241,6 +241,20 @@ def every_kernel():
                         outs = values(m, 1, dtype=dtype), whole[2].reshape(m, 1)
                         yield lib.pydet_topk, list(map(tensor, (x, *outs))), chosen, list(outs)
                     continue
+                if kernel.operation == "embedding":
+                    ids, chosen = np.arange(m) * 7 % m, options("pydet_embedding_options", kernel=kernel.name)
+                    yield lib.pydet_embedding, list(map(tensor, (x, ids, y))), chosen, [y]
+                    continue
+                if kernel.operation == "embedding_backward":
+                    ids, chosen = (
+                        np.arange(m) * 7 % m // 2,
+                        options("pydet_embedding_backward_options", kernel=kernel.name),
+                    )
+                    workspace = np.zeros(8 * m + 64, np.uint8)
+                    chosen.workspace = ffi.cast("void *", workspace.ctypes.data)
+                    chosen.workspace_size = workspace.nbytes
+                    yield lib.pydet_embedding_backward, list(map(tensor, (x, ids, y))), chosen, [y, workspace]
+                    continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
                     chosen = options("pydet_rmsnorm_options", eps=1e-6, kernel=kernel.name)
@@ -405,6 +419,8 @@ def large_calls():
         "softplus": lambda: pydet.softplus(x),
         "swiglu": lambda: pydet.swiglu(x, x),
         "topk": lambda: pydet.topk(x, 99),
+        "embedding": lambda: pydet.embedding(x, np.arange(len(x))),
+        "embedding_backward": lambda: pydet.embedding_backward(x, np.arange(len(x)), len(x)),
     }
 
 

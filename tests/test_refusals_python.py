@@ -780,6 +780,7 @@ operands = {
     "rmsnorm_backward": [x, x, row, row], "layernorm": [x, row, row, 0], "layernorm_backward": [x, x, row, row, row],
     "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x],
     "log_prob": [x, index], "log_prob_backward": [row, x, index], "sample": [x, index, index], "topk": [x, 2],
+    "embedding": [x, index], "embedding_backward": [x, index],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],
@@ -787,6 +788,7 @@ operands = {
 kinds = {"gemm": "product", "gemm_da": "product", "gemm_db": "product", "skinny_gemm": "product"}
 kinds |= {"log_softmax": "softmax", "log_softmax_backward": "softmax_backward"}
 always = {"fold": {"is_tuple": True}, "quantize": {"granularity": "row"}, "activation_backward": {"wants_dx": True}}
+always |= {"embedding_backward": {"rows": 4}}
 wrong = [-1, 2, 3, 6, 99, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64]
 wrong += [1.5, float("nan"), "x", (), (x,) * 65, object(), x, None]
 methods, _ = hooks._methods()

@@ -113,21 +113,32 @@ def test_what_keeps_grad_is_named():
 
 
 def test_distributed_data_parallel(group):
+    """It takes part where it is told not to reduce, however it came to the model; else its call is refused."""
     from torch.nn.parallel import DistributedDataParallel
 
-    x = normal(4, 16)
-    refuses(NEVER.format("DistributedDataParallel"), pt.accumulate_gradients, DistributedDataParallel(network()))
-    holder = torch.nn.Sequential(DistributedDataParallel(network()))
-    refuses(NEVER.format("DistributedDataParallel"), pt.accumulate_gradients, holder)
-    net = network()
-    pt.accumulate_gradients(net)
-    refuses(NEVER.format("DistributedDataParallel"), DistributedDataParallel, net)
-    holds_the_gradient(net, x)
-    outer = DistributedDataParallel(network())
-    pt.accumulate_gradients(outer.module)  # which cannot see what it is in
-    refuses(NEVER.format("DistributedDataParallel"), outer, x)
-    with torch.no_grad():
-        outer(x)
+    x, words = (
+        normal(4, 16),
+        NEVER.replace("the module itself", r"it called and its backward run under its no_sync\(\)"),
+    )
+    before, inside, holder, after = network(), network(), network(), network()
+    pt.accumulate_gradients(before)
+    before = DistributedDataParallel(before)
+    inside = DistributedDataParallel(inside)
+    pt.accumulate_gradients(inside.module)
+    holder = torch.nn.Sequential(DistributedDataParallel(holder))
+    pt.accumulate_gradients(holder)
+    after = DistributedDataParallel(after)
+    pt.accumulate_gradients(after)
+    for net in (before, inside, holder, after):
+        refuses(words.format("DistributedDataParallel"), net, x)
+        with torch.no_grad():
+            net(x)
+        outer = net[0] if net is holder else net
+        with outer.no_sync():
+            net(x).square().sum().backward()
+        for p, want in zip(net.parameters(), whole(outer.module, x), strict=True):
+            assert p.grad is None
+            torch.testing.assert_close(p.main_grad, want, rtol=1e-5, atol=1e-5)
     plain = DistributedDataParallel(network())
     plain(x).sum().backward()
     assert all(p.grad is not None for p in plain.parameters())

@@ -722,7 +722,8 @@ def free_port():
 def start(count, function, *arguments):
     """Processes that are forked from one which has imported torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pydet.torch.distributed"])
+    wrappers = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+    context.set_forkserver_preload(["torch", *wrappers, "pydet.torch.distributed"])
     queue = context.Queue()
     processes = [context.Process(target=function, args=(rank, *arguments, queue), daemon=True) for rank in range(count)]
     for process in processes:
@@ -934,6 +935,23 @@ def test_the_example_compares_ranks(tmp_path):
     assert run(1, "--save", saved) == []
     *differ, outputs, gradients = run(4, "--tp", "2", "--compare", saved, "--all-reduce")
     assert differ == [0, 0] and outputs > 1000 and gradients > 1000
+
+
+def test_a_loss_curve_on_two_ranks_is_that_of_one(tmp_path):
+    """Of 8 steps of training, with accumulate_gradients, clipping and AdamW; with all-reduces it is another."""
+    pytest.importorskip("torch")
+    saved = str(tmp_path / "one.json")
+    curve = said_by(1, "data_parallel.py", "--save", saved)
+    losses = [float(x) for x in curve.split("loss ")[1].split()]
+    assert len(losses) == 8 and losses[-1] < 0.7 * losses[0], curve
+
+    def run(ranks, *options):
+        said = said_by(ranks, "data_parallel.py", "--compare", saved, *options)
+        return [int(count) for count in re.findall(r"(\d+) of \d+ differ", said)]
+
+    assert run(2) == [0, 0]
+    losses, parameters = run(2, "--all-reduce")
+    assert losses > 10 and parameters > 1000, (losses, parameters)
 
 
 def test_a_rollout_on_four_ranks_has_the_bits_of_a_trainer_on_two():

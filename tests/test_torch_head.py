@@ -221,6 +221,44 @@ def test_cross_entropy_is_pytorchs(reduction, smoothing, z):
         torch.testing.assert_close(mine.double(), other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("smoothing, z", [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+def test_gradients_made_with_the_loss_have_the_bits_of_backward(device, dtype, reduction, smoothing, z):
+    how = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": z}
+    for rows, softcap, scale in ((1, None, 1.0), (33, 2.5, 0.3), (50, None, 1 / 3)):
+        (x, w, bias), target, _ = head(rows, dtype=dtype, device=device)
+        for b in (bias, None):
+            leaves = [t for t in (x, w, b) if t is not None]
+            loss = pt.linear_cross_entropy(x, w, target, b, softcap=softcap, temperature=0.7, **how)
+            want = torch.autograd.grad(loss, leaves, torch.tensor(scale, device=device))
+            for gradient in (scale, torch.tensor(scale, device=device)):
+                for workspace in (16 * 50 * 80, 1 << 28):
+                    more = {"softcap": softcap, "temperature": 0.7, "workspace": workspace, "gradient": gradient}
+                    made = pt.linear_cross_entropy_and_gradients(x, w, target, b, **more, **how)
+                    same(made.loss, loss.detach())
+                    for got, wanted in zip([g for g in made[1:] if g is not None], want, strict=True):
+                        same(got, wanted)
+
+
+def test_gradients_made_with_the_loss_continue_main_grad(dtype):
+    (x, _, _), target, _ = head(64, dtype=dtype)
+    models = [torch.nn.Sequential(pt.Linear(24, 50, dtype=dtype)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        pt.accumulate_gradients(model)
+    for part in (slice(0, 16), slice(16, 64)):
+        (w, bias), (same_w, same_bias) = ([m[0].weight, m[0].bias] for m in models)
+        loss = pt.linear_cross_entropy(x[part], w, target[part], bias)
+        (dx,) = torch.autograd.grad(loss / 3, x)
+        made = pt.linear_cross_entropy_and_gradients(
+            x[part], same_w, target[part], same_bias, gradient=torch.ones(()) / 3
+        )
+        assert made.dw is None is made.dbias
+        same(made.loss, loss.detach()), same(made.dx, dx[part])
+    same(models[0][0].weight.main_grad, models[1][0].weight.main_grad)
+    same(models[0][0].bias.main_grad, models[1][0].bias.main_grad)
+
+
 def test_a_loss_is_the_log_probability_and_its_sum_is_in_order(device, dtype):
     for rows in (1, 255, 256, 257, 600):
         (x, w, _), target, _ = head(rows, 8, 20, dtype=dtype, device=device)

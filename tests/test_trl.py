@@ -84,23 +84,27 @@ def packages(need):
         need(importlib.util.find_spec(package), "trl", f"no {package} here")
 
 
-def converted_llama(hidden, **more):
+def stock_llama(hidden, **more):
     import transformers
 
     sizes = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4}
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
+    return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64, **ids, **more)
     )
+
+
+def converted_llama(hidden, **more):
+    model = stock_llama(hidden, **more)
     pt.register_attention()
     model.set_attn_implementation("pydet")
     pt.convert(model, strict=True)
     return model
 
 
-def trainer_of(kind, model, directory):
-    """GRPO's or SFT's."""
+def trainer_of(kind, model, directory, **more):
+    """GRPO's or SFT's; more: of GRPO's options."""
     import datasets
     import tokenizers
     import transformers
@@ -112,7 +116,7 @@ def trainer_of(kind, model, directory):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **TOKENIZER)
     options = {"per_device_train_batch_size": 4, "max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none"}
     options |= {"save_strategy": "no", "disable_tqdm": True}
-    texts = ["w3 w4 w5", "w6 w7 w8"] * 4
+    texts = ["w3 w4 w5", "w6 w7 w8 w9 w10"] * 4
     if kind == "SFT":
         return trl.SFTTrainer(
             model,
@@ -120,7 +124,7 @@ def trainer_of(kind, model, directory):
             train_dataset=datasets.Dataset.from_dict({"text": texts}),
             processing_class=tokenizer,
         )
-    options |= {"num_generations": 4, "max_completion_length": KEPT, "temperature": 0.9}
+    options |= {"num_generations": 4, "max_completion_length": KEPT, "temperature": 0.9, **more}
     return trl.GRPOTrainer(
         model,
         reward_funcs=lambda completions, **more: [float(len(set(text.split()))) for text in completions],
@@ -192,6 +196,47 @@ def test_gradients_of_micro_batches_of_a_trainer(packages, tmp_path):
         assert len(sums[0]) > 8
         for name, value in sums[0].items():
             same(sums[1][name], value)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["pydet", "stock"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rollouts_by_continuous_batching(packages, need, tmp_path, dtype, stock):
+    """GRPO that samples by Transformers' engine: in both steps the loss has the log-probabilities that the engine gave,
+    bit for bit; with Transformers' own attention and sampler it has not."""
+    try:
+        import pydet.torch.manager  # noqa: F401
+    except ImportError as problem:
+        need(False, "trl", f"no Transformers 5.24 or later here ({problem})")
+    model = (stock_llama if stock else converted_llama)(256).to(dtype)
+    engine = {"return_logprobs": True, "page_size": 4, "num_blocks": 64, "max_batch_tokens": 16}
+    options = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": engine}
+    options |= {"max_steps": 2, "learning_rate": 1e-3}
+    trainer = trainer_of("GRPO", model, tmp_path, **options)
+    pt.check_trainer(trainer)
+    sampled, learned = {}, []
+    generate, learn = model.generate_batch, trainer._get_per_token_logps_and_entropies
+
+    def generate_batch(*given, **more):
+        found = generate(*given, **more)
+        for x in found.values():
+            assert x.error is None
+            sampled[tuple(x.prompt_ids), tuple(x.generated_tokens)] = x.logprobs
+        return found
+
+    def get_per_token_logps_and_entropies(model, ids, mask, kept, **more):
+        made = learn(model, ids, mask, kept, **more)
+        for row, seen, values in zip(ids, mask.bool(), made[0].detach(), strict=True):
+            prompt, tokens = row[:-kept][seen[:-kept]].tolist(), row[-kept:][seen[-kept:]].tolist()
+            learned.append((sampled[tuple(prompt), tuple(tokens)], values[seen[-kept:]]))
+        return made
+
+    model.generate_batch = generate_batch
+    trainer._get_per_token_logps_and_entropies = get_per_token_logps_and_entropies
+    trainer.train()
+    assert trainer.state.global_step == 2 and len(learned) == 8
+    differing = [(torch.tensor(theirs) != mine).sum().item() for theirs, mine in learned]
+    assert sum(len(mine) for _, mine in learned) > 32
+    assert sum(differing[:4]) > 4 if stock else differing == [0] * 8, differing
 
 
 @pytest.mark.parametrize("kind", ["SFT", "GRPO"])

@@ -159,6 +159,23 @@ def attention_backward(**options):
 
 
 ROWS, INDEX, VALUES = (F32, (2, 3, 4)), (S32, (2, 3)), (F32, (2, 3))
+TABLE, IDS = (F32, (5, 4)), np.array([0, 4, 2, 2, 1, 0], np.int32)
+
+
+def embedding_backward(padding, start=0):
+    attributes = {"accumulate": start, "padding": padding, "kernel": ""}
+    arguments = (ROWS, INDEX, *[TABLE] * start)
+    return Call(arguments, (TABLE, (U8, (1 << 16,))), attributes, ((2, 0),) * start, ((1, IDS),), True)
+
+
+def sample(**own):
+    """own: types of what each row has of its own, by name."""
+    attributes = {"temperature": 0.5, "top_k": 3, "top_p": 0.875, "min_p": 0.0625, "kernel": ""}
+    attributes |= {f"has_{name}": int(name in own) for name in ("temperatures", "top_ks", "top_ps", "min_ps")}
+    arguments = ROWS, INDEX, INDEX, *((dtype, (2, 3)) for dtype in own.values())
+    return Call(arguments, ((S32, (2, 3, 2)), VALUES, VALUES), attributes)
+
+
 BESIDE = [("allowed", PRED, (2, 1, 3, 9)), ("bias", F32, (1, 4, 3, 1)), ("first_key", S32, (2,)),
           ("seqlens_k", S32, (2,))]  # fmt: skip
 CALLS = {
@@ -180,6 +197,10 @@ CALLS = {
         attention_backward(kinds=BESIDE, tokens_first=1),
         attention_backward(kinds=[("sinks", F32, (4,)), *BESIDE], fronts=(2, 1)),
     ],
+    "embedding": [Call((TABLE, INDEX), (ROWS,), {"kernel": ""}, values=((1, IDS),))],
+    "embedding_backward": [embedding_backward(-1), embedding_backward(2), embedding_backward(-1, 1)],
+    "sample": [sample(), sample(temperatures=F32, top_ks=S32, top_ps=F32, min_ps=F32)],
+    "topk": [Call((ROWS,), ((F32, (2, 3, 2)), (S32, (2, 3, 2, 2))), {"kernel": ""})],
     "gemm": [
         gemm((3, 7), (7, 5), (3, 5)),
         gemm((2, 7, 3), (2, 5, 7), (2, 3, 5), [(1, 1, 5)], transpose_a=1, transpose_b=1, has_bias=1),
@@ -368,9 +389,15 @@ class Attack:
                     assert not self.attempt(changed(wild)), (name, wild)
             else:
                 chained = name == "k_chunk" and call.attributes.get("accumulate")  # one chain then starts elsewhere
-                other = chained or name in ("window_left", "window_right", "kind")  # which decide what is made
+                other = chained or name in (
+                    "window_left",
+                    "window_right",
+                    "kind",
+                    "padding",
+                    "top_k",
+                )  # which decide what is made
                 for wild in WILD:
-                    self.attempt(changed(wild), None if other and wild >= 0 else bits)
+                    self.attempt(changed(wild), None if other and (wild >= 0 or name == "padding") else bits)
             assert not self.attempt(changed(np.int32(0))), f"{name} of 32 bits"
             left = {key: x for key, x in call.attributes.items() if key != name}
             assert not self.attempt(dataclasses.replace(call, attributes=left)), f"without {name}"

@@ -51,9 +51,10 @@ enum Feature : uint64_t {
   kMask = 1ull << 38,
   kSinks = 1ull << 39,
   kSoftcap = 1ull << 40,
-  kGate = 1ull << 41,     // of an activation: another factor
-  kFilters = 1ull << 42,  // of sampling: top_k, top_p or min_p
-  kLogProbs = 1ull << 43  // of sampling: log-probabilities
+  kGate = 1ull << 41,      // of an activation: another factor
+  kFilters = 1ull << 42,   // of sampling: top_k, top_p or min_p
+  kLogProbs = 1ull << 43,  // of sampling: log-probabilities
+  kPadding = 1ull << 44    // of an embedding's gradient: an id that does not count
 };
 struct FeatureRow {
   Feature feature;
@@ -104,6 +105,7 @@ constexpr FeatureRow kFeatures[] = {
     {kGate, "another factor beside the gate"},
     {kFilters, "top_k, top_p or min_p"},
     {kLogProbs, "log-probabilities"},
+    {kPadding, "a padding id"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

@@ -6,6 +6,7 @@
 
 #include "ops/activation/problem.h"
 #include "ops/attention/problem.h"
+#include "ops/embedding/problem.h"
 #include "ops/fold/problem.h"
 #include "ops/gemm/problem.h"
 #include "ops/grouped/problem.h"
@@ -28,8 +29,9 @@ template <class... Problems> struct Operations {
 };
 
 // In the order of pydet_kernel_name.
-using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
-                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
-                                 AttentionBackward, Activation, ActivationBackward, Sample, TopK>;
+using AllOperations =
+    Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
+               LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
+               ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward>;
 
 }  // namespace pydet

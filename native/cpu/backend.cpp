@@ -36,6 +36,7 @@ constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kActivationFeatures = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kActivationFeatures | kRowGradient;
 constexpr uint64_t kSampleFeatures = kTwoStrides | kFilters | kLogProbs;
+constexpr uint64_t kEmbeddingGradient = kTwoStrides | kAccumulate | kPadding;
 
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
@@ -155,6 +156,25 @@ constexpr Kernel<TopK> kTopK[] = {
     Row("cpu_topk_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kTwoStrides).launches(topk<Avx2>),
 #endif
     Row("cpu_topk_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kTwoStrides).launches(topk<Scalar>),
+};
+
+constexpr Kernel<Embedding> kEmbedding[] = {
+#if defined(__x86_64__)
+    Row("cpu_embedding_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kTwoStrides).launches(embedding<Avx512>),
+    Row("cpu_embedding_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kTwoStrides).launches(embedding<Avx2>),
+#endif
+    Row("cpu_embedding_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kTwoStrides).launches(embedding<Scalar>),
+};
+
+constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
+#if defined(__x86_64__)
+    Row("cpu_embedding_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kEmbeddingGradient)
+        .launches(embedding_backward<Avx512>),
+    Row("cpu_embedding_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kEmbeddingGradient)
+        .launches(embedding_backward<Avx2>),
+#endif
+    Row("cpu_embedding_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kEmbeddingGradient)
+        .launches(embedding_backward<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
@@ -352,7 +372,8 @@ constexpr Backend cpu() {
       tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK));
+             table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
+             table(kEmbedding), table(kEmbeddingBackward));
   return backend;
 }
 

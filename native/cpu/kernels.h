@@ -4,6 +4,7 @@
 
 #include "ops/activation/problem.h"
 #include "ops/attention/problem.h"
+#include "ops/embedding/problem.h"
 #include "ops/fold/problem.h"
 #include "ops/gemm/rounding.h"
 #include "ops/norm/problem.h"
@@ -29,6 +30,8 @@ template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
 template <class Isa> pydet_status sample(const Sample &);
 template <class Isa> pydet_status topk(const TopK &);
+template <class Isa> pydet_status embedding(const Embedding &);
+template <class Isa> pydet_status embedding_backward(const EmbeddingBackward &);
 template <class Isa> pydet_status activation(const Activation &);
 template <class Isa> pydet_status activation_backward(const ActivationBackward &);
 template <class Isa> pydet_status fold(const Fold &);

@@ -48,6 +48,15 @@ __device__ __forceinline__ float gpu_shfl(float value, int lane, int width) {
 #endif
 }
 
+// Of which lanes it holds, of 32 neighbouring ones: those of them that call it.
+__device__ __forceinline__ uint32_t gpu_ballot(bool holds) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return uint32_t(__ballot(holds) >> (threadIdx.x % warpSize / 32 * 32));
+#else
+  return __ballot_sync(0xFFFFFFFFu, holds);
+#endif
+}
+
 // The larger of two numbers. A NaN is, but on AMD's, where it has no say.
 __device__ __forceinline__ float larger(float a, float b) {
 #if defined(__HIP_PLATFORM_AMD__)

@@ -9,6 +9,8 @@ namespace pydet {
 struct Attention;  // ops/*/problem.h, as all of these
 struct AttentionBackward;
 struct Activation;
+struct Embedding;
+struct EmbeddingBackward;
 struct Sample;
 struct TopK;
 struct ActivationBackward;
@@ -284,6 +286,10 @@ pydet_status activation_backward(const ActivationBackward &);
 // any/sample.cu
 pydet_status sample(const Sample &);
 pydet_status topk(const TopK &);
+
+// any/embedding.cu
+pydet_status embedding(const Embedding &);
+pydet_status embedding_backward(const EmbeddingBackward &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);

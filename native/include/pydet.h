@@ -485,6 +485,45 @@ typedef struct pydet_topk_options {
 PYDET_API pydet_status pydet_topk(void *stream, const pydet_tensor *x, const pydet_tensor *values,
                                   const pydet_tensor *index, const pydet_topk_options *options);
 
+/* ---- Embedding -------------------------------------------------------------------------------------------------
+ *   out[t, :] = w[ids[t], :],   and its gradient   dw[v, :] = sum over the tokens t with ids[t] = v, ascending, of dout[t, :]
+ *
+ * w [V, N] fp32, bf16 or fp16, elements of a row adjacent; ids [...] in int32 or int64, contiguous; out and dout [..., N],
+ * rows as of pydet_rmsnorm, out of w's type. The sum is in fp32, an addition each (NUMERICS.md, "Embedding"): neither the
+ * batch nor the device shows in it. dw [V, N] of dout's type or fp32; a row without tokens becomes 0. Under accumulate dw,
+ * then fp32, is continued: tokens cut anywhere into calls in their order give the bits of one call, and a row without
+ * tokens is not touched. Tokens whose id is `padding` have no part in the gradient.
+ *
+ * An id that is none of the table's rows is refused on the CPU, before anything is written. On a GPU its row of out is NaN,
+ * and its token has no part in dw. The workspace is pydet_embedding_backward_workspace bytes. */
+typedef struct pydet_embedding_options {
+  uint32_t struct_size;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+} pydet_embedding_options;
+
+PYDET_API pydet_status pydet_embedding(void *stream, const pydet_tensor *w, const pydet_tensor *ids,
+                                       const pydet_tensor *out, const pydet_embedding_options *options);
+
+typedef struct pydet_embedding_backward_options {
+  uint32_t struct_size;
+  int32_t accumulate;
+  int64_t padding;     /* an id, where has_padding is 1 */
+  int32_t has_padding; /* 0 or 1 */
+  int32_t reserved;    /* 0 */
+  const char *kernel;
+  void *workspace;
+  uint64_t workspace_size;
+} pydet_embedding_backward_options;
+
+PYDET_API pydet_status pydet_embedding_backward(void *stream, const pydet_tensor *dout, const pydet_tensor *ids,
+                                                const pydet_tensor *dw,
+                                                const pydet_embedding_backward_options *options);
+
+/* Bytes of workspace for the gradient of a table of `rows` rows by so many tokens: a function of the two alone. Both are
+ * below 2^31. */
+PYDET_API pydet_status pydet_embedding_backward_workspace(int64_t tokens, int64_t rows, uint64_t *bytes);
+
 /* ---- Activations ----------------------------------------------------------------------------------------------
  *   y = f(x), or as the gate of another factor: y = f(x) up        element by element
  *

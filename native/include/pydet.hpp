@@ -238,6 +238,14 @@ inline void topk(void *stream, const tensor &x, const tensor &values, const tens
                  const pydet_topk_options *options = nullptr) {
   call(pydet_topk, stream, x.describe(), values.describe(), index.describe(), options);
 }
+inline void embedding(void *stream, const tensor &w, const tensor &ids, const tensor &out,
+                      const pydet_embedding_options *options = nullptr) {
+  call(pydet_embedding, stream, w.describe(), ids.describe(), out.describe(), options);
+}
+inline void embedding_backward(void *stream, const tensor &dout, const tensor &ids, const tensor &dw,
+                               const pydet_embedding_backward_options *options = nullptr) {
+  call(pydet_embedding_backward, stream, dout.describe(), ids.describe(), dw.describe(), options);
+}
 inline void activation(void *stream, const tensor &x, const tensor &up, const tensor &y,
                        const pydet_activation_options *options = nullptr) {
   call(pydet_activation, stream, x.describe(), up.describe(), y.describe(), options);
@@ -284,6 +292,11 @@ inline uint64_t skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,
                                       const pydet_skinny_gemm_options *options = nullptr) {
   uint64_t bytes = 0;
   call(pydet_skinny_gemm_workspace, m, n, k, options, &bytes);
+  return bytes;
+}
+inline uint64_t embedding_backward_workspace(int64_t tokens, int64_t rows) {
+  uint64_t bytes = 0;
+  call(pydet_embedding_backward_workspace, tokens, rows, &bytes);
   return bytes;
 }
 inline uint64_t rmsnorm_backward_workspace(int64_t rows, int64_t n) {

@@ -41,12 +41,14 @@ from pydet.jax.activation import (
 from pydet.jax.attention import attention, dot_product_attention
 from pydet.jax.calls import Array
 from pydet.jax.converted import Check, Coverage, check, convert, coverage
+from pydet.jax.embedding import embedding, embedding_backward
 from pydet.jax.fp8 import quantize, scaled_gemm
 from pydet.jax.general import dot_general
 from pydet.jax.groups import ragged_dot
 from pydet.jax.layernorm import layer_norm, layernorm, layernorm_backward
 from pydet.jax.products import gemm, gemm_da, gemm_db, linear, skinny_gemm
 from pydet.jax.rmsnorm import rms_norm, rmsnorm, rmsnorm_backward
+from pydet.jax.sample import sample, topk
 from pydet.jax.softmax import log_prob, log_softmax, softmax
 from pydet.ops import DWEIGHT_ROWS
 
@@ -63,6 +65,8 @@ __all__ = [
     "coverage",
     "dot_general",
     "dot_product_attention",
+    "embedding",
+    "embedding_backward",
     "exp",
     "geglu",
     "gelu",
@@ -81,6 +85,7 @@ __all__ = [
     "rms_norm",
     "rmsnorm",
     "rmsnorm_backward",
+    "sample",
     "scaled_gemm",
     "sigmoid",
     "silu",
@@ -90,4 +95,5 @@ __all__ = [
     "swiglu",
     "swish",
     "tanh",
+    "topk",
 ]

@@ -108,6 +108,26 @@ def to_kind(op: str, name: str, x: Any, kind: str) -> Array:
     return _served_here(op, name, x if isinstance(x, jax.Array) else jnp.asarray(x))
 
 
+def whole_numbers(op: str, name: str, x: Any, shape: tuple[int, ...] | None, exact: bool = False) -> Array:
+    """x as an array of int32 or int64, of a shape. JAX narrows NumPy's int64 where that is not enabled: a number that
+    int32 does not hold is then -1, or where all have to be `exact` refused."""
+    x = unwrapped(x)
+    if not isinstance(x, jax.Array | np.ndarray) or name_of(x.dtype) not in ("int32", "int64"):
+        got = x.dtype.name if hasattr(x, "dtype") else type_name(x)
+        fail(INVALID_DTYPE, f"{op}: {name} is {got}, want an array of int32 or int64")
+    if shape is not None and x.shape != shape:
+        fail(INVALID_SHAPE, f"{op}: {name} is {text(x.shape)}, want {text(shape)}")
+    config: Any = jax.config
+    if isinstance(x, np.ndarray):
+        if name_of(x.dtype) == "int64" and not config.jax_enable_x64:
+            fits = x == x.astype(np.int32)
+            if exact and not fits.all():
+                fail(INVALID_DTYPE, f"{op}: {name} has numbers beyond int32, which want jax_enable_x64")
+            x = np.where(fits, x, -1).astype(np.int32)
+        x = jnp.asarray(x)
+    return _served_here(op, name, x)
+
+
 def _served_here(op: str, name: str, x: Array) -> Array:
     if type(x) in _concrete or not isinstance(x, jax.core.Tracer):
         _concrete.add(type(x))
@@ -225,6 +245,7 @@ _NO_DERIVATIVE = {  # of what has no gradient of its own, or no second one
     "layernorm": "layernorm: no derivative; layer_norm has first gradients (jax.grad, jax.vjp)",
     "layernorm_backward": "layernorm_backward: no derivative of this gradient; layer_norm has first gradients",
     "activation_backward": "activation_backward: no derivative of this gradient; activations have first gradients",
+    "embedding_backward": "embedding_backward: no derivative of this gradient; embedding has first gradients",
     "softmax_backward": "softmax_backward: no derivative of this gradient",
     "log_prob_backward": "log_prob_backward: no derivative of this gradient",
     "attention_backward": "attention_backward: no derivative of this gradient; attention has first gradients",
@@ -293,17 +314,20 @@ def call_handler(
     layouts: tuple[tuple[int, ...] | None, ...] | None = None,
 ) -> Any:
     """The handler's results; `layouts`: dimensions of the operands as they are to lie, from the outermost. Under vmap
-    gemm broadcasts what is unbatched, and products of groups and of fp8 are made one by one. A norm takes a weight a
-    group of rows, which nested batches keep in order only where all operands have every batch dimension; and what lies
-    in a result's memory must have its shape."""
+    gemm broadcasts what is unbatched; products of groups and of fp8, and rows of tables, are made one by one. A norm
+    takes a weight a group of rows, which nested batches keep in order only where all operands have every batch
+    dimension; and what lies in a result's memory must have its shape."""
     typed = tuple((key, Real(x) if isinstance(x, float) else x) for key, x in attributes.items())
     return _call(target, results, tuple(aliases.items()), typed, layouts, *operands)
+
+
+_ONE_BY_ONE = ("grouped_gemm", "scaled_gemm", "quantize", "embedding", "embedding_backward")  # under vmap
 
 
 @compiled(0, 1, 2, 3, 4)
 def _call(target: str, results: Any, aliases: Any, attributes: Any, layouts: Any, *operands: Array) -> Any:
     method = "expand_dims" if target == "gemm" and not aliases else "broadcast_all"
-    method = "sequential" if target in ("grouped_gemm", "scaled_gemm", "quantize") else method
+    method = "sequential" if target in _ONE_BY_ONE else method
     several = isinstance(results, tuple)
     typed = {
         key: x if isinstance(x, str) else np.float64(x) if isinstance(x, float) else np.int64(x)

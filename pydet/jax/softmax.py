@@ -9,23 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pydet._native import INVALID_DTYPE, INVALID_VALUE, fail
+from pydet._native import INVALID_VALUE, fail
 from pydet.jax.calls import (
     INVALID_SHAPE,
     Array,
     call_handler,
     compiled,
     kernel_name,
-    name_of,
     operands_of,
     static,
     to_array,
     to_kind,
-    unwrapped,
+    whole_numbers,
 )
-from pydet.protocols import type_name
 from pydet.shapes import RULES, text
 
 
@@ -153,20 +150,5 @@ def log_prob(x: Array, index: Array, *, kernel: str | None = None) -> Array:
         ``[...]``, float32.
     """
     x = _soft_operand("log_prob", x)
-    index = unwrapped(index)
-    if not isinstance(index, jax.Array | np.ndarray) or name_of(index.dtype) not in ("int32", "int64"):
-        got = index.dtype.name if hasattr(index, "dtype") else type_name(index)
-        fail(INVALID_DTYPE, f"log_prob: index is {got}, want an array of int32 or int64")
-    if index.shape != x.shape[:-1]:
-        fail(INVALID_SHAPE, f"log_prob: index is {text(index.shape)}, want {text(x.shape[:-1])}")
-    if isinstance(index, np.ndarray):
-        index = _kept(index)
+    index = whole_numbers("log_prob", "index", index, x.shape[:-1])
     return _run_column(x, index, kernel_name("log_prob", kernel))
-
-
-def _kept(index: Any) -> Array:
-    """A NumPy array as JAX's, which narrows int64 where it is not enabled: what int32 does not hold is no column."""
-    config: Any = jax.config
-    if name_of(index.dtype) == "int64" and not config.jax_enable_x64:
-        index = np.where(index == index.astype(np.int32), index, -1).astype(np.int32)
-    return jnp.asarray(index)

@@ -28,6 +28,7 @@ from pydet.ops.attention import (
     attention_varlen,
     attention_varlen_backward,
 )
+from pydet.ops.embedding import embedding, embedding_backward
 from pydet.ops.fold import fold
 from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
 from pydet.ops.layernorm import layernorm, layernorm_backward
@@ -71,6 +72,8 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "devices",
+    "embedding",
+    "embedding_backward",
     "fold",
     "geglu",
     "gelu",

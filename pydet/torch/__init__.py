@@ -12,6 +12,7 @@ mode, under ``torch.compile`` without a graph break, and in CUDA graphs, with th
 """
 
 from pydet.torch.attention import attention, register_attention
+from pydet.torch.batching import continuous_batching
 from pydet.torch.checking import Check, check
 from pydet.torch.conversion import Conversion, convert
 from pydet.torch.experts import register_experts
@@ -19,6 +20,7 @@ from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear, fp8_linear, scaled_mm
 from pydet.torch.functions import (
     activation,
+    embedding,
     geglu,
     gelu,
     gemm,
@@ -38,7 +40,7 @@ from pydet.torch.functions import (
 )
 from pydet.torch.fused import fuse_loss
 from pydet.torch.grouped import grouped_mm
-from pydet.torch.head import linear_cross_entropy, linear_log_prob
+from pydet.torch.head import linear_cross_entropy, linear_cross_entropy_and_gradients, linear_log_prob
 from pydet.torch.modules import (
     Accumulating,
     Activation,
@@ -49,6 +51,7 @@ from pydet.torch.modules import (
     RMSNorm,
     accumulate_gradients,
 )
+from pydet.torch.optimizer import AdamW
 from pydet.torch.override import override_aten
 from pydet.torch.scaled_grouped import scaled_grouped_mm
 from pydet.torch.trainers import check_trainer
@@ -56,6 +59,7 @@ from pydet.torch.trainers import check_trainer
 __all__ = [
     "Accumulating",
     "Activation",
+    "AdamW",
     "Check",
     "Conv1D",
     "Conversion",
@@ -70,7 +74,9 @@ __all__ = [
     "attention",
     "check",
     "check_trainer",
+    "continuous_batching",
     "convert",
+    "embedding",
     "fp8_linear",
     "fuse_loss",
     "geglu",
@@ -80,6 +86,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_cross_entropy_and_gradients",
     "linear_log_prob",
     "log_prob",
     "log_softmax",

@@ -11,7 +11,7 @@ import torch
 
 import pydet
 from pydet._native import UNSUPPORTED, fail
-from pydet.torch.ops import matrix
+from pydet.torch.ops import DTYPES, matrix
 from pydet.torch.ops.attention import adjacent, padded
 
 
@@ -131,7 +131,7 @@ def part_of_product(parameter: Any) -> Part:
     return part
 
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_WRAPPERS = ("FullyShardedDataParallel",)
 
 
 def wrapper(module: Any) -> str | None:
@@ -140,12 +140,12 @@ def wrapper(module: Any) -> str | None:
     return next((name for name in names if name in _WRAPPERS), None)
 
 
-def refuse_wrapper(name: str) -> NoReturn:
+def refuse_wrapper(name: str, wanted: str = "the module itself") -> NoReturn:
     """Says that a wrapper's reduction passes main_grad by."""
     fail(
         UNSUPPORTED,
-        f"accumulate_gradients: the model is in {name}, which reduces grad and never main_grad; want the module "
-        "itself, and main_grad summed over the ranks after backward (distributed.all_reduce of main_grad[None])",
+        f"accumulate_gradients: the model is in {name}, which reduces grad and never main_grad; want {wanted}, and "
+        "main_grad summed over the ranks by distributed.OrderedMainGrads",
     )
 
 
@@ -174,8 +174,9 @@ def check_own(operation: str, **parameters: Any) -> None:
                 "after an assignment",
             )
     parallel = getattr(torch.nn.parallel.distributed, "DistributedDataParallel", None)
-    if getattr(parallel, "_active_ddp_module", None) is not None:
-        refuse_wrapper(_WRAPPERS[0])
+    active = getattr(parallel, "_active_ddp_module", None)
+    if active is not None and active.require_backward_grad_sync:
+        refuse_wrapper("DistributedDataParallel", "it called and its backward run under its no_sync()")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -256,21 +257,6 @@ class AccumulatingConv1D(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-def add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """``total[ids[t]] += rows[t]`` for t = 0, 1, ... in fp32: of an id the earlier tokens first, an addition each.
-
-    The k-th tokens of all ids are added at once, as no two of them have the same id.
-    """
-    ids, order = torch.sort(ids, stable=True)
-    numbers, counts = torch.unique_consecutive(ids, return_counts=True)
-    at, k = counts.cumsum(0) - counts, 0
-    while len(numbers):
-        total[numbers] = total[numbers] + rows[order[at + k]].float()
-        k += 1
-        more = counts > k
-        numbers, counts, at = numbers[more], counts[more], at[more]
-
-
 class AccumulatingEmbedding(torch.autograd.Function):
     """Rows of a table, whose backward continues the sums of its rows in ``main_grad``."""
 
@@ -284,12 +270,10 @@ class AccumulatingEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (ids,), w = ctx.saved_tensors, ctx.w
-        ids, rows = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
-        if ctx.padding is not None:
-            taken = ids != ctx.padding
-            ids, rows = ids[taken], rows[taken]
         if w.requires_grad:
-            add_rows(sum_of(w, ctx.part), ids, rows)
+            rows = _rows(dy if dy.dtype in DTYPES else dy.float())
+            into = {"out": sum_of(w, ctx.part), "accumulate": True}
+            pydet.embedding_backward(rows, ids.reshape(-1), padding_idx=ctx.padding, **into)
             fold(w, ctx.part)
         return None, None, None, None
 
@@ -396,14 +380,23 @@ class AccumulatingRmsNorm(torch.autograd.Function):
 
 
 class AccumulatingLayerNorm(torch.autograd.Function):
-    """:func:`layer_norm` whose backward continues the sums in its parameters' ``main_grad``."""
+    """:func:`layer_norm` whose backward continues the sums in its parameters' ``main_grad``. ``weight_offset`` is added
+    to the weight in its type."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        weight_offset: float = 0.0,
+    ) -> torch.Tensor:
         check_own("LayerNorm", weight=weight, bias=bias)
-        y, mean, rstd = torch.ops.pydet.layernorm(x, weight, bias, eps)
+        factors = weight + weight_offset if weight_offset else weight
+        y, mean, rstd = torch.ops.pydet.layernorm(x, factors, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight, ctx.bias, ctx.weight_offset = weight, bias, weight_offset
         return y
 
     @staticmethod
@@ -412,6 +405,7 @@ class AccumulatingLayerNorm(torch.autograd.Function):
         into = {"dweight": main_grad(weight)} if weight.requires_grad else {}
         if bias is not None and bias.requires_grad:
             into["dbias"] = main_grad(bias)
-        operands = (_rows(dy), _rows(x), weight.detach(), mean.view(-1), rstd.view(-1))
+        factors = weight.detach() + ctx.weight_offset if ctx.weight_offset else weight.detach()
+        operands = (_rows(dy), _rows(x), factors, mean.view(-1), rstd.view(-1))
         dx, *_ = pydet.layernorm_backward(*operands, **into, has_bias=False, accumulate=bool(into))
-        return dx.view(x.shape), None, None, None
+        return dx.view(x.shape), None, None, None, None

@@ -17,6 +17,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 from pydet.torch.accumulate import AccumulatingAttention
+from pydet.torch.ops.attention import padded
 from pydet.torch.stock import registered
 
 Tensor: TypeAlias = torch.Tensor
@@ -31,12 +32,13 @@ def attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     causal: bool = False,
     arithmetic: Arithmetic = "auto",
     kv_chunk: int = 1024,
     k_chunk: None = None,
 ) -> Tensor:
-    """``softmax(scale q k^T) v`` over the keys that are allowed, with a gradient by q, k, v and sinks.
+    """``softmax(scale q k^T + bias) v`` over the keys that are allowed, with a gradient by q, k, v, sinks and bias.
 
     Forward is :func:`pydet.attention`. Under a mask a query has the bits of :func:`pydet.attention` of itself alone and
     the keys from the first to the last that it may see: padding, packed documents and windows that a cache cut change
@@ -58,6 +60,11 @@ def attention(
         scale: of the scores, from 2^-100 to 2^100.
         softcap: scores become ``softcap tanh(scale q k^T / softcap)``, as in Gemma 2; positive.
         sinks: ``[H]``, any of the three types: for each head the score of one more key, whose value is zero.
+        bias: any of the three types, ``[B or 1, H or 1, Q or 1, K or 1]``: added to the scores; -inf: not allowed.
+            Beside a mask its rows are computed one by one where they do not begin and end together. Its gradient is
+            made of products and sums of its own (``torch.ops.pydet.attention_bias_backward``), in memory for a
+            sequence's scores, and is the sum over what the bias is spread over, sequences in order; so micro-batches
+            of a bias that all sequences share have other bits than one batch.
         causal: query i sees no key after ``K - Q + i``; with `allowed` both hold.
         arithmetic: as in :func:`pydet.gemm`.
         kv_chunk: keys of a segment, as in :func:`pydet.attention`.
@@ -71,7 +78,7 @@ def attention(
     """
     _refuse_k_chunk("attention", k_chunk)
     how = scale, arithmetic, kv_chunk, sinks, softcap, causal, allowed is not None
-    return torch.ops.pydet.attention(q, k, v, allowed, *how)[0]
+    return torch.ops.pydet.attention(q, k, v, allowed, *how, bias=bias)[0]
 
 
 def _refuse_k_chunk(what: str, k_chunk: Any) -> None:
@@ -96,7 +103,10 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def _check_options(options: dict[str, Any]) -> None:
+_ADDS_TO_ITS_MASK = frozenset(("doge",))  # models whose attention makes a bias of its mask, and so needs it whole
+
+
+def check_options(options: dict[str, Any]) -> None:
     """Refuses each keyword that would change the result if it were computed, and each that nobody knows."""
     if options.pop("output_attentions", None):
         fail(
@@ -113,10 +123,33 @@ def _check_options(options: dict[str, Any]) -> None:
             )
 
 
-def _near(query: Tensor, key: Tensor, window: Any, causal: bool) -> Tensor:
-    """``[1, 1, Q, K]``: the keys that are fewer than `window` from a query's own place, as flash attention counts."""
+def _of_scores(mask: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(allowed, bias) of a mask that is added to scores. What is as low as its type goes is not allowed. Where the rest
+    is 0, there is no bias; that is for the whole batch, since a bias of 0 has not the bits of none."""
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        fail(UNSUPPORTED, f"attention: the mask is {mask.dtype}, which is not read in a CUDA graph; want bool")
+    allowed = mask > torch.finfo(mask.dtype).min
+    if position_bias is not None:
+        return allowed, position_bias + mask.masked_fill(~allowed, 0)
+    says = [bool(x) for x in (allowed & (mask != 0)).flatten(1).any(1).tolist()]
+    if any(says) and not all(says):
+        fail(
+            UNSUPPORTED,
+            f"attention: the additive mask has a bias for sequence {says.index(True)} of the batch and none for "
+            f"{says.index(False)}, which would have other bits alone; want a bias for all or for none",
+        )
+    return allowed, mask if any(says) else None
+
+
+def _check_window(window: Any) -> int:
     if not isinstance(window, int) or window < 1:
         fail(INVALID_VALUE, f"attention: sliding_window is {window}, want a positive number of keys, or None")
+    return window
+
+
+def _near(query: Tensor, key: Tensor, window: Any, causal: bool) -> Tensor:
+    """``[1, 1, Q, K]``: the keys that are fewer than `window` from a query's own place, as flash attention counts."""
+    window = _check_window(window)
     keys = torch.arange(key.shape[2], device=query.device)
     before = torch.arange(query.shape[2], device=query.device)[:, None] + (key.shape[2] - query.shape[2]) - keys
     return (before < window if causal else before.abs() < window)[None, None]
@@ -144,6 +177,77 @@ def _of_one_sequence(ends_q: Tensor, ends_k: Tensor, tokens: int, causal: bool) 
     return together[None, None]
 
 
+# What Transformers' continuous batching gives an attention beside its operands: its cache has read these by then.
+_OF_BATCHING = frozenset(("read_index", "write_index", "logits_indices", "logits_processor_args", "logits_to_keep"))
+_OF_PAGES = frozenset(("block_table", "k_cache", "v_cache", "max_length_k"))
+
+
+def _in_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: tuple[Tensor, Tensor],
+    table: Tensor,
+    ends: Tensor,
+    window: int | None,
+    how: dict[str, Any],
+) -> Tensor:
+    """One query for each sequence, ``[1, H, B, D]``, whose key and value are written into its page before. A sequence
+    without keys, which fills up a CUDA graph's batch, writes what the first does."""
+    lengths = ends[1:] - ends[:-1]
+    size, place = cache[0].shape[1], (lengths - 1).clamp(min=0)
+    page = table.gather(1, (place // size).long()[:, None])[:, 0]
+    row, there = page * size + place % size, lengths > 0
+    row = torch.where(there, row, row[:1]).long()
+    for pages, new in zip(cache, (k, v), strict=True):
+        rows = new[0].transpose(0, 1)
+        rows = torch.where(there[:, None, None], rows, rows[:1])
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, row, rows)
+    first = None if window is None else (lengths - window).clamp(min=0)
+    rows = q[0].transpose(0, 1)[:, :, None]
+    found: Tensor = torch.ops.pydet.attention_paged(rows, *cache, table, lengths, first_key=first, **how)[0]
+    return found[:, :, 0][None]
+
+
+def _of_batching(
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], window: int | None, how: dict[str, Any]
+) -> Tensor:
+    """A step of Transformers' continuous batching: sequences packed in a row, whose keys of before the cache has put
+    ahead of their own, or left in pages."""
+    ends_q, ends_k, table = (given.get(x) for x in ("cu_seq_lens_q", "cu_seq_lens_k", "block_table"))
+    if q.shape[0] != 1 or not isinstance(ends_q, Tensor) or not isinstance(ends_k, Tensor):
+        got = f"q is {tuple(q.shape)}, cu_seq_lens_k is {type(ends_k).__name__}"
+        fail(
+            UNSUPPORTED,
+            f"attention: continuous batching has {got}, want a batch of 1 and tensors of cumulative lengths: the "
+            "model's attention must have updated the paged cache",
+        )
+    if table is not None:
+        return _in_pages(q, k, v, (given["k_cache"], given["v_cache"]), table, ends_k, window, how)
+    if window is not None and given["max_length_k"] > window:
+        return _each_from_its_first(q, k, v, ends_q, ends_k, window, how)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    found: Tensor = torch.ops.pydet.attention_varlen(*rows, ends_q, ends_k, causal=True, **how)[0]
+    return found[None]
+
+
+def _each_from_its_first(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, window: int, how: dict[str, Any]
+) -> Tensor:
+    """Each query of a pack as a sequence of the keys of its window, counted from the first of them: all keys are one
+    page. A token of no sequence gives zeros."""
+    width, tokens = v.shape[-1], torch.arange(q.shape[2], dtype=torch.int32, device=q.device)
+    q, k, v = padded(q, k, v)
+    of = (torch.searchsorted(ends_q, tokens, right=True) - 1).clamp(max=len(ends_q) - 2)
+    end = (ends_k[of + 1] - (ends_q[of + 1] - 1 - tokens)).int()
+    end = end.masked_fill(tokens >= ends_q[-1], 0)
+    lengths: dict[str, Any] = {"first_key": torch.maximum(ends_k[of], end - window).int()}
+    lengths["cu_seqlens_q"] = torch.arange(q.shape[2] + 1, dtype=torch.int32, device=q.device)
+    cache, table = [x.transpose(1, 2) for x in (k, v)], torch.zeros_like(tokens)[:, None]
+    found: Tensor = torch.ops.pydet.attention_paged(q[0].transpose(0, 1), *cache, table, end, **lengths, **how)[0]
+    return found[None, ..., :width]
+
+
 def register_attention(
     name: str = "pydet", *, arithmetic: Arithmetic = "auto", kv_chunk: int = 1024, k_chunk: None = None
 ) -> None:
@@ -153,9 +257,11 @@ def register_attention(
     came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in a forward call, but for a causal prefill
     without padding. Padding on either side and packed sequences (``cu_seq_lens_q`` and ``cu_seq_lens_k``, or
     ``position_ids`` alone) are computed as sequences of their lengths. Sinks (gpt-oss), soft-capped scores (Gemma 2)
-    and windows are taken. Refused when they are met, with a sentence: attention dropout, position biases, additive
-    masks, the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of MiniMax-M3),
-    ``output_attentions``, paged caches, and every keyword that is not known to leave the result alone.
+    and windows are taken, and position biases (T5). A mask that is added to scores is read: what is as low as its type
+    goes is not allowed, and the rest is a bias, unless all of it is 0. Refused when they are met, with a sentence:
+    attention dropout, the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of
+    MiniMax-M3), ``output_attentions``, and every keyword that is not known to leave the result alone. It knows the
+    paged cache of Transformers' continuous batching, which :func:`continuous_batching` has a model use with it.
 
     Args:
         name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
@@ -183,24 +289,38 @@ def register_attention(
         s_aux: Tensor | None = None,
         softcap: float | None = None,
         sliding_window: int | None = None,
+        position_bias: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         if dropout:
             fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
-        _check_options(options)
+        how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
+        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
+        if options.get("read_index") is not None:
+            if attention_mask is not None or is_causal is False or position_bias is not None:
+                what = "a position_bias" if position_bias is not None else "a mask"
+                fail(UNSUPPORTED, f"attention: continuous batching has {what}, want causal attention without one")
+            batch = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+            batch |= {x: options.get(x) for x in _OF_PAGES}
+            check_options({x: value for x, value in options.items() if x not in _OF_PAGES | _OF_BATCHING})
+            window = None if sliding_window is None else _check_window(sliding_window)
+            return _of_batching(query, key, value, batch, window, how), None
+        check_options(options)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         plain = attention_mask is None and causal and query.shape[2] > 1
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
         elif attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
             attention_mask = _near(query, key, sliding_window, causal)
-        how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
-        how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
+        bias = None if position_bias is None else position_bias[..., : key.shape[2]]
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask, bias = _of_scores(attention_mask, bias)
+            attention_mask = attention_mask.expand(-1, -1, query.shape[2], key.shape[2])
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             ends = _check_packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
-            if attention_mask is None:
+            if attention_mask is None and bias is None:
                 rows = [x[0].transpose(0, 1) for x in (query, key, value)]
                 found: Tensor = torch.ops.pydet.attention_varlen(*rows, *ends, causal=causal, **how)[0]
                 return found[None], None
@@ -208,10 +328,12 @@ def register_attention(
             attention_mask = together if attention_mask is None else attention_mask.masked_fill(~together, False)
             plain = False
         if s_aux is not None and hasattr(s_aux, "pydet_accumulates") and torch.is_grad_enabled():
+            if bias is not None:
+                fail(UNSUPPORTED, "attention: sinks that accumulate beside a bias; want one of the two")
             more = how["scale"], softcap, plain, arithmetic, kv_chunk
             y = AccumulatingAttention.apply(query, key, value, attention_mask, s_aux, *more)
         else:
-            y = attention(query, key, value, attention_mask, causal=plain, **how)
+            y = attention(query, key, value, attention_mask, causal=plain, bias=bias, **how)
         return y.transpose(1, 2).contiguous(), None
 
     def mask(*arguments: Any, **options: Any) -> Tensor | None:
@@ -221,6 +343,7 @@ def register_attention(
         plain = not arguments and options.get("attention_mask") is None
         plain = plain and (lengths[0] == lengths[1] is not None or lengths[0] == 1)
         config = options.get("config")  # OLMoE hands a window to its attention and none to its mask
+        plain = plain and getattr(config, "model_type", None) not in _ADDS_TO_ITS_MASK
         plain = plain and (
             getattr(config, "sliding_window", None) is None or bool(getattr(config, "layer_types", None))
         )

@@ -165,6 +165,24 @@ def log_prob(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.ops.pydet.log_prob(x, index)
 
 
+def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    """``torch.nn.functional.embedding``, with a gradient that sums the tokens of an id in their order.
+
+    Rows are copied: :func:`pydet.embedding`. The gradient is :func:`pydet.embedding_backward`.
+
+    Args:
+        ids: ``[...]``, int32 or int64. On the CPU one that is no row's is refused; on a GPU its row is NaN.
+        weight: ``[V, N]``, float32, bfloat16 or float16.
+        padding_idx: tokens of this id have no part in the gradient; below 0 from the end, as in PyTorch.
+
+    Returns:
+        ``[..., N]``, of ``weight``'s type.
+    """
+    if padding_idx is not None and -weight.shape[0] <= padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return torch.ops.pydet.embedding(weight, ids, padding_idx)
+
+
 def sample(
     logits: torch.Tensor,
     seed: torch.Tensor,

@@ -9,7 +9,7 @@ import torch
 from pydet._native import INVALID_VALUE, fail
 from pydet.ops import Arithmetic
 from pydet.torch.accumulate import check_own, fold, main_grad, part_of_product, sum_of
-from pydet.torch.ops.head import WORKSPACE, Asked, Head, gradients
+from pydet.torch.ops.head import WORKSPACE, Asked, Head, gradients, loss_and_gradients, rounded
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 LOSS_ROWS = 256  # rows of a part of a loss's sum
@@ -145,6 +145,43 @@ def sum_of_rows(loss: torch.Tensor) -> torch.Tensor:
         return torch.ops.pydet.gemm(rows, ones, None, None, "ieee", LOSS_ROWS)[0, 0]
 
 
+class _Loss(NamedTuple):
+    """The loss of rows, of what the head says of them."""
+
+    label_smoothing: float
+    z_loss: float
+
+    @property
+    def lse(self) -> bool:
+        return self.mean or self.z_loss > 0
+
+    @property
+    def mean(self) -> bool:
+        return self.label_smoothing > 0
+
+    def __call__(
+        self, log_prob: torch.Tensor, lse: torch.Tensor | None, mean: torch.Tensor | None, ignored: torch.Tensor
+    ) -> torch.Tensor:
+        loss = -log_prob
+        if lse is not None:
+            lse = lse.masked_fill(ignored, 0.0)  # a product with a NaN would be one in the gradient
+            if mean is not None:
+                loss = loss * (1.0 - self.label_smoothing) + (lse - mean) * self.label_smoothing
+            if self.z_loss > 0:
+                loss = loss + (lse * lse) * self.z_loss
+        return loss.masked_fill(ignored, 0.0)
+
+
+def _check_loss(op: str, reduction: str, known: tuple[str, ...], label_smoothing: float, z_loss: float) -> None:
+    if reduction not in known:
+        names = [repr(name) for name in known]
+        fail(INVALID_VALUE, f"{op}: reduction is {reduction!r}, want {', '.join(names[:-1])} or {names[-1]}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        fail(INVALID_VALUE, f"{op}: label_smoothing is {label_smoothing}, want a number from 0 to 1")
+    if not 0.0 <= z_loss < float("inf"):
+        fail(INVALID_VALUE, f"{op}: z_loss is {z_loss}, want a number from 0 up")
+
+
 def linear_cross_entropy(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -179,28 +216,88 @@ def linear_cross_entropy(
     Returns:
         A float32 scalar, or ``[...]``.
     """
-    if reduction not in ("mean", "sum", "none"):
-        fail(INVALID_VALUE, f"linear_cross_entropy: reduction is {reduction!r}, want 'mean', 'sum' or 'none'")
-    if not 0.0 <= label_smoothing <= 1.0:
-        fail(INVALID_VALUE, f"linear_cross_entropy: label_smoothing is {label_smoothing}, want a number from 0 to 1")
-    if not 0.0 <= z_loss < float("inf"):
-        fail(INVALID_VALUE, f"linear_cross_entropy: z_loss is {z_loss}, want a number from 0 up")
-    smooths = label_smoothing > 0
+    _check_loss("linear_cross_entropy", reduction, ("mean", "sum", "none"), label_smoothing, z_loss)
+    rule = _Loss(label_smoothing, z_loss)
     how: dict[str, Any] = {"logits_dtype": logits_dtype, "temperature": temperature, "softcap": softcap}
-    how |= {"arithmetic": arithmetic, "k_chunk": k_chunk, "workspace": workspace}
-    how |= {"lse": smooths or z_loss > 0, "mean": smooths}
+    how |= {"arithmetic": arithmetic, "k_chunk": k_chunk, "workspace": workspace, "lse": rule.lse, "mean": rule.mean}
     ignored = target == ignore_index
-    index = target.masked_fill(ignored, -1)
-    made = head_of(x, w, index, bias, **how)
-    loss = -made.log_prob
-    if made.lse is not None:
-        lse = made.lse.masked_fill(ignored, 0.0)  # a product with a NaN would be one in the gradient
-        if made.mean is not None:
-            loss = loss * (1.0 - label_smoothing) + (lse - made.mean) * label_smoothing
-        if z_loss > 0:
-            loss = loss + (lse * lse) * z_loss
-    loss = loss.masked_fill(ignored, 0.0)
+    made = head_of(x, w, target.masked_fill(ignored, -1), bias, **how)
+    loss = rule(made.log_prob, made.lse, made.mean, ignored)
     if reduction == "none":
         return loss
     total = sum_of_rows(loss)
     return total if reduction == "sum" else total / (~ignored).sum().to(torch.float32)
+
+
+class LossAndGradients(NamedTuple):
+    """What :func:`linear_cross_entropy_and_gradients` makes; None where it has no gradient of its own."""
+
+    loss: torch.Tensor
+    dx: torch.Tensor
+    dw: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
+def linear_cross_entropy_and_gradients(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gradient: float | torch.Tensor = 1.0,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+    logits_dtype: torch.dtype | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    arithmetic: Arithmetic = "auto",
+    k_chunk: int | None = None,
+    workspace: int = WORKSPACE,
+) -> LossAndGradients:
+    """:func:`linear_cross_entropy` and its gradients at once, with their bits: three products a chunk, where backward
+    makes the logits again and so has four. The gradient of the loss must be known by then.
+
+    It records nothing: ``hidden.backward(made.dx)`` goes on from here. A ``w`` and ``bias`` of
+    :func:`accumulate_gradients` get theirs in ``main_grad``; others' are made, in float32 sums that are rounded once.
+
+    Args:
+        gradient: of the loss: 1, or what it would be multiplied by, such as one part in so many micro-batches.
+        reduction: ``"mean"`` or ``"sum"``.
+        x, w, target, bias, ignore_index, label_smoothing, z_loss: as in :func:`linear_cross_entropy`, and so the rest.
+
+    Returns:
+        ``(loss, dx, dw, dbias)``: dw and dbias None where ``main_grad`` has them, or there is no bias.
+    """
+    _check_loss("linear_cross_entropy_and_gradients", reduction, ("mean", "sum"), label_smoothing, z_loss)
+    head = Head(logits_dtype, float(temperature), softcap, arithmetic, k_chunk, workspace)
+    rule, sums_to, means = _Loss(label_smoothing, z_loss), hasattr(w, "pydet_accumulates"), reduction == "mean"
+    part, dbias = part_of_product(w) if sums_to else None, None
+    with torch.no_grad():
+        ignored = (target == ignore_index).reshape(-1)
+        index, count = target.masked_fill(target == ignore_index, -1), (~ignored).sum().to(torch.float32)
+        of_row = torch.as_tensor(gradient, dtype=torch.float32, device=x.device)
+        of_row = of_row / count if means else of_row
+        dw = sum_of(w, part) if sums_to else torch.zeros_like(w, dtype=torch.float32)
+        if bias is not None:
+            dbias = main_grad(bias) if sums_to else torch.zeros_like(bias, dtype=torch.float32)
+        losses, dx = loss_and_gradients(
+            x.detach(),
+            w.detach().to(x.dtype) if sums_to else w.detach(),
+            index,
+            None if bias is None else bias.detach(),
+            head,
+            lambda log_prob, lse, mean, rows: rule(log_prob, lse, mean, ignored[rows]),
+            (rule.lse, rule.mean),
+            of_row,
+            dw,
+            dbias,
+        )
+        total = sum_of_rows(losses)
+        loss = total / count if means else total
+        if sums_to:
+            fold(w, part)
+            return LossAndGradients(loss, dx, None, None)
+        made = None if bias is None or dbias is None else rounded(dbias[None], bias.dtype, head)[0]
+        return LossAndGradients(loss, dx, rounded(dw, w.dtype, head), made)

@@ -178,6 +178,18 @@ class LayerNorm(torch.nn.LayerNorm):
         return y
 
 
+class OffsetLayerNorm(LayerNorm):
+    """:class:`LayerNorm` whose weight is stored less 1, as Nemotron's; :func:`convert` makes these. The weight is what
+    ``weight + 1`` is in its type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_scripting() and self.accumulates and torch.is_grad_enabled():
+            y: torch.Tensor = AccumulatingLayerNorm.apply(x, self.weight, self.bias, self.eps, 1.0)
+        else:
+            y = torch.ops.pydet.layernorm(x, self.weight + 1.0, self.bias, self.eps)[0]
+        return y
+
+
 class Activation(torch.nn.Module):
     """``f(x)`` of each element, on :func:`pydet.torch.activation`. :func:`convert` makes these of SiLU, GELU and the
     like.
@@ -237,7 +249,7 @@ def _new_embedding(kind: type) -> Any:
     return made.__new__(made)
 
 
-def _is_embedding(module: Any) -> bool:
+def is_copying_embedding(module: Any) -> bool:
     """One that does no more than copy rows of its weight, by PyTorch's own forward."""
     if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None or module.sparse:
         return False
@@ -284,7 +296,7 @@ def _has_sinks(module: Any) -> bool:
 
 def _with_sums(module: Any) -> list[str] | None:
     """Of a module that takes part, the names of its parameters that its backward can add to sums."""
-    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Router) or _is_embedding(module):
+    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Router) or is_copying_embedding(module):
         names = ["weight", "bias"]
     elif _has_sinks(module):
         names = ["sinks"]
@@ -315,7 +327,7 @@ def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Mo
                     UNSUPPORTED,
                     f"{place} has a {own} that is a DTensor, of fully_shard or parallelize_module, whose gradient goes "
                     "to grad; want a model that is not sharded, and main_grad summed over the ranks "
-                    "(distributed.all_reduce of main_grad[None])",
+                    "by distributed.OrderedMainGrads",
                 )
             ours[parameter] = f"{name}.{own}".lstrip(".")
     for name, module in model.named_modules():
@@ -337,7 +349,7 @@ def _parts(of: dict[str, tuple[torch.nn.Module, list[str]]]) -> dict[str, tuple[
     for name, (module, names) in of.items():
         if "weight" in names:
             owners.setdefault(module.weight, []).append(name)
-            if not isinstance(module, Linear | Conv1D) and not _is_embedding(module):
+            if not isinstance(module, Linear | Conv1D) and not is_copying_embedding(module):
                 others.add(module.weight)
     tied = {weight: names for weight, names in owners.items() if len(names) > 1 and weight not in others}
     return {name: (i, len(names)) for names in tied.values() for i, name in enumerate(names)}
@@ -365,7 +377,9 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
 
     One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
     multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
-    reduce ``grad``, and never see ``main_grad``: a model in them is refused, here or as it is wrapped or called.
+    reduce ``grad``, and never see ``main_grad``: a model in fully_shard is refused, here or as it is wrapped or called,
+    and one in DistributedDataParallel where it is called outside ``no_sync()``. Data-parallel ranks sum ``main_grad``
+    by :class:`pydet.torch.distributed.OrderedMainGrads`.
 
     Args:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
@@ -394,10 +408,10 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     parts = _parts(of)
     for name, (taking_part, names) in of.items():
         module: Any = taking_part
-        if _is_embedding(module) and not isinstance(module, Embedding):
+        if is_copying_embedding(module) and not isinstance(module, Embedding):
             become(module, _embedding_class(type(module)), {})
         named = {f"{name}.{own}".lstrip("."): getattr(module, own) for own in names}
-        module.accumulates = Accumulation(named, parts.get(name), not _is_embedding(module))
+        module.accumulates = Accumulation(named, parts.get(name), not is_copying_embedding(module))
         for parameter in module.accumulates.parameters.values():
             main_grad(parameter)
             parameters[parameter] = None

@@ -10,8 +10,10 @@ import torch
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.torch import fused, override
+from pydet.torch.batching import attention_of, continuous_batching
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Linear
+from pydet.torch.stock import registered
 
 _HEADS = {"lm_head", "get_output_embeddings"}  # by one of these names a forward gets hold of the head
 
@@ -48,8 +50,9 @@ def check_trainer(trainer: Any) -> None:
     itself, in tiles with a softmax behind: the converted ``lm_head`` is never called, and the product is PyTorch's. The
     fused head of TRL becomes :func:`linear_log_prob`, here, in the arithmetic of the converted head: its
     log-probabilities are :func:`log_prob` of the sampler's logits, its gradients come to ``main_grad`` where the model
-    has :func:`accumulate_gradients`, and logits stay within the workspace. Others are refused. Call this when the
-    trainer is made::
+    has :func:`accumulate_gradients`, and logits stay within the workspace. Others are refused. A trainer that samples
+    by Transformers' continuous batching does it by pydet's (:func:`continuous_batching`) where the model's attention is
+    pydet's. Call this when the trainer is made::
 
         trainer = trl.GRPOTrainer(model, ...)
         pydet.torch.check_trainer(trainer)
@@ -64,6 +67,8 @@ def check_trainer(trainer: Any) -> None:
     """
     if not isinstance(getattr(trainer, "model", None), torch.nn.Module):
         fail(INVALID_VALUE, f"check_trainer: trainer is {type(trainer).__qualname__}, want one that has a model")
+    if getattr(trainer, "use_transformers_continuous_batching", False) and attention_of(trainer.model) in registered:
+        continuous_batching(trainer.model)
     for name in ("model", "ref_model"):
         model = getattr(trainer, name, None)
         found = _bypass(model) if isinstance(model, torch.nn.Module) else None

@@ -91,6 +91,14 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   for (int lane = 0; lane < emulated::kWarp; ++lane) value = values[lane] > value ? values[lane] : value;
   return value;
 }
+inline uint32_t __ballot_sync(unsigned, bool holds) {
+  const uint32_t *values = emulated::meet_warp(holds, -1);
+  uint32_t lanes = 0;
+  for (int lane = 0; lane < emulated::kWarp; ++lane) lanes |= (values[lane] & 1) << lane;
+  return lanes;
+}
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return uint32_t((uint64_t(high) << 32 | low) >> (shift % 32));
 }

@@ -543,6 +543,11 @@ def bit_field(x, first, size):
     return (i32(x << up) >> I32(32 - int(size))).view(U32)
 
 
+def ones(x):
+    """How many bits are set."""
+    return sum(np.asarray(x, U32) >> U32(i) & U32(1) for i in range(32)).astype(U32)
+
+
 def shift(x, by, width=32):
     return np.asarray(by, U32) & U32(width - 1)
 
@@ -552,6 +557,8 @@ VALUES = {
     "v_mov_b32": lambda a: a,
     "v_not_b32": lambda a: ~a,
     "v_bfrev_b32": lambda a: U32(int(f"{int(np.ravel(a)[0]):032b}"[::-1], 2)),  # of constants only
+    "v_ffbl_b32": lambda a: np.where(a == U32(0), U32(M32), ones(~np.asarray(a, U32) & (a - U32(1)))),
+    "v_bcnt_u32_b32": lambda a, b: ones(a) + b,
     "v_cvt_f32_f16": lambda a: bits(half(a).astype(F32)),
     "v_cvt_f16_f32": lambda a: half_bits(f(a)),
     "v_cvt_f32_u32": lambda a: bits(np.asarray(a, U32).astype(F32)),

@@ -166,6 +166,15 @@ constexpr Kernel<TopK> kTopK[] = {
     Row("hip_topk", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides).launches(topk),
 };
 
+constexpr Kernel<Embedding> kEmbedding[] = {
+    Row("hip_embedding", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides).launches(embedding),
+};
+
+constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
+    Row("hip_embedding_backward", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides | kAccumulate | kPadding)
+        .launches(embedding_backward),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("hip_fold", bit(Type::f32), Arithmetic::ieee, kBuilt, kBias | kAccumulate | kTree).launches(fold),
 };
@@ -235,11 +244,12 @@ constexpr Backend hip() {
   backend.built_for = "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"";
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
-                          table(kActivation), table(kActivationBackward), table(kSample), table(kTopK));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
+             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward));
   return backend;
 }
 

@@ -348,6 +348,15 @@ constexpr Kernel<TopK> kTopK[] = {
     Row("cuda_topk", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(topk),
 };
 
+constexpr Kernel<Embedding> kEmbedding[] = {
+    Row("cuda_embedding", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(embedding),
+};
+
+constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
+    Row("cuda_embedding_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides | kAccumulate | kPadding)
+        .launches(embedding_backward),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("cuda_fold", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree).launches(fold),
     Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
@@ -491,11 +500,12 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
-                          table(kActivation), table(kActivationBackward), table(kSample), table(kTopK));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
+             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward));
   return backend;
 }
 

@@ -38,6 +38,7 @@ template <> struct Operation<Sample> : AlwaysIeee {
   static bool lay_well(Sample &sample) { return give_room(sample.x), true; }
   using Functions = FunctionList<pydet_sample, pydet_topk>;
   static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 struct TopK {

@@ -39,8 +39,8 @@ inline pydet_status whole_numbers(const View &x, const char *name, const pydet_t
     return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want %sint64", x.op, name, dtype_text(tensor->dtype).text,
                 may_be_narrow ? "int32 or " : "");
   if (tensor->ndim != ndim || (ndim > 0 && !tensor->shape))
-    return fail(PYDET_INVALID_SHAPE, "%s: %s has %d dimensions, want %d, %s", x.op, name, int(tensor->ndim), ndim,
-                ndim < x.ndim ? "one less than x" : "as x has");
+    return fail(PYDET_INVALID_SHAPE, "%s: %s has %d dimensions, want %d, %s %s%s", x.op, name, int(tensor->ndim), ndim,
+                ndim < x.ndim ? "one less than" : "as", x.name, ndim < x.ndim ? "" : " has");
   for (int i = 0; i < ndim; ++i)
     if (tensor->shape[i] != want[i])
       return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want %s", x.op, name, shape_text(tensor->shape, ndim).text,

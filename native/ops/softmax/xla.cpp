@@ -2,27 +2,10 @@
 // dimensions.
 
 #include "core/operations.h"
-#include "entry/xla_call.h"
+#include "entry/xla_rows.h"
 
 namespace pydet {
 namespace {
-
-pydet_tensor as_rows(Call &call, const pydet_xla_buffer &buffer, Shape *shape) {
-  if (buffer.rank < 1) {
-    call.fail("want rows, got a scalar");
-    return {};
-  }
-  const int64_t last = buffer.rank - 1;
-  *shape = {{product(call, buffer.dims, last), buffer.dims[last]}, {buffer.dims[last], 1}};
-  return call.tensor(buffer, shape, 2);
-}
-// One a row of `rows`.
-pydet_tensor as_values(Call &call, const char *name, const pydet_xla_buffer &buffer, const pydet_xla_buffer &rows,
-                       Shape *shape) {
-  call.expect_shape(name, buffer, rows.dims, rows.rank ? rows.rank - 1 : 0);
-  *shape = {{elements(buffer)}, {1}};
-  return call.tensor(buffer, shape, 1);
-}
 
 pydet_softmax_options softmax_options(Call &call) {
   pydet_softmax_options options = {};

@@ -12,18 +12,23 @@ rank, with a sentence; a rank that died is the group's to notice, by its connect
 """
 
 from pydet.torch.distributed import sharding
+from pydet.torch.distributed.context import context_parallel_attention, gather_context, shard_context
+from pydet.torch.distributed.context_model import context_parallel
 from pydet.torch.distributed.exchange import all_reduce, check_exchanges, reduce_scatter
 from pydet.torch.distributed.head import vocab_parallel_linear_log_prob
 from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
 from pydet.torch.distributed.linear import column_parallel_linear, row_parallel_linear, segment_length, shard_bounds
+from pydet.torch.distributed.main_grad import OrderedMainGrads
 from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
 from pydet.torch.distributed.rows import rms_norm, vocab_parallel_log_prob
 from pydet.torch.distributed.styles import ColwiseParallel, RowwiseParallel
+from pydet.torch.distributed.tokens import context_parallel_embedding, context_parallel_linear, layer_norm
 
 sharding.register()
 
 __all__ = [
     "ColwiseParallel",
+    "OrderedMainGrads",
     "OrderedReduceScatter",
     "OrderedState",
     "RowwiseParallel",
@@ -31,6 +36,12 @@ __all__ = [
     "check_exchanges",
     "clip_grad_norm_",
     "column_parallel_linear",
+    "context_parallel",
+    "context_parallel_attention",
+    "context_parallel_embedding",
+    "context_parallel_linear",
+    "gather_context",
+    "layer_norm",
     "ordered_hook",
     "reduce_scatter",
     "rms_norm",
@@ -38,6 +49,7 @@ __all__ = [
     "segment_length",
     "segment_order",
     "shard_bounds",
+    "shard_context",
     "share_heads",
     "split_segments",
     "vocab_parallel_linear_log_prob",

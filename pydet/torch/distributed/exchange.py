@@ -215,7 +215,7 @@ def _flat_bias(bias: Tensor | None, begin: int, end: int) -> Tensor | None:
     return bias[torch.arange(begin, end, device=bias.device) % bias.numel()]
 
 
-def _split(sums: Tensor, world: int) -> Tensor:
+def split_sums(sums: Tensor, world: int) -> Tensor:
     """``[W, s, c]`` of sums ``[s, ...]``: what goes to each rank, padded with zeros to W equal parts."""
     flat = sums.flatten(1)
     padded = torch.nn.functional.pad(flat, (0, -flat.shape[1] % world))
@@ -225,7 +225,7 @@ def _split(sums: Tensor, world: int) -> Tensor:
 def _own_part(sums: Tensor, group: Group, bias: Tensor | None, out_dtype: torch.dtype, order: Order) -> Tensor:
     """This rank's 1/W of the result, flat: all-to-all, then the fold of all segments."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    send = _split(sums, world)
+    send = split_sums(sums, world)
     received = torch.empty_like(send)
     dist.all_to_all_single(received.view(-1), send.view(-1), group=group)
     each = send.shape[2]

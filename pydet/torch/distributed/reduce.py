@@ -15,6 +15,8 @@ import torch.distributed as dist
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import gemm
 from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, fold_all, gather, together
+from pydet.torch.distributed.main_grad import own_gradient
+from pydet.torch.optimizer import exact_sqrt
 
 # ---- DDP -------------------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
     mesh of one, so that the segments are the same.
 
     Args:
-        parameters: those with a ``grad``; plain tensors, the same on every rank, or DTensors of one mesh dimension.
+        parameters: those with a ``main_grad`` of :func:`pydet.torch.accumulate_gradients`, which is the gradient then,
+            or a ``grad``; plain tensors, the same on every rank, or DTensors of one mesh dimension.
         max_norm: gradients are scaled by ``min(1, max_norm / (norm + 1e-6))``, in place.
         group: the ranks that share the DTensors, the default group if None.
         segments: a multiple of the number of ranks that divides every sharded dimension.
@@ -190,7 +193,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
     from torch.distributed.tensor import DTensor
 
     op = "clip_grad_norm_"
-    gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
+    gradients: list[Any] = [x for x in map(own_gradient, parameters) if x is not None]
     if not gradients:
         return torch.zeros(())
     first = gradients[0].to_local() if isinstance(gradients[0], DTensor) else gradients[0]
@@ -213,8 +216,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
         everyone = gather(torch.stack([sums[i] for i in sharded]), group)  # [W, parameters, S / W]
         for place, i in enumerate(sharded):
             sums[i] = everyone[:, place].reshape(-1)
-    total = fold_all(torch.stack([fold_all(s) for s in sums])).sqrt()
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    total = exact_sqrt(fold_all(torch.stack([fold_all(s) for s in sums])))
+    scale = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         local.mul_(scale.to(local.device))

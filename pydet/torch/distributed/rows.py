@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from pydet._native import constants, fail
 from pydet.ops import DWEIGHT_ROWS, log_prob, rmsnorm, rmsnorm_backward, softmax
+from pydet.torch.distributed.context import Layout, whole
 from pydet.torch.distributed.exchange import Group, Tensor, fold_all, gather, shared, together
+from pydet.torch.distributed.tokens import check_tokens
 from pydet.torch.ops import matrix
+
+Order: TypeAlias = tuple[tuple[int, ...], str]  # of tokens: the shape of x, and how they are shared out
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float, group: Group, order: Order | None
+    ) -> Tensor:
         op, world = "rms_norm", dist.get_world_size(group)
 
         def terms() -> tuple[Any, ...]:
-            if world > 1 and x.shape[0] % DWEIGHT_ROWS:
+            if order is not None:
+                shape, layout = order
+                check_tokens(op, x.view(shape), layout, group, DWEIGHT_ROWS, "sums over rows are in blocks of so many")
+            elif world > 1 and x.shape[0] % DWEIGHT_ROWS:
                 fail(
                     constants.PYDET_INVALID_SHAPE,
                     f"{op}: x has {x.shape[0]} rows, want a multiple of {DWEIGHT_ROWS} on each of {world} ranks",
                 )
-            return rmsnorm(x, weight, eps=eps, weight_offset=weight_offset), tuple(x.shape), x.dtype, eps, weight_offset
+            made = rmsnorm(x, weight, eps=eps, weight_offset=weight_offset)
+            return made, tuple(x.shape), x.dtype, eps, weight_offset, order
 
         y, rstd = together(op, group, x.device, terms)[0]
         ctx.save_for_backward(x, weight, rstd)
-        ctx.group, ctx.weight_offset = group, weight_offset
+        ctx.group, ctx.weight_offset, ctx.order = group, weight_offset, order
         return y
 
     @staticmethod
@@ -37,13 +47,26 @@ class _RmsNorm(torch.autograd.Function):
         dy, offset = gradients[0].contiguous(), ctx.weight_offset
         if dist.get_world_size(ctx.group) == 1:
             dx, dweight = rmsnorm_backward(dy, x, weight, rstd, weight_offset=offset)
-            return dx, dweight, None, None, None
+            return dx, dweight, None, None, None, None
         dx, blocks = rmsnorm_backward(dy, x, weight, rstd, weight_offset=offset, block_sums=True)
-        everyone = gather(blocks, ctx.group).flatten(0, 1)
-        return dx, fold_all(everyone, out_dtype=weight.dtype), None, None, None
+        if ctx.order is None:
+            everyone = gather(blocks, ctx.group).flatten(0, 1)
+        else:
+            shape, layout = ctx.order
+            of_tokens = blocks.unflatten(0, (shape[0], len(blocks) // shape[0]))
+            everyone = whole(of_tokens, ctx.group, layout, dim=1).flatten(0, 1).contiguous()
+        return dx, fold_all(everyone, out_dtype=weight.dtype), None, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0, group: Group = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    group: Group = None,
+    layout: Layout | None = None,
+) -> Tensor:
     """:func:`pydet.torch.rms_norm` of rows that are shared out over the ranks (sequence parallel), with gradients.
 
     The weight's gradient is the one of all ranks' rows, rank 0's first, with the bits of one rank that has them all:
@@ -54,8 +77,12 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.
         weight: ``[N]``, the same on every rank. Its gradient is the whole one, on every rank: add it once.
         eps, weight_offset: as in :func:`pydet.torch.rms_norm`.
         group: a process group, the default one if None.
+        layout: x is ``[B, S / W, N]``, tokens of sequences, shared out as :func:`context_parallel_attention` says, a
+            chunk being a multiple of ``DWEIGHT_ROWS`` tokens; then the gradient has the bits of one rank that has the
+            whole sequences. None: a rank's rows all come before the next one's.
     """
-    y: Tensor = _RmsNorm.apply(matrix(x), weight, eps, weight_offset, group)
+    order = None if layout is None else (tuple(x.shape), layout)
+    y: Tensor = _RmsNorm.apply(matrix(x), weight, eps, weight_offset, group, order)
     return y.view(x.shape)
 
 

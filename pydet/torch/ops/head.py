@@ -8,7 +8,7 @@ are PyTorch's additions, products and divisions, each rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -349,6 +349,49 @@ def gradients(
         if dbias is not None:
             _sum(d.new_ones((d.shape[0], 1)), d, dbias[None], continues, head)
     return None if dx is None else dx.view(x.shape)
+
+
+def loss_and_gradients(
+    x: Tensor,
+    w: Tensor,
+    index: Tensor,
+    bias: Tensor | None,
+    head: Head,
+    loss_of: Callable[[Tensor, Tensor | None, Tensor | None, slice], Tensor],
+    asks: tuple[bool, bool],
+    gradient: Tensor,
+    dw: Tensor,
+    dbias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """-> the loss of each row and dx, where `gradient` is that of each row's loss: a chunk's logits are made once.
+
+    loss_of(log_prob, lse, mean, rows), of which it `asks` for lse and mean, is differentiated by PyTorch, as it is
+    where gradients are made in backward. The sums in dw and dbias, float32, are continued.
+    """
+    _check(x, w, index, bias, head)
+    rows, n, (lse, mean) = _matrix(x), w.shape[0], asks
+    wanted = index.reshape(-1).contiguous()
+    losses = rows.new_empty(rows.shape[0], dtype=torch.float32)
+    dx = rows.new_empty(rows.shape)
+    size = _gradient_bytes(n, x, head, lse or mean) + (n * 10 if lse else 0) + (n + 1) * 13 * mean
+    room = _Room(x)
+    for part in _chunks(rows.shape[0], size, head.k_chunk or ROWS, head):
+        logits = _logits(rows[part], w, bias, head, room)
+        log_prob = _log_prob(logits.read, wanted[part]).requires_grad_()
+        of_lse = _lse(logits.read).requires_grad_() if lse else None
+        of_mean = _mean(logits.read, room).requires_grad_() if mean else None
+        with torch.enable_grad():
+            loss = loss_of(log_prob, of_lse, of_mean, part)
+            beside = [y for y in (of_lse, of_mean) if y is not None]
+            dlog_prob, *others = torch.autograd.grad(loss, [log_prob, *beside], gradient.expand_as(loss))
+        losses[part] = loss.detach()
+        more = Asked(None, others[0] if lse else None, others[-1] if mean else None)
+        d = _gradient_of_rows(dlog_prob, more, wanted[part], logits, x, head, room)
+        _gemm(d, w, out=dx[part], **head.products)
+        _sum(d, rows[part], dw, True, head)
+        if dbias is not None:
+            _sum(d.new_ones((d.shape[0], 1)), d, dbias[None], True, head)
+    return losses, dx.view(x.shape)
 
 
 # ---- The operators ---------------------------------------------------------------------------------------------------

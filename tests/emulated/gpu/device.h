@@ -9,6 +9,7 @@ inline int64_t block_number() { return blockIdx.x; }
 inline int same_in_warp(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 inline float gpu_shfl_xor(float value, int mask, int width) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask, width); }
 inline float gpu_shfl(float value, int lane, int width) { return __shfl_sync(0xFFFFFFFFu, value, lane, width); }
+inline uint32_t gpu_ballot(bool holds) { return __ballot_sync(0xFFFFFFFFu, holds); }
 inline void fma_pair(float a, const float *b, float *c) { c[0] = fmaf(a, b[0], c[0]), c[1] = fmaf(a, b[1], c[1]); }
 template <Type type> uint32_t rounded_pair(float first, float second) {
   return is_bf16<type>() ? bf16_from_f32(first) | uint32_t(bf16_from_f32(second)) << 16

@@ -1,0 +1,132 @@
+"""Rows of a table by their numbers, with the table's gradient."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, fail
+from pydet.jax.calls import (
+    INVALID_SHAPE,
+    Array,
+    call_handler,
+    compiled,
+    continued,
+    kernel_name,
+    name_of,
+    static,
+    to_array,
+    whole_numbers,
+)
+from pydet.shapes import text
+
+_NONE = -1  # no padding id
+
+
+def _workspace(tokens: int, rows: int) -> Any:
+    """Where tokens are put in order (pydet_embedding_backward_workspace)."""
+    most = 2**31 - 1
+    if tokens > most or rows > most:
+        fail(INVALID_SHAPE, f"embedding_backward: tokens are {tokens} and rows {rows}, want 0 to {most} of each")
+    return jax.ShapeDtypeStruct((8 * tokens + 4 * (-(-rows // 32) + 1),), jnp.uint8)
+
+
+def _gradient(dout: Array, ids: Array, start: Array | None, rows: int, padding: int, dtype: str, kernel: str) -> Array:
+    results = (jax.ShapeDtypeStruct((rows, dout.shape[-1]), jnp.dtype(dtype)), _workspace(math.prod(ids.shape), rows))
+    operands = [dout, ids] if start is None else [dout, ids, start]
+    aliases = {} if start is None else {2: 0}
+    options = {"accumulate": start is not None, "padding": padding, "kernel": kernel}
+    dw, _ = call_handler("embedding_backward", results, operands, aliases, options)
+    return dw
+
+
+_run_gradient = compiled(3, 4, 5, 6)(_gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rows(w: Array, ids: Array, padding: int, kernel: str) -> Array:
+    like = jax.ShapeDtypeStruct((*ids.shape, w.shape[1]), w.dtype)
+    return call_handler("embedding", like, [w, ids], {}, {"kernel": kernel})
+
+
+def _rows_forward(w: Array, ids: Array, padding: int, kernel: str) -> tuple[Array, Any]:
+    return _rows(w, ids, padding, kernel), (ids, w.shape[0])
+
+
+def _rows_backward(padding: int, kernel: str, saved: Any, dout: Array) -> tuple[Array, None]:
+    ids, rows = saved
+    return _gradient(dout, ids, None, rows, padding, name_of(dout.dtype), ""), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+_run_rows = compiled(2, 3)(_rows)
+
+
+def _padding(op: str, padding_idx: int | None, rows: int) -> int:
+    if padding_idx is None:
+        return _NONE
+    padding: int = static(op, "padding_idx", padding_idx, operator.index, "None or an integer")
+    if not 0 <= padding < rows:
+        fail(INVALID_VALUE, f"{op}: padding_idx is {padding}, want None or one of {rows} rows, from 0")
+    return padding
+
+
+def embedding(w: Array, ids: Array, *, padding_idx: int | None = None, kernel: str | None = None) -> Array:
+    """``w[ids]``: :func:`pydet.embedding` with a gradient by ``w``, whose sums have their tokens' order.
+
+    Args:
+        w: ``[V, N]``.
+        ids: ``[...]``, int32 or int64. One that is no row's is an error on the CPU; on a GPU its row is NaN, and it has
+            no part in the gradient.
+        padding_idx: tokens of this id have no part in the gradient.
+        kernel: as in :func:`gemm`.
+
+    Returns:
+        ``[..., N]``, of ``w``'s type.
+    """
+    w = to_array("embedding", "w", w)
+    if w.ndim != 2 or not w.shape[1]:
+        fail(INVALID_SHAPE, f"embedding: w is {text(w.shape)}, want 2 dimensions, the last of 1 or more")
+    ids = whole_numbers("embedding", "ids", ids, None)
+    return _run_rows(w, ids, _padding("embedding", padding_idx, w.shape[0]), kernel_name("embedding", kernel))
+
+
+def embedding_backward(
+    dout: Array,
+    ids: Array,
+    rows: int,
+    *,
+    padding_idx: int | None = None,
+    out_dtype: Any = None,
+    accumulate: Array | None = None,
+    kernel: str | None = None,
+) -> Array:
+    """:func:`pydet.embedding_backward`: the gradient of a table of so many rows.
+
+    Args:
+        dout: ``[..., N]``.
+        ids, padding_idx, kernel: as in :func:`embedding`.
+        rows: V.
+        out_dtype: float32, or the type of ``dout``, which is the default.
+        accumulate: ``[V, N]``, float32: continue from it. Within ``jit`` its memory is reused where it is donated.
+
+    Returns:
+        ``[V, N]``.
+    """
+    op = "embedding_backward"
+    dout = to_array(op, "dout", dout)
+    if dout.ndim < 1 or not dout.shape[-1]:
+        fail(INVALID_SHAPE, f"{op}: dout is {text(dout.shape)}, want a last dimension of 1 or more")
+    ids = whole_numbers(op, "ids", ids, dout.shape[:-1])
+    rows = static(op, "rows", rows, operator.index, "an integer")
+    if rows < 0:
+        fail(INVALID_VALUE, f"{op}: rows is {rows}, want 0 or more")
+    start, dtype = continued(op, accumulate, (rows, dout.shape[-1]), out_dtype, name_of(dout.dtype))
+    if dtype not in ("float32", name_of(dout.dtype)):
+        fail(INVALID_DTYPE, f"{op}: out_dtype is {dtype}, want float32, or {name_of(dout.dtype)} as dout is")
+    return _run_gradient(dout, ids, start, rows, _padding(op, padding_idx, rows), dtype, kernel_name(op, kernel))

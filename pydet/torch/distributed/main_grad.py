@@ -1,0 +1,132 @@
+"""The sums of ``accumulate_gradients`` over data-parallel ranks, in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
+from pydet.ops import fold
+from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, gather, together
+
+_BUCKET = 1 << 24  # elements that are exchanged at a time; it decides no bits
+
+
+def own_gradient(parameter: Any) -> Any:
+    """Where a parameter's gradient comes: ``main_grad`` of one that accumulates, else ``grad``, which may be None."""
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+class OrderedMainGrads:
+    """Sums ``main_grad`` over all ranks and rounds in a fixed order: data parallel under ``accumulate_gradients``.
+
+        sums = OrderedMainGrads(model.parameters())
+        for micro_batch in segments[rank::world]:     # rank r takes segments r, r + W, ...
+            loss(micro_batch).backward()              # or several backward passes, which continue main_grad
+            sums.add()
+        sums.finish()                                 # main_grad is the whole sum, on every rank
+
+    ``add`` gives a rank's sums to those that fold them, ``D = fl(D + s)``, rank 0's first, and leaves zeros for the
+    next segment. So the sum of all segments has the same bits for every number of ranks that divides theirs: those of
+    one rank which adds them in their order. A linear layer's are those of one batch with ``k_chunk`` the rows of a
+    segment. How a step is cut into segments decides bits, as ``k_chunk`` does.
+
+    Between the exchanges a rank keeps 1/W of the sums. Parameters without a ``main_grad`` take part with their
+    ``grad``, summed in float32 and rounded once, which is then what ``grad`` holds.
+
+    Args:
+        parameters: the same on every rank, in the same order: trained parameters of a model.
+        group: the ranks that share the data, the default group if None.
+
+    Raises:
+        Error: parameters that are DTensors, which their own reduction sums, or that are on several devices.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, group: Group = None) -> None:
+        op = "OrderedMainGrads"
+        self.group, self.rounds = group, 0
+        self.parameters: list[Any] = [p for p in parameters if p.requires_grad]
+        if not self.parameters:
+            fail(INVALID_VALUE, f"{op}: there is no parameter that is trained")
+        for number, p in enumerate(self.parameters):
+            if "DTensor" in repr(type(p)):
+                fail(
+                    UNSUPPORTED,
+                    f"{op}: parameter {number} is a DTensor, whose gradient goes to grad; want OrderedReduceScatter "
+                    "for fully_shard",
+                )
+            if p.device != self.parameters[0].device:
+                fail(INVALID_VALUE, f"{op}: parameter {number} is on {p.device}, want {self.parameters[0].device}")
+        self.buckets: list[list[Any]] = [[]]
+        for p in self.parameters:
+            if self.buckets[-1] and sum(x.numel() for x in self.buckets[-1]) + p.numel() > _BUCKET:
+                self.buckets.append([])
+            self.buckets[-1].append(p)
+        self.shards: list[Tensor] = []
+
+    def add(self) -> None:
+        """After the backward passes of a segment on this rank: the sums go on, and ``main_grad`` is zeros again."""
+        op, world = "OrderedMainGrads.add", dist.get_world_size(self.group)
+        first = self.parameters[0]
+
+        def terms() -> tuple[Any, ...]:
+            for number, p in enumerate(self.parameters):
+                main = getattr(p, "main_grad", None)
+                if main is not None and (main.dtype != torch.float32 or main.shape != p.shape):
+                    got = f"{main.dtype} {tuple(main.shape)}"
+                    fail(
+                        constants.PYDET_INVALID_DTYPE,
+                        f"{op}: main_grad of parameter {number} is {got}, want torch.float32 {tuple(p.shape)}",
+                    )
+            counts = [sum(p.numel() for p in bucket) for bucket in self.buckets]
+            with_main = sum(getattr(p, "main_grad", None) is not None for p in self.parameters)
+            return None, f"{counts} elements, {with_main} main_grads, round {self.rounds + 1}"
+
+        together(op, self.group, first.device, terms)
+        for i, bucket in enumerate(self.buckets):
+            flat = torch.cat([self._sums_of(p) for p in bucket])
+            flat = torch.nn.functional.pad(flat, (0, -flat.numel() % world))
+            if len(self.shards) == i:
+                self.shards.append(flat.new_zeros(flat.numel() // world))
+            continue_shard(flat, self.shards[i], self.group)
+            for p in bucket:
+                if getattr(p, "main_grad", None) is not None:
+                    p.main_grad.zero_()
+                else:
+                    p.grad = None
+        self.rounds += 1
+
+    def _sums_of(self, p: Any) -> Tensor:
+        gradient = own_gradient(p)
+        if gradient is None:
+            return torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+        flat: Tensor = gradient.detach().reshape(-1).to(torch.float32)
+        return flat
+
+    def finish(self) -> None:
+        """After the last segment: the whole sum in ``main_grad``, or in ``grad`` where there is none, on every rank."""
+        op = "OrderedMainGrads.finish"
+
+        def terms() -> tuple[Any, ...]:
+            if not self.rounds:
+                fail(INVALID_VALUE, f"{op}: nothing was added since the last one; want add() after each segment")
+            return None, f"{self.rounds} rounds"
+
+        together(op, self.group, self.parameters[0].device, terms)
+        for bucket, shard in zip(self.buckets, self.shards, strict=True):
+            flat = gather(shard, self.group).view(-1)
+            sums = flat[: sum(p.numel() for p in bucket)].split([p.numel() for p in bucket])
+            for p, total in zip(bucket, sums, strict=True):
+                if getattr(p, "main_grad", None) is not None:
+                    p.main_grad.copy_(total.view(p.shape))
+                else:
+                    p.grad = fold([total.contiguous()], out_dtype=p.dtype).view(p.shape)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was added, on every rank alike."""
+        self.rounds, self.shards = 0, []

@@ -1,0 +1,152 @@
+"""AdamW as one written formula in fp32, whose bits depend on an element's own gradients alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
+from pydet.torch.ops.register import DTYPES
+
+Tensor = torch.Tensor
+
+
+def _rounded(x: float) -> float:
+    """To fp32, so that no backend's own conversion of a number has a part in the bits."""
+    return float(torch.tensor(x, dtype=torch.float64).to(torch.float32))
+
+
+def exact_sqrt(x: Tensor) -> Tensor:
+    """Of fp32, rounded to nearest: PyTorch's own on a CPU is off in some of a hundred. In double it is exact enough, as
+    no root of an fp32 number is within 2^-50 of the middle between two."""
+    return x.to(torch.float64).sqrt_().to(torch.float32)
+
+
+def _local(x: Any) -> Any:
+    """What this rank has of a DTensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+class AdamW(torch.optim.Optimizer):
+    """``torch.optim.AdamW`` by one formula, each step of it rounded to fp32, on whatever backend and number of ranks.
+
+    Of each element by itself, t = 1, 2, ... the step, fl() to fp32, numbers in braces made in double, rounded once::
+
+        m = fl(fl({beta1} m) + fl({1 - beta1} g))
+        v = fl(fl({beta2} v) + fl(fl({1 - beta2} g) g))
+        d = fl(fl(fl(sqrt(v)) {1 / sqrt(1 - beta2^t)}) + {eps})
+        w = fl(fl(w {1 - lr weight_decay}) - fl(fl({lr / (1 - beta1^t)} m) / d))
+
+    beta^t is the product of t factors. Every operation is an elementwise one of PyTorch's that IEEE 754 rounds (the
+    root by way of double): no fused multiply-add, no reciprocal. So bits do not depend on vectors, threads, the
+    tensor's width, the device, or how the parameters are shared out (NUMERICS.md, "AdamW"). w is the parameter, or,
+    where that is not float32, a float32 copy in the state (``master``), which is rounded to the parameter after each
+    step. g is ``main_grad`` of a parameter of :func:`accumulate_gradients`, else ``grad``, as fp32.
+
+    Args:
+        params: as in ``torch.optim.AdamW``: parameters, or groups of them. A DTensor's shard is updated where it lies.
+        lr, betas, eps, weight_decay: as there; weight decay is decoupled.
+
+    Raises:
+        Error: a parameter that is not float32, bfloat16 or float16, a gradient of another shape or that is sparse,
+            options out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            _check_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step for all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again, with gradients, as in ``torch.optim``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            _check_group(group)
+            for parameter in group["params"]:
+                main = getattr(parameter, "main_grad", None)
+                gradient = parameter.grad if main is None else main
+                if gradient is not None:
+                    self._update(parameter, gradient, group)
+        return loss
+
+    def _update(self, parameter: Any, gradient: Any, group: dict[str, Any]) -> None:
+        _check_gradient(parameter, gradient)
+        state = self.state[parameter]
+        if not state:
+            state |= {"step": 0, "beta1_power": 1.0, "beta2_power": 1.0}
+            state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+            if parameter.dtype != torch.float32:
+                state["master"] = parameter.detach().to(torch.float32)
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        state["step"] += 1
+        state["beta1_power"] *= beta1
+        state["beta2_power"] *= beta2
+        g = _local(gradient.detach()).to(torch.float32)
+        m, v, w = (_local(x) for x in (state["exp_avg"], state["exp_avg_sq"], state.get("master", parameter.detach())))
+        m.mul_(_rounded(beta1)).add_(g * _rounded(1 - beta1))
+        v.mul_(_rounded(beta2)).add_((g * _rounded(1 - beta2)).mul_(g))
+        d = exact_sqrt(v).mul_(_rounded(1 / math.sqrt(1 - state["beta2_power"]))).add_(_rounded(group["eps"]))
+        change = (m * _rounded(lr / (1 - state["beta1_power"]))).div_(d)
+        w.mul_(_rounded(1 - lr * group["weight_decay"])).sub_(change)
+        if "master" in state:
+            _local(parameter.detach()).copy_(w)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``torch.optim``; ``main_grad`` becomes zeros."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if getattr(parameter, "main_grad", None) is not None:
+                    parameter.main_grad.zero_()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``, but that the state stays in fp32 where parameters are not."""
+        super().load_state_dict(state_dict)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for i, parameter in zip(ids, own, strict=True):
+            for name, x in state_dict["state"].get(i, {}).items():
+                if isinstance(x, Tensor):
+                    self.state[parameter][name] = x.detach().to(parameter.device, torch.float32, copy=True)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        fail(INVALID_VALUE, f"AdamW: betas is {group['betas']}, want two numbers from 0 to below 1")
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= float(group[name]) < math.inf:
+            fail(INVALID_VALUE, f"AdamW: {name} is {group[name]}, want a finite number of 0 or more")
+
+
+def _check_gradient(parameter: Any, gradient: Any) -> None:
+    if parameter.dtype not in DTYPES:
+        fail(INVALID_DTYPE, f"AdamW: a parameter is {parameter.dtype}, want float32, bfloat16 or float16")
+    if gradient.is_sparse or gradient.layout != torch.strided:
+        fail(UNSUPPORTED, "AdamW: a gradient is sparse, want a dense one")
+    if gradient.shape != parameter.shape or gradient.dtype not in DTYPES:
+        got, want = f"{gradient.dtype} {tuple(gradient.shape)}", tuple(parameter.shape)
+        fail(constants.PYDET_INVALID_SHAPE, f"AdamW: a gradient is {got}, want a floating-point one of {want}")
+    placements = getattr(parameter, "placements", None)
+    if placements is not None or hasattr(gradient, "placements"):
+        own = getattr(gradient, "placements", None)
+        if own != placements or any(p.is_partial() for p in own or ()):
+            fail(UNSUPPORTED, f"AdamW: a gradient is placed as {own}, want its parameter's {placements}")
