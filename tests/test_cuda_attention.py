@@ -148,6 +148,14 @@ def test_many_tiles(runs, torch):
         )
         differ = int((words(one) != words(other)).sum())
         assert not differ, f"d {d}, {heads} heads of {groups}, {tokens} tokens: {differ} elements differ"
+    for d, causal in itertools.product((64, 128), (True, False)):  # more keys and values than the L2 holds: in sections
+        q, k, v = (torch.randn(90, x, 330, d, device="cuda").to(runs.dtype) for x in (14, 7, 7))
+        one, other = (
+            pydet.attention(q, k, v, causal=causal, kernel=name, arithmetic="sm90")
+            for name in (runs.kernel.name, "cuda_attention_sm90_mma")
+        )
+        differ = int((words(one) != words(other)).sum())
+        assert not differ, f"d {d}, causal {causal}, 90 sequences: {differ} elements differ"
 
 
 @each("attention")

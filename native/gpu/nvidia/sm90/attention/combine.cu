@@ -10,7 +10,7 @@ namespace {
 constexpr int kWarps = 4, kAhead = 8;   // segments that are on their way at a time
 constexpr int kMostColumns = 256 / 32;  // of a lane
 constexpr int kFewRows = 4096;
-constexpr int kAtOnce = 32;  // segments, of few rows
+constexpr int kAtOnce = 32, kFew = 8;  // segments, of few rows; of them
 
 // The row `number` among all tokens' heads. All lanes of a warp; false: its token is no sequence's.
 struct PartRow {
@@ -142,13 +142,17 @@ template <Type type> __global__ void __launch_bounds__(256)
     if (lane == 0) before = totals.m[0];
     const float past = ex2_f32(before - most), now = ex2_f32(part.x - most), l = part.y * now;
     const uint32_t joins = __ballot_sync(0xFFFFFFFFu, part.x != -INFINITY);
+    // Without a branch a segment, which would keep each waiting for the shuffles of its own.
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (first + k >= segments) break;
-      if (!(joins >> k & 1)) continue;
-      const float worth = __shfl_sync(0xFFFFFFFFu, past, k);
-      total = total * worth + o[k] * __shfl_sync(0xFFFFFFFFu, now, k);
-      totals.l[0] = totals.l[0] * worth + __shfl_sync(0xFFFFFFFFu, l, k);
+    for (int few = 0; few < kAtOnce; few += kFew) {
+      if (first + few >= segments) break;
+#pragma unroll
+      for (int k = few; k < few + kFew; ++k) {
+        const float worth = __shfl_sync(0xFFFFFFFFu, past, k), share = __shfl_sync(0xFFFFFFFFu, now, k),
+                    joined = total * worth + o[k] * share, sum = totals.l[0] * worth + __shfl_sync(0xFFFFFFFFu, l, k);
+        const bool join = joins >> k & 1;
+        total = join ? joined : total, totals.l[0] = join ? sum : totals.l[0];
+      }
     }
     totals.m[0] = __shfl_sync(0xFFFFFFFFu, most, 31);
   }

@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   bool closing = false;      // and o holds the segment before it, which joins O when o is wanted
   Fold<S> fold;
   // At d = 256 the host chooses between turns and a fold at once, and neither.
-  const bool turns = S::warpgroups > 1 && !(S::through && Fold<S>::waits && p.folds_later);
+  const bool turns = S::turns && !(S::through && Fold<S>::waits && p.folds_later);
   const bool through = S::through && (!Fold<S>::waits || p.folds_later);
 
   const auto take_job = [&] {
@@ -336,6 +336,7 @@ template <Type type>
 pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide) {
   const auto sized = [&](auto constant) {
     constexpr int d = decltype(constant)::value;
+    if (wide && plan.one_segment) return launch_shape<AttentionTileOfOne<type, d>>(launch, plan);
     return wide ? launch_shape<AttentionTile<type, d, true>>(launch, plan)
                 : launch_shape<AttentionTile<type, d, false>>(launch, plan);
   };

@@ -81,12 +81,14 @@ __device__ __forceinline__ Job job_of(const AttentionPlan &p, const Lengths &x, 
   return job;
 }
 
-// The jobs of this block, all lanes of a warp together: every gridDim-th, in the order of units from the last to the
-// first, of all sequences that have that one, of all heads. So tiles that see many keys come first, and those that
-// read the same keys stand together.
+// The jobs of this block, all lanes of a warp together, in the order of units from the last to the first, of all
+// sequences that have that one, of all heads. So tiles that see many keys come first, and those that read the same keys
+// stand together; where all sequences are of one size, in sections of heads, the keys and values of which the L2 holds.
+// Blocks take them in turns, every second time around from the last block to the first: so none has the larger one
+// each time.
 template <int n> class Walk {
  public:
-  __device__ __forceinline__ explicit Walk(const AttentionPlan &plan) : p(plan), number(int(blockIdx.x)) {
+  __device__ __forceinline__ explicit Walk(const AttentionPlan &plan) : p(plan) {
     if (p.uniform) {
       level = units_of(p, lengths_of(p, 0));
     } else {
@@ -96,11 +98,16 @@ template <int n> class Walk {
 
   // False: there are no more.
   __device__ __forceinline__ bool next(Job *job) {
+    const int blocks = int(gridDim.x), block = int(blockIdx.x);
+    const int number = around * blocks + (around % 2 ? blocks - 1 - block : block);
+    ++around;
     if (p.uniform) {
-      const int per_level = p.sequences * p.job_heads, down = number / per_level;
+      const int pairs = p.sequences * p.job_heads, section = number / (p.section * level), first = section * p.section;
+      if (first >= pairs) return false;
+      const int rest = number - first * level, here = min(p.section, pairs - first), down = rest / here;
       if (down >= level) return false;
-      const int rest = number - down * per_level, sequence = rest / p.job_heads;
-      *job = job_of<n>(p, lengths_of(p, sequence), sequence, level - 1 - down, rest - sequence * p.job_heads);
+      const int pair = first + rest - down * here, sequence = pair / p.job_heads;
+      *job = job_of<n>(p, lengths_of(p, sequence), sequence, level - 1 - down, pair - sequence * p.job_heads);
     } else {
       while (number - level_first >= level_sequences * p.job_heads) {
         if (--level < 0) return false;
@@ -116,13 +123,12 @@ template <int n> class Walk {
       const int sequence = i + __ffs(int(who)) - 1;
       *job = job_of<n>(p, lengths_of(p, sequence), sequence, level, head_job);
     }
-    number += int(gridDim.x);
     return true;
   }
 
  private:
   const AttentionPlan &p;
-  int number, level = 0, level_first = 0, level_sequences = 0;
+  int around = 0, level = 0, level_first = 0, level_sequences = 0;
 
   // Of this lane's among the 32 sequences from i on.
   __device__ __forceinline__ int units(int i) const {

@@ -18,6 +18,21 @@ inline bool aligned(const Heads &heads, int64_t sequences, int64_t head_count, i
          (tokens <= 1 || heads.token_stride > 0);
 }
 
+inline CUresult encode_unpromoted(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data,
+                                  const cuuint64_t *extents, const cuuint64_t *strides, const cuuint32_t *box,
+                                  const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  EncodeTensorMap encode;
+  if (find_encoder("", &encode)) return CUDA_ERROR_NOT_FOUND;
+  return encode(map, type, rank, data, extents, strides, box, steps, interleave, swizzle,
+                CU_TENSOR_MAP_L2_PROMOTION_NONE, fill);
+}
+// By a map the L2 fetches 256 bytes at a time. Vectors of 192 bytes, say, begin and end within those, and the other
+// heads' part of them is gone when it is wanted: of those, what is asked for alone.
+inline EncodeTensorMap encoder_for(const Heads &heads, int64_t extent, EncodeTensorMap encode) {
+  return extent * size_of(heads.type) % 128 ? encode_unpromoted : encode;
+}
+
 // Boxes of 64 elements of `box` tokens. Dimensions along which nothing moves are left at one place.
 inline MapShape map_of(const Heads &heads, int64_t extent, int64_t tokens, int64_t head_count, int64_t sequences,
                        int box) {

@@ -72,20 +72,47 @@ uint64_t bytes_of_running(const Attention &a) {
   return a.d > kNarrowD && a.keys > a.kv_chunk ? 2 * uint64_t(kRunningBlocks) * kRunningBytes : 0;
 }
 
+// Whether decode.cu has them, rather than a tile of 64 rows.
+bool decodes(const Attention &a, const Cut &cut) {
+  return !cut.wide && !a.q_start && a.heads / a.groups * a.queries <= kDecodeRows;
+}
+
 // Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles
-// leave multiprocessors idle; sequences whose lengths only the device knows may leave more so.
-Cut fastest(const Attention &a, int64_t sms) {
+// leave multiprocessors idle that would load more, or give some two where others have one; sequences whose lengths only
+// the device knows may leave more so. For so many multiprocessors, or at least and at most.
+Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
-  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
-  cut.split = a.keys > a.kv_chunk && cut.tiles < (cut.wide || known ? sms * 3 / 4 : 2 * sms);
+  if (cut.wide && a.d <= 64 && a.keys <= a.kv_chunk) {
+    const Cut few = cut_rows(a, false);
+    if (2 * few.tiles <= sms) return few;
+  }
+  if (a.keys <= a.kv_chunk) return cut;
+  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key, narrow = a.d <= 64;
+  cut.split = cut.tiles < (!cut.wide && !known ? 2 * sms : cut.wide || narrow ? sms * 3 / 4 : sms * 3 / 8);
+  if (decodes(a, cut) && !narrow && a.keys > 2 * a.kv_chunk) cut.split |= cut.tiles > least && cut.tiles < 2 * sms;
   return cut;
 }
 
-// Whether decode.cu has them. What is between is as fast or faster as it is.
-bool decodes(const Attention &a, const Cut &cut, int64_t sms) {
-  return !cut.wide && !a.q_start && a.heads / a.groups * a.queries <= kDecodeRows &&
-         (cut.split || cut.tiles >= 2 * sms);
+// Jobs of a unit that stand together. All of them, unless keys and values are more than the L2 holds, and each is read
+// again for every tile of queries. Of a causal mask tiles see more or fewer keys, and sections of few jobs may leave some
+// blocks the larger tiles of each: only where jobs are many, or a group has few heads to read its keys at a time.
+int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
+  constexpr int64_t kHeld = 24 << 20;  // bytes
+  const int64_t of_group = a.heads / a.groups / cut.pack, groups = a.sequences * a.groups, jobs = groups * of_group,
+                bytes = 2 * a.keys * (a.d + a.e);
+  const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key,
+             causal = a.causal && (a.window_left == kNoWindow || a.window_left >= a.keys / 2);
+  if (!known || cut.split || !cut.wide || bytes > kHeld || groups * bytes <= kHeld) return jobs;
+  if (causal && jobs < (of_group <= 2 ? sms / 2 : 4 * sms)) return jobs;
+  const int64_t at_once = std::max<int64_t>((!causal ? 14 << 20 : a.d > kNarrowD ? 12'000'000 : 20'000'000) / bytes, 1);
+  return divide_up(groups, divide_up(groups, at_once)) * of_group;
+}
+
+// Whether spread.cu has a split one: all clusters at once, a block a multiprocessor.
+bool spreads(const Attention &a, const Cut &cut, int64_t sms) {
+  return decodes(a, cut) && cut.split && a.kv_chunk == kSpreadKeys &&
+         a.sequences * a.groups * divide_up(a.keys, kSpreadKeys) * spread_parts(int(a.d)) <= sms;
 }
 
 uint64_t workspace_of(const Attention &a, const Cut &cut) {
@@ -96,7 +123,8 @@ uint64_t workspace_of(const Attention &a, const Cut &cut) {
 
 Choice attention_sm90_choose(const Attention &a, int variant) {
   if (!takes(a)) return {};
-  Cut cut = fastest(a, gpu_multiprocessors(a.device.id));
+  const int64_t sms = gpu_multiprocessors(a.device.id);
+  Cut cut = fastest(a, sms, sms);
   if (variant == kAnyVariant) {
     if (a.workspace_size < workspace_of(a, cut)) cut.split = false;
   } else {
@@ -115,7 +143,7 @@ uint64_t attention_sm90_workspace(const Attention &a, const char *kernel) {
   const auto is = [&](int variant) { return kernel && strcmp(kernel, kAttentionNames[variant]) == 0; };
   if (is(kAttentionWideSplit) || is(kAttentionFewSplit)) return bytes_split(a);
   if (is(kAttentionFew)) return 0;
-  const bool splits = !kernel && fastest(a, kMostMultiprocessors).split;
+  const bool splits = !kernel && fastest(a, 0, kMostMultiprocessors).split;
   return std::max(splits ? bytes_split(a) : 0, bytes_of_running(a));
 }
 
@@ -123,9 +151,9 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   const char *name = kAttentionNames[choice.variant];
   auto cut = choice.cut<Cut>();
   const int64_t group_heads = a.heads / a.groups, sms = gpu_multiprocessors(a.device.id);
-  const bool decode = decodes(a, cut, sms);
+  const bool decode = decodes(a, cut), spread = spreads(a, cut, sms);
   if (decode) cut.pack = int(group_heads), cut.warpgroup_queries = cut.job_queries = kDecodeRows / cut.pack;
-  const int block = decode ? kDecodeUnit : block_keys(a.d);
+  const int block = decode && !spread ? kDecodeUnit : block_keys(a.d);
   DeviceGuard guard(a.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   AttentionPlan p = {};
@@ -134,8 +162,9 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   const int most_keys = decode ? kDecodeBox : block;
   p.box_keys = int(a.pages ? std::min<int64_t>(most_keys, a.page_size) : most_keys);
   const int64_t stored = a.pages ? a.page_count : a.sequences, tokens = a.pages ? a.page_size : a.keys;
-  const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys),
-                 v = map_of(a.v, a.e, tokens, a.groups, stored, p.box_keys);
+  const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys);
+  MapShape v = map_of(a.v, a.e, tokens, a.groups, stored, p.box_keys);
+  if (spread) v.box_extent = kSpreadColumns, v.swizzle_bytes = 2 * kSpreadColumns;
   // The heads of a group, and then tokens: so a box has the rows of a tile as they lie in it.
   MapShape q = map_of(a.q, a.d, group_heads, a.queries, a.sequences, cut.pack);
   q.row_stride = group_heads > 1 ? a.q.head_stride : kUnit;
@@ -146,8 +175,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   q.batch_stride[0] = a.queries > 1 ? a.q.token_stride : kUnit;
   q.batch_stride[1] = a.groups > 1 ? group_heads * a.q.head_stride : kUnit;
   if (pydet_status status = make_map(name, encode, q, &p.q)) return status;
-  if (pydet_status status = make_map(name, encode, k, &p.k)) return status;
-  if (pydet_status status = make_map(name, encode, v, &p.v)) return status;
+  if (pydet_status status = make_map(name, encoder_for(a.k, a.d, encode), k, &p.k)) return status;
+  if (pydet_status status = make_map(name, encoder_for(a.v, a.e, encode), v, &p.v)) return status;
   p.group_moves_k = k.batch_shape[0] > 1, p.sequence_moves_k = k.batch_shape[1] > 1;
   p.group_moves_v = v.batch_shape[0] > 1, p.sequence_moves_v = v.batch_shape[1] > 1;
 
@@ -160,6 +189,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.warpgroup_queries = cut.warpgroup_queries, p.job_queries = cut.job_queries;
   p.segment_keys = int(std::min(a.kv_chunk, kMost)), p.segment_blocks = p.segment_keys / block;
   p.split = cut.split;
+  p.one_segment = cut.split || a.keys <= a.kv_chunk;
+  p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
   p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
@@ -177,12 +208,14 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
       cut.tiles * (p.split ? divide_up(a.keys, a.kv_chunk) : 1) + (a.q_start ? a.sequences * p.job_heads : 0);
   int64_t blocks = std::min<int64_t>(decode && a.d <= kNarrowD ? 2 * sms : sms, most_jobs);
   if (!p.split && cut.wide && bytes_of_running(a)) blocks = std::min<int64_t>(blocks, kRunningBlocks);
+  if (spread) blocks = a.sequences * p.job_heads * divide_up(a.keys, kSpreadKeys);  // clusters
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
   launch.overlaps_previous = true;
   const auto run = [&](auto type) {
     constexpr Type kType = decltype(type)::value;
-    const pydet_status status =
-        decode ? attention_decode_sm90<kType>(launch, p) : attention_forward_sm90<kType>(launch, p, cut.wide);
+    const pydet_status status = spread   ? attention_spread_sm90<kType>(launch, p)
+                                : decode ? attention_decode_sm90<kType>(launch, p)
+                                         : attention_forward_sm90<kType>(launch, p, cut.wide);
     return status || !p.split ? status : attention_combine_sm90<kType>(launch, p);
   };
   return with_type<kHalfTypes>(a.q.type, run);

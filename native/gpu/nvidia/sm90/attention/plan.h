@@ -18,6 +18,10 @@ constexpr int kAttentionWarpgroupRows = 64;  // of a tile, that one warpgroup ha
 // accumulators.
 constexpr int kRunningBlocks = 132, kRunningBytes = 2 * kAttentionWarpgroupRows * 256 * int(sizeof(float));
 
+// Of spread.cu: rows and keys that a cluster has, keys of a box, columns of a block of it; and its blocks.
+constexpr int kSpreadRows = 8, kSpreadKeys = 1024, kSpreadBox = 64, kSpreadColumns = 32;
+constexpr int spread_parts(int d) { return (d <= 64 ? 64 : d <= 128 ? 128 : 256) / kSpreadColumns; }
+
 // The variants of the kernel, which are rows of the table: tiles of several warpgroups or of one, whole or split.
 enum AttentionVariant : int { kAttentionWide, kAttentionFew, kAttentionWideSplit, kAttentionFewSplit };
 constexpr const char *kAttentionNames[] = {"cuda_attention_sm90_wide", "cuda_attention_sm90_few",
@@ -38,7 +42,9 @@ struct AttentionPlan {
   int warpgroup_queries, job_queries;  // of a warpgroup's rows, of a tile
   int segment_blocks, segment_keys;
   bool uniform;  // lengths are the host's
+  int section;   // jobs of a unit that stand together, of `sequences` times `job_heads`, where they are
   bool split;
+  bool one_segment;  // has all keys of a job
   bool folds_later;  // at d = 256: beside later blocks, and warpgroups take no turns
 
   int left, right;  // keys that a query sees before and after its own place
@@ -56,6 +62,8 @@ template <Type type>
 pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide);
 template <Type type>
 pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan);
+template <Type type>
+pydet_status attention_spread_sm90(const Launch &launch, const AttentionPlan &plan);
 template <Type type>
 pydet_status attention_combine_sm90(const Launch &launch, const AttentionPlan &plan);
 

@@ -98,7 +98,7 @@ template <class S> struct SharedTotals {
 // segment, a few elements in each.
 template <class S> struct Fold {
   static constexpr int fours = S::d / 8, ahead = 2;
-  static constexpr bool waits = S::held < fours;
+  static constexpr bool waits = !S::one && S::held < fours;
   bool runs = false;  // O has segments
   int next = fours;   // of the o that waits
   struct Share {
@@ -112,6 +112,7 @@ template <class S> struct Fold {
   // Of all that waited before nothing is left.
   template <bool later> __device__ __forceinline__ void put(const AttentionPlan &p, const Layout<S> &at,
                                                             const float (&x)[S::d / 2]) {
+    if constexpr (S::one) return;
     const RunningO<S> running(p, at);
     if (!runs) {
 #pragma unroll
@@ -156,6 +157,7 @@ template <class S> struct Fold {
   }
   // The tile's last segment: x becomes O.
   __device__ __forceinline__ void end(const AttentionPlan &p, const Layout<S> &at, float (&x)[S::d / 2]) {
+    if constexpr (S::one) return;
     if (runs) {
       const RunningO<S> running(p, at);
       const Worth worth = SharedTotals<S>{at.base}.worth();

@@ -9,15 +9,18 @@ namespace pydet {
 
 // d: 64, 128 or 256, elements of a head with the zeros that fill it up. `warpgroups` of 64 rows each take turns on the
 // tensor cores. The ring has `stages` of a block's keys or values.
-template <Type type_, int d_, int warpgroups_, int stages_> struct AttentionShape {
+template <Type type_, int d_, int warpgroups_, int stages_, bool one_ = false> struct AttentionShape {
   static constexpr Type type = type_;
+  static constexpr bool one = one_;  // segment has all keys of a job: no O beside o
   static constexpr int d = d_, warpgroups = warpgroups_, stages = stages_;
   static constexpr int n = block_keys(d), chunks = d / kBlockK, rows = warpgroups * kAttentionWarpgroupRows;
   static constexpr int consumer_warps = warpgroups * kWarpgroup / 32;
+  // Short keys gain little by turns.
+  static constexpr bool turns = warpgroups > 1 && !(one && d != 128);
   // One warp loads. Beside several warpgroups it is one of four, since registers are moved by warpgroups.
   static constexpr bool moves_registers = warpgroups > 1;
   // Whether the loop over blocks that all rows see runs through the ends of segments.
-  static constexpr bool through = d != 128 && warpgroups > 1;
+  static constexpr bool through = d != 128 && warpgroups > 1 && !one;
   static constexpr int threads = warpgroups * kWarpgroup + (moves_registers ? kWarpgroup : 32);
   static constexpr int producer_registers = warpgroups == 2 ? 40 : 32, consumer_registers = warpgroups == 2 ? 232 : 160;
 
@@ -29,7 +32,7 @@ template <Type type_, int d_, int warpgroups_, int stages_> struct AttentionShap
   static constexpr int q_box_bytes = kAttentionWarpgroupRows * kRowBytes, q_bytes = chunks * q_box_bytes;
   static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes;
   // O so far of keys longer than a segment: of a thread's d / 8 fours so many lie in shared memory, the rest in the L2.
-  static constexpr int held = warpgroups * d < 512 ? d / 8 : 8;
+  static constexpr int held = one ? 0 : warpgroups * d < 512 ? d / 8 : 8;
   static constexpr int running_bytes = kAttentionWarpgroupRows * d * 4;  // of a warpgroup, in all
   // Of a warp: 16 rows of 64 results on their way out, in place of its O where that is here.
   static constexpr int out_bytes = kWarpRows * kRowBytes;
@@ -55,5 +58,13 @@ using AttentionTile = AttentionShape<type, d,
                                      d == 64             ? (wide ? 8 : 12)
                                      : d == 128 && !wide ? 5
                                                          : 4>;
+
+// Wide, where one segment has all keys: what O would take has more stages.
+template <Type type, int d>
+using AttentionTileOfOne = AttentionShape<type, d, d == 64 ? 3 : 2,
+                                          d == 64    ? 10
+                                          : d == 128 ? 5
+                                                     : 4,
+                                          true>;
 
 }  // namespace pydet
