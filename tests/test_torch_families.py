@@ -44,8 +44,6 @@ REFUSED = {
     **dict.fromkeys(
         ("deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "axk2"), "the model has indices, which"
     ),
-    **dict.fromkeys(("inkling_text", "inkling2_text"), "the model has position_bias, which"),
-    "doge": "the mask is torch.float32, want bool",
 }
 REQUIRED = {  # of which a minute model must come about
     *(
@@ -61,13 +59,14 @@ REQUIRED = {  # of which a minute model must come about
         "opt",
     ),
     *("gpt2", "gpt_oss", "gpt_neox", "olmo3", "phi3", "cohere2", "bloom", "minimax_m2"),
-    *(set(REFUSED) - {"inkling2_text"}),  # whose least size Transformers 5.24 made 8 million parameters
+    *REFUSED,
+    *("doge", "inkling_text"),
 }
 COMPUTED = {  # of the keywords that modelling code writes; the others are refused where they are not None
     *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "s_aux", "softcap"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "sliding_window", "output_attentions"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "sliding_window", "output_attentions", "position_bias"),
 }
-KNOWN_REFUSED = {"position_bias", "indices", "block_indices", "sinks"}
+KNOWN_REFUSED = {"indices", "block_indices", "sinks"}
 
 
 def tokens():
@@ -248,8 +247,8 @@ def test_packed_sequences(causal):
     mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
     if causal:
         assert torch.equal(attend(module, q, k, v, mask, **packed)[0], together)
-    with pytest.raises(pydet.Error, match=r"the mask is torch\.float32, want bool"):
-        attend(module, q, k, v, mask.float(), **packed)
+        added = torch.zeros(1, 1, 12, 12).masked_fill(~mask, -torch.inf)
+        assert torch.equal(attend(module, q, k, v, added, **packed)[0], together)
     for wrong in ({"cu_seq_lens_q": ends}, {"cu_seq_lens_k": ends}):
         with pytest.raises(pydet.Error, match=r"^attention: cu_seq_lens_q is .*; want both, a batch of 1, and as many"):
             attend(module, q, k, v, None, **wrong)

@@ -245,8 +245,8 @@ def test_what_the_attention_refuses(transformers):
         model(tokens(1))
     forward = transformers.AttentionInterface()["pydet"]
     q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(pydet.Error, match=r"the model has position_bias, which pydet's attention does not take"):
-        forward(model, q, q, q, None, position_bias=q)
+    with pytest.raises(pydet.Error, match=r"the model has indices, which pydet's attention does not take"):
+        forward(model, q, q, q, None, indices=q)
     assert forward(model, q, q, q, None)[0].shape == (1, 3, 2, 4)
 
 

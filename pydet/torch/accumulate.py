@@ -380,14 +380,23 @@ class AccumulatingRmsNorm(torch.autograd.Function):
 
 
 class AccumulatingLayerNorm(torch.autograd.Function):
-    """:func:`layer_norm` whose backward continues the sums in its parameters' ``main_grad``."""
+    """:func:`layer_norm` whose backward continues the sums in its parameters' ``main_grad``. ``weight_offset`` is added
+    to the weight in its type."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        weight_offset: float = 0.0,
+    ) -> torch.Tensor:
         check_own("LayerNorm", weight=weight, bias=bias)
-        y, mean, rstd = torch.ops.pydet.layernorm(x, weight, bias, eps)
+        factors = weight + weight_offset if weight_offset else weight
+        y, mean, rstd = torch.ops.pydet.layernorm(x, factors, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight, ctx.bias, ctx.weight_offset = weight, bias, weight_offset
         return y
 
     @staticmethod
@@ -396,6 +405,7 @@ class AccumulatingLayerNorm(torch.autograd.Function):
         into = {"dweight": main_grad(weight)} if weight.requires_grad else {}
         if bias is not None and bias.requires_grad:
             into["dbias"] = main_grad(bias)
-        operands = (_rows(dy), _rows(x), weight.detach(), mean.view(-1), rstd.view(-1))
+        factors = weight.detach() + ctx.weight_offset if ctx.weight_offset else weight.detach()
+        operands = (_rows(dy), _rows(x), factors, mean.view(-1), rstd.view(-1))
         dx, *_ = pydet.layernorm_backward(*operands, **into, has_bias=False, accumulate=bool(into))
-        return dx.view(x.shape), None, None, None
+        return dx.view(x.shape), None, None, None, None

@@ -32,12 +32,13 @@ def attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     causal: bool = False,
     arithmetic: Arithmetic = "auto",
     kv_chunk: int = 1024,
     k_chunk: None = None,
 ) -> Tensor:
-    """``softmax(scale q k^T) v`` over the keys that are allowed, with a gradient by q, k, v and sinks.
+    """``softmax(scale q k^T + bias) v`` over the keys that are allowed, with a gradient by q, k, v, sinks and bias.
 
     Forward is :func:`pydet.attention`. Under a mask a query has the bits of :func:`pydet.attention` of itself alone and
     the keys from the first to the last that it may see: padding, packed documents and windows that a cache cut change
@@ -59,6 +60,11 @@ def attention(
         scale: of the scores, from 2^-100 to 2^100.
         softcap: scores become ``softcap tanh(scale q k^T / softcap)``, as in Gemma 2; positive.
         sinks: ``[H]``, any of the three types: for each head the score of one more key, whose value is zero.
+        bias: any of the three types, ``[B or 1, H or 1, Q or 1, K or 1]``: added to the scores; -inf: not allowed.
+            Beside a mask its rows are computed one by one where they do not begin and end together. Its gradient is
+            made of products and sums of its own (``torch.ops.pydet.attention_bias_backward``), in memory for a
+            sequence's scores, and is the sum over what the bias is spread over, sequences in order; so micro-batches
+            of a bias that all sequences share have other bits than one batch.
         causal: query i sees no key after ``K - Q + i``; with `allowed` both hold.
         arithmetic: as in :func:`pydet.gemm`.
         kv_chunk: keys of a segment, as in :func:`pydet.attention`.
@@ -72,7 +78,7 @@ def attention(
     """
     _refuse_k_chunk("attention", k_chunk)
     how = scale, arithmetic, kv_chunk, sinks, softcap, causal, allowed is not None
-    return torch.ops.pydet.attention(q, k, v, allowed, *how)[0]
+    return torch.ops.pydet.attention(q, k, v, allowed, *how, bias=bias)[0]
 
 
 def _refuse_k_chunk(what: str, k_chunk: Any) -> None:
@@ -97,6 +103,9 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
+_ADDS_TO_ITS_MASK = frozenset(("doge",))  # models whose attention makes a bias of its mask, and so needs it whole
+
+
 def check_options(options: dict[str, Any]) -> None:
     """Refuses each keyword that would change the result if it were computed, and each that nobody knows."""
     if options.pop("output_attentions", None):
@@ -112,6 +121,24 @@ def check_options(options: dict[str, Any]) -> None:
                 f"attention: the model has {name}, which pydet's attention does not take; "
                 "model.set_attn_implementation('eager') under override_aten() may",
             )
+
+
+def _of_scores(mask: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(allowed, bias) of a mask that is added to scores. What is as low as its type goes is not allowed. Where the rest
+    is 0, there is no bias; that is for the whole batch, since a bias of 0 has not the bits of none."""
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        fail(UNSUPPORTED, f"attention: the mask is {mask.dtype}, which is not read in a CUDA graph; want bool")
+    allowed = mask > torch.finfo(mask.dtype).min
+    if position_bias is not None:
+        return allowed, position_bias + mask.masked_fill(~allowed, 0)
+    says = [bool(x) for x in (allowed & (mask != 0)).flatten(1).any(1).tolist()]
+    if any(says) and not all(says):
+        fail(
+            UNSUPPORTED,
+            f"attention: the additive mask has a bias for sequence {says.index(True)} of the batch and none for "
+            f"{says.index(False)}, which would have other bits alone; want a bias for all or for none",
+        )
+    return allowed, mask if any(says) else None
 
 
 def _check_window(window: Any) -> int:
@@ -230,10 +257,11 @@ def register_attention(
     came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in a forward call, but for a causal prefill
     without padding. Padding on either side and packed sequences (``cu_seq_lens_q`` and ``cu_seq_lens_k``, or
     ``position_ids`` alone) are computed as sequences of their lengths. Sinks (gpt-oss), soft-capped scores (Gemma 2)
-    and windows are taken. Refused when they are met, with a sentence: attention dropout, position biases, additive
-    masks, the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of MiniMax-M3),
-    ``output_attentions``, and every keyword that is not known to leave the result alone. It knows the paged cache of
-    Transformers' continuous batching, which :func:`continuous_batching` has a model use with it.
+    and windows are taken, and position biases (T5). A mask that is added to scores is read: what is as low as its type
+    goes is not allowed, and the rest is a bias, unless all of it is 0. Refused when they are met, with a sentence:
+    attention dropout, the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of
+    MiniMax-M3), ``output_attentions``, and every keyword that is not known to leave the result alone. It knows the
+    paged cache of Transformers' continuous batching, which :func:`continuous_batching` has a model use with it.
 
     Args:
         name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
@@ -261,6 +289,7 @@ def register_attention(
         s_aux: Tensor | None = None,
         softcap: float | None = None,
         sliding_window: int | None = None,
+        position_bias: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         **options: Any,
@@ -270,8 +299,9 @@ def register_attention(
         how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
         how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
         if options.get("read_index") is not None:
-            if attention_mask is not None or is_causal is False:
-                fail(UNSUPPORTED, "attention: continuous batching has a mask, want causal attention without one")
+            if attention_mask is not None or is_causal is False or position_bias is not None:
+                what = "a position_bias" if position_bias is not None else "a mask"
+                fail(UNSUPPORTED, f"attention: continuous batching has {what}, want causal attention without one")
             batch = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
             batch |= {x: options.get(x) for x in _OF_PAGES}
             check_options({x: value for x, value in options.items() if x not in _OF_PAGES | _OF_BATCHING})
@@ -284,9 +314,13 @@ def register_attention(
             attention_mask = attention_mask[..., : key.shape[2]]
         elif attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
             attention_mask = _near(query, key, sliding_window, causal)
+        bias = None if position_bias is None else position_bias[..., : key.shape[2]]
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask, bias = _of_scores(attention_mask, bias)
+            attention_mask = attention_mask.expand(-1, -1, query.shape[2], key.shape[2])
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             ends = _check_packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
-            if attention_mask is None:
+            if attention_mask is None and bias is None:
                 rows = [x[0].transpose(0, 1) for x in (query, key, value)]
                 found: Tensor = torch.ops.pydet.attention_varlen(*rows, *ends, causal=causal, **how)[0]
                 return found[None], None
@@ -294,10 +328,12 @@ def register_attention(
             attention_mask = together if attention_mask is None else attention_mask.masked_fill(~together, False)
             plain = False
         if s_aux is not None and hasattr(s_aux, "pydet_accumulates") and torch.is_grad_enabled():
+            if bias is not None:
+                fail(UNSUPPORTED, "attention: sinks that accumulate beside a bias; want one of the two")
             more = how["scale"], softcap, plain, arithmetic, kv_chunk
             y = AccumulatingAttention.apply(query, key, value, attention_mask, s_aux, *more)
         else:
-            y = attention(query, key, value, attention_mask, causal=plain, **how)
+            y = attention(query, key, value, attention_mask, causal=plain, bias=bias, **how)
         return y.transpose(1, 2).contiguous(), None
 
     def mask(*arguments: Any, **options: Any) -> Tensor | None:
@@ -307,6 +343,7 @@ def register_attention(
         plain = not arguments and options.get("attention_mask") is None
         plain = plain and (lengths[0] == lengths[1] is not None or lengths[0] == 1)
         config = options.get("config")  # OLMoE hands a window to its attention and none to its mask
+        plain = plain and getattr(config, "model_type", None) not in _ADDS_TO_ITS_MASK
         plain = plain and (
             getattr(config, "sliding_window", None) is None or bool(getattr(config, "layer_types", None))
         )

@@ -13,7 +13,8 @@ def warn_of_fusion() -> None:
 
     Inductor keeps fp32 between element-wise steps that it fuses, where eager mode rounds to bfloat16 or float16, and
     contracts products and sums; what it fuses may change with the shapes. With emulate_precision_casts it does neither;
-    its own formulas stay other than PyTorch's, in fp32 those of cos, sin and tanh-GELU, and of some gradients.
+    its own formulas stay other than PyTorch's, in fp32 those of cos, sin, tanh-GELU and the gradient of silu, where a
+    model has them as functions in its code; convert makes those of modules pydet's.
     """
     dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
     inductor = sys.modules.get("torch._inductor.config")

@@ -14,14 +14,15 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch import checking, code, experts, experts_fp8
+from pydet.torch import alibi, checking, code, experts, experts_fp8
 from pydet.torch.checking import Check
 from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear
-from pydet.torch.modules import Activation, Conv1D, LayerNorm, Linear, RMSNorm
+from pydet.torch.modules import Activation, Conv1D, LayerNorm, Linear, OffsetLayerNorm, RMSNorm
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, groups
-from pydet.torch.stock import PYDET, become, remember
+from pydet.torch.rotary import Rotary, rotary_class
+from pydet.torch.stock import PYDET, become, derived, remember
 
 # PyTorch's, on a CPU. Of those that are functions in a model's own code override_aten() takes over the first four.
 _BY_PLACE = ("silu", "gelu", "sigmoid", "softplus", "elu", "selu", "mish", "exp2", "rsqrt")
@@ -31,6 +32,13 @@ _TRANSFORMERS_ACTIVATIONS = {
     **dict.fromkeys(("GELUTanh", "PytorchGELUTanh", "NewGELUActivation", "FastGELUActivation"), "gelu_tanh"),
     "AccurateGELUActivation": "gelu_tanh",
     "QuickGELUActivation": "quick_gelu",
+}
+# Of Transformers, by file and name: what has a forward of its own, and computes what a class of ours does.
+_BY_NAME: dict[tuple[str, str], type] = {
+    ("transformers.pytorch_utils", "Conv1D"): Conv1D,
+    ("transformers.models.falcon.modeling_falcon", "FalconLinear"): Linear,
+    ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): OffsetLayerNorm,
+    ("transformers.models.mpt.modeling_mpt", "MptAttention"): alibi.MptAttention,
 }
 
 
@@ -160,7 +168,9 @@ def _becomes(
             return (_obstacle(module) if not in_fp8 else None) or experts_fp8.becomes(module, arithmetic)
         if in_fp8:
             return "its matrices are fp8, with scales; convert(model, fp8=True)"
-    own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router
+    own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router | Rotary
+    if isinstance(module, alibi.MptAttention):
+        return None
     if isinstance(module, own_kinds) or experts.of_pydet(module):
         return None
     if _is_block_scaled(module):
@@ -170,13 +180,15 @@ def _becomes(
         return _obstacle(module) or (kind, how)
     if is_router and kind.forward is not torch.nn.Linear.forward:
         return _obstacle(module) or experts.why_no_router(module) or (experts.router_class(kind), how)
-    products: dict[type, type] = {torch.nn.Linear: Linear}
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-        products[kind] = Conv1D
-    if kind in products:
-        return _obstacle(module) or (products[kind], how)
-    if kind is torch.nn.LayerNorm:
-        return _obstacle(module) or _layer_norm(module)
+    ours = Linear if kind is torch.nn.Linear else _BY_NAME.get((kind.__module__, kind.__name__))
+    if ours is alibi.MptAttention:
+        return _obstacle(module) or (derived(ours, kind), {"arithmetic": arithmetic})
+    if ours in (Linear, Conv1D):
+        return _obstacle(module) or (ours, how)
+    if kind is torch.nn.LayerNorm or ours is OffsetLayerNorm:
+        return _obstacle(module) or _layer_norm(module, ours or LayerNorm)
+    if (embedding := rotary_class(module)) is not None:
+        return _obstacle(module) or (embedding, {})
     if _is_norm(module):
         return _obstacle(module) or _norm(module)
     if function := _activation(module):
@@ -224,14 +236,16 @@ def _is_norm(module: torch.nn.Module) -> bool:
     return named and not any(True for _ in module.children()) and not isinstance(module, torch.nn.CrossMapLRN2d)
 
 
-def _layer_norm(module: Any) -> tuple[type, dict[str, Any]] | str:
+def _layer_norm(module: Any, kind: type) -> tuple[type, dict[str, Any]] | str:
     if len(module.normalized_shape) != 1:
         return f"it normalises {len(module.normalized_shape)} dimensions at once"
-    return LayerNorm, {}
+    if kind is OffsetLayerNorm and module.weight is None:
+        return "it has no weight"
+    return kind, {}
 
 
 def _norm(module: torch.nn.Module) -> tuple[type, dict[str, Any]] | str:
-    """RMSNorm and its settings, for an RMSNorm by any name; or why it is none.
+    """RMSNorm and its settings, for an RMSNorm by any name, or a LayerNorm without a bias; or why it is neither.
 
     A norm that is not PyTorch's is known by its one parameter and by what it computes of rows, which also says whether
     it stores its weight less 1, and of what type its result is. It is tried on the CPU, on another weight.
@@ -255,9 +269,13 @@ def _norm(module: torch.nn.Module) -> tuple[type, dict[str, Any]] | str:
     size = own["weight"].numel()
     try:
         offset = _weight_offset(module, size, eps)
-        result = None if offset is None else _result_type(module, size)
+        centred = offset is None and _weight_offset(module, size, eps, centred=True) == 0.0
+        result = None if offset is None and not centred else _result_type(module, size)
     except Exception as problem:  # whatever it is, it is not a function of rows
         return f"its forward could not be tried on rows of numbers: {type(problem).__name__}: {problem}"
+    if centred and result == "x":
+        settings = {"normalized_shape": (size,), "eps": eps, "elementwise_affine": True, "bias": None}
+        return LayerNorm, settings
     if offset is None:
         return "its formula is not that of an RMSNorm"
     if result is None:
@@ -276,13 +294,15 @@ def _try(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torc
     return y
 
 
-def _weight_offset(module: torch.nn.Module, size: int, eps: float) -> float | None:
+def _weight_offset(module: torch.nn.Module, size: int, eps: float, centred: bool = False) -> float | None:
     """0 or 1 if that is what the norm adds to its weight; None for another formula. The second row is one of which eps
-    makes much."""
+    makes much. centred: the mean is taken off before, as a LayerNorm does."""
     line = torch.linspace(-1, 2, 2 * size, device="cpu")
     x = line.view(2, size) * torch.tensor([[1.0], [eps**0.5]], device="cpu")
     weight = torch.linspace(0.5, 1.5, size, device="cpu")
     got = _try(module, x, weight)
+    if centred:
+        x = x - x.mean(-1, True)
     for offset in (0.0, 1.0):
         if torch.allclose(
             got.float(), x * torch.rsqrt(x.square().mean(-1, True) + eps) * (weight + offset), 1e-3, 1e-6
@@ -331,6 +351,8 @@ def _attention(module: torch.nn.Module) -> str | None:
     """What computes the attention of a module that has it, by its name or by its code; None where that is pydet, and of
     other modules."""
     kind, by_code = type(module).__qualname__, code.of_its_own(module)
+    if isinstance(module, alibi.MptAttention):
+        return None
     if by_code and by_code[0] == "attention":
         return f"{kind} by code of its own ({by_code[1]})"
     if not code.asks_interface(module):
@@ -363,7 +385,8 @@ def convert(
     strict: bool = False,
     sample: Any = None,
 ) -> Conversion:
-    """Makes linear layers, LayerNorms, RMSNorms by any name, GPT-2's Conv1D, and experts with their routers pydet's.
+    """Makes linear layers, LayerNorms, RMSNorms by any name, GPT-2's Conv1D, experts with their routers, MPT's
+    attention and the cosines of rotary embeddings pydet's.
 
     In place: a module stays the same object with the same parameters, hooks, attributes and names, and changes its
     class, so tied weights stay tied and optimizers keep them. What pydet would compute otherwise than the module does

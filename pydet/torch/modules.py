@@ -178,6 +178,18 @@ class LayerNorm(torch.nn.LayerNorm):
         return y
 
 
+class OffsetLayerNorm(LayerNorm):
+    """:class:`LayerNorm` whose weight is stored less 1, as Nemotron's; :func:`convert` makes these. The weight is what
+    ``weight + 1`` is in its type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_scripting() and self.accumulates and torch.is_grad_enabled():
+            y: torch.Tensor = AccumulatingLayerNorm.apply(x, self.weight, self.bias, self.eps, 1.0)
+        else:
+            y = torch.ops.pydet.layernorm(x, self.weight + 1.0, self.bias, self.eps)[0]
+        return y
+
+
 class Activation(torch.nn.Module):
     """``f(x)`` of each element, on :func:`pydet.torch.activation`. :func:`convert` makes these of SiLU, GELU and the
     like.

@@ -89,7 +89,8 @@ def _behind_each_other(x: Tensor) -> bool:
 def _run_from_first(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, out: Tensor, lse: Tensor, options: dict[str, Any]
 ) -> None:
-    """Each query a sequence of its own, of the keys from the first to the last that it may see."""
+    """Each query a sequence of its own, of the keys from the first to the last that it may see. A bias among the
+    options is as large as the queries and keys, or as one of them."""
     (batch, heads, queries, width), (groups, keys) = q.shape, k.shape[1:3]
     allowed = allowed.expand(batch, -1, -1, -1)
     places = torch.arange(keys, dtype=torch.int32, device=q.device)
@@ -101,15 +102,20 @@ def _run_from_first(
         out.copy_(y[..., : out.shape[-1]]), lse.copy_(log)
         return
     if allowed.shape[1] > 1:
-        sinks, members = options["sinks"], heads // groups
+        sinks, bias, members = options["sinks"], options.get("bias"), heads // groups
         for head in range(heads):
             one, of = slice(head, head + 1), slice(head // members, head // members + 1)
             own = options | {"sinks": None if sinks is None else sinks[one]}
+            if bias is not None and bias.shape[1] > 1:
+                own["bias"] = bias[:, one]
             _run_from_first(q[:, one], k[:, of], v[:, of], allowed[:, one], out[:, one], lse[:, one], own)
         return
     # A sequence's keys are one page, that its queries share.
     rows, cache = q.transpose(1, 2).reshape(-1, heads, 1, width), [x.transpose(1, 2) for x in (k, v)]
     pages = torch.arange(batch, dtype=torch.int32, device=q.device).repeat_interleave(queries)[:, None]
+    if (bias := options.get("bias")) is not None:
+        of_rows = bias.expand(batch, -1, queries, keys).transpose(1, 2).flatten(0, 1)[:, :, None]
+        options = options | {"bias": of_rows}
     y, log = pydet.attention_paged(
         rows,
         cache[0],
@@ -138,8 +144,9 @@ def _run_attention(
     softcap: float | None,
     causal: bool,
     from_first: bool,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _fake_attention(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first)
+    out, lse = _fake_attention(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first, bias)
     if out.numel() == 0 or k.shape[2] == 0:
         if sinks is None:
             return out.zero_(), lse.fill_(float("-inf"))
@@ -148,13 +155,16 @@ def _run_attention(
     sinks = None if sinks is None else sinks.detach().contiguous()
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "arithmetic": arithmetic}
     options["kv_chunk"] = 1024 if kv_chunk is None else kv_chunk
+    if bias is not None:
+        options["bias"] = bias = bias.detach()
     given = allowed
     if allowed is not None and allowed.shape[1] > 1 and allowed.stride(1) == 0:
         allowed = allowed[:, :1]
     if given is not None and allowed is not None and from_first and allowed.shape[1] == 1 and not _captured(q):
         follow = _behind_each_other(k) and _behind_each_other(v)
         plan = masks.plan_of(given, q.shape[0], causal, follow, options["kv_chunk"])
-        if plan is not None:
+        # packs have no places among all queries and keys, by which a bias counts
+        if plan is not None and (bias is None or all(part.kind == "dense" for part in plan)):
             return _run_planned(q, k, v, allowed, plan, out, lse, options)
     if allowed is not None and from_first:
         for first, last in _blocks(q, k, q.shape[1]):
@@ -162,7 +172,8 @@ def _run_attention(
             if causal:
                 rows = rows & _rows_of(q, k, first, last)[0]
             of = slice(None), slice(None), slice(first, last)
-            _run_from_first(q[of], k, v, rows, out[of], lse[of], options)
+            own = options if bias is None or bias.shape[2] == 1 else options | {"bias": bias[of]}
+            _run_from_first(q[of], k, v, rows, out[of], lse[of], own)
         return out, lse
     y, log = pydet.attention(q, k, v, allowed=allowed, causal=causal, return_lse=True, **options)
     return y[..., : out.shape[-1]].contiguous(), log
@@ -187,6 +198,7 @@ def _run_attention_backward(
     softcap: float | None,
     causal: bool,
     from_first: bool,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """from_first: rows of a mask that are sequences are counted as those, each from its first query and key."""
     results = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
@@ -198,6 +210,8 @@ def _run_attention_backward(
     dout, out = (adjacent(torch.nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1]))) for x in (dout, out))
     sinks = None if sinks is None else sinks.contiguous()
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "arithmetic": arithmetic}
+    if bias is not None:
+        options["bias"] = bias
     rows = dout, q, k, v, out, lse
     if allowed is not None and from_first:
         if _captured(q):
@@ -206,7 +220,7 @@ def _run_attention_backward(
                 "attention_backward: a mask is not read while a CUDA graph is made of it; want causal=True, or packed "
                 "sequences in attention_varlen",
             )
-        plan = masks.gradient_plan_of(allowed, q.shape[0], causal)
+        plan = masks.gradient_plan_of(allowed, q.shape[0], causal, may_pack=bias is None)
         found = _planned_backward(rows, allowed, plan, causal, sinks, options)
     else:
         found = _backward(*rows, allowed=allowed, causal=causal, sinks=sinks, **options)
@@ -241,7 +255,9 @@ def _planned_backward(
             its = part.rows
             mask = allowed if allowed.shape[0] == 1 else allowed[its]
             of = {**part.lengths, "causal": part.causal, "allowed": mask}
-            found = _backward(*[x[its] for x in rows], **of, **options)
+            if (bias := options.get("bias")) is not None and bias.shape[0] > 1:
+                of["bias"] = bias[its]
+            found = _backward(*[x[its] for x in rows], **(options | of))
             dq[its], dk[its], dv[its] = found
     if sinks is None:
         return dq, dk, dv
@@ -275,6 +291,82 @@ def _packed_backward(
         whole.copy_(found.unflatten(0, (-1, whole.shape[2])).transpose(1, 2))
 
 
+# ---- The gradient of a bias -----------------------------------------------------------------------------------------
+
+
+def _halved(x: Tensor) -> Tensor:
+    """The sum over the last dimension, whose extent is made a power of two by zeros: halves are added until one is
+    left."""
+    x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+    while (half := x.shape[-1] // 2) > 0:
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def _added(total: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`total` summed over the dimensions of extent 1 in `shape`, the last first, each in ascending order."""
+    for dim in range(total.dim() - 1, -1, -1):
+        if shape[dim] == 1 and total.shape[dim] > 1:
+            first, *rest = total.split(1, dim)
+            total = first.clone()
+            for x in rest:
+                total += x
+    return total
+
+
+def _run_bias_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor,
+    scale: float,
+    arithmetic: str,
+    softcap: float | None,
+    causal: bool,
+) -> Tensor:
+    """``dbias = p (dp - delta)``, in fp32 by steps of one rounding each, summed over what the bias is spread over:
+    keys, queries, heads, then sequences, each ascending.
+
+        s  = chain over d of q, k;   z = fl(s scale), under a softcap softcap tanh(z / softcap);   z = fl(z + bias)
+        p  = exp(fl(z - lse)), the activation;  0 where a key is not allowed;   dp = chain over e of dout, v
+        ds = fl(p fl(dp - delta)),   delta the sum over e of fl(dout out) by halves
+    """
+    (batch, heads, queries, _), (groups, keys) = q.shape, k.shape[1:3]
+    result = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or keys == 0:
+        return result.to(bias.dtype)
+    how: dict[str, Any] = {"arithmetic": arithmetic, "out_dtype": torch.float32}
+    sees = _rows_of(q, k, 0, queries)[0, 0] if causal else None
+    for of in range(batch):
+        one = lambda x: x[min(of, x.shape[0] - 1)]  # noqa: B023, E731 -- called in this turn
+        rows = [x[of].reshape(groups, -1, x.shape[-1]).contiguous() for x in (q, dout)]
+        pairs = [pydet.gemm(x, y[of].contiguous().mT, **how) for x, y in zip(rows, (k, v), strict=True)]
+        scores, dp = (x.view(heads, queries, keys) for x in pairs)
+        scores = scores * scale
+        if softcap is not None:
+            scores = pydet.activation((scores / softcap).contiguous(), "tanh") * softcap
+        scores = scores + one(bias).float() - lse[of][..., None]
+        hidden = ~torch.isfinite(scores) & (scores < 0)  # a bias of -inf
+        hidden |= torch.isneginf(lse[of])[..., None]
+        if allowed is not None:
+            hidden |= ~one(allowed)
+        if sees is not None:
+            hidden |= ~sees
+        weights = pydet.activation(scores.masked_fill(hidden, 0).contiguous(), "exp")
+        delta = _halved(dout[of].float() * out[of].float())
+        found = (weights * (dp - delta[..., None])).masked_fill_(hidden, 0)
+        found = _added(found, tuple(bias.shape[1:]))
+        if bias.shape[0] > 1:
+            result[of] = found
+        else:
+            result[0] += found
+    return result.to(bias.dtype)
+
+
 # ---- Shapes and gradient ---------------------------------------------------------------------------------------------
 
 
@@ -290,6 +382,7 @@ def _fake_attention(
     softcap: float | None,
     causal: bool,
     from_first: bool,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     shapes = ", ".join(f"{name} {'x'.join(map(str, x.shape))}" for name, x in (("q", q), ("k", k), ("v", v)))
     fits = (
@@ -324,6 +417,12 @@ def _fake_attention(
             allowed.shape[2:] == want_mask[2:],
             lambda: f"attention: the mask is {tuple(allowed.shape)}, want {want_mask}",
         )
+    if bias is not None:
+        extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if bias.dtype not in DTYPES:
+            fail(INVALID_DTYPE, f"attention: bias is {bias.dtype}, want float32, bfloat16 or float16")
+        if bias.dim() != 4 or any(x not in (1, y) for x, y in zip(bias.shape, extents, strict=True)):
+            fail(constants.PYDET_INVALID_SHAPE, f"attention: bias is {tuple(bias.shape)}, want {extents}, or 1 for any")
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
@@ -347,7 +446,10 @@ def _vmap_attention(operator: Any) -> Call:
 
         batch = given[0].shape[1 if dims[0] == 0 else 0]
         four = [None if x is None else joined(x, dim, batch) for x, dim in zip(given[:4], dims[:4], strict=True)]
-        results = operator(*four, *given[4:])
+        rest = list(given[4:])
+        if len(given) > 11 and given[11] is not None:
+            rest[7] = joined(given[11], dims[11], batch)
+        results = operator(*four, *rest)
         return tuple(x.unflatten(0, (info.batch_size, batch)) for x in results), (0, 0)
 
     return rule
@@ -368,26 +470,29 @@ class _Attention(torch.autograd.Function):
         softcap: float | None,
         causal: bool,
         from_first: bool,
+        bias: Tensor | None,
     ) -> Any:
-        out, lse = _below(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first)
-        ctx.save_for_backward(q, k, v, allowed, out, lse, sinks)
+        out, lse = _below(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first, bias)
+        ctx.save_for_backward(q, k, v, allowed, out, lse, sinks, bias)
         ctx.options, ctx.more = (scale, arithmetic), (softcap, causal, from_first)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
-        q, k, v, allowed, out, lse, sinks = ctx.saved_tensors
-        *gradients, dsinks = torch.ops.pydet.attention_backward(
-            dout, q, k, v, allowed, out, lse, *ctx.options, sinks, *ctx.more
-        )
-        return *gradients, None, None, None, None, None if sinks is None else dsinks, None, None, None
+        q, k, v, allowed, out, lse, sinks, bias = ctx.saved_tensors
+        of_rows, (softcap, causal, _) = (dout, q, k, v, allowed, out, lse), ctx.more
+        *gradients, dsinks = torch.ops.pydet.attention_backward(*of_rows, *ctx.options, sinks, *ctx.more, bias)
+        dbias = None
+        if bias is not None and ctx.needs_input_grad[11]:
+            dbias = torch.ops.pydet.attention_bias_backward(*of_rows, bias, *ctx.options, softcap, causal)
+        return *gradients, None, None, None, None, None if sinks is None else dsinks, None, None, None, dbias
 
 
 # ---- The operators ---------------------------------------------------------------------------------------------------
 
 _MORE = "Tensor? sinks=None, float? softcap=None, bool causal=False"
-_HOW = f"float scale, str arithmetic, int? kv_chunk, {_MORE}, bool from_first=False"
+_HOW = f"float scale, str arithmetic, int? kv_chunk, {_MORE}, bool from_first=False, Tensor? bias=None"
 _below = define(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor? allowed, {_HOW}) -> (Tensor, Tensor)",
     _run_attention,
@@ -399,8 +504,16 @@ _below = define(
 )
 define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor lse, "
-    f"float scale, str arithmetic, {_MORE}, bool from_first=False)"
+    f"float scale, str arithmetic, {_MORE}, bool from_first=False, Tensor? bias=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_attention_backward,
     _fake_attention_backward,
+)
+define(
+    "attention_bias_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor lse, "
+    "Tensor bias, float scale, str arithmetic, float? softcap=None, bool causal=False) -> Tensor",
+    _run_bias_backward,
+    lambda dout, q, k, v, allowed, out, lse, bias, scale, arithmetic, softcap, causal: torch.empty_like(
+        bias, memory_format=torch.contiguous_format
+    ),
 )

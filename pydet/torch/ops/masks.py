@@ -89,25 +89,25 @@ def plan_of(given: Tensor, batch: int, causal: bool, keys_follow: bool, kv_chunk
     return plan
 
 
-def gradient_plan_of(given: Tensor, batch: int, causal: bool) -> Plan:
+def gradient_plan_of(given: Tensor, batch: int, causal: bool, may_pack: bool = True) -> Plan:
     """The calls that make the gradients under a mask ``[B or 1, H or 1, Q, K]``, whose results are put together.
 
     "packed": rows that are sequences which share no key, so that each is counted from its own first query. "dense":
     sequences of the batch (`rows`, None for all), under the mask where it says more than lengths. Which of them it is,
-    a sequence of the batch says by itself, whatever the others are.
+    a sequence of the batch says by itself, whatever the others are. may_pack: False for "dense" alone, beside a bias.
     """
-    key = _cache.key_of(given, (batch, causal, "gradient"))
+    key = _cache.key_of(given, (batch, causal, may_pack, "gradient"))
     if key is not None:
         known, plan = _cache.find(key)
         if known and plan is not None:
             return plan
-    found = _gradient_plan(given, batch, causal)
+    found = _gradient_plan(given, batch, causal, may_pack)
     if key is not None:
         _cache.keep(key, found)
     return found
 
 
-def _gradient_plan(given: Tensor, batch: int, causal: bool) -> Plan:
+def _gradient_plan(given: Tensor, batch: int, causal: bool, may_pack: bool) -> Plan:
     shared = given.shape[1] == 1 or given.stride(1) == 0
     mask = given[:, 0] if shared else given.any(1)
     first, last, count = (np.broadcast_to(x, (batch, x.shape[1])) for x in _ranges(mask, causal))
@@ -120,7 +120,7 @@ def _gradient_plan(given: Tensor, batch: int, causal: bool) -> Plan:
         if dense is not None:
             full, length = dense
             return (Part("dense", not full, _on(device, {"first_key": begin, "seqlens_k": length})),)
-        packed = (last - first == count).all(1) & _apart(first, last, seen)
+        packed = (last - first == count).all(1) & _apart(first, last, seen) & may_pack
     parts = []
     if packed.any():
         of = packed[:, None] & seen

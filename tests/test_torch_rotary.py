@@ -1,0 +1,260 @@
+"""Rotary embeddings by a written formula, and modules of families that convert knows by name."""
+
+import importlib.util
+import math
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
+
+import pydet  # noqa: E402
+import pydet.torch as pt  # noqa: E402
+from pydet.torch.rotary import cos_sin  # noqa: E402
+from torch_bits import same  # noqa: E402
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def angles():
+    """Positions up to 100,000 by frequencies, whole numbers, and numbers near multiples of a quarter turn."""
+    random = torch.Generator().manual_seed(0)
+    places = torch.tensor([0, 1, 2, 1000, 65_535, 99_999, 100_000])[:, None] * 10000.0 ** -(torch.arange(0, 1, 0.01))
+    turns = (torch.arange(-5000, 5000).double() * math.pi / 2).float()
+    return torch.cat([places.flatten(), torch.arange(100_000.0), turns, torch.randn(10_000, generator=random) * 1e5])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cosines_and_sines_are_rounded_rightly(device, dtype):
+    """Against NumPy's in long double, which PyTorch's own in float32 miss here and there."""
+    x = angles().clamp(-6e4, 6e4).to(dtype)
+    wide, (cos, sin) = x.double().numpy().astype(np.longdouble), cos_sin(x.to(device))
+    for got, want in ((cos, np.cos(wide)), (sin, np.sin(wide))):
+        same(got.cpu(), torch.from_numpy(want.astype(np.float64)).to(dtype))
+    assert dtype != torch.float32 or bool((x.cos() != cos.cpu()).any()), "PyTorch's would do"
+
+
+def test_bits_depend_on_nothing_else():
+    """Threads, places, shapes; infinities and NaN."""
+    x, threads = angles(), torch.get_num_threads()
+    want = cos_sin(x)
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            for got, all_at_once in zip(cos_sin(x), want, strict=True):
+                same(got, all_at_once)
+    finally:
+        torch.set_num_threads(threads)
+    for width in (1, 3, 17, 1000):
+        parts = [cos_sin(part) for part in x[:3000].split(width)]
+        for i in (0, 1):
+            same(torch.cat([part[i] for part in parts]), want[i][:3000])
+    same(torch.stack(cos_sin(x[::7])), torch.stack([y[::7] for y in want]))
+    assert bool(torch.stack(cos_sin(torch.tensor([math.inf, -math.inf, math.nan]))).isnan().all())
+    assert cos_sin(torch.empty(0, 3))[1].shape == (0, 3)
+
+
+# ---- Transformers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def transformers(need):
+    need(importlib.util.find_spec("transformers"), "models", "no Transformers here")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    pt.register_attention()
+    return transformers
+
+
+SIZES = {
+    **{"vocab_size": 61, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 131_072, "pad_token_id": 0},
+}
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32_768},
+    "llama3": {
+        **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 8192,
+    },
+    "longrope": {
+        **{"short_factor": [1.0] * 5, "long_factor": [2.0] * 5, "factor": 4.0},
+        "original_max_position_embeddings": 32_768,
+    },
+}
+
+
+def model_of(transformers, family="llama", dtype=torch.float32, **more):
+    config = transformers.CONFIG_MAPPING[family](**{name: x for name, x in {**SIZES, **more}.items() if x is not None})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_scalings(transformers, kind):
+    """The table of any scaling is the rounded one of its angles, for each position alone as for all, up to 100,000."""
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, **SCALINGS[kind]}
+    model = model_of(transformers, rope_parameters=rope)
+    embedding, x = model.model.rotary_emb, torch.zeros(1, 1)
+    places = torch.tensor([[0, 1, 6, 4095, 40_000, 99_999, 100_000]])
+    stock = embedding(x, places)
+    assert pt.convert(model).swapped["model.rotary_emb"].endswith("RotaryEmbedding")
+    table, threads = embedding(x, places), torch.get_num_threads()
+    for ours, theirs in zip(table, stock, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    angle = (places[0][:, None].float() * embedding.inv_freq.float()).double().numpy().astype(np.longdouble)
+    for got, want in zip(table, (np.cos(angle), np.sin(angle)), strict=True):
+        rounded = torch.from_numpy(want.astype(np.float64)).float() * embedding.attention_scaling
+        same(got[0, :, :5], rounded)
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            same(torch.stack(embedding(x, places)), torch.stack(table))
+    finally:
+        torch.set_num_threads(threads)
+    if kind not in ("dynamic", "longrope"):  # whose frequencies depend on the largest position, as they mean to
+        for i in range(places.shape[1]):
+            same(torch.stack(embedding(x, places[:, i : i + 1])), torch.stack(table)[:, :, i : i + 1])
+    same(torch.stack(pickle.loads(pickle.dumps(embedding))(x, places)), torch.stack(table))
+    assert not pt.convert(model).swapped, "a second time there is nothing to do"
+
+
+def test_decoding_far_on_is_a_prefill(transformers):
+    """At odd widths, from position 99,990 on."""
+    model = model_of(transformers)
+    model.set_attn_implementation("pydet")
+    pt.convert(model, strict=True)
+    ids, places = torch.arange(3, 12)[None], torch.arange(99_990, 99_999)[None]
+    with torch.no_grad(), pt.override_aten():
+        whole, cache, steps = model(ids, position_ids=places, use_cache=False).logits, None, []
+        for i in range(9):
+            own = slice(i, i + 1)
+            step = model(ids[:, own], position_ids=places[:, own], past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            steps.append(step.logits)
+    same(torch.cat(steps, 1), whole)
+    with torch.no_grad():
+        assert not torch.equal(whole, model(ids, use_cache=False).logits), "positions are seen"
+
+
+# ---- Modules that are known by name ----------------------------------------------------------------------------------
+
+NAMED = {
+    "cohere": ("CohereLayerNorm", "LayerNorm", {"layer_norm_eps": 1e-5}),
+    "cohere2": ("Cohere2LayerNorm", "LayerNorm", {"layer_norm_eps": 1e-5}),
+    "nemotron": ("NemotronLayerNorm1P", "OffsetLayerNorm", {}),
+    "falcon": ("FalconLinear", "Linear", {"head_dim": None, "hidden_size": 40, "bias": True}),
+    "mpt": ("MptAttention", "MptAttentionOfPydet", {"d_model": 36, "n_heads": 4, "n_layers": 1}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", NAMED)
+def test_modules_of_families(transformers, family, dtype):
+    """They become pydet's, compute what they did, and micro-batches have the gradients of one batch."""
+    was, becomes, more = NAMED[family]
+    model = model_of(transformers, family, dtype, **more)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0.0 if "bias" in name else 1.0, 0.3)
+    tokens = pydet.DWEIGHT_ROWS
+    ids = torch.randint(3, 61, (2, tokens), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        stock = model(ids[:, :9]).logits
+    report = pt.convert(model)
+    names = [name for name, kind in report.swapped.items() if kind == was]
+    modules = dict(model.named_modules())
+    assert names and {type(modules[name]).__name__ for name in names} == {becomes} and was not in str(report.left)
+    with torch.no_grad():
+        got = model(ids[:, :9]).logits
+    far = float((got - stock).abs().max() / stock.abs().max())
+    assert far < (1e-4 if dtype == torch.float32 else 0.1), far
+    found = pt.accumulate_gradients(model)
+    own = {p for name in names for p in modules[name].parameters(recurse=False)}
+    assert own <= set(found)
+
+    def sums(rows):
+        for parameter in found:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        for part in ids.split(rows):
+            with pt.override_aten():
+                logits = model(part, use_cache=False).logits
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten(), reduction="sum").backward()
+        return [parameter.main_grad.clone() for parameter in found]
+
+    for whole, parts in zip(sums(2), sums(1), strict=True):
+        assert whole.any()
+        same(whole, parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mpt_decodes_as_it_prefills(transformers, dtype):
+    """Also behind padding, and with a head count that is no power of two."""
+    model = model_of(transformers, "mpt", dtype, d_model=48, n_heads=6, n_layers=2)
+    assert not pt.convert(model).attention
+    ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    with torch.no_grad(), pt.override_aten():
+        whole, cache, steps = model(ids, use_cache=False).logits, None, []
+        for i in range(9):
+            step = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            steps.append(step.logits)
+        same(torch.cat(steps, 1), whole)
+        padded = model(ids, attention_mask=mask, use_cache=False).logits
+        same(padded[0], whole[0])
+        same(padded[1, 4:], model(ids[1:, 4:], use_cache=False).logits[0])
+    model.train()
+    model.transformer.blocks[0].attn.attn_dropout_p = 0.1
+    with pytest.raises(pydet.Error, match=r"attention: dropout is 0.1, want 0"):
+        model(ids)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def steps_of(model, call, ids):
+    model.zero_grad()
+    logits = call(input_ids=ids, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
+    return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def test_the_table_in_a_graph_of_inductor(transformers):
+    """Whose own cosines are others than eager PyTorch's."""
+    model, places = model_of(transformers), torch.arange(4000, 4100)[None]
+    pt.convert(model)
+    torch._dynamo.reset()
+    embedding, x = model.model.rotary_emb, torch.zeros(1, 1)
+    same(torch.stack(torch.compile(embedding, fullgraph=True)(x, places)), torch.stack(embedding(x, places)))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_training_step_is_the_eager_one(transformers, dtype):
+    """In one graph: logits, and gradients of all parameters."""
+    model = model_of(transformers, dtype=dtype)
+    model.set_attn_implementation("pydet")
+    pt.convert(model, strict=True)
+    ids = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+    want = steps_of(model, model, ids)
+    torch._dynamo.reset()
+    try:
+        got = steps_of(model, torch.compile(model, fullgraph=True, backend="aot_eager"), ids)
+    finally:
+        torch._dynamo.reset()
+    assert len(want) == 13 and want.keys() == got.keys()
+    for name, eager in want.items():
+        assert eager.any(), name
+        same(got[name], eager)
