@@ -232,8 +232,8 @@ def fuse_loss(model: Any) -> None:
 
 def _without_logits(model: Any, call: Any, args: Any, options: Any) -> Any:
     kept = _Kept(model)
-    head: Any = kept.head
-    if not isinstance(kept.head, Linear):
+    head = kept.head
+    if not isinstance(head, Linear):
         fail(UNSUPPORTED, f"fuse_loss: the head became {_named(head)}, want it a pydet.torch.Linear, without adapters")
     if "forward" in head.__dict__:
         fail(
