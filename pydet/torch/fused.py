@@ -240,7 +240,8 @@ def _without_logits(model: Any, call: Any, args: Any, options: Any) -> Any:
             UNSUPPORTED,
             "fuse_loss: the head has a forward set on the instance, which would not be called; want its own",
         )
-    head.forward, token = kept, _kept.set(kept)
+    head.forward = kept  # type: ignore[method-assign]
+    token = _kept.set(kept)
     try:
         output = call(*args, **options)
     finally:
