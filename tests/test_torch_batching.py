@@ -336,6 +336,8 @@ def test_what_is_refused(monkeypatch):
         ({"repetition_penalty": 1.5}, "RepetitionPenaltyLogitsProcessor"),
         ({"suppress_tokens": [3]}, "SuppressTokensLogitsProcessor"),
         ({"typical_p": 0.5}, "TypicalLogitsWarper"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2"),
+        ({"num_beams": 3}, "num_beams=3"),
     ):
         sampling = generation(**more)
         refuses(
