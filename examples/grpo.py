@@ -120,8 +120,9 @@ def train(dtype, with_pydet, steps, micro_batch, batch_tokens):
             differing += (learned != sampled[part]).sum().item()
             run.furthest = max(run.furthest, (ratio.detach() - 1).abs().max().item())
         for parameter, master in masters.items():
-            master.grad = parameter.main_grad.clone() if with_pydet else parameter.grad.float()
-            (parameter.main_grad if with_pydet else parameter.grad).zero_()
+            gradient = parameter.main_grad if with_pydet else parameter.grad
+            master.grad = gradient.float().clone()
+            gradient.zero_()
         optimizer.step()
         with torch.no_grad():
             for parameter, master in masters.items():

@@ -336,6 +336,8 @@ def test_what_is_refused(monkeypatch):
         ({"repetition_penalty": 1.5}, "RepetitionPenaltyLogitsProcessor"),
         ({"suppress_tokens": [3]}, "SuppressTokensLogitsProcessor"),
         ({"typical_p": 0.5}, "TypicalLogitsWarper"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2"),
+        ({"num_beams": 3}, "num_beams=3"),
     ):
         sampling = generation(**more)
         refuses(
@@ -370,7 +372,8 @@ def test_attention_refuses_what_is_no_batch():
         ({"cu_seq_lens_q": None}, "continuous batching has q is"),
         ({"mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}, "continuous batching has a mask, want causal"),
         ({"is_causal": False}, "continuous batching has a mask, want causal"),
-        ({"position_bias": x}, "the model has position_bias, which pydet's attention does not take"),
+        ({"position_bias": x}, "continuous batching has a position_bias, want causal attention without one"),
+        ({"indices": x}, "the model has indices, which pydet's attention does not take"),
         ({"sliding_window": 0}, "sliding_window is 0, want a positive number of keys"),
     ):
         with pytest.raises(pydet.Error, match=f"^attention: {sentence}"):

@@ -31,6 +31,9 @@ def test_grpo(need, tmp_path, capsys):
     train = example["train"]
     again = train(torch.bfloat16, True, 3, micro_batch=64, batch_tokens=24)
     assert (again.weights, again.rewards) == (mine.weights, mine.rewards)
+    for with_pydet in runs:
+        moved = [train(torch.float32, with_pydet, steps, 32, 64).weights for steps in (0, 1)]
+        assert moved[0] != moved[1], "a step of training that trains nothing"
     picture = xml.etree.ElementTree.parse(tmp_path / "grpo.svg").getroot()
     lines = [x for x in picture.iter() if x.tag.endswith("polyline")]
     assert len(lines) == 4 and all(len(x.get("points").split()) == 3 for x in lines)

@@ -198,23 +198,30 @@ def test_gradients_of_micro_batches_of_a_trainer(packages, tmp_path):
             same(sums[1][name], value)
 
 
-@pytest.mark.parametrize("stock", [False, True], ids=["pydet", "stock"])
+@pytest.mark.parametrize("kind", ["pydet", "adapters", "stock"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_rollouts_by_continuous_batching(packages, need, tmp_path, dtype, stock):
+def test_rollouts_by_continuous_batching(packages, need, tmp_path, dtype, kind):
     """GRPO that samples by Transformers' engine: in both steps the loss has the log-probabilities that the engine gave,
     bit for bit; with Transformers' own attention and sampler it has not."""
     try:
         import pydet.torch.manager  # noqa: F401
     except ImportError as problem:
         need(False, "trl", f"no Transformers 5.24 or later here ({problem})")
-    model = (stock_llama if stock else converted_llama)(256).to(dtype)
+    inner = (stock_llama if kind == "stock" else converted_llama)(256).to(dtype)
+    model = inner
+    if kind == "adapters":
+        need(importlib.util.find_spec("peft"), "trl", "no peft here")
+        import peft
+
+        model = peft.get_peft_model(inner, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        pt.convert(model)
     engine = {"return_logprobs": True, "page_size": 4, "num_blocks": 64, "max_batch_tokens": 16}
     options = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": engine}
     options |= {"max_steps": 2, "learning_rate": 1e-3}
     trainer = trainer_of("GRPO", model, tmp_path, **options)
     pt.check_trainer(trainer)
     sampled, learned = {}, []
-    generate, learn = model.generate_batch, trainer._get_per_token_logps_and_entropies
+    generate, learn = inner.generate_batch, trainer._get_per_token_logps_and_entropies
 
     def generate_batch(*given, **more):
         found = generate(*given, **more)
@@ -230,13 +237,13 @@ def test_rollouts_by_continuous_batching(packages, need, tmp_path, dtype, stock)
             learned.append((sampled[tuple(prompt), tuple(tokens)], values[seen[-kept:]]))
         return made
 
-    model.generate_batch = generate_batch
+    inner.generate_batch = generate_batch
     trainer._get_per_token_logps_and_entropies = get_per_token_logps_and_entropies
     trainer.train()
     assert trainer.state.global_step == 2 and len(learned) == 8
     differing = [(torch.tensor(theirs) != mine).sum().item() for theirs, mine in learned]
     assert sum(len(mine) for _, mine in learned) > 32
-    assert sum(differing[:4]) > 4 if stock else differing == [0] * 8, differing
+    assert sum(differing[:4]) > 4 if kind == "stock" else differing == [0] * 8, differing
 
 
 @pytest.mark.parametrize("kind", ["SFT", "GRPO"])

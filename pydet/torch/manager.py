@@ -39,6 +39,8 @@ _OPTIONS: dict[
     "seed": (None, int, "a number of 64 bits", lambda x: -(1 << 63) <= x < 1 << 63),
 }
 _ROWS = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+# Which Transformers' engine of batches drops without a word, and what asks for nothing.
+_DROPPED = {"min_new_tokens": 0, "num_beams": 1, "stop_strings": None, "max_time": None}
 _WARPERS = {  # of Transformers, by the option that each has
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -148,6 +150,14 @@ class Manager(ContinuousBatchingManager):
         check_attention(WHAT, model)
         if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             fail(INVALID_DTYPE, f"{WHAT}: the model is {model.dtype}, want float32, bfloat16 or float16")
+        for name, nothing in _DROPPED.items():
+            value = getattr(generation_config, name, None)
+            if value not in (None, nothing):
+                fail(
+                    UNSUPPORTED,
+                    f"{WHAT}: the generation config asks for {name}={value!r}, which generate_batch of Transformers "
+                    "does not know",
+                )
         samples = bool(getattr(generation_config, "do_sample", True))
         requests = Requests(model._get_logits_processor(generation_config), samples)
         wanted = copy.deepcopy(batching)
