@@ -9,16 +9,13 @@ import hashlib
 import os
 import re
 import threading
-import time
 import traceback
-from queue import Empty
 
 import pytest
 
-from test_torch_distributed import free_port, start, tensors
+from test_torch_distributed import found_by, free_port, start, tensors
 
 SIZES = (1, 2, 4, 8)
-TIME_LIMIT = 240
 
 # name: (B, H, G, queries, keys, D, E), type, arithmetic, options. Under causal a chunk has 128 tokens or more, so those
 # of 1024 are cut for zigzag on up to 4 ranks.
@@ -349,20 +346,7 @@ def work(rank, port, queue):
 def found():
     """[rank][size][name]."""
     pytest.importorskip("torch")
-    processes, queue = start(SIZES[-1], work, free_port())
-    answers, end = {}, time.monotonic() + TIME_LIMIT
-    while len(answers) < len(processes):
-        try:
-            rank, results, problem = queue.get(timeout=2)
-        except Empty:
-            ended = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in answers]
-            assert not ended and time.monotonic() < end, f"no answer; ended without one: ranks {ended}"
-            continue
-        assert problem is None, f"rank {rank}:\n{problem}"
-        answers[rank] = results
-    for process in processes:
-        process.join(30)
-    return [answers[rank] for rank in range(SIZES[-1])]
+    return found_by(*start(SIZES[-1], work, free_port()))
 
 
 # ---- What must be true of it ---------------------------------------------------------------------------------------

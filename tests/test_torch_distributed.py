@@ -731,9 +731,8 @@ def start(count, function, *arguments):
     return processes, queue
 
 
-def answers_of(kind, sizes, shapes):
-    """What each rank found: [rank][name][size or mesh]."""
-    processes, queue = start(sizes[-1], work, kind, sizes, shapes, free_port())
+def found_by(processes, queue):
+    """What each rank put into the queue: [rank]."""
     answers, end = {}, time.monotonic() + TIME_LIMIT
     while len(answers) < len(processes):
         try:
@@ -746,7 +745,12 @@ def answers_of(kind, sizes, shapes):
         answers[rank] = results
     for process in processes:
         process.join(30)
-    return [answers[rank] for rank in range(sizes[-1])]
+    return [answers[rank] for rank in range(len(processes))]
+
+
+def answers_of(kind, sizes, shapes):
+    """What each rank found: [rank][name][size or mesh]."""
+    return found_by(*start(sizes[-1], work, kind, sizes, shapes, free_port()))
 
 
 @pytest.fixture(scope="module")

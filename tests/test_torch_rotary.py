@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TES
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
+from pydet.torch import rotary  # noqa: E402
 from pydet.torch.rotary import cos_sin  # noqa: E402
 from torch_bits import same  # noqa: E402
 
@@ -98,6 +99,26 @@ def model_of(transformers, family="llama", dtype=torch.float32, **more):
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model.to(dtype)
+
+
+def test_a_pair_is_made_once(monkeypatch):
+    made, own = [], rotary.cos_sin
+    monkeypatch.setattr(rotary, "cos_sin", lambda x: made.append(1) or own(x))
+    for mode in (torch.no_grad, torch.inference_mode):
+        made.clear()
+        with mode(), rotary._Written():
+            x = torch.linspace(-3, 3, 77)
+            cos, sin = x.cos(), x.sin()
+            assert len(made) == 1
+            same(cos, own(x)[0])
+            cos.mul_(2)  # is the caller's own
+            same(x.cos(), own(x)[0])
+            same(x.sin(), sin)
+            assert len(made) == 2
+            for change in (lambda x: x.add_(1), lambda x: x.__iadd__(1), lambda x: x.__setitem__(3, 1.0),
+                           lambda x: torch.mul(x, 2, out=x)):  # fmt: skip
+                x.cos(), change(x)
+                same(x.sin(), own(x)[1])
 
 
 @pytest.mark.parametrize("kind", SCALINGS)

@@ -82,15 +82,34 @@ _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.b
 class _Written(TorchFunctionMode):
     """cos, sin and polar by the formula, and products over one number, which are that product."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    def take(self, x: Tensor, name: str) -> Tensor:
+        """cos or sin. The other, which was made with it in some 65 steps, is kept until it is asked for."""
+        if torch.compiler.is_compiling():
+            return cos_sin(x)[name == "sin"]
+        if self.kept is None or self.kept[0] is not x or name not in self.kept[1]:
+            self.kept = x, dict(zip(("cos", "sin"), cos_sin(x), strict=True))
+        return self.kept[1].pop(name)
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if (
+            "out" in kwargs
+            or name == "__setitem__"
+            or (name.startswith("__i") if name[-2:] == "__" else name[-1:] == "_")
+        ):
+            self.kept = None  # what it was made of may be another by now
         x = args[0] if args else None
         if isinstance(x, Tensor) and not kwargs and not x.requires_grad:
             if len(args) == 1 and x.dtype in DTYPES:
                 if function is torch.cos or function is torch.Tensor.cos:
-                    return cos_sin(x)[0]
+                    return self.take(x, "cos")
                 if function is torch.sin or function is torch.Tensor.sin:
-                    return cos_sin(x)[1]
+                    return self.take(x, "sin")
             if function in _PRODUCTS and x.dim() > 1 and x.shape[-1] == 1 and args[1].dim() > 1:
                 return x * args[1]
             if function is torch.polar and x.dtype == torch.float32:
