@@ -79,6 +79,13 @@ def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 
 
+def _writes(function: Any, options: dict[str, Any]) -> bool:
+    """Whether a function of PyTorch's writes one of its arguments, by its name."""
+    name = getattr(function, "__name__", "")
+    own = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    return own or name == "__setitem__" or "out" in options
+
+
 class _Written(TorchFunctionMode):
     """cos, sin and polar by the formula, and products over one number, which are that product."""
 
@@ -96,12 +103,7 @@ class _Written(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        if (
-            "out" in kwargs
-            or name == "__setitem__"
-            or (name.startswith("__i") if name[-2:] == "__" else name[-1:] == "_")
-        ):
+        if self.kept is not None and _writes(function, kwargs):
             self.kept = None  # what it was made of may be another by now
         x = args[0] if args else None
         if isinstance(x, Tensor) and not kwargs and not x.requires_grad:
