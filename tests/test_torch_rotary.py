@@ -106,7 +106,7 @@ def test_a_pair_is_made_once(monkeypatch):
     monkeypatch.setattr(rotary, "cos_sin", lambda x: made.append(1) or own(x))
     for mode in (torch.no_grad, torch.inference_mode):
         made.clear()
-        with mode(), rotary._Written():
+        with mode(), rotary.Written():
             x = torch.linspace(-3, 3, 77)
             cos, sin = x.cos(), x.sin()
             assert len(made) == 1

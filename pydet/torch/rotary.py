@@ -86,7 +86,7 @@ def _writes(function: Any, options: dict[str, Any]) -> bool:
     return own or name == "__setitem__" or "out" in options
 
 
-class _Written(TorchFunctionMode):
+class Written(TorchFunctionMode):
     """cos, sin and polar by the formula, and products over one number, which are that product."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Rotary(Derived, torch.nn.Module):
     """A rotary embedding of Transformers', whose cosines and sines are :func:`cos_sin`'s."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        with _Written():
+        with Written():
             return super().forward(*arguments, **options)
 
 

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from pydet._native import UNSUPPORTED, fail
 from pydet.ops.activation import Kind
-from pydet.torch import conversion, functions
+from pydet.torch import conversion, functions, rotary
 from pydet.torch.conversion import Conversion
 from pydet.vllm import Settings, sampling
 from pydet.vllm.attention import MARK, Impl
@@ -125,6 +125,8 @@ def _operation(module: Any) -> Callable[..., Any] | str | None:
     if kind in _ACTIVATIONS:
         return functools.partial(functions.activation, kind=_ACTIVATIONS[kind])
     if kind in _ROTARY:
+        with rotary.Written():  # as the converted model's, which PyTorch's own miss by a bit here and there
+            module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
         return functools.partial(_rotate, module)
     return None
 
