@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import glob
+import importlib.util
 import os
 import pathlib
 import platform
@@ -70,6 +71,19 @@ def need():
             (pytest.fail if extra in os.environ.get("PYDET_TEST_EXTRAS", "").split() else pytest.skip)(reason)
 
     return check
+
+
+@pytest.fixture
+def transformers(need):
+    """The package, with pydet's attention registered."""
+    need(importlib.util.find_spec("transformers"), "models", "no Transformers here")
+    import transformers
+
+    import pydet.torch
+
+    transformers.logging.set_verbosity_error()
+    pydet.torch.register_attention()
+    return transformers
 
 
 def run_python(*arguments, library=None):

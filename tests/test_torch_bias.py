@@ -1,6 +1,5 @@
 """A bias that is added to scores: T5's positions, Swin's, additive masks. A sequence has the bits that it has alone."""
 
-import importlib.util
 import os
 
 import pytest
@@ -113,16 +112,6 @@ def test_what_a_bias_must_be():
 
 
 # ---- Transformers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def transformers(need):
-    need(importlib.util.find_spec("transformers"), "models", "no Transformers here")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    pt.register_attention()
-    return transformers
 
 
 def test_masks_that_are_added(transformers):

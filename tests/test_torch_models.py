@@ -63,16 +63,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def transformers(need):
-    need(importlib.util.find_spec("transformers"), "models", "no Transformers here")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    pt.register_attention()
-    return transformers
-
-
 def build(transformers, name="Llama"):
     """A model whose attention does more than average: its matrices are larger than at the start of training."""
     config, more = {**MODELS, **MORE_EXPERTS}[name]

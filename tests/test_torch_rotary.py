@@ -1,6 +1,5 @@
 """Rotary embeddings by a written formula, and modules of families that convert knows by name."""
 
-import importlib.util
 import math
 import os
 import pickle
@@ -59,16 +58,6 @@ def test_bits_depend_on_nothing_else():
 
 
 # ---- Transformers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def transformers(need):
-    need(importlib.util.find_spec("transformers"), "models", "no Transformers here")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    pt.register_attention()
-    return transformers
 
 
 SIZES = {

@@ -167,7 +167,7 @@ struct Walk {
         m = reference;
         weigh_scores<Exp2>(s, padded, c, reference, l);
       });
-      round_weights(a.q.type, s, padded);
+      round_all(a.q.type, s, padded);
     }
     if (!careful && few)
       return dispatch(a.q.type, [&](auto number) {

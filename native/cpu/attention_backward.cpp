@@ -221,8 +221,8 @@ template <bool of_keys> struct Walk {
         for (int64_t j = 0; j < padded; ++j)
           desk.left_out[r * kSide + j] = s[j] == -INFINITY || desk.twos[j] == -INFINITY;
       gradients(a, c, padded, desk.twos, desk.deltas, a.softcap ? desk.tanhs + r * kSide : nullptr, s, dp);
-      if constexpr (of_keys) round_weights(a.q.type, s, padded);
-      round_weights(a.q.type, dp, padded);
+      if constexpr (of_keys) round_all(a.q.type, s, padded);
+      round_all(a.q.type, dp, padded);
     }
     if (!careful) return add(begin, 0, rows);
     for (int64_t r = 0; r < rows; ++r) {

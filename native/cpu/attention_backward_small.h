@@ -31,7 +31,7 @@ struct SmallGradients {
     mask_scores(a, scale, run, count, s, tanhs);
     for (int64_t j = 0; j < kRun; ++j) left_out[j] = s[j] == -INFINITY || twos[j] == -INFINITY;
     gradients(a, a.bias.data ? 1.0f : scale.c, kRun, twos, deltas, a.softcap ? tanhs : nullptr, s, dp);
-    round_weights(a.q.type, s, kRun), round_weights(a.q.type, dp, kRun);
+    round_all(a.q.type, s, kRun), round_all(a.q.type, dp, kRun);
   }
   // sum of `count` pairs' weights, or gradients, and the numbers that lie in column c of their vectors.
   template <class At>

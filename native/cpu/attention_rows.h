@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attention_products.h"
+#include "cpu/rows.h"
 
 namespace pydet {
 namespace {
@@ -84,19 +85,6 @@ template <class Exp2> void weigh_scores(float *s, int64_t count, float c, float 
   for (int64_t j = 0; j < count; j += kWeightLanes)
     for (int i = 0; i < kWeightLanes; ++i) lanes[i] += s[j + i];
   for (int i = 0; i < kWeightLanes; ++i) l[i] = lanes[i];
-}
-
-// Rounded to the operands' type, as the second product takes them. count: a multiple of 16.
-inline void round_weights(Type type, float *s, int64_t count) {
-  if (type == Type::f32) return;
-  with_type<kHalfTypes>(type, [&](auto half) {
-    using T = Number<half>;
-    for (int64_t j = 0; j < count; j += kWidth) {
-      uint16_t words[kWidth];
-      T::store(words, load(s + j));
-      store(s + j, T::load(words));
-    }
-  });
 }
 
 // o *= factor: a row of `e` columns, their groups `apart`.

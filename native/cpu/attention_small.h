@@ -55,7 +55,7 @@ inline __attribute__((noinline)) void small_row(const Attention &a, const Extent
         m = reference;
         weigh_scores<Exp2>(desk.s, padded, c, reference, l);
       });
-      round_weights(a.q.type, desk.s, padded);
+      round_all(a.q.type, desk.s, padded);
       for (int64_t e = 0; e < a.e; ++e)
         desk.o[e] = products.chain(
             desk.o[e], count, [&](int64_t j) { return desk.left_out[j] ? 0.0f : desk.s[j]; },

@@ -29,15 +29,7 @@ struct alignas(64) Piece {
   void store(Type type, char *row, int64_t j, int64_t count) const {
     dispatch(type, [&](auto number) { store<decltype(number)>((Stored<decltype(number)> *)row + j, count); });
   }
-  // To the type and back. In fp32 there is nothing to round, and a NaN need not be canonical before it is stored.
-  void round(Type type) {
-    if (type == Type::f32) return;
-    with_type<kHalfTypes>(type, [&](auto half) {
-      uint16_t words[kPiece];
-      for (int i = 0; i < kPiece; i += kWidth) Number<half>::store(words + i, pydet::load(x + i));
-      for (int i = 0; i < kPiece; i += kWidth) pydet::store(x + i, Number<half>::load(words + i));
-    });
-  }
+  void round(Type type) { round_all(type, x, kPiece); }
 };
 
 // Calls body(j, count) for the pieces of a row of n.

@@ -48,6 +48,19 @@ inline char *row(const Rows &rows, int64_t inner, int64_t r) {
   return with_type<kUnscaledTypes>(rows.type, [&](auto type) { return (char *)row<Number<type>>(rows, inner, r); });
 }
 
+// fp32 numbers to `type` and back; count: a multiple of kWidth. In fp32 there is nothing to round, and a NaN need not be
+// canonical before it is stored.
+inline void round_all(Type type, float *x, int64_t count) {
+  if (type == Type::f32) return;
+  with_type<kHalfTypes>(type, [&](auto half) {
+    for (int64_t i = 0; i < count; i += kWidth) {
+      uint16_t words[kWidth];
+      Number<half>::store(words, load(x + i));
+      store(x + i, Number<half>::load(words));
+    }
+  });
+}
+
 // One element of a row of `type`.
 inline float element(Type type, const char *row, int64_t j) {
   return dispatch(type, [&](auto number) {

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pydet._native import UNSUPPORTED, fail
 from pydet.ops import Arithmetic
-from pydet.torch.attention import attention
+from pydet.torch.attention import attention, check_dropout
 from pydet.torch.ops.register import Tensor
 from pydet.torch.stock import Derived
 
@@ -39,8 +38,7 @@ class MptAttention(Derived, torch.nn.Module):
         attention_mask: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        if self.training and self.attn_dropout_p:
-            fail(UNSUPPORTED, f"attention: dropout is {self.attn_dropout_p}, want 0 (in the config, or model.eval())")
+        check_dropout(self.attn_dropout_p if self.training else 0.0)
         batch, queries = hidden_states.shape[:2]
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:

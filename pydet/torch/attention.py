@@ -106,6 +106,11 @@ _WITHOUT_EFFECT = frozenset(
 _ADDS_TO_ITS_MASK = frozenset(("doge",))  # models whose attention makes a bias of its mask, and so needs it whole
 
 
+def check_dropout(dropout: float) -> None:
+    if dropout:
+        fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
+
+
 def check_options(options: dict[str, Any]) -> None:
     """Refuses each keyword that would change the result if it were computed, and each that nobody knows."""
     if options.pop("output_attentions", None):
@@ -294,8 +299,7 @@ def register_attention(
         cu_seq_lens_k: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        if dropout:
-            fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
+        check_dropout(dropout)
         how: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
         how |= {"sinks": s_aux, "softcap": softcap, "arithmetic": arithmetic, "kv_chunk": kv_chunk}
         if options.get("read_index") is not None:

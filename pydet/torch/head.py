@@ -275,8 +275,9 @@ def linear_cross_entropy_and_gradients(
     rule, sums_to, means = _Loss(label_smoothing, z_loss), hasattr(w, "pydet_accumulates"), reduction == "mean"
     part, dbias = part_of_product(w) if sums_to else None, None
     with torch.no_grad():
-        ignored = (target == ignore_index).reshape(-1)
-        index, count = target.masked_fill(target == ignore_index, -1), (~ignored).sum().to(torch.float32)
+        ignored = target == ignore_index
+        index, count = target.masked_fill(ignored, -1), (~ignored).sum().to(torch.float32)
+        ignored = ignored.reshape(-1)
         of_row = torch.as_tensor(gradient, dtype=torch.float32, device=x.device)
         of_row = of_row / count if means else of_row
         dw = sum_of(w, part) if sums_to else torch.zeros_like(w, dtype=torch.float32)

@@ -19,6 +19,12 @@ def _rounded(x: float) -> float:
     return float(torch.tensor(x, dtype=torch.float64).to(torch.float32))
 
 
+def own_gradient(parameter: Any) -> Any:
+    """Where a parameter's gradient comes: ``main_grad`` of one that accumulates, else ``grad``, which may be None."""
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
 def exact_sqrt(x: Tensor) -> Tensor:
     """Of fp32, rounded to nearest: PyTorch's own on a CPU is off in some of a hundred. In double it is exact enough, as
     no root of an fp32 number is within 2^-50 of the middle between two."""
@@ -81,8 +87,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             _check_group(group)
             for parameter in group["params"]:
-                main = getattr(parameter, "main_grad", None)
-                gradient = parameter.grad if main is None else main
+                gradient = own_gradient(parameter)
                 if gradient is not None:
                     self._update(parameter, gradient, group)
         return loss

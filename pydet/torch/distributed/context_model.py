@@ -8,7 +8,7 @@ import torch
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
-from pydet.torch.attention import check_options
+from pydet.torch.attention import check_dropout, check_options
 from pydet.torch.distributed.context import Layout, check_layout, context_parallel_attention
 from pydet.torch.distributed.exchange import Group, Tensor
 from pydet.torch.distributed.rows import rms_norm
@@ -148,8 +148,7 @@ def _attend(
     where = getattr(module, "pydet_context", None)
     if not isinstance(where, Where):
         fail(INVALID_VALUE, f"{_OP}: attention of a model that it was not called with; want context_parallel(model)")
-    if dropout:
-        fail(UNSUPPORTED, f"attention: dropout is {dropout}, want 0 (in the model's config, or model.eval())")
+    check_dropout(dropout)
     if attention_mask is not None:
         fail(UNSUPPORTED, f"{_OP}: attention has a mask, want none: sequences of one length, without padding")
     check_options(options)

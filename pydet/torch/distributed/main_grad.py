@@ -11,14 +11,9 @@ import torch.distributed as dist
 from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import fold
 from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, gather, together
+from pydet.torch.optimizer import own_gradient
 
 _BUCKET = 1 << 24  # elements that are exchanged at a time; it decides no bits
-
-
-def own_gradient(parameter: Any) -> Any:
-    """Where a parameter's gradient comes: ``main_grad`` of one that accumulates, else ``grad``, which may be None."""
-    main = getattr(parameter, "main_grad", None)
-    return parameter.grad if main is None else main
 
 
 class OrderedMainGrads:

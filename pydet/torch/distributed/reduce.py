@@ -15,8 +15,7 @@ import torch.distributed as dist
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import gemm
 from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, fold_all, gather, together
-from pydet.torch.distributed.main_grad import own_gradient
-from pydet.torch.optimizer import exact_sqrt
+from pydet.torch.optimizer import exact_sqrt, own_gradient
 
 # ---- DDP -------------------------------------------------------------------------------------------------------------
 
