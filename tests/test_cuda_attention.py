@@ -129,7 +129,11 @@ def test_few_rows(runs):
             tensors = dense(runs, 2, heads, groups, queries, keys, d, tokens_first=True)
             what = f"{heads} heads of {groups}, {queries} queries, d {d}"
             runs.check("attention", *tensors, causal=causal, what=what)
-            runs.check("attention", *tensors, causal=causal, window=(300, None), kv_chunk=256, what=f"{what}, a window")
+            for kv_chunk in (256, 1024):
+                given = {"causal": causal, "window": (300, None), "kv_chunk": kv_chunk}
+                runs.check("attention", *tensors, **given, what=f"{what}, a window, kv_chunk {kv_chunk}")
+            padding = runs.integers(0, keys - 300)
+            runs.check("attention", *tensors, causal=causal, first_key=padding, what=f"{what}, padding")
     for d, keys in itertools.product((64, 128, 256), (129, 1100)):  # more tiles than multiprocessors
         tensors = dense(runs, 75, 8, 4, 1, keys, d)
         runs.check("attention", *tensors, what=f"75 sequences of {keys} keys, d {d}")

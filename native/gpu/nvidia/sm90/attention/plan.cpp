@@ -109,9 +109,11 @@ int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
   return divide_up(groups, divide_up(groups, at_once)) * of_group;
 }
 
-// Whether spread.cu has a split one: all clusters at once, a block a multiprocessor.
+// Whether spread.cu has a split one: all clusters at once, a block a multiprocessor. Of windows, padding before the first
+// key and packed keys it was not compared with the CPU yet.
 bool spreads(const Attention &a, const Cut &cut, int64_t sms) {
-  return decodes(a, cut) && cut.split && a.kv_chunk == kSpreadKeys &&
+  const bool compared = a.window_left == kNoWindow && a.window_right == kNoWindow && !a.first_key && !a.k_start;
+  return compared && decodes(a, cut) && cut.split && a.kv_chunk == kSpreadKeys &&
          a.sequences * a.groups * divide_up(a.keys, kSpreadKeys) * spread_parts(int(a.d)) <= sms;
 }
 
