@@ -373,7 +373,7 @@ constexpr Backend cpu() {
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
-             table(kEmbedding), table(kEmbeddingBackward));
+             table(kEmbedding), table(kEmbeddingBackward), no_kernels<LinearLogProb>());
   return backend;
 }
 

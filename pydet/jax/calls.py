@@ -247,6 +247,7 @@ _NO_DERIVATIVE = {  # of what has no gradient of its own, or no second one
     "activation_backward": "activation_backward: no derivative of this gradient; activations have first gradients",
     "embedding_backward": "embedding_backward: no derivative of this gradient; embedding has first gradients",
     "softmax_backward": "softmax_backward: no derivative of this gradient",
+    "linear_log_prob_backward": "linear_log_prob_backward: no derivative of this gradient",
     "log_prob_backward": "log_prob_backward: no derivative of this gradient",
     "attention_backward": "attention_backward: no derivative of this gradient; attention has first gradients",
 }
@@ -322,6 +323,7 @@ def call_handler(
 
 
 _ONE_BY_ONE = ("grouped_gemm", "scaled_gemm", "quantize", "embedding", "embedding_backward")  # under vmap
+_ONE_BY_ONE += ("linear_log_prob", "linear_log_prob_backward")
 
 
 @compiled(0, 1, 2, 3, 4)

@@ -1,8 +1,9 @@
 """``linear_log_prob``: a linear layer and what is asked of each row of its logits, in chunks of rows; and its gradient.
 
-A composition of the library's functions over a workspace: no chunk changes a bit, since rows are independent and sums
-over rows are continued at multiples of 16 of them (NUMERICS.md, "Head"). What is done to single elements between them
-are PyTorch's additions, products and divisions, each rounded once.
+Log-probabilities alone, of logits that are neither scaled nor capped, are the library's `linear_log_prob`. All else is
+a composition of its functions over a workspace: no chunk changes a bit, since rows are independent and sums over rows
+are continued at multiples of 16 of them (NUMERICS.md, "Head"). What is done to single elements between them are
+PyTorch's additions, products and divisions, each rounded once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
+from pydet import _native
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
+from pydet.frameworks import type_index
 from pydet.hooks import unknown
 from pydet.ops.activation import _activation, _activation_backward
+from pydet.ops.head import _linear_log_prob, _linear_log_prob_backward
 from pydet.ops.products import _gemm, _gemm_db, _skinny_gemm
 from pydet.ops.softmax import (
     _log_prob,
@@ -32,6 +36,11 @@ from pydet.torch.ops.tracing import TRACED, operands
 
 OP = "linear_log_prob"
 WORKSPACE = 256 << 20  # bytes
+_C_DTYPES = {
+    torch.float32: (constants.PYDET_FLOAT, 32, 1),
+    torch.bfloat16: (constants.PYDET_BFLOAT, 16, 1),
+    torch.float16: (constants.PYDET_FLOAT, 16, 1),
+}
 ROWS = 16  # a multiple of every arithmetic's step, where a sum over rows may be cut
 
 
@@ -52,6 +61,15 @@ class Head(NamedTuple):
     @property
     def scales(self) -> bool:
         return self.softcap is not None or self.temperature != 1
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether its log-probabilities and their gradients are the library's own operation."""
+        return not self.scales and self.logits_dtype in (None, x.dtype, torch.float32)
+
+    @property
+    def library_options(self) -> dict[str, Any]:
+        logits = None if self.logits_dtype is None else type_index(self.logits_dtype, OP)
+        return {**self.products, "logits_dtype": logits, "workspace": self.workspace}
 
     def check(self) -> None:
         """Refuses what is no setting."""
@@ -229,6 +247,10 @@ def _run_forward(
     wanted = index.reshape(-1).contiguous()
     count = rows.shape[0]
     log_prob = x.new_empty(count, dtype=torch.float32)
+    if head.is_plain(x) and n and not greedy and not any(asked):
+        _linear_log_prob(rows, w, wanted, bias=bias, out=log_prob, **head.library_options)
+        none = x.new_empty(0, dtype=torch.float32)
+        return log_prob.view(lead), none, none.clone(), none.clone(), x.new_empty(0, dtype=torch.int64)
     others = [x.new_empty(count if wants else 0, dtype=torch.float32) for wants in asked]
     chosen = x.new_empty(count if greedy else 0, dtype=torch.int64)
     row_bytes = _row_bytes(n, x, head) + (17 * (n + 1) if asked.spreads else 0) + (n * 10 if lse or greedy else 0)
@@ -336,6 +358,10 @@ def gradients(
     sums_rows = dw is not None or dbias is not None
     unit = (head.k_chunk or ROWS) if sums_rows else 1
     dx = rows.new_empty(rows.shape, dtype=dx_dtype or x.dtype) if of_x else None
+    if head.is_plain(x) and n and not any(g is not None for g in more):
+        sums = {"dw": dw, "dbias": dbias, "accumulate": continues and sums_rows}
+        _linear_log_prob_backward(given, rows, w, wanted, bias=bias, dx=dx, **sums, **head.library_options)
+        return None if dx is None else dx.view(x.shape)
     size = _gradient_bytes(n, x, head, any(g is not None for g in more))
     room = _Room(x)
     for part in _chunks(rows.shape[0], size, unit, head):
@@ -373,6 +399,15 @@ def loss_and_gradients(
     wanted = index.reshape(-1).contiguous()
     losses = rows.new_empty(rows.shape[0], dtype=torch.float32)
     dx = rows.new_empty(rows.shape)
+    if head.is_plain(x) and n and not lse and not mean:  # whose gradient is the same whatever the log-probability
+        every, log_prob = slice(0, rows.shape[0]), torch.zeros_like(losses)
+        with torch.enable_grad():
+            any_loss = loss_of(log_prob.requires_grad_(), None, None, every)
+            (dlog_prob,) = torch.autograd.grad(any_loss, [log_prob], gradient.expand_as(any_loss))
+        log_prob = log_prob.detach()
+        made = {"dx": dx, "dw": dw, "dbias": dbias, "log_prob": log_prob, "accumulate": True}
+        _linear_log_prob_backward(dlog_prob, rows, w, wanted, bias=bias, **made, **head.library_options)
+        return loss_of(log_prob, None, None, every), dx.view(x.shape)
     size = _gradient_bytes(n, x, head, lse or mean) + (n * 10 if lse else 0) + (n + 1) * 13 * mean
     room = _Room(x)
     for part in _chunks(rows.shape[0], size, head.k_chunk or ROWS, head):
@@ -400,6 +435,20 @@ def loss_and_gradients(
 def _matrix(x: Tensor) -> Tensor:
     rows = matrix(x)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _library_bytes(x: Tensor, w: Tensor, head: Head) -> int:
+    """Of a workspace for the gradients of all rows at once."""
+    options, found = ffi.new("pydet_linear_log_prob_options *"), ffi.new("uint64_t *")
+    options.struct_size = ffi.sizeof(options[0])
+    options.arithmetic, options.k_chunk = unknown(head.arithmetic, OP, "arithmetic"), head.k_chunk or 0
+    if head.logits_dtype is not None:
+        options.logits = _C_DTYPES[head.logits_dtype]
+    index = {"cuda": constants.PYDET_EXCHANGE_CUDA}.get(x.device.type, constants.PYDET_EXCHANGE_CPU)
+    library = _native.load(constants.PYDET_EXCHANGE_ROCM if index and torch.version.hip else index)
+    dtype, shape = ffi.new("pydet_dtype *", _C_DTYPES[x.dtype])[0], (math.prod(x.shape[:-1]), *w.shape)
+    library.check(library.lib.pydet_linear_log_prob_workspace(*shape, dtype, 1, 1 << 62, options, found))
+    return int(found[0])
 
 
 def _check(x: Tensor, w: Tensor, index: Tensor, bias: Tensor | None, head: Head) -> None:
@@ -447,13 +496,16 @@ def _run_backward(
     _check(x, w, index, bias, head)
     others, count = Asked(dentropy, dlse, dmean), index.numel()
     asks_more = any(g is not None for g in others)
-    cut = not 0 < count * _gradient_bytes(w.shape[0], x, head, asks_more) <= workspace  # or there is nothing to write
+    plain = head.is_plain(x) and w.shape[0] > 0 and not asks_more
+    size = _library_bytes(x, w, head) if plain else count * _gradient_bytes(w.shape[0], x, head, asks_more)
+    cut = not 0 < size <= workspace  # or there is nothing to write
+    start = torch.empty_like if plain or not cut else torch.zeros_like
     dw = dbias = None
     if of_w:
-        dw = torch.zeros_like(w, dtype=torch.float32) if cut else torch.empty_like(w)
+        dw = start(w, dtype=torch.float32 if cut else w.dtype)
     if bias is not None and of_bias:
-        dbias = torch.zeros_like(bias, dtype=torch.float32) if cut else torch.empty_like(bias)
-    dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=cut)
+        dbias = start(bias, dtype=torch.float32 if cut else bias.dtype)
+    dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=cut and not plain)
     if cut and dw is not None:
         dw = rounded(dw, w.dtype, head)
     if cut and dbias is not None and bias is not None:
