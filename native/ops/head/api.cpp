@@ -246,7 +246,7 @@ __attribute__((noinline)) pydet_status read_forward(const char *op, void *stream
 __attribute__((noinline)) pydet_status read_backward(const char *op, void *stream, const pydet_tensor *const (&tensors)[9],
                                                      const pydet_linear_log_prob_options &options, LinearLogProb *p) {
   HeadViews views = {};
-  View given, dlog_prob, log_prob, dx, dw, dbias;
+  View given, dlog_prob, log_prob = {}, dx, dw, dbias;
   PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
   PYDET_TRY(read(op, "x", kFactor, tensors[1], 1, &given));
   PYDET_TRY(read_head(op, stream, tensors[1], tensors[2], tensors[3], tensors[4], options, &views, p));

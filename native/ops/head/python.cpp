@@ -34,16 +34,17 @@ bool read_head_options(PythonCall &call, const Given &given, pydet_linear_log_pr
          call.integer_of("k_chunk", given.k_chunk, &options->k_chunk) && call.choose_library(given.stream);
 }
 
-// For as many rows at a time as `most` bytes hold.
+// For as many rows at a time as `most` bytes hold; `whole`: for all of them, which sums that are not fp32 want.
 bool make_head_workspace(PythonCall &call, const pydet_tensor &x, const pydet_tensor &w, int32_t backward, int64_t most,
-                         pydet_linear_log_prob_options *options) {
+                         bool whole, pydet_linear_log_prob_options *options) {
+  constexpr uint64_t kAny = uint64_t(1) << 62;
   if (!sound(x, 1) || !sound(w, 2) || w.ndim != 2) return true;  // the operation will say it
   int64_t rows = 1;
   for (int i = 0; i + 1 < x.ndim; ++i)
     if (__builtin_mul_overflow(rows, x.shape[i], &rows)) return true;
   uint64_t bytes = 0;
   if (call.library().call<pydet_linear_log_prob_workspace>(rows, w.shape[0], x.shape[x.ndim - 1], x.dtype, backward,
-                                                           uint64_t(most), options, &bytes) != PYDET_OK)
+                                                           whole ? kAny : uint64_t(most), options, &bytes) != PYDET_OK)
     return true;
   if (most > 0 && bytes > uint64_t(most)) bytes = uint64_t(most);  // too small: the operation says what it wants
   return call.make_workspace(bytes, &options->workspace, &options->workspace_size);
@@ -69,7 +70,7 @@ Object *call_linear_log_prob(Object *, Object *const *args, intptr_t count, Obje
   if (!read_head_options(call, given, &options, &most)) return nullptr;
   const pydet_tensor &rows = x->tensor;
   if (!make_like(call, rows, rows.ndim < 1 ? 0 : rows.ndim - 1, int(Type::f32), &out)) return nullptr;
-  if (!make_head_workspace(call, rows, w->tensor, 0, most, &options)) return nullptr;
+  if (!make_head_workspace(call, rows, w->tensor, 0, most, false, &options)) return nullptr;
   const bool done = call.run(head_work(rows, w->tensor), [&](void *stream) {
     return call.library().call<pydet_linear_log_prob>(stream, tensor_of(x), tensor_of(w), tensor_of(bias),
                                                       tensor_of(index), tensor_of(out), &options);
@@ -117,7 +118,10 @@ Object *call_linear_log_prob_backward(Object *, Object *const *args, intptr_t co
   }
   if (of_log_prob && !make_like(call, rows, rows.ndim < 1 ? 0 : rows.ndim - 1, int(Type::f32), &log_prob))
     return nullptr;
-  if (!make_head_workspace(call, rows, weight, 1, most, &options)) return nullptr;
+  const auto rounds = [](const Operand &sum) {
+    return sum.present && type_index(sum.tensor.dtype) != int(Type::f32);
+  };
+  if (!make_head_workspace(call, rows, weight, 1, most, rounds(*dw) || rounds(*dbias), &options)) return nullptr;
   const bool done = call.run(head_work(rows, weight), [&](void *stream) {
     return call.library().call<pydet_linear_log_prob_backward>(
         stream, tensor_of(dlog_prob), tensor_of(x), tensor_of(w), tensor_of(bias), tensor_of(index),
