@@ -1206,7 +1206,7 @@ def mutate_pointer(rng, call):
 
 
 def chosen(call, name, default=0):
-    return getattr(call.options, name) if call.options is not None else default
+    return getattr(call.options, name, default) if call.options is not None else default
 
 
 def meaningless_options(call):
@@ -1501,7 +1501,7 @@ def expected_log_prob(call, before):
 
 def expected_head(call, before):
     x, w, bias, index = before["x"], before["w"], before.get("bias"), before["index"]
-    back, lead, rows = call.op.endswith("backward"), x.shape[:-1], x.reshape(-1, x.shape[-1])
+    back, lead, rows = call.op.endswith("backward"), x.shape[:-1], x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     expect(x.dtype == w.dtype and w.shape[1:] == x.shape[-1:] and w.shape[0], "accepted a weight that does not fit")
     expect(bias is None or bias.shape == w.shape[:1], "accepted a bias of", None if bias is None else bias.shape)
     expect(index.dtype.kind == "i" and index.shape == lead, "accepted an index that does not fit")

@@ -114,25 +114,21 @@ template <class S> struct WarpOut {
     return tile.out_offset + (p.swapped ? c * p.out_stride + r : r * p.out_stride + c);
   }
 
-  // Whole units of 16 bytes of out, as store_singles takes them: a lane's four of each piece, all on their way at once.
-  // Those that are not out's are zeros.
+  // Whole units of 16 bytes of out, as store_singles takes them: a lane's four of piece i, on their way at once. Those that
+  // are not out's are zeros.
   static constexpr int kUnits = 4;
-  __device__ __forceinline__ void load_units(uint4 (&units)[pieces<kFloatColumns>][kUnits]) const {
+  __device__ __forceinline__ void load_units(int i, uint4 (&units)[kUnits]) const {
     const bool swapped = p.swapped;
     const int step = swapped ? 8 : 4, line = swapped ? lane / 4 : lane / 8, part = swapped ? lane % 4 : lane % 8;
     const int first = (swapped ? tile.column : row) + line, other = (swapped ? row : tile.column) + part * 4;
     const int end = swapped ? p.n : p.m, other_end = swapped ? p.m : p.n;
     const float *from = reinterpret_cast<const float *>(p.out) + tile.out_offset + first * p.out_stride + other;
+    const int start = start_of<kFloatColumns>(i), down = swapped ? start : 0, along = swapped ? 0 : start;
 #pragma unroll
-    for (int i = 0; i < pieces<kFloatColumns>; ++i) {
-      constexpr int kNone = 0;
-      const int start = start_of<kFloatColumns>(i), down = swapped ? start : kNone, along = swapped ? kNone : start;
-#pragma unroll
-      for (int j = 0; j < kUnits; ++j) {
-        units[i][j] = make_uint4(0, 0, 0, 0);
-        if (first + down + j * step < end && other + along < other_end)
-          units[i][j] = *reinterpret_cast<const uint4 *>(from + (down + j * step) * p.out_stride + along);
-      }
+    for (int j = 0; j < kUnits; ++j) {
+      units[j] = make_uint4(0, 0, 0, 0);
+      if (first + down + j * step < end && other + along < other_end)
+        units[j] = *reinterpret_cast<const uint4 *>(from + (down + j * step) * p.out_stride + along);
     }
   }
   __device__ __forceinline__ void put_units(const uint4 (&units)[kUnits]) const {
@@ -141,17 +137,21 @@ template <class S> struct WarpOut {
     const uint32_t to = swapped ? float_address(part * 4, line) : float_address(line, part * 4);
 #pragma unroll
     for (int j = 0; j < kUnits; ++j) {
-      const uint32_t words[4] = {units[j].x, units[j].y, units[j].z, units[j].w}, at = to ^ (j << 5);
-      // As store_singles reads them: the units of a row of the piece, or words one below the other.
-      const uint32_t places[4] = {swapped ? at : at + j * 4 * kRowBytes,
-                                  swapped ? (at ^ 32) + kRowBytes : at + j * 4 * kRowBytes + 4,
-                                  swapped ? (at ^ 64) + 2 * kRowBytes : at + j * 4 * kRowBytes + 8,
-                                  swapped ? (at ^ 96) + 3 * kRowBytes : at + j * 4 * kRowBytes + 12};
+      const uint32_t words[4] = {canonical_bits(units[j].x), canonical_bits(units[j].y), canonical_bits(units[j].z),
+                                 canonical_bits(units[j].w)};
+      const uint32_t at = to ^ (j << 5);  // as store_singles reads them
+      if (swapped) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(places[e]), "f"(canonical(float_of(words[e]))) : "memory");
+        for (int e = 0; e < 4; ++e)
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"((at ^ (e << 5)) + e * kRowBytes), "r"(words[e]) : "memory");
+      } else {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at + j * 4 * kRowBytes), "r"(words[0]),
+                     "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
+      }
     }
   }
+  __device__ __forceinline__ static uint32_t canonical_bits(uint32_t bits) { return bits_of(canonical(float_of(bits))); }
 
   // The piece in shared memory, one element after the other.
   __device__ __forceinline__ void put_elements(int start) const {
@@ -164,16 +164,25 @@ template <class S> struct WarpOut {
     }
   }
 
-  // Accumulators that continue out's elements, in fp32. Asked for one by one they took 13 us of a tile of 192 x 128.
+  // Accumulators that continue out's elements, in fp32. Asked for one by one they took 13 us of a tile of 192 x 128. All
+  // pieces at once would spill, and so would any with `chunked`'s two sets of accumulators.
   __device__ __forceinline__ void begin_at_out(float (&d)[S::n / 2]) const {
-    uint4 units[pieces<kFloatColumns>][kUnits];
-    const bool whole = p.out_fours;
-    if (whole) load_units(units);
+    constexpr int count = pieces<kFloatColumns>, ahead = S::consumers == 3 ? 1 : 2;
+    uint4 units[ahead][kUnits];
+    const bool whole = !S::chunked && p.out_fours;
+    if (whole) {
 #pragma unroll
-    for (int i = 0; i < pieces<kFloatColumns>; ++i) {
+      for (int i = 0; i < ahead && i < count; ++i) load_units(i, units[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
       const int start = start_of<kFloatColumns>(i);
-      if (whole) put_units(units[i]);
-      else put_elements(start);
+      if (whole) {
+        put_units(units[i % ahead]);
+        if (i + ahead < count) load_units(i + ahead, units[i % ahead]);
+      } else {
+        put_elements(start);
+      }
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < 4; ++j)
