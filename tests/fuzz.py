@@ -700,14 +700,22 @@ def make_head(rng):
     kinds, fp32, back = list(DTYPES.values()), np.dtype(np.float32), rng.random() < 0.6
     kind, regions = rng.choice(kinds), iter(rng.sample(REGIONS, 9))
     arithmetic = rng.choice(ARITHMETICS if kind.itemsize == 2 else ARITHMETICS[:2])
-    x = place(rng, next(regions), [math.prod(rows), k], kind) if len(rows) == 1 else packed(rng, next(regions), [*rows, k], kind)
+    x = (
+        place(rng, next(regions), [math.prod(rows), k], kind)
+        if len(rows) == 1
+        else packed(rng, next(regions), [*rows, k], kind)
+    )
     w = place(rng, next(regions), [n, k], kind, order=[0, 1])
     bias = place(rng, next(regions), [n], rng.choice(kinds)) if rng.random() < 0.6 else None
     index = packed(rng, next(regions), rows, rng.choice([BOUNDARY, np.dtype(np.int64)]))
     Described(index).view()[...] = np.random.default_rng(rng.getrandbits(64)).integers(-2, n + 2, rows)
     of_row = lambda: packed(rng, next(regions), rows, fp32)
     accumulate, wide = back and rng.random() < 0.3, rng.random() < 0.4
-    given = {"arithmetic": ARITHMETICS.index(arithmetic), "k_chunk": rng.choice([0, 0, 16, 32]), "accumulate": accumulate}
+    given = {
+        "arithmetic": ARITHMETICS.index(arithmetic),
+        "k_chunk": rng.choice([0, 0, 16, 32]),
+        "accumulate": accumulate,
+    }
     given = options("pydet_linear_log_prob_options", **given)
     if wide:
         given.logits = (lib.PYDET_FLOAT, 32, 1)
@@ -1510,7 +1518,9 @@ def expected_head(call, before):
         expect(one is None or (one.shape == lead and one.dtype == np.float32), "accepted a", name, "that does not fit")
     for name, like in (("dx", x), ("dw", w), ("dbias", w[:, 0] if w.shape[1] else np.empty(len(w)))):
         expect(before.get(name) is None or before[name].shape == like.shape, "accepted a", name, "of another shape")
-    asked = (0, 0, 0) if call.options is None else tuple(getattr(call.options.logits, f) for f in ("code", "bits", "lanes"))
+    asked = (
+        (0, 0, 0) if call.options is None else tuple(getattr(call.options.logits, f) for f in ("code", "bits", "lanes"))
+    )
     expect(asked in ((0, 0, 0), FLOAT32, TYPES_IN_C[x.dtype]), "took logits of", asked)
     wide = asked == FLOAT32
     arithmetic = ARITHMETICS[chosen(call, "arithmetic") or 1]

@@ -43,25 +43,32 @@ def composed(x, w, index, bias, dlog_prob, wide=False, functions=pydet, **how):
 def check(functions, cases, dtype, arithmetics, at_once=(16, 48, 128, None)):
     """Forward and backward in chunks of so many rows, one less, equal, one more, several and a rest of them."""
     for number, (rows, n, k) in enumerate(cases):
-        for arithmetic, k_chunk, wide in zip(arithmetics, itertools.cycle((None, 16, 48)), itertools.cycle((0, 1, 0, 1))):
+        for arithmetic, k_chunk, wide in zip(
+            arithmetics, itertools.cycle((None, 16, 48)), itertools.cycle((0, 1, 0, 1))
+        ):
             x, w, bias, index, dlog_prob = problem(rows, n, k, DTYPES[dtype], number, (np.int64, np.int32)[number % 2])
             how = {"arithmetic": arithmetic, "k_chunk": k_chunk}
             with_bias = {"bias": bias if number % 3 else None}
             want = composed(x, w, index, with_bias["bias"], dlog_prob, wide, **how)
             how |= with_bias | ({"logits_dtype": "float32"} if wide else {})
             for count in at_once:
-                unit = k_chunk or 16
-                size = lambda back, c=count, u=unit: FIXED + max(c or 0, u) * row_bytes(n, x.dtype, wide, back)
-                room = lambda back, c=count: {"workspace": size(back)} if c else {}
+                most = max(count or 0, k_chunk or 16)
+                forward, backward = (
+                    {"workspace": FIXED + most * row_bytes(n, x.dtype, wide, b)} for b in (False, True)
+                )
+                if count is None:
+                    forward, backward = {}, {}
                 what = f"{rows} x {n} x {k}, {arithmetic}, k_chunk {k_chunk}, wide {wide}, {count} at once"
-                assert functions.linear_log_prob(x, w, index, **room(False), **how).tobytes() == want[0].tobytes(), what
+                assert functions.linear_log_prob(x, w, index, **forward, **how).tobytes() == want[0].tobytes(), what
                 asked = {"of_log_prob": True, "of_bias": True}
-                found = functions.linear_log_prob_backward(dlog_prob, x, w, index, **asked, **room(True), **how)
+                found = functions.linear_log_prob_backward(dlog_prob, x, w, index, **asked, **backward, **how)
                 for name, got, one in zip(("dx", "dw", "dbias", "log_prob"), found, (*want[1:], want[0]), strict=True):
                     assert got.dtype == one.dtype and got.tobytes() == one.tobytes(), f"{name}: {what}"
 
 
-CASES = [(rows, n, 24) for rows, n in zip((1, 15, 16, 17, 47, 48, 49, 127, 128, 129, 300), (50, 7, 1, 33), strict=False)]
+CASES = [
+    (rows, n, 24) for rows, n in zip((1, 15, 16, 17, 47, 48, 49, 127, 128, 129, 300), (50, 7, 1, 33), strict=False)
+]
 CASES += [(37, n, 40) for n in (8, 9, 127, 129, 257, 2049)] + [(130, 50, 1), (20, 3, 0), (257, 16, 17)]
 
 
@@ -75,7 +82,9 @@ def test_nan_inf_and_no_column():
     x[3], bias[4], x[5, 0], index[7], index[8] = np.nan, -np.inf, np.inf, 30, -(2**40)
     want = composed(x, w, index, bias, dlog_prob)
     assert np.isnan(want[0][[3, 7, 8]]).all() and np.isfinite(want[0][index >= 0][-1])
-    found = pydet.linear_log_prob_backward(dlog_prob, x, w, index, bias=bias, workspace=FIXED + 16 * 132, of_log_prob=True)
+    found = pydet.linear_log_prob_backward(
+        dlog_prob, x, w, index, bias=bias, workspace=FIXED + 16 * 132, of_log_prob=True
+    )
     for got, one in zip((found.log_prob, *found[:3]), want, strict=True):
         assert got.tobytes() == one.tobytes()
 
@@ -165,7 +174,9 @@ def test_sums_of_another_type_are_rounded_once_and_want_all_rows():
         dlog_prob, x, w, index, bias=bias, dw_dtype="bfloat16", workspace=room
     )
     assert call(room).dw.tobytes() == half.dw.tobytes()
-    with pytest.raises(ValueError, match=rf"workspace is {room - 16} bytes, want {room} for all rows at once, or dw in"):
+    with pytest.raises(
+        ValueError, match=rf"workspace is {room - 16} bytes, want {room} for all rows at once, or dw in"
+    ):
         call(room - 16)
 
 
@@ -174,13 +185,17 @@ def test_the_least_workspace():
     want = pydet.linear_log_prob(x, w, index)
     least = FIXED + row_bytes(50, x.dtype, False, False)
     assert pydet.linear_log_prob(x, w, index, workspace=least).tobytes() == want.tobytes()
-    with pytest.raises(ValueError, match=rf"linear_log_prob: workspace is {least - 1} bytes, want at least {least} for 1 row"):
+    with pytest.raises(
+        ValueError, match=rf"linear_log_prob: workspace is {least - 1} bytes, want at least {least} for 1 row"
+    ):
         pydet.linear_log_prob(x, w, index, workspace=least - 1)
     for k_chunk, rows in ((None, 16), (32, 32)):
         least = FIXED + rows * row_bytes(50, x.dtype, False, True)
         how = {"bias": bias, "k_chunk": k_chunk}
         pydet.linear_log_prob_backward(dlog_prob, x, w, index, workspace=least, **how)
-        with pytest.raises(ValueError, match=rf"want at least {least} for {rows} rows, where a sum over rows may be cut"):
+        with pytest.raises(
+            ValueError, match=rf"want at least {least} for {rows} rows, where a sum over rows may be cut"
+        ):
             pydet.linear_log_prob_backward(dlog_prob, x, w, index, workspace=least - 1, **how)
 
 
@@ -261,15 +276,17 @@ def test_refusals():
     refuses(r"linear_log_prob: options.logits is float16, want float32 as x is", x, w, index, logits_dtype="float16")
     refuses(r"linear_log_prob: k_chunk is 8, want a positive multiple of 16", x, w, index, k_chunk=8)
     refuses(r"linear_log_prob: arithmetic is 'sm9'", x, w, index, arithmetic="sm9")
-    refuses(r"linear_log_prob: arithmetic sm90 takes bfloat16 and float16|takes bfloat16", x, w, index, arithmetic="sm90")
+    refuses(
+        r"linear_log_prob: arithmetic sm90 takes bfloat16 and float16|takes bfloat16", x, w, index, arithmetic="sm90"
+    )
     refuses(r"linear_log_prob: workspace is no positive number of bytes", x, w, index, workspace=0)
     refuses(r"linear_log_prob: the rows of x, 3x2x8, are not one stride apart", x.reshape(2, 3, 8).swapaxes(0, 1), w,
             index.reshape(3, 2))  # fmt: skip
     refuses(r"linear_log_prob: log_prob shares memory with x", x, w, index, out=x.reshape(-1)[:6])
     back = {"backward": True}
     refuses(r"linear_log_prob_backward: dlog_prob is 5, want 6", dlog_prob[:5], x, w, index, **back)
-    refuses(r"linear_log_prob_backward: dw is 20x7, want 20x8", dlog_prob, x, w, index, dw=np.empty((20, 7), np.float32),
-            **back)  # fmt: skip
+    thin = np.empty((20, 7), np.float32)
+    refuses(r"linear_log_prob_backward: dw is 20x7, want 20x8", dlog_prob, x, w, index, dw=thin, **back)
     refuses(r"linear_log_prob_backward: dbias is 19, want 20", dlog_prob, x, w, index, dbias=bias[:19].copy(), **back)
     refuses(r"linear_log_prob_backward: dx is 5x8, want 6x8", dlog_prob, x, w, index, dx=x[:5].copy(), **back)
     refuses(r"linear_log_prob_backward: dw is float16, want float32 under accumulate", dlog_prob, x, w, index,

@@ -32,7 +32,9 @@ def test_vmap_and_no_rows(eager):
     same(jax.vmap(lambda x, i: pj.linear_log_prob(x, w, i, bias))(x, index), np.stack(each))
     loss = lambda x, i, d: jnp.sum(pj.linear_log_prob(x, w, i, bias) * d)
     dx = jax.vmap(jax.grad(loss))(x, np.maximum(index, 0), dlog_prob)
-    want = [pydet.linear_log_prob_backward(dlog_prob[i], x[i], w, np.maximum(index[i], 0), bias=bias).dx for i in range(3)]
+    want = [
+        pydet.linear_log_prob_backward(dlog_prob[i], x[i], w, np.maximum(index[i], 0), bias=bias).dx for i in range(3)
+    ]
     same(dx, np.stack(want))
     assert pj.linear_log_prob(x[0, :0], w, index[0, :0]).shape == (0,)
 

@@ -1,4 +1,4 @@
-"""The head of a language model: log-probabilities under a linear layer, without the logits in memory, with gradients."""
+"""The head of a language model: log-probabilities under a linear layer without the logits in memory, and gradients."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def _rounded(sums: Array, dtype: Any, how: _How) -> Array:
 def _backward(how: _How, saved: Any, dlog_prob: Array) -> tuple[Array | None, ...]:
     x, w, index, bias = saved
     whole = _bytes(x, w, True, 2**62, how) <= how.workspace  # then sums are rounded where they are made
-    wide = lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype if whole else jnp.float32)
-    sums = [wide(w)] if bias is None else [wide(w), wide(bias)]
+    parameters = [w] if bias is None else [w, bias]
+    sums = [jax.ShapeDtypeStruct(p.shape, p.dtype if whole else jnp.float32) for p in parameters]
     results = jax.ShapeDtypeStruct(x.shape, x.dtype), *sums, _room(x, w, True, how)
     operands = [dlog_prob, x, w, index] if bias is None else [dlog_prob, x, w, index, bias]
     dx, dw, *rest = call_handler(f"{_OP}_backward", results, operands, {}, _attributes(bias, how))
@@ -119,10 +119,10 @@ def linear_log_prob(
     k_chunk: int | None = None,
     workspace: int = HEAD_WORKSPACE,
 ) -> Array:
-    """``log_prob(linear(x, w, bias), index)`` without the logits in memory: :func:`pydet.linear_log_prob` with gradients.
+    """``log_prob(linear(x, w, bias), index)`` without the logits in memory: :func:`pydet.linear_log_prob` and gradients.
 
-    Backward makes the logits again, some rows at a time. Cross entropy is its negative; a row that is to be ignored has an
-    index of -1, and its NaN is left out of the sum.
+    Backward makes the logits again, some rows at a time. Cross entropy is its negative; a row that is to be ignored has
+    an index of -1, and its NaN is left out of the sum.
 
     Args:
         x: ``[..., K]``.

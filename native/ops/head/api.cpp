@@ -77,8 +77,8 @@ Gemm product_of(const LinearLogProb &p, const Room &room, const Matrix &a, const
 }
 
 Gemm logits_of(const LinearLogProb &p, const Room &room, Part part) {
-  Gemm g = product_of(p, room, part_of(p.x, part), transposed(p.w), chunk_of(room.logits, p.logits, part.count, p.n),
-                      false);
+  Gemm g =
+      product_of(p, room, part_of(p.x, part), transposed(p.w), chunk_of(room.logits, p.logits, part.count, p.n), false);
   g.bias = p.bias;
   g.bias.rows = part.count;
   g.skinny = true;
@@ -243,7 +243,8 @@ __attribute__((noinline)) pydet_status read_forward(const char *op, void *stream
   return PYDET_OK;
 }
 
-__attribute__((noinline)) pydet_status read_backward(const char *op, void *stream, const pydet_tensor *const (&tensors)[9],
+__attribute__((noinline)) pydet_status read_backward(const char *op, void *stream,
+                                                     const pydet_tensor *const (&tensors)[9],
                                                      const pydet_linear_log_prob_options &options, LinearLogProb *p) {
   HeadViews views = {};
   View given, dlog_prob, log_prob = {}, dx, dw, dbias;
@@ -326,8 +327,7 @@ pydet_status pydet_linear_log_prob_workspace(int64_t rows, int64_t n, int64_t k,
     return fail(PYDET_INVALID_VALUE, "%s: backward is %d, want 0 or 1", op, int(backward));
   LinearLogProb p = {};
   if (!type_of(type, &p.x.type) || !(types_for(kFactor) & kUnscaledTypes & bit(p.x.type)))
-    return fail(PYDET_INVALID_DTYPE, "%s: x is %s, want %s", op, dtype_text(type).text,
-                type_list(kUnscaledTypes).text);
+    return fail(PYDET_INVALID_DTYPE, "%s: x is %s, want %s", op, dtype_text(type).text, type_list(kUnscaledTypes).text);
   PYDET_TRY(logits_of(op, options.logits, p.x.type, &p.logits));
   char there = 0;  // stands for all results
   p.rows = rows, p.n = n, p.k = k;

@@ -44,8 +44,7 @@ pydet_status read_head(const char *op, void *stream, const pydet_tensor *x_tenso
   PYDET_TRY(same_type(x, w));
   if (w.ndim != 2 || w.cols() != x.cols())
     return fail(PYDET_INVALID_SHAPE, "%s: w is %s, want Nx%" PRId64, op, shape_text(w).text, x.cols());
-  if (w.rows() == 0)
-    return fail(PYDET_INVALID_SHAPE, "%s: w is %s, want a row or more", op, shape_text(w).text);
+  if (w.rows() == 0) return fail(PYDET_INVALID_SHAPE, "%s: w is %s, want a row or more", op, shape_text(w).text);
   if (bias.present()) PYDET_TRY(want_shape(bias, w.shape, 1));
   PYDET_TRY(resolve(op, x.device, x.type, options.arithmetic, &p->arithmetic));
   PYDET_TRY(check_chunk(op, options.k_chunk, kChunkMultiple));
@@ -81,10 +80,10 @@ inline pydet_status logits_of(const char *op, pydet_dtype asked, Type of_x, Type
 
 // ---- Chunks ------------------------------------------------------------------------------------------------------
 
-constexpr uint64_t kHeadAlignment = 256;          // of what lies in the workspace
+constexpr uint64_t kHeadAlignment = 256;           // of what lies in the workspace
 constexpr uint64_t kHeadWorkspace = 256ull << 20;  // that a query without a limit means
-constexpr int64_t kHeadCut = kChunkMultiple;      // where a sum over rows may be cut, in any arithmetic
-constexpr int64_t kHeadTile = 128;                // rows that the kernels like to have
+constexpr int64_t kHeadCut = kChunkMultiple;       // where a sum over rows may be cut, in any arithmetic
+constexpr int64_t kHeadTile = 128;                 // rows that the kernels like to have
 
 // Elements from one row of a chunk to the next: rows begin where tensor cores can read them.
 inline int64_t head_stride(int64_t n, Type type) {
@@ -136,7 +135,8 @@ inline uint64_t head_product_bytes(const LinearLogProb &p, OfProducts of_product
 inline int64_t head_rows_in(const LinearLogProb &p, uint64_t bytes) {
   if (head_bytes(p, p.rows) <= bytes) return p.rows;
   const uint64_t fixed = head_bytes(p, 0), with_one = head_bytes(p, 1), row = with_one - fixed;
-  return bytes <= fixed || with_one == kTooMuch ? 0 : int64_t(std::min<uint64_t>((bytes - fixed) / row, uint64_t(p.rows)));
+  return bytes <= fixed || with_one == kTooMuch ? 0
+                                                : int64_t(std::min<uint64_t>((bytes - fixed) / row, uint64_t(p.rows)));
 }
 
 // At multiples of so many rows a chunk may end.

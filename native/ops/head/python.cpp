@@ -14,9 +14,9 @@ struct LinearLogProbArguments {
 };
 struct LinearLogProbBackwardArguments {
   PYDET_ARGUMENTS(dlog_prob, x, w, index,  // positional
-                  bias, dx, dw, dbias, log_prob,
-                  of_x, of_w, of_bias, of_log_prob,  // whether each is made where it is not given
-                  dw_dtype,                          // of dw and dbias; float32 if None
+                  bias, dx, dw, dbias, log_prob, of_x, of_w, of_bias,
+                  of_log_prob,  // whether each is made where it is not given
+                  dw_dtype,     // of dw and dbias; float32 if None
                   accumulate, logits_dtype, arithmetic, k_chunk, workspace, stream);
 };
 
@@ -118,9 +118,7 @@ Object *call_linear_log_prob_backward(Object *, Object *const *args, intptr_t co
   }
   if (of_log_prob && !make_like(call, rows, rows.ndim < 1 ? 0 : rows.ndim - 1, int(Type::f32), &log_prob))
     return nullptr;
-  const auto rounds = [](const Operand &sum) {
-    return sum.present && type_index(sum.tensor.dtype) != int(Type::f32);
-  };
+  const auto rounds = [](const Operand &sum) { return sum.present && type_index(sum.tensor.dtype) != int(Type::f32); };
   if (!make_head_workspace(call, rows, weight, 1, most, rounds(*dw) || rounds(*dbias), &options)) return nullptr;
   const bool done = call.run(head_work(rows, weight), [&](void *stream) {
     return call.library().call<pydet_linear_log_prob_backward>(

@@ -151,7 +151,9 @@ template <class S> struct WarpOut {
       }
     }
   }
-  __device__ __forceinline__ static uint32_t canonical_bits(uint32_t bits) { return bits_of(canonical(float_of(bits))); }
+  __device__ __forceinline__ static uint32_t canonical_bits(uint32_t bits) {
+    return bits_of(canonical(float_of(bits)));
+  }
 
   // The piece in shared memory, one element after the other.
   __device__ __forceinline__ void put_elements(int start) const {
@@ -167,7 +169,7 @@ template <class S> struct WarpOut {
   // Accumulators that continue out's elements, in fp32. Asked for one by one they took 13 us of a tile of 192 x 128. All
   // pieces at once would spill, and so would any with `chunked`'s two sets of accumulators.
   __device__ __forceinline__ void begin_at_out(float (&d)[S::n / 2]) const {
-    constexpr int count = pieces<kFloatColumns>, ahead = S::consumers == 3 ? 1 : 2;
+    constexpr int count = pieces<kFloatColumns>, ahead = S::consumers == 3 || S::blocks > 1 ? 1 : 2;
     uint4 units[ahead][kUnits];
     const bool whole = !S::chunked && p.out_fours;
     if (whole) {
