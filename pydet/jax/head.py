@@ -119,7 +119,7 @@ def linear_log_prob(
     k_chunk: int | None = None,
     workspace: int = HEAD_WORKSPACE,
 ) -> Array:
-    """``log_prob(linear(x, w, bias), index)`` without the logits in memory: :func:`pydet.linear_log_prob` and gradients.
+    """``log_prob(linear(x, w, bias), index)`` without the logits in memory: :func:`pydet.linear_log_prob`.
 
     Backward makes the logits again, some rows at a time. Cross entropy is its negative; a row that is to be ignored has
     an index of -1, and its NaN is left out of the sum.

@@ -97,17 +97,18 @@ Gemm dbias_of(const LinearLogProb &p, const Room &room, Part part) {
                     p.accumulate || part.first > 0);
 }
 // The ones begin as zeros, the empty product: softmax of a row of one number makes it 1.
-Gemm zeros_of(const LinearLogProb &p, const Room &room, int64_t count) {
+Gemm zeros_of(const LinearLogProb &p, const Room &room, Part part) {
+  const int64_t count = part.count;
   Gemm g = product_of(p, room, {room.ones, p.x.type, 1, 0, 0, 1}, {room.ones, p.x.type, 0, count, count, 1},
                       {room.ones, p.x.type, 1, count, count, 1}, false);
   g.k_chunk = 0;
   return g;
 }
-Softmax ones_of(const LinearLogProb &p, const Room &room, int64_t count) {
+Softmax ones_of(const LinearLogProb &p, const Room &room, Part part) {
   const Rows rows = {room.ones, p.x.type, 0, 1, 0};
   Softmax s = {};
   s.device = p.device, s.stream = p.stream;
-  s.rows = s.inner = count, s.n = 1;
+  s.rows = s.inner = part.count, s.n = 1;
   s.kind = SoftmaxKind::softmax;
   s.x = s.y = rows;
   return s;
@@ -128,6 +129,13 @@ Softmax rows_of(const LinearLogProb &p, const Room &room, Part part, SoftmaxKind
   return s;
 }
 
+Softmax log_probs_of(const LinearLogProb &p, const Room &room, Part part) {
+  return rows_of(p, room, part, SoftmaxKind::log_prob);
+}
+Softmax gradients_of(const LinearLogProb &p, const Room &room, Part part) {
+  return rows_of(p, room, part, SoftmaxKind::log_prob_backward);
+}
+
 // To the type of x, the rest of the padding's elements too where rows can then be taken by four.
 Rounding narrowing_of(const LinearLogProb &p, const Room &room, Part part) {
   const int64_t n = head_stride(p.n, p.logits);
@@ -142,42 +150,38 @@ Rounding narrowing_of(const LinearLogProb &p, const Room &room, Part part) {
 
 // ---- The call ------------------------------------------------------------------------------------------------------
 
+// One step, whose problem is off the stack when the next one runs.
+template <class Problem> using Step = Problem (*)(const LinearLogProb &, const Room &, Part);
+template <class Problem>
+__attribute__((noinline)) pydet_status run_step(const char *op, const LinearLogProb &p, const Room &room, Part part,
+                                                Step<Problem> step) {
+  return launch(op, step(p, room, part), nullptr);
+}
 // Whether there is a kernel for a step, before the first one is enqueued.
-template <class Problem> __attribute__((noinline)) pydet_status has_kernel(const char *op, const Problem &problem) {
+template <class Problem>
+__attribute__((noinline)) pydet_status has_kernel(const char *op, const LinearLogProb &p, const Room &room, Part part,
+                                                  Step<Problem> step) {
   Choice choice;
   const Kernel<Problem> *row = nullptr;
-  return find(op, problem, nullptr, &row, &choice);
-}
-
-__attribute__((noinline)) pydet_status has_kernels(const char *op, const LinearLogProb &p, const Room &room,
-                                                   Part part) {
-  PYDET_TRY(check_reach(op, *backend_for(p.device.type), p));
-  if (part.count > 0) {
-    PYDET_TRY(has_kernel(op, logits_of(p, room, part)));
-    if (p.log_prob.data) PYDET_TRY(has_kernel(op, rows_of(p, room, part, SoftmaxKind::log_prob)));
-    if (p.backward) PYDET_TRY(has_kernel(op, rows_of(p, room, part, SoftmaxKind::log_prob_backward)));
-    if (p.dx.data) PYDET_TRY(has_kernel(op, dx_of(p, room, part)));
-  }
-  if (p.dw.data) PYDET_TRY(has_kernel(op, dw_of(p, room, part)));
-  if (p.dbias.data) PYDET_TRY(has_kernel(op, dbias_of(p, room, part)));
-  return PYDET_OK;
+  return find(op, step(p, room, part), nullptr, &row, &choice);
 }
 
 __attribute__((noinline)) pydet_status narrow(const LinearLogProb &p, const Room &room, Part part) {
   return backend_for(p.device.type)->table<Gemm>().hooks->round_elements(narrowing_of(p, room, part));
 }
 
-pydet_status run_part(const char *op, const LinearLogProb &p, const Room &room, Part part) {
+// Calls take(step) of all steps, in order, and narrow() between them where the gradient is to be of another type.
+template <class F, class G>
+pydet_status each_step(const LinearLogProb &p, Part part, const F &take, const G &narrow) {
   if (part.count > 0) {
-    PYDET_TRY(launch(op, logits_of(p, room, part), nullptr));
-    if (p.log_prob.data) PYDET_TRY(launch(op, rows_of(p, room, part, SoftmaxKind::log_prob), nullptr));
-    if (p.backward) PYDET_TRY(launch(op, rows_of(p, room, part, SoftmaxKind::log_prob_backward), nullptr));
-    if (head_narrows(p)) PYDET_TRY(narrow(p, room, part));
-    if (p.dx.data) PYDET_TRY(launch(op, dx_of(p, room, part), nullptr));
+    PYDET_TRY(take(logits_of));
+    if (p.log_prob.data) PYDET_TRY(take(log_probs_of));
+    if (p.backward) PYDET_TRY(take(gradients_of));
+    if (head_narrows(p)) PYDET_TRY(narrow());
+    if (p.dx.data) PYDET_TRY(take(dx_of));
   }
-  if (p.dw.data) PYDET_TRY(launch(op, dw_of(p, room, part), nullptr));
-  if (p.dbias.data) PYDET_TRY(launch(op, dbias_of(p, room, part), nullptr));
-  return PYDET_OK;
+  if (p.dw.data) PYDET_TRY(take(dw_of));
+  return p.dbias.data ? take(dbias_of) : PYDET_OK;
 }
 
 // Whether anything is to be written.
@@ -191,17 +195,21 @@ pydet_status run(const char *op, const LinearLogProb &p) {
   HeadChunks chunks = {};
   PYDET_TRY(head_chunks(op, p, backend_for(p.device.type)->table<Gemm>().hooks->workspace, &chunks));
   const Room room = room_of(p, chunks);
-  PYDET_TRY(has_kernels(op, p, room, {0, chunks.rows}));
+  PYDET_TRY(check_reach(op, *backend_for(p.device.type), p));
+  const Part first = {0, chunks.rows};
+  PYDET_TRY(
+      each_step(p, first, [&](auto step) { return has_kernel(op, p, room, first, step); }, [] { return PYDET_OK; }));
   if (p.dbias.data && chunks.rows > 0) {
-    PYDET_TRY(launch(op, zeros_of(p, room, chunks.rows), nullptr));
-    PYDET_TRY(launch(op, ones_of(p, room, chunks.rows), nullptr));
+    PYDET_TRY(run_step(op, p, room, first, zeros_of));
+    PYDET_TRY(run_step(op, p, room, first, ones_of));
   }
-  int64_t first = 0;
+  Part part = first;
   do {
-    const int64_t count = std::min(chunks.rows, p.rows - first);
-    PYDET_TRY(run_part(op, p, room, {first, count}));
-    first += count;
-  } while (first < p.rows);
+    part.count = std::min(chunks.rows, p.rows - part.first);
+    PYDET_TRY(each_step(
+        p, part, [&](auto step) { return run_step(op, p, room, part, step); }, [&] { return narrow(p, room, part); }));
+    part.first += part.count;
+  } while (part.first < p.rows);
   return PYDET_OK;
 }
 

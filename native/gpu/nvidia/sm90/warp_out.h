@@ -114,88 +114,33 @@ template <class S> struct WarpOut {
     return tile.out_offset + (p.swapped ? c * p.out_stride + r : r * p.out_stride + c);
   }
 
-  // Whole units of 16 bytes of out, as store_singles takes them: a lane's four of piece i, on their way at once. Those that
-  // are not out's are zeros.
-  static constexpr int kUnits = 4;
-  __device__ __forceinline__ void load_units(int i, uint4 (&units)[kUnits]) const {
-    const bool swapped = p.swapped;
-    const int step = swapped ? 8 : 4, line = swapped ? lane / 4 : lane / 8, part = swapped ? lane % 4 : lane % 8;
-    const int first = (swapped ? tile.column : row) + line, other = (swapped ? row : tile.column) + part * 4;
-    const int end = swapped ? p.n : p.m, other_end = swapped ? p.m : p.n;
-    const float *from = reinterpret_cast<const float *>(p.out) + tile.out_offset + first * p.out_stride + other;
-    const int start = start_of<kFloatColumns>(i), down = swapped ? start : 0, along = swapped ? 0 : start;
-#pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      units[j] = make_uint4(0, 0, 0, 0);
-      if (first + down + j * step < end && other + along < other_end)
-        units[j] = *reinterpret_cast<const uint4 *>(from + (down + j * step) * p.out_stride + along);
-    }
-  }
-  __device__ __forceinline__ void put_units(const uint4 (&units)[kUnits]) const {
-    const bool swapped = p.swapped;
-    const int line = swapped ? lane / 4 : lane / 8, part = swapped ? lane % 4 : lane % 8;
-    const uint32_t to = swapped ? float_address(part * 4, line) : float_address(line, part * 4);
-#pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      const uint32_t words[4] = {canonical_bits(units[j].x), canonical_bits(units[j].y), canonical_bits(units[j].z),
-                                 canonical_bits(units[j].w)};
-      const uint32_t at = to ^ (j << 5);  // as store_singles reads them
-      if (swapped) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"((at ^ (e << 5)) + e * kRowBytes), "r"(words[e]) : "memory");
-      } else {
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at + j * 4 * kRowBytes), "r"(words[0]),
-                     "r"(words[1]), "r"(words[2]), "r"(words[3])
-                     : "memory");
-      }
-    }
-  }
-  __device__ __forceinline__ static uint32_t canonical_bits(uint32_t bits) {
-    return bits_of(canonical(float_of(bits)));
-  }
-
-  // The piece in shared memory, one element after the other.
-  __device__ __forceinline__ void put_elements(int start) const {
-#pragma unroll 4
-    for (int j = lane; j < kWarpRows * kFloatColumns; j += 32) {
-      const int r = p.swapped ? j % kWarpRows : j / kFloatColumns, c = p.swapped ? j / kWarpRows : j % kFloatColumns;
-      const bool inside = row + r < p.m && tile.column + start + c < p.n;
-      const float x = inside ? reinterpret_cast<const float *>(p.out)[place(row + r, tile.column + start + c)] : 0;
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(float_address(r, c)), "f"(canonical(x)) : "memory");
-    }
-  }
-
-  // Accumulators that continue out's elements, in fp32. Asked for one by one they took 13 us of a tile of 192 x 128. All
-  // pieces at once would spill, and so would any with `chunked`'s two sets of accumulators.
+  // Accumulators that continue out's elements, in fp32. All loads are on their way before the first is waited for: eight
+  // lanes' words are a sector, along a row of out or, for out^T, along its column.
   __device__ __forceinline__ void begin_at_out(float (&d)[S::n / 2]) const {
-    constexpr int count = pieces<kFloatColumns>, ahead = S::consumers == 3 || S::blocks > 1 ? 1 : 2;
-    uint4 units[ahead][kUnits];
-    const bool whole = !S::chunked && p.out_fours;
-    if (whole) {
+    const int r = row + lane / 4, c = tile.column + lane % 4 * 2;
+    const float *const from = reinterpret_cast<const float *>(p.out);
+    if (p.out_singles && !p.swapped) {
 #pragma unroll
-      for (int i = 0; i < ahead && i < count; ++i) load_units(i, units[i]);
-    }
+      for (int h = 0; h < 2; ++h) {
+        const float *const line = from + place(r + 8 * h, c);
+        const int left = r + 8 * h < p.m ? p.n - c : 0;
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const int start = start_of<kFloatColumns>(i);
-      if (whole) {
-        put_units(units[i % ahead]);
-        if (i + ahead < count) load_units(i + ahead, units[i % ahead]);
-      } else {
-        put_elements(start);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 pair = load_pair(float_address(lane / 4 + 8 * h, 8 * j + lane % 4 * 2));
-          d[start / 2 + 4 * j + 2 * h] = pair.x;
-          d[start / 2 + 4 * j + 2 * h + 1] = pair.y;
+        for (int j = 0; j < S::n / 8; ++j) {
+          const float2 pair = 8 * j < left ? *reinterpret_cast<const float2 *>(line + 8 * j) : make_float2(0, 0);
+          d[4 * j + 2 * h] = pair.x, d[4 * j + 2 * h + 1] = pair.y;
         }
-      __syncwarp();
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < S::n / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at_r = r + i / 2 * 8, at_c = c + 8 * j + i % 2;
+          d[4 * j + i] = at_r < p.m && at_c < p.n ? from[place(at_r, at_c)] : 0;
+        }
     }
+#pragma unroll
+    for (float &x : d) asm volatile("mov.f32 %0, %1;" : "=f"(x) : "f"(canonical(x)));  // before the products' fence
   }
 
   // To out of the operands' type, whose rows and what lies adjacent in them are whole units of 16 bytes.
