@@ -170,7 +170,8 @@ def decoded(model: torch.nn.Module) -> int:
         for i in range(ids.shape[1]):
             places = {"position_ids": torch.full((2, 1), i)} if takes_places(model) else {}
             step = model(ids[:, i : i + 1], use_cache=True, **places, **cache)
-            cache = {name: step[name] for name in ("cache", "past_key_values") if name in step}
+            name = "cache" if "cache" in step else "past_key_values"
+            cache = {name: step[name]}
             steps.append(step.logits)
     return int((torch.cat(steps, 1) != whole).sum())
 

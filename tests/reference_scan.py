@@ -1,5 +1,7 @@
 """Scans as NUMERICS.md ("Scans") writes them: token after token, state after state."""
 
+import itertools
+
 import numpy as np
 
 from reference import exp, fma, quiet, round_to, widen
@@ -25,9 +27,7 @@ def total(terms):
 def ranges(batch, tokens, cu_seqlens):
     if cu_seqlens is None:
         return [(i, 0, tokens) for i in range(batch)]
-    return [(0, int(a), int(b)) for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
-
-
+    return [(0, int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
 
 
 @quiet

@@ -183,26 +183,33 @@ constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
 
 constexpr Kernel<SelectiveScan> kSelectiveScan[] = {
 #if defined(__x86_64__)
-    Row("cpu_selective_scan_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSelectiveFeatures).launches(selective_scan<Avx512>),
-    Row("cpu_selective_scan_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSelectiveFeatures).launches(selective_scan<Avx2>),
+    Row("cpu_selective_scan_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSelectiveFeatures)
+        .launches(selective_scan<Avx512>),
+    Row("cpu_selective_scan_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSelectiveFeatures)
+        .launches(selective_scan<Avx2>),
 #endif
-    Row("cpu_selective_scan_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSelectiveFeatures).launches(selective_scan<Scalar>),
+    Row("cpu_selective_scan_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSelectiveFeatures)
+        .launches(selective_scan<Scalar>),
 };
 
 constexpr Kernel<GatedDelta> kGatedDelta[] = {
 #if defined(__x86_64__)
-    Row("cpu_gated_delta_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kScanFeatures).launches(gated_delta<Avx512>),
+    Row("cpu_gated_delta_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kScanFeatures)
+        .launches(gated_delta<Avx512>),
     Row("cpu_gated_delta_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kScanFeatures).launches(gated_delta<Avx2>),
 #endif
-    Row("cpu_gated_delta_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kScanFeatures).launches(gated_delta<Scalar>),
+    Row("cpu_gated_delta_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kScanFeatures)
+        .launches(gated_delta<Scalar>),
 };
 
 constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
 #if defined(__x86_64__)
-    Row("cpu_causal_conv1d_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kConvFeatures).launches(causal_conv1d<Avx512>),
+    Row("cpu_causal_conv1d_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kConvFeatures)
+        .launches(causal_conv1d<Avx512>),
     Row("cpu_causal_conv1d_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kConvFeatures).launches(causal_conv1d<Avx2>),
 #endif
-    Row("cpu_causal_conv1d_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kConvFeatures).launches(causal_conv1d<Scalar>),
+    Row("cpu_causal_conv1d_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kConvFeatures)
+        .launches(causal_conv1d<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
@@ -396,13 +403,12 @@ constexpr Backend cpu() {
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
-             table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
-             table(kCausalConv1d));
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          table(kAttention, &kAttentionHooks), table(kAttentionBackward), table(kActivation),
+                          table(kActivationBackward), table(kSample), table(kTopK), table(kEmbedding),
+                          table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta), table(kCausalConv1d));
   return backend;
 }
 

@@ -90,7 +90,8 @@ template <> struct Vectors<1> {
 };
 
 // The sum over the states of step(n, sum), of which each lane walks its own from +0.
-template <class Sums, class Step> inline __attribute__((always_inline)) Sums sum_of_lanes(int64_t states, const Step &step) {
+template <class Sums, class Step> inline __attribute__((always_inline)) Sums sum_of_lanes(int64_t states,
+                                                                                          const Step &step) {
   Sums lane[kScanLanes];
   for (int e = 0; e < kScanLanes; ++e) {
     Sums sum = Sums::all(0.0f);
@@ -112,9 +113,8 @@ struct Neighbours {
   bool one_head;
 
   void read(const Strided &from, int64_t offset, int64_t head_stride, int64_t stride, float *to) const {
-    each_run(head_stride, stride, [&](int64_t at, int64_t step, int64_t i, int64_t run) {
-      read_row(from, offset + at, step, run, to + i);
-    });
+    each_run(head_stride, stride,
+             [&](int64_t at, int64_t step, int64_t i, int64_t run) { read_row(from, offset + at, step, run, to + i); });
   }
   void write(const Strided &to, int64_t offset, int64_t head_stride, int64_t stride, const float *from) const {
     each_run(head_stride, stride, [&](int64_t at, int64_t step, int64_t i, int64_t run) {
@@ -145,7 +145,7 @@ struct Neighbours {
 template <int columns> struct SelectiveTask {
   using V = Vectors<columns>;
   const SelectiveScan &p;
-  float *const state;  // [states, columns]
+  float *const state;                          // [states, columns]
   float *const b, *const c, *const of_states;  // a for each state: [states, columns]
   float x[columns], dt[columns], decay[columns], d[columns], u[columns];
 
@@ -290,11 +290,9 @@ void convolve(const CausalConv1d &p, int64_t sequence, int64_t begin, int64_t en
         read_row(p.x, range.batch * p.x.stride[0] + from * p.x.stride[1] + first * p.x.stride[2], p.x.stride[2], count,
                  row);
       else if (p.initial.data)
-        read_row(p.initial,
-                 sequence * p.initial.stride[0] + before * p.initial.stride[1] + first * p.initial.stride[2],
+        read_row(p.initial, sequence * p.initial.stride[0] + before * p.initial.stride[1] + first * p.initial.stride[2],
                  p.initial.stride[2], count, row);
-      else
-        memset(row, 0, sizeof row);
+      else memset(row, 0, sizeof row);
       const V of_tap = V::of(w[j]), x = V::of(row);
       for (int i = 0; i < V::kCount; ++i) sum.v[i] = fma(of_tap.v[i], x.v[i], sum.v[i]);
     }
@@ -314,7 +312,7 @@ template <int columns> void scan_selectively(const SelectiveScan &p, Scratch &sc
              const int64_t block = i % blocks, group = i / blocks % p.groups, sequence = i / blocks / p.groups;
              const int64_t first = block * columns, count = of_group - first < columns ? of_group - first : columns;
              const Neighbours of = {p.width, group * of_group + first, count,
-                                  first / p.width == (first + count - 1) / p.width};
+                                    first / p.width == (first + count - 1) / p.width};
              SelectiveTask<columns>(p, own).run(sequence, group, of);
            });
 }
@@ -323,12 +321,11 @@ template <int columns> void apply_deltas(const GatedDelta &p, Scratch &scratch) 
   const int64_t blocks = divide_up(p.width, columns);
   const double work = double(p.sequences.tokens) * double(p.heads) * double(p.width) * double(p.keys) *
                       (p.sequences.starts ? 1 : double(p.sequences.count));
-  parallel(p.sequences.count * p.heads * blocks, threads_for(work, kWorthAThread), scratch,
-           [&](int64_t i, Scratch &own) {
-             const int64_t first = i % blocks * columns, head = i / blocks % p.heads, sequence = i / blocks / p.heads;
-             DeltaTask<columns>(p, own).run(sequence, head, first,
-                                            p.width - first < columns ? p.width - first : columns);
-           });
+  parallel(
+      p.sequences.count * p.heads * blocks, threads_for(work, kWorthAThread), scratch, [&](int64_t i, Scratch &own) {
+        const int64_t first = i % blocks * columns, head = i / blocks % p.heads, sequence = i / blocks / p.heads;
+        DeltaTask<columns>(p, own).run(sequence, head, first, p.width - first < columns ? p.width - first : columns);
+      });
 }
 
 }  // namespace
@@ -358,8 +355,7 @@ template <> pydet_status causal_conv1d<Isa>(const CausalConv1d &p) {
   parallel(p.sequences.count * pieces * blocks, threads_for(work, kWorthAThread), scratch, [&](int64_t i, Scratch &) {
     const int64_t first = i % blocks * kColumns, piece = i / blocks % pieces, sequence = i / blocks / pieces;
     const int64_t begin = piece * kTokens;
-    convolve(p, sequence, begin, begin + kTokens, first,
-             p.channels - first < kColumns ? p.channels - first : kColumns);
+    convolve(p, sequence, begin, begin + kTokens, first, p.channels - first < kColumns ? p.channels - first : kColumns);
   });
   return PYDET_OK;
 }

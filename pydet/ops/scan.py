@@ -32,11 +32,11 @@ def selective_scan(
     Args:
         x: ``[batch, tokens, heads, width]``.
         dt: ``[batch, tokens, heads]``: after its bias and softplus.
-        a: ``[heads]``, as of Mamba-2, or ``[heads, states]``, as of Mamba, whose channels are heads of width 1; float32.
+        a: ``[heads]``, as of Mamba-2, or ``[heads, states]``, as of Mamba (channels are heads of width 1); float32.
         b, c: ``[batch, tokens, groups, states]``; neighbouring heads share those of a group. Up to 512 states.
         d: ``[heads]``, float32.
         initial: ``[sequences, heads, width, states]``, float32; None for zeros.
-        cu_seqlens: ``[sequences + 1]``, int32 or int64, of a batch of 1: where its sequences begin, and the last one ends.
+        cu_seqlens: ``[sequences + 1]``, int32 or int64, for a batch of 1: where its sequences begin and end.
         out: like ``x``, and of its type; made if None.
         final: like ``initial``: where the last states go, which may be ``initial`` itself.
         return_final: make ``final`` where it is None.

@@ -245,9 +245,8 @@ def torch_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    own = {"initial_state": initial_state, "output_final_state": output_final_state}
-    own["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-    return torch_chunk_gated_delta_rule(query, key, value, g, beta, 64, **own, **more)
+    first = query, key, value, g, beta
+    return torch_chunk_gated_delta_rule(*first, 64, initial_state, output_final_state, use_qk_l2norm_in_kernel, **more)
 
 
 # ---- Mixers ----------------------------------------------------------------------------------------------------------

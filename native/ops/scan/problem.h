@@ -55,9 +55,9 @@ struct SelectiveScan {
   void *stream;
   Sequences sequences;
   int64_t heads, width, groups, states;  // heads of a group are neighbours
-  Strided x, dt, a, b, c, d;             // [batch, token, head, .], [., ., head], [head, state or .], [., ., group, state]
-  Strided initial, y, final;             // states [sequence, head, width, state]
-  bool each_state;                       // a has a number for each state
+  Strided x, dt, a, b, c, d;  // [batch, token, head, .], [., ., head], [head, state or .], [., ., group, state]
+  Strided initial, y, final;  // states [sequence, head, width, state]
+  bool each_state;            // a has a number for each state
 
   uint64_t needs() const {
     return scan_needs(initial, final, sequences) | when(each_state, kEachState) | when(d.data, kSkip);
