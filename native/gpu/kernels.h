@@ -11,6 +11,9 @@ struct AttentionBackward;
 struct Activation;
 struct Embedding;
 struct EmbeddingBackward;
+struct SelectiveScan;
+struct GatedDelta;
+struct CausalConv1d;
 struct Sample;
 struct TopK;
 struct ActivationBackward;
@@ -290,6 +293,11 @@ pydet_status topk(const TopK &);
 // any/embedding.cu
 pydet_status embedding(const Embedding &);
 pydet_status embedding_backward(const EmbeddingBackward &);
+
+// nvidia/scan.cu
+pydet_status selective_scan(const SelectiveScan &);
+pydet_status gated_delta(const GatedDelta &);
+pydet_status causal_conv1d(const CausalConv1d &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);

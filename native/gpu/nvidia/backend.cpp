@@ -352,6 +352,19 @@ constexpr Kernel<Embedding> kEmbedding[] = {
     Row("cuda_embedding", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(embedding),
 };
 
+constexpr uint64_t kScanFeatures = kInitialState | kFinalState | kPacked;
+constexpr Kernel<SelectiveScan> kSelectiveScan[] = {
+    Row("cuda_selective_scan", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures | kEachState | kSkip)
+        .launches(selective_scan),
+};
+constexpr Kernel<GatedDelta> kGatedDelta[] = {
+    Row("cuda_gated_delta", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures).launches(gated_delta),
+};
+constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
+    Row("cuda_causal_conv1d", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kInitialState | kPacked | kBias)
+        .launches(causal_conv1d),
+};
+
 constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
     Row("cuda_embedding_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides | kAccumulate | kPadding)
         .launches(embedding_backward),
@@ -505,8 +518,8 @@ constexpr Backend cuda() {
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
-             no_kernels<GatedDelta>(), no_kernels<CausalConv1d>());
+             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
+             table(kGatedDelta), table(kCausalConv1d));
   return backend;
 }
 
