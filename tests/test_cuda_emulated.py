@@ -29,6 +29,7 @@ import test_rmsnorm_heads as heads
 import test_sample as samples
 import test_scaled_gemm as scaled
 import test_scaled_grouped_gemm as scaled_groups
+import test_scan as scans
 from cases import DTYPES, assert_same_bits, data
 from pydet import frameworks
 from reference_activation import KINDS
@@ -389,6 +390,33 @@ def test_embedding_backward(device, kernel, dtype):
     want = embeddings.reference.embedding_backward(np.ascontiguousarray(far), ids.reshape(10, 7), 9)
     assert_same_bits(device.embedding_backward(far, ids.reshape(10, 7), 9), want, "rows of two strides")
     assert device.taken == 2 * len(EMBEDDED) + 2
+
+
+@each("selective_scan")
+def test_selective_scan(device, kernel, dtype):
+    """The CPU's cases, and states of one, two and sixteen rounds; more tokens than a tile has."""
+    more = [(1, 17, 2, 3, 1, 32), (1, 9, 2, 33, 2, 64), (1, 5, 2, 5, 1, 512)]
+    scans.check_selective_scan(device, dtype, scans.SCANS + more)
+    own = {"cu_seqlens": np.int32([0, 3, 3, 20]), "return_final": True}
+    given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
+    scans.same(device.selective_scan(*given, **own), pydet.selective_scan(*given, **own))
+    assert device.taken == len(scans.SCANS) + 4
+
+
+@each("gated_delta")
+def test_gated_delta(device, kernel, dtype):
+    more = [(1, 17, 2, 3, 1, 32), (1, 9, 2, 33, 2, 64), (1, 5, 2, 5, 1, 512)]
+    scans.check_gated_delta(device, dtype, scans.SCANS + more)
+    own = {"cu_seqlens": np.int64([0, 3, 3, 20]), "return_final": True}
+    given = scans.delta_of(1, 20, 2, 8, 1, 20, dtype)
+    scans.same(device.gated_delta(*given, **own), pydet.gated_delta(*given, **own))
+    assert device.taken == len(scans.SCANS) + 4
+
+
+@each("causal_conv1d")
+def test_causal_conv1d(device, kernel, dtype):
+    scans.check_causal_conv1d(device, dtype)
+    assert device.taken == len(scans.CONVOLUTIONS)
 
 
 @each("rmsnorm")

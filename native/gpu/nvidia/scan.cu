@@ -42,9 +42,9 @@ template <int kRounds> struct Rows2 {
   static_assert(kTokens * kElements % kThreads == 0 && kTokens * kColumns <= kThreads);
   struct Shared {
     float first[2][kTokens][kElements], second[2][kTokens][kElements];
-    float of_column[2][2][kTokens][kColumns];  // of each token and column two numbers
+    float of_column[2][3][kTokens][kColumns];  // of each token and column three numbers
   };
-  float first[kOwn], second[kOwn], of_column[2];  // on their way
+  float first[kOwn], second[kOwn], of_column[3] = {};  // on their way
 
   __device__ __forceinline__ void load(const Strided &x, const Strided &y, int64_t batch, int64_t group, int64_t count,
                                        int64_t token, int64_t end) {
@@ -69,8 +69,8 @@ template <int kRounds> struct Rows2 {
     }
     if (int(threadIdx.x) < kTokens * kColumns) {
       const int token = int(threadIdx.x) / kColumns, column = int(threadIdx.x) % kColumns;
-      shared.of_column[turn][0][token][column] = of_column[0];
-      shared.of_column[turn][1][token][column] = of_column[1];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) shared.of_column[turn][i][token][column] = of_column[i];
     }
   }
 };
@@ -86,7 +86,9 @@ __device__ __forceinline__ int state_of(int r, int i) {
 __device__ __forceinline__ float4 vector_of(const float *row, int r) {
   return *reinterpret_cast<const float4 *>(row + state_of(r, 0));
 }
-__device__ __forceinline__ float part(const float4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ float part(const float4 &v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
@@ -117,15 +119,16 @@ __global__ void __launch_bounds__(kThreads)
         const int n = state_of(r, i);
         const bool there = mine && n < p.states;
         state[r][i] = there && p.initial.data ? element(p.initial, of_state(p.initial, n)) : 0.0f;
-        if constexpr (kHeld)
-          decays[r][i] = there ? element(p.a, head * p.a.stride[0] + n * p.a.stride[1]) : 0.0f;
+        if constexpr (kHeld) decays[r][i] = there ? element(p.a, head * p.a.stride[0] + n * p.a.stride[1]) : 0.0f;
       }
     const float d = p.d.data ? element(p.d, head * p.d.stride[0]) : 0.0f;
 
     // x and its step: one thread for each token and column of a tile.
     const int64_t loaded = int(threadIdx.x) % kColumns;
     const bool loads = int(threadIdx.x) < Tile::kTokens * kColumns && loaded < columns;
-    const int64_t of_head = (begin + (loads ? loaded : 0)) / p.width, at_column = (begin + (loads ? loaded : 0)) % p.width;
+    const int64_t of_head = (begin + (loads ? loaded : 0)) / p.width,
+                  at_column = (begin + (loads ? loaded : 0)) % p.width;
+    const float a = each_state ? 0.0f : element(p.a, of_head * p.a.stride[0]);
     Tile tile;
     const auto load = [&](int64_t token) {
       tile.load(p.b, p.c, range.batch, group, p.states, token, range.end);
@@ -136,8 +139,8 @@ __global__ void __launch_bounds__(kThreads)
       };
       tile.of_column[0] = there ? element(p.x, at(p.x) + at_column * p.x.stride[3]) : 0.0f;
       tile.of_column[1] = there ? element(p.dt, at(p.dt)) : 0.0f;
+      if constexpr (!each_state) tile.of_column[2] = exp_f32(tile.of_column[1] * a);
     };
-    const float a = each_state ? 0.0f : element(p.a, head * p.a.stride[0]);
     load(range.begin);
     int turn = 0;
     for (int64_t token = range.begin; token < range.end; token += Tile::kTokens, turn ^= 1) {
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
       for (int t = 0; t < count; ++t) {
         const float x = shared.of_column[turn][0][t][own], dt = shared.of_column[turn][1][t][own], u = dt * x;
-        const float decay = each_state ? 0.0f : exp_f32(dt * a);
+        const float decay = each_state ? 0.0f : shared.of_column[turn][2][t][own];
         float sum = 0.0f;
 #pragma unroll
         for (int r = 0; r < kRounds; ++r) {
@@ -337,10 +340,9 @@ pydet_status selective_scan(const SelectiveScan &p) {
   return with_rounds(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
     const bool whole = p.states == kRounds * kScanRound;
-    void (*kernel)(SelectiveScan, int64_t) =
-        p.each_state ? whole ? selective_scan_kernel<kRounds, true, true> : selective_scan_kernel<kRounds, false, true>
-        : whole      ? selective_scan_kernel<kRounds, true, false>
-                     : selective_scan_kernel<kRounds, false, false>;
+    void (*kernel)(SelectiveScan, int64_t) = p.each_state ? selective_scan_kernel<kRounds, false, true>
+                                             : whole      ? selective_scan_kernel<kRounds, true, false>
+                                                          : selective_scan_kernel<kRounds, false, false>;
     return launch_blocks("selective_scan", p, blocks, kThreads, kernel);
   });
 }
