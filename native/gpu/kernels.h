@@ -295,6 +295,7 @@ pydet_status embedding(const Embedding &);
 pydet_status embedding_backward(const EmbeddingBackward &);
 
 // nvidia/scan.cu
+bool selective_scan_takes(const SelectiveScan &);
 pydet_status selective_scan(const SelectiveScan &);
 pydet_status gated_delta(const GatedDelta &);
 pydet_status causal_conv1d(const CausalConv1d &);

@@ -355,6 +355,7 @@ constexpr Kernel<Embedding> kEmbedding[] = {
 constexpr uint64_t kScanFeatures = kInitialState | kFinalState | kPacked;
 constexpr Kernel<SelectiveScan> kSelectiveScan[] = {
     Row("cuda_selective_scan", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures | kEachState | kSkip)
+        .takes(selective_scan_takes)
         .launches(selective_scan),
 };
 constexpr Kernel<GatedDelta> kGatedDelta[] = {

@@ -14,6 +14,7 @@
 namespace pydet {
 namespace {
 
+constexpr int64_t kMostOwnDecays = 256;  // of states with a decay each, beyond which registers spill
 constexpr int kColumns = 32, kThreads = kColumns * kScanLanes;
 static_assert(kScanLanes == 8 && kScanLaneElements == 4, "a lane's elements are a vector");
 
@@ -335,14 +336,17 @@ template <int rounds = 1, class F> pydet_status with_rounds(int64_t states, cons
 
 }  // namespace
 
+bool selective_scan_takes(const SelectiveScan &p) { return !p.each_state || p.states <= kMostOwnDecays; }
+
 pydet_status selective_scan(const SelectiveScan &p) {
   const int64_t blocks = p.sequences.count * p.groups * divide_up(p.heads / p.groups * p.width, kColumns);
   return with_rounds(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
-    const bool whole = p.states == kRounds * kScanRound;
-    void (*kernel)(SelectiveScan, int64_t) = p.each_state ? selective_scan_kernel<kRounds, false, true>
-                                             : whole      ? selective_scan_kernel<kRounds, true, false>
-                                                          : selective_scan_kernel<kRounds, false, false>;
+    void (*kernel)(SelectiveScan, int64_t) = p.states == kRounds * kScanRound
+                                                 ? selective_scan_kernel<kRounds, true, false>
+                                                 : selective_scan_kernel<kRounds, false, false>;
+    if constexpr (kRounds * kScanRound <= kMostOwnDecays)
+      if (p.each_state) kernel = selective_scan_kernel<kRounds, false, true>;
     return launch_blocks("selective_scan", p, blocks, kThreads, kernel);
   });
 }
