@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench import harness, plot
 
-OPERATIONS = ("gemm", "skinny_gemm", "scaled_gemm", "attention", "rmsnorm", "overhead")
+OPERATIONS = ("gemm", "skinny_gemm", "scaled_gemm", "attention", "rmsnorm", "tokens", "overhead")
 
 
 def measure(operations, threads, path):

@@ -35,9 +35,9 @@ FAMILIES = {
 @pytest.fixture(autouse=True)
 def batching(need):
     try:
-        from transformers.generation.continuous_batching import model_runner  # noqa: F401
-    except ImportError:
-        need(False, "models", "no Transformers with continuous batching here")
+        import pydet.torch.manager  # noqa: F401
+    except ImportError as problem:
+        need(False, "models", f"no Transformers 5.24 or later here ({problem})")
     gc.freeze()  # a manager that stops has Python look for garbage among all that was imported, 0.2 s each time
     yield
     gc.unfreeze()

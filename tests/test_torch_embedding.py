@@ -92,3 +92,24 @@ def test_numpy_has_the_same_bits():
     assert np.array_equal(
         pydet.embedding_backward(dout.numpy(), ids.numpy(), 30), torch.ops.pydet.embedding_backward(dout, ids, 30)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_override_aten_has_the_gradient(dtype):
+    w, ids, dout = operands(dtype)
+    w.requires_grad_()
+    with pydet.torch.override_aten() as caught:
+        for padding_idx in (None, 3):
+            y = torch.nn.functional.embedding(ids, w, padding_idx)
+            assert torch.equal(torch.autograd.grad(y, w, dout)[0], in_order(dout, ids, 30, padding_idx))
+        turned = torch.nn.functional.embedding(ids.T, w)
+        assert torch.equal(
+            torch.autograd.grad(turned, w, dout.swapaxes(0, 1))[0], in_order(dout.swapaxes(0, 1), ids.T, 30)
+        )
+        name = "aten::embedding_dense_backward"
+        assert caught == {name: 3}
+        scaled = torch.nn.functional.embedding(ids, w, scale_grad_by_freq=True)
+        torch.autograd.grad(scaled, w, dout)
+        double = torch.randn(30, 24, dtype=torch.float64, requires_grad=True)
+        torch.nn.functional.embedding(ids, double).sum().backward()
+    assert caught == {name: 3, f"{name} (left to PyTorch)": 2}

@@ -110,7 +110,10 @@ def test_what_cannot_be_fused_is_refused(transformers):
     with pytest.raises(pydet.Error, match=r"^fuse_loss: Gemma2ForCausalLM changes the logits between head and loss"):
         capped.train()(ids, labels=labels)
     assert "forward" not in capped.lm_head.__dict__ and capped.eval()(ids, labels=labels).loss.isfinite()
-    with pytest.raises(pydet.Error, match=r"^fuse_loss: the head is Linear, want a pydet.torch.Linear, as convert"):
+    with pytest.raises(
+        pydet.Error,
+        match=r"^fuse_loss: the head is torch.nn.modules.linear.Linear, want a pydet.torch.Linear, as convert",
+    ):
         pt.fuse_loss(model_of(convert=False))
     with pytest.raises(pydet.Error, match=r"^fuse_loss: the head is Sequential, which has none, want a pydet"):
         pt.fuse_loss(torch.nn.Sequential())
@@ -124,3 +127,54 @@ def test_what_cannot_be_fused_is_refused(transformers):
     model.lm_head.forward = model.lm_head.forward
     with pytest.raises(pydet.Error, match=r"^fuse_loss: the head has a forward set on the instance"):
         model.train()(ids, labels=labels)
+
+
+def adapted(model, *targets):
+    import peft
+
+    torch.manual_seed(5)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), init_lora_weights=False))
+    pt.convert(model)
+    return model
+
+
+@pytest.mark.parametrize("checkpoints", [None, False, True], ids=["kept", "made again", "made again, reentrant"])
+def test_adapters_and_checkpoints(transformers, need, checkpoints):
+    """The loss of peft's model is fused too; under accumulate_gradients micro-batches have the gradients of one batch,
+    also where activations are made again."""
+    need(importlib.util.find_spec("peft"), "models", "no peft here")
+    ids, labels = tokens(4, 64)
+    items, sums = (labels[:, 1:] >= 0).sum(), []
+    for fuses, size in ((True, 4), (True, 2), (False, 4)):
+        model = adapted(model_of(), "q_proj", "v_proj", "down_proj")
+        if fuses:
+            pt.fuse_loss(model)
+            assert model.eval()(ids, labels=labels).logits is not None
+        if checkpoints is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoints})
+            model.enable_input_require_grads()
+        trained = pt.accumulate_gradients(model)
+        model.train()
+        for first in range(0, 4, size):
+            part = slice(first, first + size)
+            made = model(ids[part], labels=labels[part], num_items_in_batch=items, use_cache=False)
+            assert (made.logits is None) == fuses
+            made.loss.backward()
+        assert trained.outside == {}
+        sums.append({n: p.main_grad for n, p in model.named_parameters() if p.requires_grad})
+        assert len(sums[-1]) == 6 and all("lora_" in n and p.any() for n, p in sums[-1].items())
+    for name, value in sums[0].items():
+        same(sums[1][name], value)
+        torch.testing.assert_close(sums[2][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_of_the_head_are_refused(transformers, need):
+    """The fused loss multiplies the head's weight, to which the adapter's product would be missing."""
+    need(importlib.util.find_spec("peft"), "models", "no peft here")
+    with pytest.raises(pydet.Error, match=r"^fuse_loss: the head is peft\.tuners\.lora\.layer\.Linear, want a pydet"):
+        pt.fuse_loss(adapted(model_of(), "lm_head"))
+    model, (ids, labels) = model_of(), tokens()
+    pt.fuse_loss(model)
+    late = adapted(model, "lm_head").train()
+    with pytest.raises(pydet.Error, match=r"^fuse_loss: the head became peft\.tuners\.lora\.layer\.Linear, want it a"):
+        late(ids, labels=labels)

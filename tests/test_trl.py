@@ -200,9 +200,13 @@ def test_gradients_of_micro_batches_of_a_trainer(packages, tmp_path):
 
 @pytest.mark.parametrize("stock", [False, True], ids=["pydet", "stock"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_rollouts_by_continuous_batching(packages, tmp_path, dtype, stock):
+def test_rollouts_by_continuous_batching(packages, need, tmp_path, dtype, stock):
     """GRPO that samples by Transformers' engine: in both steps the loss has the log-probabilities that the engine gave,
     bit for bit; with Transformers' own attention and sampler it has not."""
+    try:
+        import pydet.torch.manager  # noqa: F401
+    except ImportError as problem:
+        need(False, "trl", f"no Transformers 5.24 or later here ({problem})")
     model = (stock_llama if stock else converted_llama)(256).to(dtype)
     engine = {"return_logprobs": True, "page_size": 4, "num_blocks": 64, "max_batch_tokens": 16}
     options = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": engine}

@@ -12,14 +12,14 @@ from pydet.torch.stock import registered
 _HOOK = "init_continuous_batching"  # by which generate_batch and its like make a manager
 
 
-def _base(model: Any) -> Any:
-    """The model that generates, within peft's."""
+def base_of(model: Any) -> Any:
+    """The model within peft's, which has the head, the loss and ``generate_batch``."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def attention_of(model: Any) -> Any:
     """By which name its configuration calls it."""
-    return getattr(getattr(_base(model), "config", None), "_attn_implementation", None)
+    return getattr(getattr(base_of(model), "config", None), "_attn_implementation", None)
 
 
 def check_attention(what: str, model: Any) -> None:
@@ -57,7 +57,7 @@ def continuous_batching(model: Any) -> None:
         Error: another attention, or a Transformers that lacks it. When generation begins: processors of logits other
             than the four, a compiled step.
     """
-    what, inner = "continuous_batching", _base(model)
+    what, inner = "continuous_batching", base_of(model)
     if not callable(getattr(inner, _HOOK, None)):
         fail(INVALID_VALUE, f"{what}: model is {type(model).__qualname__}, want one of Transformers that has {_HOOK}()")
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
+from pydet.torch.batching import base_of
 from pydet.torch.functions import log_prob
 from pydet.torch.head import head_of, sum_of_rows
 from pydet.torch.modules import Linear
@@ -186,6 +187,10 @@ class _Loss:
         return total / items.to(total.device, torch.float32)
 
 
+def _named(module: Any) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def fuse_loss(model: Any) -> None:
     """Has a causal language model of Transformers make its loss without the logits, by pydet.
 
@@ -196,14 +201,15 @@ def fuse_loss(model: Any) -> None:
 
     Args:
         model: what has ``get_output_embeddings()``, whose head :func:`convert` has swapped, and the loss of causal
-            language models.
+            language models; or peft's around one, whose adapters leave the head alone.
 
     Raises:
         Error: another head or loss. In a forward: logits that the model changes before the loss takes them.
     """
+    model = base_of(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, Linear):
-        got = type(head).__qualname__ if head is not None else f"{type(model).__qualname__}, which has none"
+        got = _named(head) if head is not None else f"{type(model).__qualname__}, which has none"
         fail(INVALID_VALUE, f"fuse_loss: the head is {got}, want a pydet.torch.Linear, as convert() makes it")
     loss = getattr(model, "loss_function", None)
     if isinstance(loss, _Loss):
@@ -227,6 +233,8 @@ def fuse_loss(model: Any) -> None:
 def _without_logits(model: Any, call: Any, args: Any, options: Any) -> Any:
     kept = _Kept(model)
     head = kept.head
+    if not isinstance(head, Linear):
+        fail(UNSUPPORTED, f"fuse_loss: the head became {_named(head)}, want it a pydet.torch.Linear, without adapters")
     if "forward" in head.__dict__:
         fail(
             UNSUPPORTED,

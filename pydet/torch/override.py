@@ -72,7 +72,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None) -> Iterator[Counter[str]]:
-    """While active, PyTorch's matrix products run on pydet, and its activations.
+    """While active, PyTorch's matrix products run on pydet, its activations and the gradients of its embeddings.
 
     ``aten::mm``, ``addmm``, ``bmm``, ``baddbmm``, ``mv``, ``addmv``, ``dot`` and ``_grouped_mm``. Their ``out``,
     ``out_dtype`` and in-place forms do too. These are what ``torch.mm``, ``matmul``, ``@``, ``einsum``, ``linear`` and
@@ -97,6 +97,9 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
     :func:`pydet.activation`, as do their in-place and ``out`` forms, and the gradients of silu, gelu and softplus:
     PyTorch's on a CPU give an element other bits by its place. (Its tanh, exp and gradient of sigmoid do not.) A graph
     of Inductor has kernels of its own for them, which come to no operator.
+
+    ``aten::embedding_dense_backward``, the gradient of ``nn.Embedding``, runs on :func:`pydet.embedding_backward`:
+    the tokens of an id are added in their order. With ``scale_grad_by_freq`` it is left.
 
     Left to PyTorch, and counted as that: types other than float32, bfloat16 and float16; fused attention
     (``scaled_dot_product_attention`` but in its math backend, whose products are caught), convolutions, recurrent
@@ -132,6 +135,7 @@ def override_aten(*, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
                 for name, (forms, operands) in _ACTIVATIONS.items():
                     for form in forms:
                         _take_over_activation(library, key, name, form, operands, caught)
+                _take_over_embedding(library, key, caught)
                 _take_over_linear_out(library, key)
                 _take_over_scaled(library, key, arithmetic, caught)
                 _take_over_grouped(library, key, options, caught)
@@ -229,6 +233,27 @@ def _take_over_activation(
             if out is None and not x.is_contiguous():
                 out = torch.empty_like(x)  # with the strides that PyTorch's result has
             return _into(result, out)
+
+    library.impl(full, kernel, key, with_keyset=True, allow_override=True)
+
+
+# ---- The gradient of an embedding ------------------------------------------------------------------------------------
+
+
+def _take_over_embedding(library: torch.library.Library, key: str, caught: Counter[str]) -> None:
+    original = _original("embedding_dense_backward", "default", key)
+    if original is None:
+        return
+    full = "aten::embedding_dense_backward"
+
+    def kernel(keyset: Any, dout: torch.Tensor, ids: torch.Tensor, rows: int, padding: int, scales: bool) -> Any:
+        if scales or dout.dtype not in DTYPES or ids.dtype not in (torch.int32, torch.int64) or not dout.shape[-1]:
+            caught[f"{full} (left to PyTorch)"] += 1
+            return original.call_boxed(keyset, dout, ids, rows, padding, scales)
+        caught[full] += 1
+        with torch.no_grad():
+            given = dout.reshape(-1, dout.shape[-1]).contiguous(), ids.reshape(-1).contiguous()
+            return pydet.embedding_backward(*given, rows, padding_idx=padding if padding >= 0 else None)
 
     library.impl(full, kernel, key, with_keyset=True, allow_override=True)
 
