@@ -259,19 +259,22 @@ template <Type type, bool aligned, class All> struct Search {
 
 // Puts count numbers in ascending order, whatever their count: a bitonic network whose steps all put the lesser one first,
 // so that what would lie behind the last may be thought to be infinite.
-__device__ __forceinline__ void sort(Weight *numbers, int64_t count) {
-  const auto in_order = [&](int64_t low, int64_t high) {
+__device__ __forceinline__ void sort(Weight *numbers, int64_t count_) {
+  const uint32_t count = uint32_t(count_);
+  const auto in_order = [&](uint32_t low, uint32_t high) {
     if (high >= count || numbers[low] <= numbers[high]) return;
     const Weight lesser = numbers[high];
     numbers[high] = numbers[low];
     numbers[low] = lesser;
   };
-  for (int64_t size = 2; size / 2 < count; size *= 2) {
-    for (int64_t apart = size / 2; apart > 0; apart /= 2) {
+  for (int merge = 0; count > 1 && (count - 1) >> merge; ++merge) {  // of twice 1 << merge numbers
+    for (int step = merge; step >= 0; --step) {
+      const uint32_t apart = 1u << step;
       __syncthreads();
-      for (int64_t i = threadIdx.x; 2 * apart * (i / apart) < count; i += T) {
-        const int64_t begin = 2 * apart * (i / apart), place = i % apart;
-        in_order(begin + place, apart == size / 2 ? begin + size - 1 - place : begin + place + apart);
+      for (uint32_t i = threadIdx.x;; i += T) {
+        const uint32_t begin = i >> step << (step + 1), place = i & (apart - 1);
+        if (begin >= count) break;
+        in_order(begin + place, step == merge ? begin + 2 * apart - 1 - place : begin + place + apart);
       }
     }
   }
