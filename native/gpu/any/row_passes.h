@@ -37,7 +37,8 @@ __device__ __forceinline__ void store_vector(char *row, int64_t j, int64_t n, co
 // pieces of at least a vector, column(place) says where they are. Where rows are aligned, the loads of some set out
 // together.
 template <Type type, bool aligned, class Column, class F>
-__device__ __forceinline__ void pass_over(const char *row, int64_t n, int64_t places, const Column &column, const F &f) {
+__device__ __forceinline__ void pass_over(const char *row, int64_t n, int64_t places, const Column &column,
+                                          const F &f) {
   constexpr int kAtOnce = !aligned || type == Type::f32 || kGpuDeviceType != PYDET_CUDA ? 1 : 4;
   for (int64_t first = kVector * threadIdx.x; first < places; first += kAtOnce * kRowLanes) {
     float x[kVector];

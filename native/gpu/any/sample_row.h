@@ -43,8 +43,11 @@ struct Spread {
   int rank, blocks, log_part;
 
   __device__ __forceinline__ Spread()
-      : rank(cluster_block()), blocks(cluster_blocks()),
-        log_part(kBinBits - (blocks == 2 ? 1 : blocks == 4 ? 2 : 3)) {}
+      : rank(cluster_block()),
+        blocks(cluster_blocks()),
+        log_part(kBinBits - (blocks == 2   ? 1
+                             : blocks == 4 ? 2
+                                           : 3)) {}
   // Returns when all threads of the cluster have come; each sees what the others wrote.
   __device__ __forceinline__ void meet() const { sync_cluster(); }
   // The same word of another block.
@@ -71,7 +74,7 @@ template <Type type> constexpr int kKeyShift = type == Type::f32 ? 0 : type == T
 template <Type type> constexpr int kKeyBits = kOrderBits - kKeyShift<type>;
 template <Type type> __device__ __forceinline__ uint32_t key_of(float x) { return order_of(x) >> kKeyShift<type>; }
 template <Type type> __device__ __forceinline__ float in_key(uint32_t key) {
-  const uint32_t below = (uint32_t(1) << kKeyShift<type>) - 1;  // all of them set in the order of a number below zero
+  const uint32_t below = (uint32_t(1) << kKeyShift<type>)-1;  // all of them set in the order of a number below zero
   return in_order(key << kKeyShift<type> | (key >> (kKeyBits<type> - 1) ? 0 : below));
 }
 
@@ -79,7 +82,7 @@ template <Type type> __device__ __forceinline__ float in_key(uint32_t key) {
 
 template <class Team_, bool heavy_, int listed> struct Together {
   using Team = Team_;
-  static constexpr bool heavy = heavy_;  // weights need more than 32 bits
+  static constexpr bool heavy = heavy_;                // weights need more than 32 bits
   static constexpr int kTurns = Team::spread ? 2 : 1;  // others may still read the one while the other is filled
   static constexpr int kListed = listed;
   alignas(16) uint32_t low[kTurns][kBins], high[heavy ? kTurns : 1][heavy ? kBins : 4];  // what the digits weigh
@@ -241,7 +244,8 @@ template <Type type, bool aligned, class All> struct Search {
   }
 
   // The number of the equal-th column of this key, of which there are `own`.
-  __device__ __forceinline__ int64_t number_of_equal(const char *row, int64_t n, uint32_t key, int64_t equal, int64_t own);
+  __device__ __forceinline__ int64_t number_of_equal(const char *row, int64_t n, uint32_t key, int64_t equal,
+                                                     int64_t own);
 
   // The first k columns.
   __device__ __forceinline__ Found by_rank(const char *row, int64_t n, int64_t k) {
@@ -298,7 +302,8 @@ __device__ __forceinline__ int64_t Search<type, aligned, All>::number_of_equal(c
   while (n - 1 >> bits) ++bits;
   const Found found = threshold(
       row, n, bits, [&](int64_t j, float) { return uint32_t(n - 1 - j); },
-      [&](int64_t, float x, uint32_t) { return Weight(key_of<type>(x) == key); }, [&](uint64_t) { return Weight(equal); });
+      [&](int64_t, float x, uint32_t) { return Weight(key_of<type>(x) == key); },
+      [&](uint64_t) { return Weight(equal); });
   return n - 1 - int64_t(found.key);
 }
 
@@ -353,7 +358,8 @@ __device__ __forceinline__ Cut cut_by_mass(Search<type, aligned, All> &search, c
   if (equal == own) return {found.key, found.key == within.key ? within.last : kNoCut};
   if (found.key != within.key || within.last == kNoCut)
     return {found.key, search.number_of_equal(row, n, found.key, int64_t(equal), int64_t(own))};
-  return {found.key, search.number_of_equal(row, n, found.key, int64_t(equal), kNoCut)};  // more than `own` have the key
+  return {found.key,
+          search.number_of_equal(row, n, found.key, int64_t(equal), kNoCut)};  // more than `own` have the key
 }
 
 // What a block of a row is told by the others.
@@ -583,8 +589,7 @@ __device__ __forceinline__ void topk_row(const TopK &p, int64_t r, const Team &t
   } else {
     Cut cut = {found.key, kNoCut};
     const int64_t equal = p.k - int64_t(found.above);
-    if (equal != int64_t(found.own))
-      cut.last = search.number_of_equal(row, p.n, found.key, equal, int64_t(found.own));
+    if (equal != int64_t(found.own)) cut.last = search.number_of_equal(row, p.n, found.key, equal, int64_t(found.own));
     if (Team::spread || p.k <= kTopKListed) {
       search.gather(row, p.n, false, [&](int64_t j, float x, Weight *number) {
         *number = number_of(j, x);
