@@ -348,6 +348,13 @@ def test_sample(device, kernel, dtype):
     samples.test_greedy_is_the_first_of_the_largest(device)
     x, (seed, position) = data("normal", (2, 3, 40), DTYPES[dtype]).swapaxes(0, 1), samples.keys((3, 2))
     samples.same(device.sample(x, seed, position, top_k=7), pydet.sample(x, seed, position, top_k=7))
+    if "spread" in kernel:  # over 4 and 8 blocks, whole and not; equal columns that are cut, few and many
+        for number, n in enumerate((16384, 20001, 32768, 33001)):
+            x = data("normal", (1, n), DTYPES[dtype], number)
+            x = samples.coarse(x, dtype) if number % 2 else x
+            for options in ({"top_p": 0.9}, {"temperature": 0.5, "top_k": 40, "top_p": 0.5, "min_p": 0.05}):
+                got = device.sample(x, seed[:1, 0], position[:1, 0], **options)
+                samples.same(got, pydet.sample(x, seed[:1, 0], position[:1, 0], **options), n)
     assert device.taken > 80
 
 
@@ -356,6 +363,8 @@ def test_topk(device, kernel, dtype):
     samples.check_topk(device, dtype, [1, 2, 5, 8, 9, 70, 1024, 2049])
     for x, k in (
         (data("normal", (2, 6000), DTYPES[dtype]), 2048),
+        (data("normal", (1, 20001), DTYPES[dtype]), 50),
+        (data("integers", (1, 33001), DTYPES[dtype]), 1000),
         (data("integers", (2, 6000), DTYPES[dtype]), 2049),
         (data("specials", (1, 5001), DTYPES[dtype]), 5001),
         (np.zeros((2, 3000), DTYPES[dtype]), 7),

@@ -290,6 +290,14 @@ pydet_status activation_backward(const ActivationBackward &);
 pydet_status sample(const Sample &);
 pydet_status topk(const TopK &);
 
+// nvidia/sample_spread.cu
+bool sample_spread_takes(const Sample &);
+bool sample_spread_prefers(const Sample &);
+pydet_status sample_spread(const Sample &);
+bool topk_spread_takes(const TopK &);
+bool topk_spread_prefers(const TopK &);
+pydet_status topk_spread(const TopK &);
+
 // any/embedding.cu
 pydet_status embedding(const Embedding &);
 pydet_status embedding_backward(const EmbeddingBackward &);

@@ -341,10 +341,18 @@ constexpr Kernel<ActivationBackward> kActivationBackward[] = {
 };
 
 constexpr Kernel<Sample> kSample[] = {
+    Row("cuda_sample_spread", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfSampling)
+        .takes(sample_spread_takes)
+        .prefers(sample_spread_prefers)
+        .launches(sample_spread),
     Row("cuda_sample", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSampling).launches(sample),
 };
 
 constexpr Kernel<TopK> kTopK[] = {
+    Row("cuda_topk_spread", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kTwoStrides)
+        .takes(topk_spread_takes)
+        .prefers(topk_spread_prefers)
+        .launches(topk_spread),
     Row("cuda_topk", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(topk),
 };
 
