@@ -65,7 +65,10 @@ def test_the_workspace_is_what_is_taken():
     (x, w, bias), index, dy = head(dtype=BF16)
     fixed, row = w.detach(), FIXED + 112  # then no sum over rows is cut
     scaled = {"temperature": 0.5}
-    for how, of_row, of_rows, least in (({}, row, room(50, 16, BF16), row), (scaled, 300, room(50, 16, BF16, True), 600)):
+    for how, of_row, of_rows, least in (
+        ({}, row, room(50, 16, BF16), row),
+        (scaled, 300, room(50, 16, BF16, True), 600),
+    ):
 
         def ask(w, bias=None, room=1 << 28, how=how):
             return pt.linear_log_prob(x, w, index, bias, workspace=room, **how)
@@ -348,6 +351,12 @@ def test_empty_and_shapes(device, dtype):
     same(y, whole)
     for got, want in zip(gradients(y, (strided, wide), dy), gradients(whole, (x, w), dy), strict=True):
         same(got, want)
+    across = w.detach().t().contiguous().t().requires_grad_()  # and so is its gradient's sum
+    got = gradients(pt.linear_log_prob(x, across, index, bias), (x, across), dy)
+    for one, want in zip(got, gradients(whole, (x, w), dy), strict=True):
+        same(one, want)
+    made = pt.linear_cross_entropy_and_gradients(x, across, index.clamp(0), bias)
+    same(made.dw, pt.linear_cross_entropy_and_gradients(x, w, index.clamp(0), bias).dw)
     (x0, *_), none, _ = head(0, dtype=dtype, device=device)
     made = pt.linear_log_prob(x0, w, none)
     assert made.shape == (0,)

@@ -325,7 +325,7 @@ def _sum(rows: Tensor, columns: Tensor, into: Tensor, continues: bool, head: Hea
 
 def rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
     """Sums over rows that are done, in the type of their parameter: products over no more rows, some at a time."""
-    if dtype == torch.float32:
+    if dtype == sums.dtype:
         return sums
     out = sums.new_empty(sums.shape, dtype=dtype)
     none, most = sums.new_empty((0, 1), dtype=dtype), max(head.workspace // (4 * sums.shape[1]), 1)
@@ -334,6 +334,15 @@ def rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
         left, right = none.expand(0, part.shape[0]), none.expand(0, part.shape[1])
         _gemm_db(left, right, initial=part, out=out[start : start + most], **head.products)
     return out
+
+
+def room_for_sums(x: Tensor, w: Tensor, head: Head, asks_more: bool) -> Callable[[Tensor], Tensor]:
+    """What makes room for the sums over rows of a parameter: zeros in float32 to continue from; or, where the library
+    writes them, what it does not read, of the parameter's type where all rows go at once."""
+    if asks_more or not head.is_plain(x) or not w.shape[0]:
+        return lambda parameter: torch.zeros_like(parameter, dtype=torch.float32)
+    whole = 0 < _library_bytes(x, w, head) <= head.workspace
+    return lambda parameter: parameter.new_empty(parameter.shape, dtype=parameter.dtype if whole else torch.float32)
 
 
 def gradients(
@@ -358,7 +367,8 @@ def gradients(
     sums_rows = dw is not None or dbias is not None
     unit = (head.k_chunk or ROWS) if sums_rows else 1
     dx = rows.new_empty(rows.shape, dtype=dx_dtype or x.dtype) if of_x else None
-    if head.is_plain(x) and n and not any(g is not None for g in more):
+    lies_in_rows = dw is None or dw.shape[1] < 2 or dw.stride(1) == 1
+    if head.is_plain(x) and n and lies_in_rows and not any(g is not None for g in more):
         sums = {"dw": dw, "dbias": dbias, "accumulate": continues and sums_rows}
         _linear_log_prob_backward(given, rows, w, wanted, bias=bias, dx=dx, **sums, **head.library_options)
         return None if dx is None else dx.view(x.shape)
@@ -388,24 +398,27 @@ def loss_and_gradients(
     gradient: Tensor,
     dw: Tensor,
     dbias: Tensor | None,
+    continues: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """-> the loss of each row and dx, where `gradient` is that of each row's loss: a chunk's logits are made once.
 
     loss_of(log_prob, lse, mean, rows), of which it `asks` for lse and mean, is differentiated by PyTorch, as it is
-    where gradients are made in backward. The sums in dw and dbias, float32, are continued.
+    where gradients are made in backward. The sums in dw and dbias, float32, are continued; or they are made, in what
+    :func:`room_for_sums` gave.
     """
     _check(x, w, index, bias, head)
     rows, n, (lse, mean) = _matrix(x), w.shape[0], asks
     wanted = index.reshape(-1).contiguous()
     losses = rows.new_empty(rows.shape[0], dtype=torch.float32)
     dx = rows.new_empty(rows.shape)
-    if head.is_plain(x) and n and not lse and not mean:  # whose gradient is the same whatever the log-probability
+    lies_in_rows = dw.shape[1] < 2 or dw.stride(1) == 1
+    if head.is_plain(x) and n and lies_in_rows and not lse and not mean:  # whose gradient is the same whatever the log-probability
         every, log_prob = slice(0, rows.shape[0]), torch.zeros_like(losses)
         with torch.enable_grad():
             any_loss = loss_of(log_prob.requires_grad_(), None, None, every)
             (dlog_prob,) = torch.autograd.grad(any_loss, [log_prob], gradient.expand_as(any_loss))
         log_prob = log_prob.detach()
-        made = {"dx": dx, "dw": dw, "dbias": dbias, "log_prob": log_prob, "accumulate": True}
+        made = {"dx": dx, "dw": dw, "dbias": dbias, "log_prob": log_prob, "accumulate": continues}
         _linear_log_prob_backward(dlog_prob, rows, w, wanted, bias=bias, **made, **head.library_options)
         return loss_of(log_prob, None, None, every), dx.view(x.shape)
     size = _gradient_bytes(n, x, head, lse or mean) + (n * 10 if lse else 0) + (n + 1) * 13 * mean
@@ -497,18 +510,14 @@ def _run_backward(
     others, count = Asked(dentropy, dlse, dmean), index.numel()
     asks_more = any(g is not None for g in others)
     plain = head.is_plain(x) and w.shape[0] > 0 and not asks_more
-    size = _library_bytes(x, w, head) if plain else count * _gradient_bytes(w.shape[0], x, head, asks_more)
-    cut = not 0 < size <= workspace  # or there is nothing to write
-    start = torch.empty_like if plain or not cut else torch.zeros_like
-    dw = dbias = None
-    if of_w:
-        dw = start(w, dtype=torch.float32 if cut else w.dtype)
-    if bias is not None and of_bias:
-        dbias = start(bias, dtype=torch.float32 if cut else bias.dtype)
+    cut = not 0 < count * _gradient_bytes(w.shape[0], x, head, asks_more) <= workspace  # or there is nothing to write
+    start = room_for_sums(x, w, head, asks_more) if plain or cut else torch.empty_like
+    dw = start(w) if of_w else None
+    dbias = start(bias) if bias is not None and of_bias else None
     dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=cut and not plain)
-    if cut and dw is not None:
+    if dw is not None:
         dw = rounded(dw, w.dtype, head)
-    if cut and dbias is not None and bias is not None:
+    if dbias is not None and bias is not None:
         dbias = rounded(dbias[None], bias.dtype, head)[0]
     made = [(dx, x), (dw, w), (dbias, x)]
     first, second, third = (like.new_empty(0) if g is None else g for g, like in made)
