@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(T) sample_kernel(const __grid_constant__ Sampl
       }
       float exps[kVector] = {};
       if (wants_all || wants_kept || choice.min_p > 0.0f) exps_of(distance, 0.0f, exps);
-      if (wants_all) of_all[0].add_left(p.n - j, exps, ones);
+      if (wants_all) of_all[0].add_left(0, p.n - j, exps, ones);
       if (choice.greedy) return;
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(T) sample_kernel(const __grid_constant__ Sampl
         if (choice.min_p > 0.0f) keep = keep && exps[e] >= choice.min_p;
         if (!keep) distance[e] = -INFINITY, exps[e] = 0.0f;
       }
-      if (wants_kept) of_kept[0].add_left(p.n - j, exps, ones);
+      if (wants_kept) of_kept[0].add_left(0, p.n - j, exps, ones);
 #pragma unroll
       for (int block = 0; block < kVector / kNoiseBlock; ++block) {
         bool may = false;

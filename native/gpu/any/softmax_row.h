@@ -3,7 +3,7 @@
 #pragma once
 
 #include "contract/elementary.h"
-#include "gpu/any/rmsnorm_rows.h"
+#include "gpu/any/rows.h"
 #include "ops/softmax/problem.h"
 
 namespace pydet {

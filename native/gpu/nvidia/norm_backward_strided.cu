@@ -3,10 +3,10 @@
 //
 // A team takes a chain of 16 rows, one at a time in registers, element by element (strided_row.h), and goes down its own
 // columns of them as well: a thread's share of the chains of dweight and dbias is in registers too, and ends in the
-// workspace, which rmsnorm_dweight.cu joins. `ahead`: the next row is on its way while this one's sum is joined.
+// workspace, which column_sums.cu joins. `ahead`: the next row is on its way while this one's sum is joined.
 
 #include "gpu/kernels.h"
-#include "gpu/any/rmsnorm_partials.h"
+#include "gpu/any/column_sums.h"
 #include "gpu/nvidia/strided_row.h"
 
 namespace pydet {

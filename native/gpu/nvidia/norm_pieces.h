@@ -8,7 +8,7 @@
 // last, elements are read one by one too.
 #pragma once
 
-#include "gpu/any/rmsnorm_rows.h"
+#include "gpu/any/rows.h"
 
 namespace pydet {
 namespace {
@@ -130,15 +130,6 @@ __device__ __forceinline__ void load_scales_of(const Vector &weight, float offse
   }
 #pragma unroll
   for (int e = 0; e < W; ++e) scale[e] += offset;
-}
-
-// Adds x y, vector v of a thread, of which `left` elements are the row's: the others must not reach their lanes.
-template <int T, int W, int V>
-__device__ __forceinline__ void add_left_of(Lanes<T, W, V> &lanes, int v, int left, const float (&x)[W],
-                                            const float (&y)[W]) {
-  float(&s)[W] = lanes.lane[v % Lanes<T, W, V>::kSlots];
-#pragma unroll
-  for (int e = 0; e < W; ++e) s[e] = e < left ? fmaf(x[e], y[e], s[e]) : s[e];
 }
 
 }  // namespace

@@ -3,12 +3,12 @@
 //
 // A team holds a row in registers, which it reads and writes element by element (strided_row.h). dweight and dbias need
 // no sum along a row, as mean and rstd are given: blocks of the same launch go down columns, a thread one column of a
-// chain of 16 rows, and leave the chains' sums in the workspace, which rmsnorm_dweight.cu joins.
+// chain of 16 rows, and leave the chains' sums in the workspace, which column_sums.cu joins.
 
 #include <type_traits>
 
 #include "gpu/kernels.h"
-#include "gpu/any/rmsnorm_partials.h"
+#include "gpu/any/column_sums.h"
 #include "gpu/nvidia/strided_row.h"
 
 namespace pydet {
@@ -190,7 +190,7 @@ template <int64_t longest> bool holds(int64_t rows, int64_t n) {
   return n <= longest && rows <= most_blocks(256) / 2 && rows * n <= kMostElements;
 }
 
-// `sums`: those over rows, as rmsnorm_dweight.cu joins them, if any are wanted.
+// `sums`: those over rows, as column_sums.cu joins them, if any are wanted.
 template <class P>
 pydet_status backward_unaligned(const char *name, const P &p, const RmsNormBackward &sums, bool wanted) {
   DeviceGuard guard(p.device.id);

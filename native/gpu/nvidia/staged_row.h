@@ -65,7 +65,7 @@ template <Type type, bool shifted> struct StagedRow {
   // Adds x y, of a vector of the lanes that begins at j.
   __device__ __forceinline__ void add(Lanes<T, W, 1> &lanes, int j, const float (&x)[W], const float (&y)[W]) const {
     if (!shifted || j + W <= n) lanes.add(0, true, x, y);
-    else lanes.add_left(n - j, x, y);
+    else lanes.add_left(0, n - j, x, y);
   }
   __device__ __forceinline__ void store(char *row, int j, const float (&x)[W]) const {
     if constexpr (shifted) store_piece<type, W>(row, j, n, pack<type>(x));

@@ -2,13 +2,13 @@
 // norm_unaligned.cu and nvidia/softmax_strided.cu.
 //
 // Neighbours read and write neighbours, and no element moves to another thread. Element j of a sum along a row is in lane
-// (g, e) with e = j mod 8 = t mod 8 (rmsnorm_rows.h): so e is joined over threads. Of eight lanes, half of the threads go
+// (g, e) with e = j mod 8 = t mod 8 (rows.h): so e is joined over threads. Of eight lanes, half of the threads go
 // on with half of them, three times.
 #pragma once
 
 #include <type_traits>
 
-#include "gpu/any/rmsnorm_rows.h"
+#include "gpu/any/rows.h"
 
 namespace pydet {
 namespace {

@@ -1,20 +1,15 @@
 // Gradients of RMSNorm and LayerNorm, dx and the sums over rows apart, in fp32 (NUMERICS.md, "RMSNorm", "LayerNorm"):
-// the CPU's bits. The formulas are those of rmsnorm_backward.cu and layernorm.cu. Shared by rmsnorm_backward_apart.cu and
-// layernorm_backward_apart.cu.
+// the CPU's bits. The formulas are those of norm_backward.cu.
 //
 // dweight and dbias need no sum along a row: mean and rstd are given. So some blocks of the one launch go down columns
 // and others along rows, and nobody waits for anybody. A block of columns takes a slice of them down all rows: each
 // worker, a few lanes of 2 or 8 columns each, takes a chain of 16 rows, and the chains' sums are joined in shared
 // memory, 16 of them a block of rows. There are no partial sums in the workspace and there is no second kernel; x and dy are
-// read twice, the second time from the L2. The other blocks' teams hold a row each in registers (rmsnorm_rows.h): dx.
+// read twice, the second time from the L2. The other blocks' teams hold a row each in registers (rows.h): dx.
 // `shifted`: rows begin anywhere (norm_pieces.h); what goes down columns reads them element by element.
-#pragma once
-
-#include <type_traits>
-
 #include "gpu/kernels.h"
 #include "gpu/nvidia/norm_pieces.h"
-#include "gpu/any/rmsnorm_partials.h"
+#include "gpu/any/column_sums.h"
 
 namespace pydet {
 namespace {
@@ -204,8 +199,8 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     } else {
       xhat_and_g(x[v], dy[v], j, xhat, g);
     }
-    add_left_of(lanes[0], v, n - j, g, xhat);
-    if constexpr (kCentred<P>) add_left_of(lanes[1], v, n - j, g, ones);
+    lanes[0].add_left(v, n - j, g, xhat);
+    if constexpr (kCentred<P>) lanes[1].add_left(v, n - j, g, ones);
   }
   join(lanes, exchange + team * kExchange<T, kSums<P>>, [&](float sum) { return sum / float(p.n); }, of_row_sums);
   if (mine > last) return;
@@ -273,11 +268,51 @@ template <class S, Type type, bool shifted, class P> pydet_status launch_apart(c
   });
 }
 
-template <class P> bool apart_takes(const P &p) {
+// Up to a block of rows all of them at once, by narrow columns; then by wide ones.
+template <class P> pydet_status backward_apart(const char *name, const P &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    constexpr bool wide = type == Type::f32;
+    using Narrow = Slice<16, 2, 16>;
+    using NarrowOfFew = Slice<16, 2, wide ? 8 : 16>;  // that leaves registers
+    if (!rows_whole(p)) return launch_apart<NarrowOfFew, type, true>(name, p);
+    using OfFewRows = std::conditional_t<kCentred<P>, NarrowOfFew, Narrow>;
+    if (p.rows <= kDweightBlockRows) return launch_apart<OfFewRows, type, false>(name, p);
+    return launch_apart<Slice<4, 8, kCentred<P> || wide ? 4 : 8>, type, false>(name, p);
+  });
+}
+
+template <class P> bool takes(const P &p) {
   const int64_t longest = kLongestHeldRow - (rows_whole(p) ? 0 : kVector - 1);
   return p.n <= longest && vector_aligned(p.weight) && (rows_whole(p) || all_rows_agree(p)) &&
          p.rows <= most_blocks(kThreads) - p.n;
 }
 
 }  // namespace
+
+bool rmsnorm_backward_apart_takes(const RmsNormBackward &p) { return takes(p); }
+
+// Of few rows. More of them go down a column one after the other, and what is read twice falls out of the L2.
+bool rmsnorm_backward_apart_prefers(const RmsNormBackward &p) {
+  constexpr int64_t kMostRows = 1024, kMostBytes = 12 << 20;  // of x
+  // Of other rows, measured on an H100: rmsnorm_backward_unaligned takes 868x174 in 5.4 us, this kernel in 23, 934x1595
+  // in 10.6 and 25, 700x5001 in 21 and 34, but 64x4095 in 8.4 and 7.3.
+  if (p.dweight.data && !rows_whole(p) && p.rows > (p.n > 8185 ? 0 : p.n < 3072 ? 16 : 128)) return false;
+  return p.rows <= kMostRows && (!p.dweight.data || p.rows * p.n * size_of(p.x.type) <= kMostBytes);
+}
+pydet_status rmsnorm_backward_apart(const RmsNormBackward &p) { return backward_apart("rmsnorm_backward_apart", p); }
+
+bool layernorm_backward_apart_takes(const LayerNormBackward &p) { return takes(p); }
+
+// Of few rows, as RMSNorm's; of whole ones more, where they are long. On an H100, us, beside layernorm_backward_rows:
+// 1500x1536 14.5 and 17, 2048x2048 19.0 and 21; but 2048x1024 14.5 and 12.7, 3000x768 19.7 and 15.5.
+bool layernorm_backward_apart_prefers(const LayerNormBackward &p) {
+  constexpr int64_t kMostBytes = 12 << 20;  // of x
+  return p.rows <= (rows_whole(p) && p.n > 1024 ? 2048 : 1024) && p.rows * p.n * size_of(p.x.type) <= kMostBytes;
+}
+pydet_status layernorm_backward_apart(const LayerNormBackward &p) {
+  return backward_apart("layernorm_backward_apart", p);
+}
+
 }  // namespace pydet

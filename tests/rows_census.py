@@ -1,0 +1,102 @@
+"""Which kernel the CUDA library chooses for each of many drawn problems of norms and softmax, on the stand-in runtime.
+
+    python tests/rows_census.py LIBRARY [N]
+
+Problems are drawn as `python -m bench.cuda rmsnorm --random` draws them: M log-uniform to 200,000, N to 16,384 (softmax:
+131,072) in steps of 8, or any N for one in four. Memory is as PyTorch allocates it. Nothing is read or run.
+"""
+
+import collections
+import ctypes
+import math
+import random
+import sys
+
+import capi
+from capi import ffi
+
+CUDA, DEVICE, STREAM = 2, 1, 0x1230
+TYPES = {"bf16": capi.BFLOAT16, "fp16": capi.FLOAT16, "fp32": capi.FLOAT32}
+INT64 = (0, 64, 1)
+NORMS = ("rmsnorm", "rmsnorm_backward", "layernorm", "layernorm_backward")
+SOFTMAX = ("softmax", "log_softmax", "log_prob", "log_prob_backward", "softmax_backward", "log_softmax_backward")
+
+
+def drawn(operation, count, seed):
+    """(M, N) of so many problems."""
+    longest, most = (16384, 1 << 29) if "norm" in operation else (131072, 1 << 28)
+    chance = random.Random(f"{operation} {seed}")
+    while count:
+        m = round(math.exp(chance.uniform(0, math.log(200_000))))
+        n = round(math.exp(chance.uniform(math.log(64), math.log(longest))))
+        n = n if chance.random() < 0.25 else n // 8 * 8
+        if m * n <= most:
+            count -= 1
+            yield m, n
+
+
+class Library:
+    """The stand-in library, of a device of 132 multiprocessors; `capability` once for a loaded copy."""
+
+    def __init__(self, path, capability=90):
+        self.lib, fake = ffi.dlopen(str(path)), ctypes.CDLL(str(path))
+        fake.fakecuda_reset.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p]
+        fake.pydet_exchange_forget_devices()
+        fake.fakecuda_reset(2, capability, 13000, -1, 999, False, STREAM)
+
+    def chosen(self, operation, m, n, dtype="bf16", residual=False, kernel=None, sums=True):
+        """The kernel that ran; None where `kernel` was asked for, and refuses."""
+        places = iter(range(1, 30))
+
+        def tensor(shape, kind=None):
+            data = next(places) << 36
+            return capi.Tensor(shape=shape, dtype=kind or TYPES[dtype], data=data, device=(CUDA, DEVICE))
+
+        x, of_row, vector = (m, n), lambda: tensor((m,), capi.FLOAT32), lambda: tensor((n,))
+        more = lambda: tensor(x) if residual else None
+        given = {} if kernel is None else {"kernel": kernel}
+        function, struct = operation, operation
+        if operation == "rmsnorm":
+            operands, given["eps"] = [tensor(x), more(), vector(), tensor(x), of_row(), more()], 1e-6
+        elif operation == "layernorm":
+            operands = [tensor(x), more(), vector(), vector(), tensor(x), of_row(), of_row(), more()]
+            given["eps"] = 1e-6
+        elif operation in NORMS:
+            rows = [of_row() for _ in range(1 + operation.startswith("layer"))]
+            of_sums = [vector() if sums else None for _ in rows]
+            operands = [tensor(x), tensor(x), vector(), *rows, more(), tensor(x), *of_sums]
+            size = ffi.new("uint64_t *")
+            assert getattr(self.lib, f"pydet_{operation}_workspace")(m, n, size) == 0
+            given |= {"workspace": ffi.cast("void *", 31 << 36), "workspace_size": size[0]}
+        elif operation == "log_prob":
+            operands = [tensor(x), tensor((m,), INT64), of_row()]
+        elif operation == "log_prob_backward":
+            operands, struct = [of_row(), tensor(x), tensor((m,), INT64), tensor(x)], "log_prob"
+        else:
+            function, struct = operation.removeprefix("log_"), "softmax"
+            given["log"] = operation.startswith("log_")
+            operands = [tensor(x) for _ in range(3 if "backward" in operation else 2)]
+        made = capi.options(f"pydet_{struct}_options", **given)
+        status = getattr(self.lib, f"pydet_{function}")(ffi.cast("void *", STREAM), *map(capi.pointer, operands), made)
+        if kernel is not None and status == capi.lib.PYDET_UNSUPPORTED:
+            return None
+        assert status == 0, ffi.string(self.lib.pydet_last_error()).decode()
+        return ffi.string(self.lib.pydet_last_kernel()).decode()
+
+
+def census(library, operation, count=1000, seed=0, **how):
+    """How many of the drawn problems each kernel is chosen for."""
+    found = (library.chosen(operation, m, n, **how) for m, n in drawn(operation, count, seed))
+    return collections.Counter(found)
+
+
+def main(path, count=1000):
+    library = Library(path)
+    for operation in (*NORMS, *SOFTMAX):
+        print(operation)
+        for name, times in census(library, operation, int(count)).most_common():
+            print(f"  {100 * times / int(count):5.1f} %  {name}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
