@@ -2,37 +2,24 @@
 
     python tests/rows_census.py LIBRARY [N]
 
-Problems are drawn as `python -m bench.cuda rmsnorm --random` draws them: M log-uniform to 200,000, N to 16,384 (softmax:
-131,072) in steps of 8, or any N for one in four. Memory is as PyTorch allocates it. Nothing is read or run.
+Problems are drawn as `python -m bench.cuda rmsnorm --random` draws them: M log-uniform to 200,000, N to 16,384
+(softmax: 131,072) in steps of 8, or any N for one in four. Memory is as PyTorch allocates it. Nothing is read or run.
 """
 
 import collections
 import ctypes
-import math
-import random
 import sys
 
 import capi
 from capi import ffi
 
+sys.path.insert(0, str(capi.ROOT / "tools"))
+from rows_fit import OPERATIONS, drawn
+
 CUDA, DEVICE, STREAM = 2, 1, 0x1230
 TYPES = {"bf16": capi.BFLOAT16, "fp16": capi.FLOAT16, "fp32": capi.FLOAT32}
 INT64 = (0, 64, 1)
 NORMS = ("rmsnorm", "rmsnorm_backward", "layernorm", "layernorm_backward")
-SOFTMAX = ("softmax", "log_softmax", "log_prob", "log_prob_backward", "softmax_backward", "log_softmax_backward")
-
-
-def drawn(operation, count, seed):
-    """(M, N) of so many problems."""
-    longest, most = (16384, 1 << 29) if "norm" in operation else (131072, 1 << 28)
-    chance = random.Random(f"{operation} {seed}")
-    while count:
-        m = round(math.exp(chance.uniform(0, math.log(200_000))))
-        n = round(math.exp(chance.uniform(math.log(64), math.log(longest))))
-        n = n if chance.random() < 0.25 else n // 8 * 8
-        if m * n <= most:
-            count -= 1
-            yield m, n
 
 
 class Library:
@@ -92,7 +79,7 @@ def census(library, operation, count=1000, seed=0, **how):
 
 def main(path, count=1000):
     library = Library(path)
-    for operation in (*NORMS, *SOFTMAX):
+    for operation in OPERATIONS:
         print(operation)
         for name, times in census(library, operation, int(count)).most_common():
             print(f"  {100 * times / int(count):5.1f} %  {name}")

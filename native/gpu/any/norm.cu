@@ -173,8 +173,7 @@ template <int V> constexpr int kBlocks = V > 0 ? 0 : 2;
 
 // V vectors a thread hold the row; 0: it is of any length, and read again.
 template <class P, int T, int V>
-__global__ void __launch_bounds__(kBlock<T>, kBlocks<V>)
-    norm_general_kernel(const __grid_constant__ P p, bool whole) {
+__global__ void __launch_bounds__(kBlock<T>, kBlocks<V>) norm_general_kernel(const __grid_constant__ P p, bool whole) {
   constexpr bool centred = kCentred<P>, held = V > 0;
   constexpr int kTeams = kBlock<T> / T, kVectors = held ? V : 1, kRoom = kTeams * kExchange<T, 1> + 1;
   __shared__ float of_mean[centred ? kRoom : 1], of_squares[kRoom];

@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<V>)
     if (!held) load_xhat_and_g(j, xhat[0], g[0]);
     if (p.dresidual.data) load_eight(row_at(p.dresidual, at), p.dresidual.type, j, n, whole, added);
 #pragma unroll
-    for (int e = 0; e < W; ++e)
-      dx[e] = dx_of<P>(xhat[held ? v : 0][e], dx[e], rstd, sums, p.dresidual.data, added[e]);
+    for (int e = 0; e < W; ++e) dx[e] = dx_of<P>(xhat[held ? v : 0][e], dx[e], rstd, sums, p.dresidual.data, added[e]);
     store_eight(row_at(p.dx, at), p.dx.type, j, n, whole, dx);
   }
 }
@@ -324,7 +323,9 @@ template <class F> pydet_status with_shape(int64_t n, const F &f) {
 
 }  // namespace
 
-pydet_status rmsnorm_backward_general(const RmsNormBackward &p) { return backward_general("rmsnorm_backward_general", p); }
+pydet_status rmsnorm_backward_general(const RmsNormBackward &p) {
+  return backward_general("rmsnorm_backward_general", p);
+}
 pydet_status layernorm_backward_general(const LayerNormBackward &p) {
   return backward_general("layernorm_backward_general", p);
 }

@@ -7,6 +7,8 @@
 // memory, 16 of them a block of rows. There are no partial sums in the workspace and there is no second kernel; x and dy are
 // read twice, the second time from the L2. The other blocks' teams hold a row each in registers (rows.h): dx.
 // `shifted`: rows begin anywhere (norm_pieces.h); what goes down columns reads them element by element.
+#include <type_traits>
+
 #include "gpu/kernels.h"
 #include "gpu/nvidia/norm_pieces.h"
 #include "gpu/any/column_sums.h"
@@ -14,18 +16,23 @@
 namespace pydet {
 namespace {
 
-constexpr int kThreads = 256;
-// Blocks a multiprocessor is to hold.
-template <class P, Type type, int V, bool shifted>
-constexpr int kBlocks = V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2 : 1;
+// Of a block: a team of more has it alone.
+template <int T> constexpr int kThreads = T < 256 ? 256 : T;
+// Blocks a multiprocessor is to hold. The longest rows of few have teams of 512 threads, so that all blocks run at once.
+template <class P, Type type, class S, int T, int V, bool shifted>
+constexpr int kBlocks = T > 256 ? (type != Type::f32 && !shifted && S::W == 2 ? 2 : 1)
+                        : V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2
+                                                                                     : 1;
 template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
 
 // Columns of a block: `lanes` threads with W columns each stand side by side, `workers` such rows of threads one below
 // the other. At once: rows whose elements are on their way.
-template <int lanes_, int elements, int at_once> struct Slice {
-  static constexpr int kLanes = lanes_, W = elements, kAtOnce = at_once, kColumns = kLanes * W;
-  static constexpr int kWorkers = kThreads / kLanes, kRoom = kWorkers * kColumns;
+template <int lanes_, int elements, int at_once, int threads = 256> struct Slice {
+  static constexpr int kLanes = lanes_, W = elements, kAtOnce = at_once, kColumns = kLanes * W, kOfBlock = threads;
+  static constexpr int kWorkers = threads / kLanes, kRoom = kWorkers * kColumns;
   static_assert(kWorkers * kDweightChainRows >= kDweightBlockRows, "a turn takes whole blocks of rows");
+  // For blocks of 512 threads, which leave registers for eight rows.
+  using Of512 = Slice < kLanes, W, kAtOnce<8 ? kAtOnce : 8, 512>;
 };
 
 // W adjacent elements of a row, as words of memory; those past its end are +0.
@@ -118,7 +125,7 @@ __device__ __forceinline__ void go_down(const P &p, int workers, float *sums, fl
       }
     }
     __syncthreads();
-    for (int i = thread; i < columns * blocks_a_turn * kSums<P>; i += kThreads) {
+    for (int i = thread; i < columns * blocks_a_turn * kSums<P>; i += S::kOfBlock) {
       const int c = i % columns, b = i / columns % blocks_a_turn, s = i / columns / blocks_a_turn;
       const float *chain_sums =
           sums + s * S::kRoom + (c / S::kColumns * workers + b * kBlockChains) * S::kColumns + c % S::kColumns;
@@ -142,9 +149,9 @@ __device__ __forceinline__ void go_down(const P &p, int workers, float *sums, fl
     if (owner && results[s].data) store_rounded(results[s].data, results[s].type, first_column + thread, total[s]);
 }
 
-template <class P, Type type, int T, int V, bool shifted>
+template <class P, Type type, int T, int W, int V, bool shifted>
 __device__ __forceinline__ void go_along(const P &p, int64_t block, float *exchange) {
-  constexpr int W = kVector, kBytes = size_of(type), kTeams = kThreads / T;
+  constexpr int kBytes = size_of(type), kTeams = kThreads<T> / T;
   const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
   const int64_t mine = block * kTeams + team, last = p.rows - 1, r = mine <= last ? mine : last;
   const RowIndex where = row_index(p.inner, r);
@@ -225,15 +232,16 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
 }
 
 // The first `column_blocks` go down columns, with so many chains at once; the others along rows.
-template <class P, Type type, int T, int V, class S, bool shifted>
-__global__ void __launch_bounds__(kThreads, kBlocks<P, type, V, shifted>)
+template <class P, Type type, int T, int W, int V, class S, bool shifted>
+__global__ void __launch_bounds__(kThreads<T>, kBlocks<P, type, S, T, V, shifted>)
     norm_backward_apart_kernel(const __grid_constant__ P p, int column_blocks, int workers) {
-  __shared__ __align__(16) float sums[kSums<P> * S::kRoom], blocks[kSums<P> * kThreads];
-  static_assert(kThreads / T * kExchange<T, kSums<P>> <= kSums<P> * S::kRoom, "rows are joined there too");
+  __shared__ __align__(16) float sums[kSums<P> * S::kRoom], blocks[kSums<P> * kThreads<T>];
+  static_assert(S::kOfBlock == kThreads<T> && kThreads<T> / T * kExchange<T, kSums<P>> <= kSums<P> * S::kRoom,
+                "rows are joined there too");
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (int(blockIdx.x) < column_blocks) go_down<P, type, S, shifted>(p, workers, sums, blocks);
-  else go_along<P, type, T, V, shifted>(p, int64_t(blockIdx.x) - column_blocks, sums);
+  else go_along<P, type, T, W, V, shifted>(p, int64_t(blockIdx.x) - column_blocks, sums);
 }
 
 // Calls f with a team that holds a row of n, or the vectors of memory that it may lie in.
@@ -246,11 +254,13 @@ template <class P, bool shifted, class F> pydet_status with_shape(int64_t n, con
   if constexpr (!shifted && !kCentred<P>)
     if (most <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
   if (most <= 256 * 32) return f(RowShape<256, 8, 4, 1>{});
-  return f(RowShape<256, 8, 8, 1>{});
+  return f(RowShape<512, 4, 8, 1>{});
 }
 
-template <class S, Type type, bool shifted, class P> pydet_status launch_apart(const char *name, const P &p) {
+template <class Columns, Type type, bool shifted, class P> pydet_status launch_apart(const char *name, const P &p) {
   return with_shape<P, shifted>(p.n, [&](auto shape) {
+    constexpr int T = shape.T, kOfBlock = kThreads<T>;
+    using S = std::conditional_t<kOfBlock == 512, typename Columns::Of512, Columns>;
     int workers = S::W < kGroupChains ? kGroupChains : S::W;  // whole groups, and at most a column a thread in the end
     const int64_t chains = divide_up(p.rows, kDweightChainRows);
     while (workers < S::kWorkers && workers < chains) workers *= 2;
@@ -258,12 +268,12 @@ template <class S, Type type, bool shifted, class P> pydet_status launch_apart(c
     bool sums = p.dweight.data;
     if constexpr (kCentred<P>) sums = sums || p.dbias.data;
     const int64_t column_blocks = sums ? divide_up(p.n, columns) : 0;
-    const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kThreads / shape.T) : 0;
+    const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kOfBlock / T) : 0;
     if (column_blocks + row_blocks == 0) return pydet_status(PYDET_OK);
     Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(column_blocks + row_blocks)),
-                    dim3(kThreads)};
+                    dim3(kOfBlock)};
     where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where, norm_backward_apart_kernel<P, type, shape.T, shape.V, S, shifted>, p, int(column_blocks),
+    return launch(where, norm_backward_apart_kernel<P, type, T, shape.W, shape.V, S, shifted>, p, int(column_blocks),
                   workers);
   });
 }
@@ -286,7 +296,7 @@ template <class P> pydet_status backward_apart(const char *name, const P &p) {
 template <class P> bool takes(const P &p) {
   const int64_t longest = kLongestHeldRow - (rows_whole(p) ? 0 : kVector - 1);
   return p.n <= longest && vector_aligned(p.weight) && (rows_whole(p) || all_rows_agree(p)) &&
-         p.rows <= most_blocks(kThreads) - p.n;
+         p.rows <= most_blocks(256) - p.n;
 }
 
 }  // namespace
