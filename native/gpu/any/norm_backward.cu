@@ -261,10 +261,11 @@ template <class P> Steps steps_of(const P &p) {
 // Calls f with the kernel of the chains for these types.
 template <class P, class F> pydet_status with_chains(const P &p, bool eights, const F &f) {
   return with_type<kUnscaledTypes>(p.dy.type, [&](auto dy) {
-    constexpr Type f32 = Type::f32;
-    if constexpr (!kCentred<P>)  // a sum in fp32
+    if constexpr (!kCentred<P>) {  // a sum in fp32
+      constexpr Type f32 = Type::f32;
       if (p.x.type == f32)
         return f(eights ? norm_chains_kernel<P, f32, dy, kVector> : norm_chains_kernel<P, f32, dy, 1>);
+    }
     return f(eights ? norm_chains_kernel<P, dy, dy, kVector> : norm_chains_kernel<P, dy, dy, 1>);
   });
 }
