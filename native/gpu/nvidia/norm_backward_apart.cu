@@ -18,11 +18,9 @@ namespace {
 
 // Of a block: a team of more has it alone.
 template <int T> constexpr int kThreads = T < 256 ? 256 : T;
-// Blocks a multiprocessor is to hold. The longest rows of few have teams of 512 threads, so that all blocks run at once.
-template <class P, Type type, class S, int T, int V, bool shifted>
-constexpr int kBlocks = T > 256 ? (type != Type::f32 && !shifted && S::W == 2 ? 2 : 1)
-                        : V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2
-                                                                                     : 1;
+// Blocks a multiprocessor is to hold.
+template <class P, Type type, int T, int V, bool shifted>
+constexpr int kBlocks = T <= 256 && V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2 : 1;
 template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
 
 // Columns of a block: `lanes` threads with W columns each stand side by side, `workers` such rows of threads one below
@@ -31,8 +29,7 @@ template <int lanes_, int elements, int at_once, int threads = 256> struct Slice
   static constexpr int kLanes = lanes_, W = elements, kAtOnce = at_once, kColumns = kLanes * W, kOfBlock = threads;
   static constexpr int kWorkers = threads / kLanes, kRoom = kWorkers * kColumns;
   static_assert(kWorkers * kDweightChainRows >= kDweightBlockRows, "a turn takes whole blocks of rows");
-  // For blocks of 512 threads, which leave registers for eight rows.
-  using Of512 = Slice < kLanes, W, kAtOnce<8 ? kAtOnce : 8, 512>;
+  using Of512 = Slice<kLanes, W, kAtOnce, 512>;
 };
 
 // W adjacent elements of a row, as words of memory; those past its end are +0.
@@ -233,7 +230,7 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
 
 // The first `column_blocks` go down columns, with so many chains at once; the others along rows.
 template <class P, Type type, int T, int W, int V, class S, bool shifted>
-__global__ void __launch_bounds__(kThreads<T>, kBlocks<P, type, S, T, V, shifted>)
+__global__ void __launch_bounds__(kThreads<T>, kBlocks<P, type, T, V, shifted>)
     norm_backward_apart_kernel(const __grid_constant__ P p, int column_blocks, int workers) {
   __shared__ __align__(16) float sums[kSums<P> * S::kRoom], blocks[kSums<P> * kThreads<T>];
   static_assert(S::kOfBlock == kThreads<T> && kThreads<T> / T * kExchange<T, kSums<P>> <= kSums<P> * S::kRoom,
