@@ -1,6 +1,6 @@
 """Which kernel the CUDA library chooses for each of many drawn problems of norms and softmax, on the stand-in runtime.
 
-    python tests/rows_census.py LIBRARY [N]
+    python tests/rows_census.py LIBRARY [--record]
 
 Problems are drawn as `python -m bench.cuda rmsnorm --random` draws them: M log-uniform to 200,000, N to 16,384
 (softmax: 131,072) in steps of 8, or any N for one in four. Memory is as PyTorch allocates it. Nothing is read or run.
@@ -8,6 +8,8 @@ Problems are drawn as `python -m bench.cuda rmsnorm --random` draws them: M log-
 
 import collections
 import ctypes
+import itertools
+import json
 import sys
 
 import capi
@@ -16,6 +18,7 @@ from capi import ffi
 sys.path.insert(0, str(capi.ROOT / "tools"))
 from rows_fit import OPERATIONS, drawn
 
+RECORDED = capi.ROOT / "tests" / "data" / "rows_census.json"
 CUDA, DEVICE, STREAM = 2, 1, 0x1230
 TYPES = {"bf16": capi.BFLOAT16, "fp16": capi.FLOAT16, "fp32": capi.FLOAT32}
 INT64 = (0, 64, 1)
@@ -30,6 +33,15 @@ class Library:
         fake.fakecuda_reset.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p]
         fake.pydet_exchange_forget_devices()
         fake.fakecuda_reset(2, capability, 13000, -1, 999, False, STREAM)
+
+    def kernels(self):
+        """The names of the kernels of these operations."""
+        info, i = ffi.new("pydet_kernel_info *", {"struct_size": ffi.sizeof("pydet_kernel_info")}), 0
+        while self.lib.pydet_kernel_name(i) != ffi.NULL:
+            assert self.lib.pydet_query_kernel(i, info) == 0
+            if info.device_type == CUDA and ffi.string(info.operation).decode() in OPERATIONS:
+                yield ffi.string(info.name).decode()
+            i += 1
 
     def chosen(self, operation, m, n, dtype="bf16", residual=False, kernel=None, sums=True):
         """The kernel that ran; None where `kernel` was asked for, and refuses."""
@@ -73,16 +85,28 @@ class Library:
 
 def census(library, operation, count=1000, seed=0, **how):
     """How many of the drawn problems each kernel is chosen for."""
-    found = (library.chosen(operation, m, n, **how) for m, n in drawn(operation, count, seed))
-    return collections.Counter(found)
+    found = collections.Counter(library.chosen(operation, m, n, **how) for m, n in drawn(operation, count, seed))
+    return dict(sorted(found.items()))
 
 
-def main(path, count=1000):
-    library = Library(path)
-    for operation in OPERATIONS:
-        print(operation)
-        for name, times in census(library, operation, int(count)).most_common():
-            print(f"  {100 * times / int(count):5.1f} %  {name}")
+def all_censuses(library, count=1000):
+    """Of every operation in bf16 and fp32, and of norms with a residual."""
+    found = {}
+    for operation, dtype in itertools.product(OPERATIONS, ("bf16", "fp32")):
+        for residual in (False, True) if operation in NORMS and dtype == "bf16" else (False,):
+            name = f"{operation}, {dtype}" + ", residual" * residual
+            found[name] = census(library, operation, count, dtype=dtype, residual=residual)
+    return found
+
+
+def main(path, record=None):
+    found = all_censuses(Library(path))
+    for what, counts in found.items():
+        print(what)
+        for name, count in sorted(counts.items(), key=lambda one: -one[1]):
+            print(f"  {100 * count / sum(counts.values()):5.1f} %  {name}")
+    if record == "--record":
+        RECORDED.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
-// nvidia/norm_unaligned.cu
+// nvidia/norm_elements.cu, nvidia/norm_backward_elements.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
 pydet_status rmsnorm_unaligned(const RmsNorm &);
 bool layernorm_unaligned_takes(const LayerNorm &);
@@ -179,7 +179,6 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
-// nvidia/norm_backward_strided.cu
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
 bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &);
@@ -203,7 +202,7 @@ bool softmax_cluster_takes(const Softmax &);
 bool softmax_cluster_prefers(const Softmax &);
 pydet_status softmax_cluster(const Softmax &);
 
-// nvidia/norm_adjacent.cu
+// nvidia/norm_elements.cu
 bool rmsnorm_adjacent_takes(const RmsNorm &);
 bool rmsnorm_adjacent_prefers(const RmsNorm &);
 pydet_status rmsnorm_adjacent(const RmsNorm &);
@@ -215,9 +214,6 @@ pydet_status layernorm_adjacent(const LayerNorm &);
 bool softmax_adjacent_takes(const Softmax &);
 bool softmax_adjacent_prefers(const Softmax &);
 pydet_status softmax_adjacent(const Softmax &);
-bool softmax_backward_adjacent_takes(const SoftmaxBackward &);
-bool softmax_backward_adjacent_prefers(const SoftmaxBackward &);
-pydet_status softmax_backward_adjacent(const SoftmaxBackward &);
 
 // nvidia/softmax_backward_staged.cu
 bool softmax_backward_staged_takes(const SoftmaxBackward &);
@@ -226,7 +222,7 @@ bool softmax_backward_cluster_takes(const SoftmaxBackward &);
 bool softmax_backward_cluster_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_cluster(const SoftmaxBackward &);
 
-// nvidia/norm_staged.cu
+// nvidia/norm_elements.cu
 bool rmsnorm_staged_takes(const RmsNorm &);
 bool rmsnorm_staged_prefers(const RmsNorm &);
 pydet_status rmsnorm_staged(const RmsNorm &);

@@ -10,7 +10,7 @@
 // Noise is made only of columns that it can still lift above the best so far.
 
 #include "gpu/kernels.h"
-#include "gpu/any/row_passes.h"
+#include "gpu/any/softmax_row.h"
 #include "ops/sample/formulas.h"
 
 namespace pydet {

@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "gpu/kernels.h"
-#include "gpu/any/row_passes.h"
+#include "gpu/any/softmax_row.h"
 
 namespace pydet {
 namespace {

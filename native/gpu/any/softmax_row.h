@@ -1,5 +1,5 @@
-// What becomes of a row of softmax when its maximum and its sum are known, and of its gradient. Shared by softmax.cu and
-// the kernels of nvidia/softmax_staged.h.
+// What becomes of a row of softmax when its maximum and its sum are known, and of its gradient; passes over a long row by
+// a block, and the largest of a team's values. Shared by the kernels of softmax, and by sample.cu and embedding.cu.
 #pragma once
 
 #include "contract/elementary.h"
@@ -165,6 +165,63 @@ __device__ __forceinline__ void gradients_of(const SoftmaxBackward &p, float c, 
   } else {
 #pragma unroll
     for (int e = 0; e < N; ++e) dy[e] = y[e] * (dy[e] - c);
+  }
+}
+
+// ---- Passes over a long row --------------------------------------------------------------------------------------
+
+// The largest of the team's values. All threads of the block call it.
+template <int T> __device__ __forceinline__ float team_max(float largest, float *exchange) {
+#pragma unroll
+  for (int apart = (T < kLogicalWarp ? T : kLogicalWarp) / 2; apart > 0; apart /= 2)
+    largest = larger(largest, gpu_shfl_xor(largest, apart, kLogicalWarp));
+  if constexpr (T > kLogicalWarp) {
+    if (threadIdx.x % kLogicalWarp == 0) exchange[threadIdx.x / kLogicalWarp] = largest;
+    __syncthreads();
+    const float *of_team = exchange + threadIdx.x / T * (T / kLogicalWarp);
+#pragma unroll
+    for (int i = 0; i < T / kLogicalWarp; ++i) largest = larger(largest, of_team[i]);
+  }
+  return largest + 0.0f;  // which zero is the largest would depend on the order
+}
+
+// A vector of a row that is not held: whole where rows are aligned, else element by element.
+template <Type type, bool aligned>
+__device__ __forceinline__ void load_vector(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
+  if constexpr (aligned) unpack(load_packed<type, kVector>(row + j * size_of(type)), x);
+  else load_elements<type>(row, j, n, x);
+}
+template <Type type, bool aligned>
+__device__ __forceinline__ void store_vector(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
+  if constexpr (aligned) store_packed<type>(row + j * size_of(type), x);
+  else store_elements<type>(row, j, n, x);
+}
+
+// Passes over a row, a vector of every thread at a time: f(j, x). Where rows are aligned, the loads of some set out
+// together.
+template <Type type, bool aligned, class F>
+__device__ __forceinline__ void pass_over(const char *row, int64_t n, const F &f) {
+  constexpr int kAtOnce = !aligned || type == Type::f32 || kGpuDeviceType != PYDET_CUDA ? 1 : 4;
+  for (int64_t first = kVector * threadIdx.x; first < n; first += kAtOnce * kRowLanes) {
+    float x[kVector];
+    if constexpr (kAtOnce == 1) {
+      load_vector<type, aligned>(row, first, n, x);
+      f(first, x);
+    } else {
+      Packed<type, kVector> packed[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = first + i * kRowLanes;
+        if (j < n) packed[i] = load_packed<type, kVector>(row + j * size_of(type));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = first + i * kRowLanes;
+        if (j >= n) continue;
+        unpack(packed[i], x);
+        f(j, x);
+      }
+    }
   }
 }
 

@@ -258,10 +258,6 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
         .takes(softmax_backward_spread_takes)
         .prefers(softmax_backward_spread_prefers)
         .launches(softmax_backward_spread),
-    Row("cuda_softmax_backward_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
-        .takes(softmax_backward_adjacent_takes)
-        .prefers(softmax_backward_adjacent_prefers)
-        .launches(softmax_backward_adjacent),
     Row("cuda_softmax_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
         .takes(softmax_backward_strided_takes)
         .prefers(softmax_backward_strided_prefers)

@@ -6,11 +6,11 @@
 // worker, a few lanes of 2 or 8 columns each, takes a chain of 16 rows, and the chains' sums are joined in shared
 // memory, 16 of them a block of rows. There are no partial sums in the workspace and there is no second kernel; x and dy are
 // read twice, the second time from the L2. The other blocks' teams hold a row each in registers (rows.h): dx.
-// `shifted`: rows begin anywhere (norm_pieces.h); what goes down columns reads them element by element.
+// `shifted`: rows begin anywhere (pieces.h); what goes down columns reads them element by element.
 #include <type_traits>
 
 #include "gpu/kernels.h"
-#include "gpu/nvidia/norm_pieces.h"
+#include "gpu/nvidia/pieces.h"
 #include "gpu/any/column_sums.h"
 
 namespace pydet {
