@@ -11,6 +11,7 @@ import pathlib
 import shutil
 
 import pytest
+import rows_fit
 
 import capi
 import rows_census
@@ -58,3 +59,22 @@ def test_every_kernel_is_chosen_for_one_in_a_hundred(library, found):
 def test_a_problem_goes_to_the_kernel_that_is_forced(library):
     assert library.chosen("rmsnorm", 5, 72, kernel="cuda_rmsnorm_general") == "cuda_rmsnorm_general"
     assert library.chosen("rmsnorm", 5, 72, kernel="cuda_rmsnorm_adjacent", residual=True) is None  # it refuses
+
+
+def test_the_fit_finds_the_faster_kernel(tmp_path):
+    """Of two made-up kernels, one of which is slow to begin and fast at length, on problems that it did not see."""
+
+    def times(seed):
+        lines = []
+        for m, n in rows_fit.drawn("rmsnorm", 120, seed):
+            soon, late = 2 + m * n / 3e5, 5 + m * n / 4e5
+            lines.append(f"rmsnorm {m} {n} soon soon={soon} late={late} copy={soon}")
+        (tmp_path / str(seed)).write_text("\n".join(lines))
+        return rows_fit.read([tmp_path / str(seed)])
+
+    seen, unseen = times(0), times(1)
+    fit = rows_fit.Fit(seen)
+    fitted = [of[fit.chosen(operation, m, n, of.keys())] / min(of.values()) for operation, m, n, _, of, _ in unseen]
+    always = [of[chosen] / min(of.values()) for *_, chosen, of, _ in unseen]
+    assert rows_fit.mean(fitted) < 1.01 < 1.05 < rows_fit.mean(always)
+    assert rows_fit.mean([max(of.values()) / min(of.values()) for *_, of, _ in unseen]) > 1.2  # a wrong choice costs
