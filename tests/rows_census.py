@@ -16,6 +16,7 @@ import capi
 from capi import ffi
 
 sys.path.insert(0, str(capi.ROOT / "tools"))
+import rows_fit
 from rows_fit import OPERATIONS, drawn
 
 RECORDED = capi.ROOT / "tests" / "data" / "rows_census.json"

@@ -11,10 +11,10 @@ import pathlib
 import shutil
 
 import pytest
-import rows_fit
 
 import capi
 import rows_census
+from rows_census import rows_fit
 
 LIBRARY = pathlib.Path(os.environ.get("PYDET_CUDA_STAND_IN", capi.ROOT / "build" / "libpydet_cuda_stand_in.so"))
 

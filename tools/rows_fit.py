@@ -63,7 +63,7 @@ class Fit:
             self.seen[operation, n % 8 == 0].append((math.log2(m), math.log2(n), behind))
 
     def chosen(self, operation, m, n, kernels):
-        """Of these kernels the one that costs least of what is nearby, but not at, (m, n); None where none was timed."""
+        """Of these kernels the one that costs least of what is near, but not at, (m, n); None if none was timed."""
         for octaves in (self.octaves, 2 * self.octaves, 4 * self.octaves, 64):
             cost, weight = collections.Counter(), collections.Counter()
             for log_m, log_n, behind in self.seen[operation, n % 8 == 0]:
