@@ -17,7 +17,6 @@ from capi import ffi
 
 sys.path.insert(0, str(capi.ROOT / "tools"))
 import rows_fit
-from rows_fit import OPERATIONS, drawn
 
 RECORDED = capi.ROOT / "tests" / "data" / "rows_census.json"
 CUDA, DEVICE, STREAM = 2, 1, 0x1230
@@ -40,7 +39,7 @@ class Library:
         info, i = ffi.new("pydet_kernel_info *", {"struct_size": ffi.sizeof("pydet_kernel_info")}), 0
         while self.lib.pydet_kernel_name(i) != ffi.NULL:
             assert self.lib.pydet_query_kernel(i, info) == 0
-            if info.device_type == CUDA and ffi.string(info.operation).decode() in OPERATIONS:
+            if info.device_type == CUDA and ffi.string(info.operation).decode() in rows_fit.OPERATIONS:
                 yield ffi.string(info.name).decode()
             i += 1
 
@@ -86,14 +85,16 @@ class Library:
 
 def census(library, operation, count=1000, seed=0, **how):
     """How many of the drawn problems each kernel is chosen for."""
-    found = collections.Counter(library.chosen(operation, m, n, **how) for m, n in drawn(operation, count, seed))
+    found = collections.Counter(
+        library.chosen(operation, m, n, **how) for m, n in rows_fit.drawn(operation, count, seed)
+    )
     return dict(sorted(found.items()))
 
 
 def all_censuses(library, count=1000):
     """Of every operation in bf16 and fp32, and of norms with a residual."""
     found = {}
-    for operation, dtype in itertools.product(OPERATIONS, ("bf16", "fp32")):
+    for operation, dtype in itertools.product(rows_fit.OPERATIONS, ("bf16", "fp32")):
         for residual in (False, True) if operation in NORMS and dtype == "bf16" else (False,):
             name = f"{operation}, {dtype}" + ", residual" * residual
             found[name] = census(library, operation, count, dtype=dtype, residual=residual)

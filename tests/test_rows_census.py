@@ -76,5 +76,4 @@ def test_the_fit_finds_the_faster_kernel(tmp_path):
     fit = rows_fit.Fit(seen)
     fitted = [of[fit.chosen(operation, m, n, of.keys())] / min(of.values()) for operation, m, n, _, of, _ in unseen]
     always = [of[chosen] / min(of.values()) for *_, chosen, of, _ in unseen]
-    assert rows_fit.mean(fitted) < 1.01 < 1.05 < rows_fit.mean(always)
-    assert rows_fit.mean([max(of.values()) / min(of.values()) for *_, of, _ in unseen]) > 1.2  # a wrong choice costs
+    assert rows_fit.mean(fitted) < 1.01 < 1.05 < rows_fit.mean(always), (rows_fit.mean(fitted), rows_fit.mean(always))
