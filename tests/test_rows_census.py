@@ -67,7 +67,7 @@ def test_the_fit_finds_the_faster_kernel(tmp_path):
     def times(seed):
         lines = []
         for m, n in rows_fit.drawn("rmsnorm", 120, seed):
-            soon, late = 2 + m * n / 3e5, 5 + m * n / 4e5
+            soon, late = 2 + m * n / 3e5, 5 + m * n / 6e5
             lines.append(f"rmsnorm {m} {n} soon soon={soon} late={late} copy={soon}")
         (tmp_path / str(seed)).write_text("\n".join(lines))
         return rows_fit.read([tmp_path / str(seed)])
@@ -76,4 +76,4 @@ def test_the_fit_finds_the_faster_kernel(tmp_path):
     fit = rows_fit.Fit(seen)
     fitted = [of[fit.chosen(operation, m, n, of.keys())] / min(of.values()) for operation, m, n, _, of, _ in unseen]
     always = [of[chosen] / min(of.values()) for *_, chosen, of, _ in unseen]
-    assert rows_fit.mean(fitted) < 1.01 < 1.05 < rows_fit.mean(always), (rows_fit.mean(fitted), rows_fit.mean(always))
+    assert rows_fit.mean(fitted) < 1.01 < 1.1 < rows_fit.mean(always), (rows_fit.mean(fitted), rows_fit.mean(always))
