@@ -82,7 +82,7 @@ class Sweep:
         operands = 3 if operation.endswith("backward") and "prob" not in operation else 2
         pair = list(self.calls(operation, m, n, None))
         pair[0]()
-        chosen, graphs, found = pydet.last_kernel(), {}, {}
+        chosen, graphs, found, kept = pydet.last_kernel(), {}, {}, []  # kept: what graphs read
         expected = 2 + operands * 2 * m * n / 2e6
         count = max(2, min(MOST_CALLS, round(SAMPLE_US / expected)))
         for name in kernels_of(operation):
@@ -91,6 +91,7 @@ class Sweep:
                 calls[0]()
             except pydet.Error:
                 continue
+            kept.append(calls)
             graphs[name] = self.graph(calls, count)
             self.sample(graphs[name], count)
             found[name] = [self.sample(graphs[name], count)]

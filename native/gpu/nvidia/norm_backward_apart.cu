@@ -161,25 +161,30 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     if constexpr (shifted) return load_piece<type, W>(row, j, n, r > 0, r < last);
     else return j < n ? load_packed<type, W>(row + j * kBytes) : Packed<type, W>{};
   };
-  auto load_scale_of = [&](int j, float(&scale)[W]) {
-    if constexpr (shifted) {
-      load_scales_of(p.weight, p.weight_offset, 1.0f, j, n, scale);
-    } else {
-      Scale<W> weight;
-      if (j < n) weight.load(p.weight, j);
-      weight.unpack(p.weight, p.weight_offset, scale);
-    }
-  };
+  // Weights are on their way with the row where registers allow it: one after the other, each would be waited for.
+  constexpr bool early = !shifted && type != Type::f32;
   Packed<type, W> dy[V], x[V];
+  Scale<W> weights[early ? V : 1];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     dy[v] = load(dy_row, W * (t + T * v) - shift);
     x[v] = load(x_row, W * (t + T * v) - shift);
+    if constexpr (early)
+      if (W * (t + T * v) < n) weights[v].load(p.weight, W * (t + T * v));
   }
-  auto xhat_and_g = [&](const Packed<type, W> &of_x, const Packed<type, W> &of_dy, int j, float(&xhat)[W],
+  auto load_scale_of = [&](int v, int j, float(&scale)[W]) {
+    if constexpr (shifted) {
+      load_scales_of(p.weight, p.weight_offset, 1.0f, j, n, scale);
+    } else {
+      Scale<W> weight = weights[early ? v : 0];
+      if (!early && j < n) weight.load(p.weight, j);
+      weight.unpack(p.weight, p.weight_offset, scale);
+    }
+  };
+  auto xhat_and_g = [&](const Packed<type, W> &of_x, const Packed<type, W> &of_dy, int v, int j, float(&xhat)[W],
                         float(&g)[W]) {
     float scale[W];
-    load_scale_of(j, scale);
+    load_scale_of(v, j, scale);
     unpack(of_x, xhat);
     unpack(of_dy, g);
 #pragma unroll
@@ -199,12 +204,16 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     if constexpr (shifted) {
       const auto of_x = window<type, W>(x[v], load(x_row, j - shift + W), shift);
       const auto of_dy = window<type, W>(dy[v], load(dy_row, j - shift + W), shift);
-      xhat_and_g(of_x, of_dy, j, xhat, g);
+      xhat_and_g(of_x, of_dy, v, j, xhat, g);
     } else {
-      xhat_and_g(x[v], dy[v], j, xhat, g);
+      xhat_and_g(x[v], dy[v], v, j, xhat, g);
     }
-    lanes[0].add_left(v, n - j, g, xhat);
-    if constexpr (kCentred<P>) lanes[1].add_left(v, n - j, g, ones);
+    auto add = [&](Lanes<T, W, V> &to, const float(&other)[W]) {
+      if constexpr (shifted) to.add_left(v, n - j, g, other);
+      else to.add(v, j < n, g, other);
+    };
+    add(lanes[0], xhat);
+    if constexpr (kCentred<P>) add(lanes[1], ones);
   }
   join(lanes, exchange + team * kExchange<T, kSums<P>>, [&](float sum) { return sum / float(p.n); }, of_row_sums);
   if (mine > last) return;
@@ -215,7 +224,7 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     const int j = W * (t + T * v) - shift;
     if (j >= n) continue;
     float xhat[W], g[W], dresidual[W] = {};
-    xhat_and_g(x[v], dy[v], j, xhat, g);
+    xhat_and_g(x[v], dy[v], v, j, xhat, g);
     if (p.dresidual.data) unpack(load(dresidual_row, j), dresidual);
 #pragma unroll
     for (int e = 0; e < W; ++e) {
@@ -248,9 +257,11 @@ template <class P, bool shifted, class F> pydet_status with_shape(int64_t n, con
   if constexpr (!shifted && !kCentred<P>)
     if (most <= 128 * 8) return f(RowShape<128, 8, 1, 1>{});
   if (most <= 256 * 8) return f(RowShape<256, 8, 1, 1>{});
-  if constexpr (!shifted && !kCentred<P>)
+  if constexpr (!shifted)
     if (most <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
-  if (most <= 256 * 32) return f(RowShape<256, 8, 4, 1>{});
+  // Of LayerNorm's two sums, vectors of eight would leave no registers for the weights.
+  if (most <= 256 * 32)
+    return f(std::conditional_t < kCentred<P> && !shifted, RowShape<512, 4, 4, 1>, RowShape < 256, 8, 4, 1 >> {});
   return f(RowShape<512, 4, 8, 1>{});
 }
 

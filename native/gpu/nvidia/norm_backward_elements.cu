@@ -116,7 +116,8 @@ template <class P> pydet_status backward_strided(const char *name, const P &p) {
       constexpr int T = shape.T, V = shape.V, F = shape.F;
       constexpr bool ahead = V <= 10;  // longer rows leave no registers for the next one
       Launch where = {name, static_cast<gpu_stream>(p.stream),
-                      grid_of(divide_up(p.rows, kDweightChainRows * (kBlockOfChains<T> / T)), kBlockOfChains<T>), dim3(kBlockOfChains<T>)};
+                      grid_of(divide_up(p.rows, kDweightChainRows * (kBlockOfChains<T> / T)), kBlockOfChains<T>),
+                      dim3(kBlockOfChains<T>)};
       where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
       return launch(where,
                     p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F, ahead>

@@ -17,22 +17,22 @@ template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small tea
 // Whether the rows of the next turn are on their way while this one's sums are joined.
 template <Type type> constexpr bool kAhead = type != Type::f32;
 // Blocks a multiprocessor is to hold, 0: as the compiler likes, which is more than registers allow.
-template <Type type, int T, bool grouped>
+template <class P, Type type, int T, bool grouped>
 constexpr int kBlocks = type == Type::f32 ? 0
                         : grouped         ? 5
                                           : 512 / kBlock<T>;
 
 template <class P, Type type, int T, int W, int V, int R, bool grouped>
-__global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, grouped>)
+__global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
     norm_backward_rows_kernel(const __grid_constant__ P p) {
-  constexpr bool centred = kCentred<P>, biased = !grouped;
+  constexpr bool centred = kCentred<P>, biased = centred || !grouped;
   constexpr int kTeams = kBlock<T> / T, kSums = centred ? 2 : 1;  // along a row: c and a
   constexpr int kRoom = kTeams * kExchange<T, R * kSums> + 4;
   __shared__ __align__(16) float exchange[2][kRoom], spread[grouped ? kBlock<T> * W : 4];  // chains of a group
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
-  const int64_t heads = heads_of(p), job = block_number() * kTeams + team;
+  const int64_t heads = grouped ? 1 : heads_of(p), job = block_number() * kTeams + team;
   const int64_t chain_number = quotient(job, heads), head = job - chain_number * heads;
   const int64_t rows = quotient(p.rows, heads), first = chain_number * kDweightChainRows, left = rows - first;
   const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;  // not positive: no rows
@@ -59,7 +59,12 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, grouped>)
     Packed<type, W> x[R][V], dy[R][V];
     float mean[R], rstd[R];
   };
-  auto place = [&](int i) { return place_of(p, i < count ? row_of(i) : 0); };
+  auto place = [&](int i) {
+    const int64_t r = i < count ? row_of(i) : 0;
+    if constexpr (!grouped) return place_of(p, r);
+    else if (r < p.inner) return Place{0, 0, r};
+    else return Place{0, r / p.inner, r % p.inner};
+  };
   auto fetch = [&](int row0, Turn &turn) {
 #pragma unroll
     for (int k = 0; k < R; ++k) {
@@ -115,8 +120,8 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, grouped>)
           if constexpr (biased) of_bias[v][e] = there[k] ? g[e] + of_bias[v][e] : of_bias[v][e];
           g[e] *= scale[v][e];
         }
-        lanes[k * kSums].add_left(v, n - j, g, xhat);
-        if constexpr (centred) lanes[k * kSums + 1].add_left(v, n - j, g, ones);
+        lanes[k * kSums].add(v, j < n, g, xhat);
+        if constexpr (centred) lanes[k * kSums + 1].add(v, j < n, g, ones);
       }
     }
     if (!p.dx.data) continue;
@@ -156,26 +161,31 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<type, T, grouped>)
 
   // ---- The chains ----
   if constexpr (grouped) {
-    if (!p.dweight.data) return;
     static_assert(V == 1 && kTeams % kGroupChains == 0, "whole groups");
     constexpr int kColumns = T * W, kGroups = kTeams / kGroupChains;
+    auto store_groups = [&](const Vector &result, float *groups, float(&of)[W]) {
+      if (!result.data) return;
+      __syncthreads();
 #pragma unroll
-    for (int e = 0; e < W; e += 4)
-      *reinterpret_cast<float4 *>(spread + threadIdx.x * W + e) =
-          make_float4(of_weight[0][e], of_weight[0][e + 1], of_weight[0][e + 2], of_weight[0][e + 3]);
-    __syncthreads();
-    for (int i = int(threadIdx.x); i < kGroups * kColumns / 4; i += kBlock<T>) {
-      const int group = i / (kColumns / 4), at = i % (kColumns / 4) * 4;
-      const int64_t partial = block_number() * kGroups + group;
-      if (at >= n || partial * kDweightGroupRows >= p.rows) continue;
-      float4 sum = {};
+      for (int e = 0; e < W; e += 4)
+        *reinterpret_cast<float4 *>(spread + threadIdx.x * W + e) = make_float4(of[e], of[e + 1], of[e + 2], of[e + 3]);
+      __syncthreads();
+      for (int i = int(threadIdx.x); i < kGroups * kColumns / 4; i += kBlock<T>) {
+        const int group = i / (kColumns / 4), at = i % (kColumns / 4) * 4;
+        const int64_t partial = block_number() * kGroups + group;
+        if (at >= n || partial * kDweightGroupRows >= p.rows) continue;
+        float4 sum = {};
 #pragma unroll
-      for (int k = 0; k < kGroupChains; ++k) {
-        const float4 part = *reinterpret_cast<const float4 *>(spread + (group * kGroupChains + k) * kColumns + at);
-        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+        for (int k = 0; k < kGroupChains; ++k) {
+          const float4 part = *reinterpret_cast<const float4 *>(spread + (group * kGroupChains + k) * kColumns + at);
+          sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+        }
+        store_kept(groups + partial * p.n + at, sum);
       }
-      store_kept(static_cast<float *>(p.workspace) + partial * p.n + at, sum);
-    }
+    };
+    float *const sums_at = static_cast<float *>(p.workspace);
+    store_groups(p.dweight, sums_at, of_weight[0]);
+    if constexpr (centred) store_groups(p.dbias, sums_at + divide_up(p.rows, kDweightChainRows) * p.n, of_bias[0]);
   } else {
     const int64_t width = heads * p.n;
     auto store_chain = [&](const Vector &result, float *chains, float(&of)[W], int v) {
@@ -246,7 +256,17 @@ template <class P> pydet_status by_chains(const char *name, const P &p) {
   });
 }
 
+// Many short rows, by groups.
 constexpr int64_t kLongestOfHeads = 1024, kLongestNarrow = 128;
+template <class P> bool narrow(const P &p) { return p.n <= kLongestNarrow && p.rows >= 16384; }
+template <class P> pydet_status by_groups(const char *name, const P &p) {
+  return backward_rows(name, p, kGroupChains, [&] {
+    return with_type<kHalfTypes>(p.x.type, [&](auto type) {
+      if (p.n <= 64) return launch_rows<P, type, RowShape<8, 8, 1, 2>, true>(name, p);
+      return launch_rows<P, type, RowShape<16, 8, 1, 2>, true>(name, p);
+    });
+  });
+}
 
 }  // namespace
 
@@ -259,21 +279,16 @@ bool rmsnorm_backward_narrow_takes(const RmsNormBackward &p) {
   return p.n <= kLongestNarrow && rows_whole(p) && vector_aligned(p.weight);
 }
 // The chains of fewer rows do not fill the device.
-bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &p) { return p.rows >= 16384; }
-pydet_status rmsnorm_backward_narrow(const RmsNormBackward &p) {
-  constexpr const char *kName = "rmsnorm_backward_narrow";
-  return backward_rows(kName, p, kGroupChains, [&] {
-    return with_type<kHalfTypes>(p.x.type, [&](auto type) {
-      if (p.n <= 64) return launch_rows<RmsNormBackward, type, RowShape<8, 8, 1, 2>, true>(kName, p);
-      return launch_rows<RmsNormBackward, type, RowShape<16, 8, 1, 2>, true>(kName, p);
-    });
-  });
-}
+bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &p) { return narrow(p); }
+pydet_status rmsnorm_backward_narrow(const RmsNormBackward &p) { return by_groups("rmsnorm_backward_narrow", p); }
 
 bool layernorm_backward_rows_takes(const LayerNormBackward &p) {
   const int64_t longest = p.x.type == Type::f32 ? 4096 : 8192;  // of fp32 no longer row has registers
   return p.n <= longest && rows_whole(p) && vector_aligned(p.weight);
 }
-pydet_status layernorm_backward_rows(const LayerNormBackward &p) { return by_chains("layernorm_backward_rows", p); }
+pydet_status layernorm_backward_rows(const LayerNormBackward &p) {
+  constexpr const char *kName = "layernorm_backward_rows";
+  return p.x.type != Type::f32 && narrow(p) ? by_groups(kName, p) : by_chains(kName, p);
+}
 
 }  // namespace pydet

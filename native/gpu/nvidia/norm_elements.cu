@@ -237,7 +237,8 @@ template <class P> pydet_status norm_adjacent(const char *name, const P &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   return with_adjacent_shape(p.n, [&](auto shape) {
-    constexpr int T = shape.T, V = shape.V, kGroups = T < kLogicalWarp ? kBlockOfAdjacent<T> / kLogicalWarp : kBlockOfAdjacent<T> / T;
+    constexpr int T = shape.T, V = shape.V,
+                  kGroups = T < kLogicalWarp ? kBlockOfAdjacent<T> / kLogicalWarp : kBlockOfAdjacent<T> / T;
     Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kGroups * kOfShare<T>))),
                     dim3(kBlockOfAdjacent<T>)};
     where.shared_bytes = kGroups * share_bytes<T, V>(kOfShare<T>, int(p.n));
@@ -247,8 +248,8 @@ template <class P> pydet_status norm_adjacent(const char *name, const P &p) {
 }
 
 template <class P> bool adjacent_takes(const P &p) {
-  return p.n > 32 && p.n <= kLongestAdjacent && p.rows < int64_t(1) << 31 && !p.residual.data && rows_adjacent(p, p.x, p.x) &&
-         rows_adjacent(p, p.y, p.x);
+  return p.n > 32 && p.n <= kLongestAdjacent && p.rows < int64_t(1) << 31 && !p.residual.data &&
+         rows_adjacent(p, p.x, p.x) && rows_adjacent(p, p.y, p.x);
 }
 
 // From so many rows on this is faster than norm_unaligned. Measured on an H100, us, here and there: LayerNorm
@@ -258,10 +259,11 @@ template <class P> bool adjacent_takes(const P &p) {
 constexpr int64_t kNever = int64_t(1) << 62;
 constexpr struct {
   int64_t longest, rmsnorm, layernorm;
-} kFrom[] = {{64, 6'000, 6'000},    {80, 12'000, 12'000},   {128, 24'000, 16'000},   {160, 32'000, 16'000},
-             {192, 48'000, 24'000}, {224, kNever, 100'000}, {256, kNever, kNever},   {320, 12'000, 6'000},
-             {384, 12'000, 6'000},  {512, kNever, 24'000},  {768, 8'000, 4'000},     {1024, 24'000, 12'000},
-             {1536, 4'000, 4'000},  {2560, 6'000, 6'000},   {kLongestAdjacent, 4'000, 4'000}};
+} kFrom[] = {{64, 6'000, 6'000},    {80, 12'000, 12'000},  {128, 24'000, 16'000},
+             {160, 32'000, 16'000}, {192, 48'000, 24'000}, {224, kNever, 100'000},
+             {256, kNever, kNever}, {320, 12'000, 6'000},  {384, 12'000, 6'000},
+             {512, kNever, 24'000}, {768, 8'000, 4'000},   {1024, 24'000, 12'000},
+             {1536, 4'000, 4'000},  {2560, 6'000, 6'000},  {kLongestAdjacent, 4'000, 4'000}};
 template <class P> bool adjacent_prefers(const P &p) {
   if (p.n % kRowLaneElements == 0 && rows_aligned(p.x)) return false;
   for (const auto &from : kFrom)
