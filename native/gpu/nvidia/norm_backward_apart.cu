@@ -1,36 +1,35 @@
 // Gradients of RMSNorm and LayerNorm, dx and the sums over rows apart, in fp32 (NUMERICS.md, "RMSNorm", "LayerNorm"):
-// the CPU's bits. The formulas are those of rmsnorm_backward.cu and layernorm.cu. Shared by rmsnorm_backward_apart.cu and
-// layernorm_backward_apart.cu.
+// the CPU's bits. The formulas are those of norm_backward.cu.
 //
 // dweight and dbias need no sum along a row: mean and rstd are given. So some blocks of the one launch go down columns
 // and others along rows, and nobody waits for anybody. A block of columns takes a slice of them down all rows: each
 // worker, a few lanes of 2 or 8 columns each, takes a chain of 16 rows, and the chains' sums are joined in shared
 // memory, 16 of them a block of rows. There are no partial sums in the workspace and there is no second kernel; x and dy are
-// read twice, the second time from the L2. The other blocks' teams hold a row each in registers (rmsnorm_rows.h): dx.
-// `shifted`: rows begin anywhere (norm_pieces.h); what goes down columns reads them element by element.
-#pragma once
-
+// read twice, the second time from the L2. The other blocks' teams hold a row each in registers (rows.h): dx.
+// `shifted`: rows begin anywhere (pieces.h); what goes down columns reads them element by element.
 #include <type_traits>
 
 #include "gpu/kernels.h"
-#include "gpu/nvidia/norm_pieces.h"
-#include "gpu/any/rmsnorm_partials.h"
+#include "gpu/nvidia/pieces.h"
+#include "gpu/any/column_sums.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kThreads = 256;
+// Of a block: a team of more has it alone.
+template <int T> constexpr int kThreads = T < 256 ? 256 : T;
 // Blocks a multiprocessor is to hold.
-template <class P, Type type, int V, bool shifted>
-constexpr int kBlocks = V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2 : 1;
+template <class P, Type type, int T, int V, bool shifted>
+constexpr int kBlocks = T <= 256 && V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2 : 1;
 template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
 
 // Columns of a block: `lanes` threads with W columns each stand side by side, `workers` such rows of threads one below
 // the other. At once: rows whose elements are on their way.
-template <int lanes_, int elements, int at_once> struct Slice {
-  static constexpr int kLanes = lanes_, W = elements, kAtOnce = at_once, kColumns = kLanes * W;
-  static constexpr int kWorkers = kThreads / kLanes, kRoom = kWorkers * kColumns;
+template <int lanes_, int elements, int at_once, int threads = 256> struct Slice {
+  static constexpr int kLanes = lanes_, W = elements, kAtOnce = at_once, kColumns = kLanes * W, kOfBlock = threads;
+  static constexpr int kWorkers = threads / kLanes, kRoom = kWorkers * kColumns;
   static_assert(kWorkers * kDweightChainRows >= kDweightBlockRows, "a turn takes whole blocks of rows");
+  using Of512 = Slice<kLanes, W, kAtOnce, 512>;
 };
 
 // W adjacent elements of a row, as words of memory; those past its end are +0.
@@ -123,7 +122,7 @@ __device__ __forceinline__ void go_down(const P &p, int workers, float *sums, fl
       }
     }
     __syncthreads();
-    for (int i = thread; i < columns * blocks_a_turn * kSums<P>; i += kThreads) {
+    for (int i = thread; i < columns * blocks_a_turn * kSums<P>; i += S::kOfBlock) {
       const int c = i % columns, b = i / columns % blocks_a_turn, s = i / columns / blocks_a_turn;
       const float *chain_sums =
           sums + s * S::kRoom + (c / S::kColumns * workers + b * kBlockChains) * S::kColumns + c % S::kColumns;
@@ -147,9 +146,9 @@ __device__ __forceinline__ void go_down(const P &p, int workers, float *sums, fl
     if (owner && results[s].data) store_rounded(results[s].data, results[s].type, first_column + thread, total[s]);
 }
 
-template <class P, Type type, int T, int V, bool shifted>
+template <class P, Type type, int T, int W, int V, bool shifted>
 __device__ __forceinline__ void go_along(const P &p, int64_t block, float *exchange) {
-  constexpr int W = kVector, kBytes = size_of(type), kTeams = kThreads / T;
+  constexpr int kBytes = size_of(type), kTeams = kThreads<T> / T;
   const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
   const int64_t mine = block * kTeams + team, last = p.rows - 1, r = mine <= last ? mine : last;
   const RowIndex where = row_index(p.inner, r);
@@ -162,25 +161,30 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     if constexpr (shifted) return load_piece<type, W>(row, j, n, r > 0, r < last);
     else return j < n ? load_packed<type, W>(row + j * kBytes) : Packed<type, W>{};
   };
-  auto load_scale_of = [&](int j, float(&scale)[W]) {
-    if constexpr (shifted) {
-      load_scales_of(p.weight, p.weight_offset, 1.0f, j, n, scale);
-    } else {
-      Scale<W> weight;
-      if (j < n) weight.load(p.weight, j);
-      weight.unpack(p.weight, p.weight_offset, scale);
-    }
-  };
+  // Weights are on their way with the row where registers allow it: one after the other, each would be waited for.
+  constexpr bool early = !shifted && type != Type::f32;
   Packed<type, W> dy[V], x[V];
+  Scale<W> weights[early ? V : 1];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     dy[v] = load(dy_row, W * (t + T * v) - shift);
     x[v] = load(x_row, W * (t + T * v) - shift);
+    if constexpr (early)
+      if (W * (t + T * v) < n) weights[v].load(p.weight, W * (t + T * v));
   }
-  auto xhat_and_g = [&](const Packed<type, W> &of_x, const Packed<type, W> &of_dy, int j, float(&xhat)[W],
+  auto load_scale_of = [&](int v, int j, float(&scale)[W]) {
+    if constexpr (shifted) {
+      load_scales_of(p.weight, p.weight_offset, 1.0f, j, n, scale);
+    } else {
+      Scale<W> weight = weights[early ? v : 0];
+      if (!early && j < n) weight.load(p.weight, j);
+      weight.unpack(p.weight, p.weight_offset, scale);
+    }
+  };
+  auto xhat_and_g = [&](const Packed<type, W> &of_x, const Packed<type, W> &of_dy, int v, int j, float(&xhat)[W],
                         float(&g)[W]) {
     float scale[W];
-    load_scale_of(j, scale);
+    load_scale_of(v, j, scale);
     unpack(of_x, xhat);
     unpack(of_dy, g);
 #pragma unroll
@@ -200,12 +204,16 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     if constexpr (shifted) {
       const auto of_x = window<type, W>(x[v], load(x_row, j - shift + W), shift);
       const auto of_dy = window<type, W>(dy[v], load(dy_row, j - shift + W), shift);
-      xhat_and_g(of_x, of_dy, j, xhat, g);
+      xhat_and_g(of_x, of_dy, v, j, xhat, g);
     } else {
-      xhat_and_g(x[v], dy[v], j, xhat, g);
+      xhat_and_g(x[v], dy[v], v, j, xhat, g);
     }
-    add_left_of(lanes[0], v, n - j, g, xhat);
-    if constexpr (kCentred<P>) add_left_of(lanes[1], v, n - j, g, ones);
+    auto add = [&](Lanes<T, W, V> &to, const float(&other)[W]) {
+      if constexpr (shifted) to.add_left(v, n - j, g, other);
+      else to.add(v, j < n, g, other);
+    };
+    add(lanes[0], xhat);
+    if constexpr (kCentred<P>) add(lanes[1], ones);
   }
   join(lanes, exchange + team * kExchange<T, kSums<P>>, [&](float sum) { return sum / float(p.n); }, of_row_sums);
   if (mine > last) return;
@@ -216,7 +224,7 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     const int j = W * (t + T * v) - shift;
     if (j >= n) continue;
     float xhat[W], g[W], dresidual[W] = {};
-    xhat_and_g(x[v], dy[v], j, xhat, g);
+    xhat_and_g(x[v], dy[v], v, j, xhat, g);
     if (p.dresidual.data) unpack(load(dresidual_row, j), dresidual);
 #pragma unroll
     for (int e = 0; e < W; ++e) {
@@ -230,15 +238,16 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
 }
 
 // The first `column_blocks` go down columns, with so many chains at once; the others along rows.
-template <class P, Type type, int T, int V, class S, bool shifted>
-__global__ void __launch_bounds__(kThreads, kBlocks<P, type, V, shifted>)
+template <class P, Type type, int T, int W, int V, class S, bool shifted>
+__global__ void __launch_bounds__(kThreads<T>, kBlocks<P, type, T, V, shifted>)
     norm_backward_apart_kernel(const __grid_constant__ P p, int column_blocks, int workers) {
-  __shared__ __align__(16) float sums[kSums<P> * S::kRoom], blocks[kSums<P> * kThreads];
-  static_assert(kThreads / T * kExchange<T, kSums<P>> <= kSums<P> * S::kRoom, "rows are joined there too");
+  __shared__ __align__(16) float sums[kSums<P> * S::kRoom], blocks[kSums<P> * kThreads<T>];
+  static_assert(S::kOfBlock == kThreads<T> && kThreads<T> / T * kExchange<T, kSums<P>> <= kSums<P> * S::kRoom,
+                "rows are joined there too");
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (int(blockIdx.x) < column_blocks) go_down<P, type, S, shifted>(p, workers, sums, blocks);
-  else go_along<P, type, T, V, shifted>(p, int64_t(blockIdx.x) - column_blocks, sums);
+  else go_along<P, type, T, W, V, shifted>(p, int64_t(blockIdx.x) - column_blocks, sums);
 }
 
 // Calls f with a team that holds a row of n, or the vectors of memory that it may lie in.
@@ -248,14 +257,18 @@ template <class P, bool shifted, class F> pydet_status with_shape(int64_t n, con
   if constexpr (!shifted && !kCentred<P>)
     if (most <= 128 * 8) return f(RowShape<128, 8, 1, 1>{});
   if (most <= 256 * 8) return f(RowShape<256, 8, 1, 1>{});
-  if constexpr (!shifted && !kCentred<P>)
+  if constexpr (!shifted)
     if (most <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
-  if (most <= 256 * 32) return f(RowShape<256, 8, 4, 1>{});
-  return f(RowShape<256, 8, 8, 1>{});
+  // Of LayerNorm's two sums, vectors of eight would leave no registers for the weights.
+  if (most <= 256 * 32)
+    return f(std::conditional_t < kCentred<P> && !shifted, RowShape<512, 4, 4, 1>, RowShape < 256, 8, 4, 1 >> {});
+  return f(RowShape<512, 4, 8, 1>{});
 }
 
-template <class S, Type type, bool shifted, class P> pydet_status launch_apart(const char *name, const P &p) {
+template <class Columns, Type type, bool shifted, class P> pydet_status launch_apart(const char *name, const P &p) {
   return with_shape<P, shifted>(p.n, [&](auto shape) {
+    constexpr int T = shape.T, kOfBlock = kThreads<T>;
+    using S = std::conditional_t<kOfBlock == 512, typename Columns::Of512, Columns>;
     int workers = S::W < kGroupChains ? kGroupChains : S::W;  // whole groups, and at most a column a thread in the end
     const int64_t chains = divide_up(p.rows, kDweightChainRows);
     while (workers < S::kWorkers && workers < chains) workers *= 2;
@@ -263,21 +276,61 @@ template <class S, Type type, bool shifted, class P> pydet_status launch_apart(c
     bool sums = p.dweight.data;
     if constexpr (kCentred<P>) sums = sums || p.dbias.data;
     const int64_t column_blocks = sums ? divide_up(p.n, columns) : 0;
-    const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kThreads / shape.T) : 0;
+    const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kOfBlock / T) : 0;
     if (column_blocks + row_blocks == 0) return pydet_status(PYDET_OK);
     Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(column_blocks + row_blocks)),
-                    dim3(kThreads)};
+                    dim3(kOfBlock)};
     where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where, norm_backward_apart_kernel<P, type, shape.T, shape.V, S, shifted>, p, int(column_blocks),
+    return launch(where, norm_backward_apart_kernel<P, type, T, shape.W, shape.V, S, shifted>, p, int(column_blocks),
                   workers);
   });
 }
 
-template <class P> bool apart_takes(const P &p) {
+// Up to a block of rows all of them at once, by narrow columns; then by wide ones.
+template <class P> pydet_status backward_apart(const char *name, const P &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    constexpr bool wide = type == Type::f32;
+    using Narrow = Slice<16, 2, 16>;
+    using NarrowOfFew = Slice<16, 2, wide ? 8 : 16>;  // that leaves registers
+    if (!rows_whole(p)) return launch_apart<NarrowOfFew, type, true>(name, p);
+    using OfFewRows = std::conditional_t<kCentred<P>, NarrowOfFew, Narrow>;
+    if (p.rows <= kDweightBlockRows) return launch_apart<OfFewRows, type, false>(name, p);
+    return launch_apart<Slice<4, 8, kCentred<P> || wide ? 4 : 8>, type, false>(name, p);
+  });
+}
+
+template <class P> bool takes(const P &p) {
   const int64_t longest = kLongestHeldRow - (rows_whole(p) ? 0 : kVector - 1);
   return p.n <= longest && vector_aligned(p.weight) && (rows_whole(p) || all_rows_agree(p)) &&
-         p.rows <= most_blocks(kThreads) - p.n;
+         p.rows <= most_blocks(256) - p.n;
 }
 
 }  // namespace
+
+bool rmsnorm_backward_apart_takes(const RmsNormBackward &p) { return takes(p); }
+
+// Of few rows. More of them go down a column one after the other, and what is read twice falls out of the L2.
+bool rmsnorm_backward_apart_prefers(const RmsNormBackward &p) {
+  constexpr int64_t kMostRows = 1024, kMostBytes = 12 << 20;  // of x
+  // Of other rows, measured on an H100: rmsnorm_backward_unaligned takes 868x174 in 5.4 us, this kernel in 23, 934x1595
+  // in 10.6 and 25, 700x5001 in 21 and 34, but 64x4095 in 8.4 and 7.3.
+  if (p.dweight.data && !rows_whole(p) && p.rows > (p.n > 8185 ? 0 : p.n < 3072 ? 16 : 128)) return false;
+  return p.rows <= kMostRows && (!p.dweight.data || p.rows * p.n * size_of(p.x.type) <= kMostBytes);
+}
+pydet_status rmsnorm_backward_apart(const RmsNormBackward &p) { return backward_apart("rmsnorm_backward_apart", p); }
+
+bool layernorm_backward_apart_takes(const LayerNormBackward &p) { return takes(p); }
+
+// Of few rows, as RMSNorm's; of whole ones more, where they are long. On an H100, us, beside layernorm_backward_rows:
+// 1500x1536 14.5 and 17, 2048x2048 19.0 and 21; but 2048x1024 14.5 and 12.7, 3000x768 19.7 and 15.5.
+bool layernorm_backward_apart_prefers(const LayerNormBackward &p) {
+  constexpr int64_t kMostBytes = 12 << 20;  // of x
+  return p.rows <= (rows_whole(p) && p.n > 1024 ? 2048 : 1024) && p.rows * p.n * size_of(p.x.type) <= kMostBytes;
+}
+pydet_status layernorm_backward_apart(const LayerNormBackward &p) {
+  return backward_apart("layernorm_backward_apart", p);
+}
+
 }  // namespace pydet

@@ -7,7 +7,7 @@
 // of them add the blocks of rows, one after the other as the order asks: 256 of them are 0.6 us of dependent additions.
 
 #include "gpu/any/epilogue.h"
-#include "gpu/any/rmsnorm_partials.h"
+#include "gpu/any/column_sums.h"
 
 namespace pydet {
 namespace {

@@ -1,5 +1,5 @@
-// A row of RMSNorm on the GPU: vectors of adjacent elements and the sum along a row. Shared by rmsnorm.cu and
-// rmsnorm_backward.cu.
+// A row on the GPU: where it begins, vectors of adjacent elements and the sum along it. What the kernels of norms and
+// softmax are made of.
 //
 //   rowsum   lane (g, e) walks elements j with j mod 8 = e, j div 8 mod 256 = g, lane = fmaf(u, v, lane) from +0;
 //            then e is joined 4, 2, 1 apart, then g 128, 64, ..., 1 apart
@@ -9,6 +9,8 @@
 // chosen by speed. Several rows are joined at once, so that they share the barrier and the latencies of the tree.
 #pragma once
 
+#include <type_traits>
+
 #include "gpu/any/epilogue.h"
 #include "ops/norm/problem.h"
 
@@ -17,6 +19,9 @@ namespace {
 
 constexpr int kLogicalWarp = 32;  // also on a wave of 64
 constexpr int kMaxTeam = kRowLaneGroups;
+
+// Whether a norm takes its rows' means from them, as LayerNorm does.
+template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNorm> || std::is_same_v<P, LayerNormBackward>;
 
 // ---- A vector of elements ----------------------------------------------------------------------------------------
 
@@ -109,6 +114,34 @@ __device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, int
   return row_at(rows, element_bytes, row_index(inner, r));
 }
 
+// How often `part` goes into x. A division of 64 bits takes as long as a load.
+__device__ __forceinline__ int64_t quotient(int64_t x, int64_t part) {
+  if (x < part) return 0;
+  return x >> 32 ? x / part : int64_t(uint32_t(x) / uint32_t(part));
+}
+
+// Row r of a norm: RMSNorm's may be of three strides, and row r / heads of head r % heads.
+struct Place {
+  int64_t far, outer, inner;
+};
+template <class P> __device__ __forceinline__ Place place_of(const P &p, int64_t r) {
+  const int64_t q = quotient(r, p.inner);
+  if constexpr (kCentred<P>) {
+    return {0, q, r - q * p.inner};
+  } else {
+    const int64_t far = quotient(q, p.outer);
+    return {far, q - far * p.outer, r - q * p.inner};
+  }
+}
+__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, const Place &at) {
+  return rows.data +
+         (at.far * rows.far_stride + at.outer * rows.outer_stride + at.inner * rows.inner_stride) * element_bytes;
+}
+template <class P> __device__ __host__ __forceinline__ int64_t heads_of(const P &p) {
+  if constexpr (kCentred<P>) return 1;
+  else return p.heads;
+}
+
 // Walks rows one by one from `first` on, without a division for each.
 class RowWalk {
  public:
@@ -164,10 +197,12 @@ template <int T, int W, int V> struct Lanes {
     for (int e = 0; e < W; ++e) s[e] = inside ? fmaf(x[e], y[e], s[e]) : s[e];
   }
 
-  // The same for vector 0 of a row that ends anywhere: `left` elements of it are the row's.
-  __device__ __forceinline__ void add_left(int64_t left, const float (&x)[W], const float (&y)[W]) {
+  // The same of a row that ends anywhere: `left` elements of the vector are the row's.
+  template <class Left>
+  __device__ __forceinline__ void add_left(int v, Left left, const float (&x)[W], const float (&y)[W]) {
+    float(&s)[W] = lane[v % kSlots];
 #pragma unroll
-    for (int e = 0; e < W; ++e) lane[0][e] = e < left ? fmaf(x[e], y[e], lane[0][e]) : lane[0][e];
+    for (int e = 0; e < W; ++e) s[e] = e < left ? fmaf(x[e], y[e], s[e]) : s[e];
   }
 
   // The sum of the thread's groups; two neighbours get the same one where they share a group.
@@ -269,6 +304,7 @@ template <int team, int elements, int vectors, int rows> struct RowShape {
 
 // Rows up to this are held whole by their team; longer ones are passed over again.
 constexpr int64_t kLongestHeldRow = 8 * kRowLanes;
+constexpr int64_t kLongestHeldLayer = kGpuDeviceType == PYDET_CUDA ? kLongestHeldRow : kLongestHeldRow / 2;
 
 // Whether every row is whole 16-byte pieces, in place too (an absent operand has no say).
 inline bool rows_aligned(const Rows &rows) {
@@ -284,7 +320,7 @@ template <class P> bool rows_whole(const P &p) {
 }
 inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
 
-// ---- Long or misaligned rows -------------------------------------------------------------------------------------
+// ---- Rows by eights ----------------------------------------------------------------------------------------------
 
 constexpr int kVector = kRowLaneElements;
 
@@ -300,13 +336,6 @@ __device__ __forceinline__ void store_elements(char *row, int64_t j, int64_t n, 
 #pragma unroll
   for (int e = 0; e < kVector; ++e)
     if (j + e < n) store_rounded(row, type, j + e, x[e]);
-}
-
-__device__ __forceinline__ void load_scale(const Vector &weight, float offset, int64_t j, int64_t n,
-                                           float (&scale)[kVector]) {
-#pragma unroll
-  for (int e = 0; e < kVector; ++e)
-    scale[e] = (weight.data && j + e < n ? load_f32(weight.data, weight.type, j + e) : 1.0f) + offset;
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
-// The sums of dweight that the kernels of RMSNorm's backward leave in the workspace: rows of n fp32, one for each chain
-// of 16 rows or one for each group of 64, and the kernel that joins them. No bit depends on which.
+// The sums of dweight and dbias that the kernels of gradients leave in the workspace: rows of n fp32, one for each chain of
+// 16 rows or one for each group of 64, and the kernel that joins them. No bit depends on which.
 #pragma once
-
-#include <type_traits>
 
 #include "gpu/device.h"
 #include "ops/norm/problem.h"
@@ -12,9 +10,13 @@ namespace pydet {
 constexpr int kGroupChains = kDweightGroupRows / kDweightChainRows;
 constexpr int kBlockGroups = kDweightBlockRows / kDweightGroupRows;
 
-template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNormBackward>;
-
-// The sums over rows of LayerNorm, as rmsnorm_dweight.cu joins them.
+// The sums over rows, of each head if there are heads, as column_sums.cu joins them.
+inline RmsNormBackward sums_over_rows(const RmsNormBackward &p) {
+  RmsNormBackward sums = p;  // rows of the weights of all heads
+  sums.rows = p.rows / p.heads;
+  sums.n = p.heads * p.n;
+  return sums;
+}
 inline RmsNormBackward sums_over_rows(const LayerNormBackward &p) {
   RmsNormBackward sums = {};
   sums.device = p.device;
@@ -28,7 +30,7 @@ inline RmsNormBackward sums_over_rows(const LayerNormBackward &p) {
   return sums;
 }
 
-// rmsnorm_dweight.cu. Before anything else is launched: whether the kernel can be. OK where no sum is wanted.
+// column_sums.cu. Before anything else is launched: whether the kernel can be. OK where no sum is wanted.
 pydet_status ready_to_join(const RmsNormBackward &);
 
 // Partials of `chains` chains each, 1 or kGroupChains, become dweight; and dbias those behind all chains of dweight,
