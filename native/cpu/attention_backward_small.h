@@ -44,8 +44,8 @@ struct SmallGradients {
 };
 
 // dk and dv of one key, some columns at a time.
-inline __attribute__((noinline, cold)) void small_key(const AttentionBackward &b, const Extent &extent,
-                                                      int64_t sequence, int64_t group, int64_t key, Scratch &scratch) {
+inline __attribute__((noinline)) void small_key(const AttentionBackward &b, const Extent &extent, int64_t sequence,
+                                                int64_t group, int64_t key, Scratch &scratch) {
   using Desk = SmallGradients;
   static_assert(sizeof(Desk) <= Scratch::kSmall, "it fits");
   Desk &desk = *(Desk *)scratch.data;
@@ -82,9 +82,8 @@ inline __attribute__((noinline, cold)) void small_key(const AttentionBackward &b
 }
 
 // dq of one query of a head likewise.
-inline __attribute__((noinline, cold)) void small_query(const AttentionBackward &b, const Extent &extent,
-                                                        int64_t sequence, int64_t head, int64_t query,
-                                                        Scratch &scratch) {
+inline __attribute__((noinline)) void small_query(const AttentionBackward &b, const Extent &extent, int64_t sequence,
+                                                  int64_t head, int64_t query, Scratch &scratch) {
   using Desk = SmallGradients;
   Desk &desk = *(Desk *)scratch.data;
   const Attention &a = b.forward;

@@ -12,8 +12,8 @@ struct SmallDesk {
   uint8_t left_out[kSide];
 };
 
-inline __attribute__((noinline, cold)) void small_row(const Attention &a, const Extent &extent, const Row &row,
-                                                      Scratch &scratch) {
+inline __attribute__((noinline)) void small_row(const Attention &a, const Extent &extent, const Row &row,
+                                                Scratch &scratch) {
   static_assert(sizeof(SmallDesk) <= Scratch::kSmall, "it fits");
   SmallDesk &desk = *(SmallDesk *)scratch.data;
   const Products products(a);
