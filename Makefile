@@ -95,8 +95,11 @@ ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 # an instruction set.
 named = $(patsubst native/%.cpp,%,$(wildcard $(1:%=native/%.cpp)))
 HOST := $(call named,core/* entry/* entry/*/* ops/*/*) $(addprefix cpu/,backend pool scratch thread_count)
-KERNELS := $(filter-out $(HOST),$(call named,cpu/*))
-SHARED := $(HOST:%=$(BUILD)/%.o) $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/%.$(isa).o))
+# What takes longest comes first.
+SLOW := $(addprefix cpu/,attention gemm_ieee rmsnorm attention_backward layernorm)
+KERNELS := $(SLOW) $(filter-out $(HOST) $(SLOW),$(call named,cpu/*))
+VECTOR := $(filter-out scalar,$(ISAS))
+SHARED := $(foreach kernel,$(KERNELS),$(VECTOR:%=$(BUILD)/$(kernel).%.o)) $(patsubst %,$(BUILD)/%.o,$(KERNELS:=.scalar) $(HOST))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
@@ -111,10 +114,17 @@ help:
 
 cpu: $(LIBRARY)/libpydet_cpu.so
 
-# The package, editable, with what its tests need. The libraries are built here and found in pydet/.
-$(VENV)/installed: setup.py pyproject.toml native/include/pydet.h native/entry/python.h | cpu
+# What the package and its tests need, as pyproject.toml says, comes beside the compiler. Python compiles of it what it
+# imports.
+NEEDED = $(shell sed -nE 's/^(requires|dependencies|test) = \[(.*)\]/\2/p' pyproject.toml | tr ',' ' ')
+$(VENV)/needed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile $(NEEDED)
+	touch $@
+
+# The package itself, editable. The libraries are built here and found in pydet/.
+$(VENV)/installed: $(VENV)/needed setup.py native/include/pydet.h native/entry/python.h | cpu
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@
 
 test: $(VENV)/installed cpu
@@ -139,6 +149,9 @@ bench: $(VENV)/installed cpu
 $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 	@mkdir -p $(@D)
 	@$(LINE) $(CXX) $(OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -o $@
+
+# What is no loop over elements, or beside vectors is for processors without them: -O3 takes a quarter longer for it.
+$(HOST:%=$(BUILD)/%.o) $(if $(VECTOR),$(KERNELS:%=$(BUILD)/%.scalar.o)): CXXFLAGS := $(CXXFLAGS:-O3=-O2)
 
 # A Python that shuts down ends the threads that come back to it, by unwinding them: no destructor may then run, since it
 # would enter Python. Nothing here throws.
