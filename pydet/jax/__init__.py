@@ -49,6 +49,7 @@ from pydet.jax.layernorm import layer_norm, layernorm, layernorm_backward
 from pydet.jax.products import gemm, gemm_da, gemm_db, linear, skinny_gemm
 from pydet.jax.rmsnorm import rms_norm, rmsnorm, rmsnorm_backward
 from pydet.jax.sample import sample, topk
+from pydet.jax.sequences import attention_paged, attention_varlen
 from pydet.jax.softmax import log_prob, log_softmax, softmax
 from pydet.ops import DWEIGHT_ROWS
 
@@ -60,6 +61,8 @@ __all__ = [
     "accumulate_gradients",
     "activation",
     "attention",
+    "attention_paged",
+    "attention_varlen",
     "check",
     "convert",
     "coverage",
