@@ -10,7 +10,7 @@ import numpy as np
 
 Array: TypeAlias = Any
 _core: Any = jax.core
-_typeof: Any = getattr(jax, "typeof", None) or _core.get_aval
+type_of: Any = getattr(jax, "typeof", None) or _core.get_aval
 
 
 class Foreign(NamedTuple):
@@ -39,7 +39,7 @@ class Foreign(NamedTuple):
 
 def varies_over(x: Array) -> frozenset[str]:
     """The axes of ``shard_map`` that an array varies over, where JAX checks that."""
-    aval = _typeof(x)
+    aval = type_of(x)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
@@ -48,7 +48,7 @@ def _like(result: Any, x: Array) -> Any:
     """What a result is, over the axes that an operand varies over."""
     if not varies_over(x):
         return result
-    aval = _typeof(x)
+    aval = type_of(x)
     name = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
     where = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
     return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=where, **{name: getattr(aval, name)})

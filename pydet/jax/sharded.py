@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pydet import _native
 from pydet._native import constants, ffi
-from pydet.jax.foreign import Array, Foreign, plain
+from pydet.jax.foreign import Array, Foreign, plain, type_of
 from pydet.ops import DWEIGHT_ROWS
 
 _lax: Any = jax.lax
@@ -609,6 +609,21 @@ def _sdy_rule(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> An
     return SdyShardingRule(left, right, **sizes)
 
 
+def _typed(call: Foreign, rule: Rule, operands: Sequence[Array]) -> Foreign:
+    """The call with the shardings of its results, where a mesh has axes that are explicit: of the types of arrays."""
+    kind = getattr(_sharding, "AxisType", None)
+    avals = [type_of(x) for x in operands]
+    meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in avals]
+    mesh = next((m for m in meshes if m is not None and kind.Explicit in m.axis_types), None) if kind else None
+    if mesh is None:
+        return call
+    none = NamedSharding(mesh, PartitionSpec())
+    results = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=none) for y in call.results]
+    specs = _specs(rule, rule.results, _choose(rule, mesh, avals, results), mesh)
+    made = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=own) for y, own in zip(results, specs, strict=True)]
+    return call.giving(*made)
+
+
 def partitioned(call: Foreign, *operands: Array) -> tuple[Array, ...]:
     """The call, which XLA may share out among devices."""
     mesh: Any = _sharding.get_abstract_mesh()
@@ -617,6 +632,7 @@ def partitioned(call: Foreign, *operands: Array) -> tuple[Array, ...]:
     if call.target not in _RULES or not known or getattr(mesh, "manual_axes", ()) or jax.device_count() == 1:
         return plain(call, *operands)
     rule = _RULES[call.target](call, shapes)
+    call = _typed(call, rule, operands)
 
     def placed(mesh: Any, args: Any, results: Any) -> dict[str, Summed]:
         if not all(isinstance(x.sharding, NamedSharding) for x in (*args, *results) if x.sharding is not None):
