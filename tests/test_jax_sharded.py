@@ -124,7 +124,7 @@ def test_rows():
     # Whole blocks of DWEIGHT_ROWS: their sums alone.
     blocks = jax.grad(lambda *given: (rms(*given) ** 2).sum(), (0, 1, 2))
     text = check(blocks, (normal(2048, 32), weight, bias), rows, ("all-gather",), results=[("dp",), (), ()], **EVERY)
-    assert not re.search(r"all-gather[^=]*= u32[[]2048", text)
+    assert not re.search(r"= u32..?2048", text)
     check(blocks, (normal(65 * 1024, 8), normal(8), normal(8)), rows, ("all-gather",))  # more than one fold takes
     # Heads with weights of their own, rows and heads cut.
     heads = normal(8, 4, 32), normal(4, 32), normal(4, 32)
@@ -188,7 +188,8 @@ def test_attention():
         check(gradients, (q, k, v), (cut,) * 3, results=[tuple(cut)] * 3, **EVERY)
     check(attend, (normal(4, 8, 16, 16), k, v), (P(None, None, "dp"), P(), P()), ("all-gather",))  # places of queries
     one, rest = normal(4, 8, 17, 16), (normal(4, 1, 17, 16), normal(4, 1, 17, 24))
-    check(attend, (one, *rest), (by_head, P(), P()), ("all-gather",))  # one group's heads
+    check(attend, (one, *rest), (by_head, P(), P()), results=[(None, "dp")])  # heads of one group
+    check(gradients, (one, *rest), (by_head, P(), P()), ("all-gather",))
     first, last = jnp.array([0, 3, 1, 16], jnp.int32), jnp.array([17, 9, 1, 17], jnp.int32)
     allowed, bias, sinks = jnp.asarray(random.random((4, 1, 17, 17)) < 0.8), normal(1, 8, 1, 17), normal(8)
 
@@ -245,7 +246,7 @@ def test_a_training_step_gathers_no_activations():
     given, specs = (ids, labels, *(params[n] for n in names)), (P("dp"), P("dp"), *[P()] * len(names))
     moves = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
     text = check(step, given, specs, moves, **EVERY)
-    gathered = [re.search(r"= .*?(\\w+)[[]([0-9,]*)[]]", line) for line in text.splitlines() if " all-gather" in line]
+    gathered = [re.search(r"= .*?(\\w+)\\[([0-9,]*)\\]", line) for line in text.splitlines() if " all-gather" in line]
     sizes = {found.group(0): np.prod([int(n) for n in found.group(2).split(",")]) for found in gathered}
     assert sizes and max(sizes.values()) <= tokens < tokens * width, sizes  # ids, sums of blocks, the table's gradient
     """)

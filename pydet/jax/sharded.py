@@ -148,7 +148,7 @@ def _of_norm(call: Foreign, shapes: list[Any], values: int, backward: bool) -> R
     kinds += [rows] if call.asks("has_dresidual") else []
     kinds += [weight(shape) for shape in shapes[len(kinds) :]]
     results = [rows, *(weight(y.shape) for y in call.results[1 : 1 + sums])]
-    results += [namer.own(1)] * (len(call.results) - len(results))
+    results += [namer.own(len(y.shape)) for y in call.results[len(results) :]]
     if not sums:
         return Rule(tuple(kinds), tuple(results), frozenset(of_one), local=_with_heads)
     of_weights = frozenset(results[1]) - {"n"}
@@ -194,8 +194,17 @@ def _of_attention(call: Foreign, shapes: list[Any], backward: bool) -> Rule:
         [q, k, v, *[(*fronts, "h")] * call.asks("has_sinks")] if backward else [out, *[lse] * call.asks("has_lse")]
     )
     results += [(*fronts, "z_w")]
-    free = {*fronts, "h", "g"} if backward and call.asks("has_sinks") else {*fronts, "s", "h", "g"}
-    return Rule(tuple(kinds), tuple(results), frozenset(free - {"h"}), heads=(("h", "g"),))
+    own, of_heads = _free_heads(shapes[first + 1][place], backward)
+    free = {*fronts, *own} if backward and call.asks("has_sinks") else {*fronts, "s", *own}
+    return Rule(tuple(kinds), tuple(results), frozenset(free), heads=of_heads)
+
+
+def _free_heads(groups: int, backward: bool) -> tuple[Names, tuple[tuple[str, str], ...]]:
+    """Which of heads and groups may be cut, and how: with the groups, or, where all heads share one, by themselves, if
+    no gradient of that is summed over them."""
+    if groups == 1:
+        return () if backward else ("h",), ()
+    return ("g",), (("h", "g"),)
 
 
 def _of_stored(call: Foreign, shapes: list[Any], backward: bool) -> Rule:
@@ -211,7 +220,8 @@ def _of_stored(call: Foreign, shapes: list[Any], backward: bool) -> Rule:
     if backward:
         kinds += [("i",), ("j",), *[("h",)] * call.asks("has_sinks"), q, k, v]
         results = [q, k, v, *[("h",)] * call.asks("has_sinks"), ("w",)]
-        return Rule(tuple(kinds), tuple(results), frozenset("g"), heads=(("h", "g"),))
+        own, of_heads = _free_heads(shapes[2][1], backward)
+        return Rule(tuple(kinds), tuple(results), frozenset(own), heads=of_heads)
     of_sequences = ("x",) if packed else ("s",)
     shapes_q = shapes[0]
     for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k", "first_key", "sinks", "allowed", "bias"):
@@ -230,8 +240,9 @@ def _of_stored(call: Foreign, shapes: list[Any], backward: bool) -> Rule:
             extents = (shapes_q[0], shapes_q[1], shapes_q[2], -1)
             kinds.append(namer.like(shape, ("s", "h", "q", "t"), extents))
     kinds += [out, lse]
-    free = frozenset(("g",) if packed else ("g", "s"))
-    return Rule(tuple(kinds), (out, lse, ("w",)), free, heads=(("h", "g"),))
+    own, of_heads = _free_heads(shapes[1][-2], backward)
+    free = frozenset(own if packed else (*own, "s"))
+    return Rule(tuple(kinds), (out, lse, ("w",)), free, heads=of_heads)
 
 
 def _of_groups(call: Foreign, shapes: list[Any]) -> Rule:
