@@ -48,7 +48,10 @@ def test_a_sequence_has_the_bits_that_it_has_alone(eager):
     """Other ends in one program, tokens in no sequence, and its gradients."""
     q, k, v = packed()
     run = jax.jit(lambda q, k, v, *ends: pj.attention_varlen(q, k, v, *ends, causal=True, return_lse=True))
-    for ends_q, ends_k in ((ENDS_Q, ENDS_K), (np.array([2, 7, 9, 9, 120], np.int32), np.array([0, 4, 50, 60, 161], np.int32))):
+    for ends_q, ends_k in (
+        (ENDS_Q, ENDS_K),
+        (np.array([2, 7, 9, 9, 120], np.int32), np.array([0, 4, 50, 60, 161], np.int32)),
+    ):
         out, lse = run(q, k, v, ends_q, ends_k)
         pull = jax.vjp(lambda *own, ends=(ends_q, ends_k): run(*own, *ends)[0], q, k, v)[1]
         dq, dk, dv = pull(jnp.ones_like(out))
@@ -142,7 +145,9 @@ def test_refusals():
     refuses("attention_varlen: scale is 0, want a number", call, q, k, v, *ends, scale=0.0)
     refuses("attention_varlen: window is 3, want a pair", call, q, k, v, *ends, window=3)
     refuses("attention_varlen: kv_chunk is 100, want", call, q, k, v, *ends, kv_chunk=100)
-    refuses("attention_varlen: no gradient of lse", jax.grad(lambda q: call(q, k, v, *ends, return_lse=True)[1].sum()), q)
+    refuses(
+        "attention_varlen: no gradient of lse", jax.grad(lambda q: call(q, k, v, *ends, return_lse=True)[1].sum()), q
+    )
     k_cache, v_cache, table, lengths = pages(k, v, ENDS_K, 16)
     call, given = pj.attention_paged, (q, k_cache, v_cache, table, lengths, ENDS_Q)
     refuses("attention_paged: q is 131x4x16, want BxHxQxD", call, *given[:5])

@@ -1,9 +1,7 @@
 """pydet.jax under jit with arrays that are shared out among 1, 2 and 4 devices by their NamedShardings: the bits of one
 device, and what XLA moves for it. In a process of its own, since the number of devices is asked for at its start."""
 
-import pytest
-
-from test_jax import in_another_process, jax  # noqa: F401
+from test_jax import in_another_process
 
 COMMON = """
     import re
@@ -17,7 +15,7 @@ COMMON = """
     EVERY = {"shapes": ((1,), (2,), (4,))}
 
     def check(function, operands, specs, moves=(), axes=("dp",), shapes=((4,),), results=None):
-        '''The bits of one device on meshes of these shapes, and that nothing is moved but by `moves`. The last one's program.'''
+        '''The bits of one device on meshes of these shapes; nothing is moved but by `moves`. The last one's program.'''
         want = jax.jit(function)(*operands)
         for shape in shapes:
             mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), axes)
