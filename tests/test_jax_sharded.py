@@ -58,7 +58,8 @@ def test_products():
     for m, n in ((8, 5), (5, 7)):
         halves = normal(m, 64, dtype=bf), normal(n, 64, dtype=bf), normal(n)
         check(lambda *given: pj.linear(*given, arithmetic="sm90"), halves, cut, hands_on)
-    check(lambda a, b, c: pj.gemm(a, b, accumulate=c), (x, w.T, normal(64, 16)), (P(None, "dp"), P("dp"), P()), hands_on)
+    more = lambda a, b, c: pj.gemm(a, b, accumulate=c)
+    check(more, (x, w.T, normal(64, 16)), (P(None, "dp"), P("dp"), P()), hands_on)
     check(pj.gemm_db, (x, normal(64, 16)), (P("dp"), P("dp")), hands_on)
     more = [P("dp", "tp"), P(None, "tp"), P()]
     check(pj.linear, (x, w, b), more, hands_on, **both, results=[("dp",)])
@@ -100,7 +101,8 @@ def test_gradients_of_products():
     ragged = lambda x, w: pj.ragged_dot(x, w, sizes)
     check(ragged, (x, normal(3, 32, 8)), (P("dp"), P()), results=[("dp",)])
     check(ragged, (x, normal(3, 32, 8)), (P(), P(None, None, "dp")), results=[(None, "dp")])
-    check(jax.grad(lambda x, w: (ragged(x, w) ** 2).sum(), (0, 1)), (x, normal(3, 32, 8)), (P("dp"), P()), ("all-gather",))
+    of_both = jax.grad(lambda x, w: (ragged(x, w) ** 2).sum(), (0, 1))
+    check(of_both, (x, normal(3, 32, 8)), (P("dp"), P()), ("all-gather",))
     """)
 
 
@@ -222,6 +224,38 @@ def test_attention():
     by_group = P(None, None, "dp")
     check(paged, given, (by_head, by_group, by_group, P(), P()), results=[(None, "dp")])
     check(paged, given, (P("dp"), P(), P(), P("dp"), P("dp")), results=[("dp",)])
+    """)
+
+
+def test_what_else_a_program_may_be():
+    """Axes that are explicit, arrays of no mesh, a map over some axes, vmap, a loop, a converted function, export."""
+    run("""
+    from jax import export
+    x, w = normal(8, 16), normal(4, 16)
+    kind = jax.sharding.AxisType
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(kind.Explicit,))
+    own = jax.device_put(x, NamedSharding(mesh, P("dp"))), jax.device_put(w, NamedSharding(mesh, P()))
+    loss = lambda x, w: (pj.silu(pj.rms_norm(pj.linear(x, w), eps=1e-5)) ** 2).sum()
+    for function in (pj.linear, lambda x, w: pj.silu(pj.linear(x[None], w))[0], jax.grad(loss, (0, 1))):
+        for y, z in zip(*(jax.tree.leaves(jax.jit(function)(*given)) for given in (own, (x, w))), strict=True):
+            assert np.asarray(y).tobytes() == np.asarray(z).tobytes()
+            assert y.shape != (8, 4) or tuple(y.sharding.spec)[0] == "dp", y.sharding
+    check(jax.vmap(lambda x: pj.linear(x, w)), (normal(4, 6, 16),), (P("dp"),), results=[("dp",)])
+    loop = lambda x, w: jax.lax.scan(lambda h, w: (pj.softmax(pj.linear(h, w)), None), x, w)[0]
+    check(loop, (x, normal(3, 16, 16)), (P("dp"), P()), results=[("dp",)])
+    check(pj.convert(lambda x, w: jax.nn.softmax(x @ w.T)), (x, w), (P("dp"), P()), results=[("dp",)])
+    assert pj.coverage(lambda x: pj.silu(x), x).left == {}
+    # Within a map over all of a mesh's axes, and over some.
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("dp", "tp"))
+    for axes in ({"dp", "tp"}, {"dp"}):
+        parts = jax.shard_map(lambda x: pj.silu(pj.linear(x, w)), mesh=mesh, in_specs=P("dp"), out_specs=P("dp"),
+                              axis_names=axes)  # fmt: skip
+        assert np.asarray(jax.jit(parts)(x)).tobytes() == np.asarray(pj.silu(pj.linear(x, w))).tobytes()
+    known = [export.DisabledSafetyCheck.custom_call("pydet_gemm")]
+    made = export.export(jax.jit(pj.linear), disabled_checks=known)(x, w)
+    assert np.asarray(made.call(x, w)).tobytes() == np.asarray(pj.linear(x, w)).tobytes()
+    y = jax.device_put(x, jax.devices()[2])  # not the first one
+    assert np.asarray(pj.silu(y)).tobytes() == np.asarray(pj.silu(x)).tobytes() and y.devices() == {jax.devices()[2]}
     """)
 
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
 try:
     import jax
@@ -176,6 +176,7 @@ def kernel_name(op: str, kernel: str | None) -> str:
 
 _programs: dict[Any, Any] = {}  # the compiled programs of public functions, by what is static of their calls
 _ARRAY = object()
+_F = TypeVar("_F", bound=Callable[..., Any])
 _PLAIN = frozenset((type(None), int, bool, str))
 
 
@@ -190,7 +191,7 @@ def _told(x: Any) -> Any:
     return x if kind in _PLAIN or isinstance(x, type | np.dtype) else NotImplemented
 
 
-def program(function: Callable[..., Any]) -> Callable[..., Any]:
+def program(function: _F) -> _F:
     """A decorator of a public function: a call on arrays outside of any program is a program of JAX's, which is found
     again by what is static, so that nothing is checked anew that was checked when it was traced."""
     parameters = list(inspect.signature(function).parameters)
@@ -204,7 +205,7 @@ def program(function: Callable[..., Any]) -> Callable[..., Any]:
             if kind in _concrete:
                 arrays.append(x)
                 key.append(_ARRAY)
-            elif kind in _PLAIN:
+            elif kind in _PLAIN or (kind is float and x):
                 key += kind, x
             elif (told := _told(x)) is NotImplemented:
                 return function(*given, **named)
@@ -216,7 +217,7 @@ def program(function: Callable[..., Any]) -> Callable[..., Any]:
             if kind in _concrete:
                 arrays.append(x)
                 key.append(_ARRAY)
-            elif kind in _PLAIN:
+            elif kind in _PLAIN or (kind is float and x):
                 key += kind, x
             elif (told := _told(x)) is NotImplemented:
                 return function(*given, **named)
@@ -227,7 +228,7 @@ def program(function: Callable[..., Any]) -> Callable[..., Any]:
         found = _programs.get(known := tuple(key))
         return _first(function, parameters, given, named, arrays, known) if found is None else found(*arrays)
 
-    return call
+    return cast(_F, call)
 
 
 def _first(

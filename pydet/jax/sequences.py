@@ -134,8 +134,8 @@ def _read(op: str, given: tuple[tuple[str, Any, int, str], ...]) -> list[Array]:
             op, Operand("q", found[0].shape, name_of(found[0].dtype)), Operand(name, x.shape, name_of(x.dtype))
         )
     if found[2].shape[:-1] != found[1].shape[:-1]:
-        want = (*found[1].shape[:-1], found[2].shape[-1])
-        fail(INVALID_SHAPE, f"{op}: {given[2][0]} is {text(found[2].shape)}, want {text(want)}")
+        like = (*found[1].shape[:-1], found[2].shape[-1])
+        fail(INVALID_SHAPE, f"{op}: {given[2][0]} is {text(found[2].shape)}, want {text(like)}")
     return found
 
 
@@ -277,7 +277,7 @@ def attention_paged(
     lengths = _integers(op, "seqlens_k", seqlens_k, (sequences,))
     first = None if first_key is None else _integers(op, "first_key", first_key, (sequences,))
     _check_heads(op, q.shape[1], k.shape[2], q.shape[-1], k, v.shape[3])
-    pairs = []
+    pairs: list[Array | None] = []
     for name, pair in (("allowed", allowed), ("bias", bias)):
         if pair is None:
             pairs.append(None)

@@ -135,12 +135,13 @@ def _of_norm(call: Foreign, shapes: list[Any], values: int, backward: bool) -> R
         lead = len(shape) - tail
         return (*rows[:lead], *rows[len(rows) - tail :])
 
+    kinds: list[Names]
     if not backward:
         has = [call.asks("has_residual"), call.asks("has_weight"), call.asks("has_bias")]
         kinds = [rows] + [rows] * has[0]
         kinds += [weight(shape) for shape in shapes[len(kinds) :]]
-        results = (rows, *[of_one] * values, *[rows] * has[0])
-        return Rule(tuple(kinds), results, frozenset(of_one), local=_with_heads)
+        made = (rows, *[of_one] * values, *[rows] * has[0])
+        return Rule(tuple(kinds), made, frozenset(of_one), local=_with_heads)
     kinds = [rows, rows, *[of_one] * values]
     sums = call.asks("has_weight") + call.asks("has_bias")
     weights = len(kinds), len(kinds) + call.asks("has_weight")
@@ -398,8 +399,8 @@ def _summed_product(call: Foreign, rule: Rule, chosen: dict[str, Summed], *opera
     if 0 < count <= _OWN_PARTS and start is None:
         sums = []
         for i in range(count):
-            parts = (_lax.slice_in_dim(x, i * chunk, (i + 1) * chunk, axis=place) for x, place in ((a, k_a), (b, k_b)))
-            sums.append(_sums(call, *parts, None, shape, 0))
+            own_a, own_b = (_lax.slice_in_dim(x, i * chunk, (i + 1) * chunk, axis=k) for x, k in ((a, k_a), (b, k_b)))
+            sums.append(_sums(call, own_a, own_b, None, shape, 0))
         total = _folded(jnp.stack(sums), across)
     else:
         total = _chained(call, across, a, b, start, shape, chunk)
@@ -481,8 +482,7 @@ def _summed_norm(call: Foreign, rule: Rule, chosen: dict[str, Summed], *operands
     if call.target == "rmsnorm_backward" and outermost and not lead and not start and own and own % DWEIGHT_ROWS == 0:
         blocks = own // DWEIGHT_ROWS
         made = [jax.ShapeDtypeStruct((blocks, *y.shape), jnp.float32) for y in call.results[1 : 1 + sums]]
-        results = (call.results[0], *made, *call.results[1 + sums :])
-        dx, *found = plain(call.told(block_sums=1).giving(*results), *operands)
+        dx, *found = plain(call.told(block_sums=1).giving(call.results[0], *made, *call.results[1 + sums :]), *operands)
         totals = [
             _fold(_gathered(x, cut[0][1], 0), y.dtype)
             for x, y in zip(found[:sums], call.results[1 : 1 + sums], strict=True)
@@ -640,7 +640,7 @@ def partitioned(call: Foreign, *operands: Array) -> tuple[Array, ...]:
     mesh: Any = _sharding.get_abstract_mesh()
     shapes = [x.shape for x in operands]
     known = all(isinstance(n, int) for shape in (*shapes, *(y.shape for y in call.results)) for n in shape)
-    if call.target not in _RULES or not known or getattr(mesh, "manual_axes", ()) or jax.device_count() == 1:
+    if call.target not in _RULES or not known or bool(getattr(mesh, "manual_axes", False)) or jax.device_count() == 1:
         return plain(call, *operands)
     rule = _RULES[call.target](call, shapes)
     call = _typed(call, rule, operands)
