@@ -97,6 +97,8 @@ def test_gradients_of_products():
     columns = P(), P("dp"), P("dp")
     moves = "all-reduce", "collective-permute"
     check(gradients, (x, w, b), columns, moves, results=[(), ("dp",), ("dp",)])
+    # Weights that are cut by the axis of rows (FSDP) are gathered; their gradients have their places again.
+    check(gradients, (x, w, b), (P("dp"), P("dp"), P("dp")), ("all-gather", *moves))
     sizes = jnp.array([10, 0, 40], jnp.int32)
     ragged = lambda x, w: pj.ragged_dot(x, w, sizes)
     check(ragged, (x, normal(3, 32, 8)), (P("dp"), P()), results=[("dp",)])

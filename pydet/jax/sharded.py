@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pydet import _native
 from pydet._native import constants, ffi
-from pydet.jax.foreign import Array, Foreign, plain, type_of
+from pydet.jax.foreign import Array, Foreign, batchable, plain, type_of
 from pydet.ops import DWEIGHT_ROWS
 
 _lax: Any = jax.lax
@@ -340,15 +340,16 @@ def _part(x: Array, axes: Axes, devices: int, place: int) -> Array:
     return _lax.dynamic_slice_in_dim(x, _lax.axis_index(axes) * own, own, place)
 
 
-def _fold(parts: Array, dtype: Any) -> Array:
-    """The sum of ``parts [S, ...]``, fp32, in order, rounded once."""
+def fold(parts: Array, dtype: Any) -> Array:
+    """The sum of ``parts [S, ...]``, fp32, in order, rounded once: :func:`pydet.fold`. XLA's own additions on a CPU
+    would flush subnormals."""
     total = None
     for i in range(0, parts.shape[0], _MOST_PARTS - 1):
         some = parts[i : i + _MOST_PARTS - 1]
         some = some if total is None else jnp.concatenate((total[None], some))
         last = i + _MOST_PARTS - 1 >= parts.shape[0]
         like = jax.ShapeDtypeStruct(parts.shape[1:], dtype if last else jnp.float32)
-        total = plain(Foreign("fold", (like,), (), (("has_bias", 0), ("kernel", "")), None), some)[0]
+        total = batchable(plain, Foreign("fold", (like,), (), (("has_bias", 0), ("kernel", "")), None), some)[0]
     return total
 
 
@@ -410,10 +411,10 @@ def _summed_product(call: Foreign, rule: Rule, chosen: dict[str, Summed], *opera
 def _folded(parts: Array, across: Summed) -> Array:
     """The fold of all devices' parts ``[s, ...]``, on every device."""
     if parts.size * 4 * across.size <= _SMALL:
-        return _fold(_gathered(parts, across.axes, 0), jnp.float32)
+        return fold(_gathered(parts, across.axes, 0), jnp.float32)
     shape, count = parts.shape[1:], math.prod(parts.shape[1:])
     flat = jnp.pad(parts.reshape(parts.shape[0], -1), ((0, 0), (0, -count % across.size)))
-    each = _fold(_exchanged(flat, across.axes, 1, 0), jnp.float32)
+    each = fold(_exchanged(flat, across.axes, 1, 0), jnp.float32)
     return _gathered(each, across.axes, 0)[:count].reshape(shape)
 
 
@@ -484,7 +485,7 @@ def _summed_norm(call: Foreign, rule: Rule, chosen: dict[str, Summed], *operands
         made = [jax.ShapeDtypeStruct((blocks, *y.shape), jnp.float32) for y in call.results[1 : 1 + sums]]
         dx, *found = plain(call.told(block_sums=1).giving(call.results[0], *made, *call.results[1 + sums :]), *operands)
         totals = [
-            _fold(_gathered(x, cut[0][1], 0), y.dtype)
+            fold(_gathered(x, cut[0][1], 0), y.dtype)
             for x, y in zip(found[:sums], call.results[1 : 1 + sums], strict=True)
         ]
         return dx, *totals, *found[sums:]
