@@ -781,6 +781,8 @@ operands = {
     "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x],
     "log_prob": [x, index], "log_prob_backward": [row, x, index], "sample": [x, index, index], "topk": [x, 2],
     "embedding": [x, index], "embedding_backward": [x, index],
+    "selective_scan": [x[None, None], one[None], row, x[None, None], x[None, None], row],
+    "gated_delta": [x[None, None]] * 3 + [one[None]] * 2, "causal_conv1d": [x[None], x, row],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],

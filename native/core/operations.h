@@ -14,6 +14,7 @@
 #include "ops/sample/problem.h"
 #include "ops/scaled/problem.h"
 #include "ops/scaled_grouped/problem.h"
+#include "ops/scan/problem.h"
 #include "ops/softmax/problem.h"
 
 namespace pydet {
@@ -32,6 +33,6 @@ template <class... Problems> struct Operations {
 using AllOperations =
     Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
                LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
-               ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward>;
+               ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d>;
 
 }  // namespace pydet

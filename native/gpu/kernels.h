@@ -11,6 +11,9 @@ struct AttentionBackward;
 struct Activation;
 struct Embedding;
 struct EmbeddingBackward;
+struct SelectiveScan;
+struct GatedDelta;
+struct CausalConv1d;
 struct Sample;
 struct TopK;
 struct ActivationBackward;
@@ -287,9 +290,23 @@ pydet_status activation_backward(const ActivationBackward &);
 pydet_status sample(const Sample &);
 pydet_status topk(const TopK &);
 
+// nvidia/sample_spread.cu
+bool sample_spread_takes(const Sample &);
+bool sample_spread_prefers(const Sample &);
+pydet_status sample_spread(const Sample &);
+bool topk_spread_takes(const TopK &);
+bool topk_spread_prefers(const TopK &);
+pydet_status topk_spread(const TopK &);
+
 // any/embedding.cu
 pydet_status embedding(const Embedding &);
 pydet_status embedding_backward(const EmbeddingBackward &);
+
+// nvidia/scan.cu
+bool selective_scan_takes(const SelectiveScan &);
+pydet_status selective_scan(const SelectiveScan &);
+pydet_status gated_delta(const GatedDelta &);
+pydet_status causal_conv1d(const CausalConv1d &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);

@@ -562,6 +562,53 @@ PYDET_API pydet_status pydet_activation_backward(void *stream, const pydet_tenso
                                                  const pydet_tensor *up, const pydet_tensor *dx,
                                                  const pydet_tensor *dup, const pydet_activation_options *options);
 
+/* ---- Scans -----------------------------------------------------------------------------------------------------
+ * Recurrences over tokens, in fp32, token by token: however the tokens of a sequence are cut into calls, each of which takes
+ * the state that the last one left, their results have the bits of one call (NUMERICS.md, "Scans").
+ *
+ * selective_scan: of each head, with a state S [states, width],
+ *     u = dt x,   S = fmaf(u, b, exp(dt a) S),   y = the sum over the states of c S, and d x
+ * x and y [batch, tokens, heads, width] of one type; dt [batch, tokens, heads]; b and c [batch, tokens, groups, states],
+ * heads / groups neighbouring heads having one; a [heads] (Mamba-2) or [heads, states] (Mamba, whose channels are heads of
+ * width 1), and d [heads] or NULL, both fp32; initial and final [sequences, heads, width, states] fp32, either NULL.
+ *
+ * gated_delta: of each head, with a state S [keys, width],
+ *     S = exp(g) S,   w = beta (v - the sum over the keys of k S),   S = fmaf(k, w, S),   o = the sum of q S
+ * v and o [batch, tokens, heads, width] of one type; q and k [batch, tokens, groups, keys]; g and beta [batch, tokens,
+ * heads]; initial and final [sequences, heads, keys, width] fp32, either NULL.
+ *
+ * causal_conv1d: of each channel y[t] = the sum over the taps of w[j] x[t - taps + 1 + j], and bias
+ * x and y [batch, tokens, channels] of one type; w [channels, taps]; bias [channels] or NULL; initial [sequences, taps - 1,
+ * channels] of x's type or NULL: what lies before a sequence, which is +0 else.
+ *
+ * Operands are fp32, bf16 or fp16, each its own where nothing else is said, of any strides; states and keys up to 512
+ * elements, taps up to 64. cu_seqlens NULL, or [sequences + 1] in int32 or int64, contiguous, for a batch of 1: sequence s
+ * has the tokens [cu_seqlens[s], cu_seqlens[s + 1]). They ascend from 0 to the number of tokens; the CPU refuses others,
+ * and a GPU writes no token that is in no sequence. final may be initial itself, with its strides; outputs are apart from all
+ * else. */
+typedef struct pydet_scan_options {
+  uint32_t struct_size;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+} pydet_scan_options;
+
+PYDET_API pydet_status pydet_selective_scan(void *stream, const pydet_tensor *x, const pydet_tensor *dt,
+                                            const pydet_tensor *a, const pydet_tensor *b, const pydet_tensor *c,
+                                            const pydet_tensor *d, const pydet_tensor *initial,
+                                            const pydet_tensor *cu_seqlens, const pydet_tensor *y,
+                                            const pydet_tensor *final, const pydet_scan_options *options);
+
+PYDET_API pydet_status pydet_gated_delta(void *stream, const pydet_tensor *q, const pydet_tensor *k,
+                                         const pydet_tensor *v, const pydet_tensor *g, const pydet_tensor *beta,
+                                         const pydet_tensor *initial, const pydet_tensor *cu_seqlens,
+                                         const pydet_tensor *o, const pydet_tensor *final,
+                                         const pydet_scan_options *options);
+
+PYDET_API pydet_status pydet_causal_conv1d(void *stream, const pydet_tensor *x, const pydet_tensor *w,
+                                           const pydet_tensor *bias, const pydet_tensor *initial,
+                                           const pydet_tensor *cu_seqlens, const pydet_tensor *y,
+                                           const pydet_scan_options *options);
+
 /* ---- Attention ------------------------------------------------------------------------------------------------
  *   out[i, :] = sum_j p_j v[j, :] / sum_j p_j,   p_j = exp(scale q[i, :] k[j, :]),   over the keys j that query i may see
  *

@@ -37,6 +37,7 @@ from pydet.ops.products import gemm, gemm_da, gemm_db, skinny_gemm
 from pydet.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from pydet.ops.sample import sample, topk
 from pydet.ops.scaled import quantize, scaled_gemm
+from pydet.ops.scan import causal_conv1d, gated_delta, selective_scan
 from pydet.ops.softmax import log_prob, log_prob_backward, log_softmax, log_softmax_backward, softmax, softmax_backward
 from pydet.ops.types import (
     ABI,
@@ -71,10 +72,12 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "attention_varlen_backward",
+    "causal_conv1d",
     "devices",
     "embedding",
     "embedding_backward",
     "fold",
+    "gated_delta",
     "geglu",
     "gelu",
     "gemm",
@@ -96,6 +99,7 @@ __all__ = [
     "sample",
     "scaled_gemm",
     "scaled_grouped_gemm",
+    "selective_scan",
     "sigmoid",
     "silu",
     "skinny_gemm",

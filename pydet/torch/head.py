@@ -278,7 +278,10 @@ def linear_cross_entropy_and_gradients(
         ignored = target == ignore_index
         index, count = target.masked_fill(ignored, -1), (~ignored).sum().to(torch.float32)
         ignored = ignored.reshape(-1)
-        of_row = torch.as_tensor(gradient, dtype=torch.float32, device=x.device)
+        if isinstance(gradient, torch.Tensor):
+            of_row = gradient.to(x.device, torch.float32)
+        else:  # filled there: a graph that is captured may not copy from the host
+            of_row = torch.full((), float(gradient), dtype=torch.float32, device=x.device)
         of_row = of_row / count if means else of_row
         dw = sum_of(w, part) if sums_to else torch.zeros_like(w, dtype=torch.float32)
         if bias is not None:

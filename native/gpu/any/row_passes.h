@@ -33,32 +33,41 @@ __device__ __forceinline__ void store_vector(char *row, int64_t j, int64_t n, co
   else store_elements<type>(row, j, n, x);
 }
 
-// Passes over a row, a vector of every thread at a time: f(j, x). Where rows are aligned, the loads of some set out
+// Passes over those columns of a row that the block has, a vector of every thread at a time: f(j, x). Of its `places`, in
+// pieces of at least a vector, column(place) says where they are. Where rows are aligned, the loads of some set out
 // together.
-template <Type type, bool aligned, class F>
-__device__ __forceinline__ void pass_over(const char *row, int64_t n, const F &f) {
+template <Type type, bool aligned, class Column, class F>
+__device__ __forceinline__ void pass_over(const char *row, int64_t n, int64_t places, const Column &column,
+                                          const F &f) {
   constexpr int kAtOnce = !aligned || type == Type::f32 || kGpuDeviceType != PYDET_CUDA ? 1 : 4;
-  for (int64_t first = kVector * threadIdx.x; first < n; first += kAtOnce * kRowLanes) {
+  for (int64_t first = kVector * threadIdx.x; first < places; first += kAtOnce * kRowLanes) {
     float x[kVector];
     if constexpr (kAtOnce == 1) {
-      load_vector<type, aligned>(row, first, n, x);
-      f(first, x);
+      const int64_t j = column(first);
+      if (j >= n) continue;
+      load_vector<type, aligned>(row, j, n, x);
+      f(j, x);
     } else {
       Packed<type, kVector> packed[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int64_t j = first + i * kRowLanes;
-        if (j < n) packed[i] = load_packed<type, kVector>(row + j * size_of(type));
+        const int64_t j = column(first + i * kRowLanes);
+        if (first + i * kRowLanes < places && j < n) packed[i] = load_packed<type, kVector>(row + j * size_of(type));
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int64_t j = first + i * kRowLanes;
-        if (j >= n) continue;
+        const int64_t j = column(first + i * kRowLanes);
+        if (first + i * kRowLanes >= places || j >= n) continue;
         unpack(packed[i], x);
         f(j, x);
       }
     }
   }
+}
+// The same of a block that has them all.
+template <Type type, bool aligned, class F>
+__device__ __forceinline__ void pass_over(const char *row, int64_t n, const F &f) {
+  pass_over<type, aligned>(row, n, n, [](int64_t place) { return place; }, f);
 }
 
 }  // namespace

@@ -341,15 +341,37 @@ constexpr Kernel<ActivationBackward> kActivationBackward[] = {
 };
 
 constexpr Kernel<Sample> kSample[] = {
+    Row("cuda_sample_spread", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfSampling)
+        .takes(sample_spread_takes)
+        .prefers(sample_spread_prefers)
+        .launches(sample_spread),
     Row("cuda_sample", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSampling).launches(sample),
 };
 
 constexpr Kernel<TopK> kTopK[] = {
+    Row("cuda_topk_spread", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kTwoStrides)
+        .takes(topk_spread_takes)
+        .prefers(topk_spread_prefers)
+        .launches(topk_spread),
     Row("cuda_topk", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(topk),
 };
 
 constexpr Kernel<Embedding> kEmbedding[] = {
     Row("cuda_embedding", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(embedding),
+};
+
+constexpr uint64_t kScanFeatures = kInitialState | kFinalState | kPacked;
+constexpr Kernel<SelectiveScan> kSelectiveScan[] = {
+    Row("cuda_selective_scan", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures | kEachState | kSkip)
+        .takes(selective_scan_takes)
+        .launches(selective_scan),
+};
+constexpr Kernel<GatedDelta> kGatedDelta[] = {
+    Row("cuda_gated_delta", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures).launches(gated_delta),
+};
+constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
+    Row("cuda_causal_conv1d", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kInitialState | kPacked | kBias)
+        .launches(causal_conv1d),
 };
 
 constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
@@ -505,7 +527,8 @@ constexpr Backend cuda() {
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward));
+             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
+             table(kGatedDelta), table(kCausalConv1d));
   return backend;
 }
 
