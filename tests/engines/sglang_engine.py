@@ -1,0 +1,74 @@
+"""Runs SGLang for check_sglang.py, in a process of its own: reads jobs as JSON from standard input, and writes what
+came of each to the file that is its argument.
+
+A job is an engine and rounds of requests: {"engine": options of sglang.Engine, "rounds": [[{"prompt": [...],
+"sampling": options}]]}. An answer holds a list for each round, {"tokens": [...], "log_probs": [...], "prompt": [...]}
+for each request; or {"error": what its processes said last}.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+
+import absent  # noqa: F401 -- before SGLang
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def answer(job):
+    from sglang.srt.entrypoints.engine import Engine
+
+    common = {"device": "cpu", "attention_backend": "pydet", "skip_tokenizer_init": True}
+    common |= {"disable_cuda_graph": True, "max_total_tokens": 2048, "max_running_requests": 4, "log_level": "info"}
+    common |= {"context_length": 256, "disable_hybrid_swa_memory": True}
+    engine = Engine(**common | job["engine"])
+    rounds = []
+    for requests in job["rounds"]:
+        whole = all(x["sampling"].get("prompt_logprobs", 0) is not None for x in requests)
+        found = engine.generate(
+            input_ids=[x["prompt"] for x in requests],
+            sampling_params=[options(x["sampling"]) for x in requests],
+            return_logprob=True,
+            logprob_start_len=0 if whole else -1,
+        )
+        rounds.append([of_request(x, whole) for x in found])
+    engine.shutdown()
+    return {"rounds": rounds}
+
+
+def options(given):
+    names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
+    return {names.get(name, name): value for name, value in given.items() if name != "prompt_logprobs"}
+
+
+def of_request(found, whole):
+    about = found["meta_info"]
+    return {
+        "tokens": list(found["output_ids"]),
+        "log_probs": [x[0] for x in about["output_token_logprobs"]],
+        "prompt": [x[0] for x in about["input_token_logprobs"][1:]] if whole else [],
+        "cached": about["cached_tokens"],
+    }
+
+
+def main():
+    if os.environ.get("PYDET_CHECK_FORK") == "1":  # processes that have imported SGLang as they begin
+        multiprocessing.set_start_method("fork", force=True)
+        multiprocessing.set_start_method = lambda *arguments, **options: None
+    answers = []
+    for job in json.load(sys.stdin):
+        try:
+            answers.append(answer(job))
+        except (Exception, SystemExit) as problem:
+            answers.append({"error": f"{type(problem).__name__}: {problem}"})
+        with open(sys.argv[1], "w") as file:
+            json.dump(answers, file)
+    with contextlib.suppress(Exception):
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
