@@ -333,15 +333,16 @@ def take(model: Any, config: Any, settings: Settings) -> Conversion:
     check(config)
     report, skipped = Conversion(), set()
     layers = getattr(model, "attention_instances", None)
-    named = dict(model.named_modules())
+    named = dict(model.named_modules(remove_duplicate=False))  # a head may be the embedding itself
     if isinstance(layers, dict):  # of a model of Transformers; no modules of the model's
         named |= {f"attention_instances.{i}": x for i, x in layers.items()}
         ALL_ATTENTION_FUNCTIONS["sglang"] = _of_transformers
+    found: dict[Any, bool | str | None] = {}
     for name, module in named.items():
         if type(module).__name__ in _PARTS:
             skipped.add(name)
             continue
-        took = _takes(module, settings)
+        took = found[module] = found[module] if module in found else _takes(module, settings)
         if took is True:
             report.swapped[name] = type(module).__qualname__
         elif took:
