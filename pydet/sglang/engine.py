@@ -125,6 +125,7 @@ _NORMS = {layernorm.RMSNorm: 0.0, layernorm.GemmaRMSNorm: 1.0, layernorm.Gemma3R
 _ROTARY = (RotaryEmbedding, Llama3RotaryEmbedding)
 _EXACT = (activation.ReLU2,)  # steps that each are rounded once
 _PARTS = ("DualGemm", "DenseSiluAndMulQuant", "PPMissingLayer", "Pooler")  # which compute nothing on a CPU
+_NATIVE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # compared with Transformers' models
 _LINEAR = (linear.ReplicatedLinear, linear.ColumnParallelLinear, linear.RowParallelLinear)
 
 
@@ -263,7 +264,9 @@ def check(config: Any) -> None:
     kinds = [x.get("rope_type") for x in (ropes.values() if "rope_type" not in ropes else [ropes]) if x]
     dynamic = next((x for x in kinds if x in ("dynamic", "longrope")), None)
     scaled = next((x for x in SCALES if getattr(text, x, None) not in (None, 1)), None)
-    native = not type_of(config).__module__.endswith(".models.transformers")
+    kind = type_of(config)
+    native = not kind.__module__.endswith(".models.transformers")
+    windows = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     forced = fused_op.get_fused_op_backend()
     graphs = [x for x in ("decode", "prefill") if _graph(x)]
     checks: tuple[tuple[bool, str, str], ...] = (
@@ -295,6 +298,16 @@ def check(config: Any) -> None:
         (
             native and given.device != "cpu",
             f"the model is SGLang's own on {given.device}, whose fused kernels pass its layers by",
+            "model_impl='transformers'",
+        ),
+        (
+            native and kind.__name__ not in _NATIVE,
+            f"SGLang's own {kind.__name__} was not compared with Transformers' (its Gemma has another activation)",
+            f"model_impl='transformers' or one of {', '.join(_NATIVE)}",
+        ),
+        (
+            native and windows is not None,
+            f"the model has a sliding_window of {windows}, which SGLang's own {kind.__name__} may leave out",
             "model_impl='transformers'",
         ),
         (scaled is not None, f"the model scales its logits ({scaled}), which SGLang does in another way", "plain ones"),

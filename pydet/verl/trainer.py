@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from pydet._native import UNSUPPORTED, fail
 from pydet.plugins import Settings
@@ -33,20 +34,24 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     return functions.log_prob(logits, labels)
 
 
+def _sums(x: Tensor) -> Tensor:
+    """Of each row: a product with ones, which has one order of summation, in float32 under autocast too."""
+    ones = torch.ones(1, x.shape[-1], dtype=torch.float32, device=x.device)
+    with torch.autocast(x.device.type, enabled=False):
+        return functions.linear(x, ones).squeeze(-1)
+
+
 def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """``-sum(p log p)`` of each row, in float32: a product with ones, which has one order of summation."""
+    """``-sum(p log p)`` of each row, in float32."""
     wide = logits.float()
     log_p = functions.log_softmax(wide)
-    terms = functions.softmax(wide) * log_p.clamp(min=torch.finfo(torch.float32).min)
-    ones = torch.ones(1, terms.shape[-1], dtype=torch.float32, device=terms.device)
-    return -functions.linear(terms, ones).squeeze(-1)
+    return -_sums(functions.softmax(wide) * log_p.clamp(min=torch.finfo(torch.float32).min))
 
 
 def sum_of_squares_from_logits(logits: Tensor) -> Tensor:
     """``sum(p^2)`` of each row, in float32."""
     p = functions.softmax(logits.float())
-    ones = torch.ones(1, p.shape[-1], dtype=torch.float32, device=p.device)
-    return functions.linear(p * p, ones).squeeze(-1)
+    return _sums(p * p)
 
 
 def scaled(logits: Tensor, temperature: Tensor, *, is_unit_temperature: bool) -> Tensor:
@@ -64,6 +69,12 @@ def _of_fused_head(module: Any, settings: Settings) -> None:
     def forward(
         self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(vocab_weights, DTensor):
+            fail(
+                UNSUPPORTED,
+                "pydet.verl: the fused head multiplies a weight that fsdp2 has cut, since it is called without its "
+                "module; want use_fused_kernels=False (or a head tied to the embedding)",
+            )
         found: tuple[Tensor, Tensor] = linear_log_prob(  # type: ignore[assignment]
             hidden_states,
             vocab_weights,

@@ -25,6 +25,7 @@ if "sgl_kernel" not in sys.modules:
     kernels = Module("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
     sys.modules["sgl_kernel"] = kernels
-    operators = torch.library.Library("torchvision", "DEF")
-    for operator in ("nms", "qnms"):
-        operators.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    if torch.version.cuda is None:
+        operators = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            operators.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")

@@ -3,13 +3,13 @@ came of each to the file that is its argument.
 
 A job is an engine and rounds of requests: {"engine": options of sglang.Engine, "rounds": [[{"prompt": [...],
 "sampling": options}]]}. An answer holds a list for each round, {"tokens": [...], "log_probs": [...], "prompt": [...]}
-for each request; or {"error": what its processes said last}.
+for each request, or {"error": what its processes said last}; and {"log": all that they said}.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
+import pathlib
 import sys
 
 import absent  # noqa: F401 -- before SGLang
@@ -54,20 +54,40 @@ def of_request(found, whole):
     }
 
 
-def main():
-    if os.environ.get("PYDET_CHECK_FORK") == "1":  # processes that have imported SGLang as they begin
+def alone(job, file):
+    """In a process of its own, which SGLang kills where its own processes fail; they have its imports, unless the job
+    wants them to begin from nothing."""
+    if not job.get("spawn"):
         multiprocessing.set_start_method("fork", force=True)
         multiprocessing.set_start_method = lambda *arguments, **options: None
-    answers = []
-    for job in json.load(sys.stdin):
-        try:
-            answers.append(answer(job))
-        except (Exception, SystemExit) as problem:
-            answers.append({"error": f"{type(problem).__name__}: {problem}"})
-        with open(sys.argv[1], "w") as file:
-            json.dump(answers, file)
-    with contextlib.suppress(Exception):
-        os._exit(0)
+    try:
+        found = answer(job)
+    except (Exception, SystemExit) as problem:
+        found = {"error": f"{type(problem).__name__}: {problem}"}
+    pathlib.Path(file).write_text(json.dumps(found))
+
+
+def main():
+    import sglang.srt.entrypoints.engine  # noqa: F401 -- once for all jobs
+
+    answers, folder = [], pathlib.Path(sys.argv[1]).parent
+    for i, job in enumerate(json.load(sys.stdin)):
+        file, log = folder / f"answer{i}.json", folder / f"log{i}.txt"
+        file.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            with open(log, "w") as out:
+                os.dup2(out.fileno(), 1)
+                os.dup2(out.fileno(), 2)
+            try:
+                alone(job, file)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        said = log.read_text()
+        found = json.loads(file.read_text()) if file.exists() else {"error": said[said.rfind("Error: ") :][:2000]}
+        answers.append(found | {"log": said})
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
