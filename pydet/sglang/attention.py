@@ -38,7 +38,7 @@ def obstacle(layer: Any) -> str | None:
     return next((why for wrong, why in checks if wrong), None)
 
 
-class Backend(AttentionBackend):  # type: ignore[misc]
+class Backend(AttentionBackend):
     """SGLang knows it by the name pydet. :func:`pydet.sglang.engine.install` gives it its settings."""
 
     settings: Settings = Settings()

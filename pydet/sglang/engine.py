@@ -42,7 +42,7 @@ log = logging.getLogger("sglang.pydet")
 # ---- Layers ----------------------------------------------------------------------------------------------------------
 
 
-class LinearMethod(unquant.UnquantizedLinearMethod):  # type: ignore[misc]
+class LinearMethod(unquant.UnquantizedLinearMethod):
     """The product of a layer without quantisation; its weight stays as it was loaded, on a CPU too."""
 
     def __init__(self, settings: Settings) -> None:
@@ -129,9 +129,9 @@ _NATIVE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # compar
 _LINEAR = (linear.ReplicatedLinear, linear.ColumnParallelLinear, linear.RowParallelLinear)
 
 
-def _kind(module: Any) -> type:
+def _kind(module: Any) -> Any:
     """Its class; of a module that SGLang's model of Transformers made, the class that it derives from."""
-    kind = type(module)
+    kind: Any = type(module)
     local = kind.__module__.endswith(".models.transformers") and "<locals>" in kind.__qualname__
     return kind.__mro__[1] if local else kind
 

@@ -75,7 +75,7 @@ def _of_fused_head(module: Any, settings: Settings) -> None:
                 "pydet.verl: the fused head multiplies a weight that fsdp2 has cut, since it is called without its "
                 "module; want use_fused_kernels=False (or a head tied to the embedding)",
             )
-        found: tuple[Tensor, Tensor] = linear_log_prob(  # type: ignore[assignment]
+        found: tuple[Tensor, Tensor] = linear_log_prob(
             hidden_states,
             vocab_weights,
             input_ids,

@@ -72,26 +72,29 @@ def test_log_probabilities_and_tokens(families, tmp, case):
 # ---- What a scheduler does -------------------------------------------------------------------------------------------
 
 
-def test_chunks_a_prefix_cache_and_retraction(tmp):
-    """A prefill in chunks of 16 tokens; prompts that begin alike, of which the cache is hit; and a pool so small that
-    sequences are thrown out of it and computed again."""
+def test_chunks_and_a_prefix_cache(tmp):
+    """A prefill in chunks of 16 tokens; prompts that begin alike, of which the cache is hit."""
     plain, alike = models.prompts(), models.prompts((9, 20, 31, 7), 64)
     without = {"prompt_logprobs": None}
-    chunked = [models.requests(plain), models.requests(alike, 8, **without), models.requests(alike, 8, **without)]
-    crowd = [models.requests(plain, 48, **without)]
-    jobs = []
-    for name in ("llama", "mistral"):
-        jobs.append(job(tmp, name, dtype="float32", rounds=chunked, chunked_prefill_size=16))
-        jobs.append(job(tmp, name, dtype="float32", rounds=crowd, max_total_tokens=260, schedule_conservativeness=0.01))
+    rounds = [models.requests(plain), models.requests(alike, 8, **without), models.requests(alike, 8, **without)]
+    jobs = [job(tmp, x, dtype="float32", rounds=rounds, chunked_prefill_size=16) for x in ("llama", "mistral")]
     for asked, answer in zip(jobs, run(jobs, tmp), strict=True):
         assert "error" not in answer, answer["error"]
         model = models.converted(asked["engine"]["model_path"], "float32")
-        for requests, found in zip(asked["rounds"], answer["rounds"], strict=True):
+        for requests, found in zip(rounds, answer["rounds"], strict=True):
             assert compare(model, requests, found)[:2] == (0, 0)
-        if "chunked_prefill_size" in asked["engine"]:
-            assert sum(x["cached"] for x in answer["rounds"][2]) >= 3 * 64
-        else:
-            assert "retract" in answer["log"].lower()
+        assert sum(x["cached"] for x in answer["rounds"][2]) >= 3 * 64
+
+
+def test_retraction(tmp):
+    """Sequences are thrown out of the pool and computed again, by SGLang's own switch, every few steps."""
+    asked = models.requests(models.prompts(), 24, prompt_logprobs=None)
+    jobs = [job(tmp, x, dtype="float32", rounds=[asked]) for x in ("llama", "mistral")]
+    for given, answer in zip(jobs, run(jobs, tmp, SGLANG_TEST_RETRACT="1"), strict=True):
+        assert "error" not in answer, answer["error"]
+        model = models.converted(given["engine"]["model_path"], "float32")
+        assert compare(model, asked, answer["rounds"][0])[:2] == (0, 0)
+        assert sum(x["retracted"] for x in answer["rounds"][0]) > 0
 
 
 def test_processes_of_their_own_load_the_plugin(tmp):

@@ -75,7 +75,7 @@ def compare(model, asked, found, scaled=False):
         whole, given = torch.tensor(prompt + tokens), request["sampling"]
         with torch.no_grad():
             logits = model(whole[None]).logits[0, :-1]
-        wide = logits.float()
+        wide = logits.float().clone()
         if scaled:
             wide[len(prompt) - 1 :] /= torch.tensor(given["temperature"] or 1.0)
         want = pydet.torch.log_prob(wide, whole[1:])

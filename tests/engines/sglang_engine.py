@@ -51,6 +51,7 @@ def of_request(found, whole):
         "log_probs": [x[0] for x in about["output_token_logprobs"]],
         "prompt": [x[0] for x in about["input_token_logprobs"][1:]] if whole else [],
         "cached": about["cached_tokens"],
+        "retracted": about["num_retractions"],
     }
 
 
