@@ -51,10 +51,11 @@ enum Feature : uint64_t {
   kMask = 1ull << 38,
   kSinks = 1ull << 39,
   kSoftcap = 1ull << 40,
-  kGate = 1ull << 41,      // of an activation: another factor
-  kFilters = 1ull << 42,   // of sampling: top_k, top_p or min_p
-  kLogProbs = 1ull << 43,  // of sampling: log-probabilities
-  kPadding = 1ull << 44    // of an embedding's gradient: an id that does not count
+  kGate = 1ull << 41,       // of an activation: another factor
+  kFilters = 1ull << 42,    // of sampling: top_k, top_p or min_p
+  kLogProbs = 1ull << 43,   // of sampling: log-probabilities
+  kPadding = 1ull << 44,    // of an embedding's gradient: an id that does not count
+  kNeighbours = 1ull << 45  // of rotary embeddings: pairs of elements next to each other
 };
 struct FeatureRow {
   Feature feature;
@@ -106,6 +107,7 @@ constexpr FeatureRow kFeatures[] = {
     {kFilters, "top_k, top_p or min_p"},
     {kLogProbs, "log-probabilities"},
     {kPadding, "a padding id"},
+    {kNeighbours, "pairs of neighbours"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

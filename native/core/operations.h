@@ -11,6 +11,7 @@
 #include "ops/gemm/problem.h"
 #include "ops/grouped/problem.h"
 #include "ops/norm/problem.h"
+#include "ops/rotary/problem.h"
 #include "ops/sample/problem.h"
 #include "ops/scaled/problem.h"
 #include "ops/scaled_grouped/problem.h"
@@ -32,6 +33,6 @@ template <class... Problems> struct Operations {
 using AllOperations =
     Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
                LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
-               ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward>;
+               ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward, RotaryTable, Rotary>;
 
 }  // namespace pydet

@@ -36,6 +36,7 @@ constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kActivationFeatures = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kActivationFeatures | kRowGradient;
 constexpr uint64_t kSampleFeatures = kTwoStrides | kFilters | kLogProbs;
+constexpr uint64_t kRotaryFeatures = kTwoStrides | kNeighbours | kWideSum | kRowGradient;
 constexpr uint64_t kEmbeddingGradient = kTwoStrides | kAccumulate | kPadding;
 
 constexpr Kernel<Gemm> kGemm[] = {
@@ -175,6 +176,24 @@ constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
 #endif
     Row("cpu_embedding_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kEmbeddingGradient)
         .launches(embedding_backward<Scalar>),
+};
+
+constexpr Kernel<RotaryTable> kRotaryTable[] = {
+#if defined(__x86_64__)
+    Row("cpu_rotary_table_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kTwoStrides)
+        .launches(rotary_table<Avx512>),
+    Row("cpu_rotary_table_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kTwoStrides).launches(rotary_table<Avx2>),
+#endif
+    Row("cpu_rotary_table_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kTwoStrides)
+        .launches(rotary_table<Scalar>),
+};
+
+constexpr Kernel<Rotary> kRotary[] = {
+#if defined(__x86_64__)
+    Row("cpu_rotary_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kRotaryFeatures).launches(rotary<Avx512>),
+    Row("cpu_rotary_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kRotaryFeatures).launches(rotary<Avx2>),
+#endif
+    Row("cpu_rotary_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kRotaryFeatures).launches(rotary<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
@@ -373,7 +392,7 @@ constexpr Backend cpu() {
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
-             table(kEmbedding), table(kEmbeddingBackward));
+             table(kEmbedding), table(kEmbeddingBackward), table(kRotaryTable), table(kRotary));
   return backend;
 }
 

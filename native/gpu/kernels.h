@@ -11,6 +11,8 @@ struct AttentionBackward;
 struct Activation;
 struct Embedding;
 struct EmbeddingBackward;
+struct RotaryTable;
+struct Rotary;
 struct Sample;
 struct TopK;
 struct ActivationBackward;
@@ -290,6 +292,10 @@ pydet_status topk(const TopK &);
 // any/embedding.cu
 pydet_status embedding(const Embedding &);
 pydet_status embedding_backward(const EmbeddingBackward &);
+
+// any/rotary.cu
+pydet_status rotary_table(const RotaryTable &);
+pydet_status rotary(const Rotary &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);

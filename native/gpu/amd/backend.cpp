@@ -175,6 +175,15 @@ constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
         .launches(embedding_backward),
 };
 
+constexpr Kernel<RotaryTable> kRotaryTable[] = {
+    Row("hip_rotary_table", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides).launches(rotary_table),
+};
+
+constexpr Kernel<Rotary> kRotary[] = {
+    Row("hip_rotary", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides | kNeighbours | kWideSum | kRowGradient)
+        .launches(rotary),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("hip_fold", bit(Type::f32), Arithmetic::ieee, kBuilt, kBias | kAccumulate | kTree).launches(fold),
 };
@@ -244,12 +253,12 @@ constexpr Backend hip() {
   backend.built_for = "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"";
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward));
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
+                          table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
+                          table(kEmbedding), table(kEmbeddingBackward), table(kRotaryTable), table(kRotary));
   return backend;
 }
 
