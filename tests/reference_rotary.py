@@ -56,18 +56,19 @@ def rotary(
     out_dtype=None,
 ):
     out = np.dtype(out_dtype or q.dtype)
-    c, s = (reference.widen(np.asarray(x))[..., None, :] for x in (cos, sin))
-    c, s = ((np.split(x, 2, -1) if whole else (x, x)) for x in (c, s))
-    pairs = c[0].shape[-1]
+    tables = [reference.widen(np.asarray(x))[..., None, :] for x in (cos, sin)]
+    pairs = tables[0].shape[-1] // (2 if whole else 1)
+
+    def places(neighbours):
+        if neighbours:
+            return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+        return slice(0, pairs), slice(pairs, 2 * pairs)
+
+    of_table = places(neighbours if transposed else out_neighbours)
+    c, s = ([x[..., place] for place in of_table] if whole else (x, x) for x in tables)
 
     def step(x):
         return x if in_fp32 else reference.widen(reference.round_to(x, out))
-
-    def places(neighbours):
-        return (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if neighbours else (
-            slice(0, pairs),
-            slice(pairs, 2 * pairs),
-        )  # fmt: skip
 
     def turned(x):
         wide = reference.widen(x)

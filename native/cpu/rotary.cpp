@@ -29,20 +29,6 @@ void make_part(const RotaryTable &p, int64_t r, int64_t begin, int64_t end) {
 
 // ---- Heads -------------------------------------------------------------------------------------------------------
 
-// Some pairs of a token's table, for all of its heads.
-struct TablePiece {
-  Piece cos[2], sin[2];  // of the first and of the second elements
-
-  void load(const Rotary &p, int64_t r, int64_t j, int64_t count) {
-    const char *c = row(p.cos, p.inner, r), *s = row(p.sin, p.inner, r);
-    cos[0].load(p.cos.type, c, j, count);
-    sin[0].load(p.sin.type, s, j, count);
-    if (!p.whole) return;
-    cos[1].load(p.cos.type, c, p.pairs() + j, count);
-    sin[1].load(p.sin.type, s, p.pairs() + j, count);
-  }
-};
-
 struct PairPiece {
   Piece first, second;
 
@@ -75,25 +61,43 @@ struct PairPiece {
       part.store(type, head, 2 * j + begin, 2 * count - begin < kPiece ? 2 * count - begin : int64_t(kPiece));
     }
   }
+};
 
-  // (a cos - b sin, b cos + a sin), or transposed (a cos + b sin, b cos - a sin), where a sum of -0 is +0.
-  void turn(const Rotary &p, const TablePiece &table, Type step) {
-    const float *const a = first.x, *const b = second.x, *const cos_a = table.cos[0].x, *const sin_a = table.sin[0].x;
-    const float *const cos_b = table.cos[p.whole].x, *const sin_b = table.sin[p.whole].x;
-    Piece products[4];
-    for (int i = 0; i < kPiece; ++i) products[0].x[i] = a[i] * cos_a[i], products[2].x[i] = b[i] * cos_b[i];
-    if (p.transposed)
-      for (int i = 0; i < kPiece; ++i) products[1].x[i] = b[i] * sin_b[i], products[3].x[i] = a[i] * sin_a[i];
-    else
-      for (int i = 0; i < kPiece; ++i) products[1].x[i] = b[i] * sin_a[i], products[3].x[i] = a[i] * sin_b[i];
-    for (Piece &product : products) product.round(step);
-    const float *const x = products[0].x, *const y = products[1].x, *const z = products[2].x, *const w = products[3].x;
-    if (p.transposed)
-      for (int i = 0; i < kPiece; ++i) first.x[i] = (x[i] + y[i]) + 0.0f, second.x[i] = (z[i] - w[i]) + 0.0f;
-    else
-      for (int i = 0; i < kPiece; ++i) first.x[i] = x[i] - y[i], second.x[i] = z[i] + w[i];
+// Some pairs of a token's table, for all of its heads.
+struct TablePiece {
+  PairPiece cos, sin;
+
+  void load(const Rotary &p, int64_t r, int64_t j, int64_t count) {
+    const char *c = row(p.cos, p.inner, r), *s = row(p.sin, p.inner, r);
+    if (p.whole) {
+      cos.load(p.cos.type, c, p.table_neighbours(), p.pairs(), j, count);
+      sin.load(p.sin.type, s, p.table_neighbours(), p.pairs(), j, count);
+      return;
+    }
+    cos.first.load(p.cos.type, c, j, count);
+    sin.first.load(p.sin.type, s, j, count);
+    cos.second = cos.first, sin.second = sin.first;
   }
 };
+
+// (a cos - b sin, b cos + a sin), or transposed (a cos + b sin, b cos - a sin), where a sum of -0 is +0.
+void turn(const TablePiece &table, Type step, bool transposed, PairPiece &pair) {
+  float *const a = pair.first.x, *const b = pair.second.x;
+  const float *const cos_a = table.cos.first.x, *const cos_b = table.cos.second.x;
+  const float *const sin_a = table.sin.first.x, *const sin_b = table.sin.second.x;
+  Piece products[4];
+  float *const x = products[0].x, *const y = products[1].x, *const z = products[2].x, *const w = products[3].x;
+  for (int i = 0; i < kPiece; ++i) x[i] = a[i] * cos_a[i], z[i] = b[i] * cos_b[i];
+  if (transposed)
+    for (int i = 0; i < kPiece; ++i) y[i] = b[i] * sin_b[i], w[i] = a[i] * sin_a[i];
+  else
+    for (int i = 0; i < kPiece; ++i) y[i] = b[i] * sin_a[i], w[i] = a[i] * sin_b[i];
+  for (Piece &product : products) product.round(step);
+  if (transposed)
+    for (int i = 0; i < kPiece; ++i) a[i] = (x[i] + y[i]) + 0.0f, b[i] = (z[i] - w[i]) + 0.0f;
+  else
+    for (int i = 0; i < kPiece; ++i) a[i] = x[i] - y[i], b[i] = z[i] + w[i];
+}
 
 void turn_token(const Rotary &p, int64_t r) {
   TablePiece table;
@@ -113,7 +117,7 @@ void turn_token(const Rotary &p, int64_t r) {
     table.load(p, r, j, count);
     each_head([&](const TurnedHeads &heads, const char *x, char *y) {
       pair.load(heads.x.type, x, p.neighbours, p.pairs(), j, count);
-      pair.turn(p, table, p.in_fp32 ? Type::f32 : heads.y.type);
+      turn(table, p.in_fp32 ? Type::f32 : heads.y.type, p.transposed, pair);
       pair.store(heads.y.type, y, p.out_neighbours, p.pairs(), j, count);
     });
   });

@@ -545,8 +545,8 @@ PYDET_API pydet_status pydet_rotary_table(void *stream, const pydet_tensor *posi
 /* Pairs (a, b) of the first R elements of each head become (a cos - b sin, b cos + a sin); the other elements are copied.
  *
  * q [..., H, N] and q_out like it, k [..., G, N] and k_out likewise, or NULL both; elements of a head adjacent. cos and sin
- * [..., R / 2], a number a pair; under `whole` [..., R], the numbers by which a is made, and behind them those of b. A
- * leading extent of theirs may be 1 where that of q is not. q and k are of one type, q_out and k_out of one, cos and sin of
+ * [..., R / 2], a number a pair; under `whole` [..., R], a number an element, at its place in q_out (transposed: in q).
+ * A leading extent of theirs may be 1 where that of q is not. q and k are of one type, q_out and k_out of one, cos and sin of
  * one. Pair i is elements i and R / 2 + i; under neighbours it is 2 i and 2 i + 1 of q and k, under out_neighbours of q_out
  * and k_out.
  *

@@ -79,7 +79,8 @@ def rotary(
         q: ``[..., H, N]``, float32, bfloat16 or float16; elements of a head adjacent.
         k: ``[..., G, N]``, of q's type; or None.
         cos, sin: ``[..., R / 2]``, of one type, a number for a pair. A leading extent may be 1, for all.
-        whole: they are ``[..., R]``: behind the numbers by which a is made those of b.
+        whole: they are ``[..., R]``, a number for each element that is turned, at its place in the results (transposed:
+            in q and k).
         neighbours: pair i is elements 2 i and 2 i + 1; without it i and R / 2 + i.
         out_neighbours: so it is in the results.
         in_fp32: the sum alone is rounded to the results' type; without it each product is as well.

@@ -118,19 +118,21 @@ def _try(function: Callable[..., Any], form: _Form, key: _Key) -> _Turn | None:
                     return None
     except Exception:  # whatever it is, of such operands it is nothing that is turned
         return None
-    forward: _Turn | None = None
+    k, forward = given[1] if len(given) > 1 else None, None
     for turn in _turns(of_q, of_table):
-        if forward is not None and turn[:5] != forward[:5]:
+        if forward is not None and turn[:5] + turn[6:7] != forward[:5] + forward[6:7]:
             continue
         try:
+            if forward is None:
+                with torch.no_grad():
+                    made = _turn(turn, given[0], k, cos, sin, form.heads_first)[: len(given)]
+                if not all(map(_same, made, found)):
+                    continue
+                forward = turn._replace(has_gradient=False)
             with torch.enable_grad():
-                k = given[1] if len(given) > 1 else None
                 made = _turn(turn, given[0], k, cos, sin, form.heads_first)[: len(given)]
-            if not all(map(_same, made, found)):
-                continue
-            forward = forward or turn._replace(has_gradient=False)
-            if all(map(_same, torch.autograd.grad(made, given, of_found), gradients)):
-                return turn
+                if all(map(_same, torch.autograd.grad(made, given, of_found), gradients)):
+                    return turn
         except Exception:  # a table that does not fit
             continue
     return forward
@@ -158,14 +160,17 @@ def _make(function: Any, form: _Form, turns: dict[_Key, _Turn]) -> Callable[...,
             return None
         if unsqueezes and unsqueeze_dim != 1 and not (unsqueeze_dim == 2 and dims == 4):
             return None
-        columns = cos.shape[-1]
+        first = unsqueeze_dim == 1 if unsqueezes else heads_first
+        columns, tokens = cos.shape[-1], -2 if first else -3
+        if not cos.shape[-2] == q.shape[tokens] or (k is not None and k.shape[tokens] != q.shape[tokens]):
+            return None
         by = turns.get((q.dtype, cos.dtype, _size(columns, q.shape[-1])))
         if by is None or ((by.whole or by.halved) and columns % 2):
             return None
         asks = q.requires_grad or (k is not None and k.requires_grad)
         if asks and torch.is_grad_enabled() and not by.has_gradient:
             return None
-        return _turn(by, q, k, cos, sin, unsqueeze_dim == 1 if unsqueezes else heads_first)
+        return _turn(by, q, k, cos, sin, first)
 
     if len(form.names) == 1:
 
@@ -275,6 +280,11 @@ def turning_class(kind: Any) -> Any:
         return None
     own = {"forward": forward, "__reduce__": _reduce, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), {**own, "_pydet_turns": True})
+
+
+def turned_from(kind: Any) -> Any:
+    """The class that :func:`turning_class` made one of; None of another."""
+    return kind.__bases__[0] if "_pydet_turns" in kind.__dict__ else None
 
 
 def _reduce(self: Any) -> Any:

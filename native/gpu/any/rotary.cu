@@ -23,12 +23,12 @@ __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b, bool narrow) {
 
 __device__ __forceinline__ void store_one(const Rows &rows, int64_t at, float x) {
   with_type<kUnscaledTypes>(rows.type, [&](auto type) {
-    reinterpret_cast<typename Element<decltype(type)::value>::Bits *>(rows.data)[at] = Element<decltype(type)::value>::from_f32(x);
+    reinterpret_cast<typename Element<decltype(type)::value>::Bits *>(rows.data)[at] =
+        Element<decltype(type)::value>::from_f32(x);
   });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    rotary_table_kernel(const __grid_constant__ RotaryTable p, int64_t count) {
+__global__ void __launch_bounds__(kThreads) rotary_table_kernel(const __grid_constant__ RotaryTable p, int64_t count) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t i = block_number() * kThreads + threadIdx.x;
@@ -54,7 +54,8 @@ template <int W> __device__ __forceinline__ void load(Type type, const char *row
   const char *const from = row + j * size_of(type);
   if constexpr (W == 1) {
     x[0] = with_type<kUnscaledTypes>(type, [&](auto known) {
-      return Element<decltype(known)::value>::to_f32(*reinterpret_cast<const typename Element<decltype(known)::value>::Bits *>(from));
+      return Element<decltype(known)::value>::to_f32(
+          *reinterpret_cast<const typename Element<decltype(known)::value>::Bits *>(from));
     });
   } else if (type == Type::f32) {
 #pragma unroll
@@ -77,18 +78,19 @@ template <int W> __device__ __forceinline__ void store(Type type, char *row, int
   char *const to = row + j * size_of(type);
   if constexpr (W == 1) {
     with_type<kUnscaledTypes>(type, [&](auto known) {
-      *reinterpret_cast<typename Element<decltype(known)::value>::Bits *>(to) = Element<decltype(known)::value>::from_f32(x[0]);
+      *reinterpret_cast<typename Element<decltype(known)::value>::Bits *>(to) =
+          Element<decltype(known)::value>::from_f32(x[0]);
     });
   } else if (type == Type::f32) {
 #pragma unroll
     for (int v = 0; v < W / 4; ++v)
-      reinterpret_cast<uint4 *>(to)[v] =
-          make_uint4(bits_of(canonical(x[4 * v])), bits_of(canonical(x[4 * v + 1])), bits_of(canonical(x[4 * v + 2])),
-                     bits_of(canonical(x[4 * v + 3])));
+      reinterpret_cast<uint4 *>(to)[v] = make_uint4(bits_of(canonical(x[4 * v])), bits_of(canonical(x[4 * v + 1])),
+                                                    bits_of(canonical(x[4 * v + 2])), bits_of(canonical(x[4 * v + 3])));
   } else {
     with_type<kHalfTypes>(type, [&](auto half) {
-      *reinterpret_cast<uint4 *>(to) = make_uint4(rounded_pair<decltype(half)::value>(x[0], x[1]), rounded_pair<decltype(half)::value>(x[2], x[3]),
-                                                  rounded_pair<decltype(half)::value>(x[4], x[5]), rounded_pair<decltype(half)::value>(x[6], x[7]));
+      *reinterpret_cast<uint4 *>(to) =
+          make_uint4(rounded_pair<decltype(half)::value>(x[0], x[1]), rounded_pair<decltype(half)::value>(x[2], x[3]),
+                     rounded_pair<decltype(half)::value>(x[4], x[5]), rounded_pair<decltype(half)::value>(x[6], x[7]));
     });
   }
 }
@@ -140,7 +142,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t h = is_q ? any_head : any_head - p.q.heads;
   const TurnedHeads &of = is_q ? p.q : p.k;
   const Type type = p.q.x.type, to = p.q.y.type;
-  const char *const x = of.x.data + (outer * of.x.outer_stride + inner * of.x.inner_stride + h * of.x_stride) * size_of(type);
+  const char *const x =
+      of.x.data + (outer * of.x.outer_stride + inner * of.x.inner_stride + h * of.x_stride) * size_of(type);
   char *const y = of.y.data + (outer * of.y.outer_stride + inner * of.y.inner_stride + h * of.y_stride) * size_of(to);
   if (piece >= plan.turned) {
     const int64_t j = p.turned + (piece - plan.turned) * W;
@@ -158,11 +161,12 @@ __global__ void __launch_bounds__(kThreads)
   const char *const sin = p.sin.data + (outer * p.sin.outer_stride + inner * p.sin.inner_stride) * size_of(p.sin.type);
   float first[W], second[W], cos_first[W], cos_second[W], sin_first[W], sin_second[W];
   load_pairs<W>(type, x, p.neighbours, pairs, j, first, second);
-  load<W>(p.cos.type, cos, j, cos_first);
-  load<W>(p.sin.type, sin, j, sin_first);
   if (p.whole) {
-    load<W>(p.cos.type, cos, pairs + j, cos_second);
-    load<W>(p.sin.type, sin, pairs + j, sin_second);
+    load_pairs<W>(p.cos.type, cos, p.table_neighbours(), pairs, j, cos_first, cos_second);
+    load_pairs<W>(p.sin.type, sin, p.table_neighbours(), pairs, j, sin_first, sin_second);
+  } else {
+    load<W>(p.cos.type, cos, j, cos_first);
+    load<W>(p.sin.type, sin, j, sin_first);
   }
   const Type step = p.in_fp32 ? Type::f32 : to;
 #pragma unroll

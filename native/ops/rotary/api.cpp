@@ -28,8 +28,8 @@ pydet_status pydet_rotary_table(void *stream, const pydet_tensor *positions_tens
   if (frequencies.type != Type::f32)
     return fail(PYDET_INVALID_DTYPE, "%s: frequencies is %s, want float32", op, type_name(frequencies.type));
   if (frequencies.ndim != 1 || n < 1 || n > kMostFrequencies || (cos.cols() != n && cos.cols() != 2 * n))
-    return fail(PYDET_INVALID_SHAPE, "%s: frequencies is %s, want 1 dimension, all or half of the %" PRId64 " of cos", op,
-                shape_text(frequencies).text, cos.cols());
+    return fail(PYDET_INVALID_SHAPE, "%s: frequencies is %s, want 1 dimension, all or half of the %" PRId64 " of cos",
+                op, shape_text(frequencies).text, cos.cols());
   Positions positions = {};
   PYDET_TRY(positions_of(cos, positions_tensor, &positions));
   const View *inputs[] = {&positions.view, &frequencies}, *outputs[] = {&cos, &sin};
@@ -73,8 +73,8 @@ pydet_status pydet_rotary(void *stream, const pydet_tensor *q_tensor, const pyde
   PYDET_TRY(read(op, "q_out", kNormRow, q_out_tensor, 2, &q_out));
   PYDET_TRY(read_optional(op, "k_out", kNormRow, k_out_tensor, 2, &k_out));
   if (k.present() != k_out.present())
-    return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
-                k.present() ? "k" : "k_out", k.present() ? "k_out" : "k");
+    return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op, k.present() ? "k" : "k_out",
+                k.present() ? "k_out" : "k");
   PYDET_TRY(unit_last_stride(q));
   PYDET_TRY(check_heads(q));
   PYDET_TRY(check_heads(k));
@@ -92,8 +92,9 @@ pydet_status pydet_rotary(void *stream, const pydet_tensor *q_tensor, const pyde
   PYDET_TRY(unit_last_stride(sin));
   const int64_t columns = cos.cols(), most = options.whole ? q.cols() : q.cols() / 2;
   if (columns < 1 || columns > most || (options.whole && columns % 2))
-    return fail(PYDET_INVALID_SHAPE, "%s: cos is %s beside heads of %" PRId64 ", want a last dimension of %s up to %" PRId64,
-                op, shape_text(cos).text, q.cols(), options.whole ? "2, 4, ..." : "1", most);
+    return fail(PYDET_INVALID_SHAPE,
+                "%s: cos is %s beside heads of %" PRId64 ", want a last dimension of %s up to %" PRId64, op,
+                shape_text(cos).text, q.cols(), options.whole ? "2, 4, ..." : "1", most);
   View firsts[] = {first_heads(q), first_heads(k), first_heads(q_out), first_heads(k_out)};
   PYDET_TRY(spread_over(firsts[0], &cos));
   PYDET_TRY(spread_over(firsts[0], &sin));

@@ -44,16 +44,17 @@ struct Rotary {
   int64_t rows, inner, n, turned;  // rows: tokens; n: elements of a head, of which the first `turned` are turned
   TurnedHeads q, k;
   Rows cos, sin;
-  bool whole;                        // the table has both elements of a pair, else one number for both
-  bool neighbours, out_neighbours;   // pairs of x, and where y has them: elements next to each other, else half apart
-  bool in_fp32;                      // one rounding; else of each step
-  bool transposed;                   // back: what the gradient is
+  bool whole;                       // the table has a number for each element of a pair, else one for both
+  bool neighbours, out_neighbours;  // pairs of x, and where y has them: elements next to each other, else half apart
+  bool in_fp32;                     // one rounding; else of each step
+  bool transposed;                  // back: what the gradient is
 
   uint64_t needs() const {
-    return when(inner < rows, kTwoStrides) | when(neighbours || out_neighbours, kNeighbours) |
-           when(in_fp32, kWideSum) | when(transposed, kRowGradient);
+    return when(inner < rows, kTwoStrides) | when(neighbours || out_neighbours, kNeighbours) | when(in_fp32, kWideSum) |
+           when(transposed, kRowGradient);
   }
   PYDET_INLINE int64_t pairs() const { return turned / 2; }
+  PYDET_INLINE bool table_neighbours() const { return transposed ? neighbours : out_neighbours; }
 };
 
 template <> struct Operation<Rotary> : AlwaysIeee {

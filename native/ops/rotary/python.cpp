@@ -31,7 +31,8 @@ Object *call_rotary_table(Object *, Object *const *args, intptr_t count, Object 
   options.scale = 1;
   int32_t twice = 0;
   int64_t type = -1;
-  if (!call.float_of("scale", given.scale, &options.scale) || !call.flag_of("twice", given.twice, &twice)) return nullptr;
+  if (!call.float_of("scale", given.scale, &options.scale) || !call.flag_of("twice", given.twice, &twice))
+    return nullptr;
   if (!call.type_of("out_dtype", given.out_dtype, &type)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
   if (!type_agrees(call, "cos", *cos, type) || !type_agrees(call, "sin", *sin, type)) return nullptr;
@@ -98,7 +99,8 @@ Object *call_rotary(Object *, Object *const *args, intptr_t count, Object *keywo
   if (!call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
   if (!type_agrees(call, "q_out", *q_out, type) || !type_agrees(call, "k_out", *k_out, type)) return nullptr;
   const auto make = [&](const Operand *x, Operand **y) {
-    return !x->present || make_like(call, x->tensor, x->tensor.ndim, type < 0 ? type_index(x->tensor.dtype) : int(type), y);
+    return !x->present ||
+           make_like(call, x->tensor, x->tensor.ndim, type < 0 ? type_index(x->tensor.dtype) : int(type), y);
   };
   if (!make(q, &q_out) || !make(k, &k_out)) return nullptr;
   if (heads_first)
