@@ -36,6 +36,7 @@ import reference_activation
 import reference_attention
 import reference_embedding
 import reference_fp8
+import reference_rotary
 import reference_sample
 from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
 
@@ -242,6 +243,8 @@ ORDER = {  # how each operation takes its tensors
     "topk": ["x", "values", "index"],
     "embedding": ["w", "ids", "out"],
     "embedding_backward": ["dout", "ids", "dw"],
+    "rotary_table": ["positions", "frequencies", "cos", "sin"],
+    "rotary": ["q", "k", "cos", "sin", "q_out", "k_out"],
     "attention": ["q", "k", "v", "out", "lse"],
     "attention_backward": ["dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"],
 }
@@ -256,6 +259,8 @@ C_ALONE = (
     "topk",
     "embedding",
     "embedding_backward",
+    "rotary_table",
+    "rotary",
 )  # their Python has tests of its own
 
 
@@ -735,6 +740,33 @@ def make_sample(rng):
     given = {"temperature": rng.choice([0, 0.7, 1, 3]), "top_k": rng.choice([0, 1, 5, n, 2**40])}
     given |= {"top_p": rng.choice([0, 0.4, 1, 1]), "min_p": rng.choice([0, 0, 0.1, 1])}
     return Call("sample", inputs, outputs, options("pydet_sample_options", **given))
+
+
+def make_rotary(rng):
+    lead = rng.choice([[0], [1], [2], [5], [2, 3], [], [70]])
+    kinds, regions = list(DTYPES.values()), iter(rng.sample(REGIONS, 6))
+    pairs, of_table = rng.choice([1, 2, 3, 7, 8, 9, 16, 33, 130]), rng.choice(kinds)
+    if rng.random() < 0.4:
+        if rng.random() < 0.5:
+            places = packed(rng, next(regions), lead, rng.choice([BOUNDARY, np.dtype(np.int64)]))
+            Described(places).view()[...] = np.random.default_rng(rng.getrandbits(64)).integers(-9, 100_000, lead)
+        else:
+            places = packed(rng, next(regions), lead, rng.choice(kinds))
+        columns = pairs * rng.choice([1, 2])
+        inputs = {"positions": places, "frequencies": packed(rng, next(regions), [pairs], np.dtype(np.float32))}
+        outputs = {name: place(rng, next(regions), [*lead, columns], of_table) for name in ("cos", "sin")}
+        return Call(
+            "rotary_table", inputs, outputs, options("pydet_rotary_table_options", scale=rng.choice([1, 0.5, -2]))
+        )
+    flags = ("whole", "neighbours", "out_neighbours", "in_fp32", "transposed")
+    given = {name: rng.randrange(2) for name in flags}
+    kind, out, n = rng.choice(kinds), rng.choice(kinds), 2 * pairs + rng.choice([0, 0, 1, 8, 20])
+    columns, heads = pairs * (2 if given["whole"] else 1), rng.choice([1, 2, 5])
+    names = ("q", "k") if rng.random() < 0.7 and len(lead) < 2 else ("q",)
+    inputs = {name: place(rng, next(regions), [*lead, heads, n], kind) for name in names}
+    inputs |= {name: place(rng, next(regions), [*lead, columns], of_table) for name in ("cos", "sin")}
+    outputs = {f"{name}_out": place(rng, next(regions), [*lead, heads, n], out) for name in names}
+    return Call("rotary", inputs, outputs, options("pydet_rotary_options", **given))
 
 
 def make_embedding(rng):
@@ -1441,6 +1473,31 @@ def expected_embedding(call, before):
     return {"dw": reference_embedding.embedding_backward(rows, ids, **given)}
 
 
+def expected_rotary_table(call, before):
+    places, frequencies, cos, sin = (before[name] for name in ("positions", "frequencies", "cos", "sin"))
+    expect(places.shape == cos.shape[:-1] and sin.shape == cos.shape, "accepted shapes that do not fit")
+    expect(frequencies.dtype == np.float32 and sin.dtype == cos.dtype, "accepted other types")
+    expect(cos.shape[-1] in (frequencies.size, 2 * frequencies.size), "accepted a table that does not fit")
+    scale = chosen(call, "scale")
+    expect(math.isfinite(scale) and scale != 0, "accepted the scale", scale)
+    given = {"scale": scale, "twice": cos.shape[-1] != frequencies.size, "out_dtype": cos.dtype}
+    return dict(zip(("cos", "sin"), reference_rotary.rotary_table(places, frequencies, **given), strict=True))
+
+
+def expected_rotary(call, before):
+    q, k, cos, sin = (before.get(name) for name in ("q", "k", "cos", "sin"))
+    how = {name: chosen(call, name) for name in ("whole", "neighbours", "out_neighbours", "in_fp32", "transposed")}
+    expect(all(x in (0, 1) for x in how.values()), "accepted a flag that is none")
+    expect(q.shape == before["q_out"].shape and cos.shape == sin.shape, "accepted shapes that do not fit")
+    expect(cos.dtype == sin.dtype and (k is None or k.dtype == q.dtype), "accepted other types")
+    expect((k is None) == ("k_out" not in before), "accepted one of k and k_out")
+    most = q.shape[-1] // (1 if how["whole"] else 2)
+    expect(0 < cos.shape[-1] <= most and not (how["whole"] and cos.shape[-1] % 2), "accepted a table that does not fit")
+    spread = [np.broadcast_to(x, (*q.shape[:-2], x.shape[-1])) for x in (cos, sin)]
+    found = reference_rotary.rotary(q, k, *spread, **how, out_dtype=before["q_out"].dtype)
+    return {name: x for name, x in zip(("q_out", "k_out"), found, strict=True) if x is not None}
+
+
 def expected_log_prob(call, before):
     x, index = before["x"], before["index"]
     of_row = before["log_prob" if call.op == "log_prob" else "dlog_prob"]
@@ -1676,6 +1733,8 @@ EXPECTED = {
     "topk": expected_sample,
     "embedding": expected_embedding,
     "embedding_backward": expected_embedding,
+    "rotary_table": expected_rotary_table,
+    "rotary": expected_rotary,
     "log_prob": expected_log_prob,
     "log_prob_backward": expected_log_prob,
 }
@@ -1705,7 +1764,7 @@ def judge_overlap(call):
     return False
 
 
-WITHOUT_NUMBERS = ("index", "ids", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
+WITHOUT_NUMBERS = ("index", "ids", "positions", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
 
 
 def run_case(seed, number):
@@ -1715,7 +1774,7 @@ def run_case(seed, number):
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
-    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1}
+    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_rotary: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])

@@ -20,9 +20,11 @@ import reference_activation
 import reference_attention
 import reference_embedding
 import reference_fp8
+import reference_rotary
 import reference_sample
 import test_embedding as embeddings
 import test_grouped_gemm as grouped_cases
+import test_rotary as rotary_cases
 import test_sample as sample_cases
 import test_scaled_gemm as scaled_cases
 import test_scaled_grouped_gemm as scaled_grouped_cases
@@ -214,6 +216,43 @@ def embedding_backward_digests(embedding_backward, arithmetic, dtype):
     return digests
 
 
+TURNED = [
+    ("normal", 70, 3, 2, 64, 64),
+    ("specials", 9, 2, 1, 33, 70),
+    ("wide", 1, 8, 8, 5, 10),
+    ("normal", 33, 1, 1, 8, 16),
+]
+
+
+def rotary_table_digests(rotary_table, arithmetic, dtype):
+    return {
+        f"{dtype} {t} x {f}, {np.dtype(kind)}": digest(
+            *rotary_table(
+                rotary_cases.places_of(t, kind), rotary_cases.frequencies_of(f), scale=scale, out_dtype=DTYPES[dtype]
+            )
+        )
+        for t, f, kind, scale in ((300, 64, np.int64, 1), (70, 33, np.int32, 0.83), (129, 5, np.float32, -1.3))
+    }
+
+
+def rotary_digests(rotary, arithmetic, dtype):
+    digests = {}
+    for kind, t, h, g, pairs, n in TURNED:
+        q, k = (data(kind, (t, heads, n), DTYPES[dtype], heads) for heads in (h, g))
+        n = min(pairs, n // 2)
+        for name, given in (
+            ("halves", {}),
+            ("neighbours", {"neighbours": True, "out_neighbours": True, "whole": True}),
+            ("neighbours to halves, in fp32", {"neighbours": True, "in_fp32": True}),
+            ("transposed", {"transposed": True}),
+        ):
+            cos, sin = rotary_cases.table_of(np.dtype(np.float32), (t,), n * (2 if "whole" in given else 1), 5)
+            digests[f"{dtype} {kind} {t} x {h} + {g} x {q.shape[-1]}, {name}"] = digest(
+                *rotary(q, k, cos, sin, **given)
+            )
+    return digests
+
+
 def scaled_gemm_digests(scaled_gemm, arithmetic, dtype):
     digests = {}
     for (a_scale, b_scale), kind, out_dtype in itertools.product(
@@ -315,6 +354,8 @@ DIGESTS = {
     "topk": topk_digests,
     "embedding": embedding_digests,
     "embedding_backward": embedding_backward_digests,
+    "rotary_table": rotary_table_digests,
+    "rotary": rotary_digests,
 }
 
 
@@ -341,6 +382,8 @@ def reference_of(operation):
         return getattr(reference_sample, operation)
     if operation.startswith("embedding"):
         return getattr(reference_embedding, operation)
+    if operation.startswith("rotary"):
+        return getattr(reference_rotary, operation)
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -435,6 +478,14 @@ def test_embedding(embedding_kernel):
 def test_embedding_backward(embedding_backward_kernel):
     kernel = embedding_backward_kernel
     check_golden("embedding_backward", kernel.embedding_backward, "ieee", kernel.dtype)
+
+
+def test_rotary_table(rotary_table_kernel):
+    check_golden("rotary_table", rotary_table_kernel.rotary_table, "ieee", rotary_table_kernel.dtype)
+
+
+def test_rotary(rotary_kernel):
+    check_golden("rotary", rotary_kernel.rotary, "ieee", rotary_kernel.dtype)
 
 
 def test_activation_backward(activation_backward_kernel):

@@ -255,6 +255,23 @@ def every_kernel():
                     chosen.workspace_size = workspace.nbytes
                     yield lib.pydet_embedding_backward, list(map(tensor, (x, ids, y))), chosen, [y, workspace]
                     continue
+                if kernel.operation == "rotary_table":
+                    outs, chosen = (values(m, n), values(m, n)), options("pydet_rotary_table_options", scale=1)
+                    chosen.kernel = options("pydet_rotary_table_options", kernel=kernel.name).kernel
+                    yield (
+                        lib.pydet_rotary_table,
+                        list(map(tensor, (np.arange(m), values(n), *outs))),
+                        chosen,
+                        list(outs),
+                    )
+                    continue
+                if kernel.operation == "rotary":
+                    q, out = values(m, 2, 2 * n, dtype=dtype), values(m, 2, 2 * n, dtype=dtype)
+                    more = values(m, 1, 2 * n, dtype=dtype), values(m, 1, 2 * n, dtype=dtype)
+                    table, chosen = values(m, n), options("pydet_rotary_options", kernel=kernel.name, neighbours=n % 2)
+                    inputs = list(map(tensor, (q, more[0], table, table, out, more[1])))
+                    yield lib.pydet_rotary, inputs, chosen, [out, more[1]]
+                    continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
                     chosen = options("pydet_rmsnorm_options", eps=1e-6, kernel=kernel.name)
@@ -421,6 +438,8 @@ def large_calls():
         "topk": lambda: pydet.topk(x, 99),
         "embedding": lambda: pydet.embedding(x, np.arange(len(x))),
         "embedding_backward": lambda: pydet.embedding_backward(x, np.arange(len(x)), len(x)),
+        "rotary_table": lambda: pydet.rotary_table(np.arange(len(x)), x[0]),
+        "rotary": lambda: pydet.rotary(x[:, None], None, x[:, : x.shape[1] // 2], x[:, : x.shape[1] // 2]),
     }
 
 

@@ -781,6 +781,7 @@ operands = {
     "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x],
     "log_prob": [x, index], "log_prob_backward": [row, x, index], "sample": [x, index, index], "topk": [x, 2],
     "embedding": [x, index], "embedding_backward": [x, index],
+    "rotary_table": [index, row], "rotary": [x[:, None], None, x[:, :2], x[:, :2]],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],

@@ -207,7 +207,7 @@ class Activation(torch.nn.Module):
         self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if is_scripting():
+        if is_scripting():  # noqa: SIM108 -- which TorchScript reads
             y = torch.ops.pydet.activation(x, self.kind)
         else:
             y = functions.activation(x, self.kind)

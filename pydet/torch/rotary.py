@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pydet.torch import code
 from pydet.ops.rotary import _rotary_table
+from pydet.torch import code
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.register import Tensor, define, index_of, straight
 from pydet.torch.stock import Derived, derived
+
 
 def _run_cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
     """As the table of one position, 1, by the elements."""
@@ -153,7 +154,9 @@ def _makes_table(module: Any) -> bool | None:
             return None
         finally:
             stand_in.makes_table = None
-        if len(found) != 2 or not all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, made, strict=True)):
+        if len(found) != 2 or not all(
+            torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, made, strict=True)
+        ):
             return None
     return twice
 

@@ -162,7 +162,7 @@ def _make(function: Any, form: _Form, turns: dict[_Key, _Turn]) -> Callable[...,
             return None
         first = unsqueeze_dim == 1 if unsqueezes else heads_first
         columns, tokens = cos.shape[-1], -2 if first else -3
-        if not cos.shape[-2] == q.shape[tokens] or (k is not None and k.shape[tokens] != q.shape[tokens]):
+        if cos.shape[-2] != q.shape[tokens] or (k is not None and k.shape[tokens] != q.shape[tokens]):
             return None
         by = turns.get((q.dtype, cos.dtype, _size(columns, q.shape[-1])))
         if by is None or ((by.whole or by.halved) and columns % 2):
@@ -242,7 +242,11 @@ def _copy(function: types.FunctionType, code: Any, closure: Any, wrapped: Any = 
     made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
     made.__dict__.update(function.__dict__)
-    made.__module__, made.__doc__, made.__annotations__ = function.__module__, function.__doc__, function.__annotations__
+    made.__module__, made.__doc__, made.__annotations__ = (
+        function.__module__,
+        function.__doc__,
+        function.__annotations__,
+    )
     if wrapped is not None:
         made.__wrapped__ = wrapped  # type: ignore[attr-defined]
     return made

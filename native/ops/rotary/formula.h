@@ -50,9 +50,6 @@ PYDET_HD CosSin cos_sin(float angle) {
   r = r - n * 0x1.3198a2e037073p-69;
   const double square = r * r;
   double s = kSine[8], c = kCosine[8];
-#if defined(__CUDACC__)
-#pragma unroll
-#endif
   for (int i = 7; i >= 0; --i) {
     s = s * square + kSine[i];
     c = c * square + kCosine[i];
