@@ -37,7 +37,9 @@ def cos_sin(angle):
 def rotary_table(positions, frequencies, *, scale=1.0, twice=False, out_dtype=np.float32):
     with np.errstate(all="ignore"):
         places = positions if np.asarray(positions).dtype.kind == "i" else reference.widen(np.asarray(positions))
-        angles = np.asarray(places).astype(np.float32).reshape(*np.shape(positions), 1) * np.asarray(frequencies, np.float32)
+        angles = np.asarray(places).astype(np.float32).reshape(*np.shape(positions), 1) * np.asarray(
+            frequencies, np.float32
+        )
         made = [reference.round_to(x * np.float32(scale), np.dtype(out_dtype)) for x in cos_sin(angles)]
     return tuple(np.concatenate([x, x], -1) if twice else x for x in made)
 

@@ -84,12 +84,9 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _turns(q: torch.dtype, table: torch.dtype) -> Iterator[_Turn]:
-    layouts = ((False, True, False, False), (False, True, True, True))  # halved, whole, neighbours, out_neighbours
-    layouts += tuple(
-        (halved, False, *pairs)
-        for halved in (True, False)
-        for pairs in ((False, False), (True, True), (True, False))
-    )  # fmt: skip
+    layouts = [(False, True, False, False), (False, True, True, True)]  # halved, whole, neighbours, out_neighbours
+    for halved in (True, False):
+        layouts += [(halved, False, *pairs) for pairs in ((False, False), (True, True), (True, False))]
     widens = (False, True) if torch.promote_types(q, table) != q else (False,)
     for layout, wide, in_fp32, gradient in itertools.product(layouts, widens, (False, True), (False, True)):
         yield _Turn(*layout, in_fp32, gradient, wide, True)

@@ -29,7 +29,6 @@ template <> struct Operation<RotaryTable> : AlwaysIeee {
   static bool lay_well(RotaryTable &table) { return give_room(table.cos), give_room(table.sin), true; }
   using Functions = FunctionList<pydet_rotary_table, pydet_rotary>;
   static Items<pydet_exchange_method> python();
-  static Items<pydet_xla_handler> xla();
 };
 
 // Heads of each token, x turned into y.
