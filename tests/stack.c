@@ -71,6 +71,26 @@ __attribute__((noinline)) static void run_embedding(const pydet_tensor *x, int64
   else call.status = pydet_embedding_backward(NULL, x, &ids, y, &options);
 }
 
+/* Rows are tokens, and columns those of one head, or channels. */
+__attribute__((noinline)) static void run_scan(void) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
+  pydet_scan_options options = {sizeof options, 0, NULL};
+  int64_t heads[] = {1, call.m, 1, call.n}, states[] = {1, call.m, 1, call.n < 512 ? call.n : 512};
+  int64_t channels[] = {1, call.m, call.n}, taps[] = {call.n, 4};
+  pydet_tensor x = tensor(a, 4, heads, NULL, call.dtype), y = tensor(c, 4, heads, NULL, call.dtype);
+  pydet_tensor row = tensor(b, 4, states, NULL, call.dtype), one = tensor(workspace, 3, heads, NULL, fp32);
+  pydet_tensor decay = tensor(bias, 1, heads, NULL, fp32), w = tensor(b, 2, taps, NULL, call.dtype);
+  options.kernel = call.kernel;
+  if (!strcmp(call.operation, "selective_scan")) {
+    call.status = pydet_selective_scan(NULL, &x, &one, &decay, &row, &row, NULL, NULL, NULL, &y, NULL, &options);
+  } else if (!strcmp(call.operation, "gated_delta")) {
+    call.status = pydet_gated_delta(NULL, &row, &row, &x, &one, &one, NULL, NULL, &y, NULL, &options);
+  } else {
+    x.ndim = y.ndim = 3, x.shape = y.shape = channels;
+    call.status = pydet_causal_conv1d(NULL, &x, &w, NULL, NULL, NULL, &y, &options);
+  }
+}
+
 static void run(void) {
   pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
   int64_t of_a[] = {call.m, call.k}, of_b[] = {call.k, call.n}, of_c[] = {call.m, call.n}, of_row[] = {call.n};
@@ -195,6 +215,8 @@ static void run(void) {
       run_topk(&x, &y);
     } else if (!strncmp(call.operation, "embedding", 9)) {
       run_embedding(&x, of_rows, &y);
+    } else if (strstr(call.operation, "scan") || strstr(call.operation, "delta") || strstr(call.operation, "conv1d")) {
+      run_scan();
     } else if (!strcmp(call.operation, "layernorm")) {
       pydet_layernorm_options options = {sizeof options, 1e-5f, 0, 0, NULL};
       options.kernel = call.kernel;
