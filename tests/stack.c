@@ -83,6 +83,8 @@ __attribute__((noinline)) static void run_head(int64_t *of_rows) {
   if (call.transposed && call.dtype.bits == 16) options.arithmetic = PYDET_SM90, options.logits = fp32;
   options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
   call.status = pydet_linear_log_prob_backward(NULL, &given, &x, &w, NULL, &index, &made, &dx, &dw, &dbias, &options);
+}
+
 __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t *of_rows, int64_t *of_row,
                                                  const pydet_tensor *y) {
   const pydet_dtype whole = {PYDET_INT, 64, 1}, fp32 = {PYDET_FLOAT, 32, 1};
@@ -96,6 +98,26 @@ __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t 
   q.ndim = out.ndim = 3, q.shape = out.shape = of_heads, q.strides = out.strides = NULL;
   if (strcmp(call.operation, "rotary")) call.status = pydet_rotary_table(NULL, &places, &frequencies, y, &other, &table);
   else if (of_table[1] > 0) call.status = pydet_rotary(NULL, &q, NULL, &cos, &sin, &out, NULL, &options);
+}
+
+/* Rows are tokens, and columns those of one head, or channels. */
+__attribute__((noinline)) static void run_scan(void) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
+  pydet_scan_options options = {sizeof options, 0, NULL};
+  int64_t heads[] = {1, call.m, 1, call.n}, states[] = {1, call.m, 1, call.n < 512 ? call.n : 512};
+  int64_t channels[] = {1, call.m, call.n}, taps[] = {call.n, 4};
+  pydet_tensor x = tensor(a, 4, heads, NULL, call.dtype), y = tensor(c, 4, heads, NULL, call.dtype);
+  pydet_tensor row = tensor(b, 4, states, NULL, call.dtype), one = tensor(workspace, 3, heads, NULL, fp32);
+  pydet_tensor decay = tensor(bias, 1, heads, NULL, fp32), w = tensor(b, 2, taps, NULL, call.dtype);
+  options.kernel = call.kernel;
+  if (!strcmp(call.operation, "selective_scan")) {
+    call.status = pydet_selective_scan(NULL, &x, &one, &decay, &row, &row, NULL, NULL, NULL, &y, NULL, &options);
+  } else if (!strcmp(call.operation, "gated_delta")) {
+    call.status = pydet_gated_delta(NULL, &row, &row, &x, &one, &one, NULL, NULL, &y, NULL, &options);
+  } else {
+    x.ndim = y.ndim = 3, x.shape = y.shape = channels;
+    call.status = pydet_causal_conv1d(NULL, &x, &w, NULL, NULL, NULL, &y, &options);
+  }
 }
 
 static void run(void) {
@@ -225,6 +247,10 @@ static void run(void) {
       run_embedding(&x, of_rows, &y);
     } else if (!strncmp(call.operation, "rotary", 6)) {
       run_rotary(&x, of_rows, of_row, &y);
+}
+
+    } else if (strstr(call.operation, "scan") || strstr(call.operation, "delta") || strstr(call.operation, "conv1d")) {
+      run_scan();
     } else if (!strcmp(call.operation, "layernorm")) {
       pydet_layernorm_options options = {sizeof options, 1e-5f, 0, 0, NULL};
       options.kernel = call.kernel;
