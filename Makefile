@@ -96,8 +96,11 @@ ISAS := scalar $(if $(findstring x86_64,$(MACHINE)),avx2 avx512)
 # an instruction set.
 named = $(patsubst native/%.cpp,%,$(wildcard $(1:%=native/%.cpp)))
 HOST := $(call named,core/* entry/* entry/*/* ops/*/*) $(addprefix cpu/,backend pool scratch thread_count)
-KERNELS := $(filter-out $(HOST),$(call named,cpu/*))
-SHARED := $(HOST:%=$(BUILD)/%.o) $(foreach isa,$(ISAS),$(KERNELS:%=$(BUILD)/%.$(isa).o))
+# What takes longest comes first.
+SLOW := $(addprefix cpu/,attention gemm_ieee rmsnorm attention_backward layernorm)
+KERNELS := $(SLOW) $(filter-out $(HOST) $(SLOW),$(call named,cpu/*))
+VECTOR := $(filter-out scalar,$(ISAS))
+SHARED := $(foreach kernel,$(KERNELS),$(VECTOR:%=$(BUILD)/$(kernel).%.o)) $(patsubst %,$(BUILD)/%.o,$(KERNELS:=.scalar) $(HOST))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
@@ -112,10 +115,17 @@ help:
 
 cpu: $(LIBRARY)/libpydet_cpu.so
 
-# The package, editable, with what its tests need. The libraries are built here and found in pydet/.
-$(VENV)/installed: setup.py pyproject.toml native/include/pydet.h native/entry/python.h | cpu
+# What the package and its tests need, as pyproject.toml says, comes beside the compiler. Python compiles of it what it
+# imports.
+NEEDED = $(shell sed -nE 's/^(requires|dependencies|test) = \[(.*)\]/\2/p' pyproject.toml | tr ',' ' ')
+$(VENV)/needed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile $(NEEDED)
+	touch $@
+
+# The package itself, editable. The libraries are built here and found in pydet/.
+$(VENV)/installed: $(VENV)/needed setup.py native/include/pydet.h native/entry/python.h | cpu
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@
 
 test: $(VENV)/installed cpu
@@ -164,6 +174,9 @@ $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 	@mkdir -p $(@D)
 	@$(LINE) $(CXX) $(OBJECTS) $(LDFLAGS) -Wl,-soname,$(@F)$(SONAME) -o $@
 
+# What is no loop over elements, or beside vectors is for processors without them: -O3 takes a quarter longer for it.
+$(HOST:%=$(BUILD)/%.o) $(if $(VECTOR),$(KERNELS:%=$(BUILD)/%.scalar.o)): CXXFLAGS := $(CXXFLAGS:-O3=-O2)
+
 # A Python that shuts down ends the threads that come back to it, by unwinding them: no destructor may then run, since it
 # would enter Python. Nothing here throws.
 $(patsubst native/%.cpp,$(BUILD)/%.o,$(wildcard native/entry/python/*.cpp native/ops/*/python.cpp)): CXXFLAGS += -fno-exceptions
@@ -195,9 +208,9 @@ SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide
 MMA_TYPES := 0 1
 SM90_ATTENTION := $(foreach kernel,forward backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
 SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_backward_keys_mma attention_backward_queries_mma attention_mma sm90/attention/decode sm90/attention/spread sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
-  any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
-  nvidia/norm_backward_strided any/layernorm_backward $(addprefix nvidia/,rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart \
-    gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
+  any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/norm_backward_apart any/norm any/softmax nvidia/norm_elements any/norm_backward \
+  nvidia/norm_backward_elements $(addprefix nvidia/,norm_backward_rows \
+    gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent softmax_spread softmax_backward_staged) \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) nvidia/sm90/clusters
 kernels = $(patsubst native/gpu/%.cu,%,$(wildcard $(1:%=native/gpu/%/*.cu)))
 CUDA_KERNELS := $(SLOW_KERNELS) $(filter-out $(SLOW_KERNELS) nvidia/gemm_mma,$(call kernels,nvidia any))
