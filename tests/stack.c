@@ -247,8 +247,6 @@ static void run(void) {
       run_embedding(&x, of_rows, &y);
     } else if (!strncmp(call.operation, "rotary", 6)) {
       run_rotary(&x, of_rows, of_row, &y);
-}
-
     } else if (strstr(call.operation, "scan") || strstr(call.operation, "delta") || strstr(call.operation, "conv1d")) {
       run_scan();
     } else if (!strcmp(call.operation, "layernorm")) {
