@@ -83,7 +83,7 @@ __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t 
   other.data = workspace + kMost / 2;
   q.ndim = out.ndim = 3, q.shape = out.shape = of_heads, q.strides = out.strides = NULL;
   if (strcmp(call.operation, "rotary")) call.status = pydet_rotary_table(NULL, &places, &frequencies, y, &other, &table);
-  else if (of_table[1] > 0) call.status = pydet_rotary(NULL, &q, NULL, &cos, &sin, &out, NULL, &options);
+  else call.status = of_table[1] > 0 ? pydet_rotary(NULL, &q, NULL, &cos, &sin, &out, NULL, &options) : PYDET_OK;
 }
 
 static void run(void) {
