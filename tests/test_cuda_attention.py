@@ -209,6 +209,10 @@ def test_values_that_nobody_sees(runs):
             float("inf"),
         )
         runs.check("attention", q, k, v, causal=causal, what=f"d {d}, causal {causal}")
+    for d, keys in itertools.product((64, 128, 256), (700, 1500)):  # few rows, each with more keys than the last
+        q, k, v = dense(runs, 2, 4, 2, 4, keys, d)
+        v[0, :, -2], v[1, 1, -1, d - 3], k[0, 1, -1], v[0, 0, 5, 9] = (float(x) for x in ("inf", "nan", "nan", "inf"))
+        runs.check("attention", q, k, v, causal=True, what=f"d {d}, {keys} keys, few rows")
 
 
 @each("attention")

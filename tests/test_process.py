@@ -256,8 +256,8 @@ def every_kernel():
                     yield lib.pydet_embedding_backward, list(map(tensor, (x, ids, y))), chosen, [y, workspace]
                     continue
                 if kernel.operation == "rotary_table":
-                    outs, chosen = (values(m, n), values(m, n)), options("pydet_rotary_table_options", scale=1)
-                    chosen.kernel = options("pydet_rotary_table_options", kernel=kernel.name).kernel
+                    outs = values(m, n), values(m, n)
+                    chosen = options("pydet_rotary_table_options", scale=1, kernel=kernel.name)
                     yield (
                         lib.pydet_rotary_table,
                         list(map(tensor, (np.arange(m), values(n), *outs))),
@@ -271,6 +271,29 @@ def every_kernel():
                     table, chosen = values(m, n), options("pydet_rotary_options", kernel=kernel.name, neighbours=n % 2)
                     inputs = list(map(tensor, (q, more[0], table, table, out, more[1])))
                     yield lib.pydet_rotary, inputs, chosen, [out, more[1]]
+                    continue
+                if kernel.operation in ("selective_scan", "gated_delta", "causal_conv1d"):
+                    chosen, tokens = options("pydet_scan_options", kernel=kernel.name), x[None]
+                    if kernel.operation == "causal_conv1d":
+                        w = values(n, 4, dtype=dtype)
+                        given = [tensor(tokens), tensor(w), None, None, None, tensor(y[None])]
+                        yield lib.pydet_causal_conv1d, given, chosen, [y]
+                        continue
+                    heads, one, state = x[None, :, None], values(1, m, 1), values(1, 1, n, n)
+                    if kernel.operation == "selective_scan":
+                        given = [
+                            tensor(heads),
+                            tensor(one),
+                            tensor(one[0, 0]),
+                            tensor(heads),
+                            tensor(heads),
+                            None,
+                            None,
+                        ]
+                    else:
+                        given = [tensor(heads)] * 3 + [tensor(one), tensor(one), None]
+                    given += [None, tensor(y[None, :, None]), tensor(state)]
+                    yield getattr(lib, f"pydet_{kernel.operation}"), given, chosen, [y, state]
                     continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
@@ -440,6 +463,9 @@ def large_calls():
         "embedding_backward": lambda: pydet.embedding_backward(x, np.arange(len(x)), len(x)),
         "rotary_table": lambda: pydet.rotary_table(np.arange(len(x)), x[0]),
         "rotary": lambda: pydet.rotary(x[:, None], None, x[:, : x.shape[1] // 2], x[:, : x.shape[1] // 2]),
+        "selective_scan": lambda: pydet.selective_scan(heads, heads[..., 0], row, heads, heads),
+        "gated_delta": lambda: pydet.gated_delta(heads, heads, heads, heads[..., 0], heads[..., 0]),
+        "causal_conv1d": lambda: pydet.causal_conv1d(x[None], x[:, :4]),
     }
 
 

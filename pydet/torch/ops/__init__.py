@@ -24,6 +24,7 @@ from pydet.torch.ops import (
     rotary,
     sample,
     scaled,
+    scan,
     sequences,
     softmax,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "rotary",
     "sample",
     "scaled",
+    "scan",
     "sequences",
     "softmax",
     "sum_rows",

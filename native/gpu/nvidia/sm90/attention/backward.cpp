@@ -26,6 +26,13 @@ bool stores_pairs(const Heads &heads, int64_t sequences, int64_t head_count, int
          even(heads.token_stride, tokens);
 }
 
+// Whether tiles of 128 keys are so few that the one with the most to do would be waited for: then of 64.
+bool takes_narrow_keys(const Attention &a, int64_t sms) {
+  if (a.k_start) return false;
+  const int64_t tiles = divide_up(a.keys, kKeysBlock), each = a.causal ? (tiles + 1) / 2 : tiles;
+  return a.sequences * a.groups * each * 12 < sms * 10;
+}
+
 }  // namespace
 
 bool attention_backward_sm90_takes(const AttentionBackward &b) {
@@ -70,7 +77,8 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
     return make_map(name, encode, shape, map);
   };
   AttentionPlan &to = p.a;
-  const int block = block_keys(a.d);  // and keys of a tile
+  p.narrow = block_keys(a.d) == 64 || takes_narrow_keys(a, gpu_multiprocessors(a.device.id));
+  const int block = block_keys(a.d), tile = p.narrow ? 64 : block;
   if (pydet_status status =
           make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q))
     return status;
@@ -80,6 +88,10 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   if (pydet_status status = make(a.k, a.d, a.keys, a.groups, block, &to.k, &to.group_moves_k, &to.sequence_moves_k))
     return status;
   if (pydet_status status = make(a.v, a.e, a.keys, a.groups, block, &to.v, &to.group_moves_v, &to.sequence_moves_v))
+    return status;
+  if (pydet_status status = make(a.k, a.d, a.keys, a.groups, tile, &p.own_k, &to.group_moves_k, &to.sequence_moves_k))
+    return status;
+  if (pydet_status status = make(a.v, a.e, a.keys, a.groups, tile, &p.own_v, &to.group_moves_v, &to.sequence_moves_v))
     return status;
 
   to.sequences = int(a.sequences), to.queries = int(a.queries), to.keys = int(a.keys);
@@ -97,7 +109,7 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
 
   const int64_t sequences_of_packs = a.sequences;
   const int64_t key_tiles =
-      a.k_start ? divide_up(a.keys, block) + sequences_of_packs : divide_up(a.keys, block) * a.sequences;
+      a.k_start ? divide_up(a.keys, tile) + sequences_of_packs : divide_up(a.keys, tile) * a.sequences;
   const int64_t query_tiles = a.q_start ? row_tiles_of(a) : row_tiles_of(a) * a.sequences;
   Launch launch = {name, static_cast<gpu_stream>(b.stream), dim3(1), dim3(1)};
   launch.overlaps_previous = true;

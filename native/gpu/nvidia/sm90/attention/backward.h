@@ -19,10 +19,12 @@ constexpr int kRowPieceBytes = kRowPieceFloats * 4;
 struct AttentionBackwardPlan {
   AttentionPlan a;  // the forward's operands; maps of q, k, v in boxes of 64 or 128 tokens
   CUtensorMap dout;
+  CUtensorMap own_k, own_v;  // in boxes of the keys of backward_keys.cu's tiles
   Heads in_dout;
   Heads dq, dk, dv;
   float scale;
   bool accumulate;
+  bool narrow;       // and those are 64, also of d <= 128
   bool behind_keys;  // backward_queries.cu runs behind backward_keys.cu
   bool sequence_moves_dout, head_moves_q, head_moves_dout;
   int row_tiles;  // of kBackwardTile rows, that the rows of a head take: of a sequence, or of a pack

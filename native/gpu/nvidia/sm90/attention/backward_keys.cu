@@ -26,11 +26,11 @@ struct KeyTile {
   int begin, end;        // tiles of 64 queries
   Lengths x;
 };
-template <Type type_, int d_> struct KeysShape {
+template <Type type_, int d_, bool shared_> struct KeysShape {
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int threads = (warpgroups + 1) * kWarpgroup, producer_registers = 24, consumer_registers = 240;
-  static constexpr bool shared = d == 256;  // both warpgroups have the same keys, and a gradient each
+  static constexpr bool shared = shared_;  // both warpgroups have the same keys, and a gradient each
   static constexpr int keys = shared ? 64 : 128, weights_bytes = shared ? 64 * kBackwardQueries * 4 : 0;
   static constexpr int k_box_bytes = keys * kRowBytes, k_bytes = chunks * k_box_bytes;
   static constexpr int q_box_bytes = kBackwardQueries * kRowBytes, q_bytes = chunks * q_box_bytes;
@@ -85,9 +85,9 @@ template <class S> __device__ __forceinline__ void load_steps(const AttentionBac
   const int steps = (tile.end - tile.begin) * p.a.group_heads;
   if (steps == 0) return;
   barrier_expect(base + S::keys_full_at, 2 * S::k_bytes);
-  load_heads<S::chunks>(&p.a.k, base, base + S::keys_full_at, S::keys, tile.place,
+  load_heads<S::chunks>(&p.own_k, base, base + S::keys_full_at, S::keys, tile.place,
                         place_if(p.a.group_moves_k, tile.group), place_if(p.a.sequence_moves_k, tile.sequence));
-  load_heads<S::chunks>(&p.a.v, base + S::k_bytes, base + S::keys_full_at, S::keys, tile.place,
+  load_heads<S::chunks>(&p.own_v, base + S::k_bytes, base + S::keys_full_at, S::keys, tile.place,
                         place_if(p.a.group_moves_v, tile.group), place_if(p.a.sequence_moves_v, tile.sequence));
   Cursor<S::stages> ring;
   QuerySteps step(tile, p.a.group_heads);
@@ -420,9 +420,11 @@ __global__ void __launch_bounds__(S::threads, 1)
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
   const int most = std::max(plan.a.d, plan.a.e);
-  return most <= 64    ? function(KeysShape<type, 64>())
-         : most <= 128 ? function(KeysShape<type, 128>())
-                       : function(KeysShape<type, 256>());
+  if (plan.narrow && most <= 128)
+    return most <= 64 ? function(KeysShape<type, 64, true>()) : function(KeysShape<type, 128, true>());
+  return most <= 64    ? function(KeysShape<type, 64, false>())
+         : most <= 128 ? function(KeysShape<type, 128, false>())
+                       : function(KeysShape<type, 256, true>());
 }
 
 }  // namespace

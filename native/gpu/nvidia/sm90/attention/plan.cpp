@@ -109,12 +109,11 @@ int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
   return divide_up(groups, divide_up(groups, at_once)) * of_group;
 }
 
-// Whether spread.cu has a split one: all clusters at once, a block a multiprocessor. Of windows, padding before the first
-// key and packed keys it was not compared with the CPU yet.
+// Whether spread.cu has them: all clusters at once, a block a multiprocessor.
 bool spreads(const Attention &a, const Cut &cut, int64_t sms) {
-  const bool compared = a.window_left == kNoWindow && a.window_right == kNoWindow && !a.first_key && !a.k_start;
-  return compared && decodes(a, cut) && cut.split && a.kv_chunk == kSpreadKeys &&
-         a.sequences * a.groups * divide_up(a.keys, kSpreadKeys) * spread_parts(int(a.d)) <= sms;
+  if (!decodes(a, cut) || (cut.split ? a.kv_chunk != kSpreadKeys : a.keys > std::min<int64_t>(a.kv_chunk, kSpreadKeys)))
+    return false;
+  return a.sequences * a.groups * divide_up(a.keys, kSpreadKeys) * spread_parts(int(a.d)) <= sms;
 }
 
 uint64_t workspace_of(const Attention &a, const Cut &cut) {

@@ -198,14 +198,14 @@ __device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<
   float zero = 0;  // times what is finite
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool none = totals.m[h] == -INFINITY;
+    const bool none = totals.m[h] == -INFINITY;  // and all of o is 0
     const float reciprocal = none ? 0.0f : __frcp_rn(totals.l[h]);
 #pragma unroll
     for (int i = 0; i < S::d / 8; ++i)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float &x = o[4 * i + 2 * h + e];
-        x = none ? 0.0f : weighed(x, reciprocal);
+        x = weighed(x, reciprocal);
         zero = fmaf(x, 0.0f, zero);
       }
     const RowPlace at_row = row_place(p, first + lane / 4 + 8 * h);
@@ -216,6 +216,13 @@ __device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<
           none ? -INFINITY : canonical(log_sum_exp({totals.m[h], totals.l[h]}));
   }
   const uint32_t piece = at.base + S::out_at + warp * S::out_warp_bytes;
+  char *rows[4];  // where 16 bytes of each chunk of every fourth go; null: there is no such row
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const RowPlace at_row = row_place(p, first + 4 * i + lane / 8);
+    const int token = job.q_first + first_query + at_row.query;
+    rows[i] = has(at_row) ? result_at(p, job.sequence, token, job.head + at_row.head) + lane % 8 * 16 : nullptr;
+  }
 #pragma unroll
   for (int chunk = 0; chunk < S::chunks; ++chunk) {
     __syncwarp();  // the piece, or O that lay there, has been read
@@ -231,20 +238,16 @@ __device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<
       store_matrices(piece + row * kRowBytes + ((2 * j + lane / 16) ^ (row % 8)) * 16, fragments);
     }
     __syncwarp();
+    const bool inside = chunk * kBlockK + lane % 8 * 8 < p.e;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 4 * i + lane / 8;
-      const RowPlace at_row = row_place(p, first + row);
       uint4 x;
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                    : "r"(piece + row * kRowBytes + ((lane % 8) ^ (row % 8)) * 16)
                    : "memory");
-      const int column = chunk * kBlockK + lane % 8 * 8;
-      if (has(at_row) && column < p.e)
-        *reinterpret_cast<uint4 *>(
-            p.out.data + 2 * (job.sequence * p.out.sequence_stride + (job.head + at_row.head) * p.out.head_stride +
-                              (job.q_first + first_query + at_row.query) * p.out.token_stride + column)) = x;
+      if (inside && rows[i]) *reinterpret_cast<uint4 *>(rows[i] + chunk * kRowBytes) = x;
     }
   }
   return __all_sync(0xFFFFFFFFu, zero == 0.0f);
