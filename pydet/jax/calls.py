@@ -322,8 +322,8 @@ def call_handler(
     return _call(target, results, tuple(aliases.items()), typed, layouts, *operands)
 
 
-_ONE_BY_ONE = ("grouped_gemm", "scaled_gemm", "quantize", "embedding", "embedding_backward")  # under vmap
-_ONE_BY_ONE += ("linear_log_prob", "linear_log_prob_backward")
+_ONE_BY_ONE = {"grouped_gemm", "scaled_gemm", "quantize", "embedding", "embedding_backward"}  # under vmap
+_ONE_BY_ONE |= {"linear_log_prob", "linear_log_prob_backward"}
 
 
 @compiled(0, 1, 2, 3, 4)
