@@ -3,6 +3,7 @@
 #include "gpu/nvidia/sm90/attention/backward.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "gpu/kernels.h"
@@ -13,6 +14,8 @@ namespace {
 
 constexpr int64_t kMost = int64_t(1) << 28;  // of tokens
 constexpr int64_t kMostD = 256;
+// Of backward_fused.cu under a causal mask: steps of a chunk of a tile's queries, and tiles that stand side by side.
+constexpr int64_t kChunkSteps = 128;
 
 // Of a head: tiles of rows that have numbers in the workspace.
 int64_t row_tiles_of(const Attention &a) { return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0); }
@@ -33,7 +36,53 @@ bool takes_narrow_keys(const Attention &a, int64_t sms) {
   return a.sequences * a.groups * each * 12 < sms * 10;
 }
 
+// What backward_fused.cu wants of the workspace behind the rows' numbers, in this order.
+struct FusedParts {
+  int64_t pieces, tiles;  // of 64 queries; of keys
+  int chunks, chunk_tiles, section;
+  uint64_t ints, sums, carry;  // bytes
+  uint64_t all() const { return ints + sums + carry; }
+};
+FusedParts fused_parts(const Attention &a) {
+  FusedParts x = {};
+  const uint64_t width = std::max(a.d, a.e) <= 64 ? 64 : 128;
+  x.pieces = row_heads_of(a) * row_tiles_of(a) * 2;
+  x.tiles = a.k_start ? 0 : a.sequences * a.groups * divide_up(a.keys, kFusedKeys);
+  x.chunks = 1, x.chunk_tiles = int(row_tiles_of(a) * 2), x.section = 1;
+  if (a.causal && !a.q_start && !a.k_start && !a.k_length) {
+    const int64_t group_heads = std::max<int64_t>(a.heads / a.groups, 1);
+    x.chunk_tiles = int(divide_up(kChunkSteps / 2, group_heads) * 2);
+    x.chunks = int(std::max<int64_t>(divide_up(row_tiles_of(a) * 2, x.chunk_tiles), 1));
+    if (const char *t = getenv("PYDET_T_CHUNK")) {
+      const int64_t steps = atoi(t);
+      x.chunk_tiles = steps ? int(divide_up(steps / 2, group_heads) * 2) : int(row_tiles_of(a) * 2);
+      x.chunks = int(std::max<int64_t>(divide_up(row_tiles_of(a) * 2, x.chunk_tiles), 1));
+    }
+    int64_t kSectionTiles = 264;
+    if (const char *t = getenv("PYDET_T_SECTION")) kSectionTiles = atoi(t);
+    x.section = int(divide_up(kSectionTiles, std::max<int64_t>(divide_up(a.keys, kFusedKeys), 1)));
+  }
+  x.ints = uint64_t(divide_up(x.pieces + x.tiles + 1, 32)) * 128;
+  x.sums = uint64_t(x.pieces) * kBackwardQueries * width * 4;
+  x.carry = x.chunks > 1 ? uint64_t(x.tiles) * kFusedKeys * 2 * width * 4 : 0;
+  return x;
+}
+bool fits_fused(const Attention &a) { return std::max(a.d, a.e) <= 128; }
+
+uint64_t rows_bytes(const Attention &a) {
+  return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
+}
+
 }  // namespace
+
+bool attention_backward_fused_takes(const AttentionBackward &b) {
+  const Attention &a = b.forward;
+  if (!b.dq.data || !b.dk.data || !fits_fused(a) || a.first_key || !attention_backward_sm90_takes(b)) return false;
+  const FusedParts x = fused_parts(a);
+  const int64_t tiles = a.k_start ? divide_up(a.keys, kFusedKeys) + a.sequences : x.tiles;
+  return b.workspace_size >= rows_bytes(a) + x.all() && tiles * a.groups * x.chunks <= kMost;
+}
+bool attention_backward_fused_prefers(const AttentionBackward &) { return false; }
 
 bool attention_backward_sm90_takes(const AttentionBackward &b) {
   const Attention &a = b.forward;
@@ -45,7 +94,7 @@ bool attention_backward_sm90_takes(const AttentionBackward &b) {
   if (a.k_start && a.first_key) return false;
   const int64_t most_tiles = (row_tiles_of(a) + divide_up(a.keys, block_keys(a.d)) + a.sequences) * row_heads_of(a);
   if (most_tiles > kMost) return false;
-  if (b.workspace_size < attention_backward_sm90_workspace(b, nullptr)) return false;
+  if (b.workspace_size < rows_bytes(a)) return false;
   return aligned(a.q, a.sequences, a.heads, a.queries) && aligned(a.k, a.sequences, a.groups, a.keys) &&
          aligned(a.v, a.sequences, a.groups, a.keys) && aligned(a.out, a.sequences, a.heads, a.queries) &&
          aligned(b.dout, a.sequences, a.heads, a.queries) &&
@@ -56,13 +105,15 @@ bool attention_backward_sm90_takes(const AttentionBackward &b) {
 
 uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const char *kernel) {
   const Attention &a = b.forward;
-  if (kernel && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
+  const bool fused = kernel && strcmp(kernel, kAttentionBackwardFusedName) == 0;
+  if (kernel && !fused && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
-  return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
+  return rows_bytes(a) + (fused && fits_fused(a) ? fused_parts(a).all() : 0);
 }
 
-pydet_status attention_backward_sm90(const AttentionBackward &b) {
-  const char *name = kAttentionBackwardName;
+namespace {
+
+pydet_status run_backward(const AttentionBackward &b, const char *name, bool fused) {
   const Attention &a = b.forward;
   const int64_t group_heads = a.heads / a.groups;
   DeviceGuard guard(a.device.id);
@@ -77,7 +128,7 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
     return make_map(name, encode, shape, map);
   };
   AttentionPlan &to = p.a;
-  p.narrow = block_keys(a.d) == 64 || takes_narrow_keys(a, gpu_multiprocessors(a.device.id));
+  p.narrow = block_keys(a.d) == 64 || (!fused && takes_narrow_keys(a, gpu_multiprocessors(a.device.id)));
   const int block = block_keys(a.d), tile = p.narrow ? 64 : block;
   if (pydet_status status =
           make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q))
@@ -107,6 +158,14 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   p.row_tiles = int(row_tiles_of(a));
   p.rows = static_cast<float *>(b.workspace);
 
+  if (fused) {
+    const FusedParts x = fused_parts(a);
+    p.zeros = x.pieces + x.tiles + 1;
+    char *at = static_cast<char *>(b.workspace) + rows_bytes(a);
+    p.words = reinterpret_cast<int *>(at), p.carried = p.words + x.pieces, p.taken = p.carried + x.tiles;
+    p.sums = reinterpret_cast<float *>(at + x.ints), p.carry = reinterpret_cast<float *>(at + x.ints + x.sums);
+    p.section = x.section, p.chunks = x.chunks, p.chunk_tiles = x.chunk_tiles;
+  }
   const int64_t sequences_of_packs = a.sequences;
   const int64_t key_tiles =
       a.k_start ? divide_up(a.keys, tile) + sequences_of_packs : divide_up(a.keys, tile) * a.sequences;
@@ -115,6 +174,12 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   launch.overlaps_previous = true;
   const auto run = [&](auto type) -> pydet_status {
     constexpr Type kType = decltype(type)::value;
+    if (fused) {
+      p.numbers = int(key_tiles * a.groups * p.chunks);
+      if (pydet_status status = load_attention_backward_fused<kType>(name, p)) return status;
+      if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
+      return attention_backward_fused<kType>(launch, p, int(query_tiles * a.heads));
+    }
     if (b.dk.data)
       if (pydet_status status = load_attention_backward_keys<kType>(name, p)) return status;
     if (b.dq.data)
@@ -129,6 +194,15 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
     return attention_backward_queries<kType>(launch, p);
   };
   return with_type<kHalfTypes>(a.q.type, run);
+}
+
+}  // namespace
+
+pydet_status attention_backward_sm90(const AttentionBackward &b) {
+  return run_backward(b, kAttentionBackwardName, false);
+}
+pydet_status attention_backward_fused(const AttentionBackward &b) {
+  return run_backward(b, kAttentionBackwardFusedName, true);
 }
 
 }  // namespace pydet

@@ -1,0 +1,469 @@
+// All three gradients of attention in one pass of the tensor cores: five products where backward_keys.cu and
+// backward_queries.cu make seven.
+//
+//   As backward_keys.cu: a block has a tile of 128 keys, walks the queries that see them, upward, and makes dk and dv. Its
+//   gradients of scores are left in shared memory as well, and their product with the tile's keys is what these keys add
+//   to dq. NUMERICS.md's order of dq is that in which tiles meet a query: of a tile of 64 queries and a head, the last keys
+//   first. So the sums so far lie in memory, and a word says which keys have been added last. A warp waits for it, and
+//   another writes it when this block has added.
+//   The L2 adds, without an answer. It flushes subnormals; so where any of what a warp adds is that small, and from there
+//   on, the threads add. What is added is nothing or from 2^-102 on: then sums are whole 2^-125, or nothing.
+//   Blocks take their tiles in turn from a counter, so whom one waits for has begun before it. A causal mask's tiles may
+//   be cut into chunks of queries; the sums of dk and dv then pass from one to the next through memory.
+//   A last kernel rounds dq.
+//
+// The order of every sum is NUMERICS.md's, "Attention, backward".
+
+#include <algorithm>
+
+#include "gpu/kernels.h"
+#include "gpu/nvidia/sm90/attention/backward_steps.h"
+
+namespace pydet {
+namespace {
+
+// A word: twice (the block of keys that has added last, and 1), and whether its sums are the threads' from here on.
+// Of a turn, for the warps that add: whether it is, or this is the first of all; whether it will be; where the sums are.
+constexpr int kAnswers = 1, kFirstOfAll = 2, kTurnBytes = 16;
+
+struct FusedTile {
+  KeyTile keys;
+  int block;         // of the sequence's keys, which is what its word says
+  int others_begin;  // tiles of queries from here on the block of keys behind has added to
+  int first, last;   // chunk of its keys
+  int carry;         // where its sums wait between chunks
+};
+
+template <Type type_, int d_> struct FusedShape {
+  static constexpr Type type = type_;
+  static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
+  static constexpr int consumers = warpgroups * kWarpgroup, threads = consumers + kWarpgroup;
+  static constexpr int producer_registers = 24, consumer_registers = 240;
+  static constexpr int keys = kFusedKeys, sum = d / warpgroups;  // columns of dq that a warpgroup makes
+  static constexpr int k_box_bytes = keys * kRowBytes, k_bytes = chunks * k_box_bytes;
+  static constexpr int q_box_bytes = kBackwardQueries * kRowBytes, q_bytes = chunks * q_box_bytes;
+  static constexpr int stages = d == 64 ? 8 : 4, stage_bytes = 2 * q_bytes;
+  static constexpr int gradients_bytes = keys * kRowBytes;  // of scores: 64 queries by 128 keys
+  static constexpr int ring_at = 2 * k_bytes, gradients_at = ring_at + stages * stage_bytes,
+                       rows_at = gradients_at + 2 * gradients_bytes, rows_bytes = kRowPieceBytes + 16,
+                       keys_full_at = rows_at + stages * rows_bytes, full_at = keys_full_at + 8,
+                       empty_at = full_at + stages * 8, turn_at = empty_at + stages * 8, done_at = turn_at + 16,
+                       told_at = done_at + 16, turns_at = divide_up(told_at + 16, 16) * 16, tile_at = turns_at + 2 * kTurnBytes,
+                       shared_bytes = tile_at + int(sizeof(FusedTile));
+  static_assert((stages & (stages - 1)) == 0, "a step's stage by bits of its number");
+  static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
+  static PYDET_HD constexpr int row(int warpgroup) { return warpgroup * 64; }
+};
+
+// ---- What blocks tell each other ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ int load_acquired(const int *from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_released(int *to, int x) {
+  asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_int(uint32_t address, int x) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+// A tile of 64 queries among those of all heads, as row_piece counts them.
+__device__ __forceinline__ int64_t query_tile_at(const AttentionBackwardPlan &p, int sequence, int head,
+                                                 const Lengths &x, int tile) {
+  return (row_piece(p, sequence, head, x, tile * kBackwardQueries) - p.rows) / kRowPieceFloats;
+}
+
+// ---- Which tile a block has --------------------------------------------------------------------------------------
+
+// Tile `number` in the order in which blocks take them; false where there are fewer, or this one has nothing to do.
+__device__ __forceinline__ bool fused_tile_of(const AttentionBackwardPlan &p, int number, FusedTile *to) {
+  BackwardTile tile;
+  int chunk = 0;
+  const int groups = p.a.heads / p.a.group_heads;
+  if (p.a.uniform) {
+    const int pairs = p.a.sequences * groups, tiles = (p.a.keys + kFusedKeys - 1) / kFusedKeys, each = tiles * p.chunks;
+    const int first = number / (p.section * each) * p.section;
+    if (first >= pairs) return false;
+    const int rest = number - first * each, here = min(p.section, pairs - first);
+    chunk = rest / (tiles * here);
+    if (chunk >= p.chunks) return false;
+    const int in_chunk = rest - chunk * tiles * here, down = in_chunk / here, pair = first + in_chunk - down * here;
+    tile.sequence = pair / groups, tile.head = pair - tile.sequence * groups, tile.tile = tiles - 1 - down;
+    tile.x = lengths_of(p.a, tile.sequence);
+  } else {
+    const auto tiles = [&](const Lengths &x) {
+      return ((p.a.k_start ? x.keys : p.a.keys) + kFusedKeys - 1) / kFusedKeys;
+    };
+    if (!tile_of<true>(p.a, number, groups, tiles, &tile)) return false;
+  }
+  KeyTile &keys = to->keys;
+  describe_keys<kFusedKeys>(p, tile, &keys);
+  const TilesOfQueries behind = queries_that_see(p, keys.x, keys.key + kFusedKeys, kFusedKeys);
+  to->block = same_in_warp(tile.tile);
+  to->others_begin = same_in_warp(behind.begin == behind.end ? keys.end : behind.begin);
+  to->carry = same_in_warp((tile.sequence * groups + tile.head) * ((p.a.keys + kFusedKeys - 1) / kFusedKeys) + tile.tile);
+  to->first = to->last = true;
+  if (p.chunks == 1) return true;
+  const int from = chunk * p.chunk_tiles, end = from + p.chunk_tiles;
+  if (keys.begin == keys.end) return chunk == 0;
+  if (keys.end <= from || keys.begin >= end) return false;
+  to->first = keys.begin >= from, to->last = keys.end <= end;
+  keys.begin = max(keys.begin, from), keys.end = min(keys.end, end);
+  return true;
+}
+
+// ---- The warps beside the one that loads -------------------------------------------------------------------------
+
+// Before each step's sums are added: waits until the keys behind have been.
+template <class S>
+__device__ __forceinline__ void wait_for_turns(const AttentionBackwardPlan &p, uint32_t base, const FusedTile &tile) {
+  const int steps = (tile.keys.end - tile.keys.begin) * p.a.group_heads;
+  QuerySteps step(tile.keys, p.a.group_heads);
+  Cursor<2> turn;
+  for (int i = 0; i < steps; ++i, step.next(), turn.next()) {
+    const int head = tile.keys.group * p.a.group_heads + step.head;
+    const int64_t at = query_tile_at(p, tile.keys.sequence, head, tile.keys.x, step.tile);
+    int word = kFirstOfAll;
+    if (step.tile >= tile.others_begin) {
+      const int *from = p.words + at;
+      while ((word = load_acquired(from)) / 2 != tile.block + 2) __nanosleep(20);
+      word &= kAnswers;
+    }
+    if (i >= 2) barrier_wait(base + S::told_at + turn.stage * 8, turn.parity ^ 1);
+    const uint64_t sums = uint64_t(p.sums + at * kBackwardQueries * S::d);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(base + S::turns_at + turn.stage * kTurnBytes),
+                 "r"(word), "r"(word & kAnswers), "r"(int(sums)), "r"(int(sums >> 32))
+                 : "memory");
+    barrier_arrive(base + S::turn_at + turn.stage * 8);
+  }
+}
+
+// And when they have been, says so.
+template <class S>
+__device__ __forceinline__ void tell_others(const AttentionBackwardPlan &p, uint32_t base, const FusedTile &tile) {
+  const int steps = (tile.keys.end - tile.keys.begin) * p.a.group_heads;
+  QuerySteps step(tile.keys, p.a.group_heads);
+  Cursor<2> turn;
+  for (int i = 0; i < steps; ++i, step.next(), turn.next()) {
+    const int head = tile.keys.group * p.a.group_heads + step.head;
+    barrier_wait(base + S::done_at + turn.stage * 8, turn.parity);
+    const int small = load_int(base + S::turns_at + turn.stage * kTurnBytes + 4);
+    store_released(p.words + query_tile_at(p, tile.keys.sequence, head, tile.keys.x, step.tile),
+                   (tile.block + 1) * 2 + small);
+    barrier_arrive(base + S::told_at + turn.stage * 8);
+  }
+}
+
+// ---- The warpgroups that multiply --------------------------------------------------------------------------------
+
+// Sums of a warp on their way from one chunk to the next, and those of dq: fours of a lane side by side.
+__device__ __forceinline__ void load_carried(float *sums, const float4 *from, int fours) {
+#pragma unroll
+  for (int i = 0; i < fours; ++i) {
+    const float4 x = __ldcg(from + i * 32);
+    sums[4 * i] = x.x, sums[4 * i + 1] = x.y, sums[4 * i + 2] = x.z, sums[4 * i + 3] = x.w;
+  }
+}
+__device__ __forceinline__ void store_carried(const float *sums, float4 *to, int fours) {
+#pragma unroll
+  for (int i = 0; i < fours; ++i)
+    __stcg(to + i * 32, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+}
+
+// What a step adds to dq, in the block's turn.
+template <class S>
+__device__ __forceinline__ void add_to_queries(const float (&sums)[S::sum / 2], uint32_t base, const Cursor<2> &turn) {
+  constexpr int fours = S::sum / 8;
+  uint32_t least = 0xFFFFFFFFu;  // twice the smallest that is not nothing, less 1
+#pragma unroll
+  for (int i = 0; i < S::sum / 2; ++i) least = min(least, __float_as_uint(sums[i]) * 2 - 1);
+  const bool small = __any_sync(0xFFFFFFFFu, least < (uint32_t(127 - 102) << 24) - 1);
+  barrier_wait(base + S::turn_at + turn.stage * 8, turn.parity);
+  const uint4 of_turn = load_16_bytes(base + S::turns_at + turn.stage * kTurnBytes);
+  const int word = int(of_turn.x);
+  float4 *to = reinterpret_cast<float4 *>(of_turn.z | uint64_t(of_turn.w) << 32) +
+               (thread_number() / 32 * fours * 32 + thread_number() % 32);
+  if (word & kFirstOfAll) {
+    store_carried(sums, to, fours);
+  } else if (!small && !(word & kAnswers)) {
+#pragma unroll
+    for (int i = 0; i < fours; ++i)
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 32), "f"(sums[4 * i]),
+                   "f"(sums[4 * i + 1]), "f"(sums[4 * i + 2]), "f"(sums[4 * i + 3])
+                   : "memory");
+  } else {
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < fours; ++i)
+        if (i / (fours / 2) == half) {
+          const float4 x = __ldcg(to + i * 32);
+          __stcg(to + i * 32, make_float4(x.x + sums[4 * i], x.y + sums[4 * i + 1], x.z + sums[4 * i + 2],
+                                          x.w + sums[4 * i + 3]));
+        }
+  }
+  __syncwarp();
+  if (thread_number() % 32 == 0) {
+    if (small) store_int(base + S::turns_at + turn.stage * kTurnBytes + 4, kAnswers);
+    barrier_arrive(base + S::done_at + turn.stage * 8);
+  }
+}
+
+template <bool first, class A, class B> __device__ __forceinline__ auto &one_of(A &a, B &b) {
+  if constexpr (first) return a;
+  else return b;
+}
+
+template <class S>
+__device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, uint32_t base, int warpgroup) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  float dk[S::d / 2], dv[S::d / 2];
+  int steps;
+  const auto carried = [&](const FusedTile &tile) {
+    return reinterpret_cast<float4 *>(p.carry) +
+           (int64_t(tile.carry) * S::consumer_warps + thread_number() / 32) * (2 * S::d / 8) * 32 +
+           thread_number() % 32;
+  };
+  {
+    const auto tile = load_struct<FusedTile>(base + S::tile_at);
+    steps = same_in_warp((tile.keys.end - tile.keys.begin) * p.a.group_heads);
+    if (tile.first) {
+      begin_sums(dk, p, p.dk, tile.keys, S::row(warpgroup), p.a.d);
+      begin_sums(dv, p, p.dv, tile.keys, S::row(warpgroup), p.a.e);
+    } else {
+      while (load_acquired(p.carried + tile.carry) < tile.keys.begin) __nanosleep(100);
+      load_carried(dk, carried(tile), S::d / 8);
+      load_carried(dv, carried(tile) + S::d / 8 * 32, S::d / 8);
+    }
+  }
+
+  float s[kBackwardQueries / 2], g[kBackwardQueries / 2];
+  uint32_t p16[kBackwardQueries / 16][4], ds16[kBackwardQueries / 16][4];
+  // Where a step stands in the ring is worked out from its number: there are no registers to keep it in.
+  // What descriptors are made of, likewise.
+  const auto keys = [&] {
+    uint32_t at = base + S::row(warpgroup) * kRowBytes;
+    make_opaque(at);
+    return uint32_t(same_in_warp(int(at)));
+  };
+  const auto stage = [&](int step) { return base + S::ring_at + uint32_t(step) % S::stages * S::stage_bytes; };
+  const auto rows = [&](int step) { return base + S::rows_at + uint32_t(step) % S::stages * S::rows_bytes; };
+  const auto gradients = [&](int step) { return base + S::gradients_at + uint32_t(step) % 2 * S::gradients_bytes; };
+  const auto round_weights_of_step = [&] {
+#pragma unroll
+    for (int i = 0; i < kBackwardQueries / 8; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        p16[i / 2][i % 2 * 2 + h] = rounded_pair<S::type>(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]);
+  };
+  // Products of dout and v become gradients of scores, in registers and in a buffer.
+  const auto derive = [&](int step) {
+    const uint32_t numbers = rows(step) + kBackwardQueries * 4 + thread_number() % 4 * 8;
+    const int lane = thread_number() % 32, row = thread_number() / 32 * kWarpRows + lane % 16;
+    const uint32_t to = gradients(step) + row * kRowBytes;
+#pragma unroll
+    for (int i = 0; i < kBackwardQueries / 8; ++i) {
+      const float2 delta = load_pair(numbers + 32 * i);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        ds16[i / 2][i % 2 * 2 + h] =
+            rounded_pair<S::type>(s[4 * i + 2 * h] * fmaf(g[4 * i + 2 * h], p.scale, -delta.x),
+                                  s[4 * i + 2 * h + 1] * fmaf(g[4 * i + 2 * h + 1], p.scale, -delta.y));
+      if (i % 2) store_matrices(to + ((i - 1 + lane / 16) ^ (row % 8)) * 16, ds16[i / 2]);
+    }
+    fence_stores();
+  };
+  // Of d = 128 what is added to dq takes the place of the products of dout and v.
+  float apart[S::d == 64 ? S::sum / 2 : 1];
+  auto &sums = one_of<S::d == 64>(apart, g);
+  const auto start_queries = [&](int step) {
+    named_sync(1, S::consumers);  // all have left their gradients, and have had their sums of the step before
+    const uint64_t x = wgmma_descriptor<false>(gradients(step)),
+                   y = wgmma_descriptor<false>(base + warpgroup * S::sum / kBlockK * S::k_box_bytes +
+                                               warpgroup * S::sum % kBlockK * 2);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < S::keys / kStep; ++i)
+      wgmma<S::type, false, false>(sums, x + (i * kStep * kRowBytes >> 4), y + (i * kStep * kRowBytes >> 4), i > 0);
+    wgmma_commit();
+  };
+  const auto add = [&](int step) {
+    Cursor<2> turn;
+    turn.stage = step & 1, turn.parity = step >> 1 & 1;
+    add_to_queries<S>(sums, base, turn);
+  };
+
+  if (steps > 0) {
+    barrier_wait(base + S::keys_full_at, 0);
+    barrier_wait(base + S::full_at, 0);
+    start_products<S>(s, keys(), stage(0));
+    start_products<S>(g, keys() + S::k_bytes, stage(0) + S::q_bytes);
+    wgmma_wait<1>();
+    weigh_step(p, s, rows(0), warpgroup, S::row(warpgroup));
+    round_weights_of_step();
+    start_sums<S>(dv, p16, stage(0) + S::q_bytes);
+    wgmma_wait<0>();
+    derive(0);
+#pragma unroll 1
+    for (int i = 1; i < steps; ++i) {
+      barrier_wait(base + S::full_at + uint32_t(i) % S::stages * 8, uint32_t(i) / S::stages % 2);
+      start_products<S>(s, keys(), stage(i));
+      start_sums<S>(dk, ds16, stage(i - 1));
+      start_queries(i - 1);
+      wgmma_wait<2>();
+      const bool masked = weigh_step(p, s, rows(i), warpgroup, S::row(warpgroup));
+      wait_apart<0>(masked);
+      if (first_lane) barrier_arrive(base + S::empty_at + uint32_t(i - 1) % S::stages * 8);
+      round_weights_of_step();
+      start_sums<S>(dv, p16, stage(i) + S::q_bytes);
+      add(i - 1);
+      start_products<S>(g, keys() + S::k_bytes, stage(i) + S::q_bytes);
+      wgmma_wait<0>();
+      derive(i);
+    }
+    start_sums<S>(dk, ds16, stage(steps - 1));
+    start_queries(steps - 1);
+    wgmma_wait<0>();
+    add(steps - 1);
+  }
+  const auto tile = load_struct<FusedTile>(base + S::tile_at);  // again: not kept through the loop
+  if (!tile.last) {
+    store_carried(dk, carried(tile), S::d / 8);
+    store_carried(dv, carried(tile) + S::d / 8 * 32, S::d / 8);
+    named_sync(1, S::consumers);
+    if (thread_number() == 0) store_released(p.carried + tile.carry, tile.keys.end);
+    return;
+  }
+  uint32_t again[2];  // lanes whose row is not finite
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = S::row(warpgroup) + row_of(thread_number()) + 8 * h, key = tile.keys.key + row,
+              place = tile.keys.place + row;
+    const bool own = key >= 0 && key < tile.keys.x.keys, finite = row_is_finite(dk, h) && row_is_finite(dv, h);
+    if (place < tile.keys.end_place && (own ? finite : !p.accumulate)) {
+      store_row<S::type>(dk, h, vector_at(p.dk, tile.keys.sequence, tile.keys.group, place), p.dk.type, own, p.a.d);
+      store_row<S::type>(dv, h, vector_at(p.dv, tile.keys.sequence, tile.keys.group, place), p.dv.type, own, p.a.e);
+    }
+    again[h] = __ballot_sync(0xFFFFFFFFu, own && !finite && thread_number() % 4 == 0);
+  }
+  repair_keys<S>(p, tile.keys, again, S::row(warpgroup), true, true);
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::threads, 1)
+    attention_backward_fused_kernel(const __grid_constant__ AttentionBackwardPlan p) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const uint32_t base = shared_address(memory);
+  const int warp = same_in_warp(int(threadIdx.x) / 32);
+  if (threadIdx.x == S::consumers) {
+    barrier_init(base + S::keys_full_at, 1);
+    for (int i = 0; i < S::stages; ++i)
+      barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
+    for (int i = 0; i < 2; ++i)
+      barrier_init(base + S::turn_at + i * 8, 1), barrier_init(base + S::done_at + i * 8, S::consumer_warps),
+          barrier_init(base + S::told_at + i * 8, 1);
+    fence_barrier_init();
+  }
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (warp == 0) {
+    FusedTile tile = {};
+    int number = 0;
+    do {
+      if (threadIdx.x == 0) number = atomicAdd(p.taken, 1);
+      number = __shfl_sync(0xFFFFFFFFu, number, 0);
+    } while (number < p.numbers && !fused_tile_of(p, number, &tile));
+    tile.block = number < p.numbers ? tile.block : -1;
+    if (threadIdx.x == 0) store_struct(base + S::tile_at, tile);
+  }
+  __syncthreads();
+  if (load_struct<FusedTile>(base + S::tile_at).block < 0) return;
+  if (warp >= S::consumer_warps) {
+    registers_down<S::producer_registers>();
+    if (threadIdx.x % 32 == 0) {
+      const auto tile = load_struct<FusedTile>(base + S::tile_at);
+      if (warp == S::consumer_warps) load_steps<S>(p, base, tile.keys);
+      if (warp == S::consumer_warps + 1) wait_for_turns<S>(p, base, tile);
+      if (warp == S::consumer_warps + 2) tell_others<S>(p, base, tile);
+    }
+  } else {
+    registers_up<S::consumer_registers>();
+    multiply_fused<S>(p, base, warp / 4);
+  }
+}
+
+// ---- dq ----------------------------------------------------------------------------------------------------------
+
+constexpr int kFinishThreads = kBackwardTile / kWarpRows * 32;
+
+template <Type type, int d>
+__global__ void __launch_bounds__(kFinishThreads)
+    attention_backward_finish_kernel(const __grid_constant__ AttentionBackwardPlan p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  BackwardTile tile;
+  const auto tiles = [](const Lengths &x) { return backward_tiles(x.queries); };
+  if (!tile_of<true>(p.a, int(blockIdx.x), p.a.heads, tiles, &tile)) return;
+  constexpr int kSum = d / 2, kFours = kSum / 8;  // of a warpgroup of the kernel above
+  const int lane = int(threadIdx.x % 32), first = tile.tile * kBackwardTile + int(threadIdx.x / 32) * kWarpRows + lane / 4;
+  const Lengths seen = from_first_query(p.a, tile.x);
+  float dq[d / 2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first + 8 * h + seen.queries - tile.x.queries;
+    bool there = row >= 0 && row < seen.queries;
+    int64_t at = 0;
+    if (there) {
+      at = query_tile_at(p, tile.sequence, tile.head, seen, row / kBackwardQueries);
+      there = p.words[at] != 0;
+    }
+    const float *from = p.sums + at * kBackwardQueries * d + (row % kBackwardQueries / kWarpRows) * kFours * 128 +
+                        (row % 8 * 4 + lane % 4) * 4 + row % kWarpRows / 8 * 2;
+#pragma unroll
+    for (int i = 0; i < d / 8; ++i) {
+      float2 x = make_float2(0, 0);
+      if (there) x = *reinterpret_cast<const float2 *>(from + (i / kFours * 4 * kFours + i % kFours) * 128);
+      dq[4 * i + 2 * h] = x.x, dq[4 * i + 2 * h + 1] = x.y;
+    }
+  }
+  store_queries<type>(p, dq, tile.x, tile.sequence, tile.head, first, block_keys(d));
+}
+
+template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
+  return std::max(plan.a.d, plan.a.e) <= 64 ? function(FusedShape<type, 64>()) : function(FusedShape<type, 128>());
+}
+
+}  // namespace
+
+#ifndef PYDET_ATTENTION_TYPE
+#error "one object a type: 1 bf16, 2 fp16"
+#endif
+template <Type type>
+pydet_status attention_backward_fused(const Launch &launch, const AttentionBackwardPlan &plan, int query_tiles) {
+  return with_shape<type>(plan, [&](auto shape) -> pydet_status {
+    using S = decltype(shape);
+    Launch one = launch;
+    one.grid = dim3(unsigned(plan.numbers)), one.block = dim3(S::threads);
+    one.shared_bytes = S::shared_bytes;
+    one.loaded = true;
+    if (pydet_status status = pydet::launch(one, attention_backward_fused_kernel<S>, plan)) return status;
+    one.grid = dim3(unsigned(query_tiles)), one.block = dim3(kFinishThreads);
+    one.shared_bytes = 0;
+    return pydet::launch(one, attention_backward_finish_kernel<type, S::d>, plan);
+  });
+}
+template <Type type> pydet_status load_attention_backward_fused(const char *name, const AttentionBackwardPlan &plan) {
+  return with_shape<type>(plan, [&](auto shape) {
+    using S = decltype(shape);
+    return load(name, attention_backward_fused_kernel<S>, S::shared_bytes);
+  });
+}
+
+template pydet_status attention_backward_fused<Type(PYDET_ATTENTION_TYPE)>(const Launch &,
+                                                                           const AttentionBackwardPlan &, int);
+template pydet_status load_attention_backward_fused<Type(PYDET_ATTENTION_TYPE)>(const char *,
+                                                                                const AttentionBackwardPlan &);
+
+}  // namespace pydet
