@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kMost = int64_t(1) << 28;  // of tokens
 constexpr int64_t kMostD = 256;
 // Of backward_fused.cu under a causal mask: steps of a chunk of a tile's queries, and tiles that stand side by side.
-constexpr int64_t kChunkSteps = 128;
+constexpr int64_t kChunkSteps = 256;
 
 // Of a head: tiles of rows that have numbers in the workspace.
 int64_t row_tiles_of(const Attention &a) { return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0); }
@@ -58,7 +58,7 @@ FusedParts fused_parts(const Attention &a) {
       x.chunk_tiles = steps ? int(divide_up(steps / 2, group_heads) * 2) : int(row_tiles_of(a) * 2);
       x.chunks = int(std::max<int64_t>(divide_up(row_tiles_of(a) * 2, x.chunk_tiles), 1));
     }
-    int64_t kSectionTiles = 264;
+    int64_t kSectionTiles = 528;
     if (const char *t = getenv("PYDET_T_SECTION")) kSectionTiles = atoi(t);
     x.section = int(divide_up(kSectionTiles, std::max<int64_t>(divide_up(a.keys, kFusedKeys), 1)));
   }

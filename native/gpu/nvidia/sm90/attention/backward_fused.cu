@@ -301,7 +301,7 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
     start_products<S>(s, keys(), stage(0));
     start_products<S>(g, keys() + S::k_bytes, stage(0) + S::q_bytes);
     wgmma_wait<1>();
-    weigh_step(p, s, rows(0), warpgroup, S::row(warpgroup));
+    weigh_step<true>(p, s, rows(0), warpgroup, S::row(warpgroup));
     round_weights_of_step();
     start_sums<S>(dv, p16, stage(0) + S::q_bytes);
     wgmma_wait<0>();
@@ -313,7 +313,7 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
       start_sums<S>(dk, ds16, stage(i - 1));
       start_queries(i - 1);
       wgmma_wait<2>();
-      const bool masked = weigh_step(p, s, rows(i), warpgroup, S::row(warpgroup));
+      const bool masked = weigh_step<true>(p, s, rows(i), warpgroup, S::row(warpgroup));
       wait_apart<0>(masked);
       if (first_lane) barrier_arrive(base + S::empty_at + uint32_t(i - 1) % S::stages * 8);
       round_weights_of_step();
@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(S::threads, 1)
     registers_down<S::producer_registers>();
     if (threadIdx.x % 32 == 0) {
       const auto tile = load_struct<FusedTile>(base + S::tile_at);
-      if (warp == S::consumer_warps) load_steps<S>(p, base, tile.keys);
+      if (warp == S::consumer_warps) load_steps<S, true>(p, base, tile.keys);
       if (warp == S::consumer_warps + 1) wait_for_turns<S>(p, base, tile);
       if (warp == S::consumer_warps + 2) tell_others<S>(p, base, tile);
     }

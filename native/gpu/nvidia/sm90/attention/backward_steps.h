@@ -64,7 +64,9 @@ struct QuerySteps {
   }
 };
 
-template <class S> __device__ __forceinline__ void load_steps(const AttentionBackwardPlan &p, uint32_t base,
+// own: what else the tile holds is hidden from all queries, too. Without it a key past the sequence's last has gradients of
+// its own, which nobody stores.
+template <class S, bool own = false> __device__ __forceinline__ void load_steps(const AttentionBackwardPlan &p, uint32_t base,
                                                               const KeyTile &tile) {
   const int steps = (tile.end - tile.begin) * p.a.group_heads;
   if (steps == 0) return;
@@ -85,9 +87,10 @@ template <class S> __device__ __forceinline__ void load_steps(const AttentionBac
     for (int w = 0; w < S::warpgroups; ++w) {
       const int first = sees + S::row(w);
       masked[w] = query < first + 63 || query + kBackwardQueries > first + p.a.right + p.a.left + 1;
+      if (own) masked[w] |= tile.key + S::row(w) + 64 > tile.x.keys;
     }
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(rows + kRowPieceBytes), "r"(masked[0]),
-                 "r"(masked[1]), "r"(query - sees)
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(rows + kRowPieceBytes), "r"(masked[0]),
+                 "r"(masked[1]), "r"(query - sees), "r"(own ? tile.x.keys - tile.key : query - sees)
                  : "memory");
     barrier_expect(full, S::stage_bytes + kRowPieceBytes);
     load_heads<S::chunks>(&p.a.q, to, full, kBackwardQueries, tile.x.q_first + query, place_if(p.head_moves_q, head),
@@ -118,6 +121,7 @@ __device__ __forceinline__ void begin_sums(float (&sums)[registers], const Atten
 }
 
 // Scores of a step's queries become weights. rows: where the numbers of their rows lie, and what the step hides.
+template <bool own = false>
 __device__ __forceinline__ bool weigh_step(const AttentionBackwardPlan &p, float (&s)[kBackwardQueries / 2],
                                            uint32_t rows, int warpgroup, int first_row) {
   const bool masked = __any_sync(0xFFFFFFFFu, load_int(rows + kRowPieceBytes + warpgroup * 4));
@@ -125,7 +129,9 @@ __device__ __forceinline__ bool weigh_step(const AttentionBackwardPlan &p, float
     const int thread = thread_number(), first = load_int(rows + kRowPieceBytes + 8) + thread % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int from = first_row + row_of(thread) + 8 * h - first, to = from + p.a.right + p.a.left + 1;
+      const int row = first_row + row_of(thread) + 8 * h, from = row - first;
+      int to = from + p.a.right + p.a.left + 1;
+      if (own && row >= load_int(rows + kRowPieceBytes + 12)) to = from;
 #pragma unroll
       for (int i = 0; i < kBackwardQueries / 8; ++i)
 #pragma unroll
