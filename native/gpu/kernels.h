@@ -46,9 +46,6 @@ uint64_t attention_sm90_workspace(const Attention &, const char *kernel);
 // nvidia/sm90/attention/backward*.cu
 bool attention_backward_sm90_takes(const AttentionBackward &);
 pydet_status attention_backward_sm90(const AttentionBackward &);
-bool attention_backward_fused_takes(const AttentionBackward &);
-bool attention_backward_fused_prefers(const AttentionBackward &);
-pydet_status attention_backward_fused(const AttentionBackward &);
 uint64_t attention_backward_sm90_workspace(const AttentionBackward &, const char *kernel);
 
 // nvidia/sm90/scaled_tiles.cu, whose variants are the tiles of nvidia/sm90/fp8_tiles.h, and its kernel for the rest.

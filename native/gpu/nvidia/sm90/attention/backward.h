@@ -44,6 +44,11 @@ struct AttentionBackwardPlan {
   int section, chunks, chunk_tiles;  // pairs of sequence and group side by side; of 64 queries each
 };
 
+// A row of the table of its own.
+bool attention_backward_fused_takes(const AttentionBackward &);
+bool attention_backward_fused_prefers(const AttentionBackward &);
+pydet_status attention_backward_fused(const AttentionBackward &);
+
 template <Type type> pydet_status attention_backward_rows(const Launch &launch, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status attention_backward_keys(const Launch &launch, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status attention_backward_queries(const Launch &launch, const AttentionBackwardPlan &plan);
