@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kMost = int64_t(1) << 28;  // of tokens
 constexpr int64_t kMostD = 256;
 // Of backward_fused.cu under a causal mask: steps of a chunk of a tile's queries, and tiles that stand side by side.
-constexpr int64_t kChunkSteps = 256;
+constexpr int64_t kChunkSteps = 512, kSectionTiles = 132;
 
 // Of a head: tiles of rows that have numbers in the workspace.
 int64_t row_tiles_of(const Attention &a) { return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0); }
@@ -38,31 +38,32 @@ bool takes_narrow_keys(const Attention &a, int64_t sms) {
 
 // What backward_fused.cu wants of the workspace behind the rows' numbers, in this order.
 struct FusedParts {
-  int64_t pieces, tiles;  // of 64 queries; of keys
+  int64_t pieces, tiles, sections;  // of 64 queries; of keys; of both, in chunks
   int chunks, chunk_tiles, section;
+  bool may_ascend;
   uint64_t ints, sums, carry;  // bytes
   uint64_t all() const { return ints + sums + carry; }
+  int64_t zeros() const { return pieces + tiles + sections + 2; }
 };
 FusedParts fused_parts(const Attention &a) {
   FusedParts x = {};
   const uint64_t width = std::max(a.d, a.e) <= 64 ? 64 : 128;
+  const int64_t pairs = a.sequences * a.groups, each = std::max<int64_t>(divide_up(a.keys, kFusedKeys), 1);
   x.pieces = row_heads_of(a) * row_tiles_of(a) * 2;
-  x.tiles = a.k_start ? 0 : a.sequences * a.groups * divide_up(a.keys, kFusedKeys);
+  x.tiles = a.k_start ? 0 : pairs * each;
   x.chunks = 1, x.chunk_tiles = int(row_tiles_of(a) * 2), x.section = 1;
   if (a.causal && !a.q_start && !a.k_start && !a.k_length) {
-    const int64_t group_heads = std::max<int64_t>(a.heads / a.groups, 1);
-    x.chunk_tiles = int(divide_up(kChunkSteps / 2, group_heads) * 2);
-    x.chunks = int(std::max<int64_t>(divide_up(row_tiles_of(a) * 2, x.chunk_tiles), 1));
-    if (const char *t = getenv("PYDET_T_CHUNK")) {
-      const int64_t steps = atoi(t);
-      x.chunk_tiles = steps ? int(divide_up(steps / 2, group_heads) * 2) : int(row_tiles_of(a) * 2);
+    const char *t = getenv("PYDET_T_CHUNK"), *u = getenv("PYDET_T_SECTION");
+    const int64_t steps = t ? atoi(t) : kChunkSteps, most = u ? atoi(u) : kSectionTiles;
+    x.may_ascend = most > 0;
+    x.section = int(std::max<int64_t>((most > 0 ? most : -most) / each, 1));
+    if (steps) {
+      x.chunk_tiles = int(divide_up(steps / 2, std::max<int64_t>(a.heads / a.groups, 1)) * 2);
       x.chunks = int(std::max<int64_t>(divide_up(row_tiles_of(a) * 2, x.chunk_tiles), 1));
     }
-    int64_t kSectionTiles = 528;
-    if (const char *t = getenv("PYDET_T_SECTION")) kSectionTiles = atoi(t);
-    x.section = int(divide_up(kSectionTiles, std::max<int64_t>(divide_up(a.keys, kFusedKeys), 1)));
   }
-  x.ints = uint64_t(divide_up(x.pieces + x.tiles + 1, 32)) * 128;
+  x.sections = divide_up(pairs, x.section) * x.chunks;
+  x.ints = uint64_t(divide_up(x.zeros(), 32)) * 128;
   x.sums = uint64_t(x.pieces) * kBackwardQueries * width * 4;
   x.carry = x.chunks > 1 ? uint64_t(x.tiles) * kFusedKeys * 2 * width * 4 : 0;
   return x;
@@ -160,11 +161,12 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
 
   if (fused) {
     const FusedParts x = fused_parts(a);
-    p.zeros = x.pieces + x.tiles + 1;
+    p.zeros = x.zeros();
     char *at = static_cast<char *>(b.workspace) + rows_bytes(a);
-    p.words = reinterpret_cast<int *>(at), p.carried = p.words + x.pieces, p.taken = p.carried + x.tiles;
+    p.words = reinterpret_cast<int *>(at), p.carried = p.words + x.pieces, p.said = p.carried + x.tiles;
+    p.taken = p.said + x.sections, p.begun = p.taken + 1;
     p.sums = reinterpret_cast<float *>(at + x.ints), p.carry = reinterpret_cast<float *>(at + x.ints + x.sums);
-    p.section = x.section, p.chunks = x.chunks, p.chunk_tiles = x.chunk_tiles;
+    p.section = x.section, p.chunks = x.chunks, p.chunk_tiles = x.chunk_tiles, p.may_ascend = x.may_ascend;
   }
   const int64_t sequences_of_packs = a.sequences;
   const int64_t key_tiles =
@@ -176,6 +178,7 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
     constexpr Type kType = decltype(type)::value;
     if (fused) {
       p.numbers = int(key_tiles * a.groups * p.chunks);
+      p.blocks = int(std::min<int64_t>(p.numbers, gpu_multiprocessors(a.device.id)));
       if (pydet_status status = load_attention_backward_fused<kType>(name, p)) return status;
       if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
       return attention_backward_fused<kType>(launch, p, int(query_tiles * a.heads));

@@ -17,7 +17,7 @@ constexpr int kBackwardTile = 128;                     // keys, or queries, of a
 constexpr int kBackwardQueries = 64;                   // that a block of keys looks at in a step
 constexpr int kRowPieceFloats = 2 * kBackwardQueries;  // of so many rows: of each lse in twos, then delta times scale
 constexpr int kRowPieceBytes = kRowPieceFloats * 4;
-constexpr int kFusedKeys = 128;                        // of a tile of backward_fused.cu: a block of the order of dq
+constexpr int kFusedKeys = 128;  // of a tile of backward_fused.cu: a block of the order of dq
 
 struct AttentionBackwardPlan {
   AttentionPlan a;  // the forward's operands; maps of q, k, v in boxes of 64 or 128 tokens
@@ -37,11 +37,15 @@ struct AttentionBackwardPlan {
   int64_t zeros;
   int *words;    // of each piece of `rows`: the keys that have been added to its dq last
   int *carried;  // of each tile of keys: where its sums have come to
+  int *said;     // of each section: whether its first keys come first
   int *taken;    // tiles that blocks have begun
+  int *begun;    // blocks
   float *sums;   // dq so far, of each piece of `rows`
   float *carry;  // of each tile of keys, where they have chunks: dk and dv so far
   int numbers;   // of tiles, times chunks
+  int blocks;
   int section, chunks, chunk_tiles;  // pairs of sequence and group side by side; of 64 queries each
+  bool may_ascend;
 };
 
 // A row of the table of its own.

@@ -8,8 +8,11 @@
 //   another writes it when this block has added.
 //   The L2 adds, without an answer. It flushes subnormals; so where any of what a warp adds is that small, and from there
 //   on, the threads add. What is added is nothing or from 2^-102 on: then sums are whole 2^-125, or nothing.
-//   Blocks take their tiles in turn from a counter, so whom one waits for has begun before it. A causal mask's tiles may
-//   be cut into chunks of queries; the sums of dk and dv then pass from one to the next through memory.
+//   Blocks take tiles in turn from a counter, the last keys of a sequence first, so whom one waits for has begun before it.
+//   Under a causal mask those are the tiles that have the least to do, and the blocks would not end together. There, where
+//   so many blocks have begun that each tile of a few sequences and groups will have one, the first keys come first: all
+//   these tiles will be worked at, whatever comes behind. Long ones are cut into chunks of queries; the sums of dk and dv
+//   then pass from one to the next through memory.
 //   A last kernel rounds dq.
 //
 // The order of every sum is NUMERICS.md's, "Attention, backward".
@@ -38,7 +41,7 @@ template <Type type_, int d_> struct FusedShape {
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int consumers = warpgroups * kWarpgroup, threads = consumers + kWarpgroup;
-  static constexpr int producer_registers = 24, consumer_registers = 240;
+  static constexpr int producer_registers = 32, consumer_registers = 240;
   static constexpr int keys = kFusedKeys, sum = d / warpgroups;  // columns of dq that a warpgroup makes
   static constexpr int k_box_bytes = keys * kRowBytes, k_bytes = chunks * k_box_bytes;
   static constexpr int q_box_bytes = kBackwardQueries * kRowBytes, q_bytes = chunks * q_box_bytes;
@@ -48,8 +51,9 @@ template <Type type_, int d_> struct FusedShape {
                        rows_at = gradients_at + 2 * gradients_bytes, rows_bytes = kRowPieceBytes + 16,
                        keys_full_at = rows_at + stages * rows_bytes, full_at = keys_full_at + 8,
                        empty_at = full_at + stages * 8, turn_at = empty_at + stages * 8, done_at = turn_at + 16,
-                       told_at = done_at + 16, turns_at = divide_up(told_at + 16, 16) * 16, tile_at = turns_at + 2 * kTurnBytes,
-                       shared_bytes = tile_at + int(sizeof(FusedTile));
+                       told_at = done_at + 16, tile_full_at = told_at + 16, tile_done_at = tile_full_at + 8,
+                       turns_at = divide_up(tile_done_at + 8, 16) * 16, tiles_at = turns_at + 2 * kTurnBytes,
+                       shared_bytes = tiles_at + 2 * int(sizeof(FusedTile));
   static_assert((stages & (stages - 1)) == 0, "a step's stage by bits of its number");
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
   static PYDET_HD constexpr int row(int warpgroup) { return warpgroup * 64; }
@@ -77,20 +81,36 @@ __device__ __forceinline__ int64_t query_tile_at(const AttentionBackwardPlan &p,
 
 // ---- Which tile a block has --------------------------------------------------------------------------------------
 
-// Tile `number` in the order in which blocks take them; false where there are fewer, or this one has nothing to do.
+// Whether the first keys of a section come first: what the first block says that takes one of its tiles.
+__device__ __forceinline__ bool ascends(const AttentionBackwardPlan &p, int section, int tiles) {
+  if (!p.may_ascend) return false;
+  int said = 0;
+  if (threadIdx.x % 32 == 0) {
+    said = load_acquired(p.said + section);
+    if (said == 0) {
+      const int mine = load_acquired(p.begun) >= tiles ? 2 : 1, before = atomicCAS(p.said + section, 0, mine);
+      said = before ? before : mine;
+    }
+  }
+  return __shfl_sync(0xFFFFFFFFu, said, 0) == 2;
+}
+
+// Tile `number` in the order in which blocks take them; false where there are fewer, or this one has nothing to do. All
+// lanes of a warp.
 __device__ __forceinline__ bool fused_tile_of(const AttentionBackwardPlan &p, int number, FusedTile *to) {
   BackwardTile tile;
   int chunk = 0;
   const int groups = p.a.heads / p.a.group_heads;
   if (p.a.uniform) {
-    const int pairs = p.a.sequences * groups, tiles = (p.a.keys + kFusedKeys - 1) / kFusedKeys, each = tiles * p.chunks;
-    const int first = number / (p.section * each) * p.section;
-    if (first >= pairs) return false;
-    const int rest = number - first * each, here = min(p.section, pairs - first);
-    chunk = rest / (tiles * here);
+    const int pairs = p.a.sequences * groups, tiles = (p.a.keys + kFusedKeys - 1) / kFusedKeys;
+    chunk = number / (pairs * tiles);
     if (chunk >= p.chunks) return false;
-    const int in_chunk = rest - chunk * tiles * here, down = in_chunk / here, pair = first + in_chunk - down * here;
-    tile.sequence = pair / groups, tile.head = pair - tile.sequence * groups, tile.tile = tiles - 1 - down;
+    const int in_chunk = number - chunk * pairs * tiles, section = in_chunk / (p.section * tiles),
+              first = section * p.section, here = min(p.section, pairs - first), rest = in_chunk - first * tiles,
+              down = rest / here, pair = first + rest - down * here;
+    const bool up = ascends(p, chunk * ((pairs + p.section - 1) / p.section) + section, here * tiles);
+    tile.sequence = pair / groups, tile.head = pair - tile.sequence * groups;
+    tile.tile = up ? down : tiles - 1 - down;
     tile.x = lengths_of(p.a, tile.sequence);
   } else {
     const auto tiles = [&](const Lengths &x) {
@@ -103,7 +123,8 @@ __device__ __forceinline__ bool fused_tile_of(const AttentionBackwardPlan &p, in
   const TilesOfQueries behind = queries_that_see(p, keys.x, keys.key + kFusedKeys, kFusedKeys);
   to->block = same_in_warp(tile.tile);
   to->others_begin = same_in_warp(behind.begin == behind.end ? keys.end : behind.begin);
-  to->carry = same_in_warp((tile.sequence * groups + tile.head) * ((p.a.keys + kFusedKeys - 1) / kFusedKeys) + tile.tile);
+  to->carry =
+      same_in_warp((tile.sequence * groups + tile.head) * ((p.a.keys + kFusedKeys - 1) / kFusedKeys) + tile.tile);
   to->first = to->last = true;
   if (p.chunks == 1) return true;
   const int from = chunk * p.chunk_tiles, end = from + p.chunk_tiles;
@@ -114,14 +135,51 @@ __device__ __forceinline__ bool fused_tile_of(const AttentionBackwardPlan &p, in
   return true;
 }
 
-// ---- The warps beside the one that loads -------------------------------------------------------------------------
+// The tiles of a block, one after the other, for each of its warps. One warp takes them: the next when all products of
+// the one before are made, and what they had to add has been added.
+template <class S> struct Tiles {
+  uint32_t base;
+  int count = 0;
+  __device__ __forceinline__ uint32_t slot() const { return base + S::tiles_at + count % 2 * int(sizeof(FusedTile)); }
+  // All lanes of that warp. False: there are no more, which the others then see, too.
+  __device__ __forceinline__ bool take(const AttentionBackwardPlan &p) const {
+    if (count > 0) barrier_wait(base + S::tile_done_at, (count - 1) % 2);
+    FusedTile tile = {};
+    int number = 0;
+    do {
+      if (threadIdx.x % 32 == 0) number = atomicAdd(p.taken, 1);
+      number = __shfl_sync(0xFFFFFFFFu, number, 0);
+    } while (number < p.numbers && !fused_tile_of(p, number, &tile));
+    if (number >= p.numbers) tile.block = -1;
+    if (threadIdx.x % 32 == 0) {
+      store_struct(slot(), tile);
+      barrier_arrive(base + S::tile_full_at);
+    }
+    return number < p.numbers;
+  }
+  // The others.
+  __device__ __forceinline__ FusedTile wait() const {
+    barrier_wait(base + S::tile_full_at, count % 2);
+    return look();
+  }
+  __device__ __forceinline__ FusedTile look() const { return load_struct<FusedTile>(slot()); }
+  __device__ __forceinline__ void done() const { barrier_arrive(base + S::tile_done_at); }
+};
+
+// ---- The warps beside those that multiply ------------------------------------------------------------------------
+
+template <class S> __device__ __forceinline__ void load_tile(const AttentionBackwardPlan &p, uint32_t base,
+                                                             const KeyTile &tile, Cursor<S::stages> &ring) {
+  if (tile.begin == tile.end) barrier_arrive(base + S::keys_full_at);
+  load_steps<S, true>(p, base, tile, ring);
+}
 
 // Before each step's sums are added: waits until the keys behind have been.
 template <class S>
-__device__ __forceinline__ void wait_for_turns(const AttentionBackwardPlan &p, uint32_t base, const FusedTile &tile) {
+__device__ __forceinline__ void wait_for_turns(const AttentionBackwardPlan &p, uint32_t base, const FusedTile &tile,
+                                               Cursor<2> &turn) {
   const int steps = (tile.keys.end - tile.keys.begin) * p.a.group_heads;
   QuerySteps step(tile.keys, p.a.group_heads);
-  Cursor<2> turn;
   for (int i = 0; i < steps; ++i, step.next(), turn.next()) {
     const int head = tile.keys.group * p.a.group_heads + step.head;
     const int64_t at = query_tile_at(p, tile.keys.sequence, head, tile.keys.x, step.tile);
@@ -131,7 +189,7 @@ __device__ __forceinline__ void wait_for_turns(const AttentionBackwardPlan &p, u
       while ((word = load_acquired(from)) / 2 != tile.block + 2) __nanosleep(20);
       word &= kAnswers;
     }
-    if (i >= 2) barrier_wait(base + S::told_at + turn.stage * 8, turn.parity ^ 1);
+    barrier_wait(base + S::told_at + turn.stage * 8, turn.parity ^ 1);
     const uint64_t sums = uint64_t(p.sums + at * kBackwardQueries * S::d);
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(base + S::turns_at + turn.stage * kTurnBytes),
                  "r"(word), "r"(word & kAnswers), "r"(int(sums)), "r"(int(sums >> 32))
@@ -142,10 +200,10 @@ __device__ __forceinline__ void wait_for_turns(const AttentionBackwardPlan &p, u
 
 // And when they have been, says so.
 template <class S>
-__device__ __forceinline__ void tell_others(const AttentionBackwardPlan &p, uint32_t base, const FusedTile &tile) {
+__device__ __forceinline__ void tell_others(const AttentionBackwardPlan &p, uint32_t base, const FusedTile &tile,
+                                            Cursor<2> &turn) {
   const int steps = (tile.keys.end - tile.keys.begin) * p.a.group_heads;
   QuerySteps step(tile.keys, p.a.group_heads);
-  Cursor<2> turn;
   for (int i = 0; i < steps; ++i, step.next(), turn.next()) {
     const int head = tile.keys.group * p.a.group_heads + step.head;
     barrier_wait(base + S::done_at + turn.stage * 8, turn.parity);
@@ -200,8 +258,8 @@ __device__ __forceinline__ void add_to_queries(const float (&sums)[S::sum / 2], 
       for (int i = 0; i < fours; ++i)
         if (i / (fours / 2) == half) {
           const float4 x = __ldcg(to + i * 32);
-          __stcg(to + i * 32, make_float4(x.x + sums[4 * i], x.y + sums[4 * i + 1], x.z + sums[4 * i + 2],
-                                          x.w + sums[4 * i + 3]));
+          __stcg(to + i * 32,
+                 make_float4(x.x + sums[4 * i], x.y + sums[4 * i + 1], x.z + sums[4 * i + 2], x.w + sums[4 * i + 3]));
         }
   }
   __syncwarp();
@@ -216,19 +274,21 @@ template <bool first, class A, class B> __device__ __forceinline__ auto &one_of(
   else return b;
 }
 
+// A tile. i: steps that the block has made so far.
 template <class S>
-__device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, uint32_t base, int warpgroup) {
+__device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, uint32_t base, int warpgroup,
+                                               const Tiles<S> &tiles, int &i) {
   const bool first_lane = threadIdx.x % 32 == 0;
   float dk[S::d / 2], dv[S::d / 2];
-  int steps;
+  int end;
   const auto carried = [&](const FusedTile &tile) {
     return reinterpret_cast<float4 *>(p.carry) +
            (int64_t(tile.carry) * S::consumer_warps + thread_number() / 32) * (2 * S::d / 8) * 32 +
            thread_number() % 32;
   };
   {
-    const auto tile = load_struct<FusedTile>(base + S::tile_at);
-    steps = same_in_warp((tile.keys.end - tile.keys.begin) * p.a.group_heads);
+    const auto tile = tiles.look();
+    end = i + same_in_warp((tile.keys.end - tile.keys.begin) * p.a.group_heads);
     if (tile.first) {
       begin_sums(dk, p, p.dk, tile.keys, S::row(warpgroup), p.a.d);
       begin_sums(dv, p, p.dv, tile.keys, S::row(warpgroup), p.a.e);
@@ -250,6 +310,8 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
   };
   const auto stage = [&](int step) { return base + S::ring_at + uint32_t(step) % S::stages * S::stage_bytes; };
   const auto rows = [&](int step) { return base + S::rows_at + uint32_t(step) % S::stages * S::rows_bytes; };
+  const auto full = [&](int step) { return base + S::full_at + uint32_t(step) % S::stages * 8; };
+  const auto empty = [&](int step) { return base + S::empty_at + uint32_t(step) % S::stages * 8; };
   const auto gradients = [&](int step) { return base + S::gradients_at + uint32_t(step) % 2 * S::gradients_bytes; };
   const auto round_weights_of_step = [&] {
 #pragma unroll
@@ -277,7 +339,7 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
   };
   // Of d = 128 what is added to dq takes the place of the products of dout and v.
   float apart[S::d == 64 ? S::sum / 2 : 1];
-  auto &sums = one_of<S::d == 64>(apart, g);
+  auto &sums = one_of < S::d == 64 > (apart, g);
   const auto start_queries = [&](int step) {
     named_sync(1, S::consumers);  // all have left their gradients, and have had their sums of the step before
     const uint64_t x = wgmma_descriptor<false>(gradients(step)),
@@ -295,27 +357,27 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
     add_to_queries<S>(sums, base, turn);
   };
 
-  if (steps > 0) {
-    barrier_wait(base + S::keys_full_at, 0);
-    barrier_wait(base + S::full_at, 0);
-    start_products<S>(s, keys(), stage(0));
-    start_products<S>(g, keys() + S::k_bytes, stage(0) + S::q_bytes);
+  if (i < end) {
+    barrier_wait(base + S::keys_full_at, tiles.count % 2);
+    barrier_wait(full(i), uint32_t(i) / S::stages % 2);
+    start_products<S>(s, keys(), stage(i));
+    start_products<S>(g, keys() + S::k_bytes, stage(i) + S::q_bytes);
     wgmma_wait<1>();
-    weigh_step<true>(p, s, rows(0), warpgroup, S::row(warpgroup));
+    weigh_step<true>(p, s, rows(i), warpgroup, S::row(warpgroup));
     round_weights_of_step();
-    start_sums<S>(dv, p16, stage(0) + S::q_bytes);
+    start_sums<S>(dv, p16, stage(i) + S::q_bytes);
     wgmma_wait<0>();
-    derive(0);
+    derive(i);
 #pragma unroll 1
-    for (int i = 1; i < steps; ++i) {
-      barrier_wait(base + S::full_at + uint32_t(i) % S::stages * 8, uint32_t(i) / S::stages % 2);
+    for (++i; i < end; ++i) {
+      barrier_wait(full(i), uint32_t(i) / S::stages % 2);
       start_products<S>(s, keys(), stage(i));
       start_sums<S>(dk, ds16, stage(i - 1));
       start_queries(i - 1);
       wgmma_wait<2>();
       const bool masked = weigh_step<true>(p, s, rows(i), warpgroup, S::row(warpgroup));
       wait_apart<0>(masked);
-      if (first_lane) barrier_arrive(base + S::empty_at + uint32_t(i - 1) % S::stages * 8);
+      if (first_lane) barrier_arrive(empty(i - 1));
       round_weights_of_step();
       start_sums<S>(dv, p16, stage(i) + S::q_bytes);
       add(i - 1);
@@ -323,12 +385,14 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
       wgmma_wait<0>();
       derive(i);
     }
-    start_sums<S>(dk, ds16, stage(steps - 1));
-    start_queries(steps - 1);
+    start_sums<S>(dk, ds16, stage(i - 1));
+    start_queries(i - 1);
     wgmma_wait<0>();
-    add(steps - 1);
+    if (first_lane) barrier_arrive(empty(i - 1));
+    add(i - 1);
   }
-  const auto tile = load_struct<FusedTile>(base + S::tile_at);  // again: not kept through the loop
+  const auto tile = tiles.look();  // again: not kept through the loop
+  if (first_lane) tiles.done();
   if (!tile.last) {
     store_carried(dk, carried(tile), S::d / 8);
     store_carried(dv, carried(tile) + S::d / 8 * 32, S::d / 8);
@@ -358,7 +422,8 @@ __global__ void __launch_bounds__(S::threads, 1)
   const uint32_t base = shared_address(memory);
   const int warp = same_in_warp(int(threadIdx.x) / 32);
   if (threadIdx.x == S::consumers) {
-    barrier_init(base + S::keys_full_at, 1);
+    barrier_init(base + S::keys_full_at, 1), barrier_init(base + S::tile_full_at, 1);
+    barrier_init(base + S::tile_done_at, S::consumer_warps + 3);
     for (int i = 0; i < S::stages; ++i)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
     for (int i = 0; i < 2; ++i)
@@ -366,31 +431,31 @@ __global__ void __launch_bounds__(S::threads, 1)
           barrier_init(base + S::told_at + i * 8, 1);
     fence_barrier_init();
   }
+  __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (warp == 0) {
-    FusedTile tile = {};
-    int number = 0;
-    do {
-      if (threadIdx.x == 0) number = atomicAdd(p.taken, 1);
-      number = __shfl_sync(0xFFFFFFFFu, number, 0);
-    } while (number < p.numbers && !fused_tile_of(p, number, &tile));
-    tile.block = number < p.numbers ? tile.block : -1;
-    if (threadIdx.x == 0) store_struct(base + S::tile_at, tile);
-  }
-  __syncthreads();
-  if (load_struct<FusedTile>(base + S::tile_at).block < 0) return;
+  Tiles<S> tiles{base};
   if (warp >= S::consumer_warps) {
     registers_down<S::producer_registers>();
-    if (threadIdx.x % 32 == 0) {
-      const auto tile = load_struct<FusedTile>(base + S::tile_at);
-      if (warp == S::consumer_warps) load_steps<S, true>(p, base, tile.keys);
-      if (warp == S::consumer_warps + 1) wait_for_turns<S>(p, base, tile);
-      if (warp == S::consumer_warps + 2) tell_others<S>(p, base, tile);
+    if (warp == S::consumer_warps + 3) {
+      if (threadIdx.x % 32 == 0) atomicAdd(p.begun, 1);
+      while (tiles.take(p)) ++tiles.count;
+    } else if (threadIdx.x % 32 == 0) {
+      Cursor<S::stages> ring;
+      Cursor<2> turn;
+      for (;; ++tiles.count) {
+        const FusedTile tile = tiles.wait();
+        if (tile.block < 0) break;
+        tiles.done();
+        if (warp == S::consumer_warps) load_tile<S>(p, base, tile.keys, ring);
+        else if (warp == S::consumer_warps + 1) wait_for_turns<S>(p, base, tile, turn);
+        else tell_others<S>(p, base, tile, turn);
+      }
     }
   } else {
     registers_up<S::consumer_registers>();
-    multiply_fused<S>(p, base, warp / 4);
+    int steps = 0;
+    for (; tiles.wait().block >= 0; ++tiles.count) multiply_fused<S>(p, base, warp / 4, tiles, steps);
   }
 }
 
@@ -407,7 +472,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   const auto tiles = [](const Lengths &x) { return backward_tiles(x.queries); };
   if (!tile_of<true>(p.a, int(blockIdx.x), p.a.heads, tiles, &tile)) return;
   constexpr int kSum = d / 2, kFours = kSum / 8;  // of a warpgroup of the kernel above
-  const int lane = int(threadIdx.x % 32), first = tile.tile * kBackwardTile + int(threadIdx.x / 32) * kWarpRows + lane / 4;
+  const int lane = int(threadIdx.x % 32),
+            first = tile.tile * kBackwardTile + int(threadIdx.x / 32) * kWarpRows + lane / 4;
   const Lengths seen = from_first_query(p.a, tile.x);
   float dq[d / 2];
 #pragma unroll
@@ -445,7 +511,7 @@ pydet_status attention_backward_fused(const Launch &launch, const AttentionBackw
   return with_shape<type>(plan, [&](auto shape) -> pydet_status {
     using S = decltype(shape);
     Launch one = launch;
-    one.grid = dim3(unsigned(plan.numbers)), one.block = dim3(S::threads);
+    one.grid = dim3(unsigned(plan.blocks)), one.block = dim3(S::threads);
     one.shared_bytes = S::shared_bytes;
     one.loaded = true;
     if (pydet_status status = pydet::launch(one, attention_backward_fused_kernel<S>, plan)) return status;

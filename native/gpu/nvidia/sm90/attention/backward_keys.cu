@@ -248,8 +248,9 @@ __global__ void __launch_bounds__(S::threads, 1)
   __syncthreads();
   if (warp >= S::consumer_warps) {
     registers_down<S::producer_registers>();
+    Cursor<S::stages> ring;
     if (warp == S::consumer_warps && threadIdx.x % 32 == 0)
-      load_steps<S>(p, base, load_struct<KeyTile>(base + S::tile_at));
+      load_steps<S>(p, base, load_struct<KeyTile>(base + S::tile_at), ring);
   } else {
     registers_up<S::consumer_registers>();
     if constexpr (!S::shared) multiply_steps<S>(p, base, warp / 4);

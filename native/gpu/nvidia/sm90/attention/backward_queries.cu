@@ -228,8 +228,8 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
     }
   }
   const auto tile = load_struct<QueryTile>(base + S::tile_at);  // again: not kept through the loop
-  store_queries<S::type>(p, dq, tile.x, tile.sequence, tile.head,
-                         tile.query + warpgroup * 64 + row_of(thread_number()), S::n);
+  store_queries<S::type>(p, dq, tile.x, tile.sequence, tile.head, tile.query + warpgroup * 64 + row_of(thread_number()),
+                         S::n);
 }
 
 template <class S>

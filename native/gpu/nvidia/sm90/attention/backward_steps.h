@@ -66,8 +66,9 @@ struct QuerySteps {
 
 // own: what else the tile holds is hidden from all queries, too. Without it a key past the sequence's last has gradients of
 // its own, which nobody stores.
-template <class S, bool own = false> __device__ __forceinline__ void load_steps(const AttentionBackwardPlan &p, uint32_t base,
-                                                              const KeyTile &tile) {
+template <class S, bool own = false> __device__ __forceinline__ void load_steps(const AttentionBackwardPlan &p,
+                                                                                uint32_t base, const KeyTile &tile,
+                                                                                Cursor<S::stages> &ring) {
   const int steps = (tile.end - tile.begin) * p.a.group_heads;
   if (steps == 0) return;
   barrier_expect(base + S::keys_full_at, 2 * S::k_bytes);
@@ -75,7 +76,6 @@ template <class S, bool own = false> __device__ __forceinline__ void load_steps(
                         place_if(p.a.group_moves_k, tile.group), place_if(p.a.sequence_moves_k, tile.sequence));
   load_heads<S::chunks>(&p.own_v, base + S::k_bytes, base + S::keys_full_at, S::keys, tile.place,
                         place_if(p.a.group_moves_v, tile.group), place_if(p.a.sequence_moves_v, tile.sequence));
-  Cursor<S::stages> ring;
   QuerySteps step(tile, p.a.group_heads);
   const int sees = tile.x.queries - tile.x.keys + tile.key - p.a.right;  // of the tile's first key, the first query
   for (int i = 0; i < steps; ++i, step.next(), ring.next()) {
