@@ -178,10 +178,11 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
     constexpr Type kType = decltype(type)::value;
     if (fused) {
       p.numbers = int(key_tiles * a.groups * p.chunks);
-      p.blocks = int(std::min<int64_t>(p.numbers, gpu_multiprocessors(a.device.id)));
+      p.query_numbers = int(query_tiles * a.heads);
+      p.blocks = int(std::min<int64_t>(int64_t(p.numbers) + p.query_numbers, gpu_multiprocessors(a.device.id)));
       if (pydet_status status = load_attention_backward_fused<kType>(name, p)) return status;
       if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
-      return attention_backward_fused<kType>(launch, p, int(query_tiles * a.heads));
+      return attention_backward_fused<kType>(launch, p);
     }
     if (b.dk.data)
       if (pydet_status status = load_attention_backward_keys<kType>(name, p)) return status;

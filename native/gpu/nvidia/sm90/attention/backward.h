@@ -3,7 +3,7 @@
 // Three launches. backward_rows.cu makes of lse, out and dout the two numbers that a row's weights and gradients of scores
 // are made with. backward_keys.cu has a tile of keys a block, walks the queries that see them, upward, and makes dk and
 // dv. backward_queries.cu has a tile of queries of one head a block, walks the keys that they see, downward, and makes dq.
-// In place of those two backward_fused.cu, as backward_keys.cu and dq with it, and a kernel that rounds dq.
+// In place of those two backward_fused.cu, as backward_keys.cu and dq with it.
 #pragma once
 
 #include "gpu/nvidia/sm90/attention/plan.h"
@@ -35,14 +35,15 @@ struct AttentionBackwardPlan {
 
   // Of backward_fused.cu, which has them all made 0 beforehand from `words` on.
   int64_t zeros;
-  int *words;    // of each piece of `rows`: the keys that have been added to its dq last
-  int *carried;  // of each tile of keys: where its sums have come to
-  int *said;     // of each section: whether its first keys come first
-  int *taken;    // tiles that blocks have begun
-  int *begun;    // blocks
-  float *sums;   // dq so far, of each piece of `rows`
-  float *carry;  // of each tile of keys, where they have chunks: dk and dv so far
-  int numbers;   // of tiles, times chunks
+  int *words;         // of each piece of `rows`: the keys that have been added to its dq last
+  int *carried;       // of each tile of keys: where its sums have come to
+  int *said;          // of each section: whether its first keys come first
+  int *taken;         // tiles that blocks have begun
+  int *begun;         // blocks
+  float *sums;        // dq so far, of each piece of `rows`
+  float *carry;       // of each tile of keys, where they have chunks: dk and dv so far
+  int numbers;        // of tiles, times chunks
+  int query_numbers;  // of tiles of 128 queries, of all heads
   int blocks;
   int section, chunks, chunk_tiles;  // pairs of sequence and group side by side; of 64 queries each
   bool may_ascend;
@@ -56,9 +57,7 @@ pydet_status attention_backward_fused(const AttentionBackward &);
 template <Type type> pydet_status attention_backward_rows(const Launch &launch, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status attention_backward_keys(const Launch &launch, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status attention_backward_queries(const Launch &launch, const AttentionBackwardPlan &plan);
-// query_tiles: of 128 queries, of all heads.
-template <Type type>
-pydet_status attention_backward_fused(const Launch &launch, const AttentionBackwardPlan &plan, int query_tiles);
+template <Type type> pydet_status attention_backward_fused(const Launch &launch, const AttentionBackwardPlan &plan);
 // Before another kernel has written anything.
 template <Type type> pydet_status load_attention_backward_keys(const char *name, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status load_attention_backward_queries(const char *name, const AttentionBackwardPlan &plan);

@@ -13,7 +13,8 @@
 //   so many blocks have begun that each tile of a few sequences and groups will have one, the first keys come first: all
 //   these tiles will be worked at, whatever comes behind. Long ones are cut into chunks of queries; the sums of dk and dv
 //   then pass from one to the next through memory.
-//   A last kernel rounds dq.
+//   Behind the tiles of keys come those of 128 queries of a head, whose dq is rounded: so blocks that have no keys any more
+//   do that beside those that have.
 //
 // The order of every sum is NUMERICS.md's, "Attention, backward".
 
@@ -35,13 +36,14 @@ struct FusedTile {
   int others_begin;  // tiles of queries from here on the block of keys behind has added to
   int first, last;   // chunk of its keys
   int carry;         // where its sums wait between chunks
+  int queries;       // a tile of queries, if not of keys: its number, and 1
 };
 
 template <Type type_, int d_> struct FusedShape {
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int consumers = warpgroups * kWarpgroup, threads = consumers + kWarpgroup;
-  static constexpr int producer_registers = 32, consumer_registers = 240;
+  static constexpr int producer_registers = 24, consumer_registers = 240;
   static constexpr int keys = kFusedKeys, sum = d / warpgroups;  // columns of dq that a warpgroup makes
   static constexpr int k_box_bytes = keys * kRowBytes, k_bytes = chunks * k_box_bytes;
   static constexpr int q_box_bytes = kBackwardQueries * kRowBytes, q_bytes = chunks * q_box_bytes;
@@ -150,12 +152,16 @@ template <class S> struct Tiles {
       if (threadIdx.x % 32 == 0) number = atomicAdd(p.taken, 1);
       number = __shfl_sync(0xFFFFFFFFu, number, 0);
     } while (number < p.numbers && !fused_tile_of(p, number, &tile));
-    if (number >= p.numbers) tile.block = -1;
+    if (number >= p.numbers) {
+      tile = {};
+      tile.queries = number - p.numbers + 1;
+      if (tile.queries > p.query_numbers) tile.block = -1;
+    }
     if (threadIdx.x % 32 == 0) {
       store_struct(slot(), tile);
       barrier_arrive(base + S::tile_full_at);
     }
-    return number < p.numbers;
+    return tile.block >= 0;
   }
   // The others.
   __device__ __forceinline__ FusedTile wait() const {
@@ -415,6 +421,45 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
   repair_keys<S>(p, tile.keys, again, S::row(warpgroup), true, true);
 }
 
+// ---- dq ----------------------------------------------------------------------------------------------------------
+
+// Rounds the sums of 128 queries of a head, when all keys have been added: a warp has 16.
+template <class S>
+__device__ __forceinline__ void round_queries(const AttentionBackwardPlan &p, int number) {
+  BackwardTile tile;
+  const auto tiles = [](const Lengths &x) { return backward_tiles(x.queries); };
+  if (!tile_of<false>(p.a, number, p.a.heads, tiles, &tile)) return;
+  constexpr int kFours = S::sum / 8;  // of a thread of either warpgroup
+  const int thread = thread_number(), lane = thread % 32,
+            first = tile.tile * kBackwardTile + thread / 32 * kWarpRows + lane / 4;
+  const Lengths seen = from_first_query(p.a, tile.x);
+  float dq[S::d / 2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first + 8 * h + seen.queries - tile.x.queries, of = row / kBackwardQueries;
+    bool there = row >= 0 && row < seen.queries;
+    int64_t at = 0;
+    if (there) {  // the keys that are added last, if any are
+      const int block = max(of * kBackwardQueries - (seen.queries - seen.keys) - p.a.left, 0) / kFusedKeys;
+      const TilesOfQueries by = queries_that_see(p, seen, block * kFusedKeys, kFusedKeys);
+      there = of >= by.begin && of < by.end;
+      at = query_tile_at(p, tile.sequence, tile.head, seen, of);
+      if (there)
+        while (load_acquired(p.words + at) / 2 != block + 1) __nanosleep(100);
+    }
+    const float *from = p.sums + at * kBackwardQueries * S::d + row % kBackwardQueries / kWarpRows * kFours * 128 +
+                        (row % 8 * 4 + lane % 4) * 4 + row % kWarpRows / 8 * 2;
+#pragma unroll
+    for (int i = 0; i < S::d / 8; ++i) {
+      float2 x = make_float2(0, 0);
+      if (there) x = __ldcg(reinterpret_cast<const float2 *>(from + (i / kFours * 4 * kFours + i % kFours) * 128));
+      dq[4 * i + 2 * h] = x.x, dq[4 * i + 2 * h + 1] = x.y;
+    }
+  }
+  __syncwarp();
+  store_queries<S::type>(p, dq, tile.x, tile.sequence, tile.head, first, S::keys);
+}
+
 template <class S>
 __global__ void __launch_bounds__(S::threads, 1)
     attention_backward_fused_kernel(const __grid_constant__ AttentionBackwardPlan p) {
@@ -455,46 +500,17 @@ __global__ void __launch_bounds__(S::threads, 1)
   } else {
     registers_up<S::consumer_registers>();
     int steps = 0;
-    for (; tiles.wait().block >= 0; ++tiles.count) multiply_fused<S>(p, base, warp / 4, tiles, steps);
-  }
-}
-
-// ---- dq ----------------------------------------------------------------------------------------------------------
-
-constexpr int kFinishThreads = kBackwardTile / kWarpRows * 32;
-
-template <Type type, int d>
-__global__ void __launch_bounds__(kFinishThreads)
-    attention_backward_finish_kernel(const __grid_constant__ AttentionBackwardPlan p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  BackwardTile tile;
-  const auto tiles = [](const Lengths &x) { return backward_tiles(x.queries); };
-  if (!tile_of<true>(p.a, int(blockIdx.x), p.a.heads, tiles, &tile)) return;
-  constexpr int kSum = d / 2, kFours = kSum / 8;  // of a warpgroup of the kernel above
-  const int lane = int(threadIdx.x % 32),
-            first = tile.tile * kBackwardTile + int(threadIdx.x / 32) * kWarpRows + lane / 4;
-  const Lengths seen = from_first_query(p.a, tile.x);
-  float dq[d / 2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = first + 8 * h + seen.queries - tile.x.queries;
-    bool there = row >= 0 && row < seen.queries;
-    int64_t at = 0;
-    if (there) {
-      at = query_tile_at(p, tile.sequence, tile.head, seen, row / kBackwardQueries);
-      there = p.words[at] != 0;
-    }
-    const float *from = p.sums + at * kBackwardQueries * d + (row % kBackwardQueries / kWarpRows) * kFours * 128 +
-                        (row % 8 * 4 + lane % 4) * 4 + row % kWarpRows / 8 * 2;
-#pragma unroll
-    for (int i = 0; i < d / 8; ++i) {
-      float2 x = make_float2(0, 0);
-      if (there) x = *reinterpret_cast<const float2 *>(from + (i / kFours * 4 * kFours + i % kFours) * 128);
-      dq[4 * i + 2 * h] = x.x, dq[4 * i + 2 * h + 1] = x.y;
+    for (;; ++tiles.count) {
+      const FusedTile tile = tiles.wait();
+      if (tile.block < 0) break;
+      if (tile.queries == 0) {
+        multiply_fused<S>(p, base, warp / 4, tiles, steps);
+      } else {
+        if (threadIdx.x % 32 == 0) tiles.done();
+        round_queries<S>(p, tile.queries - 1);
+      }
     }
   }
-  store_queries<type>(p, dq, tile.x, tile.sequence, tile.head, first, block_keys(d));
 }
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
@@ -506,18 +522,14 @@ template <Type type, class Function> pydet_status with_shape(const AttentionBack
 #ifndef PYDET_ATTENTION_TYPE
 #error "one object a type: 1 bf16, 2 fp16"
 #endif
-template <Type type>
-pydet_status attention_backward_fused(const Launch &launch, const AttentionBackwardPlan &plan, int query_tiles) {
-  return with_shape<type>(plan, [&](auto shape) -> pydet_status {
+template <Type type> pydet_status attention_backward_fused(const Launch &launch, const AttentionBackwardPlan &plan) {
+  return with_shape<type>(plan, [&](auto shape) {
     using S = decltype(shape);
     Launch one = launch;
     one.grid = dim3(unsigned(plan.blocks)), one.block = dim3(S::threads);
     one.shared_bytes = S::shared_bytes;
     one.loaded = true;
-    if (pydet_status status = pydet::launch(one, attention_backward_fused_kernel<S>, plan)) return status;
-    one.grid = dim3(unsigned(query_tiles)), one.block = dim3(kFinishThreads);
-    one.shared_bytes = 0;
-    return pydet::launch(one, attention_backward_finish_kernel<type, S::d>, plan);
+    return pydet::launch(one, attention_backward_fused_kernel<S>, plan);
   });
 }
 template <Type type> pydet_status load_attention_backward_fused(const char *name, const AttentionBackwardPlan &plan) {
@@ -528,7 +540,7 @@ template <Type type> pydet_status load_attention_backward_fused(const char *name
 }
 
 template pydet_status attention_backward_fused<Type(PYDET_ATTENTION_TYPE)>(const Launch &,
-                                                                           const AttentionBackwardPlan &, int);
+                                                                           const AttentionBackwardPlan &);
 template pydet_status load_attention_backward_fused<Type(PYDET_ATTENTION_TYPE)>(const char *,
                                                                                 const AttentionBackwardPlan &);
 
