@@ -109,7 +109,12 @@ uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const cha
   const bool fused = kernel && strcmp(kernel, kAttentionBackwardFusedName) == 0;
   if (kernel && !fused && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
-  return rows_bytes(a) + (fused && fits_fused(a) ? fused_parts(a).all() : 0);
+  if (!fused || !fits_fused(a)) return rows_bytes(a);
+  Attention either = a;  // of masks nobody has told us
+  either.causal = false;
+  const uint64_t full = fused_parts(either).all();
+  either.causal = true;
+  return rows_bytes(a) + std::max(full, fused_parts(either).all());
 }
 
 namespace {
