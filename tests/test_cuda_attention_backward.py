@@ -132,6 +132,31 @@ def test_values_that_nobody_sees(runs):
 
 
 @each("attention_backward")
+def test_sums_of_any_size(runs):
+    """Parts of dq that are small, subnormal ones among them: what a GPU's memory adds by itself it flushes."""
+    for d, spread, causal in itertools.product(runs.widths, (8, 15, 25), (False, True)):
+        q, k, v = dense(runs, 1, 2, 1, 200, 400, d)
+        what = f"d {d}, scores {spread} times as large, causal {causal}"
+        runs.check("attention", q * spread, k, v, causal=causal, gradient=runs.torch.float32, what=what)
+
+
+@each("attention_backward")
+def test_long_sequences(runs, torch):
+    """Tiles of keys in chunks of queries, in sections and past them: the bits of the kernel that all others are held to."""
+    if not runs.fused:
+        pytest.skip("it is the other")
+    shapes = [(1, 16, 1, 4200, 4200), (2, 8, 8, 3000, 2900), (1, 3, 1, 300, 17100), (3, 4, 2, 1025, 1153)]
+    for d, (batch, heads, groups, queries, keys), causal in itertools.product(runs.widths, shapes, (True, False)):
+        q, k, v = (x.cuda() for x in dense(runs, batch, heads, groups, queries, keys, d))
+        dout, how = runs.normal(batch, heads, queries, d).cuda(), {"causal": causal, "arithmetic": "sm90"}
+        out, lse = pydet.attention(q, k, v, **how, return_lse=True)
+        names = runs.kernel.name, runs.kernel.name.removesuffix("_fused")
+        got, want = (pydet.attention_backward(dout, q, k, v, out, lse, **how, kernel=name) for name in names)
+        for name, one, other in zip(("dq", "dk", "dv"), got, want):
+            assert torch.equal(words(one), words(other)), f"d {d}, {queries} x {keys}, causal {causal}: {name}"
+
+
+@each("attention_backward")
 def test_cut_at_blocks_of_queries(runs, torch):
     """Calls of some of a sequence's queries each, in order, have the bits of one call."""
     for d in runs.widths:
