@@ -142,7 +142,7 @@ def test_sums_of_any_size(runs):
 
 @each("attention_backward")
 def test_long_sequences(runs, torch):
-    """Tiles of keys in chunks of queries, in sections and past them: the bits of the kernel that all others are held to."""
+    """Tiles of keys in chunks of queries, in sections and past them: the bits of the two kernels."""
     if not runs.fused:
         pytest.skip("it is the other")
     shapes = [(1, 16, 1, 4200, 4200), (2, 8, 8, 3000, 2900), (1, 3, 1, 300, 17100), (3, 4, 2, 1025, 1153)]
