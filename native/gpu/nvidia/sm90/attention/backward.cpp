@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kMost = int64_t(1) << 28;  // of tokens
 constexpr int64_t kMostD = 256;
 // Of backward_fused.cu under a causal mask: steps of a chunk of a tile's queries, and tiles that stand side by side.
-constexpr int64_t kChunkSteps = 512, kSectionTiles = 132;
+constexpr int64_t kChunkSteps = 0, kSectionTiles = 132;
 
 // Of a head: tiles of rows that have numbers in the workspace.
 int64_t row_tiles_of(const Attention &a) { return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0); }
@@ -172,6 +172,7 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
     p.taken = p.said + x.sections, p.begun = p.taken + 1;
     p.sums = reinterpret_cast<float *>(at + x.ints), p.carry = reinterpret_cast<float *>(at + x.ints + x.sums);
     p.section = x.section, p.chunks = x.chunks, p.chunk_tiles = x.chunk_tiles, p.may_ascend = x.may_ascend;
+    p.knobs = getenv("PYDET_T_KNOBS") ? atoi(getenv("PYDET_T_KNOBS")) : 0;
   }
   const int64_t sequences_of_packs = a.sequences;
   const int64_t key_tiles =

@@ -47,6 +47,7 @@ struct AttentionBackwardPlan {
   int blocks;
   int section, chunks, chunk_tiles;  // pairs of sequence and group side by side; of 64 queries each
   bool may_ascend;
+  int knobs;
 };
 
 // A row of the table of its own.

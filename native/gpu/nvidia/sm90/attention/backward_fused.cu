@@ -28,7 +28,7 @@ namespace {
 
 // A word: twice (the block of keys that has added last, and 1), and whether its sums are the threads' from here on.
 // Of a turn, for the warps that add: whether it is, or this is the first of all; whether it will be; where the sums are.
-constexpr int kAnswers = 1, kFirstOfAll = 2, kTurnBytes = 16;
+constexpr int kAnswers = 1, kFirstOfAll = 2, kTurns = 4, kTurnBytes = 16;
 
 struct FusedTile {
   KeyTile keys;
@@ -39,7 +39,8 @@ struct FusedTile {
   int queries;       // a tile of queries, if not of keys: its number, and 1
 };
 
-template <Type type_, int d_> struct FusedShape {
+template <Type type_, int d_, bool late_> struct FusedShape {
+  static constexpr bool late = late_;
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int consumers = warpgroups * kWarpgroup, threads = consumers + kWarpgroup;
@@ -52,9 +53,9 @@ template <Type type_, int d_> struct FusedShape {
   static constexpr int ring_at = 2 * k_bytes, gradients_at = ring_at + stages * stage_bytes,
                        rows_at = gradients_at + 2 * gradients_bytes, rows_bytes = kRowPieceBytes + 16,
                        keys_full_at = rows_at + stages * rows_bytes, full_at = keys_full_at + 8,
-                       empty_at = full_at + stages * 8, turn_at = empty_at + stages * 8, done_at = turn_at + 16,
-                       told_at = done_at + 16, tile_full_at = told_at + 16, tile_done_at = tile_full_at + 8,
-                       turns_at = divide_up(tile_done_at + 8, 16) * 16, tiles_at = turns_at + 2 * kTurnBytes,
+                       empty_at = full_at + stages * 8, turn_at = empty_at + stages * 8, done_at = turn_at + kTurns * 8,
+                       told_at = done_at + kTurns * 8, tile_full_at = told_at + kTurns * 8, tile_done_at = tile_full_at + 8,
+                       turns_at = divide_up(tile_done_at + 8, 16) * 16, tiles_at = turns_at + kTurns * kTurnBytes,
                        shared_bytes = tiles_at + 2 * int(sizeof(FusedTile));
   static_assert((stages & (stages - 1)) == 0, "a step's stage by bits of its number");
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
@@ -68,8 +69,12 @@ __device__ __forceinline__ int load_acquired(const int *from) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
   return x;
 }
+__device__ __forceinline__ void store_relaxed(int *to, int x) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
 __device__ __forceinline__ void store_released(int *to, int x) {
-  asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  store_relaxed(to, x);
 }
 __device__ __forceinline__ void store_int(uint32_t address, int x) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
@@ -183,14 +188,14 @@ template <class S> __device__ __forceinline__ void load_tile(const AttentionBack
 // Before each step's sums are added: waits until the keys behind have been.
 template <class S>
 __device__ __forceinline__ void wait_for_turns(const AttentionBackwardPlan &p, uint32_t base, const FusedTile &tile,
-                                               Cursor<2> &turn) {
+                                               Cursor<kTurns> &turn) {
   const int steps = (tile.keys.end - tile.keys.begin) * p.a.group_heads;
   QuerySteps step(tile.keys, p.a.group_heads);
   for (int i = 0; i < steps; ++i, step.next(), turn.next()) {
     const int head = tile.keys.group * p.a.group_heads + step.head;
     const int64_t at = query_tile_at(p, tile.keys.sequence, head, tile.keys.x, step.tile);
     int word = kFirstOfAll;
-    if (step.tile >= tile.others_begin) {
+    if (step.tile >= tile.others_begin && !(p.knobs & 1)) {
       const int *from = p.words + at;
       while ((word = load_acquired(from)) / 2 != tile.block + 2) __nanosleep(20);
       word &= kAnswers;
@@ -204,19 +209,29 @@ __device__ __forceinline__ void wait_for_turns(const AttentionBackwardPlan &p, u
   }
 }
 
-// And when they have been, says so.
+// And when they have been, says so: of all steps at once that have been added by then, since a fence takes as long as a
+// step.
 template <class S>
 __device__ __forceinline__ void tell_others(const AttentionBackwardPlan &p, uint32_t base, const FusedTile &tile,
-                                            Cursor<2> &turn) {
+                                            Cursor<kTurns> &turn) {
   const int steps = (tile.keys.end - tile.keys.begin) * p.a.group_heads;
   QuerySteps step(tile.keys, p.a.group_heads);
-  for (int i = 0; i < steps; ++i, step.next(), turn.next()) {
-    const int head = tile.keys.group * p.a.group_heads + step.head;
-    barrier_wait(base + S::done_at + turn.stage * 8, turn.parity);
-    const int small = load_int(base + S::turns_at + turn.stage * kTurnBytes + 4);
-    store_released(p.words + query_tile_at(p, tile.keys.sequence, head, tile.keys.x, step.tile),
-                   (tile.block + 1) * 2 + small);
-    barrier_arrive(base + S::told_at + turn.stage * 8);
+  for (int i = 0; i < steps;) {
+    uint32_t small = 0;
+    int here = 0;
+    do {
+      barrier_wait(base + S::done_at + turn.stage * 8, turn.parity);
+      small |= uint32_t(load_int(base + S::turns_at + turn.stage * kTurnBytes + 4)) << here;
+      barrier_arrive(base + S::told_at + turn.stage * 8);
+      turn.next();
+    } while (++here < kTurns && i + here < steps && barrier_ready(base + S::done_at + turn.stage * 8, turn.parity));
+    if (!(p.knobs & 4)) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    for (int k = 0; k < here; ++k, step.next()) {
+      const int head = tile.keys.group * p.a.group_heads + step.head;
+      store_relaxed(p.words + query_tile_at(p, tile.keys.sequence, head, tile.keys.x, step.tile),
+                    (tile.block + 1) * 2 + int(small >> k & 1));
+    }
+    i += here;
   }
 }
 
@@ -238,7 +253,7 @@ __device__ __forceinline__ void store_carried(const float *sums, float4 *to, int
 
 // What a step adds to dq, in the block's turn.
 template <class S>
-__device__ __forceinline__ void add_to_queries(const float (&sums)[S::sum / 2], uint32_t base, const Cursor<2> &turn) {
+__device__ __forceinline__ void add_to_queries(const AttentionBackwardPlan &p, const float (&sums)[S::sum / 2], uint32_t base, const Cursor<kTurns> &turn) {
   constexpr int fours = S::sum / 8;
   uint32_t least = 0xFFFFFFFFu;  // twice the smallest that is not nothing, less 1
 #pragma unroll
@@ -249,7 +264,8 @@ __device__ __forceinline__ void add_to_queries(const float (&sums)[S::sum / 2], 
   const int word = int(of_turn.x);
   float4 *to = reinterpret_cast<float4 *>(of_turn.z | uint64_t(of_turn.w) << 32) +
                (thread_number() / 32 * fours * 32 + thread_number() % 32);
-  if (word & kFirstOfAll) {
+  if (p.knobs & 2) {
+  } else if ((word & kFirstOfAll) || (p.knobs & 8)) {
     store_carried(sums, to, fours);
   } else if (!small && !(word & kAnswers)) {
 #pragma unroll
@@ -259,10 +275,10 @@ __device__ __forceinline__ void add_to_queries(const float (&sums)[S::sum / 2], 
                    : "memory");
   } else {
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half)
+    for (int one = 0; one < fours; ++one)  // there are no registers for more
 #pragma unroll
       for (int i = 0; i < fours; ++i)
-        if (i / (fours / 2) == half) {
+        if (i == one) {
           const float4 x = __ldcg(to + i * 32);
           __stcg(to + i * 32,
                  make_float4(x.x + sums[4 * i], x.y + sums[4 * i + 1], x.z + sums[4 * i + 2], x.w + sums[4 * i + 3]));
@@ -341,7 +357,7 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
                                   s[4 * i + 2 * h + 1] * fmaf(g[4 * i + 2 * h + 1], p.scale, -delta.y));
       if (i % 2) store_matrices(to + ((i - 1 + lane / 16) ^ (row % 8)) * 16, ds16[i / 2]);
     }
-    fence_stores();
+    if (!(p.knobs & 32)) fence_stores();
   };
   // Of d = 128 what is added to dq takes the place of the products of dout and v.
   float apart[S::d == 64 ? S::sum / 2 : 1];
@@ -358,9 +374,9 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
     wgmma_commit();
   };
   const auto add = [&](int step) {
-    Cursor<2> turn;
-    turn.stage = step & 1, turn.parity = step >> 1 & 1;
-    add_to_queries<S>(sums, base, turn);
+    Cursor<kTurns> turn;
+    turn.stage = uint32_t(step) % kTurns, turn.parity = uint32_t(step) / kTurns % 2;
+    add_to_queries<S>(p, sums, base, turn);
   };
 
   if (i < end) {
@@ -377,19 +393,36 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
 #pragma unroll 1
     for (++i; i < end; ++i) {
       barrier_wait(full(i), uint32_t(i) / S::stages % 2);
-      start_products<S>(s, keys(), stage(i));
-      start_sums<S>(dk, ds16, stage(i - 1));
-      start_queries(i - 1);
-      wgmma_wait<2>();
-      const bool masked = weigh_step<true>(p, s, rows(i), warpgroup, S::row(warpgroup));
-      wait_apart<0>(masked);
-      if (first_lane) barrier_arrive(empty(i - 1));
-      round_weights_of_step();
-      start_sums<S>(dv, p16, stage(i) + S::q_bytes);
-      add(i - 1);
-      start_products<S>(g, keys() + S::k_bytes, stage(i) + S::q_bytes);
-      wgmma_wait<0>();
-      derive(i);
+      if constexpr (S::late) {
+        start_products<S>(s, keys(), stage(i));
+        start_sums<S>(dk, ds16, stage(i - 1));
+        start_queries(i - 1);
+        wgmma_wait<2>();
+        const bool masked = weigh_step<true>(p, s, rows(i), warpgroup, S::row(warpgroup));
+        wait_apart<0>(masked);
+        if (first_lane) barrier_arrive(empty(i - 1));
+        round_weights_of_step();
+        start_sums<S>(dv, p16, stage(i) + S::q_bytes);
+        add(i - 1);
+        start_products<S>(g, keys() + S::k_bytes, stage(i) + S::q_bytes);
+        wgmma_wait<0>();
+        derive(i);
+      } else {
+        start_products<S>(s, keys(), stage(i));
+        start_queries(i - 1);
+        start_sums<S>(dk, ds16, stage(i - 1));
+        wgmma_wait<2>();
+        const bool masked = weigh_step<true>(p, s, rows(i), warpgroup, S::row(warpgroup));
+        wait_apart<1>(masked);
+        add(i - 1);
+        start_products<S>(g, keys() + S::k_bytes, stage(i) + S::q_bytes);
+        wgmma_wait<1>();
+        if (first_lane) barrier_arrive(empty(i - 1));
+        round_weights_of_step();
+        start_sums<S>(dv, p16, stage(i) + S::q_bytes);
+        wgmma_wait<0>();
+        derive(i);
+      }
     }
     start_sums<S>(dk, ds16, stage(i - 1));
     start_queries(i - 1);
@@ -445,7 +478,7 @@ __device__ __forceinline__ void round_queries(const AttentionBackwardPlan &p, in
       there = of >= by.begin && of < by.end;
       at = query_tile_at(p, tile.sequence, tile.head, seen, of);
       if (there)
-        while (load_acquired(p.words + at) / 2 != block + 1) __nanosleep(100);
+        while (load_acquired(p.words + at) / 2 != block + 1 && !(p.knobs & 3)) __nanosleep(100);
     }
     const float *from = p.sums + at * kBackwardQueries * S::d + row % kBackwardQueries / kWarpRows * kFours * 128 +
                         (row % 8 * 4 + lane % 4) * 4 + row % kWarpRows / 8 * 2;
@@ -471,7 +504,7 @@ __global__ void __launch_bounds__(S::threads, 1)
     barrier_init(base + S::tile_done_at, S::consumer_warps + 3);
     for (int i = 0; i < S::stages; ++i)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < kTurns; ++i)
       barrier_init(base + S::turn_at + i * 8, 1), barrier_init(base + S::done_at + i * 8, S::consumer_warps),
           barrier_init(base + S::told_at + i * 8, 1);
     fence_barrier_init();
@@ -487,7 +520,7 @@ __global__ void __launch_bounds__(S::threads, 1)
       while (tiles.take(p)) ++tiles.count;
     } else if (threadIdx.x % 32 == 0) {
       Cursor<S::stages> ring;
-      Cursor<2> turn;
+      Cursor<kTurns> turn;
       for (;; ++tiles.count) {
         const FusedTile tile = tiles.wait();
         if (tile.block < 0) break;
@@ -514,7 +547,9 @@ __global__ void __launch_bounds__(S::threads, 1)
 }
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
-  return std::max(plan.a.d, plan.a.e) <= 64 ? function(FusedShape<type, 64>()) : function(FusedShape<type, 128>());
+  const bool narrow = std::max(plan.a.d, plan.a.e) <= 64;
+  if (plan.knobs & 16) return narrow ? function(FusedShape<type, 64, true>()) : function(FusedShape<type, 128, true>());
+  return narrow ? function(FusedShape<type, 64, false>()) : function(FusedShape<type, 128, false>());
 }
 
 }  // namespace
