@@ -19,6 +19,7 @@
 // The order of every sum is NUMERICS.md's, "Attention, backward".
 
 #include <algorithm>
+#include <type_traits>
 
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/attention/backward_steps.h"
@@ -39,8 +40,7 @@ struct FusedTile {
   int queries;       // a tile of queries, if not of keys: its number, and 1
 };
 
-template <Type type_, int d_, bool late_> struct FusedShape {
-  static constexpr bool late = late_;
+template <Type type_, int d_> struct FusedShape {
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int consumers = warpgroups * kWarpgroup, threads = consumers + kWarpgroup;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void wait_for_turns(const AttentionBackwardPlan &p, u
     const int head = tile.keys.group * p.a.group_heads + step.head;
     const int64_t at = query_tile_at(p, tile.keys.sequence, head, tile.keys.x, step.tile);
     int word = kFirstOfAll;
-    if (step.tile >= tile.others_begin && !(p.knobs & 1)) {
+    if (step.tile >= tile.others_begin) {
       const int *from = p.words + at;
       while ((word = load_acquired(from)) / 2 != tile.block + 2) __nanosleep(20);
       word &= kAnswers;
@@ -225,7 +225,7 @@ __device__ __forceinline__ void tell_others(const AttentionBackwardPlan &p, uint
       barrier_arrive(base + S::told_at + turn.stage * 8);
       turn.next();
     } while (++here < kTurns && i + here < steps && barrier_ready(base + S::done_at + turn.stage * 8, turn.parity));
-    if (!(p.knobs & 4)) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
     for (int k = 0; k < here; ++k, step.next()) {
       const int head = tile.keys.group * p.a.group_heads + step.head;
       store_relaxed(p.words + query_tile_at(p, tile.keys.sequence, head, tile.keys.x, step.tile),
@@ -251,9 +251,20 @@ __device__ __forceinline__ void store_carried(const float *sums, float4 *to, int
     __stcg(to + i * 32, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
 }
 
-// What a step adds to dq, in the block's turn.
-template <class S>
-__device__ __forceinline__ void add_to_queries(const AttentionBackwardPlan &p, const float (&sums)[S::sum / 2], uint32_t base, const Cursor<kTurns> &turn) {
+// 0 to 7, each as a type.
+template <class Run> __device__ __forceinline__ void for_eights(Run run) {
+  run(std::integral_constant<int, 0>()), run(std::integral_constant<int, 1>());
+  run(std::integral_constant<int, 2>()), run(std::integral_constant<int, 3>());
+  run(std::integral_constant<int, 4>()), run(std::integral_constant<int, 5>());
+  run(std::integral_constant<int, 6>()), run(std::integral_constant<int, 7>());
+}
+
+// What a step adds to dq, in the block's turn. An SM sends 64 bytes a cycle, so a warp would wait with each of its adds:
+// beside(0) to beside(7) run between them. They stay there for the branch of a wait that is over, and
+// since an address is made with them, though a weight has no sign: ptxas puts all adds together.
+template <class S, class Beside>
+__device__ __forceinline__ void add_to_queries(const float (&sums)[S::sum / 2], uint32_t base,
+                                               const Cursor<kTurns> &turn, Beside beside) {
   constexpr int fours = S::sum / 8;
   uint32_t least = 0xFFFFFFFFu;  // twice the smallest that is not nothing, less 1
 #pragma unroll
@@ -264,25 +275,36 @@ __device__ __forceinline__ void add_to_queries(const AttentionBackwardPlan &p, c
   const int word = int(of_turn.x);
   float4 *to = reinterpret_cast<float4 *>(of_turn.z | uint64_t(of_turn.w) << 32) +
                (thread_number() / 32 * fours * 32 + thread_number() % 32);
-  if (p.knobs & 2) {
-  } else if ((word & kFirstOfAll) || (p.knobs & 8)) {
-    store_carried(sums, to, fours);
-  } else if (!small && !(word & kAnswers)) {
+  if (word == 0 && !small) {
+    uint32_t none = 0;
+    for_eights([&](auto eight) {
+      constexpr int i = decltype(eight)::value;
+      if constexpr (i % 2 == 0 && i > 0) barrier_wait(base + S::turn_at + turn.stage * 8, turn.parity);
+      none |= beside(eight);
+      if constexpr (i % 2) {
+        to += none >> 31;
 #pragma unroll
-    for (int i = 0; i < fours; ++i)
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 32), "f"(sums[4 * i]),
-                   "f"(sums[4 * i + 1]), "f"(sums[4 * i + 2]), "f"(sums[4 * i + 3])
-                   : "memory");
+        for (int k = i / 2 * fours / 4; k < (i / 2 + 1) * fours / 4; ++k)
+          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + k * 32),
+                       "f"(sums[4 * k]), "f"(sums[4 * k + 1]), "f"(sums[4 * k + 2]), "f"(sums[4 * k + 3])
+                       : "memory");
+      }
+    });
   } else {
+    if (word & kFirstOfAll) {
+      store_carried(sums, to, fours);
+    } else {
 #pragma unroll 1
-    for (int one = 0; one < fours; ++one)  // there are no registers for more
+      for (int one = 0; one < fours; ++one)  // there are no registers for more
 #pragma unroll
-      for (int i = 0; i < fours; ++i)
-        if (i == one) {
-          const float4 x = __ldcg(to + i * 32);
-          __stcg(to + i * 32,
-                 make_float4(x.x + sums[4 * i], x.y + sums[4 * i + 1], x.z + sums[4 * i + 2], x.w + sums[4 * i + 3]));
-        }
+        for (int i = 0; i < fours; ++i)
+          if (i == one) {
+            const float4 x = __ldcg(to + i * 32);
+            __stcg(to + i * 32, make_float4(x.x + sums[4 * i], x.y + sums[4 * i + 1], x.z + sums[4 * i + 2],
+                                            x.w + sums[4 * i + 3]));
+          }
+    }
+    for_eights(beside);
   }
   __syncwarp();
   if (thread_number() % 32 == 0) {
@@ -357,7 +379,7 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
                                   s[4 * i + 2 * h + 1] * fmaf(g[4 * i + 2 * h + 1], p.scale, -delta.y));
       if (i % 2) store_matrices(to + ((i - 1 + lane / 16) ^ (row % 8)) * 16, ds16[i / 2]);
     }
-    if (!(p.knobs & 32)) fence_stores();
+    fence_stores();
   };
   // Of d = 128 what is added to dq takes the place of the products of dout and v.
   float apart[S::d == 64 ? S::sum / 2 : 1];
@@ -373,11 +395,12 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
       wgmma<S::type, false, false>(sums, x + (i * kStep * kRowBytes >> 4), y + (i * kStep * kRowBytes >> 4), i > 0);
     wgmma_commit();
   };
-  const auto add = [&](int step) {
+  const auto add = [&](int step, auto beside) {
     Cursor<kTurns> turn;
     turn.stage = uint32_t(step) % kTurns, turn.parity = uint32_t(step) / kTurns % 2;
-    add_to_queries<S>(p, sums, base, turn);
+    add_to_queries<S>(sums, base, turn, beside);
   };
+  constexpr int kAhead = 2;  // eighths of a step's exponentials that are made before the sums of dq are waited for
 
   if (i < end) {
     barrier_wait(base + S::keys_full_at, tiles.count % 2);
@@ -393,42 +416,35 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
 #pragma unroll 1
     for (++i; i < end; ++i) {
       barrier_wait(full(i), uint32_t(i) / S::stages % 2);
-      if constexpr (S::late) {
-        start_products<S>(s, keys(), stage(i));
-        start_sums<S>(dk, ds16, stage(i - 1));
-        start_queries(i - 1);
-        wgmma_wait<2>();
-        const bool masked = weigh_step<true>(p, s, rows(i), warpgroup, S::row(warpgroup));
-        wait_apart<0>(masked);
-        if (first_lane) barrier_arrive(empty(i - 1));
-        round_weights_of_step();
-        start_sums<S>(dv, p16, stage(i) + S::q_bytes);
-        add(i - 1);
-        start_products<S>(g, keys() + S::k_bytes, stage(i) + S::q_bytes);
-        wgmma_wait<0>();
-        derive(i);
-      } else {
-        start_products<S>(s, keys(), stage(i));
-        start_queries(i - 1);
-        start_sums<S>(dk, ds16, stage(i - 1));
-        wgmma_wait<2>();
-        const bool masked = weigh_step<true>(p, s, rows(i), warpgroup, S::row(warpgroup));
-        wait_apart<1>(masked);
-        add(i - 1);
-        start_products<S>(g, keys() + S::k_bytes, stage(i) + S::q_bytes);
-        wgmma_wait<1>();
-        if (first_lane) barrier_arrive(empty(i - 1));
-        round_weights_of_step();
-        start_sums<S>(dv, p16, stage(i) + S::q_bytes);
-        wgmma_wait<0>();
-        derive(i);
-      }
+      start_products<S>(s, keys(), stage(i));
+      start_queries(i - 1);
+      start_sums<S>(dk, ds16, stage(i - 1));
+      wgmma_wait<2>();
+      const bool masked = weigh_step<true, kAhead>(p, s, rows(i), warpgroup, S::row(warpgroup));
+      wait_apart<1>(masked);
+      add(i - 1, [&](auto eight) {
+        constexpr int first = decltype(eight)::value;
+        uint32_t all = 0;
+        if constexpr (first >= kAhead) {
+          weigh_eights<first, first + 1, true>(p, s, rows(i));
+#pragma unroll
+          for (int k = 0; k < 4; ++k) all |= __float_as_uint(s[4 * first + k]);
+        }
+        return all;
+      });
+      start_products<S>(g, keys() + S::k_bytes, stage(i) + S::q_bytes);
+      wgmma_wait<1>();
+      if (first_lane) barrier_arrive(empty(i - 1));
+      round_weights_of_step();
+      start_sums<S>(dv, p16, stage(i) + S::q_bytes);
+      wgmma_wait<0>();
+      derive(i);
     }
     start_sums<S>(dk, ds16, stage(i - 1));
     start_queries(i - 1);
     wgmma_wait<0>();
     if (first_lane) barrier_arrive(empty(i - 1));
-    add(i - 1);
+    add(i - 1, [](auto) { return 0u; });
   }
   const auto tile = tiles.look();  // again: not kept through the loop
   if (first_lane) tiles.done();
@@ -478,7 +494,7 @@ __device__ __forceinline__ void round_queries(const AttentionBackwardPlan &p, in
       there = of >= by.begin && of < by.end;
       at = query_tile_at(p, tile.sequence, tile.head, seen, of);
       if (there)
-        while (load_acquired(p.words + at) / 2 != block + 1 && !(p.knobs & 3)) __nanosleep(100);
+        while (load_acquired(p.words + at) / 2 != block + 1) __nanosleep(100);
     }
     const float *from = p.sums + at * kBackwardQueries * S::d + row % kBackwardQueries / kWarpRows * kFours * 128 +
                         (row % 8 * 4 + lane % 4) * 4 + row % kWarpRows / 8 * 2;
@@ -547,9 +563,7 @@ __global__ void __launch_bounds__(S::threads, 1)
 }
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
-  const bool narrow = std::max(plan.a.d, plan.a.e) <= 64;
-  if (plan.knobs & 16) return narrow ? function(FusedShape<type, 64, true>()) : function(FusedShape<type, 128, true>());
-  return narrow ? function(FusedShape<type, 64, false>()) : function(FusedShape<type, 128, false>());
+  return std::max(plan.a.d, plan.a.e) <= 64 ? function(FusedShape<type, 64>()) : function(FusedShape<type, 128>());
 }
 
 }  // namespace

@@ -120,8 +120,30 @@ __device__ __forceinline__ void begin_sums(float (&sums)[registers], const Atten
   }
 }
 
-// Scores of a step's queries become weights. rows: where the numbers of their rows lie, and what the step hides.
-template <bool own = false>
+// Eight by eight of a step's queries: scores become weights. rows: where the numbers of their rows lie, and what the step
+// hides.
+// pinned: where they stand.
+__device__ __forceinline__ float ex2_pinned(float x) {
+  asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+template <int first, int last, bool pinned = false>
+__device__ __forceinline__ void weigh_eights(const AttentionBackwardPlan &p, float (&s)[kBackwardQueries / 2],
+                                             uint32_t rows) {
+  const uint32_t numbers = rows + thread_number() % 4 * 8;
+#pragma unroll
+  for (int i = first; i < last; ++i) {
+    const float2 twos = load_pair(numbers + 32 * i);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float x = fmaf(s[4 * i + 2 * h], p.a.c, -twos.x), y = fmaf(s[4 * i + 2 * h + 1], p.a.c, -twos.y);
+      s[4 * i + 2 * h] = pinned ? ex2_pinned(x) : ex2_f32(x);
+      s[4 * i + 2 * h + 1] = pinned ? ex2_pinned(y) : ex2_f32(y);
+    }
+  }
+}
+// `ahead` eights of them, and all are masked.
+template <bool own = false, int ahead = kBackwardQueries / 8>
 __device__ __forceinline__ bool weigh_step(const AttentionBackwardPlan &p, float (&s)[kBackwardQueries / 2],
                                            uint32_t rows, int warpgroup, int first_row) {
   const bool masked = __any_sync(0xFFFFFFFFu, load_int(rows + kRowPieceBytes + warpgroup * 4));
@@ -139,16 +161,7 @@ __device__ __forceinline__ bool weigh_step(const AttentionBackwardPlan &p, float
           if (8 * i + e < from || 8 * i + e >= to) s[4 * i + 2 * h + e] = -INFINITY;
     }
   }
-  const uint32_t numbers = rows + thread_number() % 4 * 8;
-#pragma unroll
-  for (int i = 0; i < kBackwardQueries / 8; ++i) {
-    const float2 twos = load_pair(numbers + 32 * i);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      s[4 * i + 2 * h] = ex2_f32(fmaf(s[4 * i + 2 * h], p.a.c, -twos.x));
-      s[4 * i + 2 * h + 1] = ex2_f32(fmaf(s[4 * i + 2 * h + 1], p.a.c, -twos.y));
-    }
-  }
+  weigh_eights<0, ahead>(p, s, rows);
   return masked;
 }
 
