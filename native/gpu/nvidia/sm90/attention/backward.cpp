@@ -14,8 +14,6 @@ namespace {
 
 constexpr int64_t kMost = int64_t(1) << 28;  // of tokens
 constexpr int64_t kMostD = 256;
-// Of backward_fused.cu under a causal mask: steps of a chunk of a tile's queries, and tiles that stand side by side.
-constexpr int64_t kChunkSteps = 0, kSectionTiles = 132;
 
 // Of a head: tiles of rows that have numbers in the workspace.
 int64_t row_tiles_of(const Attention &a) { return divide_up(a.queries, kBackwardTile) + (a.q_start ? a.sequences : 0); }
@@ -38,34 +36,18 @@ bool takes_narrow_keys(const Attention &a, int64_t sms) {
 
 // What backward_fused.cu wants of the workspace behind the rows' numbers, in this order.
 struct FusedParts {
-  int64_t pieces, tiles, sections;  // of 64 queries; of keys; of both, in chunks
-  int chunks, chunk_tiles, section;
+  int64_t pieces, sections;  // of 64 queries; of tiles of keys, at most
   bool may_ascend;
-  uint64_t ints, sums, carry;  // bytes
-  uint64_t all() const { return ints + sums + carry; }
-  int64_t zeros() const { return pieces + tiles + sections + 2; }
+  uint64_t ints, sums;  // bytes
+  uint64_t all() const { return ints + sums; }
+  int64_t zeros() const { return pieces + sections + 2; }
 };
 FusedParts fused_parts(const Attention &a) {
   FusedParts x = {};
-  const uint64_t width = std::max(a.d, a.e) <= 64 ? 64 : 128;
-  const int64_t pairs = a.sequences * a.groups, each = std::max<int64_t>(divide_up(a.keys, kFusedKeys), 1);
-  x.pieces = row_heads_of(a) * row_tiles_of(a) * 2;
-  x.tiles = a.k_start ? 0 : pairs * each;
-  x.chunks = 1, x.chunk_tiles = int(row_tiles_of(a) * 2), x.section = 1;
-  if (a.causal && !a.q_start && !a.k_start && !a.k_length) {
-    const char *t = getenv("PYDET_T_CHUNK"), *u = getenv("PYDET_T_SECTION");
-    const int64_t steps = t ? atoi(t) : kChunkSteps, most = u ? atoi(u) : kSectionTiles;
-    x.may_ascend = most > 0;
-    x.section = int(std::max<int64_t>((most > 0 ? most : -most) / each, 1));
-    if (steps) {
-      x.chunk_tiles = int(divide_up(steps / 2, std::max<int64_t>(a.heads / a.groups, 1)) * 2);
-      x.chunks = int(std::max<int64_t>(divide_up(row_tiles_of(a) * 2, x.chunk_tiles), 1));
-    }
-  }
-  x.sections = divide_up(pairs, x.section) * x.chunks;
+  x.pieces = row_heads_of(a) * row_tiles_of(a) * 2, x.sections = a.sequences * a.groups;
+  x.may_ascend = a.causal && !a.q_start && !a.k_start && !a.k_length;
   x.ints = uint64_t(divide_up(x.zeros(), 32)) * 128;
-  x.sums = uint64_t(x.pieces) * kBackwardQueries * width * 4;
-  x.carry = x.chunks > 1 ? uint64_t(x.tiles) * kFusedKeys * 2 * width * 4 : 0;
+  x.sums = uint64_t(x.pieces) * kBackwardQueries * (std::max(a.d, a.e) <= 64 ? 64 : 128) * 4;
   return x;
 }
 bool fits_fused(const Attention &a) { return std::max(a.d, a.e) <= 128; }
@@ -79,9 +61,7 @@ uint64_t rows_bytes(const Attention &a) {
 bool attention_backward_fused_takes(const AttentionBackward &b) {
   const Attention &a = b.forward;
   if (!b.dq.data || !b.dk.data || !fits_fused(a) || a.first_key || !attention_backward_sm90_takes(b)) return false;
-  const FusedParts x = fused_parts(a);
-  const int64_t tiles = a.k_start ? divide_up(a.keys, kFusedKeys) + a.sequences : x.tiles;
-  return b.workspace_size >= rows_bytes(a) + x.all() && tiles * a.groups * x.chunks <= kMost;
+  return b.workspace_size >= rows_bytes(a) + fused_parts(a).all();
 }
 bool attention_backward_fused_prefers(const AttentionBackward &) { return false; }
 
@@ -110,11 +90,7 @@ uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const cha
   if (kernel && !fused && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
   if (!fused || !fits_fused(a)) return rows_bytes(a);
-  Attention either = a;  // of masks nobody has told us
-  either.causal = false;
-  const uint64_t full = fused_parts(either).all();
-  either.causal = true;
-  return rows_bytes(a) + std::max(full, fused_parts(either).all());
+  return rows_bytes(a) + fused_parts(a).all();
 }
 
 namespace {
@@ -168,10 +144,12 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
     const FusedParts x = fused_parts(a);
     p.zeros = x.zeros();
     char *at = static_cast<char *>(b.workspace) + rows_bytes(a);
-    p.words = reinterpret_cast<int *>(at), p.carried = p.words + x.pieces, p.said = p.carried + x.tiles;
+    p.words = reinterpret_cast<int *>(at), p.said = p.words + x.pieces;
     p.taken = p.said + x.sections, p.begun = p.taken + 1;
-    p.sums = reinterpret_cast<float *>(at + x.ints), p.carry = reinterpret_cast<float *>(at + x.ints + x.sums);
-    p.section = x.section, p.chunks = x.chunks, p.chunk_tiles = x.chunk_tiles, p.may_ascend = x.may_ascend;
+    p.sums = reinterpret_cast<float *>(at + x.ints);
+    p.may_ascend = x.may_ascend;  // so many side by side that each of their tiles can have a block
+    p.section =
+        int(p.may_ascend ? std::max<int64_t>(gpu_multiprocessors(a.device.id) / divide_up(a.keys, kFusedKeys), 1) : 1);
     p.knobs = getenv("PYDET_T_KNOBS") ? atoi(getenv("PYDET_T_KNOBS")) : 0;
   }
   const int64_t sequences_of_packs = a.sequences;
@@ -183,7 +161,7 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
   const auto run = [&](auto type) -> pydet_status {
     constexpr Type kType = decltype(type)::value;
     if (fused) {
-      p.numbers = int(key_tiles * a.groups * p.chunks);
+      p.numbers = int(key_tiles * a.groups);
       p.query_numbers = int(query_tiles * a.heads);
       p.blocks = int(std::min<int64_t>(int64_t(p.numbers) + p.query_numbers, gpu_multiprocessors(a.device.id)));
       if (pydet_status status = load_attention_backward_fused<kType>(name, p)) return status;

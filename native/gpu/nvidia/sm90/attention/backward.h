@@ -36,16 +36,14 @@ struct AttentionBackwardPlan {
   // Of backward_fused.cu, which has them all made 0 beforehand from `words` on.
   int64_t zeros;
   int *words;         // of each piece of `rows`: the keys that have been added to its dq last
-  int *carried;       // of each tile of keys: where its sums have come to
   int *said;          // of each section: whether its first keys come first
   int *taken;         // tiles that blocks have begun
   int *begun;         // blocks
   float *sums;        // dq so far, of each piece of `rows`
-  float *carry;       // of each tile of keys, where they have chunks: dk and dv so far
-  int numbers;        // of tiles, times chunks
+  int numbers;        // of tiles of keys
   int query_numbers;  // of tiles of 128 queries, of all heads
   int blocks;
-  int section, chunks, chunk_tiles;  // pairs of sequence and group side by side; of 64 queries each
+  int section;  // pairs of sequence and group side by side
   bool may_ascend;
   int knobs;
 };

@@ -11,8 +11,7 @@
 //   Blocks take tiles in turn from a counter, the last keys of a sequence first, so whom one waits for has begun before it.
 //   Under a causal mask those are the tiles that have the least to do, and the blocks would not end together. There, where
 //   so many blocks have begun that each tile of a few sequences and groups will have one, the first keys come first: all
-//   these tiles will be worked at, whatever comes behind. Long ones are cut into chunks of queries; the sums of dk and dv
-//   then pass from one to the next through memory.
+//   these tiles will be worked at, whatever comes behind.
 //   Behind the tiles of keys come those of 128 queries of a head, whose dq is rounded: so blocks that have no keys any more
 //   do that beside those that have.
 //
@@ -35,12 +34,12 @@ struct FusedTile {
   KeyTile keys;
   int block;         // of the sequence's keys, which is what its word says
   int others_begin;  // tiles of queries from here on the block of keys behind has added to
-  int first, last;   // chunk of its keys
-  int carry;         // where its sums wait between chunks
   int queries;       // a tile of queries, if not of keys: its number, and 1
 };
 
-template <Type type_, int d_> struct FusedShape {
+// ahead: eighths of a step's exponentials that are made before the sums of dq are waited for.
+template <Type type_, int d_, int ahead_ = 2> struct FusedShape {
+  static constexpr int ahead = ahead_;
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int consumers = warpgroups * kWarpgroup, threads = consumers + kWarpgroup;
@@ -54,9 +53,9 @@ template <Type type_, int d_> struct FusedShape {
                        rows_at = gradients_at + 2 * gradients_bytes, rows_bytes = kRowPieceBytes + 16,
                        keys_full_at = rows_at + stages * rows_bytes, full_at = keys_full_at + 8,
                        empty_at = full_at + stages * 8, turn_at = empty_at + stages * 8, done_at = turn_at + kTurns * 8,
-                       told_at = done_at + kTurns * 8, tile_full_at = told_at + kTurns * 8, tile_done_at = tile_full_at + 8,
-                       turns_at = divide_up(tile_done_at + 8, 16) * 16, tiles_at = turns_at + kTurns * kTurnBytes,
-                       shared_bytes = tiles_at + 2 * int(sizeof(FusedTile));
+                       told_at = done_at + kTurns * 8, tile_full_at = told_at + kTurns * 8,
+                       tile_done_at = tile_full_at + 8, turns_at = divide_up(tile_done_at + 8, 16) * 16,
+                       tiles_at = turns_at + kTurns * kTurnBytes, shared_bytes = tiles_at + 2 * int(sizeof(FusedTile));
   static_assert((stages & (stages - 1)) == 0, "a step's stage by bits of its number");
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
   static PYDET_HD constexpr int row(int warpgroup) { return warpgroup * 64; }
@@ -71,10 +70,6 @@ __device__ __forceinline__ int load_acquired(const int *from) {
 }
 __device__ __forceinline__ void store_relaxed(int *to, int x) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-__device__ __forceinline__ void store_released(int *to, int x) {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  store_relaxed(to, x);
 }
 __device__ __forceinline__ void store_int(uint32_t address, int x) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
@@ -102,20 +97,17 @@ __device__ __forceinline__ bool ascends(const AttentionBackwardPlan &p, int sect
   return __shfl_sync(0xFFFFFFFFu, said, 0) == 2;
 }
 
-// Tile `number` in the order in which blocks take them; false where there are fewer, or this one has nothing to do. All
-// lanes of a warp.
+// Tile `number` in the order in which blocks take them; false where there are fewer. All lanes of a warp.
 __device__ __forceinline__ bool fused_tile_of(const AttentionBackwardPlan &p, int number, FusedTile *to) {
   BackwardTile tile;
-  int chunk = 0;
   const int groups = p.a.heads / p.a.group_heads;
   if (p.a.uniform) {
-    const int pairs = p.a.sequences * groups, tiles = (p.a.keys + kFusedKeys - 1) / kFusedKeys;
-    chunk = number / (pairs * tiles);
-    if (chunk >= p.chunks) return false;
-    const int in_chunk = number - chunk * pairs * tiles, section = in_chunk / (p.section * tiles),
-              first = section * p.section, here = min(p.section, pairs - first), rest = in_chunk - first * tiles,
-              down = rest / here, pair = first + rest - down * here;
-    const bool up = ascends(p, chunk * ((pairs + p.section - 1) / p.section) + section, here * tiles);
+    const int pairs = p.a.sequences * groups, tiles = (p.a.keys + kFusedKeys - 1) / kFusedKeys,
+              section = number / (p.section * tiles), first = section * p.section;
+    if (first >= pairs) return false;
+    const int here = min(p.section, pairs - first), rest = number - first * tiles, down = rest / here,
+              pair = first + rest - down * here;
+    const bool up = ascends(p, section, here * tiles);
     tile.sequence = pair / groups, tile.head = pair - tile.sequence * groups;
     tile.tile = up ? down : tiles - 1 - down;
     tile.x = lengths_of(p.a, tile.sequence);
@@ -130,15 +122,6 @@ __device__ __forceinline__ bool fused_tile_of(const AttentionBackwardPlan &p, in
   const TilesOfQueries behind = queries_that_see(p, keys.x, keys.key + kFusedKeys, kFusedKeys);
   to->block = same_in_warp(tile.tile);
   to->others_begin = same_in_warp(behind.begin == behind.end ? keys.end : behind.begin);
-  to->carry =
-      same_in_warp((tile.sequence * groups + tile.head) * ((p.a.keys + kFusedKeys - 1) / kFusedKeys) + tile.tile);
-  to->first = to->last = true;
-  if (p.chunks == 1) return true;
-  const int from = chunk * p.chunk_tiles, end = from + p.chunk_tiles;
-  if (keys.begin == keys.end) return chunk == 0;
-  if (keys.end <= from || keys.begin >= end) return false;
-  to->first = keys.begin >= from, to->last = keys.end <= end;
-  keys.begin = max(keys.begin, from), keys.end = min(keys.end, end);
   return true;
 }
 
@@ -237,20 +220,6 @@ __device__ __forceinline__ void tell_others(const AttentionBackwardPlan &p, uint
 
 // ---- The warpgroups that multiply --------------------------------------------------------------------------------
 
-// Sums of a warp on their way from one chunk to the next, and those of dq: fours of a lane side by side.
-__device__ __forceinline__ void load_carried(float *sums, const float4 *from, int fours) {
-#pragma unroll
-  for (int i = 0; i < fours; ++i) {
-    const float4 x = __ldcg(from + i * 32);
-    sums[4 * i] = x.x, sums[4 * i + 1] = x.y, sums[4 * i + 2] = x.z, sums[4 * i + 3] = x.w;
-  }
-}
-__device__ __forceinline__ void store_carried(const float *sums, float4 *to, int fours) {
-#pragma unroll
-  for (int i = 0; i < fours; ++i)
-    __stcg(to + i * 32, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
-}
-
 // 0 to 7, each as a type.
 template <class Run> __device__ __forceinline__ void for_eights(Run run) {
   run(std::integral_constant<int, 0>()), run(std::integral_constant<int, 1>());
@@ -285,14 +254,16 @@ __device__ __forceinline__ void add_to_queries(const float (&sums)[S::sum / 2], 
         to += none >> 31;
 #pragma unroll
         for (int k = i / 2 * fours / 4; k < (i / 2 + 1) * fours / 4; ++k)
-          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + k * 32),
-                       "f"(sums[4 * k]), "f"(sums[4 * k + 1]), "f"(sums[4 * k + 2]), "f"(sums[4 * k + 3])
+          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + k * 32), "f"(sums[4 * k]),
+                       "f"(sums[4 * k + 1]), "f"(sums[4 * k + 2]), "f"(sums[4 * k + 3])
                        : "memory");
       }
     });
   } else {
     if (word & kFirstOfAll) {
-      store_carried(sums, to, fours);
+#pragma unroll
+      for (int i = 0; i < fours; ++i)
+        __stcg(to + i * 32, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
     } else {
 #pragma unroll 1
       for (int one = 0; one < fours; ++one)  // there are no registers for more
@@ -300,8 +271,8 @@ __device__ __forceinline__ void add_to_queries(const float (&sums)[S::sum / 2], 
         for (int i = 0; i < fours; ++i)
           if (i == one) {
             const float4 x = __ldcg(to + i * 32);
-            __stcg(to + i * 32, make_float4(x.x + sums[4 * i], x.y + sums[4 * i + 1], x.z + sums[4 * i + 2],
-                                            x.w + sums[4 * i + 3]));
+            __stcg(to + i * 32,
+                   make_float4(x.x + sums[4 * i], x.y + sums[4 * i + 1], x.z + sums[4 * i + 2], x.w + sums[4 * i + 3]));
           }
     }
     for_eights(beside);
@@ -325,22 +296,11 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
   const bool first_lane = threadIdx.x % 32 == 0;
   float dk[S::d / 2], dv[S::d / 2];
   int end;
-  const auto carried = [&](const FusedTile &tile) {
-    return reinterpret_cast<float4 *>(p.carry) +
-           (int64_t(tile.carry) * S::consumer_warps + thread_number() / 32) * (2 * S::d / 8) * 32 +
-           thread_number() % 32;
-  };
   {
     const auto tile = tiles.look();
     end = i + same_in_warp((tile.keys.end - tile.keys.begin) * p.a.group_heads);
-    if (tile.first) {
-      begin_sums(dk, p, p.dk, tile.keys, S::row(warpgroup), p.a.d);
-      begin_sums(dv, p, p.dv, tile.keys, S::row(warpgroup), p.a.e);
-    } else {
-      while (load_acquired(p.carried + tile.carry) < tile.keys.begin) __nanosleep(100);
-      load_carried(dk, carried(tile), S::d / 8);
-      load_carried(dv, carried(tile) + S::d / 8 * 32, S::d / 8);
-    }
+    begin_sums(dk, p, p.dk, tile.keys, S::row(warpgroup), p.a.d);
+    begin_sums(dv, p, p.dv, tile.keys, S::row(warpgroup), p.a.e);
   }
 
   float s[kBackwardQueries / 2], g[kBackwardQueries / 2];
@@ -400,8 +360,6 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
     turn.stage = uint32_t(step) % kTurns, turn.parity = uint32_t(step) / kTurns % 2;
     add_to_queries<S>(sums, base, turn, beside);
   };
-  constexpr int kAhead = 2;  // eighths of a step's exponentials that are made before the sums of dq are waited for
-
   if (i < end) {
     barrier_wait(base + S::keys_full_at, tiles.count % 2);
     barrier_wait(full(i), uint32_t(i) / S::stages % 2);
@@ -420,12 +378,12 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
       start_queries(i - 1);
       start_sums<S>(dk, ds16, stage(i - 1));
       wgmma_wait<2>();
-      const bool masked = weigh_step<true, kAhead>(p, s, rows(i), warpgroup, S::row(warpgroup));
+      const bool masked = weigh_step<true, S::ahead>(p, s, rows(i), warpgroup, S::row(warpgroup));
       wait_apart<1>(masked);
       add(i - 1, [&](auto eight) {
         constexpr int first = decltype(eight)::value;
         uint32_t all = 0;
-        if constexpr (first >= kAhead) {
+        if constexpr (first >= S::ahead) {
           weigh_eights<first, first + 1, true>(p, s, rows(i));
 #pragma unroll
           for (int k = 0; k < 4; ++k) all |= __float_as_uint(s[4 * first + k]);
@@ -448,13 +406,6 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
   }
   const auto tile = tiles.look();  // again: not kept through the loop
   if (first_lane) tiles.done();
-  if (!tile.last) {
-    store_carried(dk, carried(tile), S::d / 8);
-    store_carried(dv, carried(tile) + S::d / 8 * 32, S::d / 8);
-    named_sync(1, S::consumers);
-    if (thread_number() == 0) store_released(p.carried + tile.carry, tile.keys.end);
-    return;
-  }
   uint32_t again[2];  // lanes whose row is not finite
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -533,6 +484,8 @@ __global__ void __launch_bounds__(S::threads, 1)
     registers_down<S::producer_registers>();
     if (warp == S::consumer_warps + 3) {
       if (threadIdx.x % 32 == 0) atomicAdd(p.begun, 1);
+      if (p.may_ascend)  // all begin at once: so wait for a while, but not for ever
+        for (int i = 0; i < 50 && load_acquired(p.begun) < int(gridDim.x); ++i) __nanosleep(100);
       while (tiles.take(p)) ++tiles.count;
     } else if (threadIdx.x % 32 == 0) {
       Cursor<S::stages> ring;
@@ -563,7 +516,9 @@ __global__ void __launch_bounds__(S::threads, 1)
 }
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
-  return std::max(plan.a.d, plan.a.e) <= 64 ? function(FusedShape<type, 64>()) : function(FusedShape<type, 128>());
+  const bool narrow = std::max(plan.a.d, plan.a.e) <= 64;
+  if (plan.knobs == 8) return narrow ? function(FusedShape<type, 64, 8>()) : function(FusedShape<type, 128, 8>());
+  return narrow ? function(FusedShape<type, 64>()) : function(FusedShape<type, 128>());
 }
 
 }  // namespace
