@@ -45,7 +45,6 @@ struct AttentionBackwardPlan {
   int blocks;
   int section;  // pairs of sequence and group side by side
   bool may_ascend;
-  int knobs;
 };
 
 // A row of the table of its own.

@@ -516,9 +516,7 @@ __global__ void __launch_bounds__(S::threads, 1)
 }
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
-  const bool narrow = std::max(plan.a.d, plan.a.e) <= 64;
-  if (plan.knobs == 8) return narrow ? function(FusedShape<type, 64, 8>()) : function(FusedShape<type, 128, 8>());
-  return narrow ? function(FusedShape<type, 64>()) : function(FusedShape<type, 128>());
+  return std::max(plan.a.d, plan.a.e) <= 64 ? function(FusedShape<type, 64>()) : function(FusedShape<type, 128>());
 }
 
 }  // namespace
