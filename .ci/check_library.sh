@@ -16,7 +16,7 @@ complain() { echo "$library: $*" >&2; failed=1; }
 
 exported=$(nm -D --defined-only "$library" | awk '$2 != "A" { print $3 }' | sort)
 declared=$(sed 's,/[*].*[*]/,,' "$native/include/pydet.h" "$native/entry/python.h" "$native/entry/xla_ffi.h" | grep -o '^PYDET_API [^(]*(' |
-  sed 's/.*[ *]\(pydet_[a-z_]*\)($/\1/' | sort)
+  sed 's/.*[ *]\(pydet_[a-z0-9_]*\)($/\1/' | sort)
 [ "$(wc -w <<<"$declared")" -ge 20 ] || complain "found only these declarations: $declared"
 foreign=$(grep -v '^pydet_' <<<"$exported" || true)
 [ -z "$foreign" ] || complain "exports" $foreign
@@ -44,7 +44,7 @@ grep -qx __stack_chk_fail <<<"$imported" || complain "has no guards of stacks (-
 grep -qE '^__[a-z]+_chk$' <<<"$imported" || complain "has no checked copies (_FORTIFY_SOURCE)"
 if [ "$(uname -m)" = x86_64 ]; then
   unmarked=$(objdump -d --no-show-raw-insn "$library" |
-    awk '/^[0-9a-f]+ <pydet_[a-z_]+>:$/ { name = $2; getline; if (!/endbr64/) print name }')
+    awk '/^[0-9a-f]+ <pydet_[a-z0-9_]+>:$/ { name = $2; getline; if (!/endbr64/) print name }')
   [ -z "$unmarked" ] || complain "no endbr64 (-fcf-protection) in" $unmarked
 fi
 

@@ -159,14 +159,20 @@ def seen(model: torch.nn.Module) -> pydet.torch.Check:
         return pydet.torch.check(model, {"input_ids": ids, "attention_mask": mask, "use_cache": False})
 
 
+def takes_places(model: torch.nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 def decoded(model: torch.nn.Module) -> int:
-    ids, cache, steps = ids_of(model, 2, 9), None, []
+    ids, cache, steps = ids_of(model, 2, 9), {}, []
     with torch.no_grad(), pydet.torch.override_aten():
         whole = model(ids, use_cache=False).logits
         for i in range(ids.shape[1]):
-            step = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
-            cache, logits = step.past_key_values, step.logits
-            steps.append(logits)
+            places = {"position_ids": torch.full((2, 1), i)} if takes_places(model) else {}
+            step = model(ids[:, i : i + 1], use_cache=True, **places, **cache)
+            name = "cache" if "cache" in step else "past_key_values"
+            cache = {name: step[name]}
+            steps.append(step.logits)
     return int((torch.cat(steps, 1) != whole).sum())
 
 
@@ -182,12 +188,11 @@ def trained(model: torch.nn.Module) -> int:
         for rows in ids.split(cut):
             places = {"position_ids": torch.arange(tokens).expand(rows.shape)}
             with pydet.torch.override_aten():
-                logits = model(rows, use_cache=False, **(places if takes_places else {})).logits
+                logits = model(rows, use_cache=False, **(places if takes_places(model) else {})).logits
                 torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="sum").backward()
         both = {name: getattr(p, "main_grad", p.grad) for name, p in model.named_parameters()}
         return {name: x.clone() for name, x in both.items() if x is not None}
 
-    takes_places = "position_ids" in inspect.signature(model.forward).parameters
     whole, parts = gradients(2), gradients(1)
     return sum(int((whole[name] != parts[name]).sum()) for name in whole)
 

@@ -26,7 +26,7 @@ OPERATIONS = (  # of the kernel table
     *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
     *("attention_backward", "activation", "activation_backward", "sample", "topk"),
-    *("embedding", "embedding_backward"),
+    *("embedding", "embedding_backward", "selective_scan", "gated_delta", "causal_conv1d"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
@@ -194,6 +194,32 @@ def embedding_cases(operation, dtype, generator, device):
             [((rows, n), dtype)],
             lambda o, dout=dout, ids=ids, **given: pydet.embedding_backward(dout, ids, out=o[0], **given),
         )
+
+
+def scan_cases(operation, dtype, generator, device):
+    for batch, tokens, heads, width, groups, states in (
+        (1, 70, 4, 64, 1, 128),
+        (3, 9, 6, 33, 3, 20),
+        (2, 40, 65, 1, 1, 16),
+    ):
+        of = lambda *shape, batch=batch, tokens=tokens: tensor(generator, (batch, tokens, *shape), dtype, device)
+        x, b, c, one = of(heads, width), of(groups, states), of(groups, states), of(heads).abs()
+        if operation == "causal_conv1d":
+            w = tensor(generator, (heads, 4), dtype, device)
+            shapes, x = [(one.shape, dtype)], one
+            yield operation, shapes, lambda o, x=x, w=w, **given: pydet.causal_conv1d(x, w, out=o[0], **given)
+            continue
+        a = -tensor(generator, (heads,), torch.float32, device).abs()
+        state = (batch, heads, width, states) if operation == "selective_scan" else (batch, heads, states, width)
+        call = {
+            "selective_scan": lambda o, x=x, d=one, a=a, b=b, c=c, **given: pydet.selective_scan(
+                x, d, a, b, c, out=o[0], final=o[1], **given
+            ),
+            "gated_delta": lambda o, x=x, d=one, b=b / 20, c=c / 20, **given: pydet.gated_delta(
+                c, b, x, -d, d, out=o[0], final=o[1], **given
+            ),
+        }[operation]
+        yield operation, [(tuple(x.shape), dtype), (state, torch.float32)], call
 
 
 def scaled_cases(dtype, generator, device):
@@ -404,6 +430,9 @@ def make_cases(device, seed, only):
                     "sample": sampling_cases,
                     "topk": sampling_cases,
                     "embedding": embedding_cases,
+                    "scan": scan_cases,
+                    "delta": scan_cases,
+                    "conv": scan_cases,
                 }
                 rows = next((cases_of for name, cases_of in by_name.items() if name in key[0]), None)
                 make = makes.get(key[0]) or functools.partial(rows, key[0])

@@ -29,6 +29,7 @@ import test_rmsnorm_heads as heads
 import test_sample as samples
 import test_scaled_gemm as scaled
 import test_scaled_grouped_gemm as scaled_groups
+import test_scan as scans
 from cases import DTYPES, assert_same_bits, data
 from pydet import frameworks
 from reference_activation import KINDS
@@ -347,6 +348,13 @@ def test_sample(device, kernel, dtype):
     samples.test_greedy_is_the_first_of_the_largest(device)
     x, (seed, position) = data("normal", (2, 3, 40), DTYPES[dtype]).swapaxes(0, 1), samples.keys((3, 2))
     samples.same(device.sample(x, seed, position, top_k=7), pydet.sample(x, seed, position, top_k=7))
+    if "spread" in kernel:  # over 4 and 8 blocks, whole and not; equal columns that are cut, few and many
+        for number, n in enumerate((16384, 20001, 32768, 33001)):
+            x = data("normal", (1, n), DTYPES[dtype], number)
+            x = samples.coarse(x, dtype) if number % 2 else x
+            for options in ({"top_p": 0.9}, {"temperature": 0.5, "top_k": 40, "top_p": 0.5, "min_p": 0.05}):
+                got = device.sample(x, seed[:1, 0], position[:1, 0], **options)
+                samples.same(got, pydet.sample(x, seed[:1, 0], position[:1, 0], **options), n)
     assert device.taken > 80
 
 
@@ -355,6 +363,8 @@ def test_topk(device, kernel, dtype):
     samples.check_topk(device, dtype, [1, 2, 5, 8, 9, 70, 1024, 2049])
     for x, k in (
         (data("normal", (2, 6000), DTYPES[dtype]), 2048),
+        (data("normal", (1, 20001), DTYPES[dtype]), 50),
+        (data("integers", (1, 33001), DTYPES[dtype]), 1000),
         (data("integers", (2, 6000), DTYPES[dtype]), 2049),
         (data("specials", (1, 5001), DTYPES[dtype]), 5001),
         (np.zeros((2, 3000), DTYPES[dtype]), 7),
@@ -389,6 +399,33 @@ def test_embedding_backward(device, kernel, dtype):
     want = embeddings.reference.embedding_backward(np.ascontiguousarray(far), ids.reshape(10, 7), 9)
     assert_same_bits(device.embedding_backward(far, ids.reshape(10, 7), 9), want, "rows of two strides")
     assert device.taken == 2 * len(EMBEDDED) + 2
+
+
+@each("selective_scan")
+def test_selective_scan(device, kernel, dtype):
+    """The CPU's cases, and states of one, two and sixteen rounds; more tokens than a tile has."""
+    more = [(1, 17, 2, 3, 1, 32), (1, 5, 2, 5, 1, 512), (1, 9, 2, 33, 2, 64)]
+    scans.check_selective_scan(device, dtype, scans.SCANS + more)
+    own = {"cu_seqlens": np.int32([0, 3, 3, 20]), "return_final": True}
+    given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
+    scans.same(device.selective_scan(*given, **own), pydet.selective_scan(*given, **own))
+    assert device.taken == len(scans.SCANS) + 4
+
+
+@each("gated_delta")
+def test_gated_delta(device, kernel, dtype):
+    more = [(1, 17, 2, 3, 1, 32), (1, 5, 2, 5, 1, 512), (1, 9, 2, 33, 2, 64)]
+    scans.check_gated_delta(device, dtype, scans.SCANS + more)
+    own = {"cu_seqlens": np.int64([0, 3, 3, 20]), "return_final": True}
+    given = scans.delta_of(1, 20, 2, 8, 1, 20, dtype)
+    scans.same(device.gated_delta(*given, **own), pydet.gated_delta(*given, **own))
+    assert device.taken == len(scans.SCANS) + 4
+
+
+@each("causal_conv1d")
+def test_causal_conv1d(device, kernel, dtype):
+    scans.check_causal_conv1d(device, dtype)
+    assert device.taken == len(scans.CONVOLUTIONS)
 
 
 @each("rmsnorm")
@@ -453,6 +490,21 @@ def test_layernorm_backward(device, kernel, dtype):
         yield from on.layernorm_backward(dy, x, weight, mean, np.abs(rstd), out=out, **options)
 
     check(device, dtype, call, 3)
+
+
+@each("layernorm_backward")
+def test_layernorm_backward_of_many_short_rows(device, kernel, dtype):
+    """Four teams' chains are a group then; the last group is a part of one."""
+    if not kernel.name.endswith("rows") or dtype == "fp32":
+        pytest.skip("has no groups")
+    for m, n, options in ((16385, 8, {"has_bias": False}), (16384 + 81, 72, {})):
+        dy, x = data("normal", (m, n), DTYPES[dtype], 1), data("normal", (m, n), DTYPES[dtype])
+        weight, mean, rstd = vector(n, 0), vector(m, 0, np.float32), np.abs(vector(m, 1, np.float32))
+        found = [on.layernorm_backward(dy, x, weight, mean, rstd, **options) for on in (pydet, device)]
+        for want, got in zip(*found, strict=True):
+            if want is not None:
+                assert_same_bits(got, want, f"{m} x {n}")
+    assert device.taken == 2
 
 
 # ---- The others ------------------------------------------------------------------------------------------------------

@@ -218,6 +218,18 @@ def problems(operation, name, dtype):
         capi._alive[given] = capi._alive[given], room
         yield "pydet_embedding_backward", tensors([(64, 256), ((64,), "int64"), (100, 256)], dtype), given
         return
+    if operation == "causal_conv1d":
+        shapes = [(2, 40, 256), (256, 4), (256,), None, None, (2, 40, 256)]
+        yield "pydet_causal_conv1d", tensors(shapes, dtype), capi.options("pydet_scan_options", kernel=name[0])
+        return
+    if operation in ("selective_scan", "gated_delta"):
+        x, row, one = (2, 40, 4, 64), (2, 40, 2, 128), (2, 40, 4)
+        if operation == "selective_scan":
+            shapes = [x, one, ((4,), "float32"), row, row, None, None, None, x, ((2, 4, 64, 128), "float32")]
+        else:
+            shapes = [row, row, x, one, one, None, None, x, ((2, 4, 128, 64), "float32")]
+        yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_scan_options", kernel=name[0])
+        return
     if operation.startswith("softmax"):
         shapes = [(64, 256)] * (3 if operation == "softmax_backward" else 2)
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_softmax_options", kernel=name[0])

@@ -21,11 +21,13 @@ import reference_attention
 import reference_embedding
 import reference_fp8
 import reference_sample
+import reference_scan
 import test_embedding as embeddings
 import test_grouped_gemm as grouped_cases
 import test_sample as sample_cases
 import test_scaled_gemm as scaled_cases
 import test_scaled_grouped_gemm as scaled_grouped_cases
+import test_scan as scans
 from cases import ARITHMETICS, DTYPES, Problem, data
 from reference_fp8 import E8M0
 from test_scaled_gemm import FLOAT32, TYPES, Scaled
@@ -214,6 +216,45 @@ def embedding_backward_digests(embedding_backward, arithmetic, dtype):
     return digests
 
 
+SCANNED = [(2, 5, 4, 8, 2, 16), (1, 3, 40, 1, 1, 8), (1, 4, 3, 33, 1, 65)]
+
+
+def selective_scan_digests(selective_scan, arithmetic, dtype):
+    digests = {}
+    for number, sizes in enumerate(SCANNED):
+        batch, _, heads, width, _, states = sizes
+        for kind, each_state in itertools.product(["normal", "specials"], [False, True]):
+            given = scans.scan_of(*sizes, dtype, number, each_state, kind)
+            own = {"initial": scans.states_of(batch, heads, width, states)} if each_state else {}
+            name = f"{dtype} {kind} {'x'.join(map(str, sizes))} each_state={each_state}"
+            digests[name] = digest(*selective_scan(*given, return_final=True, **own))
+    return digests
+
+
+def gated_delta_digests(gated_delta, arithmetic, dtype):
+    digests = {}
+    for number, sizes in enumerate(SCANNED):
+        batch, _, heads, width, _, keys = sizes
+        for kind, begun in itertools.product(["normal", "specials"], [False, True]):
+            given = scans.delta_of(*sizes, dtype, number, kind)
+            own = {"initial": scans.states_of(batch, heads, keys, width)} if begun else {}
+            name = f"{dtype} {kind} {'x'.join(map(str, sizes))} initial={begun}"
+            digests[name] = digest(*gated_delta(*given, return_final=True, **own))
+    return digests
+
+
+def causal_conv1d_digests(causal_conv1d, arithmetic, dtype):
+    digests = {}
+    for kind, (batch, tokens, channels, taps), begun in itertools.product(
+        ["normal", "specials"], [(2, 9, 40, 4), (1, 70, 3, 3)], [False, True]
+    ):
+        shapes = (batch, tokens, channels), (channels, taps), (channels,), (batch, taps - 1, channels)
+        x, w, bias, initial = (data(kind, shape, DTYPES[dtype], i) for i, shape in enumerate(shapes))
+        name = f"{dtype} {kind} {batch}x{tokens}x{channels}, {taps} taps, begun={begun}"
+        digests[name] = digest(causal_conv1d(x, w, bias if begun else None, initial=initial if begun else None))
+    return digests
+
+
 def scaled_gemm_digests(scaled_gemm, arithmetic, dtype):
     digests = {}
     for (a_scale, b_scale), kind, out_dtype in itertools.product(
@@ -315,6 +356,9 @@ DIGESTS = {
     "topk": topk_digests,
     "embedding": embedding_digests,
     "embedding_backward": embedding_backward_digests,
+    "selective_scan": selective_scan_digests,
+    "gated_delta": gated_delta_digests,
+    "causal_conv1d": causal_conv1d_digests,
 }
 
 
@@ -339,6 +383,8 @@ def reference_of(operation):
         return getattr(reference_activation, operation)
     if operation in ("sample", "topk"):
         return getattr(reference_sample, operation)
+    if operation in ("selective_scan", "gated_delta", "causal_conv1d"):
+        return getattr(reference_scan, operation)
     if operation.startswith("embedding"):
         return getattr(reference_embedding, operation)
     return getattr(
@@ -435,6 +481,18 @@ def test_embedding(embedding_kernel):
 def test_embedding_backward(embedding_backward_kernel):
     kernel = embedding_backward_kernel
     check_golden("embedding_backward", kernel.embedding_backward, "ieee", kernel.dtype)
+
+
+def test_selective_scan(selective_scan_kernel):
+    check_golden("selective_scan", selective_scan_kernel.selective_scan, "ieee", selective_scan_kernel.dtype)
+
+
+def test_gated_delta(gated_delta_kernel):
+    check_golden("gated_delta", gated_delta_kernel.gated_delta, "ieee", gated_delta_kernel.dtype)
+
+
+def test_causal_conv1d(causal_conv1d_kernel):
+    check_golden("causal_conv1d", causal_conv1d_kernel.causal_conv1d, "ieee", causal_conv1d_kernel.dtype)
 
 
 def test_activation_backward(activation_backward_kernel):

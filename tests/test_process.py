@@ -255,6 +255,29 @@ def every_kernel():
                     chosen.workspace_size = workspace.nbytes
                     yield lib.pydet_embedding_backward, list(map(tensor, (x, ids, y))), chosen, [y, workspace]
                     continue
+                if kernel.operation in ("selective_scan", "gated_delta", "causal_conv1d"):
+                    chosen, tokens = options("pydet_scan_options", kernel=kernel.name), x[None]
+                    if kernel.operation == "causal_conv1d":
+                        w = values(n, 4, dtype=dtype)
+                        given = [tensor(tokens), tensor(w), None, None, None, tensor(y[None])]
+                        yield lib.pydet_causal_conv1d, given, chosen, [y]
+                        continue
+                    heads, one, state = x[None, :, None], values(1, m, 1), values(1, 1, n, n)
+                    if kernel.operation == "selective_scan":
+                        given = [
+                            tensor(heads),
+                            tensor(one),
+                            tensor(one[0, 0]),
+                            tensor(heads),
+                            tensor(heads),
+                            None,
+                            None,
+                        ]
+                    else:
+                        given = [tensor(heads)] * 3 + [tensor(one), tensor(one), None]
+                    given += [None, tensor(y[None, :, None]), tensor(state)]
+                    yield getattr(lib, f"pydet_{kernel.operation}"), given, chosen, [y, state]
+                    continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
                     chosen = options("pydet_rmsnorm_options", eps=1e-6, kernel=kernel.name)
@@ -421,6 +444,9 @@ def large_calls():
         "topk": lambda: pydet.topk(x, 99),
         "embedding": lambda: pydet.embedding(x, np.arange(len(x))),
         "embedding_backward": lambda: pydet.embedding_backward(x, np.arange(len(x)), len(x)),
+        "selective_scan": lambda: pydet.selective_scan(heads, heads[..., 0], row, heads, heads),
+        "gated_delta": lambda: pydet.gated_delta(heads, heads, heads, heads[..., 0], heads[..., 0]),
+        "causal_conv1d": lambda: pydet.causal_conv1d(x[None], x[:, :4]),
     }
 
 

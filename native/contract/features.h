@@ -51,10 +51,14 @@ enum Feature : uint64_t {
   kMask = 1ull << 38,
   kSinks = 1ull << 39,
   kSoftcap = 1ull << 40,
-  kGate = 1ull << 41,      // of an activation: another factor
-  kFilters = 1ull << 42,   // of sampling: top_k, top_p or min_p
-  kLogProbs = 1ull << 43,  // of sampling: log-probabilities
-  kPadding = 1ull << 44    // of an embedding's gradient: an id that does not count
+  kGate = 1ull << 41,          // of an activation: another factor
+  kFilters = 1ull << 42,       // of sampling: top_k, top_p or min_p
+  kLogProbs = 1ull << 43,      // of sampling: log-probabilities
+  kPadding = 1ull << 44,       // of an embedding's gradient: an id that does not count
+  kInitialState = 1ull << 45,  // of a scan, as all from here on
+  kFinalState = 1ull << 46,
+  kEachState = 1ull << 47,  // a decay for each state
+  kSkip = 1ull << 48        // d
 };
 struct FeatureRow {
   Feature feature;
@@ -106,6 +110,10 @@ constexpr FeatureRow kFeatures[] = {
     {kFilters, "top_k, top_p or min_p"},
     {kLogProbs, "log-probabilities"},
     {kPadding, "a padding id"},
+    {kInitialState, "an initial state"},
+    {kFinalState, "a final state"},
+    {kEachState, "a decay for each state"},
+    {kSkip, "d"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

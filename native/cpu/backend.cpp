@@ -38,6 +38,10 @@ constexpr uint64_t kActivationGradient = kActivationFeatures | kRowGradient;
 constexpr uint64_t kSampleFeatures = kTwoStrides | kFilters | kLogProbs;
 constexpr uint64_t kEmbeddingGradient = kTwoStrides | kAccumulate | kPadding;
 
+constexpr uint64_t kScanFeatures = kInitialState | kFinalState | kPacked;
+constexpr uint64_t kSelectiveFeatures = kScanFeatures | kEachState | kSkip;
+constexpr uint64_t kConvFeatures = kInitialState | kPacked | kBias;
+
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
     Row("cpu_gemm_ieee_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGemmFeatures).launches(gemm_ieee<Avx512>),
@@ -175,6 +179,37 @@ constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
 #endif
     Row("cpu_embedding_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kEmbeddingGradient)
         .launches(embedding_backward<Scalar>),
+};
+
+constexpr Kernel<SelectiveScan> kSelectiveScan[] = {
+#if defined(__x86_64__)
+    Row("cpu_selective_scan_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSelectiveFeatures)
+        .launches(selective_scan<Avx512>),
+    Row("cpu_selective_scan_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSelectiveFeatures)
+        .launches(selective_scan<Avx2>),
+#endif
+    Row("cpu_selective_scan_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSelectiveFeatures)
+        .launches(selective_scan<Scalar>),
+};
+
+constexpr Kernel<GatedDelta> kGatedDelta[] = {
+#if defined(__x86_64__)
+    Row("cpu_gated_delta_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kScanFeatures)
+        .launches(gated_delta<Avx512>),
+    Row("cpu_gated_delta_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kScanFeatures).launches(gated_delta<Avx2>),
+#endif
+    Row("cpu_gated_delta_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kScanFeatures)
+        .launches(gated_delta<Scalar>),
+};
+
+constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
+#if defined(__x86_64__)
+    Row("cpu_causal_conv1d_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kConvFeatures)
+        .launches(causal_conv1d<Avx512>),
+    Row("cpu_causal_conv1d_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kConvFeatures).launches(causal_conv1d<Avx2>),
+#endif
+    Row("cpu_causal_conv1d_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kConvFeatures)
+        .launches(causal_conv1d<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
@@ -373,7 +408,8 @@ constexpr Backend cpu() {
              table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
-             table(kEmbedding), table(kEmbeddingBackward));
+             table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
+             table(kCausalConv1d), no_kernels<LinearLogProb>());
   return backend;
 }
 

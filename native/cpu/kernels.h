@@ -9,6 +9,7 @@
 #include "ops/gemm/rounding.h"
 #include "ops/norm/problem.h"
 #include "ops/sample/problem.h"
+#include "ops/scan/problem.h"
 #include "ops/softmax/problem.h"
 
 namespace pydet {
@@ -38,5 +39,8 @@ template <class Isa> pydet_status fold(const Fold &);
 template <class Isa> pydet_status round_elements(const Rounding &);
 template <class Isa> pydet_status layernorm(const LayerNorm &);
 template <class Isa> pydet_status layernorm_backward(const LayerNormBackward &);
+template <class Isa> pydet_status selective_scan(const SelectiveScan &);
+template <class Isa> pydet_status gated_delta(const GatedDelta &);
+template <class Isa> pydet_status causal_conv1d(const CausalConv1d &);
 
 }  // namespace pydet

@@ -60,6 +60,27 @@ __device__ __forceinline__ void send(void *to, float4 piece, uint64_t *arrived, 
   send(shared_address(to), piece, shared_address(arrived), rank);
 }
 
+// The same for what is read: a block's number of its cluster and the count of them, a word of another block's shared
+// memory, and a barrier of all threads after which each sees what the others wrote before.
+__device__ __forceinline__ int cluster_block() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ int cluster_blocks() {
+  int blocks;
+  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
+template <class Word> __device__ __forceinline__ Word *in_cluster_block(Word *mine, int rank) {
+  Word *there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(mine), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Returns when all that this block expects has been written. The block must not end before.
 __device__ __forceinline__ void wait_for_cluster(uint64_t *arrived) { barrier_wait(shared_address(arrived), 0); }
 
@@ -70,6 +91,10 @@ __device__ __forceinline__ void expect_from_cluster(uint64_t *, int) {}
 __device__ __forceinline__ void meet_cluster() {}
 template <class Piece> __device__ __forceinline__ void send(void *, const Piece &, uint64_t *, int) {}
 __device__ __forceinline__ void wait_for_cluster(uint64_t *) {}
+__device__ __forceinline__ int cluster_block() { return 0; }
+__device__ __forceinline__ int cluster_blocks() { return 1; }
+template <class Word> __device__ __forceinline__ Word *in_cluster_block(Word *mine, int) { return mine; }
+__device__ __forceinline__ void sync_cluster() { __syncthreads(); }
 
 #endif
 

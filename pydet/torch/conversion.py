@@ -14,7 +14,7 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch import alibi, checking, code, experts, experts_fp8
+from pydet.torch import alibi, checking, code, experts, experts_fp8, scans
 from pydet.torch.checking import Check
 from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear
@@ -168,7 +168,7 @@ def _becomes(
             return (_obstacle(module) if not in_fp8 else None) or experts_fp8.becomes(module, arithmetic)
         if in_fp8:
             return "its matrices are fp8, with scales; convert(model, fp8=True)"
-    own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router | Rotary
+    own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router | Rotary | scans.Scan
     if isinstance(module, alibi.MptAttention):
         return None
     if isinstance(module, own_kinds) or experts.of_pydet(module):
@@ -189,6 +189,8 @@ def _becomes(
         return _obstacle(module) or _layer_norm(module, ours or LayerNorm)
     if (embedding := rotary_class(module)) is not None:
         return _obstacle(module) or (embedding, {})
+    if (mixer := scans.scan_class(module)) is not None:
+        return mixer if isinstance(mixer, str) else _obstacle(module) or (mixer, {})
     if _is_norm(module):
         return _obstacle(module) or _norm(module)
     if function := _activation(module):
@@ -427,6 +429,8 @@ def convert(
             if module in routers and isinstance(plans[module], tuple):
                 tried.update(module.modules())
         plan = plans[module]
+        if scans.is_scan(module) or (isinstance(plan, tuple) and issubclass(plan[0], scans.Scan)):
+            tried.update(x for x in module.children() if isinstance(x, torch.nn.Conv1d))  # which it does not call
         if isinstance(plan, str):
             report.left[name] = plan
         elif plan is not None:

@@ -23,6 +23,7 @@ from pydet.torch.ops import (
     rmsnorm,
     sample,
     scaled,
+    scan,
     sequences,
     softmax,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "rmsnorm",
     "sample",
     "scaled",
+    "scan",
     "sequences",
     "softmax",
     "sum_rows",

@@ -22,6 +22,15 @@ template <class Piece> void send(void *to, const Piece &piece, uint64_t *arrived
 inline void wait_for_cluster(uint64_t *arrived) {
   emulated::wait_until([arrived] { return *arrived == 0; });
 }
+inline int cluster_block() { return int(blockIdx.x) % emulated::cluster_blocks(); }
+inline int cluster_blocks() { return emulated::cluster_blocks(); }
+template <class Word> Word *in_cluster_block(Word *mine, int rank) {
+  return reinterpret_cast<Word *>(emulated::in_block(rank, (char *)mine));
+}
+inline void sync_cluster() {
+  emulated::arrive_at_cluster();
+  emulated::meet_cluster();
+}
 
 }  // namespace
 }  // namespace pydet

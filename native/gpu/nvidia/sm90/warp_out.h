@@ -114,29 +114,33 @@ template <class S> struct WarpOut {
     return tile.out_offset + (p.swapped ? c * p.out_stride + r : r * p.out_stride + c);
   }
 
-  // Accumulators that continue out's elements, in fp32.
+  // Accumulators that continue out's elements, in fp32. All loads are on their way before the first is waited for: eight
+  // lanes' words are a sector, along a row of out or, for out^T, along its column.
   __device__ __forceinline__ void begin_at_out(float (&d)[S::n / 2]) const {
+    const int r = row + lane / 4, c = tile.column + lane % 4 * 2;
+    const float *const from = reinterpret_cast<const float *>(p.out);
+    if (p.out_singles && !p.swapped) {
 #pragma unroll
-    for (int i = 0; i < pieces<kFloatColumns>; ++i) {
-      const int start = start_of<kFloatColumns>(i);
-#pragma unroll 4
-      for (int j = lane; j < kWarpRows * kFloatColumns; j += 32) {
-        const int r = p.swapped ? j % kWarpRows : j / kFloatColumns, c = p.swapped ? j / kWarpRows : j % kFloatColumns;
-        const bool inside = row + r < p.m && tile.column + start + c < p.n;
-        const float x = inside ? reinterpret_cast<const float *>(p.out)[place(row + r, tile.column + start + c)] : 0;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(float_address(r, c)), "f"(canonical(x)) : "memory");
-      }
-      __syncwarp();
+      for (int h = 0; h < 2; ++h) {
+        const float *const line = from + place(r + 8 * h, c);
+        const int left = r + 8 * h < p.m ? p.n - c : 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 pair = load_pair(float_address(lane / 4 + 8 * h, 8 * j + lane % 4 * 2));
-          d[start / 2 + 4 * j + 2 * h] = pair.x;
-          d[start / 2 + 4 * j + 2 * h + 1] = pair.y;
+        for (int j = 0; j < S::n / 8; ++j) {
+          const float2 pair = 8 * j < left ? *reinterpret_cast<const float2 *>(line + 8 * j) : make_float2(0, 0);
+          d[4 * j + 2 * h] = pair.x, d[4 * j + 2 * h + 1] = pair.y;
         }
-      __syncwarp();
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < S::n / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at_r = r + i / 2 * 8, at_c = c + 8 * j + i % 2;
+          d[4 * j + i] = at_r < p.m && at_c < p.n ? from[place(at_r, at_c)] : 0;
+        }
     }
+#pragma unroll
+    for (float &x : d) asm volatile("mov.f32 %0, %1;" : "=f"(x) : "f"(canonical(x)));  // before the products' fence
   }
 
   // To out of the operands' type, whose rows and what lies adjacent in them are whole units of 16 bytes.

@@ -1,0 +1,370 @@
+// Recurrences over tokens (NUMERICS.md, "Scans"): the selective scan, the gated delta rule, and the causal convolution
+// before them: the CPU's bits.
+//
+// A block has 32 neighbouring columns, which are independent, and walks the tokens of a sequence. Each column has a team of
+// eight threads, one for each lane of a sum over the states: its states stay in its registers. What the columns share, the
+// two rows of a token, comes through shared memory, some tokens at a time; those of the next ones are on their way while a
+// block works.
+
+#include "contract/elementary.h"
+#include "gpu/device.h"
+#include "gpu/kernels.h"
+#include "ops/scan/problem.h"
+
+namespace pydet {
+namespace {
+
+constexpr int64_t kMostOwnDecays = 256;  // of states with a decay each, beyond which registers spill
+constexpr int kColumns = 32, kThreads = kColumns * kScanLanes;
+static_assert(kScanLanes == 8 && kScanLaneElements == 4, "a lane's elements are a vector");
+
+__device__ __forceinline__ float element(const Strided &from, int64_t offset) {
+  const char *at = from.at(offset);
+  if (from.type == Type::f32) return *reinterpret_cast<const float *>(at);
+  const uint16_t bits = *reinterpret_cast<const uint16_t *>(at);
+  return from.type == Type::bf16 ? f32_from_bf16(bits) : f32_from_f16(bits);
+}
+__device__ __forceinline__ void put(const Strided &to, int64_t offset, float x) {
+  char *at = to.at(offset);
+  if (to.type == Type::f32) *reinterpret_cast<float *>(at) = canonical(x);
+  else *reinterpret_cast<uint16_t *>(at) = to.type == Type::bf16 ? bf16_from_f32(x) : f16_from_f32(x);
+}
+
+__device__ __forceinline__ float join_lanes(float sum) {
+#pragma unroll
+  for (int h = kScanLanes / 2; h; h /= 2) sum = sum + gpu_shfl_xor(sum, h, kScanLanes);
+  return sum;
+}
+
+// Two rows of each of kTokens tokens: of up to kRounds rounds of 32 elements, in turns in two places of shared memory.
+template <int kRounds> struct Rows2 {
+  static constexpr int kElements = kRounds * kScanRound, kTokens = kRounds > 8 ? 4 : 8;
+  static constexpr int kOwn = kTokens * kElements / kThreads;  // of a thread
+  static_assert(kTokens * kElements % kThreads == 0 && kTokens * kColumns <= kThreads);
+  struct Shared {
+    float first[2][kTokens][kElements], second[2][kTokens][kElements];
+    float of_column[2][3][kTokens][kColumns];  // of each token and column three numbers
+  };
+  float first[kOwn], second[kOwn], of_column[3] = {};  // on their way
+
+  __device__ __forceinline__ void load(const Strided &x, const Strided &y, int64_t batch, int64_t group, int64_t count,
+                                       int64_t token, int64_t end) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int at = int(threadIdx.x) + i * kThreads, n = at % kElements;
+      const int64_t t = token + at / kElements;
+      const bool there = n < count && t < end;
+      const auto of = [&](const Strided &row) {
+        return batch * row.stride[0] + t * row.stride[1] + group * row.stride[2] + n * row.stride[3];
+      };
+      first[i] = there ? element(x, of(x)) : 0.0f;
+      second[i] = there ? element(y, of(y)) : 0.0f;
+    }
+  }
+  __device__ __forceinline__ void store(Shared &shared, int turn) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int at = int(threadIdx.x) + i * kThreads;
+      (&shared.first[turn][0][0])[at] = first[i];
+      (&shared.second[turn][0][0])[at] = second[i];
+    }
+    if (int(threadIdx.x) < kTokens * kColumns) {
+      const int token = int(threadIdx.x) / kColumns, column = int(threadIdx.x) % kColumns;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) shared.of_column[turn][i][token][column] = of_column[i];
+    }
+  }
+};
+
+// How many elements are from this lane's first one on: element i of round r is there if r * kScanRound + i is below.
+__device__ __forceinline__ int left_of(int64_t states) {
+  return int(states) - int(threadIdx.x) % kScanLanes * kScanLaneElements;
+}
+// Element i of round r of this thread's lane.
+__device__ __forceinline__ int state_of(int r, int i) {
+  return r * kScanRound + int(threadIdx.x) % kScanLanes * kScanLaneElements + i;
+}
+__device__ __forceinline__ float4 vector_of(const float *row, int r) {
+  return *reinterpret_cast<const float4 *>(row + state_of(r, 0));
+}
+__device__ __forceinline__ float part(const float4 &v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// ---- The selective scan ------------------------------------------------------------------------------------------------
+
+// whole: the states are all that the rounds have.
+template <int kRounds, bool whole, bool each_state>
+__global__ void __launch_bounds__(kThreads)
+    selective_scan_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
+  using Tile = Rows2<kRounds>;
+  constexpr bool kHeld = each_state && kRounds <= 4;  // decays, in registers
+  __shared__ __align__(16) typename Tile::Shared shared;
+  const int64_t of_group = p.heads / p.groups * p.width, in_group = divide_up(of_group, kColumns);
+  const int lane = int(threadIdx.x) % kScanLanes, own = int(threadIdx.x) / kScanLanes, left = left_of(p.states);
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const int64_t group = block / in_group % p.groups, sequence = block / in_group / p.groups;
+    const Sequences::Range range = p.sequences.range(sequence);
+    const int64_t first = block % in_group * kColumns, begin = group * of_group + first;
+    const int64_t columns = of_group - first < kColumns ? of_group - first : kColumns;
+    const bool mine = own < columns;
+    const int64_t head = (begin + (mine ? own : 0)) / p.width, column = (begin + (mine ? own : 0)) % p.width;
+    float state[kRounds][kScanLaneElements], decays[kHeld ? kRounds : 1][kScanLaneElements];
+    const auto of_state = [&](const Strided &states, int n) {
+      return sequence * states.stride[0] + head * states.stride[1] + column * states.stride[2] + n * states.stride[3];
+    };
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+      for (int i = 0; i < kScanLaneElements; ++i) {
+        const int n = state_of(r, i);
+        const bool there = mine && n < p.states;
+        state[r][i] = there && p.initial.data ? element(p.initial, of_state(p.initial, n)) : 0.0f;
+        if constexpr (kHeld) decays[r][i] = there ? element(p.a, head * p.a.stride[0] + n * p.a.stride[1]) : 0.0f;
+      }
+    const float d = p.d.data ? element(p.d, head * p.d.stride[0]) : 0.0f;
+
+    // x and its step: one thread for each token and column of a tile.
+    const int64_t loaded = int(threadIdx.x) % kColumns;
+    const bool loads = int(threadIdx.x) < Tile::kTokens * kColumns && loaded < columns;
+    const int64_t of_head = (begin + (loads ? loaded : 0)) / p.width,
+                  at_column = (begin + (loads ? loaded : 0)) % p.width;
+    const float a = each_state ? 0.0f : element(p.a, of_head * p.a.stride[0]);
+    Tile tile;
+    const auto load = [&](int64_t token) {
+      tile.load(p.b, p.c, range.batch, group, p.states, token, range.end);
+      const int64_t t = token + int(threadIdx.x) / kColumns;
+      const bool there = loads && t < range.end;
+      const auto at = [&](const Strided &x) {
+        return range.batch * x.stride[0] + t * x.stride[1] + of_head * x.stride[2];
+      };
+      tile.of_column[0] = there ? element(p.x, at(p.x) + at_column * p.x.stride[3]) : 0.0f;
+      tile.of_column[1] = there ? element(p.dt, at(p.dt)) : 0.0f;
+      if constexpr (!each_state) tile.of_column[2] = exp_f32(tile.of_column[1] * a);
+    };
+    load(range.begin);
+    int turn = 0;
+    for (int64_t token = range.begin; token < range.end; token += Tile::kTokens, turn ^= 1) {
+      tile.store(shared, turn);
+      __syncthreads();
+      load(token + Tile::kTokens);
+      const int count = range.end - token < Tile::kTokens ? int(range.end - token) : Tile::kTokens;
+#pragma unroll 1
+      for (int t = 0; t < count; ++t) {
+        const float x = shared.of_column[turn][0][t][own], dt = shared.of_column[turn][1][t][own], u = dt * x;
+        const float decay = each_state ? 0.0f : shared.of_column[turn][2][t][own];
+        float sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r) {
+          const float4 b = vector_of(shared.first[turn][t], r), c = vector_of(shared.second[turn][t], r);
+#pragma unroll
+          for (int i = 0; i < kScanLaneElements; ++i) {
+            float of_this = decay;
+            if constexpr (kHeld) of_this = exp_f32(dt * decays[r][i]);
+            else if constexpr (each_state)
+              of_this = r * kScanRound + i < left
+                            ? exp_f32(dt * element(p.a, head * p.a.stride[0] + state_of(r, i) * p.a.stride[1]))
+                            : 0.0f;
+            const float s = fmaf(u, part(b, i), of_this * state[r][i]);
+            state[r][i] = s;
+            if (whole || r * kScanRound + i < left) sum = fmaf(part(c, i), s, sum);
+          }
+        }
+        sum = join_lanes(sum);
+        if (lane == 0 && mine)
+          put(p.y,
+              range.batch * p.y.stride[0] + (token + t) * p.y.stride[1] + head * p.y.stride[2] + column * p.y.stride[3],
+              p.d.data ? fmaf(d, x, sum) : sum);
+      }
+      // The other place is written next, and was read before this tile's barrier.
+    }
+    if (p.final.data && mine)
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+        for (int i = 0; i < kScanLaneElements; ++i)
+          if (r * kScanRound + i < left) put(p.final, of_state(p.final, state_of(r, i)), state[r][i]);
+    __syncthreads();
+  }
+}
+
+// ---- The gated delta rule ----------------------------------------------------------------------------------------------
+
+template <int kRounds, bool whole>
+__global__ void __launch_bounds__(kThreads)
+    gated_delta_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
+  using Tile = Rows2<kRounds>;
+  __shared__ __align__(16) typename Tile::Shared shared;
+  __shared__ float beta[2][Tile::kTokens];
+  const int64_t in_head = divide_up(p.width, kColumns);
+  const int lane = int(threadIdx.x) % kScanLanes, own = int(threadIdx.x) / kScanLanes, left = left_of(p.keys);
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const int64_t head = block / in_head % p.heads, sequence = block / in_head / p.heads;
+    const int64_t group = head / (p.heads / p.groups), first = block % in_head * kColumns, column = first + own;
+    const Sequences::Range range = p.sequences.range(sequence);
+    const bool mine = column < p.width;
+    const auto of_state = [&](const Strided &states, int n) {
+      return sequence * states.stride[0] + head * states.stride[1] + n * states.stride[2] + column * states.stride[3];
+    };
+    float state[kRounds][kScanLaneElements];
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+      for (int i = 0; i < kScanLaneElements; ++i) {
+        const int n = state_of(r, i);
+        state[r][i] = mine && n < p.keys && p.initial.data ? element(p.initial, of_state(p.initial, n)) : 0.0f;
+      }
+    const int64_t at_column = first + int(threadIdx.x) % kColumns;
+    const bool loads = int(threadIdx.x) < Tile::kTokens * kColumns && at_column < p.width;
+    Tile tile;
+    float next_beta = 0.0f;
+    const auto load = [&](int64_t token) {
+      tile.load(p.q, p.k, range.batch, group, p.keys, token, range.end);
+      const auto at = [&](const Strided &x, int64_t t) {
+        return range.batch * x.stride[0] + t * x.stride[1] + head * x.stride[2];
+      };
+      int64_t t = token + int(threadIdx.x) / kColumns;
+      const bool there = loads && t < range.end;
+      tile.of_column[0] = there ? element(p.v, at(p.v, t) + at_column * p.v.stride[3]) : 0.0f;
+      tile.of_column[1] = there ? exp_f32(element(p.g, at(p.g, t))) : 0.0f;
+      t = token + int(threadIdx.x);
+      next_beta = int(threadIdx.x) < Tile::kTokens && t < range.end ? element(p.beta, at(p.beta, t)) : 0.0f;
+    };
+    load(range.begin);
+    int turn = 0;
+    for (int64_t token = range.begin; token < range.end; token += Tile::kTokens, turn ^= 1) {
+      tile.store(shared, turn);
+      if (int(threadIdx.x) < Tile::kTokens) beta[turn][threadIdx.x] = next_beta;
+      __syncthreads();
+      load(token + Tile::kTokens);
+      const int count = range.end - token < Tile::kTokens ? int(range.end - token) : Tile::kTokens;
+#pragma unroll 1
+      for (int t = 0; t < count; ++t) {
+        const float v = shared.of_column[turn][0][t][own];
+        const float decay = mine ? shared.of_column[turn][1][t][own] : 0.0f;
+        float known = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r) {
+          const float4 k = vector_of(shared.second[turn][t], r);
+#pragma unroll
+          for (int i = 0; i < kScanLaneElements; ++i) {
+            state[r][i] = decay * state[r][i];
+            if (whole || r * kScanRound + i < left) known = fmaf(part(k, i), state[r][i], known);
+          }
+        }
+        known = join_lanes(known);
+        const float w = beta[turn][t] * (v - known);
+        float sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r) {
+          const float4 q = vector_of(shared.first[turn][t], r), k = vector_of(shared.second[turn][t], r);
+#pragma unroll
+          for (int i = 0; i < kScanLaneElements; ++i) {
+            state[r][i] = fmaf(part(k, i), w, state[r][i]);
+            if (whole || r * kScanRound + i < left) sum = fmaf(part(q, i), state[r][i], sum);
+          }
+        }
+        sum = join_lanes(sum);
+        if (lane == 0 && mine)
+          put(p.o,
+              range.batch * p.o.stride[0] + (token + t) * p.o.stride[1] + head * p.o.stride[2] + column * p.o.stride[3],
+              sum);
+      }
+    }
+    if (p.final.data && mine)
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+        for (int i = 0; i < kScanLaneElements; ++i)
+          if (r * kScanRound + i < left) put(p.final, of_state(p.final, state_of(r, i)), state[r][i]);
+    __syncthreads();
+  }
+}
+
+// ---- The causal convolution --------------------------------------------------------------------------------------------
+
+constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
+
+// A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens.
+__global__ void __launch_bounds__(kConvChannels *kConvRows)
+    causal_conv1d_kernel(const __grid_constant__ CausalConv1d p, const __grid_constant__ int64_t blocks) {
+  const int64_t parts = divide_up(p.channels, kConvChannels), pieces = divide_up(p.sequences.tokens, kConvTokens);
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const int64_t c = block % parts * kConvChannels + int(threadIdx.x) % kConvChannels;
+    const int64_t piece = block / parts % pieces, sequence = block / parts / pieces;
+    const Sequences::Range range = p.sequences.range(sequence);
+    const int64_t begin = range.begin + piece * kConvTokens + int(threadIdx.x) / kConvChannels;
+    if (c >= p.channels) continue;
+    for (int64_t t = begin; t < range.end && t < range.begin + (piece + 1) * kConvTokens; t += kConvRows) {
+      float sum = 0.0f;
+      for (int64_t j = 0; j < p.taps; ++j) {
+        const int64_t from = t - p.taps + 1 + j, before = from - range.begin + p.taps - 1;
+        float x = 0.0f;
+        if (from >= range.begin)
+          x = element(p.x, range.batch * p.x.stride[0] + from * p.x.stride[1] + c * p.x.stride[2]);
+        else if (p.initial.data)
+          x = element(p.initial,
+                      sequence * p.initial.stride[0] + before * p.initial.stride[1] + c * p.initial.stride[2]);
+        sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]), x, sum);
+      }
+      if (p.bias.data) sum = sum + element(p.bias, c * p.bias.stride[0]);
+      put(p.y, range.batch * p.y.stride[0] + t * p.y.stride[1] + c * p.y.stride[2], sum);
+    }
+  }
+}
+
+constexpr int64_t kMostBlocks = int64_t(1) << 24;  // more are walked in turns
+
+template <class Problem>
+pydet_status launch_blocks(const char *name, const Problem &p, int64_t blocks, int threads,
+                           void (*kernel)(Problem, int64_t)) {
+  if (blocks == 0) return PYDET_OK;
+  const Launch where = {name, static_cast<gpu_stream>(p.stream),
+                        dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(unsigned(threads))};
+  return launch(where, kernel, p, blocks);
+}
+
+// f with the rounds that so many states fill as a compile-time constant: 1, 2, 4, 8 or 16.
+template <int rounds = 1, class F> pydet_status with_rounds(int64_t states, const F &f) {
+  if constexpr (rounds * kScanRound >= kMostStates) {
+    return f(std::integral_constant<int, rounds>());
+  } else {
+    if (states <= rounds * kScanRound) return f(std::integral_constant<int, rounds>());
+    return with_rounds<2 * rounds>(states, f);
+  }
+}
+
+}  // namespace
+
+bool selective_scan_takes(const SelectiveScan &p) { return !p.each_state || p.states <= kMostOwnDecays; }
+
+pydet_status selective_scan(const SelectiveScan &p) {
+  const int64_t blocks = p.sequences.count * p.groups * divide_up(p.heads / p.groups * p.width, kColumns);
+  return with_rounds(p.states, [&](auto rounds) {
+    constexpr int kRounds = rounds;
+    void (*kernel)(SelectiveScan, int64_t) = p.states == kRounds * kScanRound
+                                                 ? selective_scan_kernel<kRounds, true, false>
+                                                 : selective_scan_kernel<kRounds, false, false>;
+    if constexpr (kRounds * kScanRound <= kMostOwnDecays)
+      if (p.each_state) kernel = selective_scan_kernel<kRounds, false, true>;
+    return launch_blocks("selective_scan", p, blocks, kThreads, kernel);
+  });
+}
+
+pydet_status gated_delta(const GatedDelta &p) {
+  const int64_t blocks = p.sequences.count * p.heads * divide_up(p.width, kColumns);
+  return with_rounds(p.keys, [&](auto rounds) {
+    constexpr int kRounds = rounds;
+    const bool whole = p.keys == kRounds * kScanRound;
+    return launch_blocks("gated_delta", p, blocks, kThreads,
+                         whole ? gated_delta_kernel<kRounds, true> : gated_delta_kernel<kRounds, false>);
+  });
+}
+
+pydet_status causal_conv1d(const CausalConv1d &p) {
+  const int64_t blocks =
+      p.sequences.count * divide_up(p.channels, kConvChannels) * divide_up(p.sequences.tokens, kConvTokens);
+  return launch_blocks("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel);
+}
+
+}  // namespace pydet

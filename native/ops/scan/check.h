@@ -1,0 +1,84 @@
+// Argument checks of recurrences over tokens.
+#pragma once
+
+#include "ops/softmax/check.h"
+
+namespace pydet {
+
+inline Strided strided(const View &view) {
+  Strided out = {};
+  if (!view.present()) return out;
+  out.data = view.data, out.type = view.type;
+  for (int i = 0; i < view.ndim && i < 4; ++i) out.stride[i] = view.stride[i];
+  return out;
+}
+
+inline pydet_status want_dims(const View &view, int ndim, const char *what) {
+  if (view.ndim == ndim) return PYDET_OK;
+  return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want %s", view.op, view.name, shape_text(view).text, what);
+}
+
+inline pydet_status want_fp32(const View &view) {
+  if (!view.present() || view.type == Type::f32) return PYDET_OK;
+  return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32", view.op, view.name, type_name(view.type));
+}
+
+// Where the sequences lie among the tokens of x [batch, tokens, ...]. The CPU looks at each boundary before anything is
+// written; on a GPU, where nobody waits for them, they are taken into the tokens, and none begins before itself.
+inline pydet_status sequences_of(const View &x, const pydet_tensor *tensor, View *words, Sequences *sequences) {
+  const char *op = x.op, *name = "cu_seqlens";
+  *sequences = {x.shape[0], x.shape[1], nullptr, false};
+  *words = View{};
+  if (!tensor) return PYDET_OK;
+  if (x.shape[0] != 1)
+    return fail(PYDET_INVALID_SHAPE, "%s: %s is given and %s is %s, want a pack: a batch of 1", op, name, x.name,
+                shape_text(x).text);
+  if (tensor->ndim != 1 || !tensor->shape || tensor->shape[0] < 1)
+    return fail(PYDET_INVALID_SHAPE, "%s: %s is no vector of 1 boundary or more", op, name);
+  WholeNumbers numbers = {};
+  PYDET_TRY(whole_numbers(x, name, tensor, tensor->shape, 1, true, &numbers));
+  *words = numbers.words;
+  *sequences = {tensor->shape[0] - 1, x.shape[1], numbers.words.data, numbers.wide};
+  if (x.device.type != PYDET_CPU) return PYDET_OK;
+  int64_t before = 0;
+  for (int64_t s = 0; s <= sequences->count; ++s) {
+    const int64_t start = sequences->wide ? static_cast<const int64_t *>(sequences->starts)[s]
+                                          : static_cast<const int32_t *>(sequences->starts)[s];
+    const bool ends = s == 0 || s == sequences->count;
+    const int64_t want = s == 0 ? 0 : sequences->tokens;
+    if (start < before || start > sequences->tokens || (ends && start != want))
+      return fail(PYDET_INVALID_VALUE,
+                  "%s: %s has %" PRId64 " at %" PRId64 ", want boundaries that ascend from 0 to the %" PRId64 " tokens",
+                  op, name, start, s, sequences->tokens);
+    before = start;
+  }
+  return PYDET_OK;
+}
+
+// Each state is written after it was read, by who read it: the last one may lie where the first one does.
+inline pydet_status check_states(const View &x, const View &initial, const View &final, const int64_t (&shape)[4]) {
+  for (const View *state : {&initial, &final}) {
+    if (!state->present()) continue;
+    PYDET_TRY(same_device(x, *state));
+    PYDET_TRY(want_shape(*state, shape, 4));
+    PYDET_TRY(want_fp32(*state));
+  }
+  if (!initial.present() || !final.present()) return PYDET_OK;
+  bool same = initial.data == final.data;
+  for (int i = 0; same && i < 4; ++i) same = initial.stride[i] == final.stride[i];
+  return same ? PYDET_OK : disjoint(final, initial);
+}
+
+inline pydet_status check_number(const View &x, const char *what, int64_t count, int64_t most) {
+  if (count >= 1 && count <= most) return PYDET_OK;
+  return fail(PYDET_INVALID_SHAPE, "%s: %s has %" PRId64 " %s, want 1 to %" PRId64, x.op, x.name, count, what, most);
+}
+
+inline pydet_status check_groups(const View &x, int64_t heads, const View &of) {
+  const int64_t groups = of.shape[2];
+  if (groups > 0 && heads % groups == 0) return PYDET_OK;
+  return fail(PYDET_INVALID_SHAPE, "%s: %s has %" PRId64 " heads, want a multiple of the %" PRId64 " of %s", x.op,
+              x.name, heads, groups, of.name);
+}
+
+}  // namespace pydet

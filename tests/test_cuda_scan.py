@@ -1,0 +1,49 @@
+"""Scans on an NVIDIA GPU: the CPU's bits, by every kernel."""
+
+import numpy as np
+
+import pydet
+import test_scan as scans
+from cases import assert_same_bits, data
+from test_cuda import device, each, torch  # noqa: F401
+
+LONG = [(2, 300, 4, 64, 2, 128), (1, 40, 5, 128, 5, 256), (1, 17, 2, 40, 1, 512), (1, 70, 300, 1, 1, 16)]
+
+
+@each("selective_scan")
+def test_selective_scan(device, kernel, dtype):
+    scans.check_selective_scan(device, dtype)
+    for number, sizes in enumerate(LONG):
+        given = scans.scan_of(*sizes, dtype, number, each_state=bool(number % 2))
+        scans.same(
+            device.selective_scan(*given, return_final=True), pydet.selective_scan(*given, return_final=True), sizes
+        )
+    assert device.refused == 0
+
+
+@each("gated_delta")
+def test_gated_delta(device, kernel, dtype):
+    scans.check_gated_delta(device, dtype)
+    for number, sizes in enumerate(LONG[:3]):
+        given = scans.delta_of(*sizes, dtype, number)
+        scans.same(device.gated_delta(*given, return_final=True), pydet.gated_delta(*given, return_final=True), sizes)
+    assert device.refused == 0
+
+
+@each("causal_conv1d")
+def test_causal_conv1d(device, kernel, dtype):
+    scans.check_causal_conv1d(device, dtype)
+    assert device.refused == 0
+
+
+@each("selective_scan")
+def test_packs(device, kernel, dtype):
+    """Sequences of a pack, of which one has no tokens."""
+    starts = np.int32([0, 3, 3, 4, 90])
+    given, initial = scans.scan_of(1, 90, 4, 8, 2, 20, dtype), scans.states_of(4, 4, 8, 20)
+    own = {"cu_seqlens": starts, "initial": initial, "return_final": True}
+    scans.same(device.selective_scan(*given, **own), pydet.selective_scan(*given, **own))
+    x, w = data("normal", (1, 90, 70), np.float32), data("normal", (70, 4), np.float32)
+    want = pydet.causal_conv1d(x, w, cu_seqlens=starts)
+    device.kernel = "cuda_causal_conv1d"
+    assert_same_bits(device.causal_conv1d(x, w, cu_seqlens=starts), want)
