@@ -3,8 +3,8 @@
 - No kernel spills, of the library or of an object: none uses local memory or stack. Those of SPILL_OUTSIDE may, but not
   in an innermost loop around an HGMMA or a UTMALDG.
 - The Hopper GEMM runs on the tensor cores and is fed by TMA: it has HGMMA and UTMALDG.
-- No innermost loop around an HGMMA or a UTMALDG holds MEMBAR.ALL.GPU, which once halved the speed of that loop. (Waits are
-  tried again at the end of a kernel: the branches back from there go around whatever else a kernel's warps do.)
+- No innermost loop around an HGMMA or a UTMALDG holds MEMBAR.ALL.GPU, which once halved the speed of that loop. (Waits
+  are tried again at the end of a kernel: the branches back from there go around whatever else a kernel's warps do.)
 """
 
 import collections
