@@ -29,7 +29,8 @@ template <int lanes_, int elements, int at_once, int threads = 256> struct Slice
   static constexpr int kLanes = lanes_, W = elements, kAtOnce = at_once, kColumns = kLanes * W, kOfBlock = threads;
   static constexpr int kWorkers = threads / kLanes, kRoom = kWorkers * kColumns;
   static_assert(kWorkers * kDweightChainRows >= kDweightBlockRows, "a turn takes whole blocks of rows");
-  using Of512 = Slice<kLanes, W, kAtOnce, 512>;
+  // For blocks of 512 threads, with at most so many rows at once.
+  template <int most> using Of512 = Slice<kLanes, W, (kAtOnce < most ? kAtOnce : most), 512>;
 };
 
 // W adjacent elements of a row, as words of memory; those past its end are +0.
@@ -268,7 +269,7 @@ template <class P, bool shifted, class F> pydet_status with_shape(int64_t n, con
 template <class Columns, Type type, bool shifted, class P> pydet_status launch_apart(const char *name, const P &p) {
   return with_shape<P, shifted>(p.n, [&](auto shape) {
     constexpr int T = shape.T, kOfBlock = kThreads<T>;
-    using S = std::conditional_t<kOfBlock == 512, typename Columns::Of512, Columns>;
+    using S = std::conditional_t<kOfBlock == 512, typename Columns::template Of512<kCentred<P> ? 8 : 16>, Columns>;
     int workers = S::W < kGroupChains ? kGroupChains : S::W;  // whole groups, and at most a column a thread in the end
     const int64_t chains = divide_up(p.rows, kDweightChainRows);
     while (workers < S::kWorkers && workers < chains) workers *= 2;
