@@ -51,6 +51,7 @@ SCALES = {FLOAT32: DTYPES[FLOAT32], (14, 8, 1): reference_fp8.E8M0}
 BOUNDARY = np.dtype(np.int32)
 BOOL = np.dtype(np.bool_)
 TYPES = {**DTYPES, **FP8, **SCALES, (0, 32, 1): BOUNDARY, (0, 64, 1): np.dtype(np.int64), (6, 8, 1): BOOL}
+TYPES_IN_C = {dtype: code for code, dtype in DTYPES.items()}
 GRANULARITIES = ["row", "group", "block", "tensor"]
 ARITHMETICS = ["auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"]
 
@@ -236,6 +237,8 @@ ORDER = {  # how each operation takes its tensors
     "softmax_backward": ["dy", "y", "dx"],
     "log_prob": ["x", "index", "log_prob"],
     "log_prob_backward": ["dlog_prob", "x", "index", "dx"],
+    "linear_log_prob": ["x", "w", "bias", "index", "log_prob"],
+    "linear_log_prob_backward": ["dlog_prob", "x", "w", "bias", "index", "log_prob", "dx", "dw", "dbias"],
     "activation": ["x", "up", "y"],
     "activation_backward": ["dy", "x", "up", "dx", "dup"],
     "sample": ["x", "seed", "position", "token", "log_prob", "filtered_log_prob"],
@@ -256,6 +259,8 @@ C_ALONE = (
     "topk",
     "embedding",
     "embedding_backward",
+    "linear_log_prob",
+    "linear_log_prob_backward",
 )  # their Python has tests of its own
 
 
@@ -686,6 +691,51 @@ def make_softmax(rng):
     if op == "log_prob":
         return Call(op, {"x": x, "index": index}, {"log_prob": of_row}, given)
     return Call(op, {"dlog_prob": of_row, "x": x, "index": index}, {"dx": like()}, given)
+
+
+def make_head(rng):
+    """Backward with any of its results, in chunks of 16 rows or more; sums of another type than fp32 want all rows."""
+    n, k = rng.choice([1, 2, 3, 7, 8, 9, 17, 40]), rng.choice([0, 1, 7, 16, 17, 33])
+    rows = rng.choice([[0], [1], [2, 3], [], [15], [16], [17], [2, 16], [33], [50]])
+    kinds, fp32, back = list(DTYPES.values()), np.dtype(np.float32), rng.random() < 0.6
+    kind, regions = rng.choice(kinds), iter(rng.sample(REGIONS, 9))
+    arithmetic = rng.choice(ARITHMETICS if kind.itemsize == 2 else ARITHMETICS[:2])
+    x = (
+        place(rng, next(regions), [math.prod(rows), k], kind)
+        if len(rows) == 1
+        else packed(rng, next(regions), [*rows, k], kind)
+    )
+    w = place(rng, next(regions), [n, k], kind, order=[0, 1])
+    bias = place(rng, next(regions), [n], rng.choice(kinds)) if rng.random() < 0.6 else None
+    index = packed(rng, next(regions), rows, rng.choice([BOUNDARY, np.dtype(np.int64)]))
+    Described(index).view()[...] = np.random.default_rng(rng.getrandbits(64)).integers(-2, n + 2, rows)
+    of_row = lambda: packed(rng, next(regions), rows, fp32)
+    accumulate, wide = back and rng.random() < 0.3, rng.random() < 0.4
+    given = {
+        "arithmetic": ARITHMETICS.index(arithmetic),
+        "k_chunk": rng.choice([0, 0, 16, 32]),
+        "accumulate": accumulate,
+    }
+    given = options("pydet_linear_log_prob_options", **given)
+    if wide:
+        given.logits = (lib.PYDET_FLOAT, 32, 1)
+    inputs = {"x": x, "w": w, "bias": bias, "index": index}
+    kind_of_sums = fp32 if accumulate else rng.choice([fp32, kind])
+    if back:
+        outputs = {"log_prob": of_row() if rng.random() < 0.4 else None}
+        outputs["dx"] = packed(rng, next(regions), [*rows, k], rng.choice([fp32, kind])) if rng.random() < 0.7 else None
+        outputs["dw"] = place(rng, next(regions), [n, k], kind_of_sums) if rng.random() < 0.7 else None
+        outputs["dbias"] = packed(rng, next(regions), [n], kind_of_sums) if rng.random() < 0.6 else None
+        inputs["dlog_prob"] = of_row()
+    else:
+        outputs = {"log_prob": of_row()}
+    need, dtype = ffi.new("uint64_t *"), ffi.new("pydet_dtype *", TYPES_IN_C[kind])[0]
+    most = rng.choice([0, 1]) if kind_of_sums == fp32 else 0
+    status = lib.pydet_linear_log_prob_workspace(math.prod(rows), n, k, dtype, int(back), most, given, need)
+    expect(status == 0, last_error())
+    workspace = WORKSPACES[id(given)] = Workspace(need[0])
+    given.workspace, given.workspace_size = workspace.pointer, need[0]
+    return Call("linear_log_prob" + "_backward" * back, inputs, outputs, given)
 
 
 def make_activation(rng):
@@ -1131,6 +1181,8 @@ def mutate_options(rng, call):
             given.workspace = ffi.NULL
         elif given.workspace_size >= shift:
             given.workspace, given.workspace_size = given.workspace + shift, given.workspace_size - shift
+    elif name == "logits":
+        given.logits = rng.choice([*TYPES_IN_C.values(), (0, 8, 1), (2, 64, 1), (2, 32, 4), (0, 0, 1)])
     elif name == "workspace_size":
         given.workspace_size = rng.choice([0, 1, given.workspace_size // 2])
     elif name in ("eps", "weight_offset", "scale", "softcap", "temperature", "top_p", "min_p"):
@@ -1162,7 +1214,7 @@ def mutate_pointer(rng, call):
 
 
 def chosen(call, name, default=0):
-    return getattr(call.options, name) if call.options is not None else default
+    return getattr(call.options, name, default) if call.options is not None else default
 
 
 def meaningless_options(call):
@@ -1188,6 +1240,7 @@ def meaningless_options(call):
         "scale": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
         "softcap": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
         "log": lambda v: v in (0, 1),
+        "logits": lambda v: (v.code, v.bits, v.lanes) in ((0, 0, 0), *DTYPES),
         "kind": lambda v: 0 <= v < len(reference_activation.KINDS),
         "temperature": lambda v: 0 <= v < float("inf") or call.inputs["temperatures"] is not None,
         "top_p": lambda v: 0 <= v <= 1 or call.inputs["top_ps"] is not None,
@@ -1454,6 +1507,50 @@ def expected_log_prob(call, before):
     return {"dx": reference.log_prob_backward(of_row.reshape(-1), rows, columns).reshape(x.shape)}
 
 
+def expected_head(call, before):
+    x, w, bias, index = before["x"], before["w"], before.get("bias"), before["index"]
+    back, lead, rows = call.op.endswith("backward"), x.shape[:-1], x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    expect(x.dtype == w.dtype and w.shape[1:] == x.shape[-1:] and w.shape[0], "accepted a weight that does not fit")
+    expect(bias is None or bias.shape == w.shape[:1], "accepted a bias of", None if bias is None else bias.shape)
+    expect(index.dtype.kind == "i" and index.shape == lead, "accepted an index that does not fit")
+    for name in ("log_prob", "dlog_prob"):
+        one = before.get(name)
+        expect(one is None or (one.shape == lead and one.dtype == np.float32), "accepted a", name, "that does not fit")
+    for name, like in (("dx", x), ("dw", w), ("dbias", w[:, 0] if w.shape[1] else np.empty(len(w)))):
+        expect(before.get(name) is None or before[name].shape == like.shape, "accepted a", name, "of another shape")
+    asked = (
+        (0, 0, 0) if call.options is None else tuple(getattr(call.options.logits, f) for f in ("code", "bits", "lanes"))
+    )
+    expect(asked in ((0, 0, 0), FLOAT32, TYPES_IN_C[x.dtype]), "took logits of", asked)
+    wide = asked == FLOAT32
+    arithmetic = ARITHMETICS[chosen(call, "arithmetic") or 1]
+    expect(arithmetic == "ieee" or x.dtype.itemsize == 2, "took fp32 in", arithmetic)
+    how, columns = {"arithmetic": arithmetic, "k_chunk": chosen(call, "k_chunk") or None}, index.reshape(-1)
+    if not len(rows) and not back:
+        return {}
+    z = reference.gemm(rows, w.T, bias=bias, out_dtype=np.float32 if wide else x.dtype, **how)
+    made = {"log_prob": reference.log_prob(z, columns).reshape(lead)} if before.get("log_prob") is not None else {}
+    if not back:
+        return made
+    accumulate = bool(chosen(call, "accumulate"))
+    d = reference.log_prob_backward(before["dlog_prob"].reshape(-1), z, columns)
+    if d.dtype != x.dtype:
+        none = np.empty((len(d), 0), x.dtype), np.empty((0, d.shape[1]), x.dtype)
+        d = reference.gemm(*none, initial=d, out_dtype=x.dtype, arithmetic=arithmetic)
+    ones = np.ones((1, len(rows)), x.dtype)
+    for name, left, right in (("dx", d, w), ("dw", d.T, rows), ("dbias", ones, d)):
+        old = before.get(name)
+        if old is None:
+            continue
+        continues = accumulate and name != "dx"
+        expect(not continues or old.dtype == np.float32, "accumulated into", old.dtype)
+        shape = (left.shape[0], right.shape[1])
+        out = np.zeros(shape, old.dtype) if not continues else old.reshape(shape).copy()
+        if 0 not in shape:
+            made[name] = reference.gemm(left, right, out=out, accumulate=continues, **how).reshape(old.shape)
+    return made
+
+
 def expected_grouped_gemm(call, before):
     a, b, bias, old = before["a"], before["b"], before.get("bias"), before["out"]
     end, start = before["group_end"], before.get("group_start")
@@ -1678,6 +1775,8 @@ EXPECTED = {
     "embedding_backward": expected_embedding,
     "log_prob": expected_log_prob,
     "log_prob_backward": expected_log_prob,
+    "linear_log_prob": expected_head,
+    "linear_log_prob_backward": expected_head,
 }
 
 # ---- A case --------------------------------------------------------------------------------------------------------
@@ -1715,7 +1814,7 @@ def run_case(seed, number):
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
-    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1}
+    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_head: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])

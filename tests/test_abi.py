@@ -109,6 +109,7 @@ SIZES = {
     "pydet_topk_options": 16,
     "pydet_embedding_options": 16,
     "pydet_embedding_backward_options": 48,
+    "pydet_linear_log_prob_options": 48,
     "pydet_scan_options": 16,
     "pydet_device_info": 104,
     "pydet_kernel_info": 48,

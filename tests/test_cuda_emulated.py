@@ -492,6 +492,21 @@ def test_layernorm_backward(device, kernel, dtype):
     check(device, dtype, call, 3)
 
 
+@each("layernorm_backward")
+def test_layernorm_backward_of_many_short_rows(device, kernel, dtype):
+    """Four teams' chains are a group then; the last group is a part of one."""
+    if not kernel.name.endswith("rows") or dtype == "fp32":
+        pytest.skip("has no groups")
+    for m, n, options in ((16385, 8, {"has_bias": False}), (16384 + 81, 72, {})):
+        dy, x = data("normal", (m, n), DTYPES[dtype], 1), data("normal", (m, n), DTYPES[dtype])
+        weight, mean, rstd = vector(n, 0), vector(m, 0, np.float32), np.abs(vector(m, 1, np.float32))
+        found = [on.layernorm_backward(dy, x, weight, mean, rstd, **options) for on in (pydet, device)]
+        for want, got in zip(*found, strict=True):
+            if want is not None:
+                assert_same_bits(got, want, f"{m} x {n}")
+    assert device.taken == 2
+
+
 # ---- The others ------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,23 @@ def test_make_says_a_line_a_file(tmp_path):
     assert {log for log, _, _ in lines} == {f"{tmp_path}/b/make.log"}
     assert len(lines) == said.count(" -o ") and [what for _, what, _ in lines].count("link") == 1
     assert ("compile", "cpu/gemm_tensorcore.scalar") in {line[1:] for line in lines}
+
+
+def test_the_environment_has_what_the_package_says():
+    """It is read from pyproject.toml without a parser, which Python 3.10 does not have."""
+    tomllib = pytest.importorskip("tomllib")  # from 3.11
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = stated["project"]
+    (install,) = re.findall(r"-m pip install .* --no-compile (.*)", make("-B", ".venv/needed"))
+    want = stated["build-system"]["requires"] + project["dependencies"] + project["optional-dependencies"]["test"]
+    assert want and sorted(shlex.split(install)) == sorted(want)
+
+
+def test_what_takes_longest_is_compiled_first(tmp_path):
+    said = make("-B", "cpu", f"BUILD={tmp_path}/b", f"LIBRARY={tmp_path}/l")
+    names = re.findall(r"'compile (\S+)'", said)
+    assert names[0].startswith("cpu/attention.") and len(names) == len(set(names))
+    assert max(i for i, name in enumerate(names) if name.startswith("cpu/layernorm.a")) < names.index("core/launch")
 
 
 def test_all_cores_unless_asked(tmp_path):

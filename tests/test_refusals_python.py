@@ -781,6 +781,7 @@ operands = {
     "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x],
     "log_prob": [x, index], "log_prob_backward": [row, x, index], "sample": [x, index, index], "topk": [x, 2],
     "embedding": [x, index], "embedding_backward": [x, index],
+    "linear_log_prob": [x, x, index], "linear_log_prob_backward": [row, x, x, index],
     "selective_scan": [x[None, None], one[None], row, x[None, None], x[None, None], row],
     "gated_delta": [x[None, None]] * 3 + [one[None]] * 2, "causal_conv1d": [x[None], x, row],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,

@@ -12,7 +12,7 @@ namespace pydet {
 
 inline thread_local char last_error[512] = "";
 
-inline pydet_status fail(pydet_status status, const char *format, ...) {
+inline __attribute__((cold, noinline)) pydet_status fail(pydet_status status, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(last_error, sizeof last_error, format, arguments);
@@ -33,7 +33,7 @@ struct Text {
 };
 
 // "float32, bfloat16 or float16".
-inline Text type_list(uint32_t types) {
+inline __attribute__((cold, noinline)) Text type_list(uint32_t types) {
   Text out = {""};
   size_t used = 0;
   for (const TypeRow &row : kTypes) {
@@ -46,7 +46,7 @@ inline Text type_list(uint32_t types) {
 }
 
 // "float64", of any type that has such a name; else what DLPack says of it.
-inline Text dtype_text(pydet_dtype dtype) {
+inline __attribute__((cold, noinline)) Text dtype_text(pydet_dtype dtype) {
   constexpr const char *kNames[] = {"int", "uint", "float", nullptr, "bfloat", "complex", "bool"};
   constexpr int kBool = 6;
   Text out;
@@ -62,7 +62,7 @@ inline Text dtype_text(pydet_dtype dtype) {
 }
 
 // "4096x512"; a scalar's shape is "()".
-inline Text shape_text(const int64_t *shape, int ndim) {
+inline __attribute__((cold, noinline)) Text shape_text(const int64_t *shape, int ndim) {
   Text out;
   size_t used = size_t(snprintf(out.text, sizeof out.text, "%s", ndim == 0 ? "()" : ""));
   for (int i = 0; i < ndim && used < sizeof out.text; ++i)
@@ -70,7 +70,7 @@ inline Text shape_text(const int64_t *shape, int ndim) {
   return out;
 }
 
-inline Text device_text(int32_t type, int32_t id) {
+inline __attribute__((cold, noinline)) Text device_text(int32_t type, int32_t id) {
   Text out;
   const char *name = type == PYDET_CPU    ? "the CPU"
                      : type == PYDET_CUDA ? "CUDA"

@@ -10,6 +10,7 @@
 #include "ops/fold/problem.h"
 #include "ops/gemm/problem.h"
 #include "ops/grouped/problem.h"
+#include "ops/head/problem.h"
 #include "ops/norm/problem.h"
 #include "ops/sample/problem.h"
 #include "ops/scaled/problem.h"
@@ -30,9 +31,9 @@ template <class... Problems> struct Operations {
 };
 
 // In the order of pydet_kernel_name.
-using AllOperations =
-    Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
-               LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
-               ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d>;
+using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
+                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
+                                 AttentionBackward, Activation, ActivationBackward, Sample, TopK, Embedding,
+                                 EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d, LinearLogProb>;
 
 }  // namespace pydet

@@ -145,7 +145,7 @@ struct Products {
   void add_exponents(float *values, int64_t count, int16_t *exponents) const {
     exponents_of(type, flushes, values, count, exponents);
   }
-  void spread_exponents(float *values, int32_t *exponents) const {  // of kDepth
+  __attribute__((noinline)) void spread_exponents(float *values, int32_t *exponents) const {  // of kDepth
     int16_t own[kDepth];
     add_exponents(values, kDepth, own);
     for (int i = 0; i < kDepth; ++i) exponents[i] = int32_t(uint16_t(own[i]) * 0x10001u);
@@ -161,13 +161,14 @@ struct Products {
       else pack_strip(queries, height, d, q + first * d, buffer);
     }
   }
-  void pack_strip(const char *const *queries, int64_t height, int64_t d, float *to, float *buffer) {
+  __attribute__((noinline)) void pack_strip(const char *const *queries, int64_t height, int64_t d, float *to,
+                                            float *buffer) {
     dispatch(type, [&](auto number) {  // what a step writes too much the next overwrites, or the next strip
       for (int64_t lane = 0; lane < height; lane += kWidth)
         turn_lanes<decltype(number)>(queries + lane, height - lane, d, to + lane, height, buffer);
     });
   }
-  void pack_slices(const char *query, int64_t row, int64_t rows, int64_t d) {
+  __attribute__((noinline)) void pack_slices(const char *query, int64_t row, int64_t rows, int64_t d) {
     for (int64_t slice = 0; slice * kDepth < d; ++slice) {
       const int64_t at = (slice * rows + row) * kDepth;
       with_type<kHalfTypes>(type, [&](auto type) {
@@ -178,12 +179,13 @@ struct Products {
       spread_exponents(q + at, q_exponent + at);
     }
   }
-  void pack_keys(const char *const *keys, int64_t count, int64_t d, float *buffer) {
+  __attribute__((noinline)) void pack_keys(const char *const *keys, int64_t count, int64_t d, float *buffer) {
     dispatch(type,
              [&](auto number) { pydet::pack_keys<decltype(number)>(keys, count, d, depth(d), panel(), k, buffer); });
     if (loops) add_exponents(k, round_up(count, panel()) * depth(d), k_exponent);
   }
-  void pack_values(const char *const *values, int64_t count, int64_t e, const uint8_t *left_out) {
+  __attribute__((noinline)) void pack_values(const char *const *values, int64_t count, int64_t e,
+                                             const uint8_t *left_out) {
     const int64_t deep = round_up(count, 16);
     dispatch(type,
              [&](auto number) { pydet::pack_values<decltype(number)>(values, count, e, deep, left_out, panel(), v); });
@@ -191,7 +193,8 @@ struct Products {
   }
 
   // s[r][j] of the strip's rows and the packed keys.
-  void scores(int64_t first, int64_t rows, int64_t keys, int64_t d, int64_t all_rows, float *s) const {
+  __attribute__((noinline)) void scores(int64_t first, int64_t rows, int64_t keys, int64_t d, int64_t all_rows,
+                                        float *s) const {
     if (!loops) {
       const Chain chain = tile_chain<Isa>(rows);
       Steps steps = {};
@@ -212,7 +215,7 @@ struct Products {
   }
 
   // Weights as the rows of the second product, from s[r][j]: the strip, or with exponents beside them where they are.
-  void pack_weights(float *s, int64_t rows, int64_t keys) {
+  __attribute__((noinline)) void pack_weights(float *s, int64_t rows, int64_t keys) {
     if (loops) {
       p = s;
       for (int64_t r = 0; r < rows; ++r) spread_exponents(s + r * kSide, p_exponent + r * kSide);
@@ -233,7 +236,8 @@ struct Products {
   }
   // o += weights and values; o[column / kSide][row][column mod kSide], the columns' groups `apart`.
   // Of the values `packed` keys are there.
-  void weigh(int64_t rows, int64_t keys, int64_t packed, int64_t e, float *o, int64_t apart) const {
+  __attribute__((noinline)) void weigh(int64_t rows, int64_t keys, int64_t packed, int64_t e, float *o,
+                                       int64_t apart) const {
     const int64_t deep = round_up(packed, 16);
     const Chain chain = loops ? nullptr : tile_chain<Isa>(rows);
     Steps steps = {};

@@ -403,12 +403,13 @@ constexpr Backend cpu() {
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward), table(kActivation),
-                          table(kActivationBackward), table(kSample), table(kTopK), table(kEmbedding),
-                          table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta), table(kCausalConv1d));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
+             table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
+             table(kCausalConv1d), no_kernels<LinearLogProb>());
   return backend;
 }
 

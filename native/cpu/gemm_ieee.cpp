@@ -78,8 +78,8 @@ void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_
 // Lanes by steps of k, as fp32: to[k * ld + lane], lanes past the last +0. Either stride is 1. ld is a multiple of
 // kWidth, or less than that: then each step writes up to kWidth floats, the surplus overwritten by the next step's.
 template <class T>
-void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride, int64_t lanes, int64_t depth,
-          float *to, int64_t ld, float *buffer) {
+__attribute__((noinline)) void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride,
+                                    int64_t lanes, int64_t depth, float *to, int64_t ld, float *buffer) {
   if (k_stride != 1) {
     for (int64_t k = 0; k < depth; ++k) {
       for (int64_t v = 0; v < ld; v += kWidth) {
@@ -111,7 +111,7 @@ void fetch(const Matrix &from, Tile tile) {
 }
 
 // tile += bias, a matrix of T.
-template <class T> void add(const Matrix &bias, Tile tile) {
+template <class T> __attribute__((noinline)) void add(const Matrix &bias, Tile tile) {
   using Stored = typename T::Stored;
   for (int64_t r = 0; r < bias.rows; ++r) {
     const Stored *row = (const Stored *)at(bias, r, 0);
@@ -132,18 +132,19 @@ template <class T> void add(const Matrix &bias, Tile tile) {
 }
 
 // to = round(tile), a matrix of T.
-template <class T> void round(Tile tile, const Matrix &to) {
+template <class T> __attribute__((noinline)) void round(Tile tile, const Matrix &to) {
   using Stored = typename T::Stored;
   for (int64_t r = 0; r < to.rows; ++r) {
-    Stored *row = (Stored *)at(to, r, 0);
+    Stored *row = (Stored *)at(to, r, 0), rounded[kWidth];
     const float *sum = tile.p + r * tile.stride;
-    if (to.col_stride == 1) {
-      for (int64_t c = 0; c < to.cols; c += kWidth) {
-        int64_t count = least(to.cols - c, kWidth);
+    for (int64_t c = 0; c < to.cols; c += kWidth) {
+      int64_t count = least(to.cols - c, kWidth);
+      if (to.col_stride == 1) {
         T::store(row + c, load(sum + c, count), count);
+      } else {
+        T::store(rounded, load(sum + c, count));
+        for (int i = 0; i < count; ++i) row[(c + i) * to.col_stride] = rounded[i];
       }
-    } else {
-      for (int64_t c = 0; c < to.cols; ++c) T::set(row + c * to.col_stride, sum[c]);
     }
   }
 }

@@ -80,22 +80,33 @@ template <int kRows> void chain_across(const Steps &steps) {
 
 // Way::transposed: b is read where it is, elements of T adjacent along k, b_stride from column to column. A square of
 // kWidth columns by kWidth steps is transposed in registers and used there.
-template <class T, int kRows, bool kFull>
+template <class T, int kRows>
 inline __attribute__((always_inline)) void transposed_steps(const typename T::Stored *b, int64_t b_stride,
-                                                            int64_t columns, const float *a, int64_t depth,
-                                                            Floats (&s)[kRows]) {
+                                                            const float *a, Floats (&s)[kRows]) {
   Floats t[kWidth];
 #pragma GCC unroll 16
   for (int i = 0; i < kWidth; ++i) {
-    if (kFull) prefetch(b + i * b_stride);
-    t[i] = kFull ? T::load(b + i * b_stride) : i < columns ? T::load(b + i * b_stride, depth) : zero();
+    prefetch(b + i * b_stride);
+    t[i] = T::load(b + i * b_stride);
   }
   transpose(t);
 #pragma GCC unroll 16
-  for (int k = 0; k < (kFull ? kWidth : depth); ++k) {
+  for (int k = 0; k < kWidth; ++k) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(a[k * kRows + r]), t[k], s[r]);
   }
+}
+
+// A square at an edge: `columns` and `depth` of it are there. It goes to memory, so that its steps are few instructions.
+template <class T>
+__attribute__((noinline)) void transpose_edge(const typename T::Stored *b, int64_t b_stride, int64_t columns,
+                                              int64_t depth, float *to) {
+  Floats t[kWidth];
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) t[i] = i < columns ? T::load(b + i * b_stride, depth) : zero();
+  transpose(t);
+#pragma GCC unroll 16
+  for (int k = 0; k < kWidth; ++k) store(to + k * kWidth, t[k]);
 }
 
 template <class T, int kRows> void chain_transposed(const Steps &steps) {
@@ -111,10 +122,15 @@ template <class T, int kRows> void chain_transposed(const Steps &steps) {
     for (int64_t k = 0; k < steps.depth; k += count, count = kWidth) {
       const float *a = steps.a + k * kRows;
       if (count == kWidth && columns >= kWidth && steps.depth - k >= kWidth) {
-        transposed_steps<T, kRows, true>(b + k, steps.b_stride, columns, a, kWidth, s);
+        transposed_steps<T>(b + k, steps.b_stride, a, s);
       } else {
+        float edge[kWidth * kWidth];
         count = least(count, steps.depth - k);
-        transposed_steps<T, kRows, false>(b + k, steps.b_stride, columns, a, count, s);
+        transpose_edge<T>(b + k, steps.b_stride, columns, count, edge);
+        for (int64_t i = 0; i < count; ++i) {
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(a[i * kRows + r]), load(edge + i * kWidth), s[r]);
+        }
       }
     }
 #pragma GCC unroll 16

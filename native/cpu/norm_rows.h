@@ -80,55 +80,64 @@ struct alignas(64) Joined {
 };
 static_assert(sizeof(Joined) <= Scratch::kSmall, "the least scratch memory holds the sums of some columns");
 
+inline void add_columns(float *sum, const float *part, int64_t columns) {
+  along(columns,
+        [&](int64_t j, auto v) { set<Partial>(sum + j, get<Partial>(sum + j, v) + get<Partial>(part + j, v)); });
+}
+__attribute__((noinline)) void add_and_clear(float *sum, float *part, int64_t columns) {
+  add_columns(sum, part, columns);
+  memset(part, 0, size_t(columns) * sizeof(float));
+}
+
+// Sums from numbers of `type`, and rounded to them.
+inline void begin_columns(Type type, const char *from, int64_t columns, float *total) {
+  dispatch(type, [&](auto number) {
+    using T = decltype(number);
+    along(columns,
+          [&](int64_t j, auto v) { set<Partial>(total + j, get<T>((const typename T::Stored *)from + j, v)); });
+  });
+}
+__attribute__((noinline)) void end_columns(Type type, const float *total, int64_t columns, char *to) {
+  dispatch(type, [&](auto number) {
+    using T = decltype(number);
+    along(columns, [&](int64_t j, auto v) { set<T>((typename T::Stored *)to + j, get<Partial>(total + j, v)); });
+  });
+}
+
 // How blocks become a result: added from +0, added from the result, or each a row of it.
 enum class JoinBlocks { from_zero, from_result, apart };
 
 // Columns of `result` from `first` on, of which the chains are `count` rows of n: 4 chains added from +0 are a group, 4
 // groups a block; the blocks are added and rounded once, or kept apart.
-template <class T>
-void join_columns(const float *chains, int64_t count, int64_t n, const Vector &result, JoinBlocks blocks, int64_t first,
-                  Joined &sums) {
+inline void join_columns(const float *chains, int64_t count, int64_t n, const Vector &result, JoinBlocks blocks,
+                         int64_t first, Joined &sums) {
   constexpr int64_t kGroupChains = kDweightGroupRows / kDweightChainRows,
                     kBlockChains = kDweightBlockRows / kDweightChainRows;
   const int64_t columns = n - first < kJoinColumns ? n - first : kJoinColumns;
-  auto *to = (typename T::Stored *)result.data + first;
+  char *to = result.data + first * size_of(result.type);
   float *total = sums.total, *block = sums.block, *group = sums.group;
-  auto add_and_clear = [columns](float *sum, float *part) {
-    along(columns, [&](int64_t j, auto v) {
-      set<Partial>(sum + j, get<Partial>(sum + j, v) + get<Partial>(part + j, v));
-      set<Partial>(part + j, all(0.0f, v));
-    });
-  };
 
-  if (blocks == JoinBlocks::from_result)
-    along(columns, [&](int64_t j, auto v) { set<Partial>(total + j, get<T>(to + j, v)); });
+  if (blocks == JoinBlocks::from_result) begin_columns(result.type, to, columns, total);
   for (int64_t i = 0; i < count; ++i) {
-    const float *chain = chains + i * n + first;
-    along(columns,
-          [&](int64_t j, auto v) { set<Partial>(group + j, get<Partial>(group + j, v) + get<Partial>(chain + j, v)); });
+    add_columns(group, chains + i * n + first, columns);
     const bool last = i + 1 == count;
-    if (last || (i + 1) % kGroupChains == 0) add_and_clear(block, group);
+    if (last || (i + 1) % kGroupChains == 0) add_and_clear(block, group, columns);
     if (!last && (i + 1) % kBlockChains != 0) continue;
-    add_and_clear(total, block);
+    add_and_clear(total, block, columns);
     if (blocks != JoinBlocks::apart) continue;
-    along(columns, [&](int64_t j, auto v) {
-      set<T>(to + j, get<Partial>(total + j, v));
-      set<Partial>(total + j, all(0.0f, v));
-    });
-    to += n;
+    end_columns(result.type, total, columns, to);
+    memset(total, 0, size_t(columns) * sizeof(float));
+    to += n * size_of(result.type);
   }
-  if (blocks == JoinBlocks::apart) return;
-  along(columns, [&](int64_t j, auto v) { set<T>(to + j, get<Partial>(total + j, v)); });
+  if (blocks != JoinBlocks::apart) end_columns(result.type, total, columns, to);
 }
 
 // All columns of it, on several threads.
 inline void join_chains(const float *chains, int64_t count, int64_t n, const Vector &result, JoinBlocks blocks,
                         Scratch &scratch) {
-  dispatch(result.type, [&](auto number) {
-    const int64_t tasks = divide_up(n, kJoinColumns);
-    parallel(tasks, threads_for(double(count) * double(n)), scratch, [&](int64_t i, Scratch &own) {
-      join_columns<decltype(number)>(chains, count, n, result, blocks, i * kJoinColumns, *new (own.data) Joined());
-    });
+  const int64_t tasks = divide_up(n, kJoinColumns);
+  parallel(tasks, threads_for(double(count) * double(n)), scratch, [&](int64_t i, Scratch &own) {
+    join_columns(chains, count, n, result, blocks, i * kJoinColumns, *new (own.data) Joined());
   });
 }
 

@@ -16,11 +16,16 @@ template <class T, class B>
 void round_row(const float *from, int64_t from_stride, [[maybe_unused]] const typename B::Stored *bias,
                [[maybe_unused]] int64_t bias_stride, typename T::Stored *to, int64_t length) {
   constexpr bool kHasBias = !std::is_same_v<B, NoBias>;
-  if (from_stride != 1 || (kHasBias && bias_stride != 1)) {
-    for (int64_t j = 0; j < length; ++j) {
-      float x = from[j * from_stride];
-      if constexpr (kHasBias) x = x + B::get(bias + j * bias_stride);
-      T::set(to + j, x);
+  if (from_stride != 1 || (kHasBias && bias_stride != 1)) {  // some at a time become adjacent
+    constexpr int64_t kAtOnce = 64;
+    for (int64_t j = 0; j < length; j += kAtOnce) {
+      const int64_t count = length - j < kAtOnce ? length - j : kAtOnce;
+      float x[kAtOnce];
+      typename B::Stored b[kAtOnce];
+      for (int64_t i = 0; i < count; ++i) x[i] = from[(j + i) * from_stride];
+      if constexpr (kHasBias)
+        for (int64_t i = 0; i < count; ++i) b[i] = bias[(j + i) * bias_stride];
+      round_row<T, B>(x, 1, b, 1, to + j, count);
     }
     return;
   }

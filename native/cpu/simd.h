@@ -9,13 +9,7 @@
 #include "cpu/kernels.h"
 
 #if defined(__AVX2__)
-#pragma GCC diagnostic push
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 11 and 12 warn of their own _mm512_undefined_ps
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#endif
-#include <immintrin.h>
-#pragma GCC diagnostic pop
+#include "cpu/intrinsics.h"
 #endif
 
 namespace pydet {

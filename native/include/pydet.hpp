@@ -234,6 +234,18 @@ inline void sample(void *stream, const tensor &x, const tensor &seed, const tens
   call(pydet_sample, stream, x.describe(), seed.describe(), position.describe(), token.describe(), log_prob.describe(),
        filtered_log_prob.describe(), options);
 }
+inline void linear_log_prob(void *stream, const tensor &x, const tensor &w, const tensor &bias, const tensor &index,
+                            const tensor &log_prob, const pydet_linear_log_prob_options *options = nullptr) {
+  call(pydet_linear_log_prob, stream, x.describe(), w.describe(), bias.describe(), index.describe(),
+       log_prob.describe(), options);
+}
+inline void linear_log_prob_backward(void *stream, const tensor &dlog_prob, const tensor &x, const tensor &w,
+                                     const tensor &bias, const tensor &index, const tensor &log_prob, const tensor &dx,
+                                     const tensor &dw, const tensor &dbias,
+                                     const pydet_linear_log_prob_options *options = nullptr) {
+  call(pydet_linear_log_prob_backward, stream, dlog_prob.describe(), x.describe(), w.describe(), bias.describe(),
+       index.describe(), log_prob.describe(), dx.describe(), dw.describe(), dbias.describe(), options);
+}
 inline void topk(void *stream, const tensor &x, const tensor &values, const tensor &index,
                  const pydet_topk_options *options = nullptr) {
   call(pydet_topk, stream, x.describe(), values.describe(), index.describe(), options);

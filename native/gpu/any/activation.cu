@@ -7,6 +7,7 @@
 // A thread takes vectors of 16 bytes, all rows' counted through, or where rows are not aligned for that single elements
 // with its neighbours. It reads all that it needs of an element before it writes there.
 
+#include "gpu/any/epilogue.h"
 #include "gpu/device.h"
 #include "gpu/kernels.h"
 #include "ops/activation/formulas.h"
@@ -66,12 +67,6 @@ template <Type type, int W> __device__ __forceinline__ void unpack(const Element
 #pragma unroll
   for (int e = 0; e < W; ++e) x[e] = Element<type>::to_f32(v.bits(e));
 }
-// To the type and back. In fp32 there is nothing to round, and a NaN need not be canonical before it is stored.
-template <Type type> __device__ __forceinline__ float round_to(float x) {
-  if constexpr (type == Type::f32) return x;
-  else return Element<type>::to_f32(Element<type>::from_f32(x));
-}
-
 // How vectors are counted through all rows.
 struct Count {
   int64_t vectors, in_row;
@@ -150,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int e = 0; e < W; ++e) {
         value[e] = activated<kind>(value[e]).value;
-        if constexpr (gated) value[e] = round_to<type>(value[e]) * factor[e];
+        if constexpr (gated) value[e] = rounded<type>(value[e]) * factor[e];
       }
       store_elements<type, W>(at[k].template in<type>(p.y), at[k].left, value);
     }
@@ -184,8 +179,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int e = 0; e < W; ++e) {
         const Activated of = activated<kind>(value[e]);
-        value[e] = given[e] * round_to<type>(of.value);
-        if constexpr (gated) given[e] = round_to<type>(given[e] * factor[e]);
+        value[e] = given[e] * rounded<type>(of.value);
+        if constexpr (gated) given[e] = rounded<type>(given[e] * factor[e]);
         given[e] = given[e] * of.slope;
       }
       if (p.dx.data) store_elements<type, W>(at[k].template in<type>(p.dx), at[k].left, given);

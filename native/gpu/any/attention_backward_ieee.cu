@@ -23,14 +23,6 @@ constexpr int kThreads = 128;
 constexpr int kDepth = 32;  // of the heads, staged at a time
 static_assert(kThreads == kQueriesBlock && kThreads == kKeysBlock, "a thread a vector of the largest block");
 
-template <Type type> using Exp2 = std::conditional_t<type == Type::f32, FineExp2, CoarseExp2>;
-
-template <Type type> __device__ __forceinline__ float rounded(float x) {
-  if constexpr (type == Type::f32) return x;
-  else if constexpr (is_bf16<type>()) return f32_from_bf16(bf16_from_f32(x));
-  else return f32_from_f16(f16_from_f32(x));
-}
-
 // One operand: where the tile's vectors begin and those that are walked, less than 0 for zeros.
 template <int block> struct Places {
   int64_t tile[kRows], walked[block];
@@ -235,7 +227,7 @@ template <Type type> class Keys {
     pairs.hand_out(shared_, [&](int r, bool &allowed, float &score, float &gradient) {
       const int64_t key = tile_.key + r;
       allowed = sees(f_, s_, extent_, mine_, key);
-      weigh_pair<Exp2<type>>(p_, scale_, s_, extent_, mine_, behind_, key, allowed, score, gradient);
+      weigh_pair<IeeeExp2<type>>(p_, scale_, s_, extent_, mine_, behind_, key, allowed, score, gradient);
     });
   }
 
@@ -359,7 +351,7 @@ template <Type type, int block> class Queries {
       const RowBehind behind = shared_.behind[r];
       close(row, behind);
       allowed = sees(f_, s_, extent_, row, key);
-      weigh_pair<Exp2<type>>(p_, scale_, s_, extent_, row, behind, key, allowed, score, gradient);
+      weigh_pair<IeeeExp2<type>>(p_, scale_, s_, extent_, row, behind, key, allowed, score, gradient);
     });
   }
 

@@ -62,7 +62,7 @@ using Kernel = void (*)(AttentionBackward);
 template <Type type> Kernel sinks_of(const Attention &f) {
   if constexpr (kGpuDeviceType == PYDET_CUDA)
     if (f.arithmetic == Arithmetic::sm90) return sinks_kernel<type, HopperExp2>;
-  return sinks_kernel<type, std::conditional_t<type == Type::f32, FineExp2, CoarseExp2>>;
+  return sinks_kernel<type, IeeeExp2<type>>;
 }
 Kernel sinks_for(const Attention &f) {
   return with_type<kUnscaledTypes>(f.q.type, [&](auto type) { return sinks_of<decltype(type)::value>(f); });

@@ -38,7 +38,7 @@ using Kernel = void (*)(Attention);
 template <Type type> Kernel kernel_of(const Attention &p) {
   if constexpr (kGpuDeviceType == PYDET_CUDA)
     if (p.arithmetic == Arithmetic::sm90) return combine_kernel<type, HopperExp2>;
-  return combine_kernel<type, std::conditional_t<type == Type::f32, FineExp2, CoarseExp2>>;
+  return combine_kernel<type, IeeeExp2<type>>;
 }
 Kernel kernel_for(const Attention &p) {
   return with_type<kUnscaledTypes>(p.out.type, [&](auto type) { return kernel_of<decltype(type)::value>(p); });

@@ -21,14 +21,6 @@ constexpr int kThreads = kRows * kWeightLanes;
 constexpr int kDepth = 32;  // of the heads, staged at a time
 static_assert(kThreads == kKeysBlock, "a thread a key of the largest block");
 
-template <Type type> using Exp2 = std::conditional_t<type == Type::f32, FineExp2, CoarseExp2>;
-
-template <Type type> __device__ __forceinline__ float rounded(float x) {
-  if constexpr (type == Type::f32) return x;
-  else if constexpr (is_bf16<type>()) return f32_from_bf16(bf16_from_f32(x));
-  else return f32_from_f16(f16_from_f32(x));
-}
-
 // What the threads of a block exchange; q as [d][kRows] lies behind it.
 template <int block> struct Shared {
   float weights[block][kRows];  // scores before
@@ -116,7 +108,7 @@ template <Type type, int block> class Tile {
 
   __device__ void store() {
     if (lane() == 0) {
-      const RowEnd<Exp2<type>> end(p_, mine_.head, {total_m_, total_l_});
+      const RowEnd<IeeeExp2<type>> end(p_, mine_.head, {total_m_, total_l_});
       shared_.first[my_row()] = end.scale, shared_.second[my_row()] = end.inverse;
       if (p_.lse.data && column_ < kThreads && my_row() < rows_)
         reinterpret_cast<float *>(p_.lse.data)[row_offset(p_.lse, s_, extent_, mine_)] = end.lse;
@@ -195,7 +187,7 @@ template <Type type, int block> class Tile {
 #pragma unroll
     for (int mask = 1; mask < kWeightLanes; mask *= 2)
       largest = reference_of(largest, gpu_shfl_xor(largest, mask, kWeightLanes));
-    const Moved<Exp2<type>> moved(p_, scale_, m_, largest);
+    const Moved<IeeeExp2<type>> moved(p_, scale_, m_, largest);
     m_ = moved.m, l_ = l_ * moved.factor;
     if (lane() == 0) shared_.first[my_row()] = moved.factor;
 #pragma unroll
@@ -238,7 +230,7 @@ template <Type type, int block> class Tile {
     float l = l_;
 #pragma unroll
     for (int mask = 1; mask < kWeightLanes; mask *= 2) l += gpu_shfl_xor(l, mask, kWeightLanes);
-    const Joined<Exp2<type>> joined(total_m_, m_);
+    const Joined<IeeeExp2<type>> joined(total_m_, m_);
     total_m_ = joined.m, total_l_ = joined.sum(total_l_, l);
     if (lane() == 0) shared_.first[my_row()] = joined.of_first, shared_.second[my_row()] = joined.of_second;
     __syncthreads();

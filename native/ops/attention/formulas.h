@@ -107,6 +107,7 @@ struct CoarseExp2 {
 struct FineExp2 {
   static PYDET_INLINE float of(float t) { return exp2_f32(t); }
 };
+template <Type type> using IeeeExp2 = std::conditional_t<type == Type::f32, FineExp2, CoarseExp2>;
 
 PYDET_HD float joined(const float *l) { return ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7])); }
 
