@@ -36,6 +36,7 @@ import reference_activation
 import reference_attention
 import reference_embedding
 import reference_fp8
+import reference_rotary
 import reference_sample
 from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
 
@@ -245,10 +246,13 @@ ORDER = {  # how each operation takes its tensors
     "topk": ["x", "values", "index"],
     "embedding": ["w", "ids", "out"],
     "embedding_backward": ["dout", "ids", "dw"],
+    "rotary_table": ["positions", "frequencies", "cos", "sin"],
+    "rotary": ["q", "k", "cos", "sin", "q_out", "k_out"],
     "attention": ["q", "k", "v", "out", "lse"],
     "attention_backward": ["dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"],
 }
 OF_ATTENTION = ("sinks", "allowed", "bias", "first_key", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
+ROTARY_FLAGS = ("whole", "neighbours", "out_neighbours", "in_fp32", "transposed")
 OF_SAMPLE = {"temperatures": "temperature", "top_ks": "top_k", "top_ps": "top_p", "min_ps": "min_p"}
 NAMED = {"attention": OF_ATTENTION, "attention_backward": (*OF_ATTENTION[:-1], "dsinks")}  # by the options
 NAMED |= {"sample": tuple(OF_SAMPLE)}
@@ -261,6 +265,8 @@ C_ALONE = (
     "embedding_backward",
     "linear_log_prob",
     "linear_log_prob_backward",
+    "rotary_table",
+    "rotary",
 )  # their Python has tests of its own
 
 
@@ -787,6 +793,34 @@ def make_sample(rng):
     return Call("sample", inputs, outputs, options("pydet_sample_options", **given))
 
 
+def make_rotary(rng):
+    lead = rng.choice([[0], [1], [2], [5], [2, 3], [], [70]])
+    kinds, regions = list(DTYPES.values()), iter(rng.sample(REGIONS, 6))
+    pairs, of_table = rng.choice([1, 2, 3, 7, 8, 9, 16, 33, 130] if lead != [70] else [1, 3, 8]), rng.choice(kinds)
+    if rng.random() < 0.4:
+        if rng.random() < 0.5:
+            places = packed(rng, next(regions), lead, rng.choice([BOUNDARY, np.dtype(np.int64)]))
+            Described(places).view()[...] = np.random.default_rng(rng.getrandbits(64)).integers(-9, 100_000, lead)
+        else:
+            places = packed(rng, next(regions), lead, rng.choice(kinds))
+        columns = pairs * rng.choice([1, 2])
+        inputs = {"positions": places, "frequencies": packed(rng, next(regions), [pairs], np.dtype(np.float32))}
+        outputs = {name: place(rng, next(regions), [*lead, columns], of_table) for name in ("cos", "sin")}
+        return Call(
+            "rotary_table", inputs, outputs, options("pydet_rotary_table_options", scale=rng.choice([1, 0.5, -2]))
+        )
+    given = {name: rng.randrange(2) for name in ROTARY_FLAGS}
+    kind, out, n = rng.choice(kinds), rng.choice(kinds), 2 * pairs + rng.choice([0, 0, 1, 8, 20])
+    columns, heads = pairs * (2 if given["whole"] else 1), rng.choice([1, 2, 5] if pairs < 130 else [1, 2])
+    names = ("q", "k") if rng.random() < 0.7 and len(lead) < 2 else ("q",)
+    inputs = {name: place(rng, next(regions), [*lead, heads, n], kind) for name in names}
+    inputs.setdefault("k")
+    inputs |= {name: place(rng, next(regions), [*lead, columns], of_table) for name in ("cos", "sin")}
+    outputs = {f"{name}_out": place(rng, next(regions), [*lead, heads, n], out) for name in names}
+    outputs.setdefault("k_out")
+    return Call("rotary", inputs, outputs, options("pydet_rotary_options", **given))
+
+
 def make_embedding(rng):
     n, lead = rng.choice([1, 2, 3, 7, 8, 9, 31, 130, 257]), rng.choice([[0], [1], [2], [5], [2, 3], []])
     n, lead = rng.choice([(n, lead), (n, lead), (9, [70])])
@@ -1237,7 +1271,10 @@ def meaningless_options(call):
         "window_left": lambda v: -1 <= v <= 2**40,
         "window_right": lambda v: -1 <= v <= 2**40,
         "kv_chunk": lambda v: v >= 0 and v % 128 == 0,
-        "scale": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
+        "scale": lambda v: (
+            0 < abs(v) < float("inf") if call.op == "rotary_table" else v == 0 or 2.0**-100 <= v <= 2.0**100
+        ),
+        **dict.fromkeys(ROTARY_FLAGS, lambda v: v in (0, 1)),
         "softcap": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
         "log": lambda v: v in (0, 1),
         "logits": lambda v: (v.code, v.bits, v.lanes) in ((0, 0, 0), *DTYPES),
@@ -1492,6 +1529,31 @@ def expected_embedding(call, before):
     expect(padding is None or 0 <= padding < len(table), "accepted the padding id", padding)
     given = {"padding_idx": padding, "out": table, "accumulate": accumulate}
     return {"dw": reference_embedding.embedding_backward(rows, ids, **given)}
+
+
+def expected_rotary_table(call, before):
+    places, frequencies, cos, sin = (before[name] for name in ("positions", "frequencies", "cos", "sin"))
+    expect(places.shape == cos.shape[:-1] and sin.shape == cos.shape, "accepted shapes that do not fit")
+    expect(frequencies.dtype == np.float32 and sin.dtype == cos.dtype, "accepted other types")
+    expect(cos.shape[-1] in (frequencies.size, 2 * frequencies.size), "accepted a table that does not fit")
+    scale = 1.0 if call.options is None else chosen(call, "scale")
+    expect(math.isfinite(scale) and scale != 0, "accepted the scale", scale)
+    given = {"scale": scale, "twice": cos.shape[-1] != frequencies.size, "out_dtype": cos.dtype}
+    return dict(zip(("cos", "sin"), reference_rotary.rotary_table(places, frequencies, **given), strict=True))
+
+
+def expected_rotary(call, before):
+    q, k, cos, sin = (before.get(name) for name in ("q", "k", "cos", "sin"))
+    how = {name: chosen(call, name) for name in ROTARY_FLAGS}
+    expect(all(x in (0, 1) for x in how.values()), "accepted a flag that is none")
+    expect(q.shape == before["q_out"].shape and cos.shape == sin.shape, "accepted shapes that do not fit")
+    expect(cos.dtype == sin.dtype and (k is None or k.dtype == q.dtype), "accepted other types")
+    expect((k is None) == (before.get("k_out") is None), "accepted one of k and k_out")
+    most = q.shape[-1] // (1 if how["whole"] else 2)
+    expect(0 < cos.shape[-1] <= most and not (how["whole"] and cos.shape[-1] % 2), "accepted a table that does not fit")
+    spread = [np.broadcast_to(x, (*q.shape[:-2], x.shape[-1])) for x in (cos, sin)]
+    found = reference_rotary.rotary(q, k, *spread, **how, out_dtype=before["q_out"].dtype)
+    return {name: x for name, x in zip(("q_out", "k_out"), found, strict=True) if x is not None}
 
 
 def expected_log_prob(call, before):
@@ -1773,6 +1835,8 @@ EXPECTED = {
     "topk": expected_sample,
     "embedding": expected_embedding,
     "embedding_backward": expected_embedding,
+    "rotary_table": expected_rotary_table,
+    "rotary": expected_rotary,
     "log_prob": expected_log_prob,
     "log_prob_backward": expected_log_prob,
     "linear_log_prob": expected_head,
@@ -1804,7 +1868,7 @@ def judge_overlap(call):
     return False
 
 
-WITHOUT_NUMBERS = ("index", "ids", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
+WITHOUT_NUMBERS = ("index", "ids", "positions", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
 
 
 def run_case(seed, number):
@@ -1815,6 +1879,7 @@ def run_case(seed, number):
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
     makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_head: 1}
+    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_rotary: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])

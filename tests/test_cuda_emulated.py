@@ -26,6 +26,7 @@ import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
 import test_rmsnorm_heads as heads
+import test_rotary as rotary
 import test_sample as samples
 import test_scaled_gemm as scaled
 import test_scaled_grouped_gemm as scaled_groups
@@ -426,6 +427,18 @@ def test_gated_delta(device, kernel, dtype):
 def test_causal_conv1d(device, kernel, dtype):
     scans.check_causal_conv1d(device, dtype)
     assert device.taken == len(scans.CONVOLUTIONS)
+@each("rotary_table")
+def test_rotary_table(device, kernel, dtype):
+    rotary.check_table(device, dtype, [1, 3, 8, 64, 129, 130])
+
+
+@each("rotary")
+def test_rotary(device, kernel, dtype):
+    """Pieces of eight pairs and single ones; heads before tokens."""
+    rotary.check_heads(device, dtype, [1, 7, 8, 9, 64, 65])
+    device.dtype = dtype
+    rotary.test_strides_and_tables_that_are_shared(device)
+    assert device.refused == 0
 
 
 @each("rmsnorm")

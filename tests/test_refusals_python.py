@@ -784,6 +784,7 @@ operands = {
     "linear_log_prob": [x, x, index], "linear_log_prob_backward": [row, x, x, index],
     "selective_scan": [x[None, None], one[None], row, x[None, None], x[None, None], row],
     "gated_delta": [x[None, None]] * 3 + [one[None]] * 2, "causal_conv1d": [x[None], x, row],
+    "rotary_table": [index, row], "rotary": [x[:, None], None, x[:, :2], x[:, :2]],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],

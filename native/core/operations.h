@@ -12,6 +12,7 @@
 #include "ops/grouped/problem.h"
 #include "ops/head/problem.h"
 #include "ops/norm/problem.h"
+#include "ops/rotary/problem.h"
 #include "ops/sample/problem.h"
 #include "ops/scaled/problem.h"
 #include "ops/scaled_grouped/problem.h"
@@ -34,6 +35,7 @@ template <class... Problems> struct Operations {
 using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
                                  GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
                                  AttentionBackward, Activation, ActivationBackward, Sample, TopK, Embedding,
-                                 EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d, LinearLogProb>;
+                                 EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d, LinearLogProb, RotaryTable,
+                                 Rotary>;
 
 }  // namespace pydet

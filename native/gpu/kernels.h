@@ -14,6 +14,8 @@ struct EmbeddingBackward;
 struct SelectiveScan;
 struct GatedDelta;
 struct CausalConv1d;
+struct RotaryTable;
+struct Rotary;
 struct Sample;
 struct TopK;
 struct ActivationBackward;
@@ -286,6 +288,9 @@ bool selective_scan_takes(const SelectiveScan &);
 pydet_status selective_scan(const SelectiveScan &);
 pydet_status gated_delta(const GatedDelta &);
 pydet_status causal_conv1d(const CausalConv1d &);
+// any/rotary.cu
+pydet_status rotary_table(const RotaryTable &);
+pydet_status rotary(const Rotary &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);

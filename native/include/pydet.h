@@ -571,6 +571,45 @@ PYDET_API pydet_status pydet_embedding_backward(void *stream, const pydet_tensor
  * below 2^31. */
 PYDET_API pydet_status pydet_embedding_backward_workspace(int64_t tokens, int64_t rows, uint64_t *bytes);
 
+/* ---- Rotary embeddings ------------------------------------------------------------------------------------------
+ *   a[..., j] = fl(position[...] frequencies[j]),   cos = round(fl(cos(a) scale)),   sin = round(fl(sin(a) scale))
+ *
+ * positions [...] in int32, int64, fp32, bf16 or fp16, contiguous; frequencies [F] in fp32, contiguous. cos and sin [..., F],
+ * or [..., 2 F]: then the F once more behind them; both of one type, rows as of pydet_rmsnorm. Cosine and sine are a written
+ * formula in fp64 (NUMERICS.md, "Rotary embeddings"), rounded to fp32: an element depends on its position and frequency
+ * alone. */
+typedef struct pydet_rotary_table_options {
+  uint32_t struct_size;
+  float scale;      /* finite and not 0; 1 without options */
+  int64_t reserved; /* 0 */
+  const char *kernel;
+} pydet_rotary_table_options;
+
+PYDET_API pydet_status pydet_rotary_table(void *stream, const pydet_tensor *positions, const pydet_tensor *frequencies,
+                                          const pydet_tensor *cos, const pydet_tensor *sin,
+                                          const pydet_rotary_table_options *options);
+
+/* Pairs (a, b) of the first R elements of each head become (a cos - b sin, b cos + a sin); the other elements are copied.
+ *
+ * q [..., H, N] and q_out like it, k [..., G, N] and k_out likewise, or NULL both; elements of a head adjacent. cos and sin
+ * [..., R / 2], a number a pair; under `whole` [..., R], a number an element, at its place in q_out (transposed: in q).
+ * A leading extent of theirs may be 1 where that of q is not. q and k are of one type, q_out and k_out of one, cos and sin of
+ * one. Pair i is elements i and R / 2 + i; under neighbours it is 2 i and 2 i + 1 of q and k, under out_neighbours of q_out
+ * and k_out.
+ *
+ * Each product is rounded to the type of q_out, and then the sum; under in_fp32 the sum alone. transposed: (a cos + b sin,
+ * b cos - a sin), the gradient by q of that by q_out, where a sum of -0 is +0, and so are elements that are copied. */
+typedef struct pydet_rotary_options {
+  uint32_t struct_size;
+  int32_t whole, neighbours, out_neighbours, in_fp32, transposed; /* 0 or 1 */
+  int64_t reserved;                                               /* 0 */
+  const char *kernel;
+} pydet_rotary_options;
+
+PYDET_API pydet_status pydet_rotary(void *stream, const pydet_tensor *q, const pydet_tensor *k, const pydet_tensor *cos,
+                                    const pydet_tensor *sin, const pydet_tensor *q_out, const pydet_tensor *k_out,
+                                    const pydet_rotary_options *options);
+
 /* ---- Activations ----------------------------------------------------------------------------------------------
  *   y = f(x), or as the gate of another factor: y = f(x) up        element by element
  *

@@ -258,6 +258,16 @@ inline void embedding_backward(void *stream, const tensor &dout, const tensor &i
                                const pydet_embedding_backward_options *options = nullptr) {
   call(pydet_embedding_backward, stream, dout.describe(), ids.describe(), dw.describe(), options);
 }
+inline void rotary_table(void *stream, const tensor &positions, const tensor &frequencies, const tensor &cos,
+                         const tensor &sin, const pydet_rotary_table_options *options = nullptr) {
+  call(pydet_rotary_table, stream, positions.describe(), frequencies.describe(), cos.describe(), sin.describe(),
+       options);
+}
+inline void rotary(void *stream, const tensor &q, const tensor &k, const tensor &cos, const tensor &sin,
+                   const tensor &q_out, const tensor &k_out, const pydet_rotary_options *options = nullptr) {
+  call(pydet_rotary, stream, q.describe(), k.describe(), cos.describe(), sin.describe(), q_out.describe(),
+       k_out.describe(), options);
+}
 inline void activation(void *stream, const tensor &x, const tensor &up, const tensor &y,
                        const pydet_activation_options *options = nullptr) {
   call(pydet_activation, stream, x.describe(), up.describe(), y.describe(), options);

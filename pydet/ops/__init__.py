@@ -36,6 +36,7 @@ from pydet.ops.layernorm import layernorm, layernorm_backward
 from pydet.ops.libraries import Device, Kernel, devices, kernels, last_kernel, resolve_arithmetic
 from pydet.ops.products import gemm, gemm_da, gemm_db, skinny_gemm
 from pydet.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from pydet.ops.rotary import rotary, rotary_table
 from pydet.ops.sample import sample, topk
 from pydet.ops.scaled import quantize, scaled_gemm
 from pydet.ops.scan import causal_conv1d, gated_delta, selective_scan
@@ -99,6 +100,8 @@ __all__ = [
     "resolve_arithmetic",
     "rmsnorm",
     "rmsnorm_backward",
+    "rotary",
+    "rotary_table",
     "sample",
     "scaled_gemm",
     "scaled_grouped_gemm",

@@ -125,7 +125,7 @@ _NORMS = {layernorm.RMSNorm: 0.0, layernorm.GemmaRMSNorm: 1.0, layernorm.Gemma3R
 _ROTARY = (RotaryEmbedding, Llama3RotaryEmbedding)
 _EXACT = (activation.ReLU2,)  # steps that each are rounded once
 _PARTS = ("DualGemm", "DenseSiluAndMulQuant", "PPMissingLayer", "Pooler")  # which compute nothing on a CPU
-_NATIVE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # compared with Transformers' models
+_NATIVE = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # compared with Transformers' models
 _LINEAR = (linear.ReplicatedLinear, linear.ColumnParallelLinear, linear.RowParallelLinear)
 
 

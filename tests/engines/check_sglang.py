@@ -17,7 +17,7 @@ ENGINE = pathlib.Path(__file__).with_name("sglang_engine.py")
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "starcoder2")
 CASES = [(name, "transformers", "bfloat16") for name in FAMILIES]
 CASES += [("llama", "transformers", "float32"), ("mistral", "transformers", "float16")]
-CASES += [("llama", "sglang", "bfloat16"), ("qwen2", "sglang", "bfloat16"), ("qwen3", "sglang", "float32")]
+CASES += [("llama", "sglang", "bfloat16"), ("qwen3", "sglang", "float32")]
 COUNT = sum(models.LENGTHS) - 4 + 8 * 4
 
 

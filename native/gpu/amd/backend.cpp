@@ -172,6 +172,15 @@ constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
         .launches(embedding_backward),
 };
 
+constexpr Kernel<RotaryTable> kRotaryTable[] = {
+    Row("hip_rotary_table", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides).launches(rotary_table),
+};
+
+constexpr Kernel<Rotary> kRotary[] = {
+    Row("hip_rotary", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides | kNeighbours | kWideSum | kRowGradient)
+        .launches(rotary),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("hip_fold", bit(Type::f32), Arithmetic::ieee, kBuilt, kBias | kAccumulate | kTree).launches(fold),
 };
@@ -247,7 +256,8 @@ constexpr Backend hip() {
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
-             no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>());
+             no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kRotaryTable),
+             table(kRotary));
   return backend;
 }
 

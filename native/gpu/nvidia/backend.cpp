@@ -368,6 +368,15 @@ constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
         .launches(embedding_backward),
 };
 
+constexpr Kernel<RotaryTable> kRotaryTable[] = {
+    Row("cuda_rotary_table", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(rotary_table),
+};
+
+constexpr Kernel<Rotary> kRotary[] = {
+    Row("cuda_rotary", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides | kNeighbours | kWideSum | kRowGradient)
+        .launches(rotary),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("cuda_fold", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree).launches(fold),
     Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
@@ -512,13 +521,13 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
-             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>());
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
+                          table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
+                          table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
+                          table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary));
   return backend;
 }
 

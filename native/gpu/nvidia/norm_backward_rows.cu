@@ -18,9 +18,7 @@ template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small tea
 template <Type type> constexpr bool kAhead = type != Type::f32;
 // Blocks a multiprocessor is to hold, 0: as the compiler likes, which is more than registers allow.
 template <class P, Type type, int T, bool grouped>
-constexpr int kBlocks = type == Type::f32 ? 0
-                        : grouped         ? 5
-                                          : 512 / kBlock<T>;
+constexpr int kBlocks = type == Type::f32 ? 0 : (grouped && !kCentred<P> ? 5 : 512 / kBlock<T>);
 
 template <class P, Type type, int T, int W, int V, int R, bool grouped>
 __global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
