@@ -201,12 +201,12 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
 # sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu and
-# forward, backward_keys and backward_queries of sm90/attention once for each type. What takes longest comes first, and is named; any other kernel of any/ and
+# forward and the gradients of sm90/attention once for each type. What takes longest comes first, and is named; any other kernel of any/ and
 # nvidia/ follows.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
-SM90_ATTENTION := $(foreach kernel,forward backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
+SM90_ATTENTION := $(foreach kernel,forward backward_fused backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
 SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_backward_keys_mma attention_backward_queries_mma attention_mma sm90/attention/decode sm90/attention/spread sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
   any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/norm_backward_apart any/norm any/softmax nvidia/norm_elements any/norm_backward \
   nvidia/norm_backward_elements $(addprefix nvidia/,norm_backward_rows \
@@ -294,7 +294,7 @@ $$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUIL
 	@mkdir -p $$(@D)
 	@$$(LINE) $$(NVCC) -ccbin $$(lastword $$(CXX)) $$(subst $$(if $$(filter forward backward_queries,$(1)),-Xptxas -warn-spills,),,$$(NVCCFLAGS)) $$(GENCODE) -DPYDET_ATTENTION_TYPE=$$* -MMD -MP -c $$< -o $$@
 endef
-$(foreach kernel,forward backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
+$(foreach kernel,forward backward_fused backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
 
 # decode.cu spills around the call that computes a row again. attention_backward_keys_mma's 128 columns spill some
 # registers, and are 1.6 times as fast as 64 without.

@@ -96,7 +96,8 @@ __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t 
   table.kernel = options.kernel = call.kernel;
   other.data = workspace + kMost / 2;
   q.ndim = out.ndim = 3, q.shape = out.shape = of_heads, q.strides = out.strides = NULL;
-  if (strcmp(call.operation, "rotary")) call.status = pydet_rotary_table(NULL, &places, &frequencies, y, &other, &table);
+  if (strcmp(call.operation, "rotary"))
+    call.status = pydet_rotary_table(NULL, &places, &frequencies, y, &other, &table);
   else if (of_table[1] > 0) call.status = pydet_rotary(NULL, &q, NULL, &cos, &sin, &out, NULL, &options);
 }
 

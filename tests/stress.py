@@ -221,6 +221,8 @@ def scan_cases(operation, dtype, generator, device):
             ),
         }[operation]
         yield operation, [(tuple(x.shape), dtype), (state, torch.float32)], call
+
+
 def rotary_cases(operation, dtype, generator, device):
     for tokens, heads, n in ((1, 32, 128), (65, 3, 64), (300, 2, 80), (33, 4, 22), (7, 1, 256)):
         places = torch.randint(0, 100_000, (tokens,), generator=generator).to(device)

@@ -427,6 +427,8 @@ def test_gated_delta(device, kernel, dtype):
 def test_causal_conv1d(device, kernel, dtype):
     scans.check_causal_conv1d(device, dtype)
     assert device.taken == len(scans.CONVOLUTIONS)
+
+
 @each("rotary_table")
 def test_rotary_table(device, kernel, dtype):
     rotary.check_table(device, dtype, [1, 3, 8, 64, 129, 130])

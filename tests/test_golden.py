@@ -254,6 +254,8 @@ def causal_conv1d_digests(causal_conv1d, arithmetic, dtype):
         x, w, bias, initial = (data(kind, shape, DTYPES[dtype], i) for i, shape in enumerate(shapes))
         name = f"{dtype} {kind} {batch}x{tokens}x{channels}, {taps} taps, begun={begun}"
         digests[name] = digest(causal_conv1d(x, w, bias if begun else None, initial=initial if begun else None))
+
+
 TURNED = [
     ("normal", 70, 3, 2, 64, 64),
     ("specials", 9, 2, 1, 33, 70),
@@ -533,6 +535,8 @@ def test_gated_delta(gated_delta_kernel):
 
 def test_causal_conv1d(causal_conv1d_kernel):
     check_golden("causal_conv1d", causal_conv1d_kernel.causal_conv1d, "ieee", causal_conv1d_kernel.dtype)
+
+
 def test_rotary_table(rotary_table_kernel):
     check_golden("rotary_table", rotary_table_kernel.rotary_table, "ieee", rotary_table_kernel.dtype)
 

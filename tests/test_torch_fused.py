@@ -178,3 +178,60 @@ def test_adapters_of_the_head_are_refused(transformers, need):
     late = adapted(model, "lm_head").train()
     with pytest.raises(pydet.Error, match=r"^fuse_loss: the head became peft\.tuners\.lora\.layer\.Linear, want it a"):
         late(ids, labels=labels)
+
+
+LIGER = """
+import torch
+
+
+def LigerForCausalLMLoss(hidden_states, lm_head_weight, labels, hidden_size, num_items_in_batch=None, ignore_index=-100,
+                         shift_labels=None, final_logit_softcapping=None, **options):
+    logits = hidden_states.reshape(-1, hidden_size) @ lm_head_weight.t()
+    target = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
+    return torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index)
+
+
+def loss_by(head, hidden, labels, **options):
+    return LigerForCausalLMLoss(hidden_states=hidden, lm_head_weight=head.weight, labels=labels,
+                                hidden_size=hidden.shape[-1], **options)
+
+
+def forward(self, input_ids, labels=None, **options):
+    hidden = self.model(input_ids)[0]
+    if self.training and labels is not None:
+        return loss_by(self.lm_head, hidden, labels, **options)
+    return self.lm_head(hidden)
+"""
+
+
+@pytest.mark.parametrize("hidden", [64, 512, 1000])
+def test_the_loss_of_a_forward_as_ligers(transformers, monkeypatch, hidden):
+    """Which hands the head on to a function that reads its weight: seen, routed here, or refused."""
+    liger = types.ModuleType("liger_kernel.transformers.model.llama")
+    exec(compile(LIGER, liger.__name__, "exec"), liger.__dict__)
+    ids, labels = tokens()
+    model, other = (model_of(hidden=hidden, head_dim=16).train() for _ in range(2))
+    pt.fuse_loss(other)
+    model.forward = types.MethodType(liger.forward, model)
+    before = model(ids, labels=labels)
+    pt.check_trainer(types.SimpleNamespace(model=model))
+    pt.check_trainer(types.SimpleNamespace(model=model))
+    for given in ({}, {"num_items_in_batch": 17}):
+        made, want = model(ids, labels=labels, **given), other(ids, labels=labels, **given).loss
+        same(made, want)
+        mine, theirs = (torch.autograd.grad(y, list(m.parameters())) for y, m in ((made, model), (want, other)))
+        for one, two in zip(mine, theirs, strict=True):
+            same(one, two)
+    torch.testing.assert_close(before, model(ids, labels=labels), rtol=1e-6, atol=1e-6)
+    assert model.eval()(ids).shape == (4, 12, 96)
+    model.train()
+    for name, value in (("return_token_accuracy", True), ("final_logit_softcapping", 30.0), ("label_smoothing", 0.1)):
+        with pytest.raises(
+            pydet.Error, match=rf"^check_trainer: Liger's fused loss is asked for {name}, want it without"
+        ):
+            model(ids, labels=labels, **{name: value})
+    unlike = model_of()
+    monkeypatch.delitem(liger.__dict__, "LigerForCausalLMLoss")
+    unlike.forward = types.MethodType(liger.forward, unlike)
+    with pytest.raises(pydet.Error, match=r"has a forward of liger_kernel.transformers.model.llama, which multiplies"):
+        pt.check_trainer(types.SimpleNamespace(model=unlike))

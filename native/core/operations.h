@@ -35,7 +35,7 @@ template <class... Problems> struct Operations {
 using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
                                  GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
                                  AttentionBackward, Activation, ActivationBackward, Sample, TopK, Embedding,
-                                 EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d, LinearLogProb, RotaryTable,
-                                 Rotary>;
+                                 EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d, LinearLogProb,
+                                 RotaryTable, Rotary>;
 
 }  // namespace pydet

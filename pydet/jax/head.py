@@ -16,6 +16,7 @@ from pydet.frameworks import type_index
 from pydet.jax.calls import (
     INVALID_SHAPE,
     Array,
+    Options,
     call_handler,
     compiled,
     name_of,
@@ -25,7 +26,7 @@ from pydet.jax.calls import (
     to_array,
     whole_numbers,
 )
-from pydet.jax.products import Layout, Options, product
+from pydet.jax.products import Layout, product
 from pydet.ops import Arithmetic
 from pydet.ops.head import HEAD_WORKSPACE
 from pydet.protocols import TYPES

@@ -7,7 +7,7 @@ import contextvars
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,11 @@ def route(model: Any) -> None:
     utils = sys.modules[TRL]
     if not isinstance(getattr(utils, _FUNCTION), _Routed):
         setattr(utils, _FUNCTION, _Routed(getattr(utils, _FUNCTION)))
+    _serve(model)
+
+
+def _serve(model: Any) -> None:
+    """Has a model's forward say whose head is asked."""
     inner = model.forward
     if getattr(inner, "pydet_routes", False):
         return
@@ -115,14 +120,59 @@ _CHANGES_LOGITS: dict[str, float | None] = {"final_logit_softcapping": None}
 _CHANGES_LOGITS |= dict.fromkeys(("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"), 1.0)
 
 
-def can_route(model: Any, place: str) -> bool:
-    """Whether the forward is TRL's, by a function that is there to be replaced, and the head a linear layer whose
-    result is the logits: what the model's code made of it otherwise, for the sampler, would have PyTorch's bits."""
+def _has_plain_head(model: Any) -> bool:
+    """Whether the head is a linear layer whose result is the logits: what the model's code made of it otherwise, for
+    the sampler, would have PyTorch's bits."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     unchanged = all(getattr(config, name, none) in (none, None) for name, none in _CHANGES_LOGITS.items())
-    has_function = place == TRL and hasattr(sys.modules.get(TRL), _FUNCTION)
-    return has_function and unchanged and isinstance(model.get_output_embeddings(), Linear)
+    return unchanged and isinstance(model.get_output_embeddings(), Linear)
+
+
+def can_route(model: Any, place: str) -> bool:
+    """Whether the forward is TRL's, by a function that is there to be replaced, and the head plain."""
+    return place == TRL and hasattr(sys.modules.get(TRL), _FUNCTION) and _has_plain_head(model)
+
+
+# ---- The loss of Liger's forwards ------------------------------------------------------------------------------------
+
+_LIGER, _LIGER_LOSS = "liger_kernel.", "LigerForCausalLMLoss"
+_LIGER_LACKS = ["return_token_accuracy", "return_predicted_tokens", "final_logit_softcapping", "label_smoothing"]
+_LIGER_LACKS += ["lse_square_scale", "ce_weight", "use_token_scaling", "return_z_loss", "bias"]
+
+
+class _RoutedLoss:
+    """In the place of Liger's loss, in the module of a forward of its: as :class:`_Routed`."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __call__(
+        self, hidden_states: torch.Tensor, lm_head_weight: Any, labels: Any, *args: Any, **options: Any
+    ) -> Any:
+        head = _head.get()
+        if head is None or lm_head_weight is not head.weight:
+            return self.theirs(hidden_states, lm_head_weight, labels, *args, **options)
+        if args or (lacks := [name for name in _LIGER_LACKS if options.get(name) not in (None, False, 0.0)]):
+            what = "positional arguments" if args else ", ".join(lacks)
+            fail(UNSUPPORTED, f"check_trainer: Liger's fused loss is asked for {what}, want it without")
+        how = {
+            name: options[name] for name in ("ignore_index", "shift_labels", "num_items_in_batch") if name in options
+        }
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return _loss_of(rows, labels, lambda index: _log_probs(head, rows, index), **how)
+
+
+def can_route_loss(model: Any, names: dict[str, Any]) -> bool:
+    """Whether the forward is Liger's, by a loss that is there to be replaced, and the head plain."""
+    return names.get("__name__", "").startswith(_LIGER) and _LIGER_LOSS in names and _has_plain_head(model)
+
+
+def route_loss(model: Any, names: dict[str, Any]) -> None:
+    """Has a model whose forward is Liger's make its loss by :func:`pydet.torch.linear_log_prob`: as :func:`route`."""
+    if not isinstance(names[_LIGER_LOSS], _RoutedLoss):
+        names[_LIGER_LOSS] = _RoutedLoss(names[_LIGER_LOSS])
+    _serve(model)
 
 
 # ---- The loss of Transformers' causal language models ----------------------------------------------------------------
@@ -153,6 +203,26 @@ def _log_probs(head: Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torc
     return head_of(hidden, _whole(head.weight), labels, _whole(head.bias), **how).log_prob  # type: ignore[arg-type]
 
 
+def _loss_of(
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    log_probs: Callable[[torch.Tensor], torch.Tensor],
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The mean of -log_probs(index) over rows that have a label, or their sum over a number that is given."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.to(rows.device).reshape(-1)
+    ignored = target == ignore_index
+    total = sum_of_rows((-log_probs(target.masked_fill(ignored, -1))).masked_fill(ignored, 0.0))
+    items = (~ignored).sum() if num_items_in_batch is None else num_items_in_batch
+    if not torch.is_tensor(items):  # by a number of Python a GPU divides as a product with its inverse
+        items = torch.full((), items, device=total.device)
+    return total / items.to(total.device, torch.float32)
+
+
 class _Loss:
     """In the place of ForCausalLMLoss: the bits of log_prob of the logits, whether they are there or not."""
 
@@ -173,18 +243,12 @@ class _Loss:
                 f"fuse_loss: {kept.of} changes the logits between head and loss (by a softcap, a "
                 "scale, another type), want one whose loss is of lm_head's own result",
             )
-        if shift_labels is None:
-            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        target = shift_labels.to(logits.device).reshape(-1)
         rows = logits.reshape(-1, logits.shape[-1])
-        ignored = target == ignore_index
-        index = target.masked_fill(ignored, -1)
-        made = log_prob(rows, index) if kept is None else _log_probs(kept.head, rows, index)
-        total = sum_of_rows((-made).masked_fill(ignored, 0.0))
-        items = (~ignored).sum() if num_items_in_batch is None else num_items_in_batch
-        if not torch.is_tensor(items):  # by a number of Python a GPU divides as a product with its inverse
-            items = torch.full((), items, device=total.device)
-        return total / items.to(total.device, torch.float32)
+
+        def log_probs(index: torch.Tensor) -> torch.Tensor:
+            return log_prob(rows, index) if kept is None else _log_probs(kept.head, rows, index)
+
+        return _loss_of(rows, labels, log_probs, num_items_in_batch, ignore_index, shift_labels)
 
 
 def _named(module: Any) -> str:

@@ -302,6 +302,10 @@ constexpr Kernel<Attention> kAttention[] = {
 constexpr uint64_t kAttentionBackwardTile = kPacked | kLengths | kFirstKey | kWindow | kAccumulate;
 constexpr uint64_t kAllOfAttentionGradient = (kAllOfAttention & ~(kLogSumExp | kPages)) | kAccumulate;
 constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
+    Row(kAttentionBackwardFusedName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile & ~kFirstKey)
+        .takes(attention_backward_fused_takes)
+        .prefers(attention_backward_fused_prefers)
+        .launches(attention_backward_fused),
     Row(kAttentionBackwardName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
         .takes(attention_backward_sm90_takes)
         .launches(attention_backward_sm90),

@@ -412,7 +412,8 @@ def loss_and_gradients(
     losses = rows.new_empty(rows.shape[0], dtype=torch.float32)
     dx = rows.new_empty(rows.shape)
     lies_in_rows = dw.shape[1] < 2 or dw.stride(1) == 1
-    if head.is_plain(x) and n and lies_in_rows and not lse and not mean:  # whose gradient is the same whatever the log-probability
+    # A plain head, whose gradient is the same whatever the log-probability.
+    if head.is_plain(x) and n and lies_in_rows and not lse and not mean:
         every, log_prob = slice(0, rows.shape[0]), torch.zeros_like(losses)
         with torch.enable_grad():
             any_loss = loss_of(log_prob.requires_grad_(), None, None, every)

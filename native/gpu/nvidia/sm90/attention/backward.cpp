@@ -33,7 +33,49 @@ bool takes_narrow_keys(const Attention &a, int64_t sms) {
   return a.sequences * a.groups * each * 12 < sms * 10;
 }
 
+// What backward_fused.cu wants of the workspace behind the rows' numbers, in this order.
+struct FusedParts {
+  int64_t pieces, sections;  // of 64 queries; of tiles of keys, at most
+  bool may_ascend;
+  uint64_t ints, sums;  // bytes
+  uint64_t all() const { return ints + sums; }
+  int64_t zeros() const { return pieces + sections + 2; }
+};
+FusedParts fused_parts(const Attention &a) {
+  FusedParts x = {};
+  x.pieces = row_heads_of(a) * row_tiles_of(a) * 2, x.sections = a.sequences * a.groups;
+  x.may_ascend = a.causal && !a.q_start && !a.k_start && !a.k_length;
+  x.ints = uint64_t(divide_up(x.zeros(), 32)) * 128;
+  x.sums = uint64_t(x.pieces) * kBackwardQueries * (std::max(a.d, a.e) <= 64 ? 64 : 128) * 4;
+  return x;
+}
+bool fits_fused(const Attention &a) { return std::max(a.d, a.e) <= 128; }
+
+uint64_t rows_bytes(const Attention &a) {
+  return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
+}
+
+// What was measured on an H100 (bench/README.md): tiles of 128 columns, and more of them than the multiprocessors take at
+// once. Under a causal mask blocks wait for each other unless heads share no keys.
+bool fused_is_worth(const Attention &a, bool causal, int64_t sms) {
+  if (a.q_start || a.k_start || std::max(a.d, a.e) <= 64 || !fits_fused(a) || a.queries < 1024) return false;
+  if (causal && a.groups != a.heads) return false;
+  return a.sequences * a.groups * divide_up(a.keys, kFusedKeys) >= 2 * sms;
+}
+
 }  // namespace
+
+bool attention_backward_fused_takes(const AttentionBackward &b) {
+  const Attention &a = b.forward;
+  if (!b.dq.data || !b.dk.data || !fits_fused(a) || a.first_key || !attention_backward_sm90_takes(b)) return false;
+  return b.workspace_size >= rows_bytes(a) + fused_parts(a).all();
+}
+bool attention_backward_fused_prefers(const AttentionBackward &b) {
+  const Attention &a = b.forward;
+  const bool uniform = !a.q_start && !a.k_start && !a.k_length && a.window_left == kNoWindow &&
+                       (a.causal || a.window_right == kNoWindow);
+  return uniform && fused_is_worth(a, a.causal, gpu_multiprocessors(a.device.id));
+}
 
 bool attention_backward_sm90_takes(const AttentionBackward &b) {
   const Attention &a = b.forward;
@@ -45,7 +87,7 @@ bool attention_backward_sm90_takes(const AttentionBackward &b) {
   if (a.k_start && a.first_key) return false;
   const int64_t most_tiles = (row_tiles_of(a) + divide_up(a.keys, block_keys(a.d)) + a.sequences) * row_heads_of(a);
   if (most_tiles > kMost) return false;
-  if (b.workspace_size < attention_backward_sm90_workspace(b, nullptr)) return false;
+  if (b.workspace_size < rows_bytes(a)) return false;
   return aligned(a.q, a.sequences, a.heads, a.queries) && aligned(a.k, a.sequences, a.groups, a.keys) &&
          aligned(a.v, a.sequences, a.groups, a.keys) && aligned(a.out, a.sequences, a.heads, a.queries) &&
          aligned(b.dout, a.sequences, a.heads, a.queries) &&
@@ -56,13 +98,16 @@ bool attention_backward_sm90_takes(const AttentionBackward &b) {
 
 uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const char *kernel) {
   const Attention &a = b.forward;
-  if (kernel && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
+  const bool fused = kernel && strcmp(kernel, kAttentionBackwardFusedName) == 0;
+  if (kernel && !fused && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
-  return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
+  if (!fits_fused(a) || (kernel ? !fused : !fused_is_worth(a, false, 1))) return rows_bytes(a);
+  return rows_bytes(a) + fused_parts(a).all();
 }
 
-pydet_status attention_backward_sm90(const AttentionBackward &b) {
-  const char *name = kAttentionBackwardName;
+namespace {
+
+pydet_status run_backward(const AttentionBackward &b, const char *name, bool fused) {
   const Attention &a = b.forward;
   const int64_t group_heads = a.heads / a.groups;
   DeviceGuard guard(a.device.id);
@@ -77,7 +122,7 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
     return make_map(name, encode, shape, map);
   };
   AttentionPlan &to = p.a;
-  p.narrow = block_keys(a.d) == 64 || takes_narrow_keys(a, gpu_multiprocessors(a.device.id));
+  p.narrow = block_keys(a.d) == 64 || (!fused && takes_narrow_keys(a, gpu_multiprocessors(a.device.id)));
   const int block = block_keys(a.d), tile = p.narrow ? 64 : block;
   if (pydet_status status =
           make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q))
@@ -107,6 +152,17 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   p.row_tiles = int(row_tiles_of(a));
   p.rows = static_cast<float *>(b.workspace);
 
+  if (fused) {
+    const FusedParts x = fused_parts(a);
+    p.zeros = x.zeros();
+    char *at = static_cast<char *>(b.workspace) + rows_bytes(a);
+    p.words = reinterpret_cast<int *>(at), p.said = p.words + x.pieces;
+    p.taken = p.said + x.sections, p.begun = p.taken + 1;
+    p.sums = reinterpret_cast<float *>(at + x.ints);
+    p.may_ascend = x.may_ascend;  // so many side by side that each of their tiles can have a block
+    p.section =
+        int(p.may_ascend ? std::max<int64_t>(gpu_multiprocessors(a.device.id) / divide_up(a.keys, kFusedKeys), 1) : 1);
+  }
   const int64_t sequences_of_packs = a.sequences;
   const int64_t key_tiles =
       a.k_start ? divide_up(a.keys, tile) + sequences_of_packs : divide_up(a.keys, tile) * a.sequences;
@@ -115,6 +171,14 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
   launch.overlaps_previous = true;
   const auto run = [&](auto type) -> pydet_status {
     constexpr Type kType = decltype(type)::value;
+    if (fused) {
+      p.numbers = int(key_tiles * a.groups);
+      p.query_numbers = int(query_tiles * a.heads);
+      p.blocks = int(std::min<int64_t>(int64_t(p.numbers) + p.query_numbers, gpu_multiprocessors(a.device.id)));
+      if (pydet_status status = load_attention_backward_fused<kType>(name, p)) return status;
+      if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
+      return attention_backward_fused<kType>(launch, p);
+    }
     if (b.dk.data)
       if (pydet_status status = load_attention_backward_keys<kType>(name, p)) return status;
     if (b.dq.data)
@@ -129,6 +193,15 @@ pydet_status attention_backward_sm90(const AttentionBackward &b) {
     return attention_backward_queries<kType>(launch, p);
   };
   return with_type<kHalfTypes>(a.q.type, run);
+}
+
+}  // namespace
+
+pydet_status attention_backward_sm90(const AttentionBackward &b) {
+  return run_backward(b, kAttentionBackwardName, false);
+}
+pydet_status attention_backward_fused(const AttentionBackward &b) {
+  return run_backward(b, kAttentionBackwardFusedName, true);
 }
 
 }  // namespace pydet

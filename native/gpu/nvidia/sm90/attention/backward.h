@@ -3,6 +3,7 @@
 // Three launches. backward_rows.cu makes of lse, out and dout the two numbers that a row's weights and gradients of scores
 // are made with. backward_keys.cu has a tile of keys a block, walks the queries that see them, upward, and makes dk and
 // dv. backward_queries.cu has a tile of queries of one head a block, walks the keys that they see, downward, and makes dq.
+// In place of those two backward_fused.cu, as backward_keys.cu and dq with it.
 #pragma once
 
 #include "gpu/nvidia/sm90/attention/plan.h"
@@ -10,11 +11,13 @@
 namespace pydet {
 
 constexpr const char *kAttentionBackwardName = "cuda_attention_backward_sm90";
+constexpr const char *kAttentionBackwardFusedName = "cuda_attention_backward_sm90_fused";
 
 constexpr int kBackwardTile = 128;                     // keys, or queries, of a block: two warpgroups of 64
 constexpr int kBackwardQueries = 64;                   // that a block of keys looks at in a step
 constexpr int kRowPieceFloats = 2 * kBackwardQueries;  // of so many rows: of each lse in twos, then delta times scale
 constexpr int kRowPieceBytes = kRowPieceFloats * 4;
+constexpr int kFusedKeys = 128;  // of a tile of backward_fused.cu: a block of the order of dq
 
 struct AttentionBackwardPlan {
   AttentionPlan a;  // the forward's operands; maps of q, k, v in boxes of 64 or 128 tokens
@@ -29,13 +32,33 @@ struct AttentionBackwardPlan {
   bool sequence_moves_dout, head_moves_q, head_moves_dout;
   int row_tiles;  // of kBackwardTile rows, that the rows of a head take: of a sequence, or of a pack
   float *rows;    // of each head of each sequence, or of a pack, so many tiles of two pieces each
+
+  // Of backward_fused.cu, which has them all made 0 beforehand from `words` on.
+  int64_t zeros;
+  int *words;         // of each piece of `rows`: the keys that have been added to its dq last
+  int *said;          // of each section: whether its first keys come first
+  int *taken;         // tiles that blocks have begun
+  int *begun;         // blocks
+  float *sums;        // dq so far, of each piece of `rows`
+  int numbers;        // of tiles of keys
+  int query_numbers;  // of tiles of 128 queries, of all heads
+  int blocks;
+  int section;  // pairs of sequence and group side by side
+  bool may_ascend;
 };
+
+// A row of the table of its own.
+bool attention_backward_fused_takes(const AttentionBackward &);
+bool attention_backward_fused_prefers(const AttentionBackward &);
+pydet_status attention_backward_fused(const AttentionBackward &);
 
 template <Type type> pydet_status attention_backward_rows(const Launch &launch, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status attention_backward_keys(const Launch &launch, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status attention_backward_queries(const Launch &launch, const AttentionBackwardPlan &plan);
+template <Type type> pydet_status attention_backward_fused(const Launch &launch, const AttentionBackwardPlan &plan);
 // Before another kernel has written anything.
 template <Type type> pydet_status load_attention_backward_keys(const char *name, const AttentionBackwardPlan &plan);
 template <Type type> pydet_status load_attention_backward_queries(const char *name, const AttentionBackwardPlan &plan);
+template <Type type> pydet_status load_attention_backward_fused(const char *name, const AttentionBackwardPlan &plan);
 
 }  // namespace pydet

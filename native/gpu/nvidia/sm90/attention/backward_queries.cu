@@ -228,20 +228,8 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
     }
   }
   const auto tile = load_struct<QueryTile>(base + S::tile_at);  // again: not kept through the loop
-  const int lane = thread_number() % 32;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int query = tile.query + warpgroup * 64 + row_of(thread_number()) + 8 * h;
-    const bool own = query < tile.x.queries, finite = row_is_finite(dq, h);
-    if (own && finite)
-      store_row<S::type>(dq, h, vector_at(p.dq, tile.sequence, tile.head, tile.x.q_first + query), p.dq.type, true,
-                         p.a.d);
-    uint32_t again = __ballot_sync(0xFFFFFFFFu, own && !finite && lane % 4 == 0);
-    const Lengths seen = from_first_query(p.a, tile.x);
-    for (; again; again &= again - 1)
-      careful_query<S::type>(p, seen, tile.sequence, tile.head,
-                             query + seen.queries - tile.x.queries - lane / 4 + (__ffs(int(again)) - 1) / 4, S::n);
-  }
+  store_queries<S::type>(p, dq, tile.x, tile.sequence, tile.head, tile.query + warpgroup * 64 + row_of(thread_number()),
+                         S::n);
 }
 
 template <class S>

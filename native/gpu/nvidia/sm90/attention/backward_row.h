@@ -175,5 +175,24 @@ __device__ __noinline__ void careful_query(const AttentionBackwardPlan &p, const
   }
 }
 
+// A thread's rows of dq, `first` and the eighth from it; those that are not finite are done again. All lanes of a warp.
+template <Type type, int registers>
+__device__ __forceinline__ void store_queries(const AttentionBackwardPlan &p, const float (&dq)[registers],
+                                              const Lengths &x, int sequence, int head, int first, int n) {
+  const int lane = thread_number() % 32;
+  const Lengths seen = from_first_query(p.a, x);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int query = first + 8 * h;
+    const bool own = query < x.queries, finite = row_is_finite(dq, h);
+    if (own && finite)
+      store_row<type>(dq, h, vector_at(p.dq, sequence, head, x.q_first + query), p.dq.type, true, p.a.d);
+    uint32_t again = __ballot_sync(0xFFFFFFFFu, own && !finite && lane % 4 == 0);
+    for (; again; again &= again - 1)
+      careful_query<type>(p, seen, sequence, head,
+                          query + seen.queries - x.queries - lane / 4 + (__ffs(int(again)) - 1) / 4, n);
+  }
+}
+
 }  // namespace
 }  // namespace pydet

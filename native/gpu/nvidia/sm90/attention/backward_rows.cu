@@ -17,6 +17,11 @@ __global__ void __launch_bounds__(kBackwardTile)
     attention_backward_rows_kernel(const __grid_constant__ AttentionBackwardPlan p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
+  {
+    const int64_t blocks = int64_t(gridDim.x) * gridDim.y * gridDim.z,
+                  block = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    for (int64_t i = block * kBackwardTile + threadIdx.x; i < p.zeros; i += blocks * kBackwardTile) p.words[i] = 0;
+  }
   int sequence = int(blockIdx.z), tile = int(blockIdx.x);
   const int head = int(blockIdx.y), lane = int(threadIdx.x % 32);
   if (p.a.q_start) {  // the sequence whose tile it is
