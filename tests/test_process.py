@@ -262,21 +262,16 @@ def every_kernel():
                         given = [tensor(tokens), tensor(w), None, None, None, tensor(y[None])]
                         yield lib.pydet_causal_conv1d, given, chosen, [y]
                         continue
-                    heads, one, state = x[None, :, None], values(1, m, 1), values(1, 1, n, n)
+                    heads, few, one = x[None, :, None], x[None, :, None, :512], values(1, m, 1)
                     if kernel.operation == "selective_scan":
-                        given = [
-                            tensor(heads),
-                            tensor(one),
-                            tensor(one[0, 0]),
-                            tensor(heads),
-                            tensor(heads),
-                            None,
-                            None,
-                        ]
+                        state = values(1, 1, n, few.shape[3])
+                        given = [*map(tensor, (heads, one, one[0, 0], few, few)), None, None]
                     else:
-                        given = [tensor(heads)] * 3 + [tensor(one), tensor(one), None]
+                        state = values(1, 1, few.shape[3], n)
+                        given = [*map(tensor, (few, few, heads, one, one)), None]
                     given += [None, tensor(y[None, :, None]), tensor(state)]
                     yield getattr(lib, f"pydet_{kernel.operation}"), given, chosen, [y, state]
+                    continue
                 if kernel.operation == "rotary_table":
                     outs, chosen = (values(m, n), values(m, n)), options("pydet_rotary_table_options", scale=1)
                     chosen.kernel = options("pydet_rotary_table_options", kernel=kernel.name).kernel
