@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -452,7 +452,7 @@ def convert(
                 become(module, kind, attributes)
                 if experts.is_experts(module):
                     experts.use_pydet(module)
-            elif (turning := turning_class(type(module))) is not None and "forward" not in module.__dict__:
+            elif (turning := turning_class(cast(Any, type(module)))) is not None and "forward" not in module.__dict__:
                 become(module, turning, {})
         if sample is not None:
             report.seen = checking.check(model, sample)
