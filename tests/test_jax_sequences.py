@@ -160,4 +160,5 @@ def test_refusals():
     refuses("attention_paged: first_key is 1, want 4", call, *given, first_key=lengths[:1])
     refuses("attention_paged: allowed is given with cu_seqlens_q", call, *given, allowed=np.ones(160, bool))
     refuses("^attention_paged: no derivative", jax.grad(lambda q: call(q, *given[1:]).sum()), q)
-    refuses("no_such_kernel", lambda: jax.block_until_ready(call(*given, kernel="no_such_kernel")))
+    with pytest.raises(Exception, match="no_such_kernel"):
+        jax.block_until_ready(call(*given, kernel="no_such_kernel"))
