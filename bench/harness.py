@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,22 @@ def buffer_sets(bytes_per_set):
 # ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
+def kernel_of(call):
+    """The kernel of pydet's that a call launches, of several the last one; None where it launches none."""
+    import numpy as np
+
+    import pydet
+
+    x = np.zeros((1, 1), np.float32)
+    for other in (pydet.softmax, partial(pydet.rmsnorm, eps=1.0)):  # what one of them launches the call may launch too
+        other(x)
+        before = pydet.last_kernel()
+        call()
+        if pydet.last_kernel() != before:
+            return pydet.last_kernel()
+    return None
+
+
 def measure(row, device, threads):
     """Times the row's variants in turn and returns the table's entry of each."""
 
@@ -158,6 +175,7 @@ def measure(row, device, threads):
         bits_ok and (not row.one_result or len(set(digests.values())) <= 1) and (row.agrees is None or row.agrees())
     )
 
+    kernels = {v.name: kernel_of(v.calls[0]) for v in row.variants}
     entries = []
     peer = statistics.median(samples[row.peer]) if row.peer in samples else None
     for v in row.variants:
@@ -169,6 +187,7 @@ def measure(row, device, threads):
                 "dtype": row.dtype,
                 "threads": threads,
                 "variant": v.name,
+                "kernel": kernels[v.name],
                 "us": median * 1e6,
                 "us_quartiles": [low * 1e6, high * 1e6],
                 "rate": row.work / median / 1e9 if row.work else None,
@@ -219,6 +238,7 @@ COLUMNS = (
     ("rate", -14, lambda e: f"{e['rate']:.2f} {e['unit']}" if e["rate"] else ""),
     ("x peer", -6, lambda e: f"{e['times_peer']:.2f}" if e["times_peer"] else ""),
     ("bits ok", -7, lambda e: {True: "yes", False: "NO", None: ""}[e["bits_ok"]]),
+    ("kernel", 36, lambda e: e.get("kernel") or ""),
 )
 
 

@@ -57,6 +57,7 @@ def classify(x: Any, op: str, name: str) -> int:
     if isinstance(framework, Torch):
         torch = sys.modules["torch"]
         exchange.is_neg, exchange.forward_ad = _handle(torch.Tensor.is_neg), _handle(torch.autograd.forward_ad)
+        exchange.records = _handle(torch.is_grad_enabled)
     if isinstance(framework, (NumPy, Torch)):
         _addresses[type(x)] = framework.address
     return framework.address

@@ -21,34 +21,24 @@ import jax.numpy as jnp
 
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.jax import Array, gemm, gemm_db
+from pydet.jax.sharded import fold
 from pydet.ops import Arithmetic
 
 _lax: Any = jax.lax
-_NAN = {"float32": (jnp.uint32, 0x7FFFFFFF), "bfloat16": (jnp.uint16, 0x7FFF), "float16": (jnp.uint16, 0x7FFF)}
-
-
-def _in_order(parts: Array, dtype: Any) -> Array:
-    """The fold of parts ``[S, ...]`` as bits of `dtype`, to nearest even, NaN canonical.
-
-    Bits, since XLA's collectives on the CPU carry bf16 as fp32 and back, which makes another NaN of a NaN.
-    """
-    total = jnp.zeros_like(parts[0])
-    for i in range(parts.shape[0]):
-        total = total + parts[i]
-    words, nan = _NAN[jnp.dtype(dtype).name]
-    return jnp.where(jnp.isnan(total), jnp.asarray(nan, words), _lax.bitcast_convert_type(total.astype(dtype), words))
+_WORDS = {"float32": jnp.uint32, "bfloat16": jnp.uint16, "float16": jnp.uint16}
 
 
 def _exchanged(parts: Array, axis_name: str, dtype: Any) -> Array:
-    """All-to-all of the sums, the fold of this device's part, all-gather of the results."""
+    """All-to-all of the sums, the fold of this device's part, all-gather of the results as words, since XLA's
+    collectives on the CPU carry bf16 as fp32 and back, which makes another NaN of a NaN."""
     world, shape = int(_lax.psum(1, axis_name)), parts.shape[1:]
     if world == 1:
-        return _lax.bitcast_convert_type(_in_order(parts, dtype), dtype)
+        return fold(parts, dtype)
     count = parts[0].size
     flat = jnp.pad(parts.reshape(parts.shape[0], -1), ((0, 0), (0, -count % world)))
     each = flat.shape[1] // world
     received = _lax.all_to_all(flat.reshape(-1, world, each), axis_name, 1, 0, tiled=True)  # [W * s, 1, each]
-    own = _in_order(received.reshape(-1, each), dtype)
+    own = _lax.bitcast_convert_type(fold(received.reshape(-1, each), dtype), _WORDS[jnp.dtype(dtype).name])
     words = _lax.all_gather(own, axis_name, tiled=True)[:count].reshape(shape)
     return _lax.bitcast_convert_type(words, dtype)
 
@@ -84,8 +74,10 @@ def ordered_sum(parts: Any, axis_name: str, *, out_dtype: Any = jnp.float32) -> 
         Error: parts of another type.
     """
     parts, dtype = jnp.asarray(parts), jnp.dtype(out_dtype).name
-    if parts.dtype != jnp.float32 or dtype not in _NAN:
-        fail(constants.PYDET_INVALID_DTYPE, f"ordered_sum: {parts.dtype} to {dtype}, want float32 to one of {[*_NAN]}")
+    if parts.dtype != jnp.float32 or dtype not in _WORDS:
+        fail(
+            constants.PYDET_INVALID_DTYPE, f"ordered_sum: {parts.dtype} to {dtype}, want float32 to one of {[*_WORDS]}"
+        )
     if parts.ndim < 1 or parts.shape[0] < 1:
         fail(constants.PYDET_INVALID_SHAPE, f"ordered_sum: parts is {parts.shape}, want [s, ...], s of 1 or more")
     result: Array = _ordered_sum(parts, axis_name, dtype)

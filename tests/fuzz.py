@@ -36,6 +36,7 @@ import reference_activation
 import reference_attention
 import reference_embedding
 import reference_fp8
+import reference_rotary
 import reference_sample
 from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
 
@@ -51,6 +52,7 @@ SCALES = {FLOAT32: DTYPES[FLOAT32], (14, 8, 1): reference_fp8.E8M0}
 BOUNDARY = np.dtype(np.int32)
 BOOL = np.dtype(np.bool_)
 TYPES = {**DTYPES, **FP8, **SCALES, (0, 32, 1): BOUNDARY, (0, 64, 1): np.dtype(np.int64), (6, 8, 1): BOOL}
+TYPES_IN_C = {dtype: code for code, dtype in DTYPES.items()}
 GRANULARITIES = ["row", "group", "block", "tensor"]
 ARITHMETICS = ["auto", "ieee", "sm90", "sm80", "cdna3", "cdna2"]
 
@@ -236,16 +238,21 @@ ORDER = {  # how each operation takes its tensors
     "softmax_backward": ["dy", "y", "dx"],
     "log_prob": ["x", "index", "log_prob"],
     "log_prob_backward": ["dlog_prob", "x", "index", "dx"],
+    "linear_log_prob": ["x", "w", "bias", "index", "log_prob"],
+    "linear_log_prob_backward": ["dlog_prob", "x", "w", "bias", "index", "log_prob", "dx", "dw", "dbias"],
     "activation": ["x", "up", "y"],
     "activation_backward": ["dy", "x", "up", "dx", "dup"],
     "sample": ["x", "seed", "position", "token", "log_prob", "filtered_log_prob"],
     "topk": ["x", "values", "index"],
     "embedding": ["w", "ids", "out"],
     "embedding_backward": ["dout", "ids", "dw"],
+    "rotary_table": ["positions", "frequencies", "cos", "sin"],
+    "rotary": ["q", "k", "cos", "sin", "q_out", "k_out"],
     "attention": ["q", "k", "v", "out", "lse"],
     "attention_backward": ["dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"],
 }
 OF_ATTENTION = ("sinks", "allowed", "bias", "first_key", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
+ROTARY_FLAGS = ("whole", "neighbours", "out_neighbours", "in_fp32", "transposed")
 OF_SAMPLE = {"temperatures": "temperature", "top_ks": "top_k", "top_ps": "top_p", "min_ps": "min_p"}
 NAMED = {"attention": OF_ATTENTION, "attention_backward": (*OF_ATTENTION[:-1], "dsinks")}  # by the options
 NAMED |= {"sample": tuple(OF_SAMPLE)}
@@ -256,6 +263,10 @@ C_ALONE = (
     "topk",
     "embedding",
     "embedding_backward",
+    "linear_log_prob",
+    "linear_log_prob_backward",
+    "rotary_table",
+    "rotary",
 )  # their Python has tests of its own
 
 
@@ -688,6 +699,51 @@ def make_softmax(rng):
     return Call(op, {"dlog_prob": of_row, "x": x, "index": index}, {"dx": like()}, given)
 
 
+def make_head(rng):
+    """Backward with any of its results, in chunks of 16 rows or more; sums of another type than fp32 want all rows."""
+    n, k = rng.choice([1, 2, 3, 7, 8, 9, 17, 40]), rng.choice([0, 1, 7, 16, 17, 33])
+    rows = rng.choice([[0], [1], [2, 3], [], [15], [16], [17], [2, 16], [33], [50]])
+    kinds, fp32, back = list(DTYPES.values()), np.dtype(np.float32), rng.random() < 0.6
+    kind, regions = rng.choice(kinds), iter(rng.sample(REGIONS, 9))
+    arithmetic = rng.choice(ARITHMETICS if kind.itemsize == 2 else ARITHMETICS[:2])
+    x = (
+        place(rng, next(regions), [math.prod(rows), k], kind)
+        if len(rows) == 1
+        else packed(rng, next(regions), [*rows, k], kind)
+    )
+    w = place(rng, next(regions), [n, k], kind, order=[0, 1])
+    bias = place(rng, next(regions), [n], rng.choice(kinds)) if rng.random() < 0.6 else None
+    index = packed(rng, next(regions), rows, rng.choice([BOUNDARY, np.dtype(np.int64)]))
+    Described(index).view()[...] = np.random.default_rng(rng.getrandbits(64)).integers(-2, n + 2, rows)
+    of_row = lambda: packed(rng, next(regions), rows, fp32)
+    accumulate, wide = back and rng.random() < 0.3, rng.random() < 0.4
+    given = {
+        "arithmetic": ARITHMETICS.index(arithmetic),
+        "k_chunk": rng.choice([0, 0, 16, 32]),
+        "accumulate": accumulate,
+    }
+    given = options("pydet_linear_log_prob_options", **given)
+    if wide:
+        given.logits = (lib.PYDET_FLOAT, 32, 1)
+    inputs = {"x": x, "w": w, "bias": bias, "index": index}
+    kind_of_sums = fp32 if accumulate else rng.choice([fp32, kind])
+    if back:
+        outputs = {"log_prob": of_row() if rng.random() < 0.4 else None}
+        outputs["dx"] = packed(rng, next(regions), [*rows, k], rng.choice([fp32, kind])) if rng.random() < 0.7 else None
+        outputs["dw"] = place(rng, next(regions), [n, k], kind_of_sums) if rng.random() < 0.7 else None
+        outputs["dbias"] = packed(rng, next(regions), [n], kind_of_sums) if rng.random() < 0.6 else None
+        inputs["dlog_prob"] = of_row()
+    else:
+        outputs = {"log_prob": of_row()}
+    need, dtype = ffi.new("uint64_t *"), ffi.new("pydet_dtype *", TYPES_IN_C[kind])[0]
+    most = rng.choice([0, 1]) if kind_of_sums == fp32 else 0
+    status = lib.pydet_linear_log_prob_workspace(math.prod(rows), n, k, dtype, int(back), most, given, need)
+    expect(status == 0, last_error())
+    workspace = WORKSPACES[id(given)] = Workspace(need[0])
+    given.workspace, given.workspace_size = workspace.pointer, need[0]
+    return Call("linear_log_prob" + "_backward" * back, inputs, outputs, given)
+
+
 def make_activation(rng):
     """Gated or not; now and then a result in the place of an operand."""
     op, n = rng.choice(["activation", "activation_backward"]), rng.choice([1, 2, 3, 7, 8, 9, 31, 64, 130, 257])
@@ -735,6 +791,34 @@ def make_sample(rng):
     given = {"temperature": rng.choice([0, 0.7, 1, 3]), "top_k": rng.choice([0, 1, 5, n, 2**40])}
     given |= {"top_p": rng.choice([0, 0.4, 1, 1]), "min_p": rng.choice([0, 0, 0.1, 1])}
     return Call("sample", inputs, outputs, options("pydet_sample_options", **given))
+
+
+def make_rotary(rng):
+    lead = rng.choice([[0], [1], [2], [5], [2, 3], [], [70]])
+    kinds, regions = list(DTYPES.values()), iter(rng.sample(REGIONS, 6))
+    pairs, of_table = rng.choice([1, 2, 3, 7, 8, 9, 16, 33, 130] if lead != [70] else [1, 3, 8]), rng.choice(kinds)
+    if rng.random() < 0.4:
+        if rng.random() < 0.5:
+            places = packed(rng, next(regions), lead, rng.choice([BOUNDARY, np.dtype(np.int64)]))
+            Described(places).view()[...] = np.random.default_rng(rng.getrandbits(64)).integers(-9, 100_000, lead)
+        else:
+            places = packed(rng, next(regions), lead, rng.choice(kinds))
+        columns = pairs * rng.choice([1, 2])
+        inputs = {"positions": places, "frequencies": packed(rng, next(regions), [pairs], np.dtype(np.float32))}
+        outputs = {name: place(rng, next(regions), [*lead, columns], of_table) for name in ("cos", "sin")}
+        return Call(
+            "rotary_table", inputs, outputs, options("pydet_rotary_table_options", scale=rng.choice([1, 0.5, -2]))
+        )
+    given = {name: rng.randrange(2) for name in ROTARY_FLAGS}
+    kind, out, n = rng.choice(kinds), rng.choice(kinds), 2 * pairs + rng.choice([0, 0, 1, 8, 20])
+    columns, heads = pairs * (2 if given["whole"] else 1), rng.choice([1, 2, 5] if pairs < 130 else [1, 2])
+    names = ("q", "k") if rng.random() < 0.7 and len(lead) < 2 else ("q",)
+    inputs = {name: place(rng, next(regions), [*lead, heads, n], kind) for name in names}
+    inputs.setdefault("k")
+    inputs |= {name: place(rng, next(regions), [*lead, columns], of_table) for name in ("cos", "sin")}
+    outputs = {f"{name}_out": place(rng, next(regions), [*lead, heads, n], out) for name in names}
+    outputs.setdefault("k_out")
+    return Call("rotary", inputs, outputs, options("pydet_rotary_options", **given))
 
 
 def make_embedding(rng):
@@ -1131,6 +1215,8 @@ def mutate_options(rng, call):
             given.workspace = ffi.NULL
         elif given.workspace_size >= shift:
             given.workspace, given.workspace_size = given.workspace + shift, given.workspace_size - shift
+    elif name == "logits":
+        given.logits = rng.choice([*TYPES_IN_C.values(), (0, 8, 1), (2, 64, 1), (2, 32, 4), (0, 0, 1)])
     elif name == "workspace_size":
         given.workspace_size = rng.choice([0, 1, given.workspace_size // 2])
     elif name in ("eps", "weight_offset", "scale", "softcap", "temperature", "top_p", "min_p"):
@@ -1162,7 +1248,7 @@ def mutate_pointer(rng, call):
 
 
 def chosen(call, name, default=0):
-    return getattr(call.options, name) if call.options is not None else default
+    return getattr(call.options, name, default) if call.options is not None else default
 
 
 def meaningless_options(call):
@@ -1185,9 +1271,13 @@ def meaningless_options(call):
         "window_left": lambda v: -1 <= v <= 2**40,
         "window_right": lambda v: -1 <= v <= 2**40,
         "kv_chunk": lambda v: v >= 0 and v % 128 == 0,
-        "scale": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
+        "scale": lambda v: (
+            0 < abs(v) < float("inf") if call.op == "rotary_table" else v == 0 or 2.0**-100 <= v <= 2.0**100
+        ),
+        **dict.fromkeys(ROTARY_FLAGS, lambda v: v in (0, 1)),
         "softcap": lambda v: v == 0 or 2.0**-100 <= v <= 2.0**100,
         "log": lambda v: v in (0, 1),
+        "logits": lambda v: (v.code, v.bits, v.lanes) in ((0, 0, 0), *DTYPES),
         "kind": lambda v: 0 <= v < len(reference_activation.KINDS),
         "temperature": lambda v: 0 <= v < float("inf") or call.inputs["temperatures"] is not None,
         "top_p": lambda v: 0 <= v <= 1 or call.inputs["top_ps"] is not None,
@@ -1441,6 +1531,31 @@ def expected_embedding(call, before):
     return {"dw": reference_embedding.embedding_backward(rows, ids, **given)}
 
 
+def expected_rotary_table(call, before):
+    places, frequencies, cos, sin = (before[name] for name in ("positions", "frequencies", "cos", "sin"))
+    expect(places.shape == cos.shape[:-1] and sin.shape == cos.shape, "accepted shapes that do not fit")
+    expect(frequencies.dtype == np.float32 and sin.dtype == cos.dtype, "accepted other types")
+    expect(cos.shape[-1] in (frequencies.size, 2 * frequencies.size), "accepted a table that does not fit")
+    scale = 1.0 if call.options is None else chosen(call, "scale")
+    expect(math.isfinite(scale) and scale != 0, "accepted the scale", scale)
+    given = {"scale": scale, "twice": cos.shape[-1] != frequencies.size, "out_dtype": cos.dtype}
+    return dict(zip(("cos", "sin"), reference_rotary.rotary_table(places, frequencies, **given), strict=True))
+
+
+def expected_rotary(call, before):
+    q, k, cos, sin = (before.get(name) for name in ("q", "k", "cos", "sin"))
+    how = {name: chosen(call, name) for name in ROTARY_FLAGS}
+    expect(all(x in (0, 1) for x in how.values()), "accepted a flag that is none")
+    expect(q.shape == before["q_out"].shape and cos.shape == sin.shape, "accepted shapes that do not fit")
+    expect(cos.dtype == sin.dtype and (k is None or k.dtype == q.dtype), "accepted other types")
+    expect((k is None) == (before.get("k_out") is None), "accepted one of k and k_out")
+    most = q.shape[-1] // (1 if how["whole"] else 2)
+    expect(0 < cos.shape[-1] <= most and not (how["whole"] and cos.shape[-1] % 2), "accepted a table that does not fit")
+    spread = [np.broadcast_to(x, (*q.shape[:-2], x.shape[-1])) for x in (cos, sin)]
+    found = reference_rotary.rotary(q, k, *spread, **how, out_dtype=before["q_out"].dtype)
+    return {name: x for name, x in zip(("q_out", "k_out"), found, strict=True) if x is not None}
+
+
 def expected_log_prob(call, before):
     x, index = before["x"], before["index"]
     of_row = before["log_prob" if call.op == "log_prob" else "dlog_prob"]
@@ -1452,6 +1567,50 @@ def expected_log_prob(call, before):
     if call.op == "log_prob":
         return {"log_prob": reference.log_prob(rows, columns).reshape(index.shape)}
     return {"dx": reference.log_prob_backward(of_row.reshape(-1), rows, columns).reshape(x.shape)}
+
+
+def expected_head(call, before):
+    x, w, bias, index = before["x"], before["w"], before.get("bias"), before["index"]
+    back, lead, rows = call.op.endswith("backward"), x.shape[:-1], x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    expect(x.dtype == w.dtype and w.shape[1:] == x.shape[-1:] and w.shape[0], "accepted a weight that does not fit")
+    expect(bias is None or bias.shape == w.shape[:1], "accepted a bias of", None if bias is None else bias.shape)
+    expect(index.dtype.kind == "i" and index.shape == lead, "accepted an index that does not fit")
+    for name in ("log_prob", "dlog_prob"):
+        one = before.get(name)
+        expect(one is None or (one.shape == lead and one.dtype == np.float32), "accepted a", name, "that does not fit")
+    for name, like in (("dx", x), ("dw", w), ("dbias", w[:, 0] if w.shape[1] else np.empty(len(w)))):
+        expect(before.get(name) is None or before[name].shape == like.shape, "accepted a", name, "of another shape")
+    asked = (
+        (0, 0, 0) if call.options is None else tuple(getattr(call.options.logits, f) for f in ("code", "bits", "lanes"))
+    )
+    expect(asked in ((0, 0, 0), FLOAT32, TYPES_IN_C[x.dtype]), "took logits of", asked)
+    wide = asked == FLOAT32
+    arithmetic = ARITHMETICS[chosen(call, "arithmetic") or 1]
+    expect(arithmetic == "ieee" or x.dtype.itemsize == 2, "took fp32 in", arithmetic)
+    how, columns = {"arithmetic": arithmetic, "k_chunk": chosen(call, "k_chunk") or None}, index.reshape(-1)
+    if not len(rows) and not back:
+        return {}
+    z = reference.gemm(rows, w.T, bias=bias, out_dtype=np.float32 if wide else x.dtype, **how)
+    made = {"log_prob": reference.log_prob(z, columns).reshape(lead)} if before.get("log_prob") is not None else {}
+    if not back:
+        return made
+    accumulate = bool(chosen(call, "accumulate"))
+    d = reference.log_prob_backward(before["dlog_prob"].reshape(-1), z, columns)
+    if d.dtype != x.dtype:
+        none = np.empty((len(d), 0), x.dtype), np.empty((0, d.shape[1]), x.dtype)
+        d = reference.gemm(*none, initial=d, out_dtype=x.dtype, arithmetic=arithmetic)
+    ones = np.ones((1, len(rows)), x.dtype)
+    for name, left, right in (("dx", d, w), ("dw", d.T, rows), ("dbias", ones, d)):
+        old = before.get(name)
+        if old is None:
+            continue
+        continues = accumulate and name != "dx"
+        expect(not continues or old.dtype == np.float32, "accumulated into", old.dtype)
+        shape = (left.shape[0], right.shape[1])
+        out = np.zeros(shape, old.dtype) if not continues else old.reshape(shape).copy()
+        if 0 not in shape:
+            made[name] = reference.gemm(left, right, out=out, accumulate=continues, **how).reshape(old.shape)
+    return made
 
 
 def expected_grouped_gemm(call, before):
@@ -1676,8 +1835,12 @@ EXPECTED = {
     "topk": expected_sample,
     "embedding": expected_embedding,
     "embedding_backward": expected_embedding,
+    "rotary_table": expected_rotary_table,
+    "rotary": expected_rotary,
     "log_prob": expected_log_prob,
     "log_prob_backward": expected_log_prob,
+    "linear_log_prob": expected_head,
+    "linear_log_prob_backward": expected_head,
 }
 
 # ---- A case --------------------------------------------------------------------------------------------------------
@@ -1705,7 +1868,7 @@ def judge_overlap(call):
     return False
 
 
-WITHOUT_NUMBERS = ("index", "ids", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
+WITHOUT_NUMBERS = ("index", "ids", "positions", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
 
 
 def run_case(seed, number):
@@ -1715,7 +1878,8 @@ def run_case(seed, number):
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
-    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1}
+    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_head: 1}
+    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_rotary: 1}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])

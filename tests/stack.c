@@ -71,6 +71,33 @@ __attribute__((noinline)) static void run_embedding(const pydet_tensor *x, int64
   else call.status = pydet_embedding_backward(NULL, x, &ids, y, &options);
 }
 
+/* It has no kernel of its own: beside each of topk, of whichever instruction set its steps are. */
+__attribute__((noinline)) static void run_head(int64_t *of_rows) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1}, whole = {PYDET_INT, 64, 1};
+  int64_t of_x[] = {call.m, call.k}, of_w[] = {call.n, call.k}, of_columns[] = {call.n};
+  pydet_linear_log_prob_options options = {sizeof options, PYDET_AUTO, 0, {0, 0, 0}, 0, NULL, 0, 0};
+  pydet_tensor x = tensor(a, 2, of_x, NULL, call.dtype), w = tensor(b, 2, of_w, NULL, call.dtype);
+  pydet_tensor index = tensor(b, 1, of_rows, NULL, whole), given = tensor(b, 1, of_rows, NULL, fp32);
+  pydet_tensor dx = tensor(c, 2, of_x, NULL, call.dtype), dw = tensor(workspace, 2, of_w, NULL, fp32);
+  pydet_tensor dbias = tensor(bias, 1, of_columns, NULL, fp32), made = tensor(bias + kMost / 2, 1, of_rows, NULL, fp32);
+  if (call.transposed && call.dtype.bits == 16) options.arithmetic = PYDET_SM90, options.logits = fp32;
+  options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
+  call.status = pydet_linear_log_prob_backward(NULL, &given, &x, &w, NULL, &index, &made, &dx, &dw, &dbias, &options);
+__attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t *of_rows, int64_t *of_row,
+                                                 const pydet_tensor *y) {
+  const pydet_dtype whole = {PYDET_INT, 64, 1}, fp32 = {PYDET_FLOAT, 32, 1};
+  int64_t of_heads[] = {of_rows[0], 1, of_row[0]}, of_table[] = {of_rows[0], of_row[0] / 2};
+  pydet_rotary_table_options table = {sizeof table, 1, 0, NULL};
+  pydet_rotary_options options = {sizeof options, 0, 0, 0, 0, 0, 0, NULL};
+  pydet_tensor places = tensor(workspace, 1, of_rows, NULL, whole), frequencies = tensor(b, 1, of_row, NULL, fp32);
+  pydet_tensor cos = tensor(workspace, 2, of_table, NULL, fp32), sin = cos, q = *x, out = *y, other = *y;
+  table.kernel = options.kernel = call.kernel;
+  other.data = workspace + kMost / 2;
+  q.ndim = out.ndim = 3, q.shape = out.shape = of_heads, q.strides = out.strides = NULL;
+  if (strcmp(call.operation, "rotary")) call.status = pydet_rotary_table(NULL, &places, &frequencies, y, &other, &table);
+  else if (of_table[1] > 0) call.status = pydet_rotary(NULL, &q, NULL, &cos, &sin, &out, NULL, &options);
+}
+
 static void run(void) {
   pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
   int64_t of_a[] = {call.m, call.k}, of_b[] = {call.k, call.n}, of_c[] = {call.m, call.n}, of_row[] = {call.n};
@@ -193,8 +220,11 @@ static void run(void) {
       run_sample(&x, of_rows);
     } else if (!strcmp(call.operation, "topk")) {
       run_topk(&x, &y);
+      if (call.status == PYDET_OK) run_head(of_rows);
     } else if (!strncmp(call.operation, "embedding", 9)) {
       run_embedding(&x, of_rows, &y);
+    } else if (!strncmp(call.operation, "rotary", 6)) {
+      run_rotary(&x, of_rows, of_row, &y);
     } else if (!strcmp(call.operation, "layernorm")) {
       pydet_layernorm_options options = {sizeof options, 1e-5f, 0, 0, NULL};
       options.kernel = call.kernel;

@@ -27,6 +27,7 @@ OPERATIONS = (  # of the kernel table
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
     *("attention_backward", "activation", "activation_backward", "sample", "topk"),
     *("embedding", "embedding_backward", "selective_scan", "gated_delta", "causal_conv1d"),
+    *("rotary_table", "rotary"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
 
@@ -220,6 +221,27 @@ def scan_cases(operation, dtype, generator, device):
             ),
         }[operation]
         yield operation, [(tuple(x.shape), dtype), (state, torch.float32)], call
+def rotary_cases(operation, dtype, generator, device):
+    for tokens, heads, n in ((1, 32, 128), (65, 3, 64), (300, 2, 80), (33, 4, 22), (7, 1, 256)):
+        places = torch.randint(0, 100_000, (tokens,), generator=generator).to(device)
+        frequencies = torch.rand(n // 2, generator=generator).to(device)
+        if operation == "rotary_table":
+            yield (
+                operation,
+                [((tokens, n // 2), dtype)] * 2,
+                lambda o, places=places, frequencies=frequencies, **given: pydet.rotary_table(
+                    places, frequencies, cos=o[0], sin=o[1], **given
+                ),
+            )
+            continue
+        q, table = (tensor(generator, shape, dtype, device) for shape in ((tokens, heads, n), (tokens, n // 2)))
+        yield (
+            operation,
+            [((tokens, heads, n), dtype)],
+            lambda o, q=q, table=table, n=n, **given: pydet.rotary(
+                q, None, table, table, neighbours=n % 3 == 0, q_out=o[0], **given
+            ),
+        )
 
 
 def scaled_cases(dtype, generator, device):
@@ -433,6 +455,7 @@ def make_cases(device, seed, only):
                     "scan": scan_cases,
                     "delta": scan_cases,
                     "conv": scan_cases,
+                    "rotary": rotary_cases,
                 }
                 rows = next((cases_of for name, cases_of in by_name.items() if name in key[0]), None)
                 make = makes.get(key[0]) or functools.partial(rows, key[0])

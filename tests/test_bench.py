@@ -72,6 +72,16 @@ def test_times_peer_and_rate():
     assert len(line) == len(harness.table_head().splitlines()[0])
 
 
+def test_a_row_names_the_kernel_that_ran():
+    """Of two products the same one; of what is none of pydet's, none, whatever ran before."""
+    x, w = np.ones((2, 8), np.float32), np.ones((8, 8), np.float32)
+    calls = {"softmax": lambda: pydet.softmax(x), "gemm": lambda: pydet.gemm(x, w), "numpy": lambda: x @ w}
+    row = harness.Row("op", "1", "fp32", [harness.Variant(name, [call]) for name, call in calls.items()], peer="numpy")
+    found = {entry["variant"]: entry["kernel"] for entry in harness.measure(row, harness.Cpu(), 1)}
+    assert found["softmax"].startswith("cpu_softmax") and found["gemm"].startswith("cpu_gemm")
+    assert found["numpy"] is None
+
+
 def test_a_disturbed_sample_is_taken_again(monkeypatch):
     def sample(waited):
         cpu, calls, left = harness.Cpu(), [], list(waited)

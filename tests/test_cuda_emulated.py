@@ -26,6 +26,7 @@ import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
 import test_rmsnorm_heads as heads
+import test_rotary as rotary
 import test_sample as samples
 import test_scaled_gemm as scaled
 import test_scaled_grouped_gemm as scaled_groups
@@ -426,6 +427,18 @@ def test_gated_delta(device, kernel, dtype):
 def test_causal_conv1d(device, kernel, dtype):
     scans.check_causal_conv1d(device, dtype)
     assert device.taken == len(scans.CONVOLUTIONS)
+@each("rotary_table")
+def test_rotary_table(device, kernel, dtype):
+    rotary.check_table(device, dtype, [1, 3, 8, 64, 129, 130])
+
+
+@each("rotary")
+def test_rotary(device, kernel, dtype):
+    """Pieces of eight pairs and single ones; heads before tokens."""
+    rotary.check_heads(device, dtype, [1, 7, 8, 9, 64, 65])
+    device.dtype = dtype
+    rotary.test_strides_and_tables_that_are_shared(device)
+    assert device.refused == 0
 
 
 @each("rmsnorm")
@@ -490,6 +503,21 @@ def test_layernorm_backward(device, kernel, dtype):
         yield from on.layernorm_backward(dy, x, weight, mean, np.abs(rstd), out=out, **options)
 
     check(device, dtype, call, 3)
+
+
+@each("layernorm_backward")
+def test_layernorm_backward_of_many_short_rows(device, kernel, dtype):
+    """Four teams' chains are a group then; the last group is a part of one."""
+    if not kernel.name.endswith("rows") or dtype == "fp32":
+        pytest.skip("has no groups")
+    for m, n, options in ((16385, 8, {"has_bias": False}), (16384 + 81, 72, {})):
+        dy, x = data("normal", (m, n), DTYPES[dtype], 1), data("normal", (m, n), DTYPES[dtype])
+        weight, mean, rstd = vector(n, 0), vector(m, 0, np.float32), np.abs(vector(m, 1, np.float32))
+        found = [on.layernorm_backward(dy, x, weight, mean, rstd, **options) for on in (pydet, device)]
+        for want, got in zip(*found, strict=True):
+            if want is not None:
+                assert_same_bits(got, want, f"{m} x {n}")
+    assert device.taken == 2
 
 
 # ---- The others ------------------------------------------------------------------------------------------------------

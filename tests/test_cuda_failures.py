@@ -211,6 +211,15 @@ def problems(operation, name, dtype):
         shapes = [(100, 256), ((64,), "int64"), (64, 256)]
         yield "pydet_embedding", tensors(shapes, dtype), capi.options("pydet_embedding_options", kernel=name[0])
         return
+    if operation == "rotary_table":
+        given = capi.options("pydet_rotary_table_options", kernel=name[0], scale=1)
+        cos, sin = tensors([(64, 256), (64, 256)], dtype)
+        yield "pydet_rotary_table", [*tensors([((64,), "int64"), ((128,), "fp32")], dtype), cos, sin], given
+        return
+    if operation == "rotary":
+        shapes = [(64, 4, 128), (64, 2, 128), (64, 64), (64, 64), (64, 4, 128), (64, 2, 128)]
+        yield "pydet_rotary", tensors(shapes, dtype), capi.options("pydet_rotary_options", kernel=name[0])
+        return
     if operation == "embedding_backward":
         given = capi.options("pydet_embedding_backward_options", kernel=name[0])
         room = np.zeros(1 << 12, np.uint8)

@@ -17,6 +17,7 @@ SHAPES += [(m, n) for n in (248, 264, 2040, 2056, 4088, 8184) for m in (1, 2, 5)
 # And the longest row that is held, 16384 columns, to both sides.
 SHAPES += [(m, n) for n in (8193, 8200, 16376, 16383) for m in (1, 5)]
 SHAPES += [(m, 64) for m in (2, 31, 33, 128, 511, 513, 1025)] + [(4100, 40), (260, 2056), (17, 9704)]
+SHAPES += [(16385, 64), (16465, 72)]  # by groups
 
 
 def test_every_layernorm_kernel_is_listed():

@@ -20,10 +20,12 @@ import reference_activation
 import reference_attention
 import reference_embedding
 import reference_fp8
+import reference_rotary
 import reference_sample
 import reference_scan
 import test_embedding as embeddings
 import test_grouped_gemm as grouped_cases
+import test_rotary as rotary_cases
 import test_sample as sample_cases
 import test_scaled_gemm as scaled_cases
 import test_scaled_grouped_gemm as scaled_grouped_cases
@@ -252,6 +254,40 @@ def causal_conv1d_digests(causal_conv1d, arithmetic, dtype):
         x, w, bias, initial = (data(kind, shape, DTYPES[dtype], i) for i, shape in enumerate(shapes))
         name = f"{dtype} {kind} {batch}x{tokens}x{channels}, {taps} taps, begun={begun}"
         digests[name] = digest(causal_conv1d(x, w, bias if begun else None, initial=initial if begun else None))
+TURNED = [
+    ("normal", 70, 3, 2, 64, 64),
+    ("specials", 9, 2, 1, 33, 70),
+    ("wide", 1, 8, 8, 5, 10),
+    ("normal", 33, 1, 1, 8, 16),
+]
+
+
+def rotary_table_digests(rotary_table, arithmetic, dtype):
+    return {
+        f"{dtype} {t} x {f}, {np.dtype(kind)}": digest(
+            *rotary_table(
+                rotary_cases.places_of(t, kind), rotary_cases.frequencies_of(f), scale=scale, out_dtype=DTYPES[dtype]
+            )
+        )
+        for t, f, kind, scale in ((300, 64, np.int64, 1), (70, 33, np.int32, 0.83), (129, 5, np.float32, -1.3))
+    }
+
+
+def rotary_digests(rotary, arithmetic, dtype):
+    digests = {}
+    for kind, t, h, g, pairs, n in TURNED:
+        q, k = (data(kind, (t, heads, n), DTYPES[dtype], heads) for heads in (h, g))
+        n = min(pairs, n // 2)
+        for name, given in (
+            ("halves", {}),
+            ("neighbours", {"neighbours": True, "out_neighbours": True, "whole": True}),
+            ("neighbours to halves, in fp32", {"neighbours": True, "in_fp32": True}),
+            ("transposed", {"transposed": True}),
+        ):
+            cos, sin = rotary_cases.table_of(np.dtype(np.float32), (t,), n * (2 if "whole" in given else 1), 5)
+            digests[f"{dtype} {kind} {t} x {h} + {g} x {q.shape[-1]}, {name}"] = digest(
+                *rotary(q, k, cos, sin, **given)
+            )
     return digests
 
 
@@ -359,6 +395,8 @@ DIGESTS = {
     "selective_scan": selective_scan_digests,
     "gated_delta": gated_delta_digests,
     "causal_conv1d": causal_conv1d_digests,
+    "rotary_table": rotary_table_digests,
+    "rotary": rotary_digests,
 }
 
 
@@ -387,6 +425,8 @@ def reference_of(operation):
         return getattr(reference_scan, operation)
     if operation.startswith("embedding"):
         return getattr(reference_embedding, operation)
+    if operation.startswith("rotary"):
+        return getattr(reference_rotary, operation)
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -493,6 +533,12 @@ def test_gated_delta(gated_delta_kernel):
 
 def test_causal_conv1d(causal_conv1d_kernel):
     check_golden("causal_conv1d", causal_conv1d_kernel.causal_conv1d, "ieee", causal_conv1d_kernel.dtype)
+def test_rotary_table(rotary_table_kernel):
+    check_golden("rotary_table", rotary_table_kernel.rotary_table, "ieee", rotary_table_kernel.dtype)
+
+
+def test_rotary(rotary_kernel):
+    check_golden("rotary", rotary_kernel.rotary, "ieee", rotary_kernel.dtype)
 
 
 def test_activation_backward(activation_backward_kernel):

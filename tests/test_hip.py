@@ -32,6 +32,7 @@ import interop
 import pydet
 import test_embedding
 import test_grouped_gemm
+import test_rotary
 import test_scaled_gemm
 import test_scaled_grouped_gemm
 from cases import assert_same_bits
@@ -628,7 +629,7 @@ def test_rmsnorm_of_every_width_equals_cpu(hip):
         got = rmsnorm(hip, *arguments, ROCM, "hip_rmsnorm_held")
         for ours, theirs in zip(got, rmsnorm(hip, *arguments, CPU), strict=True):
             assert_same_bits(ours, theirs, f"{dtype}, {n} columns on {hip.arch}")
-    assert hip.ran >= instances(hip, "rmsnorm_kernel")
+    assert hip.ran >= {name for name in instances(hip, "norm_kernel") if "7RmsNorm" in name}
 
 
 def test_rmsnorm_backward_of_every_width_equals_cpu(hip):
@@ -845,7 +846,7 @@ def test_layernorm_equals_cpu(hip, dtype):
     """Each team and each function, in every type; what is absent takes turns."""
     hip.order = in_reverse
     for i, n in enumerate((40, *LAYER_WIDTHS)):
-        held = "long" if n == 1101 else "held"
+        held = "general" if n == 1101 else "held"
         x, dy, residual = (normal(3, n, dtype=dtype, seed=seed) for seed in range(3))
         weight, bias = (normal(n, seed=4 + j) if (i + j) % 3 else None for j in range(2))
         arguments = x, weight, bias, residual if i % 2 else None
@@ -858,9 +859,9 @@ def test_layernorm_equals_cpu(hip, dtype):
         got = layernorm_backward(hip, *arguments, ROCM, f"hip_layernorm_backward_{held}", joined=joined)
         for ours, theirs in zip(got, layernorm_backward(hip, *arguments, CPU, joined=joined), strict=True):
             assert_same_bits(ours, theirs, f"layernorm_backward {held}, {n} columns on {hip.arch}")
-    families = "layernorm_kernel", "layernorm_long_kernel", "layernorm_dx_kernel", "layernorm_dx_long_kernel"
     of_type = f"TypeE{('fp32', 'bf16', 'fp16').index(dtype)}E"
-    every = {name for name in instances(hip, *families, "layernorm_chains_kernel") if of_type in name}
+    every = instances(hip, "norm_kernel", "layernorm_dx_kernel", "norm_chains_kernel")
+    every = {name for name in every if of_type in name and "RmsNorm" not in name}
     assert every and hip.ran >= every
 
 
@@ -869,7 +870,7 @@ def test_layernorm_of_several_blocks_of_rows_equals_cpu(hip):
     dy, x, weight, bias = normal(274, 8, seed=1), normal(274, 8), normal(8), normal(8, seed=2)
     _, mean, rstd = layernorm(hip, x, weight, bias, None, CPU)
     arguments = hip, dy, x, weight, (mean, rstd), None
-    for kernel in ("hip_layernorm_backward_held", "hip_layernorm_backward_long"):
+    for kernel in ("hip_layernorm_backward_held", "hip_layernorm_backward_general"):
         got = layernorm_backward(*arguments, ROCM, kernel, accumulate=1)
         for ours, theirs in zip(got, layernorm_backward(*arguments, CPU, accumulate=1), strict=True):
             assert_same_bits(ours, theirs, f"{kernel} on {hip.arch}")
@@ -1004,6 +1005,43 @@ def test_embedding_equals_cpu(hip):
         assert np.isnan(out[0].astype(np.float32)).all() and not np.isnan(out[ids != ids[0]].astype(np.float32)).any()
 
 
+def test_rotary_equals_cpu(hip):
+    """Pairs of neighbours and half apart, eight of a thread and one; the gradient; with elements that are copied."""
+    hip.order = in_reverse
+    for number, (tokens, heads, pairs, rest) in enumerate([(3, 2, 16, 0), (5, 1, 5, 3), (2, 4, 8, 8), (1, 3, 64, 0)]):
+        kind, n = list(DTYPES.values())[number % 3], 2 * pairs + rest
+        q, k = normal(tokens, heads, n, dtype=kind.name), normal(tokens, 1, n, dtype=kind.name, seed=1)
+        cos, sin = (normal(tokens, pairs, seed=i) for i in (2, 3))
+        for flags in ({}, {"neighbours": 1}, {"neighbours": 1, "out_neighbours": 1, "in_fp32": 1}, {"transposed": 1}):
+            found = {}
+            for where in (ROCM, CPU):
+                outs = np.full_like(q, 7), np.full_like(k, 7)
+                options = capi.options("pydet_rotary_options", **flags)
+                hip.check("pydet_rotary", options, q, k, cos, sin, *outs, kind=where)
+                assert where == CPU or last_kernel(hip) == "hip_rotary"
+                found[where] = outs
+            for got, want in zip(found[ROCM], found[CPU], strict=True):
+                assert_same_bits(got, want, f"{q.shape} {flags} on {hip.arch}")
+
+
+def test_rotary_table_equals_cpu(hip):
+    hip.order = in_reverse
+    for number, (count, n) in enumerate([(3, 64), (9, 5), (1, 1)]):
+        kind = list(DTYPES.values())[number % 3]
+        places, frequencies = (
+            test_rotary.places_of(count, (np.int64, np.int32, np.float32)[number]),
+            test_rotary.frequencies_of(n),
+        )
+        found = {}
+        for where in (ROCM, CPU):
+            outs = np.full((count, 2 * n), 7, kind), np.full((count, 2 * n), 7, kind)
+            options = capi.options("pydet_rotary_table_options", scale=0.83)
+            hip.check("pydet_rotary_table", options, places, frequencies, *outs, kind=where)
+            found[where] = outs
+        for got, want in zip(found[ROCM], found[CPU], strict=True):
+            assert_same_bits(got, want, f"{count} x {n} on {hip.arch}")
+
+
 def test_embedding_backward_equals_cpu(hip):
     """The sums made anew, an id left out; and continued."""
     hip.order = in_reverse
@@ -1106,14 +1144,14 @@ def test_order_of_waves_does_not_matter(hip):
 
 def problem_for(hip, kernel):
     """A call that runs this kernel with several waves and stages, and holds what it gives to the CPU."""
-    kind, columns = ARCHS[hip.arch], {"rmsnorm_kernel": 2048}.get(kernel, 2904)
+    kind, columns = ARCHS[hip.arch], {"norm_kernel": 2048}.get(kernel, 2904)
     ieee, matrix = {"arithmetic": 1}, {"arithmetic": ARITHMETIC[kind]}
     bf16, skinny = {"dtype": "bf16"}, {"function": "pydet_skinny_gemm"}
 
     def norm():
         for weight in (normal(columns), normal(columns, **bf16)):
             arguments = hip, normal(4, columns), weight, normal(4, columns, seed=1)
-            name = "hip_rmsnorm_held" if kernel == "rmsnorm_kernel" else "hip_rmsnorm_long"
+            name = "hip_rmsnorm_held" if kernel == "norm_kernel" else "hip_rmsnorm_general"
             for ours, theirs in zip(rmsnorm(*arguments, ROCM, name), rmsnorm(*arguments, CPU), strict=True):
                 assert_same_bits(ours, theirs)
 
@@ -1152,8 +1190,8 @@ def problem_for(hip, kernel):
         ),
         "skinny_ieee_kernel": product(normal(3, 600), normal(20, 600), "hip_skinny_gemm_ieee", **ieee, **skinny),
         "skinny_mfma_kernel": chunks,
-        "rmsnorm_kernel": norm,
-        "rmsnorm_long_kernel": norm,
+        "norm_kernel": norm,
+        "norm_general_kernel": norm,
         "rmsnorm_backward_kernel": backward,
         "softmax_kernel": rows_of_softmax,
         "softmax_long_kernel": rows_of_softmax,
@@ -1174,8 +1212,8 @@ def problem_for(hip, kernel):
 
 
 MUTATED = (
-    *("gemm_ieee_kernel", "gemm_mfma_kernel", "skinny_ieee_kernel", "skinny_mfma_kernel", "rmsnorm_kernel"),
-    *("rmsnorm_long_kernel", "rmsnorm_backward_kernel", "softmax_kernel", "softmax_long_kernel"),
+    *("gemm_ieee_kernel", "gemm_mfma_kernel", "skinny_ieee_kernel", "skinny_mfma_kernel", "norm_kernel"),
+    *("norm_general_kernel", "rmsnorm_backward_kernel", "softmax_kernel", "softmax_long_kernel"),
     *("gemm_mfma_kernel, whole", "rmsnorm_dweight_kernel"),
 )
 

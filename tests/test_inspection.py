@@ -13,7 +13,7 @@ import pytest
 import pydet
 
 ASKED = ("__dict__", "__wrapped__", "__code__", "__file__", "__bases__", "__array_interface__", "_a_name_of_nothing")
-OPTIONAL = ("torch", "jax", "transformers", "vllm")
+OPTIONAL = ("torch", "jax", "transformers", "vllm", "sglang", "verl")
 
 
 def raised(values):

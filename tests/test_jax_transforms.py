@@ -1,6 +1,8 @@
 """pydet.jax under what JAX does to functions: vmap over one operand, gradients that are cut off or summed over devices,
 symbolic shapes, objects that stand for arrays, and what a call outside of any program costs."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -266,6 +268,44 @@ def test_a_call_is_traced_once(monkeypatch, device):
     assert made == []
     pj.linear(x[:5], w)
     assert made == ["pydet_gemm"]
+
+
+def test_what_python_does_in_a_call(device):
+    """One function of pydet's, which finds the program: the rest is JAX's, as in a call of its own."""
+    x, w, weight = (jax.device_put(x) for x in (normal(6, 16), normal(16, 16), normal(16)))
+    q, index = jax.device_put(normal(1, 2, 8, 16)), jax.device_put(np.arange(6, dtype=np.int32))
+    ends = jax.device_put(np.array([0, 2, 6], np.int32))
+    rows = jax.device_put(normal(6, 2, 16))
+    calls = [
+        *(lambda call=call: call(x, w) for call in (pj.linear, pj.gemm, pj.gemm_da, pj.skinny_gemm)),
+        lambda: pj.linear(x, w, weight, k_chunk=16),
+        lambda: pj.gemm_db(x, x),
+        *(lambda call=call: call(x) for call in (pj.silu, pj.gelu, pj.sigmoid, pj.log_sigmoid, pj.tanh, pj.softplus)),
+        *(lambda call=call: call(x) for call in (pj.exp, pj.softmax, pj.log_softmax, pj.quantize)),
+        lambda: pj.swiglu(x, x),
+        lambda: pj.rms_norm(x, weight, eps=1e-5),
+        lambda: pj.rmsnorm(x, weight, eps=1e-5),
+        lambda: pj.layer_norm(x, weight, weight, eps=1e-5),
+        lambda: pj.log_prob(x, index),
+        lambda: pj.embedding(w, index),
+        lambda: pj.topk(x, 3),
+        lambda: pj.sample(x, index, index),
+        lambda: pj.attention(q, q, q, causal=True),
+        lambda: pj.attention_varlen(rows, rows, rows, ends, ends),
+    ]  # fmt: skip
+    for call in calls:
+        first, called = call(), []
+        call()
+        profile = lambda frame, event, _, called=called: event == "call" and called.append(frame.f_code)
+        sys.setprofile(profile)
+        try:
+            again = call()
+        finally:
+            sys.setprofile(None)
+        own = [code.co_name for code in called if "/pydet/" in code.co_filename]
+        assert own == ["call"], own
+        for ours, want in zip(jax.tree.leaves(again), jax.tree.leaves(first), strict=True):
+            same(ours, want)
 
 
 def test_what_was_checked_once_is_not_taken_for_another(device):

@@ -277,6 +277,22 @@ def every_kernel():
                         given = [tensor(heads)] * 3 + [tensor(one), tensor(one), None]
                     given += [None, tensor(y[None, :, None]), tensor(state)]
                     yield getattr(lib, f"pydet_{kernel.operation}"), given, chosen, [y, state]
+                if kernel.operation == "rotary_table":
+                    outs, chosen = (values(m, n), values(m, n)), options("pydet_rotary_table_options", scale=1)
+                    chosen.kernel = options("pydet_rotary_table_options", kernel=kernel.name).kernel
+                    yield (
+                        lib.pydet_rotary_table,
+                        list(map(tensor, (np.arange(m), values(n), *outs))),
+                        chosen,
+                        list(outs),
+                    )
+                    continue
+                if kernel.operation == "rotary":
+                    q, out = values(m, 2, 2 * n, dtype=dtype), values(m, 2, 2 * n, dtype=dtype)
+                    more = values(m, 1, 2 * n, dtype=dtype), values(m, 1, 2 * n, dtype=dtype)
+                    table, chosen = values(m, n), options("pydet_rotary_options", kernel=kernel.name, neighbours=n % 2)
+                    inputs = list(map(tensor, (q, more[0], table, table, out, more[1])))
+                    yield lib.pydet_rotary, inputs, chosen, [out, more[1]]
                     continue
                 weight, rstd, dweight = values(n), values(m), values(n)
                 if kernel.operation == "rmsnorm":
@@ -447,6 +463,8 @@ def large_calls():
         "selective_scan": lambda: pydet.selective_scan(heads, heads[..., 0], row, heads, heads),
         "gated_delta": lambda: pydet.gated_delta(heads, heads, heads, heads[..., 0], heads[..., 0]),
         "causal_conv1d": lambda: pydet.causal_conv1d(x[None], x[:, :4]),
+        "rotary_table": lambda: pydet.rotary_table(np.arange(len(x)), x[0]),
+        "rotary": lambda: pydet.rotary(x[:, None], None, x[:, : x.shape[1] // 2], x[:, : x.shape[1] // 2]),
     }
 
 

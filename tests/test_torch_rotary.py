@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TES
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
-from pydet.torch import rotary  # noqa: E402
+from pydet.torch import rotary, rotations  # noqa: E402
 from pydet.torch.rotary import cos_sin  # noqa: E402
 from torch_bits import same  # noqa: E402
 
@@ -268,3 +268,132 @@ def test_a_compiled_training_step_is_the_eager_one(transformers, dtype):
     for name, eager in want.items():
         assert eager.any(), name
         same(got[name], eager)
+
+
+# ---- What turns q and k ----------------------------------------------------------------------------------------------
+
+# By what differs among Transformers' functions: pairs half apart, of neighbours, of neighbours put half apart; a part
+# of each head; steps in float32, and their gradient's or not; a table of half the size; one tensor at a time.
+TURNING = {
+    "llama": "apply_rotary_pos_emb",
+    "gpt_neox": "apply_rotary_pos_emb",
+    "glm": "apply_rotary_pos_emb",
+    "cohere": "apply_rotary_pos_emb",
+    "olmo2": "apply_rotary_pos_emb",
+    "ernie4_5": "apply_rotary_pos_emb",
+    "gptj": "apply_rotary_pos_emb",
+    "deepseek_v3": "apply_rotary_pos_emb_interleave",
+    "phi3": "apply_rotary_pos_emb",
+    "gpt_oss": "apply_rotary_pos_emb",
+    "gemma3n": "apply_rotary_pos_emb",
+}
+
+
+def turned_by(function, given, of_found):
+    given = [x.detach().clone().requires_grad_(x.requires_grad) for x in given]
+    found = function(*given)
+    found = found if isinstance(found, tuple) else (found,)
+    torch.autograd.backward(found, of_found[: len(found)])
+    return [*found, *(x.grad for x in given if x.requires_grad)]
+
+
+@pytest.mark.parametrize("family", TURNING)
+def test_functions_that_turn_are_rotary_with_all_bits(transformers, family, monkeypatch):
+    """Also of heads before tokens in memory, of one row of the table for a batch, of one token, and their gradients."""
+    import importlib
+
+    file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    own = getattr(file, TURNING[family])
+    ours = rotations._of(own)
+    random, taken = torch.Generator().manual_seed(0), []
+    single, called = family in ("gptj", "gemma3n"), rotations._rotary
+    monkeypatch.setattr(rotations, "_rotary", lambda *x: taken.__setitem__(-1, taken[-1] + 1) or called(*x))
+    draw = lambda *shape, dtype: torch.randn(shape, generator=random).to(dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for table in dict.fromkeys((dtype, torch.float32)):
+            for batch, tokens, heads, n in ((2, 5, 3, 16), (1, 1, 4, 128), (3, 7, 1, 34)):
+                columns = n // 2 if family in ("gptj", "gpt_oss") else n
+                cos, sin = (draw(1 if tokens > 5 else batch, tokens, columns, dtype=table) for _ in range(2))
+                q, k = (draw(batch, tokens, h, n, dtype=dtype) for h in (heads, 1))
+                of_found = [draw(*x.shape, dtype=torch.promote_types(dtype, table)) for x in (q, k)]
+                if family != "gptj":
+                    q, k, *of_found = (x.transpose(1, 2) for x in (q, k, *of_found))
+                given = [x.requires_grad_() for x in ((q,) if single else (q, k))]
+                given += (sin, cos) if family == "gptj" else (cos, sin)
+                types = own(*given)[0].dtype if not single else own(*given).dtype
+                of_found = [x.to(types) for x in of_found]
+                want = turned_by(own, given, of_found)
+                taken.append(0)
+                got = turned_by(ours, given, of_found)
+                for one, other in zip(got, want, strict=True):
+                    same(one, other)
+                with torch.no_grad():
+                    quick = ours(*given)
+                for one, other in zip(quick if not single else [quick], want, strict=False):
+                    same(one, other)
+    assert set(taken) == {1 if family == "gpt_oss" else 2}, "the function was asked"  # whose zeros have other signs
+
+
+def test_a_function_that_turns_otherwise_is_left_alone():
+    """Negative controls: a sign, a rounding, a place; and what was tried with other dimensions."""
+
+    def half(x):
+        return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+    def turn(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return (q * cos) + (half(q) * sin), (k * cos) + (half(k) * sin)
+
+    def back(q, k, cos, sin, unsqueeze_dim=1):
+        return turn(q, k, cos, -sin, unsqueeze_dim)
+
+    def fused(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return torch.addcmul(q * cos, half(q), sin), torch.addcmul(k * cos, half(k), sin)
+
+    def later(q, k, cos, sin, unsqueeze_dim=1):
+        return turn(q, k, cos.roll(1, -2), sin, unsqueeze_dim)
+
+    assert rotations._of(turn) is not None
+    for other in (back, later):
+        assert rotations._of(other) is None, other
+    by = rotations._of(fused)
+    q, k, cos, sin = (torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4))
+    if by is not None:  # in float32, where nothing is between the steps, it may be the same
+        same(by(q, k, cos[:, 0], sin[:, 0])[0], fused(q, k, cos[:, 0], sin[:, 0])[0])
+    asked = []
+    own = rotations._make(lambda *given, **options: asked.append(1), next(rotations._forms(turn)), {})
+    own(q, k, cos[:, 0], sin[:, 0])
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere", "glm", "gpt_neox"])
+def test_a_converted_model_has_the_bits_of_the_composition(transformers, family):
+    """Logits and gradients; the class keeps its name, goes back, and goes through a pickle."""
+    found = []
+    more = {"head_dim": 12, "hidden_size": 48} if family != "gpt_neox" else {"head_dim": None, "hidden_size": 48}
+    for native in (True, False):
+        model = model_of(transformers, family, torch.bfloat16, **more)
+        model.set_attn_implementation("pydet")
+        pt.convert(model)
+        turning = [m for m in model.modules() if rotations.turned_from(type(m)) is not None]
+        assert len(turning) == 1 and type(turning[0]).__name__ == rotations.turned_from(type(turning[0])).__name__
+        if not native:
+            turning[0].__class__ = rotations.turned_from(type(turning[0]))
+            for module in model.modules():
+                if isinstance(module, rotary.Rotary):
+                    module.makes_table = None
+        ids = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+        found.append(steps_of(model, model, ids))
+        if native:
+            again = pickle.loads(pickle.dumps(model))
+            assert type(again.get_submodule(name_of(model, turning[0]))) is type(turning[0])
+            with torch.no_grad():
+                same(again(ids, use_cache=False).logits, found[0]["logits"])
+    for name, x in found[0].items():
+        if x is not None:
+            same(x, found[1][name])
+
+
+def name_of(model, module):
+    return next(name for name, x in model.named_modules() if x is module)

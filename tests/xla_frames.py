@@ -90,24 +90,26 @@ def norm(more, results, *, heads=None, weight=1, bias=1, residual=1):
     return Call(tuple(arguments), tuple(made), {**attributes, **more, "kernel": ""})
 
 
-def norm_backward(more, values, *, tail=(4,), bias=1, residual=1, start=0):
-    rows, sums = (F32, (2, 3, 4)), (F32, tail)
+def norm_backward(more, values, *, tail=(4,), bias=1, residual=1, start=0, blocks=()):
+    rows, sums, made = (F32, (2, 3, 4)), (F32, tail), (F32, (*blocks, *tail))
     arguments = [rows, rows] + [(F32, (2, 3))] * values + [sums] + [rows] * residual + [sums] * start
     attributes = {"has_weight": 1, "has_bias": bias, "has_dresidual": residual, "weight_offset": 0.0}
-    results = [rows, sums] + [sums] * bias + [(U8, (1 << 16,))]
+    results = [rows, made] + [made] * bias + [(U8, (1 << 16,))]
     in_place = ((len(arguments) - 1, 1),) if start else ()
     return Call(tuple(arguments), tuple(results), {**attributes, **more, "kernel": ""}, in_place, (), True)
 
 
 def gemm(a, b, out, more=(), **changed):
-    names = ("has_bias", "accumulate", "transpose_a", "transpose_b", "arithmetic", "k_chunk", "skinny", "mode")
-    attributes = dict.fromkeys((*names, "weights_constant"), 0) | changed
+    names = ("has_bias", "accumulate", "has_initial", "transpose_a", "transpose_b", "arithmetic", "k_chunk", "skinny")
+    attributes = dict.fromkeys((*names, "mode", "weights_constant"), 0) | changed
     extra = [(F32, shape) for shape in more]
     in_place = ((1 + len(more), 0),) if attributes["accumulate"] else ()
     if in_place:
         extra.append((F32, out))
         in_place = ((len(extra) + 1, 0),)
-    return Call(((F32, a), (F32, b), *extra), ((F32, out),), {**attributes, "kernel": ""}, in_place)
+    room = [(U8, (1 << 16,))] * attributes["has_initial"]
+    attributes["kernel"] = ""
+    return Call(((F32, a), (F32, b), *extra), ((F32, out), *room), attributes, in_place, (), bool(room))
 
 
 def grouped(a, b, out, depth):
@@ -158,6 +160,41 @@ def attention_backward(**options):
     return Call((out, q, k, v, out, lse, *more), (q, k, v, *sinks, forward.results[-1]), attributes, (), values, True)
 
 
+def stored(*, kinds=(), paged=False, packed=True, **changed):
+    """kinds: what is there beside q, k, v and the lengths, as (name, type, shape)."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k", "first_key", "sinks", "allowed", "bias")
+    ends = np.array([0, 2, 6, 6], np.int32), np.array([0, 4, 9, 9], np.int32)
+    given = [("cu_seqlens_q", S32, (3,))] * packed
+    given += [("block_table", S32, (2, 3)), ("seqlens_k", S32, (2,))] if paged else [("cu_seqlens_k", S32, (3,))]
+    given += kinds
+    attributes = {f"has_{name}": int(name in [kind for kind, *_ in given]) for name in names}
+    attributes |= {"arithmetic": 0, "scale": 0.5, "softcap": 0.0, "causal": 0, "window_left": -1, "window_right": -1}
+    attributes |= {"kv_chunk": 0} | changed
+    rows, keys = (6, 4) if packed else (2, 4, 3), (5, 4, 2) if paged else (9, 2)
+    arguments = [
+        (F32, (*rows, 8)),
+        (F32, (*keys, 8)),
+        (F32, (*keys, 16)),
+        *((dtype, shape) for _, dtype, shape in given),
+    ]
+    results = (F32, (*rows, 16)), (F32, rows), (U8, (256,))
+    count = len(arguments)
+    values = tuple((3 + i, ends[0 if x[0] == "cu_seqlens_q" else 1]) for i, x in enumerate(given) if "cu_" in x[0])
+    in_place = ((count, 0), (count + 1, 1))
+    return Call((*arguments, *results[:2]), results, {**attributes, "kernel": ""}, in_place, values, True)
+
+
+def varlen_backward(sinks):
+    forward = stored(kinds=[("sinks", F32, (4,))] * sinks)
+    q, k, v, *more, out, lse = forward.arguments
+    names = ("arithmetic", "scale", "softcap", "causal", "window_left", "window_right", "kernel")
+    attributes = {"has_sinks": sinks} | {name: forward.attributes[name] for name in names}
+    arguments = out, q, k, v, out, lse, *more, q, k, v
+    results = q, k, v, *[(F32, (4,))] * sinks, (U8, (1 << 16,))
+    in_place = tuple((len(arguments) - 3 + i, i) for i in range(3))
+    return Call(arguments, results, attributes, in_place, tuple((place + 3, x) for place, x in forward.values), True)
+
+
 ROWS, INDEX, VALUES = (F32, (2, 3, 4)), (S32, (2, 3)), (F32, (2, 3))
 TABLE, IDS = (F32, (5, 4)), np.array([0, 4, 2, 2, 1, 0], np.int32)
 
@@ -197,14 +234,30 @@ CALLS = {
         attention_backward(kinds=BESIDE, tokens_first=1),
         attention_backward(kinds=[("sinks", F32, (4,)), *BESIDE], fronts=(2, 1)),
     ],
+    "attention_stored": [
+        stored(),
+        stored(kinds=[("sinks", F32, (4,))], paged=True),
+        stored(
+            kinds=[("first_key", S32, (2,)), ("allowed", PRED, (2, 1, 3, 12)), ("bias", F32, (1, 4, 3, 1))],
+            paged=True,
+            packed=False,
+        ),
+    ],
+    "attention_varlen_backward": [varlen_backward(0), varlen_backward(1)],
     "embedding": [Call((TABLE, INDEX), (ROWS,), {"kernel": ""}, values=((1, IDS),))],
     "embedding_backward": [embedding_backward(-1), embedding_backward(2), embedding_backward(-1, 1)],
     "sample": [sample(), sample(temperatures=F32, top_ks=S32, top_ps=F32, min_ps=F32)],
     "topk": [Call((ROWS,), ((F32, (2, 3, 2)), (S32, (2, 3, 2, 2))), {"kernel": ""})],
+    "fold": [
+        Call(((F32, (3, 2, 4)),), ((F32, (2, 4)),), {"has_bias": 0, "kernel": ""}),
+        Call(((F32, (1, 2, 4)), (BF16, (4,))), ((BF16, (2, 4)),), {"has_bias": 1, "kernel": ""}),
+    ],
     "gemm": [
         gemm((3, 7), (7, 5), (3, 5)),
         gemm((2, 7, 3), (2, 5, 7), (2, 3, 5), [(1, 1, 5)], transpose_a=1, transpose_b=1, has_bias=1),
         gemm((5, 7), (7, 5), (5, 5), [(5, 5)], has_bias=1, accumulate=1),
+        gemm((3, 7), (7, 5), (3, 5), [(5,), (3, 5)], has_bias=1, has_initial=1),
+        gemm((2, 3, 0), (2, 0, 5), (2, 3, 5), [(2, 3, 5)], has_initial=1),
         gemm((3, 7), (5, 7), (3, 5), transpose_b=1, skinny=1),
         gemm((2, 3, 7), (2, 5, 7), (2, 3, 5), transpose_b=1, skinny=1),
     ],
@@ -229,9 +282,11 @@ CALLS = {
         norm({"heads": 3}, 1, heads=3, weight=0, bias=0, residual=0),
     ],
     "rmsnorm_backward": [
-        norm_backward({"heads": 0, "accumulate": 0}, 1),
-        norm_backward({"heads": 3, "accumulate": 0}, 1, tail=(3, 4)),
-        norm_backward({"heads": 0, "accumulate": 1}, 1, bias=0, residual=0, start=1),
+        norm_backward({"heads": 0, "accumulate": 0, "block_sums": 0}, 1),
+        norm_backward({"heads": 3, "accumulate": 0, "block_sums": 0}, 1, tail=(3, 4)),
+        norm_backward({"heads": 0, "accumulate": 1, "block_sums": 0}, 1, bias=0, residual=0, start=1),
+        norm_backward({"heads": 0, "accumulate": 0, "block_sums": 1}, 1, blocks=(1,)),
+        norm_backward({"heads": 3, "accumulate": 0, "block_sums": 1}, 1, tail=(3, 4), blocks=(1,)),
     ],
     "layernorm": [norm({}, 2), norm({}, 2, weight=0, bias=0, residual=0)],
     "layernorm_backward": [norm_backward({}, 2)],
@@ -388,7 +443,8 @@ class Attack:
                 for wild in WILD_REALS + (WILD_FACTORS if name in ("scale", "softcap") else []):
                     assert not self.attempt(changed(wild)), (name, wild)
             else:
-                chained = name == "k_chunk" and call.attributes.get("accumulate")  # one chain then starts elsewhere
+                began = call.attributes.get("accumulate") or call.attributes.get("has_initial")
+                chained = name == "k_chunk" and began  # one chain then starts elsewhere
                 other = chained or name in (
                     "window_left",
                     "window_right",

@@ -58,7 +58,8 @@ enum Feature : uint64_t {
   kInitialState = 1ull << 45,  // of a scan, as all from here on
   kFinalState = 1ull << 46,
   kEachState = 1ull << 47,  // a decay for each state
-  kSkip = 1ull << 48        // d
+  kSkip = 1ull << 48,       // d
+  kNeighbours = 1ull << 49  // of rotary embeddings: pairs of elements next to each other
 };
 struct FeatureRow {
   Feature feature;
@@ -114,6 +115,7 @@ constexpr FeatureRow kFeatures[] = {
     {kFinalState, "a final state"},
     {kEachState, "a decay for each state"},
     {kSkip, "d"},
+    {kNeighbours, "pairs of neighbours"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

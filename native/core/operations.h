@@ -10,7 +10,9 @@
 #include "ops/fold/problem.h"
 #include "ops/gemm/problem.h"
 #include "ops/grouped/problem.h"
+#include "ops/head/problem.h"
 #include "ops/norm/problem.h"
+#include "ops/rotary/problem.h"
 #include "ops/sample/problem.h"
 #include "ops/scaled/problem.h"
 #include "ops/scaled_grouped/problem.h"
@@ -30,9 +32,10 @@ template <class... Problems> struct Operations {
 };
 
 // In the order of pydet_kernel_name.
-using AllOperations =
-    Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
-               LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
-               ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d>;
+using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
+                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
+                                 AttentionBackward, Activation, ActivationBackward, Sample, TopK, Embedding,
+                                 EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d, LinearLogProb, RotaryTable,
+                                 Rotary>;
 
 }  // namespace pydet

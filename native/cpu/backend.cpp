@@ -36,6 +36,7 @@ constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kActivationFeatures = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kActivationFeatures | kRowGradient;
 constexpr uint64_t kSampleFeatures = kTwoStrides | kFilters | kLogProbs;
+constexpr uint64_t kRotaryFeatures = kTwoStrides | kNeighbours | kWideSum | kRowGradient;
 constexpr uint64_t kEmbeddingGradient = kTwoStrides | kAccumulate | kPadding;
 
 constexpr uint64_t kScanFeatures = kInitialState | kFinalState | kPacked;
@@ -210,6 +211,22 @@ constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
 #endif
     Row("cpu_causal_conv1d_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kConvFeatures)
         .launches(causal_conv1d<Scalar>),
+    constexpr Kernel<RotaryTable> kRotaryTable[] = {
+#if defined(__x86_64__)
+        Row("cpu_rotary_table_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kTwoStrides)
+            .launches(rotary_table<Avx512>),
+        Row("cpu_rotary_table_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kTwoStrides).launches(rotary_table<Avx2>),
+#endif
+        Row("cpu_rotary_table_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kTwoStrides)
+            .launches(rotary_table<Scalar>),
+    };
+
+constexpr Kernel<Rotary> kRotary[] = {
+#if defined(__x86_64__)
+    Row("cpu_rotary_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kRotaryFeatures).launches(rotary<Avx512>),
+    Row("cpu_rotary_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kRotaryFeatures).launches(rotary<Avx2>),
+#endif
+    Row("cpu_rotary_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kRotaryFeatures).launches(rotary<Scalar>),
 };
 
 constexpr Kernel<GroupedGemm> kGroupedGemm[] = {
@@ -403,12 +420,13 @@ constexpr Backend cpu() {
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward), table(kActivation),
-                          table(kActivationBackward), table(kSample), table(kTopK), table(kEmbedding),
-                          table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta), table(kCausalConv1d));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
+             table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
+             table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary));
   return backend;
 }
 

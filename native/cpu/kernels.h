@@ -8,6 +8,7 @@
 #include "ops/fold/problem.h"
 #include "ops/gemm/rounding.h"
 #include "ops/norm/problem.h"
+#include "ops/rotary/problem.h"
 #include "ops/sample/problem.h"
 #include "ops/scan/problem.h"
 #include "ops/softmax/problem.h"
@@ -33,6 +34,8 @@ template <class Isa> pydet_status sample(const Sample &);
 template <class Isa> pydet_status topk(const TopK &);
 template <class Isa> pydet_status embedding(const Embedding &);
 template <class Isa> pydet_status embedding_backward(const EmbeddingBackward &);
+template <class Isa> pydet_status rotary_table(const RotaryTable &);
+template <class Isa> pydet_status rotary(const Rotary &);
 template <class Isa> pydet_status activation(const Activation &);
 template <class Isa> pydet_status activation_backward(const ActivationBackward &);
 template <class Isa> pydet_status fold(const Fold &);

@@ -90,6 +90,7 @@ typedef struct pydet_exchange {
   pydet_object *current_level;
   pydet_object *dtype;
   pydet_object *is_neg;      /* torch.Tensor.is_neg, NULL until torch is seen */
+  pydet_object *records;     /* torch.is_grad_enabled, likewise */
   pydet_object *forward_ad;  /* torch.autograd.forward_ad, whose _current_level is 0 or more while there are tangents */
   pydet_object *numpy_empty; /* numpy.empty and the dtype of each type index, NULL until seen */
   pydet_object *numpy_dtypes[PYDET_EXCHANGE_TYPES];

@@ -14,6 +14,8 @@ struct EmbeddingBackward;
 struct SelectiveScan;
 struct GatedDelta;
 struct CausalConv1d;
+struct RotaryTable;
+struct Rotary;
 struct Sample;
 struct TopK;
 struct ActivationBackward;
@@ -125,10 +127,36 @@ pydet_status grouped_gemm_ieee_64x64(const GroupedGemm &);
 bool gemm_ieee_128x256_takes(const Gemm &);
 pydet_status gemm_ieee_128x256(const Gemm &);
 
-// any/rmsnorm.cu
+// any/norm.cu
 bool rmsnorm_held_takes(const RmsNorm &);
 pydet_status rmsnorm_held(const RmsNorm &);
-pydet_status rmsnorm_long(const RmsNorm &);
+pydet_status rmsnorm_general(const RmsNorm &);
+bool layernorm_held_takes(const LayerNorm &);
+pydet_status layernorm_held(const LayerNorm &);
+pydet_status layernorm_general(const LayerNorm &);
+
+// any/norm_backward.cu
+pydet_status rmsnorm_backward_general(const RmsNormBackward &);
+bool layernorm_backward_held_takes(const LayerNormBackward &);
+pydet_status layernorm_backward_held(const LayerNormBackward &);
+pydet_status layernorm_backward_general(const LayerNormBackward &);
+
+// nvidia/norm_backward_apart.cu
+bool rmsnorm_backward_apart_takes(const RmsNormBackward &);
+bool rmsnorm_backward_apart_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_apart(const RmsNormBackward &);
+bool layernorm_backward_apart_takes(const LayerNormBackward &);
+bool layernorm_backward_apart_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_apart(const LayerNormBackward &);
+
+// nvidia/norm_backward_rows.cu
+bool rmsnorm_backward_narrow_takes(const RmsNormBackward &);
+bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
+bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
+pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
+bool layernorm_backward_rows_takes(const LayerNormBackward &);
+pydet_status layernorm_backward_rows(const LayerNormBackward &);
 
 // any/rmsnorm_backward.cu
 bool rmsnorm_backward_held_takes(const RmsNormBackward &);
@@ -139,26 +167,13 @@ bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_cluster(const RmsNormBackward &);
 pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 
-// any/rmsnorm_backward_long.cu
-pydet_status rmsnorm_backward_long(const RmsNormBackward &);
-
 // nvidia/rmsnorm_backward_short.cu
 bool rmsnorm_backward_short_takes(const RmsNormBackward &);
 bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
-// nvidia/rmsnorm_backward_apart.cu
-bool rmsnorm_backward_apart_takes(const RmsNormBackward &);
-bool rmsnorm_backward_apart_prefers(const RmsNormBackward &);
-pydet_status rmsnorm_backward_apart(const RmsNormBackward &);
-
-// nvidia/rmsnorm_backward_narrow.cu
-bool rmsnorm_backward_narrow_takes(const RmsNormBackward &);
-bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
-pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
-
-// nvidia/norm_unaligned.cu
+// nvidia/norm_elements.cu, nvidia/norm_backward_elements.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
 pydet_status rmsnorm_unaligned(const RmsNorm &);
 bool layernorm_unaligned_takes(const LayerNorm &);
@@ -169,33 +184,12 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
-// nvidia/norm_backward_strided.cu
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
 bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &);
 bool layernorm_backward_strided_takes(const LayerNormBackward &);
 bool layernorm_backward_strided_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_strided(const LayerNormBackward &);
-
-// nvidia/rmsnorm_backward_rows.cu
-bool rmsnorm_backward_shifted_takes(const RmsNormBackward &);
-bool rmsnorm_backward_shifted_prefers(const RmsNormBackward &);
-pydet_status rmsnorm_backward_shifted(const RmsNormBackward &);
-bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
-pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
-
-// nvidia/layernorm_backward_apart.cu
-bool layernorm_backward_apart_takes(const LayerNormBackward &);
-bool layernorm_backward_apart_prefers(const LayerNormBackward &);
-pydet_status layernorm_backward_apart(const LayerNormBackward &);
-
-// nvidia/layernorm_backward_rows.cu
-bool layernorm_backward_rows_takes(const LayerNormBackward &);
-pydet_status layernorm_backward_rows(const LayerNormBackward &);
-
-// any/rmsnorm_general.cu
-pydet_status rmsnorm_general(const RmsNorm &);
-pydet_status rmsnorm_backward_general(const RmsNormBackward &);
 
 // any/softmax.cu
 bool softmax_held_takes(const Softmax &);
@@ -213,7 +207,7 @@ bool softmax_cluster_takes(const Softmax &);
 bool softmax_cluster_prefers(const Softmax &);
 pydet_status softmax_cluster(const Softmax &);
 
-// nvidia/norm_adjacent.cu
+// nvidia/norm_elements.cu
 bool rmsnorm_adjacent_takes(const RmsNorm &);
 bool rmsnorm_adjacent_prefers(const RmsNorm &);
 pydet_status rmsnorm_adjacent(const RmsNorm &);
@@ -225,9 +219,6 @@ pydet_status layernorm_adjacent(const LayerNorm &);
 bool softmax_adjacent_takes(const Softmax &);
 bool softmax_adjacent_prefers(const Softmax &);
 pydet_status softmax_adjacent(const Softmax &);
-bool softmax_backward_adjacent_takes(const SoftmaxBackward &);
-bool softmax_backward_adjacent_prefers(const SoftmaxBackward &);
-pydet_status softmax_backward_adjacent(const SoftmaxBackward &);
 
 // nvidia/softmax_backward_staged.cu
 bool softmax_backward_staged_takes(const SoftmaxBackward &);
@@ -236,7 +227,7 @@ bool softmax_backward_cluster_takes(const SoftmaxBackward &);
 bool softmax_backward_cluster_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_cluster(const SoftmaxBackward &);
 
-// nvidia/norm_staged.cu
+// nvidia/norm_elements.cu
 bool rmsnorm_staged_takes(const RmsNorm &);
 bool rmsnorm_staged_prefers(const RmsNorm &);
 pydet_status rmsnorm_staged(const RmsNorm &);
@@ -272,16 +263,6 @@ bool fold_one_shot_prefers(const Fold &);
 pydet_status fold_one_shot(const Fold &);
 pydet_status fold_two_shot(const Fold &);
 
-// any/layernorm.cu
-bool layernorm_held_takes(const LayerNorm &);
-pydet_status layernorm_held(const LayerNorm &);
-pydet_status layernorm_long(const LayerNorm &);
-
-// any/layernorm_backward.cu
-bool layernorm_backward_held_takes(const LayerNormBackward &);
-pydet_status layernorm_backward_held(const LayerNormBackward &);
-pydet_status layernorm_backward_long(const LayerNormBackward &);
-
 // any/activation.cu
 pydet_status activation(const Activation &);
 pydet_status activation_backward(const ActivationBackward &);
@@ -307,6 +288,9 @@ bool selective_scan_takes(const SelectiveScan &);
 pydet_status selective_scan(const SelectiveScan &);
 pydet_status gated_delta(const GatedDelta &);
 pydet_status causal_conv1d(const CausalConv1d &);
+// any/rotary.cu
+pydet_status rotary_table(const RotaryTable &);
+pydet_status rotary(const Rotary &);
 
 // any/attention_ieee.cu, nvidia/attention_mma.cu
 bool attention_ieee_takes(const Attention &);

@@ -436,6 +436,53 @@ PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor 
                                                const pydet_tensor *index, const pydet_tensor *dx,
                                                const pydet_log_prob_options *options);
 
+/* ---- Linear log-probability -----------------------------------------------------------------------------------
+ *   z[t, n] = round( chain_k(x[t, k], w[n, k]) + bias[n] );   log_prob[t] = pydet_log_prob of z[t, :] and index[t]
+ *
+ * The head of a language model: pydet_skinny_gemm and pydet_log_prob in one, with their bits, and without z in memory but
+ * for some rows at a time, in the workspace. How many those are changes no bit, nor does how many there are in all
+ * (NUMERICS.md, "Head"). Backward makes z again; d is its gradient, rounded to the type of z and then to that of x:
+ *   dx[t, k] = round( chain_n(d[t, n], w[n, k]) );   dw[n, k] = chain_t(d[t, n], x[t, k]);   dbias[n] = chain_t(1, d[t, n])
+ *
+ * Operands   x [..., K], whose rows lie one stride apart, w [N, K], both fp32, bf16 or fp16, the same type, one of their
+ *            strides 1; bias NULL or [N], of any of the three; index [...], int32 or int64, and log_prob and dlog_prob
+ *            [...], fp32, contiguous. An index below 0 or from N on gives NaN, and zeros in d.
+ * Results    dx like x, dw [N, K], dbias [N], of any of the three types, their last stride 1; each NULL if it is not asked
+ *            for. dw and dbias that are not fp32 need a workspace for all rows at once. accumulate: they are continued;
+ *            micro-batches of a multiple of 16 rows (or of k_chunk) have the bits of one batch.
+ *            log_prob in backward: NULL, or written too: then the loss has its gradients by three products, not four, where
+ *            these are known beforehand. Cross entropy is -log_prob, so dlog_prob is -1 / rows for the mean of it; a row
+ *            that is to be ignored has an index of -1 and counts for nothing.
+ * Products   No kernel can be asked for by name; arithmetic and k_chunk are those of all products.
+ * Empty, NaN, Stream   As in pydet_gemm and pydet_log_prob. */
+typedef struct pydet_linear_log_prob_options {
+  uint32_t struct_size;
+  int32_t arithmetic;
+  int64_t k_chunk;
+  pydet_dtype logits; /* what z is rounded to: zeros for the type of x, or fp32 */
+  int32_t accumulate; /* of backward: 1: dw and dbias, then fp32, are continued */
+  void *workspace; /* as large as pydet_linear_log_prob_workspace says, or for fewer rows at a time; refused where it */
+  uint64_t workspace_size; /* holds less than a row forward, 16 (or k_chunk) for sums over rows */
+  int64_t reserved;        /* 0 */
+} pydet_linear_log_prob_options;
+
+PYDET_API pydet_status pydet_linear_log_prob(void *stream, const pydet_tensor *x, const pydet_tensor *w,
+                                             const pydet_tensor *bias, const pydet_tensor *index,
+                                             const pydet_tensor *log_prob,
+                                             const pydet_linear_log_prob_options *options);
+PYDET_API pydet_status pydet_linear_log_prob_backward(void *stream, const pydet_tensor *dlog_prob,
+                                                      const pydet_tensor *x, const pydet_tensor *w,
+                                                      const pydet_tensor *bias, const pydet_tensor *index,
+                                                      const pydet_tensor *log_prob, const pydet_tensor *dx,
+                                                      const pydet_tensor *dw, const pydet_tensor *dbias,
+                                                      const pydet_linear_log_prob_options *options);
+
+/* Bytes of workspace for x [rows, K] of this type, w [N, K]: for as many rows at a time as `most` bytes hold, 256 MiB if it
+ * is 0, or for as few as may be if these need more. */
+PYDET_API pydet_status pydet_linear_log_prob_workspace(int64_t rows, int64_t n, int64_t k, pydet_dtype type,
+                                                       int32_t backward, uint64_t most,
+                                                       const pydet_linear_log_prob_options *options, uint64_t *bytes);
+
 /* ---- Sampling --------------------------------------------------------------------------------------------------
  * A token of each row of logits x [..., N], N up to 8,388,608, drawn with the probabilities of softmax(x / temperature) and
  * the filters below: a function of the row, its seed, its position and its options alone. The same token on every backend,
@@ -523,6 +570,45 @@ PYDET_API pydet_status pydet_embedding_backward(void *stream, const pydet_tensor
 /* Bytes of workspace for the gradient of a table of `rows` rows by so many tokens: a function of the two alone. Both are
  * below 2^31. */
 PYDET_API pydet_status pydet_embedding_backward_workspace(int64_t tokens, int64_t rows, uint64_t *bytes);
+
+/* ---- Rotary embeddings ------------------------------------------------------------------------------------------
+ *   a[..., j] = fl(position[...] frequencies[j]),   cos = round(fl(cos(a) scale)),   sin = round(fl(sin(a) scale))
+ *
+ * positions [...] in int32, int64, fp32, bf16 or fp16, contiguous; frequencies [F] in fp32, contiguous. cos and sin [..., F],
+ * or [..., 2 F]: then the F once more behind them; both of one type, rows as of pydet_rmsnorm. Cosine and sine are a written
+ * formula in fp64 (NUMERICS.md, "Rotary embeddings"), rounded to fp32: an element depends on its position and frequency
+ * alone. */
+typedef struct pydet_rotary_table_options {
+  uint32_t struct_size;
+  float scale;      /* finite and not 0; 1 without options */
+  int64_t reserved; /* 0 */
+  const char *kernel;
+} pydet_rotary_table_options;
+
+PYDET_API pydet_status pydet_rotary_table(void *stream, const pydet_tensor *positions, const pydet_tensor *frequencies,
+                                          const pydet_tensor *cos, const pydet_tensor *sin,
+                                          const pydet_rotary_table_options *options);
+
+/* Pairs (a, b) of the first R elements of each head become (a cos - b sin, b cos + a sin); the other elements are copied.
+ *
+ * q [..., H, N] and q_out like it, k [..., G, N] and k_out likewise, or NULL both; elements of a head adjacent. cos and sin
+ * [..., R / 2], a number a pair; under `whole` [..., R], a number an element, at its place in q_out (transposed: in q).
+ * A leading extent of theirs may be 1 where that of q is not. q and k are of one type, q_out and k_out of one, cos and sin of
+ * one. Pair i is elements i and R / 2 + i; under neighbours it is 2 i and 2 i + 1 of q and k, under out_neighbours of q_out
+ * and k_out.
+ *
+ * Each product is rounded to the type of q_out, and then the sum; under in_fp32 the sum alone. transposed: (a cos + b sin,
+ * b cos - a sin), the gradient by q of that by q_out, where a sum of -0 is +0, and so are elements that are copied. */
+typedef struct pydet_rotary_options {
+  uint32_t struct_size;
+  int32_t whole, neighbours, out_neighbours, in_fp32, transposed; /* 0 or 1 */
+  int64_t reserved;                                               /* 0 */
+  const char *kernel;
+} pydet_rotary_options;
+
+PYDET_API pydet_status pydet_rotary(void *stream, const pydet_tensor *q, const pydet_tensor *k, const pydet_tensor *cos,
+                                    const pydet_tensor *sin, const pydet_tensor *q_out, const pydet_tensor *k_out,
+                                    const pydet_rotary_options *options);
 
 /* ---- Activations ----------------------------------------------------------------------------------------------
  *   y = f(x), or as the gate of another factor: y = f(x) up        element by element

@@ -234,6 +234,18 @@ inline void sample(void *stream, const tensor &x, const tensor &seed, const tens
   call(pydet_sample, stream, x.describe(), seed.describe(), position.describe(), token.describe(), log_prob.describe(),
        filtered_log_prob.describe(), options);
 }
+inline void linear_log_prob(void *stream, const tensor &x, const tensor &w, const tensor &bias, const tensor &index,
+                            const tensor &log_prob, const pydet_linear_log_prob_options *options = nullptr) {
+  call(pydet_linear_log_prob, stream, x.describe(), w.describe(), bias.describe(), index.describe(),
+       log_prob.describe(), options);
+}
+inline void linear_log_prob_backward(void *stream, const tensor &dlog_prob, const tensor &x, const tensor &w,
+                                     const tensor &bias, const tensor &index, const tensor &log_prob, const tensor &dx,
+                                     const tensor &dw, const tensor &dbias,
+                                     const pydet_linear_log_prob_options *options = nullptr) {
+  call(pydet_linear_log_prob_backward, stream, dlog_prob.describe(), x.describe(), w.describe(), bias.describe(),
+       index.describe(), log_prob.describe(), dx.describe(), dw.describe(), dbias.describe(), options);
+}
 inline void topk(void *stream, const tensor &x, const tensor &values, const tensor &index,
                  const pydet_topk_options *options = nullptr) {
   call(pydet_topk, stream, x.describe(), values.describe(), index.describe(), options);
@@ -245,6 +257,16 @@ inline void embedding(void *stream, const tensor &w, const tensor &ids, const te
 inline void embedding_backward(void *stream, const tensor &dout, const tensor &ids, const tensor &dw,
                                const pydet_embedding_backward_options *options = nullptr) {
   call(pydet_embedding_backward, stream, dout.describe(), ids.describe(), dw.describe(), options);
+}
+inline void rotary_table(void *stream, const tensor &positions, const tensor &frequencies, const tensor &cos,
+                         const tensor &sin, const pydet_rotary_table_options *options = nullptr) {
+  call(pydet_rotary_table, stream, positions.describe(), frequencies.describe(), cos.describe(), sin.describe(),
+       options);
+}
+inline void rotary(void *stream, const tensor &q, const tensor &k, const tensor &cos, const tensor &sin,
+                   const tensor &q_out, const tensor &k_out, const pydet_rotary_options *options = nullptr) {
+  call(pydet_rotary, stream, q.describe(), k.describe(), cos.describe(), sin.describe(), q_out.describe(),
+       k_out.describe(), options);
 }
 inline void activation(void *stream, const tensor &x, const tensor &up, const tensor &y,
                        const pydet_activation_options *options = nullptr) {

@@ -16,6 +16,7 @@ from pydet.jax.calls import (
     compiled,
     kernel_name,
     operands_of,
+    program,
     static,
     to_array,
 )
@@ -64,6 +65,7 @@ def _activation(op: str, x: Any, up: Any, kind: str, kernel: str | None, gate: s
     return _run_activation(x, up, number, kernel_name(op, kernel))
 
 
+@program
 def activation(x: Array, kind: Kind = "silu", *, up: Array | None = None, kernel: str | None = None) -> Array:
     """A function of each element, ``f(x)``, or as a gate ``f(x) up``: :func:`pydet.activation` with a gradient.
 
@@ -78,6 +80,7 @@ def activation(x: Array, kind: Kind = "silu", *, up: Array | None = None, kernel
     return _activation("activation", x, up, kind, kernel)
 
 
+@program
 def silu(x: Array) -> Array:
     """``x / (1 + e^-x)``, as ``jax.nn.silu``: :func:`activation` of kind ``"silu"``."""
     return _activation("silu", x, None, "silu", None)
@@ -86,42 +89,50 @@ def silu(x: Array) -> Array:
 swish = silu
 
 
+@program
 def gelu(x: Array, approximate: bool = True) -> Array:
     """``x`` times the probability that a normal number is below it, as ``jax.nn.gelu``: :func:`activation` of kind
     ``"gelu_tanh"``, and without ``approximate`` of ``"gelu"``."""
     return _activation("gelu", x, None, _gelu_kind("gelu", approximate), None)
 
 
+@program
 def sigmoid(x: Array) -> Array:
     """``1 / (1 + e^-x)``, as ``jax.nn.sigmoid``: :func:`activation` of kind ``"sigmoid"``."""
     return _activation("sigmoid", x, None, "sigmoid", None)
 
 
+@program
 def log_sigmoid(x: Array) -> Array:
     """``-log(1 + e^-x)``, as ``jax.nn.log_sigmoid``: less the :func:`softplus` of ``-x``."""
     return -_activation("log_sigmoid", -to_array("log_sigmoid", "x", x), None, "softplus", None)
 
 
+@program
 def tanh(x: Array) -> Array:
     """As ``jax.nn.tanh``: :func:`activation` of kind ``"tanh"``."""
     return _activation("tanh", x, None, "tanh", None)
 
 
+@program
 def softplus(x: Array) -> Array:
     """``log(1 + e^x)``, as ``jax.nn.softplus``: :func:`activation` of kind ``"softplus"``."""
     return _activation("softplus", x, None, "softplus", None)
 
 
+@program
 def exp(x: Array) -> Array:
     """``e^x``, as ``jax.numpy.exp``: :func:`activation` of kind ``"exp"``."""
     return _activation("exp", x, None, "exp", None)
 
 
+@program
 def swiglu(gate: Array, up: Array) -> Array:
     """``silu(gate) up``: :func:`activation` of kind ``"silu"``."""
     return _activation("swiglu", gate, _given("swiglu", up), "silu", None, "gate")
 
 
+@program
 def geglu(gate: Array, up: Array, approximate: bool = True) -> Array:
     """``gelu(gate) up``: :func:`activation` of the kind that :func:`gelu` has."""
     return _activation("geglu", gate, _given("geglu", up), _gelu_kind("geglu", approximate), None, "gate")

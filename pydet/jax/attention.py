@@ -22,6 +22,7 @@ from pydet.jax.calls import (
     kernel_name,
     name_of,
     operands_of,
+    program,
     static,
     to_array,
     to_kind,
@@ -58,20 +59,18 @@ class _Beside(NamedTuple):
     seqlens_k: Array | None
 
 
-def _workspace(name: str, q: Array, k: Array, v: Array, options: _Options, kernel: str) -> int:
+def workspace_of(name: str, extents: tuple[Any, ...], options: _Options, kernel: str, packed: bool = False) -> int:
     """Bytes that a kernel can use, of any library here; none where extents are symbols. It decides no bit."""
-    queries, keys = (x.shape[1 if options.tokens_first else 2] for x in (q, k))
-    heads, groups = (x.shape[2 if options.tokens_first else 1] for x in (q, k))
-    extents = (q.shape[0], heads, groups, queries, keys, q.shape[3], v.shape[3])
     if not all(isinstance(x, int) for x in extents):
         return 0
     given, most = ffi.new(f"pydet_{name}_options *"), 0
-    text_of_kernel = ffi.new("char[]", kernel.encode())
+    text_of_kernel, ends = ffi.new("char[]", kernel.encode()), ffi.new("pydet_tensor *")
     given.struct_size = ffi.sizeof(f"pydet_{name}_options")
     given.arithmetic = options.arithmetic
     if name == "attention":
         given.kv_chunk = options.kv_chunk
     given.kernel = text_of_kernel if kernel else ffi.NULL
+    given.cu_seqlens_q = ends if packed else ffi.NULL
     for index in (constants.PYDET_EXCHANGE_CPU, constants.PYDET_EXCHANGE_CUDA, constants.PYDET_EXCHANGE_ROCM):
         library, _ = _native.try_load(index)
         if library is None:
@@ -80,6 +79,12 @@ def _workspace(name: str, q: Array, k: Array, v: Array, options: _Options, kerne
         if getattr(library.lib, f"pydet_{name}_workspace")(*extents, given, size) == constants.PYDET_OK:
             most = max(most, int(size[0]))
     return most
+
+
+def _workspace(name: str, q: Array, k: Array, v: Array, options: _Options, kernel: str) -> int:
+    queries, keys = (x.shape[1 if options.tokens_first else 2] for x in (q, k))
+    heads, groups = (x.shape[2 if options.tokens_first else 1] for x in (q, k))
+    return workspace_of(name, (q.shape[0], heads, groups, queries, keys, q.shape[3], v.shape[3]), options, kernel)
 
 
 def _call(q: Array, k: Array, v: Array, beside: _Beside, options: _Options) -> tuple[Array, Array]:
@@ -150,30 +155,36 @@ def _attention(
     return found
 
 
-def _number(name: str, x: Any, none: str) -> Real:
+def _number(op: str, name: str, x: Any, none: str) -> Real:
     """A scale or softcap; 0 for None."""
     if x is None:
         return Real(0)
-    x = static("attention", name, x, float, "a number")
+    x = static(op, name, x, float, "a number")
     if not 2.0**-100 <= x <= 2.0**100:
-        fail(INVALID_VALUE, f"attention: {name} is {x:g}, want a number from 2^-100 to 2^100, or None for {none}")
+        fail(INVALID_VALUE, f"{op}: {name} is {x:g}, want a number from 2^-100 to 2^100, or None for {none}")
     return Real(x)
 
 
-def _keys(name: str, x: Any) -> int:
+def _keys(op: str, name: str, x: Any) -> int:
     """The side of a window."""
     if x is None:
         return _ANY
-    x = static("attention", name, x, operator.index, "None or a number of keys")
+    x = static(op, name, x, operator.index, "None or a number of keys")
     if not 0 <= x <= 2**40:
-        fail(INVALID_VALUE, f"attention: {name} is {x}, want 0 to 2^40 keys, or None for any")
+        fail(INVALID_VALUE, f"{op}: {name} is {x}, want 0 to 2^40 keys, or None for any")
     return int(x)
 
 
-def _options_of(
-    scale: Any, softcap: Any, causal: Any, window: Any, arithmetic: Any, kv_chunk: Any, kernel: Any
+def options_of(
+    scale: Any,
+    softcap: Any,
+    causal: Any,
+    window: Any,
+    arithmetic: Any,
+    kv_chunk: Any,
+    kernel: Any,
+    op: str = "attention",
 ) -> _Options:
-    op = "attention"
     if window is not None and (not isinstance(window, tuple | list) or len(window) != 2):
         what = repr(window) if isinstance(window, int | tuple | list) else type_name(window)
         fail(INVALID_VALUE, f"{op}: window is {what}, want a pair (left, right), None on a side for any")
@@ -182,17 +193,18 @@ def _options_of(
     if chunk <= 0 or chunk % 128 or chunk >= 2**63:
         fail(INVALID_VALUE, f"{op}: kv_chunk is {chunk}, want a positive multiple of 128")
     return _Options(
-        _number("scale", scale, "1 / sqrt(D)"),
-        _number("softcap", softcap, "none"),
+        _number(op, "scale", scale, "1 / sqrt(D)"),
+        _number(op, "softcap", softcap, "none"),
         static(op, "causal", causal, bool, "True or False"),
-        _keys("window_left", left),
-        _keys("window_right", right),
+        _keys(op, "window_left", left),
+        _keys(op, "window_right", right),
         unknown(static(op, "arithmetic", arithmetic, str, "a name"), op, "arithmetic"),
         int(chunk),
         kernel_name(op, kernel),
     )
 
 
+@program
 def attention(
     q: Array,
     k: Array,
@@ -241,7 +253,7 @@ def attention(
         None if seqlens_k is None else to_kind(op, "seqlens_k", seqlens_k, "int32"),
     )
     RULES.attention(*operands_of(("q", q), ("k", k), ("v", v), *beside._asdict().items()))
-    options = _options_of(scale, softcap, causal, window, arithmetic, kv_chunk, kernel)
+    options = options_of(scale, softcap, causal, window, arithmetic, kv_chunk, kernel)
     return_lse = static(op, "return_lse", return_lse, bool, "True or False")
     out, lse = _attention(q, k, v, *beside, options)
     return (out, lse) if return_lse else out
@@ -250,6 +262,7 @@ def attention(
 # ---- jax.nn ----------------------------------------------------------------------------------------------------------
 
 
+@program
 def dot_product_attention(
     query: Array,
     key: Array,
@@ -304,7 +317,7 @@ def dot_product_attention(
         None if query_seq_lengths is None else to_kind(op, "query_seq_lengths", query_seq_lengths, "int32"),
         None if key_value_seq_lengths is None else to_kind(op, "key_value_seq_lengths", key_value_seq_lengths, "int32"),
     )
-    options = _options_of(scale, None, False, (left, 0 if is_causal else right), arithmetic, kv_chunk, None)
+    options = options_of(scale, None, False, (left, 0 if is_causal else right), arithmetic, kv_chunk, None)
     _check_named(op, q, k, v, pairs)
     out, lse = _named_attention(q, k, v, *pairs, options)
     return (out, lse) if static(op, "return_residual", return_residual, bool, "True or False") else out

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import itertools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
 try:
     import jax
@@ -21,6 +22,8 @@ from pydet import _native
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
+from pydet.jax.foreign import Foreign, batchable, varies_over
+from pydet.jax.sharded import partitioned
 from pydet.protocols import TYPES, UNSCALED, type_name
 from pydet.shapes import MAX_DIMS, RULES, Operand, text
 
@@ -168,26 +171,91 @@ def kernel_name(op: str, kernel: str | None) -> str:
     return "" if kernel is None else str(static(op, "kernel", kernel, str, "None or the name of a kernel"))
 
 
-_ready: dict[Any, Any] = {}  # what the checks of a call found, by all that they read
+# ---- A call outside of any program -----------------------------------------------------------------------------------
 
 
-def remembered(op: str, x: Array, y: Array, given: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The key of a call of two arrays and what is static, or None, and what was found for it, or None."""
-    if type(x) not in _concrete or type(y) not in _concrete:
-        return None, None
-    key = (op, x.shape, x.dtype, y.shape, y.dtype, given, *map(type, given))  # 16 == 16.0, which is refused
-    try:
-        return key, _ready.get(key)
-    except TypeError:  # what is static has no hash, and is refused
-        return None, None
+_programs: dict[Any, Any] = {}  # the compiled programs of public functions, by what is static of their calls
+_ARRAY = object()
+_F = TypeVar("_F", bound=Callable[..., Any])
+_PLAIN = frozenset((type(None), int, bool, str))
 
 
-def remember(key: Any, found: Any) -> Any:
-    if key is not None:
-        if len(_ready) >= 4096:
-            _ready.clear()
-        _ready[key] = found
+def _told(x: Any) -> Any:
+    """What stands for a static argument, another for 16.0 than for 16, and for -0.0 than for 0.0; or NotImplemented."""
+    kind = type(x)
+    if kind is float:
+        return x.hex()
+    if kind is tuple or kind is list:
+        told = tuple((type(y), _told(y)) for y in x)
+        return NotImplemented if any(y is NotImplemented for _, y in told) else told
+    return x if kind in _PLAIN or isinstance(x, type | np.dtype) else NotImplemented
+
+
+def program(function: _F) -> _F:
+    """A decorator of a public function: a call on arrays outside of any program is a program of JAX's, which is found
+    again by what is static, so that nothing is checked anew that was checked when it was traced."""
+    parameters = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        key: list[Any] = [function]
+        arrays = []
+        for x in given:
+            kind = type(x)
+            if kind in _concrete:
+                arrays.append(x)
+                key.append(_ARRAY)
+            elif kind in _PLAIN or (kind is float and x):
+                key += kind, x
+            elif (told := _told(x)) is NotImplemented:
+                return function(*given, **named)
+            else:
+                key += kind, told
+        for name, x in named.items():
+            kind = type(x)
+            key.append(name)
+            if kind in _concrete:
+                arrays.append(x)
+                key.append(_ARRAY)
+            elif kind in _PLAIN or (kind is float and x):
+                key += kind, x
+            elif (told := _told(x)) is NotImplemented:
+                return function(*given, **named)
+            else:
+                key += kind, told
+        if not arrays:
+            return function(*given, **named)
+        found = _programs.get(known := tuple(key))
+        return _first(function, parameters, given, named, arrays, known) if found is None else found(*arrays)
+
+    return cast(_F, call)
+
+
+def _first(
+    function: Callable[..., Any], names: list[str], given: Any, named: dict[str, Any], arrays: list[Array], key: Any
+) -> Any:
+    """The first call of a program."""
+    for name, x in (*zip(names, given, strict=False), *named.items()):
+        if type(x) in _concrete:
+            _served_here(function.__name__, name, x)
+    fixed = [_ARRAY if type(x) in _concrete else x for x in given]
+    fixed_by_name = {name: _ARRAY if type(x) in _concrete else x for name, x in named.items()}
+
+    def run(*arrays: Array) -> Any:
+        each = iter(arrays)
+        by_place = [next(each) if x is _ARRAY else x for x in fixed]
+        return function(*by_place, **{name: next(each) if x is _ARRAY else x for name, x in fixed_by_name.items()})
+
+    run.__name__ = run.__qualname__ = function.__name__
+    made = jax.jit(run, inline=True)
+    found = made(*arrays)
+    if len(_programs) >= 4096:
+        _programs.clear()
+    _programs[key] = made
     return found
+
+
+# ---- Options ---------------------------------------------------------------------------------------------------------
 
 
 class Options(NamedTuple):
@@ -247,8 +315,11 @@ _NO_DERIVATIVE = {  # of what has no gradient of its own, or no second one
     "activation_backward": "activation_backward: no derivative of this gradient; activations have first gradients",
     "embedding_backward": "embedding_backward: no derivative of this gradient; embedding has first gradients",
     "softmax_backward": "softmax_backward: no derivative of this gradient",
+    "linear_log_prob_backward": "linear_log_prob_backward: no derivative of this gradient",
     "log_prob_backward": "log_prob_backward: no derivative of this gradient",
     "attention_backward": "attention_backward: no derivative of this gradient; attention has first gradients",
+    "attention_stored": "attention_paged: no derivative; attention and attention_varlen have first gradients",
+    "attention_varlen_backward": "attention_varlen: no derivative of its gradient; it has first gradients",
 }
 
 
@@ -268,20 +339,9 @@ def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
-_core: Any = jax.core
-_typeof: Any = getattr(jax, "typeof", None) or _core.get_aval
-
-
-def _axes(x: Array) -> frozenset[str]:
-    """The axes of ``shard_map`` that an array varies over, where JAX checks that."""
-    aval = _typeof(x)
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
-
-
 def _aligned(arrays: list[Array]) -> list[Array]:
     """Arrays that vary over the same axes."""
-    axes = [_axes(x) for x in arrays]
+    axes = [varies_over(x) for x in arrays]
     if len(set(axes)) < 2:
         return arrays
     every = frozenset[str]().union(*axes)
@@ -295,16 +355,6 @@ def _varying(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
 
 
-def _like(result: Any, x: Array) -> Any:
-    """What a result is, over the axes that an operand varies over."""
-    if not _axes(x):
-        return result
-    aval = _typeof(x)
-    name = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
-    where = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
-    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=where, **{name: getattr(aval, name)})
-
-
 def call_handler(
     target: str,
     results: Any,
@@ -313,39 +363,23 @@ def call_handler(
     attributes: dict[str, Any],
     layouts: tuple[tuple[int, ...] | None, ...] | None = None,
 ) -> Any:
-    """The handler's results; `layouts`: dimensions of the operands as they are to lie, from the outermost. Under vmap
-    gemm broadcasts what is unbatched; products of groups and of fp8, and rows of tables, are made one by one. A norm
-    takes a weight a group of rows, which nested batches keep in order only where all operands have every batch
-    dimension; and what lies in a result's memory must have its shape."""
+    """The handler's results; `layouts`: dimensions of the operands as they are to lie, from the outermost."""
     typed = tuple((key, Real(x) if isinstance(x, float) else x) for key, x in attributes.items())
-    return _call(target, results, tuple(aliases.items()), typed, layouts, *operands)
-
-
-_ONE_BY_ONE = ("grouped_gemm", "scaled_gemm", "quantize", "embedding", "embedding_backward")  # under vmap
-
-
-@compiled(0, 1, 2, 3, 4)
-def _call(target: str, results: Any, aliases: Any, attributes: Any, layouts: Any, *operands: Array) -> Any:
-    method = "expand_dims" if target == "gemm" and not aliases else "broadcast_all"
-    method = "sequential" if target in _ONE_BY_ONE else method
     several = isinstance(results, tuple)
-    typed = {
-        key: x if isinstance(x, str) else np.float64(x) if isinstance(x, float) else np.int64(x)
-        for key, x in attributes
-    }
-    made = [_like(result, operands[0]) for result in (results if several else (results,))]
-    call = jax.ffi.ffi_call(
-        f"pydet_{target}",
-        tuple(made) if several else made[0],
-        vmap_method=method,
-        input_output_aliases=dict(aliases),
-        input_layouts=layouts,
-    )
+    call = Foreign(target, results if several else (results,), tuple(aliases.items()), typed, layouts)
+    found = _call(call, *operands)
+    return found if several else found[0]
 
+
+@compiled(0)
+def _call(call: Foreign, *operands: Array) -> Any:
     # A gradient is refused when it is asked for, not where it is cut off (jax.lax.stop_gradient).
     def refuse(saved: None, gradient: Any) -> NoReturn:
-        fail(UNSUPPORTED, _NO_DERIVATIVE.get(target, f"{target}: no derivative"))
+        fail(UNSUPPORTED, _NO_DERIVATIVE.get(call.target, f"{call.target}: no derivative"))
 
-    guarded = jax.custom_vjp(lambda *given: call(*given, **typed))
-    guarded.defvjp(lambda *given: (call(*given, **typed), None), refuse)
+    def run(*given: Array) -> tuple[Array, ...]:
+        return batchable(partitioned, call, *given)
+
+    guarded = jax.custom_vjp(run)
+    guarded.defvjp(lambda *given: (run(*given), None), refuse)
     return guarded(*operands)

@@ -58,6 +58,15 @@ def as_it_is(equation: Any, operands: list[Any]) -> list[Any]:
     return list(found) if equation.primitive.multiple_results else [found]
 
 
+def _pydets(equation: Any) -> bool:
+    """Whether an equation is a call of pydet's own (``pydet/jax/foreign.py``)."""
+    name, params = str(equation.primitive.name), equation.params
+    if name == "ffi_call":
+        return str(params.get("target_name", "")).startswith("pydet_")
+    wrapped = name in ("custom_vmap_call", "custom_partitioning")
+    return wrapped and any(_pydets(inner) for inner in params["call"].jaxpr.eqns)
+
+
 class Walk:
     """A program's equations one by one, some replaced, with the bodies of its loops, branches and calls."""
 
@@ -90,12 +99,14 @@ class Walk:
                 return list(results)
         elif "call_jaxpr" in params and hasattr(params["call_jaxpr"], "consts"):
             return self.closed(params["call_jaxpr"], operands)
+        pydets = _pydets(equation)
+        if name == "custom_vmap_call" and not pydets:
+            return self.closed(params["call"], operands)
         result = self.number(name, params, operands)
         if result is not None:
             if name not in _EXACT:
                 self.replaced[name] += 1
             return [result]
-        pydets = name == "ffi_call" and str(params.get("target_name", "")).startswith("pydet_")
         if name not in _EXACT and not pydets and any(_floats(x.aval) for x in equation.outvars if hasattr(x, "aval")):
             self.left[name] += 1
         return as_it_is(equation, operands)

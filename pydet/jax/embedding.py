@@ -19,6 +19,7 @@ from pydet.jax.calls import (
     continued,
     kernel_name,
     name_of,
+    program,
     static,
     to_array,
     whole_numbers,
@@ -76,6 +77,7 @@ def _padding(op: str, padding_idx: int | None, rows: int) -> int:
     return padding
 
 
+@program
 def embedding(w: Array, ids: Array, *, padding_idx: int | None = None, kernel: str | None = None) -> Array:
     """``w[ids]``: :func:`pydet.embedding` with a gradient by ``w``, whose sums have their tokens' order.
 
@@ -96,6 +98,7 @@ def embedding(w: Array, ids: Array, *, padding_idx: int | None = None, kernel: s
     return _run_rows(w, ids, _padding("embedding", padding_idx, w.shape[0]), kernel_name("embedding", kernel))
 
 
+@program
 def embedding_backward(
     dout: Array,
     ids: Array,

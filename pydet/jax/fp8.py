@@ -10,12 +10,23 @@ import jax
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, fail
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
-from pydet.jax.calls import INVALID_SHAPE, Array, call_handler, continued, kernel_name, operands_of, static, to_array
+from pydet.jax.calls import (
+    INVALID_SHAPE,
+    Array,
+    call_handler,
+    continued,
+    kernel_name,
+    operands_of,
+    program,
+    static,
+    to_array,
+)
 from pydet.ops import Arithmetic, Granularity
 from pydet.protocols import TYPES, UNSCALED
 from pydet.shapes import GROUP, RULES, SCALED, SCALES, Operand, text
 
 
+@program
 def scaled_gemm(
     a: Array,
     b: Array,
@@ -74,6 +85,7 @@ def scaled_gemm(
 _GRANULARITIES = ("row", "group", "block", "tensor")  # by number
 
 
+@program
 def quantize(
     x: Array,
     *,

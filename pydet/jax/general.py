@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, fail
-from pydet.jax.calls import INVALID_SHAPE, Array, Options, compiled, continued, name_of, options_of, to_array
+from pydet.jax.calls import (
+    INVALID_SHAPE,
+    Array,
+    Options,
+    compiled,
+    continued,
+    name_of,
+    options_of,
+    program,
+    to_array,
+)
 from pydet.jax.products import Layout, product
 from pydet.ops import Arithmetic
 from pydet.shapes import text
@@ -80,6 +90,7 @@ def _places(op: str, name: str, given: Any, x: Array) -> _Places:
     return places
 
 
+@program
 def dot_general(
     lhs: Array,
     rhs: Array,

@@ -19,6 +19,7 @@ from pydet.jax.calls import (
     compiled,
     name_of,
     options_of,
+    program,
     to_array,
     unwrapped,
 )
@@ -86,6 +87,7 @@ def _run_ragged(lhs: Array, rhs: Array, sizes: Array, dtype: str, options: Optio
     return result
 
 
+@program
 def ragged_dot(
     lhs: Array,
     rhs: Array,

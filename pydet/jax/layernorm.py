@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from pydet.frameworks import type_index
-from pydet.jax.calls import Array, Real, call_handler, compiled, kernel_name, name_of, operands_of, static, to_array
+from pydet.jax.calls import (
+    Array,
+    Real,
+    call_handler,
+    compiled,
+    kernel_name,
+    name_of,
+    operands_of,
+    program,
+    static,
+    to_array,
+)
 from pydet.jax.rmsnorm import norm_operands, norm_options, sums_workspace
 from pydet.protocols import TYPES
 from pydet.shapes import RULES
@@ -121,6 +132,7 @@ def _layer_operands(op: str, x: Any, weight: Any, bias: Any, residual: Any) -> t
     return x, weight, bias, residual
 
 
+@program
 def layer_norm(
     x: Array,
     weight: Array | None = None,
@@ -151,6 +163,7 @@ def layer_norm(
     return (y, *total) if total else y
 
 
+@program
 def layernorm(
     x: Array,
     weight: Array | None = None,
@@ -174,6 +187,7 @@ def layernorm(
     return _layer(x, residual, weight, bias, *options)
 
 
+@program
 def layernorm_backward(
     dy: Array,
     x: Array,

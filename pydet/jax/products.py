@@ -20,8 +20,7 @@ from pydet.jax.calls import (
     name_of,
     operands_of,
     options_of,
-    remember,
-    remembered,
+    program,
     static,
     to_array,
 )
@@ -45,7 +44,7 @@ def product(
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     # All of one rank, so that what vmap puts in front of them meets.
     operands = [x.reshape((1,) * (2 + len(batch) - x.ndim) + x.shape) for x in (a, b, bias, start) if x is not None]
-    attributes = {"has_bias": bias is not None, "accumulate": start is not None}
+    attributes = {"has_bias": bias is not None, "accumulate": start is not None, "has_initial": False}
     return call_handler(
         "gemm",
         jax.ShapeDtypeStruct((*batch, m, n), dtype),
@@ -121,19 +120,14 @@ def _matrix_product(
 ) -> Array:
     """The product of two named matrices or batches, which lie as `layout` says; `how`: arithmetic, k_chunk, kernel."""
     a, b = to_array(op, *first), to_array(op, *second)
-    key = None
-    if bias is None and accumulate is None:
-        key, ready = remembered(op, a, b, (out_dtype, *how))
-        if ready is not None:
-            return _run_product(a, b, None, None, ready[0], layout, ready[1])
     added = None if bias is None else to_array(op, "bias", bias)
     shape = RULES.product(op, *operands_of((first[0], a), (second[0], b), ("bias", added)))
     start, dtype = continued(op, accumulate, shape, out_dtype, name_of(a.dtype))
-    dtype, options = remember(key, (dtype, options_of(op, *how)))
-    result: Array = _run_product(a, b, added, start, dtype, layout, options)
+    result: Array = _run_product(a, b, added, start, dtype, layout, options_of(op, *how))
     return result
 
 
+@program
 def gemm(
     a: Array,
     b: Array,
@@ -158,6 +152,7 @@ def gemm(
     return _matrix_product("gemm", ("a", a), ("b", b), bias, out_dtype, accumulate, how, Layout())
 
 
+@program
 def gemm_da(
     dc: Array,
     b: Array,
@@ -179,6 +174,7 @@ def gemm_da(
     return _matrix_product("gemm_da", ("dc", dc), ("b", b), None, out_dtype, accumulate, how, layout)
 
 
+@program
 def gemm_db(
     a: Array,
     dc: Array,
@@ -203,6 +199,7 @@ def gemm_db(
     return _matrix_product("gemm_db", ("a", a), ("dc", dc), None, out_dtype, accumulate, how, layout)
 
 
+@program
 def skinny_gemm(
     x: Array,
     w: Array,
@@ -231,6 +228,7 @@ def skinny_gemm(
     )
 
 
+@program
 def linear(
     x: Array, w: Array, bias: Array | None = None, *, arithmetic: Arithmetic = "auto", k_chunk: int | None = None
 ) -> Array:
@@ -259,11 +257,6 @@ def _skinny(
     kernel: str | None,
 ) -> Array:
     x, w = to_array(op, "x", x), to_array(op, "w", w)
-    key = None
-    if bias is None and accumulate is None:
-        key, ready = remembered(op, x, w, (out_dtype, mode, arithmetic, k_chunk, weights_constant, kernel))
-        if ready is not None:
-            return _run_layer(x, w, None, None, *ready)
     bias = None if bias is None else to_array(op, "bias", bias)
     shape = RULES.skinny_product(op, *operands_of(("x", x), ("w", w), ("bias", bias)))
     start, dtype = continued(op, accumulate, shape, out_dtype, name_of(x.dtype))
@@ -272,5 +265,5 @@ def _skinny(
         mode=unknown(static(op, "mode", mode, str, "a name"), op, "mode"),
         weights_constant=static(op, "weights_constant", weights_constant, bool, "True or False"),
     )
-    y: Array = _run_layer(x, w, bias, start, *remember(key, (dtype, options)))
+    y: Array = _run_layer(x, w, bias, start, dtype, options)
     return y

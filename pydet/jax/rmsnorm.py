@@ -20,6 +20,7 @@ from pydet.jax.calls import (
     kernel_name,
     name_of,
     operands_of,
+    program,
     static,
     to_array,
 )
@@ -90,6 +91,7 @@ def _norm_backward(
         "has_bias": bias is not None,
         "has_dresidual": dresidual is not None,
         "accumulate": start is not None,
+        "block_sums": False,
         "heads": results[1].shape[0] if len(results) > 1 and len(results[1].shape) == 2 else 0,
     }
     dx, *sums = call_handler(
@@ -168,6 +170,7 @@ def norm_options(op: str, eps: Any, weight_offset: Any) -> tuple[float, float]:
     return Real(eps), Real(weight_offset)
 
 
+@program
 def rms_norm(
     x: Array,
     weight: Array | None = None,
@@ -198,6 +201,7 @@ def rms_norm(
     return (y, *total) if total else y
 
 
+@program
 def rmsnorm(
     x: Array,
     weight: Array | None = None,
@@ -222,6 +226,7 @@ def rmsnorm(
     )
 
 
+@program
 def rmsnorm_backward(
     dy: Array,
     x: Array,

@@ -18,6 +18,7 @@ from pydet.jax.calls import (
     is_array,
     kernel_name,
     operands_of,
+    program,
     static,
     to_array,
     unwrapped,
@@ -71,6 +72,7 @@ def _of_rows(name: str, values: Any, shape: tuple[int, ...]) -> Array:
     return values
 
 
+@program
 def sample(
     logits: Array,
     seed: Array,
@@ -139,6 +141,7 @@ def _topk(x: Array, k: int, kernel: str) -> tuple[Array, Array]:
 _run_topk = compiled(1, 2)(_topk)
 
 
+@program
 def topk(x: Array, k: int, *, kernel: str | None = None) -> tuple[Array, Array]:
     """The ``k`` largest of each row, descending, equal ones by ascending column: :func:`pydet.topk`.
 

@@ -18,6 +18,7 @@ from pydet.jax.calls import (
     compiled,
     kernel_name,
     operands_of,
+    program,
     static,
     to_array,
     to_kind,
@@ -54,6 +55,7 @@ def _soft_operand(op: str, x: Any) -> Array:
     return x
 
 
+@program
 def softmax(
     x: Array,
     axis: int | tuple[int, ...] | None = -1,
@@ -72,6 +74,7 @@ def softmax(
     return _soft_along("softmax", x, axis, where, False, kernel)
 
 
+@program
 def log_softmax(
     x: Array,
     axis: int | tuple[int, ...] | None = -1,
@@ -138,6 +141,7 @@ _column.defvjp(_column_forward, _column_backward)
 _run_column = compiled(2)(_column)
 
 
+@program
 def log_prob(x: Array, index: Array, *, kernel: str | None = None) -> Array:
     """Column ``index`` of each row of :func:`log_softmax`: :func:`pydet.log_prob` with a gradient by ``x``.
 

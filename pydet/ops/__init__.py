@@ -31,10 +31,12 @@ from pydet.ops.attention import (
 from pydet.ops.embedding import embedding, embedding_backward
 from pydet.ops.fold import fold
 from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
+from pydet.ops.head import linear_log_prob, linear_log_prob_backward
 from pydet.ops.layernorm import layernorm, layernorm_backward
 from pydet.ops.libraries import Device, Kernel, devices, kernels, last_kernel, resolve_arithmetic
 from pydet.ops.products import gemm, gemm_da, gemm_db, skinny_gemm
 from pydet.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from pydet.ops.rotary import rotary, rotary_table
 from pydet.ops.sample import sample, topk
 from pydet.ops.scaled import quantize, scaled_gemm
 from pydet.ops.scan import causal_conv1d, gated_delta, selective_scan
@@ -88,6 +90,8 @@ __all__ = [
     "last_kernel",
     "layernorm",
     "layernorm_backward",
+    "linear_log_prob",
+    "linear_log_prob_backward",
     "log_prob",
     "log_prob_backward",
     "log_softmax",
@@ -96,6 +100,8 @@ __all__ = [
     "resolve_arithmetic",
     "rmsnorm",
     "rmsnorm_backward",
+    "rotary",
+    "rotary_table",
     "sample",
     "scaled_gemm",
     "scaled_grouped_gemm",

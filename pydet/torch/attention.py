@@ -18,9 +18,11 @@ from pydet.ops import Arithmetic
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 from pydet.torch.accumulate import AccumulatingAttention
 from pydet.torch.ops.attention import padded
+from pydet.torch.ops.register import straight
 from pydet.torch.stock import registered
 
 Tensor: TypeAlias = torch.Tensor
+_attention = straight("attention")
 
 
 def attention(
@@ -78,7 +80,8 @@ def attention(
     """
     _refuse_k_chunk("attention", k_chunk)
     how = scale, arithmetic, kv_chunk, sinks, softcap, causal, allowed is not None
-    return torch.ops.pydet.attention(q, k, v, allowed, *how, bias=bias)[0]
+    found: Tensor = _attention(q, k, v, allowed, *how, bias)[0]
+    return found
 
 
 def _refuse_k_chunk(what: str, k_chunk: Any) -> None:

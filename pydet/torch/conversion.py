@@ -22,6 +22,7 @@ from pydet.torch.modules import Activation, Conv1D, LayerNorm, Linear, OffsetLay
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, groups
 from pydet.torch.rotary import Rotary, rotary_class
+from pydet.torch.rotations import turning_class
 from pydet.torch.stock import PYDET, become, derived, remember
 
 # PyTorch's, on a CPU. Of those that are functions in a model's own code override_aten() takes over the first four.
@@ -188,7 +189,7 @@ def _becomes(
     if kind is torch.nn.LayerNorm or ours is OffsetLayerNorm:
         return _obstacle(module) or _layer_norm(module, ours or LayerNorm)
     if (embedding := rotary_class(module)) is not None:
-        return _obstacle(module) or (embedding, {})
+        return _obstacle(module) or embedding
     if (mixer := scans.scan_class(module)) is not None:
         return mixer if isinstance(mixer, str) else _obstacle(module) or (mixer, {})
     if _is_norm(module):
@@ -451,6 +452,8 @@ def convert(
                 become(module, kind, attributes)
                 if experts.is_experts(module):
                     experts.use_pydet(module)
+            elif (turning := turning_class(type(module))) is not None and "forward" not in module.__dict__:
+                become(module, turning, {})
         if sample is not None:
             report.seen = checking.check(model, sample)
             if strict and (report.seen.varies or report.seen.differs):

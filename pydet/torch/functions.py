@@ -15,6 +15,12 @@ import torch
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Approximate, Kind, gelu_kind
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
+from pydet.torch.ops.register import straight
+
+skinny_gemm, rmsnorm, layernorm = straight("skinny_gemm"), straight("rmsnorm"), straight("layernorm")
+_activation, _gated_activation, _embedding = (
+    straight(name) for name in ("activation", "gated_activation", "embedding")
+)
 
 
 def gemm(
@@ -52,7 +58,8 @@ def linear(
         w: ``[N, K]``.
         bias: ``[N]``.
     """
-    return torch.ops.pydet.skinny_gemm(x, w, bias, None, arithmetic, k_chunk)
+    made: torch.Tensor = skinny_gemm(x, w, bias, None, arithmetic, k_chunk)
+    return made
 
 
 def skinny_linear(
@@ -70,7 +77,8 @@ def skinny_linear(
         x, w, bias, arithmetic, k_chunk: as in :func:`linear`; bias may also be like the result (a residual).
         weights_constant: no work still running in the stream writes ``w``; its loads may start early.
     """
-    return torch.ops.pydet.skinny_gemm(x, w, bias, None, arithmetic, k_chunk, weights_constant)
+    made: torch.Tensor = skinny_gemm(x, w, bias, None, arithmetic, k_chunk, weights_constant)
+    return made
 
 
 def rms_norm(
@@ -101,7 +109,8 @@ def rms_norm(
         y, _, total = torch.ops.pydet.rmsnorm_bias_residual(x, residual, weight, bias, eps, weight_offset)
         return y, total
     if residual is None:
-        return torch.ops.pydet.rmsnorm(x, weight, eps, weight_offset)[0]
+        made: torch.Tensor = rmsnorm(x, weight, eps, weight_offset)[0]
+        return made
     y, _, total = torch.ops.pydet.rmsnorm_residual(x, residual, weight, eps, weight_offset)
     return y, total
 
@@ -129,7 +138,8 @@ def layer_norm(
         ``y``, of the type of ``x``; with a residual ``(y, x + residual)``.
     """
     if residual is None:
-        return torch.ops.pydet.layernorm(x, weight, bias, eps, weight_offset)[0]
+        made: torch.Tensor = layernorm(x, weight, bias, eps, weight_offset)[0]
+        return made
     y, _, _, total = torch.ops.pydet.layernorm_residual(x, residual, weight, bias, eps, weight_offset)
     return y, total
 
@@ -180,7 +190,8 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None =
     """
     if padding_idx is not None and -weight.shape[0] <= padding_idx < 0:
         padding_idx += weight.shape[0]
-    return torch.ops.pydet.embedding(weight, ids, padding_idx)
+    made: torch.Tensor = _embedding(weight, ids, padding_idx)
+    return made
 
 
 def sample(
@@ -235,9 +246,8 @@ def activation(x: torch.Tensor, kind: Kind = "silu", *, up: torch.Tensor | None 
     Returns:
         Like ``x``. An element's bits depend on it alone: not on its place, on the device, on threads or on compilation.
     """
-    if up is None:
-        return torch.ops.pydet.activation(x, kind)
-    return torch.ops.pydet.gated_activation(x, up, kind)
+    made: torch.Tensor = _activation(x, kind) if up is None else _gated_activation(x, up, kind)
+    return made
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

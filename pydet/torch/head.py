@@ -9,7 +9,7 @@ import torch
 from pydet._native import INVALID_VALUE, fail
 from pydet.ops import Arithmetic
 from pydet.torch.accumulate import check_own, fold, main_grad, part_of_product, sum_of
-from pydet.torch.ops.head import WORKSPACE, Asked, Head, gradients, loss_and_gradients, rounded
+from pydet.torch.ops.head import WORKSPACE, Asked, Head, gradients, loss_and_gradients, room_for_sums, rounded
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 LOSS_ROWS = 256  # rows of a part of a loss's sum
@@ -283,9 +283,10 @@ def linear_cross_entropy_and_gradients(
         else:  # filled there: a graph that is captured may not copy from the host
             of_row = torch.full((), float(gradient), dtype=torch.float32, device=x.device)
         of_row = of_row / count if means else of_row
-        dw = sum_of(w, part) if sums_to else torch.zeros_like(w, dtype=torch.float32)
+        start = room_for_sums(x, w, head, rule.lse)
+        dw = sum_of(w, part) if sums_to else start(w)
         if bias is not None:
-            dbias = main_grad(bias) if sums_to else torch.zeros_like(bias, dtype=torch.float32)
+            dbias = main_grad(bias) if sums_to else start(bias)
         losses, dx = loss_and_gradients(
             x.detach(),
             w.detach().to(x.dtype) if sums_to else w.detach(),
@@ -297,6 +298,7 @@ def linear_cross_entropy_and_gradients(
             of_row,
             dw,
             dbias,
+            continues=sums_to,
         )
         total = sum_of_rows(losses)
         loss = total / count if means else total

@@ -66,7 +66,7 @@ class Linear(torch.nn.Linear):
             how = self.arithmetic, self.k_chunk, None, part_of(self)
             y = AccumulatingLinear.apply(x, self.weight, self.bias, *how)
         else:
-            y = functions.linear(x, self.weight, self.bias, arithmetic=self.arithmetic, k_chunk=self.k_chunk)
+            y = functions.skinny_gemm(x, self.weight, self.bias, None, self.arithmetic, self.k_chunk)
         return y
 
     def extra_repr(self) -> str:
@@ -144,7 +144,7 @@ class RMSNorm(torch.nn.Module):
         elif self.accumulates and weight is not None and torch.is_grad_enabled():
             y = AccumulatingRmsNorm.apply(x, weight, self.eps, self.weight_offset)
         else:
-            y = torch.ops.pydet.rmsnorm(x, weight, self.eps, self.weight_offset)[0]
+            y = functions.rmsnorm(x, weight, self.eps, self.weight_offset)[0]
         return y.to(weight.dtype) if weight is not None and self.result == "weight" else y
 
     def extra_repr(self) -> str:
@@ -174,7 +174,7 @@ class LayerNorm(torch.nn.LayerNorm):
         elif self.accumulates and self.weight is not None and torch.is_grad_enabled():
             y = AccumulatingLayerNorm.apply(x, self.weight, self.bias, self.eps)
         else:
-            y = torch.ops.pydet.layernorm(x, self.weight, self.bias, self.eps)[0]
+            y = functions.layernorm(x, self.weight, self.bias, self.eps)[0]
         return y
 
 
@@ -207,7 +207,11 @@ class Activation(torch.nn.Module):
         self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.pydet.activation(x, self.kind)
+        if is_scripting():  # noqa: SIM108 -- which TorchScript reads
+            y = torch.ops.pydet.activation(x, self.kind)
+        else:
+            y = functions.activation(x, self.kind)
+        return y
 
     def extra_repr(self) -> str:
         return str(self.kind)

@@ -1,65 +1,38 @@
 """Cosines and sines of rotary embeddings, with the bits of a written formula on every device and in every graph.
 
 PyTorch's ``cos`` and ``sin`` are one function on a CPU, others in a graph of Inductor's and on a GPU. Here they are
-made of additions, products and roundings in float64, which IEEE 754 says exactly.
+:func:`pydet.rotary_table`'s, made of additions, products and roundings in float64, which IEEE 754 says exactly.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pydet.ops.rotary import _rotary_table
 from pydet.torch import code
 from pydet.torch.ops import DTYPES
-from pydet.torch.ops.register import Tensor, define
+from pydet.torch.ops.register import Tensor, define, index_of, straight
 from pydet.torch.stock import Derived, derived
-
-# pi / 2 in three parts: products of the first two with whole numbers below 2^20 are exact.
-_PARTS = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
-_SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9)]
-_COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(9)]
-
-
-def _series(factors: list[float], square: Tensor) -> Tensor:
-    """``(((f_8 s) + f_7) s + ...) + f_0``, each product and each sum rounded."""
-    y = torch.full_like(square, factors[-1])
-    for factor in reversed(factors[:-1]):
-        y = y * square + factor
-    return y
 
 
 def _run_cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``cos(x), sin(x)``, computed in float64 and rounded once to the type of x.
-
-        n = 2 x / pi to the nearest whole number, ties to even;   r = ((x - n p_0) - n p_1) - n p_2
-        sine = r S(r r),  cosine = C(r r),  Taylor's to r^17 and r^16
-        n mod 4 = 0, 1, 2, 3:   cos = cosine, -sine, -cosine, sine;   sin = sine, cosine, -sine, -cosine
-
-    From 2^20 quarter turns on (1.6 million radians) r loses what n p_0 does not hold, and no more than its type does.
-    """
-    wide = x.detach().double()
-    n = torch.round(wide * (2 / math.pi))
-    r = wide
-    for part in _PARTS:
-        r = r - n * part
-    square = r * r
-    sine, cosine = r * _series(_SINE, square), _series(_COSINE, square)
-    quarter = torch.remainder(n, 4)
-    odd, behind = (quarter == 1) | (quarter == 3), quarter >= 2
-    of_cos = torch.where(odd, sine, cosine)
-    of_cos = torch.where((quarter == 1) | (quarter == 2), -of_cos, of_cos)
-    of_sin = torch.where(odd, cosine, sine)
-    of_sin = torch.where(behind, -of_sin, of_sin)
-    return of_cos.to(x.dtype), of_sin.to(x.dtype)
+    """As the table of one position, 1, by the elements."""
+    if not x.numel():
+        return x.new_empty(x.shape), x.new_empty(x.shape)
+    one, elements = torch.ones(1, dtype=torch.float32, device=x.device), x.detach().float().reshape(-1)
+    cos, sin = _rotary_table(one, elements, out_dtype=index_of(x.dtype))
+    return cos.view(x.shape), sin.view(x.shape)
 
 
 define(
     "cos_sin(Tensor x) -> (Tensor, Tensor)",
     _run_cos_sin,
-    lambda x: (torch.empty_like(x), torch.empty_like(x)),
+    lambda x: (x.new_empty(x.shape), x.new_empty(x.shape)),
 )
 
 
@@ -76,6 +49,7 @@ def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
+_table_of = straight("rotary_table")
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 
 
@@ -94,7 +68,7 @@ class Written(TorchFunctionMode):
         self.kept: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def take(self, x: Tensor, name: str) -> Tensor:
-        """cos or sin. The other, which was made with it in some 65 steps, is kept until it is asked for."""
+        """cos or sin. The other, which was made with it, is kept until it is asked for."""
         if torch.compiler.is_compiling():
             return cos_sin(x)[name == "sin"]
         if self.kept is None or self.kept[0] is not x or name not in self.kept[1]:
@@ -121,18 +95,80 @@ class Written(TorchFunctionMode):
 
 
 class Rotary(Derived, torch.nn.Module):
-    """A rotary embedding of Transformers', whose cosines and sines are :func:`cos_sin`'s."""
+    """A rotary embedding of Transformers', whose cosines and sines are :func:`cos_sin`'s.
+
+    Attributes:
+        makes_table: None, or the steps of its forward are those of ``rotary_table``, twice as wide as its frequencies
+            or not; they were tried.
+    """
+
+    makes_table: bool | None = None
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
+        if self.makes_table is not None and len(arguments) + len(options) == 2:
+            x = arguments[0] if arguments else options.get("x")
+            places = arguments[1] if len(arguments) > 1 else options.get("position_ids")
+            table = self._table(x, places)
+            if table is not None:
+                return table
         with Written():
             return super().forward(*arguments, **options)
 
+    def _table(self, x: Any, places: Any) -> Any:
+        frequencies, scale = self.inv_freq, getattr(self, "attention_scaling", 1.0)
+        if not (isinstance(x, Tensor) and isinstance(places, Tensor) and isinstance(frequencies, Tensor)):
+            return None
+        if places.dim() != 2 or places.dtype not in (torch.int32, torch.int64) or x.dtype not in DTYPES:
+            return None
+        if frequencies.dim() != 1 or not frequencies.device == places.device == x.device:
+            return None
+        if not isinstance(scale, float | int) or scale == 0 or not math.isfinite(scale):
+            return None
+        return _table_of(places, frequencies.float(), scale, self.makes_table, x.dtype)
+
+
+_STEADY = ("default", "linear", "llama3", "yarn")  # kinds whose frequencies are not those of a batch's longest
+
+
+def _makes_table(module: Any) -> bool | None:
+    """Whether a rotary embedding's table is twice as wide as its frequencies; None of one that computes otherwise."""
+    frequencies = module._buffers.get("inv_freq")
+    if not isinstance(frequencies, Tensor) or frequencies.is_meta or frequencies.dim() != 1:
+        return None
+    if getattr(module, "rope_type", None) not in _STEADY or type(frequencies) is not Tensor:
+        return None
+    stand_in = copy.copy(module)
+    stand_in.__dict__["_buffers"] = {**module._buffers, "inv_freq": frequencies.detach().cpu()}
+    stand_in.makes_table = None
+    places = torch.tensor([[0, 1, 2, 3, 1000, 4095, 65_537, 131_071, 999_983], [5, 7, 12, 31, 0, 77, 8191, 50_000, 9]])
+    twice: bool | None = None
+    for dtype in DTYPES:
+        x = torch.empty(1, dtype=dtype)
+        try:
+            with torch.no_grad(), Written():
+                found = type(module).forward(stand_in, x, places)
+            twice = found[0].shape[-1] == 2 * len(frequencies)
+            stand_in.makes_table = twice
+            made = Rotary._table(stand_in, x, places)
+        except Exception:  # whatever it is, it is not a function of a type and of places
+            return None
+        finally:
+            stand_in.makes_table = None
+        if len(found) != 2 or not all(
+            torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, made, strict=True)
+        ):
+            return None
+    return twice
+
 
 def rotary_class(module: torch.nn.Module) -> Any:
-    """What a rotary embedding becomes; None of a module that is none, and of one without cosines of its own."""
+    """What a rotary embedding becomes, and its attributes; None of a module that is none, and of one without cosines of
+    its own."""
     kind: Any = type(module)
     if kind.__module__.partition(".")[0] in ("torch", "pydet") or any(True for _ in module.parameters()):
         return None
     if not any(word in kind.__name__.lower() for word in ("rotary", "rope")):
         return None
-    return derived(Rotary, kind) if code.names_in(kind) & {"cos", "sin", "polar"} else None
+    if not code.names_in(kind) & {"cos", "sin", "polar"}:
+        return None
+    return derived(Rotary, kind), {"makes_table": _makes_table(module)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -84,10 +84,16 @@ def causal_conv1d_update(
 # ---- Mamba-2 and Mamba -----------------------------------------------------------------------------------------------
 
 
-def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+_Limit: TypeAlias = tuple[float, float]
+_ANY: _Limit = (0.0, float("inf"))
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool, limit: _Limit = _ANY) -> Tensor:
     """In fp32 from where they are projected."""
     dt = dt.float() if bias is None else dt.float() + bias.float()
-    return _pydet.activation(dt, "softplus") if softplus else dt
+    if softplus:
+        dt = _pydet.activation(dt, "softplus")
+    return dt if limit == _ANY else dt.clamp(*limit)
 
 
 def _one_of(x: Tensor, *places: int) -> Tensor:
@@ -118,12 +124,12 @@ def mamba2_chunk_scan(
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_limit: _Limit = _ANY,
     return_final_states: bool = False,
     **more: Any,
 ) -> Any:
     starts = _boundaries(hidden_states.shape[1], more)
-    dt = _steps(dt, dt_bias, dt_softplus)
+    dt = _steps(dt, dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
     y, final = _pydet.selective_scan(hidden_states, dt, A.float(), B, C, _float(D), _float(initial_states), starts)
     return (y, final) if return_final_states else y
 
@@ -139,10 +145,13 @@ def mamba2_selective_state_update(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
+    *,
+    limit: _Limit = _ANY,
     **more: Any,
 ) -> Tensor:
+    """``limit`` is that of the mixer's prefill, which Transformers' decoding does not have."""
     bias = None if dt_bias is None else _one_of(dt_bias, 1)
-    dt = _steps(_one_of(dt, 2), bias, dt_softplus)
+    dt = _steps(_one_of(dt, 2), bias, dt_softplus, limit)
     of_heads = _one_of(A, 2, 1).float(), B[:, None], C[:, None], None if D is None else _one_of(D, 1).float()
     y, final = _pydet.selective_scan(hidden_states[:, None], dt[:, None], *of_heads, state.float(), None)
     state.copy_(final)
@@ -291,9 +300,12 @@ def _called(kind: Any) -> tuple[set[str], dict[str, Any]]:
 
 
 @functools.cache
-def _forward(kind: Any) -> Any:
+def _forward(kind: Any, limit: _Limit) -> Any:
     names, _ = _called(kind)
-    own = {f.__name__: f for family in _FAMILIES for f in family if f.__name__ in names}
+    own: dict[str, Any] = {f.__name__: f for family in _FAMILIES for f in family if f.__name__ in names}
+    if limit != _ANY:
+        update = mamba2_selective_state_update
+        own[update.__name__] = functools.partial(update, limit=limit)
     return _with_functions(kind.forward, own), mamba_selective_scan.__name__ in names
 
 
@@ -310,7 +322,8 @@ class Scan(Derived, torch.nn.Module):
     """A mixer of Transformers' whose recurrence and convolution are pydet's."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        forward, multiplies = _forward(type(self).__bases__[1])
+        limit: Any = getattr(self, "time_step_limit", _ANY)
+        forward, multiplies = _forward(type(self).__bases__[1], (limit[0], limit[1]))
         if not multiplies:
             return forward(self, *arguments, **options)
         with _Steps():
@@ -330,6 +343,8 @@ def scan_class(module: torch.nn.Module) -> Any:
     family = next((x for x in _FAMILIES if all(f.__name__ in names for f in x if f not in _FUSED)), None)
     if family is None:
         return None
+    if torch.version.hip and any(parameter.is_cuda for parameter in module.parameters()):
+        return "its recurrence has no kernel on AMD's GPUs"
     known = {function.__name__ for function in family}
     others = sorted(x for x in names - known if x in file and any(word in x for word in _SCANS))
     if others:
@@ -339,10 +354,7 @@ def scan_class(module: torch.nn.Module) -> Any:
         if function in _FUSED or name not in names:
             continue
         got = [x for x in inspect.signature(inspect.unwrap(file[name])).parameters if x not in ("kwargs", "more")]
-        want = [x for x in inspect.signature(function).parameters if x != "more"]
+        want = [x for x in inspect.signature(function).parameters if x not in ("more", "limit")]
         if got != want:
             return f"its {name} takes ({', '.join(got)}), and the one known here ({', '.join(want)})"
-    limit: Any = getattr(module, "time_step_limit", None)
-    if limit is not None and (limit[0] > 0 or limit[1] != float("inf")):
-        return f"its time_step_limit is {tuple(limit)}, which its decoding does not have"
     return derived(Scan, kind)

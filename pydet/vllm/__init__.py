@@ -13,67 +13,19 @@ not compute is refused, with a sentence, when the model is loaded.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
 
-from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
-from pydet.hooks import unknown
+from pydet import plugins
+from pydet._native import UNSUPPORTED, fail
 from pydet.ops import Arithmetic
+from pydet.plugins import Settings
 
 VARIABLE = "PYDET_VLLM"
 VERSIONS = ("0.32.0",)  # whose modules were read and run
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What decides bits, and whether a model of which something is left is refused.
-
-    Attributes:
-        arithmetic, k_chunk: as in :func:`pydet.torch.convert`.
-        kv_chunk: as in :func:`pydet.torch.register_attention`.
-        strict: refuse a model of which a module is left; otherwise a warning names what is left.
-    """
-
-    arithmetic: Arithmetic = "auto"
-    k_chunk: int | None = None
-    kv_chunk: int = 1024
-    strict: bool = True
-
-    def __str__(self) -> str:
-        """What the environment variable holds for these."""
-        given = {x.name: value for x in fields(self) if (value := getattr(self, x.name)) != x.default}
-        return ",".join(f"{name}={int(x) if isinstance(x, bool) else x}" for name, x in given.items()) or "1"
-
-
 def parse(text: str) -> Settings | None:
-    """The settings that the environment variable asks for; None where it asks for nothing.
-
-    ``""`` and ``"0"``: nothing. ``"1"``: the defaults. Otherwise ``name=value`` of :class:`Settings`, with commas
-    between: ``"arithmetic=sm90,kv_chunk=512,strict=0"``.
-    """
-    if text in ("", "0"):
-        return None
-    given: dict[str, str | int | bool] = {}
-    for part in [] if text == "1" else text.split(","):
-        name, equals, value = (x.strip() for x in part.partition("="))
-        if name == "arithmetic" and equals:
-            given[name] = value
-        elif name in ("k_chunk", "kv_chunk") and value.isdecimal():
-            given[name] = int(value)
-        elif name == "strict" and value in ("0", "1"):
-            given[name] = value == "1"
-        else:
-            fail(
-                INVALID_VALUE,
-                f"{VARIABLE}: {part!r} is no setting, want 0, 1, or arithmetic=NAME, k_chunk=NUMBER, kv_chunk=NUMBER "
-                "and strict=0 or strict=1 with commas between",
-            )
-    settings = Settings(**given)  # type: ignore[arg-type]
-    unknown(settings.arithmetic, VARIABLE, "arithmetic")
-    if settings.k_chunk == 0:
-        fail(INVALID_VALUE, f"{VARIABLE}: k_chunk is 0, want a positive number")
-    if settings.kv_chunk <= 0 or settings.kv_chunk % 128:
-        fail(INVALID_VALUE, f"{VARIABLE}: kv_chunk is {settings.kv_chunk}, want a positive multiple of 128")
-    return settings
+    """:func:`pydet.plugins.parse`, of ``PYDET_VLLM``."""
+    return plugins.parse(text, VARIABLE)
 
 
 def register() -> None:
@@ -89,12 +41,7 @@ def register() -> None:
         from vllm.version import __version__ as version
     except ImportError as problem:
         fail(UNSUPPORTED, f"pydet.vllm: {VARIABLE} is set, and vLLM is not here ({problem})")
-    if str(version).partition("+")[0] not in VERSIONS:
-        fail(
-            UNSUPPORTED,
-            f"pydet.vllm: vLLM is {version}, want {' or '.join(VERSIONS)}: of another version it is not known what "
-            f"computes where; unset {VARIABLE} to run it without pydet",
-        )
+    plugins.known("pydet.vllm", "vLLM", str(version), VERSIONS, VARIABLE)
     if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
         fail(
             UNSUPPORTED,

@@ -6,7 +6,6 @@ first that it may see. Under a window each token has a first key of its own, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -18,42 +17,16 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-import pydet
 from pydet._native import UNSUPPORTED, fail
-from pydet.vllm import Settings
+from pydet.plugins import Settings
+from pydet.torch.serving import Step, attend
 
 Tensor = torch.Tensor
 MARK = "pydet_took"  # an attribute of vLLM's Attention layers in a model that was taken
 
 
-@dataclass
-class Metadata:
-    """A step's sequences. starts: cumulative query lengths. lengths: keys of each sequence, the step's own among them.
-    longest: of them, at least."""
-
-    tokens: int
-    starts: Tensor
-    lengths: Tensor
-    pages: Tensor
-    longest: int
-    causal: bool
-    windows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-
-    def within(self, window: int) -> tuple[Tensor, ...]:
-        """Pages, lengths, starts and first keys of each token as a sequence of its own. Layers of one window share
-        them."""
-        if window not in self.windows:
-            counts = self.starts[1:] - self.starts[:-1]
-            sequences = torch.arange(len(counts), device=counts.device)
-            of = torch.repeat_interleave(sequences, counts, output_size=self.tokens)
-            places = torch.arange(self.tokens + 1, dtype=torch.int32, device=counts.device)
-            lengths = (self.lengths[of] - self.starts[1:][of] + places[:-1] + 1).int()
-            self.windows[window] = self.pages[of], lengths, places, (lengths - window).clamp_(min=0)
-        return self.windows[window]
-
-
-class Builder(AttentionMetadataBuilder[Metadata]):
-    """Makes a step's :class:`Metadata`."""
+class Builder(AttentionMetadataBuilder[Step]):
+    """Makes a step's :class:`~pydet.torch.serving.Step`."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -67,11 +40,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Metadata:
+    ) -> Step:
         given = common_attn_metadata
         if not isinstance(given.causal, bool):
             fail(UNSUPPORTED, "pydet.vllm: some sequences of a step are causal and some are not; want all or none")
-        return Metadata(
+        return Step(
             given.num_actual_tokens,
             given.query_start_loc[: given.num_reqs + 1],
             given.seq_lens[: given.num_reqs],
@@ -81,7 +54,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         )
 
 
-class Impl(AttentionImpl[Metadata]):
+class Impl(AttentionImpl[Step]):
     """A layer's attention. :func:`pydet.vllm.engine.take` gives it its settings."""
 
     settings: Settings
@@ -146,7 +119,7 @@ class Impl(AttentionImpl[Metadata]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Metadata | None,
+        attn_metadata: Step | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -155,26 +128,17 @@ class Impl(AttentionImpl[Metadata]):
             fail(UNSUPPORTED, "pydet.vllm: attention's result is to be quantised, want it in its own type")
         if attn_metadata is None:  # a step to measure memory, of no sequences
             return output.zero_()
-        step, first, window = attn_metadata, None, self.window
-        pages, lengths, starts = step.pages, step.lengths, step.starts
-        if window is not None and not step.causal:
-            fail(UNSUPPORTED, f"pydet.vllm: attention has a window of {window} and is not causal, want one of them")
-        if window is not None and step.longest > window:
-            pages, lengths, starts, first = step.within(window)
-        pydet.attention_paged(
-            query[: step.tokens],
+        attend(
+            "pydet.vllm",
+            attn_metadata,
+            query,
             *self._halves(kv_cache),
-            pages,
-            lengths,
-            starts,
             scale=self.scale,
-            causal=step.causal,
             softcap=self.softcap,
-            sinks=None if self.sinks is None else self.sinks.detach(),
-            first_key=first,
-            arithmetic=self.settings.arithmetic,
-            kv_chunk=self.settings.kv_chunk,
-            out=output[: step.tokens],
+            sinks=self.sinks,
+            window=self.window,
+            settings=self.settings,
+            out=output,
         )
         return output
 

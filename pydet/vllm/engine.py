@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from vllm.model_executor.models.transformers.fusers import rms_norm as fused_nor
 from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from pydet._native import UNSUPPORTED, fail
 from pydet.ops.activation import Kind
-from pydet.torch import conversion, functions, rotary
+from pydet.plugins import Settings
+from pydet.torch import functions, rotary
 from pydet.torch.conversion import Conversion
-from pydet.vllm import Settings, sampling
+from pydet.torch.serving import SCALES, complete, gate, refuse
+from pydet.vllm import sampling
 from pydet.vllm.attention import MARK, Impl
 
 Tensor = torch.Tensor
@@ -71,11 +72,6 @@ def _layer_norm(module: Any, x: Tensor) -> Any:
     return functions.layer_norm(x, module.weight, module.bias, eps=module.eps)
 
 
-def _gate(kind: Kind, gate_first: bool, x: Tensor) -> Tensor:
-    one, other = x.chunk(2, -1)
-    return functions.activation(one, kind, up=other) if gate_first else functions.activation(other, kind, up=one)
-
-
 def _rotate(module: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The steps of Transformers, each rounded: ``x cos + rotate_half(x) sin``."""
     both: Any = module.forward_static(
@@ -107,7 +103,6 @@ _GEMMA_NORMS = {layernorm.GemmaRMSNorm: 1.0, fused_norms.TPAwareGemmaRMSNorm: 1.
 _ROTARY = (rotary_embedding.RotaryEmbedding, Llama3RotaryEmbedding)
 _PARTS = (ApplyRotaryEmb,)  # of a module above, which does not call them
 _EXACT = (activation.ReLUSquaredActivation,)  # steps that each are rounded once
-_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")  # in configurations of Transformers
 _LINEAR = (linear.ReplicatedLinear, linear.ColumnParallelLinear, linear.RowParallelLinear)
 
 
@@ -121,7 +116,7 @@ def _operation(module: Any) -> Callable[..., Any] | str | None:
     if kind is layernorm.LayerNorm:
         return functools.partial(_layer_norm, module)
     if kind in _GATES:
-        return functools.partial(_gate, *_GATES[kind](module))
+        return functools.partial(gate, *_GATES[kind](module))
     if kind in _ACTIVATIONS:
         return functools.partial(functions.activation, kind=_ACTIVATIONS[kind])
     if kind in _ROTARY:
@@ -190,7 +185,7 @@ def check(config: VllmConfig) -> None:
     text = model.hf_config.get_text_config()
     ropes = [x["rope_type"] for x in iter_rope_parameters(text)]
     dynamic = next((x for x in ropes if x in ("dynamic", "longrope")), None)
-    scaled = next((x for x in _SCALES if getattr(text, x, None) not in (None, 1)), None)
+    scaled = next((x for x in SCALES if getattr(text, x, None) not in (None, 1)), None)
     checks: tuple[tuple[bool, str, str], ...] = (
         (own not in types.values(), f"the model is {model.dtype}", "float32, bfloat16 or float16"),
         (model.runner_type != "generate", f"the runner is {model.runner_type!r}", "'generate'"),
@@ -223,14 +218,7 @@ def check(config: VllmConfig) -> None:
         (dynamic is not None, f"the rotary embedding is {dynamic!r}, which looks at the longest of a batch", "another"),
         (config.use_v2_model_runner, "the second model runner has a sampler of its own", "VLLM_USE_V2_MODEL_RUNNER=0"),
     )
-    for wrong, got, want in checks:
-        if wrong:
-            fail(UNSUPPORTED, f"pydet.vllm: {got}, want {want}")
-
-
-def _below(name: str, names: set[str]) -> bool:
-    """A module of these, or one within such."""
-    return any(name == x or name.startswith(f"{x}.") for x in names)
+    refuse("pydet.vllm", checks)
 
 
 def _calls_attention(module: Module) -> bool:
@@ -252,8 +240,7 @@ def take(model: Module, config: VllmConfig, settings: Settings) -> Conversion:
     """
     check(config)
     report, skipped = Conversion(), set()
-    named = dict(model.named_modules())
-    for name, module in named.items():
+    for name, module in model.named_modules():
         if isinstance(module, _PARTS):
             skipped.add(name)
             continue
@@ -262,27 +249,7 @@ def take(model: Module, config: VllmConfig, settings: Settings) -> Conversion:
             report.swapped[name] = type(module).__qualname__
         elif took:
             report.left[name] = f"{type(module).__qualname__}: {took}"
-    known = {*report.swapped, *report.left, *skipped}
-    others = conversion.convert(model, arithmetic=settings.arithmetic, k_chunk=settings.k_chunk)
-    report.swapped.update((name, kind) for name, kind in others.swapped.items() if not _below(name, known))
-    report.left.update((name, why) for name, why in others.left.items() if not _below(name, known))
-    report.attention.update(
-        (name, what)
-        for name, what in others.attention.items()
-        if not _below(name, known) and not _calls_attention(named[name])
-    )
-    if report.left or report.attention:
-        lines = "\n".join(["pydet.vllm: this of the model would be left:", *report.remaining()])
-        if settings.strict:
-            fail(UNSUPPORTED, f"{lines}\nwant nothing, or strict=0")
-        log.warning("%s", lines)
-    log.info("pydet.vllm: %d modules are pydet's:\n%s", len(report.swapped), "\n".join(_taken(report)))
-    return report
-
-
-def _taken(report: Conversion) -> Iterator[str]:
-    for count, kind, names in conversion._grouped(report.swapped):
-        yield f"  {count} x {kind}: {names}"
+    return complete("pydet.vllm", model, report, skipped, settings, _calls_attention, log)
 
 
 def install(settings: Settings) -> None:

@@ -320,9 +320,20 @@ class PythonCall {
     Owned tracked(python().PyObject_GetAttr(object, exchange->requires_grad));
     Owned negated(tracked ? call_python(exchange->is_neg, object) : nullptr);
     if (!negated) return false;
-    if (tracked == exchange->no && negated == exchange->no && !tangents_about()) return true;
+    const bool plain = negated == exchange->no && !tangents_about();
+    if (plain && (tracked == exchange->no || (tracked == exchange->yes && !records()))) return true;
     Owned checked(ask(exchange->check, object, name));
     return checked;
+  }
+
+  // Whether PyTorch records gradients now, without which it does not matter what asks for one.
+  bool records() {
+    if (records_ < 0) {
+      Owned enabled(call_python(exchange->records));
+      records_ = enabled != exchange->no;
+      python().PyErr_Clear();
+    }
+    return records_;
   }
 
   bool tangents_about() {
@@ -377,6 +388,7 @@ class PythonCall {
   Library library_ = Library(nullptr);
   int32_t library_number_ = -1;
   int tangents_ = -1;  // whether a tensor may have one now; -1: not asked yet
+  int records_ = -1;   // likewise
   void *stream_ = nullptr;
   bool on_gpu_ = false;
 };

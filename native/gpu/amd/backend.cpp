@@ -114,7 +114,6 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
     Row("hip_rmsnorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm)
         .takes(rmsnorm_held_takes)
         .launches(rmsnorm_held),
-    Row("hip_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm).launches(rmsnorm_long),
     Row("hip_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm | kOfHeads)
         .launches(rmsnorm_general),
 };
@@ -127,8 +126,6 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     Row("hip_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .launches(rmsnorm_backward_group),
-    Row("hip_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
-        .launches(rmsnorm_backward_long),
     Row("hip_rmsnorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kBuilt,
         kLayerNormGradient | kOfHeads | kBlockSums)
         .launches(rmsnorm_backward_general),
@@ -175,6 +172,15 @@ constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
         .launches(embedding_backward),
 };
 
+constexpr Kernel<RotaryTable> kRotaryTable[] = {
+    Row("hip_rotary_table", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides).launches(rotary_table),
+};
+
+constexpr Kernel<Rotary> kRotary[] = {
+    Row("hip_rotary", kUnscaledTypes, Arithmetic::ieee, kBuilt, kTwoStrides | kNeighbours | kWideSum | kRowGradient)
+        .launches(rotary),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("hip_fold", bit(Type::f32), Arithmetic::ieee, kBuilt, kBias | kAccumulate | kTree).launches(fold),
 };
@@ -183,15 +189,15 @@ constexpr Kernel<LayerNorm> kLayerNorm[] = {
     Row("hip_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm)
         .takes(layernorm_held_takes)
         .launches(layernorm_held),
-    Row("hip_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm).launches(layernorm_long),
+    Row("hip_layernorm_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm).launches(layernorm_general),
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
     Row("hip_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient)
         .takes(layernorm_backward_held_takes)
         .launches(layernorm_backward_held),
-    Row("hip_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient)
-        .launches(layernorm_backward_long),
+    Row("hip_layernorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kLayerNormGradient)
+        .launches(layernorm_backward_general),
 };
 
 constexpr uint64_t kAllOfAttention =
@@ -250,7 +256,8 @@ constexpr Backend hip() {
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
-             no_kernels<GatedDelta>(), no_kernels<CausalConv1d>());
+             no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kRotaryTable),
+             table(kRotary));
   return backend;
 }
 

@@ -8,7 +8,7 @@
 // a team of threads has the place where the tokens of an id begin, and walks them.
 
 #include "gpu/kernels.h"
-#include "gpu/any/row_passes.h"
+#include "gpu/any/softmax_row.h"
 #include "ops/embedding/problem.h"
 
 namespace pydet {

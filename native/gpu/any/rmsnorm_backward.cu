@@ -7,15 +7,15 @@
 //
 // One pass over x and dy. A thread block takes a group of rows where there are enough of them to fill the device, else
 // a chain, and leaves their sum as one row of partials in the workspace; or it takes a chain, and four such blocks, a
-// cluster, leave one row. A second, dependent kernel (rmsnorm_dweight.cu) joins the partials in the order above. No bit
+// cluster, leave one row. A second, dependent kernel (column_sums.cu) joins the partials in the order above. No bit
 // depends on the choice. A team of one warp takes one chain, and has teams beside it for the others of the group; a
 // larger team is its block, takes the chains one after the other, and keeps their sum in shared memory. cp.async keeps
 // the next rows in flight, in slots that only their own thread reads, so that no barrier stands between copy and use.
 
 #include "gpu/cluster.h"
 #include "gpu/kernels.h"
-#include "gpu/any/rmsnorm_partials.h"
-#include "gpu/any/rmsnorm_rows.h"
+#include "gpu/any/column_sums.h"
+#include "gpu/any/rows.h"
 
 namespace pydet {
 namespace {

@@ -12,7 +12,7 @@
 // so far.
 #pragma once
 
-#include "gpu/any/row_passes.h"
+#include "gpu/any/softmax_row.h"
 #include "gpu/cluster.h"
 #include "ops/sample/formulas.h"
 
@@ -505,8 +505,8 @@ __device__ __forceinline__ void sample_row(const Sample &p, int64_t r, const Tea
     pass_over<type, aligned>(team, row, p.n, [&](int64_t j, const float(&x)[kVector]) {
       float exps[kVector] = {}, kept[kVector] = {};
       look(j, x, exps, kept);
-      if (wants_all) of_all[0].add_left(p.n - j, exps, ones);
-      if (wants_kept) of_kept[0].add_left(p.n - j, kept, ones);
+      if (wants_all) of_all[0].add_left(0, p.n - j, exps, ones);
+      if (wants_kept) of_kept[0].add_left(0, p.n - j, kept, ones);
     });
     token = column_of(block_max(chosen, all));
     const auto as_it_is = [](float s) { return s; };

@@ -6,14 +6,14 @@
 //   log_prob y = (x[index] - m) - log(s)           its gradient dx = round(fmaf(-(e / s), g, j = index ? g : 0))
 //   backward c = rowsum(dy, y), dx = round(y (dy - c));   of the log: c = rowsum(dy, 1), dx = round(fmaf(-exp(y), c, dy))
 //
-// Rows up to 16384 are held in registers by their team (rmsnorm_rows.h), up to 32 wherever they begin. Others are passed
+// Rows up to 16384 are held in registers by their team (rows.h), up to 32 wherever they begin. Others are passed
 // over three times, the gradients' twice; by whole vectors where they are aligned. CUDA has other kernels for most of
 // them (nvidia/softmax_strided.cu, nvidia/softmax_staged.cu).
 
 #include <type_traits>
 
 #include "gpu/kernels.h"
-#include "gpu/any/row_passes.h"
+#include "gpu/any/softmax_row.h"
 
 namespace pydet {
 namespace {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kBlock<T>, kHeldBlocks<V>) softmax_kernel(cons
     float one[W];
     unpack(x[v], one);
     exps_of(one, max, exps[v]);
-    if constexpr (singly) lanes[0].add_left(n - W * t, exps[v], ones);
+    if constexpr (singly) lanes[0].add_left(0, n - W * t, exps[v], ones);
     else lanes[0].add(v, W * (t + T * v) < n, exps[v], ones);
   }
   join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, sum);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kMaxTeam, kLongBlocks) softmax_long_kernel(con
     pass_over<type, aligned>(x_row, p.n, [&](int64_t j, const float(&x)[kVector]) {
       float exps[kVector];
       exps_of(x, max, exps);
-      lanes[0].add_left(p.n - j, exps, ones);
+      lanes[0].add_left(0, p.n - j, exps, ones);
     });
     join(lanes, sums + turn % 2 * T, [](float s) { return s; }, sum);
     finish.known(max, sum[0]);
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_backward_kernel(const __gri
     unpack(y[v], second);
 #pragma unroll
     for (int e = 0; e < W; ++e) second[e] = second_of(p, second[e]);
-    if constexpr (singly) lanes[0].add_left(n - W * t, first, second);
+    if constexpr (singly) lanes[0].add_left(0, n - W * t, first, second);
     else lanes[0].add(v, W * (t + T * v) < n, first, second);
   }
   join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, c);
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_backward_long_kernel(cons
       load_vector<type, aligned>(y_row, j, p.n, y);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) y[e] = second_of(p, y[e]);
-      lanes[0].add_left(p.n - j, dy, y);
+      lanes[0].add_left(0, p.n - j, dy, y);
     }
     join(lanes, sums + turn % 2 * T, [](float s) { return s; }, c);
     char *dx_row = row_at(p.dx, size_of(type), p.inner, r);

@@ -179,7 +179,6 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
     Row("cuda_rmsnorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm)
         .takes(rmsnorm_unaligned_takes)
         .launches(rmsnorm_unaligned),
-    Row("cuda_rmsnorm_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm).launches(rmsnorm_long),
     Row("cuda_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm | kOfHeads)
         .launches(rmsnorm_general),
 };
@@ -215,15 +214,9 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
         .takes(rmsnorm_backward_strided_takes)
         .prefers(rmsnorm_backward_strided_prefers)
         .launches(rmsnorm_backward_strided),
-    Row("cuda_rmsnorm_backward_shifted", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
-        .takes(rmsnorm_backward_shifted_takes)
-        .prefers(rmsnorm_backward_shifted_prefers)
-        .launches(rmsnorm_backward_shifted),
     Row("cuda_rmsnorm_backward_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_unaligned_takes)
         .launches(rmsnorm_backward_unaligned),
-    Row("cuda_rmsnorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
-        .launches(rmsnorm_backward_long),
     Row("cuda_rmsnorm_backward_heads", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
         kLayerNormGradient | kHeads | kBlockSums)
         .takes(rmsnorm_backward_heads_takes)
@@ -265,10 +258,6 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
         .takes(softmax_backward_spread_takes)
         .prefers(softmax_backward_spread_prefers)
         .launches(softmax_backward_spread),
-    Row("cuda_softmax_backward_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
-        .takes(softmax_backward_adjacent_takes)
-        .prefers(softmax_backward_adjacent_prefers)
-        .launches(softmax_backward_adjacent),
     Row("cuda_softmax_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
         .takes(softmax_backward_strided_takes)
         .prefers(softmax_backward_strided_prefers)
@@ -379,6 +368,15 @@ constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
         .launches(embedding_backward),
 };
 
+constexpr Kernel<RotaryTable> kRotaryTable[] = {
+    Row("cuda_rotary_table", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides).launches(rotary_table),
+};
+
+constexpr Kernel<Rotary> kRotary[] = {
+    Row("cuda_rotary", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides | kNeighbours | kWideSum | kRowGradient)
+        .launches(rotary),
+};
+
 constexpr Kernel<Fold> kFold[] = {
     Row("cuda_fold", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree).launches(fold),
     Row("cuda_fold_one_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
@@ -446,7 +444,8 @@ constexpr Kernel<LayerNorm> kLayerNorm[] = {
     Row("cuda_layernorm_unaligned", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
         .takes(layernorm_unaligned_takes)
         .launches(layernorm_unaligned),
-    Row("cuda_layernorm_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm).launches(layernorm_long),
+    Row("cuda_layernorm_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
+        .launches(layernorm_general),
 };
 
 constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
@@ -468,8 +467,8 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
     Row("cuda_layernorm_backward_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
         .takes(layernorm_backward_held_takes)
         .launches(layernorm_backward_held),
-    Row("cuda_layernorm_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
-        .launches(layernorm_backward_long),
+    Row("cuda_layernorm_backward_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .launches(layernorm_backward_general),
 };
 
 // 0 and OK where this machine has no NVIDIA driver or no GPU; an old driver is an error that can be acted on.
@@ -522,13 +521,13 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
-             table(kGatedDelta), table(kCausalConv1d));
+  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
+                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
+                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
+                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
+                          table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
+                          table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
+                          table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary));
   return backend;
 }
 

@@ -9,8 +9,8 @@
 
 #include "gpu/cluster.h"
 #include "gpu/kernels.h"
-#include "gpu/any/rmsnorm_partials.h"
-#include "gpu/any/rmsnorm_rows.h"
+#include "gpu/any/column_sums.h"
+#include "gpu/any/rows.h"
 
 namespace pydet {
 namespace {

@@ -1,12 +1,12 @@
-// Softmax of many short rows that lie one behind the other and begin anywhere, and its gradients, in fp32 (NUMERICS.md,
+// Softmax of many short rows that lie one behind the other and begin anywhere, in fp32 (NUMERICS.md,
 // "Softmax"): the CPU's bits. The formulas are those of softmax.cu.
 //
-// A warp has some rows, in shared memory (adjacent_rows.h), and 2 to 8 threads a row in registers: the fewer, the more
+// A warp has some rows, in shared memory (elements.h), and 2 to 8 threads a row in registers: the fewer, the more
 // rows share the steps of the maximum and of the sum. What a row's results need of x again is still there.
 
 #include "gpu/any/softmax_row.h"
 #include "gpu/kernels.h"
-#include "gpu/nvidia/adjacent_rows.h"
+#include "gpu/nvidia/elements.h"
 
 namespace pydet {
 namespace {
@@ -103,68 +103,6 @@ __global__ void __launch_bounds__(kBlock, kBlocks<V>)
   Share<kLogicalWarp>(p.y.data + first * n * 2, rows * n * 2).store(of_warp);
 }
 
-template <int T, int V, int F>
-__global__ void __launch_bounds__(kBlock, kBlocks<V>)
-    softmax_backward_adjacent_kernel(const __grid_constant__ SoftmaxBackward p, int of_share) {
-  constexpr int kAtOnce = kLogicalWarp / T;
-  extern __shared__ __align__(16) char shared[];
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int lane = int(threadIdx.x) % kLogicalWarp, n = int(p.n), bytes_of_share = share_bytes<T, V>(of_share, n);
-  const int64_t first = (int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kLogicalWarp) * of_share;
-  if (first >= p.rows) return;
-  const int rows = p.rows - first < of_share ? int(p.rows - first) : of_share;
-  char *const of_warp = shared + int(threadIdx.x) / kLogicalWarp * 2 * bytes_of_share;
-  const Share<kLogicalWarp> share(p.dy.data + first * n * 2, rows * n * 2);
-  share.bring(of_warp, first > 0, first + rows < p.rows);
-  Share<kLogicalWarp>(p.y.data + first * n * 2, rows * n * 2)
-      .bring(of_warp + bytes_of_share, first > 0, first + rows < p.rows);
-  commit_copies();
-  wait_copies<0>();
-  __syncwarp();
-
-  const SharedRow<T, V, F> columns = {lane % T, n};
-#pragma unroll 1
-  for (int turn = 0; turn * kAtOnce < rows; ++turn) {
-    const int mine = turn * kAtOnce + lane / T, r = mine < rows ? mine : rows - 1;
-    char *const dy_row = of_warp + share.lead + r * n * 2, *const y_row = dy_row + bytes_of_share;
-    uint16_t some[kChunk];
-    SumOfLanes<T, V> sum;
-#pragma unroll
-    for (int c = 0; c < sum.kChunks; ++c) {
-      float first_of[kChunk], second_of[kChunk];
-      columns.load_some(dy_row, c * kChunk, some);
-      floats_of<2>(p.dy.type, some, first_of);
-      if (!p.log) {
-        columns.load_some(y_row, c * kChunk, some);
-        floats_of<2>(p.dy.type, some, second_of);
-      }
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        const float product = fmaf(first_of[k], p.log ? 1.0f : second_of[k], 0.0f);
-        first_of[k] = columns.inside(c * kChunk + k) ? product : 0.0f;
-      }
-      sum.add(c * kChunk, first_of);
-    }
-    const float c = sum.total();
-    if (mine >= rows) continue;
-#pragma unroll
-    for (int i = 0; i < V; i += kChunk) {
-      float first_of[kChunk], second_of[kChunk];
-      uint32_t pairs[kChunk / 2];
-      columns.load_some(dy_row, i, some);
-      floats_of<2>(p.dy.type, some, first_of);
-      columns.load_some(y_row, i, some);
-      floats_of<2>(p.dy.type, some, second_of);
-      gradients_of(p, c, first_of, second_of);
-      pairs_of(p.dy.type, first_of, pairs);
-      columns.store_some(dy_row, i, pairs);
-    }
-  }
-  __syncwarp();
-  Share<kLogicalWarp>(p.dx.data + first * n * 2, rows * n * 2).store(of_warp);
-}
-
 // ---- Host --------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kLongest = 320;
@@ -188,12 +126,11 @@ template <class F> pydet_status with_shape(int64_t n, const F &f) {
 
 // A warp's share is rows of all its teams; of very many rows twice as many, so that it is whole pieces wherever they
 // begin: 190000x163 67 us with one row a team and 62 with two, but 24000x163 11.4 and 14.0.
-template <int operands, class Problem, class Shape>
-pydet_status launch_shares(const char *name, const Problem &p, Shape, void (*kernel)(Problem, int)) {
+template <class Shape> pydet_status launch_shares(const Softmax &p, Shape, void (*kernel)(Softmax, int)) {
   const int of_share = kLogicalWarp / Shape::T * (Shape::T == 8 && p.rows >= 80'000 ? 2 : 1);
-  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kWarps * of_share))),
-                  dim3(kBlock)};
-  where.shared_bytes = operands * kWarps * share_bytes<Shape::T, Shape::V>(of_share, int(p.n));
+  Launch where = {"softmax_adjacent", static_cast<gpu_stream>(p.stream),
+                  dim3(unsigned(divide_up(p.rows, kWarps * of_share))), dim3(kBlock)};
+  where.shared_bytes = kWarps * share_bytes<Shape::T, Shape::V>(of_share, int(p.n));
   where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
   return launch(where, kernel, p, of_share);
 }
@@ -222,31 +159,8 @@ bool softmax_adjacent_prefers(const Softmax &p) {
 pydet_status softmax_adjacent(const Softmax &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("softmax_adjacent", guard.error());
-  return with_shape(p.n, [&](auto shape) {
-    return launch_shares<1>("softmax_adjacent", p, shape, softmax_adjacent_kernel<shape.T, shape.V, shape.F>);
-  });
-}
-
-bool softmax_backward_adjacent_takes(const SoftmaxBackward &p) {
-  return takes_rows(p.rows, p.n) && rows_adjacent(p, p.dy, p.dy) && rows_adjacent(p, p.y, p.dy) &&
-         rows_adjacent(p, p.dx, p.dy);
-}
-// Likewise, us: of the logarithm 183898x145 68 and 88, 39647x130 17.6 and 20.7, 190000x79 1.3 times as fast, 190000x183
-// 1.2, but 32000x145 and 100000x203 as fast, 190000x309 slower; of softmax itself 190000x145 1.14 times as fast.
-bool softmax_backward_adjacent_prefers(const SoftmaxBackward &p) {
-  if (rows_whole(p)) return false;
-  if (p.n > 71 && p.n <= 88) return p.rows >= (p.log ? 48'000 : 100'000);
-  if (p.n > 128 && p.n <= 160) return p.rows >= (p.log ? 36'000 : 64'000);
-  return p.n > 160 && p.n <= 192 && p.rows >= 80'000;
-}
-
-pydet_status softmax_backward_adjacent(const SoftmaxBackward &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("softmax_backward_adjacent", guard.error());
-  return with_shape(p.n, [&](auto shape) {
-    return launch_shares<2>("softmax_backward_adjacent", p, shape,
-                            softmax_backward_adjacent_kernel<shape.T, shape.V, shape.F>);
-  });
+  return with_shape(
+      p.n, [&](auto shape) { return launch_shares(p, shape, softmax_adjacent_kernel<shape.T, shape.V, shape.F>); });
 }
 
 }  // namespace pydet

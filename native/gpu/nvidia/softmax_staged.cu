@@ -3,7 +3,7 @@
 
 #include "gpu/kernels.h"
 #include "gpu/nvidia/softmax_staged.h"
-#include "gpu/nvidia/staged_row.h"
+#include "gpu/nvidia/pieces.h"
 
 namespace pydet {
 namespace {

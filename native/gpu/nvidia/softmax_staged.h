@@ -2,7 +2,7 @@
 // softmax_staged.cu and softmax_backward_staged.cu.
 //
 // A row is copied as it lies, by the pieces of 16 bytes of memory, and so is its result. In between an element is one
-// thread's, by the lanes of the row's sum (rmsnorm_rows.h): thread t of T has elements t + T q, whatever their place in
+// thread's, by the lanes of the row's sum (rows.h): thread t of T has elements t + T q, whatever their place in
 // memory. `C` blocks, a cluster, share a row: of each 2048 elements block c has those of 256 lanes, a thread one. The
 // groups' sums and the maximum they send each other (cluster.h).
 #pragma once

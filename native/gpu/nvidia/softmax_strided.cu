@@ -1,10 +1,10 @@
 // Softmax of rows that begin anywhere, and its gradients, element by element, in fp32 (NUMERICS.md, "Softmax"): the CPU's
 // bits. The formulas are those of softmax.cu.
 //
-// A team of T threads holds a row in registers, thread t elements t, t + T, ... (strided_row.h).
+// A team of T threads holds a row in registers, thread t elements t, t + T, ... (elements.h).
 
 #include "gpu/any/softmax_row.h"
-#include "gpu/nvidia/strided_row.h"
+#include "gpu/nvidia/elements.h"
 #include "gpu/kernels.h"
 
 namespace pydet {
@@ -13,7 +13,7 @@ namespace {
 template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 
 // The largest of the team's values. All threads of the block call it.
-template <int T> __device__ __forceinline__ float team_max(float most, float *of_warps) {
+template <int T> __device__ __forceinline__ float strided_max(float most, float *of_warps) {
   constexpr int kWarps = T / kLogicalWarp;
 #pragma unroll
   for (int apart = (T < kLogicalWarp ? T : kLogicalWarp) / 2; apart > 0; apart /= 2)
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kBlock<T>) softmax_strided_kernel(const __grid
   floats_of<size>(p.x.type, bits, x);
 #pragma unroll
   for (int i = 0; i < V; ++i) most = fmaxf(most, x[i]);
-  const float max = team_max<T>(most, largest);
+  const float max = strided_max<T>(most, largest);
 
   const bool keep_x = p.kind == SoftmaxKind::log_softmax;
   StridedLanes<T, V> lanes[1];

@@ -1,4 +1,5 @@
-// What XLA asks of attention: sequences of one length each, with lengths on the device.
+// What XLA asks of attention: sequences of one length each, with lengths on the device; sequences behind each other; and
+// keys in pages.
 
 #include <utility>
 
@@ -188,11 +189,106 @@ void attention_backward(Call &call) {
   });
 }
 
+// ---- Packed sequences, and pages -----------------------------------------------------------------------------------
+
+// Buffers as they lie, of any rank; vmap makes such calls one by one.
+class Whole {
+ public:
+  explicit Whole(Call &call) : call_(call) {}
+
+  const pydet_tensor *tensor(const pydet_xla_buffer &buffer) {
+    Shape *shape = &shapes_[count_];
+    if (buffer.rank > kMaxRank) {
+      call_.fail("a buffer has %" PRId64 " dimensions, want %d at most", buffer.rank, kMaxRank);
+      return nullptr;
+    }
+    for (int64_t i = 0; i < buffer.rank; ++i) shape->dims[i] = buffer.dims[i];
+    product(call_, shape->dims, buffer.rank);
+    if (call_.failed()) return nullptr;
+    lay_out(shape, int(buffer.rank));
+    tensors_[count_] = call_.tensor(buffer, shape, int(buffer.rank));
+    return &tensors_[count_++];
+  }
+
+ private:
+  Call &call_;
+  int count_ = 0;
+  Shape shapes_[16];
+  pydet_tensor tensors_[16];
+};
+
+// The operands of a call one after the other, and those that have a flag.
+struct Operands {
+  Call &call;
+  Whole &whole;
+  int64_t next = 0;
+
+  const pydet_tensor *given() { return whole.tensor(call.argument(next++)); }
+  const pydet_tensor *given(const char *has) { return call.flag(has) ? given() : nullptr; }
+  // Result i, in the memory of the operand that comes next: what is in no sequence keeps what that holds.
+  const pydet_tensor *begun(int64_t i) {
+    expect_in_place(call, call.argument(next++), call.result(i));
+    return whole.tensor(call.result(i));
+  }
+};
+
+template <class Options> void give_workspace_of(Call &call, int64_t i, Options *options) {
+  options->workspace_size = uint64_t(elements(call.result(i)));
+  options->workspace = options->workspace_size ? call.result(i).data : nullptr;
+}
+
+// Operands: q, k, v, then each that has its flag, of cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, first_key, sinks,
+// allowed and bias, all as pydet_attention has them, and what out and lse hold where no sequence is; out, lse and a
+// workspace of bytes, which may be empty. scale and on as of attention.
+void attention_stored(Call &call) {
+  Whole whole(call);
+  Operands of = {call, whole};
+  auto options = read_options<pydet_attention_options>(call, call.result(2));
+  options.kv_chunk = call.integer("kv_chunk");
+  const pydet_tensor *q = of.given(), *k = of.given(), *v = of.given();
+  options.cu_seqlens_q = of.given("has_cu_seqlens_q");
+  options.cu_seqlens_k = of.given("has_cu_seqlens_k");
+  options.block_table = of.given("has_block_table");
+  options.seqlens_k = of.given("has_seqlens_k");
+  options.first_key = of.given("has_first_key");
+  options.sinks = of.given("has_sinks");
+  options.allowed = of.given("has_allowed");
+  options.bias = of.given("has_bias");
+  const pydet_tensor *out = of.begun(0), *lse = of.begun(1);
+  give_workspace_of(call, 2, &options);
+  void *stream = call.stream();
+  if (!call.failed()) call.check(pydet_attention(stream, q, k, v, out, lse, &options));
+}
+
+// Operands: dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks if has_sinks, and what dq, dk and dv hold where no
+// sequence is; dq, dk, dv, dsinks if has_sinks, and a workspace.
+void attention_varlen_backward(Call &call) {
+  Whole whole(call);
+  Operands of = {call, whole};
+  const bool has_sinks = call.flag("has_sinks");
+  const int64_t workspace = has_sinks ? 4 : 3;
+  auto options = read_options<pydet_attention_backward_options>(call, call.result(workspace));
+  const pydet_tensor *dout = of.given(), *q = of.given(), *k = of.given(), *v = of.given(), *out = of.given(),
+                     *lse = of.given();
+  options.cu_seqlens_q = of.given();
+  options.cu_seqlens_k = of.given();
+  options.sinks = has_sinks ? of.given() : nullptr;
+  const pydet_tensor *dq = of.begun(0), *dk = of.begun(1), *dv = of.begun(2);
+  options.dsinks = has_sinks ? whole.tensor(call.result(3)) : nullptr;
+  give_workspace_of(call, workspace, &options);
+  void *stream = call.stream();
+  if (!call.failed()) call.check(pydet_attention_backward(stream, dout, q, k, v, out, lse, dq, dk, dv, &options));
+}
+
 constexpr char kAttention[] = "attention";
 constexpr char kAttentionBackward[] = "attention_backward";
+constexpr char kAttentionStored[] = "attention_stored";
+constexpr char kAttentionVarlenBackward[] = "attention_varlen_backward";
 constexpr pydet_xla_handler kHandlers[] = {
     handler<kAttention, attention>(),
     handler<kAttentionBackward, attention_backward>(),
+    handler<kAttentionStored, attention_stored>(),
+    handler<kAttentionVarlenBackward, attention_varlen_backward>(),
 };
 
 }  // namespace

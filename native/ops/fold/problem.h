@@ -42,6 +42,7 @@ template <> struct Operation<Fold> : AlwaysIeee {
   }
   using Functions = FunctionList<pydet_fold>;
   static Items<pydet_exchange_method> python();
+  static Items<pydet_xla_handler> xla();
 };
 
 }  // namespace pydet

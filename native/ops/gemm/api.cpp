@@ -22,10 +22,7 @@ struct Work {
 pydet_status finish_reading(const GemmWords &words, const View &initial, const View &out,
                             std::initializer_list<const View *> views, Work *work) {
   Gemm &gemm = work->gemm;
-  // One chunk is one chain: +0 + s is s, since no chain of tensor cores gives -0 (NUMERICS.md).
-  if (gemm.k_chunk >= gemm.k && !gemm.accumulate && !initial.present() && !gemm.fast &&
-      gemm.arithmetic != Arithmetic::ieee)
-    gemm.k_chunk = 0;
+  if (!initial.present() && one_chunk_is_one_chain(gemm)) gemm.k_chunk = 0;
   for (const View *view : views) PYDET_TRY(workspace_apart(*view, gemm.workspace, gemm.workspace_size));
   PYDET_TRY(workspace_apart(initial, gemm.workspace, gemm.workspace_size));
   work->none = gemm.m == 0 || gemm.n == 0 || gemm.batch.count == 0;
@@ -93,35 +90,6 @@ pydet_status run_gemm(const GemmWords &words, void *stream, const pydet_tensor *
   Work work = {};
   PYDET_TRY(read_gemm(words, stream, a_tensor, b_tensor, bias_tensor, out_tensor, options, &work));
   return run(words.op, work, options.kernel);
-}
-
-// x [..., K] as a matrix [..., M, K]: M is the last leading dimension after merging, so that a call on [tokens, K], or on
-// [batch, tokens, K] without gaps, is one matrix. The merge must hold for y and for a bias shaped like it.
-void merge_rows(View *const *views, int count) {
-  for (int t = 0; t < count; ++t)
-    if (views[t]->ndim == 1) {  // one row
-      views[t]->ndim = 2;
-      views[t]->shape[1] = views[t]->shape[0];
-      views[t]->stride[1] = views[t]->stride[0];
-      views[t]->shape[0] = 1;
-      views[t]->stride[0] = 0;
-    }
-  while (views[0]->ndim > 2) {
-    int r = views[0]->ndim - 2;  // merge dimension r into r - 1
-    for (int t = 0; t < count; ++t) {
-      const View &v = *views[t];
-      bool merges = v.shape[r] == 1 || v.shape[r - 1] == 1 || v.stride[r - 1] == v.stride[r] * v.shape[r];
-      if (!merges) return;
-    }
-    for (int t = 0; t < count; ++t) {
-      View &v = *views[t];
-      v.stride[r - 1] = v.shape[r] == 1 ? v.stride[r - 1] : v.stride[r];
-      v.shape[r - 1] *= v.shape[r];
-      v.shape[r] = v.shape[r + 1];
-      v.stride[r] = v.stride[r + 1];
-      --v.ndim;
-    }
-  }
 }
 
 pydet_status check_skinny_options(const char *op, const pydet_skinny_gemm_options &options) {

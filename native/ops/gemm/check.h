@@ -169,6 +169,40 @@ pydet_status apply_gemm_options(const GemmWords &words, const Options &options, 
   return PYDET_OK;
 }
 
+// Of a product that begins at +0: +0 + s is s, since no chain of tensor cores gives -0 (NUMERICS.md).
+inline bool one_chunk_is_one_chain(const Gemm &g) {
+  return g.k_chunk >= g.k && !g.accumulate && !g.fast && g.arithmetic != Arithmetic::ieee;
+}
+
+// x [..., K] as a matrix [..., M, K]: M is the last leading dimension after merging, so that a call on [tokens, K], or on
+// [batch, tokens, K] without gaps, is one matrix. The merge must hold for y and for a bias shaped like it.
+inline void merge_rows(View *const *views, int count) {
+  for (int t = 0; t < count; ++t)
+    if (views[t]->ndim == 1) {  // one row
+      views[t]->ndim = 2;
+      views[t]->shape[1] = views[t]->shape[0];
+      views[t]->stride[1] = views[t]->stride[0];
+      views[t]->shape[0] = 1;
+      views[t]->stride[0] = 0;
+    }
+  while (views[0]->ndim > 2) {
+    int r = views[0]->ndim - 2;  // merge dimension r into r - 1
+    for (int t = 0; t < count; ++t) {
+      const View &v = *views[t];
+      bool merges = v.shape[r] == 1 || v.shape[r - 1] == 1 || v.stride[r - 1] == v.stride[r] * v.shape[r];
+      if (!merges) return;
+    }
+    for (int t = 0; t < count; ++t) {
+      View &v = *views[t];
+      v.stride[r - 1] = v.shape[r] == 1 ? v.stride[r - 1] : v.stride[r];
+      v.shape[r - 1] *= v.shape[r];
+      v.shape[r] = v.shape[r + 1];
+      v.stride[r] = v.stride[r + 1];
+      --v.ndim;
+    }
+  }
+}
+
 // Of a question about a workspace.
 inline pydet_status check_extents(const char *op, int64_t batch, int64_t m, int64_t n, int64_t k,
                                   const uint64_t *bytes) {

@@ -1,6 +1,7 @@
 // What XLA asks of products.
 
 #include "core/operations.h"
+#include "entry/xla_rows.h"
 #include "ops/gemm/xla.h"
 
 namespace pydet {
@@ -50,11 +51,14 @@ void spread(pydet_tensor *a, const pydet_tensor &b, const pydet_tensor &out) {
 // the matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
 // rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
 // not take, goes to pydet_gemm. No workspace: a kernel that wants one (pydet_gemm_workspace) is not chosen.
+// has_initial, not with accumulate or skinny: an operand more, fp32 and shaped like the result, where sums begin, and a
+// workspace of bytes behind the result.
 void gemm(Call &call) {
   const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate");
+  const bool has_initial = call.flag("has_initial");
   const bool transpose_a = call.flag("transpose_a"), transpose_b = call.flag("transpose_b");
   const bool skinny = call.flag("skinny");
-  Shape shapes[4];
+  Shape shapes[5];
   const pydet_xla_buffer &result = call.result(0);
   pydet_tensor a = matrix(call, call.argument(0), transpose_a, &shapes[0]);
   const pydet_tensor b = matrix(call, call.argument(1), transpose_b, &shapes[1]);
@@ -63,6 +67,8 @@ void gemm(Call &call) {
   pydet_tensor bias = {};
   if (has_bias && !call.failed()) bias = bias_of(call, call.argument(2), result, &shapes[3]);
   if (accumulate) expect_in_place(call, call.argument(2 + has_bias), result);
+  pydet_tensor initial = {};
+  if (has_initial) initial = matrix(call, call.argument(2 + has_bias), false, &shapes[4]);
   pydet_skinny_gemm_options options = {};
   options.struct_size = sizeof options;
   options.arithmetic = call.number("arithmetic");
@@ -75,6 +81,11 @@ void gemm(Call &call) {
     call.fail("attribute mode is %d, want 0 (deterministic) or 1 (fast)", int(options.mode));
   if (!skinny && (options.mode || options.weights_constant))
     call.fail("attribute %s is 1 without skinny, want 0", options.mode ? "mode" : "weights_constant");
+  if (has_initial && (skinny || accumulate))
+    call.fail("attribute has_initial is 1 with %s, want 0", skinny ? "skinny" : "accumulate");
+  pydet_gemm_options plain = {};
+  plain.struct_size = sizeof plain;
+  if (has_initial) give_workspace(call, call.result(1), &plain);
   if (skinny && (transpose_a || !transpose_b)) call.fail("attribute skinny is 1 with other than a and b^T as they lie");
   void *stream = call.stream();
   if (call.failed()) return;
@@ -84,12 +95,11 @@ void gemm(Call &call) {
     pydet_tensor w = matrix(call, call.argument(1), false, &shape);
     if (as_one_matrix(&w)) return call.check(pydet_skinny_gemm(stream, &a, &w, given_bias, &out, &options));
   }
-  pydet_gemm_options plain = {};
-  plain.struct_size = sizeof plain;
   plain.arithmetic = options.arithmetic;
   plain.k_chunk = options.k_chunk;
   plain.accumulate = options.accumulate;
   plain.kernel = options.kernel;
+  plain.initial = has_initial ? &initial : nullptr;
   call.check(pydet_gemm(stream, &a, &b, given_bias, &out, &plain));
 }
 

@@ -8,7 +8,7 @@ namespace pydet {
 // Two or three strides for the rows of all the tensors at once (absent ones have no say).
 struct RowWalk {
   int64_t rows = 1, inner = 1, outer = 1;
-  static constexpr int kMaxTensors = 5;
+  static constexpr int kMaxTensors = 6;
   int64_t outer_stride[kMaxTensors] = {}, inner_stride[kMaxTensors] = {}, far_stride[kMaxTensors] = {};
 };
 

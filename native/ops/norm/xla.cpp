@@ -99,6 +99,19 @@ class Part {
   const pydet_tensor *weight(const pydet_xla_buffer *buffer) {
     return buffer ? add(all_.weight_of(call_, *buffer, g_, &shapes_[count_])) : nullptr;
   }
+  // A weight's gradient, or that of each block of rows: as many as the buffer has.
+  const pydet_tensor *sums(const pydet_xla_buffer *buffer, bool of_blocks) {
+    if (!buffer || !of_blocks) return weight(buffer);
+    Shape *shape = &shapes_[count_];
+    const int rank = all_.heads ? 3 : 2;
+    const int64_t n = all_.heads ? all_.n / all_.heads : all_.n;
+    const int64_t blocks = (all_.rows + PYDET_DWEIGHT_ROWS - 1) / PYDET_DWEIGHT_ROWS;
+    *shape = {{blocks, n}, {}};
+    if (all_.heads) *shape = {{blocks, all_.heads, n}, {}};
+    call_.expect_shape("sums of blocks", *buffer, shape->dims, rank);
+    lay_out(shape, rank);
+    return add(call_.tensor(*buffer, shape, rank));
+  }
 
  private:
   const pydet_tensor *add(const pydet_tensor &tensor) {
@@ -169,27 +182,30 @@ void rmsnorm(Call &call) {
 
 // Operands: dy, x, rstd, then a weight if has_weight, dresidual if has_dresidual, a dweight to continue from if
 // accumulate; dx, then dweight if has_weight, dbias if has_bias, and a workspace of bytes if either. weight_offset,
-// heads.
+// heads. block_sums: dweight and dbias are those of each PYDET_DWEIGHT_ROWS rows, and all rows have one weight.
 void rmsnorm_backward(Call &call) {
   Buffers of = {call};
-  const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate");
+  const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate"), blocks = call.flag("block_sums");
   const pydet_xla_buffer *dy = of.argument(), *x = of.argument(), *rstd = of.argument(),
                          *weight = of.argument("has_weight"), *dresidual = of.argument("has_dresidual"),
                          *start = of.argument(accumulate), *dx = of.result(), *dweight = of.result(weight),
                          *dbias = of.result(has_bias);
   auto options = backward_options<pydet_rmsnorm_backward_options>(call, of.result(dweight || dbias));
   options.accumulate = accumulate;
+  options.block_sums = blocks;
   if (start) expect_in_place(call, *start, call.result(1));
   const int64_t heads = call.integer("heads");
   void *stream = call.stream();
   if (call.failed()) return;
-  const Groups all = groups_of(call, {"dx", dx}, {{"dy", dy}, {"x", x}, {"dresidual", dresidual}}, {{"rstd", rstd}},
-                               {{"weight", weight}, {"dweight", dweight}, {"dbias", dbias}}, heads);
+  const Groups all = groups_of(
+      call, {"dx", dx}, {{"dy", dy}, {"x", x}, {"dresidual", dresidual}}, {{"rstd", rstd}},
+      {{"weight", weight}, {"dweight", blocks ? nullptr : dweight}, {"dbias", blocks ? nullptr : dbias}}, heads);
+  if (blocks && all.groups != 1) call.fail("attribute block_sums is 1 with %" PRId64 " weights, want 0", all.groups);
   each_group(call, all, [&](Part &part) {
     const pydet_tensor *dy_part = part.rows(dy), *x_part = part.rows(x), *w = part.weight(weight),
                        *rstd_part = part.values(rstd), *dresidual_part = part.rows(dresidual), *dx_part = part.rows(dx),
-                       *dw = part.weight(dweight);
-    options.dbias = part.weight(dbias);
+                       *dw = part.sums(dweight, blocks);
+    options.dbias = part.sums(dbias, blocks);
     if (call.failed()) return;
     call.check(pydet_rmsnorm_backward(stream, dy_part, x_part, w, rstd_part, dresidual_part, dx_part, dw, &options));
   });

@@ -5,11 +5,11 @@ mode, in a compiled graph, in a CUDA graph. The operators take any device that h
 fake tensors. Operands may have any strides; those that the library does not walk are copied.
 
 ``gemm``, ``skinny_gemm``, ``grouped_gemm``, ``attention``, ``softmax``, ``log_softmax``, ``log_prob``, ``activation``,
-``gated_activation``, ``linear_log_prob``, ``embedding`` and the forward norms are differentiable; ``attention_varlen``
-and ``attention_paged`` are not yet. What their backward calls is not, nor are the operations of fp8: a second
-derivative (``create_graph=True``), forward mode (jvp) and torch.func.grad are refused with a sentence. ``torch.vmap``
-is defined over batches of products and over rows, and not over the weights of ``skinny_gemm``, norms and tables. Under
-``torch.autocast`` the operands of products take its type.
+``gated_activation``, ``linear_log_prob``, ``embedding``, ``rotary`` and the forward norms are differentiable;
+``attention_varlen`` and ``attention_paged`` are not yet. What their backward calls is not, nor are the operations of
+fp8: a second derivative (``create_graph=True``), forward mode (jvp) and torch.func.grad are refused with a sentence.
+``torch.vmap`` is defined over batches of products and over rows, and not over the weights of ``skinny_gemm``, norms and
+tables. Under ``torch.autocast`` the operands of products take its type.
 """
 
 from pydet.torch.ops import (
@@ -21,6 +21,7 @@ from pydet.torch.ops import (
     layernorm,
     products,
     rmsnorm,
+    rotary,
     sample,
     scaled,
     scan,
@@ -41,6 +42,7 @@ __all__ = [
     "matrix",
     "products",
     "rmsnorm",
+    "rotary",
     "sample",
     "scaled",
     "scan",

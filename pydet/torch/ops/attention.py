@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 import pydet
-from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail
 from pydet.hooks import unknown
+from pydet.ops.attention import _attention
 from pydet.torch.ops import masks
 from pydet.torch.ops.register import DTYPES, Call, Tensor, define
 
@@ -132,6 +133,43 @@ def _run_from_first(
     lse.copy_(log[:, :, 0].unflatten(0, (batch, queries)).transpose(1, 2))
 
 
+def _run_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    scale: float,
+    arithmetic: str,
+    kv_chunk: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """One call, where that is all there is to do; None of another, and of what the library refuses."""
+    if allowed is not None or bias is not None or not q.dim() == k.dim() == v.dim() == 4:
+        return None
+    width, of_v = q.shape[3], v.shape[3]
+    if width % 8 or of_v % 8 or not 0 < width <= 256 or not 0 < of_v <= 256 or not q.shape[2] or not k.shape[2]:
+        return None
+    try:
+        found: tuple[Tensor, Tensor] = _attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            softcap=softcap,
+            causal=causal,
+            sinks=sinks,
+            arithmetic=arithmetic,
+            kv_chunk=1024 if kv_chunk is None else kv_chunk,
+            return_lse=True,
+        )
+    except Error:
+        return None
+    return found
+
+
 def _run_attention(
     q: Tensor,
     k: Tensor,
@@ -146,6 +184,8 @@ def _run_attention(
     from_first: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    if (found := _run_plain(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, bias)) is not None:
+        return found
     out, lse = _fake_attention(q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first, bias)
     if out.numel() == 0 or k.shape[2] == 0:
         if sinks is None:
@@ -501,6 +541,9 @@ _below = define(
     vmap=_vmap_attention,
     autocast=3,
     composite=True,
+    first=lambda q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, from_first, bias: _run_plain(
+        q, k, v, allowed, scale, arithmetic, kv_chunk, sinks, softcap, causal, bias
+    ),
 )
 define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? allowed, Tensor out, Tensor lse, "

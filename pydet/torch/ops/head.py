@@ -1,8 +1,9 @@
 """``linear_log_prob``: a linear layer and what is asked of each row of its logits, in chunks of rows; and its gradient.
 
-A composition of the library's functions over a workspace: no chunk changes a bit, since rows are independent and sums
-over rows are continued at multiples of 16 of them (NUMERICS.md, "Head"). What is done to single elements between them
-are PyTorch's additions, products and divisions, each rounded once.
+Log-probabilities alone, of logits that are neither scaled nor capped, are the library's `linear_log_prob`. All else is
+a composition of its functions over a workspace: no chunk changes a bit, since rows are independent and sums over rows
+are continued at multiples of 16 of them (NUMERICS.md, "Head"). What is done to single elements between them are
+PyTorch's additions, products and divisions, each rounded once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
+from pydet import _native
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
+from pydet.frameworks import type_index
 from pydet.hooks import unknown
 from pydet.ops.activation import _activation, _activation_backward
+from pydet.ops.head import _linear_log_prob, _linear_log_prob_backward
 from pydet.ops.products import _gemm, _gemm_db, _skinny_gemm
 from pydet.ops.softmax import (
     _log_prob,
@@ -32,6 +36,11 @@ from pydet.torch.ops.tracing import TRACED, operands
 
 OP = "linear_log_prob"
 WORKSPACE = 256 << 20  # bytes
+_C_DTYPES = {
+    torch.float32: (constants.PYDET_FLOAT, 32, 1),
+    torch.bfloat16: (constants.PYDET_BFLOAT, 16, 1),
+    torch.float16: (constants.PYDET_FLOAT, 16, 1),
+}
 ROWS = 16  # a multiple of every arithmetic's step, where a sum over rows may be cut
 
 
@@ -52,6 +61,15 @@ class Head(NamedTuple):
     @property
     def scales(self) -> bool:
         return self.softcap is not None or self.temperature != 1
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether its log-probabilities and their gradients are the library's own operation."""
+        return not self.scales and self.logits_dtype in (None, x.dtype, torch.float32)
+
+    @property
+    def library_options(self) -> dict[str, Any]:
+        logits = None if self.logits_dtype is None else type_index(self.logits_dtype, OP)
+        return {**self.products, "logits_dtype": logits, "workspace": self.workspace}
 
     def check(self) -> None:
         """Refuses what is no setting."""
@@ -229,6 +247,10 @@ def _run_forward(
     wanted = index.reshape(-1).contiguous()
     count = rows.shape[0]
     log_prob = x.new_empty(count, dtype=torch.float32)
+    if head.is_plain(x) and n and not greedy and not any(asked):
+        _linear_log_prob(rows, w, wanted, bias=bias, out=log_prob, **head.library_options)
+        none = x.new_empty(0, dtype=torch.float32)
+        return log_prob.view(lead), none, none.clone(), none.clone(), x.new_empty(0, dtype=torch.int64)
     others = [x.new_empty(count if wants else 0, dtype=torch.float32) for wants in asked]
     chosen = x.new_empty(count if greedy else 0, dtype=torch.int64)
     row_bytes = _row_bytes(n, x, head) + (17 * (n + 1) if asked.spreads else 0) + (n * 10 if lse or greedy else 0)
@@ -303,7 +325,7 @@ def _sum(rows: Tensor, columns: Tensor, into: Tensor, continues: bool, head: Hea
 
 def rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
     """Sums over rows that are done, in the type of their parameter: products over no more rows, some at a time."""
-    if dtype == torch.float32:
+    if dtype == sums.dtype:
         return sums
     out = sums.new_empty(sums.shape, dtype=dtype)
     none, most = sums.new_empty((0, 1), dtype=dtype), max(head.workspace // (4 * sums.shape[1]), 1)
@@ -312,6 +334,15 @@ def rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
         left, right = none.expand(0, part.shape[0]), none.expand(0, part.shape[1])
         _gemm_db(left, right, initial=part, out=out[start : start + most], **head.products)
     return out
+
+
+def room_for_sums(x: Tensor, w: Tensor, head: Head, asks_more: bool) -> Callable[[Tensor], Tensor]:
+    """What makes room for the sums over rows of a parameter: zeros in float32 to continue from; or, where the library
+    writes them, what it does not read, of the parameter's type where all rows go at once."""
+    if asks_more or not head.is_plain(x) or not w.shape[0]:
+        return lambda parameter: torch.zeros_like(parameter, dtype=torch.float32)
+    whole = 0 < _library_bytes(x, w, head) <= head.workspace
+    return lambda parameter: parameter.new_empty(parameter.shape, dtype=parameter.dtype if whole else torch.float32)
 
 
 def gradients(
@@ -336,6 +367,11 @@ def gradients(
     sums_rows = dw is not None or dbias is not None
     unit = (head.k_chunk or ROWS) if sums_rows else 1
     dx = rows.new_empty(rows.shape, dtype=dx_dtype or x.dtype) if of_x else None
+    lies_in_rows = dw is None or dw.shape[1] < 2 or dw.stride(1) == 1
+    if head.is_plain(x) and n and lies_in_rows and not any(g is not None for g in more):
+        sums = {"dw": dw, "dbias": dbias, "accumulate": continues and sums_rows}
+        _linear_log_prob_backward(given, rows, w, wanted, bias=bias, dx=dx, **sums, **head.library_options)
+        return None if dx is None else dx.view(x.shape)
     size = _gradient_bytes(n, x, head, any(g is not None for g in more))
     room = _Room(x)
     for part in _chunks(rows.shape[0], size, unit, head):
@@ -362,17 +398,29 @@ def loss_and_gradients(
     gradient: Tensor,
     dw: Tensor,
     dbias: Tensor | None,
+    continues: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """-> the loss of each row and dx, where `gradient` is that of each row's loss: a chunk's logits are made once.
 
     loss_of(log_prob, lse, mean, rows), of which it `asks` for lse and mean, is differentiated by PyTorch, as it is
-    where gradients are made in backward. The sums in dw and dbias, float32, are continued.
+    where gradients are made in backward. The sums in dw and dbias, float32, are continued; or they are made, in what
+    :func:`room_for_sums` gave.
     """
     _check(x, w, index, bias, head)
     rows, n, (lse, mean) = _matrix(x), w.shape[0], asks
     wanted = index.reshape(-1).contiguous()
     losses = rows.new_empty(rows.shape[0], dtype=torch.float32)
     dx = rows.new_empty(rows.shape)
+    lies_in_rows = dw.shape[1] < 2 or dw.stride(1) == 1
+    if head.is_plain(x) and n and lies_in_rows and not lse and not mean:  # whose gradient is the same whatever the log-probability
+        every, log_prob = slice(0, rows.shape[0]), torch.zeros_like(losses)
+        with torch.enable_grad():
+            any_loss = loss_of(log_prob.requires_grad_(), None, None, every)
+            (dlog_prob,) = torch.autograd.grad(any_loss, [log_prob], gradient.expand_as(any_loss))
+        log_prob = log_prob.detach()
+        made = {"dx": dx, "dw": dw, "dbias": dbias, "log_prob": log_prob, "accumulate": continues}
+        _linear_log_prob_backward(dlog_prob, rows, w, wanted, bias=bias, **made, **head.library_options)
+        return loss_of(log_prob, None, None, every), dx.view(x.shape)
     size = _gradient_bytes(n, x, head, lse or mean) + (n * 10 if lse else 0) + (n + 1) * 13 * mean
     room = _Room(x)
     for part in _chunks(rows.shape[0], size, head.k_chunk or ROWS, head):
@@ -400,6 +448,20 @@ def loss_and_gradients(
 def _matrix(x: Tensor) -> Tensor:
     rows = matrix(x)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _library_bytes(x: Tensor, w: Tensor, head: Head) -> int:
+    """Of a workspace for the gradients of all rows at once."""
+    options, found = ffi.new("pydet_linear_log_prob_options *"), ffi.new("uint64_t *")
+    options.struct_size = ffi.sizeof(options[0])
+    options.arithmetic, options.k_chunk = unknown(head.arithmetic, OP, "arithmetic"), head.k_chunk or 0
+    if head.logits_dtype is not None:
+        options.logits = _C_DTYPES[head.logits_dtype]
+    index = {"cuda": constants.PYDET_EXCHANGE_CUDA}.get(x.device.type, constants.PYDET_EXCHANGE_CPU)
+    library = _native.load(constants.PYDET_EXCHANGE_ROCM if index and torch.version.hip else index)
+    dtype, shape = ffi.new("pydet_dtype *", _C_DTYPES[x.dtype])[0], (math.prod(x.shape[:-1]), *w.shape)
+    library.check(library.lib.pydet_linear_log_prob_workspace(*shape, dtype, 1, 1 << 62, options, found))
+    return int(found[0])
 
 
 def _check(x: Tensor, w: Tensor, index: Tensor, bias: Tensor | None, head: Head) -> None:
@@ -447,16 +509,15 @@ def _run_backward(
     _check(x, w, index, bias, head)
     others, count = Asked(dentropy, dlse, dmean), index.numel()
     asks_more = any(g is not None for g in others)
+    plain = head.is_plain(x) and w.shape[0] > 0 and not asks_more
     cut = not 0 < count * _gradient_bytes(w.shape[0], x, head, asks_more) <= workspace  # or there is nothing to write
-    dw = dbias = None
-    if of_w:
-        dw = torch.zeros_like(w, dtype=torch.float32) if cut else torch.empty_like(w)
-    if bias is not None and of_bias:
-        dbias = torch.zeros_like(bias, dtype=torch.float32) if cut else torch.empty_like(bias)
-    dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=cut)
-    if cut and dw is not None:
+    start = room_for_sums(x, w, head, asks_more) if plain or cut else torch.empty_like
+    dw = start(w) if of_w else None
+    dbias = start(bias) if bias is not None and of_bias else None
+    dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=cut and not plain)
+    if dw is not None:
         dw = rounded(dw, w.dtype, head)
-    if cut and dbias is not None and bias is not None:
+    if dbias is not None and bias is not None:
         dbias = rounded(dbias[None], bias.dtype, head)[0]
     made = [(dx, x), (dw, w), (dbias, x)]
     first, second, third = (like.new_empty(0) if g is None else g for g, like in made)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, Error, constants, fail
 from pydet.frameworks import type_index
@@ -27,7 +28,32 @@ GEMM_OPTIONS = 'ScalarType? out_dtype=None, str arithmetic="auto", int? k_chunk=
 
 _library = torch.library.Library("pydet", "DEF")
 _listeners = torch._C._len_torch_dispatch_stack
+_functions = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
+_autocasts = torch._C._is_any_autocast_enabled
+_profiles = torch._C._autograd._profiler_enabled
+_traces = torch._C._get_tracing_state
+_OWN = (torch.Tensor, torch.nn.Parameter)
+_straight: dict[str, Call] = {}
+
+
+def _attended() -> bool:
+    """Whether something is there for which the dispatcher does more than call a kernel: modes, transforms, autocast,
+    a profiler, a trace, tangents."""
+    return bool(
+        _functions()
+        or _listeners()
+        or _transforms()
+        or _autocasts()
+        or forward_ad._current_level >= 0
+        or _profiles()
+        or _traces() is not None
+    )
+
+
+def straight(name: str) -> Call:
+    """An operator as functions and modules call it: all of its arguments by place."""
+    return _straight[name]
 
 
 def define(
@@ -39,6 +65,7 @@ def define(
     vmap: Call | None = None,
     autocast: int = 0,
     composite: bool = False,
+    first: Call | None = None,
 ) -> Call:
     """Registers an operator.
 
@@ -52,6 +79,7 @@ def define(
         vmap: makes of the operator the rule of torch.vmap.
         autocast: how many of the first operands take the type that torch.autocast names.
         composite: the kernel is made of torch's own operations, which only the dispatcher gives what it is meant for.
+        first: of such a kernel what is no more than one call of the library's, and None where that will not do.
 
     Returns:
         The operator below autograd, as a gradient's forward calls it.
@@ -62,8 +90,11 @@ def define(
     arguments = operator.default._schema.arguments
     names = [argument.name for argument in arguments]
     defaults = tuple(x.default_value if x.has_default_value() else None for x in arguments)
-    tensors = 1 + max(i for i, x in enumerate(arguments) if "Tensor" in str(x.type))
-    run = _with_defaults(run, len(arguments), tuple(x.default_value for x in arguments if x.has_default_value()))
+    places = [i for i, x in enumerate(arguments) if "Tensor" in str(x.type)]
+    tensors = 1 + places[-1]
+    last = tuple(x.default_value for x in arguments if x.has_default_value())
+    run = _with_defaults(run, len(arguments), last)
+    alone = run if not composite else None if first is None else _with_defaults(first, len(arguments), last)
 
     def kernel(*given: Any) -> Any:
         try:
@@ -85,9 +116,10 @@ def define(
         """
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, given)
-        if not composite and not _listeners():
+        if alone is not None and not _listeners():
             try:
-                return run(*given)
+                if (found := alone(*given)) is not None:
+                    return found
             except Error as problem:
                 if problem.status not in (INVALID_VALUE, constants.PYDET_INVALID_STRIDE):
                     raise
@@ -108,6 +140,28 @@ def define(
             _refuse_transforms(name)
         return gradient(*given)
 
+    def straight(*given: Any) -> Any:
+        """The operator. Through the dispatcher a small call takes twice as long: what it would do more than call the
+        kernel is looked for here."""
+        if not is_compiling() and not _attended():
+            records = torch.is_grad_enabled()
+            for i in places:
+                if i >= len(given):
+                    continue
+                x = given[i]
+                if x is not None and (type(x) not in _OWN or (records and x.requires_grad)):
+                    break
+            else:
+                try:
+                    if (found := alone(*given)) is not None:  # type: ignore[misc]
+                        return found
+                except Error as problem:
+                    if problem.status not in (INVALID_VALUE, constants.PYDET_INVALID_STRIDE):
+                        raise
+        return operator.default(*given)
+
+    if alone is not None:
+        _straight[name] = straight
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, above, "Autograd")
     torch.library.register_fake(f"pydet::{name}", traced, lib=_library)

@@ -1,0 +1,342 @@
+// A row on the GPU: where it begins, vectors of adjacent elements and the sum along it. What the kernels of norms and
+// softmax are made of.
+//
+//   rowsum   lane (g, e) walks elements j with j mod 8 = e, j div 8 mod 256 = g, lane = fmaf(u, v, lane) from +0;
+//            then e is joined 4, 2, 1 apart, then g 128, 64, ..., 1 apart
+//
+// A team of T threads owns a row at a time: vector v of thread t is the W elements from W (t + T v) on. W is 8, or 4,
+// where two neighbours share the lanes of a group; so a lane is one thread's, whatever T is, and T, W and V may be
+// chosen by speed. Several rows are joined at once, so that they share the barrier and the latencies of the tree.
+#pragma once
+
+#include <type_traits>
+
+#include "gpu/any/epilogue.h"
+#include "ops/norm/problem.h"
+
+namespace pydet {
+namespace {
+
+constexpr int kLogicalWarp = 32;  // also on a wave of 64
+constexpr int kMaxTeam = kRowLaneGroups;
+
+// Whether a norm takes its rows' means from them, as LayerNorm does.
+template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNorm> || std::is_same_v<P, LayerNormBackward>;
+
+// ---- A vector of elements ----------------------------------------------------------------------------------------
+
+template <Type type, int W> struct alignas(W *size_of(type) < 16 ? 8 : 16) Packed {
+  static constexpr int kBytes = W * size_of(type), kPieceBytes = kBytes < 16 ? 8 : 16;
+  uint32_t word[kBytes / 4];
+};
+
+template <Type type, int W> __device__ __forceinline__ void unpack(const Packed<type, W> &packed, float (&x)[W]) {
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    if constexpr (type == Type::f32) {
+      x[i] = float_of(packed.word[i]);
+    } else {
+      uint16_t half = uint16_t(i % 2 ? packed.word[i / 2] >> 16 : packed.word[i / 2]);
+      x[i] = Element<type>::to_f32(half);
+    }
+  }
+}
+
+template <Type type, int W> __device__ __forceinline__ Packed<type, W> pack(const float (&x)[W]) {
+  Packed<type, W> packed;
+#pragma unroll
+  for (int i = 0; i < W * size_of(type) / 4; ++i) {
+    if constexpr (type == Type::f32) packed.word[i] = bits_of(canonical(x[i]));
+    else packed.word[i] = rounded_pair<type>(x[2 * i], x[2 * i + 1]);
+  }
+  return packed;
+}
+
+template <Type type, int W> __device__ __forceinline__ Packed<type, W> load_packed(const char *from) {
+  return *reinterpret_cast<const Packed<type, W> *>(from);
+}
+template <Type type, int W> __device__ __forceinline__ void store_packed(char *to, const float (&x)[W]) {
+  *reinterpret_cast<Packed<type, W> *>(to) = pack<type>(x);
+}
+
+// Has the compiler hold a vector as it lies in memory, not as numbers, while sums are joined: those would take more
+// registers than the row.
+template <Type type, int W> __device__ __forceinline__ void keep_packed([[maybe_unused]] Packed<type, W> &x) {
+#if !defined(__HIP_PLATFORM_AMD__)
+#pragma unroll
+  for (uint32_t &word : x.word) asm volatile("" : "+r"(word));
+#endif
+}
+
+// W elements of w + weight_offset; w is 1 where there is none. Loaded as they lie in memory, and made numbers later.
+template <int W> struct Scale {
+  using Half = Packed<Type::f16, W>;
+  Half low = {}, high = {};  // high: the second half of fp32 weights
+
+  __device__ __forceinline__ void load(const Vector &weight, int j) {
+    if (!weight.data) return;
+    const char *at = weight.data + j * size_of(weight.type);
+    low = *reinterpret_cast<const Half *>(at);
+    if (weight.type == Type::f32) high = *reinterpret_cast<const Half *>(at + Half::kBytes);
+  }
+  __device__ __forceinline__ void unpack(const Vector &weight, float offset, float (&scale)[W]) const {
+    if (!weight.data) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) scale[e] = 1.0f;
+    } else if (weight.type == Type::bf16) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) scale[e] = f32_from_bf16(uint16_t(low.word[e / 2] >> e % 2 * 16));
+    } else if (weight.type == Type::f16) {
+      pydet::unpack(low, scale);
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) scale[e] = float_of(e < W / 2 ? low.word[e % (W / 2)] : high.word[e % (W / 2)]);
+    }
+#pragma unroll
+    for (int e = 0; e < W; ++e) scale[e] += offset;
+  }
+};
+
+// ---- Where a row begins ------------------------------------------------------------------------------------------
+
+// Row r of the problem. A division of 64 bits takes as long as a load: only rows of two levels meet it.
+struct RowIndex {
+  int64_t outer, within;
+};
+__device__ __forceinline__ RowIndex row_index(int64_t inner, int64_t r) {
+  int64_t outer = r < inner ? 0 : r / inner;
+  return {outer, r - outer * inner};
+}
+__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, const RowIndex &row) {
+  return rows.data + (row.outer * rows.outer_stride + row.within * rows.inner_stride) * element_bytes;
+}
+__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, int64_t inner, int64_t r) {
+  return row_at(rows, element_bytes, row_index(inner, r));
+}
+
+// How often `part` goes into x. A division of 64 bits takes as long as a load.
+__device__ __forceinline__ int64_t quotient(int64_t x, int64_t part) {
+  if (x < part) return 0;
+  return x >> 32 ? x / part : int64_t(uint32_t(x) / uint32_t(part));
+}
+
+// Row r of a norm: RMSNorm's may be of three strides, and row r / heads of head r % heads.
+struct Place {
+  int64_t far, outer, inner;
+};
+template <class P> __device__ __forceinline__ Place place_of(const P &p, int64_t r) {
+  const int64_t q = quotient(r, p.inner);
+  if constexpr (kCentred<P>) {
+    return {0, q, r - q * p.inner};
+  } else {
+    const int64_t far = quotient(q, p.outer);
+    return {far, q - far * p.outer, r - q * p.inner};
+  }
+}
+__device__ __forceinline__ char *row_at(const Rows &rows, int element_bytes, const Place &at) {
+  return rows.data +
+         (at.far * rows.far_stride + at.outer * rows.outer_stride + at.inner * rows.inner_stride) * element_bytes;
+}
+template <class P> __device__ __host__ __forceinline__ int64_t heads_of(const P &p) {
+  if constexpr (kCentred<P>) return 1;
+  else return p.heads;
+}
+
+// Walks rows one by one from `first` on, without a division for each.
+class RowWalk {
+ public:
+  __device__ __forceinline__ RowWalk(int64_t inner, int64_t rows, int64_t first)
+      : inner_(clamp(inner)), left_(rows <= inner ? kNever : clamp(inner - first % inner)) {}
+
+  // Advances the places of the current row in any number of tensors to the next row.
+  template <class... Place> __device__ __forceinline__ void next(const Place &...place) {
+    (..., (place.at += place.rows.inner_stride * place.element_bytes));
+    if (--left_ == 0) {
+      left_ = inner_;
+      (..., (place.at += (place.rows.outer_stride - inner_ * place.rows.inner_stride) * place.element_bytes));
+    }
+  }
+
+ private:
+  static constexpr int kNever = 0x7FFFFFFF;  // more rows than anyone walks
+  __device__ __forceinline__ static int clamp(int64_t rows) { return rows < kNever ? int(rows) : kNever; }
+  int inner_, left_;
+};
+
+struct RowPlace {
+  char *&at;
+  const Rows &rows;
+  int element_bytes;
+};
+
+// ---- What a row has one of: mean, rstd ---------------------------------------------------------------------------
+
+__device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
+
+__device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
+  return reinterpret_cast<const float *>(values.data)[r];
+}
+
+__device__ __forceinline__ void store_of_row(const Vector &values, int64_t r, float value) {
+  if (values.data) reinterpret_cast<float *>(values.data)[r] = canonical(value);
+}
+
+// ---- The sum along a row -----------------------------------------------------------------------------------------
+
+// The lanes of one thread: of `kSlots` of its groups, the rest of them empty.
+template <int T, int W, int V> struct Lanes {
+  static constexpr int kTeamGroups = T * W / kRowLaneElements;  // that one vector of every thread covers
+  static constexpr int kGroups = kRowLaneGroups / kTeamGroups;  // of a thread
+  static constexpr int kSlots = V < kGroups ? V : kGroups;      // that V vectors reach
+  float lane[kSlots][W] = {};
+
+  // Adds x y, vector v of the thread. A vector past the row's end must not reach its lanes: fmaf(+0, +0, -0) is +0.
+  __device__ __forceinline__ void add(int v, bool inside, const float (&x)[W], const float (&y)[W]) {
+    float(&s)[W] = lane[v % kSlots];
+#pragma unroll
+    for (int e = 0; e < W; ++e) s[e] = inside ? fmaf(x[e], y[e], s[e]) : s[e];
+  }
+
+  // The same of a row that ends anywhere: `left` elements of the vector are the row's.
+  template <class Left>
+  __device__ __forceinline__ void add_left(int v, Left left, const float (&x)[W], const float (&y)[W]) {
+    float(&s)[W] = lane[v % kSlots];
+#pragma unroll
+    for (int e = 0; e < W; ++e) s[e] = e < left ? fmaf(x[e], y[e], s[e]) : s[e];
+  }
+
+  // The sum of the thread's groups; two neighbours get the same one where they share a group.
+  __device__ __forceinline__ float own_sum() {
+    float group[kSlots];
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      float(&s)[W] = lane[i];
+      if constexpr (W == kRowLaneElements) {
+#pragma unroll
+        for (int apart = W / 2; apart > 0; apart /= 2)
+#pragma unroll
+          for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
+        group[i] = s[0];
+      } else {  // the even thread has elements 0 .. 3, and takes sums 0 and 2 of the step 4 apart; the odd one 1 and 3
+        static_assert(W == kRowLaneElements / 2);
+        bool odd = threadIdx.x % 2;
+        float first = (odd ? s[1] : s[0]) + gpu_shfl_xor(odd ? s[0] : s[1], 1, kLogicalWarp);
+        float second = (odd ? s[3] : s[2]) + gpu_shfl_xor(odd ? s[2] : s[3], 1, kLogicalWarp);
+        first += second;
+        group[i] = first + gpu_shfl_xor(first, 1, kLogicalWarp);
+      }
+    }
+    if constexpr (kSlots < kGroups)  // the groups that are empty, +0: they change -0 alone, and once
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) group[i] += 0.0f;
+#pragma unroll
+    for (int apart = kGroups / 2; apart > 0; apart /= 2)
+#pragma unroll
+      for (int i = 0; i < apart && i + apart < kSlots; ++i) group[i] += group[i + apart];
+    return group[0];
+  }
+};
+
+// Floats of shared memory that a join of R rows needs.
+template <int T, int R> constexpr int kExchange = T > kLogicalWarp ? R *(T < kMaxTeam ? T : kMaxTeam) : 0;
+
+// Joins the lanes of R rows over the team: every thread gets finish(sum) of each. All threads of the block call it.
+template <int T, int W, int V, int R, class F>
+__device__ __forceinline__ void join(Lanes<T, W, V> (&lanes)[R], float *exchange, const F &finish, float (&result)[R]) {
+  float sum[R];
+#pragma unroll
+  for (int k = 0; k < R; ++k) sum[k] = lanes[k].own_sum();
+  constexpr int kWidth = T < kLogicalWarp ? T : kLogicalWarp;  // of the lanes that the shuffles join
+  static_assert(R <= kWidth, "a lane finishes a row");
+  int t = int(threadIdx.x) % T, lane = int(threadIdx.x) % kWidth;
+  if constexpr (T > kLogicalWarp) {
+    constexpr int kGroups = Lanes<T, W, V>::kTeamGroups, kParts = kGroups / kLogicalWarp;
+    struct alignas(4 * R) Sums {
+      float of[R];
+    };
+    Sums *sums = reinterpret_cast<Sums *>(exchange);
+    if (W == kRowLaneElements || t % 2 == 0) {
+      Sums mine;
+#pragma unroll
+      for (int k = 0; k < R; ++k) mine.of[k] = sum[k];
+      sums[t * W / kRowLaneElements] = mine;
+    }
+    __syncthreads();
+    Sums part[kParts];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) part[i] = sums[i * kLogicalWarp + lane];
+#pragma unroll
+    for (int apart = kParts / 2; apart > 0; apart /= 2)
+#pragma unroll
+      for (int i = 0; i < apart; ++i)
+#pragma unroll
+        for (int k = 0; k < R; ++k) part[i].of[k] += part[i + apart].of[k];
+#pragma unroll
+    for (int k = 0; k < R; ++k) sum[k] = part[0].of[k];
+  }
+  // Half of the lanes go on with half of the rows, until each lane has one: R - 1 exchanges instead of R log R.
+  int rows = R;
+#pragma unroll
+  for (int apart = kWidth / 2; apart > 0; apart /= 2) {
+    if (rows > 1) {
+      rows /= 2;
+      bool upper = lane & apart;
+#pragma unroll
+      for (int k = 0; k < rows; ++k) {
+        float keep = upper ? sum[k + rows] : sum[k], give = upper ? sum[k] : sum[k + rows];
+        sum[k] = keep + gpu_shfl_xor(give, apart, kWidth);
+      }
+    } else {
+      sum[0] += gpu_shfl_xor(sum[0], apart, kWidth);
+    }
+  }
+  float finished = finish(sum[0]);
+#pragma unroll
+  for (int k = 0; k < R; ++k) result[k] = R == 1 ? finished : gpu_shfl(finished, k * (kWidth / R), kWidth);
+}
+
+// ---- Choosing ----------------------------------------------------------------------------------------------------
+
+// A team of T threads with V vectors of W elements each, R rows at a time.
+template <int team, int elements, int vectors, int rows> struct RowShape {
+  static constexpr int T = team, W = elements, V = vectors, R = rows;
+};
+
+// Rows up to this are held whole by their team; longer ones are passed over again.
+constexpr int64_t kLongestHeldRow = 8 * kRowLanes;
+constexpr int64_t kLongestHeldLayer = kGpuDeviceType == PYDET_CUDA ? kLongestHeldRow : kLongestHeldRow / 2;
+
+// Whether every row is whole 16-byte pieces, in place too (an absent operand has no say).
+inline bool rows_aligned(const Rows &rows) {
+  if (!rows.data) return true;
+  int64_t bytes = size_of(rows.type);
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.outer_stride * bytes % 16 == 0 &&
+         rows.inner_stride * bytes % 16 == 0 && rows.far_stride * bytes % 16 == 0;
+}
+// Whether a gradient's rows are whole vectors in the places of all operands.
+template <class P> bool rows_whole(const P &p) {
+  return p.n % kRowLaneElements == 0 && rows_aligned(p.dy) && rows_aligned(p.x) && rows_aligned(p.dresidual) &&
+         rows_aligned(p.dx);
+}
+inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
+
+// ---- Rows by eights ----------------------------------------------------------------------------------------------
+
+constexpr int kVector = kRowLaneElements;
+
+// Elements j .. j + 7 of a row of n, one by one; those past n read as +0 and are not written.
+template <Type type>
+__device__ __forceinline__ void load_elements(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) x[e] = j + e < n ? load_f32(row, type, j + e) : 0.0f;
+}
+
+template <Type type>
+__device__ __forceinline__ void store_elements(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e)
+    if (j + e < n) store_rounded(row, type, j + e, x[e]);
+}
+
+}  // namespace
+}  // namespace pydet

@@ -1,0 +1,311 @@
+// Gradients of RMSNorm and LayerNorm for rows that are not whole pieces of 16 bytes, odd in length or in place, in fp32
+// (NUMERICS.md, "RMSNorm", "LayerNorm"): the CPU's bits. The formulas are those of norm_backward.cu, rows are read and
+// written element by element (elements.h).
+//
+// Strided: a team takes a chain of 16 rows, one at a time in registers, and goes down its own columns of them as well: a
+// thread's share of the chains of dweight and dbias is in registers too. `ahead`: the next row is on its way while this
+// one's sum is joined. Unaligned: a team holds a row; blocks of the same launch go down columns, a thread one column of a
+// chain, since dweight and dbias need no sum along a row: mean and rstd are given. Both leave the chains' sums in the
+// workspace, which column_sums.cu joins.
+
+#include "gpu/kernels.h"
+#include "gpu/any/column_sums.h"
+#include "gpu/nvidia/elements.h"
+
+namespace pydet {
+namespace {
+
+template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
+
+// ---- Strided: in one pass ------------------------------------------------------------------------------------------
+
+template <int T> constexpr int kBlockOfChains = T < 128 ? 128 : T;  // several small teams share one
+
+template <class P, int size, int T, int V, int F, bool ahead>
+__global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
+    norm_backward_strided_kernel(const __grid_constant__ P p) {
+  constexpr bool centred = kCentred<P>;
+  constexpr int kTeams = kBlockOfChains<T> / T, kRoom = kStridedExchange<T, kSums<P>>;
+  __shared__ float exchange[2][kTeams * kRoom + 1];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int team = int(threadIdx.x) / T, n = int(p.n);
+  const Strided<size, T, V, F> columns = {int(threadIdx.x) % T, n};
+  const int64_t chain_number = block_number() * kTeams + team, first = chain_number * kDweightChainRows;
+  const int64_t left = p.rows - first;
+  const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;  // not positive: no rows
+  float scale[V], of_weight[V] = {}, of_bias[centred ? V : 1] = {};
+  columns.load_scale(p.weight, p.weight_offset, scale);
+
+  ElementBits<size> x_bits[V], dy_bits[V];
+  float next_mean, next_rstd;
+  // A row past the last has x = dy = +0; with -0 for its rstd it adds (+0)(-0) to a chain, which changes nothing.
+  auto fetch = [&](int i) {
+    next_rstd = -0.0f, next_mean = 0.0f;
+    if (i < count) {
+      const RowIndex row = row_index(p.inner, first + i);
+      next_rstd = of_row(p.rstd, first + i);
+      if constexpr (centred) next_mean = of_row(p.mean, first + i);
+      columns.load(row_at(p.x, size, row), x_bits);
+      columns.load(row_at(p.dy, size, row), dy_bits);
+    } else {
+#pragma unroll
+      for (int v = 0; v < V; ++v) x_bits[v] = dy_bits[v] = 0;
+    }
+  };
+  if constexpr (ahead) fetch(0);
+
+#pragma unroll 1
+  for (int i = 0; i < kDweightChainRows; ++i) {
+    if constexpr (!ahead) fetch(i);
+    StridedLanes<T, V> lanes[kSums<P>];
+    float xhat[V], g[V], sums[kSums<P>];
+    const float mean = next_mean, rstd = next_rstd;
+    floats_of<size>(p.x.type, x_bits, xhat);
+    floats_of<size>(p.x.type, dy_bits, g);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      xhat[v] = (centred ? xhat[v] - mean : xhat[v]) * rstd;
+      of_weight[v] = fmaf(g[v], xhat[v], of_weight[v]);
+      if constexpr (centred) of_bias[v] = g[v] + of_bias[v];
+      g[v] *= scale[v];
+      lanes[0].add(v, columns.inside(v), g[v], xhat[v]);
+      if constexpr (centred) lanes[1].add(v, columns.inside(v), g[v], 1.0f);
+    }
+    if constexpr (ahead)
+      if (i + 1 < kDweightChainRows) fetch(i + 1);
+    if (!p.dx.data) continue;
+    join_strided(lanes, exchange[i % 2] + team * kRoom, [&](float sum) { return sum / float(n); }, sums);
+    if (i < count) store_dx(p, row_index(p.inner, first + i), columns, rstd, xhat, sums, g);
+  }
+
+  if (count <= 0) return;
+  float *const chains = static_cast<float *>(p.workspace) + chain_number * p.n;
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    if (!columns.inside(i)) continue;
+    if (p.dweight.data) chains[columns.column(i)] = of_weight[i];
+    if constexpr (centred)
+      if (p.dbias.data) chains[divide_up(p.rows, kDweightChainRows) * p.n + columns.column(i)] = of_bias[i];
+  }
+}
+
+constexpr int64_t kLongestStrided = 512 * 12;
+
+// Calls f with a team that holds a row of n.
+template <class F> pydet_status with_shape_of_chains(int64_t n, const F &f) {
+  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
+  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
+  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
+  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
+  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
+  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
+  if (n <= 512 * 6) return f(StridedShape<512, 6, 4>{});
+  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
+  if (n <= 512 * 10) return f(StridedShape<512, 10, 8>{});
+  return f(StridedShape<512, 12, 8>{});
+}
+
+template <class P> pydet_status backward_strided(const char *name, const P &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const RmsNormBackward sums = sums_over_rows(p);
+  if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
+  if (p.rows > 0) {
+    const pydet_status launched = with_shape_of_chains(p.n, [&](auto shape) {
+      constexpr int T = shape.T, V = shape.V, F = shape.F;
+      constexpr bool ahead = V <= 10;  // longer rows leave no registers for the next one
+      Launch where = {name, static_cast<gpu_stream>(p.stream),
+                      grid_of(divide_up(p.rows, kDweightChainRows * (kBlockOfChains<T> / T)), kBlockOfChains<T>),
+                      dim3(kBlockOfChains<T>)};
+      where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+      return launch(where,
+                    p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F, ahead>
+                                          : norm_backward_strided_kernel<P, 2, T, V, F, ahead>,
+                    p);
+    });
+    if (launched != PYDET_OK) return launched;
+  }
+  return join_partials(sums, 1);
+}
+
+// Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us, beside
+// it: 81818x1163 356 and 540, 8000x1023 29.5 and 43.4, 4096x1023 21.4 and 22.4, 1100x5001 26 and 31, 4000x6001 87 and 122,
+// but 1364x2603 21.2 and 19.5, 1100x6001 42 and 36.
+bool many_elements(int64_t rows, int64_t n) { return rows * n > (n <= 5120 ? 4'000'000 : 8'000'000); }
+
+// ---- Unaligned: dx and the sums apart ------------------------------------------------------------------------------
+
+template <int T> constexpr int kBlock = T < 256 ? 256 : T;  // several small teams share one
+
+// Rows of a column whose elements are on their way: as many as 1024 threads have registers for.
+template <int T, int V> constexpr int kAtOnce = T <= 512 ? kDweightChainRows : V <= 12 ? 8 : 4;
+
+// One column of one chain a thread.
+template <class P, int size, int at_once> __device__ __forceinline__ void go_down(const P &p, int64_t job) {
+  const int64_t chain_number = job / p.n, column = job - chain_number * p.n, first = chain_number * kDweightChainRows;
+  if (first >= p.rows) return;
+  const int64_t last = p.rows - 1;
+  float chain[2] = {};
+#pragma unroll 1
+  for (int64_t row0 = first; row0 < first + kDweightChainRows; row0 += at_once) {
+    ElementBits<size> x_bits[at_once], dy_bits[at_once];
+    float x[at_once], dy[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      const RowIndex row = row_index(p.inner, row0 + i <= last ? row0 + i : last);
+      x_bits[i] = reinterpret_cast<const ElementBits<size> *>(row_at(p.x, size, row))[column];
+      dy_bits[i] = reinterpret_cast<const ElementBits<size> *>(row_at(p.dy, size, row))[column];
+    }
+    floats_of<size>(p.x.type, x_bits, x);
+    floats_of<size>(p.x.type, dy_bits, dy);
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      if (row0 + i > last) continue;
+      float d = x[i];
+      if constexpr (kCentred<P>) d -= of_row(p.mean, row0 + i);
+      chain[0] = fmaf(dy[i], d * of_row(p.rstd, row0 + i), chain[0]);
+      chain[1] = dy[i] + chain[1];
+    }
+  }
+  float *const chains = static_cast<float *>(p.workspace);
+  if constexpr (kCentred<P>) {
+    const int64_t all = (p.rows + kDweightChainRows - 1) / kDweightChainRows * p.n;
+    if (p.dweight.data) chains[job] = chain[0];
+    if (p.dbias.data) chains[all + job] = chain[1];
+  } else {
+    chains[job] = chain[0];
+  }
+}
+
+// The first `column_blocks` go down columns, the others along rows.
+template <class P, int size, int T, int V, int F>
+__global__ void __launch_bounds__(kBlock<T>)
+    norm_backward_unaligned_kernel(const __grid_constant__ P p, int64_t column_blocks) {
+  constexpr int kTeams = kBlock<T> / T;
+  __shared__ float exchange[kTeams * kStridedExchange<T, kSums<P>> + 1];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (block_number() < column_blocks)
+    return go_down<P, size, kAtOnce<T, V>>(p, block_number() * kBlock<T> + threadIdx.x);
+  const int team = int(threadIdx.x) / T;
+  const Strided<size, T, V, F> columns = {int(threadIdx.x) % T, int(p.n)};
+  const int64_t r = (block_number() - column_blocks) * kTeams + team, last = p.rows - 1;
+  const RowIndex where = row_index(p.inner, r <= last ? r : last);
+  const float rstd = of_row(p.rstd, r <= last ? r : last);
+  float mean = 0.0f;
+  if constexpr (kCentred<P>) mean = of_row(p.mean, r <= last ? r : last);
+  ElementBits<size> x_bits[V], dy_bits[V];
+  constexpr bool kTight = T * V > 1024 * 12;  // registers: x comes when the weights have gone
+  if constexpr (!kTight) columns.load(row_at(p.x, size, where), x_bits);
+  columns.load(row_at(p.dy, size, where), dy_bits);
+  float xhat[V], g[V], scale[V], sums[kSums<P>];
+  columns.load_scale(p.weight, p.weight_offset, scale);
+  floats_of<size>(p.x.type, dy_bits, g);
+#pragma unroll
+  for (int i = 0; i < V; ++i) g[i] *= scale[i];
+  if constexpr (kTight) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      uint32_t bits = bits_of(g[i]);
+      asm volatile("" : "+r"(bits)::"memory");
+      g[i] = float_of(bits);
+    }
+    columns.load(row_at(p.x, size, where), x_bits);
+  }
+  floats_of<size>(p.x.type, x_bits, xhat);
+  StridedLanes<T, V> lanes[kSums<P>];
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    xhat[i] = (kCentred<P> ? xhat[i] - mean : xhat[i]) * rstd;
+    lanes[0].add(i, columns.inside(i), g[i], xhat[i]);
+    if constexpr (kCentred<P>) lanes[1].add(i, columns.inside(i), g[i], 1.0f);
+  }
+  join_strided(
+      lanes, exchange + team * kStridedExchange<T, kSums<P>>, [&](float sum) { return sum / float(p.n); }, sums);
+  if (r <= last) store_dx(p, where, columns, rstd, xhat, sums, g);
+}
+
+// Calls f with a team that holds a row of n.
+template <class F> pydet_status with_shape(int64_t n, const F &f) {
+  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
+  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
+  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
+  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
+  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
+  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
+  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
+  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
+  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
+  if (n <= 512 * 16) return f(StridedShape<512, 16, 12>{});
+  if (n <= 1024 * 12) return f(StridedShape<1024, 12, 8>{});
+  return f(StridedShape<1024, 16, 12>{});
+}
+
+template <class P> pydet_status backward_unaligned(const char *name, const P &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const RmsNormBackward sums = sums_over_rows(p);
+  const bool wanted = sums.dweight.data || sums.dbias.data;
+  pydet_status status = ready_to_join(sums);
+  if (status != PYDET_OK) return status;
+  const int64_t jobs = wanted ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
+  if (p.rows > 0 && (wanted || p.dx.data)) {
+    status = with_shape(p.n, [&](auto shape) {
+      constexpr int T = shape.T, kThreads = kBlock<T>;
+      const int64_t column_blocks = divide_up(jobs, kThreads),
+                    row_blocks = p.dx.data ? divide_up(p.rows, kThreads / T) : 0;
+      Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(column_blocks + row_blocks, kThreads),
+                      dim3(kThreads)};
+      where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+      return launch(where,
+                    p.x.type == Type::f32 ? norm_backward_unaligned_kernel<P, 4, T, shape.V, shape.F>
+                                          : norm_backward_unaligned_kernel<P, 2, T, shape.V, shape.F>,
+                    p, column_blocks);
+    });
+    if (status != PYDET_OK) return status;
+  }
+  return join_partials(sums, 1);
+}
+
+template <class P> bool unaligned_takes(const P &p) {
+  constexpr int64_t kMostElements = int64_t(1) << 40;  // of all rows: their blocks are one grid
+  return p.n <= 1024 * 16 && p.rows <= most_blocks(256) / 2 && p.rows * p.n <= kMostElements;
+}
+
+}  // namespace
+
+bool rmsnorm_backward_strided_takes(const RmsNormBackward &p) { return p.n <= kLongestStrided; }
+bool rmsnorm_backward_strided_prefers(const RmsNormBackward &p) { return many_elements(p.rows, p.n); }
+pydet_status rmsnorm_backward_strided(const RmsNormBackward &p) {
+  return backward_strided("rmsnorm_backward_strided", p);
+}
+bool layernorm_backward_strided_takes(const LayerNormBackward &p) { return p.n <= kLongestStrided; }
+bool layernorm_backward_strided_prefers(const LayerNormBackward &p) {
+  return !rows_whole(p) && many_elements(p.rows, p.n);
+}
+pydet_status layernorm_backward_strided(const LayerNormBackward &p) {
+  return backward_strided("layernorm_backward_strided", p);
+}
+
+bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &p) { return unaligned_takes(p); }
+pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &p) {
+  return backward_unaligned("rmsnorm_backward_unaligned", p);
+}
+bool layernorm_backward_unaligned_takes(const LayerNormBackward &p) { return unaligned_takes(p); }
+// Of few elements, as they are read twice. Measured on an H100, us, beside layernorm_backward_rows (whole rows), _apart
+// (few rows) and _strided: whole rows 1075x416 7.7, 10.9 and 10.7, 2048x512 10.3, 11.4 and 13, 4096x256 10.3, 10.7 and 18,
+// 1100x1280 12.2, 13.9 and 13.6, but 2048x768 12.8 and 11.8, 1500x1088 14.3, 14.0 and 13.7; others 120x1023 5.6 and, apart,
+// 7.4, 600x2041 11 and 20, 8000x301 20.5 and, strided, 22.1, 1100x6001 43 and 46, 65x13260 12 and, apart, 31, but 64x2603
+// 9.7 and, apart, 7.9, 256x2041 9.8 and 8.4, 120x5001 9.5 and 9.1, 1100x5001 36 and, strided, 30, 4000x6001 142 and 95.
+bool layernorm_backward_unaligned_prefers(const LayerNormBackward &p) {
+  if (rows_whole(p)) return p.rows > 1024 && p.rows * p.n <= (p.n <= 1024 ? 1'200'000 : 1'500'000);
+  const int64_t few = p.n <= 1800 || p.n > 8185 ? 0 : p.n <= 4500 ? 256 : 128;
+  const int64_t most = p.n <= 5120 ? 4'000'000 : 8'000'000;
+  return p.rows > few && (p.n > kLongestStrided || p.rows * p.n <= most);
+}
+pydet_status layernorm_backward_unaligned(const LayerNormBackward &p) {
+  return backward_unaligned("layernorm_backward_unaligned", p);
+}
+
+}  // namespace pydet

@@ -1,0 +1,294 @@
+// Gradients of RMSNorm and LayerNorm in one pass over x and dy, for rows of whole vectors, in fp32 (NUMERICS.md,
+// "RMSNorm", "LayerNorm"): the CPU's bits. The formulas are those of norm_backward.cu.
+//
+// A team takes a chain of 16 rows (of one head, where there are heads), R of them at a time in registers, and goes down
+// its own columns of them as well: a thread's share of the chains of dweight and dbias is in registers too, and ends in
+// the workspace, which column_sums.cu joins. `grouped`: four teams beside each other are a group, whose sum is one row of
+// partials.
+
+#include "gpu/kernels.h"
+#include "gpu/any/column_sums.h"
+#include "gpu/any/rows.h"
+
+namespace pydet {
+namespace {
+
+template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
+// Whether the rows of the next turn are on their way while this one's sums are joined.
+template <Type type> constexpr bool kAhead = type != Type::f32;
+// Blocks a multiprocessor is to hold, 0: as the compiler likes, which is more than registers allow.
+template <class P, Type type, int T, bool grouped>
+constexpr int kBlocks = type == Type::f32 ? 0
+                        : grouped         ? 5
+                                          : 512 / kBlock<T>;
+
+template <class P, Type type, int T, int W, int V, int R, bool grouped>
+__global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
+    norm_backward_rows_kernel(const __grid_constant__ P p) {
+  constexpr bool centred = kCentred<P>, biased = centred || !grouped;
+  constexpr int kTeams = kBlock<T> / T, kSums = centred ? 2 : 1;  // along a row: c and a
+  constexpr int kRoom = kTeams * kExchange<T, R * kSums> + 4;
+  __shared__ __align__(16) float exchange[2][kRoom], spread[grouped ? kBlock<T> * W : 4];  // chains of a group
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
+  const int64_t heads = grouped ? 1 : heads_of(p), job = block_number() * kTeams + team;
+  const int64_t chain_number = quotient(job, heads), head = job - chain_number * heads;
+  const int64_t rows = quotient(p.rows, heads), first = chain_number * kDweightChainRows, left = rows - first;
+  const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;  // not positive: no rows
+  const int column = int(head * n);                                            // of the weights, and of the sums
+  const Vector weight = {p.weight.data ? p.weight.data + column * size_of(p.weight.type) : nullptr, p.weight.type};
+  auto load = [&](const char *row, int j) {
+    return j < n ? load_packed<type, W>(row + j * size_of(type)) : Packed<type, W>{};
+  };
+
+  auto row_of = [&](int i) { return (first + i) * heads + head; };  // row i of the chain
+
+  float scale[V][W], of_weight[V][W] = {}, of_bias[biased ? V : 1][W] = {};
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    Scale<W> loaded;
+    const int j = W * (t + T * v);
+    if (j < n) loaded.load(weight, j);
+    loaded.unpack(weight, p.weight_offset, scale[v]);
+  }
+
+  // Rows of a turn. One past the last has x = dy = +0; with -0 for its rstd it adds (+0)(-0) to a chain, which changes
+  // nothing.
+  struct Turn {
+    Packed<type, W> x[R][V], dy[R][V];
+    float mean[R], rstd[R];
+  };
+  auto place = [&](int i) {
+    const int64_t r = i < count ? row_of(i) : 0;
+    if constexpr (!grouped) return place_of(p, r);
+    else if (r < p.inner) return Place{0, 0, r};
+    else return Place{0, r / p.inner, r % p.inner};
+  };
+  auto fetch = [&](int row0, Turn &turn) {
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const bool there = row0 + k < count;
+      turn.rstd[k] = there ? of_row(p.rstd, row_of(row0 + k)) : -0.0f;
+      turn.mean[k] = 0.0f;
+      if constexpr (centred) turn.mean[k] = there ? of_row(p.mean, row_of(row0 + k)) : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const Place at = place(row0 + k);
+      const char *x_row = row_at(p.x, size_of(type), at), *dy_row = row_at(p.dy, size_of(type), at);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int j = W * (t + T * v);
+        turn.x[k][v] = turn.dy[k][v] = {};
+        if (row0 + k >= count) continue;
+        turn.x[k][v] = load(x_row, j);
+        turn.dy[k][v] = load(dy_row, j);
+      }
+    }
+  };
+  Turn next;
+  if constexpr (kAhead<type>) fetch(0, next);
+
+#pragma unroll 1
+  for (int row0 = 0; row0 < kDweightChainRows; row0 += R) {
+    Turn turn;
+    if constexpr (kAhead<type>) {
+      turn = next;
+      if (row0 + R < kDweightChainRows) fetch(row0 + R, next);
+    } else {
+      fetch(row0, turn);
+    }
+    auto &[x, dy, mean, rstd] = turn;
+    bool there[R];
+#pragma unroll
+    for (int k = 0; k < R; ++k) there[k] = row0 + k < count;
+    Lanes<T, W, V> lanes[R * kSums];
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int j = W * (t + T * v);
+        float xhat[W], g[W], ones[W];
+        unpack(x[k][v], xhat);
+        unpack(dy[k][v], g);
+#pragma unroll
+        for (int e = 0; e < W; ++e) {
+          ones[e] = 1.0f;
+          xhat[e] = (centred ? xhat[e] - mean[k] : xhat[e]) * rstd[k];
+          of_weight[v][e] = fmaf(g[e], xhat[e], of_weight[v][e]);
+          if constexpr (biased) of_bias[v][e] = there[k] ? g[e] + of_bias[v][e] : of_bias[v][e];
+          g[e] *= scale[v][e];
+        }
+        lanes[k * kSums].add(v, j < n, g, xhat);
+        if constexpr (centred) lanes[k * kSums + 1].add(v, j < n, g, ones);
+      }
+    }
+    if (!p.dx.data) continue;
+    if constexpr (kAhead<type>)
+#pragma unroll
+      for (int k = 0; k < R; ++k)
+#pragma unroll
+        for (int v = 0; v < V; ++v) keep_packed(x[k][v]), keep_packed(dy[k][v]);
+    float sums[R * kSums];
+    join(
+        lanes, exchange[row0 / R % 2] + team * kExchange<T, R * kSums>, [&](float sum) { return sum / float(n); },
+        sums);
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      if (!there[k]) continue;
+      const Place at = place(row0 + k);
+      char *dx_row = row_at(p.dx, size_of(type), at);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int j = W * (t + T * v);
+        if (j >= n) continue;
+        float xhat[W], g[W], dresidual[W] = {};
+        unpack(x[k][v], xhat);
+        unpack(dy[k][v], g);
+        if (p.dresidual.data) unpack(load(row_at(p.dresidual, size_of(type), at), j), dresidual);
+#pragma unroll
+        for (int e = 0; e < W; ++e) {
+          xhat[e] = (centred ? xhat[e] - mean[k] : xhat[e]) * rstd[k];
+          float d = fmaf(-xhat[e], sums[k * kSums], g[e] * scale[v][e]);
+          if constexpr (centred) d -= sums[k * kSums + 1];
+          g[e] = p.dresidual.data ? fmaf(rstd[k], d, dresidual[e]) : rstd[k] * d;
+        }
+        store_packed<type>(dx_row + j * size_of(type), g);
+      }
+    }
+  }
+
+  // ---- The chains ----
+  if constexpr (grouped) {
+    static_assert(V == 1 && kTeams % kGroupChains == 0, "whole groups");
+    constexpr int kColumns = T * W, kGroups = kTeams / kGroupChains;
+    auto store_groups = [&](const Vector &result, float *groups, float(&of)[W]) {
+      if (!result.data) return;
+      __syncthreads();
+#pragma unroll
+      for (int e = 0; e < W; e += 4)
+        *reinterpret_cast<float4 *>(spread + threadIdx.x * W + e) = make_float4(of[e], of[e + 1], of[e + 2], of[e + 3]);
+      __syncthreads();
+      for (int i = int(threadIdx.x); i < kGroups * kColumns / 4; i += kBlock<T>) {
+        const int group = i / (kColumns / 4), at = i % (kColumns / 4) * 4;
+        const int64_t partial = block_number() * kGroups + group;
+        if (at >= n || partial * kDweightGroupRows >= p.rows) continue;
+        float4 sum = {};
+#pragma unroll
+        for (int k = 0; k < kGroupChains; ++k) {
+          const float4 part = *reinterpret_cast<const float4 *>(spread + (group * kGroupChains + k) * kColumns + at);
+          sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+        }
+        store_kept(groups + partial * p.n + at, sum);
+      }
+    };
+    float *const sums_at = static_cast<float *>(p.workspace);
+    store_groups(p.dweight, sums_at, of_weight[0]);
+    if constexpr (centred) store_groups(p.dbias, sums_at + divide_up(p.rows, kDweightChainRows) * p.n, of_bias[0]);
+  } else {
+    const int64_t width = heads * p.n;
+    auto store_chain = [&](const Vector &result, float *chains, float(&of)[W], int v) {
+      const int j = W * (t + T * v);
+      if (!result.data || count <= 0 || j >= n) return;
+      float *to = chains + chain_number * width + column + j;
+#pragma unroll
+      for (int e = 0; e < W; e += 4)
+        *reinterpret_cast<float4 *>(to + e) = make_float4(of[e], of[e + 1], of[e + 2], of[e + 3]);
+    };
+    float *const sums_at = static_cast<float *>(p.workspace);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      store_chain(p.dweight, sums_at, of_weight[v], v);
+      store_chain(p.dbias, sums_at + divide_up(rows, kDweightChainRows) * width, of_bias[v], v);
+    }
+  }
+}
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+template <class P, Type type, class Shape, bool grouped> pydet_status launch_rows(const char *name, const P &p) {
+  constexpr int T = Shape::T, kTeams = kBlock<T> / T;
+  const int64_t jobs = divide_up(p.rows / heads_of(p), kDweightChainRows) * heads_of(p);
+  Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(jobs, kTeams), kBlock<T>),
+                  dim3(kBlock<T>)};
+  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+  return launch(where, norm_backward_rows_kernel<P, type, T, Shape::W, Shape::V, Shape::R, grouped>, p);
+}
+
+// Calls f with a team that holds a row of n.
+template <Type type, class F> pydet_status with_shape(const LayerNormBackward &p, const F &f) {
+  const int64_t n = p.n;
+  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
+  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 2>{});
+  if (n <= 64 * 8) return f(RowShape<64, 8, 1, 2>{});
+  if (n <= 128 * 8) return f(RowShape<128, 8, 1, 2>{});
+  if (n <= 256 * 8) return f(RowShape<256, 8, 1, 2>{});
+  if constexpr (type == Type::f32) {
+    return f(RowShape<512, 4, 2, 1>{});
+  } else {
+    if (n <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
+    return f(RowShape<512, 4, 4, 1>{});
+  }
+}
+template <Type, class F> pydet_status with_shape(const RmsNormBackward &p, const F &f) {
+  if (p.n <= 8 * 8) return f(RowShape<8, 8, 1, 2>{});
+  if (p.n <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
+  if (p.n <= 32 * 8) return f(RowShape<32, 8, 1, 2>{});
+  return f(RowShape<128, 8, 1, 2>{});
+}
+
+// The sums over rows are joined of `chains` chains each, 1 or kGroupChains.
+template <class P, class F> pydet_status backward_rows(const char *name, const P &p, int chains, const F &launch_all) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const RmsNormBackward sums = sums_over_rows(p);
+  if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
+  if (p.rows > 0)
+    if (const pydet_status launched = launch_all(); launched != PYDET_OK) return launched;
+  return join_partials(sums, chains);
+}
+template <class P> pydet_status by_chains(const char *name, const P &p) {
+  return backward_rows(name, p, 1, [&] {
+    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      return with_shape<type>(p, [&](auto shape) { return launch_rows<P, type, decltype(shape), false>(name, p); });
+    });
+  });
+}
+
+// Many short rows, by groups.
+constexpr int64_t kLongestOfHeads = 1024, kLongestNarrow = 128;
+template <class P> bool narrow(const P &p) { return p.n <= kLongestNarrow && p.rows >= 16384; }
+template <class P> pydet_status by_groups(const char *name, const P &p) {
+  return backward_rows(name, p, kGroupChains, [&] {
+    return with_type<kHalfTypes>(p.x.type, [&](auto type) {
+      if (p.n <= 64) return launch_rows<P, type, RowShape<8, 8, 1, 2>, true>(name, p);
+      return launch_rows<P, type, RowShape<16, 8, 1, 2>, true>(name, p);
+    });
+  });
+}
+
+}  // namespace
+
+bool rmsnorm_backward_heads_takes(const RmsNormBackward &p) {
+  return p.n <= kLongestOfHeads && rows_whole(p) && vector_aligned(p.weight);
+}
+pydet_status rmsnorm_backward_heads(const RmsNormBackward &p) { return by_chains("rmsnorm_backward_heads", p); }
+
+bool rmsnorm_backward_narrow_takes(const RmsNormBackward &p) {
+  return p.n <= kLongestNarrow && rows_whole(p) && vector_aligned(p.weight);
+}
+// The chains of fewer rows do not fill the device.
+bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &p) { return narrow(p); }
+pydet_status rmsnorm_backward_narrow(const RmsNormBackward &p) { return by_groups("rmsnorm_backward_narrow", p); }
+
+bool layernorm_backward_rows_takes(const LayerNormBackward &p) {
+  const int64_t longest = p.x.type == Type::f32 ? 4096 : 8192;  // of fp32 no longer row has registers
+  return p.n <= longest && rows_whole(p) && vector_aligned(p.weight);
+}
+pydet_status layernorm_backward_rows(const LayerNormBackward &p) {
+  constexpr const char *kName = "layernorm_backward_rows";
+  return p.x.type != Type::f32 && narrow(p) ? by_groups(kName, p) : by_chains(kName, p);
+}
+
+}  // namespace pydet

@@ -1,0 +1,182 @@
+// Argument checks of the head: the operands that both directions have, and its chunks of rows in the workspace.
+#pragma once
+
+#include "ops/gemm/check.h"
+#include "ops/head/problem.h"
+#include "ops/softmax/check.h"
+
+namespace pydet {
+
+// ---- Operands ----------------------------------------------------------------------------------------------------
+
+// [..., K] as one matrix of rows.
+inline pydet_status one_matrix(View *view) {
+  if (!view->present()) return PYDET_OK;
+  const View given = *view;
+  View *views[] = {view};
+  merge_rows(views, 1);
+  if (view->ndim == 2) return PYDET_OK;
+  if (!given.empty())
+    return fail(PYDET_INVALID_STRIDE, "%s: the rows of %s, %s, are not one stride apart, as those of a copy are",
+                given.op, given.name, shape_text(given).text);
+  for (; view->ndim > 2; --view->ndim) {  // nothing lies anywhere
+    view->shape[0] *= view->shape[1];
+    for (int i = 1; i + 1 < view->ndim; ++i) view->shape[i] = view->shape[i + 1];
+  }
+  return PYDET_OK;
+}
+
+// What is there of x, w and bias.
+struct HeadViews {
+  View x, w, bias, index;
+};
+
+template <class Options>
+pydet_status read_head(const char *op, void *stream, const pydet_tensor *x_tensor, const pydet_tensor *w_tensor,
+                       const pydet_tensor *bias_tensor, const pydet_tensor *index_tensor, const Options &options,
+                       HeadViews *views, LinearLogProb *p) {
+  View &x = views->x, &w = views->w, &bias = views->bias;
+  PYDET_TRY(read(op, "x", kFactor, x_tensor, 1, &x));
+  PYDET_TRY(read(op, "w", kFactor, w_tensor, 2, &w));
+  PYDET_TRY(read_optional(op, "bias", kAddend, bias_tensor, 1, &bias));
+  PYDET_TRY(same_device(x, w));
+  PYDET_TRY(same_device(x, bias));
+  PYDET_TRY(same_type(x, w));
+  if (w.ndim != 2 || w.cols() != x.cols())
+    return fail(PYDET_INVALID_SHAPE, "%s: w is %s, want Nx%" PRId64, op, shape_text(w).text, x.cols());
+  if (w.rows() == 0) return fail(PYDET_INVALID_SHAPE, "%s: w is %s, want a row or more", op, shape_text(w).text);
+  if (bias.present()) PYDET_TRY(want_shape(bias, w.shape, 1));
+  PYDET_TRY(resolve(op, x.device, x.type, options.arithmetic, &p->arithmetic));
+  PYDET_TRY(check_chunk(op, options.k_chunk, kChunkMultiple));
+  PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
+
+  WholeNumbers numbers = {};
+  PYDET_TRY(whole_numbers(x, "index", index_tensor, x.shape, x.ndim - 1, true, &numbers));
+  views->index = numbers.words;
+  p->index = {numbers.words.data, numbers.wide};
+  PYDET_TRY(one_matrix(&x));
+  PYDET_TRY(matrix_of(x, &p->x));
+  PYDET_TRY(matrix_of(w, &p->w));
+  p->bias = bias.present() ? Matrix{bias.data, bias.type, 1, w.rows(), 0, bias.stride[0]} : Matrix{};
+  p->device = x.device;
+  p->stream = stream;
+  p->rows = x.rows();
+  p->n = w.rows();
+  p->k = x.cols();
+  p->k_chunk = options.k_chunk;
+  p->workspace = options.workspace;
+  p->workspace_size = options.workspace_size;
+  return PYDET_OK;
+}
+
+// The type that logits are rounded to: x's where none is asked for. Backward's are x's or fp32.
+inline pydet_status logits_of(const char *op, pydet_dtype asked, Type of_x, Type *logits) {
+  *logits = of_x;
+  if (asked.bits == 0 && asked.code == 0 && asked.lanes == 0) return PYDET_OK;
+  if (type_of(asked, logits) && (*logits == of_x || *logits == Type::f32)) return PYDET_OK;
+  return fail(PYDET_INVALID_DTYPE, "%s: options.logits is %s, want %s%s", op, dtype_text(asked).text, type_name(of_x),
+              of_x == Type::f32 ? " as x is" : " as x is, or float32");
+}
+
+// ---- Chunks ------------------------------------------------------------------------------------------------------
+
+constexpr uint64_t kHeadAlignment = 256;           // of what lies in the workspace
+constexpr uint64_t kHeadWorkspace = 256ull << 20;  // that a query without a limit means
+constexpr int64_t kHeadCut = kChunkMultiple;       // where a sum over rows may be cut, in any arithmetic
+constexpr int64_t kHeadTile = 128;                 // rows that the kernels like to have
+
+// Elements from one row of a chunk to the next: rows begin where tensor cores can read them.
+inline int64_t head_stride(int64_t n, Type type) {
+  const int64_t unit = 16 / size_of(type);
+  return divide_up(n, unit) * unit;
+}
+
+inline bool head_narrows(const LinearLogProb &p) { return p.backward && p.logits != p.x.type; }
+
+// Of `rows` rows of logits, and what else backward keeps of them; kTooMuch where it passes 2^63.
+constexpr uint64_t kTooMuch = ~0ull;
+inline uint64_t head_bytes(const LinearLogProb &p, int64_t rows) {
+  constexpr int64_t kMostColumns = int64_t(1) << 59;
+  if (p.n > kMostColumns) return kTooMuch;
+  const auto of = [&](int64_t width, Type type) {
+    uint64_t bytes = 0;
+    if (__builtin_mul_overflow(uint64_t(rows), uint64_t(width) * uint64_t(size_of(type)), &bytes)) bytes = kTooMuch;
+    return bytes;
+  };
+  uint64_t total = 4 * kHeadAlignment;
+  const uint64_t parts[] = {of(head_stride(p.n, p.logits), p.logits),
+                            head_narrows(p) ? of(head_stride(p.n, p.x.type), p.x.type) : 0,
+                            p.dbias.data ? of(1, p.x.type) : 0};
+  for (uint64_t part : parts)
+    if (__builtin_add_overflow(total, part, &total)) return kTooMuch;
+  return total <= kMaxAddress ? total : kTooMuch;
+}
+
+// How many rows a chunk has, and where its products have room of their own.
+struct HeadChunks {
+  int64_t rows;
+  uint64_t of_products;
+};
+
+// The bytes that kernels of the products of so many rows can use; of_products is NULL where none wants any.
+using OfProducts = uint64_t (*)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
+inline uint64_t head_product_bytes(const LinearLogProb &p, OfProducts of_products, int64_t rows) {
+  if (!of_products || rows == 0 || p.k == 0) return 0;
+  const auto of = [&](int64_t m, int64_t n, int64_t k) {
+    return of_products(m, n, k, p.k_chunk, p.arithmetic, nullptr);
+  };
+  uint64_t most = of(rows, p.n, p.k);
+  if (p.dx.data) most = std::max(most, of(rows, p.k, p.n));
+  if (p.dw.data) most = std::max(most, of(p.n, p.k, rows));
+  return divide_up(most, kHeadAlignment) * kHeadAlignment;
+}
+
+// The most rows, up to all, that lie in so many bytes.
+inline int64_t head_rows_in(const LinearLogProb &p, uint64_t bytes) {
+  if (head_bytes(p, p.rows) <= bytes) return p.rows;
+  const uint64_t fixed = head_bytes(p, 0), with_one = head_bytes(p, 1), row = with_one - fixed;
+  return bytes <= fixed || with_one == kTooMuch ? 0
+                                                : int64_t(std::min<uint64_t>((bytes - fixed) / row, uint64_t(p.rows)));
+}
+
+// At multiples of so many rows a chunk may end.
+inline int64_t head_unit(const LinearLogProb &p) {
+  if (!p.dw.data && !p.dbias.data) return 1;
+  return p.k_chunk ? p.k_chunk : kHeadCut;
+}
+
+// Chunks as even as can be, in whole tiles where these fit.
+inline pydet_status head_chunks(const char *op, const LinearLogProb &p, OfProducts of_products, HeadChunks *chunks) {
+  *chunks = {};
+  if (p.rows == 0) return PYDET_OK;
+  const int64_t unit = head_unit(p);
+  if (head_bytes(p, std::min(unit, p.rows)) == kTooMuch)
+    return fail(PYDET_OVERFLOW, "%s: the logits of %" PRId64 " rows of %" PRId64 " reach past 2^63 - 1 bytes", op,
+                std::min(unit, p.rows), p.n);
+  int64_t rows = head_rows_in(p, p.workspace_size);
+  const uint64_t wanted = head_product_bytes(p, of_products, rows);
+  if (wanted && wanted <= p.workspace_size / 4) {
+    const int64_t left = head_rows_in(p, p.workspace_size - wanted);
+    const bool fewer = rows == p.rows && left < rows;  // chunks where there would be one
+    if (left >= std::min(unit, p.rows) && !fewer) rows = left, chunks->of_products = wanted;
+  }
+  if (rows < std::min(unit, p.rows))
+    return fail(PYDET_WORKSPACE_TOO_SMALL,
+                "%s: workspace is %" PRIu64 " bytes, want at least %" PRIu64 " for %" PRId64 " row%s", op,
+                p.workspace_size, head_bytes(p, std::min(unit, p.rows)), std::min(unit, p.rows),
+                unit == 1 ? "" : "s, where a sum over rows may be cut");
+  for (const Matrix *sum : {&p.dw, &p.dbias})
+    if (rows < p.rows && sum->data && sum->type != Type::f32)
+      return fail(PYDET_WORKSPACE_TOO_SMALL,
+                  "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " for all rows at once, or %s in float32, not %s",
+                  op, p.workspace_size, head_bytes(p, p.rows), sum == &p.dw ? "dw" : "dbias", type_name(sum->type));
+  chunks->rows = rows;
+  if (rows == p.rows) return PYDET_OK;
+  int64_t whole = 0;
+  if (__builtin_mul_overflow(unit / gcd(unit, kHeadTile), kHeadTile, &whole) || whole > rows) whole = unit;
+  const int64_t count = divide_up(p.rows, rows / whole * whole);
+  chunks->rows = divide_up(divide_up(p.rows, count), whole) * whole;
+  return PYDET_OK;
+}
+
+}  // namespace pydet

@@ -1,0 +1,132 @@
+"""The head of a language model: log-probabilities under a linear layer, without the logits in memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pydet.frameworks import type_index
+from pydet.hooks import methods, on_stream
+from pydet.ops.types import Arithmetic, Stream, Tensor
+
+_linear_log_prob, _linear_log_prob_backward = methods(("linear_log_prob", "linear_log_prob_backward"))
+
+HEAD_WORKSPACE = 256 << 20  # bytes
+
+
+def linear_log_prob(
+    x: Tensor,
+    w: Tensor,
+    index: Tensor,
+    *,
+    bias: Any = None,
+    out: Tensor | None = None,
+    logits_dtype: Any = None,
+    arithmetic: Arithmetic = "auto",
+    k_chunk: int | None = None,
+    workspace: int = HEAD_WORKSPACE,
+    stream: Stream | None = None,
+) -> Tensor:
+    """``log_prob(skinny_gemm(x, w, bias=bias), index)``, with its bits, and without the logits of all rows in memory.
+
+    Args:
+        x: ``[..., K]``, float32, bfloat16 or float16, whose rows lie one stride apart: hidden states.
+        w: ``[N, K]``, of the type of ``x``: the weight of the head.
+        index: ``[...]``, int32 or int64, contiguous: the column of each row. Below 0 or from N on: NaN.
+        bias: ``[N]``, of any of the three types.
+        out: ``[...]``, float32, contiguous; made if None.
+        logits_dtype: the type that logits are rounded to: that of ``x`` by default, or float32.
+        arithmetic, k_chunk, stream: as in :func:`gemm`.
+        workspace: bytes that the logits of a chunk of rows may take. It decides no bits.
+
+    Raises:
+        Error: as :func:`gemm`, or a workspace that holds no row.
+    """
+    method = _linear_log_prob if stream is None else on_stream(_linear_log_prob, x, stream)
+    return method(  # type: ignore[no-any-return]
+        x,
+        w,
+        index,
+        bias=bias,
+        out=out,
+        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, "linear_log_prob"),
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        workspace=workspace,
+    )
+
+
+class HeadGradients(NamedTuple):
+    """What :func:`linear_log_prob_backward` makes; None for what it was not asked for."""
+
+    dx: Any
+    dw: Any
+    dbias: Any
+    log_prob: Any
+
+
+def linear_log_prob_backward(
+    dlog_prob: Tensor,
+    x: Tensor,
+    w: Tensor,
+    index: Tensor,
+    *,
+    bias: Any = None,
+    dx: Any = None,
+    dw: Any = None,
+    dbias: Any = None,
+    log_prob: Any = None,
+    of_x: bool = True,
+    of_w: bool = True,
+    of_bias: bool | None = None,
+    of_log_prob: bool = False,
+    dw_dtype: Any = None,
+    accumulate: bool = False,
+    logits_dtype: Any = None,
+    arithmetic: Arithmetic = "auto",
+    k_chunk: int | None = None,
+    workspace: int = HEAD_WORKSPACE,
+    stream: Stream | None = None,
+) -> HeadGradients:
+    """The gradients of :func:`linear_log_prob`, whose logits are made again, some rows at a time.
+
+    Args:
+        dlog_prob: ``[...]``, float32, contiguous.
+        x, w, index, bias, logits_dtype, arithmetic, k_chunk, stream: as in :func:`linear_log_prob`. Rows whose index is
+            no column have no part in any gradient.
+        dx: like ``x``, of any of the three types; made if None and ``of_x``.
+        dw: ``[N, K]``, dbias: ``[N]``, of any of the three types; made if None and ``of_w`` and ``of_bias`` (by default
+            where there is a bias). In another type than float32 they need a workspace for all rows at once.
+        log_prob: ``[...]``, float32: what :func:`linear_log_prob` gives, made if None and ``of_log_prob``. So a loss
+            whose gradient is known beforehand (cross entropy's is -1 / rows) has three products, not four.
+        dw_dtype: the type of ``dw`` and ``dbias`` if they are made. float32 by default.
+        accumulate: continue the sums in ``dw`` and ``dbias``, then given and float32. Micro-batches of a multiple of 16
+            rows, or of ``k_chunk``, have the bits of one batch.
+        workspace: as in :func:`linear_log_prob`; for sums over rows it holds 16 of them, or ``k_chunk``.
+
+    Returns:
+        ``(dx, dw, dbias, log_prob)``.
+    """
+    op = "linear_log_prob_backward"
+    method = _linear_log_prob_backward if stream is None else on_stream(_linear_log_prob_backward, x, stream)
+    made = method(
+        dlog_prob,
+        x,
+        w,
+        index,
+        bias=bias,
+        dx=dx,
+        dw=dw,
+        dbias=dbias,
+        log_prob=log_prob,
+        of_x=of_x,
+        of_w=of_w,
+        of_bias=bias is not None if of_bias is None else of_bias,
+        of_log_prob=of_log_prob,
+        dw_dtype=None if dw_dtype is None else type_index(dw_dtype, op),
+        accumulate=accumulate,
+        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op),
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        workspace=workspace,
+    )
+    return HeadGradients(*made)
