@@ -55,9 +55,13 @@ uint64_t rows_bytes(const Attention &a) {
   return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
 }
 
+// Its adds between exponentials have not run on a device: until they have, it is taken by name alone.
+constexpr bool kFusedIsChosen = false;
+
 // What was measured on an H100 (bench/README.md): tiles of 128 columns, and more of them than the multiprocessors take at
 // once. Under a causal mask blocks wait for each other unless heads share no keys.
 bool fused_is_worth(const Attention &a, bool causal, int64_t sms) {
+  if (!kFusedIsChosen) return false;
   if (a.q_start || a.k_start || std::max(a.d, a.e) <= 64 || !fits_fused(a) || a.queries < 1024) return false;
   if (causal && a.groups != a.heads) return false;
   return a.sequences * a.groups * divide_up(a.keys, kFusedKeys) >= 2 * sms;
