@@ -32,10 +32,10 @@ template <class... Problems> struct Operations {
 };
 
 // In the order of pydet_kernel_name.
-using AllOperations = Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward,
-                                 GroupedGemm, Fold, LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention,
-                                 AttentionBackward, Activation, ActivationBackward, Sample, TopK, Embedding,
-                                 EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d, LinearLogProb,
-                                 RotaryTable, Rotary>;
+using AllOperations =
+    Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
+               LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
+               ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d,
+               LinearLogProb, RotaryTable, Rotary>;
 
 }  // namespace pydet

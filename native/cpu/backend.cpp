@@ -211,15 +211,17 @@ constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
 #endif
     Row("cpu_causal_conv1d_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kConvFeatures)
         .launches(causal_conv1d<Scalar>),
-    constexpr Kernel<RotaryTable> kRotaryTable[] = {
+};
+
+constexpr Kernel<RotaryTable> kRotaryTable[] = {
 #if defined(__x86_64__)
-        Row("cpu_rotary_table_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kTwoStrides)
-            .launches(rotary_table<Avx512>),
-        Row("cpu_rotary_table_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kTwoStrides).launches(rotary_table<Avx2>),
+    Row("cpu_rotary_table_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kTwoStrides)
+        .launches(rotary_table<Avx512>),
+    Row("cpu_rotary_table_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kTwoStrides).launches(rotary_table<Avx2>),
 #endif
-        Row("cpu_rotary_table_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kTwoStrides)
-            .launches(rotary_table<Scalar>),
-    };
+    Row("cpu_rotary_table_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kTwoStrides)
+        .launches(rotary_table<Scalar>),
+};
 
 constexpr Kernel<Rotary> kRotary[] = {
 #if defined(__x86_64__)
