@@ -41,7 +41,7 @@ def tiles():
 
 
 def terms(problem, tile, clusters):
-    """By what each rate of the tile is multiplied (choose.cpp: time_of)."""
+    """By what each rate of the tile is multiplied (choose.cpp: time_of), where rows begin at whole lines of the L2."""
     tile_m, tile_n, cluster_m, cluster_n, swapped, hands_over = tile
     m, n, k = problem["m"], problem["n"], problem["k"]
     a, b = problem["a_k_adjacent"], problem["b_k_adjacent"]

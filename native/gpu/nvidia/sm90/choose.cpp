@@ -4,8 +4,10 @@
 // The clusters that fit on the device take their tiles in waves. A stage of 64 k takes what the tensor cores need for
 // it, or longer where all blocks together draw more from the L2 than that gives (5 to 6 TB/s), which clusters lower: a
 // block reads its rows and columns, and the blocks beside and under it bring their shares. Both are a tile's own, and
-// grow with how full a wave is; so each tile has its rates (rates.h), which a fit to measured times finds.
+// grow with how full a wave is; so each tile has its rates (rates.h), which a fit to measured times finds. Where rows of
+// an operand begin between the L2's lines, as with K = 4304, it gives less (line_of), and clusters are worth more.
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -55,7 +57,16 @@ struct Extents {
   int m, n, k, chunk;  // chunk = 0 where there is none
   double batches;
   bool a_k_adjacent, b_k_adjacent;
+  double a_line, b_line;  // line_of, or 0 of both where neither operand's lines are cut
 };
+
+// What a block waits for a row of 64 k of an operand, in nanoseconds, where all blocks ask the L2 at once: longer where
+// rows do not begin at its lines of 128 bytes, so that each of these is in two of them. An H100, of 44 tiles at K = 4288,
+// 4320, 4304 and 4312.
+double line_of(const Sm90Operand &operand) {
+  const int64_t bytes = operand.rows == 1 ? 0 : 2 * operand.row_stride;
+  return bytes % 128 == 0 ? 1.75 : bytes % 64 == 0 ? 2.2 : bytes % 32 == 0 ? 2.45 : 3.3;
+}
 
 // Of the problem as the tile sees it, in nanoseconds. tools/sm90_fit.py has the same terms.
 double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int clusters, double multiprocessors) {
@@ -75,6 +86,9 @@ double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int
   if (!e.b_k_adjacent) time += waves * stages * (e.a_k_adjacent ? rate.turned_b : rate.both_turned);
   else if (!e.a_k_adjacent) time += waves * stages * rate.turned_a;
   if (e.chunk) time += waves * divide_up(e.k, e.chunk) * rate.chunk;
+  const double loads = e.a_line * tile.m / tile.cluster_n + e.b_line * tile.n / tile.cluster_m;
+  time += stages * (full * std::max(0.0, loads - rate.full) +
+                    std::max(0.0, filled * loads - (rate.stage + filled * rate.filled)));
   return time + memory * element_rate;
 }
 
@@ -82,7 +96,8 @@ using Clusters = int[9];  // by their size, how many a device runs at once
 
 // The tile for a product of which hands_over(tile) says whether it can be handed over.
 template <class F> int fastest_tile(const Extents &own, bool chunked, const Clusters &clusters, F hands_over) {
-  const Extents swapped = {own.n, own.m, own.k, own.chunk, own.batches, own.b_k_adjacent, own.a_k_adjacent};
+  const Extents swapped = {own.n,      own.m,     own.k, own.chunk, own.batches, own.b_k_adjacent, own.a_k_adjacent,
+                           own.b_line, own.a_line};
   const double multiprocessors = 2.0 * clusters[2];
   int best = 0;
   double least = -1;
@@ -102,7 +117,7 @@ bool may_hand_over(int m, int n, int k) {
   constexpr Clusters clusters = {0, 0, 66, 0, 30, 0, 0, 0, 15};
   for (bool a_k_adjacent : {true, false})
     for (bool b_k_adjacent : {true, false}) {
-      const int tile = fastest_tile({m, n, k, 0, 1, a_k_adjacent, b_k_adjacent}, false, clusters, [&](int i) {
+      const int tile = fastest_tile({m, n, k, 0, 1, a_k_adjacent, b_k_adjacent, 0, 0}, false, clusters, [&](int i) {
         return sm90_shares_out(kSm90Tiles[i], m, n, clusters[kSm90Tiles[i].cluster()]);
       });
       if (kSm90Tiles[tile].hands_over) return true;
@@ -113,13 +128,17 @@ bool may_hand_over(int m, int n, int k) {
 }  // namespace
 
 int sm90_fastest_tile(const Gemm &g, const Sm90Operands &operands) {
+  const double a_line = line_of(operands.a), b_line = line_of(operands.b), whole = line_of({});
+  const bool cut = a_line > whole || b_line > whole;
   const Extents own = {int(g.m),
                        int(g.n),
                        int(g.k),
                        Chunk{g.k_chunk}.one_chain(g.k) ? 0 : int(g.k_chunk),
                        double(g.batch.count),
                        operands.a.k_adjacent,
-                       operands.b.k_adjacent};
+                       operands.b.k_adjacent,
+                       cut ? a_line : 0,
+                       cut ? b_line : 0};
   Clusters clusters = {};
   for (int size : {2, 4, 8}) clusters[size] = sm90_clusters(g.device.id, size);
   return fastest_tile(own, g.k_chunk != 0, clusters, [&](int i) { return sm90_hands_over(g, i); });
