@@ -28,8 +28,8 @@ bool takes(const Gemm &g, bool turned) {
 }
 
 // The fastest of a sweep of 533 problems in which n is adjacent; rows = 0: a tile of gemm.cu. The gradient of a head's input
-// is a sum over a vocabulary: of up to 32 rows of 4096 columns over 128256 a tile takes 383 to 414 us, tiles of 32 here 459
-// to 483, cuBLAS 432 to 459.
+// is a sum over a vocabulary: of 1, 8, 16, 24, 32 rows of 4096 columns over 128256 a tile takes 461, 413, 387, 394, 389 us,
+// tiles of 32 here 464, 471, 472, 463, 358, cuBLAS 413 to 425.
 SkinnyPlan choose_turned(const Gemm &g) {
   constexpr int64_t kVocabulary = 65536;
   auto plan = [](int rows) { return SkinnyPlan{rows, false, kMostSharedBytes, true}; };
@@ -40,7 +40,7 @@ SkinnyPlan choose_turned(const Gemm &g) {
   if (g.m > kSkinnyWarpgroupRows)
     return plan(width <= 24 ? 0 : width <= 32 ? 64 : width <= 48 ? 96 : width <= 64 ? 64 : 0);
   if (width <= 24) return plan(g.m <= 16 ? 48 : 32);
-  if (width <= 32 && g.m <= 32 && g.k > kVocabulary) return plan(0);
+  if (width <= 32 && g.m <= 24 && g.k > kVocabulary) return plan(0);
   if (width <= 32) return plan(g.m <= 32 ? 32 : 64);
   if (width <= 48) return plan(width <= 40 ? 96 : 48);
   if (width <= 64) return plan(64);
