@@ -99,6 +99,7 @@ __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t 
   if (strcmp(call.operation, "rotary"))
     call.status = pydet_rotary_table(NULL, &places, &frequencies, y, &other, &table);
   else if (of_table[1] > 0) call.status = pydet_rotary(NULL, &q, NULL, &cos, &sin, &out, NULL, &options);
+  else call.status = PYDET_OK; /* no pair */
 }
 
 /* Rows are tokens, and columns those of one head, or channels. */

@@ -254,6 +254,7 @@ def causal_conv1d_digests(causal_conv1d, arithmetic, dtype):
         x, w, bias, initial = (data(kind, shape, DTYPES[dtype], i) for i, shape in enumerate(shapes))
         name = f"{dtype} {kind} {batch}x{tokens}x{channels}, {taps} taps, begun={begun}"
         digests[name] = digest(causal_conv1d(x, w, bias if begun else None, initial=initial if begun else None))
+    return digests
 
 
 TURNED = [

@@ -273,8 +273,8 @@ def every_kernel():
                     yield getattr(lib, f"pydet_{kernel.operation}"), given, chosen, [y, state]
                     continue
                 if kernel.operation == "rotary_table":
-                    outs, chosen = (values(m, n), values(m, n)), options("pydet_rotary_table_options", scale=1)
-                    chosen.kernel = options("pydet_rotary_table_options", kernel=kernel.name).kernel
+                    outs = values(m, n), values(m, n)
+                    chosen = options("pydet_rotary_table_options", scale=1, kernel=kernel.name)
                     yield (
                         lib.pydet_rotary_table,
                         list(map(tensor, (np.arange(m), values(n), *outs))),
@@ -458,6 +458,8 @@ def large_calls():
         "selective_scan": lambda: pydet.selective_scan(heads, heads[..., 0], row, heads, heads),
         "gated_delta": lambda: pydet.gated_delta(heads, heads, heads, heads[..., 0], heads[..., 0]),
         "causal_conv1d": lambda: pydet.causal_conv1d(x[None], x[:, :4]),
+        "linear_log_prob": lambda: pydet.linear_log_prob(x, x, index),
+        "linear_log_prob_backward": lambda: pydet.linear_log_prob_backward(row, x, x, index),
         "rotary_table": lambda: pydet.rotary_table(np.arange(len(x)), x[0]),
         "rotary": lambda: pydet.rotary(x[:, None], None, x[:, : x.shape[1] // 2], x[:, : x.shape[1] // 2]),
     }

@@ -205,6 +205,18 @@ def embedding_backward(padding, start=0):
     return Call(arguments, (TABLE, (U8, (1 << 16,))), attributes, ((2, 0),) * start, ((1, IDS),), True)
 
 
+def head(bias, wide=0):
+    attributes = {"arithmetic": 0, "k_chunk": 0, "wide_logits": wide, "has_bias": bias}
+    arguments = ROWS, TABLE, INDEX, *[(F32, (5,))] * bias
+    return Call(arguments, (VALUES, (U8, (1 << 16,))), attributes, values=((2, IDS),), workspace=True)
+
+
+def head_backward(bias):
+    forward = head(bias)
+    results = ROWS, TABLE, *[(F32, (5,))] * bias, (U8, (1 << 16,))
+    return Call((VALUES, *forward.arguments), results, forward.attributes, values=((3, IDS),), workspace=True)
+
+
 def sample(**own):
     """own: types of what each row has of its own, by name."""
     attributes = {"temperature": 0.5, "top_k": 3, "top_p": 0.875, "min_p": 0.0625, "kernel": ""}
@@ -293,6 +305,8 @@ CALLS = {
     "softmax": [Call((ROWS,), (ROWS,), {"log": 0, "kernel": ""})],
     "softmax_backward": [Call((ROWS, ROWS), (ROWS,), {"log": 0, "kernel": ""})],
     "log_prob": [Call((ROWS, INDEX), (VALUES,), {"kernel": ""}, values=((1, np.arange(6, dtype=np.int32)),))],
+    "linear_log_prob": [head(0), head(1), head(0, 1)],
+    "linear_log_prob_backward": [head_backward(0), head_backward(1)],
     "log_prob_backward": [
         Call((VALUES, ROWS, INDEX), (ROWS,), {"kernel": ""}, values=((2, np.arange(6, dtype=np.int32)),))
     ],
