@@ -69,7 +69,8 @@ def delta(batch: int, tokens: int, heads: int = 32, width: int = 128, keys: int 
     scaled = q * keys**-0.5
 
     def chunks() -> torch.Tensor:
-        return qwen.torch_chunk_gated_delta_rule(q.to(v.dtype), k.to(v.dtype), v, g, beta)[0]
+        of_each = (x.to(v.dtype).repeat_interleave(2, 2) for x in (q, k))  # a head of q and k for each of v
+        return qwen.torch_chunk_gated_delta_rule(*of_each, v, g, beta)[0]
 
     line(f"gated_delta {batch}x{tokens}", lambda: pydet.gated_delta(scaled, k, v, g, beta)[0], chunks)
 
