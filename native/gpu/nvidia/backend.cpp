@@ -334,7 +334,7 @@ constexpr Kernel<ActivationBackward> kActivationBackward[] = {
 };
 
 constexpr Kernel<Sample> kSample[] = {
-    Row("cuda_sample_spread", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfSampling)
+    Row("cuda_sample_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfSampling)
         .takes(sample_spread_takes)
         .prefers(sample_spread_prefers)
         .launches(sample_spread),
@@ -342,7 +342,7 @@ constexpr Kernel<Sample> kSample[] = {
 };
 
 constexpr Kernel<TopK> kTopK[] = {
-    Row("cuda_topk_spread", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kTwoStrides)
+    Row("cuda_topk_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kTwoStrides)
         .takes(topk_spread_takes)
         .prefers(topk_spread_prefers)
         .launches(topk_spread),

@@ -1,27 +1,36 @@
-// Sampling, and the k largest of a row, where rows are few and long (Hopper and later): a cluster takes a row.
+// Sampling, and the k largest of a row, where rows are few and long (Hopper): a cluster takes a row.
 
 #include <algorithm>
 
 #include "gpu/any/sample_row.h"
 #include "gpu/kernels.h"
 
+// Kernels of other machines are empty: they would spill.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
+#define PYDET_HOPPER 1
+#endif
+
 namespace pydet {
 namespace {
 
 template <Type type, bool aligned>
 __global__ void __launch_bounds__(T) sample_spread_kernel(const __grid_constant__ Sample p) {
+#if PYDET_HOPPER
   __shared__ OfSample<Spread> all;
   __shared__ Told<Spread> told;
   const Spread team;
   team.meet();  // all have begun, and may be told something
   sample_row<type, aligned>(p, blockIdx.x / unsigned(team.blocks), team, all, told);
+#endif
 }
 
 template <Type type, bool aligned>
 __global__ void __launch_bounds__(T) topk_spread_kernel(const __grid_constant__ TopK p) {
+#if PYDET_HOPPER
   __shared__ OfTopK<Spread> all;
   const Spread team;
   topk_row<type, aligned>(p, blockIdx.x / unsigned(team.blocks), team, all);
+#endif
 }
 
 constexpr int kMostClusterBlocks = 8;

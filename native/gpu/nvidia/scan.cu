@@ -196,11 +196,12 @@ __global__ void __launch_bounds__(kThreads)
   using Tile = Rows2<kRounds>;
   __shared__ __align__(16) typename Tile::Shared shared;
   __shared__ float beta[2][Tile::kTokens];
-  const int64_t in_head = divide_up(p.width, kColumns);
+  const uint32_t in_head = uint32_t(divide_up(p.width, kColumns)), heads = uint32_t(p.heads);
   const int lane = int(threadIdx.x) % kScanLanes, own = int(threadIdx.x) / kScanLanes, left = left_of(p.keys);
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t head = block / in_head % p.heads, sequence = block / in_head / p.heads;
-    const int64_t group = head / (p.heads / p.groups), first = block % in_head * kColumns, column = first + own;
+  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {  // of 32 bits: those of 64 divide by calls
+    const int64_t head = block / in_head % heads, sequence = block / in_head / heads;
+    const int64_t group = uint32_t(head) / (heads / uint32_t(p.groups)), first = block % in_head * kColumns,
+                  column = first + own;
     const Sequences::Range range = p.sequences.range(sequence);
     const bool mine = column < p.width;
     const auto of_state = [&](const Strided &states, int n) {
@@ -288,8 +289,9 @@ constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
 // A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens.
 __global__ void __launch_bounds__(kConvChannels *kConvRows)
     causal_conv1d_kernel(const __grid_constant__ CausalConv1d p, const __grid_constant__ int64_t blocks) {
-  const int64_t parts = divide_up(p.channels, kConvChannels), pieces = divide_up(p.sequences.tokens, kConvTokens);
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+  const uint32_t parts = uint32_t(divide_up(p.channels, kConvChannels)),
+                 pieces = uint32_t(divide_up(p.sequences.tokens, kConvTokens));
+  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
     const int64_t c = block % parts * kConvChannels + int(threadIdx.x) % kConvChannels;
     const int64_t piece = block / parts % pieces, sequence = block / parts / pieces;
     const Sequences::Range range = p.sequences.range(sequence);
@@ -319,6 +321,11 @@ template <class Problem>
 pydet_status launch_blocks(const char *name, const Problem &p, int64_t blocks, int threads,
                            void (*kernel)(Problem, int64_t)) {
   if (blocks == 0) return PYDET_OK;
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  if (blocks > INT32_MAX)
+    return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns and tokens, want at most 2147483647", name,
+                static_cast<long long>(blocks));
   const Launch where = {name, static_cast<gpu_stream>(p.stream),
                         dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(unsigned(threads))};
   return launch(where, kernel, p, blocks);
