@@ -440,7 +440,7 @@ def test_rotary(device, kernel, dtype):
     rotary.check_heads(device, dtype, [1, 7, 8, 9, 64, 65])
     device.dtype = dtype
     rotary.test_strides_and_tables_that_are_shared(device)
-    assert device.refused == 0
+    assert device.taken > 10
 
 
 @each("rmsnorm")

@@ -88,7 +88,7 @@ def tensors(shapes, dtype):
     kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e4m3": "float8_e4m3fn"}[dtype]
     return [
         None if shape is None else capi.Tensor(placed(capi.random(shape, shape_dtype or kind)), device=(CUDA, DEVICE))
-        for shape, shape_dtype in (s if isinstance(s, tuple) and isinstance(s[1], str) else (s, None) for s in shapes)
+        for shape, shape_dtype in (s if isinstance(s, tuple) and isinstance(s[-1], str) else (s, None) for s in shapes)
     ]
 
 
@@ -214,7 +214,7 @@ def problems(operation, name, dtype):
     if operation == "rotary_table":
         given = capi.options("pydet_rotary_table_options", kernel=name[0], scale=1)
         cos, sin = tensors([(64, 256), (64, 256)], dtype)
-        yield "pydet_rotary_table", [*tensors([((64,), "int64"), ((128,), "fp32")], dtype), cos, sin], given
+        yield "pydet_rotary_table", [*tensors([((64,), "int64"), ((128,), "float32")], dtype), cos, sin], given
         return
     if operation == "rotary":
         shapes = [(64, 4, 128), (64, 2, 128), (64, 64), (64, 64), (64, 4, 128), (64, 2, 128)]
