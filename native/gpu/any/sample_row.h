@@ -299,7 +299,7 @@ __device__ __forceinline__ int64_t Search<type, aligned, All>::number_of_equal(c
     return last;
   }
   int bits = 1;
-  while (n - 1 >> bits) ++bits;
+  while ((n - 1) >> bits) ++bits;
   const Found found = threshold(
       row, n, bits, [&](int64_t j, float) { return uint32_t(n - 1 - j); },
       [&](int64_t, float x, uint32_t) { return Weight(key_of<type>(x) == key); },
