@@ -32,7 +32,6 @@ import interop
 import pydet
 import test_embedding
 import test_grouped_gemm
-import test_rotary
 import test_scaled_gemm
 import test_scaled_grouped_gemm
 from cases import assert_same_bits
@@ -1009,8 +1008,8 @@ def test_rotary_equals_cpu(hip):
     """Pairs of neighbours and half apart, eight of a thread and one; the gradient; with elements that are copied."""
     hip.order = in_reverse
     for number, (tokens, heads, pairs, rest) in enumerate([(3, 2, 16, 0), (5, 1, 5, 3), (2, 4, 8, 8), (1, 3, 64, 0)]):
-        kind, n = list(DTYPES.values())[number % 3], 2 * pairs + rest
-        q, k = normal(tokens, heads, n, dtype=kind.name), normal(tokens, 1, n, dtype=kind.name, seed=1)
+        kind, n = list(DTYPES)[number % 3], 2 * pairs + rest
+        q, k = normal(tokens, heads, n, dtype=kind), normal(tokens, 1, n, dtype=kind, seed=1)
         cos, sin = (normal(tokens, pairs, seed=i) for i in (2, 3))
         for flags in ({}, {"neighbours": 1}, {"neighbours": 1, "out_neighbours": 1, "in_fp32": 1}, {"transposed": 1}):
             found = {}
@@ -1022,24 +1021,6 @@ def test_rotary_equals_cpu(hip):
                 found[where] = outs
             for got, want in zip(found[ROCM], found[CPU], strict=True):
                 assert_same_bits(got, want, f"{q.shape} {flags} on {hip.arch}")
-
-
-def test_rotary_table_equals_cpu(hip):
-    hip.order = in_reverse
-    for number, (count, n) in enumerate([(3, 64), (9, 5), (1, 1)]):
-        kind = list(DTYPES.values())[number % 3]
-        places, frequencies = (
-            test_rotary.places_of(count, (np.int64, np.int32, np.float32)[number]),
-            test_rotary.frequencies_of(n),
-        )
-        found = {}
-        for where in (ROCM, CPU):
-            outs = np.full((count, 2 * n), 7, kind), np.full((count, 2 * n), 7, kind)
-            options = capi.options("pydet_rotary_table_options", scale=0.83)
-            hip.check("pydet_rotary_table", options, places, frequencies, *outs, kind=where)
-            found[where] = outs
-        for got, want in zip(found[ROCM], found[CPU], strict=True):
-            assert_same_bits(got, want, f"{count} x {n} on {hip.arch}")
 
 
 def test_embedding_backward_equals_cpu(hip):
