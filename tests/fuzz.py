@@ -1607,6 +1607,8 @@ def expected_head(call, before):
         continues = accumulate and name != "dx"
         expect(not continues or old.dtype == np.float32, "accumulated into", old.dtype)
         shape = (left.shape[0], right.shape[1])
+        if continues and not len(rows):
+            continue  # it stays as it is
         out = np.zeros(shape, old.dtype) if not continues else old.reshape(shape).copy()
         if 0 not in shape:
             made[name] = reference.gemm(left, right, out=out, accumulate=continues, **how).reshape(old.shape)

@@ -460,7 +460,7 @@ typedef struct pydet_linear_log_prob_options {
   int32_t arithmetic;
   int64_t k_chunk;
   pydet_dtype logits; /* what z is rounded to: zeros for the type of x, or fp32 */
-  int32_t accumulate; /* of backward: 1: dw and dbias, then fp32, are continued */
+  int32_t accumulate; /* of backward: 1: dw and dbias, then fp32, are continued; no rows leave them as they are */
   void *workspace; /* as large as pydet_linear_log_prob_workspace says, or for fewer rows at a time; refused where it */
   uint64_t workspace_size; /* holds less than a row forward, 16 (or k_chunk) for sums over rows */
   int64_t reserved;        /* 0 */
