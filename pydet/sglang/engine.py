@@ -302,7 +302,7 @@ def check(config: Any) -> None:
         ),
         (
             native and kind.__name__ not in _NATIVE,
-            f"SGLang's own {kind.__name__} was not compared with Transformers' (its Gemma has another activation)",
+            f"SGLang's own {kind.__name__} was not compared with Transformers' (its Gemma differs)",
             f"model_impl='transformers' or one of {', '.join(_NATIVE)}",
         ),
         (

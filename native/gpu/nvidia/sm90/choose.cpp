@@ -86,9 +86,11 @@ double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int
   if (!e.b_k_adjacent) time += waves * stages * (e.a_k_adjacent ? rate.turned_b : rate.both_turned);
   else if (!e.a_k_adjacent) time += waves * stages * rate.turned_a;
   if (e.chunk) time += waves * divide_up(e.k, e.chunk) * rate.chunk;
-  const double loads = e.a_line * tile.m / tile.cluster_n + e.b_line * tile.n / tile.cluster_m;
-  time += stages * (full * std::max(0.0, loads - rate.full) +
-                    std::max(0.0, filled * loads - (rate.stage + filled * rate.filled)));
+  if (e.a_line > 0) {
+    const double loads = e.a_line * tile.m / tile.cluster_n + e.b_line * tile.n / tile.cluster_m;
+    time += stages * (full * std::max(0.0, loads - rate.full) +
+                      std::max(0.0, filled * loads - (rate.stage + filled * rate.filled)));
+  }
   return time + memory * element_rate;
 }
 

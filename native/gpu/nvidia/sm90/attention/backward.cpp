@@ -55,18 +55,6 @@ uint64_t rows_bytes(const Attention &a) {
   return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
 }
 
-// Its adds between exponentials have not run on a device: until they have, it is taken by name alone.
-constexpr bool kFusedIsChosen = false;
-
-// What was measured on an H100 (bench/README.md): tiles of 128 columns, and more of them than the multiprocessors take at
-// once. Under a causal mask blocks wait for each other unless heads share no keys.
-bool fused_is_worth(const Attention &a, bool causal, int64_t sms) {
-  if (!kFusedIsChosen) return false;
-  if (a.q_start || a.k_start || std::max(a.d, a.e) <= 64 || !fits_fused(a) || a.queries < 1024) return false;
-  if (causal && a.groups != a.heads) return false;
-  return a.sequences * a.groups * divide_up(a.keys, kFusedKeys) >= 2 * sms;
-}
-
 }  // namespace
 
 bool attention_backward_fused_takes(const AttentionBackward &b) {
@@ -74,12 +62,8 @@ bool attention_backward_fused_takes(const AttentionBackward &b) {
   if (!b.dq.data || !b.dk.data || !fits_fused(a) || a.first_key || !attention_backward_sm90_takes(b)) return false;
   return b.workspace_size >= rows_bytes(a) + fused_parts(a).all();
 }
-bool attention_backward_fused_prefers(const AttentionBackward &b) {
-  const Attention &a = b.forward;
-  const bool uniform = !a.q_start && !a.k_start && !a.k_length && a.window_left == kNoWindow &&
-                       (a.causal || a.window_right == kNoWindow);
-  return uniform && fused_is_worth(a, a.causal, gpu_multiprocessors(a.device.id));
-}
+// By name alone: 0.67 to 1.15 of the two kernels' speed on an H100, without a pattern to choose by (bench/README.md).
+bool attention_backward_fused_prefers(const AttentionBackward &) { return false; }
 
 bool attention_backward_sm90_takes(const AttentionBackward &b) {
   const Attention &a = b.forward;
@@ -105,8 +89,7 @@ uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const cha
   const bool fused = kernel && strcmp(kernel, kAttentionBackwardFusedName) == 0;
   if (kernel && !fused && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
-  if (!fits_fused(a) || (kernel ? !fused : !fused_is_worth(a, false, 1))) return rows_bytes(a);
-  return rows_bytes(a) + fused_parts(a).all();
+  return rows_bytes(a) + (fused && fits_fused(a) ? fused_parts(a).all() : 0);
 }
 
 namespace {
