@@ -147,7 +147,8 @@ def truncate_to_float32(x):
 def truncating_step(p, c, fraction, least):
     """NVIDIA: the addends, cut toward zero at 2^(E - fraction), summed exactly, the sum cut toward zero."""
     largest = np.maximum(np.maximum(p.e.max(0), exponents(c)), least)
-    total = np.trunc(p.value * np.ldexp(1.0, fraction - largest)).sum(0) + np.trunc(np.ldexp(1.0, fraction - largest) * c)
+    scale = np.ldexp(1.0, fraction - largest)
+    total = np.trunc(p.value * scale).sum(0) + np.trunc(c * scale)
     return with_specials(truncate_to_float32(np.ldexp(total, largest - fraction)), p, c)
 
 
@@ -218,6 +219,7 @@ def chain(a, b, start, arithmetic):
             return np.concatenate([chain(a[..., h, :], b, start[..., h, :], arithmetic) for h in halves], -2)
         halves = slice(n // 2), slice(n // 2, n)
         return np.concatenate([chain(a, b[..., h], start[..., h], arithmetic) for h in halves], -1)
+    a, b = (x.reshape((1,) * (start.ndim - x.ndim) + x.shape) for x in (a, b))
     a, b = np.moveaxis(a, -1, 0)[..., None], np.moveaxis(b, -2, 0)[..., None, :]
     if arithmetic == "ieee":
         a, b = (widen(x).astype(np.float64) for x in (a, b))
