@@ -177,6 +177,10 @@ $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 # What is no loop over elements, or beside vectors is for processors without them: -O3 takes a quarter longer for it.
 $(HOST:%=$(BUILD)/%.o) $(if $(VECTOR),$(KERNELS:%=$(BUILD)/%.scalar.o)): CXXFLAGS := $(CXXFLAGS:-O3=-O2)
 
+# Of an operation's own, what checks and hands on: -O2 takes twice as long, and a call of it no less.
+$(patsubst native/%.cpp,$(BUILD)/%.o,$(wildcard native/ops/*/api.cpp native/ops/*/xla.cpp native/entry/xla.cpp)): \
+  CXXFLAGS := $(CXXFLAGS:-O3=-O1) -finline-functions
+
 # A Python that shuts down ends the threads that come back to it, by unwinding them: no destructor may then run, since it
 # would enter Python. Nothing here throws.
 $(patsubst native/%.cpp,$(BUILD)/%.o,$(wildcard native/entry/python/*.cpp native/ops/*/python.cpp)): CXXFLAGS += -fno-exceptions
