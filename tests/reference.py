@@ -197,10 +197,15 @@ def step_of(arithmetic, a, b, c):
     return cdna3_step(products, c)
 
 
+def first(x, axis):
+    """x with that axis before all others."""
+    return x.transpose(x.ndim + axis, *(i for i in range(x.ndim) if i != x.ndim + axis))
+
+
 @quiet
 def step(arithmetic, a, b, c):
     """The same of arrays whose last axis is the step's."""
-    return step_of(arithmetic, *(operand_of_steps(arithmetic, np.moveaxis(x, -1, 0)) for x in (a, b)), c)
+    return step_of(arithmetic, *(operand_of_steps(arithmetic, first(x, -1)) for x in (a, b)), c)
 
 
 # ---- GEMM ----------------------------------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ def chain(a, b, start, arithmetic):
         halves = slice(n // 2), slice(n // 2, n)
         return np.concatenate([chain(a, b[..., h], start[..., h], arithmetic) for h in halves], -1)
     a, b = (x.reshape((1,) * (start.ndim - x.ndim) + x.shape) for x in (a, b))
-    a, b = np.moveaxis(a, -1, 0)[..., None], np.moveaxis(b, -2, 0)[..., None, :]
+    a, b = first(a, -1)[..., None], first(b, -2)[..., None, :]
     if arithmetic == "ieee":
         a, b = (widen(x).astype(np.float64) for x in (a, b))
         for k in range(len(a)):
