@@ -58,8 +58,8 @@ def round_to(x, dtype):
     if dtype == FLOAT32:
         return np.where(nan, np.uint32(0x7FFFFFFF), bits(x)).view(np.float32)
     if dtype == BFLOAT16:
-        u = bits(x).astype(np.uint64)
-        rounded = ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+        u = bits(x)  # of a NaN the sum may wrap
+        rounded = ((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     else:
         rounded = bits(x.astype(np.float16))
     return np.where(nan, np.uint16(0x7FFF), rounded).view(dtype)
