@@ -27,6 +27,7 @@ OPERATIONS = (  # of the kernel table
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
     *("attention_backward", "activation", "activation_backward", "sample", "topk"),
     *("embedding", "embedding_backward", "selective_scan", "gated_delta", "causal_conv1d"),
+    *("selective_scan_backward", "gated_delta_backward", "causal_conv1d_backward"),
     *("rotary_table", "rotary"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type

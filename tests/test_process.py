@@ -458,6 +458,13 @@ def large_calls():
         "selective_scan": lambda: pydet.selective_scan(heads, heads[..., 0], row, heads, heads),
         "gated_delta": lambda: pydet.gated_delta(heads, heads, heads, heads[..., 0], heads[..., 0]),
         "causal_conv1d": lambda: pydet.causal_conv1d(x[None], x[:, :4]),
+        "selective_scan_backward": lambda: pydet.selective_scan_backward(
+            heads, heads, heads[..., 0], row, heads, heads
+        ),
+        "gated_delta_backward": lambda: pydet.gated_delta_backward(
+            heads, heads, heads, heads, heads[..., 0], heads[..., 0]
+        ),
+        "causal_conv1d_backward": lambda: pydet.causal_conv1d_backward(x[None], x[None], x[:, :4]),
         "linear_log_prob": lambda: pydet.linear_log_prob(x, x, index),
         "linear_log_prob_backward": lambda: pydet.linear_log_prob_backward(row, x, x, index),
         "rotary_table": lambda: pydet.rotary_table(np.arange(len(x)), x[0]),

@@ -59,7 +59,9 @@ enum Feature : uint64_t {
   kFinalState = 1ull << 46,
   kEachState = 1ull << 47,  // a decay for each state
   kSkip = 1ull << 48,       // d
-  kNeighbours = 1ull << 49  // of rotary embeddings: pairs of elements next to each other
+  kNeighbours = 1ull << 49,  // of rotary embeddings: pairs of elements next to each other
+  kInitialGradient = 1ull << 50,  // of a scan's gradient, as the next one
+  kFinalGradient = 1ull << 51
 };
 struct FeatureRow {
   Feature feature;
@@ -116,6 +118,8 @@ constexpr FeatureRow kFeatures[] = {
     {kEachState, "a decay for each state"},
     {kSkip, "d"},
     {kNeighbours, "pairs of neighbours"},
+    {kInitialGradient, "dinitial"},
+    {kFinalGradient, "dfinal"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

@@ -366,6 +366,22 @@ constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
     Row("cuda_causal_conv1d", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kInitialState | kPacked | kBias)
         .launches(causal_conv1d),
 };
+constexpr uint64_t kScanGradient = kInitialState | kPacked | kInitialGradient | kFinalGradient;
+constexpr Kernel<SelectiveScanBackward> kSelectiveScanBackward[] = {
+    Row("cuda_selective_scan_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kScanGradient | kEachState | kSkip)
+        .takes(selective_scan_backward_takes)
+        .launches(selective_scan_backward),
+};
+constexpr Kernel<GatedDeltaBackward> kGatedDeltaBackward[] = {
+    Row("cuda_gated_delta_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanGradient)
+        .launches(gated_delta_backward),
+};
+constexpr Kernel<CausalConv1dBackward> kCausalConv1dBackward[] = {
+    Row("cuda_causal_conv1d_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kInitialState | kPacked | kRowGradient | kWeightGradient | kBiasGradient | kInitialGradient)
+        .launches(causal_conv1d_backward),
+};
 
 constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
     Row("cuda_embedding_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kTwoStrides | kAccumulate | kPadding)
@@ -531,7 +547,9 @@ constexpr Backend cuda() {
                           table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
                           table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
                           table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
-                          table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary));
+                          table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
+                          table(kSelectiveScanBackward),
+                          table(kGatedDeltaBackward), table(kCausalConv1dBackward));
   return backend;
 }
 
