@@ -171,14 +171,14 @@ def selective_scan_backward(
                 of = slice(g * of_group, (g + 1) * of_group)
                 db[i, t, g] = columns((u[..., None] * gradient)[of].reshape(-1, states), of_group * width)
                 dc[i, t, g] = columns((dy[i, t][..., None] * state)[of].reshape(-1, states), of_group * width)
-            for h in range(heads):
-                of_u, of_decay, of_x = (
-                    of_head(y[h], h % of_group * width) for y in (x[i, t] * v, decay, dy[i, t] * x[i, t])
-                )
-                ddt[i, t, h] = of_decay + of_u if each else fma(a[h], of_decay, of_u)
-                if not each:
-                    da[s, h] = fma(dt[i, t, h], of_decay, da[s, h])
-                dd[s, h] = dd[s, h] + of_x
+            of_u, of_decay, of_x = (
+                np.array([of_head(y[h], h % of_group * width) for h in range(heads)], np.float32)
+                for y in (x[i, t] * v, decay, dy[i, t] * x[i, t])
+            )
+            ddt[i, t] = of_decay + of_u if each else fma(a, of_decay, of_u)
+            if not each:
+                da[s] = fma(dt[i, t], of_decay, da[s])
+            dd[s] = dd[s] + of_x
             own = fma(np.broadcast_to(step[..., None], e.shape), e, own)
             gradient = factor * gradient
         dinitial[s] = gradient

@@ -169,7 +169,8 @@ bool make_room(PythonCall &call, const pydet_tensor &x, const pydet_tensor &b, i
 
 // -> dx, ddt, da, db, dc, dd or None, dinitial or None
 Object *call_selective_scan_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
-  PythonCall call("selective_scan_backward");
+  Operand more[5];  // ten operands, seven results, the workspace, and what is not there
+  PythonCall call("selective_scan_backward", more);
   SelectiveScanBackwardArguments given;
   if (!call.arguments(names_of<SelectiveScanBackwardArguments>, 7, args, count, keywords, &given)) return nullptr;
   Operand *dy = call.read("dy", given.dy);
@@ -182,9 +183,9 @@ Object *call_selective_scan_backward(Object *, Object *const *args, intptr_t cou
   Operand *initial = d ? call.read_optional("initial", given.initial) : nullptr;
   Operand *starts = initial ? call.read_optional("cu_seqlens", given.cu_seqlens) : nullptr;
   Operand *dfinal = starts ? call.read_optional("dfinal", given.dfinal) : nullptr;
-  Operand *results[7] = {};
-  for (Operand *&result : results)
-    if (!dfinal || !(result = call.read_optional("out", nullptr))) return nullptr;
+  Operand *const absent = dfinal ? call.read_optional("out", nullptr) : nullptr;
+  if (!absent) return nullptr;
+  Operand *results[] = {absent, absent, absent, absent, absent, absent, absent};
   auto &[dx, ddt, da, db, dc, dd, dinitial] = results;
   pydet_scan_backward_options options = {};
   options.struct_size = sizeof options;
@@ -213,7 +214,8 @@ Object *call_selective_scan_backward(Object *, Object *const *args, intptr_t cou
 
 // -> dq, dk, dv, dg, dbeta, dinitial or None
 Object *call_gated_delta_backward(Object *, Object *const *args, intptr_t count, Object *keywords) {
-  PythonCall call("gated_delta_backward");
+  Operand more[3];
+  PythonCall call("gated_delta_backward", more);
   GatedDeltaBackwardArguments given;
   if (!call.arguments(names_of<GatedDeltaBackwardArguments>, 6, args, count, keywords, &given)) return nullptr;
   Operand *dout = call.read("dout", given.dout);
@@ -225,9 +227,9 @@ Object *call_gated_delta_backward(Object *, Object *const *args, intptr_t count,
   Operand *initial = beta ? call.read_optional("initial", given.initial) : nullptr;
   Operand *starts = initial ? call.read_optional("cu_seqlens", given.cu_seqlens) : nullptr;
   Operand *dfinal = starts ? call.read_optional("dfinal", given.dfinal) : nullptr;
-  Operand *results[6] = {};
-  for (Operand *&result : results)
-    if (!dfinal || !(result = call.read_optional("out", nullptr))) return nullptr;
+  Operand *const absent = dfinal ? call.read_optional("out", nullptr) : nullptr;
+  if (!absent) return nullptr;
+  Operand *results[] = {absent, absent, absent, absent, absent, absent};
   auto &[dq, dk, dv, dg, dbeta, dinitial] = results;
   pydet_scan_backward_options options = {};
   options.struct_size = sizeof options;
@@ -260,9 +262,9 @@ Object *call_causal_conv1d_backward(Object *, Object *const *args, intptr_t coun
   Operand *w = x ? call.read("w", given.w) : nullptr;
   Operand *initial = w ? call.read_optional("initial", given.initial) : nullptr;
   Operand *starts = initial ? call.read_optional("cu_seqlens", given.cu_seqlens) : nullptr;
-  Operand *results[4] = {};
-  for (Operand *&result : results)
-    if (!starts || !(result = call.read_optional("out", nullptr))) return nullptr;
+  Operand *const absent = starts ? call.read_optional("out", nullptr) : nullptr;
+  if (!absent) return nullptr;
+  Operand *results[] = {absent, absent, absent, absent};
   auto &[dx, dw, dbias, dinitial] = results;
   pydet_scan_backward_options options = {};
   options.struct_size = sizeof options;
