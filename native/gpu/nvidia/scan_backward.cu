@@ -28,7 +28,8 @@ __device__ __forceinline__ int own_column() {
 
 // States before so many tokens stay in registers. With a decay for each state the code of a token is long.
 PYDET_HD constexpr int held_tokens(int rounds, bool each_state) {
-  return each_state ? 2 : rounds <= 4 ? 8 : 32 / rounds;
+  if (rounds > 4) return rounds == 8 && !each_state ? 2 : 1;
+  return each_state ? 2 : 8;
 }
 
 // Shared memory of a block, for rounds of 32 states: two rows of each of some tokens, four numbers of each token and
@@ -132,10 +133,14 @@ __device__ __forceinline__ void walk_back(const Sequences::Range &range, const S
     const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
 #pragma unroll 1
     for (int low = (count - 1) / kHeld * kHeld; low >= 0; low -= kHeld) {
-      float held[kHeld][kRounds][4];
       restore(state, kept(from), workspace.states);
 #pragma unroll 1
       for (int i = 0; i < low; ++i) step(i, state);
+      if constexpr (kHeld == 1) {
+        back(from, low, state);
+        continue;
+      }
+      float held[kHeld][kRounds][4];
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
 #pragma unroll
@@ -159,8 +164,8 @@ __global__ void __launch_bounds__(kThreads)
     selective_back_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
   enum { kX, kDt, kDecay, kDy };
-  extern __shared__ __align__(16) char memory[];
-  Tile &tile = *reinterpret_cast<Tile *>(memory);
+  extern __shared__ __align__(16) char shared[];
+  Tile &tile = *reinterpret_cast<Tile *>(shared);
   const int64_t of_group = p.heads / p.groups * p.width, in_group = p.workspace.blocks;
   const int own = own_column(), left = left_of(p.states), lane = int(threadIdx.x) % kScanLanes;
   for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
@@ -307,8 +312,8 @@ __global__ void __launch_bounds__(kThreads)
     delta_back_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
   enum { kV, kDecay, kBeta, kOut };
-  extern __shared__ __align__(16) char memory[];
-  Tile &tile = *reinterpret_cast<Tile *>(memory);
+  extern __shared__ __align__(16) char shared[];
+  Tile &tile = *reinterpret_cast<Tile *>(shared);
   const int64_t of_head = divide_up(p.width, kColumns);
   const int own = own_column(), left = left_of(p.keys), lane = int(threadIdx.x) % kScanLanes;
   for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
