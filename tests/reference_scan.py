@@ -191,9 +191,7 @@ def selective_scan_backward(
 
 
 @quiet
-def gated_delta_backward(
-    dout, q, k, v, g, beta, *, initial=None, cu_seqlens=None, dfinal=None, return_initial=False
-):
+def gated_delta_backward(dout, q, k, v, g, beta, *, initial=None, cu_seqlens=None, dfinal=None, return_initial=False):
     batch, tokens, heads, width = v.shape
     groups, keys = k.shape[2:]
     of_group = heads // groups
@@ -203,7 +201,7 @@ def gated_delta_backward(
     dq, dk, dv, dg, dbeta = (np.zeros(y.shape, np.float32) for y in (q, k, v, g, beta))
     dinitial = np.zeros((len(parts), heads, keys, width), np.float32)
     for s, (i, begin, end) in enumerate(parts):
-        turned = lambda y: np.ascontiguousarray(np.asarray(y[s], np.float32).swapaxes(1, 2))
+        turned = lambda y, s=s: np.ascontiguousarray(np.asarray(y[s], np.float32).swapaxes(1, 2))
         state = np.zeros((heads, width, keys), np.float32) if initial is None else turned(initial)
         gradient = np.zeros_like(state) if dfinal is None else turned(dfinal)
         seen = []

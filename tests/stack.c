@@ -111,7 +111,8 @@ __attribute__((noinline)) static void run_scan_backward(void) {
   pydet_tensor x = tensor(a, 4, heads, NULL, call.dtype), dx = tensor(c, 4, heads, NULL, call.dtype);
   pydet_tensor row = tensor(b, 4, states, NULL, call.dtype), step = tensor(bias, 3, heads, NULL, fp32);
   pydet_tensor decay = tensor(bias, 1, one, NULL, fp32), w = tensor(b, 2, taps, NULL, call.dtype);
-  pydet_tensor first = row, second = row, dstep = step, other = step, sums = tensor(c + 7 * (kMost / 8), 2, one, NULL, fp32);
+  pydet_tensor first = row, second = row, dstep = step, other = step,
+               sums = tensor(c + 7 * (kMost / 8), 2, one, NULL, fp32);
   first.data = c + kMost / 8, second.data = c + kMost / 4;
   dstep.data = c + 3 * (kMost / 8), other.data = c + kMost / 2;
   options.kernel = call.kernel, options.workspace = workspace, options.workspace_size = kMost;
@@ -274,9 +275,9 @@ static void run(void) {
       run_embedding(&x, of_rows, &y);
     } else if (!strncmp(call.operation, "rotary", 6)) {
       run_rotary(&x, of_rows, of_row, &y);
-    } else if (strstr(call.operation, "_backward") && (strstr(call.operation, "scan") ||
-                                                        strstr(call.operation, "delta") ||
-                                                        strstr(call.operation, "conv1d"))) {
+    } else if (strstr(call.operation, "_backward") &&
+               (strstr(call.operation, "scan") || strstr(call.operation, "delta") ||
+                strstr(call.operation, "conv1d"))) {
       run_scan_backward();
     } else if (strstr(call.operation, "scan") || strstr(call.operation, "delta") || strstr(call.operation, "conv1d")) {
       run_scan();

@@ -118,7 +118,7 @@ def test_small_stacks_of_python_threads():
 SCAN_GRADIENTS = ("selective_scan_backward", "gated_delta_backward", "causal_conv1d_backward")
 
 
-def scan_gradient(kernel, values, x, dy, dtype):
+def scan_gradient(kernel, values, tensor, x, dy, dtype):
     """A call of one of them, whose tokens are rows: the function, its tensors, its results and options."""
     (m, n), chosen = x.shape, options("pydet_scan_backward_options", kernel=kernel.name)
     function = getattr(lib, f"pydet_{kernel.operation}")
@@ -283,7 +283,7 @@ def every_kernel():
                     yield lib.pydet_embedding_backward, list(map(tensor, (x, ids, y))), chosen, [y, workspace]
                     continue
                 if kernel.operation in SCAN_GRADIENTS:
-                    function, given, outs, chosen = scan_gradient(kernel, values, x, dy, dtype)
+                    function, given, outs, chosen = scan_gradient(kernel, values, tensor, x, dy, dtype)
                     yield function, given, chosen, outs
                     continue
                 if kernel.operation in ("selective_scan", "gated_delta", "causal_conv1d"):

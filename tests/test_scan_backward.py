@@ -1,4 +1,4 @@
-"""Gradients of scans: every kernel, forced by name, against the reference and autograd in fp64; cuts and packs; refusals."""
+"""Gradients of scans: every kernel, forced by name, against the reference; cuts and packs; refusals."""
 
 import itertools
 
@@ -10,10 +10,17 @@ import reference_scan as reference
 from capi import ffi, lib
 from cases import DTYPES, assert_same_bits, data
 from conftest import threads
-from test_scan import CONVOLUTIONS, SCANS, cut, delta_of, operands, same, scan_of, states_of
+from test_scan import CONVOLUTIONS, SCANS, delta_of, same, scan_of, states_of
 
 # As of test_scan, and tokens around the pieces in which they are taken back: 8, and 32 from one kept state to the next.
-GRADIENTS = [*SCANS, (1, 33, 2, 3, 1, 4), (1, 9, 1, 16, 1, 33), (1, 65, 1, 2, 1, 3), (0, 4, 2, 3, 1, 4), (2, 0, 2, 3, 1, 4)]
+GRADIENTS = [
+    *SCANS,
+    (1, 33, 2, 3, 1, 4),
+    (1, 9, 1, 16, 1, 33),
+    (1, 65, 1, 2, 1, 3),
+    (0, 4, 2, 3, 1, 4),
+    (2, 0, 2, 3, 1, 4),
+]
 CONV_GRADIENTS = [*CONVOLUTIONS, (2, 1, 3, 5), (1, 3, 34, 64), (0, 4, 3, 2), (1, 0, 4, 3)]
 
 
@@ -118,7 +125,9 @@ def test_batch_threads_and_strides_change_nothing_in_convolutions():
     apart = [np.asfortranarray(y) for y in (dy, x, w)]
     same(pydet.causal_conv1d_backward(*apart, **own), want)
     for i in range(3):
-        row = pydet.causal_conv1d_backward(*(y[i : i + 1] for y in (dy, x)), w, **{**own, "initial": initial[i : i + 1]})
+        row = pydet.causal_conv1d_backward(
+            *(y[i : i + 1] for y in (dy, x)), w, **{**own, "initial": initial[i : i + 1]}
+        )
         same(row, [y[i : i + 1] for y in want])
 
 

@@ -243,7 +243,8 @@ constexpr Kernel<CausalConv1dBackward> kCausalConv1dBackward[] = {
 #if defined(__x86_64__)
     Row("cpu_causal_conv1d_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kConvGradient)
         .launches(causal_conv1d_backward<Avx512>),
-    Row("cpu_causal_conv1d_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kConvGradient).launches(causal_conv1d_backward<Avx2>),
+    Row("cpu_causal_conv1d_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kConvGradient)
+        .launches(causal_conv1d_backward<Avx2>),
 #endif
     Row("cpu_causal_conv1d_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kConvGradient)
         .launches(causal_conv1d_backward<Scalar>),

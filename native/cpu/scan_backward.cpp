@@ -146,7 +146,9 @@ struct SelectiveBack {
   }
 
  private:
-  int64_t at(const Strided &operand, int64_t t) const { return range.batch * operand.stride[0] + t * operand.stride[1]; }
+  int64_t at(const Strided &operand, int64_t t) const {
+    return range.batch * operand.stride[0] + t * operand.stride[1];
+  }
   void read_states(const Strided &from, float *to) const {
     memset(to, 0, size_t(room.size) * sizeof(float));
     for (int64_t n = 0; from.data && n < p.states; ++n)
@@ -190,8 +192,7 @@ struct DeltaBack {
   void step(int64_t t, const float *from, float *to) {
     read_token(t);
     const V m = remembered(from), w = V::all(beta) * m;
-    for (int64_t n = 0; n < p.keys; ++n)
-      fma(k[n], w, V::all(decay) * V::of(from + n * kColumns)).to(to + n * kColumns);
+    for (int64_t n = 0; n < p.keys; ++n) fma(k[n], w, V::all(decay) * V::of(from + n * kColumns)).to(to + n * kColumns);
   }
 
   void back(int64_t t, const float *before) {
@@ -244,9 +245,8 @@ struct DeltaBack {
   }
   // What v has beyond the state's answer to k.
   V remembered(const float *before) const {
-    const V known = sum_of_lanes<V>(p.keys, [&](int64_t n, const V &sum) {
-      return fma(k[n], V::all(decay) * V::of(before + n * kColumns), sum);
-    });
+    const V known = sum_of_lanes<V>(
+        p.keys, [&](int64_t n, const V &sum) { return fma(k[n], V::all(decay) * V::of(before + n * kColumns), sum); });
     return fma(-1.0f, known, V::of(v));
   }
 };
@@ -317,7 +317,8 @@ void finish(const SelectiveScanBackward &p, double work, Scratch &scratch) {
     for (int64_t n = 0; n < p.states; ++n) {
       float sum = 0.0f;
       for (int64_t c = head % of_group * p.width; c < (head % of_group + 1) * p.width; ++c)
-        sum = sum + workspace.states_at(sequence, begin + range.begin, 0, group, c / kColumns)[n * kColumns + c % kColumns];
+        sum = sum +
+              workspace.states_at(sequence, begin + range.begin, 0, group, c / kColumns)[n * kColumns + c % kColumns];
       write_row(p.da, to + n * p.da.stride[2], 1, 1, &sum);
     }
   });
@@ -432,14 +433,14 @@ template <> pydet_status gated_delta_backward<Isa>(const GatedDeltaBackward &p) 
   const double work = work_of(p, p.keys);
   const int64_t of_head = divide_up(p.width, kColumns);
   Scratch scratch;
-  parallel(p.sequences.count * p.heads * of_head, threads_for(work, kWorthAThread), scratch,
-           [&](int64_t i, Scratch &own) {
-             const int64_t first = i % of_head * kColumns, head = i / of_head % p.heads, sequence = i / of_head / p.heads;
-             const int64_t count = p.width - first < kColumns ? p.width - first : kColumns;
-             const int64_t block = head % (p.heads / p.groups) * of_head + first / kColumns;
-             DeltaBack task = {p, sequence, head, first, count, block, Room(p.workspace, own)};
-             task.run();
-           });
+  parallel(
+      p.sequences.count * p.heads * of_head, threads_for(work, kWorthAThread), scratch, [&](int64_t i, Scratch &own) {
+        const int64_t first = i % of_head * kColumns, head = i / of_head % p.heads, sequence = i / of_head / p.heads;
+        const int64_t count = p.width - first < kColumns ? p.width - first : kColumns;
+        const int64_t block = head % (p.heads / p.groups) * of_head + first / kColumns;
+        DeltaBack task = {p, sequence, head, first, count, block, Room(p.workspace, own)};
+        task.run();
+      });
   finish(p, work, scratch);
   return PYDET_OK;
 }

@@ -725,12 +725,14 @@ PYDET_API pydet_status pydet_selective_scan_backward(
     const pydet_tensor *da, const pydet_tensor *db, const pydet_tensor *dc, const pydet_tensor *dd,
     const pydet_tensor *dinitial, const pydet_scan_backward_options *options);
 
-PYDET_API pydet_status pydet_gated_delta_backward(
-    void *stream, const pydet_tensor *dout, const pydet_tensor *dfinal, const pydet_tensor *q, const pydet_tensor *k,
-    const pydet_tensor *v, const pydet_tensor *g, const pydet_tensor *beta, const pydet_tensor *initial,
-    const pydet_tensor *cu_seqlens, const pydet_tensor *dq, const pydet_tensor *dk, const pydet_tensor *dv,
-    const pydet_tensor *dg, const pydet_tensor *dbeta, const pydet_tensor *dinitial,
-    const pydet_scan_backward_options *options);
+PYDET_API pydet_status pydet_gated_delta_backward(void *stream, const pydet_tensor *dout, const pydet_tensor *dfinal,
+                                                  const pydet_tensor *q, const pydet_tensor *k, const pydet_tensor *v,
+                                                  const pydet_tensor *g, const pydet_tensor *beta,
+                                                  const pydet_tensor *initial, const pydet_tensor *cu_seqlens,
+                                                  const pydet_tensor *dq, const pydet_tensor *dk,
+                                                  const pydet_tensor *dv, const pydet_tensor *dg,
+                                                  const pydet_tensor *dbeta, const pydet_tensor *dinitial,
+                                                  const pydet_scan_backward_options *options);
 
 /* Bytes of workspace for the gradient of either: `tokens` of all sequences together, heads of `width` columns in `groups`,
  * states (or keys) of so many elements. A function of these alone. */

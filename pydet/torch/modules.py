@@ -406,8 +406,8 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     """
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
-    for module in filter(scans.is_scan, model.modules()):
-        for multiplied in scans.helpers(module):
+    for mixer in filter(scans.is_scan, model.modules()):
+        for multiplied in scans.helpers(mixer):
             multiplied.pydet_multiplied = True
     found = [(name, module, _with_sums(module)) for name, module in model.named_modules()]
     of = {name: (module, names) for name, module, names in found if names is not None}

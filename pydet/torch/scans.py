@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from types import CellType, FunctionType
 from typing import Any, TypeAlias
 
@@ -349,7 +350,7 @@ def _accumulates(module: Any) -> bool:
 
 
 class _Repeated(torch.autograd.Function):
-    """A parameter ``[...]`` as ``[*shape, ...]``, whose gradient is the chain over these in ``ieee``, in their order."""
+    """A parameter ``[...]`` as ``[*shape, ...]``, whose gradient is the chain over these, in ``ieee``."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, shape: tuple[int, ...], accumulates: bool, dtype: torch.dtype) -> Tensor:
@@ -403,7 +404,8 @@ class _GatedNorm(_InPlaceOf):
 
 def _with(module: Any, parameters: dict[str, Any], modules: dict[str, Any]) -> Any:
     """A module of the same state, but for these."""
-    other = type(module).__new__(type(module))
+    kind: Any = type(module)
+    other = kind.__new__(kind)
     own = {"_parameters": {**module._parameters, **parameters}, "_modules": {**module._modules, **modules}}
     other.__dict__.update({**module.__dict__, **own})
     return other
@@ -419,7 +421,7 @@ def _is_gated_norm(module: Any) -> bool:
 
 def _of_weight(names: tuple[str, ...]) -> list[str]:
     """What comes right after the weight among the names of a forward."""
-    return [after for name, after in zip(names, names[1:], strict=False) if name == "weight"]
+    return [after for name, after in itertools.pairwise(names) if name == "weight"]
 
 
 _CONVOLUTIONS, _NORMS, _STEPS = ("conv1d", "conv"), ("norm",), ("dt_proj",)
@@ -433,7 +435,7 @@ def helpers(module: Any) -> list[Any]:
     return found + [x for name in _NORMS if _is_gated_norm(x := getattr(module, name, None))]
 
 
-def _trained(module: Any, x: Tensor, options: dict[str, Any]) -> Any:
+def _trained(module: Any, x: Any, options: dict[str, Any]) -> Any:
     """The mixer, with its parameters once for each sequence or token."""
     batch, tokens = x.shape[:2]
     starts = _boundaries(tokens, options)

@@ -368,8 +368,7 @@ constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
 };
 constexpr uint64_t kScanGradient = kInitialState | kPacked | kInitialGradient | kFinalGradient;
 constexpr Kernel<SelectiveScanBackward> kSelectiveScanBackward[] = {
-    Row("cuda_selective_scan_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
-        kScanGradient | kEachState | kSkip)
+    Row("cuda_selective_scan_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanGradient | kEachState | kSkip)
         .takes(selective_scan_backward_takes)
         .launches(selective_scan_backward),
 };
@@ -541,15 +540,14 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
-                          table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
-                          table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
-                          table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
-                          table(kSelectiveScanBackward),
-                          table(kGatedDeltaBackward), table(kCausalConv1dBackward));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
+             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
+             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
+             table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward));
   return backend;
 }
 

@@ -76,12 +76,12 @@ __device__ __forceinline__ void write_parts(const float (&parts)[2][kWarps][kEle
     float s[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) s[w] = parts[which][w][n];
-    workspace.row(which, token, group, block)[n] =
-        ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    workspace.row(which, token, group, block)[n] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
   }
 }
 
-template <int kRounds> __device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to, int64_t states) {
+template <int kRounds> __device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to,
+                                                            int64_t states) {
   float *const own = to + own_column() * states;
 #pragma unroll
   for (int r = 0; r < kRounds; ++r)
@@ -100,8 +100,8 @@ __device__ __forceinline__ void restore(float (&state)[kRounds][4], const float 
 
 // `count` elements of a row of each of a tile's tokens, of which those before `tokens` are there.
 template <int kTokens, int kElements>
-__device__ __forceinline__ void load_rows(float (&to)[kTokens][kElements], const Strided &x, int64_t at,
-                                          int64_t count, int64_t tokens) {
+__device__ __forceinline__ void load_rows(float (&to)[kTokens][kElements], const Strided &x, int64_t at, int64_t count,
+                                          int64_t tokens) {
   for (int i = int(threadIdx.x); i < kTokens * kElements; i += kThreads) {
     const int t = i / kElements, n = i % kElements;
     to[t][n] = n < count && t < tokens ? element(x, at + t * x.stride[1] + n * x.stride[3]) : 0.0f;
@@ -111,9 +111,10 @@ __device__ __forceinline__ void load_rows(float (&to)[kTokens][kElements], const
 // Walks a block's tokens: load(from) has a tile of operands in shared memory, step(i, state) takes the state over token i
 // of them, and back(i, before) takes a token back.
 template <int kRounds, int kHeld, class Load, class Step, class Back>
-__device__ __forceinline__ void walk_back(const Sequences::Range &range, const ScanWorkspace &workspace, int64_t sequence,
-                                          int64_t begin, int64_t group, int64_t block, float (&state)[kRounds][4],
-                                          const Load &load, const Step &step, const Back &back) {
+__device__ __forceinline__ void walk_back(const Sequences::Range &range, const ScanWorkspace &workspace,
+                                          int64_t sequence, int64_t begin, int64_t group, int64_t block,
+                                          float (&state)[kRounds][4], const Load &load, const Step &step,
+                                          const Back &back) {
   constexpr int kTokens = BackTile<kRounds>::kTokens;
   const int64_t tokens = range.end - range.begin;
   const auto kept = [&](int64_t after) { return workspace.states_at(sequence, begin, after, group, block); };
@@ -126,8 +127,7 @@ __device__ __forceinline__ void walk_back(const Sequences::Range &range, const S
     for (int i = 0; i < kTokens; ++i) step(i, state);
     __syncthreads();
   }
-  for (int64_t from = (tokens - 1) / kTokens * kTokens; from >= 0 && tokens > 0;
-       from -= kTokens) {
+  for (int64_t from = (tokens - 1) / kTokens * kTokens; from >= 0 && tokens > 0; from -= kTokens) {
     load(from);
     __syncthreads();
     const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
@@ -138,20 +138,20 @@ __device__ __forceinline__ void walk_back(const Sequences::Range &range, const S
       for (int i = 0; i < low; ++i) step(i, state);
       if constexpr (kHeld == 1) {
         back(from, low, state);
-        continue;
+      } else {
+        float held[kHeld][kRounds][4];
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+#pragma unroll
+          for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) held[i][r][e] = state[r][e];
+          if (i + 1 < kHeld && low + i + 1 < count) step(low + i, state);
+        }
+#pragma unroll
+        for (int i = kHeld - 1; i >= 0; --i)
+          if (low + i < count) back(from, low + i, held[i]);
       }
-      float held[kHeld][kRounds][4];
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-#pragma unroll
-        for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) held[i][r][e] = state[r][e];
-        if (i + 1 < kHeld && low + i + 1 < count) step(low + i, state);
-      }
-#pragma unroll
-      for (int i = kHeld - 1; i >= 0; --i)
-        if (low + i < count) back(from, low + i, held[i]);
     }
     __syncthreads();
   }
@@ -432,8 +432,8 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (Tile::kTurns == 1) __syncthreads();
       else turn ^= 1;
     };
-    walk_back<kRounds, held_tokens(kRounds, false)>(range, p.workspace, sequence, begin, group, block, state, load, step,
-                                                    back);
+    walk_back<kRounds, held_tokens(kRounds, false)>(range, p.workspace, sequence, begin, group, block, state, load,
+                                                    step, back);
     if (p.dinitial.data && mine)
 #pragma unroll
       for (int r = 0; r < kRounds; ++r)
@@ -476,8 +476,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t t = begin + i / states / 2 / groups;
       const float *const parts = p.workspace.row(int(which), range.batch * p.sequences.tokens + t, group, 0);
       const Strided &to = which ? p.second : p.first;
-      put(to,
-          range.batch * to.stride[0] + t * to.stride[1] + group * to.stride[2] + n * to.stride[3],
+      put(to, range.batch * to.stride[0] + t * to.stride[1] + group * to.stride[2] + n * to.stride[3],
           chain(parts + n, p.workspace.blocks, states));
     }
   }

@@ -149,13 +149,15 @@ pydet_status pydet_selective_scan_backward(
   return launch(op, scan, options.kernel);
 }
 
-pydet_status pydet_gated_delta_backward(
-    void *stream, const pydet_tensor *dout_tensor, const pydet_tensor *dfinal_tensor, const pydet_tensor *q_tensor,
-    const pydet_tensor *k_tensor, const pydet_tensor *v_tensor, const pydet_tensor *g_tensor,
-    const pydet_tensor *beta_tensor, const pydet_tensor *initial_tensor, const pydet_tensor *cu_seqlens,
-    const pydet_tensor *dq_tensor, const pydet_tensor *dk_tensor, const pydet_tensor *dv_tensor,
-    const pydet_tensor *dg_tensor, const pydet_tensor *dbeta_tensor, const pydet_tensor *dinitial_tensor,
-    const pydet_scan_backward_options *given) {
+pydet_status pydet_gated_delta_backward(void *stream, const pydet_tensor *dout_tensor,
+                                        const pydet_tensor *dfinal_tensor, const pydet_tensor *q_tensor,
+                                        const pydet_tensor *k_tensor, const pydet_tensor *v_tensor,
+                                        const pydet_tensor *g_tensor, const pydet_tensor *beta_tensor,
+                                        const pydet_tensor *initial_tensor, const pydet_tensor *cu_seqlens,
+                                        const pydet_tensor *dq_tensor, const pydet_tensor *dk_tensor,
+                                        const pydet_tensor *dv_tensor, const pydet_tensor *dg_tensor,
+                                        const pydet_tensor *dbeta_tensor, const pydet_tensor *dinitial_tensor,
+                                        const pydet_scan_backward_options *given) {
   const char *op = "gated_delta_backward";
   pydet_scan_backward_options options = {};
   PYDET_TRY(read_options(op, given, &options));

@@ -71,9 +71,10 @@ template <> struct Operation<SelectiveScan> : AlwaysIeee {
     show(s.x.data, s.dt.data, s.a.data, s.b.data, s.c.data, s.d.data, s.initial.data, s.y.data, s.final.data,
          s.sequences.starts);
   }
-  using Functions = FunctionList<pydet_selective_scan, pydet_gated_delta, pydet_causal_conv1d, pydet_selective_scan_backward,
-                                 pydet_selective_scan_backward_workspace, pydet_gated_delta_backward,
-                                 pydet_gated_delta_backward_workspace, pydet_causal_conv1d_backward>;
+  using Functions =
+      FunctionList<pydet_selective_scan, pydet_gated_delta, pydet_causal_conv1d, pydet_selective_scan_backward,
+                   pydet_selective_scan_backward_workspace, pydet_gated_delta_backward,
+                   pydet_gated_delta_backward_workspace, pydet_causal_conv1d_backward>;
   static Items<pydet_exchange_method> python();
 };
 
@@ -139,8 +140,8 @@ struct ScanWorkspace {
   PYDET_INLINE int64_t head_floats() const { return kOfHeads * tokens * heads * parts; }
   PYDET_INLINE int64_t block_floats() const { return states * kScanColumns; }
   PYDET_INLINE int64_t floats() const {
-    return row_floats() + head_floats() + (tokens / checkpoint_tokens(states) + sequences) * groups * blocks * block_floats() +
-           own_floats();
+    return row_floats() + head_floats() +
+           (tokens / checkpoint_tokens(states) + sequences) * groups * blocks * block_floats() + own_floats();
   }
   // What the CPU works in where it has no memory of its own.
   PYDET_INLINE int64_t own_floats() const { return 4 * block_floats() + 2 * states; }
@@ -160,9 +161,15 @@ struct ScanWorkspace {
   }
 };
 
-inline ScanWorkspace selective_workspace(int64_t sequences, int64_t tokens, int64_t heads, int64_t width, int64_t groups,
-                                         int64_t states) {
-  return {nullptr, sequences, tokens, heads, groups, states, divide_up(heads / groups * width, kScanColumns),
+inline ScanWorkspace selective_workspace(int64_t sequences, int64_t tokens, int64_t heads, int64_t width,
+                                         int64_t groups, int64_t states) {
+  return {nullptr,
+          sequences,
+          tokens,
+          heads,
+          groups,
+          states,
+          divide_up(heads / groups * width, kScanColumns),
           (width + kScanColumns - 2) / kScanColumns + 1};
 }
 inline ScanWorkspace delta_workspace(int64_t sequences, int64_t tokens, int64_t heads, int64_t width, int64_t groups,

@@ -18,8 +18,8 @@ struct CausalConv1dArguments {
                   initial, cu_seqlens, out, kernel, stream);
 };
 struct SelectiveScanBackwardArguments {
-  PYDET_ARGUMENTS(dy, x, dt, a, b, c, d,                              // positional; d may be None
-                  initial, cu_seqlens, dfinal, into_initial,          // into_initial: whether dinitial is made
+  PYDET_ARGUMENTS(dy, x, dt, a, b, c, d,                      // positional; d may be None
+                  initial, cu_seqlens, dfinal, into_initial,  // into_initial: whether dinitial is made
                   kernel, stream);
 };
 struct GatedDeltaBackwardArguments {
@@ -27,7 +27,7 @@ struct GatedDeltaBackwardArguments {
                   initial, cu_seqlens, dfinal, into_initial, kernel, stream);
 };
 struct CausalConv1dBackwardArguments {
-  PYDET_ARGUMENTS(dy, x, w,                                        // positional
+  PYDET_ARGUMENTS(dy, x, w,                                 // positional
                   initial, cu_seqlens, bias, into_initial,  // the last two: whether dbias and dinitial are made
                   kernel, stream);
 };
@@ -282,10 +282,9 @@ Object *call_causal_conv1d_backward(Object *, Object *const *args, intptr_t coun
     if (into_initial && !(dinitial = call.make(3, of_initial, type_index(like.dtype)))) return nullptr;
   }
   const bool done = call.run(elements(like), [&](void *stream) {
-    return call.library().call<pydet_causal_conv1d_backward>(stream, tensor_of(dy), tensor_of(x), tensor_of(w),
-                                                             tensor_of(initial), tensor_of(starts), tensor_of(dx),
-                                                             tensor_of(dw), tensor_of(dbias), tensor_of(dinitial),
-                                                             &options);
+    return call.library().call<pydet_causal_conv1d_backward>(
+        stream, tensor_of(dy), tensor_of(x), tensor_of(w), tensor_of(initial), tensor_of(starts), tensor_of(dx),
+        tensor_of(dw), tensor_of(dbias), tensor_of(dinitial), &options);
   });
   return done ? call.results(results, 4) : nullptr;
 }
