@@ -432,8 +432,8 @@ def test_causal_conv1d(device, kernel, dtype):
 
 @each("selective_scan_backward")
 def test_selective_scan_backward(device, kernel, dtype):
-    """The CPU's cases, states of two and sixteen rounds, a group of several blocks of columns."""
-    more = [(1, 9, 2, 5, 1, 512), (1, 10, 2, 3, 1, 64), (1, 3, 4, 20, 2, 8)]
+    """The CPU's cases, states of two and eight rounds, a group of several blocks of columns."""
+    more = [(1, 9, 2, 5, 1, 256), (1, 10, 2, 3, 1, 64), (1, 3, 4, 20, 2, 8)]
     scan_gradients.check_selective_scan_backward(device, dtype, scan_gradients.GRADIENTS + more)
     given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
     scan_gradients.check_pack(device, "selective_scan_backward", given, dtype)
@@ -442,7 +442,7 @@ def test_selective_scan_backward(device, kernel, dtype):
 
 @each("gated_delta_backward")
 def test_gated_delta_backward(device, kernel, dtype):
-    more = [(1, 10, 2, 3, 1, 64), (1, 9, 2, 5, 1, 512), (1, 3, 4, 40, 2, 8)]
+    more = [(1, 10, 2, 3, 1, 64), (1, 9, 2, 5, 1, 256), (1, 3, 4, 40, 2, 8)]
     scan_gradients.check_gated_delta_backward(device, dtype, scan_gradients.GRADIENTS + more)
     scan_gradients.check_pack(device, "gated_delta_backward", scans.delta_of(1, 20, 2, 8, 1, 20, dtype), dtype)
     assert device.taken == len(scan_gradients.GRADIENTS) + 4

@@ -295,6 +295,7 @@ pydet_status causal_conv1d(const CausalConv1d &);
 // nvidia/scan_backward.cu
 bool selective_scan_backward_takes(const SelectiveScanBackward &);
 pydet_status selective_scan_backward(const SelectiveScanBackward &);
+bool gated_delta_backward_takes(const GatedDeltaBackward &);
 pydet_status gated_delta_backward(const GatedDeltaBackward &);
 pydet_status causal_conv1d_backward(const CausalConv1dBackward &);
 

@@ -374,6 +374,7 @@ constexpr Kernel<SelectiveScanBackward> kSelectiveScanBackward[] = {
 };
 constexpr Kernel<GatedDeltaBackward> kGatedDeltaBackward[] = {
     Row("cuda_gated_delta_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanGradient)
+        .takes(gated_delta_backward_takes)
         .launches(gated_delta_backward),
 };
 constexpr Kernel<CausalConv1dBackward> kCausalConv1dBackward[] = {

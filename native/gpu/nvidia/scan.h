@@ -60,13 +60,13 @@ pydet_status launch_blocks(const char *name, const Problem &p, int64_t blocks, i
   return launch(where, kernel, p, blocks);
 }
 
-// f with the rounds that so many states fill as a compile-time constant: 1, 2, 4, 8 or 16.
-template <int rounds = 1, class F> pydet_status with_rounds(int64_t states, const F &f) {
-  if constexpr (rounds * kScanRound >= kMostStates) {
+// f with the rounds that so many states fill as a compile-time constant: 1, 2, 4 and so on.
+template <int rounds = 1, int64_t most = kMostStates, class F> pydet_status with_rounds(int64_t states, const F &f) {
+  if constexpr (rounds * kScanRound >= most) {
     return f(std::integral_constant<int, rounds>());
   } else {
     if (states <= rounds * kScanRound) return f(std::integral_constant<int, rounds>());
-    return with_rounds<2 * rounds>(states, f);
+    return with_rounds<2 * rounds, most>(states, f);
   }
 }
 

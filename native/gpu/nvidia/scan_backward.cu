@@ -16,7 +16,7 @@ namespace {
 // by shuffles within a warp, whose columns are 8 apart, and then through shared memory; one block's are parts of a sum that
 // a kernel behind adds up.
 
-constexpr int64_t kMostOwnRates = 256;  // of states with a decay each, beyond which registers spill
+constexpr int64_t kMostHeldStates = 256;  // of a column, beyond which registers spill
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps == 8 && kColumns == kScanColumns, "a warp has four columns, 8 apart");
 
@@ -36,12 +36,14 @@ PYDET_HD constexpr int held_tokens(int rounds, bool each_state) {
 // column, and what warps leave of a token's sums, in turns.
 template <int kRounds> struct BackTile {
   static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
-  static constexpr int kTurns = kRounds < 16 ? 2 : 1;  // with one, a barrier more
   float rows[2][kTokens][kElements];
   float numbers[4][kTokens][kColumns];
-  float parts[kTurns][2][kWarps][kElements];
-  float terms[kTurns][3][kColumns];
+  float parts[2][2][kWarps][kElements];
+  alignas(16) float terms[2][3][kColumns];
 };
+
+// Rounds whose sums over columns are made at a time.
+PYDET_HD constexpr int joined_rounds(int rounds) { return rounds < 4 ? rounds : 4; }
 
 // Adds v of a warp's four columns, and leaves the sums in parts[warp]: a thread comes to have a quarter of its states.
 template <int kRounds> __device__ __forceinline__ void join_columns(const float (&v)[kRounds][4], float *parts) {
@@ -78,6 +80,18 @@ __device__ __forceinline__ void write_parts(const float (&parts)[2][kWarps][kEle
     for (int w = 0; w < kWarps; ++w) s[w] = parts[which][w][n];
     workspace.row(which, token, group, block)[n] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
   }
+}
+
+// The chain of a block's numbers from `first` to before `end`, all of which are read at once.
+__device__ __forceinline__ float chain_of(const float (&terms)[kColumns], int first, int end) {
+  float4 v[kColumns / 4];
+#pragma unroll
+  for (int i = 0; i < kColumns / 4; ++i) v[i] = reinterpret_cast<const float4 *>(terms)[i];
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i)
+    if (i >= first && i < end) sum = sum + part(v[i / 4], i % 4);
+  return sum;
 }
 
 template <int kRounds> __device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to,
@@ -231,42 +245,53 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < 4; ++i) states[r][i] = fmaf(u, part(b, i), decay_of(decay, dt, r, i) * states[r][i]);
       }
     };
+    constexpr int kJoined = joined_rounds(kRounds);
     int turn = 0;
     const auto back = [&](int64_t from, int t, const float(&before)[kRounds][4]) {
       const float x = tile.numbers[kX][t][own], dt = tile.numbers[kDt][t][own], u = dt * x;
       const float dy = tile.numbers[kDy][t][own], decay = tile.numbers[kDecay][t][own];
       const int64_t token = begin + from + t;
-      float terms[kRounds][4], v = 0.0f, l = 0.0f;
+      float v = 0.0f, l = 0.0f;
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 b = vector_of(tile.rows[0][t], r), c = vector_of(tile.rows[1][t], r);
+      for (int begun = 0; begun < kRounds; begun += kJoined) {
+        float terms[kJoined][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float g = fmaf(part(c, i), dy, gradient[r][i]);
-          gradient[r][i] = g;
-          terms[r][i] = mine ? u * g : 0.0f;
-          if (r * kScanRound + i < left) v = fmaf(part(b, i), g, v);
-        }
-      }
-      join_columns(terms, tile.parts[turn][0][threadIdx.x / 32]);
+        for (int joined = 0; joined < kJoined; ++joined) {
+          const int r = begun + joined;
+          const float4 b = vector_of(tile.rows[0][t], r), c = vector_of(tile.rows[1][t], r);
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 b = vector_of(tile.rows[0][t], r);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float factor = decay_of(decay, dt, r, i), g = gradient[r][i], old = factor * before[r][i];
-          terms[r][i] = mine ? dy * fmaf(u, part(b, i), old) : 0.0f;
-          gradient[r][i] = factor * g;
-          if constexpr (each_state) {
-            const float e = g * old;
-            da[r][i] = fmaf(dt, e, da[r][i]);
-            if (r * kScanRound + i < left) l = fmaf(rates[r][i], e, l);
-          } else if (r * kScanRound + i < left) {
-            l = fmaf(g, old, l);
+          for (int i = 0; i < 4; ++i) {
+            const float g = fmaf(part(c, i), dy, gradient[r][i]);
+            gradient[r][i] = g;
+            terms[joined][i] = mine ? u * g : 0.0f;
+            if (r * kScanRound + i < left) v = fmaf(part(b, i), g, v);
           }
         }
+        join_columns(terms, tile.parts[turn][0][threadIdx.x / 32] + begun * kScanRound);
       }
-      join_columns(terms, tile.parts[turn][1][threadIdx.x / 32]);
+#pragma unroll
+      for (int begun = 0; begun < kRounds; begun += kJoined) {
+        float terms[kJoined][4];
+#pragma unroll
+        for (int joined = 0; joined < kJoined; ++joined) {
+          const int r = begun + joined;
+          const float4 b = vector_of(tile.rows[0][t], r);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float factor = decay_of(decay, dt, r, i), g = gradient[r][i], old = factor * before[r][i];
+            terms[joined][i] = mine ? dy * fmaf(u, part(b, i), old) : 0.0f;
+            gradient[r][i] = factor * g;
+            if constexpr (each_state) {
+              const float e = g * old;
+              da[r][i] = fmaf(dt, e, da[r][i]);
+              if (r * kScanRound + i < left) l = fmaf(rates[r][i], e, l);
+            } else if (r * kScanRound + i < left) {
+              l = fmaf(g, old, l);
+            }
+          }
+        }
+        join_columns(terms, tile.parts[turn][1][threadIdx.x / 32] + begun * kScanRound);
+      }
       v = join_lanes(v), l = join_lanes(l);
       if (lane == 0) {
         tile.terms[turn][0][own] = x * v, tile.terms[turn][1][own] = l, tile.terms[turn][2][own] = dy * x;
@@ -283,14 +308,11 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t of = (at_group + c) / p.width, start = of * p.width - at_group;
         if (start == c || (start < 0 && c == 0)) {
           const int64_t end = start + p.width < columns ? start + p.width : columns;
-          float sum = 0.0f;
-          for (int e = c; e < end; ++e) sum = sum + tile.terms[turn][which][e];
           const int64_t within = of % (p.heads / p.groups) * p.width / kColumns;
-          p.workspace.of_head(which, token, of)[block - within] = sum;
+          p.workspace.of_head(which, token, of)[block - within] = chain_of(tile.terms[turn][which], c, int(end));
         }
       }
-      if constexpr (Tile::kTurns == 1) __syncthreads();
-      else turn ^= 1;  // the other place was read before this token's barrier
+      turn ^= 1;  // the other place was read before this token's barrier
     };
     walk_back<kRounds, held_tokens(kRounds, each_state)>(range, p.workspace, sequence, begin, group, block, state, load,
                                                          step, back);
@@ -379,40 +401,51 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < 4; ++i) states[r][i] = fmaf(part(k, i), w, decay * states[r][i]);
       }
     };
+    constexpr int kJoined = joined_rounds(kRounds);
     int turn = 0;
     const auto back = [&](int64_t from, int t, const float(&before)[kRounds][4]) {
       const float decay = tile.numbers[kDecay][t][own], beta = tile.numbers[kBeta][t][own];
       const float dout = tile.numbers[kOut][t][own], m = remembered(t, decay, before), w = beta * m;
       const int64_t token = begin + from + t;
-      float terms[kRounds][4], z = 0.0f, l = 0.0f;
+      float z = 0.0f, l = 0.0f;
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 q = vector_of(tile.rows[0][t], r), k = vector_of(tile.rows[1][t], r);
+      for (int begun = 0; begun < kRounds; begun += kJoined) {
+        float terms[kJoined][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float g = fmaf(part(q, i), dout, gradient[r][i]);
-          gradient[r][i] = g;
-          terms[r][i] = mine ? dout * fmaf(part(k, i), w, decay * before[r][i]) : 0.0f;
-          if (r * kScanRound + i < left) z = fmaf(part(k, i), g, z);
+        for (int joined = 0; joined < kJoined; ++joined) {
+          const int r = begun + joined;
+          const float4 q = vector_of(tile.rows[0][t], r), k = vector_of(tile.rows[1][t], r);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float g = fmaf(part(q, i), dout, gradient[r][i]);
+            gradient[r][i] = g;
+            terms[joined][i] = mine ? dout * fmaf(part(k, i), w, decay * before[r][i]) : 0.0f;
+            if (r * kScanRound + i < left) z = fmaf(part(k, i), g, z);
+          }
         }
+        join_columns(terms, tile.parts[turn][0][threadIdx.x / 32] + begun * kScanRound);
       }
       z = join_lanes(z);
-      join_columns(terms, tile.parts[turn][0][threadIdx.x / 32]);
       const float of_m = beta * z;
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 k = vector_of(tile.rows[1][t], r);
+      for (int begun = 0; begun < kRounds; begun += kJoined) {
+        float terms[kJoined][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float old = decay * before[r][i], g = gradient[r][i];
-          terms[r][i] = mine ? fmaf(w, g, -(of_m * old)) : 0.0f;
-          const float through = fmaf(-part(k, i), of_m, g);
-          gradient[r][i] = decay * through;
-          if (r * kScanRound + i < left) l = fmaf(through, old, l);
+        for (int joined = 0; joined < kJoined; ++joined) {
+          const int r = begun + joined;
+          const float4 k = vector_of(tile.rows[1][t], r);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float old = decay * before[r][i], g = gradient[r][i];
+            terms[joined][i] = mine ? fmaf(w, g, -(of_m * old)) : 0.0f;
+            const float through = fmaf(-part(k, i), of_m, g);
+            gradient[r][i] = decay * through;
+            if (r * kScanRound + i < left) l = fmaf(through, old, l);
+          }
         }
+        join_columns(terms, tile.parts[turn][1][threadIdx.x / 32] + begun * kScanRound);
       }
       l = join_lanes(l);
-      join_columns(terms, tile.parts[turn][1][threadIdx.x / 32]);
       if (lane == 0) {
         tile.terms[turn][0][own] = l, tile.terms[turn][1][own] = z * m;
         if (mine)
@@ -425,12 +458,9 @@ __global__ void __launch_bounds__(kThreads)
       write_parts(tile.parts[turn], p.workspace, token, group, block);
       if (threadIdx.x % 32 == 0 && threadIdx.x < 64) {
         const int which = int(threadIdx.x) / 32;
-        float sum = 0.0f;
-        for (int e = 0; e < columns; ++e) sum = sum + tile.terms[turn][which][e];
-        p.workspace.of_head(which, token, head)[first / kColumns] = sum;
+        p.workspace.of_head(which, token, head)[first / kColumns] = chain_of(tile.terms[turn][which], 0, columns);
       }
-      if constexpr (Tile::kTurns == 1) __syncthreads();
-      else turn ^= 1;
+      turn ^= 1;
     };
     walk_back<kRounds, held_tokens(kRounds, false)>(range, p.workspace, sequence, begin, group, block, state, load,
                                                     step, back);
@@ -638,6 +668,10 @@ __global__ void __launch_bounds__(kSumChannels *kSumTaps)
   }
 }
 
+template <class F> pydet_status with_held_rounds(int64_t states, const F &f) {
+  return with_rounds<1, kMostHeldStates>(states, f);
+}
+
 template <class Tile, class Problem>
 pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, void (*kernel)(Problem, int64_t)) {
   if (blocks == 0) return PYDET_OK;
@@ -661,19 +695,16 @@ pydet_status add_rows(const char *name, const Problem &p, const Strided &first, 
 
 }  // namespace
 
-bool selective_scan_backward_takes(const SelectiveScanBackward &p) {
-  return !p.each_state || p.states <= kMostOwnRates;
-}
+bool gated_delta_backward_takes(const GatedDeltaBackward &p) { return p.keys <= kMostHeldStates; }
+bool selective_scan_backward_takes(const SelectiveScanBackward &p) { return p.states <= kMostHeldStates; }
 
 pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
   const char *name = "selective_scan_backward";
   const int64_t blocks = p.sequences.count * p.groups * p.workspace.blocks;
-  PYDET_TRY(with_rounds(p.states, [&](auto rounds) {
+  PYDET_TRY(with_held_rounds(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
-    void (*kernel)(SelectiveScanBackward, int64_t) = selective_back_kernel<kRounds, false>;
-    if constexpr (kRounds * kScanRound <= kMostOwnRates)
-      if (p.each_state) kernel = selective_back_kernel<kRounds, true>;
-    return launch_back<BackTile<kRounds>>(name, p, blocks, kernel);
+    return launch_back<BackTile<kRounds>>(
+        name, p, blocks, p.each_state ? selective_back_kernel<kRounds, true> : selective_back_kernel<kRounds, false>);
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
   PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,
@@ -684,7 +715,7 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
 pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
   const char *name = "gated_delta_backward";
   const int64_t blocks = p.sequences.count * p.heads * divide_up(p.width, kColumns);
-  PYDET_TRY(with_rounds(p.keys, [&](auto rounds) {
+  PYDET_TRY(with_held_rounds(p.keys, [&](auto rounds) {
     constexpr int kRounds = rounds;
     return launch_back<BackTile<kRounds>>(name, p, blocks, delta_back_kernel<kRounds>);
   }));
