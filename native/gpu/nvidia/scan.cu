@@ -250,6 +250,7 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
 
 // A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens.
+template <Type type>
 __global__ void __launch_bounds__(kConvChannels *kConvRows)
     causal_conv1d_kernel(const __grid_constant__ CausalConv1d p, const __grid_constant__ int64_t blocks) {
   const uint32_t parts = uint32_t(divide_up(p.channels, kConvChannels)),
@@ -260,19 +261,28 @@ __global__ void __launch_bounds__(kConvChannels *kConvRows)
     const Sequences::Range range = p.sequences.range(sequence);
     const int64_t begin = range.begin + piece * kConvTokens + int(threadIdx.x) / kConvChannels;
     if (c >= p.channels) continue;
+    const float bias = p.bias.data ? element(p.bias, c * p.bias.stride[0]) : 0.0f;
+    const bool held = p.taps <= kHeldTaps;
+    float w[kHeldTaps];
+#pragma unroll
+    for (int j = 0; j < kHeldTaps; ++j)
+      w[j] = held && j < p.taps ? element(p.w, c * p.w.stride[0] + j * p.w.stride[1]) : 0.0f;
     for (int64_t t = begin; t < range.end && t < range.begin + (piece + 1) * kConvTokens; t += kConvRows) {
+      const int64_t first = t - range.begin - p.taps + 1;
       float sum = 0.0f;
-      for (int64_t j = 0; j < p.taps; ++j) {
-        const int64_t from = t - p.taps + 1 + j, before = from - range.begin + p.taps - 1;
-        float x = 0.0f;
-        if (from >= range.begin)
-          x = element(p.x, range.batch * p.x.stride[0] + from * p.x.stride[1] + c * p.x.stride[2]);
-        else if (p.initial.data)
-          x = element(p.initial,
-                      sequence * p.initial.stride[0] + before * p.initial.stride[1] + c * p.initial.stride[2]);
-        sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]), x, sum);
+      if (held) {
+        float x[kHeldTaps];
+#pragma unroll
+        for (int j = 0; j < kHeldTaps; ++j) x[j] = j < p.taps ? input_at<type>(p, range, sequence, first + j, c) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kHeldTaps; ++j)
+          if (j < p.taps) sum = fmaf(w[j], x[j], sum);
+      } else {
+        for (int64_t j = 0; j < p.taps; ++j)
+          sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]),
+                     input_at<type>(p, range, sequence, first + j, c), sum);
       }
-      if (p.bias.data) sum = sum + element(p.bias, c * p.bias.stride[0]);
+      if (p.bias.data) sum = sum + bias;
       put(p.y, range.batch * p.y.stride[0] + t * p.y.stride[1] + c * p.y.stride[2], sum);
     }
   }
@@ -308,7 +318,9 @@ pydet_status gated_delta(const GatedDelta &p) {
 pydet_status causal_conv1d(const CausalConv1d &p) {
   const int64_t blocks =
       p.sequences.count * divide_up(p.channels, kConvChannels) * divide_up(p.sequences.tokens, kConvTokens);
-  return launch_blocks("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel);
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    return launch_blocks("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel<type>);
+  });
 }
 
 }  // namespace pydet

@@ -26,11 +26,9 @@ __device__ __forceinline__ int own_column() {
   return team % 4 * 8 + team / 4;
 }
 
-// States before so many tokens stay in registers. With a decay for each state the code of a token is long.
-PYDET_HD constexpr int held_tokens(int rounds, bool each_state) {
-  if (rounds > 4) return rounds == 8 && !each_state ? 2 : 1;
-  return each_state ? 2 : 8;
-}
+// States before so many tokens stay in shared memory, of which even the smallest chips have enough for a block. In registers
+// they would want a copy of a token's code for each, which is more than the caches of instructions hold.
+PYDET_HD constexpr int held_tokens(int rounds) { return rounds == 1 ? 8 : rounds == 2 ? 4 : rounds == 4 ? 3 : 1; }
 
 // Shared memory of a block, for rounds of 32 states: two rows of each of some tokens, four numbers of each token and
 // column, and what warps leave of a token's sums, in turns.
@@ -40,6 +38,7 @@ template <int kRounds> struct BackTile {
   float numbers[4][kTokens][kColumns];
   float parts[2][2][kWarps][kElements];
   alignas(16) float terms[2][3][kColumns];
+  alignas(16) float4 held[held_tokens(kRounds)][kRounds][kThreads];
 };
 
 // Rounds whose sums over columns are made at a time.
@@ -124,12 +123,12 @@ __device__ __forceinline__ void load_rows(float (&to)[kTokens][kElements], const
 
 // Walks a block's tokens: load(from) has a tile of operands in shared memory, step(i, state) takes the state over token i
 // of them, and back(i, before) takes a token back.
-template <int kRounds, int kHeld, class Load, class Step, class Back>
-__device__ __forceinline__ void walk_back(const Sequences::Range &range, const ScanWorkspace &workspace,
-                                          int64_t sequence, int64_t begin, int64_t group, int64_t block,
-                                          float (&state)[kRounds][4], const Load &load, const Step &step,
-                                          const Back &back) {
-  constexpr int kTokens = BackTile<kRounds>::kTokens;
+template <int kRounds, class Load, class Step, class Back>
+__device__ __forceinline__ void walk_back(BackTile<kRounds> &tile, const Sequences::Range &range,
+                                          const ScanWorkspace &workspace, int64_t sequence, int64_t begin,
+                                          int64_t group, int64_t block, float (&state)[kRounds][4], const Load &load,
+                                          const Step &step, const Back &back) {
+  constexpr int kHeld = held_tokens(kRounds), kTokens = BackTile<kRounds>::kTokens;
   const int64_t tokens = range.end - range.begin;
   const auto kept = [&](int64_t after) { return workspace.states_at(sequence, begin, after, group, block); };
   for (int64_t from = 0; from < tokens; from += kTokens) {
@@ -148,23 +147,24 @@ __device__ __forceinline__ void walk_back(const Sequences::Range &range, const S
 #pragma unroll 1
     for (int low = (count - 1) / kHeld * kHeld; low >= 0; low -= kHeld) {
       restore(state, kept(from), workspace.states);
+      const int end = low + kHeld < count ? low + kHeld : count;
 #pragma unroll 1
-      for (int i = 0; i < low; ++i) step(i, state);
-      if constexpr (kHeld == 1) {
-        back(from, low, state);
-      } else {
-        float held[kHeld][kRounds][4];
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
+      for (int i = 0; i < end; ++i) {
+        if (i >= low)
 #pragma unroll
           for (int r = 0; r < kRounds; ++r)
+            tile.held[i - low][r][threadIdx.x] = make_float4(state[r][0], state[r][1], state[r][2], state[r][3]);
+        if (i + 1 < end) step(i, state);
+      }
+#pragma unroll 1
+      for (int i = end - 1; i >= low; --i) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) held[i][r][e] = state[r][e];
-          if (i + 1 < kHeld && low + i + 1 < count) step(low + i, state);
+        for (int r = 0; r < kRounds; ++r) {
+          const float4 held = tile.held[i - low][r][threadIdx.x];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) state[r][e] = part(held, e);
         }
-#pragma unroll
-        for (int i = kHeld - 1; i >= 0; --i)
-          if (low + i < count) back(from, low + i, held[i]);
+        back(from, i, state);
       }
     }
     __syncthreads();
@@ -245,6 +245,15 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < 4; ++i) states[r][i] = fmaf(u, part(b, i), decay_of(decay, dt, r, i) * states[r][i]);
       }
     };
+    // A thread has one of the three sums of a head that begins at its column, or lies there from the block before.
+    const int which = int(threadIdx.x) / kColumns, at_column = int(threadIdx.x) % kColumns;
+    const int64_t summed = (at_group + at_column) / p.width, start = summed * p.width - at_group;
+    const int ends = start + p.width < columns ? int(start + p.width) : columns;
+    const bool adds = which < 3 && at_column < columns && (start == at_column || (start < 0 && at_column == 0));
+    float *const sums =
+        adds ? p.workspace.of_head(which, 0, summed) + block - summed % (p.heads / p.groups) * p.width / kColumns
+             : nullptr;
+    const int64_t of_token = p.heads * p.workspace.parts;
     constexpr int kJoined = joined_rounds(kRounds);
     int turn = 0;
     const auto back = [&](int64_t from, int t, const float(&before)[kRounds][4]) {
@@ -303,19 +312,10 @@ __global__ void __launch_bounds__(kThreads)
       }
       __syncthreads();
       write_parts(tile.parts[turn], p.workspace, token, group, block);
-      // A thread has one of the three sums of a head: it begins where a head does.
-      if (const int c = int(threadIdx.x) % kColumns, which = int(threadIdx.x) / kColumns; which < 3 && c < columns) {
-        const int64_t of = (at_group + c) / p.width, start = of * p.width - at_group;
-        if (start == c || (start < 0 && c == 0)) {
-          const int64_t end = start + p.width < columns ? start + p.width : columns;
-          const int64_t within = of % (p.heads / p.groups) * p.width / kColumns;
-          p.workspace.of_head(which, token, of)[block - within] = chain_of(tile.terms[turn][which], c, int(end));
-        }
-      }
+      if (sums) sums[token * of_token] = chain_of(tile.terms[turn][which], at_column, ends);
       turn ^= 1;  // the other place was read before this token's barrier
     };
-    walk_back<kRounds, held_tokens(kRounds, each_state)>(range, p.workspace, sequence, begin, group, block, state, load,
-                                                         step, back);
+    walk_back(tile, range, p.workspace, sequence, begin, group, block, state, load, step, back);
     if (p.dinitial.data && mine)
 #pragma unroll
       for (int r = 0; r < kRounds; ++r)
@@ -462,8 +462,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       turn ^= 1;
     };
-    walk_back<kRounds, held_tokens(kRounds, false)>(range, p.workspace, sequence, begin, group, block, state, load,
-                                                    step, back);
+    walk_back(tile, range, p.workspace, sequence, begin, group, block, state, load, step, back);
     if (p.dinitial.data && mine)
 #pragma unroll
       for (int r = 0; r < kRounds; ++r)
@@ -600,6 +599,7 @@ constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
 
 // A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens. The first
 // piece is what lies before the sequence.
+template <Type type>
 __global__ void __launch_bounds__(kConvChannels *kConvRows)
     conv_inputs_kernel(const __grid_constant__ CausalConv1dBackward p, const __grid_constant__ int64_t blocks) {
   const uint32_t parts = uint32_t(divide_up(p.channels, kConvChannels)),
@@ -613,13 +613,29 @@ __global__ void __launch_bounds__(kConvChannels *kConvRows)
     if (end > range.end - range.begin) end = range.end - range.begin;
     const Strided &out = piece < 0 ? p.dinitial : p.dx;
     if (c >= p.channels || !out.data) continue;
+    const bool held = p.taps <= kHeldTaps;
+    float w[kHeldTaps];
+#pragma unroll
+    for (int j = 0; j < kHeldTaps; ++j)
+      w[j] = held && j < p.taps ? element(p.w, c * p.w.stride[0] + j * p.w.stride[1]) : 0.0f;
     for (int64_t t = begin + int(threadIdx.x) / kConvChannels; t < end; t += kConvRows) {
       float sum = 0.0f;
-      for (int64_t j = p.taps - 1; j >= 0; --j) {
-        const int64_t to = range.begin + t + p.taps - 1 - j;
-        if (to < range.begin || to >= range.end) continue;
-        sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]),
-                   element(p.dy, range.batch * p.dy.stride[0] + to * p.dy.stride[1] + c * p.dy.stride[2]), sum);
+      const auto at = [&](int64_t j) {  // a token, behind t
+        return range.batch * p.dy.stride[0] + (range.begin + t + p.taps - 1 - j) * p.dy.stride[1] + c * p.dy.stride[2];
+      };
+      const int64_t last = t + p.taps - 1, count = range.end - range.begin;  // of tap 0: where its token must be before
+      const auto there = [&](int64_t j) { return j < p.taps && last - j >= 0 && last - j < count; };
+      if (held) {
+        float dy[kHeldTaps];
+#pragma unroll
+        for (int j = 0; j < kHeldTaps; ++j) dy[j] = there(j) ? typed<type>(p.dy.data, at(j)) : 0.0f;
+#pragma unroll
+        for (int j = kHeldTaps - 1; j >= 0; --j)
+          if (there(j)) sum = fmaf(w[j], dy[j], sum);
+      } else {
+        for (int64_t j = p.taps - 1; j >= 0; --j)
+          if (there(j))
+            sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]), typed<type>(p.dy.data, at(j)), sum);
       }
       const int64_t row = piece < 0 ? sequence * out.stride[0] + (t + p.taps - 1) * out.stride[1]
                                     : range.batch * out.stride[0] + (range.begin + t) * out.stride[1];
@@ -632,6 +648,7 @@ constexpr int kSumChannels = 32, kSumTaps = 8;
 
 // A block has 32 channels of a sequence, one a thread of a warp, and eight of the taps, of which bias is the last one: a
 // chain each, whose operands are read 16 tokens ahead.
+template <Type type>
 __global__ void __launch_bounds__(kSumChannels *kSumTaps)
     conv_sums_kernel(const __grid_constant__ CausalConv1dBackward p, const __grid_constant__ int64_t blocks) {
   const uint32_t parts = uint32_t(divide_up(p.channels, kSumChannels)),
@@ -648,16 +665,11 @@ __global__ void __launch_bounds__(kSumChannels *kSumTaps)
       float dy[kAhead], x[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int64_t t = last - i, from = t - p.taps + 1 + j, before = from - range.begin + p.taps - 1;
-        dy[i] = x[i] = 0.0f;
-        if (t < range.begin) continue;
-        dy[i] = element(p.dy, range.batch * p.dy.stride[0] + t * p.dy.stride[1] + c * p.dy.stride[2]);
-        if (is_bias) continue;
-        if (from >= range.begin)
-          x[i] = element(p.x, range.batch * p.x.stride[0] + from * p.x.stride[1] + c * p.x.stride[2]);
-        else if (p.initial.data)
-          x[i] = element(p.initial,
-                         sequence * p.initial.stride[0] + before * p.initial.stride[1] + c * p.initial.stride[2]);
+        const int64_t t = last - i;
+        const bool there = t >= range.begin;
+        dy[i] = there ? typed<type>(p.dy.data, range.batch * p.dy.stride[0] + t * p.dy.stride[1] + c * p.dy.stride[2])
+                      : 0.0f;
+        x[i] = there && !is_bias ? input_at<type>(p, range, sequence, t - range.begin - p.taps + 1 + j, c) : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
@@ -726,15 +738,17 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
 
 pydet_status causal_conv1d_backward(const CausalConv1dBackward &p) {
   const char *name = "causal_conv1d_backward";
-  if (p.dx.data || p.dinitial.data) {
-    const int64_t pieces = divide_up(p.sequences.tokens, kConvTokens) + 1;
-    PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.channels, kConvChannels) * pieces,
-                            kConvChannels * kConvRows, conv_inputs_kernel));
-  }
-  if (!p.dw.data && !p.dbias.data) return PYDET_OK;
-  const int64_t rounds = divide_up(p.taps + 1, kSumTaps);
-  return launch_blocks(name, p, p.sequences.count * divide_up(p.channels, kSumChannels) * rounds,
-                       kSumChannels * kSumTaps, conv_sums_kernel);
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) -> pydet_status {
+    if (p.dx.data || p.dinitial.data) {
+      const int64_t pieces = divide_up(p.sequences.tokens, kConvTokens) + 1;
+      PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.channels, kConvChannels) * pieces,
+                              kConvChannels * kConvRows, conv_inputs_kernel<type>));
+    }
+    if (!p.dw.data && !p.dbias.data) return PYDET_OK;
+    const int64_t rounds = divide_up(p.taps + 1, kSumTaps);
+    return launch_blocks(name, p, p.sequences.count * divide_up(p.channels, kSumChannels) * rounds,
+                         kSumChannels * kSumTaps, conv_sums_kernel<type>);
+  });
 }
 
 }  // namespace pydet
