@@ -16,7 +16,7 @@ namespace {
 // by shuffles within a warp, whose columns are 8 apart, and then through shared memory; one block's are parts of a sum that
 // a kernel behind adds up.
 
-constexpr int64_t kMostHeldStates = 256;  // of a column, beyond which registers spill
+constexpr int64_t kMostHeldStates = 256, kMostOwnRates = 128;  // of a column, beyond which registers spill
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps == 8 && kColumns == kScanColumns, "a warp has four columns, 8 apart");
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ void walk_back(BackTile<kRounds> &tile, const Sequenc
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
 template <int kRounds, bool each_state>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     selective_back_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
   enum { kX, kDt, kDecay, kDy };
@@ -708,15 +708,19 @@ pydet_status add_rows(const char *name, const Problem &p, const Strided &first, 
 }  // namespace
 
 bool gated_delta_backward_takes(const GatedDeltaBackward &p) { return p.keys <= kMostHeldStates; }
-bool selective_scan_backward_takes(const SelectiveScanBackward &p) { return p.states <= kMostHeldStates; }
+bool selective_scan_backward_takes(const SelectiveScanBackward &p) {
+  return p.states <= (p.each_state ? kMostOwnRates : kMostHeldStates);
+}
 
 pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
   const char *name = "selective_scan_backward";
   const int64_t blocks = p.sequences.count * p.groups * p.workspace.blocks;
   PYDET_TRY(with_held_rounds(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
-    return launch_back<BackTile<kRounds>>(
-        name, p, blocks, p.each_state ? selective_back_kernel<kRounds, true> : selective_back_kernel<kRounds, false>);
+    void (*kernel)(SelectiveScanBackward, int64_t) = selective_back_kernel<kRounds, false>;
+    if constexpr (kRounds * kScanRound <= kMostOwnRates)
+      if (p.each_state) kernel = selective_back_kernel<kRounds, true>;
+    return launch_back<BackTile<kRounds>>(name, p, blocks, kernel);
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
   PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,
