@@ -60,6 +60,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, part.name, None))
 
 
+def _copied(value: Any) -> Any:
+    """What a module is given, with tensors of its own."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return type(value)(_copied(inner) for inner in value) if isinstance(value, list | tuple) else value
+
+
 def _plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not x.is_quantized
 
@@ -88,6 +97,7 @@ class _Batch:
     notes: list[str]
 
     def call(self, model: Any, values: Sequence[Any]) -> Any:
+        values = [_copied(x) for x in values]  # a forward that writes into what it is given is to find it again
         return model(**dict(zip(self.names, values, strict=True))) if self.by_name else model(*values)
 
     def row(self, i: int) -> list[Any]:
@@ -610,7 +620,8 @@ def check(model: torch.nn.Module, batch: Any, *, stock: torch.nn.Module | None =
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"check: model is {type(model).__qualname__}, want a torch.nn.Module")
     read, found = _read(model, batch), Check()
-    with _left_as_it_was(model), contextlib.ExitStack() as until:
+    # what is compiled runs as it is written: a graph has no modules that could be watched
+    with _left_as_it_was(model), torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as until:
         if not any(type(module).__module__.startswith("pydet.") or was(module) for module in model.modules()):
             until.enter_context(conversion.converted(model))
             found.notes.append("the model is not converted; it was for this")

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "mm", "addmm", "mv", "tensordot", "chain_matmul", "multi_dot", "@"}
+_PRODUCTS = {
+    *("matmul", "bmm", "baddbmm", "einsum", "mm", "addmm", "mv", "tensordot", "chain_matmul", "multi_dot"),
+    *("@", "F.linear"),
+}
 _ATTENTION = {"scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"}
 _SUMS = {"cumsum", "cumprod", "logcumsumexp"}
 _SCANS = ("scan", "delta_rule", "segment_sum", "selective_state")
@@ -31,17 +34,22 @@ def codes(function: Any) -> Iterator[CodeType]:
 
 
 def _calls(code: CodeType) -> set[str]:
-    multiplies = any(
-        step.opname == "BINARY_MATRIX_MULTIPLY" or (step.opname == "BINARY_OP" and step.argrepr in ("@", "@="))
-        for step in dis.get_instructions(code)
-    )
-    return {*code.co_names, "@"} if multiplies else set(code.co_names)
+    found, last = set(code.co_names), None
+    for step in dis.get_instructions(code):
+        if step.opname == "BINARY_MATRIX_MULTIPLY" or (step.opname == "BINARY_OP" and step.argrepr in ("@", "@=")):
+            found.add("@")
+        if step.argval == "linear" and last in ("F", "functional"):
+            found.add("F.linear")
+        last = step.argval
+    return found
 
 
 @functools.cache
 def names_in(kind: type) -> frozenset[str]:
     """The names in a class's forward, in its methods and the functions of its file that this calls. Of a class that
     asks Transformers' interface for attention the eager attention beside it is left out."""
+    if issubclass(kind, torch.jit.ScriptModule):  # its code is no Python
+        return frozenset()
     found: set[str] = set()
     ahead: list[Any] = [getattr(kind, "forward", None)]
     seen: set[CodeType] = set()
