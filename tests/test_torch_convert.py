@@ -363,6 +363,9 @@ def test_an_encoder_of_pytorch_calls_its_modules():
         assert encoder(x, src_key_padding_mask=padded).shape == x.shape
 
 
+functional_linear = torch.nn.functional.linear
+
+
 class Functional(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -372,6 +375,11 @@ class Functional(torch.nn.Module):
         return torch.nn.functional.linear(x, self.inside.weight)
 
 
+class Imported(Functional):
+    def forward(self, x):
+        return functional_linear(x, self.inside.weight)
+
+
 def test_modules_that_are_left_with_a_reason():
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(8))
     assert pt.convert(lazy).left == {"0": "its parameters have no extents yet; convert after a first forward"}
@@ -379,10 +387,19 @@ def test_modules_that_are_left_with_a_reason():
     assert set(pt.convert(script).left.values()) == {
         "it is TorchScript; convert before torch.jit.script or torch.jit.trace"
     }
-    own = pt.convert(torch.nn.Sequential(Functional())).left
+    own = pt.convert(torch.nn.Sequential(Functional(), Imported())).left
     assert own["0"].startswith("Functional multiplies in code of its own (F.linear)")
+    assert own["1"].startswith("Imported multiplies in code of its own (F.linear)")
     double = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU()).double()
     assert pt.convert(double).left["1"] == "the model is in float64" and double(normal(2, 8).double()).any()
+
+
+def test_a_second_time_with_another_arithmetic():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    pt.convert(net, arithmetic="ieee", k_chunk=16)
+    assert not pt.convert(net).left and not pt.convert(net, arithmetic="ieee", k_chunk=16).left
+    for asked, has in (({"arithmetic": "sm90"}, "arithmetic ieee"), ({"k_chunk": 32}, "k_chunk 16")):
+        assert pt.convert(net, **asked).left == {"0": f"it is pydet's already, with {has}; set that of the module"}
 
 
 def test_a_layer_in_the_place_of_a_converted_one():

@@ -156,6 +156,18 @@ def test_a_state_of_another_optimizer_is_refused():
     mine.load_state_dict(torch.optim.AdamW([p]).state_dict())
 
 
+def test_clipping_in_one_process():
+    """Without a process group, as a loop on one device has it."""
+    from pydet.torch.distributed import clip_grad_norm_
+
+    one, other = torch.nn.Parameter(torch.zeros(7)), torch.nn.Parameter(torch.zeros(3, 5))
+    one.main_grad, other.grad = normal(7, seed=1), normal(3, 5, seed=2)
+    want = torch.cat([one.main_grad, other.grad.flatten()])
+    norm = clip_grad_norm_([one, other], 0.5)
+    torch.testing.assert_close(norm, want.norm())
+    torch.testing.assert_close(torch.cat([one.main_grad, other.grad.flatten()]), want * (0.5 / want.norm()))
+
+
 def test_what_it_refuses():
     p = torch.nn.Parameter(torch.zeros(3))
     for options, words in (

@@ -12,9 +12,14 @@ import torch
 
 _PRODUCTS = {
     *("matmul", "bmm", "baddbmm", "einsum", "mm", "addmm", "mv", "tensordot", "chain_matmul", "multi_dot"),
-    *("@", "F.linear"),
+    *("addmv", "addbmm", "cdist", "vecdot", "@"),
+    *("F.linear", "F.bilinear", "F.conv1d", "F.conv2d", "F.conv3d"),
 }
-_ATTENTION = {"scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"}
+_FUNCTIONS = {name.removeprefix("F.") for name in _PRODUCTS if name.startswith("F.")}  # names that modules have too
+_ATTENTION = {
+    *("scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"),
+    "multi_head_attention_forward",
+}
 _SUMS = {"cumsum", "cumprod", "logcumsumexp"}
 _SCANS = ("scan", "delta_rule", "segment_sum", "selective_state")
 _UNREAD = {"merge", "unmerge"}  # of adapters: they write weights, and no row is seen
@@ -38,8 +43,8 @@ def _calls(code: CodeType) -> set[str]:
     for step in dis.get_instructions(code):
         if step.opname == "BINARY_MATRIX_MULTIPLY" or (step.opname == "BINARY_OP" and step.argrepr in ("@", "@=")):
             found.add("@")
-        if step.argval == "linear" and last in ("F", "functional"):
-            found.add("F.linear")
+        if step.argval in _FUNCTIONS and last in ("F", "functional"):
+            found.add(f"F.{step.argval}")
         last = step.argval
     return found
 
@@ -67,6 +72,8 @@ def names_in(kind: type) -> frozenset[str]:
             found |= names
             for name in names - _UNREAD:
                 method, other = getattr(kind, name, None), file.get(name)
+                if other is not None:  # imported by its own name, or another
+                    found |= {f"F.{x}" for x in _FUNCTIONS if other is getattr(torch.nn.functional, x)}
                 eager = name == "eager_attention_forward"
                 if isinstance(method, FunctionType) and method.__module__.partition(".")[0] != "torch":
                     ahead.append(method)

@@ -177,7 +177,7 @@ def _becomes(
     if isinstance(module, alibi.MptAttention):
         return None
     if isinstance(module, own_kinds) or experts.of_pydet(module):
-        return None
+        return _another_sum(module, arithmetic, k_chunk)
     if _is_block_scaled(module):
         return _block_scaled(module, arithmetic) if fp8 else "its weight is fp8, with scales; convert(model, fp8=True)"
     how = {"arithmetic": arithmetic, "k_chunk": k_chunk}
@@ -201,6 +201,15 @@ def _becomes(
     if function := _activation(module):
         return _obstacle(module) or (Activation, {"kind": function})
     return _reason_to_leave(module, may_multiply)
+
+
+def _another_sum(module: Any, arithmetic: Arithmetic, k_chunk: int | None) -> str | None:
+    """Of a module of ours how it sums, if it was asked to sum otherwise, by more than the default."""
+    asked = {"arithmetic": (arithmetic, "auto"), "k_chunk": (k_chunk, None)}
+    for name, (wanted, default) in asked.items():
+        if wanted != default and (has := getattr(module, name, wanted)) != wanted:
+            return f"it is pydet's already, with {name} {has}; set that of the module"
+    return None
 
 
 def _is_block_scaled(module: torch.nn.Module) -> bool:
