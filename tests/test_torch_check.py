@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -355,6 +356,25 @@ def test_a_forward_that_writes_its_input():
     x = normal(4, 8)
     before, seen = x.clone(), pt.check(Writes(), x)
     same(x, before)
+    assert not seen.varies and not seen.differs and seen.elements == (0, 32)
+
+
+class Pair(typing.NamedTuple):
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+class TakesPair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(8, 8)
+
+    def forward(self, pair):
+        return self.inside(pair.x * pair.scale)
+
+
+def test_a_named_tuple_is_given_on_as_one():
+    seen = pt.check(TakesPair(), {"pair": Pair(normal(4, 8), normal(4, 8))})
     assert not seen.varies and not seen.differs and seen.elements == (0, 32)
 
 
