@@ -3,6 +3,7 @@
 #include "gpu/nvidia/sm90/attention/backward.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "gpu/kernels.h"
@@ -110,6 +111,10 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
   };
   AttentionPlan &to = p.a;
   p.narrow = block_keys(a.d) == 64 || (!fused && takes_narrow_keys(a, gpu_multiprocessors(a.device.id)));
+  if (const char *x = getenv("PYDET_BW_NARROW"))
+    if (!fused) p.narrow = block_keys(a.d) == 64 || *x == '1';
+  p.every_waits = getenv("PYDET_BW_WAIT") && *getenv("PYDET_BW_WAIT") == '1';
+  p.pairs = getenv("PYDET_BW_PAIRS") ? *getenv("PYDET_BW_PAIRS") - '0' : 0;
   const int block = block_keys(a.d), tile = p.narrow ? 64 : block;
   if (pydet_status status =
           make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q))
@@ -135,7 +140,7 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
   to.c = score_scale(a).c;
   to.in_q = a.q, to.in_k = a.k, to.in_v = a.v, to.out = a.out, to.lse = a.lse;
   p.in_dout = b.dout, p.dq = b.dq, p.dk = b.dk, p.dv = b.dv;
-  p.scale = a.scale, p.accumulate = b.accumulate, p.behind_keys = b.dk.data != nullptr;
+  p.scale = a.scale, p.accumulate = b.accumulate, p.behind_keys = b.dk.data != nullptr && !(getenv("PYDET_BW_ONLY") && *getenv("PYDET_BW_ONLY") == 'q');
   p.row_tiles = int(row_tiles_of(a));
   p.rows = static_cast<float *>(b.workspace);
 
@@ -171,11 +176,13 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
     if (b.dq.data)
       if (pydet_status status = load_attention_backward_queries<kType>(name, p)) return status;
     if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
-    if (b.dk.data) {
+    const char *only = getenv("PYDET_BW_ONLY");
+    if (only && *only == 'r') return PYDET_OK;
+    if (b.dk.data && !(only && *only == 'q')) {
       launch.grid = dim3(unsigned(key_tiles * a.groups));
       if (pydet_status status = attention_backward_keys<kType>(launch, p)) return status;
     }
-    if (!b.dq.data) return PYDET_OK;
+    if (!b.dq.data || (only && *only == 'k')) return PYDET_OK;
     launch.grid = dim3(unsigned(query_tiles * a.heads));
     return attention_backward_queries<kType>(launch, p);
   };

@@ -29,6 +29,8 @@ struct AttentionBackwardPlan {
   bool accumulate;
   bool narrow;       // and those are 64, also of d <= 128
   bool behind_keys;  // backward_queries.cu runs behind backward_keys.cu
+  bool every_waits;  // EXPERIMENT
+  int pairs;
   bool sequence_moves_dout, head_moves_q, head_moves_dout;
   int row_tiles;  // of kBackwardTile rows, that the rows of a head take: of a sequence, or of a pack
   float *rows;    // of each head of each sequence, or of a pack, so many tiles of two pieces each

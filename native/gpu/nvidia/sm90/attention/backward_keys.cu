@@ -18,15 +18,17 @@
 namespace pydet {
 namespace {
 
-template <Type type_, int d_, bool shared_> struct KeysShape {
+template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1> struct KeysShape {
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int threads = (warpgroups + 1) * kWarpgroup, producer_registers = 24, consumer_registers = 240;
   static constexpr bool shared = shared_;  // both warpgroups have the same keys, and a gradient each
+  static constexpr bool pairs = pairs_;    // two steps a turn
+  static constexpr int parts = parts_;  // blocks that share a gradient's columns
   static constexpr int keys = shared ? 64 : 128, weights_bytes = shared ? 64 * kBackwardQueries * 4 : 0;
   static constexpr int k_box_bytes = keys * kRowBytes, k_bytes = chunks * k_box_bytes;
   static constexpr int q_box_bytes = kBackwardQueries * kRowBytes, q_bytes = chunks * q_box_bytes;
-  static constexpr int stages = d == 64 ? 8 : d == 128 ? 4 : 2, stage_bytes = 2 * q_bytes;
+  static constexpr int stages = d == 64 ? 8 : d == 128 ? (pairs ? 5 : 4) : 2, stage_bytes = 2 * q_bytes;
   static constexpr int ring_at = 2 * k_bytes, weights_at = ring_at + stages * stage_bytes,
                        rows_at = weights_at + 2 * weights_bytes, rows_bytes = kRowPieceBytes + 16,
                        keys_full_at = rows_at + stages * rows_bytes, full_at = keys_full_at + 8,
@@ -124,9 +126,12 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
 template <class S, bool of_values>
 __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, uint32_t base) {
   const bool first_lane = threadIdx.x % 32 == 0;
-  const Heads &heads = of_values ? p.dv : p.dk;
-  const int extent = of_values ? p.a.e : p.a.d;
-  float sums[S::d / 2], x[kBackwardQueries / 2];
+  constexpr int columns = S::d / S::parts;
+  const int first_column = S::parts == 1 ? 0 : int(blockIdx.x) % S::parts * columns;
+  Heads heads = of_values ? p.dv : p.dk;
+  heads.data += first_column * int(size_of(heads.type));
+  const int extent = (of_values ? p.a.e : p.a.d) - first_column;
+  float sums[columns / 2], x[kBackwardQueries / 2], y[S::pairs ? kBackwardQueries / 2 : 1];
   uint32_t rounded[kBackwardQueries / 16][4];
   int steps;
   {
@@ -137,18 +142,20 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
   Cursor<S::stages> ring;
   Cursor<2> buffer;
   const auto stage = [&](int i) { return base + S::ring_at + i * S::stage_bytes; };
-  const auto rows = [&] { return base + S::rows_at + ring.stage * S::rows_bytes; };
+  using Step = float[kBackwardQueries / 2];
   // Scores, or products of dout and v.
-  const auto start = [&] {
+  const auto start = [&](Step &x) {
+    barrier_wait(base + S::full_at + ring.stage * 8, ring.parity);
     start_products<S>(x, of_values ? base : base + S::k_bytes, stage(ring.stage) + (of_values ? 0 : S::q_bytes));
   };
   // Become weights, which the other warpgroup gets, or by those gradients of scores.
-  const auto make = [&] {
+  const auto make = [&](Step &x, int stage) {
+    const uint32_t rows = base + S::rows_at + stage * S::rows_bytes;
     const uint32_t weights = base + S::weights_at + buffer.stage * S::weights_bytes + thread_number() % kWarpgroup * 16;
     const uint32_t full = base + S::weights_full_at + buffer.stage * 8,
                    empty = base + S::weights_empty_at + buffer.stage * 8;
     if constexpr (of_values) {
-      weigh_step(p, x, rows(), 0, 0);
+      weigh_step(p, x, rows, 0, 0);
       barrier_wait(empty, buffer.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kBackwardQueries / 8; ++i)
@@ -158,7 +165,7 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
       __syncwarp();
       if (first_lane) barrier_arrive(full);
     } else {
-      const uint32_t numbers = rows() + kBackwardQueries * 4 + thread_number() % 4 * 8;
+      const uint32_t numbers = rows + kBackwardQueries * 4 + thread_number() % 4 * 8;
       barrier_wait(full, buffer.parity);
 #pragma unroll
       for (int i = 0; i < kBackwardQueries / 8; ++i) {
@@ -178,34 +185,64 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
     }
     buffer.next();
   };
-  const auto round = [&] {
+  const auto round = [&](const Step &x) {
 #pragma unroll
     for (int i = 0; i < kBackwardQueries / 8; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         rounded[i / 2][i % 2 * 2 + h] = rounded_pair<S::type>(x[4 * i + 2 * h], x[4 * i + 2 * h + 1]);
   };
-  const auto add = [&](int i) { start_sums<S>(sums, rounded, stage(i) + (of_values ? S::q_bytes : 0)); };
+  const auto add = [&](int i) {
+    start_sums<S>(sums, rounded,
+                  stage(i) + (of_values ? S::q_bytes : 0) + first_column / kBlockK * S::q_box_bytes +
+                      first_column % kBlockK * 2);
+  };
+
+  const auto release = [&](int stage) {
+    if (first_lane) barrier_arrive(base + S::empty_at + stage * 8);
+  };
 
   if (steps > 0) {
     barrier_wait(base + S::keys_full_at, 0);
-    barrier_wait(base + S::full_at, 0);
-    start();
+    start(x);
     wgmma_wait<0>();
-    make();
-    round();
+    make(x, ring.stage);
+    round(x);
+    int i = 1;
+    if constexpr (S::pairs) {
 #pragma unroll 1
-    for (int i = 1; i < steps; ++i) {
+      for (; i + 1 < steps; i += 2) {
+        const int behind = ring.stage;
+        ring.next();
+        const int first = ring.stage;
+        start(x);
+        add(behind);
+        ring.next();
+        start(y);
+        wgmma_wait<2>();
+        make(x, first);
+        wait_apart<1>(i % 4 == 1);
+        release(behind);
+        round(x);
+        add(first);
+        wgmma_wait<1>();
+        make(y, ring.stage);
+        wait_apart<0>(i % 4 == 1);
+        release(first);
+        round(y);
+      }
+    }
+#pragma unroll 1
+    for (; i < steps; ++i) {
       const int behind = ring.stage;
       ring.next();
-      barrier_wait(base + S::full_at + ring.stage * 8, ring.parity);
-      start();
+      start(x);
       add(behind);
       wgmma_wait<1>();
-      make();
+      make(x, ring.stage);
       wait_apart<0>(i % 2);
-      if (first_lane) barrier_arrive(base + S::empty_at + behind * 8);
-      round();
+      release(behind);
+      round(x);
     }
     add(ring.stage);
     wgmma_wait<0>();
@@ -220,7 +257,7 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
       store_row<S::type>(sums, h, vector_at(heads, tile.sequence, tile.group, place), heads.type, own, extent);
     again[h] = __ballot_sync(0xFFFFFFFFu, own && !finite && thread_number() % 4 == 0);
   }
-  repair_keys<S>(p, tile, again, 0, !of_values, of_values);
+  repair_keys<S>(p, tile, again, 0, !of_values, of_values, first_column, first_column + columns);
 }
 
 template <class S>
@@ -242,7 +279,7 @@ __global__ void __launch_bounds__(S::threads, 1)
   let_next_kernel_start();
   {
     KeyTile tile;
-    if (!key_tile_of<S::keys>(p, &tile)) return;
+    if (!key_tile_of<S::keys>(p, int(blockIdx.x) / S::parts, &tile)) return;
     if (threadIdx.x == 0) store_struct(base + S::tile_at, tile);
   }
   __syncthreads();
@@ -261,6 +298,14 @@ __global__ void __launch_bounds__(S::threads, 1)
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
   const int most = std::max(plan.a.d, plan.a.e);
+  if (plan.narrow && plan.pairs == 1 && most <= 128)
+    return most <= 64 ? function(KeysShape<type, 64, true, true>()) : function(KeysShape<type, 128, true, true>());
+  if (plan.narrow && plan.pairs == 2 && most <= 128)
+    return most <= 64 ? function(KeysShape<type, 64, true, false, 2>())
+                      : function(KeysShape<type, 128, true, false, 2>());
+  if (plan.narrow && plan.pairs == 3 && most <= 128)
+    return most <= 64 ? function(KeysShape<type, 64, true, true, 2>())
+                      : function(KeysShape<type, 128, true, true, 2>());
   if (plan.narrow && most <= 128)
     return most <= 64 ? function(KeysShape<type, 64, true>()) : function(KeysShape<type, 128, true>());
   return most <= 64    ? function(KeysShape<type, 64, false>())
@@ -277,7 +322,7 @@ template <Type type> pydet_status attention_backward_keys(const Launch &launch, 
   return with_shape<type>(plan, [&](auto shape) {
     using S = decltype(shape);
     Launch one = launch;
-    one.block = dim3(S::threads);
+    one.block = dim3(S::threads), one.grid.x *= S::parts;
     one.shared_bytes = S::shared_bytes;
     one.loaded = true;
     return pydet::launch(one, attention_backward_keys_kernel<S>, plan);

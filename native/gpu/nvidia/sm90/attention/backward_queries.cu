@@ -244,13 +244,15 @@ __global__ void __launch_bounds__(S::threads, 1)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
     fence_barrier_init();
   }
-  // Behind the kernel of keys, which has begun in all of its blocks, the numbers of rows are there; only the end waits.
+  // Behind the kernel of keys, which has begun in all of its blocks, the numbers of rows are there. This kernel must not
+  // end first; for that one block waits, the last: one that waits keeps a multiprocessor from the next.
+  const bool waits = p.every_waits || blockIdx.x == gridDim.x - 1;
   if (!p.behind_keys) wait_for_previous_kernel();
   let_next_kernel_start();
   {
     QueryTile tile;
     if (!query_tile_of<S>(p, &tile)) {
-      wait_for_previous_kernel();
+      if (waits) wait_for_previous_kernel();
       return;
     }
     if (threadIdx.x == 0) store_struct(base + S::tile_at, tile);
@@ -260,7 +262,7 @@ __global__ void __launch_bounds__(S::threads, 1)
     registers_down<S::producer_registers>();
     if (warp == S::consumer_warps && threadIdx.x % 32 == 0)
       load_blocks<S>(p, base, load_struct<QueryTile>(base + S::tile_at));
-    wait_for_previous_kernel();
+    if (waits) wait_for_previous_kernel();
   } else {
     registers_up<S::consumer_registers>();
     multiply_blocks<S>(p, base, warp / 4);

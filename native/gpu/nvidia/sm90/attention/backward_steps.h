@@ -42,10 +42,11 @@ __device__ __forceinline__ void describe_keys(const AttentionBackwardPlan &p, co
   to->begin = same_in_warp(of.begin), to->end = same_in_warp(of.end);
 }
 
-template <int keys> __device__ __forceinline__ bool key_tile_of(const AttentionBackwardPlan &p, KeyTile *to) {
+template <int keys>
+__device__ __forceinline__ bool key_tile_of(const AttentionBackwardPlan &p, int number, KeyTile *to) {
   BackwardTile tile;
   const auto tiles = [&](const Lengths &x) { return ((p.a.k_start ? x.keys : p.a.keys) + keys - 1) / keys; };
-  if (!tile_of<false>(p.a, int(blockIdx.x), p.a.heads / p.a.group_heads, tiles, &tile)) return false;
+  if (!tile_of<false>(p.a, number, p.a.heads / p.a.group_heads, tiles, &tile)) return false;
   describe_keys<keys>(p, tile, to);
   return true;
 }
@@ -178,8 +179,8 @@ __device__ __forceinline__ void start_products(float (&to)[kBackwardQueries / 2]
 }
 
 // sums += weights times a step's queries, or dout.
-template <class S>
-__device__ __forceinline__ void start_sums(float (&sums)[S::d / 2], const uint32_t (&weights)[kBackwardQueries / 16][4],
+template <class S, int registers>
+__device__ __forceinline__ void start_sums(float (&sums)[registers], const uint32_t (&weights)[kBackwardQueries / 16][4],
                                            uint32_t queries) {
   const uint64_t vectors = wgmma_descriptor<false>(queries);
   wgmma_fence();
@@ -192,13 +193,14 @@ __device__ __forceinline__ void start_sums(float (&sums)[S::d / 2], const uint32
 // Rows of a warp, as bits 4 i of [h], that are not finite: done again.
 template <class S>
 __device__ __forceinline__ void repair_keys(const AttentionBackwardPlan &p, const KeyTile &tile,
-                                            const uint32_t (&again)[2], int first_row, bool of_k, bool of_v) {
+                                            const uint32_t (&again)[2], int first_row, bool of_k, bool of_v,
+                                            int begin = 0, int end = S::d) {
   if (!(again[0] | again[1])) return;
   const int first = tile.key + first_row + thread_number() % kWarpgroup / 32 * kWarpRows;
 #pragma unroll 1
   for (int i = 0; i < kWarpRows; ++i)
     if ((i < 8 ? again[0] : again[1]) >> i % 8 * 4 & 1)
-      careful_key<S::type>(p, tile.x, tile.sequence, tile.group, first + i, of_k, of_v);
+      careful_key<S::type>(p, tile.x, tile.sequence, tile.group, first + i, of_k, of_v, begin, end);
 }
 
 }  // namespace
