@@ -113,10 +113,9 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
   for (int h = 0; h < 2; ++h) {
     const int row = warpgroup * 64 + row_of(thread_number()) + 8 * h, key = tile.key + row, place = tile.place + row;
     const bool own = key >= 0 && key < tile.x.keys, finite = row_is_finite(dk, h) && row_is_finite(dv, h);
-    if (place < tile.end_place && (own ? finite : !p.accumulate)) {
-      store_row<S::type>(dk, h, vector_at(p.dk, tile.sequence, tile.group, place), p.dk.type, own, p.a.d);
-      store_row<S::type>(dv, h, vector_at(p.dv, tile.sequence, tile.group, place), p.dv.type, own, p.a.e);
-    }
+    const bool stores = place < tile.end_place && (own ? finite : !p.accumulate);
+    store_row<S::type>(dk, h, stores, vector_at(p.dk, tile.sequence, tile.group, place), p.dk.type, own, p.a.d);
+    store_row<S::type>(dv, h, stores, vector_at(p.dv, tile.sequence, tile.group, place), p.dv.type, own, p.a.e);
     again[h] = __ballot_sync(0xFFFFFFFFu, own && !finite && thread_number() % 4 == 0);
   }
   repair_keys<S>(p, tile, again, S::row(warpgroup), true, true);
@@ -253,8 +252,8 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
   for (int h = 0; h < 2; ++h) {
     const int row = row_of(thread_number()) + 8 * h, key = tile.key + row, place = tile.place + row;
     const bool own = key >= 0 && key < tile.x.keys, finite = row_is_finite(sums, h);
-    if (place < tile.end_place && (own ? finite : !p.accumulate))
-      store_row<S::type>(sums, h, vector_at(heads, tile.sequence, tile.group, place), heads.type, own, extent);
+    const bool stores = place < tile.end_place && (own ? finite : !p.accumulate);
+    store_row<S::type>(sums, h, stores, vector_at(heads, tile.sequence, tile.group, place), heads.type, own, extent);
     again[h] = __ballot_sync(0xFFFFFFFFu, own && !finite && thread_number() % 4 == 0);
   }
   repair_keys<S>(p, tile, again, 0, !of_values, of_values, first_column, first_column + columns);
@@ -267,6 +266,7 @@ __global__ void __launch_bounds__(S::threads, 1)
   const uint32_t base = shared_address(memory);
   const int warp = same_in_warp(int(threadIdx.x) / 32);
   if (threadIdx.x == S::consumer_warps * 32) {
+    prefetch(&p.own_k), prefetch(&p.own_v), prefetch(&p.a.q), prefetch(&p.dout);
     barrier_init(base + S::keys_full_at, 1);
     for (int i = 0; i < S::stages; ++i)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);

@@ -239,6 +239,7 @@ __global__ void __launch_bounds__(S::threads, 1)
   const uint32_t base = shared_address(memory);
   const int warp = same_in_warp(int(threadIdx.x) / 32);
   if (threadIdx.x == S::consumer_warps * 32) {
+    prefetch(&p.a.q), prefetch(&p.dout), prefetch(&p.a.k), prefetch(&p.a.v);
     barrier_init(base + S::queries_full_at, 1);
     for (int i = 0; i < S::stages; ++i)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);

@@ -185,8 +185,7 @@ __device__ __forceinline__ void store_queries(const AttentionBackwardPlan &p, co
   for (int h = 0; h < 2; ++h) {
     const int query = first + 8 * h;
     const bool own = query < x.queries, finite = row_is_finite(dq, h);
-    if (own && finite)
-      store_row<type>(dq, h, vector_at(p.dq, sequence, head, x.q_first + query), p.dq.type, true, p.a.d);
+    store_row<type>(dq, h, own && finite, vector_at(p.dq, sequence, head, x.q_first + query), p.dq.type, true, p.a.d);
     uint32_t again = __ballot_sync(0xFFFFFFFFu, own && !finite && lane % 4 == 0);
     for (; again; again &= again - 1)
       careful_query<type>(p, seen, sequence, head,

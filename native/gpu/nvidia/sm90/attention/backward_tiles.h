@@ -143,16 +143,58 @@ template <int registers> __device__ __forceinline__ bool row_is_finite(const flo
   return zero + __shfl_xor_sync(0xFFFFFFFFu, zero, 2) == 0.0f;
 }
 
-// Stores a thread's row h, or zeros.
-template <Type type, int registers>
-__device__ __forceinline__ void store_row(const float (&sums)[registers], int h, char *to, Type stored, bool own,
-                                          int extent) {
+// Word k of lane q of four goes to lane k, where it is word q.
+__device__ __forceinline__ void turn_four(uint32_t (&words)[4]) {
 #pragma unroll
-  for (int i = 0; i < registers / 4; ++i) {
-    const int column = 8 * i + int(threadIdx.x % 4) * 2;
-    if (column < extent)
-      store_two<type>(to, stored, column, own ? settled(sums[4 * i + 2 * h]) : 0.0f,
-                      own ? settled(sums[4 * i + 2 * h + 1]) : 0.0f);
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool high = threadIdx.x & bit;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (k & bit) continue;
+      uint32_t &low_word = words[k], &high_word = words[k + bit];
+      const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, high ? low_word : high_word, bit);
+      if (high) low_word = got;
+      else high_word = got;
+    }
+  }
+}
+
+// Stores a thread's row h, or zeros, where it `stores` any. All lanes of a warp: the four that share a row of two-byte
+// elements turn what they have, so that each stores 16 bytes.
+template <Type type, int registers>
+__device__ __forceinline__ void store_row(const float (&sums)[registers], int h, bool stores, char *to, Type stored,
+                                          bool own, int extent) {
+  const int lane = int(threadIdx.x % 4);
+  if (stored == Type::f32) {
+    if (!stores) return;
+#pragma unroll
+    for (int i = 0; i < registers / 4; ++i) {
+      const int column = 8 * i + lane * 2;
+      if (column < extent)
+        store_two<type>(to, stored, column, own ? settled(sums[4 * i + 2 * h]) : 0.0f,
+                        own ? settled(sums[4 * i + 2 * h + 1]) : 0.0f);
+    }
+    return;
+  }
+  const bool whole = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+#pragma unroll
+  for (int i = 0; i < registers / 4; i += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int at = 4 * (i + k) + 2 * h;
+      words[k] = own ? rounded_pair<type>(settled(sums[at]), settled(sums[at + 1])) : 0u;
+    }
+    turn_four(words);
+    const int column = 8 * (i + lane);
+    if (!stores || column >= extent) continue;
+    uint32_t *at = reinterpret_cast<uint32_t *>(to + 2 * column);
+    if (whole) {
+      *reinterpret_cast<uint4 *>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) at[k] = words[k];
+    }
   }
 }
 
