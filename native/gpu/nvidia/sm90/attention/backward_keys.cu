@@ -18,12 +18,13 @@
 namespace pydet {
 namespace {
 
-template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1> struct KeysShape {
+template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1, bool kept_ = false> struct KeysShape {
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int threads = (warpgroups + 1) * kWarpgroup, producer_registers = 24, consumer_registers = 240;
   static constexpr bool shared = shared_;  // both warpgroups have the same keys, and a gradient each
   static constexpr bool pairs = pairs_;    // two steps a turn
+  static constexpr bool kept = kept_;  // keys or values in registers
   static constexpr int parts = parts_;  // blocks that share a gradient's columns
   static constexpr int keys = shared ? 64 : 128, weights_bytes = shared ? 64 * kBackwardQueries * 4 : 0;
   static constexpr int k_box_bytes = keys * kRowBytes, k_bytes = chunks * k_box_bytes;
@@ -36,6 +37,7 @@ template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1>
                        weights_empty_at = weights_full_at + 16, tile_at = weights_empty_at + 16,
                        shared_bytes = tile_at + int(sizeof(KeyTile));
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
+  static_assert(shared || !kept, "there are no registers");
   // The first of a warpgroup's keys in the tile.
   static PYDET_HD constexpr int row(int warpgroup) { return shared ? 0 : warpgroup * 64; }
 };
@@ -131,7 +133,7 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
   heads.data += first_column * int(size_of(heads.type));
   const int extent = (of_values ? p.a.e : p.a.d) - first_column;
   float sums[columns / 2], x[kBackwardQueries / 2], y[S::pairs ? kBackwardQueries / 2 : 1];
-  uint32_t rounded[kBackwardQueries / 16][4];
+  uint32_t rounded[kBackwardQueries / 16][4], kept[S::d / kStep][4];
   int steps;
   {
     const auto tile = load_struct<KeyTile>(base + S::tile_at);
@@ -145,7 +147,9 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
   // Scores, or products of dout and v.
   const auto start = [&](Step &x) {
     barrier_wait(base + S::full_at + ring.stage * 8, ring.parity);
-    start_products<S>(x, of_values ? base : base + S::k_bytes, stage(ring.stage) + (of_values ? 0 : S::q_bytes));
+    const uint32_t queries = stage(ring.stage) + (of_values ? 0 : S::q_bytes);
+    if constexpr (S::kept) start_products_of<S>(x, kept, queries);
+    else start_products<S>(x, of_values ? base : base + S::k_bytes, queries);
   };
   // Become weights, which the other warpgroup gets, or by those gradients of scores.
   const auto make = [&](Step &x, int stage) {
@@ -203,6 +207,7 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
 
   if (steps > 0) {
     barrier_wait(base + S::keys_full_at, 0);
+    if constexpr (S::kept) keep_keys<S>(kept, of_values ? base : base + S::k_bytes);
     start(x);
     wgmma_wait<0>();
     make(x, ring.stage);
@@ -298,16 +303,24 @@ __global__ void __launch_bounds__(S::threads, 1)
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
   const int most = std::max(plan.a.d, plan.a.e);
-  if (plan.narrow && plan.pairs == 1 && most <= 128)
-    return most <= 64 ? function(KeysShape<type, 64, true, true>()) : function(KeysShape<type, 128, true, true>());
-  if (plan.narrow && plan.pairs == 2 && most <= 128)
-    return most <= 64 ? function(KeysShape<type, 64, true, false, 2>())
-                      : function(KeysShape<type, 128, true, false, 2>());
-  if (plan.narrow && plan.pairs == 3 && most <= 128)
-    return most <= 64 ? function(KeysShape<type, 64, true, true, 2>())
-                      : function(KeysShape<type, 128, true, true, 2>());
-  if (plan.narrow && most <= 128)
-    return most <= 64 ? function(KeysShape<type, 64, true>()) : function(KeysShape<type, 128, true>());
+  const auto of = [&](auto pairs, auto parts, auto kept) {
+    constexpr bool kPairs = decltype(pairs)::value, kKept = decltype(kept)::value;
+    constexpr int kParts = decltype(parts)::value;
+    return most <= 64 ? function(KeysShape<type, 64, true, kPairs, kParts, kKept>())
+                      : function(KeysShape<type, 128, true, kPairs, kParts, kKept>());
+  };
+  const std::true_type yes;
+  const std::false_type no;
+  const std::integral_constant<int, 1> one;
+  const std::integral_constant<int, 2> two;
+  if (plan.narrow && most <= 128) switch (plan.pairs) {
+    case 1: return of(yes, one, no);
+    case 4: return of(no, one, yes);
+    case 5: return of(yes, one, yes);
+    case 6: return of(no, two, yes);
+    case 7: return of(yes, two, yes);
+    default: return of(no, one, no);
+    }
   return most <= 64    ? function(KeysShape<type, 64, false>())
          : most <= 128 ? function(KeysShape<type, 128, false>())
                        : function(KeysShape<type, 256, true>());

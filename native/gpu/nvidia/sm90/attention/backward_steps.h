@@ -178,6 +178,26 @@ __device__ __forceinline__ void start_products(float (&to)[kBackwardQueries / 2]
   wgmma_commit();
 }
 
+// The same of keys in registers, or values: their step i of d.
+template <class S>
+__device__ __forceinline__ void start_products_of(float (&to)[kBackwardQueries / 2],
+                                                  const uint32_t (&keys)[S::d / kStep][4], uint32_t queries) {
+  const uint64_t y = wgmma_descriptor<true>(queries);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < S::d / kStep; ++i)
+    wgmma_from_registers<S::type, true>(to, keys[i], y + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
+  wgmma_commit();
+}
+// A warpgroup's 64 keys or values.
+template <class S> __device__ __forceinline__ void keep_keys(uint32_t (&to)[S::d / kStep][4], uint32_t keys) {
+  const int thread = thread_number() % kWarpgroup, row = thread / 32 * kWarpRows + thread % 16;
+#pragma unroll
+  for (int i = 0; i < S::d / kStep; ++i)
+    load_matrices<false>(to[i], keys + i / 4 * S::k_box_bytes + row * kRowBytes +
+                                    ((i % 4 * 2 + thread % 32 / 16) ^ (row % 8)) * 16);
+}
+
 // sums += weights times a step's queries, or dout.
 template <class S, int registers>
 __device__ __forceinline__ void start_sums(float (&sums)[registers], const uint32_t (&weights)[kBackwardQueries / 16][4],
