@@ -3,7 +3,6 @@
 #include "gpu/nvidia/sm90/attention/backward.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 #include "gpu/kernels.h"
@@ -27,11 +26,60 @@ bool stores_pairs(const Heads &heads, int64_t sequences, int64_t head_count, int
          even(heads.token_stride, tokens);
 }
 
-// Whether tiles of 128 keys are so few that the one with the most to do would be waited for: then of 64.
-bool takes_narrow_keys(const Attention &a, int64_t sms) {
-  if (a.k_start) return false;
-  const int64_t tiles = divide_up(a.keys, kKeysBlock), each = a.causal ? (tiles + 1) / 2 : tiles;
-  return a.sequences * a.groups * each * 12 < sms * 10;
+// ---- How keys are cut --------------------------------------------------------------------------------------------
+
+// Microseconds of a step of a tile, and of the rest of it, on an H100 whose multiprocessors are all busy.
+struct TileCost {
+  double step, rest;
+};
+struct TileCosts {
+  TileCost keys[3], queries;  // of each KeysCut
+};
+constexpr TileCosts kNarrowCosts = {{{1.02, 8}, {0.66, 6}, {0.6, 6}}, {1.1, 7.5}},  // of d <= 64
+    kCosts = {{{1.65, 9}, {1, 6}, {0.9, 6}}, {2.28, 7}};                            // and <= 128
+
+// How long the kernels of keys and of queries take together, if all sequences have all queries and keys. Tiles of keys
+// begin in order, those that have the most to do first, as multiprocessors become free, and those of queries behind them.
+// So either all multiprocessors are busy to the end, or one of the longest tiles of keys, which begin in waves, is waited
+// for. Within 5 % of what was measured for 28 problems.
+double microseconds(const AttentionBackward &b, KeysCut cut, int64_t sms) {
+  const Attention &a = b.forward;
+  const TileCosts &costs = std::max(a.d, a.e) <= 64 ? kNarrowCosts : kCosts;
+  const Extent x = {0, a.queries, 0, 0, a.keys};
+  const int64_t keys = cut == kWideKeys ? 128 : 64, side_by_side = a.sequences * a.groups * (cut == kHalvedKeys ? 2 : 1);
+  double all = 0, end = 0;
+  int64_t tiles = 0;
+  for (int64_t key = 0; key < a.keys; key += keys) {
+    const int64_t first = queries_of(a, x, key).first / kBackwardQueries,
+                  last = divide_up(queries_of(a, x, std::min(key + keys, a.keys) - 1).end, kBackwardQueries);
+    const double tile = costs.keys[cut].step * double(std::max(last - first, int64_t(0)) * (a.heads / a.groups)) +
+                        costs.keys[cut].rest;
+    const int64_t waves = (tiles + side_by_side - 1) / sms;
+    end = std::max(end, double(waves) * (tiles ? all / double(tiles) : tile) + tile);
+    all += tile * double(side_by_side), tiles += side_by_side;
+  }
+  for (int64_t query = 0; b.dq.data && query < a.queries; query += kBackwardTile) {
+    const int64_t first = keys_of(a, x, query).first / kKeysBlock,
+                  last = divide_up(keys_of(a, x, std::min(query + kBackwardTile, a.queries) - 1).end, kKeysBlock);
+    all += double(a.sequences * a.heads) *
+           (costs.queries.step * double(std::max(last - first, int64_t(0))) + costs.queries.rest);
+  }
+  return std::max(end, all / double(sms));
+}
+
+KeysCut fastest_cut(const AttentionBackward &b, int64_t sms) {
+  const Attention &a = b.forward;
+  constexpr int64_t kMany = 8;  // tiles a multiprocessor: then nobody waits for one
+  if (a.k_start || a.sequences * a.groups * divide_up(a.keys, kKeysBlock) > kMany * sms ||
+      a.queries > kMany * sms * kBackwardTile)
+    return kWideKeys;
+  KeysCut best = kWideKeys;
+  double least = microseconds(b, best, sms);
+  for (KeysCut cut : {kNarrowKeys, kHalvedKeys}) {
+    const double time = microseconds(b, cut, sms);
+    if (time < least) best = cut, least = time;
+  }
+  return best;
 }
 
 // What backward_fused.cu wants of the workspace behind the rows' numbers, in this order.
@@ -64,7 +112,7 @@ bool attention_backward_fused_takes(const AttentionBackward &b) {
   return b.workspace_size >= rows_bytes(a) + fused_parts(a).all();
 }
 // By name alone: 0.67 to 1.15 of the two kernels' speed on an H100, without a pattern to choose by (bench/README.md).
-bool attention_backward_fused_prefers(const AttentionBackward &) { return false; }
+bool attention_backward_by_name(const AttentionBackward &) { return false; }
 
 bool attention_backward_sm90_takes(const AttentionBackward &b) {
   const Attention &a = b.forward;
@@ -87,15 +135,18 @@ bool attention_backward_sm90_takes(const AttentionBackward &b) {
 
 uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const char *kernel) {
   const Attention &a = b.forward;
-  const bool fused = kernel && strcmp(kernel, kAttentionBackwardFusedName) == 0;
-  if (kernel && !fused && strcmp(kernel, kAttentionBackwardName) != 0) return 0;
+  const auto is = [&](const char *name) { return kernel && strcmp(kernel, name) == 0; };
+  const bool fused = is(kAttentionBackwardFusedName);
+  const bool cut = is(kKeysCutNames[kWideKeys]) || is(kKeysCutNames[kNarrowKeys]) || is(kKeysCutNames[kHalvedKeys]);
+  if (kernel && !fused && !cut && !is(kAttentionBackwardName)) return 0;
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
   return rows_bytes(a) + (fused && fits_fused(a) ? fused_parts(a).all() : 0);
 }
 
 namespace {
 
-pydet_status run_backward(const AttentionBackward &b, const char *name, bool fused) {
+// `cut`: of d <= 128.
+pydet_status run_backward(const AttentionBackward &b, const char *name, KeysCut cut, bool fused) {
   const Attention &a = b.forward;
   const int64_t group_heads = a.heads / a.groups;
   DeviceGuard guard(a.device.id);
@@ -110,12 +161,8 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
     return make_map(name, encode, shape, map);
   };
   AttentionPlan &to = p.a;
-  p.narrow = block_keys(a.d) == 64 || (!fused && takes_narrow_keys(a, gpu_multiprocessors(a.device.id)));
-  if (const char *x = getenv("PYDET_BW_NARROW"))
-    if (!fused) p.narrow = block_keys(a.d) == 64 || *x == '1';
-  p.every_waits = getenv("PYDET_BW_WAIT") && *getenv("PYDET_BW_WAIT") == '1';
-  p.pairs = getenv("PYDET_BW_PAIRS") ? *getenv("PYDET_BW_PAIRS") - '0' : 0;
-  const int block = block_keys(a.d), tile = p.narrow ? 64 : block;
+  p.cut = cut;
+  const int block = block_keys(a.d), tile = cut == kWideKeys ? block : 64;
   if (pydet_status status =
           make(a.q, a.d, a.queries, a.heads, kBackwardQueries, &to.q, &p.head_moves_q, &to.sequence_moves_q))
     return status;
@@ -140,7 +187,7 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
   to.c = score_scale(a).c;
   to.in_q = a.q, to.in_k = a.k, to.in_v = a.v, to.out = a.out, to.lse = a.lse;
   p.in_dout = b.dout, p.dq = b.dq, p.dk = b.dk, p.dv = b.dv;
-  p.scale = a.scale, p.accumulate = b.accumulate, p.behind_keys = b.dk.data != nullptr && !(getenv("PYDET_BW_ONLY") && *getenv("PYDET_BW_ONLY") == 'q');
+  p.scale = a.scale, p.accumulate = b.accumulate, p.behind_keys = b.dk.data != nullptr;
   p.row_tiles = int(row_tiles_of(a));
   p.rows = static_cast<float *>(b.workspace);
 
@@ -176,13 +223,11 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
     if (b.dq.data)
       if (pydet_status status = load_attention_backward_queries<kType>(name, p)) return status;
     if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
-    const char *only = getenv("PYDET_BW_ONLY");
-    if (only && *only == 'r') return PYDET_OK;
-    if (b.dk.data && !(only && *only == 'q')) {
+    if (b.dk.data) {
       launch.grid = dim3(unsigned(key_tiles * a.groups));
       if (pydet_status status = attention_backward_keys<kType>(launch, p)) return status;
     }
-    if (!b.dq.data || (only && *only == 'k')) return PYDET_OK;
+    if (!b.dq.data) return PYDET_OK;
     launch.grid = dim3(unsigned(query_tiles * a.heads));
     return attention_backward_queries<kType>(launch, p);
   };
@@ -192,10 +237,21 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, bool fus
 }  // namespace
 
 pydet_status attention_backward_sm90(const AttentionBackward &b) {
-  return run_backward(b, kAttentionBackwardName, false);
+  const bool wide = std::max(b.forward.d, b.forward.e) > kKeysBlock;
+  return run_backward(b, kAttentionBackwardName,
+                      wide ? kWideKeys : fastest_cut(b, gpu_multiprocessors(b.forward.device.id)), false);
 }
+bool attention_backward_cut_takes(const AttentionBackward &b) {
+  return fits_fused(b.forward) && attention_backward_sm90_takes(b);
+}
+template <KeysCut cut> pydet_status attention_backward_cut(const AttentionBackward &b) {
+  return run_backward(b, kKeysCutNames[cut], cut, false);
+}
+template pydet_status attention_backward_cut<kWideKeys>(const AttentionBackward &);
+template pydet_status attention_backward_cut<kNarrowKeys>(const AttentionBackward &);
+template pydet_status attention_backward_cut<kHalvedKeys>(const AttentionBackward &);
 pydet_status attention_backward_fused(const AttentionBackward &b) {
-  return run_backward(b, kAttentionBackwardFusedName, true);
+  return run_backward(b, kAttentionBackwardFusedName, kWideKeys, true);
 }
 
 }  // namespace pydet

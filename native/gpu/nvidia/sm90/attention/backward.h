@@ -13,6 +13,12 @@ namespace pydet {
 constexpr const char *kAttentionBackwardName = "cuda_attention_backward_sm90";
 constexpr const char *kAttentionBackwardFusedName = "cuda_attention_backward_sm90_fused";
 
+// How backward_keys.cu cuts keys of d <= 128: into tiles of 128, or 64, or those where two blocks have a tile, and half of
+// its gradients' columns each. By name, too; else the host chooses.
+enum KeysCut : int { kWideKeys, kNarrowKeys, kHalvedKeys };
+constexpr const char *kKeysCutNames[] = {"cuda_attention_backward_sm90_wide", "cuda_attention_backward_sm90_narrow",
+                                         "cuda_attention_backward_sm90_halved"};
+
 constexpr int kBackwardTile = 128;                     // keys, or queries, of a block: two warpgroups of 64
 constexpr int kBackwardQueries = 64;                   // that a block of keys looks at in a step
 constexpr int kRowPieceFloats = 2 * kBackwardQueries;  // of so many rows: of each lse in twos, then delta times scale
@@ -27,10 +33,8 @@ struct AttentionBackwardPlan {
   Heads dq, dk, dv;
   float scale;
   bool accumulate;
-  bool narrow;       // and those are 64, also of d <= 128
+  KeysCut cut;       // of d <= 128
   bool behind_keys;  // backward_queries.cu runs behind backward_keys.cu
-  bool every_waits;  // EXPERIMENT
-  int pairs;
   bool sequence_moves_dout, head_moves_q, head_moves_dout;
   int row_tiles;  // of kBackwardTile rows, that the rows of a head take: of a sequence, or of a pack
   float *rows;    // of each head of each sequence, or of a pack, so many tiles of two pieces each
@@ -49,9 +53,11 @@ struct AttentionBackwardPlan {
   bool may_ascend;
 };
 
-// A row of the table of its own.
+// Rows of the table of their own.
+bool attention_backward_cut_takes(const AttentionBackward &);
+template <KeysCut cut> pydet_status attention_backward_cut(const AttentionBackward &);
 bool attention_backward_fused_takes(const AttentionBackward &);
-bool attention_backward_fused_prefers(const AttentionBackward &);
+bool attention_backward_by_name(const AttentionBackward &);
 pydet_status attention_backward_fused(const AttentionBackward &);
 
 template <Type type> pydet_status attention_backward_rows(const Launch &launch, const AttentionBackwardPlan &plan);

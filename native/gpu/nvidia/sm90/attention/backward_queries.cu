@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(S::threads, 1)
   }
   // Behind the kernel of keys, which has begun in all of its blocks, the numbers of rows are there. This kernel must not
   // end first; for that one block waits, the last: one that waits keeps a multiprocessor from the next.
-  const bool waits = p.every_waits || blockIdx.x == gridDim.x - 1;
+  const bool waits = blockIdx.x == gridDim.x - 1;
   if (!p.behind_keys) wait_for_previous_kernel();
   let_next_kernel_start();
   {
