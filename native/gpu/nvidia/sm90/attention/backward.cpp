@@ -103,13 +103,14 @@ bool fits_fused(const Attention &a) { return std::max(a.d, a.e) <= 128; }
 uint64_t rows_bytes(const Attention &a) {
   return uint64_t(row_heads_of(a)) * uint64_t(row_tiles_of(a)) * 2 * kRowPieceBytes;
 }
+constexpr uint64_t kTakenBytes = 128;  // in front of the rows' numbers
 
 }  // namespace
 
 bool attention_backward_fused_takes(const AttentionBackward &b) {
   const Attention &a = b.forward;
   if (!b.dq.data || !b.dk.data || !fits_fused(a) || a.first_key || !attention_backward_sm90_takes(b)) return false;
-  return b.workspace_size >= rows_bytes(a) + fused_parts(a).all();
+  return b.workspace_size >= kTakenBytes + rows_bytes(a) + fused_parts(a).all();
 }
 // By name alone: 0.67 to 1.15 of the two kernels' speed on an H100, without a pattern to choose by (bench/README.md).
 bool attention_backward_by_name(const AttentionBackward &) { return false; }
@@ -124,7 +125,7 @@ bool attention_backward_sm90_takes(const AttentionBackward &b) {
   if (a.k_start && a.first_key) return false;
   const int64_t most_tiles = (row_tiles_of(a) + divide_up(a.keys, block_keys(a.d)) + a.sequences) * row_heads_of(a);
   if (most_tiles > kMost) return false;
-  if (b.workspace_size < rows_bytes(a)) return false;
+  if (b.workspace_size < kTakenBytes + rows_bytes(a)) return false;
   return aligned(a.q, a.sequences, a.heads, a.queries) && aligned(a.k, a.sequences, a.groups, a.keys) &&
          aligned(a.v, a.sequences, a.groups, a.keys) && aligned(a.out, a.sequences, a.heads, a.queries) &&
          aligned(b.dout, a.sequences, a.heads, a.queries) &&
@@ -140,7 +141,7 @@ uint64_t attention_backward_sm90_workspace(const AttentionBackward &b, const cha
   const bool cut = is(kKeysCutNames[kWideKeys]) || is(kKeysCutNames[kNarrowKeys]) || is(kKeysCutNames[kHalvedKeys]);
   if (kernel && !fused && !cut && !is(kAttentionBackwardName)) return 0;
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
-  return rows_bytes(a) + (fused && fits_fused(a) ? fused_parts(a).all() : 0);
+  return kTakenBytes + rows_bytes(a) + (fused && fits_fused(a) ? fused_parts(a).all() : 0);
 }
 
 namespace {
@@ -148,7 +149,7 @@ namespace {
 // `cut`: of d <= 128.
 pydet_status run_backward(const AttentionBackward &b, const char *name, KeysCut cut, bool fused) {
   const Attention &a = b.forward;
-  const int64_t group_heads = a.heads / a.groups;
+  const int64_t group_heads = a.heads / a.groups, sms = gpu_multiprocessors(a.device.id);
   DeviceGuard guard(a.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   AttentionBackwardPlan p = {};
@@ -189,18 +190,19 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, KeysCut 
   p.in_dout = b.dout, p.dq = b.dq, p.dk = b.dk, p.dv = b.dv;
   p.scale = a.scale, p.accumulate = b.accumulate, p.behind_keys = b.dk.data != nullptr;
   p.row_tiles = int(row_tiles_of(a));
-  p.rows = static_cast<float *>(b.workspace);
+  p.words = p.taken = static_cast<int *>(b.workspace), p.zeros = 2;
+  p.rows = static_cast<float *>(b.workspace) + kTakenBytes / 4;
 
   if (fused) {
     const FusedParts x = fused_parts(a);
     p.zeros = x.zeros();
-    char *at = static_cast<char *>(b.workspace) + rows_bytes(a);
+    char *at = static_cast<char *>(b.workspace) + kTakenBytes + rows_bytes(a);
     p.words = reinterpret_cast<int *>(at), p.said = p.words + x.pieces;
     p.taken = p.said + x.sections, p.begun = p.taken + 1;
     p.sums = reinterpret_cast<float *>(at + x.ints);
     p.may_ascend = x.may_ascend;  // so many side by side that each of their tiles can have a block
     p.section =
-        int(p.may_ascend ? std::max<int64_t>(gpu_multiprocessors(a.device.id) / divide_up(a.keys, kFusedKeys), 1) : 1);
+        int(p.may_ascend ? std::max<int64_t>(sms / divide_up(a.keys, kFusedKeys), 1) : 1);
   }
   const int64_t sequences_of_packs = a.sequences;
   const int64_t key_tiles =
@@ -213,7 +215,7 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, KeysCut 
     if (fused) {
       p.numbers = int(key_tiles * a.groups);
       p.query_numbers = int(query_tiles * a.heads);
-      p.blocks = int(std::min<int64_t>(int64_t(p.numbers) + p.query_numbers, gpu_multiprocessors(a.device.id)));
+      p.blocks = int(std::min<int64_t>(int64_t(p.numbers) + p.query_numbers, sms));
       if (pydet_status status = load_attention_backward_fused<kType>(name, p)) return status;
       if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
       return attention_backward_fused<kType>(launch, p);
@@ -224,11 +226,11 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, KeysCut 
       if (pydet_status status = load_attention_backward_queries<kType>(name, p)) return status;
     if (pydet_status status = attention_backward_rows<kType>(launch, p)) return status;
     if (b.dk.data) {
-      launch.grid = dim3(unsigned(key_tiles * a.groups));
+      p.key_blocks = int(std::min(key_tiles * a.groups * (cut == kHalvedKeys ? 2 : 1), sms));
       if (pydet_status status = attention_backward_keys<kType>(launch, p)) return status;
     }
     if (!b.dq.data) return PYDET_OK;
-    launch.grid = dim3(unsigned(query_tiles * a.heads));
+    p.query_blocks = int(std::min(query_tiles * a.heads, sms));
     return attention_backward_queries<kType>(launch, p);
   };
   return with_type<kHalfTypes>(a.q.type, run);

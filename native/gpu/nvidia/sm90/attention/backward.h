@@ -39,11 +39,12 @@ struct AttentionBackwardPlan {
   int row_tiles;  // of kBackwardTile rows, that the rows of a head take: of a sequence, or of a pack
   float *rows;    // of each head of each sequence, or of a pack, so many tiles of two pieces each
 
-  // Of backward_fused.cu, which has them all made 0 beforehand from `words` on.
+  int key_blocks, query_blocks;  // of backward_keys.cu and backward_queries.cu
+  // Of backward_fused.cu, and `taken` of those: so many are made 0 beforehand, from `words` on.
   int64_t zeros;
   int *words;         // of each piece of `rows`: the keys that have been added to its dq last
   int *said;          // of each section: whether its first keys come first
-  int *taken;         // tiles that blocks have begun
+  int *taken;         // tiles that blocks have begun; of queries, and of keys
   int *begun;         // blocks
   float *sums;        // dq so far, of each piece of `rows`
   int numbers;        // of tiles of keys

@@ -32,10 +32,13 @@ template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1,
   static constexpr int stages = d == 64 ? 8 : d == 128 ? (pairs ? 5 : 4) : 2, stage_bytes = 2 * q_bytes;
   static constexpr int ring_at = 2 * k_bytes, weights_at = ring_at + stages * stage_bytes,
                        rows_at = weights_at + 2 * weights_bytes, rows_bytes = kRowPieceBytes + 16,
-                       keys_full_at = rows_at + stages * rows_bytes, full_at = keys_full_at + 8,
+                       keys_full_at = rows_at + stages * rows_bytes, keys_empty_at = keys_full_at + 8,
+                       full_at = keys_empty_at + 8,
                        empty_at = full_at + stages * 8, weights_full_at = empty_at + stages * 8,
-                       weights_empty_at = weights_full_at + 16, tile_at = weights_empty_at + 16,
-                       shared_bytes = tile_at + int(sizeof(KeyTile));
+                       weights_empty_at = weights_full_at + 16,
+                       tile_full_at = weights_empty_at + 16, tile_empty_at = tile_full_at + 16,
+                       tile_asked_at = tile_empty_at + 16, tiles_at = tile_asked_at + 8,
+                       shared_bytes = tiles_at + 2 * int(sizeof(KeyTile));
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
   static_assert(shared || !kept, "there are no registers");
   // The first of a warpgroup's keys in the tile.
@@ -43,13 +46,15 @@ template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1,
 };
 
 template <class S>
-__device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, uint32_t base, int warpgroup) {
+__device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, uint32_t base, int warpgroup,
+                                               const TileSlots<S, KeyTile> &tiles, int &loaded,
+                                               Cursor<S::stages> &ring) {
   const bool first_lane = threadIdx.x % 32 == 0;
 
   float dk[S::d / 2], dv[S::d / 2];
   int steps;
   {
-    const auto tile = load_struct<KeyTile>(base + S::tile_at);
+    const auto tile = tiles.look();
     steps = same_in_warp((tile.end - tile.begin) * p.a.group_heads);
     begin_sums(dk, p, p.dk, tile, S::row(warpgroup), p.a.d);
     begin_sums(dv, p, p.dv, tile, S::row(warpgroup), p.a.e);
@@ -57,8 +62,6 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
 
   float s[kBackwardQueries / 2], g[kBackwardQueries / 2];
   uint32_t p16[kBackwardQueries / 16][4], ds16[kBackwardQueries / 16][4];
-  Cursor<S::stages> ring;
-
   const uint32_t keys = base + S::row(warpgroup) * kRowBytes;
   const auto stage = [&](int i) { return base + S::ring_at + i * S::stage_bytes; };
   const auto rows = [&] { return base + S::rows_at + ring.stage * S::rows_bytes; };
@@ -85,10 +88,10 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
   };
 
   if (steps > 0) {
-    barrier_wait(base + S::keys_full_at, 0);
-    barrier_wait(base + S::full_at, 0);
-    start_products<S>(s, keys, stage(0));
-    start_products<S>(g, keys + S::k_bytes, stage(0) + S::q_bytes);
+    barrier_wait(base + S::keys_full_at, loaded % 2);
+    barrier_wait(base + S::full_at + ring.stage * 8, ring.parity);
+    start_products<S>(s, keys, stage(ring.stage));
+    start_products<S>(g, keys + S::k_bytes, stage(ring.stage) + S::q_bytes);
     wgmma_wait<1>();
     weigh_step(p, s, rows(), warpgroup, S::row(warpgroup));
     derive();
@@ -106,10 +109,13 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
       if (first_lane) barrier_arrive(base + S::empty_at + behind * 8);
       derive();
     }
+    if (first_lane) barrier_arrive(base + S::keys_empty_at);
     start_sums<S>(dk, ds16, stage(ring.stage));
     wgmma_wait<0>();
+    if (first_lane) barrier_arrive(base + S::empty_at + ring.stage * 8);
+    ring.next(), ++loaded;
   }
-  const auto tile = load_struct<KeyTile>(base + S::tile_at);  // again: not kept through the loop
+  const auto tile = tiles.look();  // again: not kept through the loop
   uint32_t again[2];                                          // lanes whose row is not finite
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -125,10 +131,12 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
 
 // d = 256: this warpgroup's part of what both have the same keys for. The weights' buffers take turns.
 template <class S, bool of_values>
-__device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, uint32_t base) {
+__device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, uint32_t base,
+                                                const TileSlots<S, KeyTile> &tiles, int &loaded,
+                                                Cursor<S::stages> &ring, Cursor<2> &buffer) {
   const bool first_lane = threadIdx.x % 32 == 0;
   constexpr int columns = S::d / S::parts;
-  const int first_column = S::parts == 1 ? 0 : int(blockIdx.x) % S::parts * columns;
+  const int first_column = S::parts == 1 ? 0 : same_in_warp(tiles.look().part) * columns;
   Heads heads = of_values ? p.dv : p.dk;
   heads.data += first_column * int(size_of(heads.type));
   const int extent = (of_values ? p.a.e : p.a.d) - first_column;
@@ -136,12 +144,10 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
   uint32_t rounded[kBackwardQueries / 16][4], kept[S::d / kStep][4];
   int steps;
   {
-    const auto tile = load_struct<KeyTile>(base + S::tile_at);
+    const auto tile = tiles.look();
     steps = same_in_warp((tile.end - tile.begin) * p.a.group_heads);
     begin_sums(sums, p, heads, tile, 0, extent);
   }
-  Cursor<S::stages> ring;
-  Cursor<2> buffer;
   const auto stage = [&](int i) { return base + S::ring_at + i * S::stage_bytes; };
   using Step = float[kBackwardQueries / 2];
   // Scores, or products of dout and v.
@@ -206,7 +212,7 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
   };
 
   if (steps > 0) {
-    barrier_wait(base + S::keys_full_at, 0);
+    barrier_wait(base + S::keys_full_at, loaded % 2);
     if constexpr (S::kept) keep_keys<S>(kept, of_values ? base : base + S::k_bytes);
     start(x);
     wgmma_wait<0>();
@@ -248,10 +254,13 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
       release(behind);
       round(x);
     }
+    if (first_lane) barrier_arrive(base + S::keys_empty_at);
     add(ring.stage);
     wgmma_wait<0>();
+    release(ring.stage);
+    ring.next(), ++loaded;
   }
-  const auto tile = load_struct<KeyTile>(base + S::tile_at);  // again: not kept through the loop
+  const auto tile = tiles.look();  // again: not kept through the loop
   uint32_t again[2];                                          // lanes whose row is not finite
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -270,60 +279,58 @@ __global__ void __launch_bounds__(S::threads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
   const int warp = same_in_warp(int(threadIdx.x) / 32);
+  TileSlots<S, KeyTile> tiles{base};
   if (threadIdx.x == S::consumer_warps * 32) {
     prefetch(&p.own_k), prefetch(&p.own_v), prefetch(&p.a.q), prefetch(&p.dout);
-    barrier_init(base + S::keys_full_at, 1);
+    barrier_init(base + S::keys_full_at, 1), barrier_init(base + S::keys_empty_at, S::consumer_warps);
     for (int i = 0; i < S::stages; ++i)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
     for (int i = 0; i < 2; ++i)
       barrier_init(base + S::weights_full_at + i * 8, 4), barrier_init(base + S::weights_empty_at + i * 8, 4);
+    tiles.init();
     fence_barrier_init();
   }
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  {
-    KeyTile tile;
-    if (!key_tile_of<S::keys>(p, int(blockIdx.x) / S::parts, &tile)) return;
-    if (threadIdx.x == 0) store_struct(base + S::tile_at, tile);
-  }
-  __syncthreads();
+  int loaded = 0;
+  Cursor<S::stages> ring;
   if (warp >= S::consumer_warps) {
     registers_down<S::producer_registers>();
-    Cursor<S::stages> ring;
-    if (warp == S::consumer_warps && threadIdx.x % 32 == 0)
-      load_steps<S>(p, base, load_struct<KeyTile>(base + S::tile_at), ring);
+    if (warp == S::consumer_warps + 1)
+      tiles.take(p.taken + 1, [&](int number, KeyTile *tile) {
+        const bool more = key_tile_of<S::keys>(p, number / S::parts, tile);
+        tile->part = number % S::parts;
+        return more;
+      });
+    else if (warp == S::consumer_warps && threadIdx.x % 32 == 0)
+      tiles.load_each([&](const KeyTile &tile) {
+        if (tile.begin == tile.end) return;
+        barrier_wait(base + S::keys_empty_at, loaded++ % 2 ^ 1);
+        load_steps<S>(p, base, tile, ring);
+      });
   } else {
     registers_up<S::consumer_registers>();
-    if constexpr (!S::shared) multiply_steps<S>(p, base, warp / 4);
-    else if (warp / 4 == 0) multiply_shared<S, true>(p, base);
-    else multiply_shared<S, false>(p, base);
+    Cursor<2> buffer;
+    for (; tiles.wait(); ++tiles.turn) {
+      if constexpr (!S::shared) multiply_steps<S>(p, base, warp / 4, tiles, loaded, ring);
+      else if (warp / 4 == 0) multiply_shared<S, true>(p, base, tiles, loaded, ring, buffer);
+      else multiply_shared<S, false>(p, base, tiles, loaded, ring, buffer);
+      tiles.give_back();
+    }
   }
 }
 
 template <Type type, class Function> pydet_status with_shape(const AttentionBackwardPlan &plan, Function function) {
   const int most = std::max(plan.a.d, plan.a.e);
-  const auto of = [&](auto pairs, auto parts, auto kept) {
-    constexpr bool kPairs = decltype(pairs)::value, kKept = decltype(kept)::value;
-    constexpr int kParts = decltype(parts)::value;
-    return most <= 64 ? function(KeysShape<type, 64, true, kPairs, kParts, kKept>())
-                      : function(KeysShape<type, 128, true, kPairs, kParts, kKept>());
-  };
-  const std::true_type yes;
-  const std::false_type no;
-  const std::integral_constant<int, 1> one;
-  const std::integral_constant<int, 2> two;
-  if (plan.narrow && most <= 128) switch (plan.pairs) {
-    case 1: return of(yes, one, no);
-    case 4: return of(no, one, yes);
-    case 5: return of(yes, one, yes);
-    case 6: return of(no, two, yes);
-    case 7: return of(yes, two, yes);
-    default: return of(no, one, no);
-    }
-  return most <= 64    ? function(KeysShape<type, 64, false>())
-         : most <= 128 ? function(KeysShape<type, 128, false>())
-                       : function(KeysShape<type, 256, true>());
+  if (most > 128) return function(KeysShape<type, 256, true>());
+  if (most > 64)
+    return plan.cut == kWideKeys     ? function(KeysShape<type, 128, false>())
+           : plan.cut == kNarrowKeys ? function(KeysShape<type, 128, true, false, 1, true>())
+                                     : function(KeysShape<type, 128, true, false, 2, true>());
+  return plan.cut == kWideKeys     ? function(KeysShape<type, 64, false>())
+         : plan.cut == kNarrowKeys ? function(KeysShape<type, 64, true, true, 1, true>())
+                                   : function(KeysShape<type, 64, true, true, 2, true>());
 }
 
 }  // namespace
@@ -335,7 +342,7 @@ template <Type type> pydet_status attention_backward_keys(const Launch &launch, 
   return with_shape<type>(plan, [&](auto shape) {
     using S = decltype(shape);
     Launch one = launch;
-    one.block = dim3(S::threads), one.grid.x *= S::parts;
+    one.grid = dim3(unsigned(plan.key_blocks)), one.block = dim3(S::threads);
     one.shared_bytes = S::shared_bytes;
     one.loaded = true;
     return pydet::launch(one, attention_backward_keys_kernel<S>, plan);

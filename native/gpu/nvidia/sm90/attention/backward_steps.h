@@ -12,6 +12,7 @@ struct KeyTile {
   int key;               // the first, of the sequence's own; may be negative
   int place, end_place;  // of the first in its storage; where what the block writes ends
   int begin, end;        // tiles of 64 queries
+  int part;              // of the gradients' columns
   Lengths x;
 };
 
@@ -39,7 +40,7 @@ __device__ __forceinline__ void describe_keys(const AttentionBackwardPlan &p, co
   to->end_place = same_in_warp(packed ? x.k_first + x.keys : p.a.keys);
   to->key = same_in_warp(to->place - x.k_first);
   const TilesOfQueries of = queries_that_see(p, x, to->key, keys);
-  to->begin = same_in_warp(of.begin), to->end = same_in_warp(of.end);
+  to->begin = same_in_warp(of.begin), to->end = same_in_warp(of.end), to->part = 0;
 }
 
 template <int keys>

@@ -122,6 +122,59 @@ template <class Ints> __device__ __forceinline__ Ints load_struct(uint32_t addre
   return x;
 }
 
+// The tiles of a persistent block, one after the other. One warp takes them, of all blocks', when the one that loads has
+// asked for all of the tile before, and hands them on in slots. A sequence below 0 follows the last.
+template <class S, class Tile> struct TileSlots {
+  uint32_t base;
+  int turn = 0;
+  __device__ __forceinline__ uint32_t slot() const { return base + S::tiles_at + turn % 2 * int(sizeof(Tile)); }
+  __device__ __forceinline__ uint32_t full() const { return base + S::tile_full_at + turn % 2 * 8; }
+  __device__ __forceinline__ uint32_t empty() const { return base + S::tile_empty_at + turn % 2 * 8; }
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < 2; ++i)
+      barrier_init(base + S::tile_full_at + i * 8, 1),
+          barrier_init(base + S::tile_empty_at + i * 8, S::consumer_warps + 1);
+    barrier_init(base + S::tile_asked_at, 1);
+  }
+  // All lanes of that warp. find(number, &tile) says whether there is one.
+  template <class Find> __device__ __forceinline__ void take(int *taken, Find find) {
+    for (bool more = true; more; ++turn) {
+      if (turn > 0) barrier_wait(base + S::tile_asked_at, (turn - 1) % 2);
+      int number = threadIdx.x % 32 == 0 ? atomicAdd(taken, 1) : 0;
+      number = __shfl_sync(0xFFFFFFFFu, number, 0);
+      Tile tile = {};
+      more = find(number, &tile);
+      if (!more) tile.sequence = -1;
+      barrier_wait(empty(), turn / 2 % 2 ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        store_struct(slot(), tile);
+        barrier_arrive(full());
+      }
+    }
+  }
+  // The thread that loads.
+  template <class Load> __device__ __forceinline__ void load_each(Load load) {
+    for (;; ++turn) {
+      barrier_wait(full(), turn / 2 % 2);
+      const Tile tile = look();
+      if (tile.sequence < 0) return;
+      barrier_arrive(empty());
+      load(tile);
+      barrier_arrive(base + S::tile_asked_at);
+    }
+  }
+  // The others.
+  __device__ __forceinline__ bool wait() const {
+    barrier_wait(full(), turn / 2 % 2);
+    return same_in_warp(look().sequence) >= 0;
+  }
+  __device__ __forceinline__ Tile look() const { return load_struct<Tile>(slot()); }
+  __device__ __forceinline__ void give_back() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
+  }
+};
+
 __device__ __forceinline__ char *vector_at(const Heads &heads, int64_t sequence, int head, int64_t token) {
   return heads.data + size_of(heads.type) *
                           (sequence * heads.sequence_stride + head * heads.head_stride + token * heads.token_stride);
