@@ -46,14 +46,15 @@ double microseconds(const AttentionBackward &b, KeysCut cut, int64_t sms) {
   const Attention &a = b.forward;
   const TileCosts &costs = std::max(a.d, a.e) <= 64 ? kNarrowCosts : kCosts;
   const Extent x = {0, a.queries, 0, 0, a.keys};
-  const int64_t keys = cut == kWideKeys ? 128 : 64, side_by_side = a.sequences * a.groups * (cut == kHalvedKeys ? 2 : 1);
+  const int64_t keys = cut == kWideKeys ? 128 : 64,
+                side_by_side = a.sequences * a.groups * (cut == kHalvedKeys ? 2 : 1);
   double all = 0, end = 0;
   int64_t tiles = 0;
   for (int64_t key = 0; key < a.keys; key += keys) {
     const int64_t first = queries_of(a, x, key).first / kBackwardQueries,
                   last = divide_up(queries_of(a, x, std::min(key + keys, a.keys) - 1).end, kBackwardQueries);
-    const double tile = costs.keys[cut].step * double(std::max(last - first, int64_t(0)) * (a.heads / a.groups)) +
-                        costs.keys[cut].rest;
+    const double tile =
+        costs.keys[cut].step * double(std::max(last - first, int64_t(0)) * (a.heads / a.groups)) + costs.keys[cut].rest;
     const int64_t waves = (tiles + side_by_side - 1) / sms;
     end = std::max(end, double(waves) * (tiles ? all / double(tiles) : tile) + tile);
     all += tile * double(side_by_side), tiles += side_by_side;
@@ -201,8 +202,7 @@ pydet_status run_backward(const AttentionBackward &b, const char *name, KeysCut 
     p.taken = p.said + x.sections, p.begun = p.taken + 1;
     p.sums = reinterpret_cast<float *>(at + x.ints);
     p.may_ascend = x.may_ascend;  // so many side by side that each of their tiles can have a block
-    p.section =
-        int(p.may_ascend ? std::max<int64_t>(sms / divide_up(a.keys, kFusedKeys), 1) : 1);
+    p.section = int(p.may_ascend ? std::max<int64_t>(sms / divide_up(a.keys, kFusedKeys), 1) : 1);
   }
   const int64_t sequences_of_packs = a.sequences;
   const int64_t key_tiles =

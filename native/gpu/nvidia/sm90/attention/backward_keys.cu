@@ -24,8 +24,8 @@ template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1,
   static constexpr int threads = (warpgroups + 1) * kWarpgroup, producer_registers = 24, consumer_registers = 240;
   static constexpr bool shared = shared_;  // both warpgroups have the same keys, and a gradient each
   static constexpr bool pairs = pairs_;    // two steps a turn
-  static constexpr bool kept = kept_;  // keys or values in registers
-  static constexpr int parts = parts_;  // blocks that share a gradient's columns
+  static constexpr bool kept = kept_;      // keys or values in registers
+  static constexpr int parts = parts_;     // blocks that share a gradient's columns
   static constexpr int keys = shared ? 64 : 128, weights_bytes = shared ? 64 * kBackwardQueries * 4 : 0;
   static constexpr int k_box_bytes = keys * kRowBytes, k_bytes = chunks * k_box_bytes;
   static constexpr int q_box_bytes = kBackwardQueries * kRowBytes, q_bytes = chunks * q_box_bytes;
@@ -33,9 +33,8 @@ template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1,
   static constexpr int ring_at = 2 * k_bytes, weights_at = ring_at + stages * stage_bytes,
                        rows_at = weights_at + 2 * weights_bytes, rows_bytes = kRowPieceBytes + 16,
                        keys_full_at = rows_at + stages * rows_bytes, keys_empty_at = keys_full_at + 8,
-                       full_at = keys_empty_at + 8,
-                       empty_at = full_at + stages * 8, weights_full_at = empty_at + stages * 8,
-                       weights_empty_at = weights_full_at + 16,
+                       full_at = keys_empty_at + 8, empty_at = full_at + stages * 8,
+                       weights_full_at = empty_at + stages * 8, weights_empty_at = weights_full_at + 16,
                        tile_full_at = weights_empty_at + 16, tile_empty_at = tile_full_at + 16,
                        tile_asked_at = tile_empty_at + 16, tiles_at = tile_asked_at + 8,
                        shared_bytes = tiles_at + 2 * int(sizeof(KeyTile));
@@ -116,7 +115,7 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
     ring.next(), ++loaded;
   }
   const auto tile = tiles.look();  // again: not kept through the loop
-  uint32_t again[2];                                          // lanes whose row is not finite
+  uint32_t again[2];               // lanes whose row is not finite
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = warpgroup * 64 + row_of(thread_number()) + 8 * h, key = tile.key + row, place = tile.place + row;
@@ -202,9 +201,9 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
         rounded[i / 2][i % 2 * 2 + h] = rounded_pair<S::type>(x[4 * i + 2 * h], x[4 * i + 2 * h + 1]);
   };
   const auto add = [&](int i) {
-    start_sums<S>(sums, rounded,
-                  stage(i) + (of_values ? S::q_bytes : 0) + first_column / kBlockK * S::q_box_bytes +
-                      first_column % kBlockK * 2);
+    start_sums<S>(
+        sums, rounded,
+        stage(i) + (of_values ? S::q_bytes : 0) + first_column / kBlockK * S::q_box_bytes + first_column % kBlockK * 2);
   };
 
   const auto release = [&](int stage) {
@@ -261,7 +260,7 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
     ring.next(), ++loaded;
   }
   const auto tile = tiles.look();  // again: not kept through the loop
-  uint32_t again[2];                                          // lanes whose row is not finite
+  uint32_t again[2];               // lanes whose row is not finite
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = row_of(thread_number()) + 8 * h, key = tile.key + row, place = tile.place + row;

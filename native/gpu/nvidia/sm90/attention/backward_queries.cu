@@ -36,8 +36,7 @@ template <Type type_, int d_> struct QueriesShape {
                        empty_at = full_at + stages * 8, queries_full_at = empty_at + stages * 8,
                        queries_empty_at = queries_full_at + 8, tile_full_at = queries_empty_at + 8,
                        tile_empty_at = tile_full_at + 16, tile_asked_at = tile_empty_at + 16,
-                       tiles_at = tile_asked_at + 8,
-                       shared_bytes = tiles_at + 2 * int(sizeof(QueryTile));
+                       tiles_at = tile_asked_at + 8, shared_bytes = tiles_at + 2 * int(sizeof(QueryTile));
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
 };
 
@@ -95,7 +94,8 @@ __device__ __forceinline__ void load_blocks(const AttentionBackwardPlan &p, uint
 
 template <class S>
 __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, uint32_t base, int warpgroup,
-                                                const TileSlots<S, QueryTile> &tiles, int &loaded, Cursor<S::stages> &keys) {
+                                                const TileSlots<S, QueryTile> &tiles, int &loaded,
+                                                Cursor<S::stages> &keys) {
   const bool first_lane = threadIdx.x % 32 == 0;
   float dq[S::d / 2], twos[2], delta[2];
   int block, begin, whole_begin, whole_end;

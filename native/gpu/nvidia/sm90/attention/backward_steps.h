@@ -195,14 +195,14 @@ template <class S> __device__ __forceinline__ void keep_keys(uint32_t (&to)[S::d
   const int thread = thread_number() % kWarpgroup, row = thread / 32 * kWarpRows + thread % 16;
 #pragma unroll
   for (int i = 0; i < S::d / kStep; ++i)
-    load_matrices<false>(to[i], keys + i / 4 * S::k_box_bytes + row * kRowBytes +
-                                    ((i % 4 * 2 + thread % 32 / 16) ^ (row % 8)) * 16);
+    load_matrices<false>(
+        to[i], keys + i / 4 * S::k_box_bytes + row * kRowBytes + ((i % 4 * 2 + thread % 32 / 16) ^ (row % 8)) * 16);
 }
 
 // sums += weights times a step's queries, or dout.
 template <class S, int registers>
-__device__ __forceinline__ void start_sums(float (&sums)[registers], const uint32_t (&weights)[kBackwardQueries / 16][4],
-                                           uint32_t queries) {
+__device__ __forceinline__ void start_sums(float (&sums)[registers],
+                                           const uint32_t (&weights)[kBackwardQueries / 16][4], uint32_t queries) {
   const uint64_t vectors = wgmma_descriptor<false>(queries);
   wgmma_fence();
 #pragma unroll
