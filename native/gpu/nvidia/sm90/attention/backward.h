@@ -39,16 +39,16 @@ struct AttentionBackwardPlan {
   int row_tiles;  // of kBackwardTile rows, that the rows of a head take: of a sequence, or of a pack
   float *rows;    // of each head of each sequence, or of a pack, so many tiles of two pieces each
 
-  int key_blocks, query_blocks;  // of backward_keys.cu and backward_queries.cu
+  int key_blocks, query_blocks;    // of backward_keys.cu and backward_queries.cu
+  int key_numbers, query_numbers;  // of their tiles, at most: of keys in all parts, of 128 queries of all heads
   // Of backward_fused.cu, and `taken` of those: so many are made 0 beforehand, from `words` on.
   int64_t zeros;
-  int *words;         // of each piece of `rows`: the keys that have been added to its dq last
-  int *said;          // of each section: whether its first keys come first
-  int *taken;         // tiles that blocks have begun; of queries, and of keys
-  int *begun;         // blocks
-  float *sums;        // dq so far, of each piece of `rows`
-  int numbers;        // of tiles of keys
-  int query_numbers;  // of tiles of 128 queries, of all heads
+  int *words;   // of each piece of `rows`: the keys that have been added to its dq last
+  int *said;    // of each section: whether its first keys come first
+  int *taken;   // tiles that blocks have begun; of queries, and of keys
+  int *begun;   // blocks
+  float *sums;  // dq so far, of each piece of `rows`
+  int numbers;  // of tiles of keys
   int blocks;
   int section;  // pairs of sequence and group side by side
   bool may_ascend;

@@ -47,7 +47,7 @@ template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1,
 template <class S>
 __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, uint32_t base, int warpgroup,
                                                const TileSlots<S, KeyTile> &tiles, int &loaded,
-                                               Cursor<S::stages> &ring) {
+                                               Cursor<S::stages> &next) {
   const bool first_lane = threadIdx.x % 32 == 0;
 
   float dk[S::d / 2], dv[S::d / 2];
@@ -61,6 +61,7 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
 
   float s[kBackwardQueries / 2], g[kBackwardQueries / 2];
   uint32_t p16[kBackwardQueries / 16][4], ds16[kBackwardQueries / 16][4];
+  Cursor<S::stages> ring = next;
   const uint32_t keys = base + S::row(warpgroup) * kRowBytes;
   const auto stage = [&](int i) { return base + S::ring_at + i * S::stage_bytes; };
   const auto rows = [&] { return base + S::rows_at + ring.stage * S::rows_bytes; };
@@ -113,6 +114,7 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
     wgmma_wait<0>();
     if (first_lane) barrier_arrive(base + S::empty_at + ring.stage * 8);
     ring.next(), ++loaded;
+    next = ring;
   }
   const auto tile = tiles.look();  // again: not kept through the loop
   uint32_t again[2];               // lanes whose row is not finite
@@ -132,7 +134,7 @@ __device__ __forceinline__ void multiply_steps(const AttentionBackwardPlan &p, u
 template <class S, bool of_values>
 __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, uint32_t base,
                                                 const TileSlots<S, KeyTile> &tiles, int &loaded,
-                                                Cursor<S::stages> &ring, Cursor<2> &buffer) {
+                                                Cursor<S::stages> &next, Cursor<2> &next_buffer) {
   const bool first_lane = threadIdx.x % 32 == 0;
   constexpr int columns = S::d / S::parts;
   const int first_column = S::parts == 1 ? 0 : same_in_warp(tiles.look().part) * columns;
@@ -147,6 +149,8 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
     steps = same_in_warp((tile.end - tile.begin) * p.a.group_heads);
     begin_sums(sums, p, heads, tile, 0, extent);
   }
+  Cursor<S::stages> ring = next;
+  Cursor<2> buffer = next_buffer;
   const auto stage = [&](int i) { return base + S::ring_at + i * S::stage_bytes; };
   using Step = float[kBackwardQueries / 2];
   // Scores, or products of dout and v.
@@ -258,6 +262,7 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
     wgmma_wait<0>();
     release(ring.stage);
     ring.next(), ++loaded;
+    next = ring, next_buffer = buffer;
   }
   const auto tile = tiles.look();  // again: not kept through the loop
   uint32_t again[2];               // lanes whose row is not finite
@@ -280,7 +285,6 @@ __global__ void __launch_bounds__(S::threads, 1)
   const int warp = same_in_warp(int(threadIdx.x) / 32);
   TileSlots<S, KeyTile> tiles{base};
   if (threadIdx.x == S::consumer_warps * 32) {
-    prefetch(&p.own_k), prefetch(&p.own_v), prefetch(&p.a.q), prefetch(&p.dout);
     barrier_init(base + S::keys_full_at, 1), barrier_init(base + S::keys_empty_at, S::consumer_warps);
     for (int i = 0; i < S::stages; ++i)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
@@ -297,7 +301,7 @@ __global__ void __launch_bounds__(S::threads, 1)
   if (warp >= S::consumer_warps) {
     registers_down<S::producer_registers>();
     if (warp == S::consumer_warps + 1)
-      tiles.take(p.taken + 1, [&](int number, KeyTile *tile) {
+      tiles.take(p.taken + 1, p.key_numbers, true, [&](int number, KeyTile *tile) {
         const bool more = key_tile_of<S::keys>(p, number / S::parts, tile);
         tile->part = number % S::parts;
         return more;

@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_blocks(const AttentionBackwardPlan &p, uint
 template <class S>
 __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, uint32_t base, int warpgroup,
                                                 const TileSlots<S, QueryTile> &tiles, int &loaded,
-                                                Cursor<S::stages> &keys) {
+                                                Cursor<S::stages> &ring) {
   const bool first_lane = threadIdx.x % 32 == 0;
   float dq[S::d / 2], twos[2], delta[2];
   int block, begin, whole_begin, whole_end;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
   // Of d = 128 and 256 the sums of a block take the places of its scores and products: there are no registers for more.
   float s[S::n / 2], g[S::n / 2];
   uint32_t ds16[S::n / 16][4];
-  Cursor<S::stages> values = keys;
+  Cursor<S::stages> keys = ring, values = keys;
   values.next();
   const auto multiply = [&](float(&to)[S::n / 2], uint32_t queries, const Cursor<S::stages> &ring) {
     make_opaque(queries);  // else its descriptors are kept in registers
@@ -239,7 +239,7 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
     }
     release(keys.stage);
     keys.next(), keys.next();
-    ++loaded;
+    ring = keys, ++loaded;
   }
   const auto tile = tiles.look();  // again: not kept through the loop
   store_queries<S::type>(p, dq, tile.x, tile.sequence, tile.head, tile.query + warpgroup * 64 + row_of(thread_number()),
@@ -254,7 +254,6 @@ __global__ void __launch_bounds__(S::threads, 1)
   const int warp = same_in_warp(int(threadIdx.x) / 32);
   TileSlots<S, QueryTile> tiles{base};
   if (threadIdx.x == S::consumer_warps * 32) {
-    prefetch(&p.a.q), prefetch(&p.dout), prefetch(&p.a.k), prefetch(&p.a.v);
     barrier_init(base + S::queries_full_at, 1), barrier_init(base + S::queries_empty_at, S::consumer_warps);
     for (int i = 0; i < S::stages; ++i)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
@@ -269,7 +268,8 @@ __global__ void __launch_bounds__(S::threads, 1)
   if (warp >= S::consumer_warps) {
     registers_down<S::producer_registers>();
     if (warp == S::consumer_warps + 1) {
-      tiles.take(p.taken, [&](int number, QueryTile *tile) { return query_tile_of<S>(p, number, tile); });
+      tiles.take(p.taken, p.query_numbers, !p.behind_keys,
+                 [&](int number, QueryTile *tile) { return query_tile_of<S>(p, number, tile); });
     } else if (warp == S::consumer_warps && threadIdx.x % 32 == 0) {
       int loaded = 0;
       Cursor<S::stages> ring;

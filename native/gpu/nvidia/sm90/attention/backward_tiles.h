@@ -123,7 +123,8 @@ template <class Ints> __device__ __forceinline__ Ints load_struct(uint32_t addre
 }
 
 // The tiles of a persistent block, one after the other. One warp takes them, of all blocks', when the one that loads has
-// asked for all of the tile before, and hands them on in slots. A sequence below 0 follows the last.
+// asked for all of the tile before; of the last two that a block may have, when that is done, so that no tile waits for a
+// block while another has nothing to do. A sequence below 0 follows the last.
 template <class S, class Tile> struct TileSlots {
   uint32_t base;
   int turn = 0;
@@ -136,14 +137,23 @@ template <class S, class Tile> struct TileSlots {
           barrier_init(base + S::tile_empty_at + i * 8, S::consumer_warps + 1);
     barrier_init(base + S::tile_asked_at, 1);
   }
-  // All lanes of that warp. find(number, &tile) says whether there is one.
-  template <class Find> __device__ __forceinline__ void take(int *taken, Find find) {
+  // All lanes of that warp. find(number, &tile) says whether there is one of `all`, at most. Where each can have a block of
+  // its own, or where all blocks begin at once, a block's first is its own number.
+  template <class Find> __device__ __forceinline__ void take(int *taken, int all, bool at_once, Find find) {
+    const int blocks = int(gridDim.x);
+    const bool one = all <= blocks;
+    int number = int(blockIdx.x);
     for (bool more = true; more; ++turn) {
-      if (turn > 0) barrier_wait(base + S::tile_asked_at, (turn - 1) % 2);
-      int number = threadIdx.x % 32 == 0 ? atomicAdd(taken, 1) : 0;
-      number = __shfl_sync(0xFFFFFFFFu, number, 0);
+      if (turn > 0 && !one) {
+        barrier_wait(base + S::tile_asked_at, (turn - 1) % 2);
+        if (number + 2 * blocks >= all) barrier_wait(base + S::tile_empty_at + (turn - 1) % 2 * 8, (turn - 1) / 2 % 2);
+      }
+      if (!one && (turn > 0 || !at_once)) {
+        if (threadIdx.x % 32 == 0) number = atomicAdd(taken, 1) + (at_once ? blocks : 0);
+        number = __shfl_sync(0xFFFFFFFFu, number, 0);
+      }
       Tile tile = {};
-      more = find(number, &tile);
+      more = (turn == 0 || !one) && find(number, &tile);
       if (!more) tile.sequence = -1;
       barrier_wait(empty(), turn / 2 % 2 ^ 1);
       if (threadIdx.x % 32 == 0) {

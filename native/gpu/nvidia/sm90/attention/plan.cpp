@@ -1,7 +1,6 @@
 // Which attention the Hopper kernel takes, how it is shared out, and the tensor maps.
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 #include "gpu/kernels.h"
@@ -61,7 +60,6 @@ Cut cut_rows(const Attention &a, bool wide) {
   const Cut apart = cut(1);
   if (group_heads == 1 || group_heads > kAttentionWarpgroupRows) return apart;
   const Cut packed = cut(int(group_heads));
-  if (const char *x = getenv("PYDET_FW_PACK")) return *x == '1' ? packed : apart;
   return packed.tiles < apart.tiles ? packed : apart;
 }
 
