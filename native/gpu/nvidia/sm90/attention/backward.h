@@ -1,8 +1,9 @@
 // How the gradients of attention are shared out on Hopper: what the kernels are told.
 //
 // Three launches. backward_rows.cu makes of lse, out and dout the two numbers that a row's weights and gradients of scores
-// are made with. backward_keys.cu has a tile of keys a block, walks the queries that see them, upward, and makes dk and
-// dv. backward_queries.cu has a tile of queries of one head a block, walks the keys that they see, downward, and makes dq.
+// are made with. backward_keys.cu has tiles of keys, walks the queries that see them, upward, and makes dk and dv.
+// backward_queries.cu has tiles of queries of one head, walks the keys that they see, downward, and makes dq; its blocks
+// begin as those of keys end. Blocks take tiles from counts in the workspace, in an order; no block waits for another.
 // In place of those two backward_fused.cu, as backward_keys.cu and dq with it.
 #pragma once
 

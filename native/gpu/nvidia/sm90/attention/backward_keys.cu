@@ -1,12 +1,15 @@
-// The gradients of keys and values on Hopper's tensor cores: dk = ds^T q, dv = p^T dout, a block a tile of 128 keys.
+// The gradients of keys and values on Hopper's tensor cores: dk = ds^T q, dv = p^T dout, of one tile of 128 keys after
+// another.
 //
-//   One warp loads by TMA: the tile's keys and values once, then through a ring tiles of 64 queries with their dout and
-//   their rows' numbers, in the order of the sums: blocks of 128 queries ascending, in a block the heads of the group. Two
-//   warpgroups have 64 keys each. A step: scores and products of dout and v of the next 64 queries, k q^T and v dout^T,
-//   keys down and queries across, so that weights and gradients of scores lie in registers as the left operands of what
-//   adds them to dv and dk. Those products run beside the next step's exponentials.
+//   A block is persistent: one warp takes the next tile, of all blocks', and one loads by TMA: the tile's keys and values
+//   once, and through a ring tiles of 64 queries with their dout and their rows' numbers, in the order of the sums: blocks
+//   of 128 queries ascending, in a block the heads of the group. Two warpgroups have 64 keys each. A step: scores and
+//   products of dout and v of the next 64 queries, k q^T and v dout^T, keys down and queries across, so that weights and
+//   gradients of scores lie in registers as the left operands of what adds them to dv and dk. Those products run beside
+//   the next step's exponentials.
 //   Of d = 256 a tile has 64 keys, and the sums of one gradient fill a warpgroup's registers: one has the scores and dv,
-//   the other the products of dout and v and dk, and takes the weights from shared memory.
+//   the other the products of dout and v and dk, and takes the weights from shared memory. So it is below, too, where tiles
+//   of 128 keys are too few; there are registers then for the keys, or values, as left operands.
 //
 // The order of every sum is NUMERICS.md's, "Attention, backward".
 
@@ -18,18 +21,16 @@
 namespace pydet {
 namespace {
 
-template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1, bool kept_ = false> struct KeysShape {
+template <Type type_, int d_, bool shared_, int parts_ = 1> struct KeysShape {
   static constexpr Type type = type_;
   static constexpr int d = d_, chunks = d / kBlockK, warpgroups = 2, consumer_warps = warpgroups * 4;
   static constexpr int threads = (warpgroups + 1) * kWarpgroup, producer_registers = 24, consumer_registers = 240;
   static constexpr bool shared = shared_;  // both warpgroups have the same keys, and a gradient each
-  static constexpr bool pairs = pairs_;    // two steps a turn
-  static constexpr bool kept = kept_;      // keys or values in registers
   static constexpr int parts = parts_;     // blocks that share a gradient's columns
   static constexpr int keys = shared ? 64 : 128, weights_bytes = shared ? 64 * kBackwardQueries * 4 : 0;
   static constexpr int k_box_bytes = keys * kRowBytes, k_bytes = chunks * k_box_bytes;
   static constexpr int q_box_bytes = kBackwardQueries * kRowBytes, q_bytes = chunks * q_box_bytes;
-  static constexpr int stages = d == 64 ? 8 : d == 128 ? (pairs ? 5 : 4) : 2, stage_bytes = 2 * q_bytes;
+  static constexpr int stages = d == 64 ? 8 : d == 128 ? 4 : 2, stage_bytes = 2 * q_bytes;
   static constexpr int ring_at = 2 * k_bytes, weights_at = ring_at + stages * stage_bytes,
                        rows_at = weights_at + 2 * weights_bytes, rows_bytes = kRowPieceBytes + 16,
                        keys_full_at = rows_at + stages * rows_bytes, keys_empty_at = keys_full_at + 8,
@@ -39,7 +40,6 @@ template <Type type_, int d_, bool shared_, bool pairs_ = false, int parts_ = 1,
                        tile_asked_at = tile_empty_at + 16, tiles_at = tile_asked_at + 8,
                        shared_bytes = tiles_at + 2 * int(sizeof(KeyTile));
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
-  static_assert(shared || !kept, "there are no registers");
   // The first of a warpgroup's keys in the tile.
   static PYDET_HD constexpr int row(int warpgroup) { return shared ? 0 : warpgroup * 64; }
 };
@@ -136,12 +136,14 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
                                                 const TileSlots<S, KeyTile> &tiles, int &loaded,
                                                 Cursor<S::stages> &next, Cursor<2> &next_buffer) {
   const bool first_lane = threadIdx.x % 32 == 0;
+  // d <= 128: keys or values in registers, of d = 64 two steps a turn (3 to 5 % faster; of 128 no faster).
+  constexpr bool keeps = S::d <= 128, pairs = S::d == 64;
   constexpr int columns = S::d / S::parts;
   const int first_column = S::parts == 1 ? 0 : same_in_warp(tiles.look().part) * columns;
   Heads heads = of_values ? p.dv : p.dk;
   heads.data += first_column * int(size_of(heads.type));
   const int extent = (of_values ? p.a.e : p.a.d) - first_column;
-  float sums[columns / 2], x[kBackwardQueries / 2], y[S::pairs ? kBackwardQueries / 2 : 1];
+  float sums[columns / 2], x[kBackwardQueries / 2], y[pairs ? kBackwardQueries / 2 : 1];
   uint32_t rounded[kBackwardQueries / 16][4], kept[S::d / kStep][4];
   int steps;
   {
@@ -157,7 +159,7 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
   const auto start = [&](Step &x) {
     barrier_wait(base + S::full_at + ring.stage * 8, ring.parity);
     const uint32_t queries = stage(ring.stage) + (of_values ? 0 : S::q_bytes);
-    if constexpr (S::kept) start_products_of<S>(x, kept, queries);
+    if constexpr (keeps) start_products_of<S>(x, kept, queries);
     else start_products<S>(x, of_values ? base : base + S::k_bytes, queries);
   };
   // Become weights, which the other warpgroup gets, or by those gradients of scores.
@@ -216,13 +218,13 @@ __device__ __forceinline__ void multiply_shared(const AttentionBackwardPlan &p, 
 
   if (steps > 0) {
     barrier_wait(base + S::keys_full_at, loaded % 2);
-    if constexpr (S::kept) keep_keys<S>(kept, of_values ? base : base + S::k_bytes);
+    if constexpr (keeps) keep_keys<S>(kept, of_values ? base : base + S::k_bytes);
     start(x);
     wgmma_wait<0>();
     make(x, ring.stage);
     round(x);
     int i = 1;
-    if constexpr (S::pairs) {
+    if constexpr (pairs) {
 #pragma unroll 1
       for (; i + 1 < steps; i += 2) {
         const int behind = ring.stage;
@@ -329,11 +331,11 @@ template <Type type, class Function> pydet_status with_shape(const AttentionBack
   if (most > 128) return function(KeysShape<type, 256, true>());
   if (most > 64)
     return plan.cut == kWideKeys     ? function(KeysShape<type, 128, false>())
-           : plan.cut == kNarrowKeys ? function(KeysShape<type, 128, true, false, 1, true>())
-                                     : function(KeysShape<type, 128, true, false, 2, true>());
+           : plan.cut == kNarrowKeys ? function(KeysShape<type, 128, true>())
+                                     : function(KeysShape<type, 128, true, 2>());
   return plan.cut == kWideKeys     ? function(KeysShape<type, 64, false>())
-         : plan.cut == kNarrowKeys ? function(KeysShape<type, 64, true, true, 1, true>())
-                                   : function(KeysShape<type, 64, true, true, 2, true>());
+         : plan.cut == kNarrowKeys ? function(KeysShape<type, 64, true>())
+                                   : function(KeysShape<type, 64, true, 2>());
 }
 
 }  // namespace

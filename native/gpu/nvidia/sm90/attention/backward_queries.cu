@@ -1,10 +1,11 @@
 // The gradient of queries on Hopper's tensor cores: dq = ds k, of one tile of 128 queries of one head after another.
 //
-//   A block is persistent. One warp takes the next tile, of all blocks', and loads by TMA: the tile's queries and their
-//   dout once, and through a ring the blocks of keys and of values that the tile sees, from the last to the first. It
-//   runs ahead: the first blocks of the next tile come while results leave. Two warpgroups have 64 queries each. A step: scores and products of
-//   dout and v of a block of 128 keys, of which the gradients of scores are made in registers, and their product with the
-//   block's keys, a sum of its own, which runs beside the next block's scores and is then added to dq.
+//   A block is persistent. One warp takes the next tile, of all blocks', and one loads by TMA: the tile's queries and
+//   their dout once, and through a ring the blocks of keys and of values that the tile sees, from the last to the first.
+//   They run ahead: the first blocks of the next tile come while results leave. Two warpgroups have 64 queries each. A
+//   step: scores and products of dout and v of a block of 128 keys, of which the gradients of scores are made in
+//   registers, and their product with the block's keys, a sum of its own, which runs beside the next block's scores and
+//   is then added to dq.
 //
 // The order of every sum is NUMERICS.md's, "Attention, backward".
 
