@@ -301,14 +301,23 @@ constexpr Kernel<Attention> kAttention[] = {
 };
 constexpr uint64_t kAttentionBackwardTile = kPacked | kLengths | kFirstKey | kWindow | kAccumulate;
 constexpr uint64_t kAllOfAttentionGradient = (kAllOfAttention & ~(kLogSumExp | kPages)) | kAccumulate;
+template <KeysCut cut> constexpr Kernel<AttentionBackward> attention_backward_row() {  // by name alone
+  return Row(kKeysCutNames[cut], kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
+      .takes(attention_backward_cut_takes)
+      .prefers(attention_backward_by_name)
+      .launches(attention_backward_cut<cut>);
+}
 constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
     Row(kAttentionBackwardFusedName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile & ~kFirstKey)
         .takes(attention_backward_fused_takes)
-        .prefers(attention_backward_fused_prefers)
+        .prefers(attention_backward_by_name)
         .launches(attention_backward_fused),
     Row(kAttentionBackwardName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
         .takes(attention_backward_sm90_takes)
         .launches(attention_backward_sm90),
+    attention_backward_row<kWideKeys>(),
+    attention_backward_row<kNarrowKeys>(),
+    attention_backward_row<kHalvedKeys>(),
     Row("cuda_attention_backward_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kAllOfAttentionGradient)
         .launches(attention_backward_mma),
     Row("cuda_attention_backward_sm80_mma", kHalfTypes, Arithmetic::sm80, kSm80To89, kAllOfAttentionGradient)
