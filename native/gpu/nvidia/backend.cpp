@@ -37,8 +37,7 @@ constexpr uint64_t kAllOfGradient = kGradientAlone | kResidual;
 constexpr uint64_t kOfHeads = kBias | kHeads | kWideSum;
 constexpr uint64_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
-constexpr uint64_t kSoftmaxForward = kTwoStrides | kLogarithm | kColumn;
-constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
+constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
@@ -227,7 +226,7 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
+    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfSoftmax | kLogProbs | kSlabs)
         .takes(softmax_spread_takes)
         .prefers(softmax_spread_prefers)
         .launches(softmax_spread),
