@@ -199,7 +199,7 @@ def test_the_least_workspace():
             pydet.linear_log_prob_backward(dlog_prob, x, w, index, workspace=least - 1, **how)
 
 
-# ---- Slabs of columns --------------------------------------------------------------------------------------------------
+# ---- Slabs of columns ------------------------------------------------------------------------------------------------
 
 SLAB = 2048  # columns, of which a slab has a multiple
 

@@ -126,7 +126,9 @@ def linear_log_prob(
         return_entropy: return the entropy of each row too. It has a gradient.
         arithmetic, k_chunk: as in :func:`linear`, forward and backward.
         workspace: bytes that chunks may take, of which backward needs 16 rows of logits. Beside it a gradient by w
-            that is not float32, and none of :func:`accumulate_gradients`, is summed in float32 and rounded once.
+            that is not float32, and none of :func:`accumulate_gradients`, takes what sums of it in float32 do: these,
+            which are rounded once, or where all logits fit there, these instead. A gradient in float32 holds logits
+            itself until it is written.
 
     Returns:
         ``[...]``, float32; with ``return_entropy`` a pair of them.

@@ -418,7 +418,7 @@ template <class F> pydet_status with_cluster(int64_t rows, int64_t n, const F &f
   if (n <= 16 * kRowLanes) return rows <= 150 ? f(Spread<8, 2, 16, 0, 4>{}) : f(Spread<4, 4, 16, 8, 2>{});
   if (n <= 32 * kRowLanes) return f(Spread<8, 2, 32, 16, 4>{});
   if (n <= 64 * kRowLanes) return f(Spread<8, 2, 64, 32, 4>{});
-  return f(Spread<8, 2, 76, 36, 4>{});
+  return f(Spread<8, 2, 76, 40, 4>{});
 }
 template <class F> pydet_status with_cluster_of_singles(int64_t n, const F &f) {
   if (n <= 8 * kRowLanes) return f(Spread<8, 2, 8, 0, 2>{});
