@@ -193,27 +193,28 @@ struct HeadSlabs {
 
 // What slab 0 and the ones take; kTooMuch as above.
 inline uint64_t head_slab_bytes(const LinearLogProb &p, int64_t columns) {
+  const uint64_t wide = uint64_t(columns) + (p.dbias.data ? 1 : 0);
   uint64_t bytes = 0;
-  const uint64_t column = uint64_t(size_of(p.x.type)), ones = p.dbias.data ? 1 : 0;
-  if (__builtin_mul_overflow(uint64_t(p.rows) * column, uint64_t(columns) + ones, &bytes)) return kTooMuch;
-  return bytes > kMaxAddress ? kTooMuch : bytes + 3 * kHeadAlignment;
+  if (__builtin_mul_overflow(uint64_t(p.rows), wide, &bytes) ||
+      __builtin_mul_overflow(bytes, uint64_t(size_of(p.x.type)), &bytes) || bytes > kMaxAddress)
+    return kTooMuch;
+  return bytes + 3 * kHeadAlignment;
 }
 
+// As few as the workspace has room for.
 inline HeadSlabs head_slabs(const LinearLogProb &p) {
   constexpr int64_t kOfSums = 4;  // bytes of an element of dw
-  const int64_t size = size_of(p.x.type);
   const bool sums_in_fp32 = p.dw.type == Type::f32 && (!p.dbias.data || p.dbias.type == Type::f32);
   if (!p.backward || !p.dw.data || p.accumulate || p.logits != p.x.type || !sums_in_fp32) return {};
-  if (p.rows == 0 || divide_up(p.rows, kOfSums / size) > p.k || p.n <= kSlabColumns) return {};
+  if (p.rows == 0 || divide_up(p.rows, kOfSums / size_of(p.x.type)) > p.k) return {};
   if (p.dw.col_stride != 1 || p.dw.row_stride != p.k || reinterpret_cast<uintptr_t>(p.dw.data) % 16) return {};
-  const int64_t widest = (p.n - 1) / kSlabColumns;
-  for (int64_t width = widest; width > 0; --width) {
-    const int64_t columns = width * kSlabColumns, count = divide_up(p.n, columns);
-    if (count > kMostSlabs) break;
-    if (p.k_chunk && columns % p.k_chunk) continue;
-    if (head_slab_bytes(p, columns) > p.workspace_size) continue;
-    if (p.dx.data && p.dx.type != Type::f32 && p.n - (count - 1) * columns < p.rows) continue;
-    return {columns, count};
+  int64_t unit = kSlabColumns;  // where the chain of dx may be cut too
+  if (p.k_chunk && __builtin_mul_overflow(unit / gcd(unit, p.k_chunk), p.k_chunk, &unit)) return {};
+  for (int64_t slabs = 2; slabs <= kMostSlabs && unit < p.n; ++slabs) {
+    const int64_t columns = divide_up(divide_up(p.n, slabs), unit) * unit, count = divide_up(p.n, columns);
+    const int64_t last = p.n - (count - 1) * columns;
+    if (count < 2 || head_slab_bytes(p, columns) > p.workspace_size) continue;
+    if (!p.dx.data || p.dx.type == Type::f32 || last >= p.rows) return {columns, count};
   }
   return {};
 }
