@@ -99,11 +99,6 @@ struct Finish {
       for (int e = 0; e < N; ++e) x[e] = exps[e] / sum;
     }
   }
-  // The gradient of log_prob, of e / s; `asked`: which of them is the column's that is asked for, or -1.
-  template <int N> __device__ __forceinline__ void gradients(int asked, float (&x)[N]) const {
-#pragma unroll
-    for (int e = 0; e < N; ++e) x[e] = index < 0 ? 0.0f : fmaf(-x[e], gradient, e == asked ? gradient : 0.0f);
-  }
   // The same, rounded to 16 bits, as they lie in memory. Products with the numbers next to 1 / s enclose e / s: where they
   // round to one y, that is it. One in some 15,000 elements does not tell, and then all of them are divided.
   template <Type type, int N>
@@ -118,30 +113,6 @@ struct Finish {
     if (differ)
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) y[i] = rounded_pair<type>(exps[2 * i] / sum, exps[2 * i + 1] / sum);
-  }
-  // Likewise of the gradient of log_prob: the products of e / s do not fall where e / s grows, or do not grow. `asked`: the
-  // element of the column that is asked for, -1 where it is none of these.
-  template <Type type, int N>
-  __device__ __forceinline__ void rounded_gradients(const float (&exps)[N], int asked, uint32_t (&y)[N / 2]) const {
-    const float low = reciprocal * (1.0f - 0x1p-23f), high = reciprocal * (1.0f + 0x1p-23f);
-    uint32_t differ = asked >= 0;
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const auto pair = [&](float inverse) {
-        return rounded_pair<type>(fmaf(-(exps[2 * i] * inverse), gradient, 0.0f),
-                                  fmaf(-(exps[2 * i + 1] * inverse), gradient, 0.0f));
-      };
-      y[i] = pair(low);
-      differ |= y[i] ^ pair(high);
-    }
-    if (differ)
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i)
-        y[i] = rounded_pair<type>(fmaf(-(exps[2 * i] / sum), gradient, asked == 2 * i ? gradient : 0.0f),
-                                  fmaf(-(exps[2 * i + 1] / sum), gradient, asked == 2 * i + 1 ? gradient : 0.0f));
-    if (index < 0)
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) y[i] = 0;
   }
   // Makes the results of elements j, j + step, ... of them. `exps`: as exps_of makes them; log_softmax needs none.
   template <int step, int N>
@@ -174,11 +145,6 @@ struct Finish {
   __device__ __forceinline__ void store_log_prob(const char *x_row) const {
     float x = index < 0 ? float_of(kNanF32) : load_f32(x_row, p.x.type, index);
     reinterpret_cast<float *>(p.log_prob.data)[row] = canonical((x - max) - log_sum);
-  }
-  // Beside its gradient: of an element that was read before.
-  __device__ __forceinline__ void store_log_prob_of(float x) const {
-    if (index < 0) x = float_of(kNanF32);
-    reinterpret_cast<float *>(p.log_prob.data)[row] = canonical((x - max) - log_f32(sum));
   }
 };
 

@@ -37,7 +37,9 @@ constexpr uint64_t kAllOfGradient = kGradientAlone | kResidual;
 constexpr uint64_t kOfHeads = kBias | kHeads | kWideSum;
 constexpr uint64_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
-constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
+constexpr uint64_t kSoftmaxForward = kTwoStrides | kLogarithm | kColumn;
+constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
+constexpr uint64_t kHeadOfSoftmax = kTwoStrides | kColumn | kRowGradient | kLogProbs | kSlabs;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
@@ -226,7 +228,10 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfSoftmax | kLogProbs | kSlabs)
+    Row("cuda_softmax_head", kUnscaledTypes, Arithmetic::ieee, kSm90, kHeadOfSoftmax)
+        .takes(softmax_head_takes)
+        .launches(softmax_head),
+    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
         .takes(softmax_spread_takes)
         .prefers(softmax_spread_prefers)
         .launches(softmax_spread),

@@ -3,12 +3,10 @@
 // C blocks share a row, which is read once: of each 2048 elements block c has those of 256 / C groups of lanes, and a
 // thread W adjacent ones, V times. The blocks send each other (cluster.h) the largest of theirs, then the sums of their
 // groups. exp is computed once and kept as fp32, for some vectors in shared memory, so that more rows are on their way.
-// Of log_softmax x is kept as it lies in memory, and so are dy and y of gradients. The gradient of log_prob, which may
-// take the place of x, has log_prob beside it where that is asked for; its rows may lie in slabs of columns.
+// Of log_softmax x is kept as it lies in memory, and so are dy and y of gradients.
 
-#include "gpu/any/softmax_row.h"
 #include "gpu/kernels.h"
-#include "gpu/cluster.h"
+#include "gpu/nvidia/softmax_cluster.h"
 
 // Kernels of other machines are empty: Blackwell's would spill.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
@@ -18,156 +16,6 @@
 namespace pydet {
 namespace {
 
-// What a block is sent by those of its cluster.
-template <int C> struct alignas(16) Received {
-  float sums[kRowLaneGroups];
-  float2 most[C];
-  uint64_t most_arrived, sums_arrived;
-};
-
-// Adjacent elements as they lie in memory.
-template <Type type, int W> struct alignas(W *size_of(type) < 16 ? W * size_of(type) : 16) Adjacent {
-  uint32_t word[W * size_of(type) / 4];
-};
-
-template <Type type, int W>
-__device__ __forceinline__ void to_floats(const Adjacent<type, W> &adjacent, float (&x)[W]) {
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    if constexpr (type == Type::f32) x[i] = float_of(adjacent.word[i]);
-    else x[i] = Element<type>::to_f32(uint16_t(i % 2 ? adjacent.word[i / 2] >> 16 : adjacent.word[i / 2]));
-  }
-}
-
-// The sum of a group's eight lanes, of which a thread has W. Each of the 8 / W threads gets it.
-template <int W> __device__ __forceinline__ float of_group(float (&s)[W]) {
-  auto from = [](float x, int apart) { return __shfl_xor_sync(0xFFFFFFFFu, x, apart); };
-  if constexpr (W == 8) {
-#pragma unroll
-    for (int apart = 4; apart > 0; apart /= 2)
-#pragma unroll
-      for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
-    return s[0];
-  } else if constexpr (W == 4) {  // the first of two threads goes on with lanes 0 and 2, the second with 1 and 3
-    const bool second = threadIdx.x % 2;
-    const float low = (second ? s[1] : s[0]) + from(second ? s[0] : s[1], 1);
-    const float high = (second ? s[3] : s[2]) + from(second ? s[2] : s[3], 1);
-    const float sum = low + high;
-    return sum + from(sum, 1);
-  } else {
-    static_assert(W == 2);
-    const bool upper = threadIdx.x & 2;
-    float sum = (upper ? s[1] : s[0]) + from(upper ? s[0] : s[1], 2);
-    sum += from(sum, 1);
-    return sum + from(sum, 2);
-  }
-}
-
-// Where a thread's pieces of a row lie, which are asked for in ascending order, from its column `first` on.
-struct WholeRow {
-  char *row;
-  __device__ __forceinline__ char *next(int j, int size) const { return row + int64_t(j) * size; }
-};
-struct RowInSlabs {
-  const Softmax &p;
-  int64_t row;
-  int first, slab = 0, left = 0;  // left: vectors of the slab
-  char *at = nullptr;
-  __device__ __forceinline__ RowInSlabs(const Softmax &problem, int64_t r, int column)
-      : p(problem), row(r), first(column) {}
-  // A piece lies in one slab: those have whole vectors of all threads, which all of them pass but in the last.
-  __device__ __forceinline__ char *next(int, int size) {
-    if (left == 0) {
-      at = slab_row(p, slab, row) + first * size;
-      left = int(p.slabs.columns) / kRowLanes, ++slab;
-    }
-    char *const piece = at;
-    at += kRowLanes * size, --left;
-    return piece;
-  }
-};
-static_assert(kSlabColumns % kRowLanes == 0, "whole vectors");
-
-// A thread's pieces of a row, which begin at column `first` and lie 2048 apart. Past the row's end there is `outside`.
-template <Type type, int W, int V, bool whole, class Row>
-__device__ __forceinline__ void load_pieces(Row row, int first, int n, uint32_t outside, Adjacent<type, W> (&x)[V]) {
-  using Bits = typename Element<type>::Bits;
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    const int j = first + kRowLanes * v;
-#pragma unroll
-    for (int i = 0; i < W * size_of(type) / 4; ++i) x[v].word[i] = outside;
-    if constexpr (whole) {
-      if (j < n) x[v] = *reinterpret_cast<const Adjacent<type, W> *>(row.next(j, size_of(type)));
-    } else {
-      const Bits *const from = reinterpret_cast<const Bits *>(row.next(j, size_of(type)));
-#pragma unroll
-      for (int e = 0; e < W; ++e) {
-        const uint32_t one = j + e < n ? from[e] : Bits(outside);
-        if constexpr (size_of(type) == 4) x[v].word[e] = one;
-        else x[v].word[e / 2] = e % 2 ? x[v].word[e / 2] | one << 16 : one;
-      }
-    }
-  }
-}
-
-// Stores pieces from the v-th on.
-template <Type type, int W, bool whole, class Row, int N>
-__device__ __forceinline__ void store_pieces(Row &row, int first, int n, int v, const Adjacent<type, N> &y) {
-  using Bits = typename Element<type>::Bits;
-  constexpr int kWords = W * size_of(type) / 4;
-#pragma unroll
-  for (int i = 0; i < N / W; ++i) {
-    const int j = first + kRowLanes * (v + i);
-    if constexpr (whole) {
-      Adjacent<type, W> piece;
-#pragma unroll
-      for (int k = 0; k < kWords; ++k) piece.word[k] = y.word[i * kWords + k];
-      if (j < n) *reinterpret_cast<Adjacent<type, W> *>(row.next(j, size_of(type))) = piece;
-    } else {
-#pragma unroll
-      for (int e = 0; e < W; ++e) {
-        const uint32_t word = y.word[(i * W + e) * size_of(type) / 4];
-        if (j + e < n)
-          reinterpret_cast<Bits *>(row.next(j, size_of(type)))[e] = Bits(size_of(type) == 4 || e % 2 == 0 ? word : word >> 16);
-      }
-    }
-  }
-}
-
-// The sum along a row from the lanes of the cluster's threads, which all get it.
-template <int C, int W>
-__device__ __forceinline__ float row_sum(float (&lane)[W], Received<C> &received, int rank) {
-  const int t = int(threadIdx.x);
-  const float group = of_group(lane);
-  constexpr int kOfGroup = 8 / W;  // threads
-  if constexpr (C > 1) {           // those of a pair of groups send both sums to a block each
-    static_assert(2 * kOfGroup >= C);
-    const float neighbour = __shfl_xor_sync(0xFFFFFFFFu, group, kOfGroup);
-    const bool upper = t & kOfGroup;
-    meet_cluster();
-    if (t % (2 * kOfGroup) < C)
-      send(&received.sums[kRowLaneGroups / C * rank + t / (2 * kOfGroup) * 2],
-           make_float2(upper ? neighbour : group, upper ? group : neighbour), &received.sums_arrived,
-           t % (2 * kOfGroup));
-    wait_for_cluster(&received.sums_arrived);
-  } else {
-    if (t % kOfGroup == 0) received.sums[t / kOfGroup] = group;
-    __syncthreads();
-  }
-  float part[kRowLaneGroups / kLogicalWarp];
-#pragma unroll
-  for (int i = 0; i < kRowLaneGroups / kLogicalWarp; ++i) part[i] = received.sums[kLogicalWarp * i + t % kLogicalWarp];
-#pragma unroll
-  for (int apart = kRowLaneGroups / kLogicalWarp / 2; apart > 0; apart /= 2)
-#pragma unroll
-    for (int i = 0; i < apart; ++i) part[i] += part[i + apart];
-  float sum = part[0];
-#pragma unroll
-  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
-  return sum;
-}
-
 constexpr int more_of(int a, int b) { return a > b ? a : b; }
 
 // Threads that a multiprocessor is to hold, by the registers in which each of them keeps elements.
@@ -175,35 +23,18 @@ constexpr int threads_for(int kept) {
   return kept <= 16 ? 1280 : kept <= 32 ? 1024 : kept <= 64 ? 640 : kept <= 80 ? 512 : kept <= 128 ? 384 : 256;
 }
 
-template <Type type, int C, int W, int V, int S, bool log, bool whole, int more = 0> struct Registers {
+template <Type type, int C, int W, int V, int S, bool log, bool whole> struct Registers {
   static constexpr int T = kRowLanes / (W * C), kOfX = whole ? V * W * size_of(type) / 4 : V * W;
-  static constexpr int kMost = (log ? kOfX : more_of(kOfX, (V - S) * W)) + more;
+  static constexpr int kMost = log ? kOfX : more_of(kOfX, (V - S) * W);
   static constexpr int kBlocks = more_of(threads_for(kMost) / T, 1);
 };
 
-// A row as its kernel finds it.
-template <bool slabs>
-__device__ __forceinline__ auto row_of(const Softmax &p, const Rows &rows, int size, const RowIndex &where, int64_t r,
-                                       int first) {
-  if constexpr (slabs) return RowInSlabs(p, r, first);
-  else return WholeRow{row_at(rows, size, where)};
-}
-
-// What is made of a row: softmax; log_softmax or log_prob; the gradient of log_prob, in slabs too.
-enum class Made { quotients, logarithms, gradients, gradients_in_slabs };
-
-constexpr int more_registers(Made made) { return made == Made::quotients || made == Made::logarithms ? 0 : 8; }
-
 // The exps of the first S vectors are kept in shared memory. `whole`: rows begin and end at whole pieces of W elements.
-template <Type type, int C, int W, int V, int S, int kAtOnce, Made made, bool whole>
-__global__ void __launch_bounds__(
-    kRowLanes / (W * C),
-    Registers<type, C, W, V, S, made == Made::logarithms, whole, more_registers(made)>::kBlocks)
+template <Type type, int C, int W, int V, int S, int kAtOnce, bool log, bool whole>
+__global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, S, log, whole>::kBlocks)
     softmax_spread_kernel(const __grid_constant__ Softmax p) {
 #if defined(PYDET_HOPPER)
   constexpr int T = kRowLanes / (W * C), kSize = size_of(type), kWords = W * kSize / 4;
-  constexpr bool log = made == Made::logarithms, slabs = made == Made::gradients_in_slabs;
-  constexpr bool gradient = made == Made::gradients || slabs;
   static_assert(V % kAtOnce == 0 && S % kAtOnce == 0);  // vectors whose steps are computed together
   constexpr int N = kAtOnce * W;
   constexpr uint32_t kLowestWord = type == Type::f32 ? 0xFF800000u : type == Type::bf16 ? 0xFF80FF80u : 0xFC00FC00u;
@@ -216,22 +47,11 @@ __global__ void __launch_bounds__(
   const int rank = int(blockIdx.x) % C, n = int(p.n), t = int(threadIdx.x);
   const int64_t r = blockIdx.x / C;
   const RowIndex where = row_index(p.inner, r);
+  const char *const x_row = row_at(p.x, kSize, where);
   const int first = W * (T * rank + t);  // the thread's column
   Adjacent<type, W> x[V], top;
-  load_pieces<type, W, V, whole>(row_of<slabs>(p, p.x, kSize, where, r, first), first, n, kLowestWord, x);
+  load_pieces<type, W, V, whole>(x_row, first, n, kLowestWord, x);
   Finish finish(p, r);
-  // The gradient may take the place of what log_prob is of. That is read before the maximum, of which it is one, is sent.
-  float asked = kLowest;
-  if constexpr (gradient)
-    if (p.log_prob.data && rank == 0 && t == 0 && finish.index >= 0) {
-      const int column = int(finish.index);
-      if constexpr (slabs) {
-        const int slab = column / int(p.slabs.columns);
-        asked = load_f32(slab_row(p, slab, r), type, column - slab * int(p.slabs.columns));
-      } else {
-        asked = load_f32(row_at(p.x, kSize, where), type, column);
-      }
-    }
   if constexpr (C > 1) {
     meet_cluster();
     expect_from_cluster(&received.sums_arrived, int(sizeof received.sums));
@@ -250,20 +70,7 @@ __global__ void __launch_bounds__(
   max = tops[0];
 #pragma unroll
   for (int e = 1; e < W; ++e) max = larger(max, tops[e]);
-  if constexpr (gradient) max = larger(max, asked);
-#pragma unroll
-  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) max = larger(max, __shfl_xor_sync(0xFFFFFFFFu, max, apart));
-  if (t % kLogicalWarp == 0) of_warps[t / kLogicalWarp] = max;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < T / kLogicalWarp; ++i) max = larger(max, of_warps[i]);
-  if constexpr (C > 1) {
-    if (t < C) send(&received.most[rank], make_float2(max, 0.0f), &received.most_arrived, t);
-    wait_for_cluster(&received.most_arrived);
-#pragma unroll
-    for (int c = 0; c < C; ++c) max = larger(max, received.most[c].x);
-  }
-  max += 0.0f;  // which zero is the largest would depend on the order
+  max = row_max<C, T>(max, of_warps, received, rank);
 
   float lane[W] = {}, kept[log ? 1 : V - S][W];
 #pragma unroll
@@ -293,17 +100,12 @@ __global__ void __launch_bounds__(
   }
   const float sum = row_sum<C, W>(lane, received, rank);
   finish.known(max, sum);
-  if constexpr (gradient) {
-    if (p.log_prob.data && rank == 0 && t == 0) finish.store_log_prob_of(asked);
-  } else if (p.kind == SoftmaxKind::log_prob) {
-    if (rank == 0 && t == 0) finish.store_log_prob(row_at(p.x, kSize, where));
+  if (p.kind == SoftmaxKind::log_prob) {
+    if (rank == 0 && t == 0) finish.store_log_prob(x_row);
     return;
   }
 
-  auto y_row = row_of<slabs>(p, p.y, kSize, where, r, first);
-  // The column that is asked for, if the thread has it: in which of its vectors, and where there.
-  const int behind = int(finish.index) - first, of_vector = behind % kRowLanes;
-  const int asked_vector = finish.index >= 0 && behind >= 0 && of_vector < W ? behind / kRowLanes : V;
+  char *const y_row = row_at(p.y, kSize, where);
 #pragma unroll
   for (int v = 0; v < V; v += kAtOnce) {
     if (v > 0 && kRowLanes * v >= n) continue;
@@ -323,15 +125,11 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int e = 0; e < W; ++e) one[i * W + e] = of_vector[e];
     }
-    const int ahead = asked_vector - v, place = ahead >= 0 && ahead < kAtOnce ? ahead * W + of_vector : -1;
-    if constexpr (gradient && kSize == 2) {
-      finish.rounded_gradients<type>(one, place, y.word);
-    } else if constexpr (!log && kSize == 2) {
+    if constexpr (!log && kSize == 2) {
       finish.rounded_quotients<type>(one, y.word);
     } else {
       if constexpr (log) finish.logarithms(one);
       else finish.quotients(one, one);
-      if constexpr (gradient) finish.gradients(place, one);
       round_words<type>(one, y.word);
     }
     store_pieces<type, W, whole>(y_row, first, n, v, y);
@@ -355,8 +153,8 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, 2 *
   const int rank = int(blockIdx.x) % C, n = int(p.n), first = W * (T * rank + int(threadIdx.x));
   const RowIndex where = row_index(p.inner, blockIdx.x / C);
   Adjacent<type, W> dy[V], y[V];  // past the row's end their product is -0, which changes no lane
-  load_pieces<type, W, V, true>(WholeRow{row_at(p.dy, kSize, where)}, first, n, kMinusZero, dy);
-  load_pieces<type, W, V, true>(WholeRow{row_at(p.y, kSize, where)}, first, n, 0, y);
+  load_pieces<type, W, V, true>(row_at(p.dy, kSize, where), first, n, kMinusZero, dy);
+  load_pieces<type, W, V, true>(row_at(p.y, kSize, where), first, n, 0, y);
   float lane[W] = {};
 #pragma unroll
   for (int v = 0; v < V; v += kAtOnce) {
@@ -375,7 +173,7 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, 2 *
   for (int v = 0; v < V; ++v)  // else the numbers are kept beside the words
 #pragma unroll
     for (int i = 0; i < W * kSize / 4; ++i) make_opaque(dy[v].word[i]), make_opaque(y[v].word[i]);
-  const WholeRow dx_row = {row_at(p.dx, kSize, where)};
+  char *const dx_row = row_at(p.dx, kSize, where);
 #pragma unroll
   for (int v = 0; v < V; v += kAtOnce) {
     if (v > 0 && kRowLanes * v >= n) continue;
@@ -404,7 +202,6 @@ template <int blocks, int elements, int vectors, int shared, int at_once> struct
   static constexpr int C = blocks, W = elements, V = vectors, S = shared, kAtOnce = at_once, T = kRowLanes / (W * C);
 };
 constexpr int64_t kLongest = 76 * kRowLanes;
-constexpr int64_t kShortestGradient = 4 * kRowLanes, kShortestInSlabs = 16 * kRowLanes;  // of log_prob: longer than these
 
 // Calls f with the cluster for rows of n, which are whole pieces of its W elements, or are read and written one by one.
 // Few rows are spread over more threads; where there are many, what they keep in shared memory lets more rows be held.
@@ -418,7 +215,7 @@ template <class F> pydet_status with_cluster(int64_t rows, int64_t n, const F &f
   if (n <= 16 * kRowLanes) return rows <= 150 ? f(Spread<8, 2, 16, 0, 4>{}) : f(Spread<4, 4, 16, 8, 2>{});
   if (n <= 32 * kRowLanes) return f(Spread<8, 2, 32, 16, 4>{});
   if (n <= 64 * kRowLanes) return f(Spread<8, 2, 64, 32, 4>{});
-  return f(Spread<8, 2, 76, 40, 4>{});
+  return f(Spread<8, 2, 76, 36, 4>{});
 }
 template <class F> pydet_status with_cluster_of_singles(int64_t n, const F &f) {
   if (n <= 8 * kRowLanes) return f(Spread<8, 2, 8, 0, 2>{});
@@ -444,19 +241,13 @@ pydet_status launch_spread(const char *name, const Problem &p, Shape, void (*ker
 
 }  // namespace
 
-bool softmax_spread_takes(const Softmax &p) {
-  if (p.n > kLongest || p.rows > kMostRows) return false;
-  if (p.kind != SoftmaxKind::log_prob_backward) return true;
-  if (p.slabs.columns) return size_of(p.x.type) == 2 && p.n % kRowLaneElements == 0 && p.n > kShortestInSlabs;
-  return rows_whole(p) && p.n > kShortestGradient;
-}
+bool softmax_spread_takes(const Softmax &p) { return p.n <= kLongest && p.rows <= kMostRows; }
 
 // Measured on an H100, us, softmax here and by the fastest of the others: 1024x128256 233 and 384, 2048x50304 165 and
 // 235, 4096x32000 182 and 275, 12932x8792 193 and 249, 4096x8192 50 and 73, 64x32000 8.1 and 13.0, 1x151936 8.6 and
 // 10.7, 16384x3072 92 and 95, but 16384x2048 67 and 59. Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42,
 // 1000x6657 30 and 20; their log_softmax 700x50257 77 and 89, but 5780x33865 451 and 356, 1000x8201 32 and 25.
 bool softmax_spread_prefers(const Softmax &p) {
-  if (p.kind == SoftmaxKind::log_prob_backward) return true;
   if (rows_whole(p)) return p.n > kRowLanes;
   return p.n > 4 * kRowLanes && (p.kind == SoftmaxKind::softmax || p.rows < 1000 || p.n > 45 * kRowLanes);
 }
@@ -468,21 +259,12 @@ pydet_status softmax_spread(const Softmax &p) {
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     auto run = [&](auto shape, auto in_pieces) {
       constexpr int C = shape.C, W = shape.W, V = shape.V, S = type == Type::f32 ? 0 : shape.S, A = shape.kAtOnce;
-      const auto as = [&](void (*kernel)(Softmax)) { return launch_spread(name, p, shape, kernel); };
-      if constexpr (in_pieces) {
-        if constexpr (size_of(type) == 2 && V * kRowLanes > kShortestInSlabs)
-          if (p.slabs.columns)
-            return as(softmax_spread_kernel<type, C, W, V, S, A, Made::gradients_in_slabs, true>);
-        if constexpr (V * kRowLanes > kShortestGradient)
-          if (p.kind == SoftmaxKind::log_prob_backward)
-            return as(softmax_spread_kernel<type, C, W, V, S, A, Made::gradients, true>);
-      }
-      return as(p.kind == SoftmaxKind::softmax
-                    ? softmax_spread_kernel<type, C, W, V, S, A, Made::quotients, in_pieces>
-                    : softmax_spread_kernel<type, C, W, V, 0, A, Made::logarithms, in_pieces>);
+      return launch_spread(name, p, shape,
+                           p.kind == SoftmaxKind::softmax
+                               ? softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>
+                               : softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>);
     };
-    if (p.slabs.columns || rows_whole(p))
-      return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
+    if (rows_whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
     return with_cluster_of_singles(p.n, [&](auto shape) { return run(shape, std::false_type{}); });
   });
 }

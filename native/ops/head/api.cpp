@@ -20,8 +20,8 @@ namespace {
 struct Room {
   char *logits, *d, *ones, *of_products;  // d: the logits themselves, or their gradient in the type of x
   uint64_t of_products_size;
-  bool both;           // the gradient's kernel makes log_prob beside it
-  int64_t columns;     // of a slab; `logits` is slab 0
+  bool both;        // the gradient's kernel makes log_prob beside it
+  int64_t columns;  // of a slab; `logits` is slab 0
 };
 
 Room room_of(const LinearLogProb &p, const HeadChunks &chunks) {

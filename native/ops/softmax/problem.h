@@ -21,9 +21,10 @@ struct Softmax {
   void *stream;
   int64_t rows, inner, n;
   SoftmaxKind kind;
-  Rows x, y;                   // y: dx of log_prob_backward; absent of log_prob
-  Columns index;               // of the last two kinds
-  Vector log_prob, dlog_prob;  // one a row, fp32: the result of log_prob (of its gradient too, if it is there), an input
+  Rows x, y;      // y: dx of log_prob_backward; absent of log_prob
+  Columns index;  // of the last two kinds
+  Vector log_prob,
+      dlog_prob;  // one a row, fp32: the result of log_prob (of its gradient too, if it is there), an input
   Slabs slabs;
 
   uint64_t needs() const {
