@@ -285,6 +285,24 @@ def test_softmax(device, kernel, dtype):
         yield on.log_prob_backward(gradient, x, columns)
 
     check(device, dtype, call, 1)
+    if kernel.name.endswith("softmax_head") and dtype != "fp32":
+        check_slabs(DTYPES[dtype])
+
+
+def check_slabs(dtype):
+    """The head's gradients by that kernel, with log_prob beside them: in slabs, and in chunks of 16 rows of 20."""
+    for number, (n, room) in enumerate(((16 * 2048 + 256, 20 * (2 * 2048 + 1) * 2 + 768), (16392, 1024 + 17 * 32800))):
+        x, w, bias = (data("normal", shape, dtype, i) for i, shape in enumerate(((20, 16), (n, 16), (n,))))
+        index = np.random.default_rng(n).integers(0, n, 20).astype([np.int64, np.int32][number])
+        index[:4], x[5, 3] = (-1, n - 1, n, 0), np.nan
+        given = data("normal", (20,), np.float32, 4), x, w, index
+        run = lambda move, *given, room=room, bias=bias: pydet.linear_log_prob_backward(
+            *map(move, given), bias=move(bias), of_log_prob=True, arithmetic="ieee", workspace=room
+        )
+        for name, got, want in zip(
+            ("dx", "dw", "dbias", "log_prob"), run(Memory, *given), run(np.asarray, *given, room=1 << 28), strict=True
+        ):
+            assert_same_bits(got.tensor.array, want, f"{name} of {n} columns")
 
 
 @each("softmax_backward")

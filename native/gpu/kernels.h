@@ -245,6 +245,7 @@ pydet_status softmax_backward_spread(const SoftmaxBackward &);
 
 // nvidia/softmax_head.cu
 bool softmax_head_takes(const Softmax &);
+bool softmax_head_prefers(const Softmax &);
 pydet_status softmax_head(const Softmax &);
 
 // nvidia/softmax_strided.cu

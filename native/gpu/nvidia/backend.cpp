@@ -230,6 +230,7 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 constexpr Kernel<Softmax> kSoftmax[] = {
     Row("cuda_softmax_head", kUnscaledTypes, Arithmetic::ieee, kSm90, kHeadOfSoftmax)
         .takes(softmax_head_takes)
+        .prefers(softmax_head_prefers)
         .launches(softmax_head),
     Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
         .takes(softmax_spread_takes)

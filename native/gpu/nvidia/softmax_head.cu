@@ -228,6 +228,9 @@ bool softmax_head_takes(const Softmax &p) {
   return rows_whole(p) && p.n > kShortest;
 }
 
+// What no other kernel takes.
+bool softmax_head_prefers(const Softmax &p) { return p.log_prob.data || p.slabs.columns; }
+
 pydet_status softmax_head(const Softmax &p) {
   const char *name = "softmax_head";
   DeviceGuard guard(p.device.id);
