@@ -291,7 +291,7 @@ def test_softmax(device, kernel, dtype):
 
 def check_slabs(dtype):
     """The head's gradients by that kernel, with log_prob beside them: in slabs, and in chunks of 16 rows of 20."""
-    for number, (n, room) in enumerate(((16 * 2048 + 256, 20 * (2 * 2048 + 1) * 2 + 768), (16392, 1024 + 17 * 32800))):
+    for number, (n, room) in enumerate(((16 * 2048 + 256, 20 * 2 * 2048 * 2 + 48), (16392, 1024 + 17 * 32800))):
         x, w, bias = (data("normal", shape, dtype, i) for i, shape in enumerate(((20, 16), (n, 16), (n,))))
         index = np.random.default_rng(n).integers(0, n, 20).astype([np.int64, np.int32][number])
         index[:4], x[5, 3] = (-1, n - 1, n, 0), np.nan

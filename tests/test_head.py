@@ -206,7 +206,8 @@ SLAB = 2048  # columns, of which a slab has a multiple
 
 def slab_bytes(rows, slabs, dtype):
     """Of a workspace that holds so many times 2048 columns of all rows, and a 1 in the type of x for each."""
-    return int(rows * (slabs * SLAB + 1)) * np.dtype(dtype).itemsize + 768
+    size = np.dtype(dtype).itemsize
+    return int(rows * slabs * SLAB) * size + -(-rows * size // 16) * 16
 
 
 def by_slabs(rows, n, k, dtype, arithmetic, slabs=1, k_chunk=None, functions=pydet, **given):

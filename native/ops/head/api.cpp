@@ -258,29 +258,39 @@ pydet_status make_ones(const char *op, const LinearLogProb &p, const Room &room,
 }
 
 // Where slabs lie, if there are to be any: columns is 0 otherwise.
-Room room_of_slabs(const LinearLogProb &p, OfProducts of_products) {
+Room room_of_slabs(const LinearLogProb &p) {
   const HeadSlabs slabs = head_slabs(p);
   if (slabs.count == 0) return {};
-  HeadChunks chunks = {};
-  const uint64_t left = p.workspace_size - head_slab_bytes(p, slabs.columns);
-  const uint64_t wanted = head_product_bytes(p, of_products, p.rows, slabs.columns);
-  if (wanted <= left) chunks.of_products = wanted;
-  chunks.rows = p.rows;
-  LinearLogProb slab = p;  // its workspace is that of one chunk whose vocabulary is a slab's
-  slab.n = slabs.columns;
-  Room room = room_of(slab, chunks);
+  Room room = {};
+  room.logits = static_cast<char *>(p.workspace);
+  if (p.dbias.data) room.ones = room.logits + p.rows * slabs.columns * size_of(p.x.type);
   room.columns = slabs.columns;
   room.both = p.log_prob.data;
   return has_softmax(p, room, {}, slab_gradients_of) ? room : Room{};
 }
+// The same with room for products in so many bytes, if these are enough.
+Room with_products(Room room, char *begin, uint64_t bytes, uint64_t wanted) {
+  const uint64_t skipped = -reinterpret_cast<uintptr_t>(begin) % kHeadAlignment;
+  if (wanted > 0 && bytes >= skipped && bytes - skipped >= wanted)
+    room.of_products = begin + skipped, room.of_products_size = wanted;
+  return room;
+}
 
-pydet_status run_slabs(const char *op, const LinearLogProb &p, const Room &room) {
-  const auto slab = [&](int64_t first) { return Part{first, std::min(room.columns, p.n - first)}; };
-  const int64_t last = (p.n - 1) / room.columns * room.columns;
-  for (const int64_t first : {int64_t(0), last})
-    for (const Step<Gemm> step : {p.dx.data ? slab_dx_of : slab_dw_of, p.dbias.data ? slab_dbias_of : slab_dw_of,
-                                  Step<Gemm>(slab_logits_of), Step<Gemm>(slab_dw_of)})
-      PYDET_TRY(has_kernel(op, p, room, slab(first), step));
+pydet_status run_slabs(const char *op, const LinearLogProb &p, const Room &begun, OfProducts of_products) {
+  const auto slab = [&](int64_t first) { return Part{first, std::min(begun.columns, p.n - first)}; };
+  const int64_t last = (p.n - 1) / begun.columns * begun.columns, row_bytes = p.k * size_of(p.dw.type);
+  // Until dw is written the part of its last columns is free behind the sums of dx, then what is left of the workspace.
+  const uint64_t wanted = head_product_bytes(p, of_products, p.rows, begun.columns);
+  const int64_t of_dx = p.dx.data && p.dx.type != Type::f32 ? p.rows : 0, taken = head_slab_bytes(p, begun.columns);
+  const Room room =
+      with_products(begun, p.dw.data + (last + of_dx) * row_bytes, (p.n - last - of_dx) * row_bytes, wanted);
+  const Room after = with_products(begun, begun.logits + taken, p.workspace_size - taken, wanted);
+  for (const int64_t first : {int64_t(0), last}) {
+    PYDET_TRY(has_kernel(op, p, room, slab(first), slab_logits_of));
+    if (p.dx.data) PYDET_TRY(has_kernel(op, p, room, slab(first), slab_dx_of));
+    if (p.dbias.data) PYDET_TRY(has_kernel(op, p, after, slab(first), slab_dbias_of));
+    PYDET_TRY(has_kernel(op, p, after, slab(first), slab_dw_of));
+  }
   PYDET_TRY(make_ones(op, p, room, {0, p.rows}));
   for (int64_t first = 0; first <= last; first += room.columns)
     PYDET_TRY(run_step(op, p, room, slab(first), slab_logits_of));
@@ -291,8 +301,8 @@ pydet_status run_slabs(const char *op, const LinearLogProb &p, const Room &room)
     if (p.dx.type != Type::f32) PYDET_TRY(round_dx(p, room));
   }
   for (int64_t first = last; first >= 0; first -= room.columns) {
-    if (p.dbias.data) PYDET_TRY(run_step(op, p, room, slab(first), slab_dbias_of));
-    PYDET_TRY(run_step(op, p, room, slab(first), slab_dw_of));
+    if (p.dbias.data) PYDET_TRY(run_step(op, p, after, slab(first), slab_dbias_of));
+    PYDET_TRY(run_step(op, p, after, slab(first), slab_dw_of));
   }
   return PYDET_OK;
 }
@@ -301,9 +311,9 @@ pydet_status run(const char *op, const LinearLogProb &p) {
   if (!writes(p)) return nothing_to_write();
   const OfProducts of_products = backend_for(p.device.type)->table<Gemm>().hooks->workspace;
   if (head_bytes(p, p.rows) > p.workspace_size) {
-    if (const Room room = room_of_slabs(p, of_products); room.columns > 0) {
+    if (const Room room = room_of_slabs(p); room.columns > 0) {
       PYDET_TRY(check_reach(op, *backend_for(p.device.type), p));
-      return run_slabs(op, p, room);
+      return run_slabs(op, p, room, of_products);
     }
   }
   HeadChunks chunks = {};
@@ -471,7 +481,13 @@ pydet_status pydet_linear_log_prob_workspace(int64_t rows, int64_t n, int64_t k,
   p.dx.type = p.x.type;
   p.accumulate = options.accumulate != 0;
   p.dw.data = reinterpret_cast<char *>(kHeadAlignment);  // anywhere
-  if (const HeadSlabs slabs = head_slabs(p); slabs.count > 0)
-    *bytes = std::max(*bytes, head_slab_bytes(p, slabs.columns));
+  for (char *dbias : {&there, static_cast<char *>(nullptr)}) {
+    p.dbias.data = dbias;
+    const HeadSlabs slabs = head_slabs(p);
+    if (slabs.count == 0) continue;
+    const uint64_t wanted =
+        head_product_bytes(p, gpu ? gpu->table<Gemm>().hooks->workspace : nullptr, rows, slabs.columns);
+    *bytes = std::max(*bytes, std::min(p.workspace_size, head_slab_bytes(p, slabs.columns) + wanted));
+  }
   return PYDET_OK;
 }

@@ -191,14 +191,15 @@ struct HeadSlabs {
   int64_t columns, count;  // count: 0 where there are none
 };
 
-// What slab 0 and the ones take; kTooMuch as above.
+// What slab 0 and the ones take, where any workspace may begin; kTooMuch as above.
+constexpr uint64_t kSlabAlignment = 16;
 inline uint64_t head_slab_bytes(const LinearLogProb &p, int64_t columns) {
-  const uint64_t wide = uint64_t(columns) + (p.dbias.data ? 1 : 0);
-  uint64_t bytes = 0;
-  if (__builtin_mul_overflow(uint64_t(p.rows), wide, &bytes) ||
-      __builtin_mul_overflow(bytes, uint64_t(size_of(p.x.type)), &bytes) || bytes > kMaxAddress)
+  uint64_t slab = 0;
+  if (__builtin_mul_overflow(uint64_t(p.rows), uint64_t(columns), &slab) ||
+      __builtin_mul_overflow(slab, uint64_t(size_of(p.x.type)), &slab) || slab > kMaxAddress / 4)
     return kTooMuch;
-  return bytes + 3 * kHeadAlignment;
+  const uint64_t ones = p.dbias.data ? uint64_t(p.rows) * uint64_t(size_of(p.x.type)) : 0;
+  return slab + divide_up(ones, kSlabAlignment) * kSlabAlignment;
 }
 
 // As few as the workspace has room for.
