@@ -262,7 +262,7 @@ def linear_cross_entropy_and_gradients(
     makes the logits again and so has four. The gradient of the loss must be known by then.
 
     It records nothing: ``hidden.backward(made.dx)`` goes on from here. A ``w`` and ``bias`` of
-    :func:`accumulate_gradients` get theirs in ``main_grad``; others' are made, in float32 sums that are rounded once.
+    :func:`accumulate_gradients` get theirs in ``main_grad``; others' are made, each sum rounded once.
 
     Args:
         gradient: of the loss: 1, or what it would be multiplied by, such as one part in so many micro-batches.
