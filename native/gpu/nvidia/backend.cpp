@@ -39,6 +39,7 @@ constexpr uint64_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint64_t kSoftmaxForward = kTwoStrides | kLogarithm | kColumn;
 constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
+constexpr uint64_t kHeadOfSoftmax = kTwoStrides | kColumn | kRowGradient | kLogProbs | kSlabs;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
@@ -227,6 +228,10 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
+    Row("cuda_softmax_head", kUnscaledTypes, Arithmetic::ieee, kSm90, kHeadOfSoftmax)
+        .takes(softmax_head_takes)
+        .prefers(softmax_head_prefers)
+        .launches(softmax_head),
     Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
         .takes(softmax_spread_takes)
         .prefers(softmax_spread_prefers)
