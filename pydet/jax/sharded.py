@@ -551,7 +551,7 @@ def _rows_of_groups(call: Foreign, rule: Rule, chosen: dict[str, Summed], *opera
 
 
 def _axes_of(x: Any) -> list[Axes]:
-    """The mesh axes of each dimension; none where JAX knows no sharding, as before 0.7 where a function closes over x."""
+    """The mesh axes of each dimension; none where JAX knows no sharding, before 0.7 of what a function closes over."""
     if x.sharding is None:
         return [()] * len(x.shape)
     spec = (*x.sharding.spec, *[None] * len(x.shape))[: len(x.shape)]
