@@ -368,7 +368,8 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
 
     Rows that come in several calls then give the bits of one call on all of them in that order, if the calls are cut at
     multiples of 16 rows (of ``k_chunk`` where there is one), at multiples of 128 rows for :class:`Fp8Linear`, and of
-    ``pydet.DWEIGHT_ROWS`` for the norms. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between steps.
+    ``pydet.DWEIGHT_ROWS`` for the norms. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between
+    steps.
 
     In arithmetic ``ieee`` without ``k_chunk``, linear layers, routers and experts may be cut anywhere. In others what
     counts for experts is the number of rows that came to each, which the routing decides.
