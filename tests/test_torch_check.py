@@ -1,5 +1,6 @@
 """pydet.torch.check: what a forward of a model showed, beside the model as it was; and nothing of it changes."""
 
+import collections
 import copy
 import os
 import pickle
@@ -356,6 +357,17 @@ def test_a_forward_that_writes_its_input():
     before, seen = x.clone(), pt.check(Writes(), x)
     same(x, before)
     assert not seen.varies and not seen.differs and seen.elements == (0, 32)
+
+
+def test_a_named_tuple_within_a_batch():
+    pair = collections.namedtuple("pair", "x scale")(normal(4, 8), torch.ones(4, 1))
+    net = Named()
+    assert pt.check(net, (pair,)).elements == (0, 32)
+
+
+class Named(Writes):
+    def forward(self, pair):
+        return self.inside(pair.x) * pair.scale
 
 
 def test_a_compiled_model_is_looked_at_as_it_is_written():

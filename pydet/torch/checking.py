@@ -60,13 +60,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, part.name, None))
 
 
+def _alike(value: Any, inner: list[Any]) -> Any:
+    """A list or tuple of its class, of other things."""
+    return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+
+
 def _copied(value: Any) -> Any:
     """What a module is given, with tensors of its own."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
         return {key: _copied(inner) for key, inner in value.items()}
-    return type(value)(_copied(inner) for inner in value) if isinstance(value, list | tuple) else value
+    return _alike(value, [_copied(inner) for inner in value]) if isinstance(value, list | tuple) else value
 
 
 def _plain(x: Tensor) -> bool:
@@ -129,7 +134,7 @@ class _Batch:
             return take(x, 1) if name == "position_ids" and x.dim() == 3 and x.shape[1] == self.rows else x
         if isinstance(x, Mapping):
             return {key: self._of(str(key), inner, take) for key, inner in x.items()}
-        return type(x)(self._of(name, inner, take) for inner in x) if isinstance(x, list | tuple) else x
+        return _alike(x, [self._of(name, inner, take) for inner in x]) if isinstance(x, list | tuple) else x
 
 
 def _refuse_objects(name: str, value: Any) -> None:
