@@ -1,12 +1,12 @@
 """pydet.torch.check: what a forward of a model showed, beside the model as it was; and nothing of it changes."""
 
-import collections
 import copy
 import os
 import pickle
 import random
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -359,15 +359,23 @@ def test_a_forward_that_writes_its_input():
     assert not seen.varies and not seen.differs and seen.elements == (0, 32)
 
 
-def test_a_named_tuple_within_a_batch():
-    pair = collections.namedtuple("pair", "x scale")(normal(4, 8), torch.ones(4, 1))
-    net = Named()
-    assert pt.check(net, (pair,)).elements == (0, 32)
+class Pair(typing.NamedTuple):
+    x: torch.Tensor
+    scale: torch.Tensor
 
 
-class Named(Writes):
+class TakesPair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(8, 8)
+
     def forward(self, pair):
-        return self.inside(pair.x) * pair.scale
+        return self.inside(pair.x * pair.scale)
+
+
+def test_a_named_tuple_is_given_on_as_one():
+    seen = pt.check(TakesPair(), {"pair": Pair(normal(4, 8), normal(4, 8))})
+    assert not seen.varies and not seen.differs and seen.elements == (0, 32)
 
 
 def test_a_compiled_model_is_looked_at_as_it_is_written():

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -60,9 +60,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, part.name, None))
 
 
-def _alike(value: Any, inner: list[Any]) -> Any:
-    """A list or tuple of its class, of other things."""
-    return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+def _like(value: list[Any] | tuple[Any, ...], parts: Iterable[Any]) -> Any:
+    """The parts as what value is: a list, a tuple, or a named one."""
+    return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
 
 
 def _copied(value: Any) -> Any:
@@ -71,7 +71,7 @@ def _copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, Mapping):
         return {key: _copied(inner) for key, inner in value.items()}
-    return _alike(value, [_copied(inner) for inner in value]) if isinstance(value, list | tuple) else value
+    return _like(value, map(_copied, value)) if isinstance(value, list | tuple) else value
 
 
 def _plain(x: Tensor) -> bool:
@@ -134,7 +134,7 @@ class _Batch:
             return take(x, 1) if name == "position_ids" and x.dim() == 3 and x.shape[1] == self.rows else x
         if isinstance(x, Mapping):
             return {key: self._of(str(key), inner, take) for key, inner in x.items()}
-        return _alike(x, [self._of(name, inner, take) for inner in x]) if isinstance(x, list | tuple) else x
+        return _like(x, (self._of(name, inner, take) for inner in x)) if isinstance(x, list | tuple) else x
 
 
 def _refuse_objects(name: str, value: Any) -> None:
