@@ -184,6 +184,12 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
+bool rmsnorm_backward_staged_takes(const RmsNormBackward &);
+bool rmsnorm_backward_staged_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_staged(const RmsNormBackward &);
+bool layernorm_backward_staged_takes(const LayerNormBackward &);
+bool layernorm_backward_staged_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_staged(const LayerNormBackward &);
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
 bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &);

@@ -210,6 +210,10 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     Row("cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .launches(rmsnorm_backward_group),
+    Row("cuda_rmsnorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_staged_takes)
+        .prefers(rmsnorm_backward_staged_prefers)
+        .launches(rmsnorm_backward_staged),
     Row("cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_strided_takes)
         .prefers(rmsnorm_backward_strided_prefers)
@@ -457,6 +461,10 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .takes(layernorm_backward_unaligned_takes)
         .prefers(layernorm_backward_unaligned_prefers)
         .launches(layernorm_backward_unaligned),
+    Row("cuda_layernorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_staged_takes)
+        .prefers(layernorm_backward_staged_prefers)
+        .launches(layernorm_backward_staged),
     Row("cuda_layernorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
         .takes(layernorm_backward_strided_takes)
         .prefers(layernorm_backward_strided_prefers)

@@ -11,6 +11,7 @@
 #include "gpu/kernels.h"
 #include "gpu/any/column_sums.h"
 #include "gpu/nvidia/elements.h"
+#include "gpu/nvidia/pieces.h"
 
 namespace pydet {
 namespace {
@@ -133,6 +134,166 @@ template <class P> pydet_status backward_strided(const char *name, const P &p) {
 // it: 81818x1163 356 and 540, 8000x1023 29.5 and 43.4, 4096x1023 21.4 and 22.4, 1100x5001 26 and 31, 4000x6001 87 and 122,
 // but 1364x2603 21.2 and 19.5, 1100x6001 42 and 36.
 bool many_elements(int64_t rows, int64_t n) { return rows * n > (n <= 5120 ? 4'000'000 : 8'000'000); }
+
+// ---- Staged: in one pass, rows in shared memory --------------------------------------------------------------------
+
+// Rows of a chain in shared memory: the one that is read, and those on their way.
+constexpr int kStages = 3;
+template <int size, int T, int V> constexpr int kRowBytes = T * V * size + 16;
+
+template <class P, int size, int T, int V>
+__global__ void __launch_bounds__(T, 512 / T)
+    norm_backward_staged_kernel(const __grid_constant__ P p, bool x_ascends, bool dy_ascends) {
+  constexpr bool centred = kCentred<P>;
+  constexpr int N = 4;  // elements at once
+  using Bits = ElementBits<size>;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ float exchange[2][kStridedExchange<T, kSums<P>> + 1];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int t = int(threadIdx.x), n = int(p.n);
+  const Strided<size, T, V, 0> columns = {t, n};
+  const int64_t chain_number = block_number(), first = chain_number * kDweightChainRows, left = p.rows - first;
+  const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;
+  auto slot = [&](int i) { return shared + i % kStages * 2 * kRowBytes<size, T, V>; };
+  auto fetch = [&](int i) {
+    if (i < count) {
+      const int64_t r = first + i;
+      const RowIndex row = row_index(p.inner, r);
+      const bool before = r > 0, after = r < p.rows - 1;
+      Share<T>(row_at(p.x, size, row), n * size).bring(slot(i), x_ascends && before, x_ascends && after);
+      Share<T>(row_at(p.dy, size, row), n * size)
+          .bring(slot(i) + kRowBytes<size, T, V>, dy_ascends && before, dy_ascends && after);
+    }
+    commit_copies();
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) fetch(i);
+
+  float scale[V], of_weight[V] = {}, of_bias[centred ? V : 1] = {};
+  columns.load_scale(p.weight, p.weight_offset, scale);
+  float next_rstd = of_row(p.rstd, first), next_mean = 0.0f;
+  if constexpr (centred) next_mean = of_row(p.mean, first);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const float rstd = next_rstd, mean = next_mean;
+    const RowIndex row = row_index(p.inner, first + i);
+    wait_copies<kStages - 2>();
+    __syncthreads();
+    fetch(i + kStages - 1);
+    if (i + 1 < count) {
+      next_rstd = of_row(p.rstd, first + i + 1);
+      if constexpr (centred) next_mean = of_row(p.mean, first + i + 1);
+    }
+    auto behind = [&](const Rows &rows) { return int(reinterpret_cast<uintptr_t>(row_at(rows, size, row)) % 16); };
+    const Bits *const x_at = reinterpret_cast<const Bits *>(slot(i) + behind(p.x)) + t,
+                     *const dy_at =
+                         reinterpret_cast<const Bits *>(slot(i) + kRowBytes<size, T, V> + behind(p.dy)) + t;
+    auto load = [&](int v, float(&xhat)[N], float(&dy)[N]) {
+      Bits x_bits[N], dy_bits[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) x_bits[k] = x_at[T * (v + k)], dy_bits[k] = dy_at[T * (v + k)];
+      floats_of<size>(p.x.type, x_bits, xhat);
+      floats_of<size>(p.x.type, dy_bits, dy);
+#pragma unroll
+      for (int k = 0; k < N; ++k) xhat[k] = (centred ? xhat[k] - mean : xhat[k]) * rstd;
+    };
+    StridedLanes<T, V> lanes[kSums<P>];
+#pragma unroll
+    for (int v = 0; v < V; v += N) {
+      float xhat[N], dy[N];
+      load(v, xhat, dy);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        of_weight[v + k] = fmaf(dy[k], xhat[k], of_weight[v + k]);
+        if constexpr (centred) of_bias[v + k] = dy[k] + of_bias[v + k];
+        const float g = dy[k] * scale[v + k];
+        lanes[0].add(v + k, columns.inside(v + k), g, xhat[k]);
+        if constexpr (centred) lanes[1].add(v + k, columns.inside(v + k), g, 1.0f);
+      }
+    }
+    if (!p.dx.data) continue;
+    float sums[kSums<P>];
+    join_strided(lanes, exchange[i % 2], [&](float sum) { return sum / float(n); }, sums);
+    Bits *const dx_at = reinterpret_cast<Bits *>(row_at(p.dx, size, row)) + t;
+    const Bits *const dresidual_at = reinterpret_cast<const Bits *>(row_at(p.dresidual, size, row)) + t;
+#pragma unroll
+    for (int v = 0; v < V; v += N) {
+      float xhat[N], d[N];
+      Bits bits[N] = {};
+      load(v, xhat, d);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        d[k] = fmaf(-xhat[k], sums[0], d[k] * scale[v + k]);
+        if constexpr (centred) d[k] -= sums[1];
+      }
+      if (p.dresidual.data) {
+        float dresidual[N];
+#pragma unroll
+        for (int k = 0; k < N; ++k)
+          if (columns.inside(v + k)) bits[k] = dresidual_at[T * (v + k)];
+        floats_of<size>(p.x.type, bits, dresidual);
+#pragma unroll
+        for (int k = 0; k < N; ++k) d[k] = fmaf(rstd, d[k], dresidual[k]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < N; ++k) d[k] *= rstd;
+      }
+      rounded<size>(p.x.type, d, bits);
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        if (columns.inside(v + k)) dx_at[T * (v + k)] = bits[k];
+    }
+  }
+
+  float *const chains = static_cast<float *>(p.workspace) + chain_number * p.n;
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    if (!columns.inside(i)) continue;
+    if (p.dweight.data) chains[columns.column(i)] = of_weight[i];
+    if constexpr (centred)
+      if (p.dbias.data) chains[divide_up(p.rows, kDweightChainRows) * p.n + columns.column(i)] = of_bias[i];
+  }
+}
+
+// Calls f with a team that holds a row of n.
+template <class F> pydet_status with_staged_shape(int64_t n, const F &f) {
+  if (n <= 32 * 8) return f(StridedShape<32, 8, 0>{});
+  if (n <= 64 * 8) return f(StridedShape<64, 8, 0>{});
+  if (n <= 128 * 8) return f(StridedShape<128, 8, 0>{});
+  if (n <= 256 * 8) return f(StridedShape<256, 8, 0>{});
+  if (n <= 256 * 12) return f(StridedShape<256, 12, 0>{});
+  if (n <= 256 * 16) return f(StridedShape<256, 16, 0>{});
+  if (n <= 512 * 12) return f(StridedShape<512, 12, 0>{});
+  if (n <= 512 * 16) return f(StridedShape<512, 16, 0>{});
+  return f(StridedShape<512, 24, 0>{});
+}
+template <class P> int64_t longest_staged(const P &p) { return p.x.type == Type::f32 ? 512 * 16 : 512 * 24; }
+
+template <class P> pydet_status backward_staged(const char *name, const P &p) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const RmsNormBackward sums = sums_over_rows(p);
+  if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
+  if (p.rows > 0) {
+    const pydet_status launched = with_staged_shape(p.n, [&](auto shape) {
+      constexpr int T = shape.T, V = shape.V;
+      auto run = [&](auto size, auto kernel) {
+        Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kDweightChainRows))),
+                        dim3(T), kStages * 2 * kRowBytes<size, T, V>};
+        where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+        return launch(where, kernel, p, rows_ascend(p.x, p.inner, p.rows, p.n),
+                      rows_ascend(p.dy, p.inner, p.rows, p.n));
+      };
+      if constexpr (V <= 16)
+        if (p.x.type == Type::f32)
+          return run(std::integral_constant<int, 4>{}, norm_backward_staged_kernel<P, 4, T, V>);
+      return run(std::integral_constant<int, 2>{}, norm_backward_staged_kernel<P, 2, T, V>);
+    });
+    if (launched != PYDET_OK) return launched;
+  }
+  return join_partials(sums, 1);
+}
 
 // ---- Unaligned: dx and the sums apart ------------------------------------------------------------------------------
 
@@ -286,6 +447,15 @@ bool layernorm_backward_strided_prefers(const LayerNormBackward &p) {
 }
 pydet_status layernorm_backward_strided(const LayerNormBackward &p) {
   return backward_strided("layernorm_backward_strided", p);
+}
+
+bool rmsnorm_backward_staged_takes(const RmsNormBackward &p) { return p.n <= longest_staged(p); }
+bool rmsnorm_backward_staged_prefers(const RmsNormBackward &) { return false; }
+pydet_status rmsnorm_backward_staged(const RmsNormBackward &p) { return backward_staged("rmsnorm_backward_staged", p); }
+bool layernorm_backward_staged_takes(const LayerNormBackward &p) { return p.n <= longest_staged(p); }
+bool layernorm_backward_staged_prefers(const LayerNormBackward &) { return false; }
+pydet_status layernorm_backward_staged(const LayerNormBackward &p) {
+  return backward_staged("layernorm_backward_staged", p);
 }
 
 bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &p) { return unaligned_takes(p); }
