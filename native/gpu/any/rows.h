@@ -177,6 +177,14 @@ __device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
   return reinterpret_cast<const float *>(values.data)[r];
 }
 
+// LayerNorm's mean of a row.
+template <class P> __device__ __forceinline__ float mean_of(const P &p, int64_t r) {
+  if constexpr (kCentred<P>) return of_row(p.mean, r);
+  else return 0.0f;
+}
+// Of a gradient over rows: dweight, dbias; along a row: c, a.
+template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;
+
 __device__ __forceinline__ void store_of_row(const Vector &values, int64_t r, float value) {
   if (values.data) reinterpret_cast<float *>(values.data)[r] = canonical(value);
 }

@@ -231,7 +231,7 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
-    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
+    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfSoftmax)
         .takes(softmax_spread_takes)
         .prefers(softmax_spread_prefers)
         .launches(softmax_spread),
@@ -473,6 +473,17 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .takes(layernorm_backward_apart_takes)
         .prefers(layernorm_backward_apart_prefers)
         .launches(layernorm_backward_apart),
+    Row("cuda_layernorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_ring_takes)
+        .prefers(layernorm_backward_chain_prefers)
+        .launches(layernorm_backward_chain),
+    Row("cuda_layernorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kLayerNormGradient)
+        .takes(layernorm_backward_cluster_takes)
+        .prefers(layernorm_backward_cluster_prefers)
+        .launches(layernorm_backward_cluster),
+    Row("cuda_layernorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_ring_takes)
+        .launches(layernorm_backward_group),
     Row("cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
         .takes(layernorm_backward_rows_takes)
         .launches(layernorm_backward_rows),

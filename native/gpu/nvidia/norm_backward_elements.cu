@@ -16,13 +16,11 @@
 namespace pydet {
 namespace {
 
-template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
-
 // ---- Strided: in one pass ------------------------------------------------------------------------------------------
 
 template <int T> constexpr int kBlockOfChains = T < 128 ? 128 : T;  // several small teams share one
 
-template <class P, int size, int T, int V, int F, bool ahead>
+template <class P, int size, int T, int V, int F>
 __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
     norm_backward_strided_kernel(const __grid_constant__ P p) {
   constexpr bool centred = kCentred<P>;
@@ -54,11 +52,10 @@ __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
       for (int v = 0; v < V; ++v) x_bits[v] = dy_bits[v] = 0;
     }
   };
-  if constexpr (ahead) fetch(0);
+  fetch(0);
 
 #pragma unroll 1
   for (int i = 0; i < kDweightChainRows; ++i) {
-    if constexpr (!ahead) fetch(i);
     StridedLanes<T, V> lanes[kSums<P>];
     float xhat[V], g[V], sums[kSums<P>];
     const float mean = next_mean, rstd = next_rstd;
@@ -73,8 +70,7 @@ __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
       lanes[0].add(v, columns.inside(v), g[v], xhat[v]);
       if constexpr (centred) lanes[1].add(v, columns.inside(v), g[v], 1.0f);
     }
-    if constexpr (ahead)
-      if (i + 1 < kDweightChainRows) fetch(i + 1);
+    if (i + 1 < kDweightChainRows) fetch(i + 1);
     if (!p.dx.data) continue;
     join_strided(lanes, exchange[i % 2] + team * kRoom, [&](float sum) { return sum / float(n); }, sums);
     if (i < count) store_dx(p, row_index(p.inner, first + i), columns, rstd, xhat, sums, g);
@@ -91,7 +87,7 @@ __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
   }
 }
 
-constexpr int64_t kLongestStrided = 512 * 12;
+constexpr int64_t kLongestStrided = 512 * 10;
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape_of_chains(int64_t n, const F &f) {
@@ -103,31 +99,23 @@ template <class F> pydet_status with_shape_of_chains(int64_t n, const F &f) {
   if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
   if (n <= 512 * 6) return f(StridedShape<512, 6, 4>{});
   if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
-  if (n <= 512 * 10) return f(StridedShape<512, 10, 8>{});
-  return f(StridedShape<512, 12, 8>{});
+  return f(StridedShape<512, 10, 8>{});
 }
 
 template <class P> pydet_status backward_strided(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const RmsNormBackward sums = sums_over_rows(p);
-  if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
-  if (p.rows > 0) {
-    const pydet_status launched = with_shape_of_chains(p.n, [&](auto shape) {
+  return with_sums_over_rows(name, p, 1, [&] {
+    return with_shape_of_chains(p.n, [&](auto shape) {
       constexpr int T = shape.T, V = shape.V, F = shape.F;
-      constexpr bool ahead = V <= 10;  // longer rows leave no registers for the next one
       Launch where = {name, static_cast<gpu_stream>(p.stream),
                       grid_of(divide_up(p.rows, kDweightChainRows * (kBlockOfChains<T> / T)), kBlockOfChains<T>),
                       dim3(kBlockOfChains<T>)};
       where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
       return launch(where,
-                    p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F, ahead>
-                                          : norm_backward_strided_kernel<P, 2, T, V, F, ahead>,
+                    p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F>
+                                          : norm_backward_strided_kernel<P, 2, T, V, F>,
                     p);
     });
-    if (launched != PYDET_OK) return launched;
-  }
-  return join_partials(sums, 1);
+  });
 }
 
 // Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us, beside
@@ -139,13 +127,14 @@ bool many_elements(int64_t rows, int64_t n) { return rows * n > (n <= 5120 ? 4'0
 
 // Rows of a chain in shared memory: the one that is read, and those on their way.
 constexpr int kStages = 3;
-template <int size, int T, int V> constexpr int kRowBytes = T * V * size + 16;
+constexpr int kStagedThreads = 512;
+template <int size, int V> constexpr int kRowBytes = kStagedThreads * V * size + 16;
 
-template <class P, int size, int T, int V>
-__global__ void __launch_bounds__(T, 512 / T)
+template <class P, int size, int V>
+__global__ void __launch_bounds__(kStagedThreads)
     norm_backward_staged_kernel(const __grid_constant__ P p, bool x_ascends, bool dy_ascends) {
   constexpr bool centred = kCentred<P>;
-  constexpr int N = 4;  // elements at once
+  constexpr int T = kStagedThreads, N = 4;  // elements at once
   using Bits = ElementBits<size>;
   extern __shared__ __align__(16) char shared[];
   __shared__ float exchange[2][kStridedExchange<T, kSums<P>> + 1];
@@ -155,7 +144,7 @@ __global__ void __launch_bounds__(T, 512 / T)
   const Strided<size, T, V, 0> columns = {t, n};
   const int64_t chain_number = block_number(), first = chain_number * kDweightChainRows, left = p.rows - first;
   const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;
-  auto slot = [&](int i) { return shared + i % kStages * 2 * kRowBytes<size, T, V>; };
+  auto slot = [&](int i) { return shared + i % kStages * 2 * kRowBytes<size, V>; };
   auto fetch = [&](int i) {
     if (i < count) {
       const int64_t r = first + i;
@@ -163,7 +152,7 @@ __global__ void __launch_bounds__(T, 512 / T)
       const bool before = r > 0, after = r < p.rows - 1;
       Share<T>(row_at(p.x, size, row), n * size).bring(slot(i), x_ascends && before, x_ascends && after);
       Share<T>(row_at(p.dy, size, row), n * size)
-          .bring(slot(i) + kRowBytes<size, T, V>, dy_ascends && before, dy_ascends && after);
+          .bring(slot(i) + kRowBytes<size, V>, dy_ascends && before, dy_ascends && after);
     }
     commit_copies();
   };
@@ -188,7 +177,7 @@ __global__ void __launch_bounds__(T, 512 / T)
     auto behind = [&](const Rows &rows) { return int(reinterpret_cast<uintptr_t>(row_at(rows, size, row)) % 16); };
     const Bits *const x_at = reinterpret_cast<const Bits *>(slot(i) + behind(p.x)) + t,
                      *const dy_at =
-                         reinterpret_cast<const Bits *>(slot(i) + kRowBytes<size, T, V> + behind(p.dy)) + t;
+                         reinterpret_cast<const Bits *>(slot(i) + kRowBytes<size, V> + behind(p.dy)) + t;
     auto load = [&](int v, float(&xhat)[N], float(&dy)[N]) {
       Bits x_bits[N], dy_bits[N];
 #pragma unroll
@@ -256,43 +245,33 @@ __global__ void __launch_bounds__(T, 512 / T)
   }
 }
 
-// Calls f with a team that holds a row of n.
-template <class F> pydet_status with_staged_shape(int64_t n, const F &f) {
-  if (n <= 32 * 8) return f(StridedShape<32, 8, 0>{});
-  if (n <= 64 * 8) return f(StridedShape<64, 8, 0>{});
-  if (n <= 128 * 8) return f(StridedShape<128, 8, 0>{});
-  if (n <= 256 * 8) return f(StridedShape<256, 8, 0>{});
-  if (n <= 256 * 12) return f(StridedShape<256, 12, 0>{});
-  if (n <= 256 * 16) return f(StridedShape<256, 16, 0>{});
-  if (n <= 512 * 12) return f(StridedShape<512, 12, 0>{});
-  if (n <= 512 * 16) return f(StridedShape<512, 16, 0>{});
-  return f(StridedShape<512, 24, 0>{});
+// Calls f with the elements a thread that hold a row of n.
+template <class F> pydet_status with_elements(int64_t n, const F &f) {
+  if (n <= 512 * 12) return f(std::integral_constant<int, 12>{});
+  if (n <= 512 * 16) return f(std::integral_constant<int, 16>{});
+  return f(std::integral_constant<int, 24>{});
 }
-template <class P> int64_t longest_staged(const P &p) { return p.x.type == Type::f32 ? 512 * 16 : 512 * 24; }
 
 template <class P> pydet_status backward_staged(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const RmsNormBackward sums = sums_over_rows(p);
-  if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
-  if (p.rows > 0) {
-    const pydet_status launched = with_staged_shape(p.n, [&](auto shape) {
-      constexpr int T = shape.T, V = shape.V;
+  return with_sums_over_rows(name, p, 1, [&] {
+    return with_elements(p.n, [&](auto V) {
       auto run = [&](auto size, auto kernel) {
         Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kDweightChainRows))),
-                        dim3(T), kStages * 2 * kRowBytes<size, T, V>};
+                        dim3(kStagedThreads), kStages * 2 * kRowBytes<size, V>};
         where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
         return launch(where, kernel, p, rows_ascend(p.x, p.inner, p.rows, p.n),
                       rows_ascend(p.dy, p.inner, p.rows, p.n));
       };
       if constexpr (V <= 16)
-        if (p.x.type == Type::f32)
-          return run(std::integral_constant<int, 4>{}, norm_backward_staged_kernel<P, 4, T, V>);
-      return run(std::integral_constant<int, 2>{}, norm_backward_staged_kernel<P, 2, T, V>);
+        if (p.x.type == Type::f32) return run(std::integral_constant<int, 4>{}, norm_backward_staged_kernel<P, 4, V>);
+      return run(std::integral_constant<int, 2>{}, norm_backward_staged_kernel<P, 2, V>);
     });
-    if (launched != PYDET_OK) return launched;
-  }
-  return join_partials(sums, 1);
+  });
+}
+template <class P> bool staged_takes(const P &p) {
+  const bool wide = p.x.type == Type::f32;
+  const int64_t longest = kStagedThreads * (wide ? 16 : 24), bytes = kStages * 2 * (size_of(p.x.type) * longest + 16);
+  return p.n > kLongestStrided && p.n <= longest && bytes + (4 << 10) <= gpu_shared_bytes(p.device.id);
 }
 
 // ---- Unaligned: dx and the sums apart ------------------------------------------------------------------------------
@@ -404,15 +383,10 @@ template <class F> pydet_status with_shape(int64_t n, const F &f) {
 }
 
 template <class P> pydet_status backward_unaligned(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const RmsNormBackward sums = sums_over_rows(p);
-  const bool wanted = sums.dweight.data || sums.dbias.data;
-  pydet_status status = ready_to_join(sums);
-  if (status != PYDET_OK) return status;
-  const int64_t jobs = wanted ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
-  if (p.rows > 0 && (wanted || p.dx.data)) {
-    status = with_shape(p.n, [&](auto shape) {
+  return with_sums_over_rows(name, p, 1, [&] {
+    const int64_t jobs = p.dweight.data || p.dbias.data ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
+    if (!jobs && !p.dx.data) return pydet_status(PYDET_OK);
+    return with_shape(p.n, [&](auto shape) {
       constexpr int T = shape.T, kThreads = kBlock<T>;
       const int64_t column_blocks = divide_up(jobs, kThreads),
                     row_blocks = p.dx.data ? divide_up(p.rows, kThreads / T) : 0;
@@ -424,9 +398,7 @@ template <class P> pydet_status backward_unaligned(const char *name, const P &p)
                                           : norm_backward_unaligned_kernel<P, 2, T, shape.V, shape.F>,
                     p, column_blocks);
     });
-    if (status != PYDET_OK) return status;
-  }
-  return join_partials(sums, 1);
+  });
 }
 
 template <class P> bool unaligned_takes(const P &p) {
@@ -449,11 +421,13 @@ pydet_status layernorm_backward_strided(const LayerNormBackward &p) {
   return backward_strided("layernorm_backward_strided", p);
 }
 
-bool rmsnorm_backward_staged_takes(const RmsNormBackward &p) { return p.n <= longest_staged(p); }
-bool rmsnorm_backward_staged_prefers(const RmsNormBackward &) { return false; }
+bool rmsnorm_backward_staged_takes(const RmsNormBackward &p) { return staged_takes(p); }
+bool rmsnorm_backward_staged_prefers(const RmsNormBackward &p) { return many_elements(p.rows, p.n); }
 pydet_status rmsnorm_backward_staged(const RmsNormBackward &p) { return backward_staged("rmsnorm_backward_staged", p); }
-bool layernorm_backward_staged_takes(const LayerNormBackward &p) { return p.n <= longest_staged(p); }
-bool layernorm_backward_staged_prefers(const LayerNormBackward &) { return false; }
+bool layernorm_backward_staged_takes(const LayerNormBackward &p) { return staged_takes(p); }
+bool layernorm_backward_staged_prefers(const LayerNormBackward &p) {
+  return !rows_whole(p) && many_elements(p.rows, p.n);
+}
 pydet_status layernorm_backward_staged(const LayerNormBackward &p) {
   return backward_staged("layernorm_backward_staged", p);
 }
@@ -470,9 +444,9 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &p) { return una
 // 9.7 and, apart, 7.9, 256x2041 9.8 and 8.4, 120x5001 9.5 and 9.1, 1100x5001 36 and, strided, 30, 4000x6001 142 and 95.
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &p) {
   if (rows_whole(p)) return p.rows > 1024 && p.rows * p.n <= (p.n <= 1024 ? 1'200'000 : 1'500'000);
-  const int64_t few = p.n <= 1800 || p.n > 8185 ? 0 : p.n <= 4500 ? 256 : 128;
+  const int64_t few = p.n <= 1800 || p.n > 8185 ? 16 : p.n <= 4500 ? 256 : 128;
   const int64_t most = p.n <= 5120 ? 4'000'000 : 8'000'000;
-  return p.rows > few && (p.n > kLongestStrided || p.rows * p.n <= most);
+  return p.rows > few && (p.rows * p.n <= most || (p.n > kLongestStrided && !staged_takes(p)));
 }
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &p) {
   return backward_unaligned("layernorm_backward_unaligned", p);
