@@ -178,7 +178,6 @@ pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 bool rmsnorm_backward_short_takes(const RmsNormBackward &);
 bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
-pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
 // nvidia/norm_elements.cu, nvidia/norm_backward_elements.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);

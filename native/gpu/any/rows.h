@@ -23,6 +23,10 @@ constexpr int kMaxTeam = kRowLaneGroups;
 // Whether a norm takes its rows' means from them, as LayerNorm does.
 template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNorm> || std::is_same_v<P, LayerNormBackward>;
 
+__device__ __forceinline__ uint32_t from_lane(uint32_t value, int lane) {
+  return bits_of(gpu_shfl(float_of(value), lane, kLogicalWarp));
+}
+
 // ---- A vector of elements ----------------------------------------------------------------------------------------
 
 template <Type type, int W> struct alignas(W *size_of(type) < 16 ? 8 : 16) Packed {

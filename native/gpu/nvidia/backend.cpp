@@ -196,9 +196,6 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
         .takes(rmsnorm_backward_short_takes)
         .prefers(rmsnorm_backward_short_chain_prefers)
         .launches(rmsnorm_backward_short_chain),
-    Row("cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums)
-        .takes(rmsnorm_backward_short_takes)
-        .launches(rmsnorm_backward_short_cluster),
     Row("cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .prefers(rmsnorm_backward_chain_prefers)

@@ -366,27 +366,11 @@ __global__ void __launch_bounds__(kBlock<T>)
   if (r <= last) store_dx(p, where, columns, rstd, xhat, sums, g);
 }
 
-// Calls f with a team that holds a row of n.
-template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
-  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
-  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
-  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
-  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
-  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
-  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
-  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
-  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
-  if (n <= 512 * 16) return f(StridedShape<512, 16, 12>{});
-  if (n <= 1024 * 12) return f(StridedShape<1024, 12, 8>{});
-  return f(StridedShape<1024, 16, 12>{});
-}
-
 template <class P> pydet_status backward_unaligned(const char *name, const P &p) {
   return with_sums_over_rows(name, p, 1, [&] {
     const int64_t jobs = p.dweight.data || p.dbias.data ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
     if (!jobs && !p.dx.data) return pydet_status(PYDET_OK);
-    return with_shape(p.n, [&](auto shape) {
+    auto run = [&](auto shape) {
       constexpr int T = shape.T, kThreads = kBlock<T>;
       const int64_t column_blocks = divide_up(jobs, kThreads),
                     row_blocks = p.dx.data ? divide_up(p.rows, kThreads / T) : 0;
@@ -397,7 +381,8 @@ template <class P> pydet_status backward_unaligned(const char *name, const P &p)
                     p.x.type == Type::f32 ? norm_backward_unaligned_kernel<P, 4, T, shape.V, shape.F>
                                           : norm_backward_unaligned_kernel<P, 2, T, shape.V, shape.F>,
                     p, column_blocks);
-    });
+    };
+    return p.n > kLongestOfShapes ? run(StridedShape<1024, 16, 12>{}) : with_strided_shape(p.n, run);
   });
 }
 
@@ -426,7 +411,7 @@ bool rmsnorm_backward_staged_prefers(const RmsNormBackward &p) { return many_ele
 pydet_status rmsnorm_backward_staged(const RmsNormBackward &p) { return backward_staged("rmsnorm_backward_staged", p); }
 bool layernorm_backward_staged_takes(const LayerNormBackward &p) { return staged_takes(p); }
 bool layernorm_backward_staged_prefers(const LayerNormBackward &p) {
-  return !rows_whole(p) && many_elements(p.rows, p.n);
+  return (!rows_whole(p) || p.n > 8192) && many_elements(p.rows, p.n);
 }
 pydet_status layernorm_backward_staged(const LayerNormBackward &p) {
   return backward_staged("layernorm_backward_staged", p);

@@ -5,8 +5,9 @@
 // groups. exp is computed once and kept as fp32, for some vectors in shared memory, so that more rows are on their way.
 // Of log_softmax x is kept as it lies in memory, and so are dy and y of gradients.
 
+#include "gpu/any/softmax_row.h"
 #include "gpu/kernels.h"
-#include "gpu/nvidia/softmax_cluster.h"
+#include "gpu/cluster.h"
 
 // Kernels of other machines are empty: Blackwell's would spill.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
@@ -15,6 +16,174 @@
 
 namespace pydet {
 namespace {
+
+// What a block is sent by those of its cluster.
+template <int C> struct alignas(16) Received {
+  float sums[kRowLaneGroups];
+  float2 most[C];
+  uint64_t most_arrived, sums_arrived;
+};
+
+// Adjacent elements as they lie in memory.
+template <Type type, int W> struct alignas(W *size_of(type) < 16 ? W * size_of(type) : 16) Adjacent {
+  uint32_t word[W * size_of(type) / 4];
+};
+
+template <Type type, int W>
+__device__ __forceinline__ void to_floats(const Adjacent<type, W> &adjacent, float (&x)[W]) {
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    if constexpr (type == Type::f32) x[i] = float_of(adjacent.word[i]);
+    else x[i] = Element<type>::to_f32(uint16_t(i % 2 ? adjacent.word[i / 2] >> 16 : adjacent.word[i / 2]));
+  }
+}
+
+// The sum of a group's eight lanes, of which a thread has W. Each of the 8 / W threads gets it.
+template <int W> __device__ __forceinline__ float of_group(float (&s)[W]) {
+  auto from = [](float x, int apart) { return __shfl_xor_sync(0xFFFFFFFFu, x, apart); };
+  if constexpr (W == 8) {
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2)
+#pragma unroll
+      for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
+    return s[0];
+  } else if constexpr (W == 4) {  // the first of two threads goes on with lanes 0 and 2, the second with 1 and 3
+    const bool second = threadIdx.x % 2;
+    const float low = (second ? s[1] : s[0]) + from(second ? s[0] : s[1], 1);
+    const float high = (second ? s[3] : s[2]) + from(second ? s[2] : s[3], 1);
+    const float sum = low + high;
+    return sum + from(sum, 1);
+  } else {
+    static_assert(W == 2);
+    const bool upper = threadIdx.x & 2;
+    float sum = (upper ? s[1] : s[0]) + from(upper ? s[0] : s[1], 2);
+    sum += from(sum, 1);
+    return sum + from(sum, 2);
+  }
+}
+
+// A thread's pieces of a row, which begin at column `first` and lie 2048 apart. Past the row's end there is `outside`.
+template <Type type, int W, int V, bool whole>
+__device__ __forceinline__ void load_pieces(const char *row, int first, int n, uint32_t outside,
+                                            Adjacent<type, W> (&x)[V]) {
+  using Bits = typename Element<type>::Bits;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int j = first + kRowLanes * v;
+#pragma unroll
+    for (int i = 0; i < W * size_of(type) / 4; ++i) x[v].word[i] = outside;
+    if constexpr (whole) {
+      if (j < n) x[v] = *reinterpret_cast<const Adjacent<type, W> *>(row + int64_t(j) * size_of(type));
+    } else {
+      const Bits *const from = reinterpret_cast<const Bits *>(row);
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        const uint32_t one = j + e < n ? from[j + e] : Bits(outside);
+        if constexpr (size_of(type) == 4) x[v].word[e] = one;
+        else x[v].word[e / 2] = e % 2 ? x[v].word[e / 2] | one << 16 : one;
+      }
+    }
+  }
+}
+
+// Stores pieces from the v-th on.
+template <Type type, int W, bool whole, int N>
+__device__ __forceinline__ void store_pieces(char *row, int first, int n, int v, const Adjacent<type, N> &y) {
+  using Bits = typename Element<type>::Bits;
+  constexpr int kWords = W * size_of(type) / 4;
+#pragma unroll
+  for (int i = 0; i < N / W; ++i) {
+    const int j = first + kRowLanes * (v + i);
+    if constexpr (whole) {
+      Adjacent<type, W> piece;
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) piece.word[k] = y.word[i * kWords + k];
+      if (j < n) *reinterpret_cast<Adjacent<type, W> *>(row + int64_t(j) * size_of(type)) = piece;
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        const uint32_t word = y.word[(i * W + e) * size_of(type) / 4];
+        if (j + e < n)
+          reinterpret_cast<Bits *>(row)[j + e] = Bits(size_of(type) == 4 || e % 2 == 0 ? word : word >> 16);
+      }
+    }
+  }
+}
+
+// The sum along a row from the lanes of the cluster's threads, which all get it.
+template <int C, int W>
+__device__ __forceinline__ float row_sum(float (&lane)[W], Received<C> &received, int rank) {
+  const int t = int(threadIdx.x);
+  const float group = of_group(lane);
+  constexpr int kOfGroup = 8 / W;  // threads
+  if constexpr (C > 1) {           // those of a pair of groups send both sums to a block each
+    static_assert(2 * kOfGroup >= C);
+    const float neighbour = __shfl_xor_sync(0xFFFFFFFFu, group, kOfGroup);
+    const bool upper = t & kOfGroup;
+    meet_cluster();
+    if (t % (2 * kOfGroup) < C)
+      send(&received.sums[kRowLaneGroups / C * rank + t / (2 * kOfGroup) * 2],
+           make_float2(upper ? neighbour : group, upper ? group : neighbour), &received.sums_arrived,
+           t % (2 * kOfGroup));
+    wait_for_cluster(&received.sums_arrived);
+  } else {
+    if (t % kOfGroup == 0) received.sums[t / kOfGroup] = group;
+    __syncthreads();
+  }
+  float part[kRowLaneGroups / kLogicalWarp];
+#pragma unroll
+  for (int i = 0; i < kRowLaneGroups / kLogicalWarp; ++i) part[i] = received.sums[kLogicalWarp * i + t % kLogicalWarp];
+#pragma unroll
+  for (int apart = kRowLaneGroups / kLogicalWarp / 2; apart > 0; apart /= 2)
+#pragma unroll
+    for (int i = 0; i < apart; ++i) part[i] += part[i + apart];
+  float sum = part[0];
+#pragma unroll
+  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
+  return sum;
+}
+
+// The largest of the numbers that threads of the cluster bring, which all get. Whoever sends sums, later, has met this.
+template <int C, int T>
+__device__ __forceinline__ float row_max(float max, float *of_warps, Received<C> &received, int rank) {
+  const int t = int(threadIdx.x);
+#pragma unroll
+  for (int apart = kLogicalWarp / 2; apart > 0; apart /= 2) max = larger(max, __shfl_xor_sync(0xFFFFFFFFu, max, apart));
+  if (t % kLogicalWarp == 0) of_warps[t / kLogicalWarp] = max;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < T / kLogicalWarp; ++i) max = larger(max, of_warps[i]);
+  if constexpr (C > 1) {
+    if (t < C) send(&received.most[rank], make_float2(max, 0.0f), &received.most_arrived, t);
+    wait_for_cluster(&received.most_arrived);
+#pragma unroll
+    for (int c = 0; c < C; ++c) max = larger(max, received.most[c].x);
+  }
+  return max + 0.0f;  // which zero is the largest would depend on the order
+
+}
+
+// What becomes of some pieces of a row, from the v-th on: `one` has exps, or x for logarithms.
+template <Type type, int W, bool whole, int N>
+__device__ __forceinline__ void store_results(const Finish &finish, bool log, char *row, int first, int n, int v,
+                                              float (&one)[N]) {
+  Adjacent<type, N> y;
+  if (log) {
+    finish.logarithms(one);
+    round_words<type>(one, y.word);
+  } else if (finish.p.kind == SoftmaxKind::log_prob_backward) {
+    finish.quotients(one, one);
+#pragma unroll
+    for (int i = 0; i < N; ++i) one[i] = finish.gradient_of(first + kRowLanes * (v + i / W) + i % W, one[i]);
+    round_words<type>(one, y.word);
+  } else if constexpr (size_of(type) == 2) {
+    finish.rounded_quotients<type>(one, y.word);
+  } else {
+    finish.quotients(one, one);
+    round_words<type>(one, y.word);
+  }
+  store_pieces<type, W, whole>(row, first, n, v, y);
+}
 
 constexpr int more_of(int a, int b) { return a > b ? a : b; }
 
@@ -240,13 +409,17 @@ bool softmax_spread_takes(const Softmax &p) { return p.n <= kLongest && p.rows <
 
 // Measured on an H100, us, softmax here and by the fastest of the others: 1024x128256 233 and 384, 2048x50304 165 and
 // 235, 4096x32000 182 and 275, 12932x8792 193 and 249, 4096x8192 50 and 73, 64x32000 8.1 and 13.0, 1x151936 8.6 and
-// 10.7, 16384x3072 92 and 95, but 16384x2048 67 and 59. Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42,
-// 1000x6657 30 and 20; their log_softmax 700x50257 77 and 89, but 5780x33865 451 and 356, 1000x8201 32 and 25.
+// 10.7, 16384x3072 92 and 95, 28x944 1.8 and 2.3, 207x1344 2.3 and 2.6, but 16384x2048 67 and 59, 442x368 3.3 and 2.3.
+// Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42, 7x5243 2.6 and 3.3, 1000x6657 30 and 20; their log_softmax
+// 700x50257 77 and 89, but 5780x33865 451 and 356, 1000x8201 32 and 25. log_prob's gradient asks for its column late:
+// 520x28168 36 and 48, 971x61940 168 and 267, 1538x5496 24 and 29, but 143x2928 5.1 and 3.9, 7x50592 7.4 and 6.5.
 bool softmax_spread_prefers(const Softmax &p) {
+  const bool whole = rows_whole(p), log = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob;
+  if (p.kind == SoftmaxKind::log_prob_backward) return p.rows > 24 && p.n > (whole ? 2 : 4) * kRowLanes;
   const bool few = p.kind != SoftmaxKind::log_prob && p.rows <= (p.n > kRowLanes / 2 ? 260 : 100);
-  if (rows_whole(p)) return p.n > kRowLanes || few;
-  if (p.rows <= 24) return p.n > 2 * kRowLanes;
-  return p.n > 4 * kRowLanes && (p.kind == SoftmaxKind::softmax || p.kind == SoftmaxKind::log_prob_backward || p.rows < 1000 || p.n > 45 * kRowLanes);
+  if (whole) return p.n > kRowLanes || few;
+  if (p.rows <= 32 && p.n > 2 * kRowLanes) return true;
+  return p.n > 4 * kRowLanes && (!log || p.rows < 1000 || p.n > 45 * kRowLanes);
 }
 
 pydet_status softmax_spread(const Softmax &p) {
