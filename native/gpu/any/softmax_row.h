@@ -134,8 +134,7 @@ struct Finish {
     if (p.kind == SoftmaxKind::log_softmax) return logarithms(x);
     if (p.kind == SoftmaxKind::softmax) return;
 #pragma unroll
-    for (int e = 0; e < N; ++e)
-      x[e] = gradient_of(j + e * step, x[e]);
+    for (int e = 0; e < N; ++e) x[e] = gradient_of(j + e * step, x[e]);
   }
   // log_prob's, of column j and its softmax.
   __device__ __forceinline__ float gradient_of(int64_t j, float y) const {

@@ -290,9 +290,8 @@ template <class P> pydet_status backward_apart(const char *name, const P &p) {
     using Narrow = Slice<16, 2, 16>;
     using NarrowOfFew = Slice<16, 2, wide ? 8 : 16>;  // that leaves registers
     auto run = [&](auto columns, auto shifted) {
-      return with_shape<P, shifted>(p.n, [&](auto shape) {
-        return launch_apart<decltype(columns), type, shifted>(name, p, shape);
-      });
+      return with_shape<P, shifted>(
+          p.n, [&](auto shape) { return launch_apart<decltype(columns), type, shifted>(name, p, shape); });
     };
     if (!rows_whole(p)) return run(NarrowOfFew{}, std::true_type{});
     using OfFewRows = std::conditional_t<kCentred<P>, NarrowOfFew, Narrow>;
@@ -302,7 +301,7 @@ template <class P> pydet_status backward_apart(const char *name, const P &p) {
     if (p.rows > 64 && p.rows <= kDweightBlockRows && p.n > 512 * 16)
       return launch_apart<Slice<16, 8, 4, 512>, type, false>(name, p, RowShape<512, 4, 8, 1>{});
     if (p.rows <= kDweightBlockRows) return run(OfFewRows{}, whole);
-    return run(Slice<4, 8, kCentred<P> || wide ? 4 : 8>{}, whole);
+    return run(Slice < 4, 8, kCentred<P> || wide ? 4 : 8 > {}, whole);
   });
 }
 

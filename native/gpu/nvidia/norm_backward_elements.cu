@@ -176,8 +176,7 @@ __global__ void __launch_bounds__(kStagedThreads)
     }
     auto behind = [&](const Rows &rows) { return int(reinterpret_cast<uintptr_t>(row_at(rows, size, row)) % 16); };
     const Bits *const x_at = reinterpret_cast<const Bits *>(slot(i) + behind(p.x)) + t,
-                     *const dy_at =
-                         reinterpret_cast<const Bits *>(slot(i) + kRowBytes<size, V> + behind(p.dy)) + t;
+                      *const dy_at = reinterpret_cast<const Bits *>(slot(i) + kRowBytes<size, V> + behind(p.dy)) + t;
     auto load = [&](int v, float(&xhat)[N], float(&dy)[N]) {
       Bits x_bits[N], dy_bits[N];
 #pragma unroll

@@ -160,7 +160,6 @@ __device__ __forceinline__ float row_max(float max, float *of_warps, Received<C>
     for (int c = 0; c < C; ++c) max = larger(max, received.most[c].x);
   }
   return max + 0.0f;  // which zero is the largest would depend on the order
-
 }
 
 // What becomes of some pieces of a row, from the v-th on: `one` has exps, or x for logarithms.
