@@ -207,7 +207,7 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     Row("cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .launches(rmsnorm_backward_group),
-    Row("cuda_rmsnorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
+    Row("cuda_rmsnorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_staged_takes)
         .prefers(rmsnorm_backward_staged_prefers)
         .launches(rmsnorm_backward_staged),
@@ -458,7 +458,7 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .takes(layernorm_backward_unaligned_takes)
         .prefers(layernorm_backward_unaligned_prefers)
         .launches(layernorm_backward_unaligned),
-    Row("cuda_layernorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+    Row("cuda_layernorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kSm90, kLayerNormGradient)
         .takes(layernorm_backward_staged_takes)
         .prefers(layernorm_backward_staged_prefers)
         .launches(layernorm_backward_staged),

@@ -13,6 +13,11 @@
 #include "gpu/nvidia/elements.h"
 #include "gpu/nvidia/pieces.h"
 
+// The kernel of rows in shared memory is empty on other machines: Blackwell's would spill.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
+#define PYDET_HOPPER 1
+#endif
+
 namespace pydet {
 namespace {
 
@@ -133,6 +138,7 @@ template <int size, int V> constexpr int kRowBytes = kStagedThreads * V * size +
 template <class P, int size, int V>
 __global__ void __launch_bounds__(kStagedThreads)
     norm_backward_staged_kernel(const __grid_constant__ P p, bool x_ascends, bool dy_ascends) {
+#if defined(PYDET_HOPPER)
   constexpr bool centred = kCentred<P>;
   constexpr int T = kStagedThreads, N = 4;  // elements at once
   using Bits = ElementBits<size>;
@@ -242,6 +248,7 @@ __global__ void __launch_bounds__(kStagedThreads)
     if constexpr (centred)
       if (p.dbias.data) chains[divide_up(p.rows, kDweightChainRows) * p.n + columns.column(i)] = of_bias[i];
   }
+#endif
 }
 
 // Calls f with the elements a thread that hold a row of n.
@@ -270,7 +277,8 @@ template <class P> pydet_status backward_staged(const char *name, const P &p) {
 template <class P> bool staged_takes(const P &p) {
   const bool wide = p.x.type == Type::f32;
   const int64_t longest = kStagedThreads * (wide ? 16 : 24), bytes = kStages * 2 * (size_of(p.x.type) * longest + 16);
-  return p.n > kLongestStrided && p.n <= longest && bytes + (4 << 10) <= gpu_shared_bytes(p.device.id);
+  return compute_capability(p.device.id) == 90 && p.n > kLongestStrided && p.n <= longest &&
+         bytes + (4 << 10) <= gpu_shared_bytes(p.device.id);
 }
 
 // ---- Unaligned: dx and the sums apart ------------------------------------------------------------------------------
