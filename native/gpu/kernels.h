@@ -158,6 +158,13 @@ bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
 bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
+bool layernorm_backward_ring_takes(const LayerNormBackward &);
+bool layernorm_backward_cluster_takes(const LayerNormBackward &);
+bool layernorm_backward_chain_prefers(const LayerNormBackward &);
+bool layernorm_backward_cluster_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_chain(const LayerNormBackward &);
+pydet_status layernorm_backward_cluster(const LayerNormBackward &);
+pydet_status layernorm_backward_group(const LayerNormBackward &);
 bool layernorm_backward_rows_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_rows(const LayerNormBackward &);
 
@@ -174,7 +181,6 @@ pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 bool rmsnorm_backward_short_takes(const RmsNormBackward &);
 bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
-pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
 // nvidia/norm_elements.cu, nvidia/norm_backward_elements.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
@@ -187,6 +193,12 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
+bool rmsnorm_backward_staged_takes(const RmsNormBackward &);
+bool rmsnorm_backward_staged_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_staged(const RmsNormBackward &);
+bool layernorm_backward_staged_takes(const LayerNormBackward &);
+bool layernorm_backward_staged_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_staged(const LayerNormBackward &);
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
 bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &);

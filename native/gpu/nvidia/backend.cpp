@@ -197,9 +197,6 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
         .takes(rmsnorm_backward_short_takes)
         .prefers(rmsnorm_backward_short_chain_prefers)
         .launches(rmsnorm_backward_short_chain),
-    Row("cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums)
-        .takes(rmsnorm_backward_short_takes)
-        .launches(rmsnorm_backward_short_cluster),
     Row("cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .prefers(rmsnorm_backward_chain_prefers)
@@ -211,6 +208,10 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     Row("cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .launches(rmsnorm_backward_group),
+    Row("cuda_rmsnorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_staged_takes)
+        .prefers(rmsnorm_backward_staged_prefers)
+        .launches(rmsnorm_backward_staged),
     Row("cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_strided_takes)
         .prefers(rmsnorm_backward_strided_prefers)
@@ -232,7 +233,7 @@ constexpr Kernel<Softmax> kSoftmax[] = {
         .takes(softmax_head_takes)
         .prefers(softmax_head_prefers)
         .launches(softmax_head),
-    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
+    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfSoftmax)
         .takes(softmax_spread_takes)
         .prefers(softmax_spread_prefers)
         .launches(softmax_spread),
@@ -487,6 +488,10 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .takes(layernorm_backward_unaligned_takes)
         .prefers(layernorm_backward_unaligned_prefers)
         .launches(layernorm_backward_unaligned),
+    Row("cuda_layernorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kSm90, kLayerNormGradient)
+        .takes(layernorm_backward_staged_takes)
+        .prefers(layernorm_backward_staged_prefers)
+        .launches(layernorm_backward_staged),
     Row("cuda_layernorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
         .takes(layernorm_backward_strided_takes)
         .prefers(layernorm_backward_strided_prefers)
@@ -495,6 +500,17 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .takes(layernorm_backward_apart_takes)
         .prefers(layernorm_backward_apart_prefers)
         .launches(layernorm_backward_apart),
+    Row("cuda_layernorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_ring_takes)
+        .prefers(layernorm_backward_chain_prefers)
+        .launches(layernorm_backward_chain),
+    Row("cuda_layernorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kLayerNormGradient)
+        .takes(layernorm_backward_cluster_takes)
+        .prefers(layernorm_backward_cluster_prefers)
+        .launches(layernorm_backward_cluster),
+    Row("cuda_layernorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_ring_takes)
+        .launches(layernorm_backward_group),
     Row("cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
         .takes(layernorm_backward_rows_takes)
         .launches(layernorm_backward_rows),
