@@ -62,6 +62,7 @@ template <Type type, class S> __device__ __forceinline__ bool find_tile(const At
   uint32_t number = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   if (number >= sharing.count) return false;
   const auto next = [&](uint32_t count) {
+    make_opaque(count);  // else its inverse is kept in a register
     const uint32_t at = number % count;
     number /= count;
     return int(at);
@@ -90,9 +91,9 @@ __device__ __noinline__ void make_again(const Attention &p, const ScoreScale &sc
 #pragma unroll 1
       for (int column0 = 0; column0 < p.e; column0 += General::s.columns) {
         General tile(p, scale, shared, running);
-        if (!tile.begin(r, place.sequence, place.group, column0)) break;
-        tile.walk(place.only, true);
-        tile.store(place.only);
+        if (!tile.begin(r, place.sequence, place.group, column0, place.only)) break;
+        tile.walk(true);
+        tile.store();
       }
   }
 }
@@ -103,24 +104,29 @@ __global__ void __launch_bounds__(Tile<type, S>::kThreads, S::shape.blocks)
                          const __grid_constant__ Sharing sharing) {
   using OfShape = Tile<type, S>;
   extern __shared__ __align__(128) char shared[];
-  float4 *running = reinterpret_cast<float4 *>(
-      sharing.running ? sharing.running + uint64_t(blockIdx.x) * OfShape::kRunningBytes : nullptr);
+  const auto running = [&] {
+    uint32_t block = blockIdx.x;
+    make_opaque(block);
+    char *of_block = sharing.running + uint64_t(block) * OfShape::kRunningBytes;
+    return reinterpret_cast<float4 *>(sharing.running ? of_block : nullptr);
+  };
   uint32_t astray = 0;
 #pragma unroll 1
   for (uint32_t turn = 0; turn * gridDim.x < sharing.count; ++turn) {
-    OfShape tile(p, scale, shared, running);
+    OfShape tile(p, scale, shared, running());
     Place place;
     if (!find_tile<type, S>(p, sharing, turn, &place) ||
-        !tile.begin(place.rows, place.sequence, place.group, place.column0))
+        !tile.begin(place.rows, place.sequence, place.group, place.column0, place.only, turn, astray))
       continue;
     bool careful = false;
-    do tile.walk(place.only, careful);
+    do tile.walk(careful);
     while (!careful && (careful = tile.astray()) && S::takes_all);
+    turn = tile.kept(0), astray = tile.kept(1);
     if (!S::takes_all && careful) astray |= 1u << min(turn, kTurnBits - 1u);
-    tile.store(place.only);
+    tile.store();
   }
   if constexpr (!S::takes_all)
-    if (astray) make_again<type, S>(p, scale, sharing, shared, running, astray);
+    if (astray) make_again<type, S>(p, scale, sharing, shared, running(), astray);
 }
 
 constexpr const char *kName = "attention_mma";

@@ -78,9 +78,12 @@ template <Type type, class S> class Tile {
     int sequence, group, column0, count;  // count: of rows
     int from, to;                         // keys that any row may see
     int begin, end;                       // and those that are walked
+    int only, chunk;                      // the segment that is made, -1 for all, and keys of one
+    uint32_t kept[2];                     // the caller's
     TileRow rows[kRows];
-    // Of each thread's rows the reference, and the largest score of the parts of a block so far.
+    // Of each thread's rows the reference, the largest score of the parts of a block so far, and sums of weights.
     float m[2 * s.tall][kThreads], largest[2 * s.tall][kThreads];
+    float2 l[2 * s.tall][kThreads];
   };
   static constexpr int kOperands = (int(sizeof(Shared)) + 127) / 128 * 128;  // where they begin
   static constexpr int kWaitingBytes = (s.parts - 1) * kPart / 2 * s.tall * kThreads * 4;
@@ -102,13 +105,15 @@ template <Type type, class S> class Tile {
   }
 
   // The tile's rows; false where there are none. Every thread calls it.
-  __device__ __forceinline__ bool begin(int tile, int sequence, int group, int column0) {
+  __device__ __forceinline__ bool begin(int tile, int sequence, int group, int column0, int only,
+                                        uint32_t kept0 = 0, uint32_t kept1 = 0) {
     __syncthreads();  // a tile before this one has left shared memory
     const int64_t row0 = int64_t(tile) * kRows;
     if (threadIdx.x == 0) {
       const Extent x = extent_of(p_, sequence);
       const int64_t rows = x.queries * heads_of_group(p_) - row0;
       shared_.extent = x, shared_.sequence = sequence, shared_.group = group, shared_.column0 = column0;
+      shared_.only = only, shared_.kept[0] = kept0, shared_.kept[1] = kept1;
       shared_.count = rows < 0 ? 0 : rows < kRows ? int(rows) : kRows;
     }
     __syncthreads();
@@ -131,8 +136,11 @@ template <Type type, class S> class Tile {
     return true;
   }
 
-  // Segment `only`, or, where that is negative, all, folded. Every thread calls it.
-  __device__ __forceinline__ void walk(int only, bool careful) {
+  __device__ uint32_t kept(int i) const { return shared_.kept[i]; }
+
+  // All segments, folded, or the only one. Every thread calls it.
+  __device__ __forceinline__ void walk(bool careful) {
+    const int only = shared_.only;
     begin_segment();
     const int chunk = int(within(p_.kv_chunk, 0, kMostKeys));
     int begin = shared_.from, end = shared_.to;
@@ -142,21 +150,17 @@ template <Type type, class S> class Tile {
     }
     if (begin >= end) return;
     __syncthreads();  // a walk before this one has left shared memory
-    if (threadIdx.x == 0) shared_.begin = begin, shared_.end = end;
+    if (threadIdx.x == 0) shared_.begin = begin, shared_.end = end, shared_.chunk = chunk;
     __syncthreads();
-    bool first_segment = true;
     int j0 = begin / s.block * s.block;  // segments are made of whole blocks
-    ahead_ = j0, turn_ = -1, place_ = 0;
     load_queries();
-    load_next();
-    int left = (chunk - j0 % chunk) / s.block;  // blocks of this segment
+    load_after(j0, -1);
 #pragma unroll 1
     for (; j0 < shared_.end; j0 += s.block) {
       add_block(j0, careful);
-      const bool last_block = j0 + s.block >= shared_.end;
-      if (!last_block && --left > 0) continue;
-      end_segment(first_segment, last_block);
-      first_segment = false, left = chunk / s.block;
+      const int chunk = shared_.chunk, of_segment = uint32_t(j0) % uint32_t(chunk);
+      const bool last = j0 + s.block >= shared_.end;
+      if (last || of_segment + s.block == chunk) end_segment(j0 - of_segment <= shared_.begin, last);
     }
     wait_copies<0>();
   }
@@ -168,8 +172,8 @@ template <Type type, class S> class Tile {
   }
 
   // Of all segments the result; of one, where they are apart, what the kernel that folds them takes.
-  __device__ __forceinline__ void store(int only) {
-    if (only >= 0) store_part(only);
+  __device__ __forceinline__ void store() {
+    if (shared_.only >= 0) store_part(shared_.only);
     else store_rows();
   }
 
@@ -195,6 +199,7 @@ template <Type type, class S> class Tile {
     return {row.query, row.head, {row.first, row.end}};
   }
 
+  __device__ float2 &l(int t, int h) const { return shared_.l[2 * t + h][thread()]; }
   __device__ float &m(int t, int h) const { return shared_.m[2 * t + h][thread()]; }
 
   // f(element, t, h) for all of a thread's elements.
@@ -220,7 +225,7 @@ template <Type type, class S> class Tile {
         for (int i = 0; i < s.columns / 8; ++i)
           if ((column + 8 * i) < p_.e)  // e is even
             *reinterpret_cast<float2 *>(to + (column + 8 * i)) = make_float2(o_[t][i][2 * h], o_[t][i][2 * h + 1]);
-        if (column == 0) to[p_.e] = m(t, h), to[p_.e + 1] = l_[t][h][0];
+        if (column == 0) to[p_.e] = m(t, h), to[p_.e + 1] = l(t, h).x;
       }
   }
 
@@ -234,7 +239,7 @@ template <Type type, class S> class Tile {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int r = my_row(t, h);
-        const RowEnd<Exp2> end(p_, shared_.rows[r].head, {m(t, h), l_[t][h][0]});
+        const RowEnd<Exp2> end(p_, shared_.rows[r].head, {m(t, h), l(t, h).x});
         const int64_t begin = S::takes_all ? row_offset(p_.out, shared_.sequence, shared_.extent, tile_row(r)) : 0;
 #pragma unroll
         for (int i = 0; i < s.columns / 8; ++i) {
@@ -377,27 +382,29 @@ template <Type type, class S> class Tile {
   __device__ bool has(int j0, int part) const {
     return s.parts == 1 || (j0 + part * kPart < shared_.end && j0 + (part + 1) * kPart > shared_.begin);
   }
-  // In turn s.parts of keys and as many of values.
+  // A block's parts come in turns: s.parts of keys, from the last, and as many of values, from the first; the next block's
+  // behind them. A part that nobody sees is left out, of both, so turns alternate between the ring's places.
   __device__ static int part_of(int turn) { return turn < s.parts ? s.parts - 1 - turn : turn - s.parts; }
-  __device__ __forceinline__ void load_next() {
+  __device__ uint16_t *place_of(int j0, int turn) const {
+    return ring_ + (turn + !has(j0, s.parts - 1)) % 2 * place_elements(p_.d);
+  }
+  __device__ __forceinline__ void load_after(int j0, int turn) {
     do {
-      if (++turn_ == 2 * s.parts) turn_ = 0, ahead_ += s.block;
-    } while (ahead_ < shared_.end && !has(ahead_, part_of(turn_)));
-    if (ahead_ < shared_.end) {
-      uint16_t *place = ring_ + place_ * place_elements(p_.d);
-      const int j0 = ahead_ + part_of(turn_) * kPart;
-      if (turn_ < s.parts) load_keys(place, j0);
-      else load_values(place, j0);
+      if (++turn == 2 * s.parts) turn = 0, j0 += s.block;
+    } while (j0 < shared_.end && !has(j0, part_of(turn)));
+    if (j0 < shared_.end) {
+      const int j = j0 + part_of(turn) * kPart;
+      if (turn < s.parts) load_keys(place_of(j0, turn), j);
+      else load_values(place_of(j0, turn), j);
     }
-    place_ ^= 1;
     commit_copies();
   }
-  // The next part has landed, and the place of the one before it is filled with the one behind it.
-  __device__ __forceinline__ uint32_t take() {
+  // The turn's part has landed, and the place of the one before it is filled with the one behind it.
+  __device__ __forceinline__ uint32_t take(int j0, int turn) {
     wait_copies<0>();
     __syncthreads();
-    load_next();
-    return shared_address(ring_ + place_ * place_elements(p_.d));
+    load_after(j0, turn);
+    return shared_address(place_of(j0, turn));
   }
 
   // ---- Blocks of keys ----------------------------------------------------------------------------------------------
@@ -406,7 +413,7 @@ template <Type type, class S> class Tile {
 #pragma unroll
     for (int t = 0; t < s.tall; ++t)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) m(t, h) = -INFINITY, l_[t][h][0] = l_[t][h][1] = 0.0f;
+      for (int h = 0; h < 2; ++h) m(t, h) = -INFINITY, l(t, h) = make_float2(0.0f, 0.0f);
     each(o_, [](float &x, int, int) { x = 0.0f; });
   }
 
@@ -428,7 +435,7 @@ template <Type type, class S> class Tile {
     for (int part = s.parts - 1; part >= 0; --part) {
       const int j = j0 + part * kPart;
       if (!has(j0, part)) continue;
-      const uint32_t keys = take();
+      const uint32_t keys = take(j0, s.parts - 1 - part);
       if (!sees_any(j)) continue;
       make_scores(x, keys);
       if (s.adjusts || (S::takes_all && p_.allowed.data) || !sees_all(j)) mask(x, j);
@@ -447,7 +454,7 @@ template <Type type, class S> class Tile {
         if (S::takes_all && careful) weigh<true>(x, weights);
         else weigh<false>(x, weights);
       }
-      const uint32_t values = take();
+      const uint32_t values = take(j0, s.parts + part);
       if (!mine) continue;
       if (S::takes_all && careful) add_values_by_rows(weights, values);
       else add_values(weights, values);
@@ -588,9 +595,10 @@ template <Type type, class S> class Tile {
 #pragma unroll
     for (int t = 0; t < s.tall; ++t)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) l_[t][h][e] *= factor[t][h];
+      for (int h = 0; h < 2; ++h) {
+        float2 &l = this->l(t, h);
+        l = make_float2(l.x * factor[t][h], l.y * factor[t][h]);
+      }
     each(o_, [&](float &x, int t, int h) { x *= factor[t][h]; });
   }
 
@@ -600,6 +608,8 @@ template <Type type, class S> class Tile {
 #pragma unroll
     for (int t = 0; t < s.tall; ++t) {
       const float m[2] = {this->m(t, 0), this->m(t, 1)};
+      float2 &low = this->l(t, 0), &high = this->l(t, 1);
+      float l[2][2] = {{low.x, low.y}, {high.x, high.y}};
 #pragma unroll
       for (int i = 0; i < kPart / 8; ++i)
 #pragma unroll
@@ -611,10 +621,11 @@ template <Type type, class S> class Tile {
             const float score = x[t][i][2 * h + e];
             two[e] = Exp2::of(has_bias ? score - taken : fmaf(score, scale_.c, -taken));
             if (careful && score == -INFINITY) two[e] = -0.0f;
-            l_[t][h][e] += two[e];
+            l[h][e] += two[e];
           }
           weights[t][i / 2][i % 2 * 2 + h] = rounded_pair<type>(two[0], two[1]);
         }
+      low = make_float2(l[0][0], l[0][1]), high = make_float2(l[1][0], l[1][1]);
     }
   }
 
@@ -672,7 +683,7 @@ template <Type type, class S> class Tile {
         }
   }
 
-  // The segment joins those before it, which wait in memory; after the last one the row is o_, m_ and l_[..][0].
+  // The segment joins those before it, which wait in memory; after the last one the row is o_, m_ and l(.., ..).x.
   __device__ __forceinline__ void end_segment(bool first, bool last) {
     float4 *running = shared_.running + thread();
 #pragma unroll
@@ -683,7 +694,8 @@ template <Type type, class S> class Tile {
       float of_first[2], of_second[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float l = l_[t][h][0] + l_[t][h][1];
+        float2 &sums = this->l(t, h);
+        float l = sums.x + sums.y;
         l += gpu_shfl_xor(l, 1, 4);
         l += gpu_shfl_xor(l, 2, 4);
         if (!first) {
@@ -691,7 +703,7 @@ template <Type type, class S> class Tile {
           of_first[h] = joined.of_first, of_second[h] = joined.of_second;
           m(t, h) = joined.m, l = joined.sum(h ? total.w : total.z, l);
         }
-        l_[t][h][0] = l;
+        sums.x = l;
       }
       if (!first)
 #pragma unroll
@@ -703,7 +715,7 @@ template <Type type, class S> class Tile {
             o_[t][i][q] = before[q] * of_first[q / 2] + o_[t][i][q] * of_second[q / 2];
         }
       if (last) continue;
-      rows = make_float4(m(t, 0), m(t, 1), l_[t][0][0], l_[t][1][0]);
+      rows = make_float4(m(t, 0), m(t, 1), l(t, 0).x, l(t, 1).x);
 #pragma unroll
       for (int i = 0; i < s.columns / 8; ++i)
         running[(t * (s.columns / 8) + i) * kThreads] =
@@ -723,8 +735,6 @@ template <Type type, class S> class Tile {
   Shared &shared_;
   uint16_t *q_, *ring_;
   float4 *waiting_;
-  int ahead_, turn_, place_;                     // the block and the turn that were loaded last, and the place of the next one
-  float l_[s.tall][2][2];
   float o_[s.tall][s.columns / 8][4];
 };
 
