@@ -49,6 +49,7 @@ template <int block, bool aligned, bool adjusts, int warps = 4> struct Any {
 // last, which see most keys where attention is causal, then segments where they are apart.
 struct Sharing {
   uint32_t count, slices, tiles;  // of all, of columns, and of a group's rows
+  uint32_t blocks;                // that make them in turn
   bool split;
   char *running;  // of each block, where segments are folded; NULL: in its shared memory
 };
@@ -59,7 +60,7 @@ struct Place {
 };
 template <Type type, class S> __device__ __forceinline__ bool find_tile(const Attention &p, const Sharing &sharing, uint32_t turn, Place *place) {
   // Every other turn the other way round, since tiles become smaller.
-  uint32_t number = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  uint32_t number = turn * sharing.blocks + (turn % 2 ? sharing.blocks - 1 - blockIdx.x : blockIdx.x);
   if (number >= sharing.count) return false;
   const auto next = [&](uint32_t count) {
     make_opaque(count);  // else its inverse is kept in a register
@@ -82,7 +83,7 @@ __device__ __noinline__ void make_again(const Attention &p, const ScoreScale &sc
                                         char *shared, float4 *running, uint32_t turns) {
   using General = Tile<type, Any<S::shape.block, true, false, S::shape.warps>>;
 #pragma unroll 1
-  for (uint32_t turn = 0; turn * gridDim.x < sharing.count; ++turn) {
+  for (uint32_t turn = 0; turn * sharing.blocks < sharing.count; ++turn) {
     Place place;
     if (!(turns >> min(turn, kTurnBits - 1u) & 1) || !find_tile<type, S>(p, sharing, turn, &place)) continue;
     constexpr int kTimes = Tile<type, S>::kRows / General::kRows;
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(Tile<type, S>::kThreads, S::shape.blocks)
   };
   uint32_t astray = 0;
 #pragma unroll 1
-  for (uint32_t turn = 0; turn * gridDim.x < sharing.count; ++turn) {
+  for (uint32_t turn = 0; turn * sharing.blocks < sharing.count; ++turn) {
     OfShape tile(p, scale, shared, running());
     Place place;
     if (!find_tile<type, S>(p, sharing, turn, &place) ||
@@ -141,7 +142,7 @@ template <Type type, class S> pydet_status run(const Attention &p) {
   const bool split = splits_segments(p, whole), folds = !split && segments_of(p) > 1;
   int64_t blocks = split ? whole * segments_of(p) : whole;
   if (blocks > kMostTiles) return fail(PYDET_UNSUPPORTED, "%s: %" PRId64 " tiles are too many", kName, blocks);
-  const Sharing sharing = {uint32_t(blocks), uint32_t(divide_up(p.e, S::shape.columns)), uint32_t(tiles), split,
+  Sharing sharing = {uint32_t(blocks), uint32_t(divide_up(p.e, S::shape.columns)), uint32_t(tiles), 0, split,
                            folds && !kTakesAll ? static_cast<char *>(p.workspace) : nullptr};
   if (sharing.running) {
     const int64_t most = int64_t(p.workspace_size / OfShape::kRunningBytes),
@@ -149,6 +150,7 @@ template <Type type, class S> pydet_status run(const Attention &p) {
     blocks = blocks < most ? blocks : most;
     blocks = blocks < fits ? blocks : fits;
   }
+  sharing.blocks = uint32_t(blocks);
   int bytes = OfShape::shared_bytes(p.d, folds && kTakesAll);
   if constexpr (!kTakesAll) {
     using General = Tile<type, Any<S::shape.block, true, false, S::shape.warps>>;  // of make_again

@@ -81,6 +81,7 @@ template <Type type, class S> class Tile {
     int only, chunk;                      // the segment that is made, -1 for all, and keys of one
     uint32_t kept[2];                     // the caller's
     TileRow rows[kRows];
+    int at[kThreads];  // the block that a thread is at
     // Of each thread's rows the reference, the largest score of the parts of a block so far, and sums of weights.
     float m[2 * s.tall][kThreads], largest[2 * s.tall][kThreads];
     float2 l[2 * s.tall][kThreads];
@@ -152,15 +153,15 @@ template <Type type, class S> class Tile {
     __syncthreads();  // a walk before this one has left shared memory
     if (threadIdx.x == 0) shared_.begin = begin, shared_.end = end, shared_.chunk = chunk;
     __syncthreads();
-    int j0 = begin / s.block * s.block;  // segments are made of whole blocks
+    shared_.at[thread()] = begin / s.block * s.block;  // segments are made of whole blocks
     load_queries();
-    load_after(j0, -1);
+    load_after(at(), -1);
 #pragma unroll 1
-    for (; j0 < shared_.end; j0 += s.block) {
-      add_block(j0, careful);
-      const int chunk = shared_.chunk, of_segment = uint32_t(j0) % uint32_t(chunk);
-      const bool last = j0 + s.block >= shared_.end;
-      if (last || of_segment + s.block == chunk) end_segment(j0 - of_segment <= shared_.begin, last);
+    for (; at() < shared_.end; shared_.at[thread()] += s.block) {
+      add_block(careful);
+      const int chunk = shared_.chunk, of_segment = uint32_t(at()) % uint32_t(chunk);
+      const bool last = at() + s.block >= shared_.end;
+      if (last || of_segment + s.block == chunk) end_segment(at() - of_segment <= shared_.begin, last);
     }
     wait_copies<0>();
   }
@@ -180,20 +181,16 @@ template <Type type, class S> class Tile {
  private:
   // ---- Rows --------------------------------------------------------------------------------------------------------
 
-  // As the compiler does not know it, which would else keep all that follows from it in registers.
-  __device__ static int thread() {
-    int number = int(threadIdx.x);
-    make_opaque(number);
-    return number;
-  }
-  __device__ static int lane() { return thread() % kWarp; }
-  __device__ static int warp() { return thread() / kWarp; }
+  // Asked for again each time, since registers are short for it and for what follows from it.
+  __device__ static int thread() { return thread_again(); }
+  __device__ static int lane() { return int(uint32_t(thread()) % kWarp); }
+  __device__ static int warp() { return int(uint32_t(thread()) / kWarp); }
   // Element 2 h + e of a fragment: this row of the tile, and the piece's column pair() + e.
   __device__ static int my_row(int t, int h) {
-    const int number = thread();
-    return 16 * (s.tall * (number / kWarp) + t) + number % kWarp / 4 + 8 * h;
+    const uint32_t number = uint32_t(thread());
+    return int(16 * (s.tall * (number / kWarp) + t) + number % kWarp / 4 + 8 * h);
   }
-  __device__ static int pair() { return thread() % 4 * 2; }
+  __device__ static int pair() { return int(uint32_t(thread()) % 4 * 2); }
   __device__ QueryRow tile_row(int r) const {
     const TileRow row = shared_.rows[r];
     return {row.query, row.head, {row.first, row.end}};
@@ -322,7 +319,8 @@ template <Type type, class S> class Tile {
   __device__ __forceinline__ void load_queries() {
     const int count = shared_.count;
     if constexpr (kSwizzled) {
-      const int team = int(threadIdx.x) / kTeam, member = int(threadIdx.x) % kTeam, c = member * kVector;
+      const uint32_t number = uint32_t(thread());
+      const int team = int(number / kTeam), member = int(number % kTeam), c = member * kVector;
       uint16_t *to = place_of_thread<s.depth>(q_, team, member);
 #pragma unroll 1
       for (int r = team; r < kRows; r += kTeams, to += kTeams * s.depth) {
@@ -344,7 +342,8 @@ template <Type type, class S> class Tile {
     const int from = shared_.from;
     const uint32_t seen = uint32_t(shared_.to - from);
     if constexpr (kSwizzled) {
-      const int number = thread(), team = number / kTeam, member = number % kTeam, c = member * kVector;
+      const uint32_t number = uint32_t(thread());
+      const int team = int(number / kTeam), member = int(number % kTeam), c = member * kVector;
       uint16_t *to = place_of_thread<width>(place, team, member);
       int j = j0 - from + team;  // counted from the first that is seen
       if (p_.pages) {
@@ -428,14 +427,15 @@ template <Type type, class S> class Tile {
   using Scores = float[s.tall][kPart / 8][4];
   using Weights = uint32_t[s.tall][kPart / kStep][4];
 
-  __device__ __forceinline__ void add_block(int j0, [[maybe_unused]] bool careful) {
+  __device__ int at() const { return shared_.at[thread()]; }
+  __device__ __forceinline__ void add_block([[maybe_unused]] bool careful) {
     bool any = false;
     Scores x;
 #pragma unroll
     for (int part = s.parts - 1; part >= 0; --part) {
-      const int j = j0 + part * kPart;
-      if (!has(j0, part)) continue;
-      const uint32_t keys = take(j0, s.parts - 1 - part);
+      if (!has(at(), part)) continue;
+      const uint32_t keys = take(at(), s.parts - 1 - part);
+      const int j = at() + part * kPart;
       if (!sees_any(j)) continue;
       make_scores(x, keys);
       if (s.adjusts || (S::takes_all && p_.allowed.data) || !sees_all(j)) mask(x, j);
@@ -446,15 +446,15 @@ template <Type type, class S> class Tile {
     if (any) move_references();
 #pragma unroll
     for (int part = 0; part < s.parts; ++part) {
-      if (!has(j0, part)) continue;
-      const bool mine = sees_any(j0 + part * kPart);
+      if (!has(at(), part)) continue;
+      const bool mine = sees_any(at() + part * kPart);
       Weights weights;
       if (mine) {
         if (part > 0) take_back(x, part);
         if (S::takes_all && careful) weigh<true>(x, weights);
         else weigh<false>(x, weights);
       }
-      const uint32_t values = take(j0, s.parts + part);
+      const uint32_t values = take(at(), s.parts + part);
       if (!mine) continue;
       if (S::takes_all && careful) add_values_by_rows(weights, values);
       else add_values(weights, values);
