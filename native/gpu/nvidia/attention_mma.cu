@@ -19,29 +19,17 @@
 namespace pydet {
 namespace {
 
-template <int warps, int tall, int block, int parts, int columns, int depth, int blocks> struct Try {
-  static constexpr TileShape shape = {warps, tall, block, parts, columns, depth, blocks, true, false};
+template <int block, int parts, int columns, int depth, int blocks, int warps = 4> struct Fast {
+  static constexpr TileShape shape = {warps, block, parts, columns, depth, blocks, true, false};
   static constexpr bool takes_all = false;
 };
-// tall: warps of 32 rows rather than 16.
-template <bool tall> struct Narrow {  // heads of up to 64
-  static constexpr TileShape shape = {4, tall ? 2 : 1, 128, 1, 64, 64, tall ? 2 : 3, true, false};
-  static constexpr bool takes_all = false;
-};
-template <bool tall> struct Usual {  // of up to 128
-  static constexpr TileShape shape = {4, tall ? 2 : 1, 128, 2, 128, 128, tall ? 2 : 3, true, false};
-  static constexpr bool takes_all = false;
-};
-struct Deep {  // of 192 with values of 128
-  static constexpr TileShape shape = {4, 2, 64, 1, 128, 192, 2, true, false};
-  static constexpr bool takes_all = false;
-};
-template <int warps> struct Wide {  // of up to 256
-  static constexpr TileShape shape = {warps, 1, 64, 1, 256, 256, warps == 4 ? 2 : 1, true, false};
-  static constexpr bool takes_all = false;
-};
+using Narrow = Fast<128, 1, 64, 64, 3>;   // heads of up to 64
+using Usual = Fast<128, 1, 128, 128, 2>;  // of up to 128
+using Small = Fast<128, 2, 128, 128, 2>;  // the same, where shared memory is short
+using Deep = Fast<64, 1, 128, 192, 2>;    // of up to 192 with values of up to 128
+using Wide = Fast<64, 1, 256, 256, 2>;    // of up to 256
 template <int block, bool aligned, bool adjusts, int warps = 4> struct Any {
-  static constexpr TileShape shape = {warps, 1, block, 1, 64, 0, 2, aligned, adjusts};
+  static constexpr TileShape shape = {warps, block, 1, 64, 0, 2, aligned, adjusts};
   static constexpr bool takes_all = true;
 };
 
@@ -117,12 +105,11 @@ __global__ void __launch_bounds__(Tile<type, S>::kThreads, S::shape.blocks)
     OfShape tile(p, scale, shared, running());
     Place place;
     if (!find_tile<type, S>(p, sharing, turn, &place) ||
-        !tile.begin(place.rows, place.sequence, place.group, place.column0, place.only, turn, astray))
+        !tile.begin(place.rows, place.sequence, place.group, place.column0, place.only))
       continue;
     bool careful = false;
     do tile.walk(careful);
     while (!careful && (careful = tile.astray()) && S::takes_all);
-    turn = tile.kept(0), astray = tile.kept(1);
     if (!S::takes_all && careful) astray |= 1u << min(turn, kTurnBits - 1u);
     tile.store();
   }
@@ -183,30 +170,14 @@ template <Type type> pydet_status run_type(const Attention &p) {
   const bool adjusts = p.bias.data || p.softcap != 0.0f,
              vectors = in_vectors(p.q) && in_vectors(p.k) && in_vectors(p.v) && in_vectors(p.out),
              room = segments_of(p) < 2 || p.workspace_size >= uint64_t(kAttentionRunningBytes);
-  // Two blocks of 32 rows a warp need as much shared memory as Hopper has. Few rows are a decoding step's.
-  const int bytes = gpu_shared_bytes(p.device.id);
-  const bool much = bytes >= (200 << 10), tall = rows_of_group(p) > 64;
   const char *knob = getenv("PYDET_TRY");
   const int trial = knob ? atoi(knob) : 0;
   if (trial == 9) return block_keys(p.d) == kKeysBlock ? run_any<type, kKeysBlock>(p) : run_any<type, 64>(p);
-  if (trial && !adjusts && !p.allowed.data && vectors && room && rows_of_group(p) > 64) {
-    if (p.d <= 64 && p.e <= 64) {
-      if (trial == 1) return run<type, Try<4, 2, 128, 2, 64, 64, 3>>(p);
-      if (trial == 2) return run<type, Try<4, 2, 128, 2, 64, 64, 2>>(p);
-      if (trial == 3) return run<type, Narrow<false>>(p);
-    } else if (p.d <= 128 && p.e <= 128) {
-      if (trial == 1) return run<type, Usual<false>>(p);
-      if (trial == 2) return run<type, Try<4, 1, 128, 1, 128, 128, 2>>(p);
-      if (trial == 3) return run<type, Try<8, 1, 128, 1, 128, 128, 1>>(p);
-    } else if (p.d <= 256 && p.e <= 256) {
-      if (trial == 1) return run<type, Try<8, 1, 64, 1, 256, 256, 1>>(p);
-    }
-  }
   if (!adjusts && !p.allowed.data && vectors && room) {
-    if (p.d <= 64 && p.e <= 64) return tall ? run<type, Narrow<true>>(p) : run<type, Narrow<false>>(p);
-    if (p.d <= 128 && p.e <= 128) return tall && much ? run<type, Usual<true>>(p) : run<type, Usual<false>>(p);
-    if (p.d > 128 && p.d <= 192 && p.e <= 128 && tall && much) return run<type, Deep>(p);
-    if (p.d > 128 && p.d <= 256 && p.e <= 256) return run<type, Wide<4>>(p);
+    if (p.d <= 64 && p.e <= 64) return trial == 1 ? run<type, Fast<128, 1, 64, 64, 2>>(p) : run<type, Narrow>(p);
+    if (p.d <= 128 && p.e <= 128) return trial == 1 ? run<type, Small>(p) : run<type, Usual>(p);
+    if (p.d > 128 && p.d <= 192 && p.e <= 128) return run<type, Deep>(p);
+    if (p.d > 128 && p.d <= 256 && p.e <= 256) return run<type, Wide>(p);
   }
   return block_keys(p.d) == kKeysBlock ? run_any<type, kKeysBlock>(p) : run_any<type, 64>(p);
 }

@@ -7,7 +7,7 @@
 namespace pydet {
 
 // What a block keeps in the workspace where segments are folded, at most, and the most blocks that do.
-constexpr int kAttentionRunningBytes = 2 * 69632, kAttentionRunningBlocks = 320;
+constexpr int kAttentionRunningBytes = 67584, kAttentionRunningBlocks = 320;
 
 template <Type type> struct AttentionMma {
   static bool takes(const Attention &);

@@ -1,12 +1,10 @@
 // A tile of attention on tensor cores through mma.sync, of any shape (attention_mma.cu chooses them).
 //
 //   NUMERICS.md, "Attention", has the formula. A block of warps makes rows, each a query of one of a group's heads, and
-//   columns of their result; a warp has 16 or 32 rows. Keys come in the contract's blocks of 64 or 128, those in one or two
-//   parts: a ring of two places in shared memory takes turns between parts of keys, from the last, and parts of values,
-//   from the first. While one place is used the next part is copied into the other, and one barrier a part hands them
-//   over. A warp of 32 rows uses each operand that it reads from shared memory twice, but has no registers for the scores
-//   of 128 keys beside 128 columns: those of the second part wait in shared memory, where their thread finds them again.
-//   An m16n8k16 is one step of sm90 on Hopper and later, two of sm80 before (gemm_mma.cu).
+//   columns of their result; a warp has 16 rows. Keys come in the contract's blocks of 64 or 128, those in one or two
+//   parts: parts of keys and of values take turns in two places of shared memory. While one is used the next one is copied
+//   into the other, and one barrier a part hands them over. Where a thread has the registers its queries are in them. An
+//   m16n8k16 is one step of sm90 on Hopper and later, two of sm80 before (gemm_mma.cu).
 //
 // A key that a row may not see has weight 0, and 0 times a value is 0 unless that is Inf or NaN. A tile with a result that
 // is not finite is therefore made again row by row, with zeros for such keys' values.
@@ -27,7 +25,7 @@ constexpr int kPad = kVector; // of rows of any width, so that eight of them at 
 PYDET_HD int used(int64_t d) { return int((d + kStep - 1) / kStep * kStep); }
 
 struct TileShape {
-  int warps, tall;  // of 16 tall rows each
+  int warps;        // of 16 rows each
   int block, parts; // keys of a block, and the parts that it comes in
   int columns;      // of the result
   int depth;        // of q and k; 0: any, in padded rows
@@ -47,11 +45,12 @@ template <Type type, class S> class Tile {
  public:
   static constexpr TileShape s = S::shape;
   static constexpr int kThreads = s.warps * kWarp;
-  static constexpr int kRows = 16 * s.tall * s.warps;
+  static constexpr int kRows = 16 * s.warps;
   static constexpr int kPart = s.block / s.parts;
   static constexpr bool kSwizzled = s.depth > 0;
-  static constexpr int kFours = s.tall * (s.columns / 8);
-  static constexpr int kRunningFours = kFours + s.tall;  // of a thread, while segments are folded
+  static constexpr bool kHoldsQueries = s.depth == 128;
+  static constexpr int kHalf = 64;  // keys that a warp leaves out where none of its rows sees one
+  static constexpr int kRunningFours = s.columns / 8 + 1;  // of a thread, while segments are folded
   static constexpr int kRunningBytes = kRunningFours * kThreads * int(sizeof(float4));
 
   // Elements of rows in shared memory.
@@ -77,19 +76,12 @@ template <Type type, class S> class Tile {
     float4 *running;
     int sequence, group, column0, count;  // count: of rows
     int from, to;                         // keys that any row may see
-    int begin, end;                       // and those that are walked
-    int only, chunk;                      // the segment that is made, -1 for all, and keys of one
-    uint32_t kept[2];                     // the caller's
+    int only;                             // the segment that is made, -1 for all
     TileRow rows[kRows];
-    int at[kThreads];  // the block that a thread is at
-    // Of each thread's rows the reference, the largest score of the parts of a block so far, and sums of weights.
-    float m[2 * s.tall][kThreads], largest[2 * s.tall][kThreads];
-    float2 l[2 * s.tall][kThreads];
   };
   static constexpr int kOperands = (int(sizeof(Shared)) + 127) / 128 * 128;  // where they begin
-  static constexpr int kWaitingBytes = (s.parts - 1) * kPart / 2 * s.tall * kThreads * 4;
   PYDET_HD static int shared_bytes(int64_t d, bool folds_here) {
-    return kOperands + 2 * (kRows * width(d) + ring_elements(d)) + kWaitingBytes +
+    return kOperands + 2 * (kRows * width(d) + ring_elements(d)) +
            (folds_here ? kRunningBytes : 0);
   }
 
@@ -101,20 +93,18 @@ template <Type type, class S> class Tile {
         q_(reinterpret_cast<uint16_t *>(shared + kOperands)),
         ring_(q_ + kRows * width(problem.d)) {
     char *behind = reinterpret_cast<char *>(ring_ + ring_elements(problem.d));
-    waiting_ = reinterpret_cast<float4 *>(behind);
-    if (threadIdx.x == 0) shared_.running = running ? running : reinterpret_cast<float4 *>(behind + kWaitingBytes);
+    if (threadIdx.x == 0) shared_.running = running ? running : reinterpret_cast<float4 *>(behind);
   }
 
   // The tile's rows; false where there are none. Every thread calls it.
-  __device__ __forceinline__ bool begin(int tile, int sequence, int group, int column0, int only,
-                                        uint32_t kept0 = 0, uint32_t kept1 = 0) {
+  __device__ __forceinline__ bool begin(int tile, int sequence, int group, int column0, int only) {
     __syncthreads();  // a tile before this one has left shared memory
     const int64_t row0 = int64_t(tile) * kRows;
     if (threadIdx.x == 0) {
       const Extent x = extent_of(p_, sequence);
       const int64_t rows = x.queries * heads_of_group(p_) - row0;
       shared_.extent = x, shared_.sequence = sequence, shared_.group = group, shared_.column0 = column0;
-      shared_.only = only, shared_.kept[0] = kept0, shared_.kept[1] = kept1;
+      shared_.only = only;
       shared_.count = rows < 0 ? 0 : rows < kRows ? int(rows) : kRows;
     }
     __syncthreads();
@@ -137,38 +127,43 @@ template <Type type, class S> class Tile {
     return true;
   }
 
-  __device__ uint32_t kept(int i) const { return shared_.kept[i]; }
-
   // All segments, folded, or the only one. Every thread calls it.
   __device__ __forceinline__ void walk(bool careful) {
-    const int only = shared_.only;
     begin_segment();
-    const int chunk = int(within(p_.kv_chunk, 0, kMostKeys));
-    int begin = shared_.from, end = shared_.to;
+    const int only = shared_.only, chunk = int(within(p_.kv_chunk, 0, kMostKeys));
+    from_ = shared_.from, seen_ = shared_.to - from_;
+    int begin = from_, end = from_ + seen_;
     if (only >= 0) {
       begin = only * chunk > begin ? only * chunk : begin;
       end = end - only * chunk > chunk ? (only + 1) * chunk : end;
     }
     if (begin >= end) return;
-    __syncthreads();  // a walk before this one has left shared memory
-    if (threadIdx.x == 0) shared_.begin = begin, shared_.end = end, shared_.chunk = chunk;
-    __syncthreads();
-    shared_.at[thread()] = begin / s.block * s.block;  // segments are made of whole blocks
+    k_source_ = shared_.k, v_source_ = shared_.v;
+    bool first_segment = true;
+    int j0 = begin / s.block * s.block;  // segments are made of whole blocks
+    __syncthreads();                     // a walk before this one has left shared memory
     load_queries();
-    load_after(at(), -1);
+    load_keys(j0, 0);
+    if constexpr (kHoldsQueries) {
+      wait_copies<0>();
+      __syncthreads();
+      hold_queries();
+    }
+    int left = (chunk - j0 % chunk) / s.block;  // blocks of this segment
 #pragma unroll 1
-    for (; at() < shared_.end; shared_.at[thread()] += s.block) {
-      add_block(careful);
-      const int chunk = shared_.chunk, of_segment = uint32_t(at()) % uint32_t(chunk);
-      const bool last = at() + s.block >= shared_.end;
-      if (last || of_segment + s.block == chunk) end_segment(at() - of_segment <= shared_.begin, last);
+    for (; j0 < end; j0 += s.block) {
+      const bool last = j0 + s.block >= end;
+      add_block(j0, last, careful);
+      if (!last && --left > 0) continue;
+      end_segment(first_segment, last);
+      first_segment = false, left = chunk / s.block;
     }
     wait_copies<0>();
   }
 
   __device__ bool astray() {
     int mine = 0;
-    each(o_, [&](float &x, int, int) { mine |= !(fabsf(x) < INFINITY); });
+    each(o_, [&](float &x, int) { mine |= !(fabsf(x) < INFINITY); });
     return __syncthreads_or(mine) != 0;
   }
 
@@ -181,87 +176,74 @@ template <Type type, class S> class Tile {
  private:
   // ---- Rows --------------------------------------------------------------------------------------------------------
 
-  // Asked for again each time, since registers are short for it and for what follows from it.
-  __device__ static int thread() { return thread_again(); }
-  __device__ static int lane() { return int(uint32_t(thread()) % kWarp); }
-  __device__ static int warp() { return int(uint32_t(thread()) / kWarp); }
+  __device__ static int lane() { return int(threadIdx.x % kWarp); }
+  __device__ static int warp() { return int(threadIdx.x / kWarp); }
   // Element 2 h + e of a fragment: this row of the tile, and the piece's column pair() + e.
-  __device__ static int my_row(int t, int h) {
-    const uint32_t number = uint32_t(thread());
-    return int(16 * (s.tall * (number / kWarp) + t) + number % kWarp / 4 + 8 * h);
-  }
-  __device__ static int pair() { return int(uint32_t(thread()) % 4 * 2); }
+  __device__ static int my_row(int h) { return 16 * warp() + lane() / 4 + 8 * h; }
+  __device__ static int pair() { return lane() % 4 * 2; }
   __device__ QueryRow tile_row(int r) const {
     const TileRow row = shared_.rows[r];
     return {row.query, row.head, {row.first, row.end}};
   }
 
-  __device__ float2 &l(int t, int h) const { return shared_.l[2 * t + h][thread()]; }
-  __device__ float &m(int t, int h) const { return shared_.m[2 * t + h][thread()]; }
-
-  // f(element, t, h) for all of a thread's elements.
-  template <int pieces, class F> __device__ static void each(float (&x)[s.tall][pieces][4], F f) {
+  // f(element, h) for all of a thread's elements.
+  template <int pieces, class F> __device__ static void each(float (&x)[pieces][4], F f) {
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t)
+    for (int i = 0; i < pieces; ++i)
 #pragma unroll
-      for (int i = 0; i < pieces; ++i)
-#pragma unroll
-        for (int q = 0; q < 4; ++q) f(x[t][i][q], t, q / 2);
+      for (int q = 0; q < 4; ++q) f(x[i][q], q / 2);
   }
 
   __device__ __forceinline__ void store_part(int64_t segment) {
     const int column = shared_.column0 + pair();
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t)
+    for (int h = 0; h < 2; ++h) {
+      const int r = my_row(h);
+      if (r >= shared_.count) continue;
+      float *to = parts_of(p_, shared_.sequence, shared_.extent, tile_row(r)) + segment * floats_of_part(p_);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = my_row(t, h);
-        if (r >= shared_.count) continue;
-        float *to = parts_of(p_, shared_.sequence, shared_.extent, tile_row(r)) + segment * floats_of_part(p_);
-#pragma unroll
-        for (int i = 0; i < s.columns / 8; ++i)
-          if ((column + 8 * i) < p_.e)  // e is even
-            *reinterpret_cast<float2 *>(to + (column + 8 * i)) = make_float2(o_[t][i][2 * h], o_[t][i][2 * h + 1]);
-        if (column == 0) to[p_.e] = m(t, h), to[p_.e + 1] = l(t, h).x;
-      }
+      for (int i = 0; i < s.columns / 8; ++i)
+        if (column + 8 * i < p_.e)  // e is even
+          *reinterpret_cast<float2 *>(to + column + 8 * i) = make_float2(o_[i][2 * h], o_[i][2 * h + 1]);
+      if (column == 0) to[p_.e] = m_[h], to[p_.e + 1] = l_[h][0];
+    }
   }
 
   // The result of a warp's rows goes through shared memory, where its queries were.
   __device__ __forceinline__ void store_rows() {
     static_assert(!kSwizzled || s.depth >= s.columns, "results have room where queries were");
-    uint16_t *rows = q_ + 16 * s.tall * warp() * width(p_.d);
-    const int row0 = lane() / 4, two = pair(), column = shared_.column0 + two;
+    uint16_t *rows = q_ + 16 * warp() * width(p_.d);
+    const int two = pair(), column = shared_.column0 + two;
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t)
+    for (int h = 0; h < 2; ++h) {
+      const int r = my_row(h);
+      const RowEnd<Exp2> end(p_, shared_.rows[r].head, {m_[h], l_[h][0]});
+      const int64_t begin = S::takes_all ? row_offset(p_.out, shared_.sequence, shared_.extent, tile_row(r)) : 0;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = my_row(t, h);
-        const RowEnd<Exp2> end(p_, shared_.rows[r].head, {m(t, h), l(t, h).x});
-        const int64_t begin = S::takes_all ? row_offset(p_.out, shared_.sequence, shared_.extent, tile_row(r)) : 0;
-#pragma unroll
-        for (int i = 0; i < s.columns / 8; ++i) {
-          const float x = end.element(o_[t][i][2 * h]), y = end.element(o_[t][i][2 * h + 1]);
-          if constexpr (!S::takes_all) {
-            const int row = 16 * t + row0 + 8 * h;
-            *reinterpret_cast<uint32_t *>(rows + row * s.columns + (i ^ row % 8) * kVector + two) =
-                rounded_pair<type>(x, y);
-          } else if (r < shared_.count && (column + 8 * i) < p_.e) {
-            store_rounded(p_.out.data, type, begin + (column + 8 * i), x);
-            store_rounded(p_.out.data, type, begin + (column + 8 * i) + 1, y);
-          }
+      for (int i = 0; i < s.columns / 8; ++i) {
+        const float x = end.element(o_[i][2 * h]), y = end.element(o_[i][2 * h + 1]);
+        if constexpr (!S::takes_all) {
+          const int row = lane() / 4 + 8 * h;
+          *reinterpret_cast<uint32_t *>(rows + row * s.columns + (i ^ row % 8) * kVector + two) =
+              rounded_pair<type>(x, y);
+        } else if (r < shared_.count && column + 8 * i < p_.e) {
+          store_rounded(p_.out.data, type, begin + column + 8 * i, x);
+          store_rounded(p_.out.data, type, begin + column + 8 * i + 1, y);
         }
-        if (r < shared_.count && column == 0 && p_.lse.data)
-          reinterpret_cast<float *>(p_.lse.data)[row_offset(p_.lse, shared_.sequence, shared_.extent, tile_row(r))] = end.lse;
       }
+      if (r < shared_.count && column == 0 && p_.lse.data)
+        reinterpret_cast<float *>(p_.lse.data)[row_offset(p_.lse, shared_.sequence, shared_.extent, tile_row(r))] =
+            end.lse;
+    }
     if constexpr (!S::takes_all) {
       __syncwarp();
       constexpr int kVectors = s.columns / kVector;
 #pragma unroll 2
-      for (int n = lane(); n < 16 * s.tall * kVectors; n += kWarp) {
-        const int row = n / kVectors, c = n % kVectors, r = 16 * s.tall * warp() + row;
+      for (int n = lane(); n < 16 * kVectors; n += kWarp) {
+        const int row = n / kVectors, c = n % kVectors, r = 16 * warp() + row;
         if (r >= shared_.count || shared_.column0 + c * kVector >= p_.e) continue;
-        const int64_t to = row_offset(p_.out, shared_.sequence, shared_.extent, tile_row(r)) + shared_.column0 + c * kVector;
-        *reinterpret_cast<uint4 *>(p_.out.data + 2 * to) =
+        const int64_t to = row_offset(p_.out, shared_.sequence, shared_.extent, tile_row(r)) + shared_.column0;
+        *reinterpret_cast<uint4 *>(p_.out.data + 2 * (to + c * kVector)) =
             *reinterpret_cast<const uint4 *>(rows + row * s.columns + (c ^ row % 8) * kVector);
       }
     }
@@ -319,8 +301,7 @@ template <Type type, class S> class Tile {
   __device__ __forceinline__ void load_queries() {
     const int count = shared_.count;
     if constexpr (kSwizzled) {
-      const uint32_t number = uint32_t(thread());
-      const int team = int(number / kTeam), member = int(number % kTeam), c = member * kVector;
+      const int team = int(threadIdx.x / kTeam), member = int(threadIdx.x % kTeam), c = member * kVector;
       uint16_t *to = place_of_thread<s.depth>(q_, team, member);
 #pragma unroll 1
       for (int r = team; r < kRows; r += kTeams, to += kTeams * s.depth) {
@@ -339,149 +320,104 @@ template <Type type, class S> class Tile {
   template <int width>
   __device__ __forceinline__ void load_part(uint16_t *place, int stride, const Source &source, int64_t page_stride,
                                             int columns, int j0) {
-    const int from = shared_.from;
-    const uint32_t seen = uint32_t(shared_.to - from);
     if constexpr (kSwizzled) {
-      const uint32_t number = uint32_t(thread());
-      const int team = int(number / kTeam), member = int(number % kTeam), c = member * kVector;
+      const int team = int(threadIdx.x / kTeam), member = int(threadIdx.x % kTeam), c = member * kVector;
       uint16_t *to = place_of_thread<width>(place, team, member);
-      int j = j0 - from + team;  // counted from the first that is seen
+      int j = j0 - from_ + team;  // counted from the first that is seen
       if (p_.pages) {
 #pragma unroll 1
         for (int n = 0; n < kPart / kTeams; ++n, j += kTeams, to += kTeams * width) {
-          const bool there = uint32_t(j) < seen;
-          copy_row<width>(to, (there ? paged(source, page_stride, from + j) : source.from) + 2 * c, there, columns - c);
+          const bool there = uint32_t(j) < uint32_t(seen_);
+          copy_row<width>(to, (there ? paged(source, page_stride, from_ + j) : source.from) + 2 * c, there,
+                          columns - c);
         }
       } else {
-        const int64_t row_bytes = source.row_bytes;
-        const char *at = source.from + j * row_bytes + 2 * c;
+        const char *at = source.from + j * source.row_bytes + 2 * c;
 #pragma unroll
-        for (int n = 0; n < kPart / kTeams; ++n, at += kTeams * row_bytes)
-          copy_row<width>(to + n * kTeams * width, at, uint32_t(j + n * kTeams) < seen, columns - c);
+        for (int n = 0; n < kPart / kTeams; ++n, at += kTeams * source.row_bytes)
+          copy_row<width>(to + n * kTeams * width, at, uint32_t(j + n * kTeams) < uint32_t(seen_), columns - c);
       }
     } else {
       each_vector<kPart>(place, stride, width ? width / kVector : used(columns) / kVector,
                          [&](int j, int c, uint16_t *to) {
-                           j += j0 - from;
-                           const bool there = uint32_t(j) < seen && c < columns;
+                           j += j0 - from_;
+                           const bool there = uint32_t(j) < uint32_t(seen_) && c < columns;
                            const char *at = source.from;
-                           if (there) at = p_.pages ? paged(source, page_stride, from + j) : at + j * source.row_bytes;
+                           if (there) at = p_.pages ? paged(source, page_stride, from_ + j) : at + j * source.row_bytes;
                            copy_vector(to, at + (there ? 2 * c : 0), there);
                          });
     }
-  }
-  __device__ __forceinline__ void load_keys(uint16_t *place, int j0) {
-    load_part<s.depth>(place, width(p_.d), shared_.k, p_.k.sequence_stride, int(p_.d), j0);
-  }
-  __device__ __forceinline__ void load_values(uint16_t *place, int j0) {
-    load_part<s.columns>(place, value_width(), shared_.v, p_.v.sequence_stride, int(p_.e) - shared_.column0, j0);
-  }
-
-  // Whether the block's part has a key that is walked.
-  __device__ bool has(int j0, int part) const {
-    return s.parts == 1 || (j0 + part * kPart < shared_.end && j0 + (part + 1) * kPart > shared_.begin);
-  }
-  // A block's parts come in turns: s.parts of keys, from the last, and as many of values, from the first; the next block's
-  // behind them. A part that nobody sees is left out, of both, so turns alternate between the ring's places.
-  __device__ static int part_of(int turn) { return turn < s.parts ? s.parts - 1 - turn : turn - s.parts; }
-  __device__ uint16_t *place_of(int j0, int turn) const {
-    return ring_ + (turn + !has(j0, s.parts - 1)) % 2 * place_elements(p_.d);
-  }
-  __device__ __forceinline__ void load_after(int j0, int turn) {
-    do {
-      if (++turn == 2 * s.parts) turn = 0, j0 += s.block;
-    } while (j0 < shared_.end && !has(j0, part_of(turn)));
-    if (j0 < shared_.end) {
-      const int j = j0 + part_of(turn) * kPart;
-      if (turn < s.parts) load_keys(place_of(j0, turn), j);
-      else load_values(place_of(j0, turn), j);
-    }
     commit_copies();
   }
-  // The turn's part has landed, and the place of the one before it is filled with the one behind it.
-  __device__ __forceinline__ uint32_t take(int j0, int turn) {
+  // Parts of a block alternate between the places: those of keys, then those of values.
+  __device__ uint16_t *place_of(int turn) const { return ring_ + turn % 2 * place_elements(p_.d); }
+  __device__ __forceinline__ void load_keys(int j0, int part) {
+    load_part<s.depth>(place_of(part), width(p_.d), k_source_, p_.k.sequence_stride, int(p_.d), j0 + part * kPart);
+  }
+  __device__ __forceinline__ void load_values(int j0, int part) {
+    load_part<s.columns>(place_of(s.parts + part), value_width(), v_source_, p_.v.sequence_stride,
+                         int(p_.e) - shared_.column0, j0 + part * kPart);
+  }
+  // The part of a turn has landed, and the one before it has been used.
+  __device__ uint32_t take(int turn) const {
     wait_copies<0>();
     __syncthreads();
-    load_after(j0, turn);
-    return shared_address(place_of(j0, turn));
+    return shared_address(place_of(turn));
   }
 
   // ---- Blocks of keys ----------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void begin_segment() {
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) m(t, h) = -INFINITY, l(t, h) = make_float2(0.0f, 0.0f);
-    each(o_, [](float &x, int, int) { x = 0.0f; });
+    for (int h = 0; h < 2; ++h) m_[h] = -INFINITY, l_[h][0] = l_[h][1] = 0.0f;
+    each(o_, [](float &x, int) { x = 0.0f; });
   }
 
-  // Whether a row of this warp's may see one of the part's keys, and whether all see all of them.
-  __device__ const TileRow &first_row() const { return shared_.rows[16 * s.tall * warp()]; }
-  __device__ const TileRow &last_row() const { return shared_.rows[16 * s.tall * (warp() + 1) - 1]; }
-  __device__ bool sees_any(int j0) const {
-    return 16 * s.tall * warp() < shared_.count && j0 < last_row().end && j0 + kPart > first_row().first;
+  // Whether a row of this warp's may see one of so many keys from j0 on, and whether all see all of them.
+  __device__ const TileRow &first_row() const { return shared_.rows[16 * warp()]; }
+  __device__ const TileRow &last_row() const { return shared_.rows[16 * warp() + 15]; }
+  __device__ bool sees_any(int j0, int keys) const {
+    return 16 * warp() < shared_.count && j0 < last_row().end && j0 + keys > first_row().first;
   }
-  __device__ bool sees_all(int j0) const { return j0 >= last_row().first && j0 + kPart <= first_row().end; }
+  __device__ bool sees_all(int j0, int keys) const { return j0 >= last_row().first && j0 + keys <= first_row().end; }
 
-  using Scores = float[s.tall][kPart / 8][4];
-  using Weights = uint32_t[s.tall][kPart / kStep][4];
+  using Scores = float[s.block / 8][4];
+  using Weights = uint32_t[s.block / kStep][4];
 
-  __device__ int at() const { return shared_.at[thread()]; }
-  __device__ __forceinline__ void add_block([[maybe_unused]] bool careful) {
-    bool any = false;
+  __device__ __forceinline__ void add_block(int j0, bool last, [[maybe_unused]] bool careful) {
+    const bool any = sees_any(j0, s.block), all = any && sees_all(j0, s.block);
     Scores x;
 #pragma unroll
-    for (int part = s.parts - 1; part >= 0; --part) {
-      if (!has(at(), part)) continue;
-      const uint32_t keys = take(at(), s.parts - 1 - part);
-      const int j = at() + part * kPart;
-      if (!sees_any(j)) continue;
-      make_scores(x, keys);
-      if (s.adjusts || (S::takes_all && p_.allowed.data) || !sees_all(j)) mask(x, j);
-      note_largest(x, any);
-      any = true;
-      if (part > 0) put_aside(x, part);
+    for (int part = 0; part < s.parts; ++part) {
+      const uint32_t keys = take(part);
+      if (part + 1 < s.parts) load_keys(j0, part + 1);
+      else load_values(j0, 0);
+#pragma unroll
+      for (int half = 0; half < kPart / kHalf; ++half) {
+        const int j = part * kPart + half * kHalf;
+        if (all || sees_any(j0 + j, kHalf)) make_scores(x, j, keys, half);
+      }
     }
-    if (any) move_references();
+    Weights weights;
+    if (any) {
+      if (s.adjusts || (S::takes_all && p_.allowed.data) || !all) mask(x, j0);
+      move_references(x);
+      if (S::takes_all && careful) weigh<true>(x, weights);
+      else weigh<false>(x, weights);
+    }
 #pragma unroll
     for (int part = 0; part < s.parts; ++part) {
-      if (!has(at(), part)) continue;
-      const bool mine = sees_any(at() + part * kPart);
-      Weights weights;
-      if (mine) {
-        if (part > 0) take_back(x, part);
-        if (S::takes_all && careful) weigh<true>(x, weights);
-        else weigh<false>(x, weights);
+      const uint32_t values = take(s.parts + part);
+      if (part + 1 < s.parts) load_values(j0, part + 1);
+      else if (!last) load_keys(j0 + s.block, 0);
+#pragma unroll
+      for (int half = 0; half < kPart / kHalf; ++half) {
+        const int j = part * kPart + half * kHalf;
+        if (!all && !sees_any(j0 + j, kHalf)) continue;
+        if (S::takes_all && careful) add_values_by_rows(weights, j, values, half);
+        else add_values(weights, j, values, half);
       }
-      const uint32_t values = take(at(), s.parts + part);
-      if (!mine) continue;
-      if (S::takes_all && careful) add_values_by_rows(weights, values);
-      else add_values(weights, values);
     }
-  }
-
-  // Scores of a part that is not the first.
-  __device__ float4 *aside(int part) const {
-    return waiting_ + (part - 1) * s.tall * (kPart / 8) * kThreads + thread();
-  }
-  __device__ __forceinline__ void put_aside(const Scores &x, int part) {
-    float4 *to = aside(part);
-#pragma unroll
-    for (int t = 0; t < s.tall; ++t)
-#pragma unroll
-      for (int i = 0; i < kPart / 8; ++i)
-        to[(t * (kPart / 8) + i) * kThreads] = make_float4(x[t][i][0], x[t][i][1], x[t][i][2], x[t][i][3]);
-  }
-  __device__ __forceinline__ void take_back(Scores &x, int part) const {
-    const float4 *from = aside(part);
-#pragma unroll
-    for (int t = 0; t < s.tall; ++t)
-#pragma unroll
-      for (int i = 0; i < kPart / 8; ++i) {
-        const float4 four = from[(t * (kPart / 8) + i) * kThreads];
-        x[t][i][0] = four.x, x[t][i][1] = four.y, x[t][i][2] = four.z, x[t][i][3] = four.w;
-      }
   }
 
   // Where a lane reads its row of 16 rows: of the left operand, of a right one with k along the rows, or across them.
@@ -500,228 +436,212 @@ template <Type type, class S> class Tile {
     else load_matrices<turned>(r, lane_address + uint32_t(2 * (row * width + column)));
   }
 
-  __device__ __forceinline__ void make_scores(Scores &x, uint32_t keys) {
-    each(x, [](float &score, int, int) { score = 0.0f; });
+  __device__ uint32_t address_of_queries() const {
+    return lane_address<kLeft>(shared_address(q_ + 16 * warp() * width(p_.d)), width(p_.d));
+  }
+  __device__ __forceinline__ void hold_queries() {
+    if constexpr (kHoldsQueries) {
+      const uint32_t of_q = address_of_queries();
+#pragma unroll
+      for (int step = 0; step < s.depth / kStep; ++step) load<false>(q_held_[step], of_q, s.depth, 0, step * kStep);
+    }
+  }
+
+  // Of the 64 keys of a block from j on, a half of a part in its place.
+  __device__ __forceinline__ void make_scores(Scores &x, int j, uint32_t keys, int half) {
+#pragma unroll
+    for (int i = 0; i < kHalf / 8; ++i)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) x[j / 8 + i][q] = 0.0f;
     const int stride = width(p_.d);
-    const uint32_t of_q = lane_address<kLeft>(shared_address(q_ + 16 * s.tall * warp() * stride), stride),
-                   of_k = lane_address<kRight>(keys, stride);
-    const auto step = [&](int d) {
-      uint32_t a[s.tall][4];
+    const uint32_t of_q = kHoldsQueries ? 0 : address_of_queries(), of_k = lane_address<kRight>(keys, stride);
+    const auto step = [&](const uint32_t (&a)[4], int d) {
 #pragma unroll
-      for (int t = 0; t < s.tall; ++t) load<false>(a[t], of_q, stride, 16 * t, d);
-#pragma unroll
-      for (int i = 0; i < kPart / 16; ++i) {
+      for (int i = 0; i < kHalf / 16; ++i) {
         uint32_t b[4];
-        load<false>(b, of_k, stride, 16 * i, d);
-#pragma unroll
-        for (int t = 0; t < s.tall; ++t) {
-          mma<type>(x[t][2 * i], a[t], b[0], b[1]);
-          mma<type>(x[t][2 * i + 1], a[t], b[2], b[3]);
-        }
+        load<false>(b, of_k, stride, half * kHalf + 16 * i, d);
+        mma<type>(x[j / 8 + 2 * i], a, b[0], b[1]);
+        mma<type>(x[j / 8 + 2 * i + 1], a, b[2], b[3]);
       }
     };
-    if constexpr (kSwizzled) {
+    if constexpr (kHoldsQueries) {
 #pragma unroll
-      for (int d = 0; d < s.depth; d += kStep) step(d);
+      for (int n = 0; n < s.depth / kStep; ++n) step(q_held_[n], n * kStep);
     } else {
+      const auto load_and_step = [&](int d) {
+        uint32_t a[4];
+        load<false>(a, of_q, stride, 0, d);
+        step(a, d);
+      };
+      if constexpr (kSwizzled) {
+#pragma unroll
+        for (int d = 0; d < s.depth; d += kStep) load_and_step(d);
+      } else {
 #pragma unroll 1
-      for (int d = 0; d < used(p_.d); d += kStep) step(d);
+        for (int d = 0; d < used(p_.d); d += kStep) load_and_step(d);
+      }
     }
   }
 
   // Scores of keys that a row does not see become -Inf, others what the options make of them.
   __device__ __forceinline__ void mask(Scores &x, int j0) {
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = my_row(t, h), j = j0 + pair();
-        const int first = shared_.rows[r].first - j, end = shared_.rows[r].end - j;
-        if (s.adjusts || (S::takes_all && p_.allowed.data)) {
-          const QueryRow row = tile_row(r);
-          uint32_t seen = 0;
+    for (int h = 0; h < 2; ++h) {
+      const int r = my_row(h), j = j0 + pair();
+      const int first = shared_.rows[r].first - j, end = shared_.rows[r].end - j;
+      if (s.adjusts || (S::takes_all && p_.allowed.data)) {
+        const QueryRow row = tile_row(r);
+        uint32_t seen = 0;
 #pragma unroll 2
-          for (int i = 0; i < kPart / 4; ++i)
-            seen |= uint32_t(sees(p_, shared_.sequence, shared_.extent, row, j + i / 2 * 8 + i % 2)) << i;
+        for (int i = 0; i < s.block / 4; ++i)
+          seen |= uint32_t(sees(p_, shared_.sequence, shared_.extent, row, j + i / 2 * 8 + i % 2)) << i;
 #pragma unroll
-          for (int i = 0; i < kPart / 8; ++i)
+        for (int i = 0; i < s.block / 8; ++i)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              float &score = x[t][i][2 * h + e];
-              if (!(seen >> (2 * i + e) & 1)) score = -INFINITY;
-              else if (s.adjusts) score = biased(p_, scale_, shared_.sequence, shared_.extent, row, j + 8 * i + e, score);
-            }
-        } else {
+          for (int e = 0; e < 2; ++e) {
+            float &score = x[i][2 * h + e];
+            if (!(seen >> (2 * i + e) & 1)) score = -INFINITY;
+            else if (s.adjusts)
+              score = biased(p_, scale_, shared_.sequence, shared_.extent, row, j + 8 * i + e, score);
+          }
+      } else {
 #pragma unroll
-          for (int i = 0; i < kPart / 8; ++i)
+        for (int i = 0; i < s.block / 8; ++i)
 #pragma unroll
-            for (int e = 0; e < 2; ++e)
-              if (8 * i + e < first || 8 * i + e >= end) x[t][i][2 * h + e] = -INFINITY;
-        }
+          for (int e = 0; e < 2; ++e)
+            if (8 * i + e < first || 8 * i + e >= end) x[i][2 * h + e] = -INFINITY;
       }
-  }
-
-  // Of a part, and those before it where there are such.
-  __device__ __forceinline__ void note_largest(const Scores &x, bool more) {
-#pragma unroll
-    for (int t = 0; t < s.tall; ++t)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float &largest = shared_.largest[2 * t + h][thread()];
-        float most = s.parts > 1 && more ? largest : -INFINITY;
-#pragma unroll
-        for (int i = 0; i < kPart / 8; ++i) most = larger(larger(most, x[t][i][2 * h]), x[t][i][2 * h + 1]);
-        largest = most;
-      }
+    }
   }
 
   // References move on to the largest scores of a block, and sums so far are scaled to them.
-  __device__ __forceinline__ void move_references() {
-    float factor[s.tall][2];
+  __device__ __forceinline__ void move_references(const Scores &x) {
+    float factor[2];
     bool moves = false;
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t)
+    for (int h = 0; h < 2; ++h) {
+      float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float most = shared_.largest[2 * t + h][thread()];
-        most = larger(most, gpu_shfl_xor(most, 1, 4));
-        most = larger(most, gpu_shfl_xor(most, 2, 4));
-        float &m = this->m(t, h);
-        const Moved<Exp2> moved(p_, scale_, m, most);
-        moves |= moved.m != m;
-        m = moved.m, factor[t][h] = moved.factor;
-      }
+      for (int i = 0; i < s.block / 8; ++i) most[i % 2] = larger(most[i % 2], larger(x[i][2 * h], x[i][2 * h + 1]));
+      float largest = larger(most[0], most[1]);
+      largest = larger(largest, gpu_shfl_xor(largest, 1, 4));
+      largest = larger(largest, gpu_shfl_xor(largest, 2, 4));
+      const Moved<Exp2> moved(p_, scale_, m_[h], largest);
+      moves |= moved.m != m_[h];
+      m_[h] = moved.m, factor[h] = moved.factor;
+    }
     if (!gpu_ballot(moves)) return;
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t)
+    for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float2 &l = this->l(t, h);
-        l = make_float2(l.x * factor[t][h], l.y * factor[t][h]);
-      }
-    each(o_, [&](float &x, int t, int h) { x *= factor[t][h]; });
+      for (int e = 0; e < 2; ++e) l_[h][e] *= factor[h];
+    each(o_, [&](float &x, int h) { x *= factor[h]; });
   }
 
   // From scores to weights, as left operands of mma. careful: the weight of a key that a row does not see is -0.
   template <bool careful> __device__ __forceinline__ void weigh(Scores &x, Weights &weights) {
     const bool has_bias = s.adjusts && p_.bias.data;
+    const float taken[2] = {m_[0] == -INFINITY ? 0.0f : m_[0], m_[1] == -INFINITY ? 0.0f : m_[1]};
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t) {
-      const float m[2] = {this->m(t, 0), this->m(t, 1)};
-      float2 &low = this->l(t, 0), &high = this->l(t, 1);
-      float l[2][2] = {{low.x, low.y}, {high.x, high.y}};
+    for (int i = 0; i < s.block / 8; ++i)
 #pragma unroll
-      for (int i = 0; i < kPart / 8; ++i)
+      for (int h = 0; h < 2; ++h) {
+        float two[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float taken = m[h] == -INFINITY ? 0.0f : m[h];
-          float two[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float score = x[t][i][2 * h + e];
-            two[e] = Exp2::of(has_bias ? score - taken : fmaf(score, scale_.c, -taken));
-            if (careful && score == -INFINITY) two[e] = -0.0f;
-            l[h][e] += two[e];
-          }
-          weights[t][i / 2][i % 2 * 2 + h] = rounded_pair<type>(two[0], two[1]);
+        for (int e = 0; e < 2; ++e) {
+          const float score = x[i][2 * h + e];
+          two[e] = Exp2::of(has_bias ? score - taken[h] : fmaf(score, scale_.c, -taken[h]));
+          if (careful && score == -INFINITY) two[e] = -0.0f;
+          l_[h][e] += two[e];
         }
-      low = make_float2(l[0][0], l[0][1]), high = make_float2(l[1][0], l[1][1]);
-    }
+        weights[i / 2][i % 2 * 2 + h] = rounded_pair<type>(two[0], two[1]);
+      }
   }
 
-  __device__ __forceinline__ void add_values(const Weights &weights, uint32_t values) {
+  // Of the 64 keys of a block from j on.
+  __device__ __forceinline__ void add_values(const Weights &weights, int j, uint32_t values, int half) {
     const uint32_t of_v = lane_address<kTurned>(values, value_width());
 #pragma unroll
-    for (int step = 0; step < kPart / kStep; ++step)
+    for (int step = 0; step < kHalf / kStep; ++step)
 #pragma unroll
       for (int i = 0; i < s.columns / 16; ++i) {
         uint32_t b[4];
-        load<true>(b, of_v, value_width(), kStep * step, 16 * i);
-#pragma unroll
-        for (int t = 0; t < s.tall; ++t) {
-          mma<type>(o_[t][2 * i], weights[t][step], b[0], b[1]);
-          mma<type>(o_[t][2 * i + 1], weights[t][step], b[2], b[3]);
-        }
+        load<true>(b, of_v, value_width(), half * kHalf + kStep * step, 16 * i);
+        mma<type>(o_[2 * i], weights[j / kStep + step], b[0], b[1]);
+        mma<type>(o_[2 * i + 1], weights[j / kStep + step], b[2], b[3]);
       }
   }
 
   // Row after row: the others' weights are zeros, and their sums stay as they are; and a value whose key has the weight -0
   // of this row is a zero.
-  __device__ __forceinline__ void add_values_by_rows(const Weights &weights, uint32_t values) {
+  __device__ __forceinline__ void add_values_by_rows(const Weights &weights, int j, uint32_t values, int half) {
     const uint32_t of_v = lane_address<kTurned>(values, value_width());
     const auto seen = [](uint32_t pair) {
       return ((pair & 0xFFFFu) != 0x8000u ? 0xFFFFu : 0u) | (pair >> 16 != 0x8000u ? 0xFFFF0000u : 0u);
     };
-#pragma unroll
-    for (int t = 0; t < s.tall; ++t)
 #pragma unroll 1
-      for (int row = 0; row < 16; ++row)
+    for (int row = 0; row < 16; ++row)
 #pragma unroll
-        for (int i = 0; i < s.columns / 16; ++i) {
-          float sums[2][4];
+      for (int i = 0; i < s.columns / 16; ++i) {
+        float sums[2][4];
 #pragma unroll
-          for (int q = 0; q < 8; ++q) sums[q / 4][q % 4] = o_[t][2 * i + q / 4][q % 4];
+        for (int q = 0; q < 8; ++q) sums[q / 4][q % 4] = o_[2 * i + q / 4][q % 4];
 #pragma unroll
-          for (int step = 0; step < kPart / kStep; ++step) {
-            uint32_t a[4], b[4], kept[2];
+        for (int step = 0; step < kHalf / kStep; ++step) {
+          const uint32_t(&own)[4] = weights[j / kStep + step];
+          uint32_t a[4], b[4], kept[2];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) a[k] = lane() / 4 + k % 2 * 8 == row ? weights[t][step][k] : 0;
+          for (int k = 0; k < 4; ++k) a[k] = lane() / 4 + k % 2 * 8 == row ? own[k] : 0;
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-              const int from = row % 8 * 4 + lane() % 4;
-              const uint32_t low = __shfl_sync(0xFFFFFFFFu, weights[t][step][2 * k], from),
-                             high = __shfl_sync(0xFFFFFFFFu, weights[t][step][2 * k + 1], from);
-              kept[k] = seen(row < 8 ? low : high);
-            }
-            load<true>(b, of_v, value_width(), kStep * step, 16 * i);
-            mma<type>(sums[0], a, b[0] & kept[0], b[1] & kept[1]);
-            mma<type>(sums[1], a, b[2] & kept[0], b[3] & kept[1]);
+          for (int k = 0; k < 2; ++k) {
+            const int from = row % 8 * 4 + lane() % 4;
+            const uint32_t low = __shfl_sync(0xFFFFFFFFu, own[2 * k], from),
+                           high = __shfl_sync(0xFFFFFFFFu, own[2 * k + 1], from);
+            kept[k] = seen(row < 8 ? low : high);
           }
-#pragma unroll
-          for (int q = 0; q < 8; ++q)
-            if (lane() / 4 + q % 4 / 2 * 8 == row) o_[t][2 * i + q / 4][q % 4] = sums[q / 4][q % 4];
+          load<true>(b, of_v, value_width(), half * kHalf + kStep * step, 16 * i);
+          mma<type>(sums[0], a, b[0] & kept[0], b[1] & kept[1]);
+          mma<type>(sums[1], a, b[2] & kept[0], b[3] & kept[1]);
         }
+#pragma unroll
+        for (int q = 0; q < 8; ++q)
+          if (lane() / 4 + q % 4 / 2 * 8 == row) o_[2 * i + q / 4][q % 4] = sums[q / 4][q % 4];
+      }
   }
 
-  // The segment joins those before it, which wait in memory; after the last one the row is o_, m_ and l(.., ..).x.
+  // The segment joins those before it, which wait in memory; after the last one the row is o_, m_ and l_[.][0].
   __device__ __forceinline__ void end_segment(bool first, bool last) {
-    float4 *running = shared_.running + thread();
+    float4 *running = shared_.running + threadIdx.x;
+    float4 &rows = running[s.columns / 8 * kThreads];  // m, then l
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (!first) total = rows;
+    float of_first[2], of_second[2];
 #pragma unroll
-    for (int t = 0; t < s.tall; ++t) {
-      float4 &rows = running[(kFours + t) * kThreads];  // m, then l
-      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (!first) total = rows;
-      float of_first[2], of_second[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float2 &sums = this->l(t, h);
-        float l = sums.x + sums.y;
-        l += gpu_shfl_xor(l, 1, 4);
-        l += gpu_shfl_xor(l, 2, 4);
-        if (!first) {
-          const Joined<Exp2> joined(h ? total.y : total.x, m(t, h));
-          of_first[h] = joined.of_first, of_second[h] = joined.of_second;
-          m(t, h) = joined.m, l = joined.sum(h ? total.w : total.z, l);
-        }
-        sums.x = l;
+    for (int h = 0; h < 2; ++h) {
+      float l = l_[h][0] + l_[h][1];
+      l += gpu_shfl_xor(l, 1, 4);
+      l += gpu_shfl_xor(l, 2, 4);
+      if (!first) {
+        const Joined<Exp2> joined(h ? total.y : total.x, m_[h]);
+        of_first[h] = joined.of_first, of_second[h] = joined.of_second;
+        m_[h] = joined.m, l = joined.sum(h ? total.w : total.z, l);
       }
-      if (!first)
-#pragma unroll
-        for (int i = 0; i < s.columns / 8; ++i) {
-          const float4 four = running[(t * (s.columns / 8) + i) * kThreads];
-          const float before[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-          for (int q = 0; q < 4; ++q)
-            o_[t][i][q] = before[q] * of_first[q / 2] + o_[t][i][q] * of_second[q / 2];
-        }
-      if (last) continue;
-      rows = make_float4(m(t, 0), m(t, 1), l(t, 0).x, l(t, 1).x);
-#pragma unroll
-      for (int i = 0; i < s.columns / 8; ++i)
-        running[(t * (s.columns / 8) + i) * kThreads] =
-            make_float4(o_[t][i][0], o_[t][i][1], o_[t][i][2], o_[t][i][3]);
+      l_[h][0] = l;
     }
-    if (!last) begin_segment();
+    if (!first)
+#pragma unroll
+      for (int i = 0; i < s.columns / 8; ++i) {
+        const float4 four = running[i * kThreads];
+        const float before[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int q = 0; q < 4; ++q) o_[i][q] = before[q] * of_first[q / 2] + o_[i][q] * of_second[q / 2];
+      }
+    if (last) return;
+    rows = make_float4(m_[0], m_[1], l_[0][0], l_[1][0]);
+#pragma unroll
+    for (int i = 0; i < s.columns / 8; ++i)
+      running[i * kThreads] = make_float4(o_[i][0], o_[i][1], o_[i][2], o_[i][3]);
+    begin_segment();
   }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -734,8 +654,11 @@ template <Type type, class S> class Tile {
   const ScoreScale &scale_;
   Shared &shared_;
   uint16_t *q_, *ring_;
-  float4 *waiting_;
-  float o_[s.tall][s.columns / 8][4];
+  Source k_source_, v_source_;
+  int from_, seen_;  // the first key that any row may see, and how many from there on
+  float m_[2], l_[2][2];
+  uint32_t q_held_[kHoldsQueries ? s.depth / kStep : 1][4];
+  float o_[s.columns / 8][4];
 };
 
 }  // namespace

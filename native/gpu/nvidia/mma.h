@@ -42,13 +42,6 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// threadIdx.x, read where it is asked for: a compiler that knows it keeps what follows from it in registers.
-__device__ __forceinline__ int thread_again() {
-  int number;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
-  return number;
-}
-
 // ---- Tensor cores ------------------------------------------------------------------------------------------------
 
 // Four 8x8 matrices of 16-bit elements into a warp's fragments; lane l gives the address of row l % 8 of matrix l / 8.
