@@ -300,6 +300,7 @@ $$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUIL
 endef
 $(foreach kernel,forward backward_fused backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
 
+# attention_mma.cu's fast tiles spill a few numbers that their loops over keys do not touch often, and around a call.
 # decode.cu spills around the call that computes a row again. attention_backward_keys_mma's 128 columns spill some
 # registers, and are 1.6 times as fast as 64 without.
 $(BUILD)/gpu/nvidia/sm90/attention/decode.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))

@@ -1,12 +1,11 @@
 // Attention on tensor cores through mma.sync, for every layout, option and width: the general kernel of sm90 and sm80
-// (attention_mma.h). Tiles with all columns of the result are for vectors that begin at multiples of 16 bytes, without
-// softcap and bias; one of 64 rows and 64 columns takes everything. With a workspace a block makes one segment, where few
-// would run otherwise, and attention_combine.cu folds them; or blocks keep there what segments are folded into, and then
-// each makes tiles in turn.
+// (attention_mma_tile.h).
+//
+// A block of four warps makes 64 rows: with all columns of their result where the problem is a common one, else 64 of them.
+// With a workspace a block makes one segment, where few would run otherwise, and attention_combine.cu folds them; or
+// blocks keep there what segments are folded into, and then each makes tiles in turn. Measured: bench/README.md.
 
-#include <algorithm>
 #include <cinttypes>
-#include <cstdlib>
 
 #include "gpu/kernels.h"
 #include "gpu/nvidia/attention_mma.h"
@@ -19,8 +18,9 @@
 namespace pydet {
 namespace {
 
-template <int block, int parts, int columns, int depth, int blocks, int warps = 4> struct Fast {
-  static constexpr TileShape shape = {warps, block, parts, columns, depth, blocks, true, false};
+// For vectors that begin at multiples of 16 bytes, without mask, softcap and bias.
+template <int block, int parts, int columns, int depth, int blocks> struct Fast {
+  static constexpr TileShape shape = {4, block, parts, columns, depth, blocks, true, false};
   static constexpr bool takes_all = false;
 };
 using Narrow = Fast<128, 1, 64, 64, 3>;   // heads of up to 64
@@ -28,8 +28,16 @@ using Usual = Fast<128, 1, 128, 128, 2>;  // of up to 128
 using Small = Fast<128, 2, 128, 128, 2>;  // the same, where shared memory is short
 using Deep = Fast<64, 1, 128, 192, 2>;    // of up to 192 with values of up to 128
 using Wide = Fast<64, 1, 256, 256, 2>;    // of up to 256
-template <int block, bool aligned, bool adjusts, int warps = 4> struct Any {
-  static constexpr TileShape shape = {warps, block, 1, 64, 0, 2, aligned, adjusts};
+
+// For everything.
+template <int block, bool aligned, bool adjusts> struct Any {
+  static constexpr TileShape shape = {4, block, 1, 64, 0, 2, aligned, adjusts};
+  static constexpr bool takes_all = true;
+};
+
+// For what a fast tile could not, in no more shared memory.
+template <class S> struct Careful {
+  static constexpr TileShape shape = {4, S::shape.block, S::shape.parts, 64, S::shape.depth, 2, true, false};
   static constexpr bool takes_all = true;
 };
 
@@ -46,7 +54,8 @@ struct Sharing {
 struct Place {
   int rows, sequence, group, column0, only;  // only: the segment, -1 for all
 };
-template <Type type, class S> __device__ __forceinline__ bool find_tile(const Attention &p, const Sharing &sharing, uint32_t turn, Place *place) {
+template <Type type, class S> __device__ __forceinline__ bool find_tile(const Attention &p, const Sharing &sharing,
+                                                                        uint32_t turn, Place *place) {
   // Every other turn the other way round, since tiles become smaller.
   uint32_t number = turn * sharing.blocks + (turn % 2 ? sharing.blocks - 1 - blockIdx.x : blockIdx.x);
   if (number >= sharing.count) return false;
@@ -69,7 +78,7 @@ constexpr int kTurnBits = 32;
 template <Type type, class S>
 __device__ __noinline__ void make_again(const Attention &p, const ScoreScale &scale, const Sharing &sharing,
                                         char *shared, float4 *running, uint32_t turns) {
-  using General = Tile<type, Any<S::shape.block, true, false, S::shape.warps>>;
+  using General = Tile<type, Careful<S>>;
 #pragma unroll 1
   for (uint32_t turn = 0; turn * sharing.blocks < sharing.count; ++turn) {
     Place place;
@@ -129,8 +138,12 @@ template <Type type, class S> pydet_status run(const Attention &p) {
   const bool split = splits_segments(p, whole), folds = !split && segments_of(p) > 1;
   int64_t blocks = split ? whole * segments_of(p) : whole;
   if (blocks > kMostTiles) return fail(PYDET_UNSUPPORTED, "%s: %" PRId64 " tiles are too many", kName, blocks);
-  Sharing sharing = {uint32_t(blocks), uint32_t(divide_up(p.e, S::shape.columns)), uint32_t(tiles), 0, split,
-                           folds && !kTakesAll ? static_cast<char *>(p.workspace) : nullptr};
+  Sharing sharing = {uint32_t(blocks),
+                     uint32_t(divide_up(p.e, S::shape.columns)),
+                     uint32_t(tiles),
+                     0,
+                     split,
+                     folds && !kTakesAll ? static_cast<char *>(p.workspace) : nullptr};
   if (sharing.running) {
     const int64_t most = int64_t(p.workspace_size / OfShape::kRunningBytes),
                   fits = int64_t(S::shape.blocks) * gpu_multiprocessors(p.device.id);
@@ -138,14 +151,8 @@ template <Type type, class S> pydet_status run(const Attention &p) {
     blocks = blocks < fits ? blocks : fits;
   }
   sharing.blocks = uint32_t(blocks);
-  int bytes = OfShape::shared_bytes(p.d, folds && kTakesAll);
-  if constexpr (!kTakesAll) {
-    using General = Tile<type, Any<S::shape.block, true, false, S::shape.warps>>;  // of make_again
-    static_assert(General::kThreads == OfShape::kThreads && General::kRunningBytes <= OfShape::kRunningBytes);
-    bytes = std::max(bytes, General::shared_bytes(p.d, false));
-  }
   const Launch shape = {kName, static_cast<gpu_stream>(p.stream), grid_of(blocks, OfShape::kThreads),
-                        dim3(OfShape::kThreads), bytes};
+                        dim3(OfShape::kThreads), OfShape::shared_bytes(p.d, folds && kTakesAll)};
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
   pydet_status status = split ? load_combine(kName, p) : PYDET_OK;
@@ -170,14 +177,13 @@ template <Type type> pydet_status run_type(const Attention &p) {
   const bool adjusts = p.bias.data || p.softcap != 0.0f,
              vectors = in_vectors(p.q) && in_vectors(p.k) && in_vectors(p.v) && in_vectors(p.out),
              room = segments_of(p) < 2 || p.workspace_size >= uint64_t(kAttentionRunningBytes);
-  const char *knob = getenv("PYDET_TRY");
-  const int trial = knob ? atoi(knob) : 0;
-  if (trial == 9) return block_keys(p.d) == kKeysBlock ? run_any<type, kKeysBlock>(p) : run_any<type, 64>(p);
+  // Two blocks on a multiprocessor, where it has more than 100 KB of shared memory.
+  const bool small = gpu_shared_bytes(p.device.id) < (160 << 10);
   if (!adjusts && !p.allowed.data && vectors && room) {
-    if (p.d <= 64 && p.e <= 64) return trial == 1 ? run<type, Fast<128, 1, 64, 64, 2>>(p) : run<type, Narrow>(p);
-    if (p.d <= 128 && p.e <= 128) return trial == 1 ? run<type, Small>(p) : run<type, Usual>(p);
+    if (p.d <= 64 && p.e <= 64) return run<type, Narrow>(p);
+    if (p.d <= 128 && p.e <= 128) return small ? run<type, Small>(p) : run<type, Usual>(p);
     if (p.d > 128 && p.d <= 192 && p.e <= 128) return run<type, Deep>(p);
-    if (p.d > 128 && p.d <= 256 && p.e <= 256) return run<type, Wide>(p);
+    if (p.d > 128 && p.d <= 256 && p.e <= 256 && !small) return run<type, Wide>(p);
   }
   return block_keys(p.d) == kKeysBlock ? run_any<type, kKeysBlock>(p) : run_any<type, 64>(p);
 }

@@ -17,21 +17,21 @@ namespace pydet {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kStep = 16;     // of one mma, along d and along keys
-constexpr int kVector = 8;    // elements in 16 bytes
-constexpr int kPad = kVector; // of rows of any width, so that eight of them at one column lie in all banks
+constexpr int kStep = 16;      // of one mma, along d and along keys
+constexpr int kVector = 8;     // elements in 16 bytes
+constexpr int kPad = kVector;  // of rows of any width, so that eight of them at one column lie in all banks
 
 // Elements of a row of q and k in shared memory, and those that are computed with.
 PYDET_HD int used(int64_t d) { return int((d + kStep - 1) / kStep * kStep); }
 
 struct TileShape {
-  int warps;        // of 16 rows each
-  int block, parts; // keys of a block, and the parts that it comes in
-  int columns;      // of the result
-  int depth;        // of q and k; 0: any, in padded rows
-  int blocks;       // that a multiprocessor is to hold
-  bool aligned;     // vectors of eight elements begin at multiples of 16 bytes
-  bool adjusts;     // scores have a softcap or a bias
+  int warps;         // of 16 rows each
+  int block, parts;  // keys of a block, and the parts that it comes in
+  int columns;       // of the result
+  int depth;         // of q and k; 0: any, in padded rows
+  int blocks;        // that a multiprocessor is to hold
+  bool aligned;      // vectors of eight elements begin at multiples of 16 bytes
+  bool adjusts;      // scores have a softcap or a bias
 };
 
 constexpr int kMostKeys = 1 << 30;  // a multiple of every block
@@ -48,7 +48,7 @@ template <Type type, class S> class Tile {
   static constexpr int kRows = 16 * s.warps;
   static constexpr int kPart = s.block / s.parts;
   static constexpr bool kSwizzled = s.depth > 0;
-  static constexpr bool kHoldsQueries = s.depth == 128;
+  static constexpr bool kHoldsQueries = s.depth == 128 && s.columns == 128;
   static constexpr int kHalf = 64;  // keys that a warp leaves out where none of its rows sees one
   static constexpr int kRunningFours = s.columns / 8 + 1;  // of a thread, while segments are folded
   static constexpr int kRunningBytes = kRunningFours * kThreads * int(sizeof(float4));
@@ -81,8 +81,7 @@ template <Type type, class S> class Tile {
   };
   static constexpr int kOperands = (int(sizeof(Shared)) + 127) / 128 * 128;  // where they begin
   PYDET_HD static int shared_bytes(int64_t d, bool folds_here) {
-    return kOperands + 2 * (kRows * width(d) + ring_elements(d)) +
-           (folds_here ? kRunningBytes : 0);
+    return kOperands + 2 * (kRows * width(d) + ring_elements(d)) + (folds_here ? kRunningBytes : 0);
   }
 
   // running: kRunningBytes, where there is more than one segment to walk and no other place; NULL: behind all others.
@@ -138,7 +137,6 @@ template <Type type, class S> class Tile {
       end = end - only * chunk > chunk ? (only + 1) * chunk : end;
     }
     if (begin >= end) return;
-    k_source_ = shared_.k, v_source_ = shared_.v;
     bool first_segment = true;
     int j0 = begin / s.block * s.block;  // segments are made of whole blocks
     __syncthreads();                     // a walk before this one has left shared memory
@@ -352,10 +350,10 @@ template <Type type, class S> class Tile {
   // Parts of a block alternate between the places: those of keys, then those of values.
   __device__ uint16_t *place_of(int turn) const { return ring_ + turn % 2 * place_elements(p_.d); }
   __device__ __forceinline__ void load_keys(int j0, int part) {
-    load_part<s.depth>(place_of(part), width(p_.d), k_source_, p_.k.sequence_stride, int(p_.d), j0 + part * kPart);
+    load_part<s.depth>(place_of(part), width(p_.d), shared_.k, p_.k.sequence_stride, int(p_.d), j0 + part * kPart);
   }
   __device__ __forceinline__ void load_values(int j0, int part) {
-    load_part<s.columns>(place_of(s.parts + part), value_width(), v_source_, p_.v.sequence_stride,
+    load_part<s.columns>(place_of(s.parts + part), value_width(), shared_.v, p_.v.sequence_stride,
                          int(p_.e) - shared_.column0, j0 + part * kPart);
   }
   // The part of a turn has landed, and the one before it has been used.
@@ -455,7 +453,7 @@ template <Type type, class S> class Tile {
       for (int q = 0; q < 4; ++q) x[j / 8 + i][q] = 0.0f;
     const int stride = width(p_.d);
     const uint32_t of_q = kHoldsQueries ? 0 : address_of_queries(), of_k = lane_address<kRight>(keys, stride);
-    const auto step = [&](const uint32_t (&a)[4], int d) {
+    const auto step = [&](const uint32_t(&a)[4], int d) {
 #pragma unroll
       for (int i = 0; i < kHalf / 16; ++i) {
         uint32_t b[4];
@@ -501,8 +499,7 @@ template <Type type, class S> class Tile {
           for (int e = 0; e < 2; ++e) {
             float &score = x[i][2 * h + e];
             if (!(seen >> (2 * i + e) & 1)) score = -INFINITY;
-            else if (s.adjusts)
-              score = biased(p_, scale_, shared_.sequence, shared_.extent, row, j + 8 * i + e, score);
+            else if (s.adjusts) score = biased(p_, scale_, shared_.sequence, shared_.extent, row, j + 8 * i + e, score);
           }
       } else {
 #pragma unroll
@@ -639,8 +636,7 @@ template <Type type, class S> class Tile {
     if (last) return;
     rows = make_float4(m_[0], m_[1], l_[0][0], l_[1][0]);
 #pragma unroll
-    for (int i = 0; i < s.columns / 8; ++i)
-      running[i * kThreads] = make_float4(o_[i][0], o_[i][1], o_[i][2], o_[i][3]);
+    for (int i = 0; i < s.columns / 8; ++i) running[i * kThreads] = make_float4(o_[i][0], o_[i][1], o_[i][2], o_[i][3]);
     begin_segment();
   }
 
@@ -654,7 +650,6 @@ template <Type type, class S> class Tile {
   const ScoreScale &scale_;
   Shared &shared_;
   uint16_t *q_, *ring_;
-  Source k_source_, v_source_;
   int from_, seen_;  // the first key that any row may see, and how many from there on
   float m_[2], l_[2][2];
   uint32_t q_held_[kHoldsQueries ? s.depth / kStep : 1][4];
