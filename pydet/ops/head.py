@@ -48,7 +48,7 @@ def linear_log_prob(
         index,
         bias=bias,
         out=out,
-        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, "linear_log_prob"),
+        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, "linear_log_prob", "logits_dtype"),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
         workspace=workspace,
@@ -95,7 +95,8 @@ def linear_log_prob_backward(
             no column have no part in any gradient.
         dx: like ``x``, of any of the three types; made if None and ``of_x``.
         dw: ``[N, K]``, dbias: ``[N]``, of any of the three types; made if None and ``of_w`` and ``of_bias`` (by default
-            where there is a bias). In another type than float32 they need a workspace for all rows at once.
+            where there is a bias). In another type than float32 they need a workspace for all rows at once. Where a
+            float32 ``dw`` is contiguous and not continued, logits may lie in its memory until it is written.
         log_prob: ``[...]``, float32: what :func:`linear_log_prob` gives, made if None and ``of_log_prob``. So a loss
             whose gradient is known beforehand (cross entropy's is -1 / rows) has three products, not four.
         dw_dtype: the type of ``dw`` and ``dbias`` if they are made. float32 by default.
@@ -122,9 +123,9 @@ def linear_log_prob_backward(
         of_w=of_w,
         of_bias=bias is not None if of_bias is None else of_bias,
         of_log_prob=of_log_prob,
-        dw_dtype=None if dw_dtype is None else type_index(dw_dtype, op),
+        dw_dtype=None if dw_dtype is None else type_index(dw_dtype, op, "dw_dtype"),
         accumulate=accumulate,
-        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op),
+        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op, "logits_dtype"),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
         workspace=workspace,

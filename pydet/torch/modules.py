@@ -15,7 +15,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Kind
-from pydet.torch import code, functions
+from pydet.torch import code, functions, scans
 from pydet.torch.accumulate import (
     AccumulatingConv1D,
     AccumulatingEmbedding,
@@ -304,6 +304,10 @@ def _with_sums(module: Any) -> list[str] | None:
         names = ["weight", "bias"]
     elif _has_sinks(module):
         names = ["sinks"]
+    elif scans.is_scan(module):
+        names = list(scans.OWN)
+    elif getattr(module, "pydet_multiplied", False):
+        names = ["weight", "bias"]
     elif of_pydet(module):
         names = [f"{name}{end}" for name in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")]
     else:
@@ -362,10 +366,14 @@ def _parts(of: dict[str, tuple[torch.nn.Module, list[str]]]) -> dict[str, tuple[
 def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     """From now on pydet's modules in ``model`` sum their parameters' gradients in fp32, in ``parameter.main_grad``.
 
-    ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
-    give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
-    where there is one), at multiples of 128 rows for :class:`Fp8Linear`, and of ``pydet.DWEIGHT_ROWS`` for
-    the norms. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between steps.
+    ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone; so does ``torch.autograd.grad``,
+    whatever it was asked for. What reads ``grad``, as ``torch.nn.utils.clip_grad_norm_`` and a trainer's
+    ``max_grad_norm``, finds none: :func:`pydet.torch.distributed.clip_grad_norm_` clips these.
+
+    Rows that come in several calls then give the bits of one call on all of them in that order, if the calls are cut at
+    multiples of 16 rows (of ``k_chunk`` where there is one), at multiples of 128 rows for :class:`Fp8Linear`, and of
+    ``pydet.DWEIGHT_ROWS`` for the norms. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between
+    steps.
 
     In arithmetic ``ieee`` without ``k_chunk``, linear layers, routers and experts may be cut anywhere. In others what
     counts for experts is the number of rows that came to each, which the routing decides.
@@ -402,6 +410,9 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     """
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
+    for mixer in filter(scans.is_scan, model.modules()):
+        for multiplied in scans.helpers(mixer):
+            multiplied.pydet_multiplied = True
     found = [(name, module, _with_sums(module)) for name, module in model.named_modules()]
     of = {name: (module, names) for name, module, names in found if names is not None}
     _refuse_what_is_lost(model, of)
