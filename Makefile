@@ -200,7 +200,7 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
-# sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu and
+# sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu, attention_mma.cu and
 # forward and the gradients of sm90/attention once for each type. What takes longest comes first, and is named; any other kernel of any/ and
 # nvidia/ follows.
 SM90_GROUPS := $(shell seq 0 31)
@@ -266,11 +266,12 @@ $(BUILD)/emulated/block.o: tests/emulated/block.cpp
 	@mkdir -p $(@D)
 	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(foreach flag,$(EMULATED_FLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
-$(MMA_TYPES:%=$(BUILD)/emulated/nvidia/attention_mma.%.o): $(BUILD)/emulated/nvidia/attention_mma.%.o: native/gpu/nvidia/attention_mma.cu
+EMULATED_TYPES := $(MMA_TYPES:%=$(BUILD)/emulated/nvidia/attention_mma.%.o)
+$(EMULATED_TYPES): $(BUILD)/emulated/nvidia/attention_mma.%.o: native/gpu/nvidia/attention_mma.cu
 	@mkdir -p $(@D)
 	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
 
-$(filter-out %attention_mma.0.o %attention_mma.1.o,$(EMULATED:%=$(BUILD)/emulated/%.o)): $(BUILD)/emulated/%.o: native/gpu/%.cu
+$(filter-out $(EMULATED_TYPES),$(EMULATED:%=$(BUILD)/emulated/%.o)): $(BUILD)/emulated/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
 	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
@@ -300,12 +301,12 @@ $$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUIL
 endef
 $(foreach kernel,forward backward_fused backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
 
-# attention_mma.cu's fast tiles spill a few numbers that their loops over keys do not touch often, and around a call.
 # decode.cu spills around the call that computes a row again. attention_backward_keys_mma's 128 columns spill some
 # registers, and are 1.6 times as fast as 64 without.
 $(BUILD)/gpu/nvidia/sm90/attention/decode.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
 $(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
 
+# Tiles with all columns spill a few numbers that their loops over keys seldom touch, and around a call.
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): $(BUILD)/gpu/nvidia/attention_mma.%.o: native/gpu/nvidia/attention_mma.cu
 	@mkdir -p $(@D)

@@ -137,8 +137,8 @@ def test_attention(device, kernel, dtype):
 
 @each("attention")
 def test_attention_tiles(device, kernel, dtype):
-    """One less, equal, one more: rows of a warp and of a tile, parts and blocks of keys, segments that are folded; values
-    of keys that some rows do not see."""
+    """One less, equal, one more: rows of warps and tiles, halves and blocks of keys, segments that are folded; values of
+    keys that some rows do not see."""
     if not kernel.name.endswith("sm90_mma"):
         pytest.skip("of other tiles")
     extents = [(31, 63), (32, 64), (33, 65), (63, 127), (64, 128), (65, 129), (127, 191), (129, 193), (16, 257)]
