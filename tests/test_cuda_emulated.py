@@ -137,7 +137,7 @@ def test_attention(device, kernel, dtype):
 
 @each("attention")
 def test_attention_tiles(device, kernel, dtype):
-    """One less, equal, one more: rows of warps and tiles, halves and blocks of keys, segments that are folded; values of
+    """One less, equal, one more: rows of warps and tiles, halves and blocks of keys, folded segments; values of
     keys that some rows do not see."""
     if not kernel.name.endswith("sm90_mma"):
         pytest.skip("of other tiles")

@@ -177,13 +177,14 @@ template <Type type> pydet_status run_type(const Attention &p) {
   const bool adjusts = p.bias.data || p.softcap != 0.0f,
              vectors = in_vectors(p.q) && in_vectors(p.k) && in_vectors(p.v) && in_vectors(p.out),
              room = segments_of(p) < 2 || p.workspace_size >= uint64_t(kAttentionRunningBytes);
-  // Two blocks on a multiprocessor, where it has more than 100 KB of shared memory.
-  const bool small = gpu_shared_bytes(p.device.id) < (160 << 10);
+  // Two blocks of Usual need 164.3 KB of a multiprocessor, its own share included: more than an Ampere has. One of Wide
+  // needs 97 KB.
+  const int bytes = gpu_shared_bytes(p.device.id);
   if (!adjusts && !p.allowed.data && vectors && room) {
     if (p.d <= 64 && p.e <= 64) return run<type, Narrow>(p);
-    if (p.d <= 128 && p.e <= 128) return small ? run<type, Small>(p) : run<type, Usual>(p);
+    if (p.d <= 128 && p.e <= 128) return bytes < (200 << 10) ? run<type, Small>(p) : run<type, Usual>(p);
     if (p.d > 128 && p.d <= 192 && p.e <= 128) return run<type, Deep>(p);
-    if (p.d > 128 && p.d <= 256 && p.e <= 256 && !small) return run<type, Wide>(p);
+    if (p.d > 128 && p.d <= 256 && p.e <= 256 && bytes >= (160 << 10)) return run<type, Wide>(p);
   }
   return block_keys(p.d) == kKeysBlock ? run_any<type, kKeysBlock>(p) : run_any<type, 64>(p);
 }
