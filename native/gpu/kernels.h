@@ -325,6 +325,7 @@ bool attention_ieee_takes(const Attention &);
 pydet_status attention_ieee(const Attention &);
 bool attention_mma_takes(const Attention &);
 pydet_status attention_mma(const Attention &);
+uint64_t attention_mma_workspace(const Attention &, const char *kernel);
 
 // any/attention_backward_ieee.cu, nvidia/attention_backward_mma.cu
 pydet_status attention_backward_ieee(const AttentionBackward &);

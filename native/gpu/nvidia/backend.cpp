@@ -332,7 +332,7 @@ constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
         .launches(attention_backward_ieee),
 };
 uint64_t attention_workspace(const Attention &a, const char *kernel) {
-  return std::max(attention_sm90_workspace(a, kernel), bytes_of_parts(a));
+  return std::max({attention_sm90_workspace(a, kernel), attention_mma_workspace(a, kernel), bytes_of_parts(a)});
 }
 
 uint64_t attention_backward_workspace(const AttentionBackward &b, const char *kernel) {
