@@ -890,7 +890,7 @@ enum { PYDET_FOLD_PARTS = 64 };
 
 /* The ranks of one fold, a device each, in one launch: parts are this rank's, D folds all ranks' parts, rank 0's first, and
  * out is the same on every rank, with the bits of one fold of them all. Every rank makes the same calls in the same order
- * with the same counts, shapes, types and options: a rank waits on its device until the others have come. CUDA only.
+ * with the same counts (but see first_sums), shapes, types and options: a rank waits on its device until the others have come. CUDA only.
  * memory: of each rank, reached by all the others, at multiples of 16 bytes; its first PYDET_FOLD_SIGNALS bytes are zeros
  * before the first call, the rest may hold anything; used by one sequence of calls, with one memory_size, which is at least
  * PYDET_FOLD_SIGNALS + (all ranks' parts + ranks) PYDET_FOLD_ROOM. The last 8 PYDET_FOLD_RANKS bytes of the signals are the
@@ -918,6 +918,13 @@ typedef struct pydet_fold_peers {
   uint64_t memory_size;
   uint64_t word;   /* the same on every rank: what the call is and which of them, by its caller's count */
   uint64_t *fault; /* NULL, or this rank's words */
+  int32_t first_sums; /* 0, or how many parts each other rank has, where rank 0 gives one: the sum of its own as many, as
+                         a product with k_chunk makes it. ORDERED, neither gathered nor under accumulate */
+  int32_t from;       /* the rank that raises flag */
+  const uint64_t *flag; /* NULL, or of one rank alone, which folds its own parts, and exchanges nothing: `from` brings some of
+                           them and then, behind them on its stream, puts word here, which was 0. Until then the device
+                           waits, for timeout_ms, or until the ranks have failed: then out is NaN. Not under accumulate.
+                           One part alone may have out's type: it is what the others have made, and is copied */
 } pydet_fold_peers;
 
 typedef struct pydet_fold_options {

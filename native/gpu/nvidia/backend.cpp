@@ -52,7 +52,7 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
 }
 
 template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *name) {
-  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix)
+  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix | kBatch)
       .chooses(skinny_sm90_choose<turned>, rows)
       .launches(skinny_sm90<rows, turned>);
 }
@@ -387,7 +387,11 @@ constexpr Kernel<Fold> kFold[] = {
         .takes(fold_one_shot_takes)
         .prefers(fold_one_shot_prefers)
         .launches(fold_one_shot),
+    Row("cuda_fold_awaited", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kPeers)
+        .takes(fold_awaited_takes)
+        .launches(fold_awaited),
     Row("cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .takes(fold_two_shot_takes)
         .launches(fold_two_shot),
 };
 

@@ -75,7 +75,8 @@ struct Plan {
   int32_t total;  // parts of all ranks
   uint32_t tag;   // a hash of all of it, and of the call
   bool two_shot;
-  bool prefix;  // rank 0 sends the fold of its parts
+  bool prefix;   // rank 0 sends the fold of its parts
+  int32_t each;  // parts of a rank, whether rank 0 gives them or their sum
 
   __device__ __forceinline__ int64_t begin_of(int rank) const {
     return two_shot && rank > 0 ? first + (rank - 1) * share : 0;
@@ -250,13 +251,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
   __shared__ uint64_t entered;
   const Peers &peers = p.peers;
   const int rank = peers.rank, ranks = peers.ranks;
+  wait_for_previous_kernel();
   const bool meets = ranks > 1, sends = meets && !peers.gathered, shares = meets && plan.two_shot && !peers.scatter;
   const int64_t n = peers.scatter ? p.size * ranks : p.size;
   const int64_t begin = plan.begin_of(rank), end = plan.end_of(rank, n);
   const int64_t out_begin = peers.scatter ? 0 : begin;
   const int64_t part_bytes = int64_t(plan.turns) * kSlot, results = plan.total * part_bytes;
-  const int skipped = plan.prefix && rank > 0 ? p.count - 1 : 0, folded = plan.total - skipped;
-  const int own_first = peers.gathered ? 0 : rank * p.count - skipped, own_end = own_first + p.count;
+  // Slots of rank 0's parts that nobody fills, where their sum has come or lies here already.
+  const int skipped = plan.prefix && (rank > 0 || peers.first_sums) ? plan.each - 1 : 0, folded = plan.total - skipped;
+  const int own_first = peers.gathered || rank == 0 ? 0 : rank * p.count - skipped, own_end = own_first + p.count;
 
   if (meets && threadIdx.x == 0) entered = enter(peers);
   // Part s of what is folded, at the first element of its own tensor or, of an area, at its first slot.
@@ -290,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
     for (int turn = 0; turn < plan.turns; ++turn) {
       const int64_t at = element(round, turn), slot = slot_of(turn, sizeof(float));
       if (at >= plan.share) break;
-      if (!as_tree && plan.prefix && rank == 0) {
+      if (!as_tree && plan.prefix && rank == 0 && p.count > 1) {
         send_prefix<by_four>(p, plan, area, slot, at, n);
         continue;
       }
@@ -372,10 +375,10 @@ struct Hash {
 uint32_t tag_of(const Fold &p, const Plan &plan, int64_t blocks) {
   const Peers &peers = p.peers;
   Hash hash;
-  for (int64_t word :
-       {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size, int64_t(p.count),
-        int64_t(plan.two_shot), int64_t(p.tree), int64_t(p.accumulate), int64_t(peers.gathered), int64_t(peers.scatter),
-        int64_t(p.out.type), int64_t(p.bias.data != nullptr), p.bias_period, plan.area, int64_t(plan.turns), blocks})
+  for (int64_t word : {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size,
+                       int64_t(plan.each), int64_t(peers.first_sums), int64_t(plan.two_shot), int64_t(p.tree),
+                       int64_t(p.accumulate), int64_t(peers.gathered), int64_t(peers.scatter), int64_t(p.out.type),
+                       int64_t(p.bias.data != nullptr), p.bias_period, plan.area, int64_t(plan.turns), blocks})
     hash.add(word);
   return uint32_t(hash.value ^ hash.value >> 32);
 }
@@ -392,11 +395,13 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   const int64_t n = peers.scatter ? p.size * peers.ranks : p.size;
   Plan plan = {};
   plan.two_shot = two_shot;
-  plan.total = peers.gathered ? p.count : p.count * peers.ranks;
+  plan.each = peers.parts_of_each(p.count);
+  plan.total = peers.gathered ? p.count : plan.each * peers.ranks;
   plan.share = plan.first = two_shot ? divide_up(n, peers.ranks) : n;
-  plan.prefix = two_shot && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered && !peers.scatter;
-  if (plan.prefix && peers.ranks == 2) {
-    plan.first = n / (2 * p.count) / (kThreads * kUnit) * (kThreads * kUnit);
+  const bool whole = two_shot && !peers.scatter;  // shares need not be alike
+  plan.prefix = peers.first_sums || (whole && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered);
+  if (plan.prefix && whole && peers.ranks == 2) {
+    plan.first = n / (2 * plan.each) / (kThreads * kUnit) * (kThreads * kUnit);
     plan.share = n - plan.first;
   }
   bool by_four = (plan.first < plan.share || n % peers.ranks == 0 || !two_shot) && plan.share % kUnit == 0 &&
@@ -413,15 +418,76 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   plan.rounds = int32_t(divide_up(blocks_wanted, blocks * plan.turns));
   plan.tag = tag_of(p, plan, blocks);
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(kThreads)};
+  where.overlaps_previous = true;
   if (by_four) return launch(where, p.tree ? fold_peers_kernel<true, true> : fold_peers_kernel<false, true>, p, plan);
   return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);
 }
 
+// ---- A rank's own parts, some of which another one brings -------------------------------------------------------------
+
+// Whether the flag is up. It stays up: the host puts it down when all that wait for it have ended.
+__device__ __forceinline__ bool flag_is_up(const Peers &peers) {
+  uint64_t got = 0;
+  Outcome outcome = wait_for(peers, [&] { return (got = get_signal(peers.flag)) != 0; });
+  if (outcome == kMet && see_word(&board_of(peers, peers.rank).failed)) outcome = kLeft;
+  if (outcome == kMet && got != peers.word) outcome = kDisagrees;
+  if (outcome == kMet) return true;
+  report(peers, outcome, peers.from);
+  put_signal(&board_of(peers, peers.from).failed, uint64_t(2 + peers.rank));
+  return false;
+}
+
+template <bool by_four> __global__ void __launch_bounds__(kThreads)
+    fold_awaited_kernel(const __grid_constant__ Fold p) {
+  __shared__ int up;
+  wait_for_previous_kernel();
+  if (threadIdx.x == 0) up = flag_is_up(p.peers);
+  __syncthreads();
+  const int64_t step = int64_t(gridDim.x) * kThreads * kUnit;
+  for (int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kUnit; at < p.size; at += step) {
+    if (p.copies && up) {
+      const uint16_t *const from = reinterpret_cast<const uint16_t *>(p.parts[0]) + at;
+      uint16_t *const to = reinterpret_cast<uint16_t *>(p.out.data) + at;
+      if (by_four) *reinterpret_cast<uint2 *>(to) = *reinterpret_cast<const uint2 *>(from);
+      else
+        for (int e = 0; e < kUnit && at + e < p.size; ++e) to[e] = from[e];
+      continue;
+    }
+    const auto part = [&](int s) { return load_own(p.parts[s], at, p.size, by_four); };
+    Elements<4> sum = up ? ordered(p.count, part, Elements<4>{}) : Elements<4>{{NAN, NAN, NAN, NAN}};
+    if (p.bias.data) {
+      int64_t column = at % p.bias_period;
+      for (int e = 0; e < kUnit; ++e) {
+        if (at + e < p.size) sum.x[e] = sum.x[e] + load_f32(p.bias.data, p.bias.type, column);
+        column = column + 1 == p.bias_period ? 0 : column + 1;
+      }
+    }
+    store_own(p.out.data, p.out.type, at, p.size, by_four, packed(sum, p.out.type));
+  }
+}
+
 }  // namespace
 
+bool fold_awaited_takes(const Fold &p) { return p.peers.flag != nullptr; }
+pydet_status fold_awaited(const Fold &p) {
+  const char *name = "fold_awaited";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  bool by_four = p.size % kUnit == 0 && aligned(p.out.data, kUnit * size_of(p.out.type));
+  for (int s = 0; s < p.count; ++s) by_four = by_four && aligned(p.parts[s], kUnit * int(sizeof(float)));
+  const int64_t blocks = divide_up(p.size, kThreads * kUnit), most = 4 * gpu_multiprocessors(p.device.id);
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks < most ? blocks : most)),
+                  dim3(kThreads)};
+  where.overlaps_previous = true;
+  return launch(where, by_four ? fold_awaited_kernel<true> : fold_awaited_kernel<false>, p);
+}
+
 // One meeting less, ranks times the bytes.
-bool fold_one_shot_takes(const Fold &p) { return !p.peers.gathered && !p.peers.scatter; }
-bool fold_one_shot_prefers(const Fold &p) { return p.size * p.count * p.peers.ranks <= kOneShotElements; }
+bool fold_one_shot_takes(const Fold &p) { return !p.peers.gathered && !p.peers.scatter && !p.peers.flag; }
+bool fold_two_shot_takes(const Fold &p) { return !p.peers.flag; }
+bool fold_one_shot_prefers(const Fold &p) {
+  return p.size * p.peers.parts_of_each(p.count) * p.peers.ranks <= kOneShotElements;
+}
 pydet_status fold_one_shot(const Fold &p) { return launch_peers(p, false); }
 pydet_status fold_two_shot(const Fold &p) { return launch_peers(p, true); }
 

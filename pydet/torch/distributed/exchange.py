@@ -296,12 +296,16 @@ def reduce_sums(
     order: Order,
     method: str,
     rows: bool = False,
+    first_sums: int = 0,
 ) -> Tensor:
-    """After :func:`together`: the fold of all ranks' sums ``[s, ...]``; under `rows` this rank's rows of it alone."""
+    """After :func:`together`: the fold of all ranks' sums ``[s, ...]``; under `rows` this rank's rows of it alone.
+
+    first_sums: by the methods of peers alone: every other rank has so many, and rank 0 the sum of its own as many.
+    """
     world = dist.get_world_size(group)
     if world == 1:
         return fold_all(sums, bias, out_dtype, order)
-    peers, count = peers_of(group, sums.device), len(sums) * world
+    peers, count = peers_of(group, sums.device), (first_sums or len(sums)) * world
     name = choose(op, method, order, count, sums[0].numel(), world, peers)
     shape = (sums.shape[1] // world, *sums.shape[2:]) if rows else tuple(sums.shape[1:])
     if name in PEER_METHODS:
@@ -309,7 +313,7 @@ def reduce_sums(
         peers.reserve(count)
         out = sums.new_empty(shape, dtype=out_dtype)
         kernel = None if rows else f"cuda_fold_{name.removeprefix('peer_')}"
-        return peers.fold(sums, out, bias=bias, order=order, scatter=rows, kernel=kernel)
+        return peers.fold(sums, out, bias=bias, order=order, scatter=rows, kernel=kernel, first_sums=first_sums)
     if rows:
         return _own_part(sums, group, bias, out_dtype, order).view(shape)
     return _RUN[name](sums, group, bias, out_dtype, order)

@@ -139,10 +139,14 @@ class Peers:
         gathered: bool = False,
         scatter: bool = False,
         kernel: str | None = None,
+        first_sums: int = 0,
     ) -> Tensor:
-        """pydet_fold with peers: this rank's parts ``[s, ...]`` and all others', into ``out``; see pydet.h."""
+        """pydet_fold with peers: this rank's parts ``[s, ...]`` and all others', into ``out``; see pydet.h.
+
+        first_sums: of rank 0 this is the sum of its so many parts alone, ``[1, ...]``.
+        """
         with self.turn(out.numel() * (self.world if scatter else 1)) as stream:
-            self.launch(stream, parts, out, bias, order, accumulate, gathered, scatter, kernel)
+            self.launch(stream, parts, out, bias, order, accumulate, gathered, scatter, kernel, first_sums)
         return out
 
     @contextlib.contextmanager
@@ -163,11 +167,12 @@ class Peers:
         gathered: bool = False,
         scatter: bool = False,
         kernel: str | None = None,
+        first_sums: int = 0,
     ) -> None:
         """The fold itself, inside of its turn."""
         peers = ffi.new("pydet_fold_peers *")
         peers.ranks, peers.rank, peers.timeout_ms = self.world, self.rank, self.timeout_ms
-        peers.gathered, peers.scatter = gathered, scatter
+        peers.gathered, peers.scatter, peers.first_sums = gathered, scatter, first_sums
         peers.memory, peers.memory_size = self.addresses, self.size
         peers.word = ((self.calls + 1) % 2**32) << 32 | self.terms
         peers.fault = ffi.cast("uint64_t *", self.fault.data_ptr())
