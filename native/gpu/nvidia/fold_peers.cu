@@ -38,6 +38,8 @@
 // 132 multiprocessors, of which NCCL's kernels, which wait too, take 16 to 32. Two others leave four. So two folds may run
 // at a time beside anything, and pydet.torch.distributed sees to it that no more do (symmetric.py, Turns).
 
+#include <cstdlib>
+
 #include "gpu/any/fold.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/signals.h"
@@ -72,12 +74,16 @@ struct Plan {
   int64_t area;   // bytes
   int32_t turns;  // units of a thread in a round
   int32_t rounds;
-  int32_t total;  // parts of all ranks
+  int32_t slots;  // for the parts that travel
   uint32_t tag;   // a hash of all of it, and of the call
   bool two_shot;
   bool prefix;   // rank 0 sends the fold of its parts
   int32_t each;  // parts of a rank, whether rank 0 gives them or their sum
 
+  // Of a rank's parts among those that travel.
+  __device__ __forceinline__ int first_slot(int rank) const {
+    return prefix && rank > 0 ? 1 + (rank - 1) * each : rank * each;
+  }
   __device__ __forceinline__ int64_t begin_of(int rank) const {
     return two_shot && rank > 0 ? first + (rank - 1) * share : 0;
   }
@@ -209,7 +215,7 @@ __device__ __forceinline__ void send(const Fold &p, const Plan &plan, int first,
     }
 #pragma unroll
     for (int s = 0; s < many; ++s)
-      store_elements(peers.memory[to] + area + (peers.rank * p.count + first + s) * part_bytes + slot, v[s]);
+      store_elements(peers.memory[to] + area + (plan.first_slot(peers.rank) + first + s) * part_bytes + slot, v[s]);
   }
 }
 
@@ -256,15 +262,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
   const int64_t n = peers.scatter ? p.size * ranks : p.size;
   const int64_t begin = plan.begin_of(rank), end = plan.end_of(rank, n);
   const int64_t out_begin = peers.scatter ? 0 : begin;
-  const int64_t part_bytes = int64_t(plan.turns) * kSlot, results = plan.total * part_bytes;
-  // Slots of rank 0's parts that nobody fills, where their sum has come or lies here already.
-  const int skipped = plan.prefix && (rank > 0 || peers.first_sums) ? plan.each - 1 : 0, folded = plan.total - skipped;
-  const int own_first = peers.gathered || rank == 0 ? 0 : rank * p.count - skipped, own_end = own_first + p.count;
+  const int64_t part_bytes = int64_t(plan.turns) * kSlot, results = plan.slots * part_bytes;
+  // Rank 0's parts lie here, where all others have one slot for their sum.
+  const int more = plan.prefix && rank == 0 ? p.count - 1 : 0, folded = plan.slots + more;
+  const int own_first = peers.gathered ? 0 : plan.first_slot(rank), own_end = own_first + p.count;
 
   if (meets && threadIdx.x == 0) entered = enter(peers);
   // Part s of what is folded, at the first element of its own tensor or, of an area, at its first slot.
   for (int s = threadIdx.x; s < folded; s += kThreads) {
-    if (s < own_first || s >= own_end) sources[s] = peers.memory[rank] + (s ? s + skipped : 0) * part_bytes;
+    if (s < own_first || s >= own_end) sources[s] = peers.memory[rank] + (s - more) * part_bytes;
     else sources[s] = reinterpret_cast<const char *>(p.parts[s - own_first] + (peers.gathered ? 0 : begin));
   }
   __syncthreads();
@@ -396,14 +402,15 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   Plan plan = {};
   plan.two_shot = two_shot;
   plan.each = peers.parts_of_each(p.count);
-  plan.total = peers.gathered ? p.count : plan.each * peers.ranks;
   plan.share = plan.first = two_shot ? divide_up(n, peers.ranks) : n;
   const bool whole = two_shot && !peers.scatter;  // shares need not be alike
   plan.prefix = peers.first_sums || (whole && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered);
   if (plan.prefix && whole && peers.ranks == 2) {
     plan.first = n / (2 * plan.each) / (kThreads * kUnit) * (kThreads * kUnit);
+    if (const char *knob = getenv("PYDET_FIRST")) plan.first = n * atoi(knob) / 128 / (kThreads * kUnit) * (kThreads * kUnit);
     plan.share = n - plan.first;
   }
+  plan.slots = peers.gathered ? p.count : plan.prefix ? 1 + plan.each * (peers.ranks - 1) : plan.each * peers.ranks;
   bool by_four = (plan.first < plan.share || n % peers.ranks == 0 || !two_shot) && plan.share % kUnit == 0 &&
                  n % kUnit == 0 && aligned(p.out.data, kUnit * size_of(p.out.type));
   for (int s = 0; s < p.count; ++s) by_four = by_four && aligned(p.parts[s], kUnit * int(sizeof(float)));
@@ -411,8 +418,9 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   const int64_t blocks = blocks_wanted < kMostBlocks ? blocks_wanted : kMostBlocks;
   if (peers.ranks > 1) plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
   plan.turns = 1;
-  for (const int64_t wanted = divide_up(blocks_wanted, blocks); plan.turns < kMostTurns && plan.turns < wanted;) {
-    if ((plan.turns + 1) * int64_t(plan.total + peers.ranks) * kSlot > plan.area) break;
+  const int most_turns = getenv("PYDET_TURNS") ? atoi(getenv("PYDET_TURNS")) : kMostTurns;
+  for (const int64_t wanted = divide_up(blocks_wanted, blocks); plan.turns < most_turns && plan.turns < wanted;) {
+    if ((plan.turns + 1) * int64_t(plan.slots + peers.ranks) * kSlot > plan.area) break;
     ++plan.turns;
   }
   plan.rounds = int32_t(divide_up(blocks_wanted, blocks * plan.turns));

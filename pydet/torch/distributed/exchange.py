@@ -14,6 +14,8 @@ method                 what it does                                             
 ``peer_one_shot``      one launch: all sums into all ranks' memory, every rank folds 4 n S        1
 ``peer_two_shot``      one launch: sums into their owner's memory, fold, results to  4 n S / W    2
                        all
+``relay``              of a product: rank after rank goes on with the running sum,   4 n          W
+                       some rows at a time, beside the products of others
 ``push``               the product's sums are made in their owner's memory, then a   4 n S / W    2
                        launch that folds and gives the results to all
 ====================== ============================================================= ============ ==================
@@ -38,12 +40,13 @@ from pydet.torch.distributed.symmetric import MOST_RANKS, Peers, capturing, know
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any  # a ProcessGroup, or None for the default one
 Method: TypeAlias = Literal[
-    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "push"
+    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "push", "relay"
 ]
 PEER_METHODS = ("peer_one_shot", "peer_two_shot")
 METHODS: dict[str, tuple[str, ...]] = {"ordered": ("one_shot", "two_shot", "chain"), "tree": ("one_shot", "two_shot")}
 # Of all ranks' sums: up to here one step of more bytes is faster than two of fewer, of collectives and of launches.
 SMALL_BYTES, PEER_SMALL_BYTES = 1 << 18, 1 << 21
+RELAY_BYTES = 1 << 23  # of the results in fp32, from which on a relay's slabs are large enough to be products
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
 
@@ -175,17 +178,29 @@ def shared(total: int, world: int, op: str, what: str, among: str = "ranks of th
 
 
 def choose(
-    op: str, method: str, order: str, count: int, elements: int, world: int, peers: Peers | None, product: bool = False
+    op: str,
+    method: str,
+    order: str,
+    count: int,
+    elements: int,
+    world: int,
+    peers: Peers | None,
+    product: bool = False,
+    relays: bool = False,
 ) -> str:
-    """The method that is meant, by the number of all segments and the elements of each; push, where a product can."""
+    """The method that is meant, by the number of all segments and the elements of each; push and relay, where a product
+    can."""
     if order not in METHODS:
         fail(INVALID_VALUE, f"{op}: order is {order!r}, want one of {', '.join(METHODS)}")
     power_of_two = world & (world - 1) == 0 and (count // world) & (count // world - 1) == 0
     can = METHODS[order] + (("halving",) if order == "tree" and power_of_two else ())
+    can += ("relay",) if relays else ()
     by_peers = PEER_METHODS + (("push",) if product else ())
     reached = peers is not None and count <= FOLD_PARTS
     size = 4 * elements * count
     if method == "auto":
+        if reached and relays and count > world and 4 * elements >= RELAY_BYTES:
+            return "relay"
         if reached:
             return "peer_one_shot" if size <= PEER_SMALL_BYTES else "peer_two_shot"
         if size <= SMALL_BYTES:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import Arithmetic, gemm, gemm_db
+from pydet.torch.distributed import relay
 from pydet.torch.distributed.exchange import (
     PEER_METHODS,
     Group,
@@ -125,7 +126,9 @@ def _parallel_product(
 
     def chosen() -> str:
         product = method == "push" or x.shape[0] % world == 0
-        return choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world, peers, product)
+        relays = segment_length(extent, segments, even) % STEP == 0 and out == "replicate"
+        relays = relays and (peers is None or (world == relay.RANKS and peers.pushes))
+        return choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world, peers, product, relays)
 
     def first_sums() -> int:
         """How many segments each rank has, where rank 0 makes the sum of its own in one product."""
@@ -153,6 +156,8 @@ def _parallel_product(
                 )
             shared(x.shape[0], world, op, "the number of rows")
             result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)  # refuses what the products would
+        elif chosen() == "relay":
+            result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)
         elif first_sums():
             if dist.get_rank(group) == 0:
                 sums = gemm(x, w, k_chunk=chunk, arithmetic=arithmetic, out_dtype=torch.float32)
@@ -171,6 +176,14 @@ def _parallel_product(
         count = segments // world
         chunk = segment_length(extent, segments, even)
         return _push(x, w, chunk, count, arithmetic, bias, peers, out == "shard_rows")
+    if chosen() == "relay":
+        if x.shape[0] * w.shape[1] == 0:
+            return x.new_empty(x.shape[0], w.shape[1])
+        chunk, count = segment_length(extent, segments, even), segments // world
+        if peers is None:
+            return relay.relay_by_collectives(x, w, chunk, arithmetic, bias, group)
+        sums = lambda rows: _segment_sums(rows, w, chunk, count, arithmetic)  # noqa: E731
+        return relay.relay_by_peers(x, w, chunk, count, sums, arithmetic, bias, peers)
     rows = out == "shard_rows"
     return reduce_sums(op, result, group, bias, x.dtype, "ordered", method, rows, first_sums() if peers else 0)
 
