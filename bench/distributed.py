@@ -27,7 +27,7 @@ from bench import distributed_tables
 
 SEGMENTS = 8
 PARTS, ON_CPUS = ("bits", "mesh", "row", "dp", "layer", "step"), ("bits", "mesh")
-COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot", "push")
+COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot")
 LAYERS = ((4096, 14336), (8192, 8192))  # N, K of row-parallel layers
 ROWS = (1, 4, 8, 16, 64, 256, 512, 2048, 4096, 8192)
 
@@ -125,8 +125,9 @@ def columns(run, x, segments, group=None):
 def methods_of(run, rows):
     from pydet.torch.distributed.symmetric import peers_of
 
-    peers = PEERS if rows % run.world == 0 else PEERS[:-1]
-    return COLLECTIVES + (peers if peers_of(None, run.device) is not None else ())
+    if peers_of(None, run.device) is None:
+        return (*COLLECTIVES, "relay")
+    return COLLECTIVES + PEERS + ("push",) * (rows % run.world == 0) + ("relay",) * (run.world == 2)
 
 
 # ---- Bits ----------------------------------------------------------------------------------------------------------
@@ -277,9 +278,11 @@ def row(run):
             differ = {}
             for segments in sorted({SEGMENTS, world}):
                 one = pydet.gemm(x, w.t(), k_chunk=pd.segment_length(k, segments))
-                for method in ("auto", "one_shot", "two_shot", *[p for p in methods_of(run, m) if p in PEERS]):
+                for method in ("auto", "one_shot", "two_shot", *methods_of(run, m)[len(COLLECTIVES) :]):
                     if method == "push" or (method in ("one_shot", "peer_one_shot") and m > 512):
                         continue  # a graph does not take push
+                    if method == "relay" and m < 256:
+                        continue
 
                     def ours(i, method=method, segments=segments, xr=xr, weight=weight):
                         return pd.row_parallel_linear(xr, weight(i), segments=segments, method=method)

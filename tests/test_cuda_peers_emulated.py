@@ -195,7 +195,11 @@ def test_a_rank_waits_for_what_another_brings(n):
     copied, made = np.zeros(n, np.float16), np.arange(n, dtype=np.float16) - np.float16(0)
     made[0] = -0.0
     awaited(ranks, [made], copied, flag)
+    awaited(ranks, [copied], copied, flag)
     assert copied.tobytes() == made.tobytes() and flag[0] == 5 and ranks.kinds() == [0, 0]
+    singles, copied = made.astype(np.float32), np.zeros(n, np.float32)
+    awaited(ranks, [singles], copied, flag)
+    assert copied.tobytes() == singles.tobytes()
 
 
 @pytest.mark.parametrize("what", ["late", "another word", "failed"])
@@ -205,7 +209,7 @@ def test_nan_where_it_does_not_come(what):
         flag[0] = 6
     if what == "failed":
         ranks.all(lambda r: ranks.fold(r, [np.zeros(9, np.float32)], np.zeros(9, np.float32), r))
-    for made in ([random((3000,))], [np.ones(3000, np.float16)]):
+    for made in ([random((3000,))], [np.ones(3000, np.float16)], [out]):
         awaited(ranks, made, out, flag, wait_ms=300)
         assert np.isnan(out).all()
         out[...] = 0

@@ -924,7 +924,8 @@ typedef struct pydet_fold_peers {
   const uint64_t *flag; /* NULL, or of one rank alone, which folds its own parts, and exchanges nothing: `from` brings some of
                            them and then, behind them on its stream, puts word here, which was 0. Until then the device
                            waits, for timeout_ms, or until the ranks have failed: then out is NaN. Not under accumulate.
-                           One part alone may have out's type: it is what the others have made, and is copied */
+                           One part alone may have out's type: it is what was made elsewhere, and is copied, or is out
+                           itself, which stays as it is where the word comes */
 } pydet_fold_peers;
 
 typedef struct pydet_fold_options {

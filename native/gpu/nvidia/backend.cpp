@@ -518,7 +518,14 @@ Arithmetic tensor_cores(int32_t id) {
   return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace};
+// Few rows are a skinny kernel's, and all that none of Hopper's tiles takes another one's.
+bool gemm_begins(const Gemm &g) {
+  constexpr int64_t kSkinny = 128;
+  return g.arithmetic == Arithmetic::sm90 && is_sm90(g.device) && (kHalfTypes & bit(g.a.type)) && g.m > kSkinny &&
+         g.n > kSkinny && g.k > 0 && gemm_sm90_choose(g, kAnyVariant).variant >= 0;
+}
+
+constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace, gemm_begins};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 

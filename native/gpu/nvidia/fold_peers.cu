@@ -232,6 +232,73 @@ __device__ __noinline__ void send_prefix(const Fold &p, const Plan &plan, int64_
   }
 }
 
+// Units of a thread that are loaded before the first of them is stored: one at a time, memory rests.
+constexpr int kAhead = 4;
+
+// f(i, element, turn) for units i of this block, `begin` to `end`, in a round, from the turn `first` on.
+template <int ahead, class F>
+__device__ __forceinline__ void each_ahead(const Plan &plan, int round, int first, int64_t begin, int64_t end, F f) {
+#pragma unroll
+  for (int i = 0; i < ahead; ++i) {
+    const int turn = first + i;
+    const int64_t unit = (int64_t(round) * plan.turns + turn) * gridDim.x + blockIdx.x;
+    const int64_t at = begin + (unit * kThreads + threadIdx.x) * kUnit;
+    if (turn < plan.turns && at < end) f(i, at, turn);
+  }
+}
+
+// This rank's only part, of a round.
+template <bool by_four, int ahead>
+__device__ __forceinline__ void send_one(const Fold &p, const Plan &plan, int round, int64_t area, int64_t n) {
+  const Peers &peers = p.peers;
+  for (int step = 1; step < peers.ranks; ++step) {
+    const int to = after(peers, step);
+    const int64_t begin = plan.begin_of(to), end = plan.end_of(to, n);
+    char *const slots = peers.memory[to] + area + plan.first_slot(peers.rank) * int64_t(plan.turns) * kSlot;
+    for (int turn = 0; turn < plan.turns; turn += ahead) {
+      Elements<4> v[ahead];
+      each_ahead<ahead>(plan, round, turn, begin, end,
+                        [&](int i, int64_t at, int) { v[i] = load_own(p.parts[0], at, end, by_four); });
+      each_ahead<ahead>(plan, round, turn, begin, end, [&](int i, int64_t, int turn) {
+        store_elements(slots + int64_t(turn) * kSlot + int64_t(threadIdx.x) * kUnit * int(sizeof(float)), v[i]);
+      });
+    }
+  }
+}
+
+// The other ranks' results, of a round, to out.
+template <bool by_four, int ahead>
+__device__ __forceinline__ void take_results(const Fold &p, const Plan &plan, int round, int64_t area, int64_t n) {
+  const Peers &peers = p.peers;
+  const int64_t part_bytes = int64_t(plan.turns) * kSlot;
+  const int bytes = size_of(p.out.type);
+  for (int step = 1; step < peers.ranks; ++step) {
+    const int from = after(peers, step);
+    const int64_t begin = plan.begin_of(from), end = plan.end_of(from, n);
+    const char *const got = peers.memory[peers.rank] + area + (plan.slots + from) * part_bytes;
+    for (int turn = 0; turn < plan.turns; turn += ahead) {
+      uint4 words[ahead];
+      each_ahead<ahead>(plan, round, turn, begin, end, [&](int i, int64_t, int turn) {
+        const char *const at = got + int64_t(turn) * kSlot + int64_t(threadIdx.x) * kUnit * bytes;
+        if (p.out.type == Type::f32) {
+          words[i] = *reinterpret_cast<const uint4 *>(at);
+        } else {
+          const uint2 two = *reinterpret_cast<const uint2 *>(at);
+          words[i] = make_uint4(two.x, two.y, 0, 0);
+        }
+      });
+      each_ahead<ahead>(plan, round, turn, begin, end,
+                        [&](int i, int64_t at, int) { store_own(p.out.data, p.out.type, at, end, by_four, words[i]); });
+    }
+  }
+}
+
+// The same a unit at a time and not inlined, beside the registers of a tree.
+template <bool by_four>
+__device__ __noinline__ void take_slowly(const Fold &p, const Plan &plan, int round, int64_t area, int64_t n) {
+  take_results<by_four, 1>(p, plan, round, area, n);
+}
+
 // NaN to all that this block has of out: the ranks disagree, or one did not come.
 __device__ __noinline__ void spoil(const Fold &p, const Plan &plan) {
   const Peers &peers = p.peers;
@@ -296,10 +363,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
 
   const auto send_round = [&](int round) {
     const int64_t area = area_of(round);
+    if (!as_tree && p.count == 1) return send_one<by_four, kAhead>(p, plan, round, area, n);
     for (int turn = 0; turn < plan.turns; ++turn) {
       const int64_t at = element(round, turn), slot = slot_of(turn, sizeof(float));
       if (at >= plan.share) break;
-      if (!as_tree && plan.prefix && rank == 0 && p.count > 1) {
+      if (!as_tree && plan.prefix && rank == 0) {
         send_prefix<by_four>(p, plan, area, slot, at, n);
         continue;
       }
@@ -345,25 +413,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
     // Gathered parts may be written again once all ranks are past their last meeting.
     if (meets && (shares || (sends && !last) || (peers.gathered && last))) met = meet(peers, ++meeting, plan.tag);
 
-    for (int turn = 0; met && shares && turn < plan.turns; ++turn) {
-      const int64_t at = element(round, turn);
-      if (at >= plan.share) break;
-      for (int step = 1; step < ranks; ++step) {
-        const int from = after(peers, step);
-        const int64_t to = plan.begin_of(from) + at, to_end = plan.end_of(from, n);
-        if (to >= to_end) continue;
-        const char *got = peers.memory[rank] + area + results + from * part_bytes;
-        got += slot_of(turn, size_of(p.out.type));
-        uint4 words = {};
-        if (p.out.type == Type::f32) {
-          words = *reinterpret_cast<const uint4 *>(got);
-        } else {
-          const uint2 two = *reinterpret_cast<const uint2 *>(got);
-          words.x = two.x, words.y = two.y;
-        }
-        store_own(p.out.data, p.out.type, to, to_end, by_four, words);
-      }
-    }
+    if (met && shares && as_tree) take_slowly<by_four>(p, plan, round, area, n);
+    if (met && shares && !as_tree) take_results<by_four, kAhead>(p, plan, round, area, n);
   }
   if (!met) spoil(p, plan);
   __syncthreads();
@@ -407,7 +458,8 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   plan.prefix = peers.first_sums || (whole && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered);
   if (plan.prefix && whole && peers.ranks == 2) {
     plan.first = n / (2 * plan.each) / (kThreads * kUnit) * (kThreads * kUnit);
-    if (const char *knob = getenv("PYDET_FIRST")) plan.first = n * atoi(knob) / 128 / (kThreads * kUnit) * (kThreads * kUnit);
+    if (const char *knob = getenv("PYDET_FIRST"))
+      plan.first = n * atoi(knob) / 128 / (kThreads * kUnit) * (kThreads * kUnit);
     plan.share = n - plan.first;
   }
   plan.slots = peers.gathered ? p.count : plan.prefix ? 1 + plan.each * (peers.ranks - 1) : plan.each * peers.ranks;
@@ -451,14 +503,18 @@ template <bool by_four> __global__ void __launch_bounds__(kThreads)
   wait_for_previous_kernel();
   if (threadIdx.x == 0) up = flag_is_up(p.peers);
   __syncthreads();
+  if (p.copies && up && reinterpret_cast<const char *>(p.parts[0]) == p.out.data) return;
   const int64_t step = int64_t(gridDim.x) * kThreads * kUnit;
   for (int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kUnit; at < p.size; at += step) {
     if (p.copies && up) {
-      const uint16_t *const from = reinterpret_cast<const uint16_t *>(p.parts[0]) + at;
-      uint16_t *const to = reinterpret_cast<uint16_t *>(p.out.data) + at;
-      if (by_four) *reinterpret_cast<uint2 *>(to) = *reinterpret_cast<const uint2 *>(from);
+      const char *const from = reinterpret_cast<const char *>(p.parts[0]);
+      if (by_four && p.out.type == Type::f32) store_elements(p.out.data + at * 4, load_elements<4>(p.parts[0] + at));
+      else if (by_four)
+        *reinterpret_cast<uint2 *>(p.out.data + at * 2) = *reinterpret_cast<const uint2 *>(from + at * 2);
       else
-        for (int e = 0; e < kUnit && at + e < p.size; ++e) to[e] = from[e];
+        for (int e = 0; e < kUnit && at + e < p.size; ++e)
+          for (int b = 0; b < size_of(p.out.type); ++b)
+            p.out.data[(at + e) * size_of(p.out.type) + b] = from[(at + e) * size_of(p.out.type) + b];
       continue;
     }
     const auto part = [&](int s) { return load_own(p.parts[s], at, p.size, by_four); };

@@ -101,14 +101,14 @@ inline pydet_status fold_of(const pydet_tensor *const *parts, int32_t count, con
     View part;
     const bool may_be_made = peers.flag && count == 1 && !bias.present();
     PYDET_TRY(read(out.op, name, may_be_made ? kResult : kPart, parts[i], 0, &part));
-    fold->copies = part.type != Type::f32;
-    if (fold->copies && part.type != out.type)
+    fold->copies = may_be_made && part.type == out.type;
+    if (part.type != Type::f32 && !fold->copies)
       return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 or out's %s", out.op, name, type_name(part.type),
                   type_name(out.type));
     PYDET_TRY(same_device(out, part));
     PYDET_TRY(want_shape(part, shape, out.ndim));
     PYDET_TRY(contiguous(part));
-    PYDET_TRY(disjoint(out, part));
+    if (!fold->copies || part.data != out.data) PYDET_TRY(disjoint(out, part));
     fold->parts[i] = reinterpret_cast<const float *>(part.data);
   }
   fold->device = out.device;

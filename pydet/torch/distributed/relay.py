@@ -168,9 +168,10 @@ def _second(
         relay.bring(i, segments_of(x[slab]), _segments(brought, slab, last, segments, out.shape[1]))
     for i, slab in enumerate(slabs[:ends]):
         relay.take(i, [], out)
-        gemm(x[slab], w, out=sums[slab], accumulate=True, k_chunk=chunk, arithmetic=arithmetic)
-        relay.take(i, [sums[slab]], out[slab], bias)
+        gemm(x[slab], w, bias=bias, out=out[slab], initial=sums[slab], k_chunk=chunk, arithmetic=arithmetic)
         relay.bring(i, out[slab], results_there[slab])
+    if ends:
+        relay.take(ends - 1, [out[:last]], out[:last])  # NaN, if a word did not come
     for i, slab in enumerate(slabs[ends:], ends):
         relay.take(i, [results[slab]], out[slab])
     relay.end()
