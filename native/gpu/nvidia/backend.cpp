@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 #include "core/backend.h"
@@ -518,11 +519,14 @@ Arithmetic tensor_cores(int32_t id) {
   return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
 }
 
-// Few rows are a skinny kernel's, and all that none of Hopper's tiles takes another one's.
-bool gemm_begins(const Gemm &g) {
-  constexpr int64_t kSkinny = 128;
-  return g.arithmetic == Arithmetic::sm90 && is_sm90(g.device) && (kHalfTypes & bit(g.a.type)) && g.m > kSkinny &&
-         g.n > kSkinny && g.k > 0 && gemm_sm90_choose(g, kAnyVariant).variant >= 0;
+// Hopper's tiles do. Few rows are a skinny kernel's.
+bool gemm_begins(const Gemm &g, const char *kernel) {
+  constexpr int64_t kFew = 128;
+  if (g.arithmetic != Arithmetic::sm90 || !is_sm90(g.device) || !(kHalfTypes & bit(g.a.type)) || g.k == 0) return false;
+  if (!kernel) return g.m > kFew && g.n > kFew && gemm_sm90_choose(g, kAnyVariant).variant >= 0;
+  for (int tile = 0; tile < kSm90TileCount; ++tile)
+    if (!strcmp(kSm90Tiles[tile].name, kernel)) return gemm_sm90_choose(g, tile).variant >= 0;
+  return false;
 }
 
 constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace, gemm_begins};

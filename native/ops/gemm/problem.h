@@ -59,8 +59,9 @@ template <> struct Hooks<Gemm> {
   // Bytes that the kernel which is asked for by name, or else whichever may be chosen, uses for a product of one
   // matrix, whatever its device; NULL: no kernel wants any.
   uint64_t (*workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
-  // Whether the kernel that would be chosen begins at `from` by itself; NULL: none does.
-  bool (*begins)(const Gemm &);
+  // Whether the kernel that is asked for by name, or else the one that would be chosen, begins at `from` by itself; NULL:
+  // none does.
+  bool (*begins)(const Gemm &, const char *kernel);
 };
 
 // out^T = b^T a^T: a product does not mind the order of its factors, so neither do the bits.
