@@ -115,7 +115,7 @@ def test_edges(torch, name, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_segments_side_by_side_along_k(torch, dtype):
-    """A batch whose matrices are segments of x and of w: one pass over w, by each tile of few rows, with the sums apart."""
+    """A batch whose matrices are segments of x and of w: one pass over w, by each tile of few rows, the sums apart."""
     dtype = getattr(torch, dtype)
     names = [None] + [f"cuda_skinny_gemm_sm90_{rows}" for rows in (16, 32, 48, 64, 96)]
     sizes = itertools.cycle([(8, 2, 16), (136, 4, 512), (1000, 3, 48), (4104, 4, 1040), (520, 8, 64), (33, 5, 272)])

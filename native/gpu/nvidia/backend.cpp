@@ -388,7 +388,7 @@ constexpr Kernel<Fold> kFold[] = {
         .takes(fold_one_shot_takes)
         .prefers(fold_one_shot_prefers)
         .launches(fold_one_shot),
-    Row("cuda_fold_awaited", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kPeers)
+    Row("cuda_fold_awaited", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
         .takes(fold_awaited_takes)
         .launches(fold_awaited),
     Row("cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)

@@ -501,7 +501,7 @@ template <bool by_four> __global__ void __launch_bounds__(kThreads)
     fold_awaited_kernel(const __grid_constant__ Fold p) {
   __shared__ int up;
   wait_for_previous_kernel();
-  if (threadIdx.x == 0) up = flag_is_up(p.peers);
+  if (threadIdx.x == 0) up = !p.peers.flag || flag_is_up(p.peers);
   __syncthreads();
   if (p.copies && up && reinterpret_cast<const char *>(p.parts[0]) == p.out.data) return;
   const int64_t step = int64_t(gridDim.x) * kThreads * kUnit;
@@ -518,7 +518,9 @@ template <bool by_four> __global__ void __launch_bounds__(kThreads)
       continue;
     }
     const auto part = [&](int s) { return load_own(p.parts[s], at, p.size, by_four); };
-    Elements<4> sum = up ? ordered(p.count, part, Elements<4>{}) : Elements<4>{{NAN, NAN, NAN, NAN}};
+    Elements<4> start = {}, sum = {{NAN, NAN, NAN, NAN}};
+    if (p.accumulate) start = load_own(reinterpret_cast<const float *>(p.out.data), at, p.size, by_four);
+    if (up) sum = p.tree ? tree(p.count, part, start) : ordered(p.count, part, start);
     if (p.bias.data) {
       int64_t column = at % p.bias_period;
       for (int e = 0; e < kUnit; ++e) {
@@ -532,7 +534,7 @@ template <bool by_four> __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-bool fold_awaited_takes(const Fold &p) { return p.peers.flag != nullptr; }
+bool fold_awaited_takes(const Fold &p) { return p.peers.ranks == 0 || p.peers.flag; }
 pydet_status fold_awaited(const Fold &p) {
   const char *name = "fold_awaited";
   DeviceGuard guard(p.device.id);

@@ -105,7 +105,7 @@ def relay_by_peers(
 def _memory(
     relay: _Relay, shape: tuple[int, int], apart: int, segments: int, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Here and there: sums ``[M, N]`` in fp32, results ``[M, N]``, and the segments of the last rows, slab after slab."""
+    """Here and there: sums ``[M, N]`` in fp32, results ``[M, N]``, the segments of the last rows, slab after slab."""
     rows, columns = shape
     for memory in (relay.here, relay.there):
         sums, rest = memory[: rows * columns].view(shape), memory[rows * columns :]
