@@ -46,7 +46,7 @@ PEER_METHODS = ("peer_one_shot", "peer_two_shot")
 METHODS: dict[str, tuple[str, ...]] = {"ordered": ("one_shot", "two_shot", "chain"), "tree": ("one_shot", "two_shot")}
 # Of all ranks' sums: up to here one step of more bytes is faster than two of fewer, of collectives and of launches.
 SMALL_BYTES, PEER_SMALL_BYTES = 1 << 18, 1 << 21
-RELAY_BYTES = 1 << 23  # of the results in fp32, from which on a relay's slabs are large enough to be products
+RELAY_BYTES = 1 << 25  # of the results in fp32, from which on a relay is the faster
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
 
