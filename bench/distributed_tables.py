@@ -18,14 +18,15 @@ def segments_of(entry):
 def chosen(entries):
     """The entries, each row with the method that "auto" is by today's limits, for each count of segments."""
     from pydet.torch.distributed.exchange import choose
-    from pydet.torch.distributed.relay import RANKS
+    from pydet.torch.distributed.relay import LEAST_ROWS, RANKS
 
     ranks = next(e for e in entries if e["part"] == "machine")["ranks"]
 
     def methods(entry):
         size = entry["m"] * entry["n"]
+        relays = ranks == RANKS, entry["m"] >= LEAST_ROWS
         return {
-            str(n): choose("row", "auto", "ordered", n, size, ranks, True, relays=ranks == RANKS)
+            str(n): choose("row", "auto", "ordered", n, size, ranks, True, False, relays[0], all(relays) and n > ranks)
             for n in segments_of(entry)
         }
 

@@ -140,7 +140,7 @@ def products(rank, world):
     from pydet.torch.distributed import relay
 
     methods = ["auto", "peer_one_shot", "peer_two_shot", "push"] + ["relay"] * (world == relay.RANKS)
-    relay.LEAST_ROWS, segments = 16, 8
+    relay.SLABS, segments = ((0, 16),), 8
     for m, n, k in ((16, 40, 256), (100, 24, 400), (160, 8, 1024)):
         x, w, b = (torch.randn(shape, generator=torch.Generator().manual_seed(m)) for shape in ((m, k), (n, k), (n,)))
         x, w = x.bfloat16(), w.bfloat16()

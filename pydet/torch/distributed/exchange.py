@@ -46,7 +46,6 @@ PEER_METHODS = ("peer_one_shot", "peer_two_shot")
 METHODS: dict[str, tuple[str, ...]] = {"ordered": ("one_shot", "two_shot", "chain"), "tree": ("one_shot", "two_shot")}
 # Of all ranks' sums: up to here one step of more bytes is faster than two of fewer, of collectives and of launches.
 SMALL_BYTES, PEER_SMALL_BYTES = 1 << 18, 1 << 21
-RELAY_BYTES = 1 << 25  # of the results in fp32, from which on a relay is the faster
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
 
@@ -187,6 +186,7 @@ def choose(
     peers: Peers | None,
     product: bool = False,
     relays: bool = False,
+    prefers_relay: bool = False,
 ) -> str:
     """The method that is meant, by the number of all segments and the elements of each; push and relay, where a product
     can."""
@@ -199,7 +199,7 @@ def choose(
     reached = peers is not None and count <= FOLD_PARTS
     size = 4 * elements * count
     if method == "auto":
-        if reached and relays and count > world and 4 * elements >= RELAY_BYTES:
+        if reached and relays and prefers_relay:
             return "relay"
         if reached:
             return "peer_one_shot" if size <= PEER_SMALL_BYTES else "peer_two_shot"

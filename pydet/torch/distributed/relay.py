@@ -30,12 +30,15 @@ from pydet.torch.distributed.symmetric import Peers
 
 RANKS = 2  # over peers' memory
 MOST_BYTES = 256 << 20  # of the sums in peers' memory; more are several relays
-SLABS, APART, LEAST_ROWS = 8, 2, 256  # of which rank 0 ends so many; rows of a slab
+MOST_ROWS = 16384  # likewise: 32 slabs
+LEAST_ROWS = 1024  # of a product whose slabs are worth their launches
+SLABS = ((2048, 512), (0, 256))  # from so many rows on, of each slab; an H100's fastest of 256 to 1024
+APART = 1  # of the slabs: what rank 0 ends
 
 
-def cut(rows: int, slabs: int, least: int) -> list[slice]:
-    """`rows` in so many slabs or fewer, of whole `least` but for the last one."""
-    each = -(-rows // (slabs * least)) * least
+def cut(rows: int) -> list[slice]:
+    """The slabs of so many rows."""
+    each = next(each for least, each in SLABS if rows >= least)
     return [slice(begin, min(begin + each, rows)) for begin in range(0, rows, each)]
 
 
@@ -47,6 +50,7 @@ class _Relay:
         staged = peers.staging((count,))
         self.here, self.there = staged[peers.rank], staged[self.other]
         self.flags, self.flags_there = peers.flags()
+        self.flag = self.flags.data_ptr()
         self.side, self.nothing = peers.side, peers.nothing
         peers.launch(stream, self.nothing[:1], self.nothing[1])
         self.word = peers.last_word
@@ -68,12 +72,14 @@ class _Relay:
             to.copy_(made)
             self.flags_there[i : i + 1].copy_(self.word_here)
 
+    def wait(self, i: int) -> None:
+        """Until slab i's word is here."""
+        self.peers.wait(self.stream, self.word, self.flag + 8 * i, self.other)
+
     def take(self, i: int, parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None) -> None:
-        """The fold of parts, some of which the other brings, once slab i's word is here. Waits in one block."""
-        flag = self.flags[i].data_ptr()
-        self.peers.launch_awaited(self.stream, [self.nothing[0]], self.nothing[1], None, self.word, flag, self.other)
-        if parts:
-            self.peers.launch_awaited(self.stream, parts, out, bias, self.word, flag, self.other)
+        """The fold of parts, some of which the other brings, once slab i's word is here."""
+        self.wait(i)
+        self.peers.launch_awaited(self.stream, parts, out, bias, self.word, self.flag + 8 * i, self.other)
 
     def end(self) -> None:
         self._behind(self.side, self.stream)
@@ -93,7 +99,7 @@ def relay_by_peers(
     """x ``[M, k]`` times w ``[k, N]`` of two ranks; segments_of(x) are the sums of this rank's segments, apart."""
     rows, columns = x.shape[0], w.shape[1]
     out = x.new_empty(rows, columns)
-    most = max(LEAST_ROWS, MOST_BYTES // (4 * columns))
+    most = max(SLABS[0][1], min(MOST_ROWS, MOST_BYTES // (4 * columns)))
     for begin in range(0, rows, most):
         here = slice(begin, min(rows, begin + most))
         with peers.turn(1) as stream:
@@ -103,7 +109,7 @@ def relay_by_peers(
 
 
 def _memory(
-    relay: _Relay, shape: tuple[int, int], apart: int, segments: int, dtype: torch.dtype
+    relay: _Relay, shape: tuple[int, ...], apart: int, segments: int, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, ...]]:
     """Here and there: sums ``[M, N]`` in fp32, results ``[M, N]``, the segments of the last rows, slab after slab."""
     rows, columns = shape
@@ -169,7 +175,7 @@ def _second(
     for i, slab in enumerate(slabs[ends:], ends):
         relay.bring(i, segments_of(x[slab]), _segments(brought, slab, last, segments, out.shape[1]))
     for i, slab in enumerate(slabs[:ends]):
-        relay.take(i, [], out)
+        relay.wait(i)
         gemm(x[slab], w, bias=bias, out=out[slab], initial=sums[slab], k_chunk=chunk, arithmetic=arithmetic)
         relay.bring(i, out[slab], results_there[slab])
     if ends:
@@ -181,7 +187,7 @@ def _second(
 
 def _plan(out: Tensor) -> tuple[list[slice], int, int]:
     """The slabs, how many of them rank 1 ends, and the first row of the others, which rank 0 ends."""
-    slabs = cut(len(out), SLABS, LEAST_ROWS)
+    slabs = cut(len(out))
     ends = max(0, len(slabs) - APART)
     return slabs, ends, slabs[ends].start if ends < len(slabs) else len(out)
 
@@ -192,7 +198,7 @@ def relay_by_collectives(
     """The same over send and receive, on every rank of the group."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     out = x.new_empty(x.shape[0], w.shape[1])
-    for slab in cut(x.shape[0], SLABS, 1):
+    for slab in cut(x.shape[0]):
         running = torch.zeros(out[slab].shape, dtype=torch.float32, device=out.device)
         if rank:
             dist.recv(running, peer(group, rank - 1), group=group)

@@ -210,6 +210,27 @@ class Peers:
         setattr(peers, "from", source)
         fold_with_peers(stream, peers, parts, out, bias)
 
+    def wait(self, stream: Any, word: int, flag: int, source: int) -> None:
+        """The stream waits until `word` is there, in one block of a fold of nothing."""
+        alive, call = self._waiting
+        peers = alive[0]
+        peers.memory, peers.memory_size = self.addresses, self.size
+        peers.word, peers.flag = word, ffi.cast("const uint64_t *", flag)
+        setattr(peers, "from", source)
+        library = _native.load(constants.PYDET_EXCHANGE_CUDA)
+        library.check(library.lib.pydet_fold(ffi.cast("void *", stream.cuda_stream), *call))
+
+    @functools.cached_property
+    def _waiting(self) -> tuple[list[Any], tuple[Any, ...]]:
+        """What :meth:`wait` passes, made once: a slab of a relay waits as often as a product is made."""
+        peers, options = self._arguments(1), ffi.new("pydet_fold_options *")
+        peers.struct_size, options.struct_size = ffi.sizeof("pydet_fold_peers"), ffi.sizeof("pydet_fold_options")
+        options.peers = peers
+        alive = [peers, options]
+        part, out = (_tensor(one, alive) for one in self.nothing)
+        parts = ffi.new("const pydet_tensor *[]", [part])
+        return [*alive, parts], (parts, 1, ffi.NULL, out, options)
+
     def _arguments(self, word: int) -> Any:
         peers = ffi.new("pydet_fold_peers *")
         peers.ranks, peers.rank, peers.timeout_ms = self.world, self.rank, self.timeout_ms

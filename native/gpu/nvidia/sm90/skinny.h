@@ -284,7 +284,7 @@ pydet_status prepare(const char *name, const Gemm &g, const SkinnyPlan &plan, Pr
   p.out = g.out.data;
   p.out_stride = g.out.row_stride;
   p.pairs = reinterpret_cast<uintptr_t>(g.out.data) % (2 * size_of(g.out.type)) == 0 &&
-            (g.m == 1 || g.out.row_stride % 2 == 0);
+            (g.m == 1 || g.out.row_stride % 2 == 0) && p.apart % 2 == 0;
   p.bias = g.bias.data;
   p.bias_type = g.bias.type;
   p.bias_row_stride = g.bias.row_stride;
