@@ -131,7 +131,8 @@ def run(command: str, arguments: list[str]) -> int:
     try:
         main = info if command == "info" else importlib.import_module(f"pydet.{command}").main
         status = int(main(arguments) or 0)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as where it was closed
+            sys.stdout.flush()
         return status
     except OSError as error:  # of the output, as a rule: audit sees to its own files
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer

@@ -113,6 +113,8 @@ def audit(
     if sample is not None:
         if sample < 1:
             fail(_native.INVALID_VALUE, f"audit: sample is {sample}, want 1 or more")
+        if seed < 0:
+            fail(_native.INVALID_VALUE, f"audit: seed is {seed}, want 0 or more")
         _check_shapes({name: operand.bits.shape for name, operand in host.items()})
         batch, rows, columns = picks = _picks(shape, sample, seed)
         k = host["a"].bits.shape[-1]
@@ -239,6 +241,8 @@ def _audit_norm(
     if sample is not None:
         if sample < 1:
             fail(_native.INVALID_VALUE, f"audit: sample is {sample}, want 1 or more")
+        if seed < 0:
+            fail(_native.INVALID_VALUE, f"audit: seed is {seed}, want 0 or more")
         of_heads = any(v is not None and v.bits.ndim == 2 for v in (weights, biases))
         leading = shape[: -2 if of_heads else -1]
         like = [v for v in (rows, added) if v is not None]

@@ -261,6 +261,12 @@ def test_output_that_cannot_be_written(command, saved):
     assert not progress or (command == "demo" and all(line.endswith(" ...") for line in progress))
 
 
+def test_output_that_is_closed():
+    source = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'pydet'])"
+    done = subprocess.run([sys.executable, "-c", source], text=True, stderr=subprocess.PIPE, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_commands_without_what_they_need(command, tmp_path):
     missing = {**os.environ, "PYDET_LIBRARY": str(tmp_path / "none.so")}

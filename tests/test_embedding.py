@@ -162,6 +162,10 @@ REFUSED = [
     (lambda: pydet.embedding_backward(DOUT, IDS, -1), "embedding_backward: rows is no number from 0 to 2147483647"),
     (lambda: pydet.embedding_backward(DOUT, IDS, 2**31), "embedding_backward: rows is no number from 0 to 2147483647"),
     (
+        lambda: pydet.embedding_backward(DOUT, IDS, 3, out=W.copy()),
+        "embedding_backward: rows is not that of out, whose first extent it is",
+    ),
+    (
         lambda: pydet.embedding_backward(DOUT, IDS, 3),
         "embedding_backward: ids has 3 at 1, want numbers of the table's 3 rows",
     ),

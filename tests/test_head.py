@@ -274,6 +274,8 @@ def test_refusals():
     refuses(r"linear_log_prob: log_prob is 5, want 6", x, w, index, out=np.empty(5, np.float32))
     refuses(r"linear_log_prob: log_prob is float16, want float32", x, w, index, out=np.empty(6, np.float16))
     refuses(r"linear_log_prob: options.logits is float16, want float32 as x is", x, w, index, logits_dtype="float16")
+    refuses(r"linear_log_prob: logits_dtype is 'int8', want one of", x, w, index, logits_dtype="int8")
+    refuses(r"linear_log_prob_backward: dw_dtype is 'int8'", dlog_prob, x, w, index, dw_dtype="int8", backward=True)
     refuses(r"linear_log_prob: k_chunk is 8, want a positive multiple of 16", x, w, index, k_chunk=8)
     refuses(r"linear_log_prob: arithmetic is 'sm9'", x, w, index, arithmetic="sm9")
     refuses(

@@ -82,6 +82,8 @@ def test_refuses():
     for sentence, function in (
         ("has another number for another number of rows; want a sum", lambda w, x: (x @ w).mean()),
         ("gives rows what is a sum over all rows", lambda w, x: ((x @ w) * (x @ w).sum()).sum()),
+        ("gives rows what is a sum over all rows", lambda w, x: jnp.tanh(x @ w).sum() ** 2),
+        ("gives rows what is a sum over all rows", lambda w, x: jnp.log(jnp.exp(x @ w).sum())),
         ("mixes rows of the batch", lambda w, x: ((x @ w) @ (x @ w).T).sum()),
         ("reduce_max joins rows", lambda w, x: (x @ w).max(0).sum()),
         (f"cumsum {mixed}", lambda w, x: (jnp.cumsum(x @ w, 0) ** 2).sum()),

@@ -487,3 +487,25 @@ def test_a_parameter_that_is_frozen_at_first():
     pt.accumulate_gradients(net)
     assert not net[0].weight.requires_grad
     refuses(r"0\.weight got a gradient", lambda w: (normal(4, 16) @ w).sum().backward(), net[0].weight.requires_grad_())
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_weight_that_was_written_before_backward(place):
+    """PyTorch refuses it of its own layers: the gradient would be that of another weight."""
+    net, x = network(), normal(32, 16).requires_grad_()
+    pt.accumulate_gradients(net)
+    loss = net(x).square().sum()
+    with torch.no_grad():
+        net[place].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_head_that_was_written_before_backward():
+    head = torch.nn.Sequential(pt.Linear(16, 8, bias=False))
+    pt.accumulate_gradients(head)
+    loss = pt.linear_log_prob(normal(16, 16), head[0].weight, torch.arange(16) % 8).sum()
+    with torch.no_grad():
+        head[0].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

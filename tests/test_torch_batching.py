@@ -338,6 +338,8 @@ def test_what_is_refused(monkeypatch):
         ({"typical_p": 0.5}, "TypicalLogitsWarper"),
         ({"min_new_tokens": 2}, "min_new_tokens=2"),
         ({"num_beams": 3}, "num_beams=3"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha=0.6"),
+        ({"bad_words_ids": [[3]]}, r"bad_words_ids=\[\[3\]\]"),
     ):
         sampling = generation(**more)
         refuses(

@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -340,6 +341,48 @@ def test_copies_and_pickles_know_no_less_than_they_can():
         assert type(model.head) is torch.nn.Linear and "weight_scale_inv" not in vars(model.head)
         same(model(tokens())["logits"], want)
     assert type(model.head) is pt.Fp8Linear and not pt.check(model, tokens()).differs
+
+
+class Writes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inside(x.mul_(2.0))
+
+
+def test_a_forward_that_writes_its_input():
+    x = normal(4, 8)
+    before, seen = x.clone(), pt.check(Writes(), x)
+    same(x, before)
+    assert not seen.varies and not seen.differs and seen.elements == (0, 32)
+
+
+class Pair(typing.NamedTuple):
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+class TakesPair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(8, 8)
+
+    def forward(self, pair):
+        return self.inside(pair.x * pair.scale)
+
+
+def test_a_named_tuple_is_given_on_as_one():
+    seen = pt.check(TakesPair(), {"pair": Pair(normal(4, 8), normal(4, 8))})
+    assert not seen.varies and not seen.differs and seen.elements == (0, 32)
+
+
+def test_a_compiled_model_is_looked_at_as_it_is_written():
+    net = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU()), backend="eager")
+    pt.convert(net)
+    seen = pt.check(net, normal(4, 8))
+    assert seen.elements == (0, 32) and not seen.left and not seen.differs
 
 
 def test_refusals():

@@ -345,7 +345,77 @@ def test_a_model_that_is_one_layer():
     same(layer(x), pydet.gemm(x, layer.weight.detach().T, bias=layer.bias.detach()))
 
 
+def test_an_encoder_of_pytorch_calls_its_modules():
+    """In evaluation without gradients it would multiply by their weights itself, and call none of them."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+    encoder, x = torch.nn.TransformerEncoder(layer, 2).eval(), normal(7, 5, 64)
+    padded = torch.arange(5) >= torch.tensor([5, 4, 3, 5, 5, 1, 5])[:, None]
+    with torch.no_grad():
+        before = encoder(x)
+        pt.convert(encoder)
+        with torch.profiler.profile() as profile:
+            after = encoder(x)
+        names = {event.key for event in profile.key_averages()}
+        assert "pydet::skinny_gemm" in names and "aten::_transformer_encoder_layer_fwd" not in names
+        close(after, before)
+        with pt.override_aten():  # for attention's own products
+            same(torch.cat([encoder(row[None]) for row in x]), encoder(x))
+        assert encoder(x, src_key_padding_mask=padded).shape == x.shape
+
+
+functional_linear = torch.nn.functional.linear
+
+
+class Functional(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.inside.weight)
+
+
+class Imported(Functional):
+    def forward(self, x):
+        return functional_linear(x, self.inside.weight)
+
+
+def test_modules_that_are_left_with_a_reason():
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(8))
+    assert pt.convert(lazy).left == {"0": "its parameters have no extents yet; convert after a first forward"}
+    script = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    assert set(pt.convert(script).left.values()) == {
+        "it is TorchScript; convert before torch.jit.script or torch.jit.trace"
+    }
+    own = pt.convert(torch.nn.Sequential(Functional(), Imported())).left
+    assert own["0"].startswith("Functional multiplies in code of its own (F.linear)")
+    assert own["1"].startswith("Imported multiplies in code of its own (F.linear)")
+    double = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU()).double()
+    assert pt.convert(double).left["1"] == "the model is in float64" and double(normal(2, 8).double()).any()
+
+
+def test_a_second_time_with_another_arithmetic():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    pt.convert(net, arithmetic="ieee", k_chunk=16)
+    assert not pt.convert(net).left and not pt.convert(net, arithmetic="ieee", k_chunk=16).left
+    for asked, has in (({"arithmetic": "sm90"}, "arithmetic ieee"), ({"k_chunk": 32}, "k_chunk 16")):
+        assert pt.convert(net, **asked).left == {"0": f"it is pydet's already, with {has}; set that of the module"}
+
+
+def test_a_layer_in_the_place_of_a_converted_one():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU())
+    pt.convert(net)
+    with pytest.warns(UserWarning, match="0 of Sequential was converted, and a Linear of PyTorch's was put in"):
+        net[0] = torch.nn.Linear(8, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net[0], net[1] = pt.Linear(8, 8), torch.nn.Linear(8, 8)
+
+
 def test_refusals():
+    for k_chunk in (7, -16, 0, 16.0, True):
+        with pytest.raises(pydet.Error, match=f"^convert: k_chunk is {k_chunk}, want a positive multiple of 16"):
+            pt.convert(torch.nn.Sequential(), k_chunk=k_chunk)
     with pytest.raises(pydet.Error, match=r"want a torch\.nn\.Module"):
         pt.convert(3)
     with pytest.raises(pydet.Error, match="arithmetic is 'x'"):

@@ -123,6 +123,51 @@ def test_a_checkpoint_goes_on_with_the_same_bits(dtype, tmp_path):
         same(own.detach(), whole)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_weights_that_are_loaded_between_steps_are_where_it_goes_on(dtype):
+    """As of an earlier checkpoint: the float32 copy of what was before is not what trains on."""
+    start, (g, h) = normal(50, seed=1).to(dtype), [normal(50, seed=s).to(dtype) for s in (2, 3)]
+    p, loaded = torch.nn.Parameter(start.clone()), normal(50, seed=4).to(dtype)
+    adam = pt.AdamW([p], **(HOW | {"betas": (0.0, 0.0), "weight_decay": 0.0}))
+    p.grad = g
+    adam.step()
+    loaded[:7] = p.detach()[:7]  # of these the float32 copy stays
+    kept = adam.state[p]["master"][:7].clone() if dtype != torch.float32 else loaded[:7]
+    p.data.copy_(loaded)
+    p.grad = h
+    adam.step()
+    again = torch.nn.Parameter(torch.cat([kept, loaded[7:].float()]))
+    other = pt.AdamW([again], **(HOW | {"betas": (0.0, 0.0), "weight_decay": 0.0}))
+    again.grad = h.float()
+    other.step()
+    same(p.detach(), again.detach().to(dtype))
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    p = torch.nn.Parameter(torch.ones(3))
+    theirs, mine = torch.optim.AdamW([p]), pt.AdamW([p])
+    p.grad = torch.ones(3)
+    theirs.step()
+    with pytest.raises(pydet.Error, match=r"^AdamW: a state has no beta1_power, want that of a pydet\.torch\.AdamW"):
+        mine.load_state_dict(theirs.state_dict())
+    assert not mine.state
+    with pytest.raises(pydet.Error, match=r"^AdamW: amsgrad is True, want it left out"):
+        mine.load_state_dict(torch.optim.AdamW([p], amsgrad=True).state_dict())
+    mine.load_state_dict(torch.optim.AdamW([p]).state_dict())
+
+
+def test_clipping_in_one_process():
+    """Without a process group, as a loop on one device has it."""
+    from pydet.torch.distributed import clip_grad_norm_
+
+    one, other = torch.nn.Parameter(torch.zeros(7)), torch.nn.Parameter(torch.zeros(3, 5))
+    one.main_grad, other.grad = normal(7, seed=1), normal(3, 5, seed=2)
+    want = torch.cat([one.main_grad, other.grad.flatten()])
+    norm = clip_grad_norm_([one, other], 0.5)
+    torch.testing.assert_close(norm, want.norm())
+    torch.testing.assert_close(torch.cat([one.main_grad, other.grad.flatten()]), want * (0.5 / want.norm()))
+
+
 def test_what_it_refuses():
     p = torch.nn.Parameter(torch.zeros(3))
     for options, words in (
@@ -130,9 +175,16 @@ def test_what_it_refuses():
         ({"eps": float("nan")}, r"^AdamW: eps is nan"),
         ({"weight_decay": float("inf")}, r"^AdamW: weight_decay is inf"),
         ({"betas": (0.9, 1.0)}, r"^AdamW: betas is \(0.9, 1.0\), want two numbers from 0 to below 1"),
+        ({"betas": (0.9,)}, r"^AdamW: betas is \(0.9,\), want two numbers"),
+        ({"betas": 0.9}, r"^AdamW: betas is 0.9, want two numbers"),
+        ({"lr": 1e39}, r"^AdamW: lr is 1e\+39, want a finite number of 0 or more in float32"),
+        ({"lr": "1e-3"}, r"^AdamW: lr is 1e-3, want a finite number"),
     ):
         with pytest.raises(pydet.Error, match=words):
             pt.AdamW([p], **options)
+    for name in ("amsgrad", "maximize"):
+        with pytest.raises(pydet.Error, match=f"^AdamW: {name} is True, want it left out: the formula has"):
+            pt.AdamW([{"params": [p], name: True}])
     p.main_grad = torch.zeros(4)
     with pytest.raises(pydet.Error, match=r"^AdamW: a gradient is torch.float32 \(4,\), want .* of \(3,\)"):
         pt.AdamW([p]).step()

@@ -71,6 +71,12 @@ def test_gradients():
         torch.ops.pydet.sample(x, seed, position)
 
 
+def test_forward_mode_of_topk():
+    x, *_ = rows()
+    values, tangent = torch.func.jvp(lambda x: pydet.torch.topk(x, 3)[0], (x,), (2 * x,))
+    assert values.any() and torch.equal(tangent, 2 * values)
+
+
 def test_vmap_of_topk():
     x, *_ = rows()
     assert np.array_equal(torch.vmap(lambda x: torch.ops.pydet.topk(x, 4)[1])(x), pydet.topk(x, 4)[1])

@@ -103,7 +103,7 @@ class _Plan:
         varying = [self.axis[x] is not None for x in equation.outvars]
         given = [x for x in equation.invars if not isinstance(x, _literal)]
         rows = [self.axis[x] for x in given if self.axis[x] is not None]
-        if kinds >= {1, 2}:
+        if 2 in kinds and (1 in kinds or any(varying)):
             fail(UNSUPPORTED, f"{_OP}: {name} gives rows what is a sum over all rows, so they depend on each other")
         kind = max(kinds, default=0)
         if any(varying) or rows:

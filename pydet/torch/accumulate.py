@@ -185,6 +185,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _read(ctx: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+    """What backward multiplies by, if it will: saved with x, so that PyTorch refuses one that was written meanwhile."""
+    return parameter if ctx.needs_input_grad[0] else None
+
+
 class AccumulatingLinear(torch.autograd.Function):
     """:func:`pydet.torch.linear` whose backward continues the sums in its parameters' ``main_grad``."""
 
@@ -202,16 +207,16 @@ class AccumulatingLinear(torch.autograd.Function):
         check_own("Linear", weight=w, bias=bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, _read(ctx, w))
         ctx.w, ctx.bias, ctx.part, ctx.options = w, bias, part, {"arithmetic": arithmetic, "k_chunk": k_chunk}
         return torch.ops.pydet.skinny_gemm(x, w.to(read_as or w.dtype), bias, None, arithmetic, k_chunk)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        (x,), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
+        (x, factor), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
         rows, dx = _rows(dy.to(x.dtype)), None
         if ctx.needs_input_grad[0]:
-            dx = pydet.gemm(rows, w.detach().to(x.dtype), **ctx.options).view(x.shape)
+            dx = pydet.gemm(rows, factor.detach().to(x.dtype), **ctx.options).view(x.shape)
         if w.requires_grad:
             pydet.gemm_db(rows, _rows(x), out=sum_of(w, ctx.part), accumulate=True, **ctx.options)
             fold(w, ctx.part)
@@ -237,17 +242,17 @@ class AccumulatingConv1D(torch.autograd.Function):
         check_own("Conv1D", weight=w, bias=bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, _read(ctx, w))
         ctx.w, ctx.bias, ctx.part, ctx.options = w, bias, part, {"arithmetic": arithmetic, "k_chunk": k_chunk}
         y = torch.ops.pydet.gemm(matrix(x), w, bias, None, arithmetic, k_chunk)
         return y.view(*x.shape[:-1], w.shape[1])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        (x,), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
+        (x, factor), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
         rows, dx = _rows(dy.to(x.dtype)), None
         if ctx.needs_input_grad[0]:
-            dx = pydet.gemm(rows, w.detach().to(x.dtype).t(), **ctx.options).view(x.shape)
+            dx = pydet.gemm(rows, factor.detach().to(x.dtype).t(), **ctx.options).view(x.shape)
         if w.requires_grad:
             pydet.gemm_db(_rows(x), rows, out=sum_of(w, ctx.part), accumulate=True, **ctx.options)
             fold(w, ctx.part)
@@ -295,17 +300,17 @@ class AccumulatingExperts(torch.autograd.Function):
         check_own("experts", matrices=w, bias=bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        ctx.save_for_backward(x, group_end)
+        ctx.save_for_backward(x, group_end, _read(ctx, w))
         ctx.w, ctx.bias, ctx.transposed, ctx.how = w, bias, transposed, (arithmetic, k_chunk)
         return torch.ops.pydet.grouped_gemm(x, w if transposed else w.mT, group_end, bias, None, arithmetic, k_chunk)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        (x, ends), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
+        (x, ends, factor), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
         rows, x, dx = _rows(dy.to(x.dtype)), _rows(x), None
         into = {"accumulate": True, "arithmetic": ctx.how[0], "k_chunk": ctx.how[1]}
         if ctx.needs_input_grad[0]:
-            matrices = w.detach().to(x.dtype)
+            matrices = factor.detach().to(x.dtype)
             matrices = matrices.mT if ctx.transposed else matrices
             dx = torch.ops.pydet.grouped_gemm(rows, matrices, ends, None, None, *ctx.how)
         if w.requires_grad:
@@ -340,13 +345,13 @@ class AccumulatingAttention(torch.autograd.Function):
         ctx.sinks, ctx.options = sinks, {"scale": scale, "softcap": softcap, "arithmetic": arithmetic}
         more = sinks.detach(), softcap, causal, allowed is not None
         out, lse = torch.ops.pydet.attention(q, k, v, allowed, scale, arithmetic, kv_chunk, *more)
-        ctx.save_for_backward(q, k, v, allowed, out, lse)
+        ctx.save_for_backward(q, k, v, allowed, out, lse, sinks)
         ctx.causal = causal
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        (q, k, v, allowed, out, lse), sinks = ctx.saved_tensors, ctx.sinks
+        (q, k, v, allowed, out, lse, _), sinks = ctx.saved_tensors, ctx.sinks
         scale, softcap, arithmetic = (ctx.options[name] for name in ("scale", "softcap", "arithmetic"))
         more = None, softcap, ctx.causal, allowed is not None
         *gradients, _ = torch.ops.pydet.attention_backward(dout, q, k, v, allowed, out, lse, scale, arithmetic, *more)
@@ -366,15 +371,15 @@ class AccumulatingRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
         check_own("RMSNorm", weight=weight)
         y, rstd = torch.ops.pydet.rmsnorm(x, weight, eps, weight_offset)
-        ctx.save_for_backward(x, rstd)
+        ctx.save_for_backward(x, rstd, weight)
         ctx.weight, ctx.weight_offset = weight, weight_offset
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        (x, rstd), weight = ctx.saved_tensors, ctx.weight
+        (x, rstd, factors), weight = ctx.saved_tensors, ctx.weight
         into = {"dweight": main_grad(weight), "accumulate": True} if weight.requires_grad else {}
-        operands = (_rows(dy), _rows(x), weight.detach(), rstd.view(-1))
+        operands = (_rows(dy), _rows(x), factors.detach(), rstd.view(-1))
         dx, _ = pydet.rmsnorm_backward(*operands, weight_offset=ctx.weight_offset, **into)
         return dx.view(x.shape), None, None, None
 
@@ -395,17 +400,17 @@ class AccumulatingLayerNorm(torch.autograd.Function):
         check_own("LayerNorm", weight=weight, bias=bias)
         factors = weight + weight_offset if weight_offset else weight
         y, mean, rstd = torch.ops.pydet.layernorm(x, factors, bias, eps)
-        ctx.save_for_backward(x, mean, rstd)
+        ctx.save_for_backward(x, mean, rstd, weight)
         ctx.weight, ctx.bias, ctx.weight_offset = weight, bias, weight_offset
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        (x, mean, rstd), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        (x, mean, rstd, read), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         into = {"dweight": main_grad(weight)} if weight.requires_grad else {}
         if bias is not None and bias.requires_grad:
             into["dbias"] = main_grad(bias)
-        factors = weight.detach() + ctx.weight_offset if ctx.weight_offset else weight.detach()
+        factors = read.detach() + ctx.weight_offset if ctx.weight_offset else read.detach()
         operands = (_rows(dy), _rows(x), factors, mean.view(-1), rstd.view(-1))
         dx, *_ = pydet.layernorm_backward(*operands, **into, has_bias=False, accumulate=bool(into))
         return dx.view(x.shape), None, None, None, None

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -60,6 +60,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, part.name, None))
 
 
+def _like(value: list[Any] | tuple[Any, ...], parts: Iterable[Any]) -> Any:
+    """The parts as what value is: a list, a tuple, or a named one."""
+    return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+
+
+def _copied(value: Any) -> Any:
+    """What a module is given, with tensors of its own."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return _like(value, map(_copied, value)) if isinstance(value, list | tuple) else value
+
+
 def _plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not x.is_quantized
 
@@ -88,6 +102,7 @@ class _Batch:
     notes: list[str]
 
     def call(self, model: Any, values: Sequence[Any]) -> Any:
+        values = [_copied(x) for x in values]  # a forward that writes into what it is given is to find it again
         return model(**dict(zip(self.names, values, strict=True))) if self.by_name else model(*values)
 
     def row(self, i: int) -> list[Any]:
@@ -119,7 +134,7 @@ class _Batch:
             return take(x, 1) if name == "position_ids" and x.dim() == 3 and x.shape[1] == self.rows else x
         if isinstance(x, Mapping):
             return {key: self._of(str(key), inner, take) for key, inner in x.items()}
-        return type(x)(self._of(name, inner, take) for inner in x) if isinstance(x, list | tuple) else x
+        return _like(x, (self._of(name, inner, take) for inner in x)) if isinstance(x, list | tuple) else x
 
 
 def _refuse_objects(name: str, value: Any) -> None:
@@ -610,7 +625,8 @@ def check(model: torch.nn.Module, batch: Any, *, stock: torch.nn.Module | None =
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"check: model is {type(model).__qualname__}, want a torch.nn.Module")
     read, found = _read(model, batch), Check()
-    with _left_as_it_was(model), contextlib.ExitStack() as until:
+    # what is compiled runs as it is written: a graph has no modules that could be watched
+    with _left_as_it_was(model), torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as until:
         if not any(type(module).__module__.startswith("pydet.") or was(module) for module in model.modules()):
             until.enter_context(conversion.converted(model))
             found.notes.append("the model is not converted; it was for this")

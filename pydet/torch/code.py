@@ -10,8 +10,16 @@ from typing import Any
 
 import torch
 
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "mm", "addmm", "mv", "tensordot", "chain_matmul", "multi_dot", "@"}
-_ATTENTION = {"scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"}
+_PRODUCTS = {
+    *("matmul", "bmm", "baddbmm", "einsum", "mm", "addmm", "mv", "tensordot", "chain_matmul", "multi_dot"),
+    *("addmv", "addbmm", "cdist", "vecdot", "@"),
+    *("F.linear", "F.bilinear", "F.conv1d", "F.conv2d", "F.conv3d"),
+}
+_FUNCTIONS = {name.removeprefix("F.") for name in _PRODUCTS if name.startswith("F.")}  # names that modules have too
+_ATTENTION = {
+    *("scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"),
+    "multi_head_attention_forward",
+}
 _SUMS = {"cumsum", "cumprod", "logcumsumexp"}
 _SCANS = ("scan", "delta_rule", "segment_sum", "selective_state")
 _UNREAD = {"merge", "unmerge"}  # of adapters: they write weights, and no row is seen
@@ -31,17 +39,22 @@ def codes(function: Any) -> Iterator[CodeType]:
 
 
 def _calls(code: CodeType) -> set[str]:
-    multiplies = any(
-        step.opname == "BINARY_MATRIX_MULTIPLY" or (step.opname == "BINARY_OP" and step.argrepr in ("@", "@="))
-        for step in dis.get_instructions(code)
-    )
-    return {*code.co_names, "@"} if multiplies else set(code.co_names)
+    found, last = set(code.co_names), None
+    for step in dis.get_instructions(code):
+        if step.opname == "BINARY_MATRIX_MULTIPLY" or (step.opname == "BINARY_OP" and step.argrepr in ("@", "@=")):
+            found.add("@")
+        if step.argval in _FUNCTIONS and last in ("F", "functional"):
+            found.add(f"F.{step.argval}")
+        last = step.argval
+    return found
 
 
 @functools.cache
 def names_in(kind: type) -> frozenset[str]:
     """The names in a class's forward, in its methods and the functions of its file that this calls. Of a class that
     asks Transformers' interface for attention the eager attention beside it is left out."""
+    if issubclass(kind, torch.jit.ScriptModule):  # its code is no Python
+        return frozenset()
     found: set[str] = set()
     ahead: list[Any] = [getattr(kind, "forward", None)]
     seen: set[CodeType] = set()
@@ -59,6 +72,8 @@ def names_in(kind: type) -> frozenset[str]:
             found |= names
             for name in names - _UNREAD:
                 method, other = getattr(kind, name, None), file.get(name)
+                if other is not None:  # imported by its own name, or another
+                    found |= {f"F.{x}" for x in _FUNCTIONS if other is getattr(torch.nn.functional, x)}
                 eager = name == "eager_attention_forward"
                 if isinstance(method, FunctionType) and method.__module__.partition(".")[0] != "torch":
                     ahead.append(method)

@@ -160,6 +160,10 @@ def _becomes(
 ) -> tuple[type, dict[str, Any]] | str | None:
     """The class and the attributes of what it becomes; or why it stays; or None where neither is to be said."""
     kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is TorchScript; convert before torch.jit.script or torch.jit.trace"
+    if any(torch.nn.parameter.is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        return "its parameters have no extents yet; convert after a first forward"
     if fp8 and kind in (torch.nn.Linear, Linear):
         own = {"arithmetic": arithmetic, "power_of_two": False, "weight_scale_inv": None}
         return _obstacle(module) or (Fp8Linear, own)
@@ -173,7 +177,7 @@ def _becomes(
     if isinstance(module, alibi.MptAttention):
         return None
     if isinstance(module, own_kinds) or experts.of_pydet(module):
-        return None
+        return _another_sum(module, arithmetic, k_chunk)
     if _is_block_scaled(module):
         return _block_scaled(module, arithmetic) if fp8 else "its weight is fp8, with scales; convert(model, fp8=True)"
     how = {"arithmetic": arithmetic, "k_chunk": k_chunk}
@@ -197,6 +201,15 @@ def _becomes(
     if function := _activation(module):
         return _obstacle(module) or (Activation, {"kind": function})
     return _reason_to_leave(module, may_multiply)
+
+
+def _another_sum(module: Any, arithmetic: Arithmetic, k_chunk: int | None) -> str | None:
+    """Of a module of ours how it sums, if it was asked to sum otherwise, by more than the default."""
+    asked = {"arithmetic": (arithmetic, "auto"), "k_chunk": (k_chunk, None)}
+    for name, (wanted, default) in asked.items():
+        if wanted != default and (has := getattr(module, name, wanted)) != wanted:
+            return f"it is pydet's already, with {name} {has}; set that of the module"
+    return None
 
 
 def _is_block_scaled(module: torch.nn.Module) -> bool:
@@ -367,6 +380,14 @@ def _attention(module: torch.nn.Module) -> str | None:
     return None if by == PYDET else f"{kind} by {repr(by) if by else 'code of its own'}"
 
 
+def _slow_path(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes by which PyTorch's encoder calls its layers' modules without gradients too. In evaluation it would
+    multiply their weights itself, in one kernel, and in nested tensors."""
+    if isinstance(module, torch.nn.TransformerEncoderLayer):
+        return {"activation_relu_or_gelu": 0}
+    return {"use_nested_tensor": False} if isinstance(module, torch.nn.TransformerEncoder) else {}
+
+
 def _own_code(module: torch.nn.Module) -> str | None:
     """Why a module without matrices of its own is none of pydet's: its code multiplies or sums over tokens."""
     found = code.of_its_own(module)
@@ -421,12 +442,17 @@ def convert(
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"convert: model is {type(model).__qualname__}, want a torch.nn.Module")
     unknown(arithmetic, "convert", "arithmetic")
+    if k_chunk is not None and (type(k_chunk) is not int or k_chunk < 16 or k_chunk % 16):
+        fail(INVALID_VALUE, f"convert: k_chunk is {k_chunk!r}, want a positive multiple of 16, or None")
+    in_double = {x.dtype for x in model.parameters() if x.is_floating_point()} == {torch.float64}
     report, plans, routers = Conversion(), {}, experts.routers_of(model)
     tried: set[torch.nn.Module] = set()  # with the router that they are in, whose one product is its own
     for name, module in model.named_modules(remove_duplicate=False):
         if module not in plans:
             of_fp8 = fp8(name, module) if callable(fp8) else fp8
             plans[module] = _becomes(module, arithmetic, k_chunk, of_fp8, module in routers, module not in tried)
+            if in_double and isinstance(made := plans[module], tuple) and made[0] is Activation:
+                plans[module] = "the model is in float64"
             if module in routers and isinstance(plans[module], tuple):
                 tried.update(module.modules())
         plan = plans[module]
@@ -454,6 +480,8 @@ def convert(
                     experts.use_pydet(module)
             elif (turning := turning_class(cast(Any, type(module)))) is not None and "forward" not in module.__dict__:
                 become(module, turning, {})
+            elif slow := _slow_path(module):
+                become(module, type(module), slow)
         if sample is not None:
             report.seen = checking.check(model, sample)
             if strict and (report.seen.varies or report.seen.differs):
@@ -481,7 +509,15 @@ def _watch_for_adapters(watching: list[Any] = []) -> None:  # noqa: B006 -- once
 
 
 def _warn_of_adapter(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """PEFT's layers keep what they adapt as base_layer."""
+    """PEFT's layers keep what they adapt as base_layer; Transformers puts a new layer in place of one that grows."""
+    if type(module) in (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm) and isinstance(
+        parent._modules.get(name), Linear | Fp8Linear | LayerNorm | RMSNorm
+    ):
+        warnings.warn(
+            f"pydet.torch.convert: {name} of {type(parent).__qualname__} was converted, and a {type(module).__name__} "
+            "of PyTorch's was put in its place: call convert(model) again",
+            stacklevel=2,
+        )
     if name == "base_layer" and isinstance(module, Linear | Fp8Linear | Conv1D):
         warnings.warn(
             f"pydet.torch.convert: a {type(parent).__qualname__} was put around a converted layer, and its own "

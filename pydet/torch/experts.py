@@ -95,6 +95,8 @@ def _combine(rows: Tensor, weights: Tensor, routing: _Routing, dtype: torch.dtyp
 
 def is_experts(module: Any) -> bool:
     """Whether it is a layer of experts that asks Transformers' interface of them which code is to compute it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     return hasattr(type(module).forward, "__wrapped__") and all(hasattr(module, name) for name in _INTERFACE)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Approximate, Kind, gelu_kind
@@ -229,7 +230,7 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         ``(values, index)``, ``[..., k]``, of ``x``'s type and int64.
     """
     values, index = torch.ops.pydet.topk(x.detach(), k)
-    if torch.is_grad_enabled() and x.requires_grad:
+    if (torch.is_grad_enabled() and x.requires_grad) or forward_ad._current_level >= 0:
         values = x.gather(-1, index)
     return values, index
 

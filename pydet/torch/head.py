@@ -35,7 +35,7 @@ class _AccumulatingHead(torch.autograd.Function):
         check_own("linear_log_prob", weight=w, bias=bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        ctx.save_for_backward(x, index)
+        ctx.save_for_backward(x, index, w, bias)  # so that PyTorch refuses those that were written meanwhile
         ctx.w, ctx.bias, ctx.how, ctx.asked = w, bias, (*how[:3], *how[7:]), how[3:6]
         ctx.set_materialize_grads(False)
         results = torch.ops.pydet.linear_log_prob(x, w.to(x.dtype), index, bias, *how)
@@ -44,14 +44,14 @@ class _AccumulatingHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlog_prob: torch.Tensor | None, *given: Any) -> tuple[Any, ...]:
-        (x, index), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
+        (x, index, read, _), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
         others = Asked(*(g if asked else None for g, asked in zip(given, ctx.asked, strict=False)))
         if dlog_prob is None:
             dlog_prob = torch.zeros(index.shape, dtype=torch.float32, device=x.device)
         part = part_of_product(w)
         dw = sum_of(w, part) if w.requires_grad else None
         dbias = main_grad(bias) if bias is not None and bias.requires_grad else None
-        weight, row = w.detach().to(x.dtype), None if bias is None else bias.detach()
+        weight, row = read.detach().to(x.dtype), None if bias is None else bias.detach()
         dx = gradients(dlog_prob, others, x, weight, index, row, Head(*ctx.how), ctx.needs_input_grad[0], dw, dbias)
         if dw is not None:
             fold(w, part)

@@ -40,7 +40,11 @@ _OPTIONS: dict[
 }
 _ROWS = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
 # Which Transformers' engine of batches drops without a word, and what asks for nothing.
-_DROPPED = {"min_new_tokens": 0, "num_beams": 1, "stop_strings": None, "max_time": None}
+_DROPPED = {
+    **{"min_new_tokens": 0, "num_beams": 1, "stop_strings": None, "max_time": None, "min_length": 0},
+    **dict.fromkeys(("penalty_alpha", "prompt_lookup_num_tokens", "dola_layers", "bad_words_ids")),
+    "exponential_decay_length_penalty": None,
+}
 _WARPERS = {  # of Transformers, by the option that each has
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",

@@ -362,10 +362,14 @@ def _parts(of: dict[str, tuple[torch.nn.Module, list[str]]]) -> dict[str, tuple[
 def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     """From now on pydet's modules in ``model`` sum their parameters' gradients in fp32, in ``parameter.main_grad``.
 
-    ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone. Rows that come in several calls then
-    give the bits of one call on all of them in that order, if the calls are cut at multiples of 16 rows (of ``k_chunk``
-    where there is one), at multiples of 128 rows for :class:`Fp8Linear`, and of ``pydet.DWEIGHT_ROWS`` for
-    the norms. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between steps.
+    ``backward()`` continues the sums in ``main_grad`` and leaves ``grad`` alone; so does ``torch.autograd.grad``,
+    whatever it was asked for. What reads ``grad``, as ``torch.nn.utils.clip_grad_norm_`` and a trainer's
+    ``max_grad_norm``, finds none: :func:`pydet.torch.distributed.clip_grad_norm_` clips these.
+
+    Rows that come in several calls then give the bits of one call on all of them in that order, if the calls are cut at
+    multiples of 16 rows (of ``k_chunk`` where there is one), at multiples of 128 rows for :class:`Fp8Linear`, and of
+    ``pydet.DWEIGHT_ROWS`` for the norms. Pad with rows whose gradient is zero to get there. Zero ``main_grad`` between
+    steps.
 
     In arithmetic ``ieee`` without ``k_chunk``, linear layers, routers and experts may be cut anywhere. In others what
     counts for experts is the number of rows that came to each, which the routing decides.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, 
 from pydet.torch.ops.register import DTYPES
 
 Tensor = torch.Tensor
+
+
+_STATE = ("step", "beta1_power", "beta2_power", "exp_avg", "exp_avg_sq")
 
 
 def _rounded(x: float) -> float:
@@ -50,7 +54,8 @@ class AdamW(torch.optim.Optimizer):
     root by way of double): no fused multiply-add, no reciprocal. So bits do not depend on vectors, threads, the
     tensor's width, the device, or how the parameters are shared out (NUMERICS.md, "AdamW"). w is the parameter, or,
     where that is not float32, a float32 copy in the state (``master``), which is rounded to the parameter after each
-    step. g is ``main_grad`` of a parameter of :func:`accumulate_gradients`, else ``grad``, as fp32.
+    step; an element of the parameter that is no longer its rounding, as of weights that were loaded, it takes over. g
+    is ``main_grad`` of a parameter of :func:`accumulate_gradients`, else ``grad``, as fp32.
 
     Args:
         params: as in ``torch.optim.AdamW``: parameters, or groups of them. A DTensor's shard is updated where it lies.
@@ -106,6 +111,9 @@ class AdamW(torch.optim.Optimizer):
         state["beta2_power"] *= beta2
         g = _local(gradient.detach()).to(torch.float32)
         m, v, w = (_local(x) for x in (state["exp_avg"], state["exp_avg_sq"], state.get("master", parameter.detach())))
+        if "master" in state:  # of elements that were written since the last step it is what was written
+            now = _local(parameter.detach())
+            w.copy_(torch.where(w.to(now.dtype) == now, w, now.to(torch.float32)))
         m.mul_(_rounded(beta1)).add_(g * _rounded(1 - beta1))
         v.mul_(_rounded(beta2)).add_((g * _rounded(1 - beta2)).mul_(g))
         d = exact_sqrt(v).mul_(_rounded(1 / math.sqrt(1 - state["beta2_power"]))).add_(_rounded(group["eps"]))
@@ -123,7 +131,13 @@ class AdamW(torch.optim.Optimizer):
                     parameter.main_grad.zero_()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``, but that the state stays in fp32 where parameters are not."""
+        """As in ``torch.optim``, but that the state stays in fp32 where parameters are not. The state of another
+        optimizer is refused."""
+        for state in state_dict["state"].values():
+            if lacks := [name for name in _STATE if name not in state]:
+                fail(INVALID_VALUE, f"AdamW: a state has no {lacks[0]}, want that of a pydet.torch.AdamW")
+        for group in state_dict["param_groups"]:
+            _check_group(group)
         super().load_state_dict(state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -134,12 +148,16 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        fail(INVALID_VALUE, f"AdamW: betas is {group['betas']}, want two numbers from 0 to below 1")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= x < 1 for x in betas):
+        fail(INVALID_VALUE, f"AdamW: betas is {betas}, want two numbers from 0 to below 1")
+    for name in ("amsgrad", "maximize"):  # of a group, or of a state that was loaded
+        if group.get(name):
+            fail(UNSUPPORTED, f"AdamW: {name} is {group[name]}, want it left out: the formula has no such step")
     for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= float(group[name]) < math.inf:
-            fail(INVALID_VALUE, f"AdamW: {name} is {group[name]}, want a finite number of 0 or more")
+        value = group[name]
+        if not isinstance(value, Real | Tensor) or not 0 <= _rounded(float(value)) < math.inf:
+            fail(INVALID_VALUE, f"AdamW: {name} is {group[name]}, want a finite number of 0 or more in float32")
 
 
 def _check_gradient(parameter: Any, gradient: Any) -> None:

@@ -63,10 +63,12 @@ Object *call_embedding_backward(Object *, Object *const *args, intptr_t count, O
   if (!call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
   if (!type_agrees(call, "out", *dw, type)) return nullptr;
   const pydet_tensor &like = dout->tensor;
+  const bool says_rows = given.rows && given.rows != exchange->none;
+  if (says_rows && dw->present && sound(dw->tensor, 2) && rows != dw->tensor.shape[0])
+    return call.refuse("rows", "not that of out, whose first extent it is", PYDET_INVALID_SHAPE), nullptr;
   if (!dw->present) {
     if (!starts_from_zero(call, op, options.accumulate)) return nullptr;
-    if (!given.rows || given.rows == exchange->none)
-      return call.refuse("rows", "not given, want those of the table, or out"), nullptr;
+    if (!says_rows) return call.refuse("rows", "not given, want those of the table, or out"), nullptr;
     if (rows < 0 || rows != int32_t(rows))
       return call.refuse("rows", "no number from 0 to 2147483647", PYDET_INVALID_SHAPE), nullptr;
     if (sound(like, 1)) {

@@ -183,7 +183,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
         parameters: those with a ``main_grad`` of :func:`pydet.torch.accumulate_gradients`, which is the gradient then,
             or a ``grad``; plain tensors, the same on every rank, or DTensors of one mesh dimension.
         max_norm: gradients are scaled by ``min(1, max_norm / (norm + 1e-6))``, in place.
-        group: the ranks that share the DTensors, the default group if None.
+        group: the ranks that share the DTensors, the default group if None; without one this process alone.
         segments: a multiple of the number of ranks that divides every sharded dimension.
 
     Returns:
@@ -209,7 +209,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
             segments,
         )
 
-    sums: list[Tensor] = together(op, group, first.device, terms)[0]
+    alone = group is None and not dist.is_initialized()
+    sums: list[Tensor] = terms()[0] if alone else together(op, group, first.device, terms)[0]
     sharded = [i for i, gradient in enumerate(gradients) if is_sharded(gradient)]
     if sharded:
         everyone = gather(torch.stack([sums[i] for i in sharded]), group)  # [W, parameters, S / W]
