@@ -278,8 +278,11 @@ pydet_status fold(const Fold &);
 pydet_status round_elements(const Rounding &);
 
 // nvidia/fold_peers.cu
+bool fold_awaited_takes(const Fold &);
 bool fold_one_shot_takes(const Fold &);
+bool fold_two_shot_takes(const Fold &);
 bool fold_one_shot_prefers(const Fold &);
+pydet_status fold_awaited(const Fold &);
 pydet_status fold_one_shot(const Fold &);
 pydet_status fold_two_shot(const Fold &);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 #include "core/backend.h"
@@ -53,7 +54,7 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
 }
 
 template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *name) {
-  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix)
+  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix | kBatch)
       .chooses(skinny_sm90_choose<turned>, rows)
       .launches(skinny_sm90<rows, turned>);
 }
@@ -418,7 +419,11 @@ constexpr Kernel<Fold> kFold[] = {
         .takes(fold_one_shot_takes)
         .prefers(fold_one_shot_prefers)
         .launches(fold_one_shot),
+    Row("cuda_fold_awaited", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .takes(fold_awaited_takes)
+        .launches(fold_awaited),
     Row("cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .takes(fold_two_shot_takes)
         .launches(fold_two_shot),
 };
 
@@ -560,7 +565,17 @@ Arithmetic tensor_cores(int32_t id) {
   return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace};
+// Hopper's tiles do. Few rows are a skinny kernel's.
+bool gemm_begins(const Gemm &g, const char *kernel) {
+  constexpr int64_t kFew = 128;
+  if (g.arithmetic != Arithmetic::sm90 || !is_sm90(g.device) || !(kHalfTypes & bit(g.a.type)) || g.k == 0) return false;
+  if (!kernel) return g.m > kFew && g.n > kFew && gemm_sm90_choose(g, kAnyVariant).variant >= 0;
+  for (int tile = 0; tile < kSm90TileCount; ++tile)
+    if (!strcmp(kSm90Tiles[tile].name, kernel)) return gemm_sm90_choose(g, tile).variant >= 0;
+  return false;
+}
+
+constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace, gemm_begins};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 
