@@ -102,6 +102,32 @@ __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t 
   else call.status = PYDET_OK; /* no pair */
 }
 
+/* Of few tokens, columns and states, whose workspace fits. */
+__attribute__((noinline)) static void run_scan_backward(void) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
+  pydet_scan_backward_options options = {sizeof options, 0, NULL, NULL, 0};
+  const int64_t m = call.m < 40 ? call.m : 40, n = call.n < 40 ? call.n : 40;
+  int64_t heads[] = {1, m, 1, n}, states[] = {1, m, 1, n}, channels[] = {1, m, n}, taps[] = {n, 4}, one[] = {1, 1};
+  pydet_tensor x = tensor(a, 4, heads, NULL, call.dtype), dx = tensor(c, 4, heads, NULL, call.dtype);
+  pydet_tensor row = tensor(b, 4, states, NULL, call.dtype), step = tensor(bias, 3, heads, NULL, fp32);
+  pydet_tensor decay = tensor(bias, 1, one, NULL, fp32), w = tensor(b, 2, taps, NULL, call.dtype);
+  pydet_tensor first = row, second = row, dstep = step, other = step,
+               sums = tensor(c + 7 * (kMost / 8), 2, one, NULL, fp32);
+  first.data = c + kMost / 8, second.data = c + kMost / 4;
+  dstep.data = c + 3 * (kMost / 8), other.data = c + kMost / 2;
+  options.kernel = call.kernel, options.workspace = workspace, options.workspace_size = kMost;
+  if (!strcmp(call.operation, "selective_scan_backward")) {
+    call.status = pydet_selective_scan_backward(NULL, &x, NULL, &x, &step, &decay, &row, &row, NULL, NULL, NULL, &dx,
+                                                &dstep, &sums, &first, &second, NULL, NULL, &options);
+  } else if (!strcmp(call.operation, "gated_delta_backward")) {
+    call.status = pydet_gated_delta_backward(NULL, &x, NULL, &row, &row, &x, &step, &step, NULL, NULL, &first, &second,
+                                             &dx, &dstep, &other, NULL, &options);
+  } else {
+    x.ndim = dx.ndim = 3, x.shape = dx.shape = channels;
+    call.status = pydet_causal_conv1d_backward(NULL, &x, &x, &w, NULL, NULL, &dx, NULL, NULL, NULL, &options);
+  }
+}
+
 /* Rows are tokens, and columns those of one head, or channels. */
 __attribute__((noinline)) static void run_scan(void) {
   const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
@@ -249,6 +275,10 @@ static void run(void) {
       run_embedding(&x, of_rows, &y);
     } else if (!strncmp(call.operation, "rotary", 6)) {
       run_rotary(&x, of_rows, of_row, &y);
+    } else if (strstr(call.operation, "_backward") &&
+               (strstr(call.operation, "scan") || strstr(call.operation, "delta") ||
+                strstr(call.operation, "conv1d"))) {
+      run_scan_backward();
     } else if (strstr(call.operation, "scan") || strstr(call.operation, "delta") || strstr(call.operation, "conv1d")) {
       run_scan();
     } else if (!strcmp(call.operation, "layernorm")) {

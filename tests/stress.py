@@ -27,6 +27,7 @@ OPERATIONS = (  # of the kernel table
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
     *("attention_backward", "activation", "activation_backward", "sample", "topk"),
     *("embedding", "embedding_backward", "selective_scan", "gated_delta", "causal_conv1d"),
+    *("selective_scan_backward", "gated_delta_backward", "causal_conv1d_backward"),
     *("rotary_table", "rotary"),
 )
 ONES = -1  # what outputs hold before a call, as int32: NaN in every type
@@ -197,6 +198,12 @@ def embedding_cases(operation, dtype, generator, device):
         )
 
 
+def into(outputs, results):
+    """The first of the results where the stress looks for them."""
+    for to, result in zip(outputs, results, strict=False):
+        to.copy_(result)
+
+
 def scan_cases(operation, dtype, generator, device):
     for batch, tokens, heads, width, groups, states in (
         (1, 70, 4, 64, 1, 128),
@@ -210,7 +217,26 @@ def scan_cases(operation, dtype, generator, device):
             shapes, x = [(one.shape, dtype)], one
             yield operation, shapes, lambda o, x=x, w=w, **given: pydet.causal_conv1d(x, w, out=o[0], **given)
             continue
+        if operation == "causal_conv1d_backward":
+            w, sums = tensor(generator, (heads, 4), dtype, device), (batch, heads, 4)
+            shapes = [(tuple(one.shape), dtype), (sums, torch.float32)]
+            call = lambda o, x=one, w=w, **given: into(o, pydet.causal_conv1d_backward(x, x, w, **given))
+            yield operation, shapes, call
+            continue
         a = -tensor(generator, (heads,), torch.float32, device).abs()
+        if operation.endswith("_backward"):
+            call = {
+                "selective_scan_backward": lambda o, x=x, d=one, a=a, b=b, c=c, **given: into(
+                    o, pydet.selective_scan_backward(x, x, d, a, b, c, **given)
+                ),
+                "gated_delta_backward": lambda o, x=x, d=one, b=b / 20, c=c / 20, **given: into(
+                    o, pydet.gated_delta_backward(x, c, b, x, -d, d, **given)
+                ),
+            }[operation]
+            first = x if operation == "selective_scan_backward" else c
+            second = one if operation == "selective_scan_backward" else b
+            yield operation, [(tuple(y.shape), dtype) for y in (first, second)], call
+            continue
         state = (batch, heads, width, states) if operation == "selective_scan" else (batch, heads, states, width)
         call = {
             "selective_scan": lambda o, x=x, d=one, a=a, b=b, c=c, **given: pydet.selective_scan(

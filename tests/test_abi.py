@@ -111,6 +111,7 @@ SIZES = {
     "pydet_embedding_backward_options": 48,
     "pydet_linear_log_prob_options": 48,
     "pydet_scan_options": 16,
+    "pydet_scan_backward_options": 32,
     "pydet_rotary_table_options": 24,
     "pydet_rotary_options": 40,
     "pydet_device_info": 104,
@@ -262,7 +263,8 @@ def test_kernel_table_ends_and_describes_itself():
         operations |= {"grouped_gemm", "scaled_grouped_gemm", "fold", "layernorm", "layernorm_backward", "attention"}
         operations |= {"attention_backward", "activation", "activation_backward", "sample", "topk"}
         operations |= {"embedding", "embedding_backward", "selective_scan", "gated_delta", "causal_conv1d"}
-        operations |= {"rotary_table", "rotary"}
+        operations |= {"rotary_table", "rotary", "selective_scan_backward", "gated_delta_backward"}
+        operations |= {"causal_conv1d_backward"}
         assert c_string(info.operation) in operations
         assert set(c_string(info.dtypes).split()) <= {"fp32", "bf16", "fp16", "e4m3", "e5m2"} and c_string(info.dtypes)
         assert info.available in (0, 1) and c_string(lib.pydet_arithmetic_name(info.arithmetic)) != "auto"

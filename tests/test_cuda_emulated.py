@@ -31,6 +31,7 @@ import test_sample as samples
 import test_scaled_gemm as scaled
 import test_scaled_grouped_gemm as scaled_groups
 import test_scan as scans
+import test_scan_backward as scan_gradients
 from cases import DTYPES, assert_same_bits, data
 from pydet import frameworks
 from reference_activation import KINDS
@@ -448,6 +449,30 @@ def test_gated_delta(device, kernel, dtype):
 def test_causal_conv1d(device, kernel, dtype):
     scans.check_causal_conv1d(device, dtype)
     assert device.taken == len(scans.CONVOLUTIONS)
+
+
+@each("selective_scan_backward")
+def test_selective_scan_backward(device, kernel, dtype):
+    """The CPU's cases, states of two and eight rounds, a group of several blocks of columns."""
+    more = [(1, 9, 2, 5, 1, 256), (1, 10, 2, 3, 1, 64), (1, 3, 4, 20, 2, 8)]
+    scan_gradients.check_selective_scan_backward(device, dtype, scan_gradients.GRADIENTS + more)
+    given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
+    scan_gradients.check_pack(device, "selective_scan_backward", given, dtype)
+    assert device.taken == len(scan_gradients.GRADIENTS) + 4
+
+
+@each("gated_delta_backward")
+def test_gated_delta_backward(device, kernel, dtype):
+    more = [(1, 10, 2, 3, 1, 64), (1, 9, 2, 5, 1, 256), (1, 3, 4, 40, 2, 8)]
+    scan_gradients.check_gated_delta_backward(device, dtype, scan_gradients.GRADIENTS + more)
+    scan_gradients.check_pack(device, "gated_delta_backward", scans.delta_of(1, 20, 2, 8, 1, 20, dtype), dtype)
+    assert device.taken == len(scan_gradients.GRADIENTS) + 4
+
+
+@each("causal_conv1d_backward")
+def test_causal_conv1d_backward(device, kernel, dtype):
+    scan_gradients.check_causal_conv1d_backward(device, dtype)
+    assert device.taken == len(scan_gradients.CONV_GRADIENTS)
 
 
 @each("rotary_table")

@@ -231,6 +231,44 @@ def problems(operation, name, dtype):
         shapes = [(2, 40, 256), (256, 4), (256,), None, None, (2, 40, 256)]
         yield "pydet_causal_conv1d", tensors(shapes, dtype), capi.options("pydet_scan_options", kernel=name[0])
         return
+    if operation == "causal_conv1d_backward":
+        x, sums = (2, 40, 256), [((2, 256, 4), "float32"), ((2, 256), "float32")]
+        given = tensors([x, x, (256, 4), None, None, x, *sums, None], dtype)
+        yield "pydet_causal_conv1d_backward", given, capi.options("pydet_scan_backward_options", kernel=name[0])
+        return
+    if operation in ("selective_scan_backward", "gated_delta_backward"):
+        x, row, one, sums = (2, 40, 4, 64), (2, 40, 2, 128), (2, 40, 4), ((2, 4), "float32")
+        given = capi.options("pydet_scan_backward_options", kernel=name[0])
+        need = ffi.new("uint64_t *")
+        assert getattr(capi.lib, f"pydet_{operation}_workspace")(2, 80, 4, 64, 2, 128, need) == 0
+        room = np.zeros(need[0] + 256, np.uint8)
+        given.workspace = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
+        given.workspace_size = need[0]
+        capi._alive[given] = capi._alive[given], room
+        if operation == "selective_scan_backward":
+            shapes = [
+                x,
+                None,
+                x,
+                one,
+                ((4,), "float32"),
+                row,
+                row,
+                None,
+                None,
+                None,
+                x,
+                one,
+                sums,
+                row,
+                row,
+                None,
+                None,
+            ]
+        else:
+            shapes = [x, None, row, row, x, one, one, None, None, row, row, x, one, one, None]
+        yield f"pydet_{operation}", tensors(shapes, dtype), given
+        return
     if operation in ("selective_scan", "gated_delta"):
         x, row, one = (2, 40, 4, 64), (2, 40, 2, 128), (2, 40, 4)
         if operation == "selective_scan":

@@ -4,10 +4,13 @@ import numpy as np
 
 import pydet
 import test_scan as scans
+import test_scan_backward as gradients
 from cases import assert_same_bits, data
 from test_cuda import device, each, torch  # noqa: F401
 
 LONG = [(2, 300, 4, 64, 2, 128), (1, 40, 5, 128, 5, 256), (1, 17, 2, 40, 1, 512), (1, 70, 300, 1, 1, 16)]
+# What a gradient takes: up to 256 states, and 128 of them with a decay each.
+HELD = [(2, 300, 4, 64, 2, 128), (1, 70, 300, 1, 1, 16), (1, 40, 5, 128, 5, 256), (1, 90, 3, 33, 1, 100)]
 
 
 @each("selective_scan")
@@ -47,3 +50,37 @@ def test_packs(device, kernel, dtype):
     want = pydet.causal_conv1d(x, w, cu_seqlens=starts)
     device.kernel = "cuda_causal_conv1d"
     assert_same_bits(device.causal_conv1d(x, w, cu_seqlens=starts), want)
+
+
+@each("selective_scan_backward")
+def test_selective_scan_backward(device, kernel, dtype):
+    gradients.check_selective_scan_backward(device, dtype)
+    for number, sizes in enumerate(HELD):
+        given = scans.scan_of(*sizes, dtype, number, each_state=bool(number % 2))
+        dy = data("normal", given[0].shape, given[0].dtype, 70)
+        got, want = (f.selective_scan_backward(dy, *given, return_initial=True) for f in (device, pydet))
+        scans.same(got, want, sizes)
+    gradients.check_pack(device, "selective_scan_backward", scans.scan_of(1, 20, 4, 8, 2, 20, dtype), dtype)
+    assert device.refused == 0
+
+
+@each("gated_delta_backward")
+def test_gated_delta_backward(device, kernel, dtype):
+    gradients.check_gated_delta_backward(device, dtype)
+    for number, sizes in enumerate(HELD[:3]):
+        given = scans.delta_of(*sizes, dtype, number)
+        dout = data("normal", given[2].shape, given[2].dtype, 70)
+        got, want = (f.gated_delta_backward(dout, *given, return_initial=True) for f in (device, pydet))
+        scans.same(got, want, sizes)
+    gradients.check_pack(device, "gated_delta_backward", scans.delta_of(1, 20, 4, 8, 2, 20, dtype), dtype)
+    assert device.refused == 0
+
+
+@each("causal_conv1d_backward")
+def test_causal_conv1d_backward(device, kernel, dtype):
+    gradients.check_causal_conv1d_backward(device, dtype)
+    given = gradients.conv_of(2, 300, 200, 4, dtype)
+    own = {"bias": True, "return_initial": True}
+    got, want = (f.causal_conv1d_backward(*given[:3], initial=given[3], **own) for f in (device, pydet))
+    scans.same(got, want)
+    assert device.refused == 0

@@ -257,6 +257,45 @@ def causal_conv1d_digests(causal_conv1d, arithmetic, dtype):
     return digests
 
 
+def selective_scan_backward_digests(selective_scan_backward, arithmetic, dtype):
+    digests = {}
+    for number, sizes in enumerate(SCANNED):
+        batch, tokens, heads, width, _, states = sizes
+        for kind, each_state in itertools.product(["normal", "specials"], [False, True]):
+            given = scans.scan_of(*sizes, dtype, number, each_state, kind)
+            dy = data(kind, (batch, tokens, heads, width), DTYPES[dtype], 90 + number)
+            own = {"dfinal": scans.states_of(batch, heads, width, states)} if each_state else {}
+            name = f"{dtype} {kind} {'x'.join(map(str, sizes))} each_state={each_state}"
+            digests[name] = digest(*selective_scan_backward(dy, *given, return_initial=True, **own))
+    return digests
+
+
+def gated_delta_backward_digests(gated_delta_backward, arithmetic, dtype):
+    digests = {}
+    for number, sizes in enumerate(SCANNED):
+        batch, tokens, heads, width, _, keys = sizes
+        for kind, begun in itertools.product(["normal", "specials"], [False, True]):
+            given = scans.delta_of(*sizes, dtype, number, kind)
+            dout = data(kind, (batch, tokens, heads, width), DTYPES[dtype], 90 + number)
+            own = {"initial": scans.states_of(batch, heads, keys, width)} if begun else {}
+            name = f"{dtype} {kind} {'x'.join(map(str, sizes))} initial={begun}"
+            digests[name] = digest(*gated_delta_backward(dout, *given, return_initial=True, **own))
+    return digests
+
+
+def causal_conv1d_backward_digests(causal_conv1d_backward, arithmetic, dtype):
+    digests = {}
+    for kind, (batch, tokens, channels, taps), begun in itertools.product(
+        ["normal", "specials"], [(2, 9, 40, 4), (1, 70, 3, 3)], [False, True]
+    ):
+        shapes = (batch, tokens, channels), (batch, tokens, channels), (channels, taps), (batch, taps - 1, channels)
+        dy, x, w, initial = (data(kind, shape, DTYPES[dtype], i) for i, shape in enumerate(shapes))
+        name = f"{dtype} {kind} {batch}x{tokens}x{channels}, {taps} taps, begun={begun}"
+        own = {"initial": initial, "bias": True, "return_initial": True} if begun else {"bias": True}
+        digests[name] = digest(*(y for y in causal_conv1d_backward(dy, x, w, **own) if y is not None))
+    return digests
+
+
 TURNED = [
     ("normal", 70, 3, 2, 64, 64),
     ("specials", 9, 2, 1, 33, 70),
@@ -398,6 +437,9 @@ DIGESTS = {
     "selective_scan": selective_scan_digests,
     "gated_delta": gated_delta_digests,
     "causal_conv1d": causal_conv1d_digests,
+    "selective_scan_backward": selective_scan_backward_digests,
+    "gated_delta_backward": gated_delta_backward_digests,
+    "causal_conv1d_backward": causal_conv1d_backward_digests,
     "rotary_table": rotary_table_digests,
     "rotary": rotary_digests,
 }
@@ -424,7 +466,7 @@ def reference_of(operation):
         return getattr(reference_activation, operation)
     if operation in ("sample", "topk"):
         return getattr(reference_sample, operation)
-    if operation in ("selective_scan", "gated_delta", "causal_conv1d"):
+    if operation.startswith(("selective_scan", "gated_delta", "causal_conv1d")):
         return getattr(reference_scan, operation)
     if operation.startswith("embedding"):
         return getattr(reference_embedding, operation)
@@ -536,6 +578,21 @@ def test_gated_delta(gated_delta_kernel):
 
 def test_causal_conv1d(causal_conv1d_kernel):
     check_golden("causal_conv1d", causal_conv1d_kernel.causal_conv1d, "ieee", causal_conv1d_kernel.dtype)
+
+
+def test_selective_scan_backward(selective_scan_backward_kernel):
+    kernel = selective_scan_backward_kernel
+    check_golden("selective_scan_backward", kernel.selective_scan_backward, "ieee", kernel.dtype)
+
+
+def test_gated_delta_backward(gated_delta_backward_kernel):
+    kernel = gated_delta_backward_kernel
+    check_golden("gated_delta_backward", kernel.gated_delta_backward, "ieee", kernel.dtype)
+
+
+def test_causal_conv1d_backward(causal_conv1d_backward_kernel):
+    kernel = causal_conv1d_backward_kernel
+    check_golden("causal_conv1d_backward", kernel.causal_conv1d_backward, "ieee", kernel.dtype)
 
 
 def test_rotary_table(rotary_table_kernel):

@@ -115,6 +115,33 @@ def test_small_stacks_of_python_threads():
 # ---- Memory --------------------------------------------------------------------------------------------------------
 
 
+SCAN_GRADIENTS = ("selective_scan_backward", "gated_delta_backward", "causal_conv1d_backward")
+
+
+def scan_gradient(kernel, values, tensor, x, dy, dtype):
+    """A call of one of them, whose tokens are rows: the function, its tensors, its results and options."""
+    (m, n), chosen = x.shape, options("pydet_scan_backward_options", kernel=kernel.name)
+    function = getattr(lib, f"pydet_{kernel.operation}")
+    if kernel.operation == "causal_conv1d_backward":
+        w, outs = values(n, 4, dtype=dtype), [np.empty_like(x), values(1, n, 4), values(1, n)]
+        given = [tensor(dy[None]), tensor(x[None]), tensor(w), None, None, tensor(outs[0][None])]
+        return function, [*given, tensor(outs[1]), tensor(outs[2]), None], outs, chosen
+    heads, few, one = x[None, :, None], x[None, :, None, :512], values(1, m, 1)
+    dx, db, dc = np.empty_like(heads), np.empty(few.shape, few.dtype), np.empty(few.shape, few.dtype)
+    need, extents = ffi.new("uint64_t *"), (1, m, 1, n, 1, few.shape[3])
+    assert getattr(lib, f"pydet_{kernel.operation}_workspace")(*extents, need) == lib.PYDET_OK
+    workspace = np.zeros(need[0] + 64, np.uint8)
+    at = ffi.cast("char *", workspace.ctypes.data) + -workspace.ctypes.data % 16
+    chosen.workspace, chosen.workspace_size = at, need[0]
+    if kernel.operation == "selective_scan_backward":
+        outs = [dx, np.empty_like(one), values(1, 1), db, dc]
+        given = [dy[None, :, None], None, heads, one, one[0, 0], few, few, None, None, None, *outs, None, None]
+    else:
+        outs = [db, dc, dx, np.empty_like(one), np.empty_like(one)]
+        given = [dy[None, :, None], None, few, few, heads, one, one, None, None, *outs, None]
+    return function, [y if y is None else tensor(y) for y in given], [*outs, workspace], chosen
+
+
 def every_kernel():
     """(function, tensors, options, outputs) for every CPU kernel that runs here, on shapes around its tiles."""
     random = np.random.default_rng(1)
@@ -254,6 +281,10 @@ def every_kernel():
                     chosen.workspace = ffi.cast("void *", workspace.ctypes.data)
                     chosen.workspace_size = workspace.nbytes
                     yield lib.pydet_embedding_backward, list(map(tensor, (x, ids, y))), chosen, [y, workspace]
+                    continue
+                if kernel.operation in SCAN_GRADIENTS:
+                    function, given, outs, chosen = scan_gradient(kernel, values, tensor, x, dy, dtype)
+                    yield function, given, chosen, outs
                     continue
                 if kernel.operation in ("selective_scan", "gated_delta", "causal_conv1d"):
                     chosen, tokens = options("pydet_scan_options", kernel=kernel.name), x[None]
@@ -458,6 +489,13 @@ def large_calls():
         "selective_scan": lambda: pydet.selective_scan(heads, heads[..., 0], row, heads, heads),
         "gated_delta": lambda: pydet.gated_delta(heads, heads, heads, heads[..., 0], heads[..., 0]),
         "causal_conv1d": lambda: pydet.causal_conv1d(x[None], x[:, :4]),
+        "selective_scan_backward": lambda: pydet.selective_scan_backward(
+            heads, heads, heads[..., 0], row, heads, heads
+        ),
+        "gated_delta_backward": lambda: pydet.gated_delta_backward(
+            heads, heads, heads, heads, heads[..., 0], heads[..., 0]
+        ),
+        "causal_conv1d_backward": lambda: pydet.causal_conv1d_backward(x[None], x[None], x[:, :4]),
         "linear_log_prob": lambda: pydet.linear_log_prob(x, x, index),
         "linear_log_prob_backward": lambda: pydet.linear_log_prob_backward(row, x, x, index),
         "rotary_table": lambda: pydet.rotary_table(np.arange(len(x)), x[0]),

@@ -784,6 +784,8 @@ operands = {
     "linear_log_prob": [x, x, index], "linear_log_prob_backward": [row, x, x, index],
     "selective_scan": [x[None, None], one[None], row, x[None, None], x[None, None], row],
     "gated_delta": [x[None, None]] * 3 + [one[None]] * 2, "causal_conv1d": [x[None], x, row],
+    "selective_scan_backward": [x[None, None]] * 2 + [one[None], row, x[None, None], x[None, None], row],
+    "gated_delta_backward": [x[None, None]] * 4 + [one[None]] * 2, "causal_conv1d_backward": [x[None]] * 2 + [x],
     "rotary_table": [index, row], "rotary": [x[:, None], None, x[:, :2], x[:, :2]],
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],

@@ -44,6 +44,77 @@ def test_tracing():
             operator(*(x.to("meta")[1:] if i == 1 else x.to("meta") for i, x in enumerate(operands)))
 
 
+# ---- Gradients -------------------------------------------------------------------------------------------------------
+
+
+def selective_scan_in_double(x, dt, a, b, c, d, initial):
+    """The recurrence, of which autograd knows the gradient."""
+    heads = torch.arange(x.shape[2]) // (x.shape[2] // b.shape[2])
+    state, rows = initial, []
+    for t in range(x.shape[1]):
+        decay = torch.exp(dt[:, t, :, None] * (a if a.dim() == 2 else a[:, None]))[:, :, None]
+        state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, heads, None]
+        rows.append((state * c[:, t, heads, None]).sum(-1) + d[:, None] * x[:, t])
+    return torch.stack(rows, 1), state
+
+
+def gated_delta_in_double(q, k, v, g, beta, initial):
+    heads = torch.arange(v.shape[2]) // (v.shape[2] // k.shape[2])
+    state, rows = initial, []
+    for t in range(v.shape[1]):
+        state = torch.exp(g[:, t])[..., None, None] * state
+        of_k, of_q = k[:, t, heads, :, None], q[:, t, heads, :, None]
+        w = beta[:, t, :, None] * (v[:, t] - (of_k * state).sum(-2))
+        state = state + of_k * w[..., None, :]
+        rows.append((of_q * state).sum(-2))
+    return torch.stack(rows, 1), state
+
+
+def causal_conv1d_in_double(x, w, bias, initial):
+    padded = torch.cat([initial, x], 1).transpose(1, 2)
+    return (torch.nn.functional.conv1d(padded, w[:, None], bias, groups=w.shape[0]).transpose(1, 2),)
+
+
+@pytest.mark.parametrize("name", ["selective_scan", "selective_scan of each state", "gated_delta", "causal_conv1d"])
+def test_gradients_are_those_of_the_recurrence(name):
+    """Beside autograd in double: what is left is fp32's rounding."""
+    operation = name.split()[0]
+    if operation == "selective_scan":
+        given = tensors(scan_of(2, 40, 4, 8, 2, 12, "fp32", each_state="each" in name))
+        given.append(torch.randn(2, 4, 8, 12))
+    elif operation == "gated_delta":
+        given = [*tensors(delta_of(2, 40, 4, 8, 2, 12, "fp32")), torch.randn(2, 4, 12, 8)]
+        given[1] = torch.nn.functional.normalize(given[1], dim=-1)
+        given[4] = torch.sigmoid(given[4])
+    else:
+        given = [torch.randn(2, 40, 8), torch.randn(8, 4), torch.randn(8), torch.randn(2, 3, 8)]
+    found = []
+    in_double = globals()[f"{operation}_in_double"]
+    for dtype, function in ((torch.float32, getattr(ops, operation)), (torch.float64, in_double)):
+        operands = [x.detach().to(dtype).requires_grad_() for x in given]
+        results = function(*operands)
+        results = results if isinstance(results, tuple) else (results,)
+        torch.manual_seed(1)
+        sum((x * torch.randn(x.shape, dtype=torch.float64).to(dtype)).sum() for x in results).backward()
+        found.append([x.grad for x in operands])
+    for mine, exact in zip(*found, strict=True):
+        assert mine.shape == exact.shape
+        assert (mine - exact).abs().max() <= 2e-6 * exact.abs().max() * 4, name
+
+
+def test_gradients_of_one_result():
+    """The other's is not there, and a first state that is not asked for."""
+    x, dt, a, b, c, d = (y.requires_grad_() for y in tensors(scan_of(1, 9, 2, 4, 1, 5, "fp32")))
+    y, final = ops.selective_scan(x, dt, a, b, c, d)
+    alone = torch.autograd.grad(y.sum(), [x, b], retain_graph=True)
+    of_state = torch.autograd.grad(final.sum(), [x, b], retain_graph=True)
+    both = torch.autograd.grad(y.sum() + final.sum(), [x, b])
+    for one, other, together in zip(alone, of_state, both, strict=True):
+        assert torch.allclose(one + other, together, 1e-4, 1e-5)
+    with pytest.raises(pydet.Error, match="second derivative"):
+        torch.autograd.grad(ops.causal_conv1d(x[0], torch.randn(4, 3)).sum(), x, create_graph=True)
+
+
 # ---- Mixers ----------------------------------------------------------------------------------------------------------
 
 if not importlib.util.find_spec("transformers"):
@@ -125,6 +196,35 @@ def test_steps_have_the_limits_of_a_prefill():
             if scans.is_scan(module):
                 module.time_step_limit = (0.0, float("inf"))
         differ(model(ids, use_cache=False).logits, limited)
+
+
+def test_training(model):
+    """A batch has the gradients of its sequences one by one, of all parameters, in main_grad."""
+    assert families.trained(model) == 0
+    found = pt.accumulate_gradients(model)
+    outside = [name for name in found.outside if "norm" not in name and "router" not in name]
+    assert not outside, outside
+
+
+def test_training_in_bfloat16():
+    for family in ("mamba2", "qwen3_next", "mamba"):
+        assert families.trained(families.build(family, torch.bfloat16)) == 0
+
+
+def test_gradients_without_sums_are_those_of_stock():
+    """In grad, as autograd has them, in fp32 within rounding of Transformers' own."""
+    for family in ("mamba2", "qwen3_next", "mamba"):
+        model = families.build(family, torch.float32)
+        stock = transformers.AutoModelForCausalLM.from_config(model.config).eval()
+        stock.load_state_dict(model.state_dict())
+        ids = families.ids_of(model, 2, 9)
+        for each in (model, stock):
+            logits = each(ids, use_cache=False).logits
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        for (name, mine), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+            assert mine.grad is not None, name
+            far = (mine.grad - theirs.grad).abs().max()
+            assert far <= 1e-3 * theirs.grad.abs().max() + 1e-6, (family, name, far)
 
 
 def test_packed_sequences():

@@ -57,10 +57,12 @@ enum Feature : uint64_t {
   kPadding = 1ull << 44,       // of an embedding's gradient: an id that does not count
   kInitialState = 1ull << 45,  // of a scan, as all from here on
   kFinalState = 1ull << 46,
-  kEachState = 1ull << 47,   // a decay for each state
-  kSkip = 1ull << 48,        // d
-  kNeighbours = 1ull << 49,  // of rotary embeddings: pairs of elements next to each other
-  kSlabs = 1ull << 52        // of a softmax: columns in slabs of memory
+  kEachState = 1ull << 47,        // a decay for each state
+  kSkip = 1ull << 48,             // d
+  kNeighbours = 1ull << 49,       // of rotary embeddings: pairs of elements next to each other
+  kInitialGradient = 1ull << 50,  // of a scan's gradient, as the next one
+  kFinalGradient = 1ull << 51,
+  kSlabs = 1ull << 52  // of a softmax: columns in slabs of memory
 };
 struct FeatureRow {
   Feature feature;
@@ -117,6 +119,8 @@ constexpr FeatureRow kFeatures[] = {
     {kEachState, "a decay for each state"},
     {kSkip, "d"},
     {kNeighbours, "pairs of neighbours"},
+    {kInitialGradient, "dinitial"},
+    {kFinalGradient, "dfinal"},
     {kSlabs, "columns in slabs"},
 };
 

@@ -36,6 +36,6 @@ using AllOperations =
     Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
                LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
                ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d,
-               LinearLogProb, RotaryTable, Rotary>;
+               LinearLogProb, RotaryTable, Rotary, SelectiveScanBackward, GatedDeltaBackward, CausalConv1dBackward>;
 
 }  // namespace pydet

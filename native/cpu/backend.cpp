@@ -42,6 +42,10 @@ constexpr uint64_t kEmbeddingGradient = kTwoStrides | kAccumulate | kPadding;
 constexpr uint64_t kScanFeatures = kInitialState | kFinalState | kPacked;
 constexpr uint64_t kSelectiveFeatures = kScanFeatures | kEachState | kSkip;
 constexpr uint64_t kConvFeatures = kInitialState | kPacked | kBias;
+constexpr uint64_t kScanGradient = kInitialState | kPacked | kInitialGradient | kFinalGradient;
+constexpr uint64_t kSelectiveGradient = kScanGradient | kEachState | kSkip;
+constexpr uint64_t kConvGradient =
+    kInitialState | kPacked | kRowGradient | kWeightGradient | kBiasGradient | kInitialGradient;
 
 constexpr Kernel<Gemm> kGemm[] = {
 #if defined(__x86_64__)
@@ -211,6 +215,39 @@ constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
 #endif
     Row("cpu_causal_conv1d_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kConvFeatures)
         .launches(causal_conv1d<Scalar>),
+};
+
+constexpr Kernel<SelectiveScanBackward> kSelectiveScanBackward[] = {
+#if defined(__x86_64__)
+    Row("cpu_selective_scan_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kSelectiveGradient)
+        .launches(selective_scan_backward<Avx512>),
+    Row("cpu_selective_scan_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kSelectiveGradient)
+        .launches(selective_scan_backward<Avx2>),
+#endif
+    Row("cpu_selective_scan_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSelectiveGradient)
+        .launches(selective_scan_backward<Scalar>),
+};
+
+constexpr Kernel<GatedDeltaBackward> kGatedDeltaBackward[] = {
+#if defined(__x86_64__)
+    Row("cpu_gated_delta_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kScanGradient)
+        .launches(gated_delta_backward<Avx512>),
+    Row("cpu_gated_delta_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kScanGradient)
+        .launches(gated_delta_backward<Avx2>),
+#endif
+    Row("cpu_gated_delta_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kScanGradient)
+        .launches(gated_delta_backward<Scalar>),
+};
+
+constexpr Kernel<CausalConv1dBackward> kCausalConv1dBackward[] = {
+#if defined(__x86_64__)
+    Row("cpu_causal_conv1d_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kConvGradient)
+        .launches(causal_conv1d_backward<Avx512>),
+    Row("cpu_causal_conv1d_backward_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kConvGradient)
+        .launches(causal_conv1d_backward<Avx2>),
+#endif
+    Row("cpu_causal_conv1d_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kConvGradient)
+        .launches(causal_conv1d_backward<Scalar>),
 };
 
 constexpr Kernel<RotaryTable> kRotaryTable[] = {
@@ -428,7 +465,8 @@ constexpr Backend cpu() {
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
              table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
-             table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary));
+             table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
+             table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward));
   return backend;
 }
 

@@ -45,5 +45,8 @@ template <class Isa> pydet_status layernorm_backward(const LayerNormBackward &);
 template <class Isa> pydet_status selective_scan(const SelectiveScan &);
 template <class Isa> pydet_status gated_delta(const GatedDelta &);
 template <class Isa> pydet_status causal_conv1d(const CausalConv1d &);
+template <class Isa> pydet_status selective_scan_backward(const SelectiveScanBackward &);
+template <class Isa> pydet_status gated_delta_backward(const GatedDeltaBackward &);
+template <class Isa> pydet_status causal_conv1d_backward(const CausalConv1dBackward &);
 
 }  // namespace pydet

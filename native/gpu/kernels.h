@@ -14,6 +14,9 @@ struct EmbeddingBackward;
 struct SelectiveScan;
 struct GatedDelta;
 struct CausalConv1d;
+struct SelectiveScanBackward;
+struct GatedDeltaBackward;
+struct CausalConv1dBackward;
 struct RotaryTable;
 struct Rotary;
 struct Sample;
@@ -293,6 +296,14 @@ bool selective_scan_takes(const SelectiveScan &);
 pydet_status selective_scan(const SelectiveScan &);
 pydet_status gated_delta(const GatedDelta &);
 pydet_status causal_conv1d(const CausalConv1d &);
+
+// nvidia/scan_backward.cu
+bool selective_scan_backward_takes(const SelectiveScanBackward &);
+pydet_status selective_scan_backward(const SelectiveScanBackward &);
+bool gated_delta_backward_takes(const GatedDeltaBackward &);
+pydet_status gated_delta_backward(const GatedDeltaBackward &);
+pydet_status causal_conv1d_backward(const CausalConv1dBackward &);
+
 // any/rotary.cu
 pydet_status rotary_table(const RotaryTable &);
 pydet_status rotary(const Rotary &);

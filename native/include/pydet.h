@@ -696,6 +696,61 @@ PYDET_API pydet_status pydet_causal_conv1d(void *stream, const pydet_tensor *x, 
                                            const pydet_tensor *cu_seqlens, const pydet_tensor *y,
                                            const pydet_scan_options *options);
 
+/* Their gradients, from those of their results: the recurrence walked backwards, token by token.
+ *
+ * A sequence has its own: those of w, bias, a and d are its sums over its tokens, in fp32, one for each sequence, [sequences,
+ * ...]. pydet_fold adds them in their order, and under accumulate to what micro-batches before have left: so these may be
+ * cut between any two sequences.
+ *
+ * selective_scan_backward: dy and dx like x; ddt, db and dc of the types of dt, b and c; da [sequences, heads] or [sequences,
+ * heads, states] and dd [sequences, heads] fp32, dd NULL where d is; dfinal and dinitial like initial, either NULL.
+ *
+ * gated_delta_backward: dout and dv like v; dq, dk, dg and dbeta of the types of q, k, g and beta; dfinal and dinitial like
+ * initial, either NULL.
+ *
+ * causal_conv1d_backward: dy, x and dx [batch, tokens, channels] of one type; dw [sequences, channels, taps] and dbias
+ * [sequences, channels] fp32; initial and dinitial [sequences, taps - 1, channels] of x's type. Each result may be NULL. x
+ * and initial have a part in dw alone. */
+typedef struct pydet_scan_backward_options {
+  uint32_t struct_size;
+  int32_t reserved; /* 0 */
+  const char *kernel;
+  void *workspace; /* never changes a bit, what it holds does not matter; causal_conv1d_backward needs none */
+  uint64_t workspace_size;
+} pydet_scan_backward_options;
+
+PYDET_API pydet_status pydet_selective_scan_backward(
+    void *stream, const pydet_tensor *dy, const pydet_tensor *dfinal, const pydet_tensor *x, const pydet_tensor *dt,
+    const pydet_tensor *a, const pydet_tensor *b, const pydet_tensor *c, const pydet_tensor *d,
+    const pydet_tensor *initial, const pydet_tensor *cu_seqlens, const pydet_tensor *dx, const pydet_tensor *ddt,
+    const pydet_tensor *da, const pydet_tensor *db, const pydet_tensor *dc, const pydet_tensor *dd,
+    const pydet_tensor *dinitial, const pydet_scan_backward_options *options);
+
+PYDET_API pydet_status pydet_gated_delta_backward(void *stream, const pydet_tensor *dout, const pydet_tensor *dfinal,
+                                                  const pydet_tensor *q, const pydet_tensor *k, const pydet_tensor *v,
+                                                  const pydet_tensor *g, const pydet_tensor *beta,
+                                                  const pydet_tensor *initial, const pydet_tensor *cu_seqlens,
+                                                  const pydet_tensor *dq, const pydet_tensor *dk,
+                                                  const pydet_tensor *dv, const pydet_tensor *dg,
+                                                  const pydet_tensor *dbeta, const pydet_tensor *dinitial,
+                                                  const pydet_scan_backward_options *options);
+
+/* Bytes of workspace for the gradient of either: `tokens` of all sequences together, heads of `width` columns in `groups`,
+ * states (or keys) of so many elements. A function of these alone. */
+PYDET_API pydet_status pydet_selective_scan_backward_workspace(int64_t sequences, int64_t tokens, int64_t heads,
+                                                               int64_t width, int64_t groups, int64_t states,
+                                                               uint64_t *bytes);
+PYDET_API pydet_status pydet_gated_delta_backward_workspace(int64_t sequences, int64_t tokens, int64_t heads,
+                                                            int64_t width, int64_t groups, int64_t keys,
+                                                            uint64_t *bytes);
+
+PYDET_API pydet_status pydet_causal_conv1d_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *x,
+                                                    const pydet_tensor *w, const pydet_tensor *initial,
+                                                    const pydet_tensor *cu_seqlens, const pydet_tensor *dx,
+                                                    const pydet_tensor *dw, const pydet_tensor *dbias,
+                                                    const pydet_tensor *dinitial,
+                                                    const pydet_scan_backward_options *options);
+
 /* ---- Attention ------------------------------------------------------------------------------------------------
  *   out[i, :] = sum_j p_j v[j, :] / sum_j p_j,   p_j = exp(scale q[i, :] k[j, :]),   over the keys j that query i may see
  *

@@ -39,7 +39,14 @@ from pydet.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from pydet.ops.rotary import rotary, rotary_table
 from pydet.ops.sample import sample, topk
 from pydet.ops.scaled import quantize, scaled_gemm
-from pydet.ops.scan import causal_conv1d, gated_delta, selective_scan
+from pydet.ops.scan import (
+    causal_conv1d,
+    causal_conv1d_backward,
+    gated_delta,
+    gated_delta_backward,
+    selective_scan,
+    selective_scan_backward,
+)
 from pydet.ops.softmax import log_prob, log_prob_backward, log_softmax, log_softmax_backward, softmax, softmax_backward
 from pydet.ops.types import (
     ABI,
@@ -75,11 +82,13 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "causal_conv1d",
+    "causal_conv1d_backward",
     "devices",
     "embedding",
     "embedding_backward",
     "fold",
     "gated_delta",
+    "gated_delta_backward",
     "geglu",
     "gelu",
     "gemm",
@@ -106,6 +115,7 @@ __all__ = [
     "scaled_gemm",
     "scaled_grouped_gemm",
     "selective_scan",
+    "selective_scan_backward",
     "sigmoid",
     "silu",
     "skinny_gemm",

@@ -15,7 +15,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Kind
-from pydet.torch import code, functions
+from pydet.torch import code, functions, scans
 from pydet.torch.accumulate import (
     AccumulatingConv1D,
     AccumulatingEmbedding,
@@ -304,6 +304,10 @@ def _with_sums(module: Any) -> list[str] | None:
         names = ["weight", "bias"]
     elif _has_sinks(module):
         names = ["sinks"]
+    elif scans.is_scan(module):
+        names = list(scans.OWN)
+    elif getattr(module, "pydet_multiplied", False):
+        names = ["weight", "bias"]
     elif of_pydet(module):
         names = [f"{name}{end}" for name in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")]
     else:
@@ -406,6 +410,9 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     """
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"accumulate_gradients: model is {type(model).__qualname__}, want a torch.nn.Module")
+    for mixer in filter(scans.is_scan, model.modules()):
+        for multiplied in scans.helpers(mixer):
+            multiplied.pydet_multiplied = True
     found = [(name, module, _with_sums(module)) for name, module in model.named_modules()]
     of = {name: (module, names) for name, module, names in found if names is not None}
     _refuse_what_is_lost(model, of)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from types import CellType, FunctionType
 from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+import pydet
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
+from pydet.torch.accumulate import AccumulatingLinear, check_own, main_grad, part_of
 from pydet.torch.ops.register import Tensor
+from pydet.torch.ops.scan import causal_conv1d_apart, selective_scan_apart
 from pydet.torch.stock import Derived, derived
 
 _pydet = torch.ops.pydet
@@ -61,8 +65,11 @@ def causal_conv1d_fn(
     activation: str | None = None,
     **more: Any,
 ) -> Tensor:
-    starts = _boundaries(hidden_states.shape[-1], more)
-    y = _pydet.causal_conv1d(hidden_states.transpose(1, 2), weight, bias, None, starts)
+    starts, x = _boundaries(hidden_states.shape[-1], more), hidden_states.transpose(1, 2)
+    if weight.dim() == 2:
+        y = _pydet.causal_conv1d(x, weight, bias, None, starts)
+    else:  # of each sequence, as a mixer that is trained has it
+        y = causal_conv1d_apart(x, weight.reshape(-1, x.shape[2], weight.shape[-1]), bias, None, starts)
     return _activated(y, activation).transpose(1, 2)
 
 
@@ -109,6 +116,12 @@ def _float(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float()
 
 
+def _scan(A: Tensor, dims: int, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *rest: Any) -> Any:
+    """Of ``A`` with so many dimensions, or one more for the sequences, as a mixer that is trained has it."""
+    scan = _pydet.selective_scan if A.dim() == dims else selective_scan_apart
+    return scan(x, dt, A.float(), B, C, _float(D), *rest)
+
+
 def mamba2_split_conv1d_scan_combined(zxbcdt: Tensor, *operands: Any, **more: Any) -> None:
     """The steps one by one, as where there is no fused kernel."""
 
@@ -130,7 +143,7 @@ def mamba2_chunk_scan(
 ) -> Any:
     starts = _boundaries(hidden_states.shape[1], more)
     dt = _steps(dt, dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
-    y, final = _pydet.selective_scan(hidden_states, dt, A.float(), B, C, _float(D), _float(initial_states), starts)
+    y, final = _scan(A, 1, hidden_states, dt, B, C, D, _float(initial_states), starts)
     return (y, final) if return_final_states else y
 
 
@@ -182,7 +195,7 @@ def mamba_selective_scan(
     starts = _boundaries(hidden_states.shape[-1], more)
     dt = _steps(dt.transpose(1, 2), delta_bias, delta_softplus)
     x, b, c = hidden_states.transpose(1, 2)[..., None], B.transpose(1, 2)[:, :, None], C.transpose(1, 2)[:, :, None]
-    y, final = _pydet.selective_scan(x, dt, A.float(), b, c, _float(D), None, starts)
+    y, final = _scan(A, 2, x, dt, b, c, D, None, starts)
     y = y[..., 0].transpose(1, 2)
     if z is not None:
         y = y * _pydet.activation(z, "silu")
@@ -312,22 +325,171 @@ def _forward(kind: Any, limit: _Limit) -> Any:
 class _Steps(TorchFunctionMode):
     """Mamba's steps are a weight times what is across, written as a product: here those of a linear layer."""
 
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = linear
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _PRODUCTS and not kwargs and isinstance(args[0], torch.nn.Parameter) and args[1].dim() == 3:
-            return _pydet.skinny_gemm(args[1].transpose(1, 2), args[0]).transpose(1, 2)
-        return function(*args, **(kwargs or {}))
+        if function not in _PRODUCTS or kwargs or not isinstance(args[0], torch.nn.Parameter) or args[1].dim() != 3:
+            return function(*args, **(kwargs or {}))
+        weight, x, linear = args[0], args[1].transpose(1, 2), self.linear
+        if weight is getattr(linear, "weight", None) and _accumulates(linear):
+            how = linear.arithmetic, linear.k_chunk, None, part_of(linear)
+            return AccumulatingLinear.apply(x, weight, None, *how).transpose(1, 2)
+        return _pydet.skinny_gemm(x, weight).transpose(1, 2)
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+#
+# A parameter that all tokens or sequences share stands there once for each of them while a mixer is trained: what the
+# mixer's own code makes of it is then done element by element, and the sum is here, in one order.
+
+
+def _accumulates(module: Any) -> bool:
+    return bool(getattr(module, "accumulates", False)) and torch.is_grad_enabled()
+
+
+class _Repeated(torch.autograd.Function):
+    """A parameter ``[...]`` as ``[*shape, ...]``, whose gradient is the chain over these, in ``ieee``."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, shape: tuple[int, ...], accumulates: bool, dtype: torch.dtype) -> Tensor:
+        if accumulates:
+            check_own("Scan", parameter=parameter)
+        ctx.parameter, ctx.accumulates = parameter, accumulates
+        return parameter.detach().to(dtype).expand(*shape, *parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        parameter, total = ctx.parameter, None
+        rows = gradient.reshape(-1, parameter.numel()).contiguous()
+        ones = rows.new_ones((rows.shape[0], 1))
+        if ctx.accumulates:
+            into = main_grad(parameter).view(1, -1)
+            pydet.gemm_db(ones, rows, out=into, accumulate=True, arithmetic="ieee")
+        else:
+            total = torch.ops.pydet.gemm(ones.t(), rows, None, torch.float32, "ieee", None)
+            total = total.view(parameter.shape).to(parameter.dtype)
+        return total, None, None, None
+
+
+def _repeated(of: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
+    parameter = getattr(of, name, None)
+    if parameter is None:
+        return None
+    return _Repeated.apply(parameter, shape, _accumulates(of) and parameter.requires_grad, dtype)
+
+
+class _InPlaceOf:
+    """A module that has some of its attributes otherwise."""
+
+    def __init__(self, module: Any, **own: Any) -> None:
+        self.__dict__.update(own, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._module(*arguments, **options)
+
+
+class _GatedNorm(_InPlaceOf):
+    """A norm that multiplies by its weight as its own code says."""
+
+    def __call__(self, x: Tensor, *arguments: Any, **options: Any) -> Any:
+        module = self._module
+        weight = _repeated(module, "weight", tuple(x.shape[:-1]), module.weight.dtype)
+        return type(module).forward(_with(module, {"weight": weight}, {}), x, *arguments, **options)
+
+
+def _with(module: Any, parameters: dict[str, Any], modules: dict[str, Any]) -> Any:
+    """A module of the same state, but for these."""
+    kind: Any = type(module)
+    other = kind.__new__(kind)
+    own = {"_parameters": {**module._parameters, **parameters}, "_modules": {**module._modules, **modules}}
+    other.__dict__.update({**module.__dict__, **own})
+    return other
+
+
+def _is_gated_norm(module: Any) -> bool:
+    """One of a file of Transformers that only multiplies by its weight, as it is."""
+    if not isinstance(module, torch.nn.Module) or list(module._parameters) != ["weight"]:
+        return False
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    return "Gated" in type(module).__qualname__ and not {"view", "reshape"} & set(_of_weight(names))
+
+
+def _of_weight(names: tuple[str, ...]) -> list[str]:
+    """What comes right after the weight among the names of a forward."""
+    return [after for name, after in itertools.pairwise(names) if name == "weight"]
+
+
+_CONVOLUTIONS, _NORMS, _STEPS = ("conv1d", "conv"), ("norm",), ("dt_proj",)
+OWN = ("A_log", "D", "dt_bias")  # that a mixer's backward can add to sums
+
+
+def helpers(module: Any) -> list[Any]:
+    """The modules of a mixer whose parameters it multiplies by itself."""
+    found = [getattr(module, name, None) for name in _CONVOLUTIONS]
+    found = [x for x in found if isinstance(x, torch.nn.Conv1d)]
+    return found + [x for name in _NORMS if _is_gated_norm(x := getattr(module, name, None))]
+
+
+def _trained(module: Any, x: Any, options: dict[str, Any]) -> Any:
+    """The mixer, with its parameters once for each sequence or token."""
+    batch, tokens = x.shape[:2]
+    starts = _boundaries(tokens, options)
+    sequences = (batch if starts is None else starts.shape[0] - 1,)
+    names, _ = _called(type(module).__bases__[1])
+    scans_over = {mamba2_chunk_scan.__name__: 1, mamba_selective_scan.__name__: 2}
+    dims = next((n for name, n in scans_over.items() if name in names), 0)
+    parameters: dict[str, Any] = {}
+    for name in OWN:
+        parameter = module._parameters.get(name)
+        if parameter is None or (dims and name == "A_log" and parameter.dim() != dims):
+            continue
+        per_token = name == "dt_bias" or not dims
+        parameters[name] = _repeated(module, name, (batch, tokens) if per_token else sequences)
+    if dims and "A_log" not in parameters:
+        parameters.pop("D", None)  # heads of heads, one by one
+    modules: dict[str, Any] = {}
+    for name in _CONVOLUTIONS:
+        if isinstance(child := module._modules.get(name), torch.nn.Conv1d):
+            modules[name] = _InPlaceOf(child, **{of: _repeated(child, of, sequences) for of in ("weight", "bias")})
+    for name in _NORMS:
+        if _is_gated_norm(child := module._modules.get(name)):
+            modules[name] = _GatedNorm(child)
+    if dims == 2 and isinstance(child := module._modules.get("dt_proj"), torch.nn.Linear):
+        modules["dt_proj"] = _InPlaceOf(child, bias=_repeated(child, "bias", (batch, tokens)))
+    return _with(module, parameters, modules)
+
+
+def _is_trained(module: Any, x: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Where a cache is, its states are changed in place, and nothing is trained."""
+    if not torch.is_grad_enabled() or not isinstance(x, Tensor) or x.dim() != 3:
+        return False
+    if any(hasattr(y, "get_conv_state") for y in (*arguments, *options.values())):
+        return False
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 class Scan(Derived, torch.nn.Module):
     """A mixer of Transformers' whose recurrence and convolution are pydet's."""
 
+    accumulates = False  # see accumulate_gradients()
+
     def forward(self, *arguments: Any, **options: Any) -> Any:
         limit: Any = getattr(self, "time_step_limit", _ANY)
         forward, multiplies = _forward(type(self).__bases__[1], (limit[0], limit[1]))
+        x = arguments[0] if arguments else next((options[name] for name in _INPUTS if name in options), None)
+        mixer = _trained(self, x, options) if _is_trained(self, x, arguments, options) else self
         if not multiplies:
-            return forward(self, *arguments, **options)
-        with _Steps():
-            return forward(self, *arguments, **options)
+            return forward(mixer, *arguments, **options)
+        with _Steps(getattr(self, "dt_proj", None)):
+            return forward(mixer, *arguments, **options)
+
+
+_INPUTS = ("hidden_states", "x", "input_states")
 
 
 def is_scan(module: Any) -> bool:

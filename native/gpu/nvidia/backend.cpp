@@ -306,14 +306,23 @@ constexpr Kernel<Attention> kAttention[] = {
 };
 constexpr uint64_t kAttentionBackwardTile = kPacked | kLengths | kFirstKey | kWindow | kAccumulate;
 constexpr uint64_t kAllOfAttentionGradient = (kAllOfAttention & ~(kLogSumExp | kPages)) | kAccumulate;
+template <KeysCut cut> constexpr Kernel<AttentionBackward> attention_backward_row() {  // by name alone
+  return Row(kKeysCutNames[cut], kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
+      .takes(attention_backward_cut_takes)
+      .prefers(attention_backward_by_name)
+      .launches(attention_backward_cut<cut>);
+}
 constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
     Row(kAttentionBackwardFusedName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile & ~kFirstKey)
         .takes(attention_backward_fused_takes)
-        .prefers(attention_backward_fused_prefers)
+        .prefers(attention_backward_by_name)
         .launches(attention_backward_fused),
     Row(kAttentionBackwardName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
         .takes(attention_backward_sm90_takes)
         .launches(attention_backward_sm90),
+    attention_backward_row<kWideKeys>(),
+    attention_backward_row<kNarrowKeys>(),
+    attention_backward_row<kHalvedKeys>(),
     Row("cuda_attention_backward_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kAllOfAttentionGradient)
         .launches(attention_backward_mma),
     Row("cuda_attention_backward_sm80_mma", kHalfTypes, Arithmetic::sm80, kSm80To89, kAllOfAttentionGradient)
@@ -370,6 +379,22 @@ constexpr Kernel<GatedDelta> kGatedDelta[] = {
 constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
     Row("cuda_causal_conv1d", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kInitialState | kPacked | kBias)
         .launches(causal_conv1d),
+};
+constexpr uint64_t kScanGradient = kInitialState | kPacked | kInitialGradient | kFinalGradient;
+constexpr Kernel<SelectiveScanBackward> kSelectiveScanBackward[] = {
+    Row("cuda_selective_scan_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanGradient | kEachState | kSkip)
+        .takes(selective_scan_backward_takes)
+        .launches(selective_scan_backward),
+};
+constexpr Kernel<GatedDeltaBackward> kGatedDeltaBackward[] = {
+    Row("cuda_gated_delta_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanGradient)
+        .takes(gated_delta_backward_takes)
+        .launches(gated_delta_backward),
+};
+constexpr Kernel<CausalConv1dBackward> kCausalConv1dBackward[] = {
+    Row("cuda_causal_conv1d_backward", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kInitialState | kPacked | kRowGradient | kWeightGradient | kBiasGradient | kInitialGradient)
+        .launches(causal_conv1d_backward),
 };
 
 constexpr Kernel<EmbeddingBackward> kEmbeddingBackward[] = {
@@ -530,13 +555,14 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables = tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm),
-                          table(kRmsNormBackward), table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm),
-                          table(kFold), table(kLayerNorm), table(kLayerNormBackward), table(kScaledGroupedGemm),
-                          table(kAttention, &kAttentionHooks), table(kAttentionBackward, &kAttentionBackwardHooks),
-                          table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
-                          table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
-                          table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
+             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
+             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
+             table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward));
   return backend;
 }
 

@@ -7,35 +7,13 @@
 // block works.
 
 #include "contract/elementary.h"
-#include "gpu/device.h"
 #include "gpu/kernels.h"
-#include "ops/scan/problem.h"
+#include "gpu/nvidia/scan.h"
 
 namespace pydet {
 namespace {
 
 constexpr int64_t kMostOwnDecays = 256;  // of states with a decay each, beyond which registers spill
-constexpr int kColumns = 32, kThreads = kColumns * kScanLanes;
-static_assert(kScanLanes == 8 && kScanLaneElements == 4, "a lane's elements are a vector");
-
-__device__ __forceinline__ float element(const Strided &from, int64_t offset) {
-  const char *at = from.at(offset);
-  if (from.type == Type::f32) return *reinterpret_cast<const float *>(at);
-  const uint16_t bits = *reinterpret_cast<const uint16_t *>(at);
-  return from.type == Type::bf16 ? f32_from_bf16(bits) : f32_from_f16(bits);
-}
-__device__ __forceinline__ void put(const Strided &to, int64_t offset, float x) {
-  char *at = to.at(offset);
-  if (to.type == Type::f32) *reinterpret_cast<float *>(at) = canonical(x);
-  else *reinterpret_cast<uint16_t *>(at) = to.type == Type::bf16 ? bf16_from_f32(x) : f16_from_f32(x);
-}
-
-__device__ __forceinline__ float join_lanes(float sum) {
-#pragma unroll
-  for (int h = kScanLanes / 2; h; h /= 2) sum = sum + gpu_shfl_xor(sum, h, kScanLanes);
-  return sum;
-}
-
 // Two rows of each of kTokens tokens: of up to kRounds rounds of 32 elements, in turns in two places of shared memory.
 template <int kRounds> struct Rows2 {
   static constexpr int kElements = kRounds * kScanRound, kTokens = kRounds > 8 ? 4 : 8;
@@ -75,21 +53,6 @@ template <int kRounds> struct Rows2 {
     }
   }
 };
-
-// How many elements are from this lane's first one on: element i of round r is there if r * kScanRound + i is below.
-__device__ __forceinline__ int left_of(int64_t states) {
-  return int(states) - int(threadIdx.x) % kScanLanes * kScanLaneElements;
-}
-// Element i of round r of this thread's lane.
-__device__ __forceinline__ int state_of(int r, int i) {
-  return r * kScanRound + int(threadIdx.x) % kScanLanes * kScanLaneElements + i;
-}
-__device__ __forceinline__ float4 vector_of(const float *row, int r) {
-  return *reinterpret_cast<const float4 *>(row + state_of(r, 0));
-}
-__device__ __forceinline__ float part(const float4 &v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
 
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
@@ -287,6 +250,7 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
 
 // A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens.
+template <Type type>
 __global__ void __launch_bounds__(kConvChannels *kConvRows)
     causal_conv1d_kernel(const __grid_constant__ CausalConv1d p, const __grid_constant__ int64_t blocks) {
   const uint32_t parts = uint32_t(divide_up(p.channels, kConvChannels)),
@@ -297,47 +261,30 @@ __global__ void __launch_bounds__(kConvChannels *kConvRows)
     const Sequences::Range range = p.sequences.range(sequence);
     const int64_t begin = range.begin + piece * kConvTokens + int(threadIdx.x) / kConvChannels;
     if (c >= p.channels) continue;
+    const float bias = p.bias.data ? element(p.bias, c * p.bias.stride[0]) : 0.0f;
+    const bool held = p.taps <= kHeldTaps;
+    float w[kHeldTaps];
+#pragma unroll
+    for (int j = 0; j < kHeldTaps; ++j)
+      w[j] = held && j < p.taps ? element(p.w, c * p.w.stride[0] + j * p.w.stride[1]) : 0.0f;
     for (int64_t t = begin; t < range.end && t < range.begin + (piece + 1) * kConvTokens; t += kConvRows) {
+      const int64_t first = t - range.begin - p.taps + 1;
       float sum = 0.0f;
-      for (int64_t j = 0; j < p.taps; ++j) {
-        const int64_t from = t - p.taps + 1 + j, before = from - range.begin + p.taps - 1;
-        float x = 0.0f;
-        if (from >= range.begin)
-          x = element(p.x, range.batch * p.x.stride[0] + from * p.x.stride[1] + c * p.x.stride[2]);
-        else if (p.initial.data)
-          x = element(p.initial,
-                      sequence * p.initial.stride[0] + before * p.initial.stride[1] + c * p.initial.stride[2]);
-        sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]), x, sum);
+      if (held) {
+        float x[kHeldTaps];
+#pragma unroll
+        for (int j = 0; j < kHeldTaps; ++j) x[j] = j < p.taps ? input_at<type>(p, range, sequence, first + j, c) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kHeldTaps; ++j)
+          if (j < p.taps) sum = fmaf(w[j], x[j], sum);
+      } else {
+        for (int64_t j = 0; j < p.taps; ++j)
+          sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]),
+                     input_at<type>(p, range, sequence, first + j, c), sum);
       }
-      if (p.bias.data) sum = sum + element(p.bias, c * p.bias.stride[0]);
+      if (p.bias.data) sum = sum + bias;
       put(p.y, range.batch * p.y.stride[0] + t * p.y.stride[1] + c * p.y.stride[2], sum);
     }
-  }
-}
-
-constexpr int64_t kMostBlocks = int64_t(1) << 24;  // more are walked in turns
-
-template <class Problem>
-pydet_status launch_blocks(const char *name, const Problem &p, int64_t blocks, int threads,
-                           void (*kernel)(Problem, int64_t)) {
-  if (blocks == 0) return PYDET_OK;
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  if (blocks > INT32_MAX)
-    return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns and tokens, want at most 2147483647", name,
-                static_cast<long long>(blocks));
-  const Launch where = {name, static_cast<gpu_stream>(p.stream),
-                        dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(unsigned(threads))};
-  return launch(where, kernel, p, blocks);
-}
-
-// f with the rounds that so many states fill as a compile-time constant: 1, 2, 4, 8 or 16.
-template <int rounds = 1, class F> pydet_status with_rounds(int64_t states, const F &f) {
-  if constexpr (rounds * kScanRound >= kMostStates) {
-    return f(std::integral_constant<int, rounds>());
-  } else {
-    if (states <= rounds * kScanRound) return f(std::integral_constant<int, rounds>());
-    return with_rounds<2 * rounds>(states, f);
   }
 }
 
@@ -371,7 +318,9 @@ pydet_status gated_delta(const GatedDelta &p) {
 pydet_status causal_conv1d(const CausalConv1d &p) {
   const int64_t blocks =
       p.sequences.count * divide_up(p.channels, kConvChannels) * divide_up(p.sequences.tokens, kConvTokens);
-  return launch_blocks("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel);
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    return launch_blocks("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel<type>);
+  });
 }
 
 }  // namespace pydet

@@ -71,7 +71,10 @@ template <> struct Operation<SelectiveScan> : AlwaysIeee {
     show(s.x.data, s.dt.data, s.a.data, s.b.data, s.c.data, s.d.data, s.initial.data, s.y.data, s.final.data,
          s.sequences.starts);
   }
-  using Functions = FunctionList<pydet_selective_scan, pydet_gated_delta, pydet_causal_conv1d>;
+  using Functions =
+      FunctionList<pydet_selective_scan, pydet_gated_delta, pydet_causal_conv1d, pydet_selective_scan_backward,
+                   pydet_selective_scan_backward_workspace, pydet_gated_delta_backward,
+                   pydet_gated_delta_backward_workspace, pydet_causal_conv1d_backward>;
   static Items<pydet_exchange_method> python();
 };
 
@@ -114,6 +117,137 @@ template <> struct Operation<CausalConv1d> : AlwaysIeee {
   static Type input(const CausalConv1d &s) { return s.x.type; }
   template <class Show> static void memory(const CausalConv1d &s, Show show) {
     show(s.x.data, s.w.data, s.bias.data, s.initial.data, s.y.data, s.sequences.starts);
+  }
+};
+
+// ---- Their gradients ---------------------------------------------------------------------------------------------------
+
+// A sum over columns goes by blocks of 32 (of which absent ones count as +0) whose sums are added ascending. States that the
+// way back needs are computed again from those before every 32nd token of a sequence, of many states before more: which they
+// are decides no bit.
+constexpr int kScanColumns = 32;
+PYDET_HD constexpr int checkpoint_tokens(int64_t states) { return states <= 64 ? 32 : states <= 128 ? 16 : 8; }
+
+// Where the parts of sums and those states lie, all in fp32. A block of columns is of a group's, or of a head's of it.
+struct ScanWorkspace {
+  float *data;
+  int64_t sequences, tokens, heads, groups, states;  // tokens: of all sequences
+  int64_t blocks, parts;  // of columns: those of a group; the most that one head has a part in
+
+  static constexpr int kRows = 2, kOfHeads = 3;
+
+  PYDET_INLINE int64_t row_floats() const { return kRows * tokens * groups * blocks * states; }
+  PYDET_INLINE int64_t head_floats() const { return kOfHeads * tokens * heads * parts; }
+  PYDET_INLINE int64_t block_floats() const { return states * kScanColumns; }
+  PYDET_INLINE int64_t floats() const {
+    return row_floats() + head_floats() +
+           (tokens / checkpoint_tokens(states) + sequences) * groups * blocks * block_floats() + own_floats();
+  }
+  // What the CPU works in where it has no memory of its own.
+  PYDET_INLINE int64_t own_floats() const { return 4 * block_floats() + 2 * states; }
+  PYDET_INLINE float *own() const { return data + floats() - own_floats(); }
+  // A block's part of one of the two sums over columns at a token: [states].
+  PYDET_INLINE float *row(int which, int64_t token, int64_t group, int64_t block) const {
+    return data + (((which * tokens + token) * groups + group) * blocks + block) * states;
+  }
+  // Parts of the three sums of a head at a token: [parts].
+  PYDET_INLINE float *of_head(int which, int64_t token, int64_t head) const {
+    return data + row_floats() + ((which * tokens + token) * heads + head) * parts;
+  }
+  // The kept states before the token so many after the sequence's first one, which is `begin` among all: [states, 32 columns].
+  PYDET_INLINE float *states_at(int64_t sequence, int64_t begin, int64_t after, int64_t group, int64_t block) const {
+    const int64_t every = checkpoint_tokens(states), at = begin / every + sequence + after / every;
+    return data + row_floats() + head_floats() + ((at * groups + group) * blocks + block) * block_floats();
+  }
+};
+
+inline ScanWorkspace selective_workspace(int64_t sequences, int64_t tokens, int64_t heads, int64_t width,
+                                         int64_t groups, int64_t states) {
+  return {nullptr,
+          sequences,
+          tokens,
+          heads,
+          groups,
+          states,
+          divide_up(heads / groups * width, kScanColumns),
+          (width + kScanColumns - 2) / kScanColumns + 1};
+}
+inline ScanWorkspace delta_workspace(int64_t sequences, int64_t tokens, int64_t heads, int64_t width, int64_t groups,
+                                     int64_t keys) {
+  const int64_t of_head = divide_up(width, kScanColumns);
+  return {nullptr, sequences, tokens, heads, groups, keys, heads / groups * of_head, of_head};
+}
+
+struct SelectiveScanBackward {
+  Device device;
+  void *stream;
+  Sequences sequences;
+  int64_t heads, width, groups, states;
+  Strided dy, dfinal, x, dt, a, b, c, d, initial;
+  Strided dx, ddt, da, db, dc, dd, dinitial;  // da [sequence, head, state or .], dd [sequence, head]
+  bool each_state;
+  ScanWorkspace workspace;
+
+  uint64_t needs() const {
+    return scan_needs(initial, Strided{}, sequences) | when(each_state, kEachState) | when(d.data, kSkip) |
+           when(dfinal.data, kFinalGradient) | when(dinitial.data, kInitialGradient);
+  }
+};
+
+template <> struct Operation<SelectiveScanBackward> : AlwaysIeee {
+  static constexpr const char *name = "selective_scan_backward";
+  static Type input(const SelectiveScanBackward &s) { return s.x.type; }
+  template <class Show> static void memory(const SelectiveScanBackward &s, Show show) {
+    show(s.dy.data, s.dfinal.data, s.x.data, s.dt.data, s.a.data, s.b.data, s.c.data, s.d.data, s.initial.data,
+         s.dx.data, s.ddt.data, s.da.data, s.db.data, s.dc.data, s.dd.data, s.dinitial.data, s.sequences.starts,
+         s.workspace.data);
+  }
+};
+
+struct GatedDeltaBackward {
+  Device device;
+  void *stream;
+  Sequences sequences;
+  int64_t heads, width, groups, keys;
+  Strided dout, dfinal, q, k, v, g, beta, initial;
+  Strided dq, dk, dv, dg, dbeta, dinitial;
+  ScanWorkspace workspace;
+
+  uint64_t needs() const {
+    return scan_needs(initial, Strided{}, sequences) | when(dfinal.data, kFinalGradient) |
+           when(dinitial.data, kInitialGradient);
+  }
+};
+
+template <> struct Operation<GatedDeltaBackward> : AlwaysIeee {
+  static constexpr const char *name = "gated_delta_backward";
+  static Type input(const GatedDeltaBackward &s) { return s.v.type; }
+  template <class Show> static void memory(const GatedDeltaBackward &s, Show show) {
+    show(s.dout.data, s.dfinal.data, s.q.data, s.k.data, s.v.data, s.g.data, s.beta.data, s.initial.data, s.dq.data,
+         s.dk.data, s.dv.data, s.dg.data, s.dbeta.data, s.dinitial.data, s.sequences.starts, s.workspace.data);
+  }
+};
+
+// Of x, of what lies before a sequence, and for each sequence by itself of w and bias, in fp32. What is not wanted is absent.
+struct CausalConv1dBackward {
+  Device device;
+  void *stream;
+  Sequences sequences;
+  int64_t channels, taps;
+  Strided dy, x, w, initial, dx, dw, dbias, dinitial;  // dw [sequence, channel, tap], dbias [sequence, channel]
+
+  uint64_t needs() const {
+    return scan_needs(initial, Strided{}, sequences) | when(dx.data, kRowGradient) | when(dw.data, kWeightGradient) |
+           when(dbias.data, kBiasGradient) | when(dinitial.data, kInitialGradient);
+  }
+};
+
+template <> struct Operation<CausalConv1dBackward> : AlwaysIeee {
+  static constexpr const char *name = "causal_conv1d_backward";
+  static Type input(const CausalConv1dBackward &s) { return s.dy.type; }
+  template <class Show> static void memory(const CausalConv1dBackward &s, Show show) {
+    show(s.dy.data, s.x.data, s.w.data, s.initial.data, s.dx.data, s.dw.data, s.dbias.data, s.dinitial.data,
+         s.sequences.starts);
   }
 };
 
