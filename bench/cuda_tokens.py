@@ -259,8 +259,11 @@ def stock_loss(x, w, target, as_fp32):
 
 
 def head_step(tokens, hidden, vocabulary):
-    """The mean loss with its gradients by x and w."""
+    """The mean loss with its gradients by x and w; of the library's own function in C, with dw in fp32, in 256 MB."""
     x, w, target = normal(tokens, hidden), (0.02 * normal(vocabulary, hidden)), integers(vocabulary, tokens)
+    dw = torch.empty(vocabulary, hidden, device="cuda")
+    of_rows = torch.full((tokens,), -1.0 / tokens, device="cuda")
+    in_fp32 = partial(pydet.linear_log_prob_backward, of_rows, x, w, target, dw=dw, of_log_prob=True)
     x, w = (t.detach().requires_grad_() for t in (x, w))
     d = normal(tokens, vocabulary)
 
@@ -275,6 +278,8 @@ def head_step(tokens, hidden, vocabulary):
     variants = [
         Variant("pydet", [partial(step, pydet.torch.linear_cross_entropy)]),
         Variant("pydet, at once", [partial(pydet.torch.linear_cross_entropy_and_gradients, x, w, target)]),
+        Variant("pydet, at once, dw in fp32", [in_fp32]),
+        Variant("pydet, at once, dw continued", [partial(in_fp32, accumulate=True)]),
         Variant("stock, loss in fp32", [partial(step, stock_loss, True)]),
         Variant("stock, loss in bf16", [partial(step, stock_loss, False)]),
         Variant("three torch.mm", [products]),

@@ -8,12 +8,15 @@ import pydet
 from test_cuda import cuda_kernels, device, each, torch, words  # noqa: F401
 from test_cuda_attention import EXTENTS, Runs, dense
 
+CUTS = [f"cuda_attention_backward_sm90_{cut}" for cut in ("wide", "narrow", "halved")]  # tiles of keys
+
 
 def test_the_hopper_kernel_is_listed_first():
     names = [kernel.name for kernel in cuda_kernels("attention_backward")]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
     assert names[:2] == ["cuda_attention_backward_sm90_fused", "cuda_attention_backward_sm90"]
+    assert set(names[2:5]) == set(CUTS)
 
 
 class Gradients(Runs):
@@ -25,7 +28,7 @@ class Gradients(Runs):
 
     @property
     def widths(self):
-        return (64, 128) if self.fused else (64, 128, 256)
+        return (64, 128) if self.fused or self.kernel.name in CUTS else (64, 128, 256)
 
     def refuses(self, *tensors, **options):
         with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=self.kernel.name):
@@ -74,7 +77,7 @@ def test_extents(runs):
 def test_widths_heads_and_types(runs):
     for d, e in ((8, 8), (40, 40), (72, 72), (96, 128), (112, 16), (128, 64), (136, 136), (192, 128), (248, 256)):
         tensors = dense(runs, 1, 4, 2, 150, 260, d, e)
-        if runs.fused and max(d, e) > 128:
+        if max(d, e) > max(runs.widths):
             runs.refuses(*tensors, causal=True)
             continue
         runs.check("attention", *tensors, causal=True, what=f"d {d}, e {e}")
@@ -115,6 +118,29 @@ def test_lengths_and_packs(runs):
                     continue
                 what = f"d {d}, {', '.join(options)}, causal {causal}, accumulate {accumulate}"
                 runs.check("attention", *tensors, causal=causal, accumulate=accumulate, what=what, **options)
+
+
+@each("attention_backward")
+def test_what_comes_behind_sees_all(runs, torch):
+    """Tiles of keys that take long beside tiles of queries that are soon done: whoever reads dk next finds it whole."""
+    for d in runs.widths:
+        q, k, v = (x.cuda() for x in dense(runs, 1, 64, 1, 2000, 200, d))
+        dout, how = runs.normal(1, 64, 2000, d).cuda(), {"arithmetic": runs.kernel.arithmetic}
+        out, lse = pydet.attention(q, k, v, **how, return_lse=True)
+        want = [x.clone() for x in pydet.attention_backward(dout, q, k, v, out, lse, **how, kernel=runs.kernel.name)]
+        torch.cuda.synchronize()
+        got = [torch.full_like(x, float("nan")) for x in want]
+        named = dict(zip(("dq", "dk", "dv"), got))
+        for _ in range(5):
+            for x in got:
+                x.fill_(float("nan"))
+            pydet.attention_backward(dout, q, k, v, out, lse, **how, kernel=runs.kernel.name, **named)
+            read = [pydet.gemm(x.flatten(0, -2), torch.eye(d, device="cuda", dtype=x.dtype)) for x in got[1:]]
+            plain = [x.clone() for x in got]
+            for name, one, other in zip(("dq", "dk", "dv"), plain, want):
+                assert torch.equal(words(one), words(other)), f"d {d}: {name} was read too early"
+            for name, one, other in zip(("dk", "dv"), read, want[1:]):
+                assert torch.equal(one, other.flatten(0, -2)), f"d {d}: {name} was read too early"
 
 
 def tensors_of(tokens):

@@ -220,6 +220,8 @@ ALIGNED, PLACES = [(0, 0)], [[(3, 8)], [(0, 8)], [(1, 0)], [(0, 3), (5, 0), (1, 
 ENDS = [48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560]
 ADJACENT = [33] + [end + more for end in (*ENDS, 3072, 4096) for more in (-1, 0, 1)]
 ADJACENT = [(m if m * n < 40000 else 2, n) for m, n in zip(itertools.cycle([1, 3, 17, 2, 33, 8, 9]), ADJACENT)]
+# Around what the clusters of `softmax_head` hold; what it does not take.
+OF_HEAD = [16384, 16392, 32760, 32768, 32776, 40001, 131072, 131080, 155648, 155656]
 
 
 def placed(arrays, places):
@@ -238,8 +240,9 @@ def placed(arrays, places):
 
 def check(device, dtype, call, rows):
     """call(pydet or the device, `rows` operands, out, index): its results, and what is around `out`, are the CPU's."""
-    adjacent = device.kernel.endswith("adjacent")
-    for index, shape in enumerate(ADJACENT * 3 if adjacent else SHAPES):
+    adjacent, of_head = device.kernel.endswith("adjacent"), device.kernel.endswith("softmax_head")
+    shapes = [(index % 2 + 1, n) for index, n in enumerate(OF_HEAD * 3)] if of_head else SHAPES
+    for index, shape in enumerate(ADJACENT * 3 if adjacent else shapes):
         if shape[0] > 300 and device.kernel.endswith(("long", "staged")):
             continue  # each row is a block
         if index % 3 != [*DTYPES].index(dtype):
@@ -254,8 +257,8 @@ def check(device, dtype, call, rows):
         kind = ["normal", "wide", "normal", "specials"][index % 4]
         arrays = [data(kind, shape, DTYPES[dtype], index + i) for i in range(rows)] + [np.zeros(shape, DTYPES[dtype])]
         places = ALIGNED if shape[1] % 8 == 0 and index % 4 else PLACES[index % len(PLACES)]
-        if adjacent:
-            places = [(index % 2 * (index % 8), 0)]
+        if adjacent or of_head:
+            places = [(index % 2 * (index % 8) * adjacent, 0)]
         found = []
         for where in (pydet, device):
             *operands, out = placed(arrays, places)
@@ -283,6 +286,24 @@ def test_softmax(device, kernel, dtype):
         yield on.log_prob_backward(gradient, x, columns)
 
     check(device, dtype, call, 1)
+    if kernel.name.endswith("softmax_head") and dtype != "fp32":
+        check_slabs(DTYPES[dtype])
+
+
+def check_slabs(dtype):
+    """The head's gradients by that kernel, with log_prob beside them: in slabs, and in chunks of 16 rows of 20."""
+    for number, (n, room) in enumerate(((16 * 2048 + 256, 20 * 2 * 2048 * 2 + 48), (16392, 1024 + 17 * 32800))):
+        x, w, bias = (data("normal", shape, dtype, i) for i, shape in enumerate(((20, 16), (n, 16), (n,))))
+        index = np.random.default_rng(n).integers(0, n, 20).astype([np.int64, np.int32][number])
+        index[:4], x[5, 3] = (-1, n - 1, n, 0), np.nan
+        given = data("normal", (20,), np.float32, 4), x, w, index
+        run = lambda move, *given, room=room, bias=bias: pydet.linear_log_prob_backward(
+            *map(move, given), bias=move(bias), of_log_prob=True, arithmetic="ieee", workspace=room
+        )
+        for name, got, want in zip(
+            ("dx", "dw", "dbias", "log_prob"), run(Memory, *given), run(np.asarray, *given, room=1 << 28), strict=True
+        ):
+            assert_same_bits(got.tensor.array, want, f"{name} of {n} columns")
 
 
 @each("softmax_backward")
@@ -672,20 +693,22 @@ OMISSIONS = ["barrier", "exchange", "wait"]
 def test_an_omission_is_seen(device, kernel, dtype):
     """The barriers, the warps' exchanges and the waits for copies, each in turn left out by all threads of a block."""
     omit = ctypes.CDLL(os.environ["PYDET_LIBRARY"]).emulated_omit
-    width = 300 if kernel.name.endswith("adjacent") else 1000
-    x, seen = data("normal", (3, width), DTYPES[dtype]), dict.fromkeys(OMISSIONS, 0)
-    want = pydet.softmax(x)
+    of_head = kernel.name.endswith("softmax_head")
+    width = 300 if kernel.name.endswith("adjacent") else 16392 if of_head else 1000
+    x, seen = data("normal", (3 - 2 * of_head, width), DTYPES[dtype]), dict.fromkeys(OMISSIONS, 0)
+    run = lambda on: on.log_prob_backward(vector(1, 0, np.float32), x, np.array([5])) if of_head else on.softmax(x)
+    want = run(pydet)
     try:
         for (i, what), number in itertools.product(enumerate(OMISSIONS), range(6)):
             omit(i, number)
             for _ in range(2):  # in either order of the threads
                 try:
-                    seen[what] += device.softmax(x).tobytes() != want.tobytes()
+                    seen[what] += run(device).tobytes() != want.tobytes()
                 except pydet.Error:  # the threads wait for each other
                     seen[what] += 1
     finally:
         omit(-1, 0)
-    assert_same_bits(device.softmax(x), want)
+    assert_same_bits(run(device), want)
     assert (
         seen["exchange"] and seen["barrier"] and (seen["wait"] or not kernel.name.endswith(("staged", "adjacent")))
     ), seen

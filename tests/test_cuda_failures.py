@@ -277,6 +277,10 @@ def problems(operation, name, dtype):
             shapes = [row, row, x, one, one, None, None, x, ((2, 4, 128, 64), "float32")]
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_scan_options", kernel=name[0])
         return
+    if name[0] == "cuda_softmax_head":
+        shapes = [((3,), "float32"), (3, 20480), ((3,), "int64"), (3, 20480)]
+        yield "pydet_log_prob_backward", tensors(shapes, dtype), capi.options("pydet_log_prob_options", kernel=name[0])
+        return
     if operation.startswith("softmax"):
         shapes = [(64, 256)] * (3 if operation == "softmax_backward" else 2)
         yield f"pydet_{operation}", tensors(shapes, dtype), capi.options("pydet_softmax_options", kernel=name[0])

@@ -229,6 +229,35 @@ def test_rows_spread_over_a_cluster(torch, dtype):
             assert out.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"{call.__name__} {m}x{n}"
         columns = pydet.log_prob(rows, index.cuda(), kernel=name)
         assert columns.cpu().view(torch.int32).equal(pydet.log_prob(x, index).view(torch.int32)), f"log_prob {m}x{n}"
+        if n % 8 == 0 and n > 16384:
+            gradient = torch.tensor([1.0, -1 / 3, 1e-38, -1e30, 0.5])
+            found = pydet.log_prob_backward(gradient.cuda(), x.cuda(), index.cuda(), kernel="cuda_softmax_head")
+            expected = pydet.log_prob_backward(gradient, x, index)
+            assert found.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"log_prob_backward {m}x{n}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_head_in_slabs(torch, dtype):
+    """Of 16, 32, 64 and 76 vectors of 2048 columns; and in chunks of rows, with log_prob beside the gradient."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need sm_90 or later")
+    rows, k = 48, 24
+    for i, (n, slabs) in enumerate(((9 * 2048, 1), (32768 + 56, 2), (65544, 4), (70 * 2048, 5), (76 * 2048, 8))):
+        x, w = (torch.randn(m, k).to(getattr(torch, dtype)) for m in (rows, n))
+        bias, dlog_prob = torch.randn(n), torch.randn(rows)
+        index = torch.randint(0, n, (rows,), dtype=(torch.int32, torch.int64)[i % 2])
+        index[:3] = torch.tensor([-1, n - 1, n])
+        x[5, 3], x[6, 4] = torch.nan, torch.inf
+        cpu = x, w, index, bias, dlog_prob
+        gpu = [t.cuda() for t in cpu]
+        run = lambda x, w, index, bias, dlog_prob, room: pydet.linear_log_prob_backward(
+            dlog_prob, x, w, index, bias=bias, of_log_prob=True, workspace=room, arithmetic="sm90"
+        )
+        want = run(*cpu, 1 << 28)
+        in_slabs = rows * (slabs * 2048 + 1) * 2
+        for room in (in_slabs if n > 32768 else 1024 + 17 * (2 * n + 2), 1 << 28):
+            for name, found, one in zip(want._fields, run(*gpu, room), want, strict=True):
+                assert found.cpu().view(torch.uint8).equal(one.view(torch.uint8)), f"{name} {n} {room}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

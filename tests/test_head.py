@@ -199,6 +199,92 @@ def test_the_least_workspace():
             pydet.linear_log_prob_backward(dlog_prob, x, w, index, workspace=least - 1, **how)
 
 
+# ---- Slabs of columns ------------------------------------------------------------------------------------------------
+
+SLAB = 2048  # columns, of which a slab has a multiple
+
+
+def slab_bytes(rows, slabs, dtype):
+    """Of a workspace that holds so many times 2048 columns of all rows, and a 1 in the type of x for each."""
+    size = np.dtype(dtype).itemsize
+    return int(rows * slabs * SLAB) * size + -(-rows * size // 16) * 16
+
+
+def by_slabs(rows, n, k, dtype, arithmetic, slabs=1, k_chunk=None, functions=pydet, **given):
+    """-> (what was made, what the composition makes), in a workspace that has no room for 16 rows of logits."""
+    x, w, bias, index, dlog_prob = problem(rows, n, k, dtype)
+    index[:3] = -1, n, n - 1
+    how, room = {"arithmetic": arithmetic, "k_chunk": k_chunk}, slab_bytes(rows, slabs, dtype)
+    assert room < FIXED + max(16, k_chunk or 0) * row_bytes(n, dtype, False, True)
+    asked = {"bias": bias, "of_log_prob": True, "workspace": room, **how, **given}
+    found = functions.linear_log_prob_backward(dlog_prob, x, w, index, **asked)
+    log_prob, *want = composed(x, w, index, bias, dlog_prob, **how)
+    return found, (*want, log_prob)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slabs_in_the_memory_of_dw_have_the_bits_of_the_composition(dtype):
+    """Whole slabs, a column less and more, several in one, and as few rows as the last columns have room for."""
+    size = np.dtype(DTYPES[dtype]).itemsize
+    cases = [(48, 5 * SLAB + 100, 1, None), (48, 6 * SLAB, 1, 16), (33, 4 * SLAB - 1, 1, None)]
+    cases += [(48, 9 * SLAB + 1100, 2, 128), (65, 16 * SLAB, 3, 2048), (48, 5 * SLAB + 48, 1, None)]
+    cases += [(40, 5 * SLAB + 1, 1, None)] if dtype == "fp32" else []
+    for number, (rows, n, slabs, k_chunk) in enumerate(cases):
+        arithmetic = ARITHMETICS[dtype][number % len(ARITHMETICS[dtype])]
+        least = -(-rows * size // 4)  # as long as a row of logits' elements reach in dw
+        found, want = by_slabs(rows, n, least + number % 2, DTYPES[dtype], arithmetic, slabs, k_chunk)
+        for name, got, one in zip(("dx", "dw", "dbias", "log_prob"), found, want, strict=True):
+            assert got.dtype == one.dtype and got.tobytes() == one.tobytes(), f"{name}: {rows} x {n}, {arithmetic}"
+
+
+def test_slabs_and_what_is_asked_for():
+    """dx in fp32 needs no room of its own; what is not asked for is not made; strides of dx."""
+    rows, n, k, half = 48, 5 * SLAB + 8, 24, DTYPES["bf16"]
+    dx = np.full((rows, k + 5), 7, np.float32)
+    found, want = by_slabs(rows, n, k, half, "sm90", dx=dx[:, 3:-2])
+    assert found.dx.astype(half).tobytes() == want[0].tobytes() and (dx[:, [0, 1, 2, -2, -1]] == 7).all()
+    for of_x, of_bias in ((False, True), (False, False)):
+        made, _ = by_slabs(rows, n, k, half, "sm90", of_x=of_x, of_bias=of_bias)
+        assert (made.dx is None, made.dbias is None) == (True, not of_bias)
+        assert made.dw.tobytes() == want[1].tobytes() and made.log_prob.tobytes() == want[3].tobytes()
+
+
+def test_where_there_are_no_slabs():
+    """Then rows go in chunks, and a workspace that has no room for 16 of them is refused."""
+    fits = {"rows": 48, "n": 5 * SLAB + 48, "k": 24, "dtype": DTYPES["bf16"], "arithmetic": "sm90"}
+    by_slabs(**fits)
+    wide = np.empty((fits["n"], 25), np.float32)
+    refused = [{"n": 5 * SLAB + 47}, {"k": 23}, {"slabs": 1 - 1 / SLAB}, {"k_chunk": 48}, {"logits_dtype": "float32"}]
+    refused += [{"dw": wide[:, :24]}, {"dw_dtype": "bfloat16"}, {"n": 16 * SLAB + 48}]
+    sums = {"dw": np.zeros((fits["n"], 24), np.float32), "dbias": np.zeros(fits["n"], np.float32)}
+    for other in (*refused, {**sums, "accumulate": True}):
+        with pytest.raises(ValueError, match=r"linear_log_prob_backward: workspace is \d+ bytes, want"):
+            by_slabs(**{**fits, **other})
+
+
+def test_slabs_write_their_workspace_and_their_results_alone():
+    rows, n, k = 48, 5 * SLAB + 48, 24
+    x, w, bias, index, dlog_prob = problem(rows, n, k, DTYPES["bf16"])
+    want = composed(x, w, index, bias, dlog_prob)
+    size = slab_bytes(rows, 1, x.dtype)
+    memory = np.full(size + 4096, 0xA5, np.uint8)
+    begin = -memory.ctypes.data % 256 + 272
+    around = np.full(n * k + 64, np.nan, np.float32)
+    dw = around[32:-32].reshape(n, k)
+    outs = [np.full(rows, 7, np.float32), np.full((rows, k), 7, x.dtype), dw, np.full(n, np.nan, np.float32)]
+    options = capi.options(
+        "pydet_linear_log_prob_options",
+        workspace=ffi.cast("void *", memory.ctypes.data + begin),
+        workspace_size=size,
+    )
+    given = [Tensor(t) for t in (dlog_prob, x, w, bias, index, *outs)]
+    assert lib.pydet_linear_log_prob_backward(ffi.NULL, *map(capi.pointer, given), options) == lib.PYDET_OK
+    for got, one in zip(outs, want, strict=True):
+        assert got.tobytes() == one.tobytes()
+    assert np.isnan(around[:32]).all() and np.isnan(around[-32:]).all()
+    assert (memory[:begin] == 0xA5).all() and (memory[begin + size :] == 0xA5).all()
+
+
 # ---- In C --------------------------------------------------------------------------------------------------------
 
 

@@ -53,7 +53,7 @@ enum Feature : uint64_t {
   kSoftcap = 1ull << 40,
   kGate = 1ull << 41,          // of an activation: another factor
   kFilters = 1ull << 42,       // of sampling: top_k, top_p or min_p
-  kLogProbs = 1ull << 43,      // of sampling: log-probabilities
+  kLogProbs = 1ull << 43,      // beside a token, or beside the gradient of one
   kPadding = 1ull << 44,       // of an embedding's gradient: an id that does not count
   kInitialState = 1ull << 45,  // of a scan, as all from here on
   kFinalState = 1ull << 46,
@@ -61,7 +61,8 @@ enum Feature : uint64_t {
   kSkip = 1ull << 48,             // d
   kNeighbours = 1ull << 49,       // of rotary embeddings: pairs of elements next to each other
   kInitialGradient = 1ull << 50,  // of a scan's gradient, as the next one
-  kFinalGradient = 1ull << 51
+  kFinalGradient = 1ull << 51,
+  kSlabs = 1ull << 52  // of a softmax: columns in slabs of memory
 };
 struct FeatureRow {
   Feature feature;
@@ -120,6 +121,7 @@ constexpr FeatureRow kFeatures[] = {
     {kNeighbours, "pairs of neighbours"},
     {kInitialGradient, "dinitial"},
     {kFinalGradient, "dfinal"},
+    {kSlabs, "columns in slabs"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

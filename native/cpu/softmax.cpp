@@ -22,32 +22,62 @@ int64_t column_of(const Softmax &problem, int64_t r) {
   return asked >= 0 && asked < problem.n ? asked : -1;
 }
 
+// Element j of a row lies at `row`, j places on.
+struct ElementPlace {
+  char *row;
+  int64_t j;
+};
+ElementPlace place_of(const Softmax &problem, char *whole, int64_t r, int64_t j) {
+  const int64_t columns = problem.slabs.columns;
+  return columns ? ElementPlace{slab_row(problem, j / columns, r), j % columns} : ElementPlace{whole, j};
+}
+float max_of(const Softmax &problem, const char *whole, int64_t r, Piece &piece) {
+  const int64_t n = problem.n, columns = problem.slabs.columns;
+  if (!columns) return row_max(problem.x.type, whole, n, piece);
+  float max = -INFINITY;
+  for (int64_t c = 0; c * columns < n; ++c) {
+    const int64_t left = n - c * columns;
+    const float most = row_max(problem.x.type, slab_row(problem, c, r), left < columns ? left : columns, piece);
+    max = most > max ? most : max;
+  }
+  return max;
+}
+
 void softmax_row(const Softmax &problem, int64_t r, RowSum &lanes) {
   const int64_t n = problem.n;
   const Type type = problem.x.type;
-  const char *x = row(problem.x, problem.inner, r);
+  char *const x = row(problem.x, problem.inner, r);
   Piece piece;
-  const float max = row_max(type, x, n, piece);
+  const float max = max_of(problem, x, r, piece);
+  const auto load = [&](int64_t j, int64_t count) {
+    const ElementPlace place = place_of(problem, x, r, j);
+    piece.load(type, place.row, place.j, count);
+  };
   lanes.clear(n);
   pieces(n, [&](int64_t j, int64_t count) {
-    piece.load(type, x, j, count);
+    load(j, count);
     for (float &e : piece.x) e = exp_f32(e - max);
     along(count, [&](int64_t i, auto v) { lanes.add(j + i, get<Partial>(piece.x + i, v), all(1.0f, v)); });
   });
   const float sum = lanes.joined(n), log_sum = log_f32(sum);
 
-  if (problem.kind == SoftmaxKind::log_prob) {
+  if (problem.log_prob.data) {
     const int64_t index = column_of(problem, r);
-    const float result = index < 0 ? float_of(kNanF32) : (element(type, x, index) - max) - log_sum;
+    float result = float_of(kNanF32);
+    if (index >= 0) {
+      const ElementPlace place = place_of(problem, x, r, index);
+      result = (element(type, place.row, place.j) - max) - log_sum;
+    }
     ((float *)problem.log_prob.data)[r] = pydet::canonical(result);
-    return;
   }
-  char *y = row(problem.y, problem.inner, r);
+  if (problem.kind == SoftmaxKind::log_prob) return;
+  char *const y = row(problem.y, problem.inner, r);
   auto write = [&](auto element) {
     pieces(n, [&](int64_t j, int64_t count) {
-      piece.load(type, x, j, count);
+      load(j, count);
       for (int i = 0; i < kPiece; ++i) piece.x[i] = element(j + i, piece.x[i]);
-      piece.store(type, y, j, count);
+      const ElementPlace place = place_of(problem, y, r, j);
+      piece.store(type, place.row, place.j, count);
     });
   };
   switch (problem.kind) {

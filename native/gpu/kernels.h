@@ -246,6 +246,11 @@ bool softmax_backward_spread_takes(const SoftmaxBackward &);
 bool softmax_backward_spread_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_spread(const SoftmaxBackward &);
 
+// nvidia/softmax_head.cu
+bool softmax_head_takes(const Softmax &);
+bool softmax_head_prefers(const Softmax &);
+pydet_status softmax_head(const Softmax &);
+
 // nvidia/softmax_strided.cu
 bool softmax_strided_takes(const Softmax &);
 bool softmax_strided_prefers(const Softmax &);

@@ -449,7 +449,8 @@ PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor 
  *            [...], fp32, contiguous. An index below 0 or from N on gives NaN, and zeros in d.
  * Results    dx like x, dw [N, K], dbias [N], of any of the three types, their last stride 1; each NULL if it is not asked
  *            for. dw and dbias that are not fp32 need a workspace for all rows at once. accumulate: they are continued;
- *            micro-batches of a multiple of 16 rows (or of k_chunk) have the bits of one batch.
+ *            micro-batches of a multiple of 16 rows (or of k_chunk) have the bits of one batch. Otherwise z may lie in the
+ *            memory of an fp32 dw until dw is written: then its sums are written once.
  *            log_prob in backward: NULL, or written too: then the loss has its gradients by three products, not four, where
  *            these are known beforehand. Cross entropy is -log_prob, so dlog_prob is -1 / rows for the mean of it; a row
  *            that is to be ignored has an index of -1 and counts for nothing.

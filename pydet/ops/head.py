@@ -95,7 +95,8 @@ def linear_log_prob_backward(
             no column have no part in any gradient.
         dx: like ``x``, of any of the three types; made if None and ``of_x``.
         dw: ``[N, K]``, dbias: ``[N]``, of any of the three types; made if None and ``of_w`` and ``of_bias`` (by default
-            where there is a bias). In another type than float32 they need a workspace for all rows at once.
+            where there is a bias). In another type than float32 they need a workspace for all rows at once. Where a
+            float32 ``dw`` is contiguous and not continued, logits may lie in its memory until it is written.
         log_prob: ``[...]``, float32: what :func:`linear_log_prob` gives, made if None and ``of_log_prob``. So a loss
             whose gradient is known beforehand (cross entropy's is -1 / rows) has three products, not four.
         dw_dtype: the type of ``dw`` and ``dbias`` if they are made. float32 by default.

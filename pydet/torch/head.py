@@ -126,7 +126,9 @@ def linear_log_prob(
         return_entropy: return the entropy of each row too. It has a gradient.
         arithmetic, k_chunk: as in :func:`linear`, forward and backward.
         workspace: bytes that chunks may take, of which backward needs 16 rows of logits. Beside it a gradient by w
-            that is not float32, and none of :func:`accumulate_gradients`, is summed in float32 and rounded once.
+            that is not float32, and none of :func:`accumulate_gradients`, takes what sums of it in float32 do: these,
+            which are rounded once, or where all logits fit there, these instead. A gradient in float32 holds logits
+            itself until it is written.
 
     Returns:
         ``[...]``, float32; with ``return_entropy`` a pair of them.
@@ -260,7 +262,7 @@ def linear_cross_entropy_and_gradients(
     makes the logits again and so has four. The gradient of the loss must be known by then.
 
     It records nothing: ``hidden.backward(made.dx)`` goes on from here. A ``w`` and ``bias`` of
-    :func:`accumulate_gradients` get theirs in ``main_grad``; others' are made, in float32 sums that are rounded once.
+    :func:`accumulate_gradients` get theirs in ``main_grad``; others' are made, each sum rounded once.
 
     Args:
         gradient: of the loss: 1, or what it would be multiplied by, such as one part in so many micro-batches.

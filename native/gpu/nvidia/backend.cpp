@@ -39,6 +39,7 @@ constexpr uint64_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint64_t kSoftmaxForward = kTwoStrides | kLogarithm | kColumn;
 constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
+constexpr uint64_t kHeadOfSoftmax = kTwoStrides | kColumn | kRowGradient | kLogProbs | kSlabs;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
 constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
@@ -227,6 +228,10 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 };
 
 constexpr Kernel<Softmax> kSoftmax[] = {
+    Row("cuda_softmax_head", kUnscaledTypes, Arithmetic::ieee, kSm90, kHeadOfSoftmax)
+        .takes(softmax_head_takes)
+        .prefers(softmax_head_prefers)
+        .launches(softmax_head),
     Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
         .takes(softmax_spread_takes)
         .prefers(softmax_spread_prefers)
@@ -301,14 +306,23 @@ constexpr Kernel<Attention> kAttention[] = {
 };
 constexpr uint64_t kAttentionBackwardTile = kPacked | kLengths | kFirstKey | kWindow | kAccumulate;
 constexpr uint64_t kAllOfAttentionGradient = (kAllOfAttention & ~(kLogSumExp | kPages)) | kAccumulate;
+template <KeysCut cut> constexpr Kernel<AttentionBackward> attention_backward_row() {  // by name alone
+  return Row(kKeysCutNames[cut], kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
+      .takes(attention_backward_cut_takes)
+      .prefers(attention_backward_by_name)
+      .launches(attention_backward_cut<cut>);
+}
 constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
     Row(kAttentionBackwardFusedName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile & ~kFirstKey)
         .takes(attention_backward_fused_takes)
-        .prefers(attention_backward_fused_prefers)
+        .prefers(attention_backward_by_name)
         .launches(attention_backward_fused),
     Row(kAttentionBackwardName, kHalfTypes, Arithmetic::sm90, kSm90a, kAttentionBackwardTile)
         .takes(attention_backward_sm90_takes)
         .launches(attention_backward_sm90),
+    attention_backward_row<kWideKeys>(),
+    attention_backward_row<kNarrowKeys>(),
+    attention_backward_row<kHalvedKeys>(),
     Row("cuda_attention_backward_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kAllOfAttentionGradient)
         .launches(attention_backward_mma),
     Row("cuda_attention_backward_sm80_mma", kHalfTypes, Arithmetic::sm80, kSm80To89, kAllOfAttentionGradient)

@@ -4,7 +4,8 @@
 //   z = round(x w^T + bias),   log_prob = (z[index] - m) - log(s),   d = its gradient by z, in the place of z
 //   dx = d w;   dw = d^T x and dbias = 1^T d, continued from chunk to chunk
 //
-// Rows are independent, and the sums over rows are cut where a chain may be: so a chunk decides no bit.
+// Rows are independent, and the sums over rows are cut where a chain may be: so a chunk decides no bit. Where there would
+// be several chunks and dw is begun, all rows go through in slabs of columns, in the memory of dw (check.h).
 
 #include <algorithm>
 
@@ -19,6 +20,8 @@ namespace {
 struct Room {
   char *logits, *d, *ones, *of_products;  // d: the logits themselves, or their gradient in the type of x
   uint64_t of_products_size;
+  bool both;        // the gradient's kernel makes log_prob beside it
+  int64_t columns;  // of a slab; `logits` is slab 0
 };
 
 Room room_of(const LinearLogProb &p, const HeadChunks &chunks) {
@@ -124,8 +127,8 @@ Softmax rows_of(const LinearLogProb &p, const Room &room, Part part, SoftmaxKind
   s.x = {room.logits, p.logits, 0, head_stride(p.n, p.logits), 0};
   s.index = {static_cast<const char *>(p.index.data) + part.first * (p.index.wide ? 8 : 4), p.index.wide};
   const auto at = [&](const Vector &vector) { return Vector{vector.data + 4 * part.first, Type::f32}; };
-  if (kind == SoftmaxKind::log_prob) s.log_prob = at(p.log_prob);
-  else s.y = s.x, s.dlog_prob = at(p.dlog_prob);
+  if (kind == SoftmaxKind::log_prob || room.both) s.log_prob = at(p.log_prob);
+  if (kind == SoftmaxKind::log_prob_backward) s.y = s.x, s.dlog_prob = at(p.dlog_prob);
   return s;
 }
 
@@ -146,6 +149,54 @@ Rounding narrowing_of(const LinearLogProb &p, const Room &room, Part part) {
   r.batch.count = 1;
   r.m = part.count, r.n = n;
   return r;
+}
+
+// ---- The same of slabs, whose columns are the part ------------------------------------------------------------------
+
+Matrix slab_of(const LinearLogProb &p, const Room &room, Part part) {
+  char *data = room.logits;
+  if (part.first > 0) data = p.dw.data + (part.first - room.columns) * p.k * size_of(p.dw.type);
+  return {data, p.x.type, p.rows, part.count, room.columns, 1};
+}
+Gemm slab_logits_of(const LinearLogProb &p, const Room &room, Part part) {
+  Gemm g = product_of(p, room, p.x, transposed(part_of(p.w, part)), slab_of(p, room, part), false);
+  g.bias = p.bias;
+  if (g.bias.data) g.bias.data += part.first * g.bias.col_stride * size_of(g.bias.type);
+  g.bias.rows = p.rows, g.bias.cols = part.count;
+  g.skinny = true;
+  return g;
+}
+Softmax slab_gradients_of(const LinearLogProb &p, const Room &room, Part) {
+  Softmax s = rows_of(p, room, {0, p.rows}, SoftmaxKind::log_prob_backward);
+  s.x = s.y = {p.dw.data, p.x.type, 0, room.columns, 0};
+  s.slabs = {room.columns, room.columns * p.k * size_of(p.dw.type), room.logits};
+  return s;
+}
+// In fp32, where it is not so itself, it is summed in the place of the last columns of dw.
+Matrix sums_of_dx(const LinearLogProb &p, const Room &room) {
+  if (p.dx.type == Type::f32) return p.dx;
+  char *const last = p.dw.data + (p.n - 1) / room.columns * room.columns * p.k * size_of(p.dw.type);
+  return {last, Type::f32, p.rows, p.k, p.k, 1};
+}
+Gemm slab_dx_of(const LinearLogProb &p, const Room &room, Part part) {
+  return product_of(p, room, slab_of(p, room, part), part_of(p.w, part), sums_of_dx(p, room), part.first > 0);
+}
+Rounding rounded_dx_of(const LinearLogProb &p, const Room &room) {
+  Rounding r = {};
+  r.device = p.device, r.stream = p.stream;
+  r.from = sums_of_dx(p, room), r.to = p.dx;
+  r.batch.count = 1;
+  r.m = p.rows, r.n = p.k;
+  return r;
+}
+Gemm slab_dw_of(const LinearLogProb &p, const Room &room, Part part) {
+  return product_of(p, room, transposed(slab_of(p, room, part)), p.x, part_of(p.dw, part), false);
+}
+Gemm slab_dbias_of(const LinearLogProb &p, const Room &room, Part part) {
+  Matrix columns = p.dbias;
+  columns.data += part.first * size_of(columns.type), columns.cols = part.count;
+  const Matrix ones = {room.ones, p.x.type, 1, p.rows, p.rows, 1};
+  return product_of(p, room, ones, slab_of(p, room, part), columns, false);
 }
 
 // ---- The call ------------------------------------------------------------------------------------------------------
@@ -170,12 +221,16 @@ __attribute__((noinline)) pydet_status narrow(const LinearLogProb &p, const Room
   return backend_for(p.device.type)->table<Gemm>().hooks->round_elements(narrowing_of(p, room, part));
 }
 
+__attribute__((noinline)) pydet_status round_dx(const LinearLogProb &p, const Room &room) {
+  return backend_for(p.device.type)->table<Gemm>().hooks->round_elements(rounded_dx_of(p, room));
+}
+
 // Calls take(step) of all steps, in order, and narrow() between them where the gradient is to be of another type.
 template <class F, class G>
-pydet_status each_step(const LinearLogProb &p, Part part, const F &take, const G &narrow) {
+pydet_status each_step(const LinearLogProb &p, bool both, Part part, const F &take, const G &narrow) {
   if (part.count > 0) {
     PYDET_TRY(take(logits_of));
-    if (p.log_prob.data) PYDET_TRY(take(log_probs_of));
+    if (p.log_prob.data && !both) PYDET_TRY(take(log_probs_of));
     if (p.backward) PYDET_TRY(take(gradients_of));
     if (head_narrows(p)) PYDET_TRY(narrow());
     if (p.dx.data) PYDET_TRY(take(dx_of));
@@ -190,24 +245,95 @@ bool writes(const LinearLogProb &p) {
   return (p.dw.data || p.dbias.data) && (p.rows > 0 || !p.accumulate);
 }
 
+// Whether a kernel makes what would else take another step, or another way.
+__attribute__((noinline)) bool has_softmax(const LinearLogProb &p, const Room &room, Part part, Step<Softmax> step) {
+  Choice choice;
+  return choose(backend_for(p.device.type)->table<Softmax>(), step(p, room, part), &choice) != nullptr;
+}
+
+pydet_status make_ones(const char *op, const LinearLogProb &p, const Room &room, Part rows) {
+  if (!p.dbias.data || rows.count == 0) return PYDET_OK;
+  PYDET_TRY(run_step(op, p, room, rows, zeros_of));
+  return run_step(op, p, room, rows, ones_of);
+}
+
+// Where slabs lie, if there are to be any: columns is 0 otherwise.
+Room room_of_slabs(const LinearLogProb &p) {
+  const HeadSlabs slabs = head_slabs(p);
+  if (slabs.count == 0) return {};
+  Room room = {};
+  room.logits = static_cast<char *>(p.workspace);
+  if (p.dbias.data) room.ones = room.logits + p.rows * slabs.columns * size_of(p.x.type);
+  room.columns = slabs.columns;
+  room.both = p.log_prob.data;
+  return has_softmax(p, room, {}, slab_gradients_of) ? room : Room{};
+}
+// The same with room for products in so many bytes, if these are enough.
+Room with_products(Room room, char *begin, uint64_t bytes, uint64_t wanted) {
+  const uint64_t skipped = -reinterpret_cast<uintptr_t>(begin) % kHeadAlignment;
+  if (wanted > 0 && bytes >= skipped && bytes - skipped >= wanted)
+    room.of_products = begin + skipped, room.of_products_size = wanted;
+  return room;
+}
+
+pydet_status run_slabs(const char *op, const LinearLogProb &p, const Room &begun, OfProducts of_products) {
+  const auto slab = [&](int64_t first) { return Part{first, std::min(begun.columns, p.n - first)}; };
+  const int64_t last = (p.n - 1) / begun.columns * begun.columns, row_bytes = p.k * size_of(p.dw.type);
+  // Until dw is written the part of its last columns is free behind the sums of dx, then what is left of the workspace.
+  const uint64_t wanted = head_product_bytes(p, of_products, p.rows, begun.columns);
+  const int64_t of_dx = p.dx.data && p.dx.type != Type::f32 ? p.rows : 0, taken = head_slab_bytes(p, begun.columns);
+  const Room room =
+      with_products(begun, p.dw.data + (last + of_dx) * row_bytes, (p.n - last - of_dx) * row_bytes, wanted);
+  const Room after = with_products(begun, begun.logits + taken, p.workspace_size - taken, wanted);
+  for (const int64_t first : {int64_t(0), last}) {
+    PYDET_TRY(has_kernel(op, p, room, slab(first), slab_logits_of));
+    if (p.dx.data) PYDET_TRY(has_kernel(op, p, room, slab(first), slab_dx_of));
+    if (p.dbias.data) PYDET_TRY(has_kernel(op, p, after, slab(first), slab_dbias_of));
+    PYDET_TRY(has_kernel(op, p, after, slab(first), slab_dw_of));
+  }
+  PYDET_TRY(make_ones(op, p, room, {0, p.rows}));
+  for (int64_t first = 0; first <= last; first += room.columns)
+    PYDET_TRY(run_step(op, p, room, slab(first), slab_logits_of));
+  PYDET_TRY(run_step(op, p, room, {}, slab_gradients_of));
+  if (p.dx.data) {
+    for (int64_t first = 0; first <= last; first += room.columns)
+      PYDET_TRY(run_step(op, p, room, slab(first), slab_dx_of));
+    if (p.dx.type != Type::f32) PYDET_TRY(round_dx(p, room));
+  }
+  for (int64_t first = last; first >= 0; first -= room.columns) {
+    if (p.dbias.data) PYDET_TRY(run_step(op, p, after, slab(first), slab_dbias_of));
+    PYDET_TRY(run_step(op, p, after, slab(first), slab_dw_of));
+  }
+  return PYDET_OK;
+}
+
 pydet_status run(const char *op, const LinearLogProb &p) {
   if (!writes(p)) return nothing_to_write();
+  const OfProducts of_products = backend_for(p.device.type)->table<Gemm>().hooks->workspace;
+  if (head_bytes(p, p.rows) > p.workspace_size) {
+    if (const Room room = room_of_slabs(p); room.columns > 0) {
+      PYDET_TRY(check_reach(op, *backend_for(p.device.type), p));
+      return run_slabs(op, p, room, of_products);
+    }
+  }
   HeadChunks chunks = {};
-  PYDET_TRY(head_chunks(op, p, backend_for(p.device.type)->table<Gemm>().hooks->workspace, &chunks));
-  const Room room = room_of(p, chunks);
+  PYDET_TRY(head_chunks(op, p, of_products, &chunks));
+  Room room = room_of(p, chunks);
   PYDET_TRY(check_reach(op, *backend_for(p.device.type), p));
   const Part first = {0, chunks.rows};
-  PYDET_TRY(
-      each_step(p, first, [&](auto step) { return has_kernel(op, p, room, first, step); }, [] { return PYDET_OK; }));
-  if (p.dbias.data && chunks.rows > 0) {
-    PYDET_TRY(run_step(op, p, room, first, zeros_of));
-    PYDET_TRY(run_step(op, p, room, first, ones_of));
+  if (p.backward && p.log_prob.data && first.count > 0) {
+    room.both = true;
+    room.both = has_softmax(p, room, first, gradients_of);
   }
+  PYDET_TRY(each_step(
+      p, room.both, first, [&](auto step) { return has_kernel(op, p, room, first, step); }, [] { return PYDET_OK; }));
+  PYDET_TRY(make_ones(op, p, room, first));
   Part part = first;
   do {
     part.count = std::min(chunks.rows, p.rows - part.first);
     PYDET_TRY(each_step(
-        p, part, [&](auto step) { return run_step(op, p, room, part, step); }, [&] { return narrow(p, room, part); }));
+        p, room.both, part, [&](auto step) { return run_step(op, p, room, part, step); },
+        [&] { return narrow(p, room, part); }));
     part.first += part.count;
   } while (part.first < p.rows);
   return PYDET_OK;
@@ -350,5 +476,18 @@ pydet_status pydet_linear_log_prob_workspace(int64_t rows, int64_t n, int64_t k,
   HeadChunks chunks = {};
   PYDET_TRY(head_chunks(op, p, gpu ? gpu->table<Gemm>().hooks->workspace : nullptr, &chunks));
   *bytes = rows == 0 || n == 0 ? 0 : head_bytes(p, chunks.rows) + chunks.of_products;
+  if (rows == 0 || n == 0 || chunks.rows == rows) return PYDET_OK;
+  p.dw = {nullptr, Type::f32, n, k, k, 1};
+  p.dx.type = p.x.type;
+  p.accumulate = options.accumulate != 0;
+  p.dw.data = reinterpret_cast<char *>(kHeadAlignment);  // anywhere
+  for (char *dbias : {&there, static_cast<char *>(nullptr)}) {
+    p.dbias.data = dbias;
+    const HeadSlabs slabs = head_slabs(p);
+    if (slabs.count == 0) continue;
+    const uint64_t wanted =
+        head_product_bytes(p, gpu ? gpu->table<Gemm>().hooks->workspace : nullptr, rows, slabs.columns);
+    *bytes = std::max(*bytes, std::min(p.workspace_size, head_slab_bytes(p, slabs.columns) + wanted));
+  }
   return PYDET_OK;
 }

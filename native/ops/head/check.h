@@ -120,14 +120,14 @@ struct HeadChunks {
 
 // The bytes that kernels of the products of so many rows can use; of_products is NULL where none wants any.
 using OfProducts = uint64_t (*)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
-inline uint64_t head_product_bytes(const LinearLogProb &p, OfProducts of_products, int64_t rows) {
+inline uint64_t head_product_bytes(const LinearLogProb &p, OfProducts of_products, int64_t rows, int64_t columns) {
   if (!of_products || rows == 0 || p.k == 0) return 0;
   const auto of = [&](int64_t m, int64_t n, int64_t k) {
     return of_products(m, n, k, p.k_chunk, p.arithmetic, nullptr);
   };
-  uint64_t most = of(rows, p.n, p.k);
-  if (p.dx.data) most = std::max(most, of(rows, p.k, p.n));
-  if (p.dw.data) most = std::max(most, of(p.n, p.k, rows));
+  uint64_t most = of(rows, columns, p.k);
+  if (p.dx.data) most = std::max(most, of(rows, p.k, columns));
+  if (p.dw.data) most = std::max(most, of(columns, p.k, rows));
   return divide_up(most, kHeadAlignment) * kHeadAlignment;
 }
 
@@ -154,7 +154,7 @@ inline pydet_status head_chunks(const char *op, const LinearLogProb &p, OfProduc
     return fail(PYDET_OVERFLOW, "%s: the logits of %" PRId64 " rows of %" PRId64 " reach past 2^63 - 1 bytes", op,
                 std::min(unit, p.rows), p.n);
   int64_t rows = head_rows_in(p, p.workspace_size);
-  const uint64_t wanted = head_product_bytes(p, of_products, rows);
+  const uint64_t wanted = head_product_bytes(p, of_products, rows, p.n);
   if (wanted && wanted <= p.workspace_size / 4) {
     const int64_t left = head_rows_in(p, p.workspace_size - wanted);
     const bool fewer = rows == p.rows && left < rows;  // chunks where there would be one
@@ -177,6 +177,47 @@ inline pydet_status head_chunks(const char *op, const LinearLogProb &p, OfProduc
   const int64_t count = divide_up(p.rows, rows / whole * whole);
   chunks->rows = divide_up(divide_up(p.rows, count), whole) * whole;
   return PYDET_OK;
+}
+
+// ---- Slabs -------------------------------------------------------------------------------------------------------
+
+// Where chunks would be several, each continues dw, and moves all of it. But while dw is not written yet, its own memory
+// holds the logits of all rows, in slabs of columns (ops/softmax/problem.h): slab 0 is in the workspace, slab c where
+// columns (c - 1) * columns and the next have their part of dw. From the last slab on each is read for the last time when
+// its own part of dw is written, where the slab behind it was: dw is whole chains, written once. The part of the last
+// columns is free until then: there dx is summed over the slabs.
+constexpr int64_t kMostSlabs = 16;
+struct HeadSlabs {
+  int64_t columns, count;  // count: 0 where there are none
+};
+
+// What slab 0 and the ones take, where any workspace may begin; kTooMuch as above.
+constexpr uint64_t kSlabAlignment = 16;
+inline uint64_t head_slab_bytes(const LinearLogProb &p, int64_t columns) {
+  uint64_t slab = 0;
+  if (__builtin_mul_overflow(uint64_t(p.rows), uint64_t(columns), &slab) ||
+      __builtin_mul_overflow(slab, uint64_t(size_of(p.x.type)), &slab) || slab > kMaxAddress / 4)
+    return kTooMuch;
+  const uint64_t ones = p.dbias.data ? uint64_t(p.rows) * uint64_t(size_of(p.x.type)) : 0;
+  return slab + divide_up(ones, kSlabAlignment) * kSlabAlignment;
+}
+
+// As few as the workspace has room for.
+inline HeadSlabs head_slabs(const LinearLogProb &p) {
+  constexpr int64_t kOfSums = 4;  // bytes of an element of dw
+  const bool sums_in_fp32 = p.dw.type == Type::f32 && (!p.dbias.data || p.dbias.type == Type::f32);
+  if (!p.backward || !p.dw.data || p.accumulate || p.logits != p.x.type || !sums_in_fp32) return {};
+  if (p.rows == 0 || divide_up(p.rows, kOfSums / size_of(p.x.type)) > p.k) return {};
+  if (p.dw.col_stride != 1 || p.dw.row_stride != p.k || reinterpret_cast<uintptr_t>(p.dw.data) % 16) return {};
+  int64_t unit = kSlabColumns;  // where the chain of dx may be cut too
+  if (p.k_chunk && __builtin_mul_overflow(unit / gcd(unit, p.k_chunk), p.k_chunk, &unit)) return {};
+  for (int64_t slabs = 2; slabs <= kMostSlabs && unit < p.n; ++slabs) {
+    const int64_t columns = divide_up(divide_up(p.n, slabs), unit) * unit, count = divide_up(p.n, columns);
+    const int64_t last = p.n - (count - 1) * columns;
+    if (count < 2 || head_slab_bytes(p, columns) > p.workspace_size) continue;
+    if (!p.dx.data || p.dx.type == Type::f32 || last >= p.rows) return {columns, count};
+  }
+  return {};
 }
 
 }  // namespace pydet

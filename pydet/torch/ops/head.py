@@ -66,10 +66,9 @@ class Head(NamedTuple):
         """Whether its log-probabilities and their gradients are the library's own operation."""
         return not self.scales and self.logits_dtype in (None, x.dtype, torch.float32)
 
-    @property
-    def library_options(self) -> dict[str, Any]:
+    def library_options(self, w: Tensor, dw: Tensor | None) -> dict[str, Any]:
         logits = None if self.logits_dtype is None else type_index(self.logits_dtype, OP)
-        return {**self.products, "logits_dtype": logits, "workspace": self.workspace}
+        return {**self.products, "logits_dtype": logits, "workspace": self.workspace + _instead_of_sums(w, dw)}
 
     def check(self) -> None:
         """Refuses what is no setting."""
@@ -248,7 +247,7 @@ def _run_forward(
     count = rows.shape[0]
     log_prob = x.new_empty(count, dtype=torch.float32)
     if head.is_plain(x) and n and not greedy and not any(asked):
-        _linear_log_prob(rows, w, wanted, bias=bias, out=log_prob, **head.library_options)
+        _linear_log_prob(rows, w, wanted, bias=bias, out=log_prob, **head.library_options(w, None))
         none = x.new_empty(0, dtype=torch.float32)
         return log_prob.view(lead), none, none.clone(), none.clone(), x.new_empty(0, dtype=torch.int64)
     others = [x.new_empty(count if wants else 0, dtype=torch.float32) for wants in asked]
@@ -336,12 +335,20 @@ def rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
     return out
 
 
-def room_for_sums(x: Tensor, w: Tensor, head: Head, asks_more: bool) -> Callable[[Tensor], Tensor]:
+def _instead_of_sums(w: Tensor, dw: Tensor | None) -> int:
+    """The bytes of float32 sums of w, where its gradient is made in another type without them: logits have them."""
+    return 0 if dw is None or dw.dtype == torch.float32 else 4 * w.numel()
+
+
+def room_for_sums(x: Tensor, w: Tensor, head: Head, asks_more: bool, of_w: bool = True) -> Callable[[Tensor], Tensor]:
     """What makes room for the sums over rows of a parameter: zeros in float32 to continue from; or, where the library
     writes them, what it does not read, of the parameter's type where all rows go at once."""
     if asks_more or not head.is_plain(x) or not w.shape[0]:
         return lambda parameter: torch.zeros_like(parameter, dtype=torch.float32)
-    whole = 0 < _library_bytes(x, w, head) <= head.workspace
+    room = head.workspace
+    if of_w and _library_bytes(x, w, head, 1) <= room:  # or it is refused
+        room += _instead_of_sums(w, w)
+    whole = 0 < _library_bytes(x, w, head) <= room
     return lambda parameter: parameter.new_empty(parameter.shape, dtype=parameter.dtype if whole else torch.float32)
 
 
@@ -370,7 +377,8 @@ def gradients(
     lies_in_rows = dw is None or dw.shape[1] < 2 or dw.stride(1) == 1
     if head.is_plain(x) and n and lies_in_rows and not any(g is not None for g in more):
         sums = {"dw": dw, "dbias": dbias, "accumulate": continues and sums_rows}
-        _linear_log_prob_backward(given, rows, w, wanted, bias=bias, dx=dx, **sums, **head.library_options)
+        options = head.library_options(w, dw)
+        _linear_log_prob_backward(given, rows, w, wanted, bias=bias, dx=dx, **sums, **options)
         return None if dx is None else dx.view(x.shape)
     size = _gradient_bytes(n, x, head, any(g is not None for g in more))
     room = _Room(x)
@@ -420,7 +428,7 @@ def loss_and_gradients(
             (dlog_prob,) = torch.autograd.grad(any_loss, [log_prob], gradient.expand_as(any_loss))
         log_prob = log_prob.detach()
         made = {"dx": dx, "dw": dw, "dbias": dbias, "log_prob": log_prob, "accumulate": continues}
-        _linear_log_prob_backward(dlog_prob, rows, w, wanted, bias=bias, **made, **head.library_options)
+        _linear_log_prob_backward(dlog_prob, rows, w, wanted, bias=bias, **made, **head.library_options(w, dw))
         return loss_of(log_prob, None, None, every), dx.view(x.shape)
     size = _gradient_bytes(n, x, head, lse or mean) + (n * 10 if lse else 0) + (n + 1) * 13 * mean
     room = _Room(x)
@@ -451,8 +459,8 @@ def _matrix(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _library_bytes(x: Tensor, w: Tensor, head: Head) -> int:
-    """Of a workspace for the gradients of all rows at once."""
+def _library_bytes(x: Tensor, w: Tensor, head: Head, most: int = 1 << 62) -> int:
+    """Of a workspace for the gradients of all rows at once, or of as many as `most` bytes hold, or must."""
     options, found = ffi.new("pydet_linear_log_prob_options *"), ffi.new("uint64_t *")
     options.struct_size = ffi.sizeof(options[0])
     options.arithmetic, options.k_chunk = unknown(head.arithmetic, OP, "arithmetic"), head.k_chunk or 0
@@ -461,7 +469,7 @@ def _library_bytes(x: Tensor, w: Tensor, head: Head) -> int:
     index = {"cuda": constants.PYDET_EXCHANGE_CUDA}.get(x.device.type, constants.PYDET_EXCHANGE_CPU)
     library = _native.load(constants.PYDET_EXCHANGE_ROCM if index and torch.version.hip else index)
     dtype, shape = ffi.new("pydet_dtype *", _C_DTYPES[x.dtype])[0], (math.prod(x.shape[:-1]), *w.shape)
-    library.check(library.lib.pydet_linear_log_prob_workspace(*shape, dtype, 1, 1 << 62, options, found))
+    library.check(library.lib.pydet_linear_log_prob_workspace(*shape, dtype, 1, most, options, found))
     return int(found[0])
 
 
@@ -512,7 +520,7 @@ def _run_backward(
     asks_more = any(g is not None for g in others)
     plain = head.is_plain(x) and w.shape[0] > 0 and not asks_more
     cut = not 0 < count * _gradient_bytes(w.shape[0], x, head, asks_more) <= workspace  # or there is nothing to write
-    start = room_for_sums(x, w, head, asks_more) if plain or cut else torch.empty_like
+    start = room_for_sums(x, w, head, asks_more, of_w) if plain or cut else torch.empty_like
     dw = start(w) if of_w else None
     dbias = start(bias) if bias is not None and of_bias else None
     dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=cut and not plain)

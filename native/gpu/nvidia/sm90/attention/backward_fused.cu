@@ -412,10 +412,11 @@ __device__ __forceinline__ void multiply_fused(const AttentionBackwardPlan &p, u
     const int row = S::row(warpgroup) + row_of(thread_number()) + 8 * h, key = tile.keys.key + row,
               place = tile.keys.place + row;
     const bool own = key >= 0 && key < tile.keys.x.keys, finite = row_is_finite(dk, h) && row_is_finite(dv, h);
-    if (place < tile.keys.end_place && (own ? finite : !p.accumulate)) {
-      store_row<S::type>(dk, h, vector_at(p.dk, tile.keys.sequence, tile.keys.group, place), p.dk.type, own, p.a.d);
-      store_row<S::type>(dv, h, vector_at(p.dv, tile.keys.sequence, tile.keys.group, place), p.dv.type, own, p.a.e);
-    }
+    const bool stores = place < tile.keys.end_place && (own ? finite : !p.accumulate);
+    store_row<S::type>(dk, h, stores, vector_at(p.dk, tile.keys.sequence, tile.keys.group, place), p.dk.type, own,
+                       p.a.d);
+    store_row<S::type>(dv, h, stores, vector_at(p.dv, tile.keys.sequence, tile.keys.group, place), p.dv.type, own,
+                       p.a.e);
     again[h] = __ballot_sync(0xFFFFFFFFu, own && !finite && thread_number() % 4 == 0);
   }
   repair_keys<S>(p, tile.keys, again, S::row(warpgroup), true, true);

@@ -1,9 +1,11 @@
-// The gradient of queries on Hopper's tensor cores: dq = ds k, a block a tile of 128 queries of one head.
+// The gradient of queries on Hopper's tensor cores: dq = ds k, of one tile of 128 queries of one head after another.
 //
-//   One warp loads by TMA: the tile's queries and their dout once, then through a ring the blocks of keys and of values
-//   that the tile sees, from the last to the first. Two warpgroups have 64 queries each. A step: scores and products of
-//   dout and v of a block of 128 keys, of which the gradients of scores are made in registers, and their product with the
-//   block's keys, a sum of its own, which runs beside the next block's scores and is then added to dq.
+//   A block is persistent. One warp takes the next tile, of all blocks', and one loads by TMA: the tile's queries and
+//   their dout once, and through a ring the blocks of keys and of values that the tile sees, from the last to the first.
+//   They run ahead: the first blocks of the next tile come while results leave. Two warpgroups have 64 queries each. A
+//   step: scores and products of dout and v of a block of 128 keys, of which the gradients of scores are made in
+//   registers, and their product with the block's keys, a sum of its own, which runs beside the next block's scores and
+//   is then added to dq.
 //
 // The order of every sum is NUMERICS.md's, "Attention, backward".
 
@@ -33,7 +35,9 @@ template <Type type_, int d_> struct QueriesShape {
   static constexpr int sum = d == 64 ? 64 : n;  // columns of dq of which the sums of a block are made at a time
   static constexpr int dout_at = warpgroups * q_bytes, ring_at = 2 * dout_at, full_at = ring_at + stages * stage_bytes,
                        empty_at = full_at + stages * 8, queries_full_at = empty_at + stages * 8,
-                       tile_at = queries_full_at + 8, shared_bytes = tile_at + int(sizeof(QueryTile));
+                       queries_empty_at = queries_full_at + 8, tile_full_at = queries_empty_at + 8,
+                       tile_empty_at = tile_full_at + 16, tile_asked_at = tile_empty_at + 16,
+                       tiles_at = tile_asked_at + 8, shared_bytes = tiles_at + 2 * int(sizeof(QueryTile));
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
 };
 
@@ -43,10 +47,12 @@ __device__ __forceinline__ Job job_of_tile(const QueryTile &tile) {
   return job;
 }
 
-template <class S> __device__ __forceinline__ bool query_tile_of(const AttentionBackwardPlan &p, QueryTile *to) {
+// All lanes of a warp. False: there are no more tiles.
+template <class S>
+__device__ __forceinline__ bool query_tile_of(const AttentionBackwardPlan &p, int number, QueryTile *to) {
   BackwardTile tile;
   const auto tiles = [](const Lengths &x) { return backward_tiles(x.queries); };
-  if (!tile_of<true>(p.a, int(blockIdx.x), p.a.heads, tiles, &tile)) return false;
+  if (!tile_of<true>(p.a, number, p.a.heads, tiles, &tile)) return false;
   to->sequence = tile.sequence, to->head = tile.head, to->query = tile.tile * kBackwardTile, to->x = tile.x;
   const Keys keys = keys_of(p.a, job_of_tile(*to), to->query, min(to->query + kBackwardTile, tile.x.queries) - 1);
   const bool none = keys.begin >= keys.end;
@@ -54,21 +60,11 @@ template <class S> __device__ __forceinline__ bool query_tile_of(const Attention
   return true;
 }
 
-template <class S> __device__ __forceinline__ void load_blocks(const AttentionBackwardPlan &p, uint32_t base,
-                                                               const QueryTile &tile) {
-  if (tile.begin == tile.end) return;
-  const uint32_t queries_full = base + S::queries_full_at;
-  barrier_expect(queries_full, 2 * S::dout_at);
-#pragma unroll
-  for (int w = 0; w < S::warpgroups; ++w) {
-    const int token = tile.x.q_first + tile.query + w * 64;
-    load_heads<S::chunks>(&p.a.q, base + w * S::q_bytes, queries_full, 64, token, place_if(p.head_moves_q, tile.head),
-                          place_if(p.a.sequence_moves_q, tile.sequence));
-    load_heads<S::chunks>(&p.dout, base + S::dout_at + w * S::q_bytes, queries_full, 64, token,
-                          place_if(p.head_moves_dout, tile.head), place_if(p.sequence_moves_dout, tile.sequence));
-  }
+// loaded: tiles before it that had keys.
+template <class S>
+__device__ __forceinline__ void load_blocks(const AttentionBackwardPlan &p, uint32_t base, const QueryTile &tile,
+                                            int loaded, Cursor<S::stages> &ring) {
   const int group = tile.head / p.a.group_heads;
-  Cursor<S::stages> ring;
   const auto load = [&](const CUtensorMap *map, bool group_moves, bool sequence_moves, int block) {
     const uint32_t full = base + S::full_at + ring.stage * 8;
     barrier_wait(base + S::empty_at + ring.stage * 8, ring.parity ^ 1);
@@ -80,17 +76,32 @@ template <class S> __device__ __forceinline__ void load_blocks(const AttentionBa
   };
   for (int block = tile.end - 1; block >= tile.begin; --block) {
     load(&p.a.k, p.a.group_moves_k, p.a.sequence_moves_k, block);
+    if (block == tile.end - 1) {
+      const uint32_t queries_full = base + S::queries_full_at;
+      barrier_wait(base + S::queries_empty_at, loaded % 2 ^ 1);
+      barrier_expect(queries_full, 2 * S::dout_at);
+#pragma unroll
+      for (int w = 0; w < S::warpgroups; ++w) {
+        const int token = tile.x.q_first + tile.query + w * 64;
+        load_heads<S::chunks>(&p.a.q, base + w * S::q_bytes, queries_full, 64, token,
+                              place_if(p.head_moves_q, tile.head), place_if(p.a.sequence_moves_q, tile.sequence));
+        load_heads<S::chunks>(&p.dout, base + S::dout_at + w * S::q_bytes, queries_full, 64, token,
+                              place_if(p.head_moves_dout, tile.head), place_if(p.sequence_moves_dout, tile.sequence));
+      }
+    }
     load(&p.a.v, p.a.group_moves_v, p.a.sequence_moves_v, block);
   }
 }
 
 template <class S>
-__device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, uint32_t base, int warpgroup) {
+__device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, uint32_t base, int warpgroup,
+                                                const TileSlots<S, QueryTile> &tiles, int &loaded,
+                                                Cursor<S::stages> &ring) {
   const bool first_lane = threadIdx.x % 32 == 0;
   float dq[S::d / 2], twos[2], delta[2];
   int block, begin, whole_begin, whole_end;
   {
-    const auto tile = load_struct<QueryTile>(base + S::tile_at);
+    const auto tile = tiles.look();
     begin = same_in_warp(tile.begin), block = same_in_warp(tile.end) - 1;
     const Job job = job_of_tile(tile);
     const int last = tile.x.queries - 1, from = min(tile.query + warpgroup * 64, last), to = min(from + 63, last);
@@ -113,7 +124,7 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
   // Of d = 128 and 256 the sums of a block take the places of its scores and products: there are no registers for more.
   float s[S::n / 2], g[S::n / 2];
   uint32_t ds16[S::n / 16][4];
-  Cursor<S::stages> keys, values;
+  Cursor<S::stages> keys = ring, values = keys;
   values.next();
   const auto multiply = [&](float(&to)[S::n / 2], uint32_t queries, const Cursor<S::stages> &ring) {
     make_opaque(queries);  // else its descriptors are kept in registers
@@ -145,7 +156,7 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
     wgmma_wait<1>();
     const bool masked = block * S::n < whole_begin || (block + 1) * S::n > whole_end;
     if (masked) {
-      const auto tile = load_struct<QueryTile>(base + S::tile_at);
+      const auto tile = tiles.look();
       const int thread = thread_number(), first = block * S::n + thread % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -197,7 +208,7 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
   };
 
   if (block >= begin) {
-    barrier_wait(base + S::queries_full_at, 0);
+    barrier_wait(base + S::queries_full_at, loaded % 2);
     start_scores();
     start_products();
     weigh();
@@ -220,14 +231,18 @@ __device__ __forceinline__ void multiply_blocks(const AttentionBackwardPlan &p, 
       start_products();
       weigh();
     }
+    if (first_lane) barrier_arrive(base + S::queries_empty_at);
     if constexpr (S::d == 64) {
       float sum[S::sum / 2];
       add_block(keys.stage, sum, sum);
     } else {
       add_block(keys.stage, g, s);
     }
+    release(keys.stage);
+    keys.next(), keys.next();
+    ring = keys, ++loaded;
   }
-  const auto tile = load_struct<QueryTile>(base + S::tile_at);  // again: not kept through the loop
+  const auto tile = tiles.look();  // again: not kept through the loop
   store_queries<S::type>(p, dq, tile.x, tile.sequence, tile.head, tile.query + warpgroup * 64 + row_of(thread_number()),
                          S::n);
 }
@@ -238,32 +253,40 @@ __global__ void __launch_bounds__(S::threads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
   const int warp = same_in_warp(int(threadIdx.x) / 32);
+  TileSlots<S, QueryTile> tiles{base};
   if (threadIdx.x == S::consumer_warps * 32) {
-    barrier_init(base + S::queries_full_at, 1);
+    barrier_init(base + S::queries_full_at, 1), barrier_init(base + S::queries_empty_at, S::consumer_warps);
     for (int i = 0; i < S::stages; ++i)
       barrier_init(base + S::full_at + i * 8, 1), barrier_init(base + S::empty_at + i * 8, S::consumer_warps);
+    tiles.init();
     fence_barrier_init();
   }
-  // Behind the kernel of keys, which has begun in all of its blocks, the numbers of rows are there; only the end waits.
+  __syncthreads();
+  // Behind the kernel of keys, which has begun in all of its blocks, the numbers of rows are there. This kernel must not
+  // end first; for that one block waits.
   if (!p.behind_keys) wait_for_previous_kernel();
   let_next_kernel_start();
-  {
-    QueryTile tile;
-    if (!query_tile_of<S>(p, &tile)) {
-      wait_for_previous_kernel();
-      return;
-    }
-    if (threadIdx.x == 0) store_struct(base + S::tile_at, tile);
-  }
-  __syncthreads();
   if (warp >= S::consumer_warps) {
     registers_down<S::producer_registers>();
-    if (warp == S::consumer_warps && threadIdx.x % 32 == 0)
-      load_blocks<S>(p, base, load_struct<QueryTile>(base + S::tile_at));
-    wait_for_previous_kernel();
+    if (warp == S::consumer_warps + 1) {
+      tiles.take(p.taken, p.query_numbers, !p.behind_keys,
+                 [&](int number, QueryTile *tile) { return query_tile_of<S>(p, number, tile); });
+    } else if (warp == S::consumer_warps && threadIdx.x % 32 == 0) {
+      int loaded = 0;
+      Cursor<S::stages> ring;
+      tiles.load_each([&](const QueryTile &tile) {
+        if (tile.begin < tile.end) load_blocks<S>(p, base, tile, loaded++, ring);
+      });
+    }
+    if (blockIdx.x == 0) wait_for_previous_kernel();
   } else {
     registers_up<S::consumer_registers>();
-    multiply_blocks<S>(p, base, warp / 4);
+    int loaded = 0;
+    Cursor<S::stages> ring;
+    for (; tiles.wait(); ++tiles.turn) {
+      multiply_blocks<S>(p, base, warp / 4, tiles, loaded, ring);
+      tiles.give_back();
+    }
   }
 }
 
@@ -284,7 +307,7 @@ template <Type type> pydet_status attention_backward_queries(const Launch &launc
   return with_shape<type>(plan, [&](auto shape) {
     using S = decltype(shape);
     Launch one = launch;
-    one.block = dim3(S::threads);
+    one.grid = dim3(unsigned(plan.query_blocks)), one.block = dim3(S::threads);
     one.shared_bytes = S::shared_bytes;
     one.loaded = true;
     return pydet::launch(one, attention_backward_queries_kernel<S>, plan);

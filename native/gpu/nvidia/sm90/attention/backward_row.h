@@ -68,16 +68,16 @@ __device__ __forceinline__ bool has_keys(const AttentionBackwardPlan &p, const L
   return *reinterpret_cast<const float *>(vector_at(p.a.lse, sequence, head, x.q_first + query)) != -INFINITY;
 }
 
-// A row of dk, where it is wanted, and one of dv.
+// A row of dk, where it is wanted, and one of dv: their columns from `begin` on.
 template <Type type>
 __device__ __noinline__ void careful_key(const AttentionBackwardPlan &p, const Lengths x, int sequence, int group,
-                                         int key, bool of_k, bool of_v) {
+                                         int key, bool of_k, bool of_v, int begin, int end) {
   const int lane = int(threadIdx.x % 32), pair = lane % 4 * 2, ahead = x.queries - x.keys + key;
   const int from = max(ahead - p.a.right, 0), to = min(ahead + p.a.left + 1, x.queries);
   const uint16_t *k = half_at(p.a.in_k, sequence, group, x.k_first + key),
                  *v = half_at(p.a.in_v, sequence, group, x.k_first + key);
 #pragma unroll 1
-  for (int column = 0; column < max(p.a.d, p.a.e); column += 8) {
+  for (int column = begin; column < min(end, max(p.a.d, p.a.e)); column += 8) {
     const bool in_d = of_k && column < p.a.d, in_e = of_v && column < p.a.e;
     float dk[4] = {}, dv[4] = {};
     char *to_k = vector_at(p.dk, sequence, group, x.k_first + key),
@@ -185,8 +185,7 @@ __device__ __forceinline__ void store_queries(const AttentionBackwardPlan &p, co
   for (int h = 0; h < 2; ++h) {
     const int query = first + 8 * h;
     const bool own = query < x.queries, finite = row_is_finite(dq, h);
-    if (own && finite)
-      store_row<type>(dq, h, vector_at(p.dq, sequence, head, x.q_first + query), p.dq.type, true, p.a.d);
+    store_row<type>(dq, h, own && finite, vector_at(p.dq, sequence, head, x.q_first + query), p.dq.type, true, p.a.d);
     uint32_t again = __ballot_sync(0xFFFFFFFFu, own && !finite && lane % 4 == 0);
     for (; again; again &= again - 1)
       careful_query<type>(p, seen, sequence, head,

@@ -12,6 +12,7 @@ struct KeyTile {
   int key;               // the first, of the sequence's own; may be negative
   int place, end_place;  // of the first in its storage; where what the block writes ends
   int begin, end;        // tiles of 64 queries
+  int part;              // of the gradients' columns
   Lengths x;
 };
 
@@ -39,13 +40,14 @@ __device__ __forceinline__ void describe_keys(const AttentionBackwardPlan &p, co
   to->end_place = same_in_warp(packed ? x.k_first + x.keys : p.a.keys);
   to->key = same_in_warp(to->place - x.k_first);
   const TilesOfQueries of = queries_that_see(p, x, to->key, keys);
-  to->begin = same_in_warp(of.begin), to->end = same_in_warp(of.end);
+  to->begin = same_in_warp(of.begin), to->end = same_in_warp(of.end), to->part = 0;
 }
 
-template <int keys> __device__ __forceinline__ bool key_tile_of(const AttentionBackwardPlan &p, KeyTile *to) {
+template <int keys>
+__device__ __forceinline__ bool key_tile_of(const AttentionBackwardPlan &p, int number, KeyTile *to) {
   BackwardTile tile;
   const auto tiles = [&](const Lengths &x) { return ((p.a.k_start ? x.keys : p.a.keys) + keys - 1) / keys; };
-  if (!tile_of<false>(p.a, int(blockIdx.x), p.a.heads / p.a.group_heads, tiles, &tile)) return false;
+  if (!tile_of<false>(p.a, number, p.a.heads / p.a.group_heads, tiles, &tile)) return false;
   describe_keys<keys>(p, tile, to);
   return true;
 }
@@ -177,10 +179,30 @@ __device__ __forceinline__ void start_products(float (&to)[kBackwardQueries / 2]
   wgmma_commit();
 }
 
-// sums += weights times a step's queries, or dout.
+// The same of keys in registers, or values: their step i of d.
 template <class S>
-__device__ __forceinline__ void start_sums(float (&sums)[S::d / 2], const uint32_t (&weights)[kBackwardQueries / 16][4],
-                                           uint32_t queries) {
+__device__ __forceinline__ void start_products_of(float (&to)[kBackwardQueries / 2],
+                                                  const uint32_t (&keys)[S::d / kStep][4], uint32_t queries) {
+  const uint64_t y = wgmma_descriptor<true>(queries);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < S::d / kStep; ++i)
+    wgmma_from_registers<S::type, true>(to, keys[i], y + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
+  wgmma_commit();
+}
+// A warpgroup's 64 keys or values.
+template <class S> __device__ __forceinline__ void keep_keys(uint32_t (&to)[S::d / kStep][4], uint32_t keys) {
+  const int thread = thread_number() % kWarpgroup, row = thread / 32 * kWarpRows + thread % 16;
+#pragma unroll
+  for (int i = 0; i < S::d / kStep; ++i)
+    load_matrices<false>(
+        to[i], keys + i / 4 * S::k_box_bytes + row * kRowBytes + ((i % 4 * 2 + thread % 32 / 16) ^ (row % 8)) * 16);
+}
+
+// sums += weights times a step's queries, or dout.
+template <class S, int registers>
+__device__ __forceinline__ void start_sums(float (&sums)[registers],
+                                           const uint32_t (&weights)[kBackwardQueries / 16][4], uint32_t queries) {
   const uint64_t vectors = wgmma_descriptor<false>(queries);
   wgmma_fence();
 #pragma unroll
@@ -192,13 +214,14 @@ __device__ __forceinline__ void start_sums(float (&sums)[S::d / 2], const uint32
 // Rows of a warp, as bits 4 i of [h], that are not finite: done again.
 template <class S>
 __device__ __forceinline__ void repair_keys(const AttentionBackwardPlan &p, const KeyTile &tile,
-                                            const uint32_t (&again)[2], int first_row, bool of_k, bool of_v) {
+                                            const uint32_t (&again)[2], int first_row, bool of_k, bool of_v,
+                                            int begin = 0, int end = S::d) {
   if (!(again[0] | again[1])) return;
   const int first = tile.key + first_row + thread_number() % kWarpgroup / 32 * kWarpRows;
 #pragma unroll 1
   for (int i = 0; i < kWarpRows; ++i)
     if ((i < 8 ? again[0] : again[1]) >> i % 8 * 4 & 1)
-      careful_key<S::type>(p, tile.x, tile.sequence, tile.group, first + i, of_k, of_v);
+      careful_key<S::type>(p, tile.x, tile.sequence, tile.group, first + i, of_k, of_v, begin, end);
 }
 
 }  // namespace

@@ -122,6 +122,69 @@ template <class Ints> __device__ __forceinline__ Ints load_struct(uint32_t addre
   return x;
 }
 
+// The tiles of a persistent block, one after the other. One warp takes them, of all blocks', when the one that loads has
+// asked for all of the tile before; of the last two that a block may have, when that is done, so that no tile waits for a
+// block while another has nothing to do. A sequence below 0 follows the last.
+template <class S, class Tile> struct TileSlots {
+  uint32_t base;
+  int turn = 0;
+  __device__ __forceinline__ uint32_t slot() const { return base + S::tiles_at + turn % 2 * int(sizeof(Tile)); }
+  __device__ __forceinline__ uint32_t full() const { return base + S::tile_full_at + turn % 2 * 8; }
+  __device__ __forceinline__ uint32_t empty() const { return base + S::tile_empty_at + turn % 2 * 8; }
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < 2; ++i)
+      barrier_init(base + S::tile_full_at + i * 8, 1),
+          barrier_init(base + S::tile_empty_at + i * 8, S::consumer_warps + 1);
+    barrier_init(base + S::tile_asked_at, 1);
+  }
+  // All lanes of that warp. find(number, &tile) says whether there is one of `all`, at most. Where each can have a block of
+  // its own, or where all blocks begin at once, a block's first is its own number.
+  template <class Find> __device__ __forceinline__ void take(int *taken, int all, bool at_once, Find find) {
+    const int blocks = int(gridDim.x);
+    const bool one = all <= blocks;
+    int number = int(blockIdx.x);
+    for (bool more = true; more; ++turn) {
+      if (turn > 0 && !one) {
+        barrier_wait(base + S::tile_asked_at, (turn - 1) % 2);
+        if (number + 2 * blocks >= all) barrier_wait(base + S::tile_empty_at + (turn - 1) % 2 * 8, (turn - 1) / 2 % 2);
+      }
+      if (!one && (turn > 0 || !at_once)) {
+        if (threadIdx.x % 32 == 0) number = atomicAdd(taken, 1) + (at_once ? blocks : 0);
+        number = __shfl_sync(0xFFFFFFFFu, number, 0);
+      }
+      Tile tile = {};
+      more = (turn == 0 || !one) && find(number, &tile);
+      if (!more) tile.sequence = -1;
+      barrier_wait(empty(), turn / 2 % 2 ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        store_struct(slot(), tile);
+        barrier_arrive(full());
+      }
+    }
+  }
+  // The thread that loads.
+  template <class Load> __device__ __forceinline__ void load_each(Load load) {
+    for (;; ++turn) {
+      barrier_wait(full(), turn / 2 % 2);
+      const Tile tile = look();
+      if (tile.sequence < 0) return;
+      barrier_arrive(empty());
+      load(tile);
+      barrier_arrive(base + S::tile_asked_at);
+    }
+  }
+  // The others.
+  __device__ __forceinline__ bool wait() const {
+    barrier_wait(full(), turn / 2 % 2);
+    return same_in_warp(look().sequence) >= 0;
+  }
+  __device__ __forceinline__ Tile look() const { return load_struct<Tile>(slot()); }
+  __device__ __forceinline__ void give_back() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
+  }
+};
+
 __device__ __forceinline__ char *vector_at(const Heads &heads, int64_t sequence, int head, int64_t token) {
   return heads.data + size_of(heads.type) *
                           (sequence * heads.sequence_stride + head * heads.head_stride + token * heads.token_stride);
@@ -143,16 +206,58 @@ template <int registers> __device__ __forceinline__ bool row_is_finite(const flo
   return zero + __shfl_xor_sync(0xFFFFFFFFu, zero, 2) == 0.0f;
 }
 
-// Stores a thread's row h, or zeros.
-template <Type type, int registers>
-__device__ __forceinline__ void store_row(const float (&sums)[registers], int h, char *to, Type stored, bool own,
-                                          int extent) {
+// Word k of lane q of four goes to lane k, where it is word q.
+__device__ __forceinline__ void turn_four(uint32_t (&words)[4]) {
 #pragma unroll
-  for (int i = 0; i < registers / 4; ++i) {
-    const int column = 8 * i + int(threadIdx.x % 4) * 2;
-    if (column < extent)
-      store_two<type>(to, stored, column, own ? settled(sums[4 * i + 2 * h]) : 0.0f,
-                      own ? settled(sums[4 * i + 2 * h + 1]) : 0.0f);
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool high = threadIdx.x & bit;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (k & bit) continue;
+      uint32_t &low_word = words[k], &high_word = words[k + bit];
+      const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, high ? low_word : high_word, bit);
+      if (high) low_word = got;
+      else high_word = got;
+    }
+  }
+}
+
+// Stores a thread's row h, or zeros, where it `stores` any. All lanes of a warp: the four that share a row of two-byte
+// elements turn what they have, so that each stores 16 bytes.
+template <Type type, int registers>
+__device__ __forceinline__ void store_row(const float (&sums)[registers], int h, bool stores, char *to, Type stored,
+                                          bool own, int extent) {
+  const int lane = int(threadIdx.x % 4);
+  if (stored == Type::f32) {
+    if (!stores) return;
+#pragma unroll
+    for (int i = 0; i < registers / 4; ++i) {
+      const int column = 8 * i + lane * 2;
+      if (column < extent)
+        store_two<type>(to, stored, column, own ? settled(sums[4 * i + 2 * h]) : 0.0f,
+                        own ? settled(sums[4 * i + 2 * h + 1]) : 0.0f);
+    }
+    return;
+  }
+  const bool whole = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+#pragma unroll
+  for (int i = 0; i < registers / 4; i += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int at = 4 * (i + k) + 2 * h;
+      words[k] = own ? rounded_pair<type>(settled(sums[at]), settled(sums[at + 1])) : 0u;
+    }
+    turn_four(words);
+    const int column = 8 * (i + lane);
+    if (!stores || column >= extent) continue;
+    uint32_t *at = reinterpret_cast<uint32_t *>(to + 2 * column);
+    if (whole) {
+      *reinterpret_cast<uint4 *>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) at[k] = words[k];
+    }
   }
 }
 

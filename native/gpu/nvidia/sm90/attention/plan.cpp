@@ -50,16 +50,16 @@ int64_t tiles_of(const Attention &a, int pack, int job_queries) {
 
 int warpgroups_of(const Attention &a, bool wide) { return !wide ? 1 : a.d <= 64 ? 3 : 2; }
 
+Cut cut_rows(const Attention &a, bool wide, int pack) {
+  const int queries = kAttentionWarpgroupRows / pack, all = queries * warpgroups_of(a, wide);
+  return {pack, queries, all, tiles_of(a, pack, all), wide, false};
+}
 // The heads of a group go into one tile where that makes fewer.
 Cut cut_rows(const Attention &a, bool wide) {
   const int64_t group_heads = a.heads / a.groups;
-  const auto cut = [&](int pack) {
-    const int queries = kAttentionWarpgroupRows / pack, all = queries * warpgroups_of(a, wide);
-    return Cut{pack, queries, all, tiles_of(a, pack, all), wide, false};
-  };
-  const Cut apart = cut(1);
+  const Cut apart = cut_rows(a, wide, 1);
   if (group_heads == 1 || group_heads > kAttentionWarpgroupRows) return apart;
-  const Cut packed = cut(int(group_heads));
+  const Cut packed = cut_rows(a, wide, int(group_heads));
   return packed.tiles < apart.tiles ? packed : apart;
 }
 
@@ -77,12 +77,18 @@ bool decodes(const Attention &a, const Cut &cut) {
   return !cut.wide && !a.q_start && a.heads / a.groups * a.queries <= kDecodeRows;
 }
 
-// Tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles
+// Where each can have a multiprocessor of its own, the smaller tiles are done sooner: of one head, and of one warpgroup.
+// Else tiles of one warpgroup leave the tensor cores idle for longer, and load more in advance. Keys are split where tiles
 // leave multiprocessors idle that would load more, or give some two where others have one; sequences whose lengths only
 // the device knows may leave more so. For so many multiprocessors, or at least and at most.
 Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
+  if (cut.wide && !a.q_start && a.keys <= a.kv_chunk)
+    for (bool wide : {false, true}) {
+      const Cut apart = cut_rows(a, wide, 1);
+      if (apart.tiles <= sms) return apart;
+    }
   if (cut.wide && a.d <= 64 && a.keys <= a.kv_chunk) {
     const Cut few = cut_rows(a, false);
     if (2 * few.tiles <= sms) return few;
